@@ -1,0 +1,62 @@
+"""The seam between trainer and sampler."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+import torch
+
+from qerl_pl.types import Completion, PolicyWeights, RolloutRequest, SamplingConfig, SyncReport
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """What an engine must know to load the policy's base model."""
+
+    base: Path
+    """Folder of the base model in Hugging Face format: 16/32-bit, or NVFP4 as `qerl quantize` writes it."""
+    dtype: torch.dtype
+    """Data type of activations, embeddings and norms."""
+    device: torch.device
+    lora_rank: int
+    """Rank of the adapter."""
+    lora_targets: tuple[str, ...]
+    """Last parts of the adapted linears' names, such as ("q_proj", "up_proj")."""
+    max_tokens: int
+    """Longest sequence, prompt and completion together, that will be asked for."""
+
+
+@runtime_checkable
+class RolloutEngine(Protocol):
+    """Samples completions from a policy; deals in token ids only.
+
+    The order of calls is `launch`, then any number of (`wake`, `sync`, `generate`..., `sleep`), then `close`.
+    A sync takes effect for every later `generate`. A completion's tokens depend on the synced weights, its prompt and
+    its seed, not on what else is in the batch (up to floating-point differences between batch shapes).
+    """
+
+    def launch(self, spec: EngineSpec) -> None:
+        """Load the base model. Called once, before any other method."""
+
+    def sync(self, weights: PolicyWeights) -> SyncReport:
+        """Take over adapter, trained norms and noise.
+
+        Noise is written as clean scale + noise, so repeated syncs never accumulate.
+        """
+
+    def generate(self, requests: Sequence[RolloutRequest], sampling: SamplingConfig) -> list[list[Completion]]:
+        """Sample len(request.seeds) completions for each request, in the order asked.
+
+        Raises:
+            UserError: A prompt is empty, or prompt and `sampling.max_tokens` exceed `EngineSpec.max_tokens`.
+        """
+
+    def sleep(self) -> None:
+        """Release memory that only generation needs."""
+
+    def wake(self) -> None:
+        """Take that memory back; a no-op when awake."""
+
+    def close(self) -> None:
+        """Free everything; the engine cannot be used afterwards."""

@@ -1,0 +1,100 @@
+"""The values that travel along the data's path: prompts -> completions -> rewards -> experience.
+
+Shapes, here and in every docstring: B completions in a batch, T token positions (prompt and completion, right-padded),
+V vocabulary, r adapter rank. Token ids are Python ints until `Experience`, where they become tensors.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from torch import Tensor
+
+from qerl_pl.noise import NormNoise
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt of a data module."""
+
+    id: str
+    """Stable name of the row, equal in every run over the same data, such as "train-17"."""
+    token_ids: tuple[int, ...]
+    """The rendered chat prompt, generation prompt included."""
+    text: str
+    """The question as the user reads it."""
+    reference: str
+    """What the rewards compare with."""
+
+
+@dataclass(frozen=True)
+class SamplingConfig:
+    """How completions are sampled.
+
+    Args:
+        max_tokens: Most tokens of a completion; one that reaches it is truncated.
+        temperature: Divides the logits; 0 is greedy decoding.
+        top_p: Keep the smallest set of tokens whose probability is at least this.
+        top_k: Keep this many tokens; 0 keeps all.
+        min_p: Drop tokens below this fraction of the most likely token's probability.
+        stop: Strings that end a completion when they appear in its text.
+    """
+
+    max_tokens: int = 256
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    stop: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class RolloutRequest:
+    """One prompt and the random streams of its completions."""
+
+    prompt_ids: tuple[int, ...]
+    seeds: tuple[int, ...]
+    """One seed in [0, 2**63) a completion; as many completions are sampled as there are seeds."""
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What the sampler wrote."""
+
+    token_ids: tuple[int, ...]
+    """Sampled tokens, the end-of-sequence token included where one was sampled."""
+    logprobs: tuple[float, ...]
+    """Natural log of each token's probability under the distribution it was sampled from: temperature and, where set,
+    top-p, top-k and min-p included. Greedy decoding reports the distribution at temperature 1."""
+    finish_reason: Literal["stop", "length"]
+
+    @property
+    def truncated(self) -> bool:
+        """Whether the token limit ended the completion."""
+        return self.finish_reason == "length"
+
+
+@dataclass(frozen=True)
+class PolicyWeights:
+    """What the trainer hands the engine at a sync: everything of the policy that changes."""
+
+    version: int
+    """How many updates the policy has had; 0 before the first."""
+    adapter: Mapping[str, tuple[Tensor, Tensor]] | None
+    """Linear module's name in the base model ("model.layers.0.self_attn.q_proj") -> (A [r, in], B [out, r]), detached;
+    None samples from the base model with its adapter off."""
+    scaling: float
+    """The adapter adds scaling * B A."""
+    norms: Mapping[str, Tensor] = field(default_factory=dict)
+    """Trained RMSNorm scales by module name ("model.layers.0.input_layernorm") -> [hidden]; empty when frozen."""
+    noise: NormNoise | None = None
+    """Noise of the sampler's norm scales; None samples without."""
+
+
+@dataclass(frozen=True)
+class SyncReport:
+    """What the engine runs with after a sync."""
+
+    version: int
+    noise_std: float
+    """Standard deviation of (scale the engine holds now - clean scale) over all elements of the noisy norms."""
