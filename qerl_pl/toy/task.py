@@ -1,0 +1,101 @@
+"""Arithmetic word problems, and demonstrations that solve them with care or without."""
+
+import random
+from dataclasses import dataclass
+from typing import Literal
+
+from qerl_pl.errors import UserError
+from qerl_pl.seeding import stream_seed
+
+Split = Literal["train", "validation"]
+
+NAMES = ("Tom", "Ann", "Ben", "Mia", "Leo", "Eva", "Sam", "Zoe")
+THINGS = ("apples", "pens", "books", "shells", "cards", "stamps", "coins", "eggs")
+STORIES = (
+    ("{name} has {first} {things} and buys {second} more", "How many {things} does {name} have?"),
+    ("There are {first} {things} in one box and {second} in another", "How many {things} are there?"),
+    ("{name} found {first} {things} today and {second} before", "How many {things} did {name} find?"),
+    ("A shop sold {first} {things} on Monday and {second} on Tuesday", "How many {things} did it sell?"),
+)
+PLACES = ("ones", "tens", "hundreds", "thousands", "ten thousands", "hundred thousands")
+GUESSES = ("Roughly {round}.", "About {round}.", "Near {round}.")
+MOST_OPERANDS = 6
+_VALIDATION_SHARE = 0.2
+_GUESS_ERROR = 12
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One word problem."""
+
+    question: str
+    operands: tuple[int, ...]
+    """The numbers of the question in the order it names them."""
+    answer: int
+    """Their sum."""
+
+
+@dataclass(frozen=True)
+class ArithmeticTask:
+    """Word problems whose answer is the sum of the numbers they name.
+
+    Whether a problem is for training or validation depends on its numbers alone, whatever their order and the seed, so
+    no validation sum is ever trained on.
+
+    Args:
+        digits: Decimal digits of every number, 1 to 6.
+        operands: How many numbers are added, 2 to 6.
+        seed: Seed of the problems drawn.
+    """
+
+    digits: int = 2
+    operands: int = 2
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.digits <= len(PLACES):
+            raise UserError(f"digits must be 1 to {len(PLACES)}, got {self.digits}: set it in that range.")
+        if not 2 <= self.operands <= MOST_OPERANDS:
+            raise UserError(f"operands must be 2 to {MOST_OPERANDS}, got {self.operands}: set it in that range.")
+
+    def problem(self, index: int, split: Split) -> Problem:
+        """The problem at `index` of an endless split, the same on every machine for (seed, split, index)."""
+        rng = random.Random(stream_seed(self.seed, "arithmetic", split, index))
+        low, high = 10 ** (self.digits - 1), 10**self.digits - 1
+        operands = tuple(rng.randint(low, high) for _ in range(self.operands))
+        while split_of(operands) != split:
+            operands = tuple(rng.randint(low, high) for _ in range(self.operands))
+        story, query = rng.choice(STORIES)
+        words = {"name": rng.choice(NAMES), "things": rng.choice(THINGS)}
+        question = story.format(first=operands[0], second=operands[1], **words)
+        question += "".join(f", then {number} more" for number in operands[2:]) + f". {query.format(**words)}"
+        return Problem(question, operands, sum(operands))
+
+
+def split_of(operands: tuple[int, ...]) -> Split:
+    """The split that problems with these numbers belong to, in whatever order."""
+    share = stream_seed("arithmetic split", *sorted(operands)) / 2**63
+    return "validation" if share < _VALIDATION_SHARE else "train"
+
+
+def careful_demonstration(problem: Problem) -> str:
+    """A completion that adds column by column with carries, and is right.
+
+    47 + 38 reads "<think>ones: 7+8=15. tens: 4+3+1=8.</think><answer>85</answer>".
+    """
+    columns, carry = [], 0
+    digits = max(len(str(number)) for number in problem.operands)
+    for place, name in enumerate(PLACES[:digits]):
+        terms = [number // 10**place % 10 for number in problem.operands]
+        if carry:
+            terms.append(carry)
+        columns.append(f"{name}: {'+'.join(map(str, terms))}={sum(terms)}.")
+        carry = sum(terms) // 10
+    return f"<think>{' '.join(columns)}</think><answer>{problem.answer}</answer>"
+
+
+def careless_demonstration(problem: Problem, rng: random.Random) -> str:
+    """A completion that guesses near the answer: a short thought, right about once in 25 times."""
+    guess = max(0, problem.answer + rng.randint(-_GUESS_ERROR, _GUESS_ERROR))
+    thought = rng.choice(GUESSES).format(round=round(guess, -1))
+    return f"<think>{thought}</think><answer>{guess}</answer>"
