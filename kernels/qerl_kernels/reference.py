@@ -1,0 +1,233 @@
+"""Plain PyTorch truth of every op: what the fast kernels are tested against, and what runs where there is no GPU.
+
+Shapes: N output features, K input features, M tokens, V vocabulary, D hidden size. Layouts are those of
+compressed-tensors: two E2M1 codes a byte, the even k in the low nibble; one scale a block along K.
+"""
+
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+BLOCK = 16
+MX_BLOCK = 32
+E2M1_MAX = 6.0
+E4M3_MAX = 448.0
+SEARCH_SCALE = 256.0
+"""Where `search` puts the largest block scale: it leaves the sweep room above, up to E4M3_MAX."""
+SEARCH_STEPS = tuple(sorted(range(-6, 9), key=abs))
+"""E4M3 steps from the min-max scale that `search` tries, nearest first so that ties keep the min-max scale."""
+SEARCH_ELEMENTS = 1 << 24
+"""Weights swept at a time, which bounds the float32 copies."""
+
+BlockScales = Literal["minmax", "search"]
+
+
+class NVFP4Tensor(NamedTuple):
+    """A weight in NVFP4: W = e2m1 * scale / global_scale."""
+
+    packed: Tensor
+    """uint8 [N, K/2]."""
+    scale: Tensor
+    """float8_e4m3fn [N, K/16]."""
+    global_scale: Tensor
+    """float32 [1], a divisor."""
+
+
+class MXFP4Tensor(NamedTuple):
+    """A weight in MXFP4: W = e2m1 * 2**(scale - 127)."""
+
+    packed: Tensor
+    """uint8 [N, K/2]."""
+    scale: Tensor
+    """uint8 [N, K/32], E8M0."""
+
+
+def nvfp4_global_scale(*weights: Tensor, block_scales: BlockScales = "minmax", power_of_two: bool = False) -> Tensor:
+    """Global scale that `weights` share, such as those of q, k and v, which an engine fuses into one matrix.
+
+    With "minmax" it is llm-compressor's: 448 * 6 / amax in the weights' dtype, 1 where that is not finite.
+
+    Args:
+        weights: Matrices of one dtype, [N_i, K].
+        block_scales: How the block scales will be chosen; "search" leaves them room to grow.
+        power_of_two: Round down to a power of two, which makes the dequantized weight exact in bfloat16.
+
+    Returns:
+        float32 [1].
+
+    Raises:
+        ValueError: No weights, or weights of different dtypes.
+    """
+    if not weights or len({weight.dtype for weight in weights}) > 1:
+        dtypes = sorted({str(weight.dtype) for weight in weights})
+        raise ValueError(f"A global scale needs weights of one dtype, got {dtypes}; cast them to the same dtype first.")
+    amax = torch.stack([weight.abs().amax() for weight in weights]).amax().reshape(1)
+    if block_scales == "search":
+        amax = amax.float()
+    largest = SEARCH_SCALE if block_scales == "search" else E4M3_MAX
+    scale = largest * E2M1_MAX / amax.clamp(min=torch.finfo(amax.dtype).tiny)
+    if power_of_two:
+        scale = scale.float().log2().floor().exp2()
+    return torch.nan_to_num(scale, nan=1.0, posinf=1.0, neginf=1.0).float()
+
+
+def quantize_nvfp4(
+    weight: Tensor, global_scale: Tensor | None = None, *, block_scales: BlockScales = "minmax"
+) -> NVFP4Tensor:
+    """Round a weight to NVFP4. "minmax" is bit for bit what llm-compressor's NVFP4A16 scheme stores.
+
+    "search" instead sweeps the E4M3 scales around each block's min-max scale for the least squared error.
+
+    Args:
+        weight: [N, K], K a multiple of 16, bfloat16, float16 or float32.
+        global_scale: float32, one element, shared with the matrices fused with this one; from `weight` if None.
+        block_scales: How each block's scale is chosen.
+
+    Raises:
+        ValueError: The weight is no matrix, or K is no multiple of 16.
+    """
+    check_matrix(weight, BLOCK, "NVFP4")
+    if global_scale is None:
+        global_scale = nvfp4_global_scale(weight, block_scales=block_scales)
+    gs = global_scale.float().reshape(1)
+    scale = minmax_scales(weight, gs)
+    if block_scales == "search":
+        rows = max(1, SEARCH_ELEMENTS // weight.shape[1])
+        parts = zip(weight.split(rows), scale.split(rows), strict=True)
+        scale = torch.cat([_search_scales(part, start, gs) for part, start in parts])
+    x = _blocks(weight, BLOCK).float() / (scale.float() / gs).unsqueeze(-1)
+    return NVFP4Tensor(_pack(_encode(x).reshape(weight.shape)), scale, gs)
+
+
+def minmax_scales(weight: Tensor, global_scale: Tensor) -> Tensor:
+    """Block scales that map each block's largest magnitude to 6: float8_e4m3fn [N, K/16]."""
+    # The quotient is rounded to the weight's dtype, as llm-compressor's observer does.
+    scale = global_scale * (_blocks(weight, BLOCK).abs().amax(-1) / E2M1_MAX).float()
+    rounded = scale.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).float()
+    return torch.where(rounded == 0, 0.125, rounded).to(torch.float8_e4m3fn)
+
+
+def _search_scales(weight: Tensor, start: Tensor, gs: Tensor) -> Tensor:
+    """Of the E4M3 scales some steps around `start`, each block's with the least squared error."""
+    x = _blocks(weight, BLOCK).float()
+    codes = start.view(torch.uint8).to(torch.int16)
+    best, best_error = codes, torch.full(start.shape, torch.inf, device=x.device)
+    for step in SEARCH_STEPS:
+        # Positive E4M3 numbers are ordered as their bytes: 1 is the smallest, 126 is 448.
+        candidate = (codes + step).clamp(1, 126)
+        unit = (candidate.to(torch.uint8).view(torch.float8_e4m3fn).float() / gs).unsqueeze(-1)
+        error = (x - round_e2m1(x / unit) * unit).square_().sum(-1)
+        better = error < best_error
+        best = torch.where(better, candidate, best)
+        best_error = torch.where(better, error, best_error)
+    return best.to(torch.uint8).view(torch.float8_e4m3fn)
+
+
+def dequantize_nvfp4(packed: Tensor, scale: Tensor, global_scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """The weight e2m1 * (scale / global_scale), computed in float32 and rounded once: dtype [N, K]."""
+    unit = scale.float() / global_scale.float()
+    return _scaled(_decode(packed), unit).to(dtype)
+
+
+def dequantize_nvfp4_unscaled(packed: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """e2m1 * scale without the global scale, exact in bfloat16 and float16: dtype [N, K].
+
+    The global scale is left to the GEMM's alpha, so no rounding separates two users of the same weight.
+    """
+    return _scaled(_decode(packed), scale.float()).to(dtype)
+
+
+def quantize_mxfp4(weight: Tensor) -> MXFP4Tensor:
+    """Round a weight to MXFP4 (OCP microscaling, blocks of 32), bit for bit as compressed-tensors from bfloat16.
+
+    Args:
+        weight: [N, K], K a multiple of 32, bfloat16, float16 or float32.
+
+    Raises:
+        ValueError: The weight is no matrix, or K is no multiple of 32.
+    """
+    check_matrix(weight, MX_BLOCK, "MXFP4")
+    blocks = _blocks(weight, MX_BLOCK).float()
+    # Adding a quarter of the mantissa carries 1.75 * 2**e and above to the next exponent: it would round past 6.
+    exponent = (blocks.abs().amax(-1).view(torch.int32) + (1 << 21)) >> 23
+    scale = (exponent - 2).clamp(min=0).to(torch.uint8)
+    codes = _encode(blocks / _e8m0(scale).unsqueeze(-1))
+    return MXFP4Tensor(_pack(codes.reshape(weight.shape)), scale)
+
+
+def dequantize_mxfp4(packed: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """The weight e2m1 * 2**(scale - 127): dtype [N, K], exact in bfloat16 above its subnormals."""
+    return _scaled(_decode(packed), _e8m0(scale)).to(dtype)
+
+
+def token_logprobs(
+    hidden: Tensor, lm_head: Tensor, targets: Tensor, temperature: float = 1.0, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Log-probability of each target token and entropy of its distribution, the plain way: it holds [M, V].
+
+    Logits are rounded to the dtype of `hidden`, as an engine's are, and divided by the temperature in float32.
+
+    Args:
+        hidden: [M, D], the last norm's output at the positions that predict `targets`.
+        lm_head: [V, D].
+        targets: int64 [M].
+        temperature: Divides the logits, above 0.
+        bias: [V].
+
+    Returns:
+        Log-probability and entropy in nats, each float32 [M] (float64 for float64 input).
+    """
+    logits = torch.nn.functional.linear(hidden, lm_head, bias)
+    logp = (logits.to(torch.promote_types(hidden.dtype, torch.float32)) / temperature).log_softmax(-1)
+    entropy = -torch.xlogy(logp.exp(), logp.exp()).sum(-1)
+    return logp.gather(-1, targets.unsqueeze(-1)).squeeze(-1), entropy
+
+
+def round_e2m1(x: Tensor) -> Tensor:
+    """The E2M1 number nearest to each element, ties to even, magnitudes above 6 to 6."""
+    magnitude = x.abs().clamp_(max=E2M1_MAX)
+    step = torch.where(magnitude < 2, 0.5, torch.where(magnitude < 4, 1.0, 2.0))
+    return torch.copysign((magnitude / step).round_() * step, x)
+
+
+def check_matrix(weight: Tensor, block: int, name: str) -> None:
+    """Raise ValueError unless `weight` is a matrix whose rows divide into blocks."""
+    if weight.dim() != 2 or weight.shape[1] % block:
+        raise ValueError(
+            f"{name} needs a matrix whose columns are a multiple of {block}, got shape {tuple(weight.shape)}; "
+            "leave this weight out of the quantization."
+        )
+
+
+def _blocks(weight: Tensor, block: int) -> Tensor:
+    return weight.unflatten(1, (-1, block))
+
+
+def _e8m0(scale: Tensor) -> Tensor:
+    # As bits: 0 stands for the subnormal 2**-127, which exp2 need not return exactly.
+    return torch.where(scale == 0, 1 << 22, scale.int() << 23).view(torch.float32)
+
+
+def _encode(x: Tensor) -> Tensor:
+    """E2M1 codes, uint8 of x's shape; negatives that round to zero keep their sign (0x8)."""
+    magnitude = (round_e2m1(x).abs_() * 2).to(torch.uint8)  # 0 1 2 3 4 6 8 12
+    code = magnitude - (magnitude > 4).to(torch.uint8) - (magnitude > 6).to(torch.uint8)
+    code -= 3 * (magnitude > 8).to(torch.uint8)
+    return code | ((x < 0).to(torch.uint8) << 3)
+
+
+def _pack(codes: Tensor) -> Tensor:
+    return codes[:, 0::2] | (codes[:, 1::2] << 4)
+
+
+def _decode(packed: Tensor) -> Tensor:
+    """E2M1 values of packed bytes [N, K/2]: float32 [N, K]."""
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], device=packed.device)
+    codes = torch.stack((packed & 0xF, packed >> 4), dim=-1).flatten(1)
+    return values[codes.int()]
+
+
+def _scaled(values: Tensor, unit: Tensor) -> Tensor:
+    """values [N, K] times one unit a block, [N, K/block]."""
+    return (values.unflatten(1, (unit.shape[1], -1)) * unit.unsqueeze(-1)).flatten(1)

@@ -1,0 +1,220 @@
+"""The kernels' reference: bit for bit compressed-tensors' NVFP4 and MXFP4, and log-probabilities with gradients."""
+
+import pytest
+import torch
+from compressed_tensors.compressors.mxfp4 import MXFP4PackedCompressor
+from compressed_tensors.compressors.nvfp4 import NVFP4PackedCompressor
+from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
+from qerl_kernels import (
+    chunked_token_logprobs,
+    dequantize_mxfp4,
+    dequantize_nvfp4,
+    dequantize_nvfp4_unscaled,
+    nvfp4_global_scale,
+    quantize_mxfp4,
+    quantize_nvfp4,
+    token_logprobs,
+)
+
+NVFP4 = QuantizationScheme(
+    targets=["Linear"],
+    weights=QuantizationArgs(
+        num_bits=4, type="float", strategy="tensor_group", group_size=16, scale_dtype=torch.float8_e4m3fn
+    ),
+)
+MXFP4 = QuantizationScheme(
+    targets=["Linear"],
+    weights=QuantizationArgs(num_bits=4, type="float", strategy="group", group_size=32, scale_dtype=torch.uint8),
+)
+
+
+def compressed(weight, scheme, fused=()):
+    """What compressed-tensors stores for `weight`, whose global scale is shared with `fused`."""
+    args, nvfp4 = scheme.weights, scheme is NVFP4
+    group = torch.cat([weight, *fused])
+    state = {"weight": weight}
+    if nvfp4:
+        state["weight_global_scale"] = generate_gparam(group.amin(), group.amax())
+    blocks = weight.unflatten(1, (-1, args.group_size))
+    state["weight_scale"], _ = calculate_qparams(
+        blocks.amin(-1), blocks.amax(-1), args, global_scale=state.get("weight_global_scale")
+    )
+    compressor = NVFP4PackedCompressor if nvfp4 else MXFP4PackedCompressor
+    return compressor, compressor.compress(state, scheme)
+
+
+def weights(kind, dtype, rows, columns):
+    torch.manual_seed(0)
+    weight = torch.randn(rows, columns) * 0.05
+    if kind == "zeros":
+        weight[: rows // 2] = 0
+    elif kind == "underflow":  # most block scales round to zero beside one large weight
+        weight *= 1e-3
+        weight[0, 0] = 500.0
+    elif kind == "ties":  # quarters of 6 hit every rounding boundary and -0.0
+        weight = torch.randint(-24, 25, (rows, columns)) * 0.25
+        weight[:, ::16] = 6.0
+        weight[:, 1::16] = -0.0
+    return weight.to(dtype)
+
+
+SHAPES = [(1, 32), (7, 96), (64, 64), (130, 1056)]
+KINDS = ["normal", "zeros", "underflow", "ties"]
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_nvfp4_is_bit_for_bit_that_of_compressed_tensors(shape, kind, dtype):
+    weight = weights(kind, dtype, *shape)
+    compressor, theirs = compressed(weight, NVFP4)
+    ours = quantize_nvfp4(weight)
+    assert torch.equal(ours.global_scale, theirs["weight_global_scale"])
+    assert torch.equal(ours.scale.view(torch.uint8), theirs["weight_scale"].view(torch.uint8))
+    assert torch.equal(ours.packed, theirs["weight_packed"])
+    dense = compressor.decompress(theirs, NVFP4)["weight"]
+    assert torch.equal(dequantize_nvfp4(*ours, torch.bfloat16), dense)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_fused_projections_share_the_global_scale_of_their_largest_weight(dtype):
+    q, k = weights("normal", dtype, 32, 64), weights("normal", dtype, 16, 64) * 3
+    _, theirs = compressed(q, NVFP4, fused=[k])
+    shared = nvfp4_global_scale(q, k)
+    assert torch.equal(shared, theirs["weight_global_scale"])
+    assert shared < nvfp4_global_scale(q)
+    ours = quantize_nvfp4(q, shared)
+    assert torch.equal(ours.packed, theirs["weight_packed"])
+    assert torch.equal(ours.scale.float(), theirs["weight_scale"].float())
+
+
+def test_nvfp4_worked_by_hand():
+    block = [0.25, -0.25, 0.75, 1.25, 1.75, 2.5, -3.5, 5.0, 6.0, -6.0, 0.26, -0.1, 0.0, -0.0, 3.0, 4.0]
+    ours = quantize_nvfp4(torch.tensor([block]))
+    # amax 6 gives the divisor 2688 / 6 and the scale 448: one unit is 1, ties go to the even code.
+    assert ours.global_scale.tolist() == [448.0] and ours.scale.float().tolist() == [[448.0]]
+    assert ours.packed.tolist() == [[0x80, 0x22, 0x44, 0x6E, 0xF7, 0x81, 0x00, 0x65]]
+    rounded = [0, -0.0, 1, 1, 2, 2, -4, 4, 6, -6, 0.5, -0.0, 0, 0, 3, 4]
+    assert dequantize_nvfp4(*ours, torch.float32).tolist() == [rounded]
+    assert dequantize_nvfp4_unscaled(ours.packed, ours.scale, torch.float32).tolist() == [[448 * v for v in rounded]]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_unscaled_weight_is_exact_in_sixteen_bits(kind, dtype):
+    ours = quantize_nvfp4(weights(kind, torch.bfloat16, 32, 128))
+    exact = dequantize_nvfp4_unscaled(ours.packed, ours.scale, torch.float32)
+    assert torch.equal(dequantize_nvfp4_unscaled(ours.packed, ours.scale, dtype).float(), exact)
+
+
+@pytest.mark.parametrize("power_of_two", [False, True])
+def test_search_lowers_the_error_and_a_power_of_two_scale_is_exact_in_bfloat16(power_of_two):
+    torch.manual_seed(0)
+    weight = torch.randn(256, 512).bfloat16()
+    plain = quantize_nvfp4(weight)
+    shared = nvfp4_global_scale(weight, block_scales="search", power_of_two=power_of_two)
+    searched = quantize_nvfp4(weight, shared, block_scales="search")
+
+    def error(quantized):
+        return (dequantize_nvfp4(*quantized, torch.float32) - weight.float()).square().sum().item()
+
+    assert error(searched) < 0.77 * error(plain)
+    dense = dequantize_nvfp4(*searched, torch.float32)
+    assert torch.equal(dense.bfloat16().float(), dense) is power_of_two
+
+
+def test_search_never_does_worse_than_minmax_in_any_block():
+    weight = weights("underflow", torch.float32, 16, 256)
+    shared = nvfp4_global_scale(weight, block_scales="search")
+
+    def errors(strategy):
+        dense = dequantize_nvfp4(*quantize_nvfp4(weight, shared, block_scales=strategy), torch.float32)
+        return (dense - weight).square().unflatten(1, (-1, 16)).sum(-1)
+
+    assert bool((errors("search") <= errors("minmax") * (1 + 1e-6)).all())
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_mxfp4_is_bit_for_bit_that_of_compressed_tensors(shape, kind, dtype):
+    weight = weights(kind, dtype, *shape)
+    compressor, theirs = compressed(weight, MXFP4)
+    ours = quantize_mxfp4(weight)
+    assert torch.equal(ours.scale, theirs["weight_scale"])
+    assert torch.equal(ours.packed, theirs["weight_packed"])
+    assert torch.equal(dequantize_mxfp4(*ours, torch.bfloat16), compressor.decompress(theirs, MXFP4)["weight"])
+
+
+@pytest.mark.parametrize("shape", [(4, 24), (16,), (2, 4, 16)])
+def test_a_weight_that_does_not_divide_into_blocks_is_refused(shape):
+    with pytest.raises(ValueError, match="NVFP4 needs a matrix .*16, got shape .*leave"):
+        quantize_nvfp4(torch.zeros(shape))
+
+
+def head_inputs(dtype, tokens=11, hidden=6, vocabulary=17):
+    torch.manual_seed(1)
+    x = torch.randn(tokens, hidden, dtype=dtype, requires_grad=True)
+    head = torch.randn(vocabulary, hidden, dtype=dtype, requires_grad=True)
+    bias = torch.randn(vocabulary, dtype=dtype, requires_grad=True)
+    return x, head, torch.randint(vocabulary, (tokens,)), bias
+
+
+def test_log_probability_and_entropy_worked_by_hand():
+    # Logits (ln 1, ln 3) / 1 at one position give probabilities 1/4 and 3/4.
+    hidden, head = torch.tensor([[1.0]]), torch.tensor([[0.0], [1.0986123]])
+    for op in (token_logprobs, chunked_token_logprobs):
+        logprob, entropy = op(hidden, head, torch.tensor([1]))
+        assert logprob.item() == pytest.approx(-0.2876821, abs=1e-6)
+        assert entropy.item() == pytest.approx(0.5623351, abs=1e-6)
+        # At temperature 1/2 the odds 1 : 3 become 1 : 9.
+        assert op(hidden, head, torch.tensor([1]), 0.5)[0].item() == pytest.approx(-0.1053605, abs=1e-6)
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 11, 64])
+def test_chunked_log_probabilities_and_gradients_equal_the_plain_ones(chunk):
+    x, head, targets, bias = head_inputs(torch.float64)
+    plain = token_logprobs(x, head, targets, 0.7, bias)
+    chunked = chunked_token_logprobs(x, head, targets, 0.7, bias, chunk=chunk)
+    torch.testing.assert_close(chunked, plain)
+    torch.manual_seed(2)
+    weights = torch.randn(2, 11, dtype=torch.float64)
+    expected = torch.autograd.grad((torch.stack(plain) * weights).sum(), (x, head, bias))
+    actual = torch.autograd.grad((torch.stack(chunked) * weights).sum(), (x, head, bias))
+    torch.testing.assert_close(actual, expected)
+
+
+def test_chunked_log_probabilities_pass_gradcheck():
+    x, head, targets, bias = head_inputs(torch.float64, tokens=5)
+    assert torch.autograd.gradcheck(
+        lambda x, head, bias: chunked_token_logprobs(x, head, targets, 1.3, bias, chunk=2), (x, head, bias)
+    )
+
+
+def test_a_token_that_is_ruled_out_leaves_the_others_finite():
+    x, head, targets, bias = head_inputs(torch.float32)
+    targets[:] = 3
+    bias = bias.detach().index_fill(0, torch.tensor([5]), -torch.inf)
+    logprob, entropy = chunked_token_logprobs(x, head, targets, 1.0, bias, chunk=4)
+    (logprob + entropy).sum().backward()
+    assert bool(torch.isfinite(torch.cat([logprob, entropy, x.grad.flatten(), head.grad.flatten()])).all())
+    torch.testing.assert_close((logprob, entropy), token_logprobs(x, head, targets, 1.0, bias))
+
+
+def test_half_precision_gradients_are_as_good_as_the_plain_way():
+    x, head, targets, _ = head_inputs(torch.float32, tokens=64, hidden=32, vocabulary=200)
+    truth = torch.autograd.grad(sum(o.sum() for o in token_logprobs(x, head, targets)), x)[0]
+    low = [t.detach().bfloat16().requires_grad_() for t in (x, head)]
+    errors = []
+    for op in (token_logprobs, chunked_token_logprobs):
+        gradient = torch.autograd.grad(sum(o.sum() for o in op(*low, targets)), low[0])[0]
+        errors.append((gradient.float() - truth).norm() / truth.norm())
+    assert errors[1] <= 2 * errors[0]
+
+
+def test_temperature_zero_is_refused():
+    x, head, targets, _ = head_inputs(torch.float32)
+    with pytest.raises(ValueError, match="temperature must be above 0, got 0"):
+        chunked_token_logprobs(x, head, targets, 0.0)
