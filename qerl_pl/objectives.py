@@ -1,0 +1,243 @@
+"""What the policy is trained for, as configured from YAML: each class picks its pieces of `qerl_pl.losses`.
+
+A new objective is a subclass of `Objective` that sets `aggregation`, its defaults, and, where the algorithm has its
+own, `_ratio` and `_surrogate`.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from qerl_pl import losses
+from qerl_pl.advantages import AdvantageNorm, group_advantages
+from qerl_pl.errors import UserError
+from qerl_pl.losses import Aggregation, KLEstimator, Surrogate
+
+TokenScope = Literal["global", "local"]
+
+
+@dataclass(frozen=True)
+class LossInputs:
+    """One micro-batch. What lies outside the mask is ignored, NaN included."""
+
+    logprobs: Tensor
+    """[B, T], current policy, with gradient."""
+    old_logprobs: Tensor
+    """[B, T], clean trainer at the time of the rollout, detached."""
+    sampler_logprobs: Tensor
+    """[B, T], what the noisy, quantized sampler said when it drew the tokens."""
+    advantages: Tensor
+    """[B]."""
+    mask: Tensor
+    """bool [B, T], completion tokens that train."""
+    weights: Tensor
+    """[B, T], this micro-batch's rows of `Objective.weights` of the whole batch."""
+    ref_logprobs: Tensor | None = None
+    """[B, T], the model with its adapter off, detached."""
+    entropy: Tensor | None = None
+    """[B, T], entropy of the current policy's next-token distribution in nats; with gradient where it is rewarded."""
+
+
+@dataclass(frozen=True)
+class LossOutputs:
+    """Loss of one micro-batch; both members add up over micro-batches."""
+
+    loss: Tensor
+    """Scalar to call backward on."""
+    metrics: dict[str, Tensor] = field(default_factory=dict)
+    """Sums over the masked tokens, detached; divide the totals by `tokens` for means. Keys: tokens, ratio, clip_low,
+    clip_high, is_weight, logprob_abs (|old - sampler|), and where their input was given kl and entropy."""
+
+
+@dataclass(frozen=True)
+class Objective(ABC):
+    """Policy-gradient loss over groups of completions.
+
+    loss = sum over tokens of weight * (-importance weight * surrogate + beta * KL - entropy_coefficient * entropy)
+
+    Args:
+        beta: Coefficient of the KL penalty against the policy with its adapter off; 0 leaves the penalty out.
+        kl_estimator: Estimator of the KL divergence, k1, k2 or k3; k3 is never negative and of low variance.
+        epsilon_low: Distance of the lower clip bound of the policy ratio from 1.
+        epsilon_high: Distance of the upper clip bound of the policy ratio from 1.
+        advantage_norm: What a reward minus its group's mean is divided by: the std of the group, that of the batch, or
+            none.
+        importance_cap: Largest importance weight between the sampler and the trainer (truncated importance sampling);
+            null switches the correction off.
+        mask_truncated: Leave completions that the token limit cut off out of the loss.
+        entropy_coefficient: Coefficient of an entropy bonus; 0 leaves it out.
+    """
+
+    beta: float = 0.0
+    kl_estimator: KLEstimator = "k3"
+    epsilon_low: float = 0.2
+    epsilon_high: float = 0.2
+    advantage_norm: AdvantageNorm = "group"
+    importance_cap: float | None = 2.0
+    mask_truncated: bool = False
+    entropy_coefficient: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Check the ranges.
+
+        Raises:
+            UserError: A number is negative or not finite, or the cap is 0.
+        """
+        for name in ("beta", "epsilon_low", "epsilon_high", "entropy_coefficient"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0):
+                raise UserError(f"{name} must be a number of at least 0; found {value}; set it to 0 or more.")
+        cap = self.importance_cap
+        if cap is not None and not cap > 0:
+            raise UserError(f"importance_cap must be above 0; found {cap}; use null to switch the correction off.")
+
+    @property
+    @abstractmethod
+    def aggregation(self) -> Aggregation:
+        """How token losses become one number, see `qerl_pl.losses.token_weights`."""
+
+    @property
+    def token_scope(self) -> TokenScope:
+        """Whether the totals behind `weights` count the batch of all processes or of this one."""
+        return "global"
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether `LossInputs.ref_logprobs` must be there."""
+        return self.beta != 0
+
+    @property
+    def needs_entropy(self) -> bool:
+        """Whether `LossInputs.entropy` must be there, with its gradient."""
+        return self.entropy_coefficient != 0
+
+    def advantages(self, rewards: Tensor, group_size: int) -> Tensor:
+        """Advantages [B] of rewards [B], see `qerl_pl.advantages.group_advantages`."""
+        return group_advantages(rewards, group_size, self.advantage_norm)
+
+    def training_mask(self, mask: Tensor, truncated: Tensor) -> Tensor:
+        """Tokens that train: those of `mask` [B, T], without truncated completions (bool [B]) where they are masked."""
+        return mask & ~truncated[:, None] if self.mask_truncated else mask
+
+    def weights(self, mask: Tensor, max_tokens: int, completions: float, tokens: float) -> Tensor:
+        """Token weights [B, T] of the whole batch, see `qerl_pl.losses.token_weights`."""
+        return losses.token_weights(
+            mask, self.aggregation, completions=completions, tokens=tokens, max_tokens=max_tokens
+        )
+
+    def loss(self, batch: LossInputs) -> LossOutputs:
+        """Loss and metrics of one micro-batch.
+
+        Raises:
+            ValueError: The KL penalty or the entropy bonus is on and its input is missing.
+        """
+        mask = batch.mask
+
+        def masked(values: Tensor) -> Tensor:
+            return torch.where(mask, values, 0.0)
+
+        logprobs, old, sampler = masked(batch.logprobs), masked(batch.old_logprobs), masked(batch.sampler_logprobs)
+        ratio = self._ratio(logprobs, old, mask)
+        surrogate = self._surrogate(ratio, logprobs, batch.advantages)
+        if self.importance_cap is None:
+            importance = torch.ones_like(old)
+        else:
+            importance = losses.truncated_importance_weights(old, sampler, self.importance_cap)
+        per_token = -importance * surrogate.value
+        sums = {
+            "tokens": torch.ones_like(old),
+            "ratio": ratio,
+            "clip_low": surrogate.clipped_low,
+            "clip_high": surrogate.clipped_high,
+            "is_weight": importance,
+            "logprob_abs": (old - sampler).abs(),
+        }
+        if batch.ref_logprobs is not None:
+            sums["kl"] = losses.kl_divergence(logprobs, masked(batch.ref_logprobs), self.kl_estimator)
+        if self.needs_reference:
+            if "kl" not in sums:
+                raise ValueError(f"beta={self.beta} needs ref_logprobs; found None; pass them or set beta to 0.")
+            per_token = per_token + self.beta * sums["kl"]
+        if batch.entropy is not None:
+            sums["entropy"] = masked(batch.entropy)
+        if self.needs_entropy:
+            if "entropy" not in sums:
+                raise ValueError(
+                    "entropy_coefficient needs the entropy; found None; pass it or set the coefficient to 0."
+                )
+            per_token = per_token - self.entropy_coefficient * sums["entropy"]
+        metrics = {name: masked(values.detach()).sum() for name, values in sums.items()}
+        return LossOutputs((batch.weights * masked(per_token)).sum(), metrics)
+
+    def _ratio(self, logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
+        return losses.token_ratio(logprobs, old_logprobs)
+
+    def _surrogate(self, ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> Surrogate:
+        return losses.clipped_surrogate(ratio, advantages, self.epsilon_low, self.epsilon_high)
+
+
+@dataclass(frozen=True)
+class GRPO(Objective):
+    """Group Relative Policy Optimization (DeepSeekMath, arXiv 2402.03300), eq. 3, with its KL coefficient."""
+
+    aggregation = "sequence_mean"
+    beta: float = 0.04
+
+
+@dataclass(frozen=True)
+class DAPO(Objective):
+    """Clip-higher, token mean over the batch of all processes, no KL (arXiv 2503.14476), eq. 8.
+
+    Dynamic sampling and the over-long penalty, the method's other half, act on groups and rewards, not on the loss.
+    """
+
+    aggregation = "token_mean"
+    epsilon_high: float = 0.28
+    mask_truncated: bool = True
+
+
+@dataclass(frozen=True)
+class DrGRPO(Objective):
+    """GRPO without its length and difficulty biases (arXiv 2503.20783): constant normalizer, undivided advantages."""
+
+    aggregation = "constant"
+    advantage_norm: AdvantageNorm = "none"
+
+
+@dataclass(frozen=True)
+class BNPO(Objective):
+    """Token mean over the batch of this process, under the name that TRL and QeRL (arXiv 2510.11696) give it."""
+
+    aggregation = "token_mean"
+    token_scope = "local"
+
+
+@dataclass(frozen=True)
+class GSPO(Objective):
+    """Group Sequence Policy Optimization (arXiv 2507.18071): one ratio a completion, clipped as in its sec. 5.1."""
+
+    aggregation = "sequence_mean"
+    epsilon_low: float = 3e-4
+    epsilon_high: float = 4e-4
+
+    def _ratio(self, logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
+        return losses.sequence_ratio(logprobs, old_logprobs, mask)
+
+
+@dataclass(frozen=True)
+class CISPO(Objective):
+    """Clipped importance weights instead of clipped updates (MiniMax-M1, arXiv 2506.13585).
+
+    No lower bound, as in the paper; the paper names no upper one, and 1 + 4 is this package's default.
+    """
+
+    aggregation = "token_mean"
+    epsilon_low: float = 1.0
+    epsilon_high: float = 4.0
+
+    def _surrogate(self, ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> Surrogate:
+        return losses.cispo_surrogate(ratio, logprobs, advantages, self.epsilon_low, self.epsilon_high)
