@@ -7,6 +7,7 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
+from qerl_pl.errors import UserError
 from qerl_pl.types import Completion, PolicyWeights, RolloutRequest, SamplingConfig, SyncReport
 
 
@@ -60,3 +61,33 @@ class RolloutEngine(Protocol):
 
     def close(self) -> None:
         """Free everything; the engine cannot be used afterwards."""
+
+
+def check_requests(requests: Sequence[RolloutRequest], sampling: SamplingConfig, max_tokens: int) -> None:
+    """Reject what no engine can sample.
+
+    Args:
+        requests: What `RolloutEngine.generate` was asked for.
+        sampling: The same call's sampling settings.
+        max_tokens: `EngineSpec.max_tokens`.
+
+    Raises:
+        UserError: A prompt is empty, no new token is asked for, or prompt and new tokens exceed `max_tokens`.
+    """
+    if sampling.max_tokens < 1:
+        raise UserError(f"sampling.max_tokens must be at least 1; got {sampling.max_tokens}")
+    for index, request in enumerate(requests):
+        length = len(request.prompt_ids)
+        if length == 0:
+            raise UserError(f"a prompt needs at least one token; prompt {index} of the batch has none: drop such rows")
+        if length + sampling.max_tokens > max_tokens:
+            raise UserError(
+                f"prompt and completion together may have {max_tokens} tokens; prompt {index} of the batch has {length}"
+                f" and sampling.max_tokens is {sampling.max_tokens}: raise the engine's length or shorten one of them"
+            )
+
+
+def regroup(requests: Sequence[RolloutRequest], completions: Sequence[Completion]) -> list[list[Completion]]:
+    """Completions in the order of (request, seed), as one list a request."""
+    iterator = iter(completions)
+    return [[next(iterator) for _ in request.seeds] for request in requests]

@@ -1,0 +1,262 @@
+"""Sampling with plain transformers: runs anywhere, and is what other engines are compared with."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+
+from qerl_pl.checkpoints import end_token_ids, load_dense_model, load_tokenizer
+from qerl_pl.engines.base import EngineSpec, check_requests, regroup
+from qerl_pl.engines.layers import Float32Norm, LoRALinear
+from qerl_pl.engines.sampling import pick_tokens, sampling_log_probs, uniforms
+from qerl_pl.errors import UserError
+from qerl_pl.noise import noisy_norm_names
+from qerl_pl.types import Completion, PolicyWeights, RolloutRequest, SamplingConfig, SyncReport
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+
+
+class TransformersEngine:
+    """Batched decoding with a key/value cache on a dense copy of the base model.
+
+    The prompt of a request is run once for all its completions. Every completion draws from a random stream seeded by
+    its own seed, so that neither its neighbours nor the batch's order change it.
+
+    Args:
+        max_batch: Completions decoded at once; more use more memory and are faster.
+    """
+
+    def __init__(self, max_batch: int = 256) -> None:
+        if max_batch < 1:
+            raise UserError(f"max_batch must be at least 1; got {max_batch}")
+        self.max_batch = max_batch
+        self._spec: EngineSpec | None = None
+        self._model: PreTrainedModel | None = None
+        self._tokenizer: PreTrainedTokenizerBase | None = None
+        self._linears: dict[str, LoRALinear] = {}
+        self._norms: dict[str, Float32Norm] = {}
+        self._noisy: list[str] = []
+        self._ends: tuple[int, ...] = ()
+
+    def launch(self, spec: EngineSpec) -> None:
+        """Load the base model with dense weights and put LoRA and float32 norms in place.
+
+        Raises:
+            UserError: No model in the folder, or no linear is called as `spec.lora_targets` say.
+        """
+        model = load_dense_model(spec.base, spec.dtype)
+        nn.Module.to(model, device=spec.device)
+        names = [name for name, _ in model.named_modules()]
+        for name in noisy_norm_names(names):
+            self._norms[name] = _replace(model, name, Float32Norm.of(name, model.get_submodule(name)))
+        self._noisy = list(self._norms)
+        for name in names:
+            module = model.get_submodule(name)
+            if name.rpartition(".")[2] in spec.lora_targets and isinstance(module, nn.Linear):
+                self._linears[name] = _replace(model, name, LoRALinear(module, spec.lora_rank))
+        if not self._linears:
+            raise UserError(f"LoRA targets must name linears of the base; {', '.join(spec.lora_targets)} match none")
+        self._spec, self._model = spec, model
+        self._tokenizer, self._ends = load_tokenizer(spec.base), end_token_ids(spec.base)
+
+    @torch.no_grad()
+    def sync(self, weights: PolicyWeights) -> SyncReport:
+        """Copy adapter and trained norms, and set the noise.
+
+        Raises:
+            UserError: The adapter names a linear, or has a rank, that the engine was not launched with.
+        """
+        assert self._model is not None, "launch comes first"
+        adapter = weights.adapter or {}
+        if unknown := sorted(set(adapter) - set(self._linears)):
+            raise UserError(f"the adapter may hold the engine's LoRA targets only; it also has {unknown[0]}")
+        for name, linear in self._linears.items():
+            linear.enabled = name in adapter
+            if name in adapter:
+                linear.write(*adapter[name], weights.scaling)
+        for name in weights.norms:
+            if name not in self._norms:
+                norm = Float32Norm.of(name, self._model.get_submodule(name))
+                self._norms[name] = _replace(self._model, name, norm)
+        for name, held in self._norms.items():
+            noisy = weights.noise is not None and name in self._noisy
+            noise = weights.noise.draw(name, held.scale.numel()) if weights.noise and noisy else None
+            held.write(weights.norms.get(name), noise)
+        return SyncReport(version=weights.version, noise_std=self._measured_std())
+
+    def _measured_std(self) -> float:
+        differences = [self._norms[name].scale.double() - self._norms[name].clean.double() for name in self._noisy]
+        return torch.cat(differences).std(correction=0).item() if differences else 0.0
+
+    @torch.inference_mode()
+    def generate(self, requests: Sequence[RolloutRequest], sampling: SamplingConfig) -> list[list[Completion]]:
+        """Sample one completion a seed of each request.
+
+        Raises:
+            UserError: A prompt is empty or too long, or stop strings are asked of a model without tokenizer.
+        """
+        assert self._spec is not None, "launch comes first"
+        check_requests(requests, sampling, self._spec.max_tokens)
+        if sampling.stop and self._tokenizer is None:
+            raise UserError(f"stop strings need a tokenizer; {self._spec.base} has none: leave sampling.stop empty")
+        rows = [(index, seed) for index, request in enumerate(requests) for seed in request.seeds]
+        completions: list[Completion] = []
+        for start in range(0, len(rows), self.max_batch):
+            chunk = rows[start : start + self.max_batch]
+            first = chunk[0][0]
+            prompts = [request.prompt_ids for request in requests[first : chunk[-1][0] + 1]]
+            completions += self._decode(prompts, [row[0] - first for row in chunk], [row[1] for row in chunk], sampling)
+        return regroup(requests, completions)
+
+    def _decode(
+        self, prompts: list[tuple[int, ...]], owner: list[int], seeds: list[int], sampling: SamplingConfig
+    ) -> list[Completion]:
+        """Completions of one batch; row i continues prompts[owner[i]]."""
+        batch = self._prefill(prompts, torch.tensor(owner))
+        written = _Written(seeds, sampling, batch.logits.device)
+        for step in range(sampling.max_tokens):
+            token = written.sample(batch.logits, step)
+            ended = torch.isin(token, torch.tensor(self._ends, device=token.device, dtype=token.dtype))
+            if sampling.stop:
+                ended |= self._stop_string_seen(written, step, sampling.stop)
+            written.end(ended, step)
+            running = written.running()
+            if step + 1 == sampling.max_tokens or not running.any():
+                break
+            if running.sum() <= 0.9 * len(running):  # worth a copy of the cache
+                keep = running.nonzero()[:, 0]
+                batch.select(keep)
+                written.rows, token = written.rows[keep], token[keep]
+            self._forward(batch, token)
+        return written.completions()
+
+    def _prefill(self, prompts: list[tuple[int, ...]], owner: Tensor) -> "_Batch":
+        """Run each prompt once and hand its cache to every row that continues it; owner [B] indexes prompts."""
+        assert self._model is not None and self._spec is not None
+        lengths = torch.tensor([len(prompt) for prompt in prompts])
+        width = int(lengths.max())
+        ids = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts])
+        mask = torch.arange(width) >= (width - lengths)[:, None]
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)
+        device = self._spec.device
+        padded = bool((lengths < width).any())
+        batch = _Batch(
+            cache=DynamicCache(config=self._model.config),
+            mask=mask.long().to(device) if padded else None,
+            position=lengths.to(device),
+            logits=torch.empty(0),
+        )
+        out = self._model(
+            input_ids=ids.to(device),
+            attention_mask=batch.mask,
+            position_ids=positions.to(device),
+            past_key_values=batch.cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        batch.logits = out.logits[:, -1]
+        batch.select(owner.to(device))
+        return batch
+
+    def _forward(self, batch: "_Batch", token: Tensor) -> None:
+        """Append one token [B] a row and leave the next logits in the batch."""
+        assert self._model is not None
+        if batch.mask is not None:
+            batch.mask = torch.cat([batch.mask, batch.mask.new_ones(len(token), 1)], dim=1)
+        out = self._model(
+            input_ids=token[:, None],
+            attention_mask=batch.mask,
+            position_ids=batch.position[:, None],
+            past_key_values=batch.cache,
+            use_cache=True,
+        )
+        batch.logits, batch.position = out.logits[:, -1], batch.position + 1
+
+    def _stop_string_seen(self, written: "_Written", step: int, stop: Sequence[str]) -> Tensor:
+        assert self._tokenizer is not None
+        window = max(len(string.encode()) for string in stop) + 1  # a token has at least one byte
+        recent = written.tokens[written.rows, max(0, step + 1 - window) : step + 1].tolist()
+        texts = self._tokenizer.batch_decode(recent, skip_special_tokens=True)
+        return torch.tensor([any(s in text for s in stop) for text in texts], device=written.rows.device)
+
+    def sleep(self) -> None:
+        """Nothing to release: the cache lives only inside `generate`."""
+
+    def wake(self) -> None:
+        """Nothing to take back."""
+
+    def close(self) -> None:
+        """Drop the model."""
+        self._model = None
+        self._linears.clear()
+        self._norms.clear()
+
+
+@dataclass
+class _Batch:
+    """What the next forward pass needs, for the rows still in the batch."""
+
+    cache: DynamicCache
+    mask: Tensor | None
+    """int64 [B, T], 0 at left padding; None when no prompt is padded."""
+    position: Tensor
+    """int64 [B], position of the next token."""
+    logits: Tensor
+    """[B, V] of the next token."""
+
+    def select(self, rows: Tensor) -> None:
+        self.cache.batch_select_indices(rows)
+        self.mask = None if self.mask is None else self.mask[rows]
+        self.position, self.logits = self.position[rows], self.logits[rows]
+
+
+class _Written:
+    """Tokens sampled so far, for all rows of a batch: those still running (`rows`) and those ended."""
+
+    def __init__(self, seeds: list[int], sampling: SamplingConfig, device: torch.device) -> None:
+        count, length = len(seeds), sampling.max_tokens
+        self._sampling = sampling
+        greedy = sampling.temperature == 0
+        self._uniforms = None if greedy else torch.stack([uniforms(seed, length) for seed in seeds]).to(device)
+        self.rows = torch.arange(count, device=device)
+        self.tokens = torch.zeros(count, length, dtype=torch.long, device=device)
+        self._logprobs = torch.zeros(count, length, device=device)
+        self._lengths = torch.full((count,), length, device=device)
+        self._ended = torch.zeros(count, dtype=torch.bool, device=device)
+
+    def sample(self, logits: Tensor, step: int) -> Tensor:
+        """Token [B] of each row from logits [B, V], written down as the row's token number `step`."""
+        log_probs = sampling_log_probs(logits, self._sampling)
+        token = pick_tokens(log_probs, None if self._uniforms is None else self._uniforms[self.rows, step])
+        self.tokens[self.rows, step] = token
+        self._logprobs[self.rows, step] = log_probs.gather(1, token[:, None])[:, 0]
+        return token
+
+    def running(self) -> Tensor:
+        """bool [B]: which rows of the batch have not ended."""
+        return ~self._ended[self.rows]
+
+    def end(self, ended: Tensor, step: int) -> None:
+        """End the rows of the batch where ended [B] is true, unless they have ended before."""
+        rows = self.rows[ended & self.running()]
+        self._ended[rows] = True
+        self._lengths[rows] = step + 1
+
+    def completions(self) -> list[Completion]:
+        """What every row wrote, in the order of the seeds."""
+        tokens, logprobs = self.tokens.tolist(), self._logprobs.tolist()
+        return [
+            Completion(tuple(ids[:length]), tuple(values[:length]), "stop" if ended else "length")
+            for ids, values, length, ended in zip(
+                tokens, logprobs, self._lengths.tolist(), self._ended.tolist(), strict=True
+            )
+        ]
+
+
+def _replace(model: nn.Module, name: str, module: ModuleT) -> ModuleT:
+    parent, _, child = name.rpartition(".")
+    setattr(model.get_submodule(parent), child, module)
+    return module
