@@ -1,0 +1,85 @@
+"""The pieces of the losses against numbers worked by hand."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from qerl_pl import losses
+
+
+def f64(values: list) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def test_token_ratio_by_hand() -> None:
+    ratio = losses.token_ratio(f64([[math.log(0.5), math.log(0.3)]]), f64([[math.log(0.25), math.log(0.6)]]))
+    assert ratio[0].tolist() == pytest.approx([2.0, 0.5])
+
+
+def test_clip_edges_on_both_signs_of_the_advantage() -> None:
+    ratio = f64([[0.5, 0.9, 1.2, 1.5], [0.5, 0.9, 1.2, 1.5], [0.5, 0.9, 1.2, 1.5]]).requires_grad_()
+    surrogate = losses.clipped_surrogate(ratio, f64([2.0, -2.0, 0.0]), epsilon_low=0.2, epsilon_high=0.28)
+    assert surrogate.value[0].tolist() == pytest.approx([1.0, 1.8, 2.4, 2.56])
+    assert surrogate.value[1].tolist() == pytest.approx([-1.6, -1.8, -2.4, -3.0])
+    surrogate.value.sum().backward()
+    assert ratio.grad.tolist() == [[2, 2, 2, 0], [0, -2, -2, -2], [0, 0, 0, 0]]
+    no, yes = False, True
+    assert surrogate.clipped_high.tolist() == [[no, no, no, yes], [no] * 4, [no] * 4]
+    assert surrogate.clipped_low.tolist() == [[no] * 4, [yes, no, no, no], [no] * 4]
+
+
+def test_cispo_keeps_the_gradient_of_clipped_tokens() -> None:
+    logprobs = f64([[-1.0, -2.0, -3.0], [-1.0, -2.0, -3.0]]).requires_grad_()
+    ratio = torch.exp(logprobs - (logprobs.detach() - f64([0.1, 1.0, 6.0]).log()))
+    surrogate = losses.cispo_surrogate(ratio, logprobs, f64([1.0, -0.5]), epsilon_low=0.5, epsilon_high=4.0)
+    # Weights clip(0.1, 1, 6; 0.5, 5) = 0.5, 1, 5.
+    assert surrogate.value.flatten().tolist() == pytest.approx([-0.5, -2.0, -15.0, 0.25, 1.0, 7.5])
+    surrogate.value.sum().backward()
+    assert logprobs.grad.flatten().tolist() == pytest.approx([0.5, 1.0, 5.0, -0.25, -0.5, -2.5])
+    assert surrogate.clipped_low.tolist() == [[True, False, False]] * 2
+    assert surrogate.clipped_high.tolist() == [[False, False, True]] * 2
+
+
+def test_kl_estimators_by_hand() -> None:
+    # Reference twice as likely: d = ln 2; k3 = 2 - 1 - ln 2. Half as likely: d = -ln 2; k3 = 1/2 - 1 + ln 2.
+    logprobs, ref, two = f64([[-2.0, -2.0]]), f64([[-2.0 + math.log(2), -2.0 - math.log(2)]]), math.log(2)
+    assert losses.kl_divergence(logprobs, ref, "k1")[0].tolist() == pytest.approx([-two, two])
+    assert losses.kl_divergence(logprobs, ref, "k2")[0].tolist() == pytest.approx([two**2 / 2, two**2 / 2])
+    assert losses.kl_divergence(logprobs, ref, "k3")[0].tolist() == pytest.approx([1 - two, two - 0.5])
+
+
+def test_unbiased_kl_estimators_average_to_the_divergence() -> None:
+    policy, reference = f64([0.5, 0.3, 0.2]), f64([0.2, 0.3, 0.5])
+    exact = (policy * (policy / reference).log()).sum().item()
+    for estimator in ("k1", "k3"):
+        mean = (policy * losses.kl_divergence(policy.log(), reference.log(), estimator)).sum().item()
+        assert mean == pytest.approx(exact)
+
+
+def test_importance_weights_stop_at_the_cap_and_have_no_gradient() -> None:
+    old = f64([[math.log(0.5), math.log(0.9), math.log(0.1)]]).requires_grad_()
+    weights = losses.truncated_importance_weights(old, f64([[math.log(0.4), math.log(0.3), math.log(0.2)]]), cap=2.0)
+    assert weights[0].tolist() == pytest.approx([1.25, 2.0, 0.5])
+    assert not weights.requires_grad
+
+
+def test_sequence_ratio_by_hand() -> None:
+    # Two masked tokens with log ratios ln 2 and ln 8: the mean is ln 4. No masked token: 1.
+    old = f64([[-5.0, -3.0, -4.0], [-1.0, -1.0, -1.0]])
+    logprobs = (old + f64([[9.0, math.log(2), math.log(8)], [0.5, 0.5, 0.5]])).requires_grad_()
+    mask = torch.tensor([[False, True, True], [False, False, False]])
+    ratio = losses.sequence_ratio(logprobs, old, mask)
+    assert ratio.flatten().tolist() == pytest.approx([4.0, 4.0, 4.0, 1.0, 1.0, 1.0])
+    ratio.sum().backward()
+    assert logprobs.grad.flatten().tolist() == pytest.approx([4.0, 4.0, 4.0, 1.0, 1.0, 1.0])
+
+
+def test_token_weights_by_hand() -> None:
+    mask = torch.tensor([[1, 1, 1, 1], [0, 1, 0, 0], [0, 0, 0, 0]], dtype=torch.bool)
+    totals = {"completions": 4, "tokens": 10, "max_tokens": 20}
+    expected = {"sequence_mean": (1 / 16, 1 / 4), "token_mean": (1 / 10, 1 / 10), "constant": (1 / 80, 1 / 80)}
+    for kind, (first, second) in expected.items():
+        weights = losses.token_weights(mask, kind, **totals)
+        assert weights.flatten().tolist() == pytest.approx([first] * 4 + [0, second] + [0] * 6), kind

@@ -1,0 +1,120 @@
+"""The noise schedule against numbers worked by hand, and the draw's dependence on its names."""
+
+import re
+from collections import Counter
+
+import pytest
+import torch
+
+from qerl_pl.errors import UserError
+from qerl_pl.noise import NoiseSchedule, NormNoise, noise_sigma, noisy_norm_names
+
+BY_HAND = {
+    # sigma_start 0.01, sigma_end 0.0001, K = 3: k = 2 is half way.
+    "exponential": 0.001,  # 0.01 * 0.01^(1/2)
+    "linear": 0.00505,  # 0.01 - 0.0099 / 2
+    "cosine": 0.00505,  # cos(pi / 2) = 0
+    "logarithmic": 0.01 - 0.0099 * 0.6309297535714574,  # ln 2 / ln 3
+}
+
+
+@pytest.mark.parametrize("decay", BY_HAND)
+def test_sigma_by_hand(decay) -> None:
+    sigmas = [noise_sigma(k, 3, 1e-2, 1e-4, decay) for k in (1, 2, 3)]
+    assert sigmas == pytest.approx([1e-2, BY_HAND[decay], 1e-4], rel=1e-12)
+
+
+def test_sigma_away_from_the_middle() -> None:
+    # K = 4, k = 2: one third of the way, where cosine (cos(pi / 3) = 1/2) has gone a quarter and ln 2 / ln 4 is a half.
+    assert noise_sigma(2, 4, 8.0, 1.0, "exponential") == pytest.approx(4.0)
+    assert noise_sigma(2, 4, 4.0, 1.0, "linear") == pytest.approx(3.0)
+    assert noise_sigma(2, 4, 5.0, 1.0, "cosine") == pytest.approx(4.0)
+    assert noise_sigma(2, 4, 5.0, 1.0, "logarithmic") == pytest.approx(3.0)
+
+
+@pytest.mark.parametrize("decay", BY_HAND)
+def test_ends_are_exact_and_sigma_never_grows(decay) -> None:
+    sigmas = [noise_sigma(k, 10, 1e-2, 5e-4, decay) for k in range(1, 11)]
+    assert (sigmas[0], sigmas[-1]) == (1e-2, 5e-4)
+    assert all(later < earlier for earlier, later in zip(sigmas, sigmas[1:], strict=False))
+    assert noise_sigma(1, 1, 1e-2, 5e-4, decay) == 1e-2
+
+
+def test_stages_spread_evenly() -> None:
+    schedule = NoiseSchedule(stages=10)
+    stages = [schedule.stage(rollout, 200) for rollout in range(200)]
+    assert stages == sorted(stages) and Counter(stages) == {k: 20 for k in range(1, 11)}
+    assert [NoiseSchedule(stages=3).stage(rollout, 8) for rollout in range(8)] == [1, 1, 1, 2, 2, 2, 3, 3]
+
+
+def test_rollouts_past_the_plan_stay_in_the_last_stage() -> None:
+    schedule = NoiseSchedule(stages=4)
+    assert [schedule.stage(rollout, 8) for rollout in (7, 8, 100)] == [4, 4, 4]
+    assert schedule.sigma(100, 8) == schedule.sigma_end
+
+
+def test_fewer_rollouts_than_stages_go_from_the_first_to_the_last() -> None:
+    schedule = NoiseSchedule(stages=10)
+    assert [schedule.stage(rollout, 3) for rollout in range(4)] == [1, 5, 10, 10]
+    assert [schedule.stage(rollout, 2) for rollout in range(2)] == [1, 10]
+    assert schedule.stage(0, 1) == 1
+
+
+def test_noiseless_first_stage_leaves_the_others_the_whole_decay() -> None:
+    # K = 4: no noise, then three stages over 1e-2 ... 1e-4.
+    schedule = NoiseSchedule(stages=4)
+    assert [schedule.sigma(rollout, 4) for rollout in range(4)] == pytest.approx([0.0, 1e-2, 1e-3, 1e-4])
+    noisy = NoiseSchedule(stages=3, noiseless_first_stage=False)
+    assert [noisy.sigma(rollout, 3) for rollout in range(3)] == pytest.approx([1e-2, 1e-3, 1e-4])
+
+
+def test_fewest_stages() -> None:
+    one = NoiseSchedule(stages=1, noiseless_first_stage=False)
+    assert [one.sigma(rollout, 5) for rollout in range(6)] == [1e-2] * 6
+    two = NoiseSchedule(stages=2)
+    assert [two.sigma(rollout, 4) for rollout in range(4)] == [0.0, 0.0, 1e-2, 1e-2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"sigma_start": 0.0}, "sigma_start must be a number above 0; found 0.0;"),
+        ({"sigma_end": -1e-4}, "sigma_end must be a number above 0; found -0.0001;"),
+        ({"sigma_start": float("nan")}, "sigma_start must be a number above 0; found nan;"),
+        ({"sigma_start": 1e-4, "sigma_end": 1e-2}, "found sigma_start=0.0001 and sigma_end=0.01;"),
+        ({"stages": 0, "noiseless_first_stage": False}, "stages must be at least 1"),
+        ({"stages": 1}, "stages must be at least 2 with noiseless_first_stage=True; found 1;"),
+        ({"decay": "quadratic"}, "found 'quadratic'"),
+    ],
+)
+def test_bad_schedules_are_a_user_error(arguments, message) -> None:
+    with pytest.raises(UserError, match=re.escape(message)):
+        NoiseSchedule(**arguments)
+
+
+def test_no_planned_rollout_is_a_user_error() -> None:
+    with pytest.raises(UserError, match="found 0 of them"):
+        NoiseSchedule().stage(0, 0)
+
+
+def test_draw_depends_on_its_names_only() -> None:
+    name = "model.layers.0.input_layernorm"
+    first = NormNoise(1e-2, seed=1, version=3).draw(name, 4096)
+    assert first.dtype == torch.float32 and first.std().item() == pytest.approx(1e-2, rel=0.05)
+    assert abs(first.mean().item()) < 1e-3
+    torch.manual_seed(99)
+    assert torch.equal(first, NormNoise(1e-2, seed=1, version=3).draw(name, 4096))
+    assert torch.allclose(2 * first, NormNoise(2e-2, seed=1, version=3).draw(name, 4096))
+    others = [
+        NormNoise(1e-2, seed=2, version=3).draw(name, 4096),
+        NormNoise(1e-2, seed=1, version=4).draw(name, 4096),
+        NormNoise(1e-2, seed=1, version=3).draw("model.layers.1.input_layernorm", 4096),
+    ]
+    for other in others:
+        assert abs(torch.corrcoef(torch.stack([first, other]))[0, 1].item()) < 0.1
+
+
+def test_noisy_norms_are_those_before_quantized_linears() -> None:
+    noisy = ["model.layers.0.input_layernorm", "model.layers.11.post_attention_layernorm"]
+    quiet = ["model.norm", "model.layers.0.self_attn.q_norm", "model.layers.0.input_layernorm.weight"]
+    assert noisy_norm_names([quiet[0], noisy[0], *quiet[1:], noisy[1]]) == noisy

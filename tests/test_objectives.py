@@ -1,0 +1,249 @@
+"""Objectives against plain loops over tokens, hand derivations, and their own micro-batches."""
+
+import math
+from dataclasses import fields, replace
+
+import pytest
+import torch
+from jsonargparse import auto_cli
+from torch import Tensor
+
+from qerl_pl.errors import UserError
+from qerl_pl.objectives import BNPO, CISPO, DAPO, GRPO, GSPO, DrGRPO, LossInputs, Objective
+
+OBJECTIVES = [
+    GRPO(),
+    DAPO(),
+    DrGRPO(beta=0.1, kl_estimator="k2"),
+    BNPO(entropy_coefficient=0.01),
+    GSPO(epsilon_low=0.1, epsilon_high=0.1),
+    CISPO(epsilon_high=0.3),
+]
+MASK = torch.tensor([[0, 1, 1, 1, 0], [0, 0, 1, 0, 0], [0, 1, 1, 0, 0], [0, 0, 0, 0, 0]], dtype=torch.bool)
+
+
+def f64(values: list) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def make_batch(objective: Objective, mask: Tensor = MASK) -> LossInputs:
+    """Random float64 inputs whose ratios reach beyond every clip bound, weighted as the objective asks."""
+    generator = torch.Generator().manual_seed(7)
+
+    def normal(scale: float) -> Tensor:
+        return scale * torch.randn(mask.shape, generator=generator, dtype=torch.float64)
+
+    old = -normal(1.0).abs() - 0.1
+    weights = objective.weights(mask, max_tokens=mask.shape[1], completions=mask.shape[0], tokens=int(mask.sum()))
+    return LossInputs(
+        logprobs=(old + normal(0.4)).requires_grad_(),
+        old_logprobs=old,
+        sampler_logprobs=old + normal(0.7),
+        advantages=torch.randn(mask.shape[0], generator=generator, dtype=torch.float64),
+        mask=mask,
+        weights=weights,
+        ref_logprobs=old + normal(0.3),
+        entropy=normal(1.0).abs().requires_grad_(),
+    )
+
+
+def plain_grpo(batch: LossInputs, beta: float, epsilon: float, cap: float) -> tuple[float, list[list[float]]]:
+    """GRPO's loss and its gradient by the log-probabilities, token by token, with the derivatives written out."""
+    rows, columns = batch.mask.shape
+    total, gradient = 0.0, [[0.0] * columns for _ in range(rows)]
+    for i in range(rows):
+        tokens = [t for t in range(columns) if batch.mask[i, t]]
+        for t in tokens:
+            now, old, ref, sampler = (
+                values[i, t].item()
+                for values in (batch.logprobs, batch.old_logprobs, batch.ref_logprobs, batch.sampler_logprobs)
+            )
+            advantage = float(batch.advantages[i])
+            ratio, slope = math.exp(now - old), math.exp(now - old)
+            if advantage > 0 and ratio > 1 + epsilon:
+                ratio, slope = 1 + epsilon, 0.0
+            if advantage < 0 and ratio < 1 - epsilon:
+                ratio, slope = 1 - epsilon, 0.0
+            weight = min(math.exp(old - sampler), cap)
+            kl = math.exp(ref - now) - (ref - now) - 1
+            scale = 1 / len(tokens) / rows
+            total += scale * (-weight * ratio * advantage + beta * kl)
+            gradient[i][t] = scale * (-weight * slope * advantage + beta * (1 - math.exp(ref - now)))
+    return total, gradient
+
+
+def test_grpo_matches_plain_loops() -> None:
+    objective = GRPO(beta=0.3)
+    batch = make_batch(objective, torch.rand(12, 9, generator=torch.Generator().manual_seed(0)) < 0.6)
+    outputs = objective.loss(batch)
+    outputs.loss.backward()
+    loss, gradient = plain_grpo(batch, beta=0.3, epsilon=0.2, cap=2.0)
+    # Both clips, both sides of the cap and free tokens occur, so the comparison covers every branch.
+    assert outputs.metrics["clip_low"] > 0 and outputs.metrics["clip_high"] > 0
+    assert outputs.metrics["clip_low"] + outputs.metrics["clip_high"] < outputs.metrics["tokens"]
+    drift = (batch.old_logprobs - batch.sampler_logprobs)[batch.mask].exp()
+    assert drift.max() > 2 and drift.min() < 2
+    assert outputs.loss.item() == pytest.approx(loss, rel=1e-6)
+    # Weights are float32, hence not 1e-12.
+    torch.testing.assert_close(batch.logprobs.grad, f64(gradient), rtol=1e-6, atol=1e-9)
+
+
+def test_null_cap_switches_the_correction_off() -> None:
+    batch = make_batch(GRPO())
+    on_policy = replace(batch, sampler_logprobs=batch.old_logprobs)
+    off, metrics = GRPO(importance_cap=None).loss(batch).loss, GRPO(importance_cap=None).loss(batch).metrics
+    assert off.item() == pytest.approx(GRPO().loss(on_policy).loss.item())
+    assert off.item() != pytest.approx(GRPO().loss(batch).loss.item(), rel=1e-3)
+    assert metrics["is_weight"] == metrics["tokens"]
+
+
+def test_gspo_gradient_by_hand() -> None:
+    """d/d logprob_t of -1/B sum_i min(s_i A_i, clip(s_i) A_i) = -s_i A_i / (B length_i), and 0 where clipped."""
+    objective = GSPO(epsilon_low=0.1, epsilon_high=0.1, importance_cap=None)
+    old = torch.full((4, 3), -2.0, dtype=torch.float64)
+    mean_ratio = [1.05, 1.5, 1.5, 0.95]  # of three tokens, of three, of three, of one
+    spread = f64([-0.3, 0.1, 0.2])  # sums to 0, so token ratios differ from the completion's
+    steps = torch.stack([math.log(mean) + spread for mean in mean_ratio])
+    mask = torch.ones(4, 3, dtype=torch.bool)
+    mask[3, 1:] = False
+    steps[3, 0] = math.log(0.95)
+    logprobs = (old + steps).requires_grad_()
+    weights = objective.weights(mask, max_tokens=3, completions=4, tokens=10)
+    outputs = objective.loss(LossInputs(logprobs, old, old, f64([1.0, 1.0, -1.0, 2.0]), mask, weights))
+    # Values s A: 1.05; clipped 1.1; min(-1.5, -1.1) = -1.5; 1.9.
+    assert outputs.loss.item() == pytest.approx(-(1.05 + 1.1 - 1.5 + 1.9) / 4)
+    outputs.loss.backward()
+    expected = [[-1.05 / 12] * 3, [0.0] * 3, [1.5 / 12] * 3, [-1.9 / 4, 0.0, 0.0]]
+    torch.testing.assert_close(logprobs.grad, f64(expected), rtol=1e-6, atol=1e-9)
+    assert outputs.metrics["clip_high"] == 3 and outputs.metrics["clip_low"] == 0
+    assert outputs.metrics["ratio"].item() == pytest.approx(3 * (1.05 + 1.5 + 1.5) + 0.95)
+
+
+def test_nothing_to_train_weighs_nothing() -> None:
+    mask = torch.zeros(2, 3, dtype=torch.bool)
+    for objective in OBJECTIVES:
+        assert not objective.weights(mask, max_tokens=3, completions=2, tokens=0).any()
+
+
+def test_dapo_is_the_mean_over_the_tokens_of_the_global_batch() -> None:
+    # On policy, so each token's loss is minus its advantage; 6 of 12 tokens are here, the others on another process.
+    objective = DAPO(importance_cap=None)
+    logprobs = torch.zeros(MASK.shape, dtype=torch.float64)
+    weights = objective.weights(MASK, max_tokens=5, completions=8, tokens=12)
+    inputs = LossInputs(logprobs, logprobs, logprobs, f64([1.0, -2.0, 5.0, 100.0]), MASK, weights)
+    assert objective.loss(inputs).loss.item() == pytest.approx(-(3 * 1.0 - 2.0 + 2 * 5.0) / 12)
+    assert (DAPO().token_scope, BNPO().token_scope, DAPO().aggregation, BNPO().aggregation) == (
+        "global",
+        "local",
+        "token_mean",
+        "token_mean",
+    )
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES, ids=lambda objective: type(objective).__name__)
+@pytest.mark.parametrize("split", [[1, 1, 1, 1], [3, 1], [1, 2, 1]], ids=str)
+def test_micro_batches_add_up_to_the_whole_batch(objective, split) -> None:
+    whole = make_batch(objective)
+    outputs = objective.loss(whole)
+    outputs.loss.backward()
+    parts = make_batch(objective)
+    rows = {item.name: getattr(parts, item.name).split(split) for item in fields(parts)}
+    loss, metrics = 0.0, dict.fromkeys(outputs.metrics, 0.0)
+    for index in range(len(split)):
+        part = objective.loss(LossInputs(**{name: values[index] for name, values in rows.items()}))
+        part.loss.backward()
+        loss += part.loss.item()
+        metrics = {name: total + part.metrics[name].item() for name, total in metrics.items()}
+    assert loss == pytest.approx(outputs.loss.item(), rel=1e-12)
+    assert metrics == pytest.approx({name: value.item() for name, value in outputs.metrics.items()}, rel=1e-12)
+    torch.testing.assert_close(parts.logprobs.grad, whole.logprobs.grad, rtol=1e-12, atol=0)
+    if objective.needs_entropy:
+        torch.testing.assert_close(parts.entropy.grad, whole.entropy.grad, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES, ids=lambda objective: type(objective).__name__)
+def test_what_lies_outside_the_mask_has_no_effect(objective) -> None:
+    clean, spoiled = make_batch(objective), make_batch(objective)
+    for name in ("logprobs", "old_logprobs", "sampler_logprobs", "ref_logprobs", "entropy"):
+        getattr(spoiled, name).data[~MASK] = float("nan")
+    first, second = objective.loss(clean), objective.loss(spoiled)
+    first.loss.backward()
+    second.loss.backward()
+    assert first.loss.item() == second.loss.item() and first.metrics == second.metrics
+    assert torch.equal(clean.logprobs.grad, spoiled.logprobs.grad)
+    assert clean.logprobs.grad[MASK].any() and not clean.logprobs.grad[~MASK].any()
+
+
+def test_metrics_are_sums_over_masked_tokens() -> None:
+    objective = GRPO()
+    old = f64([[0.0, -1.0, -1.0], [0.0, -1.0, -1.0]])
+    steps = f64([[0.0, math.log(2), 0.0], [0.0, 0.0, math.log(0.5)]])
+    mask = torch.tensor([[False, True, True], [False, False, True]])
+    sampler = old - f64([[9.0, math.log(4), 0.0], [9.0, 9.0, math.log(0.5)]])
+    weights = objective.weights(mask, 3, 2, 3)
+    inputs = LossInputs(
+        old + steps, old, sampler, f64([1.0, -1.0]), mask, weights, ref_logprobs=old, entropy=torch.full_like(old, 0.5)
+    )
+    expected = {
+        "tokens": 3,
+        "ratio": 2 + 1 + 0.5,
+        "clip_low": 1,
+        "clip_high": 1,
+        "is_weight": 2 + 1 + 0.5,
+        "logprob_abs": math.log(4) + math.log(2),
+        "kl": (0.5 - 1 + math.log(2)) + (2 - 1 - math.log(2)),
+        "entropy": 1.5,
+    }
+    metrics = objective.loss(inputs).metrics
+    assert {name: value.item() for name, value in metrics.items()} == pytest.approx(expected)
+
+
+def test_entropy_bonus_lowers_the_loss_of_uncertain_tokens() -> None:
+    batch = make_batch(DrGRPO())
+    plain, bonus = DrGRPO().loss(batch).loss, DrGRPO(entropy_coefficient=0.5).loss(batch).loss
+    bonus.backward()
+    # Six tokens of weight 1 / (4 * 5).
+    assert (plain - bonus).item() == pytest.approx(0.5 / 20 * batch.entropy[MASK].sum().item())
+    torch.testing.assert_close(batch.entropy.grad, -0.5 / 20 * MASK.double(), rtol=1e-6, atol=0)
+
+
+def test_truncated_completions_leave_the_mask_where_asked() -> None:
+    truncated = torch.tensor([True, False, False, True])
+    assert DAPO().training_mask(MASK, truncated).any(dim=1).tolist() == [False, True, True, False]
+    assert torch.equal(GRPO().training_mask(MASK, truncated), MASK)
+
+
+def test_advantages_follow_the_norm_of_the_objective() -> None:
+    rewards = torch.tensor([0.0, 0.0, 0.0, 4.0])
+    assert GRPO().advantages(rewards, 4).tolist() == pytest.approx([-0.5, -0.5, -0.5, 1.5], rel=1e-3)
+    assert DrGRPO().advantages(rewards, 4).tolist() == [-1.0, -1.0, -1.0, 3.0]
+
+
+def test_missing_inputs_are_named() -> None:
+    batch = make_batch(GRPO())
+    with pytest.raises(ValueError, match="ref_logprobs"):
+        GRPO().loss(replace(batch, ref_logprobs=None))
+    with pytest.raises(ValueError, match="entropy"):
+        DAPO(entropy_coefficient=0.1).loss(replace(batch, entropy=None))
+    assert "kl" not in DAPO().loss(replace(batch, ref_logprobs=None)).metrics
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"beta": -0.1}, "beta must be a number of at least 0; found -0.1"),
+        ({"epsilon_high": float("nan")}, "epsilon_high must be a number of at least 0; found nan"),
+        ({"importance_cap": 0.0}, "importance_cap must be above 0; found 0.0"),
+    ],
+)
+def test_bad_numbers_are_a_user_error(arguments, message) -> None:
+    with pytest.raises(UserError, match=message):
+        GRPO(**arguments)
+
+
+def test_yaml_configures_an_objective() -> None:
+    def configured(objective: Objective) -> Objective:
+        return objective
+
+    given = ["--objective=qerl_pl.objectives.DAPO", "--objective.epsilon_high=0.3", "--objective.importance_cap=null"]
+    assert auto_cli(configured, args=given) == DAPO(epsilon_high=0.3, importance_cap=None, mask_truncated=True)
