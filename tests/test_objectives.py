@@ -246,4 +246,6 @@ def test_yaml_configures_an_objective() -> None:
         return objective
 
     given = ["--objective=qerl_pl.objectives.DAPO", "--objective.epsilon_high=0.3", "--objective.importance_cap=null"]
-    assert auto_cli(configured, args=given) == DAPO(epsilon_high=0.3, importance_cap=None, mask_truncated=True)
+    assert auto_cli(configured, args=given, as_positional=False) == DAPO(
+        epsilon_high=0.3, importance_cap=None, mask_truncated=True
+    )
