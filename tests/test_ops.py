@@ -14,7 +14,7 @@ from qerl_kernels import (
     nvfp4_global_scale,
     quantize_mxfp4,
     quantize_nvfp4,
-    token_logprobs,
+    reference,
 )
 
 NVFP4 = QuantizationScheme(
@@ -165,7 +165,7 @@ def head_inputs(dtype, tokens=11, hidden=6, vocabulary=17):
 def test_log_probability_and_entropy_worked_by_hand():
     # Logits (ln 1, ln 3) / 1 at one position give probabilities 1/4 and 3/4.
     hidden, head = torch.tensor([[1.0]]), torch.tensor([[0.0], [1.0986123]])
-    for op in (token_logprobs, chunked_token_logprobs):
+    for op in (reference.token_logprobs, chunked_token_logprobs):
         logprob, entropy = op(hidden, head, torch.tensor([1]))
         assert logprob.item() == pytest.approx(-0.2876821, abs=1e-6)
         assert entropy.item() == pytest.approx(0.5623351, abs=1e-6)
@@ -176,7 +176,7 @@ def test_log_probability_and_entropy_worked_by_hand():
 @pytest.mark.parametrize("chunk", [1, 4, 11, 64])
 def test_chunked_log_probabilities_and_gradients_equal_the_plain_ones(chunk):
     x, head, targets, bias = head_inputs(torch.float64)
-    plain = token_logprobs(x, head, targets, 0.7, bias)
+    plain = reference.token_logprobs(x, head, targets, 0.7, bias)
     chunked = chunked_token_logprobs(x, head, targets, 0.7, bias, chunk=chunk)
     torch.testing.assert_close(chunked, plain)
     torch.manual_seed(2)
@@ -200,15 +200,15 @@ def test_a_token_that_is_ruled_out_leaves_the_others_finite():
     logprob, entropy = chunked_token_logprobs(x, head, targets, 1.0, bias, chunk=4)
     (logprob + entropy).sum().backward()
     assert bool(torch.isfinite(torch.cat([logprob, entropy, x.grad.flatten(), head.grad.flatten()])).all())
-    torch.testing.assert_close((logprob, entropy), token_logprobs(x, head, targets, 1.0, bias))
+    torch.testing.assert_close((logprob, entropy), reference.token_logprobs(x, head, targets, 1.0, bias))
 
 
 def test_half_precision_gradients_are_as_good_as_the_plain_way():
     x, head, targets, _ = head_inputs(torch.float32, tokens=64, hidden=32, vocabulary=200)
-    truth = torch.autograd.grad(sum(o.sum() for o in token_logprobs(x, head, targets)), x)[0]
+    truth = torch.autograd.grad(sum(o.sum() for o in reference.token_logprobs(x, head, targets)), x)[0]
     low = [t.detach().bfloat16().requires_grad_() for t in (x, head)]
     errors = []
-    for op in (token_logprobs, chunked_token_logprobs):
+    for op in (reference.token_logprobs, chunked_token_logprobs):
         gradient = torch.autograd.grad(sum(o.sum() for o in op(*low, targets)), low[0])[0]
         errors.append((gradient.float() - truth).norm() / truth.norm())
     assert errors[1] <= 2 * errors[0]

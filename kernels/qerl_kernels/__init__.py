@@ -1,29 +1,44 @@
-"""Four-bit weights and token log-probabilities: tensors in, tensors out. Imports without a GPU and without Triton."""
+"""Four-bit weights and token log-probabilities: tensors in, tensors out. Imports without a GPU and without Triton.
 
+`reference` is the plain truth of every op; `select_backend` chooses what the ops here run on.
+"""
+
+from qerl_kernels.backend import Backend, select_backend, selected_backend, triton_available
+from qerl_kernels.linear import LoraFactors, marlin_linear, nvfp4_alpha, nvfp4_linear
 from qerl_kernels.logprob import chunked_token_logprobs
+from qerl_kernels.marlin import MarlinTensor, marlin_alpha, marlin_scale
+from qerl_kernels.ops import dequantize_marlin, dequantize_mxfp4, dequantize_nvfp4_unscaled
 from qerl_kernels.reference import (
     BlockScales,
     MXFP4Tensor,
     NVFP4Tensor,
-    dequantize_mxfp4,
     dequantize_nvfp4,
-    dequantize_nvfp4_unscaled,
     nvfp4_global_scale,
     quantize_mxfp4,
     quantize_nvfp4,
-    token_logprobs,
 )
 
 __all__ = [
+    "Backend",
     "BlockScales",
+    "LoraFactors",
     "MXFP4Tensor",
-    "NVFP4Tensor",
+    "MarlinTensor",
     "chunked_token_logprobs",
+    "NVFP4Tensor",
+    "dequantize_marlin",
     "dequantize_mxfp4",
     "dequantize_nvfp4",
     "dequantize_nvfp4_unscaled",
+    "marlin_alpha",
+    "marlin_linear",
+    "marlin_scale",
+    "nvfp4_alpha",
     "nvfp4_global_scale",
+    "nvfp4_linear",
     "quantize_mxfp4",
     "quantize_nvfp4",
-    "token_logprobs",
+    "select_backend",
+    "selected_backend",
+    "triton_available",
 ]

@@ -152,13 +152,13 @@ def quantize_mxfp4(weight: Tensor) -> MXFP4Tensor:
     # Adding a quarter of the mantissa carries 1.75 * 2**e and above to the next exponent: it would round past 6.
     exponent = (blocks.abs().amax(-1).view(torch.int32) + (1 << 21)) >> 23
     scale = (exponent - 2).clamp(min=0).to(torch.uint8)
-    codes = _encode(blocks / _e8m0(scale).unsqueeze(-1))
+    codes = _encode(blocks / e8m0_values(scale).unsqueeze(-1))
     return MXFP4Tensor(_pack(codes.reshape(weight.shape)), scale)
 
 
 def dequantize_mxfp4(packed: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """The weight e2m1 * 2**(scale - 127): dtype [N, K], exact in bfloat16 above its subnormals."""
-    return _scaled(_decode(packed), _e8m0(scale)).to(dtype)
+    return _scaled(_decode(packed), e8m0_values(scale)).to(dtype)
 
 
 def token_logprobs(
@@ -191,6 +191,12 @@ def round_e2m1(x: Tensor) -> Tensor:
     return torch.copysign((magnitude / step).round_() * step, x)
 
 
+def e2m1_values(codes: Tensor) -> Tensor:
+    """Numbers that 4-bit codes stand for: float32 of their shape."""
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], device=codes.device)
+    return values[codes.int()]
+
+
 def check_matrix(weight: Tensor, block: int, name: str) -> None:
     """Raise ValueError unless `weight` is a matrix whose rows divide into blocks."""
     if weight.dim() != 2 or weight.shape[1] % block:
@@ -204,7 +210,8 @@ def _blocks(weight: Tensor, block: int) -> Tensor:
     return weight.unflatten(1, (-1, block))
 
 
-def _e8m0(scale: Tensor) -> Tensor:
+def e8m0_values(scale: Tensor) -> Tensor:
+    """2**(scale - 127) of E8M0 bytes: float32."""
     # As bits: 0 stands for the subnormal 2**-127, which exp2 need not return exactly.
     return torch.where(scale == 0, 1 << 22, scale.int() << 23).view(torch.float32)
 
@@ -223,9 +230,7 @@ def _pack(codes: Tensor) -> Tensor:
 
 def _decode(packed: Tensor) -> Tensor:
     """E2M1 values of packed bytes [N, K/2]: float32 [N, K]."""
-    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], device=packed.device)
-    codes = torch.stack((packed & 0xF, packed >> 4), dim=-1).flatten(1)
-    return values[codes.int()]
+    return e2m1_values(torch.stack((packed & 0xF, packed >> 4), dim=-1).flatten(1))
 
 
 def _scaled(values: Tensor, unit: Tensor) -> Tensor:

@@ -1,0 +1,53 @@
+"""Which implementation of the ops runs: chosen once, explicitly."""
+
+import importlib.util
+import os
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Backend = Literal["torch", "triton"]
+
+_selected: Backend = "torch"
+
+
+def interpreting() -> bool:
+    """Whether Triton's kernels run in its interpreter, on the CPU."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def triton_available() -> bool:
+    """Whether the Triton kernels can run here: Triton is installed, and there is a GPU or its interpreter is on."""
+    return importlib.util.find_spec("triton") is not None and (torch.cuda.is_available() or interpreting())
+
+
+def select_backend(name: Backend) -> None:
+    """Choose what every op of this process runs on from now on; "torch" until then.
+
+    CPU tensors take the plain PyTorch reference in either case, except in Triton's interpreter.
+
+    Args:
+        name: "torch" is plain PyTorch, on any device; "triton" needs a GPU.
+
+    Raises:
+        RuntimeError: The backend cannot run here.
+    """
+    global _selected
+    if name == "triton" and not triton_available():
+        raise RuntimeError(
+            "The backend 'triton' needs the package triton and a GPU (or TRITON_INTERPRET=1), found "
+            f"triton {'installed' if importlib.util.find_spec('triton') else 'missing'} and "
+            f"{torch.cuda.device_count()} GPUs; select the backend 'torch'."
+        )
+    _selected = name
+
+
+def selected_backend() -> Backend:
+    """The backend in force."""
+    return _selected
+
+
+def runs_triton(tensor: Tensor) -> bool:
+    """Whether an op on `tensor` takes the Triton kernel."""
+    return _selected == "triton" and (tensor.is_cuda or interpreting())

@@ -1,0 +1,166 @@
+"""Linear layers on frozen 4-bit weights: dequantize, then one GEMM whose alpha is the global scale.
+
+The dense weight lives as long as one GEMM and is dequantized again in backward, which gives gradients to the input and
+to the adapter only. With the adapter's product added to the rounded base product the order of roundings is vLLM's.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from qerl_kernels import ops
+from qerl_kernels.marlin import MarlinTensor, check_rows, marlin_alpha
+
+
+class LoraFactors(NamedTuple):
+    """An adapter: the layer adds scaling * B A to its weight. Computed in the input's dtype."""
+
+    a: Tensor
+    """[r, K]."""
+    b: Tensor
+    """[N, r]."""
+    scaling: float
+
+
+def nvfp4_alpha(global_scale: Tensor) -> float:
+    """Reciprocal of an NVFP4 global scale, rounded to float32 as engines round it; waits for the device."""
+    return global_scale.float().reciprocal().item()
+
+
+def nvfp4_linear(
+    x: Tensor,
+    packed: Tensor,
+    scale: Tensor,
+    global_scale: Tensor,
+    bias: Tensor | None = None,
+    *,
+    alpha: float | None = None,
+    lora: LoraFactors | None = None,
+) -> Tensor:
+    """x W^T + bias (+ scaling * x A^T B^T) for W in NVFP4 in the compressed-tensors layout.
+
+    Args:
+        x: [..., K], bfloat16, float16 or float32; the product is computed in its dtype.
+        packed: uint8 [N, K/2].
+        scale: float8_e4m3fn [N, K/16].
+        global_scale: float32 [1].
+        bias: [N], frozen.
+        alpha: What `nvfp4_alpha` gave for the global scale. None reads it from the device, which waits for it: pass it
+            where speed matters.
+        lora: The adapter; its factors get gradients in their own dtype.
+
+    Returns:
+        [..., N] in x's dtype.
+    """
+    alpha = nvfp4_alpha(global_scale) if alpha is None else alpha
+    return _linear(x, _Rows(packed, scale), alpha, bias, lora)
+
+
+def marlin_linear(
+    x: Tensor,
+    weight: MarlinTensor,
+    bias: Tensor | None = None,
+    *,
+    start: int = 0,
+    stop: int | None = None,
+    alpha: float | None = None,
+    lora: LoraFactors | None = None,
+) -> Tensor:
+    """The same for rows [start:stop) of a weight in Marlin's layout, NVFP4, or MXFP4 where it has no global scale.
+
+    Args:
+        x: [..., K].
+        weight: The engine's tensors, borrowed.
+        bias: [stop - start], in plain order, frozen.
+        start: First row, a multiple of 64.
+        stop: Row after the last, a multiple of 64; all if None.
+        alpha: What `marlin_alpha` gave for the global scale; None reads it from the device.
+        lora: The adapter of these rows.
+
+    Raises:
+        ValueError: A slice that is not at multiples of 64.
+    """
+    start, stop = check_rows(weight.weight, start, stop)
+    alpha = marlin_alpha(weight.global_scale) if alpha is None else alpha
+    return _linear(x, _Marlin(weight.weight, weight.scale, start, stop, weight.global_scale is None), alpha, bias, lora)
+
+
+class _Rows(NamedTuple):
+    packed: Tensor
+    scale: Tensor
+
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        return ops.dequantize_nvfp4_unscaled(self.packed, self.scale, dtype)
+
+
+class _Marlin(NamedTuple):
+    weight: Tensor
+    scale: Tensor
+    start: int
+    stop: int
+    mx: bool
+
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        return ops.dequantize_marlin(self.weight, self.scale, dtype, self.start, self.stop, mx=self.mx)
+
+
+def _linear(x: Tensor, source: _Rows | _Marlin, alpha: float, bias: Tensor | None, lora: LoraFactors | None) -> Tensor:
+    flat = x.reshape(-1, x.shape[-1])
+    # The packed tensors travel inside a closure: autograd neither saves them nor watches their versions.
+    if lora is None:
+        y = _QuantizedLinear.apply(flat, source.dense, alpha, bias)
+    else:
+        y = _QuantizedLoraLinear.apply(flat, source.dense, alpha, bias, lora.a, lora.b, lora.scaling)
+    return y.view(*x.shape[:-1], y.shape[-1])
+
+
+Dense = Callable[[torch.dtype], Tensor]
+
+
+def _product(x: Tensor, weight: Tensor, alpha: float, bias: Tensor | None) -> Tensor:
+    if bias is None:
+        return torch.addmm(x.new_empty(1), x, weight, beta=0, alpha=alpha)
+    return torch.addmm(bias.to(x.dtype), x, weight, alpha=alpha)
+
+
+class _QuantizedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dense: Dense, alpha: float, bias: Tensor | None) -> Tensor:
+        ctx.dense, ctx.alpha = dense, alpha
+        return _product(x, dense(x.dtype).t(), alpha, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        dx = _product(grad, ctx.dense(grad.dtype), ctx.alpha, None) if ctx.needs_input_grad[0] else None
+        return dx, None, None, None
+
+
+class _QuantizedLoraLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, dense: Dense, alpha: float, bias: Tensor | None, a: Tensor, b: Tensor, scaling: float
+    ) -> Tensor:
+        hidden = x @ a.to(x.dtype).t()
+        y = _product(x, dense(x.dtype).t(), alpha, bias)
+        y.addmm_(hidden, b.to(x.dtype).t(), alpha=scaling)
+        ctx.save_for_backward(x, hidden, a, b)
+        ctx.dense, ctx.alpha, ctx.scaling = dense, alpha, scaling
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, hidden, a, b = ctx.saved_tensors
+        inner = _product(grad, b.to(x.dtype), ctx.scaling, None)
+        dx = da = db = None
+        if ctx.needs_input_grad[0]:
+            dx = (inner @ a.to(x.dtype)).addmm_(grad, ctx.dense(x.dtype), alpha=ctx.alpha)
+        if ctx.needs_input_grad[4]:
+            da = (inner.t() @ x).to(a.dtype)
+        if ctx.needs_input_grad[5]:
+            db = _product(grad.t(), hidden, ctx.scaling, None).to(b.dtype)
+        return dx, None, None, None, da, db, None

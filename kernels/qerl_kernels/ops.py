@@ -1,0 +1,82 @@
+"""Dequantization as PyTorch operators, opaque to torch.compile; the selected backend runs them."""
+
+import torch
+from torch import Tensor
+
+from qerl_kernels import marlin, reference
+from qerl_kernels.backend import runs_triton
+
+_library = torch.library.Library("qerl", "DEF")
+_library.define("dequantize_nvfp4(Tensor packed, Tensor scale, ScalarType dtype) -> Tensor")
+_library.define("dequantize_mxfp4(Tensor packed, Tensor scale, ScalarType dtype) -> Tensor")
+_library.define(
+    "dequantize_marlin(Tensor weight, Tensor scale, int start, int stop, bool mx, ScalarType dtype) -> Tensor"
+)
+
+
+def dequantize_nvfp4_unscaled(packed: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """e2m1 * scale of an NVFP4 weight in the compressed-tensors layout, without its global scale.
+
+    Args:
+        packed: uint8 [N, K/2].
+        scale: float8_e4m3fn [N, K/16].
+        dtype: Of the result; exact in bfloat16 and float16.
+
+    Returns:
+        dtype [N, K].
+    """
+    return torch.ops.qerl.dequantize_nvfp4(packed, scale, dtype)
+
+
+def dequantize_mxfp4(packed: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """e2m1 * 2**(scale - 127) of an MXFP4 weight: packed uint8 [N, K/2], scale uint8 [N, K/32] -> dtype [N, K]."""
+    return torch.ops.qerl.dequantize_mxfp4(packed, scale, dtype)
+
+
+def dequantize_marlin(
+    weight: Tensor, scale: Tensor, dtype: torch.dtype, start: int = 0, stop: int | None = None, *, mx: bool = False
+) -> Tensor:
+    """Rows of a weight in Marlin's layout, without its global scale, as `marlin.dequantize_marlin` gives them."""
+    start, stop = marlin.check_rows(weight, start, stop)
+    return torch.ops.qerl.dequantize_marlin(weight, scale, start, stop, mx, dtype)
+
+
+def _dequantize_nvfp4(packed: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    if runs_triton(packed):
+        from qerl_kernels import triton_dequantize
+
+        return triton_dequantize.from_rows(packed, scale, dtype, mx=False)
+    return reference.dequantize_nvfp4_unscaled(packed, scale, dtype)
+
+
+def _dequantize_mxfp4(packed: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    if runs_triton(packed):
+        from qerl_kernels import triton_dequantize
+
+        return triton_dequantize.from_rows(packed, scale, dtype, mx=True)
+    return reference.dequantize_mxfp4(packed, scale, dtype)
+
+
+def _dequantize_marlin(weight: Tensor, scale: Tensor, start: int, stop: int, mx: bool, dtype: torch.dtype) -> Tensor:
+    if runs_triton(weight):
+        from qerl_kernels import triton_dequantize
+
+        return triton_dequantize.from_marlin(weight, scale, start, stop, dtype, mx=mx)
+    return marlin.dequantize_marlin(weight, scale, dtype, start, stop, mx=mx)
+
+
+def _fake_rows(packed: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    return packed.new_empty((packed.shape[0], 2 * packed.shape[1]), dtype=dtype)
+
+
+def _fake_marlin(weight: Tensor, scale: Tensor, start: int, stop: int, mx: bool, dtype: torch.dtype) -> Tensor:
+    return weight.new_empty((stop - start, 16 * weight.shape[0]), dtype=dtype)
+
+
+for _name, _run, _fake in (
+    ("dequantize_nvfp4", _dequantize_nvfp4, _fake_rows),
+    ("dequantize_mxfp4", _dequantize_mxfp4, _fake_rows),
+    ("dequantize_marlin", _dequantize_marlin, _fake_marlin),
+):
+    _library.impl(_name, _run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"qerl::{_name}", _fake, lib=_library)

@@ -1,0 +1,209 @@
+"""Marlin's layout and the linear layers on 4-bit weights, against plain references."""
+
+import pytest
+import torch
+from qerl_kernels import (
+    LoraFactors,
+    dequantize_marlin,
+    dequantize_mxfp4,
+    dequantize_nvfp4,
+    dequantize_nvfp4_unscaled,
+    marlin_alpha,
+    marlin_linear,
+    marlin_scale,
+    nvfp4_alpha,
+    nvfp4_linear,
+    quantize_mxfp4,
+    quantize_nvfp4,
+)
+from qerl_kernels.marlin import to_marlin
+from torch.utils.checkpoint import checkpoint
+
+
+def weight(rows, columns, seed=0):
+    torch.manual_seed(seed)
+    return (torch.randn(rows, columns) * 0.05).bfloat16()
+
+
+def repacked(packed):
+    """Marlin's words by vLLM's own steps: 16 x 16 tiles, each 4 of them permuted, eight codes a word."""
+    codes = torch.stack((packed & 0xF, packed >> 4), dim=-1).flatten(1).T.long()  # [K, N]
+    k, n = codes.shape
+    tiles = codes.reshape(k // 16, 16, n // 16, 16).transpose(1, 2).reshape(k // 16, -1)
+    order = []
+    for lane in range(32):
+        rows = [2 * (lane % 4) + r for r in (0, 1, 8, 9)]
+        base = [16 * row + lane // 4 + 8 * half for half in (0, 1) for row in rows]
+        order += [b + 256 * tile for tile in range(4) for b in base]
+    order = torch.tensor(order).reshape(-1, 8)[:, [0, 2, 4, 6, 1, 3, 5, 7]].flatten()
+    tiles = tiles.reshape(-1, len(order))[:, order].reshape(k // 16, -1, 8)
+    words = sum(tiles[..., i] << 4 * i for i in range(8))
+    return (words - ((words >> 31) << 32)).int()
+
+
+def permuted(scale):
+    """Marlin's order of scales by vLLM's own steps."""
+    order = torch.tensor([i + 8 * j for i in range(8) for j in range(8)])
+    columns = scale.T.reshape(-1, 64)[:, order].reshape(-1, 4)[:, [0, 2, 1, 3]]
+    return columns.reshape(scale.shape[1], scale.shape[0])
+
+
+@pytest.mark.parametrize("shape", [(64, 16), (192, 80), (128, 256)])
+def test_marlin_words_and_scales_are_those_of_vllm(shape):
+    tensor = quantize_nvfp4(weight(*shape))
+    marlin = to_marlin(tensor)
+    assert torch.equal(marlin.weight, repacked(tensor.packed))
+    stored = (permuted(tensor.scale.half()) * 2.0**7).view(torch.int16) >> 7  # the largest scale is 448: factor 1
+    assert torch.equal(marlin.scale.view(torch.uint8), stored.to(torch.uint8))
+
+
+@pytest.mark.parametrize("rows", [(0, 192), (64, 192), (64, 128)])
+def test_row_slices_of_marlins_layout_are_the_weight(rows):
+    tensor = quantize_nvfp4(weight(192, 80))
+    marlin = to_marlin(tensor)
+    dense = dequantize_marlin(marlin.weight, marlin.scale, torch.bfloat16, *rows)
+    assert torch.equal(dense, dequantize_nvfp4_unscaled(tensor.packed, tensor.scale, torch.bfloat16)[slice(*rows)])
+    assert marlin_alpha(marlin.global_scale) == nvfp4_alpha(tensor.global_scale)
+
+
+def test_marlin_scales_weights_up_and_drops_scales_it_cannot_hold():
+    tensor = quantize_nvfp4(weight(64, 64))
+    small = tensor.scale.float() * 0.125  # the largest is 56, so the factor is 8
+    small[0, :2] = torch.tensor([2.0**-9, 2.0**-8])  # eight times these is 2**-6, which stays, and 2**-5
+    tensor = tensor._replace(scale=small.to(torch.float8_e4m3fn))
+    marlin = to_marlin(tensor)
+    seen = dequantize_nvfp4_unscaled(tensor.packed, marlin_scale(tensor.scale), torch.float32)
+    scaled = dequantize_marlin(marlin.weight, marlin.scale, torch.float32) * marlin_alpha(marlin.global_scale)
+    torch.testing.assert_close(scaled, seen * nvfp4_alpha(tensor.global_scale), rtol=0, atol=0)
+    whole = quantize_nvfp4(weight(64, 64))
+    fine = whole.scale.clone()
+    fine[3, 1] = 2.0**-7
+    assert marlin_scale(fine)[3, 1].float() == 0 and fine[3, 1].float() == 2.0**-7
+    lost = to_marlin(whole._replace(scale=fine))
+    assert dequantize_marlin(lost.weight, lost.scale, torch.float32)[3, 16:32].abs().max() == 0
+
+
+def test_mxfp4_reads_alike_from_both_layouts():
+    tensor = quantize_mxfp4(weight(128, 96))
+    marlin = to_marlin(tensor)
+    assert torch.equal(marlin.weight, repacked(tensor.packed))
+    assert torch.equal(marlin.scale, permuted(tensor.scale))
+    dense = dequantize_marlin(marlin.weight, marlin.scale, torch.bfloat16, 64, mx=True)
+    assert torch.equal(dense, dequantize_mxfp4(tensor.packed, tensor.scale, torch.bfloat16)[64:])
+
+
+def test_a_slice_off_the_tiles_is_refused():
+    marlin = to_marlin(quantize_nvfp4(weight(128, 64)))
+    with pytest.raises(ValueError, match=r"multiples of 64 .*got \[32:128\]; keep an own copy"):
+        dequantize_marlin(marlin.weight, marlin.scale, torch.bfloat16, 32)
+
+
+def layer(dtype, bias=True, tokens=(3, 5), rows=128, columns=96, rank=4):
+    tensor = quantize_nvfp4(weight(rows, columns))
+    torch.manual_seed(1)
+    x = torch.randn(*tokens, columns, dtype=dtype, requires_grad=True)
+    a = torch.randn(rank, columns, requires_grad=True)
+    b = torch.randn(rows, rank, requires_grad=True)
+    return tensor, x, torch.randn(rows, dtype=dtype) if bias else None, LoraFactors(a, b, 0.5)
+
+
+def plain(x, tensor, bias, lora):
+    dense = dequantize_nvfp4(*tensor, torch.float32).to(x.dtype)
+    y = torch.nn.functional.linear(x, dense, bias)
+    if lora is None:
+        return y
+    return y + lora.scaling * (x @ lora.a.to(x.dtype).T) @ lora.b.to(x.dtype).T
+
+
+def run(source, x, tensor, bias, lora):
+    if source == "rows":
+        return nvfp4_linear(x, *tensor, bias, lora=lora)
+    return marlin_linear(x, to_marlin(tensor), bias, lora=lora)
+
+
+def gradients(y, x, lora):
+    torch.manual_seed(2)
+    inputs = (x,) if lora is None else (x, lora.a, lora.b)
+    return torch.autograd.grad(y, inputs, torch.randn(y.shape).to(y.dtype))
+
+
+@pytest.mark.parametrize("with_bias", [True, False])
+@pytest.mark.parametrize("with_lora", [True, False])
+@pytest.mark.parametrize("source", ["rows", "marlin"])
+def test_linear_and_its_gradients_equal_the_dense_layers(source, with_lora, with_bias):
+    tensor, x, bias, lora = layer(torch.float32, with_bias)
+    lora = lora if with_lora else None
+    expected, actual = plain(x, tensor, bias, lora), run(source, x, tensor, bias, lora)
+    torch.testing.assert_close(actual, expected)
+    torch.testing.assert_close(gradients(actual, x, lora), gradients(expected, x, lora))
+
+
+@pytest.mark.parametrize("source", ["rows", "marlin"])
+def test_linear_in_bfloat16_errs_at_most_twice_as_much_as_plain_bfloat16(source):
+    tensor, x, bias, lora = layer(torch.bfloat16, tokens=(64,))
+    results = []
+    for op, inputs in ((plain, x.float()), (plain, x), (lambda *args: run(source, *args), x)):
+        y = op(inputs, tensor, bias if inputs.dtype == x.dtype else bias.float(), lora)
+        results.append([t.float() for t in (y, *gradients(y, inputs, lora))])
+    truth, low, ours = results
+    for reference, plain_low, actual in zip(truth, low, ours, strict=True):
+        assert (actual - reference).norm() <= 2 * (plain_low - reference).norm()
+
+
+def test_borrowed_and_own_tensors_give_the_same_bits():
+    tensor, x, bias, lora = layer(torch.bfloat16)
+    own, borrowed = run("rows", x, tensor, bias, lora), run("marlin", x, tensor, bias, lora)
+    assert torch.equal(own, borrowed)
+    for ours, theirs in zip(gradients(own, x, lora), gradients(borrowed, x, lora), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_slices_of_a_fused_marlin_weight_are_its_projections():
+    tensor, x, _, _ = layer(torch.float32, rows=192)
+    marlin = to_marlin(tensor)
+    whole = nvfp4_linear(x, *tensor)
+    parts = [marlin_linear(x, marlin, start=start, stop=stop) for start, stop in ((0, 64), (64, 192))]
+    torch.testing.assert_close(torch.cat(parts, -1), whole)
+
+
+def test_the_layer_saves_no_dense_weight():
+    tensor, x, bias, lora = layer(torch.float32)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.numel()) or t, lambda t: t):
+        run("rows", x, tensor, bias, lora)
+    assert sum(saved) == x.numel() + 15 * 4 + lora.a.numel() + lora.b.numel()
+
+
+def test_overwriting_the_packed_tensors_between_forward_and_backward_is_allowed():
+    tensor, x, bias, lora = layer(torch.float32)
+    y = run("rows", x, tensor, bias, lora)
+    expected = gradients(y, x, lora)
+    y = run("rows", x, tensor, bias, lora)
+    tensor.packed.copy_(tensor.packed.clone())  # as an engine that reloads the same weights does
+    torch.testing.assert_close(gradients(y, x, lora), expected)
+
+
+@pytest.mark.parametrize("source", ["rows", "marlin"])
+def test_gradient_checkpointing_changes_nothing(source):
+    tensor, x, bias, lora = layer(torch.float32)
+    y = run(source, x, tensor, bias, lora)
+    again = checkpoint(run, source, x, tensor, bias, lora, use_reentrant=False)
+    assert torch.equal(again, y)
+    for ours, theirs in zip(gradients(again, x, lora), gradients(y, x, lora), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("with_lora", [True, False])
+def test_compiled_in_one_graph_it_gives_the_same(with_lora):
+    tensor, x, bias, lora = layer(torch.float32)
+    lora, alpha = lora if with_lora else None, nvfp4_alpha(tensor.global_scale)
+    marlin = to_marlin(tensor)
+
+    def both(x):
+        own = nvfp4_linear(x, *tensor, bias, alpha=alpha, lora=lora)
+        return torch.relu(own) + marlin_linear(x, marlin, bias, alpha=alpha, lora=lora)
+
+    compiled = torch.compile(both, fullgraph=True, backend="aot_eager")
+    y, again = both(x), compiled(x)
+    torch.testing.assert_close(again, y)
+    torch.testing.assert_close(gradients(again, x, lora), gradients(y, x, lora))
