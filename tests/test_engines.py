@@ -1,0 +1,474 @@
+"""One contract for every engine, against plain transformers and PEFT on the same ids."""
+
+import importlib.util
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from qerl_kernels.reference import nvfp4_global_scale, quantize_nvfp4
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+from qerl_pl.checkpoints import load_dense_state, write_dense_checkpoint
+from qerl_pl.engines import EngineSpec, RolloutEngine, TransformersEngine
+from qerl_pl.engines.sampling import sampling_log_probs
+from qerl_pl.errors import UserError
+from qerl_pl.noise import NormNoise
+from qerl_pl.types import Completion, PolicyWeights, RolloutRequest, SamplingConfig
+
+VOCAB, EOS, RANK, ALPHA, MAX_TOKENS = 256, 1, 8, 16, 96
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+PROMPTS = [(5, 9, 200), tuple(range(20, 60)), (7,), (31, 77, 12, 250, 4, 4, 90)]
+GREEDY = SamplingConfig(max_tokens=24, temperature=0.0)
+LOGPROB_BOUND = 2e-5  # float32; measured 3e-6
+ENGINES = ["transformers"]
+if importlib.util.find_spec("vllm") is not None:
+    ENGINES.append(pytest.param("vllm", marks=pytest.mark.vllm))
+
+
+def make_engine(kind: str) -> RolloutEngine:
+    if kind == "transformers":
+        return TransformersEngine(max_batch=16)
+    from qerl_pl.engines import VLLMEngine
+
+    return VLLMEngine(kv_cache_gib=0.25, enforce_eager=True)
+
+
+def spec_of(base: Path, dtype: torch.dtype = torch.float32) -> EngineSpec:
+    return EngineSpec(base, dtype, torch.device("cpu"), RANK, TARGETS, MAX_TOKENS)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A two-layer Qwen2 whose random weights are large enough that every part of it shows in the output."""
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=VOCAB,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=256,
+        eos_token_id=EOS,
+        bos_token_id=None,
+        pad_token_id=0,
+    )
+    model = Qwen2ForCausalLM(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 2:
+                parameter.normal_(std=0.15 if "lm_head" in name else 0.08)
+            elif "norm" in name:
+                parameter.uniform_(0.5, 1.5)
+            else:
+                parameter.normal_(std=0.1)
+    folder = tmp_path_factory.mktemp("engines") / "base"
+    model.save_pretrained(folder)
+    words = {f"w{index}": index for index in range(VOCAB)}
+    words = {"<pad>": 0, "<eos>": EOS} | {word: index for word, index in words.items() if index > 1}
+    core = Tokenizer(WordLevel(words, unk_token="<pad>"))
+    core.pre_tokenizer = WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="<eos>").save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def reference(base: Path) -> PeftModel:
+    """The same model by transformers and PEFT, its adapter's B not zero."""
+    model = Qwen2ForCausalLM.from_pretrained(base, dtype=torch.float32)
+    peft = get_peft_model(model, LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=list(TARGETS)))
+    randomize(peft, seed=1)
+    return peft.eval()
+
+
+def randomize(peft: PeftModel, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in peft.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.06)
+
+
+def weights_of(peft: PeftModel, version: int = 1) -> PolicyWeights:
+    """What a trainer that holds this PEFT model would hand the engine."""
+    adapter = {
+        name.removeprefix("base_model.model."): (module.lora_A["default"].weight, module.lora_B["default"].weight)
+        for name, module in peft.named_modules()
+        if name.endswith(TARGETS)
+    }
+    return PolicyWeights(version, {k: (a.detach(), b.detach()) for k, (a, b) in adapter.items()}, ALPHA / RANK)
+
+
+@pytest.fixture(scope="module", params=ENGINES)
+def engine(request: pytest.FixtureRequest, base: Path) -> Iterator[RolloutEngine]:
+    made = make_engine(request.param)
+    made.launch(spec_of(base))
+    yield made
+    made.close()
+
+
+def requests_of(prompts: list[tuple[int, ...]], samples: int = 1) -> list[RolloutRequest]:
+    return [RolloutRequest(prompt, tuple(1000 * i + j for j in range(samples))) for i, prompt in enumerate(prompts)]
+
+
+def greedy(engine: RolloutEngine) -> list[Completion]:
+    return [group[0] for group in engine.generate(requests_of(PROMPTS), GREEDY)]
+
+
+@torch.no_grad()
+def teacher_forced(model: nn.Module, prompt: tuple[int, ...], completion: Completion) -> Tensor:
+    """Logits [tokens, V] that the model gives before each token of the completion."""
+    ids = torch.tensor([prompt + completion.token_ids])
+    return model(input_ids=ids).logits[0, len(prompt) - 1 : -1].float()
+
+
+def logprob_gap(model: nn.Module, completions: list[Completion]) -> float:
+    """Largest difference between the engine's log-probabilities and the model's, over all tokens."""
+    gaps = []
+    for prompt, completion in zip(PROMPTS, completions, strict=True):
+        expected = teacher_forced(model, prompt, completion).log_softmax(-1)
+        expected = expected.gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0]
+        gaps.append((expected - torch.tensor(completion.logprobs)).abs().max().item())
+    return max(gaps)
+
+
+def generate_with_transformers(model: nn.Module) -> list[tuple[int, ...]]:
+    out = []
+    for prompt in PROMPTS:
+        ids = model.generate(
+            input_ids=torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            max_new_tokens=GREEDY.max_tokens,
+            do_sample=False,
+        )
+        out.append(tuple(ids[0, len(prompt) :].tolist()))
+    return out
+
+
+def test_greedy_tokens_and_logprobs_follow_every_adapter_that_is_synced(
+    engine: RolloutEngine, reference: PeftModel
+) -> None:
+    seen = []
+    for seed in (1, 2):
+        randomize(reference, seed)
+        report = engine.sync(weights_of(reference, version=seed))
+        completions = greedy(engine)
+        seen.append([completion.token_ids for completion in completions])
+        assert seen[-1] == generate_with_transformers(reference)
+        assert logprob_gap(reference, completions) < LOGPROB_BOUND
+        assert (report.version, report.noise_std) == (seed, 0.0)
+    assert seen[0] != seen[1]
+    engine.sync(replace(weights_of(reference), adapter=None))
+    with reference.disable_adapter():
+        completions = greedy(engine)
+        assert [completion.token_ids for completion in completions] == generate_with_transformers(reference)
+        assert logprob_gap(reference, completions) < LOGPROB_BOUND
+    assert logprob_gap(reference, completions) > 0.1, "the adapter must matter, or this test shows nothing"
+
+
+def test_the_engine_keeps_no_reference_to_the_trainers_tensors(engine: RolloutEngine, reference: PeftModel) -> None:
+    randomize(reference, 1)
+    engine.sync(weights_of(reference))
+    before = greedy(engine)
+    randomize(reference, 2)  # in place, as an optimizer does
+    assert greedy(engine) == before
+
+
+def test_noise_changes_the_sampler_never_adds_up_and_leaves_no_trace(
+    engine: RolloutEngine, reference: PeftModel
+) -> None:
+    clean = weights_of(reference)
+    noisy = replace(clean, noise=NormNoise(sigma=0.05, seed=3, version=1))
+    engine.sync(clean)
+    first = greedy(engine)
+    engine.sync(noisy)
+    perturbed = greedy(engine)
+    report = engine.sync(noisy)
+    assert greedy(engine) == perturbed
+    assert report.noise_std == pytest.approx(0.05, rel=0.1)  # 512 numbers
+    assert perturbed != first
+    engine.sync(clean)
+    assert greedy(engine) == first
+
+
+def test_noise_is_the_drawn_numbers_on_the_named_norms_only(engine: RolloutEngine, reference: PeftModel) -> None:
+    noise = NormNoise(sigma=0.05, seed=3, version=1)
+    engine.sync(replace(weights_of(reference), noise=noise))
+    norms = {name: module for name, module in reference.named_modules() if name.endswith("layernorm")}
+    assert len(norms) == 4
+    kept = {name: module.weight.detach().clone() for name, module in norms.items()}
+    with torch.no_grad():
+        for name, module in norms.items():
+            module.weight += noise.draw(name.removeprefix("base_model.model."), 128)
+    try:
+        assert logprob_gap(reference, greedy(engine)) < LOGPROB_BOUND
+    finally:
+        with torch.no_grad():
+            for name, module in norms.items():
+                module.weight.copy_(kept[name])
+
+
+@pytest.fixture(scope="module", params=ENGINES)
+def half_engine(request: pytest.FixtureRequest, base: Path) -> Iterator[RolloutEngine]:
+    made = make_engine(request.param)
+    made.launch(spec_of(base, torch.bfloat16))
+    yield made
+    made.close()
+
+
+def test_small_noise_is_really_there_in_a_bfloat16_model(half_engine: RolloutEngine, reference: PeftModel) -> None:
+    clean = weights_of(reference)
+    half_engine.sync(clean)
+    first = greedy(half_engine)
+    for stage in range(10):
+        sigma = 1e-2 * 10 ** (-2 * stage / 9)
+        draws = [NormNoise(sigma, 0, stage).draw(f"model.layers.{i}.{n}", 128) for i in (0, 1) for n in NOISY]
+        report = half_engine.sync(replace(clean, noise=NormNoise(sigma, seed=0, version=stage)))
+        assert report.noise_std == pytest.approx(torch.cat(draws).std().item(), rel=0.01)
+        assert report.noise_std == pytest.approx(sigma, rel=0.1)  # 512 numbers
+        changed = greedy(half_engine)
+        assert any(a.logprobs != b.logprobs for a, b in zip(first, changed, strict=True)), sigma
+    half_engine.sync(clean)
+    assert greedy(half_engine) == first
+
+
+NOISY = ("input_layernorm", "post_attention_layernorm")
+
+
+def test_trained_norms_reach_the_sampler_and_carry_the_noise(engine: RolloutEngine, reference: PeftModel) -> None:
+    """The final norm is trained too, though it is never noisy."""
+    trained = {
+        name.removeprefix("base_model.model."): module.weight.detach() * 1.25
+        for name, module in reference.named_modules()
+        if name.endswith(("layernorm", "model.norm"))
+    }
+    noise = NormNoise(sigma=0.02, seed=5, version=1)
+    weights = replace(weights_of(reference), norms=trained)
+    kept = {name: parameter.detach().clone() for name, parameter in reference.named_parameters()}
+    try:
+        engine.sync(weights)
+        set_norms(reference, trained)
+        assert logprob_gap(reference, greedy(engine)) < LOGPROB_BOUND
+        report = engine.sync(replace(weights, noise=noise))
+        noisy = {name: scale + noise.draw(name, 128) for name, scale in trained.items() if name.endswith("layernorm")}
+        set_norms(reference, noisy)
+        assert logprob_gap(reference, greedy(engine)) < LOGPROB_BOUND
+        assert report.noise_std == pytest.approx(0.02, rel=0.1)
+    finally:
+        reference.load_state_dict(kept, strict=False)
+    engine.sync(weights_of(reference))
+    assert logprob_gap(reference, greedy(engine)) < LOGPROB_BOUND
+
+
+def set_norms(peft: PeftModel, norms: dict[str, Tensor]) -> None:
+    for name, scale in norms.items():
+        peft.get_submodule(f"base_model.model.{name}").weight.data.copy_(scale)
+
+
+def test_seeds_repeat_whatever_else_is_in_the_batch(engine: RolloutEngine, reference: PeftModel) -> None:
+    engine.sync(weights_of(reference))
+    sampling = SamplingConfig(max_tokens=12)
+    together = engine.generate(requests_of(PROMPTS, samples=6), sampling)
+    assert [len(group) for group in together] == [6] * 4
+    assert [[c.token_ids for c in group] for group in engine.generate(requests_of(PROMPTS, samples=6), sampling)] == [
+        [c.token_ids for c in group] for group in together
+    ]
+    assert len({completion.token_ids for completion in together[0]}) > 3, "different seeds must differ"
+    alone = engine.generate([RolloutRequest(PROMPTS[1], (1004, 1001))], sampling)[0]
+    for found, expected in zip(alone, (together[1][4], together[1][1]), strict=True):
+        assert found.token_ids == expected.token_ids
+        assert found.logprobs == pytest.approx(expected.logprobs, abs=LOGPROB_BOUND)
+
+
+FILTERS = [
+    SamplingConfig(max_tokens=6, temperature=0.7),
+    SamplingConfig(max_tokens=6, temperature=1.3, top_k=5),
+    SamplingConfig(max_tokens=6, top_p=0.6),
+    SamplingConfig(max_tokens=6, min_p=0.2),
+    SamplingConfig(max_tokens=6, temperature=0.8, top_p=0.8, top_k=7, min_p=0.05),
+]
+
+
+@pytest.mark.parametrize("sampling", FILTERS)
+def test_logprobs_are_of_the_filtered_distribution(
+    engine: RolloutEngine, reference: PeftModel, sampling: SamplingConfig
+) -> None:
+    engine.sync(weights_of(reference))
+    groups = engine.generate(requests_of(PROMPTS, samples=4), sampling)
+    for prompt, group in zip(PROMPTS, groups, strict=True):
+        for completion in group:
+            for logits, token, logprob in zip(
+                teacher_forced(reference, prompt, completion), completion.token_ids, completion.logprobs, strict=True
+            ):
+                expected = filtered_by_hand(logits.tolist(), sampling)
+                assert token in expected
+                assert logprob == pytest.approx(math.log(expected[token]), abs=1e-4)
+
+
+def filtered_by_hand(logits: list[float], sampling: SamplingConfig) -> dict[int, float]:
+    """Token -> probability by plain loops, in the order temperature, min-p, top-k, top-p."""
+    top = max(logits)
+    odds = {token: math.exp((logit - top) / sampling.temperature) for token, logit in enumerate(logits)}
+    odds = {token: value for token, value in odds.items() if value >= sampling.min_p}
+    ranked = sorted(odds, key=lambda token: -odds[token])[: sampling.top_k or None]
+    total = sum(odds[token] for token in ranked)
+    kept, mass = [], 0.0
+    for token in ranked:
+        if mass < sampling.top_p:
+            kept.append(token)
+        mass += odds[token] / total
+    total = sum(odds[token] for token in kept)
+    return {token: odds[token] / total for token in kept}
+
+
+def test_tokens_come_as_often_as_their_probability(engine: RolloutEngine, reference: PeftModel) -> None:
+    engine.sync(weights_of(reference))
+    sampling = SamplingConfig(max_tokens=1, top_k=4)
+    completions = engine.generate([RolloutRequest(PROMPTS[0], tuple(range(600)))], sampling)[0]
+    expected = {completion.token_ids[0]: math.exp(completion.logprobs[0]) for completion in completions}
+    assert len(expected) == 4 and sum(expected.values()) == pytest.approx(1, abs=1e-4)
+    for token, probability in expected.items():
+        count = sum(completion.token_ids[0] == token for completion in completions)
+        assert abs(count / 600 - probability) < 4 * math.sqrt(probability * (1 - probability) / 600)
+
+
+def test_completions_end_at_the_end_token_a_stop_string_or_the_limit(
+    engine: RolloutEngine, reference: PeftModel
+) -> None:
+    engine.sync(weights_of(reference))
+    sampling = SamplingConfig(max_tokens=40, temperature=3.0)
+    group = engine.generate([RolloutRequest(PROMPTS[0], tuple(range(150)))], sampling)[0]
+    stopped = [completion for completion in group if not completion.truncated]
+    assert stopped and len(stopped) < len(group)
+    for completion in group:
+        assert EOS not in completion.token_ids[:-1]
+        assert (completion.token_ids[-1] == EOS) == (completion.finish_reason == "stop")
+        assert len(completion.token_ids) == len(completion.logprobs) <= 40
+        assert completion.truncated == (len(completion.token_ids) == 40 and completion.token_ids[-1] != EOS)
+    free = greedy(engine)[1].token_ids
+    word = next(i for i in range(3, len(free)) if free[i] not in free[:i])
+    asked = replace(GREEDY, stop=("no such", f"w{free[word]}"))
+    completion = engine.generate([RolloutRequest(PROMPTS[1], (0,))], asked)[0][0]
+    assert completion.token_ids == free[: word + 1]
+    assert completion.finish_reason == "stop"
+
+
+def test_prompts_that_cannot_be_continued_are_refused(engine: RolloutEngine, reference: PeftModel) -> None:
+    engine.sync(weights_of(reference))
+    with pytest.raises(UserError, match="prompt 1 of the batch has none"):
+        engine.generate(requests_of([(5,), ()]), GREEDY)
+    with pytest.raises(UserError, match="may have 96 tokens; prompt 0 of the batch has 73"):
+        engine.generate(requests_of([(5,) * 73]), GREEDY)
+    longest = engine.generate(requests_of([(5,) * 72]), GREEDY)[0][0]
+    assert len(longest.token_ids) == 24 or longest.token_ids[-1] == EOS
+    with pytest.raises(UserError, match="at least 1; got 0"):
+        engine.generate(requests_of([(5,)]), SamplingConfig(max_tokens=0))
+
+
+def test_sleep_and_wake_change_nothing(engine: RolloutEngine, reference: PeftModel) -> None:
+    randomize(reference, 1)
+    engine.sync(weights_of(reference))
+    before = greedy(engine)
+    for _ in range(2):
+        engine.sleep()
+        engine.wake()
+        engine.wake()
+    engine.sync(weights_of(reference))
+    assert greedy(engine) == before
+
+
+def test_an_adapter_that_does_not_fit_is_refused(engine: RolloutEngine, reference: PeftModel) -> None:
+    weights = weights_of(reference)
+    name = "model.layers.0.self_attn.q_proj"
+    assert weights.adapter is not None
+    with pytest.raises(UserError, match="it also has model.layers.7.mlp"):
+        engine.sync(replace(weights, adapter=dict(weights.adapter) | {"model.layers.7.mlp": weights.adapter[name]}))
+    wide = (torch.zeros(2 * RANK, 128), torch.zeros(128, 2 * RANK))
+    with pytest.raises(UserError, match="the same rank"):
+        engine.sync(replace(weights, adapter=dict(weights.adapter) | {name: wide}))
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+def test_targets_that_match_nothing_are_refused(kind: str, base: Path) -> None:
+    with pytest.raises(UserError, match="match none"):
+        make_engine(kind).launch(replace(spec_of(base), lora_targets=("c_attn",)))
+
+
+@pytest.fixture(scope="module")
+def quantized(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The base with NVFP4 linears, in two files, one of which lacks the scales of the other's weights."""
+    folder = tmp_path_factory.mktemp("engines") / "nvfp4"
+    write_dense_checkpoint(base, folder, torch.float32)
+    state = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    shards: list[dict[str, Tensor]] = [{}, {}]
+    for name, weight in state.items():
+        if not name.endswith("_proj.weight"):
+            shards[0][name] = weight
+            continue
+        stem = name.removesuffix(".weight")
+        packed = quantize_nvfp4(weight, nvfp4_global_scale(weight))
+        shards[0][f"{stem}.weight_packed"] = packed.packed
+        shards[1][f"{stem}.weight_scale"] = packed.scale
+        shards[1][f"{stem}.weight_global_scale"] = packed.global_scale
+    files = [f"model-0000{index}-of-00002.safetensors" for index in (1, 2)]
+    for file, shard in zip(files, shards, strict=True):
+        save_file(shard, folder / file)
+    index = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_an_nvfp4_base_becomes_the_same_dense_model_in_memory_and_on_disk(quantized: Path, base: Path) -> None:
+    folder = quantized.parent / "dense"
+    assert write_dense_checkpoint(quantized, folder, torch.bfloat16) == folder
+    assert sorted(path.name for path in quantized.parent.iterdir()) == ["dense", "nvfp4"], "no temporary folder is left"
+    written = Qwen2ForCausalLM.from_pretrained(folder)
+    assert written.dtype == torch.bfloat16
+    state, original = load_dense_state(quantized, torch.bfloat16), load_dense_state(base, torch.float32)
+    assert set(state) == set(original)
+    for name, tensor in state.items():
+        assert torch.equal(tensor, written.state_dict()[name]), name
+        error = (tensor.float() - original[name]).norm() / original[name].norm()
+        assert (0.03 < error < 0.15) if name.endswith("_proj.weight") else error < 3e-3, name
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+def test_an_nvfp4_base_is_sampled_with_its_dequantized_weights(kind: str, quantized: Path) -> None:
+    folder = write_dense_checkpoint(quantized, quantized.parent / "dense32", torch.float32)
+    engine = make_engine(kind)
+    engine.launch(spec_of(quantized))
+    engine.sync(PolicyWeights(version=0, adapter=None, scaling=1.0))
+    assert logprob_gap(Qwen2ForCausalLM.from_pretrained(folder, dtype=torch.float32), greedy(engine)) < LOGPROB_BOUND
+    engine.close()
+
+
+def test_a_base_that_is_missing_or_quantized_otherwise_is_refused(base: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"folder with a config\.json"):
+        TransformersEngine().launch(spec_of(tmp_path))
+    config = json.loads((base / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "gptq"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=r"nvfp4-pack-quantized; .* has gptq"):
+        TransformersEngine().launch(spec_of(tmp_path))
+
+
+def test_top_p_keeps_the_smallest_set_that_reaches_it() -> None:
+    logits = torch.tensor([[0.5, 0.2, 0.2, 0.1]]).log()
+    kept = {p: sampling_log_probs(logits, SamplingConfig(top_p=p)).exp()[0].tolist() for p in (0.4, 0.6, 0.85)}
+    assert kept[0.4] == pytest.approx([1, 0, 0, 0])
+    assert kept[0.6] == pytest.approx([5 / 7, 2 / 7, 0, 0])
+    assert kept[0.85] == pytest.approx([5 / 9, 2 / 9, 2 / 9, 0])
