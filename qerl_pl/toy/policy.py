@@ -1,0 +1,185 @@
+"""Teach a small Qwen2 the arithmetic task on demonstrations of mixed quality, and cache it."""
+
+import hashlib
+import json
+import math
+import os
+import random
+import tempfile
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from tqdm import tqdm
+from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+from qerl_pl.errors import UserError
+from qerl_pl.prompting import render_prompt
+from qerl_pl.seeding import stream_seed
+from qerl_pl.toy.task import ArithmeticTask, careful_demonstration, careless_demonstration
+from qerl_pl.toy.tokenizer import VOCABULARY, build_tokenizer
+
+FORMAT = 1
+"""Version of what this code builds from a `ToyConfig`; raise it with every change that alters the weights."""
+_MULTIPLE = 128
+_IGNORED = -100
+
+
+@dataclass(frozen=True)
+class ToyConfig:
+    """The toy policy: its task, its size and its supervised warm-up.
+
+    Args:
+        task: The problems it is taught.
+        layers: Transformer layers.
+        width: Hidden size, a multiple of 128.
+        intermediate: Width of the MLP, a multiple of 128.
+        heads: Attention heads, as many for keys and values; they divide the width.
+        careless_fraction: Share of the demonstrations that guess instead of adding with care.
+        steps: Optimizer steps of the warm-up; a task with more digits or operands needs more.
+        batch_size: Demonstrations a step.
+        learning_rate: Peak rate of AdamW, after a linear warm-up and before a cosine decay to zero.
+        seed: Seed of initial weights and demonstrations.
+    """
+
+    task: ArithmeticTask = field(default_factory=ArithmeticTask)
+    layers: int = 3
+    width: int = 128
+    intermediate: int = 256
+    heads: int = 2
+    careless_fraction: float = 0.5
+    steps: int = 1000
+    batch_size: int = 16
+    learning_rate: float = 2e-3
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("width", "intermediate"):
+            if (size := getattr(self, name)) < 1 or size % _MULTIPLE:
+                raise UserError(f"{name} must be a multiple of {_MULTIPLE}, got {size}: the 4-bit kernels need it.")
+        if self.heads < 1 or self.width % self.heads:
+            raise UserError(f"heads must divide width {self.width}, got {self.heads}: choose a divisor.")
+        if not 0 <= self.careless_fraction <= 1:
+            raise UserError(f"careless_fraction must be in [0, 1], got {self.careless_fraction}: set it in that range.")
+
+    @property
+    def digest(self) -> str:
+        """Name of the checkpoint that this configuration and this version of the code build."""
+        text = json.dumps({"format": FORMAT, **asdict(self)}, sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def build_toy_policy(config: ToyConfig | None = None, cache_dir: str | Path | None = None) -> Path:
+    """Folder of the toy policy in Hugging Face format; trained on the first call, found in the cache on later ones.
+
+    The same configuration gives the same weights, bit for bit, with the same library versions and number of threads.
+    The global random state is left as it was.
+
+    Args:
+        config: what to build; the default policy if None.
+        cache_dir: folder of cached policies; $QERL_CACHE, or else ~/.cache/qerl_pl, if None.
+
+    Raises:
+        UserError: The cache folder cannot be written.
+    """
+    config = ToyConfig() if config is None else config
+    cache = Path(cache_dir or os.environ.get("QERL_CACHE") or Path.home() / ".cache" / "qerl_pl").expanduser()
+    folder = cache / f"toy-{config.digest}"
+    if folder.is_dir():
+        return folder
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        scratch = tempfile.TemporaryDirectory(dir=cache, prefix=".toy-")
+    except OSError as error:
+        raise UserError(
+            f"the cache folder must be writable, got {cache} ({error.strerror}): set QERL_CACHE."
+        ) from error
+    with scratch as name:
+        unfinished = Path(name) / "policy"
+        tokenizer = build_tokenizer()
+        model = _warm_up(config, tokenizer)
+        model.save_pretrained(unfinished)
+        tokenizer.save_pretrained(unfinished)
+        try:
+            unfinished.rename(folder)
+        except OSError:
+            if not folder.is_dir():  # otherwise another process built the same policy first
+                raise
+    return folder
+
+
+def _warm_up(config: ToyConfig, tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
+    """Train from scratch on demonstrations, with the loss on their tokens only."""
+    rng = random.Random(stream_seed(config.seed, "toy demonstrations"))
+    model = _new_model(config, tokenizer).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, config.steps))
+    for step in tqdm(range(config.steps), desc="Teaching the toy policy", unit="step"):
+        input_ids, labels = _batch(config, tokenizer, rng, step)
+        hidden = model.model(input_ids=input_ids, use_cache=False).last_hidden_state
+        taught = labels != _IGNORED
+        loss = functional.cross_entropy(model.lm_head(hidden[:, :-1][taught[:, 1:]]), labels[:, 1:][taught[:, 1:]])
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+    return model.eval()
+
+
+def _new_model(config: ToyConfig, tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(stream_seed(config.seed, "toy weights"))
+        model = Qwen2ForCausalLM(
+            Qwen2Config(
+                vocab_size=VOCABULARY,
+                hidden_size=config.width,
+                intermediate_size=config.intermediate,
+                num_hidden_layers=config.layers,
+                num_attention_heads=config.heads,
+                num_key_value_heads=config.heads,
+                max_position_embeddings=4096,
+                tie_word_embeddings=True,
+                initializer_range=0.06,  # learns in half the steps that the default of 0.02 takes at this width
+                pad_token_id=tokenizer.pad_token_id,
+                bos_token_id=tokenizer.bos_token_id,
+                eos_token_id=tokenizer.eos_token_id,
+                dtype=torch.float32,
+            )
+        )
+    model.generation_config = GenerationConfig(
+        do_sample=True,
+        top_k=0,
+        max_new_tokens=64,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    return model
+
+
+def _batch(
+    config: ToyConfig, tokenizer: PreTrainedTokenizerFast, rng: random.Random, step: int
+) -> tuple[Tensor, Tensor]:
+    """Token ids and labels, both [batch_size, T], right-padded; labels of prompts and padding are ignored."""
+    rows, labels = [], []
+    for index in range(step * config.batch_size, (step + 1) * config.batch_size):
+        problem = config.task.problem(index, "train")
+        careless = rng.random() < config.careless_fraction
+        text = careless_demonstration(problem, rng) if careless else careful_demonstration(problem)
+        prompt = render_prompt(tokenizer, problem.question)
+        completion = tokenizer(text)["input_ids"] + [tokenizer.eos_token_id]
+        rows.append(torch.tensor(prompt + completion))
+        labels.append(torch.tensor([_IGNORED] * len(prompt) + completion))
+    pad = torch.nn.utils.rnn.pad_sequence
+    return pad(rows, True, float(tokenizer.pad_token_id)), pad(labels, True, float(_IGNORED))
+
+
+def _rate(step: int, steps: int) -> float:
+    """Share of the peak learning rate at a step: linear over the first tenth, then half a cosine down to zero."""
+    warm = max(1, steps // 10)
+    if step < warm:
+        return (step + 1) / warm
+    return 0.5 * (1 + math.cos(math.pi * (step - warm) / max(1, steps - warm)))

@@ -1,0 +1,70 @@
+"""A small byte-level BPE tokenizer that knows the words of the arithmetic task and can encode any text."""
+
+import random
+import re
+from collections.abc import Iterator
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from qerl_pl.prompting import SYSTEM_PROMPT
+from qerl_pl.toy.task import ArithmeticTask, careful_demonstration, careless_demonstration
+
+VOCABULARY = 512
+PAD, BOS, EOS = "<|pad|>", "<|bos|>", "<|eos|>"
+ROLES = ("<|system|>", "<|user|>", "<|assistant|>")
+TAGS = ("<think>", "</think>", "<answer>", "</answer>")
+SENTENCES = (
+    "She works for 8 hours a day and earns $12 an hour, so how much money does he make each week if they spend half of"
+    " their time at school? What is the total number of miles per year? It costs him twice as much to buy 3 of them and"
+    " each day her friend had to pay for one more than that. After the first week there were some left over."
+)
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] }}"
+    "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """Train the toy tokenizer, the same one each time.
+
+    It has 512 tokens: every byte, so that any text encodes and decodes to itself; one a digit; one for most words of
+    the task, so that its prompts are short; one for each of the tags, which are ordinary tokens and stay in decoded
+    text when special tokens are skipped.
+    """
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY - len(TAGS),
+        special_tokens=[AddedToken(token, special=True, normalized=False) for token in (PAD, BOS, EOS, *ROLES)],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_corpus(), trainer)
+    tokenizer.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in TAGS])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        bos_token=BOS,
+        eos_token=EOS,
+        additional_special_tokens=list(ROLES),
+        chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+        model_input_names=["input_ids", "attention_mask"],
+    )
+
+
+def _corpus() -> Iterator[str]:
+    """Text of small and large tasks, cut at its tags, and common words of other word problems."""
+    rng = random.Random(0)
+    yield from [SENTENCES] * 10
+    for task in (ArithmeticTask(), ArithmeticTask(digits=6, operands=3)):
+        for index in range(500):
+            problem = task.problem(index, "train")
+            for text in (SYSTEM_PROMPT, careful_demonstration(problem), careless_demonstration(problem, rng)):
+                yield from re.split("|".join(TAGS), text)
+            yield problem.question
