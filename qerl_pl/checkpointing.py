@@ -1,0 +1,108 @@
+"""Checkpoints that are whole or absent, and the search for the newest whole one."""
+
+import hashlib
+import io
+import logging
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.plugins import CheckpointIO
+from lightning.fabric.utilities.types import _PATH
+
+from qerl_pl.errors import UserError
+from qerl_pl.files import write_atomically
+
+log = logging.getLogger(__name__)
+
+FOLDER = "checkpoints"
+STEP_FILE = re.compile(r"^step=(\d+)\.ckpt$")
+
+
+class DamagedCheckpoint(UserError):
+    """A checkpoint file whose content is not what was written."""
+
+
+class AtomicCheckpointIO(CheckpointIO):
+    """Writes a checkpoint under a temporary name, then its digest, then renames it.
+
+    A process killed at any moment leaves the old file, the new file, or a digest without a file, never half a file.
+    """
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: _PATH, storage_options: Any | None = None) -> None:
+        """Write `checkpoint` to `path` and its SHA-256 to `path`.sha256.
+
+        Raises:
+            UserError: The disk is full; what was there before is untouched.
+        """
+        buffer = io.BytesIO()
+        torch.save(checkpoint, buffer)
+        data = buffer.getvalue()
+        digest_path(Path(path)).parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(digest_path(Path(path)), f"{hashlib.sha256(data).hexdigest()}\n".encode())
+        write_atomically(Path(path), data)
+
+    def load_checkpoint(
+        self, path: _PATH, map_location: Any | None = None, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Read a checkpoint on the CPU, plain values and tensors only.
+
+        Raises:
+            DamagedCheckpoint: It is absent, its digest differs, or it is no checkpoint.
+        """
+        data = verified_bytes(Path(path))
+        try:
+            checkpoint: dict[str, Any] = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        except (RuntimeError, EOFError, ValueError, OSError) as error:
+            raise DamagedCheckpoint(
+                f"a checkpoint must be whole; {path} cannot be read ({error}); use another"
+            ) from error
+        return checkpoint
+
+    def remove_checkpoint(self, path: _PATH) -> None:
+        """Delete a checkpoint and its digest."""
+        Path(path).unlink(missing_ok=True)
+        digest_path(Path(path)).unlink(missing_ok=True)
+
+
+def digest_path(path: Path) -> Path:
+    """Where the SHA-256 of a checkpoint lies."""
+    return path.with_name(path.name + ".sha256")
+
+
+def verified_bytes(path: Path) -> bytes:
+    """Content of a checkpoint whose digest fits.
+
+    Raises:
+        DamagedCheckpoint: File or digest is absent, or they disagree.
+    """
+    try:
+        data, expected = path.read_bytes(), digest_path(path).read_text().strip()
+    except FileNotFoundError as error:
+        raise DamagedCheckpoint(
+            f"a checkpoint is a file and its .sha256; {error.filename} is absent; name another with --resume"
+        ) from error
+    found = hashlib.sha256(data).hexdigest()
+    if found != expected:
+        raise DamagedCheckpoint(
+            f"a checkpoint must be whole; {path} has digest {found[:12]} instead of {expected[:12]}; use another"
+        )
+    return data
+
+
+def newest_checkpoint(run_dir: Path) -> Path | None:
+    """The whole checkpoint of a run with the most steps; None where there is none. Damaged ones are named and skipped.
+
+    Args:
+        run_dir: The run's folder (`trainer.default_root_dir`).
+    """
+    steps = {path: match for path in (run_dir / FOLDER).glob("step=*.ckpt") if (match := STEP_FILE.match(path.name))}
+    for path in sorted(steps, key=lambda path: int(steps[path][1]), reverse=True):
+        try:
+            verified_bytes(path)
+        except DamagedCheckpoint as error:
+            log.warning("skipping a damaged checkpoint: %s", error)
+            continue
+        return path
+    return None

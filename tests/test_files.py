@@ -1,0 +1,100 @@
+"""Checkpoint files and folders are whole or absent."""
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from qerl_pl.checkpointing import AtomicCheckpointIO, DamagedCheckpoint, digest_path, newest_checkpoint
+from qerl_pl.errors import UserError
+from qerl_pl.files import building, folder_identity, write_atomically
+
+
+def save(run: Path, step: int, value: float = 0.0) -> Path:
+    path = run / "checkpoints" / f"step={step}.ckpt"
+    AtomicCheckpointIO().save_checkpoint({"value": torch.tensor(value), "step": step}, path)
+    return path
+
+
+def test_checkpoint_round_trip_leaves_only_file_and_digest(tmp_path: Path) -> None:
+    path = save(tmp_path, 3, 1.5)
+    assert AtomicCheckpointIO().load_checkpoint(path)["value"] == 1.5
+    assert sorted(p.name for p in path.parent.iterdir()) == ["step=3.ckpt", "step=3.ckpt.sha256"]
+
+
+def test_newest_is_by_number_and_damaged_ones_are_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert newest_checkpoint(tmp_path) is None
+    paths = {step: save(tmp_path, step) for step in (2, 9, 10, 30)}
+    assert newest_checkpoint(tmp_path) == paths[30]
+    data = bytearray(paths[30].read_bytes())
+    data[len(data) // 2] ^= 1
+    paths[30].write_bytes(data)  # one bit flipped
+    digest_path(paths[10]).unlink()  # killed before it was written
+    assert newest_checkpoint(tmp_path) == paths[9]
+    assert "step=30.ckpt" in caplog.text and "step=10.ckpt" in caplog.text
+
+
+def test_loading_a_truncated_checkpoint_says_so(tmp_path: Path) -> None:
+    path = save(tmp_path, 1)
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(DamagedCheckpoint, match="must be whole"):
+        AtomicCheckpointIO().load_checkpoint(path)
+
+
+def test_full_disk_keeps_the_old_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "file"
+    write_atomically(path, b"old")
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(UserError, match="free disk space.*--resume auto"):
+        write_atomically(path, b"new")
+    assert path.read_bytes() == b"old" and [p.name for p in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_process_killed_while_writing_leaves_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    write_atomically(path, b"old")
+    program = (
+        "import os, signal, sys, pathlib, qerl_pl.files as f\n"
+        "os.fsync = lambda fd: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "f.write_atomically(pathlib.Path(sys.argv[1]), b'new' * 1000)\n"
+    )
+    result = subprocess.run([sys.executable, "-c", program, str(path)], check=False)
+    assert result.returncode == -signal.SIGKILL
+    assert path.read_bytes() == b"old"
+
+
+def test_building_drops_a_folder_that_fails(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError), building(tmp_path / "model") as folder:
+        (folder / "half").write_text("x")
+        raise RuntimeError
+    assert list(tmp_path.iterdir()) == []
+    with building(tmp_path / "model") as folder:
+        (folder / "whole").write_text("x")
+    assert [p.name for p in (tmp_path / "model").iterdir()] == ["whole"]
+
+
+def test_building_yields_to_a_folder_that_appeared_meanwhile(tmp_path: Path) -> None:
+    target = tmp_path / "model"
+    with building(target) as folder:
+        (folder / "mine").write_text("x")
+        target.mkdir()
+        (target / "theirs").write_text("x")
+    assert [p.name for p in target.iterdir()] == ["theirs"] and list(tmp_path.iterdir()) == [target]
+
+
+def test_identity_is_of_the_content(tmp_path: Path) -> None:
+    for name, content in (("a", b"1" * 5000), ("b", b"1" * 5000), ("c", b"1" * 4999 + b"2")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+        (tmp_path / name / "model.safetensors").write_bytes(content)
+    a, b, c = (folder_identity(tmp_path / name) for name in "abc")
+    assert a == b != c
