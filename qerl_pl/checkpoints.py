@@ -5,10 +5,9 @@ The NVFP4 format is `nvfp4-pack-quantized` of compressed-tensors: for a linear X
 """
 
 import json
-import os
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,10 +25,13 @@ from transformers import (
 )
 
 from qerl_pl.errors import UserError
+from qerl_pl.files import building
 
 NVFP4_FORMAT = "nvfp4-pack-quantized"
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
+_WEIGHTS = {".safetensors", ".bin", ".pt", ".pth"}
+SHARD_BYTES = 4 * 2**30
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -84,38 +86,65 @@ def weight_map(folder: Path) -> dict[str, str]:
         return {name: _SINGLE for name in file.keys()}
 
 
-def iterate_dense(folder: Path, dtype: torch.dtype) -> Iterator[tuple[str, str, Tensor]]:
-    """Every tensor of a checkpoint, one at a time and file by file, in 16 or 32 bits.
+class TensorFiles:
+    """Tensors of a model folder by name, read one at a time."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._stack = ExitStack()
+        files = weight_map(folder)
+        open_files = {
+            name: self._stack.enter_context(safe_open(folder / name, framework="pt", device="cpu"))
+            for name in sorted(set(files.values()))
+        }
+        self._place = files
+        self._file_of = {tensor: open_files[file] for tensor, file in files.items()}
+
+    def __enter__(self) -> "TensorFiles":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def __iter__(self) -> Iterator[str]:
+        """Names file by file, so that a reader goes through each file once."""
+        return iter(sorted(self._file_of, key=lambda name: (self._place[name], name)))
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._file_of
+
+    def read(self, name: str) -> Tensor:
+        """Tensor `name`, on the CPU, in the data type it was saved in.
+
+        Raises:
+            UserError: There is no such tensor.
+        """
+        if name not in self._file_of:
+            raise UserError(f"every quantized weight needs its scales; {self._folder} lacks {name}; quantize it again")
+        tensor: Tensor = self._file_of[name].get_tensor(name)
+        return tensor
+
+
+def iterate_dense(folder: Path, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of a checkpoint, one at a time, in 16 or 32 bits.
 
     Args:
         folder: A model folder, NVFP4 or not.
         dtype: What floating-point tensors are converted to.
 
     Yields:
-        (name in the dense checkpoint, file that held it, tensor on the CPU).
+        (name in the dense checkpoint, tensor on the CPU).
     """
     nvfp4 = is_nvfp4(folder)
-    files = weight_map(folder)
-    handles = {file: safe_open(folder / file, framework="pt") for file in sorted(set(files.values()))}
-
-    def read(name: str) -> Tensor:
-        if name not in files:
-            raise UserError(f"an NVFP4 weight needs its scales; {folder} lacks {name}: quantize the model again")
-        tensor: Tensor = handles[files[name]].get_tensor(name)
-        return tensor
-
-    for name, file in sorted(files.items(), key=lambda item: item[1]):
-        stem, _, kind = name.rpartition(".")
-        if nvfp4 and kind == "weight_packed":
-            yield f"{stem}.weight", file, _dequantize(read, stem, dtype)
-        elif not (nvfp4 and kind in ("weight_scale", "weight_global_scale")):
-            tensor = read(name)
-            yield name, file, tensor.to(dtype) if tensor.is_floating_point() else tensor
-
-
-def _dequantize(read: Callable[[str], Tensor], stem: str, dtype: torch.dtype) -> Tensor:
-    packed, scale = read(f"{stem}.weight_packed"), read(f"{stem}.weight_scale")
-    return dequantize_nvfp4(packed, scale, read(f"{stem}.weight_global_scale"), dtype)
+    with TensorFiles(folder) as tensors:
+        for name in tensors:
+            stem, _, kind = name.rpartition(".")
+            if nvfp4 and kind == "weight_packed":
+                scale, global_scale = (tensors.read(f"{stem}.weight_{part}") for part in ("scale", "global_scale"))
+                yield f"{stem}.weight", dequantize_nvfp4(tensors.read(name), scale, global_scale, dtype)
+            elif not (nvfp4 and kind in ("weight_scale", "weight_global_scale")):
+                tensor = tensors.read(name)
+                yield name, tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
 def load_dense_state(folder: Path, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -128,7 +157,7 @@ def load_dense_state(folder: Path, dtype: torch.dtype) -> dict[str, Tensor]:
     Raises:
         UserError: No such folder, no weights, or another quantized format.
     """
-    return {name: tensor for name, _, tensor in iterate_dense(folder, dtype)}
+    return dict(iterate_dense(folder, dtype))
 
 
 def load_dense_model(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
@@ -150,58 +179,80 @@ def load_dense_model(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
     return model.eval().requires_grad_(False)
 
 
-def write_dense_checkpoint(src: Path, dst: Path, dtype: torch.dtype) -> Path:
-    """Write a copy of a checkpoint with dense weights, for engines that cannot run NVFP4.
-
-    One file of weights is in memory at a time. The folder appears under its name only when it is whole.
+def write_dense_checkpoint(
+    src: Path, dst: Path, dtype: torch.dtype, change: Callable[[str, Tensor], Tensor] | None = None
+) -> Path:
+    """Write a copy of a checkpoint with dense weights, a few GiB in memory at a time.
 
     Args:
         src: A model folder, NVFP4 or not.
-        dst: Where the copy goes. A folder that is already there is taken as finished.
+        dst: Where the copy goes; appears only when it is whole. A folder that is already there is taken as finished.
         dtype: Data type of the copy.
+        change: Maps (name, float32 tensor) to what is saved under that name, such as a weight with its adapter merged.
 
     Returns:
         `dst`.
     """
     if dst.is_dir():
         return dst
-    dst.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{dst.name}-", dir=dst.parent))
-    try:
-        _write_dense(src, temporary, dtype)
-        os.replace(temporary, dst)
-    except OSError:
-        if not dst.is_dir():  # else another process has finished the same copy first
-            raise
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+    with building(dst) as folder:
+        writer = ShardWriter(folder)
+        for name, tensor in iterate_dense(src, torch.float32 if change else dtype):
+            writer.add(name, change(name, tensor).to(dtype) if change else tensor)
+        writer.finish()
+        config = read_config(src)
+        config.pop("quantization_config", None)
+        config.pop("torch_dtype", None)
+        copy_other_files(src, folder, config | {"dtype": str(dtype).removeprefix("torch.")})
     return dst
 
 
-def _write_dense(src: Path, dst: Path, dtype: torch.dtype) -> None:
-    names: dict[str, str] = {}
-    shard: dict[str, Tensor] = {}
-    size, current = 0, ""
-    for name, file, tensor in iterate_dense(src, dtype):
-        if file != current and shard:
-            save_file(shard, dst / current, metadata={"format": "pt"})
-            shard = {}
-        current = file
-        shard[name] = tensor.contiguous()
-        names[name] = file
-        size += tensor.numel() * tensor.element_size()
-    save_file(shard, dst / current, metadata={"format": "pt"})
-    if set(names.values()) != {_SINGLE}:
-        index = {"metadata": {"total_size": size}, "weight_map": names}
-        (dst / _INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
-    config = read_config(src)
-    config.pop("quantization_config", None)
-    config.pop("torch_dtype", None)
-    config["dtype"] = str(dtype).removeprefix("torch.")
+def copy_other_files(src: Path, dst: Path, config: dict[str, Any]) -> None:
+    """Copy what a model folder holds besides weights (tokenizer, templates), and write `config` as its config.json."""
     for path in src.iterdir():
-        if path.is_file() and path.suffix != ".safetensors" and path.name not in ("config.json", _INDEX):
+        if path.is_file() and path.suffix not in _WEIGHTS and path.name not in ("config.json", _INDEX):
             shutil.copy2(path, dst / path.name)
-    (dst / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+    (dst / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+class ShardWriter:
+    """Collects tensors and writes them as numbered safetensors shards with an index."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.pending: dict[str, Tensor] = {}
+        self.pending_bytes = 0
+        self.shards: list[list[str]] = []
+        self.total_bytes = 0
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Take one tensor; a shard is written whenever 4 GiB have come together."""
+        self.pending[name] = tensor.cpu().contiguous()
+        self.pending_bytes += tensor.nbytes
+        if self.pending_bytes >= SHARD_BYTES:
+            self._flush()
+
+    def _flush(self) -> None:
+        save_file(self.pending, self.folder / f"shard-{len(self.shards)}.safetensors", metadata={"format": "pt"})
+        self.shards.append(list(self.pending))
+        self.total_bytes += self.pending_bytes
+        self.pending, self.pending_bytes = {}, 0
+
+    def finish(self) -> None:
+        """Write what is left and give the shards the names that transformers looks for."""
+        if self.pending or not self.shards:
+            self._flush()
+        count = len(self.shards)
+        if count == 1:
+            (self.folder / "shard-0.safetensors").rename(self.folder / "model.safetensors")
+            return
+        index: dict[str, str] = {}
+        for number, names in enumerate(self.shards):
+            final = f"model-{number + 1:05d}-of-{count:05d}.safetensors"
+            (self.folder / f"shard-{number}.safetensors").rename(self.folder / final)
+            index.update(dict.fromkeys(names, final))
+        document = {"metadata": {"total_size": self.total_bytes}, "weight_map": index}
+        (self.folder / "model.safetensors.index.json").write_text(json.dumps(document, indent=2) + "\n")
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:

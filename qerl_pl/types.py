@@ -98,3 +98,13 @@ class SyncReport:
     version: int
     noise_std: float
     """Standard deviation of (scale the engine holds now - clean scale) over all elements of the noisy norms."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """How a batch of held-out prompts went, P prompts with S samples each."""
+
+    greedy_correct: Tensor
+    """1 where the greedy completion is right, else 0, float32 [P]."""
+    sampled_correct: Tensor
+    """Share of the S samples that are right, float32 [P]: its mean is pass@1."""

@@ -1,0 +1,83 @@
+"""What the module learns from: completions as tensors, with their advantages."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from qerl_pl.types import Completion, Prompt
+
+
+@dataclass(frozen=True)
+class CompletionRecord:
+    """One completion as a reader wants to see it."""
+
+    prompt_id: str
+    prompt: str
+    completion: str
+    reference: str
+    rewards: dict[str, float]
+    """Each reward by name, before its weight, and their weighted sum under "total"."""
+    truncated: bool
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Experience:
+    """The completions of one rollout, the G of each prompt next to each other."""
+
+    version: int
+    """Policy version that sampled them."""
+    tokens: Tensor
+    """Prompt and completion, right-padded, int64 [B, T]."""
+    mask: Tensor
+    """Sampled tokens, bool [B, T]."""
+    sampler_logprobs: Tensor
+    """The sampler's own log-probabilities, float32 [B, T]; 0 outside the mask."""
+    advantages: Tensor
+    """float32 [B]."""
+    truncated: Tensor
+    """Whether the token limit ended the completion, bool [B]."""
+    temperature: float
+    """Of the sampling; the trainer divides its logits by it too."""
+    max_tokens: int
+    """Most tokens that a completion could have had."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """What the rollout has to log, by TensorBoard tag."""
+    records: Sequence[CompletionRecord] = ()
+
+    def __len__(self) -> int:
+        return self.tokens.shape[0]
+
+    def to(self, device: torch.device) -> "Experience":
+        """The same experience with its tensors on `device`."""
+        names = ("tokens", "mask", "sampler_logprobs", "advantages", "truncated")
+        return replace(self, **{name: getattr(self, name).to(device) for name in names})
+
+
+def pad_completions(
+    prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]], pad_id: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Token ids, mask and sampler log-probabilities of a batch, right-padded.
+
+    Args:
+        prompts: P prompts.
+        completions: The completions of each; B in all.
+        pad_id: Fills the right end.
+
+    Returns:
+        (tokens int64 [B, T], mask bool [B, T], sampler_logprobs float32 [B, T]).
+    """
+    rows = [(prompt, completion) for prompt, group in zip(prompts, completions, strict=True) for completion in group]
+    length = max(len(prompt.token_ids) + len(completion.token_ids) for prompt, completion in rows)
+    tokens = torch.full((len(rows), length), pad_id, dtype=torch.int64)
+    mask = torch.zeros(len(rows), length, dtype=torch.bool)
+    logprobs = torch.zeros(len(rows), length, dtype=torch.float32)
+    for row, (prompt, completion) in enumerate(rows):
+        start = len(prompt.token_ids)
+        end = start + len(completion.token_ids)
+        tokens[row, :end] = torch.tensor(prompt.token_ids + completion.token_ids)
+        mask[row, start:end] = True
+        logprobs[row, start:end] = torch.tensor(completion.logprobs)
+    return tokens, mask, logprobs

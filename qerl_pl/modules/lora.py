@@ -1,0 +1,115 @@
+"""LoRA over any frozen linear, in PEFT's conventions, so that PEFT saves, loads and switches it."""
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import peft
+from peft.tuners.lora import LoraLayer
+from torch import Tensor, nn
+
+from qerl_pl.errors import UserError
+from qerl_pl.modules.nvfp4 import NVFP4Linear
+
+ADAPTER = "default"
+LAYER_NORMS = ("input_layernorm", "post_attention_layernorm")
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    """The trainable low-rank adapter.
+
+    Args:
+        rank: Rank r of the adapter's matrices A [r, in] and B [out, r].
+        alpha: The adapter adds alpha / rank * B A to a weight. A power-of-two ratio keeps it exact in 16 bits.
+        dropout: Probability of dropping an input of A, in training.
+        targets: Last parts of the names of the linears that get an adapter.
+    """
+
+    rank: int = 16
+    alpha: float = 16.0
+    dropout: float = 0.0
+    targets: tuple[str, ...] = PROJECTIONS
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise UserError(f"LoRA needs rank >= 1; found {self.rank}; set model.policy.lora.rank")
+        if not 0.0 <= self.dropout < 1.0:
+            raise UserError(f"LoRA needs 0 <= dropout < 1; found {self.dropout}; set model.policy.lora.dropout")
+
+    @property
+    def scaling(self) -> float:
+        """Factor of B A."""
+        return self.alpha / self.rank
+
+
+class LoraLinear(nn.Module, LoraLayer):
+    """base(x) + scaling * B(A(dropout(x))), the adapter computed in x's data type from float32 masters.
+
+    PEFT builds these when it wraps a model; its switches (adapter off, active adapter) are obeyed.
+    """
+
+    def __init__(
+        self,
+        base_layer: nn.Module,
+        adapter_name: str,
+        config: peft.LoraConfig,
+        r: int = 0,
+        lora_alpha: int = 1,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__()
+        LoraLayer.__init__(self, base_layer, **kwargs)
+        self._active_adapter = adapter_name
+        self.update_layer(adapter_name, r, lora_alpha=lora_alpha, config=config, **kwargs)
+
+    def _get_in_out_features(self, module: nn.Module) -> tuple[int, int]:
+        assert isinstance(module, nn.Linear | NVFP4Linear)
+        return module.in_features, module.out_features
+
+    def factors(self) -> tuple[Tensor, Tensor]:
+        """The adapter's matrices A [r, in] and B [out, r], the trained parameters themselves."""
+        return self.lora_A[ADAPTER].get_parameter("weight"), self.lora_B[ADAPTER].get_parameter("weight")
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., in] -> [..., out]."""
+        y = self.base_layer(x)
+        if self.disable_adapters:
+            return y
+        a, b = self.factors()
+        hidden = nn.functional.linear(self.lora_dropout[ADAPTER](x), a.to(x.dtype))
+        return y + nn.functional.linear(hidden, b.to(x.dtype)) * self.scaling[ADAPTER]
+
+
+def attach_lora(model: nn.Module, config: LoraConfig, train_norms: bool = False) -> peft.PeftModel:
+    """Wrap the target linears of a causal LM with adapters (A random, B zero: the policy starts as its base).
+
+    Args:
+        model: The frozen base.
+        config: Rank, scaling, targets.
+        train_norms: Also train copies of the layers' norms, which PEFT saves with the adapter.
+
+    Raises:
+        UserError: A target matches no linear of the model.
+    """
+    linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear | NVFP4Linear)]
+    for target in config.targets:
+        if not any(re.fullmatch(rf"(.*\.)?{re.escape(target)}", name) for name in linears):
+            found = sorted({name.rsplit(".", 1)[-1] for name in linears})
+            raise UserError(
+                f"every LoRA target must name linears of the model; {target!r} matches none; "
+                f"choose model.policy.lora.targets among {', '.join(found)}"
+            )
+    peft_config = peft.LoraConfig(
+        r=config.rank,
+        lora_alpha=config.alpha,  # type: ignore[arg-type]
+        lora_dropout=config.dropout,
+        target_modules=list(config.targets),
+        modules_to_save=list(LAYER_NORMS) if train_norms else None,
+        bias="none",
+        task_type="CAUSAL_LM",
+    )
+    peft_config._register_custom_module({NVFP4Linear: LoraLinear, nn.Linear: LoraLinear})
+    # autocast_adapter_dtype keeps the factors in float32 over a 16-bit base: AdamW steps are below bf16's resolution.
+    return peft.PeftModelForCausalLM(model, peft_config, adapter_name=ADAPTER, autocast_adapter_dtype=True)

@@ -1,0 +1,232 @@
+"""The policy: a frozen base model, 4-bit or 16-bit, with a LoRA adapter, and the log-probabilities of its tokens."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import torch
+from accelerate import init_empty_weights
+from peft import PeftModel, get_peft_model_state_dict
+from peft.utils import ModulesToSaveWrapper
+from qerl_kernels import chunked_token_logprobs
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from qerl_pl.checkpoints import TensorFiles, is_nvfp4
+from qerl_pl.errors import UserError
+from qerl_pl.modules.lora import ADAPTER, LoraConfig, LoraLinear, attach_lora
+from qerl_pl.modules.norm import Float32RMSNorm, use_float32_norms
+from qerl_pl.modules.nvfp4 import NVFP4Linear
+from qerl_pl.noise import NormNoise
+from qerl_pl.quantize import fused_group
+from qerl_pl.toy import ToyConfig
+from qerl_pl.types import PolicyWeights
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class PolicyConfig:
+    """What the policy is made of.
+
+    Args:
+        path: Folder or hub name of a causal LM in Hugging Face format: 16-bit weights, or NVFP4 as `qerl quantize`
+            writes them. Null takes the toy policy that `toy` describes.
+        toy: The embedded toy policy, trained on first use and cached; used when `path` is null.
+        quantization: `nvfp4` holds the base in four bits (16-bit weights are quantized once and cached), `none` in
+            `dtype`: plain LoRA.
+        dtype: Data type of activations, embeddings, norms and, without quantization, of the base.
+        lora: The adapter.
+        train_norms: Train the RMSNorm scales too.
+        gradient_checkpointing: Recompute each layer in the backward pass instead of keeping its activations.
+    """
+
+    path: str | None = None
+    toy: ToyConfig = field(default_factory=ToyConfig)
+    quantization: Literal["nvfp4", "none"] = "nvfp4"
+    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    train_norms: bool = False
+    gradient_checkpointing: bool = False
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """`dtype` as PyTorch names it."""
+        return DTYPES[self.dtype]
+
+
+def load_base(folder: Path, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    """A frozen causal LM from a local folder; linears that the folder stores in NVFP4 become `NVFP4Linear`.
+
+    No dense copy of a quantized weight is made.
+
+    Args:
+        folder: Hugging Face format.
+        dtype: Data type of everything that is not packed.
+        device: Where the tensors go, one by one.
+
+    Raises:
+        UserError: The folder is no such model, tensors are missing or left over, or projections that run fused have
+            unequal global scales.
+    """
+    config = AutoConfig.from_pretrained(folder)
+    quantized = is_nvfp4(folder)
+    if quantized:
+        del config.quantization_config
+    with init_empty_weights(include_buffers=False):
+        model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+        with TensorFiles(folder) as tensors:
+            if quantized:
+                _use_nvfp4_linears(model, tensors, dtype)
+    with TensorFiles(folder) as tensors:
+        if quantized:
+            _check_fused_scales(tensors)
+        keep = (torch.uint8, torch.float8_e4m3fn)
+        state: dict[str, Tensor] = {}
+        for name in tensors:
+            tensor = tensors.read(name)
+            packed = tensor.dtype in keep or name.endswith("_global_scale")
+            state[name] = tensor.to(device=device, dtype=None if packed else dtype)
+    missing, unexpected = model.load_state_dict(state, strict=False, assign=True)
+    model.tie_weights()  # type: ignore[operator]
+    missing = [name for name in missing if name != "lm_head.weight" or not config.tie_word_embeddings]
+    if missing or unexpected:
+        raise UserError(
+            f"the weight files must fit config.json; {folder} lacks {missing[:3]} and has {unexpected[:3]} besides; "
+            "check that both come from the same model"
+        )
+    return model.to(device).requires_grad_(False)
+
+
+def _use_nvfp4_linears(model: nn.Module, tensors: TensorFiles, dtype: torch.dtype) -> None:
+    for name, module in list(model.named_modules()):
+        if isinstance(module, nn.Linear) and f"{name}.weight_packed" in tensors:
+            linear = NVFP4Linear(module.in_features, module.out_features, module.bias is not None, dtype)
+            model.set_submodule(name, linear.to("meta"))
+
+
+def _check_fused_scales(tensors: TensorFiles) -> None:
+    for name in tensors:
+        if name.endswith(".weight_global_scale"):
+            group = fused_group(name.removesuffix("_global_scale"))
+            scales = {member: tensors.read(f"{member}_global_scale").item() for member in group}
+            if len(set(scales.values())) > 1:
+                raise UserError(
+                    "projections that run fused must share one global scale; found "
+                    + ", ".join(f"{key}={value:g}" for key, value in scales.items())
+                    + "; quantize the 16-bit weights with `qerl quantize`"
+                )
+
+
+class Policy(nn.Module):
+    """Base model and adapter; knows nothing of rewards or objectives.
+
+    Args:
+        folder: Local folder of the base model.
+        config: What to build.
+        device: Where.
+        seed: Seed of the adapter's initial A matrices.
+    """
+
+    def __init__(self, folder: Path, config: PolicyConfig, device: torch.device, seed: int) -> None:
+        super().__init__()
+        self.config = config
+        base = load_base(folder, config.torch_dtype, device)
+        use_float32_norms(base)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            self.model: PeftModel = attach_lora(base, config.lora, config.train_norms)
+        self.model.to(device)
+        # What plain PEFT needs to load the exported adapter without being told its base.
+        self.model.peft_config[ADAPTER].base_model_name_or_path = config.path or str(folder)
+        if config.gradient_checkpointing:
+            base.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+
+    @property
+    def base(self) -> nn.Module:
+        """The causal LM that the adapter wraps."""
+        return self.model.get_base_model()
+
+    def _trained_norms(self) -> Iterator[tuple[str, Float32RMSNorm]]:
+        for name, module in self.base.named_modules():
+            if isinstance(module, ModulesToSaveWrapper):
+                norm = module.modules_to_save[ADAPTER]
+                assert isinstance(norm, Float32RMSNorm)
+                yield name, norm
+
+    def _adapted(self) -> Iterator[tuple[str, LoraLinear]]:
+        return ((name, module) for name, module in self.base.named_modules() if isinstance(module, LoraLinear))
+
+    @contextmanager
+    def reference(self) -> Iterator[None]:
+        """Inside the block the policy is its reference: adapter off, norm scales as in the base model."""
+        with self.model.disable_adapter():
+            yield
+
+    def token_logprobs(self, tokens: Tensor, mask: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        """Log-probability and entropy of the policy at the tokens that a mask selects.
+
+        Args:
+            tokens: Right-padded token ids, int64 [B, T].
+            mask: Which positions hold sampled tokens, bool [B, T]; position 0 has no prediction and must be False.
+            temperature: Divides the logits, as in the sampler.
+
+        Returns:
+            (natural log-probabilities, entropies in nats), float32 [B, T] each, 0 where the mask is False.
+        """
+        # Padding stands to the right, so causal attention needs no mask to keep it away from real tokens.
+        decoder = self.base.get_decoder()  # type: ignore[operator]
+        hidden = decoder(input_ids=tokens, use_cache=False).last_hidden_state
+        head = self.base.get_output_embeddings()  # type: ignore[operator]
+        logprobs, entropies = chunked_token_logprobs(
+            hidden[:, :-1][mask[:, 1:]], head.weight, tokens[mask], temperature
+        )
+        empty = torch.zeros(tokens.shape, dtype=torch.float32, device=tokens.device)
+        return empty.masked_scatter(mask, logprobs.float()), empty.masked_scatter(mask, entropies.float())
+
+    def weights(self, version: int, noise: NormNoise | None = None, adapter: bool = True) -> PolicyWeights:
+        """What an engine needs to sample from this policy; views of the parameters, not copies.
+
+        Args:
+            version: Number of updates so far.
+            noise: Noise of the sampler's norms.
+            adapter: False for the reference policy.
+        """
+        factors = {
+            name: (module.factors()[0].detach(), module.factors()[1].detach()) for name, module in self._adapted()
+        }
+        norms = {name: norm.weight.detach() for name, norm in self._trained_norms()}
+        return PolicyWeights(
+            version=version,
+            adapter=factors if adapter else None,
+            scaling=self.config.lora.scaling,
+            norms=norms if adapter else {},
+            noise=noise,
+        )
+
+    def trained_state(self) -> dict[str, Tensor]:
+        """Everything that training changes: adapter matrices and, if trained, norm scales, by PEFT's names."""
+        state = get_peft_model_state_dict(self.model, adapter_name=ADAPTER)
+        return {name: tensor.detach() for name, tensor in state.items()}
+
+    def load_trained_state(self, state: dict[str, Tensor]) -> None:
+        """Take over what `trained_state` gave.
+
+        Raises:
+            UserError: Names or shapes are another policy's.
+        """
+        own = self.trained_state()
+        if {name: tensor.shape for name, tensor in own.items()} != {name: t.shape for name, t in state.items()}:
+            raise UserError(
+                "a checkpoint must hold this policy's adapter; found other names or shapes; "
+                "set model.policy.lora and train_norms as in the run that wrote it"
+            )
+        with torch.no_grad():
+            for name, tensor in own.items():
+                tensor.copy_(state[name])
+
+    def save_adapter(self, folder: Path) -> None:
+        """Write adapter and trained norms in PEFT's format."""
+        self.model.save_pretrained(str(folder))

@@ -1,0 +1,391 @@
+"""The LightningModule: owns the policy and updates it from the experience that the rollout callback hands over."""
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.cli import OptimizerCallable
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from torch import Tensor
+from torchmetrics import MeanMetric
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, get_scheduler
+
+from qerl_pl.errors import UserError
+from qerl_pl.experience import Experience
+from qerl_pl.files import folder_identity
+from qerl_pl.modules.base_model import resolve_base
+from qerl_pl.modules.policy import Policy, PolicyConfig
+from qerl_pl.noise import NormNoise
+from qerl_pl.objectives import GRPO, LossInputs, Objective
+from qerl_pl.random_state import random_state, set_random_state
+from qerl_pl.seeding import stream_seed
+from qerl_pl.types import Evaluation, Prompt
+
+CHECKPOINT_KEY = "qerl"
+_PER_TOKEN = {
+    "policy/ratio_mean": "ratio",
+    "policy/clip_frac_low": "clip_low",
+    "policy/clip_frac_high": "clip_high",
+    "policy/kl": "kl",
+    "policy/entropy": "entropy",
+    "mismatch/logprob_abs_mean": "logprob_abs",
+    "mismatch/is_weight_mean": "is_weight",
+}
+
+
+class QeRLModule(LightningModule):
+    """Reinforcement learning of a 4-bit policy with LoRA.
+
+    One training step is one rollout's worth of updates: `update_epochs` passes over the experience, each of
+    `minibatches` optimizer steps, each accumulated over micro-batches.
+
+    Args:
+        policy: What the policy is made of.
+        objective: The loss; see `qerl_pl.objectives`.
+        optimizer: Builds the optimizer from the trained parameters.
+        lr_scheduler: Name of a transformers learning-rate schedule (cosine, linear, constant_with_warmup, …).
+        warmup_ratio: Share of the optimizer steps over which the learning rate rises from 0.
+        update_epochs: Passes over each rollout (μ).
+        minibatches: Optimizer steps a pass; divides the completions of a rollout.
+        micro_batch_size: Completions in one forward pass; null takes a whole minibatch. Gradients do not depend on it.
+        max_grad_norm: Gradients are scaled down to this norm.
+        monitor_kl: Measure `policy/kl` also where the loss has no KL term; costs one more forward pass.
+        seed: Seed of the run: adapter initialisation, sampling, noise, dropout.
+    """
+
+    def __init__(
+        self,
+        policy: PolicyConfig = PolicyConfig(),  # noqa: B008 - frozen, and jsonargparse reads the default
+        objective: Objective = GRPO(),  # noqa: B008
+        optimizer: OptimizerCallable = lambda params: torch.optim.AdamW(
+            params, lr=1e-5, betas=(0.9, 0.99), weight_decay=0.1
+        ),
+        lr_scheduler: str = "cosine",
+        warmup_ratio: float = 0.1,
+        update_epochs: int = 1,
+        minibatches: int = 1,
+        micro_batch_size: int | None = None,
+        max_grad_norm: float = 0.2,
+        monitor_kl: bool = True,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        for name, value in (
+            ("update_epochs", update_epochs),
+            ("minibatches", minibatches),
+            ("micro_batch_size", micro_batch_size or 1),
+        ):
+            if value < 1:
+                raise UserError(f"model.{name} must be at least 1; found {value}; set it to 1 or more")
+        self.automatic_optimization = False
+        self.strict_loading = False  # checkpoints leave the frozen base out; `on_load_checkpoint` checks the rest
+        self.policy_config = policy
+        self.objective = objective
+        self.make_optimizer = optimizer
+        self.lr_scheduler = lr_scheduler
+        self.warmup_ratio = warmup_ratio
+        self.update_epochs = update_epochs
+        self.minibatches = minibatches
+        self.micro_batch_size = micro_batch_size
+        self.max_grad_norm = max_grad_norm
+        self.monitor_kl = monitor_kl
+        self.seed = seed
+        self.policy_version = 0
+        self.noise: Callable[[int], NormNoise] | None = None
+        """Noise of the sampler for a policy version; the AQN callback sets it, None samples without."""
+        self.sampled = False
+        """Whether a rollout callback is there to hand over experiences and evaluations."""
+        self.accuracy = MeanMetric()
+        self.pass_at_1 = MeanMetric()
+        self._experience: Experience | None = None
+        self._evaluation: Evaluation | None = None
+        self._random_state: dict[str, Any] | None = None
+
+    # The policy ----------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def base_folder(self) -> Path:
+        """Local folder of the base model; made on first use (download, toy training, quantization)."""
+        return resolve_base(self.policy_config)
+
+    @cached_property
+    def base_identity(self) -> str:
+        """Digest of the base model; a checkpoint fits no other."""
+        return folder_identity(self.base_folder)
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The policy's tokenizer."""
+        return AutoTokenizer.from_pretrained(self.base_folder)
+
+    def configure_model(self) -> None:
+        """Load the policy, once."""
+        if "policy" not in self._modules:
+            device = self.trainer.strategy.root_device
+            self.policy = Policy(self.base_folder, self.policy_config, device, stream_seed(self.seed, "adapter"))
+
+    def on_fit_start(self) -> None:
+        if not self.sampled:
+            raise UserError(
+                "fit needs a callback that samples completions; trainer.callbacks has none; "
+                "add qerl_pl.callbacks.RolloutCallback"
+            )
+        if self.trainer.precision not in ("32-true", "32", 32):
+            raise UserError(
+                f"the policy sets its own precision; trainer.precision is {self.trainer.precision}; "
+                "leave it at 32-true and set model.policy.dtype"
+            )
+
+    def planned_rollouts(self) -> int:
+        """Rollouts of the whole run, by the trainer's limits on epochs, batches and steps.
+
+        Raises:
+            UserError: The run has no planned end.
+        """
+        trainer = self.trainer
+        _ = trainer.estimated_stepping_batches  # makes the trainer count its batches
+        plans = []
+        if trainer.max_steps and trainer.max_steps > 0:
+            plans.append(-(-trainer.max_steps // self.steps_per_rollout))
+        if trainer.max_epochs is not None and trainer.max_epochs > 0:
+            plans.append(int(trainer.num_training_batches) * trainer.max_epochs)
+        if not plans:
+            raise UserError(
+                "schedules of noise and learning rate need a planned end; found none; "
+                "set trainer.max_epochs or trainer.max_steps"
+            )
+        return max(1, min(plans))
+
+    @property
+    def steps_per_rollout(self) -> int:
+        """Optimizer steps of one training step."""
+        return self.update_epochs * self.minibatches
+
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        optimizer = self.make_optimizer([p for p in self.policy.parameters() if p.requires_grad])
+        steps = self.planned_rollouts() * self.steps_per_rollout
+        warmup = round(self.warmup_ratio * steps)
+        try:
+            schedule = get_scheduler(self.lr_scheduler, optimizer, num_warmup_steps=warmup, num_training_steps=steps)
+        except ValueError as error:
+            raise UserError(
+                f"lr_scheduler must be a schedule of transformers; found {self.lr_scheduler!r}; use cosine, linear "
+                "or constant_with_warmup"
+            ) from error
+        return {"optimizer": optimizer, "lr_scheduler": schedule}
+
+    # The update ----------------------------------------------------------------------------------------------------
+
+    def receive(self, experience: Experience) -> None:
+        """Take the experience that the next training step learns from."""
+        self._experience = experience
+
+    def transfer_batch_to_device(self, batch: list[Prompt], device: torch.device, dataloader_idx: int) -> list[Prompt]:
+        """Prompts stay where they are; only the experience has tensors."""
+        return batch
+
+    def on_train_batch_start(self, batch: list[Prompt], batch_idx: int) -> None:
+        if self._random_state is not None:  # set last: between resume and first step nothing may draw
+            set_random_state(self._random_state)
+            self._random_state = None
+
+    def training_step(self, batch: list[Prompt], batch_idx: int) -> dict[str, Experience]:
+        """Update the policy from the experience of this batch's prompts; callbacks find that under "experience"."""
+        experience, self._experience = self._experience, None
+        assert experience is not None and experience.version == self.policy_version
+        start = time.perf_counter()
+        metrics = experience.metrics | self._update(experience.to(self.device))
+        self.policy_version += 1
+        metrics["time/update_s"] = time.perf_counter() - start
+        seconds = sum(value for name, value in metrics.items() if name.startswith("time/"))
+        metrics["perf/tokens_per_s"] = experience.mask.sum().item() / seconds
+        shown = ("reward/mean", "policy/entropy")
+        self.log_dict({k: v for k, v in metrics.items() if k not in shown}, batch_size=1)
+        self.log_dict({k: metrics[k] for k in shown}, batch_size=1, prog_bar=True)
+        return {"experience": experience}
+
+    def _update(self, experience: Experience) -> dict[str, float]:
+        torch.manual_seed(stream_seed(self.seed, "update", self.policy_version))
+        mask = self.objective.training_mask(experience.mask, experience.truncated)
+        old = self._old_logprobs(experience, mask)
+        reference = self._reference_logprobs(experience, mask)
+        totals: dict[str, float] = defaultdict(float)
+        optimizer = self.optimizers()
+        assert isinstance(optimizer, LightningOptimizer)
+        schedule = self.lr_schedulers()
+        self.policy.train()
+        for rows in self._minibatch_rows(len(experience)):
+            optimizer.zero_grad()
+            for name, value in self._backward(experience, mask, old, reference, rows).items():
+                totals[name] += value
+            norm = torch.nn.utils.clip_grad_norm_(self._trained_parameters(), self.max_grad_norm)
+            self._require_finite(totals["loss"], norm.item())
+            totals["grad_norm"] += norm.item()
+            optimizer.step()
+            schedule.step()  # type: ignore[union-attr]
+        tokens = max(totals["tokens"], 1.0)
+        metrics = {tag: totals[name] / tokens for tag, name in _PER_TOKEN.items() if name in totals}
+        metrics["optim/grad_norm"] = totals["grad_norm"] / self.steps_per_rollout
+        metrics["optim/loss"] = totals["loss"] / self.steps_per_rollout
+        metrics["optim/lr"] = optimizer.param_groups[0]["lr"]
+        return metrics
+
+    def _backward(
+        self, experience: Experience, mask: Tensor, old: Tensor | None, reference: Tensor | None, rows: Tensor
+    ) -> dict[str, float]:
+        """Accumulate the gradient of one minibatch; returns sums over its tokens."""
+        counts = self._totals(float(len(rows)), mask[rows].sum().item())
+        weights = self.objective.weights(mask[rows], experience.max_tokens, *counts)
+        totals: dict[str, float] = defaultdict(float)
+        for part in torch.arange(len(rows), device=rows.device).split(self.micro_batch_size or len(rows)):
+            index = rows[part]
+            logprobs, entropy = self._logprobs(experience, mask, index)
+            inputs = LossInputs(
+                logprobs=logprobs,
+                old_logprobs=logprobs.detach() if old is None else old[index],
+                sampler_logprobs=experience.sampler_logprobs[index],
+                advantages=experience.advantages[index],
+                mask=mask[index],
+                weights=weights[part],
+                ref_logprobs=None if reference is None else reference[index],
+                entropy=entropy,
+            )
+            outputs = self.objective.loss(inputs)
+            self.manual_backward(outputs.loss)
+            totals["loss"] += outputs.loss.item()
+            for name, value in outputs.metrics.items():
+                totals[name] += value.item()
+        return totals
+
+    def _totals(self, completions: float, tokens: float) -> tuple[float, float]:
+        """Completions and tokens that the loss is normalised by, as a mean over processes where it is global.
+
+        DDP averages gradients over processes, so the mean, not the sum, makes the result the global batch's.
+        """
+        if self.objective.token_scope == "global" and self.trainer.world_size > 1:
+            summed = self.trainer.strategy.reduce(
+                torch.tensor([completions, tokens], device=self.device), reduce_op="mean"
+            )
+            completions, tokens = summed.tolist()
+        return completions, max(tokens, 1.0)
+
+    def _logprobs(self, experience: Experience, mask: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Log-probabilities and entropies [len(rows), T] of some completions, padding cut off for the forward pass."""
+        length = int(experience.mask[rows].any(dim=0).nonzero().max()) + 1
+        tokens, selected = experience.tokens[rows, :length], mask[rows, :length]
+        values = self.policy.token_logprobs(tokens, selected, experience.temperature)
+        padding = (0, experience.tokens.shape[1] - length)
+        return torch.nn.functional.pad(values[0], padding), torch.nn.functional.pad(values[1], padding)
+
+    @torch.no_grad()
+    def _frozen_logprobs(self, experience: Experience, mask: Tensor) -> Tensor:
+        self.policy.eval()
+        rows = torch.arange(len(experience), device=self.device).split(self.micro_batch_size or len(experience))
+        return torch.cat([self._logprobs(experience, mask, part)[0] for part in rows])
+
+    def _old_logprobs(self, experience: Experience, mask: Tensor) -> Tensor | None:
+        """The clean policy's log-probabilities before the update; None where the update's own forward gives them."""
+        if self.steps_per_rollout == 1 and self.policy_config.lora.dropout == 0.0:
+            return None
+        return self._frozen_logprobs(experience, mask)
+
+    def _reference_logprobs(self, experience: Experience, mask: Tensor) -> Tensor | None:
+        if not (self.objective.needs_reference or self.monitor_kl):
+            return None
+        with self.policy.reference():
+            return self._frozen_logprobs(experience, mask)
+
+    def _minibatch_rows(self, completions: int) -> Iterator[Tensor]:
+        """Rows of each optimizer step, shuffled when there are several."""
+        if completions % self.minibatches:
+            raise UserError(
+                f"minibatches must divide the completions of a rollout; found {self.minibatches} and {completions}; "
+                "change model.minibatches, data.batch_size or group_size"
+            )
+        for epoch in range(self.update_epochs):
+            rows = torch.arange(completions)
+            if self.minibatches > 1:
+                seed = stream_seed(self.seed, "minibatches", self.policy_version, epoch)
+                rows = torch.randperm(completions, generator=torch.Generator().manual_seed(seed))
+            yield from rows.to(self.device).chunk(self.minibatches)
+
+    def _trained_parameters(self) -> list[torch.nn.Parameter]:
+        return [parameter for parameter in self.policy.parameters() if parameter.requires_grad]
+
+    def _require_finite(self, loss: float, grad_norm: float) -> None:
+        values = torch.tensor([loss, grad_norm])
+        if not values.isfinite().all():
+            path = Path(self.trainer.default_root_dir) / "failed" / f"version-{self.policy_version}.ckpt"
+            self.trainer.save_checkpoint(path)
+            raise UserError(
+                f"loss and gradient must be finite; at policy version {self.policy_version} they are {loss:g} and "
+                f"{grad_norm:g}; the state before the step is in {path}; lower the learning rate and use --resume auto"
+            )
+
+    # Evaluation ----------------------------------------------------------------------------------------------------
+
+    def evaluate(self, evaluation: Evaluation) -> None:
+        """Take the evaluation of the batch that the next validation or test step logs."""
+        self._evaluation = evaluation
+
+    def validation_step(self, batch: list[Prompt], batch_idx: int) -> None:
+        """Log accuracy over the held-out prompts."""
+        self._log_evaluation("val")
+
+    def test_step(self, batch: list[Prompt], batch_idx: int) -> None:
+        """Log accuracy over the test prompts."""
+        self._log_evaluation("test")
+
+    def _log_evaluation(self, stage: str) -> None:
+        evaluation, self._evaluation = self._evaluation, None
+        if evaluation is None:
+            raise UserError(
+                "validation needs a callback that samples completions; trainer.callbacks has none; "
+                "add qerl_pl.callbacks.RolloutCallback"
+            )
+        self.accuracy.update(evaluation.greedy_correct)
+        self.pass_at_1.update(evaluation.sampled_correct)
+        count = len(evaluation.greedy_correct)
+        self.log(f"{stage}/accuracy", self.accuracy, on_epoch=True, batch_size=count, prog_bar=True)
+        self.log(f"{stage}/pass@1", self.pass_at_1, on_epoch=True, batch_size=count)
+
+    # Checkpoints ---------------------------------------------------------------------------------------------------
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Keep what training changes, and which base it belongs to; leave the base's weights out."""
+        checkpoint["state_dict"] = {}
+        checkpoint[CHECKPOINT_KEY] = {
+            "trained": {name: tensor.cpu().clone() for name, tensor in self.policy.trained_state().items()},
+            "policy_version": self.policy_version,
+            "base": self.base_identity,
+            "random_state": random_state(),
+        }
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Take over a checkpoint's adapter, version and random states.
+
+        Raises:
+            UserError: It belongs to another base model or another program.
+        """
+        state = checkpoint.get(CHECKPOINT_KEY)
+        if state is None:
+            raise UserError("a checkpoint must be one of this trainer's; this one is not; name another with --resume")
+        if state["base"] != self.base_identity:
+            raise UserError(
+                f"a checkpoint fits only the base model it was trained on; it has {state['base']} and the policy has "
+                f"{self.base_identity}; set model.policy as in that run, or start another run"
+            )
+        self.policy.load_trained_state(state["trained"])
+        self.policy_version = state["policy_version"]
+        self._random_state = state["random_state"]
+
+    def on_train_end(self) -> None:
+        """Write the adapter in PEFT's format to RUN/adapter."""
+        if self.trainer.is_global_zero:
+            self.policy.save_adapter(Path(self.trainer.default_root_dir) / "adapter")

@@ -1,0 +1,192 @@
+"""The policy: four-bit base, adapter, log-probabilities, export."""
+
+import shutil
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from qerl_pl.checkpoints import write_dense_checkpoint
+from qerl_pl.errors import UserError
+from qerl_pl.modules import LoraConfig, Policy, PolicyConfig
+from qerl_pl.modules.nvfp4 import NVFP4Linear
+from qerl_pl.quantize import quantize_checkpoint
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def base(tiny_policy_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("policy") / "nvfp4"
+    quantize_checkpoint(tiny_policy_dir, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def dense(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_dense_checkpoint(base, tmp_path_factory.mktemp("policy") / "dense", torch.float32)
+
+
+def make(base: Path, **settings: object) -> Policy:
+    config = PolicyConfig(path=str(base), dtype="float32", **settings)  # type: ignore[arg-type]
+    return Policy(base, config, CPU, seed=1).eval()
+
+
+def perturb(policy: Policy) -> None:
+    """Give every trained tensor another value, so that an adapter that is lost shows."""
+    generator = torch.Generator().manual_seed(7)
+    policy.load_trained_state(
+        {name: t + 0.1 * torch.randn(t.shape, generator=generator) for name, t in policy.trained_state().items()}
+    )
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    """Three right-padded rows of 12, 9 and 7 tokens, the last 5 of each sampled."""
+    tokens = torch.randint(5, 300, (3, 12), generator=torch.Generator().manual_seed(3))
+    mask = torch.zeros(3, 12, dtype=torch.bool)
+    for row, end in enumerate((12, 9, 7)):
+        mask[row, end - 5 : end] = True
+        tokens[row, end:] = 0
+    return tokens, mask
+
+
+def plain_logprobs(model: torch.nn.Module, temperature: float) -> tuple[Tensor, Tensor]:
+    """The same by a plain model, one unpadded row at a time."""
+    tokens, mask = batch()
+    logprobs, entropies = torch.zeros(3, 12), torch.zeros(3, 12)
+    for row, end in enumerate((12, 9, 7)):
+        with torch.no_grad():
+            logits = model(tokens[row : row + 1, :end]).logits[0] / temperature
+        distribution = torch.distributions.Categorical(logits=logits[:-1])
+        logprobs[row, 1:end] = distribution.log_prob(tokens[row, 1:end])
+        entropies[row, 1:end] = distribution.entropy()
+    return logprobs * mask, entropies * mask
+
+
+@pytest.mark.parametrize("train_norms", [False, True])
+def test_exported_adapter_gives_the_same_logprobs_in_plain_peft(
+    base: Path, dense: Path, tmp_path: Path, train_norms: bool
+) -> None:
+    policy = make(base, train_norms=train_norms)
+    perturb(policy)
+    policy.save_adapter(tmp_path)
+    plain = AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float32)
+    plain = peft.PeftModel.from_pretrained(plain, tmp_path).eval()
+    tokens, mask = batch()
+    with torch.no_grad():
+        found = policy.token_logprobs(tokens, mask, temperature=0.7)
+    for ours, theirs in zip(found, plain_logprobs(plain, 0.7), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("train_norms", [False, True])
+def test_reference_is_the_base_whatever_was_trained(base: Path, dense: Path, train_norms: bool) -> None:
+    policy = make(base, train_norms=train_norms)
+    perturb(policy)
+    tokens, mask = batch()
+    with torch.no_grad(), policy.reference():
+        reference = policy.token_logprobs(tokens, mask, 1.0)[0]
+    expected = plain_logprobs(AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float32).eval(), 1.0)[0]
+    torch.testing.assert_close(reference, expected, rtol=1e-4, atol=1e-5)
+    with torch.no_grad():
+        assert (policy.token_logprobs(tokens, mask, 1.0)[0] - expected).abs().max() > 0.01
+
+
+def test_base_stays_in_four_bits_and_only_adapter_and_norms_train(base: Path) -> None:
+    policy = make(base, train_norms=True)
+    quantized = [module for module in policy.modules() if isinstance(module, NVFP4Linear)]
+    assert len(quantized) == 2 * 7
+    assert all(module.weight_packed.dtype == torch.uint8 for module in quantized)
+    trained = {name for name, parameter in policy.named_parameters() if parameter.requires_grad}
+    assert trained and all("lora_" in name or "modules_to_save" in name for name in trained)
+
+
+def test_gradients_equal_those_over_the_dense_base(base: Path, dense: Path) -> None:
+    tokens, mask = batch()
+    gradients = []
+    for folder, quantization in ((base, "nvfp4"), (dense, "none")):
+        policy = make(folder, quantization=quantization)
+        perturb(policy)
+        policy.token_logprobs(tokens, mask, 1.0)[0].sum().backward()
+        gradients.append([p.grad for p in policy.parameters() if p.requires_grad])
+    assert len(gradients[0]) == 2 * 7 * 2
+    for ours, theirs in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_gradient_checkpointing_changes_no_gradient(base: Path) -> None:
+    tokens, mask = batch()
+    gradients = []
+    for checkpointing in (False, True):
+        policy = make(base, gradient_checkpointing=checkpointing).train()
+        perturb(policy)
+        policy.token_logprobs(tokens, mask, 1.0)[0].sum().backward()
+        gradients.append([p.grad for p in policy.parameters() if p.requires_grad])
+    for ours, theirs in zip(*gradients, strict=True):
+        assert ours is not None and theirs is not None
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_adapter_starts_at_zero_and_depends_on_the_seed_alone(base: Path) -> None:
+    config = PolicyConfig(path=str(base), dtype="float32")
+    states = []
+    for seed, noise in ((1, 10), (1, 11), (2, 10)):
+        torch.manual_seed(noise)
+        states.append(Policy(base, config, CPU, seed).trained_state())
+    name = "base_model.model.model.layers.0.mlp.up_proj.lora_A.weight"
+    assert torch.equal(states[0][name], states[1][name]) and not torch.equal(states[0][name], states[2][name])
+    assert not states[0][name.replace("lora_A", "lora_B")].any()
+
+
+def test_weights_for_the_engine_name_modules_of_the_base_model(base: Path, dense: Path) -> None:
+    policy = make(base, train_norms=True)
+    weights = policy.weights(version=3)
+    modules = dict(AutoModelForCausalLM.from_pretrained(dense).named_modules())
+    assert weights.version == 3 and weights.adapter is not None
+    assert len(weights.adapter) == 14 and set(weights.adapter) <= set(modules)
+    assert set(weights.norms) == {name for name in modules if name.endswith("layernorm")}
+    assert policy.weights(version=3, adapter=False).adapter is None
+
+
+def test_refuses_a_target_that_matches_nothing(base: Path) -> None:
+    with pytest.raises(UserError, match="'query' matches none; choose .* among .*q_proj"):
+        make(base, lora=LoraConfig(targets=("q_proj", "query")))
+
+
+def test_refuses_unequal_global_scales_of_fused_projections(base: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(base, broken)
+    tensors = load_file(broken / "model.safetensors")
+    tensors["model.layers.1.self_attn.k_proj.weight_global_scale"] *= 2
+    save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match="share one global scale; found .*k_proj"):
+        make(broken)
+
+
+def test_refuses_a_folder_that_lacks_a_tensor(base: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(base, broken)
+    tensors = load_file(broken / "model.safetensors")
+    del tensors["model.norm.weight"]
+    save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match="lacks .*model.norm.weight"):
+        make(broken)
+
+
+def test_refuses_the_state_of_another_policy(base: Path) -> None:
+    other = make(base, lora=LoraConfig(rank=4))
+    with pytest.raises(UserError, match="other names or shapes"):
+        make(base).load_trained_state(other.trained_state())
+
+
+def test_bfloat16_policy_keeps_float32_masters(base: Path) -> None:
+    policy = Policy(base, PolicyConfig(path=str(base), dtype="bfloat16", train_norms=True), CPU, seed=0)
+    assert {p.dtype for p in policy.parameters() if p.requires_grad} == {torch.float32}
+    tokens, mask = batch()
+    logprobs, entropies = policy.token_logprobs(tokens, mask, 1.0)
+    assert logprobs.dtype == entropies.dtype == torch.float32 and logprobs.isfinite().all()
+    assert AutoConfig.from_pretrained(base).vocab_size > entropies.max().exp() > 1
