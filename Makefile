@@ -1,0 +1,41 @@
+# The two commands of the README are `make quickstart` and `make test`; both create .venv on first use.
+PYTHON ?= python3
+VENV ?= .venv
+TORCH ?= torch==2.13.0
+BIN := $(VENV)/bin
+# Nothing is downloaded from a model hub while testing or in the quickstart.
+export HF_HUB_OFFLINE = 1
+export TOKENIZERS_PARALLELISM = false
+
+.PHONY: help quickstart test lint format install-gpu clean
+
+help:
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST)
+
+# PyTorch comes first and pinned: any other order lets a dependency choose a build with gigabytes of CUDA.
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+quickstart: $(VENV)/.installed ## train the embedded toy policy and show what it learned
+	$(BIN)/qerl fit -c configs/quickstart.yaml --resume auto
+
+test: $(VENV)/.installed lint ## the whole suite
+	$(BIN)/python -m pytest -q
+
+lint: $(VENV)/.installed ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/.installed ## let ruff mend what it can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+install-gpu: ## into the current environment, with vLLM and the PyTorch it pins
+	$(PYTHON) -m pip install --editable '.[vllm]'
+
+clean: ## remove runs and caches, keep the environment
+	rm -rf runs build dist .mypy_cache .ruff_cache .pytest_cache

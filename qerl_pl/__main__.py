@@ -1,0 +1,7 @@
+"""`python -m qerl_pl` is `qerl`."""
+
+import sys
+
+from qerl_pl.cli import main
+
+sys.exit(main())

@@ -1,0 +1,60 @@
+"""Adaptive quantization noise (AQN) as a callback: it only decides how much noise each rollout gets."""
+
+import logging
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from qerl_pl.errors import UserError
+from qerl_pl.modules.qerl import QeRLModule
+from qerl_pl.noise import Decay, NoiseSchedule, NormNoise
+
+log = logging.getLogger(__name__)
+
+
+class AdaptiveQuantizationNoise(Callback):
+    """Adds noise to the sampler's RMSNorm scales, less and less over the run (QeRL, arXiv 2510.11696, section 3.3).
+
+    The engine writes clean scale + noise at each sync, so nothing accumulates; the trainer's own scales never change.
+    Evaluation runs without noise. Place in the list of callbacks does not matter.
+
+    Args:
+        sigma_start: Standard deviation of the first noisy stage, in units of the norm scale.
+        sigma_end: Standard deviation of the last stage.
+        stages: Number of stages K, spread evenly over the planned rollouts.
+        decay: Shape of the way from sigma_start to sigma_end, exponential, linear, cosine or logarithmic.
+        noiseless_first_stage: The first of the K stages has no added noise, only that of quantization, and the other
+            K - 1 go from sigma_start to sigma_end.
+    """
+
+    def __init__(
+        self,
+        sigma_start: float = 1e-2,
+        sigma_end: float = 1e-4,
+        stages: int = 10,
+        decay: Decay = "exponential",
+        noiseless_first_stage: bool = True,
+    ) -> None:
+        self.schedule = NoiseSchedule(sigma_start, sigma_end, stages, decay, noiseless_first_stage)
+        self.planned_rollouts: int | None = None
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Tell the module where its sampler's noise comes from."""
+        if not isinstance(pl_module, QeRLModule):
+            raise UserError(f"AQN needs a QeRLModule; found a {type(pl_module).__name__}; train that instead")
+        module = pl_module
+
+        def noise(version: int) -> NormNoise:
+            if self.planned_rollouts is None:
+                self.planned_rollouts = module.planned_rollouts()
+            return NormNoise(self.schedule.sigma(version, self.planned_rollouts), module.seed, version)
+
+        module.noise = noise
+
+    def state_dict(self) -> dict[str, Any]:
+        """The plan, so that a resumed run goes on with the stages it began with."""
+        return {"planned_rollouts": self.planned_rollouts}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take the plan over."""
+        self.planned_rollouts = state_dict["planned_rollouts"]

@@ -1,0 +1,99 @@
+"""Checkpoints to resume from: every so many rollouts, and when the process is asked to go."""
+
+import logging
+import signal
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Checkpoint
+
+from qerl_pl.checkpointing import FOLDER, STEP_FILE
+from qerl_pl.errors import UserError
+
+log = logging.getLogger(__name__)
+
+
+class Preempted(Exception):
+    """The run was asked to stop (SIGTERM, SIGINT); its state is saved.
+
+    Args:
+        signal_number: Which signal asked.
+        checkpoint: Where the state is.
+    """
+
+    def __init__(self, signal_number: int, checkpoint: Path) -> None:
+        super().__init__(f"stopped by {signal.Signals(signal_number).name}; state saved in {checkpoint}")
+        self.signal_number = signal_number
+        self.checkpoint = checkpoint
+
+
+class ResumeCheckpoint(Checkpoint):
+    """Saves RUN/checkpoints/step=N.ckpt, from which `--resume auto` goes on bit for bit.
+
+    On SIGTERM or SIGINT the step in hand is finished, a checkpoint is written, and the run ends with `Preempted`; a
+    second signal ends it at once. Lightning runs checkpoint callbacks after all others, so a checkpoint holds what
+    they did in its step.
+
+    Args:
+        every_n_rollouts: Rollouts between checkpoints; a run that dies loses at most so many.
+        keep: How many of the newest to keep. With more than one a damaged file costs one interval, not the run.
+    """
+
+    def __init__(self, every_n_rollouts: int = 10, keep: int = 2) -> None:
+        super().__init__()
+        for name, value in (("every_n_rollouts", every_n_rollouts), ("keep", keep)):
+            if value < 1:
+                raise UserError(f"ResumeCheckpoint's {name} must be at least 1; found {value}; set it to 1 or more")
+        self.every_n_rollouts = every_n_rollouts
+        self.keep = keep
+        self._signal: int | None = None
+        self._previous: dict[int, Any] = {}
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Listen for the signals that precede the end of a preemptible machine."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._previous[number] = signal.signal(number, self._on_signal)
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Give the signals back."""
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        self._previous.clear()
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self._signal is not None:  # asked twice: go now
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+        self._signal = number
+        log.warning("%s: finishing this step, then saving; once more to stop at once", signal.Signals(number).name)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Save where it is time, and stop where it was asked for."""
+        done = trainer.fit_loop.total_batch_idx + 1
+        stop = self._asked_to_stop(trainer)
+        if stop or done % self.every_n_rollouts == 0:
+            path = self._save(trainer, done)
+            if stop:
+                raise Preempted(stop, path)
+
+    def _asked_to_stop(self, trainer: Trainer) -> int | None:
+        if trainer.world_size == 1:
+            return self._signal
+        number = torch.tensor(self._signal or 0, device=trainer.strategy.root_device)  # one process may see it first
+        return int(trainer.strategy.reduce(number, reduce_op="max")) or None
+
+    def _save(self, trainer: Trainer, done: int) -> Path:
+        folder = Path(trainer.default_root_dir) / FOLDER
+        path = folder / f"step={done}.ckpt"
+        trainer.save_checkpoint(path)
+        if trainer.is_global_zero:
+            steps = {int(match[1]): old for old in folder.iterdir() if (match := STEP_FILE.match(old.name))}
+            older = sorted((step for step in steps if step < done), reverse=True)
+            for step in older[self.keep - 1 :]:
+                trainer.strategy.remove_checkpoint(steps[step])
+        return path

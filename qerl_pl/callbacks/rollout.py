@@ -1,0 +1,306 @@
+"""The rollout callback: before each batch it syncs the engine, samples, scores, and hands over the experience."""
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
+
+from qerl_pl.advantages import informative_groups
+from qerl_pl.datamodules.base import PromptDataModule
+from qerl_pl.engines.base import EngineSpec, RolloutEngine
+from qerl_pl.engines.transformers import TransformersEngine
+from qerl_pl.errors import UserError
+from qerl_pl.experience import CompletionRecord, Experience, pad_completions
+from qerl_pl.modules.qerl import QeRLModule
+from qerl_pl.rewards import Reward, RewardSample, ScoredBatch, score
+from qerl_pl.seeding import stream_seed
+from qerl_pl.types import Completion, Evaluation, Prompt, RolloutRequest, SamplingConfig
+
+
+@contextmanager
+def _timed(times: dict[str, float], name: str) -> Iterator[None]:
+    start = time.perf_counter()
+    yield
+    times[name] = times.get(name, 0.0) + time.perf_counter() - start
+
+
+class _Groups:
+    """Groups of scored completions that a rollout has gathered so far."""
+
+    def __init__(self) -> None:
+        self.prompts: list[Prompt] = []
+        self.completions: list[list[Completion]] = []
+        self.records: list[CompletionRecord] = []
+
+    def extend(
+        self, prompts: list[Prompt], completions: list[list[Completion]], records: list[CompletionRecord], keep: Tensor
+    ) -> None:
+        """Add the groups for which `keep` (bool [P]) is true."""
+        size = len(completions[0])
+        for group in keep.nonzero().flatten().tolist():
+            self.prompts.append(prompts[group])
+            self.completions.append(completions[group])
+            self.records.extend(records[group * size : (group + 1) * size])
+
+    def first(self, count: int) -> None:
+        """Drop what is beyond the first `count` groups."""
+        size = len(self.completions[0])
+        del self.prompts[count:], self.completions[count:], self.records[count * size :]
+
+
+class RolloutCallback(Callback):
+    """Drives the engine: every completion of a run, for training and for evaluation, comes from here.
+
+    A completion's random stream depends only on (run seed, policy version, prompt, sample index), so a resumed run
+    draws the samples that an uninterrupted one would have drawn.
+
+    Args:
+        rewards: What scores a completion; the total is the weighted sum.
+        engine: What samples.
+        group_size: Completions a prompt (G), at least 2.
+        sampling: How training completions are sampled. Evaluation samples at temperature 1 and greedily, with the
+            same token limit and stop strings.
+        resample_rounds: Dynamic sampling (DAPO): groups whose rewards are all equal teach nothing, so they are dropped
+            and other prompts are sampled instead, up to this many times. 0 keeps every group.
+        eval_samples: Samples a held-out prompt for pass@1.
+        accuracy_reward: Name of the reward that tells whether a completion is right (above 0.5); null takes the first.
+    """
+
+    def __init__(
+        self,
+        rewards: list[Reward],
+        engine: RolloutEngine | None = None,
+        group_size: int = 8,
+        sampling: SamplingConfig = SamplingConfig(),  # noqa: B008 - frozen, and jsonargparse reads the default
+        resample_rounds: int = 0,
+        eval_samples: int = 1,
+        accuracy_reward: str | None = None,
+    ) -> None:
+        if group_size < 2:
+            raise UserError(f"a group needs at least 2 completions; found group_size={group_size}; set it to 2 or more")
+        if not rewards:
+            raise UserError("a rollout needs at least one reward; found none; list one under RolloutCallback's rewards")
+        names = [reward.name for reward in rewards]
+        if accuracy_reward is not None and accuracy_reward not in names:
+            raise UserError(f"accuracy_reward must name a reward; found {accuracy_reward!r}; choose among {names}")
+        self.rewards = rewards
+        self.engine: RolloutEngine = engine if engine is not None else TransformersEngine()
+        self.group_size = group_size
+        self.sampling = sampling
+        self.resample_rounds = resample_rounds
+        self.eval_samples = eval_samples
+        self.accuracy_reward = accuracy_reward or names[0]
+        self._launched = False
+
+    # The engine's life ---------------------------------------------------------------------------------------------
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Start the engine: before the policy is loaded, so that it can lend its weights."""
+        module = _module(pl_module)
+        module.sampled = True
+        if self._launched:
+            return
+        spec = EngineSpec(
+            base=module.base_folder,
+            dtype=module.policy_config.torch_dtype,
+            device=trainer.strategy.root_device,
+            lora_rank=module.policy_config.lora.rank,
+            lora_targets=module.policy_config.lora.targets,
+            max_tokens=_data(trainer).max_prompt_tokens + self.sampling.max_tokens,
+        )
+        self.engine.launch(spec)
+        self._launched = True
+
+    def close(self) -> None:
+        """Free the engine; the run is over."""
+        if self._launched:
+            self.engine.close()
+            self._launched = False
+
+    # Training ------------------------------------------------------------------------------------------------------
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: list[Prompt], batch_idx: int
+    ) -> None:
+        """Sample and score the batch's completions with the policy as it is now."""
+        module = _module(pl_module)
+        version = module.policy_version
+        noise = module.noise(version) if module.noise is not None else None
+        times: dict[str, float] = {}
+        metrics: dict[str, float] = {}
+        with _timed(times, "time/sync_s"):
+            self.engine.wake()
+            report = self.engine.sync(module.policy.weights(version, noise))
+        if noise is not None:
+            metrics |= {"aqn/sigma": noise.sigma, "aqn/measured_std": report.noise_std}
+        groups, scored = self._gather(module, _data(trainer), batch, times, metrics)
+        with _timed(times, "time/sync_s"):
+            self.engine.sleep()
+        module.receive(self._experience(module, groups, scored, metrics | times))
+
+    def _gather(
+        self,
+        module: QeRLModule,
+        data: PromptDataModule,
+        batch: list[Prompt],
+        times: dict[str, float],
+        metrics: dict[str, float],
+    ) -> tuple[_Groups, Tensor]:
+        """Groups to learn from and their total rewards [B], by dynamic sampling where that is on."""
+        version, wanted = module.policy_version, len(batch)
+        groups, dropped = _Groups(), _Groups()
+        prompts, sampled = batch, 0
+        scores: list[ScoredBatch] = []
+        for attempt in range(self.resample_rounds + 1):
+            with _timed(times, "time/rollout_s"):
+                completions = self._generate(module, prompts, self.sampling, self.group_size, ("rollout", version))
+            with _timed(times, "time/reward_s"):
+                scored, records = self._score(module, prompts, completions)
+            scores.append(scored)
+            sampled += len(prompts)
+            keep = torch.ones(len(prompts), dtype=torch.bool)
+            if self.resample_rounds > 0:
+                keep = informative_groups(scored.total, self.group_size)
+            groups.extend(prompts, completions, records, keep)
+            dropped.extend(prompts, completions, records, ~keep)
+            missing = wanted - len(groups.prompts)
+            if missing <= 0 or attempt == self.resample_rounds:
+                break
+            used = {prompt.id for prompt in groups.prompts + dropped.prompts}
+            prompts = data.replacement_prompts(("resample", version, attempt), missing, used)
+            if not prompts:
+                break
+        metrics["completions/groups_dropped_frac"] = len(dropped.prompts) / sampled
+        metrics |= _reward_metrics(scores)
+        if len(groups.prompts) < wanted:  # what is left over teaches nothing, but keeps the batch's size
+            rest = torch.ones(len(dropped.prompts), dtype=torch.bool)
+            groups.extend(dropped.prompts, dropped.completions, dropped.records, rest)
+            groups.first(wanted)
+        return groups, torch.tensor([record.rewards["total"] for record in groups.records])
+
+    def _generate(
+        self,
+        module: QeRLModule,
+        prompts: Sequence[Prompt],
+        sampling: SamplingConfig,
+        samples: int,
+        stream: tuple[int | str, ...],
+    ) -> list[list[Completion]]:
+        requests = [
+            RolloutRequest(
+                prompt_ids=prompt.token_ids,
+                seeds=tuple(stream_seed(module.seed, *stream, prompt.id, sample) for sample in range(samples)),
+            )
+            for prompt in prompts
+        ]
+        return self.engine.generate(requests, sampling)
+
+    def _score(
+        self, module: QeRLModule, prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]]
+    ) -> tuple[ScoredBatch, list[CompletionRecord]]:
+        pairs = [(prompt, one) for prompt, group in zip(prompts, completions, strict=True) for one in group]
+        texts = module.tokenizer.batch_decode([list(one.token_ids) for _, one in pairs], skip_special_tokens=True)
+        samples = [
+            RewardSample(
+                prompt=prompt.text,
+                completion=text,
+                reference=prompt.reference,
+                truncated=one.truncated,
+                num_tokens=len(one.token_ids),
+            )
+            for (prompt, one), text in zip(pairs, texts, strict=True)
+        ]
+        scored = score(self.rewards, samples)
+        records = [
+            CompletionRecord(
+                prompt_id=prompt.id,
+                prompt=prompt.text,
+                completion=sample.completion,
+                reference=prompt.reference,
+                rewards={name: values[row].item() for name, values in scored.parts.items()}
+                | {"total": scored.total[row].item()},
+                truncated=one.truncated,
+                tokens=len(one.token_ids),
+            )
+            for row, ((prompt, one), sample) in enumerate(zip(pairs, samples, strict=True))
+        ]
+        return scored, records
+
+    def _experience(
+        self, module: QeRLModule, groups: _Groups, rewards: Tensor, metrics: dict[str, float]
+    ) -> Experience:
+        pad = module.tokenizer.pad_token_id
+        tokens, mask, logprobs = pad_completions(groups.prompts, groups.completions, 0 if pad is None else int(pad))
+        lengths = mask.sum(dim=1).float()
+        truncated = torch.tensor([one.truncated for group in groups.completions for one in group])
+        metrics["completions/length_mean"] = lengths.mean().item()
+        metrics["completions/length_max"] = lengths.max().item()
+        metrics["completions/truncated_frac"] = truncated.float().mean().item()
+        return Experience(
+            version=module.policy_version,
+            tokens=tokens,
+            mask=mask,
+            sampler_logprobs=logprobs,
+            advantages=module.objective.advantages(rewards, self.group_size),
+            truncated=truncated,
+            temperature=self.sampling.temperature,
+            max_tokens=self.sampling.max_tokens,
+            metrics=metrics,
+            records=tuple(groups.records),
+        )
+
+    # Evaluation ----------------------------------------------------------------------------------------------------
+
+    def on_validation_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Sample held-out prompts without noise."""
+        self._evaluate(_module(pl_module), batch)
+
+    def on_test_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Sample test prompts without noise."""
+        self._evaluate(_module(pl_module), batch)
+
+    def _evaluate(self, module: QeRLModule, batch: list[Prompt]) -> None:
+        self.engine.wake()
+        self.engine.sync(module.policy.weights(module.policy_version))
+        correct = []
+        for temperature, samples in ((0.0, 1), (1.0, self.eval_samples)):
+            sampling = SamplingConfig(self.sampling.max_tokens, temperature, stop=self.sampling.stop)
+            # The same streams at every evaluation: differences come from the policy, not from the draw.
+            completions = self._generate(module, batch, sampling, samples, ("evaluation",))
+            scored, _ = self._score(module, batch, completions)
+            right = (scored.parts[self.accuracy_reward] > 0.5).float()
+            correct.append(right.view(len(batch), samples).mean(dim=1))
+        self.engine.sleep()
+        module.evaluate(Evaluation(greedy_correct=correct[0], sampled_correct=correct[1]))
+
+
+def _reward_metrics(scores: Sequence[ScoredBatch]) -> dict[str, float]:
+    """Mean and spread over everything that was sampled, dropped groups included: what the policy really earns."""
+    total = torch.cat([scored.total for scored in scores])
+    metrics = {"reward/mean": total.mean().item(), "reward/std": total.std().item()}
+    for name in scores[0].parts:
+        metrics[f"reward/{name}"] = torch.cat([scored.parts[name] for scored in scores]).mean().item()
+    return metrics
+
+
+def _module(module: LightningModule) -> QeRLModule:
+    if not isinstance(module, QeRLModule):
+        raise UserError(f"RolloutCallback drives a QeRLModule; found a {type(module).__name__}; train that instead")
+    return module
+
+
+def _data(trainer: Trainer) -> PromptDataModule:
+    data = getattr(trainer, "datamodule", None)
+    if not isinstance(data, PromptDataModule):
+        raise UserError(
+            f"rollouts need a PromptDataModule; found {type(data).__name__}; pass one of qerl_pl.datamodules as data"
+        )
+    return data

@@ -1,0 +1,71 @@
+"""Completions for human eyes: a text panel in TensorBoard, and all of them as JSON lines on request."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loggers import TensorBoardLogger
+
+from qerl_pl.errors import UserError
+from qerl_pl.experience import CompletionRecord, Experience
+
+
+class CompletionLog(Callback):
+    """Shows a few completions with their rewards, and keeps all of them if asked to.
+
+    Args:
+        every_n_rollouts: Rollouts between two text panels.
+        panel_size: Completions in a panel.
+        jsonl: Append every completion of every rollout to RUN/completions.jsonl.
+    """
+
+    def __init__(self, every_n_rollouts: int = 10, panel_size: int = 4, jsonl: bool = False) -> None:
+        if every_n_rollouts < 1 or panel_size < 1:
+            raise UserError(
+                f"CompletionLog's every_n_rollouts and panel_size must be at least 1; found {every_n_rollouts} and "
+                f"{panel_size}; set them to 1 or more"
+            )
+        self.every_n_rollouts = every_n_rollouts
+        self.panel_size = panel_size
+        self.jsonl = jsonl
+
+    def on_train_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: dict[str, Experience],  # type: ignore[override]
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        """Write what is due of one rollout."""
+        if not trainer.is_global_zero:
+            return
+        experience = outputs["experience"]
+        if self.jsonl:
+            _append(Path(trainer.default_root_dir) / "completions.jsonl", experience)
+        if experience.version % self.every_n_rollouts == 0:
+            for logger in trainer.loggers:
+                if isinstance(logger, TensorBoardLogger):
+                    table = _table(experience.records[: self.panel_size])
+                    logger.experiment.add_text("completions", table, trainer.global_step)
+
+
+def _append(path: Path, experience: Experience) -> None:
+    with path.open("a") as file:
+        for record in experience.records:
+            file.write(json.dumps({"version": experience.version, **asdict(record)}) + "\n")
+
+
+def _table(records: Sequence[CompletionRecord]) -> str:
+    def cell(text: str) -> str:
+        return escape(text).replace("\n", "<br>").replace("|", "&#124;")
+
+    lines = ["| prompt | completion | reference | rewards |", "|---|---|---|---|"]
+    for record in records:
+        rewards = ", ".join(f"{name} {value:.2f}" for name, value in record.rewards.items())
+        lines.append(f"| {cell(record.prompt)} | {cell(record.completion)} | {cell(record.reference)} | {rewards} |")
+    return "\n".join(lines)

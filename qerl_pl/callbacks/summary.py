@@ -1,0 +1,156 @@
+"""The end of a run on one screen: a table, a plot and summary.json."""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from rich.console import Console
+from rich.table import Table
+
+from qerl_pl.files import write_atomically
+from qerl_pl.modules.qerl import QeRLModule
+
+CURVES = (
+    "reward/mean",
+    "policy/entropy",
+    "aqn/sigma",
+    "aqn/measured_std",
+    "time/sync_s",
+    "time/rollout_s",
+    "time/reward_s",
+    "time/update_s",
+)
+PHASES = ("sync", "rollout", "reward", "update")
+ENDS = 3
+"""First and last values are means over so many rollouts."""
+
+
+class RunSummary(Callback):
+    """Writes RUN/summary.json and RUN/run.png and prints a table when a run ends.
+
+    Accuracies are those of validation: `accuracy_before` from the check before the first step
+    (`trainer.num_sanity_val_steps: -1`), `accuracy_after` from the last one, both sampled at temperature 1 without
+    noise (pass@1).
+    """
+
+    def __init__(self) -> None:
+        self.curves: dict[str, list[float]] = {name: [] for name in CURVES}
+        self.accuracies: list[tuple[int, float, float]] = []
+        """(policy version, pass@1, greedy accuracy) of each validation."""
+        self.train_seconds = 0.0
+        self._step_began = 0.0
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was seen so far, so that a resumed run's summary is the whole run's."""
+        return {"curves": self.curves, "accuracies": self.accuracies, "train_seconds": self.train_seconds}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take it over."""
+        self.curves = state_dict["curves"]
+        self.accuracies = [(version, sampled, greedy) for version, sampled, greedy in state_dict["accuracies"]]
+        self.train_seconds = state_dict["train_seconds"]
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Start the clock."""
+        self._step_began = time.perf_counter()
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Note the step's numbers."""
+        now = time.perf_counter()
+        self.train_seconds += now - self._step_began
+        self._step_began = now
+        for name, values in self.curves.items():
+            if name in trainer.callback_metrics:
+                values.append(float(trainer.callback_metrics[name]))
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Note the accuracies; the time that validation takes counts as training time, as a user waits for it."""
+        assert isinstance(pl_module, QeRLModule)
+        metrics = trainer.callback_metrics
+        if "val/pass@1" in metrics:
+            sampled, greedy = float(metrics["val/pass@1"]), float(metrics["val/accuracy"])
+            self.accuracies.append((pl_module.policy_version, sampled, greedy))
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Write and print."""
+        if not trainer.is_global_zero or not self.curves["reward/mean"]:
+            return
+        assert isinstance(pl_module, QeRLModule)
+        folder = Path(trainer.default_root_dir)
+        summary = self._summary(pl_module, folder)
+        write_atomically(folder / "summary.json", (json.dumps(summary, indent=2) + "\n").encode())
+        self._plot(folder / "run.png")
+        self._print(summary, folder)
+
+    def _summary(self, module: QeRLModule, folder: Path) -> dict[str, Any]:
+        reward, entropy, sigma = (self.curves[name] for name in ("reward/mean", "policy/entropy", "aqn/sigma"))
+        noisy = [value for value in sigma if value > 0]
+        summary: dict[str, Any] = {
+            "reward_first": _mean(reward[:ENDS]),
+            "reward_last": _mean(reward[-ENDS:]),
+            "accuracy_before": self.accuracies[0][1] if self.accuracies and self.accuracies[0][0] == 0 else None,
+            "accuracy_after": self.accuracies[-1][1] if self.accuracies else None,
+            "entropy_first": _mean(entropy[:ENDS]),
+            "entropy_last": _mean(entropy[-ENDS:]),
+            "sigma_first": noisy[0] if noisy else 0.0,
+            "sigma_last": noisy[-1] if noisy else 0.0,
+            "steps": module.policy_version,
+            "train_seconds": self.train_seconds,
+            "quantization": module.policy_config.quantization,
+            "run_dir": str(folder),
+        }
+        return summary | {f"{phase}_seconds": sum(self.curves[f"time/{phase}_s"]) for phase in PHASES}
+
+    def _plot(self, path: Path) -> None:
+        from matplotlib.figure import Figure  # slow to import, needed once
+
+        figure = Figure(figsize=(10, 3.2), layout="constrained")
+        left, middle, right = figure.subplots(1, 3)
+        left.plot(self.curves["reward/mean"], color="tab:blue", label="training reward")
+        left.plot(
+            [version for version, _, _ in self.accuracies],
+            [sampled for _, sampled, _ in self.accuracies],
+            "o-",
+            color="tab:orange",
+            label="held-out pass@1",
+        )
+        left.legend()
+        middle.plot(self.curves["policy/entropy"], color="tab:green")
+        right.plot(self.curves["aqn/sigma"], "k--", label="σ asked")
+        right.plot(self.curves["aqn/measured_std"], color="tab:red", alpha=0.7, label="std measured")
+        right.set_yscale("symlog", linthresh=1e-5)
+        right.legend()
+        for axis, title in (
+            (left, "reward"),
+            (middle, "policy entropy (nats)"),
+            (right, "noise of the sampler's norms"),
+        ):
+            axis.set(title=title, xlabel="rollout")
+            axis.grid(alpha=0.3)
+        figure.savefig(path, dpi=120)
+
+    def _print(self, summary: dict[str, Any], folder: Path) -> None:
+        table = Table(title=f"{summary['steps']} rollouts, base {summary['quantization']}")
+        for header in ("", "before", "after"):
+            table.add_column(header, justify="left" if not header else "right")
+        for label, first, last in (
+            ("reward (mean of the first and the last rollouts)", "reward_first", "reward_last"),
+            ("held-out accuracy (sampled pass@1)", "accuracy_before", "accuracy_after"),
+            ("policy entropy (nats)", "entropy_first", "entropy_last"),
+            ("noise σ", "sigma_first", "sigma_last"),
+        ):
+            table.add_row(label, *("-" if summary[key] is None else f"{summary[key]:.4g}" for key in (first, last)))
+        seconds = ", ".join(f"{phase} {summary[f'{phase}_seconds']:.0f}" for phase in PHASES)
+        console = Console()
+        console.print(table)
+        console.print(f"{summary['train_seconds']:.0f} s of training: {seconds}")
+        console.print(f"plot {folder / 'run.png'}, numbers {folder / 'summary.json'}, adapter {folder / 'adapter'}")
+        console.print(f"watch it: tensorboard --logdir {folder.parent}")
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)

@@ -1,0 +1,149 @@
+"""The command line: LightningCLI for `fit`, `validate` and `test`, and two commands of our own."""
+
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jsonargparse
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
+from lightning.pytorch.loggers import TensorBoardLogger
+
+from qerl_pl.callbacks import Preempted, RolloutCallback
+from qerl_pl.checkpointing import AtomicCheckpointIO, newest_checkpoint, verified_bytes
+from qerl_pl.datamodules.base import PromptDataModule
+from qerl_pl.errors import UserError
+from qerl_pl.export import export
+from qerl_pl.modules import QeRLModule
+from qerl_pl.overrides import expand_item_overrides
+from qerl_pl.quantize import quantize_checkpoint
+
+log = logging.getLogger(__name__)
+
+COMMANDS: dict[str, Callable[..., None]] = {"quantize": quantize_checkpoint, "export": export}
+DESCRIPTION = """Reinforcement learning of 4-bit language models with LoRA and adaptive quantization noise.
+fit, validate and test take -c CONFIG.yaml and any key of it as --key value; an item of a list is named by its class, as
+in --trainer.callbacks.AdaptiveQuantizationNoise.sigma_start 0.02. Besides them: `qerl quantize --help` (write an NVFP4
+checkpoint) and `qerl export --help` (write an adapter or merged weights)."""
+USAGE_ERROR = 2
+
+
+class QeRLCLI(LightningCLI):
+    """LightningCLI with a fixed module, a run folder that holds everything, and `--resume`."""
+
+    def __init__(self, args: ArgsType = None) -> None:
+        super().__init__(
+            QeRLModule,
+            PromptDataModule,
+            subclass_mode_data=True,
+            seed_everything_default=0,
+            auto_configure_optimizers=False,
+            save_config_kwargs={"overwrite": True},  # a resumed run goes on in its folder
+            parser_kwargs={"exit_on_error": False, "description": DESCRIPTION},
+            args=args,
+        )
+
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        """The trainer's methods that make sense here, each with the arguments that the CLI gives itself."""
+        given = {"model", "dataloaders", "datamodule"}
+        return {"fit": given | {"train_dataloaders", "val_dataloaders"}, "validate": given, "test": given}
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        parser.link_arguments("seed_everything", "model.seed", compute_fn=int)
+        parser.add_argument(
+            "--resume",
+            type=str | None,
+            default=None,
+            help="fit only: `auto` goes on from the newest whole checkpoint under trainer.default_root_dir and starts "
+            "fresh where there is none; a path goes on from that checkpoint; null starts fresh.",
+        )
+
+    def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
+        """Subcommands report errors as the main parser does: by an exception that `main` prints."""
+        return super().init_parser(**{**kwargs, "exit_on_error": False})
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
+        """Parse, after items of lists that are named by their class have been looked up."""
+        if not isinstance(args, dict | jsonargparse.Namespace):
+            args = expand_item_overrides(parser, sys.argv[1:] if args is None else list(args))
+            self.config = parser.parse_args(args)
+        else:
+            self.config = parser.parse_object(args)
+        checkpoint = self.config[self.config["subcommand"]].get("ckpt_path")
+        if checkpoint is not None:
+            verified_bytes(Path(checkpoint))
+
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        """The trainer with whole checkpoints, and TensorBoard in the run folder unless the YAML names a logger."""
+        config = self._get(self.config_init, "trainer")
+        root = config["default_root_dir"] or "runs/default"
+        kwargs["default_root_dir"] = root
+        kwargs["plugins"] = [*(config["plugins"] or []), AtomicCheckpointIO()]
+        if config["logger"] in (None, True):
+            kwargs["logger"] = TensorBoardLogger(save_dir=root, name="", version="")
+        return super().instantiate_trainer(**kwargs)
+
+    def fit(self, model: LightningModule, datamodule: LightningDataModule, **kwargs: Any) -> None:
+        """Train, from a checkpoint where `--resume` or `--ckpt_path` names one."""
+        resume = self._get(self.config, "resume")
+        if resume == "auto":
+            found = newest_checkpoint(Path(self.trainer.default_root_dir))
+            log.info("resuming from %s", found) if found else log.info("no checkpoint to resume from; starting fresh")
+            kwargs["ckpt_path"] = found
+        elif resume is not None:
+            verified_bytes(Path(resume))
+            kwargs["ckpt_path"] = resume
+        self.trainer.fit(model, datamodule=datamodule, **kwargs)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+        argv: Arguments after the program's name; None takes the process's.
+
+    Returns:
+        Exit status: 0, 2 for a user's mistake (one line on standard error; QERL_DEBUG=1 shows the traceback), or 128 +
+        the signal's number for a run that was asked to stop.
+    """
+    argv = sys.argv[1:] if argv is None else argv
+    _configure_logging()
+    sys.path.insert(0, str(Path.cwd()))  # a user's own reward or data module lies where the command is run
+    try:
+        if argv and argv[0] in COMMANDS:
+            jsonargparse.auto_cli(COMMANDS[argv[0]], args=argv[1:], as_positional=True, exit_on_error=False)
+            return 0
+        sys.argv = [sys.argv[0], *argv]
+        cli = QeRLCLI()
+        for callback in cli.trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, RolloutCallback):
+                callback.close()
+    except Preempted as stop:
+        print(f"qerl: {stop}; go on with the same command and --resume auto", file=sys.stderr)
+        return 128 + stop.signal_number
+    except (UserError, jsonargparse.ArgumentError) as error:
+        if os.environ.get("QERL_DEBUG") == "1":
+            raise
+        print(f"qerl: {_one_line(error)}", file=sys.stderr)
+        return USAGE_ERROR
+    return 0
+
+
+def _one_line(error: Exception) -> str:
+    """A parser's message spreads over many lines; its parts keep their order on one."""
+    parts = [" ".join(line.split()).lstrip("- ") for line in str(error).splitlines()]
+    return " | ".join(part for part in parts if part)
+
+
+def _configure_logging() -> None:
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    for noisy in ("httpx", "matplotlib", "datasets", "absl"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+    # Prompts come from one process on purpose: they are a list in memory.
+    warnings.filterwarnings("ignore", message=".*does not have many workers.*")
+    warnings.filterwarnings("ignore", message=".*isinstance.treespec, LeafSpec.*")

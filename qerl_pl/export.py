@@ -1,0 +1,71 @@
+"""`qerl export`: the trained adapter out of a run, or 16-bit weights with the adapter merged in."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from jsonargparse import ArgumentParser
+from torch import Tensor
+
+from qerl_pl.checkpointing import AtomicCheckpointIO, newest_checkpoint
+from qerl_pl.checkpoints import write_dense_checkpoint
+from qerl_pl.errors import UserError
+from qerl_pl.files import building
+from qerl_pl.modules.base_model import resolve_base
+from qerl_pl.modules.policy import Policy, PolicyConfig
+from qerl_pl.modules.qerl import CHECKPOINT_KEY
+
+
+def export(run: Path, dst: Path, merge: bool = False, checkpoint: Path | None = None) -> None:
+    """Write what a run has learned, also of one that is not finished.
+
+    Args:
+        run: The run's folder (`trainer.default_root_dir`), which holds config.yaml and checkpoints.
+        dst: Folder to write; must not exist. An adapter in PEFT's format, or with `merge` a whole model.
+        merge: Write bf16 weights with the adapter merged in instead of the adapter.
+        checkpoint: Which checkpoint; by default the newest whole one.
+    """
+    if dst.exists():
+        raise UserError(f"the destination must not exist; {dst} does; choose another name or remove it")
+    path = checkpoint or newest_checkpoint(run)
+    if path is None:
+        raise UserError(f"export needs a checkpoint; {run} has none; name one with --checkpoint")
+    trained = AtomicCheckpointIO().load_checkpoint(path)[CHECKPOINT_KEY]["trained"]
+    config = _policy_config(run)
+    base = resolve_base(config)
+    policy = Policy(base, config, torch.device("cpu"), seed=0)
+    policy.load_trained_state(trained)
+    if merge:
+        write_dense_checkpoint(base, dst, torch.bfloat16, _Merge(policy))
+    else:
+        with building(dst) as folder:
+            policy.save_adapter(folder)
+
+
+class _Merge:
+    """Adds the adapter to a weight, or puts a trained norm scale in its place."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.weights = policy.weights(version=0)
+
+    def __call__(self, name: str, tensor: Tensor) -> Tensor:
+        module = name.removesuffix(".weight")
+        assert self.weights.adapter is not None
+        if name.endswith(".weight") and module in self.weights.adapter:
+            a, b = self.weights.adapter[module]
+            return tensor + self.weights.scaling * (b.float() @ a.float())
+        return self.weights.norms.get(module, tensor)
+
+
+def _policy_config(run: Path) -> PolicyConfig:
+    path = run / "config.yaml"
+    if not path.is_file():
+        raise UserError(f"export reads the policy from the run's config.yaml; {run} has none; name a run's folder")
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_argument("--policy", type=PolicyConfig)
+    document: dict[str, Any] = yaml.safe_load(path.read_text())
+    config: PolicyConfig = parser.instantiate_classes(
+        parser.parse_object({"policy": document["model"]["policy"]})
+    ).policy
+    return config
