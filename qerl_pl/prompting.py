@@ -1,24 +1,50 @@
 """How a question becomes the token ids of a prompt."""
 
+from collections.abc import Sequence
+
+from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
+
+from qerl_pl.errors import UserError
 
 SYSTEM_PROMPT = "Think inside <think></think>, then give only the final answer inside <answer></answer>."
 """Asks for exactly the format that the rewards check."""
 
 
-def render_prompt(
-    tokenizer: PreTrainedTokenizerBase, question: str, system_prompt: str | None = SYSTEM_PROMPT
-) -> list[int]:
-    """Token ids of the chat [system, user] with the generation prompt that opens the answer.
+def render_prompts(
+    tokenizer: PreTrainedTokenizerBase, questions: Sequence[str], system_prompt: str | None = SYSTEM_PROMPT
+) -> list[list[int]]:
+    """Token ids of the chats [system, user], each with the generation prompt that opens the answer.
 
     Args:
         tokenizer: has a chat template.
-        question: what the user says.
-        system_prompt: the system message; None sends none.
+        questions: what the user says, one chat each.
+        system_prompt: the system message; None or "" sends none.
+
+    Raises:
+        UserError: the tokenizer has no chat template, or one that refuses the chat.
     """
-    messages = [{"role": "user", "content": question}]
-    if system_prompt is not None:
-        messages.insert(0, {"role": "system", "content": system_prompt})
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    assert isinstance(text, str)
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    if not questions:
+        return []
+    if tokenizer.chat_template is None:
+        raise UserError(
+            f"prompts need a chat template; the tokenizer of {tokenizer.name_or_path or 'the policy'} has none; "
+            "use an instruct model, or add chat_template.jinja to the model's folder."
+        )
+    system = [{"role": "system", "content": system_prompt}] if system_prompt else []
+    chats = [[*system, {"role": "user", "content": question}] for question in questions]
+    try:
+        texts = tokenizer.apply_chat_template(chats, tokenize=False, add_generation_prompt=True)
+    except TemplateError as error:
+        raise UserError(
+            f"the chat template of {tokenizer.name_or_path or 'the policy'} refuses the prompt: {error}; "
+            "where it knows no system message, set data.init_args.system_prompt to null and ask in the question."
+        ) from error
+    return [list(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
+
+
+def render_prompt(
+    tokenizer: PreTrainedTokenizerBase, question: str, system_prompt: str | None = SYSTEM_PROMPT
+) -> list[int]:
+    """Token ids of one chat, see `render_prompts`."""
+    return render_prompts(tokenizer, [question], system_prompt)[0]

@@ -1,0 +1,8 @@
+"""Where prompts and their references come from."""
+
+from qerl_pl.datamodules.arithmetic import ArithmeticDataModule
+from qerl_pl.datamodules.base import PromptDataModule
+from qerl_pl.datamodules.bigmath import BigMathDataModule
+from qerl_pl.datamodules.gsm8k import GSM8KDataModule
+
+__all__ = ["ArithmeticDataModule", "BigMathDataModule", "GSM8KDataModule", "PromptDataModule"]

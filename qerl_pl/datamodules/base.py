@@ -1,0 +1,232 @@
+"""The data module that all others derive from: rows in, batches of prompts out."""
+
+import hashlib
+import logging
+import random
+from collections.abc import Collection, Sequence
+from typing import Any, cast
+
+import torch
+from lightning.pytorch import LightningDataModule
+from lightning.pytorch.trainer.states import TrainerFn
+from torch.utils.data import DataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from qerl_pl.datamodules.rows import Row
+from qerl_pl.datamodules.sampler import PromptSampler
+from qerl_pl.errors import UserError
+from qerl_pl.prompting import SYSTEM_PROMPT, render_prompts
+from qerl_pl.seeding import stream_seed
+from qerl_pl.types import Prompt
+
+log = logging.getLogger("qerl_pl")
+
+
+class PromptDataModule(LightningDataModule):
+    """Yields batches (lists) of prompts; a subclass says where the questions come from, in `train_rows`.
+
+    Training batches are shuffled by (seed, epoch), keep their position in checkpoints, and draw nothing from the global
+    random state.
+
+    Args:
+        batch_size: Prompts a training batch, over all devices.
+        val_size: Prompts to validate on; 0 for none.
+        val_batch_size: Prompts a validation batch; null takes batch_size.
+        max_prompt_tokens: Longer prompts, chat template included, are dropped.
+        system_prompt: The system message; null sends none.
+        seed: Seed of the split and of the order.
+        tokenizer: Folder or hub name of a tokenizer; null takes the policy's.
+    """
+
+    def __init__(
+        self,
+        batch_size: int = 8,
+        val_size: int = 64,
+        val_batch_size: int | None = None,
+        max_prompt_tokens: int = 256,
+        system_prompt: str | None = SYSTEM_PROMPT,
+        seed: int = 0,
+        tokenizer: str | None = None,
+    ) -> None:
+        super().__init__()
+        val_batch_size = batch_size if val_batch_size is None else val_batch_size
+        for name, value, least in (
+            ("batch_size", batch_size, 1),
+            ("val_batch_size", val_batch_size, 1),
+            ("val_size", val_size, 0),
+            ("max_prompt_tokens", max_prompt_tokens, 1),
+        ):
+            if value < least:
+                raise UserError(f"data's {name} must be at least {least}; got {value}; raise it.")
+        self.batch_size = batch_size
+        self.val_size = val_size
+        self.val_batch_size = val_batch_size
+        self.max_prompt_tokens = max_prompt_tokens
+        self.system_prompt = system_prompt
+        self.seed = seed
+        self.tokenizer = tokenizer
+        self._train: list[Prompt] = []
+        self._val: list[Prompt] = []
+        self._test: list[Prompt] = []
+
+    # What a subclass says ------------------------------------------------------------------------------------------
+
+    def train_rows(self) -> Sequence[Row]:
+        """All rows to train on."""
+        raise NotImplementedError
+
+    def val_rows(self) -> Sequence[Row] | None:
+        """Rows of a validation set, of which `val_size` are used; None holds them out of the training rows."""
+        return None
+
+    def test_rows(self) -> Sequence[Row] | None:
+        """Rows of a test set, all used; None tests on the validation prompts."""
+        return None
+
+    # Lightning's hooks ---------------------------------------------------------------------------------------------
+
+    def setup(self, stage: str) -> None:
+        """Read, render and split, once.
+
+        Raises:
+            UserError: data is missing, malformed or too little for one batch, or the tokenizer has no chat template.
+        """
+        tokenizer = self._load_tokenizer()
+        if not self._train:
+            train, held_out = self._render(tokenizer, self.train_rows(), "training"), self.val_rows()
+            if held_out is None:
+                if self.val_size >= len(train):
+                    raise UserError(
+                        f"val_size must leave prompts to train on; got val_size={self.val_size} of {len(train)} "
+                        "prompts; lower it."
+                    )
+                val = self._draw(train)
+                chosen = {prompt.id for prompt in val}
+                train = [prompt for prompt in train if prompt.id not in chosen]
+            else:
+                val = self._draw(self._render(tokenizer, held_out, "validation")) if self.val_size else []
+            if len(train) < self.batch_size:
+                raise UserError(
+                    f"batch_size must not exceed the training set; got batch_size={self.batch_size} for {len(train)} "
+                    "prompts; lower it."
+                )
+            self._train, self._val = train, val
+        if stage == "test" and not self._test:
+            rows = self.test_rows()
+            self._test = self._val if rows is None else self._render(tokenizer, rows, "test")
+
+    def train_dataloader(self) -> StatefulDataLoader[list[Prompt]]:
+        """Batches of `batch_size` prompts (each device has its share); the rest of an epoch is left out."""
+        rank, world_size = (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
+        if self.batch_size % world_size:
+            raise UserError(
+                f"batch_size must be a multiple of the number of devices; got batch_size={self.batch_size} for "
+                f"{world_size} devices; change one of them."
+            )
+        return StatefulDataLoader(
+            self._train,
+            batch_size=self.batch_size // world_size,
+            sampler=PromptSampler(len(self._train), self.batch_size, self.seed, rank, world_size),
+            drop_last=True,
+            collate_fn=list,
+            generator=torch.Generator(),  # loaders draw a seed for workers, even without any
+        )
+
+    def val_dataloader(self) -> DataLoader[list[Prompt]]:
+        """The validation prompts, in one order."""
+        return self._fixed_loader(self._val)
+
+    def test_dataloader(self) -> DataLoader[list[Prompt]]:
+        """The test prompts, in one order."""
+        return self._fixed_loader(self._test)
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        """Prompts hold no tensors; Lightning would try to rebuild them."""
+        return batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the order of the training prompts depends on; the loader itself keeps the position in it."""
+        names = "\n".join(prompt.id for prompt in self._train)
+        return {"seed": self.seed, "training prompts": hashlib.sha256(names.encode()).hexdigest()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Check that a resumed run trains on the prompts that the checkpoint's run did.
+
+        Raises:
+            UserError: the seed or the prompts are others.
+        """
+        if self.trainer is None or self.trainer.state.fn != TrainerFn.FITTING:
+            return  # a checkpoint may be evaluated on anything
+        for name, value in self.state_dict().items():
+            if state_dict[name] != value:
+                raise UserError(
+                    f"a resumed run goes on in the same order; the {name} (or their digest) are {value!s:.12}, "
+                    f"{state_dict[name]!s:.12} in the checkpoint; restore the data's options, or start a new run."
+                )
+
+    # What the rollout asks for -------------------------------------------------------------------------------------
+
+    def replacement_prompts(self, key: Sequence[int | str], count: int, exclude: Collection[str]) -> list[Prompt]:
+        """Training prompts to sample in place of others, drawn without replacement.
+
+        A draw depends only on the data, the seed and the arguments, never on earlier draws.
+
+        Args:
+            key: what the draw is for, such as ("resample", policy version, attempt).
+            count: how many; fewer come back where fewer are left.
+            exclude: ids that must not come.
+        """
+        excluded = set(exclude)
+        candidates = [prompt for prompt in self._train if prompt.id not in excluded]
+        return random.Random(stream_seed(self.seed, "replacement", *key)).sample(
+            candidates, min(count, len(candidates))
+        )
+
+    # -----------------------------------------------------------------------------------------------------------------
+
+    def _fixed_loader(self, prompts: list[Prompt]) -> DataLoader[list[Prompt]]:
+        return DataLoader(
+            cast(Any, prompts), batch_size=self.val_batch_size, collate_fn=list, generator=torch.Generator()
+        )
+
+    def _load_tokenizer(self) -> PreTrainedTokenizerBase:
+        if self.tokenizer is None:
+            if self.trainer is None:
+                raise UserError("outside of a Trainer there is no policy to take the tokenizer of; set tokenizer.")
+            return cast(PreTrainedTokenizerBase, self.trainer.lightning_module.tokenizer)
+        try:
+            return AutoTokenizer.from_pretrained(self.tokenizer)
+        except (OSError, ValueError) as error:
+            raise UserError(
+                f"tokenizer must be a folder or hub name; {self.tokenizer} cannot be loaded: "
+                f"{str(error).partition(chr(10))[0]}; correct it, or set null to take the policy's."
+            ) from error
+
+    def _render(self, tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], use: str) -> list[Prompt]:
+        """Prompts of the rows that are short enough."""
+        token_ids = render_prompts(tokenizer, [row.question for row in rows], self.system_prompt)
+        prompts = [
+            Prompt(id=row.id, token_ids=tuple(ids), text=row.question, reference=row.reference)
+            for row, ids in zip(rows, token_ids, strict=True)
+            if len(ids) <= self.max_prompt_tokens
+        ]
+        if not prompts:
+            shortest = min(map(len, token_ids), default=0)
+            raise UserError(
+                f"{use} needs prompts of at most max_prompt_tokens={self.max_prompt_tokens} tokens; none of "
+                f"{len(rows)} is, the shortest has {shortest}; raise it or change the filters."
+            )
+        log.info(
+            "%d %s prompts; %d longer than max_prompt_tokens=%d dropped",
+            len(prompts),
+            use,
+            len(rows) - len(prompts),
+            self.max_prompt_tokens,
+        )
+        return prompts
+
+    def _draw(self, prompts: list[Prompt]) -> list[Prompt]:
+        """`val_size` prompts by seed and id, so that another token limit or filter keeps most of the set."""
+        drawn = sorted(prompts, key=lambda prompt: stream_seed(self.seed, "held out", prompt.id))[: self.val_size]
+        return sorted(drawn, key=lambda prompt: (len(prompt.id), prompt.id))

@@ -1,0 +1,138 @@
+"""Competition and school mathematics with measured difficulty (Big-Math, arXiv 2502.17387)."""
+
+import logging
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from qerl_pl.datamodules.base import PromptDataModule
+from qerl_pl.datamodules.rows import Row, read_table
+from qerl_pl.errors import UserError
+from qerl_pl.prompting import SYSTEM_PROMPT
+
+log = logging.getLogger("qerl_pl")
+
+_LEVELS = 5
+_RATE = "llama8b_solve_rate"
+
+
+def level_of(row: Mapping[str, Any]) -> int | None:
+    """Difficulty of a row, 1 to 5: its column `level` (3 or "Level 3") where there is one, else by its solve rate.
+
+    By solve rate, level 1 is [0.8, 1], 2 is [0.6, 0.8), and so on to 5, which is [0, 0.2). None where neither is known.
+    """
+    if row.get("level") is not None:
+        digits = re.search(r"\d+", str(row["level"]))
+        return int(digits.group()) if digits else None
+    rate = row.get(_RATE)
+    # The margin keeps 0.6, which no binary fraction is, at the lower end of its bucket.
+    return None if rate is None else _LEVELS - min(_LEVELS - 1, math.floor(float(rate) * _LEVELS + 1e-9))
+
+
+class BigMathDataModule(PromptDataModule):
+    """Big-Math: columns `problem` and `answer`; `source`, `llama8b_solve_rate` and `level` for the filters.
+
+    A filter that is set drops the rows of which it cannot tell.
+
+    Args:
+        path: Hub name, or a folder with train.jsonl or train.parquet, or one such file.
+        min_solve_rate: Least share of Llama-3.1-8B's tries that were right, 0 to 1; null for no bound.
+        max_solve_rate: Largest such share; null for no bound.
+        levels: Difficulties to keep, 1 (easy) to 5: the column level where there is one, else fifths of the solve rate
+            (5 is below 0.2); null keeps all.
+        sources: Values of the column source to keep; null keeps all.
+        val_path: Table to validate on, with columns problem and answer (a file, or a hub name with a split test, such
+            as HuggingFaceH4/MATH-500); null holds val_size prompts out of the training rows.
+        batch_size: Prompts a training batch, over all devices.
+        val_size: Prompts to validate on; 0 for none.
+        val_batch_size: Prompts a validation batch; null takes batch_size.
+        max_prompt_tokens: Longer prompts, chat template included, are dropped.
+        system_prompt: The system message; null sends none.
+        seed: Seed of the split and of the order.
+        tokenizer: Folder or hub name of a tokenizer; null takes the policy's.
+    """
+
+    def __init__(
+        self,
+        path: str = "SynthLabsAI/Big-Math-RL-Verified",
+        min_solve_rate: float | None = None,
+        max_solve_rate: float | None = None,
+        levels: Sequence[int] | None = None,
+        sources: Sequence[str] | None = None,
+        val_path: str | None = None,
+        batch_size: int = 8,
+        val_size: int = 64,
+        val_batch_size: int | None = None,
+        max_prompt_tokens: int = 1024,
+        system_prompt: str | None = SYSTEM_PROMPT,
+        seed: int = 0,
+        tokenizer: str | None = None,
+    ) -> None:
+        super().__init__(batch_size, val_size, val_batch_size, max_prompt_tokens, system_prompt, seed, tokenizer)
+        self.path = path
+        self.min_solve_rate = min_solve_rate
+        self.max_solve_rate = max_solve_rate
+        self.levels = None if levels is None else tuple(levels)
+        self.sources = None if sources is None else tuple(sources)
+        self.val_path = val_path
+
+    def train_rows(self) -> Sequence[Row]:
+        table = read_table(self.path, "train", ("problem", "answer"))
+        self._check_columns(table)
+        rows = _rows(table, "train", self._keeps)
+        if not rows:
+            raise UserError(
+                f"the filters must leave rows; none of {len(table)} of {self.path} passes {self._filters()}; "
+                "widen them."
+            )
+        log.info("%d of %d rows of %s pass %s", len(rows), len(table), self.path, self._filters() or "(no filter)")
+        return rows
+
+    def val_rows(self) -> Sequence[Row] | None:
+        if self.val_path is None:
+            return None
+        return _rows(read_table(self.val_path, "test", ("problem", "answer")), "validation", lambda row: True)
+
+    def _filters(self) -> dict[str, Any]:
+        """The filters that are set, by argument."""
+        filters = {
+            "min_solve_rate": self.min_solve_rate,
+            "max_solve_rate": self.max_solve_rate,
+            "levels": self.levels,
+            "sources": self.sources,
+        }
+        return {name: value for name, value in filters.items() if value is not None}
+
+    def _check_columns(self, table: Sequence[Mapping[str, Any]]) -> None:
+        needs = {
+            "min_solve_rate": (_RATE,),
+            "max_solve_rate": (_RATE,),
+            "levels": ("level", _RATE),
+            "sources": ("source",),
+        }
+        for name in self._filters():
+            if not any(row.get(column) is not None for row in table for column in needs[name]):
+                raise UserError(
+                    f"{name} filters by the column {' or '.join(needs[name])}; {self.path} has {', '.join(table[0])}; "
+                    "unset the filter."
+                )
+
+    def _keeps(self, row: Mapping[str, Any]) -> bool:
+        rate = row.get(_RATE)
+        if self.min_solve_rate is not None and (rate is None or rate < self.min_solve_rate):
+            return False
+        if self.max_solve_rate is not None and (rate is None or rate > self.max_solve_rate):
+            return False
+        if self.levels is not None and level_of(row) not in self.levels:
+            return False
+        return self.sources is None or row.get("source") in self.sources
+
+
+def _rows(table: Sequence[Mapping[str, Any]], split: str, keeps: Callable[[Mapping[str, Any]], bool]) -> list[Row]:
+    """Rows that a filter keeps; their names count those it does not."""
+    return [
+        Row(f"{split}-{index}", str(row["problem"]), str(row["answer"]))
+        for index, row in enumerate(table)
+        if keeps(row)
+    ]

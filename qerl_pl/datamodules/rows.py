@@ -1,0 +1,123 @@
+"""Reading tables of questions and answers, from the hub or from local files."""
+
+import json
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from qerl_pl.errors import UserError
+
+_SUFFIXES = (".jsonl", ".json", ".parquet")
+
+
+@dataclass(frozen=True)
+class Row:
+    """A question of a data set, before it is rendered."""
+
+    id: str
+    """Stable name, such as "train-17" for the split's 18th row."""
+    question: str
+    reference: str
+
+
+def read_table(path: str, split: str, columns: Collection[str], subset: str | None = None) -> list[Mapping[str, Any]]:
+    """All rows of a table, in its order.
+
+    Args:
+        path: a JSONL or parquet file; a folder with one such file a split, named after it; or a hub data set. A local
+            file is taken for the split asked for.
+        split: such as "train".
+        columns: what every row must have, not null.
+        subset: configuration of the hub data set; local tables have none.
+
+    Raises:
+        UserError: nothing is there, it cannot be read (with file and line where JSON is malformed), it is empty, or
+            columns are missing.
+    """
+    local = Path(path).expanduser()
+    if local.exists():
+        file = local if local.is_file() else _split_file(local, split)
+        rows = list(_read_file(file))
+        source = str(file)
+    elif path.count("/") == 1 and not path.startswith((".", "/", "~")) and not path.endswith(_SUFFIXES):
+        rows = _read_hub(path, split, subset)
+        source = f"{path} ({split})"
+    else:
+        raise UserError(f"data must be a local file or folder or a hub name; no such file: {path}; correct `path`.")
+    if not rows:
+        raise UserError(f"data must have rows; {source} has none; correct `path`.")
+    for number, row in enumerate(rows, start=1):
+        missing = [column for column in columns if row.get(column) is None]
+        if missing:
+            raise UserError(
+                f"data needs the columns {', '.join(columns)}; row {number} of {source} has no {', '.join(missing)}, "
+                f"found {', '.join(key for key, value in row.items() if value is not None)}; "
+                "rename the columns or choose another data module."
+            )
+    return rows
+
+
+def _split_file(folder: Path, split: str) -> Path:
+    names = [split + suffix for suffix in _SUFFIXES]
+    for name in names:
+        if (folder / name).is_file():
+            return folder / name
+    found = sorted(entry.name for entry in folder.iterdir())[:10]
+    raise UserError(
+        f"a data folder needs one of {', '.join(names)}; {folder} holds {', '.join(found) or 'nothing'}; "
+        "name the file itself as `path`."
+    )
+
+
+def _read_file(file: Path) -> Iterator[Mapping[str, Any]]:
+    """Rows of one file; streamed, so that nothing is written to a cache."""
+    import datasets  # takes seconds, and other data modules do without
+
+    if file.suffix not in _SUFFIXES:
+        raise UserError(f"a data file ends in {', '.join(_SUFFIXES)}; found {file}; convert it to JSONL.")
+    kind = "parquet" if file.suffix == ".parquet" else "json"
+    if kind == "json" and not _check_lines(file):
+        return  # datasets raises on a file without rows
+    try:
+        yield from datasets.load_dataset(kind, data_files=str(file), split="train", streaming=True)
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:  # ValueError: pyarrow's are such
+        raise UserError(f"cannot read {file} as {kind}: {_first_line(error)}; check the file.") from error
+
+
+def _check_lines(file: Path) -> int:
+    """Number of rows; raises at a malformed line, of which a JSON reader would only tell the block."""
+    rows = 0
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except ValueError as error:  # malformed JSON, or bytes that are not UTF-8
+                raise UserError(
+                    f"each line must be a JSON object; {file}, line {number}: {_first_line(error)}; correct the line."
+                ) from error
+            rows += 1
+            if not isinstance(row, dict):
+                raise UserError(
+                    f"each line must be a JSON object; {file}, line {number} is a {type(row).__name__}; "
+                    "write one object of columns a line."
+                )
+    return rows
+
+
+def _read_hub(name: str, split: str, subset: str | None) -> list[Mapping[str, Any]]:
+    import datasets
+
+    try:
+        return list(datasets.load_dataset(name, subset, split=split))
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        raise UserError(
+            f"data must be a local file or folder or a hub name; no file {name} is here, and the hub's data set cannot "
+            f"be read: {_first_line(error)}; correct `path`, or download the data and name its folder."
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0] or type(error).__name__

@@ -1,0 +1,395 @@
+"""Data modules: what they read, split and refuse, and that a resumed run sees the same batches."""
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from qerl_pl.datamodules import ArithmeticDataModule, BigMathDataModule, GSM8KDataModule, PromptDataModule
+from qerl_pl.datamodules.bigmath import level_of
+from qerl_pl.datamodules.sampler import PromptSampler
+from qerl_pl.errors import UserError
+from qerl_pl.prompting import SYSTEM_PROMPT, render_prompt
+from qerl_pl.toy.task import ArithmeticTask, split_of
+from qerl_pl.types import Prompt
+
+TEMPLATE = (
+    "{% for m in messages %}{{ '<' + m['role'] + '> ' + m['content'] + ' ' }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def make_tokenizer(folder: Path, template: str | None = TEMPLATE) -> str:
+    """A tokenizer of one token a word, whose name is its folder."""
+    words = ["[UNK]", "<system>", "<user>", "<assistant>", "How", "many", "are", "and", "?", *map(str, range(100))]
+    core = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="[UNK]"))
+    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, unk_token="[UNK]", chat_template=template)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return make_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+def write_jsonl(file: Path, rows: list[dict]) -> Path:
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+@pytest.fixture
+def gsm8k(tmp_path: Path) -> Path:
+    for split, count in (("train", 9), ("test", 3)):
+        rows = [
+            {"question": f"How many are {n} and {n} ?", "answer": f"{n}+{n}=<<{n}+{n}={2 * n}>>\n#### {2 * n + 1000:,}"}
+            for n in range(count)
+        ]
+        write_jsonl(tmp_path / f"{split}.jsonl", rows)
+    return tmp_path
+
+
+def prompts_of(data: PromptDataModule, loader: str) -> list[Prompt]:
+    return [prompt for batch in getattr(data, f"{loader}_dataloader")() for prompt in batch]
+
+
+# GSM8K ---------------------------------------------------------------------------------------------------------------
+
+
+def test_gsm8k_prompts(gsm8k: Path, tokenizer: str) -> None:
+    data = GSM8KDataModule(str(gsm8k), batch_size=2, val_size=0, tokenizer=tokenizer, system_prompt="How are ?")
+    data.setup("fit")
+    batches = list(data.train_dataloader())
+    assert [len(batch) for batch in batches] == [2, 2, 2, 2]  # of 9: the rest is left out
+    prompt = next(prompt for batch in batches for prompt in batch if prompt.id != "train-0")
+    number = int(prompt.id.removeprefix("train-"))
+    assert prompt.text == f"How many are {number} and {number} ?"
+    assert prompt.reference == str(2 * number + 1000)  # without the comma between thousands
+    assert prompt.token_ids == (1, 4, 6, 8, 2, 4, 5, 6, 9 + number, 7, 9 + number, 8, 3)
+    assert prompts_of(data, "val") == []
+
+
+def test_prompt_without_system_message(gsm8k: Path, tokenizer: str) -> None:
+    data = GSM8KDataModule(str(gsm8k), batch_size=2, val_size=0, tokenizer=tokenizer, system_prompt=None)
+    data.setup("fit")
+    assert {prompt.token_ids[0] for prompt in prompts_of(data, "train")} == {2}
+
+
+def test_one_prompt_renders_as_in_a_batch(gsm8k: Path, tokenizer: str) -> None:
+    data = GSM8KDataModule(str(gsm8k), batch_size=2, tokenizer=tokenizer, val_size=0)
+    data.setup("fit")
+    loaded = PreTrainedTokenizerFast.from_pretrained(tokenizer)
+    for prompt in prompts_of(data, "train"):
+        assert prompt.token_ids == tuple(render_prompt(loaded, prompt.text))
+    for tag in ("<think></think>", "<answer></answer>"):
+        assert tag in SYSTEM_PROMPT
+
+
+def test_held_out_prompts(gsm8k: Path, tokenizer: str) -> None:
+    def split(seed: int) -> tuple[set[str], list[str]]:
+        data = GSM8KDataModule(str(gsm8k), batch_size=3, val_size=3, seed=seed, tokenizer=tokenizer)
+        data.setup("fit")
+        return {prompt.id for prompt in prompts_of(data, "train")}, [prompt.id for prompt in prompts_of(data, "val")]
+
+    train, val = split(0)
+    assert len(train) == 6 and len(val) == 3
+    assert train | set(val) == {f"train-{n}" for n in range(9)}
+    assert split(0) == (train, val)
+    assert any(split(seed)[1] != val for seed in range(1, 4))
+
+
+def test_validation_and_test_split(gsm8k: Path, tokenizer: str) -> None:
+    data = GSM8KDataModule(str(gsm8k), val_split="test", batch_size=9, val_size=2, tokenizer=tokenizer)
+    data.setup("test")
+    assert len(prompts_of(data, "train")) == 9
+    val, test = (prompts_of(data, use) for use in ("val", "test"))
+    assert [prompt.id for prompt in test] == ["test-0", "test-1", "test-2"]
+    assert len(val) == 2 and set(val) < set(test)
+
+
+def test_a_single_file_is_never_its_own_test_set(gsm8k: Path, tokenizer: str) -> None:
+    file = str(gsm8k / "train.jsonl")
+    data = GSM8KDataModule(file, batch_size=2, val_size=3, tokenizer=tokenizer)
+    data.setup("test")
+    assert prompts_of(data, "test") == prompts_of(data, "val")
+    with pytest.raises(UserError, match="another split"):
+        GSM8KDataModule(file, val_split="test", batch_size=2, val_size=3, tokenizer=tokenizer).setup("fit")
+
+
+def test_long_prompts_are_dropped_and_counted(gsm8k: Path, tokenizer: str, caplog: pytest.LogCaptureFixture) -> None:
+    rows = [{"question": "How " * words, "answer": "#### 1"} for words in (1, 2, 3, 4, 5)]
+    file = write_jsonl(gsm8k / "long.jsonl", rows)
+    data = GSM8KDataModule(
+        str(file), batch_size=1, val_size=0, max_prompt_tokens=5, tokenizer=tokenizer, system_prompt=None
+    )
+    with caplog.at_level(logging.INFO, "qerl_pl"):
+        data.setup("fit")  # a prompt is <user>, its words, <assistant>
+    assert {prompt.id for prompt in prompts_of(data, "train")} == {"train-0", "train-1", "train-2"}
+    assert "3 training prompts; 2 longer than max_prompt_tokens=5 dropped" in caplog.text
+
+
+def test_parquet_file(tmp_path: Path, tokenizer: str) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    table = pa.table({"question": ["How many ?", "How ?"], "answer": ["#### 1", "#### -2.5"]})
+    pq.write_table(table, tmp_path / "train.parquet")
+    data = GSM8KDataModule(str(tmp_path), batch_size=2, val_size=0, tokenizer=tokenizer)
+    data.setup("fit")
+    assert {prompt.reference for prompt in prompts_of(data, "train")} == {"1", "-2.5"}
+
+
+# Big-Math and arithmetic ---------------------------------------------------------------------------------------------
+
+BIGMATH = [
+    {"problem": f"p{n}", "answer": f"a{n}", "source": source, "domain": ["d"], "llama8b_solve_rate": rate}
+    for n, (source, rate) in enumerate([("math", 0.0), ("math", 0.5), ("orca", 0.6), ("math", 1.0), ("math", None)])
+]
+
+
+@pytest.mark.parametrize(
+    ("filters", "kept"),
+    [
+        ({}, {0, 1, 2, 3, 4}),
+        ({"min_solve_rate": 0.5}, {1, 2, 3}),
+        ({"max_solve_rate": 0.5}, {0, 1}),
+        ({"min_solve_rate": 0.1, "max_solve_rate": 0.9, "sources": ["math"]}, {1}),
+        ({"levels": [3, 4, 5]}, {0, 1}),
+        ({"levels": [2]}, {2}),
+        ({"sources": ["orca"]}, {2}),
+    ],
+)
+def test_bigmath_filters(tmp_path: Path, tokenizer: str, filters: dict, kept: set[int]) -> None:
+    file = write_jsonl(tmp_path / "bigmath.jsonl", BIGMATH)
+    data = BigMathDataModule(str(file), batch_size=1, val_size=0, tokenizer=tokenizer, **filters)
+    data.setup("fit")
+    prompts = prompts_of(data, "train")
+    assert {prompt.id for prompt in prompts} == {f"train-{n}" for n in kept}
+    assert all((prompt.text, prompt.reference) == (f"p{prompt.id[6:]}", f"a{prompt.id[6:]}") for prompt in prompts)
+
+
+def test_bigmath_validates_on_another_table(tmp_path: Path, tokenizer: str) -> None:
+    train = write_jsonl(tmp_path / "bigmath.jsonl", BIGMATH)
+    val = write_jsonl(tmp_path / "math.jsonl", [{"problem": "v", "answer": "\\pi", "level": 2, "subject": "Algebra"}])
+    data = BigMathDataModule(str(train), val_path=str(val), batch_size=5, tokenizer=tokenizer)
+    data.setup("fit")
+    assert [(prompt.id, prompt.reference) for prompt in prompts_of(data, "val")] == [("validation-0", "\\pi")]
+    assert len(prompts_of(data, "train")) == 5
+
+
+@pytest.mark.parametrize(
+    ("row", "level"),
+    [
+        *[({"llama8b_solve_rate": rate}, level) for rate, level in ((1.0, 1), (0.8, 1), (0.79, 2), (0.6, 2))],
+        *[({"llama8b_solve_rate": rate}, level) for rate, level in ((0.4, 3), (0.2, 4), (0.19, 5), (0.0, 5))],
+        ({"level": "Level 3", "llama8b_solve_rate": 1.0}, 3),
+        ({"level": 4}, 4),
+        ({"llama8b_solve_rate": None}, None),
+    ],
+)
+def test_bigmath_level(row: dict, level: int | None) -> None:
+    assert level_of(row) == level
+
+
+def test_arithmetic_splits_do_not_meet(tokenizer: str) -> None:
+    data = ArithmeticDataModule(
+        ArithmeticTask(digits=1), train_size=50, batch_size=50, val_size=20, test_size=10, tokenizer=tokenizer
+    )
+    data.setup("test")
+    train, val, test = (prompts_of(data, use) for use in ("train", "val", "test"))
+    assert (len(train), len(val), len(test)) == (50, 20, 10)
+    assert not {prompt.id for prompt in val} & {prompt.id for prompt in test}
+    for prompts, split in ((train, "train"), (val, "validation"), (test, "validation")):
+        for prompt in prompts:
+            numbers = tuple(int(word) for word in prompt.text.replace(".", " ").split() if word.isdigit())
+            assert int(prompt.reference) == sum(numbers) and split_of(numbers) == split
+
+
+# Order and resume ----------------------------------------------------------------------------------------------------
+
+
+class Recorder(LightningModule):
+    """Writes down the prompts of every training batch."""
+
+    def __init__(self, tokenizer: str) -> None:
+        super().__init__()
+        self.tokenizer = PreTrainedTokenizerFast.from_pretrained(tokenizer)
+        self.layer = torch.nn.Linear(1, 1)
+        self.seen: list[list[str]] = []
+
+    def training_step(self, batch: list[Prompt], batch_idx: int) -> torch.Tensor:
+        self.seen.append([prompt.id for prompt in batch])
+        return self.layer(torch.ones(1, 1)).sum()
+
+    def validation_step(self, batch: list[Prompt], batch_idx: int) -> None:
+        assert isinstance(batch[0], Prompt)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fit(folder: Path, data: PromptDataModule, module: Recorder, ckpt_path: Path | None = None) -> list[list[str]]:
+    """Three epochs of four batches, with a checkpoint after every batch and at the end of every epoch."""
+    checkpoints = [
+        ModelCheckpoint(folder, filename="batch-{step}", every_n_train_steps=1, save_top_k=-1),
+        ModelCheckpoint(folder, filename="epoch-{step}", every_n_epochs=1, save_on_train_epoch_end=True, save_top_k=-1),
+    ]
+    trainer = Trainer(
+        max_epochs=3,
+        accelerator="cpu",
+        logger=False,
+        callbacks=checkpoints,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=1,
+    )
+    trainer.fit(module, datamodule=data, ckpt_path=ckpt_path)
+    return module.seen
+
+
+@pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:The dirpath has changed")
+def test_a_resumed_run_sees_the_same_batches(gsm8k: Path, tokenizer: str, tmp_path: Path) -> None:
+    def data(seed: int = 0) -> GSM8KDataModule:
+        return GSM8KDataModule(str(gsm8k), batch_size=2, val_size=1, seed=seed)
+
+    whole = fit(tmp_path / "whole", data(), Recorder(tokenizer))
+    epochs = [whole[start : start + 4] for start in (0, 4, 8)]
+    assert all(len({name for batch in epoch for name in batch}) == 8 for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2]
+    for step in range(1, 12):
+        for kind in ("batch", "epoch") if step % 4 == 0 else ("batch",):
+            saved = tmp_path / "whole" / f"{kind}-step={step}.ckpt"
+            rest = fit(tmp_path / f"{kind}-{step}", data(), Recorder(tokenizer), saved)
+            assert rest == whole[step:], f"resumed from {saved.name}"
+    with pytest.raises(UserError, match="the seed .* are 1, 0 in the checkpoint"):
+        fit(tmp_path / "seed", data(seed=1), Recorder(tokenizer), tmp_path / "whole" / "batch-step=3.ckpt")
+    write_jsonl(gsm8k / "train.jsonl", [{"question": "How ?", "answer": "#### 1"}] * 8)
+    with pytest.raises(UserError, match="the training prompts"):
+        fit(tmp_path / "data", data(), Recorder(tokenizer), tmp_path / "whole" / "batch-step=3.ckpt")
+
+
+def test_loaders_leave_the_global_random_state_alone(gsm8k: Path, tokenizer: str) -> None:
+    data = GSM8KDataModule(str(gsm8k), batch_size=2, val_size=3, tokenizer=tokenizer)
+    before = torch.get_rng_state()
+    data.setup("test")
+    orders = [[prompt.id for prompt in prompts_of(data, "train")] for _ in range(2)]
+    prompts_of(data, "val"), prompts_of(data, "test")
+    assert torch.equal(torch.get_rng_state(), before)
+    assert orders[0] == orders[1]
+
+
+def test_ranks_share_the_batches_of_one_process() -> None:
+    alone = list(PromptSampler(11, batch_size=4, seed=5))
+    ranks = [PromptSampler(11, batch_size=4, seed=5, rank=rank, world_size=2) for rank in range(2)]
+    shares = [list(rank) for rank in ranks]
+    assert [len(rank) for rank in ranks] == [4, 4] == [len(share) for share in shares]
+    for batch in range(2):
+        together = {index for share in shares for index in share[batch * 2 : batch * 2 + 2]}
+        assert together == set(alone[batch * 4 : batch * 4 + 4])
+
+
+def test_replacement_prompts(gsm8k: Path, tokenizer: str) -> None:
+    def data(seed: int = 0) -> GSM8KDataModule:
+        made = GSM8KDataModule(str(gsm8k), batch_size=2, val_size=1, seed=seed, tokenizer=tokenizer)
+        made.setup("fit")
+        return made
+
+    one, other = data(), data()
+    train = {prompt.id for prompt in prompts_of(one, "train")}
+    drawn = one.replacement_prompts(("resample", 3, 0), 4, train_ids := sorted(train)[:2])
+    other.replacement_prompts(("resample", 2, 0), 4, [])  # an earlier draw changes nothing
+    assert other.replacement_prompts(("resample", 3, 0), 4, train_ids) == drawn
+    assert len({prompt.id for prompt in drawn}) == 4
+    assert not {prompt.id for prompt in drawn} & (set(train_ids) | {prompt.id for prompt in prompts_of(one, "val")})
+    assert any(one.replacement_prompts(("resample", 3, key), 4, train_ids) != drawn for key in (1, 2))
+    assert any(data(seed).replacement_prompts(("resample", 3, 0), 4, train_ids) != drawn for seed in (1, 2))
+    assert len(one.replacement_prompts(("all",), 99, ["train-0"])) == 7 + (prompts_of(one, "val")[0].id == "train-0")
+
+
+# What is refused -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"question": "a", "answer": "#### 1"}\n{"question": "b", ', r"data\.jsonl, line 2: "),
+        ('{"question": "a", "answer": "#### 1"}\n\n[1]\n', r"data\.jsonl, line 3 is a list"),
+        ("", "has none"),
+        ('{"problem": "a", "answer": "#### 1"}\n', r"row 1 of .*data\.jsonl has no question, found problem, answer"),
+        ('{"question": "a", "answer": "#### 1"}\n{"question": null, "answer": "1"}\n', "row 2 .* has no question"),
+        ('{"question": "a", "answer": "#### 1"}\n{"question": "b", "answer": "so 1"}\n', "row 2 .* ends in 'so 1'"),
+    ],
+)
+def test_bad_rows_are_named(tmp_path: Path, tokenizer: str, content: str, message: str) -> None:
+    file = tmp_path / "data.jsonl"
+    file.write_text(content)
+    with pytest.raises(UserError, match=message) as raised:
+        GSM8KDataModule(str(file), batch_size=1, val_size=0, tokenizer=tokenizer).setup("fit")
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"path": "nowhere.jsonl"}, "no such file: nowhere.jsonl"),
+        ({"path": "no/such-data"}, "no file no/such-data is here"),
+        ({"batch_size": 10}, "batch_size=10 for 9 prompts"),
+        ({"val_size": 9}, "val_size=9 of 9"),
+        ({"max_prompt_tokens": 3}, "none of 9 is, the shortest has"),
+        ({"batch_size": 0}, "batch_size must be at least 1; got 0"),
+        ({"tokenizer": "no/such-tokenizer"}, "no/such-tokenizer cannot be loaded"),
+        ({"tokenizer": None}, "set tokenizer"),
+    ],
+)
+def test_bad_options(gsm8k: Path, tokenizer: str, options: dict, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    given = {"path": str(gsm8k), "batch_size": 2, "val_size": 0, "tokenizer": tokenizer} | options
+    with pytest.raises(UserError, match=message) as raised:
+        GSM8KDataModule(**given).setup("fit")
+    assert "\n" not in str(raised.value)
+
+
+def test_folder_without_the_split(gsm8k: Path, tokenizer: str) -> None:
+    (gsm8k / "train.jsonl").unlink()
+    with pytest.raises(UserError, match=r"train\.jsonl.* holds test\.jsonl"):
+        GSM8KDataModule(str(gsm8k), tokenizer=tokenizer).setup("fit")
+
+
+@pytest.mark.parametrize(
+    ("filters", "message"),
+    [({"sources": ["amc"]}, "none of 5"), ({"levels": [7]}, "none of 5"), ({"min_solve_rate": 2.0}, "none of 5")],
+)
+def test_filters_that_leave_nothing(tmp_path: Path, tokenizer: str, filters: dict, message: str) -> None:
+    file = write_jsonl(tmp_path / "bigmath.jsonl", BIGMATH)
+    with pytest.raises(UserError, match=message):
+        BigMathDataModule(str(file), batch_size=1, tokenizer=tokenizer, **filters).setup("fit")
+
+
+def test_filter_without_its_column(tmp_path: Path, tokenizer: str) -> None:
+    file = write_jsonl(tmp_path / "plain.jsonl", [{"problem": "p", "answer": "1"}])
+    with pytest.raises(
+        UserError, match="levels filters by the column level or llama8b_solve_rate.* has problem, answer"
+    ):
+        BigMathDataModule(str(file), batch_size=1, val_size=0, levels=[3], tokenizer=tokenizer).setup("fit")
+
+
+def test_no_chat_template(gsm8k: Path, tmp_path: Path) -> None:
+    bare = make_tokenizer(tmp_path / "bare", template=None)
+    with pytest.raises(UserError, match="need a chat template"):
+        GSM8KDataModule(str(gsm8k), tokenizer=bare).setup("fit")
+
+
+def test_template_that_refuses_a_system_message(gsm8k: Path, tmp_path: Path) -> None:
+    template = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}" + TEMPLATE
+    strict = make_tokenizer(tmp_path / "strict", template)
+    with pytest.raises(UserError, match="no system role; .*system_prompt to null"):
+        GSM8KDataModule(str(gsm8k), tokenizer=strict).setup("fit")
+    GSM8KDataModule(str(gsm8k), tokenizer=strict, system_prompt=None, batch_size=2, val_size=1).setup("fit")
