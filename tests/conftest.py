@@ -1,0 +1,19 @@
+"""Fixtures that more than one test file uses."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+# Triton reads this when it is first imported: without a GPU its kernels run in its interpreter.
+os.environ.setdefault("TRITON_INTERPRET", str(int(not torch.cuda.is_available())))
+
+from qerl_pl.toy import ToyConfig, build_toy_policy
+
+
+@pytest.fixture(scope="session")
+def tiny_policy_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A two-layer toy checkpoint in Hugging Face format, barely trained; tests must not write into it."""
+    config = ToyConfig(layers=2, intermediate=128, steps=2, batch_size=2)
+    return build_toy_policy(config, tmp_path_factory.mktemp("toy"))
