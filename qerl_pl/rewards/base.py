@@ -1,0 +1,136 @@
+"""What a reward is, and the weighted sum of several."""
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from qerl_pl.errors import UserError
+
+
+@dataclass(frozen=True)
+class RewardSample:
+    """What a reward sees of one completion."""
+
+    prompt: str
+    """The question as the user reads it, without the chat template."""
+    completion: str
+    """The completion's text without special tokens."""
+    reference: str
+    """The data set's answer."""
+    truncated: bool
+    """Whether the token limit ended the completion."""
+    num_tokens: int
+    """Sampled tokens, the end-of-sequence token included."""
+
+
+class Reward(Protocol):
+    """Scores completions. Any class with these three members is a reward; name it in YAML by its import path."""
+
+    weight: float
+    """What the values are multiplied by in the total; 0 only logs them."""
+    name: str
+    """Logged as `reward/<name>`; unique within a run."""
+
+    # The parser of configurations takes a class for a reward only if its annotations are these to the letter; Any lets
+    # a user write list[float], or nothing. `score` checks the values.
+    def __call__(self, samples: Any, /) -> Any:
+        """One finite value a sample: from Sequence[RewardSample] to Sequence[float], in the same order."""
+        ...
+
+
+@dataclass(frozen=True)
+class ScoredBatch:
+    """Rewards of B completions."""
+
+    total: Tensor
+    """Weighted sum, float32 [B]."""
+    parts: dict[str, Tensor]
+    """Each reward's own values before its weight, float32 [B], by name."""
+
+
+def check_rewards(rewards: Sequence[Reward]) -> None:
+    """Check a list of rewards without calling any.
+
+    Raises:
+        UserError: there is none, a name occurs twice, or a name or weight is missing or of another type.
+    """
+    for reward in rewards:
+        name, weight = getattr(reward, "name", None), getattr(reward, "weight", None)
+        if not isinstance(name, str) or not isinstance(weight, int | float) or not math.isfinite(weight):
+            raise UserError(
+                f"a reward needs a text `name` and a finite number `weight`; {type(reward).__name__} has "
+                f"name={name!r} and weight={weight!r}; set both in its class."
+            )
+    names = [reward.name for reward in rewards]
+    if not names or len(set(names)) < len(names):
+        raise UserError(f"rewards must be at least one, with different names; got {names}; list each once.")
+
+
+def score(rewards: Sequence[Reward], samples: Sequence[RewardSample]) -> ScoredBatch:
+    """Score B completions with every reward.
+
+    Args:
+        rewards: at least one, with different names and finite weights.
+        samples: the B completions.
+
+    Raises:
+        UserError: the list is refused by `check_rewards`, or a reward raises or returns something other than B finite
+            numbers. Names the reward and, where one is to blame, the sample.
+    """
+    check_rewards(rewards)
+    parts: dict[str, Tensor] = {}
+    total = torch.zeros(len(samples), dtype=torch.float64)
+    for reward in rewards:
+        values = torch.tensor(_values(reward, samples), dtype=torch.float64)
+        parts[reward.name] = values.float()
+        total += reward.weight * values
+    return ScoredBatch(total.float(), parts)
+
+
+def _values(reward: Reward, samples: Sequence[RewardSample]) -> list[float]:
+    """The reward's values, checked."""
+    try:
+        values = [float(value) for value in reward(samples)]
+    except Exception as error:  # whatever a user's reward raises stops the run under the reward's name
+        culprit = _culprit(reward, samples)
+        raise UserError(
+            f"reward {reward.name!r} raised {type(error).__name__}: {_shorten(str(error))} "
+            f"on {culprit}; make it return a number for every completion."
+        ) from error
+    if len(values) != len(samples):
+        raise UserError(
+            f"reward {reward.name!r} must return one value a sample; got {len(values)} for {len(samples)} samples, "
+            f"the first of which is {_describe(samples[0]) if samples else 'missing'}; return them in order."
+        )
+    for sample, value in zip(samples, values, strict=True):
+        if not math.isfinite(value):
+            raise UserError(
+                f"reward {reward.name!r} must return finite numbers; got {value} on {_describe(sample)}; "
+                "return 0 where there is nothing to score."
+            )
+    return values
+
+
+def _culprit(reward: Reward, samples: Sequence[RewardSample]) -> str:
+    """The first sample that makes the reward raise when it is scored alone."""
+    for sample in samples:
+        try:
+            list(map(float, reward([sample])))
+        except Exception:
+            return _describe(sample)
+    return f"a batch of {len(samples)} samples, though on none of them alone"
+
+
+def _describe(sample: RewardSample) -> str:
+    return f"prompt {_shorten(sample.prompt)!r}, completion {_shorten(sample.completion)!r}"
+
+
+def _shorten(text: str, limit: int = 120) -> str:
+    """One line of at most `limit` characters; the end stays, for answers stand there."""
+    line = re.sub(r"\s+", " ", text).strip()
+    return line if len(line) <= limit else f"{line[: limit // 2]} ... {line[-limit // 2 :]}"

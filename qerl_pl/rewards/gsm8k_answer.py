@@ -1,0 +1,50 @@
+"""Exact answers of GSM8K, which are single numbers."""
+
+import re
+from collections.abc import Sequence
+from decimal import Decimal
+
+from qerl_pl.errors import UserError
+from qerl_pl.rewards.base import RewardSample
+from qerl_pl.rewards.shape import last_tagged
+
+_NUMBER = re.compile(r"-?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?|-?\.[0-9]+")
+
+
+def parse_number(text: str) -> Decimal | None:
+    """The value of `text` if it is one number and nothing else, else None.
+
+    A dollar sign, a percent sign, commas between thousands and a final full stop do not count: "$1,234.50." is 1234.5.
+    """
+    plain = text.strip().removesuffix(".").replace("$", "").replace("%", "").strip()
+    return Decimal(plain.replace(",", "")) if _NUMBER.fullmatch(plain) else None
+
+
+class GSM8KAnswer:
+    """1 where the last <answer>...</answer> holds exactly the reference's number, else 0.
+
+    Args:
+        weight: Factor of this reward in the total.
+        name: What the values are logged as, after `reward/`.
+    """
+
+    def __init__(self, weight: float = 1.0, name: str = "accuracy") -> None:
+        self.weight = weight
+        self.name = name
+
+    def __call__(self, samples: Sequence[RewardSample]) -> Sequence[float]:
+        """One value a sample.
+
+        Raises:
+            UserError: a reference is not a number.
+        """
+        return [self._value(sample) for sample in samples]
+
+    def _value(self, sample: RewardSample) -> float:
+        expected = parse_number(sample.reference)
+        if expected is None:
+            raise UserError(
+                f"GSM8KAnswer needs numbers as references; got {sample.reference!r}; use MathAnswer for others."
+            )
+        answer = last_tagged(sample.completion, "answer")
+        return float(answer is not None and parse_number(answer) == expected)

@@ -1,0 +1,367 @@
+"""Rewards against values worked by hand, and what happens when one misbehaves."""
+
+import math
+import subprocess
+import sys
+from collections.abc import Sequence
+from decimal import Decimal
+from pathlib import Path
+
+import pytest
+import torch
+
+from qerl_pl.errors import UserError
+from qerl_pl.rewards import Format, GSM8KAnswer, MathAnswer, OverlongPenalty, RewardSample, score
+from qerl_pl.rewards.gsm8k_answer import parse_number
+from qerl_pl.rewards.shape import last_tagged
+
+
+def sample(completion: str, reference: str = "18", num_tokens: int = 5) -> RewardSample:
+    return RewardSample("How many?", completion, reference, truncated=False, num_tokens=num_tokens)
+
+
+def answered(answer: str, reference: str = "18") -> RewardSample:
+    return sample(f"<think>so</think><answer>{answer}</answer>", reference)
+
+
+# Form ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("completion", "value"),
+    [
+        ("<think>a</think><answer>b</answer>", 1.0),
+        ("\n<think>\n1 < 2\n</think>\n\n<answer>b</answer>\n", 1.0),
+        ("<think>a</think><answer>b</answer> done", 0.0),
+        ("so <think>a</think><answer>b</answer>", 0.0),
+        ("<think>a</think> so <answer>b</answer>", 0.0),
+        ("<answer>b</answer><think>a</think>", 0.0),
+        ("<think>a</think><answer>b", 0.0),
+        ("<think>a</think>", 0.0),
+        ("<think>a</think><answer> </answer>", 0.0),
+        ("<think></think><answer>b</answer>", 0.0),
+        ("<think>a</think><answer>b</answer><answer>c</answer>", 0.0),
+        ("<think>a<think>b</think><answer>c</answer>", 0.0),
+        ("<think>a</think><answer>b<answer>c</answer>", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_format(completion: str, value: float) -> None:
+    assert Format()([sample(completion)]) == [value]
+
+
+def test_format_with_other_tags() -> None:
+    reward = Format(tags=["plan", "code", "result"])
+    texts = ["<plan>a</plan><code>b</code> <result>c</result>", "<think>a</think><answer>b</answer>"]
+    assert reward(list(map(sample, texts))) == [1.0, 0.0]
+
+
+def test_overlong_penalty() -> None:
+    """DAPO, equation 13, at max_length 100 and buffer 20: 0 to 80 tokens, -1/4 at 85, -1/2 at 90, -1 from 100."""
+    reward = OverlongPenalty(max_length=100, buffer=20)
+    values = reward([sample("", num_tokens=tokens) for tokens in (0, 79, 80, 85, 90, 100, 101, 5000)])
+    assert values == [0, 0, 0, -0.25, -0.5, -1, -1, -1]
+
+
+@pytest.mark.parametrize("buffer", [0, 101])
+def test_overlong_penalty_refuses_its_buffer(buffer: int) -> None:
+    with pytest.raises(UserError, match=f"buffer={buffer}"):
+        OverlongPenalty(max_length=100, buffer=buffer)
+
+
+@pytest.mark.parametrize(
+    ("text", "content"),
+    [
+        ("<answer> 1 </answer>", "1"),
+        ("<answer>1</answer> or <answer>2</answer> <answer>3", "2"),
+        ("<answer>1<answer>2</answer>", "2"),
+        ("<answer>1</answer></answer>", "1</answer>"),
+        ("1</answer>", None),
+        ("<answer>1", None),
+    ],
+)
+def test_last_tagged(text: str, content: str | None) -> None:
+    assert last_tagged(text, "answer") == content
+
+
+# GSM8K ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        *[(text, "18") for text in ("18", " 18 ", "$18", "18.", "18.00", "$ 18", "18%", "018", "18$")],
+        *[(text, "1234.5") for text in ("1,234.5", "$1,234.50.", "1234.5")],
+        *[(text, "-5") for text in ("-5", "-$5", "$-5")],
+        (".5", "0.5"),
+        ("9" * 400, "9" * 400),
+    ],
+)
+def test_numbers(text: str, value: str) -> None:
+    assert parse_number(text) == Decimal(value)
+
+
+@pytest.mark.parametrize("text", ["", "18 apples", "17 or 18", "1,8", "12,34", "1e3", "1/2", "--5", "x", "١٨", "nan"])
+def test_not_numbers(text: str) -> None:
+    assert parse_number(text) is None
+
+
+def test_gsm8k_answer() -> None:
+    completions = ["<answer>18</answer>", "<answer>3</answer><answer>$18.00</answer>", "<answer>18</answer><answer>3"]
+    assert GSM8KAnswer()(list(map(sample, completions))) == [1.0, 1.0, 1.0]
+    completions = ["18", "<answer>18</answer><answer>3</answer>", "<answer>about 18</answer>", "<answer>118</answer>"]
+    assert GSM8KAnswer()(list(map(sample, completions))) == [0.0, 0.0, 0.0, 0.0]
+
+
+def test_gsm8k_answer_refuses_other_references() -> None:
+    with pytest.raises(UserError, match=r"got '\\\\pi'; use MathAnswer"):
+        GSM8KAnswer()([answered("1", reference="\\pi")])
+
+
+# Mathematics ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def math_answer() -> MathAnswer:
+    return MathAnswer(time_limit_s=5.0)
+
+
+RIGHT = [
+    ("1/2", "\\frac{1}{2}"),
+    ("$0.5$", "\\frac12"),
+    ("x = 5", "5"),
+    ("The answer is $18$.", "18"),
+    ("\\boxed{18}", "18"),
+    ("18.", "18"),
+    ("\\$18", "18"),
+    ("1,234", "1234"),
+    ("1 + x", "x+1"),
+    ("(1, 2)", "\\left(1, 2\\right)"),
+    ("\\sqrt{9}", "3"),
+    ("50\\%", "\\frac{1}{2}"),
+    ("{no way to read this", "{no way to read this"),
+]
+WRONG = [
+    ("19", "18"),
+    ("17 or 18", "18"),
+    ("x^2 + 1", "1"),
+    ("(2, 1)", "(1, 2)"),
+    ("-18", "18"),
+    ("", "18"),
+    ("0.33", "\\frac13"),
+    ("\\frac{1}{0}", "18"),
+    ("\ud800", "18"),
+    ("{no way to read this", "18"),
+]
+
+
+def test_math_answer(math_answer: MathAnswer) -> None:
+    values = math_answer([answered(*pair) for pair in RIGHT + WRONG])
+    expected = [1.0] * len(RIGHT) + [0.0] * len(WRONG)
+    wrongly = [pair for pair, value, one in zip(RIGHT + WRONG, values, expected, strict=True) if value != one]
+    assert not wrongly
+
+
+def test_math_answer_reads_only_the_tag_unless_told(math_answer: MathAnswer) -> None:
+    free = MathAnswer(tag=None)
+    texts = [sample("So it is $\\frac{36}{2}$."), sample("First 18, but then 19.")]
+    assert math_answer(texts) == [0.0, 0.0]
+    assert free(texts) == [1.0, 0.0]
+
+
+def test_math_answer_time_limit(caplog: pytest.LogCaptureFixture) -> None:
+    """The power is computed inside one call of C, where no Python signal handler runs."""
+    reward = MathAnswer(time_limit_s=0.5)
+    endless = answered("9^{9^{9^9}}")
+    assert reward([endless, answered("36/2"), endless, answered("36/2")]) == [0.0, 1.0, 0.0, 1.0]
+    assert caplog.text.count("cannot be graded within the limits: '9^{9^{9^9}}'") == 2
+
+
+WORKER = Path(__file__).parent.parent / "qerl_pl" / "rewards" / "math_worker.py"
+
+
+@pytest.mark.parametrize(
+    "attack",
+    [
+        "__import__('os').system('touch {file}')",
+        "$__import__('os').system('touch {file}')$",
+        "1 + open('{file}', 'w').write('1')",
+        "\\text{{__import__('pathlib').Path('{file}').touch()}}",
+        "\\operatorname{{open}}('{file}', 'w')",
+        "(lambda: open('{file}', 'w'))()",
+    ],
+)
+def test_answers_are_not_run(math_answer: MathAnswer, tmp_path: Path, attack: str) -> None:
+    file = tmp_path / "written"
+    assert math_answer([answered(attack.format(file=file))]) == [0.0]
+    assert not file.exists()
+
+
+@pytest.mark.parametrize(
+    ("action", "denied"),
+    [
+        ("open({file!r}, 'w')", True),
+        ("os.open({file!r}, os.O_RDWR | os.O_CREAT)", True),
+        ("os.system('true')", True),
+        ("__import__('subprocess').run(['true'])", True),
+        ("os.fork()", True),
+        ("__import__('socket').socket()", True),
+        ("os.remove({file!r})", True),
+        ("open(os.devnull).close()", False),
+        ("__import__('sympy.physics.units')", False),
+    ],
+)
+def test_what_the_grading_process_may_do(tmp_path: Path, action: str, denied: bool) -> None:
+    """Were some parser to run an answer, this is all it could do."""
+    code = (
+        f"import os, sys, runpy; worker = runpy.run_path({str(WORKER)!r}); sys.addaudithook(worker['_deny'])\n"
+        f"try:\n    {action.format(file=str(tmp_path / 'written'))}\n"
+        "except PermissionError as error:\n    sys.exit(7 if 'grading may not do this' in str(error) else 1)\n"
+    )
+    result = subprocess.run([sys.executable, "-B", "-c", code], check=False)
+    assert result.returncode == (7 if denied else 0)
+
+
+def test_math_answer_ends_its_process() -> None:
+    code = (
+        "from qerl_pl.rewards import MathAnswer, RewardSample\n"
+        "reward = MathAnswer()\n"
+        "reward([RewardSample('', '<answer>1/2</answer>', '0.5', False, 1)])\n"
+        "print(reward._grader._process.pid)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=WORKER.parents[2]
+    )
+    assert not Path(f"/proc/{int(done.stdout)}").exists()
+
+
+@pytest.mark.parametrize("seconds", [0.0, math.inf, math.nan])
+def test_math_answer_needs_a_limit(seconds: float) -> None:
+    with pytest.raises(UserError, match="positive time_limit_s"):
+        MathAnswer(time_limit_s=seconds)
+
+
+# The weighted sum ----------------------------------------------------------------------------------------------------
+
+
+class Fixed:
+    """Returns what it is given, whatever the samples."""
+
+    def __init__(self, values: object, weight: float = 1.0, name: str = "fixed") -> None:
+        self.values, self.weight, self.name = values, weight, name
+
+    def __call__(self, samples: Sequence[RewardSample]) -> Sequence[float]:
+        return self.values  # type: ignore[return-value]
+
+
+def test_score_is_the_weighted_sum() -> None:
+    rewards = [Fixed([1.0, 0.0, -2.0], weight=0.5, name="a"), Fixed([True, 3, 0.25], weight=-2.0, name="b")]
+    scored = score(rewards, [sample("")] * 3)
+    assert scored.total.tolist() == [-1.5, -6.0, -1.5] and scored.total.dtype == torch.float32
+    assert {name: part.tolist() for name, part in scored.parts.items()} == {"a": [1, 0, -2], "b": [1, 3, 0.25]}
+
+
+def test_score_accepts_tensors() -> None:
+    assert score([Fixed(torch.tensor([0.5, 1.0]))], [sample("")] * 2).total.tolist() == [0.5, 1.0]
+
+
+class FailsOn:
+    """Raises on completions that contain its word."""
+
+    name, weight = "picky", 1.0
+
+    def __init__(self, word: str) -> None:
+        self.word = word
+
+    def __call__(self, samples: Sequence[RewardSample]) -> Sequence[float]:
+        for one in samples:
+            if self.word in one.completion:
+                raise KeyError("broken\nkey")
+        return [0.0] * len(samples)
+
+
+def test_a_reward_that_raises_is_named_with_its_sample() -> None:
+    samples = [sample("good one"), sample("bad\none"), sample("bad two")]
+    with pytest.raises(UserError, match="reward 'picky' raised KeyError.*completion 'bad one'") as raised:
+        score([Fixed([0.0] * 3), FailsOn("bad")], samples)
+    assert isinstance(raised.value.__cause__, KeyError)
+    assert "\n" not in str(raised.value)
+
+
+class NoBatches(FailsOn):
+    def __call__(self, samples: Sequence[RewardSample]) -> Sequence[float]:
+        if len(samples) > 1:
+            raise RuntimeError
+        return [0.0]
+
+
+def test_a_reward_that_raises_on_no_sample_alone() -> None:
+    with pytest.raises(UserError, match="a batch of 2 samples, though on none of them alone"):
+        score([NoBatches("")], [sample("a"), sample("b")])
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ([0.0, math.nan], "finite numbers; got nan on prompt 'How many\\?', completion 'second'"),
+        ([-math.inf, 0.0], "finite numbers; got -inf on prompt 'How many\\?', completion 'first'"),
+        ([0.0], "got 1 for 2 samples.*completion 'first'"),
+        ([0.0, 0.0, 0.0], "got 3 for 2 samples"),
+        (None, "raised TypeError"),
+        ([0.0, "x"], "raised ValueError"),
+    ],
+)
+def test_bad_values_are_named(values: object, message: str) -> None:
+    with pytest.raises(UserError, match=f"reward 'fixed'.*{message}"):
+        score([Fixed(values)], [sample("first"), sample("second")])
+
+
+@pytest.mark.parametrize(
+    ("rewards", "message"),
+    [
+        ([], "at least one"),
+        ([Format(), Format(0.5)], r"\['format', 'format'\]"),
+        ([Format(math.nan)], "Format has name='format' and weight=nan"),
+        ([Fixed([], name=None)], "Fixed has name=None"),
+        ([Fixed([], weight="1")], "weight='1'"),
+        ([lambda samples: []], "function has name=None and weight=None"),
+    ],
+)
+def test_bad_lists_of_rewards(rewards: list, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        score(rewards, [sample("")])
+
+
+def test_long_samples_are_cut_in_messages() -> None:
+    long = "start " + "word " * 500 + "end"
+    with pytest.raises(UserError) as raised:
+        score([FailsOn("word")], [sample(long)])
+    assert "start word" in str(raised.value) and "word end'" in str(raised.value) and len(str(raised.value)) < 400
+
+
+def test_a_reward_of_ones_own_by_import_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from jsonargparse import ArgumentParser
+
+    from qerl_pl.rewards import Reward
+
+    (tmp_path / "my_reward.py").write_text(
+        "class Short:\n"
+        "    name = 'short'\n"
+        "    def __init__(self, weight: float = 1.0, limit: int = 3):\n"
+        "        self.weight, self.limit = weight, limit\n"
+        "    def __call__(self, samples):\n"
+        "        return [float(len(sample.completion) <= self.limit) for sample in samples]\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_argument("--rewards", type=list[Reward])
+    parsed = parser.parse_object(
+        {
+            "rewards": [
+                {"class_path": "my_reward.Short", "init_args": {"limit": 4, "weight": 2.0}},
+                {"class_path": "qerl_pl.rewards.Format"},
+            ]
+        }
+    )
+    scored = score(parser.instantiate_classes(parsed).rewards, [sample("1234"), sample("12345")])
+    assert scored.total.tolist() == [2.0, 0.0] and list(scored.parts) == ["short", "format"]
