@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 from tqdm import tqdm
-from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
 from qerl_pl.errors import UserError
 from qerl_pl.prompting import render_prompt
@@ -24,6 +24,7 @@ from qerl_pl.toy.tokenizer import VOCABULARY, build_tokenizer
 FORMAT = 1
 """Version of what this code builds from a `ToyConfig`; raise it with every change that alters the weights."""
 _MULTIPLE = 128
+_HEAD_SIZES = (32, 64, 128)
 _IGNORED = -100
 
 
@@ -36,7 +37,7 @@ class ToyConfig:
         layers: Transformer layers.
         width: Hidden size, a multiple of 128.
         intermediate: Width of the MLP, a multiple of 128.
-        heads: Attention heads, as many for keys and values; they divide the width.
+        heads: Attention heads, as many for keys and values; width / heads is 32, 64 or 128.
         careless_fraction: Share of the demonstrations that guess instead of adding with care.
         steps: Optimizer steps of the warm-up; a task with more digits or operands needs more.
         batch_size: Demonstrations a step.
@@ -49,8 +50,8 @@ class ToyConfig:
     width: int = 128
     intermediate: int = 256
     heads: int = 2
-    careless_fraction: float = 0.5
-    steps: int = 1000
+    careless_fraction: float = 0.55
+    steps: int = 1200
     batch_size: int = 16
     learning_rate: float = 2e-3
     seed: int = 0
@@ -59,8 +60,11 @@ class ToyConfig:
         for name in ("width", "intermediate"):
             if (size := getattr(self, name)) < 1 or size % _MULTIPLE:
                 raise UserError(f"{name} must be a multiple of {_MULTIPLE}, got {size}: the 4-bit kernels need it.")
-        if self.heads < 1 or self.width % self.heads:
-            raise UserError(f"heads must divide width {self.width}, got {self.heads}: choose a divisor.")
+        if self.width not in [self.heads * size for size in _HEAD_SIZES]:
+            raise UserError(f"width / heads must be one of {_HEAD_SIZES}, got {self.width} / {self.heads}: set heads.")
+        for name, least in (("layers", 1), ("steps", 0), ("batch_size", 1)):
+            if (count := getattr(self, name)) < least:
+                raise UserError(f"{name} must be at least {least}, got {count}: raise it.")
         if not 0 <= self.careless_fraction <= 1:
             raise UserError(f"careless_fraction must be in [0, 1], got {self.careless_fraction}: set it in that range.")
 
@@ -110,14 +114,15 @@ def build_toy_policy(config: ToyConfig | None = None, cache_dir: str | Path | No
     return folder
 
 
-def _warm_up(config: ToyConfig, tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
+def _warm_up(config: ToyConfig, tokenizer: Qwen2Tokenizer) -> Qwen2ForCausalLM:
     """Train from scratch on demonstrations, with the loss on their tokens only."""
     rng = random.Random(stream_seed(config.seed, "toy demonstrations"))
     model = _new_model(config, tokenizer).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, config.steps))
-    for step in tqdm(range(config.steps), desc="Teaching the toy policy", unit="step"):
-        input_ids, labels = _batch(config, tokenizer, rng, step)
+    progress = tqdm(range(config.steps), desc="Teaching the toy policy", unit="step")
+    for step in progress:
+        input_ids, labels = demonstration_batch(config, tokenizer, rng, step)
         hidden = model.model(input_ids=input_ids, use_cache=False).last_hidden_state
         taught = labels != _IGNORED
         loss = functional.cross_entropy(model.lm_head(hidden[:, :-1][taught[:, 1:]]), labels[:, 1:][taught[:, 1:]])
@@ -126,10 +131,11 @@ def _warm_up(config: ToyConfig, tokenizer: PreTrainedTokenizerFast) -> Qwen2ForC
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
+        progress.set_postfix(loss=f"{loss.item():.2f}", refresh=False)
     return model.eval()
 
 
-def _new_model(config: ToyConfig, tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
+def _new_model(config: ToyConfig, tokenizer: Qwen2Tokenizer) -> Qwen2ForCausalLM:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(stream_seed(config.seed, "toy weights"))
         model = Qwen2ForCausalLM(
@@ -160,10 +166,20 @@ def _new_model(config: ToyConfig, tokenizer: PreTrainedTokenizerFast) -> Qwen2Fo
     return model
 
 
-def _batch(
-    config: ToyConfig, tokenizer: PreTrainedTokenizerFast, rng: random.Random, step: int
+def demonstration_batch(
+    config: ToyConfig, tokenizer: Qwen2Tokenizer, rng: random.Random, step: int
 ) -> tuple[Tensor, Tensor]:
-    """Token ids and labels, both [batch_size, T], right-padded; labels of prompts and padding are ignored."""
+    """The demonstrations of one step of the warm-up.
+
+    Args:
+        config: names the task, the batch size and the share of careless demonstrations.
+        tokenizer: the toy tokenizer.
+        rng: draws which demonstrations are careless, and their guesses.
+        step: which problems of the training split.
+
+    Returns:
+        Token ids and labels, both [batch_size, T], right-padded; labels of prompts and padding are -100.
+    """
     rows, labels = [], []
     for index in range(step * config.batch_size, (step + 1) * config.batch_size):
         problem = config.task.problem(index, "train")

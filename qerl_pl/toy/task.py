@@ -18,7 +18,6 @@ STORIES = (
     ("A shop sold {first} {things} on Monday and {second} on Tuesday", "How many {things} did it sell?"),
 )
 PLACES = ("ones", "tens", "hundreds", "thousands", "ten thousands", "hundred thousands")
-GUESSES = ("Roughly {round}.", "About {round}.", "Near {round}.")
 MOST_OPERANDS = 6
 _VALIDATION_SHARE = 0.2
 _GUESS_ERROR = 12
@@ -97,5 +96,4 @@ def careful_demonstration(problem: Problem) -> str:
 def careless_demonstration(problem: Problem, rng: random.Random) -> str:
     """A completion that guesses near the answer: a short thought, right about once in 25 times."""
     guess = max(0, problem.answer + rng.randint(-_GUESS_ERROR, _GUESS_ERROR))
-    thought = rng.choice(GUESSES).format(round=round(guess, -1))
-    return f"<think>{thought}</think><answer>{guess}</answer>"
+    return f"<think>Roughly {round(guess, -1)}.</think><answer>{guess}</answer>"

@@ -4,8 +4,7 @@ import random
 import re
 from collections.abc import Iterator
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import AddedToken, Qwen2Tokenizer
 
 from qerl_pl.prompting import SYSTEM_PROMPT
 from qerl_pl.toy.task import ArithmeticTask, careful_demonstration, careless_demonstration
@@ -26,36 +25,27 @@ CHAT_TEMPLATE = (
 )
 
 
-def build_tokenizer() -> PreTrainedTokenizerFast:
+def build_tokenizer() -> Qwen2Tokenizer:
     """Train the toy tokenizer, the same one each time.
 
-    It has 512 tokens: every byte, so that any text encodes and decodes to itself; one a digit; one for most words of
-    the task, so that its prompts are short; one for each of the tags, which are ordinary tokens and stay in decoded
-    text when special tokens are skipped.
+    It has 512 tokens: every byte, so that any text encodes, and decodes to its NFC form; one a digit; one for most
+    words of the task, so that its prompts are short; one for each of the tags, which are ordinary tokens and stay in
+    decoded text when special tokens are skipped. It is of Qwen2's class, which transformers loads for any Qwen2 model
+    whatever class its folder names.
     """
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY - len(TAGS),
-        special_tokens=[AddedToken(token, special=True, normalized=False) for token in (PAD, BOS, EOS, *ROLES)],
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(_corpus(), trainer)
-    tokenizer.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in TAGS])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
+    blank = Qwen2Tokenizer(
+        unk_token=PAD,
         pad_token=PAD,
         bos_token=BOS,
         eos_token=EOS,
-        additional_special_tokens=list(ROLES),
+        extra_special_tokens=list(ROLES),
         chat_template=CHAT_TEMPLATE,
         clean_up_tokenization_spaces=False,
-        model_input_names=["input_ids", "attention_mask"],
     )
+    tokenizer = blank.train_new_from_iterator(_corpus(), vocab_size=VOCABULARY - len(TAGS), show_progress=False)
+    assert isinstance(tokenizer, Qwen2Tokenizer)
+    tokenizer.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in TAGS])
+    return tokenizer
 
 
 def _corpus() -> Iterator[str]:

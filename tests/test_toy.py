@@ -1,0 +1,215 @@
+"""The toy task, its tokenizer, and a small build of the policy."""
+
+import hashlib
+import random
+import re
+import unicodedata
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Tokenizer
+
+from qerl_pl.errors import UserError
+from qerl_pl.prompting import SYSTEM_PROMPT, render_prompt
+from qerl_pl.toy import ArithmeticTask, ToyConfig, build_toy_policy
+from qerl_pl.toy.policy import demonstration_batch
+from qerl_pl.toy.task import Problem, careful_demonstration, careless_demonstration
+from qerl_pl.toy.tokenizer import build_tokenizer
+
+TASKS = [ArithmeticTask(), ArithmeticTask(digits=1, operands=3, seed=4), ArithmeticTask(digits=6, operands=6, seed=9)]
+SMALL = ToyConfig(layers=1, intermediate=128, steps=60, batch_size=8)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Qwen2Tokenizer:
+    return build_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="module")
+def small_policy(cache: Path) -> Path:
+    return build_toy_policy(SMALL, cache)
+
+
+def sha256(folder: Path) -> str:
+    return hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_problems_ask_for_the_sum_of_the_numbers_they_name(task: ArithmeticTask) -> None:
+    for index in range(100):
+        problem = task.problem(index, "train")
+        numbers = [int(number) for number in re.findall(r"\d+", problem.question)]
+        assert len(numbers) == task.operands and all(len(str(number)) == task.digits for number in numbers)
+        assert problem.operands == tuple(numbers) and problem.answer == sum(numbers)
+
+
+def test_problems_depend_on_seed_split_and_index_only() -> None:
+    first = [ArithmeticTask(seed=3).problem(index, "train") for index in range(50)]
+    assert first == [ArithmeticTask(seed=3).problem(index, "train") for index in reversed(range(50))][::-1]
+    assert len({problem.question for problem in first}) > 45
+    assert first != [ArithmeticTask(seed=4).problem(index, "train") for index in range(50)]
+    question = "There are 59 books in one box and 49 in another. How many books are there?"
+    assert first[0] == Problem(question, (59, 49), 108)  # the same on every machine
+
+
+def test_splits_share_no_sum_in_any_order_or_under_any_seed() -> None:
+    train = {tuple(sorted(ArithmeticTask(seed=0).problem(index, "train").operands)) for index in range(3000)}
+    held_out = {tuple(sorted(ArithmeticTask(seed=1).problem(index, "validation").operands)) for index in range(3000)}
+    assert not train & held_out
+    assert len(held_out) > 500  # of the 4095 pairs, about a fifth
+
+
+def test_careful_demonstration_by_hand() -> None:
+    assert careful_demonstration(Problem("", (47, 38), 85)) == (
+        "<think>ones: 7+8=15. tens: 4+3+1=8.</think><answer>85</answer>"
+    )
+    assert careful_demonstration(Problem("", (199, 299, 805), 1303)) == (
+        "<think>ones: 9+9+5=23. tens: 9+9+0+2=20. hundreds: 1+2+8+2=13.</think><answer>1303</answer>"
+    )
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_every_column_of_a_careful_demonstration_adds_up_to_the_answer(task: ArithmeticTask) -> None:
+    for index in range(100):
+        problem = task.problem(index, "validation")
+        text = careful_demonstration(problem)
+        columns = re.findall(r": ([\d+]+)=(\d+)\.", text)
+        assert len(columns) == task.digits
+        assert all(sum(map(int, terms.split("+"))) == int(total) for terms, total in columns)
+        digits = columns[-1][1] + "".join(total[-1] for _, total in reversed(columns[:-1]))
+        assert text.endswith(f"</think><answer>{digits}</answer>") and int(digits) == problem.answer
+
+
+def test_careless_demonstrations_are_near_and_seldom_right() -> None:
+    rng, right = random.Random(0), 0
+    for index in range(500):
+        problem = ArithmeticTask().problem(index, "train")
+        text = careless_demonstration(problem, rng)
+        found = re.fullmatch(r"<think>Roughly (\d+)\.</think><answer>(\d+)</answer>", text)
+        assert found and abs(int(found[1]) - int(found[2])) <= 5 and abs(int(found[2]) - problem.answer) <= 12
+        right += int(found[2]) == problem.answer
+    assert 5 <= right <= 40  # 20 expected
+
+
+@pytest.mark.parametrize("wrong", [{"digits": 0}, {"digits": 7}, {"operands": 1}, {"operands": 7}])
+def test_task_out_of_range_is_refused(wrong: dict[str, int]) -> None:
+    with pytest.raises(UserError, match=f"{next(iter(wrong))} must be .* got {next(iter(wrong.values()))}"):
+        ArithmeticTask(**wrong)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"width": 192},
+        {"intermediate": 100},
+        {"heads": 3},
+        {"heads": 128},
+        {"layers": 0},
+        {"batch_size": 0},
+        {"careless_fraction": 1.5},
+    ],
+)
+def test_policy_out_of_range_is_refused(wrong: dict[str, float]) -> None:
+    with pytest.raises(UserError, match=next(iter(wrong))):
+        ToyConfig(**wrong)
+
+
+def test_any_text_encodes_and_decodes_to_itself(tokenizer: Qwen2Tokenizer) -> None:
+    rng = random.Random(0)
+    texts = ["", " ", "  two  spaces \n\t lines\r\n", "Natalia earned $12.50 in 3 days — naïve? 你好, 🤖\u200d\0 \x7f."]
+    texts += ["".join(chr(rng.choice([rng.randrange(0xD800), rng.randrange(0xE000, 0x110000)])) for _ in range(200))]
+    for text in texts:
+        ids = tokenizer(text)["input_ids"]
+        assert tokenizer.decode(ids, skip_special_tokens=True) == unicodedata.normalize("NFC", text)
+
+
+def test_tokenizer_knows_digits_tags_and_the_words_of_the_task(tokenizer: Qwen2Tokenizer) -> None:
+    assert len(tokenizer) == 512
+    assert tokenizer.tokenize("1203") == ["1", "2", "0", "3"]
+    tags = "<think></think><answer></answer>"
+    assert tokenizer.tokenize(tags) == ["<think>", "</think>", "<answer>", "</answer>"]
+    assert tokenizer.decode(tokenizer(tags)["input_ids"], skip_special_tokens=True) == tags
+    for index in range(200):
+        problem = ArithmeticTask().problem(index, "train")
+        assert len(render_prompt(tokenizer, problem.question)) <= 48
+        assert len(tokenizer(careful_demonstration(problem))["input_ids"]) <= 32
+
+
+def test_chat_template_and_prompt(tokenizer: Qwen2Tokenizer) -> None:
+    prompt = "<|bos|><|system|>" + SYSTEM_PROMPT + "<|user|>How many?<|assistant|>"
+    assert tokenizer.decode(render_prompt(tokenizer, "How many?")) == prompt
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
+    rendered = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=False)
+    assert rendered == "<|bos|><|user|>a<|assistant|>b<|eos|><|user|>c"
+    assert tokenizer.decode(render_prompt(tokenizer, "a", None)) == "<|bos|><|user|>a<|assistant|>"
+
+
+def test_tokenizer_is_the_same_each_time(tokenizer: Qwen2Tokenizer) -> None:
+    assert build_tokenizer().backend_tokenizer.to_str() == tokenizer.backend_tokenizer.to_str()
+
+
+def test_only_completions_are_taught(tokenizer: Qwen2Tokenizer) -> None:
+    config = ToyConfig(batch_size=20)
+    input_ids, labels = demonstration_batch(config, tokenizer, random.Random(0), step=3)
+    careful = 0
+    for row, (ids, taught) in enumerate(zip(input_ids, labels, strict=True)):
+        problem = config.task.problem(60 + row, "train")
+        prompt = render_prompt(tokenizer, problem.question)
+        completion = taught[taught != -100].tolist()
+        unpadded = ids[: len(prompt) + len(completion)].tolist()
+        assert unpadded == prompt + completion
+        assert (taught[: len(prompt)] == -100).all() and (taught[len(unpadded) :] == -100).all()
+        assert (ids[len(unpadded) :] == tokenizer.pad_token_id).all()
+        careful += tokenizer.decode(completion) == careful_demonstration(problem) + "<|eos|>"
+    assert 2 <= careful <= 18  # 9 expected
+
+
+def test_built_policy_loads_and_has_learned_the_format(small_policy: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(small_policy)
+    tokenizer = AutoTokenizer.from_pretrained(small_policy)
+    assert model.config.model_type == "qwen2" and model.dtype == torch.float32
+    linears = [m for name, m in model.named_modules() if isinstance(m, torch.nn.Linear) and "layers" in name]
+    assert len(linears) == 7 and all(m.in_features % 128 == 0 == m.out_features % 128 for m in linears)
+    assert model.config.vocab_size == len(tokenizer) == 512
+    text = "Tom pays $12.50, and <think>a  b</think>\nÜ <answer>7</answer>"
+    assert tokenizer(text)["input_ids"] == build_tokenizer()(text)["input_ids"]
+    assert tokenizer.decode(tokenizer(text)["input_ids"], skip_special_tokens=True) == text
+    assert model.generation_config.eos_token_id == tokenizer.eos_token_id
+    prompt = render_prompt(tokenizer, ArithmeticTask().problem(0, "validation").question)
+    with torch.no_grad():
+        probabilities = model(torch.tensor([prompt])).logits[0, -1].softmax(-1)
+    assert probabilities[tokenizer.convert_tokens_to_ids("<think>")] > 0.9
+
+
+def test_second_build_is_found_in_the_cache(small_policy: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (small_policy / "mark").touch()
+    assert build_toy_policy(SMALL, cache) == small_policy
+    monkeypatch.setenv("QERL_CACHE", str(cache))
+    assert build_toy_policy(SMALL) == small_policy
+    assert (small_policy / "mark").exists()
+    assert list(cache.iterdir()) == [small_policy]
+
+
+def test_seed_decides_the_weights_and_global_random_state_stays(tmp_path: Path) -> None:
+    few = {"layers": 1, "intermediate": 128, "steps": 3, "batch_size": 2}
+    torch.manual_seed(1)
+    before = torch.get_rng_state(), random.getstate()
+    first = build_toy_policy(ToyConfig(**few), tmp_path / "first")
+    assert torch.equal(torch.get_rng_state(), before[0]) and random.getstate() == before[1]
+    torch.manual_seed(2)
+    again = build_toy_policy(ToyConfig(**few), tmp_path / "again")
+    other = build_toy_policy(ToyConfig(**few, seed=1), tmp_path / "first")
+    assert first.name == again.name and sha256(first) == sha256(again)
+    assert other != first and sha256(other) != sha256(first)
+
+
+def test_cache_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="cache folder must be writable, got .*file.*: set QERL_CACHE"):
+        build_toy_policy(SMALL, tmp_path / "file")
