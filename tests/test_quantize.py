@@ -48,17 +48,15 @@ def test_dequantized_weights_are_close_to_the_source(tiny_policy_dir: Path, quan
 
 
 def test_transformers_loads_the_checkpoint_with_the_same_weights(quantized: Path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(quantized, dtype=torch.float32)
-    tokens = torch.arange(12).reshape(1, 12)
+    model = AutoModelForCausalLM.from_pretrained(quantized, dtype=torch.bfloat16)
     with torch.no_grad():
-        logits = model(tokens).logits
-    config = read_config(quantized)
-    config.pop("quantization_config")
-    plain = type(model)(type(model.config).from_dict(config)).float()
-    plain.load_state_dict(load_dense_state(quantized, torch.float32), strict=False)
-    plain.tie_weights()
-    with torch.no_grad():
-        torch.testing.assert_close(logits, plain(tokens).logits, rtol=1e-4, atol=1e-5)
+        assert model(torch.arange(12).reshape(1, 12)).logits.isfinite().all()
+    loaded = dict(model.named_parameters())  # dequantized by the first forward pass
+    dense = load_dense_state(quantized, torch.float32)
+    projections = [name for name in dense if "_proj.weight" in name]
+    assert len(projections) == 14
+    for name in projections:  # transformers dequantizes to 16 bits
+        torch.testing.assert_close(loaded[name].float(), dense[name], rtol=2**-7, atol=0)
 
 
 def test_search_lowers_the_error_in_the_same_format(tiny_policy_dir: Path, quantized: Path, tmp_path: Path) -> None:

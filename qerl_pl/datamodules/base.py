@@ -133,6 +133,11 @@ class PromptDataModule(LightningDataModule):
             generator=torch.Generator(),  # loaders draw a seed for workers, even without any
         )
 
+    @property
+    def batches_per_epoch(self) -> int:
+        """Training batches of an epoch, counted without making a loader."""
+        return len(self._train) // self.batch_size
+
     def val_dataloader(self) -> DataLoader[list[Prompt]]:
         """The validation prompts, in one order."""
         return self._fixed_loader(self._val)

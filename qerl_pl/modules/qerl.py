@@ -148,19 +148,25 @@ class QeRLModule(LightningModule):
         Raises:
             UserError: The run has no planned end.
         """
+        # Not by `trainer.estimated_stepping_batches`: it makes the loader early, and a resumed run then starts its epoch
+        # over instead of going on in the middle (Lightning 2.6).
         trainer = self.trainer
-        _ = trainer.estimated_stepping_batches  # makes the trainer count its batches
         plans = []
         if trainer.max_steps and trainer.max_steps > 0:
             plans.append(-(-trainer.max_steps // self.steps_per_rollout))
         if trainer.max_epochs is not None and trainer.max_epochs > 0:
-            plans.append(int(trainer.num_training_batches) * trainer.max_epochs)
+            plans.append(self._batches_per_epoch() * trainer.max_epochs)
         if not plans:
             raise UserError(
                 "schedules of noise and learning rate need a planned end; found none; "
                 "set trainer.max_epochs or trainer.max_steps"
             )
         return max(1, min(plans))
+
+    def _batches_per_epoch(self) -> int:
+        batches: int = self.trainer.datamodule.batches_per_epoch  # type: ignore[attr-defined]
+        limit = self.trainer.limit_train_batches
+        return int(batches * limit) if isinstance(limit, float) else min(batches, limit or 0)
 
     @property
     def steps_per_rollout(self) -> int:
@@ -185,10 +191,6 @@ class QeRLModule(LightningModule):
     def receive(self, experience: Experience) -> None:
         """Take the experience that the next training step learns from."""
         self._experience = experience
-
-    def transfer_batch_to_device(self, batch: list[Prompt], device: torch.device, dataloader_idx: int) -> list[Prompt]:
-        """Prompts stay where they are; only the experience has tensors."""
-        return batch
 
     def on_train_batch_start(self, batch: list[Prompt], batch_idx: int) -> None:
         if self._random_state is not None:  # set last: between resume and first step nothing may draw

@@ -1,0 +1,118 @@
+"""A small training run for tests: seconds on one core, with everything a real run has."""
+
+import multiprocessing
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+
+def configuration(base: Path, run: Path) -> dict[str, Any]:
+    """Eight rollouts over two epochs, two updates each, dropout and noise on; a checkpoint every third rollout."""
+    rollout = {
+        "group_size": 2,
+        "sampling": {"max_tokens": 6},
+        "rewards": [
+            {"class_path": "qerl_pl.rewards.GSM8KAnswer"},
+            {"class_path": "fit_helpers.Vowels", "init_args": {"weight": 0.5}},
+        ],
+    }
+    return {
+        "seed_everything": 3,
+        "model": {
+            "policy": {
+                "path": str(base),
+                "dtype": "float32",
+                "lora": {"rank": 4, "alpha": 8.0, "dropout": 0.1},
+                "train_norms": True,
+            },
+            "objective": {"class_path": "qerl_pl.objectives.GRPO"},
+            "optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"lr": 0.01}},
+            "update_epochs": 2,
+            "minibatches": 2,
+            "micro_batch_size": 1,
+        },
+        "data": {
+            "class_path": "qerl_pl.datamodules.ArithmeticDataModule",
+            "init_args": {"train_size": 9, "batch_size": 2, "val_size": 3, "max_prompt_tokens": 96},
+        },
+        "trainer": {
+            "default_root_dir": str(run),
+            "accelerator": "cpu",
+            "max_epochs": 2,
+            "log_every_n_steps": 1,
+            "enable_model_summary": False,
+            "enable_progress_bar": False,
+            "num_sanity_val_steps": 0,
+            "callbacks": [
+                {"class_path": "qerl_pl.callbacks.RolloutCallback", "init_args": rollout},
+                {"class_path": "qerl_pl.callbacks.AdaptiveQuantizationNoise", "init_args": {"stages": 4}},
+                {"class_path": "qerl_pl.callbacks.ResumeCheckpoint", "init_args": {"every_n_rollouts": 3}},
+                {"class_path": "qerl_pl.callbacks.Monitor"},
+                {"class_path": "qerl_pl.callbacks.CompletionLog", "init_args": {"jsonl": True}},
+                {"class_path": "qerl_pl.callbacks.RunSummary"},
+            ],
+        },
+    }
+
+
+class Vowels:
+    """A user's own reward, dense enough that every group has a spread of rewards.
+
+    Args:
+        weight: Its weight.
+    """
+
+    name = "vowels"
+
+    def __init__(self, weight: float = 1.0) -> None:
+        self.weight = weight
+
+    def __call__(self, samples: Any) -> list[float]:
+        return [sum(letter in "aeiou" for letter in sample.completion) / 10 for sample in samples]
+
+
+def _child(config: Path, extra: list[str], prepare: Callable[[], None] | None, errors: Path) -> None:
+    output = os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    import torch
+
+    from qerl_pl.cli import main
+
+    torch.set_num_threads(1)
+    if prepare is not None:
+        prepare()
+    status = main(["fit", "-c", str(config), *extra])
+    os.sync()
+    os._exit(status)
+
+
+def fit(settings: dict[str, Any], *extra: str, prepare: Callable[[], None] | None = None) -> tuple[int, str]:
+    """Run `qerl fit` in a process of its own.
+
+    Args:
+        settings: The whole configuration.
+        extra: More arguments.
+        prepare: Runs in that process first; may arrange for its death.
+
+    Returns:
+        (exit status, negative for a signal; everything that was printed).
+    """
+    run = Path(settings["trainer"]["default_root_dir"])
+    run.parent.mkdir(parents=True, exist_ok=True)
+    config, errors = run.parent / f"{run.name}.yaml", run.parent / f"{run.name}.log"
+    config.write_text(yaml.safe_dump(settings))
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["qerl_pl.cli", "fit_helpers"])  # imports once, not once a run
+    process = context.Process(target=_child, args=(config, list(extra), prepare, errors))
+    process.start()
+    process.join(timeout=180)
+    alive = process.is_alive()
+    if alive:
+        process.kill()
+    assert not alive, errors.read_text()
+    assert process.exitcode is not None
+    return process.exitcode, errors.read_text()

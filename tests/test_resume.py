@@ -1,0 +1,163 @@
+"""A run that is stopped or killed at any moment and resumed ends with the bits of one that never stopped."""
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from fit_helpers import configuration, fit
+from safetensors.torch import load_file
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tiny_policy_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("resume") / "whole"
+    status, output = fit(configuration(tiny_policy_dir, run))
+    assert status == 0, output
+    return run
+
+
+def adapter(run: Path) -> dict[str, torch.Tensor]:
+    return load_file(run / "adapter" / "adapter_model.safetensors")
+
+
+def checkpoints(run: Path) -> list[str]:
+    return sorted(path.name for path in (run / "checkpoints").glob("*"))
+
+
+def die_in_generation() -> None:
+    """SIGKILL in the middle of decoding the completions of the fifth rollout."""
+    from qerl_pl.engines import transformers as engine
+
+    plain, calls = engine.TransformersEngine.generate, iter(range(100))
+
+    def generate(self, requests, sampling):  # type: ignore[no-untyped-def]
+        if len(requests[0].seeds) == 2 and next(calls) == 4:  # evaluation samples once a prompt
+            torch.nn.Module.__call__ = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+        return plain(self, requests, sampling)
+
+    engine.TransformersEngine.generate = generate  # type: ignore[method-assign]
+
+
+def die_before_the_first_checkpoint() -> None:
+    """SIGKILL in the second update."""
+    from qerl_pl.modules import qerl
+
+    plain, calls = qerl.QeRLModule._backward, iter(range(100))
+
+    def backward(self, *args):  # type: ignore[no-untyped-def]
+        if next(calls) == 6:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return plain(self, *args)
+
+    qerl.QeRLModule._backward = backward  # type: ignore[method-assign]
+
+
+def die_while_writing_the_second_checkpoint() -> None:
+    """SIGKILL when the checkpoint of the sixth rollout is half written: its digest is there, its file is not."""
+    from qerl_pl import checkpointing
+
+    plain = checkpointing.write_atomically
+
+    def write(path: Path, data: bytes) -> None:
+        if path.name == "step=6.ckpt":
+            path.with_name(f".{path.name}.tmp").write_bytes(data[: len(data) // 2])
+            os.kill(os.getpid(), signal.SIGKILL)
+        plain(path, data)
+
+    checkpointing.write_atomically = write
+
+
+def ask_to_stop_in_generation(number: int) -> Callable[[], None]:
+    return AskToStop(number)
+
+
+class AskToStop:
+    """The signal that precedes the end of a preemptible machine, in the middle of the fifth rollout."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __call__(self) -> None:
+        from qerl_pl.engines import transformers as engine
+
+        plain, calls = engine.TransformersEngine.generate, iter(range(100))
+
+        def generate(engine_self, requests, sampling):  # type: ignore[no-untyped-def]
+            if len(requests[0].seeds) == 2 and next(calls) == 4:
+                signal.raise_signal(self.number)
+            return plain(engine_self, requests, sampling)
+
+        engine.TransformersEngine.generate = generate  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(
+    ("die", "found"),
+    [
+        (die_in_generation, ["step=3.ckpt", "step=3.ckpt.sha256"]),
+        (die_before_the_first_checkpoint, []),
+        (die_while_writing_the_second_checkpoint, [".step=6.ckpt.tmp", "step=3.ckpt", "step=3.ckpt.sha256"]),
+    ],
+)
+def test_killed_run_resumes_bit_for_bit(
+    uninterrupted: Path, tiny_policy_dir: Path, tmp_path: Path, die: Callable[[], None], found: list[str]
+) -> None:
+    settings = configuration(tiny_policy_dir, tmp_path / "run")
+    status, output = fit(settings, "--resume", "auto", prepare=die)
+    assert status == -signal.SIGKILL, output
+    assert [name for name in checkpoints(tmp_path / "run") if name != "step=6.ckpt.sha256"] == found
+    status, output = fit(settings, "--resume", "auto")
+    assert status == 0, output
+    assert ("resuming from" in output) == bool(found)
+    whole, resumed = adapter(uninterrupted), adapter(tmp_path / "run")
+    assert whole.keys() == resumed.keys() and any("layernorm" in name for name in whole)
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_asked_to_stop_saves_says_how_to_resume_and_resumes_bit_for_bit(
+    uninterrupted: Path, tiny_policy_dir: Path, tmp_path: Path, number: int
+) -> None:
+    settings = configuration(tiny_policy_dir, tmp_path / "run")
+    status, output = fit(settings, prepare=ask_to_stop_in_generation(number))
+    assert status == 128 + number, output
+    assert "step=5.ckpt" in output and "--resume auto" in output and "Traceback" not in output
+    status, output = fit(settings, "--resume", "auto")
+    assert status == 0, output
+    assert all(torch.equal(tensor, adapter(tmp_path / "run")[name]) for name, tensor in adapter(uninterrupted).items())
+
+
+def test_damaged_newest_checkpoint_is_skipped_with_a_warning(
+    uninterrupted: Path, tiny_policy_dir: Path, tmp_path: Path
+) -> None:
+    settings = configuration(tiny_policy_dir, tmp_path / "run")
+    status, output = fit(settings, prepare=die_in_generation)
+    assert status == -signal.SIGKILL, output
+    (tmp_path / "run/checkpoints/step=4.ckpt").write_bytes(b"not a checkpoint")
+    (tmp_path / "run/checkpoints/step=4.ckpt.sha256").write_text("0" * 64)
+    status, output = fit(settings, "--resume", "auto")
+    assert status == 0 and "skipping a damaged checkpoint" in output and "step=3.ckpt" in output, output
+    assert all(torch.equal(tensor, adapter(tmp_path / "run")[name]) for name, tensor in adapter(uninterrupted).items())
+
+
+def test_checkpoint_of_another_base_model_is_refused(
+    uninterrupted: Path, tiny_policy_dir: Path, tmp_path: Path
+) -> None:
+    settings = configuration(tiny_policy_dir, tmp_path / "run")
+    settings["model"]["policy"] |= {"quantization": "none"}
+    last = max((uninterrupted / "checkpoints").glob("*.ckpt"), key=lambda path: path.stat().st_mtime)
+    status, output = fit(settings, "--resume", str(last))
+    assert status == 2 and "fits only the base model it was trained on" in output and "Traceback" not in output, output
+
+
+def test_checkpoint_holds_no_base_weights(uninterrupted: Path) -> None:
+    path = uninterrupted / "checkpoints" / "step=6.ckpt"
+    checkpoint = torch.load(path, weights_only=True)
+    assert checkpoint["state_dict"] == {}
+    names = checkpoint["qerl"]["trained"]
+    assert names and all("lora_" in name or "layernorm" in name for name in names)
+    assert checkpoint["qerl"]["policy_version"] == 6
+    noise = checkpoint["callbacks"]["AdaptiveQuantizationNoise"]
+    assert noise == {"planned_rollouts": 8}
