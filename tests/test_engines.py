@@ -346,7 +346,7 @@ def test_completions_end_at_the_end_token_a_stop_string_or_the_limit(
     engine: RolloutEngine, reference: PeftModel
 ) -> None:
     engine.sync(weights_of(reference))
-    sampling = SamplingConfig(max_tokens=40, temperature=3.0)
+    sampling = SamplingConfig(max_tokens=40, temperature=2.0)
     group = engine.generate([RolloutRequest(PROMPTS[0], tuple(range(150)))], sampling)[0]
     stopped = [completion for completion in group if not completion.truncated]
     assert stopped and len(stopped) < len(group)

@@ -1,11 +1,12 @@
 """The seam between trainer and sampler."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 import torch
+from torch import Tensor
 
 from qerl_pl.errors import UserError
 from qerl_pl.types import Completion, PolicyWeights, RolloutRequest, SamplingConfig, SyncReport
@@ -91,3 +92,27 @@ def regroup(requests: Sequence[RolloutRequest], completions: Sequence[Completion
     """Completions in the order of (request, seed), as one list a request."""
     iterator = iter(completions)
     return [[next(iterator) for _ in request.seeds] for request in requests]
+
+
+def check_adapter(
+    adapter: Mapping[str, tuple[Tensor, Tensor]], shapes: Mapping[str, tuple[int, int]], rank: int
+) -> None:
+    """Reject an adapter that the engine has no place for.
+
+    Args:
+        adapter: `PolicyWeights.adapter`.
+        shapes: (out, in) of each linear that the engine adapts, by name.
+        rank: `EngineSpec.lora_rank`.
+
+    Raises:
+        UserError: The adapter names another linear, or one of its matrices has another shape.
+    """
+    for name, (a, b) in adapter.items():
+        if name not in shapes:
+            raise UserError(f"the adapter may hold the engine's LoRA targets only; it also has {name}")
+        out_features, in_features = shapes[name]
+        if a.shape != (rank, in_features) or b.shape != (out_features, rank):
+            raise UserError(
+                f"A and B of {name} must have shapes {(rank, in_features)} and {(out_features, rank)}; got "
+                f"{tuple(a.shape)} and {tuple(b.shape)}: give engine and policy the same rank"
+            )

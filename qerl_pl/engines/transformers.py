@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from qerl_pl.checkpoints import end_token_ids, load_dense_model, load_tokenizer
-from qerl_pl.engines.base import EngineSpec, check_requests, regroup
+from qerl_pl.engines.base import EngineSpec, check_adapter, check_requests, regroup
 from qerl_pl.engines.layers import Float32Norm, LoRALinear
 from qerl_pl.engines.sampling import pick_tokens, sampling_log_probs, uniforms
 from qerl_pl.errors import UserError
@@ -69,10 +69,10 @@ class TransformersEngine:
         Raises:
             UserError: The adapter names a linear, or has a rank, that the engine was not launched with.
         """
-        assert self._model is not None, "launch comes first"
+        assert self._model is not None and self._spec is not None, "launch comes first"
         adapter = weights.adapter or {}
-        if unknown := sorted(set(adapter) - set(self._linears)):
-            raise UserError(f"the adapter may hold the engine's LoRA targets only; it also has {unknown[0]}")
+        shapes = {name: (held.base.out_features, held.base.in_features) for name, held in self._linears.items()}
+        check_adapter(adapter, shapes, self._spec.lora_rank)
         for name, linear in self._linears.items():
             linear.enabled = name in adapter
             if name in adapter:

