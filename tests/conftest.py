@@ -9,6 +9,9 @@ import torch
 # Triton reads this when it is first imported: without a GPU its kernels run in its interpreter.
 os.environ.setdefault("TRITON_INTERPRET", str(int(not torch.cuda.is_available())))
 
+# Small tensors: more threads only wait for each other, and sums come out the same on every machine.
+torch.set_num_threads(1)
+
 from qerl_pl.toy import ToyConfig, build_toy_policy
 
 

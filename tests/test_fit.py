@@ -1,0 +1,272 @@
+"""Training end to end, in this process, on a tiny policy."""
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import jsonargparse
+import pytest
+import torch
+from fit_helpers import configuration
+from lightning.pytorch import Trainer
+from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from qerl_pl.callbacks import AdaptiveQuantizationNoise, RolloutCallback
+from qerl_pl.cli import QeRLCLI, main
+from qerl_pl.datamodules import ArithmeticDataModule
+from qerl_pl.engines import TransformersEngine
+from qerl_pl.errors import UserError
+from qerl_pl.modules import QeRLModule
+
+CALLBACKS = "qerl_pl.callbacks."
+TAGS = {
+    "reward/mean",
+    "reward/std",
+    "reward/vowels",
+    "policy/entropy",
+    "policy/kl",
+    "policy/clip_frac_low",
+    "policy/clip_frac_high",
+    "policy/ratio_mean",
+    "mismatch/logprob_abs_mean",
+    "mismatch/is_weight_mean",
+    "completions/length_mean",
+    "completions/truncated_frac",
+    "completions/groups_dropped_frac",
+    "aqn/sigma",
+    "aqn/measured_std",
+    "optim/lr",
+    "optim/grad_norm",
+    "time/rollout_s",
+    "time/reward_s",
+    "time/update_s",
+    "time/sync_s",
+    "perf/tokens_per_s",
+    "memory/peak_gib",
+    "val/accuracy",
+    "val/pass@1",
+}
+
+
+def settings_of(base: Path, run: Path, rollouts: int = 2) -> dict[str, Any]:
+    settings = configuration(base, run)
+    settings["trainer"] |= {"max_epochs": 1, "limit_train_batches": rollouts}
+    return settings
+
+
+def callback_of(settings: dict[str, Any], name: str) -> dict[str, Any]:
+    """The configuration of one callback, by class name."""
+    return next(item for item in settings["trainer"]["callbacks"] if item["class_path"] == CALLBACKS + name)
+
+
+def fit(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> QeRLCLI:
+    monkeypatch.setattr("sys.argv", ["qerl"])
+    return QeRLCLI({"subcommand": "fit", "fit": copy.deepcopy(settings)})
+
+
+def adapter(run: Path) -> dict[str, torch.Tensor]:
+    return load_file(run / "adapter" / "adapter_model.safetensors")
+
+
+def equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.fixture(scope="module")
+def finished(tiny_policy_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("fit") / "run"
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        fit(settings_of(tiny_policy_dir, run), monkeypatch)
+    return run
+
+
+def test_tensorboard_has_every_tag_a_text_panel_and_the_layout(finished: Path) -> None:
+    events = EventAccumulator(str(finished)).Reload()
+    assert set(events.Tags()["scalars"]) >= TAGS
+    assert "completions/text_summary" in events.Tags()["tensors"]
+    assert "custom_scalars__config__" in events.Tags()["tensors"]
+    assert [event.value > 0 for event in events.Scalars("time/rollout_s")] == [True, True]
+
+
+def test_summary_and_completions_are_written(finished: Path) -> None:
+    summary = json.loads((finished / "summary.json").read_text())
+    assert summary["steps"] == 2 and summary["quantization"] == "nvfp4" and (finished / "run.png").stat().st_size > 0
+    records = [json.loads(line) for line in (finished / "completions.jsonl").read_text().splitlines()]
+    assert [record["version"] for record in records] == [0] * 4 + [1] * 4
+    for record in records:
+        assert record["rewards"]["total"] == pytest.approx(
+            record["rewards"]["accuracy"] + 0.5 * record["rewards"]["vowels"], abs=1e-6
+        )
+
+
+OPTIONAL = ("AdaptiveQuantizationNoise", "ResumeCheckpoint", "Monitor", "CompletionLog", "RunSummary")
+
+
+@pytest.mark.parametrize("name", OPTIONAL)
+def test_trains_without_each_optional_callback(
+    finished: Path, tiny_policy_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    settings = settings_of(tiny_policy_dir, tmp_path / "run")
+    settings["trainer"]["callbacks"].remove(callback_of(settings, name))
+    fit(settings, monkeypatch)
+    same = equal(adapter(tmp_path / "run"), adapter(finished))
+    assert same == (name != "AdaptiveQuantizationNoise")  # only noise is part of what is learned
+
+
+def test_without_the_rollout_callback_fit_stops_with_the_remedy(
+    tiny_policy_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = settings_of(tiny_policy_dir, tmp_path / "run")
+    settings["trainer"]["callbacks"].remove(callback_of(settings, "RolloutCallback"))
+    with pytest.raises(UserError, match="add qerl_pl.callbacks.RolloutCallback"):
+        fit(settings, monkeypatch)
+
+
+def test_order_of_callbacks_does_not_matter(
+    finished: Path, tiny_policy_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = settings_of(tiny_policy_dir, tmp_path / "run")
+    settings["trainer"]["callbacks"].reverse()
+    fit(settings, monkeypatch)
+    assert equal(adapter(tmp_path / "run"), adapter(finished))
+
+
+def test_micro_batches_give_the_whole_batch_update(
+    tiny_policy_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapters = []
+    for size in (None, 1):
+        settings = settings_of(tiny_policy_dir, tmp_path / f"run{size}", rollouts=1)
+        settings["model"] |= {"micro_batch_size": size}
+        settings["model"]["policy"]["lora"]["dropout"] = 0.0
+        settings["model"]["optimizer"] = {"class_path": "torch.optim.SGD", "init_args": {"lr": 1.0}}
+        fit(settings, monkeypatch)
+        adapters.append(adapter(tmp_path / f"run{size}"))
+    for name, tensor in adapters[0].items():
+        torch.testing.assert_close(tensor, adapters[1][name], rtol=1e-4, atol=1e-6)
+
+
+class Recorder(TransformersEngine):
+    """Keeps what it was told, and may fail."""
+
+    def __init__(self, fail: bool = False) -> None:
+        super().__init__()
+        self.fail = fail
+        self.syncs: list[tuple[int, float, float]] = []
+
+    def sync(self, weights: Any) -> Any:
+        report = super().sync(weights)
+        self.syncs.append((weights.version, weights.noise.sigma if weights.noise else -1.0, report.noise_std))
+        return report
+
+    def generate(self, requests: Any, sampling: Any) -> Any:
+        completions = super().generate(requests, sampling)
+        if self.fail:
+            raise RuntimeError("the engine broke")
+        return completions
+
+
+def train(base: Path, run: Path, engine: Recorder, dtype: str = "float32") -> QeRLModule:
+    """Four rollouts and a validation by Python, without the command line."""
+    parser = jsonargparse.ArgumentParser()
+    parser.add_class_arguments(QeRLModule, "model")
+    config = {"policy": {"path": str(base), "dtype": dtype, "lora": {"rank": 4}, "train_norms": True}}
+    module: QeRLModule = parser.instantiate_classes(parser.parse_object({"model": config})).model
+    from fit_helpers import Vowels
+
+    callbacks = [RolloutCallback([Vowels()], engine, group_size=2), AdaptiveQuantizationNoise(stages=4)]
+    callbacks[0].sampling = callbacks[0].sampling.__class__(max_tokens=4)
+    trainer = Trainer(
+        default_root_dir=run,
+        accelerator="cpu",
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        callbacks=callbacks,  # type: ignore[arg-type]
+    )
+    trainer.fit(module, datamodule=ArithmeticDataModule(train_size=8, batch_size=2, val_size=2))
+    return module
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_noise_that_is_asked_for_is_there_and_off_in_validation(
+    tiny_policy_dir: Path, tmp_path: Path, dtype: str
+) -> None:
+    engine = Recorder()
+    train(tiny_policy_dir, tmp_path, engine, dtype)
+    versions, sigmas, measured = zip(*engine.syncs, strict=True)
+    assert versions == (0, 1, 2, 3, 4)
+    assert sigmas == pytest.approx((0.0, 1e-2, 1e-3, 1e-4, -1.0))  # noiseless stage, three noisy ones, validation
+    assert measured[0] == 0.0 and measured[4] == 0.0
+    for sigma, std in zip(sigmas[1:4], measured[1:4], strict=True):
+        assert std == pytest.approx(sigma, rel=0.05)
+
+
+def test_trainer_keeps_its_bits_when_generation_raises(tiny_policy_dir: Path, tmp_path: Path) -> None:
+    engine = Recorder(fail=True)
+    before: dict[str, torch.Tensor] = {}
+    plain = Recorder.sync
+
+    def sync(self: Recorder, weights: Any) -> Any:
+        before.update({name: tensor.clone() for name, tensor in weights.norms.items()})
+        held.update(weights.norms)
+        return plain(self, weights)
+
+    held: dict[str, torch.Tensor] = {}
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(Recorder, "sync", sync)
+        monkeypatch.setattr(AdaptiveQuantizationNoise, "__init__", noisy_from_the_start(AdaptiveQuantizationNoise))
+        with pytest.raises(RuntimeError, match="the engine broke"):
+            train(tiny_policy_dir, tmp_path, engine)
+    assert engine.syncs[0][1] == 1e-2 and len(before) == 4
+    assert equal(before, held)
+
+
+def noisy_from_the_start(cls: type[AdaptiveQuantizationNoise]) -> Any:
+    plain = cls.__init__
+
+    def init(self: AdaptiveQuantizationNoise, stages: int) -> None:
+        plain(self, stages=stages, noiseless_first_stage=False)
+
+    return init
+
+
+def test_non_finite_loss_saves_the_state_first(
+    tiny_policy_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain = QeRLModule._backward
+    monkeypatch.setattr(QeRLModule, "_backward", lambda self, *args: plain(self, *args) | {"loss": float("nan")})
+    settings = settings_of(tiny_policy_dir, tmp_path / "run")
+    with pytest.raises(UserError, match="must be finite; at policy version 0"):
+        fit(settings, monkeypatch)
+    saved = torch.load(tmp_path / "run" / "failed" / "version-0.ckpt", weights_only=True)
+    assert saved["qerl"]["policy_version"] == 0
+
+
+def test_sizes_that_do_not_divide_are_named(
+    tiny_policy_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = settings_of(tiny_policy_dir, tmp_path / "run")
+    settings["model"]["minibatches"] = 3
+    with pytest.raises(UserError, match="minibatches must divide the completions of a rollout; found 3 and 4"):
+        fit(settings, monkeypatch)
+
+
+def test_validate_from_a_checkpoint_and_export(
+    tiny_policy_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    settings = settings_of(tiny_policy_dir, run, rollouts=3)
+    fit(settings, monkeypatch)
+    assert main(["validate", "-c", str(run / "config.yaml"), "--ckpt_path", str(run / "checkpoints/step=3.ckpt")]) == 0
+    assert "val/accuracy" in capfd.readouterr().out
+    assert main(["export", str(run), str(tmp_path / "adapter")]) == 0
+    assert equal(load_file(tmp_path / "adapter" / "adapter_model.safetensors"), adapter(run))
+    assert main(["export", str(run), str(tmp_path / "merged"), "--merge", "true"]) == 0
+    merged = load_file(tmp_path / "merged" / "model.safetensors")
+    assert "model.layers.0.self_attn.q_proj.weight" in merged and not any("packed" in name for name in merged)
