@@ -15,7 +15,10 @@ from qerl_kernels import (
     quantize_mxfp4,
     quantize_nvfp4,
     reference,
+    select_backend,
+    selected_backend,
 )
+from qerl_kernels.logprob import CHUNK_BYTES, default_chunk
 
 NVFP4 = QuantizationScheme(
     targets=["Linear"],
@@ -218,3 +221,29 @@ def test_temperature_zero_is_refused():
     x, head, targets, _ = head_inputs(torch.float32)
     with pytest.raises(ValueError, match="temperature must be above 0, got 0"):
         chunked_token_logprobs(x, head, targets, 0.0)
+
+
+def test_without_the_entropys_gradient_the_log_probabilitys_is_the_same():
+    x, head, targets, bias = head_inputs(torch.float64)
+    head, bias = head.detach(), bias.detach()
+    logprob, entropy = chunked_token_logprobs(x, head, targets, 0.7, bias, chunk=4, entropy_gradient=False)
+    plain, plain_entropy = reference.token_logprobs(x, head, targets, 0.7, bias)
+    torch.testing.assert_close((logprob, entropy), (plain, plain_entropy))
+    assert not entropy.requires_grad
+    weights = torch.linspace(-1, 1, 11, dtype=torch.float64)
+    expected = torch.autograd.grad((plain * weights).sum(), x)
+    torch.testing.assert_close(torch.autograd.grad((logprob * weights).sum(), x), expected)
+
+
+def test_no_chunk_of_logits_outgrows_its_memory():
+    hidden, head = torch.empty(1, 8, device="meta"), torch.empty(152064, 8, device="meta")
+    chunk = default_chunk(hidden, head)
+    assert chunk >= 64 and chunk * 152064 * 16 <= CHUNK_BYTES < (chunk + 128) * 152064 * 16
+
+
+def test_a_backend_that_cannot_run_here_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    with pytest.raises(RuntimeError, match="'triton' needs the package triton and a GPU .*select the backend 'torch'"):
+        select_backend("triton")
+    assert selected_backend() == "torch"

@@ -7,7 +7,7 @@ from qerl_kernels.backend import Backend, select_backend, selected_backend, trit
 from qerl_kernels.linear import LoraFactors, marlin_linear, nvfp4_alpha, nvfp4_linear
 from qerl_kernels.logprob import chunked_token_logprobs
 from qerl_kernels.marlin import MarlinTensor, marlin_alpha, marlin_scale
-from qerl_kernels.ops import dequantize_marlin, dequantize_mxfp4, dequantize_nvfp4_unscaled
+from qerl_kernels.ops import dequantize_marlin, dequantize_mxfp4, dequantize_nvfp4_unscaled, quantize_nvfp4
 from qerl_kernels.reference import (
     BlockScales,
     MXFP4Tensor,
@@ -15,7 +15,6 @@ from qerl_kernels.reference import (
     dequantize_nvfp4,
     nvfp4_global_scale,
     quantize_mxfp4,
-    quantize_nvfp4,
 )
 
 __all__ = [

@@ -6,7 +6,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-DEFAULT_CHUNK = 512
+from qerl_kernels.backend import runs_triton
+
+CHUNK_BYTES = 320 * 2**20
+"""Memory for a chunk's logits and what is computed from them."""
 SMALLEST_LOGP = -1e4
 """Stands for minus infinity where a probability that is zero multiplies it."""
 
@@ -18,11 +21,14 @@ def chunked_token_logprobs(
     temperature: float = 1.0,
     bias: Tensor | None = None,
     *,
-    chunk: int = DEFAULT_CHUNK,
+    entropy_gradient: bool = True,
+    chunk: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each target token and entropy of its distribution, as `reference.token_logprobs` gives them.
 
-    Gradients flow through both results to `hidden`, and to `lm_head` and `bias` where they require them.
+    Gradients flow through both results to `hidden`, and to `lm_head` and `bias` where they require them. With a frozen
+    lm_head and without the entropy's gradient the forward pass keeps d logprob/d hidden, [M, D], and backward is one
+    product with it: two GEMMs in all, as many as the plain way. Otherwise backward computes the logits again: three.
 
     Args:
         hidden: [M, D], the last norm's output at the positions that predict `targets`.
@@ -30,7 +36,8 @@ def chunked_token_logprobs(
         targets: int64 [M].
         temperature: Divides the logits, above 0.
         bias: [V].
-        chunk: Tokens whose logits are held at a time.
+        entropy_gradient: Whether the entropy has a gradient; without it the entropy is detached.
+        chunk: Tokens whose logits are held at a time; by default what fits CHUNK_BYTES.
 
     Returns:
         Log-probability and entropy in nats, each float32 [M] (float64 for float64 input).
@@ -40,16 +47,121 @@ def chunked_token_logprobs(
     """
     if temperature <= 0:
         raise ValueError(f"The temperature must be above 0, got {temperature}; use 1.0 for greedy completions.")
-    logprob, entropy = _ChunkedLogprobs.apply(hidden, lm_head, targets, float(temperature), bias, chunk)
-    return logprob, entropy
+    frozen = not lm_head.requires_grad and (bias is None or not bias.requires_grad)
+    wants_gradient = torch.is_grad_enabled() and hidden.requires_grad
+    chunk = chunk or default_chunk(hidden, lm_head)
+    inputs = (hidden, lm_head, targets, float(temperature), bias, chunk)
+    if frozen and not entropy_gradient and wants_gradient:
+        return _EagerLogprobs.apply(*inputs)
+    logprob, entropy = _RecomputedLogprobs.apply(*inputs)
+    return logprob, entropy if entropy_gradient else entropy.detach()
 
 
-def _scaled_logits(hidden: Tensor, lm_head: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
-    logits = torch.nn.functional.linear(hidden, lm_head, bias)
-    return logits.to(torch.promote_types(hidden.dtype, torch.float32)) / temperature
+def default_chunk(hidden: Tensor, lm_head: Tensor) -> int:
+    """Tokens whose logits fit CHUNK_BYTES, a multiple of 128 where that many fit."""
+    # The plain path holds the logits, their float32 copy and two temporaries of it.
+    held = hidden.element_size() if runs_triton(hidden) else hidden.element_size() + 12
+    tokens = CHUNK_BYTES // (held * lm_head.shape[0])
+    return int(max(1, tokens // 128 * 128 or tokens))
 
 
-class _ChunkedLogprobs(torch.autograd.Function):
+class _Chunks:
+    """The logits of some tokens at a time, and what is derived from them, on the selected backend."""
+
+    def __init__(
+        self, hidden: Tensor, lm_head: Tensor, targets: Tensor, temperature: float, bias: Tensor | None, chunk: int
+    ) -> None:
+        self.hidden, self.lm_head, self.targets, self.bias = hidden, lm_head, targets, bias
+        self.temperature, self.chunk = temperature, chunk
+        self.triton = runs_triton(hidden)
+        self.buffer = hidden.new_empty(min(chunk, len(hidden)), len(lm_head)) if self.triton else None
+
+    def rows(self) -> list[slice]:
+        return [slice(i, min(i + self.chunk, len(self.hidden))) for i in range(0, len(self.hidden), self.chunk)]
+
+    def logits(self, rows: slice) -> Tensor:
+        """Logits before the temperature in the dtype of the hidden states; valid until the next call."""
+        hidden, weight = self.hidden[rows], self.lm_head.t()
+        out = None if self.buffer is None else self.buffer[: len(hidden)]
+        if self.bias is None:
+            return torch.mm(hidden, weight, out=out)
+        return torch.addmm(self.bias, hidden, weight, out=out)
+
+    def statistics(self, logits: Tensor, rows: slice) -> tuple[Tensor, Tensor, Tensor]:
+        """Log-probability, log-partition and entropy of these rows."""
+        if self.triton:
+            from qerl_kernels import triton_logprob
+
+            return triton_logprob.statistics(logits, self.targets[rows], self.temperature)
+        scaled = self._scaled(logits)
+        lse = scaled.logsumexp(-1)
+        logp = scaled.sub_(lse[:, None])
+        logprob = logp.gather(-1, self.targets[rows, None]).squeeze(-1)
+        logp.clamp_(min=SMALLEST_LOGP)
+        return logprob, lse, -(logp.exp().mul_(logp)).sum(-1)
+
+    def gradient(
+        self, logits: Tensor, rows: slice, lse: Tensor, entropy: Tensor, grad_logprob: Tensor, grad_entropy: Tensor
+    ) -> Tensor:
+        """Gradient of sum(grad_logprob * logprob + grad_entropy * entropy) to the logits; may overwrite them."""
+        if self.triton:
+            from qerl_kernels import triton_logprob
+
+            return triton_logprob.gradient_(
+                logits, self.targets[rows], lse, entropy, grad_logprob, grad_entropy, self.temperature
+            )
+        logp = self._scaled(logits).sub_(lse[:, None])
+        p = logp.exp()
+        # d logprob/dz = onehot - p and d entropy/dz = -p (log p + entropy).
+        weight = logp.clamp_(min=SMALLEST_LOGP).add_(entropy[:, None])
+        weight.mul_(grad_entropy[:, None]).add_(grad_logprob[:, None])
+        grad = p.mul_(weight).neg_()
+        grad.scatter_add_(-1, self.targets[rows, None], grad_logprob[:, None].to(grad.dtype))
+        return grad.div_(self.temperature).to(self.hidden.dtype)
+
+    def _scaled(self, logits: Tensor) -> Tensor:
+        return logits.to(torch.promote_types(logits.dtype, torch.float32)) / self.temperature
+
+
+def _empty(hidden: Tensor) -> Tensor:
+    return hidden.new_empty(len(hidden), dtype=torch.promote_types(hidden.dtype, torch.float32))
+
+
+class _EagerLogprobs(torch.autograd.Function):
+    """Frozen lm_head, gradient of the log-probability only: it is known, up to a factor a token, in forward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        lm_head: Tensor,
+        targets: Tensor,
+        temperature: float,
+        bias: Tensor | None,
+        chunk: int,
+    ) -> tuple[Tensor, Tensor]:
+        chunks = _Chunks(hidden, lm_head, targets, temperature, bias, chunk)
+        logprob, entropy, jacobian = _empty(hidden), _empty(hidden), torch.empty_like(hidden)
+        ones, zeros = torch.ones_like(logprob), torch.zeros_like(logprob)
+        for rows in chunks.rows():
+            logits = chunks.logits(rows)
+            logprob[rows], lse, entropy[rows] = chunks.statistics(logits, rows)
+            grad = chunks.gradient(logits, rows, lse, entropy[rows], ones[rows], zeros[rows])
+            torch.mm(grad, lm_head, out=jacobian[rows])
+        ctx.save_for_backward(jacobian)
+        ctx.mark_non_differentiable(entropy)
+        return logprob, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_logprob: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        (jacobian,) = ctx.saved_tensors
+        # Into an output of the jacobian's dtype: the float32 product is never stored.
+        grad_hidden = torch.mul(jacobian, grad_logprob[:, None], out=torch.empty_like(jacobian))
+        return grad_hidden, None, None, None, None, None
+
+
+class _RecomputedLogprobs(torch.autograd.Function):
     """Backward recomputes each chunk's logits: one GEMM more than the plain way, [M, V] less memory."""
 
     @staticmethod
@@ -62,15 +174,10 @@ class _ChunkedLogprobs(torch.autograd.Function):
         bias: Tensor | None,
         chunk: int,
     ) -> tuple[Tensor, Tensor]:
-        dtype = torch.promote_types(hidden.dtype, torch.float32)
-        logprob, lse, entropy = (hidden.new_empty(len(hidden), dtype=dtype) for _ in range(3))
-        for start in range(0, len(hidden), chunk):
-            rows = slice(start, start + chunk)
-            logits = _scaled_logits(hidden[rows], lm_head, bias, temperature)
-            lse[rows] = logits.logsumexp(-1)
-            logprob[rows] = logits.gather(-1, targets[rows, None]).squeeze(-1) - lse[rows]
-            logp = logits.sub_(lse[rows, None]).clamp_(min=SMALLEST_LOGP)
-            entropy[rows] = -(logp.exp() * logp).sum(-1)
+        chunks = _Chunks(hidden, lm_head, targets, temperature, bias, chunk)
+        logprob, lse, entropy = _empty(hidden), _empty(hidden), _empty(hidden)
+        for rows in chunks.rows():
+            logprob[rows], lse[rows], entropy[rows] = chunks.statistics(chunks.logits(rows), rows)
         ctx.save_for_backward(hidden, lm_head, targets, bias, lse, entropy)
         ctx.temperature, ctx.chunk = temperature, chunk
         return logprob, entropy
@@ -80,26 +187,20 @@ class _ChunkedLogprobs(torch.autograd.Function):
     def backward(ctx: Any, grad_logprob: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
         hidden, lm_head, targets, bias, lse, entropy = ctx.saved_tensors
         wants_hidden, wants_head, _, _, wants_bias, _ = ctx.needs_input_grad
-        # Sums over chunks are kept in the logits' precision.
+        chunks = _Chunks(hidden, lm_head, targets, ctx.temperature, bias, ctx.chunk)
         grad_hidden = torch.empty_like(hidden) if wants_hidden else None
+        # Sums over chunks are kept in the statistics' precision.
         grad_head = torch.zeros_like(lm_head, dtype=lse.dtype) if wants_head else None
         grad_bias = torch.zeros_like(bias, dtype=lse.dtype) if wants_bias else None
-        for start in range(0, len(hidden), ctx.chunk):
-            rows = slice(start, start + ctx.chunk)
-            logp = _scaled_logits(hidden[rows], lm_head, bias, ctx.temperature) - lse[rows, None]
-            p = logp.exp()
-            # d logprob/dz = onehot - p and d entropy/dz = -p (log p + entropy).
-            surprise = logp.clamp_(min=SMALLEST_LOGP) + entropy[rows, None]
-            weight = grad_logprob[rows, None] + grad_entropy[rows, None] * surprise
-            grad = p.mul_(weight).neg_()
-            grad.scatter_add_(-1, targets[rows, None], grad_logprob[rows, None].to(grad.dtype))
-            grad = (grad / ctx.temperature).to(hidden.dtype)
+        for rows in chunks.rows():
+            statistics = (lse[rows], entropy[rows], grad_logprob[rows], grad_entropy[rows])
+            grad = chunks.gradient(chunks.logits(rows), rows, *statistics)
             if grad_hidden is not None:
-                grad_hidden[rows] = grad @ lm_head
+                torch.mm(grad, lm_head, out=grad_hidden[rows])
             if grad_head is not None:
                 grad_head += grad.T @ hidden[rows]
             if grad_bias is not None:
-                grad_bias += grad.sum(0)
+                grad_bias += grad.sum(0, dtype=lse.dtype)
         return (
             grad_hidden,
             None if grad_head is None else grad_head.to(lm_head.dtype),

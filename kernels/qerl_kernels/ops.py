@@ -1,4 +1,4 @@
-"""Dequantization as PyTorch operators, opaque to torch.compile; the selected backend runs them."""
+"""The ops on the selected backend; dequantization is a PyTorch operator, opaque to torch.compile."""
 
 import torch
 from torch import Tensor
@@ -39,6 +39,18 @@ def dequantize_marlin(
     """Rows of a weight in Marlin's layout, without its global scale, as `marlin.dequantize_marlin` gives them."""
     start, stop = marlin.check_rows(weight, start, stop)
     return torch.ops.qerl.dequantize_marlin(weight, scale, start, stop, mx, dtype)
+
+
+def quantize_nvfp4(
+    weight: Tensor, global_scale: Tensor | None = None, *, block_scales: reference.BlockScales = "minmax"
+) -> reference.NVFP4Tensor:
+    """Round a weight to NVFP4 as `reference.quantize_nvfp4` does, bit for bit, on the selected backend."""
+    if block_scales == "minmax" and runs_triton(weight):
+        from qerl_kernels import triton_quantize
+
+        scale = reference.nvfp4_global_scale(weight) if global_scale is None else global_scale
+        return triton_quantize.quantize_nvfp4(weight, scale)
+    return reference.quantize_nvfp4(weight, global_scale, block_scales=block_scales)
 
 
 def _dequantize_nvfp4(packed: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,0 +1,169 @@
+"""The Triton kernels against the reference: on a GPU, or on a CPU in Triton's interpreter.
+
+Output buffers start poisoned (deterministic mode fills them with NaN), so an element that no kernel writes is seen.
+"""
+
+import pytest
+import torch
+from qerl_kernels import (
+    chunked_token_logprobs,
+    dequantize_marlin,
+    dequantize_mxfp4,
+    dequantize_nvfp4_unscaled,
+    marlin,
+    nvfp4_linear,
+    quantize_mxfp4,
+    quantize_nvfp4,
+    reference,
+    select_backend,
+    selected_backend,
+)
+from qerl_kernels.backend import triton_available
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SHAPES = [(1, 32), (3, 96), (130, 160), (64, 3584)]
+MARLIN_SHAPES = [(64, 32), (128, 96), (192, 224), (512, 256)]
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+
+
+@pytest.fixture(autouse=True)
+def triton_on_poisoned_memory():
+    select_backend("triton")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+    select_backend("torch")
+
+
+def weight(rows, columns, dtype=torch.bfloat16):
+    torch.manual_seed(0)
+    weight = torch.randn(rows, columns) * 0.05
+    weight[:, :32] *= 1e-5  # scales at and below E4M3's subnormals
+    weight[rows // 2, -32:] = 0
+    weight[-1, -16:] = torch.arange(-8, 8) * 0.0125  # ties
+    return weight.to(dtype).to(DEVICE)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_quantize_is_bit_for_bit_the_references(shape, dtype):
+    source = weight(*shape, dtype)
+    ours, truth = quantize_nvfp4(source), reference.quantize_nvfp4(source.cpu())
+    assert torch.equal(ours.packed.cpu(), truth.packed)
+    assert torch.equal(ours.scale.cpu().view(torch.uint8), truth.scale.view(torch.uint8))
+    assert torch.equal(ours.global_scale.cpu(), truth.global_scale)
+
+
+def test_every_e4m3_scale_and_every_rounding_boundary_quantizes_as_the_reference():
+    # A block's largest magnitude sweeps the float32 numbers around each boundary between two scales.
+    codes = torch.arange(1, 127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    middles = torch.cat([torch.tensor([2.0**-10]), (codes[1:] + codes[:-1]) / 2])
+    near = torch.cat([middles, middles.nextafter(torch.tensor(0.0)), middles.nextafter(torch.tensor(1e9)), codes])
+    source = (near[:, None] * 6 * torch.linspace(-1, 1, 16)).to(DEVICE)
+    unit = torch.ones(1, device=DEVICE)
+    ours, truth = quantize_nvfp4(source, unit), reference.quantize_nvfp4(source.cpu(), unit.cpu())
+    assert torch.equal(ours.scale.cpu().view(torch.uint8), truth.scale.view(torch.uint8))
+    assert torch.equal(ours.packed.cpu(), truth.packed)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_dequantize_is_bit_for_bit_the_references(shape, dtype):
+    packed, scale, _ = reference.quantize_nvfp4(weight(*shape))
+    expected = reference.dequantize_nvfp4_unscaled(packed, scale, dtype)
+    assert torch.equal(dequantize_nvfp4_unscaled(packed, scale, dtype), expected)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_dequantize_mxfp4_is_bit_for_bit_the_references(shape):
+    packed, scale = quantize_mxfp4(weight(*shape))
+    expected = reference.dequantize_mxfp4(packed, scale, torch.bfloat16)
+    assert torch.equal(dequantize_mxfp4(packed, scale, torch.bfloat16), expected)
+    scale[0, 0] = 0  # the subnormal 2**-127
+    expected = reference.dequantize_mxfp4(packed, scale, torch.float32)
+    assert torch.equal(dequantize_mxfp4(packed, scale, torch.float32), expected)
+
+
+@pytest.mark.parametrize("mx", [False, True])
+@pytest.mark.parametrize("shape", MARLIN_SHAPES)
+def test_dequantize_marlin_is_bit_for_bit_the_references(shape, mx):
+    source = weight(*shape)
+    words, scale, _ = marlin.to_marlin(quantize_mxfp4(source) if mx else reference.quantize_nvfp4(source))
+    for start in range(0, shape[0], 64):
+        expected = marlin.dequantize_marlin(words, scale, torch.bfloat16, start, mx=mx)
+        assert torch.equal(dequantize_marlin(words, scale, torch.bfloat16, start, mx=mx), expected)
+    expected = marlin.dequantize_marlin(words, scale, torch.float32, 0, 64, mx=mx)
+    assert torch.equal(dequantize_marlin(words, scale, torch.float32, 0, 64, mx=mx), expected)
+
+
+def test_every_code_and_every_scale_expands_as_the_reference():
+    scale = torch.arange(127, dtype=torch.uint8, device=DEVICE).view(torch.float8_e4m3fn).reshape(127, 1)
+    packed = torch.arange(8, dtype=torch.uint8, device=DEVICE) * 0x22 + 0x10
+    packed = packed.expand(127, 8).contiguous()
+    expected = reference.dequantize_nvfp4_unscaled(packed, scale, torch.bfloat16)
+    assert torch.equal(dequantize_nvfp4_unscaled(packed, scale, torch.bfloat16), expected)
+
+
+def test_linear_runs_on_the_kernels():
+    torch.manual_seed(0)
+    tensor = quantize_nvfp4(weight(128, 96, torch.float32))
+    x = torch.randn(5, 96, device=DEVICE, requires_grad=True)
+    y = nvfp4_linear(x, *tensor)
+    expected = x @ reference.dequantize_nvfp4(*tensor, torch.float32).T
+    torch.testing.assert_close(y, expected)
+    torch.testing.assert_close(torch.autograd.grad(y.sum(), x), torch.autograd.grad(expected.sum(), x))
+
+
+def head(dtype, tokens, vocabulary, width=32):
+    torch.manual_seed(1)
+    hidden = torch.randn(tokens, width, device=DEVICE).to(dtype).requires_grad_()
+    lm_head = torch.randn(vocabulary, width, device=DEVICE).to(dtype).requires_grad_()
+    bias = torch.randn(vocabulary, device=DEVICE).to(dtype).requires_grad_()
+    return hidden, lm_head, torch.randint(vocabulary, (tokens,), device=DEVICE), bias
+
+
+@pytest.mark.parametrize("temperature", [0.6, 1.0])
+@pytest.mark.parametrize(("tokens", "vocabulary", "chunk"), [(1, 17, 8), (9, 5000, 4), (7, 4096, 7)])
+def test_log_probabilities_and_gradients_equal_the_plain_ones(tokens, vocabulary, chunk, temperature):
+    hidden, lm_head, targets, bias = head(torch.float32, tokens, vocabulary)
+    plain = reference.token_logprobs(hidden, lm_head, targets, temperature, bias)
+    ours = chunked_token_logprobs(hidden, lm_head, targets, temperature, bias, chunk=chunk)
+    torch.testing.assert_close(ours, plain, rtol=1e-5, atol=2e-5)
+    torch.manual_seed(2)
+    weights = torch.randn(2, 1, device=DEVICE)  # broadcast: gradients arrive with stride 0
+    expected = torch.autograd.grad((torch.stack(plain) * weights).sum(), (hidden, lm_head, bias))
+    actual = torch.autograd.grad((torch.stack(ours) * weights).sum(), (hidden, lm_head, bias))
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_ruled_out_block_of_tokens_leaves_the_others_finite():
+    hidden, lm_head, targets, bias = head(torch.float32, 3, 5000)
+    bias = bias.detach().index_fill(0, torch.arange(4200, device=DEVICE), -torch.inf)  # the whole first block and more
+    targets[:] = 4500
+    plain = reference.token_logprobs(hidden, lm_head, targets, 1.0, bias)
+    ours = chunked_token_logprobs(hidden, lm_head, targets, 1.0, bias)
+    torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-5)
+    assert bool(torch.isfinite(torch.autograd.grad(sum(o.sum() for o in ours), hidden)[0]).all())
+
+
+def test_half_precision_log_probabilities_err_at_most_twice_as_much_as_the_plain_way():
+    hidden, lm_head, targets, _ = head(torch.bfloat16, 16, 700)
+    lm_head = lm_head.detach()
+    results = []
+    for op, cast, options in (
+        (reference.token_logprobs, torch.float64, {}),
+        (reference.token_logprobs, torch.bfloat16, {}),
+        (chunked_token_logprobs, torch.bfloat16, {"chunk": 5}),
+        (chunked_token_logprobs, torch.bfloat16, {"chunk": 5, "entropy_gradient": False}),
+    ):
+        x = hidden.detach().to(cast).requires_grad_()
+        logprob, entropy = op(x, lm_head.to(cast), targets, 0.9, **options)
+        results.append([t.double() for t in (logprob, entropy, torch.autograd.grad(logprob.sum(), x)[0])])
+    truth, low, *ours = results
+    for result in ours:
+        for actual, plain_low, exact in zip(result, low, truth, strict=True):
+            assert (actual - exact).norm() <= 2 * (plain_low - exact).norm()
+
+
+def test_the_backend_is_what_was_selected():
+    assert selected_backend() == "triton" and triton_available()
