@@ -200,10 +200,16 @@ def test_seed_decides_the_weights_and_global_random_state_stays(tmp_path: Path) 
     few = {"layers": 1, "intermediate": 128, "steps": 3, "batch_size": 2}
     torch.manual_seed(1)
     before = torch.get_rng_state(), random.getstate()
+    threads = torch.get_num_threads()
     first = build_toy_policy(ToyConfig(**few), tmp_path / "first")
     assert torch.equal(torch.get_rng_state(), before[0]) and random.getstate() == before[1]
+    assert torch.get_num_threads() == threads
     torch.manual_seed(2)
-    again = build_toy_policy(ToyConfig(**few), tmp_path / "again")
+    torch.set_num_threads(3)
+    try:
+        again = build_toy_policy(ToyConfig(**few), tmp_path / "again")
+    finally:
+        torch.set_num_threads(threads)
     other = build_toy_policy(ToyConfig(**few, seed=1), tmp_path / "first")
     assert first.name == again.name and sha256(first) == sha256(again)
     assert other != first and sha256(other) != sha256(first)
