@@ -1,6 +1,7 @@
 """Rewards against values worked by hand, and what happens when one misbehaves."""
 
 import math
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -162,6 +163,12 @@ def test_math_answer(math_answer: MathAnswer) -> None:
     assert not wrongly
 
 
+def test_equal_texts_need_no_grading() -> None:
+    reward = MathAnswer()
+    assert reward([answered("\\pi", "\\pi"), answered(" 18 ", "18 ")]) == [1.0, 1.0]
+    assert reward._grader._process is None
+
+
 def test_math_answer_reads_only_the_tag_unless_told(math_answer: MathAnswer) -> None:
     free = MathAnswer(tag=None)
     texts = [sample("So it is $\\frac{36}{2}$."), sample("First 18, but then 19.")]
@@ -178,6 +185,12 @@ def test_math_answer_time_limit(caplog: pytest.LogCaptureFixture) -> None:
 
 
 WORKER = Path(__file__).parent.parent / "qerl_pl" / "rewards" / "math_worker.py"
+
+
+def test_the_grading_process_is_ended_by_its_processor_time() -> None:
+    command = [sys.executable, "-P", str(WORKER), "0.3", "4096"]
+    done = subprocess.run(command, input='["1", "9^{9^{9^9}}"]\n', stdout=subprocess.PIPE, text=True, check=False)
+    assert done.stdout == "ready\n" and done.returncode == -signal.SIGPROF
 
 
 @pytest.mark.parametrize(
@@ -363,5 +376,5 @@ def test_a_reward_of_ones_own_by_import_path(tmp_path: Path, monkeypatch: pytest
             ]
         }
     )
-    scored = score(parser.instantiate_classes(parsed).rewards, [sample("1234"), sample("12345")])
+    scored = score(parser.instantiate(parsed).rewards, [sample("1234"), sample("12345")])
     assert scored.total.tolist() == [2.0, 0.0] and list(scored.parts) == ["short", "format"]

@@ -26,8 +26,7 @@ def level_of(row: Mapping[str, Any]) -> int | None:
         digits = re.search(r"\d+", str(row["level"]))
         return int(digits.group()) if digits else None
     rate = row.get(_RATE)
-    # The margin keeps 0.6, which no binary fraction is, at the lower end of its bucket.
-    return None if rate is None else _LEVELS - min(_LEVELS - 1, math.floor(float(rate) * _LEVELS + 1e-9))
+    return None if rate is None else _LEVELS - min(_LEVELS - 1, math.floor(float(rate) * _LEVELS))
 
 
 class BigMathDataModule(PromptDataModule):

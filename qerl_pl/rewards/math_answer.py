@@ -51,7 +51,7 @@ class MathAnswer:
         answer = sample.completion if self.tag is None else last_tagged(sample.completion, self.tag)
         if not answer:
             return False
-        # The same text is the same value, also where math-verify could not read it; and most right answers end here.
+        # The same text is the same value: most right answers need no more than this.
         return answer == sample.reference.strip() or self._grader.equivalent(sample.reference, answer)
 
 
