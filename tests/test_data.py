@@ -146,6 +146,13 @@ def test_parquet_file(tmp_path: Path, tokenizer: str) -> None:
     assert {prompt.reference for prompt in prompts_of(data, "train")} == {"1", "-2.5"}
 
 
+def test_local_data_needs_no_cache(gsm8k: Path, tokenizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", gsm8k / "train.jsonl" / "no-folder")
+    data = GSM8KDataModule(str(gsm8k), batch_size=9, val_size=0, tokenizer=tokenizer)
+    data.setup("fit")
+    assert len(prompts_of(data, "train")) == 9
+
+
 # Big-Math and arithmetic ---------------------------------------------------------------------------------------------
 
 BIGMATH = [

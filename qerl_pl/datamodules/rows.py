@@ -4,6 +4,7 @@ import json
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from qerl_pl.errors import UserError
@@ -71,7 +72,7 @@ def _split_file(folder: Path, split: str) -> Path:
 
 
 def _read_file(file: Path) -> Iterator[Mapping[str, Any]]:
-    """Rows of one file; streamed, so that nothing is written to a cache."""
+    """Rows of one file; streamed, so that no copy of it is made."""
     import datasets  # takes seconds, and other data modules do without
 
     if file.suffix not in _SUFFIXES:
@@ -80,7 +81,8 @@ def _read_file(file: Path) -> Iterator[Mapping[str, Any]]:
     if kind == "json" and not _check_lines(file):
         return  # datasets raises on a file without rows
     try:
-        yield from datasets.load_dataset(kind, data_files=str(file), split="train", streaming=True)
+        with TemporaryDirectory() as cache:  # for a lock file; the user's cache may be read-only
+            yield from datasets.load_dataset(kind, data_files=str(file), split="train", streaming=True, cache_dir=cache)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:  # ValueError: pyarrow's are such
         raise UserError(f"cannot read {file} as {kind}: {_first_line(error)}; check the file.") from error
 
