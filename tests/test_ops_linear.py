@@ -8,6 +8,7 @@ from qerl_kernels import (
     dequantize_mxfp4,
     dequantize_nvfp4,
     dequantize_nvfp4_unscaled,
+    lora_linear,
     marlin_alpha,
     marlin_linear,
     marlin_scale,
@@ -119,6 +120,14 @@ def run(source, x, tensor, bias, lora):
     if source == "rows":
         return nvfp4_linear(x, *tensor, bias, lora=lora)
     return marlin_linear(x, to_marlin(tensor), bias, lora=lora)
+
+
+def test_a_dense_weight_takes_the_same_adapter():
+    tensor, x, bias, lora = layer(torch.float32)
+    dense = dequantize_nvfp4(*tensor, torch.float32)
+    expected, actual = plain(x, tensor, bias, lora), lora_linear(x, dense, bias, lora=lora)
+    torch.testing.assert_close(actual, expected)
+    torch.testing.assert_close(gradients(actual, x, lora), gradients(expected, x, lora))
 
 
 def gradients(y, x, lora):

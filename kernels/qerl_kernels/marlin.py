@@ -6,6 +6,7 @@ With n the output and k the input feature of a weight, its code is nibble `4*(k&
 Rows can be read in slices at multiples of 64, so projections that vLLM fuses stay separate modules.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -111,7 +112,8 @@ def _permute_scales(scale: Tensor) -> Tensor:
 
 def scale_factor(scale: Tensor) -> float:
     """The power of two by which vLLM scales a weight's block scales up, to at most 448."""
-    return float(torch.exp2(torch.floor(torch.log2(448.0 / scale.float().amax()))))
+    largest = scale.float().amax().item()
+    return 1.0 if largest == 0 else 2.0 ** (math.frexp(448.0 / largest)[1] - 1)
 
 
 def marlin_scale(scale: Tensor) -> Tensor:

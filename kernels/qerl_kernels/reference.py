@@ -67,9 +67,10 @@ def nvfp4_global_scale(*weights: Tensor, block_scales: BlockScales = "minmax", p
         amax = amax.float()
     largest = SEARCH_SCALE if block_scales == "search" else E4M3_MAX
     scale = largest * E2M1_MAX / amax.clamp(min=torch.finfo(amax.dtype).tiny)
+    scale = torch.nan_to_num(scale, nan=1.0, posinf=1.0, neginf=1.0).float()
     if power_of_two:
-        scale = scale.float().log2().floor().exp2()
-    return torch.nan_to_num(scale, nan=1.0, posinf=1.0, neginf=1.0).float()
+        scale = (scale.view(torch.int32) & 0x7F800000).view(torch.float32)  # its exponent alone
+    return scale
 
 
 def quantize_nvfp4(
@@ -102,8 +103,9 @@ def quantize_nvfp4(
 
 def minmax_scales(weight: Tensor, global_scale: Tensor) -> Tensor:
     """Block scales that map each block's largest magnitude to 6: float8_e4m3fn [N, K/16]."""
-    # The quotient is rounded to the weight's dtype, as llm-compressor's observer does.
-    scale = global_scale * (_blocks(weight, BLOCK).abs().amax(-1) / E2M1_MAX).float()
+    # The quotient is rounded to the weight's dtype, as llm-compressor's observer does. The divisor is a tensor because
+    # CUDA multiplies by the reciprocal of a number.
+    scale = global_scale * (_blocks(weight, BLOCK).abs().amax(-1) / weight.new_tensor(E2M1_MAX)).float()
     rounded = scale.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).float()
     return torch.where(rounded == 0, 0.125, rounded).to(torch.float8_e4m3fn)
 
