@@ -187,17 +187,18 @@ def test_built_policy_loads_and_has_learned_the_format(small_policy: Path) -> No
     assert probabilities[tokenizer.convert_tokens_to_ids("<think>")] > 0.9
 
 
-def test_second_build_is_found_in_the_cache(small_policy: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (small_policy / "mark").touch()
+def test_second_build_is_found_in_the_cache(
+    small_policy: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     assert build_toy_policy(SMALL, cache) == small_policy
     monkeypatch.setenv("QERL_CACHE", str(cache))
     assert build_toy_policy(SMALL) == small_policy
-    assert (small_policy / "mark").exists()
+    assert "Teaching" not in capfd.readouterr().err
     assert list(cache.iterdir()) == [small_policy]
 
 
 def test_seed_decides_the_weights_and_global_random_state_stays(tmp_path: Path) -> None:
-    few = {"layers": 1, "intermediate": 128, "steps": 3, "batch_size": 2}
+    few = {"layers": 1, "intermediate": 128, "steps": 3, "batch_size": 32}
     torch.manual_seed(1)
     before = torch.get_rng_state(), random.getstate()
     threads = torch.get_num_threads()
