@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import math
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -19,8 +20,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from qerl_pl.checkpoints import load_dense_state, write_dense_checkpoint
-from qerl_pl.engines import EngineSpec, RolloutEngine, TransformersEngine
+from qerl_pl.engines import EngineSpec, RolloutEngine, TransformersEngine, VLLMEngine
 from qerl_pl.engines.sampling import sampling_log_probs
+from qerl_pl.engines.sizes import check_marlin_shapes
 from qerl_pl.errors import UserError
 from qerl_pl.noise import NormNoise
 from qerl_pl.types import Completion, PolicyWeights, RolloutRequest, SamplingConfig
@@ -38,9 +40,7 @@ if importlib.util.find_spec("vllm") is not None:
 def make_engine(kind: str) -> RolloutEngine:
     if kind == "transformers":
         return TransformersEngine(max_batch=16)
-    from qerl_pl.engines import VLLMEngine
-
-    return VLLMEngine(kv_cache_gib=0.25, enforce_eager=True)
+    return VLLMEngine(kv_cache_gib=0.25, max_num_seqs=16, max_num_batched_tokens=128)
 
 
 def spec_of(base: Path, dtype: torch.dtype = torch.float32) -> EngineSpec:
@@ -290,6 +290,17 @@ def test_seeds_repeat_whatever_else_is_in_the_batch(engine: RolloutEngine, refer
         assert found.logprobs == pytest.approx(expected.logprobs, abs=LOGPROB_BOUND)
 
 
+def test_a_batch_larger_than_the_engine_takes_at_once_gives_the_same_samples(
+    engine: RolloutEngine, reference: PeftModel
+) -> None:
+    engine.sync(weights_of(reference))
+    sampling = SamplingConfig(max_tokens=4)
+    requests = [RolloutRequest(tuple(range(2 + i, 50 + 2 * i % 37)), (i, 100 + i)) for i in range(20)]
+    together = engine.generate(requests, sampling)
+    alone = [engine.generate([request], sampling)[0] for request in requests]
+    assert [[c.token_ids for c in group] for group in together] == [[c.token_ids for c in group] for group in alone]
+
+
 FILTERS = [
     SamplingConfig(max_tokens=6, temperature=0.7),
     SamplingConfig(max_tokens=6, temperature=1.3, top_k=5),
@@ -402,6 +413,44 @@ def test_an_adapter_that_does_not_fit_is_refused(engine: RolloutEngine, referenc
 def test_targets_that_match_nothing_are_refused(kind: str, base: Path) -> None:
     with pytest.raises(UserError, match="match none"):
         make_engine(kind).launch(replace(spec_of(base), lora_targets=("c_attn",)))
+
+
+def test_settings_that_cannot_hold_one_sequence_are_refused(base: Path) -> None:
+    """One token takes 2 * 2 layers * 1 head * 64 * 4 bytes = 1024 bytes, so 96 tokens take 96 KiB."""
+    with pytest.raises(UserError, match=r"one sequence of 96 tokens, 9\.16e-05 GiB"):
+        VLLMEngine(kv_cache_gib=95 / 2**20).launch(spec_of(base))
+    with pytest.raises(UserError, match="prompt and completion, 96 tokens; got 95"):
+        VLLMEngine(max_model_len=95).launch(spec_of(base))
+    with pytest.raises(UserError, match="both are set"):
+        VLLMEngine(kv_cache_gib=1, gpu_memory_utilization=0.5)
+
+
+def test_weights_that_marlins_tiles_do_not_cover_are_refused() -> None:
+    tiles = {"a.q_proj": (128, 128), "a.k_proj": (32, 128), "a.v_proj": (32, 128), "a.o_proj": (128, 64)}
+    check_marlin_shapes(tiles)
+    with pytest.raises(UserError, match=r"q_proj\+k_proj\+v_proj of a is 224 x 128"):
+        check_marlin_shapes(tiles | {"a.k_proj": (64, 128)})
+    with pytest.raises(UserError, match="o_proj of a is 128 x 32"):
+        check_marlin_shapes(tiles | {"a.o_proj": (128, 32)})
+
+
+def test_without_vllm_the_engine_says_how_to_get_it(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    with pytest.raises(UserError, match="needs vLLM; it is not installed"):
+        VLLMEngine().launch(spec_of(base))
+
+
+@pytest.mark.skipif(len(ENGINES) == 1, reason="vLLM is not installed")
+@pytest.mark.vllm
+def test_what_vllm_cannot_run_is_refused_in_one_line(base: Path) -> None:
+    with pytest.raises(UserError, match="this is a CPU build, the run asks for cuda"):
+        VLLMEngine().launch(replace(spec_of(base), device=torch.device("cuda")))
+    with pytest.raises(UserError, match="rank 512 at most; got rank 1024"):
+        VLLMEngine().launch(replace(spec_of(base), lora_rank=1024))
+    with pytest.raises(UserError, match="refuses the engine's settings: .*max_position_embeddings"):
+        VLLMEngine().launch(replace(spec_of(base), max_tokens=300))
+    with pytest.raises(UserError, match="lm_head is none: take it out"):
+        VLLMEngine().launch(replace(spec_of(base), lora_targets=("q_proj", "lm_head")))
 
 
 @pytest.fixture(scope="module")

@@ -29,6 +29,36 @@ class EngineSpec:
     """Longest sequence, prompt and completion together, that will be asked for."""
 
 
+@dataclass(frozen=True)
+class LentLinear:
+    """Rows of one of an engine's 4-bit weights, in Marlin's layout (see `qerl_kernels.marlin`)."""
+
+    weight: Tensor
+    """int32 [K/16, 2 * rows of the whole matrix]."""
+    scale: Tensor
+    """One byte an element, [K/16, rows of the whole matrix]."""
+    global_scale: Tensor
+    """float32, one element."""
+    bias: Tensor | None
+    """[stop - start], in plain order."""
+    in_features: int
+    """K."""
+    start: int
+    """First row, a multiple of 64."""
+    stop: int
+    """Row after the last, a multiple of 64."""
+
+
+@dataclass(frozen=True)
+class LentWeights:
+    """What of the base model the trainer may use without a copy of its own; mapped as long as the engine lives."""
+
+    linears: Mapping[str, LentLinear]
+    """By module name in the base model, such as "model.layers.0.self_attn.q_proj"."""
+    tensors: Mapping[str, Tensor]
+    """16-bit tensors by their checkpoint name: embeddings and lm_head, not the norms, which carry noise."""
+
+
 @runtime_checkable
 class RolloutEngine(Protocol):
     """Samples completions from a policy; deals in token ids only.
@@ -40,6 +70,9 @@ class RolloutEngine(Protocol):
 
     def launch(self, spec: EngineSpec) -> None:
         """Load the base model. Called once, before any other method."""
+
+    def lend(self) -> LentWeights | None:
+        """Weights of the base model for the trainer to borrow; None where it must load its own copy."""
 
     def sync(self, weights: PolicyWeights) -> SyncReport:
         """Take over adapter, trained norms and noise.

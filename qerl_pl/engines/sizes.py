@@ -5,9 +5,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from qerl_pl.errors import UserError
+from qerl_pl.quantize import FUSED
 
-FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Linears that vLLM multiplies as one matrix."""
+GIB = 2**30
 
 
 def linear_shapes(config: PretrainedConfig) -> dict[str, tuple[int, int]]:
@@ -24,6 +24,27 @@ def kv_bytes_per_token(config: PretrainedConfig, dtype: torch.dtype) -> int:
     head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     return int(2 * config.num_hidden_layers * kv_heads * head_size * dtype.itemsize)
+
+
+def check_length(length: int, needed: int, kv_gib: float | None, bytes_per_token: int) -> None:
+    """Reject an engine that could not finish one sequence.
+
+    Args:
+        length: Longest sequence the engine prepares for, in tokens.
+        needed: Longest sequence the run can ask for, in tokens.
+        kv_gib: Size of the key/value cache; None when the engine chooses it.
+        bytes_per_token: Size of one token in the cache.
+
+    Raises:
+        UserError: The length or the cache is too small.
+    """
+    if length < needed:
+        raise UserError(f"max_model_len must hold prompt and completion, {needed} tokens; got {length}: leave it out")
+    if kv_gib is not None and kv_gib * GIB < bytes_per_token * length:
+        raise UserError(
+            f"the key/value cache must hold one sequence of {length} tokens, {bytes_per_token * length / GIB:.3g} GiB; "
+            f"got kv_cache_gib {kv_gib:g}: raise it or shorten the sequences"
+        )
 
 
 def check_marlin_shapes(linears: dict[str, tuple[int, int]]) -> None:

@@ -63,6 +63,9 @@ class TransformersEngine:
         self._tokenizer, self._ends = load_tokenizer(spec.base), end_token_ids(spec.base)
 
     @torch.no_grad()
+    def lend(self) -> None:
+        """Nothing: its copy is dense, and in the engine's own modules."""
+
     def sync(self, weights: PolicyWeights) -> SyncReport:
         """Copy adapter and trained norms, and set the noise.
 

@@ -4,25 +4,26 @@ import logging
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
 from peft import LoraConfig
 from safetensors.torch import save_file
-from transformers import AutoConfig, PretrainedConfig
+from transformers import AutoConfig
 
 from qerl_pl.checkpoints import end_token_ids, is_nvfp4, load_tokenizer, write_dense_checkpoint
 from qerl_pl.engines import vllm_worker
 from qerl_pl.engines.base import EngineSpec, check_adapter, check_requests, regroup
-from qerl_pl.engines.sizes import check_marlin_shapes, kv_bytes_per_token, linear_shapes
+from qerl_pl.engines.sizes import GIB, check_length, check_marlin_shapes, kv_bytes_per_token, linear_shapes
 from qerl_pl.errors import UserError
 from qerl_pl.types import Completion, PolicyWeights, RolloutRequest, SamplingConfig, SyncReport
 
 log = logging.getLogger(__name__)
 
-GIB = 2**30
 DEFAULT_KV_GIB = {"cuda": 4.0, "cpu": 0.5}
+CPU_BATCH = 4096  # tokens of one forward pass
 
 
 class VLLMEngine:
@@ -93,9 +94,8 @@ class VLLMEngine:
         """Start vLLM and register the adapter's slot.
 
         Raises:
-            UserError: vLLM is absent, of an unknown release or a build for another device; the kernel asked for is not
-                available; the cache is too small for one sequence; the rank is too large; a LoRA target matches no
-                linear or one that vLLM does not adapt; or vLLM refuses to start.
+            UserError: vLLM is absent, of an unknown release or a build for another device, or refuses to start; the
+                kernel, the length or the rank asked for cannot be had; a LoRA target is no linear that vLLM adapts.
         """
         nvfp4 = is_nvfp4(spec.base)
         config = AutoConfig.from_pretrained(spec.base, local_files_only=True)
@@ -103,7 +103,9 @@ class VLLMEngine:
         self._shapes = {name: size for name, size in linears.items() if name.rpartition(".")[2] in spec.lora_targets}
         if not self._shapes:
             raise UserError(f"LoRA targets must name linears of the base; {', '.join(spec.lora_targets)} match none")
-        self._check_sizes(spec, config)
+        length = self.max_model_len or spec.max_tokens
+        kv_gib = self._kv_gib(spec.device)
+        check_length(length, spec.max_tokens, kv_gib, kv_bytes_per_token(config, spec.dtype))
         if nvfp4 and spec.device.type == "cuda" and self.linear_backend == "marlin":
             check_marlin_shapes(linears)
         start = time.perf_counter()
@@ -114,32 +116,26 @@ class VLLMEngine:
             base = spec.base
             if nvfp4 and spec.device.type == "cpu":
                 base = write_dense_checkpoint(spec.base, Path(folder) / "dense", spec.dtype)
-            self._llm = self._start(spec, base, nvfp4)
+            self._llm = self._start(spec, base, nvfp4, length, kv_gib)
             VLLMEngine._alive += 1
-            self._check_start(nvfp4)
-            self._register_adapter(Path(folder) / "adapter")
+            try:
+                self._check_start(nvfp4)
+                self._register_adapter(Path(folder) / "adapter")
+            except UserError:
+                self.close()
+                raise
         log.info("vLLM runs with %s; started in %.0f s", ", ".join(self.kernels), time.perf_counter() - start)
 
-    def _check_sizes(self, spec: EngineSpec, config: PretrainedConfig) -> None:
-        length = self.max_model_len or spec.max_tokens
-        if length < spec.max_tokens:
-            raise UserError(
-                f"max_model_len must hold prompt and completion, {spec.max_tokens} tokens; got {length}: leave it out"
-            )
-        need = kv_bytes_per_token(config, spec.dtype) * length
-        if self.kv_cache_gib is not None and self.kv_cache_gib * GIB < need:
-            raise UserError(
-                f"the key/value cache must hold one sequence of {length} tokens, {need / GIB:.3f} GiB; got "
-                f"kv_cache_gib {self.kv_cache_gib}: raise it or shorten max_model_len"
-            )
+    def _kv_gib(self, device: torch.device) -> float | None:
+        """Size of the cache; None where vLLM works it out from the memory it may use."""
+        if self.kv_cache_gib is None and self.gpu_memory_utilization is None:
+            return DEFAULT_KV_GIB[device.type]
+        return self.kv_cache_gib
 
-    def _start(self, spec: EngineSpec, base: Path, nvfp4: bool) -> Any:
+    def _start(self, spec: EngineSpec, base: Path, nvfp4: bool, length: int, kv_gib: float | None) -> Any:
         from vllm import LLM
 
         on_gpu = spec.device.type == "cuda"
-        kv_gib = self.kv_cache_gib
-        if kv_gib is None and self.gpu_memory_utilization is None:
-            kv_gib = DEFAULT_KV_GIB[spec.device.type]
         try:
             return LLM(
                 model=str(base),
@@ -149,9 +145,11 @@ class VLLMEngine:
                 skip_tokenizer_init=not self._has_tokenizer,
                 generation_config="vllm",
                 logprobs_mode="processed_logprobs",
-                max_model_len=self.max_model_len or spec.max_tokens,
+                max_model_len=length,
                 max_num_seqs=self.max_num_seqs,
-                max_num_batched_tokens=self.max_num_batched_tokens,
+                max_num_batched_tokens=self.max_num_batched_tokens or (None if on_gpu else max(length, CPU_BATCH)),
+                # A seeded request whose prompt is split over two passes fails on a CPU.
+                enable_chunked_prefill=on_gpu,
                 enable_prefix_caching=self.prefix_caching,
                 enforce_eager=self.enforce_eager or not on_gpu,
                 enable_sleep_mode=self.sleep_mode and on_gpu,
@@ -170,8 +168,8 @@ class VLLMEngine:
         except (ValueError, RuntimeError, AssertionError, ImportError) as error:
             if isinstance(error, UserError):
                 raise
-            reason = " ".join(str(error).split()) or type(error).__name__
-            raise UserError(f"vLLM must start with the engine's settings; it refuses: {reason}") from error
+            reason = " ".join(str(error).split())
+            raise UserError(f"vLLM refuses the engine's settings: {reason or type(error).__name__}") from error
 
     def _check_start(self, nvfp4: bool) -> None:
         import vllm
@@ -247,7 +245,8 @@ class VLLMEngine:
             return regroup(requests, [])
         params = [self._params(sampling, seed) for request in requests for seed in request.seeds]
         # Small helpers that vLLM compiles even in eager mode would need a C++ compiler on a CPU.
-        with torch.compiler.set_stance("force_eager" if self._spec.device.type == "cpu" else "default"):
+        on_cpu = self._spec.device.type == "cpu"
+        with torch.compiler.set_stance("force_eager") if on_cpu else nullcontext():
             outputs = self._llm.generate(
                 prompts, params, use_tqdm=False, lora_request=self._adapter if self._use_adapter else None
             )
@@ -270,7 +269,7 @@ class VLLMEngine:
                 logprobs=0,  # the sampled token's only
             )
         except ValueError as error:
-            raise UserError(f"vLLM must accept the sampling settings; it refuses: {error}") from error
+            raise UserError(f"vLLM refuses the sampling settings: {error}") from error
 
     def sleep(self) -> None:
         """Give the key/value cache's memory back. Weights, norms and adapter slots stay. On a CPU nothing happens."""
@@ -289,9 +288,10 @@ class VLLMEngine:
         """Free vLLM's memory."""
         if self._llm is not None:
             self.wake()
-            VLLMEngine._alive -= 1
-            vllm_worker.shut_down(self._llm, last=VLLMEngine._alive == 0)
+            self._llm.llm_engine.engine_core.shutdown()
             self._llm = None
+            VLLMEngine._alive -= 1
+            vllm_worker.release_memory(last=VLLMEngine._alive == 0)
 
 
 def _completion(output: Any) -> Completion:

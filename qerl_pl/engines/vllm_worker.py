@@ -3,6 +3,7 @@
 Read in vLLM 0.25.1 and 0.30.0. vLLM is imported inside functions only, so that this module imports without it.
 """
 
+import gc
 import importlib.util
 import os
 import re
@@ -69,6 +70,11 @@ def worker_class(device: torch.device) -> str:
     """
     from vllm.platforms import current_platform
 
+    if device.type == "cuda" and device.index:
+        raise UserError(
+            f"a colocated vLLM runs on the first visible GPU; the trainer is on {device}: choose the GPU by "
+            "CUDA_VISIBLE_DEVICES"
+        )
     if device.type == "cpu" and current_platform.is_cpu():
         return f"{__name__}.CPUPolicyWorker"
     if device.type == "cuda" and current_platform.is_cuda():
@@ -113,13 +119,15 @@ def process_state_kept() -> Iterator[None]:
                 os.environ[name] = value
 
 
-def shut_down(llm: Any, last: bool) -> None:
-    """Free an engine's memory; with `last`, also vLLM's process groups."""
-    llm.llm_engine.engine_core.shutdown()
+def release_memory(last: bool) -> None:
+    """Return the memory of an engine that nothing refers to any more; after the last one, vLLM's process groups too."""
     if last:
         from vllm.distributed import cleanup_dist_env_and_memory
 
         cleanup_dist_env_and_memory()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 class PolicyWorker(Worker):
@@ -146,8 +154,10 @@ class PolicyWorker(Worker):
     def _maybe_get_memory_pool_context(self, tag: str) -> AbstractContextManager[None]:
         # Only what is allocated in the pool is unmapped by `sleep`. Weights, norms and adapter slots stay outside:
         # the trainer may hold them too, and a wrong adapter after waking cannot happen.
+        if tag != "kv_cache":
+            return nullcontext()
         context: AbstractContextManager[None] = super()._maybe_get_memory_pool_context(tag)
-        return context if tag == "kv_cache" else nullcontext()
+        return context
 
     def qerl_missing(self) -> list[str]:
         """Names this class relies on that this vLLM lacks."""
@@ -169,8 +179,8 @@ class PolicyWorker(Worker):
         return parts
 
     def qerl_adapted(self) -> list[str]:
-        """Linears of the base model that have an adapter slot."""
-        return [part for name in self._manager.modules for part in self._parts(name)]
+        """Linears of the base model that have an adapter slot; vLLM wraps lm_head too, but loads no adapter for it."""
+        return [part for name in self._manager.modules if name != "lm_head" for part in self._parts(name)]
 
     def qerl_noisy(self) -> list[str]:
         """Norms that take noise."""
@@ -181,9 +191,8 @@ class PolicyWorker(Worker):
         kernels = set()
         for module in self.get_model().modules():
             if _look_up(module, "input_size_per_partition") is not None:
-                kernel = _look_up(module, "scheme.kernel") or _look_up(module, "quant_method")
-                kernels.add(type(kernel).__name__)
-        return sorted(kernels)
+                kernels.add(_look_up(module, "scheme.kernel") or _look_up(module, "quant_method"))
+        return sorted({type(kernel).__name__ for kernel in kernels - {None}})
 
     @torch.inference_mode()
     def qerl_write_adapter(self, adapter: Mapping[str, tuple[Tensor, Tensor]], scaling: float) -> None:
