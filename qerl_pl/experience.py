@@ -31,6 +31,8 @@ class Experience:
     """Policy version that sampled them."""
     tokens: Tensor
     """Prompt and completion, right-padded, int64 [B, T]."""
+    lengths: Tensor
+    """Tokens of each row that are no padding, int64 [B]."""
     mask: Tensor
     """Sampled tokens, bool [B, T]."""
     sampler_logprobs: Tensor
@@ -52,14 +54,14 @@ class Experience:
 
     def to(self, device: torch.device) -> "Experience":
         """The same experience with its tensors on `device`."""
-        names = ("tokens", "mask", "sampler_logprobs", "advantages", "truncated")
+        names = ("tokens", "lengths", "mask", "sampler_logprobs", "advantages", "truncated")
         return replace(self, **{name: getattr(self, name).to(device) for name in names})
 
 
 def pad_completions(
     prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]], pad_id: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Token ids, mask and sampler log-probabilities of a batch, right-padded.
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Token ids, lengths, mask and sampler log-probabilities of a batch, right-padded.
 
     Args:
         prompts: P prompts.
@@ -67,17 +69,17 @@ def pad_completions(
         pad_id: Fills the right end.
 
     Returns:
-        (tokens int64 [B, T], mask bool [B, T], sampler_logprobs float32 [B, T]).
+        (tokens int64 [B, T], lengths int64 [B], mask bool [B, T], sampler_logprobs float32 [B, T]).
     """
     rows = [(prompt, completion) for prompt, group in zip(prompts, completions, strict=True) for completion in group]
-    length = max(len(prompt.token_ids) + len(completion.token_ids) for prompt, completion in rows)
-    tokens = torch.full((len(rows), length), pad_id, dtype=torch.int64)
-    mask = torch.zeros(len(rows), length, dtype=torch.bool)
-    logprobs = torch.zeros(len(rows), length, dtype=torch.float32)
+    lengths = torch.tensor([len(prompt.token_ids) + len(completion.token_ids) for prompt, completion in rows])
+    tokens = torch.full((len(rows), int(lengths.max())), pad_id, dtype=torch.int64)
+    mask = torch.zeros_like(tokens, dtype=torch.bool)
+    logprobs = torch.zeros_like(tokens, dtype=torch.float32)
     for row, (prompt, completion) in enumerate(rows):
         start = len(prompt.token_ids)
         end = start + len(completion.token_ids)
         tokens[row, :end] = torch.tensor(prompt.token_ids + completion.token_ids)
         mask[row, start:end] = True
         logprobs[row, start:end] = torch.tensor(completion.logprobs)
-    return tokens, mask, logprobs
+    return tokens, lengths, mask, logprobs

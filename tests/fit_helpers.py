@@ -32,7 +32,7 @@ def configuration(base: Path, run: Path) -> dict[str, Any]:
             "optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"lr": 0.01}},
             "update_epochs": 2,
             "minibatches": 2,
-            "micro_batch_size": 1,
+            "micro_batch_tokens": 1,
         },
         "data": {
             "class_path": "qerl_pl.datamodules.ArithmeticDataModule",

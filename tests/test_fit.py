@@ -139,7 +139,7 @@ def test_micro_batches_give_the_whole_batch_update(
     adapters = []
     for size in (None, 1):
         settings = settings_of(tiny_policy_dir, tmp_path / f"run{size}", rollouts=1)
-        settings["model"] |= {"micro_batch_size": size}
+        settings["model"] |= {"micro_batch_tokens": size}
         settings["model"]["policy"]["lora"]["dropout"] = 0.0
         settings["model"]["optimizer"] = {"class_path": "torch.optim.SGD", "init_args": {"lr": 1.0}}
         fit(settings, monkeypatch)

@@ -44,19 +44,19 @@ def perturb(policy: Policy) -> None:
     )
 
 
-def batch() -> tuple[Tensor, Tensor]:
+def batch() -> tuple[Tensor, Tensor, Tensor]:
     """Three right-padded rows of 12, 9 and 7 tokens, the last 5 of each sampled."""
     tokens = torch.randint(5, 300, (3, 12), generator=torch.Generator().manual_seed(3))
     mask = torch.zeros(3, 12, dtype=torch.bool)
     for row, end in enumerate((12, 9, 7)):
         mask[row, end - 5 : end] = True
         tokens[row, end:] = 0
-    return tokens, mask
+    return tokens, torch.tensor([12, 9, 7]), mask
 
 
 def plain_logprobs(model: torch.nn.Module, temperature: float) -> tuple[Tensor, Tensor]:
     """The same by a plain model, one unpadded row at a time."""
-    tokens, mask = batch()
+    tokens, _, mask = batch()
     logprobs, entropies = torch.zeros(3, 12), torch.zeros(3, 12)
     for row, end in enumerate((12, 9, 7)):
         with torch.no_grad():
@@ -76,9 +76,9 @@ def test_exported_adapter_gives_the_same_logprobs_in_plain_peft(
     policy.save_adapter(tmp_path)
     plain = AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float32)
     plain = peft.PeftModel.from_pretrained(plain, tmp_path).eval()
-    tokens, mask = batch()
+    tokens, lengths, mask = batch()
     with torch.no_grad():
-        found = policy.token_logprobs(tokens, mask, temperature=0.7)
+        found = policy.token_logprobs(tokens, lengths, mask, temperature=0.7)
     for ours, theirs in zip(found, plain_logprobs(plain, 0.7), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
@@ -87,13 +87,13 @@ def test_exported_adapter_gives_the_same_logprobs_in_plain_peft(
 def test_reference_is_the_base_whatever_was_trained(base: Path, dense: Path, train_norms: bool) -> None:
     policy = make(base, train_norms=train_norms)
     perturb(policy)
-    tokens, mask = batch()
+    tokens, lengths, mask = batch()
     with torch.no_grad(), policy.reference():
-        reference = policy.token_logprobs(tokens, mask, 1.0)[0]
+        reference = policy.token_logprobs(tokens, lengths, mask, 1.0)[0]
     expected = plain_logprobs(AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float32).eval(), 1.0)[0]
     torch.testing.assert_close(reference, expected, rtol=1e-4, atol=1e-5)
     with torch.no_grad():
-        assert (policy.token_logprobs(tokens, mask, 1.0)[0] - expected).abs().max() > 0.01
+        assert (policy.token_logprobs(tokens, lengths, mask, 1.0)[0] - expected).abs().max() > 0.01
 
 
 def test_base_stays_in_four_bits_and_only_adapter_and_norms_train(base: Path) -> None:
@@ -106,12 +106,12 @@ def test_base_stays_in_four_bits_and_only_adapter_and_norms_train(base: Path) ->
 
 
 def test_gradients_equal_those_over_the_dense_base(base: Path, dense: Path) -> None:
-    tokens, mask = batch()
+    tokens, lengths, mask = batch()
     gradients = []
     for folder, quantization in ((base, "nvfp4"), (dense, "none")):
         policy = make(folder, quantization=quantization)
         perturb(policy)
-        policy.token_logprobs(tokens, mask, 1.0)[0].sum().backward()
+        policy.token_logprobs(tokens, lengths, mask, 1.0)[0].sum().backward()
         gradients.append([p.grad for p in policy.parameters() if p.requires_grad])
     assert len(gradients[0]) == 2 * 7 * 2
     for ours, theirs in zip(*gradients, strict=True):
@@ -119,12 +119,12 @@ def test_gradients_equal_those_over_the_dense_base(base: Path, dense: Path) -> N
 
 
 def test_gradient_checkpointing_changes_no_gradient(base: Path) -> None:
-    tokens, mask = batch()
+    tokens, lengths, mask = batch()
     gradients = []
     for checkpointing in (False, True):
         policy = make(base, gradient_checkpointing=checkpointing).train()
         perturb(policy)
-        policy.token_logprobs(tokens, mask, 1.0)[0].sum().backward()
+        policy.token_logprobs(tokens, lengths, mask, 1.0)[0].sum().backward()
         gradients.append([p.grad for p in policy.parameters() if p.requires_grad])
     for ours, theirs in zip(*gradients, strict=True):
         assert ours is not None and theirs is not None
@@ -186,7 +186,25 @@ def test_refuses_the_state_of_another_policy(base: Path) -> None:
 def test_bfloat16_policy_keeps_float32_masters(base: Path) -> None:
     policy = Policy(base, PolicyConfig(path=str(base), dtype="bfloat16", train_norms=True), CPU, seed=0)
     assert {p.dtype for p in policy.parameters() if p.requires_grad} == {torch.float32}
-    tokens, mask = batch()
-    logprobs, entropies = policy.token_logprobs(tokens, mask, 1.0)
+    tokens, lengths, mask = batch()
+    logprobs, entropies = policy.token_logprobs(tokens, lengths, mask, 1.0)
     assert logprobs.dtype == entropies.dtype == torch.float32 and logprobs.isfinite().all()
     assert AutoConfig.from_pretrained(base).vocab_size > entropies.max().exp() > 1
+
+
+def test_packing_computes_no_padding_and_no_row_that_selects_nothing(base: Path) -> None:
+    policy = make(base)
+    perturb(policy)
+    tokens, lengths, mask = batch()
+    sizes: list[int] = []
+    policy.base.get_decoder().layers[0].register_forward_hook(  # type: ignore[operator]
+        lambda module, args, output: sizes.append(args[0].shape[1])
+    )
+    with torch.no_grad():
+        everything = policy.token_logprobs(tokens, lengths, mask, 1.0)[0]
+        mask[1] = False
+        without = policy.token_logprobs(tokens, lengths, mask, 1.0)[0]
+        nothing = policy.token_logprobs(tokens, lengths, torch.zeros_like(mask), 1.0)[0]
+    assert sizes == [12 + 9 + 7, 12 + 7]
+    torch.testing.assert_close(without[[0, 2]], everything[[0, 2]], rtol=1e-5, atol=1e-6)
+    assert not without[1].any() and not nothing.any()

@@ -113,6 +113,7 @@ class RolloutCallback(Callback):
             max_tokens=_data(trainer).max_prompt_tokens + self.sampling.max_tokens,
         )
         self.engine.launch(spec)
+        module.lent = self.engine.lend()
         self._launched = True
 
     def close(self) -> None:
@@ -234,15 +235,18 @@ class RolloutCallback(Callback):
         self, module: QeRLModule, groups: _Groups, rewards: Tensor, metrics: dict[str, float]
     ) -> Experience:
         pad = module.tokenizer.pad_token_id
-        tokens, mask, logprobs = pad_completions(groups.prompts, groups.completions, 0 if pad is None else int(pad))
-        lengths = mask.sum(dim=1).float()
+        tokens, lengths, mask, logprobs = pad_completions(
+            groups.prompts, groups.completions, 0 if pad is None else int(pad)
+        )
+        sampled = mask.sum(dim=1).float()
         truncated = torch.tensor([one.truncated for group in groups.completions for one in group])
-        metrics["completions/length_mean"] = lengths.mean().item()
-        metrics["completions/length_max"] = lengths.max().item()
+        metrics["completions/length_mean"] = sampled.mean().item()
+        metrics["completions/length_max"] = sampled.max().item()
         metrics["completions/truncated_frac"] = truncated.float().mean().item()
         return Experience(
             version=module.policy_version,
             tokens=tokens,
+            lengths=lengths,
             mask=mask,
             sampler_logprobs=logprobs,
             advantages=module.objective.advantages(rewards, self.group_size),

@@ -6,10 +6,11 @@ from typing import Any
 
 import peft
 from peft.tuners.lora import LoraLayer
+from qerl_kernels import LoraFactors
 from torch import Tensor, nn
 
 from qerl_pl.errors import UserError
-from qerl_pl.modules.nvfp4 import NVFP4Linear
+from qerl_pl.modules.nvfp4 import BorrowedLinear, NVFP4Linear, QuantizedLinear
 
 ADAPTER = "default"
 LAYER_NORMS = ("input_layernorm", "post_attention_layernorm")
@@ -65,7 +66,7 @@ class LoraLinear(nn.Module, LoraLayer):
         self.update_layer(adapter_name, r, lora_alpha=lora_alpha, config=config, **kwargs)
 
     def _get_in_out_features(self, module: nn.Module) -> tuple[int, int]:
-        assert isinstance(module, nn.Linear | NVFP4Linear)
+        assert isinstance(module, nn.Linear | QuantizedLinear)
         return module.in_features, module.out_features
 
     def factors(self) -> tuple[Tensor, Tensor]:
@@ -74,12 +75,14 @@ class LoraLinear(nn.Module, LoraLayer):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out]."""
-        y = self.base_layer(x)
         if self.disable_adapters:
-            return y
+            return self.base_layer(x)
         a, b = self.factors()
-        hidden = nn.functional.linear(self.lora_dropout[ADAPTER](x), a.to(x.dtype))
-        return y + nn.functional.linear(hidden, b.to(x.dtype)) * self.scaling[ADAPTER]
+        scaling, dropout = self.scaling[ADAPTER], self.lora_dropout[ADAPTER]
+        if isinstance(self.base_layer, QuantizedLinear) and (isinstance(dropout, nn.Identity) or not self.training):
+            return self.base_layer(x, LoraFactors(a, b, scaling))
+        hidden = nn.functional.linear(dropout(x), a.to(x.dtype))
+        return self.base_layer(x) + nn.functional.linear(hidden, b.to(x.dtype)) * scaling
 
 
 def attach_lora(model: nn.Module, config: LoraConfig, train_norms: bool = False) -> peft.PeftModel:
@@ -93,7 +96,7 @@ def attach_lora(model: nn.Module, config: LoraConfig, train_norms: bool = False)
     Raises:
         UserError: A target matches no linear of the model.
     """
-    linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear | NVFP4Linear)]
+    linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear | QuantizedLinear)]
     for target in config.targets:
         if not any(re.fullmatch(rf"(.*\.)?{re.escape(target)}", name) for name in linears):
             found = sorted({name.rsplit(".", 1)[-1] for name in linears})
@@ -110,6 +113,6 @@ def attach_lora(model: nn.Module, config: LoraConfig, train_norms: bool = False)
         bias="none",
         task_type="CAUSAL_LM",
     )
-    peft_config._register_custom_module({NVFP4Linear: LoraLinear, nn.Linear: LoraLinear})
+    peft_config._register_custom_module(dict.fromkeys((NVFP4Linear, BorrowedLinear, nn.Linear), LoraLinear))
     # autocast_adapter_dtype keeps the factors in float32 over a 16-bit base: AdamW steps are below bf16's resolution.
     return peft.PeftModelForCausalLM(model, peft_config, adapter_name=ADAPTER, autocast_adapter_dtype=True)

@@ -12,18 +12,21 @@ from peft import PeftModel, get_peft_model_state_dict
 from peft.utils import ModulesToSaveWrapper
 from qerl_kernels import chunked_token_logprobs
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from qerl_pl.checkpoints import TensorFiles, is_nvfp4
+from qerl_pl.engines.base import LentWeights
 from qerl_pl.errors import UserError
 from qerl_pl.modules.lora import ADAPTER, LoraConfig, LoraLinear, attach_lora
 from qerl_pl.modules.norm import Float32RMSNorm, use_float32_norms
-from qerl_pl.modules.nvfp4 import NVFP4Linear
+from qerl_pl.modules.nvfp4 import BorrowedLinear, NVFP4Linear
+from qerl_pl.modules.packing import ATTENTION, Packing
 from qerl_pl.noise import NormNoise
 from qerl_pl.quantize import fused_group
 from qerl_pl.toy import ToyConfig
 from qerl_pl.types import PolicyWeights
 
+_PACKED = (torch.uint8, torch.float8_e4m3fn)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -57,15 +60,18 @@ class PolicyConfig:
         return DTYPES[self.dtype]
 
 
-def load_base(folder: Path, dtype: torch.dtype, device: torch.device) -> nn.Module:
+def load_base(
+    folder: Path, dtype: torch.dtype, device: torch.device, lent: LentWeights | None = None
+) -> PreTrainedModel:
     """A frozen causal LM from a local folder; linears that the folder stores in NVFP4 become `NVFP4Linear`.
 
-    No dense copy of a quantized weight is made.
+    No dense copy of a quantized weight is made, and none at all of what is lent.
 
     Args:
         folder: Hugging Face format.
         dtype: Data type of everything that is not packed.
         device: Where the tensors go, one by one.
+        lent: Weights of an engine that has loaded the same folder.
 
     Raises:
         UserError: The folder is no such model, tensors are missing or left over, or projections that run fused have
@@ -76,33 +82,42 @@ def load_base(folder: Path, dtype: torch.dtype, device: torch.device) -> nn.Modu
     if quantized:
         del config.quantization_config
     with init_empty_weights(include_buffers=False):
-        model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=ATTENTION)
         with TensorFiles(folder) as tensors:
             if quantized:
-                _use_nvfp4_linears(model, tensors, dtype)
+                _use_quantized_linears(model, tensors, dtype, lent)
     with TensorFiles(folder) as tensors:
         if quantized:
             _check_fused_scales(tensors)
-        keep = (torch.uint8, torch.float8_e4m3fn)
-        state: dict[str, Tensor] = {}
+        state = dict(lent.tensors) if lent is not None else {}
+        linears = lent.linears if lent is not None else {}
         for name in tensors:
-            tensor = tensors.read(name)
-            packed = tensor.dtype in keep or name.endswith("_global_scale")
-            state[name] = tensor.to(device=device, dtype=None if packed else dtype)
+            if name not in state and name.rpartition(".")[0] not in linears:
+                tensor = tensors.read(name)
+                packed = tensor.dtype in _PACKED or name.endswith("_global_scale")
+                state[name] = tensor.to(device=device, dtype=None if packed else dtype)
     missing, unexpected = model.load_state_dict(state, strict=False, assign=True)
-    model.tie_weights()  # type: ignore[operator]
+    missing = [name for name in missing if not name.endswith("device_marker")]
+    model.tie_weights()
     missing = [name for name in missing if name != "lm_head.weight" or not config.tie_word_embeddings]
     if missing or unexpected:
         raise UserError(
             f"the weight files must fit config.json; {folder} lacks {missing[:3]} and has {unexpected[:3]} besides; "
             "check that both come from the same model"
         )
-    return model.to(device).requires_grad_(False)
+    model.to(device)  # type: ignore[arg-type]
+    return model.requires_grad_(False)
 
 
-def _use_nvfp4_linears(model: nn.Module, tensors: TensorFiles, dtype: torch.dtype) -> None:
+def _use_quantized_linears(
+    model: nn.Module, tensors: TensorFiles, dtype: torch.dtype, lent: LentWeights | None
+) -> None:
     for name, module in list(model.named_modules()):
-        if isinstance(module, nn.Linear) and f"{name}.weight_packed" in tensors:
+        if not isinstance(module, nn.Linear) or f"{name}.weight_packed" not in tensors:
+            continue
+        if lent is not None and name in lent.linears:
+            model.set_submodule(name, BorrowedLinear(lent.linears[name]))
+        else:
             linear = NVFP4Linear(module.in_features, module.out_features, module.bias is not None, dtype)
             model.set_submodule(name, linear.to("meta"))
 
@@ -128,12 +143,20 @@ class Policy(nn.Module):
         config: What to build.
         device: Where.
         seed: Seed of the adapter's initial A matrices.
+        lent: Weights of an engine that has loaded the same folder, to be used instead of an own copy.
     """
 
-    def __init__(self, folder: Path, config: PolicyConfig, device: torch.device, seed: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        config: PolicyConfig,
+        device: torch.device,
+        seed: int,
+        lent: LentWeights | None = None,
+    ) -> None:
         super().__init__()
         self.config = config
-        base = load_base(folder, config.torch_dtype, device)
+        base = load_base(folder, config.torch_dtype, device, lent)
         use_float32_norms(base)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
@@ -142,7 +165,7 @@ class Policy(nn.Module):
         # What plain PEFT needs to load the exported adapter without being told its base.
         self.model.peft_config[ADAPTER].base_model_name_or_path = config.path or str(folder)
         if config.gradient_checkpointing:
-            base.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+            base.gradient_checkpointing_enable({"use_reentrant": False})
 
     @property
     def base(self) -> nn.Module:
@@ -165,25 +188,36 @@ class Policy(nn.Module):
         with self.model.disable_adapter():
             yield
 
-    def token_logprobs(self, tokens: Tensor, mask: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        """Log-probability and entropy of the policy at the tokens that a mask selects.
+    def token_logprobs(
+        self, tokens: Tensor, lengths: Tensor, mask: Tensor, temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        """Log-probability and entropy of the policy at the tokens that a mask selects; padding costs nothing.
 
         Args:
             tokens: Right-padded token ids, int64 [B, T].
-            mask: Which positions hold sampled tokens, bool [B, T]; position 0 has no prediction and must be False.
+            lengths: Real tokens of each row, int64 [B].
+            mask: Which positions hold sampled tokens, bool [B, T]; position 0 has no prediction and must be False. Rows
+                that select nothing are not computed.
             temperature: Divides the logits, as in the sampler.
 
         Returns:
             (natural log-probabilities, entropies in nats), float32 [B, T] each, 0 where the mask is False.
         """
-        # Padding stands to the right, so causal attention needs no mask to keep it away from real tokens.
-        decoder = self.base.get_decoder()  # type: ignore[operator]
-        hidden = decoder(input_ids=tokens, use_cache=False).last_hidden_state
-        head = self.base.get_output_embeddings()  # type: ignore[operator]
-        logprobs, entropies = chunked_token_logprobs(
-            hidden[:, :-1][mask[:, 1:]], head.weight, tokens[mask], temperature
-        )
         empty = torch.zeros(tokens.shape, dtype=torch.float32, device=tokens.device)
+        rows = mask.any(dim=1)
+        if not rows.any():
+            return empty, empty
+        packing = Packing.of(lengths[rows], tokens.shape[1])
+        decoder = self.base.get_decoder()  # type: ignore[operator]
+        hidden = decoder(
+            input_ids=tokens[rows][packing.kept].unsqueeze(0),
+            position_ids=packing.positions.unsqueeze(0),
+            use_cache=False,
+            packing=packing,
+        ).last_hidden_state[0]
+        predicting = mask[rows][packing.kept].nonzero().squeeze(1) - 1
+        head = self.base.get_output_embeddings()  # type: ignore[operator]
+        logprobs, entropies = chunked_token_logprobs(hidden[predicting], head.weight, tokens[mask], temperature)
         return empty.masked_scatter(mask, logprobs.float()), empty.masked_scatter(mask, entropies.float())
 
     def weights(self, version: int, noise: NormNoise | None = None, adapter: bool = True) -> PolicyWeights:

@@ -12,10 +12,12 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import OptimizerCallable
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from qerl_kernels import select_backend
 from torch import Tensor
 from torchmetrics import MeanMetric
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, get_scheduler
 
+from qerl_pl.engines.base import LentWeights
 from qerl_pl.errors import UserError
 from qerl_pl.experience import Experience
 from qerl_pl.files import folder_identity
@@ -53,7 +55,8 @@ class QeRLModule(LightningModule):
         warmup_ratio: Share of the optimizer steps over which the learning rate rises from 0.
         update_epochs: Passes over each rollout (μ).
         minibatches: Optimizer steps a pass; divides the completions of a rollout.
-        micro_batch_size: Completions in one forward pass; null takes a whole minibatch. Gradients do not depend on it.
+        micro_batch_tokens: Most tokens, prompts included and padding not, of one forward pass (a longer completion goes
+            alone); null takes a whole minibatch. Gradients do not depend on it.
         max_grad_norm: Gradients are scaled down to this norm.
         monitor_kl: Measure `policy/kl` also where the loss has no KL term; costs one more forward pass.
         seed: Seed of the run: adapter initialisation, sampling, noise, dropout.
@@ -70,7 +73,7 @@ class QeRLModule(LightningModule):
         warmup_ratio: float = 0.1,
         update_epochs: int = 1,
         minibatches: int = 1,
-        micro_batch_size: int | None = None,
+        micro_batch_tokens: int | None = None,
         max_grad_norm: float = 0.2,
         monitor_kl: bool = True,
         seed: int = 0,
@@ -79,7 +82,7 @@ class QeRLModule(LightningModule):
         for name, value in (
             ("update_epochs", update_epochs),
             ("minibatches", minibatches),
-            ("micro_batch_size", micro_batch_size or 1),
+            ("micro_batch_tokens", 1 if micro_batch_tokens is None else micro_batch_tokens),
         ):
             if value < 1:
                 raise UserError(f"model.{name} must be at least 1; found {value}; set it to 1 or more")
@@ -92,13 +95,15 @@ class QeRLModule(LightningModule):
         self.warmup_ratio = warmup_ratio
         self.update_epochs = update_epochs
         self.minibatches = minibatches
-        self.micro_batch_size = micro_batch_size
+        self.micro_batch_tokens = micro_batch_tokens
         self.max_grad_norm = max_grad_norm
         self.monitor_kl = monitor_kl
         self.seed = seed
         self.policy_version = 0
         self.noise: Callable[[int], NormNoise] | None = None
         """Noise of the sampler for a policy version; the AQN callback sets it, None samples without."""
+        self.lent: LentWeights | None = None
+        """Weights of the base that an engine lends; the rollout callback sets it before the policy is loaded."""
         self.sampled = False
         """Whether a rollout callback is there to hand over experiences and evaluations."""
         self.accuracy = MeanMetric()
@@ -128,7 +133,10 @@ class QeRLModule(LightningModule):
         """Load the policy, once."""
         if "policy" not in self._modules:
             device = self.trainer.strategy.root_device
-            self.policy = Policy(self.base_folder, self.policy_config, device, stream_seed(self.seed, "adapter"))
+            if device.type == "cuda":
+                select_backend("triton")
+            seed = stream_seed(self.seed, "adapter")
+            self.policy = Policy(self.base_folder, self.policy_config, device, seed, self.lent)
 
     def on_fit_start(self) -> None:
         if not self.sampled:
@@ -148,8 +156,8 @@ class QeRLModule(LightningModule):
         Raises:
             UserError: The run has no planned end.
         """
-        # Not by `trainer.estimated_stepping_batches`: it makes the loader early, and a resumed run then starts its epoch
-        # over instead of going on in the middle (Lightning 2.6).
+        # Not by `trainer.estimated_stepping_batches`: that makes the loader early, and a resumed run then starts its
+        # epoch over instead of going on in the middle (Lightning 2.6).
         trainer = self.trainer
         plans = []
         if trainer.max_steps and trainer.max_steps > 0:
@@ -245,7 +253,7 @@ class QeRLModule(LightningModule):
         counts = self._totals(float(len(rows)), mask[rows].sum().item())
         weights = self.objective.weights(mask[rows], experience.max_tokens, *counts)
         totals: dict[str, float] = defaultdict(float)
-        for part in torch.arange(len(rows), device=rows.device).split(self.micro_batch_size or len(rows)):
+        for part in self._micro_batches(experience.lengths[rows]):
             index = rows[part]
             logprobs, entropy = self._logprobs(experience, mask, index)
             inputs = LossInputs(
@@ -259,7 +267,8 @@ class QeRLModule(LightningModule):
                 entropy=entropy,
             )
             outputs = self.objective.loss(inputs)
-            self.manual_backward(outputs.loss)
+            if outputs.loss.requires_grad:  # a micro-batch of masked completions has nothing to learn
+                self.manual_backward(outputs.loss)
             totals["loss"] += outputs.loss.item()
             for name, value in outputs.metrics.items():
                 totals[name] += value.item()
@@ -278,18 +287,16 @@ class QeRLModule(LightningModule):
         return completions, max(tokens, 1.0)
 
     def _logprobs(self, experience: Experience, mask: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Log-probabilities and entropies [len(rows), T] of some completions, padding cut off for the forward pass."""
-        length = int(experience.mask[rows].any(dim=0).nonzero().max()) + 1
-        tokens, selected = experience.tokens[rows, :length], mask[rows, :length]
-        values = self.policy.token_logprobs(tokens, selected, experience.temperature)
-        padding = (0, experience.tokens.shape[1] - length)
-        return torch.nn.functional.pad(values[0], padding), torch.nn.functional.pad(values[1], padding)
+        """Log-probabilities and entropies [len(rows), T] of some completions."""
+        return self.policy.token_logprobs(
+            experience.tokens[rows], experience.lengths[rows], mask[rows], experience.temperature
+        )
 
     @torch.no_grad()
     def _frozen_logprobs(self, experience: Experience, mask: Tensor) -> Tensor:
         self.policy.eval()
-        rows = torch.arange(len(experience), device=self.device).split(self.micro_batch_size or len(experience))
-        return torch.cat([self._logprobs(experience, mask, part)[0] for part in rows])
+        parts = self._micro_batches(experience.lengths)
+        return torch.cat([self._logprobs(experience, mask, part)[0] for part in parts])
 
     def _old_logprobs(self, experience: Experience, mask: Tensor) -> Tensor | None:
         """The clean policy's log-probabilities before the update; None where the update's own forward gives them."""
@@ -302,6 +309,18 @@ class QeRLModule(LightningModule):
             return None
         with self.policy.reference():
             return self._frozen_logprobs(experience, mask)
+
+    def _micro_batches(self, lengths: Tensor) -> list[Tensor]:
+        """Indices into `lengths` [B], in order, cut where the token budget is full."""
+        budget = self.micro_batch_tokens
+        sizes, tokens = [0], 0
+        for length in lengths.tolist():
+            if budget is not None and sizes[-1] > 0 and tokens + length > budget:
+                sizes.append(0)
+                tokens = 0
+            sizes[-1] += 1
+            tokens += length
+        return list(torch.arange(len(lengths), device=lengths.device).split(sizes))
 
     def _minibatch_rows(self, completions: int) -> Iterator[Tensor]:
         """Rows of each optimizer step, shuffled when there are several."""

@@ -1,0 +1,88 @@
+"""Sequences of different lengths in one forward pass without padding.
+
+Every token of the batch stands in one row; each attends to its own sequence alone. Everything but attention works on
+tokens one by one, so the result equals the padded one up to rounding.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import AttentionInterface
+
+ATTENTION = "qerl_packed"
+"""Name under which transformers finds `packed_attention`."""
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Where the tokens of B sequences stand in one row of S tokens."""
+
+    kept: Tensor
+    """bool [B, T]: the real tokens of the padded batch, row by row the S packed ones."""
+    positions: Tensor
+    """Position of each token in its sequence, int64 [S]."""
+    boundaries: Tensor
+    """Cumulative lengths, int32 [B + 1]."""
+    longest: int
+    """Tokens of the longest sequence."""
+
+    @classmethod
+    def of(cls, lengths: Tensor, width: int) -> "Packing":
+        """Packing of right-padded rows [B, width] of which row i has `lengths[i]` real tokens."""
+        index = torch.arange(width, device=lengths.device)
+        kept = index < lengths[:, None]
+        boundaries = functional.pad(lengths.cumsum(0), (1, 0)).int()
+        return cls(kept, index.expand(kept.shape)[kept], boundaries, int(lengths.max()))
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    packing: Packing | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention within each packed sequence, as transformers calls it.
+
+    16-bit tensors on a GPU take PyTorch's variable-length attention; others are padded for this one operation.
+
+    Args:
+        module: The attention layer.
+        query: [1, heads, S, head size].
+        key: [1, key-value heads, S, head size].
+        value: As `key`.
+        attention_mask: Not used; causality and the sequences' borders are in `packing`.
+        scaling: Factor of the products; by default 1 / sqrt(head size).
+        dropout: Not supported.
+        packing: The sequences; required.
+
+    Returns:
+        ([1, S, heads, head size], None).
+    """
+    assert packing is not None and dropout == 0.0
+    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))  # [S, heads, head size]
+    if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
+        from torch.nn.attention.varlen import varlen_attn  # PyTorch for CPUs alone may lack it
+
+        repeats = q.shape[1] // k.shape[1]
+        k, v = (tensor.repeat_interleave(repeats, dim=1) for tensor in (k, v))
+        bounds = (packing.boundaries, packing.boundaries, packing.longest, packing.longest)
+        out = varlen_attn(q.contiguous(), k, v, *bounds, scale=scaling, window_size=(-1, 0))
+        assert isinstance(out, Tensor)
+        return out.unsqueeze(0), None
+    q, k, v = (
+        tensor.new_zeros(*packing.kept.shape, *tensor.shape[1:]).index_put((packing.kept,), tensor).transpose(1, 2)
+        for tensor in (q, k, v)
+    )
+    attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True)
+    return attended.transpose(1, 2)[packing.kept].unsqueeze(0), None
+
+
+AttentionInterface.register(ATTENTION, packed_attention)
