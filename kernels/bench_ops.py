@@ -1,0 +1,278 @@
+"""Times every op beside its floor, eager PyTorch and 16 bits: `python kernels/bench_ops.py --out DIR`.
+
+The correctness tests run first, on the same machine; if one fails, nothing is timed. Writes DIR/ops.md and
+DIR/ops.json. `--tiny` runs the same code on small shapes, on a CPU in Triton's interpreter: its numbers mean nothing.
+"""
+
+import argparse
+import gc
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from bench_report import (
+    HEAD_COLUMNS,
+    LINEAR_COLUMNS,
+    ROOT,
+    WEIGHT_COLUMNS,
+    Row,
+    environment,
+    extra_memory,
+    micro,
+    table,
+    timed,
+)
+
+GATE = ("tests/test_ops_triton.py", "tests/test_ops_linear.py", "tests/test_ops.py")
+NVFP4_BYTES, MXFP4_BYTES = 0.5625, 0.53125
+
+BF16 = torch.bfloat16
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What is measured."""
+
+    device: str = "cuda"
+    layers: dict[str, tuple[int, int]] = field(
+        default_factory=lambda: {
+            "qkv": (4608, 3584),
+            "o": (3584, 3584),
+            "gate_up": (37888, 3584),
+            "down": (3584, 18944),
+        }
+    )
+    tokens: tuple[int, ...] = (2048, 8192)
+    rank: int = 32
+    head_tokens: tuple[int, ...] = (4096, 8192, 16384, 32768)
+    vocabulary: int = 152064
+    hidden: int = 3584
+    copy_bytes: int = 2**31
+
+
+TINY = Sizes("cpu", {"qkv": (128, 64), "down": (64, 96)}, (8,), 4, (8, 24), 500, 32, 2**16)
+
+
+def copy_bandwidth(sizes: Sizes) -> float:
+    """Bytes read and written a second by a device-to-device copy."""
+    source = torch.randint(256, (sizes.copy_bytes,), dtype=torch.uint8, device=sizes.device)
+    target = torch.empty_like(source)
+    return 2 * sizes.copy_bytes / timed(lambda: target.copy_(source), sizes.device)[1]
+
+
+def random_weight(shape: tuple[int, int], device: str) -> torch.Tensor:
+    return (torch.randn(shape, device=device) * 0.02).bfloat16()
+
+
+def bench_weights(sizes: Sizes, bandwidth: float) -> Iterator[Row]:
+    """Dequantize from each layout, and quantize."""
+    from qerl_kernels import marlin, ops, reference
+
+    for name, shape in sizes.layers.items():
+        weight = random_weight(shape, sizes.device)
+        nv, mx = reference.quantize_nvfp4(weight), reference.quantize_mxfp4(weight)
+        nv_words, mx_words = marlin.to_marlin(nv), marlin.to_marlin(mx)
+        cases: list[tuple[str, float, Callable[[], Any], Callable[[], Any]]] = [
+            (
+                "dequantize, compressed-tensors layout",
+                NVFP4_BYTES + 2,
+                lambda nv=nv: ops.dequantize_nvfp4_unscaled(nv.packed, nv.scale, BF16),
+                lambda nv=nv: reference.dequantize_nvfp4(*nv, BF16),
+            ),
+            (
+                "dequantize, Marlin layout",
+                NVFP4_BYTES + 2,
+                lambda w=nv_words: ops.dequantize_marlin(w.weight, w.scale, BF16),
+                lambda w=nv_words: marlin.dequantize_marlin(w.weight, w.scale, BF16),
+            ),
+            (
+                "dequantize MXFP4, compressed-tensors layout",
+                MXFP4_BYTES + 2,
+                lambda mx=mx: ops.dequantize_mxfp4(mx.packed, mx.scale, BF16),
+                lambda mx=mx: reference.dequantize_mxfp4(mx.packed, mx.scale, BF16),
+            ),
+            (
+                "dequantize MXFP4, Marlin layout",
+                MXFP4_BYTES + 2,
+                lambda w=mx_words: ops.dequantize_marlin(w.weight, w.scale, BF16, mx=True),
+                lambda w=mx_words: marlin.dequantize_marlin(w.weight, w.scale, BF16, mx=True),
+            ),
+            (
+                "quantize, global scale given",
+                NVFP4_BYTES + 2,
+                lambda w=weight, g=nv.global_scale: ops.quantize_nvfp4(w, g),
+                lambda w=weight, g=nv.global_scale: reference.quantize_nvfp4(w, g),
+            ),
+        ]
+        for op, bytes_a_weight, ours, eager in cases:
+            floor = bytes_a_weight * weight.numel() / bandwidth
+            times = timed(ours, sizes.device)
+            yield {
+                "op": op,
+                "layer": f"{name} {shape[0]}x{shape[1]}",
+                "floor_us": floor * 1e6,
+                **micro(times),
+                "percent_of_copy": 100 * floor / times[1],
+                "eager_p50_us": timed(eager, sizes.device)[1] * 1e6,
+            }
+
+
+def bench_linear(sizes: Sizes) -> Iterator[Row]:
+    """Forward and backward of each layer with an adapter."""
+    from qerl_kernels import LoraFactors, lora_linear, marlin, marlin_linear, nvfp4_alpha, nvfp4_linear, reference
+
+    for name, (rows, columns) in sizes.layers.items():
+        weight = random_weight((rows, columns), sizes.device)
+        nv = reference.quantize_nvfp4(weight)
+        words, alpha = marlin.to_marlin(nv), nvfp4_alpha(nv.global_scale)
+        lora = LoraFactors(
+            (torch.randn(sizes.rank, columns, device=sizes.device) * 0.02).requires_grad_(),
+            (torch.randn(rows, sizes.rank, device=sizes.device) * 0.02).requires_grad_(),
+            2.0,
+        )
+
+        def adapted(x: torch.Tensor, weight: torch.Tensor, lora: LoraFactors = lora) -> torch.Tensor:
+            inner = torch.nn.functional.linear(x, lora.a.to(x.dtype))
+            delta = torch.nn.functional.linear(inner, lora.b.to(x.dtype))
+            return torch.nn.functional.linear(x, weight) + delta * lora.scaling
+
+        variants: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+            "bf16": lambda x, w=weight, lora=lora: lora_linear(x, w, lora=lora),
+            "bf16_peft": lambda x, w=weight, f=adapted: f(x, w),
+            "own": lambda x, nv=nv, alpha=alpha, lora=lora: nvfp4_linear(x, *nv, alpha=alpha, lora=lora),
+            "borrowed": lambda x, w=words, alpha=alpha, lora=lora: marlin_linear(x, w, alpha=alpha, lora=lora),
+            "eager": lambda x, nv=nv, f=adapted: f(x, reference.dequantize_nvfp4(*nv, x.dtype)),
+        }
+        for tokens in sizes.tokens:
+            x = torch.randn(tokens, columns, device=sizes.device).bfloat16().requires_grad_()
+            grad = torch.randn(tokens, rows, device=sizes.device).bfloat16()
+            row: Row = {"layer": f"{name} {rows}x{columns}", "tokens": tokens}
+            for variant, forward in variants.items():
+
+                def step(forward=forward, x=x, grad=grad, inputs=(x, lora.a, lora.b)) -> None:
+                    torch.autograd.grad(forward(x), inputs, grad)
+
+                row[variant] = micro(timed(step, sizes.device))
+            marlin_gemm = vllm_marlin(words, x.detach(), rows, columns)
+            row["vllm_marlin_forward"] = None if marlin_gemm is None else micro(timed(marlin_gemm, sizes.device))
+            base = row["bf16"]["p50_us"]
+            row["own_ratio"], row["borrowed_ratio"] = (row[key]["p50_us"] / base for key in ("own", "borrowed"))
+            yield row
+
+
+def vllm_marlin(words: Any, x: torch.Tensor, rows: int, columns: int) -> Callable[[], Any] | None:
+    """vLLM's own product with the same weight, forward and without an adapter; None where vLLM is not installed."""
+    if importlib.util.find_spec("vllm") is None or not x.is_cuda:
+        return None
+    from vllm.model_executor.layers.quantization.utils import marlin_utils, marlin_utils_fp4
+
+    workspace = marlin_utils.marlin_make_workspace_new(x.device)
+    scale, global_scale = words.scale, words.global_scale.to(torch.float32)
+    return lambda: marlin_utils_fp4.apply_fp4_marlin_linear(
+        x, words.weight, scale, global_scale, workspace, rows, columns
+    )
+
+
+def head_variants(sizes: Sizes, lm_head: torch.Tensor, targets: torch.Tensor) -> dict[str, Callable[..., Any]]:
+    from qerl_kernels import chunked_token_logprobs
+
+    def plain(x: torch.Tensor) -> torch.Tensor:
+        logp = (torch.nn.functional.linear(x, lm_head).float() / 0.9).log_softmax(-1)
+        with torch.no_grad():
+            -(logp.exp() * logp).sum(-1)
+        return logp.gather(-1, targets[:, None]).squeeze(-1)
+
+    variants: dict[str, Callable[..., Any]] = {
+        "ours": lambda x: chunked_token_logprobs(x, lm_head, targets, 0.9, entropy_gradient=False)[0],
+        "ours_entropy_gradient": lambda x: chunked_token_logprobs(x, lm_head, targets, 0.9)[0],
+        "plain": plain,
+    }
+    if importlib.util.find_spec("liger_kernel") is not None and sizes.device == "cuda":
+        from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+
+        loss = LigerFusedLinearCrossEntropyLoss(reduction="mean")  # no temperature, no entropy, one number a batch
+        variants["liger_cross_entropy"] = lambda x: loss(lm_head, x, targets)[None]
+    return variants
+
+
+def bench_head(sizes: Sizes) -> Iterator[Row]:
+    """Log-probability, entropy and the gradient to the hidden states; memory beyond the inputs."""
+    lm_head = random_weight((sizes.vocabulary, sizes.hidden), sizes.device)
+    for tokens in sizes.head_tokens:
+        x = torch.randn(tokens, sizes.hidden, device=sizes.device).bfloat16().requires_grad_()
+        targets = torch.randint(sizes.vocabulary, (tokens,), device=sizes.device)
+        for name, forward in head_variants(sizes, lm_head, targets).items():
+
+            def step(forward=forward, x=x) -> None:
+                y = forward(x)
+                torch.autograd.grad(y, x, torch.ones_like(y))
+
+            row: Row = {"variant": name, "tokens": tokens, "p50_us": None, "extra_gib": None}
+            try:
+                row["extra_gib"] = extra_memory(step, sizes.device)
+                row.update(micro(timed(step, sizes.device)))
+            except torch.OutOfMemoryError:
+                row["note"] = "out of memory"
+            gc.collect()
+            if sizes.device == "cuda":
+                torch.cuda.empty_cache()
+            yield row
+
+
+def correct(gate: tuple[str, ...]) -> bool:
+    """Whether the correctness tests pass here."""
+    files = [path for path in gate if importlib.util.find_spec("compressed_tensors") or "test_ops.py" not in path]
+    command = [sys.executable, "-m", "pytest", "-q", "--noconftest", "-p", "no:cacheprovider", "--tb=short", *files]
+    return subprocess.run(command, cwd=ROOT, check=False).returncode == 0
+
+
+def run(out: Path, sizes: Sizes, gate: tuple[str, ...] = GATE, commit: str | None = None) -> int:
+    """Test, measure, write. Returns the exit status: 1 if a test failed, and then nothing is measured."""
+    if not correct(gate):
+        sys.stderr.write("a correctness test failed: no op is timed\n")
+        return 1
+    from qerl_kernels import select_backend
+
+    select_backend("triton")
+    torch.manual_seed(0)
+    bandwidth = copy_bandwidth(sizes)
+    results: Row = {"environment": environment(commit), "copy_tb_per_s": bandwidth / 1e12}
+    text = [f"{results['environment']}, device-to-device copy {bandwidth / 1e12:.2f} TB/s"]
+    sections = (
+        ("Weights", bench_weights(sizes, bandwidth), WEIGHT_COLUMNS),
+        (f"Linear layers, forward and backward, LoRA rank {sizes.rank}", bench_linear(sizes), LINEAR_COLUMNS),
+        (f"Token log-probabilities, V {sizes.vocabulary}, D {sizes.hidden}", bench_head(sizes), HEAD_COLUMNS),
+    )
+    out.mkdir(parents=True, exist_ok=True)
+    for title, rows, columns in sections:
+        start = time.perf_counter()
+        results[title] = list(rows)
+        text += [f"## {title}", table(results[title], columns)]
+        sys.stdout.write(f"\n{text[-2]} ({time.perf_counter() - start:.0f} s)\n\n{text[-1]}\n")
+        sys.stdout.flush()
+        # After every section, so that a run that is cut short leaves what it measured.
+        (out / "ops.md").write_text("\n\n".join(text) + "\n")
+        (out / "ops.json").write_text(json.dumps(results, indent=1) + "\n")
+    return 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="folder for ops.md and ops.json")
+    parser.add_argument("--commit", help="recorded beside the numbers; by default git's HEAD")
+    parser.add_argument("--tiny", action="store_true", help="small shapes on the CPU, to try the script")
+    arguments = parser.parse_args()
+    os.environ["TRITON_INTERPRET"] = "1" if arguments.tiny else "0"
+    return run(arguments.out, TINY if arguments.tiny else Sizes(), commit=arguments.commit)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,111 @@
+"""What the benchmarks of the ops share: timing, memory, and Markdown."""
+
+import platform
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+QUANTILES = (0.2, 0.5, 0.8)
+
+Times = tuple[float, float, float]
+Row = dict[str, Any]
+
+
+def timed(fn: Callable[[], Any], device: str) -> Times:
+    """Seconds a call at the 20th, 50th and 80th percentile, the caches cold."""
+    if device == "cuda":
+        import triton
+
+        p20, p50, p80 = triton.testing.do_bench(fn, warmup=25, rep=100, quantiles=QUANTILES)
+        return p20 / 1e3, p50 / 1e3, p80 / 1e3
+    seconds = []
+    for _ in range(3):
+        start = time.perf_counter()
+        fn()
+        seconds.append(time.perf_counter() - start)
+    low, middle, high = sorted(seconds)
+    return low, middle, high
+
+
+def micro(times: Times) -> Row:
+    return {"p20_us": times[0] * 1e6, "p50_us": times[1] * 1e6, "p80_us": times[2] * 1e6}
+
+
+def extra_memory(step: Callable[[], None], device: str) -> float | None:
+    """GiB allocated at most during a step, beyond what was there."""
+    if device != "cuda":
+        step()
+        return None
+    step()  # compiles, tunes, and makes cuBLAS's workspace
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    step()
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before) / 2**30
+
+
+def environment(commit: str | None) -> Row:
+    import triton
+
+    git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+    return {
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or "cpu",
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "python": platform.python_version(),
+        "commit": commit or git.stdout.strip() or "unknown",
+    }
+
+
+def table(rows: list[Row], columns: dict[str, str]) -> str:
+    """Markdown of `rows`; a column's key may go into a nested row by a dot."""
+
+    def cell(row: Row, key: str) -> str:
+        value: Any = row
+        for part in key.split("."):
+            value = value.get(part) if isinstance(value, dict) else None
+        if isinstance(value, float):
+            return f"{value:.3g}" if abs(value) < 10 else f"{value:.0f}"
+        return "–" if value is None else str(value)
+
+    lines = ["| " + " | ".join(columns.values()) + " |", "|" + "---|" * len(columns)]
+    return "\n".join(lines + ["| " + " | ".join(cell(row, key) for key in columns) + " |" for row in rows])
+
+
+WEIGHT_COLUMNS = {
+    "op": "op",
+    "layer": "layer",
+    "floor_us": "floor µs",
+    "p20_us": "p20",
+    "p50_us": "p50",
+    "p80_us": "p80",
+    "percent_of_copy": "% of copy bandwidth",
+    "eager_p50_us": "eager PyTorch",
+}
+LINEAR_COLUMNS = {
+    "layer": "layer",
+    "tokens": "tokens",
+    "bf16.p50_us": "BF16 LoRA µs",
+    "bf16_peft.p50_us": "BF16 LoRA, as PEFT does",
+    "own.p50_us": "NVFP4, own copy",
+    "borrowed.p50_us": "NVFP4, Marlin layout",
+    "eager.p50_us": "NVFP4, eager dequantize",
+    "vllm_marlin_forward.p50_us": "vLLM Marlin (forward only)",
+    "own_ratio": "own : BF16",
+    "borrowed_ratio": "borrowed : BF16",
+}
+HEAD_COLUMNS = {
+    "variant": "variant",
+    "tokens": "tokens",
+    "p20_us": "p20 µs",
+    "p50_us": "p50",
+    "p80_us": "p80",
+    "extra_gib": "extra GiB",
+    "note": "note",
+}

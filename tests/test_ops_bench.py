@@ -1,0 +1,37 @@
+"""The benchmark of the ops measures everything it names, and nothing where a test fails."""
+
+import json
+
+import bench_ops
+import pytest
+from qerl_kernels import select_backend
+
+
+@pytest.fixture
+def torch_again():
+    yield
+    select_backend("torch")
+
+
+def gate(folder, verdict):
+    path = folder / "test_gate.py"
+    path.write_text(f"def test_gate():\n    assert {verdict}\n")
+    return (str(path),)
+
+
+def test_every_table_is_filled(tmp_path, torch_again):
+    assert bench_ops.run(tmp_path / "out", bench_ops.TINY, gate(tmp_path, True), commit="abc") == 0
+    results = json.loads((tmp_path / "out/ops.json").read_text())
+    weights, linear, head = (rows for rows in results.values() if isinstance(rows, list))
+    assert results["environment"]["commit"] == "abc"
+    assert len(weights) == 2 * 5 and len(linear) == 2 and len(head) == 2 * 3
+    assert all(row["p20_us"] <= row["p50_us"] <= row["p80_us"] for row in weights + head)
+    assert all(row["own_ratio"] > 0 and row["borrowed_ratio"] > 0 for row in linear)
+    text = (tmp_path / "out/ops.md").read_text()
+    assert text.count("| qkv 128x64 |") == 6 and "BF16 LoRA" in text
+
+
+def test_a_red_gate_reports_no_speed(tmp_path, capsys):
+    assert bench_ops.run(tmp_path / "out", bench_ops.TINY, gate(tmp_path, False)) == 1
+    assert not (tmp_path / "out").exists()
+    assert "no op is timed" in capsys.readouterr().err
