@@ -6,11 +6,14 @@ from pathlib import Path
 import peft
 import pytest
 import torch
+from qerl_kernels import NVFP4Tensor
+from qerl_kernels.marlin import to_marlin
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from qerl_pl.checkpoints import write_dense_checkpoint
+from qerl_pl.engines.base import LentLinear, LentWeights
 from qerl_pl.errors import UserError
 from qerl_pl.modules import LoraConfig, Policy, PolicyConfig
 from qerl_pl.modules.nvfp4 import NVFP4Linear
@@ -208,3 +211,49 @@ def test_packing_computes_no_padding_and_no_row_that_selects_nothing(base: Path)
     assert sizes == [12 + 9 + 7, 12 + 7]
     torch.testing.assert_close(without[[0, 2]], everything[[0, 2]], rtol=1e-5, atol=1e-6)
     assert not without[1].any() and not nothing.any()
+
+
+def lend(base: Path) -> LentWeights:
+    """What an engine with Marlin kernels would lend: fused matrices in its layout."""
+    tensors = load_file(base / "model.safetensors")
+    linears: dict[str, LentLinear] = {}
+    for stem, parts in (
+        ("self_attn", ("q_proj", "k_proj", "v_proj")),
+        ("self_attn", ("o_proj",)),
+        ("mlp", ("gate_proj", "up_proj")),
+        ("mlp", ("down_proj",)),
+    ):
+        for layer in range(2):
+            names = [f"model.layers.{layer}.{stem}.{part}" for part in parts]
+            packed, scale = (torch.cat([tensors[f"{n}.weight_{kind}"] for n in names]) for kind in ("packed", "scale"))
+            fused = to_marlin(NVFP4Tensor(packed, scale, tensors[f"{names[0]}.weight_global_scale"]))
+            assert fused.global_scale is not None
+            start = 0
+            for name in names:
+                stop = start + len(tensors[f"{name}.weight_packed"])
+                rows = (2 * packed.shape[1], start, stop)
+                linears[name] = LentLinear(fused.weight, fused.scale, fused.global_scale, *rows)
+                start = stop
+    return LentWeights(linears, {"model.embed_tokens.weight": tensors["model.embed_tokens.weight"]})
+
+
+def test_borrowed_marlin_weights_give_the_bits_of_an_own_copy(base: Path) -> None:
+    tokens, lengths, mask = batch()
+    config = PolicyConfig(path=str(base), dtype="float32")
+    lent = lend(base)
+    results = []
+    for lender in (None, lent):
+        policy = Policy(base, config, CPU, seed=1, lent=lender)
+        perturb(policy)
+        logprobs, _ = policy.token_logprobs(tokens, lengths, mask, 1.0)
+        logprobs.sum().backward()
+        results.append((policy, logprobs.detach(), [p.grad for p in policy.parameters() if p.requires_grad]))
+    (own, logprobs, gradients), (borrowed, borrowed_logprobs, borrowed_gradients) = results
+    assert torch.equal(logprobs, borrowed_logprobs)
+    for ours, theirs in zip(gradients, borrowed_gradients, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
+    assert not any(isinstance(module, NVFP4Linear) for module in borrowed.modules())
+    assert borrowed.base.get_input_embeddings().weight.data_ptr() == (  # type: ignore[operator]
+        lent.tensors["model.embed_tokens.weight"].data_ptr()
+    )
+    assert own.trained_state().keys() == borrowed.trained_state().keys()

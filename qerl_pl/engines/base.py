@@ -39,8 +39,6 @@ class LentLinear:
     """One byte an element, [K/16, rows of the whole matrix]."""
     global_scale: Tensor
     """float32, one element."""
-    bias: Tensor | None
-    """[stop - start], in plain order."""
     in_features: int
     """K."""
     start: int

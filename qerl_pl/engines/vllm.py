@@ -15,7 +15,7 @@ from transformers import AutoConfig
 
 from qerl_pl.checkpoints import end_token_ids, is_nvfp4, load_tokenizer, write_dense_checkpoint
 from qerl_pl.engines import vllm_worker
-from qerl_pl.engines.base import EngineSpec, check_adapter, check_requests, regroup
+from qerl_pl.engines.base import EngineSpec, LentWeights, check_adapter, check_requests, regroup
 from qerl_pl.engines.sizes import GIB, check_length, check_marlin_shapes, kv_bytes_per_token, linear_shapes
 from qerl_pl.errors import UserError
 from qerl_pl.types import Completion, PolicyWeights, RolloutRequest, SamplingConfig, SyncReport
@@ -45,6 +45,7 @@ class VLLMEngine:
         enforce_eager: Run without compilation and CUDA graphs: starts a minute sooner and decodes slower. A CPU always
             does.
         sleep_mode: Give the key/value cache's memory back during the update (GPU only).
+        share_weights: Let the trainer use vLLM's NVFP4 weights instead of loading the base a second time (GPU, marlin).
         prefix_caching: Compute the prompt once for all its completions. Without it greedy decoding repeats bit for bit
             on a GPU.
         load_format: auto reads the weights; dummy makes random ones from config.json alone, to measure speed.
@@ -62,6 +63,7 @@ class VLLMEngine:
         linear_backend: Literal["marlin", "humming", "auto"] = "marlin",
         enforce_eager: bool = False,
         sleep_mode: bool = True,
+        share_weights: bool = True,
         prefix_caching: bool = True,
         load_format: Literal["auto", "dummy"] = "auto",
     ) -> None:
@@ -77,6 +79,7 @@ class VLLMEngine:
         self.linear_backend = linear_backend
         self.enforce_eager = enforce_eager
         self.sleep_mode = sleep_mode
+        self.share_weights = share_weights
         self.prefix_caching = prefix_caching
         self.load_format = load_format
         self.kernels: list[str] = []
@@ -193,6 +196,18 @@ class VLLMEngine:
         if nvfp4 and self._spec.device.type == "cuda" and asked != "auto":
             if not any(asked in kernel.lower() for kernel in self.kernels):
                 raise UserError(f"linear_backend is {asked}; vLLM runs {', '.join(self.kernels)}: choose auto")
+
+    def lend(self) -> LentWeights | None:
+        """Marlin's weights, embeddings and lm_head, so that the GPU holds the base once; None with other kernels."""
+        if not self.share_weights or not any("MarlinNvFp4" in kernel for kernel in self.kernels):
+            log.info("the trainer loads its own copy of the base; vLLM's kernels are %s", ", ".join(self.kernels))
+            return None
+        lent: LentWeights | None = self._call("qerl_lend")
+        if lent is None:
+            log.info("the trainer loads its own copy of the base; vLLM has padded a weight")
+        else:
+            log.info("the trainer borrows vLLM's weights: %d linears, %s", len(lent.linears), ", ".join(lent.tensors))
+        return lent
 
     def _register_adapter(self, folder: Path) -> None:
         """Give vLLM an adapter of zeros through its public interface: this fixes names, rank and slot."""

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from qerl_pl.engines.base import LentLinear, LentWeights
 from qerl_pl.errors import UserError
 from qerl_pl.noise import NormNoise, noisy_norm_names
 from qerl_pl.random_state import random_state, set_random_state
@@ -193,6 +194,31 @@ class PolicyWorker(Worker):
             if _look_up(module, "input_size_per_partition") is not None:
                 kernels.add(_look_up(module, "scheme.kernel") or _look_up(module, "quant_method"))
         return sorted({type(kernel).__name__ for kernel in kernels - {None}})
+
+    def qerl_lend(self) -> LentWeights | None:
+        """Marlin's NVFP4 weights by the names of the base model's linears, and the embeddings; None where padded."""
+        model = self.get_model()
+        packed = model.packed_modules_mapping
+        linears: dict[str, LentLinear] = {}
+        tensors: dict[str, Tensor] = {}
+        for full_name, module in model.named_modules():
+            name = full_name.removesuffix(".base_layer")  # inside LoRA's wrapper
+            if name in ("model.embed_tokens", "lm_head") and isinstance(_look_up(module, "weight"), Tensor):
+                tensors[f"{name}.weight"] = module.weight.data[: model.config.vocab_size]
+            if _look_up(module, "weight_global_scale") is None:
+                continue
+            columns, rows = module.input_size_per_partition, module.output_size_per_partition
+            if module.weight.shape != (columns // 16, 2 * rows) or rows % 64:
+                return None
+            stem, _, last = name.rpartition(".")
+            sizes = _look_up(module, "output_partition_sizes") if last in packed else [rows]
+            start = 0
+            for part, size in zip(packed.get(last, [last]), sizes, strict=True):
+                scale, global_scale = module.weight_scale.data, module.weight_global_scale.data
+                weight = LentLinear(module.weight.data, scale, global_scale, columns, start, start + size)
+                linears[f"{stem}.{part}"] = weight
+                start += size
+        return LentWeights(linears, tensors)
 
     @torch.inference_mode()
     def qerl_write_adapter(self, adapter: Mapping[str, tuple[Tensor, Tensor]], scaling: float) -> None:

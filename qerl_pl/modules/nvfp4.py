@@ -68,21 +68,27 @@ class BorrowedLinear(QuantizedLinear):
 
     Args:
         lent: What the engine lends.
+        bias: Whether there is a bias [N]: an own copy, for the engine permutes its.
+        dtype: Data type of the bias.
     """
 
-    def __init__(self, lent: LentLinear) -> None:
+    def __init__(self, lent: LentLinear, bias: bool, dtype: torch.dtype) -> None:
         super().__init__(lent.in_features, lent.stop - lent.start)
         self._lent = lent
         self._weight = MarlinTensor(lent.weight, lent.scale, lent.global_scale)
-        # PEFT places an adapter where its base's parameters are.
-        self.device_marker = _frozen(torch.empty(0, device=lent.weight.device))
+        self.bias = _frozen(torch.empty(self.out_features, dtype=dtype)) if bias else None
+
+    @property
+    def weight(self) -> Tensor:
+        """The engine's packed weight; PEFT asks it for the device."""
+        return self._lent.weight
 
     def forward(self, x: Tensor, lora: LoraFactors | None = None) -> Tensor:
         """x [..., K] -> [..., N] in x's data type; with `lora` its product is added without a second pass over y."""
-        if self._alpha is None:
-            self._alpha = marlin_alpha(self._lent.global_scale)
         lent = self._lent
-        return marlin_linear(x, self._weight, lent.bias, start=lent.start, stop=lent.stop, alpha=self._alpha, lora=lora)
+        if self._alpha is None:
+            self._alpha = marlin_alpha(lent.global_scale)
+        return marlin_linear(x, self._weight, self.bias, start=lent.start, stop=lent.stop, alpha=self._alpha, lora=lora)
 
 
 def _frozen(tensor: Tensor) -> nn.Parameter:

@@ -92,12 +92,12 @@ def load_base(
         state = dict(lent.tensors) if lent is not None else {}
         linears = lent.linears if lent is not None else {}
         for name in tensors:
-            if name not in state and name.rpartition(".")[0] not in linears:
+            module, _, kind = name.rpartition(".")
+            if name not in state and not (module in linears and kind.startswith("weight")):
                 tensor = tensors.read(name)
                 packed = tensor.dtype in _PACKED or name.endswith("_global_scale")
                 state[name] = tensor.to(device=device, dtype=None if packed else dtype)
     missing, unexpected = model.load_state_dict(state, strict=False, assign=True)
-    missing = [name for name in missing if not name.endswith("device_marker")]
     model.tie_weights()
     missing = [name for name in missing if name != "lm_head.weight" or not config.tie_word_embeddings]
     if missing or unexpected:
@@ -116,7 +116,7 @@ def _use_quantized_linears(
         if not isinstance(module, nn.Linear) or f"{name}.weight_packed" not in tensors:
             continue
         if lent is not None and name in lent.linears:
-            model.set_submodule(name, BorrowedLinear(lent.linears[name]))
+            model.set_submodule(name, BorrowedLinear(lent.linears[name], module.bias is not None, dtype))
         else:
             linear = NVFP4Linear(module.in_features, module.out_features, module.bias is not None, dtype)
             model.set_submodule(name, linear.to("meta"))
