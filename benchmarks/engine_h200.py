@@ -1,0 +1,269 @@
+"""The vLLM engine alone on one GPU: decode speed, noise, sync time and sleep, as a Markdown table and JSON.
+
+    python benchmarks/engine_h200.py --out benchmarks/results
+
+Random weights of the model's shape, made by this package's quantizer; about five minutes at 7B, most of it two
+starts of vLLM. Each kind of base runs in a process of its own, so that memory figures are its own.
+`--shape tiny --device cpu` runs the whole script on the CPU build.
+"""
+
+import argparse
+import importlib.metadata
+import json
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from random_model import SHAPES, config_of, write_nvfp4
+from transformers import AutoConfig
+
+from qerl_pl.engines import EngineSpec, VLLMEngine
+from qerl_pl.engines.sizes import linear_shapes
+from qerl_pl.noise import NormNoise
+from qerl_pl.types import PolicyWeights, RolloutRequest, SamplingConfig
+
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+RANK = 32
+SIGMAS = [1e-2 * 10 ** (-2 * stage / 8) for stage in range(9)]
+
+
+def timed(device: torch.device, work: Callable[[], object]) -> float:
+    """Seconds that `work` takes, the device's included."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    work()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def used_gib(device: torch.device) -> float:
+    """GiB of the device that are taken, as the driver sees it; nan on a CPU."""
+    if device.type != "cuda":
+        return float("nan")
+    free, total = torch.cuda.mem_get_info()
+    return (total - free) / 2**30
+
+
+def random_policy(base: Path, spec: EngineSpec, noise: NormNoise | None) -> PolicyWeights:
+    """An adapter of random numbers, where a trainer's would be: on the device, in float32."""
+    shapes = linear_shapes(AutoConfig.from_pretrained(base))
+    generator = torch.Generator(spec.device).manual_seed(1)
+    adapter = {
+        name: tuple(
+            torch.randn(size, generator=generator, device=spec.device) * 0.02 for size in ((RANK, inp), (out, RANK))
+        )
+        for name, (out, inp) in shapes.items()
+        if name.endswith(TARGETS)
+    }
+    return PolicyWeights(version=0, adapter=adapter, scaling=1.0, noise=noise)  # type: ignore[arg-type]
+
+
+def prompts_of(count: int, length: int, vocabulary: int) -> list[RolloutRequest]:
+    ids = torch.randint(10, vocabulary, (count, length), generator=torch.Generator().manual_seed(count))
+    return [RolloutRequest(tuple(row), (index,)) for index, row in enumerate(ids.tolist())]
+
+
+def measure_speed(engine: VLLMEngine, weights: PolicyWeights, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Tokens a second of whole rollouts and of decoding alone, with the adapter and without."""
+    device, vocabulary = torch.device(args.device), SHAPES[args.shape][-1]
+    rows = []
+    for lora in (True, False):
+        engine.sync(weights if lora else PolicyWeights(0, None, 1.0))
+        engine.generate(prompts_of(args.batches[0], args.prompt, vocabulary), SamplingConfig(max_tokens=8))  # warm up
+        for batch in args.batches:
+            requests = prompts_of(batch, args.prompt, vocabulary)
+
+            def run(tokens: int, requests: list[RolloutRequest] = requests) -> float:
+                return timed(device, lambda: engine.generate(requests, SamplingConfig(max_tokens=tokens)))
+
+            prefill, whole = run(1), run(args.tokens)
+            rows.append(
+                {
+                    "lora": lora,
+                    "batch": batch,
+                    "rollout_tokens_per_s": batch * args.tokens / whole,
+                    "decode_tokens_per_s": batch * (args.tokens - 1) / (whole - prefill),
+                    "prefill_tokens_per_s": batch * args.prompt / prefill,
+                }
+            )
+    return rows
+
+
+def measure_noise(engine: VLLMEngine, weights: PolicyWeights, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Each stage's noise asked and measured, whether greedy output changes, and whether it comes back bit-equal."""
+    requests = prompts_of(4, args.prompt, SHAPES[args.shape][-1])
+    greedy = SamplingConfig(max_tokens=min(32, args.tokens), temperature=0.0)
+    engine.sync(weights)
+    clean = engine.generate(requests, greedy)
+    rows = []
+    for stage, sigma in enumerate(SIGMAS):
+        noise = NormNoise(sigma=sigma, seed=0, version=stage)
+        report = engine.sync(PolicyWeights(stage, weights.adapter, weights.scaling, noise=noise))
+        noisy = engine.generate(requests, greedy)
+        engine.sync(weights)
+        rows.append(
+            {
+                "sigma": sigma,
+                "measured": report.noise_std,
+                "changes": noisy != clean,
+                "comes_back_bit_equal": engine.generate(requests, greedy) == clean,
+            }
+        )
+    return rows
+
+
+def measure_sync(engine: VLLMEngine, weights: PolicyWeights, device: torch.device) -> dict[str, float]:
+    """Milliseconds of a sync of all adapters and all noisy norms."""
+    noisy = PolicyWeights(0, weights.adapter, weights.scaling, noise=NormNoise(1e-2, seed=0, version=0))
+    times = [1000 * timed(device, lambda: engine.sync(noisy)) for _ in range(23)][3:]
+    quantiles = statistics.quantiles(times, n=10)
+    engine.sync(weights)
+    return {"p20_ms": quantiles[1], "p50_ms": quantiles[4], "p80_ms": quantiles[7]}
+
+
+def measure_sleep(engine: VLLMEngine, weights: PolicyWeights, args: argparse.Namespace) -> dict[str, Any]:
+    """Memory before, during and after sleep, and over many cycles."""
+    device = torch.device(args.device)
+    requests = prompts_of(2, args.prompt, SHAPES[args.shape][-1])
+    greedy = SamplingConfig(max_tokens=min(16, args.tokens), temperature=0.0)
+    engine.sync(weights)
+    before = engine.generate(requests, greedy)
+    awake = used_gib(device)
+    after_wake, asleep, sleep_s, wake_s = [], [], [], []
+    for _ in range(args.cycles):
+        sleep_s.append(timed(device, engine.sleep))
+        asleep.append(used_gib(device))
+        wake_s.append(timed(device, engine.wake))
+        after_wake.append(used_gib(device))
+    return {
+        "awake_gib": awake,
+        "asleep_gib_first": asleep[0],
+        "asleep_gib_last": asleep[-1],
+        "awake_gib_last": after_wake[-1],
+        "sleep_s": statistics.median(sleep_s),
+        "wake_s": statistics.median(wake_s),
+        "cycles": args.cycles,
+        "same_output_after": engine.generate(requests, greedy) == before,
+    }
+
+
+def run_part(part: str, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Everything that is measured with one kind of base."""
+    device = torch.device(args.device)
+    base = folder / part
+    if part == "nvfp4":
+        seconds = timed(device, lambda: write_nvfp4(base, args.shape, device))
+    else:
+        base.mkdir()
+        (base / "config.json").write_text(json.dumps(config_of(args.shape)))
+        seconds = 0.0
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    spec = EngineSpec(base, torch.bfloat16, device, RANK, TARGETS, args.prompt + args.tokens)
+    engine = VLLMEngine(
+        kv_cache_gib=args.kv_gib,
+        max_num_seqs=max(args.batches),
+        linear_backend=args.backend,
+        prefix_caching=False,
+        load_format="auto" if part == "nvfp4" else "dummy",
+    )
+    start = timed(device, lambda: engine.launch(spec))
+    result: dict[str, Any] = {"kernels": engine.kernels, "write_s": seconds, "start_s": start}
+    result["memory_after_start_gib"] = used_gib(device)
+    weights = random_policy(base, spec, None)
+    result["speed"] = measure_speed(engine, weights, args)
+    result["sync"] = measure_sync(engine, weights, device)
+    if part == "nvfp4":
+        result["noise"] = measure_noise(engine, weights, args)
+        result["sleep"] = measure_sleep(engine, weights, args)
+    engine.close()
+    return result
+
+
+def environment(args: argparse.Namespace) -> dict[str, Any]:
+    """What the figures depend on."""
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
+    gpu = torch.cuda.get_device_name() if args.device == "cuda" else "none (CPU)"
+    import vllm
+
+    versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers")}
+    return {"gpu": gpu, "vllm": vllm.__version__, "commit": commit or "unknown", "rank": RANK} | versions | vars(args)
+
+
+def markdown(results: dict[str, Any]) -> str:
+    """The figures as tables."""
+    about = {key: results["environment"][key] for key in ("gpu", "vllm", "torch", "transformers", "commit", "shape")}
+    lines = ["# The vLLM engine alone", "", ", ".join(f"{key} {value}" for key, value in about.items()), ""]
+    lines += [
+        "| base | kernels | LoRA | batch | rollout tok/s | decode tok/s | prefill tok/s |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    parts = {name: part for name, part in results.items() if name != "environment"}
+    for name, part in parts.items():
+        for row in part["speed"]:
+            rates = " | ".join(f"{row[f'{kind}_tokens_per_s']:.0f}" for kind in ("rollout", "decode", "prefill"))
+            lines.append(f"| {name} | {', '.join(part['kernels'])} | {row['lora']} | {row['batch']} | {rates} |")
+    lines += ["", "| base | start s | GiB after start | sync ms p20 / p50 / p80 |", "|---|---|---|---|"]
+    for name, part in parts.items():
+        times = " / ".join(f"{value:.1f}" for value in part["sync"].values())
+        lines.append(f"| {name} | {part['start_s']:.0f} | {part['memory_after_start_gib']:.2f} | {times} |")
+    for part in parts.values():
+        if "noise" in part:
+            lines += [
+                "",
+                "| sigma asked | measured | greedy output changes | comes back bit-equal |",
+                "|---|---|---|---|",
+            ]
+            lines += [
+                f"| {row['sigma']:.4e} | {row['measured']:.4e} | {row['changes']} | {row['comes_back_bit_equal']} |"
+                for row in part["noise"]
+            ]
+            lines += ["", "| sleep | |", "|---|---|"] + [f"| {key} | {value} |" for key, value in part["sleep"].items()]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="7b")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--backend", default="marlin", choices=("marlin", "humming", "auto"))
+    parser.add_argument("--batches", type=int, nargs="+", default=[8, 64, 192])
+    parser.add_argument("--prompt", type=int, default=256, help="tokens of a prompt")
+    parser.add_argument("--tokens", type=int, default=512, help="new tokens of a completion")
+    parser.add_argument("--kv-gib", type=float, default=9.0)
+    parser.add_argument("--cycles", type=int, default=50)
+    parser.add_argument("--out", type=Path, help="folder for the table and the JSON")
+    parser.add_argument("--part", choices=("nvfp4", "bf16"), help="run one kind of base in this process")
+    parser.add_argument("--folder", type=Path, help="where that process writes")
+    args = parser.parse_args()
+    if args.part:
+        (args.folder / f"{args.part}.json").write_text(json.dumps(run_part(args.part, args, args.folder)))
+        return
+    results: dict[str, Any] = {"environment": {**environment(args), "out": str(args.out)}}
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as name:
+        folder = Path(name)
+        for part in ("nvfp4", "bf16"):
+            subprocess.run([sys.executable, *sys.argv, "--part", part, "--folder", name], check=True)
+            results[part] = json.loads((folder / f"{part}.json").read_text())
+            shutil.rmtree(folder / part)
+    results["environment"] = {key: str(value) for key, value in results["environment"].items()}
+    table = markdown(results)
+    sys.stdout.write(table + json.dumps(results) + "\n")
+    if args.out:
+        args.out.mkdir(parents=True, exist_ok=True)
+        (args.out / "engine.md").write_text(table)
+        (args.out / "engine.json").write_text(json.dumps(results, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""Models of random weights in the shapes of real ones, to measure speed and memory."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from qerl_kernels import nvfp4_global_scale, quantize_nvfp4
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from qerl_pl.checkpoints import ShardWriter
+from qerl_pl.quantize import QUANTIZATION_CONFIG, fused_group
+
+SHAPES = {  # hidden, intermediate, layers, heads, key/value heads, vocabulary
+    "tiny": (256, 512, 2, 4, 2, 512),
+    "3b": (2048, 11008, 36, 16, 2, 151936),
+    "7b": (3584, 18944, 28, 28, 4, 152064),
+    "14b": (5120, 13824, 48, 40, 8, 152064),
+    "32b": (5120, 27648, 64, 40, 8, 152064),
+}
+
+
+def config_of(shape: str) -> dict[str, Any]:
+    """config.json of a Qwen2 of this shape; no token ends a completion, so that every one has its full length."""
+    hidden, intermediate, layers, heads, kv_heads, vocabulary = SHAPES[shape]
+    return {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "vocab_size": vocabulary,
+        "max_position_embeddings": 32768,
+        "rope_theta": 1000000.0,
+        "rms_norm_eps": 1e-6,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "dtype": "bfloat16",
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+
+
+def write_nvfp4(folder: Path, shape: str, device: torch.device) -> None:
+    """A checkpoint of random weights, quantized group by group on `device`."""
+    folder.mkdir(parents=True)
+    config = config_of(shape)
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": QUANTIZATION_CONFIG}))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+    sizes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    writer = ShardWriter(folder)
+    generator = torch.Generator(device).manual_seed(0)
+
+    def random(name: str) -> torch.Tensor:
+        values = torch.empty(sizes[name], dtype=torch.bfloat16, device=device)
+        return values.fill_(1.0) if "norm" in name else values.normal_(std=0.02, generator=generator)
+
+    done: set[str] = set()
+    for name in sizes:
+        if not name.endswith("_proj.weight"):
+            writer.add(name, random(name))
+            continue
+        group = fused_group(name)
+        if name in done:
+            continue
+        done.update(group)
+        weights = {member: random(member) for member in group}
+        scale = nvfp4_global_scale(*weights.values())
+        for member, weight in weights.items():
+            stem, packed = member.removesuffix(".weight"), quantize_nvfp4(weight, scale)
+            writer.add(f"{stem}.weight_packed", packed.packed)
+            writer.add(f"{stem}.weight_scale", packed.scale)
+            writer.add(f"{stem}.weight_global_scale", packed.global_scale.clone())
+    writer.finish()
