@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import sys
 import warnings
 from collections.abc import Callable
@@ -30,6 +31,12 @@ fit, validate and test take -c CONFIG.yaml and any key of it as --key value; an 
 in --trainer.callbacks.AdaptiveQuantizationNoise.sigma_start 0.02. Besides them: `qerl quantize --help` (write an NVFP4
 checkpoint) and `qerl export --help` (write an adapter or merged weights)."""
 USAGE_ERROR = 2
+_UNTELLING = re.compile(
+    r"Does not validate against|Subtypes:|Errors:|Expected a <class 'NoneType'>|Expected a path but"
+    r"|Not a valid subclass|Subclass types expect|a class path|a dict with"
+    r"|Given value type:|Given value: (\[|.{80})|tip:|usage:"
+)
+"""Lines of jsonargparse's messages that say what it tried, or repeat a long value."""
 
 
 class QeRLCLI(LightningCLI):
@@ -43,7 +50,8 @@ class QeRLCLI(LightningCLI):
             seed_everything_default=0,
             auto_configure_optimizers=False,
             save_config_kwargs={"overwrite": True},  # a resumed run goes on in its folder
-            parser_kwargs={"exit_on_error": False, "description": DESCRIPTION},
+            # A key is taken as it is spelled: abbreviated, --model.lr would set model.lr_scheduler.
+            parser_kwargs={"exit_on_error": False, "allow_abbrev": False, "description": DESCRIPTION},
             args=args,
         )
 
@@ -116,7 +124,9 @@ def main(argv: list[str] | None = None) -> int:
     sys.path.insert(0, str(Path.cwd()))  # a user's own reward or data module lies where the command is run
     try:
         if argv and argv[0] in COMMANDS:
-            jsonargparse.auto_cli(COMMANDS[argv[0]], args=argv[1:], as_positional=True, exit_on_error=False)
+            jsonargparse.auto_cli(
+                COMMANDS[argv[0]], args=argv[1:], as_positional=True, exit_on_error=False, allow_abbrev=False
+            )
             return 0
         sys.argv = [sys.argv[0], *argv]
         cli = QeRLCLI()
@@ -126,18 +136,30 @@ def main(argv: list[str] | None = None) -> int:
     except Preempted as stop:
         print(f"qerl: {stop}; go on with the same command and --resume auto", file=sys.stderr)
         return 128 + stop.signal_number
-    except (UserError, jsonargparse.ArgumentError) as error:
-        if os.environ.get("QERL_DEBUG") == "1":
+    except (ValueError, jsonargparse.ArgumentError) as error:
+        message = _one_line(error, argv)
+        if message is None or os.environ.get("QERL_DEBUG") == "1":
             raise
-        print(f"qerl: {_one_line(error)}", file=sys.stderr)
+        print(f"qerl: {message}", file=sys.stderr)
         return USAGE_ERROR
     return 0
 
 
-def _one_line(error: Exception) -> str:
-    """A parser's message spreads over many lines; its parts keep their order on one."""
-    parts = [" ".join(line.split()).lstrip("- ") for line in str(error).splitlines()]
-    return " | ".join(part for part in parts if part)
+def _one_line(error: BaseException, argv: list[str]) -> str | None:
+    """What a user's mistake prints, or None where the error is no user's mistake.
+
+    jsonargparse wraps an error of a class that it builds in others, and its own errors spread over many lines: what it
+    tried in vain and long values go, the key and what is wrong with it stay.
+    """
+    if isinstance(error, jsonargparse.ArgumentError):
+        lines = [" ".join(line.split()).removeprefix("- ").rstrip(".") for line in str(error).splitlines()]
+        telling = [line for line in lines if line and not _UNTELLING.match(line)] or lines[:1]
+        command = f"qerl {argv[0]}" if argv and argv[0] in {*COMMANDS, *QeRLCLI.subcommands()} else "qerl"
+        return "; ".join([*telling, f"see {command} --help"]).replace(":; ", ": ")
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, UserError):
+        cause = cause.__cause__
+    return None if cause is None else " ".join(str(cause).split())
 
 
 def _configure_logging() -> None:
