@@ -5,15 +5,11 @@ import logging
 from pathlib import Path
 
 import pytest
-import torch
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from qerl_pl.datamodules import ArithmeticDataModule, BigMathDataModule, GSM8KDataModule, PromptDataModule
 from qerl_pl.datamodules.bigmath import level_of
-from qerl_pl.datamodules.sampler import PromptSampler
 from qerl_pl.errors import UserError
 from qerl_pl.prompting import SYSTEM_PROMPT, render_prompt
 from qerl_pl.toy.task import ArithmeticTask, split_of
@@ -217,117 +213,6 @@ def test_arithmetic_splits_do_not_meet(tokenizer: str) -> None:
         for prompt in prompts:
             numbers = tuple(int(word) for word in prompt.text.replace(".", " ").split() if word.isdigit())
             assert int(prompt.reference) == sum(numbers) and split_of(numbers) == split
-
-
-# Order and resume ----------------------------------------------------------------------------------------------------
-
-
-class Recorder(LightningModule):
-    """Writes down the prompts of every training batch."""
-
-    def __init__(self, tokenizer: str) -> None:
-        super().__init__()
-        self.tokenizer = PreTrainedTokenizerFast.from_pretrained(tokenizer)
-        self.layer = torch.nn.Linear(1, 1)
-        self.seen: list[list[str]] = []
-
-    def training_step(self, batch: list[Prompt], batch_idx: int) -> torch.Tensor:
-        self.seen.append([prompt.id for prompt in batch])
-        return self.layer(torch.ones(1, 1)).sum()
-
-    def validation_step(self, batch: list[Prompt], batch_idx: int) -> None:
-        assert isinstance(batch[0], Prompt)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-def fit(folder: Path, data: PromptDataModule, module: Recorder, ckpt_path: Path | None = None) -> list[list[str]]:
-    """Three epochs of four batches, with a checkpoint after every batch and at the end of every epoch."""
-    checkpoints = [
-        ModelCheckpoint(folder, filename="batch-{step}", every_n_train_steps=1, save_top_k=-1),
-        ModelCheckpoint(folder, filename="epoch-{step}", every_n_epochs=1, save_on_train_epoch_end=True, save_top_k=-1),
-    ]
-    trainer = Trainer(
-        max_epochs=3,
-        accelerator="cpu",
-        logger=False,
-        callbacks=checkpoints,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=1,
-    )
-    trainer.fit(module, datamodule=data, ckpt_path=ckpt_path)
-    return module.seen
-
-
-@pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:The dirpath has changed")
-def test_a_resumed_run_sees_the_same_batches(gsm8k: Path, tokenizer: str, tmp_path: Path) -> None:
-    def data(seed: int = 0) -> GSM8KDataModule:
-        return GSM8KDataModule(str(gsm8k), batch_size=2, val_size=1, seed=seed)
-
-    whole = fit(tmp_path / "whole", data(), Recorder(tokenizer))
-    epochs = [whole[start : start + 4] for start in (0, 4, 8)]
-    assert all(len({name for batch in epoch for name in batch}) == 8 for epoch in epochs)
-    assert epochs[0] != epochs[1] != epochs[2]
-    for step in range(1, 12):
-        for kind in ("batch", "epoch") if step % 4 == 0 else ("batch",):
-            saved = tmp_path / "whole" / f"{kind}-step={step}.ckpt"
-            rest = fit(tmp_path / f"{kind}-{step}", data(), Recorder(tokenizer), saved)
-            assert rest == whole[step:], f"resumed from {saved.name}"
-    with pytest.raises(UserError, match="the seed .* are 1, 0 in the checkpoint"):
-        fit(tmp_path / "seed", data(seed=1), Recorder(tokenizer), tmp_path / "whole" / "batch-step=3.ckpt")
-    write_jsonl(gsm8k / "train.jsonl", [{"question": "How ?", "answer": "#### 1"}] * 8)
-    with pytest.raises(UserError, match="the training prompts"):
-        fit(tmp_path / "data", data(), Recorder(tokenizer), tmp_path / "whole" / "batch-step=3.ckpt")
-
-
-def test_loaders_leave_the_global_random_state_alone(gsm8k: Path, tokenizer: str) -> None:
-    data = GSM8KDataModule(str(gsm8k), batch_size=2, val_size=3, tokenizer=tokenizer)
-    before = torch.get_rng_state()
-    data.setup("test")
-    orders = [[prompt.id for prompt in prompts_of(data, "train")] for _ in range(2)]
-    prompts_of(data, "val"), prompts_of(data, "test")
-    assert torch.equal(torch.get_rng_state(), before)
-    assert orders[0] == orders[1]
-
-
-def test_ranks_share_the_batches_of_one_process() -> None:
-    alone = list(PromptSampler(11, batch_size=4, seed=5))
-    ranks = [PromptSampler(11, batch_size=4, seed=5, rank=rank, world_size=2) for rank in range(2)]
-    shares = [list(rank) for rank in ranks]
-    assert [len(rank) for rank in ranks] == [4, 4] == [len(share) for share in shares]
-    for batch in range(2):
-        together = {index for share in shares for index in share[batch * 2 : batch * 2 + 2]}
-        assert together == set(alone[batch * 4 : batch * 4 + 4])
-
-
-def test_a_restored_sampler_knows_its_position_before_it_goes_on() -> None:
-    sampler = PromptSampler(8, batch_size=2, seed=0)
-    sampler.set_epoch(3)
-    order = list(sampler)
-    sampler.load_state_dict({"epoch": 3, "yielded": 4})
-    assert sampler.state_dict() == {"epoch": 3, "yielded": 4}
-    assert list(sampler) == order[4:]
-
-
-def test_replacement_prompts(gsm8k: Path, tokenizer: str) -> None:
-    def data(seed: int = 0, val_size: int = 1) -> GSM8KDataModule:
-        made = GSM8KDataModule(str(gsm8k), batch_size=2, val_size=val_size, seed=seed, tokenizer=tokenizer)
-        made.setup("fit")
-        return made
-
-    one, other = data(), data()
-    train = {prompt.id for prompt in prompts_of(one, "train")}
-    drawn = one.replacement_prompts(("resample", 3, 0), 4, train_ids := sorted(train)[:2])
-    other.replacement_prompts(("resample", 2, 0), 4, [])  # an earlier draw changes nothing
-    assert other.replacement_prompts(("resample", 3, 0), 4, train_ids) == drawn
-    assert len({prompt.id for prompt in drawn}) == 4
-    assert not {prompt.id for prompt in drawn} & (set(train_ids) | {prompt.id for prompt in prompts_of(one, "val")})
-    assert any(one.replacement_prompts(("resample", 3, key), 4, train_ids) != drawn for key in (1, 2))
-    of_seeds = [data(seed, val_size=0).replacement_prompts(("resample", 3, 0), 4, []) for seed in range(3)]
-    assert of_seeds[0] != of_seeds[1] or of_seeds[0] != of_seeds[2]
-    assert len(one.replacement_prompts(("all",), 99, ["train-0"])) == 7 + (prompts_of(one, "val")[0].id == "train-0")
 
 
 # What is refused -----------------------------------------------------------------------------------------------------

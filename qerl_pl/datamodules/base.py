@@ -69,6 +69,7 @@ class PromptDataModule(LightningDataModule):
         self._train: list[Prompt] = []
         self._val: list[Prompt] = []
         self._test: list[Prompt] = []
+        self._digest = ""
 
     # What a subclass says ------------------------------------------------------------------------------------------
 
@@ -112,6 +113,10 @@ class PromptDataModule(LightningDataModule):
                     "prompts; lower it."
                 )
             self._train, self._val = train, val
+            digest = hashlib.sha256()
+            for prompt in train:
+                digest.update(repr(prompt).encode())
+            self._digest = digest.hexdigest()
         if stage == "test" and not self._test:
             rows = self.test_rows()
             self._test = self._val if rows is None else self._render(tokenizer, rows, "test")
@@ -152,8 +157,7 @@ class PromptDataModule(LightningDataModule):
 
     def state_dict(self) -> dict[str, Any]:
         """What the order of the training prompts depends on; the loader itself keeps the position in it."""
-        names = "\n".join(prompt.id for prompt in self._train)
-        return {"seed": self.seed, "training prompts": hashlib.sha256(names.encode()).hexdigest()}
+        return {"seed": self.seed, "training prompts": self._digest}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Check that a resumed run trains on the prompts that the checkpoint's run did.
