@@ -140,6 +140,13 @@ def _product(x: Tensor, weight: Tensor, alpha: float, bias: Tensor | None) -> Te
     return torch.addmm(bias.to(x.dtype), x, weight, alpha=alpha)
 
 
+def _add_product(y: Tensor, x: Tensor, weight: Tensor, alpha: float) -> Tensor:
+    """y + alpha * x weight, into y's memory."""
+    if torch.compiler.is_compiling():  # PyTorch 2.11 loses the input's gradient there if y changes in place
+        return torch.addmm(y, x, weight, alpha=alpha)
+    return y.addmm_(x, weight, alpha=alpha)
+
+
 class _QuantizedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dense: Dense, alpha: float, bias: Tensor | None) -> Tensor:
@@ -160,7 +167,7 @@ class _QuantizedLoraLinear(torch.autograd.Function):
     ) -> Tensor:
         hidden = x @ a.to(x.dtype).t()
         y = _product(x, dense(x.dtype).t(), alpha, bias)
-        y.addmm_(hidden, b.to(x.dtype).t(), alpha=scaling)
+        y = _add_product(y, hidden, b.to(x.dtype).t(), scaling)
         ctx.save_for_backward(x, hidden, a, b)
         ctx.dense, ctx.alpha, ctx.scaling = dense, alpha, scaling
         return y
@@ -172,7 +179,7 @@ class _QuantizedLoraLinear(torch.autograd.Function):
         inner = _product(grad, b.to(x.dtype), ctx.scaling, None)
         dx = da = db = None
         if ctx.needs_input_grad[0]:
-            dx = (inner @ a.to(x.dtype)).addmm_(grad, ctx.dense(x.dtype), alpha=ctx.alpha)
+            dx = _add_product(inner @ a.to(x.dtype), grad, ctx.dense(x.dtype), ctx.alpha)
         if ctx.needs_input_grad[4]:
             da = (inner.t() @ x).to(a.dtype)
         if ctx.needs_input_grad[5]:
