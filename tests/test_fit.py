@@ -1,6 +1,7 @@
 """Training end to end, in this process, on a tiny policy."""
 
 import copy
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -163,16 +164,18 @@ class Recorder(TransformersEngine):
 
     def generate(self, requests: Any, sampling: Any) -> Any:
         completions = super().generate(requests, sampling)
-        if self.fail:
+        if self.fail and sampling.temperature > 0:
             raise RuntimeError("the engine broke")
         return completions
 
 
-def train(base: Path, run: Path, engine: Recorder, dtype: str = "float32") -> QeRLModule:
+def train(base: Path, run: Path, engine: TransformersEngine, dtype: str = "float32", lr: float = 1e-5) -> QeRLModule:
     """Four rollouts and a validation by Python, without the command line."""
     parser = jsonargparse.ArgumentParser()
     parser.add_class_arguments(QeRLModule, "model")
     config = {"policy": {"path": str(base), "dtype": dtype, "lora": {"rank": 4}, "train_norms": True}}
+    config["optimizer"] = {"class_path": "torch.optim.AdamW", "init_args": {"lr": lr}}
+    config["warmup_ratio"] = 0.0
     module: QeRLModule = parser.instantiate_classes(parser.parse_object({"model": config})).model
     from fit_helpers import Vowels
 
@@ -199,7 +202,9 @@ def test_noise_that_is_asked_for_is_there_and_off_in_validation(
 ) -> None:
     engine = Recorder()
     train(tiny_policy_dir, tmp_path, engine, dtype)
-    versions, sigmas, measured = zip(*engine.syncs, strict=True)
+    assert len(engine.syncs) == 4 + 1 + 2 * 2  # rollouts, validation, two self-checks with the adapter on and off
+    syncs = [*engine.syncs[2:3], *engine.syncs[5:]]
+    versions, sigmas, measured = zip(*syncs, strict=True)
     assert versions == (0, 1, 2, 3, 4)
     assert sigmas == pytest.approx((0.0, 1e-2, 1e-3, 1e-4, -1.0))  # noiseless stage, three noisy ones, validation
     assert measured[0] == 0.0 and measured[4] == 0.0
@@ -223,7 +228,7 @@ def test_trainer_keeps_its_bits_when_generation_raises(tiny_policy_dir: Path, tm
         monkeypatch.setattr(AdaptiveQuantizationNoise, "__init__", noisy_from_the_start(AdaptiveQuantizationNoise))
         with pytest.raises(RuntimeError, match="the engine broke"):
             train(tiny_policy_dir, tmp_path, engine)
-    assert engine.syncs[0][1] == 1e-2 and len(before) == 4
+    assert engine.syncs[2][1] == 1e-2 and len(before) == 4
     assert equal(before, held)
 
 
@@ -270,3 +275,22 @@ def test_validate_from_a_checkpoint_and_export(
     assert main(["export", str(run), str(tmp_path / "merged"), "--merge", "true"]) == 0
     merged = load_file(tmp_path / "merged" / "model.safetensors")
     assert "model.layers.0.self_attn.q_proj.weight" in merged and not any("packed" in name for name in merged)
+
+
+class Deaf(TransformersEngine):
+    """Ignores the adapter of every sync after the first, as a broken sync would."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first: Any = None
+
+    def sync(self, weights: Any) -> Any:
+        if weights.adapter is not None:
+            self.first = self.first or {name: (a.clone(), b.clone()) for name, (a, b) in weights.adapter.items()}
+            weights = dataclasses.replace(weights, adapter=self.first)
+        return super().sync(weights)
+
+
+def test_self_check_stops_a_run_whose_adapter_never_reaches_the_engine(tiny_policy_dir: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="engine and trainer must agree within 0.25 nats"):
+        train(tiny_policy_dir, tmp_path, Deaf(), lr=0.05)

@@ -1,5 +1,6 @@
 """The rollout callback: before each batch it syncs the engine, samples, scores, and hands over the experience."""
 
+import logging
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -10,6 +11,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
 from qerl_pl.advantages import informative_groups
+from qerl_pl.callbacks.agreement import measure_agreement, require_agreement
 from qerl_pl.datamodules.base import PromptDataModule
 from qerl_pl.engines.base import EngineSpec, RolloutEngine
 from qerl_pl.engines.transformers import TransformersEngine
@@ -19,6 +21,8 @@ from qerl_pl.modules.qerl import QeRLModule
 from qerl_pl.rewards import Reward, RewardSample, ScoredBatch, score
 from qerl_pl.seeding import stream_seed
 from qerl_pl.types import Completion, Evaluation, Prompt, RolloutRequest, SamplingConfig
+
+log = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -67,6 +71,10 @@ class RolloutCallback(Callback):
         resample_rounds: Dynamic sampling (DAPO): groups whose rewards are all equal teach nothing, so they are dropped
             and other prompts are sampled instead, up to this many times. 0 keeps every group.
         eval_samples: Samples a held-out prompt for pass@1.
+        mismatch_bound: Nats a token that engine and trainer may differ by: more stops the run in the self-check
+            (without noise, at the first rollout, after the first sleep, and then every `check_every` rollouts), and
+            warns in training (with noise).
+        check_every: Rollouts between self-checks.
         accuracy_reward: Name of the reward that tells whether a completion is right (above 0.5); null takes the first.
     """
 
@@ -78,6 +86,8 @@ class RolloutCallback(Callback):
         sampling: SamplingConfig = SamplingConfig(),  # noqa: B008 - frozen, and jsonargparse reads the default
         resample_rounds: int = 0,
         eval_samples: int = 1,
+        mismatch_bound: float = 0.25,
+        check_every: int = 50,
         accuracy_reward: str | None = None,
     ) -> None:
         if group_size < 2:
@@ -93,7 +103,10 @@ class RolloutCallback(Callback):
         self.sampling = sampling
         self.resample_rounds = resample_rounds
         self.eval_samples = eval_samples
+        self.mismatch_bound = mismatch_bound
+        self.check_every = check_every
         self.accuracy_reward = accuracy_reward or names[0]
+        self._rollouts = 0
         self._launched = False
 
     # The engine's life ---------------------------------------------------------------------------------------------
@@ -135,6 +148,11 @@ class RolloutCallback(Callback):
         metrics: dict[str, float] = {}
         with _timed(times, "time/sync_s"):
             self.engine.wake()
+        if self._rollouts < 2 or self._rollouts % self.check_every == 0:
+            with _timed(times, "time/check_s"):
+                require_agreement(measure_agreement(self.engine, module, batch[:2]), self.mismatch_bound)
+        self._rollouts += 1
+        with _timed(times, "time/sync_s"):
             report = self.engine.sync(module.policy.weights(version, noise))
         if noise is not None:
             metrics |= {"aqn/sigma": noise.sigma, "aqn/measured_std": report.noise_std}
@@ -256,6 +274,19 @@ class RolloutCallback(Callback):
             metrics=metrics,
             records=tuple(groups.records),
         )
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Warn where the sampler was farther from the trainer than it should be."""
+        mismatch = float(trainer.callback_metrics["mismatch/logprob_abs_mean"])
+        if mismatch > self.mismatch_bound:
+            log.warning(
+                "sampler and trainer differ by %.3f nats a token, more than mismatch_bound=%g: lower the noise, or "
+                "look for a wrong sync",
+                mismatch,
+                self.mismatch_bound,
+            )
 
     # Evaluation ----------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,78 @@
+"""Does the engine sample from the policy that the trainer trains? The check that a corrupted sync cannot pass."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from qerl_pl.engines.base import RolloutEngine
+from qerl_pl.errors import UserError
+from qerl_pl.experience import pad_completions
+from qerl_pl.modules.qerl import QeRLModule
+from qerl_pl.types import Completion, Prompt, RolloutRequest, SamplingConfig
+
+TOKENS = 16
+"""Tokens of each completion that is compared."""
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Mean absolute differences of log-probabilities, in nats a token, without noise."""
+
+    adapter_on: float
+    """Engine and trainer, both with the adapter."""
+    adapter_off: float
+    """Engine and trainer, both without: what rounding alone does."""
+    adapter_effect: float
+    """The trainer's policy and its reference: what the adapter does."""
+
+
+def measure_agreement(engine: RolloutEngine, module: QeRLModule, prompts: Sequence[Prompt]) -> Agreement:
+    """Sample greedily with the adapter on and off, and compare with the trainer on the same tokens.
+
+    Leaves the engine synced to the reference policy: sync it again before use.
+    """
+    sampling = SamplingConfig(max_tokens=TOKENS, temperature=0.0)
+    requests = [RolloutRequest(prompt.token_ids, (0,)) for prompt in prompts]
+
+    def sample(adapter: bool) -> list[list[Completion]]:
+        engine.sync(module.policy.weights(module.policy_version, adapter=adapter))
+        return engine.generate(requests, sampling)
+
+    def compare(completions: list[list[Completion]], adapter: bool) -> tuple[float, torch.Tensor]:
+        tokens, lengths, mask, sampled = (t.to(module.device) for t in pad_completions(prompts, completions, 0))
+        module.policy.eval()
+        with torch.no_grad():
+            if adapter:
+                own = module.policy.token_logprobs(tokens, lengths, mask, 1.0)[0]
+            else:
+                with module.policy.reference():
+                    own = module.policy.token_logprobs(tokens, lengths, mask, 1.0)[0]
+        return (own - sampled)[mask].abs().mean().item(), own[mask]
+
+    with_adapter, without = sample(True), sample(False)
+    on, policy = compare(with_adapter, True)
+    _, reference = compare(with_adapter, False)
+    off, _ = compare(without, False)
+    return Agreement(on, off, (policy - reference).abs().mean().item())
+
+
+def require_agreement(agreement: Agreement, bound: float) -> None:
+    """Stop the run where the engine's log-probabilities are not the policy's.
+
+    With the adapter on, the engine may differ from the trainer by `bound`; and where the adapter's effect stands out of
+    the rounding, the engine must be nearer to the policy than half way to the reference, so that an adapter that was
+    never written, or a stale one, is seen however small its effect.
+
+    Raises:
+        UserError: It differs by more.
+    """
+    rounding = max(agreement.adapter_off, 1e-6)
+    wrong_adapter = agreement.adapter_effect > 8 * rounding and agreement.adapter_on > agreement.adapter_effect / 2
+    if agreement.adapter_off > bound or agreement.adapter_on > bound or wrong_adapter:
+        raise UserError(
+            f"engine and trainer must agree within {bound:g} nats a token without noise; found "
+            f"{agreement.adapter_on:.2g} with the adapter, {agreement.adapter_off:.2g} without it, the adapter's "
+            f"effect being {agreement.adapter_effect:.2g}; the engine runs another base or adapter: check that both "
+            "load the same folder, and restart with --resume auto"
+        )
