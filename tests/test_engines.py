@@ -23,6 +23,7 @@ from qerl_pl.checkpoints import load_dense_state, write_dense_checkpoint
 from qerl_pl.engines import EngineSpec, RolloutEngine, TransformersEngine, VLLMEngine
 from qerl_pl.engines.sampling import sampling_log_probs
 from qerl_pl.engines.sizes import check_marlin_shapes
+from qerl_pl.engines.vllm_requests import request_params
 from qerl_pl.errors import UserError
 from qerl_pl.noise import NormNoise
 from qerl_pl.types import Completion, PolicyWeights, RolloutRequest, SamplingConfig
@@ -451,6 +452,8 @@ def test_what_vllm_cannot_run_is_refused_in_one_line(base: Path) -> None:
         VLLMEngine().launch(replace(spec_of(base), max_tokens=300))
     with pytest.raises(UserError, match="lm_head is none: take it out"):
         VLLMEngine().launch(replace(spec_of(base), lora_targets=("q_proj", "lm_head")))
+    with pytest.raises(UserError, match=r"refuses the sampling settings: temperature must be in \[0, 2\]"):
+        request_params(SamplingConfig(temperature=3.0), seed=0, ends=())
 
 
 @pytest.fixture(scope="module")

@@ -17,6 +17,7 @@ from qerl_pl.checkpoints import end_token_ids, is_nvfp4, load_tokenizer, write_d
 from qerl_pl.engines import vllm_worker
 from qerl_pl.engines.base import EngineSpec, LentWeights, check_adapter, check_requests, regroup
 from qerl_pl.engines.sizes import GIB, check_length, check_marlin_shapes, kv_bytes_per_token, linear_shapes
+from qerl_pl.engines.vllm_requests import completion_of, request_params
 from qerl_pl.errors import UserError
 from qerl_pl.types import Completion, PolicyWeights, RolloutRequest, SamplingConfig, SyncReport
 
@@ -258,33 +259,14 @@ class VLLMEngine:
         prompts = [{"prompt_token_ids": list(request.prompt_ids)} for request in requests for _ in request.seeds]
         if not prompts:
             return regroup(requests, [])
-        params = [self._params(sampling, seed) for request in requests for seed in request.seeds]
+        params = [request_params(sampling, seed, self._ends) for request in requests for seed in request.seeds]
         # Small helpers that vLLM compiles even in eager mode would need a C++ compiler on a CPU.
         on_cpu = self._spec.device.type == "cpu"
         with torch.compiler.set_stance("force_eager") if on_cpu else nullcontext():
             outputs = self._llm.generate(
                 prompts, params, use_tqdm=False, lora_request=self._adapter if self._use_adapter else None
             )
-        return regroup(requests, [_completion(output.outputs[0]) for output in outputs])
-
-    def _params(self, sampling: SamplingConfig, seed: int) -> Any:
-        from vllm import SamplingParams
-
-        try:
-            return SamplingParams(
-                max_tokens=sampling.max_tokens,
-                temperature=sampling.temperature,
-                top_p=sampling.top_p,
-                top_k=sampling.top_k,
-                min_p=sampling.min_p,
-                seed=seed,
-                stop=list(sampling.stop),
-                stop_token_ids=list(self._ends),
-                detokenize=bool(sampling.stop),
-                logprobs=0,  # the sampled token's only
-            )
-        except ValueError as error:
-            raise UserError(f"vLLM refuses the sampling settings: {error}") from error
+        return regroup(requests, [completion_of(output.outputs[0]) for output in outputs])
 
     def sleep(self) -> None:
         """Give the key/value cache's memory back. Weights, norms and adapter slots stay. On a CPU nothing happens."""
@@ -307,10 +289,3 @@ class VLLMEngine:
             self._llm = None
             VLLMEngine._alive -= 1
             vllm_worker.release_memory(last=VLLMEngine._alive == 0)
-
-
-def _completion(output: Any) -> Completion:
-    """vLLM's output of one request, which has the end token or the token that completed a stop string as its last."""
-    tokens = tuple(output.token_ids)
-    logprobs = tuple(entry[token].logprob for entry, token in zip(output.logprobs, tokens, strict=True))
-    return Completion(tokens, logprobs, "length" if output.finish_reason == "length" else "stop")

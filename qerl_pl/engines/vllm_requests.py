@@ -1,0 +1,44 @@
+"""Between this package's requests and completions and vLLM's."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from qerl_pl.errors import UserError
+from qerl_pl.types import Completion, SamplingConfig
+
+
+def request_params(sampling: SamplingConfig, seed: int, ends: Sequence[int]) -> Any:
+    """vLLM's `SamplingParams` of one completion.
+
+    Args:
+        sampling: What was asked for.
+        seed: The completion's own seed.
+        ends: Token ids that end it.
+
+    Raises:
+        UserError: vLLM does not take these settings.
+    """
+    from vllm import SamplingParams
+
+    try:
+        return SamplingParams(
+            max_tokens=sampling.max_tokens,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            min_p=sampling.min_p,
+            seed=seed,
+            stop=list(sampling.stop),
+            stop_token_ids=list(ends),
+            detokenize=bool(sampling.stop),
+            logprobs=0,  # the sampled token's only
+        )
+    except ValueError as error:
+        raise UserError(f"vLLM refuses the sampling settings: {' '.join(str(error).split())}") from error
+
+
+def completion_of(output: Any) -> Completion:
+    """vLLM's output of one request, which has the end token or the token that completed a stop string as its last."""
+    tokens = tuple(output.token_ids)
+    logprobs = tuple(entry[token].logprob for entry, token in zip(output.logprobs, tokens, strict=True))
+    return Completion(tokens, logprobs, "length" if output.finish_reason == "length" else "stop")
