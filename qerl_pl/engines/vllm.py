@@ -138,6 +138,7 @@ class VLLMEngine:
 
     def _start(self, spec: EngineSpec, base: Path, nvfp4: bool, length: int, kv_gib: float | None) -> Any:
         from vllm import LLM
+        from vllm.exceptions import VLLMValidationError
 
         on_gpu = spec.device.type == "cuda"
         try:
@@ -169,7 +170,7 @@ class VLLMEngine:
                 # Part of the key of vLLM's cache of compiled graphs: one compiled for 16-bit norms must not run here.
                 additional_config={"qerl_norms": "float32"},
             )
-        except (ValueError, RuntimeError, AssertionError, ImportError) as error:
+        except (ValueError, RuntimeError, AssertionError, ImportError, VLLMValidationError) as error:
             if isinstance(error, UserError):
                 raise
             reason = " ".join(str(error).split())

@@ -19,6 +19,7 @@ def request_params(sampling: SamplingConfig, seed: int, ends: Sequence[int]) -> 
         UserError: vLLM does not take these settings.
     """
     from vllm import SamplingParams
+    from vllm.exceptions import VLLMValidationError  # a ValueError in old releases only
 
     try:
         return SamplingParams(
@@ -33,7 +34,7 @@ def request_params(sampling: SamplingConfig, seed: int, ends: Sequence[int]) -> 
             detokenize=bool(sampling.stop),
             logprobs=0,  # the sampled token's only
         )
-    except ValueError as error:
+    except (ValueError, VLLMValidationError) as error:
         raise UserError(f"vLLM refuses the sampling settings: {' '.join(str(error).split())}") from error
 
 
