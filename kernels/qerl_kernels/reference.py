@@ -4,6 +4,7 @@ Shapes: N output features, K input features, M tokens, V vocabulary, D hidden si
 compressed-tensors: two E2M1 codes a byte, the even k in the low nibble; one scale a block along K.
 """
 
+from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
 import torch
@@ -17,8 +18,8 @@ SEARCH_SCALE = 256.0
 """Where `search` puts the largest block scale: it leaves the sweep room above, up to E4M3_MAX."""
 SEARCH_STEPS = tuple(sorted(range(-6, 9), key=abs))
 """E4M3 steps from the min-max scale that `search` tries, nearest first so that ties keep the min-max scale."""
-SEARCH_ELEMENTS = 1 << 24
-"""Weights swept at a time, which bounds the float32 copies."""
+CPU_BLOCKS, CUDA_BLOCKS = 1 << 13, 1 << 22
+"""Blocks quantized at a time."""
 
 BlockScales = Literal["minmax", "search"]
 
@@ -92,34 +93,43 @@ def quantize_nvfp4(
     if global_scale is None:
         global_scale = nvfp4_global_scale(weight, block_scales=block_scales)
     gs = global_scale.float().reshape(1)
-    scale = minmax_scales(weight, gs)
-    if block_scales == "search":
-        rows = max(1, SEARCH_ELEMENTS // weight.shape[1])
-        parts = zip(weight.split(rows), scale.split(rows), strict=True)
-        scale = torch.cat([_search_scales(part, start, gs) for part, start in parts])
-    x = _blocks(weight, BLOCK).float() / (scale.float() / gs).unsqueeze(-1)
-    return NVFP4Tensor(_pack(_encode(x).reshape(weight.shape)), scale, gs)
+    parts = []
+    for x in _columns(weight, BLOCK):
+        scale = _minmax_scales(x, weight.new_tensor(E2M1_MAX), gs)
+        if block_scales == "search":
+            scale = _search_scales(x, scale, gs)
+        parts.append((_encode(x.div_(scale.float() / gs)), scale))
+    codes, scales = (torch.cat(part, dim=-1) for part in zip(*parts, strict=True))
+    return NVFP4Tensor(_pack(codes, weight), scales.view(len(weight), -1), gs)
 
 
-def minmax_scales(weight: Tensor, global_scale: Tensor) -> Tensor:
-    """Block scales that map each block's largest magnitude to 6: float8_e4m3fn [N, K/16]."""
-    # The quotient is rounded to the weight's dtype, as llm-compressor's observer does. The divisor is a tensor because
-    # CUDA multiplies by the reciprocal of a number.
-    scale = global_scale * (_blocks(weight, BLOCK).abs().amax(-1) / weight.new_tensor(E2M1_MAX)).float()
+def _columns(weight: Tensor, block: int) -> Iterator[Tensor]:
+    """A weight's blocks as columns, float32 [block, some of them]: fast to reduce, small enough for a CPU's caches."""
+    blocks = weight.reshape(-1, block)
+    for part in blocks.split(CUDA_BLOCKS if weight.is_cuda else CPU_BLOCKS):
+        yield part.float().t().contiguous()
+
+
+def _minmax_scales(x: Tensor, largest: Tensor, gs: Tensor) -> Tensor:
+    """Block scales that map each column's largest magnitude to `largest`, which has the weight's dtype."""
+    # The quotient is rounded to that dtype, as llm-compressor's observer does. The divisor is a tensor because CUDA
+    # multiplies by the reciprocal of a number.
+    scale = gs * (x.abs().amax(0).to(largest.dtype) / largest).float()
     rounded = scale.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).float()
     return torch.where(rounded == 0, 0.125, rounded).to(torch.float8_e4m3fn)
 
 
-def _search_scales(weight: Tensor, start: Tensor, gs: Tensor) -> Tensor:
-    """Of the E4M3 scales some steps around `start`, each block's with the least squared error."""
-    x = _blocks(weight, BLOCK).float()
+def _search_scales(x: Tensor, start: Tensor, gs: Tensor) -> Tensor:
+    """Of the E4M3 scales some steps around `start`, each column's with the least squared error."""
+    magnitude, rounded = x.abs(), torch.empty_like(x)
     codes = start.view(torch.uint8).to(torch.int16)
     best, best_error = codes, torch.full(start.shape, torch.inf, device=x.device)
     for step in SEARCH_STEPS:
         # Positive E4M3 numbers are ordered as their bytes: 1 is the smallest, 126 is 448.
         candidate = (codes + step).clamp(1, 126)
-        unit = (candidate.to(torch.uint8).view(torch.float8_e4m3fn).float() / gs).unsqueeze(-1)
-        error = (x - round_e2m1(x / unit) * unit).square_().sum(-1)
+        unit = candidate.to(torch.uint8).view(torch.float8_e4m3fn).float() / gs
+        torch.div(magnitude, unit, out=rounded)
+        error = round_magnitude_(rounded).mul_(unit).sub_(magnitude).square_().sum(0)
         better = error < best_error
         best = torch.where(better, candidate, best)
         best_error = torch.where(better, error, best_error)
@@ -150,12 +160,14 @@ def quantize_mxfp4(weight: Tensor) -> MXFP4Tensor:
         ValueError: The weight is no matrix, or K is no multiple of 32.
     """
     check_matrix(weight, MX_BLOCK, "MXFP4")
-    blocks = _blocks(weight, MX_BLOCK).float()
-    # Adding a quarter of the mantissa carries 1.75 * 2**e and above to the next exponent: it would round past 6.
-    exponent = (blocks.abs().amax(-1).view(torch.int32) + (1 << 21)) >> 23
-    scale = (exponent - 2).clamp(min=0).to(torch.uint8)
-    codes = _encode(blocks / e8m0_values(scale).unsqueeze(-1))
-    return MXFP4Tensor(_pack(codes.reshape(weight.shape)), scale)
+    parts = []
+    for x in _columns(weight, MX_BLOCK):
+        # Adding a quarter of the mantissa carries 1.75 * 2**e and above to the next exponent: it would round past 6.
+        exponent = (x.abs().amax(0).view(torch.int32) + (1 << 21)) >> 23
+        scale = (exponent - 2).clamp(min=0).to(torch.uint8)
+        parts.append((_encode(x.div_(e8m0_values(scale))), scale))
+    codes, scales = (torch.cat(part, dim=-1) for part in zip(*parts, strict=True))
+    return MXFP4Tensor(_pack(codes, weight), scales.view(len(weight), -1))
 
 
 def dequantize_mxfp4(packed: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -186,11 +198,13 @@ def token_logprobs(
     return logp.gather(-1, targets.unsqueeze(-1)).squeeze(-1), entropy
 
 
-def round_e2m1(x: Tensor) -> Tensor:
-    """The E2M1 number nearest to each element, ties to even, magnitudes above 6 to 6."""
-    magnitude = x.abs().clamp_(max=E2M1_MAX)
-    step = torch.where(magnitude < 2, 0.5, torch.where(magnitude < 4, 1.0, 2.0))
-    return torch.copysign((magnitude / step).round_() * step, x)
+def round_magnitude_(x: Tensor) -> Tensor:
+    """Round non-negative float32 numbers in place to E2M1, ties to even, those above 6 to 6."""
+    x.clamp_(max=E2M1_MAX)
+    # E2M1's step is 1/2 below 2, 1 below 4 and 2 above, which float32's is at 2**22, 2**23 and 2**24.
+    power = (x.view(torch.int32) & 0x7F800000).view(torch.float32)
+    shift = power.clamp_(min=1.0).mul_(2.0**22)
+    return x.add_(shift).sub_(shift)
 
 
 def e2m1_values(codes: Tensor) -> Tensor:
@@ -208,10 +222,6 @@ def check_matrix(weight: Tensor, block: int, name: str) -> None:
         )
 
 
-def _blocks(weight: Tensor, block: int) -> Tensor:
-    return weight.unflatten(1, (-1, block))
-
-
 def e8m0_values(scale: Tensor) -> Tensor:
     """2**(scale - 127) of E8M0 bytes: float32."""
     # As bits: 0 stands for the subnormal 2**-127, which exp2 need not return exactly.
@@ -220,19 +230,21 @@ def e8m0_values(scale: Tensor) -> Tensor:
 
 def _encode(x: Tensor) -> Tensor:
     """E2M1 codes, uint8 of x's shape; negatives that round to zero keep their sign (0x8)."""
-    magnitude = (round_e2m1(x).abs_() * 2).to(torch.uint8)  # 0 1 2 3 4 6 8 12
-    code = magnitude - (magnitude > 4).to(torch.uint8) - (magnitude > 6).to(torch.uint8)
-    code -= 3 * (magnitude > 8).to(torch.uint8)
+    twice = (round_magnitude_(x.abs()) * 2).to(torch.uint8)  # 0 1 2 3 4 6 8 12
+    code = twice - (twice > 4).to(torch.uint8) - (twice > 6).to(torch.uint8) - 3 * (twice > 8).to(torch.uint8)
     return code | ((x < 0).to(torch.uint8) << 3)
 
 
-def _pack(codes: Tensor) -> Tensor:
-    return codes[:, 0::2] | (codes[:, 1::2] << 4)
+def _pack(codes: Tensor, weight: Tensor) -> Tensor:
+    """Codes whose columns are the blocks of `weight`, two a byte: uint8 [N, K/2]."""
+    return (codes[0::2] | (codes[1::2] << 4)).t().reshape(len(weight), -1)
 
 
 def _decode(packed: Tensor) -> Tensor:
     """E2M1 values of packed bytes [N, K/2]: float32 [N, K]."""
-    return e2m1_values(torch.stack((packed & 0xF, packed >> 4), dim=-1).flatten(1))
+    byte = torch.arange(256, dtype=torch.uint8, device=packed.device)
+    pairs = e2m1_values(torch.stack((byte & 0xF, byte >> 4), dim=-1))
+    return torch.nn.functional.embedding(packed.int(), pairs).flatten(1)
 
 
 def _scaled(values: Tensor, unit: Tensor) -> Tensor:
