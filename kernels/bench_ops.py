@@ -172,13 +172,21 @@ def vllm_marlin(words: Any, x: torch.Tensor, rows: int, columns: int) -> Callabl
     """vLLM's own product with the same weight, forward and without an adapter; None where vLLM is not installed."""
     if importlib.util.find_spec("vllm") is None or not x.is_cuda:
         return None
-    from vllm.model_executor.layers.quantization.utils import marlin_utils, marlin_utils_fp4
+    try:
+        from vllm.model_executor.layers.quantization.utils import marlin_utils, marlin_utils_fp4
 
-    workspace = marlin_utils.marlin_make_workspace_new(x.device)
-    scale, global_scale = words.scale, words.global_scale.to(torch.float32)
-    return lambda: marlin_utils_fp4.apply_fp4_marlin_linear(
-        x, words.weight, scale, global_scale, workspace, rows, columns
-    )
+        workspace = marlin_utils.marlin_make_workspace_new(x.device)
+
+        def product() -> torch.Tensor:
+            return marlin_utils_fp4.apply_fp4_marlin_linear(
+                x, words.weight, words.scale, words.global_scale, workspace, rows, columns
+            )
+
+        product()
+    except (ImportError, TypeError, RuntimeError) as error:  # its signature differs between releases
+        sys.stderr.write(f"vLLM's Marlin product is left out: {error}\n")
+        return None
+    return product
 
 
 def head_variants(sizes: Sizes, lm_head: torch.Tensor, targets: torch.Tensor) -> dict[str, Callable[..., Any]]:

@@ -1,5 +1,9 @@
 """The kernels' reference: bit for bit compressed-tensors' NVFP4 and MXFP4, and log-probabilities with gradients."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from compressed_tensors.compressors.mxfp4 import MXFP4PackedCompressor
@@ -239,6 +243,20 @@ def test_no_chunk_of_logits_outgrows_its_memory():
     hidden, head = torch.empty(1, 8, device="meta"), torch.empty(152064, 8, device="meta")
     chunk = default_chunk(hidden, head)
     assert chunk >= 64 and chunk * 152064 * 16 <= CHUNK_BYTES < (chunk + 128) * 152064 * 16
+
+
+def test_the_package_works_without_triton():
+    code = """
+import sys
+sys.modules["triton"] = None  # importing it raises ImportError
+import torch
+import qerl_kernels as ops
+tensor = ops.quantize_nvfp4(torch.ones(2, 16))
+assert ops.nvfp4_linear(torch.ones(1, 16), *tensor).tolist() == [[16.0, 16.0]]
+"""
+    subprocess.run(
+        [sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    )
 
 
 def test_a_backend_that_cannot_run_here_is_refused(monkeypatch):
