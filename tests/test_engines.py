@@ -21,16 +21,22 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from qerl_pl.checkpoints import load_dense_state, write_dense_checkpoint
 from qerl_pl.engines import EngineSpec, RolloutEngine, TransformersEngine, VLLMEngine
-from qerl_pl.engines.sampling import sampling_log_probs
+from qerl_pl.engines.sampling import pick_tokens, sampling_log_probs
 from qerl_pl.engines.sizes import check_marlin_shapes
 from qerl_pl.engines.vllm_requests import request_params
 from qerl_pl.errors import UserError
 from qerl_pl.noise import NormNoise
 from qerl_pl.types import Completion, PolicyWeights, RolloutRequest, SamplingConfig
 
-VOCAB, EOS, RANK, ALPHA, MAX_TOKENS = 256, 1, 8, 16, 96
+VOCAB, EOS, RANK, ALPHA, MAX_TOKENS = 256, 1, 8, 16, 192
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-PROMPTS = [(5, 9, 200), tuple(range(20, 60)), (7,), (31, 77, 12, 250, 4, 4, 90)]
+PROMPTS = [
+    (5, 9, 200),
+    tuple(range(20, 60)),
+    (7,),
+    (31, 77, 12, 250, 4, 4, 90),
+    tuple(range(10, 150)),  # longer than a block of vLLM's prefix cache
+]
 GREEDY = SamplingConfig(max_tokens=24, temperature=0.0)
 LOGPROB_BOUND = 2e-5  # float32; measured 3e-6
 ENGINES = ["transformers"]
@@ -41,7 +47,7 @@ if importlib.util.find_spec("vllm") is not None:
 def make_engine(kind: str) -> RolloutEngine:
     if kind == "transformers":
         return TransformersEngine(max_batch=16)
-    return VLLMEngine(kv_cache_gib=0.25, max_num_seqs=16, max_num_batched_tokens=128)
+    return VLLMEngine(kv_cache_gib=0.25, max_num_seqs=16, max_num_batched_tokens=192)
 
 
 def spec_of(base: Path, dtype: torch.dtype = torch.float32) -> EngineSpec:
@@ -280,7 +286,7 @@ def test_seeds_repeat_whatever_else_is_in_the_batch(engine: RolloutEngine, refer
     engine.sync(weights_of(reference))
     sampling = SamplingConfig(max_tokens=12)
     together = engine.generate(requests_of(PROMPTS, samples=6), sampling)
-    assert [len(group) for group in together] == [6] * 4
+    assert [len(group) for group in together] == [6] * 5
     assert [[c.token_ids for c in group] for group in engine.generate(requests_of(PROMPTS, samples=6), sampling)] == [
         [c.token_ids for c in group] for group in together
     ]
@@ -344,14 +350,31 @@ def filtered_by_hand(logits: list[float], sampling: SamplingConfig) -> dict[int,
 
 
 def test_tokens_come_as_often_as_their_probability(engine: RolloutEngine, reference: PeftModel) -> None:
+    """The first token, and the second after each first one: a stream that repeated itself would tie them together."""
     engine.sync(weights_of(reference))
-    sampling = SamplingConfig(max_tokens=1, top_k=4)
-    completions = engine.generate([RolloutRequest(PROMPTS[0], tuple(range(600)))], sampling)[0]
-    expected = {completion.token_ids[0]: math.exp(completion.logprobs[0]) for completion in completions}
-    assert len(expected) == 4 and sum(expected.values()) == pytest.approx(1, abs=1e-4)
+    sampling = SamplingConfig(max_tokens=2, top_k=3)
+    completions = engine.generate([RolloutRequest(PROMPTS[0], tuple(range(900)))], sampling)[0]
+    by_first: dict[int, list[Completion]] = {}
+    for completion in completions:
+        by_first.setdefault(completion.token_ids[0], []).append(completion)
+    assert len(by_first) == 3
+    check_frequencies([(c.token_ids[0], c.logprobs[0]) for c in completions])
+    for group in by_first.values():
+        check_frequencies([(c.token_ids[1], c.logprobs[1]) for c in group])
+
+
+def check_frequencies(draws: list[tuple[int, float]]) -> None:
+    """Tokens drawn from one distribution, with the log-probability each was reported to have."""
+    expected = {token: math.exp(logprob) for token, logprob in draws}
     for token, probability in expected.items():
-        count = sum(completion.token_ids[0] == token for completion in completions)
-        assert abs(count / 600 - probability) < 4 * math.sqrt(probability * (1 - probability) / 600)
+        count = sum(drawn == token for drawn, _ in draws)
+        assert abs(count / len(draws) - probability) < 4 * math.sqrt(probability * (1 - probability) / len(draws))
+
+
+def test_random_numbers_at_the_ends_pick_tokens_of_positive_probability() -> None:
+    log_probs = torch.tensor([[0.0, 0.25, 0.75, 0.0]]).log()
+    for uniform, token in ((0.0, 1), (0.2499, 1), (0.25, 2), (1 - 2**-53, 2)):
+        assert pick_tokens(log_probs, torch.tensor([uniform], dtype=torch.float64)).tolist() == [token]
 
 
 def test_completions_end_at_the_end_token_a_stop_string_or_the_limit(
@@ -367,6 +390,10 @@ def test_completions_end_at_the_end_token_a_stop_string_or_the_limit(
         assert (completion.token_ids[-1] == EOS) == (completion.finish_reason == "stop")
         assert len(completion.token_ids) == len(completion.logprobs) <= 40
         assert completion.truncated == (len(completion.token_ids) == 40 and completion.token_ids[-1] != EOS)
+        # Also for those that go on after others have ended:
+        expected = (teacher_forced(reference, PROMPTS[0], completion) / 2).log_softmax(-1)
+        expected = expected.gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0]
+        assert completion.logprobs == pytest.approx(expected.tolist(), abs=LOGPROB_BOUND)
     free = greedy(engine)[1].token_ids
     word = next(i for i in range(3, len(free)) if free[i] not in free[:i])
     asked = replace(GREEDY, stop=("no such", f"w{free[word]}"))
@@ -379,9 +406,9 @@ def test_prompts_that_cannot_be_continued_are_refused(engine: RolloutEngine, ref
     engine.sync(weights_of(reference))
     with pytest.raises(UserError, match="prompt 1 of the batch has none"):
         engine.generate(requests_of([(5,), ()]), GREEDY)
-    with pytest.raises(UserError, match="may have 96 tokens; prompt 0 of the batch has 73"):
-        engine.generate(requests_of([(5,) * 73]), GREEDY)
-    longest = engine.generate(requests_of([(5,) * 72]), GREEDY)[0][0]
+    with pytest.raises(UserError, match="may have 192 tokens; prompt 0 of the batch has 169"):
+        engine.generate(requests_of([(5,) * 169]), GREEDY)
+    longest = engine.generate(requests_of([(5,) * 168]), GREEDY)[0][0]
     assert len(longest.token_ids) == 24 or longest.token_ids[-1] == EOS
     with pytest.raises(UserError, match="at least 1; got 0"):
         engine.generate(requests_of([(5,)]), SamplingConfig(max_tokens=0))
@@ -417,11 +444,11 @@ def test_targets_that_match_nothing_are_refused(kind: str, base: Path) -> None:
 
 
 def test_settings_that_cannot_hold_one_sequence_are_refused(base: Path) -> None:
-    """One token takes 2 * 2 layers * 1 head * 64 * 4 bytes = 1024 bytes, so 96 tokens take 96 KiB."""
-    with pytest.raises(UserError, match=r"one sequence of 96 tokens, 9\.16e-05 GiB"):
-        VLLMEngine(kv_cache_gib=95 / 2**20).launch(spec_of(base))
-    with pytest.raises(UserError, match="prompt and completion, 96 tokens; got 95"):
-        VLLMEngine(max_model_len=95).launch(spec_of(base))
+    """One token takes 2 * 2 layers * 1 head * 64 * 4 bytes = 1024 bytes, so 192 tokens take 192 KiB."""
+    with pytest.raises(UserError, match=r"one sequence of 192 tokens, 0\.000183 GiB"):
+        VLLMEngine(kv_cache_gib=191 / 2**20).launch(spec_of(base))
+    with pytest.raises(UserError, match="prompt and completion, 192 tokens; got 191"):
+        VLLMEngine(max_model_len=191).launch(spec_of(base))
     with pytest.raises(UserError, match="both are set"):
         VLLMEngine(kv_cache_gib=1, gpu_memory_utilization=0.5)
 
