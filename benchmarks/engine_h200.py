@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from random_model import SHAPES, config_of, write_nvfp4
+from random_model import SHAPES, config_of, write_model
 from transformers import AutoConfig
 
 from qerl_pl.engines import EngineSpec, VLLMEngine
@@ -161,7 +161,7 @@ def run_part(part: str, args: argparse.Namespace, folder: Path) -> dict[str, Any
     device = torch.device(args.device)
     base = folder / part
     if part == "nvfp4":
-        seconds = timed(device, lambda: write_nvfp4(base, args.shape, device))
+        seconds = timed(device, lambda: write_model(base, args.shape, device))
     else:
         base.mkdir()
         (base / "config.json").write_text(json.dumps(config_of(args.shape)))

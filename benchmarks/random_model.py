@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from qerl_pl.checkpoints import ShardWriter
 from qerl_pl.quantize import QUANTIZATION_CONFIG, fused_group
+from qerl_pl.toy.tokenizer import build_tokenizer
 
 SHAPES = {  # hidden, intermediate, layers, heads, key/value heads, vocabulary
     "tiny": (256, 512, 2, 4, 2, 512),
@@ -17,6 +18,7 @@ SHAPES = {  # hidden, intermediate, layers, heads, key/value heads, vocabulary
     "7b": (3584, 18944, 28, 28, 4, 152064),
     "14b": (5120, 13824, 48, 40, 8, 152064),
     "32b": (5120, 27648, 64, 40, 8, 152064),
+    "72b": (8192, 29568, 80, 64, 8, 152064),
 }
 
 
@@ -43,11 +45,13 @@ def config_of(shape: str) -> dict[str, Any]:
     }
 
 
-def write_nvfp4(folder: Path, shape: str, device: torch.device) -> None:
-    """A checkpoint of random weights, quantized group by group on `device`."""
+def write_model(folder: Path, shape: str, device: torch.device, nvfp4: bool = True) -> None:
+    """A checkpoint of random weights, quantized group by group on `device`, or in bfloat16; with the toy tokenizer."""
     folder.mkdir(parents=True)
     config = config_of(shape)
-    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": QUANTIZATION_CONFIG}))
+    quantization = {"quantization_config": QUANTIZATION_CONFIG} if nvfp4 else {}
+    (folder / "config.json").write_text(json.dumps(config | quantization))
+    build_tokenizer().save_pretrained(folder)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
     sizes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
@@ -60,7 +64,7 @@ def write_nvfp4(folder: Path, shape: str, device: torch.device) -> None:
 
     done: set[str] = set()
     for name in sizes:
-        if not name.endswith("_proj.weight"):
+        if not nvfp4 or not name.endswith("_proj.weight"):
             writer.add(name, random(name))
             continue
         group = fused_group(name)

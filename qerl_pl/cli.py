@@ -168,4 +168,6 @@ def _configure_logging() -> None:
         logging.getLogger(noisy).setLevel(logging.WARNING)
     # Prompts come from one process on purpose: they are a list in memory.
     warnings.filterwarnings("ignore", message=".*does not have many workers.*")
-    warnings.filterwarnings("ignore", message=".*isinstance.treespec, LeafSpec.*")
+    # Said by one library about another; nothing a user of this package can change.
+    for message in (".*isinstance.treespec, LeafSpec.*", ".*'set_vital' is deprecated.*", ".*gradient_checkpointing.*"):
+        warnings.filterwarnings("ignore", message=message)

@@ -18,7 +18,7 @@ from qerl_pl.engines.transformers import TransformersEngine
 from qerl_pl.errors import UserError
 from qerl_pl.experience import CompletionRecord, Experience, pad_completions
 from qerl_pl.modules.qerl import QeRLModule
-from qerl_pl.rewards import Reward, RewardSample, ScoredBatch, score
+from qerl_pl.rewards import Reward, RewardSample, ScoredBatch, check_rewards, score
 from qerl_pl.seeding import stream_seed
 from qerl_pl.types import Completion, Evaluation, Prompt, RolloutRequest, SamplingConfig
 
@@ -92,8 +92,7 @@ class RolloutCallback(Callback):
     ) -> None:
         if group_size < 2:
             raise UserError(f"a group needs at least 2 completions; found group_size={group_size}; set it to 2 or more")
-        if not rewards:
-            raise UserError("a rollout needs at least one reward; found none; list one under RolloutCallback's rewards")
+        check_rewards(rewards)
         names = [reward.name for reward in rewards]
         if accuracy_reward is not None and accuracy_reward not in names:
             raise UserError(f"accuracy_reward must name a reward; found {accuracy_reward!r}; choose among {names}")

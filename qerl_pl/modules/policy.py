@@ -189,7 +189,7 @@ class Policy(nn.Module):
             yield
 
     def token_logprobs(
-        self, tokens: Tensor, lengths: Tensor, mask: Tensor, temperature: float
+        self, tokens: Tensor, lengths: Tensor, mask: Tensor, temperature: float, entropy_gradient: bool = False
     ) -> tuple[Tensor, Tensor]:
         """Log-probability and entropy of the policy at the tokens that a mask selects; padding costs nothing.
 
@@ -199,6 +199,7 @@ class Policy(nn.Module):
             mask: Which positions hold sampled tokens, bool [B, T]; position 0 has no prediction and must be False. Rows
                 that select nothing are not computed.
             temperature: Divides the logits, as in the sampler.
+            entropy_gradient: Whether the entropies have a gradient; it costs one more product with the vocabulary.
 
         Returns:
             (natural log-probabilities, entropies in nats), float32 [B, T] each, 0 where the mask is False.
@@ -217,7 +218,9 @@ class Policy(nn.Module):
         ).last_hidden_state[0]
         predicting = mask[rows][packing.kept].nonzero().squeeze(1) - 1
         head = self.base.get_output_embeddings()  # type: ignore[operator]
-        logprobs, entropies = chunked_token_logprobs(hidden[predicting], head.weight, tokens[mask], temperature)
+        logprobs, entropies = chunked_token_logprobs(
+            hidden[predicting], head.weight, tokens[mask], temperature, entropy_gradient=entropy_gradient
+        )
         return empty.masked_scatter(mask, logprobs.float()), empty.masked_scatter(mask, entropies.float())
 
     def weights(self, version: int, noise: NormNoise | None = None, adapter: bool = True) -> PolicyWeights:

@@ -289,7 +289,11 @@ class QeRLModule(LightningModule):
     def _logprobs(self, experience: Experience, mask: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Log-probabilities and entropies [len(rows), T] of some completions."""
         return self.policy.token_logprobs(
-            experience.tokens[rows], experience.lengths[rows], mask[rows], experience.temperature
+            experience.tokens[rows],
+            experience.lengths[rows],
+            mask[rows],
+            experience.temperature,
+            self.objective.needs_entropy,
         )
 
     @torch.no_grad()

@@ -1,0 +1,39 @@
+"""What every benchmark's result carries: where it was measured, and a Markdown table."""
+
+import json
+import subprocess
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def environment() -> dict[str, str]:
+    """GPU, versions and commit of this measurement."""
+    found = {"gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none", "torch": torch.__version__}
+    for package in ("triton", "vllm", "transformers", "peft", "lightning"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "absent"
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    found["commit"] = commit.stdout.strip() or "unknown"
+    return found
+
+
+def markdown(headers: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """A table of plain cells."""
+    lines = ["| " + " | ".join(headers) + " |", "|" + "---|" * len(headers)]
+    return "\n".join(lines + ["| " + " | ".join(str(cell) for cell in row) + " |" for row in rows])
+
+
+def write(out: Path, name: str, tables: str, results: Any) -> None:
+    """Write NAME.md and NAME.json below `out` and print the tables."""
+    out.mkdir(parents=True, exist_ok=True)
+    where = environment()
+    line = ", ".join(f"{key} {value}" for key, value in where.items())
+    (out / f"{name}.md").write_text(f"{tables}\n\nMeasured with {line}.\n")
+    (out / f"{name}.json").write_text(json.dumps({"environment": where, "results": results}, indent=1))
+    print(tables, "\n", line, sep="")
