@@ -120,6 +120,17 @@ def test_the_baseline_differs_only_in_quantization_and_noise() -> None:
     assert noise and changed - noise == {".model.policy.quantization", ".trainer.default_root_dir"}
 
 
+def test_the_readme_names_files_that_are_there() -> None:
+    tree = (ROOT / "README.md").read_text().split("## What is where")[1].split("```")[1]
+    columns = [re.split(r"\s{3,}", line.strip())[0] for line in tree.splitlines()]
+    names = {name for column in columns for name in column.split(", ") if re.fullmatch(r"[\w./]+(\.\w+|/)", name)}
+    folders = [ROOT / name for name in ("benchmarks", "configs", "kernels", "qerl_pl", "tests")]
+    paths = [path for folder in folders for path in (folder, *folder.rglob("*"))]
+    there = [f"/{path.relative_to(ROOT).as_posix()}{'/' if path.is_dir() else ''}" for path in paths]
+    assert len(names) > 30
+    assert [name for name in names if not any(path.endswith(f"/{name}") for path in there)] == []
+
+
 # The command line -----------------------------------------------------------------------------------------------------
 
 
