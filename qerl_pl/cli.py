@@ -11,7 +11,7 @@ from typing import Any
 
 import jsonargparse
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
+from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.loggers import TensorBoardLogger
 
 from qerl_pl.callbacks import Preempted, RolloutCallback
@@ -39,6 +39,15 @@ _UNTELLING = re.compile(
 """Lines of jsonargparse's messages that say what it tried, or repeat a long value."""
 
 
+class SaveFitConfig(SaveConfigCallback):
+    """Keeps RUN/config.yaml as it was trained with; validating or testing a run does not overwrite it."""
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Save at the start of `fit`."""
+        if stage == "fit":
+            super().setup(trainer, pl_module, stage)
+
+
 class QeRLCLI(LightningCLI):
     """LightningCLI with a fixed module, a run folder that holds everything, and `--resume`."""
 
@@ -49,6 +58,7 @@ class QeRLCLI(LightningCLI):
             subclass_mode_data=True,
             seed_everything_default=0,
             auto_configure_optimizers=False,
+            save_config_callback=SaveFitConfig,
             save_config_kwargs={"overwrite": True},  # a resumed run goes on in its folder
             # A key is taken as it is spelled: abbreviated, --model.lr would set model.lr_scheduler.
             parser_kwargs={"exit_on_error": False, "allow_abbrev": False, "description": DESCRIPTION},

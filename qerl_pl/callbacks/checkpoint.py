@@ -81,6 +81,12 @@ class ResumeCheckpoint(Checkpoint):
             if stop:
                 raise Preempted(stop, path)
 
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Save the end of the run where no interval ended with it, so that `qerl export` finds it."""
+        done = trainer.fit_loop.total_batch_idx + 1
+        if done % self.every_n_rollouts:
+            self._save(trainer, done)
+
     def _asked_to_stop(self, trainer: Trainer) -> int | None:
         if trainer.world_size == 1:
             return self._signal

@@ -145,7 +145,7 @@ class RolloutCallback(Callback):
         noise = module.noise(version) if module.noise is not None else None
         times: dict[str, float] = {}
         metrics: dict[str, float] = {}
-        with _timed(times, "time/sync_s"):
+        with _timed(times, "time/sleep_s"):
             self.engine.wake()
         if self._rollouts < 2 or self._rollouts % self.check_every == 0:
             with _timed(times, "time/check_s"):
@@ -156,7 +156,7 @@ class RolloutCallback(Callback):
         if noise is not None:
             metrics |= {"aqn/sigma": noise.sigma, "aqn/measured_std": report.noise_std}
         groups, scored = self._gather(module, _data(trainer), batch, times, metrics)
-        with _timed(times, "time/sync_s"):
+        with _timed(times, "time/sleep_s"):
             self.engine.sleep()
         module.receive(self._experience(module, groups, scored, metrics | times))
 

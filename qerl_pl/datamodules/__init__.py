@@ -4,5 +4,6 @@ from qerl_pl.datamodules.arithmetic import ArithmeticDataModule
 from qerl_pl.datamodules.base import PromptDataModule
 from qerl_pl.datamodules.bigmath import BigMathDataModule
 from qerl_pl.datamodules.gsm8k import GSM8KDataModule
+from qerl_pl.datamodules.rows import Row
 
-__all__ = ["ArithmeticDataModule", "BigMathDataModule", "GSM8KDataModule", "PromptDataModule"]
+__all__ = ["ArithmeticDataModule", "BigMathDataModule", "GSM8KDataModule", "PromptDataModule", "Row"]

@@ -93,9 +93,11 @@ class PromptDataModule(LightningDataModule):
         Raises:
             UserError: data is missing, malformed or too little for one batch, or the tokenizer has no chat template.
         """
+        # Rows come first: a wrong path is told before a tokenizer is downloaded, or a model made for it.
+        rows, held_out = (self.train_rows(), self.val_rows()) if not self._train else ((), None)
         tokenizer = self._load_tokenizer()
         if not self._train:
-            train, held_out = self._render(tokenizer, self.train_rows(), "training"), self.val_rows()
+            train = self._render(tokenizer, rows, "training")
             if held_out is None:
                 if self.val_size >= len(train):
                     raise UserError(
@@ -118,8 +120,8 @@ class PromptDataModule(LightningDataModule):
                 digest.update(repr(prompt).encode())
             self._digest = digest.hexdigest()
         if stage == "test" and not self._test:
-            rows = self.test_rows()
-            self._test = self._val if rows is None else self._render(tokenizer, rows, "test")
+            test_rows = self.test_rows()
+            self._test = self._val if test_rows is None else self._render(tokenizer, test_rows, "test")
 
     def train_dataloader(self) -> StatefulDataLoader[list[Prompt]]:
         """Batches of `batch_size` prompts (each device has its share); the rest of an epoch is left out."""

@@ -267,3 +267,4 @@ class Policy(nn.Module):
     def save_adapter(self, folder: Path) -> None:
         """Write adapter and trained norms in PEFT's format."""
         self.model.save_pretrained(str(folder))
+        (folder / "README.md").unlink(missing_ok=True)  # an empty model card
