@@ -28,7 +28,9 @@ def line(*extra: str) -> list[str]:
     return ["fit", "--callbacks", json.dumps(callbacks), *extra]
 
 
-@pytest.mark.parametrize("form", [["--callbacks.EarlyStopping.patience", "7"], ["--callbacks.EarlyStopping.patience=7"]])
+@pytest.mark.parametrize(
+    "form", [["--callbacks.EarlyStopping.patience", "7"], ["--callbacks.EarlyStopping.patience=7"]]
+)
 def test_one_key_of_one_item_changes(parser: ArgumentParser, form: list[str]) -> None:
     items = parser.parse_args(expand_item_overrides(parser, line(*form))).as_dict()["fit"]["callbacks"]
     assert items[0] == {"class_path": STOP, "init_args": {"monitor": "a", "patience": 7}}
