@@ -17,7 +17,8 @@ from qerl_pl.files import write_atomically
 log = logging.getLogger(__name__)
 
 FOLDER = "checkpoints"
-STEP_FILE = re.compile(r"^step=(\d+)\.ckpt$")
+STEP_FILE = re.compile(r"^step=(\d+)(\.end)?\.ckpt$")
+"""Checkpoints to resume from, by finished rollouts; `.end` marks the one after the run's last validation."""
 
 
 class DamagedCheckpoint(UserError):
@@ -98,7 +99,7 @@ def newest_checkpoint(run_dir: Path) -> Path | None:
         run_dir: The run's folder (`trainer.default_root_dir`).
     """
     steps = {path: match for path in (run_dir / FOLDER).glob("step=*.ckpt") if (match := STEP_FILE.match(path.name))}
-    for path in sorted(steps, key=lambda path: int(steps[path][1]), reverse=True):
+    for path in sorted(steps, key=lambda path: (int(steps[path][1]), steps[path][2] is not None), reverse=True):
         try:
             verified_bytes(path)
         except DamagedCheckpoint as error:

@@ -132,6 +132,16 @@ def greedy(engine: RolloutEngine) -> list[Completion]:
     return [group[0] for group in engine.generate(requests_of(PROMPTS), GREEDY)]
 
 
+def test_memory_is_that_of_the_weights_the_adapter_and_the_cache(engine: RolloutEngine, reference: PeftModel) -> None:
+    sizes = {"weights": 0.0, "adapter": 0.0}
+    for name, parameter in reference.named_parameters():
+        sizes["adapter" if "lora_" in name else "weights"] += parameter.nbytes / 2**30
+    found = dict(engine.memory_gib())
+    assert found.pop("kv_cache", 0.25) == pytest.approx(0.25, rel=0.05) and found.pop("released", 0.0) == 0.0
+    # Besides that: rotary tables, copies of the norms, and adapter slots of lm_head.
+    assert sum(sizes.values()) <= sum(found.values()) < 1.3 * sum(sizes.values())
+
+
 @torch.no_grad()
 def teacher_forced(model: nn.Module, prompt: tuple[int, ...], completion: Completion) -> Tensor:
     """Logits [tokens, V] that the model gives before each token of the completion."""

@@ -10,7 +10,7 @@ import jsonargparse
 import pytest
 import torch
 from fit_helpers import configuration
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -19,7 +19,9 @@ from qerl_pl.cli import QeRLCLI, main
 from qerl_pl.datamodules import ArithmeticDataModule
 from qerl_pl.engines import TransformersEngine
 from qerl_pl.errors import UserError
+from qerl_pl.experience import Experience
 from qerl_pl.modules import QeRLModule
+from qerl_pl.types import SamplingConfig
 
 CALLBACKS = "qerl_pl.callbacks."
 TAGS = {
@@ -169,22 +171,36 @@ class Recorder(TransformersEngine):
         return completions
 
 
-def train(base: Path, run: Path, engine: TransformersEngine, dtype: str = "float32", lr: float = 1e-5) -> QeRLModule:
+def train(
+    base: Path,
+    run: Path,
+    engine: TransformersEngine,
+    dtype: str = "float32",
+    lr: float = 1e-5,
+    reward: Any = None,
+    resample_rounds: int = 0,
+    watch: Callback | None = None,
+    beta: float = 0.04,
+) -> QeRLModule:
     """Four rollouts and a validation by Python, without the command line."""
     parser = jsonargparse.ArgumentParser()
     parser.add_class_arguments(QeRLModule, "model")
     config = {"policy": {"path": str(base), "dtype": dtype, "lora": {"rank": 4}, "train_norms": True}}
     config["optimizer"] = {"class_path": "torch.optim.AdamW", "init_args": {"lr": lr}}
     config["warmup_ratio"] = 0.0
+    config["objective"] = {"class_path": "qerl_pl.objectives.GRPO", "init_args": {"beta": beta}}
     module: QeRLModule = parser.instantiate_classes(parser.parse_object({"model": config})).model
     from fit_helpers import Vowels
 
-    callbacks = [RolloutCallback([Vowels()], engine, group_size=2), AdaptiveQuantizationNoise(stages=4)]
-    callbacks[0].sampling = callbacks[0].sampling.__class__(max_tokens=4)
+    rewards = [reward or Vowels()]
+    sampling = SamplingConfig(max_tokens=4)
+    rollout = RolloutCallback(rewards, engine, group_size=2, sampling=sampling, resample_rounds=resample_rounds)
+    callbacks = [rollout, AdaptiveQuantizationNoise(stages=4), *([watch] if watch else [])]
     trainer = Trainer(
         default_root_dir=run,
         accelerator="cpu",
         max_epochs=1,
+        limit_train_batches=4,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -192,7 +208,8 @@ def train(base: Path, run: Path, engine: TransformersEngine, dtype: str = "float
         num_sanity_val_steps=0,
         callbacks=callbacks,  # type: ignore[arg-type]
     )
-    trainer.fit(module, datamodule=ArithmeticDataModule(train_size=8, batch_size=2, val_size=2))
+    size = 40 if resample_rounds else 8
+    trainer.fit(module, datamodule=ArithmeticDataModule(train_size=size, batch_size=2, val_size=2))
     return module
 
 
@@ -268,7 +285,9 @@ def test_validate_from_a_checkpoint_and_export(
     run = tmp_path / "run"
     settings = settings_of(tiny_policy_dir, run, rollouts=3)
     fit(settings, monkeypatch)
-    assert main(["validate", "-c", str(run / "config.yaml"), "--ckpt_path", str(run / "checkpoints/step=3.ckpt")]) == 0
+    assert (
+        main(["validate", "-c", str(run / "config.yaml"), "--ckpt_path", str(run / "checkpoints/step=3.end.ckpt")]) == 0
+    )
     assert "val/accuracy" in capfd.readouterr().out
     assert main(["export", str(run), str(tmp_path / "adapter")]) == 0
     assert equal(load_file(tmp_path / "adapter" / "adapter_model.safetensors"), adapter(run))
@@ -294,3 +313,47 @@ class Deaf(TransformersEngine):
 def test_self_check_stops_a_run_whose_adapter_never_reaches_the_engine(tiny_policy_dir: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="engine and trainer must agree within 0.25 nats"):
         train(tiny_policy_dir, tmp_path, Deaf(), lr=0.05)
+
+
+class Picky:
+    """Finds every completion of half of the prompts equally good."""
+
+    name = "picky"
+    weight = 1.0
+
+    def __call__(self, samples: Any) -> list[float]:
+        return [0.5 if len(s.prompt) % 2 else float(sum(map(ord, s.completion)) % 97) for s in samples]
+
+
+def test_dynamic_sampling_replaces_groups_of_equal_reward(tiny_policy_dir: Path, tmp_path: Path) -> None:
+    seen: list[Experience] = []
+
+    class Watch(Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            self_ids = {prompt.id for prompt in batch}
+            replaced.append(len({record.prompt_id for record in outputs["experience"].records} - self_ids))
+            seen.append(outputs["experience"])
+
+    replaced: list[int] = []
+    train(tiny_policy_dir, tmp_path, Recorder(), reward=Picky(), resample_rounds=4, watch=Watch())
+    assert sum(replaced) > 0
+    for experience in seen:
+        assert len(experience) == 2 * 2 and len({record.prompt_id for record in experience.records}) == 2
+        informative = [len(record.prompt) % 2 == 0 for record in experience.records]
+        assert all(informative) and (experience.advantages != 0).all()
+        dropped = experience.metrics["completions/groups_dropped_frac"]
+        assert 0 <= dropped < 1
+    assert any(experience.metrics["completions/groups_dropped_frac"] > 0 for experience in seen)
+
+
+def test_a_batch_without_any_informative_group_keeps_its_size_and_teaches_nothing(
+    tiny_policy_dir: Path, tmp_path: Path
+) -> None:
+    class Same(Picky):
+        def __call__(self, samples: Any) -> list[float]:
+            return [1.0] * len(samples)
+
+    module = train(tiny_policy_dir, tmp_path, Recorder(), reward=Same(), resample_rounds=1, beta=0.0)
+    assert module.policy_version == 4
+    trained = module.policy.trained_state()
+    assert not any(tensor.any() for name, tensor in trained.items() if "lora_B" in name)

@@ -1,18 +1,28 @@
 """The quantizer's checkpoints: what is in them, who can load them, and what is refused."""
 
 import json
+import logging
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from qerl_kernels import dequantize_nvfp4, nvfp4_global_scale, quantize_nvfp4
+from qerl_kernels import (
+    dequantize_nvfp4,
+    nvfp4_global_scale,
+    quantize_nvfp4,
+    select_backend,
+    selected_backend,
+)
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from qerl_pl.checkpoints import load_dense_state, read_config
+from qerl_pl.checkpoints import load_dense_state, read_config, write_dense_checkpoint
+from qerl_pl.cli import main
 from qerl_pl.errors import UserError
-from qerl_pl.quantize import quantize_checkpoint
+from qerl_pl.quantize import backend_for, quantize_checkpoint
+
+UP = "model.layers.0.mlp.up_proj.weight"
 
 
 @pytest.fixture(scope="module")
@@ -22,9 +32,25 @@ def quantized(tiny_policy_dir: Path, tmp_path_factory: pytest.TempPathFactory) -
     return folder
 
 
-def test_every_projection_is_quantized_by_the_recipe_and_nothing_else(tiny_policy_dir: Path, quantized: Path) -> None:
+def changed(source: Path, target: Path, **tensors: torch.Tensor) -> Path:
+    """A copy of a checkpoint in which some tensors of layer 1's MLP are others."""
+    shutil.copytree(source, target)
+    state = load_file(source / "model.safetensors")
+    state.update({f"model.layers.1.mlp.{name}.weight": tensor for name, tensor in tensors.items()})
+    save_file(state, target / "model.safetensors", metadata={"format": "pt"})
+    return target
+
+
+@pytest.mark.parametrize("power_of_two", [False, True])
+@pytest.mark.parametrize("scales", ["minmax", "search"])
+def test_every_projection_is_quantized_by_the_recipe_and_nothing_else(
+    tiny_policy_dir: Path, tmp_path: Path, scales, power_of_two, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("qerl_pl.quantize.CHUNK", 640)  # matrices of 64 or 128 columns, some with a rest
+    options = ["--scales", scales, "--power_of_two", str(power_of_two).lower()]
+    assert main(["quantize", str(tiny_policy_dir), str(tmp_path / "out"), *options]) == 0
     source = load_file(tiny_policy_dir / "model.safetensors")
-    result = load_file(quantized / "model.safetensors")
+    result = load_file(tmp_path / "out" / "model.safetensors")
     for name, weight in source.items():
         if "_proj.weight" not in name:
             assert torch.equal(result[name], weight)
@@ -32,18 +58,66 @@ def test_every_projection_is_quantized_by_the_recipe_and_nothing_else(tiny_polic
         siblings = {"q": "qkv", "k": "qkv", "v": "qkv", "gate": ("gate", "up"), "up": ("gate", "up")}
         stem, _, projection = name.removesuffix("_proj.weight").rpartition(".")
         group = [source[f"{stem}.{member}_proj.weight"] for member in siblings.get(projection, (projection,))]
-        expected = quantize_nvfp4(weight, nvfp4_global_scale(*group))
+        shared = nvfp4_global_scale(*group, block_scales=scales, power_of_two=power_of_two)
+        expected = quantize_nvfp4(weight, shared, block_scales=scales)
         assert torch.equal(result[f"{name}_packed"], expected.packed)
         assert torch.equal(result[f"{name}_scale"].view(torch.uint8), expected.scale.view(torch.uint8))
         assert torch.equal(result[f"{name}_global_scale"], expected.global_scale)
         assert name not in result
 
 
+def test_powers_of_two_make_the_weights_exact_in_16_bits(
+    tiny_policy_dir: Path, quantized: Path, tmp_path: Path
+) -> None:
+    quantize_checkpoint(tiny_policy_dir, tmp_path / "out", scales="search", power_of_two=True)
+    for name, tensor in load_file(tmp_path / "out" / "model.safetensors").items():
+        assert not name.endswith("global_scale") or tensor.log2().frac() == 0
+    exact = load_dense_state(tmp_path / "out", torch.float32)[UP]
+    assert torch.equal(exact.bfloat16().float(), exact)
+    plain = load_dense_state(quantized, torch.float32)[UP]
+    assert not torch.equal(plain.bfloat16().float(), plain)
+
+
+def test_the_report_holds_every_matrix_error(tiny_policy_dir: Path, quantized: Path) -> None:
+    report = json.loads((quantized / "quantization_report.json").read_text())
+    source, dense = load_file(tiny_policy_dir / "model.safetensors"), load_dense_state(quantized, torch.float64)
+    errors = report["relative_squared_error"]
+    assert errors.keys() == {name for name in source if "_proj.weight" in name} and len(errors) == 14
+    for name, error in errors.items():
+        exact = source[name].double()
+        expected = (dense[name] - exact).square().sum() / exact.square().sum()
+        assert error == pytest.approx(expected.item(), rel=1e-4)
+    assert report["mean_relative_squared_error"] == pytest.approx(sum(errors.values()) / 14)
+    assert (report["format"], report["scales"], report["power_of_two"]) == ("nvfp4", "minmax", False)
+
+
+def test_the_log_names_the_mean_and_the_worst_matrix(
+    tiny_policy_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    outlier = torch.ones(64, 128)
+    outlier[:, ::16] = 11.0  # scale 11/6, so that every 1 becomes 0.917
+    outlier[:, 1::2] = 0.4  # and every 0.4 becomes 0
+    source = changed(tiny_policy_dir, tmp_path / "source", down_proj=outlier, up_proj=torch.zeros(128, 64))
+    with caplog.at_level(logging.INFO, "qerl_pl.quantize"):
+        quantize_checkpoint(source, tmp_path / "out")
+    report = json.loads((tmp_path / "out" / "quantization_report.json").read_text())
+    worst = max(report["relative_squared_error"].values())
+    assert report["relative_squared_error"]["model.layers.1.mlp.up_proj.weight"] == 0.0
+    line = next(message for message in caplog.messages if "relative squared error" in message)
+    assert f"mean {report['mean_relative_squared_error']:.3g}, largest {worst:.3g} in" in line
+
+
+def test_an_exported_dense_copy_has_no_report(quantized: Path, tmp_path: Path) -> None:
+    copy = write_dense_checkpoint(quantized, tmp_path / "dense", torch.bfloat16)
+    assert {path.name for path in quantized.iterdir()} - {path.name for path in copy.iterdir()} == {
+        "quantization_report.json"
+    }
+
+
 def test_dequantized_weights_are_close_to_the_source(tiny_policy_dir: Path, quantized: Path) -> None:
     source, dense = load_file(tiny_policy_dir / "model.safetensors"), load_dense_state(quantized, torch.float32)
     assert dense.keys() == source.keys()
-    name = "model.layers.0.mlp.up_proj.weight"
-    error = (dense[name] - source[name]).norm() / source[name].norm()
+    error = (dense[UP] - source[UP]).norm() / source[UP].norm()
     assert 0.05 < error < 0.12  # four bits on Gaussian weights lose about 9.5 % (squared: 9.0e-3)
 
 
@@ -68,15 +142,81 @@ def test_search_lowers_the_error_in_the_same_format(tiny_policy_dir: Path, quant
     assert ratio < 0.85
 
 
-def test_a_failure_leaves_no_folder_behind(tiny_policy_dir: Path, tmp_path: Path) -> None:
-    source = tmp_path / "odd"
-    shutil.copytree(tiny_policy_dir, source)
-    tensors = load_file(source / "model.safetensors")
-    tensors["model.layers.1.mlp.down_proj.weight"] = torch.randn(128, 24)
-    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(UserError, match=r"divisible by 16; found model.layers.1.mlp.down_proj.weight with 24"):
-        quantize_checkpoint(source, tmp_path / "out")
+NOT_QUANTIZABLE = {
+    "columns": ("nvfp4", torch.randn(128, 24), "NVFP4 .* divisible by 16; found .*down_proj.weight with 24; set"),
+    "columns of MXFP4": ("mxfp4", torch.randn(128, 48), "MXFP4 .* divisible by 32; found .*with 48; use --format"),
+    "vector": ("nvfp4", torch.randn(24), "divisible by 16; found .*down_proj.weight with 24"),
+    "bytes": ("nvfp4", torch.ones(64, 128, dtype=torch.uint8), "16 or 32-bit .*down_proj.weight in torch.uint8"),
+    "infinite": ("nvfp4", torch.full((64, 128), torch.inf), "finite numbers; found inf or nan in .*down_proj.weight"),
+    "not a number": ("mxfp4", torch.full((64, 128), torch.nan), "finite numbers; found inf or nan in .*down_proj"),
+}
+
+
+@pytest.mark.parametrize("case", NOT_QUANTIZABLE)
+def test_a_failure_says_why_and_leaves_no_folder_behind(tiny_policy_dir: Path, tmp_path: Path, case: str) -> None:
+    file_format, weight, message = NOT_QUANTIZABLE[case]
+    source = changed(tiny_policy_dir, tmp_path / "odd", down_proj=weight)
+    with pytest.raises(UserError, match=message):
+        quantize_checkpoint(source, tmp_path / "out", format=file_format)
     assert [path.name for path in tmp_path.iterdir()] == ["odd"]
+
+
+def test_matrices_of_several_types_cannot_share_a_scale(tiny_policy_dir: Path, tmp_path: Path) -> None:
+    source = changed(tiny_policy_dir, tmp_path / "mixed", gate_proj=torch.randn(128, 64, dtype=torch.float16))
+    with pytest.raises(UserError, match=r"one data type; found .*gate_proj.weight in torch.float16, .*up_proj"):
+        quantize_checkpoint(source, tmp_path / "out")
+
+
+def test_refuses_a_model_without_projections(tiny_policy_dir: Path, tmp_path: Path) -> None:
+    source = tmp_path / "other"
+    shutil.copytree(tiny_policy_dir, source)
+    save_file({"transformer.wte.weight": torch.randn(4, 16)}, source / "model.safetensors")
+    with pytest.raises(UserError, match=r"named model.layers.N.\*_proj.weight; .*other has none"):
+        quantize_checkpoint(source, tmp_path / "out")
+
+
+def test_a_gpu_that_is_not_there_is_refused(
+    tiny_policy_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UserError, match="--device cuda needs a GPU"):
+        quantize_checkpoint(tiny_policy_dir, tmp_path / "out", device="cuda")
+    quantize_checkpoint(tiny_policy_dir, tmp_path / "out", device="auto")
+    assert (tmp_path / "out" / "config.json").is_file()
+
+
+def test_the_gpu_gets_triton_and_the_choice_before_comes_back() -> None:
+    with backend_for(torch.device("cuda")):
+        assert selected_backend() == "triton"
+    assert selected_backend() == "torch"
+    select_backend("triton")
+    try:
+        with pytest.raises(UserError), backend_for(torch.device("cpu")):
+            assert selected_backend() == "torch"
+            raise UserError("")
+        assert selected_backend() == "triton"
+    finally:
+        select_backend("torch")
+
+
+def test_threads_change_nothing(tiny_policy_dir: Path, quantized: Path, tmp_path: Path) -> None:
+    torch.set_num_threads(3)
+    try:
+        quantize_checkpoint(tiny_policy_dir, tmp_path / "out", device="cpu")
+        assert torch.get_num_threads() == 3  # the workers' setting is their own
+    finally:
+        torch.set_num_threads(1)
+    for name in ("model.safetensors", "quantization_report.json"):
+        assert (tmp_path / "out" / name).read_bytes() == (quantized / name).read_bytes()
+
+
+def test_help_explains_every_key(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["quantize", "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    for key in ("format", "scales", "power_of_two", "device", "src", "dst"):
+        explanation = text.rpartition(f"{key} ")[2] if key in ("src", "dst") else text.rpartition(f"--{key} ")[2]
+        assert len(explanation.split("(type:")[0].split()) > 6
 
 
 def test_refuses_what_it_would_overwrite_or_quantize_twice(

@@ -1,5 +1,6 @@
 """A run that is stopped or killed at any moment and resumed ends with the bits of one that never stopped."""
 
+import json
 import os
 import signal
 from collections.abc import Callable
@@ -147,7 +148,7 @@ def test_checkpoint_of_another_base_model_is_refused(
 ) -> None:
     settings = configuration(tiny_policy_dir, tmp_path / "run")
     settings["model"]["policy"] |= {"quantization": "none"}
-    last = max((uninterrupted / "checkpoints").glob("*.ckpt"), key=lambda path: path.stat().st_mtime)
+    last = uninterrupted / "checkpoints" / "step=8.end.ckpt"
     status, output = fit(settings, "--resume", str(last))
     assert status == 2 and "fits only the base model it was trained on" in output and "Traceback" not in output, output
 
@@ -161,3 +162,13 @@ def test_checkpoint_holds_no_base_weights(uninterrupted: Path) -> None:
     assert checkpoint["qerl"]["policy_version"] == 6
     noise = checkpoint["callbacks"]["AdaptiveQuantizationNoise"]
     assert noise == {"planned_rollouts": 8}
+
+
+def test_a_finished_run_that_is_resumed_only_ends_again(tiny_policy_dir: Path, tmp_path: Path) -> None:
+    settings = configuration(tiny_policy_dir, tmp_path / "run")
+    outputs = [fit(settings, "--resume", "auto") for _ in range(2)]
+    assert [status for status, _ in outputs] == [0, 0] and "step=8.end.ckpt" in outputs[1][1]
+    versions = [json.loads(line)["version"] for line in (tmp_path / "run/completions.jsonl").read_text().splitlines()]
+    assert versions == sorted([*range(8)] * 4)  # nothing was sampled twice
+    for name in ("summary.json", "adapter/adapter_model.safetensors"):
+        assert (tmp_path / "run" / name).stat().st_size > 0

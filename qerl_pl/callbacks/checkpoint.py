@@ -82,10 +82,9 @@ class ResumeCheckpoint(Checkpoint):
                 raise Preempted(stop, path)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save the end of the run where no interval ended with it, so that `qerl export` finds it."""
+        """Save the end of the run, its last validation included; one that is resumed there only ends again."""
         done = trainer.fit_loop.total_batch_idx + 1
-        if done % self.every_n_rollouts:
-            self._save(trainer, done)
+        self._save(trainer, done, ".end")
 
     def _asked_to_stop(self, trainer: Trainer) -> int | None:
         if trainer.world_size == 1:
@@ -93,13 +92,13 @@ class ResumeCheckpoint(Checkpoint):
         number = torch.tensor(self._signal or 0, device=trainer.strategy.root_device)  # one process may see it first
         return int(trainer.strategy.reduce(number, reduce_op="max")) or None
 
-    def _save(self, trainer: Trainer, done: int) -> Path:
+    def _save(self, trainer: Trainer, done: int, suffix: str = "") -> Path:
         folder = Path(trainer.default_root_dir) / FOLDER
-        path = folder / f"step={done}.ckpt"
+        path = folder / f"step={done}{suffix}.ckpt"
         trainer.save_checkpoint(path)
         if trainer.is_global_zero:
-            steps = {int(match[1]): old for old in folder.iterdir() if (match := STEP_FILE.match(old.name))}
-            older = sorted((step for step in steps if step < done), reverse=True)
-            for step in older[self.keep - 1 :]:
-                trainer.strategy.remove_checkpoint(steps[step])
+            steps = {old: int(match[1]) for old in folder.iterdir() if (match := STEP_FILE.match(old.name))}
+            older = sorted((old for old in steps if old != path and steps[old] <= done), key=lambda old: -steps[old])
+            for old in older[self.keep - 1 :]:
+                trainer.strategy.remove_checkpoint(old)
         return path

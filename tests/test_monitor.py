@@ -1,0 +1,129 @@
+"""Where the memory goes, against sizes worked out from the toy policy's shapes."""
+
+import logging
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from fit_helpers import configuration
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from transformers import AutoConfig
+
+from qerl_pl.callbacks.memory import DeviceMemory, MemoryReport, measure_memory
+from qerl_pl.cli import QeRLCLI
+from qerl_pl.engines.base import LentLinear, LentWeights
+from qerl_pl.modules import LoraConfig, Policy, PolicyConfig
+from qerl_pl.quantize import quantize_checkpoint
+
+CPU = torch.device("cpu")
+GIB = 2**30
+LAYERS, WIDTH, RANK = 2, 128, 4
+LINEARS = 7 * LAYERS  # all of them 128 x 128: the toy policy's MLP is as wide as the rest here
+PACKED = WIDTH * WIDTH // 2 + WIDTH * WIDTH // 16 + 4  # codes, block scales, global scale
+BIASES = 3 * LAYERS * WIDTH * 4  # q, k, v
+NORMS = (2 * LAYERS + 1) * WIDTH * 4
+ROTARY = 2 * 32 * 4  # two float32 tensors of half a head's 64 channels
+ADAPTER = LINEARS * 2 * RANK * WIDTH * 4
+
+
+@pytest.fixture(scope="module")
+def base(tiny_policy_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("monitor") / "nvfp4"
+    quantize_checkpoint(tiny_policy_dir, folder)
+    return folder
+
+
+def embeddings(base: Path) -> int:
+    """Bytes of the embeddings, which lm_head shares."""
+    return AutoConfig.from_pretrained(base).vocab_size * WIDTH * 4
+
+
+def make(base: Path, lent: LentWeights | None = None) -> Policy:
+    return Policy(base, PolicyConfig(path=str(base), dtype="float32", lora=LoraConfig(rank=RANK)), CPU, 0, lent)
+
+
+def size(found: float) -> int:
+    return round(found * GIB)
+
+
+def test_counts_the_trainers_own_tensors(base: Path) -> None:
+    policy = make(base)
+    optimizer = torch.optim.AdamW([p for p in policy.parameters() if p.requires_grad])
+    before = measure_memory(policy, None, [optimizer], {})
+    assert (before.gradients, before.optimizer) == (0, 0)
+    tokens = torch.tensor([[5, 6, 7]])
+    mask = torch.tensor([[False, True, True]])
+    policy.token_logprobs(tokens, torch.tensor([3]), mask, 1.0)[0].sum().backward()
+    optimizer.step()
+    report = measure_memory(policy, None, [optimizer], {})
+    assert size(report.base_own) == LINEARS * PACKED + embeddings(base) + BIASES + NORMS + ROTARY
+    assert (report.base_lent, report.base_engine, report.kv_cache) == (0, 0, 0)
+    assert size(report.adapter) == size(report.gradients) == ADAPTER
+    assert size(report.optimizer) == 2 * ADAPTER + 2 * LINEARS * 4  # two moments, and a step count a matrix
+
+
+def test_counts_what_is_lent_once_and_the_engines_rest(base: Path) -> None:
+    names = [f"model.layers.{layer}.self_attn.{part}_proj" for layer in range(LAYERS) for part in "qkv"]
+    linears = {}
+    for layer in range(LAYERS):
+        weight = torch.zeros(WIDTH // 16, 2 * 3 * WIDTH, dtype=torch.int32)  # q, k and v in one matrix
+        scale = torch.zeros(WIDTH // 16, 3 * WIDTH, dtype=torch.uint8)
+        one = torch.ones(1)
+        for index, name in enumerate(names[3 * layer : 3 * layer + 3]):
+            linears[name] = LentLinear(weight, scale, one, WIDTH, index * WIDTH, (index + 1) * WIDTH)
+    table = torch.zeros(AutoConfig.from_pretrained(base).vocab_size, WIDTH)
+    lent = LentWeights(linears, {"model.embed_tokens.weight": table})
+    engine = {"weights": 1.0, "adapter": 0.25, "kv_cache": 2.0, "released": 2.0}
+    report = measure_memory(make(base, lent), lent, [], engine)
+    shared = LAYERS * 3 * (PACKED - 4) + LAYERS * 4 + embeddings(base)
+    assert size(report.base_lent) == shared
+    assert size(report.base_own) == (LINEARS - 6) * PACKED + BIASES + NORMS + ROTARY
+    assert size(report.base_engine) == GIB - shared
+    assert size(report.adapter) == ADAPTER + GIB // 4
+    assert (report.kv_cache, report.released) == (2.0, 2.0)
+
+
+def test_items_of_the_table_add_up_to_what_the_driver_counts() -> None:
+    device = DeviceMemory(activations=3.0, allocated=14.0, reserved=19.0, driver=18.5)
+    held = {"base_own": 1.0, "base_lent": 5.0, "base_engine": 0.5, "adapter": 0.25, "gradients": 0.25, "optimizer": 0.5}
+    report = MemoryReport(**held, kv_cache=4.0, released=4.0, device=device)
+    rows = dict(re.findall(r"  (\S.*?) +(-?[\d.]+) GiB", report.table()))
+    sizes = {name: float(value) for name, value in rows.items()}
+    assert sizes["other tensors"] == 14.0 - 11.5
+    assert sizes["reserved beyond that, graphs too"] == 19.0 - 14.0 - 3.0
+    assert sizes["CUDA context, libraries"] == 18.5 + 4.0 - 19.0  # the cache is unmapped, though still reserved
+    total = sizes.pop("total with the cache mapped")
+    assert total == 18.5 + 4.0 == pytest.approx(sum(sizes.values()))
+    assert report.metrics() == {
+        "memory/base_gib": 6.5,
+        "memory/adapter_gib": 0.25,
+        "memory/optimizer_gib": 0.5,
+        "memory/kv_cache_gib": 4.0,
+        "memory/driver_gib": 18.5,
+    }
+
+
+def test_a_run_logs_each_steps_memory_and_one_table(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = configuration(base, tmp_path / "run")
+    settings["model"]["policy"] |= {"lora": {"rank": RANK}, "train_norms": False}
+    settings["trainer"] |= {"max_epochs": 1, "limit_train_batches": 2, "limit_val_batches": 0}
+    wanted = ("RolloutCallback", "Monitor")
+    settings["trainer"]["callbacks"] = [c for c in settings["trainer"]["callbacks"] if c["class_path"].endswith(wanted)]
+    monkeypatch.setattr("sys.argv", ["qerl"])
+    with caplog.at_level(logging.INFO, "qerl_pl"):
+        QeRLCLI({"subcommand": "fit", "fit": settings})
+    events = EventAccumulator(str(tmp_path / "run")).Reload()
+    own = LINEARS * PACKED + embeddings(base) + BIASES + NORMS + ROTARY
+    noisy_norms = 2 * LAYERS * 2 * WIDTH * 4  # the engine keeps a noisy norm's base and clean scale beside the used one
+    engine = LINEARS * WIDTH * WIDTH * 4 + embeddings(base) + BIASES + NORMS + noisy_norms + ROTARY + ADAPTER
+    expected = {"base": own + engine, "adapter": ADAPTER, "optimizer": 2 * ADAPTER + 2 * LINEARS * 4, "kv_cache": 0}
+    for name, size_ in expected.items():
+        values = [event.value * GIB for event in events.Scalars(f"memory/{name}_gib")]
+        assert values == pytest.approx([size_, size_], rel=1e-6), name
+    assert "memory/driver_gib" not in events.Tags()["scalars"]
+    assert [event.value > 0 for event in events.Scalars("memory/peak_gib")] == [True, True]
+    tables = [record.getMessage() for record in caplog.records if "memory after" in record.getMessage()]
+    assert len(tables) == 1 and "optimizer state" in tables[0] and "total" not in tables[0]
