@@ -28,6 +28,8 @@ from qerl_pl.errors import UserError
 from qerl_pl.files import building
 
 NVFP4_FORMAT = "nvfp4-pack-quantized"
+QUANTIZATION_REPORT = "quantization_report.json"
+"""File of a quantized checkpoint that holds the error of each matrix."""
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _WEIGHTS = {".safetensors", ".bin", ".pt", ".pth"}
@@ -65,7 +67,7 @@ def is_nvfp4(folder: Path) -> bool:
         found = quantization.get("format") or quantization.get("quant_method")
         raise UserError(
             f"a quantized base must have the format {NVFP4_FORMAT}; {folder} has {found}: "
-            "quantize the 16-bit model with `qerl quantize`"
+            "quantize the 16-bit model with `qerl quantize --format nvfp4`"
         )
     return True
 
@@ -209,8 +211,9 @@ def write_dense_checkpoint(
 
 def copy_other_files(src: Path, dst: Path, config: dict[str, Any]) -> None:
     """Copy what a model folder holds besides weights (tokenizer, templates), and write `config` as its config.json."""
+    about_weights = ("config.json", _INDEX, QUANTIZATION_REPORT)
     for path in src.iterdir():
-        if path.is_file() and path.suffix not in _WEIGHTS and path.name not in ("config.json", _INDEX):
+        if path.is_file() and path.suffix not in _WEIGHTS and path.name not in about_weights:
             shutil.copy2(path, dst / path.name)
     (dst / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 

@@ -1,20 +1,44 @@
-"""`qerl quantize SRC DST`: a 16-bit checkpoint in, an NVFP4 checkpoint out, one tensor in memory at a time.
+"""`qerl quantize SRC DST`: a 16-bit checkpoint in, a 4-bit checkpoint out, a few matrices in memory at a time.
 
-The output is the format `nvfp4-pack-quantized` of compressed-tensors, which transformers and vLLM load. Embeddings,
-norms, biases and lm_head keep their 16 bits.
+The output is the format `nvfp4-pack-quantized` or `mxfp4-pack-quantized` of compressed-tensors, which transformers and
+vLLM load. Embeddings, norms, biases and lm_head keep their 16 bits.
 """
 
+import json
 import logging
+import math
 import re
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from qerl_kernels import nvfp4_global_scale, quantize_nvfp4
+from qerl_kernels import (
+    BlockScales,
+    dequantize_mxfp4,
+    dequantize_nvfp4,
+    nvfp4_global_scale,
+    quantize_mxfp4,
+    quantize_nvfp4,
+    select_backend,
+    selected_backend,
+    triton_available,
+)
+from torch import Tensor
 from tqdm import tqdm
 
-from qerl_pl.checkpoints import NVFP4_FORMAT, ShardWriter, TensorFiles, copy_other_files, is_nvfp4, read_config
+from qerl_pl.checkpoints import (
+    NVFP4_FORMAT,
+    QUANTIZATION_REPORT,
+    ShardWriter,
+    TensorFiles,
+    copy_other_files,
+    is_nvfp4,
+    read_config,
+)
 from qerl_pl.errors import UserError
 from qerl_pl.files import building
 
@@ -22,66 +46,120 @@ log = logging.getLogger(__name__)
 
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Projections that engines run as one matrix; they share one global scale."""
-Scales = Literal["minmax", "search"]
-
-QUANTIZATION_CONFIG: dict[str, Any] = {
-    "quant_method": "compressed-tensors",
-    "format": NVFP4_FORMAT,
-    "quantization_status": "compressed",
-    "ignore": ["lm_head"],
-    "config_groups": {
-        "group_0": {
-            "targets": ["Linear"],
-            "weights": {
-                "num_bits": 4,
-                "type": "float",
-                "symmetric": True,
-                "strategy": "tensor_group",
-                "group_size": 16,
-                "dynamic": False,
-                "scale_dtype": "torch.float8_e4m3fn",
-                "observer": "memoryless_minmax",
-            },
-            "input_activations": None,
-            "output_activations": None,
-        }
-    },
-}
+CHUNK = 1 << 20
+"""Weights that one CPU thread rounds at a time."""
+Format = Literal["nvfp4", "mxfp4"]
+Device = Literal["auto", "cpu", "cuda"]
 
 
-def quantize_checkpoint(src: Path, dst: Path, scales: Scales = "minmax", device: str = "cpu") -> None:
-    """Write the NVFP4 form of a 16-bit checkpoint.
+def _config(file_format: str, strategy: str, group_size: int, scale_dtype: str) -> dict[str, Any]:
+    weights = {
+        "num_bits": 4,
+        "type": "float",
+        "symmetric": True,
+        "strategy": strategy,
+        "group_size": group_size,
+        "dynamic": False,
+        "scale_dtype": scale_dtype,
+        "observer": "memoryless_minmax",
+    }
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": file_format,
+        "quantization_status": "compressed",
+        "ignore": ["lm_head"],
+        "config_groups": {"group_0": group},
+    }
 
-    Every two-dimensional `*_proj.weight` of the decoder layers is quantized without data, bit for bit as
-    llm-compressor's NVFP4A16 scheme does with `scales="minmax"`.
+
+QUANTIZATION_CONFIG = _config(NVFP4_FORMAT, "tensor_group", 16, "torch.float8_e4m3fn")
+"""What an NVFP4 checkpoint's config.json says of its weights."""
+MXFP4_CONFIG = _config("mxfp4-pack-quantized", "group", 32, "torch.uint8")
+
+
+@dataclass(frozen=True)
+class _Recipe:
+    format: Format
+    scales: BlockScales
+    power_of_two: bool
+
+    @property
+    def block(self) -> int:
+        return 16 if self.format == "nvfp4" else 32
+
+    def global_scale(self, weights: Iterable[Tensor]) -> Tensor | None:
+        """What the matrices of a fused group share: float32 [1], None in MXFP4."""
+        if self.format == "mxfp4":
+            return None
+        return nvfp4_global_scale(*weights, block_scales=self.scales, power_of_two=self.power_of_two)
+
+    def encode(self, rows: Tensor, global_scale: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Codes and block scales of some rows [n, K], and the sums of the squares of their errors and of themselves."""
+        if global_scale is None:
+            mx = quantize_mxfp4(rows)
+            packed, scale, dense = mx.packed, mx.scale, dequantize_mxfp4(mx.packed, mx.scale, torch.float32)
+        else:
+            nv = quantize_nvfp4(rows, global_scale, block_scales=self.scales)
+            packed, scale, dense = nv.packed, nv.scale, dequantize_nvfp4(*nv, torch.float32)
+        exact = rows.float()
+        return packed, scale, dense.sub_(exact).square_().sum(), exact.square().sum()
+
+
+def quantize_checkpoint(
+    src: Path,
+    dst: Path,
+    format: Format = "nvfp4",
+    scales: BlockScales = "minmax",
+    power_of_two: bool = False,
+    device: Device = "auto",
+) -> None:
+    """Write the 4-bit form of a 16-bit checkpoint, and the error of each matrix beside it.
+
+    Every `*_proj.weight` of the decoder layers is quantized without data. `quantization_report.json` in DST holds each
+    one's relative squared error, the sum of (quantized - weight)**2 over that of weight**2.
 
     Args:
         src: Folder of a causal LM in Hugging Face format, 16 or 32 bits.
         dst: Folder to write; must not exist. It appears under this name only when it is whole.
-        scales: How block scales are chosen: `minmax` from each block's largest weight, `search` by the least squared
-            error among the neighbouring E4M3 values (same format, lower error).
-        device: Where the arithmetic runs, "cpu" or "cuda".
+        format: `nvfp4` (blocks of 16, what `qerl fit` trains on) or `mxfp4` (blocks of 32, for other programs), each
+            in the layout of compressed-tensors.
+        scales: NVFP4 only, how block scales are chosen. `minmax` takes each block's largest weight, bit for bit as
+            llm-compressor's NVFP4A16 scheme; `search` takes the E4M3 value of least squared error around that (same
+            format, about a quarter less error).
+        power_of_two: NVFP4 only, round global scales to powers of two, which makes dequantized weights exact in
+            bfloat16 and costs no accuracy.
+        device: Where the arithmetic runs, with equal results. `auto` is the GPU where there is one.
 
     Raises:
-        UserError: `dst` exists, `src` is no model folder or already quantized, or a weight's input dimension is no
-            multiple of 16.
+        UserError: `dst` exists, `src` is no model folder or already quantized, it has no matrix to quantize or one that
+            the format cannot hold, an option is not the format's, or there is no GPU for `device`.
     """
+    recipe, on = _Recipe(format, scales, power_of_two), _device(device)
+    if format == "mxfp4" and (scales != "minmax" or power_of_two):
+        raise UserError(
+            "MXFP4 has one rounding rule and no global scale; found "
+            f"scales={scales}, power_of_two={str(power_of_two).lower()}; leave them out or use --format nvfp4"
+        )
     config = read_config(src)
     if is_nvfp4(src):
         raise UserError(f"only 16-bit weights can be quantized; {src} is NVFP4 already; use it as it is")
     if dst.exists():
         raise UserError(f"the destination must not exist; {dst} does; choose another name or remove it")
     with TensorFiles(src) as tensors, building(dst) as folder:
-        writer = ShardWriter(folder)
         quantized = {name for name in tensors if re.search(r"\.layers\.\d+\..*_proj\.weight$", name)}
-        for group in tqdm(list(_groups(tensors, quantized)), desc="quantizing", unit="matrix", mininterval=1.0):
-            _quantize_group(tensors, group, scales, torch.device(device), writer)
+        if not quantized:
+            raise UserError(f"quantizing needs weights named model.layers.N.*_proj.weight; {src} has none")
+        writer = ShardWriter(folder)
+        errors = _quantize(tensors, quantized, recipe, on, writer)
         for name in tensors:
             if name not in quantized:
                 writer.add(name, tensors.read(name))
         writer.finish()
-        copy_other_files(src, folder, config | {"quantization_config": QUANTIZATION_CONFIG})
-    log.info("wrote NVFP4 checkpoint %s", dst)
+        quantization = QUANTIZATION_CONFIG if format == "nvfp4" else MXFP4_CONFIG
+        copy_other_files(src, folder, config | {"quantization_config": quantization})
+        _report(recipe, errors, folder / QUANTIZATION_REPORT)
+    log.info("wrote %s checkpoint %s", format.upper(), dst)
 
 
 def fused_group(name: str) -> tuple[str, ...]:
@@ -93,6 +171,33 @@ def fused_group(name: str) -> tuple[str, ...]:
     return (name,)
 
 
+@contextmanager
+def backend_for(device: torch.device) -> Iterator[None]:
+    """Run qerl_kernels' ops on Triton inside the block where `device` is a GPU, on plain PyTorch where it is not."""
+    before = selected_backend()
+    select_backend("triton" if device.type == "cuda" and triton_available() else "torch")
+    try:
+        yield
+    finally:
+        select_backend(before)
+
+
+def _device(name: Device) -> torch.device:
+    available = torch.cuda.is_available()
+    if name == "cpu" or (name == "auto" and not available):
+        return torch.device("cpu")
+    if not available:
+        raise UserError("--device cuda needs a GPU; PyTorch finds none here; use --device cpu or auto")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _start_worker(device: torch.device) -> None:
+    """Both settings are the calling thread's own."""
+    torch.set_num_threads(1)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
 def _groups(tensors: Iterable[str], quantized: set[str]) -> Iterator[tuple[str, ...]]:
     seen: set[str] = set()
     for name in tensors:
@@ -102,19 +207,73 @@ def _groups(tensors: Iterable[str], quantized: set[str]) -> Iterator[tuple[str, 
             yield group
 
 
-def _quantize_group(
-    tensors: TensorFiles, group: tuple[str, ...], scales: Scales, device: torch.device, writer: ShardWriter
-) -> None:
-    weights = {name: tensors.read(name).to(device) for name in group}
+def _quantize(
+    tensors: TensorFiles, quantized: set[str], recipe: _Recipe, device: torch.device, writer: ShardWriter
+) -> dict[str, float]:
+    """Quantize fused group by fused group; the relative squared error of each matrix."""
+    errors: dict[str, float] = {}
+    # The ops are many and small: a thread for some rows each is faster than PyTorch's threads sharing every op, which
+    # wait for each other and crawl where another process holds a core.
+    workers = 1 if device.type == "cuda" else torch.get_num_threads()
+    with (
+        backend_for(device),
+        ThreadPoolExecutor(workers, initializer=_start_worker, initargs=(device,)) as pool,
+        tqdm(total=len(quantized), desc="quantizing", unit="matrix", mininterval=1.0) as bar,
+    ):
+        for group in _groups(tensors, quantized):
+            weights = {name: tensors.read(name).to(device) for name in group}
+            _check(weights, recipe)
+            # One task at a time on the pool keeps this single-threaded too.
+            global_scale = pool.submit(recipe.global_scale, weights.values()).result()
+            for name, weight in weights.items():
+                errors[name] = _quantize_matrix(name, weight, global_scale, recipe, pool, writer)
+            bar.update(len(group))
+    return errors
+
+
+def _check(weights: dict[str, Tensor], recipe: _Recipe) -> None:
+    label = recipe.format.upper()
     for name, weight in weights.items():
-        if weight.shape[1] % 16:
+        if weight.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+            raise UserError(f"only 16 or 32-bit weights can be quantized; found {name} in {weight.dtype}")
+        if weight.dim() != 2 or weight.shape[1] % recipe.block:
+            remedy = "set model.policy.quantization to none" if recipe.format == "nvfp4" else "use --format nvfp4"
             raise UserError(
-                f"NVFP4 needs an input dimension divisible by 16; found {name} with {weight.shape[1]}; "
-                "set model.policy.quantization to none"
+                f"{label} needs an input dimension divisible by {recipe.block}; found {name} with {weight.shape[-1]}; "
+                + remedy
             )
-    global_scale = nvfp4_global_scale(*weights.values())
-    for name, weight in weights.items():
-        packed = quantize_nvfp4(weight, global_scale, block_scales=scales)
-        writer.add(f"{name}_packed", packed.packed)
-        writer.add(f"{name}_scale", packed.scale)
-        writer.add(f"{name}_global_scale", packed.global_scale.clone())
+    if len({weight.dtype for weight in weights.values()}) > 1:
+        found = ", ".join(f"{name} in {weight.dtype}" for name, weight in weights.items())
+        raise UserError(f"matrices that share a global scale must have one data type; found {found}; convert the model")
+
+
+def _quantize_matrix(
+    name: str,
+    weight: Tensor,
+    global_scale: Tensor | None,
+    recipe: _Recipe,
+    pool: ThreadPoolExecutor,
+    writer: ShardWriter,
+) -> float:
+    """Write one matrix in 4 bits; its relative squared error."""
+    rows = len(weight) if weight.is_cuda else max(1, CHUNK // weight.shape[1])
+    parts = pool.map(lambda part: recipe.encode(part, global_scale), weight.split(rows))
+    packed, scale, error, square = zip(*parts, strict=True)
+    writer.add(f"{name}_packed", torch.cat(packed))
+    writer.add(f"{name}_scale", torch.cat(scale))
+    if global_scale is not None:
+        writer.add(f"{name}_global_scale", global_scale.clone())
+    total = torch.stack(square).double().sum().item()
+    relative = torch.stack(error).double().sum().item() / (total or 1.0)
+    if not math.isfinite(relative):
+        raise UserError(f"weights must be finite numbers; found inf or nan in {name}; get the model again")
+    return relative
+
+
+def _report(recipe: _Recipe, errors: dict[str, float], path: Path) -> None:
+    mean, worst = math.fsum(errors.values()) / len(errors), max(errors, key=lambda name: errors[name])
+    report = asdict(recipe) | {"mean_relative_squared_error": mean, "relative_squared_error": errors}
+    path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    log.info(
+        "relative squared error of %d matrices: mean %.3g, largest %.3g in %s", len(errors), mean, errors[worst], worst
+    )
