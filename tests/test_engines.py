@@ -138,8 +138,8 @@ def test_memory_is_that_of_the_weights_the_adapter_and_the_cache(engine: Rollout
         sizes["adapter" if "lora_" in name else "weights"] += parameter.nbytes / 2**30
     found = dict(engine.memory_gib())
     assert found.pop("kv_cache", 0.25) == pytest.approx(0.25, rel=0.05) and found.pop("released", 0.0) == 0.0
-    # Besides that: rotary tables, copies of the norms, and adapter slots of lm_head.
-    assert sum(sizes.values()) <= sum(found.values()) < 1.3 * sum(sizes.values())
+    expected = sum(sizes.values()) if "weights" in found else sizes["adapter"]  # vLLM's CPU build hides its weights
+    assert expected <= sum(found.values()) < 1.2 * expected  # rotary tables and copies of the norms besides
 
 
 @torch.no_grad()

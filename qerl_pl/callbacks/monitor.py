@@ -1,5 +1,6 @@
 """What TensorBoard opens on, and how much memory a step took."""
 
+import logging
 import resource
 import sys
 from typing import Any
@@ -7,6 +8,13 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
+
+from qerl_pl.callbacks.memory import MemoryReport, device_memory, gradient_gib, measure_memory
+from qerl_pl.callbacks.rollout import RolloutCallback
+from qerl_pl.engines.sizes import GIB
+from qerl_pl.modules.qerl import QeRLModule
+
+log = logging.getLogger(__name__)
 
 LAYOUT = {
     "Learning": {
@@ -21,17 +29,26 @@ LAYOUT = {
     "Cost": {
         "seconds": ["Multiline", ["time/sync_s", "time/rollout_s", "time/reward_s", "time/update_s"]],
         "completions": ["Multiline", ["completions/length_mean", "completions/truncated_frac"]],
+        "memory": ["Multiline", ["memory/peak_gib", "memory/driver_gib", "memory/base_gib", "memory/kv_cache_gib"]],
     },
 }
 """TensorBoard's custom scalars: reward and entropy first."""
 
 
 class Monitor(Callback):
-    """Lays out TensorBoard's custom-scalars page and logs `memory/peak_gib`.
+    """Lays out TensorBoard's custom-scalars page and logs where the memory goes.
 
-    The peak is the largest amount of GPU memory that PyTorch held since the step began, or, without a GPU, the
-    process's largest resident size so far.
+    Each step logs what stays between steps (`memory/base_gib` with every copy of the base, `adapter_gib`,
+    `optimizer_gib`, `kv_cache_gib` as while sampling), `memory/peak_gib`, the largest amount of GPU memory that PyTorch
+    held since the step began (without a GPU the process's largest resident size so far), and on a GPU
+    `memory/driver_gib`, the whole GPU's memory in use after the update. The first step also writes a table to the log.
+    List it after the RolloutCallback, so that sampling does not count as part of the update.
     """
+
+    def __init__(self) -> None:
+        self._held = 0.0
+        self._sampling_peak = 0.0
+        self._shown = False
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write the layout once."""
@@ -39,17 +56,39 @@ class Monitor(Callback):
             if isinstance(logger, TensorBoardLogger) and trainer.is_global_zero:
                 logger.experiment.add_custom_scalars(LAYOUT)
 
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Tell the update's peak from the sampler's."""
+        device = pl_module.device
+        if device.type == "cuda":
+            self._sampling_peak = torch.cuda.max_memory_allocated(device) / GIB
+            self._held = torch.cuda.memory_allocated(device) / GIB - gradient_gib(pl_module)
+            torch.cuda.reset_peak_memory_stats(device)
+
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Log the step's peak and begin a new one."""
-        pl_module.log("memory/peak_gib", _peak_gib(pl_module.device), batch_size=1)
-        if pl_module.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(pl_module.device)
+        """Log the step's memory and begin a new peak."""
+        assert isinstance(pl_module, QeRLModule)
+        report = self._measure(trainer, pl_module)
+        device = pl_module.device
+        peak = max(_peak_gib(device), self._sampling_peak)
+        pl_module.log_dict(report.metrics() | {"memory/peak_gib": peak}, batch_size=1)
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        if not self._shown:
+            log.info("memory after the first update:\n%s", report.table())
+            self._shown = True
+
+    def _measure(self, trainer: Trainer, module: QeRLModule) -> MemoryReport:
+        callbacks = (callback for callback in trainer.callbacks if isinstance(callback, RolloutCallback))  # type: ignore[attr-defined]
+        engine = next(callbacks).engine.memory_gib()
+        on_gpu = module.device.type == "cuda"
+        gpu = device_memory(module.device, self._held + gradient_gib(module.policy)) if on_gpu else None
+        return measure_memory(module.policy, module.lent, trainer.optimizers, engine, gpu)
 
 
 def _peak_gib(device: torch.device) -> float:
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**30
+        return torch.cuda.max_memory_allocated(device) / GIB
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # KiB on Linux, bytes on macOS
     return peak / 2**30 if sys.platform == "darwin" else peak / 2**20

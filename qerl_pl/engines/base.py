@@ -91,6 +91,11 @@ class RolloutEngine(Protocol):
     def wake(self) -> None:
         """Take that memory back; a no-op when awake."""
 
+    def memory_gib(self) -> Mapping[str, float]:
+        """GiB that the engine holds: "weights", those lent included, "adapter" where apart, "kv_cache" as while
+        sampling, and "released", what of the cache `sleep` has given back. What an engine cannot tell it leaves out.
+        """
+
     def close(self) -> None:
         """Free everything; the engine cannot be used afterwards."""
 

@@ -1,7 +1,9 @@
 """Sizes that follow from a model's config alone, checked before an engine spends minutes on starting."""
 
+from collections.abc import Iterable
+
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from qerl_pl.errors import UserError
@@ -16,6 +18,14 @@ def linear_shapes(config: PretrainedConfig) -> dict[str, tuple[int, int]]:
         model = AutoModelForCausalLM.from_config(config)
     modules = model.named_modules()
     return {name: (m.out_features, m.in_features) for name, m in modules if isinstance(m, nn.Linear)}
+
+
+def held_gib(tensors: Iterable[Tensor]) -> float:
+    """GiB of tensors, views of the same memory (by its first address) counted once."""
+    sizes: dict[int, int] = {}
+    for tensor in tensors:
+        sizes[tensor.data_ptr()] = max(tensor.nbytes, sizes.get(tensor.data_ptr(), 0))
+    return sum(sizes.values()) / GIB
 
 
 def kv_bytes_per_token(config: PretrainedConfig, dtype: torch.dtype) -> int:

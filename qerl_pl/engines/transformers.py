@@ -12,6 +12,7 @@ from qerl_pl.checkpoints import end_token_ids, load_dense_model, load_tokenizer
 from qerl_pl.engines.base import EngineSpec, check_adapter, check_requests, regroup
 from qerl_pl.engines.layers import Float32Norm, LoRALinear
 from qerl_pl.engines.sampling import pick_tokens, sampling_log_probs, uniforms
+from qerl_pl.engines.sizes import held_gib
 from qerl_pl.errors import UserError
 from qerl_pl.noise import noisy_norm_names
 from qerl_pl.types import Completion, PolicyWeights, RolloutRequest, SamplingConfig, SyncReport
@@ -190,6 +191,11 @@ class TransformersEngine:
 
     def wake(self) -> None:
         """Nothing to take back."""
+
+    def memory_gib(self) -> dict[str, float]:
+        """Its dense copy of the base, adapter and norms included; the cache lives only inside `generate`."""
+        assert self._model is not None, "launch comes first"
+        return {"weights": held_gib((*self._model.parameters(), *self._model.buffers()))}
 
     def close(self) -> None:
         """Drop the model."""

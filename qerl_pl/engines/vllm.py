@@ -282,6 +282,14 @@ class VLLMEngine:
             self._llm.wake_up()
             self._asleep = False
 
+    def memory_gib(self) -> dict[str, float]:
+        """Adapter slots and key/value cache, what sleep has unmapped of it, and on a GPU the model."""
+        assert self._spec is not None, "launch comes first"
+        held: dict[str, float] = self._call("qerl_memory_gib")
+        if self._spec.device.type == "cpu":
+            del held["weights"]  # the CPU build repacks linears out of sight
+        return held | {"released": held["kv_cache"] if self._asleep else 0.0}
+
     def close(self) -> None:
         """Free vLLM's memory."""
         if self._llm is not None:

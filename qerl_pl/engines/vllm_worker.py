@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from qerl_pl.engines.base import LentLinear, LentWeights
+from qerl_pl.engines.sizes import held_gib
 from qerl_pl.errors import UserError
 from qerl_pl.noise import NormNoise, noisy_norm_names
 from qerl_pl.random_state import random_state, set_random_state
@@ -219,6 +220,16 @@ class PolicyWorker(Worker):
                 linears[f"{stem}.{part}"] = weight
                 start += size
         return LentWeights(linears, tensors)
+
+    def qerl_memory_gib(self) -> dict[str, float]:
+        """GiB of the model, of the adapter's slots and of the key/value cache, mapped or not."""
+        model, wrapped = self.get_model(), self._manager.modules.values()
+        slots = (_look_up(module, f"lora_{side}_stacked") or () for module in wrapped for side in "ab")
+        return {
+            "weights": held_gib((*model.parameters(), *model.buffers())),
+            "adapter": held_gib(tensor for stacked in slots for tensor in stacked),
+            "kv_cache": held_gib(_look_up(self, "model_runner.kv_caches") or ()),
+        }
 
     @torch.inference_mode()
     def qerl_write_adapter(self, adapter: Mapping[str, tuple[Tensor, Tensor]], scaling: float) -> None:
