@@ -21,6 +21,7 @@ from qerl_pl.engines import TransformersEngine
 from qerl_pl.errors import UserError
 from qerl_pl.experience import Experience
 from qerl_pl.modules import QeRLModule
+from qerl_pl.modules.update import PolicyUpdate
 from qerl_pl.types import SamplingConfig
 
 CALLBACKS = "qerl_pl.callbacks."
@@ -261,8 +262,8 @@ def noisy_from_the_start(cls: type[AdaptiveQuantizationNoise]) -> Any:
 def test_non_finite_loss_saves_the_state_first(
     tiny_policy_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    plain = QeRLModule._backward
-    monkeypatch.setattr(QeRLModule, "_backward", lambda self, *args: plain(self, *args) | {"loss": float("nan")})
+    plain = PolicyUpdate._accumulate
+    monkeypatch.setattr(PolicyUpdate, "_accumulate", lambda self, *args: plain(self, *args) | {"loss": float("nan")})
     settings = settings_of(tiny_policy_dir, tmp_path / "run")
     with pytest.raises(UserError, match="must be finite; at policy version 0"):
         fit(settings, monkeypatch)

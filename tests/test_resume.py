@@ -44,16 +44,16 @@ def die_in_generation() -> None:
 
 def die_before_the_first_checkpoint() -> None:
     """SIGKILL in the second update."""
-    from qerl_pl.modules import qerl
+    from qerl_pl.modules import update
 
-    plain, calls = qerl.QeRLModule._backward, iter(range(100))
+    plain, calls = update.PolicyUpdate._accumulate, iter(range(100))
 
-    def backward(self, *args):  # type: ignore[no-untyped-def]
+    def accumulate(self, *args):  # type: ignore[no-untyped-def]
         if next(calls) == 6:
             os.kill(os.getpid(), signal.SIGKILL)
         return plain(self, *args)
 
-    qerl.QeRLModule._backward = backward  # type: ignore[method-assign]
+    update.PolicyUpdate._accumulate = accumulate  # type: ignore[method-assign]
 
 
 def die_while_writing_the_second_checkpoint() -> None:

@@ -5,10 +5,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qerl_pl.errors import UserError
-
-NORM_CLASSES = ("LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm")
-"""Norms that compute scale * x / sqrt(mean(x^2) + eps). Others, such as Gemma's (1 + scale), are not these."""
+from qerl_pl.norm import Float32RMSNorm
 
 
 class LoRALinear(nn.Module):
@@ -36,46 +33,23 @@ class LoRALinear(nn.Module):
         return out + F.linear(F.linear(x, self.a), self.b) if self.enabled else out
 
 
-class Float32Norm(nn.Module):
-    """RMSNorm that normalises and scales in float32 and casts the result back.
-
-    A bfloat16 scale near 1 moves in steps of 2^-7, which swallows the noise of most of the schedule.
-    """
+class Float32Norm(Float32RMSNorm):
+    """The sampler's norm: its scale is a clean one plus noise, both in float32."""
 
     def __init__(self, scale: Tensor, eps: float) -> None:
-        super().__init__()
-        self.eps = eps
-        self.register_buffer("base", scale.detach().float().clone())
+        super().__init__(scale, eps)
+        self.register_buffer("base", self.weight.detach().clone())
         self.register_buffer("clean", self.base.clone())
-        self.register_buffer("scale", self.base.clone())
         self.base: Tensor
         self.clean: Tensor
-        self.scale: Tensor
 
-    @classmethod
-    def of(cls, name: str, norm: nn.Module) -> "Float32Norm":
-        """Replacement of a transformers RMSNorm.
-
-        Raises:
-            UserError: The module is no RMSNorm that this class computes.
-        """
-        if type(norm).__name__ not in NORM_CLASSES:
-            raise UserError(
-                f"noise and trained norms need an RMSNorm of {', '.join(NORM_CLASSES)}; {name} is a "
-                f"{type(norm).__name__}: use a Llama, Mistral, Qwen2 or Qwen3 model"
-            )
-        scale, eps = norm.get_parameter("weight"), norm.variance_epsilon
-        assert isinstance(eps, float)
-        return cls(scale, eps)
+    @property
+    def scale(self) -> Tensor:
+        """[hidden], float32: what the norm multiplies by now."""
+        return self.weight.data
 
     @torch.no_grad()
     def write(self, trained: Tensor | None, noise: Tensor | None) -> None:
         """Set the scale [hidden] to (the trained scale, or the base's) + noise."""
         self.clean.copy_(self.base if trained is None else trained)
         self.scale.copy_(self.clean if noise is None else self.clean + noise.to(self.clean.device))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x [..., hidden] -> the same shape and data type."""
-        wide = x.float()
-        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        return (self.scale * wide).to(x.dtype)

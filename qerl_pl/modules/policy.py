@@ -18,10 +18,10 @@ from qerl_pl.checkpoints import TensorFiles, is_nvfp4
 from qerl_pl.engines.base import LentWeights
 from qerl_pl.errors import UserError
 from qerl_pl.modules.lora import ADAPTER, LoraConfig, LoraLinear, attach_lora
-from qerl_pl.modules.norm import Float32RMSNorm, use_float32_norms
 from qerl_pl.modules.nvfp4 import BorrowedLinear, NVFP4Linear
 from qerl_pl.modules.packing import ATTENTION, Packing
 from qerl_pl.noise import NormNoise
+from qerl_pl.norm import Float32RMSNorm, use_float32_norms
 from qerl_pl.quantize import fused_group
 from qerl_pl.toy import ToyConfig
 from qerl_pl.types import PolicyWeights

@@ -1,8 +1,7 @@
 """The LightningModule: owns the policy and updates it from the experience that the rollout callback hands over."""
 
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from lightning.pytorch.cli import OptimizerCallable
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from qerl_kernels import select_backend
-from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
 from torchmetrics import MeanMetric
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, get_scheduler
 
@@ -23,22 +22,14 @@ from qerl_pl.experience import Experience
 from qerl_pl.files import folder_identity
 from qerl_pl.modules.base_model import resolve_base
 from qerl_pl.modules.policy import Policy, PolicyConfig
+from qerl_pl.modules.update import NonFiniteLossError, PolicyUpdate
 from qerl_pl.noise import NormNoise
-from qerl_pl.objectives import GRPO, LossInputs, Objective
+from qerl_pl.objectives import GRPO, Objective
 from qerl_pl.random_state import random_state, set_random_state
 from qerl_pl.seeding import stream_seed
 from qerl_pl.types import Evaluation, Prompt
 
 CHECKPOINT_KEY = "qerl"
-_PER_TOKEN = {
-    "policy/ratio_mean": "ratio",
-    "policy/clip_frac_low": "clip_low",
-    "policy/clip_frac_high": "clip_high",
-    "policy/kl": "kl",
-    "policy/entropy": "entropy",
-    "mismatch/logprob_abs_mean": "logprob_abs",
-    "mismatch/is_weight_mean": "is_weight",
-}
 
 
 class QeRLModule(LightningModule):
@@ -93,11 +84,9 @@ class QeRLModule(LightningModule):
         self.make_optimizer = optimizer
         self.lr_scheduler = lr_scheduler
         self.warmup_ratio = warmup_ratio
-        self.update_epochs = update_epochs
-        self.minibatches = minibatches
-        self.micro_batch_tokens = micro_batch_tokens
-        self.max_grad_norm = max_grad_norm
-        self.monitor_kl = monitor_kl
+        self.update = PolicyUpdate(
+            objective, update_epochs, minibatches, micro_batch_tokens, max_grad_norm, monitor_kl, seed
+        )
         self.seed = seed
         self.policy_version = 0
         self.noise: Callable[[int], NormNoise] | None = None
@@ -149,6 +138,10 @@ class QeRLModule(LightningModule):
                 f"the policy sets its own precision; trainer.precision is {self.trainer.precision}; "
                 "leave it at 32-true and set model.policy.dtype"
             )
+        if self.trainer.world_size > 1:
+            raise UserError(
+                f"training runs on one device so far; found {self.trainer.world_size}; set trainer.devices to 1"
+            )
 
     def planned_rollouts(self) -> int:
         """Rollouts of the whole run, by the trainer's limits on epochs, batches and steps.
@@ -161,7 +154,7 @@ class QeRLModule(LightningModule):
         trainer = self.trainer
         plans = []
         if trainer.max_steps and trainer.max_steps > 0:
-            plans.append(-(-trainer.max_steps // self.steps_per_rollout))
+            plans.append(-(-trainer.max_steps // self.update.steps))
         if trainer.max_epochs is not None and trainer.max_epochs > 0:
             plans.append(self._batches_per_epoch() * trainer.max_epochs)
         if not plans:
@@ -176,14 +169,9 @@ class QeRLModule(LightningModule):
         limit = self.trainer.limit_train_batches
         return int(batches * limit) if isinstance(limit, float) else min(batches, limit or 0)
 
-    @property
-    def steps_per_rollout(self) -> int:
-        """Optimizer steps of one training step."""
-        return self.update_epochs * self.minibatches
-
     def configure_optimizers(self) -> OptimizerLRScheduler:
         optimizer = self.make_optimizer([p for p in self.policy.parameters() if p.requires_grad])
-        steps = self.planned_rollouts() * self.steps_per_rollout
+        steps = self.planned_rollouts() * self.update.steps
         warmup = round(self.warmup_ratio * steps)
         try:
             schedule = get_scheduler(self.lr_scheduler, optimizer, num_warmup_steps=warmup, num_training_steps=steps)
@@ -210,7 +198,7 @@ class QeRLModule(LightningModule):
         experience, self._experience = self._experience, None
         assert experience is not None and experience.version == self.policy_version
         start = time.perf_counter()
-        metrics = experience.metrics | self._update(experience.to(self.device))
+        metrics = experience.metrics | self._run_update(experience.to(self.device))
         self.policy_version += 1
         metrics["time/update_s"] = time.perf_counter() - start
         seconds = sum(value for name, value in metrics.items() if name.startswith("time/"))
@@ -220,138 +208,18 @@ class QeRLModule(LightningModule):
         self.log_dict({k: metrics[k] for k in shown}, batch_size=1, prog_bar=True)
         return {"experience": experience}
 
-    def _update(self, experience: Experience) -> dict[str, float]:
-        torch.manual_seed(stream_seed(self.seed, "update", self.policy_version))
-        mask = self.objective.training_mask(experience.mask, experience.truncated)
-        old = self._old_logprobs(experience, mask)
-        reference = self._reference_logprobs(experience, mask)
-        totals: dict[str, float] = defaultdict(float)
-        optimizer = self.optimizers()
-        assert isinstance(optimizer, LightningOptimizer)
-        schedule = self.lr_schedulers()
-        self.policy.train()
-        for rows in self._minibatch_rows(len(experience)):
-            optimizer.zero_grad()
-            for name, value in self._backward(experience, mask, old, reference, rows).items():
-                totals[name] += value
-            norm = torch.nn.utils.clip_grad_norm_(self._trained_parameters(), self.max_grad_norm)
-            self._require_finite(totals["loss"], norm.item())
-            totals["grad_norm"] += norm.item()
-            optimizer.step()
-            schedule.step()  # type: ignore[union-attr]
-        tokens = max(totals["tokens"], 1.0)
-        metrics = {tag: totals[name] / tokens for tag, name in _PER_TOKEN.items() if name in totals}
-        metrics["optim/grad_norm"] = totals["grad_norm"] / self.steps_per_rollout
-        metrics["optim/loss"] = totals["loss"] / self.steps_per_rollout
-        metrics["optim/lr"] = optimizer.param_groups[0]["lr"]
-        return metrics
-
-    def _backward(
-        self, experience: Experience, mask: Tensor, old: Tensor | None, reference: Tensor | None, rows: Tensor
-    ) -> dict[str, float]:
-        """Accumulate the gradient of one minibatch; returns sums over its tokens."""
-        counts = self._totals(float(len(rows)), mask[rows].sum().item())
-        weights = self.objective.weights(mask[rows], experience.max_tokens, *counts)
-        totals: dict[str, float] = defaultdict(float)
-        for part in self._micro_batches(experience.lengths[rows]):
-            index = rows[part]
-            logprobs, entropy = self._logprobs(experience, mask, index)
-            inputs = LossInputs(
-                logprobs=logprobs,
-                old_logprobs=logprobs.detach() if old is None else old[index],
-                sampler_logprobs=experience.sampler_logprobs[index],
-                advantages=experience.advantages[index],
-                mask=mask[index],
-                weights=weights[part],
-                ref_logprobs=None if reference is None else reference[index],
-                entropy=entropy,
-            )
-            outputs = self.objective.loss(inputs)
-            if outputs.loss.requires_grad:  # a micro-batch of masked completions has nothing to learn
-                self.manual_backward(outputs.loss)
-            totals["loss"] += outputs.loss.item()
-            for name, value in outputs.metrics.items():
-                totals[name] += value.item()
-        return totals
-
-    def _totals(self, completions: float, tokens: float) -> tuple[float, float]:
-        """Completions and tokens that the loss is normalised by, as a mean over processes where it is global.
-
-        DDP averages gradients over processes, so the mean, not the sum, makes the result the global batch's.
-        """
-        if self.objective.token_scope == "global" and self.trainer.world_size > 1:
-            summed = self.trainer.strategy.reduce(
-                torch.tensor([completions, tokens], device=self.device), reduce_op="mean"
-            )
-            completions, tokens = summed.tolist()
-        return completions, max(tokens, 1.0)
-
-    def _logprobs(self, experience: Experience, mask: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Log-probabilities and entropies [len(rows), T] of some completions."""
-        return self.policy.token_logprobs(
-            experience.tokens[rows],
-            experience.lengths[rows],
-            mask[rows],
-            experience.temperature,
-            self.objective.needs_entropy,
-        )
-
-    @torch.no_grad()
-    def _frozen_logprobs(self, experience: Experience, mask: Tensor) -> Tensor:
-        self.policy.eval()
-        parts = self._micro_batches(experience.lengths)
-        return torch.cat([self._logprobs(experience, mask, part)[0] for part in parts])
-
-    def _old_logprobs(self, experience: Experience, mask: Tensor) -> Tensor | None:
-        """The clean policy's log-probabilities before the update; None where the update's own forward gives them."""
-        if self.steps_per_rollout == 1 and self.policy_config.lora.dropout == 0.0:
-            return None
-        return self._frozen_logprobs(experience, mask)
-
-    def _reference_logprobs(self, experience: Experience, mask: Tensor) -> Tensor | None:
-        if not (self.objective.needs_reference or self.monitor_kl):
-            return None
-        with self.policy.reference():
-            return self._frozen_logprobs(experience, mask)
-
-    def _micro_batches(self, lengths: Tensor) -> list[Tensor]:
-        """Indices into `lengths` [B], in order, cut where the token budget is full."""
-        budget = self.micro_batch_tokens
-        sizes, tokens = [0], 0
-        for length in lengths.tolist():
-            if budget is not None and sizes[-1] > 0 and tokens + length > budget:
-                sizes.append(0)
-                tokens = 0
-            sizes[-1] += 1
-            tokens += length
-        return list(torch.arange(len(lengths), device=lengths.device).split(sizes))
-
-    def _minibatch_rows(self, completions: int) -> Iterator[Tensor]:
-        """Rows of each optimizer step, shuffled when there are several."""
-        if completions % self.minibatches:
-            raise UserError(
-                f"minibatches must divide the completions of a rollout; found {self.minibatches} and {completions}; "
-                "change model.minibatches, data.batch_size or group_size"
-            )
-        for epoch in range(self.update_epochs):
-            rows = torch.arange(completions)
-            if self.minibatches > 1:
-                seed = stream_seed(self.seed, "minibatches", self.policy_version, epoch)
-                rows = torch.randperm(completions, generator=torch.Generator().manual_seed(seed))
-            yield from rows.to(self.device).chunk(self.minibatches)
-
-    def _trained_parameters(self) -> list[torch.nn.Parameter]:
-        return [parameter for parameter in self.policy.parameters() if parameter.requires_grad]
-
-    def _require_finite(self, loss: float, grad_norm: float) -> None:
-        values = torch.tensor([loss, grad_norm])
-        if not values.isfinite().all():
+    def _run_update(self, experience: Experience) -> dict[str, float]:
+        optimizer, schedule = self.optimizers(), self.lr_schedulers()
+        assert isinstance(optimizer, LightningOptimizer) and isinstance(schedule, LRScheduler)
+        try:
+            return self.update.run(self.policy, experience, optimizer, schedule, self.manual_backward)
+        except NonFiniteLossError as error:
             path = Path(self.trainer.default_root_dir) / "failed" / f"version-{self.policy_version}.ckpt"
             self.trainer.save_checkpoint(path)
             raise UserError(
-                f"loss and gradient must be finite; at policy version {self.policy_version} they are {loss:g} and "
-                f"{grad_norm:g}; the state before the step is in {path}; lower the learning rate and use --resume auto"
-            )
+                f"loss and gradient must be finite; at policy version {self.policy_version} they are not ({error}); "
+                f"the state before the step is in {path}; lower the learning rate and use --resume auto"
+            ) from error
 
     # Evaluation ----------------------------------------------------------------------------------------------------
 

@@ -1,5 +1,7 @@
 """RMSNorm with a float32 scale, over activations of any precision."""
 
+from typing import Self
+
 import torch
 from torch import Tensor, nn
 
@@ -26,6 +28,21 @@ class Float32RMSNorm(nn.Module):
         self.eps = eps
         self.weight = nn.Parameter(scale.detach().float(), requires_grad=False)
 
+    @classmethod
+    def of(cls, name: str, norm: nn.Module) -> Self:
+        """Replacement of a transformers RMSNorm.
+
+        Raises:
+            UserError: The module is no RMSNorm that this class computes.
+        """
+        if type(norm).__name__ not in NORM_CLASSES:
+            raise UserError(
+                f"noise and trained norms need an RMSNorm of {', '.join(NORM_CLASSES)}; {name} is a "
+                f"{type(norm).__name__}; use a Llama, Mistral, Qwen2 or Qwen3 model"
+            )
+        assert isinstance(norm.variance_epsilon, float)
+        return cls(norm.get_parameter("weight"), norm.variance_epsilon)
+
     def forward(self, x: Tensor) -> Tensor:
         """x [..., hidden] -> the same shape and data type."""
         wide = x.float()
@@ -47,11 +64,4 @@ def use_float32_norms(model: nn.Module) -> None:
             f"{type(model).__name__} has none; use a Llama, Mistral, Qwen2 or Qwen3 model"
         )
     for name in names:
-        norm = modules[name]
-        if type(norm).__name__ not in NORM_CLASSES:
-            raise UserError(
-                f"layer norms must be one of {', '.join(NORM_CLASSES)}; {name} is a {type(norm).__name__}; "
-                "use a Llama, Mistral, Qwen2 or Qwen3 model"
-            )
-        assert isinstance(norm.variance_epsilon, float)
-        model.set_submodule(name, Float32RMSNorm(norm.get_parameter("weight"), norm.variance_epsilon))
+        model.set_submodule(name, Float32RMSNorm.of(name, modules[name]))
