@@ -12,13 +12,14 @@ from torch import Tensor
 
 from qerl_pl.advantages import informative_groups
 from qerl_pl.callbacks.agreement import measure_agreement, require_agreement
+from qerl_pl.callbacks.scoring import Groups, reward_metrics, score_completions
 from qerl_pl.datamodules.base import PromptDataModule
 from qerl_pl.engines.base import EngineSpec, RolloutEngine
 from qerl_pl.engines.transformers import TransformersEngine
 from qerl_pl.errors import UserError
-from qerl_pl.experience import CompletionRecord, Experience, pad_completions
+from qerl_pl.experience import Experience, pad_completions
 from qerl_pl.modules.qerl import QeRLModule
-from qerl_pl.rewards import Reward, RewardSample, ScoredBatch, check_rewards, score
+from qerl_pl.rewards import Reward, ScoredBatch, check_rewards
 from qerl_pl.seeding import stream_seed
 from qerl_pl.types import Completion, Evaluation, Prompt, RolloutRequest, SamplingConfig
 
@@ -30,30 +31,6 @@ def _timed(times: dict[str, float], name: str) -> Iterator[None]:
     start = time.perf_counter()
     yield
     times[name] = times.get(name, 0.0) + time.perf_counter() - start
-
-
-class _Groups:
-    """Groups of scored completions that a rollout has gathered so far."""
-
-    def __init__(self) -> None:
-        self.prompts: list[Prompt] = []
-        self.completions: list[list[Completion]] = []
-        self.records: list[CompletionRecord] = []
-
-    def extend(
-        self, prompts: list[Prompt], completions: list[list[Completion]], records: list[CompletionRecord], keep: Tensor
-    ) -> None:
-        """Add the groups for which `keep` (bool [P]) is true."""
-        size = len(completions[0])
-        for group in keep.nonzero().flatten().tolist():
-            self.prompts.append(prompts[group])
-            self.completions.append(completions[group])
-            self.records.extend(records[group * size : (group + 1) * size])
-
-    def first(self, count: int) -> None:
-        """Drop what is beyond the first `count` groups."""
-        size = len(self.completions[0])
-        del self.prompts[count:], self.completions[count:], self.records[count * size :]
 
 
 class RolloutCallback(Callback):
@@ -167,17 +144,17 @@ class RolloutCallback(Callback):
         batch: list[Prompt],
         times: dict[str, float],
         metrics: dict[str, float],
-    ) -> tuple[_Groups, Tensor]:
+    ) -> tuple[Groups, Tensor]:
         """Groups to learn from and their total rewards [B], by dynamic sampling where that is on."""
         version, wanted = module.policy_version, len(batch)
-        groups, dropped = _Groups(), _Groups()
+        groups, dropped = Groups(), Groups()
         prompts, sampled = batch, 0
         scores: list[ScoredBatch] = []
         for attempt in range(self.resample_rounds + 1):
             with _timed(times, "time/rollout_s"):
                 completions = self._generate(module, prompts, self.sampling, self.group_size, ("rollout", version))
             with _timed(times, "time/reward_s"):
-                scored, records = self._score(module, prompts, completions)
+                scored, records = score_completions(self.rewards, module.tokenizer, prompts, completions)
             scores.append(scored)
             sampled += len(prompts)
             keep = torch.ones(len(prompts), dtype=torch.bool)
@@ -193,7 +170,7 @@ class RolloutCallback(Callback):
             if not prompts:
                 break
         metrics["completions/groups_dropped_frac"] = len(dropped.prompts) / sampled
-        metrics |= _reward_metrics(scores)
+        metrics |= reward_metrics(scores)
         if len(groups.prompts) < wanted:  # what is left over teaches nothing, but keeps the batch's size
             rest = torch.ones(len(dropped.prompts), dtype=torch.bool)
             groups.extend(dropped.prompts, dropped.completions, dropped.records, rest)
@@ -217,40 +194,7 @@ class RolloutCallback(Callback):
         ]
         return self.engine.generate(requests, sampling)
 
-    def _score(
-        self, module: QeRLModule, prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]]
-    ) -> tuple[ScoredBatch, list[CompletionRecord]]:
-        pairs = [(prompt, one) for prompt, group in zip(prompts, completions, strict=True) for one in group]
-        texts = module.tokenizer.batch_decode([list(one.token_ids) for _, one in pairs], skip_special_tokens=True)
-        samples = [
-            RewardSample(
-                prompt=prompt.text,
-                completion=text,
-                reference=prompt.reference,
-                truncated=one.truncated,
-                num_tokens=len(one.token_ids),
-            )
-            for (prompt, one), text in zip(pairs, texts, strict=True)
-        ]
-        scored = score(self.rewards, samples)
-        records = [
-            CompletionRecord(
-                prompt_id=prompt.id,
-                prompt=prompt.text,
-                completion=sample.completion,
-                reference=prompt.reference,
-                rewards={name: values[row].item() for name, values in scored.parts.items()}
-                | {"total": scored.total[row].item()},
-                truncated=one.truncated,
-                tokens=len(one.token_ids),
-            )
-            for row, ((prompt, one), sample) in enumerate(zip(pairs, samples, strict=True))
-        ]
-        return scored, records
-
-    def _experience(
-        self, module: QeRLModule, groups: _Groups, rewards: Tensor, metrics: dict[str, float]
-    ) -> Experience:
+    def _experience(self, module: QeRLModule, groups: Groups, rewards: Tensor, metrics: dict[str, float]) -> Experience:
         pad = module.tokenizer.pad_token_id
         tokens, lengths, mask, logprobs = pad_completions(
             groups.prompts, groups.completions, 0 if pad is None else int(pad)
@@ -309,20 +253,11 @@ class RolloutCallback(Callback):
             sampling = SamplingConfig(self.sampling.max_tokens, temperature, stop=self.sampling.stop)
             # The same streams at every evaluation: differences come from the policy, not from the draw.
             completions = self._generate(module, batch, sampling, samples, ("evaluation",))
-            scored, _ = self._score(module, batch, completions)
+            scored, _ = score_completions(self.rewards, module.tokenizer, batch, completions)
             right = (scored.parts[self.accuracy_reward] > 0.5).float()
             correct.append(right.view(len(batch), samples).mean(dim=1))
         self.engine.sleep()
         module.evaluate(Evaluation(greedy_correct=correct[0], sampled_correct=correct[1]))
-
-
-def _reward_metrics(scores: Sequence[ScoredBatch]) -> dict[str, float]:
-    """Mean and spread over everything that was sampled, dropped groups included: what the policy really earns."""
-    total = torch.cat([scored.total for scored in scores])
-    metrics = {"reward/mean": total.mean().item(), "reward/std": total.std().item()}
-    for name in scores[0].parts:
-        metrics[f"reward/{name}"] = torch.cat([scored.parts[name] for scored in scores]).mean().item()
-    return metrics
 
 
 def _module(module: LightningModule) -> QeRLModule:

@@ -1,0 +1,80 @@
+"""From completions to scored groups: what a rollout has gathered, and what it has to log."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from qerl_pl.experience import CompletionRecord
+from qerl_pl.rewards import Reward, RewardSample, ScoredBatch, score
+from qerl_pl.types import Completion, Prompt
+
+
+class Groups:
+    """Groups of scored completions that a rollout has gathered so far."""
+
+    def __init__(self) -> None:
+        self.prompts: list[Prompt] = []
+        self.completions: list[list[Completion]] = []
+        self.records: list[CompletionRecord] = []
+
+    def extend(
+        self, prompts: list[Prompt], completions: list[list[Completion]], records: list[CompletionRecord], keep: Tensor
+    ) -> None:
+        """Add the groups for which `keep` (bool [P]) is true."""
+        size = len(completions[0])
+        for group in keep.nonzero().flatten().tolist():
+            self.prompts.append(prompts[group])
+            self.completions.append(completions[group])
+            self.records.extend(records[group * size : (group + 1) * size])
+
+    def first(self, count: int) -> None:
+        """Drop what is beyond the first `count` groups."""
+        size = len(self.completions[0])
+        del self.prompts[count:], self.completions[count:], self.records[count * size :]
+
+
+def score_completions(
+    rewards: Sequence[Reward],
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Prompt],
+    completions: Sequence[Sequence[Completion]],
+) -> tuple[ScoredBatch, list[CompletionRecord]]:
+    """Rewards of the completions of each prompt, in order, and each as a reader wants to see it."""
+    pairs = [(prompt, one) for prompt, group in zip(prompts, completions, strict=True) for one in group]
+    texts = tokenizer.batch_decode([list(one.token_ids) for _, one in pairs], skip_special_tokens=True)
+    samples = [
+        RewardSample(
+            prompt=prompt.text,
+            completion=text,
+            reference=prompt.reference,
+            truncated=one.truncated,
+            num_tokens=len(one.token_ids),
+        )
+        for (prompt, one), text in zip(pairs, texts, strict=True)
+    ]
+    scored = score(rewards, samples)
+    records = [
+        CompletionRecord(
+            prompt_id=prompt.id,
+            prompt=prompt.text,
+            completion=sample.completion,
+            reference=prompt.reference,
+            rewards={name: values[row].item() for name, values in scored.parts.items()}
+            | {"total": scored.total[row].item()},
+            truncated=one.truncated,
+            tokens=len(one.token_ids),
+        )
+        for row, ((prompt, one), sample) in enumerate(zip(pairs, samples, strict=True))
+    ]
+    return scored, records
+
+
+def reward_metrics(scores: Sequence[ScoredBatch]) -> dict[str, float]:
+    """Mean and spread over everything that was sampled, dropped groups included: what the policy really earns."""
+    total = torch.cat([scored.total for scored in scores])
+    metrics = {"reward/mean": total.mean().item(), "reward/std": total.std().item()}
+    for name in scores[0].parts:
+        metrics[f"reward/{name}"] = torch.cat([scored.parts[name] for scored in scores]).mean().item()
+    return metrics
