@@ -137,7 +137,7 @@ def measure_sync(engine: VLLMEngine, weights: PolicyWeights, device: torch.devic
 
 
 def measure_sleep(engine: VLLMEngine, weights: PolicyWeights, args: argparse.Namespace) -> dict[str, Any]:
-    """Memory before, during and after sleep, and over many cycles; `weights` without adapter, so that output repeats."""
+    """Memory before, during and after sleep, over many cycles; `weights` without adapter, so that output repeats."""
     device = torch.device(args.device)
     requests = prompts_of(2, args.prompt, SHAPES[args.shape][-1])
     greedy = SamplingConfig(max_tokens=min(16, args.tokens), temperature=0.0)
