@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from jsonargparse import ArgumentParser
 from peft import LoraConfig, PeftModel, get_peft_model
 from qerl_kernels.reference import nvfp4_global_scale, quantize_nvfp4
 from safetensors.torch import load_file, save_file
@@ -130,6 +131,14 @@ def requests_of(prompts: list[tuple[int, ...]], samples: int = 1) -> list[Rollou
 
 def greedy(engine: RolloutEngine) -> list[Completion]:
     return [group[0] for group in engine.generate(requests_of(PROMPTS), GREEDY)]
+
+
+@pytest.mark.parametrize("name", ["TransformersEngine", "VLLMEngine"])
+def test_a_yaml_file_can_name_the_engine(name: str) -> None:
+    parser = ArgumentParser(exit_on_error=False)  # compares every method's signature with the protocol's
+    parser.add_argument("--engine", type=RolloutEngine)
+    found = parser.parse_args([f"--engine=qerl_pl.engines.{name}"])
+    assert found.engine.class_path == f"qerl_pl.engines.{name}"
 
 
 def test_memory_is_that_of_the_weights_the_adapter_and_the_cache(engine: RolloutEngine, reference: PeftModel) -> None:

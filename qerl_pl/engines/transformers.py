@@ -1,6 +1,6 @@
 """Sampling with plain transformers: runs anywhere, and is what other engines are compared with."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from qerl_pl.checkpoints import end_token_ids, load_dense_model, load_tokenizer
-from qerl_pl.engines.base import EngineSpec, check_adapter, check_requests, regroup
+from qerl_pl.engines.base import EngineSpec, LentWeights, check_adapter, check_requests, regroup
 from qerl_pl.engines.layers import Float32Norm, LoRALinear
 from qerl_pl.engines.sampling import pick_tokens, sampling_log_probs, uniforms
 from qerl_pl.engines.sizes import held_gib
@@ -63,10 +63,11 @@ class TransformersEngine:
         self._spec, self._model = spec, model
         self._tokenizer, self._ends = load_tokenizer(spec.base), end_token_ids(spec.base)
 
-    @torch.no_grad()
-    def lend(self) -> None:
+    def lend(self) -> LentWeights | None:
         """Nothing: its copy is dense, and in the engine's own modules."""
+        return None
 
+    @torch.no_grad()
     def sync(self, weights: PolicyWeights) -> SyncReport:
         """Copy adapter and trained norms, and set the noise.
 
@@ -192,7 +193,7 @@ class TransformersEngine:
     def wake(self) -> None:
         """Nothing to take back."""
 
-    def memory_gib(self) -> dict[str, float]:
+    def memory_gib(self) -> Mapping[str, float]:
         """Its dense copy of the base, adapter and norms included; the cache lives only inside `generate`."""
         assert self._model is not None, "launch comes first"
         return {"weights": held_gib((*self._model.parameters(), *self._model.buffers()))}

@@ -3,7 +3,7 @@
 import logging
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -282,7 +282,7 @@ class VLLMEngine:
             self._llm.wake_up()
             self._asleep = False
 
-    def memory_gib(self) -> dict[str, float]:
+    def memory_gib(self) -> Mapping[str, float]:
         """Adapter slots and key/value cache, what sleep has unmapped of it, and on a GPU the model."""
         assert self._spec is not None, "launch comes first"
         held: dict[str, float] = self._call("qerl_memory_gib")
