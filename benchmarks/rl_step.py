@@ -8,6 +8,7 @@ Memory is what the driver counts for the whole GPU, sampled every 20 ms, so noth
 """
 
 import argparse
+import logging
 import statistics
 import sys
 import threading
@@ -63,7 +64,8 @@ class DriverMemory(Callback):
         self._phase = "rollout"
         metrics = trainer.callback_metrics
         names = (*PHASES, "mismatch/logprob_abs_mean", "aqn/sigma", "aqn/measured_std", "completions/length_mean")
-        self.steps.append({name: float(metrics[name]) for name in names if name in metrics})
+        memory = [name for name in metrics if name.startswith("memory/")]
+        self.steps.append({name: float(metrics[name]) for name in (*names, *memory) if name in metrics})
 
 
 def settings(args: argparse.Namespace, base: Path) -> dict[str, Any]:
@@ -112,6 +114,7 @@ def settings(args: argparse.Namespace, base: Path) -> dict[str, Any]:
             "callbacks": [
                 {"class_path": "qerl_pl.callbacks.RolloutCallback", "init_args": rollout},
                 {"class_path": "qerl_pl.callbacks.AdaptiveQuantizationNoise", "init_args": {"stages": args.steps}},
+                {"class_path": "qerl_pl.callbacks.Monitor"},
                 {"class_path": "rl_step.DriverMemory"},
             ],
         },
@@ -132,6 +135,8 @@ def main() -> None:
     parser.add_argument("--base", type=Path, default=Path("/dev/shm/qerl-shapes"))
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    logging.getLogger("qerl_pl").setLevel(logging.INFO)  # the table of memory
     base = args.base / f"{args.shape}-{args.precision}"
     if not base.is_dir():
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
