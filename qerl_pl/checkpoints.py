@@ -7,7 +7,6 @@ The NVFP4 format is `nvfp4-pack-quantized` of compressed-tensors: for a linear X
 import json
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, cast
 
@@ -93,27 +92,20 @@ class TensorFiles:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._stack = ExitStack()
-        files = weight_map(folder)
-        open_files = {
-            name: self._stack.enter_context(safe_open(folder / name, framework="pt", device="cpu"))
-            for name in sorted(set(files.values()))
-        }
-        self._place = files
-        self._file_of = {tensor: open_files[file] for tensor, file in files.items()}
+        self._place = weight_map(folder)
 
     def __enter__(self) -> "TensorFiles":
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._stack.close()
+        """Nothing stays open between reads."""
 
     def __iter__(self) -> Iterator[str]:
         """Names file by file, so that a reader goes through each file once."""
-        return iter(sorted(self._file_of, key=lambda name: (self._place[name], name)))
+        return iter(sorted(self._place, key=lambda name: (self._place[name], name)))
 
     def __contains__(self, name: str) -> bool:
-        return name in self._file_of
+        return name in self._place
 
     def read(self, name: str) -> Tensor:
         """Tensor `name`, on the CPU, in the data type it was saved in.
@@ -121,9 +113,11 @@ class TensorFiles:
         Raises:
             UserError: There is no such tensor.
         """
-        if name not in self._file_of:
+        if name not in self._place:
             raise UserError(f"every quantized weight needs its scales; {self._folder} lacks {name}; quantize it again")
-        tensor: Tensor = self._file_of[name].get_tensor(name)
+        # A file kept open would keep every page that was ever read in this process's memory.
+        with safe_open(self._folder / self._place[name], framework="pt", device="cpu") as file:
+            tensor: Tensor = file.get_tensor(name)
         return tensor
 
 

@@ -129,7 +129,7 @@ def quantize_checkpoint(
             format, about a quarter less error).
         power_of_two: NVFP4 only, round global scales to powers of two, which makes dequantized weights exact in
             bfloat16 and costs no accuracy.
-        device: Where the arithmetic runs, with equal results. `auto` is the GPU where there is one.
+        device: Where the arithmetic runs. `auto` is the GPU where there is one.
 
     Raises:
         UserError: `dst` exists, `src` is no model folder or already quantized, it has no matrix to quantize or one that
