@@ -5,9 +5,11 @@ DIR/ops.json. `--tiny` runs the same code on small shapes, on a CPU in Triton's 
 """
 
 import argparse
+import functools
 import gc
 import importlib.util
 import json
+import math
 import os
 import subprocess
 import sys
@@ -22,11 +24,15 @@ from bench_report import (
     HEAD_COLUMNS,
     LINEAR_COLUMNS,
     ROOT,
+    SPLIT_COLUMNS,
     WEIGHT_COLUMNS,
     Row,
+    copy_time,
+    enqueued,
     environment,
     extra_memory,
     micro,
+    replayed,
     table,
     timed,
 )
@@ -56,16 +62,12 @@ class Sizes:
     vocabulary: int = 152064
     hidden: int = 3584
     copy_bytes: int = 2**31
+    """Of the copy whose bandwidth the ops are compared with; as many are read as written."""
+    cold_bytes: int = 2**28
+    """Moved between two uses of the same bytes in a CUDA graph: several times what the caches hold."""
 
 
-TINY = Sizes("cpu", {"qkv": (128, 64), "down": (64, 96)}, (8,), 4, (8, 24), 500, 32, 2**16)
-
-
-def copy_bandwidth(sizes: Sizes) -> float:
-    """Bytes read and written a second by a device-to-device copy."""
-    source = torch.randint(256, (sizes.copy_bytes,), dtype=torch.uint8, device=sizes.device)
-    target = torch.empty_like(source)
-    return 2 * sizes.copy_bytes / timed(lambda: target.copy_(source), sizes.device)[1]
+TINY = Sizes("cpu", {"qkv": (128, 64), "down": (64, 96)}, (8,), 4, (8, 24), 500, 32, 2**16, 0)
 
 
 def random_weight(shape: tuple[int, int], device: str) -> torch.Tensor:
@@ -79,49 +81,54 @@ def bench_weights(sizes: Sizes, bandwidth: float) -> Iterator[Row]:
     for name, shape in sizes.layers.items():
         weight = random_weight(shape, sizes.device)
         nv, mx = reference.quantize_nvfp4(weight), reference.quantize_mxfp4(weight)
-        nv_words, mx_words = marlin.to_marlin(nv), marlin.to_marlin(mx)
-        cases: list[tuple[str, float, Callable[[], Any], Callable[[], Any]]] = [
+        cases: list[tuple[str, float, Callable[..., Any], Callable[..., Any], tuple[Any, ...]]] = [
             (
                 "dequantize, compressed-tensors layout",
                 NVFP4_BYTES + 2,
-                lambda nv=nv: ops.dequantize_nvfp4_unscaled(nv.packed, nv.scale, BF16),
-                lambda nv=nv: reference.dequantize_nvfp4(*nv, BF16),
+                lambda packed, scale, _: ops.dequantize_nvfp4_unscaled(packed, scale, BF16),
+                lambda *tensors: reference.dequantize_nvfp4(*tensors, BF16),
+                nv,
             ),
             (
                 "dequantize, Marlin layout",
                 NVFP4_BYTES + 2,
-                lambda w=nv_words: ops.dequantize_marlin(w.weight, w.scale, BF16),
-                lambda w=nv_words: marlin.dequantize_marlin(w.weight, w.scale, BF16),
+                lambda words, scale, _: ops.dequantize_marlin(words, scale, BF16),
+                lambda words, scale, _: marlin.dequantize_marlin(words, scale, BF16),
+                marlin.to_marlin(nv),
             ),
             (
                 "dequantize MXFP4, compressed-tensors layout",
                 MXFP4_BYTES + 2,
-                lambda mx=mx: ops.dequantize_mxfp4(mx.packed, mx.scale, BF16),
-                lambda mx=mx: reference.dequantize_mxfp4(mx.packed, mx.scale, BF16),
+                lambda packed, scale: ops.dequantize_mxfp4(packed, scale, BF16),
+                lambda packed, scale: reference.dequantize_mxfp4(packed, scale, BF16),
+                mx,
             ),
             (
                 "dequantize MXFP4, Marlin layout",
                 MXFP4_BYTES + 2,
-                lambda w=mx_words: ops.dequantize_marlin(w.weight, w.scale, BF16, mx=True),
-                lambda w=mx_words: marlin.dequantize_marlin(w.weight, w.scale, BF16, mx=True),
+                lambda words, scale: ops.dequantize_marlin(words, scale, BF16, mx=True),
+                lambda words, scale: marlin.dequantize_marlin(words, scale, BF16, mx=True),
+                marlin.to_marlin(mx)[:2],
             ),
-            (
-                "quantize, global scale given",
-                NVFP4_BYTES + 2,
-                lambda w=weight, g=nv.global_scale: ops.quantize_nvfp4(w, g),
-                lambda w=weight, g=nv.global_scale: reference.quantize_nvfp4(w, g),
-            ),
+            ("quantize", NVFP4_BYTES + 2, ops.quantize_nvfp4, reference.quantize_nvfp4, (weight, nv.global_scale)),
         ]
-        for op, bytes_a_weight, ours, eager in cases:
-            floor = bytes_a_weight * weight.numel() / bandwidth
-            times = timed(ours, sizes.device)
+        for op, bytes_a_weight, ours, eager, tensors in cases:
+            count = bytes_a_weight * weight.numel()
+            times = timed(lambda ours=ours, tensors=tensors: ours(*tensors), sizes.device)
+            copies = [
+                [tensor.clone() for tensor in tensors] for _ in range(max(2, math.ceil(sizes.cold_bytes / count)))
+            ]
+            alone = replayed([functools.partial(ours, *copy) for copy in copies], sizes.device)
             yield {
                 "op": op,
                 "layer": f"{name} {shape[0]}x{shape[1]}",
-                "floor_us": floor * 1e6,
+                "floor_us": count / bandwidth * 1e6,
                 **micro(times),
-                "percent_of_copy": 100 * floor / times[1],
-                "eager_p50_us": timed(eager, sizes.device)[1] * 1e6,
+                "gpu_us": alone and alone[1] * 1e6,
+                "percent_of_copy": 100 * count / bandwidth / times[1],
+                "gpu_percent_of_copy": alone and 100 * count / bandwidth / alone[1],
+                "copy_us": copy_time(int(count), sizes.device) * 1e6,
+                "eager_p50_us": timed(lambda eager=eager, tensors=tensors: eager(*tensors), sizes.device)[1] * 1e6,
             }
 
 
@@ -161,10 +168,15 @@ def bench_linear(sizes: Sizes) -> Iterator[Row]:
                     torch.autograd.grad(forward(x), inputs, grad)
 
                 row[variant] = micro(timed(step, sizes.device))
+                row[variant]["cpu_us"] = enqueued(step, sizes.device) * 1e6
+                alone = None if variant == "eager" else replayed([step], sizes.device)
+                row[variant]["gpu_us"] = alone and alone[1] * 1e6
             marlin_gemm = vllm_marlin(words, x.detach(), rows, columns)
             row["vllm_marlin_forward"] = None if marlin_gemm is None else micro(timed(marlin_gemm, sizes.device))
-            base = row["bf16"]["p50_us"]
-            row["own_ratio"], row["borrowed_ratio"] = (row[key]["p50_us"] / base for key in ("own", "borrowed"))
+            for variant in ("own", "borrowed"):
+                row[f"{variant}_ratio"] = row[variant]["p50_us"] / row["bf16"]["p50_us"]
+                alone, base = row[variant]["gpu_us"], row["bf16"]["gpu_us"]
+                row[f"{variant}_gpu_ratio"] = alone / base if alone and base else None
             yield row
 
 
@@ -251,20 +263,20 @@ def run(out: Path, sizes: Sizes, gate: tuple[str, ...] = GATE, commit: str | Non
 
     select_backend("triton")
     torch.manual_seed(0)
-    bandwidth = copy_bandwidth(sizes)
+    bandwidth = 2 * sizes.copy_bytes / copy_time(2 * sizes.copy_bytes, sizes.device)
     results: Row = {"environment": environment(commit), "copy_tb_per_s": bandwidth / 1e12}
     text = [f"{results['environment']}, device-to-device copy {bandwidth / 1e12:.2f} TB/s"]
     sections = (
-        ("Weights", bench_weights(sizes, bandwidth), WEIGHT_COLUMNS),
-        (f"Linear layers, forward and backward, LoRA rank {sizes.rank}", bench_linear(sizes), LINEAR_COLUMNS),
-        (f"Token log-probabilities, V {sizes.vocabulary}, D {sizes.hidden}", bench_head(sizes), HEAD_COLUMNS),
+        ("Weights", bench_weights(sizes, bandwidth), (WEIGHT_COLUMNS,)),
+        (f"Layers, forward and backward, rank {sizes.rank}", bench_linear(sizes), (LINEAR_COLUMNS, SPLIT_COLUMNS)),
+        (f"Token log-probabilities, V {sizes.vocabulary}, D {sizes.hidden}", bench_head(sizes), (HEAD_COLUMNS,)),
     )
     out.mkdir(parents=True, exist_ok=True)
-    for title, rows, columns in sections:
+    for title, rows, tables in sections:
         start = time.perf_counter()
         results[title] = list(rows)
-        text += [f"## {title}", table(results[title], columns)]
-        sys.stdout.write(f"\n{text[-2]} ({time.perf_counter() - start:.0f} s)\n\n{text[-1]}\n")
+        text += [f"## {title}", *(table(results[title], columns) for columns in tables)]
+        sys.stdout.write(f"\n## {title} ({time.perf_counter() - start:.0f} s)\n\n{text[-1]}\n")
         sys.stdout.flush()
         # After every section, so that a run that is cut short leaves what it measured.
         (out / "ops.md").write_text("\n\n".join(text) + "\n")
@@ -275,7 +287,7 @@ def run(out: Path, sizes: Sizes, gate: tuple[str, ...] = GATE, commit: str | Non
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder for ops.md and ops.json")
-    parser.add_argument("--commit", help="recorded beside the numbers; by default git's HEAD")
+    parser.add_argument("--commit", help="its hash is recorded beside the numbers; by default git's HEAD")
     parser.add_argument("--tiny", action="store_true", help="small shapes on the CPU, to try the script")
     arguments = parser.parse_args()
     os.environ["TRITON_INTERPRET"] = "1" if arguments.tiny else "0"

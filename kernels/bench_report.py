@@ -2,8 +2,9 @@
 
 import platform
 import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 QUANTILES = (0.2, 0.5, 0.8)
+REPLAYED = 16
+"""Calls in a CUDA graph, at least: so many that the graph's own launch does not count."""
 
 Times = tuple[float, float, float]
 Row = dict[str, Any]
@@ -30,6 +33,51 @@ def timed(fn: Callable[[], Any], device: str) -> Times:
         seconds.append(time.perf_counter() - start)
     low, middle, high = sorted(seconds)
     return low, middle, high
+
+
+def replayed(calls: Sequence[Callable[[], Any]], device: str) -> Times | None:
+    """Seconds one of `calls` takes the GPU: they are captured in a CUDA graph, so the CPU launches them all at once.
+
+    Their results stay alive during a round: with inputs and results of more than the caches hold, each call finds the
+    caches cold. None where something in a call cannot be captured.
+    """
+    rounds = -(-REPLAYED // len(calls))
+    if device != "cuda":
+        low, middle, high = timed(lambda: [call() for call in calls], device)
+        return low / len(calls), middle / len(calls), high / len(calls)
+    for call in calls:
+        call()  # compiles and tunes
+    torch.cuda.synchronize()
+    graph, results = torch.cuda.CUDAGraph(), [None] * len(calls)
+    try:
+        with torch.cuda.graph(graph):
+            for i in range(rounds * len(calls)):
+                results[i % len(calls)] = calls[i % len(calls)]()
+    except RuntimeError as error:
+        sys.stderr.write(f"a CUDA graph is left out: {error}\n")
+        return None
+    low, middle, high = timed(graph.replay, device)
+    each = rounds * len(calls)
+    return low / each, middle / each, high / each
+
+
+def copy_time(count: int, device: str) -> float:
+    """Seconds of a copy on the device that reads and writes `count` bytes in all, its source out of the caches."""
+    source = torch.randint(256, (count // 2,), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return timed(lambda: target.copy_(source), device)[1]
+
+
+def enqueued(step: Callable[[], Any], device: str) -> float:
+    """Seconds of the CPU a call: the median time until it returns, while the GPU may still be working."""
+    seconds = []
+    for _ in range(20 if device == "cuda" else 1):
+        if device == "cuda":
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        step()
+        seconds.append(time.perf_counter() - start)
+    return sorted(seconds)[len(seconds) // 2]
 
 
 def micro(times: Times) -> Row:
@@ -85,7 +133,10 @@ WEIGHT_COLUMNS = {
     "p20_us": "p20",
     "p50_us": "p50",
     "p80_us": "p80",
+    "gpu_us": "in a CUDA graph",
     "percent_of_copy": "% of copy bandwidth",
+    "gpu_percent_of_copy": "% in a CUDA graph",
+    "copy_us": "copy of as many bytes",
     "eager_p50_us": "eager PyTorch",
 }
 LINEAR_COLUMNS = {
@@ -99,6 +150,20 @@ LINEAR_COLUMNS = {
     "vllm_marlin_forward.p50_us": "vLLM Marlin (forward only)",
     "own_ratio": "own : BF16",
     "borrowed_ratio": "borrowed : BF16",
+}
+SPLIT_COLUMNS = {
+    "layer": "layer",
+    "tokens": "tokens",
+    "bf16.gpu_us": "GPU: BF16 LoRA µs",
+    "bf16_peft.gpu_us": "BF16 LoRA, as PEFT does",
+    "own.gpu_us": "NVFP4, own copy",
+    "borrowed.gpu_us": "NVFP4, Marlin layout",
+    "own_gpu_ratio": "own : BF16",
+    "borrowed_gpu_ratio": "borrowed : BF16",
+    "bf16.cpu_us": "CPU: BF16 LoRA µs",
+    "bf16_peft.cpu_us": "BF16 LoRA, as PEFT does",
+    "own.cpu_us": "NVFP4, own copy",
+    "borrowed.cpu_us": "NVFP4, Marlin layout",
 }
 HEAD_COLUMNS = {
     "variant": "variant",

@@ -19,6 +19,8 @@ from qerl_kernels import (
     reference,
     select_backend,
     selected_backend,
+    triton_dequantize,
+    triton_tuning,
 )
 from qerl_kernels.backend import triton_available
 
@@ -40,6 +42,13 @@ def triton_on_poisoned_memory():
     select_backend("torch")
 
 
+def tuned(op, *args, **options):
+    """What the launch that was kept writes: on a GPU, the first call of a size tries every choice on its output."""
+    if DEVICE == "cuda":
+        op(*args, **options)
+    return op(*args, **options)
+
+
 def weight(rows, columns, dtype=torch.bfloat16):
     torch.manual_seed(0)
     weight = torch.randn(rows, columns) * 0.05
@@ -53,7 +62,7 @@ def weight(rows, columns, dtype=torch.bfloat16):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_quantize_is_bit_for_bit_the_references(shape, dtype):
     source = weight(*shape, dtype)
-    ours, truth = quantize_nvfp4(source), reference.quantize_nvfp4(source.cpu())
+    ours, truth = tuned(quantize_nvfp4, source), reference.quantize_nvfp4(source.cpu())
     assert torch.equal(ours.packed.cpu(), truth.packed)
     assert torch.equal(ours.scale.cpu().view(torch.uint8), truth.scale.view(torch.uint8))
     assert torch.equal(ours.global_scale.cpu(), truth.global_scale)
@@ -76,14 +85,14 @@ def test_every_e4m3_scale_and_every_rounding_boundary_quantizes_as_the_reference
 def test_dequantize_is_bit_for_bit_the_references(shape, dtype):
     packed, scale, _ = reference.quantize_nvfp4(weight(*shape))
     expected = reference.dequantize_nvfp4_unscaled(packed, scale, dtype)
-    assert torch.equal(dequantize_nvfp4_unscaled(packed, scale, dtype), expected)
+    assert torch.equal(tuned(dequantize_nvfp4_unscaled, packed, scale, dtype), expected)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_dequantize_mxfp4_is_bit_for_bit_the_references(shape):
     packed, scale = quantize_mxfp4(weight(*shape))
     expected = reference.dequantize_mxfp4(packed, scale, torch.bfloat16)
-    assert torch.equal(dequantize_mxfp4(packed, scale, torch.bfloat16), expected)
+    assert torch.equal(tuned(dequantize_mxfp4, packed, scale, torch.bfloat16), expected)
     scale[0, 0] = 0  # the subnormal 2**-127
     expected = reference.dequantize_mxfp4(packed, scale, torch.float32)
     assert torch.equal(dequantize_mxfp4(packed, scale, torch.float32), expected)
@@ -96,9 +105,33 @@ def test_dequantize_marlin_is_bit_for_bit_the_references(shape, mx):
     words, scale, _ = marlin.to_marlin(quantize_mxfp4(source) if mx else reference.quantize_nvfp4(source))
     for start in range(0, shape[0], max(64, shape[0] // 192 * 64)):
         expected = marlin.dequantize_marlin(words, scale, torch.bfloat16, start, mx=mx)
-        assert torch.equal(dequantize_marlin(words, scale, torch.bfloat16, start, mx=mx), expected)
+        assert torch.equal(tuned(dequantize_marlin, words, scale, torch.bfloat16, start, mx=mx), expected)
     expected = marlin.dequantize_marlin(words, scale, torch.float32, 0, 64, mx=mx)
     assert torch.equal(dequantize_marlin(words, scale, torch.float32, 0, 64, mx=mx), expected)
+
+
+CHOICES = [("_rows", choice) for choice in triton_dequantize._rows._choices]
+CHOICES += [("_marlin", choice) for choice in triton_dequantize._marlin._choices]
+
+
+@pytest.mark.parametrize("mx", [False, True])
+@pytest.mark.parametrize(("kernel", "choice"), CHOICES)
+def test_every_choice_of_tiles_gives_the_same_bits(monkeypatch, kernel, choice, mx):
+    function = getattr(triton_dequantize, kernel)._kernel
+    monkeypatch.setattr(triton_dequantize, kernel, triton_tuning.Tuned(function, [choice]))
+    tensor = (quantize_mxfp4 if mx else reference.quantize_nvfp4)(weight(128, 352))
+    if kernel == "_rows":
+        op, truth = (
+            (dequantize_mxfp4, reference.dequantize_mxfp4)
+            if mx
+            else (dequantize_nvfp4_unscaled, reference.dequantize_nvfp4_unscaled)
+        )
+        inputs, options = tensor[:2], {}
+    else:
+        op, truth = dequantize_marlin, marlin.dequantize_marlin
+        inputs, options = marlin.to_marlin(tensor)[:2], {"mx": mx}
+    actual = tuned(op, *inputs, torch.bfloat16, **options)
+    assert torch.equal(actual, truth(*inputs, torch.bfloat16, **options))
 
 
 def test_every_code_and_every_scale_expands_as_the_reference():

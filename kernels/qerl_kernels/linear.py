@@ -116,19 +116,19 @@ class _Marlin(NamedTuple):
     mx: bool
 
     def dense(self, dtype: torch.dtype) -> Tensor:
-        return ops.dequantize_marlin(self.weight, self.scale, dtype, self.start, self.stop, mx=self.mx)
+        return ops.dequantize_marlin_rows(self.weight, self.scale, self.start, self.stop, self.mx, dtype)
 
 
 def _linear(
     x: Tensor, source: _Full | _Rows | _Marlin, alpha: float, bias: Tensor | None, lora: LoraFactors | None
 ) -> Tensor:
-    flat = x.reshape(-1, x.shape[-1])
+    if x.dim() != 2:  # autograd records each view
+        flat = _linear(x.reshape(-1, x.shape[-1]), source, alpha, bias, lora)
+        return flat.view(*x.shape[:-1], flat.shape[-1])
     # The packed tensors travel inside a closure: autograd neither saves them nor watches their versions.
     if lora is None:
-        y = _QuantizedLinear.apply(flat, source.dense, alpha, bias)
-    else:
-        y = _QuantizedLoraLinear.apply(flat, source.dense, alpha, bias, lora.a, lora.b, lora.scaling)
-    return y.view(*x.shape[:-1], y.shape[-1])
+        return _QuantizedLinear.apply(x, source.dense, alpha, bias)
+    return _QuantizedLoraLinear.apply(x, source.dense, alpha, bias, lora.a, lora.b, lora.scaling)
 
 
 Dense = Callable[[torch.dtype], Tensor]
@@ -165,23 +165,26 @@ class _QuantizedLoraLinear(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, dense: Dense, alpha: float, bias: Tensor | None, a: Tensor, b: Tensor, scaling: float
     ) -> Tensor:
-        hidden = x @ a.to(x.dtype).t()
+        low_a, low_b = a.to(x.dtype), b.to(x.dtype)
+        hidden = torch.mm(x, low_a.t())
         y = _product(x, dense(x.dtype).t(), alpha, bias)
-        y = _add_product(y, hidden, b.to(x.dtype).t(), scaling)
-        ctx.save_for_backward(x, hidden, a, b)
-        ctx.dense, ctx.alpha, ctx.scaling = dense, alpha, scaling
+        y = _add_product(y, hidden, low_b.t(), scaling)
+        ctx.save_for_backward(x, hidden, low_a, low_b)  # small beside x, and not rounded again in backward
+        ctx.dense, ctx.alpha, ctx.scaling, ctx.dtypes = dense, alpha, scaling, (a.dtype, b.dtype)
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, hidden, a, b = ctx.saved_tensors
-        inner = _product(grad, b.to(x.dtype), ctx.scaling, None)
+        scaling, needed = ctx.scaling, ctx.needs_input_grad
         dx = da = db = None
-        if ctx.needs_input_grad[0]:
-            dx = _add_product(inner @ a.to(x.dtype), grad, ctx.dense(x.dtype), ctx.alpha)
-        if ctx.needs_input_grad[4]:
-            da = (inner.t() @ x).to(a.dtype)
-        if ctx.needs_input_grad[5]:
-            db = _product(grad.t(), hidden, ctx.scaling, None).to(b.dtype)
+        if needed[0] or needed[4]:
+            inner = _product(grad, b, scaling, None)
+        if needed[0]:
+            dx = _add_product(torch.mm(inner, a), grad, ctx.dense(x.dtype), ctx.alpha)
+        if needed[4]:
+            da = torch.mm(inner.t(), x).to(ctx.dtypes[0])
+        if needed[5]:
+            db = _product(grad.t(), hidden, scaling, None).to(ctx.dtypes[1])
         return dx, None, None, None, da, db, None

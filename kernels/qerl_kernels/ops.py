@@ -1,4 +1,11 @@
-"""The ops on the selected backend; dequantization is a PyTorch operator, opaque to torch.compile."""
+"""The ops on the selected backend; dequantization is a PyTorch operator, opaque to torch.compile.
+
+Outside of torch.compile it is called past PyTorch's dispatcher, whose way into Python and back costs more time than the
+launch.
+"""
+
+import functools
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -25,12 +32,16 @@ def dequantize_nvfp4_unscaled(packed: Tensor, scale: Tensor, dtype: torch.dtype)
     Returns:
         dtype [N, K].
     """
-    return torch.ops.qerl.dequantize_nvfp4(packed, scale, dtype)
+    if torch.compiler.is_compiling():
+        return torch.ops.qerl.dequantize_nvfp4(packed, scale, dtype)
+    return _dequantize_nvfp4(packed, scale, dtype)
 
 
 def dequantize_mxfp4(packed: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """e2m1 * 2**(scale - 127) of an MXFP4 weight: packed uint8 [N, K/2], scale uint8 [N, K/32] -> dtype [N, K]."""
-    return torch.ops.qerl.dequantize_mxfp4(packed, scale, dtype)
+    if torch.compiler.is_compiling():
+        return torch.ops.qerl.dequantize_mxfp4(packed, scale, dtype)
+    return _dequantize_mxfp4(packed, scale, dtype)
 
 
 def dequantize_marlin(
@@ -38,7 +49,16 @@ def dequantize_marlin(
 ) -> Tensor:
     """Rows of a weight in Marlin's layout, without its global scale, as `marlin.dequantize_marlin` gives them."""
     start, stop = marlin.check_rows(weight, start, stop)
-    return torch.ops.qerl.dequantize_marlin(weight, scale, start, stop, mx, dtype)
+    return dequantize_marlin_rows(weight, scale, start, stop, mx, dtype)
+
+
+def dequantize_marlin_rows(
+    weight: Tensor, scale: Tensor, start: int, stop: int, mx: bool, dtype: torch.dtype
+) -> Tensor:
+    """The same for bounds that were checked before."""
+    if torch.compiler.is_compiling():
+        return torch.ops.qerl.dequantize_marlin(weight, scale, start, stop, mx, dtype)
+    return _dequantize_marlin(weight, scale, start, stop, mx, dtype)
 
 
 def quantize_nvfp4(
@@ -53,27 +73,29 @@ def quantize_nvfp4(
     return reference.quantize_nvfp4(weight, global_scale, block_scales=block_scales)
 
 
+@functools.cache
+def _triton() -> ModuleType:
+    """The kernels, imported where they first run: without Triton the rest of the package works."""
+    from qerl_kernels import triton_dequantize
+
+    return triton_dequantize
+
+
 def _dequantize_nvfp4(packed: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     if runs_triton(packed):
-        from qerl_kernels import triton_dequantize
-
-        return triton_dequantize.from_rows(packed, scale, dtype, mx=False)
+        return _triton().from_rows(packed, scale, dtype, mx=False)
     return reference.dequantize_nvfp4_unscaled(packed, scale, dtype)
 
 
 def _dequantize_mxfp4(packed: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     if runs_triton(packed):
-        from qerl_kernels import triton_dequantize
-
-        return triton_dequantize.from_rows(packed, scale, dtype, mx=True)
+        return _triton().from_rows(packed, scale, dtype, mx=True)
     return reference.dequantize_mxfp4(packed, scale, dtype)
 
 
 def _dequantize_marlin(weight: Tensor, scale: Tensor, start: int, stop: int, mx: bool, dtype: torch.dtype) -> Tensor:
     if runs_triton(weight):
-        from qerl_kernels import triton_dequantize
-
-        return triton_dequantize.from_marlin(weight, scale, start, stop, dtype, mx=mx)
+        return _triton().from_marlin(weight, scale, start, stop, dtype, mx=mx)
     return marlin.dequantize_marlin(weight, scale, dtype, start, stop, mx=mx)
 
 

@@ -10,10 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qerl_kernels.triton_tuning import tuned
-
-ROWS = [({"BLOCK": block}, warps) for block, warps in ((1024, 4), (512, 4), (2048, 4), (2048, 8))]
-MARLIN = [({"TILES": tiles}, warps) for tiles, warps in ((4, 4), (4, 8), (8, 4), (8, 8), (4, 2))]
+from qerl_kernels.triton_tuning import Tuned
 
 
 @triton.jit
@@ -45,7 +42,6 @@ def _unit(byte, MX: tl.constexpr, MARLIN: tl.constexpr):
     return unit
 
 
-@tuned(ROWS, key=["total"])
 @triton.jit
 def _rows_kernel(words, scales, out, total, MX: tl.constexpr, BLOCK: tl.constexpr):
     """out[8i:8i+8] from words[i], flat: rows divide into blocks, so neither words nor scales straddle them."""
@@ -61,7 +57,6 @@ def _rows_kernel(words, scales, out, total, MX: tl.constexpr, BLOCK: tl.constexp
     tl.store(out + at, values.to(out.dtype.element_ty), mask=inside[:, None])
 
 
-@tuned(MARLIN, key=["k_tiles", "stride_words"])
 @triton.jit
 def _marlin_kernel(words, scales, out, k_tiles, stride_words, stride_scales, MX: tl.constexpr, TILES: tl.constexpr):
     """A tile of 64 output by 16 * TILES input features: a row of 128 words is 64 x 16 weights.
@@ -88,27 +83,48 @@ def _marlin_kernel(words, scales, out, k_tiles, stride_words, stride_scales, MX:
     tl.store(out + n * k_tiles * 16 + k, values.to(out.dtype.element_ty), mask=k < k_tiles * 16)
 
 
+# Large matrices like much work a program, small ones many programs: these fill the device's 132 processors evenly.
+_rows = Tuned(
+    _rows_kernel,
+    [
+        ({"BLOCK": block}, warps)
+        for block, warps in ((1024, 4), (512, 4), (2048, 4), (2048, 8), (512, 2), (256, 2), (256, 1))
+    ],
+)
+_marlin = Tuned(
+    _marlin_kernel,
+    [({"TILES": tiles}, warps) for tiles, warps in ((4, 4), (4, 8), (8, 4), (8, 8), (4, 2), (2, 4), (2, 2), (2, 1))],
+)
+
+
 def from_rows(packed: Tensor, scale: Tensor, dtype: torch.dtype, *, mx: bool) -> Tensor:
     """packed uint8 [N, K/2] and scale, a byte each block, [N, K/16] ([N, K/32] for MXFP4) -> dtype [N, K]."""
-    words = packed.contiguous().view(torch.int32)
-    out = packed.new_empty((packed.shape[0], 2 * packed.shape[1]), dtype=dtype)
-    scales = scale.contiguous().view(torch.uint8)
-
-    def grid(meta):
-        return (triton.cdiv(words.numel(), meta["BLOCK"]),)
-
-    _rows_kernel[grid](words, scales, out, words.numel(), MX=mx)
+    packed, scale = packed.contiguous(), scale.contiguous()
+    rows, columns = packed.shape
+    out = packed.new_empty((rows, 2 * columns), dtype=dtype)
+    total, words, scales = rows * columns // 4, packed.data_ptr(), scale.data_ptr()
+    key = (total, dtype, mx, packed.get_device(), words % 16, scales % 16)
+    launch = _rows.get(key)
+    if launch is None:
+        arguments = (packed.view(torch.int32), scale.view(torch.uint8), out, total)
+        _rows.tune(key, arguments, lambda meta: (triton.cdiv(total, meta["BLOCK"]), 1, 1), MX=mx)
+    else:
+        launch(words, scales, out.data_ptr(), total)
     return out
 
 
 def from_marlin(weight: Tensor, scale: Tensor, start: int, stop: int, dtype: torch.dtype, *, mx: bool) -> Tensor:
     """Rows [start:stop) of a Marlin weight int32 [K/16, 2N] with its scales -> dtype [stop - start, K]."""
-    words, scales = weight[:, 2 * start :], scale.view(torch.uint8)[:, start:]
     k_tiles, n_tiles = weight.shape[0], (stop - start) // 64
     out = weight.new_empty((stop - start, 16 * k_tiles), dtype=dtype)
-
-    def grid(meta):
-        return (triton.cdiv(k_tiles, meta["TILES"]), n_tiles)
-
-    _marlin_kernel[grid](words, scales, out, k_tiles, weight.stride(0), scale.stride(0), MX=mx)
+    strides = weight.stride(0), scale.stride(0)
+    # Eight bytes of codes and one of scales a row of the slice, whose start is a multiple of 64.
+    words, scales = weight.data_ptr() + 8 * start, scale.data_ptr() + start
+    key = (k_tiles, n_tiles, strides, dtype, mx, weight.get_device(), words % 16, scales % 16)
+    launch = _marlin.get(key)
+    if launch is None:
+        arguments = (weight[:, 2 * start :], scale.view(torch.uint8)[:, start:], out, k_tiles, *strides)
+        _marlin.tune(key, arguments, lambda meta: (triton.cdiv(k_tiles, meta["TILES"]), n_tiles, 1), MX=mx)
+    else:
+        launch(words, scales, out.data_ptr(), k_tiles, *strides)
     return out

@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from qerl_kernels.reference import BLOCK, NVFP4Tensor, check_matrix
-from qerl_kernels.triton_tuning import tuned
+from qerl_kernels.triton_tuning import Tuned
 
 
 @triton.jit
@@ -34,7 +34,6 @@ def _rounded(x, dtype: tl.constexpr):
     return result
 
 
-@tuned([({"BLOCKS": blocks}, warps) for blocks, warps in ((128, 4), (256, 4), (64, 2), (256, 8))], key=["total"])
 @triton.jit
 def _nvfp4_kernel(weight, global_scale, packed, scales, total, BLOCKS: tl.constexpr):
     """BLOCKS blocks of 16 weights, flat."""
@@ -58,16 +57,25 @@ def _nvfp4_kernel(weight, global_scale, packed, scales, total, BLOCKS: tl.conste
     tl.store(scales + block, byte.to(tl.uint8), mask=inside)
 
 
+_nvfp4 = Tuned(
+    _nvfp4_kernel, [({"BLOCKS": blocks}, warps) for blocks, warps in ((128, 4), (256, 4), (64, 2), (256, 8))]
+)
+
+
 def quantize_nvfp4(weight: Tensor, global_scale: Tensor) -> NVFP4Tensor:
     """`reference.quantize_nvfp4` with min-max scales: weight [N, K], global_scale float32 of one element."""
     check_matrix(weight, BLOCK, "NVFP4")
+    weight = weight.contiguous()
     rows, columns = weight.shape
     packed = weight.new_empty((rows, columns // 2), dtype=torch.uint8)
     scale = weight.new_empty((rows, columns // BLOCK), dtype=torch.uint8)
     gs = global_scale.float().reshape(1)
-
-    def grid(meta):
-        return (triton.cdiv(scale.numel(), meta["BLOCKS"]),)
-
-    _nvfp4_kernel[grid](weight.contiguous(), gs, packed, scale, scale.numel())
+    total, tensors = scale.numel(), (weight, gs, packed, scale)
+    addresses = [tensor.data_ptr() for tensor in tensors]
+    key = (total, weight.dtype, weight.get_device(), addresses[0] % 16, addresses[1] % 16)
+    launch = _nvfp4.get(key)
+    if launch is None:
+        _nvfp4.tune(key, (*tensors, total), lambda meta: (triton.cdiv(total, meta["BLOCKS"]), 1, 1))
+    else:
+        launch(*addresses, total)
     return NVFP4Tensor(packed, scale.view(torch.float8_e4m3fn), gs)
