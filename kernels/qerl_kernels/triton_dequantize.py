@@ -93,7 +93,8 @@ _rows = Tuned(
 )
 _marlin = Tuned(
     _marlin_kernel,
-    [({"TILES": tiles}, warps) for tiles, warps in ((4, 4), (4, 8), (8, 4), (8, 8), (4, 2), (2, 4), (2, 2), (2, 1))],
+    # Not two tiles on one warp: Triton 3.6 compiles that to wrong MXFP4 values on sm_90.
+    [({"TILES": tiles}, warps) for tiles, warps in ((4, 4), (4, 8), (8, 4), (8, 8), (4, 2), (2, 4), (2, 2))],
 )
 
 
