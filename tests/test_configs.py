@@ -84,9 +84,9 @@ def test_a_shipped_file_builds_what_it_names(path: Path) -> None:
     assert isinstance(settings.data, PromptDataModule) and isinstance(settings.model.objective, Objective)
     assert settings.trainer.default_root_dir == f"runs/{path.stem}"
     completions = settings.data.batch_size * rollout.group_size
-    assert completions % settings.model.minibatches == 0
+    assert completions % settings.model.update.minibatches == 0
     longest = settings.data.max_prompt_tokens + rollout.sampling.max_tokens
-    assert settings.model.micro_batch_tokens is None or settings.model.micro_batch_tokens >= longest
+    assert settings.model.update.micro_batch_tokens is None or settings.model.update.micro_batch_tokens >= longest
     for reward in rollout.rewards:
         if reward.name == "overlong":
             assert reward.max_length == rollout.sampling.max_tokens
