@@ -1,15 +1,15 @@
-"""The vLLM engine alone on one GPU: decode speed, noise, sync time and sleep, as a Markdown table and JSON.
+"""The vLLM engine alone on one GPU: rollout speed, noise, sync time and sleep, as a Markdown table and JSON.
 
     python benchmarks/engine_h200.py --out benchmarks/results
 
-Random weights of the model's shape, made by this package's quantizer; about five minutes at 7B, most of it two
-starts of vLLM. Each kind of base runs in a process of its own, so that memory figures are its own.
-`--shape tiny --device cpu` runs the whole script on the CPU build.
+Random weights of the model's shape, made by this package's quantizer; about eight minutes at 7B, most of it four starts
+of vLLM, each in a process of its own, so that memory figures are its own: NVFP4 with Marlin and with Humming kernels,
+BF16, and BF16 as plain vLLM serves a LoRA adapter. `--shape tiny --device cpu --parts nvfp4 bf16 stock` runs the script
+on the CPU build.
 """
 
 import argparse
 import json
-import shutil
 import statistics
 import subprocess
 import sys
@@ -23,6 +23,7 @@ from typing import Any
 import report
 import torch
 from random_model import SHAPES, config_of, write_model
+from stock_engine import StockEngine
 from transformers import AutoConfig
 
 from qerl_pl.engines import EngineSpec, VLLMEngine
@@ -32,6 +33,7 @@ from qerl_pl.types import PolicyWeights, RolloutRequest, SamplingConfig
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 RANK = 32
+PARTS = {"nvfp4": "NVFP4", "humming": "NVFP4", "bf16": "BF16", "stock": "BF16, vLLM's LoRA"}
 SIGMAS = [1e-2 * 10 ** (-2 * stage / 8) for stage in range(9)]
 
 
@@ -73,37 +75,37 @@ def prompts_of(count: int, length: int, vocabulary: int) -> list[RolloutRequest]
     return [RolloutRequest(tuple(row), (index,)) for index, row in enumerate(ids.tolist())]
 
 
-def measure_speed(engine: VLLMEngine, weights: PolicyWeights, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Tokens a second of whole rollouts and of decoding alone, with the adapter and without."""
+def measure_speed(engine: VLLMEngine | StockEngine, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Tokens a second of whole rollouts and of decoding alone, medians and extremes of several runs."""
     device, vocabulary = torch.device(args.device), SHAPES[args.shape][-1]
+    engine.generate(prompts_of(args.batches[0], args.prompt, vocabulary), SamplingConfig(max_tokens=8))  # warm up
     rows = []
-    for lora in (True, False):
-        engine.sync(weights if lora else PolicyWeights(0, None, 1.0))
-        engine.generate(prompts_of(args.batches[0], args.prompt, vocabulary), SamplingConfig(max_tokens=8))  # warm up
-        for batch in args.batches:
-            requests = prompts_of(batch, args.prompt, vocabulary)
+    for batch in args.batches:
+        requests = prompts_of(batch, args.prompt, vocabulary)
 
-            def run(tokens: int, requests: list[RolloutRequest] = requests) -> float:
-                return timed(device, lambda: engine.generate(requests, SamplingConfig(max_tokens=tokens)))
+        def run(tokens: int, requests: list[RolloutRequest] = requests) -> float:
+            return timed(device, lambda: engine.generate(requests, SamplingConfig(max_tokens=tokens)))
 
-            prefill, whole = run(1), run(args.tokens)
-            rows.append(
-                {
-                    "lora": lora,
-                    "batch": batch,
-                    "rollout_tokens_per_s": batch * args.tokens / whole,
-                    "decode_tokens_per_s": batch * (args.tokens - 1) / (whole - prefill),
-                    "prefill_tokens_per_s": batch * args.prompt / prefill,
-                }
-            )
+        run(1)
+        prefill = statistics.median(run(1) for _ in range(args.repeats))
+        whole = sorted(run(args.tokens) for _ in range(args.repeats))
+        middle = statistics.median(whole)
+        rows.append(
+            {
+                "batch": batch,
+                "rollout_tokens_per_s": batch * args.tokens / middle,
+                "slowest": batch * args.tokens / whole[-1],
+                "fastest": batch * args.tokens / whole[0],
+                "decode_tokens_per_s": batch * (args.tokens - 1) / (middle - prefill),
+                "prefill_tokens_per_s": batch * args.prompt / prefill,
+            }
+        )
     return rows
 
 
 def measure_noise(engine: VLLMEngine, weights: PolicyWeights, args: argparse.Namespace) -> dict[str, Any]:
     """Whether greedy output repeats when nothing changes; each stage's noise, asked and measured; whether greedy output
     changes with it, and whether it comes back bit-equal.
-
-    With the adapter it need not repeat: vLLM's LoRA shrink kernel adds up parts of a sum in the order they finish.
     """
     requests = prompts_of(4, args.prompt, SHAPES[args.shape][-1])
     greedy = SamplingConfig(max_tokens=min(32, args.tokens), temperature=0.0)
@@ -137,7 +139,7 @@ def measure_sync(engine: VLLMEngine, weights: PolicyWeights, device: torch.devic
 
 
 def measure_sleep(engine: VLLMEngine, weights: PolicyWeights, args: argparse.Namespace) -> dict[str, Any]:
-    """Memory before, during and after sleep, over many cycles; `weights` without adapter, so that output repeats."""
+    """Memory before, during and after sleep, over many cycles, and whether the output stays the same."""
     device = torch.device(args.device)
     requests = prompts_of(2, args.prompt, SHAPES[args.shape][-1])
     greedy = SamplingConfig(max_tokens=min(16, args.tokens), temperature=0.0)
@@ -163,48 +165,70 @@ def measure_sleep(engine: VLLMEngine, weights: PolicyWeights, args: argparse.Nam
 
 
 def run_part(part: str, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Everything that is measured with one kind of base."""
+    """Everything that is measured with one kind of base or kernels."""
     device = torch.device(args.device)
-    base = folder / part
-    if part == "nvfp4":
-        seconds = timed(device, lambda: write_model(base, args.shape, device))
-    else:
+    quantized = part in ("nvfp4", "humming")
+    base = folder / ("nvfp4" if quantized else part)
+    if quantized and not base.exists():
+        write_model(base, args.shape, device)
+    elif not quantized:
         base.mkdir()
         (base / "config.json").write_text(json.dumps(config_of(args.shape)))
-        seconds = 0.0
+    spec = EngineSpec(base, torch.bfloat16, device, RANK, TARGETS, args.prompt + args.tokens)
+    weights = random_policy(base, spec, None)
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    spec = EngineSpec(base, torch.bfloat16, device, RANK, TARGETS, args.prompt + args.tokens)
+    if part == "stock":
+        assert weights.adapter is not None
+        return {
+            "kernels": [],
+            "speed": measure_speed(StockEngine(base, spec, weights.adapter, max(args.batches), args.kv_gib), args),
+        }
     engine = VLLMEngine(
         kv_cache_gib=args.kv_gib,
         max_num_seqs=max(args.batches),
-        linear_backend=args.backend,
+        linear_backend="humming" if part == "humming" else "marlin",
         prefix_caching=False,
-        load_format="auto" if part == "nvfp4" else "dummy",
+        load_format="auto" if quantized else "dummy",
     )
     start = timed(device, lambda: engine.launch(spec))
-    result: dict[str, Any] = {"kernels": engine.kernels, "write_s": seconds, "start_s": start}
-    result["memory_after_start_gib"] = used_gib(device)
-    weights = random_policy(base, spec, None)
-    result["speed"] = measure_speed(engine, weights, args)
+    result: dict[str, Any] = {"kernels": engine.kernels, "start_s": start, "memory_after_start_gib": used_gib(device)}
+    engine.sync(weights)
+    result["speed"] = measure_speed(engine, args)
     result["sync"] = measure_sync(engine, weights, device)
     if part == "nvfp4":
         off = PolicyWeights(0, None, 1.0)
         result["noise"] = {name: measure_noise(engine, one, args) for name, one in (("off", off), ("on", weights))}
-        result["sleep"] = measure_sleep(engine, off, args)
+        result["sleep"] = measure_sleep(engine, weights, args)
     engine.close()
     return result
 
 
-def tables(parts: dict[str, Any]) -> str:
-    """The figures as Markdown."""
-    speed, start, rest = [], [], []
+def speed_rows(parts: dict[str, Any]) -> list[list[object]]:
+    """Rates of each part, and over plain vLLM's in 16 bits at the same batch."""
+    bases = {row["batch"]: row["rollout_tokens_per_s"] for row in parts.get("stock", {}).get("speed", [])}
+    rows: list[list[object]] = []
     for name, part in parts.items():
         for row in part["speed"]:
-            rates = [f"{row[f'{kind}_tokens_per_s']:.0f}" for kind in ("rollout", "decode", "prefill")]
-            speed.append([name, ", ".join(part["kernels"]), row["lora"], row["batch"], *rates])
-        times = " / ".join(f"{value:.1f}" for value in part["sync"].values())
-        start.append([name, f"{part['start_s']:.0f}", f"{part['memory_after_start_gib']:.2f}", times])
+            rate, base = row["rollout_tokens_per_s"], bases.get(row["batch"])
+            rates = [
+                f"{rate:.0f}",
+                f"{row['slowest']:.0f} to {row['fastest']:.0f}",
+                f"{rate / base:.2f}" if base else "–",
+            ]
+            rates += [f"{row[f'{kind}_tokens_per_s']:.0f}" for kind in ("decode", "prefill")]
+            rows.append([PARTS[name], ", ".join(part["kernels"]) or "–", row["batch"], *rates])
+    return rows
+
+
+def tables(parts: dict[str, Any]) -> str:
+    """The figures as Markdown."""
+    start, rest = [], []
+    for name, part in parts.items():
+        if "sync" in part:
+            times = " / ".join(f"{value:.1f}" for value in part["sync"].values())
+            memory = f"{part['memory_after_start_gib']:.2f}"
+            start.append([PARTS[name], ", ".join(part["kernels"]), f"{part['start_s']:.0f}", memory, times])
         stages = [
             [adapter, f"{row['sigma']:.4e}", f"{row['measured']:.4e}", row["changes"], row["comes_back_bit_equal"]]
             + [noise["repeats"]]
@@ -215,9 +239,18 @@ def tables(parts: dict[str, Any]) -> str:
             headers = ["adapter", "sigma asked", "measured", "greedy output changes", "comes back bit-equal"]
             rest.append(report.markdown([*headers, "repeats unchanged"], stages))
             rest.append(report.markdown(["sleep", ""], list(part["sleep"].items())))
-    headers = ["base", "kernels", "LoRA", "batch", "rollout tok/s", "decode tok/s", "prefill tok/s"]
-    found = [report.markdown(headers, speed)]
-    found.append(report.markdown(["base", "start s", "GiB after start", "sync ms p20 / p50 / p80"], start))
+    headers = [
+        "base",
+        "kernels",
+        "batch",
+        "rollout tok/s",
+        "range",
+        "over plain vLLM BF16",
+        "decode tok/s",
+        "prefill tok/s",
+    ]
+    found = [report.markdown(headers, speed_rows(parts))]
+    found.append(report.markdown(["base", "kernels", "start s", "GiB after start", "sync ms p20 / p50 / p80"], start))
     return "\n\n".join(found + rest)
 
 
@@ -225,29 +258,30 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="7b")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--backend", default="marlin", choices=("marlin", "humming", "auto"))
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--repeats", type=int, default=3, help="of each rollout")
     parser.add_argument("--batches", type=int, nargs="+", default=[8, 64, 192])
     parser.add_argument("--prompt", type=int, default=256, help="tokens of a prompt")
     parser.add_argument("--tokens", type=int, default=512, help="new tokens of a completion")
     parser.add_argument("--kv-gib", type=float, default=9.0)
     parser.add_argument("--cycles", type=int, default=50)
     parser.add_argument("--out", type=Path, required=True, help="folder for the table and the JSON")
-    parser.add_argument("--part", choices=("nvfp4", "bf16"), help="run one kind of base in this process")
+    parser.add_argument("--part", choices=PARTS, help="run this part in this process")
     parser.add_argument("--folder", type=Path, help="where that process writes")
     args = parser.parse_args()
     if args.part:
         (args.folder / f"{args.part}.json").write_text(json.dumps(run_part(args.part, args, args.folder)))
         return
+    settings = {name: str(value) for name, value in vars(args).items() if name not in ("out", "part", "folder")}
     results: dict[str, Any] = {}
     memory = Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as name:
         folder = Path(name)
-        for part in ("nvfp4", "bf16"):
+        for part in args.parts:
             subprocess.run([sys.executable, *sys.argv, "--part", part, "--folder", name], check=True)
             results[part] = json.loads((folder / f"{part}.json").read_text())
-            shutil.rmtree(folder / part)
-    settings = {name: str(value) for name, value in vars(args).items() if name not in ("out", "part", "folder")}
-    report.write(args.out, "engine", tables(results), {"settings": settings, "rank": RANK, "parts": results})
+            # After every part, so that a run that is cut short leaves what it measured.
+            report.write(args.out, "engine", tables(results), {"settings": settings, "rank": RANK, "parts": results})
 
 
 if __name__ == "__main__":

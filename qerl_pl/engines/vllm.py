@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
-from peft import LoraConfig
-from safetensors.torch import save_file
 from transformers import AutoConfig
 
 from qerl_pl.checkpoints import end_token_ids, is_nvfp4, load_tokenizer, write_dense_checkpoint
@@ -47,8 +45,7 @@ class VLLMEngine:
             does.
         sleep_mode: Give the key/value cache's memory back during the update (GPU only).
         share_weights: Let the trainer use vLLM's NVFP4 weights instead of loading the base a second time (GPU, marlin).
-        prefix_caching: Compute the prompt once for all its completions. Without it greedy decoding repeats bit for bit
-            on a GPU.
+        prefix_caching: Compute the prompt once for all its completions.
         load_format: auto reads the weights; dummy makes random ones from config.json alone, to measure speed.
     """
 
@@ -87,19 +84,17 @@ class VLLMEngine:
         """Class names of the kernels that vLLM has chosen for the linears."""
         self._spec: EngineSpec | None = None
         self._llm: Any = None
-        self._adapter: Any = None
-        self._use_adapter = False
         self._asleep = False
         self._shapes: dict[str, tuple[int, int]] = {}
         self._ends: tuple[int, ...] = ()
         self._has_tokenizer = False
 
     def launch(self, spec: EngineSpec) -> None:
-        """Start vLLM and register the adapter's slot.
+        """Start vLLM, with room for the adapter.
 
         Raises:
             UserError: vLLM is absent, of an unknown release or a build for another device, or refuses to start; the
-                kernel, the length or the rank asked for cannot be had; a LoRA target is no linear that vLLM adapts.
+                kernel or the length asked for cannot be had; a LoRA target is no linear of vLLM's model.
         """
         nvfp4 = is_nvfp4(spec.base)
         config = AutoConfig.from_pretrained(spec.base, local_files_only=True)
@@ -124,7 +119,6 @@ class VLLMEngine:
             VLLMEngine._alive += 1
             try:
                 self._check_start(nvfp4)
-                self._register_adapter(Path(folder) / "adapter")
             except UserError:
                 self.close()
                 raise
@@ -162,13 +156,7 @@ class VLLMEngine:
                 gpu_memory_utilization=0.01 if kv_gib is not None else self.gpu_memory_utilization,
                 kv_cache_memory_bytes=None if kv_gib is None else int(kv_gib * GIB),
                 linear_backend=self.linear_backend if nvfp4 and on_gpu else "auto",
-                enable_lora=True,
-                max_loras=1,
-                max_cpu_loras=1,
-                max_lora_rank=vllm_worker.smallest_rank(spec.lora_rank),
-                lora_target_modules=list(spec.lora_targets),
-                # Part of the key of vLLM's cache of compiled graphs: one compiled for 16-bit norms must not run here.
-                additional_config={"qerl_norms": "float32"},
+                additional_config=vllm_worker.engine_config(spec),
             )
         except (ValueError, RuntimeError, AssertionError, ImportError, VLLMValidationError) as error:
             if isinstance(error, UserError):
@@ -191,7 +179,7 @@ class VLLMEngine:
             )
         if left_out := sorted(set(self._shapes) - set(self._call("qerl_adapted"))):
             raise UserError(
-                f"LoRA targets must be linears that vLLM adapts; {left_out[0]} is none: take it out of the targets"
+                f"LoRA targets must be linears in vLLM's model; {left_out[0]} is none: take it out of the targets"
             )
         self.kernels = self._call("qerl_kernels")
         asked = self.linear_backend
@@ -211,22 +199,6 @@ class VLLMEngine:
             log.info("the trainer borrows vLLM's weights: %d linears, %s", len(lent.linears), ", ".join(lent.tensors))
         return lent
 
-    def _register_adapter(self, folder: Path) -> None:
-        """Give vLLM an adapter of zeros through its public interface: this fixes names, rank and slot."""
-        from vllm.lora.request import LoRARequest
-
-        assert self._spec is not None
-        rank = self._spec.lora_rank
-        zeros = {}
-        for name, (out_features, in_features) in self._shapes.items():
-            zeros[f"base_model.model.{name}.lora_A.weight"] = torch.zeros(rank, in_features, dtype=self._spec.dtype)
-            zeros[f"base_model.model.{name}.lora_B.weight"] = torch.zeros(out_features, rank, dtype=self._spec.dtype)
-        config = LoraConfig(r=rank, lora_alpha=rank, target_modules=list(self._spec.lora_targets))
-        config.save_pretrained(str(folder))
-        save_file(zeros, folder / "adapter_model.safetensors")
-        self._adapter = LoRARequest("policy", vllm_worker.ADAPTER_ID, str(folder))
-        self._llm.llm_engine.add_lora(self._adapter)
-
     def _call(self, method: str, *args: object) -> Any:
         return self._llm.collective_rpc(method, args=args)[0]
 
@@ -237,10 +209,9 @@ class VLLMEngine:
             UserError: The adapter names a linear, or has a rank, that the engine was not launched with.
         """
         assert self._spec is not None and self._llm is not None, "launch comes first"
-        if weights.adapter is not None:
-            check_adapter(weights.adapter, self._shapes, self._spec.lora_rank)
-            self._call("qerl_write_adapter", weights.adapter, weights.scaling)
-        self._use_adapter = weights.adapter is not None
+        adapter = weights.adapter or {}
+        check_adapter(adapter, self._shapes, self._spec.lora_rank)
+        self._call("qerl_write_adapter", adapter, weights.scaling)
         noise_std = self._call("qerl_write_norms", weights.norms, weights.noise)
         if not self._llm.reset_prefix_cache():
             raise RuntimeError("vLLM did not reset its prefix cache: a request is still running")
@@ -264,13 +235,11 @@ class VLLMEngine:
         # Small helpers that vLLM compiles even in eager mode would need a C++ compiler on a CPU.
         on_cpu = self._spec.device.type == "cpu"
         with torch.compiler.set_stance("force_eager") if on_cpu else nullcontext():
-            outputs = self._llm.generate(
-                prompts, params, use_tqdm=False, lora_request=self._adapter if self._use_adapter else None
-            )
+            outputs = self._llm.generate(prompts, params, use_tqdm=False)
         return regroup(requests, [completion_of(output.outputs[0]) for output in outputs])
 
     def sleep(self) -> None:
-        """Give the key/value cache's memory back. Weights, norms and adapter slots stay. On a CPU nothing happens."""
+        """Give the key/value cache's memory back. Weights, norms and adapter stay. On a CPU nothing happens."""
         assert self._spec is not None
         if self.sleep_mode and not self._asleep and self._spec.device.type == "cuda":
             self._llm.sleep(level=1)
@@ -283,7 +252,7 @@ class VLLMEngine:
             self._asleep = False
 
     def memory_gib(self) -> Mapping[str, float]:
-        """Adapter slots and key/value cache, what sleep has unmapped of it, and on a GPU the model."""
+        """Adapter and key/value cache, what sleep has unmapped of it, and on a GPU the model."""
         assert self._spec is not None, "launch comes first"
         held: dict[str, float] = self._call("qerl_memory_gib")
         if self._spec.device.type == "cpu":

@@ -5,6 +5,7 @@ Read in vLLM 0.25.1 and 0.30.0. vLLM is imported inside functions only, so that 
 
 import gc
 import importlib.util
+import itertools
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -15,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from qerl_pl.engines.base import LentLinear, LentWeights
+from qerl_pl.engines.base import EngineSpec, LentLinear, LentWeights
 from qerl_pl.engines.sizes import held_gib
+from qerl_pl.engines.vllm_adapter import Slots, attach_adapter
 from qerl_pl.errors import UserError
 from qerl_pl.noise import NormNoise, noisy_norm_names
 from qerl_pl.random_state import random_state, set_random_state
@@ -27,14 +29,13 @@ else:
     Worker = object
 
 FIRST_VERSION, LAST_VERSION = (0, 25), (0, 33)
-ADAPTER_ID = 1
-_NEEDED = (
-    "get_model",
-    "load_model",
-    "_maybe_get_memory_pool_context",
-    "model_runner.lora_manager._adapter_manager.modules",
-    "model_runner.lora_manager._adapter_manager.packed_modules",
-    "model_runner.lora_manager._adapter_manager.lora_index_to_id",
+CONFIG_KEY = "qerl"
+_NEEDED = ("_maybe_get_memory_pool_context", "model_runner.kv_caches")
+_NEEDED_OF_LINEARS = (
+    "quant_method.apply",
+    "input_size_per_partition",
+    "output_size_per_partition",
+    "output_partition_sizes",
 )
 
 
@@ -89,20 +90,12 @@ def worker_class(device: torch.device) -> str:
     )
 
 
-def smallest_rank(rank: int) -> int:
-    """Smallest LoRA rank that vLLM can be started with and that holds adapters of `rank`.
+def engine_config(spec: EngineSpec) -> dict[str, Any]:
+    """vLLM's `additional_config`: what the worker must know at loading.
 
-    Raises:
-        UserError: There is none.
+    It is part of the key of vLLM's cache of compiled graphs, so a graph of other norms or another adapter never runs.
     """
-    from typing import get_args
-
-    from vllm.config.lora import MaxLoRARanks
-
-    ranks = sorted(get_args(MaxLoRARanks))
-    if rank > ranks[-1]:
-        raise UserError(f"vLLM takes adapters of rank {ranks[-1]} at most; got rank {rank}: lower the policy's rank")
-    return next(size for size in ranks if size >= rank)
+    return {CONFIG_KEY: {"norms": "float32", "rank": spec.lora_rank, "targets": sorted(spec.lora_targets)}}
 
 
 @contextmanager
@@ -139,9 +132,10 @@ class PolicyWorker(Worker):
     """
 
     model_runner: Any
+    vllm_config: Any
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
-        """Load the model, then widen the scales of the noisy norms: before compilation and CUDA graphs see them."""
+        """Load the model, add the adapter, widen the noisy norms: before compilation and CUDA graphs see them."""
         from vllm.model_executor.layers.layernorm import RMSNorm
 
         super().load_model(load_dummy_weights=load_dummy_weights)
@@ -152,9 +146,29 @@ class PolicyWorker(Worker):
             norm = self._qerl_norms[name]
             norm.weight = nn.Parameter(norm.weight.data.float(), requires_grad=False)
         self._qerl_base = {name: self._qerl_norms[name].weight.data.clone() for name in self._qerl_noisy}
+        self._qerl_slots: Slots = {}
+        config, dtype = self.vllm_config.additional_config[CONFIG_KEY], self.vllm_config.model_config.dtype
+        for name, linear in ({} if self.qerl_missing() else self._linears()).items():
+            parts = [part for part in self._parts(name, linear) if part[0].rpartition(".")[2] in config["targets"]]
+            if parts:
+                self._qerl_slots |= attach_adapter(linear, parts, config["rank"], dtype)
+
+    def _linears(self) -> dict[str, Any]:
+        from vllm.model_executor.layers.linear import LinearBase
+
+        return {name: module for name, module in self.get_model().named_modules() if isinstance(module, LinearBase)}
+
+    def _parts(self, name: str, linear: Any) -> list[tuple[str, int, int]]:
+        """The base model's linears that vLLM has fused into its linear `name`: names and rows [start, stop)."""
+        stem, _, last = name.rpartition(".")
+        packed: Mapping[str, list[str]] = _look_up(self.get_model(), "packed_modules_mapping") or {}
+        sizes = linear.output_partition_sizes if last in packed else [linear.output_size_per_partition]
+        stops = list(itertools.accumulate(sizes))
+        names = [f"{stem}.{part}" for part in packed.get(last, [last])]
+        return [(part, stop - size, stop) for part, size, stop in zip(names, sizes, stops, strict=True)]
 
     def _maybe_get_memory_pool_context(self, tag: str) -> AbstractContextManager[None]:
-        # Only what is allocated in the pool is unmapped by `sleep`. Weights, norms and adapter slots stay outside:
+        # Only what is allocated in the pool is unmapped by `sleep`. Weights, norms and adapter stay outside:
         # the trainer may hold them too, and a wrong adapter after waking cannot happen.
         if tag != "kv_cache":
             return nullcontext()
@@ -164,25 +178,14 @@ class PolicyWorker(Worker):
     def qerl_missing(self) -> list[str]:
         """Names this class relies on that this vLLM lacks."""
         missing = [path for path in _NEEDED if _look_up(self, path) is None]
-        if not missing:
-            for module in self._manager.modules.values():
-                missing += [
-                    f"{type(module).__name__}.{m}" for m in ("set_lora", "reset_lora") if not _look_up(module, m)
-                ]
-        return missing
-
-    @property
-    def _manager(self) -> Any:
-        return self.model_runner.lora_manager._adapter_manager
-
-    def _parts(self, name: str) -> list[str]:
-        """Names in the base model of the linears that vLLM has fused into its module `name`."""
-        parts: list[str] = self._manager.packed_modules.get(name, [name])
-        return parts
+        for module in self._linears().values():
+            lacking = (path for path in _NEEDED_OF_LINEARS if _look_up(module, path) is None)
+            missing += [f"{type(module).__name__}.{path}" for path in lacking]
+        return sorted(set(missing))
 
     def qerl_adapted(self) -> list[str]:
-        """Linears of the base model that have an adapter slot; vLLM wraps lm_head too, but loads no adapter for it."""
-        return [part for name in self._manager.modules if name != "lm_head" for part in self._parts(name)]
+        """Linears of the base model that have an adapter."""
+        return list(self._qerl_slots)
 
     def qerl_noisy(self) -> list[str]:
         """Norms that take noise."""
@@ -191,60 +194,51 @@ class PolicyWorker(Worker):
     def qerl_kernels(self) -> list[str]:
         """Class names of the kernels or methods that multiply by the model's linears."""
         kernels = set()
-        for module in self.get_model().modules():
-            if _look_up(module, "input_size_per_partition") is not None:
-                kernels.add(_look_up(module, "scheme.kernel") or _look_up(module, "quant_method"))
-        return sorted({type(kernel).__name__ for kernel in kernels - {None}})
+        for module in self._linears().values():
+            method = _look_up(module, "quant_method.base") or module.quant_method
+            kernels.add(type(_look_up(module, "scheme.kernel") or method).__name__)
+        return sorted(kernels)
 
     def qerl_lend(self) -> LentWeights | None:
         """Marlin's NVFP4 weights by the names of the base model's linears, and the embeddings; None where padded."""
         model = self.get_model()
-        packed = model.packed_modules_mapping
         linears: dict[str, LentLinear] = {}
-        tensors: dict[str, Tensor] = {}
-        for full_name, module in model.named_modules():
-            name = full_name.removesuffix(".base_layer")  # inside LoRA's wrapper
-            if name in ("model.embed_tokens", "lm_head") and isinstance(_look_up(module, "weight"), Tensor):
-                tensors[f"{name}.weight"] = module.weight.data[: model.config.vocab_size]
+        for name, module in self._linears().items():
             if _look_up(module, "weight_global_scale") is None:
                 continue
             columns, rows = module.input_size_per_partition, module.output_size_per_partition
             if module.weight.shape != (columns // 16, 2 * rows) or rows % 64:
                 return None
-            stem, _, last = name.rpartition(".")
-            sizes = _look_up(module, "output_partition_sizes") if last in packed else [rows]
-            start = 0
-            for part, size in zip(packed.get(last, [last]), sizes, strict=True):
-                scale, global_scale = module.weight_scale.data, module.weight_global_scale.data
-                weight = LentLinear(module.weight.data, scale, global_scale, columns, start, start + size)
-                linears[f"{stem}.{part}"] = weight
-                start += size
+            held = (module.weight.data, module.weight_scale.data, module.weight_global_scale.data, columns)
+            for part, start, stop in self._parts(name, module):
+                linears[part] = LentLinear(*held, start, stop)
+        tensors: dict[str, Tensor] = {}
+        for name, module in model.named_modules():
+            if name in ("model.embed_tokens", "lm_head") and isinstance(_look_up(module, "weight"), Tensor):
+                tensors[f"{name}.weight"] = module.weight.data[: model.config.vocab_size]
         return LentWeights(linears, tensors)
 
     def qerl_memory_gib(self) -> dict[str, float]:
-        """GiB of the model, of the adapter's slots and of the key/value cache, mapped or not."""
-        model, wrapped = self.get_model(), self._manager.modules.values()
-        slots = (_look_up(module, f"lora_{side}_stacked") or () for module in wrapped for side in "ab")
+        """GiB of the model, of its adapter and of the key/value cache, mapped or not."""
+        model = self.get_model()
+        adapter = {name for name, _ in model.named_buffers() if name.endswith((".qerl_a", ".qerl_b"))}
+        held = dict((*model.named_parameters(), *model.named_buffers()))
         return {
-            "weights": held_gib((*model.parameters(), *model.buffers())),
-            "adapter": held_gib(tensor for stacked in slots for tensor in stacked),
+            "weights": held_gib(tensor for name, tensor in held.items() if name not in adapter),
+            "adapter": held_gib(tensor for name, tensor in held.items() if name in adapter),
             "kv_cache": held_gib(_look_up(self, "model_runner.kv_caches") or ()),
         }
 
     @torch.inference_mode()
     def qerl_write_adapter(self, adapter: Mapping[str, tuple[Tensor, Tensor]], scaling: float) -> None:
-        """Write A [r, in] and scaling * B [out, r] of each linear into the adapter's slot."""
-        slot = self._manager.lora_index_to_id.index(ADAPTER_ID)
-        for name, module in self._manager.modules.items():
-            pairs = [adapter.get(part) for part in self._parts(name)]
-            a = [None if pair is None else pair[0] for pair in pairs]
-            b = [None if pair is None else pair[1] * scaling for pair in pairs]
-            if all(pair is None for pair in pairs):
-                module.reset_lora(slot)
-            elif len(pairs) == 1:
-                module.set_lora(slot, a[0], b[0])
+        """Write A [r, in] and scaling * B [out, r] of each linear; zeros where the adapter has none."""
+        for name, (a, b) in self._qerl_slots.items():
+            if name in adapter:
+                a.copy_(adapter[name][0])
+                b.copy_(adapter[name][1] * scaling)
             else:
-                module.set_lora(slot, a, b)
+                a.zero_()
+                b.zero_()
 
     @torch.inference_mode()
     def qerl_write_norms(self, norms: Mapping[str, Tensor], noise: NormNoise | None) -> float:

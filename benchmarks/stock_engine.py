@@ -1,0 +1,59 @@
+"""vLLM without this package's worker, for comparison."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from peft import LoraConfig
+from safetensors.torch import save_file
+from torch import Tensor
+
+from qerl_pl.engines import EngineSpec, vllm_worker
+from qerl_pl.engines.vllm_requests import completion_of, request_params
+from qerl_pl.types import RolloutRequest, SamplingConfig
+
+Adapter = Mapping[str, tuple[Tensor, Tensor]]
+
+
+class StockEngine:
+    """vLLM as it comes: its own LoRA kernels, an adapter from a folder, 16-bit norms. For comparison only."""
+
+    def __init__(self, base: Path, spec: EngineSpec, adapter: Adapter, sequences: int, kv_gib: float) -> None:
+        vllm_worker.import_vllm()
+        from vllm import LLM
+        from vllm.lora.request import LoRARequest
+
+        folder = base / "adapter"
+        rank, targets = spec.lora_rank, list(spec.lora_targets)
+        LoraConfig(r=rank, lora_alpha=rank, target_modules=targets).save_pretrained(str(folder))
+        tensors = {
+            f"base_model.model.{name}.lora_{side}.weight": tensor.to("cpu", spec.dtype)
+            for name, pair in adapter.items()
+            for side, tensor in zip("AB", pair, strict=True)
+        }
+        save_file(tensors, folder / "adapter_model.safetensors")
+        self._adapter = LoRARequest("policy", 1, str(folder))
+        with vllm_worker.process_state_kept():
+            self._llm = LLM(
+                model=str(base),
+                dtype="bfloat16",
+                load_format="dummy",
+                skip_tokenizer_init=True,
+                max_model_len=spec.max_tokens,
+                max_num_seqs=sequences,
+                enable_prefix_caching=False,
+                enforce_eager=spec.device.type == "cpu",
+                logprobs_mode="processed_logprobs",
+                gpu_memory_utilization=0.01,
+                kv_cache_memory_bytes=int(kv_gib * 2**30),
+                enable_lora=True,
+                max_loras=1,
+                max_lora_rank=rank,
+                lora_target_modules=targets,
+            )
+
+    def generate(self, requests: list[RolloutRequest], sampling: SamplingConfig) -> None:
+        """Sample, and take the samples apart as `VLLMEngine` does."""
+        prompts = [{"prompt_token_ids": list(request.prompt_ids)} for request in requests]
+        params = [request_params(sampling, seed, ()) for request in requests for seed in request.seeds]
+        for output in self._llm.generate(prompts, params, use_tqdm=False, lora_request=self._adapter):
+            completion_of(output.outputs[0])

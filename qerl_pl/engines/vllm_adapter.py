@@ -1,0 +1,56 @@
+"""The adapter inside vLLM's linears, as two plain matrix products.
+
+vLLM's own LoRA kernels serve many adapters at once. For a single one they take more time than cuBLAS, and they sum with
+atomics, so that no rollout can be repeated bit for bit.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Slots = dict[str, tuple[Tensor, Tensor]]
+"""Views of A [r, in] and B [out, r] by the base model's name of a linear, to be written in place."""
+
+
+class AdaptedMethod:
+    """Stands in for the `quant_method` of one of vLLM's linears: its product, and the adapter's.
+
+    Always at work, also while the adapter is off: then A and B are zero, and the output is the base's.
+    """
+
+    def __init__(self, base: Any) -> None:
+        self.base = base
+
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x [tokens, in] -> [tokens, out]; the delta is added to the base's rounded output, as in the trainer."""
+        return torch.addmm(self.base.apply(layer, x, bias), x @ layer.qerl_a.T, layer.qerl_b.T)
+
+
+def attach_adapter(linear: Any, parts: Sequence[tuple[str, int, int]], rank: int, dtype: torch.dtype) -> Slots:
+    """Give a linear of vLLM an adapter of zeros, before vLLM compiles it.
+
+    One product with all A, one below the other, and one with all B, each in the block of its rows and ranks: a fused
+    projection takes two kernels too.
+
+    Args:
+        linear: vLLM's, which may hold several of the base model's.
+        parts: Those adapted: name in the base model, rows [start, stop) of the output.
+        rank: Of the adapter.
+        dtype: Of activations.
+
+    Returns:
+        What an adapter is written into.
+    """
+    device = next(linear.parameters()).device
+    columns, rows = linear.input_size_per_partition, linear.output_size_per_partition
+    # As buffers of the module they are inputs of vLLM's compiled graphs, which therefore see what is written.
+    linear.register_buffer("qerl_a", torch.zeros(len(parts) * rank, columns, dtype=dtype, device=device), False)
+    linear.register_buffer("qerl_b", torch.zeros(rows, len(parts) * rank, dtype=dtype, device=device), False)
+    linear.quant_method = AdaptedMethod(linear.quant_method)
+    slots = {}
+    for index, (part, start, stop) in enumerate(parts):
+        ranks = slice(index * rank, (index + 1) * rank)
+        slots[part] = (linear.qerl_a[ranks], linear.qerl_b[start:stop, ranks])
+    return slots
