@@ -131,6 +131,8 @@ def main(argv: list[str] | None = None) -> int:
     """
     argv = sys.argv[1:] if argv is None else argv
     _configure_logging()
+    # What PyTorch asks for where results must repeat, and the size it takes anyway; read when cuBLAS starts.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     sys.path.insert(0, str(Path.cwd()))  # a user's own reward or data module lies where the command is run
     try:
         if argv and argv[0] in COMMANDS:

@@ -1,6 +1,11 @@
-"""The random states of a process, as plain values that a checkpoint can hold and `torch.load` reads safely."""
+"""What makes a run repeat: the random states of a process, and algorithms that give the same bits each time.
+
+The states are plain values that a checkpoint can hold and `torch.load` reads safely.
+"""
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -28,3 +33,22 @@ def set_random_state(state: dict[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
     if torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
         torch.cuda.set_rng_state_all(state["cuda"])
+
+
+@contextmanager
+def deterministic() -> Iterator[None]:
+    """Inside the block PyTorch's algorithms repeat bit for bit; where it has none that does, it warns.
+
+    On a GPU this concerns the gradient of attention, which is otherwise summed in the order that blocks finish.
+    """
+    settings: Any = torch.utils.deterministic
+    filled = settings.fill_uninitialized_memory
+    enabled = torch.are_deterministic_algorithms_enabled()
+    warning = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=warning or not enabled)
+    settings.fill_uninitialized_memory = enabled and filled  # costs time and changes no result
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(enabled, warn_only=warning)
+        settings.fill_uninitialized_memory = filled

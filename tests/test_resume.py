@@ -12,10 +12,23 @@ from fit_helpers import configuration, fit
 from safetensors.torch import load_file
 
 
+def stop_where_an_update_may_not_repeat() -> None:
+    """Fails the run where gradients are computed without asking for algorithms that repeat, as a GPU needs."""
+    from qerl_pl.modules import update
+
+    plain = update.PolicyUpdate._accumulate
+
+    def accumulate(self, *args):  # type: ignore[no-untyped-def]
+        assert torch.are_deterministic_algorithms_enabled()
+        return plain(self, *args)
+
+    update.PolicyUpdate._accumulate = accumulate  # type: ignore[method-assign]
+
+
 @pytest.fixture(scope="module")
 def uninterrupted(tiny_policy_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = tmp_path_factory.mktemp("resume") / "whole"
-    status, output = fit(configuration(tiny_policy_dir, run))
+    status, output = fit(configuration(tiny_policy_dir, run), prepare=stop_where_an_update_may_not_repeat)
     assert status == 0, output
     return run
 

@@ -25,7 +25,7 @@ from qerl_pl.modules.policy import Policy, PolicyConfig
 from qerl_pl.modules.update import NonFiniteLossError, PolicyUpdate
 from qerl_pl.noise import NormNoise
 from qerl_pl.objectives import GRPO, Objective
-from qerl_pl.random_state import random_state, set_random_state
+from qerl_pl.random_state import deterministic, random_state, set_random_state
 from qerl_pl.seeding import stream_seed
 from qerl_pl.types import Evaluation, Prompt
 
@@ -212,7 +212,8 @@ class QeRLModule(LightningModule):
         optimizer, schedule = self.optimizers(), self.lr_schedulers()
         assert isinstance(optimizer, LightningOptimizer) and isinstance(schedule, LRScheduler)
         try:
-            return self.update.run(self.policy, experience, optimizer, schedule, self.manual_backward)
+            with deterministic():
+                return self.update.run(self.policy, experience, optimizer, schedule, self.manual_backward)
         except NonFiniteLossError as error:
             path = Path(self.trainer.default_root_dir) / "failed" / f"version-{self.policy_version}.ckpt"
             self.trainer.save_checkpoint(path)
