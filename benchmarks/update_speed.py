@@ -5,13 +5,16 @@
 
 One update is a forward and a backward pass of `Policy.token_logprobs` over packed sequences of 1024 random tokens
 (gradient checkpointing on, LoRA on all linears) and an AdamW step. "eager" is how public code trains on NVFP4: every
-forward dequantizes in plain PyTorch, and autograd keeps the dense weight until the backward pass.
+forward dequantizes in plain PyTorch, and autograd keeps the dense weight until the backward pass. Gradients repeat bit
+for bit, as in a run; "free" is NVFP4 without that.
 """
 
 import argparse
 import gc
+import os
 import statistics
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +29,10 @@ from torch.nn import functional
 from qerl_pl.modules import LoraConfig, Policy, PolicyConfig
 from qerl_pl.modules.lora import LoraLinear
 from qerl_pl.modules.nvfp4 import NVFP4Linear, QuantizedLinear
+from qerl_pl.random_state import deterministic
 
 GIB = 2**30
-WAYS = ("bf16", "nvfp4", "eager")
+WAYS = ("bf16", "nvfp4", "eager", "free")
 
 
 class EagerLinear(QuantizedLinear):
@@ -64,7 +68,9 @@ def load(way: str, base: Path, device: torch.device, rank: int) -> Policy:
     return policy
 
 
-def measure(policy: Policy, tokens: int, length: int, vocabulary: int, repeats: int) -> dict[str, float]:
+def measure(
+    policy: Policy, tokens: int, length: int, vocabulary: int, repeats: int, repeatable: bool = True
+) -> dict[str, float]:
     """Median seconds of an update on `tokens` packed tokens, after one that is not counted, and the peak of memory."""
     device = next(policy.parameters()).device
     length = min(length, tokens)
@@ -85,10 +91,11 @@ def measure(policy: Policy, tokens: int, length: int, vocabulary: int, repeats: 
             torch.cuda.synchronize()
         start = time.perf_counter()
         optimizer.zero_grad()
-        logprobs, _ = policy.token_logprobs(ids, lengths, mask, 1.0)
-        loss = -logprobs.sum() / mask.sum()
-        loss.backward()
-        optimizer.step()
+        with deterministic() if repeatable else nullcontext():
+            logprobs, _ = policy.token_logprobs(ids, lengths, mask, 1.0)
+            loss = -logprobs.sum() / mask.sum()
+            loss.backward()
+            optimizer.step()
         if on_gpu:
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
@@ -124,7 +131,9 @@ def run_way(way: str, args: argparse.Namespace) -> dict[int, dict[str, float]]:
         random_model.write_model(base, args.shape, device, nvfp4=nvfp4)
     policy = load(way, base, device, args.rank)
     vocabulary = random_model.SHAPES[args.shape][-1]
-    found = {count: measure(policy, count, args.length, vocabulary, args.repeats) for count in args.tokens}
+    found = {
+        count: measure(policy, count, args.length, vocabulary, args.repeats, way != "free") for count in args.tokens
+    }
     del policy
     gc.collect()
     if device.type == "cuda":
@@ -143,6 +152,7 @@ def main() -> None:
     parser.add_argument("--base", type=Path, default=Path("/dev/shm/qerl-shapes"), help="keeps the models")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # as the command line does
     if args.device == "cuda":
         select_backend("triton")
     found = {way: run_way(way, args) for way in WAYS}
