@@ -2,7 +2,9 @@
 
 import importlib.util
 import json
+import logging
 import math
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -151,6 +153,16 @@ def test_memory_is_that_of_the_weights_the_adapter_and_the_cache(engine: Rollout
     assert found.pop("kv_cache", 0.25) == pytest.approx(0.25, rel=0.05) and found.pop("released", 0.0) == 0.0
     expected = sum(sizes.values()) if "weights" in found else sizes["adapter"]  # vLLM's CPU build hides its weights
     assert expected <= sum(found.values()) < 1.2 * expected  # rotary tables and copies of the norms besides
+
+
+def test_an_engine_that_lends_nothing_says_what_that_costs(
+    engine: RolloutEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    """361600 weights in float32, and the file's header: 0.00135 GiB."""
+    caplog.set_level(logging.INFO)
+    assert engine.lend() is None
+    if isinstance(engine, VLLMEngine):  # the other has a dense copy of its own by design
+        assert re.search(r"own copy of the base, 0\.00135 GiB: only Marlin's layout can be lent", caplog.text)
 
 
 @torch.no_grad()

@@ -1,6 +1,7 @@
 """Sizes that follow from a model's config alone, checked before an engine spends minutes on starting."""
 
 from collections.abc import Iterable
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +27,11 @@ def held_gib(tensors: Iterable[Tensor]) -> float:
     for tensor in tensors:
         sizes[tensor.data_ptr()] = max(tensor.nbytes, sizes.get(tensor.data_ptr(), 0))
     return sum(sizes.values()) / GIB
+
+
+def files_gib(folder: Path) -> float:
+    """GiB of a model folder's weight files."""
+    return sum(path.stat().st_size for path in folder.glob("*.safetensors")) / GIB
 
 
 def kv_bytes_per_token(config: PretrainedConfig, dtype: torch.dtype) -> int:

@@ -14,7 +14,14 @@ from transformers import AutoConfig
 from qerl_pl.checkpoints import end_token_ids, is_nvfp4, load_tokenizer, write_dense_checkpoint
 from qerl_pl.engines import vllm_worker
 from qerl_pl.engines.base import EngineSpec, LentWeights, check_adapter, check_requests, regroup
-from qerl_pl.engines.sizes import GIB, check_length, check_marlin_shapes, kv_bytes_per_token, linear_shapes
+from qerl_pl.engines.sizes import (
+    GIB,
+    check_length,
+    check_marlin_shapes,
+    files_gib,
+    kv_bytes_per_token,
+    linear_shapes,
+)
 from qerl_pl.engines.vllm_requests import completion_of, request_params
 from qerl_pl.errors import UserError
 from qerl_pl.types import Completion, PolicyWeights, RolloutRequest, SamplingConfig, SyncReport
@@ -189,12 +196,16 @@ class VLLMEngine:
 
     def lend(self) -> LentWeights | None:
         """Marlin's weights, embeddings and lm_head, so that the GPU holds the base once; None with other kernels."""
-        if not self.share_weights or not any("MarlinNvFp4" in kernel for kernel in self.kernels):
-            log.info("the trainer loads its own copy of the base; vLLM's kernels are %s", ", ".join(self.kernels))
-            return None
-        lent: LentWeights | None = self._call("qerl_lend")
+        lent: LentWeights | None = None
+        if not self.share_weights:
+            reason = "share_weights is off"
+        elif not any("MarlinNvFp4" in kernel for kernel in self.kernels):
+            reason = f"only Marlin's layout can be lent, and vLLM's kernels are {', '.join(self.kernels)}"
+        else:
+            lent, reason = self._call("qerl_lend"), "vLLM has padded a weight"
         if lent is None:
-            log.info("the trainer loads its own copy of the base; vLLM has padded a weight")
+            assert self._spec is not None, "launch comes first"
+            log.info("the trainer loads its own copy of the base, %.3g GiB: %s", files_gib(self._spec.base), reason)
         else:
             log.info("the trainer borrows vLLM's weights: %d linears, %s", len(lent.linears), ", ".join(lent.tensors))
         return lent
