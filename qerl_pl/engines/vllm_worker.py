@@ -148,7 +148,7 @@ class PolicyWorker(Worker):
         self._qerl_base = {name: self._qerl_norms[name].weight.data.clone() for name in self._qerl_noisy}
         self._qerl_slots: Slots = {}
         config, dtype = self.vllm_config.additional_config[CONFIG_KEY], self.vllm_config.model_config.dtype
-        for name, linear in ({} if self.qerl_missing() else self._linears()).items():
+        for name, linear in ({} if self._missing_of_linears() else self._linears()).items():
             parts = [part for part in self._parts(name, linear) if part[0].rpartition(".")[2] in config["targets"]]
             if parts:
                 self._qerl_slots |= attach_adapter(linear, parts, config["rank"], dtype)
@@ -177,11 +177,11 @@ class PolicyWorker(Worker):
 
     def qerl_missing(self) -> list[str]:
         """Names this class relies on that this vLLM lacks."""
-        missing = [path for path in _NEEDED if _look_up(self, path) is None]
-        for module in self._linears().values():
-            lacking = (path for path in _NEEDED_OF_LINEARS if _look_up(module, path) is None)
-            missing += [f"{type(module).__name__}.{path}" for path in lacking]
-        return sorted(set(missing))
+        return [path for path in _NEEDED if _look_up(self, path) is None] + self._missing_of_linears()
+
+    def _missing_of_linears(self) -> list[str]:
+        found = itertools.product(self._linears().values(), _NEEDED_OF_LINEARS)
+        return sorted({f"{type(one).__name__}.{path}" for one, path in found if _look_up(one, path) is None})
 
     def qerl_adapted(self) -> list[str]:
         """Linears of the base model that have an adapter."""
