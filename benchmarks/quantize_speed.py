@@ -1,6 +1,6 @@
 """`qerl quantize` on a CPU and on a GPU: seconds, memory, and whether both write the same bytes.
 
-    python benchmarks/quantize_speed.py --out results                         # 7B shape, four runs
+    python benchmarks/quantize_speed.py --layers 4 --out results               # four layers of 7B, four runs
     python benchmarks/quantize_speed.py --shape 32b --devices cuda --out results
     python benchmarks/quantize_speed.py --shape tiny --devices cpu --out results
 
@@ -69,12 +69,16 @@ def quantize(source: Path, target: Path, device: str, scales: str) -> dict[str, 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="7b")
+    parser.add_argument("--layers", type=int, help="of the model, where fewer than the shape's are to do")
     parser.add_argument("--devices", nargs="+", choices=("cpu", "cuda"), default=["cpu", "cuda"])
     parser.add_argument("--scales", nargs="+", choices=("minmax", "search"), default=["minmax", "search"])
     parser.add_argument("--source", type=Path, help="a 16-bit model to take instead of making one")
     parser.add_argument("--folder", type=Path, help="where source and output are written")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
+    if args.layers:
+        hidden, intermediate, _, *rest = SHAPES[args.shape]
+        SHAPES[args.shape] = (hidden, intermediate, args.layers, *rest)
     memory = Path("/dev/shm")
     folder = (args.folder or (memory if memory.is_dir() else Path.cwd())) / "qerl-quantize"
     source = args.source or folder / args.shape
@@ -91,7 +95,8 @@ def main() -> None:
         for row in rows
     ]
     headers = ["scales", "device", "s, start included", "peak GiB of RAM", "relative squared error", "same bytes"]
-    about = f"{args.shape}: {size:.1f} GiB of 16-bit weights; {torch.get_num_threads()} CPU threads"
+    layers, threads = args.layers or "all", torch.get_num_threads()
+    about = f"{args.shape}, {layers} layers: {size:.1f} GiB of 16-bit weights; {threads} CPU threads"
     table = f"{report.markdown(headers, cells)}\n\n{about}"
     report.write(args.out, f"quantize_{args.shape}_{'_'.join(args.devices)}", table, {"gib": size, "rows": rows})
 
