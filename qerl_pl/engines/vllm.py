@@ -30,6 +30,8 @@ log = logging.getLogger(__name__)
 
 DEFAULT_KV_GIB = {"cuda": 4.0, "cpu": 0.5}
 CPU_BATCH = 4096  # tokens of one forward pass
+REPEATABLE = {"deterministic": True, "combo_kernels": False, "benchmark_combo_kernel": False}
+"""Settings of PyTorch's compiler: kernels that add up are chosen by rule, not by timing, which differs between runs."""
 
 
 class VLLMEngine:
@@ -164,6 +166,7 @@ class VLLMEngine:
                 kv_cache_memory_bytes=None if kv_gib is None else int(kv_gib * GIB),
                 linear_backend=self.linear_backend if nvfp4 and on_gpu else "auto",
                 additional_config=vllm_worker.engine_config(spec),
+                compilation_config={"inductor_compile_config": REPEATABLE} if on_gpu else None,
             )
         except (ValueError, RuntimeError, AssertionError, ImportError, VLLMValidationError) as error:
             if isinstance(error, UserError):
