@@ -132,6 +132,13 @@ def test_search_lowers_the_error_and_a_power_of_two_scale_is_exact_in_bfloat16(p
     assert torch.equal(dense.bfloat16().float(), dense) is power_of_two
 
 
+def test_errors_of_a_block_are_summed_in_one_order_on_every_device():
+    """Halves onto halves: 2**24 + 1 -> 2**24 (ties to even), + 2, + 4, + 8; one after the other it stays 2**24."""
+    column = torch.ones(16, 1)
+    column[0] = 2**24
+    assert reference._sum_blocks_(column).tolist() == [2**24 + 14]
+
+
 def test_search_never_does_worse_than_minmax_in_any_block():
     weight = weights("underflow", torch.float32, 16, 256)
     shared = nvfp4_global_scale(weight, block_scales="search")

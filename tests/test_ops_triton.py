@@ -250,3 +250,14 @@ def test_a_real_layers_gradients_err_at_most_twice_as_much_as_plain_bfloat16(sha
 
 def test_the_backend_is_what_was_selected():
     assert selected_backend() == "triton" and triton_available()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs an NVIDIA GPU")
+def test_a_search_of_scales_finds_the_same_on_a_gpu_as_on_a_cpu():
+    x = weight(4608, 3584)
+    shared = reference.nvfp4_global_scale(x, block_scales="search")
+    found = reference.quantize_nvfp4(x, shared, block_scales="search")
+    expected = reference.quantize_nvfp4(x.cpu(), shared.cpu(), block_scales="search")
+    for ours, theirs in zip(found, expected, strict=True):
+        assert torch.equal(ours.cpu().view(torch.uint8), theirs.view(torch.uint8))

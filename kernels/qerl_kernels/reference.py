@@ -129,11 +129,19 @@ def _search_scales(x: Tensor, start: Tensor, gs: Tensor) -> Tensor:
         candidate = (codes + step).clamp(1, 126)
         unit = candidate.to(torch.uint8).view(torch.float8_e4m3fn).float() / gs
         torch.div(magnitude, unit, out=rounded)
-        error = round_magnitude_(rounded).mul_(unit).sub_(magnitude).square_().sum(0)
+        error = _sum_blocks_(round_magnitude_(rounded).mul_(unit).sub_(magnitude).square_())
         better = error < best_error
         best = torch.where(better, candidate, best)
         best_error = torch.where(better, error, best_error)
     return best.to(torch.uint8).view(torch.float8_e4m3fn)
+
+
+def _sum_blocks_(x: Tensor) -> Tensor:
+    """Sums [n] of x [block, n], which it overwrites: halves added to halves, so that every device rounds alike."""
+    while len(x) > 1:
+        low, high = x.chunk(2)
+        x = low.add_(high)
+    return x[0]
 
 
 def dequantize_nvfp4(packed: Tensor, scale: Tensor, global_scale: Tensor, dtype: torch.dtype) -> Tensor:
