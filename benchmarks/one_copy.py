@@ -80,8 +80,10 @@ def outcome(run: Path) -> dict[str, Any]:
     events = EventAccumulator(str(run))
     events.Reload()
     curves = {tag: {event.step: event.value for event in events.Scalars(tag)} for tag in CURVES}
+    summary = json.loads((run / "summary.json").read_text())
+    del summary["run_dir"]
     return {
-        "summary": json.loads((run / "summary.json").read_text()),
+        "summary": summary,
         "adapter": load_file(run / "adapter" / "adapter_model.safetensors"),
         "merged": hashlib.sha256((merged / "model.safetensors").read_bytes()).hexdigest(),
         "curves": curves,

@@ -38,9 +38,7 @@ from bench_report import (
 
 GATE = ("tests/test_ops_triton.py", "tests/test_ops_linear.py", "tests/test_ops.py")
 SECTIONS = ("weights", "layers", "logprobs")
-NVFP4_BYTES, MXFP4_BYTES = 0.5625, 0.53125
-
-BF16 = torch.bfloat16
+NVFP4_BYTES, MXFP4_BYTES, BF16 = 0.5625, 0.53125, torch.bfloat16
 
 
 @dataclass(frozen=True)
@@ -267,15 +265,14 @@ def run(
     bandwidth = 2 * sizes.copy_bytes / copy_time(2 * sizes.copy_bytes, sizes.device)
     results: Row = {"environment": environment(commit), "copy_tb_per_s": bandwidth / 1e12}
     text = [f"{results['environment']}, device-to-device copy {bandwidth / 1e12:.2f} TB/s"]
-    parts = (
-        ("Weights", bench_weights(sizes, bandwidth), (WEIGHT_COLUMNS,)),
-        (f"Layers, forward and backward, rank {sizes.rank}", bench_linear(sizes), (LINEAR_COLUMNS, SPLIT_COLUMNS)),
-        (f"Token log-probabilities, V {sizes.vocabulary}, D {sizes.hidden}", bench_head(sizes), (HEAD_COLUMNS,)),
-    )
+    layers, head = f"forward and backward, rank {sizes.rank}", f"V {sizes.vocabulary}, D {sizes.hidden}"
+    parts = {
+        "weights": ("Weights", bench_weights(sizes, bandwidth), (WEIGHT_COLUMNS,)),
+        "layers": (f"Layers, {layers}", bench_linear(sizes), (LINEAR_COLUMNS, SPLIT_COLUMNS)),
+        "logprobs": (f"Token log-probabilities, {head}", bench_head(sizes), (HEAD_COLUMNS,)),
+    }
     out.mkdir(parents=True, exist_ok=True)
-    for name, (title, rows, tables) in zip(SECTIONS, parts, strict=True):
-        if name not in sections:
-            continue
+    for title, rows, tables in (parts[name] for name in sections):
         start = time.perf_counter()
         results[title] = list(rows)
         text += [f"## {title}", *(table(results[title], columns) for columns in tables)]
