@@ -94,12 +94,6 @@ class TensorFiles:
         self._folder = folder
         self._place = weight_map(folder)
 
-    def __enter__(self) -> "TensorFiles":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Nothing stays open between reads."""
-
     def __iter__(self) -> Iterator[str]:
         """Names file by file, so that a reader goes through each file once."""
         return iter(sorted(self._place, key=lambda name: (self._place[name], name)))
@@ -132,15 +126,15 @@ def iterate_dense(folder: Path, dtype: torch.dtype) -> Iterator[tuple[str, Tenso
         (name in the dense checkpoint, tensor on the CPU).
     """
     nvfp4 = is_nvfp4(folder)
-    with TensorFiles(folder) as tensors:
-        for name in tensors:
-            stem, _, kind = name.rpartition(".")
-            if nvfp4 and kind == "weight_packed":
-                scale, global_scale = (tensors.read(f"{stem}.weight_{part}") for part in ("scale", "global_scale"))
-                yield f"{stem}.weight", dequantize_nvfp4(tensors.read(name), scale, global_scale, dtype)
-            elif not (nvfp4 and kind in ("weight_scale", "weight_global_scale")):
-                tensor = tensors.read(name)
-                yield name, tensor.to(dtype) if tensor.is_floating_point() else tensor
+    tensors = TensorFiles(folder)
+    for name in tensors:
+        stem, _, kind = name.rpartition(".")
+        if nvfp4 and kind == "weight_packed":
+            scale, global_scale = (tensors.read(f"{stem}.weight_{part}") for part in ("scale", "global_scale"))
+            yield f"{stem}.weight", dequantize_nvfp4(tensors.read(name), scale, global_scale, dtype)
+        elif not (nvfp4 and kind in ("weight_scale", "weight_global_scale")):
+            tensor = tensors.read(name)
+            yield name, tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
 def load_dense_state(folder: Path, dtype: torch.dtype) -> dict[str, Tensor]:

@@ -146,7 +146,8 @@ def quantize_checkpoint(
         raise UserError(f"only 16-bit weights can be quantized; {src} is NVFP4 already; use it as it is")
     if dst.exists():
         raise UserError(f"the destination must not exist; {dst} does; choose another name or remove it")
-    with TensorFiles(src) as tensors, building(dst) as folder:
+    tensors = TensorFiles(src)
+    with building(dst) as folder:
         quantized = {name for name in tensors if re.search(r"\.layers\.\d+\..*_proj\.weight$", name)}
         if not quantized:
             raise UserError(f"quantizing needs weights named model.layers.N.*_proj.weight; {src} has none")

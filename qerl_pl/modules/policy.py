@@ -78,25 +78,23 @@ def load_base(
             unequal global scales.
     """
     config = AutoConfig.from_pretrained(folder)
-    quantized = is_nvfp4(folder)
+    quantized, tensors = is_nvfp4(folder), TensorFiles(folder)
     if quantized:
         del config.quantization_config
     with init_empty_weights(include_buffers=False):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=ATTENTION)
-        with TensorFiles(folder) as tensors:
-            if quantized:
-                _use_quantized_linears(model, tensors, dtype, lent)
-    with TensorFiles(folder) as tensors:
         if quantized:
-            _check_fused_scales(tensors)
-        state = dict(lent.tensors) if lent is not None else {}
-        linears = lent.linears if lent is not None else {}
-        for name in tensors:
-            module, _, kind = name.rpartition(".")
-            if name not in state and not (module in linears and kind.startswith("weight")):
-                tensor = tensors.read(name)
-                packed = tensor.dtype in _PACKED or name.endswith("_global_scale")
-                state[name] = tensor.to(device=device, dtype=None if packed else dtype)
+            _use_quantized_linears(model, tensors, dtype, lent)
+    if quantized:
+        _check_fused_scales(tensors)
+    state = dict(lent.tensors) if lent is not None else {}
+    linears = lent.linears if lent is not None else {}
+    for name in tensors:
+        module, _, kind = name.rpartition(".")
+        if name not in state and not (module in linears and kind.startswith("weight")):
+            tensor = tensors.read(name)
+            packed = tensor.dtype in _PACKED or name.endswith("_global_scale")
+            state[name] = tensor.to(device=device, dtype=None if packed else dtype)
     missing, unexpected = model.load_state_dict(state, strict=False, assign=True)
     model.tie_weights()
     missing = [name for name in missing if name != "lm_head.weight" or not config.tie_word_embeddings]
