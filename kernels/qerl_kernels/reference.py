@@ -18,7 +18,7 @@ SEARCH_SCALE = 256.0
 """Where `search` puts the largest block scale: it leaves the sweep room above, up to E4M3_MAX."""
 SEARCH_STEPS = tuple(sorted(range(-6, 9), key=abs))
 """E4M3 steps from the min-max scale that `search` tries, nearest first so that ties keep the min-max scale."""
-CPU_BLOCKS, CUDA_BLOCKS = 1 << 13, 1 << 22
+CPU_BLOCKS, CUDA_BLOCKS = 1 << 15, 1 << 22
 """Blocks quantized at a time."""
 
 BlockScales = Literal["minmax", "search"]
