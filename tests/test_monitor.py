@@ -91,7 +91,7 @@ def test_items_of_the_table_add_up_to_what_the_driver_counts() -> None:
     rows = dict(re.findall(r"  (\S.*?) +(-?[\d.]+) GiB", report.table()))
     sizes = {name: float(value) for name, value in rows.items()}
     assert sizes["other tensors"] == 14.0 - 11.5
-    assert sizes["reserved beyond that, graphs too"] == 19.0 - 14.0 - 3.0
+    assert sizes["CUDA graphs, cached blocks"] == 19.0 - 14.0 - 3.0
     assert sizes["CUDA context, libraries"] == 18.5 + 4.0 - 19.0  # the cache is unmapped, though still reserved
     total = sizes.pop("total with the cache mapped")
     assert total == 18.5 + 4.0 == pytest.approx(sum(sizes.values()))
@@ -100,11 +100,13 @@ def test_items_of_the_table_add_up_to_what_the_driver_counts() -> None:
         "memory/adapter_gib": 0.25,
         "memory/optimizer_gib": 0.5,
         "memory/kv_cache_gib": 4.0,
+        "memory/activations_gib": 3.0,
+        "memory/graphs_and_cached_gib": 2.0,
         "memory/driver_gib": 18.5,
     }
 
 
-def test_a_run_logs_each_steps_memory_and_one_table(
+def test_a_run_logs_each_steps_memory_and_a_table_at_its_start_and_after_the_first_step(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     settings = configuration(base, tmp_path / "run")
@@ -125,5 +127,7 @@ def test_a_run_logs_each_steps_memory_and_one_table(
         assert values == pytest.approx([size_, size_], rel=1e-6), name
     assert "memory/driver_gib" not in events.Tags()["scalars"]
     assert [event.value > 0 for event in events.Scalars("memory/peak_gib")] == [True, True]
-    tables = [record.getMessage() for record in caplog.records if "memory after" in record.getMessage()]
-    assert len(tables) == 1 and "optimizer state" in tables[0] and "total" not in tables[0]
+    logged = (record.getMessage() for record in caplog.records)
+    before, after = (message for message in logged if message.startswith("memory "))
+    assert before.startswith("memory before the first rollout") and after.startswith("memory after the first update")
+    assert re.search(r"optimizer state +0\.000 GiB", before) and "optimizer state" in after and "total" not in after

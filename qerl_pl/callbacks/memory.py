@@ -23,6 +23,11 @@ class DeviceMemory:
     driver: float
     """In use on the whole GPU, by the driver's count."""
 
+    @property
+    def spare(self) -> float:
+        """Taken by PyTorch beyond all that: pools of CUDA graphs, and blocks kept for reuse."""
+        return self.reserved - self.allocated - self.activations
+
 
 @dataclass(frozen=True)
 class MemoryReport:
@@ -54,7 +59,13 @@ class MemoryReport:
             "memory/optimizer_gib": self.optimizer,
             "memory/kv_cache_gib": self.kv_cache,
         }
-        return metrics if self.device is None else metrics | {"memory/driver_gib": self.device.driver}
+        if self.device is None:
+            return metrics
+        return metrics | {
+            "memory/activations_gib": self.device.activations,
+            "memory/graphs_and_cached_gib": self.device.spare,
+            "memory/driver_gib": self.device.driver,
+        }
 
     def table(self) -> str:
         """One line an item; with a GPU the items add up to the total."""
@@ -71,8 +82,7 @@ class MemoryReport:
             device, known = self.device, sum(rows.values())
             rows["other tensors"] = device.allocated - known
             rows["activations and logits"] = device.activations
-            # CUDA graphs keep their intermediate tensors' memory here.
-            rows["reserved beyond that, graphs too"] = device.reserved - device.allocated - device.activations
+            rows["CUDA graphs, cached blocks"] = device.spare
             rows["CUDA context, libraries"] = device.driver - device.reserved + self.released
             rows["total with the cache mapped"] = device.driver + self.released
         return "\n".join(f"  {name:<33}{size:9.3f} GiB" for name, size in rows.items())

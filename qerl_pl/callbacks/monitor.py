@@ -41,7 +41,9 @@ class Monitor(Callback):
     Each step logs what stays between steps (`memory/base_gib` with every copy of the base, `adapter_gib`,
     `optimizer_gib`, `kv_cache_gib` as while sampling), `memory/peak_gib`, the largest amount of GPU memory that PyTorch
     held since the step began (without a GPU the process's largest resident size so far), and on a GPU
-    `memory/driver_gib`, the whole GPU's memory in use after the update. The first step also writes a table to the log.
+    `memory/activations_gib`, what the update needed on top of what stays, logits included,
+    `memory/graphs_and_cached_gib`, what PyTorch has taken beyond its tensors, and `memory/driver_gib`, the whole GPU's
+    memory in use after the update. The log shows a table of all before the first rollout and after the first update.
     List it after the RolloutCallback, so that sampling does not count as part of the update.
     """
 
@@ -55,6 +57,14 @@ class Monitor(Callback):
         for logger in trainer.loggers:
             if isinstance(logger, TensorBoardLogger) and trainer.is_global_zero:
                 logger.experiment.add_custom_scalars(LAYOUT)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Say what is held before anything was computed."""
+        assert isinstance(pl_module, QeRLModule)
+        if pl_module.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(pl_module.device)
+            self._held = torch.cuda.memory_allocated(pl_module.device) / GIB
+        log.info("memory before the first rollout:\n%s", self._measure(trainer, pl_module).table())
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Tell the update's peak from the sampler's."""
