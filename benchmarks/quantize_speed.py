@@ -23,8 +23,7 @@ import torch
 from random_model import SHAPES, write_model
 
 from qerl_pl.checkpoints import QUANTIZATION_REPORT
-
-GIB = 2**30
+from qerl_pl.engines.sizes import files_gib
 
 
 def anonymous_gib(pid: int) -> float:
@@ -84,7 +83,7 @@ def main() -> None:
     source = args.source or folder / args.shape
     if not source.exists():
         write_model(source, args.shape, torch.device("cuda" if torch.cuda.is_available() else "cpu"), nvfp4=False)
-    size = sum(path.stat().st_size for path in source.glob("*.safetensors")) / GIB
+    size = files_gib(source)
     rows = [quantize(source, folder / "out", device, scales) for scales in args.scales for device in args.devices]
     if args.source is None:
         shutil.rmtree(folder)

@@ -1,6 +1,5 @@
 """One contract for every engine, against plain transformers and PEFT on the same ids."""
 
-import importlib.util
 import json
 import logging
 import math
@@ -42,9 +41,7 @@ PROMPTS = [
 ]
 GREEDY = SamplingConfig(max_tokens=24, temperature=0.0)
 LOGPROB_BOUND = 2e-5  # float32; measured 3e-6
-ENGINES = ["transformers"]
-if importlib.util.find_spec("vllm") is not None:
-    ENGINES.append(pytest.param("vllm", marks=pytest.mark.vllm))
+ENGINES = ["transformers", pytest.param("vllm", marks=pytest.mark.vllm)]
 
 
 def make_engine(kind: str) -> RolloutEngine:
@@ -501,7 +498,6 @@ def test_without_vllm_the_engine_says_how_to_get_it(base: Path, monkeypatch: pyt
         VLLMEngine().launch(spec_of(base))
 
 
-@pytest.mark.skipif(len(ENGINES) == 1, reason="vLLM is not installed")
 @pytest.mark.vllm
 def test_what_vllm_cannot_run_is_refused_in_one_line(base: Path) -> None:
     with pytest.raises(UserError, match="this is a CPU build, the run asks for cuda"):
@@ -514,7 +510,6 @@ def test_what_vllm_cannot_run_is_refused_in_one_line(base: Path) -> None:
         request_params(SamplingConfig(temperature=3.0), seed=0, ends=())
 
 
-@pytest.mark.skipif(len(ENGINES) == 1, reason="vLLM is not installed")
 @pytest.mark.vllm
 def test_names_that_another_vllm_lacks_are_named(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm_worker, "_NEEDED_OF_LINEARS", ("quant_method.multiply",))

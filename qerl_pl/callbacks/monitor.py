@@ -62,8 +62,7 @@ class Monitor(Callback):
         """Say what is held before anything was computed."""
         assert isinstance(pl_module, QeRLModule)
         if pl_module.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(pl_module.device)
-            self._held = torch.cuda.memory_allocated(pl_module.device) / GIB
+            self._begin_peak(pl_module)
         log.info("memory before the first rollout:\n%s", self._measure(trainer, pl_module).table())
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -71,8 +70,11 @@ class Monitor(Callback):
         device = pl_module.device
         if device.type == "cuda":
             self._sampling_peak = torch.cuda.max_memory_allocated(device) / GIB
-            self._held = torch.cuda.memory_allocated(device) / GIB - gradient_gib(pl_module)
-            torch.cuda.reset_peak_memory_stats(device)
+            self._begin_peak(pl_module)
+
+    def _begin_peak(self, module: LightningModule) -> None:
+        self._held = torch.cuda.memory_allocated(module.device) / GIB - gradient_gib(module)
+        torch.cuda.reset_peak_memory_stats(module.device)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
