@@ -1,13 +1,14 @@
 """The adapter inside vLLM's linears, as two plain matrix products.
 
 vLLM's own LoRA kernels serve many adapters at once and sum with atomics, so that no rollout can be repeated bit for
-bit. For a single adapter plain products are as fast, with many sequences faster, and round as the trainer does.
+bit. A single adapter takes two plain products, which repeat and round as the trainer does, added in place.
 """
 
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+from qerl_kernels import add_adapter
 from torch import Tensor
 
 Slots = dict[str, tuple[Tensor, Tensor]]
@@ -25,7 +26,9 @@ class AdaptedMethod:
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [tokens, in] -> [tokens, out]; the delta is added to the base's rounded output, as in the trainer."""
-        return torch.addmm(self.base.apply(layer, x, bias), x @ layer.qerl_a.T, layer.qerl_b.T)
+        y: Tensor = self.base.apply(layer, x, bias)
+        add_adapter(y, x, layer.qerl_a, layer.qerl_b)
+        return y
 
 
 def attach_adapter(linear: Any, parts: Sequence[tuple[str, int, int]], rank: int, dtype: torch.dtype) -> Slots:
