@@ -47,7 +47,7 @@ def digest(folder: Path) -> str:
     return found.hexdigest()
 
 
-def quantize(source: Path, target: Path, device: str, scales: str) -> dict[str, Any]:
+def quantize(source: Path, target: Path, device: str, scales: str, compare: bool) -> dict[str, Any]:
     """One run of the command in a process of its own; `target` is gone afterwards."""
     command = [sys.executable, "-m", "qerl_pl", "quantize", str(source), str(target)]
     start, peak = time.perf_counter(), 0.0
@@ -60,7 +60,7 @@ def quantize(source: Path, target: Path, device: str, scales: str) -> dict[str, 
         raise SystemExit(f"{' '.join(command)} failed with status {process.returncode}")
     error = json.loads((target / QUANTIZATION_REPORT).read_text())["mean_relative_squared_error"]
     row = {"device": device, "scales": scales, "seconds": seconds, "peak_gib": peak, "error": error}
-    row["sha256"] = digest(target)
+    row["sha256"] = digest(target) if compare else None
     shutil.rmtree(target)
     return row
 
@@ -84,13 +84,16 @@ def main() -> None:
     if not source.exists():
         write_model(source, args.shape, torch.device("cuda" if torch.cuda.is_available() else "cpu"), nvfp4=False)
     size = files_gib(source)
-    rows = [quantize(source, folder / "out", device, scales) for scales in args.scales for device in args.devices]
+    compare = len(args.devices) > 1
+    rows = [
+        quantize(source, folder / "out", device, scales, compare) for scales in args.scales for device in args.devices
+    ]
     if args.source is None:
         shutil.rmtree(folder)
     equal = {scales: len({row["sha256"] for row in rows if row["scales"] == scales}) == 1 for scales in args.scales}
     cells = [
         [row["scales"], row["device"], f"{row['seconds']:.1f}", f"{row['peak_gib']:.2f}", f"{row['error']:.3e}"]
-        + [equal[row["scales"]] if len(args.devices) > 1 else "–"]
+        + [equal[row["scales"]] if compare else "–"]
         for row in rows
     ]
     headers = ["scales", "device", "s, start included", "peak GiB of RAM", "relative squared error", "same bytes"]

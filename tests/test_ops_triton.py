@@ -7,7 +7,6 @@ import pytest
 import torch
 from qerl_kernels import (
     LoraFactors,
-    add_adapter,
     chunked_token_logprobs,
     dequantize_marlin,
     dequantize_mxfp4,
@@ -151,51 +150,6 @@ def test_linear_runs_on_the_kernels():
     expected = x @ reference.dequantize_nvfp4(*tensor, torch.float32).T
     torch.testing.assert_close(y, expected)
     torch.testing.assert_close(torch.autograd.grad(y.sum(), x), torch.autograd.grad(expected.sum(), x))
-
-
-ADAPTED = [(1, 96, 80, 8), (7, 320, 130, 24), (40, 1056, 64, 96)]  # tokens, K, N, r
-if DEVICE == "cuda":
-    ADAPTED += [(tokens, *layer) for tokens in (1, 8, 64) for layer in ((3584, 4608, 96), (18944, 3584, 32))]
-
-
-def adapted(tokens, columns, rows, rank):
-    torch.manual_seed(0)
-    x, a = torch.randn(tokens, columns, device=DEVICE), torch.randn(rank, columns, device=DEVICE) / columns**0.5
-    return torch.randn(tokens, rows, device=DEVICE), x, a, torch.randn(rows, rank, device=DEVICE)
-
-
-@pytest.mark.parametrize("sizes", ADAPTED)
-def test_an_adapters_product_is_the_references_and_repeats(sizes):
-    y, *factors = adapted(*sizes)
-    expected, first, second = y.clone(), y.clone(), y.clone()
-    reference.add_adapter(expected, *factors)
-    add_adapter(first, *factors)
-    add_adapter(second, *factors)
-    torch.testing.assert_close(first, expected, rtol=1e-4, atol=1e-4)
-    assert torch.equal(first, second)
-
-
-@pytest.mark.parametrize("sizes", ADAPTED)
-def test_an_adapters_product_in_half_precision_errs_at_most_twice_as_much_as_plain_pytorch(sizes):
-    dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # the interpreter truncates to bfloat16
-    inputs = [tensor.to(dtype) for tensor in adapted(*sizes)]
-    truth = [tensor.double() for tensor in inputs]
-    ours, plain = ([tensor.clone() for tensor in inputs] for _ in range(2))
-    reference.add_adapter(*truth)
-    reference.add_adapter(*plain)
-    add_adapter(*ours)
-    assert (ours[0] - truth[0]).norm() <= 2 * (plain[0] - truth[0]).norm()
-
-
-def test_an_adapters_product_leaves_the_rows_beside_its_own_alone():
-    y, x, a, b = adapted(5, 96, 80, 8)
-    wide, inputs = torch.full((5, 100), 7.0, device=DEVICE), torch.randn(5, 128, device=DEVICE)
-    wide[:, 10:90], inputs[:, 16:112] = y, x
-    add_adapter(wide[:, 10:90], inputs[:, 16:112], a, b)
-    reference.add_adapter(y, x, a, b)
-    torch.testing.assert_close(wide[:, 10:90], y, rtol=1e-4, atol=1e-4)
-    assert torch.equal(wide[:, :10], torch.full((5, 10), 7.0, device=DEVICE))
-    assert torch.equal(wide[:, 90:], torch.full((5, 10), 7.0, device=DEVICE))
 
 
 def head(dtype, tokens, vocabulary, width=32):

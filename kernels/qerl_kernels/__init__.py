@@ -7,13 +7,7 @@ from qerl_kernels.backend import Backend, select_backend, selected_backend, trit
 from qerl_kernels.linear import LoraFactors, lora_linear, marlin_linear, nvfp4_alpha, nvfp4_linear
 from qerl_kernels.logprob import chunked_token_logprobs
 from qerl_kernels.marlin import MarlinTensor, marlin_alpha, marlin_scale
-from qerl_kernels.ops import (
-    add_adapter,
-    dequantize_marlin,
-    dequantize_mxfp4,
-    dequantize_nvfp4_unscaled,
-    quantize_nvfp4,
-)
+from qerl_kernels.ops import dequantize_marlin, dequantize_mxfp4, dequantize_nvfp4_unscaled, quantize_nvfp4
 from qerl_kernels.reference import (
     BlockScales,
     MXFP4Tensor,
@@ -29,9 +23,8 @@ __all__ = [
     "LoraFactors",
     "MXFP4Tensor",
     "MarlinTensor",
-    "NVFP4Tensor",
-    "add_adapter",
     "chunked_token_logprobs",
+    "NVFP4Tensor",
     "dequantize_marlin",
     "dequantize_mxfp4",
     "dequantize_nvfp4",

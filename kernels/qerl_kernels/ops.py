@@ -1,7 +1,7 @@
-"""The ops on the selected backend; those that torch.compile meets are PyTorch operators, opaque to it.
+"""The ops on the selected backend; dequantization is a PyTorch operator, opaque to torch.compile.
 
-Outside of torch.compile they are called past PyTorch's dispatcher, whose way into Python and back costs more time than
-the launch.
+Outside of torch.compile it is called past PyTorch's dispatcher, whose way into Python and back costs more time than the
+launch.
 """
 
 import functools
@@ -19,10 +19,6 @@ _library.define("dequantize_mxfp4(Tensor packed, Tensor scale, ScalarType dtype)
 _library.define(
     "dequantize_marlin(Tensor weight, Tensor scale, int start, int stop, bool mx, ScalarType dtype) -> Tensor"
 )
-_library.define("add_adapter(Tensor(a!) y, Tensor x, Tensor a, Tensor b) -> ()")
-
-FEW_TOKENS = 64
-"""Up to which the adapter's product has a kernel of its own; with more cuBLAS is as fast."""
 
 
 def dequantize_nvfp4_unscaled(packed: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -77,21 +73,6 @@ def quantize_nvfp4(
     return reference.quantize_nvfp4(weight, global_scale, block_scales=block_scales)
 
 
-def add_adapter(y: Tensor, x: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add an adapter's product to a layer's output, in place and without gradients: y += (x a^T) b^T.
-
-    Args:
-        y: [tokens, N], changed.
-        x: [tokens, K], the layer's input in y's dtype.
-        a: [r, K].
-        b: [N, r], scaled.
-    """
-    if torch.compiler.is_compiling():
-        torch.ops.qerl.add_adapter(y, x, a, b)
-    else:
-        _add_adapter(y, x, a, b)
-
-
 @functools.cache
 def _triton() -> ModuleType:
     """The kernels, imported where they first run: without Triton the rest of the package works."""
@@ -118,19 +99,6 @@ def _dequantize_marlin(weight: Tensor, scale: Tensor, start: int, stop: int, mx:
     return marlin.dequantize_marlin(weight, scale, dtype, start, stop, mx=mx)
 
 
-def _add_adapter(y: Tensor, x: Tensor, a: Tensor, b: Tensor) -> None:
-    if runs_triton(y) and 0 < len(x) <= FEW_TOKENS:
-        from qerl_kernels import triton_adapter
-
-        triton_adapter.add_adapter(y, x, a, b)
-    else:
-        reference.add_adapter(y, x, a, b)
-
-
-def _fake_add_adapter(y: Tensor, x: Tensor, a: Tensor, b: Tensor) -> None:
-    return None
-
-
 def _fake_rows(packed: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return packed.new_empty((packed.shape[0], 2 * packed.shape[1]), dtype=dtype)
 
@@ -143,7 +111,6 @@ for _name, _run, _fake in (
     ("dequantize_nvfp4", _dequantize_nvfp4, _fake_rows),
     ("dequantize_mxfp4", _dequantize_mxfp4, _fake_rows),
     ("dequantize_marlin", _dequantize_marlin, _fake_marlin),
-    ("add_adapter", _add_adapter, _fake_add_adapter),
 ):
     _library.impl(_name, _run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"qerl::{_name}", _fake, lib=_library)

@@ -206,11 +206,6 @@ def token_logprobs(
     return logp.gather(-1, targets.unsqueeze(-1)).squeeze(-1), entropy
 
 
-def add_adapter(y: Tensor, x: Tensor, a: Tensor, b: Tensor) -> None:
-    """y [m, N] += (x [m, K] a^T) b^T in place, for a [r, K] and b [N, r]; the inner product is rounded."""
-    y.addmm_(x @ a.t(), b.t())
-
-
 def round_magnitude_(x: Tensor) -> Tensor:
     """Round non-negative float32 numbers in place to E2M1, ties to even, those above 6 to 6."""
     x.clamp_(max=E2M1_MAX)

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
-from qerl_kernels import select_backend
 from transformers import AutoConfig
 
 from qerl_pl.checkpoints import end_token_ids, is_nvfp4, load_tokenizer, write_dense_checkpoint
@@ -117,8 +116,6 @@ class VLLMEngine:
         check_length(length, spec.max_tokens, kv_gib, kv_bytes_per_token(config, spec.dtype))
         if nvfp4 and spec.device.type == "cuda" and self.linear_backend == "marlin":
             check_marlin_shapes(linears)
-        if spec.device.type == "cuda":
-            select_backend("triton")  # before CUDA graphs record the adapter's product
         start = time.perf_counter()
         vllm_worker.import_vllm()
         self._spec, self._ends = spec, end_token_ids(spec.base)

@@ -1,18 +1,27 @@
 """The adapter inside vLLM's linears, as two plain matrix products.
 
 vLLM's own LoRA kernels serve many adapters at once and sum with atomics, so that no rollout can be repeated bit for
-bit. A single adapter takes two plain products, which repeat and round as the trainer does, added in place.
+bit. A single adapter takes two plain products, which repeat and round as the trainer does.
 """
 
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from qerl_kernels import add_adapter
 from torch import Tensor
 
 Slots = dict[str, tuple[Tensor, Tensor]]
 """Views of A [r, in] and B [out, r] by the base model's name of a linear, to be written in place."""
+
+
+@torch.library.custom_op("qerl::add_adapter", mutates_args={"y"})
+def add_adapter(y: Tensor, x: Tensor, a: Tensor, b: Tensor) -> None:
+    """y [tokens, out] += (x [tokens, in] a^T) b^T for a [r, in] and b [out, r].
+
+    An operator, for PyTorch's compiler turns a plain `addmm_` into a copy and a sum beside it: one more pass over the
+    output, and a large tensor while prompts are read.
+    """
+    y.addmm_(x @ a.T, b.T)
 
 
 class AdaptedMethod:
