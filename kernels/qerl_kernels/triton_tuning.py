@@ -12,6 +12,8 @@ from qerl_kernels.backend import interpreting
 Launch = Callable[..., None]
 TINY = 1 << 20
 """Elements below which the work is shorter than its launch, whatever the choice."""
+RESOLUTION_MS = 5e-4
+"""What the timing of a single call can tell apart; between choices that are this close, the first one is taken."""
 Grid = Callable[[dict[str, int]], tuple[int, int, int]]
 
 
@@ -24,7 +26,7 @@ class Tuned:
 
     Args:
         kernel: What `triton.jit` made; its constants come last.
-        choices: (meta-parameters, warps).
+        choices: (meta-parameters, warps), the most promising first.
     """
 
     def __init__(self, kernel: Any, choices: Sequence[tuple[dict[str, int], int]]) -> None:
@@ -56,7 +58,9 @@ class Tuned:
         if len(launches) > 1:
             # Short runs: the kernels last tens of microseconds and a model has few shapes.
             bench = functools.partial(triton.testing.do_bench, warmup=5, rep=20, return_mode="median")
-            launches.sort(key=lambda launch: bench(lambda: launch(*arguments)))
+            times = [bench(functools.partial(launch, *arguments)) for launch in launches]
+            near = min(times) + RESOLUTION_MS
+            launches = [launch for launch, time in zip(launches, times, strict=True) if time <= near]
         self._launches[key] = launches[0]
 
     def _compiled(
