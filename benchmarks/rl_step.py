@@ -49,7 +49,8 @@ class DriverMemory(Callback):
         self.steps: list[dict[str, float]] = []
         self._phase = "start"
         self._stop = threading.Event()
-        threading.Thread(target=self._watch, daemon=True).start()
+        self._watcher = threading.Thread(target=self._watch, daemon=True)
+        self._watcher.start()
 
     def _watch(self) -> None:
         while not self._stop.is_set():
@@ -57,6 +58,11 @@ class DriverMemory(Callback):
                 free, total = torch.cuda.mem_get_info()
                 self.peaks[self._phase] = max(self.peaks.get(self._phase, 0.0), (total - free) / GIB)
             time.sleep(0.02)
+
+    def teardown(self, *_: Any, **__: Any) -> None:
+        """Stop watching: a thread that is inside the driver when Python ends aborts the process."""
+        self._stop.set()
+        self._watcher.join()
 
     def on_train_batch_start(self, *_: Any) -> None:
         self._phase = "update"  # rollouts come from the callback before this one

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 
 def random_state() -> dict[str, Any]:
@@ -39,7 +40,7 @@ def set_random_state(state: dict[str, Any]) -> None:
 def deterministic() -> Iterator[None]:
     """Inside the block PyTorch's algorithms repeat bit for bit; where it has none that does, it warns.
 
-    On a GPU this concerns the gradient of attention, which is otherwise summed in the order that blocks finish.
+    Attention takes this for a warning too, though it has such an algorithm: see `strictly_deterministic_gradient`.
     """
     settings: Any = torch.utils.deterministic
     filled = settings.fill_uninitialized_memory
@@ -52,3 +53,33 @@ def deterministic() -> Iterator[None]:
     finally:
         torch.use_deterministic_algorithms(enabled, warn_only=warning)
         settings.fill_uninitialized_memory = filled
+
+
+def strictly_deterministic_gradient(out: Tensor) -> Tensor:
+    """Where `deterministic` is in force, compute the gradient of the operation that made `out` without its leniency.
+
+    On a GPU attention's gradient is summed in the order that blocks finish, unless what cannot repeat is an error
+    (PyTorch 2.11). For a whole update that would be too much: it stops at operations that a run may well contain.
+
+    Args:
+        out: What the operation returned, not a view of it.
+
+    Returns:
+        `out`.
+    """
+    switched = False
+
+    def before(grads: object) -> None:
+        nonlocal switched
+        switched = torch.is_deterministic_algorithms_warn_only_enabled()
+        if switched:
+            torch.use_deterministic_algorithms(torch.are_deterministic_algorithms_enabled())
+
+    def after(grads: object, grad_outputs: object) -> None:
+        if switched:
+            torch.use_deterministic_algorithms(torch.are_deterministic_algorithms_enabled(), warn_only=True)
+
+    if out.grad_fn is not None:
+        out.grad_fn.register_prehook(before)
+        out.grad_fn.register_hook(after)
+    return out

@@ -1,9 +1,14 @@
 """Algorithms that repeat: inside the block only, and a user's stricter setting stays."""
 
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
-from qerl_pl.random_state import deterministic
+from qerl_pl.modules.packing import Packing, packed_attention
+from qerl_pl.random_state import deterministic, strictly_deterministic_gradient
 
 
 def settings() -> tuple[bool, bool, bool]:
@@ -30,3 +35,73 @@ def test_a_users_own_strict_setting_stays_strict() -> None:
         assert settings() == (True, False, True)
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+class Double(torch.autograd.Function):
+    """2 x, whose gradient notes the settings it is computed under."""
+
+    seen: list[tuple[bool, bool, bool]] = []
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        Double.seen.append(settings())
+        return 2 * grad
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_one_operations_gradient_is_strict_and_its_neighbours_are_not(checkpointed: bool) -> None:
+    def three(x: Tensor) -> Tensor:
+        return Double.apply(strictly_deterministic_gradient(Double.apply(Double.apply(x))))
+
+    Double.seen.clear()
+    x = torch.ones(1, requires_grad=True)
+    with deterministic():
+        (checkpoint(three, x, use_reentrant=False) if checkpointed else three(x)).backward()
+    assert x.grad is not None and x.grad.item() == 8
+    assert Double.seen == [(True, True, False), (True, False, False), (True, True, False)]
+
+
+def test_outside_of_the_block_gradients_are_left_alone() -> None:
+    Double.seen.clear()
+    before = settings()
+    strictly_deterministic_gradient(Double.apply(torch.ones(1, requires_grad=True))).backward()
+    assert Double.seen == [before] and settings() == before
+
+
+def test_attentions_gradient_is_strict_inside_the_block() -> None:
+    lengths = torch.tensor([3, 5])
+    packing = Packing.of(lengths, 5)
+    q, k, v = (torch.randn(1, 2, 8, 4, requires_grad=True) for _ in range(3))
+    seen = []
+    with deterministic():
+        out, _ = packed_attention(torch.nn.Identity(), q, k, v, None, packing=packing)
+        node = out.grad_fn
+        while "ScaledDotProduct" not in type(node).__name__:
+            node = node.next_functions[0][0]
+        node.register_prehook(lambda _: seen.append(settings()))
+        out.sum().backward()
+    assert seen == [(True, False, False)]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_gradients_of_long_sequences_repeat_on_a_gpu(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    packing = Packing.of(torch.tensor([1500, 700, 1848], device="cuda"), 1848)
+    shapes = ((1, 28, 4048, 128), (1, 4, 4048, 128), (1, 4, 4048, 128))
+    q, k, v = (torch.randn(shape, device="cuda", dtype=dtype, requires_grad=True) for shape in shapes)
+    grad = torch.randn(1, 4048, 28, 128, device="cuda", dtype=dtype)
+
+    def gradients() -> tuple[Tensor, ...]:
+        out, _ = packed_attention(torch.nn.Identity(), q, k, v, None, packing=packing)
+        return torch.autograd.grad(out, (q, k, v), grad)
+
+    with deterministic():
+        first = gradients()
+        for _ in range(4):
+            assert all(map(torch.equal, gradients(), first))

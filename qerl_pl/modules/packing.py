@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AttentionInterface
 
+from qerl_pl.random_state import strictly_deterministic_gradient
+
 ATTENTION = "qerl_packed"
 """Name under which transformers finds `packed_attention`."""
 
@@ -76,13 +78,13 @@ def packed_attention(
         bounds = (packing.boundaries, packing.boundaries, packing.longest, packing.longest)
         out = varlen_attn(q.contiguous(), k, v, *bounds, scale=scaling, window_size=(-1, 0))
         assert isinstance(out, Tensor)
-        return out.unsqueeze(0), None
+        return strictly_deterministic_gradient(out).unsqueeze(0), None
     q, k, v = (
         tensor.new_zeros(*packing.kept.shape, *tensor.shape[1:]).index_put((packing.kept,), tensor).transpose(1, 2)
         for tensor in (q, k, v)
     )
     attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True)
-    return attended.transpose(1, 2)[packing.kept].unsqueeze(0), None
+    return strictly_deterministic_gradient(attended).transpose(1, 2)[packing.kept].unsqueeze(0), None
 
 
 AttentionInterface.register(ATTENTION, packed_attention)
