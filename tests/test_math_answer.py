@@ -1,9 +1,11 @@
 """Answers graded as mathematics: what counts as right, and that an answer can neither hang nor run."""
 
 import math
+import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -81,6 +83,32 @@ def test_math_answer_time_limit(caplog: pytest.LogCaptureFixture) -> None:
     endless = answered("9^{9^{9^9}}")
     assert reward([endless, answered("36/2"), endless, answered("36/2")]) == [0.0, 1.0, 0.0, 1.0]
     assert caplog.text.count("cannot be graded within the limits: '9^{9^{9^9}}'") == 2
+
+
+def pid(reward: MathAnswer) -> int:
+    assert reward._grader._process is not None
+    return reward._grader._process.pid
+
+
+def test_a_request_to_end_the_job_leaves_the_grading_process_at_work() -> None:
+    reward = MathAnswer()
+    assert reward([answered("36/2")]) == [1.0]
+    first = pid(reward)
+    os.kill(first, signal.SIGTERM)
+    assert reward([answered("36/2"), answered("36/3")]) == [1.0, 0.0] and pid(reward) == first
+
+
+@pytest.mark.parametrize("while_idle", [True, False])
+def test_a_killed_grading_process_is_replaced_and_asked_again(while_idle: bool) -> None:
+    reward = MathAnswer()
+    assert reward([answered("36/2")]) == [1.0]
+    first = pid(reward)
+    os.kill(first, signal.SIGSTOP)  # it takes the question and never answers
+    killing = threading.Timer(0.0 if while_idle else 0.3, os.kill, (first, signal.SIGKILL))
+    killing.start()
+    if while_idle:
+        killing.join()
+    assert reward([answered("36/2"), answered("36/3")]) == [1.0, 0.0] and pid(reward) != first
 
 
 WORKER = Path(__file__).parent.parent / "qerl_pl" / "rewards" / "math_worker.py"

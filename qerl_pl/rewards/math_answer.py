@@ -4,6 +4,7 @@ import json
 import logging
 import math
 import os
+import signal
 import subprocess
 import sys
 import weakref
@@ -18,6 +19,9 @@ log = logging.getLogger("qerl_pl")
 
 _PROGRAM = Path(__file__).with_name("math_worker.py")
 _MEGABYTES = 4096
+_SECONDS_TO_END = 60
+_KILLED = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGHUP)
+"""Exit statuses that no answer causes: its limits end the process by other signals or an exception."""
 
 
 class MathAnswer:
@@ -56,23 +60,29 @@ class MathAnswer:
 
 
 class _Grader:
-    """The process that runs `math_worker.py`: started when needed, replaced when an answer has ended it."""
+    """The process that runs `math_worker.py`: started when needed, replaced when it has ended."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
         self._process: subprocess.Popen[str] | None = None
 
     def equivalent(self, reference: str, answer: str) -> bool:
-        """Whether the two have one value; False where the process ended over it."""
-        if self._process is None:
-            self._process = self._start()
-        reply = _ask(self._process, json.dumps([reference, answer]))
-        if not reply:
-            log.warning("counted as wrong, for it cannot be graded within the limits: %.200r", answer)
-            _stop(self._process)
-            self._process = None
-            return False
-        return bool(json.loads(reply))
+        """Whether the two have one value; False where the process ended over it.
+
+        Raises:
+            RuntimeError: Somebody else kills the process, again and again.
+        """
+        question = json.dumps([reference, answer])
+        for _ in range(2):
+            if self._process is None:
+                self._process = self._start()
+            if reply := _ask(self._process, question):
+                return bool(json.loads(reply))
+            status, self._process = _ended(self._process), None
+            if status not in _KILLED:
+                log.warning("counted as wrong, for it cannot be graded within the limits: %.200r", answer)
+                return False
+        raise RuntimeError(f"the grading process was killed from outside, twice (exit status {status}): is memory short?")
 
     def _start(self) -> subprocess.Popen[str]:
         process = subprocess.Popen(
@@ -91,11 +101,20 @@ class _Grader:
 
 
 def _ask(process: subprocess.Popen[str], question: str) -> str:
-    """The reply line; empty where the process has ended."""
+    """The reply line; empty where the process has ended, now or before."""
     assert process.stdin is not None and process.stdout is not None
-    process.stdin.write(question + "\n")
-    process.stdin.flush()
+    try:
+        process.stdin.write(question + "\n")
+        process.stdin.flush()
+    except BrokenPipeError:
+        return ""
     return process.stdout.readline()
+
+
+def _ended(process: subprocess.Popen[str]) -> int:
+    """Exit status of a process that has closed its output, once it is gone."""
+    process.communicate(timeout=_SECONDS_TO_END)
+    return process.returncode
 
 
 def _stop(process: subprocess.Popen[str]) -> None:

@@ -46,7 +46,8 @@ def equivalent(reference: str, answer: str) -> bool:
 
 def main(seconds: float, megabytes: int) -> None:
     """Answer lines of standard input until it ends; each may take `seconds` of processor time."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the caller's affair, which then closes the pipe
+    for asked in (signal.SIGINT, signal.SIGTERM):  # the caller's affair, which finishes its step and closes the pipe
+        signal.signal(asked, signal.SIG_IGN)
     logging.disable(logging.CRITICAL)  # math-verify warns that we set the time limit ourselves
     sys.dont_write_bytecode = True
     if sys.platform == "linux":
