@@ -39,8 +39,8 @@ format: $(VENV)/.installed ## let ruff mend what it can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-install-gpu: ## into the current environment, with vLLM and the PyTorch it pins
-	$(PYTHON) -m pip install --editable '.[vllm]'
+install-gpu: ## into the current environment, with the vLLM that was measured and the PyTorch it pins
+	$(PYTHON) -m pip install --editable '.[vllm]' vllm==0.25.1
 
 clean: ## remove runs and caches, keep the environment
 	rm -rf runs build dist .mypy_cache .ruff_cache .pytest_cache

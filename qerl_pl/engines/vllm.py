@@ -43,7 +43,8 @@ class VLLMEngine:
     Args:
         kv_cache_gib: GiB for the key/value cache. By default 4 on a GPU and 0.5 on a CPU.
         gpu_memory_utilization: Share of the GPU's memory for vLLM altogether, instead of kv_cache_gib. What the
-            trainer holds counts as taken.
+            trainer holds counts as taken. The cache then has what is free at the start, which may differ when a run
+            is resumed; where it fills up, sequences are batched otherwise and results are not the same bits.
         max_model_len: Longest sequence vLLM prepares for; left out, the longest the run can ask for.
         max_num_seqs: Sequences decoded at once.
         max_num_batched_tokens: Tokens of one forward pass; more speeds up prompts and needs more memory. Left out,
@@ -199,15 +200,17 @@ class VLLMEngine:
 
     def lend(self) -> LentWeights | None:
         """Marlin's weights, embeddings and lm_head, so that the GPU holds the base once; None with other kernels."""
+        assert self._spec is not None, "launch comes first"
         lent: LentWeights | None = None
         if not self.share_weights:
             reason = "share_weights is off"
+        elif self._spec.dtype != torch.bfloat16:
+            reason = f"vLLM scales weights otherwise for {self._spec.dtype} than for bfloat16"
         elif not any("MarlinNvFp4" in kernel for kernel in self.kernels):
             reason = f"only Marlin's layout can be lent, and vLLM's kernels are {', '.join(self.kernels)}"
         else:
             lent, reason = self._call("qerl_lend"), "vLLM has padded a weight"
         if lent is None:
-            assert self._spec is not None, "launch comes first"
             log.info("the trainer loads its own copy of the base, %.3g GiB: %s", files_gib(self._spec.base), reason)
         else:
             log.info("the trainer borrows vLLM's weights: %d linears, %s", len(lent.linears), ", ".join(lent.tensors))
@@ -260,8 +263,12 @@ class VLLMEngine:
             self._asleep = True
 
     def wake(self) -> None:
-        """Take the cache's memory back; a no-op when awake."""
+        """Take the cache's memory back; a no-op when awake.
+
+        What PyTorch has kept of the update's memory goes back to the driver first, for the cache comes from there.
+        """
         if self._asleep:
+            torch.cuda.empty_cache()
             self._llm.wake_up()
             self._asleep = False
 

@@ -48,6 +48,7 @@ def packed_attention(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
+    sliding_window: int | None = None,
     packing: Packing | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
@@ -63,6 +64,7 @@ def packed_attention(
         attention_mask: Not used; causality and the sequences' borders are in `packing`.
         scaling: Factor of the products; by default 1 / sqrt(head size).
         dropout: Not supported.
+        sliding_window: How many tokens each attends to, itself included; None: all before it.
         packing: The sequences; required.
 
     Returns:
@@ -76,14 +78,19 @@ def packed_attention(
         repeats = q.shape[1] // k.shape[1]
         k, v = (tensor.repeat_interleave(repeats, dim=1) for tensor in (k, v))
         bounds = (packing.boundaries, packing.boundaries, packing.longest, packing.longest)
-        out = varlen_attn(q.contiguous(), k, v, *bounds, scale=scaling, window_size=(-1, 0))
+        window = (-1 if sliding_window is None else sliding_window - 1, 0)
+        out = varlen_attn(q.contiguous(), k, v, *bounds, scale=scaling, window_size=window)
         assert isinstance(out, Tensor)
         return strictly_deterministic_gradient(out).unsqueeze(0), None
     q, k, v = (
         tensor.new_zeros(*packing.kept.shape, *tensor.shape[1:]).index_put((packing.kept,), tensor).transpose(1, 2)
         for tensor in (q, k, v)
     )
-    attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True)
+    visible: dict[str, Any] = {"is_causal": True}
+    if sliding_window is not None and sliding_window < q.shape[2]:
+        seen = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).tril()
+        visible = {"attn_mask": seen.triu(1 - sliding_window)}
+    attended = functional.scaled_dot_product_attention(q, k, v, scale=scaling, enable_gqa=True, **visible)
     return strictly_deterministic_gradient(attended).transpose(1, 2)[packing.kept].unsqueeze(0), None
 
 
