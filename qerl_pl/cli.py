@@ -3,6 +3,7 @@
 import logging
 import os
 import re
+import signal
 import sys
 import warnings
 from collections.abc import Callable
@@ -13,6 +14,7 @@ import jsonargparse
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from qerl_pl.callbacks import Preempted, RolloutCallback
 from qerl_pl.checkpointing import AtomicCheckpointIO, newest_checkpoint, verified_bytes
@@ -40,12 +42,14 @@ _UNTELLING = re.compile(
 
 
 class SaveFitConfig(SaveConfigCallback):
-    """Keeps RUN/config.yaml as it was trained with; validating or testing a run does not overwrite it."""
+    """Keeps RUN/config.yaml as it was trained with: saved once training begins, and the checkpoint is accepted."""
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Save at the start of `fit`."""
-        if stage == "fit":
-            super().setup(trainer, pl_module, stage)
+        """Save nothing yet."""
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Save."""
+        super().setup(trainer, pl_module, "fit")
 
 
 class QeRLCLI(LightningCLI):
@@ -148,6 +152,8 @@ def main(argv: list[str] | None = None) -> int:
     except Preempted as stop:
         print(f"qerl: {stop}; go on with the same command and --resume auto", file=sys.stderr)
         return 128 + stop.signal_number
+    except SIGTERMException:  # Lightning's own end on SIGTERM, where no ResumeCheckpoint listens
+        return 128 + signal.SIGTERM
     except (ValueError, jsonargparse.ArgumentError) as error:
         message = _one_line(error, argv)
         if message is None or os.environ.get("QERL_DEBUG") == "1":

@@ -11,10 +11,10 @@ from torch import Tensor
 from qerl_pl.checkpointing import AtomicCheckpointIO, newest_checkpoint
 from qerl_pl.checkpoints import write_dense_checkpoint
 from qerl_pl.errors import UserError
-from qerl_pl.files import building
+from qerl_pl.files import building, folder_identity
 from qerl_pl.modules.base_model import resolve_base
 from qerl_pl.modules.policy import Policy, PolicyConfig
-from qerl_pl.modules.qerl import CHECKPOINT_KEY
+from qerl_pl.modules.qerl import CHECKPOINT_KEY, check_fits
 
 
 def export(run: Path, dst: Path, merge: bool = False, checkpoint: Path | None = None) -> None:
@@ -31,11 +31,12 @@ def export(run: Path, dst: Path, merge: bool = False, checkpoint: Path | None = 
     path = checkpoint or newest_checkpoint(run)
     if path is None:
         raise UserError(f"export needs a checkpoint; {run} has none; name one with --checkpoint")
-    trained = AtomicCheckpointIO().load_checkpoint(path)[CHECKPOINT_KEY]["trained"]
+    state = AtomicCheckpointIO().load_checkpoint(path)[CHECKPOINT_KEY]
     config = _policy_config(run)
     base = resolve_base(config)
+    check_fits(state, folder_identity(base), config)
     policy = Policy(base, config, torch.device("cpu"), seed=0)
-    policy.load_trained_state(trained)
+    policy.load_trained_state(state["trained"])
     if merge:
         write_dense_checkpoint(base, dst, torch.bfloat16, _Merge(policy))
     else:

@@ -4,12 +4,14 @@ Shapes, here and in every docstring: B completions in a batch, T token positions
 V vocabulary, r adapter rank. Token ids are Python ints until `Experience`, where they become tensors.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from torch import Tensor
 
+from qerl_pl.errors import UserError
 from qerl_pl.noise import NormNoise
 
 
@@ -46,6 +48,17 @@ class SamplingConfig:
     top_k: int = 0
     min_p: float = 0.0
     stop: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        for name, rule, holds in (
+            ("max_tokens", "at least 1", self.max_tokens >= 1),
+            ("temperature", "a number of at least 0", 0 <= self.temperature < math.inf),
+            ("top_p", "above 0 and at most 1", 0 < self.top_p <= 1),
+            ("top_k", "at least 0", self.top_k >= 0),
+            ("min_p", "at least 0 and below 1", 0 <= self.min_p < 1),
+        ):
+            if not holds:
+                raise UserError(f"sampling.{name} must be {rule}; found {getattr(self, name)}; leave it out if unsure")
 
 
 @dataclass(frozen=True)

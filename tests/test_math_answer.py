@@ -29,6 +29,7 @@ def math_answer() -> MathAnswer:
 
 
 RIGHT = [
+    ("52_{8}", "52_8"),
     ("1/2", "\\frac{1}{2}"),
     ("$0.5$", "\\frac12"),
     ("x = 5", "5"),
@@ -44,6 +45,7 @@ RIGHT = [
     ("{no way to read this", "{no way to read this"),
 ]
 WRONG = [
+    ("52_7", "52_8"),
     ("19", "18"),
     ("17 or 18", "18"),
     ("x^2 + 1", "1"),

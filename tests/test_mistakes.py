@@ -43,6 +43,13 @@ PARSED = {
     "unknown key of an item": (["--trainer.callbacks.RolloutCallback.grup_size", "4"], "RolloutCallback.*'grup_size'"),
     "small group": (["--trainer.callbacks.RolloutCallback.group_size", "1"], "at least 2 completions; found"),
     "rising noise": (["--trainer.callbacks.AdaptiveQuantizationNoise.sigma_end", "1"], "Noise must not grow"),
+    "no clipping": (["--model.max_grad_norm", "0"], "max_grad_norm must be above 0"),
+    "long warm-up": (["--model.warmup_ratio", "2"], r"warmup_ratio must be in \[0, 1\]"),
+    "no check": (["--trainer.callbacks.RolloutCallback.check_every", "0"], "check_every must be at least 1"),
+    "no evaluation": (["--trainer.callbacks.RolloutCallback.eval_samples", "0"], "eval_samples must be at least 1"),
+    "greedy": (["--trainer.callbacks.RolloutCallback.sampling.temperature", "0"], "temperature must be above 0"),
+    "cold": (["--trainer.callbacks.RolloutCallback.sampling.temperature", "-1"], "temperature must be a number of at"),
+    "nothing likely": (["--trainer.callbacks.RolloutCallback.sampling.top_p", "0"], "top_p must be above 0"),
     "small batch": (["--data.batch_size", "0"], "batch_size must be at least 1"),
 }
 

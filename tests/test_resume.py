@@ -5,6 +5,7 @@ import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -35,6 +36,11 @@ def uninterrupted(tiny_policy_dir: Path, tmp_path_factory: pytest.TempPathFactor
 
 def adapter(run: Path) -> dict[str, torch.Tensor]:
     return load_file(run / "adapter" / "adapter_model.safetensors")
+
+
+def checkpoint(run: Path, name: str) -> dict[str, Any]:
+    found: dict[str, Any] = torch.load(run / "checkpoints" / name, weights_only=True)
+    return found
 
 
 def checkpoints(run: Path) -> list[str]:
@@ -84,15 +90,16 @@ def die_while_writing_the_second_checkpoint() -> None:
     checkpointing.write_atomically = write
 
 
-def ask_to_stop_in_generation(number: int) -> Callable[[], None]:
-    return AskToStop(number)
+def ask_to_stop_in_generation(number: int, rollout: int = 5) -> Callable[[], None]:
+    return AskToStop(number, rollout)
 
 
 class AskToStop:
-    """The signal that precedes the end of a preemptible machine, in the middle of the fifth rollout."""
+    """The signal that precedes the end of a preemptible machine, in the middle of a rollout."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, rollout: int) -> None:
         self.number = number
+        self.rollout = rollout
 
     def __call__(self) -> None:
         from qerl_pl.engines import transformers as engine
@@ -100,7 +107,7 @@ class AskToStop:
         plain, calls = engine.TransformersEngine.generate, iter(range(100))
 
         def generate(engine_self, requests, sampling):  # type: ignore[no-untyped-def]
-            if len(requests[0].seeds) == 2 and next(calls) == 4:
+            if len(requests[0].seeds) == 2 and next(calls) == self.rollout - 1:
                 signal.raise_signal(self.number)
             return plain(engine_self, requests, sampling)
 
@@ -143,6 +150,81 @@ def test_asked_to_stop_saves_says_how_to_resume_and_resumes_bit_for_bit(
     assert all(torch.equal(tensor, adapter(tmp_path / "run")[name]) for name, tensor in adapter(uninterrupted).items())
 
 
+def ask_to_stop_in_validation() -> None:
+    """SIGTERM while the first batch of the first validation is sampled."""
+    from qerl_pl.engines import transformers as engine
+
+    plain, calls = engine.TransformersEngine.generate, iter(range(100))
+
+    def generate(engine_self, requests, sampling):  # type: ignore[no-untyped-def]
+        if len(requests[0].seeds) == 1 and sampling.max_tokens == 6 and next(calls) == 0:
+            signal.raise_signal(signal.SIGTERM)
+        return plain(engine_self, requests, sampling)
+
+    engine.TransformersEngine.generate = generate  # type: ignore[method-assign]
+
+
+def test_a_stop_during_a_validation_waits_for_its_end(
+    uninterrupted: Path, tiny_policy_dir: Path, tmp_path: Path
+) -> None:
+    settings = configuration(tiny_policy_dir, tmp_path / "run")
+    settings["trainer"] |= {"val_check_interval": 2, "check_val_every_n_epoch": None}
+    status, output = fit(settings, prepare=ask_to_stop_in_validation)
+    assert status == 128 + signal.SIGTERM and "step=2.ckpt" in output, output
+    status, output = fit(settings, "--resume", "auto")
+    assert status == 0, output
+    assert all(torch.equal(tensor, adapter(tmp_path / "run")[name]) for name, tensor in adapter(uninterrupted).items())
+    assert validated(tmp_path / "run") == [2, 4, 6, 8]
+
+
+def validated(run: Path) -> list[int]:
+    """Policy versions that were validated, by the end of the run."""
+    accuracies = checkpoint(run, "step=8.end.ckpt")["callbacks"]["RunSummary"]["accuracies"]
+    return [version for version, *_ in accuracies if version]
+
+
+@pytest.mark.parametrize(("stopped_in", "every"), [(4, 3), (8, 3), (5, 5)])
+def test_a_stop_at_a_validation_loses_neither_it_nor_a_bit(
+    uninterrupted: Path, tiny_policy_dir: Path, tmp_path: Path, stopped_in: int, every: int
+) -> None:
+    settings = configuration(tiny_policy_dir, tmp_path / "run")
+    settings["trainer"] |= {"val_check_interval": 2, "check_val_every_n_epoch": None, "num_sanity_val_steps": 1}
+    callbacks = settings["trainer"]["callbacks"]
+    next(one for one in callbacks if "Resume" in one["class_path"])["init_args"] = {"every_n_rollouts": every}
+    status, output = fit(settings, prepare=ask_to_stop_in_generation(signal.SIGTERM, stopped_in))
+    assert status == 128 + signal.SIGTERM and f"step={stopped_in}.ckpt" in output, output
+    status, output = fit(settings, "--resume", "auto")
+    assert status == 0, output
+    whole = adapter(uninterrupted)  # validation draws from streams of its own
+    assert all(torch.equal(tensor, adapter(tmp_path / "run")[name]) for name, tensor in whole.items())
+    assert validated(tmp_path / "run") == [2, 4, 6, 8]
+
+
+def test_a_resumed_run_takes_the_learning_rate_and_weight_decay_it_is_given(
+    uninterrupted: Path, tiny_policy_dir: Path, tmp_path: Path
+) -> None:
+    settings = configuration(tiny_policy_dir, tmp_path / "run")
+    settings["model"]["optimizer"]["init_args"] = {"lr": 0.001, "weight_decay": 0.5}
+    status, output = fit(settings, "--resume", str(uninterrupted / "checkpoints" / "step=6.ckpt"))
+    assert status == 0, output
+    start = checkpoint(uninterrupted, "step=6.ckpt")["qerl"]["trained"]
+    before, after = (checkpoint(run, "step=8.end.ckpt") for run in (uninterrupted, tmp_path / "run"))
+    groups = [one["optimizer_states"][0]["param_groups"][0] for one in (before, after)]
+    assert [group["initial_lr"] for group in groups] == [0.01, 0.001]
+    assert [group["weight_decay"] for group in groups] == [0.01, 0.5]
+    assert [one["lr_schedulers"][0]["base_lrs"] for one in (before, after)] == [[0.01], [0.001]]
+    ends = [one["qerl"]["trained"] for one in (before, after)]
+    moved = [sum(float((end[name] - tensor).norm()) for name, tensor in start.items()) for end in ends]
+    assert moved[1] < 0.3 * moved[0]
+
+
+def test_an_adapter_keeps_its_scaling(uninterrupted: Path, tiny_policy_dir: Path, tmp_path: Path) -> None:
+    settings = configuration(tiny_policy_dir, tmp_path / "run")
+    settings["model"]["policy"]["lora"]["alpha"] = 80.0
+    status, output = fit(settings, "--resume", str(uninterrupted / "checkpoints" / "step=6.ckpt"))
+    assert status == 2 and "the checkpoint has 2 and the policy 20" in output and "Traceback" not in output, output
+
+
 def test_damaged_newest_checkpoint_is_skipped_with_a_warning(
     uninterrupted: Path, tiny_policy_dir: Path, tmp_path: Path
 ) -> None:
@@ -164,16 +246,16 @@ def test_checkpoint_of_another_base_model_is_refused(
     last = uninterrupted / "checkpoints" / "step=8.end.ckpt"
     status, output = fit(settings, "--resume", str(last))
     assert status == 2 and "fits only the base model it was trained on" in output and "Traceback" not in output, output
+    assert not (tmp_path / "run" / "config.yaml").exists()  # what is refused leaves no trace
 
 
 def test_checkpoint_holds_no_base_weights(uninterrupted: Path) -> None:
-    path = uninterrupted / "checkpoints" / "step=6.ckpt"
-    checkpoint = torch.load(path, weights_only=True)
-    assert checkpoint["state_dict"] == {}
-    names = checkpoint["qerl"]["trained"]
+    saved = checkpoint(uninterrupted, "step=6.ckpt")
+    assert saved["state_dict"] == {}
+    names = saved["qerl"]["trained"]
     assert names and all("lora_" in name or "layernorm" in name for name in names)
-    assert checkpoint["qerl"]["policy_version"] == 6
-    noise = checkpoint["callbacks"]["AdaptiveQuantizationNoise"]
+    assert saved["qerl"]["policy_version"] == 6
+    noise = saved["callbacks"]["AdaptiveQuantizationNoise"]
     assert noise == {"planned_rollouts": 8}
 
 

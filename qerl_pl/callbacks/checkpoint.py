@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.trainer.states import TrainerFn
 
 from qerl_pl.checkpointing import FOLDER, STEP_FILE
 from qerl_pl.errors import UserError
@@ -35,7 +36,9 @@ class ResumeCheckpoint(Checkpoint):
 
     On SIGTERM or SIGINT the step in hand is finished, a checkpoint is written, and the run ends with `Preempted`; a
     second signal ends it at once. Lightning runs checkpoint callbacks after all others, so a checkpoint holds what
-    they did in its step.
+    they did in its step; list ModelCheckpoint before this one, so that it holds what is the best, too. Where a step is
+    validated, the run stops after that, and the checkpoint is written before and after: a resumed run does not go back
+    to it.
 
     Args:
         every_n_rollouts: Rollouts between checkpoints; a run that dies loses at most so many.
@@ -52,10 +55,20 @@ class ResumeCheckpoint(Checkpoint):
         self._signal: int | None = None
         self._previous: dict[int, Any] = {}
 
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Listen for the signals that precede the end of a preemptible machine."""
-        for number in (signal.SIGTERM, signal.SIGINT):
-            self._previous[number] = signal.signal(number, self._on_signal)
+        self._listen()
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Listen, where nothing was validated first."""
+        self._listen()
+
+    def _listen(self) -> None:
+        if (
+            not self._previous
+        ):  # after Lightning, on whose own handler a validation breaks off and the run ends as if done
+            for number in (signal.SIGTERM, signal.SIGINT):
+                self._previous[number] = signal.signal(number, self._on_signal)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Give the signals back."""
@@ -77,6 +90,16 @@ class ResumeCheckpoint(Checkpoint):
         done = trainer.fit_loop.total_batch_idx + 1
         stop = self._asked_to_stop(trainer)
         if stop or done % self.every_n_rollouts == 0:
+            path = self._save(trainer, done)
+            if stop and not _is_validated(trainer, batch_idx):
+                raise Preempted(stop, path)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Save again what was saved before this validation, and stop where it was asked for."""
+        done = trainer.fit_loop.total_batch_idx + 1
+        stop = self._asked_to_stop(trainer)
+        training = trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking
+        if training and (stop or done % self.every_n_rollouts == 0):
             path = self._save(trainer, done)
             if stop:
                 raise Preempted(stop, path)
@@ -102,3 +125,14 @@ class ResumeCheckpoint(Checkpoint):
             for old in older[self.keep - 1 :]:
                 trainer.strategy.remove_checkpoint(old)
         return path
+
+
+def _is_validated(trainer: Trainer, batch_idx: int) -> bool:
+    """Whether Lightning validates after this training step."""
+    every_epochs, every = trainer.check_val_every_n_epoch, trainer.val_check_batch
+    if not trainer.enable_validation or (every_epochs and (trainer.current_epoch + 1) % every_epochs):
+        return False
+    if every is None or every == float("inf"):
+        return trainer.is_last_batch
+    done = batch_idx + 1 if every_epochs else trainer.fit_loop.total_batch_idx + 1
+    return done % every == 0

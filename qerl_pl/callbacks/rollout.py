@@ -69,6 +69,15 @@ class RolloutCallback(Callback):
     ) -> None:
         if group_size < 2:
             raise UserError(f"a group needs at least 2 completions; found group_size={group_size}; set it to 2 or more")
+        for name, value, least in (
+            ("resample_rounds", resample_rounds, 0),
+            ("eval_samples", eval_samples, 1),
+            ("check_every", check_every, 1),
+        ):
+            if value < least:
+                raise UserError(f"{name} must be at least {least}; found {value}; set it to {least} or more")
+        if sampling.temperature == 0:
+            raise UserError("training samples, so sampling.temperature must be above 0; found 0; 1.0 is usual")
         check_rewards(rewards)
         names = [reward.name for reward in rewards]
         if accuracy_reward is not None and accuracy_reward not in names:

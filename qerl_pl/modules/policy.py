@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from qerl_pl.checkpoints import TensorFiles, is_nvfp4
 from qerl_pl.engines.base import LentWeights
 from qerl_pl.errors import UserError
+from qerl_pl.files import cache_root
 from qerl_pl.modules.lora import ADAPTER, LoraConfig, LoraLinear, attach_lora
 from qerl_pl.modules.nvfp4 import BorrowedLinear, NVFP4Linear
 from qerl_pl.modules.packing import ATTENTION, Packing
@@ -160,8 +161,10 @@ class Policy(nn.Module):
             torch.manual_seed(seed)
             self.model: PeftModel = attach_lora(base, config.lora, config.train_norms)
         self.model.to(device)
-        # What plain PEFT needs to load the exported adapter without being told its base.
-        self.model.peft_config[ADAPTER].base_model_name_or_path = config.path or str(folder)
+        # What plain PEFT needs to load the exported adapter without being told its base: never the 16-bit weights that
+        # the base was quantized from.
+        made_here = config.path is None or folder.parent == cache_root()
+        self.model.peft_config[ADAPTER].base_model_name_or_path = str(folder) if made_here else config.path
         if config.gradient_checkpointing:
             base.gradient_checkpointing_enable({"use_reentrant": False})
 

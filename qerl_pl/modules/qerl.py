@@ -12,7 +12,7 @@ from lightning.pytorch.cli import OptimizerCallable
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from qerl_kernels import select_backend
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torchmetrics import MeanMetric
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, get_scheduler
 
@@ -30,6 +30,30 @@ from qerl_pl.seeding import stream_seed
 from qerl_pl.types import Evaluation, Prompt
 
 CHECKPOINT_KEY = "qerl"
+RATES = ("initial_lr", "weight_decay")
+
+
+def check_fits(state: dict[str, Any], base: str, config: PolicyConfig) -> None:
+    """Refuse a checkpoint whose adapter would do something else on this policy.
+
+    Args:
+        state: What the checkpoint holds under `CHECKPOINT_KEY`.
+        base: Identity of the policy's base (`folder_identity`).
+        config: The policy's.
+
+    Raises:
+        UserError: It was trained on another base or with another alpha / rank.
+    """
+    if state["base"] != base:
+        raise UserError(
+            f"a checkpoint fits only the base model it was trained on; it has {state['base']} and the policy has "
+            f"{base}; set model.policy as in that run, or start another run"
+        )
+    if state["scaling"] != config.lora.scaling:
+        raise UserError(
+            f"an adapter keeps the alpha / rank it was trained with; the checkpoint has {state['scaling']:g} and the "
+            f"policy {config.lora.scaling:g}; set model.policy.lora as in that run, or start another run"
+        )
 
 
 class QeRLModule(LightningModule):
@@ -77,6 +101,12 @@ class QeRLModule(LightningModule):
         ):
             if value < 1:
                 raise UserError(f"model.{name} must be at least 1; found {value}; set it to 1 or more")
+        if not max_grad_norm > 0:
+            raise UserError(
+                f"model.max_grad_norm must be above 0; found {max_grad_norm}; 0.2 is usual, .inf clips nothing"
+            )
+        if not 0 <= warmup_ratio <= 1:
+            raise UserError(f"model.warmup_ratio must be in [0, 1]; found {warmup_ratio}; set it to 0.1, say")
         self.automatic_optimization = False
         self.strict_loading = False  # checkpoints leave the frozen base out; `on_load_checkpoint` checks the rest
         self.policy_config = policy
@@ -100,6 +130,7 @@ class QeRLModule(LightningModule):
         self._experience: Experience | None = None
         self._evaluation: Evaluation | None = None
         self._random_state: dict[str, Any] | None = None
+        self._rates: list[dict[str, float]] = []
 
     # The policy ----------------------------------------------------------------------------------------------------
 
@@ -173,14 +204,27 @@ class QeRLModule(LightningModule):
         optimizer = self.make_optimizer([p for p in self.policy.parameters() if p.requires_grad])
         steps = self.planned_rollouts() * self.update.steps
         warmup = round(self.warmup_ratio * steps)
+        refusal = UserError(
+            f"lr_scheduler must be a schedule of transformers that needs no metric; found {self.lr_scheduler!r}; use "
+            "cosine, linear or constant_with_warmup"
+        )
         try:
             schedule = get_scheduler(self.lr_scheduler, optimizer, num_warmup_steps=warmup, num_training_steps=steps)
         except ValueError as error:
-            raise UserError(
-                f"lr_scheduler must be a schedule of transformers; found {self.lr_scheduler!r}; use cosine, linear "
-                "or constant_with_warmup"
-            ) from error
+            raise refusal from error
+        if not isinstance(schedule, LambdaLR):
+            raise refusal
+        self._rates = [{name: group[name] for name in RATES if name in group} for group in optimizer.param_groups]
         return {"optimizer": optimizer, "lr_scheduler": schedule}
+
+    def on_train_start(self) -> None:
+        """A resumed run goes on with the learning rate and weight decay that it is given now, not the checkpoint's."""
+        optimizer, schedule = self.optimizers(), self.lr_schedulers()
+        assert isinstance(optimizer, LightningOptimizer) and isinstance(schedule, LambdaLR)
+        for index, (group, given) in enumerate(zip(optimizer.param_groups, self._rates, strict=True)):
+            group.update(given)
+            schedule.base_lrs[index] = given["initial_lr"]
+            group["lr"] = given["initial_lr"] * schedule.lr_lambdas[index](schedule.last_epoch)
 
     # The update ----------------------------------------------------------------------------------------------------
 
@@ -219,7 +263,8 @@ class QeRLModule(LightningModule):
             self.trainer.save_checkpoint(path)
             raise UserError(
                 f"loss and gradient must be finite; at policy version {self.policy_version} they are not ({error}); "
-                f"the state before the step is in {path}; lower the learning rate and use --resume auto"
+                f"the state then is in {path}, to look into; lower the learning rate and use --resume auto, which goes "
+                "on from the newest checkpoint"
             ) from error
 
     # Evaluation ----------------------------------------------------------------------------------------------------
@@ -258,6 +303,7 @@ class QeRLModule(LightningModule):
             "trained": {name: tensor.cpu().clone() for name, tensor in self.policy.trained_state().items()},
             "policy_version": self.policy_version,
             "base": self.base_identity,
+            "scaling": self.policy_config.lora.scaling,
             "random_state": random_state(),
         }
 
@@ -265,16 +311,12 @@ class QeRLModule(LightningModule):
         """Take over a checkpoint's adapter, version and random states.
 
         Raises:
-            UserError: It belongs to another base model or another program.
+            UserError: It belongs to another base model, another scaling of the adapter, or another program.
         """
         state = checkpoint.get(CHECKPOINT_KEY)
         if state is None:
             raise UserError("a checkpoint must be one of this trainer's; this one is not; name another with --resume")
-        if state["base"] != self.base_identity:
-            raise UserError(
-                f"a checkpoint fits only the base model it was trained on; it has {state['base']} and the policy has "
-                f"{self.base_identity}; set model.policy as in that run, or start another run"
-            )
+        check_fits(state, self.base_identity, self.policy_config)
         self.policy.load_trained_state(state["trained"])
         self.policy_version = state["policy_version"]
         self._random_state = state["random_state"]

@@ -97,14 +97,12 @@ class PolicyUpdate:
             if not torch.tensor([totals["loss"], norm]).isfinite().all():
                 raise NonFiniteLossError(f"loss {totals['loss']:g}, gradient norm {norm:g}")
             totals["grad_norm"] += norm
+            totals["lr"] += optimizer.param_groups[0]["lr"]
             optimizer.step()
             schedule.step()
         tokens = max(totals["tokens"], 1.0)
         metrics = {tag: totals[name] / tokens for tag, name in PER_TOKEN.items() if name in totals}
-        metrics["optim/grad_norm"] = totals["grad_norm"] / self.steps
-        metrics["optim/loss"] = totals["loss"] / self.steps
-        metrics["optim/lr"] = optimizer.param_groups[0]["lr"]
-        return metrics
+        return metrics | {f"optim/{name}": totals[name] / self.steps for name in ("grad_norm", "loss", "lr")}
 
     def _accumulate(
         self,

@@ -82,7 +82,7 @@ class _Grader:
             if status not in _KILLED:
                 log.warning("counted as wrong, for it cannot be graded within the limits: %.200r", answer)
                 return False
-        raise RuntimeError(f"the grading process was killed from outside, twice (exit status {status}): is memory short?")
+        raise RuntimeError(f"something kills the grading process (exit status {status}); is memory short?")
 
     def _start(self) -> subprocess.Popen[str]:
         process = subprocess.Popen(

@@ -8,6 +8,7 @@ handler could stop, ends the process: the kernel's default action on the timer's
 import json
 import logging
 import os
+import re
 import resource
 import signal
 import sys
@@ -19,6 +20,8 @@ from math_verify import parse, verify
 # of digits, spaces and the signs + - * / ^ ( ) alone. Should that ever change, these stay shut.
 _FORBIDDEN = ("os.", "subprocess.", "socket.", "ctypes.", "shutil.", "pty.", "winreg.", "mmap.", "signal.", "ftplib.")
 _READ_ONLY = ("os.listdir", "os.scandir", "os.walk", "os.fwalk")  # what an import does
+_BASE = re.compile(r"\w+_\{?(\d+)\}?")
+"""A number and its base."""
 _MARKUP = ("\\boxed", "\\(", "\\[")
 _WALL_SECONDS_PER_CPU_SECOND = 10
 
@@ -40,6 +43,9 @@ def as_latex(text: str) -> str:
 
 def equivalent(reference: str, answer: str) -> bool:
     """Whether `answer` has the reference's value; False where it cannot be read."""
+    bases = [_BASE.fullmatch(text.strip().strip("$")) for text in (reference, answer)]
+    if all(bases) and len({found and found[1] for found in bases}) > 1:  # math-verify reads 52_8 and 52_7 alike
+        return False
     expected = parse(as_latex(reference), parsing_timeout=None)
     return bool(verify(expected, parse(as_latex(answer), parsing_timeout=None), timeout_seconds=None))
 
