@@ -3,18 +3,22 @@
 import copy
 import dataclasses
 import json
+import math
+import shutil
 from pathlib import Path
 from typing import Any
 
 import jsonargparse
 import pytest
 import torch
+import yaml
 from fit_helpers import configuration
 from lightning.pytorch import Callback, Trainer
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from qerl_pl.callbacks import AdaptiveQuantizationNoise, RolloutCallback
+from qerl_pl.checkpoints import is_nvfp4
 from qerl_pl.cli import QeRLCLI, main
 from qerl_pl.datamodules import ArithmeticDataModule
 from qerl_pl.engines import TransformersEngine
@@ -92,6 +96,13 @@ def test_tensorboard_has_every_tag_a_text_panel_and_the_layout(finished: Path) -
     assert "completions/text_summary" in events.Tags()["tensors"]
     assert "custom_scalars__config__" in events.Tags()["tensors"]
     assert [event.value > 0 for event in events.Scalars("time/rollout_s")] == [True, True]
+
+
+def test_the_logged_learning_rate_is_the_mean_of_those_used(finished: Path) -> None:
+    # Two rollouts of four steps: one of warm-up at rate 0, then a cosine over seven from 0.01.
+    rates = [0.0] + [0.01 * (1 + math.cos(math.pi * step / 7)) / 2 for step in range(7)]
+    logged = [event.value for event in EventAccumulator(str(finished)).Reload().Scalars("optim/lr")]
+    assert logged == pytest.approx([sum(rates[:4]) / 4, sum(rates[4:]) / 4])
 
 
 def test_summary_and_completions_are_written(finished: Path) -> None:
@@ -293,8 +304,23 @@ def test_validate_from_a_checkpoint_and_export(
     assert main(["export", str(run), str(tmp_path / "adapter")]) == 0
     assert equal(load_file(tmp_path / "adapter" / "adapter_model.safetensors"), adapter(run))
     assert main(["export", str(run), str(tmp_path / "merged"), "--merge", "true"]) == 0
+    named = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["base_model_name_or_path"]
+    assert named != str(tiny_policy_dir) and is_nvfp4(Path(named))  # not the 16-bit weights that it was quantized from
     merged = load_file(tmp_path / "merged" / "model.safetensors")
     assert "model.layers.0.self_attn.q_proj.weight" in merged and not any("packed" in name for name in merged)
+
+
+def test_export_refuses_a_checkpoint_of_another_base(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(finished, run)
+    settings = yaml.safe_load((run / "config.yaml").read_text())
+    settings["model"]["policy"]["quantization"] = "none"
+    (run / "config.yaml").write_text(yaml.safe_dump(settings))
+    assert main(["export", str(run), str(tmp_path / "merged"), "--merge", "true"]) == 2
+    assert "fits only the base model it was trained on" in capsys.readouterr().err
+    assert not (tmp_path / "merged").exists()
 
 
 class Deaf(TransformersEngine):

@@ -14,9 +14,10 @@ _NUMBER = re.compile(r"-?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?|-?\.[0
 def parse_number(text: str) -> Decimal | None:
     """The value of `text` if it is one number and nothing else, else None.
 
-    A dollar sign, a percent sign, commas between thousands and a final full stop do not count: "$1,234.50." is 1234.5.
+    Dollar and percent signs, also escaped as in LaTeX, commas between thousands and a final full stop do not count:
+    "$1,234.50." is 1234.5.
     """
-    plain = text.strip().removesuffix(".").replace("$", "").replace("%", "").strip()
+    plain = re.sub(r"\\?[$%]", "", text.strip().removesuffix(".")).strip()
     return Decimal(plain.replace(",", "")) if _NUMBER.fullmatch(plain) else None
 
 
