@@ -440,8 +440,6 @@ def test_prompts_that_cannot_be_continued_are_refused(engine: RolloutEngine, ref
         engine.generate(requests_of([(5,) * 169]), GREEDY)
     longest = engine.generate(requests_of([(5,) * 168]), GREEDY)[0][0]
     assert len(longest.token_ids) == 24 or longest.token_ids[-1] == EOS
-    with pytest.raises(UserError, match="at least 1; got 0"):
-        engine.generate(requests_of([(5,)]), SamplingConfig(max_tokens=0))
 
 
 def test_sleep_and_wake_change_nothing(engine: RolloutEngine, reference: PeftModel) -> None:

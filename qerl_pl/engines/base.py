@@ -109,10 +109,8 @@ def check_requests(requests: Sequence[RolloutRequest], sampling: SamplingConfig,
         max_tokens: `EngineSpec.max_tokens`.
 
     Raises:
-        UserError: A prompt is empty, no new token is asked for, or prompt and new tokens exceed `max_tokens`.
+        UserError: A prompt is empty, or prompt and new tokens exceed `max_tokens`.
     """
-    if sampling.max_tokens < 1:
-        raise UserError(f"sampling.max_tokens must be at least 1; got {sampling.max_tokens}")
     for index, request in enumerate(requests):
         length = len(request.prompt_ids)
         if length == 0:

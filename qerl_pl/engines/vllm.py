@@ -204,10 +204,10 @@ class VLLMEngine:
         lent: LentWeights | None = None
         if not self.share_weights:
             reason = "share_weights is off"
-        elif self._spec.dtype != torch.bfloat16:
-            reason = f"vLLM scales weights otherwise for {self._spec.dtype} than for bfloat16"
         elif not any("MarlinNvFp4" in kernel for kernel in self.kernels):
             reason = f"only Marlin's layout can be lent, and vLLM's kernels are {', '.join(self.kernels)}"
+        elif self._spec.dtype != torch.bfloat16:
+            reason = f"vLLM scales weights otherwise for {self._spec.dtype} than for bfloat16"
         else:
             lent, reason = self._call("qerl_lend"), "vLLM has padded a weight"
         if lent is None:
