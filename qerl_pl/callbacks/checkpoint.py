@@ -64,10 +64,9 @@ class ResumeCheckpoint(Checkpoint):
         self._listen()
 
     def _listen(self) -> None:
-        if (
-            not self._previous
-        ):  # after Lightning, on whose own handler a validation breaks off and the run ends as if done
-            for number in (signal.SIGTERM, signal.SIGINT):
+        # After Lightning, whose own handler breaks off a validation and ends the process as if all were done.
+        for number in (signal.SIGTERM, signal.SIGINT):
+            if number not in self._previous:
                 self._previous[number] = signal.signal(number, self._on_signal)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
