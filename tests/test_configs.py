@@ -47,6 +47,15 @@ def built(path: Path) -> Namespace:
     return stop.value.settings
 
 
+@pytest.mark.parametrize("objective", [one for one in Objective.__subclasses__() if one.__module__ != __name__])
+def test_an_objective_that_is_named_has_its_own_numbers(tmp_path: Path, objective: type[Objective]) -> None:
+    settings = yaml.safe_load(QUICKSTART.read_text())
+    settings["model"]["objective"] = {"class_path": f"qerl_pl.objectives.{objective.__name__}"}
+    path = tmp_path / "named.yaml"
+    path.write_text(yaml.safe_dump(settings))
+    assert built(path).model.objective == objective()
+
+
 def callback(settings: Namespace, kind: type) -> Any:
     return next((found for found in settings.trainer.callbacks if isinstance(found, kind)), None)
 

@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from qerl_pl.callbacks import AdaptiveQuantizationNoise, RolloutCallback
+from qerl_pl.callbacks.agreement import Agreement, require_agreement
 from qerl_pl.checkpoints import is_nvfp4
 from qerl_pl.cli import QeRLCLI, main
 from qerl_pl.datamodules import ArithmeticDataModule
@@ -370,7 +371,43 @@ def test_dynamic_sampling_replaces_groups_of_equal_reward(tiny_policy_dir: Path,
         assert all(informative) and (experience.advantages != 0).all()
         dropped = experience.metrics["completions/groups_dropped_frac"]
         assert 0 <= dropped < 1
+        # Tokens of dropped groups are sampled too, at least one a completion.
+        more = experience.metrics["completions/sampled_tokens"] - experience.mask.sum().item()
+        assert more >= 4 * dropped / (1 - dropped) and (more > 0) == (dropped > 0)
     assert any(experience.metrics["completions/groups_dropped_frac"] > 0 for experience in seen)
+
+
+def test_a_run_whose_completions_are_all_truncated_claims_no_means(
+    tiny_policy_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = settings_of(tiny_policy_dir, tmp_path / "run")
+    settings["model"]["objective"] = {"class_path": "qerl_pl.objectives.DAPO"}  # leaves truncated completions out
+    callback_of(settings, "RolloutCallback")["init_args"]["sampling"] = {"max_tokens": 1}
+    fit(settings, monkeypatch)
+    events = EventAccumulator(str(tmp_path / "run")).Reload()
+    assert [event.value for event in events.Scalars("completions/truncated_frac")] == [1.0, 1.0]
+    for tag in ("policy/entropy", "policy/ratio_mean", "mismatch/logprob_abs_mean"):
+        assert all(math.isnan(event.value) for event in events.Scalars(tag))
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text(), parse_constant=pytest.fail)
+    assert summary["entropy_first"] is None and summary["reward_first"] is not None
+
+
+def test_the_self_check_asks_for_no_more_than_the_engine_was_launched_for(
+    tiny_policy_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = settings_of(tiny_policy_dir, tmp_path / "run")
+    prompts = fit(settings, monkeypatch).datamodule.replacement_prompts(("all",), 9, ())
+    lengths = [len(prompt.token_ids) for prompt in prompts]
+    settings["data"]["init_args"]["max_prompt_tokens"] = max(lengths)  # no room beyond the six tokens of a completion
+    settings["trainer"]["default_root_dir"] = str(tmp_path / "tight")
+    assert fit(settings, monkeypatch).model.policy_version == 2
+
+
+def test_the_self_check_takes_nan_for_no_agreement() -> None:
+    require_agreement(Agreement(0.1, 0.1, 0.1), bound=0.25)
+    for found in (Agreement(math.nan, 0.1, 0.1), Agreement(0.1, math.nan, 0.1)):
+        with pytest.raises(UserError, match="must agree within 0.25 nats"):
+            require_agreement(found, bound=0.25)
 
 
 def test_a_batch_without_any_informative_group_keeps_its_size_and_teaches_nothing(

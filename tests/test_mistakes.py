@@ -50,6 +50,7 @@ PARSED = {
     "greedy": (["--trainer.callbacks.RolloutCallback.sampling.temperature", "0"], "temperature must be above 0"),
     "cold": (["--trainer.callbacks.RolloutCallback.sampling.temperature", "-1"], "temperature must be a number of at"),
     "no tokens": (["--trainer.callbacks.RolloutCallback.sampling.max_tokens", "0"], "max_tokens must be at least 1"),
+    "empty stop": (["--trainer.callbacks.RolloutCallback.sampling.stop", "['']"], "sampling.stop must be a list"),
     "nothing likely": (["--trainer.callbacks.RolloutCallback.sampling.top_p", "0"], "top_p must be above 0"),
     "small batch": (["--data.batch_size", "0"], "batch_size must be at least 1"),
 }

@@ -12,7 +12,7 @@ from qerl_pl.modules.qerl import QeRLModule
 from qerl_pl.types import Completion, Prompt, RolloutRequest, SamplingConfig
 
 TOKENS = 16
-"""Tokens of each completion that is compared."""
+"""Tokens of each completion that is compared, at most."""
 
 
 @dataclass(frozen=True)
@@ -27,12 +27,20 @@ class Agreement:
     """The trainer's policy and its reference: what the adapter does."""
 
 
-def measure_agreement(engine: RolloutEngine, module: QeRLModule, prompts: Sequence[Prompt]) -> Agreement:
+def measure_agreement(
+    engine: RolloutEngine, module: QeRLModule, prompts: Sequence[Prompt], max_tokens: int = TOKENS
+) -> Agreement:
     """Sample greedily with the adapter on and off, and compare with the trainer on the same tokens.
 
     Leaves the engine synced to the reference policy: sync it again before use.
+
+    Args:
+        engine: What samples.
+        module: What trains.
+        prompts: Of which one completion each is compared.
+        max_tokens: Longest completion that the engine was launched for.
     """
-    sampling = SamplingConfig(max_tokens=TOKENS, temperature=0.0)
+    sampling = SamplingConfig(max_tokens=min(TOKENS, max_tokens), temperature=0.0)
     requests = [RolloutRequest(prompt.token_ids, (0,)) for prompt in prompts]
 
     def sample(adapter: bool) -> list[list[Completion]]:
@@ -69,7 +77,7 @@ def require_agreement(agreement: Agreement, bound: float) -> None:
     """
     rounding = max(agreement.adapter_off, 1e-6)
     wrong_adapter = agreement.adapter_effect > 8 * rounding and agreement.adapter_on > agreement.adapter_effect / 2
-    if agreement.adapter_off > bound or agreement.adapter_on > bound or wrong_adapter:
+    if not (agreement.adapter_off <= bound and agreement.adapter_on <= bound) or wrong_adapter:  # nan is no agreement
         raise UserError(
             f"engine and trainer must agree within {bound:g} nats a token without noise; found "
             f"{agreement.adapter_on:.2g} with the adapter, {agreement.adapter_off:.2g} without it, the adapter's "

@@ -129,13 +129,14 @@ class RolloutCallback(Callback):
         module = _module(pl_module)
         version = module.policy_version
         noise = module.noise(version) if module.noise is not None else None
-        times: dict[str, float] = {}
+        times = {"time/check_s": 0.0}
         metrics: dict[str, float] = {}
         with _timed(times, "time/sleep_s"):
             self.engine.wake()
         if self._rollouts < 2 or self._rollouts % self.check_every == 0:
             with _timed(times, "time/check_s"):
-                require_agreement(measure_agreement(self.engine, module, batch[:2]), self.mismatch_bound)
+                found = measure_agreement(self.engine, module, batch[:2], self.sampling.max_tokens)
+                require_agreement(found, self.mismatch_bound)
         self._rollouts += 1
         with _timed(times, "time/sync_s"):
             report = self.engine.sync(module.policy.weights(version, noise))
@@ -157,7 +158,7 @@ class RolloutCallback(Callback):
         """Groups to learn from and their total rewards [B], by dynamic sampling where that is on."""
         version, wanted = module.policy_version, len(batch)
         groups, dropped = Groups(), Groups()
-        prompts, sampled = batch, 0
+        prompts, sampled, tokens = batch, 0, 0
         scores: list[ScoredBatch] = []
         for attempt in range(self.resample_rounds + 1):
             with _timed(times, "time/rollout_s"):
@@ -166,6 +167,7 @@ class RolloutCallback(Callback):
                 scored, records = score_completions(self.rewards, module.tokenizer, prompts, completions)
             scores.append(scored)
             sampled += len(prompts)
+            tokens += sum(len(one.token_ids) for group in completions for one in group)
             keep = torch.ones(len(prompts), dtype=torch.bool)
             if self.resample_rounds > 0:
                 keep = informative_groups(scored.total, self.group_size)
@@ -179,6 +181,7 @@ class RolloutCallback(Callback):
             if not prompts:
                 break
         metrics["completions/groups_dropped_frac"] = len(dropped.prompts) / sampled
+        metrics["completions/sampled_tokens"] = tokens
         metrics |= reward_metrics(scores)
         if len(groups.prompts) < wanted:  # what is left over teaches nothing, but keeps the batch's size
             rest = torch.ones(len(dropped.prompts), dtype=torch.bool)

@@ -20,7 +20,8 @@ class CompletionLog(Callback):
     Args:
         every_n_rollouts: Rollouts between two text panels.
         panel_size: Completions in a panel.
-        jsonl: Append every completion of every rollout to RUN/completions.jsonl.
+        jsonl: Append every completion of every rollout to RUN/completions.jsonl; those of rollouts that a resumed run
+            repeats stand there twice, with the same version.
     """
 
     def __init__(self, every_n_rollouts: int = 10, panel_size: int = 4, jsonl: bool = False) -> None:
@@ -51,7 +52,7 @@ class CompletionLog(Callback):
             for logger in trainer.loggers:
                 if isinstance(logger, TensorBoardLogger):
                     table = _table(experience.records[: self.panel_size])
-                    logger.experiment.add_text("completions", table, trainer.global_step)
+                    logger.experiment.add_text("completions", table, experience.version)
 
 
 def _append(path: Path, experience: Experience) -> None:

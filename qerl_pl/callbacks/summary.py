@@ -1,11 +1,13 @@
 """The end of a run on one screen: a table, a plot and summary.json."""
 
 import json
+import math
 import time
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
 from rich.console import Console
 from rich.table import Table
 
@@ -60,9 +62,7 @@ class RunSummary(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Note the step's numbers."""
-        now = time.perf_counter()
-        self.train_seconds += now - self._step_began
-        self._step_began = now
+        self._count_time()
         for name, values in self.curves.items():
             if name in trainer.callback_metrics:
                 values.append(float(trainer.callback_metrics[name]))
@@ -70,10 +70,17 @@ class RunSummary(Callback):
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Note the accuracies; the time that validation takes counts as training time, as a user waits for it."""
         assert isinstance(pl_module, QeRLModule)
+        if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
+            self._count_time()
         metrics = trainer.callback_metrics
         if "val/pass@1" in metrics:
             sampled, greedy = float(metrics["val/pass@1"]), float(metrics["val/accuracy"])
             self.accuracies.append((pl_module.policy_version, sampled, greedy))
+
+    def _count_time(self) -> None:
+        now = time.perf_counter()
+        self.train_seconds += now - self._step_began
+        self._step_began = now
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write and print."""
@@ -152,5 +159,6 @@ class RunSummary(Callback):
         console.print(f"watch it: tensorboard --logdir {folder.parent}")
 
 
-def _mean(values: list[float]) -> float:
-    return sum(values) / len(values)
+def _mean(values: list[float]) -> float | None:
+    known = [value for value in values if math.isfinite(value)]
+    return sum(known) / len(known) if known else None

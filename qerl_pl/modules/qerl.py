@@ -64,7 +64,7 @@ class QeRLModule(LightningModule):
 
     Args:
         policy: What the policy is made of.
-        objective: The loss; see `qerl_pl.objectives`.
+        objective: The loss; see `qerl_pl.objectives`. GRPO where none is named.
         optimizer: Builds the optimizer from the trained parameters.
         lr_scheduler: Name of a transformers learning-rate schedule (cosine, linear, constant_with_warmup, …).
         warmup_ratio: Share of the optimizer steps over which the learning rate rises from 0.
@@ -80,7 +80,7 @@ class QeRLModule(LightningModule):
     def __init__(
         self,
         policy: PolicyConfig = PolicyConfig(),  # noqa: B008 - frozen, and jsonargparse reads the default
-        objective: Objective = GRPO(),  # noqa: B008
+        objective: Objective | None = None,
         optimizer: OptimizerCallable = lambda params: torch.optim.AdamW(
             params, lr=1e-5, betas=(0.9, 0.99), weight_decay=0.1
         ),
@@ -110,12 +110,13 @@ class QeRLModule(LightningModule):
         self.automatic_optimization = False
         self.strict_loading = False  # checkpoints leave the frozen base out; `on_load_checkpoint` checks the rest
         self.policy_config = policy
-        self.objective = objective
+        # Not a default of the argument: jsonargparse would give its numbers to whichever class a user names instead.
+        self.objective = GRPO() if objective is None else objective
         self.make_optimizer = optimizer
         self.lr_scheduler = lr_scheduler
         self.warmup_ratio = warmup_ratio
         self.update = PolicyUpdate(
-            objective, update_epochs, minibatches, micro_batch_tokens, max_grad_norm, monitor_kl, seed
+            self.objective, update_epochs, minibatches, micro_batch_tokens, max_grad_norm, monitor_kl, seed
         )
         self.seed = seed
         self.policy_version = 0
@@ -246,7 +247,7 @@ class QeRLModule(LightningModule):
         self.policy_version += 1
         metrics["time/update_s"] = time.perf_counter() - start
         seconds = sum(value for name, value in metrics.items() if name.startswith("time/"))
-        metrics["perf/tokens_per_s"] = experience.mask.sum().item() / seconds
+        metrics["perf/tokens_per_s"] = metrics["completions/sampled_tokens"] / seconds
         shown = ("reward/mean", "policy/entropy")
         self.log_dict({k: v for k, v in metrics.items() if k not in shown}, batch_size=1)
         self.log_dict({k: metrics[k] for k in shown}, batch_size=1, prog_bar=True)

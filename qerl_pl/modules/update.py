@@ -1,5 +1,6 @@
 """One rollout's worth of updates: epochs of minibatches of micro-batches over an experience."""
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -76,7 +77,8 @@ class PolicyUpdate:
             backward: Runs a loss's backward pass (`LightningModule.manual_backward`).
 
         Returns:
-            Means over tokens by TensorBoard tag, and learning rate, loss and gradient norm.
+            Means over tokens by TensorBoard tag, nan where none was learned from, and learning rate, loss and gradient
+            norm.
 
         Raises:
             UserError: The minibatches do not divide the experience.
@@ -100,7 +102,7 @@ class PolicyUpdate:
             totals["lr"] += optimizer.param_groups[0]["lr"]
             optimizer.step()
             schedule.step()
-        tokens = max(totals["tokens"], 1.0)
+        tokens = totals["tokens"] or math.nan  # no mean where every completion was left out
         metrics = {tag: totals[name] / tokens for tag, name in PER_TOKEN.items() if name in totals}
         return metrics | {f"optim/{name}": totals[name] / self.steps for name in ("grad_norm", "loss", "lr")}
 
