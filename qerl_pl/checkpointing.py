@@ -40,9 +40,12 @@ class AtomicCheckpointIO(CheckpointIO):
         buffer = io.BytesIO()
         torch.save(checkpoint, buffer)
         data = buffer.getvalue()
-        digest_path(Path(path)).parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(digest_path(Path(path)), f"{hashlib.sha256(data).hexdigest()}\n".encode())
-        write_atomically(Path(path), data)
+        digests, target = [hashlib.sha256(data).hexdigest()], Path(path)
+        if target.is_file():  # until it is replaced, the file that is there stays valid
+            digests.append(hashlib.sha256(target.read_bytes()).hexdigest())
+        digest_path(target).parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(digest_path(target), "".join(f"{digest}\n" for digest in digests).encode())
+        write_atomically(target, data)
 
     def load_checkpoint(
         self, path: _PATH, map_location: Any | None = None, weights_only: bool | None = None
@@ -79,16 +82,15 @@ def verified_bytes(path: Path) -> bytes:
         DamagedCheckpoint: File or digest is absent, or they disagree.
     """
     try:
-        data, expected = path.read_bytes(), digest_path(path).read_text().strip()
-    except FileNotFoundError as error:
+        data, expected = path.read_bytes(), digest_path(path).read_text().split()
+    except (FileNotFoundError, IsADirectoryError) as error:
         raise DamagedCheckpoint(
-            f"a checkpoint is a file and its .sha256; {error.filename} is absent; name another with --resume"
+            f"a checkpoint is a file and its .sha256; {error.filename} is no such file; name another with --resume"
         ) from error
     found = hashlib.sha256(data).hexdigest()
-    if found != expected:
-        raise DamagedCheckpoint(
-            f"a checkpoint must be whole; {path} has digest {found[:12]} instead of {expected[:12]}; use another"
-        )
+    if found not in expected:
+        known = " or ".join(digest[:12] for digest in expected)
+        raise DamagedCheckpoint(f"a checkpoint must be whole; {path} has digest {found[:12]}, not {known}; use another")
     return data
 
 

@@ -82,7 +82,7 @@ class QeRLCLI(LightningCLI):
             type=str | None,
             default=None,
             help="fit only: `auto` goes on from the newest whole checkpoint under trainer.default_root_dir and starts "
-            "fresh where there is none; a path goes on from that checkpoint; null starts fresh.",
+            "fresh where there is none; a path goes on from that checkpoint; null starts fresh, in a folder without.",
         )
 
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
@@ -120,6 +120,11 @@ class QeRLCLI(LightningCLI):
         elif resume is not None:
             verified_bytes(Path(resume))
             kwargs["ckpt_path"] = resume
+        elif kwargs.get("ckpt_path") is None and (old := newest_checkpoint(Path(self.trainer.default_root_dir))):
+            raise UserError(
+                f"a run that starts fresh needs a folder without another run's checkpoints; found {old}; add --resume "
+                "auto to go on, or choose another trainer.default_root_dir"
+            )
         self.trainer.fit(model, datamodule=datamodule, **kwargs)
 
 

@@ -9,6 +9,8 @@ from qerl_pl.errors import UserError
 
 SYSTEM_PROMPT = "Think inside <think></think>, then give only the final answer inside <answer></answer>."
 """Asks for exactly the format that the rewards check."""
+TEMPLATE_DATE = "26 Jul 2024"
+"""What templates that name the day are told (Llama's do), so that prompts are the same on every day of a run."""
 
 
 def render_prompts(
@@ -34,7 +36,9 @@ def render_prompts(
     system = [{"role": "system", "content": system_prompt}] if system_prompt else []
     chats = [[*system, {"role": "user", "content": question}] for question in questions]
     try:
-        texts = tokenizer.apply_chat_template(chats, tokenize=False, add_generation_prompt=True)
+        texts = tokenizer.apply_chat_template(
+            chats, tokenize=False, add_generation_prompt=True, date_string=TEMPLATE_DATE
+        )
     except TemplateError as error:
         raise UserError(
             f"the chat template of {tokenizer.name_or_path or 'the policy'} refuses the prompt: {error}; "

@@ -11,8 +11,9 @@ from transformers import PreTrainedTokenizerFast
 from qerl_pl.datamodules import ArithmeticDataModule, BigMathDataModule, GSM8KDataModule, PromptDataModule
 from qerl_pl.datamodules.bigmath import level_of
 from qerl_pl.errors import UserError
-from qerl_pl.prompting import SYSTEM_PROMPT, render_prompt
+from qerl_pl.prompting import SYSTEM_PROMPT, render_prompt, render_prompts
 from qerl_pl.toy.task import ArithmeticTask, split_of
+from qerl_pl.toy.tokenizer import build_tokenizer
 from qerl_pl.types import Prompt
 
 TEMPLATE = (
@@ -287,6 +288,15 @@ def test_no_chat_template(gsm8k: Path, tmp_path: Path) -> None:
     bare = make_tokenizer(tmp_path / "bare", template=None)
     with pytest.raises(UserError, match="need a chat template"):
         GSM8KDataModule(str(gsm8k), tokenizer=bare).setup("fit")
+
+
+def test_a_template_that_names_the_day_renders_the_same_on_every_day() -> None:
+    tokenizer = build_tokenizer()
+    own = "{% if date_string is not defined %}{% set date_string = strftime_now('%d %b %Y') %}{% endif %}"
+    tokenizer.chat_template = own + "{{ date_string }}"
+    (ids,) = render_prompts(tokenizer, ["How many?"])
+    assert ids == tokenizer("26 Jul 2024", add_special_tokens=False)["input_ids"]
+    assert ids != tokenizer("27 Jul 2024", add_special_tokens=False)["input_ids"]
 
 
 def test_template_that_refuses_a_system_message(gsm8k: Path, tmp_path: Path) -> None:

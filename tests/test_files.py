@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from qerl_pl import checkpointing
 from qerl_pl.checkpointing import AtomicCheckpointIO, DamagedCheckpoint, digest_path, newest_checkpoint
 from qerl_pl.errors import UserError
 from qerl_pl.files import building, folder_identity, write_atomically
@@ -37,6 +38,25 @@ def test_newest_is_by_number_and_damaged_ones_are_skipped(tmp_path: Path, caplog
     digest_path(paths[10]).unlink()  # killed before it was written
     assert newest_checkpoint(tmp_path) == paths[9]
     assert "step=30.ckpt" in caplog.text and "step=10.ckpt" in caplog.text
+
+
+def test_a_kill_while_a_checkpoint_is_replaced_leaves_the_old_one_valid(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, plain = save(tmp_path, 1, 1.0), checkpointing.write_atomically
+
+    def killed(target: Path, data: bytes) -> None:
+        if target == path:
+            raise KeyboardInterrupt
+        plain(target, data)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpointing, "write_atomically", killed)
+        for _ in range(2):
+            with pytest.raises(KeyboardInterrupt):
+                save(tmp_path, 1, 2.0)
+            assert AtomicCheckpointIO().load_checkpoint(path)["value"] == 1.0
+    assert AtomicCheckpointIO().load_checkpoint(save(tmp_path, 1, 2.0))["value"] == 2.0
 
 
 def test_loading_a_truncated_checkpoint_says_so(tmp_path: Path) -> None:

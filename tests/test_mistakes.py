@@ -88,6 +88,8 @@ FOUND_LATER: dict[str, tuple[list[str] | None, list[str], str]] = {
     "missing column": (['{"problem": "1 + 1", "answer": "#### 2"}'], [], "has no question, found problem, answer"),
     "nothing short enough": (GSM8K, ["--data.max_prompt_tokens", "5"], "none of 8 is"),
     "batch above the set": (GSM8K, ["--data.batch_size", "9"], "batch_size must not exceed"),
+    "adapter on the vocabulary": (GSM8K, ["--model.policy.lora.targets", "[lm_head]"], "'lm_head' matches none"),
+    "a folder to resume from": (GSM8K, ["--resume", "."], "no such file; name another with --resume"),
     "no such LoRA target": (GSM8K, ["--model.policy.lora.targets", "[nothing]"], "LoRA targets? must name"),
 }
 

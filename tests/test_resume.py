@@ -157,7 +157,7 @@ def ask_to_stop_in_validation() -> None:
     plain, calls = engine.TransformersEngine.generate, iter(range(100))
 
     def generate(engine_self, requests, sampling):  # type: ignore[no-untyped-def]
-        if len(requests[0].seeds) == 1 and sampling.max_tokens == 6 and next(calls) == 0:
+        if len(requests[0].seeds) == 1 and sampling.temperature == 1.0 and next(calls) == 0:
             signal.raise_signal(signal.SIGTERM)
         return plain(engine_self, requests, sampling)
 
@@ -247,6 +247,11 @@ def test_checkpoint_of_another_base_model_is_refused(
     status, output = fit(settings, "--resume", str(last))
     assert status == 2 and "fits only the base model it was trained on" in output and "Traceback" not in output, output
     assert not (tmp_path / "run" / "config.yaml").exists()  # what is refused leaves no trace
+
+
+def test_a_fresh_run_does_not_mix_its_checkpoints_with_anothers(uninterrupted: Path, tiny_policy_dir: Path) -> None:
+    status, output = fit(configuration(tiny_policy_dir, uninterrupted))
+    assert status == 2 and "step=8.end.ckpt; add --resume auto" in output and "Traceback" not in output, output
 
 
 def test_checkpoint_holds_no_base_weights(uninterrupted: Path) -> None:

@@ -94,9 +94,14 @@ def attach_lora(model: nn.Module, config: LoraConfig, train_norms: bool = False)
         train_norms: Also train copies of the layers' norms, which PEFT saves with the adapter.
 
     Raises:
-        UserError: A target matches no linear of the model.
+        UserError: A target matches no linear of the model's layers; the one to the vocabulary takes no adapter.
     """
-    linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear | QuantizedLinear)]
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    linears = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear | QuantizedLinear) and module is not head
+    ]
     for target in config.targets:
         if not any(re.fullmatch(rf"(.*\.)?{re.escape(target)}", name) for name in linears):
             found = sorted({name.rsplit(".", 1)[-1] for name in linears})

@@ -92,6 +92,8 @@ def load_base(
     linears = lent.linears if lent is not None else {}
     for name in tensors:
         module, _, kind = name.rpartition(".")
+        if kind == "inv_freq":  # old Llama files store what their configuration says
+            continue
         if name not in state and not (module in linears and kind.startswith("weight")):
             tensor = tensors.read(name)
             packed = tensor.dtype in _PACKED or name.endswith("_global_scale")
