@@ -21,6 +21,10 @@ STEP_FILE = re.compile(r"^step=(\d+)(\.end)?\.ckpt$")
 """Checkpoints to resume from, by finished rollouts; `.end` marks the one after the run's last validation."""
 
 
+CHECKPOINT_KEY = "qerl"
+"""Under which a checkpoint holds the policy's part."""
+
+
 class DamagedCheckpoint(UserError):
     """A checkpoint file whose content is not what was written."""
 
@@ -109,3 +113,26 @@ def newest_checkpoint(run_dir: Path) -> Path | None:
             continue
         return path
     return None
+
+
+def check_fits(state: dict[str, Any], base: str, scaling: float) -> None:
+    """Refuse a checkpoint whose adapter would do something else on this policy.
+
+    Args:
+        state: What the checkpoint holds under `CHECKPOINT_KEY`.
+        base: Identity of the policy's base (`folder_identity`).
+        scaling: alpha / rank of its adapter.
+
+    Raises:
+        UserError: It was trained on another base or with another scaling.
+    """
+    if state["base"] != base:
+        raise UserError(
+            f"a checkpoint fits only the base model it was trained on; it has {state['base']} and the policy has "
+            f"{base}; set model.policy as in that run, or start another run"
+        )
+    if state["scaling"] != scaling:
+        raise UserError(
+            f"an adapter keeps the alpha / rank it was trained with; the checkpoint has {state['scaling']:g} and the "
+            f"policy {scaling:g}; set model.policy.lora as in that run, or start another run"
+        )

@@ -8,13 +8,12 @@ import yaml
 from jsonargparse import ArgumentParser
 from torch import Tensor
 
-from qerl_pl.checkpointing import AtomicCheckpointIO, newest_checkpoint
+from qerl_pl.checkpointing import CHECKPOINT_KEY, AtomicCheckpointIO, check_fits, newest_checkpoint
 from qerl_pl.checkpoints import write_dense_checkpoint
 from qerl_pl.errors import UserError
 from qerl_pl.files import building, folder_identity
 from qerl_pl.modules.base_model import resolve_base
 from qerl_pl.modules.policy import Policy, PolicyConfig
-from qerl_pl.modules.qerl import CHECKPOINT_KEY, check_fits
 
 
 def export(run: Path, dst: Path, merge: bool = False, checkpoint: Path | None = None) -> None:
@@ -34,7 +33,7 @@ def export(run: Path, dst: Path, merge: bool = False, checkpoint: Path | None = 
     state = AtomicCheckpointIO().load_checkpoint(path)[CHECKPOINT_KEY]
     config = _policy_config(run)
     base = resolve_base(config)
-    check_fits(state, folder_identity(base), config)
+    check_fits(state, folder_identity(base), config.lora.scaling)
     policy = Policy(base, config, torch.device("cpu"), seed=0)
     policy.load_trained_state(state["trained"])
     if merge:

@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torchmetrics import MeanMetric
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, get_scheduler
 
+from qerl_pl.checkpointing import CHECKPOINT_KEY, check_fits
 from qerl_pl.engines.base import LentWeights
 from qerl_pl.errors import UserError
 from qerl_pl.experience import Experience
@@ -29,31 +30,7 @@ from qerl_pl.random_state import deterministic, random_state, set_random_state
 from qerl_pl.seeding import stream_seed
 from qerl_pl.types import Evaluation, Prompt
 
-CHECKPOINT_KEY = "qerl"
-RATES = ("initial_lr", "weight_decay")
-
-
-def check_fits(state: dict[str, Any], base: str, config: PolicyConfig) -> None:
-    """Refuse a checkpoint whose adapter would do something else on this policy.
-
-    Args:
-        state: What the checkpoint holds under `CHECKPOINT_KEY`.
-        base: Identity of the policy's base (`folder_identity`).
-        config: The policy's.
-
-    Raises:
-        UserError: It was trained on another base or with another alpha / rank.
-    """
-    if state["base"] != base:
-        raise UserError(
-            f"a checkpoint fits only the base model it was trained on; it has {state['base']} and the policy has "
-            f"{base}; set model.policy as in that run, or start another run"
-        )
-    if state["scaling"] != config.lora.scaling:
-        raise UserError(
-            f"an adapter keeps the alpha / rank it was trained with; the checkpoint has {state['scaling']:g} and the "
-            f"policy {config.lora.scaling:g}; set model.policy.lora as in that run, or start another run"
-        )
+RATES = ("initial_lr", "weight_decay")  # of the optimizer: a resumed run takes them from its configuration
 
 
 class QeRLModule(LightningModule):
@@ -94,23 +71,18 @@ class QeRLModule(LightningModule):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        for name, value in (
-            ("update_epochs", update_epochs),
-            ("minibatches", minibatches),
-            ("micro_batch_tokens", 1 if micro_batch_tokens is None else micro_batch_tokens),
-        ):
-            if value < 1:
+        counts = {"update_epochs": update_epochs, "minibatches": minibatches, "micro_batch_tokens": micro_batch_tokens}
+        for name, value in counts.items():
+            if value is not None and value < 1:
                 raise UserError(f"model.{name} must be at least 1; found {value}; set it to 1 or more")
         if not max_grad_norm > 0:
-            raise UserError(
-                f"model.max_grad_norm must be above 0; found {max_grad_norm}; 0.2 is usual, .inf clips nothing"
-            )
+            raise UserError(f"model.max_grad_norm must be above 0; found {max_grad_norm}; .inf clips nothing")
         if not 0 <= warmup_ratio <= 1:
             raise UserError(f"model.warmup_ratio must be in [0, 1]; found {warmup_ratio}; set it to 0.1, say")
         self.automatic_optimization = False
         self.strict_loading = False  # checkpoints leave the frozen base out; `on_load_checkpoint` checks the rest
         self.policy_config = policy
-        # Not a default of the argument: jsonargparse would give its numbers to whichever class a user names instead.
+        # No default instance: jsonargparse would give its numbers to whichever class a user names instead.
         self.objective = GRPO() if objective is None else objective
         self.make_optimizer = optimizer
         self.lr_scheduler = lr_scheduler
@@ -205,16 +177,15 @@ class QeRLModule(LightningModule):
         optimizer = self.make_optimizer([p for p in self.policy.parameters() if p.requires_grad])
         steps = self.planned_rollouts() * self.update.steps
         warmup = round(self.warmup_ratio * steps)
-        refusal = UserError(
-            f"lr_scheduler must be a schedule of transformers that needs no metric; found {self.lr_scheduler!r}; use "
-            "cosine, linear or constant_with_warmup"
-        )
         try:
             schedule = get_scheduler(self.lr_scheduler, optimizer, num_warmup_steps=warmup, num_training_steps=steps)
+            if not isinstance(schedule, LambdaLR):
+                raise ValueError(f"{type(schedule).__name__} needs a metric")
         except ValueError as error:
-            raise refusal from error
-        if not isinstance(schedule, LambdaLR):
-            raise refusal
+            raise UserError(
+                f"lr_scheduler must be a schedule of transformers that needs no metric; found {self.lr_scheduler!r}; "
+                "use cosine, linear or constant_with_warmup"
+            ) from error
         self._rates = [{name: group[name] for name in RATES if name in group} for group in optimizer.param_groups]
         return {"optimizer": optimizer, "lr_scheduler": schedule}
 
@@ -264,8 +235,7 @@ class QeRLModule(LightningModule):
             self.trainer.save_checkpoint(path)
             raise UserError(
                 f"loss and gradient must be finite; at policy version {self.policy_version} they are not ({error}); "
-                f"the state then is in {path}, to look into; lower the learning rate and use --resume auto, which goes "
-                "on from the newest checkpoint"
+                f"the state then is in {path}, to look into; lower the learning rate and go on with --resume auto"
             ) from error
 
     # Evaluation ----------------------------------------------------------------------------------------------------
@@ -317,7 +287,7 @@ class QeRLModule(LightningModule):
         state = checkpoint.get(CHECKPOINT_KEY)
         if state is None:
             raise UserError("a checkpoint must be one of this trainer's; this one is not; name another with --resume")
-        check_fits(state, self.base_identity, self.policy_config)
+        check_fits(state, self.base_identity, self.policy_config.lora.scaling)
         self.policy.load_trained_state(state["trained"])
         self.policy_version = state["policy_version"]
         self._random_state = state["random_state"]
