@@ -19,8 +19,6 @@ log = logging.getLogger(__name__)
 FOLDER = "checkpoints"
 STEP_FILE = re.compile(r"^step=(\d+)(\.end)?\.ckpt$")
 """Checkpoints to resume from, by finished rollouts; `.end` marks the one after the run's last validation."""
-
-
 CHECKPOINT_KEY = "qerl"
 """Under which a checkpoint holds the policy's part."""
 

@@ -71,13 +71,14 @@ def strictly_deterministic_gradient(out: Tensor) -> Tensor:
 
     def before(grads: object) -> None:
         nonlocal switched
-        switched = torch.is_deterministic_algorithms_warn_only_enabled()
+        enabled = torch.are_deterministic_algorithms_enabled()
+        switched = enabled and torch.is_deterministic_algorithms_warn_only_enabled()
         if switched:
-            torch.use_deterministic_algorithms(torch.are_deterministic_algorithms_enabled())
+            torch.use_deterministic_algorithms(True)
 
     def after(grads: object, grad_outputs: object) -> None:
         if switched:
-            torch.use_deterministic_algorithms(torch.are_deterministic_algorithms_enabled(), warn_only=True)
+            torch.use_deterministic_algorithms(True, warn_only=True)
 
     if out.grad_fn is not None:
         out.grad_fn.register_prehook(before)

@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.trainer.states import TrainerFn
 
 from qerl_pl.checkpointing import FOLDER, STEP_FILE
-from qerl_pl.errors import UserError
+from qerl_pl.errors import require_at_least
 
 log = logging.getLogger(__name__)
 
@@ -47,9 +47,7 @@ class ResumeCheckpoint(Checkpoint):
 
     def __init__(self, every_n_rollouts: int = 10, keep: int = 2) -> None:
         super().__init__()
-        for name, value in (("every_n_rollouts", every_n_rollouts), ("keep", keep)):
-            if value < 1:
-                raise UserError(f"ResumeCheckpoint's {name} must be at least 1; found {value}; set it to 1 or more")
+        require_at_least(1, {"ResumeCheckpoint's every_n_rollouts": every_n_rollouts, "ResumeCheckpoint's keep": keep})
         self.every_n_rollouts = every_n_rollouts
         self.keep = keep
         self._signal: int | None = None
@@ -86,27 +84,25 @@ class ResumeCheckpoint(Checkpoint):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Save where it is time, and stop where it was asked for."""
-        done = trainer.fit_loop.total_batch_idx + 1
-        stop = self._asked_to_stop(trainer)
-        if stop or done % self.every_n_rollouts == 0:
-            path = self._save(trainer, done)
-            if stop and not _is_validated(trainer, batch_idx):
-                raise Preempted(stop, path)
+        self._save_if_due(trainer, may_stop=not _is_validated(trainer, batch_idx))
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save again what was saved before this validation, and stop where it was asked for."""
-        done = trainer.fit_loop.total_batch_idx + 1
-        stop = self._asked_to_stop(trainer)
-        training = trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking
-        if training and (stop or done % self.every_n_rollouts == 0):
-            path = self._save(trainer, done)
-            if stop:
-                raise Preempted(stop, path)
+        if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
+            self._save_if_due(trainer, may_stop=True)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save the end of the run, its last validation included; one that is resumed there only ends again."""
         done = trainer.fit_loop.total_batch_idx + 1
         self._save(trainer, done, ".end")
+
+    def _save_if_due(self, trainer: Trainer, may_stop: bool) -> None:
+        done = trainer.fit_loop.total_batch_idx + 1
+        stop = self._asked_to_stop(trainer)
+        if stop or done % self.every_n_rollouts == 0:
+            path = self._save(trainer, done)
+            if stop and may_stop:
+                raise Preempted(stop, path)
 
     def _asked_to_stop(self, trainer: Trainer) -> int | None:
         if trainer.world_size == 1:

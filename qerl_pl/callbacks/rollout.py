@@ -16,7 +16,7 @@ from qerl_pl.callbacks.scoring import Groups, reward_metrics, score_completions
 from qerl_pl.datamodules.base import PromptDataModule
 from qerl_pl.engines.base import EngineSpec, RolloutEngine
 from qerl_pl.engines.transformers import TransformersEngine
-from qerl_pl.errors import UserError
+from qerl_pl.errors import UserError, require_at_least
 from qerl_pl.experience import Experience, pad_completions
 from qerl_pl.modules.qerl import QeRLModule
 from qerl_pl.rewards import Reward, ScoredBatch, check_rewards
@@ -69,13 +69,8 @@ class RolloutCallback(Callback):
     ) -> None:
         if group_size < 2:
             raise UserError(f"a group needs at least 2 completions; found group_size={group_size}; set it to 2 or more")
-        for name, value, least in (
-            ("resample_rounds", resample_rounds, 0),
-            ("eval_samples", eval_samples, 1),
-            ("check_every", check_every, 1),
-        ):
-            if value < least:
-                raise UserError(f"{name} must be at least {least}; found {value}; set it to {least} or more")
+        require_at_least(0, {"resample_rounds": resample_rounds})
+        require_at_least(1, {"eval_samples": eval_samples, "check_every": check_every})
         if sampling.temperature == 0:
             raise UserError("training samples, so sampling.temperature must be above 0; found 0; 1.0 is usual")
         check_rewards(rewards)

@@ -18,7 +18,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, get_scheduler
 
 from qerl_pl.checkpointing import CHECKPOINT_KEY, check_fits
 from qerl_pl.engines.base import LentWeights
-from qerl_pl.errors import UserError
+from qerl_pl.errors import UserError, require_at_least
 from qerl_pl.experience import Experience
 from qerl_pl.files import folder_identity
 from qerl_pl.modules.base_model import resolve_base
@@ -71,10 +71,8 @@ class QeRLModule(LightningModule):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        counts = {"update_epochs": update_epochs, "minibatches": minibatches, "micro_batch_tokens": micro_batch_tokens}
-        for name, value in counts.items():
-            if value is not None and value < 1:
-                raise UserError(f"model.{name} must be at least 1; found {value}; set it to 1 or more")
+        require_at_least(1, {"model.update_epochs": update_epochs, "model.minibatches": minibatches})
+        require_at_least(1, {"model.micro_batch_tokens": micro_batch_tokens})
         if not max_grad_norm > 0:
             raise UserError(f"model.max_grad_norm must be above 0; found {max_grad_norm}; .inf clips nothing")
         if not 0 <= warmup_ratio <= 1:
