@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from qerl_pl.engines import vllm_marlin
 from qerl_pl.engines.base import EngineSpec, LentLinear, LentWeights
 from qerl_pl.engines.sizes import held_gib
 from qerl_pl.engines.vllm_adapter import Slots, attach_adapter
@@ -90,12 +91,15 @@ def worker_class(device: torch.device) -> str:
     )
 
 
-def engine_config(spec: EngineSpec) -> dict[str, Any]:
+def engine_config(spec: EngineSpec, dense_above: int | None) -> dict[str, Any]:
     """vLLM's `additional_config`: what the worker must know at loading.
+
+    dense_above is for NVFP4 linears (see `vllm_marlin`); None leaves them to vLLM.
 
     It is part of the key of vLLM's cache of compiled graphs, so a graph of other norms or another adapter never runs.
     """
-    return {CONFIG_KEY: {"norms": "float32", "rank": spec.lora_rank, "targets": sorted(spec.lora_targets)}}
+    adapter = {"rank": spec.lora_rank, "targets": sorted(spec.lora_targets)}
+    return {CONFIG_KEY: {"norms": "float32", "dense_above": dense_above, **adapter}}
 
 
 @contextmanager
@@ -149,6 +153,8 @@ class PolicyWorker(Worker):
         self._qerl_slots: Slots = {}
         config, dtype = self.vllm_config.additional_config[CONFIG_KEY], self.vllm_config.model_config.dtype
         for name, linear in ({} if self._missing_of_linears() else self._linears()).items():
+            if config["dense_above"] is not None and not vllm_marlin.missing():
+                vllm_marlin.attach_dense(linear, config["dense_above"])
             parts = [part for part in self._parts(name, linear) if part[0].rpartition(".")[2] in config["targets"]]
             if parts:
                 self._qerl_slots |= attach_adapter(linear, parts, config["rank"], dtype)
@@ -177,7 +183,9 @@ class PolicyWorker(Worker):
 
     def qerl_missing(self) -> list[str]:
         """Names this class relies on that this vLLM lacks."""
-        return [path for path in _NEEDED if _look_up(self, path) is None] + self._missing_of_linears()
+        dense = self.vllm_config.additional_config[CONFIG_KEY]["dense_above"] is not None
+        missing = [path for path in _NEEDED if _look_up(self, path) is None] + self._missing_of_linears()
+        return missing + (vllm_marlin.missing() if dense else [])
 
     def _missing_of_linears(self) -> list[str]:
         found = itertools.product(self._linears().values(), _NEEDED_OF_LINEARS)
@@ -206,12 +214,12 @@ class PolicyWorker(Worker):
         for name, module in self._linears().items():
             if _look_up(module, "weight_global_scale") is None:
                 continue
-            columns, rows = module.input_size_per_partition, module.output_size_per_partition
-            if module.weight.shape != (columns // 16, 2 * rows) or rows % 64:
+            held = vllm_marlin.marlin_tensor(module)
+            if held is None:
                 return None
-            held = (module.weight.data, module.weight_scale.data, module.weight_global_scale.data, columns)
+            whole = (held.weight, held.scale, module.weight_global_scale.data, module.input_size_per_partition)
             for part, start, stop in self._parts(name, module):
-                linears[part] = LentLinear(*held, start, stop)
+                linears[part] = LentLinear(*whole, start, stop)
         tensors: dict[str, Tensor] = {}
         for name, module in model.named_modules():
             if name in ("model.embed_tokens", "lm_head") and isinstance(_look_up(module, "weight"), Tensor):

@@ -1,0 +1,108 @@
+"""NVFP4 linears of vLLM: Marlin for few tokens at once, dequantization and a 16-bit product for many.
+
+Marlin reads a quarter of the bytes, which pays while reading weights is the limit, as in decoding. While prompts are
+read arithmetic is the limit, and there the plain product of the dequantized weight is about twice as fast.
+"""
+
+import importlib
+from typing import Any
+
+import torch
+from qerl_kernels import MarlinTensor, marlin_alpha, marlin_linear
+from torch import Tensor
+
+_MODULE, _FUNCTION = "vllm.model_executor.layers.quantization.utils.marlin_utils_fp4", "apply_fp4_marlin_linear"
+
+
+def missing() -> list[str]:
+    """What this file relies on that this vLLM lacks."""
+    try:
+        found = hasattr(importlib.import_module(_MODULE), _FUNCTION)
+    except ImportError:
+        found = False
+    return [] if found else [f"{_MODULE}.{_FUNCTION}"]
+
+
+def marlin_tensor(linear: Any) -> MarlinTensor | None:
+    """The NVFP4 weight of one of vLLM's linears; None where it has none in Marlin's layout, or a padded one."""
+    kernel = getattr(getattr(linear, "scheme", None), "kernel", None)
+    if "MarlinNvFp4" not in type(kernel).__name__:
+        return None
+    columns, rows = linear.input_size_per_partition, linear.output_size_per_partition
+    if linear.weight.shape != (columns // 16, 2 * rows) or rows % 64:
+        return None
+    return MarlinTensor(linear.weight.data, linear.weight_scale.data, linear.weight_global_scale.data)
+
+
+@torch.library.custom_op("qerl::marlin_or_dense", mutates_args=())
+def marlin_or_dense(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    global_scale: Tensor,
+    workspace: Tensor,
+    permuted_bias: Tensor | None,
+    bias: Tensor | None,
+    alpha: Tensor,
+    dense_above: int,
+) -> Tensor:
+    """x [tokens, K] W^T + bias -> [tokens, N], by Marlin up to `dense_above` tokens, by the dense weight above.
+
+    An operator, for the choice depends on the number of tokens, which vLLM's compiled graphs leave open.
+
+    Args:
+        x: bfloat16.
+        weight: With `scale` and `global_scale` a `MarlinTensor`.
+        scale: See weight.
+        global_scale: See weight.
+        workspace: Marlin's.
+        permuted_bias: [N], in Marlin's order.
+        bias: [N], in plain order.
+        alpha: What `marlin_alpha` gives, in the host's memory, where reading it does not wait for the device. A tensor,
+            for numbers would make every layer a compiled graph of its own.
+        dense_above: Tokens.
+    """
+    if len(x) > dense_above:
+        return marlin_linear(x, MarlinTensor(weight, scale, global_scale), bias, alpha=alpha.item())
+    product = getattr(importlib.import_module(_MODULE), _FUNCTION)
+    rows, columns = weight.shape[1] // 2, 16 * len(weight)
+    y: Tensor = product(x, weight, scale, global_scale, workspace, size_n=rows, size_k=columns, bias=permuted_bias)
+    return y
+
+
+@marlin_or_dense.register_fake
+def _(x: Tensor, weight: Tensor, *rest: object) -> Tensor:
+    return x.new_empty(len(x), weight.shape[1] // 2)
+
+
+class MarlinOrDenseMethod:
+    """Stands in for the `quant_method` of one of vLLM's NVFP4 linears."""
+
+    def __init__(self, base: Any, dense_above: int) -> None:
+        self.base = base
+        self.dense_above = dense_above
+
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x [tokens, in] -> [tokens, out]; `bias` is the layer's own, in Marlin's order, or None."""
+        weight = (layer.weight, layer.weight_scale, layer.weight_global_scale)
+        plain = None if bias is None else layer.qerl_bias
+        y: Tensor = marlin_or_dense(x, *weight, layer.workspace, bias, plain, layer.qerl_alpha, self.dense_above)
+        return y
+
+
+@torch.inference_mode()
+def attach_dense(linear: Any, dense_above: int) -> None:
+    """Let one of vLLM's linears multiply more than `dense_above` tokens by its dense weight, before vLLM compiles it.
+
+    One that has no NVFP4 weight in Marlin's layout is left as it is.
+    """
+    held = marlin_tensor(linear)
+    if held is None:
+        return
+    alpha = torch.tensor(marlin_alpha(held.global_scale), dtype=torch.float64)
+    linear.register_buffer("qerl_alpha", alpha, False)
+    if linear.bias is not None:
+        # The product of zeros is the bias, in plain order.
+        zeros = linear.bias.new_zeros(1, linear.input_size_per_partition)
+        linear.register_buffer("qerl_bias", linear.quant_method.apply(linear, zeros, linear.bias)[0], False)
+    linear.quant_method = MarlinOrDenseMethod(linear.quant_method, dense_above)
