@@ -63,7 +63,7 @@ def main() -> None:
     for name, (outputs, inputs) in sizes.items():
         weight = torch.randn(outputs, inputs, device=device, dtype=torch.bfloat16) * 0.02
         held = to_marlin(quantize_nvfp4(weight))
-        alpha = torch.tensor(marlin_alpha(held.global_scale), dtype=torch.float64)
+        alpha = torch.tensor([marlin_alpha(held.global_scale)])
         workspace = marlin_make_workspace_new(device)
         for tokens in args.tokens:
             x = torch.randn(tokens, inputs, device=device, dtype=torch.bfloat16)

@@ -99,7 +99,7 @@ def attach_dense(linear: Any, dense_above: int) -> None:
     held = marlin_tensor(linear)
     if held is None:
         return
-    alpha = torch.tensor(marlin_alpha(held.global_scale), dtype=torch.float64)
+    alpha = torch.tensor([marlin_alpha(held.global_scale)])
     linear.register_buffer("qerl_alpha", alpha, False)
     if linear.bias is not None:
         # The product of zeros is the bias, in plain order.
