@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo
 from qerl_kernels import MarlinTensor, dequantize_marlin, marlin_alpha, quantize_nvfp4
 from qerl_kernels.marlin import to_marlin
 from torch import Tensor, nn
@@ -81,8 +82,9 @@ def test_few_tokens_go_to_marlin_and_many_to_the_dense_weight(
         y: Tensor = layer.quant_method.apply(layer, x, layer.bias)
         return y + 0
 
-    run = torch.compile(forward, backend="aot_eager", fullgraph=True, dynamic=True) if compiled else forward
+    run = torch.compile(forward, backend="aot_eager", fullgraph=True) if compiled else forward
     x = torch.randn(DENSE_ABOVE + 1, COLUMNS, generator=torch.Generator().manual_seed(1)).bfloat16()
+    torch._dynamo.mark_dynamic(x, 0)  # as vLLM does: a graph for one number of tokens is an error
     with torch.inference_mode():
         many = run(x)
         assert not marlin_calls

@@ -50,11 +50,11 @@ class VLLMEngine:
         max_num_seqs: Sequences decoded at once.
         max_num_batched_tokens: Tokens of one forward pass; more speeds up prompts and needs more memory. Left out,
             vLLM chooses.
-        linear_backend: Kernels of NVFP4 linears. marlin is best up to about 64 sequences at once, humming above (it
-            needs a CUDA compiler at run time); auto lets vLLM choose. Not used on a CPU.
-        dense_above: Tokens of one forward pass above which NVFP4 linears of Marlin in bfloat16 multiply by their
-            dequantized weight, as while prompts are read: twice as fast, and memory for one dense weight. null leaves
-            all to Marlin.
+        linear_backend: Kernels of NVFP4 linears. humming decodes faster from some 64 sequences at once on, but cannot
+            lend its weights, so the GPU holds two copies, and needs a CUDA compiler at run time; auto lets vLLM choose.
+            Not used on a CPU.
+        dense_above: Tokens of one forward pass above which Marlin's linears multiply by their dequantized weight, as
+            while prompts are read: twice as fast (bfloat16 only). null leaves all to Marlin.
         enforce_eager: Run without compilation and CUDA graphs: starts a minute sooner and decodes slower. A CPU always
             does.
         sleep_mode: Give the key/value cache's memory back during the update (GPU only).

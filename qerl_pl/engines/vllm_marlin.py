@@ -58,8 +58,8 @@ def marlin_or_dense(
         workspace: Marlin's.
         permuted_bias: [N], in Marlin's order.
         bias: [N], in plain order.
-        alpha: What `marlin_alpha` gives, in the host's memory, where reading it does not wait for the device. A tensor,
-            for numbers would make every layer a compiled graph of its own.
+        alpha: What `marlin_alpha` gives, float32 [1] in the host's memory, where reading it does not wait for the
+            device. A number would make every layer a compiled graph of its own.
         dense_above: Tokens.
     """
     if len(x) > dense_above:
