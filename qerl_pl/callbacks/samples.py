@@ -10,7 +10,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 
-from qerl_pl.errors import UserError
+from qerl_pl.errors import require_at_least
 from qerl_pl.experience import CompletionRecord, Experience
 
 
@@ -25,11 +25,9 @@ class CompletionLog(Callback):
     """
 
     def __init__(self, every_n_rollouts: int = 10, panel_size: int = 4, jsonl: bool = False) -> None:
-        if every_n_rollouts < 1 or panel_size < 1:
-            raise UserError(
-                f"CompletionLog's every_n_rollouts and panel_size must be at least 1; found {every_n_rollouts} and "
-                f"{panel_size}; set them to 1 or more"
-            )
+        require_at_least(
+            1, {"CompletionLog's every_n_rollouts": every_n_rollouts, "CompletionLog's panel_size": panel_size}
+        )
         self.every_n_rollouts = every_n_rollouts
         self.panel_size = panel_size
         self.jsonl = jsonl

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from qerl_pl.datamodules.base import PromptDataModule
 from qerl_pl.datamodules.rows import Row
-from qerl_pl.errors import UserError
+from qerl_pl.errors import require_at_least
 from qerl_pl.prompting import SYSTEM_PROMPT
 from qerl_pl.toy.task import ArithmeticTask, Split
 
@@ -39,8 +39,7 @@ class ArithmeticDataModule(PromptDataModule):
         tokenizer: str | None = None,
     ) -> None:
         super().__init__(batch_size, val_size, val_batch_size, max_prompt_tokens, system_prompt, seed, tokenizer)
-        if min(train_size, test_size) < 1:
-            raise UserError(f"train_size and test_size must be at least 1; got {train_size} and {test_size}; raise it.")
+        require_at_least(1, {"data.train_size": train_size, "data.test_size": test_size})
         self.task = task
         self.train_size = train_size
         self.test_size = test_size

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from qerl_pl.datamodules.rows import Row
 from qerl_pl.datamodules.sampler import PromptSampler
-from qerl_pl.errors import UserError
+from qerl_pl.errors import UserError, require_at_least
 from qerl_pl.prompting import SYSTEM_PROMPT, render_prompts
 from qerl_pl.seeding import stream_seed
 from qerl_pl.types import Prompt
@@ -50,18 +50,12 @@ class PromptDataModule(LightningDataModule):
         tokenizer: str | None = None,
     ) -> None:
         super().__init__()
-        val_batch_size = batch_size if val_batch_size is None else val_batch_size
-        for name, value, least in (
-            ("batch_size", batch_size, 1),
-            ("val_batch_size", val_batch_size, 1),
-            ("val_size", val_size, 0),
-            ("max_prompt_tokens", max_prompt_tokens, 1),
-        ):
-            if value < least:
-                raise UserError(f"data's {name} must be at least {least}; got {value}; raise it.")
+        require_at_least(1, {"data.batch_size": batch_size, "data.val_batch_size": val_batch_size})
+        require_at_least(1, {"data.max_prompt_tokens": max_prompt_tokens})
+        require_at_least(0, {"data.val_size": val_size})
         self.batch_size = batch_size
         self.val_size = val_size
-        self.val_batch_size = val_batch_size
+        self.val_batch_size = batch_size if val_batch_size is None else val_batch_size
         self.max_prompt_tokens = max_prompt_tokens
         self.system_prompt = system_prompt
         self.seed = seed

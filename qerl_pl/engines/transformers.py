@@ -13,7 +13,7 @@ from qerl_pl.engines.base import EngineSpec, LentWeights, check_adapter, check_r
 from qerl_pl.engines.layers import Float32Norm, LoRALinear
 from qerl_pl.engines.sampling import pick_tokens, sampling_log_probs, uniforms
 from qerl_pl.engines.sizes import held_gib
-from qerl_pl.errors import UserError
+from qerl_pl.errors import UserError, require_at_least
 from qerl_pl.noise import noisy_norm_names
 from qerl_pl.types import Completion, PolicyWeights, RolloutRequest, SamplingConfig, SyncReport
 
@@ -31,8 +31,7 @@ class TransformersEngine:
     """
 
     def __init__(self, max_batch: int = 256) -> None:
-        if max_batch < 1:
-            raise UserError(f"max_batch must be at least 1; got {max_batch}")
+        require_at_least(1, {"max_batch": max_batch})
         self.max_batch = max_batch
         self._spec: EngineSpec | None = None
         self._model: PreTrainedModel | None = None

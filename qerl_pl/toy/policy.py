@@ -17,7 +17,7 @@ from torch.nn import functional
 from tqdm import tqdm
 from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
-from qerl_pl.errors import UserError
+from qerl_pl.errors import UserError, require_at_least
 from qerl_pl.prompting import render_prompt
 from qerl_pl.seeding import stream_seed
 from qerl_pl.toy.task import ArithmeticTask, careful_demonstration, careless_demonstration
@@ -64,9 +64,8 @@ class ToyConfig:
                 raise UserError(f"{name} must be a multiple of {_MULTIPLE}, got {size}: the 4-bit kernels need it.")
         if self.width not in [self.heads * size for size in _HEAD_SIZES]:
             raise UserError(f"width / heads must be one of {_HEAD_SIZES}, got {self.width} / {self.heads}: set heads.")
-        for name, least in (("layers", 1), ("steps", 0), ("batch_size", 1)):
-            if (count := getattr(self, name)) < least:
-                raise UserError(f"{name} must be at least {least}, got {count}: raise it.")
+        require_at_least(1, {"layers": self.layers, "batch_size": self.batch_size})
+        require_at_least(0, {"steps": self.steps})
         if not 0 <= self.careless_fraction <= 1:
             raise UserError(f"careless_fraction must be in [0, 1], got {self.careless_fraction}: set it in that range.")
 
