@@ -216,6 +216,17 @@ def test_arithmetic_splits_do_not_meet(tokenizer: str) -> None:
             assert int(prompt.reference) == sum(numbers) and split_of(numbers) == split
 
 
+def test_values_of_json_lines_stay_as_they_are_written(tmp_path: Path, tokenizer: str) -> None:
+    answers = ["2024-01-15", "2024-01-15T10:00:00", 10**30, 0.1, "1/2"]
+    rows: list[dict] = [{"problem": f"p {n}", "answer": answer} for n, answer in enumerate(answers)]
+    rows += [{"problem": "p", "answer": "1"}] * 3000 + [{"problem": "p", "answer": "late", "level": 2}]
+    file = write_jsonl(tmp_path / "bigmath.jsonl", rows)
+    data = BigMathDataModule(str(file), batch_size=1, val_size=0, tokenizer=tokenizer)
+    references = [row.reference for row in data.train_rows()]
+    assert references[:5] == ["2024-01-15", "2024-01-15T10:00:00", str(10**30), "0.1", "1/2"]
+    assert references[-1] == "late"
+
+
 # What is refused -----------------------------------------------------------------------------------------------------
 
 

@@ -72,24 +72,26 @@ def _split_file(folder: Path, split: str) -> Path:
 
 
 def _read_file(file: Path) -> Iterator[Mapping[str, Any]]:
+    if file.suffix not in _SUFFIXES:
+        raise UserError(f"a data file ends in {', '.join(_SUFFIXES)}; found {file}; convert it to JSONL.")
+    return _read_parquet(file) if file.suffix == ".parquet" else _read_lines(file)
+
+
+def _read_parquet(file: Path) -> Iterator[Mapping[str, Any]]:
     """Rows of one file; streamed, so that no copy of it is made."""
     import datasets  # takes seconds, and other data modules do without
 
-    if file.suffix not in _SUFFIXES:
-        raise UserError(f"a data file ends in {', '.join(_SUFFIXES)}; found {file}; convert it to JSONL.")
-    kind = "parquet" if file.suffix == ".parquet" else "json"
-    if kind == "json" and not _check_lines(file):
-        return  # datasets raises on a file without rows
     try:
         with TemporaryDirectory() as cache:  # for a lock file; the user's cache may be read-only
-            yield from datasets.load_dataset(kind, data_files=str(file), split="train", streaming=True, cache_dir=cache)
+            yield from datasets.load_dataset(
+                "parquet", data_files=str(file), split="train", streaming=True, cache_dir=cache
+            )
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:  # ValueError: pyarrow's are such
-        raise UserError(f"cannot read {file} as {kind}: {_first_line(error)}; check the file.") from error
+        raise UserError(f"cannot read {file} as parquet: {_first_line(error)}; check the file.") from error
 
 
-def _check_lines(file: Path) -> int:
-    """Number of rows; raises at a malformed line, of which a JSON reader would only tell the block."""
-    rows = 0
+def _read_lines(file: Path) -> Iterator[Mapping[str, Any]]:
+    """Rows of one file, each as it is written there: a table's reader would guess types, and turn text into dates."""
     with file.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
@@ -100,13 +102,12 @@ def _check_lines(file: Path) -> int:
                 raise UserError(
                     f"each line must be a JSON object; {file}, line {number}: {_first_line(error)}; correct the line."
                 ) from error
-            rows += 1
             if not isinstance(row, dict):
                 raise UserError(
                     f"each line must be a JSON object; {file}, line {number} is a {type(row).__name__}; "
                     "write one object of columns a line."
                 )
-    return rows
+            yield row
 
 
 def _read_hub(name: str, split: str, subset: str | None) -> list[Mapping[str, Any]]:
