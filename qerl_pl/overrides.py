@@ -40,7 +40,7 @@ def expand_item_overrides(parser: ArgumentParser, args: list[str]) -> list[str]:
         text = match[3] if match[3] is not None else next(rest, None)
         if text is None:
             raise UserError(f"an override needs a value; found {arg} alone; write {arg} VALUE")
-        overrides.append((match[1], match[2].split("."), yaml.safe_load(text)))
+        overrides.append((match[1], match[2].split("."), _value(arg, text)))
     if not overrides:
         return plain
     config = parser.parse_args([arg for arg in plain if not arg.startswith(_SHOWS_ONLY)]).as_dict()
@@ -51,6 +51,14 @@ def expand_item_overrides(parser: ArgumentParser, args: list[str]) -> list[str]:
             changed[key] = _lookup(config, key)
         _assign(changed[key], path, value, key)
     return [*plain, *(part for key, items in changed.items() for part in (f"--{key}", json.dumps(items)))]
+
+
+def _value(arg: str, text: str) -> Any:
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        problem = getattr(error, "problem", None) or type(error).__name__
+        raise UserError(f"an override's value is YAML; that of {arg} is {text!r}: {problem}; quote it") from error
 
 
 def _lookup(config: dict[str, Any], key: str) -> Any:

@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from qerl_pl.datamodules import ArithmeticDataModule, BigMathDataModule, GSM8KDataModule, PromptDataModule
 from qerl_pl.datamodules.bigmath import level_of
+from qerl_pl.datamodules.rows import Row
 from qerl_pl.errors import UserError
 from qerl_pl.prompting import SYSTEM_PROMPT, render_prompt, render_prompts
 from qerl_pl.toy.task import ArithmeticTask, split_of
@@ -269,6 +270,15 @@ def test_bad_options(gsm8k: Path, tokenizer: str, options: dict, message: str, m
     with pytest.raises(UserError, match=message) as raised:
         GSM8KDataModule(**given).setup("fit")
     assert "\n" not in str(raised.value)
+
+
+def test_rows_that_share_an_id_are_refused(tokenizer: str) -> None:
+    class Twice(PromptDataModule):
+        def train_rows(self) -> list[Row]:
+            return [Row("a", "one ?", "1"), Row("b", "two ?", "2"), Row("a", "three ?", "3")]
+
+    with pytest.raises(UserError, match="training has 'a' 2 times"):
+        Twice(batch_size=1, val_size=0, tokenizer=tokenizer).setup("fit")
 
 
 def test_folder_without_the_split(gsm8k: Path, tokenizer: str) -> None:

@@ -41,6 +41,7 @@ PARSED = {
     "wrong choice": (["--model.policy.quantization", "int8"], "nvfp4.*none.*int8"),
     "no such item": (["--trainer.callbacks.Nothing.x", "1"], "no Nothing"),
     "unknown key of an item": (["--trainer.callbacks.RolloutCallback.grup_size", "4"], "RolloutCallback.*'grup_size'"),
+    "no YAML for an item": (["--trainer.callbacks.RolloutCallback.group_size", "[4"], r"value is YAML; .*\[4"),
     "small group": (["--trainer.callbacks.RolloutCallback.group_size", "1"], "at least 2 completions; found"),
     "rising noise": (["--trainer.callbacks.AdaptiveQuantizationNoise.sigma_end", "1"], "Noise must not grow"),
     "no clipping": (["--model.max_grad_norm", "0"], "max_grad_norm must be above 0"),
@@ -88,6 +89,7 @@ FOUND_LATER: dict[str, tuple[list[str] | None, list[str], str]] = {
     "missing column": (['{"problem": "1 + 1", "answer": "#### 2"}'], [], "has no question, found problem, answer"),
     "nothing short enough": (GSM8K, ["--data.max_prompt_tokens", "5"], "none of 8 is"),
     "batch above the set": (GSM8K, ["--data.batch_size", "9"], "batch_size must not exceed"),
+    "rare validation": (GSM8K, ["--trainer.val_check_interval", "4"], "an epoch's 3 batches; found 4"),
     "adapter on the vocabulary": (GSM8K, ["--model.policy.lora.targets", "[lm_head]"], "'lm_head' matches none"),
     "a folder to resume from": (GSM8K, ["--resume", "."], "no such file; name another with --resume"),
     "no such LoRA target": (GSM8K, ["--model.policy.lora.targets", "[nothing]"], "LoRA targets? must name"),
@@ -106,7 +108,8 @@ def test_a_mistake_found_while_starting_is_one_line(
         capsys,
         *("fit", "-c", str(ROOT / "configs" / "gsm8k_cpu.yaml"), "--trainer.default_root_dir", str(tmp_path / "run")),
         *("--model.policy.path", str(tiny_policy_dir), "--model.policy.quantization", "none"),
-        *("--data.path", str(path), "--data.batch_size", "2", "--data.val_size", "2", *extra),
+        *("--data.path", str(path), "--data.batch_size", "2", "--data.val_size", "2"),
+        *("--trainer.val_check_interval", "3", *extra),
     )
     assert re.search(message, line)
 

@@ -3,6 +3,7 @@
 import hashlib
 import logging
 import random
+from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import Any, cast
 
@@ -113,6 +114,8 @@ class PromptDataModule(LightningDataModule):
             for prompt in train:
                 digest.update(repr(prompt).encode())
             self._digest = digest.hexdigest()
+        if stage == "fit":
+            self._check_interval()
         if stage == "test" and not self._test:
             test_rows = self.test_rows()
             self._test = self._val if test_rows is None else self._render(tokenizer, test_rows, "test")
@@ -136,8 +139,12 @@ class PromptDataModule(LightningDataModule):
 
     @property
     def batches_per_epoch(self) -> int:
-        """Training batches of an epoch, counted without making a loader."""
-        return len(self._train) // self.batch_size
+        """Training batches of an epoch, within the trainer's limit, counted without making a loader."""
+        batches = len(self._train) // self.batch_size
+        limit = self.trainer.limit_train_batches if self.trainer else None
+        if isinstance(limit, float):
+            return int(batches * limit)
+        return batches if limit is None else min(batches, limit)
 
     def val_dataloader(self) -> DataLoader[list[Prompt]]:
         """The validation prompts, in one order."""
@@ -208,8 +215,25 @@ class PromptDataModule(LightningDataModule):
                 f"{str(error).partition(chr(10))[0]}; correct it, or set null to take the policy's."
             ) from error
 
+    def _check_interval(self) -> None:
+        """Refuse here what Lightning refuses in other words, and after an engine has been started."""
+        if self.trainer is None or self.trainer.check_val_every_n_epoch is None:
+            return
+        interval = self.trainer.val_check_interval
+        if isinstance(interval, int) and interval > self.batches_per_epoch:
+            raise UserError(
+                f"val_check_interval must not exceed an epoch's {self.batches_per_epoch} batches; found {interval}; "
+                "lower it, or set trainer.check_val_every_n_epoch to null, which counts on over epochs"
+            )
+
     def _render(self, tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], use: str) -> list[Prompt]:
         """Prompts of the rows that are short enough."""
+        names = Counter(row.id for row in rows)
+        if repeated := [name for name, count in names.items() if count > 1]:
+            raise UserError(
+                f"rows must have different ids, which seed their completions; {use} has {repeated[0]!r} "
+                f"{names[repeated[0]]} times; number them"
+            )
         token_ids = render_prompts(tokenizer, [row.question for row in rows], self.system_prompt)
         prompts = [
             Prompt(id=row.id, token_ids=tuple(ids), text=row.question, reference=row.reference)

@@ -158,18 +158,13 @@ class QeRLModule(LightningModule):
         if trainer.max_steps and trainer.max_steps > 0:
             plans.append(-(-trainer.max_steps // self.update.steps))
         if trainer.max_epochs is not None and trainer.max_epochs > 0:
-            plans.append(self._batches_per_epoch() * trainer.max_epochs)
+            plans.append(trainer.datamodule.batches_per_epoch * trainer.max_epochs)  # type: ignore[attr-defined]
         if not plans:
             raise UserError(
                 "schedules of noise and learning rate need a planned end; found none; "
                 "set trainer.max_epochs or trainer.max_steps"
             )
         return max(1, min(plans))
-
-    def _batches_per_epoch(self) -> int:
-        batches: int = self.trainer.datamodule.batches_per_epoch  # type: ignore[attr-defined]
-        limit = self.trainer.limit_train_batches
-        return int(batches * limit) if isinstance(limit, float) else min(batches, limit or 0)
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         optimizer = self.make_optimizer([p for p in self.policy.parameters() if p.requires_grad])
