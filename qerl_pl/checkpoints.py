@@ -7,12 +7,13 @@ The NVFP4 format is `nvfp4-pack-quantized` of compressed-tensors: for a linear X
 import json
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from qerl_kernels.reference import dequantize_nvfp4
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import (
@@ -83,8 +84,19 @@ def weight_map(folder: Path) -> dict[str, str]:
     single = folder / _SINGLE
     if not single.is_file():
         raise UserError(f"weights must be in safetensors files; found neither {_SINGLE} nor {_INDEX} in {folder}")
-    with safe_open(single, framework="pt") as file:
+    with _opened(single) as file:
         return {name: _SINGLE for name in file.keys()}
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            yield file
+    except (FileNotFoundError, SafetensorError) as error:
+        raise UserError(
+            f"weights must be whole safetensors files; {path} cannot be read ({error}): download the model again"
+        ) from error
 
 
 class TensorFiles:
@@ -105,12 +117,12 @@ class TensorFiles:
         """Tensor `name`, on the CPU, in the data type it was saved in.
 
         Raises:
-            UserError: There is no such tensor.
+            UserError: There is no such tensor, or its file is missing or damaged.
         """
         if name not in self._place:
             raise UserError(f"every quantized weight needs its scales; {self._folder} lacks {name}; quantize it again")
         # A file kept open would keep every page that was ever read in this process's memory.
-        with safe_open(self._folder / self._place[name], framework="pt", device="cpu") as file:
+        with _opened(self._folder / self._place[name]) as file:
             tensor: Tensor = file.get_tensor(name)
         return tensor
 
@@ -197,12 +209,17 @@ def write_dense_checkpoint(
     return dst
 
 
-def copy_other_files(src: Path, dst: Path, config: dict[str, Any]) -> None:
-    """Copy what a model folder holds besides weights (tokenizer, templates), and write `config` as its config.json."""
+def other_files(folder: Path) -> list[Path]:
+    """What a model folder holds besides weights and config.json: tokenizer, templates, generation config."""
     about_weights = ("config.json", _INDEX, QUANTIZATION_REPORT)
-    for path in src.iterdir():
-        if path.is_file() and path.suffix not in _WEIGHTS and path.name not in about_weights:
-            shutil.copy2(path, dst / path.name)
+    found = (path for path in folder.iterdir() if path.is_file() and path.name not in about_weights)
+    return sorted(path for path in found if path.suffix not in _WEIGHTS)
+
+
+def copy_other_files(src: Path, dst: Path, config: dict[str, Any]) -> None:
+    """Copy what a model folder holds besides weights, and write `config` as its config.json."""
+    for path in other_files(src):
+        shutil.copy2(path, dst / path.name)
     (dst / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 

@@ -25,9 +25,18 @@ def building(target: Path) -> Iterator[Path]:
     """A temporary folder beside `target` that takes its name when the block ends without an exception.
 
     When another process has finished the same folder meanwhile, that one stays and this one is dropped.
+
+    Raises:
+        UserError: The folder cannot be made there, or the disk is full.
     """
-    target.parent.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    except OSError as error:
+        raise UserError(
+            f"{target.name} needs a folder of its own; {target.parent} takes none ({error.strerror}); "
+            "choose another place"
+        ) from error
     try:
         with explain_full_disk(target):
             yield folder

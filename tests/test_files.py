@@ -102,6 +102,15 @@ def test_building_drops_a_folder_that_fails(tmp_path: Path) -> None:
     assert [p.name for p in (tmp_path / "model").iterdir()] == ["whole"]
 
 
+def test_building_says_where_no_folder_can_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    with (
+        pytest.raises(UserError, match="model needs a folder .*file takes none"),
+        building(tmp_path / "file" / "model"),
+    ):
+        pass
+
+
 def test_building_yields_to_a_folder_that_appeared_meanwhile(tmp_path: Path) -> None:
     target = tmp_path / "model"
     with building(target) as folder:

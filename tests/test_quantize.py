@@ -17,9 +17,11 @@ from qerl_kernels import (
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from qerl_pl.checkpoints import load_dense_state, read_config, write_dense_checkpoint
+from qerl_pl.checkpoints import load_dense_state, read_config, weight_map, write_dense_checkpoint
 from qerl_pl.cli import main
 from qerl_pl.errors import UserError
+from qerl_pl.modules.base_model import resolve_base
+from qerl_pl.modules.policy import PolicyConfig
 from qerl_pl.quantize import backend_for, quantize_checkpoint
 
 UP = "model.layers.0.mlp.up_proj.weight"
@@ -159,6 +161,34 @@ def test_a_failure_says_why_and_leaves_no_folder_behind(tiny_policy_dir: Path, t
     with pytest.raises(UserError, match=message):
         quantize_checkpoint(source, tmp_path / "out", format=file_format)
     assert [path.name for path in tmp_path.iterdir()] == ["odd"]
+
+
+@pytest.mark.parametrize("damage", ["cut short", "missing"])
+def test_damaged_weights_are_named(tiny_policy_dir: Path, tmp_path: Path, damage: str) -> None:
+    source = shutil.copytree(tiny_policy_dir, tmp_path / "source")
+    weights = source / "model.safetensors"
+    names = list(weight_map(source))
+    if damage == "missing":
+        index = {"weight_map": dict.fromkeys(names, "model-00001-of-00001.safetensors")}
+        (source / "model.safetensors.index.json").write_text(json.dumps(index))
+    else:
+        weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(UserError, match=r"whole safetensors files; .*\.safetensors cannot be read"):
+        quantize_checkpoint(source, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_a_cached_quantized_base_follows_the_files_that_it_copies(
+    tiny_policy_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("QERL_CACHE", str(tmp_path / "cache"))
+    source = shutil.copytree(tiny_policy_dir, tmp_path / "source")
+    config = PolicyConfig(path=str(source))
+    first = resolve_base(config)
+    assert resolve_base(config) == first
+    (source / "generation_config.json").write_text('{"eos_token_id": [1, 2]}')
+    second = resolve_base(config)
+    assert second != first and json.loads((second / "generation_config.json").read_text())["eos_token_id"] == [1, 2]
 
 
 def test_matrices_of_several_types_cannot_share_a_scale(tiny_policy_dir: Path, tmp_path: Path) -> None:

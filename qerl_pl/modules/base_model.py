@@ -1,5 +1,6 @@
 """Which folder the base model is loaded from: by trainer and engine alike."""
 
+import hashlib
 import logging
 from pathlib import Path
 
@@ -7,7 +8,7 @@ import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-from qerl_pl.checkpoints import is_nvfp4
+from qerl_pl.checkpoints import is_nvfp4, other_files
 from qerl_pl.errors import UserError
 from qerl_pl.files import cache_root, folder_identity
 from qerl_pl.modules.policy import PolicyConfig
@@ -36,11 +37,20 @@ def resolve_base(config: PolicyConfig) -> Path:
         return source
     if is_nvfp4(source):
         return source
-    target = cache_root() / f"nvfp4-{folder_identity(source)}"
+    target = cache_root() / f"nvfp4-{_identity(source)}"
     if not target.is_dir():
         log.info("quantizing %s to NVFP4 (once; `qerl quantize` does it beforehand)", source)
         quantize_checkpoint(source, target, device="cuda" if torch.cuda.is_available() else "cpu")
     return target
+
+
+def _identity(source: Path) -> str:
+    """Digest of all that a quantized copy is made of: weights, and the files that are copied."""
+    digest = hashlib.blake2b(folder_identity(source).encode(), digest_size=16)
+    for path in other_files(source):
+        digest.update(f"{path.name}:{path.stat().st_size}".encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
 def _local_folder(path: str) -> Path:
