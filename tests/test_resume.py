@@ -129,12 +129,16 @@ def test_killed_run_resumes_bit_for_bit(
     status, output = fit(settings, "--resume", "auto", prepare=die)
     assert status == -signal.SIGKILL, output
     assert [name for name in checkpoints(tmp_path / "run") if name != "step=6.ckpt.sha256"] == found
+    with (tmp_path / "run" / "completions.jsonl").open("a") as file:
+        file.write('{"version": 0, "prompt": "half a')  # as a kill may leave a line
     status, output = fit(settings, "--resume", "auto")
     assert status == 0, output
     assert ("resuming from" in output) == bool(found)
     whole, resumed = adapter(uninterrupted), adapter(tmp_path / "run")
     assert whole.keys() == resumed.keys() and any("layernorm" in name for name in whole)
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+    written = [(run / "completions.jsonl").read_text() for run in (uninterrupted, tmp_path / "run")]
+    assert written[0] == written[1]  # what was sampled twice stands there once
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -12,6 +12,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 
 from qerl_pl.errors import require_at_least
 from qerl_pl.experience import CompletionRecord, Experience
+from qerl_pl.modules.qerl import QeRLModule
 
 
 class CompletionLog(Callback):
@@ -20,8 +21,8 @@ class CompletionLog(Callback):
     Args:
         every_n_rollouts: Rollouts between two text panels.
         panel_size: Completions in a panel.
-        jsonl: Append every completion of every rollout to RUN/completions.jsonl; those of rollouts that a resumed run
-            repeats stand there twice, with the same version.
+        jsonl: Write every completion of every rollout to RUN/completions.jsonl, once: a resumed run first takes out
+            those of rollouts that it repeats, one that starts fresh all.
     """
 
     def __init__(self, every_n_rollouts: int = 10, panel_size: int = 4, jsonl: bool = False) -> None:
@@ -31,6 +32,12 @@ class CompletionLog(Callback):
         self.every_n_rollouts = every_n_rollouts
         self.panel_size = panel_size
         self.jsonl = jsonl
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Take out what is about to be written again."""
+        if self.jsonl and trainer.is_global_zero:
+            assert isinstance(pl_module, QeRLModule)
+            _cut(_path(trainer), pl_module.policy_version)
 
     def on_train_batch_end(
         self,
@@ -45,12 +52,29 @@ class CompletionLog(Callback):
             return
         experience = outputs["experience"]
         if self.jsonl:
-            _append(Path(trainer.default_root_dir) / "completions.jsonl", experience)
+            _append(_path(trainer), experience)
         if experience.version % self.every_n_rollouts == 0:
             for logger in trainer.loggers:
                 if isinstance(logger, TensorBoardLogger):
                     table = _table(experience.records[: self.panel_size])
                     logger.experiment.add_text("completions", table, experience.version)
+
+
+def _path(trainer: Trainer) -> Path:
+    return Path(trainer.default_root_dir) / "completions.jsonl"
+
+
+def _cut(path: Path, version: int) -> None:
+    """Drop the rollouts from `version` on, and a line that a kill has left half written."""
+    if not path.is_file():
+        return
+    with path.open("rb+") as file:
+        end = 0
+        for line in file:
+            if not line.endswith(b"\n") or json.loads(line)["version"] >= version:
+                break
+            end += len(line)
+        file.truncate(end)
 
 
 def _append(path: Path, experience: Experience) -> None:
