@@ -129,8 +129,6 @@ def test_killed_run_resumes_bit_for_bit(
     status, output = fit(settings, "--resume", "auto", prepare=die)
     assert status == -signal.SIGKILL, output
     assert [name for name in checkpoints(tmp_path / "run") if name != "step=6.ckpt.sha256"] == found
-    with (tmp_path / "run" / "completions.jsonl").open("a") as file:
-        file.write('{"version": 0, "prompt": "half a')  # as a kill may leave a line
     status, output = fit(settings, "--resume", "auto")
     assert status == 0, output
     assert ("resuming from" in output) == bool(found)
@@ -149,8 +147,12 @@ def test_asked_to_stop_saves_says_how_to_resume_and_resumes_bit_for_bit(
     status, output = fit(settings, prepare=ask_to_stop_in_generation(number))
     assert status == 128 + number, output
     assert "step=5.ckpt" in output and "--resume auto" in output and "Traceback" not in output
+    with (tmp_path / "run" / "completions.jsonl").open("a") as file:
+        file.write('{"version": 0, "prompt": "half a')  # as a kill may leave a line
     status, output = fit(settings, "--resume", "auto")
     assert status == 0, output
+    written = [(run / "completions.jsonl").read_text() for run in (uninterrupted, tmp_path / "run")]
+    assert written[0] == written[1]
     assert all(torch.equal(tensor, adapter(tmp_path / "run")[name]) for name, tensor in adapter(uninterrupted).items())
 
 
