@@ -75,6 +75,19 @@ class DriverMemory(Callback):
         self.steps.append({name: float(metrics[name]) for name in (*names, *memory) if name in metrics})
 
 
+class MemoryTable(logging.Handler):
+    """The rows of the run's own report of memory, the last that was logged: after the first update."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[list[str]] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        head, _, table = record.getMessage().partition(":\n")
+        if head == "memory after the first update":
+            self.rows = [line.removesuffix(" GiB").strip().rsplit(maxsplit=1) for line in table.splitlines()]
+
+
 def settings(args: argparse.Namespace, base: Path) -> dict[str, Any]:
     engine = {
         "class_path": "qerl_pl.engines.VLLMEngine",
@@ -143,7 +156,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    logging.getLogger("qerl_pl").setLevel(logging.INFO)  # the table of memory
+    held = MemoryTable()
+    logging.getLogger("qerl_pl").setLevel(logging.INFO)
+    logging.getLogger("qerl_pl").addHandler(held)
     base = args.base / f"{args.shape}-{args.precision}"
     if not base.is_dir():
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -168,6 +183,7 @@ def main() -> None:
         "median": {name: statistics.median(step[name] for step in later if name in step) for name in memory.steps[-1]},
         "steps": memory.steps,
         "peak_gib": memory.peaks,
+        "memory_gib": dict(held.rows),
         "process_seconds": seconds,
     }
     headers = ["shape", "base", "copies", "sync ms", "rollout s", "update s", "peak GiB start / rollout / update"]
@@ -176,7 +192,8 @@ def main() -> None:
     row = [args.shape, args.precision, args.copies, f"{1e3 * median['time/sync_s']:.0f}"]
     row += [f"{median['time/rollout_s']:.2f}", f"{median['time/update_s']:.2f}", peaks]
     name = f"rl_step_{args.shape}_{args.precision}_{args.copies}"
-    report.write(args.out, name, report.markdown(headers, [row]), result)
+    tables = [report.markdown(headers, [row]), report.markdown(["memory after the first update", "GiB"], held.rows)]
+    report.write(args.out, name, "\n\n".join(tables), result)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Everything private of vLLM that the engine touches: a worker subclass, and the check that vLLM still looks as read.
 
-Read in vLLM 0.25.1 and 0.30.0. vLLM is imported inside functions only, so that this module imports without it.
+Read in vLLM 0.25.1 and 0.30.0. vLLM is imported inside functions only, so that this module imports without it. Linears
+are changed by `vllm_adapter` and `vllm_marlin`; what those rely on is checked here too.
 """
 
 import gc
