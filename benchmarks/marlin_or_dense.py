@@ -18,7 +18,7 @@ from qerl_kernels import marlin_alpha, quantize_nvfp4, select_backend
 from qerl_kernels.marlin import to_marlin
 from torch import Tensor
 
-from qerl_pl.engines.vllm_marlin import marlin_or_dense
+from qerl_pl.engines.vllm_marlin import TOLERANCE, marlin_or_dense
 
 REPEATS = 20
 
@@ -75,6 +75,8 @@ def main() -> None:
                 one, other = product(tokens)().float(), product(0)().float()
                 times = [microseconds(work) for work in (product(tokens), product(0), lambda x=x, w=weight: x @ w.T)]
             apart = ((one - other).norm() / one.norm()).item()
+            if apart > TOLERANCE:
+                raise SystemExit(f"{name} at {tokens} tokens: the products differ by {apart:.2g}; no time is reported")
             results.append({"linear": name, "tokens": tokens, "us": times, "apart": apart})
             rows.append(
                 [name, tokens, *(f"{time:.0f}" for time in times), f"{times[1] / times[0]:.2f}", f"{apart:.1e}"]

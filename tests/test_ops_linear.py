@@ -11,13 +11,12 @@ from qerl_kernels import (
     lora_linear,
     marlin_alpha,
     marlin_linear,
-    marlin_scale,
     nvfp4_alpha,
     nvfp4_linear,
     quantize_mxfp4,
     quantize_nvfp4,
 )
-from qerl_kernels.marlin import to_marlin
+from qerl_kernels.marlin import marlin_scale, to_marlin
 from torch.utils.checkpoint import checkpoint
 
 

@@ -10,7 +10,10 @@ from qerl_kernels.marlin import to_marlin
 from torch import Tensor, nn
 
 from qerl_pl.engines import vllm_marlin
-from qerl_pl.engines.vllm_marlin import MarlinOrDenseMethod, attach_dense, marlin_tensor
+from qerl_pl.engines.vllm_adapter import attach_adapter
+from qerl_pl.engines.vllm_marlin import MarlinOrDenseMethod, attach_dense, marlin_or_dense, marlin_tensor
+from qerl_pl.engines.vllm_worker import PolicyWorker
+from qerl_pl.errors import UserError
 
 COLUMNS, ROWS, DENSE_ABOVE = 128, 64, 4
 BIAS = torch.arange(ROWS).bfloat16() - 20
@@ -33,14 +36,15 @@ def dense(layer: Any) -> Tensor:
     return dequantize_marlin(*held[:2], torch.float32) * marlin_alpha(held.global_scale)
 
 
-def linear(biased: bool) -> Any:
+def linear(biased: bool, rows: int = ROWS) -> Any:
     """A linear as vLLM holds it once Marlin has prepared it."""
     layer: Any = nn.Module()
-    weight = torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(0))
-    layer.weight, layer.weight_scale, layer.weight_global_scale = to_marlin(quantize_nvfp4(weight))
+    weight = torch.randn(rows, COLUMNS, generator=torch.Generator().manual_seed(0))
+    for name, tensor in zip(("", "_scale", "_global_scale"), to_marlin(quantize_nvfp4(weight)), strict=True):
+        setattr(layer, f"weight{name}", nn.Parameter(tensor, requires_grad=False))
     layer.workspace = torch.zeros(1, dtype=torch.int32)
     layer.bias = nn.Parameter(BIAS.flip(0), requires_grad=False) if biased else None
-    layer.input_size_per_partition, layer.output_size_per_partition = COLUMNS, ROWS
+    layer.input_size_per_partition, layer.output_size_per_partition = COLUMNS, rows
     layer.scheme = type("Scheme", (), {"kernel": MarlinNvFp4LinearKernel()})()
     layer.quant_method = Method()
     return layer
@@ -97,6 +101,67 @@ def test_few_tokens_go_to_marlin_and_many_to_the_dense_weight(
     assert torch.equal(call[6], BIAS.flip(0)) if biased else call[6] is None
     expected = x.float() @ dense(layer).T + (BIAS.float() if biased else 0.0)
     torch.testing.assert_close(many.float(), expected, rtol=8e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("tokens", [DENSE_ABOVE, DENSE_ABOVE + 1])
+def test_the_operator_is_as_pytorch_wants_it(marlin_calls: list[tuple[Any, ...]], tokens: int) -> None:
+    layer = linear(True)
+    attach_dense(layer, DENSE_ABOVE)
+    weight = (layer.weight, layer.weight_scale.view(torch.uint8), layer.weight_global_scale)  # for it compares inputs
+    arguments = (torch.zeros(tokens, COLUMNS).bfloat16(), *weight, layer.workspace, layer.bias, layer.qerl_bias)
+    checks = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
+    torch.library.opcheck(marlin_or_dense, (*arguments, layer.qerl_alpha, DENSE_ABOVE), test_utils=checks)
+
+
+@pytest.mark.parametrize("tokens", [DENSE_ABOVE, DENSE_ABOVE + 1])
+def test_the_adapter_counts_whoever_computes(marlin_calls: list[tuple[Any, ...]], tokens: int) -> None:
+    layer = linear(False)
+    attach_dense(layer, DENSE_ABOVE)
+    slots = attach_adapter(layer, [("all", 0, ROWS)], 1, torch.bfloat16)  # in the order of the worker
+    x = torch.ones(tokens, COLUMNS).bfloat16()
+    with torch.inference_mode():
+        without = layer.quant_method.apply(layer, x)
+        for factor in slots["all"]:
+            factor.fill_(1.0)
+        delta = layer.quant_method.apply(layer, x) - without
+    torch.testing.assert_close(delta, torch.full_like(delta, COLUMNS), rtol=8e-3, atol=0)
+
+
+def test_a_layout_that_is_read_otherwise_is_refused() -> None:
+    layer = linear(False)
+    layer.weight.data = layer.weight.data.flip(1)
+
+    class Other(Method):
+        def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+            return super().apply(linear(False), x, bias)
+
+    layer.quant_method = Other()
+    with pytest.raises(UserError, match="must give the same product; they differ by .* dense_above to null"):
+        attach_dense(layer, DENSE_ABOVE)
+
+
+@pytest.mark.parametrize(("sizes", "lent"), [([64, 64, 64], True), ([128, 32, 32], False)])
+def test_only_whole_tiles_are_lent(sizes: list[int], lent: bool) -> None:
+    fused = linear(False, rows=192)
+    fused.output_partition_sizes = sizes
+    model: Any = nn.Module()
+    model.packed_modules_mapping = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
+
+    class Worker(PolicyWorker):
+        def get_model(self) -> Any:
+            return model
+
+        def _linears(self) -> dict[str, Any]:
+            return {"a.qkv_proj": fused}
+
+    weights = Worker().qerl_lend()
+    assert (weights is not None) == lent
+    if weights is not None:
+        assert {name: (one.start, one.stop) for name, one in weights.linears.items()} == {
+            "a.q_proj": (0, 64),
+            "a.k_proj": (64, 128),
+            "a.v_proj": (128, 192),
+        }
 
 
 def test_a_linear_that_marlin_has_not_prepared_or_has_padded_is_left_alone() -> None:

@@ -6,7 +6,7 @@
 from qerl_kernels.backend import Backend, select_backend, selected_backend, triton_available
 from qerl_kernels.linear import LoraFactors, lora_linear, marlin_linear, nvfp4_alpha, nvfp4_linear
 from qerl_kernels.logprob import chunked_token_logprobs
-from qerl_kernels.marlin import MarlinTensor, marlin_alpha, marlin_scale
+from qerl_kernels.marlin import MarlinTensor, marlin_alpha
 from qerl_kernels.ops import dequantize_marlin, dequantize_mxfp4, dequantize_nvfp4_unscaled, quantize_nvfp4
 from qerl_kernels.reference import (
     BlockScales,
@@ -32,7 +32,6 @@ __all__ = [
     "lora_linear",
     "marlin_alpha",
     "marlin_linear",
-    "marlin_scale",
     "nvfp4_alpha",
     "nvfp4_global_scale",
     "nvfp4_linear",

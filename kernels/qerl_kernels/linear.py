@@ -1,7 +1,8 @@
 """Linear layers on frozen 4-bit weights: dequantize, then one GEMM whose alpha is the global scale.
 
 The dense weight lives as long as one GEMM and is dequantized again in backward, which gives gradients to the input and
-to the adapter only. With the adapter's product added to the rounded base product the order of roundings is vLLM's.
+to the adapter only. The adapter's product is added in place to the rounded base product, the engine's order of
+roundings; one product with the adapter as further columns of the weight would save that pass, and round otherwise.
 """
 
 from collections.abc import Callable

@@ -119,7 +119,7 @@ def scale_factor(scale: Tensor) -> float:
 def marlin_scale(scale: Tensor) -> Tensor:
     """Block scales as Marlin reads them: those below 2**-6 after its scale factor are zero.
 
-    A trainer whose own copy must equal the weight of a Marlin engine bit for bit applies this once, at loading.
+    Such blocks hold no weight above 3.5e-5 of the matrix's largest. An own copy of the weight keeps them.
     """
     seen = scale.float()
     return torch.where(seen * scale_factor(scale) < SMALLEST_SCALE, 0.0, seen).to(scale.dtype)

@@ -59,6 +59,7 @@ class VLLMEngine:
             does.
         sleep_mode: Give the key/value cache's memory back during the update (GPU only).
         share_weights: Let the trainer use vLLM's NVFP4 weights instead of loading the base a second time (GPU, marlin).
+            Equal but for blocks of weights below 3.5e-5 of a matrix's largest, which Marlin takes for zero.
         prefix_caching: Compute the prompt once for all its completions.
         load_format: auto reads the weights; dummy makes random ones from config.json alone, to measure speed.
     """
@@ -217,7 +218,7 @@ class VLLMEngine:
         elif self._spec.dtype != torch.bfloat16:
             reason = f"vLLM scales weights otherwise for {self._spec.dtype} than for bfloat16"
         else:
-            lent, reason = self._call("qerl_lend"), "vLLM has padded a weight"
+            lent, reason = self._call("qerl_lend"), "a weight is padded, or shares one of Marlin's tiles with another"
         if lent is None:
             log.info("the trainer loads its own copy of the base, %.3g GiB: %s", files_gib(self._spec.base), reason)
         else:

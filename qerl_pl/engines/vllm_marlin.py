@@ -11,6 +11,10 @@ import torch
 from qerl_kernels import MarlinTensor, marlin_alpha, marlin_linear
 from torch import Tensor
 
+from qerl_pl.errors import UserError
+
+TOLERANCE = 0.01
+"""Of the two products' difference to their size: rounding makes 1e-4, another layout 1."""
 _MODULE, _FUNCTION = "vllm.model_executor.layers.quantization.utils.marlin_utils_fp4", "apply_fp4_marlin_linear"
 
 
@@ -29,7 +33,7 @@ def marlin_tensor(linear: Any) -> MarlinTensor | None:
     if "MarlinNvFp4" not in type(kernel).__name__:
         return None
     columns, rows = linear.input_size_per_partition, linear.output_size_per_partition
-    if linear.weight.shape != (columns // 16, 2 * rows) or rows % 64:
+    if linear.weight.shape != (columns // 16, 2 * rows):
         return None
     return MarlinTensor(linear.weight.data, linear.weight_scale.data, linear.weight_global_scale.data)
 
@@ -95,14 +99,25 @@ def attach_dense(linear: Any, dense_above: int) -> None:
     """Let one of vLLM's linears multiply more than `dense_above` tokens by its dense weight, before vLLM compiles it.
 
     One that has no NVFP4 weight in Marlin's layout is left as it is.
+
+    Raises:
+        UserError: The two products differ.
     """
     held = marlin_tensor(linear)
     if held is None:
         return
-    alpha = torch.tensor([marlin_alpha(held.global_scale)])
-    linear.register_buffer("qerl_alpha", alpha, False)
-    if linear.bias is not None:
-        # The product of zeros is the bias, in plain order.
-        zeros = linear.bias.new_zeros(1, linear.input_size_per_partition)
-        linear.register_buffer("qerl_bias", linear.quant_method.apply(linear, zeros, linear.bias)[0], False)
+    alpha = marlin_alpha(held.global_scale)
+    linear.register_buffer("qerl_alpha", torch.tensor([alpha], device="cpu"), False)
+    x = torch.randn(1, linear.input_size_per_partition, generator=torch.Generator().manual_seed(0), device="cpu")
+    x = x.to(held.weight.device, torch.bfloat16)
+    few, many = linear.quant_method.apply(linear, x), marlin_linear(x, held, alpha=alpha)
+    apart = ((few - many).float().norm() / few.float().norm()).item()
+    if apart > TOLERANCE:
+        raise UserError(
+            f"Marlin and the dequantized weight must give the same product; they differ by {apart:.2g} of its size, so "
+            "this vLLM lays weights out otherwise: set dense_above to null and share_weights to false"
+        )
+    # The product of zeros is the bias, in plain order.
+    bias = None if linear.bias is None else linear.quant_method.apply(linear, torch.zeros_like(x), linear.bias)[0]
+    linear.register_buffer("qerl_bias", bias, False)
     linear.quant_method = MarlinOrDenseMethod(linear.quant_method, dense_above)

@@ -209,7 +209,7 @@ class PolicyWorker(Worker):
         return sorted(kernels)
 
     def qerl_lend(self) -> LentWeights | None:
-        """Marlin's NVFP4 weights by the names of the base model's linears, and the embeddings; None where padded."""
+        """Marlin's NVFP4 weights by name in the base model, and the embeddings; None where one shares a tile."""
         model = self.get_model()
         linears: dict[str, LentLinear] = {}
         for name, module in self._linears().items():
@@ -220,6 +220,8 @@ class PolicyWorker(Worker):
                 return None
             whole = (held.weight, held.scale, module.weight_global_scale.data, module.input_size_per_partition)
             for part, start, stop in self._parts(name, module):
+                if start % 64 or stop % 64:
+                    return None
                 linears[part] = LentLinear(*whole, start, stop)
         tensors: dict[str, Tensor] = {}
         for name, module in model.named_modules():

@@ -25,7 +25,7 @@ class QuantizedLinear(nn.Module):
         self._alpha: float | None = None
 
     def forward(self, x: Tensor, lora: LoraFactors | None = None) -> Tensor:
-        """x [..., K] -> [..., N] in x's data type; with `lora` its product is added without a second pass over y."""
+        """x [..., K] -> [..., N] in x's data type; with `lora` its product is added in place."""
         raise NotImplementedError
 
     def extra_repr(self) -> str:
@@ -54,7 +54,7 @@ class NVFP4Linear(QuantizedLinear):
         self.bias = _frozen(torch.empty(out_features, dtype=dtype)) if bias else None
 
     def forward(self, x: Tensor, lora: LoraFactors | None = None) -> Tensor:
-        """x [..., K] -> [..., N] in x's data type; with `lora` its product is added without a second pass over y."""
+        """x [..., K] -> [..., N] in x's data type; with `lora` its product is added in place."""
         if self._alpha is None:
             self._alpha = nvfp4_alpha(self.weight_global_scale)
         weight = (self.weight_packed, self.weight_scale, self.weight_global_scale)
@@ -84,7 +84,7 @@ class BorrowedLinear(QuantizedLinear):
         return self._lent.weight
 
     def forward(self, x: Tensor, lora: LoraFactors | None = None) -> Tensor:
-        """x [..., K] -> [..., N] in x's data type; with `lora` its product is added without a second pass over y."""
+        """x [..., K] -> [..., N] in x's data type; with `lora` its product is added in place."""
         lent = self._lent
         if self._alpha is None:
             self._alpha = marlin_alpha(lent.global_scale)
