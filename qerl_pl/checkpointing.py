@@ -3,6 +3,7 @@
 import hashlib
 import io
 import logging
+import pickle
 import re
 from pathlib import Path
 from typing import Any
@@ -33,15 +34,22 @@ class AtomicCheckpointIO(CheckpointIO):
     A process killed at any moment leaves the old file, the new file, or a digest without a file, never half a file.
     """
 
+    def __init__(self) -> None:
+        self._proven = False
+
     def save_checkpoint(self, checkpoint: dict[str, Any], path: _PATH, storage_options: Any | None = None) -> None:
         """Write `checkpoint` to `path` and its SHA-256 to `path`.sha256.
 
         Raises:
-            UserError: The disk is full; what was there before is untouched.
+            UserError: The disk is full, or the checkpoint holds what could not be read again; what was there before is
+                untouched.
         """
         buffer = io.BytesIO()
         torch.save(checkpoint, buffer)
         data = buffer.getvalue()
+        if not self._proven:  # better now than when it is needed
+            _load(data, path)
+            self._proven = True
         digests, target = [hashlib.sha256(data).hexdigest()], Path(path)
         if target.is_file():  # until it is replaced, the file that is there stays valid
             digests.append(hashlib.sha256(target.read_bytes()).hexdigest())
@@ -57,19 +65,27 @@ class AtomicCheckpointIO(CheckpointIO):
         Raises:
             DamagedCheckpoint: It is absent, its digest differs, or it is no checkpoint.
         """
-        data = verified_bytes(Path(path))
-        try:
-            checkpoint: dict[str, Any] = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-        except (RuntimeError, EOFError, ValueError, OSError) as error:
-            raise DamagedCheckpoint(
-                f"a checkpoint must be whole; {path} cannot be read ({error}); use another"
-            ) from error
-        return checkpoint
+        return _load(verified_bytes(Path(path)), path)
 
     def remove_checkpoint(self, path: _PATH) -> None:
         """Delete a checkpoint and its digest."""
         Path(path).unlink(missing_ok=True)
         digest_path(Path(path)).unlink(missing_ok=True)
+
+
+def _load(data: bytes, path: _PATH) -> dict[str, Any]:
+    """Tensors and plain values only: a checkpoint from elsewhere must not run code."""
+    try:
+        checkpoint: dict[str, Any] = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        found = re.search(r"GLOBAL (\S+)", str(error))
+        raise DamagedCheckpoint(
+            f"a checkpoint holds tensors and plain values only; {path} holds a {found[1] if found else 'foreign one'}; "
+            "change the callback or data module whose state it is, or use another checkpoint"
+        ) from error
+    except (RuntimeError, EOFError, ValueError, OSError, LookupError) as error:
+        raise DamagedCheckpoint(f"a checkpoint must be whole; {path} cannot be read ({error}); use another") from error
+    return checkpoint
 
 
 def digest_path(path: Path) -> Path:

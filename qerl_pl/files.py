@@ -17,7 +17,7 @@ _SAMPLES = 64
 
 def cache_root() -> Path:
     """Folder for what can be made again: $QERL_CACHE, or ~/.cache/qerl_pl."""
-    return Path(os.environ.get("QERL_CACHE") or Path.home() / ".cache" / "qerl_pl")
+    return Path(os.environ.get("QERL_CACHE") or "~/.cache/qerl_pl").expanduser()
 
 
 @contextmanager
@@ -53,11 +53,13 @@ def building(target: Path) -> Iterator[Path]:
 def write_atomically(path: Path, data: bytes) -> None:
     """Write a file so that a reader, or a crash at any moment, finds the old content or the new, nothing between.
 
+    One process writes a file; two at once would share the temporary one.
+
     Raises:
         UserError: The disk is full; the old content stays.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.tmp")  # what a kill leaves is written over when its turn comes again
     try:
         with explain_full_disk(path), temporary.open("wb") as file:
             file.write(data)

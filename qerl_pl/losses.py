@@ -12,6 +12,8 @@ from torch import Tensor
 
 KLEstimator = Literal["k1", "k2", "k3"]
 Aggregation = Literal["sequence_mean", "token_mean", "constant"]
+LARGEST_LOG_RATIO = 20.0
+"""Beyond, far outside of every clip, a ratio is held: an infinite one times a clipped token's zero gradient is nan."""
 
 
 class Surrogate(NamedTuple):
@@ -35,7 +37,7 @@ def token_ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
     Returns:
         [B, T].
     """
-    return torch.exp(logprobs - old_logprobs)
+    return torch.exp((logprobs - old_logprobs).clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO))
 
 
 def sequence_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
@@ -43,8 +45,8 @@ def sequence_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tens
 
     s_i = exp(mean over the completion's tokens of (logprob - old logprob)); the value at token t is
     sg[s_i] * pi_t / sg[pi_t], where sg stops the gradient: s_i at every token, with the gradient s_i * grad log pi_t.
-    GSPO (arXiv 2507.18071), in its GSPO-token form, sec. 4.3, whose gradient is GSPO's where, as here, a completion's
-    tokens share one advantage.
+    GSPO (arXiv 2507.18071), in its GSPO-token form, sec. 4.3, whose gradient is GSPO's where a completion's tokens
+    share one advantage and one weight; the correction for the sampler (`importance_cap`) gives each token its own.
 
     Args:
         logprobs: [B, T], with gradient.
@@ -56,6 +58,7 @@ def sequence_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tens
     """
     log_ratio = torch.where(mask, logprobs.detach() - old_logprobs, 0.0)
     mean = log_ratio.sum(dim=1, keepdim=True) / mask.sum(dim=1, keepdim=True).clamp(min=1)
+    mean = mean.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
     return torch.exp(mean + (logprobs - logprobs.detach()))
 
 

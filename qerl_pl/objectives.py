@@ -7,7 +7,6 @@ own, `_ratio` and `_surrogate`.
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -16,8 +15,6 @@ from qerl_pl import losses
 from qerl_pl.advantages import AdvantageNorm, group_advantages
 from qerl_pl.errors import UserError
 from qerl_pl.losses import Aggregation, KLEstimator, Surrogate
-
-TokenScope = Literal["global", "local"]
 
 
 @dataclass(frozen=True)
@@ -99,11 +96,6 @@ class Objective(ABC):
     @abstractmethod
     def aggregation(self) -> Aggregation:
         """How token losses become one number, see `qerl_pl.losses.token_weights`."""
-
-    @property
-    def token_scope(self) -> TokenScope:
-        """Whether the totals behind `weights` count the batch of all processes or of this one."""
-        return "global"
 
     @property
     def needs_reference(self) -> bool:
@@ -210,10 +202,9 @@ class DrGRPO(Objective):
 
 @dataclass(frozen=True)
 class BNPO(Objective):
-    """Token mean over the batch of this process, under the name that TRL and QeRL (arXiv 2510.11696) give it."""
+    """Token mean over the batch, as TRL and QeRL (arXiv 2510.11696) call it: DAPO's loss with GRPO's clip."""
 
     aggregation = "token_mean"
-    token_scope = "local"
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,8 @@
 """How a question becomes the token ids of a prompt."""
 
+import re
 from collections.abc import Sequence
+from datetime import datetime
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
@@ -9,8 +11,10 @@ from qerl_pl.errors import UserError
 
 SYSTEM_PROMPT = "Think inside <think></think>, then give only the final answer inside <answer></answer>."
 """Asks for exactly the format that the rewards check."""
-TEMPLATE_DATE = "26 Jul 2024"
+TEMPLATE_DATE = datetime(2024, 7, 26)
 """What templates that name the day are told (Llama's do), so that prompts are the same on every day of a run."""
+_TODAY = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")
+"""A template's own way to ask for the day, which takes no argument from outside."""
 
 
 def render_prompts(
@@ -37,7 +41,11 @@ def render_prompts(
     chats = [[*system, {"role": "user", "content": question}] for question in questions]
     try:
         texts = tokenizer.apply_chat_template(
-            chats, tokenize=False, add_generation_prompt=True, date_string=TEMPLATE_DATE
+            chats,
+            tokenize=False,
+            add_generation_prompt=True,
+            chat_template=_TODAY.sub(lambda call: repr(TEMPLATE_DATE.strftime(call[2])), tokenizer.get_chat_template()),
+            date_string=TEMPLATE_DATE.strftime("%d %b %Y"),
         )
     except TemplateError as error:
         raise UserError(

@@ -37,6 +37,16 @@ def set_random_state(state: dict[str, Any]) -> None:
 
 
 @contextmanager
+def random_state_kept() -> Iterator[None]:
+    """What draws inside the block leaves the global generators as they were."""
+    state = random_state()
+    try:
+        yield
+    finally:
+        set_random_state(state)
+
+
+@contextmanager
 def deterministic() -> Iterator[None]:
     """Inside the block PyTorch's algorithms repeat bit for bit; where it has none that does, it warns.
 

@@ -50,9 +50,10 @@ class SamplingConfig:
     stop: Sequence[str] = ()
 
     def __post_init__(self) -> None:
+        heat = self.temperature
         for name, rule, holds in (
             ("max_tokens", "at least 1", self.max_tokens >= 1),
-            ("temperature", "a number of at least 0", 0 <= self.temperature < math.inf),
+            ("temperature", "0 or a number of at least 0.01", heat == 0 or 0.01 <= heat < math.inf),
             ("top_p", "above 0 and at most 1", 0 < self.top_p <= 1),
             ("top_k", "at least 0", self.top_k >= 0),
             ("min_p", "at least 0 and below 1", 0 <= self.min_p < 1),

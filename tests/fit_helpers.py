@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -59,7 +60,7 @@ def configuration(base: Path, run: Path) -> dict[str, Any]:
 
 
 class Vowels:
-    """A user's own reward, dense enough that every group has a spread of rewards.
+    """A user's own reward, dense enough that every group has a spread of rewards, with a part by Python's generator.
 
     Args:
         weight: Its weight.
@@ -71,7 +72,8 @@ class Vowels:
         self.weight = weight
 
     def __call__(self, samples: Any) -> list[float]:
-        return [sum(letter in "aeiou" for letter in sample.completion) / 10 for sample in samples]
+        vowels = [sum(letter in "aeiou" for letter in sample.completion) for sample in samples]
+        return [count / 10 + random.random() / 100 for count in vowels]
 
 
 def _child(config: Path, extra: list[str], prepare: Callable[[], None] | None, errors: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 from pathlib import Path
 
 import pytest
@@ -196,7 +197,8 @@ def test_bigmath_validates_on_another_table(tmp_path: Path, tokenizer: str) -> N
         *[({"llama8b_solve_rate": rate}, level) for rate, level in ((0.4, 3), (0.2, 4), (0.19, 5), (0.0, 5))],
         ({"level": "Level 3", "llama8b_solve_rate": 1.0}, 3),
         ({"level": 4}, 4),
-        ({"llama8b_solve_rate": None}, None),
+        ({"llama8b_solve_rate": "0.5"}, 3),
+        *[({"llama8b_solve_rate": rate}, None) for rate in (None, math.nan, "unknown", 50)],
     ],
 )
 def test_bigmath_level(row: dict, level: int | None) -> None:
@@ -314,10 +316,11 @@ def test_no_chat_template(gsm8k: Path, tmp_path: Path) -> None:
 def test_a_template_that_names_the_day_renders_the_same_on_every_day() -> None:
     tokenizer = build_tokenizer()
     own = "{% if date_string is not defined %}{% set date_string = strftime_now('%d %b %Y') %}{% endif %}"
-    tokenizer.chat_template = own + "{{ date_string }}"
-    (ids,) = render_prompts(tokenizer, ["How many?"])
-    assert ids == tokenizer("26 Jul 2024", add_special_tokens=False)["input_ids"]
-    assert ids != tokenizer("27 Jul 2024", add_special_tokens=False)["input_ids"]
+    for template in (own + "{{ date_string }}", "{{ strftime_now('%d %b %Y') }}"):
+        tokenizer.chat_template = template
+        (ids,) = render_prompts(tokenizer, ["How many?"])
+        assert ids == tokenizer("26 Jul 2024", add_special_tokens=False)["input_ids"]
+        assert ids != tokenizer("27 Jul 2024", add_special_tokens=False)["input_ids"]
 
 
 def test_template_that_refuses_a_system_message(gsm8k: Path, tmp_path: Path) -> None:

@@ -1,19 +1,21 @@
 """Checkpoint files and folders are whole or absent."""
 
 import errno
+import hashlib
 import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from qerl_pl import checkpointing
 from qerl_pl.checkpointing import AtomicCheckpointIO, DamagedCheckpoint, digest_path, newest_checkpoint
 from qerl_pl.errors import UserError
-from qerl_pl.files import building, folder_identity, write_atomically
+from qerl_pl.files import building, cache_root, folder_identity, write_atomically
 
 
 def save(run: Path, step: int, value: float = 0.0) -> Path:
@@ -64,6 +66,25 @@ def test_loading_a_truncated_checkpoint_says_so(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(DamagedCheckpoint, match="must be whole"):
         AtomicCheckpointIO().load_checkpoint(path)
+
+
+def test_what_could_not_be_read_again_is_not_saved(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="plain values only; .*step=1.ckpt holds a numpy"):
+        AtomicCheckpointIO().save_checkpoint({"best": np.float64(0.5)}, tmp_path / "step=1.ckpt")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_that_is_no_checkpoint_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "step=1.ckpt"
+    path.write_bytes(b"no checkpoint at all")
+    digest_path(path).write_text(hashlib.sha256(path.read_bytes()).hexdigest())
+    with pytest.raises(DamagedCheckpoint, match="step=1.ckpt"):
+        AtomicCheckpointIO().load_checkpoint(path)
+
+
+def test_the_cache_may_be_below_the_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QERL_CACHE", "~/somewhere")
+    assert cache_root() == Path.home() / "somewhere"
 
 
 def test_full_disk_keeps_the_old_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -343,6 +343,20 @@ def test_self_check_stops_a_run_whose_adapter_never_reaches_the_engine(tiny_poli
         train(tiny_policy_dir, tmp_path, Deaf(), lr=0.05)
 
 
+class Mute(TransformersEngine):
+    """Never takes over an adapter."""
+
+    def sync(self, weights: Any) -> Any:
+        return super().sync(dataclasses.replace(weights, adapter=None))
+
+
+def test_self_check_sees_an_adapter_that_is_never_written_before_it_has_learned_anything(
+    tiny_policy_dir: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match="engine and trainer must agree"):
+        train(tiny_policy_dir, tmp_path, Mute(), lr=0.0)
+
+
 class Picky:
     """Finds every completion of half of the prompts equally good."""
 

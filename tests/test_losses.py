@@ -18,6 +18,20 @@ def test_token_ratio_by_hand() -> None:
     assert ratio[0].tolist() == pytest.approx([2.0, 0.5])
 
 
+@pytest.mark.parametrize("far", [-500.0, 500.0])
+@pytest.mark.parametrize("advantage", [1.0, 0.0, -1.0])
+def test_a_ratio_far_off_the_clip_gives_finite_values_and_gradients(far: float, advantage: float) -> None:
+    logprobs = torch.tensor([[far, 0.0]], requires_grad=True)
+    mask = torch.ones(1, 2, dtype=torch.bool)
+    for ratio in (
+        losses.token_ratio(logprobs, torch.zeros(1, 2)),
+        losses.sequence_ratio(logprobs, torch.zeros(1, 2), mask),
+    ):
+        surrogate = losses.clipped_surrogate(ratio, torch.tensor([advantage]), 0.2, 0.28)
+        (gradient,) = torch.autograd.grad(surrogate.value.sum(), logprobs)
+        assert surrogate.value.isfinite().all() and gradient.isfinite().all()
+
+
 def test_clip_edges_on_both_signs_of_the_advantage() -> None:
     ratio = f64([[0.5, 0.9, 1.2, 1.5], [0.5, 0.9, 1.2, 1.5], [0.5, 0.9, 1.2, 1.5]]).requires_grad_()
     surrogate = losses.clipped_surrogate(ratio, f64([2.0, -2.0, 0.0]), epsilon_low=0.2, epsilon_high=0.28)

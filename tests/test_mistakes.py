@@ -49,10 +49,17 @@ PARSED = {
     "no check": (["--trainer.callbacks.RolloutCallback.check_every", "0"], "check_every must be at least 1"),
     "no evaluation": (["--trainer.callbacks.RolloutCallback.eval_samples", "0"], "eval_samples must be at least 1"),
     "greedy": (["--trainer.callbacks.RolloutCallback.sampling.temperature", "0"], "temperature must be above 0"),
-    "cold": (["--trainer.callbacks.RolloutCallback.sampling.temperature", "-1"], "temperature must be a number of at"),
+    "cold": (
+        ["--trainer.callbacks.RolloutCallback.sampling.temperature", "-1"],
+        "temperature must be 0 or a number of at",
+    ),
     "no tokens": (["--trainer.callbacks.RolloutCallback.sampling.max_tokens", "0"], "max_tokens must be at least 1"),
     "empty stop": (["--trainer.callbacks.RolloutCallback.sampling.stop", "['']"], "sampling.stop must be a list"),
     "nothing likely": (["--trainer.callbacks.RolloutCallback.sampling.top_p", "0"], "top_p must be above 0"),
+    "nearly greedy": (
+        ["--trainer.callbacks.RolloutCallback.sampling.temperature", "0.005"],
+        "0 or a number of at least 0",
+    ),
     "small batch": (["--data.batch_size", "0"], "batch_size must be at least 1"),
 }
 
@@ -89,6 +96,7 @@ FOUND_LATER: dict[str, tuple[list[str] | None, list[str], str]] = {
     "missing column": (['{"problem": "1 + 1", "answer": "#### 2"}'], [], "has no question, found problem, answer"),
     "nothing short enough": (GSM8K, ["--data.max_prompt_tokens", "5"], "none of 8 is"),
     "batch above the set": (GSM8K, ["--data.batch_size", "9"], "batch_size must not exceed"),
+    "odd minibatches": (GSM8K, ["--model.minibatches", "3"], "minibatches must divide .* found 3 and"),
     "rare validation": (GSM8K, ["--trainer.val_check_interval", "4"], "an epoch's 3 batches; found 4"),
     "adapter on the vocabulary": (GSM8K, ["--model.policy.lora.targets", "[lm_head]"], "'lm_head' matches none"),
     "a folder to resume from": (GSM8K, ["--resume", "."], "no such file; name another with --resume"),

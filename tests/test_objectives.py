@@ -132,12 +132,7 @@ def test_dapo_is_the_mean_over_the_tokens_of_the_global_batch() -> None:
     weights = objective.weights(MASK, max_tokens=5, completions=8, tokens=12)
     inputs = LossInputs(logprobs, logprobs, logprobs, f64([1.0, -2.0, 5.0, 100.0]), MASK, weights)
     assert objective.loss(inputs).loss.item() == pytest.approx(-(3 * 1.0 - 2.0 + 2 * 5.0) / 12)
-    assert (DAPO().token_scope, BNPO().token_scope, DAPO().aggregation, BNPO().aggregation) == (
-        "global",
-        "local",
-        "token_mean",
-        "token_mean",
-    )
+    assert (DAPO().aggregation, BNPO().aggregation) == ("token_mean", "token_mean")
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES, ids=lambda objective: type(objective).__name__)

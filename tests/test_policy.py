@@ -180,6 +180,26 @@ def test_refuses_a_folder_that_lacks_a_tensor(base: Path, tmp_path: Path) -> Non
         make(broken)
 
 
+def test_a_probe_changes_what_the_policy_says_and_leaves_no_trace(base: Path) -> None:
+    policy = make(base, lora=LoraConfig(rank=4, alpha=16.0))
+    before = {name: tensor.clone() for name, tensor in policy.trained_state().items()}
+    clean = policy.token_logprobs(*batch(), 1.0)[0]
+    with policy.probed():
+        assert (policy.token_logprobs(*batch(), 1.0)[0] - clean).abs().mean() > 0.01
+        factors = policy.weights(0).adapter
+        assert factors is not None and all(b.abs().amax() > 0 for _, b in factors.values())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in policy.trained_state().items())
+
+
+def test_saving_asks_nobody_about_the_base(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("peft.utils.save_and_load.check_file_exists_on_hf_hub", pytest.fail)
+    policy = make(base)
+    policy.model.peft_config["default"].base_model_name_or_path = "somebody/model"
+    policy.load_trained_state(policy.trained_state())
+    policy.save_adapter(tmp_path / "adapter")
+    assert (tmp_path / "adapter" / "adapter_model.safetensors").is_file()
+
+
 def test_refuses_the_state_of_another_policy(base: Path) -> None:
     other = make(base, lora=LoraConfig(rank=4))
     with pytest.raises(UserError, match="other names or shapes"):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,8 @@ import pytest
 import torch
 from fit_helpers import configuration, fit
 from safetensors.torch import load_file
+
+from qerl_pl.checkpointing import newest_checkpoint
 
 
 def stop_where_an_update_may_not_repeat() -> None:
@@ -258,6 +261,18 @@ def test_checkpoint_of_another_base_model_is_refused(
 def test_a_fresh_run_does_not_mix_its_checkpoints_with_anothers(uninterrupted: Path, tiny_policy_dir: Path) -> None:
     status, output = fit(configuration(tiny_policy_dir, uninterrupted))
     assert status == 2 and "step=8.end.ckpt; add --resume auto" in output and "Traceback" not in output, output
+
+
+def test_a_run_that_goes_on_from_an_older_checkpoint_leaves_the_newer_ones(
+    uninterrupted: Path, tiny_policy_dir: Path, tmp_path: Path
+) -> None:
+    run = shutil.copytree(uninterrupted, tmp_path / "run")
+    settings = configuration(tiny_policy_dir, run)
+    status, output = fit(settings, "--resume", str(run / "checkpoints/step=6.ckpt"), "--trainer.max_steps", "28")
+    assert status == 0 and "step=8.end.ckpt" in output and "abandoned" in output, output
+    assert newest_checkpoint(run) == run / "checkpoints/step=7.end.ckpt"
+    left = sorted(path.name for path in (run / "checkpoints/abandoned").iterdir())
+    assert left == ["step=8.end.ckpt", "step=8.end.ckpt.sha256"]
 
 
 def test_checkpoint_holds_no_base_weights(uninterrupted: Path) -> None:

@@ -179,6 +179,7 @@ def test_a_reward_that_raises_on_no_sample_alone() -> None:
     ("values", "message"),
     [
         ([0.0, math.nan], "finite numbers; got nan on prompt 'How many\\?', completion 'second'"),
+        ([1e39, 0.0], "finite numbers; got 1e\\+39 on prompt 'How many\\?', completion 'first'"),
         ([-math.inf, 0.0], "finite numbers; got -inf on prompt 'How many\\?', completion 'first'"),
         ([0.0], "got 1 for 2 samples.*completion 'first'"),
         ([0.0, 0.0, 0.0], "got 3 for 2 samples"),
@@ -198,6 +199,8 @@ def test_bad_values_are_named(values: object, message: str) -> None:
         ([Format(), Format(0.5)], r"\['format', 'format'\]"),
         ([Format(math.nan)], "Format has name='format' and weight=nan"),
         ([Fixed([], name=None)], "Fixed has name=None"),
+        ([Fixed([], name="total")], "total is the name of one"),
+        ([Fixed([3e38]), Fixed([3e38], name="other")], "the sum of all rewards must be a float32 number"),
         ([Fixed([], weight="1")], "weight='1'"),
         ([lambda samples: []], "function has name=None and weight=None"),
     ],

@@ -69,8 +69,8 @@ def require_agreement(agreement: Agreement, bound: float) -> None:
     """Stop the run where the engine's log-probabilities are not the policy's.
 
     With the adapter on, the engine may differ from the trainer by `bound`; and where the adapter's effect stands out of
-    the rounding, the engine must be nearer to the policy than half way to the reference, so that an adapter that was
-    never written, or a stale one, is seen however small its effect.
+    the rounding (`Policy.probed` makes it), the engine must be nearer to the policy than half way to the reference, so
+    that an adapter that was never written, or a stale one, is seen.
 
     Raises:
         UserError: It differs by more.

@@ -1,6 +1,5 @@
 """Adaptive quantization noise (AQN) as a callback: it only decides how much noise each rollout gets."""
 
-import logging
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -8,8 +7,6 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from qerl_pl.errors import UserError
 from qerl_pl.modules.qerl import QeRLModule
 from qerl_pl.noise import Decay, NoiseSchedule, NormNoise
-
-log = logging.getLogger(__name__)
 
 
 class AdaptiveQuantizationNoise(Callback):

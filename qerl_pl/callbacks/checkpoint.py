@@ -11,7 +11,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.trainer.states import TrainerFn
 
-from qerl_pl.checkpointing import FOLDER, STEP_FILE
+from qerl_pl.checkpointing import FOLDER, STEP_FILE, digest_path
 from qerl_pl.errors import require_at_least
 
 log = logging.getLogger(__name__)
@@ -58,8 +58,10 @@ class ResumeCheckpoint(Checkpoint):
         self._listen()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Listen, where nothing was validated first."""
+        """Listen, where nothing was validated first; set aside what `--resume auto` must not go back to."""
         self._listen()
+        if trainer.is_global_zero:
+            _set_aside(_folder(trainer), trainer.fit_loop.total_batch_idx + 1)
 
     def _listen(self) -> None:
         # After Lightning, whose own handler breaks off a validation and ends the process as if all were done.
@@ -72,6 +74,7 @@ class ResumeCheckpoint(Checkpoint):
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         self._previous.clear()
+        self._signal = None
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self._signal is not None:  # asked twice: go now
@@ -111,7 +114,7 @@ class ResumeCheckpoint(Checkpoint):
         return int(trainer.strategy.reduce(number, reduce_op="max")) or None
 
     def _save(self, trainer: Trainer, done: int, suffix: str = "") -> Path:
-        folder = Path(trainer.default_root_dir) / FOLDER
+        folder = _folder(trainer)
         path = folder / f"step={done}{suffix}.ckpt"
         trainer.save_checkpoint(path)
         if trainer.is_global_zero:
@@ -120,6 +123,21 @@ class ResumeCheckpoint(Checkpoint):
             for old in older[self.keep - 1 :]:
                 trainer.strategy.remove_checkpoint(old)
         return path
+
+
+def _folder(trainer: Trainer) -> Path:
+    return Path(trainer.default_root_dir) / FOLDER
+
+
+def _set_aside(folder: Path, done: int) -> None:
+    """Move checkpoints of more than `done` rollouts, of a branch that this run leaves, to the folder abandoned."""
+    steps = {path: int(match[1]) for path in folder.glob("step=*.ckpt") if (match := STEP_FILE.match(path.name))}
+    for path in [path for path in steps if steps[path] > done]:
+        (folder / "abandoned").mkdir(exist_ok=True)
+        for one in (path, digest_path(path)):
+            if one.is_file():
+                one.replace(folder / "abandoned" / one.name)
+        log.warning("this run goes another way than %s: it is in %s now", path.name, folder / "abandoned")
 
 
 def _is_validated(trainer: Trainer, batch_idx: int) -> bool:

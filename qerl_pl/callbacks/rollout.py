@@ -3,7 +3,7 @@
 import logging
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from qerl_pl.engines.transformers import TransformersEngine
 from qerl_pl.errors import UserError, require_at_least
 from qerl_pl.experience import Experience, pad_completions
 from qerl_pl.modules.qerl import QeRLModule
+from qerl_pl.random_state import random_state_kept
 from qerl_pl.rewards import Reward, ScoredBatch, check_rewards
 from qerl_pl.seeding import stream_seed
 from qerl_pl.types import Completion, Evaluation, Prompt, RolloutRequest, SamplingConfig
@@ -97,6 +98,8 @@ class RolloutCallback(Callback):
         module.sampled = True
         if self._launched:
             return
+        if stage == "fit":
+            module.update.check_divides(_data(trainer).batch_size // trainer.world_size * self.group_size)
         spec = EngineSpec(
             base=module.base_folder,
             dtype=module.policy_config.torch_dtype,
@@ -122,6 +125,7 @@ class RolloutCallback(Callback):
     ) -> None:
         """Sample and score the batch's completions with the policy as it is now."""
         module = _module(pl_module)
+        module.restore_random_state()
         version = module.policy_version
         noise = module.noise(version) if module.noise is not None else None
         times = {"time/check_s": 0.0}
@@ -130,7 +134,9 @@ class RolloutCallback(Callback):
             self.engine.wake()
         if self._rollouts < 2 or self._rollouts % self.check_every == 0:
             with _timed(times, "time/check_s"):
-                found = measure_agreement(self.engine, module, batch[:2], self.sampling.max_tokens)
+                # A fresh adapter does nothing yet: one that never reaches the engine would show only much later.
+                with module.policy.probed() if self._rollouts == 0 else nullcontext():
+                    found = measure_agreement(self.engine, module, batch[:2], self.sampling.max_tokens)
                 require_agreement(found, self.mismatch_bound)
         self._rollouts += 1
         with _timed(times, "time/sync_s"):
@@ -178,7 +184,7 @@ class RolloutCallback(Callback):
         metrics["completions/groups_dropped_frac"] = len(dropped.prompts) / sampled
         metrics["completions/sampled_tokens"] = tokens
         metrics |= reward_metrics(scores)
-        if len(groups.prompts) < wanted:  # what is left over teaches nothing, but keeps the batch's size
+        if len(groups.prompts) < wanted:  # what is left over has no advantages, and keeps the batch's size
             rest = torch.ones(len(dropped.prompts), dtype=torch.bool)
             groups.extend(dropped.prompts, dropped.completions, dropped.records, rest)
             groups.first(wanted)
@@ -260,7 +266,8 @@ class RolloutCallback(Callback):
             sampling = SamplingConfig(self.sampling.max_tokens, temperature, stop=self.sampling.stop)
             # The same streams at every evaluation: differences come from the policy, not from the draw.
             completions = self._generate(module, batch, sampling, samples, ("evaluation",))
-            scored, _ = score_completions(self.rewards, module.tokenizer, batch, completions)
+            with random_state_kept():  # a reward may draw, and how often one evaluates must not change the training
+                scored, _ = score_completions(self.rewards, module.tokenizer, batch, completions)
             right = (scored.parts[self.accuracy_reward] > 0.5).float()
             correct.append(right.view(len(batch), samples).mean(dim=1))
         self.engine.sleep()

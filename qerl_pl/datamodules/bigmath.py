@@ -25,8 +25,17 @@ def level_of(row: Mapping[str, Any]) -> int | None:
     if row.get("level") is not None:
         digits = re.search(r"\d+", str(row["level"]))
         return int(digits.group()) if digits else None
-    rate = row.get(_RATE)
-    return None if rate is None else _LEVELS - min(_LEVELS - 1, math.floor(float(rate) * _LEVELS))
+    rate = solve_rate_of(row)
+    return None if rate is None else _LEVELS - min(_LEVELS - 1, math.floor(rate * _LEVELS))
+
+
+def solve_rate_of(row: Mapping[str, Any]) -> float | None:
+    """Share of Llama-3.1-8B's tries that were right, 0 to 1; None where the row has no such number."""
+    try:
+        rate = float(row.get(_RATE, math.nan))
+    except (TypeError, ValueError):
+        return None
+    return rate if 0 <= rate <= 1 else None
 
 
 class BigMathDataModule(PromptDataModule):
@@ -118,7 +127,7 @@ class BigMathDataModule(PromptDataModule):
                 )
 
     def _keeps(self, row: Mapping[str, Any]) -> bool:
-        rate = row.get(_RATE)
+        rate = solve_rate_of(row)
         if self.min_solve_rate is not None and (rate is None or rate < self.min_solve_rate):
             return False
         if self.max_solve_rate is not None and (rate is None or rate > self.max_solve_rate):

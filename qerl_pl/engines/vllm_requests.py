@@ -42,4 +42,6 @@ def completion_of(output: Any) -> Completion:
     """vLLM's output of one request, which has the end token or the token that completed a stop string as its last."""
     tokens = tuple(output.token_ids)
     logprobs = tuple(entry[token].logprob for entry, token in zip(output.logprobs, tokens, strict=True))
-    return Completion(tokens, logprobs, "length" if output.finish_reason == "length" else "stop")
+    if output.finish_reason not in ("stop", "length"):
+        raise RuntimeError(f"vLLM must finish every completion; it ended one with {output.finish_reason!r}")
+    return Completion(tokens, logprobs, output.finish_reason)

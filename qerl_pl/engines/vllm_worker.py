@@ -23,7 +23,7 @@ from qerl_pl.engines.sizes import held_gib
 from qerl_pl.engines.vllm_adapter import Slots, attach_adapter
 from qerl_pl.errors import UserError
 from qerl_pl.noise import NormNoise, noisy_norm_names
-from qerl_pl.random_state import random_state, set_random_state
+from qerl_pl.random_state import random_state_kept
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu_worker import Worker
@@ -106,12 +106,12 @@ def engine_config(spec: EngineSpec, dense_above: int | None) -> dict[str, Any]:
 @contextmanager
 def process_state_kept() -> Iterator[None]:
     """Undo what vLLM's start does to the whole process: seeds, `torch.set_num_threads`, variables for workers."""
-    states, set_num_threads = random_state(), torch.set_num_threads
+    set_num_threads = torch.set_num_threads
     kept = {name: os.environ.get(name) for name in ("LD_PRELOAD", "LOCAL_WORLD_SIZE")}
     try:
-        yield
+        with random_state_kept():
+            yield
     finally:
-        set_random_state(states)
         torch.set_num_threads = set_num_threads
         for name, value in kept.items():
             os.environ.pop(name, None)

@@ -54,7 +54,7 @@ def _identity(source: Path) -> str:
 
 
 def _local_folder(path: str) -> Path:
-    folder = Path(path)
+    folder = Path(path).expanduser()
     if folder.is_dir():
         return folder
     try:

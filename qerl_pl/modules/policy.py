@@ -1,5 +1,6 @@
 """The policy: a frozen base model, 4-bit or 16-bit, with a LoRA adapter, and the log-probabilities of its tokens."""
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -27,8 +28,10 @@ from qerl_pl.quantize import fused_group
 from qerl_pl.toy import ToyConfig
 from qerl_pl.types import PolicyWeights
 
+PROBE = 0.1
+"""Of a probe's factors: B is normal with this over scaling * sqrt(rank)."""
 _PACKED = (torch.uint8, torch.float8_e4m3fn)
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}  # float16's gradients underflow in large batches
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,7 @@ class PolicyConfig:
     path: str | None = None
     toy: ToyConfig = field(default_factory=ToyConfig)
     quantization: Literal["nvfp4", "none"] = "nvfp4"
-    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
     lora: LoraConfig = field(default_factory=LoraConfig)
     train_norms: bool = False
     gradient_checkpointing: bool = False
@@ -246,9 +249,29 @@ class Policy(nn.Module):
             noise=noise,
         )
 
+    @contextmanager
+    def probed(self) -> Iterator[None]:
+        """Inside the block B of every adapter is random and changes each product by some tenth of itself.
+
+        A fresh adapter does nothing, so that an engine without it would look right.
+        """
+        kept = [(module.factors()[1], module.factors()[1].detach().clone()) for _, module in self._adapted()]
+        lora = self.config.lora
+        with torch.no_grad():
+            for number, (b, _) in enumerate(kept):
+                generator = torch.Generator(b.device).manual_seed(number)
+                b.normal_(std=PROBE / (lora.scaling * math.sqrt(lora.rank)), generator=generator)
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for b, before in kept:
+                    b.copy_(before)
+
     def trained_state(self) -> dict[str, Tensor]:
         """Everything that training changes: adapter matrices and, if trained, norm scales, by PEFT's names."""
-        state = get_peft_model_state_dict(self.model, adapter_name=ADAPTER)
+        # Not "auto", which asks the hub whether the base's embeddings are the model's own.
+        state = get_peft_model_state_dict(self.model, adapter_name=ADAPTER, save_embedding_layers=False)
         return {name: tensor.detach() for name, tensor in state.items()}
 
     def load_trained_state(self, state: dict[str, Tensor]) -> None:
@@ -269,5 +292,5 @@ class Policy(nn.Module):
 
     def save_adapter(self, folder: Path) -> None:
         """Write adapter and trained norms in PEFT's format."""
-        self.model.save_pretrained(str(folder))
+        self.model.save_pretrained(str(folder), save_embedding_layers=False)
         (folder / "README.md").unlink(missing_ok=True)  # an empty model card

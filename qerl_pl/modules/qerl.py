@@ -48,7 +48,7 @@ class QeRLModule(LightningModule):
         update_epochs: Passes over each rollout (μ).
         minibatches: Optimizer steps a pass; divides the completions of a rollout.
         micro_batch_tokens: Most tokens, prompts included and padding not, of one forward pass (a longer completion goes
-            alone); null takes a whole minibatch. Gradients do not depend on it.
+            alone); null takes a whole minibatch. Gradients depend on it by LoRA dropout alone.
         max_grad_norm: Gradients are scaled down to this norm.
         monitor_kl: Measure `policy/kl` also where the loss has no KL term; costs one more forward pass.
         seed: Seed of the run: adapter initialisation, sampling, noise, dropout.
@@ -197,8 +197,9 @@ class QeRLModule(LightningModule):
         """Take the experience that the next training step learns from."""
         self._experience = experience
 
-    def on_train_batch_start(self, batch: list[Prompt], batch_idx: int) -> None:
-        if self._random_state is not None:  # set last: between resume and first step nothing may draw
+    def restore_random_state(self) -> None:
+        """Set what a checkpoint held, once: before the first rollout, for between resume and that nothing may draw."""
+        if self._random_state is not None:
             set_random_state(self._random_state)
             self._random_state = None
 

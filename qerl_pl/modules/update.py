@@ -29,7 +29,7 @@ PER_TOKEN = {
 
 
 class NonFiniteLossError(ArithmeticError):
-    """Loss or gradient is NaN or infinite; the optimizer has not stepped."""
+    """Loss or gradient is NaN or infinite; the optimizer has not taken this step, but may have taken earlier ones."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,18 @@ class PolicyUpdate:
     def steps(self) -> int:
         """Optimizer steps of one update."""
         return self.epochs * self.minibatches
+
+    def check_divides(self, completions: int) -> None:
+        """Refuse minibatches that do not divide the completions of a rollout.
+
+        Raises:
+            UserError: They do not.
+        """
+        if completions % self.minibatches:
+            raise UserError(
+                f"minibatches must divide the completions of a rollout; found {self.minibatches} and {completions}; "
+                "change model.minibatches, data.batch_size or group_size"
+            )
 
     def run(
         self,
@@ -183,11 +195,7 @@ class PolicyUpdate:
     def _minibatch_rows(self, experience: Experience) -> Iterator[Tensor]:
         """Rows of each optimizer step, shuffled when there are several."""
         completions = len(experience)
-        if completions % self.minibatches:
-            raise UserError(
-                f"minibatches must divide the completions of a rollout; found {self.minibatches} and {completions}; "
-                "change model.minibatches, data.batch_size or group_size"
-            )
+        self.check_divides(completions)
         for epoch in range(self.epochs):
             rows = torch.arange(completions)
             if self.minibatches > 1:

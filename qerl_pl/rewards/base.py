@@ -11,6 +11,8 @@ from torch import Tensor
 
 from qerl_pl.errors import UserError
 
+_LARGEST = torch.finfo(torch.float32).max
+
 
 @dataclass(frozen=True)
 class RewardSample:
@@ -57,7 +59,8 @@ def check_rewards(rewards: Sequence[Reward]) -> None:
     """Check a list of rewards without calling any.
 
     Raises:
-        UserError: there is none, a name occurs twice, or a name or weight is missing or of another type.
+        UserError: there is none, a name occurs twice or stands for something else, or a name or weight is missing or of
+            another type.
     """
     for reward in rewards:
         name, weight = getattr(reward, "name", None), getattr(reward, "weight", None)
@@ -69,6 +72,8 @@ def check_rewards(rewards: Sequence[Reward]) -> None:
     names = [reward.name for reward in rewards]
     if not names or len(set(names)) < len(names):
         raise UserError(f"rewards must be at least one, with different names; got {names}; list each once.")
+    if taken := sorted({"mean", "std", "total"}.intersection(names)):
+        raise UserError(f"mean, std and total are logged of all rewards; {taken[0]} is the name of one; rename it.")
 
 
 def score(rewards: Sequence[Reward], samples: Sequence[RewardSample]) -> ScoredBatch:
@@ -89,6 +94,8 @@ def score(rewards: Sequence[Reward], samples: Sequence[RewardSample]) -> ScoredB
         values = torch.tensor(_values(reward, samples), dtype=torch.float64)
         parts[reward.name] = values.float()
         total += reward.weight * values
+    if not total.float().isfinite().all():
+        raise UserError(f"the sum of all rewards must be a float32 number; got {total.tolist()}; lower the weights.")
     return ScoredBatch(total.float(), parts)
 
 
@@ -108,7 +115,7 @@ def _values(reward: Reward, samples: Sequence[RewardSample]) -> list[float]:
             f"the first of which is {_describe(samples[0]) if samples else 'missing'}; return them in order."
         )
     for sample, value in zip(samples, values, strict=True):
-        if not math.isfinite(value):
+        if not abs(value) <= _LARGEST:  # nan is not
             raise UserError(
                 f"reward {reward.name!r} must return finite numbers; got {value} on {_describe(sample)}; "
                 "return 0 where there is nothing to score."

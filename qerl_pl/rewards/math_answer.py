@@ -10,6 +10,7 @@ import sys
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from qerl_pl.errors import UserError
 from qerl_pl.rewards.base import RewardSample
@@ -65,6 +66,7 @@ class _Grader:
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
         self._process: subprocess.Popen[str] | None = None
+        self._finalizer: weakref.finalize[..., Any] | None = None
 
     def equivalent(self, reference: str, answer: str) -> bool:
         """Whether the two have one value; False where the process ended over it.
@@ -91,8 +93,11 @@ class _Grader:
             stdout=subprocess.PIPE,
             text=True,
             env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},  # threads' stacks would count against the memory limit
+            start_new_session=True,  # Ctrl-C is the caller's affair
         )
-        weakref.finalize(self, _stop, process)
+        if self._finalizer is not None:
+            self._finalizer.detach()
+        self._finalizer = weakref.finalize(self, _stop, process)
         assert process.stdout is not None
         if process.stdout.readline() != "ready\n":
             _stop(process)

@@ -3,7 +3,6 @@
 import hashlib
 import json
 import math
-import os
 import random
 import tempfile
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ from tqdm import tqdm
 from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
 from qerl_pl.errors import UserError, require_at_least
+from qerl_pl.files import cache_root
 from qerl_pl.prompting import render_prompt
 from qerl_pl.seeding import stream_seed
 from qerl_pl.toy.task import ArithmeticTask, careful_demonstration, careless_demonstration
@@ -90,7 +90,7 @@ def build_toy_policy(config: ToyConfig | None = None, cache_dir: str | Path | No
         UserError: The cache folder cannot be written.
     """
     config = ToyConfig() if config is None else config
-    cache = Path(cache_dir or os.environ.get("QERL_CACHE") or Path.home() / ".cache" / "qerl_pl").expanduser()
+    cache = cache_root() if cache_dir is None else Path(cache_dir).expanduser()
     folder = cache / f"toy-{config.digest}"
     if folder.is_dir():
         return folder
