@@ -11,16 +11,20 @@ from pathlib import Path
 from typing import Any
 
 import jsonargparse
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from qerl_pl.callbacks import Preempted, RolloutCallback
-from qerl_pl.checkpointing import AtomicCheckpointIO, newest_checkpoint, verified_bytes
+from qerl_pl.checkpointing import FOLDER, AtomicCheckpointIO, newest_checkpoint, verified_bytes
 from qerl_pl.datamodules.base import PromptDataModule
+from qerl_pl.devices import check_one_device
 from qerl_pl.errors import UserError
 from qerl_pl.export import export
+from qerl_pl.files import locked
 from qerl_pl.modules import QeRLModule
 from qerl_pl.overrides import expand_item_overrides
 from qerl_pl.quantize import quantize_checkpoint
@@ -48,8 +52,10 @@ class SaveFitConfig(SaveConfigCallback):
         """Save nothing yet."""
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save."""
-        super().setup(trainer, pl_module, "fit")
+        """Save, whatever folder the logger has."""
+        if trainer.is_global_zero and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+            path = Path(trainer.default_root_dir) / self.config_filename
+            self.parser.save(self.config, str(path), skip_none=False, overwrite=True, multifile=False)
 
 
 class QeRLCLI(LightningCLI):
@@ -81,8 +87,9 @@ class QeRLCLI(LightningCLI):
             "--resume",
             type=str | None,
             default=None,
-            help="fit only: `auto` goes on from the newest whole checkpoint under trainer.default_root_dir and starts "
-            "fresh where there is none; a path goes on from that checkpoint; null starts fresh, in a folder without.",
+            help="`auto` takes the newest whole checkpoint under trainer.default_root_dir, a path takes that one: fit "
+            "goes on from it (and starts fresh where auto finds none), validate and test evaluate it. null starts "
+            "fresh, in a folder without any, and evaluates the policy before training.",
         )
 
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
@@ -105,27 +112,68 @@ class QeRLCLI(LightningCLI):
         config = self._get(self.config_init, "trainer")
         root = config["default_root_dir"] or "runs/default"
         kwargs["default_root_dir"] = root
+        try:
+            Path(root).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(
+                f"a run needs a folder; trainer.default_root_dir {root} cannot be made ({error.strerror}); "
+                "choose another"
+            ) from error
         kwargs["plugins"] = [*(config["plugins"] or []), AtomicCheckpointIO()]
         if config["logger"] in (None, True):
             kwargs["logger"] = TensorBoardLogger(save_dir=root, name="", version="")
-        return super().instantiate_trainer(**kwargs)
+        trainer: Trainer = super().instantiate_trainer(**kwargs)
+        check_one_device(trainer)
+        for callback in trainer.checkpoint_callbacks:
+            if isinstance(callback, ModelCheckpoint) and callback.dirpath is None:
+                callback.dirpath = str(Path(root) / FOLDER)
+        return trainer
 
     def fit(self, model: LightningModule, datamodule: LightningDataModule, **kwargs: Any) -> None:
         """Train, from a checkpoint where `--resume` or `--ckpt_path` names one."""
+        root = Path(self.trainer.default_root_dir)
+        with locked(root):
+            kwargs |= self._checkpoint(kwargs)
+            if self._get(self.config, "resume") == "auto" and kwargs["ckpt_path"] is None:
+                log.info("no checkpoint to resume from; starting fresh")
+            elif kwargs.get("ckpt_path") is None and (old := newest_checkpoint(root)):
+                raise UserError(
+                    f"a run that starts fresh needs a folder without another run's checkpoints; found {old}; add "
+                    "--resume auto to go on, or choose another trainer.default_root_dir"
+                )
+            self.trainer.fit(model, datamodule=datamodule, **kwargs)
+
+    def validate(self, model: LightningModule, datamodule: LightningDataModule, **kwargs: Any) -> None:
+        """Evaluate on the validation prompts, a checkpoint where one is named."""
+        self.trainer.validate(model, datamodule=datamodule, **kwargs | self._evaluated(kwargs))
+
+    def test(self, model: LightningModule, datamodule: LightningDataModule, **kwargs: Any) -> None:
+        """Evaluate on the test prompts, a checkpoint where one is named."""
+        self.trainer.test(model, datamodule=datamodule, **kwargs | self._evaluated(kwargs))
+
+    def _checkpoint(self, given: dict[str, Any]) -> dict[str, Path | str | None]:
+        """`ckpt_path` by `--resume`, as Lightning takes it; nothing where that is not set."""
         resume = self._get(self.config, "resume")
-        if resume == "auto":
-            found = newest_checkpoint(Path(self.trainer.default_root_dir))
-            log.info("resuming from %s", found) if found else log.info("no checkpoint to resume from; starting fresh")
-            kwargs["ckpt_path"] = found
-        elif resume is not None:
-            verified_bytes(Path(resume))
-            kwargs["ckpt_path"] = resume
-        elif kwargs.get("ckpt_path") is None and (old := newest_checkpoint(Path(self.trainer.default_root_dir))):
+        if resume is None:
+            return {}
+        if given.get("ckpt_path") is not None:
+            raise UserError(f"one checkpoint is taken; --resume is {resume} and --ckpt_path is set too; leave one out")
+        found = newest_checkpoint(Path(self.trainer.default_root_dir)) if resume == "auto" else resume
+        if found is not None:
+            verified_bytes(Path(found))
+            log.info("resuming from %s", found)
+        return {"ckpt_path": found}
+
+    def _evaluated(self, given: dict[str, Any]) -> dict[str, Path | str | None]:
+        taken = self._checkpoint(given)
+        if taken and taken["ckpt_path"] is None:
             raise UserError(
-                f"a run that starts fresh needs a folder without another run's checkpoints; found {old}; add --resume "
-                "auto to go on, or choose another trainer.default_root_dir"
+                f"--resume auto needs a checkpoint; {self.trainer.default_root_dir} has none; name the run's folder by "
+                "trainer.default_root_dir, or leave --resume out to evaluate the policy before training"
             )
-        self.trainer.fit(model, datamodule=datamodule, **kwargs)
+        if not taken and given.get("ckpt_path") is None:
+            log.info("no checkpoint is named: this evaluates the policy before training")
+        return taken
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -159,7 +207,7 @@ def main(argv: list[str] | None = None) -> int:
         return 128 + stop.signal_number
     except SIGTERMException:  # Lightning's own end on SIGTERM, where no ResumeCheckpoint listens
         return 128 + signal.SIGTERM
-    except (ValueError, jsonargparse.ArgumentError) as error:
+    except (ValueError, jsonargparse.ArgumentError, MisconfigurationException, ModuleNotFoundError) as error:
         message = _one_line(error, argv)
         if message is None or os.environ.get("QERL_DEBUG") == "1":
             raise
@@ -179,6 +227,8 @@ def _one_line(error: BaseException, argv: list[str]) -> str | None:
         telling = [line for line in lines if line and not _UNTELLING.match(line)] or lines[:1]
         command = f"qerl {argv[0]}" if argv and argv[0] in {*COMMANDS, *QeRLCLI.subcommands()} else "qerl"
         return "; ".join([*telling, f"see {command} --help"]).replace(":; ", ": ")
+    if isinstance(error, MisconfigurationException | ModuleNotFoundError):  # Lightning's word for a user's mistake
+        return " ".join(str(error).split())
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, UserError):
         cause = cause.__cause__

@@ -1,6 +1,7 @@
 """Files and folders that are whole or absent, never half written."""
 
 import errno
+import fcntl
 import hashlib
 import os
 import shutil
@@ -48,6 +49,24 @@ def building(target: Path) -> Iterator[Path]:
                 raise
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Keep other processes out of a run's folder inside the block. The lock ends with the process, however that ends.
+
+    Raises:
+        UserError: Another process is in it.
+    """
+    with (folder / ".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UserError(
+                f"one process trains in a folder; another is in {folder}; wait for its end, or choose another "
+                "trainer.default_root_dir"
+            ) from error
+        yield
 
 
 def write_atomically(path: Path, data: bytes) -> None:

@@ -19,6 +19,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from qerl_pl.callbacks import AdaptiveQuantizationNoise, RolloutCallback
 from qerl_pl.callbacks.agreement import Agreement, require_agreement
+from qerl_pl.checkpointing import newest_checkpoint
 from qerl_pl.checkpoints import is_nvfp4
 from qerl_pl.cli import QeRLCLI, main
 from qerl_pl.datamodules import ArithmeticDataModule
@@ -309,6 +310,62 @@ def test_validate_from_a_checkpoint_and_export(
     assert named != str(tiny_policy_dir) and is_nvfp4(Path(named))  # not the 16-bit weights that it was quantized from
     merged = load_file(tmp_path / "merged" / "model.safetensors")
     assert "model.layers.0.self_attn.q_proj.weight" in merged and not any("packed" in name for name in merged)
+
+
+def test_evaluation_takes_the_newest_checkpoint_and_logs_where_the_runs_curve_has_it(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = shutil.copytree(finished, tmp_path / "run")
+    where = ("-c", str(run / "config.yaml"), "--trainer.default_root_dir", str(run))
+    assert main(["test", *where, "--resume", "auto"]) == 0
+    assert "test/pass@1" in capsys.readouterr().out
+    events = EventAccumulator(str(run)).Reload()
+    assert [event.step for event in events.Scalars("test/pass@1")] == [
+        max(event.step for event in events.Scalars("reward/mean"))
+    ]
+    newest = str(newest_checkpoint(run))
+    assert main(["validate", *where, "--resume", "auto", "--ckpt_path", newest]) == 2
+    assert "leave one out" in capsys.readouterr().err
+    shutil.rmtree(run / "checkpoints")
+    assert main(["validate", *where, "--resume", "auto"]) == 2
+    assert "--resume auto needs a checkpoint" in capsys.readouterr().err
+
+
+def test_another_logger_moves_neither_configuration_nor_checkpoints(
+    tiny_policy_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    settings = settings_of(tiny_policy_dir, run)
+    settings["trainer"]["logger"] = {
+        "class_path": "lightning.pytorch.loggers.CSVLogger",
+        "init_args": {"save_dir": str(tmp_path / "logs")},
+    }
+    best = {"monitor": "val/accuracy", "filename": "best-{rollouts:.0f}"}
+    settings["trainer"]["callbacks"].append(
+        {"class_path": "lightning.pytorch.callbacks.ModelCheckpoint", "init_args": best}
+    )
+    fit(settings, monkeypatch)
+    assert (run / "checkpoints" / "best-rollouts=2.ckpt").is_file()
+    assert main(["export", str(run), str(tmp_path / "adapter")]) == 0
+
+
+def test_a_development_run_leaves_nothing_to_go_on_from(
+    tiny_policy_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = settings_of(tiny_policy_dir, tmp_path / "run")
+    settings["trainer"]["fast_dev_run"] = True
+    assert fit(settings, monkeypatch).model.policy_version == 1
+    assert [path.name for path in (tmp_path / "run").iterdir()] == [".lock"]
+
+
+def test_what_was_not_validated_after_training_has_no_accuracy(
+    tiny_policy_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = settings_of(tiny_policy_dir, tmp_path / "run")
+    settings["trainer"] |= {"num_sanity_val_steps": 1, "check_val_every_n_epoch": 5}
+    fit(settings, monkeypatch)
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["accuracy_before"] is not None and summary["accuracy_after"] is None
 
 
 def test_export_refuses_a_checkpoint_of_another_base(

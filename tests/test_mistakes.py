@@ -89,6 +89,21 @@ def test_what_is_no_mistake_of_the_user_keeps_its_traceback(monkeypatch: pytest.
         main(["fit", "-c", str(QUICKSTART)])
 
 
+FROM_LIGHTNING = {
+    "no GPU": (["--trainer.accelerator", "gpu"], "gpu"),
+    "accumulation": (["--trainer.accumulate_grad_batches", "2"], "accumulate_grad_batches"),
+    "two devices": (["--trainer.devices", "2"], "one device so far; found 2; set trainer.devices to 1"),
+    "no place": (["--trainer.default_root_dir", "/proc/nowhere"], "default_root_dir /proc/nowhere cannot be made"),
+}
+
+
+@pytest.mark.parametrize("case", FROM_LIGHTNING)
+def test_what_lightning_refuses_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path, case: str) -> None:
+    args, message = FROM_LIGHTNING[case]
+    where = ("--trainer.default_root_dir", str(tmp_path / "run"))
+    assert re.search(message, complaint(capsys, "fit", "-c", str(QUICKSTART), *where, *args))
+
+
 GSM8K = [f'{{"question": "What is {n} plus 1?", "answer": "#### {n + 1}"}}' for n in range(8)]
 FOUND_LATER: dict[str, tuple[list[str] | None, list[str], str]] = {
     "no data": (None, [], "no such file: .*rows.jsonl"),

@@ -14,6 +14,7 @@ from fit_helpers import configuration, fit
 from safetensors.torch import load_file
 
 from qerl_pl.checkpointing import newest_checkpoint
+from qerl_pl.files import locked
 
 
 def stop_where_an_update_may_not_repeat() -> None:
@@ -261,6 +262,44 @@ def test_checkpoint_of_another_base_model_is_refused(
 def test_a_fresh_run_does_not_mix_its_checkpoints_with_anothers(uninterrupted: Path, tiny_policy_dir: Path) -> None:
     status, output = fit(configuration(tiny_policy_dir, uninterrupted))
     assert status == 2 and "step=8.end.ckpt; add --resume auto" in output and "Traceback" not in output, output
+
+
+@pytest.mark.parametrize("rollouts", [2, 5])
+def test_a_run_that_a_limit_ends_inside_an_epoch_goes_on_bit_for_bit_when_the_limit_is_raised(
+    uninterrupted: Path, tiny_policy_dir: Path, tmp_path: Path, rollouts: int
+) -> None:
+    settings = configuration(tiny_policy_dir, tmp_path / "run")
+    constant = {"lr_scheduler": "constant", "warmup_ratio": 0.0}
+    settings["model"] |= constant  # other schedules stretch over the planned steps
+    callbacks = settings["trainer"]["callbacks"]
+    settings["trainer"]["callbacks"] = [one for one in callbacks if "Noise" not in one["class_path"]]
+    whole = settings | {"trainer": settings["trainer"] | {"default_root_dir": str(tmp_path / "whole")}}
+    status, output = fit(whole)
+    assert status == 0, output
+    status, output = fit(settings, "--trainer.max_steps", str(4 * rollouts))  # four optimizer steps a rollout
+    assert status == 0 and f"step={rollouts}.end.ckpt" in " ".join(checkpoints(tmp_path / "run")), output
+    status, output = fit(settings, "--resume", "auto")
+    assert status == 0, output
+    assert checkpoint(tmp_path / "run", "step=8.end.ckpt")["qerl"]["policy_version"] == 8
+    ends = [adapter(tmp_path / name) for name in ("whole", "run")]
+    assert all(torch.equal(tensor, ends[1][name]) for name, tensor in ends[0].items())
+    written = [(tmp_path / name / "completions.jsonl").read_text() for name in ("whole", "run")]
+    assert written[0] == written[1]
+
+
+def test_a_resumed_run_keeps_the_batch_size(uninterrupted: Path, tiny_policy_dir: Path, tmp_path: Path) -> None:
+    settings = configuration(tiny_policy_dir, tmp_path / "run")
+    settings["data"]["init_args"]["batch_size"] = 4
+    status, output = fit(settings, "--resume", str(uninterrupted / "checkpoints" / "step=6.ckpt"))
+    assert status == 2 and "the batch_size (or their digest) are 4, 2 in the checkpoint" in output, output
+
+
+def test_two_runs_in_one_folder_are_refused(tiny_policy_dir: Path, tmp_path: Path) -> None:
+    settings = configuration(tiny_policy_dir, tmp_path / "run")
+    (tmp_path / "run").mkdir()
+    with locked(tmp_path / "run"):
+        status, output = fit(settings)
+    assert status == 2 and "one process trains in a folder; another is in" in output, output
 
 
 def test_a_run_that_goes_on_from_an_older_checkpoint_leaves_the_newer_ones(

@@ -95,9 +95,20 @@ class ResumeCheckpoint(Checkpoint):
             self._save_if_due(trainer, may_stop=True)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save the end of the run, its last validation included; one that is resumed there only ends again."""
+        """Save the end of the run, its last validation included; resumed there, it goes on if it now may."""
         done = trainer.fit_loop.total_batch_idx + 1
         self._save(trainer, done, ".end")
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Keep an epoch open that ends in its middle, by a limit on steps or time: Lightning counts it as done."""
+        loop = trainer.fit_loop
+        if loop.epoch_loop.batch_progress.is_last_batch or not loop.epoch_progress.current.completed:
+            return
+        if loop.epoch_progress.total.completed == loop.epoch_progress.total.ready:
+            progress = checkpoint["loops"]["fit_loop"]["epoch_progress"]
+            for count in (progress["total"], progress["current"]):
+                count["processed"] -= 1
+                count["completed"] -= 1
 
     def _save_if_due(self, trainer: Trainer, may_stop: bool) -> None:
         done = trainer.fit_loop.total_batch_idx + 1
@@ -115,6 +126,8 @@ class ResumeCheckpoint(Checkpoint):
 
     def _save(self, trainer: Trainer, done: int, suffix: str = "") -> Path:
         folder = _folder(trainer)
+        if trainer.fast_dev_run:  # type: ignore[attr-defined]
+            return folder
         path = folder / f"step={done}{suffix}.ckpt"
         trainer.save_checkpoint(path)
         if trainer.is_global_zero:

@@ -48,7 +48,7 @@ class CompletionLog(Callback):
         batch_idx: int,
     ) -> None:
         """Write what is due of one rollout."""
-        if not trainer.is_global_zero:
+        if not trainer.is_global_zero or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
         experience = outputs["experience"]
         if self.jsonl:

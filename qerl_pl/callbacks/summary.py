@@ -84,7 +84,7 @@ class RunSummary(Callback):
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write and print."""
-        if not trainer.is_global_zero or not self.curves["reward/mean"]:
+        if not trainer.is_global_zero or trainer.fast_dev_run or not self.curves["reward/mean"]:  # type: ignore[attr-defined]
             return
         assert isinstance(pl_module, QeRLModule)
         folder = Path(trainer.default_root_dir)
@@ -100,7 +100,7 @@ class RunSummary(Callback):
             "reward_first": _mean(reward[:ENDS]),
             "reward_last": _mean(reward[-ENDS:]),
             "accuracy_before": self.accuracies[0][1] if self.accuracies and self.accuracies[0][0] == 0 else None,
-            "accuracy_after": self.accuracies[-1][1] if self.accuracies else None,
+            "accuracy_after": self.accuracies[-1][1] if self.accuracies and self.accuracies[-1][0] > 0 else None,
             "entropy_first": _mean(entropy[:ENDS]),
             "entropy_last": _mean(entropy[-ENDS:]),
             "sigma_first": noisy[0] if noisy else 0.0,

@@ -160,7 +160,7 @@ class PromptDataModule(LightningDataModule):
 
     def state_dict(self) -> dict[str, Any]:
         """What the order of the training prompts depends on; the loader itself keeps the position in it."""
-        return {"seed": self.seed, "training prompts": self._digest}
+        return {"seed": self.seed, "batch_size": self.batch_size, "training prompts": self._digest}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Check that a resumed run trains on the prompts that the checkpoint's run did.

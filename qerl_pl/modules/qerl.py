@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import OptimizerCallable
 from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from qerl_kernels import select_backend
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
@@ -17,6 +18,7 @@ from torchmetrics import MeanMetric
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, get_scheduler
 
 from qerl_pl.checkpointing import CHECKPOINT_KEY, check_fits
+from qerl_pl.devices import check_one_device
 from qerl_pl.engines.base import LentWeights
 from qerl_pl.errors import UserError, require_at_least
 from qerl_pl.experience import Experience
@@ -140,10 +142,7 @@ class QeRLModule(LightningModule):
                 f"the policy sets its own precision; trainer.precision is {self.trainer.precision}; "
                 "leave it at 32-true and set model.policy.dtype"
             )
-        if self.trainer.world_size > 1:
-            raise UserError(
-                f"training runs on one device so far; found {self.trainer.world_size}; set trainer.devices to 1"
-            )
+        check_one_device(self.trainer)
 
     def planned_rollouts(self) -> int:
         """Rollouts of the whole run, by the trainer's limits on epochs, batches and steps.
@@ -258,6 +257,9 @@ class QeRLModule(LightningModule):
         count = len(evaluation.greedy_correct)
         self.log(f"{stage}/accuracy", self.accuracy, on_epoch=True, batch_size=count, prog_bar=True)
         self.log(f"{stage}/pass@1", self.pass_at_1, on_epoch=True, batch_size=count)
+        self.log("rollouts", float(self.policy_version), logger=False, batch_size=count)
+        if self.trainer.state.fn != TrainerFn.FITTING:  # where the run's own curve has this policy
+            self.log("step", float(max(self.policy_version - 1, 0)), batch_size=count)
 
     # Checkpoints ---------------------------------------------------------------------------------------------------
 
@@ -288,5 +290,5 @@ class QeRLModule(LightningModule):
 
     def on_train_end(self) -> None:
         """Write the adapter in PEFT's format to RUN/adapter."""
-        if self.trainer.is_global_zero:
+        if self.trainer.is_global_zero and not self.trainer.fast_dev_run:  # type: ignore[attr-defined]
             self.policy.save_adapter(Path(self.trainer.default_root_dir) / "adapter")

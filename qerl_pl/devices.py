@@ -1,0 +1,15 @@
+"""How many devices a run may have."""
+
+from lightning.pytorch import Trainer
+
+from qerl_pl.errors import UserError
+
+
+def check_one_device(trainer: Trainer) -> None:
+    """Refuse what Lightning would start several processes for.
+
+    Raises:
+        UserError: The trainer asks for several devices.
+    """
+    if (devices := trainer.num_devices * trainer.num_nodes) > 1:
+        raise UserError(f"training runs on one device so far; found {devices}; set trainer.devices to 1")
