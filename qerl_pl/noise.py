@@ -97,7 +97,8 @@ class NoiseSchedule:
     """Standard deviation of the noise over a run: K stages, spread evenly over the planned rollouts.
 
     Args:
-        sigma_start: Standard deviation of the first noisy stage, in units of the norm scale.
+        sigma_start: Standard deviation of the first noisy stage, in units of the norm scale. 0, with sigma_end 0 too,
+            is no noise at all.
         sigma_end: Standard deviation of the last stage.
         stages: Number of stages K.
         decay: Shape of the way from sigma_start to sigma_end, exponential, linear, cosine or logarithmic.
@@ -119,9 +120,9 @@ class NoiseSchedule:
         """
         for name in ("sigma_start", "sigma_end"):
             value = getattr(self, name)
-            if not (math.isfinite(value) and value > 0):
+            if not (math.isfinite(value) and value > 0) and (self.sigma_start, self.sigma_end) != (0, 0):
                 raise UserError(
-                    f"{name} must be a number above 0; found {value}; remove the noise callback to train without noise."
+                    f"{name} must be a number above 0; found {value}; set both to 0 to train without noise."
                 )
         if self.sigma_end > self.sigma_start:
             raise UserError(
@@ -169,6 +170,8 @@ class NoiseSchedule:
     def sigma(self, rollout: int, planned_rollouts: int) -> float:
         """Standard deviation for a rollout, in units of the norm scale; arguments and errors as for `stage`."""
         stage, stages = self.stage(rollout, planned_rollouts), self.stages
+        if self.sigma_start == 0:
+            return 0.0
         if self.noiseless_first_stage:
             stage, stages = stage - 1, stages - 1
             if stage == 0:

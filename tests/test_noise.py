@@ -79,6 +79,7 @@ def test_fewest_stages() -> None:
     ("arguments", "message"),
     [
         ({"sigma_start": 0.0}, "sigma_start must be a number above 0; found 0.0;"),
+        ({"sigma_start": 0.0, "sigma_end": 1e-4}, "sigma_start must be a number above 0; found 0.0; set both to 0"),
         ({"sigma_end": -1e-4}, "sigma_end must be a number above 0; found -0.0001;"),
         ({"sigma_start": float("nan")}, "sigma_start must be a number above 0; found nan;"),
         ({"sigma_start": 1e-4, "sigma_end": 1e-2}, "found sigma_start=0.0001 and sigma_end=0.01;"),
@@ -118,3 +119,8 @@ def test_noisy_norms_are_those_before_quantized_linears() -> None:
     noisy = ["model.layers.0.input_layernorm", "model.layers.11.post_attention_layernorm"]
     quiet = ["model.norm", "model.layers.0.self_attn.q_norm", "model.layers.0.input_layernorm.weight"]
     assert noisy_norm_names([quiet[0], noisy[0], *quiet[1:], noisy[1]]) == noisy
+
+
+def test_both_ends_at_zero_are_no_noise() -> None:
+    schedule = NoiseSchedule(sigma_start=0, sigma_end=0, stages=3)
+    assert [schedule.sigma(rollout, 6) for rollout in range(7)] == [0.0] * 7

@@ -16,7 +16,8 @@ class AdaptiveQuantizationNoise(Callback):
     Evaluation runs without noise. Place in the list of callbacks does not matter.
 
     Args:
-        sigma_start: Standard deviation of the first noisy stage, in units of the norm scale.
+        sigma_start: Standard deviation of the first noisy stage, in units of the norm scale. 0, with sigma_end 0 too,
+            trains without noise.
         sigma_end: Standard deviation of the last stage.
         stages: Number of stages K, spread evenly over the planned rollouts.
         decay: Shape of the way from sigma_start to sigma_end, exponential, linear, cosine or logarithmic.

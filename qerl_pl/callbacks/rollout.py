@@ -20,7 +20,7 @@ from qerl_pl.errors import UserError, require_at_least
 from qerl_pl.experience import Experience, pad_completions
 from qerl_pl.modules.qerl import QeRLModule
 from qerl_pl.random_state import random_state_kept
-from qerl_pl.rewards import Reward, ScoredBatch, check_rewards
+from qerl_pl.rewards import OverlongPenalty, Reward, ScoredBatch, check_rewards
 from qerl_pl.seeding import stream_seed
 from qerl_pl.types import Completion, Evaluation, Prompt, RolloutRequest, SamplingConfig
 
@@ -78,6 +78,13 @@ class RolloutCallback(Callback):
         names = [reward.name for reward in rewards]
         if accuracy_reward is not None and accuracy_reward not in names:
             raise UserError(f"accuracy_reward must name a reward; found {accuracy_reward!r}; choose among {names}")
+        for reward in rewards:
+            if isinstance(reward, OverlongPenalty) and reward.max_length > sampling.max_tokens:
+                log.warning(
+                    "OverlongPenalty is full at %d tokens, which no completion of at most %d reaches: lower max_length",
+                    reward.max_length,
+                    sampling.max_tokens,
+                )
         self.rewards = rewards
         self.engine: RolloutEngine = engine if engine is not None else TransformersEngine()
         self.group_size = group_size

@@ -73,8 +73,8 @@ class QeRLModule(LightningModule):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        require_at_least(1, {"model.update_epochs": update_epochs, "model.minibatches": minibatches})
-        require_at_least(1, {"model.micro_batch_tokens": micro_batch_tokens})
+        sizes = {"update_epochs": update_epochs, "minibatches": minibatches, "micro_batch_tokens": micro_batch_tokens}
+        require_at_least(1, {f"model.{name}": size for name, size in sizes.items()})
         if not max_grad_norm > 0:
             raise UserError(f"model.max_grad_norm must be above 0; found {max_grad_norm}; .inf clips nothing")
         if not 0 <= warmup_ratio <= 1:
@@ -103,6 +103,7 @@ class QeRLModule(LightningModule):
         self._experience: Experience | None = None
         self._evaluation: Evaluation | None = None
         self._random_state: dict[str, Any] | None = None
+        self._optimizer: str | None = None
         self._rates: list[dict[str, float]] = []
 
     # The policy ----------------------------------------------------------------------------------------------------
@@ -132,6 +133,7 @@ class QeRLModule(LightningModule):
             self.policy = Policy(self.base_folder, self.policy_config, device, seed, self.lent)
 
     def on_fit_start(self) -> None:
+        check_one_device(self.trainer)
         if not self.sampled:
             raise UserError(
                 "fit needs a callback that samples completions; trainer.callbacks has none; "
@@ -142,7 +144,6 @@ class QeRLModule(LightningModule):
                 f"the policy sets its own precision; trainer.precision is {self.trainer.precision}; "
                 "leave it at 32-true and set model.policy.dtype"
             )
-        check_one_device(self.trainer)
 
     def planned_rollouts(self) -> int:
         """Rollouts of the whole run, by the trainer's limits on epochs, batches and steps.
@@ -185,6 +186,8 @@ class QeRLModule(LightningModule):
         """A resumed run goes on with the learning rate and weight decay that it is given now, not the checkpoint's."""
         optimizer, schedule = self.optimizers(), self.lr_schedulers()
         assert isinstance(optimizer, LightningOptimizer) and isinstance(schedule, LambdaLR)
+        if self._optimizer not in (None, found := type(optimizer.optimizer).__name__):
+            raise UserError(f"a resumed run keeps its optimizer; found {found} for {self._optimizer}; set that again")
         for index, (group, given) in enumerate(zip(optimizer.param_groups, self._rates, strict=True)):
             group.update(given)
             schedule.base_lrs[index] = given["initial_lr"]
@@ -271,6 +274,7 @@ class QeRLModule(LightningModule):
             "policy_version": self.policy_version,
             "base": self.base_identity,
             "scaling": self.policy_config.lora.scaling,
+            "optimizer": type(self.trainer.optimizers[0]).__name__,
             "random_state": random_state(),
         }
 
@@ -287,6 +291,7 @@ class QeRLModule(LightningModule):
         self.policy.load_trained_state(state["trained"])
         self.policy_version = state["policy_version"]
         self._random_state = state["random_state"]
+        self._optimizer = state["optimizer"]
 
     def on_train_end(self) -> None:
         """Write the adapter in PEFT's format to RUN/adapter."""
