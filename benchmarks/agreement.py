@@ -99,6 +99,10 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=48, help="most new tokens of a completion")
     parser.add_argument("--steps", type=int, default=300, help="of the toy policy's training")
     parser.add_argument("--move", type=float, default=0.05, help="standard deviation added to the adapter's matrices")
+    parser.add_argument("--graphs", action="store_true", help="compile, and capture CUDA graphs")
+    parser.add_argument(
+        "--dense-above", type=int, default=512, help="see VLLMEngine; 1 leaves only single tokens to Marlin"
+    )
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     device = torch.device(args.device)
@@ -110,7 +114,9 @@ def main() -> None:
     prompts = prompts_of(base, args.prompts)
     longest = max(len(prompt.token_ids) for prompt in prompts) + args.tokens
     spec = EngineSpec(base, config.torch_dtype, device, config.lora.rank, config.lora.targets, longest)
-    engine: RolloutEngine = TransformersEngine() if args.engine == "transformers" else VLLMEngine(enforce_eager=True)
+    engine: RolloutEngine = TransformersEngine()
+    if args.engine == "vllm":
+        engine = VLLMEngine(enforce_eager=not args.graphs, dense_above=args.dense_above)
     engine.launch(spec)
     lent = engine.lend()
     policy = Policy(base, config, device, seed=0, lent=lent).eval()
@@ -124,9 +130,13 @@ def main() -> None:
         + [f"{row[name]:.2e}" for name in ("mean", "max", "adapter_effect")]
         for row in rows
     ]
-    about = f"{args.engine} on {args.device}, bfloat16; {borrowed} linears borrowed; nats a token"
+    how = f", {'with' if args.graphs else 'without'} CUDA graphs, dense above {args.dense_above} tokens"
+    about = f"{args.engine} on {args.device}{how}, bfloat16; {borrowed} linears borrowed; nats a token"
     table = f"{report.markdown(headers, cells)}\n\n{about}"
-    report.write(args.out, f"agreement_{args.engine}_{args.device}", table, {"borrowed": borrowed, "rows": rows})
+    name = f"agreement_{args.engine}_{args.device}" + (
+        f"_dense_above_{args.dense_above}" if args.dense_above != 512 else ""
+    )
+    report.write(args.out, name, table, {"borrowed": borrowed, "rows": rows})
 
 
 if __name__ == "__main__":

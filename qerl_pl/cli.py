@@ -227,7 +227,7 @@ def _one_line(error: BaseException, argv: list[str]) -> str | None:
         telling = [line for line in lines if line and not _UNTELLING.match(line)] or lines[:1]
         command = f"qerl {argv[0]}" if argv and argv[0] in {*COMMANDS, *QeRLCLI.subcommands()} else "qerl"
         return "; ".join([*telling, f"see {command} --help"]).replace(":; ", ": ")
-    if isinstance(error, MisconfigurationException | ModuleNotFoundError):  # Lightning's word for a user's mistake
+    if isinstance(error, MisconfigurationException | ModuleNotFoundError):  # a mistake, or a class's package is missing
         return " ".join(str(error).split())
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, UserError):

@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import hashlib
+import logging
 import os
 import shutil
 import tempfile
@@ -11,6 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from qerl_pl.errors import UserError
+
+log = logging.getLogger(__name__)
 
 _BLOCK = 2**20
 _SAMPLES = 64
@@ -66,6 +69,8 @@ def locked(folder: Path) -> Iterator[None]:
                 f"one process trains in a folder; another is in {folder}; wait for its end, or choose another "
                 "trainer.default_root_dir"
             ) from error
+        except OSError as error:
+            log.warning("%s cannot be locked (%s): let no other process train in it", folder, error.strerror)
         yield
 
 

@@ -1,6 +1,7 @@
 """Checkpoint files and folders are whole or absent."""
 
 import errno
+import fcntl
 import hashlib
 import os
 import signal
@@ -15,7 +16,7 @@ import torch
 from qerl_pl import checkpointing
 from qerl_pl.checkpointing import AtomicCheckpointIO, DamagedCheckpoint, digest_path, newest_checkpoint
 from qerl_pl.errors import UserError
-from qerl_pl.files import building, cache_root, folder_identity, write_atomically
+from qerl_pl.files import building, cache_root, folder_identity, locked, write_atomically
 
 
 def save(run: Path, step: int, value: float = 0.0) -> Path:
@@ -85,6 +86,22 @@ def test_a_file_that_is_no_checkpoint_is_named(tmp_path: Path) -> None:
 def test_the_cache_may_be_below_the_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QERL_CACHE", "~/somewhere")
     assert cache_root() == Path.home() / "somewhere"
+
+
+def test_a_folder_is_one_processs_at_a_time_where_it_can_be_locked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with locked(tmp_path), pytest.raises(UserError, match="another is in"), locked(tmp_path):
+        pass
+    with locked(tmp_path):  # the first has gone
+        pass
+
+    def unsupported(*args: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", unsupported)
+    with locked(tmp_path):
+        assert "cannot be locked (No locks available)" in caplog.text
 
 
 def test_full_disk_keeps_the_old_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

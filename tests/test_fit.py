@@ -407,6 +407,13 @@ class Mute(TransformersEngine):
         return super().sync(dataclasses.replace(weights, adapter=None))
 
 
+def test_a_probe_is_held_to_its_effect_and_not_to_the_bound() -> None:
+    require_agreement(Agreement(adapter_on=0.4, adapter_off=0.01, adapter_effect=2.0), bound=0.25, probed=True)
+    for wrong in (Agreement(1.5, 0.01, 2.0), Agreement(math.nan, 0.01, 2.0), Agreement(0.4, 0.3, 2.0)):
+        with pytest.raises(UserError, match="must agree within 0.25 nats"):
+            require_agreement(wrong, bound=0.25, probed=True)
+
+
 def test_self_check_sees_an_adapter_that_is_never_written_before_it_has_learned_anything(
     tiny_policy_dir: Path, tmp_path: Path
 ) -> None:

@@ -1,5 +1,6 @@
 """Does the engine sample from the policy that the trainer trains? The check that a corrupted sync cannot pass."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -65,19 +66,26 @@ def measure_agreement(
     return Agreement(on, off, (policy - reference).abs().mean().item())
 
 
-def require_agreement(agreement: Agreement, bound: float) -> None:
+def require_agreement(agreement: Agreement, bound: float, probed: bool = False) -> None:
     """Stop the run where the engine's log-probabilities are not the policy's.
 
     With the adapter on, the engine may differ from the trainer by `bound`; and where the adapter's effect stands out of
     the rounding (`Policy.probed` makes it), the engine must be nearer to the policy than half way to the reference, so
     that an adapter that was never written, or a stale one, is seen.
 
+    Args:
+        agreement: What was measured.
+        bound: Nats a token.
+        probed: The adapter was a probe. It may make a policy of which rounding changes much: then only the second rule
+            holds with the adapter on.
+
     Raises:
         UserError: It differs by more.
     """
     rounding = max(agreement.adapter_off, 1e-6)
     wrong_adapter = agreement.adapter_effect > 8 * rounding and agreement.adapter_on > agreement.adapter_effect / 2
-    if not (agreement.adapter_off <= bound and agreement.adapter_on <= bound) or wrong_adapter:  # nan is no agreement
+    largest = math.inf if probed else bound
+    if not (agreement.adapter_off <= bound and agreement.adapter_on <= largest) or wrong_adapter:  # nan is no agreement
         raise UserError(
             f"engine and trainer must agree within {bound:g} nats a token without noise; found "
             f"{agreement.adapter_on:.2g} with the adapter, {agreement.adapter_off:.2g} without it, the adapter's "

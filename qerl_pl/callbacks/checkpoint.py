@@ -60,7 +60,7 @@ class ResumeCheckpoint(Checkpoint):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Listen, where nothing was validated first; set aside what `--resume auto` must not go back to."""
         self._listen()
-        if trainer.is_global_zero:
+        if trainer.is_global_zero and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             _set_aside(_folder(trainer), trainer.fit_loop.total_batch_idx + 1)
 
     def _listen(self) -> None:

@@ -142,9 +142,10 @@ class RolloutCallback(Callback):
         if self._rollouts < 2 or self._rollouts % self.check_every == 0:
             with _timed(times, "time/check_s"):
                 # A fresh adapter does nothing yet: one that never reaches the engine would show only much later.
-                with module.policy.probed() if self._rollouts == 0 else nullcontext():
+                probe = self._rollouts == 0
+                with module.policy.probed() if probe else nullcontext():
                     found = measure_agreement(self.engine, module, batch[:2], self.sampling.max_tokens)
-                require_agreement(found, self.mismatch_bound)
+                require_agreement(found, self.mismatch_bound, probe)
         self._rollouts += 1
         with _timed(times, "time/sync_s"):
             report = self.engine.sync(module.policy.weights(version, noise))

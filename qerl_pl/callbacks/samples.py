@@ -35,7 +35,7 @@ class CompletionLog(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Take out what is about to be written again."""
-        if self.jsonl and trainer.is_global_zero:
+        if self.jsonl and trainer.is_global_zero and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             assert isinstance(pl_module, QeRLModule)
             _cut(_path(trainer), pl_module.policy_version)
 
