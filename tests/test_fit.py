@@ -414,11 +414,12 @@ def test_a_probe_is_held_to_its_effect_and_not_to_the_bound() -> None:
             require_agreement(wrong, bound=0.25, probed=True)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_self_check_sees_an_adapter_that_is_never_written_before_it_has_learned_anything(
-    tiny_policy_dir: Path, tmp_path: Path
+    tiny_policy_dir: Path, tmp_path: Path, dtype: str
 ) -> None:
     with pytest.raises(UserError, match="engine and trainer must agree"):
-        train(tiny_policy_dir, tmp_path, Mute(), lr=0.0)
+        train(tiny_policy_dir, tmp_path, Mute(), dtype=dtype, lr=0.0)
 
 
 class Picky:

@@ -185,7 +185,7 @@ def test_a_probe_changes_what_the_policy_says_and_leaves_no_trace(base: Path) ->
     before = {name: tensor.clone() for name, tensor in policy.trained_state().items()}
     clean = policy.token_logprobs(*batch(), 1.0)[0]
     with policy.probed():
-        assert (policy.token_logprobs(*batch(), 1.0)[0] - clean).abs().mean() > 0.01
+        assert (policy.token_logprobs(*batch(), 1.0)[0] - clean).abs().mean() > 0.1
         factors = policy.weights(0).adapter
         assert factors is not None and all(b.abs().amax() > 0 for _, b in factors.values())
     assert all(torch.equal(tensor, before[name]) for name, tensor in policy.trained_state().items())

@@ -28,8 +28,6 @@ from qerl_pl.quantize import fused_group
 from qerl_pl.toy import ToyConfig
 from qerl_pl.types import PolicyWeights
 
-PROBE = 0.1
-"""Of a probe's factors: B is normal with this over scaling * sqrt(rank)."""
 _PACKED = (torch.uint8, torch.float8_e4m3fn)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}  # float16's gradients underflow in large batches
 
@@ -251,7 +249,7 @@ class Policy(nn.Module):
 
     @contextmanager
     def probed(self) -> Iterator[None]:
-        """Inside the block B of every adapter is random and changes each product by some tenth of itself.
+        """Inside the block B of every adapter is random, and changes each product by some half of itself.
 
         A fresh adapter does nothing, so that an engine without it would look right.
         """
@@ -260,7 +258,7 @@ class Policy(nn.Module):
         with torch.no_grad():
             for number, (b, _) in enumerate(kept):
                 generator = torch.Generator(b.device).manual_seed(number)
-                b.normal_(std=PROBE / (lora.scaling * math.sqrt(lora.rank)), generator=generator)
+                b.normal_(std=1 / (lora.scaling * math.sqrt(lora.rank)), generator=generator)
         try:
             yield
         finally:
