@@ -112,14 +112,20 @@ def verified_bytes(path: Path) -> bytes:
     return data
 
 
+def resume_files(folder: Path) -> dict[Path, tuple[int, bool]]:
+    """The checkpoints to resume from in a folder, each with its finished rollouts and whether it is a run's end."""
+    matches = {path: STEP_FILE.match(path.name) for path in folder.glob("step=*.ckpt")}
+    return {path: (int(match[1]), match[2] is not None) for path, match in matches.items() if match}
+
+
 def newest_checkpoint(run_dir: Path) -> Path | None:
     """The whole checkpoint of a run with the most steps; None where there is none. Damaged ones are named and skipped.
 
     Args:
         run_dir: The run's folder (`trainer.default_root_dir`).
     """
-    steps = {path: match for path in (run_dir / FOLDER).glob("step=*.ckpt") if (match := STEP_FILE.match(path.name))}
-    for path in sorted(steps, key=lambda path: (int(steps[path][1]), steps[path][2] is not None), reverse=True):
+    found = resume_files(run_dir / FOLDER)
+    for path in sorted(found, key=lambda path: found[path], reverse=True):
         try:
             verified_bytes(path)
         except DamagedCheckpoint as error:

@@ -21,7 +21,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from qerl_pl.callbacks import Preempted, RolloutCallback
 from qerl_pl.checkpointing import FOLDER, AtomicCheckpointIO, newest_checkpoint, verified_bytes
 from qerl_pl.datamodules.base import PromptDataModule
-from qerl_pl.devices import check_one_device
+from qerl_pl.devices import check_one_device, writes_files
 from qerl_pl.errors import UserError
 from qerl_pl.export import export
 from qerl_pl.files import locked
@@ -53,7 +53,7 @@ class SaveFitConfig(SaveConfigCallback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save, whatever folder the logger has."""
-        if trainer.is_global_zero and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+        if writes_files(trainer):
             path = Path(trainer.default_root_dir) / self.config_filename
             self.parser.save(self.config, str(path), skip_none=False, overwrite=True, multifile=False)
 
@@ -151,20 +151,23 @@ class QeRLCLI(LightningCLI):
         """Evaluate on the test prompts, a checkpoint where one is named."""
         self.trainer.test(model, datamodule=datamodule, **kwargs | self._evaluated(kwargs))
 
-    def _checkpoint(self, given: dict[str, Any]) -> dict[str, Path | str | None]:
+    def _checkpoint(self, given: dict[str, Any]) -> dict[str, Path | None]:
         """`ckpt_path` by `--resume`, as Lightning takes it; nothing where that is not set."""
         resume = self._get(self.config, "resume")
         if resume is None:
             return {}
         if given.get("ckpt_path") is not None:
             raise UserError(f"one checkpoint is taken; --resume is {resume} and --ckpt_path is set too; leave one out")
-        found = newest_checkpoint(Path(self.trainer.default_root_dir)) if resume == "auto" else resume
+        if resume == "auto":
+            found = newest_checkpoint(Path(self.trainer.default_root_dir))
+        else:
+            found = Path(resume)
+            verified_bytes(found)
         if found is not None:
-            verified_bytes(Path(found))
             log.info("resuming from %s", found)
         return {"ckpt_path": found}
 
-    def _evaluated(self, given: dict[str, Any]) -> dict[str, Path | str | None]:
+    def _evaluated(self, given: dict[str, Any]) -> dict[str, Path | None]:
         taken = self._checkpoint(given)
         if taken and taken["ckpt_path"] is None:
             raise UserError(

@@ -1,4 +1,4 @@
-"""How many devices a run may have."""
+"""How many devices a run may have, and which of its processes writes."""
 
 from lightning.pytorch import Trainer
 
@@ -13,3 +13,8 @@ def check_one_device(trainer: Trainer) -> None:
     """
     if (devices := trainer.num_devices * trainer.num_nodes) > 1:
         raise UserError(f"training runs on one device so far; found {devices}; set trainer.devices to 1")
+
+
+def writes_files(trainer: Trainer) -> bool:
+    """Whether this process writes the run's files: the first, and not in a trial by `fast_dev_run`."""
+    return trainer.is_global_zero and not trainer.fast_dev_run  # type: ignore[attr-defined]

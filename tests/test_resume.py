@@ -51,18 +51,31 @@ def checkpoints(run: Path) -> list[str]:
     return sorted(path.name for path in (run / "checkpoints").glob("*"))
 
 
-def die_in_generation() -> None:
-    """SIGKILL in the middle of decoding the completions of the fifth rollout."""
+def in_generation(applies: Callable[[Any, Any], bool], number: int, act: Callable[[], object]) -> None:
+    """Call `act` at the beginning of the generation `number`, from 0, of those whose requests and sampling apply."""
     from qerl_pl.engines import transformers as engine
 
     plain, calls = engine.TransformersEngine.generate, iter(range(100))
 
     def generate(self, requests, sampling):  # type: ignore[no-untyped-def]
-        if len(requests[0].seeds) == 2 and next(calls) == 4:  # evaluation samples once a prompt
-            torch.nn.Module.__call__ = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+        if applies(requests, sampling) and next(calls) == number:
+            act()
         return plain(self, requests, sampling)
 
     engine.TransformersEngine.generate = generate  # type: ignore[method-assign]
+
+
+def is_rollout(requests: Any, sampling: Any) -> bool:
+    return len(requests[0].seeds) == 2  # evaluation samples once a prompt
+
+
+def die_in_generation() -> None:
+    """SIGKILL in the middle of decoding the completions of the fifth rollout."""
+
+    def die_in_the_next_module() -> None:
+        torch.nn.Module.__call__ = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
+
+    in_generation(is_rollout, 4, die_in_the_next_module)
 
 
 def die_before_the_first_checkpoint() -> None:
@@ -106,16 +119,7 @@ class AskToStop:
         self.rollout = rollout
 
     def __call__(self) -> None:
-        from qerl_pl.engines import transformers as engine
-
-        plain, calls = engine.TransformersEngine.generate, iter(range(100))
-
-        def generate(engine_self, requests, sampling):  # type: ignore[no-untyped-def]
-            if len(requests[0].seeds) == 2 and next(calls) == self.rollout - 1:
-                signal.raise_signal(self.number)
-            return plain(engine_self, requests, sampling)
-
-        engine.TransformersEngine.generate = generate  # type: ignore[method-assign]
+        in_generation(is_rollout, self.rollout - 1, lambda: signal.raise_signal(self.number))
 
 
 @pytest.mark.parametrize(
@@ -162,16 +166,11 @@ def test_asked_to_stop_saves_says_how_to_resume_and_resumes_bit_for_bit(
 
 def ask_to_stop_in_validation() -> None:
     """SIGTERM while the first batch of the first validation is sampled."""
-    from qerl_pl.engines import transformers as engine
-
-    plain, calls = engine.TransformersEngine.generate, iter(range(100))
-
-    def generate(engine_self, requests, sampling):  # type: ignore[no-untyped-def]
-        if len(requests[0].seeds) == 1 and sampling.temperature == 1.0 and next(calls) == 0:
-            signal.raise_signal(signal.SIGTERM)
-        return plain(engine_self, requests, sampling)
-
-    engine.TransformersEngine.generate = generate  # type: ignore[method-assign]
+    in_generation(
+        lambda requests, sampling: not is_rollout(requests, sampling) and sampling.temperature == 1.0,
+        0,
+        lambda: signal.raise_signal(signal.SIGTERM),
+    )
 
 
 def test_a_stop_during_a_validation_waits_for_its_end(

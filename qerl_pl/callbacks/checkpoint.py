@@ -11,7 +11,8 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.trainer.states import TrainerFn
 
-from qerl_pl.checkpointing import FOLDER, STEP_FILE, digest_path
+from qerl_pl.checkpointing import FOLDER, digest_path, resume_files
+from qerl_pl.devices import writes_files
 from qerl_pl.errors import require_at_least
 
 log = logging.getLogger(__name__)
@@ -60,7 +61,7 @@ class ResumeCheckpoint(Checkpoint):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Listen, where nothing was validated first; set aside what `--resume auto` must not go back to."""
         self._listen()
-        if trainer.is_global_zero and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+        if writes_files(trainer):
             _set_aside(_folder(trainer), trainer.fit_loop.total_batch_idx + 1)
 
     def _listen(self) -> None:
@@ -101,12 +102,10 @@ class ResumeCheckpoint(Checkpoint):
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Keep an epoch open that ends in its middle, by a limit on steps or time: Lightning counts it as done."""
-        loop = trainer.fit_loop
-        if loop.epoch_loop.batch_progress.is_last_batch or not loop.epoch_progress.current.completed:
-            return
-        if loop.epoch_progress.total.completed == loop.epoch_progress.total.ready:
-            progress = checkpoint["loops"]["fit_loop"]["epoch_progress"]
-            for count in (progress["total"], progress["current"]):
+        loop, epochs = trainer.fit_loop.epoch_loop, trainer.fit_loop.epoch_progress
+        counted = epochs.current.completed and epochs.total.completed == epochs.total.ready
+        if counted and not loop.batch_progress.is_last_batch:
+            for count in checkpoint["loops"]["fit_loop"]["epoch_progress"].values():  # in all, and in this run
                 count["processed"] -= 1
                 count["completed"] -= 1
 
@@ -131,7 +130,7 @@ class ResumeCheckpoint(Checkpoint):
         path = folder / f"step={done}{suffix}.ckpt"
         trainer.save_checkpoint(path)
         if trainer.is_global_zero:
-            steps = {old: int(match[1]) for old in folder.iterdir() if (match := STEP_FILE.match(old.name))}
+            steps = {old: rollouts for old, (rollouts, _) in resume_files(folder).items()}
             older = sorted((old for old in steps if old != path and steps[old] <= done), key=lambda old: -steps[old])
             for old in older[self.keep - 1 :]:
                 trainer.strategy.remove_checkpoint(old)
@@ -144,8 +143,7 @@ def _folder(trainer: Trainer) -> Path:
 
 def _set_aside(folder: Path, done: int) -> None:
     """Move checkpoints of more than `done` rollouts, of a branch that this run leaves, to the folder abandoned."""
-    steps = {path: int(match[1]) for path in folder.glob("step=*.ckpt") if (match := STEP_FILE.match(path.name))}
-    for path in [path for path in steps if steps[path] > done]:
+    for path in [path for path, (rollouts, _) in resume_files(folder).items() if rollouts > done]:
         (folder / "abandoned").mkdir(exist_ok=True)
         for one in (path, digest_path(path)):
             if one.is_file():

@@ -10,6 +10,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 
+from qerl_pl.devices import writes_files
 from qerl_pl.errors import require_at_least
 from qerl_pl.experience import CompletionRecord, Experience
 from qerl_pl.modules.qerl import QeRLModule
@@ -35,7 +36,7 @@ class CompletionLog(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Take out what is about to be written again."""
-        if self.jsonl and trainer.is_global_zero and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+        if self.jsonl and writes_files(trainer):
             assert isinstance(pl_module, QeRLModule)
             _cut(_path(trainer), pl_module.policy_version)
 
@@ -48,7 +49,7 @@ class CompletionLog(Callback):
         batch_idx: int,
     ) -> None:
         """Write what is due of one rollout."""
-        if not trainer.is_global_zero or trainer.fast_dev_run:  # type: ignore[attr-defined]
+        if not writes_files(trainer):
             return
         experience = outputs["experience"]
         if self.jsonl:

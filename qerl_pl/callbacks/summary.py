@@ -11,6 +11,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from rich.console import Console
 from rich.table import Table
 
+from qerl_pl.devices import writes_files
 from qerl_pl.files import write_atomically
 from qerl_pl.modules.qerl import QeRLModule
 
@@ -84,7 +85,7 @@ class RunSummary(Callback):
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write and print."""
-        if not trainer.is_global_zero or trainer.fast_dev_run or not self.curves["reward/mean"]:  # type: ignore[attr-defined]
+        if not writes_files(trainer) or not self.curves["reward/mean"]:
             return
         assert isinstance(pl_module, QeRLModule)
         folder = Path(trainer.default_root_dir)

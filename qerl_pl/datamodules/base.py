@@ -51,8 +51,8 @@ class PromptDataModule(LightningDataModule):
         tokenizer: str | None = None,
     ) -> None:
         super().__init__()
-        require_at_least(1, {"data.batch_size": batch_size, "data.val_batch_size": val_batch_size})
-        require_at_least(1, {"data.max_prompt_tokens": max_prompt_tokens})
+        sizes = {"batch_size": batch_size, "val_batch_size": val_batch_size, "max_prompt_tokens": max_prompt_tokens}
+        require_at_least(1, {f"data.{name}": size for name, size in sizes.items()})
         require_at_least(0, {"data.val_size": val_size})
         self.batch_size = batch_size
         self.val_size = val_size

@@ -153,8 +153,9 @@ class PolicyWorker(Worker):
         self._qerl_base = {name: self._qerl_norms[name].weight.data.clone() for name in self._qerl_noisy}
         self._qerl_slots: Slots = {}
         config, dtype = self.vllm_config.additional_config[CONFIG_KEY], self.vllm_config.model_config.dtype
+        dense = config["dense_above"] is not None and not vllm_marlin.missing()
         for name, linear in ({} if self._missing_of_linears() else self._linears()).items():
-            if config["dense_above"] is not None and not vllm_marlin.missing():
+            if dense:
                 vllm_marlin.attach_dense(linear, config["dense_above"])
             parts = [part for part in self._parts(name, linear) if part[0].rpartition(".")[2] in config["targets"]]
             if parts:

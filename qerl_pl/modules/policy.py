@@ -253,17 +253,17 @@ class Policy(nn.Module):
 
         A fresh adapter does nothing, so that an engine without it would look right.
         """
-        kept = [(module.factors()[1], module.factors()[1].detach().clone()) for _, module in self._adapted()]
-        lora = self.config.lora
+        matrices = [module.factors()[1] for _, module in self._adapted()]
+        kept = [b.detach().clone() for b in matrices]
+        std = 1 / (self.config.lora.scaling * math.sqrt(self.config.lora.rank))
         with torch.no_grad():
-            for number, (b, _) in enumerate(kept):
-                generator = torch.Generator(b.device).manual_seed(number)
-                b.normal_(std=1 / (lora.scaling * math.sqrt(lora.rank)), generator=generator)
+            for number, b in enumerate(matrices):
+                b.normal_(std=std, generator=torch.Generator(b.device).manual_seed(number))
         try:
             yield
         finally:
             with torch.no_grad():
-                for b, before in kept:
+                for b, before in zip(matrices, kept, strict=True):
                     b.copy_(before)
 
     def trained_state(self) -> dict[str, Tensor]:

@@ -18,7 +18,7 @@ from torchmetrics import MeanMetric
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, get_scheduler
 
 from qerl_pl.checkpointing import CHECKPOINT_KEY, check_fits
-from qerl_pl.devices import check_one_device
+from qerl_pl.devices import check_one_device, writes_files
 from qerl_pl.engines.base import LentWeights
 from qerl_pl.errors import UserError, require_at_least
 from qerl_pl.experience import Experience
@@ -295,5 +295,5 @@ class QeRLModule(LightningModule):
 
     def on_train_end(self) -> None:
         """Write the adapter in PEFT's format to RUN/adapter."""
-        if self.trainer.is_global_zero and not self.trainer.fast_dev_run:  # type: ignore[attr-defined]
+        if writes_files(self.trainer):
             self.policy.save_adapter(Path(self.trainer.default_root_dir) / "adapter")
