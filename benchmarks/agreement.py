@@ -18,13 +18,13 @@ from qerl_kernels import select_backend
 from torch import Tensor
 from transformers import AutoTokenizer
 
+from qerl_pl.algorithm.noise import NormNoise
 from qerl_pl.engines import EngineSpec, RolloutEngine, TransformersEngine, VLLMEngine
-from qerl_pl.experience import pad_completions
 from qerl_pl.modules import LoraConfig, Policy, PolicyConfig
 from qerl_pl.modules.base_model import resolve_base
 from qerl_pl.modules.nvfp4 import BorrowedLinear
-from qerl_pl.noise import NormNoise
 from qerl_pl.prompting import render_prompts
+from qerl_pl.rollout.experience import pad_completions
 from qerl_pl.toy import ToyConfig
 from qerl_pl.toy.task import ArithmeticTask
 from qerl_pl.types import Completion, Prompt, RolloutRequest, SamplingConfig

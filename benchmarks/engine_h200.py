@@ -26,9 +26,9 @@ from random_model import SHAPES, config_of, write_model
 from stock_engine import StockEngine
 from transformers import AutoConfig
 
+from qerl_pl.algorithm.noise import NormNoise
 from qerl_pl.engines import EngineSpec, VLLMEngine
-from qerl_pl.engines.sizes import linear_shapes
-from qerl_pl.noise import NormNoise
+from qerl_pl.formats.architecture import linear_shapes
 from qerl_pl.types import PolicyWeights, RolloutRequest, SamplingConfig
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

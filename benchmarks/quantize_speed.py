@@ -22,8 +22,8 @@ import report
 import torch
 from random_model import SHAPES, write_model
 
-from qerl_pl.checkpoints import QUANTIZATION_REPORT
-from qerl_pl.engines.sizes import files_gib
+from qerl_pl.engines.capacity import files_gib
+from qerl_pl.formats.model_files import QUANTIZATION_REPORT
 
 
 def anonymous_gib(pid: int) -> float:

@@ -8,8 +8,9 @@ import torch
 from qerl_kernels import nvfp4_global_scale, quantize_nvfp4
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from qerl_pl.checkpoints import ShardWriter
-from qerl_pl.quantize import QUANTIZATION_CONFIG, fused_group
+from qerl_pl.formats.architecture import fused_group
+from qerl_pl.formats.model_files import ShardWriter
+from qerl_pl.formats.quantize import QUANTIZATION_CONFIG
 from qerl_pl.toy.tokenizer import build_tokenizer
 
 SHAPES = {  # hidden, intermediate, layers, heads, key/value heads, vocabulary

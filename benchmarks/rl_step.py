@@ -24,7 +24,7 @@ from lightning.pytorch import Callback
 from qerl_kernels import select_backend
 
 from qerl_pl.callbacks import RolloutCallback
-from qerl_pl.cli import QeRLCLI
+from qerl_pl.cli.main import QeRLCLI
 from qerl_pl.rewards import RewardSample
 
 GIB = 2**30
@@ -115,7 +115,7 @@ def settings(args: argparse.Namespace, base: Path) -> dict[str, Any]:
                 "lora": {"rank": 32, "alpha": 32.0},
                 "gradient_checkpointing": True,
             },
-            "objective": {"class_path": "qerl_pl.objectives.DAPO", "init_args": {"mask_truncated": False}},
+            "objective": {"class_path": "qerl_pl.algorithm.DAPO", "init_args": {"mask_truncated": False}},
             "micro_batch_tokens": args.micro_batch_tokens,
             "monitor_kl": False,
         },

@@ -29,7 +29,7 @@ from torch.nn import functional
 from qerl_pl.modules import LoraConfig, Policy, PolicyConfig
 from qerl_pl.modules.lora import LoraLinear
 from qerl_pl.modules.nvfp4 import NVFP4Linear, QuantizedLinear
-from qerl_pl.random_state import deterministic
+from qerl_pl.run.random_state import deterministic
 
 GIB = 2**30
 WAYS = ("bf16", "nvfp4", "eager", "free")

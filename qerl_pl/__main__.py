@@ -2,6 +2,6 @@
 
 import sys
 
-from qerl_pl.cli import main
+from qerl_pl.cli.main import main
 
 sys.exit(main())

@@ -11,8 +11,8 @@ from typing import Literal
 
 from torch import Tensor
 
+from qerl_pl.algorithm.noise import NormNoise
 from qerl_pl.errors import UserError
-from qerl_pl.noise import NormNoise
 
 
 @dataclass(frozen=True)

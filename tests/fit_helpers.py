@@ -29,7 +29,7 @@ def configuration(base: Path, run: Path) -> dict[str, Any]:
                 "lora": {"rank": 4, "alpha": 8.0, "dropout": 0.1},
                 "train_norms": True,
             },
-            "objective": {"class_path": "qerl_pl.objectives.GRPO"},
+            "objective": {"class_path": "qerl_pl.algorithm.GRPO"},
             "optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"lr": 0.01}},
             "update_epochs": 2,
             "minibatches": 2,
@@ -82,7 +82,7 @@ def _child(config: Path, extra: list[str], prepare: Callable[[], None] | None, e
     os.dup2(output, 2)
     import torch
 
-    from qerl_pl.cli import main
+    from qerl_pl.cli.main import main
 
     torch.set_num_threads(1)
     if prepare is not None:
@@ -108,7 +108,7 @@ def fit(settings: dict[str, Any], *extra: str, prepare: Callable[[], None] | Non
     config, errors = run.parent / f"{run.name}.yaml", run.parent / f"{run.name}.log"
     config.write_text(yaml.safe_dump(settings))
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["qerl_pl.cli", "fit_helpers"])  # imports once, not once a run
+    context.set_forkserver_preload(["qerl_pl.cli.main", "fit_helpers"])  # imports once, not once a run
     process = context.Process(target=_child, args=(config, list(extra), prepare, errors))
     process.start()
     process.join(timeout=180)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from qerl_pl.advantages import group_advantages, informative_groups
+from qerl_pl.algorithm.advantages import group_advantages, informative_groups
 from qerl_pl.errors import UserError
 
 # Group one: mean 1, deviations -1 -1 -1 3, unbiased std sqrt(12 / 3) = 2. Group two: all equal.

@@ -12,15 +12,15 @@ import pytest
 import yaml
 from jsonargparse import ArgumentParser, Namespace
 
+import qerl_pl.algorithm.objectives
 import qerl_pl.callbacks
 import qerl_pl.datamodules
 import qerl_pl.engines
-import qerl_pl.objectives
 import qerl_pl.rewards
+from qerl_pl.algorithm.objectives import Objective
 from qerl_pl.callbacks import AdaptiveQuantizationNoise, RolloutCallback
-from qerl_pl.cli import QeRLCLI, main
+from qerl_pl.cli.main import QeRLCLI, main
 from qerl_pl.datamodules import PromptDataModule
-from qerl_pl.objectives import Objective
 
 ROOT = Path(__file__).parents[1]
 SHIPPED = sorted((ROOT / "configs").glob("*.yaml"))
@@ -50,7 +50,7 @@ def built(path: Path) -> Namespace:
 @pytest.mark.parametrize("objective", [one for one in Objective.__subclasses__() if one.__module__ != __name__])
 def test_an_objective_that_is_named_has_its_own_numbers(tmp_path: Path, objective: type[Objective]) -> None:
     settings = yaml.safe_load(QUICKSTART.read_text())
-    settings["model"]["objective"] = {"class_path": f"qerl_pl.objectives.{objective.__name__}"}
+    settings["model"]["objective"] = {"class_path": f"qerl_pl.algorithm.objectives.{objective.__name__}"}
     path = tmp_path / "named.yaml"
     path.write_text(yaml.safe_dump(settings))
     assert built(path).model.objective == objective()

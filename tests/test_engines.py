@@ -21,13 +21,13 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from qerl_pl.checkpoints import load_dense_state, write_dense_checkpoint
+from qerl_pl.algorithm.noise import NormNoise
 from qerl_pl.engines import EngineSpec, RolloutEngine, TransformersEngine, VLLMEngine, vllm_worker
+from qerl_pl.engines.capacity import check_marlin_shapes
 from qerl_pl.engines.sampling import pick_tokens, sampling_log_probs
-from qerl_pl.engines.sizes import check_marlin_shapes
 from qerl_pl.engines.vllm_requests import request_params
 from qerl_pl.errors import UserError
-from qerl_pl.noise import NormNoise
+from qerl_pl.formats.model_files import load_dense_state, write_dense_checkpoint
 from qerl_pl.types import Completion, PolicyWeights, RolloutRequest, SamplingConfig
 
 VOCAB, EOS, RANK, ALPHA, MAX_TOKENS = 256, 1, 8, 16, 192

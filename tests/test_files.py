@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 import torch
 
-from qerl_pl import checkpointing
-from qerl_pl.checkpointing import AtomicCheckpointIO, DamagedCheckpoint, digest_path, newest_checkpoint
 from qerl_pl.errors import UserError
-from qerl_pl.files import building, cache_root, folder_identity, locked, write_atomically
+from qerl_pl.run import checkpoints
+from qerl_pl.run.checkpoints import AtomicCheckpointIO, DamagedCheckpoint, digest_path, newest_checkpoint
+from qerl_pl.run.files import building, cache_root, folder_identity, locked, write_atomically
 
 
 def save(run: Path, step: int, value: float = 0.0) -> Path:
@@ -46,7 +46,7 @@ def test_newest_is_by_number_and_damaged_ones_are_skipped(tmp_path: Path, caplog
 def test_a_kill_while_a_checkpoint_is_replaced_leaves_the_old_one_valid(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, plain = save(tmp_path, 1, 1.0), checkpointing.write_atomically
+    path, plain = save(tmp_path, 1, 1.0), checkpoints.write_atomically
 
     def killed(target: Path, data: bytes) -> None:
         if target == path:
@@ -54,7 +54,7 @@ def test_a_kill_while_a_checkpoint_is_replaced_leaves_the_old_one_valid(
         plain(target, data)
 
     with monkeypatch.context() as patched:
-        patched.setattr(checkpointing, "write_atomically", killed)
+        patched.setattr(checkpoints, "write_atomically", killed)
         for _ in range(2):
             with pytest.raises(KeyboardInterrupt):
                 save(tmp_path, 1, 2.0)
@@ -121,7 +121,7 @@ def test_a_process_killed_while_writing_leaves_the_old_file(tmp_path: Path) -> N
     path = tmp_path / "file"
     write_atomically(path, b"old")
     program = (
-        "import os, signal, sys, pathlib, qerl_pl.files as f\n"
+        "import os, signal, sys, pathlib, qerl_pl.run.files as f\n"
         "os.fsync = lambda fd: os.kill(os.getpid(), signal.SIGKILL)\n"
         "f.write_atomically(pathlib.Path(sys.argv[1]), b'new' * 1000)\n"
     )

@@ -18,16 +18,16 @@ from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from qerl_pl.callbacks import AdaptiveQuantizationNoise, RolloutCallback
-from qerl_pl.callbacks.agreement import Agreement, require_agreement
-from qerl_pl.checkpointing import newest_checkpoint
-from qerl_pl.checkpoints import is_nvfp4
-from qerl_pl.cli import QeRLCLI, main
+from qerl_pl.cli.main import QeRLCLI, main
 from qerl_pl.datamodules import ArithmeticDataModule
 from qerl_pl.engines import TransformersEngine
 from qerl_pl.errors import UserError
-from qerl_pl.experience import Experience
+from qerl_pl.formats.model_files import is_nvfp4
 from qerl_pl.modules import QeRLModule
 from qerl_pl.modules.update import PolicyUpdate
+from qerl_pl.rollout.agreement import Agreement, require_agreement
+from qerl_pl.rollout.experience import Experience
+from qerl_pl.run.checkpoints import newest_checkpoint
 from qerl_pl.types import SamplingConfig
 
 CALLBACKS = "qerl_pl.callbacks."
@@ -202,7 +202,7 @@ def train(
     config = {"policy": {"path": str(base), "dtype": dtype, "lora": {"rank": 4}, "train_norms": True}}
     config["optimizer"] = {"class_path": "torch.optim.AdamW", "init_args": {"lr": lr}}
     config["warmup_ratio"] = 0.0
-    config["objective"] = {"class_path": "qerl_pl.objectives.GRPO", "init_args": {"beta": beta}}
+    config["objective"] = {"class_path": "qerl_pl.algorithm.GRPO", "init_args": {"beta": beta}}
     module: QeRLModule = parser.instantiate_classes(parser.parse_object({"model": config})).model
     from fit_helpers import Vowels
 
@@ -460,7 +460,7 @@ def test_a_run_whose_completions_are_all_truncated_claims_no_means(
     tiny_policy_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = settings_of(tiny_policy_dir, tmp_path / "run")
-    settings["model"]["objective"] = {"class_path": "qerl_pl.objectives.DAPO"}  # leaves truncated completions out
+    settings["model"]["objective"] = {"class_path": "qerl_pl.algorithm.DAPO"}  # leaves truncated completions out
     callback_of(settings, "RolloutCallback")["init_args"]["sampling"] = {"max_tokens": 1}
     fit(settings, monkeypatch)
     events = EventAccumulator(str(tmp_path / "run")).Reload()

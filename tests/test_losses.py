@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from qerl_pl import losses
+from qerl_pl.algorithm import losses
 
 
 def f64(values: list) -> Tensor:

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from qerl_pl.callbacks import RolloutCallback
-from qerl_pl.cli import main
+from qerl_pl.cli.main import main
 
 ROOT = Path(__file__).parents[1]
 QUICKSTART = ROOT / "configs" / "quickstart.yaml"
@@ -35,7 +35,7 @@ def complaint(capsys: pytest.CaptureFixture[str], *args: str) -> str:
 PARSED = {
     "unknown key": (["--model.policy.lora.rnk", "4"], "model.policy.lora.rnk"),
     "abbreviated key": (["--model.lr", "1"], "unrecognized arguments: --model.lr 1"),
-    "unknown class": (["--model.objective", "qerl_pl.objectives.PPO"], "no attribute 'PPO'"),
+    "unknown class": (["--model.objective", "qerl_pl.algorithm.objectives.PPO"], "no attribute 'PPO'"),
     "unknown module": (["--data", "nowhere.Data"], "No module named 'nowhere'"),
     "wrong type": (["--model.warmup_ratio", "much"], "model.warmup_ratio.*float.*much"),
     "wrong choice": (["--model.policy.quantization", "int8"], "nvfp4.*none.*int8"),

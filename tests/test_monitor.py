@@ -10,11 +10,11 @@ from fit_helpers import configuration
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoConfig
 
-from qerl_pl.callbacks.memory import DeviceMemory, MemoryReport, measure_memory
-from qerl_pl.cli import QeRLCLI
+from qerl_pl.callbacks.memory_report import DeviceMemory, MemoryReport, measure_memory
+from qerl_pl.cli.main import QeRLCLI
 from qerl_pl.engines.base import LentLinear, LentWeights
+from qerl_pl.formats.quantize import quantize_checkpoint
 from qerl_pl.modules import LoraConfig, Policy, PolicyConfig
-from qerl_pl.quantize import quantize_checkpoint
 
 CPU = torch.device("cpu")
 GIB = 2**30

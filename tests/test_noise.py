@@ -6,8 +6,9 @@ from collections import Counter
 import pytest
 import torch
 
+from qerl_pl.algorithm.noise import NoiseSchedule, NormNoise, noise_sigma
 from qerl_pl.errors import UserError
-from qerl_pl.noise import NoiseSchedule, NormNoise, noise_sigma, noisy_norm_names
+from qerl_pl.formats.architecture import noisy_norm_names
 
 BY_HAND = {
     # sigma_start 0.01, sigma_end 0.0001, K = 3: k = 2 is half way.

@@ -8,8 +8,8 @@ import torch
 from jsonargparse import auto_cli
 from torch import Tensor
 
+from qerl_pl.algorithm.objectives import BNPO, CISPO, DAPO, GRPO, GSPO, DrGRPO, LossInputs, Objective
 from qerl_pl.errors import UserError
-from qerl_pl.objectives import BNPO, CISPO, DAPO, GRPO, GSPO, DrGRPO, LossInputs, Objective
 
 OBJECTIVES = [
     GRPO(),
@@ -240,7 +240,7 @@ def test_yaml_configures_an_objective() -> None:
     def configured(objective: Objective) -> Objective:
         return objective
 
-    given = ["--objective=qerl_pl.objectives.DAPO", "--objective.epsilon_high=0.3", "--objective.importance_cap=null"]
+    given = ["--objective=qerl_pl.algorithm.DAPO", "--objective.epsilon_high=0.3", "--objective.importance_cap=null"]
     assert auto_cli(configured, args=given, as_positional=False) == DAPO(
         epsilon_high=0.3, importance_cap=None, mask_truncated=True
     )

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from jsonargparse import ArgumentParser
 
+from qerl_pl.cli.overrides import expand_item_overrides
 from qerl_pl.errors import UserError
-from qerl_pl.overrides import expand_item_overrides
 
 STOP = "lightning.pytorch.callbacks.EarlyStopping"
 RATE = "lightning.pytorch.callbacks.LearningRateMonitor"

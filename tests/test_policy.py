@@ -12,12 +12,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from qerl_pl.checkpoints import write_dense_checkpoint
 from qerl_pl.engines.base import LentLinear, LentWeights
 from qerl_pl.errors import UserError
+from qerl_pl.formats.model_files import write_dense_checkpoint
+from qerl_pl.formats.quantize import quantize_checkpoint
 from qerl_pl.modules import LoraConfig, Policy, PolicyConfig
 from qerl_pl.modules.nvfp4 import NVFP4Linear
-from qerl_pl.quantize import quantize_checkpoint
 
 CPU = torch.device("cpu")
 

@@ -17,12 +17,12 @@ from qerl_kernels import (
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from qerl_pl.checkpoints import load_dense_state, read_config, weight_map, write_dense_checkpoint
-from qerl_pl.cli import main
+from qerl_pl.cli.main import main
 from qerl_pl.errors import UserError
+from qerl_pl.formats.model_files import load_dense_state, read_config, weight_map, write_dense_checkpoint
+from qerl_pl.formats.quantize import backend_for, quantize_checkpoint
 from qerl_pl.modules.base_model import resolve_base
 from qerl_pl.modules.policy import PolicyConfig
-from qerl_pl.quantize import backend_for, quantize_checkpoint
 
 UP = "model.layers.0.mlp.up_proj.weight"
 
@@ -48,7 +48,7 @@ def changed(source: Path, target: Path, **tensors: torch.Tensor) -> Path:
 def test_every_projection_is_quantized_by_the_recipe_and_nothing_else(
     tiny_policy_dir: Path, tmp_path: Path, scales, power_of_two, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("qerl_pl.quantize.CHUNK", 640)  # matrices of 64 or 128 columns, some with a rest
+    monkeypatch.setattr("qerl_pl.formats.quantize.CHUNK", 640)  # matrices of 64 or 128 columns, some with a rest
     options = ["--scales", scales, "--power_of_two", str(power_of_two).lower()]
     assert main(["quantize", str(tiny_policy_dir), str(tmp_path / "out"), *options]) == 0
     source = load_file(tiny_policy_dir / "model.safetensors")
@@ -100,7 +100,7 @@ def test_the_log_names_the_mean_and_the_worst_matrix(
     outlier[:, ::16] = 11.0  # scale 11/6, so that every 1 becomes 0.917
     outlier[:, 1::2] = 0.4  # and every 0.4 becomes 0
     source = changed(tiny_policy_dir, tmp_path / "source", down_proj=outlier, up_proj=torch.zeros(128, 64))
-    with caplog.at_level(logging.INFO, "qerl_pl.quantize"):
+    with caplog.at_level(logging.INFO, "qerl_pl.formats.quantize"):
         quantize_checkpoint(source, tmp_path / "out")
     report = json.loads((tmp_path / "out" / "quantization_report.json").read_text())
     worst = max(report["relative_squared_error"].values())
@@ -270,7 +270,7 @@ def test_refuses_another_quantized_format(tiny_policy_dir: Path, tmp_path: Path)
 def test_large_checkpoints_are_sharded_with_an_index(
     tiny_policy_dir: Path, quantized: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("qerl_pl.checkpoints.SHARD_BYTES", 50_000)
+    monkeypatch.setattr("qerl_pl.formats.model_files.SHARD_BYTES", 50_000)
     quantize_checkpoint(tiny_policy_dir, tmp_path / "sharded")
     assert len(list((tmp_path / "sharded").glob("model-*-of-*.safetensors"))) > 2
     one, many = (load_dense_state(folder, torch.float32) for folder in (quantized, tmp_path / "sharded"))

@@ -11,10 +11,10 @@ from compressed_tensors.quantization.utils import calculate_qparams
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from qerl_pl.checkpoints import load_dense_state, read_config
-from qerl_pl.cli import main
+from qerl_pl.cli.main import main
 from qerl_pl.errors import UserError
-from qerl_pl.quantize import quantize_checkpoint
+from qerl_pl.formats.model_files import load_dense_state, read_config
+from qerl_pl.formats.quantize import quantize_checkpoint
 
 
 @pytest.fixture(scope="module")

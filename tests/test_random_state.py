@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from qerl_pl.modules.packing import Packing, packed_attention
-from qerl_pl.random_state import deterministic, strictly_deterministic_gradient
+from qerl_pl.run.random_state import deterministic, strictly_deterministic_gradient
 
 
 def settings() -> tuple[bool, bool, bool]:

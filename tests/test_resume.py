@@ -13,8 +13,8 @@ import torch
 from fit_helpers import configuration, fit
 from safetensors.torch import load_file
 
-from qerl_pl.checkpointing import newest_checkpoint
-from qerl_pl.files import locked
+from qerl_pl.run.checkpoints import newest_checkpoint
+from qerl_pl.run.files import locked
 
 
 def stop_where_an_update_may_not_repeat() -> None:
@@ -94,9 +94,9 @@ def die_before_the_first_checkpoint() -> None:
 
 def die_while_writing_the_second_checkpoint() -> None:
     """SIGKILL when the checkpoint of the sixth rollout is half written: its digest is there, its file is not."""
-    from qerl_pl import checkpointing
+    from qerl_pl.run import checkpoints
 
-    plain = checkpointing.write_atomically
+    plain = checkpoints.write_atomically
 
     def write(path: Path, data: bytes) -> None:
         if path.name == "step=6.ckpt":
@@ -104,7 +104,7 @@ def die_while_writing_the_second_checkpoint() -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         plain(path, data)
 
-    checkpointing.write_atomically = write
+    checkpoints.write_atomically = write
 
 
 def ask_to_stop_in_generation(number: int, rollout: int = 5) -> Callable[[], None]:

@@ -10,8 +10,8 @@ import torch
 
 from qerl_pl.errors import UserError
 from qerl_pl.rewards import Format, GSM8KAnswer, OverlongPenalty, RewardSample, score
+from qerl_pl.rewards.format_and_length import last_tagged
 from qerl_pl.rewards.gsm8k_answer import parse_number
-from qerl_pl.rewards.shape import last_tagged
 
 
 def sample(completion: str, reference: str = "18", num_tokens: int = 5) -> RewardSample:

@@ -1,8 +1,8 @@
 """Callbacks: each does one thing around the training step, and only `RolloutCallback` is needed."""
 
 from qerl_pl.callbacks.aqn import AdaptiveQuantizationNoise
-from qerl_pl.callbacks.checkpoint import Preempted, ResumeCheckpoint
 from qerl_pl.callbacks.monitor import Monitor
+from qerl_pl.callbacks.resume import Preempted, ResumeCheckpoint
 from qerl_pl.callbacks.rollout import RolloutCallback
 from qerl_pl.callbacks.samples import CompletionLog
 from qerl_pl.callbacks.summary import RunSummary

@@ -4,9 +4,9 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from qerl_pl.algorithm.noise import Decay, NoiseSchedule, NormNoise
 from qerl_pl.errors import UserError
 from qerl_pl.modules.qerl import QeRLModule
-from qerl_pl.noise import Decay, NoiseSchedule, NormNoise
 
 
 class AdaptiveQuantizationNoise(Callback):

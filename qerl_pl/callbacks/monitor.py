@@ -9,9 +9,9 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 
-from qerl_pl.callbacks.memory import MemoryReport, device_memory, gradient_gib, measure_memory
+from qerl_pl.callbacks.memory_report import MemoryReport, device_memory, gradient_gib, measure_memory
 from qerl_pl.callbacks.rollout import RolloutCallback
-from qerl_pl.engines.sizes import GIB
+from qerl_pl.engines.capacity import GIB
 from qerl_pl.modules.qerl import QeRLModule
 
 log = logging.getLogger(__name__)

@@ -10,18 +10,18 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
-from qerl_pl.advantages import informative_groups
-from qerl_pl.callbacks.agreement import measure_agreement, require_agreement
-from qerl_pl.callbacks.scoring import Groups, reward_metrics, score_completions
+from qerl_pl.algorithm.advantages import informative_groups
 from qerl_pl.datamodules.base import PromptDataModule
 from qerl_pl.engines.base import EngineSpec, RolloutEngine
 from qerl_pl.engines.transformers import TransformersEngine
 from qerl_pl.errors import UserError, require_at_least
-from qerl_pl.experience import Experience, pad_completions
 from qerl_pl.modules.qerl import QeRLModule
-from qerl_pl.random_state import random_state_kept
 from qerl_pl.rewards import OverlongPenalty, Reward, ScoredBatch, check_rewards
-from qerl_pl.seeding import stream_seed
+from qerl_pl.rollout.agreement import measure_agreement, require_agreement
+from qerl_pl.rollout.experience import Experience, pad_completions
+from qerl_pl.rollout.scoring import Groups, reward_metrics, score_completions
+from qerl_pl.run.random_state import random_state_kept
+from qerl_pl.run.seeding import stream_seed
 from qerl_pl.types import Completion, Evaluation, Prompt, RolloutRequest, SamplingConfig
 
 log = logging.getLogger(__name__)

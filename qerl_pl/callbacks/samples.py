@@ -10,10 +10,10 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 
-from qerl_pl.devices import writes_files
 from qerl_pl.errors import require_at_least
-from qerl_pl.experience import CompletionRecord, Experience
 from qerl_pl.modules.qerl import QeRLModule
+from qerl_pl.rollout.experience import CompletionRecord, Experience
+from qerl_pl.run.devices import writes_files
 
 
 class CompletionLog(Callback):

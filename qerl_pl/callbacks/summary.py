@@ -11,9 +11,9 @@ from lightning.pytorch.trainer.states import TrainerFn
 from rich.console import Console
 from rich.table import Table
 
-from qerl_pl.devices import writes_files
-from qerl_pl.files import write_atomically
 from qerl_pl.modules.qerl import QeRLModule
+from qerl_pl.run.devices import writes_files
+from qerl_pl.run.files import write_atomically
 
 CURVES = (
     "reward/mean",

@@ -18,7 +18,7 @@ from qerl_pl.datamodules.rows import Row
 from qerl_pl.datamodules.sampler import PromptSampler
 from qerl_pl.errors import UserError, require_at_least
 from qerl_pl.prompting import SYSTEM_PROMPT, render_prompts
-from qerl_pl.seeding import stream_seed
+from qerl_pl.run.seeding import stream_seed
 from qerl_pl.types import Prompt
 
 log = logging.getLogger("qerl_pl")

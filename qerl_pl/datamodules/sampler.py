@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch.utils.data import DistributedSampler
 
-from qerl_pl.seeding import stream_seed
+from qerl_pl.run.seeding import stream_seed
 
 
 class PromptSampler(DistributedSampler[int]):

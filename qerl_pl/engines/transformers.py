@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
-from qerl_pl.checkpoints import end_token_ids, load_dense_model, load_tokenizer
 from qerl_pl.engines.base import EngineSpec, LentWeights, check_adapter, check_requests, regroup
-from qerl_pl.engines.layers import Float32Norm, LoRALinear
+from qerl_pl.engines.capacity import held_gib
 from qerl_pl.engines.sampling import pick_tokens, sampling_log_probs, uniforms
-from qerl_pl.engines.sizes import held_gib
+from qerl_pl.engines.synced_layers import SyncedLoraLinear, SyncedRMSNorm
 from qerl_pl.errors import UserError, require_at_least
-from qerl_pl.noise import noisy_norm_names
+from qerl_pl.formats.architecture import noisy_norm_names
+from qerl_pl.formats.model_files import end_token_ids, load_dense_model, load_tokenizer
 from qerl_pl.types import Completion, PolicyWeights, RolloutRequest, SamplingConfig, SyncReport
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
@@ -36,8 +36,8 @@ class TransformersEngine:
         self._spec: EngineSpec | None = None
         self._model: PreTrainedModel | None = None
         self._tokenizer: PreTrainedTokenizerBase | None = None
-        self._linears: dict[str, LoRALinear] = {}
-        self._norms: dict[str, Float32Norm] = {}
+        self._linears: dict[str, SyncedLoraLinear] = {}
+        self._norms: dict[str, SyncedRMSNorm] = {}
         self._noisy: list[str] = []
         self._ends: tuple[int, ...] = ()
 
@@ -51,12 +51,12 @@ class TransformersEngine:
         nn.Module.to(model, device=spec.device)
         names = [name for name, _ in model.named_modules()]
         for name in noisy_norm_names(names):
-            self._norms[name] = _replace(model, name, Float32Norm.of(name, model.get_submodule(name)))
+            self._norms[name] = _replace(model, name, SyncedRMSNorm.of(name, model.get_submodule(name)))
         self._noisy = list(self._norms)
         for name in names:
             module = model.get_submodule(name)
             if name.rpartition(".")[2] in spec.lora_targets and isinstance(module, nn.Linear):
-                self._linears[name] = _replace(model, name, LoRALinear(module, spec.lora_rank))
+                self._linears[name] = _replace(model, name, SyncedLoraLinear(module, spec.lora_rank))
         if not self._linears:
             raise UserError(f"LoRA targets must name linears of the base; {', '.join(spec.lora_targets)} match none")
         self._spec, self._model = spec, model
@@ -83,7 +83,7 @@ class TransformersEngine:
                 linear.write(*adapter[name], weights.scaling)
         for name in weights.norms:
             if name not in self._norms:
-                norm = Float32Norm.of(name, self._model.get_submodule(name))
+                norm = SyncedRMSNorm.of(name, self._model.get_submodule(name))
                 self._norms[name] = _replace(self._model, name, norm)
         for name, held in self._norms.items():
             noisy = weights.noise is not None and name in self._noisy

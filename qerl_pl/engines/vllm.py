@@ -12,19 +12,19 @@ import torch
 from qerl_kernels import select_backend
 from transformers import AutoConfig
 
-from qerl_pl.checkpoints import end_token_ids, is_nvfp4, load_tokenizer, write_dense_checkpoint
 from qerl_pl.engines import vllm_worker
 from qerl_pl.engines.base import EngineSpec, LentWeights, check_adapter, check_requests, regroup
-from qerl_pl.engines.sizes import (
+from qerl_pl.engines.capacity import (
     GIB,
     check_length,
     check_marlin_shapes,
     files_gib,
     kv_bytes_per_token,
-    linear_shapes,
 )
 from qerl_pl.engines.vllm_requests import completion_of, request_params
 from qerl_pl.errors import UserError, require_at_least
+from qerl_pl.formats.architecture import linear_shapes
+from qerl_pl.formats.model_files import end_token_ids, is_nvfp4, load_tokenizer, write_dense_checkpoint
 from qerl_pl.types import Completion, PolicyWeights, RolloutRequest, SamplingConfig, SyncReport
 
 log = logging.getLogger(__name__)

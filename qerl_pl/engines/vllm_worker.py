@@ -17,13 +17,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from qerl_pl.algorithm.noise import NormNoise
 from qerl_pl.engines import vllm_marlin
 from qerl_pl.engines.base import EngineSpec, LentLinear, LentWeights
-from qerl_pl.engines.sizes import held_gib
+from qerl_pl.engines.capacity import held_gib
 from qerl_pl.engines.vllm_adapter import Slots, attach_adapter
 from qerl_pl.errors import UserError
-from qerl_pl.noise import NormNoise, noisy_norm_names
-from qerl_pl.random_state import random_state_kept
+from qerl_pl.formats.architecture import noisy_norm_names
+from qerl_pl.run.random_state import random_state_kept
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu_worker import Worker

@@ -8,11 +8,11 @@ import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-from qerl_pl.checkpoints import is_nvfp4, other_files
 from qerl_pl.errors import UserError
-from qerl_pl.files import cache_root, folder_identity
+from qerl_pl.formats.model_files import is_nvfp4, other_files
+from qerl_pl.formats.quantize import quantize_checkpoint
 from qerl_pl.modules.policy import PolicyConfig
-from qerl_pl.quantize import quantize_checkpoint
+from qerl_pl.run.files import cache_root, folder_identity
 from qerl_pl.toy import build_toy_policy
 
 log = logging.getLogger(__name__)

@@ -10,10 +10,10 @@ from qerl_kernels import LoraFactors
 from torch import Tensor, nn
 
 from qerl_pl.errors import UserError
+from qerl_pl.formats.architecture import LAYER_NORMS
 from qerl_pl.modules.nvfp4 import BorrowedLinear, NVFP4Linear, QuantizedLinear
 
 ADAPTER = "default"
-LAYER_NORMS = ("input_layernorm", "post_attention_layernorm")
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 

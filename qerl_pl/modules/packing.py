@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AttentionInterface
 
-from qerl_pl.random_state import strictly_deterministic_gradient
+from qerl_pl.run.random_state import strictly_deterministic_gradient
 
 ATTENTION = "qerl_packed"
 """Name under which transformers finds `packed_attention`."""

@@ -15,16 +15,16 @@ from qerl_kernels import chunked_token_logprobs
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from qerl_pl.checkpoints import TensorFiles, is_nvfp4
+from qerl_pl.algorithm.noise import NormNoise
 from qerl_pl.engines.base import LentWeights
 from qerl_pl.errors import UserError
-from qerl_pl.files import cache_root
+from qerl_pl.formats.architecture import fused_group
+from qerl_pl.formats.model_files import TensorFiles, is_nvfp4
+from qerl_pl.formats.norm import Float32RMSNorm, use_float32_norms
 from qerl_pl.modules.lora import ADAPTER, LoraConfig, LoraLinear, attach_lora
 from qerl_pl.modules.nvfp4 import BorrowedLinear, NVFP4Linear
 from qerl_pl.modules.packing import ATTENTION, Packing
-from qerl_pl.noise import NormNoise
-from qerl_pl.norm import Float32RMSNorm, use_float32_norms
-from qerl_pl.quantize import fused_group
+from qerl_pl.run.files import cache_root
 from qerl_pl.toy import ToyConfig
 from qerl_pl.types import PolicyWeights
 

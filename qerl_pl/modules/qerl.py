@@ -17,19 +17,19 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torchmetrics import MeanMetric
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, get_scheduler
 
-from qerl_pl.checkpointing import CHECKPOINT_KEY, check_fits
-from qerl_pl.devices import check_one_device, writes_files
+from qerl_pl.algorithm.noise import NormNoise
+from qerl_pl.algorithm.objectives import GRPO, Objective
 from qerl_pl.engines.base import LentWeights
 from qerl_pl.errors import UserError, require_at_least
-from qerl_pl.experience import Experience
-from qerl_pl.files import folder_identity
 from qerl_pl.modules.base_model import resolve_base
 from qerl_pl.modules.policy import Policy, PolicyConfig
 from qerl_pl.modules.update import NonFiniteLossError, PolicyUpdate
-from qerl_pl.noise import NormNoise
-from qerl_pl.objectives import GRPO, Objective
-from qerl_pl.random_state import deterministic, random_state, set_random_state
-from qerl_pl.seeding import stream_seed
+from qerl_pl.rollout.experience import Experience
+from qerl_pl.run.checkpoints import CHECKPOINT_KEY, check_fits
+from qerl_pl.run.devices import check_one_device, writes_files
+from qerl_pl.run.files import folder_identity
+from qerl_pl.run.random_state import deterministic, random_state, set_random_state
+from qerl_pl.run.seeding import stream_seed
 from qerl_pl.types import Evaluation, Prompt
 
 RATES = ("initial_lr", "weight_decay")  # of the optimizer: a resumed run takes them from its configuration
@@ -43,7 +43,7 @@ class QeRLModule(LightningModule):
 
     Args:
         policy: What the policy is made of.
-        objective: The loss; see `qerl_pl.objectives`. GRPO where none is named.
+        objective: The loss; see `qerl_pl.algorithm.objectives`. GRPO where none is named.
         optimizer: Builds the optimizer from the trained parameters.
         lr_scheduler: Name of a transformers learning-rate schedule (cosine, linear, constant_with_warmup, …).
         warmup_ratio: Share of the optimizer steps over which the learning rate rises from 0.

@@ -10,11 +10,11 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
+from qerl_pl.algorithm.objectives import LossInputs, Objective
 from qerl_pl.errors import UserError
-from qerl_pl.experience import Experience
 from qerl_pl.modules.policy import Policy
-from qerl_pl.objectives import LossInputs, Objective
-from qerl_pl.seeding import stream_seed
+from qerl_pl.rollout.experience import Experience
+from qerl_pl.run.seeding import stream_seed
 
 PER_TOKEN = {
     "policy/ratio_mean": "ratio",

@@ -6,7 +6,7 @@ from decimal import Decimal
 
 from qerl_pl.errors import UserError
 from qerl_pl.rewards.base import RewardSample
-from qerl_pl.rewards.shape import last_tagged
+from qerl_pl.rewards.format_and_length import last_tagged
 
 _NUMBER = re.compile(r"-?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?|-?\.[0-9]+")
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from qerl_pl.errors import UserError
 from qerl_pl.rewards.base import RewardSample
-from qerl_pl.rewards.shape import last_tagged
+from qerl_pl.rewards.format_and_length import last_tagged
 
 log = logging.getLogger("qerl_pl")
 

@@ -17,9 +17,9 @@ from tqdm import tqdm
 from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
 from qerl_pl.errors import UserError, require_at_least
-from qerl_pl.files import cache_root
 from qerl_pl.prompting import render_prompt
-from qerl_pl.seeding import stream_seed
+from qerl_pl.run.files import cache_root
+from qerl_pl.run.seeding import stream_seed
 from qerl_pl.toy.task import ArithmeticTask, careful_demonstration, careless_demonstration
 from qerl_pl.toy.tokenizer import VOCABULARY, build_tokenizer
 

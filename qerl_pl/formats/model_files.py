@@ -25,7 +25,7 @@ from transformers import (
 )
 
 from qerl_pl.errors import UserError
-from qerl_pl.files import building
+from qerl_pl.run.files import building
 
 NVFP4_FORMAT = "nvfp4-pack-quantized"
 QUANTIZATION_REPORT = "quantization_report.json"

@@ -13,7 +13,7 @@ from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.utilities.types import _PATH
 
 from qerl_pl.errors import UserError
-from qerl_pl.files import write_atomically
+from qerl_pl.run.files import write_atomically
 
 log = logging.getLogger(__name__)
 

@@ -11,9 +11,9 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.trainer.states import TrainerFn
 
-from qerl_pl.checkpointing import FOLDER, digest_path, resume_files
-from qerl_pl.devices import writes_files
 from qerl_pl.errors import require_at_least
+from qerl_pl.run.checkpoints import FOLDER, digest_path, resume_files
+from qerl_pl.run.devices import writes_files
 
 log = logging.getLogger(__name__)
 

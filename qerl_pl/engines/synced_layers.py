@@ -5,10 +5,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qerl_pl.norm import Float32RMSNorm
+from qerl_pl.formats.norm import Float32RMSNorm
 
 
-class LoRALinear(nn.Module):
+class SyncedLoraLinear(nn.Module):
     """base(x) + B A x, with the adapter's scaling folded into B; A [r, in], B [out, r] in the base's data type."""
 
     def __init__(self, base: nn.Linear, rank: int) -> None:
@@ -33,7 +33,7 @@ class LoRALinear(nn.Module):
         return out + F.linear(F.linear(x, self.a), self.b) if self.enabled else out
 
 
-class Float32Norm(Float32RMSNorm):
+class SyncedRMSNorm(Float32RMSNorm):
     """The sampler's norm: its scale is a clean one plus noise, both in float32."""
 
     def __init__(self, scale: Tensor, eps: float) -> None:

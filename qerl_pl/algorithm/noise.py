@@ -5,8 +5,6 @@ scales that feed the quantized projections, in the sampler only: RMSNorm(x) = (w
 """
 
 import math
-import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -14,13 +12,9 @@ import torch
 from torch import Tensor
 
 from qerl_pl.errors import UserError
-from qerl_pl.seeding import stream_seed
+from qerl_pl.run.seeding import stream_seed
 
 Decay = Literal["exponential", "linear", "cosine", "logarithmic"]
-
-NOISY_NORM = re.compile(r"(^|\.)layers\.\d+\.(input_layernorm|post_attention_layernorm)$")
-"""Modules that AQN perturbs: the norms before q, k, v and before gate, up. The final norm and the q/k norms of Qwen3
-feed no quantized linear, so they get none."""
 
 
 @dataclass(frozen=True)
@@ -47,11 +41,6 @@ class NormNoise:
         generator = torch.Generator().manual_seed(stream_seed(self.seed, "aqn", self.version, name))
         noise = torch.randn(size, generator=generator, dtype=torch.float32)
         return noise * (self.sigma / noise.square().mean().sqrt())
-
-
-def noisy_norm_names(names: Iterable[str]) -> list[str]:
-    """Those of `names` (module names) that AQN perturbs, in their order."""
-    return [name for name in names if NOISY_NORM.search(name)]
 
 
 def noise_sigma(stage: int, stages: int, sigma_start: float, sigma_end: float, decay: Decay) -> float:

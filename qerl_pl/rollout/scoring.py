@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from qerl_pl.experience import CompletionRecord
 from qerl_pl.rewards import Reward, RewardSample, ScoredBatch, score
+from qerl_pl.rollout.experience import CompletionRecord
 from qerl_pl.types import Completion, Prompt
 
 

@@ -4,21 +4,13 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from torch import Tensor
+from transformers import PretrainedConfig
 
 from qerl_pl.errors import UserError
-from qerl_pl.quantize import FUSED
+from qerl_pl.formats.architecture import FUSED
 
 GIB = 2**30
-
-
-def linear_shapes(config: PretrainedConfig) -> dict[str, tuple[int, int]]:
-    """(out, in) of every linear of a causal language model by name, from its config alone."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    modules = model.named_modules()
-    return {name: (m.out_features, m.in_features) for name, m in modules if isinstance(m, nn.Linear)}
 
 
 def held_gib(tensors: Iterable[Tensor]) -> float:

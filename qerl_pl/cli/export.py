@@ -8,12 +8,12 @@ import yaml
 from jsonargparse import ArgumentParser
 from torch import Tensor
 
-from qerl_pl.checkpointing import CHECKPOINT_KEY, AtomicCheckpointIO, check_fits, newest_checkpoint
-from qerl_pl.checkpoints import write_dense_checkpoint
 from qerl_pl.errors import UserError
-from qerl_pl.files import building, folder_identity
+from qerl_pl.formats.model_files import write_dense_checkpoint
 from qerl_pl.modules.base_model import resolve_base
 from qerl_pl.modules.policy import Policy, PolicyConfig
+from qerl_pl.run.checkpoints import CHECKPOINT_KEY, AtomicCheckpointIO, check_fits, newest_checkpoint
+from qerl_pl.run.files import building, folder_identity
 
 
 def export(run: Path, dst: Path, merge: bool = False, checkpoint: Path | None = None) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from qerl_pl.engines.base import LentWeights
-from qerl_pl.engines.sizes import GIB, held_gib
+from qerl_pl.engines.capacity import GIB, held_gib
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,9 @@ from qerl_kernels import (
 from torch import Tensor
 from tqdm import tqdm
 
-from qerl_pl.checkpoints import (
+from qerl_pl.errors import UserError
+from qerl_pl.formats.architecture import fused_group
+from qerl_pl.formats.model_files import (
     NVFP4_FORMAT,
     QUANTIZATION_REPORT,
     ShardWriter,
@@ -39,13 +41,10 @@ from qerl_pl.checkpoints import (
     is_nvfp4,
     read_config,
 )
-from qerl_pl.errors import UserError
-from qerl_pl.files import building
+from qerl_pl.run.files import building
 
 log = logging.getLogger(__name__)
 
-FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Projections that engines run as one matrix; they share one global scale."""
 CHUNK = 1 << 20
 """Weights that one CPU thread rounds at a time."""
 Format = Literal["nvfp4", "mxfp4"]
@@ -161,15 +160,6 @@ def quantize_checkpoint(
         copy_other_files(src, folder, config | {"quantization_config": quantization})
         _report(recipe, errors, folder / QUANTIZATION_REPORT)
     log.info("wrote %s checkpoint %s", format.upper(), dst)
-
-
-def fused_group(name: str) -> tuple[str, ...]:
-    """The weights that share one global scale with weight `name` ("….q_proj.weight" -> q, k and v), itself included."""
-    module, _, projection = name.removesuffix(".weight").rpartition(".")
-    for group in FUSED:
-        if projection in group:
-            return tuple(f"{module}.{member}.weight" for member in group)
-    return (name,)
 
 
 @contextmanager

@@ -19,15 +19,15 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from qerl_pl.callbacks import Preempted, RolloutCallback
-from qerl_pl.checkpointing import FOLDER, AtomicCheckpointIO, newest_checkpoint, verified_bytes
+from qerl_pl.cli.export import export
+from qerl_pl.cli.overrides import expand_item_overrides
 from qerl_pl.datamodules.base import PromptDataModule
-from qerl_pl.devices import check_one_device, writes_files
 from qerl_pl.errors import UserError
-from qerl_pl.export import export
-from qerl_pl.files import locked
+from qerl_pl.formats.quantize import quantize_checkpoint
 from qerl_pl.modules import QeRLModule
-from qerl_pl.overrides import expand_item_overrides
-from qerl_pl.quantize import quantize_checkpoint
+from qerl_pl.run.checkpoints import FOLDER, AtomicCheckpointIO, newest_checkpoint, verified_bytes
+from qerl_pl.run.devices import check_one_device, writes_files
+from qerl_pl.run.files import locked
 
 log = logging.getLogger(__name__)
 

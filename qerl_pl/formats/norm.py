@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from qerl_pl.errors import UserError
-from qerl_pl.noise import noisy_norm_names
+from qerl_pl.formats.architecture import noisy_norm_names
 
 NORM_CLASSES = ("LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm")
 """Norms that compute scale * x / sqrt(mean(x^2) + eps). Others, such as Gemma's (1 + scale), are not these."""

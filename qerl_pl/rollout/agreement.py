@@ -8,8 +8,8 @@ import torch
 
 from qerl_pl.engines.base import RolloutEngine
 from qerl_pl.errors import UserError
-from qerl_pl.experience import pad_completions
 from qerl_pl.modules.qerl import QeRLModule
+from qerl_pl.rollout.experience import pad_completions
 from qerl_pl.types import Completion, Prompt, RolloutRequest, SamplingConfig
 
 TOKENS = 16

@@ -1,4 +1,4 @@
-"""What the policy is trained for, as configured from YAML: each class picks its pieces of `qerl_pl.losses`.
+"""What the policy is trained for, as configured from YAML: each class picks its pieces of `qerl_pl.algorithm.losses`.
 
 A new objective is a subclass of `Objective` that sets `aggregation`, its defaults, and, where the algorithm has its
 own, `_ratio` and `_surrogate`.
@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from qerl_pl import losses
-from qerl_pl.advantages import AdvantageNorm, group_advantages
+from qerl_pl.algorithm import losses
+from qerl_pl.algorithm.advantages import AdvantageNorm, group_advantages
+from qerl_pl.algorithm.losses import Aggregation, KLEstimator, Surrogate
 from qerl_pl.errors import UserError
-from qerl_pl.losses import Aggregation, KLEstimator, Surrogate
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class Objective(ABC):
     @property
     @abstractmethod
     def aggregation(self) -> Aggregation:
-        """How token losses become one number, see `qerl_pl.losses.token_weights`."""
+        """How token losses become one number, see `qerl_pl.algorithm.losses.token_weights`."""
 
     @property
     def needs_reference(self) -> bool:
@@ -108,7 +108,7 @@ class Objective(ABC):
         return self.entropy_coefficient != 0
 
     def advantages(self, rewards: Tensor, group_size: int) -> Tensor:
-        """Advantages [B] of rewards [B], see `qerl_pl.advantages.group_advantages`."""
+        """Advantages [B] of rewards [B], see `qerl_pl.algorithm.advantages.group_advantages`."""
         return group_advantages(rewards, group_size, self.advantage_norm)
 
     def training_mask(self, mask: Tensor, truncated: Tensor) -> Tensor:
@@ -116,7 +116,7 @@ class Objective(ABC):
         return mask & ~truncated[:, None] if self.mask_truncated else mask
 
     def weights(self, mask: Tensor, max_tokens: int, completions: float, tokens: float) -> Tensor:
-        """Token weights [B, T] of the whole batch, see `qerl_pl.losses.token_weights`."""
+        """Token weights [B, T] of the whole batch, see `qerl_pl.algorithm.losses.token_weights`."""
         return losses.token_weights(
             mask, self.aggregation, completions=completions, tokens=tokens, max_tokens=max_tokens
         )

@@ -1,0 +1,6 @@
+"""What the policy learns by: advantages, losses and objectives, and the noise that makes it explore."""
+
+from qerl_pl.algorithm.noise import NoiseSchedule, NormNoise
+from qerl_pl.algorithm.objectives import BNPO, CISPO, DAPO, GRPO, GSPO, DrGRPO, Objective
+
+__all__ = ["BNPO", "CISPO", "DAPO", "GRPO", "GSPO", "DrGRPO", "NoiseSchedule", "NormNoise", "Objective"]

@@ -1,0 +1,1 @@
+"""From prompts to experience: what is sampled, scored and checked."""

@@ -1,0 +1,1 @@
+"""What makes a run whole and repeatable: its files, checkpoints, random streams and devices."""
