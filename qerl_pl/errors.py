@@ -1,6 +1,8 @@
-"""The one exception a user's mistake raises: the command line prints it as a single line and exits with 2."""
+"""What a user is told: mistakes, which the command line prints as one line, exiting with 2, and the end by a signal."""
 
+import signal
 from collections.abc import Mapping
+from pathlib import Path
 
 
 class UserError(ValueError):
@@ -23,3 +25,17 @@ def require_at_least(least: int, values: Mapping[str, int | None]) -> None:
     for name, value in values.items():
         if value is not None and value < least:
             raise UserError(f"{name} must be at least {least}; found {value}; set it to {least} or more")
+
+
+class Preempted(Exception):
+    """The run was asked to stop (SIGTERM, SIGINT); its state is saved.
+
+    Args:
+        signal_number: Which signal asked.
+        checkpoint: Where the state is.
+    """
+
+    def __init__(self, signal_number: int, checkpoint: Path) -> None:
+        super().__init__(f"stopped by {signal.Signals(signal_number).name}; state saved in {checkpoint}")
+        self.signal_number = signal_number
+        self.checkpoint = checkpoint

@@ -11,25 +11,11 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.trainer.states import TrainerFn
 
-from qerl_pl.errors import require_at_least
+from qerl_pl.errors import Preempted, require_at_least
 from qerl_pl.run.checkpoints import FOLDER, digest_path, resume_files
 from qerl_pl.run.devices import writes_files
 
 log = logging.getLogger(__name__)
-
-
-class Preempted(Exception):
-    """The run was asked to stop (SIGTERM, SIGINT); its state is saved.
-
-    Args:
-        signal_number: Which signal asked.
-        checkpoint: Where the state is.
-    """
-
-    def __init__(self, signal_number: int, checkpoint: Path) -> None:
-        super().__init__(f"stopped by {signal.Signals(signal_number).name}; state saved in {checkpoint}")
-        self.signal_number = signal_number
-        self.checkpoint = checkpoint
 
 
 class ResumeCheckpoint(Checkpoint):

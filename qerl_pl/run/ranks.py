@@ -1,0 +1,66 @@
+"""What the processes of a run tell each other; with one process, nothing.
+
+Every rank walks the same path with the same global numbers: what differs between ranks (which prompts it samples, the
+gradient of its completions) is put together here, in the order of ranks, so that sums have the same bits each time.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from lightning.pytorch import Trainer
+from torch import Tensor, distributed
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """One process among those of a run; the default is a run of one.
+
+    Every method is collective: all ranks call it, in the same order.
+    """
+
+    rank: int = 0
+    size: int = 1
+    objects: Any = None
+    """Process group for Python objects, over the CPUs."""
+
+    def gather(self, value: T) -> list[T]:
+        """Each rank's value, by rank."""
+        if self.size == 1:
+            return [value]
+        found: list[Any] = [None] * self.size
+        distributed.all_gather_object(found, value, group=self.objects)
+        return found
+
+    def concatenate(self, values: Iterable[T]) -> list[T]:
+        """All ranks' values in one list, by rank."""
+        return [one for part in self.gather(list(values)) for one in part]
+
+    def sum(self, tensors: Iterable[Tensor]) -> None:
+        """Replace each tensor by its sum over the ranks: one all-reduce of them all, float32 and on one device."""
+        parts = list(tensors)
+        if self.size == 1 or not parts:
+            return
+        flat = torch.cat([part.flatten() for part in parts])
+        distributed.all_reduce(flat)
+        for part, total in zip(parts, flat.split([part.numel() for part in parts]), strict=True):
+            part.copy_(total.view_as(part))
+
+    def wait(self) -> None:
+        """Go on when all ranks are here."""
+        if self.size > 1:
+            distributed.barrier(group=self.objects)
+
+
+ALONE = Ranks()
+
+
+def ranks_of(trainer: Trainer) -> Ranks:
+    """The ranks of a trainer whose processes have found each other; before that, and with one process, `ALONE`."""
+    from qerl_pl.run.strategy import RanksStrategy
+
+    strategy = trainer.strategy
+    return strategy.ranks if isinstance(strategy, RanksStrategy) else ALONE

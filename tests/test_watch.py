@@ -1,0 +1,88 @@
+"""A rank that fails ends all ranks, with its reason as the last line. Real processes over gloo."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = """
+import os, signal, sys, time
+import torch
+from torch import distributed
+from qerl_pl.errors import UserError
+from qerl_pl.run.ranks import Ranks
+from qerl_pl.run import watch as watching
+from qerl_pl.run.watch import Watch
+
+watching.PATIENCE = 6.0
+rank, fault = int(os.environ["RANK"]), sys.argv[1]
+distributed.init_process_group("gloo", rank=rank, world_size=3)
+ranks = Ranks(rank, 3, distributed.new_group(backend="gloo"))
+watch = Watch(ranks, rank, [])
+assert ranks.gather(rank) == [0, 1, 2] and ranks.concatenate([rank] * rank) == [1, 2, 2]
+a, b = torch.full((2,), float(rank)), torch.full((3, 1), 10.0 * rank)
+ranks.sum([a, b])
+assert a.tolist() == [3.0, 3.0] and b.flatten().tolist() == [30.0] * 3
+try:
+    if fault == f"raise{rank}":
+        raise UserError("a rule; found something; a remedy")
+    if fault == f"bug{rank}":
+        raise ZeroDivisionError("division by zero")
+    if fault == f"kill{rank}":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if fault == "none":
+        watch.stop(ranks)
+        time.sleep(2 * (rank == 1))  # the first rank and its store are gone then
+        sys.exit(0)
+    ranks.wait()  # one rank never comes
+except Exception as error:
+    watch.failed(error)
+    print(f"qerl: {error}", file=sys.stderr)
+    sys.exit(2)
+"""
+
+
+def run(folder: Path, fault: str, children: bool = False) -> tuple[list[int], list[str]]:
+    """Exit statuses and what each rank printed on standard error."""
+    script = folder / "ranks.py"
+    script.write_text(SCRIPT)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    common = {
+        **os.environ,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(script), fault], env={**common, "RANK": str(rank)}, stderr=subprocess.PIPE, text=True
+        )
+        for rank in range(3)
+    ]
+    printed = [process.communicate(timeout=90)[1] for process in processes]
+    return [process.returncode for process in processes], printed
+
+
+def test_ranks_that_end_together_are_no_failure(tmp_path: Path) -> None:
+    statuses, printed = run(tmp_path, "none")
+    assert statuses == [0, 0, 0], printed
+
+
+@pytest.mark.parametrize(
+    ("fault", "last", "found"),
+    [
+        ("raise1", "qerl: rank 1: a rule; found something; a remedy", [2, 2, 2]),
+        ("raise0", "qerl: a rule; found something; a remedy", [2, 2, 2]),
+        ("bug2", "qerl: rank 2: ZeroDivisionError: division by zero", [1, 1, 1]),
+        ("kill2", "qerl: rank 2: no sign of life", [1, 1, -9]),
+    ],
+)
+def test_a_rank_that_raises_ends_all_with_its_reason(tmp_path: Path, fault: str, last: str, found: list[int]) -> None:
+    statuses, printed = run(tmp_path, fault)
+    assert statuses == found, printed
+    assert printed[0].splitlines()[-1].startswith(last)
