@@ -8,27 +8,23 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import jsonargparse
 import pytest
 import torch
 import yaml
-from fit_helpers import configuration
-from lightning.pytorch import Callback, Trainer
+from fit_helpers import configuration, train
+from lightning.pytorch import Callback
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from qerl_pl.callbacks import AdaptiveQuantizationNoise, RolloutCallback
+from qerl_pl.callbacks import AdaptiveQuantizationNoise
 from qerl_pl.cli.main import QeRLCLI, main
-from qerl_pl.datamodules import ArithmeticDataModule
 from qerl_pl.engines import TransformersEngine
 from qerl_pl.errors import UserError
 from qerl_pl.formats.model_files import is_nvfp4
-from qerl_pl.modules import QeRLModule
 from qerl_pl.modules.update import PolicyUpdate
 from qerl_pl.rollout.agreement import Agreement, require_agreement
 from qerl_pl.rollout.experience import Experience
 from qerl_pl.run.checkpoints import newest_checkpoint
-from qerl_pl.types import SamplingConfig
 
 CALLBACKS = "qerl_pl.callbacks."
 TAGS = {
@@ -183,48 +179,6 @@ class Recorder(TransformersEngine):
         if self.fail and sampling.temperature > 0:
             raise RuntimeError("the engine broke")
         return completions
-
-
-def train(
-    base: Path,
-    run: Path,
-    engine: TransformersEngine,
-    dtype: str = "float32",
-    lr: float = 1e-5,
-    reward: Any = None,
-    resample_rounds: int = 0,
-    watch: Callback | None = None,
-    beta: float = 0.04,
-) -> QeRLModule:
-    """Four rollouts and a validation by Python, without the command line."""
-    parser = jsonargparse.ArgumentParser()
-    parser.add_class_arguments(QeRLModule, "model")
-    config = {"policy": {"path": str(base), "dtype": dtype, "lora": {"rank": 4}, "train_norms": True}}
-    config["optimizer"] = {"class_path": "torch.optim.AdamW", "init_args": {"lr": lr}}
-    config["warmup_ratio"] = 0.0
-    config["objective"] = {"class_path": "qerl_pl.algorithm.GRPO", "init_args": {"beta": beta}}
-    module: QeRLModule = parser.instantiate_classes(parser.parse_object({"model": config})).model
-    from fit_helpers import Vowels
-
-    rewards = [reward or Vowels()]
-    sampling = SamplingConfig(max_tokens=4)
-    rollout = RolloutCallback(rewards, engine, group_size=2, sampling=sampling, resample_rounds=resample_rounds)
-    callbacks = [rollout, AdaptiveQuantizationNoise(stages=4), *([watch] if watch else [])]
-    trainer = Trainer(
-        default_root_dir=run,
-        accelerator="cpu",
-        max_epochs=1,
-        limit_train_batches=4,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
-        callbacks=callbacks,  # type: ignore[arg-type]
-    )
-    size = 40 if resample_rounds else 8
-    trainer.fit(module, datamodule=ArithmeticDataModule(train_size=size, batch_size=2, val_size=2))
-    return module
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
