@@ -187,8 +187,9 @@ def test_noise_that_is_asked_for_is_there_and_off_in_validation(
 ) -> None:
     engine = Recorder()
     train(tiny_policy_dir, tmp_path, engine, dtype)
-    assert len(engine.syncs) == 4 + 1 + 2 * 2  # rollouts, validation, two self-checks with the adapter on and off
-    syncs = [*engine.syncs[2:3], *engine.syncs[5:]]
+    # Rollouts, validation, two self-checks with the adapter on and off, its own and a probe.
+    assert len(engine.syncs) == 4 + 1 + 2 * 4
+    syncs = [*engine.syncs[4:5], *engine.syncs[9:]]
     versions, sigmas, measured = zip(*syncs, strict=True)
     assert versions == (0, 1, 2, 3, 4)
     assert sigmas == pytest.approx((0.0, 1e-2, 1e-3, 1e-4, -1.0))  # noiseless stage, three noisy ones, validation
@@ -213,7 +214,7 @@ def test_trainer_keeps_its_bits_when_generation_raises(tiny_policy_dir: Path, tm
         monkeypatch.setattr(AdaptiveQuantizationNoise, "__init__", noisy_from_the_start(AdaptiveQuantizationNoise))
         with pytest.raises(RuntimeError, match="the engine broke"):
             train(tiny_policy_dir, tmp_path, engine)
-    assert engine.syncs[2][1] == 1e-2 and len(before) == 4
+    assert engine.syncs[4][1] == 1e-2 and len(before) == 4
     assert equal(before, held)
 
 

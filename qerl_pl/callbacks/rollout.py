@@ -3,7 +3,7 @@
 import logging
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from qerl_pl.engines.transformers import TransformersEngine
 from qerl_pl.errors import UserError, require_at_least
 from qerl_pl.modules.qerl import QeRLModule
 from qerl_pl.rewards import OverlongPenalty, Reward, ScoredBatch, check_rewards
-from qerl_pl.rollout.agreement import measure_agreement, require_agreement
+from qerl_pl.rollout.agreement import check_agreement
 from qerl_pl.rollout.experience import Experience, pad_completions
 from qerl_pl.rollout.scoring import Groups, reward_metrics, score_completions
 from qerl_pl.run.random_state import random_state_kept
@@ -141,11 +141,7 @@ class RolloutCallback(Callback):
             self.engine.wake()
         if self._rollouts < 2 or self._rollouts % self.check_every == 0:
             with _timed(times, "time/check_s"):
-                # A fresh adapter does nothing yet: one that never reaches the engine would show only much later.
-                probe = self._rollouts == 0
-                with module.policy.probed() if probe else nullcontext():
-                    found = measure_agreement(self.engine, module, batch[:2], self.sampling.max_tokens)
-                require_agreement(found, self.mismatch_bound, probe)
+                check_agreement(self.engine, module, batch[:2], self.sampling.max_tokens, self.mismatch_bound)
         self._rollouts += 1
         with _timed(times, "time/sync_s"):
             report = self.engine.sync(module.policy.weights(version, noise))
