@@ -3,7 +3,7 @@
 import multiprocessing
 import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -134,7 +134,7 @@ def train(
     engine: TransformersEngine,
     dtype: str = "float32",
     lr: float = 1e-5,
-    reward: Any = None,
+    rewards: Sequence[Any] = (),
     resample_rounds: int = 0,
     watch: Callback | None = None,
     beta: float = 0.04,
@@ -151,9 +151,9 @@ def train(
     config["objective"] = {"class_path": "qerl_pl.algorithm.GRPO", "init_args": {"beta": beta}}
     settings = config | {"warmup_ratio": 0.0} | model
     module: QeRLModule = parser.instantiate_classes(parser.parse_object({"model": settings})).model
-    rewards = [reward or Vowels()]
     sampling = SamplingConfig(max_tokens=4)
-    rollout = RolloutCallback(rewards, engine, group_size=2, sampling=sampling, resample_rounds=resample_rounds)
+    scores = [*rewards] or [Vowels()]
+    rollout = RolloutCallback(scores, engine, group_size=2, sampling=sampling, resample_rounds=resample_rounds)
     callbacks = [rollout, AdaptiveQuantizationNoise(stages=4), *([watch] if watch else [])]
     trainer = Trainer(
         default_root_dir=run,

@@ -12,7 +12,6 @@ import pytest
 import torch
 import yaml
 from fit_helpers import configuration, train
-from lightning.pytorch import Callback
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -23,7 +22,6 @@ from qerl_pl.errors import UserError
 from qerl_pl.formats.model_files import is_nvfp4
 from qerl_pl.modules.update import PolicyUpdate
 from qerl_pl.rollout.agreement import Agreement, require_agreement
-from qerl_pl.rollout.experience import Experience
 from qerl_pl.run.checkpoints import newest_checkpoint
 
 CALLBACKS = "qerl_pl.callbacks."
@@ -377,40 +375,6 @@ def test_self_check_sees_an_adapter_that_is_never_written_before_it_has_learned_
         train(tiny_policy_dir, tmp_path, Mute(), dtype=dtype, lr=0.0)
 
 
-class Picky:
-    """Finds every completion of half of the prompts equally good."""
-
-    name = "picky"
-    weight = 1.0
-
-    def __call__(self, samples: Any) -> list[float]:
-        return [0.5 if len(s.prompt) % 2 else float(sum(map(ord, s.completion)) % 97) for s in samples]
-
-
-def test_dynamic_sampling_replaces_groups_of_equal_reward(tiny_policy_dir: Path, tmp_path: Path) -> None:
-    seen: list[Experience] = []
-
-    class Watch(Callback):
-        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            self_ids = {prompt.id for prompt in batch}
-            replaced.append(len({record.prompt_id for record in outputs["experience"].records} - self_ids))
-            seen.append(outputs["experience"])
-
-    replaced: list[int] = []
-    train(tiny_policy_dir, tmp_path, Recorder(), reward=Picky(), resample_rounds=4, watch=Watch())
-    assert sum(replaced) > 0
-    for experience in seen:
-        assert len(experience) == 2 * 2 and len({record.prompt_id for record in experience.records}) == 2
-        informative = [len(record.prompt) % 2 == 0 for record in experience.records]
-        assert all(informative) and (experience.advantages != 0).all()
-        dropped = experience.metrics["completions/groups_dropped_frac"]
-        assert 0 <= dropped < 1
-        # Tokens of dropped groups are sampled too, at least one a completion.
-        more = experience.metrics["completions/sampled_tokens"] - experience.mask.sum().item()
-        assert more >= 4 * dropped / (1 - dropped) and (more > 0) == (dropped > 0)
-    assert any(experience.metrics["completions/groups_dropped_frac"] > 0 for experience in seen)
-
-
 def test_a_run_whose_completions_are_all_truncated_claims_no_means(
     tiny_policy_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -442,16 +406,3 @@ def test_the_self_check_takes_nan_for_no_agreement() -> None:
     for found in (Agreement(math.nan, 0.1, 0.1), Agreement(0.1, math.nan, 0.1)):
         with pytest.raises(UserError, match="must agree within 0.25 nats"):
             require_agreement(found, bound=0.25)
-
-
-def test_a_batch_without_any_informative_group_keeps_its_size_and_teaches_nothing(
-    tiny_policy_dir: Path, tmp_path: Path
-) -> None:
-    class Same(Picky):
-        def __call__(self, samples: Any) -> list[float]:
-            return [1.0] * len(samples)
-
-    module = train(tiny_policy_dir, tmp_path, Recorder(), reward=Same(), resample_rounds=1, beta=0.0)
-    assert module.policy_version == 4
-    trained = module.policy.trained_state()
-    assert not any(tensor.any() for name, tensor in trained.items() if "lora_B" in name)

@@ -4,10 +4,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fit_helpers import train
+import torch
+from fit_helpers import Vowels, train
+from lightning.pytorch import Callback
 
 from qerl_pl.engines import TransformersEngine
 from qerl_pl.errors import UserError
+from qerl_pl.rollout.experience import Experience
 
 
 class Forgetful(TransformersEngine):
@@ -57,3 +60,64 @@ def test_an_adapter_that_is_lost_on_waking_stops_the_run_at_the_next_self_check(
     with pytest.raises(UserError, match="engine and trainer must agree within 0.25 nats"):
         train(tiny_policy_dir, tmp_path, engine, lr=lr)
     assert engine.rollouts == 1
+
+
+class Odd:
+    """Finds the completions of half of the prompts all right, of the others those with an odd sum of letters."""
+
+    name = "odd"
+    weight = 1.0
+
+    def __call__(self, samples: Any) -> list[float]:
+        return [float(len(s.prompt) % 2 or sum(map(ord, s.completion)) % 2) for s in samples]
+
+
+class Watch(Callback):
+    """Keeps every experience."""
+
+    def __init__(self) -> None:
+        self.seen: list[Experience] = []
+        self.replaced = 0
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.seen.append(outputs["experience"])
+        asked = {prompt.id for prompt in batch}
+        self.replaced += len({record.prompt_id for record in outputs["experience"].records} - asked)
+
+
+def test_dynamic_sampling_replaces_groups_all_right_or_all_wrong_whatever_other_rewards_say(
+    tiny_policy_dir: Path, tmp_path: Path
+) -> None:
+    watch = Watch()
+    train(tiny_policy_dir, tmp_path, TransformersEngine(), rewards=[Odd(), Vowels()], resample_rounds=9, watch=watch)
+    assert watch.replaced > 0
+    for experience in watch.seen:
+        assert len(experience) == 2 * 2 and len({record.prompt_id for record in experience.records}) == 2
+        right = torch.tensor([record.rewards["odd"] for record in experience.records]).view(2, 2)
+        assert right.sum(dim=1).tolist() == [1.0, 1.0]
+        assert (experience.advantages != 0).all()
+        dropped = experience.metrics["completions/groups_dropped_frac"]
+        assert 0 <= dropped < 1
+        # Tokens of dropped groups are sampled too, at least one a completion.
+        more = experience.metrics["completions/sampled_tokens"] - experience.mask.sum().item()
+        assert more >= 4 * dropped / (1 - dropped) and (more > 0) == (dropped > 0)
+    assert any(experience.metrics["completions/groups_dropped_frac"] > 0 for experience in watch.seen)
+
+
+class Same:
+    """Finds everything equally good."""
+
+    name = "same"
+    weight = 1.0
+
+    def __call__(self, samples: Any) -> list[float]:
+        return [1.0] * len(samples)
+
+
+def test_a_batch_without_any_informative_group_keeps_its_size_and_teaches_nothing(
+    tiny_policy_dir: Path, tmp_path: Path
+) -> None:
+    module = train(tiny_policy_dir, tmp_path, TransformersEngine(), rewards=[Same()], resample_rounds=1, beta=0.0)
+    assert module.policy_version == 4
+    trained = module.policy.trained_state()
+    assert not any(tensor.any() for name, tensor in trained.items() if "lora_B" in name)

@@ -46,8 +46,9 @@ class RolloutCallback(Callback):
         group_size: Completions a prompt (G), at least 2.
         sampling: How training completions are sampled. Evaluation samples at temperature 1 and greedily, with the
             same token limit and stop strings.
-        resample_rounds: Dynamic sampling (DAPO): groups whose rewards are all equal teach nothing, so they are dropped
-            and other prompts are sampled instead, up to this many times. 0 keeps every group.
+        resample_rounds: Dynamic sampling (DAPO): groups whose answers are all right or all wrong by `accuracy_reward`,
+            whatever the other rewards say, are dropped (as are those of equal totals, which have no advantages), and
+            other prompts are sampled instead, up to this many times. 0 keeps every group.
         eval_samples: Samples a held-out prompt for pass@1.
         mismatch_bound: Nats a token that engine and trainer may differ by: more stops the run in the self-check
             (without noise, at the first rollout, after the first sleep, and then every `check_every` rollouts), and
@@ -175,7 +176,7 @@ class RolloutCallback(Callback):
             tokens += sum(len(one.token_ids) for group in completions for one in group)
             keep = torch.ones(len(prompts), dtype=torch.bool)
             if self.resample_rounds > 0:
-                keep = informative_groups(scored.total, self.group_size)
+                keep = informative_groups(scored.total, self._correct(scored), self.group_size)
             groups.extend(prompts, completions, records, keep)
             dropped.extend(prompts, completions, records, ~keep)
             missing = wanted - len(groups.prompts)
@@ -272,10 +273,13 @@ class RolloutCallback(Callback):
             completions = self._generate(module, batch, sampling, samples, ("evaluation",))
             with random_state_kept():  # a reward may draw, and how often one evaluates must not change the training
                 scored, _ = score_completions(self.rewards, module.tokenizer, batch, completions)
-            right = (scored.parts[self.accuracy_reward] > 0.5).float()
-            correct.append(right.view(len(batch), samples).mean(dim=1))
+            correct.append(self._correct(scored).float().view(len(batch), samples).mean(dim=1))
         self.engine.sleep()
         module.evaluate(Evaluation(greedy_correct=correct[0], sampled_correct=correct[1]))
+
+    def _correct(self, scored: ScoredBatch) -> Tensor:
+        """Which completions are right, bool [B]."""
+        return scored.parts[self.accuracy_reward] > 0.5
 
 
 def _module(module: LightningModule) -> QeRLModule:
