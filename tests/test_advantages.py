@@ -27,6 +27,12 @@ def test_none_only_subtracts_the_mean_of_the_group() -> None:
 
 
 @pytest.mark.parametrize("normalize", ["group", "batch", "none"])
+@pytest.mark.filterwarnings("error")
+def test_without_groups_there_are_no_advantages(normalize) -> None:
+    assert group_advantages(torch.zeros(0), 4, normalize).shape == (0,)
+
+
+@pytest.mark.parametrize("normalize", ["group", "batch", "none"])
 def test_equal_rewards_give_exactly_zero(normalize) -> None:
     # In float32 the mean of seven times 0.1 is not 0.1.
     rewards = torch.full((7,), 0.1)

@@ -1,5 +1,6 @@
 """What a rollout hands over, and when it stops the run: by runs on a tiny policy."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -114,10 +115,54 @@ class Same:
         return [1.0] * len(samples)
 
 
-def test_a_batch_without_any_informative_group_keeps_its_size_and_teaches_nothing(
+class Start(Watch):
+    """Also keeps what was there before the first step."""
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self.trained = {name: tensor.clone() for name, tensor in pl_module.policy.trained_state().items()}
+
+
+def test_rollouts_without_any_informative_group_change_nothing_but_the_version(
+    tiny_policy_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    watch = Start()
+    module = train(
+        tiny_policy_dir,
+        tmp_path,
+        TransformersEngine(),
+        rewards=[Same(), Vowels(weight=0.0)],
+        resample_rounds=1,
+        lr=0.05,
+        watch=watch,
+        minibatches=2,
+        policy={"path": str(tiny_policy_dir), "dtype": "float32", "lora": {"rank": 4, "dropout": 0.5}},
+    )
+    assert module.policy_version == 4 and module.trainer.global_step == 4 * 2
+    now = module.policy.trained_state()
+    assert all(torch.equal(now[name], before) for name, before in watch.trained.items())  # no KL, no weight decay
+    assert not module.trainer.optimizers[0].state
+    assert module.lr_schedulers().last_epoch == 4 * 2
+    metrics = {name: value.item() for name, value in module.trainer.callback_metrics.items()}
+    over_nothing = ("policy/", "mismatch/", "completions/length", "completions/truncated")
+    for name, value in metrics.items():
+        assert math.isnan(value) == name.startswith(over_nothing), name
+    assert metrics["completions/groups_dropped_frac"] == 1 and metrics["reward/same"] == 1
+    assert metrics["completions/sampled_tokens"] > 0 and metrics["optim/grad_norm"] == 0
+    assert [len(experience) for experience in watch.seen] == [0] * 4
+    assert caplog.text.count("teaches nothing: none of 4 groups has right and wrong answers") == 4
+
+
+def test_groups_left_over_when_the_rounds_are_spent_neither_train_nor_count(
     tiny_policy_dir: Path, tmp_path: Path
 ) -> None:
-    module = train(tiny_policy_dir, tmp_path, TransformersEngine(), rewards=[Same()], resample_rounds=1, beta=0.0)
-    assert module.policy_version == 4
-    trained = module.policy.trained_state()
-    assert not any(tensor.any() for name, tensor in trained.items() if "lora_B" in name)
+    watch = Watch()
+    train(tiny_policy_dir, tmp_path, TransformersEngine(), rewards=[Odd(), Vowels()], resample_rounds=1, watch=watch)
+    assert {len(experience) for experience in watch.seen} > {2}  # one group of two where another is missing
+    for experience in watch.seen:
+        right = [record.rewards["odd"] for record in experience.records]
+        assert sum(right) == len(experience) / 2 == experience.advantages.gt(0).sum()
+        if len(experience):
+            lengths = experience.mask.sum(dim=1).float()
+            assert experience.metrics["completions/length_mean"] == lengths.mean()
+            assert experience.metrics["completions/length_max"] == lengths.max()
+            assert experience.tokens.shape[1] == experience.lengths.max()

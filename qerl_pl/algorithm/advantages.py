@@ -32,12 +32,14 @@ def group_advantages(rewards: Tensor, group_size: int, normalize: AdvantageNorm)
         normalize: See above.
 
     Returns:
-        [B], floating point. Exactly 0 for every completion of a group whose rewards are all equal.
+        [B], floating point. Exactly 0 for every completion of a group whose rewards are all equal; B may be 0.
 
     Raises:
         UserError: G < 2, or G does not divide B.
     """
     groups = _grouped(rewards, group_size)
+    if not len(groups):
+        return groups.flatten()
     centered = groups - groups.mean(dim=1, keepdim=True)
     if normalize == "group":
         centered = centered / (groups.std(dim=1, keepdim=True) + STD_EPSILON)
@@ -78,7 +80,7 @@ def _grouped(rewards: Tensor, group_size: int) -> Tensor:
             f"The number of rewards must be a multiple of the group size; found {rewards.numel()} rewards in groups of "
             f"{group_size}; choose sizes that divide."
         )
-    groups = rewards.reshape(-1, group_size)
+    groups = rewards.reshape(rewards.numel() // group_size, group_size)
     return groups if groups.is_floating_point() else groups.float()
 
 

@@ -1,6 +1,7 @@
 """The rollout callback: before each batch it syncs the engine, samples, scores, and hands over the experience."""
 
 import logging
+import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -48,7 +49,8 @@ class RolloutCallback(Callback):
             same token limit and stop strings.
         resample_rounds: Dynamic sampling (DAPO): groups whose answers are all right or all wrong by `accuracy_reward`,
             whatever the other rewards say, are dropped (as are those of equal totals, which have no advantages), and
-            other prompts are sampled instead, up to this many times. 0 keeps every group.
+            other prompts are sampled instead, up to this many times. What is still missing then is left out: a rollout
+            may train on fewer groups, or on none. 0 keeps every group.
         eval_samples: Samples a held-out prompt for pass@1.
         mismatch_bound: Nats a token that engine and trainer may differ by: more stops the run in the self-check
             (without noise, at the first rollout, after the first sleep, and then every `check_every` rollouts), and
@@ -189,10 +191,8 @@ class RolloutCallback(Callback):
         metrics["completions/groups_dropped_frac"] = len(dropped.prompts) / sampled
         metrics["completions/sampled_tokens"] = tokens
         metrics |= reward_metrics(scores)
-        if len(groups.prompts) < wanted:  # what is left over has no advantages, and keeps the batch's size
-            rest = torch.ones(len(dropped.prompts), dtype=torch.bool)
-            groups.extend(dropped.prompts, dropped.completions, dropped.records, rest)
-            groups.first(wanted)
+        if not groups.prompts:
+            log.warning("rollout %d teaches nothing: none of %d groups has right and wrong answers", version, sampled)
         return groups, torch.tensor([record.rewards["total"] for record in groups.records])
 
     def _generate(
@@ -218,9 +218,9 @@ class RolloutCallback(Callback):
             groups.prompts, groups.completions, 0 if pad is None else int(pad)
         )
         sampled = mask.sum(dim=1).float()
-        truncated = torch.tensor([one.truncated for group in groups.completions for one in group])
-        metrics["completions/length_mean"] = sampled.mean().item()
-        metrics["completions/length_max"] = sampled.max().item()
+        truncated = torch.tensor([one.truncated for group in groups.completions for one in group], dtype=torch.bool)
+        metrics["completions/length_mean"] = sampled.mean().item()  # nan, as all means here, where nothing trains
+        metrics["completions/length_max"] = sampled.max().item() if len(sampled) else math.nan
         metrics["completions/truncated_frac"] = truncated.float().mean().item()
         return Experience(
             version=module.policy_version,
