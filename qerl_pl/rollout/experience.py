@@ -25,7 +25,7 @@ class CompletionRecord:
 
 @dataclass(frozen=True)
 class Experience:
-    """The completions of one rollout, the G of each prompt next to each other."""
+    """The completions of one rollout that train, the G of each prompt next to each other; B may be 0."""
 
     version: int
     """Policy version that sampled them."""
@@ -72,8 +72,9 @@ def pad_completions(
         (tokens int64 [B, T], lengths int64 [B], mask bool [B, T], sampler_logprobs float32 [B, T]).
     """
     rows = [(prompt, completion) for prompt, group in zip(prompts, completions, strict=True) for completion in group]
-    lengths = torch.tensor([len(prompt.token_ids) + len(completion.token_ids) for prompt, completion in rows])
-    tokens = torch.full((len(rows), int(lengths.max())), pad_id, dtype=torch.int64)
+    sizes = [len(prompt.token_ids) + len(completion.token_ids) for prompt, completion in rows]
+    lengths = torch.tensor(sizes, dtype=torch.int64)
+    tokens = torch.full((len(rows), max(sizes, default=0)), pad_id, dtype=torch.int64)
     mask = torch.zeros_like(tokens, dtype=torch.bool)
     logprobs = torch.zeros_like(tokens, dtype=torch.float32)
     for row, (prompt, completion) in enumerate(rows):

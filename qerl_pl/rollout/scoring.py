@@ -29,11 +29,6 @@ class Groups:
             self.completions.append(completions[group])
             self.records.extend(records[group * size : (group + 1) * size])
 
-    def first(self, count: int) -> None:
-        """Drop what is beyond the first `count` groups."""
-        size = len(self.completions[0])
-        del self.prompts[count:], self.completions[count:], self.records[count * size :]
-
 
 def score_completions(
     rewards: Sequence[Reward],
