@@ -2,10 +2,11 @@
 
 from qerl_pl.callbacks.aqn import AdaptiveQuantizationNoise
 from qerl_pl.callbacks.monitor import Monitor
-from qerl_pl.callbacks.resume import Preempted, ResumeCheckpoint
+from qerl_pl.callbacks.resume import ResumeCheckpoint
 from qerl_pl.callbacks.rollout import RolloutCallback
 from qerl_pl.callbacks.samples import CompletionLog
 from qerl_pl.callbacks.summary import RunSummary
+from qerl_pl.errors import Preempted
 
 __all__ = [
     "AdaptiveQuantizationNoise",

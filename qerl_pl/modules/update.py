@@ -7,13 +7,14 @@ from dataclasses import dataclass
 
 import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from qerl_pl.algorithm.objectives import LossInputs, Objective
 from qerl_pl.errors import UserError
 from qerl_pl.modules.policy import Policy
 from qerl_pl.rollout.experience import Experience
+from qerl_pl.run.ranks import ALONE, Ranks
 from qerl_pl.run.seeding import stream_seed
 
 PER_TOKEN = {
@@ -82,6 +83,7 @@ class PolicyUpdate:
         optimizer: LightningOptimizer,
         schedule: LRScheduler,
         backward: Callable[[Tensor], None],
+        ranks: Ranks = ALONE,
     ) -> dict[str, float]:
         """Update the policy.
 
@@ -91,25 +93,38 @@ class PolicyUpdate:
             optimizer: Of the policy's trained parameters.
             schedule: Learning rate, a step an optimizer step.
             backward: Runs a loss's backward pass (`LightningModule.manual_backward`).
+            ranks: Who learns with this process, each from the experience of its own completions. All take the steps
+                that one process with all completions would take.
 
         Returns:
-            Means over tokens by TensorBoard tag, nan where none was learned from, and learning rate, loss and gradient
-            norm.
+            Means over the tokens of all ranks by TensorBoard tag, nan where none was learned from, and learning rate,
+            loss and gradient norm.
 
         Raises:
             NonFiniteLossError: Loss or gradient is not finite.
         """
-        torch.manual_seed(stream_seed(self.seed, "update", experience.version))  # dropout
+        own_stream = (ranks.rank,) if ranks.rank else ()
+        torch.manual_seed(stream_seed(self.seed, "update", experience.version, *own_stream))  # dropout
         mask = self.objective.training_mask(experience.mask, experience.truncated)
+        places, tokens_of = self._everywhere(experience, mask, ranks)
         old = self._old_logprobs(policy, experience, mask)
         reference = self._reference_logprobs(policy, experience, mask)
         parameters = [parameter for parameter in policy.parameters() if parameter.requires_grad]
         totals: dict[str, float] = defaultdict(float)
         policy.train()
-        for rows in self._minibatch_rows(experience):
+        for step_places in self._minibatches(experience.version, len(tokens_of)):
             optimizer.zero_grad()
-            for name, value in self._accumulate(policy, experience, mask, old, reference, rows, backward).items():
-                totals[name] += value
+            tokens = tokens_of[step_places].sum().item()
+            rows = _rows_at(step_places, places, len(tokens_of))
+            weights = self.objective.weights(
+                mask[rows], experience.max_tokens, float(len(step_places)), max(tokens, 1.0)
+            )
+            sums = self._accumulate(policy, experience, mask, old, reference, rows, weights, backward)
+            if tokens > 0:  # else no rank has a gradient, and none is made
+                ranks.sum(_gradients(parameters, ranks))
+            for part in ranks.gather(dict(sums)):
+                for name, value in part.items():
+                    totals[name] += value
             norm = torch.nn.utils.clip_grad_norm_(parameters, self.max_grad_norm).item()
             if not torch.tensor([totals["loss"], norm]).isfinite().all():
                 raise NonFiniteLossError(f"loss {totals['loss']:g}, gradient norm {norm:g}")
@@ -117,8 +132,8 @@ class PolicyUpdate:
             totals["lr"] += optimizer.param_groups[0]["lr"]
             optimizer.step()  # passes over parameters without a gradient: weight decay and momentum rest with it
             schedule.step()
-        tokens = totals["tokens"] or math.nan  # no mean where every completion was left out
-        metrics = {tag: totals[name] / tokens for tag, name in PER_TOKEN.items() if name in totals}
+        learned = totals["tokens"] or math.nan  # no mean where every completion was left out
+        metrics = {tag: totals[name] / learned for tag, name in PER_TOKEN.items() if name in totals}
         return metrics | {f"optim/{name}": totals[name] / self.steps for name in ("grad_norm", "loss", "lr")}
 
     def _accumulate(
@@ -129,11 +144,10 @@ class PolicyUpdate:
         old: Tensor | None,
         reference: Tensor | None,
         rows: Tensor,
+        weights: Tensor,
         backward: Callable[[Tensor], None],
     ) -> dict[str, float]:
-        """Accumulate the gradient of one minibatch; returns sums over its tokens."""
-        tokens = max(mask[rows].sum().item(), 1.0)
-        weights = self.objective.weights(mask[rows], experience.max_tokens, float(len(rows)), tokens)
+        """Accumulate the gradient of this rank's rows of one minibatch; returns sums over their tokens."""
         totals: dict[str, float] = defaultdict(float)
         for part in self._micro_batches(experience.lengths[rows]):
             index = rows[part]
@@ -195,12 +209,37 @@ class PolicyUpdate:
             tokens += length
         return list(torch.arange(len(lengths), device=lengths.device).split(sizes))
 
-    def _minibatch_rows(self, experience: Experience) -> Iterator[Tensor]:
-        """Rows of each optimizer step, shuffled when there are several; of some steps none."""
-        completions = len(experience)
+    def _everywhere(self, experience: Experience, mask: Tensor, ranks: Ranks) -> tuple[Tensor, Tensor]:
+        """Place of each own row among the completions of all ranks [B], and how many tokens train at each place."""
+        own = torch.arange(len(experience)) if experience.places is None else experience.places.cpu()
+        parts = ranks.gather((own, mask.sum(dim=1).cpu()))
+        tokens_of = torch.zeros(sum(len(places) for places, _ in parts), dtype=torch.int64)
+        for places, tokens in parts:
+            tokens_of[places] = tokens
+        return own.to(mask.device), tokens_of.to(mask.device)
+
+    def _minibatches(self, version: int, completions: int) -> Iterator[Tensor]:
+        """Places of each optimizer step, shuffled when there are several; of some steps none."""
         for epoch in range(self.epochs):
-            rows = torch.arange(completions)
+            places = torch.arange(completions)
             if self.minibatches > 1:
-                seed = stream_seed(self.seed, "minibatches", experience.version, epoch)
-                rows = torch.randperm(completions, generator=torch.Generator().manual_seed(seed))
-            yield from rows.to(experience.tokens.device).tensor_split(self.minibatches)
+                seed = stream_seed(self.seed, "minibatches", version, epoch)
+                places = torch.randperm(completions, generator=torch.Generator().manual_seed(seed))
+            yield from places.tensor_split(self.minibatches)
+
+
+def _rows_at(wanted: Tensor, places: Tensor, completions: int) -> Tensor:
+    """Own rows among the wanted places, in the order of those."""
+    row_at = torch.full((completions,), -1, device=places.device)
+    row_at[places] = torch.arange(len(places), device=places.device)
+    rows = row_at[wanted.to(places.device)]
+    return rows[rows >= 0]
+
+
+def _gradients(parameters: list[nn.Parameter], ranks: Ranks) -> list[Tensor]:
+    """Gradients to add up; zeros where this rank had nothing to learn from."""
+    if ranks.size > 1:
+        for parameter in parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+    return [parameter.grad for parameter in parameters if parameter.grad is not None]

@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Sequence
 from datetime import timedelta
 
-from torch.distributed import DistError, TCPStore
+from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 
 from qerl_pl.errors import Preempted, UserError
 from qerl_pl.run.ranks import Ranks

@@ -1,0 +1,104 @@
+"""The update on several ranks: the steps that one process with the whole batch would take."""
+
+import copy
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from rank_helpers import on_ranks
+from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR
+
+from qerl_pl.algorithm import BNPO, CISPO, DAPO, GRPO, GSPO, DrGRPO, Objective
+from qerl_pl.modules import LoraConfig, Policy, PolicyConfig
+from qerl_pl.modules.update import PolicyUpdate
+from qerl_pl.rollout.experience import Experience
+from qerl_pl.run.ranks import ALONE, Ranks
+
+
+@pytest.fixture(scope="module")
+def policy(tiny_policy_dir: Path) -> Policy:
+    config = PolicyConfig(path=str(tiny_policy_dir), quantization="none", dtype="float32", lora=LoraConfig(rank=4))
+    return Policy(tiny_policy_dir, config, torch.device("cpu"), seed=1)
+
+
+def ragged(rows: int) -> Experience:
+    """Rows of 6 to 15 tokens, the first five of them a prompt; every third is truncated."""
+    draw = torch.Generator().manual_seed(rows)
+    sampled = torch.randint(1, 11, (rows,), generator=draw)
+    mask = (torch.arange(15) >= 5) & (torch.arange(15) < 5 + sampled[:, None])
+    return Experience(
+        version=0,
+        tokens=torch.randint(5, 300, (rows, 15), generator=draw),
+        lengths=5 + sampled,
+        mask=mask,
+        sampler_logprobs=(torch.rand(rows, 15, generator=draw) - 5) * mask,
+        advantages=torch.randn(rows, generator=draw),
+        truncated=torch.arange(rows) % 3 == 2,
+        temperature=0.9,
+        max_tokens=10,
+    )
+
+
+def share(whole: Experience, places: list[int]) -> Experience:
+    """What a rank holds that has the rows at `places`."""
+    rows = torch.tensor(places, dtype=torch.int64)
+    names = ("tokens", "lengths", "mask", "sampler_logprobs", "advantages", "truncated")
+    return replace(whole, places=rows, **{name: getattr(whole, name)[rows] for name in names})
+
+
+def learn(
+    start: Policy, update: PolicyUpdate, experience: Experience, ranks: Ranks
+) -> tuple[list[Tensor], dict[str, float]]:
+    policy = copy.deepcopy(start)
+    trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.SGD(trained, lr=1.0)
+    metrics = update.run(
+        policy,
+        experience,
+        optimizer,
+        LambdaLR(optimizer, lambda _: 1.0),
+        lambda loss: loss.backward(),
+        ranks,  # type: ignore[arg-type]
+    )
+    return [parameter.detach() for parameter in trained], metrics
+
+
+@pytest.mark.parametrize("dealt", [[[0, 1, 4, 5], [2, 3, 6, 7, 8, 9]], [[8, 9], [], [0, 1, 2, 3, 4, 5, 6, 7]]])
+@pytest.mark.parametrize(
+    "objective",
+    [
+        GRPO(beta=0.1),
+        DAPO(),
+        BNPO(),
+        DrGRPO(),
+        CISPO(),
+        GSPO(epsilon_low=0.1, epsilon_high=0.1),
+        GRPO(mask_truncated=True, entropy_coefficient=0.1),
+    ],
+    ids=lambda objective: type(objective).__name__,
+)
+def test_ranks_take_the_steps_of_one_process(policy: Policy, objective: Objective, dealt: list[list[int]]) -> None:
+    whole = ragged(10)
+    update = PolicyUpdate(objective, 2, 3, 20, 0.5, with_reference=True, seed=0)
+    alone, expected = learn(policy, update, whole, ALONE)
+    before = [parameter.detach() for parameter in policy.parameters() if parameter.requires_grad]
+    assert not torch.equal(alone[1], before[1])
+    found = on_ranks(len(dealt), lambda ranks: learn(policy, update, share(whole, dealt[ranks.rank]), ranks))
+    for trained, metrics in found:
+        for one, other, first in zip(alone, trained, found[0][0], strict=True):
+            torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-6)
+            assert torch.equal(other, first)
+        assert metrics == pytest.approx(expected, rel=1e-4, abs=1e-6)
+
+
+def test_one_all_reduce_a_step_and_none_without_a_token_that_trains(policy: Policy) -> None:
+    whole = replace(ragged(4), truncated=torch.tensor([True, True, True, False]))
+    update = PolicyUpdate(DAPO(), 1, 4, None, 0.5, with_reference=False, seed=0)
+
+    def work(ranks: Ranks) -> int:
+        learn(policy, update, share(whole, [[0, 1], [2, 3]][ranks.rank]), ranks)
+        return ranks.exchange.exchanges  # type: ignore[attr-defined]
+
+    assert on_ranks(2, work) == [1, 1]
