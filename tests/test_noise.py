@@ -110,6 +110,7 @@ def test_draw_depends_on_its_names_only() -> None:
     others = [
         NormNoise(1e-2, seed=2, version=3).draw(name, 4096),
         NormNoise(1e-2, seed=1, version=4).draw(name, 4096),
+        NormNoise(1e-2, seed=1, version=3, draw_number=1).draw(name, 4096),
         NormNoise(1e-2, seed=1, version=3).draw("model.layers.1.input_layernorm", 4096),
     ]
     for other in others:

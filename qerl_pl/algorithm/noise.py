@@ -26,6 +26,8 @@ class NormNoise:
     seed: int
     version: int
     """Policy version that the rollout samples from."""
+    draw_number: int = 0
+    """Which of several draws of one rollout, where each rank samples from a policy of its own."""
 
     def draw(self, name: str, size: int) -> Tensor:
         """Noise of one norm.
@@ -35,10 +37,11 @@ class NormNoise:
             size: Number of channels.
 
         Returns:
-            float32 [size] on the CPU, a function of (seed, version, name, size) and, linearly, of sigma. Gaussian, and
+            float32 [size] on the CPU, a function of (seed, version, draw, name, size) and, linearly, of sigma. Gaussian, and
             rescaled so that its root mean square is sigma, which a draw of 128 channels alone would miss by 6 %.
         """
-        generator = torch.Generator().manual_seed(stream_seed(self.seed, "aqn", self.version, name))
+        another = (self.draw_number,) if self.draw_number else ()
+        generator = torch.Generator().manual_seed(stream_seed(self.seed, "aqn", self.version, name, *another))
         noise = torch.randn(size, generator=generator, dtype=torch.float32)
         return noise * (self.sigma / noise.square().mean().sqrt())
 

@@ -23,6 +23,9 @@ class AdaptiveQuantizationNoise(Callback):
         decay: Shape of the way from sigma_start to sigma_end, exponential, linear, cosine or logarithmic.
         noiseless_first_stage: The first of the K stages has no added noise, only that of quantization, and the other
             K - 1 go from sigma_start to sigma_end.
+        per_rank: Each rank draws noise of its own, so that a rollout samples from as many perturbed policies as there
+            are ranks (3PO, arXiv 2608.09805); samples then depend on their number. Off, all have the same, as
+            published.
     """
 
     def __init__(
@@ -32,8 +35,10 @@ class AdaptiveQuantizationNoise(Callback):
         stages: int = 10,
         decay: Decay = "exponential",
         noiseless_first_stage: bool = True,
+        per_rank: bool = False,
     ) -> None:
         self.schedule = NoiseSchedule(sigma_start, sigma_end, stages, decay, noiseless_first_stage)
+        self.per_rank = per_rank
         self.planned_rollouts: int | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -45,7 +50,8 @@ class AdaptiveQuantizationNoise(Callback):
         def noise(version: int) -> NormNoise:
             if self.planned_rollouts is None:
                 self.planned_rollouts = module.planned_rollouts()
-            return NormNoise(self.schedule.sigma(version, self.planned_rollouts), module.seed, version)
+            sigma, draw = self.schedule.sigma(version, self.planned_rollouts), trainer.global_rank * self.per_rank
+            return NormNoise(sigma, module.seed, version, draw)
 
         module.noise = noise
 
