@@ -37,8 +37,9 @@ class NormNoise:
             size: Number of channels.
 
         Returns:
-            float32 [size] on the CPU, a function of (seed, version, draw, name, size) and, linearly, of sigma. Gaussian, and
-            rescaled so that its root mean square is sigma, which a draw of 128 channels alone would miss by 6 %.
+            float32 [size] on the CPU, a function of (seed, version, draw number, name, size) and, linearly, of sigma.
+            Gaussian, and rescaled so that its root mean square is sigma, which a draw of 128 channels alone would miss
+            by 6 %.
         """
         another = (self.draw_number,) if self.draw_number else ()
         generator = torch.Generator().manual_seed(stream_seed(self.seed, "aqn", self.version, name, *another))
