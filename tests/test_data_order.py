@@ -107,14 +107,13 @@ def test_loaders_leave_the_global_random_state_alone(tokenizer: str) -> None:
     assert orders[0] == orders[1]
 
 
-def test_ranks_share_the_batches_of_one_process() -> None:
-    alone = list(PromptSampler(11, batch_size=4, seed=5))
-    ranks = [PromptSampler(11, batch_size=4, seed=5, rank=rank, world_size=2) for rank in range(2)]
-    shares = [list(rank) for rank in ranks]
-    assert [len(rank) for rank in ranks] == [4, 4] == [len(share) for share in shares]
-    for batch in range(2):
-        together = {index for share in shares for index in share[batch * 2 : batch * 2 + 2]}
-        assert together == set(alone[batch * 4 : batch * 4 + 4])
+def test_batches_are_whole_and_in_the_order_of_seed_and_epoch() -> None:
+    sampler = PromptSampler(11, batch_size=4, seed=5)
+    first = list(sampler)
+    assert len(sampler) == 8 == len(set(first)) and set(first) < set(range(11))
+    assert list(PromptSampler(11, batch_size=4, seed=5)) == first != list(PromptSampler(11, batch_size=4, seed=6))
+    sampler.set_epoch(1)
+    assert list(sampler) != first
 
 
 def test_a_restored_sampler_knows_its_position_before_it_goes_on() -> None:

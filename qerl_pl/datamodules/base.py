@@ -121,17 +121,11 @@ class PromptDataModule(LightningDataModule):
             self._test = self._val if test_rows is None else self._render(tokenizer, test_rows, "test")
 
     def train_dataloader(self) -> StatefulDataLoader[list[Prompt]]:
-        """Batches of `batch_size` prompts (each device has its share); the rest of an epoch is left out."""
-        rank, world_size = (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
-        if self.batch_size % world_size:
-            raise UserError(
-                f"batch_size must be a multiple of the number of devices; got batch_size={self.batch_size} for "
-                f"{world_size} devices; change one of them."
-            )
+        """Batches of `batch_size` prompts, the same on every rank; the rest of an epoch is left out."""
         return StatefulDataLoader(
             self._train,
-            batch_size=self.batch_size // world_size,
-            sampler=PromptSampler(len(self._train), self.batch_size, self.seed, rank, world_size),
+            batch_size=self.batch_size,
+            sampler=PromptSampler(len(self._train), self.batch_size, self.seed),
             drop_last=True,
             collate_fn=list,
             generator=torch.Generator(),  # loaders draw a seed for workers, even without any
