@@ -21,6 +21,8 @@ class CompletionRecord:
     """Each reward by name, before its weight, and their weighted sum under "total"."""
     truncated: bool
     tokens: int
+    trained: bool = True
+    """Whether the update has this completion's group; dynamic sampling drops others."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,7 @@ class Experience:
     metrics: dict[str, float] = field(default_factory=dict)
     """What the rollout has to log, by TensorBoard tag."""
     records: Sequence[CompletionRecord] = ()
+    """Every completion that was sampled, in that order; the B that train are those marked so."""
 
     def __len__(self) -> int:
         return self.tokens.shape[0]
