@@ -1,5 +1,6 @@
 """What a rollout hands over, and when it stops the run: by runs on a tiny policy."""
 
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -63,6 +64,53 @@ def test_an_adapter_that_is_lost_on_waking_stops_the_run_at_the_next_self_check(
     with pytest.raises(UserError, match="engine and trainer must agree within 0.25 nats"):
         train(tiny_policy_dir, tmp_path, engine, lr=lr)
     assert engine.rollouts == 1
+
+
+class Keeping(TransformersEngine):
+    """Keeps what training sampled, by prompt."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sampled: list[tuple[tuple[int, ...], int]] = []
+
+    def generate(self, requests: Any, sampling: Any) -> Any:
+        groups = super().generate(requests, sampling)
+        for request, group in zip(requests, groups, strict=True):
+            if len(request.seeds) == 2:
+                self.sampled += [(request.prompt_ids, len(one.token_ids)) for one in group]
+        return groups
+
+
+class Overflowing(Keeping):
+    """Gives one wrong log-probability, in the second rollout.
+
+    Args:
+        value: Which.
+    """
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.value = value
+
+    def generate(self, requests: Any, sampling: Any) -> Any:
+        groups = super().generate(requests, sampling)
+        if len(self.sampled) == 8 and len(requests[0].seeds) == 2:  # two rollouts of two groups of two
+            last = groups[1][1]
+            wrong = (*last.logprobs[:-1], self.value)
+            groups[1][1] = dataclasses.replace(last, logprobs=wrong)
+        return groups
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_log_probability_that_is_none_stops_the_run_by_its_place(
+    tiny_policy_dir: Path, tmp_path: Path, value: float
+) -> None:
+    engine = Overflowing(value)
+    found = (
+        f"must be finite; at policy version 1 Overflowing gave {value} at token 4 of 4 of completion 2 of prompt train-"
+    )
+    with pytest.raises(UserError, match=found):
+        train(tiny_policy_dir, tmp_path, engine)
 
 
 class Odd:
@@ -173,21 +221,6 @@ def test_groups_left_over_when_the_rounds_are_spent_neither_train_nor_count(
             assert experience.metrics["completions/length_mean"] == lengths.mean()
             assert experience.metrics["completions/length_max"] == lengths.max()
             assert experience.tokens.shape[1] == experience.lengths.max()
-
-
-class Keeping(TransformersEngine):
-    """Keeps what training sampled, by prompt."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sampled: list[tuple[tuple[int, ...], int]] = []
-
-    def generate(self, requests: Any, sampling: Any) -> Any:
-        groups = super().generate(requests, sampling)
-        for request, group in zip(requests, groups, strict=True):
-            if len(request.seeds) == 2:
-                self.sampled += [(request.prompt_ids, len(one.token_ids)) for one in group]
-        return groups
 
 
 def test_the_file_of_completions_has_those_that_dynamic_sampling_dropped(tiny_policy_dir: Path, tmp_path: Path) -> None:

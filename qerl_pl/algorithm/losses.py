@@ -14,7 +14,7 @@ KLEstimator = Literal["k1", "k2", "k3"]
 Aggregation = Literal["sequence_mean", "token_mean", "constant"]
 LARGEST_LOG_RATIO = 20.0
 """Beyond, far outside of every clip, a ratio is held: an infinite one times a clipped token's zero gradient is nan.
-So is that in k3, where one token a float32 cannot hold would end the run."""
+k3 is held there too, for one token's infinity would end the run."""
 
 
 class Surrogate(NamedTuple):

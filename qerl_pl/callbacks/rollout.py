@@ -19,7 +19,7 @@ from qerl_pl.errors import UserError, require_at_least
 from qerl_pl.modules.qerl import QeRLModule
 from qerl_pl.rewards import OverlongPenalty, Reward, ScoredBatch, check_rewards
 from qerl_pl.rollout.agreement import check_agreement
-from qerl_pl.rollout.experience import Experience, pad_completions
+from qerl_pl.rollout.experience import Experience, pad_completions, require_finite_logprobs
 from qerl_pl.rollout.scoring import Groups, reward_metrics, score_completions
 from qerl_pl.run.random_state import random_state_kept
 from qerl_pl.run.seeding import stream_seed
@@ -210,6 +210,8 @@ class RolloutCallback(Callback):
         return self.engine.generate(requests, sampling)
 
     def _experience(self, module: QeRLModule, groups: Groups, metrics: dict[str, float]) -> Experience:
+        engine = type(self.engine).__name__
+        require_finite_logprobs(groups.prompts, groups.completions, engine, module.policy_version)
         pad = module.tokenizer.pad_token_id
         tokens, lengths, mask, logprobs = pad_completions(
             groups.prompts, groups.completions, 0 if pad is None else int(pad)
