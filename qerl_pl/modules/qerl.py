@@ -26,9 +26,10 @@ from qerl_pl.modules.policy import Policy, PolicyConfig
 from qerl_pl.modules.update import NonFiniteLossError, PolicyUpdate
 from qerl_pl.rollout.experience import Experience
 from qerl_pl.run.checkpoints import CHECKPOINT_KEY, check_fits
-from qerl_pl.run.devices import check_one_device, writes_files
+from qerl_pl.run.devices import writes_files
 from qerl_pl.run.files import folder_identity
 from qerl_pl.run.random_state import deterministic, random_state, set_random_state
+from qerl_pl.run.ranks import ranks_of
 from qerl_pl.run.seeding import stream_seed
 from qerl_pl.types import Evaluation, Prompt
 
@@ -98,8 +99,9 @@ class QeRLModule(LightningModule):
         """Weights of the base that an engine lends; the rollout callback sets it before the policy is loaded."""
         self.sampled = False
         """Whether a rollout callback is there to hand over experiences and evaluations."""
-        self.accuracy = MeanMetric()
-        self.pass_at_1 = MeanMetric()
+        # Every rank has the whole evaluation.
+        self.accuracy = MeanMetric(sync_on_compute=False)
+        self.pass_at_1 = MeanMetric(sync_on_compute=False)
         self._experience: Experience | None = None
         self._evaluation: Evaluation | None = None
         self._random_state: dict[str, Any] | None = None
@@ -133,7 +135,6 @@ class QeRLModule(LightningModule):
             self.policy = Policy(self.base_folder, self.policy_config, device, seed, self.lent)
 
     def on_fit_start(self) -> None:
-        check_one_device(self.trainer)
         if not self.sampled:
             raise UserError(
                 "fit needs a callback that samples completions; trainer.callbacks has none; "
@@ -225,7 +226,8 @@ class QeRLModule(LightningModule):
         assert isinstance(optimizer, LightningOptimizer) and isinstance(schedule, LRScheduler)
         try:
             with deterministic():
-                return self.update.run(self.policy, experience, optimizer, schedule, self.manual_backward)
+                ranks = ranks_of(self.trainer)
+                return self.update.run(self.policy, experience, optimizer, schedule, self.manual_backward, ranks)
         except NonFiniteLossError as error:
             path = Path(self.trainer.default_root_dir) / "failed" / f"version-{self.policy_version}.ckpt"
             self.trainer.save_checkpoint(path)
@@ -275,7 +277,7 @@ class QeRLModule(LightningModule):
             "base": self.base_identity,
             "scaling": self.policy_config.lora.scaling,
             "optimizer": type(self.trainer.optimizers[0]).__name__,
-            "random_state": random_state(),
+            "random_states": ranks_of(self.trainer).gather(random_state()),
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -290,7 +292,8 @@ class QeRLModule(LightningModule):
         check_fits(state, self.base_identity, self.policy_config.lora.scaling)
         self.policy.load_trained_state(state["trained"])
         self.policy_version = state["policy_version"]
-        self._random_state = state["random_state"]
+        states, rank = state["random_states"], self.global_rank
+        self._random_state = states[rank if len(states) == self.trainer.world_size else 0]
         self._optimizer = state["optimizer"]
 
     def on_train_end(self) -> None:
