@@ -130,3 +130,43 @@ def test_the_rollout_knows_nothing_of_what_comes_after_it() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
+
+
+class Marked(Letters):
+    """Takes a completion's first character for its answer."""
+
+    def extract_answer(self, completion: str) -> str | None:
+        return completion[:1] or None
+
+
+@pytest.mark.parametrize("accuracy_reward", [None, "marked"])
+def test_an_evaluation_keeps_every_answer(
+    tiny_policy_dir: Path,
+    policy: Policy,
+    engine: TransformersEngine,
+    prompts: list[Prompt],
+    accuracy_reward: str | None,
+) -> None:
+    rewards = [Letters("letters", 1.0), Marked("marked", 0.0)]
+    settings = {"rewards": rewards, "accuracy_reward": accuracy_reward}
+    found = collector_of(tiny_policy_dir, engine, **settings).evaluate(prompts, policy.weights(9))
+    engine.sync(policy.weights(9))
+    tokenizer, shares = AutoTokenizer.from_pretrained(tiny_policy_dir), []
+    assert [one.prompt_id for one in found.prompts] == [prompt.id for prompt in prompts]
+    for prompt, graded in zip(prompts, found.prompts, strict=True):
+        seeds = [stream_seed(7, "evaluation", prompt.id, sample) for sample in range(4)]
+        greedy = RolloutRequest(prompt.token_ids, (seeds[0],))
+        sampled = RolloutRequest(prompt.token_ids, tuple(seeds))
+        completions = [
+            *engine.generate([greedy], SamplingConfig(max_tokens=5, temperature=0.0))[0],
+            *engine.generate([sampled], SAMPLING)[0],
+        ]
+        texts = [tokenizer.decode(one.token_ids, skip_special_tokens=True) for one in completions]
+        right = [sum(map(ord, text)) % 2 == 1 for text in texts]
+        answers = [(text[:1] or None) if accuracy_reward else None for text in texts]
+        assert [(one.correct, one.answer) for one in (graded.greedy, *graded.samples)] == list(
+            zip(right, answers, strict=True)
+        )
+        shares.append((float(right[0]), sum(right[1:]) / 4))
+    assert list(zip(found.greedy_correct.tolist(), found.sampled_correct.tolist(), strict=True)) == shares
+    assert len({share for _, share in shares}) > 1  # prompts are told apart

@@ -30,7 +30,7 @@ from qerl_pl.run.devices import check_one_device, writes_files
 from qerl_pl.run.files import folder_identity
 from qerl_pl.run.random_state import deterministic, random_state, set_random_state
 from qerl_pl.run.seeding import stream_seed
-from qerl_pl.types import PolicyWeights, Prompt
+from qerl_pl.types import Evaluation, PolicyWeights, Prompt
 
 RATES = ("initial_lr", "weight_decay")  # of the optimizer: a resumed run takes them from its configuration
 SHOWN = ("reward/mean", "policy/entropy")  # beside the progress bar
@@ -239,15 +239,15 @@ class QeRLModule(LightningModule):
 
     # Evaluation ----------------------------------------------------------------------------------------------------
 
-    def validation_step(self, batch: list[Prompt], batch_idx: int) -> None:
-        """Log accuracy over the held-out prompts."""
-        self._log_evaluation("val")
+    def validation_step(self, batch: list[Prompt], batch_idx: int) -> dict[str, Evaluation]:
+        """Log accuracy over the held-out prompts; callbacks find every answer under "evaluation"."""
+        return self._log_evaluation("val")
 
-    def test_step(self, batch: list[Prompt], batch_idx: int) -> None:
-        """Log accuracy over the test prompts."""
-        self._log_evaluation("test")
+    def test_step(self, batch: list[Prompt], batch_idx: int) -> dict[str, Evaluation]:
+        """Log accuracy over the test prompts; callbacks find every answer under "evaluation"."""
+        return self._log_evaluation("test")
 
-    def _log_evaluation(self, stage: str) -> None:
+    def _log_evaluation(self, stage: str) -> dict[str, Evaluation]:
         evaluation = self._sampled("validation").take_evaluation()
         self.accuracy.update(evaluation.greedy_correct)
         self.pass_at_1.update(evaluation.sampled_correct)
@@ -257,6 +257,7 @@ class QeRLModule(LightningModule):
         self.log("rollouts", float(self.policy_version), logger=False, batch_size=count)
         if self.trainer.state.fn != TrainerFn.FITTING:  # where the run's own curve has this policy
             self.log("step", float(max(self.policy_version - 1, 0)), batch_size=count)
+        return {"evaluation": evaluation}
 
     # Checkpoints ---------------------------------------------------------------------------------------------------
 

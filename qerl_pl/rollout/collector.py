@@ -15,13 +15,22 @@ from qerl_pl.algorithm.advantages import informative_groups
 from qerl_pl.algorithm.objectives import Objective
 from qerl_pl.engines.base import RolloutEngine
 from qerl_pl.errors import UserError, require_at_least
-from qerl_pl.rewards import OverlongPenalty, Reward, check_rewards
+from qerl_pl.rewards import OverlongPenalty, Reward, check_rewards, extract_answers
 from qerl_pl.rollout.agreement import CheckedPolicy, check_agreement
 from qerl_pl.rollout.experience import Experience, pad_completions, require_finite_logprobs
 from qerl_pl.rollout.scoring import Group, reward_metrics, score_groups, totals
 from qerl_pl.run.random_state import random_state_kept
 from qerl_pl.run.seeding import stream_seed
-from qerl_pl.types import Completion, Evaluation, PolicyWeights, Prompt, RolloutRequest, SamplingConfig
+from qerl_pl.types import (
+    Completion,
+    EvaluatedPrompt,
+    Evaluation,
+    GradedAnswer,
+    PolicyWeights,
+    Prompt,
+    RolloutRequest,
+    SamplingConfig,
+)
 
 log = logging.getLogger("qerl_pl")
 
@@ -74,9 +83,20 @@ class CollectorConfig:
                     self.sampling.max_tokens,
                 )
 
+    @property
+    def answers(self) -> Reward:
+        """The reward that tells which completions are right."""
+        return next(one for one in self.rewards if self.accuracy_reward in (None, one.name))
+
     def correct(self, group: Group) -> Tensor:
         """Which completions of a group are right, bool [G]."""
-        return group.parts[self.accuracy_reward or self.rewards[0].name] > 0.5
+        return group.parts[self.answers.name] > 0.5
+
+    def graded(self, group: Group) -> list[GradedAnswer]:
+        """The answers of a group's completions."""
+        answers = extract_answers(self.answers, group.texts)
+        correct = self.correct(group).tolist()
+        return [GradedAnswer(right, answer) for right, answer in zip(correct, answers, strict=True)]
 
 
 class Collector:
@@ -226,16 +246,18 @@ class Collector:
         """
         self.engine.wake()
         self.engine.sync(weights)
-        limits, right = self.config.sampling, []
+        limits = self.config.sampling
+        answers: list[list[list[GradedAnswer]]] = []  # greedy, and sampled: by prompt
         for temperature, samples in ((0.0, 1), (1.0, self.config.eval_samples)):
             sampling = SamplingConfig(limits.max_tokens, temperature, stop=limits.stop)
             # The same streams at every evaluation: differences come from the policy, not from the draw.
             completions = self._generate(prompts, sampling, samples, ("evaluation",))
             with random_state_kept():  # a reward may draw, and how often one evaluates must not change the training
                 groups = score_groups(self.config.rewards, self.tokenizer, prompts, completions)
-            right.append(torch.stack([self.config.correct(group).float().mean() for group in groups]))
+                answers.append([self.config.graded(group) for group in groups])
         self.engine.sleep()
-        return Evaluation(greedy_correct=right[0], sampled_correct=right[1])
+        rows = zip(prompts, *answers, strict=True)
+        return Evaluation([EvaluatedPrompt(prompt.id, greedy[0], samples) for prompt, greedy, samples in rows])
 
 
 @contextmanager
