@@ -170,3 +170,13 @@ def train(
     size = 40 if resample_rounds else 8
     trainer.fit(module, datamodule=ArithmeticDataModule(train_size=size, batch_size=2, val_size=2))
     return module
+
+
+class EvenVowels:
+    """Right where the number of vowels is even: some groups are all right, some all wrong, most are mixed."""
+
+    name = "even"
+    weight = 1.0
+
+    def __call__(self, samples: Any) -> list[float]:
+        return [float(sum(letter in "aeiou" for letter in sample.completion) % 2 == 0) for sample in samples]

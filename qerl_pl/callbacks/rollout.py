@@ -13,6 +13,7 @@ from qerl_pl.modules.qerl import QeRLModule
 from qerl_pl.rewards import Reward
 from qerl_pl.rollout.collector import Collector, CollectorConfig
 from qerl_pl.rollout.hand_over import HandOver
+from qerl_pl.run.ranks import ranks_of
 from qerl_pl.types import Prompt, SamplingConfig
 
 log = logging.getLogger(__name__)
@@ -60,6 +61,16 @@ class RolloutCallback(Callback):
         self.engine: RolloutEngine = engine if engine is not None else TransformersEngine()
         self._collector: Collector | None = None
         self._hand_over = HandOver()
+        self._foreseen: dict[str, float] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the prompts are dealt to ranks by, so that a resumed run deals as one that never stopped."""
+        return {"foreseen": dict(self._foreseen)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take it over."""
+        self._foreseen.clear()
+        self._foreseen.update(state_dict["foreseen"])
 
     # The engine's life ---------------------------------------------------------------------------------------------
 
@@ -71,7 +82,7 @@ class RolloutCallback(Callback):
             return
         data = _data(trainer)
         if stage == "fit":
-            module.update.check_divides(data.batch_size // trainer.world_size * self.config.group_size)
+            module.update.check_divides(data.batch_size * self.config.group_size)
         spec = EngineSpec(
             base=module.base_folder,
             dtype=module.policy_config.torch_dtype,
@@ -82,7 +93,10 @@ class RolloutCallback(Callback):
         )
         self.engine.launch(spec)
         self._hand_over.lent = self.engine.lend()
-        self._collector = Collector(self.config, self.engine, module.tokenizer, module.objective, module.seed)
+        self._collector = Collector(
+            self.config, self.engine, module.tokenizer, module.objective, module.seed, ranks_of(trainer)
+        )
+        self._collector.foreseen = self._foreseen
 
     @property
     def collector(self) -> Collector:

@@ -7,6 +7,7 @@ import signal
 import sys
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,9 @@ from qerl_pl.errors import UserError
 from qerl_pl.formats.quantize import quantize_checkpoint
 from qerl_pl.modules import QeRLModule
 from qerl_pl.run.checkpoints import FOLDER, AtomicCheckpointIO, newest_checkpoint, verified_bytes
-from qerl_pl.run.devices import check_one_device, writes_files
+from qerl_pl.run.devices import check_ranks_divide, is_first_process, planned_ranks, writes_files
 from qerl_pl.run.files import locked
+from qerl_pl.run.strategy import RanksStrategy
 
 log = logging.getLogger(__name__)
 
@@ -122,8 +124,16 @@ class QeRLCLI(LightningCLI):
         kwargs["plugins"] = [*(config["plugins"] or []), AtomicCheckpointIO()]
         if config["logger"] in (None, True):
             kwargs["logger"] = TensorBoardLogger(save_dir=root, name="", version="")
-        trainer: Trainer = super().instantiate_trainer(**kwargs)
-        check_one_device(trainer)
+        kwargs["use_distributed_sampler"] = False  # every rank sees the whole batch
+        given = list(config["callbacks"] or [])
+        trainer: Trainer = super().instantiate_trainer(**kwargs, callbacks=given)
+        if planned_ranks(trainer) > 1:
+            if config["strategy"] not in ("auto", "ddp"):
+                raise UserError(
+                    f"several devices run by trainer.strategy auto; found {config['strategy']}; leave it at auto"
+                )
+            given = list(config["callbacks"] or [])  # the first trainer has put its own beside them
+            trainer = super().instantiate_trainer(**kwargs | {"callbacks": given, "strategy": RanksStrategy()})
         for callback in trainer.checkpoint_callbacks:
             if isinstance(callback, ModelCheckpoint) and callback.dirpath is None:
                 callback.dirpath = str(Path(root) / FOLDER)
@@ -132,7 +142,9 @@ class QeRLCLI(LightningCLI):
     def fit(self, model: LightningModule, datamodule: LightningDataModule, **kwargs: Any) -> None:
         """Train, from a checkpoint where `--resume` or `--ckpt_path` names one."""
         root = Path(self.trainer.default_root_dir)
-        with locked(root):
+        assert isinstance(datamodule, PromptDataModule)
+        check_ranks_divide(datamodule.batch_size, planned_ranks(self.trainer))
+        with locked(root) if self.trainer.is_global_zero else nullcontext():
             kwargs |= self._checkpoint(kwargs)
             if self._get(self.config, "resume") == "auto" and kwargs["ckpt_path"] is None:
                 log.info("no checkpoint to resume from; starting fresh")
@@ -205,8 +217,11 @@ def main(argv: list[str] | None = None) -> int:
         for callback in cli.trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, RolloutCallback):
                 callback.close()
+        if isinstance(strategy := cli.trainer.strategy, RanksStrategy) and strategy.watch is not None:
+            return strategy.watch.join()
     except Preempted as stop:
-        print(f"qerl: {stop}; go on with the same command and --resume auto", file=sys.stderr)
+        if is_first_process():
+            print(f"qerl: {stop}; go on with the same command and --resume auto", file=sys.stderr)
         return 128 + stop.signal_number
     except SIGTERMException:  # Lightning's own end on SIGTERM, where no ResumeCheckpoint listens
         return 128 + signal.SIGTERM
@@ -214,7 +229,8 @@ def main(argv: list[str] | None = None) -> int:
         message = _one_line(error, argv)
         if message is None or os.environ.get("QERL_DEBUG") == "1":
             raise
-        print(f"qerl: {message}", file=sys.stderr)
+        if is_first_process():
+            print(f"qerl: {message}", file=sys.stderr)
         return USAGE_ERROR
     return 0
 
@@ -240,6 +256,10 @@ def _one_line(error: BaseException, argv: list[str]) -> str | None:
 
 def _configure_logging() -> None:
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    if not is_first_process():  # what all ranks have to say, the first one says
+        logging.disable(logging.WARNING)
+        warnings.simplefilter("ignore")
+        return
     for noisy in ("httpx", "matplotlib", "datasets", "absl"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     # Prompts come from one process on purpose: they are a list in memory.

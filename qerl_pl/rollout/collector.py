@@ -17,9 +17,11 @@ from qerl_pl.engines.base import RolloutEngine
 from qerl_pl.errors import UserError, require_at_least
 from qerl_pl.rewards import OverlongPenalty, Reward, check_rewards, extract_answers
 from qerl_pl.rollout.agreement import CheckedPolicy, check_agreement
+from qerl_pl.rollout.dealing import deal, in_order
 from qerl_pl.rollout.experience import Experience, pad_completions, require_finite_logprobs
 from qerl_pl.rollout.scoring import Group, reward_metrics, score_groups, totals
 from qerl_pl.run.random_state import random_state_kept
+from qerl_pl.run.ranks import ALONE, Ranks
 from qerl_pl.run.seeding import stream_seed
 from qerl_pl.types import (
     Completion,
@@ -33,6 +35,9 @@ from qerl_pl.types import (
 )
 
 log = logging.getLogger("qerl_pl")
+
+WAITING = 0.25
+"""Share of a rollout that ranks may wait for the slowest before the log says so."""
 
 OtherPrompts = Callable[[Sequence[int | str], int, Collection[str]], Sequence[Prompt]]
 """Prompts to sample in place of others: (key of the draw, how many, ids that must not come) -> as many or fewer."""
@@ -110,6 +115,7 @@ class Collector:
         tokenizer: Of the policy.
         objective: Whose advantages the experience has.
         seed: Seed of the run.
+        ranks: Who samples with this process, each some of the prompts. All give the same metrics and evaluations.
     """
 
     def __init__(
@@ -119,12 +125,16 @@ class Collector:
         tokenizer: PreTrainedTokenizerBase,
         objective: Objective,
         seed: int,
+        ranks: Ranks = ALONE,
     ) -> None:
         self.config = config
         self.engine = engine
         self.tokenizer = tokenizer
         self.objective = objective
         self.seed = seed
+        self.ranks = ranks
+        self.foreseen: dict[str, float] = {}
+        """Mean length in tokens of each prompt's last completions, by id: what dealing goes by."""
         self._rollouts = 0
 
     def collect(
@@ -133,7 +143,7 @@ class Collector:
         """Completions of a batch of prompts, to train on.
 
         Args:
-            prompts: The batch.
+            prompts: The batch, of all ranks.
             weights: What samples, noise included.
             policy: Whose weights they are; the self-check compares the engine with it where one is due.
             others: Where prompts come from that replace those of dropped groups.
@@ -154,12 +164,31 @@ class Collector:
         with _timed(seconds, "sync"):
             report = self.engine.sync(weights)
         if weights.noise is not None:
-            metrics |= {"aqn/sigma": weights.noise.sigma, "aqn/measured_std": report.noise_std}
+            measured = sum(self.ranks.gather(report.noise_std)) / self.ranks.size
+            metrics |= {"aqn/sigma": weights.noise.sigma, "aqn/measured_std": measured}
         groups = self._gather(prompts, weights.version, others, seconds)
         with _timed(seconds, "sleep"):
             self.engine.sleep()
-        metrics |= {f"time/{name}_s": value for name, value in seconds.items()}
+        metrics |= {f"time/{name}_s": value for name, value in self._slowest(seconds, weights.version).items()}
         return self._experience(groups, weights.version, sum(seconds.values()), metrics)
+
+    def _slowest(self, seconds: dict[str, float], version: int) -> dict[str, float]:
+        """Each phase on the rank that it took longest on, and how long ranks waited on average."""
+        parts = self.ranks.gather(seconds)
+        slowest = {name: max(part[name] for part in parts) for name in seconds}
+        if self.ranks.size > 1:
+            slowest["wait"] = sum(part["wait"] for part in parts) / len(parts)
+            if slowest["wait"] > WAITING * slowest["rollout"]:
+                last = max(range(len(parts)), key=lambda rank: parts[rank]["rollout"])
+                log.warning(
+                    "rollout %d: ranks waited %.1f s on average for rank %d, which sampled for %.1f s: give each rank "
+                    "more prompts, or limit the length of completions",
+                    version,
+                    slowest["wait"],
+                    last,
+                    slowest["rollout"],
+                )
+        return slowest
 
     def _gather(
         self, prompts: Sequence[Prompt], version: int, others: OtherPrompts, seconds: dict[str, float]
@@ -168,10 +197,7 @@ class Collector:
         config, wanted = self.config, len(prompts)
         groups: list[Group] = []
         for attempt in range(config.resample_rounds + 1):
-            with _timed(seconds, "rollout"):
-                completions = self._generate(prompts, config.sampling, config.group_size, ("rollout", version))
-            with _timed(seconds, "reward"):
-                new = score_groups(config.rewards, self.tokenizer, prompts, completions)
+            new = self._sample(prompts, version, seconds)
             if config.resample_rounds > 0:
                 correct = torch.cat([config.correct(group) for group in new])
                 keep = informative_groups(totals(new), correct, config.group_size).tolist()
@@ -190,6 +216,25 @@ class Collector:
             )
         return groups
 
+    def _sample(self, prompts: Sequence[Prompt], version: int, seconds: dict[str, float]) -> list[Group]:
+        """Scored groups of all prompts, those of this rank with their completions."""
+        config, ranks = self.config, self.ranks
+        places = deal([prompt.id for prompt in prompts], self.foreseen, ranks.size)[ranks.rank]
+        own = [prompts[place] for place in places]
+        with _timed(seconds, "rollout"):
+            completions = self._generate(own, config.sampling, config.group_size, ("rollout", version))
+        with _timed(seconds, "reward"):
+            groups = score_groups(config.rewards, self.tokenizer, own, completions)
+        if ranks.size == 1:
+            return groups
+        with _timed(seconds, "wait"):
+            ranks.wait()
+        together = in_order(ranks, places, (group.elsewhere() for group in groups))
+        for place, group in zip(places, groups, strict=True):
+            together[place] = group
+        self.foreseen |= {group.prompt.id: sum(group.lengths) / len(group.lengths) for group in together}
+        return together
+
     def _generate(
         self, prompts: Sequence[Prompt], sampling: SamplingConfig, samples: int, stream: tuple[int | str, ...]
     ) -> list[list[Completion]]:
@@ -206,13 +251,16 @@ class Collector:
         self, groups: Sequence[Group], version: int, seconds: float, metrics: dict[str, float]
     ) -> Experience:
         training = [group for group in groups if group.trains]
-        prompts, completions = [group.prompt for group in training], [group.completions for group in training]
+        size = self.config.group_size
+        own = [place for place, group in enumerate(training) if group.completions]
+        rows = torch.tensor([place * size + sample for place in own for sample in range(size)], dtype=torch.int64)
+        prompts, completions = [training[place].prompt for place in own], [training[place].completions for place in own]
         require_finite_logprobs(prompts, completions, type(self.engine).__name__, version)
         pad = self.tokenizer.pad_token_id
         tokens, lengths, mask, logprobs = pad_completions(prompts, completions, 0 if pad is None else int(pad))
-        sampled = mask.sum(dim=1).float()
-        truncated = torch.tensor([one.truncated for group in completions for one in group], dtype=torch.bool)
-        sampled_tokens = sum(len(one.token_ids) for group in groups for one in group.completions)
+        sampled = torch.tensor([float(length) for group in training for length in group.lengths])
+        truncated = torch.tensor([ended for group in training for ended in group.truncated], dtype=torch.bool)
+        sampled_tokens = sum(length for group in groups for length in group.lengths)
         metrics |= reward_metrics(groups)
         metrics |= {
             "completions/groups_dropped_frac": (len(groups) - len(training)) / len(groups),
@@ -227,12 +275,13 @@ class Collector:
             lengths=lengths,
             mask=mask,
             sampler_logprobs=logprobs,
-            advantages=self.objective.advantages(totals(training), self.config.group_size),
-            truncated=truncated,
+            advantages=self.objective.advantages(totals(training), size)[rows],
+            truncated=truncated[rows],
             sampled_tokens=sampled_tokens,
             seconds=seconds,
             temperature=self.config.sampling.temperature,
             max_tokens=self.config.sampling.max_tokens,
+            places=rows,
             metrics=metrics,
             records=tuple(record for group in groups for record in group.records()),
         )
@@ -241,23 +290,26 @@ class Collector:
         """How held-out prompts go, greedily and sampled at temperature 1.
 
         Args:
-            prompts: The batch.
+            prompts: The batch, of all ranks.
             weights: What samples, without noise.
         """
         self.engine.wake()
         self.engine.sync(weights)
-        limits = self.config.sampling
+        limits, ranks = self.config.sampling, self.ranks
+        places = list(range(ranks.rank, len(prompts), ranks.size))
+        own = [prompts[place] for place in places]
         answers: list[list[list[GradedAnswer]]] = []  # greedy, and sampled: by prompt
         for temperature, samples in ((0.0, 1), (1.0, self.config.eval_samples)):
             sampling = SamplingConfig(limits.max_tokens, temperature, stop=limits.stop)
             # The same streams at every evaluation: differences come from the policy, not from the draw.
-            completions = self._generate(prompts, sampling, samples, ("evaluation",))
+            completions = self._generate(own, sampling, samples, ("evaluation",))
             with random_state_kept():  # a reward may draw, and how often one evaluates must not change the training
-                groups = score_groups(self.config.rewards, self.tokenizer, prompts, completions)
+                groups = score_groups(self.config.rewards, self.tokenizer, own, completions)
                 answers.append([self.config.graded(group) for group in groups])
         self.engine.sleep()
-        rows = zip(prompts, *answers, strict=True)
-        return Evaluation([EvaluatedPrompt(prompt.id, greedy[0], samples) for prompt, greedy, samples in rows])
+        rows = zip(own, *answers, strict=True)
+        evaluated = [EvaluatedPrompt(prompt.id, greedy[0], samples) for prompt, greedy, samples in rows]
+        return Evaluation(in_order(ranks, places, evaluated))
 
 
 @contextmanager

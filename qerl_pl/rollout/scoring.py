@@ -1,7 +1,7 @@
 """From completions to scored groups, and what of them there is to log and to show."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -18,14 +18,23 @@ class Group:
 
     prompt: Prompt
     completions: Sequence[Completion]
+    """Empty where another rank has sampled them."""
     texts: Sequence[str]
     """What they say, without special tokens."""
     total: Tensor
     """Weighted sums of the rewards, float32 [G]."""
     parts: Mapping[str, Tensor]
     """Each reward's own values before its weight, float32 [G], by name."""
+    lengths: Sequence[int]
+    """Tokens of each completion."""
+    truncated: Sequence[bool]
+    """Whether the token limit ended it."""
     trains: bool = True
     """Whether the update has it; dynamic sampling drops others."""
+
+    def elsewhere(self) -> "Group":
+        """What other ranks need to know of it."""
+        return replace(self, completions=())
 
     def records(self) -> list[CompletionRecord]:
         """Each completion as a reader wants to see it."""
@@ -37,11 +46,11 @@ class Group:
                 reference=self.prompt.reference,
                 rewards={name: values[row].item() for name, values in self.parts.items()}
                 | {"total": self.total[row].item()},
-                truncated=one.truncated,
-                tokens=len(one.token_ids),
+                truncated=self.truncated[row],
+                tokens=self.lengths[row],
                 trained=self.trains,
             )
-            for row, (one, text) in enumerate(zip(self.completions, self.texts, strict=True))
+            for row, text in enumerate(self.texts)
         ]
 
 
@@ -52,6 +61,8 @@ def score_groups(
     completions: Sequence[Sequence[Completion]],
 ) -> list[Group]:
     """Score the completions of each prompt, as many of one as of the other, all in one call of each reward."""
+    if not prompts:
+        return []
     pairs = [(prompt, one) for prompt, group in zip(prompts, completions, strict=True) for one in group]
     texts = tokenizer.batch_decode([list(one.token_ids) for _, one in pairs], skip_special_tokens=True)
     samples = [
@@ -72,6 +83,8 @@ def score_groups(
             prompt=prompt,
             completions=group,
             texts=texts[start : start + size],
+            lengths=[len(one.token_ids) for one in group],
+            truncated=[one.truncated for one in group],
             total=scored.total[start : start + size],
             parts={name: values[start : start + size] for name, values in scored.parts.items()},
         )

@@ -1,18 +1,32 @@
-"""How many devices a run may have, and which of its processes writes."""
+"""Which of a run's processes writes, and how its batches go onto them."""
 
+from lightning.fabric.utilities.rank_zero import rank_zero_only  # type: ignore[attr-defined]
 from lightning.pytorch import Trainer
 
 from qerl_pl.errors import UserError
 
 
-def check_one_device(trainer: Trainer) -> None:
-    """Refuse what Lightning would start several processes for.
+def planned_ranks(trainer: Trainer) -> int:
+    """Processes that the run will have, also before they are started."""
+    return trainer.num_devices * trainer.num_nodes
+
+
+def check_ranks_divide(batch_size: int, ranks: int) -> None:
+    """Refuse a batch that does not go evenly onto the ranks.
 
     Raises:
-        UserError: The trainer asks for several devices.
+        UserError: It does not.
     """
-    if (devices := trainer.num_devices * trainer.num_nodes) > 1:
-        raise UserError(f"training runs on one device so far; found {devices}; set trainer.devices to 1")
+    if batch_size % ranks:
+        raise UserError(
+            f"data.batch_size must be a multiple of the number of devices; found {batch_size} for {ranks}; change one "
+            "of them"
+        )
+
+
+def is_first_process() -> bool:
+    """Whether this is the process of rank 0, by what launchers tell; known from the start."""
+    return bool(rank_zero_only.rank == 0)  # type: ignore[attr-defined]
 
 
 def writes_files(trainer: Trainer) -> bool:

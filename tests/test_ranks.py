@@ -1,0 +1,115 @@
+"""Several ranks: real processes over gloo, started by Lightning's launcher from `qerl fit`."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from fit_helpers import configuration
+from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+ROLLOUTS = 20
+COMPARED = (
+    "reward/mean",
+    "optim/loss",
+    "optim/grad_norm",
+    "policy/kl",
+    "policy/entropy",
+    "completions/length_mean",
+    "completions/groups_dropped_frac",
+    "completions/sampled_tokens",
+    "val/accuracy",
+    "val/pass@1",
+)
+
+
+def settings(base: Path, run: Path, devices: int) -> dict[str, Any]:
+    """Twenty rollouts of six prompts, dynamic sampling and noise on, no dropout; five prompts to validate on."""
+    config = configuration(base, run)
+    config["model"]["policy"]["lora"]["dropout"] = 0.0
+    config["model"]["objective"]["init_args"] = {"beta": 0.1}
+    config["model"]["optimizer"]["init_args"] = {"lr": 0.002}
+    config["model"]["micro_batch_tokens"] = 200
+    config["data"]["init_args"] |= {"train_size": 65, "batch_size": 6, "val_size": 5, "val_batch_size": 4}
+    config["trainer"] |= {"devices": devices, "max_epochs": None, "max_steps": 4 * ROLLOUTS, "val_check_interval": 5}
+    rollout = config["trainer"]["callbacks"][0]["init_args"]
+    rollout["resample_rounds"] = 1
+    rollout["rewards"] = [{"class_path": "fit_helpers.EvenVowels"}, {"class_path": "fit_helpers.Vowels"}]
+    return config
+
+
+def start(config: dict[str, Any], *extra: str) -> "subprocess.Popen[str]":
+    run = Path(config["trainer"]["default_root_dir"])
+    run.parent.mkdir(parents=True, exist_ok=True)
+    path = run.with_suffix(".yaml")
+    path.write_text(yaml.safe_dump(config))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    words = [sys.executable, "-m", "qerl_pl", "fit", "-c", str(path), *extra]
+    with run.with_suffix(".log").open("a") as output:
+        return subprocess.Popen(words, env=environment, stdout=output, stderr=output, text=True)
+
+
+def printed(config: dict[str, Any]) -> str:
+    return Path(config["trainer"]["default_root_dir"]).with_suffix(".log").read_text()
+
+
+def train(config: dict[str, Any], *extra: str) -> Path:
+    process = start(config, *extra)
+    assert process.wait(timeout=240) == 0, printed(config)
+    return Path(config["trainer"]["default_root_dir"])
+
+
+def completions(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "completions.jsonl").read_text().splitlines()]
+
+
+def curves(run: Path) -> dict[str, dict[int, float]]:
+    events = EventAccumulator(str(run))
+    events.Reload()
+    return {tag: {event.step: event.value for event in events.Scalars(tag)} for tag in COMPARED}
+
+
+def adapter(run: Path) -> dict[str, torch.Tensor]:
+    return load_file(run / "adapter" / "adapter_model.safetensors")
+
+
+@pytest.fixture(scope="module")
+def alone(tiny_policy_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train(settings(tiny_policy_dir, tmp_path_factory.mktemp("alone") / "run", 1))
+
+
+@pytest.fixture(scope="module")
+def two(tiny_policy_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train(settings(tiny_policy_dir, tmp_path_factory.mktemp("two") / "run", 2))
+
+
+def same_run(one: Path, other: Path) -> None:
+    """The same completions in the first rollout, and the same curves to 1e-5."""
+    first, second = completions(one), completions(other)
+    assert len(first) == len(second)
+    assert [row for row in first if row["version"] == 0] == [row for row in second if row["version"] == 0]
+    expected, found = curves(one), curves(other)
+    for tag, curve in expected.items():
+        assert found[tag].keys() == curve.keys(), tag
+        for step, value in curve.items():
+            assert math.isclose(found[tag][step], value, rel_tol=1e-5, abs_tol=1e-5), (tag, step)
+    for name, tensor in adapter(one).items():
+        torch.testing.assert_close(adapter(other)[name], tensor, rtol=1e-3, atol=1e-5)
+
+
+def test_two_ranks_are_one_run(alone: Path, two: Path) -> None:
+    rows = completions(alone)
+    assert {row["version"] for row in rows} == set(range(ROLLOUTS))
+    assert any(not row["trained"] for row in rows) and len({row["tokens"] for row in rows}) > 1
+    same_run(alone, two)
+
+
+def test_three_ranks_are_one_run(alone: Path, tiny_policy_dir: Path, tmp_path: Path) -> None:
+    same_run(alone, train(settings(tiny_policy_dir, tmp_path / "run", 3)))
