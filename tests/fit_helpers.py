@@ -180,3 +180,25 @@ class EvenVowels:
 
     def __call__(self, samples: Any) -> list[float]:
         return [float(sum(letter in "aeiou" for letter in sample.completion) % 2 == 0) for sample in samples]
+
+
+class Letters:
+    """Share of letters: dense, and without random numbers."""
+
+    name = "letters"
+    weight = 0.5
+
+    def __call__(self, samples: Any) -> list[float]:
+        return [sum(letter.isalpha() for letter in sample.completion) / 40 for sample in samples]
+
+
+class FailsOnRankOne:
+    """Raises on one of two ranks."""
+
+    name = "failing"
+    weight = 1.0
+
+    def __call__(self, samples: Any) -> list[float]:
+        if os.environ.get("RANK") == "1":
+            raise RuntimeError("no more")
+        return [float(index) for index, _ in enumerate(samples)]

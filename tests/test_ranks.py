@@ -41,7 +41,7 @@ def settings(base: Path, run: Path, devices: int) -> dict[str, Any]:
     config["trainer"] |= {"devices": devices, "max_epochs": None, "max_steps": 4 * ROLLOUTS, "val_check_interval": 5}
     rollout = config["trainer"]["callbacks"][0]["init_args"]
     rollout["resample_rounds"] = 1
-    rollout["rewards"] = [{"class_path": "fit_helpers.EvenVowels"}, {"class_path": "fit_helpers.Vowels"}]
+    rollout["rewards"] = [{"class_path": "fit_helpers.EvenVowels"}, {"class_path": "fit_helpers.Letters"}]
     return config
 
 
@@ -113,3 +113,67 @@ def test_two_ranks_are_one_run(alone: Path, two: Path) -> None:
 
 def test_three_ranks_are_one_run(alone: Path, tiny_policy_dir: Path, tmp_path: Path) -> None:
     same_run(alone, train(settings(tiny_policy_dir, tmp_path / "run", 3)))
+
+
+def children(process: "subprocess.Popen[str]") -> list[int]:
+    """Processes that a run has started for its other ranks."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and (entry / "stat").is_file():
+            fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            if int(fields[1]) == process.pid and b"qerl_pl" in (entry / "cmdline").read_bytes():
+                found.append(int(entry.name))
+    return found
+
+
+def wait_for_checkpoint(process: "subprocess.Popen[str]", run: Path, config: dict[str, Any]) -> None:
+    until = time.monotonic() + 120
+    while not list((run / "checkpoints").glob("step=*.ckpt")):
+        assert process.poll() is None and time.monotonic() < until, printed(config)
+        time.sleep(0.05)
+
+
+def test_a_killed_rank_ends_the_run_with_its_reason_and_the_run_goes_on_bit_for_bit(
+    two: Path, tiny_policy_dir: Path, tmp_path: Path
+) -> None:
+    config = settings(tiny_policy_dir, tmp_path / "run", 2)
+    run = tmp_path / "run"
+    process = start(config)
+    wait_for_checkpoint(process, run, config)
+    os.kill(children(process)[0], signal.SIGKILL)
+    assert process.wait(timeout=60) not in (0, -signal.SIGKILL)
+    assert printed(config).splitlines()[-1].startswith("qerl: rank 1: its process was ended by SIGKILL")
+    train(config, "--resume", "auto")
+    for name, tensor in adapter(two).items():
+        assert torch.equal(adapter(run)[name], tensor), name
+    assert completions(run) == completions(two)
+
+
+def test_a_signal_to_any_rank_saves_everywhere_and_the_run_goes_on_on_another_number_of_ranks(
+    alone: Path, tiny_policy_dir: Path, tmp_path: Path
+) -> None:
+    config = settings(tiny_policy_dir, tmp_path / "run", 2)
+    process = start(config)
+    wait_for_checkpoint(process, tmp_path / "run", config)
+    os.kill(children(process)[0], signal.SIGTERM)
+    assert process.wait(timeout=60) == 128 + signal.SIGTERM, printed(config)
+    assert "stopped by SIGTERM; state saved in" in printed(config).splitlines()[-1]
+    config["trainer"]["devices"] = 3
+    same_run(alone, train(config, "--resume", "auto"))
+
+
+def test_mistakes_get_one_line_once(tiny_policy_dir: Path, tmp_path: Path) -> None:
+    config = settings(tiny_policy_dir, tmp_path / "run", 4)
+    assert start(config).wait(timeout=60) == 2
+    lines = [line for line in printed(config).splitlines() if line.startswith("qerl:")]
+    assert lines == [
+        "qerl: data.batch_size must be a multiple of the number of devices; found 6 for 4; change one of them"
+    ]
+
+
+def test_a_rank_that_raises_ends_the_run_with_its_reason(tiny_policy_dir: Path, tmp_path: Path) -> None:
+    config = settings(tiny_policy_dir, tmp_path / "run", 2)
+    config["trainer"]["callbacks"][0]["init_args"]["rewards"] = [{"class_path": "fit_helpers.FailsOnRankOne"}]
+    assert start(config).wait(timeout=90) == 2
+    assert printed(config).splitlines()[-1].startswith("qerl: rank 1: ")
+    assert "FailsOnRankOne" in printed(config).splitlines()[-1] or "failing" in printed(config).splitlines()[-1]

@@ -1,6 +1,6 @@
 """Which of a run's processes writes, and how its batches go onto them."""
 
-from lightning.fabric.utilities.rank_zero import rank_zero_only  # type: ignore[attr-defined]
+from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch import Trainer
 
 from qerl_pl.errors import UserError
