@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import json
 import re
 import shlex
 import sys
@@ -275,3 +276,5 @@ def test_what_a_run_leaves_is_on_the_page(place: Path) -> None:
     assert len(files) > 8 and files - told == set()
     elsewhere = {"checkpoints/best-rollouts=*.ckpt", "checkpoints/abandoned", "failed"}  # of runs of another kind
     assert {pattern for pattern in patterns if not list(run.glob(pattern))} == elsewhere
+    first, *_ = (run / "completions.jsonl").read_text().splitlines()
+    assert json.loads(first).keys() <= set(pages.code(ROOT / "docs" / "run-folder.md"))
