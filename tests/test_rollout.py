@@ -1,5 +1,7 @@
 """What a rollout hands over, and when it stops the run: by runs on a tiny policy."""
 
+import dataclasses
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -9,9 +11,10 @@ import torch
 from fit_helpers import Vowels, train
 from lightning.pytorch import Callback
 
+from qerl_pl.callbacks import CompletionLog
 from qerl_pl.engines import TransformersEngine
 from qerl_pl.errors import UserError
-from qerl_pl.rollout.experience import Experience
+from qerl_pl.rollout.experience import CompletionRecord, Experience
 
 
 class Forgetful(TransformersEngine):
@@ -63,6 +66,53 @@ def test_an_adapter_that_is_lost_on_waking_stops_the_run_at_the_next_self_check(
     assert engine.rollouts == 1
 
 
+class Keeping(TransformersEngine):
+    """Keeps what training sampled, by prompt."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sampled: list[tuple[tuple[int, ...], int]] = []
+
+    def generate(self, requests: Any, sampling: Any) -> Any:
+        groups = super().generate(requests, sampling)
+        for request, group in zip(requests, groups, strict=True):
+            if len(request.seeds) == 2:
+                self.sampled += [(request.prompt_ids, len(one.token_ids)) for one in group]
+        return groups
+
+
+class Overflowing(Keeping):
+    """Gives one wrong log-probability, in the second rollout.
+
+    Args:
+        value: Which.
+    """
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.value = value
+
+    def generate(self, requests: Any, sampling: Any) -> Any:
+        groups = super().generate(requests, sampling)
+        if len(self.sampled) == 8 and len(requests[0].seeds) == 2:  # two rollouts of two groups of two
+            last = groups[1][1]
+            wrong = (*last.logprobs[:-1], self.value)
+            groups[1][1] = dataclasses.replace(last, logprobs=wrong)
+        return groups
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_log_probability_that_is_none_stops_the_run_by_its_place(
+    tiny_policy_dir: Path, tmp_path: Path, value: float
+) -> None:
+    engine = Overflowing(value)
+    found = (
+        f"must be finite; at policy version 1 Overflowing gave {value} at token 4 of 4 of completion 2 of prompt train-"
+    )
+    with pytest.raises(UserError, match=found):
+        train(tiny_policy_dir, tmp_path, engine)
+
+
 class Odd:
     """Finds the completions of half of the prompts all right, of the others those with an odd sum of letters."""
 
@@ -83,7 +133,12 @@ class Watch(Callback):
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.seen.append(outputs["experience"])
         asked = {prompt.id for prompt in batch}
-        self.replaced += len({record.prompt_id for record in outputs["experience"].records} - asked)
+        self.replaced += len({record.prompt_id for record in trained(outputs["experience"])} - asked)
+
+
+def trained(experience: Experience) -> list[CompletionRecord]:
+    """The records of the completions that train."""
+    return [record for record in experience.records if record.trained]
 
 
 def test_dynamic_sampling_replaces_groups_all_right_or_all_wrong_whatever_other_rewards_say(
@@ -93,8 +148,8 @@ def test_dynamic_sampling_replaces_groups_all_right_or_all_wrong_whatever_other_
     train(tiny_policy_dir, tmp_path, TransformersEngine(), rewards=[Odd(), Vowels()], resample_rounds=9, watch=watch)
     assert watch.replaced > 0
     for experience in watch.seen:
-        assert len(experience) == 2 * 2 and len({record.prompt_id for record in experience.records}) == 2
-        right = torch.tensor([record.rewards["odd"] for record in experience.records]).view(2, 2)
+        assert len(experience) == 2 * 2 and len({record.prompt_id for record in trained(experience)}) == 2
+        right = torch.tensor([record.rewards["odd"] for record in trained(experience)]).view(2, 2)
         assert right.sum(dim=1).tolist() == [1.0, 1.0]
         assert (experience.advantages != 0).all()
         dropped = experience.metrics["completions/groups_dropped_frac"]
@@ -159,10 +214,25 @@ def test_groups_left_over_when_the_rounds_are_spent_neither_train_nor_count(
     train(tiny_policy_dir, tmp_path, TransformersEngine(), rewards=[Odd(), Vowels()], resample_rounds=1, watch=watch)
     assert {len(experience) for experience in watch.seen} > {2}  # one group of two where another is missing
     for experience in watch.seen:
-        right = [record.rewards["odd"] for record in experience.records]
+        right = [record.rewards["odd"] for record in trained(experience)]
         assert sum(right) == len(experience) / 2 == experience.advantages.gt(0).sum()
         if len(experience):
             lengths = experience.mask.sum(dim=1).float()
             assert experience.metrics["completions/length_mean"] == lengths.mean()
             assert experience.metrics["completions/length_max"] == lengths.max()
             assert experience.tokens.shape[1] == experience.lengths.max()
+
+
+def test_the_file_of_completions_has_those_that_dynamic_sampling_dropped(tiny_policy_dir: Path, tmp_path: Path) -> None:
+    engine, watch = Keeping(), CompletionLog(jsonl=True)
+    rewards = [Odd(), Vowels()]
+    module = train(tiny_policy_dir, tmp_path, engine, rewards=rewards, resample_rounds=1, watch=watch)
+    records = [json.loads(line) for line in (tmp_path / "completions.jsonl").read_text().splitlines()]
+    prompts = {prompt.id: prompt for prompt in module.trainer.datamodule.replacement_prompts(("all",), 40, ())}
+    written = [(prompts[record["prompt_id"]].token_ids, record["tokens"]) for record in records]
+    assert written == engine.sampled and len(written) > 4 * 2 * 2
+    assert [record["version"] for record in records] == sorted(record["version"] for record in records)
+    groups = [records[index : index + 2] for index in range(0, len(records), 2)]
+    for one, other in groups:
+        assert one["trained"] == other["trained"] == (one["rewards"]["odd"] != other["rewards"]["odd"])
+    assert {one["trained"] for one, _ in groups} == {True, False}

@@ -19,7 +19,7 @@ from qerl_pl.errors import UserError, require_at_least
 from qerl_pl.modules.qerl import QeRLModule
 from qerl_pl.rewards import OverlongPenalty, Reward, ScoredBatch, check_rewards
 from qerl_pl.rollout.agreement import check_agreement
-from qerl_pl.rollout.experience import Experience, pad_completions
+from qerl_pl.rollout.experience import Experience, pad_completions, require_finite_logprobs
 from qerl_pl.rollout.scoring import Groups, reward_metrics, score_completions
 from qerl_pl.run.random_state import random_state_kept
 from qerl_pl.run.seeding import stream_seed
@@ -150,10 +150,10 @@ class RolloutCallback(Callback):
             report = self.engine.sync(module.policy.weights(version, noise))
         if noise is not None:
             metrics |= {"aqn/sigma": noise.sigma, "aqn/measured_std": report.noise_std}
-        groups, scored = self._gather(module, _data(trainer), batch, times, metrics)
+        groups = self._gather(module, _data(trainer), batch, times, metrics)
         with _timed(times, "time/sleep_s"):
             self.engine.sleep()
-        module.receive(self._experience(module, groups, scored, metrics | times))
+        module.receive(self._experience(module, groups, metrics | times))
 
     def _gather(
         self,
@@ -162,11 +162,10 @@ class RolloutCallback(Callback):
         batch: list[Prompt],
         times: dict[str, float],
         metrics: dict[str, float],
-    ) -> tuple[Groups, Tensor]:
-        """Groups to learn from and their total rewards [B], by dynamic sampling where that is on."""
+    ) -> Groups:
+        """Groups to learn from, by dynamic sampling where that is on."""
         version, wanted = module.policy_version, len(batch)
-        groups, dropped = Groups(), Groups()
-        prompts, sampled, tokens = batch, 0, 0
+        groups, prompts, sampled = Groups(), batch, 0
         scores: list[ScoredBatch] = []
         for attempt in range(self.resample_rounds + 1):
             with _timed(times, "time/rollout_s"):
@@ -175,25 +174,23 @@ class RolloutCallback(Callback):
                 scored, records = score_completions(self.rewards, module.tokenizer, prompts, completions)
             scores.append(scored)
             sampled += len(prompts)
-            tokens += sum(len(one.token_ids) for group in completions for one in group)
             keep = torch.ones(len(prompts), dtype=torch.bool)
             if self.resample_rounds > 0:
                 keep = informative_groups(scored.total, self._correct(scored), self.group_size)
             groups.extend(prompts, completions, records, keep)
-            dropped.extend(prompts, completions, records, ~keep)
             missing = wanted - len(groups.prompts)
             if missing <= 0 or attempt == self.resample_rounds:
                 break
-            used = {prompt.id for prompt in groups.prompts + dropped.prompts}
+            used = {record.prompt_id for record in groups.records}
             prompts = data.replacement_prompts(("resample", version, attempt), missing, used)
             if not prompts:
                 break
-        metrics["completions/groups_dropped_frac"] = len(dropped.prompts) / sampled
-        metrics["completions/sampled_tokens"] = tokens
+        metrics["completions/groups_dropped_frac"] = (sampled - len(groups.prompts)) / sampled
+        metrics["completions/sampled_tokens"] = sum(record.tokens for record in groups.records)
         metrics |= reward_metrics(scores)
         if not groups.prompts:
             log.warning("rollout %d teaches nothing: none of %d groups has right and wrong answers", version, sampled)
-        return groups, torch.tensor([record.rewards["total"] for record in groups.records])
+        return groups
 
     def _generate(
         self,
@@ -212,7 +209,9 @@ class RolloutCallback(Callback):
         ]
         return self.engine.generate(requests, sampling)
 
-    def _experience(self, module: QeRLModule, groups: Groups, rewards: Tensor, metrics: dict[str, float]) -> Experience:
+    def _experience(self, module: QeRLModule, groups: Groups, metrics: dict[str, float]) -> Experience:
+        engine = type(self.engine).__name__
+        require_finite_logprobs(groups.prompts, groups.completions, engine, module.policy_version)
         pad = module.tokenizer.pad_token_id
         tokens, lengths, mask, logprobs = pad_completions(
             groups.prompts, groups.completions, 0 if pad is None else int(pad)
@@ -228,7 +227,7 @@ class RolloutCallback(Callback):
             lengths=lengths,
             mask=mask,
             sampler_logprobs=logprobs,
-            advantages=module.objective.advantages(rewards, self.group_size),
+            advantages=module.objective.advantages(torch.tensor(groups.rewards), self.group_size),
             truncated=truncated,
             temperature=self.sampling.temperature,
             max_tokens=self.sampling.max_tokens,
