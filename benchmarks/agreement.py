@@ -22,7 +22,6 @@ from qerl_pl.algorithm.noise import NormNoise
 from qerl_pl.engines import EngineSpec, RolloutEngine, TransformersEngine, VLLMEngine
 from qerl_pl.modules import LoraConfig, Policy, PolicyConfig
 from qerl_pl.modules.base_model import resolve_base
-from qerl_pl.modules.nvfp4 import BorrowedLinear
 from qerl_pl.prompting import render_prompts
 from qerl_pl.rollout.experience import pad_completions
 from qerl_pl.toy import ToyConfig
@@ -122,7 +121,7 @@ def main() -> None:
     policy = Policy(base, config, device, seed=0, lent=lent).eval()
     move_adapter(policy, args.move)
     rows = compare(engine, policy, prompts, args.tokens)
-    borrowed = sum(isinstance(module, BorrowedLinear) for module in policy.modules())
+    borrowed = 0 if lent is None else len(lent.linears)
     engine.close()
     headers = ["adapter", "sigma", "measured", "tokens", "mean abs difference", "max", "adapter's effect, mean"]
     cells = [

@@ -5,10 +5,12 @@ read arithmetic is the limit, and there the plain product of the dequantized wei
 """
 
 import importlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from qerl_kernels import MarlinTensor, marlin_alpha, marlin_linear
+from qerl_kernels import MarlinRows, MarlinTensor, frozen_linear
+from qerl_kernels.marlin import TILE
 from torch import Tensor
 
 from qerl_pl.errors import UserError
@@ -38,6 +40,25 @@ def marlin_tensor(linear: Any) -> MarlinTensor | None:
     return MarlinTensor(linear.weight.data, linear.weight_scale.data, linear.weight_global_scale.data)
 
 
+def lent_rows(linear: Any, parts: Sequence[tuple[str, int, int]]) -> dict[str, MarlinRows] | None:
+    """What one of vLLM's linears lends: a frozen weight for each of the base model's linears that it holds.
+
+    Args:
+        linear: vLLM's.
+        parts: Names in the base model, rows [start, stop).
+
+    Returns:
+        Empty where it has no NVFP4 weight; None where its weight cannot be lent, for it is padded, in another layout,
+        or one of Marlin's tiles holds rows of two parts.
+    """
+    if getattr(linear, "weight_global_scale", None) is None:
+        return {}
+    held = marlin_tensor(linear)
+    if held is None or any(start % TILE or stop % TILE for _, start, stop in parts):
+        return None
+    return {name: MarlinRows(held, start, stop) for name, start, stop in parts}
+
+
 @torch.library.custom_op("qerl::marlin_or_dense", mutates_args=())
 def marlin_or_dense(
     x: Tensor,
@@ -62,12 +83,13 @@ def marlin_or_dense(
         workspace: Marlin's.
         permuted_bias: [N], in Marlin's order.
         bias: [N], in plain order.
-        alpha: What `marlin_alpha` gives, float32 [1] in the host's memory, where reading it does not wait for the
+        alpha: That of `MarlinRows`, float32 [1] in the host's memory, where reading it does not wait for the
             device. A number would make every layer a compiled graph of its own.
         dense_above: Tokens.
     """
     if len(x) > dense_above:
-        return marlin_linear(x, MarlinTensor(weight, scale, global_scale), bias, alpha=alpha.item())
+        held = MarlinTensor(weight, scale, global_scale)
+        return frozen_linear(x, MarlinRows(held, alpha=alpha.item()), bias)
     product = getattr(importlib.import_module(_MODULE), _FUNCTION)
     rows, columns = weight.shape[1] // 2, 16 * len(weight)
     y: Tensor = product(x, weight, scale, global_scale, workspace, size_n=rows, size_k=columns, bias=permuted_bias)
@@ -106,11 +128,11 @@ def attach_dense(linear: Any, dense_above: int) -> None:
     held = marlin_tensor(linear)
     if held is None:
         return
-    alpha = marlin_alpha(held.global_scale)
-    linear.register_buffer("qerl_alpha", torch.tensor([alpha], device="cpu"), False)
+    weight = MarlinRows(held)
+    linear.register_buffer("qerl_alpha", torch.tensor([weight.alpha], device="cpu"), False)
     x = torch.randn(1, linear.input_size_per_partition, generator=torch.Generator().manual_seed(0), device="cpu")
     x = x.to(held.weight.device, torch.bfloat16)
-    few, many = linear.quant_method.apply(linear, x), marlin_linear(x, held, alpha=alpha)
+    few, many = linear.quant_method.apply(linear, x), frozen_linear(x, weight)
     apart = ((few - many).float().norm() / few.float().norm()).item()
     if apart > TOLERANCE:
         raise UserError(

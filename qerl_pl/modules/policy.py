@@ -1,7 +1,7 @@
 """The policy: a frozen base model, 4-bit or 16-bit, with a LoRA adapter, and the log-probabilities of its tokens."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,7 +11,7 @@ import torch
 from accelerate import init_empty_weights
 from peft import PeftModel, get_peft_model_state_dict
 from peft.utils import ModulesToSaveWrapper
-from qerl_kernels import chunked_token_logprobs
+from qerl_kernels import FrozenWeight, NVFP4Tensor, NVFP4Weight, chunked_token_logprobs
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
@@ -21,14 +21,13 @@ from qerl_pl.errors import UserError
 from qerl_pl.formats.architecture import fused_group
 from qerl_pl.formats.model_files import TensorFiles, is_nvfp4
 from qerl_pl.formats.norm import Float32RMSNorm, use_float32_norms
+from qerl_pl.modules.frozen_linear import FrozenLinear
 from qerl_pl.modules.lora import ADAPTER, LoraConfig, LoraLinear, attach_lora
-from qerl_pl.modules.nvfp4 import BorrowedLinear, NVFP4Linear
 from qerl_pl.modules.packing import ATTENTION, Packing
 from qerl_pl.run.files import cache_root
 from qerl_pl.toy import ToyConfig
 from qerl_pl.types import PolicyWeights
 
-_PACKED = (torch.uint8, torch.float8_e4m3fn)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}  # float16's gradients underflow in large batches
 
 
@@ -65,7 +64,7 @@ class PolicyConfig:
 def load_base(
     folder: Path, dtype: torch.dtype, device: torch.device, lent: LentWeights | None = None
 ) -> PreTrainedModel:
-    """A frozen causal LM from a local folder; linears that the folder stores in NVFP4 become `NVFP4Linear`.
+    """A frozen causal LM from a local folder; linears that the folder stores in NVFP4 become `FrozenLinear`.
 
     No dense copy of a quantized weight is made, and none at all of what is lent.
 
@@ -85,20 +84,17 @@ def load_base(
         del config.quantization_config
     with init_empty_weights(include_buffers=False):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=ATTENTION)
-        if quantized:
-            _use_quantized_linears(model, tensors, dtype, lent)
+    state: dict[str, Tensor] = dict(lent.tensors) if lent is not None else {}
+    linears = dict(lent.linears) if lent is not None else {}
     if quantized:
         _check_fused_scales(tensors)
-    state = dict(lent.tensors) if lent is not None else {}
-    linears = lent.linears if lent is not None else {}
+        state |= _use_frozen_linears(model, tensors, device, linears)
     for name in tensors:
         module, _, kind = name.rpartition(".")
         if kind == "inv_freq":  # old Llama files store what their configuration says
             continue
         if name not in state and not (module in linears and kind.startswith("weight")):
-            tensor = tensors.read(name)
-            packed = tensor.dtype in _PACKED or name.endswith("_global_scale")
-            state[name] = tensor.to(device=device, dtype=None if packed else dtype)
+            state[name] = tensors.read(name).to(device, dtype)
     missing, unexpected = model.load_state_dict(state, strict=False, assign=True)
     model.tie_weights()
     missing = [name for name in missing if name != "lm_head.weight" or not config.tie_word_embeddings]
@@ -111,17 +107,21 @@ def load_base(
     return model.requires_grad_(False)
 
 
-def _use_quantized_linears(
-    model: nn.Module, tensors: TensorFiles, dtype: torch.dtype, lent: LentWeights | None
-) -> None:
+def _use_frozen_linears(
+    model: nn.Module, tensors: TensorFiles, device: torch.device, lent: Mapping[str, FrozenWeight]
+) -> dict[str, Tensor]:
+    """Replace the quantized linears of a model; the tensors of those that are not lent, by name."""
+    own: dict[str, Tensor] = {}
     for name, module in list(model.named_modules()):
         if not isinstance(module, nn.Linear) or f"{name}.weight_packed" not in tensors:
             continue
-        if lent is not None and name in lent.linears:
-            model.set_submodule(name, BorrowedLinear(lent.linears[name], module.bias is not None, dtype))
-        else:
-            linear = NVFP4Linear(module.in_features, module.out_features, module.bias is not None, dtype)
-            model.set_submodule(name, linear.to("meta"))
+        weight = lent.get(name)
+        if weight is None:
+            parts = (tensors.read(f"{name}.weight_{part}").to(device) for part in NVFP4Tensor._fields)
+            weight = NVFP4Weight(NVFP4Tensor(*(nn.Parameter(part, requires_grad=False) for part in parts)))
+            own |= {f"{name}.{part}": tensor for part, tensor in weight.tensors().items()}
+        model.set_submodule(name, FrozenLinear(weight, module.bias, own=name not in lent))
+    return own
 
 
 def _check_fused_scales(tensors: TensorFiles) -> None:
