@@ -22,7 +22,7 @@ from qerl_pl.cli.main import QeRLCLI, main
 from qerl_pl.datamodules import ArithmeticDataModule
 from qerl_pl.engines import TransformersEngine
 from qerl_pl.errors import UserError
-from qerl_pl.formats.model_files import is_nvfp4
+from qerl_pl.formats.base import format_of
 from qerl_pl.modules import QeRLModule
 from qerl_pl.modules.update import PolicyUpdate
 from qerl_pl.rollout.agreement import Agreement, require_agreement
@@ -307,7 +307,8 @@ def test_validate_from_a_checkpoint_and_export(
     assert equal(load_file(tmp_path / "adapter" / "adapter_model.safetensors"), adapter(run))
     assert main(["export", str(run), str(tmp_path / "merged"), "--merge", "true"]) == 0
     named = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["base_model_name_or_path"]
-    assert named != str(tiny_policy_dir) and is_nvfp4(Path(named))  # not the 16-bit weights that it was quantized from
+    assert named != str(tiny_policy_dir)  # not the 16-bit weights that it was quantized from
+    assert format_of(Path(named)).name == "nvfp4"
     merged = load_file(tmp_path / "merged" / "model.safetensors")
     assert "model.layers.0.self_attn.q_proj.weight" in merged and not any("packed" in name for name in merged)
 

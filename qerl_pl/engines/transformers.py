@@ -14,7 +14,8 @@ from qerl_pl.engines.sampling import pick_tokens, sampling_log_probs, uniforms
 from qerl_pl.engines.synced_layers import SyncedLoraLinear, SyncedRMSNorm
 from qerl_pl.errors import UserError, require_at_least
 from qerl_pl.formats.architecture import noisy_norm_names
-from qerl_pl.formats.model_files import end_token_ids, load_dense_model, load_tokenizer
+from qerl_pl.formats.dense_copy import load_dense_model
+from qerl_pl.formats.model_files import end_token_ids, load_tokenizer
 from qerl_pl.types import Completion, PolicyWeights, RolloutRequest, SamplingConfig, SyncReport
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)

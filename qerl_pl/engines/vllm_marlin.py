@@ -14,9 +14,11 @@ from qerl_kernels.marlin import TILE
 from torch import Tensor
 
 from qerl_pl.errors import UserError
+from qerl_pl.formats.architecture import FUSED
 
 TOLERANCE = 0.01
 """Of the two products' difference to their size: rounding makes 1e-4, another layout 1."""
+_KERNEL = "MarlinNvFp4"
 _MODULE, _FUNCTION = "vllm.model_executor.layers.quantization.utils.marlin_utils_fp4", "apply_fp4_marlin_linear"
 
 
@@ -32,7 +34,7 @@ def missing() -> list[str]:
 def marlin_tensor(linear: Any) -> MarlinTensor | None:
     """The NVFP4 weight of one of vLLM's linears; None where it has none in Marlin's layout, or a padded one."""
     kernel = getattr(getattr(linear, "scheme", None), "kernel", None)
-    if "MarlinNvFp4" not in type(kernel).__name__:
+    if _KERNEL not in type(kernel).__name__:
         return None
     columns, rows = linear.input_size_per_partition, linear.output_size_per_partition
     if linear.weight.shape != (columns // 16, 2 * rows):
@@ -57,6 +59,42 @@ def lent_rows(linear: Any, parts: Sequence[tuple[str, int, int]]) -> dict[str, M
     if held is None or any(start % TILE or stop % TILE for _, start, stop in parts):
         return None
     return {name: MarlinRows(held, start, stop) for name, start, stop in parts}
+
+
+def check_marlin_shapes(linears: dict[str, tuple[int, int]]) -> None:
+    """Reject weights that Marlin's tiles do not cover.
+
+    Args:
+        linears: (out, in) of each quantized linear by name.
+
+    Raises:
+        UserError: A weight, q/k/v and gate/up taken together, divides into neither 64 x 128 nor 128 x 64.
+    """
+    for name, (rows, columns) in linears.items():
+        stem, _, last = name.rpartition(".")
+        group = next((group for group in FUSED if last in group), (last,))
+        if last == "lm_head" or last != group[0]:
+            continue
+        rows = sum(linears.get(f"{stem}.{part}", (0, 0))[0] for part in group) if len(group) > 1 else rows
+        if (rows % 64 or columns % 128) and (rows % 128 or columns % 64):
+            raise UserError(
+                f"Marlin takes weights that divide into 64 x 128 or 128 x 64; {'+'.join(group)} of {stem} is {rows} x "
+                f"{columns}: set linear_backend to auto, which pads them"
+            )
+
+
+def why_not_lent(kernels: Sequence[str], dtype: torch.dtype) -> str | None:
+    """What keeps vLLM from lending the weights of its linears; None where it may.
+
+    Args:
+        kernels: Class names of what multiplies by them.
+        dtype: Of activations.
+    """
+    if not any(_KERNEL in kernel for kernel in kernels):
+        return f"only Marlin's layout can be lent, and vLLM's kernels are {', '.join(kernels)}"
+    if dtype != torch.bfloat16:
+        return f"vLLM scales weights otherwise for {dtype} than for bfloat16"
+    return None
 
 
 @torch.library.custom_op("qerl::marlin_or_dense", mutates_args=())

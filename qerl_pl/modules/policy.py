@@ -1,31 +1,28 @@
 """The policy: a frozen base model, 4-bit or 16-bit, with a LoRA adapter, and the log-probabilities of its tokens."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 import torch
-from accelerate import init_empty_weights
 from peft import PeftModel, get_peft_model_state_dict
 from peft.utils import ModulesToSaveWrapper
-from qerl_kernels import FrozenWeight, NVFP4Tensor, NVFP4Weight, chunked_token_logprobs
+from qerl_kernels import chunked_token_logprobs
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from qerl_pl.algorithm.noise import NormNoise
 from qerl_pl.engines.base import LentWeights
 from qerl_pl.errors import UserError
-from qerl_pl.formats.architecture import fused_group
-from qerl_pl.formats.model_files import TensorFiles, is_nvfp4
 from qerl_pl.formats.norm import Float32RMSNorm, use_float32_norms
-from qerl_pl.modules.frozen_linear import FrozenLinear
+from qerl_pl.formats.resolve import in_format, local_folder
+from qerl_pl.modules.base_model import load_base
 from qerl_pl.modules.lora import ADAPTER, LoraConfig, LoraLinear, attach_lora
-from qerl_pl.modules.packing import ATTENTION, Packing
+from qerl_pl.modules.packing import Packing
 from qerl_pl.run.files import cache_root
-from qerl_pl.toy import ToyConfig
+from qerl_pl.toy import ToyConfig, build_toy_policy
 from qerl_pl.types import PolicyWeights
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}  # float16's gradients underflow in large batches
@@ -60,81 +57,17 @@ class PolicyConfig:
         """`dtype` as PyTorch names it."""
         return DTYPES[self.dtype]
 
+    def base_folder(self) -> Path:
+        """Local folder of the base model in the format asked for, which the engine loads too.
 
-def load_base(
-    folder: Path, dtype: torch.dtype, device: torch.device, lent: LentWeights | None = None
-) -> PreTrainedModel:
-    """A frozen causal LM from a local folder; linears that the folder stores in NVFP4 become `FrozenLinear`.
+        Trains the toy policy, downloads from the hub, or quantizes 16-bit weights, each once: the results are cached.
 
-    No dense copy of a quantized weight is made, and none at all of what is lent.
-
-    Args:
-        folder: Hugging Face format.
-        dtype: Data type of everything that is not packed.
-        device: Where the tensors go, one by one.
-        lent: Weights of an engine that has loaded the same folder.
-
-    Raises:
-        UserError: The folder is no such model, tensors are missing or left over, or projections that run fused have
-            unequal global scales.
-    """
-    config = AutoConfig.from_pretrained(folder)
-    quantized, tensors = is_nvfp4(folder), TensorFiles(folder)
-    if quantized:
-        del config.quantization_config
-    with init_empty_weights(include_buffers=False):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=ATTENTION)
-    state: dict[str, Tensor] = dict(lent.tensors) if lent is not None else {}
-    linears = dict(lent.linears) if lent is not None else {}
-    if quantized:
-        _check_fused_scales(tensors)
-        state |= _use_frozen_linears(model, tensors, device, linears)
-    for name in tensors:
-        module, _, kind = name.rpartition(".")
-        if kind == "inv_freq":  # old Llama files store what their configuration says
-            continue
-        if name not in state and not (module in linears and kind.startswith("weight")):
-            state[name] = tensors.read(name).to(device, dtype)
-    missing, unexpected = model.load_state_dict(state, strict=False, assign=True)
-    model.tie_weights()
-    missing = [name for name in missing if name != "lm_head.weight" or not config.tie_word_embeddings]
-    if missing or unexpected:
-        raise UserError(
-            f"the weight files must fit config.json; {folder} lacks {missing[:3]} and has {unexpected[:3]} besides; "
-            "check that both come from the same model"
-        )
-    model.to(device)  # type: ignore[arg-type]
-    return model.requires_grad_(False)
-
-
-def _use_frozen_linears(
-    model: nn.Module, tensors: TensorFiles, device: torch.device, lent: Mapping[str, FrozenWeight]
-) -> dict[str, Tensor]:
-    """Replace the quantized linears of a model; the tensors of those that are not lent, by name."""
-    own: dict[str, Tensor] = {}
-    for name, module in list(model.named_modules()):
-        if not isinstance(module, nn.Linear) or f"{name}.weight_packed" not in tensors:
-            continue
-        weight = lent.get(name)
-        if weight is None:
-            parts = (tensors.read(f"{name}.weight_{part}").to(device) for part in NVFP4Tensor._fields)
-            weight = NVFP4Weight(NVFP4Tensor(*(nn.Parameter(part, requires_grad=False) for part in parts)))
-            own |= {f"{name}.{part}": tensor for part, tensor in weight.tensors().items()}
-        model.set_submodule(name, FrozenLinear(weight, module.bias, own=name not in lent))
-    return own
-
-
-def _check_fused_scales(tensors: TensorFiles) -> None:
-    for name in tensors:
-        if name.endswith(".weight_global_scale"):
-            group = fused_group(name.removesuffix("_global_scale"))
-            scales = {member: tensors.read(f"{member}_global_scale").item() for member in group}
-            if len(set(scales.values())) > 1:
-                raise UserError(
-                    "projections that run fused must share one global scale; found "
-                    + ", ".join(f"{key}={value:g}" for key, value in scales.items())
-                    + "; quantize the 16-bit weights with `qerl quantize`"
-                )
+        Raises:
+            UserError: `path` is neither a folder nor a model of the hub, or its weights are quantized in another
+                format.
+        """
+        source = build_toy_policy(self.toy) if self.path is None else local_folder(self.path)
+        return in_format(source, self.quantization)
 
 
 class Policy(nn.Module):
