@@ -1,9 +1,10 @@
 """The rollout callback: before each batch it syncs the engine, samples, scores, and hands over the experience."""
 
 import logging
+import math
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,8 +18,8 @@ from qerl_pl.engines.transformers import TransformersEngine
 from qerl_pl.errors import UserError, require_at_least
 from qerl_pl.modules.qerl import QeRLModule
 from qerl_pl.rewards import OverlongPenalty, Reward, ScoredBatch, check_rewards
-from qerl_pl.rollout.agreement import measure_agreement, require_agreement
-from qerl_pl.rollout.experience import Experience, pad_completions
+from qerl_pl.rollout.agreement import check_agreement
+from qerl_pl.rollout.experience import Experience, pad_completions, require_finite_logprobs
 from qerl_pl.rollout.scoring import Groups, reward_metrics, score_completions
 from qerl_pl.run.random_state import random_state_kept
 from qerl_pl.run.seeding import stream_seed
@@ -46,8 +47,10 @@ class RolloutCallback(Callback):
         group_size: Completions a prompt (G), at least 2.
         sampling: How training completions are sampled. Evaluation samples at temperature 1 and greedily, with the
             same token limit and stop strings.
-        resample_rounds: Dynamic sampling (DAPO): groups whose rewards are all equal teach nothing, so they are dropped
-            and other prompts are sampled instead, up to this many times. 0 keeps every group.
+        resample_rounds: Dynamic sampling (DAPO): groups whose answers are all right or all wrong by `accuracy_reward`,
+            whatever the other rewards say, are dropped (as are those of equal totals, which have no advantages), and
+            other prompts are sampled instead, up to this many times. What is still missing then is left out: a rollout
+            may train on fewer groups, or on none. 0 keeps every group.
         eval_samples: Samples a held-out prompt for pass@1.
         mismatch_bound: Nats a token that engine and trainer may differ by: more stops the run in the self-check
             (without noise, at the first rollout, after the first sleep, and then every `check_every` rollouts), and
@@ -141,20 +144,16 @@ class RolloutCallback(Callback):
             self.engine.wake()
         if self._rollouts < 2 or self._rollouts % self.check_every == 0:
             with _timed(times, "time/check_s"):
-                # A fresh adapter does nothing yet: one that never reaches the engine would show only much later.
-                probe = self._rollouts == 0
-                with module.policy.probed() if probe else nullcontext():
-                    found = measure_agreement(self.engine, module, batch[:2], self.sampling.max_tokens)
-                require_agreement(found, self.mismatch_bound, probe)
+                check_agreement(self.engine, module, batch[:2], self.sampling.max_tokens, self.mismatch_bound)
         self._rollouts += 1
         with _timed(times, "time/sync_s"):
             report = self.engine.sync(module.policy.weights(version, noise))
         if noise is not None:
             metrics |= {"aqn/sigma": noise.sigma, "aqn/measured_std": report.noise_std}
-        groups, scored = self._gather(module, _data(trainer), batch, times, metrics)
+        groups = self._gather(module, _data(trainer), batch, times, metrics)
         with _timed(times, "time/sleep_s"):
             self.engine.sleep()
-        module.receive(self._experience(module, groups, scored, metrics | times))
+        module.receive(self._experience(module, groups, metrics | times))
 
     def _gather(
         self,
@@ -163,11 +162,10 @@ class RolloutCallback(Callback):
         batch: list[Prompt],
         times: dict[str, float],
         metrics: dict[str, float],
-    ) -> tuple[Groups, Tensor]:
-        """Groups to learn from and their total rewards [B], by dynamic sampling where that is on."""
+    ) -> Groups:
+        """Groups to learn from, by dynamic sampling where that is on."""
         version, wanted = module.policy_version, len(batch)
-        groups, dropped = Groups(), Groups()
-        prompts, sampled, tokens = batch, 0, 0
+        groups, prompts, sampled = Groups(), batch, 0
         scores: list[ScoredBatch] = []
         for attempt in range(self.resample_rounds + 1):
             with _timed(times, "time/rollout_s"):
@@ -176,27 +174,23 @@ class RolloutCallback(Callback):
                 scored, records = score_completions(self.rewards, module.tokenizer, prompts, completions)
             scores.append(scored)
             sampled += len(prompts)
-            tokens += sum(len(one.token_ids) for group in completions for one in group)
             keep = torch.ones(len(prompts), dtype=torch.bool)
             if self.resample_rounds > 0:
-                keep = informative_groups(scored.total, self.group_size)
+                keep = informative_groups(scored.total, self._correct(scored), self.group_size)
             groups.extend(prompts, completions, records, keep)
-            dropped.extend(prompts, completions, records, ~keep)
             missing = wanted - len(groups.prompts)
             if missing <= 0 or attempt == self.resample_rounds:
                 break
-            used = {prompt.id for prompt in groups.prompts + dropped.prompts}
+            used = {record.prompt_id for record in groups.records}
             prompts = data.replacement_prompts(("resample", version, attempt), missing, used)
             if not prompts:
                 break
-        metrics["completions/groups_dropped_frac"] = len(dropped.prompts) / sampled
-        metrics["completions/sampled_tokens"] = tokens
+        metrics["completions/groups_dropped_frac"] = (sampled - len(groups.prompts)) / sampled
+        metrics["completions/sampled_tokens"] = sum(record.tokens for record in groups.records)
         metrics |= reward_metrics(scores)
-        if len(groups.prompts) < wanted:  # what is left over has no advantages, and keeps the batch's size
-            rest = torch.ones(len(dropped.prompts), dtype=torch.bool)
-            groups.extend(dropped.prompts, dropped.completions, dropped.records, rest)
-            groups.first(wanted)
-        return groups, torch.tensor([record.rewards["total"] for record in groups.records])
+        if not groups.prompts:
+            log.warning("rollout %d teaches nothing: none of %d groups has right and wrong answers", version, sampled)
+        return groups
 
     def _generate(
         self,
@@ -215,15 +209,17 @@ class RolloutCallback(Callback):
         ]
         return self.engine.generate(requests, sampling)
 
-    def _experience(self, module: QeRLModule, groups: Groups, rewards: Tensor, metrics: dict[str, float]) -> Experience:
+    def _experience(self, module: QeRLModule, groups: Groups, metrics: dict[str, float]) -> Experience:
+        engine = type(self.engine).__name__
+        require_finite_logprobs(groups.prompts, groups.completions, engine, module.policy_version)
         pad = module.tokenizer.pad_token_id
         tokens, lengths, mask, logprobs = pad_completions(
             groups.prompts, groups.completions, 0 if pad is None else int(pad)
         )
         sampled = mask.sum(dim=1).float()
-        truncated = torch.tensor([one.truncated for group in groups.completions for one in group])
-        metrics["completions/length_mean"] = sampled.mean().item()
-        metrics["completions/length_max"] = sampled.max().item()
+        truncated = torch.tensor([one.truncated for group in groups.completions for one in group], dtype=torch.bool)
+        metrics["completions/length_mean"] = sampled.mean().item()  # nan, as all means here, where nothing trains
+        metrics["completions/length_max"] = sampled.max().item() if len(sampled) else math.nan
         metrics["completions/truncated_frac"] = truncated.float().mean().item()
         return Experience(
             version=module.policy_version,
@@ -231,7 +227,7 @@ class RolloutCallback(Callback):
             lengths=lengths,
             mask=mask,
             sampler_logprobs=logprobs,
-            advantages=module.objective.advantages(rewards, self.group_size),
+            advantages=module.objective.advantages(torch.tensor(groups.rewards), self.group_size),
             truncated=truncated,
             temperature=self.sampling.temperature,
             max_tokens=self.sampling.max_tokens,
@@ -276,10 +272,13 @@ class RolloutCallback(Callback):
             completions = self._generate(module, batch, sampling, samples, ("evaluation",))
             with random_state_kept():  # a reward may draw, and how often one evaluates must not change the training
                 scored, _ = score_completions(self.rewards, module.tokenizer, batch, completions)
-            right = (scored.parts[self.accuracy_reward] > 0.5).float()
-            correct.append(right.view(len(batch), samples).mean(dim=1))
+            correct.append(self._correct(scored).float().view(len(batch), samples).mean(dim=1))
         self.engine.sleep()
         module.evaluate(Evaluation(greedy_correct=correct[0], sampled_correct=correct[1]))
+
+    def _correct(self, scored: ScoredBatch) -> Tensor:
+        """Which completions are right, bool [B]."""
+        return scored.parts[self.accuracy_reward] > 0.5
 
 
 def _module(module: LightningModule) -> QeRLModule:

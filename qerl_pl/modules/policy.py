@@ -22,6 +22,7 @@ from qerl_pl.modules.base_model import load_base
 from qerl_pl.modules.lora import ADAPTER, LoraConfig, LoraLinear, attach_lora
 from qerl_pl.modules.packing import Packing
 from qerl_pl.run.files import cache_root
+from qerl_pl.run.seeding import stream_seed
 from qerl_pl.toy import ToyConfig, build_toy_policy
 from qerl_pl.types import PolicyWeights
 
@@ -181,23 +182,26 @@ class Policy(nn.Module):
         )
 
     @contextmanager
-    def probed(self) -> Iterator[None]:
+    def probed(self, seed: int) -> Iterator[None]:
         """Inside the block B of every adapter is random, and changes each product by some half of itself.
 
-        A fresh adapter does nothing, so that an engine without it would look right.
+        A fresh adapter does nothing, and a young one little, so that an engine without it would look right.
+
+        Args:
+            seed: Of the random numbers; with another one at each use, a probe of before is no longer the right one.
         """
-        matrices = [module.factors()[1] for _, module in self._adapted()]
-        kept = [b.detach().clone() for b in matrices]
+        matrices = {name: module.factors()[1] for name, module in self._adapted()}
+        kept = {name: b.detach().clone() for name, b in matrices.items()}
         std = 1 / (self.config.lora.scaling * math.sqrt(self.config.lora.rank))
         with torch.no_grad():
-            for number, b in enumerate(matrices):
-                b.normal_(std=std, generator=torch.Generator(b.device).manual_seed(number))
+            for name, b in matrices.items():
+                b.normal_(std=std, generator=torch.Generator(b.device).manual_seed(stream_seed(seed, name)))
         try:
             yield
         finally:
             with torch.no_grad():
-                for b, before in zip(matrices, kept, strict=True):
-                    b.copy_(before)
+                for name, b in matrices.items():
+                    b.copy_(kept[name])
 
     def trained_state(self) -> dict[str, Tensor]:
         """Everything that training changes: adapter matrices and, if trained, norm scales, by PEFT's names."""

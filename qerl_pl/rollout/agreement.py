@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +11,7 @@ from qerl_pl.engines.base import RolloutEngine
 from qerl_pl.errors import UserError
 from qerl_pl.modules.qerl import QeRLModule
 from qerl_pl.rollout.experience import pad_completions
+from qerl_pl.run.seeding import stream_seed
 from qerl_pl.types import Completion, Prompt, RolloutRequest, SamplingConfig
 
 TOKENS = 16
@@ -26,6 +28,31 @@ class Agreement:
     """Engine and trainer, both without: what rounding alone does."""
     adapter_effect: float
     """The trainer's policy and its reference: what the adapter does."""
+
+
+def check_agreement(
+    engine: RolloutEngine, module: QeRLModule, prompts: Sequence[Prompt], max_tokens: int, bound: float
+) -> None:
+    """Stop the run where the engine's log-probabilities are not the policy's, with its own adapter and with a probe.
+
+    An adapter that has learned nothing yet does nothing: one that never reaches the engine, or no longer does after a
+    sleep, would show only much later. So every check has a random one too, each another.
+
+    Args:
+        engine: What samples; sync it again before use.
+        module: What trains.
+        prompts: Of which one completion each is compared.
+        max_tokens: Longest completion that the engine was launched for.
+        bound: Nats a token.
+
+    Raises:
+        UserError: They differ by more than `require_agreement` allows.
+    """
+    seed = stream_seed(module.seed, "probe", module.policy_version)
+    for probe in (False, True):
+        with module.policy.probed(seed) if probe else nullcontext():
+            found = measure_agreement(engine, module, prompts, max_tokens)
+        require_agreement(found, bound, probe)
 
 
 def measure_agreement(

@@ -1,6 +1,7 @@
 """From completions to scored groups: what a rollout has gathered, and what it has to log."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -12,27 +13,26 @@ from qerl_pl.types import Completion, Prompt
 
 
 class Groups:
-    """Groups of scored completions that a rollout has gathered so far."""
+    """What a rollout has gathered so far: the groups that train, and a record of every completion."""
 
     def __init__(self) -> None:
         self.prompts: list[Prompt] = []
         self.completions: list[list[Completion]] = []
+        self.rewards: list[float] = []
         self.records: list[CompletionRecord] = []
 
     def extend(
         self, prompts: list[Prompt], completions: list[list[Completion]], records: list[CompletionRecord], keep: Tensor
     ) -> None:
-        """Add the groups for which `keep` (bool [P]) is true."""
+        """Add P groups, those to train on for which `keep` (bool [P]) is true."""
         size = len(completions[0])
-        for group in keep.nonzero().flatten().tolist():
-            self.prompts.append(prompts[group])
-            self.completions.append(completions[group])
-            self.records.extend(records[group * size : (group + 1) * size])
-
-    def first(self, count: int) -> None:
-        """Drop what is beyond the first `count` groups."""
-        size = len(self.completions[0])
-        del self.prompts[count:], self.completions[count:], self.records[count * size :]
+        for group, kept in enumerate(keep.tolist()):
+            part = [replace(record, trained=kept) for record in records[group * size : (group + 1) * size]]
+            self.records += part
+            if kept:
+                self.prompts.append(prompts[group])
+                self.completions.append(completions[group])
+                self.rewards += [record.rewards["total"] for record in part]
 
 
 def score_completions(
