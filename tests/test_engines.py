@@ -291,7 +291,7 @@ def test_trained_norms_reach_the_sampler_and_carry_the_noise(engine: RolloutEngi
         if name.endswith(("layernorm", "model.norm"))
     }
     noise = NormNoise(sigma=0.02, seed=5, version=1)
-    weights = replace(weights_of(reference), norms=trained)
+    weights = replace(weights_of(reference), tensors={f"{name}.weight": scale for name, scale in trained.items()})
     kept = {name: parameter.detach().clone() for name, parameter in reference.named_parameters()}
     try:
         engine.sync(weights)

@@ -202,8 +202,8 @@ def test_trainer_keeps_its_bits_when_generation_raises(tiny_policy_dir: Path, tm
     plain = Recorder.sync
 
     def sync(self: Recorder, weights: Any) -> Any:
-        before.update({name: tensor.clone() for name, tensor in weights.norms.items()})
-        held.update(weights.norms)
+        before.update({name: tensor.clone() for name, tensor in weights.tensors.items()})
+        held.update(weights.tensors)
         return plain(self, weights)
 
     held: dict[str, torch.Tensor] = {}

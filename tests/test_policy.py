@@ -165,7 +165,7 @@ def test_weights_for_the_engine_name_modules_of_the_base_model(base: Path, dense
     modules = dict(AutoModelForCausalLM.from_pretrained(dense).named_modules())
     assert weights.version == 3 and weights.adapter is not None
     assert len(weights.adapter) == 14 and set(weights.adapter) <= set(modules)
-    assert set(weights.norms) == {name for name in modules if name.endswith("layernorm")}
+    assert set(weights.tensors) == {f"{name}.weight" for name in modules if name.endswith("layernorm")}
     assert policy.weights(version=3, adapter=False).adapter is None
 
 
@@ -218,7 +218,7 @@ def test_a_probe_changes_what_the_policy_says_and_leaves_no_trace(base: Path, tr
 def test_saving_asks_nobody_about_the_base(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("peft.utils.save_and_load.check_file_exists_on_hf_hub", pytest.fail)
     policy = make(base)
-    policy.model.peft_config["default"].base_model_name_or_path = "somebody/model"
+    policy.trained.model.peft_config["default"].base_model_name_or_path = "somebody/model"
     policy.load_trained_state(policy.trained_state())
     policy.save_adapter(tmp_path / "adapter")
     assert (tmp_path / "adapter" / "adapter_model.safetensors").is_file()

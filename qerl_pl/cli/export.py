@@ -43,18 +43,17 @@ def export(run: Path, dst: Path, merge: bool = False, checkpoint: Path | None = 
 
 
 class _Merge:
-    """Adds the adapter to a weight, or puts a trained norm scale in its place."""
+    """Adds the adapter to a weight, or puts a tensor that was trained whole in its place."""
 
     def __init__(self, policy: Policy) -> None:
         self.weights = policy.weights(version=0)
 
     def __call__(self, name: str, tensor: Tensor) -> Tensor:
-        module = name.removesuffix(".weight")
-        assert self.weights.adapter is not None
-        if name.endswith(".weight") and module in self.weights.adapter:
-            a, b = self.weights.adapter[module]
+        factors = (self.weights.adapter or {}).get(name.removesuffix(".weight"))
+        if factors is not None:
+            a, b = factors
             return tensor + self.weights.scaling * (b.float() @ a.float())
-        return self.weights.norms.get(module, tensor)
+        return self.weights.tensors.get(name, tensor)
 
 
 def _policy_config(run: Path) -> PolicyConfig:

@@ -18,7 +18,7 @@ class EngineSpec:
     """What an engine must know to load the policy's base model."""
 
     base: Path
-    """Folder of the base model in Hugging Face format: 16/32-bit, or NVFP4 as `qerl quantize` writes it."""
+    """Folder of the base model in Hugging Face format: any of the base formats."""
     dtype: torch.dtype
     """Data type of activations, embeddings and norms."""
     device: torch.device

@@ -231,7 +231,8 @@ class VLLMEngine:
         adapter = weights.adapter or {}
         check_adapter(adapter, self._shapes, self._spec.lora_rank)
         self._call("qerl_write_adapter", adapter, weights.scaling)
-        noise_std = self._call("qerl_write_norms", weights.norms, weights.noise)
+        norms = {name.removesuffix(".weight"): scale for name, scale in weights.tensors.items()}
+        noise_std = self._call("qerl_write_norms", norms, weights.noise)
         if not self._llm.reset_prefix_cache():
             raise RuntimeError("vLLM did not reset its prefix cache: a request is still running")
         return SyncReport(version=weights.version, noise_std=noise_std)
