@@ -101,6 +101,11 @@ class Policy(nn.Module):
         if config.gradient_checkpointing:
             self.base.gradient_checkpointing_enable({"use_reentrant": False})
 
+    @property
+    def device(self) -> torch.device:
+        """Where its tensors are."""
+        return next(self.parameters()).device
+
     @contextmanager
     def reference(self) -> Iterator[None]:
         """Inside the block the policy is its reference: adapter off, norm scales as in the base model."""
@@ -162,12 +167,9 @@ class Policy(nn.Module):
 
     @contextmanager
     def probed(self, seed: int) -> Iterator[None]:
-        """Inside the block the adapter is random, and not small.
+        """Inside the block the adapter is random by `seed`, and not small.
 
         A fresh adapter does nothing, and a young one little, so that an engine without it would look right.
-
-        Args:
-            seed: Of the random numbers; with another one at each use, a probe of before is no longer the right one.
         """
         with self.trained.probed(seed):
             yield
