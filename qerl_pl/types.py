@@ -142,6 +142,8 @@ class Evaluation:
     """How a batch of P held-out prompts went."""
 
     prompts: Sequence[EvaluatedPrompt]
+    name: str = ""
+    """Of the set that they belong to; empty where there is but one."""
 
     @property
     def greedy_correct(self) -> Tensor:
