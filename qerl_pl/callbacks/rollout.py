@@ -11,7 +11,8 @@ from qerl_pl.engines.transformers import TransformersEngine
 from qerl_pl.errors import UserError
 from qerl_pl.modules.qerl import QeRLModule
 from qerl_pl.rewards import Reward
-from qerl_pl.rollout.collector import Collector, CollectorConfig
+from qerl_pl.rollout.collector import Collector
+from qerl_pl.rollout.config import CollectorConfig
 from qerl_pl.rollout.hand_over import HandOver
 from qerl_pl.run.ranks import ranks_of
 from qerl_pl.types import Prompt, SamplingConfig
@@ -90,6 +91,7 @@ class RolloutCallback(Callback):
             lora_rank=module.policy_config.lora.rank,
             lora_targets=module.policy_config.lora.targets,
             max_tokens=data.max_prompt_tokens + self.config.sampling.max_tokens,
+            ranks=ranks_of(trainer).size,
         )
         self.engine.launch(spec)
         self._hand_over.lent = self.engine.lend()
@@ -139,17 +141,17 @@ class RolloutCallback(Callback):
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Sample held-out prompts without noise."""
-        self._evaluate(_module(pl_module), batch)
+        self._evaluate(_module(pl_module), batch, _data(trainer).val_names[dataloader_idx])
 
     def on_test_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Sample test prompts without noise."""
-        self._evaluate(_module(pl_module), batch)
+        self._evaluate(_module(pl_module), batch, _data(trainer).test_names[dataloader_idx])
 
-    def _evaluate(self, module: QeRLModule, batch: list[Prompt]) -> None:
+    def _evaluate(self, module: QeRLModule, batch: list[Prompt], name: str) -> None:
         weights = module.policy.weights(module.policy_version)
-        self._hand_over.evaluation = self.collector.evaluate(batch, weights)
+        self._hand_over.evaluation = self.collector.evaluate(batch, weights, name)
 
 
 def _module(module: LightningModule) -> QeRLModule:

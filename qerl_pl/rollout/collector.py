@@ -5,18 +5,16 @@ import math
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from qerl_pl.algorithm.advantages import informative_groups
 from qerl_pl.algorithm.objectives import Objective
 from qerl_pl.engines.base import RolloutEngine
-from qerl_pl.errors import UserError, require_at_least
-from qerl_pl.rewards import OverlongPenalty, Reward, check_rewards, extract_answers
 from qerl_pl.rollout.agreement import CheckedPolicy, check_agreement
+from qerl_pl.rollout.config import CollectorConfig
 from qerl_pl.rollout.dealing import deal, in_order
 from qerl_pl.rollout.experience import Experience, pad_completions, require_finite_logprobs
 from qerl_pl.rollout.scoring import Group, reward_metrics, score_groups, totals
@@ -41,67 +39,6 @@ WAITING = 0.25
 
 OtherPrompts = Callable[[Sequence[int | str], int, Collection[str]], Sequence[Prompt]]
 """Prompts to sample in place of others: (key of the draw, how many, ids that must not come) -> as many or fewer."""
-
-
-@dataclass(frozen=True)
-class CollectorConfig:
-    """What is sampled, how much of it, and how it is scored.
-
-    Raises:
-        UserError: A size is too small, the rewards are none, or the settings contradict each other.
-    """
-
-    rewards: Sequence[Reward]
-    group_size: int
-    """Completions a prompt (G)."""
-    sampling: SamplingConfig
-    """How training completions are sampled; evaluation has its token limit and stop strings."""
-    resample_rounds: int
-    """How often groups that teach nothing are replaced (dynamic sampling); 0 keeps every group."""
-    eval_samples: int
-    """Samples a held-out prompt beside the greedy one."""
-    mismatch_bound: float
-    """Nats a token that engine and trainer may differ by without noise."""
-    check_every: int
-    """Rollouts between self-checks; the first two have one, too."""
-    accuracy_reward: str | None = None
-    """Name of the reward that tells by a value above 0.5 that a completion is right; None takes the first."""
-
-    def __post_init__(self) -> None:
-        if self.group_size < 2:
-            raise UserError(
-                f"a group needs at least 2 completions; found group_size={self.group_size}; set it to 2 or more"
-            )
-        require_at_least(0, {"resample_rounds": self.resample_rounds})
-        require_at_least(1, {"eval_samples": self.eval_samples, "check_every": self.check_every})
-        if self.sampling.temperature == 0:
-            raise UserError("training samples, so sampling.temperature must be above 0; found 0; 1.0 is usual")
-        check_rewards(self.rewards)
-        names = [reward.name for reward in self.rewards]
-        if self.accuracy_reward is not None and self.accuracy_reward not in names:
-            raise UserError(f"accuracy_reward must name a reward; found {self.accuracy_reward!r}; choose among {names}")
-        for reward in self.rewards:
-            if isinstance(reward, OverlongPenalty) and reward.max_length > self.sampling.max_tokens:
-                log.warning(
-                    "OverlongPenalty is full at %d tokens, which no completion of at most %d reaches: lower max_length",
-                    reward.max_length,
-                    self.sampling.max_tokens,
-                )
-
-    @property
-    def answers(self) -> Reward:
-        """The reward that tells which completions are right."""
-        return next(one for one in self.rewards if self.accuracy_reward in (None, one.name))
-
-    def correct(self, group: Group) -> Tensor:
-        """Which completions of a group are right, bool [G]."""
-        return group.parts[self.answers.name] > 0.5
-
-    def graded(self, group: Group) -> list[GradedAnswer]:
-        """The answers of a group's completions."""
-        answers = extract_answers(self.answers, group.texts)
-        correct = self.correct(group).tolist()
-        return [GradedAnswer(right, answer) for right, answer in zip(correct, answers, strict=True)]
 
 
 class Collector:
@@ -286,12 +223,13 @@ class Collector:
             records=tuple(record for group in groups for record in group.records()),
         )
 
-    def evaluate(self, prompts: Sequence[Prompt], weights: PolicyWeights) -> Evaluation:
+    def evaluate(self, prompts: Sequence[Prompt], weights: PolicyWeights, name: str = "") -> Evaluation:
         """How held-out prompts go, greedily and sampled at temperature 1.
 
         Args:
             prompts: The batch, of all ranks.
             weights: What samples, without noise.
+            name: Of the set that the prompts belong to, where there are several; each has its own random streams.
         """
         self.engine.wake()
         self.engine.sync(weights)
@@ -302,14 +240,14 @@ class Collector:
         for temperature, samples in ((0.0, 1), (1.0, self.config.eval_samples)):
             sampling = SamplingConfig(limits.max_tokens, temperature, stop=limits.stop)
             # The same streams at every evaluation: differences come from the policy, not from the draw.
-            completions = self._generate(own, sampling, samples, ("evaluation",))
+            completions = self._generate(own, sampling, samples, ("evaluation", name) if name else ("evaluation",))
             with random_state_kept():  # a reward may draw, and how often one evaluates must not change the training
                 groups = score_groups(self.config.rewards, self.tokenizer, own, completions)
                 answers.append([self.config.graded(group) for group in groups])
         self.engine.sleep()
         rows = zip(own, *answers, strict=True)
         evaluated = [EvaluatedPrompt(prompt.id, greedy[0], samples) for prompt, greedy, samples in rows]
-        return Evaluation(in_order(ranks, places, evaluated))
+        return Evaluation(in_order(ranks, places, evaluated), name)
 
 
 @contextmanager
