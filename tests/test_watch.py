@@ -23,6 +23,11 @@ distributed.init_process_group("gloo", rank=rank, world_size=3)
 ranks = Ranks(rank, 3, distributed.new_group(backend="gloo"))
 watch = Watch(ranks, rank, [])
 assert ranks.gather(rank) == [0, 1, 2] and ranks.concatenate([rank] * rank) == [1, 2, 2]
+try:
+    ranks.require_same({"base model": "x", "data": rank // 2})
+    raise AssertionError("rank 2 has other data")
+except UserError as error:
+    assert str(error).startswith("every rank must have the same data; found 1 on rank 2 and 0 on rank 0;")
 a, b = torch.full((2,), float(rank)), torch.full((3, 1), 10.0 * rank)
 ranks.sum([a, b])
 assert a.tolist() == [3.0, 3.0] and b.flatten().tolist() == [30.0] * 3

@@ -112,6 +112,12 @@ class RolloutCallback(Callback):
             self.engine.close()
             self._collector = None
 
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Refuse ranks that have read other files than the first."""
+        module = _module(pl_module)
+        facts = {"base model": module.base_identity, "number of finished rollouts": module.policy_version}
+        ranks_of(trainer).require_same(facts | _data(trainer).state_dict())
+
     # Training ------------------------------------------------------------------------------------------------------
 
     def on_train_batch_start(

@@ -4,13 +4,15 @@ Every rank walks the same path with the same global numbers: what differs betwee
 gradient of its completions) is put together here, in the order of ranks, so that sums have the same bits each time.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 from lightning.pytorch import Trainer
 from torch import Tensor, distributed
+
+from qerl_pl.errors import UserError
 
 T = TypeVar("T")
 
@@ -53,6 +55,24 @@ class Ranks:
         """Go on when all ranks are here."""
         if self.size > 1:
             distributed.barrier(group=self.objects)
+
+    def require_same(self, facts: Mapping[str, object]) -> None:
+        """Refuse ranks that would not train the same run.
+
+        Args:
+            facts: What must be equal on all ranks, by a name that a user knows.
+
+        Raises:
+            UserError: One is not.
+        """
+        first, *others = self.gather(dict(facts))
+        for rank, found in enumerate(others, start=1):
+            for name, value in found.items():
+                if value != first[name]:
+                    raise UserError(
+                        f"every rank must have the same {name}; found {value!s:.40} on rank {rank} and "
+                        f"{first[name]!s:.40} on rank 0; give all the same files, on a shared file system"
+                    )
 
 
 ALONE = Ranks()
