@@ -331,6 +331,28 @@ def test_evaluation_takes_the_newest_checkpoint_and_logs_where_the_runs_curve_ha
     assert "--resume auto needs a checkpoint" in capsys.readouterr().err
 
 
+GOING_ON = ("fit --resume auto", "fit", "validate --resume auto", "test --resume auto", "export")
+
+
+@pytest.mark.parametrize("command", GOING_ON)
+def test_a_run_whose_checkpoints_are_all_damaged_is_not_started_over(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    run = shutil.copytree(finished, tmp_path / "run")
+    for path in (run / "checkpoints").glob("*.ckpt"):
+        path.write_bytes(b"half a checkpoint")
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    name, *resume = command.split()
+    where = ["-c", str(run / "config.yaml"), "--trainer.default_root_dir", str(run)]
+    args = [str(run), str(tmp_path / "adapter")] if name == "export" else [*where, *resume]
+    assert main([name, *args]) == 2
+    error = capsys.readouterr().err
+    line = error.splitlines()[-1]
+    assert line.startswith("qerl: ") and "is damaged" in line and "move that folder away to start over" in line
+    assert "Traceback" not in error
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+
+
 def test_another_logger_moves_neither_configuration_nor_checkpoints(
     tiny_policy_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -88,8 +88,8 @@ class QeRLCLI(LightningCLI):
             type=str | None,
             default=None,
             help="`auto` takes the newest whole checkpoint under trainer.default_root_dir, a path takes that one: fit "
-            "goes on from it (and starts fresh where auto finds none), validate and test evaluate it. null starts "
-            "fresh, in a folder without any, and evaluates the policy before training.",
+            "goes on from it (and starts fresh where there is none at all), validate and test evaluate it. null "
+            "starts fresh, in a folder without any, and evaluates the policy before training.",
         )
 
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
