@@ -27,7 +27,7 @@ from qerl_pl.formats.quantize import quantize_checkpoint
 from qerl_pl.modules import QeRLModule
 from qerl_pl.run.checkpoints import FOLDER, AtomicCheckpointIO, newest_checkpoint, verified_bytes
 from qerl_pl.run.devices import check_one_device, writes_files
-from qerl_pl.run.files import locked
+from qerl_pl.run.files import locked, write_atomically
 
 log = logging.getLogger(__name__)
 
@@ -54,8 +54,8 @@ class SaveFitConfig(SaveConfigCallback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save, whatever folder the logger has."""
         if writes_files(trainer):
-            path = Path(trainer.default_root_dir) / self.config_filename
-            self.parser.save(self.config, str(path), skip_none=False, overwrite=True, multifile=False)
+            text = self.parser.dump(self.config, skip_unset=False)
+            write_atomically(Path(trainer.default_root_dir) / self.config_filename, text.encode())
 
 
 class QeRLCLI(LightningCLI):

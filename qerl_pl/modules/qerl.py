@@ -27,7 +27,7 @@ from qerl_pl.modules.update import NonFiniteLossError, PolicyUpdate
 from qerl_pl.rollout.experience import Experience
 from qerl_pl.run.checkpoints import CHECKPOINT_KEY, check_fits
 from qerl_pl.run.devices import check_one_device, writes_files
-from qerl_pl.run.files import folder_identity
+from qerl_pl.run.files import building, folder_identity
 from qerl_pl.run.random_state import deterministic, random_state, set_random_state
 from qerl_pl.run.seeding import stream_seed
 from qerl_pl.types import Evaluation, Prompt
@@ -293,7 +293,11 @@ class QeRLModule(LightningModule):
         self._random_state = state["random_state"]
         self._optimizer = state["optimizer"]
 
-    def on_train_end(self) -> None:
-        """Write the adapter in PEFT's format to RUN/adapter."""
-        if writes_files(self.trainer):
-            self.policy.save_adapter(Path(self.trainer.default_root_dir) / "adapter")
+    def on_fit_end(self) -> None:
+        """Write the adapter in PEFT's format to RUN/adapter, in the place of one that an earlier end has left.
+
+        Also where nothing was left to train: a run may have been killed between its last checkpoint and this.
+        """
+        if writes_files(self.trainer) and self.policy_version:
+            with building(Path(self.trainer.default_root_dir) / "adapter", replace=True) as folder:
+                self.policy.save_adapter(folder)
