@@ -329,6 +329,9 @@ def test_evaluation_takes_the_newest_checkpoint_and_logs_where_the_runs_curve_ha
     shutil.rmtree(run / "checkpoints")
     assert main(["validate", *where, "--resume", "auto"]) == 2
     assert "--resume auto needs a checkpoint" in capsys.readouterr().err
+    assert main(["validate", *where]) == 0  # the policy before training, which is before the first rollout
+    steps = [event.step for event in EventAccumulator(str(run)).Reload().Scalars("val/pass@1")]
+    assert steps == [1, -1]
 
 
 GOING_ON = ("fit --resume auto", "fit", "validate --resume auto", "test --resume auto", "export")

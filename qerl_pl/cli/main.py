@@ -25,7 +25,14 @@ from qerl_pl.datamodules.base import PromptDataModule
 from qerl_pl.errors import UserError
 from qerl_pl.formats.quantize import quantize_checkpoint
 from qerl_pl.modules import QeRLModule
-from qerl_pl.run.checkpoints import FOLDER, AtomicCheckpointIO, newest_checkpoint, verified_bytes
+from qerl_pl.modules.qerl import BEFORE_TRAINING
+from qerl_pl.run.checkpoints import (
+    FOLDER,
+    AtomicCheckpointIO,
+    finished_rollouts,
+    newest_checkpoint,
+    verified_bytes,
+)
 from qerl_pl.run.devices import check_one_device, writes_files
 from qerl_pl.run.files import locked, write_atomically
 
@@ -120,8 +127,9 @@ class QeRLCLI(LightningCLI):
                 "choose another"
             ) from error
         kwargs["plugins"] = [*(config["plugins"] or []), AtomicCheckpointIO()]
+        self._logger: TensorBoardLogger | None = None
         if config["logger"] in (None, True):
-            kwargs["logger"] = TensorBoardLogger(save_dir=root, name="", version="")
+            kwargs["logger"] = self._logger = TensorBoardLogger(save_dir=root, name="", version="")
         trainer: Trainer = super().instantiate_trainer(**kwargs)
         check_one_device(trainer)
         for callback in trainer.checkpoint_callbacks:
@@ -141,7 +149,14 @@ class QeRLCLI(LightningCLI):
                     f"a run that starts fresh needs a folder without another run's checkpoints; found {old}; add "
                     "--resume auto to go on, or choose another trainer.default_root_dir"
                 )
+            self._log_from(kwargs.get("ckpt_path"))
             self.trainer.fit(model, datamodule=datamodule, **kwargs)
+
+    def _log_from(self, checkpoint: str | Path | None) -> None:
+        """Have TensorBoard show one curve: its readers drop what a killed run logged beyond the checkpoint."""
+        if self._logger is not None and self.trainer.logger is self._logger:  # a trial run has another
+            first = BEFORE_TRAINING if checkpoint is None else finished_rollouts(Path(checkpoint))
+            self.trainer.logger = TensorBoardLogger(self._logger.save_dir, name="", version="", purge_step=first)
 
     def validate(self, model: LightningModule, datamodule: LightningDataModule, **kwargs: Any) -> None:
         """Evaluate on the validation prompts, a checkpoint where one is named."""

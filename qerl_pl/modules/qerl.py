@@ -32,6 +32,7 @@ from qerl_pl.run.random_state import deterministic, random_state, set_random_sta
 from qerl_pl.run.seeding import stream_seed
 from qerl_pl.types import Evaluation, Prompt
 
+BEFORE_TRAINING = -1  # step of what is measured before the first rollout, whose own is 0
 RATES = ("initial_lr", "weight_decay")  # of the optimizer: a resumed run takes them from its configuration
 
 
@@ -262,7 +263,17 @@ class QeRLModule(LightningModule):
         self.log(f"{stage}/pass@1", self.pass_at_1, on_epoch=True, batch_size=count)
         self.log("rollouts", float(self.policy_version), logger=False, batch_size=count)
         if self.trainer.state.fn != TrainerFn.FITTING:  # where the run's own curve has this policy
-            self.log("step", float(max(self.policy_version - 1, 0)), batch_size=count)
+            self.log("step", float(self.policy_version + BEFORE_TRAINING), batch_size=count)
+
+    def on_validation_end(self) -> None:
+        """Log the accuracy before training, which Lightning measures as a check of the loop and drops."""
+        trainer = self.trainer
+        if (
+            trainer.sanity_checking and trainer.num_sanity_val_batches == trainer.num_val_batches
+        ):  # not of a few prompts
+            measured = {name: float(value) for name, value in trainer.callback_metrics.items() if "val/" in name}
+            for logger in trainer.loggers:
+                logger.log_metrics(measured, step=BEFORE_TRAINING)
 
     # Checkpoints ---------------------------------------------------------------------------------------------------
 

@@ -143,6 +143,16 @@ def newest_checkpoint(run_dir: Path) -> Path | None:
     return None
 
 
+def finished_rollouts(path: Path) -> int:
+    """How many rollouts a checkpoint has behind it; 0 where it is another program's, which loading refuses.
+
+    Raises:
+        DamagedCheckpoint: It cannot be read.
+    """
+    state = AtomicCheckpointIO().load_checkpoint(path).get(CHECKPOINT_KEY)
+    return 0 if state is None else int(state["policy_version"])
+
+
 def check_fits(state: dict[str, Any], base: str, scaling: float) -> None:
     """Refuse a checkpoint whose adapter would do something else on this policy.
 
