@@ -12,7 +12,6 @@ import argparse
 import json
 import os
 import shutil
-import signal
 import statistics
 import subprocess
 import sys
@@ -20,6 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import random_model
 import report
 import torch
@@ -91,9 +91,8 @@ def part_killed(args: argparse.Namespace) -> dict[str, Any]:
     process = launch(toy(run, devices, args))
     while process.poll() is None and not list(run.glob("checkpoints/step=*.ckpt")):
         time.sleep(0.02)
-    ranks = subprocess.run(["pgrep", "-P", str(process.pid), "-f", "qerl_pl"], capture_output=True, text=True)
     killed = time.perf_counter()
-    os.kill(int(ranks.stdout.split()[0]), signal.SIGKILL)
+    next(one for one in psutil.Process(process.pid).children() if "qerl_pl" in " ".join(one.cmdline())).kill()
     status = process.wait()
     seconds = time.perf_counter() - killed
     resumed = launch(toy(run, devices, args)).wait()

@@ -84,7 +84,7 @@ class Vowels:
         return [count / 10 + random.random() / 100 for count in vowels]
 
 
-def _child(config: Path, extra: list[str], prepare: Callable[[], None] | None, errors: Path) -> None:
+def _child(words: list[str], prepare: Callable[[], None] | None, errors: Path) -> None:
     output = os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(output, 1)
     os.dup2(output, 2)
@@ -95,29 +95,30 @@ def _child(config: Path, extra: list[str], prepare: Callable[[], None] | None, e
     torch.set_num_threads(1)
     if prepare is not None:
         prepare()
-    status = main(["fit", "-c", str(config), *extra])
+    status = main(words)
     os.sync()
     os._exit(status)
 
 
-def fit(settings: dict[str, Any], *extra: str, prepare: Callable[[], None] | None = None) -> tuple[int, str]:
-    """Run `qerl fit` in a process of its own.
+def processes() -> multiprocessing.context.ForkServerContext:
+    """Where processes come from that import the package once for all of them."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["qerl_pl.cli.main", "fit_helpers"])
+    return context
+
+
+def command(words: list[str], errors: Path, prepare: Callable[[], None] | None = None) -> tuple[int, str]:
+    """Run `qerl` in a process of its own.
 
     Args:
-        settings: The whole configuration.
-        extra: More arguments.
+        words: The command line.
+        errors: File for what is printed.
         prepare: Runs in that process first; may arrange for its death.
 
     Returns:
         (exit status, negative for a signal; everything that was printed).
     """
-    run = Path(settings["trainer"]["default_root_dir"])
-    run.parent.mkdir(parents=True, exist_ok=True)
-    config, errors = run.parent / f"{run.name}.yaml", run.parent / f"{run.name}.log"
-    config.write_text(yaml.safe_dump(settings))
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["qerl_pl.cli.main", "fit_helpers"])  # imports once, not once a run
-    process = context.Process(target=_child, args=(config, list(extra), prepare, errors))
+    process = processes().Process(target=_child, args=(words, prepare, errors))
     process.start()
     process.join(timeout=180)
     alive = process.is_alive()
@@ -126,6 +127,21 @@ def fit(settings: dict[str, Any], *extra: str, prepare: Callable[[], None] | Non
     assert not alive, errors.read_text()
     assert process.exitcode is not None
     return process.exitcode, errors.read_text()
+
+
+def fit(settings: dict[str, Any], *extra: str, prepare: Callable[[], None] | None = None) -> tuple[int, str]:
+    """Run `qerl fit` by `command`.
+
+    Args:
+        settings: The whole configuration.
+        extra: More arguments.
+        prepare: As there.
+    """
+    run = Path(settings["trainer"]["default_root_dir"])
+    run.parent.mkdir(parents=True, exist_ok=True)
+    config = run.parent / f"{run.name}.yaml"
+    config.write_text(yaml.safe_dump(settings))
+    return command(["fit", "-c", str(config), *extra], run.parent / f"{run.name}.log", prepare)
 
 
 def train(

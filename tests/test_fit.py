@@ -255,6 +255,31 @@ def test_evaluation_takes_the_newest_checkpoint_and_logs_where_the_runs_curve_ha
     shutil.rmtree(run / "checkpoints")
     assert main(["validate", *where, "--resume", "auto"]) == 2
     assert "--resume auto needs a checkpoint" in capsys.readouterr().err
+    assert main(["validate", *where]) == 0  # the policy before training, which is before the first rollout
+    steps = [event.step for event in EventAccumulator(str(run)).Reload().Scalars("val/pass@1")]
+    assert steps == [1, -1]
+
+
+GOING_ON = ("fit --resume auto", "fit", "validate --resume auto", "test --resume auto", "export")
+
+
+@pytest.mark.parametrize("command", GOING_ON)
+def test_a_run_whose_checkpoints_are_all_damaged_is_not_started_over(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    run = shutil.copytree(finished, tmp_path / "run")
+    for path in (run / "checkpoints").glob("*.ckpt"):
+        path.write_bytes(b"half a checkpoint")
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    name, *resume = command.split()
+    where = ["-c", str(run / "config.yaml"), "--trainer.default_root_dir", str(run)]
+    args = [str(run), str(tmp_path / "adapter")] if name == "export" else [*where, *resume]
+    assert main([name, *args]) == 2
+    error = capsys.readouterr().err
+    line = error.splitlines()[-1]
+    assert line.startswith("qerl: ") and "is damaged" in line and "move that folder away to start over" in line
+    assert "Traceback" not in error
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
 
 
 def test_another_logger_moves_neither_configuration_nor_checkpoints(

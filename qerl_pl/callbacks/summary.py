@@ -1,5 +1,6 @@
 """The end of a run on one screen: a table, a plot and summary.json."""
 
+import io
 import json
 import math
 import re
@@ -142,7 +143,9 @@ class RunSummary(Callback):
         ):
             axis.set(title=title, xlabel="rollout")
             axis.grid(alpha=0.3)
-        figure.savefig(path, dpi=120)
+        image = io.BytesIO()
+        figure.savefig(image, dpi=120)
+        write_atomically(path, image.getvalue())
 
     def _print(self, summary: dict[str, Any], folder: Path) -> None:
         table = Table(title=f"{summary['steps']} rollouts, base {summary['quantization']}")

@@ -26,12 +26,13 @@ from qerl_pl.rollout.experience import Experience
 from qerl_pl.rollout.hand_over import HandOver
 from qerl_pl.run.checkpoints import CHECKPOINT_KEY, check_fits
 from qerl_pl.run.devices import writes_files
-from qerl_pl.run.files import folder_identity
+from qerl_pl.run.files import building, folder_identity
 from qerl_pl.run.random_state import deterministic, random_state, set_random_state
 from qerl_pl.run.ranks import ranks_of
 from qerl_pl.run.seeding import stream_seed
 from qerl_pl.types import Evaluation, PolicyWeights, Prompt
 
+BEFORE_TRAINING = -1  # step of what is measured before the first rollout, whose own is 0
 RATES = ("initial_lr", "weight_decay")  # of the optimizer: a resumed run takes them from its configuration
 SHOWN = ("reward/mean", "policy/entropy")  # beside the progress bar
 
@@ -261,7 +262,7 @@ class QeRLModule(LightningModule):
             options["sync_dist"] = True  # the same on all ranks
             self.log("rollouts", float(self.policy_version), logger=False, **options)
             if self.trainer.state.fn != TrainerFn.FITTING:  # where the run's own curve has this policy
-                self.log("step", float(max(self.policy_version - 1, 0)), **options)
+                self.log("step", float(self.policy_version + BEFORE_TRAINING), **options)
         return {"evaluation": evaluation}
 
     # Checkpoints ---------------------------------------------------------------------------------------------------
@@ -294,7 +295,8 @@ class QeRLModule(LightningModule):
         self._random_state = states[rank if len(states) == self.trainer.world_size else 0]
         self._optimizer = state["optimizer"]
 
-    def on_train_end(self) -> None:
-        """Write the adapter in PEFT's format to RUN/adapter."""
-        if writes_files(self.trainer):
-            self.policy.save_adapter(Path(self.trainer.default_root_dir) / "adapter")
+    def on_fit_end(self) -> None:
+        """Write RUN/adapter in PEFT's format, also where nothing was left to train: a kill may have come before it."""
+        if writes_files(self.trainer) and self.policy_version:
+            with building(Path(self.trainer.default_root_dir) / "adapter", replace=True) as folder:
+                self.policy.save_adapter(folder)
