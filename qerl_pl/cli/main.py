@@ -232,8 +232,8 @@ def main(argv: list[str] | None = None) -> int:
         for callback in cli.trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, RolloutCallback):
                 callback.close()
-        if isinstance(strategy := cli.trainer.strategy, RanksStrategy) and strategy.watch is not None:
-            return strategy.watch.join()
+        if isinstance(cli.trainer.strategy, RanksStrategy):
+            return cli.trainer.strategy.finish()
     except Preempted as stop:
         if is_first_process():
             print(f"qerl: {stop}; go on with the same command and --resume auto", file=sys.stderr)

@@ -66,6 +66,12 @@ class RanksStrategy(DDPStrategy):
         if self.watch is not None:
             self.watch.stop(self.ranks)
 
+    def finish(self) -> int:
+        """Leave the other processes, all at once, and wait for those that this one has started; their status."""
+        if distributed.is_initialized():
+            distributed.destroy_process_group()
+        return 0 if self.watch is None else self.watch.join()
+
 
 class RanksLauncher(_SubprocessScriptLauncher):
     """Lightning's launcher of one process a device; `Watch` looks after the processes.

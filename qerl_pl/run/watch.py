@@ -81,7 +81,13 @@ class Watch:
 
     def join(self) -> int:
         """Wait for the processes that this one has started; the first status that is not 0."""
-        return next((status for child in self._children if (status := child.wait(timeout=PATIENCE))), 0)
+        for child in self._children:
+            try:
+                child.wait(timeout=PATIENCE)
+            except subprocess.TimeoutExpired:  # its work is done, and its exit hangs in a driver
+                child.kill()
+                child.wait()
+        return next((child.returncode for child in self._children if child.returncode), 0)
 
     # The thread ----------------------------------------------------------------------------------------------------
 
