@@ -4,6 +4,7 @@
 """
 
 from qerl_kernels.backend import Backend, select_backend, selected_backend, triton_available
+from qerl_kernels.few import FEW_TOKENS, few_tokens_linear, few_tokens_supported, plain_few_tokens_linear
 from qerl_kernels.linear import LoraFactors, lora_linear, marlin_linear, nvfp4_alpha, nvfp4_linear
 from qerl_kernels.logprob import chunked_token_logprobs
 from qerl_kernels.marlin import MarlinTensor, marlin_alpha
@@ -20,6 +21,7 @@ from qerl_kernels.reference import (
 __all__ = [
     "Backend",
     "BlockScales",
+    "FEW_TOKENS",
     "LoraFactors",
     "MXFP4Tensor",
     "MarlinTensor",
@@ -29,12 +31,15 @@ __all__ = [
     "dequantize_mxfp4",
     "dequantize_nvfp4",
     "dequantize_nvfp4_unscaled",
+    "few_tokens_linear",
+    "few_tokens_supported",
     "lora_linear",
     "marlin_alpha",
     "marlin_linear",
     "nvfp4_alpha",
     "nvfp4_global_scale",
     "nvfp4_linear",
+    "plain_few_tokens_linear",
     "quantize_mxfp4",
     "quantize_nvfp4",
     "select_backend",
