@@ -108,6 +108,18 @@ def test_every_code_with_every_scale_is_the_weight(tokens):
         assert torch.equal(few_tokens_linear(identity[some], weight), dense.t()[some])
 
 
+def test_the_products_are_rounded_where_the_plain_way_rounds():
+    # 1 + 2**-9, the base product as well as A x, rounds to 1, and 1 + 2**-8 to the even 1; without either of the two
+    # roundings the sum is more than that, and rounds to 1 + 2**-7.
+    ones = torch.full((4, 512), 0x22222222, dtype=torch.int32, device=DEVICE), torch.full((4, 256), 0xB0, device=DEVICE)
+    weight = MarlinTensor(ones[0], ones[1].to(torch.uint8), torch.tensor(2.0**119, device=DEVICE))
+    x, a, b = torch.zeros(1, 64), torch.zeros(8, 64), torch.zeros(256, 8)
+    x[0, 0], x[0, 1], a[0], b[:, 0] = 1, 2**-9, 1, 2**-8
+    x, a, b = (tensor.bfloat16().to(DEVICE) for tensor in (x, a, b))
+    assert torch.equal(few_tokens_linear(x, weight, a=a, b=b), torch.ones(1, 256, device=DEVICE).bfloat16())
+    assert torch.equal(plain_few_tokens_linear(x, weight, None, a, b), torch.ones(1, 256, device=DEVICE).bfloat16())
+
+
 def test_tokens_of_a_block_do_not_see_each_other():
     weight, bias, a, b = linear(192, 320, rank=8, with_bias=True)
     x = tokens_of(8, 320)
@@ -152,12 +164,18 @@ def test_compiles_once_for_any_number_of_tokens():
     torch.library.opcheck(torch.ops.qerl.few_tokens_linear.default, arguments, test_utils="test_faketensor")
 
 
-def test_other_weights_and_backends_take_the_plain_way():
+def test_no_tokens_give_none():
+    assert few_tokens_linear(tokens_of(0, 64), *linear(64, 64)[:2]).shape == (0, 64)
+
+
+def test_other_weights_types_and_backends_take_the_plain_way():
     mx = marlin.to_marlin(quantize_mxfp4((torch.randn(64, 64) * 0.05).bfloat16().to(DEVICE)))
     nv, _, _, _ = linear(64, 64)
     x = tokens_of(2, 64)
     assert few_tokens_supported(nv) and not few_tokens_supported(mx)
     assert torch.equal(few_tokens_linear(x, mx), plain_few_tokens_linear(x, mx, None, None, None))
+    y = few_tokens_linear(x.float(), nv)
+    assert y.dtype == torch.float32 and torch.equal(y, plain_few_tokens_linear(x.float(), nv, None, None, None))
     select_backend("torch")
     assert not few_tokens_supported(nv)
     assert torch.equal(few_tokens_linear(x, nv), plain_few_tokens_linear(x, nv, None, None, None))

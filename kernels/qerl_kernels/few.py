@@ -15,7 +15,7 @@ from qerl_kernels.backend import interpreting, runs_triton
 from qerl_kernels.marlin import MarlinTensor, marlin_alpha
 
 FEW_TOKENS = 128
-"""Up to here the kernels were measured to be ahead of vLLM's; beyond, they work but wait for arithmetic."""
+"""Up to here the kernels were measured to be ahead of vLLM's Marlin; they take any number."""
 
 _library = torch.library.Library("qerl", "FRAGMENT")
 _library.define(
@@ -39,7 +39,7 @@ def few_tokens_linear(
     from the shapes alone: the same call gives the same bits.
 
     Args:
-        x: bfloat16 [tokens, K].
+        x: bfloat16 [tokens, K]; other types take the plain way.
         weight: NVFP4, the engine's tensors, borrowed.
         bias: [N], in plain order.
         a: The adapter's A, bfloat16 [r, K]; those of a fused projection's parts one below the other.
@@ -57,7 +57,7 @@ def few_tokens_linear(
 def few_tokens_supported(weight: MarlinTensor) -> bool:
     """Whether the kernels take this weight here; where not, `few_tokens_linear` is plain PyTorch and slow.
 
-    They need the Triton backend, a Hopper GPU, and NVFP4.
+    They need the Triton backend, a Hopper GPU, and NVFP4. It depends on the layer alone, not on the tokens.
     """
     if weight.global_scale is None or not runs_triton(weight.weight):
         return False
@@ -93,7 +93,7 @@ def _few_tokens_linear(
     starts: Sequence[int],
 ) -> Tensor:
     tensor = MarlinTensor(weight, scale, global_scale)
-    if not few_tokens_supported(tensor):
+    if x.dtype != torch.bfloat16 or not few_tokens_supported(tensor):
         return plain_few_tokens_linear(x, tensor, bias, a, b)
     from qerl_kernels import triton_few
 

@@ -136,7 +136,10 @@ def _combine_kernel(
     RANK: tl.constexpr, STARTS: tl.constexpr, PADDED: tl.constexpr, TP: tl.constexpr, BLOCK: tl.constexpr,
     PARTS: tl.constexpr, HIDDEN_PARTS: tl.constexpr, BIAS: tl.constexpr, REAL: tl.constexpr,
 ):  # fmt: skip
-    """y = bfloat16(bfloat16(alpha * sum of the parts + bias) + h B^T), h in bfloat16: the order of the plain way."""
+    """y = bfloat16(bfloat16(alpha * sum of the parts + bias) + h B^T), h in bfloat16: the order of the plain way.
+
+    What is read before the wait was complete before the first launch let this one start.
+    """
     first, token_block = tl.program_id(0) // token_blocks * BLOCK, tl.program_id(0) % token_blocks
     n, t = first + tl.arange(0, BLOCK), tl.arange(0, TP)
     alpha = tl.load(global_scale) * 2.0**-112  # 2**-119, and the 2**-7 of `expand`
@@ -195,7 +198,7 @@ class Plan(NamedTuple):
 def plan(tokens: int, rows: int, columns: int, rank: int, processors: int) -> Plan:
     """Measured on an H200 with 7B's shapes: two programs a processor, but few parts where rows are few."""
     padded = max(8, min(64, triton.next_power_of_2(tokens)))
-    token_blocks = triton.cdiv(tokens, padded)
+    token_blocks = max(1, triton.cdiv(tokens, padded))
     a_steps = triton.cdiv(columns, STEP.value)
     hidden_parts = min(triton.cdiv(columns, 1024), 8 if padded <= 16 else 4)
     hidden_parts = triton.cdiv(a_steps, triton.cdiv(a_steps, hidden_parts)) if rank else 0
