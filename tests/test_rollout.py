@@ -155,7 +155,7 @@ def test_dynamic_sampling_replaces_groups_all_right_or_all_wrong_whatever_other_
         dropped = experience.metrics["completions/groups_dropped_frac"]
         assert 0 <= dropped < 1
         # Tokens of dropped groups are sampled too, at least one a completion.
-        more = experience.metrics["completions/sampled_tokens"] - experience.mask.sum().item()
+        more = experience.sampled_tokens - experience.mask.sum().item()
         assert more >= 4 * dropped / (1 - dropped) and (more > 0) == (dropped > 0)
     assert any(experience.metrics["completions/groups_dropped_frac"] > 0 for experience in watch.seen)
 

@@ -36,6 +36,8 @@ def experience_of(rows: int, version: int = 0) -> Experience:
         sampler_logprobs=torch.full((rows, 9), -3.0) * mask,
         advantages=torch.tensor([1.0, -1.0] * (rows // 2)),
         truncated=torch.zeros(rows, dtype=torch.bool),
+        sampled_tokens=4 * rows,
+        seconds=0.0,
         temperature=1.0,
         max_tokens=4,
     )

@@ -173,6 +173,11 @@ class Policy(nn.Module):
             base.gradient_checkpointing_enable({"use_reentrant": False})
 
     @property
+    def device(self) -> torch.device:
+        """Where its tensors are."""
+        return next(self.parameters()).device
+
+    @property
     def base(self) -> nn.Module:
         """The causal LM that the adapter wraps."""
         return self.model.get_base_model()
@@ -250,12 +255,9 @@ class Policy(nn.Module):
 
     @contextmanager
     def probed(self, seed: int) -> Iterator[None]:
-        """Inside the block B of every adapter is random, and changes each product by some half of itself.
+        """Inside the block B of every adapter is random by `seed`, and changes each product by some half of itself.
 
         A fresh adapter does nothing, and a young one little, so that an engine without it would look right.
-
-        Args:
-            seed: Of the random numbers; with another one at each use, a probe of before is no longer the right one.
         """
         matrices = {name: module.factors()[1] for name, module in self._adapted()}
         kept = {name: b.detach().clone() for name, b in matrices.items()}

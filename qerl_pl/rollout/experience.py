@@ -1,7 +1,7 @@
 """What the module learns from: completions as tensors, with their advantages."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -45,11 +45,15 @@ class Experience:
     """float32 [B]."""
     truncated: Tensor
     """Whether the token limit ended the completion, bool [B]."""
+    sampled_tokens: int
+    """Tokens of all completions, of those too that do not train."""
+    seconds: float
+    """What sampling and scoring took, checks and syncs included."""
     temperature: float
     """Of the sampling; the trainer divides its logits by it too."""
     max_tokens: int
     """Most tokens that a completion could have had."""
-    metrics: dict[str, float] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
     """What the rollout has to log, by TensorBoard tag."""
     records: Sequence[CompletionRecord] = ()
     """Every completion that was sampled, in that order; the B that train are those marked so."""
