@@ -19,7 +19,7 @@ from qerl_pl.callbacks import AdaptiveQuantizationNoise
 from qerl_pl.cli.main import QeRLCLI, main
 from qerl_pl.engines import TransformersEngine
 from qerl_pl.errors import UserError
-from qerl_pl.formats.model_files import is_nvfp4
+from qerl_pl.formats.base import format_of
 from qerl_pl.modules.update import PolicyUpdate
 from qerl_pl.rollout.agreement import Agreement, require_agreement
 from qerl_pl.run.checkpoints import newest_checkpoint
@@ -174,8 +174,8 @@ def test_trainer_keeps_its_bits_when_generation_raises(tiny_policy_dir: Path, tm
     plain = Recorder.sync
 
     def sync(self: Recorder, weights: Any) -> Any:
-        before.update({name: tensor.clone() for name, tensor in weights.norms.items()})
-        held.update(weights.norms)
+        before.update({name: tensor.clone() for name, tensor in weights.tensors.items()})
+        held.update(weights.tensors)
         return plain(self, weights)
 
     held: dict[str, torch.Tensor] = {}
@@ -232,7 +232,8 @@ def test_validate_from_a_checkpoint_and_export(
     assert equal(load_file(tmp_path / "adapter" / "adapter_model.safetensors"), adapter(run))
     assert main(["export", str(run), str(tmp_path / "merged"), "--merge", "true"]) == 0
     named = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["base_model_name_or_path"]
-    assert named != str(tiny_policy_dir) and is_nvfp4(Path(named))  # not the 16-bit weights that it was quantized from
+    assert named != str(tiny_policy_dir)  # not the 16-bit weights that it was quantized from
+    assert format_of(Path(named)).name == "nvfp4"
     merged = load_file(tmp_path / "merged" / "model.safetensors")
     assert "model.layers.0.self_attn.q_proj.weight" in merged and not any("packed" in name for name in merged)
 

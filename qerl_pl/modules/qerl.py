@@ -20,7 +20,6 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, get_scheduler
 from qerl_pl.algorithm.noise import NormNoise
 from qerl_pl.algorithm.objectives import GRPO, Objective
 from qerl_pl.errors import UserError, require_at_least
-from qerl_pl.modules.base_model import resolve_base
 from qerl_pl.modules.policy import Policy, PolicyConfig
 from qerl_pl.modules.update import NonFiniteLossError, PolicyUpdate
 from qerl_pl.rollout.experience import Experience
@@ -107,7 +106,7 @@ class QeRLModule(LightningModule):
     @cached_property
     def base_folder(self) -> Path:
         """Local folder of the base model; made on first use (download, toy training, quantization)."""
-        return resolve_base(self.policy_config)
+        return self.policy_config.base_folder()
 
     @cached_property
     def base_identity(self) -> str:
