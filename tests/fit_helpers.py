@@ -3,11 +3,19 @@
 import multiprocessing
 import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import jsonargparse
 import yaml
+from lightning.pytorch import Callback, Trainer
+
+from qerl_pl.callbacks import AdaptiveQuantizationNoise, RolloutCallback
+from qerl_pl.datamodules import ArithmeticDataModule
+from qerl_pl.engines import TransformersEngine
+from qerl_pl.modules import QeRLModule
+from qerl_pl.types import SamplingConfig
 
 
 def configuration(base: Path, run: Path) -> dict[str, Any]:
@@ -118,3 +126,47 @@ def fit(settings: dict[str, Any], *extra: str, prepare: Callable[[], None] | Non
     assert not alive, errors.read_text()
     assert process.exitcode is not None
     return process.exitcode, errors.read_text()
+
+
+def train(
+    base: Path,
+    run: Path,
+    engine: TransformersEngine,
+    dtype: str = "float32",
+    lr: float = 1e-5,
+    rewards: Sequence[Any] = (),
+    resample_rounds: int = 0,
+    watch: Callback | None = None,
+    beta: float = 0.04,
+    **model: Any,
+) -> QeRLModule:
+    """Four rollouts and a validation by Python, without the command line; `model` holds more of the module's settings.
+
+    The trained module comes back.
+    """
+    parser = jsonargparse.ArgumentParser()
+    parser.add_class_arguments(QeRLModule, "model")
+    config = {"policy": {"path": str(base), "dtype": dtype, "lora": {"rank": 4}, "train_norms": True}}
+    config["optimizer"] = {"class_path": "torch.optim.AdamW", "init_args": {"lr": lr}}
+    config["objective"] = {"class_path": "qerl_pl.algorithm.GRPO", "init_args": {"beta": beta}}
+    settings = config | {"warmup_ratio": 0.0} | model
+    module: QeRLModule = parser.instantiate_classes(parser.parse_object({"model": settings})).model
+    sampling = SamplingConfig(max_tokens=4)
+    scores = [*rewards] or [Vowels()]
+    rollout = RolloutCallback(scores, engine, group_size=2, sampling=sampling, resample_rounds=resample_rounds)
+    callbacks = [rollout, AdaptiveQuantizationNoise(stages=4), *([watch] if watch else [])]
+    trainer = Trainer(
+        default_root_dir=run,
+        accelerator="cpu",
+        max_epochs=1,
+        limit_train_batches=4,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        callbacks=callbacks,  # type: ignore[arg-type]
+    )
+    size = 40 if resample_rounds else 8
+    trainer.fit(module, datamodule=ArithmeticDataModule(train_size=size, batch_size=2, val_size=2))
+    return module

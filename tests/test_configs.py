@@ -89,7 +89,8 @@ def test_every_family_and_size_is_shipped() -> None:
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_a_shipped_file_builds_what_it_names(path: Path) -> None:
     settings = built(path)
-    rollout = callback(settings, RolloutCallback)
+    sampler = callback(settings, RolloutCallback)
+    rollout = sampler.config
     assert isinstance(settings.data, PromptDataModule) and isinstance(settings.model.objective, Objective)
     assert settings.trainer.default_root_dir == f"runs/{path.stem}"
     completions = settings.data.batch_size * rollout.group_size
@@ -100,7 +101,7 @@ def test_a_shipped_file_builds_what_it_names(path: Path) -> None:
         if reward.name == "overlong":
             assert reward.max_length == rollout.sampling.max_tokens
     if path.stem not in ("quickstart", "gsm8k_cpu"):
-        assert isinstance(rollout.engine, qerl_pl.engines.VLLMEngine)
+        assert isinstance(sampler.engine, qerl_pl.engines.VLLMEngine)
         assert settings.model.policy_config.path.lower() == f"qwen/qwen2.5-{path.stem.rpartition('_')[2]}-instruct"
 
 

@@ -8,27 +8,21 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import jsonargparse
 import pytest
 import torch
 import yaml
-from fit_helpers import configuration
-from lightning.pytorch import Callback, Trainer
+from fit_helpers import configuration, train
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from qerl_pl.callbacks import AdaptiveQuantizationNoise, RolloutCallback
+from qerl_pl.callbacks import AdaptiveQuantizationNoise
 from qerl_pl.cli.main import QeRLCLI, main
-from qerl_pl.datamodules import ArithmeticDataModule
 from qerl_pl.engines import TransformersEngine
 from qerl_pl.errors import UserError
 from qerl_pl.formats.model_files import is_nvfp4
-from qerl_pl.modules import QeRLModule
 from qerl_pl.modules.update import PolicyUpdate
 from qerl_pl.rollout.agreement import Agreement, require_agreement
-from qerl_pl.rollout.experience import Experience
 from qerl_pl.run.checkpoints import newest_checkpoint
-from qerl_pl.types import SamplingConfig
 
 CALLBACKS = "qerl_pl.callbacks."
 TAGS = {
@@ -185,56 +179,15 @@ class Recorder(TransformersEngine):
         return completions
 
 
-def train(
-    base: Path,
-    run: Path,
-    engine: TransformersEngine,
-    dtype: str = "float32",
-    lr: float = 1e-5,
-    reward: Any = None,
-    resample_rounds: int = 0,
-    watch: Callback | None = None,
-    beta: float = 0.04,
-) -> QeRLModule:
-    """Four rollouts and a validation by Python, without the command line."""
-    parser = jsonargparse.ArgumentParser()
-    parser.add_class_arguments(QeRLModule, "model")
-    config = {"policy": {"path": str(base), "dtype": dtype, "lora": {"rank": 4}, "train_norms": True}}
-    config["optimizer"] = {"class_path": "torch.optim.AdamW", "init_args": {"lr": lr}}
-    config["warmup_ratio"] = 0.0
-    config["objective"] = {"class_path": "qerl_pl.algorithm.GRPO", "init_args": {"beta": beta}}
-    module: QeRLModule = parser.instantiate_classes(parser.parse_object({"model": config})).model
-    from fit_helpers import Vowels
-
-    rewards = [reward or Vowels()]
-    sampling = SamplingConfig(max_tokens=4)
-    rollout = RolloutCallback(rewards, engine, group_size=2, sampling=sampling, resample_rounds=resample_rounds)
-    callbacks = [rollout, AdaptiveQuantizationNoise(stages=4), *([watch] if watch else [])]
-    trainer = Trainer(
-        default_root_dir=run,
-        accelerator="cpu",
-        max_epochs=1,
-        limit_train_batches=4,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
-        callbacks=callbacks,  # type: ignore[arg-type]
-    )
-    size = 40 if resample_rounds else 8
-    trainer.fit(module, datamodule=ArithmeticDataModule(train_size=size, batch_size=2, val_size=2))
-    return module
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_noise_that_is_asked_for_is_there_and_off_in_validation(
     tiny_policy_dir: Path, tmp_path: Path, dtype: str
 ) -> None:
     engine = Recorder()
     train(tiny_policy_dir, tmp_path, engine, dtype)
-    assert len(engine.syncs) == 4 + 1 + 2 * 2  # rollouts, validation, two self-checks with the adapter on and off
-    syncs = [*engine.syncs[2:3], *engine.syncs[5:]]
+    # Rollouts, validation, two self-checks with the adapter on and off, its own and a probe.
+    assert len(engine.syncs) == 4 + 1 + 2 * 4
+    syncs = [*engine.syncs[4:5], *engine.syncs[9:]]
     versions, sigmas, measured = zip(*syncs, strict=True)
     assert versions == (0, 1, 2, 3, 4)
     assert sigmas == pytest.approx((0.0, 1e-2, 1e-3, 1e-4, -1.0))  # noiseless stage, three noisy ones, validation
@@ -259,7 +212,7 @@ def test_trainer_keeps_its_bits_when_generation_raises(tiny_policy_dir: Path, tm
         monkeypatch.setattr(AdaptiveQuantizationNoise, "__init__", noisy_from_the_start(AdaptiveQuantizationNoise))
         with pytest.raises(RuntimeError, match="the engine broke"):
             train(tiny_policy_dir, tmp_path, engine)
-    assert engine.syncs[2][1] == 1e-2 and len(before) == 4
+    assert engine.syncs[4][1] == 1e-2 and len(before) == 4
     assert equal(before, held)
 
 
@@ -422,40 +375,6 @@ def test_self_check_sees_an_adapter_that_is_never_written_before_it_has_learned_
         train(tiny_policy_dir, tmp_path, Mute(), dtype=dtype, lr=0.0)
 
 
-class Picky:
-    """Finds every completion of half of the prompts equally good."""
-
-    name = "picky"
-    weight = 1.0
-
-    def __call__(self, samples: Any) -> list[float]:
-        return [0.5 if len(s.prompt) % 2 else float(sum(map(ord, s.completion)) % 97) for s in samples]
-
-
-def test_dynamic_sampling_replaces_groups_of_equal_reward(tiny_policy_dir: Path, tmp_path: Path) -> None:
-    seen: list[Experience] = []
-
-    class Watch(Callback):
-        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            self_ids = {prompt.id for prompt in batch}
-            replaced.append(len({record.prompt_id for record in outputs["experience"].records} - self_ids))
-            seen.append(outputs["experience"])
-
-    replaced: list[int] = []
-    train(tiny_policy_dir, tmp_path, Recorder(), reward=Picky(), resample_rounds=4, watch=Watch())
-    assert sum(replaced) > 0
-    for experience in seen:
-        assert len(experience) == 2 * 2 and len({record.prompt_id for record in experience.records}) == 2
-        informative = [len(record.prompt) % 2 == 0 for record in experience.records]
-        assert all(informative) and (experience.advantages != 0).all()
-        dropped = experience.metrics["completions/groups_dropped_frac"]
-        assert 0 <= dropped < 1
-        # Tokens of dropped groups are sampled too, at least one a completion.
-        more = experience.metrics["completions/sampled_tokens"] - experience.mask.sum().item()
-        assert more >= 4 * dropped / (1 - dropped) and (more > 0) == (dropped > 0)
-    assert any(experience.metrics["completions/groups_dropped_frac"] > 0 for experience in seen)
-
-
 def test_a_run_whose_completions_are_all_truncated_claims_no_means(
     tiny_policy_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -487,16 +406,3 @@ def test_the_self_check_takes_nan_for_no_agreement() -> None:
     for found in (Agreement(math.nan, 0.1, 0.1), Agreement(0.1, math.nan, 0.1)):
         with pytest.raises(UserError, match="must agree within 0.25 nats"):
             require_agreement(found, bound=0.25)
-
-
-def test_a_batch_without_any_informative_group_keeps_its_size_and_teaches_nothing(
-    tiny_policy_dir: Path, tmp_path: Path
-) -> None:
-    class Same(Picky):
-        def __call__(self, samples: Any) -> list[float]:
-            return [1.0] * len(samples)
-
-    module = train(tiny_policy_dir, tmp_path, Recorder(), reward=Same(), resample_rounds=1, beta=0.0)
-    assert module.policy_version == 4
-    trained = module.policy.trained_state()
-    assert not any(tensor.any() for name, tensor in trained.items() if "lora_B" in name)

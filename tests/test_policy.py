@@ -180,15 +180,25 @@ def test_refuses_a_folder_that_lacks_a_tensor(base: Path, tmp_path: Path) -> Non
         make(broken)
 
 
-def test_a_probe_changes_what_the_policy_says_and_leaves_no_trace(base: Path) -> None:
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_probe_changes_what_the_policy_says_and_leaves_no_trace(base: Path, trained: bool) -> None:
     policy = make(base, lora=LoraConfig(rank=4, alpha=16.0))
+    if trained:
+        perturb(policy)
     before = {name: tensor.clone() for name, tensor in policy.trained_state().items()}
-    clean = policy.token_logprobs(*batch(), 1.0)[0]
-    with policy.probed():
-        assert (policy.token_logprobs(*batch(), 1.0)[0] - clean).abs().mean() > 0.1
-        factors = policy.weights(0).adapter
-        assert factors is not None and all(b.abs().amax() > 0 for _, b in factors.values())
+    random = torch.get_rng_state()
+    said = [policy.token_logprobs(*batch(), 1.0)[0]]
+    for seed in (1, 2):
+        with policy.probed(seed):
+            said.append(policy.token_logprobs(*batch(), 1.0)[0])
+            factors = policy.weights(0).adapter
+            assert factors is not None
+            spreads = [b.std().item() for _, b in factors.values()]
+            assert spreads == pytest.approx([1 / (4.0 * 2.0)] * len(spreads), rel=0.2)  # 1 / (scaling * sqrt(rank))
+    for first, second in ((0, 1), (0, 2), (1, 2)):  # no probe is another's, or the policy's own
+        assert (said[first] - said[second]).abs().mean() > 0.1
     assert all(torch.equal(tensor, before[name]) for name, tensor in policy.trained_state().items())
+    assert torch.equal(torch.get_rng_state(), random)
 
 
 def test_saving_asks_nobody_about_the_base(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

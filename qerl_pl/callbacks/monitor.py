@@ -96,7 +96,8 @@ class Monitor(Callback):
         engine = next(callbacks).engine.memory_gib()
         on_gpu = module.device.type == "cuda"
         gpu = device_memory(module.device, self._held + gradient_gib(module.policy)) if on_gpu else None
-        return measure_memory(module.policy, module.lent, trainer.optimizers, engine, gpu)
+        lent = None if module.hand_over is None else module.hand_over.lent
+        return measure_memory(module.policy, lent, trainer.optimizers, engine, gpu)
 
 
 def _peak_gib(device: torch.device) -> float:

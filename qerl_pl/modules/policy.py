@@ -25,6 +25,7 @@ from qerl_pl.modules.lora import ADAPTER, LoraConfig, LoraLinear, attach_lora
 from qerl_pl.modules.nvfp4 import BorrowedLinear, NVFP4Linear
 from qerl_pl.modules.packing import ATTENTION, Packing
 from qerl_pl.run.files import cache_root
+from qerl_pl.run.seeding import stream_seed
 from qerl_pl.toy import ToyConfig
 from qerl_pl.types import PolicyWeights
 
@@ -172,6 +173,11 @@ class Policy(nn.Module):
             base.gradient_checkpointing_enable({"use_reentrant": False})
 
     @property
+    def device(self) -> torch.device:
+        """Where its tensors are."""
+        return next(self.parameters()).device
+
+    @property
     def base(self) -> nn.Module:
         """The causal LM that the adapter wraps."""
         return self.model.get_base_model()
@@ -248,23 +254,23 @@ class Policy(nn.Module):
         )
 
     @contextmanager
-    def probed(self) -> Iterator[None]:
-        """Inside the block B of every adapter is random, and changes each product by some half of itself.
+    def probed(self, seed: int) -> Iterator[None]:
+        """Inside the block B of every adapter is random by `seed`, and changes each product by some half of itself.
 
-        A fresh adapter does nothing, so that an engine without it would look right.
+        A fresh adapter does nothing, and a young one little, so that an engine without it would look right.
         """
-        matrices = [module.factors()[1] for _, module in self._adapted()]
-        kept = [b.detach().clone() for b in matrices]
+        matrices = {name: module.factors()[1] for name, module in self._adapted()}
+        kept = {name: b.detach().clone() for name, b in matrices.items()}
         std = 1 / (self.config.lora.scaling * math.sqrt(self.config.lora.rank))
         with torch.no_grad():
-            for number, b in enumerate(matrices):
-                b.normal_(std=std, generator=torch.Generator(b.device).manual_seed(number))
+            for name, b in matrices.items():
+                b.normal_(std=std, generator=torch.Generator(b.device).manual_seed(stream_seed(seed, name)))
         try:
             yield
         finally:
             with torch.no_grad():
-                for b, before in zip(matrices, kept, strict=True):
-                    b.copy_(before)
+                for name, b in matrices.items():
+                    b.copy_(kept[name])
 
     def trained_state(self) -> dict[str, Tensor]:
         """Everything that training changes: adapter matrices and, if trained, norm scales, by PEFT's names."""
