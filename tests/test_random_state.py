@@ -118,6 +118,17 @@ def test_gradients_of_long_sequences_repeat_on_a_gpu(dtype: torch.dtype) -> None
             assert all(map(torch.equal, gradients(), first))
 
 
+@pytest.mark.parametrize("own", [(True, False), (False, True), (False, False)])
+def test_a_users_own_setting_outlasts_a_strict_gradient(own: tuple[bool, bool]) -> None:
+    torch.use_deterministic_algorithms(own[0], warn_only=own[1])
+    try:
+        strictly_deterministic_gradient(torch.ones(2, requires_grad=True) * 2).sum().backward()
+        found = (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled())
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert found == own
+
+
 def drawn() -> list[float]:
     """Three numbers of each global generator; Python's and NumPy's keep every second normal one for the next call."""
     python, numpy = [random.gauss(0, 1) for _ in range(3)], np.random.standard_normal(3).tolist()

@@ -9,51 +9,12 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from torch import Tensor, nn
-from torchdata.stateful_dataloader import StatefulDataLoader
+from tiny_run import VALIDATED, Tiny, trainer_of
+from torch import Tensor
 
 from qerl_pl.callbacks import ResumeCheckpoint
 from qerl_pl.callbacks.resume import Preempted, _is_validated, _set_aside
 from qerl_pl.errors import UserError
-from qerl_pl.run.checkpoints import AtomicCheckpointIO
-
-VALIDATED = 1000
-"""Added to a validation's number among the events."""
-
-
-class Tiny(LightningModule):
-    """Trains on the numbers from 0, six an epoch, validates twice a validation, and keeps what happened.
-
-    Args:
-        signals: The signal to raise at an event.
-    """
-
-    def __init__(self, signals: dict[int, int] | None = None) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(1))
-        self.signals = signals or {}
-        self.events: list[int] = []
-
-    def _happens(self, event: int) -> None:
-        self.events.append(event)
-        if event in self.signals:
-            signal.raise_signal(self.signals[event])
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        self._happens(int(batch))
-        return (self.weight * batch).sum()
-
-    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-        self._happens(VALIDATED + int(batch))
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-    def train_dataloader(self) -> StatefulDataLoader[int]:
-        return StatefulDataLoader(range(6), batch_size=1)
-
-    def val_dataloader(self) -> StatefulDataLoader[int]:
-        return StatefulDataLoader(range(2), batch_size=1)
 
 
 class Validations(Callback):
@@ -67,20 +28,6 @@ class Validations(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         return {"ended": self.ended}
-
-
-def trainer_of(folder: Path, *callbacks: Callback, **settings: Any) -> Trainer:
-    given: dict[str, Any] = {"max_epochs": 1, "limit_val_batches": 0, "num_sanity_val_steps": 0}
-    return Trainer(
-        default_root_dir=folder,
-        accelerator="cpu",
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[*callbacks],
-        plugins=[AtomicCheckpointIO()],
-        **given | settings,
-    )
 
 
 def saved(folder: Path) -> set[str]:
@@ -238,6 +185,16 @@ def test_a_run_goes_on_where_it_was_in_its_epochs(tmp_path: Path, steps: int, li
     assert (trainer.current_epoch, trainer.global_step) == (3, 18)
 
 
+@pytest.mark.parametrize("steps", [2, 8, 14])
+def test_an_epoch_that_a_limit_ends_counts_as_one_that_goes_on(tmp_path: Path, steps: int) -> None:
+    progress = []
+    for limits, name in (({"max_steps": steps}, f"step={steps}.end.ckpt"), ({}, f"step={steps}.ckpt")):
+        trainer_of(tmp_path / name, ResumeCheckpoint(2, keep=99), max_epochs=3, **limits).fit(Tiny())
+        checkpoint = torch.load(tmp_path / name / "checkpoints" / name, weights_only=True)
+        progress.append(checkpoint["loops"]["fit_loop"]["epoch_progress"])
+    assert progress[0] == progress[1]
+
+
 def test_what_a_resumed_run_leaves_is_set_aside(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     names = ["step=2.ckpt", "step=3.ckpt", "step=3.end.ckpt", "step=12.ckpt", "other=9.ckpt"]
     for name in names:
@@ -254,12 +211,12 @@ def test_what_a_resumed_run_leaves_is_set_aside(tmp_path: Path, caplog: pytest.L
 
 
 def test_going_on_from_an_older_checkpoint_sets_the_newer_ones_aside(tmp_path: Path) -> None:
-    trainer_of(tmp_path, ResumeCheckpoint(2, keep=9)).fit(Tiny())
+    trainer_of(tmp_path, ResumeCheckpoint(1, keep=9)).fit(Tiny())
     path = str(tmp_path / "checkpoints" / "step=4.ckpt")
     trainer_of(tmp_path, ResumeCheckpoint(9, keep=9)).fit(Tiny(), ckpt_path=path, weights_only=True)
-    assert saved(tmp_path) == {"step=2.ckpt", "step=4.ckpt", "step=6.end.ckpt"}
+    assert saved(tmp_path) == {*(f"step={step}.ckpt" for step in (1, 2, 3, 4)), "step=6.end.ckpt"}
     abandoned = {path.name for path in (tmp_path / "checkpoints" / "abandoned").glob("*.ckpt")}
-    assert abandoned == {"step=6.ckpt", "step=6.end.ckpt"}
+    assert abandoned == {"step=5.ckpt", "step=6.ckpt", "step=6.end.ckpt"}
 
 
 class Foretold(Callback):
@@ -286,15 +243,20 @@ class Foretold(Callback):
         {"limit_val_batches": 0},
         {"val_check_interval": 2},
         {"val_check_interval": 0.5},
+        {"val_check_interval": 4},
         {"check_val_every_n_epoch": 2},
+        {"check_val_every_n_epoch": 3},
         {"check_val_every_n_epoch": 2, "val_check_interval": 3},
         {"check_val_every_n_epoch": None, "val_check_interval": 4},
         {"check_val_every_n_epoch": None, "val_check_interval": 1},
     ],
     ids=str,
 )
-def test_it_knows_which_steps_are_validated(tmp_path: Path, settings: dict[str, Any]) -> None:
+@pytest.mark.parametrize("sized", [True, False])
+def test_it_knows_which_steps_are_validated(tmp_path: Path, settings: dict[str, Any], sized: bool) -> None:
+    if not sized and settings.get("val_check_interval") == 0.5:
+        pytest.skip("half of an unknown number")
     foretold = Foretold()
-    trainer_of(tmp_path, foretold, **{"limit_val_batches": 2, "max_epochs": 3} | settings).fit(Tiny())
+    trainer_of(tmp_path, foretold, **{"limit_val_batches": 2, "max_epochs": 3} | settings).fit(Tiny(sized=sized))
     assert foretold.said == foretold.was and len(foretold.said) == 18
     assert any(foretold.was) == (settings.get("limit_val_batches") != 0)
