@@ -102,8 +102,9 @@ class PolicyWeights:
     None samples from the base model with its adapter off."""
     scaling: float
     """The adapter adds scaling * B A."""
-    norms: Mapping[str, Tensor] = field(default_factory=dict)
-    """Trained RMSNorm scales by module name ("model.layers.0.input_layernorm") -> [hidden]; empty when frozen."""
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
+    """Tensors of the base that are trained whole, by checkpoint name, detached. What engines take are RMSNorm scales
+    ("model.layers.0.input_layernorm.weight" -> [hidden]); empty when these are frozen."""
     noise: NormNoise | None = None
     """Noise of the sampler's norm scales; None samples without."""
 
@@ -141,6 +142,8 @@ class Evaluation:
     """How a batch of P held-out prompts went."""
 
     prompts: Sequence[EvaluatedPrompt]
+    name: str = ""
+    """Of the set that they belong to; empty where there is but one."""
 
     @property
     def greedy_correct(self) -> Tensor:

@@ -12,7 +12,7 @@ import yaml
 from lightning.pytorch import Callback, Trainer
 
 from qerl_pl.callbacks import AdaptiveQuantizationNoise, RolloutCallback
-from qerl_pl.datamodules import ArithmeticDataModule
+from qerl_pl.datamodules import ArithmeticDataModule, PromptDataModule
 from qerl_pl.engines import TransformersEngine
 from qerl_pl.modules import QeRLModule
 from qerl_pl.types import SamplingConfig
@@ -138,6 +138,7 @@ def train(
     resample_rounds: int = 0,
     watch: Callback | None = None,
     beta: float = 0.04,
+    data: PromptDataModule | None = None,
     **model: Any,
 ) -> QeRLModule:
     """Four rollouts and a validation by Python, without the command line; `model` holds more of the module's settings.
@@ -168,5 +169,5 @@ def train(
         callbacks=callbacks,  # type: ignore[arg-type]
     )
     size = 40 if resample_rounds else 8
-    trainer.fit(module, datamodule=ArithmeticDataModule(train_size=size, batch_size=2, val_size=2))
+    trainer.fit(module, datamodule=data or ArithmeticDataModule(train_size=size, batch_size=2, val_size=2))
     return module

@@ -139,22 +139,24 @@ class Marked(Letters):
         return completion[:1] or None
 
 
-@pytest.mark.parametrize("accuracy_reward", [None, "marked"])
+@pytest.mark.parametrize(("accuracy_reward", "name"), [(None, ""), ("marked", "hard")])
 def test_an_evaluation_keeps_every_answer(
     tiny_policy_dir: Path,
     policy: Policy,
     engine: TransformersEngine,
     prompts: list[Prompt],
     accuracy_reward: str | None,
+    name: str,
 ) -> None:
     rewards = [Letters("letters", 1.0), Marked("marked", 0.0)]
     settings = {"rewards": rewards, "accuracy_reward": accuracy_reward}
-    found = collector_of(tiny_policy_dir, engine, **settings).evaluate(prompts, policy.weights(9))
+    found = collector_of(tiny_policy_dir, engine, **settings).evaluate(prompts, policy.weights(9), name)
     engine.sync(policy.weights(9))
     tokenizer, shares = AutoTokenizer.from_pretrained(tiny_policy_dir), []
-    assert [one.prompt_id for one in found.prompts] == [prompt.id for prompt in prompts]
+    assert found.name == name and [one.prompt_id for one in found.prompts] == [prompt.id for prompt in prompts]
     for prompt, graded in zip(prompts, found.prompts, strict=True):
-        seeds = [stream_seed(7, "evaluation", prompt.id, sample) for sample in range(4)]
+        stream = ("evaluation", name) if name else ("evaluation",)  # of several sets with the same ids
+        seeds = [stream_seed(7, *stream, prompt.id, sample) for sample in range(4)]
         greedy = RolloutRequest(prompt.token_ids, (seeds[0],))
         sampled = RolloutRequest(prompt.token_ids, tuple(seeds))
         completions = [

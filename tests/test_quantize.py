@@ -19,9 +19,9 @@ from transformers import AutoModelForCausalLM
 
 from qerl_pl.cli.main import main
 from qerl_pl.errors import UserError
-from qerl_pl.formats.model_files import load_dense_state, read_config, weight_map, write_dense_checkpoint
+from qerl_pl.formats.dense_copy import load_dense_state, write_dense_checkpoint
+from qerl_pl.formats.model_files import read_config, weight_map
 from qerl_pl.formats.quantize import backend_for, quantize_checkpoint
-from qerl_pl.modules.base_model import resolve_base
 from qerl_pl.modules.policy import PolicyConfig
 
 UP = "model.layers.0.mlp.up_proj.weight"
@@ -184,10 +184,10 @@ def test_a_cached_quantized_base_follows_the_files_that_it_copies(
     monkeypatch.setenv("QERL_CACHE", str(tmp_path / "cache"))
     source = shutil.copytree(tiny_policy_dir, tmp_path / "source")
     config = PolicyConfig(path=str(source))
-    first = resolve_base(config)
-    assert resolve_base(config) == first
+    first = config.base_folder()
+    assert config.base_folder() == first
     (source / "generation_config.json").write_text('{"eos_token_id": [1, 2]}')
-    second = resolve_base(config)
+    second = config.base_folder()
     assert second != first and json.loads((second / "generation_config.json").read_text())["eos_token_id"] == [1, 2]
 
 

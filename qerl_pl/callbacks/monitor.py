@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 LAYOUT = {
     "Learning": {
-        "reward": ["Multiline", ["reward/mean", "val/accuracy", "val/pass@1"]],
+        "reward": ["Multiline", ["reward/mean", "val/(.+/)?accuracy", "val/(.+/)?pass@1"]],
         "entropy": ["Multiline", ["policy/entropy"]],
     },
     "Policy": {

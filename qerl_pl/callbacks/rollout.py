@@ -125,17 +125,17 @@ class RolloutCallback(Callback):
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Sample held-out prompts without noise."""
-        self._evaluate(_module(pl_module), batch)
+        self._evaluate(_module(pl_module), batch, _data(trainer).val_names[dataloader_idx])
 
     def on_test_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Sample test prompts without noise."""
-        self._evaluate(_module(pl_module), batch)
+        self._evaluate(_module(pl_module), batch, _data(trainer).test_names[dataloader_idx])
 
-    def _evaluate(self, module: QeRLModule, batch: list[Prompt]) -> None:
+    def _evaluate(self, module: QeRLModule, batch: list[Prompt], name: str) -> None:
         weights = module.policy.weights(module.policy_version)
-        self._hand_over.evaluation = self.collector.evaluate(batch, weights)
+        self._hand_over.evaluation = self.collector.evaluate(batch, weights, name)
 
 
 def _module(module: LightningModule) -> QeRLModule:

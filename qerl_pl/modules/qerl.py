@@ -20,7 +20,6 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, get_scheduler
 from qerl_pl.algorithm.noise import NormNoise
 from qerl_pl.algorithm.objectives import GRPO, Objective
 from qerl_pl.errors import UserError, require_at_least
-from qerl_pl.modules.base_model import resolve_base
 from qerl_pl.modules.policy import Policy, PolicyConfig
 from qerl_pl.modules.update import NonFiniteLossError, PolicyUpdate
 from qerl_pl.rollout.experience import Experience
@@ -97,8 +96,7 @@ class QeRLModule(LightningModule):
         """Noise of the sampler for a policy version; the AQN callback sets it, None samples without."""
         self.hand_over: HandOver | None = None
         """Where it finds what was sampled for it; the rollout callback sets it before the policy is loaded."""
-        self.accuracy = MeanMetric()
-        self.pass_at_1 = MeanMetric()
+        self._means: dict[str, MeanMetric] = {}
         self._random_state: dict[str, Any] | None = None
         self._optimizer: str | None = None
         self._rates: list[dict[str, float]] = []
@@ -108,7 +106,7 @@ class QeRLModule(LightningModule):
     @cached_property
     def base_folder(self) -> Path:
         """Local folder of the base model; made on first use (download, toy training, quantization)."""
-        return resolve_base(self.policy_config)
+        return self.policy_config.base_folder()
 
     @cached_property
     def base_identity(self) -> str:
@@ -239,24 +237,28 @@ class QeRLModule(LightningModule):
 
     # Evaluation ----------------------------------------------------------------------------------------------------
 
-    def validation_step(self, batch: list[Prompt], batch_idx: int) -> dict[str, Evaluation]:
+    def validation_step(self, batch: list[Prompt], batch_idx: int, dataloader_idx: int = 0) -> dict[str, Evaluation]:
         """Log accuracy over the held-out prompts; callbacks find every answer under "evaluation"."""
-        return self._log_evaluation("val")
+        return self._log_evaluation("val", dataloader_idx)
 
-    def test_step(self, batch: list[Prompt], batch_idx: int) -> dict[str, Evaluation]:
+    def test_step(self, batch: list[Prompt], batch_idx: int, dataloader_idx: int = 0) -> dict[str, Evaluation]:
         """Log accuracy over the test prompts; callbacks find every answer under "evaluation"."""
-        return self._log_evaluation("test")
+        return self._log_evaluation("test", dataloader_idx)
 
-    def _log_evaluation(self, stage: str) -> dict[str, Evaluation]:
+    def _log_evaluation(self, stage: str, loader: int) -> dict[str, Evaluation]:
         evaluation = self._sampled("validation").take_evaluation()
-        self.accuracy.update(evaluation.greedy_correct)
-        self.pass_at_1.update(evaluation.sampled_correct)
-        count = len(evaluation.greedy_correct)
-        self.log(f"{stage}/accuracy", self.accuracy, on_epoch=True, batch_size=count, prog_bar=True)
-        self.log(f"{stage}/pass@1", self.pass_at_1, on_epoch=True, batch_size=count)
-        self.log("rollouts", float(self.policy_version), logger=False, batch_size=count)
-        if self.trainer.state.fn != TrainerFn.FITTING:  # where the run's own curve has this policy
-            self.log("step", float(max(self.policy_version - 1, 0)), batch_size=count)
+        place = f"{stage}/{evaluation.name}" if evaluation.name else stage
+        # Names tell sets apart; Lightning would add the loaders' numbers.
+        options: dict[str, Any] = {"batch_size": len(evaluation.prompts), "add_dataloader_idx": False}
+        for kind, right in (("accuracy", evaluation.greedy_correct), ("pass@1", evaluation.sampled_correct)):
+            tag = f"{place}/{kind}"
+            mean = self._means.setdefault(tag, MeanMetric().to(self.device))
+            mean.update(right)
+            self.log(tag, mean, on_epoch=True, prog_bar=kind == "accuracy", metric_attribute=tag, **options)
+        if loader == 0:
+            self.log("rollouts", float(self.policy_version), logger=False, **options)
+            if self.trainer.state.fn != TrainerFn.FITTING:  # where the run's own curve has this policy
+                self.log("step", float(max(self.policy_version - 1, 0)), **options)
         return {"evaluation": evaluation}
 
     # Checkpoints ---------------------------------------------------------------------------------------------------

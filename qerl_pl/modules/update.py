@@ -174,7 +174,7 @@ class PolicyUpdate:
 
     def _old_logprobs(self, policy: Policy, experience: Experience, mask: Tensor) -> Tensor | None:
         """The clean policy's log-probabilities before the update; None where the update's own forward gives them."""
-        if self.steps == 1 and policy.config.lora.dropout == 0.0:
+        if self.steps == 1 and not policy.trained.random:
             return None
         return self._frozen_logprobs(policy, experience, mask)
 

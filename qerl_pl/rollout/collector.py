@@ -237,12 +237,13 @@ class Collector:
             records=tuple(record for group in groups for record in group.records()),
         )
 
-    def evaluate(self, prompts: Sequence[Prompt], weights: PolicyWeights) -> Evaluation:
+    def evaluate(self, prompts: Sequence[Prompt], weights: PolicyWeights, name: str = "") -> Evaluation:
         """How held-out prompts go, greedily and sampled at temperature 1.
 
         Args:
             prompts: The batch.
             weights: What samples, without noise.
+            name: Of the set that the prompts belong to, where there are several; each has its own random streams.
         """
         self.engine.wake()
         self.engine.sync(weights)
@@ -251,13 +252,13 @@ class Collector:
         for temperature, samples in ((0.0, 1), (1.0, self.config.eval_samples)):
             sampling = SamplingConfig(limits.max_tokens, temperature, stop=limits.stop)
             # The same streams at every evaluation: differences come from the policy, not from the draw.
-            completions = self._generate(prompts, sampling, samples, ("evaluation",))
+            completions = self._generate(prompts, sampling, samples, ("evaluation", name) if name else ("evaluation",))
             with random_state_kept():  # a reward may draw, and how often one evaluates must not change the training
                 groups = score_groups(self.config.rewards, self.tokenizer, prompts, completions)
                 answers.append([self.config.graded(group) for group in groups])
         self.engine.sleep()
         rows = zip(prompts, *answers, strict=True)
-        return Evaluation([EvaluatedPrompt(prompt.id, greedy[0], samples) for prompt, greedy, samples in rows])
+        return Evaluation([EvaluatedPrompt(prompt.id, greedy[0], samples) for prompt, greedy, samples in rows], name)
 
 
 @contextmanager
