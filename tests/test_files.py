@@ -3,10 +3,12 @@
 import errno
 import fcntl
 import hashlib
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +25,7 @@ from qerl_pl.run.checkpoints import (
     newest_checkpoint,
     resume_files,
 )
-from qerl_pl.run.files import building, cache_root, folder_identity, locked, write_atomically
+from qerl_pl.run.files import building, cache_root, folder_identity, locked, made_once, write_atomically
 
 
 def save(run: Path, step: int, value: float = 0.0) -> Path:
@@ -212,3 +214,25 @@ def test_identity_is_of_the_content(tmp_path: Path) -> None:
         (tmp_path / name / "model.safetensors").write_bytes(content)
     a, b, c = (folder_identity(tmp_path / name) for name in "abc")
     assert a == b != c
+
+
+def make_slowly(target: Path, made: Path) -> None:
+    with made_once(target) as missing:
+        if missing:
+            time.sleep(0.3)
+            with made.open("a") as file:
+                file.write("x")
+            target.mkdir()
+
+
+def test_a_folder_is_made_by_one_process_while_the_others_wait(tmp_path: Path) -> None:
+    target, made = tmp_path / "cache" / "model", tmp_path / "made"
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["qerl_pl.cli.main", "fit_helpers"])
+    processes = [context.Process(target=make_slowly, args=(target, made)) for _ in range(3)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(timeout=60)
+    assert made.read_text() == "x"
+    assert [process.exitcode for process in processes] == [0, 0, 0]

@@ -92,16 +92,19 @@ def two(tiny_policy_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     return train(settings(tiny_policy_dir, tmp_path_factory.mktemp("two") / "run", 2))
 
 
-def same_run(one: Path, other: Path) -> None:
-    """The same completions in the first rollout, and the same curves to 1e-5."""
+def same_run(one: Path, other: Path, stopped_at: int | None = None) -> None:
+    """The same completions in the first rollout, and the same curves to 1e-5.
+
+    TensorBoard lacks the rollout after which a signal has stopped a run: Lightning logs a step when its hooks are done.
+    """
     first, second = completions(one), completions(other)
     assert len(first) == len(second)
     assert [row for row in first if row["version"] == 0] == [row for row in second if row["version"] == 0]
     expected, found = curves(one), curves(other)
     for tag, curve in expected.items():
-        assert found[tag].keys() == curve.keys(), tag
-        for step, value in curve.items():
-            assert math.isclose(found[tag][step], value, rel_tol=1e-5, abs_tol=1e-5), (tag, step)
+        assert curve.keys() - found[tag].keys() <= {stopped_at} and found[tag].keys() <= curve.keys(), tag
+        for step, value in found[tag].items():
+            assert math.isclose(value, curve[step], rel_tol=1e-5, abs_tol=1e-5), (tag, step)
     for name, tensor in adapter(one).items():
         torch.testing.assert_close(adapter(other)[name], tensor, rtol=1e-3, atol=1e-5)
 
@@ -159,9 +162,11 @@ def test_a_signal_to_any_rank_saves_everywhere_and_the_run_goes_on_on_another_nu
     wait_for_checkpoint(process, tmp_path / "run", config)
     os.kill(children(process)[0], signal.SIGTERM)
     assert process.wait(timeout=60) == 128 + signal.SIGTERM, printed(config)
-    assert "stopped by SIGTERM; state saved in" in printed(config).splitlines()[-1]
+    last = printed(config).splitlines()[-1]
+    assert "stopped by SIGTERM; state saved in" in last
+    stopped_at = int(last.partition("step=")[2].partition(".ckpt")[0]) - 1
     config["trainer"]["devices"] = 3
-    same_run(alone, train(config, "--resume", "auto"))
+    same_run(alone, train(config, "--resume", "auto"), stopped_at)
 
 
 def test_mistakes_get_one_line_once(tiny_policy_dir: Path, tmp_path: Path) -> None:

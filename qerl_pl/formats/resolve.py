@@ -14,7 +14,7 @@ from qerl_pl.formats.base import format_of
 from qerl_pl.formats.dense import DENSE
 from qerl_pl.formats.model_files import other_files
 from qerl_pl.formats.quantize import quantize_checkpoint
-from qerl_pl.run.files import cache_root, folder_identity
+from qerl_pl.run.files import cache_root, folder_identity, made_once
 
 log = logging.getLogger(__name__)
 
@@ -56,9 +56,10 @@ def in_format(source: Path, quantization: Literal["nvfp4", "none"]) -> Path:
             f"set model.policy.quantization to {found.name} or name the 16-bit model"
         )
     target = cache_root() / f"{quantization}-{_identity(source)}"
-    if not target.is_dir():
-        log.info("quantizing %s to %s (once; `qerl quantize` does it beforehand)", source, quantization.upper())
-        quantize_checkpoint(source, target, quantization, device="cuda" if torch.cuda.is_available() else "cpu")
+    with made_once(target) as missing:
+        if missing:
+            log.info("quantizing %s to %s (once; `qerl quantize` does it beforehand)", source, quantization.upper())
+            quantize_checkpoint(source, target, quantization, device="cuda" if torch.cuda.is_available() else "cpu")
     return target
 
 

@@ -64,6 +64,25 @@ def building(target: Path, replace: bool = False) -> Iterator[Path]:
         _sync(target.parent)
 
 
+@contextmanager
+def made_once(target: Path) -> Iterator[bool]:
+    """Whether a folder is missing, for this process to make inside the block: others of the machine wait for it.
+
+    Where no lock can be had all make it, and the first to finish counts.
+    """
+    if target.is_dir():
+        yield False
+        return
+    with ExitStack() as stack:
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            file = stack.enter_context((target.parent / f".{target.name}.lock").open("w"))
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError as error:
+            log.debug("no lock for %s: %s", target, error)
+        yield not target.is_dir()
+
+
 def _unfinished(target: Path) -> str:
     return f".{target.name}.unfinished-"
 

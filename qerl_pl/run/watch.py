@@ -139,6 +139,8 @@ class Watch:
 
     def _end_children(self) -> None:
         until = time.monotonic() + 3 * PERIOD
+        if self._rank == 0:  # with this process goes the store, in which the others read the reason
+            time.sleep(3 * PERIOD)
         for child in self._children:  # each sees the failure by itself
             try:
                 child.wait(timeout=max(until - time.monotonic(), 0.0))

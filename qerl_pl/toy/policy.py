@@ -17,7 +17,7 @@ from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM, Qwen2T
 
 from qerl_pl.errors import UserError, require_at_least
 from qerl_pl.prompting import render_prompt
-from qerl_pl.run.files import building, cache_root
+from qerl_pl.run.files import building, cache_root, made_once
 from qerl_pl.run.seeding import stream_seed
 from qerl_pl.toy.task import ArithmeticTask, careful_demonstration, careless_demonstration
 from qerl_pl.toy.tokenizer import VOCABULARY, build_tokenizer
@@ -93,13 +93,19 @@ def build_toy_policy(config: ToyConfig | None = None, cache_dir: str | Path | No
     folder = cache / f"toy-{config.digest}"
     if folder.is_dir():
         return folder
+    with made_once(folder) as missing:
+        if missing:
+            _teach(config, folder)
+    return folder
+
+
+def _teach(config: ToyConfig, folder: Path) -> None:
     with building(folder) as unfinished:
         tokenizer = build_tokenizer()
         with _one_thread():
             model = _warm_up(config, tokenizer)
         model.save_pretrained(unfinished)
         tokenizer.save_pretrained(unfinished)
-    return folder
 
 
 @contextmanager
