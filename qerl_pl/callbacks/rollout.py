@@ -80,6 +80,7 @@ class RolloutCallback(Callback):
             lora_targets=module.policy_config.lora.targets,
             max_tokens=data.max_prompt_tokens + self.config.sampling.max_tokens,
         )
+        log.info("starting %s on %s", type(self.engine).__name__, spec.device)
         self.engine.launch(spec)
         self._hand_over.lent = self.engine.lend()
         self._collector = Collector(self.config, self.engine, module.tokenizer, module.objective, module.seed)
