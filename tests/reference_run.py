@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from plain_trainer import Recipe
+from plain_objective import Recipe
 from torch import Tensor
 from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
 
@@ -50,8 +50,8 @@ def build_base(folder: Path) -> Path:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             grid = torch.randint(-7, 8, parameter.shape, generator=generator).float()
-            size = {"norm": 16, "lm_head": 16}.get(name.split(".")[-2].split("_layer")[-1], 32)
-            parameter.copy_(grid / size + ("norm" in name))
+            unit = 16 if "norm" in name or "lm_head" in name else 32
+            parameter.copy_(grid / unit + ("norm" in name))
     tokenizer = build_tokenizer()
     model.generation_config = GenerationConfig(eos_token_id=[tokenizer.eos_token_id, *ENDS])
     model.save_pretrained(folder / "dense")

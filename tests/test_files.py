@@ -15,7 +15,14 @@ import torch
 
 from qerl_pl.errors import UserError
 from qerl_pl.run import checkpoints
-from qerl_pl.run.checkpoints import AtomicCheckpointIO, DamagedCheckpoint, digest_path, newest_checkpoint
+from qerl_pl.run.checkpoints import (
+    AtomicCheckpointIO,
+    DamagedCheckpoint,
+    check_fits,
+    digest_path,
+    newest_checkpoint,
+    resume_files,
+)
 from qerl_pl.run.files import building, cache_root, folder_identity, locked, write_atomically
 
 
@@ -111,6 +118,37 @@ def test_a_folder_is_one_processs_at_a_time_where_it_can_be_locked(
     monkeypatch.setattr(fcntl, "flock", unsupported)
     with locked(tmp_path):
         assert "cannot be locked (No locks available)" in caplog.text
+
+
+def test_a_checkpoint_that_fits_neither_of_its_digests_is_named_with_both(tmp_path: Path) -> None:
+    path = save(tmp_path, 1)
+    digest_path(path).write_text("a" * 64 + "\n" + "b" * 64 + "\n")  # as when it was being replaced
+    found = hashlib.sha256(path.read_bytes()).hexdigest()[:12]
+    with pytest.raises(DamagedCheckpoint, match=f"has digest {found}, not {'a' * 12} or {'b' * 12}; use another"):
+        AtomicCheckpointIO().load_checkpoint(path)
+
+
+def test_a_checkpoint_is_removed_with_its_digest_whatever_is_left_of_it(tmp_path: Path) -> None:
+    path = save(tmp_path, 1)
+    for _ in range(2):
+        AtomicCheckpointIO().remove_checkpoint(path)
+        assert list(path.parent.iterdir()) == []
+
+
+def test_a_runs_end_comes_after_the_step_that_it_ends_with(tmp_path: Path) -> None:
+    for name in ("step=3.ckpt", "step=12.ckpt", "step=12.end.ckpt", "step=x.ckpt", "step=99.ckpt.sha256", "9.ckpt"):
+        (tmp_path / name).touch()
+    found = {path.name: what for path, what in resume_files(tmp_path).items()}
+    assert found == {"step=3.ckpt": (3, False), "step=12.ckpt": (12, False), "step=12.end.ckpt": (12, True)}
+
+
+def test_a_checkpoint_fits_its_own_base_and_scaling_alone() -> None:
+    state = {"base": "abc", "scaling": 2.0}
+    check_fits(state, "abc", 2.0)
+    with pytest.raises(UserError, match="it has abc and the policy has abd;"):
+        check_fits(state, "abd", 2.0)
+    with pytest.raises(UserError, match="the checkpoint has 2 and the policy 0.5;"):
+        check_fits(state, "abc", 0.5)
 
 
 def test_full_disk_keeps_the_old_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,6 +27,7 @@ def test_a_ratio_far_off_the_clip_gives_finite_values_and_gradients(far: float, 
         losses.token_ratio(logprobs, torch.zeros(1, 2)),
         losses.sequence_ratio(logprobs, torch.zeros(1, 2), mask),
     ):
+        assert ratio[0, 0].item() == pytest.approx(math.exp(math.copysign(20, far)))
         surrogate = losses.clipped_surrogate(ratio, torch.tensor([advantage]), 0.2, 0.28)
         (gradient,) = torch.autograd.grad(surrogate.value.sum(), logprobs)
         assert surrogate.value.isfinite().all() and gradient.isfinite().all()
@@ -42,6 +43,16 @@ def test_clip_edges_on_both_signs_of_the_advantage() -> None:
     no, yes = False, True
     assert surrogate.clipped_high.tolist() == [[no, no, no, yes], [no] * 4, [no] * 4]
     assert surrogate.clipped_low.tolist() == [[no] * 4, [yes, no, no, no], [no] * 4]
+
+
+def test_a_ratio_at_its_bound_is_not_clipped() -> None:
+    ratio = f64([[0.75, 1.5], [0.75, 1.5]])
+    advantages = f64([1.0, -1.0])
+    for surrogate in (
+        losses.clipped_surrogate(ratio, advantages, epsilon_low=0.25, epsilon_high=0.5),
+        losses.cispo_surrogate(ratio, ratio.log(), advantages, epsilon_low=0.25, epsilon_high=0.5),
+    ):
+        assert not surrogate.clipped_low.any() and not surrogate.clipped_high.any()
 
 
 def test_cispo_keeps_the_gradient_of_clipped_tokens() -> None:

@@ -1,5 +1,6 @@
 """The noise schedule against numbers worked by hand, and the draw's dependence on its names."""
 
+import math
 import re
 from collections import Counter
 
@@ -9,6 +10,7 @@ import torch
 from qerl_pl.algorithm.noise import NoiseSchedule, NormNoise, noise_sigma
 from qerl_pl.errors import UserError
 from qerl_pl.formats.architecture import noisy_norm_names
+from qerl_pl.run.seeding import stream_seed
 
 BY_HAND = {
     # sigma_start 0.01, sigma_end 0.0001, K = 3: k = 2 is half way.
@@ -116,6 +118,18 @@ def test_draw_depends_on_its_names_only() -> None:
         assert abs(torch.corrcoef(torch.stack([first, other]))[0, 1].item()) < 0.1
 
 
+def test_draw_is_of_its_own_stream_and_exactly_as_large_as_asked_for() -> None:
+    name = "model.layers.0.input_layernorm"
+    generator = torch.Generator().manual_seed(stream_seed(1, "aqn", 3, name))
+    plain = torch.randn(128, generator=generator, dtype=torch.float32)
+    torch.set_default_dtype(torch.bfloat16)  # as an engine does while it loads
+    try:
+        noise = NormNoise(0.5, seed=1, version=3).draw(name, 128)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    torch.testing.assert_close(noise, plain * (0.5 / math.sqrt(sum(x * x for x in plain.tolist()) / 128)))
+
+
 def test_noisy_norms_are_those_before_quantized_linears() -> None:
     noisy = ["model.layers.0.input_layernorm", "model.layers.11.post_attention_layernorm"]
     quiet = ["model.norm", "model.layers.0.self_attn.q_norm", "model.layers.0.input_layernorm.weight"]
@@ -125,3 +139,5 @@ def test_noisy_norms_are_those_before_quantized_linears() -> None:
 def test_both_ends_at_zero_are_no_noise() -> None:
     schedule = NoiseSchedule(sigma_start=0, sigma_end=0, stages=3)
     assert [schedule.sigma(rollout, 6) for rollout in range(7)] == [0.0] * 7
+    many = NoiseSchedule(sigma_start=0, sigma_end=0, stages=6)
+    assert [many.sigma(rollout, 6) for rollout in range(7)] == [0.0] * 7

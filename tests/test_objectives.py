@@ -236,6 +236,12 @@ def test_bad_numbers_are_a_user_error(arguments, message) -> None:
         GRPO(**arguments)
 
 
+def test_a_cap_below_one_is_taken() -> None:
+    batch = make_batch(GRPO())
+    outputs = GRPO(importance_cap=0.5).loss(replace(batch, sampler_logprobs=batch.old_logprobs))
+    assert outputs.metrics["is_weight"] == 0.5 * outputs.metrics["tokens"]
+
+
 def test_yaml_configures_an_objective() -> None:
     def configured(objective: Objective) -> Objective:
         return objective

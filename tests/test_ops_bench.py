@@ -1,7 +1,8 @@
-"""The benchmark of the ops measures everything it names, and nothing where a test fails."""
+"""The benchmarks of the ops measure everything they name, and nothing where a test fails."""
 
 import json
 
+import bench_few
 import bench_ops
 import pytest
 from qerl_kernels import select_backend
@@ -37,3 +38,14 @@ def test_a_red_gate_reports_no_speed(tmp_path, capsys):
     assert bench_ops.run(tmp_path / "out", bench_ops.TINY, gate(tmp_path, False)) == 1
     assert not (tmp_path / "out").exists()
     assert "no op is timed" in capsys.readouterr().err
+
+
+def test_the_product_of_few_tokens_has_its_tables(tmp_path, torch_again):
+    assert bench_few.run(tmp_path / "out", bench_few.TINY, gate(tmp_path, True), commit="abc") == 0
+    results = json.loads((tmp_path / "out/few_tokens.json").read_text())
+    layers, linears = (rows for rows in results.values() if isinstance(rows, list))
+    assert results["environment"]["commit"] == "abc" and len(layers) == 2 and len(linears) == 4 * 2
+    assert all(row["ours"]["p50_us"] > 0 and row["ours_base"]["p50_us"] > 0 for row in layers + linears)
+    assert (tmp_path / "out/few_tokens.md").read_text().count("| gate_up 256x64 |") == 2
+    assert bench_few.run(tmp_path / "red", bench_few.TINY, gate(tmp_path, False)) == 1
+    assert not (tmp_path / "red").exists()

@@ -1,14 +1,25 @@
 """Algorithms that repeat: inside the block only, and a user's stricter setting stays."""
 
+import hashlib
+import io
+import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from qerl_pl.modules.packing import Packing, packed_attention
-from qerl_pl.run.random_state import deterministic, strictly_deterministic_gradient
+from qerl_pl.run.random_state import (
+    deterministic,
+    random_state,
+    random_state_kept,
+    set_random_state,
+    strictly_deterministic_gradient,
+)
+from qerl_pl.run.seeding import stream_seed
 
 
 def settings() -> tuple[bool, bool, bool]:
@@ -105,3 +116,51 @@ def test_gradients_of_long_sequences_repeat_on_a_gpu(dtype: torch.dtype) -> None
         first = gradients()
         for _ in range(4):
             assert all(map(torch.equal, gradients(), first))
+
+
+@pytest.mark.parametrize("own", [(True, False), (False, True), (False, False)])
+def test_a_users_own_setting_outlasts_a_strict_gradient(own: tuple[bool, bool]) -> None:
+    torch.use_deterministic_algorithms(own[0], warn_only=own[1])
+    try:
+        strictly_deterministic_gradient(torch.ones(2, requires_grad=True) * 2).sum().backward()
+        found = (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled())
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert found == own
+
+
+def drawn() -> list[float]:
+    """Three numbers of each global generator; Python's and NumPy's keep every second normal one for the next call."""
+    python, numpy = [random.gauss(0, 1) for _ in range(3)], np.random.standard_normal(3).tolist()
+    return [*python, *numpy, random.random(), np.random.random(), *torch.rand(3).tolist()]
+
+
+@pytest.mark.parametrize("odd", [False, True])
+def test_from_a_restored_state_the_same_is_drawn_again(odd: bool) -> None:
+    if odd:
+        random.gauss(0, 1), np.random.standard_normal()
+    file = io.BytesIO()
+    torch.save(random_state(), file)  # as a checkpoint holds it
+    first = drawn()
+    assert drawn() != first
+    set_random_state(torch.load(io.BytesIO(file.getvalue()), weights_only=True))
+    assert drawn() == first
+
+
+def test_what_a_block_draws_leaves_the_generators_alone() -> None:
+    state = random_state()
+    expected = drawn()
+    set_random_state(state)
+    with pytest.raises(KeyError), random_state_kept():
+        drawn()
+        raise KeyError
+    assert drawn() == expected
+
+
+def test_streams_go_by_their_names_types_and_order() -> None:
+    digest = hashlib.sha256(b"int:3\x1fstr:rollout\x1fint:0").digest()
+    assert stream_seed(3, "rollout", 0) == int.from_bytes(digest[:8], "little") // 2
+    others = {stream_seed(3, "rollout", "0"), stream_seed("rollout", 3, 0), stream_seed(3, "rollout0"), stream_seed(3)}
+    assert len(others | {stream_seed(3, "rollout", 0)}) == 5
+    assert all(0 <= stream_seed(index) < 2**63 for index in range(100))
+    assert max(stream_seed(index) for index in range(100)) > 2**62

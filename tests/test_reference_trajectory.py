@@ -4,6 +4,10 @@ The real run goes through what a user has (configuration, rewards, logged metric
 (`plain_trainer`, `plain_objective`, `plain_policy`) through none of the package. They must draw the same tokens and
 learn the same numbers, so that a mistake in what they do not share shows. Numbers of one trajectory are written down
 below, against a mistake in both.
+
+The package computes in float32, the plain trainer in float64; they agree to some 1e-6. A draw or a clip that is decided
+by less would part them: one chance in some hundreds on another kind of processor, where a recipe then needs another
+seed.
 """
 
 import json
@@ -66,7 +70,14 @@ SHORT = replace(GRPO, max_epochs=1, stages=2, resample_rounds=0, max_grad_norm=m
 RECIPES = {
     "GRPO": GRPO,
     "DAPO": DAPO,
-    "DrGRPO": replace(SHORT, algorithm="DrGRPO", importance_cap=None, update_epochs=1, minibatches=1),
+    "DrGRPO": replace(  # one update a rollout; no completion is as long as it could be
+        SHORT,
+        algorithm="DrGRPO",
+        sampling=Sampling(LONGEST_COMPLETION, 0.8, (*STOP, "e", "n", "o")),
+        importance_cap=None,
+        update_epochs=1,
+        minibatches=1,
+    ),
     "GSPO": replace(SHORT, algorithm="GSPO", epsilon_low=0.03, epsilon_high=0.02),
     "CISPO": replace(SHORT, algorithm="CISPO", epsilon_low=0.15, epsilon_high=0.1, beta=0.0),
 }
@@ -182,8 +193,8 @@ def test_both_evaluate_alike(both: Both) -> None:
 
 def test_a_recipe_meets_what_it_is_for(both: Both) -> None:
     recipe, metrics, samples = both.recipe, both.plain.metrics, [one for _, one in both.plain.journal]
-    assert len({len(one.tokens) for one in samples}) == LONGEST_COMPLETION
-    assert all(0 < found["completions/truncated_frac"] < 1 for found in metrics)
+    assert len({len(one.tokens) for one in samples}) >= 6
+    assert all(0 < found["completions/truncated_frac"] < 1 for found in metrics) == (recipe.algorithm != "DrGRPO")
     assert any(found["policy/kl"] > 0.01 for found in metrics)
     dropped = [found["completions/groups_dropped_frac"] > 0 for found in metrics]
     assert any(dropped) == (recipe.resample_rounds > 0)
@@ -207,9 +218,13 @@ def test_the_trajectory_is_the_one_written_down(both: Both) -> None:
 
 
 def test_dropout_acts_on_the_update_alone(base: Path, tmp_path: Path) -> None:
-    # Of one step a rollout, the ratio to the old policy would be 1 without it. Engine and old policy have none.
-    recipe = replace(SHORT, update_epochs=1, minibatches=1, sigma_start=0.0, sigma_end=0.0)
+    # Of one step a rollout, the ratio to the old policy would be 1 without it. Engine and old policy have none. The
+    # first two rollouts have a self-check besides, which switches it off.
+    recipe = replace(
+        SHORT, max_epochs=2, update_epochs=1, minibatches=1, warmup_ratio=0.0, sigma_start=0.0, sigma_end=0.0
+    )
     lora = {"rank": 4, "alpha": 4 * SCALING, "dropout": 0.5}
     real = fit(settings(recipe, base, tmp_path / "run", {"lora": lora}))
-    assert abs(real.metrics[1]["policy/ratio_mean"] - 1) > 1e-3
-    assert real.metrics[1]["mismatch/logprob_abs_mean"] < 1e-5
+    assert len(real.metrics) == 4
+    assert all(abs(found["policy/ratio_mean"] - 1) > 1e-3 for found in real.metrics[1:])
+    assert all(found["mismatch/logprob_abs_mean"] < 1e-5 for found in real.metrics)

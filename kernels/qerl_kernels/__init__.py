@@ -4,6 +4,7 @@
 """
 
 from qerl_kernels.backend import Backend, select_backend, selected_backend, triton_available
+from qerl_kernels.few import FEW_TOKENS, few_tokens_linear, few_tokens_supported, plain_few_tokens_linear
 from qerl_kernels.frozen import DenseWeight, FrozenWeight, MarlinRows, MXFP4Weight, NVFP4Weight
 from qerl_kernels.linear import LoraFactors, frozen_linear
 from qerl_kernels.logprob import chunked_token_logprobs
@@ -22,6 +23,7 @@ __all__ = [
     "Backend",
     "BlockScales",
     "DenseWeight",
+    "FEW_TOKENS",
     "FrozenWeight",
     "LoraFactors",
     "MXFP4Tensor",
@@ -35,9 +37,12 @@ __all__ = [
     "dequantize_mxfp4",
     "dequantize_nvfp4",
     "dequantize_nvfp4_unscaled",
+    "few_tokens_linear",
+    "few_tokens_supported",
     "frozen_linear",
     "marlin_alpha",
     "nvfp4_global_scale",
+    "plain_few_tokens_linear",
     "quantize_mxfp4",
     "quantize_nvfp4",
     "select_backend",

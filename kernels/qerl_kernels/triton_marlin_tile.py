@@ -1,0 +1,99 @@
+"""A tile of a weight in vLLM's Marlin layout as the left operand of a product of few tokens, in registers.
+
+Marlin's words lie as the tensor cores read them, so expanding takes bit operations alone and no thread needs another's.
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
+import triton
+import triton.language as tl
+
+from qerl_kernels.triton_dequantize import _halves, _unpack
+
+NT, KT = tl.constexpr(4), tl.constexpr(4)
+"""Marlin's tiles of 64 rows and 16 columns in a step of a program: one of 64 rows for each of its four warps."""
+ROWS, COLUMNS = tl.constexpr(64 * NT.value), tl.constexpr(16 * KT.value)
+
+
+def _expansion() -> str:
+    """PTX: two words $8, $9 and their four scale bytes $10 to eight pairs of bfloat16 numbers, weight * 2**-7.
+
+    A code's bits in those of a bfloat16 number are e2m1 * 2**-126. One product puts two copies of the code, one where
+    its sign belongs and one where the rest does. A scale's byte starts with a one unless it is zero: spread over the
+    upper bits of the exponent it gives scale * 2**119.
+    """
+    lines = ["{", ".reg .b32 s, t, s0, s1, s2, s3;", ".reg .b16 l, h;"]
+    for pick, first, second in (("0xA280", "s0", "s1"), ("0xB391", "s2", "s3")):
+        lines += [f"prmt.b32 s, $10, $10, {pick};", "shl.b32 s, s, 4;", "and.b32 s, s, 0x7FF07FF0;"]
+        lines += ["mov.b32 {l, h}, s;", f"mov.b32 {first}, {{l, l}};", f"mov.b32 {second}, {{h, h}};"]
+    for word in range(2):
+        source = f"${8 + word}"
+        for pair in range(4):
+            if pair == 2:
+                lines += [f"shr.u32 s, {source}, 8;"]
+                source = "s"
+            code, copies = ("0x00F000F0", "0x104") if pair % 2 else ("0x000F000F", "0x1040")
+            lines += [f"and.b32 t, {source}, {code};", f"mul.lo.u32 t, t, {copies};", "and.b32 t, t, 0x81C081C0;"]
+            lines += [f"mul.bf16x2 ${4 * word + pair}, t, s{2 * word + pair // 2};"]
+    return "\n".join([*lines, "}"])
+
+
+_EXPANSION = tl.constexpr(_expansion())
+
+
+@triton.jit
+def expand(word, scale, WIDE: tl.constexpr, REAL: tl.constexpr):
+    """Words [KT, 128 NT] and scales, four bytes a number, [KT, 16 NT] to bfloat16 [ROWS, COLUMNS], weight * 2**-7.
+
+    Rows are in the order (bits 5 and 4 of n, tile, the other bits of n), which gives every warp those of its own words.
+    Columns are in the weight's order if WIDE, in that of `columns_as_expanded` if not.
+    """
+    if REAL:
+        first, second = tl.split(word.reshape(KT, NT, 8, 4, 2, 2))  # by bit 4 of n
+        scale = tl.broadcast_to(scale.reshape(KT, NT, 8, 1, 2), (KT, NT, 8, 4, 2))
+        p0, p1, p2, p3, q0, q1, q2, q3 = tl.inline_asm_elementwise(
+            _EXPANSION, "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r", [first, second, scale], (tl.int32,) * 8, True, 1
+        )
+        p, q = tl.join(tl.join(p0, p1), tl.join(p2, p3)), tl.join(tl.join(q0, q1), tl.join(q2, q3))
+        pairs = tl.join(p, q)
+        low = pairs.to(tl.uint16).to(tl.bfloat16, bitcast=True)
+        high = (pairs >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+        # (k tile, n tile, n%8, (k%8)//2, bit 5 of n, 3 of k, 3 and 4 of n, 0 of k)
+        values = tl.permute(tl.join(low, high), (0, 1, 2, 3, 4, 7, 6, 5, 8))
+    else:
+        values = _unpack(_halves(word)).reshape(KT, NT, 8, 4, 2, 2, 2, 2, 2)
+        byte = (tl.expand_dims(scale, -1) >> (8 * tl.arange(0, 4))) & 0xFF
+        unit = (byte << 7).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+        unit = tl.permute(unit.reshape(KT, NT, 8, 2, 2, 2), (0, 1, 2, 3, 5, 4)).reshape(KT, NT, 8, 1, 2, 2, 2, 1, 1)
+        values = (values * unit).to(tl.bfloat16)
+    # (k tile, n tile, n%8, (k%8)//2, bits 5, 4 and 3 of n, 3 and 0 of k)
+    if WIDE:
+        values = tl.permute(values, (4, 5, 1, 6, 2, 0, 7, 3, 8))
+    else:
+        values = tl.permute(values, (4, 5, 1, 6, 2, 0, 3, 7, 8))
+    return values.reshape(ROWS, COLUMNS)
+
+
+@triton.jit
+def columns_as_expanded(x, TP: tl.constexpr):
+    """[TP, COLUMNS] with each 16 columns in the order (bits 2, 1, 3 and 0).
+
+    In a warp's own product Triton lets a thread hold four neighbouring columns, and Marlin's word holds two and two
+    that are eight apart.
+    """
+    return tl.permute(x.reshape(TP, KT, 2, 4, 2), (0, 1, 3, 2, 4)).reshape(TP, COLUMNS)
+
+
+@triton.jit
+def dot(left, right, acc, REAL: tl.constexpr):
+    if not REAL:  # the interpreter multiplies the bits of bfloat16 numbers
+        left, right = left.to(tl.float32), right.to(tl.float32)
+    return tl.dot(left, right, acc)
+
+
+@triton.jit
+def to_bfloat16(x, REAL: tl.constexpr):
+    if not REAL:  # the interpreter truncates: to the nearest, ties to even
+        bits = x.to(tl.uint32, bitcast=True)
+        bits += 0x7FFF + ((bits >> 16) & 1)
+        x = (bits & 0xFFFF0000).to(tl.float32, bitcast=True)
+    return x.to(tl.bfloat16)

@@ -1,0 +1,199 @@
+"""The module by itself and in short runs by Python: its settings, schedules, checkpoints and what it logs."""
+
+import random
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from fit_helpers import Vowels
+from lightning.pytorch import Callback, Trainer
+from torch import nn
+
+from qerl_pl.algorithm import GRPO, DrGRPO
+from qerl_pl.callbacks import AdaptiveQuantizationNoise, ResumeCheckpoint, RolloutCallback
+from qerl_pl.datamodules import ArithmeticDataModule
+from qerl_pl.engines import TransformersEngine
+from qerl_pl.errors import UserError
+from qerl_pl.modules import LoraConfig, PolicyConfig, QeRLModule
+from qerl_pl.run.checkpoints import AtomicCheckpointIO
+from qerl_pl.types import SamplingConfig
+
+
+def module_of(base: Path, lr: float = 0.01, alpha: float = 8.0, **settings: Any) -> QeRLModule:
+    policy = PolicyConfig(path=str(base), quantization="none", dtype="float32", lora=LoraConfig(rank=4, alpha=alpha))
+    given = {"optimizer": lambda params: torch.optim.AdamW(params, lr=lr), "update_epochs": 2, "seed": 5}
+    return QeRLModule(policy, **given | settings)
+
+
+def trainer_of(run: Path, *callbacks: Callback, **settings: Any) -> Trainer:
+    rollout = RolloutCallback([Vowels()], TransformersEngine(), group_size=2, sampling=SamplingConfig(max_tokens=4))
+    return Trainer(
+        default_root_dir=run,
+        accelerator="cpu",
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        callbacks=[rollout, AdaptiveQuantizationNoise(stages=4), *callbacks],
+        plugins=[AtomicCheckpointIO()],
+        **{"max_epochs": 1} | settings,
+    )
+
+
+def data() -> ArithmeticDataModule:
+    return ArithmeticDataModule(train_size=8, batch_size=2, val_size=2)
+
+
+@pytest.fixture(scope="module")
+def whole(tiny_policy_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[QeRLModule, Path]:
+    """Four rollouts with a checkpoint at each."""
+    run, module = tmp_path_factory.mktemp("module") / "run", module_of(tiny_policy_dir)
+    trainer_of(run, ResumeCheckpoint(1, keep=9)).fit(module, datamodule=data())
+    return module, run
+
+
+def resumed(base: Path, whole: tuple[QeRLModule, Path], run: Path, **settings: Any) -> QeRLModule:
+    module, path = module_of(base, **settings), str(whole[1] / "checkpoints" / "step=2.ckpt")
+    trainer_of(run).fit(module, datamodule=data(), ckpt_path=path, weights_only=True)
+    return module
+
+
+def test_settings_by_default() -> None:
+    module = QeRLModule()
+    update = module.update
+    assert isinstance(module.objective, GRPO) and update.objective is module.objective
+    assert (module.lr_scheduler, module.warmup_ratio, module.seed, update.seed) == ("cosine", 0.1, 0, 0)
+    assert (update.epochs, update.minibatches, update.micro_batch_tokens) == (1, 1, None)
+    assert (update.max_grad_norm, update.with_reference, module.policy_version) == (0.2, True, 0)
+    (group,) = module.make_optimizer([nn.Parameter(torch.ones(1))]).param_groups
+    assert (group["lr"], group["betas"], group["weight_decay"]) == (1e-5, (0.9, 0.99), 0.1)
+    assert not module.automatic_optimization and not module.strict_loading
+
+
+def test_settings_are_taken_and_bad_ones_refused() -> None:
+    given: dict[str, Any] = {"update_epochs": 3, "minibatches": 4, "micro_batch_tokens": 5, "max_grad_norm": 6.0}
+    module = QeRLModule(objective=DrGRPO(), monitor_kl=False, seed=7, **given)
+    update = module.update
+    assert (update.epochs, update.minibatches, update.micro_batch_tokens, update.max_grad_norm) == (3, 4, 5, 6.0)
+    assert (update.objective, update.with_reference, update.seed, module.seed) == (DrGRPO(), False, 7, 7)
+    for name, value in (("update_epochs", 0), ("minibatches", 0), ("micro_batch_tokens", 0)):
+        with pytest.raises(UserError, match=f"model.{name} .*found 0"):
+            QeRLModule(**{name: value})
+    for norm in (0.0, -1.0, float("nan")):
+        with pytest.raises(UserError, match="max_grad_norm must be above 0"):
+            QeRLModule(max_grad_norm=norm)
+    for ratio in (-0.1, 1.1):
+        with pytest.raises(UserError, match=r"warmup_ratio must be in \[0, 1\]"):
+            QeRLModule(warmup_ratio=ratio)
+    assert [QeRLModule(warmup_ratio=ratio, max_grad_norm=1.0).warmup_ratio for ratio in (0.0, 1.0)] == [0.0, 1.0]
+
+
+def planned(max_steps: int | None, max_epochs: int | None, **settings: Any) -> QeRLModule:
+    """A module in a trainer whose epochs have three rollouts."""
+    module = QeRLModule(**{"update_epochs": 2, "minibatches": 2} | settings)
+    loader = SimpleNamespace(batches_per_epoch=3)
+    module._trainer = SimpleNamespace(max_steps=max_steps, max_epochs=max_epochs, datamodule=loader)  # type: ignore
+    return module
+
+
+@pytest.mark.parametrize(
+    ("max_steps", "max_epochs", "rollouts"),
+    [(-1, 2, 6), (8, -1, 2), (9, None, 3), (1, 1, 1), (8, 2, 2), (80, 2, 6), (None, 1, 3), (0, 1, 3)],
+)
+def test_a_run_is_planned_by_the_nearest_of_its_limits(max_steps: int, max_epochs: int, rollouts: int) -> None:
+    assert planned(max_steps, max_epochs).planned_rollouts() == rollouts
+
+
+@pytest.mark.parametrize(("max_steps", "max_epochs"), [(-1, -1), (-1, None), (0, 0)])
+def test_a_run_without_an_end_is_refused(max_steps: int, max_epochs: int | None) -> None:
+    with pytest.raises(UserError, match="need a planned end"):
+        planned(max_steps, max_epochs).planned_rollouts()
+
+
+def test_the_rate_rises_over_its_share_of_the_steps_and_falls_to_the_end() -> None:
+    module = planned(8, -1, lr_scheduler="linear", warmup_ratio=0.25)
+    module.policy = nn.Linear(2, 2)  # type: ignore[assignment]
+    module.policy.bias.requires_grad_(False)
+    configured: Any = module.configure_optimizers()
+    rate = configured["lr_scheduler"].lr_lambdas[0]
+    assert [rate(step) for step in range(9)] == pytest.approx([0, 1 / 2, 1, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6, 0])
+    assert configured["lr_scheduler"].optimizer is configured["optimizer"]
+    assert [group["params"] for group in configured["optimizer"].param_groups] == [[module.policy.weight]]
+    for name in ("reduce_lr_on_plateau", "nonesuch"):
+        module.lr_scheduler = name
+        with pytest.raises(UserError, match=f"needs no metric; found '{name}'"):
+            module.configure_optimizers()
+
+
+def test_a_checkpoint_holds_what_training_changes_and_what_it_fits(whole: tuple[QeRLModule, Path]) -> None:
+    module, run = whole
+    checkpoint = torch.load(run / "checkpoints" / "step=4.ckpt", weights_only=True)
+    state = checkpoint["qerl"]
+    trained = module.policy.trained_state()
+    assert checkpoint["state_dict"] == {} and state["trained"].keys() == trained.keys()
+    assert all(torch.equal(tensor, trained[name]) for name, tensor in state["trained"].items())
+    found = {name: state[name] for name in ("policy_version", "base", "scaling", "optimizer")}
+    assert found == {"policy_version": 4, "base": module.base_identity, "scaling": 2.0, "optimizer": "AdamW"}
+    assert (run / "adapter" / "adapter_model.safetensors").is_file()
+
+
+def test_a_resumed_run_ends_with_the_same_bits(
+    whole: tuple[QeRLModule, Path], tiny_policy_dir: Path, tmp_path: Path
+) -> None:
+    random.seed(99)
+    torch.manual_seed(99)
+    module = resumed(tiny_policy_dir, whole, tmp_path)
+    expected = whole[0].policy.trained_state()
+    assert module.policy_version == 4
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in module.policy.trained_state().items())
+
+
+def test_a_resumed_run_takes_the_rates_it_is_given(
+    whole: tuple[QeRLModule, Path], tiny_policy_dir: Path, tmp_path: Path
+) -> None:
+    class Rates(Callback):
+        def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            (group,) = trainer.optimizers[0].param_groups
+            found.append({name: group[name] for name in ("lr", "weight_decay", "betas")})
+            found.append({"base": list(trainer.lr_scheduler_configs[0].scheduler.base_lrs)})
+
+    found: list[dict[str, Any]] = []
+    module = module_of(tiny_policy_dir, lr_scheduler="linear", warmup_ratio=0.0)
+    module.make_optimizer = lambda params: torch.optim.AdamW(params, lr=0.5, weight_decay=0.25, betas=(0.5, 0.5))
+    path = str(whole[1] / "checkpoints" / "step=2.ckpt")
+    trainer_of(tmp_path, Rates()).fit(module, datamodule=data(), ckpt_path=path, weights_only=True)
+    # Four of eight steps are done; the moments' decays stay the checkpoint's.
+    assert found[:2] == [{"lr": 0.25, "weight_decay": 0.25, "betas": (0.9, 0.999)}, {"base": [0.5]}]
+
+
+def test_what_does_not_fit_a_checkpoint_is_refused(
+    whole: tuple[QeRLModule, Path], tiny_policy_dir: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match="keeps its optimizer; found SGD for AdamW"):
+        resumed(tiny_policy_dir, whole, tmp_path, optimizer=lambda params: torch.optim.SGD(params, lr=0.1))
+    with pytest.raises(UserError, match="the checkpoint has 2 and the policy 1;"):
+        resumed(tiny_policy_dir, whole, tmp_path, alpha=4.0)
+    with pytest.raises(UserError, match="must be one of this trainer's"):
+        whole[0].on_load_checkpoint({"state_dict": {}})
+
+
+def test_what_is_logged_shown_and_tested(whole: tuple[QeRLModule, Path], tiny_policy_dir: Path, tmp_path: Path) -> None:
+    trainer, module = trainer_of(tmp_path), module_of(tiny_policy_dir)
+    trainer.fit(module, datamodule=data())
+    metrics = {name: value.item() for name, value in trainer.callback_metrics.items()}
+    seconds = sum(value for name, value in metrics.items() if name.startswith("time/"))
+    assert metrics["perf/tokens_per_s"] == pytest.approx(metrics["completions/sampled_tokens"] / seconds, rel=1e-4)
+    assert 0 < metrics["time/update_s"] < seconds and metrics["rollouts"] == 4
+    assert set(trainer.progress_bar_metrics) == {"reward/mean", "policy/entropy", "val/accuracy"}
+    (tested,) = trainer.validate(module, datamodule=data(), verbose=False)
+    assert tested.keys() == {"val/accuracy", "val/pass@1", "step"} and tested["step"] == 3
+
+
+def test_what_a_run_cannot_do_is_said_at_its_start(tiny_policy_dir: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="the policy sets its own precision; trainer.precision is bf16-true"):
+        trainer_of(tmp_path, precision="bf16-true").fit(module_of(tiny_policy_dir), datamodule=data())
+    trainer = trainer_of(tmp_path, fast_dev_run=True)
+    trainer.fit(module_of(tiny_policy_dir), datamodule=data())
+    assert not (tmp_path / "adapter").exists()

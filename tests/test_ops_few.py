@@ -1,0 +1,212 @@
+"""The product of few tokens against plain PyTorch: on a GPU, or on a CPU in Triton's interpreter.
+
+Buffers start poisoned (deterministic mode fills them with NaN), so a part that no program writes is seen.
+"""
+
+import math
+
+import pytest
+import torch
+from qerl_kernels import (
+    MarlinTensor,
+    few_tokens_linear,
+    few_tokens_supported,
+    marlin,
+    plain_few_tokens_linear,
+    quantize_mxfp4,
+    quantize_nvfp4,
+    select_backend,
+    triton_few,
+)
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# Rows that fill no tile of 256, columns that the programs' runs do not divide.
+SHAPES = [(64, 64), (192, 320), (320, 576)]
+CASES = [(SHAPES[0], 2), (SHAPES[2], 9), *((SHAPES[1], tokens) for tokens in (1, 3, 8, 17, 64, 100))]
+REAL = {"qkv": (4608, 3584, (0, 3584, 4096)), "o": (3584, 3584, (0,)), "gate_up": (37888, 3584, (0, 18944))}
+REAL["down"] = (3584, 18944, (0,))
+
+
+@pytest.fixture(autouse=True)
+def triton_on_poisoned_memory():
+    select_backend("triton")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+    select_backend("torch")
+
+
+def linear(rows, columns, rank=0, starts=(0,), with_bias=False):
+    """A weight, a bias and an adapter of `rank` for each of the parts that begin at `starts`."""
+    torch.manual_seed(rows + columns + rank)
+    source = torch.randn(rows, columns, device=DEVICE) * 0.05
+    source[:, :16] *= 1e-5  # scales that Marlin reads as zero
+    weight = marlin.to_marlin(quantize_nvfp4(source.bfloat16()))
+    bias = torch.randn(rows, device=DEVICE).bfloat16() if with_bias else None
+    if not rank:
+        return weight, bias, None, None
+    a = (torch.randn(len(starts) * rank, columns, device=DEVICE) * 0.05).bfloat16()
+    b = torch.zeros(rows, len(starts) * rank, device=DEVICE)
+    for part, (start, stop) in enumerate(zip(starts, (*starts[1:], rows), strict=True)):
+        b[start:stop, part * rank : (part + 1) * rank] = torch.randn(stop - start, rank, device=DEVICE) * 0.2
+    return weight, bias, a, b.bfloat16()
+
+
+def tokens_of(count, columns):
+    torch.manual_seed(count)
+    return torch.randn(count, columns, device=DEVICE).bfloat16()
+
+
+def exact(x, weight, bias, a, b):
+    dense = marlin.dequantize_marlin(weight.weight, weight.scale, torch.float32).double()
+    y = marlin.marlin_alpha(weight.global_scale) * (x.double() @ dense.T)
+    y = y if bias is None else y + bias.double()
+    return y if a is None else y + (x.double() @ a.double().T) @ b.double().T
+
+
+def check(x, weight, bias, a, b, starts=(0,)):
+    actual = few_tokens_linear(x, weight, bias, a=a, b=b, starts=starts)
+    again = few_tokens_linear(x, weight, bias, a=a, b=b, starts=starts)
+    assert torch.equal(actual, again)
+    truth, plain = exact(x, weight, bias, a, b), plain_few_tokens_linear(x, weight, bias, a, b)
+    assert (actual.double() - truth).norm() <= 2 * (plain.double() - truth).norm()
+
+
+@pytest.mark.parametrize(("shape", "tokens"), CASES)
+def test_errs_at_most_twice_as_much_as_plain_bfloat16_and_repeats_its_bits(shape, tokens):
+    check(tokens_of(tokens, shape[1]), *linear(*shape, rank=8, with_bias=True))
+
+
+@pytest.mark.parametrize(("rank", "starts"), [(8, (0,)), (20, (0, 128)), (32, (64, 128, 192)), (64, (0, 100))])
+def test_any_rank_and_any_adapted_parts_of_a_fused_projection(rank, starts):
+    check(tokens_of(5, 192), *linear(256, 192, rank, starts), starts)
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_without_an_adapter_it_is_the_base_product(with_bias):
+    check(tokens_of(9, 320), *linear(192, 320, with_bias=with_bias))
+
+
+def test_rows_of_a_larger_weight():
+    whole, _, _, _ = linear(320, 128)
+    part = MarlinTensor(whole.weight[:, 2 * 64 : 2 * 256], whole.scale[:, 64:256], whole.global_scale)
+    x = tokens_of(4, 128)
+    assert torch.equal(few_tokens_linear(x, part), few_tokens_linear(x, whole)[:, 64:256])
+
+
+@pytest.mark.parametrize("tokens", [8, 64])
+def test_every_code_with_every_scale_is_the_weight(tokens):
+    # Row i of the identity picks the weight's column i; with a power of two as alpha, bfloat16 holds the products.
+    torch.manual_seed(0)
+    words = torch.randint(-(2**31), 2**31, (4, 1024), dtype=torch.int64).int().to(DEVICE)
+    scale = torch.cat([torch.arange(0x80, 0xF7), torch.zeros(9)]).to(torch.uint8).repeat(16).view(4, 512).to(DEVICE)
+    weight = MarlinTensor(words, scale.view(torch.float8_e4m3fn), torch.tensor(2.0**112, device=DEVICE))
+    dense = marlin.dequantize_marlin(words, weight.scale, torch.bfloat16) * 2.0**-7
+    identity = torch.eye(64, device=DEVICE).bfloat16()
+    for first in range(0, 64, tokens):
+        some = slice(first, first + tokens)
+        assert torch.equal(few_tokens_linear(identity[some], weight), dense.t()[some])
+
+
+def test_the_products_are_rounded_where_the_plain_way_rounds():
+    # 1 + 2**-9, the base product as well as A x, rounds to 1, and 1 + 2**-8 to the even 1; without either of the two
+    # roundings the sum is more than that, and rounds to 1 + 2**-7.
+    ones = torch.full((4, 512), 0x22222222, dtype=torch.int32, device=DEVICE), torch.full((4, 256), 0xB0, device=DEVICE)
+    weight = MarlinTensor(ones[0], ones[1].to(torch.uint8), torch.tensor(2.0**119, device=DEVICE))
+    x, a, b = torch.zeros(1, 64), torch.zeros(8, 64), torch.zeros(256, 8)
+    x[0, 0], x[0, 1], a[0], b[:, 0] = 1, 2**-9, 1, 2**-8
+    x, a, b = (tensor.bfloat16().to(DEVICE) for tensor in (x, a, b))
+    assert torch.equal(few_tokens_linear(x, weight, a=a, b=b), torch.ones(1, 256, device=DEVICE).bfloat16())
+    assert torch.equal(plain_few_tokens_linear(x, weight, None, a, b), torch.ones(1, 256, device=DEVICE).bfloat16())
+
+
+def test_tokens_of_a_block_do_not_see_each_other():
+    weight, bias, a, b = linear(192, 320, rank=8, with_bias=True)
+    x = tokens_of(8, 320)
+    alone = few_tokens_linear(x[:3], weight, bias, a=a, b=b)
+    x[3:] = torch.inf
+    assert torch.equal(few_tokens_linear(x, weight, bias, a=a, b=b)[:3], alone)
+
+
+@pytest.mark.parametrize("processors", [1, 4, 132])
+def test_a_plan_covers_the_weight_and_its_parts_fit(processors):
+    shapes = [(*shape, 24) for shape in SHAPES] + [(rows, columns, 32 * len(s)) for rows, columns, s in REAL.values()]
+    for rows, columns, rank in shapes:
+        for tokens in (1, 8, 17, 64, 65, 256):
+            plan = triton_few.plan(tokens, rows, columns, rank, processors)
+            steps, tiles = columns // 64, -(-rows // 256)
+            assert plan.tokens * plan.token_blocks >= tokens
+            assert (plan.workers - 1) * plan.run < tiles * steps <= plan.workers * plan.run
+            for tile in range(tiles):
+                first, last = tile * steps // plan.run, ((tile + 1) * steps - 1) // plan.run
+                assert last - first < plan.parts
+            a_steps = math.ceil(columns / 128)
+            assert plan.hidden_parts * math.ceil(a_steps / plan.hidden_parts) >= a_steps
+
+
+def test_compiles_once_for_any_number_of_tokens():
+    weight, bias, a, b = linear(128, 128, rank=8, with_bias=True)
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    @torch.compile(backend=backend, dynamic=True, fullgraph=True)
+    def layer(x):
+        return few_tokens_linear(x * 2, weight, bias, a=a, b=b) + 1
+
+    for tokens in (3, 9, 33):
+        x = tokens_of(tokens, 128)
+        assert torch.equal(layer(x), few_tokens_linear(x * 2, weight, bias, a=a, b=b) + 1)
+    assert len(graphs) == 1
+    arguments = (tokens_of(3, 128), *weight, bias, a, b, [0])
+    torch.library.opcheck(torch.ops.qerl.few_tokens_linear.default, arguments, test_utils="test_faketensor")
+
+
+def test_no_tokens_give_none():
+    assert few_tokens_linear(tokens_of(0, 64), *linear(64, 64)[:2]).shape == (0, 64)
+
+
+def test_other_weights_types_and_backends_take_the_plain_way():
+    mx = marlin.to_marlin(quantize_mxfp4((torch.randn(64, 64) * 0.05).bfloat16().to(DEVICE)))
+    nv, _, _, _ = linear(64, 64)
+    x = tokens_of(2, 64)
+    assert few_tokens_supported(nv) and not few_tokens_supported(mx)
+    assert torch.equal(few_tokens_linear(x, mx), plain_few_tokens_linear(x, mx, None, None, None))
+    y = few_tokens_linear(x.float(), nv)
+    assert y.dtype == torch.float32 and torch.equal(y, plain_few_tokens_linear(x.float(), nv, None, None, None))
+    select_backend("torch")
+    assert not few_tokens_supported(nv)
+    assert torch.equal(few_tokens_linear(x, nv), plain_few_tokens_linear(x, nv, None, None, None))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("name", REAL)
+def test_a_real_layer_errs_at_most_twice_as_much_as_plain_bfloat16(name):
+    rows, columns, starts = REAL[name]
+    tensors = linear(rows, columns, 32, starts, with_bias=name == "qkv")
+    for tokens in (1, 8, 16, 33, 64, 128):
+        check(tokens_of(tokens, columns), *tensors, starts)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs an NVIDIA GPU")
+def test_a_cuda_graph_repeats_the_same_bits_on_new_tokens():
+    rows, columns, starts = REAL["qkv"]
+    weight, bias, a, b = linear(rows, columns, 32, starts, with_bias=True)
+    x = tokens_of(8, columns)
+    few_tokens_linear(x, weight, bias, a=a, b=b, starts=starts)
+    graph = torch.cuda.CUDAGraph()
+    torch.use_deterministic_algorithms(False)  # its filling of memory cannot be captured on every version
+    with torch.cuda.graph(graph):
+        first = few_tokens_linear(x, weight, bias, a=a, b=b, starts=starts)
+        second = few_tokens_linear(first[:, :columns].contiguous(), weight, bias, a=a, b=b, starts=starts)
+    x.copy_(tokens_of(9, columns)[:8])
+    for _ in range(3):
+        graph.replay()
+    expected = few_tokens_linear(x, weight, bias, a=a, b=b, starts=starts)
+    assert torch.equal(first, expected)
+    expected = few_tokens_linear(expected[:, :columns].contiguous(), weight, bias, a=a, b=b, starts=starts)
+    assert torch.equal(second, expected)

@@ -1,0 +1,262 @@
+"""When ResumeCheckpoint saves and stops, on a module of one number: in this process, within moments."""
+
+import os
+import signal
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from tiny_run import VALIDATED, Tiny, trainer_of
+from torch import Tensor
+
+from qerl_pl.callbacks import ResumeCheckpoint
+from qerl_pl.callbacks.resume import Preempted, _is_validated, _set_aside
+from qerl_pl.errors import UserError
+
+
+class Validations(Callback):
+    """A state that a validation changes."""
+
+    def __init__(self) -> None:
+        self.ended = 0
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.ended += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"ended": self.ended}
+
+
+def saved(folder: Path) -> set[str]:
+    """Names of the checkpoints, each of which has its digest."""
+    names = {path.name for path in (folder / "checkpoints").glob("step=*.ckpt")}
+    assert names == {path.name.removesuffix(".sha256") for path in (folder / "checkpoints").glob("*.sha256")}
+    return names
+
+
+@pytest.mark.parametrize(
+    ("every", "keep", "names"),
+    [
+        (2, 1, {"step=6.end.ckpt"}),
+        (2, 2, {"step=6.ckpt", "step=6.end.ckpt"}),
+        (2, 3, {"step=4.ckpt", "step=6.ckpt", "step=6.end.ckpt"}),
+        (4, 3, {"step=4.ckpt", "step=6.end.ckpt"}),
+        (1, 9, {*(f"step={step}.ckpt" for step in range(1, 7)), "step=6.end.ckpt"}),
+    ],
+)
+def test_one_is_saved_every_so_many_rollouts_and_the_newest_are_kept(
+    tmp_path: Path, every: int, keep: int, names: set[str]
+) -> None:
+    trainer_of(tmp_path, ResumeCheckpoint(every, keep)).fit(Tiny())
+    assert saved(tmp_path) == names
+
+
+def test_by_default_every_tenth_is_saved_and_two_are_kept(tmp_path: Path) -> None:
+    trainer_of(tmp_path, ResumeCheckpoint(), max_epochs=4).fit(Tiny())
+    assert saved(tmp_path) == {"step=20.ckpt", "step=24.end.ckpt"}
+    for sizes in ({"every_n_rollouts": 0}, {"keep": 0}):
+        (name,) = sizes
+        with pytest.raises(UserError, match=f"ResumeCheckpoint's {name} .*found 0"):
+            ResumeCheckpoint(**sizes)
+    ResumeCheckpoint(1, 1)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_asked_to_stop_it_finishes_the_step_saves_and_goes_on_from_there(tmp_path: Path, number: int) -> None:
+    module = Tiny({2: number})
+    with pytest.raises(Preempted) as stopped:
+        trainer_of(tmp_path, ResumeCheckpoint(4)).fit(module)
+    path = tmp_path / "checkpoints" / "step=3.ckpt"
+    assert (stopped.value.signal_number, stopped.value.checkpoint) == (number, path)
+    assert str(stopped.value) == f"stopped by {signal.Signals(number).name}; state saved in {path}"
+    assert module.events == [0, 1, 2] and saved(tmp_path) == {path.name}
+    resumed = Tiny()
+    trainer_of(tmp_path, ResumeCheckpoint(4)).fit(resumed, ckpt_path=str(path), weights_only=True)
+    assert resumed.events == [3, 4, 5] and saved(tmp_path) == {"step=4.ckpt", "step=6.end.ckpt"}
+
+
+def test_after_a_run_signals_are_as_before_and_forgotten(tmp_path: Path) -> None:
+    class AtTheEnd(Callback):
+        def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+            signal.raise_signal(signal.SIGTERM)
+
+    def own(number: int, frame: Any) -> None:
+        asked.append(number)
+
+    asked: list[int] = []
+    before = signal.signal(signal.SIGTERM, own)
+    try:
+        callback = ResumeCheckpoint()
+        trainer_of(tmp_path, AtTheEnd(), callback).fit(Tiny())
+        assert not asked
+        signal.raise_signal(signal.SIGTERM)
+        assert asked == [signal.SIGTERM]
+        again = Tiny()
+        trainer_of(tmp_path, callback).fit(again)
+        assert len(again.events) == 6
+        with pytest.raises(Preempted):
+            trainer_of(tmp_path, callback).fit(Tiny({0: signal.SIGTERM}))
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_asked_twice_it_goes_at_once() -> None:
+    trainer: Any = SimpleNamespace(world_size=1)
+    callback = ResumeCheckpoint()
+    callback._listen()
+    try:
+        signal.raise_signal(signal.SIGTERM)
+        assert callback._asked_to_stop(trainer) == signal.SIGTERM
+        child = os.fork()
+        if child == 0:
+            try:
+                signal.raise_signal(signal.SIGINT)
+            finally:
+                os._exit(0)
+        assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGINT
+    finally:
+        callback.teardown(trainer, Tiny(), "fit")
+
+
+@pytest.mark.parametrize(("own", "others", "found"), [(None, 0, None), (None, 15, 15), (2, 15, 15), (2, 0, 2)])
+def test_all_processes_stop_where_one_was_asked(own: int | None, others: int, found: int | None) -> None:
+    def reduce(number: Tensor, reduce_op: str) -> Tensor:
+        assert number.device == torch.device("cpu")
+        return {"max": torch.maximum}[reduce_op](number, torch.tensor(others))
+
+    strategy = SimpleNamespace(root_device=torch.device("cpu"), reduce=reduce)
+    callback = ResumeCheckpoint()
+    callback._signal = own
+    trainer: Any = SimpleNamespace(world_size=2, strategy=strategy)
+    assert callback._asked_to_stop(trainer) == found
+
+
+@pytest.mark.parametrize("event", [1, VALIDATED, VALIDATED + 1])
+def test_a_stop_where_a_step_is_validated_waits_for_its_end_and_keeps_it(tmp_path: Path, event: int) -> None:
+    module, validations = Tiny({event: signal.SIGTERM}), Validations()
+    settings = {"val_check_interval": 2, "limit_val_batches": 2}
+    with pytest.raises(Preempted):
+        trainer_of(tmp_path, validations, ResumeCheckpoint(), **settings).fit(module)
+    assert module.events == [0, 1, VALIDATED, VALIDATED + 1] and saved(tmp_path) == {"step=2.ckpt"}
+    path, resumed = str(tmp_path / "checkpoints" / "step=2.ckpt"), Tiny()
+    assert torch.load(path, weights_only=True)["callbacks"]["Validations"] == {"ended": 1}
+    trainer_of(tmp_path, Validations(), ResumeCheckpoint(), **settings).fit(resumed, ckpt_path=path, weights_only=True)
+    assert resumed.events[:2] == [2, 3]  # it does not validate that step again
+
+
+def test_a_step_is_saved_before_its_validation_too(tmp_path: Path) -> None:
+    class Look(Callback):
+        def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+            names.append(saved(tmp_path))
+
+    names: list[set[str]] = []
+    trainer_of(tmp_path, Look(), ResumeCheckpoint(2), val_check_interval=2, limit_val_batches=2).fit(Tiny())
+    assert names == [{"step=2.ckpt"}, {"step=2.ckpt", "step=4.ckpt"}, {"step=4.ckpt", "step=6.ckpt"}]
+
+
+def test_a_stop_in_the_first_look_at_the_validation_waits_for_a_step(tmp_path: Path) -> None:
+    module = Tiny({VALIDATED: signal.SIGTERM})
+    settings = {"limit_val_batches": 2, "val_check_interval": 3, "num_sanity_val_steps": 1}
+    with pytest.raises(Preempted):
+        trainer_of(tmp_path, ResumeCheckpoint(), **settings).fit(module)
+    assert module.events == [VALIDATED, 0] and saved(tmp_path) == {"step=1.ckpt"}
+
+
+def test_nothing_is_saved_but_by_training_in_earnest(tmp_path: Path) -> None:
+    trainer_of(tmp_path, ResumeCheckpoint(1), limit_val_batches=2).validate(Tiny(), verbose=False)
+    trainer_of(tmp_path, ResumeCheckpoint(1), fast_dev_run=True).fit(Tiny())
+    assert saved(tmp_path) == set()
+
+
+@pytest.mark.parametrize("steps", [2, 6, 8, 12])
+@pytest.mark.parametrize("limited", [True, False])
+def test_a_run_goes_on_where_it_was_in_its_epochs(tmp_path: Path, steps: int, limited: bool) -> None:
+    first, second, settings = Tiny(), Tiny(), {"max_epochs": 3, "val_check_interval": 3, "limit_val_batches": 2}
+    limits = {"max_steps": steps} if limited else {}
+    trainer_of(tmp_path, ResumeCheckpoint(2, keep=99), **settings | limits).fit(first)
+    path = str(tmp_path / "checkpoints" / f"step={steps}{'.end' * limited}.ckpt")
+    trainer = trainer_of(tmp_path, ResumeCheckpoint(), **settings)
+    trainer.fit(second, ckpt_path=path, weights_only=True)
+    trained = [[event for event in module.events if event < VALIDATED] for module in (first, second)]
+    assert trained[0][:steps] + trained[1] == [*range(6), *range(6), *range(6)]
+    assert (trainer.current_epoch, trainer.global_step) == (3, 18)
+
+
+@pytest.mark.parametrize("steps", [2, 8, 14])
+def test_an_epoch_that_a_limit_ends_counts_as_one_that_goes_on(tmp_path: Path, steps: int) -> None:
+    progress = []
+    for limits, name in (({"max_steps": steps}, f"step={steps}.end.ckpt"), ({}, f"step={steps}.ckpt")):
+        trainer_of(tmp_path / name, ResumeCheckpoint(2, keep=99), max_epochs=3, **limits).fit(Tiny())
+        checkpoint = torch.load(tmp_path / name / "checkpoints" / name, weights_only=True)
+        progress.append(checkpoint["loops"]["fit_loop"]["epoch_progress"])
+    assert progress[0] == progress[1]
+
+
+def test_what_a_resumed_run_leaves_is_set_aside(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    names = ["step=2.ckpt", "step=3.ckpt", "step=3.end.ckpt", "step=12.ckpt", "other=9.ckpt"]
+    for name in names:
+        (tmp_path / name).write_text(name)
+        if name != "step=12.ckpt":
+            (tmp_path / f"{name}.sha256").write_text(f"digest of {name}")
+    _set_aside(tmp_path, 2)
+    left = {"step=2.ckpt", "step=2.ckpt.sha256", "other=9.ckpt", "other=9.ckpt.sha256", "abandoned"}
+    assert {path.name for path in tmp_path.iterdir()} == left
+    gone = {"step=3.ckpt", "step=3.ckpt.sha256", "step=3.end.ckpt", "step=3.end.ckpt.sha256", "step=12.ckpt"}
+    assert {path.name for path in (tmp_path / "abandoned").iterdir()} == gone
+    assert (tmp_path / "abandoned" / "step=3.ckpt.sha256").read_text() == "digest of step=3.ckpt"
+    assert caplog.text.count("this run goes another way than step=") == 3
+
+
+def test_going_on_from_an_older_checkpoint_sets_the_newer_ones_aside(tmp_path: Path) -> None:
+    trainer_of(tmp_path, ResumeCheckpoint(1, keep=9)).fit(Tiny())
+    path = str(tmp_path / "checkpoints" / "step=4.ckpt")
+    trainer_of(tmp_path, ResumeCheckpoint(9, keep=9)).fit(Tiny(), ckpt_path=path, weights_only=True)
+    assert saved(tmp_path) == {*(f"step={step}.ckpt" for step in (1, 2, 3, 4)), "step=6.end.ckpt"}
+    abandoned = {path.name for path in (tmp_path / "checkpoints" / "abandoned").glob("*.ckpt")}
+    assert abandoned == {"step=5.ckpt", "step=6.ckpt", "step=6.end.ckpt"}
+
+
+class Foretold(Callback):
+    """Keeps of each step whether it is said to be validated, and whether it was."""
+
+    def __init__(self) -> None:
+        self.said: list[bool] = []
+        self.was: list[bool] = []
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self.said.append(_is_validated(trainer, batch_idx))
+        self.was.append(False)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.was[-1] = True
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"limit_val_batches": 0},
+        {"val_check_interval": 2},
+        {"val_check_interval": 0.5},
+        {"val_check_interval": 4},
+        {"check_val_every_n_epoch": 2},
+        {"check_val_every_n_epoch": 3},
+        {"check_val_every_n_epoch": 2, "val_check_interval": 3},
+        {"check_val_every_n_epoch": None, "val_check_interval": 4},
+        {"check_val_every_n_epoch": None, "val_check_interval": 1},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("sized", [True, False])
+def test_it_knows_which_steps_are_validated(tmp_path: Path, settings: dict[str, Any], sized: bool) -> None:
+    if not sized and settings.get("val_check_interval") == 0.5:
+        pytest.skip("half of an unknown number")
+    foretold = Foretold()
+    trainer_of(tmp_path, foretold, **{"limit_val_batches": 2, "max_epochs": 3} | settings).fit(Tiny(sized=sized))
+    assert foretold.said == foretold.was and len(foretold.said) == 18
+    assert any(foretold.was) == (settings.get("limit_val_batches") != 0)
