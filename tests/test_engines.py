@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+import os
 import re
 import sys
 from collections.abc import Iterator
@@ -580,10 +581,15 @@ def test_an_nvfp4_base_becomes_the_same_dense_model_in_memory_and_on_disk(quanti
 
 
 @pytest.mark.parametrize("kind", ENGINES)
-def test_an_nvfp4_base_is_sampled_with_its_dequantized_weights(kind: str, quantized: Path) -> None:
+def test_an_nvfp4_base_is_sampled_with_its_dequantized_weights_and_loaded_without_bars(
+    kind: str, quantized: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TRITON_PRINT_AUTOTUNING", raising=False)
     folder = write_dense_checkpoint(quantized, quantized.parent / "dense32", torch.float32)
     engine = make_engine(kind)
     engine.launch(spec_of(quantized))
+    assert "shards:" not in capfd.readouterr().err  # vLLM's bar; it also has Triton print what it tunes
+    assert kind == "transformers" or os.environ["TRITON_PRINT_AUTOTUNING"] == "0"
     engine.sync(PolicyWeights(version=0, adapter=None, scaling=1.0))
     assert logprob_gap(Qwen2ForCausalLM.from_pretrained(folder, dtype=torch.float32), greedy(engine)) < LOGPROB_BOUND
     engine.close()

@@ -7,43 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from fit_helpers import Vowels
 from lightning.pytorch import Callback, Trainer
+from short_run import data, module_of, trainer_of
 from torch import nn
 
 from qerl_pl.algorithm import GRPO, DrGRPO
-from qerl_pl.callbacks import AdaptiveQuantizationNoise, ResumeCheckpoint, RolloutCallback
-from qerl_pl.datamodules import ArithmeticDataModule
-from qerl_pl.engines import TransformersEngine
+from qerl_pl.callbacks import ResumeCheckpoint
 from qerl_pl.errors import UserError
-from qerl_pl.modules import LoraConfig, PolicyConfig, QeRLModule
-from qerl_pl.run.checkpoints import AtomicCheckpointIO
-from qerl_pl.types import SamplingConfig
-
-
-def module_of(base: Path, lr: float = 0.01, alpha: float = 8.0, **settings: Any) -> QeRLModule:
-    policy = PolicyConfig(path=str(base), quantization="none", dtype="float32", lora=LoraConfig(rank=4, alpha=alpha))
-    given = {"optimizer": lambda params: torch.optim.AdamW(params, lr=lr), "update_epochs": 2, "seed": 5}
-    return QeRLModule(policy, **given | settings)
-
-
-def trainer_of(run: Path, *callbacks: Callback, **settings: Any) -> Trainer:
-    rollout = RolloutCallback([Vowels()], TransformersEngine(), group_size=2, sampling=SamplingConfig(max_tokens=4))
-    return Trainer(
-        default_root_dir=run,
-        accelerator="cpu",
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
-        callbacks=[rollout, AdaptiveQuantizationNoise(stages=4), *callbacks],
-        plugins=[AtomicCheckpointIO()],
-        **{"max_epochs": 1} | settings,
-    )
-
-
-def data() -> ArithmeticDataModule:
-    return ArithmeticDataModule(train_size=8, batch_size=2, val_size=2)
+from qerl_pl.modules import QeRLModule
 
 
 @pytest.fixture(scope="module")
@@ -187,8 +158,13 @@ def test_what_is_logged_shown_and_tested(whole: tuple[QeRLModule, Path], tiny_po
     assert metrics["perf/tokens_per_s"] == pytest.approx(metrics["completions/sampled_tokens"] / seconds, rel=1e-4)
     assert 0 < metrics["time/update_s"] < seconds and metrics["rollouts"] == 4
     assert set(trainer.progress_bar_metrics) == {"reward/mean", "policy/entropy", "val/accuracy"}
-    (tested,) = trainer.validate(module, datamodule=data(), verbose=False)
-    assert tested.keys() == {"val/accuracy", "val/pass@1", "step"} and tested["step"] == 3
+    assert "step" not in metrics
+    for stage, run in (("val", trainer.validate), ("test", trainer.test)):
+        (found,) = run(module, datamodule=data(), verbose=False)
+        assert found.keys() == {f"{stage}/accuracy", f"{stage}/pass@1", "step"} and found["step"] == 3
+    fresh = module_of(tiny_policy_dir)
+    (found,) = trainer_of(tmp_path).validate(fresh, datamodule=data(), verbose=False)
+    assert found["step"] == 0
 
 
 def test_what_a_run_cannot_do_is_said_at_its_start(tiny_policy_dir: Path, tmp_path: Path) -> None:
@@ -197,3 +173,42 @@ def test_what_a_run_cannot_do_is_said_at_its_start(tiny_policy_dir: Path, tmp_pa
     trainer = trainer_of(tmp_path, fast_dev_run=True)
     trainer.fit(module_of(tiny_policy_dir), datamodule=data())
     assert not (tmp_path / "adapter").exists()
+
+
+class Watch(Callback):
+    """Keeps what a step gives to callbacks."""
+
+    def __init__(self) -> None:
+        self.versions: list[int] = []
+        self.evaluated: list[int] = []
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.versions.append(outputs["experience"].version)
+
+    def on_validation_batch_end(
+        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        self.evaluated.append(len(outputs["evaluation"].prompts))
+
+    on_test_batch_end = on_validation_batch_end
+
+
+def test_callbacks_get_experiences_and_evaluations_and_noise_may_be_absent(
+    tiny_policy_dir: Path, tmp_path: Path
+) -> None:
+    watch, module = Watch(), module_of(tiny_policy_dir)
+    trainer = trainer_of(tmp_path, watch, noise=False)
+    trainer.fit(module, datamodule=data())
+    assert watch.versions == [0, 1, 2, 3] and watch.evaluated == [2] and module.noise is None
+    trainer.test(module, datamodule=data(), verbose=False)
+    assert watch.evaluated == [2, 2]
+
+
+def test_a_loss_that_is_not_finite_leaves_its_state_where_the_error_says(tiny_policy_dir: Path, tmp_path: Path) -> None:
+    module = module_of(tiny_policy_dir, lr=1e30, warmup_ratio=0.0)
+    path = tmp_path / "failed" / "version-0.ckpt"
+    with pytest.raises(
+        UserError, match=f"at policy version 0 they are not .*the state then is in {path}, to look into"
+    ):
+        trainer_of(tmp_path).fit(module, datamodule=data())
+    assert torch.load(path, weights_only=True)["qerl"]["policy_version"] == 0

@@ -93,6 +93,7 @@ class RolloutCallback(Callback):
             max_tokens=data.max_prompt_tokens + self.config.sampling.max_tokens,
             ranks=ranks_of(trainer).size,
         )
+        log.info("starting %s on %s", type(self.engine).__name__, spec.device)
         self.engine.launch(spec)
         self._hand_over.lent = self.engine.lend()
         self._collector = Collector(

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import RichProgressBar
 from lightning.pytorch.trainer.states import TrainerFn
 from rich.console import Console
 from rich.table import Table
@@ -95,6 +96,9 @@ class RunSummary(Callback):
         summary = self._summary(pl_module, folder)
         write_atomically(folder / "summary.json", (json.dumps(summary, indent=2) + "\n").encode())
         self._plot(folder / "run.png")
+        bar = trainer.progress_bar_callback
+        if isinstance(bar, RichProgressBar) and bar.progress is not None:
+            bar.progress.stop()  # it would live on until the teardown, and be drawn again below the table
         self._print(summary, folder)
 
     def _summary(self, module: QeRLModule, folder: Path) -> dict[str, Any]:

@@ -5,7 +5,6 @@ import os
 import re
 import signal
 import sys
-import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -22,6 +21,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from qerl_pl.callbacks import Preempted, RolloutCallback
 from qerl_pl.cli.export import export
 from qerl_pl.cli.overrides import expand_item_overrides
+from qerl_pl.cli.terminal import configure_terminal
 from qerl_pl.datamodules.base import PromptDataModule
 from qerl_pl.errors import UserError
 from qerl_pl.formats.quantize import quantize_checkpoint
@@ -217,7 +217,7 @@ def main(argv: list[str] | None = None) -> int:
         the signal's number for a run that was asked to stop.
     """
     argv = sys.argv[1:] if argv is None else argv
-    _configure_logging()
+    configure_terminal()
     # What PyTorch asks for where results must repeat, and the size it takes anyway; read when cuBLAS starts.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     sys.path.insert(0, str(Path.cwd()))  # a user's own reward or data module lies where the command is run
@@ -267,18 +267,3 @@ def _one_line(error: BaseException, argv: list[str]) -> str | None:
     while cause is not None and not isinstance(cause, UserError):
         cause = cause.__cause__
     return None if cause is None else " ".join(str(cause).split())
-
-
-def _configure_logging() -> None:
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
-    if not is_first_process():  # what all ranks have to say, the first one says
-        logging.disable(logging.WARNING)
-        warnings.simplefilter("ignore")
-        return
-    for noisy in ("httpx", "matplotlib", "datasets", "absl"):
-        logging.getLogger(noisy).setLevel(logging.WARNING)
-    # Prompts come from one process on purpose: they are a list in memory.
-    warnings.filterwarnings("ignore", message=".*does not have many workers.*")
-    # Said by one library about another; nothing a user of this package can change.
-    for message in (".*isinstance.treespec, LeafSpec.*", ".*'set_vital' is deprecated.*", ".*gradient_checkpointing.*"):
-        warnings.filterwarnings("ignore", message=message)

@@ -168,6 +168,7 @@ class VLLMEngine:
                 max_num_batched_tokens=self.max_num_batched_tokens or (None if on_gpu else max(length, CPU_BATCH)),
                 # A seeded request whose prompt is split over two passes fails on a CPU.
                 enable_chunked_prefill=on_gpu,
+                use_tqdm_on_load=False,  # of weights and CUDA graphs; how long it took is logged
                 enable_prefix_caching=self.prefix_caching,
                 enforce_eager=self.enforce_eager or not on_gpu,
                 enable_sleep_mode=self.sleep_mode and on_gpu,

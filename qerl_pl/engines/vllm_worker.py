@@ -56,6 +56,7 @@ def import_vllm() -> ModuleType:
         )
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the worker must share the trainer's process and tensors
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault("TRITON_PRINT_AUTOTUNING", "0")  # vLLM has Triton print what it tunes, unless this is set
     if importlib.util.find_spec("flashinfer") is None:
         os.environ["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
     import vllm

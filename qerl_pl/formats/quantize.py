@@ -133,7 +133,7 @@ def _quantize(
     with (
         backend_for(device),
         ThreadPoolExecutor(workers, initializer=_start_worker, initargs=(device,)) as pool,
-        tqdm(total=len(quantized), desc="quantizing", unit="matrix", mininterval=1.0) as bar,
+        tqdm(total=len(quantized), desc="quantizing", unit="matrix", mininterval=1.0, leave=False) as bar,
     ):
         for group in _groups(tensors, quantized):
             weights = {name: tensors.read(name).to(device) for name in group}

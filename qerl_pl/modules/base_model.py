@@ -1,5 +1,6 @@
 """The frozen base model, made from its folder and from what an engine lends."""
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from qerl_pl.formats.base import BaseFormat, format_of
 from qerl_pl.formats.model_files import TensorFiles, load_config
 from qerl_pl.modules.frozen_linear import FrozenLinear
 from qerl_pl.modules.packing import ATTENTION
+
+log = logging.getLogger(__name__)
 
 
 def load_base(
@@ -34,6 +37,7 @@ def load_base(
         UserError: The folder is no such model, tensors are missing or left over, or projections that run fused have
             unequal global scales.
     """
+    log.info("loading the trainer's base on %s: %s", device, folder)
     base_format, tensors = format_of(folder), TensorFiles(folder)
     config = load_config(folder)
     base_format.check(tensors)

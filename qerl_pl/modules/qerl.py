@@ -259,7 +259,6 @@ class QeRLModule(LightningModule):
             mean.update(right)
             self.log(tag, mean, on_epoch=True, prog_bar=kind == "accuracy", metric_attribute=tag, **options)
         if loader == 0:
-            options["sync_dist"] = True  # the same on all ranks
             self.log("rollouts", float(self.policy_version), logger=False, **options)
             if self.trainer.state.fn != TrainerFn.FITTING:  # where the run's own curve has this policy
                 self.log("step", float(self.policy_version + BEFORE_TRAINING), **options)

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import logging
 import math
 import random
 from collections.abc import Iterator
@@ -21,6 +22,8 @@ from qerl_pl.run.files import building, cache_root, made_once
 from qerl_pl.run.seeding import stream_seed
 from qerl_pl.toy.task import ArithmeticTask, careful_demonstration, careless_demonstration
 from qerl_pl.toy.tokenizer import VOCABULARY, build_tokenizer
+
+log = logging.getLogger(__name__)
 
 FORMAT = 1
 """Version of what this code builds from a `ToyConfig`; raise it with every change that alters the weights."""
@@ -100,6 +103,7 @@ def build_toy_policy(config: ToyConfig | None = None, cache_dir: str | Path | No
 
 
 def _teach(config: ToyConfig, folder: Path) -> None:
+    log.info("teaching the toy policy (once): %s", folder)
     with building(folder) as unfinished:
         tokenizer = build_tokenizer()
         with _one_thread():
@@ -126,7 +130,7 @@ def _warm_up(config: ToyConfig, tokenizer: Qwen2Tokenizer) -> Qwen2ForCausalLM:
     model = _new_model(config, tokenizer).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, config.steps))
-    progress = tqdm(range(config.steps), desc="Teaching the toy policy", unit="step")
+    progress = tqdm(range(config.steps), desc="Teaching the toy policy", unit="step", leave=False)
     for step in progress:
         input_ids, labels = demonstration_batch(config, tokenizer, rng, step)
         hidden = model.model(input_ids=input_ids, use_cache=False).last_hidden_state

@@ -1,0 +1,46 @@
+"""Runs by Python of a tiny policy, each a second: module, trainer and data that tests put together as they need."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from fit_helpers import Vowels
+from lightning.pytorch import Callback, Trainer
+
+from qerl_pl.callbacks import AdaptiveQuantizationNoise, RolloutCallback
+from qerl_pl.datamodules import ArithmeticDataModule
+from qerl_pl.engines import TransformersEngine
+from qerl_pl.modules import LoraConfig, PolicyConfig, QeRLModule
+from qerl_pl.run.checkpoints import AtomicCheckpointIO
+from qerl_pl.types import SamplingConfig
+
+
+def module_of(base: Path, lr: float = 0.01, alpha: float = 8.0, **settings: Any) -> QeRLModule:
+    policy = PolicyConfig(path=str(base), quantization="none", dtype="float32", lora=LoraConfig(rank=4, alpha=alpha))
+    given = {"optimizer": lambda params: torch.optim.AdamW(params, lr=lr), "update_epochs": 2, "seed": 5}
+    return QeRLModule(policy, **given | settings)
+
+
+def rollout_of(engine: TransformersEngine | None = None, **settings: Any) -> RolloutCallback:
+    given: dict[str, Any] = {"group_size": 2, "sampling": SamplingConfig(max_tokens=4)}
+    return RolloutCallback([Vowels()], engine, **given | settings)
+
+
+def trainer_of(
+    run: Path, *callbacks: Callback, rollout: Callback | None = None, noise: bool = True, **settings: Any
+) -> Trainer:
+    return Trainer(
+        default_root_dir=run,
+        accelerator="cpu",
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        callbacks=[rollout or rollout_of(), *([AdaptiveQuantizationNoise(stages=4)] * noise), *callbacks],
+        plugins=[AtomicCheckpointIO()],
+        **{"max_epochs": 1} | settings,
+    )
+
+
+def data() -> ArithmeticDataModule:
+    return ArithmeticDataModule(train_size=8, batch_size=2, val_size=2, test_size=2)

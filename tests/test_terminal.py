@@ -1,0 +1,187 @@
+"""What a user's terminal shows: what is loading, one bar, the table last; of other libraries what a user can act on."""
+
+import logging
+import os
+import pty
+import re
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+import yaml
+from fit_helpers import configuration
+from lightning.fabric.utilities.warnings import PossibleUserWarning
+
+from qerl_pl.cli import terminal
+from qerl_pl.cli.main import QeRLCLI
+from qerl_pl.cli.terminal import StandardError, configure_terminal
+
+
+def on_a_terminal(*words: str) -> tuple[int, str]:
+    """Exit status of a command that runs on a terminal, and all that it wrote there."""
+    child, descriptor = pty.fork()
+    if child == 0:
+        os.execvp(words[0], words)
+    written = b""
+    while True:
+        try:
+            chunk = os.read(descriptor, 65536)
+        except OSError:  # Linux's way to say that the other side has gone
+            break
+        if not chunk:
+            break
+        written += chunk
+    os.close(descriptor)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), written.decode()
+
+
+def lines_on_screen(written: str) -> list[str]:
+    """What stands on an endless screen in the end, with the few control sequences that rich and tqdm use."""
+    rows: list[list[str]] = [[]]
+    row = column = 0
+    for match in re.finditer(r"\x1b\[([?\d;]*)([A-Za-z])|[^\x1b]", written):
+        count, code = match.groups()
+        if code == "A":  # up
+            row -= int(count or 1)
+        elif code == "K":  # erase the line, or its rest
+            del rows[row][0 if count == "2" else column :]
+        elif code is None and match[0] == "\r":
+            column = 0
+        elif code is None and match[0] == "\n":
+            row += 1
+            rows.extend([] for _ in range(row + 1 - len(rows)))
+        elif code is None:
+            rows[row].extend(" " * (column + 1 - len(rows[row])))
+            rows[row][column] = match[0]
+            column += 1
+    return [line for line in ("".join(one).rstrip() for one in rows) if line]
+
+
+OURS = r"INFO qerl_pl[.\w]*: | {2}[a-z/,' ]+ +\d+\.\d{3} GiB$"
+TABLE = r" +8 rollouts, base nvfp4$|[┏┃┡│└]"
+
+
+def test_a_run_shows_what_is_loading_one_bar_and_the_table_last(tiny_policy_dir: Path, tmp_path: Path) -> None:
+    settings = configuration(tiny_policy_dir, tmp_path / "run")
+    settings["trainer"] |= {"enable_progress_bar": True, "num_sanity_val_steps": -1}
+    best = {"monitor": "val/accuracy", "filename": "best-{rollouts:.0f}"}
+    settings["trainer"]["callbacks"].append(
+        {"class_path": "lightning.pytorch.callbacks.ModelCheckpoint", "init_args": best}
+    )
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(settings))
+    paths = [str(Path(__file__).parent), *sys.path]
+    environment = {"PYTHONPATH": ":".join(paths), "QERL_CACHE": str(tmp_path / "cache")}
+    environment |= {"TERM": "xterm-256color", "COLUMNS": "240"}  # wide enough for every line
+    command = ("env", *(f"{name}={value}" for name, value in environment.items()), sys.executable, "-m", "qerl_pl")
+    status, written = on_a_terminal(*command, "fit", "-c", str(tmp_path / "run.yaml"))
+    lines = lines_on_screen(written)
+    screen = "\n".join(lines)
+    assert status == 0, screen
+    bar = [number for number, line in enumerate(lines) if "it/s" in line]
+    assert len(bar) == 1 and lines[bar[0]].startswith("Epoch 1/1 "), screen
+    before, after = lines[: bar[0]], lines[bar[0] + 1 :]
+    assert all(re.match(OURS, line) for line in before), screen
+    for said in ("quantizing ", "starting TransformersEngine on cpu", "loading the trainer's base on cpu"):
+        assert any(said in line for line in before), screen
+    assert len(after) == 12 and all(re.match(TABLE, line) for line in after[:-3]), screen
+    assert re.match(r"\d+ s of training: sync", after[-3]) and after[-1].startswith("watch it: "), screen
+    for foreign in ("litlogger", "litmodels", "weights_only", "Loading weights", "Warning", "GPU available"):
+        assert foreign not in written  # nor for a moment
+
+
+@pytest.fixture
+def configured(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[warnings.WarningMessage]]:
+    """The warnings that are shown after `configure_terminal`; what that sets is taken back."""
+    loggers = [logging.getLogger(name) for name in (*terminal.LEVELS, *terminal.LOG_MESSAGES)]
+    kept = [(logger, logger.level, list(logger.filters)) for logger in loggers]
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        configure_terminal()
+        yield shown
+    for logger, level, filters in kept:
+        logger.setLevel(level)
+        logger.filters[:] = filters
+    transformers.utils.logging.set_tqdm_hook(None)
+
+
+def test_the_barrier_of_vllms_process_group_is_no_news_and_other_warnings_are(
+    configured: list[warnings.WarningMessage],
+) -> None:
+    mute = "You can specify `device_id` in `init_process_group` to mute this warning."
+    warnings.warn(f"barrier(): using the device under current context. {mute}", stacklevel=2)
+    assert not configured
+    for text in ("barrier(): the group has gone", "`weights_only` is ignored", "sync_dist=True has no effect"):
+        warnings.warn(text, stacklevel=2)
+    assert len(configured) == 3
+
+
+def test_a_kernel_that_vllm_compiles_late_is_no_news_and_its_other_warnings_are(
+    configured: list[warnings.WarningMessage], caplog: pytest.LogCaptureFixture
+) -> None:
+    late = "Triton kernel JIT compilation during inference: _kernel. This causes a latency spike; consider extending "
+    seed = "The global random seed is set to 0. Since VLLM_ENABLE_V1_MULTIPROCESSING is set to False, this may affect "
+    with caplog.at_level(logging.INFO):
+        for name in ("vllm.utils.jit_monitor", "vllm.triton_utils.jit_monitor"):
+            logging.getLogger(name).warning(late + "warmup to cover this shape/config.")
+        arguments = logging.getLogger("vllm.engine.arg_utils")
+        arguments.warning(seed + "the random state of the Python process that launched vLLM.")
+        assert not caplog.records
+        logging.getLogger("vllm.utils.jit_monitor").error("compiled in vain")
+        arguments.warning("This model does not officially support disabling chunked prefill.")
+        logging.getLogger("vllm.worker").warning("out of memory")
+        logging.getLogger("lightning.pytorch").warning("stopped early")
+    assert len(caplog.records) == (4 if logging.getLogger("lightning.pytorch").propagate else 3)
+
+
+@pytest.mark.vllm
+def test_the_monitor_of_this_vllm_is_the_one_that_is_quiet(
+    configured: list[warnings.WarningMessage], capfd: pytest.CaptureFixture[str]
+) -> None:
+    from qerl_pl.engines.vllm_worker import import_vllm
+
+    import_vllm()
+    from vllm.utils import jit_monitor
+
+    jit_monitor._handle_jit_event(backend="Triton", event="kernel JIT compilation", fn_name="_kernel")
+    jit_monitor.logger.error("heard")
+    captured = capfd.readouterr()
+    assert "latency spike" not in captured.out + captured.err and "heard" in captured.out + captured.err
+
+
+def test_bars_of_weights_are_not_drawn_and_others_are(
+    configured: list[warnings.WarningMessage], capsys: pytest.CaptureFixture[str]
+) -> None:
+    bar = transformers.utils.logging.tqdm
+    for name in ("Loading weights", "Writing model shards"):
+        assert list(bar(range(3), desc=name)) == [0, 1, 2]
+    assert capsys.readouterr().err == ""
+    list(bar(range(3), desc="Downloading"))
+    assert "Downloading" in capsys.readouterr().err
+
+
+def test_log_lines_go_where_standard_error_is_now(capsys: pytest.CaptureFixture[str]) -> None:
+    handler = StandardError(sys.__stderr__)
+    handler.handle(logging.LogRecord("qerl_pl", logging.INFO, "", 0, "above the bar", None, None))
+    assert capsys.readouterr().err == "above the bar\n"
+
+
+def test_lightning_asks_for_nothing_of_ours_where_vllm_has_a_process_group(
+    configured: list[warnings.WarningMessage], tiny_policy_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = configuration(tiny_policy_dir, tmp_path / "run")
+    settings["trainer"] |= {"max_epochs": 1, "limit_train_batches": 1}
+    monkeypatch.setattr("sys.argv", ["qerl"])
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        QeRLCLI({"subcommand": "fit", "fit": settings})
+        QeRLCLI({"subcommand": "validate", "validate": settings})
+    finally:
+        torch.distributed.destroy_process_group()
+    assert not [str(one.message) for one in configured if issubclass(one.category, PossibleUserWarning)]
+    warnings.warn("It is recommended to use `self.log('mine', ..., sync_dist=True)`", PossibleUserWarning, stacklevel=2)
+    assert "mine" in str(configured[-1].message)
