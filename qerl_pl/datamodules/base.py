@@ -4,7 +4,7 @@ import hashlib
 import logging
 import random
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from qerl_pl.datamodules.rows import Row
+from qerl_pl.datamodules.rows import Row, checked_rows
 from qerl_pl.datamodules.sampler import PromptSampler
 from qerl_pl.errors import UserError, require_at_least
 from qerl_pl.prompting import SYSTEM_PROMPT, render_prompts
@@ -53,7 +53,7 @@ class PromptDataModule(LightningDataModule):
         super().__init__()
         sizes = {"batch_size": batch_size, "val_batch_size": val_batch_size, "max_prompt_tokens": max_prompt_tokens}
         require_at_least(1, {f"data.{name}": size for name, size in sizes.items()})
-        require_at_least(0, {"data.val_size": val_size})
+        require_at_least(0, {"data.val_size": val_size, "data.seed": seed})
         self.batch_size = batch_size
         self.val_size = val_size
         self.val_batch_size = batch_size if val_batch_size is None else val_batch_size
@@ -70,7 +70,9 @@ class PromptDataModule(LightningDataModule):
 
     def train_rows(self) -> Sequence[Row]:
         """All rows to train on."""
-        raise NotImplementedError
+        raise UserError(
+            f"a data module gives its rows in train_rows; {type(self).__name__} lacks that method; define it"
+        )
 
     def val_rows(self) -> Sequence[Row] | None:
         """Rows of a validation set, of which `val_size` are used; None holds them out of the training rows."""
@@ -88,8 +90,13 @@ class PromptDataModule(LightningDataModule):
         Raises:
             UserError: data is missing, malformed or too little for one batch, or the tokenizer has no chat template.
         """
+        if "_train" not in vars(self):
+            raise UserError(
+                f"a data module's constructor calls that of PromptDataModule; {type(self).__name__}'s does not"
+            )
         # Rows come first: a wrong path is told before a tokenizer is downloaded, or a model made for it.
-        rows, held_out = (self.train_rows(), self.val_rows()) if not self._train else ((), None)
+        rows = [] if self._train else checked_rows(self.train_rows(), f"{type(self).__name__}.train_rows")
+        held_out = None if self._train else self._optional(self.val_rows)
         tokenizer = self._load_tokenizer()
         if not self._train:
             train = self._render(tokenizer, rows, "training")
@@ -117,7 +124,7 @@ class PromptDataModule(LightningDataModule):
         if stage == "fit":
             self._check_interval()
         if stage == "test" and not self._test:
-            test_rows = self.test_rows()
+            test_rows = self._optional(self.test_rows)
             self._test = self._val if test_rows is None else self._render(tokenizer, test_rows, "test")
 
     def train_dataloader(self) -> StatefulDataLoader[list[Prompt]]:
@@ -197,6 +204,10 @@ class PromptDataModule(LightningDataModule):
 
     # -----------------------------------------------------------------------------------------------------------------
 
+    def _optional(self, method: Callable[[], Iterable[Row] | None]) -> list[Row] | None:
+        """None or the rows that a subclass gives."""
+        return None if (rows := method()) is None else checked_rows(rows, f"{type(self).__name__}.{method.__name__}")
+
     def _fixed_loader(self, prompts: list[Prompt]) -> DataLoader[list[Prompt]]:
         return DataLoader(
             cast(Any, prompts), batch_size=self.val_batch_size, collate_fn=list, generator=torch.Generator()
@@ -216,11 +227,22 @@ class PromptDataModule(LightningDataModule):
             ) from error
 
     def _check_interval(self) -> None:
-        """Refuse here what Lightning refuses in other words, and after an engine has been started."""
-        if self.trainer is None or self.trainer.check_val_every_n_epoch is None:
+        """Refuse here what Lightning refuses in other words, after an engine has been started, or not at all."""
+        if self.trainer is None:
             return
-        interval = self.trainer.val_check_interval
-        if isinstance(interval, int) and interval > self.batches_per_epoch:
+        if self.batches_per_epoch < 1:
+            raise UserError(
+                f"an epoch needs a batch to train on; trainer.limit_train_batches={self.trainer.limit_train_batches} "
+                f"leaves none of {len(self._train) // self.batch_size}; raise it"
+            )
+        epochs, interval = self.trainer.check_val_every_n_epoch, vars(self.trainer).get("val_check_interval")
+        if interval is None or interval <= 0 or (epochs is not None and epochs < 1):
+            raise UserError(
+                "validation comes after so many rollouts or epochs, not by the clock; found "
+                f"val_check_interval={interval} and check_val_every_n_epoch={epochs}; set them above 0, or "
+                "trainer.limit_val_batches to 0 for none"
+            )
+        if isinstance(interval, int) and epochs is not None and interval > self.batches_per_epoch:
             raise UserError(
                 f"val_check_interval must not exceed an epoch's {self.batches_per_epoch} batches; found {interval}; "
                 "lower it, or set trainer.check_val_every_n_epoch to null, which counts on over epochs"

@@ -32,6 +32,7 @@ from tqdm import tqdm
 
 from qerl_pl.errors import UserError
 from qerl_pl.formats.architecture import fused_group
+from qerl_pl.formats.described import described_model
 from qerl_pl.formats.model_files import (
     NVFP4_FORMAT,
     QUANTIZATION_REPORT,
@@ -131,8 +132,9 @@ def quantize_checkpoint(
         device: Where the arithmetic runs. `auto` is the GPU where there is one.
 
     Raises:
-        UserError: `dst` exists, `src` is no model folder or already quantized, it has no matrix to quantize or one that
-            the format cannot hold, an option is not the format's, or there is no GPU for `device`.
+        UserError: `dst` exists, `src` is no model folder, disagrees with itself or is already quantized, it has no
+            matrix to quantize or one that the format cannot hold, an option is not the format's, or there is no GPU for
+            `device`.
     """
     recipe, on = _Recipe(format, scales, power_of_two), _device(device)
     if format == "mxfp4" and (scales != "minmax" or power_of_two):
@@ -145,6 +147,7 @@ def quantize_checkpoint(
         raise UserError(f"only 16-bit weights can be quantized; {src} is NVFP4 already; use it as it is")
     if dst.exists():
         raise UserError(f"the destination must not exist; {dst} does; choose another name or remove it")
+    described_model(src)
     tensors = TensorFiles(src)
     with building(dst) as folder:
         quantized = {name for name in tensors if re.search(r"\.layers\.\d+\..*_proj\.weight$", name)}

@@ -9,8 +9,10 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
 from qerl_pl.errors import UserError
+from qerl_pl.formats.described import described_model
 from qerl_pl.formats.model_files import is_nvfp4, other_files
 from qerl_pl.formats.quantize import quantize_checkpoint
+from qerl_pl.modules.lora import check_targets
 from qerl_pl.modules.policy import PolicyConfig
 from qerl_pl.run.files import cache_root, folder_identity
 from qerl_pl.toy import build_toy_policy
@@ -24,10 +26,11 @@ def resolve_base(config: PolicyConfig) -> Path:
     Builds the toy policy, downloads from the hub, or quantizes 16-bit weights, each once: the results are cached.
 
     Raises:
-        UserError: The path is neither a folder nor a model of the hub, or the weights are quantized although the
-            policy asks for none.
+        UserError: The path is neither a folder nor a model of the hub, its files disagree, it has no place for the
+            adapter, or the weights are quantized although the policy asks for none.
     """
     source = build_toy_policy(config.toy) if config.path is None else _local_folder(config.path)
+    check_targets(described_model(source), config.lora)
     if config.quantization == "none":
         if is_nvfp4(source):
             raise UserError(
