@@ -21,8 +21,6 @@ from transformers import AutoTokenizer
 from qerl_pl.algorithm.noise import NormNoise
 from qerl_pl.engines import EngineSpec, RolloutEngine, TransformersEngine, VLLMEngine
 from qerl_pl.modules import LoraConfig, Policy, PolicyConfig
-from qerl_pl.modules.base_model import resolve_base
-from qerl_pl.modules.nvfp4 import BorrowedLinear
 from qerl_pl.prompting import render_prompts
 from qerl_pl.rollout.experience import pad_completions
 from qerl_pl.toy import ToyConfig
@@ -110,7 +108,7 @@ def main() -> None:
         select_backend("triton")
     toy = ToyConfig(width=256, intermediate=512, heads=4, steps=args.steps)
     config = PolicyConfig(toy=toy, lora=LoraConfig(rank=32, alpha=32.0))
-    base = resolve_base(config)
+    base = config.base_folder()
     prompts = prompts_of(base, args.prompts)
     longest = max(len(prompt.token_ids) for prompt in prompts) + args.tokens
     spec = EngineSpec(base, config.torch_dtype, device, config.lora.rank, config.lora.targets, longest)
@@ -122,7 +120,7 @@ def main() -> None:
     policy = Policy(base, config, device, seed=0, lent=lent).eval()
     move_adapter(policy, args.move)
     rows = compare(engine, policy, prompts, args.tokens)
-    borrowed = sum(isinstance(module, BorrowedLinear) for module in policy.modules())
+    borrowed = 0 if lent is None else len(lent.linears)
     engine.close()
     headers = ["adapter", "sigma", "measured", "tokens", "mean abs difference", "max", "adapter's effect, mean"]
     cells = [

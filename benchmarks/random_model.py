@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from qerl_pl.formats.architecture import fused_group
 from qerl_pl.formats.model_files import ShardWriter
-from qerl_pl.formats.quantize import QUANTIZATION_CONFIG
+from qerl_pl.formats.nvfp4 import CONFIG
 from qerl_pl.toy.tokenizer import build_tokenizer
 
 SHAPES = {  # hidden, intermediate, layers, heads, key/value heads, vocabulary
@@ -50,7 +50,7 @@ def write_model(folder: Path, shape: str, device: torch.device, nvfp4: bool = Tr
     """A checkpoint of random weights, quantized group by group on `device`, or in bfloat16; with the toy tokenizer."""
     folder.mkdir(parents=True)
     config = config_of(shape)
-    quantization = {"quantization_config": QUANTIZATION_CONFIG} if nvfp4 else {}
+    quantization = {"quantization_config": CONFIG} if nvfp4 else {}
     (folder / "config.json").write_text(json.dumps(config | quantization))
     build_tokenizer().save_pretrained(folder)
     with torch.device("meta"):

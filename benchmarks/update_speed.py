@@ -21,31 +21,28 @@ from typing import Any
 import random_model
 import report
 import torch
-from qerl_kernels import LoraFactors, select_backend
-from qerl_kernels.reference import dequantize_nvfp4
+from qerl_kernels import LoraFactors, NVFP4Tensor, NVFP4Weight, dequantize_nvfp4, select_backend
 from torch import Tensor
 from torch.nn import functional
 
 from qerl_pl.modules import LoraConfig, Policy, PolicyConfig
+from qerl_pl.modules.frozen_linear import FrozenLinear
 from qerl_pl.modules.lora import LoraLinear
-from qerl_pl.modules.nvfp4 import NVFP4Linear, QuantizedLinear
 from qerl_pl.run.random_state import deterministic
 
 GIB = 2**30
 WAYS = ("bf16", "nvfp4", "eager", "free")
 
 
-class EagerLinear(QuantizedLinear):
+class EagerLinear(FrozenLinear):
     """The same weight, dequantized by plain PyTorch in every forward pass and then multiplied like any other."""
 
-    def __init__(self, packed: NVFP4Linear) -> None:
-        super().__init__(packed.in_features, packed.out_features)
-        self.packed = packed
+    def __init__(self, packed: FrozenLinear) -> None:
+        self.tensor = NVFP4Tensor(*(packed.get_parameter(f"weight_{part}") for part in NVFP4Tensor._fields))
+        super().__init__(NVFP4Weight(self.tensor), packed.bias, own=True)
 
     def forward(self, x: Tensor, lora: LoraFactors | None = None) -> Tensor:
-        held = self.packed
-        weight = dequantize_nvfp4(held.weight_packed, held.weight_scale, held.weight_global_scale, x.dtype)
-        y = functional.linear(x, weight, held.bias)
+        y = functional.linear(x, dequantize_nvfp4(*self.tensor, x.dtype), self.bias)
         if lora is None:
             return y
         a, b, scaling = lora
@@ -63,7 +60,7 @@ def load(way: str, base: Path, device: torch.device, rank: int) -> Policy:
     policy = Policy(base, config, device, seed=0).train()
     if way == "eager":
         for module in list(policy.modules()):
-            if isinstance(module, LoraLinear) and isinstance(module.base_layer, NVFP4Linear):
+            if isinstance(module, LoraLinear) and isinstance(module.base_layer, FrozenLinear):
                 module.base_layer = EagerLinear(module.base_layer)
     return policy
 

@@ -132,12 +132,13 @@ def bench_weights(sizes: Sizes, bandwidth: float) -> Iterator[Row]:
 
 def bench_linear(sizes: Sizes) -> Iterator[Row]:
     """Forward and backward of each layer with an adapter."""
-    from qerl_kernels import LoraFactors, lora_linear, marlin, marlin_linear, nvfp4_alpha, nvfp4_linear, reference
+    from qerl_kernels import DenseWeight, LoraFactors, MarlinRows, NVFP4Weight, frozen_linear, marlin, reference
 
     for name, (rows, columns) in sizes.layers.items():
         weight = random_weight((rows, columns), sizes.device)
         nv = reference.quantize_nvfp4(weight)
-        words, alpha = marlin.to_marlin(nv), nvfp4_alpha(nv.global_scale)
+        words = marlin.to_marlin(nv)
+        held = {"bf16": DenseWeight(weight), "own": NVFP4Weight(nv), "borrowed": MarlinRows(words)}
         lora = LoraFactors(
             (torch.randn(sizes.rank, columns, device=sizes.device) * 0.02).requires_grad_(),
             (torch.randn(rows, sizes.rank, device=sizes.device) * 0.02).requires_grad_(),
@@ -150,10 +151,8 @@ def bench_linear(sizes: Sizes) -> Iterator[Row]:
             return torch.nn.functional.linear(x, weight) + delta * lora.scaling
 
         variants: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-            "bf16": lambda x, w=weight, lora=lora: lora_linear(x, w, lora=lora),
+            **{kind: lambda x, w=one, lora=lora: frozen_linear(x, w, lora=lora) for kind, one in held.items()},
             "bf16_peft": lambda x, w=weight, f=adapted: f(x, w),
-            "own": lambda x, nv=nv, alpha=alpha, lora=lora: nvfp4_linear(x, *nv, alpha=alpha, lora=lora),
-            "borrowed": lambda x, w=words, alpha=alpha, lora=lora: marlin_linear(x, w, alpha=alpha, lora=lora),
             "eager": lambda x, nv=nv, f=adapted: f(x, reference.dequantize_nvfp4(*nv, x.dtype)),
         }
         for tokens in sizes.tokens:

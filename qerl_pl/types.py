@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from qerl_pl.algorithm.noise import NormNoise
@@ -101,8 +102,9 @@ class PolicyWeights:
     None samples from the base model with its adapter off."""
     scaling: float
     """The adapter adds scaling * B A."""
-    norms: Mapping[str, Tensor] = field(default_factory=dict)
-    """Trained RMSNorm scales by module name ("model.layers.0.input_layernorm") -> [hidden]; empty when frozen."""
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
+    """Tensors of the base that are trained whole, by checkpoint name, detached. What engines take are RMSNorm scales
+    ("model.layers.0.input_layernorm.weight" -> [hidden]); empty when these are frozen."""
     noise: NormNoise | None = None
     """Noise of the sampler's norm scales; None samples without."""
 
@@ -117,10 +119,38 @@ class SyncReport:
 
 
 @dataclass(frozen=True)
-class Evaluation:
-    """How a batch of held-out prompts went, P prompts with S samples each."""
+class GradedAnswer:
+    """What a held-out prompt was answered."""
 
-    greedy_correct: Tensor
-    """1 where the greedy completion is right, else 0, float32 [P]."""
-    sampled_correct: Tensor
-    """Share of the S samples that are right, float32 [P]: its mean is pass@1."""
+    correct: bool
+    answer: str | None
+    """What the accuracy reward took for the answer, equal for equal answers; None where it found or tells none."""
+
+
+@dataclass(frozen=True)
+class EvaluatedPrompt:
+    """All answers to one held-out prompt: what accuracy, pass@k and majority votes are computed from."""
+
+    prompt_id: str
+    greedy: GradedAnswer
+    samples: Sequence[GradedAnswer]
+    """S of them, at temperature 1."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """How a batch of P held-out prompts went."""
+
+    prompts: Sequence[EvaluatedPrompt]
+    name: str = ""
+    """Of the set that they belong to; empty where there is but one."""
+
+    @property
+    def greedy_correct(self) -> Tensor:
+        """1 where the greedy completion is right, else 0, float32 [P]."""
+        return torch.tensor([float(prompt.greedy.correct) for prompt in self.prompts])
+
+    @property
+    def sampled_correct(self) -> Tensor:
+        """Share of the S samples that are right, float32 [P]: its mean is pass@1."""
+        return torch.tensor([[float(one.correct) for one in prompt.samples] for prompt in self.prompts]).mean(dim=1)

@@ -3,11 +3,19 @@
 import multiprocessing
 import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import jsonargparse
 import yaml
+from lightning.pytorch import Callback, Trainer
+
+from qerl_pl.callbacks import AdaptiveQuantizationNoise, RolloutCallback
+from qerl_pl.datamodules import ArithmeticDataModule, PromptDataModule
+from qerl_pl.engines import TransformersEngine
+from qerl_pl.modules import QeRLModule
+from qerl_pl.types import SamplingConfig
 
 
 def configuration(base: Path, run: Path) -> dict[str, Any]:
@@ -76,7 +84,7 @@ class Vowels:
         return [count / 10 + random.random() / 100 for count in vowels]
 
 
-def _child(config: Path, extra: list[str], prepare: Callable[[], None] | None, errors: Path) -> None:
+def _child(words: list[str], prepare: Callable[[], None] | None, errors: Path) -> None:
     output = os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(output, 1)
     os.dup2(output, 2)
@@ -87,29 +95,30 @@ def _child(config: Path, extra: list[str], prepare: Callable[[], None] | None, e
     torch.set_num_threads(1)
     if prepare is not None:
         prepare()
-    status = main(["fit", "-c", str(config), *extra])
+    status = main(words)
     os.sync()
     os._exit(status)
 
 
-def fit(settings: dict[str, Any], *extra: str, prepare: Callable[[], None] | None = None) -> tuple[int, str]:
-    """Run `qerl fit` in a process of its own.
+def processes() -> multiprocessing.context.ForkServerContext:
+    """Where processes come from that import the package once for all of them."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["qerl_pl.cli.main", "fit_helpers"])
+    return context
+
+
+def command(words: list[str], errors: Path, prepare: Callable[[], None] | None = None) -> tuple[int, str]:
+    """Run `qerl` in a process of its own.
 
     Args:
-        settings: The whole configuration.
-        extra: More arguments.
+        words: The command line.
+        errors: File for what is printed.
         prepare: Runs in that process first; may arrange for its death.
 
     Returns:
         (exit status, negative for a signal; everything that was printed).
     """
-    run = Path(settings["trainer"]["default_root_dir"])
-    run.parent.mkdir(parents=True, exist_ok=True)
-    config, errors = run.parent / f"{run.name}.yaml", run.parent / f"{run.name}.log"
-    config.write_text(yaml.safe_dump(settings))
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["qerl_pl.cli.main", "fit_helpers"])  # imports once, not once a run
-    process = context.Process(target=_child, args=(config, list(extra), prepare, errors))
+    process = processes().Process(target=_child, args=(words, prepare, errors))
     process.start()
     process.join(timeout=180)
     alive = process.is_alive()
@@ -118,3 +127,63 @@ def fit(settings: dict[str, Any], *extra: str, prepare: Callable[[], None] | Non
     assert not alive, errors.read_text()
     assert process.exitcode is not None
     return process.exitcode, errors.read_text()
+
+
+def fit(settings: dict[str, Any], *extra: str, prepare: Callable[[], None] | None = None) -> tuple[int, str]:
+    """Run `qerl fit` by `command`.
+
+    Args:
+        settings: The whole configuration.
+        extra: More arguments.
+        prepare: As there.
+    """
+    run = Path(settings["trainer"]["default_root_dir"])
+    run.parent.mkdir(parents=True, exist_ok=True)
+    config = run.parent / f"{run.name}.yaml"
+    config.write_text(yaml.safe_dump(settings))
+    return command(["fit", "-c", str(config), *extra], run.parent / f"{run.name}.log", prepare)
+
+
+def train(
+    base: Path,
+    run: Path,
+    engine: TransformersEngine,
+    dtype: str = "float32",
+    lr: float = 1e-5,
+    rewards: Sequence[Any] = (),
+    resample_rounds: int = 0,
+    watch: Callback | None = None,
+    beta: float = 0.04,
+    data: PromptDataModule | None = None,
+    **model: Any,
+) -> QeRLModule:
+    """Four rollouts and a validation by Python, without the command line; `model` holds more of the module's settings.
+
+    The trained module comes back.
+    """
+    parser = jsonargparse.ArgumentParser()
+    parser.add_class_arguments(QeRLModule, "model")
+    config = {"policy": {"path": str(base), "dtype": dtype, "lora": {"rank": 4}, "train_norms": True}}
+    config["optimizer"] = {"class_path": "torch.optim.AdamW", "init_args": {"lr": lr}}
+    config["objective"] = {"class_path": "qerl_pl.algorithm.GRPO", "init_args": {"beta": beta}}
+    settings = config | {"warmup_ratio": 0.0} | model
+    module: QeRLModule = parser.instantiate_classes(parser.parse_object({"model": settings})).model
+    sampling = SamplingConfig(max_tokens=4)
+    scores = [*rewards] or [Vowels()]
+    rollout = RolloutCallback(scores, engine, group_size=2, sampling=sampling, resample_rounds=resample_rounds)
+    callbacks = [rollout, AdaptiveQuantizationNoise(stages=4), *([watch] if watch else [])]
+    trainer = Trainer(
+        default_root_dir=run,
+        accelerator="cpu",
+        max_epochs=1,
+        limit_train_batches=4,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        callbacks=callbacks,  # type: ignore[arg-type]
+    )
+    size = 40 if resample_rounds else 8
+    trainer.fit(module, datamodule=data or ArithmeticDataModule(train_size=size, batch_size=2, val_size=2))
+    return module

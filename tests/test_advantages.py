@@ -27,6 +27,12 @@ def test_none_only_subtracts_the_mean_of_the_group() -> None:
 
 
 @pytest.mark.parametrize("normalize", ["group", "batch", "none"])
+@pytest.mark.filterwarnings("error")
+def test_without_groups_there_are_no_advantages(normalize) -> None:
+    assert group_advantages(torch.zeros(0), 4, normalize).shape == (0,)
+
+
+@pytest.mark.parametrize("normalize", ["group", "batch", "none"])
 def test_equal_rewards_give_exactly_zero(normalize) -> None:
     # In float32 the mean of seven times 0.1 is not 0.1.
     rewards = torch.full((7,), 0.1)
@@ -34,10 +40,12 @@ def test_equal_rewards_give_exactly_zero(normalize) -> None:
     assert group_advantages(rewards, 7, normalize).tolist() == [0.0] * 7
 
 
-def test_informative_groups_are_those_with_unequal_rewards() -> None:
-    rewards = torch.tensor([1.0, 1.0, 0.0, 0.0, 0.0, 1e-3])
-    assert informative_groups(rewards, 2).tolist() == [False, False, True]
-    assert informative_groups(REWARDS, 4).tolist() == [True, False]
+def test_informative_groups_have_right_and_wrong_answers_and_unequal_rewards() -> None:
+    right = torch.tensor([1, 1, 0, 0, 1, 0, 1, 0], dtype=torch.bool)
+    # All right and all wrong with unequal totals, by a reward for form; some right; some right with equal totals.
+    rewards = torch.tensor([1.0, 1.2, 0.0, 0.2, 1.0, 0.0, 0.5, 0.5])
+    assert informative_groups(rewards, right, 2).tolist() == [False, False, True, False]
+    assert informative_groups(REWARDS, REWARDS > 0.5, 4).tolist() == [True, False]
 
 
 @pytest.mark.parametrize(("group_size", "found"), [(1, "found group size 1"), (3, "found 8 rewards in groups of 3")])
@@ -45,4 +53,4 @@ def test_sizes_that_cannot_be_grouped_are_a_user_error(group_size, found) -> Non
     with pytest.raises(UserError, match=found):
         group_advantages(REWARDS, group_size, "group")
     with pytest.raises(UserError, match=found):
-        informative_groups(REWARDS, group_size)
+        informative_groups(REWARDS, REWARDS > 0.5, group_size)

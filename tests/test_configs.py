@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
+from cli_helpers import built
 from jsonargparse import ArgumentParser, Namespace
 
 import qerl_pl.algorithm.objectives
@@ -19,7 +20,7 @@ import qerl_pl.engines
 import qerl_pl.rewards
 from qerl_pl.algorithm.objectives import Objective
 from qerl_pl.callbacks import AdaptiveQuantizationNoise, RolloutCallback
-from qerl_pl.cli.main import QeRLCLI, main
+from qerl_pl.cli.main import main
 from qerl_pl.datamodules import PromptDataModule
 
 ROOT = Path(__file__).parents[1]
@@ -29,31 +30,13 @@ SIZES = ("3b", "7b", "14b", "32b")
 FAMILIES = ("gsm8k_grpo", "gsm8k_dapo", "bigmath_grpo", "bigmath_dapo")
 
 
-class Built(Exception):
-    """Leaves the command line before it makes a Trainer: what the YAML names is built, no model, no data."""
-
-    def __init__(self, settings: Namespace) -> None:
-        self.settings = settings
-
-
-class Builder(QeRLCLI):
-    def before_instantiate_classes(self) -> None:
-        raise Built(self.parser.instantiate_classes(self.config)[self.config["subcommand"]])
-
-
-def built(path: Path) -> Namespace:
-    with pytest.raises(Built) as stop:
-        Builder(["fit", "-c", str(path)])
-    return stop.value.settings
-
-
 @pytest.mark.parametrize("objective", [one for one in Objective.__subclasses__() if one.__module__ != __name__])
 def test_an_objective_that_is_named_has_its_own_numbers(tmp_path: Path, objective: type[Objective]) -> None:
     settings = yaml.safe_load(QUICKSTART.read_text())
     settings["model"]["objective"] = {"class_path": f"qerl_pl.algorithm.objectives.{objective.__name__}"}
     path = tmp_path / "named.yaml"
     path.write_text(yaml.safe_dump(settings))
-    assert built(path).model.objective == objective()
+    assert built("fit", "-c", str(path)).model.objective == objective()
 
 
 def callback(settings: Namespace, kind: type) -> Any:
@@ -88,8 +71,9 @@ def test_every_family_and_size_is_shipped() -> None:
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_a_shipped_file_builds_what_it_names(path: Path) -> None:
-    settings = built(path)
-    rollout = callback(settings, RolloutCallback)
+    settings = built("fit", "-c", str(path))
+    sampler = callback(settings, RolloutCallback)
+    rollout = sampler.config
     assert isinstance(settings.data, PromptDataModule) and isinstance(settings.model.objective, Objective)
     assert settings.trainer.default_root_dir == f"runs/{path.stem}"
     completions = settings.data.batch_size * rollout.group_size
@@ -100,7 +84,7 @@ def test_a_shipped_file_builds_what_it_names(path: Path) -> None:
         if reward.name == "overlong":
             assert reward.max_length == rollout.sampling.max_tokens
     if path.stem not in ("quickstart", "gsm8k_cpu"):
-        assert isinstance(rollout.engine, qerl_pl.engines.VLLMEngine)
+        assert isinstance(sampler.engine, qerl_pl.engines.VLLMEngine)
         assert settings.model.policy_config.path.lower() == f"qwen/qwen2.5-{path.stem.rpartition('_')[2]}-instruct"
 
 
@@ -121,23 +105,12 @@ def test_sizes_of_a_family_differ_only_where_size_matters(family: str, size: str
 
 
 def test_the_baseline_differs_only_in_quantization_and_noise() -> None:
-    baseline = built(ROOT / "configs" / "gsm8k_grpo_bf16_7b.yaml")
+    baseline = built("fit", "-c", str(ROOT / "configs" / "gsm8k_grpo_bf16_7b.yaml"))
     assert baseline.model.policy_config.quantization == "none" and callback(baseline, AdaptiveQuantizationNoise) is None
     a, b = document("gsm8k_grpo_7b"), document("gsm8k_grpo_bf16_7b")
     changed = {key for key in a.keys() | b.keys() if a.get(key) != b.get(key)}
     noise = {key for key in a if ".AdaptiveQuantizationNoise." in key}
     assert noise and changed - noise == {".model.policy.quantization", ".trainer.default_root_dir"}
-
-
-def test_the_readme_names_files_that_are_there() -> None:
-    tree = (ROOT / "README.md").read_text().split("## What is where")[1].split("```")[1]
-    columns = [re.split(r"\s{3,}", line.strip())[0] for line in tree.splitlines()]
-    names = {name for column in columns for name in column.split(", ") if re.fullmatch(r"[\w./]+(\.\w+|/)", name)}
-    folders = [ROOT / name for name in ("benchmarks", "configs", "kernels", "qerl_pl", "tests")]
-    paths = [path for folder in folders for path in (folder, *folder.rglob("*"))]
-    there = [f"/{path.relative_to(ROOT).as_posix()}{'/' if path.is_dir() else ''}" for path in paths]
-    assert len(names) > 30
-    assert [name for name in names if not any(path.endswith(f"/{name}") for path in there)] == []
 
 
 # The command line -----------------------------------------------------------------------------------------------------

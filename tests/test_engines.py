@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -23,11 +24,11 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from qerl_pl.algorithm.noise import NormNoise
 from qerl_pl.engines import EngineSpec, RolloutEngine, TransformersEngine, VLLMEngine, vllm_worker
-from qerl_pl.engines.capacity import check_marlin_shapes
 from qerl_pl.engines.sampling import pick_tokens, sampling_log_probs
+from qerl_pl.engines.vllm_marlin import check_marlin_shapes
 from qerl_pl.engines.vllm_requests import request_params
 from qerl_pl.errors import UserError
-from qerl_pl.formats.model_files import load_dense_state, write_dense_checkpoint
+from qerl_pl.formats.dense_copy import load_dense_state, write_dense_checkpoint
 from qerl_pl.types import Completion, PolicyWeights, RolloutRequest, SamplingConfig
 
 VOCAB, EOS, RANK, ALPHA, MAX_TOKENS = 256, 1, 8, 16, 192
@@ -290,7 +291,7 @@ def test_trained_norms_reach_the_sampler_and_carry_the_noise(engine: RolloutEngi
         if name.endswith(("layernorm", "model.norm"))
     }
     noise = NormNoise(sigma=0.02, seed=5, version=1)
-    weights = replace(weights_of(reference), norms=trained)
+    weights = replace(weights_of(reference), tensors={f"{name}.weight": scale for name, scale in trained.items()})
     kept = {name: parameter.detach().clone() for name, parameter in reference.named_parameters()}
     try:
         engine.sync(weights)
@@ -488,6 +489,27 @@ def test_weights_that_marlins_tiles_do_not_cover_are_refused() -> None:
         check_marlin_shapes(tiles | {"a.k_proj": (64, 128)})
     with pytest.raises(UserError, match="o_proj of a is 128 x 32"):
         check_marlin_shapes(tiles | {"a.o_proj": (128, 32)})
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize(
+    ("quantized", "backend", "message"),
+    [
+        (True, "marlin", r"Marlin takes weights that divide .*; q_proj\+k_proj\+v_proj of .* is 64 x 32"),
+        (True, "auto", "this is a CPU build, the run asks for cuda"),  # padded: vLLM is asked
+        (False, "marlin", "this is a CPU build, the run asks for cuda"),  # not Marlin's
+    ],
+)
+def test_marlins_tiles_bind_only_what_marlin_would_multiply(
+    base: Path, tmp_path: Path, quantized: bool, backend: Literal["marlin", "auto"], message: str
+) -> None:
+    config = json.loads((base / "config.json").read_text())
+    config |= {"hidden_size": 32, "num_attention_heads": 2, "head_dim": 16}
+    if quantized:
+        config["quantization_config"] = {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=message):
+        VLLMEngine(linear_backend=backend).launch(replace(spec_of(tmp_path), device=torch.device("cuda")))
 
 
 def test_without_vllm_the_engine_says_how_to_get_it(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,6 +43,15 @@ def test_newest_is_by_number_and_damaged_ones_are_skipped(tmp_path: Path, caplog
     assert "step=30.ckpt" in caplog.text and "step=10.ckpt" in caplog.text
 
 
+def test_checkpoints_that_are_all_damaged_are_not_taken_for_none(tmp_path: Path) -> None:
+    for step in (3, 6):
+        save(tmp_path, step).write_bytes(b"half a checkpoint")
+    with pytest.raises(UserError, match=r"every one in .*checkpoints is damaged \(2 found\).* to start over"):
+        newest_checkpoint(tmp_path)
+    (tmp_path / "checkpoints").rename(tmp_path / "damaged")  # the remedy
+    assert newest_checkpoint(tmp_path) is None
+
+
 def test_a_kill_while_a_checkpoint_is_replaced_leaves_the_old_one_valid(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

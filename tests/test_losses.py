@@ -64,6 +64,19 @@ def test_kl_estimators_by_hand() -> None:
     assert losses.kl_divergence(logprobs, ref, "k3")[0].tolist() == pytest.approx([1 - two, two - 0.5])
 
 
+def test_k3_is_held_where_ratios_are() -> None:
+    # e^20 = 485165195.4098, so k3 = e^20 - 1 - 20; far the other way e^d is 0, and k3 = -1 - d with the slope 1.
+    logprobs = torch.tensor([[-520.0, -520.0, -20.0, -19.0]], requires_grad=True)
+    ref = torch.tensor([[-20.0, -1020.0, 0.0, 0.0]])
+    kl = losses.kl_divergence(logprobs, ref, "k3")
+    e19 = 178482300.9632
+    expected = [485165174.4098, 499.0, 485165174.4098, e19 - 20]
+    assert kl[0].tolist() == pytest.approx(expected, rel=1e-6)
+    (gradient,) = torch.autograd.grad(kl.sum(), logprobs)
+    assert gradient[0, :2].tolist() == [0.0, 1.0]
+    assert gradient[0, 3].item() == pytest.approx(1 - e19, rel=1e-6)  # within, it is 1 - e^d as ever
+
+
 def test_unbiased_kl_estimators_average_to_the_divergence() -> None:
     policy, reference = f64([0.5, 0.3, 0.2]), f64([0.2, 0.3, 0.5])
     exact = (policy * (policy / reference).log()).sum().item()

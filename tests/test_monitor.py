@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 from fit_helpers import configuration
+from qerl_kernels import MarlinRows, MarlinTensor
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoConfig
 
 from qerl_pl.callbacks.memory_report import DeviceMemory, MemoryReport, measure_memory
 from qerl_pl.cli.main import QeRLCLI
-from qerl_pl.engines.base import LentLinear, LentWeights
+from qerl_pl.engines.base import LentWeights
 from qerl_pl.formats.quantize import quantize_checkpoint
 from qerl_pl.modules import LoraConfig, Policy, PolicyConfig
 
@@ -69,9 +70,9 @@ def test_counts_what_is_lent_once_and_the_engines_rest(base: Path) -> None:
     for layer in range(LAYERS):
         weight = torch.zeros(WIDTH // 16, 2 * 3 * WIDTH, dtype=torch.int32)  # q, k and v in one matrix
         scale = torch.zeros(WIDTH // 16, 3 * WIDTH, dtype=torch.uint8)
-        one = torch.ones(1)
+        held = MarlinTensor(weight, scale, torch.ones(1))
         for index, name in enumerate(names[3 * layer : 3 * layer + 3]):
-            linears[name] = LentLinear(weight, scale, one, WIDTH, index * WIDTH, (index + 1) * WIDTH)
+            linears[name] = MarlinRows(held, index * WIDTH, (index + 1) * WIDTH)
     table = torch.zeros(AutoConfig.from_pretrained(base).vocab_size, WIDTH)
     lent = LentWeights(linears, {"model.embed_tokens.weight": table})
     engine = {"weights": 1.0, "adapter": 0.25, "kv_cache": 2.0, "released": 2.0}

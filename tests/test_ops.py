@@ -259,7 +259,7 @@ sys.modules["triton"] = None  # importing it raises ImportError
 import torch
 import qerl_kernels as ops
 tensor = ops.quantize_nvfp4(torch.ones(2, 16))
-assert ops.nvfp4_linear(torch.ones(1, 16), *tensor).tolist() == [[16.0, 16.0]]
+assert ops.frozen_linear(torch.ones(1, 16), ops.NVFP4Weight(tensor)).tolist() == [[16.0, 16.0]]
 """
     subprocess.run(
         [sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}

@@ -3,16 +3,17 @@
 import pytest
 import torch
 from qerl_kernels import (
+    DenseWeight,
     LoraFactors,
+    MarlinRows,
+    MXFP4Weight,
+    NVFP4Weight,
     dequantize_marlin,
     dequantize_mxfp4,
     dequantize_nvfp4,
     dequantize_nvfp4_unscaled,
-    lora_linear,
+    frozen_linear,
     marlin_alpha,
-    marlin_linear,
-    nvfp4_alpha,
-    nvfp4_linear,
     quantize_mxfp4,
     quantize_nvfp4,
 )
@@ -63,7 +64,7 @@ def test_row_slices_of_marlins_layout_are_the_weight(rows):
     marlin = to_marlin(tensor)
     dense = dequantize_marlin(marlin.weight, marlin.scale, torch.bfloat16, *rows)
     assert torch.equal(dense, dequantize_nvfp4_unscaled(tensor.packed, tensor.scale, torch.bfloat16)[slice(*rows)])
-    assert marlin_alpha(marlin.global_scale) == nvfp4_alpha(tensor.global_scale)
+    assert MarlinRows(marlin, *rows).alpha == marlin_alpha(marlin.global_scale) == NVFP4Weight(tensor).alpha
 
 
 def test_marlin_scales_weights_up_and_drops_scales_it_cannot_hold():
@@ -74,7 +75,7 @@ def test_marlin_scales_weights_up_and_drops_scales_it_cannot_hold():
     marlin = to_marlin(tensor)
     seen = dequantize_nvfp4_unscaled(tensor.packed, marlin_scale(tensor.scale), torch.float32)
     scaled = dequantize_marlin(marlin.weight, marlin.scale, torch.float32) * marlin_alpha(marlin.global_scale)
-    torch.testing.assert_close(scaled, seen * nvfp4_alpha(tensor.global_scale), rtol=0, atol=0)
+    torch.testing.assert_close(scaled, seen * NVFP4Weight(tensor).alpha, rtol=0, atol=0)
     whole = quantize_nvfp4(weight(64, 64))
     fine = whole.scale.clone()
     fine[3, 1] = 2.0**-7
@@ -94,8 +95,9 @@ def test_mxfp4_reads_alike_from_both_layouts():
 
 def test_a_slice_off_the_tiles_is_refused():
     marlin = to_marlin(quantize_nvfp4(weight(128, 64)))
-    with pytest.raises(ValueError, match=r"multiples of 64 .*got \[32:128\]; keep an own copy"):
-        dequantize_marlin(marlin.weight, marlin.scale, torch.bfloat16, 32)
+    for read in (lambda: dequantize_marlin(*marlin[:2], torch.bfloat16, 32), lambda: MarlinRows(marlin, 32)):
+        with pytest.raises(ValueError, match=r"multiples of 64 .*got \[32:128\]; keep an own copy"):
+            read()
 
 
 def layer(dtype, bias=True, tokens=(3, 5), rows=128, columns=96, rank=4):
@@ -116,15 +118,47 @@ def plain(x, tensor, bias, lora):
 
 
 def run(source, x, tensor, bias, lora):
-    if source == "rows":
-        return nvfp4_linear(x, *tensor, bias, lora=lora)
-    return marlin_linear(x, to_marlin(tensor), bias, lora=lora)
+    weight = NVFP4Weight(tensor) if source == "rows" else MarlinRows(to_marlin(tensor))
+    return frozen_linear(x, weight, bias, lora)
+
+
+LAYOUTS = {
+    "dense": (DenseWeight, lambda w: w, lambda w: w.float()),
+    "NVFP4": (NVFP4Weight, quantize_nvfp4, lambda w: dequantize_nvfp4(*quantize_nvfp4(w), torch.float32)),
+    "MXFP4": (MXFP4Weight, quantize_mxfp4, lambda w: dequantize_mxfp4(*quantize_mxfp4(w), torch.float32)),
+    "Marlin": (
+        lambda tensor: MarlinRows(tensor, 64, 192),
+        lambda w: to_marlin(quantize_nvfp4(w)),
+        lambda w: dequantize_nvfp4(*quantize_nvfp4(w), torch.float32)[64:192],
+    ),
+    "Marlin's MXFP4": (
+        lambda tensor: MarlinRows(tensor, 0, 64),
+        lambda w: to_marlin(quantize_mxfp4(w)),
+        lambda w: dequantize_mxfp4(*quantize_mxfp4(w), torch.float32)[:64],
+    ),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_frozen_weight_is_alpha_times_its_dense_matrix_and_names_what_it_holds(layout):
+    make, hold, truth = LAYOUTS[layout]
+    matrix = weight(192, 96)
+    held = hold(matrix)
+    frozen = make(held)
+    expected = truth(matrix)
+    assert frozen.shape == expected.shape
+    torch.testing.assert_close(frozen.alpha * frozen.dense(torch.float32), expected, rtol=3e-7, atol=0)
+    parts = [held] if layout == "dense" else [part for part in held if part is not None]
+    assert [tensor.data_ptr() for tensor in frozen.tensors().values()] == [part.data_ptr() for part in parts]
+    assert all(name.startswith("weight") for name in frozen.tensors())
+    x = torch.randn(5, 96)
+    torch.testing.assert_close(frozen_linear(x, frozen), x @ expected.T)
 
 
 def test_a_dense_weight_takes_the_same_adapter():
     tensor, x, bias, lora = layer(torch.float32)
-    dense = dequantize_nvfp4(*tensor, torch.float32)
-    expected, actual = plain(x, tensor, bias, lora), lora_linear(x, dense, bias, lora=lora)
+    dense = DenseWeight(dequantize_nvfp4(*tensor, torch.float32))
+    expected, actual = plain(x, tensor, bias, lora), frozen_linear(x, dense, bias, lora)
     torch.testing.assert_close(actual, expected)
     torch.testing.assert_close(gradients(actual, x, lora), gradients(expected, x, lora))
 
@@ -169,8 +203,8 @@ def test_borrowed_and_own_tensors_give_the_same_bits():
 def test_slices_of_a_fused_marlin_weight_are_its_projections():
     tensor, x, _, _ = layer(torch.float32, rows=192)
     marlin = to_marlin(tensor)
-    whole = nvfp4_linear(x, *tensor)
-    parts = [marlin_linear(x, marlin, start=start, stop=stop) for start, stop in ((0, 64), (64, 192))]
+    whole = frozen_linear(x, NVFP4Weight(tensor))
+    parts = [frozen_linear(x, MarlinRows(marlin, *rows)) for rows in ((0, 64), (64, 192))]
     torch.testing.assert_close(torch.cat(parts, -1), whole)
 
 
@@ -204,12 +238,11 @@ def test_gradient_checkpointing_changes_nothing(source):
 @pytest.mark.parametrize("with_lora", [True, False])
 def test_compiled_in_one_graph_it_gives_the_same(with_lora):
     tensor, x, bias, lora = layer(torch.float32)
-    lora, alpha = lora if with_lora else None, nvfp4_alpha(tensor.global_scale)
-    marlin = to_marlin(tensor)
+    lora = lora if with_lora else None
+    rows, marlin = NVFP4Weight(tensor), MarlinRows(to_marlin(tensor))
 
     def both(x):
-        own = nvfp4_linear(x, *tensor, bias, alpha=alpha, lora=lora)
-        return torch.relu(own) + marlin_linear(x, marlin, bias, alpha=alpha, lora=lora)
+        return torch.relu(frozen_linear(x, rows, bias, lora)) + frozen_linear(x, marlin, bias, lora)
 
     compiled = torch.compile(both, fullgraph=True, backend="aot_eager")
     y, again = both(x), compiled(x)

@@ -7,13 +7,14 @@ import pytest
 import torch
 from qerl_kernels import (
     LoraFactors,
+    MarlinRows,
+    NVFP4Weight,
     chunked_token_logprobs,
     dequantize_marlin,
     dequantize_mxfp4,
     dequantize_nvfp4_unscaled,
+    frozen_linear,
     marlin,
-    marlin_linear,
-    nvfp4_linear,
     quantize_mxfp4,
     quantize_nvfp4,
     reference,
@@ -146,7 +147,7 @@ def test_linear_runs_on_the_kernels():
     torch.manual_seed(0)
     tensor = quantize_nvfp4(weight(128, 96, torch.float32))
     x = torch.randn(5, 96, device=DEVICE, requires_grad=True)
-    y = nvfp4_linear(x, *tensor)
+    y = frozen_linear(x, NVFP4Weight(tensor))
     expected = x @ reference.dequantize_nvfp4(*tensor, torch.float32).T
     torch.testing.assert_close(y, expected)
     torch.testing.assert_close(torch.autograd.grad(y.sum(), x), torch.autograd.grad(expected.sum(), x))
@@ -223,7 +224,7 @@ def test_log_probabilities_of_a_real_vocabulary_take_bounded_memory():
 @pytest.mark.parametrize("shape", [(4608, 3584), (3584, 18944)])
 def test_a_real_layers_gradients_err_at_most_twice_as_much_as_plain_bfloat16(shape):
     tensor = quantize_nvfp4(weight(*shape))
-    words = marlin.to_marlin(tensor)
+    own, borrowed = NVFP4Weight(tensor), MarlinRows(marlin.to_marlin(tensor))
     factors = [torch.randn(32, shape[1], device=DEVICE) * 0.02, torch.randn(shape[0], 32, device=DEVICE) * 0.02]
     x0, g0 = torch.randn(512, shape[1], device=DEVICE), torch.randn(512, shape[0], device=DEVICE)
 
@@ -234,8 +235,8 @@ def test_a_real_layers_gradients_err_at_most_twice_as_much_as_plain_bfloat16(sha
     ops = [
         (plain, torch.float64),
         (plain, torch.bfloat16),
-        (lambda x, a, b: nvfp4_linear(x, *tensor, lora=LoraFactors(a, b, 2.0)), torch.bfloat16),
-        (lambda x, a, b: marlin_linear(x, words, lora=LoraFactors(a, b, 2.0)), torch.bfloat16),
+        (lambda x, a, b: frozen_linear(x, own, lora=LoraFactors(a, b, 2.0)), torch.bfloat16),
+        (lambda x, a, b: frozen_linear(x, borrowed, lora=LoraFactors(a, b, 2.0)), torch.bfloat16),
     ]
     results = []
     for op, dtype in ops:

@@ -6,18 +6,18 @@ from pathlib import Path
 import peft
 import pytest
 import torch
-from qerl_kernels import NVFP4Tensor
+from qerl_kernels import FrozenWeight, MarlinRows, NVFP4Tensor
 from qerl_kernels.marlin import to_marlin
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from qerl_pl.engines.base import LentLinear, LentWeights
+from qerl_pl.engines.base import LentWeights
 from qerl_pl.errors import UserError
-from qerl_pl.formats.model_files import write_dense_checkpoint
+from qerl_pl.formats.dense_copy import write_dense_checkpoint
 from qerl_pl.formats.quantize import quantize_checkpoint
 from qerl_pl.modules import LoraConfig, Policy, PolicyConfig
-from qerl_pl.modules.nvfp4 import NVFP4Linear
+from qerl_pl.modules.frozen_linear import FrozenLinear
 
 CPU = torch.device("cpu")
 
@@ -101,11 +101,25 @@ def test_reference_is_the_base_whatever_was_trained(base: Path, dense: Path, tra
 
 def test_base_stays_in_four_bits_and_only_adapter_and_norms_train(base: Path) -> None:
     policy = make(base, train_norms=True)
-    quantized = [module for module in policy.modules() if isinstance(module, NVFP4Linear)]
+    quantized = [module for module in policy.modules() if isinstance(module, FrozenLinear)]
     assert len(quantized) == 2 * 7
     assert all(module.weight_packed.dtype == torch.uint8 for module in quantized)
     trained = {name for name, parameter in policy.named_parameters() if parameter.requires_grad}
     assert trained and all("lora_" in name or "modules_to_save" in name for name in trained)
+
+
+def test_an_own_copy_has_the_names_and_bits_of_its_folder_and_follows_what_is_loaded(base: Path) -> None:
+    policy, tokens = make(base), batch()
+    held = {name.replace(".base_layer", ""): tensor for name, tensor in policy.base.state_dict().items()}
+    stored = {name: t for name, t in load_file(base / "model.safetensors").items() if "_proj.weight" in name}
+    assert len(stored) == 3 * 14
+    for name, tensor in stored.items():
+        assert torch.equal(held[name].view(torch.uint8), tensor.view(torch.uint8)), name
+    before = policy.token_logprobs(*tokens, 1.0)[0]
+    state = policy.base.state_dict()
+    scales = {name: tensor.flip(0) for name, tensor in state.items() if name.endswith("o_proj.base_layer.weight_scale")}
+    policy.base.load_state_dict(state | scales)
+    assert (policy.token_logprobs(*tokens, 1.0)[0] - before).abs().max() > 1e-3
 
 
 def test_gradients_equal_those_over_the_dense_base(base: Path, dense: Path) -> None:
@@ -151,7 +165,7 @@ def test_weights_for_the_engine_name_modules_of_the_base_model(base: Path, dense
     modules = dict(AutoModelForCausalLM.from_pretrained(dense).named_modules())
     assert weights.version == 3 and weights.adapter is not None
     assert len(weights.adapter) == 14 and set(weights.adapter) <= set(modules)
-    assert set(weights.norms) == {name for name in modules if name.endswith("layernorm")}
+    assert set(weights.tensors) == {f"{name}.weight" for name in modules if name.endswith("layernorm")}
     assert policy.weights(version=3, adapter=False).adapter is None
 
 
@@ -180,21 +194,31 @@ def test_refuses_a_folder_that_lacks_a_tensor(base: Path, tmp_path: Path) -> Non
         make(broken)
 
 
-def test_a_probe_changes_what_the_policy_says_and_leaves_no_trace(base: Path) -> None:
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_probe_changes_what_the_policy_says_and_leaves_no_trace(base: Path, trained: bool) -> None:
     policy = make(base, lora=LoraConfig(rank=4, alpha=16.0))
+    if trained:
+        perturb(policy)
     before = {name: tensor.clone() for name, tensor in policy.trained_state().items()}
-    clean = policy.token_logprobs(*batch(), 1.0)[0]
-    with policy.probed():
-        assert (policy.token_logprobs(*batch(), 1.0)[0] - clean).abs().mean() > 0.1
-        factors = policy.weights(0).adapter
-        assert factors is not None and all(b.abs().amax() > 0 for _, b in factors.values())
+    random = torch.get_rng_state()
+    said = [policy.token_logprobs(*batch(), 1.0)[0]]
+    for seed in (1, 2):
+        with policy.probed(seed):
+            said.append(policy.token_logprobs(*batch(), 1.0)[0])
+            factors = policy.weights(0).adapter
+            assert factors is not None
+            spreads = [b.std().item() for _, b in factors.values()]
+            assert spreads == pytest.approx([1 / (4.0 * 2.0)] * len(spreads), rel=0.2)  # 1 / (scaling * sqrt(rank))
+    for first, second in ((0, 1), (0, 2), (1, 2)):  # no probe is another's, or the policy's own
+        assert (said[first] - said[second]).abs().mean() > 0.1
     assert all(torch.equal(tensor, before[name]) for name, tensor in policy.trained_state().items())
+    assert torch.equal(torch.get_rng_state(), random)
 
 
 def test_saving_asks_nobody_about_the_base(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("peft.utils.save_and_load.check_file_exists_on_hf_hub", pytest.fail)
     policy = make(base)
-    policy.model.peft_config["default"].base_model_name_or_path = "somebody/model"
+    policy.trained.model.peft_config["default"].base_model_name_or_path = "somebody/model"
     policy.load_trained_state(policy.trained_state())
     policy.save_adapter(tmp_path / "adapter")
     assert (tmp_path / "adapter" / "adapter_model.safetensors").is_file()
@@ -252,7 +276,7 @@ def test_a_sliding_window_hides_what_lies_before_it(dense: Path, tmp_path: Path)
 def lend(base: Path) -> LentWeights:
     """What an engine with Marlin kernels would lend: fused matrices in its layout."""
     tensors = load_file(base / "model.safetensors")
-    linears: dict[str, LentLinear] = {}
+    linears: dict[str, FrozenWeight] = {}
     for stem, parts in (
         ("self_attn", ("q_proj", "k_proj", "v_proj")),
         ("self_attn", ("o_proj",)),
@@ -263,12 +287,10 @@ def lend(base: Path) -> LentWeights:
             names = [f"model.layers.{layer}.{stem}.{part}" for part in parts]
             packed, scale = (torch.cat([tensors[f"{n}.weight_{kind}"] for n in names]) for kind in ("packed", "scale"))
             fused = to_marlin(NVFP4Tensor(packed, scale, tensors[f"{names[0]}.weight_global_scale"]))
-            assert fused.global_scale is not None
             start = 0
             for name in names:
                 stop = start + len(tensors[f"{name}.weight_packed"])
-                rows = (2 * packed.shape[1], start, stop)
-                linears[name] = LentLinear(fused.weight, fused.scale, fused.global_scale, *rows)
+                linears[name] = MarlinRows(fused, start, stop)
                 start = stop
     return LentWeights(linears, {"model.embed_tokens.weight": tensors["model.embed_tokens.weight"]})
 
@@ -288,7 +310,8 @@ def test_borrowed_marlin_weights_give_the_bits_of_an_own_copy(base: Path) -> Non
     assert torch.equal(logprobs, borrowed_logprobs)
     for ours, theirs in zip(gradients, borrowed_gradients, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
-    assert not any(isinstance(module, NVFP4Linear) for module in borrowed.modules())
+    assert not any("weight_packed" in name for name, _ in borrowed.named_parameters())
+    assert sum(isinstance(module, FrozenLinear) for module in borrowed.modules()) == len(lent.linears) == 14
     assert borrowed.base.get_input_embeddings().weight.data_ptr() == (  # type: ignore[operator]
         lent.tensors["model.embed_tokens.weight"].data_ptr()
     )

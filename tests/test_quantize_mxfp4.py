@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from qerl_pl.cli.main import main
 from qerl_pl.errors import UserError
-from qerl_pl.formats.model_files import load_dense_state, read_config
+from qerl_pl.formats.dense_copy import load_dense_state
+from qerl_pl.formats.model_files import read_config
 from qerl_pl.formats.quantize import quantize_checkpoint
 
 

@@ -12,6 +12,9 @@ import pytest
 import torch
 from fit_helpers import configuration, fit
 from safetensors.torch import load_file
+from tensorboard.backend.event_processing import plugin_event_accumulator
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.util.tensor_util import make_ndarray
 
 from qerl_pl.run.checkpoints import newest_checkpoint
 from qerl_pl.run.files import locked
@@ -134,6 +137,7 @@ def test_killed_run_resumes_bit_for_bit(
     uninterrupted: Path, tiny_policy_dir: Path, tmp_path: Path, die: Callable[[], None], found: list[str]
 ) -> None:
     settings = configuration(tiny_policy_dir, tmp_path / "run")
+    settings["trainer"]["num_sanity_val_steps"] = -1
     status, output = fit(settings, "--resume", "auto", prepare=die)
     assert status == -signal.SIGKILL, output
     assert [name for name in checkpoints(tmp_path / "run") if name != "step=6.ckpt.sha256"] == found
@@ -145,6 +149,20 @@ def test_killed_run_resumes_bit_for_bit(
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
     written = [(run / "completions.jsonl").read_text() for run in (uninterrupted, tmp_path / "run")]
     assert written[0] == written[1]  # what was sampled twice stands there once
+    for tag in ("reward/mean", "policy/entropy", "optim/lr"):
+        assert curve(tmp_path / "run", tag) == curve(uninterrupted, tag)
+    for tag in ("val/accuracy", "val/pass@1"):
+        before, *after = curve(tmp_path / "run", tag)
+        assert before[0] == -1 and after == curve(uninterrupted, tag)
+
+
+def curve(run: Path, tag: str) -> list[tuple[int, float]]:
+    """What TensorBoard shows of a tag: (step, value) of each point, by each of its two readers."""
+    scalars = EventAccumulator(str(run)).Reload().Scalars(tag)
+    tensors = plugin_event_accumulator.EventAccumulator(str(run)).Reload().Tensors(tag)
+    points = [(event.step, event.value) for event in scalars]
+    assert points == [(event.step, float(make_ndarray(event.tensor_proto))) for event in tensors]
+    return points
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

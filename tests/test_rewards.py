@@ -9,7 +9,15 @@ import pytest
 import torch
 
 from qerl_pl.errors import UserError
-from qerl_pl.rewards import Format, GSM8KAnswer, OverlongPenalty, RewardSample, score
+from qerl_pl.rewards import (
+    Format,
+    GSM8KAnswer,
+    MathAnswer,
+    OverlongPenalty,
+    RewardSample,
+    extract_answers,
+    score,
+)
 from qerl_pl.rewards.format_and_length import last_tagged
 from qerl_pl.rewards.gsm8k_answer import parse_number
 
@@ -109,6 +117,51 @@ def test_gsm8k_answer() -> None:
     assert GSM8KAnswer()(list(map(sample, completions))) == [1.0, 1.0, 1.0]
     completions = ["18", "<answer>18</answer><answer>3</answer>", "<answer>about 18</answer>", "<answer>118</answer>"]
     assert GSM8KAnswer()(list(map(sample, completions))) == [0.0, 0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("answer", "extracted"),
+    [
+        ("$1,234.50.", "1234.5"),
+        ("1234.5", "1234.5"),
+        ("0100", "100"),
+        ("20.00", "20"),
+        ("-.5", "-0.5"),
+        ("-0.0", "0"),
+        ("123456789012345678901234567890.10", "123456789012345678901234567890.1"),  # longer than decimal's context
+        ("18 apples", None),
+        ("", None),
+    ],
+)
+def test_equal_numbers_are_extracted_as_equal_text(answer: str, extracted: str | None) -> None:
+    assert GSM8KAnswer().extract_answer(answered(answer).completion) == extracted
+
+
+def test_what_no_tag_encloses_is_no_answer() -> None:
+    assert GSM8KAnswer().extract_answer("18") is None
+    assert extract_answers(GSM8KAnswer(), ["<answer>1</answer><answer>2.0</answer>", "2"]) == ["2", None]
+    assert MathAnswer().extract_answer("so <answer> \\frac{1}{2} </answer>") == "\\frac{1}{2}"
+    assert MathAnswer(tag="result").extract_answer("<answer>1</answer>") is None
+    assert MathAnswer(tag=None).extract_answer("<answer>1</answer>") is None
+    assert extract_answers(Format(), ["<answer>1</answer>"]) == [None]  # it tells no answers
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (7, "extract_answer of reward 'own' must return text or None; got a int on completion 'so 7'"),
+        (KeyError("x"), "extract_answer of reward 'own' raised KeyError: 'x' on completion 'so 7'"),
+    ],
+)
+def test_an_extraction_that_misbehaves_is_named(returned: object, message: str) -> None:
+    class Own(GSM8KAnswer):
+        def extract_answer(self, completion: str) -> str | None:
+            if isinstance(returned, Exception):
+                raise returned
+            return returned  # type: ignore[return-value]
+
+    with pytest.raises(UserError, match=message):
+        extract_answers(Own(name="own"), ["so 7"])
 
 
 def test_gsm8k_answer_refuses_other_references() -> None:

@@ -216,7 +216,8 @@ def test_seed_decides_the_weights_and_global_random_state_stays(tmp_path: Path) 
     assert other != first and sha256(other) != sha256(first)
 
 
-def test_cache_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+def test_cache_that_cannot_be_written_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match="cache folder must be writable, got .*file.*: set QERL_CACHE"):
-        build_toy_policy(SMALL, tmp_path / "file")
+    monkeypatch.setenv("QERL_CACHE", str(tmp_path / "file"))
+    with pytest.raises(UserError, match="toy-.* needs a folder .*file takes none .*; set QERL_CACHE to another place"):
+        build_toy_policy(SMALL)

@@ -11,7 +11,14 @@ from torch import Tensor, nn
 
 from qerl_pl.engines import vllm_marlin
 from qerl_pl.engines.vllm_adapter import attach_adapter
-from qerl_pl.engines.vllm_marlin import MarlinOrDenseMethod, attach_dense, marlin_or_dense, marlin_tensor
+from qerl_pl.engines.vllm_marlin import (
+    MarlinOrDenseMethod,
+    attach_dense,
+    lent_rows,
+    marlin_or_dense,
+    marlin_tensor,
+    why_not_lent,
+)
 from qerl_pl.engines.vllm_worker import PolicyWorker
 from qerl_pl.errors import UserError
 
@@ -157,11 +164,30 @@ def test_only_whole_tiles_are_lent(sizes: list[int], lent: bool) -> None:
     weights = Worker().qerl_lend()
     assert (weights is not None) == lent
     if weights is not None:
+        parts = [rows.alpha * rows.dense(torch.float32) for rows in weights.linears.values()]
+        assert torch.equal(torch.cat(parts), dense(fused))
         assert {name: (one.start, one.stop) for name, one in weights.linears.items()} == {
             "a.q_proj": (0, 64),
             "a.k_proj": (64, 128),
             "a.v_proj": (128, 192),
         }
+
+
+def test_a_16_bit_linear_lends_nothing_and_a_padded_one_keeps_all_from_being_lent() -> None:
+    parts = [("a.o_proj", 0, ROWS)]
+    assert lent_rows(nn.Linear(COLUMNS, ROWS), parts) == {}
+    padded = linear(False)
+    padded.output_size_per_partition = ROWS - 8
+    assert lent_rows(padded, parts) is None
+
+
+def test_why_nothing_is_lent() -> None:
+    marlin = MarlinNvFp4LinearKernel.__name__
+    assert why_not_lent([marlin, "UnquantizedLinearMethod"], torch.bfloat16) is None
+    assert why_not_lent(["HummingNvFp4LinearKernel"], torch.bfloat16) == (
+        "only Marlin's layout can be lent, and vLLM's kernels are HummingNvFp4LinearKernel"
+    )
+    assert "torch.float16" in (why_not_lent([marlin], torch.float16) or "")
 
 
 def test_a_linear_that_marlin_has_not_prepared_or_has_padded_is_left_alone() -> None:

@@ -4,7 +4,8 @@
 """
 
 from qerl_kernels.backend import Backend, select_backend, selected_backend, triton_available
-from qerl_kernels.linear import LoraFactors, lora_linear, marlin_linear, nvfp4_alpha, nvfp4_linear
+from qerl_kernels.frozen import DenseWeight, FrozenWeight, MarlinRows, MXFP4Weight, NVFP4Weight
+from qerl_kernels.linear import LoraFactors, frozen_linear
 from qerl_kernels.logprob import chunked_token_logprobs
 from qerl_kernels.marlin import MarlinTensor, marlin_alpha
 from qerl_kernels.ops import dequantize_marlin, dequantize_mxfp4, dequantize_nvfp4_unscaled, quantize_nvfp4
@@ -20,21 +21,23 @@ from qerl_kernels.reference import (
 __all__ = [
     "Backend",
     "BlockScales",
+    "DenseWeight",
+    "FrozenWeight",
     "LoraFactors",
     "MXFP4Tensor",
+    "MXFP4Weight",
+    "MarlinRows",
     "MarlinTensor",
-    "chunked_token_logprobs",
     "NVFP4Tensor",
+    "NVFP4Weight",
+    "chunked_token_logprobs",
     "dequantize_marlin",
     "dequantize_mxfp4",
     "dequantize_nvfp4",
     "dequantize_nvfp4_unscaled",
-    "lora_linear",
+    "frozen_linear",
     "marlin_alpha",
-    "marlin_linear",
-    "nvfp4_alpha",
     "nvfp4_global_scale",
-    "nvfp4_linear",
     "quantize_mxfp4",
     "quantize_nvfp4",
     "select_backend",

@@ -32,12 +32,14 @@ def group_advantages(rewards: Tensor, group_size: int, normalize: AdvantageNorm)
         normalize: See above.
 
     Returns:
-        [B], floating point. Exactly 0 for every completion of a group whose rewards are all equal.
+        [B], floating point. Exactly 0 for every completion of a group whose rewards are all equal; B may be 0.
 
     Raises:
         UserError: G < 2, or G does not divide B.
     """
     groups = _grouped(rewards, group_size)
+    if not len(groups):
+        return groups.flatten()
     centered = groups - groups.mean(dim=1, keepdim=True)
     if normalize == "group":
         centered = centered / (groups.std(dim=1, keepdim=True) + STD_EPSILON)
@@ -47,11 +49,15 @@ def group_advantages(rewards: Tensor, group_size: int, normalize: AdvantageNorm)
     return torch.where(_differs(groups)[:, None], centered, 0.0).flatten()
 
 
-def informative_groups(rewards: Tensor, group_size: int) -> Tensor:
-    """Groups that dynamic sampling keeps: those whose rewards are not all equal (DAPO, arXiv 2503.14476, sec. 3.2).
+def informative_groups(rewards: Tensor, correct: Tensor, group_size: int) -> Tensor:
+    """Groups that dynamic sampling keeps: 0 < right answers < G (DAPO, arXiv 2503.14476, eq. 11).
+
+    That is about answers, whatever else is rewarded. A group that other rewards make equal all the same has no
+    advantages, which the condition is there for (sec. 3.2); it is not kept either.
 
     Args:
-        rewards: [B], completions of one prompt next to each other.
+        rewards: Weighted sums [B], completions of one prompt next to each other.
+        correct: bool [B], whether a completion's answer is right.
         group_size: G, completions a prompt.
 
     Returns:
@@ -60,7 +66,7 @@ def informative_groups(rewards: Tensor, group_size: int) -> Tensor:
     Raises:
         UserError: G < 2, or G does not divide B.
     """
-    return _differs(_grouped(rewards, group_size))
+    return _differs(_grouped(correct, group_size)) & _differs(_grouped(rewards, group_size))
 
 
 def _grouped(rewards: Tensor, group_size: int) -> Tensor:
@@ -74,7 +80,7 @@ def _grouped(rewards: Tensor, group_size: int) -> Tensor:
             f"The number of rewards must be a multiple of the group size; found {rewards.numel()} rewards in groups of "
             f"{group_size}; choose sizes that divide."
         )
-    groups = rewards.reshape(-1, group_size)
+    groups = rewards.reshape(rewards.numel() // group_size, group_size)
     return groups if groups.is_floating_point() else groups.float()
 
 

@@ -13,7 +13,8 @@ from torch import Tensor
 KLEstimator = Literal["k1", "k2", "k3"]
 Aggregation = Literal["sequence_mean", "token_mean", "constant"]
 LARGEST_LOG_RATIO = 20.0
-"""Beyond, far outside of every clip, a ratio is held: an infinite one times a clipped token's zero gradient is nan."""
+"""Beyond, far outside of every clip, a ratio is held: an infinite one times a clipped token's zero gradient is nan.
+k3 is held there too, for one token's infinity would end the run."""
 
 
 class Surrogate(NamedTuple):
@@ -112,7 +113,8 @@ def kl_divergence(logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator
 
     - "k1": -d. Unbiased, of high variance; as a penalty useless: its gradient is zero in expectation.
     - "k2": d^2 / 2. Biased, of low variance; its gradient is that of the divergence, in expectation.
-    - "k3": exp(d) - 1 - d. Unbiased and never negative; what GRPO uses (arXiv 2402.03300, eq. 4).
+    - "k3": exp(d) - 1 - d. Unbiased and never negative; what GRPO uses (arXiv 2402.03300, eq. 4). Beyond d = 20 it is
+      held, and has no gradient: held in the exponent alone, d would push the policy farther away.
 
     Source: John Schulman, "Approximating KL Divergence" (2020). The statements on bias hold for tokens that the policy
     itself sampled.
@@ -132,6 +134,7 @@ def kl_divergence(logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator
         case "k2":
             return difference.square() / 2
         case "k3":
+            difference = difference.clamp(max=LARGEST_LOG_RATIO)
             return torch.expm1(difference) - difference
         case _:
             assert_never(estimator)

@@ -202,7 +202,11 @@ class DrGRPO(Objective):
 
 @dataclass(frozen=True)
 class BNPO(Objective):
-    """Token mean over the batch, as TRL and QeRL (arXiv 2510.11696) call it: DAPO's loss with GRPO's clip."""
+    """DAPO's loss with GRPO's clip: the mean over the tokens of a minibatch, that is of one optimizer step.
+
+    So it does not depend on `micro_batch_tokens`. TRL's loss of this name, which QeRL (arXiv 2510.11696) trains with,
+    is the mean over each micro-batch, averaged over these: there a token counts less in a micro-batch of more tokens.
+    """
 
     aggregation = "token_mean"
 

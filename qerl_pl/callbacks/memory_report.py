@@ -107,8 +107,8 @@ def measure_memory(
     shared: list[Tensor] = []
     if lent is not None:
         shared += lent.tensors.values()
-        for linear in lent.linears.values():
-            shared += [linear.weight, linear.scale, linear.global_scale]
+        for weight in lent.linears.values():
+            shared += weight.tensors().values()
     addresses = {tensor.data_ptr() for tensor in shared}
     frozen = [p for p in policy.parameters() if not p.requires_grad] + list(policy.buffers())
     states = (state for optimizer in optimizers for state in optimizer.state.values())

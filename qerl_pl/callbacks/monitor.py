@@ -12,13 +12,13 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from qerl_pl.callbacks.memory_report import MemoryReport, device_memory, gradient_gib, measure_memory
 from qerl_pl.callbacks.rollout import RolloutCallback
 from qerl_pl.engines.capacity import GIB
-from qerl_pl.modules.qerl import QeRLModule
+from qerl_pl.modules.qerl import BEFORE_TRAINING, QeRLModule
 
 log = logging.getLogger(__name__)
 
 LAYOUT = {
     "Learning": {
-        "reward": ["Multiline", ["reward/mean", "val/accuracy", "val/pass@1"]],
+        "reward": ["Multiline", ["reward/mean", "val/(.+/)?accuracy", "val/(.+/)?pass@1"]],
         "entropy": ["Multiline", ["policy/entropy"]],
     },
     "Policy": {
@@ -45,6 +45,9 @@ class Monitor(Callback):
     `memory/graphs_and_cached_gib`, what PyTorch has taken beyond its tensors, and `memory/driver_gib`, the whole GPU's
     memory in use after the update. The log shows a table of all before the first rollout and after the first update.
     List it after the RolloutCallback, so that sampling does not count as part of the update.
+
+    The accuracy before training, where the check before the first step covers all validation prompts
+    (`trainer.num_sanity_val_steps: -1`), is logged at step -1.
     """
 
     def __init__(self) -> None:
@@ -91,12 +94,20 @@ class Monitor(Callback):
             log.info("memory after the first update:\n%s", report.table())
             self._shown = True
 
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Log the accuracy before training, which Lightning takes for a check of the loop and drops."""
+        if trainer.sanity_checking and trainer.num_sanity_val_batches == trainer.num_val_batches:
+            measured = {tag: float(value) for tag, value in trainer.callback_metrics.items() if tag.startswith("val/")}
+            for logger in trainer.loggers:
+                logger.log_metrics(measured, step=BEFORE_TRAINING)
+
     def _measure(self, trainer: Trainer, module: QeRLModule) -> MemoryReport:
         callbacks = (callback for callback in trainer.callbacks if isinstance(callback, RolloutCallback))  # type: ignore[attr-defined]
         engine = next(callbacks).engine.memory_gib()
         on_gpu = module.device.type == "cuda"
         gpu = device_memory(module.device, self._held + gradient_gib(module.policy)) if on_gpu else None
-        return measure_memory(module.policy, module.lent, trainer.optimizers, engine, gpu)
+        lent = None if module.hand_over is None else module.hand_over.lent
+        return measure_memory(module.policy, lent, trainer.optimizers, engine, gpu)
 
 
 def _peak_gib(device: torch.device) -> float:

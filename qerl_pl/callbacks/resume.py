@@ -14,6 +14,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from qerl_pl.errors import require_at_least
 from qerl_pl.run.checkpoints import FOLDER, digest_path, resume_files
 from qerl_pl.run.devices import writes_files
+from qerl_pl.run.files import write_atomically
 
 log = logging.getLogger(__name__)
 
@@ -144,11 +145,13 @@ def _folder(trainer: Trainer) -> Path:
 def _set_aside(folder: Path, done: int) -> None:
     """Move checkpoints of more than `done` rollouts, of a branch that this run leaves, to the folder abandoned."""
     for path in [path for path, (rollouts, _) in resume_files(folder).items() if rollouts > done]:
-        (folder / "abandoned").mkdir(exist_ok=True)
-        for one in (path, digest_path(path)):
-            if one.is_file():
-                one.replace(folder / "abandoned" / one.name)
-        log.warning("this run goes another way than %s: it is in %s now", path.name, folder / "abandoned")
+        aside = folder / "abandoned" / path.name
+        if (digest := digest_path(path)).is_file():  # first there, then gone here: the file is never without it
+            write_atomically(digest_path(aside), digest.read_bytes())
+        aside.parent.mkdir(exist_ok=True)
+        path.replace(aside)
+        digest.unlink(missing_ok=True)
+        log.warning("this run goes another way than %s: it is in %s now", path.name, aside.parent)
 
 
 def _is_validated(trainer: Trainer, batch_idx: int) -> bool:

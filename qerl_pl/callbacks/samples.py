@@ -22,8 +22,9 @@ class CompletionLog(Callback):
     Args:
         every_n_rollouts: Rollouts between two text panels.
         panel_size: Completions in a panel.
-        jsonl: Write every completion of every rollout to RUN/completions.jsonl, once: a resumed run first takes out
-            those of rollouts that it repeats, one that starts fresh all.
+        jsonl: Write every completion of every rollout to RUN/completions.jsonl, once, those that dynamic sampling
+            drops with `"trained": false`. A resumed run first takes out those of rollouts that it repeats, one that
+            starts fresh all.
     """
 
     def __init__(self, every_n_rollouts: int = 10, panel_size: int = 4, jsonl: bool = False) -> None:

@@ -1,7 +1,9 @@
 """The end of a run on one screen: a table, a plot and summary.json."""
 
+import io
 import json
 import math
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -35,13 +37,13 @@ class RunSummary(Callback):
 
     Accuracies are those of validation: `accuracy_before` from the check before the first step
     (`trainer.num_sanity_val_steps: -1`), `accuracy_after` from the last one, both sampled at temperature 1 without
-    noise (pass@1).
+    noise (pass@1); of several validation sets one each, by name.
     """
 
     def __init__(self) -> None:
         self.curves: dict[str, list[float]] = {name: [] for name in CURVES}
-        self.accuracies: list[tuple[int, float, float]] = []
-        """(policy version, pass@1, greedy accuracy) of each validation."""
+        self.accuracies: dict[str, list[tuple[int, float, float]]] = {}
+        """(policy version, pass@1, greedy accuracy) of each validation, by the set's name; "" is a single one's."""
         self.train_seconds = 0.0
         self._step_began = 0.0
 
@@ -52,7 +54,7 @@ class RunSummary(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take it over."""
         self.curves = state_dict["curves"]
-        self.accuracies = [(version, sampled, greedy) for version, sampled, greedy in state_dict["accuracies"]]
+        self.accuracies = state_dict["accuracies"]
         self.train_seconds = state_dict["train_seconds"]
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -74,9 +76,10 @@ class RunSummary(Callback):
         if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
             self._count_time()
         metrics = trainer.callback_metrics
-        if "val/pass@1" in metrics:
-            sampled, greedy = float(metrics["val/pass@1"]), float(metrics["val/accuracy"])
-            self.accuracies.append((pl_module.policy_version, sampled, greedy))
+        for tag in metrics:
+            if found := re.fullmatch(r"(val/(?:(.+)/)?)pass@1", tag):
+                sampled, greedy = float(metrics[tag]), float(metrics[f"{found[1]}accuracy"])
+                self.accuracies.setdefault(found[2] or "", []).append((pl_module.policy_version, sampled, greedy))
 
     def _count_time(self) -> None:
         now = time.perf_counter()
@@ -97,11 +100,14 @@ class RunSummary(Callback):
     def _summary(self, module: QeRLModule, folder: Path) -> dict[str, Any]:
         reward, entropy, sigma = (self.curves[name] for name in ("reward/mean", "policy/entropy", "aqn/sigma"))
         noisy = [value for value in sigma if value > 0]
+        before = {name: seen[0][1] if seen[0][0] == 0 else None for name, seen in self.accuracies.items()}
+        after = {name: seen[-1][1] if seen[-1][0] > 0 else None for name, seen in self.accuracies.items()}
+        several = any(name for name in self.accuracies)
         summary: dict[str, Any] = {
             "reward_first": _mean(reward[:ENDS]),
             "reward_last": _mean(reward[-ENDS:]),
-            "accuracy_before": self.accuracies[0][1] if self.accuracies and self.accuracies[0][0] == 0 else None,
-            "accuracy_after": self.accuracies[-1][1] if self.accuracies and self.accuracies[-1][0] > 0 else None,
+            "accuracy_before": before if several else before.get(""),
+            "accuracy_after": after if several else after.get(""),
             "entropy_first": _mean(entropy[:ENDS]),
             "entropy_last": _mean(entropy[-ENDS:]),
             "sigma_first": noisy[0] if noisy else 0.0,
@@ -119,13 +125,11 @@ class RunSummary(Callback):
         figure = Figure(figsize=(10, 3.2), layout="constrained")
         left, middle, right = figure.subplots(1, 3)
         left.plot(self.curves["reward/mean"], color="tab:blue", label="training reward")
-        left.plot(
-            [version for version, _, _ in self.accuracies],
-            [sampled for _, sampled, _ in self.accuracies],
-            "o-",
-            color="tab:orange",
-            label="held-out pass@1",
-        )
+        for number, (name, seen) in enumerate(self.accuracies.items(), start=1):  # C0 is the reward's blue
+            label = f"pass@1, {name}" if name else "held-out pass@1"
+            left.plot(
+                [version for version, _, _ in seen], [one for _, one, _ in seen], "o-", color=f"C{number}", label=label
+            )
         left.legend()
         middle.plot(self.curves["policy/entropy"], color="tab:green")
         right.plot(self.curves["aqn/sigma"], "k--", label="σ asked")
@@ -139,19 +143,26 @@ class RunSummary(Callback):
         ):
             axis.set(title=title, xlabel="rollout")
             axis.grid(alpha=0.3)
-        figure.savefig(path, dpi=120)
+        image = io.BytesIO()
+        figure.savefig(image, dpi=120)
+        write_atomically(path, image.getvalue())
 
     def _print(self, summary: dict[str, Any], folder: Path) -> None:
         table = Table(title=f"{summary['steps']} rollouts, base {summary['quantization']}")
         for header in ("", "before", "after"):
             table.add_column(header, justify="left" if not header else "right")
-        for label, first, last in (
-            ("reward (mean of the first and the last rollouts)", "reward_first", "reward_last"),
-            ("held-out accuracy (sampled pass@1)", "accuracy_before", "accuracy_after"),
-            ("policy entropy (nats)", "entropy_first", "entropy_last"),
-            ("noise σ", "sigma_first", "sigma_last"),
-        ):
-            table.add_row(label, *("-" if summary[key] is None else f"{summary[key]:.4g}" for key in (first, last)))
+        held_out, after = summary["accuracy_before"], summary["accuracy_after"]
+        rows = [("reward (mean of the first and the last rollouts)", summary["reward_first"], summary["reward_last"])]
+        if isinstance(held_out, dict):
+            rows += [(f"accuracy on {name} (sampled pass@1)", held_out[name], after[name]) for name in held_out]
+        else:
+            rows += [("held-out accuracy (sampled pass@1)", held_out, after)]
+        rows += [
+            ("policy entropy (nats)", summary["entropy_first"], summary["entropy_last"]),
+            ("noise σ", summary["sigma_first"], summary["sigma_last"]),
+        ]
+        for label, *values in rows:
+            table.add_row(label, *("-" if value is None else f"{value:.4g}" for value in values))
         seconds = ", ".join(f"{phase} {summary[f'{phase}_seconds']:.0f}" for phase in PHASES)
         console = Console()
         console.print(table)

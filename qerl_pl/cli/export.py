@@ -8,8 +8,7 @@ from jsonargparse import ArgumentParser
 from torch import Tensor
 
 from qerl_pl.errors import UserError
-from qerl_pl.formats.model_files import write_dense_checkpoint
-from qerl_pl.modules.base_model import resolve_base
+from qerl_pl.formats.dense_copy import write_dense_checkpoint
 from qerl_pl.modules.policy import Policy, PolicyConfig
 from qerl_pl.run.checkpoints import CHECKPOINT_KEY, AtomicCheckpointIO, check_fits, newest_checkpoint
 from qerl_pl.run.files import building, folder_identity
@@ -31,7 +30,7 @@ def export(run: Path, dst: Path, merge: bool = False, checkpoint: Path | None = 
         raise UserError(f"export needs a checkpoint; {run} has none; name one with --checkpoint")
     state = AtomicCheckpointIO().load_checkpoint(path)[CHECKPOINT_KEY]
     config = _policy_config(run)
-    base = resolve_base(config)
+    base = config.base_folder()
     check_fits(state, folder_identity(base), config.lora.scaling)
     policy = Policy(base, config, torch.device("cpu"), seed=0)
     policy.load_trained_state(state["trained"])
@@ -43,18 +42,17 @@ def export(run: Path, dst: Path, merge: bool = False, checkpoint: Path | None = 
 
 
 class _Merge:
-    """Adds the adapter to a weight, or puts a trained norm scale in its place."""
+    """Adds the adapter to a weight, or puts a tensor that was trained whole in its place."""
 
     def __init__(self, policy: Policy) -> None:
         self.weights = policy.weights(version=0)
 
     def __call__(self, name: str, tensor: Tensor) -> Tensor:
-        module = name.removesuffix(".weight")
-        assert self.weights.adapter is not None
-        if name.endswith(".weight") and module in self.weights.adapter:
-            a, b = self.weights.adapter[module]
+        factors = (self.weights.adapter or {}).get(name.removesuffix(".weight"))
+        if factors is not None:
+            a, b = factors
             return tensor + self.weights.scaling * (b.float() @ a.float())
-        return self.weights.norms.get(module, tensor)
+        return self.weights.tensors.get(name, tensor)
 
 
 def _policy_config(run: Path) -> PolicyConfig:

@@ -25,9 +25,16 @@ from qerl_pl.datamodules.base import PromptDataModule
 from qerl_pl.errors import UserError
 from qerl_pl.formats.quantize import quantize_checkpoint
 from qerl_pl.modules import QeRLModule
-from qerl_pl.run.checkpoints import FOLDER, AtomicCheckpointIO, newest_checkpoint, verified_bytes
+from qerl_pl.modules.qerl import BEFORE_TRAINING
+from qerl_pl.run.checkpoints import (
+    FOLDER,
+    AtomicCheckpointIO,
+    finished_rollouts,
+    newest_checkpoint,
+    verified_bytes,
+)
 from qerl_pl.run.devices import check_one_device, writes_files
-from qerl_pl.run.files import locked
+from qerl_pl.run.files import locked, write_atomically
 
 log = logging.getLogger(__name__)
 
@@ -48,8 +55,8 @@ class SaveFitConfig(SaveConfigCallback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save, whatever folder the logger has."""
         if writes_files(trainer):
-            path = Path(trainer.default_root_dir) / self.config_filename
-            self.parser.save(self.config, str(path), skip_none=False, overwrite=True, multifile=False)
+            text = self.parser.dump(self.config, skip_unset=False)
+            write_atomically(Path(trainer.default_root_dir) / self.config_filename, text.encode())
 
 
 class QeRLCLI(LightningCLI):
@@ -82,8 +89,8 @@ class QeRLCLI(LightningCLI):
             type=str | None,
             default=None,
             help="`auto` takes the newest whole checkpoint under trainer.default_root_dir, a path takes that one: fit "
-            "goes on from it (and starts fresh where auto finds none), validate and test evaluate it. null starts "
-            "fresh, in a folder without any, and evaluates the policy before training.",
+            "goes on from it (and starts fresh where there is none at all), validate and test evaluate it. null "
+            "starts fresh, in a folder without any, and evaluates the policy before training.",
         )
 
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
@@ -120,8 +127,9 @@ class QeRLCLI(LightningCLI):
                 "choose another"
             ) from error
         kwargs["plugins"] = [*(config["plugins"] or []), AtomicCheckpointIO()]
+        self._logger: TensorBoardLogger | None = None
         if config["logger"] in (None, True):
-            kwargs["logger"] = TensorBoardLogger(save_dir=root, name="", version="")
+            kwargs["logger"] = self._logger = TensorBoardLogger(save_dir=root, name="", version="")
         try:
             trainer: Trainer = super().instantiate_trainer(**kwargs)
         except (RuntimeError, TypeError, ValueError) as error:
@@ -144,7 +152,14 @@ class QeRLCLI(LightningCLI):
                     f"a run that starts fresh needs a folder without another run's checkpoints; found {old}; add "
                     "--resume auto to go on, or choose another trainer.default_root_dir"
                 )
+            self._log_from(kwargs.get("ckpt_path"))
             self.trainer.fit(model, datamodule=datamodule, **kwargs)
+
+    def _log_from(self, checkpoint: str | Path | None) -> None:
+        """Have TensorBoard show one curve: its readers drop what a killed run logged beyond the checkpoint."""
+        if self._logger is not None and self.trainer.logger is self._logger:  # a trial run has another
+            first = BEFORE_TRAINING if checkpoint is None else finished_rollouts(Path(checkpoint))
+            self.trainer.logger = TensorBoardLogger(self._logger.save_dir, name="", version="", purge_step=first)
 
     def validate(self, model: LightningModule, datamodule: LightningDataModule, **kwargs: Any) -> None:
         """Evaluate on the validation prompts, a checkpoint where one is named."""

@@ -4,7 +4,7 @@ import hashlib
 import logging
 import random
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -16,12 +16,16 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from qerl_pl.datamodules.rows import Row, checked_rows
 from qerl_pl.datamodules.sampler import PromptSampler
+from qerl_pl.datamodules.sets import sets_by_name
 from qerl_pl.errors import UserError, require_at_least
 from qerl_pl.prompting import SYSTEM_PROMPT, render_prompts
+from qerl_pl.run.intervals import check_intervals
 from qerl_pl.run.seeding import stream_seed
 from qerl_pl.types import Prompt
 
 log = logging.getLogger("qerl_pl")
+
+FixedLoaders = DataLoader[list[Prompt]] | list[DataLoader[list[Prompt]]]
 
 
 class PromptDataModule(LightningDataModule):
@@ -62,8 +66,8 @@ class PromptDataModule(LightningDataModule):
         self.seed = seed
         self.tokenizer = tokenizer
         self._train: list[Prompt] = []
-        self._val: list[Prompt] = []
-        self._test: list[Prompt] = []
+        self._val: dict[str, list[Prompt]] = {}
+        self._test: dict[str, list[Prompt]] = {}
         self._digest = ""
 
     # What a subclass says ------------------------------------------------------------------------------------------
@@ -82,6 +86,17 @@ class PromptDataModule(LightningDataModule):
         """Rows of a test set, all used; None tests on the validation prompts."""
         return None
 
+    def val_sets(self) -> Mapping[str, Sequence[Row]]:
+        """Several validation sets by name, `val_size` rows of each, in place of `val_rows`; none: that one.
+
+        Each is measured by itself, as `val/<name>/accuracy`; a single one as `val/accuracy`.
+        """
+        return {}
+
+    def test_sets(self) -> Mapping[str, Sequence[Row]]:
+        """Several test sets by name, all rows used, in place of `test_rows`; as for `val_sets`."""
+        return {}
+
     # Lightning's hooks ---------------------------------------------------------------------------------------------
 
     def setup(self, stage: str) -> None:
@@ -95,10 +110,11 @@ class PromptDataModule(LightningDataModule):
                 f"a data module's constructor calls that of PromptDataModule; {type(self).__name__}'s does not"
             )
         # Rows come first: a wrong path is told before a tokenizer is downloaded, or a model made for it.
-        rows = [] if self._train else checked_rows(self.train_rows(), f"{type(self).__name__}.train_rows")
-        held_out = None if self._train else self._optional(self.val_rows)
+        new = not self._train
+        rows = checked_rows(self.train_rows(), f"{type(self).__name__}.train_rows") if new else []
+        held_out = sets_by_name(self.val_sets(), self.val_rows, type(self).__name__) if new else None
         tokenizer = self._load_tokenizer()
-        if not self._train:
+        if new:
             train = self._render(tokenizer, rows, "training")
             if held_out is None:
                 if self.val_size >= len(train):
@@ -106,11 +122,12 @@ class PromptDataModule(LightningDataModule):
                         f"val_size must leave prompts to train on; got val_size={self.val_size} of {len(train)} "
                         "prompts; lower it."
                     )
-                val = self._draw(train)
-                chosen = {prompt.id for prompt in val}
+                val = {"": self._draw(train)}
+                chosen = {prompt.id for prompt in val[""]}
                 train = [prompt for prompt in train if prompt.id not in chosen]
             else:
-                val = self._draw(self._render(tokenizer, held_out, "validation")) if self.val_size else []
+                sets = self._render_sets(tokenizer, held_out, "validation") if self.val_size else {"": []}
+                val = {name: self._draw(prompts) for name, prompts in sets.items()}
             if len(train) < self.batch_size:
                 raise UserError(
                     f"batch_size must not exceed the training set; got batch_size={self.batch_size} for {len(train)} "
@@ -121,11 +138,11 @@ class PromptDataModule(LightningDataModule):
             for prompt in train:
                 digest.update(repr(prompt).encode())
             self._digest = digest.hexdigest()
-        if stage == "fit":
-            self._check_interval()
+        if stage == "fit" and self.trainer is not None:
+            check_intervals(self.trainer, self.batches_per_epoch)
         if stage == "test" and not self._test:
-            test_rows = self._optional(self.test_rows)
-            self._test = self._val if test_rows is None else self._render(tokenizer, test_rows, "test")
+            tested = sets_by_name(self.test_sets(), self.test_rows, type(self).__name__)
+            self._test = self._val if tested is None else self._render_sets(tokenizer, tested, "test")
 
     def train_dataloader(self) -> StatefulDataLoader[list[Prompt]]:
         """Batches of `batch_size` prompts (each device has its share); the rest of an epoch is left out."""
@@ -153,13 +170,23 @@ class PromptDataModule(LightningDataModule):
             return int(batches * limit)
         return batches if limit is None else min(batches, limit)
 
-    def val_dataloader(self) -> DataLoader[list[Prompt]]:
-        """The validation prompts, in one order."""
-        return self._fixed_loader(self._val)
+    def val_dataloader(self) -> FixedLoaders:
+        """The validation prompts, in one order; of several sets a loader each."""
+        return self._fixed_loaders(self._val)
 
-    def test_dataloader(self) -> DataLoader[list[Prompt]]:
-        """The test prompts, in one order."""
-        return self._fixed_loader(self._test)
+    def test_dataloader(self) -> FixedLoaders:
+        """The test prompts, in one order; of several sets a loader each."""
+        return self._fixed_loaders(self._test)
+
+    @property
+    def val_names(self) -> tuple[str, ...]:
+        """Name of each loader's validation set; of a single one ""."""
+        return tuple(self._val)
+
+    @property
+    def test_names(self) -> tuple[str, ...]:
+        """Name of each loader's test set; of a single one ""."""
+        return tuple(self._test)
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
         """Prompts hold no tensors; Lightning would try to rebuild them."""
@@ -204,14 +231,12 @@ class PromptDataModule(LightningDataModule):
 
     # -----------------------------------------------------------------------------------------------------------------
 
-    def _optional(self, method: Callable[[], Iterable[Row] | None]) -> list[Row] | None:
-        """None or the rows that a subclass gives."""
-        return None if (rows := method()) is None else checked_rows(rows, f"{type(self).__name__}.{method.__name__}")
-
-    def _fixed_loader(self, prompts: list[Prompt]) -> DataLoader[list[Prompt]]:
-        return DataLoader(
-            cast(Any, prompts), batch_size=self.val_batch_size, collate_fn=list, generator=torch.Generator()
-        )
+    def _fixed_loaders(self, sets: Mapping[str, list[Prompt]]) -> FixedLoaders:
+        loaders: list[DataLoader[list[Prompt]]] = [
+            DataLoader(cast(Any, prompts), batch_size=self.val_batch_size, collate_fn=list, generator=torch.Generator())
+            for prompts in sets.values()
+        ]
+        return loaders if len(loaders) > 1 else loaders[0]
 
     def _load_tokenizer(self) -> PreTrainedTokenizerBase:
         if self.tokenizer is None:
@@ -226,27 +251,10 @@ class PromptDataModule(LightningDataModule):
                 f"{str(error).partition(chr(10))[0]}; correct it, or set null to take the policy's."
             ) from error
 
-    def _check_interval(self) -> None:
-        """Refuse here what Lightning refuses in other words, after an engine has been started, or not at all."""
-        if self.trainer is None:
-            return
-        if self.batches_per_epoch < 1:
-            raise UserError(
-                f"an epoch needs a batch to train on; trainer.limit_train_batches={self.trainer.limit_train_batches} "
-                f"leaves none of {len(self._train) // self.batch_size}; raise it"
-            )
-        epochs, interval = self.trainer.check_val_every_n_epoch, vars(self.trainer).get("val_check_interval")
-        if interval is None or interval <= 0 or (epochs is not None and epochs < 1):
-            raise UserError(
-                "validation comes after so many rollouts or epochs, not by the clock; found "
-                f"val_check_interval={interval} and check_val_every_n_epoch={epochs}; set them above 0, or "
-                "trainer.limit_val_batches to 0 for none"
-            )
-        if isinstance(interval, int) and epochs is not None and interval > self.batches_per_epoch:
-            raise UserError(
-                f"val_check_interval must not exceed an epoch's {self.batches_per_epoch} batches; found {interval}; "
-                "lower it, or set trainer.check_val_every_n_epoch to null, which counts on over epochs"
-            )
+    def _render_sets(
+        self, tokenizer: PreTrainedTokenizerBase, sets: Mapping[str, Sequence[Row]], use: str
+    ) -> dict[str, list[Prompt]]:
+        return {name: self._render(tokenizer, rows, f"{use} on {name}" if name else use) for name, rows in sets.items()}
 
     def _render(self, tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], use: str) -> list[Prompt]:
         """Prompts of the rows that are short enough."""

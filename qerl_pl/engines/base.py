@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 import torch
+from qerl_kernels import FrozenWeight
 from torch import Tensor
 
 from qerl_pl.errors import UserError
@@ -17,7 +18,7 @@ class EngineSpec:
     """What an engine must know to load the policy's base model."""
 
     base: Path
-    """Folder of the base model in Hugging Face format: 16/32-bit, or NVFP4 as `qerl quantize` writes it."""
+    """Folder of the base model in Hugging Face format: any of the base formats."""
     dtype: torch.dtype
     """Data type of activations, embeddings and norms."""
     device: torch.device
@@ -30,28 +31,10 @@ class EngineSpec:
 
 
 @dataclass(frozen=True)
-class LentLinear:
-    """Rows of one of an engine's 4-bit weights, in Marlin's layout (see `qerl_kernels.marlin`)."""
-
-    weight: Tensor
-    """int32 [K/16, 2 * rows of the whole matrix]."""
-    scale: Tensor
-    """One byte an element, [K/16, rows of the whole matrix]."""
-    global_scale: Tensor
-    """float32, one element."""
-    in_features: int
-    """K."""
-    start: int
-    """First row, a multiple of 64."""
-    stop: int
-    """Row after the last, a multiple of 64."""
-
-
-@dataclass(frozen=True)
 class LentWeights:
     """What of the base model the trainer may use without a copy of its own; mapped as long as the engine lives."""
 
-    linears: Mapping[str, LentLinear]
+    linears: Mapping[str, FrozenWeight]
     """By module name in the base model, such as "model.layers.0.self_attn.q_proj"."""
     tensors: Mapping[str, Tensor]
     """16-bit tensors by their checkpoint name: embeddings and lm_head, not the norms, which carry noise."""

@@ -8,7 +8,6 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from qerl_pl.errors import UserError
-from qerl_pl.formats.architecture import FUSED
 
 GIB = 2**30
 
@@ -53,25 +52,3 @@ def check_length(length: int, needed: int, kv_gib: float | None, bytes_per_token
             f"the key/value cache must hold one sequence of {length} tokens, {bytes_per_token * length / GIB:.3g} GiB; "
             f"got kv_cache_gib {kv_gib:g}: raise it or shorten the sequences"
         )
-
-
-def check_marlin_shapes(linears: dict[str, tuple[int, int]]) -> None:
-    """Reject weights that Marlin's tiles do not cover.
-
-    Args:
-        linears: (out, in) of each quantized linear by name.
-
-    Raises:
-        UserError: A weight, q/k/v and gate/up taken together, divides into neither 64 x 128 nor 128 x 64.
-    """
-    for name, (rows, columns) in linears.items():
-        stem, _, last = name.rpartition(".")
-        group = next((group for group in FUSED if last in group), (last,))
-        if last == "lm_head" or last != group[0]:
-            continue
-        rows = sum(linears.get(f"{stem}.{part}", (0, 0))[0] for part in group) if len(group) > 1 else rows
-        if (rows % 64 or columns % 128) and (rows % 128 or columns % 64):
-            raise UserError(
-                f"Marlin takes weights that divide into 64 x 128 or 128 x 64; {'+'.join(group)} of {stem} is {rows} x "
-                f"{columns}: set linear_backend to auto, which pads them"
-            )

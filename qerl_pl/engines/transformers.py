@@ -14,7 +14,8 @@ from qerl_pl.engines.sampling import pick_tokens, sampling_log_probs, uniforms
 from qerl_pl.engines.synced_layers import SyncedLoraLinear, SyncedRMSNorm
 from qerl_pl.errors import UserError, require_at_least
 from qerl_pl.formats.architecture import noisy_norm_names
-from qerl_pl.formats.model_files import end_token_ids, load_dense_model, load_tokenizer
+from qerl_pl.formats.dense_copy import load_dense_model
+from qerl_pl.formats.model_files import end_token_ids, load_tokenizer
 from qerl_pl.types import Completion, PolicyWeights, RolloutRequest, SamplingConfig, SyncReport
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
@@ -81,14 +82,15 @@ class TransformersEngine:
             linear.enabled = name in adapter
             if name in adapter:
                 linear.write(*adapter[name], weights.scaling)
-        for name in weights.norms:
+        norms = {name.removesuffix(".weight"): scale for name, scale in weights.tensors.items()}
+        for name in norms:
             if name not in self._norms:
                 norm = SyncedRMSNorm.of(name, self._model.get_submodule(name))
                 self._norms[name] = _replace(self._model, name, norm)
         for name, held in self._norms.items():
             noisy = weights.noise is not None and name in self._noisy
             noise = weights.noise.draw(name, held.scale.numel()) if weights.noise and noisy else None
-            held.write(weights.norms.get(name), noise)
+            held.write(norms.get(name), noise)
         return SyncReport(version=weights.version, noise_std=self._measured_std())
 
     def _measured_std(self) -> float:

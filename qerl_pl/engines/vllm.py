@@ -10,21 +10,17 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from qerl_kernels import select_backend
-from transformers import AutoConfig
 
-from qerl_pl.engines import vllm_worker
+from qerl_pl.engines import vllm_marlin, vllm_worker
 from qerl_pl.engines.base import EngineSpec, LentWeights, check_adapter, check_requests, regroup
-from qerl_pl.engines.capacity import (
-    GIB,
-    check_length,
-    check_marlin_shapes,
-    files_gib,
-    kv_bytes_per_token,
-)
+from qerl_pl.engines.capacity import GIB, check_length, files_gib, kv_bytes_per_token
 from qerl_pl.engines.vllm_requests import completion_of, request_params
 from qerl_pl.errors import UserError, require_at_least
 from qerl_pl.formats.architecture import linear_shapes
-from qerl_pl.formats.model_files import end_token_ids, is_nvfp4, load_tokenizer, write_dense_checkpoint
+from qerl_pl.formats.base import format_of
+from qerl_pl.formats.dense import DENSE
+from qerl_pl.formats.dense_copy import write_dense_checkpoint
+from qerl_pl.formats.model_files import end_token_ids, load_config, load_tokenizer
 from qerl_pl.types import Completion, PolicyWeights, RolloutRequest, SamplingConfig, SyncReport
 
 log = logging.getLogger(__name__)
@@ -112,8 +108,10 @@ class VLLMEngine:
             UserError: vLLM is absent, of an unknown release or a build for another device, or refuses to start; the
                 kernel or the length asked for cannot be had; a LoRA target is no linear of vLLM's model.
         """
-        nvfp4 = is_nvfp4(spec.base)
-        config = AutoConfig.from_pretrained(spec.base, local_files_only=True)
+        base_format = format_of(spec.base)
+        served = base_format if spec.device.type in base_format.vllm_devices else DENSE
+        backend = served.vllm_linear_backend(self.linear_backend)
+        config = load_config(spec.base)
         linears = linear_shapes(config)
         self._shapes = {name: size for name, size in linears.items() if name.rpartition(".")[2] in spec.lora_targets}
         if not self._shapes:
@@ -121,20 +119,20 @@ class VLLMEngine:
         length = self.max_model_len or spec.max_tokens
         kv_gib = self._kv_gib(spec.device)
         check_length(length, spec.max_tokens, kv_gib, kv_bytes_per_token(config, spec.dtype))
-        if nvfp4 and spec.device.type == "cuda" and self.linear_backend == "marlin":
-            check_marlin_shapes(linears)
+        if backend == "marlin":
+            vllm_marlin.check_marlin_shapes(linears)
         start = time.perf_counter()
         vllm_worker.import_vllm()
         self._spec, self._ends = spec, end_token_ids(spec.base)
         self._has_tokenizer = load_tokenizer(spec.base) is not None
         with tempfile.TemporaryDirectory(prefix="qerl-vllm-") as folder, vllm_worker.process_state_kept():
             base = spec.base
-            if nvfp4 and spec.device.type == "cpu":
+            if served is not base_format:
                 base = write_dense_checkpoint(spec.base, Path(folder) / "dense", spec.dtype)
-            self._llm = self._start(spec, base, nvfp4, length, kv_gib)
+            self._llm = self._start(spec, base, backend, length, kv_gib)
             VLLMEngine._alive += 1
             try:
-                self._check_start(nvfp4)
+                self._check_start(backend)
             except UserError:
                 self.close()
                 raise
@@ -146,12 +144,12 @@ class VLLMEngine:
             return DEFAULT_KV_GIB[device.type]
         return self.kv_cache_gib
 
-    def _start(self, spec: EngineSpec, base: Path, nvfp4: bool, length: int, kv_gib: float | None) -> Any:
+    def _start(self, spec: EngineSpec, base: Path, backend: str | None, length: int, kv_gib: float | None) -> Any:
         from vllm import LLM
         from vllm.exceptions import VLLMValidationError
 
         on_gpu = spec.device.type == "cuda"
-        dense_above = self.dense_above if nvfp4 and on_gpu and spec.dtype == torch.bfloat16 else None
+        dense_above = self.dense_above if backend is not None and spec.dtype == torch.bfloat16 else None
         if dense_above is not None:
             select_backend("triton")
         try:
@@ -174,7 +172,7 @@ class VLLMEngine:
                 # With a given cache vLLM still wants this share free at the start, so it is small then.
                 gpu_memory_utilization=0.01 if kv_gib is not None else self.gpu_memory_utilization,
                 kv_cache_memory_bytes=None if kv_gib is None else int(kv_gib * GIB),
-                linear_backend=self.linear_backend if nvfp4 and on_gpu else "auto",
+                linear_backend=backend or "auto",
                 additional_config=vllm_worker.engine_config(spec, dense_above),
                 compilation_config={"inductor_compile_config": REPEATABLE} if on_gpu else None,
             )
@@ -184,7 +182,7 @@ class VLLMEngine:
             reason = " ".join(str(error).split())
             raise UserError(f"vLLM refuses the engine's settings: {reason or type(error).__name__}") from error
 
-    def _check_start(self, nvfp4: bool) -> None:
+    def _check_start(self, backend: str | None) -> None:
         import vllm
 
         assert self._spec is not None
@@ -202,22 +200,17 @@ class VLLMEngine:
                 f"LoRA targets must be linears in vLLM's model; {left_out[0]} is none: take it out of the targets"
             )
         self.kernels = self._call("qerl_kernels")
-        asked = self.linear_backend
-        if nvfp4 and self._spec.device.type == "cuda" and asked != "auto":
-            if not any(asked in kernel.lower() for kernel in self.kernels):
-                raise UserError(f"linear_backend is {asked}; vLLM runs {', '.join(self.kernels)}: choose auto")
+        if backend not in (None, "auto") and not any(backend in kernel.lower() for kernel in self.kernels):
+            raise UserError(f"linear_backend is {backend}; vLLM runs {', '.join(self.kernels)}: choose auto")
 
     def lend(self) -> LentWeights | None:
-        """Marlin's weights, embeddings and lm_head, so that the GPU holds the base once; None with other kernels."""
+        """The linears, embeddings and lm_head, so that the GPU holds the base once; None with other kernels."""
         assert self._spec is not None, "launch comes first"
         lent: LentWeights | None = None
-        if not self.share_weights:
-            reason = "share_weights is off"
-        elif not any("MarlinNvFp4" in kernel for kernel in self.kernels):
-            reason = f"only Marlin's layout can be lent, and vLLM's kernels are {', '.join(self.kernels)}"
-        elif self._spec.dtype != torch.bfloat16:
-            reason = f"vLLM scales weights otherwise for {self._spec.dtype} than for bfloat16"
-        else:
+        reason: str | None = "share_weights is off"
+        if self.share_weights:
+            reason = vllm_marlin.why_not_lent(self.kernels, self._spec.dtype)
+        if reason is None:
             lent, reason = self._call("qerl_lend"), "a weight is padded, or shares one of Marlin's tiles with another"
         if lent is None:
             log.info("the trainer loads its own copy of the base, %.3g GiB: %s", files_gib(self._spec.base), reason)
@@ -238,7 +231,8 @@ class VLLMEngine:
         adapter = weights.adapter or {}
         check_adapter(adapter, self._shapes, self._spec.lora_rank)
         self._call("qerl_write_adapter", adapter, weights.scaling)
-        noise_std = self._call("qerl_write_norms", weights.norms, weights.noise)
+        norms = {name.removesuffix(".weight"): scale for name, scale in weights.tensors.items()}
+        noise_std = self._call("qerl_write_norms", norms, weights.noise)
         if not self._llm.reset_prefix_cache():
             raise RuntimeError("vLLM did not reset its prefix cache: a request is still running")
         return SyncReport(version=weights.version, noise_std=noise_std)

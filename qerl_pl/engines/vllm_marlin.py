@@ -5,16 +5,20 @@ read arithmetic is the limit, and there the plain product of the dequantized wei
 """
 
 import importlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from qerl_kernels import MarlinTensor, marlin_alpha, marlin_linear
+from qerl_kernels import MarlinRows, MarlinTensor, frozen_linear
+from qerl_kernels.marlin import TILE
 from torch import Tensor
 
 from qerl_pl.errors import UserError
+from qerl_pl.formats.architecture import FUSED
 
 TOLERANCE = 0.01
 """Of the two products' difference to their size: rounding makes 1e-4, another layout 1."""
+_KERNEL = "MarlinNvFp4"
 _MODULE, _FUNCTION = "vllm.model_executor.layers.quantization.utils.marlin_utils_fp4", "apply_fp4_marlin_linear"
 
 
@@ -30,12 +34,67 @@ def missing() -> list[str]:
 def marlin_tensor(linear: Any) -> MarlinTensor | None:
     """The NVFP4 weight of one of vLLM's linears; None where it has none in Marlin's layout, or a padded one."""
     kernel = getattr(getattr(linear, "scheme", None), "kernel", None)
-    if "MarlinNvFp4" not in type(kernel).__name__:
+    if _KERNEL not in type(kernel).__name__:
         return None
     columns, rows = linear.input_size_per_partition, linear.output_size_per_partition
     if linear.weight.shape != (columns // 16, 2 * rows):
         return None
     return MarlinTensor(linear.weight.data, linear.weight_scale.data, linear.weight_global_scale.data)
+
+
+def lent_rows(linear: Any, parts: Sequence[tuple[str, int, int]]) -> dict[str, MarlinRows] | None:
+    """What one of vLLM's linears lends: a frozen weight for each of the base model's linears that it holds.
+
+    Args:
+        linear: vLLM's.
+        parts: Names in the base model, rows [start, stop).
+
+    Returns:
+        Empty where it has no NVFP4 weight; None where its weight cannot be lent, for it is padded, in another layout,
+        or one of Marlin's tiles holds rows of two parts.
+    """
+    if getattr(linear, "weight_global_scale", None) is None:
+        return {}
+    held = marlin_tensor(linear)
+    if held is None or any(start % TILE or stop % TILE for _, start, stop in parts):
+        return None
+    return {name: MarlinRows(held, start, stop) for name, start, stop in parts}
+
+
+def check_marlin_shapes(linears: dict[str, tuple[int, int]]) -> None:
+    """Reject weights that Marlin's tiles do not cover.
+
+    Args:
+        linears: (out, in) of each quantized linear by name.
+
+    Raises:
+        UserError: A weight, q/k/v and gate/up taken together, divides into neither 64 x 128 nor 128 x 64.
+    """
+    for name, (rows, columns) in linears.items():
+        stem, _, last = name.rpartition(".")
+        group = next((group for group in FUSED if last in group), (last,))
+        if last == "lm_head" or last != group[0]:
+            continue
+        rows = sum(linears.get(f"{stem}.{part}", (0, 0))[0] for part in group) if len(group) > 1 else rows
+        if (rows % 64 or columns % 128) and (rows % 128 or columns % 64):
+            raise UserError(
+                f"Marlin takes weights that divide into 64 x 128 or 128 x 64; {'+'.join(group)} of {stem} is {rows} x "
+                f"{columns}: set linear_backend to auto, which pads them"
+            )
+
+
+def why_not_lent(kernels: Sequence[str], dtype: torch.dtype) -> str | None:
+    """What keeps vLLM from lending the weights of its linears; None where it may.
+
+    Args:
+        kernels: Class names of what multiplies by them.
+        dtype: Of activations.
+    """
+    if not any(_KERNEL in kernel for kernel in kernels):
+        return f"only Marlin's layout can be lent, and vLLM's kernels are {', '.join(kernels)}"
+    if dtype != torch.bfloat16:
+        return f"vLLM scales weights otherwise for {dtype} than for bfloat16"
+    return None
 
 
 @torch.library.custom_op("qerl::marlin_or_dense", mutates_args=())
@@ -62,12 +121,13 @@ def marlin_or_dense(
         workspace: Marlin's.
         permuted_bias: [N], in Marlin's order.
         bias: [N], in plain order.
-        alpha: What `marlin_alpha` gives, float32 [1] in the host's memory, where reading it does not wait for the
+        alpha: That of `MarlinRows`, float32 [1] in the host's memory, where reading it does not wait for the
             device. A number would make every layer a compiled graph of its own.
         dense_above: Tokens.
     """
     if len(x) > dense_above:
-        return marlin_linear(x, MarlinTensor(weight, scale, global_scale), bias, alpha=alpha.item())
+        held = MarlinTensor(weight, scale, global_scale)
+        return frozen_linear(x, MarlinRows(held, alpha=alpha.item()), bias)
     product = getattr(importlib.import_module(_MODULE), _FUNCTION)
     rows, columns = weight.shape[1] // 2, 16 * len(weight)
     y: Tensor = product(x, weight, scale, global_scale, workspace, size_n=rows, size_k=columns, bias=permuted_bias)
@@ -106,11 +166,11 @@ def attach_dense(linear: Any, dense_above: int) -> None:
     held = marlin_tensor(linear)
     if held is None:
         return
-    alpha = marlin_alpha(held.global_scale)
-    linear.register_buffer("qerl_alpha", torch.tensor([alpha], device="cpu"), False)
+    weight = MarlinRows(held)
+    linear.register_buffer("qerl_alpha", torch.tensor([weight.alpha], device="cpu"), False)
     x = torch.randn(1, linear.input_size_per_partition, generator=torch.Generator().manual_seed(0), device="cpu")
     x = x.to(held.weight.device, torch.bfloat16)
-    few, many = linear.quant_method.apply(linear, x), marlin_linear(x, held, alpha=alpha)
+    few, many = linear.quant_method.apply(linear, x), frozen_linear(x, weight)
     apart = ((few - many).float().norm() / few.float().norm()).item()
     if apart > TOLERANCE:
         raise UserError(

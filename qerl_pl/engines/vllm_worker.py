@@ -15,11 +15,12 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
+from qerl_kernels import FrozenWeight
 from torch import Tensor, nn
 
 from qerl_pl.algorithm.noise import NormNoise
 from qerl_pl.engines import vllm_marlin
-from qerl_pl.engines.base import EngineSpec, LentLinear, LentWeights
+from qerl_pl.engines.base import EngineSpec, LentWeights
 from qerl_pl.engines.capacity import held_gib
 from qerl_pl.engines.vllm_adapter import Slots, attach_adapter
 from qerl_pl.errors import UserError
@@ -211,20 +212,14 @@ class PolicyWorker(Worker):
         return sorted(kernels)
 
     def qerl_lend(self) -> LentWeights | None:
-        """Marlin's NVFP4 weights by name in the base model, and the embeddings; None where one shares a tile."""
+        """The 4-bit weights by name in the base model, and the embeddings; None where one cannot be lent."""
         model = self.get_model()
-        linears: dict[str, LentLinear] = {}
+        linears: dict[str, FrozenWeight] = {}
         for name, module in self._linears().items():
-            if _look_up(module, "weight_global_scale") is None:
-                continue
-            held = vllm_marlin.marlin_tensor(module)
-            if held is None:
+            rows = vllm_marlin.lent_rows(module, self._parts(name, module))
+            if rows is None:
                 return None
-            whole = (held.weight, held.scale, module.weight_global_scale.data, module.input_size_per_partition)
-            for part, start, stop in self._parts(name, module):
-                if start % 64 or stop % 64:
-                    return None
-                linears[part] = LentLinear(*whole, start, stop)
+            linears |= rows
         tensors: dict[str, Tensor] = {}
         for name, module in model.named_modules():
             if name in ("model.embed_tokens", "lm_head") and isinstance(_look_up(module, "weight"), Tensor):

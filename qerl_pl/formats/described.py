@@ -6,10 +6,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
 from qerl_pl.errors import UserError
-from qerl_pl.formats.model_files import TensorFiles, end_token_ids, load_tokenizer, read_config
+from qerl_pl.formats.model_files import TensorFiles, end_token_ids, load_config, load_tokenizer, read_config
 
 _HEAD = "lm_head.weight"
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
@@ -24,11 +24,9 @@ def described_model(folder: Path) -> PreTrainedModel:
     """
     quantized = read_config(folder).get("quantization_config") is not None
     with _in_transformers_words(folder, "config.json"):
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        config = load_config(folder)
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UserError(f"the base must be a causal language model of transformers; {folder} is {config.model_type}")
-    if quantized:
-        del config.quantization_config
     with _in_transformers_words(folder, "config.json"), torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
     _check_weights(folder, model, quantized)

@@ -1,34 +1,21 @@
-"""Reading a base model's folder: 16/32-bit weights as they are, NVFP4 weights dequantized.
-
-The NVFP4 format is `nvfp4-pack-quantized` of compressed-tensors: for a linear X, `X.weight_packed` uint8 [N, K/2],
-`X.weight_scale` float8_e4m3fn [N, K/16] and `X.weight_global_scale` float32 [1], the divisor of the block scales.
-"""
+"""A base model's folder: its config, its tensors one at a time, its tokenizer, and how such a folder is written."""
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import NoneType
-from typing import Any, cast
+from typing import Any
 
 import torch
-from qerl_kernels.reference import dequantize_nvfp4
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    AutoConfig,
-    AutoTokenizer,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
 from qerl_pl.errors import UserError
-from qerl_pl.run.files import building
 
-NVFP4_FORMAT = "nvfp4-pack-quantized"
 QUANTIZATION_REPORT = "quantization_report.json"
 """File of a quantized checkpoint that holds the error of each matrix."""
 _INDEX = "model.safetensors.index.json"
@@ -62,22 +49,11 @@ def _json_object(path: Path) -> dict[str, Any]:
     return found
 
 
-def is_nvfp4(folder: Path) -> bool:
-    """Whether the folder holds an NVFP4 checkpoint.
-
-    Raises:
-        UserError: The checkpoint is quantized in another format.
-    """
-    quantization = read_config(folder).get("quantization_config")
-    if quantization is None:
-        return False
-    if quantization.get("format") != NVFP4_FORMAT:
-        found = quantization.get("format") or quantization.get("quant_method")
-        raise UserError(
-            f"a quantized base must have the format {NVFP4_FORMAT}; {folder} has {found}: "
-            "quantize the 16-bit model with `qerl quantize --format nvfp4`"
-        )
-    return True
+def load_config(folder: Path) -> PretrainedConfig:
+    """The same as transformers has it, without what it says of quantization: how linears are held is decided here."""
+    config: PretrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True)
+    vars(config).pop("quantization_config", None)
+    return config
 
 
 def weight_map(folder: Path) -> dict[str, str]:
@@ -153,86 +129,9 @@ class TensorFiles:
         return tensor
 
 
-def iterate_dense(folder: Path, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of a checkpoint, one at a time, in 16 or 32 bits.
-
-    Args:
-        folder: A model folder, NVFP4 or not.
-        dtype: What floating-point tensors are converted to.
-
-    Yields:
-        (name in the dense checkpoint, tensor on the CPU).
-    """
-    nvfp4 = is_nvfp4(folder)
-    tensors = TensorFiles(folder)
-    for name in tensors:
-        stem, _, kind = name.rpartition(".")
-        if nvfp4 and kind == "weight_packed":
-            scale, global_scale = (tensors.read(f"{stem}.weight_{part}") for part in ("scale", "global_scale"))
-            yield f"{stem}.weight", dequantize_nvfp4(tensors.read(name), scale, global_scale, dtype)
-        elif not (nvfp4 and kind in ("weight_scale", "weight_global_scale")):
-            tensor = tensors.read(name)
-            yield name, tensor.to(dtype) if tensor.is_floating_point() else tensor
-
-
-def load_dense_state(folder: Path, dtype: torch.dtype) -> dict[str, Tensor]:
-    """State dict of the base model with NVFP4 weights dequantized.
-
-    Args:
-        folder: A model folder, NVFP4 or not.
-        dtype: What floating-point tensors are converted to.
-
-    Raises:
-        UserError: No such folder, no weights, or another quantized format.
-    """
-    return dict(iterate_dense(folder, dtype))
-
-
-def load_dense_model(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
-    """The causal language model of a folder with dense weights, in evaluation mode, on the CPU, without gradients.
-
-    Raises:
-        UserError: As `load_dense_state`, or the architecture is no causal language model of transformers.
-    """
-    quantized = is_nvfp4(folder)
-    config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise UserError(f"the base must be a causal language model of transformers; {folder} is {config.model_type}")
-    if quantized:
-        del config.quantization_config
-    model_class = cast(type[PreTrainedModel], MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])
-    model: PreTrainedModel = model_class.from_pretrained(
-        None, config=config, state_dict=load_dense_state(folder, dtype), dtype=dtype, attn_implementation="sdpa"
-    )
-    return model.eval().requires_grad_(False)
-
-
-def write_dense_checkpoint(
-    src: Path, dst: Path, dtype: torch.dtype, change: Callable[[str, Tensor], Tensor] | None = None
-) -> Path:
-    """Write a copy of a checkpoint with dense weights, a few GiB in memory at a time.
-
-    Args:
-        src: A model folder, NVFP4 or not.
-        dst: Where the copy goes; appears only when it is whole. A folder that is already there is taken as finished.
-        dtype: Data type of the copy.
-        change: Maps (name, float32 tensor) to what is saved under that name, such as a weight with its adapter merged.
-
-    Returns:
-        `dst`.
-    """
-    if dst.is_dir():
-        return dst
-    with building(dst) as folder:
-        writer = ShardWriter(folder)
-        for name, tensor in iterate_dense(src, torch.float32 if change else dtype):
-            writer.add(name, change(name, tensor).to(dtype) if change else tensor)
-        writer.finish()
-        config = read_config(src)
-        config.pop("quantization_config", None)
-        config.pop("torch_dtype", None)
-        copy_other_files(src, folder, config | {"dtype": str(dtype).removeprefix("torch.")})
-    return dst
+def in_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """A floating-point tensor as `dtype`, any other as it is."""
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
 def other_files(folder: Path) -> list[Path]:

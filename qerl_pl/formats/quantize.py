@@ -1,7 +1,7 @@
 """`qerl quantize SRC DST`: a 16-bit checkpoint in, a 4-bit checkpoint out, a few matrices in memory at a time.
 
-The output is the format `nvfp4-pack-quantized` or `mxfp4-pack-quantized` of compressed-tensors, which transformers and
-vLLM load. Embeddings, norms, biases and lm_head keep their 16 bits.
+What is common to all formats; how one rounds a matrix is in its own file. Embeddings, norms, biases and lm_head keep
+their 16 bits. The output is in the layout of compressed-tensors, which transformers and vLLM load.
 """
 
 import json
@@ -11,37 +11,20 @@ import re
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from qerl_kernels import (
-    BlockScales,
-    dequantize_mxfp4,
-    dequantize_nvfp4,
-    nvfp4_global_scale,
-    quantize_mxfp4,
-    quantize_nvfp4,
-    select_backend,
-    selected_backend,
-    triton_available,
-)
+from qerl_kernels import BlockScales, select_backend, selected_backend, triton_available
 from torch import Tensor
 from tqdm import tqdm
 
 from qerl_pl.errors import UserError
 from qerl_pl.formats.architecture import fused_group
+from qerl_pl.formats.base import QUANTIZERS, Quantizer, format_of
+from qerl_pl.formats.dense import DENSE
 from qerl_pl.formats.described import described_model
-from qerl_pl.formats.model_files import (
-    NVFP4_FORMAT,
-    QUANTIZATION_REPORT,
-    ShardWriter,
-    TensorFiles,
-    copy_other_files,
-    is_nvfp4,
-    read_config,
-)
+from qerl_pl.formats.model_files import QUANTIZATION_REPORT, ShardWriter, TensorFiles, copy_other_files, read_config
 from qerl_pl.run.files import building
 
 log = logging.getLogger(__name__)
@@ -50,60 +33,6 @@ CHUNK = 1 << 20
 """Weights that one CPU thread rounds at a time."""
 Format = Literal["nvfp4", "mxfp4"]
 Device = Literal["auto", "cpu", "cuda"]
-
-
-def _config(file_format: str, strategy: str, group_size: int, scale_dtype: str) -> dict[str, Any]:
-    weights = {
-        "num_bits": 4,
-        "type": "float",
-        "symmetric": True,
-        "strategy": strategy,
-        "group_size": group_size,
-        "dynamic": False,
-        "scale_dtype": scale_dtype,
-        "observer": "memoryless_minmax",
-    }
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
-    return {
-        "quant_method": "compressed-tensors",
-        "format": file_format,
-        "quantization_status": "compressed",
-        "ignore": ["lm_head"],
-        "config_groups": {"group_0": group},
-    }
-
-
-QUANTIZATION_CONFIG = _config(NVFP4_FORMAT, "tensor_group", 16, "torch.float8_e4m3fn")
-"""What an NVFP4 checkpoint's config.json says of its weights."""
-MXFP4_CONFIG = _config("mxfp4-pack-quantized", "group", 32, "torch.uint8")
-
-
-@dataclass(frozen=True)
-class _Recipe:
-    format: Format
-    scales: BlockScales
-    power_of_two: bool
-
-    @property
-    def block(self) -> int:
-        return 16 if self.format == "nvfp4" else 32
-
-    def global_scale(self, weights: Iterable[Tensor]) -> Tensor | None:
-        """What the matrices of a fused group share: float32 [1], None in MXFP4."""
-        if self.format == "mxfp4":
-            return None
-        return nvfp4_global_scale(*weights, block_scales=self.scales, power_of_two=self.power_of_two)
-
-    def encode(self, rows: Tensor, global_scale: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Codes and block scales of some rows [n, K], and the sums of the squares of their errors and of themselves."""
-        if global_scale is None:
-            mx = quantize_mxfp4(rows)
-            packed, scale, dense = mx.packed, mx.scale, dequantize_mxfp4(mx.packed, mx.scale, torch.float32)
-        else:
-            nv = quantize_nvfp4(rows, global_scale, block_scales=self.scales)
-            packed, scale, dense = nv.packed, nv.scale, dequantize_nvfp4(*nv, torch.float32)
-        exact = rows.float()
-        return packed, scale, dense.sub_(exact).square_().sum(), exact.square().sum()
 
 
 def quantize_checkpoint(
@@ -136,15 +65,10 @@ def quantize_checkpoint(
             matrix to quantize or one that the format cannot hold, an option is not the format's, or there is no GPU for
             `device`.
     """
-    recipe, on = _Recipe(format, scales, power_of_two), _device(device)
-    if format == "mxfp4" and (scales != "minmax" or power_of_two):
-        raise UserError(
-            "MXFP4 has one rounding rule and no global scale; found "
-            f"scales={scales}, power_of_two={str(power_of_two).lower()}; leave them out or use --format nvfp4"
-        )
-    config = read_config(src)
-    if is_nvfp4(src):
-        raise UserError(f"only 16-bit weights can be quantized; {src} is NVFP4 already; use it as it is")
+    quantizer, on = QUANTIZERS[format](scales, power_of_two), _device(device)
+    config, found = read_config(src), format_of(src)
+    if found is not DENSE:
+        raise UserError(f"only 16-bit weights can be quantized; {src} is {found.name.upper()} already; use it as it is")
     if dst.exists():
         raise UserError(f"the destination must not exist; {dst} does; choose another name or remove it")
     described_model(src)
@@ -154,14 +78,14 @@ def quantize_checkpoint(
         if not quantized:
             raise UserError(f"quantizing needs weights named model.layers.N.*_proj.weight; {src} has none")
         writer = ShardWriter(folder)
-        errors = _quantize(tensors, quantized, recipe, on, writer)
+        errors = _quantize(tensors, quantized, quantizer, on, writer)
         for name in tensors:
             if name not in quantized:
                 writer.add(name, tensors.read(name))
         writer.finish()
-        quantization = QUANTIZATION_CONFIG if format == "nvfp4" else MXFP4_CONFIG
-        copy_other_files(src, folder, config | {"quantization_config": quantization})
-        _report(recipe, errors, folder / QUANTIZATION_REPORT)
+        copy_other_files(src, folder, config | {"quantization_config": quantizer.config})
+        settings = {"format": format, "scales": scales, "power_of_two": power_of_two}
+        _report(settings, errors, folder / QUANTIZATION_REPORT)
     log.info("wrote %s checkpoint %s", format.upper(), dst)
 
 
@@ -202,7 +126,7 @@ def _groups(tensors: Iterable[str], quantized: set[str]) -> Iterator[tuple[str, 
 
 
 def _quantize(
-    tensors: TensorFiles, quantized: set[str], recipe: _Recipe, device: torch.device, writer: ShardWriter
+    tensors: TensorFiles, quantized: set[str], quantizer: Quantizer, device: torch.device, writer: ShardWriter
 ) -> dict[str, float]:
     """Quantize fused group by fused group; the relative squared error of each matrix."""
     errors: dict[str, float] = {}
@@ -216,42 +140,47 @@ def _quantize(
     ):
         for group in _groups(tensors, quantized):
             weights = {name: tensors.read(name).to(device) for name in group}
-            _check(weights, recipe)
+            _check(weights, quantizer)
             # One task at a time on the pool keeps this single-threaded too.
-            global_scale = pool.submit(recipe.global_scale, weights.values()).result()
+            global_scale = pool.submit(quantizer.global_scale, weights.values()).result()
             for name, weight in weights.items():
-                errors[name] = _quantize_matrix(name, weight, global_scale, recipe, pool, writer)
+                errors[name] = _quantize_matrix(name, weight, global_scale, quantizer, pool, writer)
             bar.update(len(group))
     return errors
 
 
-def _check(weights: dict[str, Tensor], recipe: _Recipe) -> None:
-    label = recipe.format.upper()
+def _check(weights: dict[str, Tensor], quantizer: Quantizer) -> None:
     for name, weight in weights.items():
         if weight.dtype not in (torch.bfloat16, torch.float16, torch.float32):
             raise UserError(f"only 16 or 32-bit weights can be quantized; found {name} in {weight.dtype}")
-        if weight.dim() != 2 or weight.shape[1] % recipe.block:
-            remedy = "set model.policy.quantization to none" if recipe.format == "nvfp4" else "use --format nvfp4"
+        if weight.dim() != 2 or weight.shape[1] % quantizer.block:
             raise UserError(
-                f"{label} needs an input dimension divisible by {recipe.block}; found {name} with {weight.shape[-1]}; "
-                + remedy
+                f"{quantizer.label} needs an input dimension divisible by {quantizer.block}; found {name} with "
+                f"{weight.shape[-1]}; {quantizer.remedy}"
             )
     if len({weight.dtype for weight in weights.values()}) > 1:
         found = ", ".join(f"{name} in {weight.dtype}" for name, weight in weights.items())
         raise UserError(f"matrices that share a global scale must have one data type; found {found}; convert the model")
 
 
+def _encode(quantizer: Quantizer, rows: Tensor, global_scale: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Codes and block scales of some rows [n, K], and the sums of the squares of their errors and of themselves."""
+    packed, scale, dense = quantizer.encode(rows, global_scale)
+    exact = rows.float()
+    return packed, scale, dense.sub_(exact).square_().sum(), exact.square().sum()
+
+
 def _quantize_matrix(
     name: str,
     weight: Tensor,
     global_scale: Tensor | None,
-    recipe: _Recipe,
+    quantizer: Quantizer,
     pool: ThreadPoolExecutor,
     writer: ShardWriter,
 ) -> float:
     """Write one matrix in 4 bits; its relative squared error."""
     rows = len(weight) if weight.is_cuda else max(1, CHUNK // weight.shape[1])
-    parts = pool.map(lambda part: recipe.encode(part, global_scale), weight.split(rows))
+    parts = pool.map(lambda part: _encode(quantizer, part, global_scale), weight.split(rows))
     packed, scale, error, square = zip(*parts, strict=True)
     writer.add(f"{name}_packed", torch.cat(packed))
     writer.add(f"{name}_scale", torch.cat(scale))
@@ -264,9 +193,9 @@ def _quantize_matrix(
     return relative
 
 
-def _report(recipe: _Recipe, errors: dict[str, float], path: Path) -> None:
+def _report(settings: dict[str, Any], errors: dict[str, float], path: Path) -> None:
     mean, worst = math.fsum(errors.values()) / len(errors), max(errors, key=lambda name: errors[name])
-    report = asdict(recipe) | {"mean_relative_squared_error": mean, "relative_squared_error": errors}
+    report = settings | {"mean_relative_squared_error": mean, "relative_squared_error": errors}
     path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     log.info(
         "relative squared error of %d matrices: mean %.3g, largest %.3g in %s", len(errors), mean, errors[worst], worst

@@ -1,69 +1,84 @@
-"""Which folder the base model is loaded from: by trainer and engine alike."""
+"""The frozen base model, made from its folder and from what an engine lends."""
 
-import hashlib
-import logging
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from accelerate import init_empty_weights
+from qerl_kernels import FrozenWeight
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from qerl_pl.engines.base import LentWeights
 from qerl_pl.errors import UserError
-from qerl_pl.formats.described import described_model
-from qerl_pl.formats.model_files import is_nvfp4, other_files
-from qerl_pl.formats.quantize import quantize_checkpoint
-from qerl_pl.modules.lora import check_targets
-from qerl_pl.modules.policy import PolicyConfig
-from qerl_pl.run.files import cache_root, folder_identity
-from qerl_pl.toy import build_toy_policy
-
-log = logging.getLogger(__name__)
+from qerl_pl.formats.base import BaseFormat, format_of
+from qerl_pl.formats.model_files import TensorFiles, load_config
+from qerl_pl.modules.frozen_linear import FrozenLinear
+from qerl_pl.modules.packing import ATTENTION
 
 
-def resolve_base(config: PolicyConfig) -> Path:
-    """Local folder of the base model, in the precision that the policy asks for.
+def load_base(
+    folder: Path, dtype: torch.dtype, device: torch.device, lent: LentWeights | None = None
+) -> PreTrainedModel:
+    """A frozen causal LM from a local folder; linears that its format quantizes, or that are lent, are `FrozenLinear`.
 
-    Builds the toy policy, downloads from the hub, or quantizes 16-bit weights, each once: the results are cached.
+    No dense copy of a quantized weight is made, and none at all of what is lent.
+
+    Args:
+        folder: Hugging Face format.
+        dtype: Data type of everything that is not packed.
+        device: Where the tensors go, one by one.
+        lent: Weights of an engine that has loaded the same folder.
 
     Raises:
-        UserError: The path is neither a folder nor a model of the hub, its files disagree, it has no place for the
-            adapter, or the weights are quantized although the policy asks for none.
+        UserError: The folder is no such model, tensors are missing or left over, or projections that run fused have
+            unequal global scales.
     """
-    source = build_toy_policy(config.toy) if config.path is None else _local_folder(config.path)
-    check_targets(described_model(source), config.lora)
-    if config.quantization == "none":
-        if is_nvfp4(source):
-            raise UserError(
-                f"quantization: none needs 16-bit weights; {source} is NVFP4; "
-                "set model.policy.quantization to nvfp4 or name the 16-bit model"
-            )
-        return source
-    if is_nvfp4(source):
-        return source
-    target = cache_root() / f"nvfp4-{_identity(source)}"
-    if not target.is_dir():
-        log.info("quantizing %s to NVFP4 (once; `qerl quantize` does it beforehand)", source)
-        quantize_checkpoint(source, target, device="cuda" if torch.cuda.is_available() else "cpu")
-    return target
-
-
-def _identity(source: Path) -> str:
-    """Digest of all that a quantized copy is made of: weights, and the files that are copied."""
-    digest = hashlib.blake2b(folder_identity(source).encode(), digest_size=16)
-    for path in other_files(source):
-        digest.update(f"{path.name}:{path.stat().st_size}".encode())
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
-
-
-def _local_folder(path: str) -> Path:
-    folder = Path(path).expanduser()
-    if folder.is_dir():
-        return folder
-    try:
-        return Path(snapshot_download(path, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
+    base_format, tensors = format_of(folder), TensorFiles(folder)
+    config = load_config(folder)
+    base_format.check(tensors)
+    with init_empty_weights(include_buffers=False):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=ATTENTION)
+    lent = LentWeights({}, {}) if lent is None else lent
+    state = {**lent.tensors, **_use_frozen_linears(model, base_format, tensors, device, lent.linears)}
+    held = {name for linear in lent.linears for name in base_format.tensor_names(linear)} | state.keys()
+    for name in tensors:
+        # Old Llama files store inv_freq, which their configuration says.
+        if name not in held and not name.endswith(".inv_freq"):
+            state[name] = tensors.read(name).to(device, dtype)
+    missing, unexpected = model.load_state_dict(state, strict=False, assign=True)
+    model.tie_weights()
+    missing = [name for name in missing if name != "lm_head.weight" or not config.tie_word_embeddings]
+    if missing or unexpected:
         raise UserError(
-            f"model.policy.path must be a folder or a model of the hub; {path!r} is neither "
-            f"({type(error).__name__}); check the spelling, or download the model and give its folder"
-        ) from error
+            f"the weight files must fit config.json; {folder} lacks {missing[:3]} and has {unexpected[:3]} besides; "
+            "check that both come from the same model"
+        )
+    model.to(device)  # type: ignore[arg-type]
+    return model.requires_grad_(False)
+
+
+def _use_frozen_linears(
+    model: nn.Module,
+    base_format: BaseFormat,
+    tensors: TensorFiles,
+    device: torch.device,
+    lent: Mapping[str, FrozenWeight],
+) -> dict[str, Tensor]:
+    """Put `FrozenLinear` in place of what is lent or quantized; the tensors of own copies by their checkpoint names."""
+
+    def place(tensor: Tensor) -> Tensor:
+        return nn.Parameter(tensor.to(device), requires_grad=False)
+
+    own: dict[str, Tensor] = {}
+    for name, module in list(model.named_modules()):
+        if not isinstance(module, nn.Linear):
+            continue
+        weight = lent.get(name)
+        if weight is None:
+            weight = base_format.frozen_weight(name, tensors, place)
+            if weight is None:
+                continue
+            own |= {f"{name}.{part}": tensor for part, tensor in weight.tensors().items()}
+        model.set_submodule(name, FrozenLinear(weight, module.bias, own=name not in lent))
+    return own

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from qerl_pl.errors import UserError
 from qerl_pl.formats.architecture import LAYER_NORMS
-from qerl_pl.modules.nvfp4 import BorrowedLinear, NVFP4Linear, QuantizedLinear
+from qerl_pl.modules.frozen_linear import FrozenLinear
 
 ADAPTER = "default"
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -71,7 +71,7 @@ class LoraLinear(nn.Module, LoraLayer):
         self.update_layer(adapter_name, r, lora_alpha=lora_alpha, config=config, **kwargs)
 
     def _get_in_out_features(self, module: nn.Module) -> tuple[int, int]:
-        assert isinstance(module, nn.Linear | QuantizedLinear)
+        assert isinstance(module, nn.Linear | FrozenLinear)
         return module.in_features, module.out_features
 
     def factors(self) -> tuple[Tensor, Tensor]:
@@ -84,7 +84,7 @@ class LoraLinear(nn.Module, LoraLayer):
             return self.base_layer(x)
         a, b = self.factors()
         scaling, dropout = self.scaling[ADAPTER], self.lora_dropout[ADAPTER]
-        if isinstance(self.base_layer, QuantizedLinear) and (isinstance(dropout, nn.Identity) or not self.training):
+        if isinstance(self.base_layer, FrozenLinear) and (isinstance(dropout, nn.Identity) or not self.training):
             return self.base_layer(x, LoraFactors(a, b, scaling))
         hidden = nn.functional.linear(dropout(x), a.to(x.dtype))
         return self.base_layer(x) + nn.functional.linear(hidden, b.to(x.dtype)) * scaling
@@ -105,7 +105,7 @@ def check_targets(model: nn.Module, config: LoraConfig) -> None:
     linears = {
         name: min(module.in_features, module.out_features)
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear | QuantizedLinear) and module is not head
+        if isinstance(module, nn.Linear | FrozenLinear) and module is not head
     }
     for target in config.targets:
         sides = {name: side for name, side in linears.items() if re.fullmatch(rf"(.*\.)?{re.escape(target)}", name)}
@@ -144,6 +144,6 @@ def attach_lora(model: nn.Module, config: LoraConfig, train_norms: bool = False)
         bias="none",
         task_type="CAUSAL_LM",
     )
-    peft_config._register_custom_module(dict.fromkeys((NVFP4Linear, BorrowedLinear, nn.Linear), LoraLinear))
+    peft_config._register_custom_module(dict.fromkeys((FrozenLinear, nn.Linear), LoraLinear))
     # autocast_adapter_dtype keeps the factors in float32 over a 16-bit base: AdamW steps are below bf16's resolution.
     return peft.PeftModelForCausalLM(model, peft_config, adapter_name=ADAPTER, autocast_adapter_dtype=True)

@@ -1,6 +1,5 @@
 """The policy: a frozen base model, 4-bit or 16-bit, with a LoRA adapter, and the log-probabilities of its tokens."""
 
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -8,27 +7,22 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from accelerate import init_empty_weights
-from peft import PeftModel, get_peft_model_state_dict
-from peft.utils import ModulesToSaveWrapper
 from qerl_kernels import chunked_token_logprobs
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from qerl_pl.algorithm.noise import NormNoise
 from qerl_pl.engines.base import LentWeights
-from qerl_pl.errors import UserError
-from qerl_pl.formats.architecture import fused_group
-from qerl_pl.formats.model_files import TensorFiles, is_nvfp4
-from qerl_pl.formats.norm import Float32RMSNorm, use_float32_norms
-from qerl_pl.modules.lora import ADAPTER, LoraConfig, LoraLinear, attach_lora
-from qerl_pl.modules.nvfp4 import BorrowedLinear, NVFP4Linear
-from qerl_pl.modules.packing import ATTENTION, Packing
+from qerl_pl.formats.described import described_model
+from qerl_pl.formats.norm import use_float32_norms
+from qerl_pl.formats.resolve import in_format, local_folder
+from qerl_pl.modules.adapter import LoraAdapter
+from qerl_pl.modules.base_model import load_base
+from qerl_pl.modules.lora import LoraConfig, check_targets
+from qerl_pl.modules.packing import Packing
 from qerl_pl.run.files import cache_root
-from qerl_pl.toy import ToyConfig
+from qerl_pl.toy import ToyConfig, build_toy_policy
 from qerl_pl.types import PolicyWeights
 
-_PACKED = (torch.uint8, torch.float8_e4m3fn)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}  # float16's gradients underflow in large batches
 
 
@@ -61,84 +55,22 @@ class PolicyConfig:
         """`dtype` as PyTorch names it."""
         return DTYPES[self.dtype]
 
+    def base_folder(self) -> Path:
+        """Local folder of the base model in the format asked for, which the engine loads too.
 
-def load_base(
-    folder: Path, dtype: torch.dtype, device: torch.device, lent: LentWeights | None = None
-) -> PreTrainedModel:
-    """A frozen causal LM from a local folder; linears that the folder stores in NVFP4 become `NVFP4Linear`.
+        Trains the toy policy, downloads from the hub, or quantizes 16-bit weights, each once: the results are cached.
 
-    No dense copy of a quantized weight is made, and none at all of what is lent.
-
-    Args:
-        folder: Hugging Face format.
-        dtype: Data type of everything that is not packed.
-        device: Where the tensors go, one by one.
-        lent: Weights of an engine that has loaded the same folder.
-
-    Raises:
-        UserError: The folder is no such model, tensors are missing or left over, or projections that run fused have
-            unequal global scales.
-    """
-    config = AutoConfig.from_pretrained(folder)
-    quantized, tensors = is_nvfp4(folder), TensorFiles(folder)
-    if quantized:
-        del config.quantization_config
-    with init_empty_weights(include_buffers=False):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=ATTENTION)
-        if quantized:
-            _use_quantized_linears(model, tensors, dtype, lent)
-    if quantized:
-        _check_fused_scales(tensors)
-    state = dict(lent.tensors) if lent is not None else {}
-    linears = lent.linears if lent is not None else {}
-    for name in tensors:
-        module, _, kind = name.rpartition(".")
-        if kind == "inv_freq":  # old Llama files store what their configuration says
-            continue
-        if name not in state and not (module in linears and kind.startswith("weight")):
-            tensor = tensors.read(name)
-            packed = tensor.dtype in _PACKED or name.endswith("_global_scale")
-            state[name] = tensor.to(device=device, dtype=None if packed else dtype)
-    missing, unexpected = model.load_state_dict(state, strict=False, assign=True)
-    model.tie_weights()
-    missing = [name for name in missing if name != "lm_head.weight" or not config.tie_word_embeddings]
-    if missing or unexpected:
-        raise UserError(
-            f"the weight files must fit config.json; {folder} lacks {missing[:3]} and has {unexpected[:3]} besides; "
-            "check that both come from the same model"
-        )
-    model.to(device)  # type: ignore[arg-type]
-    return model.requires_grad_(False)
-
-
-def _use_quantized_linears(
-    model: nn.Module, tensors: TensorFiles, dtype: torch.dtype, lent: LentWeights | None
-) -> None:
-    for name, module in list(model.named_modules()):
-        if not isinstance(module, nn.Linear) or f"{name}.weight_packed" not in tensors:
-            continue
-        if lent is not None and name in lent.linears:
-            model.set_submodule(name, BorrowedLinear(lent.linears[name], module.bias is not None, dtype))
-        else:
-            linear = NVFP4Linear(module.in_features, module.out_features, module.bias is not None, dtype)
-            model.set_submodule(name, linear.to("meta"))
-
-
-def _check_fused_scales(tensors: TensorFiles) -> None:
-    for name in tensors:
-        if name.endswith(".weight_global_scale"):
-            group = fused_group(name.removesuffix("_global_scale"))
-            scales = {member: tensors.read(f"{member}_global_scale").item() for member in group}
-            if len(set(scales.values())) > 1:
-                raise UserError(
-                    "projections that run fused must share one global scale; found "
-                    + ", ".join(f"{key}={value:g}" for key, value in scales.items())
-                    + "; quantize the 16-bit weights with `qerl quantize`"
-                )
+        Raises:
+            UserError: `path` is neither a folder nor a model of the hub, its files disagree, it has no place for the
+                adapter, or its weights are quantized in another format.
+        """
+        source = build_toy_policy(self.toy) if self.path is None else local_folder(self.path)
+        check_targets(described_model(source), self.lora)
+        return in_format(source, self.quantization)
 
 
 class Policy(nn.Module):
-    """Base model and adapter; knows nothing of rewards or objectives.
+    """Base model and what is trained of it; knows nothing of rewards or objectives.
 
     Args:
         folder: Local folder of the base model.
@@ -158,38 +90,28 @@ class Policy(nn.Module):
     ) -> None:
         super().__init__()
         self.config = config
-        base = load_base(folder, config.torch_dtype, device, lent)
-        use_float32_norms(base)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            self.model: PeftModel = attach_lora(base, config.lora, config.train_norms)
-        self.model.to(device)
+        self.base = load_base(folder, config.torch_dtype, device, lent)
+        """The causal LM, with all that is trained in it."""
+        use_float32_norms(self.base)
         # What plain PEFT needs to load the exported adapter without being told its base: never the 16-bit weights that
         # the base was quantized from.
-        made_here = config.path is None or folder.parent == cache_root()
-        self.model.peft_config[ADAPTER].base_model_name_or_path = str(folder) if made_here else config.path
+        base_name = str(folder) if config.path is None or folder.parent == cache_root() else config.path
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            self.trained = LoraAdapter(self.base, config.lora, config.train_norms, base_name)
+        self.base.to(device)  # type: ignore[arg-type]
         if config.gradient_checkpointing:
-            base.gradient_checkpointing_enable({"use_reentrant": False})
+            self.base.gradient_checkpointing_enable({"use_reentrant": False})
 
     @property
-    def base(self) -> nn.Module:
-        """The causal LM that the adapter wraps."""
-        return self.model.get_base_model()
-
-    def _trained_norms(self) -> Iterator[tuple[str, Float32RMSNorm]]:
-        for name, module in self.base.named_modules():
-            if isinstance(module, ModulesToSaveWrapper):
-                norm = module.modules_to_save[ADAPTER]
-                assert isinstance(norm, Float32RMSNorm)
-                yield name, norm
-
-    def _adapted(self) -> Iterator[tuple[str, LoraLinear]]:
-        return ((name, module) for name, module in self.base.named_modules() if isinstance(module, LoraLinear))
+    def device(self) -> torch.device:
+        """Where its tensors are."""
+        return next(self.parameters()).device
 
     @contextmanager
     def reference(self) -> Iterator[None]:
         """Inside the block the policy is its reference: adapter off, norm scales as in the base model."""
-        with self.model.disable_adapter():
+        with self.trained.off():
             yield
 
     def token_logprobs(
@@ -213,7 +135,7 @@ class Policy(nn.Module):
         if not rows.any():
             return empty, empty
         packing = Packing.of(lengths[rows], tokens.shape[1])
-        decoder = self.base.get_decoder()  # type: ignore[operator]
+        decoder = self.base.get_decoder()
         hidden = decoder(
             input_ids=tokens[rows][packing.kept].unsqueeze(0),
             position_ids=packing.positions.unsqueeze(0),
@@ -221,7 +143,7 @@ class Policy(nn.Module):
             packing=packing,
         ).last_hidden_state[0]
         predicting = mask[rows][packing.kept].nonzero().squeeze(1) - 1
-        head = self.base.get_output_embeddings()  # type: ignore[operator]
+        head = self.base.get_output_embeddings()
         logprobs, entropies = chunked_token_logprobs(
             hidden[predicting], head.weight, tokens[mask], temperature, entropy_gradient=entropy_gradient
         )
@@ -235,42 +157,28 @@ class Policy(nn.Module):
             noise: Noise of the sampler's norms.
             adapter: False for the reference policy.
         """
-        factors = {
-            name: (module.factors()[0].detach(), module.factors()[1].detach()) for name, module in self._adapted()
-        }
-        norms = {name: norm.weight.detach() for name, norm in self._trained_norms()}
+        factors = {name: (a.detach(), b.detach()) for name, (a, b) in self.trained.factors().items()}
+        tensors = {name: tensor.detach() for name, tensor in self.trained.tensors().items()}
         return PolicyWeights(
             version=version,
             adapter=factors if adapter else None,
             scaling=self.config.lora.scaling,
-            norms=norms if adapter else {},
+            tensors=tensors if adapter else {},
             noise=noise,
         )
 
     @contextmanager
-    def probed(self) -> Iterator[None]:
-        """Inside the block B of every adapter is random, and changes each product by some half of itself.
+    def probed(self, seed: int) -> Iterator[None]:
+        """Inside the block the adapter is random by `seed`, and not small.
 
-        A fresh adapter does nothing, so that an engine without it would look right.
+        A fresh adapter does nothing, and a young one little, so that an engine without it would look right.
         """
-        matrices = [module.factors()[1] for _, module in self._adapted()]
-        kept = [b.detach().clone() for b in matrices]
-        std = 1 / (self.config.lora.scaling * math.sqrt(self.config.lora.rank))
-        with torch.no_grad():
-            for number, b in enumerate(matrices):
-                b.normal_(std=std, generator=torch.Generator(b.device).manual_seed(number))
-        try:
+        with self.trained.probed(seed):
             yield
-        finally:
-            with torch.no_grad():
-                for b, before in zip(matrices, kept, strict=True):
-                    b.copy_(before)
 
     def trained_state(self) -> dict[str, Tensor]:
         """Everything that training changes: adapter matrices and, if trained, norm scales, by PEFT's names."""
-        # Not "auto", which asks the hub whether the base's embeddings are the model's own.
-        state = get_peft_model_state_dict(self.model, adapter_name=ADAPTER, save_embedding_layers=False)
-        return {name: tensor.detach() for name, tensor in state.items()}
+        return self.trained.state()
 
     def load_trained_state(self, state: dict[str, Tensor]) -> None:
         """Take over what `trained_state` gave.
@@ -278,17 +186,8 @@ class Policy(nn.Module):
         Raises:
             UserError: Names or shapes are another policy's.
         """
-        own = self.trained_state()
-        if {name: tensor.shape for name, tensor in own.items()} != {name: t.shape for name, t in state.items()}:
-            raise UserError(
-                "a checkpoint must hold this policy's adapter; found other names or shapes; "
-                "set model.policy.lora and train_norms as in the run that wrote it"
-            )
-        with torch.no_grad():
-            for name, tensor in own.items():
-                tensor.copy_(state[name])
+        self.trained.load(state)
 
     def save_adapter(self, folder: Path) -> None:
         """Write adapter and trained norms in PEFT's format."""
-        self.model.save_pretrained(str(folder), save_embedding_layers=False)
-        (folder / "README.md").unlink(missing_ok=True)  # an empty model card
+        self.trained.save(folder)

@@ -20,21 +20,22 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from qerl_pl.algorithm.noise import NormNoise
 from qerl_pl.algorithm.objectives import GRPO, Objective
-from qerl_pl.engines.base import LentWeights
 from qerl_pl.errors import UserError, require_at_least
-from qerl_pl.modules.base_model import resolve_base
 from qerl_pl.modules.optimizer import build_optimizer, build_schedule
 from qerl_pl.modules.policy import Policy, PolicyConfig
 from qerl_pl.modules.update import NonFiniteLossError, PolicyUpdate
 from qerl_pl.rollout.experience import Experience
+from qerl_pl.rollout.hand_over import HandOver
 from qerl_pl.run.checkpoints import CHECKPOINT_KEY, check_fits
 from qerl_pl.run.devices import check_one_device, writes_files
-from qerl_pl.run.files import folder_identity
+from qerl_pl.run.files import building, folder_identity
 from qerl_pl.run.random_state import deterministic, random_state, set_random_state
 from qerl_pl.run.seeding import stream_seed
-from qerl_pl.types import Evaluation, Prompt
+from qerl_pl.types import Evaluation, PolicyWeights, Prompt
 
+BEFORE_TRAINING = -1  # step of what is measured before the first rollout, whose own is 0
 RATES = ("initial_lr", "weight_decay")  # of the optimizer: a resumed run takes them from its configuration
+SHOWN = ("reward/mean", "policy/entropy")  # beside the progress bar
 
 
 class QeRLModule(LightningModule):
@@ -99,14 +100,9 @@ class QeRLModule(LightningModule):
         self.policy_version = 0
         self.noise: Callable[[int], NormNoise] | None = None
         """Noise of the sampler for a policy version; the AQN callback sets it, None samples without."""
-        self.lent: LentWeights | None = None
-        """Weights of the base that an engine lends; the rollout callback sets it before the policy is loaded."""
-        self.sampled = False
-        """Whether a rollout callback is there to hand over experiences and evaluations."""
-        self.accuracy = MeanMetric()
-        self.pass_at_1 = MeanMetric()
-        self._experience: Experience | None = None
-        self._evaluation: Evaluation | None = None
+        self.hand_over: HandOver | None = None
+        """Where it finds what was sampled for it; the rollout callback sets it before the policy is loaded."""
+        self._means: dict[str, MeanMetric] = {}
         self._random_state: dict[str, Any] | None = None
         self._optimizer: str | None = None
         self._rates: list[dict[str, float]] = []
@@ -116,7 +112,7 @@ class QeRLModule(LightningModule):
     @cached_property
     def base_folder(self) -> Path:
         """Local folder of the base model; made on first use (download, toy training, quantization)."""
-        return resolve_base(self.policy_config)
+        return self.policy_config.base_folder()
 
     @cached_property
     def base_identity(self) -> str:
@@ -135,15 +131,12 @@ class QeRLModule(LightningModule):
             if device.type == "cuda":
                 select_backend("triton")
             seed = stream_seed(self.seed, "adapter")
-            self.policy = Policy(self.base_folder, self.policy_config, device, seed, self.lent)
+            lent = None if self.hand_over is None else self.hand_over.lent
+            self.policy = Policy(self.base_folder, self.policy_config, device, seed, lent)
 
     def on_fit_start(self) -> None:
         check_one_device(self.trainer)
-        if not self.sampled:
-            raise UserError(
-                "fit needs a callback that samples completions; trainer.callbacks has none; "
-                "add qerl_pl.callbacks.RolloutCallback"
-            )
+        self._sampled("fit")
         if self.trainer.precision not in ("32-true", "32", 32):
             raise UserError(
                 f"the policy sets its own precision; trainer.precision is {self.trainer.precision}; "
@@ -189,31 +182,40 @@ class QeRLModule(LightningModule):
             schedule.base_lrs[index] = given["initial_lr"]
             group["lr"] = given["initial_lr"] * schedule.lr_lambdas[index](schedule.last_epoch)
 
+    def _sampled(self, what: str) -> HandOver:
+        if self.hand_over is None:
+            raise UserError(
+                f"{what} needs a callback that samples completions; trainer.callbacks has none; "
+                "add qerl_pl.callbacks.RolloutCallback"
+            )
+        return self.hand_over
+
     # The update ----------------------------------------------------------------------------------------------------
 
-    def receive(self, experience: Experience) -> None:
-        """Take the experience that the next training step learns from."""
-        self._experience = experience
+    def sampling_weights(self) -> PolicyWeights:
+        """What the next rollout samples with: the policy as it is, and the noise of its version.
 
-    def restore_random_state(self) -> None:
-        """Set what a checkpoint held, once: before the first rollout, for between resume and that nothing may draw."""
+        The first one of a resumed run sets the random states that the checkpoint held: not earlier, for between resume
+        and rollout nothing may draw.
+        """
         if self._random_state is not None:
             set_random_state(self._random_state)
             self._random_state = None
+        noise = None if self.noise is None else self.noise(self.policy_version)
+        return self.policy.weights(self.policy_version, noise)
 
     def training_step(self, batch: list[Prompt], batch_idx: int) -> dict[str, Experience]:
         """Update the policy from the experience of this batch's prompts; callbacks find that under "experience"."""
-        experience, self._experience = self._experience, None
-        assert experience is not None and experience.version == self.policy_version
+        experience = self._sampled("training").take_experience()
+        assert experience.version == self.policy_version
         start = time.perf_counter()
-        metrics = experience.metrics | self._run_update(experience.to(self.device))
+        metrics = {**experience.metrics, **self._run_update(experience.to(self.device))}
         self.policy_version += 1
-        metrics["time/update_s"] = time.perf_counter() - start
-        seconds = sum(value for name, value in metrics.items() if name.startswith("time/"))
-        metrics["perf/tokens_per_s"] = metrics["completions/sampled_tokens"] / seconds
-        shown = ("reward/mean", "policy/entropy")
-        self.log_dict({k: v for k, v in metrics.items() if k not in shown}, batch_size=1)
-        self.log_dict({k: metrics[k] for k in shown}, batch_size=1, prog_bar=True)
+        seconds = time.perf_counter() - start
+        metrics["time/update_s"] = seconds
+        metrics["perf/tokens_per_s"] = experience.sampled_tokens / (experience.seconds + seconds)
+        for name, value in metrics.items():
+            self.log(name, value, batch_size=1, prog_bar=name in SHOWN)
         return {"experience": experience}
 
     def _run_update(self, experience: Experience) -> dict[str, float]:
@@ -232,33 +234,29 @@ class QeRLModule(LightningModule):
 
     # Evaluation ----------------------------------------------------------------------------------------------------
 
-    def evaluate(self, evaluation: Evaluation) -> None:
-        """Take the evaluation of the batch that the next validation or test step logs."""
-        self._evaluation = evaluation
+    def validation_step(self, batch: list[Prompt], batch_idx: int, dataloader_idx: int = 0) -> dict[str, Evaluation]:
+        """Log accuracy over the held-out prompts; callbacks find every answer under "evaluation"."""
+        return self._log_evaluation("val", dataloader_idx)
 
-    def validation_step(self, batch: list[Prompt], batch_idx: int) -> None:
-        """Log accuracy over the held-out prompts."""
-        self._log_evaluation("val")
+    def test_step(self, batch: list[Prompt], batch_idx: int, dataloader_idx: int = 0) -> dict[str, Evaluation]:
+        """Log accuracy over the test prompts; callbacks find every answer under "evaluation"."""
+        return self._log_evaluation("test", dataloader_idx)
 
-    def test_step(self, batch: list[Prompt], batch_idx: int) -> None:
-        """Log accuracy over the test prompts."""
-        self._log_evaluation("test")
-
-    def _log_evaluation(self, stage: str) -> None:
-        evaluation, self._evaluation = self._evaluation, None
-        if evaluation is None:
-            raise UserError(
-                "validation needs a callback that samples completions; trainer.callbacks has none; "
-                "add qerl_pl.callbacks.RolloutCallback"
-            )
-        self.accuracy.update(evaluation.greedy_correct)
-        self.pass_at_1.update(evaluation.sampled_correct)
-        count = len(evaluation.greedy_correct)
-        self.log(f"{stage}/accuracy", self.accuracy, on_epoch=True, batch_size=count, prog_bar=True)
-        self.log(f"{stage}/pass@1", self.pass_at_1, on_epoch=True, batch_size=count)
-        self.log("rollouts", float(self.policy_version), logger=False, batch_size=count)
-        if self.trainer.state.fn != TrainerFn.FITTING:  # where the run's own curve has this policy
-            self.log("step", float(max(self.policy_version - 1, 0)), batch_size=count)
+    def _log_evaluation(self, stage: str, loader: int) -> dict[str, Evaluation]:
+        evaluation = self._sampled("validation").take_evaluation()
+        place = f"{stage}/{evaluation.name}" if evaluation.name else stage
+        # Names tell sets apart; Lightning would add the loaders' numbers.
+        options: dict[str, Any] = {"batch_size": len(evaluation.prompts), "add_dataloader_idx": False}
+        for kind, right in (("accuracy", evaluation.greedy_correct), ("pass@1", evaluation.sampled_correct)):
+            tag = f"{place}/{kind}"
+            mean = self._means.setdefault(tag, MeanMetric().to(self.device))
+            mean.update(right)
+            self.log(tag, mean, on_epoch=True, prog_bar=kind == "accuracy", metric_attribute=tag, **options)
+        if loader == 0:
+            self.log("rollouts", float(self.policy_version), logger=False, **options)
+            if self.trainer.state.fn != TrainerFn.FITTING:  # where the run's own curve has this policy
+                self.log("step", float(self.policy_version + BEFORE_TRAINING), **options)
+        return {"evaluation": evaluation}
 
     # Checkpoints ---------------------------------------------------------------------------------------------------
 
@@ -289,7 +287,8 @@ class QeRLModule(LightningModule):
         self._random_state = state["random_state"]
         self._optimizer = state["optimizer"]
 
-    def on_train_end(self) -> None:
-        """Write the adapter in PEFT's format to RUN/adapter."""
-        if writes_files(self.trainer):
-            self.policy.save_adapter(Path(self.trainer.default_root_dir) / "adapter")
+    def on_fit_end(self) -> None:
+        """Write RUN/adapter in PEFT's format, also where nothing was left to train: a kill may have come before it."""
+        if writes_files(self.trainer) and self.policy_version:
+            with building(Path(self.trainer.default_root_dir) / "adapter", replace=True) as folder:
+                self.policy.save_adapter(folder)

@@ -36,6 +36,10 @@ class NonFiniteLossError(ArithmeticError):
 class PolicyUpdate:
     """How a policy learns from an experience; `run` does it.
 
+    Each pass splits the completions into `minibatches` parts, as even as they can be. Dynamic sampling may leave fewer
+    completions than parts: an empty part's optimizer step has no gradient, so that neither parameters nor the
+    optimizer's state change, and is counted as any other: the learning rate goes its way by rollouts.
+
     Args:
         objective: The loss.
         epochs: Passes over the experience (μ).
@@ -60,7 +64,7 @@ class PolicyUpdate:
         return self.epochs * self.minibatches
 
     def check_divides(self, completions: int) -> None:
-        """Refuse minibatches that do not divide the completions of a rollout.
+        """Refuse minibatches that do not divide the completions of a whole rollout.
 
         Raises:
             UserError: They do not.
@@ -93,7 +97,6 @@ class PolicyUpdate:
             norm.
 
         Raises:
-            UserError: The minibatches do not divide the experience.
             NonFiniteLossError: Loss or gradient is not finite.
         """
         torch.manual_seed(stream_seed(self.seed, "update", experience.version))  # dropout
@@ -112,7 +115,7 @@ class PolicyUpdate:
                 raise NonFiniteLossError(f"loss {totals['loss']:g}, gradient norm {norm:g}")
             totals["grad_norm"] += norm
             totals["lr"] += optimizer.param_groups[0]["lr"]
-            optimizer.step()
+            optimizer.step()  # passes over parameters without a gradient: weight decay and momentum rest with it
             schedule.step()
         tokens = totals["tokens"] or math.nan  # no mean where every completion was left out
         metrics = {tag: totals[name] / tokens for tag, name in PER_TOKEN.items() if name in totals}
@@ -171,7 +174,7 @@ class PolicyUpdate:
 
     def _old_logprobs(self, policy: Policy, experience: Experience, mask: Tensor) -> Tensor | None:
         """The clean policy's log-probabilities before the update; None where the update's own forward gives them."""
-        if self.steps == 1 and policy.config.lora.dropout == 0.0:
+        if self.steps == 1 and not policy.trained.random:
             return None
         return self._frozen_logprobs(policy, experience, mask)
 
@@ -193,12 +196,11 @@ class PolicyUpdate:
         return list(torch.arange(len(lengths), device=lengths.device).split(sizes))
 
     def _minibatch_rows(self, experience: Experience) -> Iterator[Tensor]:
-        """Rows of each optimizer step, shuffled when there are several."""
+        """Rows of each optimizer step, shuffled when there are several; of some steps none."""
         completions = len(experience)
-        self.check_divides(completions)
         for epoch in range(self.epochs):
             rows = torch.arange(completions)
             if self.minibatches > 1:
                 seed = stream_seed(self.seed, "minibatches", experience.version, epoch)
                 rows = torch.randperm(completions, generator=torch.Generator().manual_seed(seed))
-            yield from rows.to(experience.tokens.device).chunk(self.minibatches)
+            yield from rows.to(experience.tokens.device).tensor_split(self.minibatches)

@@ -1,11 +1,12 @@
 """What scores a completion: a list of `Reward` objects, each with a weight."""
 
-from qerl_pl.rewards.base import Reward, RewardSample, ScoredBatch, check_rewards, score
+from qerl_pl.rewards.base import AnswerReward, Reward, RewardSample, ScoredBatch, check_rewards, extract_answers, score
 from qerl_pl.rewards.format_and_length import Format, OverlongPenalty
 from qerl_pl.rewards.gsm8k_answer import GSM8KAnswer
 from qerl_pl.rewards.math_answer import MathAnswer
 
 __all__ = [
+    "AnswerReward",
     "Format",
     "GSM8KAnswer",
     "MathAnswer",
@@ -14,5 +15,6 @@ __all__ = [
     "RewardSample",
     "ScoredBatch",
     "check_rewards",
+    "extract_answers",
     "score",
 ]

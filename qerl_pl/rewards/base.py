@@ -4,7 +4,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -42,6 +42,15 @@ class Reward(Protocol):
     # a user write list[float], or nothing. `score` checks the values.
     def __call__(self, samples: Any, /) -> Any:
         """One finite value a sample: from Sequence[RewardSample] to Sequence[float], in the same order."""
+        ...
+
+
+@runtime_checkable
+class AnswerReward(Protocol):
+    """What a reward may have besides: evaluation then keeps what was answered, for majority votes."""
+
+    def extract_answer(self, completion: str) -> str | None:
+        """What counts as the completion's answer, the same text for the same answer; None where there is none."""
         ...
 
 
@@ -141,3 +150,29 @@ def _shorten(text: str, limit: int = 120) -> str:
     """One line of at most `limit` characters; the end stays, for answers stand there."""
     line = re.sub(r"\s+", " ", text).strip()
     return line if len(line) <= limit else f"{line[: limit // 2]} ... {line[-limit // 2 :]}"
+
+
+def extract_answers(reward: Reward, completions: Sequence[str]) -> list[str | None]:
+    """What a reward takes for the answers of completions; None where it finds none, or tells none.
+
+    Raises:
+        UserError: it raises, or returns something else than text or None.
+    """
+    if not isinstance(reward, AnswerReward):
+        return [None] * len(completions)
+    answers = []
+    for completion in completions:
+        try:
+            answer = reward.extract_answer(completion)
+        except Exception as error:  # as in `score`: it is a user's
+            raise UserError(
+                f"extract_answer of reward {reward.name!r} raised {type(error).__name__}: {_shorten(str(error))} on "
+                f"completion {_shorten(completion)!r}; make it return the answer, or None where there is none."
+            ) from error
+        if not isinstance(answer, str | None):
+            raise UserError(
+                f"extract_answer of reward {reward.name!r} must return text or None; got a {type(answer).__name__} on "
+                f"completion {_shorten(completion)!r}; return str(answer)."
+            )
+        answers.append(answer)
+    return answers

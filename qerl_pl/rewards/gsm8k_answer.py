@@ -41,6 +41,15 @@ class GSM8KAnswer:
         """
         return [self._value(sample) for sample in samples]
 
+    def extract_answer(self, completion: str) -> str | None:
+        """The number of the last <answer>...</answer>, written one way: 1234.5 for "$1,234.50."; None without one."""
+        answer = last_tagged(completion, "answer")
+        number = None if answer is None else parse_number(answer)
+        if number is None:
+            return None
+        digits = format(number, "f")
+        return (digits.rstrip("0").rstrip(".") if "." in digits else digits) if number else "0"
+
     def _value(self, sample: RewardSample) -> float:
         expected = parse_number(sample.reference)
         if expected is None:

@@ -52,6 +52,10 @@ class MathAnswer:
     def __call__(self, samples: Sequence[RewardSample]) -> Sequence[float]:
         return [float(self._is_right(sample)) for sample in samples]
 
+    def extract_answer(self, completion: str) -> str | None:
+        """What the last block of the tag encloses, as it is written; None without one, or where there is no tag."""
+        return (last_tagged(completion, self.tag) or None) if self.tag is not None else None
+
     def _is_right(self, sample: RewardSample) -> bool:
         answer = sample.completion if self.tag is None else last_tagged(sample.completion, self.tag)
         if not answer:

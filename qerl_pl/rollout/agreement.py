@@ -2,18 +2,51 @@
 
 import math
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from qerl_pl.engines.base import RolloutEngine
 from qerl_pl.errors import UserError
-from qerl_pl.modules.qerl import QeRLModule
 from qerl_pl.rollout.experience import pad_completions
-from qerl_pl.types import Completion, Prompt, RolloutRequest, SamplingConfig
+from qerl_pl.types import Completion, PolicyWeights, Prompt, RolloutRequest, SamplingConfig
 
 TOKENS = 16
 """Tokens of each completion that is compared, at most."""
+
+
+class CheckedPolicy(Protocol):
+    """What the check needs of the policy that is trained; `qerl_pl.modules.Policy` has it."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where its tensors are."""
+        ...
+
+    def weights(self, version: int, *, adapter: bool) -> PolicyWeights:
+        """What an engine needs to sample from it, or without `adapter` from its reference."""
+        ...
+
+    def token_logprobs(
+        self, tokens: Tensor, lengths: Tensor, mask: Tensor, temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        """Log-probabilities and entropies at the tokens of the mask, float32 [B, T] each."""
+        ...
+
+    def reference(self) -> AbstractContextManager[None]:
+        """Inside the block it is its reference: adapter off, norm scales as in the base model."""
+        ...
+
+    def probed(self, seed: int) -> AbstractContextManager[None]:
+        """Inside the block its adapter is a random one."""
+        ...
+
+    def eval(self) -> object:
+        """No dropout from here on."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -28,8 +61,40 @@ class Agreement:
     """The trainer's policy and its reference: what the adapter does."""
 
 
+def check_agreement(
+    engine: RolloutEngine,
+    policy: CheckedPolicy,
+    prompts: Sequence[Prompt],
+    version: int,
+    seed: int,
+    max_tokens: int,
+    bound: float,
+) -> None:
+    """Stop the run where the engine's log-probabilities are not the policy's, with its own adapter and with a probe.
+
+    An adapter that has learned nothing yet does nothing: one that never reaches the engine, or no longer does after a
+    sleep, would show only much later. So every check has a random one too, each another.
+
+    Args:
+        engine: What samples; sync it again before use.
+        policy: What trains.
+        prompts: Of which one completion each is compared.
+        version: Of the policy.
+        seed: Of the probe.
+        max_tokens: Longest completion that the engine was launched for.
+        bound: Nats a token.
+
+    Raises:
+        UserError: They differ by more than `require_agreement` allows.
+    """
+    for probe in (False, True):
+        with policy.probed(seed) if probe else nullcontext():
+            found = measure_agreement(engine, policy, prompts, version, max_tokens)
+        require_agreement(found, bound, probe)
+
+
 def measure_agreement(
-    engine: RolloutEngine, module: QeRLModule, prompts: Sequence[Prompt], max_tokens: int = TOKENS
+    engine: RolloutEngine, policy: CheckedPolicy, prompts: Sequence[Prompt], version: int, max_tokens: int = TOKENS
 ) -> Agreement:
     """Sample greedily with the adapter on and off, and compare with the trainer on the same tokens.
 
@@ -37,33 +102,30 @@ def measure_agreement(
 
     Args:
         engine: What samples.
-        module: What trains.
+        policy: What trains.
         prompts: Of which one completion each is compared.
+        version: Of the policy.
         max_tokens: Longest completion that the engine was launched for.
     """
     sampling = SamplingConfig(max_tokens=min(TOKENS, max_tokens), temperature=0.0)
     requests = [RolloutRequest(prompt.token_ids, (0,)) for prompt in prompts]
 
     def sample(adapter: bool) -> list[list[Completion]]:
-        engine.sync(module.policy.weights(module.policy_version, adapter=adapter))
+        engine.sync(policy.weights(version, adapter=adapter))
         return engine.generate(requests, sampling)
 
-    def compare(completions: list[list[Completion]], adapter: bool) -> tuple[float, torch.Tensor]:
-        tokens, lengths, mask, sampled = (t.to(module.device) for t in pad_completions(prompts, completions, 0))
-        module.policy.eval()
-        with torch.no_grad():
-            if adapter:
-                own = module.policy.token_logprobs(tokens, lengths, mask, 1.0)[0]
-            else:
-                with module.policy.reference():
-                    own = module.policy.token_logprobs(tokens, lengths, mask, 1.0)[0]
+    def compare(completions: list[list[Completion]], adapter: bool) -> tuple[float, Tensor]:
+        tokens, lengths, mask, sampled = (t.to(policy.device) for t in pad_completions(prompts, completions, 0))
+        policy.eval()
+        with torch.no_grad(), nullcontext() if adapter else policy.reference():
+            own = policy.token_logprobs(tokens, lengths, mask, 1.0)[0]
         return (own - sampled)[mask].abs().mean().item(), own[mask]
 
     with_adapter, without = sample(True), sample(False)
-    on, policy = compare(with_adapter, True)
+    on, own = compare(with_adapter, True)
     _, reference = compare(with_adapter, False)
     off, _ = compare(without, False)
-    return Agreement(on, off, (policy - reference).abs().mean().item())
+    return Agreement(on, off, (own - reference).abs().mean().item())
 
 
 def require_agreement(agreement: Agreement, bound: float, probed: bool = False) -> None:

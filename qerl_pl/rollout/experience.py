@@ -1,11 +1,13 @@
 """What the module learns from: completions as tensors, with their advantages."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
+from qerl_pl.errors import UserError
 from qerl_pl.types import Completion, Prompt
 
 
@@ -21,11 +23,13 @@ class CompletionRecord:
     """Each reward by name, before its weight, and their weighted sum under "total"."""
     truncated: bool
     tokens: int
+    trained: bool = True
+    """Whether the update has this completion's group; dynamic sampling drops others."""
 
 
 @dataclass(frozen=True)
 class Experience:
-    """The completions of one rollout, the G of each prompt next to each other."""
+    """The completions of one rollout that train, the G of each prompt next to each other; B may be 0."""
 
     version: int
     """Policy version that sampled them."""
@@ -41,13 +45,18 @@ class Experience:
     """float32 [B]."""
     truncated: Tensor
     """Whether the token limit ended the completion, bool [B]."""
+    sampled_tokens: int
+    """Tokens of all completions, of those too that do not train."""
+    seconds: float
+    """What sampling and scoring took, checks and syncs included."""
     temperature: float
     """Of the sampling; the trainer divides its logits by it too."""
     max_tokens: int
     """Most tokens that a completion could have had."""
-    metrics: dict[str, float] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
     """What the rollout has to log, by TensorBoard tag."""
     records: Sequence[CompletionRecord] = ()
+    """Every completion that was sampled, in that order; the B that train are those marked so."""
 
     def __len__(self) -> int:
         return self.tokens.shape[0]
@@ -72,8 +81,9 @@ def pad_completions(
         (tokens int64 [B, T], lengths int64 [B], mask bool [B, T], sampler_logprobs float32 [B, T]).
     """
     rows = [(prompt, completion) for prompt, group in zip(prompts, completions, strict=True) for completion in group]
-    lengths = torch.tensor([len(prompt.token_ids) + len(completion.token_ids) for prompt, completion in rows])
-    tokens = torch.full((len(rows), int(lengths.max())), pad_id, dtype=torch.int64)
+    sizes = [len(prompt.token_ids) + len(completion.token_ids) for prompt, completion in rows]
+    lengths = torch.tensor(sizes, dtype=torch.int64)
+    tokens = torch.full((len(rows), max(sizes, default=0)), pad_id, dtype=torch.int64)
     mask = torch.zeros_like(tokens, dtype=torch.bool)
     logprobs = torch.zeros_like(tokens, dtype=torch.float32)
     for row, (prompt, completion) in enumerate(rows):
@@ -83,3 +93,29 @@ def pad_completions(
         mask[row, start:end] = True
         logprobs[row, start:end] = torch.tensor(completion.logprobs)
     return tokens, lengths, mask, logprobs
+
+
+def require_finite_logprobs(
+    prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]], engine: str, version: int
+) -> None:
+    """Stop the run at a log-probability that is none, before it makes the loss one.
+
+    Args:
+        prompts: P prompts.
+        completions: The completions of each.
+        engine: Name of what sampled them.
+        version: Of the policy.
+
+    Raises:
+        UserError: One is NaN or infinite; names the first such completion.
+    """
+    for prompt, group in zip(prompts, completions, strict=True):
+        for sample, one in enumerate(group):
+            wrong = [token for token, value in enumerate(one.logprobs) if not math.isfinite(value)]
+            if wrong:
+                raise UserError(
+                    f"the sampler's log-probabilities must be finite; at policy version {version} {engine} gave "
+                    f"{one.logprobs[wrong[0]]} at token {wrong[0] + 1} of {len(one.logprobs)} of completion "
+                    f"{sample + 1} of prompt {prompt.id}; look for an overflow there: lower the noise, or set another "
+                    "engine or model.policy.dtype, and go on with --resume auto"
+                )

@@ -1,47 +1,57 @@
-"""From completions to scored groups: what a rollout has gathered, and what it has to log."""
+"""From completions to scored groups, and what of them there is to log and to show."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from qerl_pl.rewards import Reward, RewardSample, ScoredBatch, score
+from qerl_pl.rewards import Reward, RewardSample, score
 from qerl_pl.rollout.experience import CompletionRecord
 from qerl_pl.types import Completion, Prompt
 
 
-class Groups:
-    """Groups of scored completions that a rollout has gathered so far."""
+@dataclass(frozen=True)
+class Group:
+    """The G completions of one prompt, scored."""
 
-    def __init__(self) -> None:
-        self.prompts: list[Prompt] = []
-        self.completions: list[list[Completion]] = []
-        self.records: list[CompletionRecord] = []
+    prompt: Prompt
+    completions: Sequence[Completion]
+    texts: Sequence[str]
+    """What they say, without special tokens."""
+    total: Tensor
+    """Weighted sums of the rewards, float32 [G]."""
+    parts: Mapping[str, Tensor]
+    """Each reward's own values before its weight, float32 [G], by name."""
+    trains: bool = True
+    """Whether the update has it; dynamic sampling drops others."""
 
-    def extend(
-        self, prompts: list[Prompt], completions: list[list[Completion]], records: list[CompletionRecord], keep: Tensor
-    ) -> None:
-        """Add the groups for which `keep` (bool [P]) is true."""
-        size = len(completions[0])
-        for group in keep.nonzero().flatten().tolist():
-            self.prompts.append(prompts[group])
-            self.completions.append(completions[group])
-            self.records.extend(records[group * size : (group + 1) * size])
+    def records(self) -> list[CompletionRecord]:
+        """Each completion as a reader wants to see it."""
+        return [
+            CompletionRecord(
+                prompt_id=self.prompt.id,
+                prompt=self.prompt.text,
+                completion=text,
+                reference=self.prompt.reference,
+                rewards={name: values[row].item() for name, values in self.parts.items()}
+                | {"total": self.total[row].item()},
+                truncated=one.truncated,
+                tokens=len(one.token_ids),
+                trained=self.trains,
+            )
+            for row, (one, text) in enumerate(zip(self.completions, self.texts, strict=True))
+        ]
 
-    def first(self, count: int) -> None:
-        """Drop what is beyond the first `count` groups."""
-        size = len(self.completions[0])
-        del self.prompts[count:], self.completions[count:], self.records[count * size :]
 
-
-def score_completions(
+def score_groups(
     rewards: Sequence[Reward],
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[Prompt],
     completions: Sequence[Sequence[Completion]],
-) -> tuple[ScoredBatch, list[CompletionRecord]]:
-    """Rewards of the completions of each prompt, in order, and each as a reader wants to see it."""
+) -> list[Group]:
+    """Score the completions of each prompt, as many of one as of the other, all in one call of each reward."""
     pairs = [(prompt, one) for prompt, group in zip(prompts, completions, strict=True) for one in group]
     texts = tokenizer.batch_decode([list(one.token_ids) for _, one in pairs], skip_special_tokens=True)
     samples = [
@@ -55,26 +65,29 @@ def score_completions(
         for (prompt, one), text in zip(pairs, texts, strict=True)
     ]
     scored = score(rewards, samples)
-    records = [
-        CompletionRecord(
-            prompt_id=prompt.id,
-            prompt=prompt.text,
-            completion=sample.completion,
-            reference=prompt.reference,
-            rewards={name: values[row].item() for name, values in scored.parts.items()}
-            | {"total": scored.total[row].item()},
-            truncated=one.truncated,
-            tokens=len(one.token_ids),
+    size = len(completions[0])
+    starts = range(0, len(pairs), size)
+    return [
+        Group(
+            prompt=prompt,
+            completions=group,
+            texts=texts[start : start + size],
+            total=scored.total[start : start + size],
+            parts={name: values[start : start + size] for name, values in scored.parts.items()},
         )
-        for row, ((prompt, one), sample) in enumerate(zip(pairs, samples, strict=True))
+        for prompt, group, start in zip(prompts, completions, starts, strict=True)
     ]
-    return scored, records
 
 
-def reward_metrics(scores: Sequence[ScoredBatch]) -> dict[str, float]:
+def totals(groups: Sequence[Group]) -> Tensor:
+    """Weighted sums of the rewards of all completions, float32 [B]; B is 0 without groups."""
+    return torch.cat([torch.zeros(0), *(group.total for group in groups)])
+
+
+def reward_metrics(groups: Sequence[Group]) -> dict[str, float]:
     """Mean and spread over everything that was sampled, dropped groups included: what the policy really earns."""
-    total = torch.cat([scored.total for scored in scores])
+    total = totals(groups)
     metrics = {"reward/mean": total.mean().item(), "reward/std": total.std().item()}
-    for name in scores[0].parts:
-        metrics[f"reward/{name}"] = torch.cat([scored.parts[name] for scored in scores]).mean().item()
+    for name in groups[0].parts:
+        metrics[f"reward/{name}"] = torch.cat([group.parts[name] for group in groups]).mean().item()
     return metrics

@@ -133,6 +133,9 @@ def newest_checkpoint(run_dir: Path) -> Path | None:
 
     Args:
         run_dir: The run's folder (`trainer.default_root_dir`).
+
+    Raises:
+        UserError: There are some and all are damaged: whether the run is lost is not for a program to decide.
     """
     found = resume_files(run_dir / FOLDER)
     for path in sorted(found, key=lambda path: found[path], reverse=True):
@@ -142,7 +145,22 @@ def newest_checkpoint(run_dir: Path) -> Path | None:
             log.warning("skipping a damaged checkpoint: %s", error)
             continue
         return path
+    if found:
+        raise UserError(
+            f"a run goes on from a whole checkpoint; every one in {run_dir / FOLDER} is damaged ({len(found)} found); "
+            "put a copy back, or move that folder away to start over"
+        )
     return None
+
+
+def finished_rollouts(path: Path) -> int:
+    """How many rollouts a checkpoint has behind it; 0 where it is another program's, which loading refuses.
+
+    Raises:
+        DamagedCheckpoint: It cannot be read.
+    """
+    state = AtomicCheckpointIO().load_checkpoint(path).get(CHECKPOINT_KEY)
+    return 0 if state is None else int(state["policy_version"])
 
 
 def check_fits(state: dict[str, Any], base: str, scaling: float) -> None:

@@ -1,14 +1,16 @@
 """Files and folders that are whole or absent, never half written."""
 
+import ctypes
 import errno
 import fcntl
+import glob
 import hashlib
 import logging
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from qerl_pl.errors import UserError
@@ -25,33 +27,117 @@ def cache_root() -> Path:
 
 
 @contextmanager
-def building(target: Path) -> Iterator[Path]:
-    """A temporary folder beside `target` that takes its name when the block ends without an exception.
+def building(target: Path, replace: bool = False) -> Iterator[Path]:
+    """A temporary folder beside `target` that takes its name, whole, when the block ends without an exception.
 
-    When another process has finished the same folder meanwhile, that one stays and this one is dropped.
+    What killed processes have left of the same target is removed first.
+
+    Args:
+        target: The folder to make.
+        replace: Whether a folder that has the name gives way. Otherwise it stays, as another process has finished the
+            same meanwhile, and this one is dropped.
 
     Raises:
         UserError: The folder cannot be made there, or the disk is full.
     """
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        folder = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
-    except OSError as error:
-        raise UserError(
-            f"{target.name} needs a folder of its own; {target.parent} takes none ({error.strerror}); "
-            "choose another place"
-        ) from error
-    try:
+    with ExitStack() as stack:
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with _holding(target.parent, wait=True) as alone:  # or another process could take this one for left over
+                if alone:
+                    _remove_leftovers(target)
+                folder = Path(tempfile.mkdtemp(prefix=_unfinished(target), dir=target.parent))
+                stack.enter_context(_holding(folder))
+        except OSError as error:
+            remedy = "set QERL_CACHE to" if target.parent == cache_root() else "choose"
+            raise UserError(
+                f"{target.name} needs a folder of its own; {target.parent} takes none ({error.strerror}); "
+                f"{remedy} another place"
+            ) from error
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)
         with explain_full_disk(target):
             yield folder
+            for path in [*folder.rglob("*"), folder]:
+                _sync(path)
         folder.chmod(0o755)
+        _take_name(folder, target, replace)
+        _sync(target.parent)
+
+
+def _unfinished(target: Path) -> str:
+    return f".{target.name}.unfinished-"
+
+
+def _replaced(target: Path) -> Path:
+    return target.with_name(f".{target.name}.replaced")
+
+
+def _remove_leftovers(target: Path) -> None:
+    for folder in target.parent.glob(f"{glob.escape(_unfinished(target))}*"):
         try:
+            with _holding(folder) as abandoned:
+                if abandoned:
+                    shutil.rmtree(folder, ignore_errors=True)
+                    log.info("removed %s, which a killed process has left", folder)
+        except (FileNotFoundError, PermissionError):  # finished meanwhile; another user's
+            continue
+    if (old := _replaced(target)).exists():  # killed between the two renames of `_take_name`
+        if target.exists():
+            shutil.rmtree(old, ignore_errors=True)
+        else:
+            old.rename(target)
+
+
+def _take_name(folder: Path, target: Path, replace: bool) -> None:
+    """Rename `folder` to `target`; a folder that is there goes, or stays in its place."""
+    try:
+        folder.rename(target)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+        if replace and not _swap(folder, target):
+            target.rename(_replaced(target))
             folder.rename(target)
-        except OSError as error:
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                raise
+            shutil.rmtree(_replaced(target), ignore_errors=True)
+
+
+def _swap(first: Path, second: Path) -> bool:
+    """Exchange the names of two folders in one step; False where system or filesystem cannot (macOS, NFS)."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    try:
+        rename = libc.renameat2
+    except AttributeError:
+        return False
+    at_cwd, exchange = -100, 2  # AT_FDCWD of fcntl.h, RENAME_EXCHANGE of linux/fs.h
+    if rename(at_cwd, os.fsencode(first), at_cwd, os.fsencode(second), exchange) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
+        return False
+    raise OSError(number, os.strerror(number), str(second))
+
+
+@contextmanager
+def _holding(folder: Path, wait: bool = False) -> Iterator[bool]:
+    """Hold a folder's lock inside the block; False: another process does, or the filesystem has none for folders."""
+    descriptor, held = os.open(folder, os.O_RDONLY), True
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except OSError:
+            held = False
+        yield held
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        os.close(descriptor)
+
+
+def _sync(path: Path) -> None:
+    """Have what was written to a file, or which names a folder holds, outlive a crash of the machine."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 @contextmanager
@@ -92,11 +178,7 @@ def write_atomically(path: Path, data: bytes) -> None:
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
-    directory = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
+    _sync(path.parent)
 
 
 @contextmanager

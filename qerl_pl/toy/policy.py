@@ -4,7 +4,6 @@ import hashlib
 import json
 import math
 import random
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -18,7 +17,7 @@ from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM, Qwen2T
 
 from qerl_pl.errors import UserError, require_at_least
 from qerl_pl.prompting import render_prompt
-from qerl_pl.run.files import cache_root
+from qerl_pl.run.files import building, cache_root
 from qerl_pl.run.seeding import stream_seed
 from qerl_pl.toy.task import ArithmeticTask, careful_demonstration, careless_demonstration
 from qerl_pl.toy.tokenizer import VOCABULARY, build_tokenizer
@@ -96,25 +95,12 @@ def build_toy_policy(config: ToyConfig | None = None, cache_dir: str | Path | No
     folder = cache / f"toy-{config.digest}"
     if folder.is_dir():
         return folder
-    try:
-        cache.mkdir(parents=True, exist_ok=True)
-        scratch = tempfile.TemporaryDirectory(dir=cache, prefix=".toy-")
-    except OSError as error:
-        raise UserError(
-            f"the cache folder must be writable, got {cache} ({error.strerror}): set QERL_CACHE."
-        ) from error
-    with scratch as name:
-        unfinished = Path(name) / "policy"
+    with building(folder) as unfinished:
         tokenizer = build_tokenizer()
         with _one_thread():
             model = _warm_up(config, tokenizer)
         model.save_pretrained(unfinished)
         tokenizer.save_pretrained(unfinished)
-        try:
-            unfinished.rename(folder)
-        except OSError:
-            if not folder.is_dir():  # otherwise another process built the same policy first
-                raise
     return folder
 
 

@@ -1,0 +1,40 @@
+"""No quantization: every tensor in 16 or 32 bits, under its own name."""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from qerl_kernels import FrozenWeight
+from torch import Tensor
+
+from qerl_pl.formats.model_files import TensorFiles, in_dtype
+
+
+class DenseFormat:
+    """The base in `PolicyConfig.dtype`. Its linears stay PyTorch's."""
+
+    name = "none"
+    vllm_devices = ("cuda", "cpu")
+
+    def recognises(self, quantization: Mapping[str, Any] | None) -> bool:
+        return quantization is None
+
+    def tensor_names(self, linear: str) -> tuple[str, ...]:
+        return (f"{linear}.weight",)
+
+    def check(self, tensors: TensorFiles) -> None:
+        """Nothing to check."""
+
+    def frozen_weight(
+        self, linear: str, tensors: TensorFiles, place: Callable[[Tensor], Tensor]
+    ) -> FrozenWeight | None:
+        return None
+
+    def iterate_dense(self, tensors: TensorFiles, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        return ((name, in_dtype(tensors.read(name), dtype)) for name in tensors)
+
+    def vllm_linear_backend(self, asked: str) -> str | None:
+        return None
+
+
+DENSE = DenseFormat()

@@ -1,0 +1,108 @@
+"""What of the policy is trained, over PEFT: the factors of LoRA and, where asked for, norm scales."""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from peft import PeftModel, get_peft_model_state_dict
+from peft.utils import ModulesToSaveWrapper
+from torch import Tensor, nn
+
+from qerl_pl.errors import UserError
+from qerl_pl.formats.norm import Float32RMSNorm
+from qerl_pl.modules.lora import ADAPTER, LoraConfig, LoraLinear, attach_lora
+from qerl_pl.run.seeding import stream_seed
+
+
+class LoraAdapter:
+    """Trains low-rank factors over a frozen base, and copies of its norms.
+
+    All that is known of PEFT's wrapping is known here. Another way to train has the same methods.
+
+    Args:
+        base: The frozen causal LM; what is trained is put into it.
+        config: Of the factors; their A is drawn from PyTorch's generator.
+        train_norms: Train the layers' norms too.
+        base_name: Folder or hub name that plain PEFT finds the base by.
+    """
+
+    def __init__(self, base: nn.Module, config: LoraConfig, train_norms: bool, base_name: str) -> None:
+        self.config = config
+        self.base = base
+        self.model: PeftModel = attach_lora(base, config, train_norms)
+        self.model.peft_config[ADAPTER].base_model_name_or_path = base_name
+
+    @property
+    def random(self) -> bool:
+        """Whether two forward passes in training differ."""
+        return self.config.dropout > 0.0
+
+    def factors(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """A [r, in] and B [out, r] by the linear's name in the base, the trained parameters themselves."""
+        modules = self.base.named_modules()
+        return {name: module.factors() for name, module in modules if isinstance(module, LoraLinear)}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors that are trained whole, by their checkpoint name: norm scales [hidden]."""
+        found: dict[str, Tensor] = {}
+        for name, module in self.base.named_modules():
+            if isinstance(module, ModulesToSaveWrapper):
+                norm = module.modules_to_save[ADAPTER]
+                assert isinstance(norm, Float32RMSNorm)
+                found[f"{name}.weight"] = norm.weight
+        return found
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """Inside the block the model is its base."""
+        with self.model.disable_adapter():
+            yield
+
+    @contextmanager
+    def probed(self, seed: int) -> Iterator[None]:
+        """Inside the block B of every adapter is random, and changes each product by some half of itself.
+
+        Args:
+            seed: Of the random numbers.
+        """
+        matrices = {name: b for name, (_, b) in self.factors().items()}
+        kept = {name: b.detach().clone() for name, b in matrices.items()}
+        std = 1 / (self.config.scaling * math.sqrt(self.config.rank))
+        with torch.no_grad():
+            for name, b in matrices.items():
+                b.normal_(std=std, generator=torch.Generator(b.device).manual_seed(stream_seed(seed, name)))
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for name, b in matrices.items():
+                    b.copy_(kept[name])
+
+    def state(self) -> dict[str, Tensor]:
+        """Everything that training changes, by PEFT's names, detached."""
+        # Not "auto", which asks the hub whether the base's embeddings are the model's own.
+        state = get_peft_model_state_dict(self.model, adapter_name=ADAPTER, save_embedding_layers=False)
+        return {name: tensor.detach() for name, tensor in state.items()}
+
+    def load(self, state: dict[str, Tensor]) -> None:
+        """Take over what `state` gave.
+
+        Raises:
+            UserError: Names or shapes are another adapter's.
+        """
+        own = self.state()
+        if {name: tensor.shape for name, tensor in own.items()} != {name: t.shape for name, t in state.items()}:
+            raise UserError(
+                "a checkpoint must hold this policy's adapter; found other names or shapes; "
+                "set model.policy.lora and train_norms as in the run that wrote it"
+            )
+        with torch.no_grad():
+            for name, tensor in own.items():
+                tensor.copy_(state[name])
+
+    def save(self, folder: Path) -> None:
+        """Write it in PEFT's format."""
+        self.model.save_pretrained(str(folder), save_embedding_layers=False)
+        (folder / "README.md").unlink(missing_ok=True)  # an empty model card

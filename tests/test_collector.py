@@ -1,0 +1,174 @@
+"""The collector by itself: a policy, an engine, rewards, and no trainer."""
+
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from qerl_pl.algorithm import DrGRPO, NormNoise
+from qerl_pl.engines import EngineSpec, TransformersEngine
+from qerl_pl.modules import LoraConfig, Policy, PolicyConfig
+from qerl_pl.prompting import render_prompts
+from qerl_pl.rollout.collector import Collector, CollectorConfig
+from qerl_pl.run.seeding import stream_seed
+from qerl_pl.toy.task import ArithmeticTask
+from qerl_pl.types import Prompt, RolloutRequest, SamplingConfig
+
+SAMPLING = SamplingConfig(max_tokens=5)
+
+
+class Letters:
+    """A reward by what a completion says, above 0.5 where its letters' sum is odd."""
+
+    def __init__(self, name: str, weight: float) -> None:
+        self.name = name
+        self.weight = weight
+
+    def __call__(self, samples: Any) -> list[float]:
+        return [sum(map(ord, sample.completion)) % 2 + len(self.name) / 100 for sample in samples]
+
+
+class Sized:
+    """A reward by a completion's length."""
+
+    name = "size"
+    weight = 0.5
+
+    def __call__(self, samples: Any) -> list[float]:
+        return [float(len(sample.completion)) for sample in samples]
+
+
+@pytest.fixture(scope="module")
+def policy(tiny_policy_dir: Path) -> Policy:
+    config = PolicyConfig(path=str(tiny_policy_dir), quantization="none", dtype="float32", lora=LoraConfig(rank=4))
+    return Policy(tiny_policy_dir, config, torch.device("cpu"), seed=1)
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_policy_dir: Path, policy: Policy) -> Iterator[TransformersEngine]:
+    engine = TransformersEngine()
+    lora = policy.config.lora
+    engine.launch(EngineSpec(tiny_policy_dir, torch.float32, torch.device("cpu"), lora.rank, lora.targets, 128))
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def prompts(tiny_policy_dir: Path) -> list[Prompt]:
+    problems = [ArithmeticTask().problem(index, "train") for index in range(6)]
+    ids = render_prompts(AutoTokenizer.from_pretrained(tiny_policy_dir), [problem.question for problem in problems])
+    return [
+        Prompt(f"train-{index}", tuple(tokens), problem.question, str(problem.answer))
+        for index, (tokens, problem) in enumerate(zip(ids, problems, strict=True))
+    ]
+
+
+def collector_of(base: Path, engine: TransformersEngine, **settings: Any) -> Collector:
+    given: dict[str, Any] = {
+        "rewards": [Letters("letters", 1.0), Sized()],
+        "group_size": 3,
+        "sampling": SAMPLING,
+        "resample_rounds": 0,
+        "eval_samples": 4,
+        "mismatch_bound": 0.25,
+        "check_every": 50,
+    }
+    config = CollectorConfig(**given | settings)
+    return Collector(config, engine, AutoTokenizer.from_pretrained(base), DrGRPO(), seed=7)
+
+
+def nobody(key: Sequence[int | str], count: int, exclude: Any) -> list[Prompt]:
+    raise AssertionError("nothing is to be replaced")
+
+
+def test_prompts_and_weights_in_an_experience_out(
+    tiny_policy_dir: Path, policy: Policy, engine: TransformersEngine, prompts: list[Prompt]
+) -> None:
+    collector = collector_of(tiny_policy_dir, engine)
+    weights = policy.weights(4, NormNoise(0.01, seed=7, version=4))
+    found = collector.collect(prompts[:2], weights, policy, nobody)
+    engine.sync(weights)
+    requests = [
+        RolloutRequest(prompt.token_ids, tuple(stream_seed(7, "rollout", 4, prompt.id, sample) for sample in range(3)))
+        for prompt in prompts[:2]
+    ]
+    expected = [
+        (prompt, one)
+        for prompt, group in zip(prompts, engine.generate(requests, SAMPLING), strict=False)
+        for one in group
+    ]
+    tokenizer, said = AutoTokenizer.from_pretrained(tiny_policy_dir), []
+    for row, (prompt, one) in enumerate(expected):
+        start, end = len(prompt.token_ids), len(prompt.token_ids) + len(one.token_ids)
+        assert found.tokens[row, :end].tolist() == [*prompt.token_ids, *one.token_ids]
+        assert found.mask[row].nonzero().flatten().tolist() == list(range(start, end))
+        assert found.sampler_logprobs[row, start:end].tolist() == pytest.approx(one.logprobs)
+        assert found.lengths[row] == end and found.truncated[row] == (one.finish_reason == "length")
+        said.append(tokenizer.decode(one.token_ids, skip_special_tokens=True))
+    assert [record.completion for record in found.records] == said
+    rewards = [sum(map(ord, text)) % 2 + 0.07 + 0.5 * len(text) for text in said]
+    means = [sum(rewards[:3]) / 3] * 3 + [sum(rewards[3:]) / 3] * 3
+    advantages = [reward - mean for reward, mean in zip(rewards, means, strict=True)]
+    assert found.advantages.tolist() == pytest.approx(advantages, abs=1e-5)
+    assert found.metrics["reward/mean"] == pytest.approx(sum(rewards) / 6, abs=1e-5)
+    assert found.metrics["aqn/measured_std"] == pytest.approx(found.metrics["aqn/sigma"], rel=0.05) != 0
+    assert (found.version, found.max_tokens, found.temperature) == (4, 5, 1.0)
+    assert found.sampled_tokens == sum(len(one.token_ids) for _, one in expected)
+    assert found.seconds == pytest.approx(sum(v for name, v in found.metrics.items() if name.startswith("time/")))
+
+
+def test_the_rollout_knows_nothing_of_what_comes_after_it() -> None:
+    later = ("lightning", "qerl_pl.modules", "qerl_pl.callbacks", "qerl_pl.datamodules", "qerl_pl.cli")
+    program = (
+        "import sys, qerl_pl.rollout.collector, qerl_pl.rollout.hand_over; "
+        f"print([name for name in sys.modules if name.startswith({later})])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
+class Marked(Letters):
+    """Takes a completion's first character for its answer."""
+
+    def extract_answer(self, completion: str) -> str | None:
+        return completion[:1] or None
+
+
+@pytest.mark.parametrize(("accuracy_reward", "name"), [(None, ""), ("marked", "hard")])
+def test_an_evaluation_keeps_every_answer(
+    tiny_policy_dir: Path,
+    policy: Policy,
+    engine: TransformersEngine,
+    prompts: list[Prompt],
+    accuracy_reward: str | None,
+    name: str,
+) -> None:
+    rewards = [Letters("letters", 1.0), Marked("marked", 0.0)]
+    settings = {"rewards": rewards, "accuracy_reward": accuracy_reward}
+    found = collector_of(tiny_policy_dir, engine, **settings).evaluate(prompts, policy.weights(9), name)
+    engine.sync(policy.weights(9))
+    tokenizer, shares = AutoTokenizer.from_pretrained(tiny_policy_dir), []
+    assert found.name == name and [one.prompt_id for one in found.prompts] == [prompt.id for prompt in prompts]
+    for prompt, graded in zip(prompts, found.prompts, strict=True):
+        stream = ("evaluation", name) if name else ("evaluation",)  # of several sets with the same ids
+        seeds = [stream_seed(7, *stream, prompt.id, sample) for sample in range(4)]
+        greedy = RolloutRequest(prompt.token_ids, (seeds[0],))
+        sampled = RolloutRequest(prompt.token_ids, tuple(seeds))
+        completions = [
+            *engine.generate([greedy], SamplingConfig(max_tokens=5, temperature=0.0))[0],
+            *engine.generate([sampled], SAMPLING)[0],
+        ]
+        texts = [tokenizer.decode(one.token_ids, skip_special_tokens=True) for one in completions]
+        right = [sum(map(ord, text)) % 2 == 1 for text in texts]
+        answers = [(text[:1] or None) if accuracy_reward else None for text in texts]
+        assert [(one.correct, one.answer) for one in (graded.greedy, *graded.samples)] == list(
+            zip(right, answers, strict=True)
+        )
+        shares.append((float(right[0]), sum(right[1:]) / 4))
+    assert list(zip(found.greedy_correct.tolist(), found.sampled_correct.tolist(), strict=True)) == shares
+    assert len({share for _, share in shares}) > 1  # prompts are told apart

@@ -1,0 +1,280 @@
+"""The pages: links that resolve, commands that parse, code that runs, names that are there."""
+
+import importlib
+import inspect
+import json
+import re
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pages
+import pytest
+import torch
+import yaml
+from cli_helpers import built
+from fit_helpers import configuration
+from jsonargparse import ArgumentParser
+from pages import DOCS, GUIDE, PAGES, ROOT
+from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+import qerl_pl.algorithm
+import qerl_pl.callbacks
+import qerl_pl.datamodules
+import qerl_pl.engines
+import qerl_pl.rewards
+from qerl_pl.callbacks import RolloutCallback
+from qerl_pl.callbacks.memory_report import DeviceMemory, MemoryReport
+from qerl_pl.cli.main import COMMANDS, QeRLCLI, main
+from qerl_pl.rewards import RewardSample
+
+README = ROOT / "README.md"
+NAMED = {
+    name: getattr(module, name)
+    for module in (qerl_pl.algorithm, qerl_pl.callbacks, qerl_pl.datamodules, qerl_pl.engines, qerl_pl.rewards)
+    for name in module.__all__
+}
+LINES = [(path, line) for path in GUIDE for line in pages.commands(path)]
+
+
+@pytest.fixture(autouse=True)
+def process_state(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """`main` and the pages' own modules set these; give them back."""
+    monkeypatch.setattr(sys, "argv", ["qerl"])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield
+    for module in ("my_data", "my_rewards"):
+        sys.modules.pop(module, None)
+
+
+@pytest.fixture(scope="module")
+def place(tiny_policy_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder where the quickstart's run lies, of a tiny policy, and the files that the pages tell a user to write."""
+    place = tmp_path_factory.mktemp("place")
+    for path in GUIDE:
+        for block in pages.fences(path, "python"):
+            if title := re.match(r"# (\w+\.py)\n", block):
+                (place / title[1]).write_text(block)
+    settings = configuration(tiny_policy_dir, place / "runs" / "quickstart")
+    settings["trainer"] |= {"max_epochs": 1, "limit_train_batches": 2}
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(sys, "argv", ["qerl"])
+        QeRLCLI({"subcommand": "fit", "fit": settings})
+    return place
+
+
+# Pages ----------------------------------------------------------------------------------------------------------------
+
+
+def anchors(path: Path) -> set[str]:
+    """Headings as GitHub names them in a link."""
+    headings = re.findall(r"^#+ (.+)$", path.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("path", PAGES, ids=pages.name)
+def test_links_lead_somewhere(path: Path) -> None:
+    for link in pages.links(path):
+        if link.startswith("http"):
+            continue
+        file, _, anchor = link.partition("#")
+        target = path.parent / file if file else path
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+
+
+def test_the_readme_is_one_page_and_leads_to_all_others() -> None:
+    assert len(README.read_text().splitlines()) <= 110
+    assert {f"docs/{path.name}" for path in DOCS} <= set(pages.links(README))
+
+
+def test_the_map_shows_every_room() -> None:
+    tree = pages.fences(README, "")[1]
+    rooms = {path.parent for path in ROOT.glob("qerl_pl/*/*.py")}
+    shown = {line.split()[0] for line in tree.splitlines() if line.startswith("  ") and line.split()[0].endswith("/")}
+    assert shown == {f"{room.name}/" for room in rooms}
+    top = [line.split()[0] for line in tree.splitlines() if not line.startswith(" ")]
+    assert len(top) > 4 and all((ROOT / folder).is_dir() for folder in top)
+
+
+def expanded(name: str) -> list[str]:
+    """A name with braces, as a shell expands it."""
+    if not (match := re.search(r"\{([^{}]+)\}", name)):
+        return [name]
+    return [one for part in match[1].split(",") for one in expanded(name[: match.start()] + part + name[match.end() :])]
+
+
+@pytest.mark.parametrize("path", [*GUIDE, ROOT / "CONTRIBUTING.md"], ids=pages.name)
+def test_files_that_a_page_names_are_there(path: Path, place: Path) -> None:
+    folders = [ROOT / folder for folder in ("benchmarks", "configs", "docs", "kernels", "qerl_pl", "tests")]
+    there = [f"/{found.relative_to(ROOT).as_posix()}" for folder in folders for found in folder.rglob("*")]
+    there += [f"/{found.name}" for found in (*ROOT.glob("*.*"), *(place / "runs" / "quickstart").iterdir())]
+    named = [one for text in pages.code(path) for one in expanded(text)]
+    for file in (one for one in named if re.fullmatch(r"[\w./]+\.(py|yaml|md|toml)", one)):
+        assert any(found.endswith(f"/{file}") for found in there), file
+
+
+def test_imports_point_the_way_that_contributing_says() -> None:
+    text = " ".join((ROOT / "CONTRIBUTING.md").read_text().split())
+    order = re.search(r"Imports point one way: (.*?)\. ", text)
+    assert order is not None
+    height = {room: i for i, step in enumerate(order[1].split("<-")) for room in re.findall(r"`(\w+)`", step)}
+    upward = set()
+    for path in ROOT.glob("qerl_pl/**/*.py"):
+        room, *rest = path.relative_to(ROOT / "qerl_pl").with_suffix("").parts
+        for imported in re.findall(r"^\s*from qerl_pl\.(\w+)", path.read_text(), re.MULTILINE):
+            if room not in ("__main__", imported) and height[imported] >= height[room]:
+                upward.add((f"{room}/{rest[0]}.py", imported))
+    assert upward == set()
+
+
+# Commands and code ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("path", "line"), LINES, ids=[f"{path.stem}: {line}" for path, line in LINES])
+def test_a_command_is_understood(path: Path, line: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program, command, *args = shlex.split(line)
+    if program == "make":
+        assert re.search(rf"^{command}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        return
+    assert program == "qerl"
+    monkeypatch.syspath_prepend(str(place))
+    monkeypatch.chdir(ROOT)
+    if command in COMMANDS:
+        args.append("--print_config")
+    if any(arg.endswith("help") or arg == "--print_config" for arg in args):
+        with pytest.raises(SystemExit) as stop:
+            main([command, *args])
+        assert stop.value.code == 0
+    else:
+        settings = built(command, *args)
+        for option, value in zip(args, args[1:], strict=False):
+            if option == "--data":
+                assert f"{type(settings.data).__module__}.{type(settings.data).__name__}" == value
+                assert len({row.id for row in settings.data.train_rows()}) > settings.data.batch_size
+
+
+def test_commands_in_the_prose_are_there() -> None:
+    commands = {*COMMANDS, *QeRLCLI.subcommands()}
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for path in [*GUIDE, ROOT / "CONTRIBUTING.md"]:
+        for text in pages.code(path):
+            program, _, rest = text.partition(" ")
+            assert program != "qerl" or rest.split()[0] in commands, text
+            assert program != "make" or rest.split()[0] in targets, text
+
+
+@pytest.mark.parametrize("line", [line for _, line in LINES if line.startswith("qerl export")])
+def test_exports_run(line: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(place)
+    args = shlex.split(line)[1:]
+    assert main(args) == 0
+    assert list(Path(args[2]).glob("*.safetensors"))
+
+
+def test_the_adapter_loads_with_plain_transformers_and_peft(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(place)
+    (block,) = pages.fences(ROOT / "docs" / "exporting.md", "python")
+    names: dict[str, Any] = {}
+    exec(block, names)
+    loaded = {name.replace(".default", ""): tensor for name, tensor in names["model"].named_parameters()}
+    trained = load_file("runs/quickstart/adapter/adapter_model.safetensors")
+    factors = {name: tensor for name, tensor in trained.items() if "lora_B" in name}
+    assert len(factors) == 14  # seven projections in each of two layers
+    for name, tensor in factors.items():
+        assert tensor.any() and torch.equal(loaded[name], tensor)
+
+
+def test_a_reward_of_ones_own_is_taken_and_scores(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(place))
+    (block,) = pages.fences(ROOT / "docs" / "your-own-reward.md", "yaml")
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(RolloutCallback, "rollout")
+    rollout = parser.instantiate_classes(parser.parse_object({"rollout": yaml.safe_load(block)})).rollout
+    answer, brief = rollout.config.rewards
+    samples = [RewardSample("1 + 1?", text, "2", False, 5) for text in ("<answer>2</answer>", "x" * 61)]
+    assert list(answer(samples)) == [1.0, 0.0] and list(brief(samples)) == [1.0, 0.0]
+    assert (brief.name, brief.limit, brief.weight) == ("brief", 60, 0.2)
+
+
+# Names ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def options() -> str:
+    """Every option that --help shows."""
+    found = []
+    for command in ("fit", "quantize", "export"):
+        with pytest.MonkeyPatch.context() as monkeypatch, pytest.raises(SystemExit):
+            monkeypatch.setenv("COLUMNS", "2000")
+            monkeypatch.setattr(sys, "argv", ["qerl"])
+            monkeypatch.setattr(sys, "stdout", type("Lines", (), {"write": found.append, "flush": lambda self: None})())
+            main([command, "--help"])
+    return "".join(found)
+
+
+def parameters(kind: type) -> set[str]:
+    return set(inspect.signature(kind).parameters)
+
+
+@pytest.mark.parametrize("path", GUIDE, ids=pages.name)
+def test_names_on_a_page_exist(path: Path, options: str) -> None:
+    of_data = set().union(*(parameters(NAMED[name]) for name in qerl_pl.datamodules.__all__))
+    for text in pages.code(path):
+        if re.fullmatch(r"qerl_pl(\.\w+)+", text):
+            module, _, last = text.rpartition(".")
+            assert getattr(importlib.import_module(module), last), text
+        elif match := re.fullmatch(r"([A-Z]\w+)\.(\w+)", text):
+            assert match[2] in parameters(NAMED[match[1]]), text
+        elif match := re.fullmatch(r"data\.(\w+)", text):
+            assert match[1] in of_data, text
+        elif re.fullmatch(r"(model|trainer)(\.\w+)+", text):
+            assert re.search(rf"^  --{re.escape(text)}\b", options, re.MULTILINE), text
+        elif match := re.match(r"--[a-z_]+", text):
+            assert re.search(rf"^  {match[0]}\b", options, re.MULTILINE), text
+
+
+def test_every_class_that_a_configuration_can_name_is_on_a_page() -> None:
+    told = {text.rpartition(".")[2] for path in GUIDE for text in pages.code(path)}
+    classes = {name for name, kind in NAMED.items() if inspect.isclass(kind)}
+    inner = {"AnswerReward", "EngineSpec", "NoiseSchedule", "NormNoise", "Objective", "Preempted", "Reward"}
+    inner |= {"RewardSample", "RolloutEngine", "Row", "ScoredBatch"}
+    assert classes - inner - told == set()
+
+
+# A run ----------------------------------------------------------------------------------------------------------------
+
+
+def test_the_tags_of_the_page_are_those_that_a_run_logs(place: Path) -> None:
+    sections = pages.sections(ROOT / "docs" / "logged-metrics.md")
+    of_a_gpu = tags(sections.pop("On a GPU only"))
+    zeros = (0.0,) * 7
+    with_gpu = MemoryReport(*zeros, device=DeviceMemory(0.0, 0.0, 0.0, 0.0)).metrics()
+    assert of_a_gpu == with_gpu.keys() - MemoryReport(*zeros).metrics().keys()
+    of_a_test = {"test/accuracy", "test/pass@1"}
+    documented = set().union(*map(tags, sections.values()))
+    assert of_a_test < documented
+    logged = set(EventAccumulator(str(place / "runs" / "quickstart")).Reload().Tags()["scalars"])
+    rewards = {"reward/accuracy", "reward/vowels"}
+    assert logged - rewards == documented - of_a_test - {"reward/<name>"}
+    assert rewards < logged
+
+
+def tags(text: str) -> set[str]:
+    """What stands in code type in the first column of a section's tables."""
+    return {tag for first, *_ in pages.rows(text) for tag in re.findall(r"`([^`]+)`", first)}
+
+
+def test_what_a_run_leaves_is_on_the_page(place: Path) -> None:
+    patterns = [re.sub(r"\bN\b", "*", one) for one in tags((ROOT / "docs" / "run-folder.md").read_text())]
+    run = place / "runs" / "quickstart"
+    files = {path for path in run.rglob("*") if path.is_file() and path.suffix != ".sha256"}
+    told = {path for pattern in patterns for found in run.glob(pattern) for path in (found, *found.rglob("*"))}
+    assert len(files) > 8 and files - told == set()
+    elsewhere = {"checkpoints/best-rollouts=*.ckpt", "checkpoints/abandoned", "failed"}  # of runs of another kind
+    assert {pattern for pattern in patterns if not list(run.glob(pattern))} == elsewhere
+    first, *_ = (run / "completions.jsonl").read_text().splitlines()
+    assert json.loads(first).keys() <= set(pages.code(ROOT / "docs" / "run-folder.md"))

@@ -1,0 +1,72 @@
+"""Tables on the pages against what they are about: figures and their files, defaults, options."""
+
+import inspect
+import re
+from dataclasses import fields
+from decimal import Decimal
+from pathlib import Path
+
+import pages
+import pytest
+from pages import ROOT
+
+import qerl_pl.algorithm
+from qerl_pl.algorithm import Objective
+from qerl_pl.formats.quantize import quantize_checkpoint
+
+README = ROOT / "README.md"
+MEASURED = ROOT / "docs" / "measured.md"
+NUMBER = re.compile(r"(?<![\w.])\d+(?:\.\d+)?(?:e-?\d+)?(?![\w.])")
+
+
+def numbers(text: str) -> list[Decimal]:
+    return [Decimal(found) for found in NUMBER.findall(text)]
+
+
+def sources(path: Path, text: str) -> str:
+    """Text of the results that a section links to."""
+    targets = re.findall(r"\]\(([^)\s]*benchmarks/results/[^)\s]+\.(?:md|json))\)", text)
+    return "\n".join((path.parent / target).read_text() for target in targets)
+
+
+SECTIONS = [(MEASURED, title) for title in pages.sections(MEASURED)] + [(README, "Measured")]
+
+
+@pytest.mark.parametrize(("path", "title"), SECTIONS, ids=[f"{path.stem}: {title}" for path, title in SECTIONS])
+def test_every_figure_of_a_table_is_in_a_file_that_its_section_names(path: Path, title: str) -> None:
+    text = pages.sections(path)[title]
+    known = numbers(sources(path, text))
+    figures = [figure for _, *cells in pages.rows(text)[1:] for figure in numbers(" ".join(cells))]
+    assert figures
+    for figure in figures:
+        assert any(one.quantize(Decimal((0, (1,), figure.as_tuple().exponent))) == figure for one in known), figure
+
+
+def test_every_figure_that_the_readme_gives_is_among_the_measured() -> None:
+    told = pages.sections(README)["Measured"]
+    measured = MEASURED.read_text()
+    assert set(map(tuple, pages.rows(told))) <= set(map(tuple, pages.rows(measured)))
+    prose = "\n".join(line for line in told.splitlines() if not line.startswith("|"))
+    figures = re.findall(r"\b\d+\.\d+\b|\b(?=\w*\d)[0-9a-f]{7}\b", prose)
+    assert len(figures) > 3 and all(figure in measured for figure in figures)
+
+
+def test_objectives_have_the_defaults_that_the_page_gives() -> None:
+    header, *rows = pages.rows(pages.sections(ROOT / "docs" / "objectives-and-noise.md")["The objective"])
+    assert len(rows) == sum(kind.__module__ == Objective.__module__ for kind in Objective.__subclasses__())
+    for name, *cells in rows:
+        objective = getattr(qerl_pl.algorithm, name.strip("`").removeprefix("qerl_pl.algorithm."))()
+        assert {field.name for field in fields(objective)} >= set(header[3:])
+        for key, cell in zip(header[1:], cells, strict=True):
+            value = getattr(objective, key)
+            assert cell == str(value).lower() or (isinstance(value, float) and float(cell) == value), (name, key)
+
+
+def test_options_of_quantize_are_those_of_the_page() -> None:
+    rows = pages.rows(pages.sections(ROOT / "docs" / "your-own-model.md")["Four bits"])[1:]
+    options = {option.strip("`-"): values for option, values in rows}
+    parameters = inspect.signature(quantize_checkpoint).parameters
+    assert set(options) == set(parameters) - {"src", "dst"}
+    for name, text in options.items():
+        default = str(parameters[name].default).lower()
+        assert f"`{default}`" in text or default == "false", name

@@ -1,0 +1,84 @@
+"""Base formats: which one a folder is in, and that every way to read it gives the same weights."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import get_args, get_type_hints
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from qerl_pl.errors import UserError
+from qerl_pl.formats.base import FORMATS, QUANTIZERS, format_of
+from qerl_pl.formats.dense_copy import load_dense_state
+from qerl_pl.formats.model_files import TensorFiles, read_config
+from qerl_pl.formats.quantize import quantize_checkpoint
+from qerl_pl.modules import PolicyConfig
+
+UP, HEAD = "model.layers.0.mlp.up_proj", "lm_head"
+
+
+@pytest.fixture(scope="module")
+def folders(tiny_policy_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A folder in each format, by the format's name."""
+    nvfp4 = tmp_path_factory.mktemp("formats") / "nvfp4"
+    quantize_checkpoint(tiny_policy_dir, nvfp4)
+    return {"none": tiny_policy_dir, "nvfp4": nvfp4}
+
+
+@pytest.mark.parametrize("one", FORMATS, ids=lambda one: one.name)
+def test_a_folder_is_in_one_format_and_holds_the_tensors_that_it_names(one, folders: dict[str, Path]) -> None:
+    folder = folders[one.name]
+    assert format_of(folder) is one
+    assert [other for other in FORMATS if other.recognises(read_config(folder).get("quantization_config"))] == [one]
+    stored = {name for name in TensorFiles(folder) if name.startswith(f"{UP}.weight")}
+    assert set(one.tensor_names(UP)) == stored
+
+
+@pytest.mark.parametrize("one", FORMATS, ids=lambda one: one.name)
+def test_a_frozen_weight_is_the_dense_one(one, folders: dict[str, Path]) -> None:
+    tensors, placed = TensorFiles(folders[one.name]), []
+
+    def place(tensor: Tensor) -> Tensor:
+        placed.append(tensor.clone())
+        return placed[-1]
+
+    dense = load_dense_state(folders[one.name], torch.float32)
+    assert one.frozen_weight(HEAD, tensors, place) is None and not placed
+    weight = one.frozen_weight(UP, tensors, place)
+    if one.name == "none":  # its linears stay PyTorch's
+        assert weight is None
+        return
+    torch.testing.assert_close(weight.alpha * weight.dense(torch.float32), dense[f"{UP}.weight"], rtol=3e-7, atol=0)
+    assert tuple(f"{UP}.{part}" for part in weight.tensors()) == one.tensor_names(UP)
+    assert [tensor.data_ptr() for tensor in weight.tensors().values()] == [tensor.data_ptr() for tensor in placed]
+
+
+def test_a_user_can_ask_for_every_format_that_there_is() -> None:
+    assert set(get_args(get_type_hints(PolicyConfig)["quantization"])) == {one.name for one in FORMATS}
+    assert set(get_args(get_type_hints(quantize_checkpoint)["format"])) == set(QUANTIZERS)
+
+
+def test_sixteen_bit_training_refuses_a_quantized_folder(folders: dict[str, Path]) -> None:
+    with pytest.raises(UserError, match="none needs 16-bit weights; .* is NVFP4; .*quantization to nvfp4"):
+        PolicyConfig(path=str(folders["nvfp4"]), quantization="none").base_folder()
+    assert PolicyConfig(path=str(folders["nvfp4"])).base_folder() == folders["nvfp4"]
+    assert PolicyConfig(path=str(folders["none"]), quantization="none").base_folder() == folders["none"]
+
+
+def test_every_tensor_that_is_no_linears_reads_alike(folders: dict[str, Path]) -> None:
+    stored = load_file(folders["none"] / "model.safetensors")
+    for folder in folders.values():
+        dense = load_dense_state(folder, torch.float32)
+        assert dense.keys() == stored.keys()
+        assert all(torch.equal(dense[name], stored[name]) for name in stored if "_proj" not in name)
+
+
+def test_a_format_that_nobody_knows_is_named(tiny_policy_dir: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(tiny_policy_dir, tmp_path / "awq")
+    config = read_config(folder) | {"quantization_config": {"quant_method": "awq"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=r"must have the format nvfp4-pack-quantized; .* has awq: quantize the 16-bit"):
+        format_of(folder)

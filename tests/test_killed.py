@@ -1,0 +1,224 @@
+"""Killed at any moment: what lies under a name is whole, and the next start clears away what is left."""
+
+import itertools
+import os
+import resource
+import signal
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fit_helpers import command, configuration, fit, processes
+
+from qerl_pl.callbacks.resume import _set_aside
+from qerl_pl.cli.main import main
+from qerl_pl.run import files
+from qerl_pl.run.checkpoints import AtomicCheckpointIO
+from qerl_pl.run.files import building
+from qerl_pl.toy import ToyConfig, build_toy_policy
+
+TOY = ToyConfig(layers=1, intermediate=128, steps=1, batch_size=2)
+
+
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def in_a_fork(work: Callable[[], object]) -> int:
+    """Exit status of `work` in a copy of this process, negative for a signal."""
+    child = os.fork()
+    if child == 0:
+        try:
+            work()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def fill(folder: Path, content: str) -> None:
+    for name in ("config", "weights"):
+        (folder / name).write_text(content)
+
+
+def content_of(folder: Path) -> set[str]:
+    """What the files of a folder hold; one element where all are of one writing."""
+    assert sorted(path.name for path in folder.iterdir()) == ["config", "weights"]
+    return {path.read_text() for path in folder.iterdir()}
+
+
+def die_at(moment: int) -> None:
+    """Have this process die before its operation number `moment` on files."""
+    count = itertools.count()
+
+    def watch(event: str, args: tuple[Any, ...]) -> None:
+        if event.partition(".")[0] in ("os", "open", "shutil", "fcntl", "ctypes") and next(count) == moment:
+            kill()
+
+    sys.addaudithook(watch)
+
+
+def replace_and_die(target: Path, moment: int, swaps: bool) -> None:
+    if not swaps:
+        files._swap = lambda first, second: False  # as macOS and NFS
+    die_at(moment)
+    with building(target, replace=True) as folder:
+        fill(folder, "new")
+
+
+@pytest.mark.parametrize("swaps", [True, False])
+def test_a_folder_that_is_replaced_is_the_old_or_the_new_at_every_moment(tmp_path: Path, swaps: bool) -> None:
+    target, seen = tmp_path / "adapter", []
+    for moment in range(200):
+        with building(target, replace=True) as folder:
+            fill(folder, "old")
+        assert list(tmp_path.iterdir()) == [target]  # what the last one left is gone
+        status = in_a_fork(partial(replace_and_die, target, moment, swaps))
+        if not swaps and not target.exists():  # between two renames; the next start puts the old one back
+            with pytest.raises(RuntimeError), building(target, replace=True):
+                raise RuntimeError
+            seen.append("absent")
+        (found,) = content_of(target)
+        seen.append(found)
+        if status == 0:
+            break
+        assert status == -signal.SIGKILL
+    assert seen[0] == "old" and seen[-1] == "new" and len(seen) > 15
+    assert seen.count("absent") == (0 if swaps else 1)
+    assert list(tmp_path.iterdir()) == [target]
+
+
+def set_aside_and_die(folder: Path, moment: int) -> None:
+    die_at(moment)
+    _set_aside(folder, 2)
+
+
+def test_a_checkpoint_that_is_set_aside_is_whole_in_one_place_or_the_other(tmp_path: Path) -> None:
+    for moment in range(200):
+        folder = tmp_path / str(moment)
+        for step in (2, 6):
+            AtomicCheckpointIO().save_checkpoint({"step": step}, folder / f"step={step}.ckpt")
+        status = in_a_fork(partial(set_aside_and_die, folder, moment))
+        (found,) = folder.rglob("step=6.ckpt")
+        assert AtomicCheckpointIO().load_checkpoint(found) == {"step": 6}
+        if status == 0:
+            break
+        assert status == -signal.SIGKILL
+    assert found == folder / "abandoned" / "step=6.ckpt" and moment > 5
+
+
+def build_slowly(target: Path, begun: Any, go_on: Any) -> None:
+    with building(target) as folder:
+        fill(folder, "theirs")
+        begun.set()
+        go_on.wait(timeout=60)
+
+
+def test_the_unfinished_folder_of_a_living_process_stays(tmp_path: Path) -> None:
+    context = processes()
+    begun, go_on = context.Event(), context.Event()
+    process = context.Process(target=build_slowly, args=(tmp_path / "model", begun, go_on))
+    process.start()
+    assert begun.wait(timeout=60)
+    (theirs,) = tmp_path.iterdir()
+    with pytest.raises(RuntimeError), building(tmp_path / "model"):
+        raise RuntimeError
+    assert content_of(theirs) == {"theirs"}
+    go_on.set()
+    process.join(timeout=60)
+    assert process.exitcode == 0 and content_of(tmp_path / "model") == {"theirs"}
+
+
+def die_when_all_weights_are_written() -> None:
+    from qerl_pl.formats.model_files import ShardWriter
+
+    ShardWriter.finish = lambda self: kill()  # type: ignore[method-assign]
+
+
+def test_what_a_killed_quantization_leaves_is_gone_after_the_next(tiny_policy_dir: Path, tmp_path: Path) -> None:
+    target = tmp_path / "models" / "nvfp4"
+    words = ["quantize", str(tiny_policy_dir), str(target)]
+    status, output = command(words, tmp_path / "log", die_when_all_weights_are_written)
+    assert status == -signal.SIGKILL, output
+    (left,) = target.parent.iterdir()
+    assert left != target
+    other = target.with_name(".nvfp4-of-mine")  # not ours
+    other.mkdir()
+    assert main(words) == 0
+    assert sorted(target.parent.iterdir()) == [other, target] and (target / "model.safetensors").is_file()
+
+
+def teach_and_die(cache: Path) -> None:
+    from transformers import Qwen2ForCausalLM
+
+    Qwen2ForCausalLM.save_pretrained = lambda *_: kill()  # type: ignore[method-assign]
+    build_toy_policy(TOY, cache)
+
+
+def test_what_a_killed_teaching_leaves_in_the_cache_is_gone_after_the_next(tmp_path: Path) -> None:
+    assert in_a_fork(partial(teach_and_die, tmp_path)) == -signal.SIGKILL
+    assert len(list(tmp_path.iterdir())) == 1
+    folder = build_toy_policy(TOY, tmp_path)
+    assert list(tmp_path.iterdir()) == [folder]
+
+
+class DieWriting:
+    """SIGXFSZ, which ends a process as SIGKILL does, in the middle of the first file of over 100 bytes that a method
+    writes."""
+
+    def __init__(self, module: str, owner: str, method: str) -> None:
+        self.place = module, owner, method
+
+    def __call__(self) -> None:
+        module, name, method = self.place
+        owner = getattr(sys.modules[module], name)
+        plain = getattr(owner, method)
+
+        def dying(*args: Any, **kwargs: Any) -> Any:
+            signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
+            return plain(*args, **kwargs)
+
+        setattr(owner, method, dying)
+
+
+WRITERS = {  # in the order of a run
+    "config.yaml": DieWriting("qerl_pl.cli.main", "SaveFitConfig", "on_train_start"),
+    "run.png": DieWriting("qerl_pl.callbacks.summary", "RunSummary", "_plot"),
+    "adapter": DieWriting("qerl_pl.modules.policy", "Policy", "save_adapter"),
+}
+
+
+def artefacts(run: Path) -> dict[str, bytes]:
+    """Everything in a run's folder but checkpoints and what is added to line by line, by name."""
+    found = (path for path in run.rglob("*") if path.is_file() and path.parent.name != "checkpoints")
+    return {str(path.relative_to(run)): path.read_bytes() for path in found if "tfevents" not in path.name}
+
+
+def test_artefacts_that_are_written_again_are_whole_when_the_process_dies_in_them(
+    tiny_policy_dir: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    settings = configuration(tiny_policy_dir, run)
+    status, output = fit(settings, "--resume", "auto", "--trainer.max_steps", "4")
+    assert status == 0, output
+    first = artefacts(run)
+    more = ("--resume", "auto", "--trainer.max_steps", "8", "--model.max_grad_norm", "0.1")
+    for name, die in WRITERS.items():
+        status, output = fit(settings, *more, prepare=die)
+        assert status == -signal.SIGXFSZ, output
+        found = {key: data for key, data in artefacts(run).items() if key.startswith(name)}
+        assert found and found == {key: data for key, data in first.items() if key.startswith(name)}
+    status, output = fit(settings, *more)
+    assert status == 0, output
+    last = artefacts(run)
+    assert last.keys() == first.keys()
+    assert {key for key, data in last.items() if data == first[key]} == {
+        ".lock",
+        "hparams.yaml",
+        "adapter/adapter_config.json",
+    }

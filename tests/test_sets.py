@@ -1,0 +1,129 @@
+"""Several held-out sets: each is measured by itself."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fit_helpers import Vowels, train
+from torch.utils.data import DataLoader
+
+from qerl_pl.callbacks import RunSummary
+from qerl_pl.datamodules import ArithmeticDataModule, Row
+from qerl_pl.engines import TransformersEngine
+from qerl_pl.errors import UserError
+from qerl_pl.types import Evaluation
+
+
+def rows(count: int, reference: str) -> list[Row]:
+    """Rows whose ids are those of every other set."""
+    return [Row(f"row-{index}", f"{index} + {index} =", reference) for index in range(count)]
+
+
+class Sets(ArithmeticDataModule):
+    """Held-out sets with names.
+
+    Args:
+        sets: Sizes by name; what is held out has its set's name for its reference.
+    """
+
+    def __init__(self, sets: Mapping[str, int], **settings: Any) -> None:
+        super().__init__(train_size=8, batch_size=2, val_batch_size=2, **{"val_size": 3, **settings})
+        self.sets = sets
+
+    def val_sets(self) -> Mapping[str, Sequence[Row]]:
+        return {name: rows(size, name) for name, size in self.sets.items()}
+
+    def test_sets(self) -> Mapping[str, Sequence[Row]]:
+        return self.val_sets()
+
+
+class Known:
+    """Finds every answer right whose reference is among some.
+
+    Args:
+        references: Those.
+    """
+
+    name = "accuracy"
+    weight = 1.0
+
+    def __init__(self, *references: str) -> None:
+        self.references = references
+
+    def __call__(self, samples: Any) -> list[float]:
+        return [float(sample.reference in self.references) for sample in samples]
+
+
+class Seen(RunSummary):
+    """Also keeps the evaluations that steps return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[Evaluation] = []
+
+    def on_validation_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *_: Any) -> None:
+        self.found.append(outputs["evaluation"])
+
+
+def test_each_set_has_its_own_metrics(
+    tiny_policy_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen, data = Seen(), Sets({"easy": 2, "MATH-500": 5})
+    rewards = [Known("easy"), Vowels()]
+    module = train(tiny_policy_dir, tmp_path, TransformersEngine(), rewards=rewards, watch=seen, data=data)
+    metrics = {name: value.item() for name, value in module.trainer.callback_metrics.items()}
+    held_out = {name: value for name, value in metrics.items() if name.startswith("val/")}
+    assert held_out == {
+        "val/easy/accuracy": 1.0,
+        "val/easy/pass@1": 1.0,
+        "val/MATH-500/accuracy": 0.0,
+        "val/MATH-500/pass@1": 0.0,
+    }
+    assert metrics["rollouts"] == 4
+    ids = [(evaluation.name, [one.prompt_id for one in evaluation.prompts]) for evaluation in seen.found]
+    assert [name for name, _ in ids] == ["easy", "MATH-500", "MATH-500"]
+    assert [len(names) for _, names in ids] == [2, 2, 1]  # val_size 3 of each, in batches of 2
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["accuracy_after"] == {"easy": 1.0, "MATH-500": 0.0}
+    assert summary["accuracy_before"] == {"easy": None, "MATH-500": None}  # the run began without a validation
+    assert "accuracy on MATH-500" in capsys.readouterr().out
+    again = RunSummary()
+    again.load_state_dict(seen.state_dict())
+    assert again.accuracies == {"easy": [(4, 1.0, 1.0)], "MATH-500": [(4, 0.0, 0.0)]}
+    tested = module.trainer.test(module, datamodule=data, verbose=False)
+    assert {name: value for loader in tested for name, value in loader.items() if name != "step"} == {
+        "test/easy/accuracy": 1.0,
+        "test/easy/pass@1": 1.0,
+        "test/MATH-500/accuracy": 0.0,
+        "test/MATH-500/pass@1": 0.0,
+    }
+
+
+def test_a_single_set_needs_no_name(tiny_policy_dir: Path) -> None:
+    for sets, reference in (({"only": 5}, {"only"}), ({}, None)):
+        data = Sets(sets, tokenizer=str(tiny_policy_dir))
+        for stage in ("fit", "test"):
+            data.setup(stage)
+        assert data.val_names == data.test_names == ("",)
+        loaders = data.val_dataloader(), data.test_dataloader()
+        assert all(isinstance(loader, DataLoader) for loader in loaders)
+        found = [[prompt.reference for batch in loader for prompt in batch] for loader in loaders]
+        if reference:
+            assert [len(references) for references in found] == [3, 5]  # val_size of those to validate on
+            assert {one for references in found for one in references} == reference
+        else:  # the set of val_rows and test_rows, as ever
+            assert [len(references) for references in found] == [3, 512]
+
+
+def test_without_validation_no_set_is_drawn(tiny_policy_dir: Path) -> None:
+    data = Sets({"a": 2, "b": 2}, val_size=0, tokenizer=str(tiny_policy_dir))
+    data.setup("fit")
+    assert data.val_names == ("",) and list(data.val_dataloader()) == []
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "a b"])
+def test_a_name_that_no_metric_can_have_is_refused(tiny_policy_dir: Path, name: str) -> None:
+    with pytest.raises(UserError, match=f"sets are named by letters, .*; found '{name}'"):
+        Sets({"fine": 1, name: 1}, tokenizer=str(tiny_policy_dir)).setup("fit")
