@@ -5,8 +5,8 @@
 From the measured phases of one GPU (results/ranks_vllm_gpu.json: 7B, 32 completions of 512 tokens a GPU) and an assumed
 spread of lengths: a rank decodes until its longest completion ends, a step of the decoder taking what it took there;
 the update takes its tokens' share; ranks wait for the slowest twice, before the update and in its all-reduce. Lengths
-are log-normal around a mean of each prompt's own, cut at the limit. Prompts are dealt as the trainer does, by the lengths
-that they had before.
+are log-normal around a mean of each prompt's own, cut at the limit. Prompts are dealt as the trainer does, by the
+lengths that they had before.
 """
 
 import argparse

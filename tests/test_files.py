@@ -30,7 +30,7 @@ from qerl_pl.run.files import building, cache_root, folder_identity, locked, mad
 
 def save(run: Path, step: int, value: float = 0.0) -> Path:
     path = run / "checkpoints" / f"step={step}.ckpt"
-    AtomicCheckpointIO().save_checkpoint({"value": torch.tensor(value), "step": step}, path)
+    AtomicCheckpointIO().save_checkpoint({"value": torch.tensor(value), "step": step, "qerl": {}}, path)
     return path
 
 

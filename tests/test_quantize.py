@@ -15,7 +15,7 @@ from qerl_kernels import (
     selected_backend,
 )
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from qerl_pl.cli.main import main
 from qerl_pl.errors import UserError
@@ -35,12 +35,20 @@ def quantized(tiny_policy_dir: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 
 def changed(source: Path, target: Path, **tensors: torch.Tensor) -> Path:
-    """A copy of a checkpoint in which some tensors of layer 1's MLP are others."""
+    """A copy of a checkpoint in which some tensors of both layers' MLPs are others, of another width if all are."""
     shutil.copytree(source, target)
     state = load_file(source / "model.safetensors")
-    state.update({f"model.layers.1.mlp.{name}.weight": tensor for name, tensor in tensors.items()})
+    for layer in range(2):
+        state.update({f"model.layers.{layer}.mlp.{name}.weight": tensor.clone() for name, tensor in tensors.items()})
     save_file(state, target / "model.safetensors", metadata={"format": "pt"})
+    if "gate_proj" in tensors:
+        config = read_config(source) | {"intermediate_size": len(tensors["gate_proj"])}
+        (target / "config.json").write_text(json.dumps(config))
     return target
+
+
+def of_width(width: int) -> dict[str, torch.Tensor]:
+    return {"down_proj": torch.randn(128, width)} | dict.fromkeys(("gate_proj", "up_proj"), torch.randn(width, 128))
 
 
 @pytest.mark.parametrize("power_of_two", [False, True])
@@ -96,10 +104,10 @@ def test_the_report_holds_every_matrix_error(tiny_policy_dir: Path, quantized: P
 def test_the_log_names_the_mean_and_the_worst_matrix(
     tiny_policy_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    outlier = torch.ones(64, 128)
+    outlier = torch.ones(128, 128)
     outlier[:, ::16] = 11.0  # scale 11/6, so that every 1 becomes 0.917
     outlier[:, 1::2] = 0.4  # and every 0.4 becomes 0
-    source = changed(tiny_policy_dir, tmp_path / "source", down_proj=outlier, up_proj=torch.zeros(128, 64))
+    source = changed(tiny_policy_dir, tmp_path / "source", down_proj=outlier, up_proj=torch.zeros(128, 128))
     with caplog.at_level(logging.INFO, "qerl_pl.formats.quantize"):
         quantize_checkpoint(source, tmp_path / "out")
     report = json.loads((tmp_path / "out" / "quantization_report.json").read_text())
@@ -145,19 +153,31 @@ def test_search_lowers_the_error_in_the_same_format(tiny_policy_dir: Path, quant
 
 
 NOT_QUANTIZABLE = {
-    "columns": ("nvfp4", torch.randn(128, 24), "NVFP4 .* divisible by 16; found .*down_proj.weight with 24; set"),
-    "columns of MXFP4": ("mxfp4", torch.randn(128, 48), "MXFP4 .* divisible by 32; found .*with 48; use --format"),
-    "vector": ("nvfp4", torch.randn(24), "divisible by 16; found .*down_proj.weight with 24"),
-    "bytes": ("nvfp4", torch.ones(64, 128, dtype=torch.uint8), "16 or 32-bit .*down_proj.weight in torch.uint8"),
-    "infinite": ("nvfp4", torch.full((64, 128), torch.inf), "finite numbers; found inf or nan in .*down_proj.weight"),
-    "not a number": ("mxfp4", torch.full((64, 128), torch.nan), "finite numbers; found inf or nan in .*down_proj"),
+    "columns": ("nvfp4", of_width(24), "NVFP4 .* divisible by 16; found .*down_proj.weight with 24; set"),
+    "columns of MXFP4": ("mxfp4", of_width(48), "MXFP4 .* divisible by 32; found .*with 48; use --format"),
+    "vector": ("nvfp4", {"down_proj": torch.randn(24)}, r"describe the weights .*down_proj.weight is \(24,\) in"),
+    "bytes": (
+        "nvfp4",
+        {"down_proj": torch.ones(128, 128, dtype=torch.uint8)},
+        "16 or 32-bit .*down_proj.weight in torch.uint8",
+    ),
+    "infinite": (
+        "nvfp4",
+        {"down_proj": torch.full((128, 128), torch.inf)},
+        "finite numbers; found inf or nan in .*down_proj.weight",
+    ),
+    "not a number": (
+        "mxfp4",
+        {"down_proj": torch.full((128, 128), torch.nan)},
+        "finite numbers; found inf or nan in .*down_proj",
+    ),
 }
 
 
 @pytest.mark.parametrize("case", NOT_QUANTIZABLE)
 def test_a_failure_says_why_and_leaves_no_folder_behind(tiny_policy_dir: Path, tmp_path: Path, case: str) -> None:
-    file_format, weight, message = NOT_QUANTIZABLE[case]
-    source = changed(tiny_policy_dir, tmp_path / "odd", down_proj=weight)
+    file_format, tensors, message = NOT_QUANTIZABLE[case]
+    source = changed(tiny_policy_dir, tmp_path / "odd", **tensors)
     with pytest.raises(UserError, match=message):
         quantize_checkpoint(source, tmp_path / "out", format=file_format)
     assert [path.name for path in tmp_path.iterdir()] == ["odd"]
@@ -192,7 +212,7 @@ def test_a_cached_quantized_base_follows_the_files_that_it_copies(
 
 
 def test_matrices_of_several_types_cannot_share_a_scale(tiny_policy_dir: Path, tmp_path: Path) -> None:
-    source = changed(tiny_policy_dir, tmp_path / "mixed", gate_proj=torch.randn(128, 64, dtype=torch.float16))
+    source = changed(tiny_policy_dir, tmp_path / "mixed", gate_proj=torch.randn(128, 128, dtype=torch.float16))
     with pytest.raises(UserError, match=r"one data type; found .*gate_proj.weight in torch.float16, .*up_proj"):
         quantize_checkpoint(source, tmp_path / "out")
 
@@ -200,7 +220,7 @@ def test_matrices_of_several_types_cannot_share_a_scale(tiny_policy_dir: Path, t
 def test_refuses_a_model_without_projections(tiny_policy_dir: Path, tmp_path: Path) -> None:
     source = tmp_path / "other"
     shutil.copytree(tiny_policy_dir, source)
-    save_file({"transformer.wte.weight": torch.randn(4, 16)}, source / "model.safetensors")
+    GPT2LMHeadModel(GPT2Config(vocab_size=512, n_embd=16, n_layer=1, n_head=1)).save_pretrained(source)
     with pytest.raises(UserError, match=r"named model.layers.N.\*_proj.weight; .*other has none"):
         quantize_checkpoint(source, tmp_path / "out")
 

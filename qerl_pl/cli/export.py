@@ -1,7 +1,6 @@
 """`qerl export`: the trained adapter out of a run, or 16-bit weights with the adapter merged in."""
 
 from pathlib import Path
-from typing import Any
 
 import torch
 import yaml
@@ -60,10 +59,19 @@ def _policy_config(run: Path) -> PolicyConfig:
     path = run / "config.yaml"
     if not path.is_file():
         raise UserError(f"export reads the policy from the run's config.yaml; {run} has none; name a run's folder")
+    try:
+        document = yaml.safe_load(path.read_bytes())
+    except yaml.YAMLError as error:
+        found = " ".join(str(error).split())
+        raise UserError(f"a run's config.yaml must be YAML; {path} is not ({found:.150}); restore it") from error
+    model = document.get("model") if isinstance(document, dict) else None
+    policy = model.get("policy") if isinstance(model, dict) else None
+    if not isinstance(policy, dict) or not {"path", "lora"} <= policy.keys():
+        raise UserError(
+            f"export reads the policy from the run's config.yaml; {path} has no model.policy with path and lora; "
+            "restore the file that `qerl fit` wrote, or name a run's folder"
+        )
     parser = ArgumentParser(exit_on_error=False)
     parser.add_argument("--policy", type=PolicyConfig)
-    document: dict[str, Any] = yaml.safe_load(path.read_text())
-    config: PolicyConfig = parser.instantiate_classes(
-        parser.parse_object({"policy": document["model"]["policy"]})
-    ).policy
+    config: PolicyConfig = parser.instantiate_classes(parser.parse_object({"policy": policy})).policy
     return config

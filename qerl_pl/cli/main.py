@@ -2,7 +2,6 @@
 
 import logging
 import os
-import re
 import signal
 import sys
 from collections.abc import Callable
@@ -11,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import jsonargparse
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI, SaveConfigCallback
@@ -20,8 +18,10 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from qerl_pl.callbacks import Preempted, RolloutCallback
 from qerl_pl.cli.export import export
+from qerl_pl.cli.mistakes import explain
 from qerl_pl.cli.overrides import expand_item_overrides
 from qerl_pl.cli.terminal import configure_terminal
+from qerl_pl.cli.values import check_values
 from qerl_pl.datamodules.base import PromptDataModule
 from qerl_pl.errors import UserError
 from qerl_pl.formats.quantize import quantize_checkpoint
@@ -34,7 +34,7 @@ from qerl_pl.run.checkpoints import (
     newest_checkpoint,
     verified_bytes,
 )
-from qerl_pl.run.devices import check_ranks_divide, is_first_process, planned_ranks, writes_files
+from qerl_pl.run.devices import check_ranks_divide, check_strategy, is_first_process, planned_ranks, writes_files
 from qerl_pl.run.files import locked, write_atomically
 from qerl_pl.run.strategy import RanksStrategy
 
@@ -46,12 +46,6 @@ fit, validate and test take -c CONFIG.yaml and any key of it as --key value; an 
 in --trainer.callbacks.AdaptiveQuantizationNoise.sigma_start 0.02. Besides them: `qerl quantize --help` (write an NVFP4
 checkpoint) and `qerl export --help` (write an adapter or merged weights)."""
 USAGE_ERROR = 2
-_UNTELLING = re.compile(
-    r"Does not validate against|Subtypes:|Errors:|Expected a <class 'NoneType'>|Expected a path but"
-    r"|Not a valid subclass|Subclass types expect|a class path|a dict with"
-    r"|Given value type:|Given value: (\[|.{80})|tip:|usage:"
-)
-"""Lines of jsonargparse's messages that say what it tried, or repeat a long value."""
 
 
 class SaveFitConfig(SaveConfigCallback):
@@ -91,7 +85,7 @@ class QeRLCLI(LightningCLI):
         return {"fit": given | {"train_dataloaders", "val_dataloaders"}, "validate": given, "test": given}
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        parser.link_arguments("seed_everything", "model.seed", compute_fn=int)
+        parser.link_arguments("seed_everything", "model.seed", compute_fn=_run_seed)
         parser.add_argument(
             "--resume",
             type=str | None,
@@ -107,11 +101,17 @@ class QeRLCLI(LightningCLI):
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
         """Parse, after items of lists that are named by their class have been looked up."""
-        if not isinstance(args, dict | jsonargparse.Namespace):
-            args = expand_item_overrides(parser, sys.argv[1:] if args is None else list(args))
-            self.config = parser.parse_args(args)
-        else:
-            self.config = parser.parse_object(args)
+        try:
+            if not isinstance(args, dict | jsonargparse.Namespace):
+                args = expand_item_overrides(parser, sys.argv[1:] if args is None else list(args))
+                self.config = parser.parse_args(args)
+            else:
+                self.config = parser.parse_object(args)
+        except UnicodeDecodeError as error:
+            raise UserError(
+                f"a configuration is text in UTF-8; it holds {error.object[:40]!r}; save it as such"
+            ) from error
+        check_values(parser, self.config)
         checkpoint = self.config[self.config["subcommand"]].get("ckpt_path")
         if checkpoint is not None:
             verified_bytes(Path(checkpoint))
@@ -119,7 +119,7 @@ class QeRLCLI(LightningCLI):
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """The trainer with whole checkpoints, and TensorBoard in the run folder unless the YAML names a logger."""
         config = self._get(self.config_init, "trainer")
-        root = config["default_root_dir"] or "runs/default"
+        root = os.path.expanduser(config["default_root_dir"] or "runs/default")
         kwargs["default_root_dir"] = root
         try:
             Path(root).mkdir(parents=True, exist_ok=True)
@@ -133,18 +133,24 @@ class QeRLCLI(LightningCLI):
         if config["logger"] in (None, True):
             kwargs["logger"] = self._logger = TensorBoardLogger(save_dir=root, name="", version="")
         kwargs["use_distributed_sampler"] = False  # every rank sees the whole batch
-        given = list(config["callbacks"] or [])
-        trainer: Trainer = super().instantiate_trainer(**kwargs, callbacks=given)
+        trainer = self._trainer(kwargs, config)
+        check_strategy(trainer)
         if planned_ranks(trainer) > 1:
-            if config["strategy"] not in ("auto", "ddp"):
-                raise UserError(
-                    f"several devices run by trainer.strategy auto; found {config['strategy']}; leave it at auto"
-                )
-            given = list(config["callbacks"] or [])  # the first trainer has put its own beside them
-            trainer = super().instantiate_trainer(**kwargs | {"callbacks": given, "strategy": RanksStrategy()})
+            trainer = self._trainer(kwargs | {"strategy": RanksStrategy()}, config)
         for callback in trainer.checkpoint_callbacks:
             if isinstance(callback, ModelCheckpoint) and callback.dirpath is None:
                 callback.dirpath = str(Path(root) / FOLDER)
+        return trainer
+
+    def _trainer(self, given: dict[str, Any], config: Any) -> Trainer:
+        callbacks = list(config["callbacks"] or [])  # Lightning puts its own beside those it is given
+        try:
+            trainer: Trainer = super().instantiate_trainer(**given, callbacks=callbacks)
+        except (RuntimeError, TypeError, ValueError) as error:
+            said = " ".join(str(error).split())
+            raise UserError(
+                f"Lightning's Trainer refuses a key of trainer: {said:.180}; see qerl fit --help"
+            ) from error
         return trainer
 
     def fit(self, model: LightningModule, datamodule: LightningDataModule, **kwargs: Any) -> None:
@@ -206,6 +212,13 @@ class QeRLCLI(LightningCLI):
         return taken
 
 
+def _run_seed(seed: bool | int | None) -> int:
+    """The run's seed by `seed_everything`, in Lightning's bounds."""
+    if seed is None or isinstance(seed, bool) or not 0 <= seed < 2**32:
+        raise UserError(f"a run needs a seed from 0 to {2**32 - 1}; found {seed}; set seed_everything to 0, say")
+    return seed
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run the command line.
 
@@ -240,30 +253,12 @@ def main(argv: list[str] | None = None) -> int:
         return 128 + stop.signal_number
     except SIGTERMException:  # Lightning's own end on SIGTERM, where no ResumeCheckpoint listens
         return 128 + signal.SIGTERM
-    except (ValueError, jsonargparse.ArgumentError, MisconfigurationException, ModuleNotFoundError) as error:
-        message = _one_line(error, argv)
-        if message is None or os.environ.get("QERL_DEBUG") == "1":
+    except Exception as error:  # a user's class may raise anything; what is no user's mistake goes on
+        debugging = os.environ.get("QERL_DEBUG") == "1"
+        message = None if debugging else explain(error, argv, {*COMMANDS, *QeRLCLI.subcommands()})
+        if message is None:
             raise
         if is_first_process():
             print(f"qerl: {message}", file=sys.stderr)
         return USAGE_ERROR
     return 0
-
-
-def _one_line(error: BaseException, argv: list[str]) -> str | None:
-    """What a user's mistake prints, or None where the error is no user's mistake.
-
-    jsonargparse wraps an error of a class that it builds in others, and its own errors spread over many lines: what it
-    tried in vain and long values go, the key and what is wrong with it stay.
-    """
-    if isinstance(error, jsonargparse.ArgumentError):
-        lines = [" ".join(line.split()).removeprefix("- ").rstrip(".") for line in str(error).splitlines()]
-        telling = [line for line in lines if line and not _UNTELLING.match(line)] or lines[:1]
-        command = f"qerl {argv[0]}" if argv and argv[0] in {*COMMANDS, *QeRLCLI.subcommands()} else "qerl"
-        return "; ".join([*telling, f"see {command} --help"]).replace(":; ", ": ")
-    if isinstance(error, MisconfigurationException | ModuleNotFoundError):  # a mistake, or a class's package is missing
-        return " ".join(str(error).split())
-    cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, UserError):
-        cause = cause.__cause__
-    return None if cause is None else " ".join(str(cause).split())

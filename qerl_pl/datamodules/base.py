@@ -14,11 +14,12 @@ from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from qerl_pl.datamodules.rows import Row
+from qerl_pl.datamodules.rows import Row, checked_rows
 from qerl_pl.datamodules.sampler import PromptSampler
 from qerl_pl.datamodules.sets import sets_by_name
 from qerl_pl.errors import UserError, require_at_least
 from qerl_pl.prompting import SYSTEM_PROMPT, render_prompts
+from qerl_pl.run.intervals import check_intervals
 from qerl_pl.run.seeding import stream_seed
 from qerl_pl.types import Prompt
 
@@ -56,7 +57,7 @@ class PromptDataModule(LightningDataModule):
         super().__init__()
         sizes = {"batch_size": batch_size, "val_batch_size": val_batch_size, "max_prompt_tokens": max_prompt_tokens}
         require_at_least(1, {f"data.{name}": size for name, size in sizes.items()})
-        require_at_least(0, {"data.val_size": val_size})
+        require_at_least(0, {"data.val_size": val_size, "data.seed": seed})
         self.batch_size = batch_size
         self.val_size = val_size
         self.val_batch_size = batch_size if val_batch_size is None else val_batch_size
@@ -73,7 +74,9 @@ class PromptDataModule(LightningDataModule):
 
     def train_rows(self) -> Sequence[Row]:
         """All rows to train on."""
-        raise NotImplementedError
+        raise UserError(
+            f"a data module gives its rows in train_rows; {type(self).__name__} lacks that method; define it"
+        )
 
     def val_rows(self) -> Sequence[Row] | None:
         """Rows of a validation set, of which `val_size` are used; None holds them out of the training rows."""
@@ -102,10 +105,14 @@ class PromptDataModule(LightningDataModule):
         Raises:
             UserError: data is missing, malformed or too little for one batch, or the tokenizer has no chat template.
         """
+        if "_train" not in vars(self):
+            raise UserError(
+                f"a data module's constructor calls that of PromptDataModule; {type(self).__name__}'s does not"
+            )
         # Rows come first: a wrong path is told before a tokenizer is downloaded, or a model made for it.
         new = not self._train
-        rows = self.train_rows() if new else ()
-        held_out = sets_by_name(self.val_sets(), self.val_rows) if new else None
+        rows = checked_rows(self.train_rows(), f"{type(self).__name__}.train_rows") if new else []
+        held_out = sets_by_name(self.val_sets(), self.val_rows, type(self).__name__) if new else None
         tokenizer = self._load_tokenizer()
         if new:
             train = self._render(tokenizer, rows, "training")
@@ -131,10 +138,10 @@ class PromptDataModule(LightningDataModule):
             for prompt in train:
                 digest.update(repr(prompt).encode())
             self._digest = digest.hexdigest()
-        if stage == "fit":
-            self._check_interval()
+        if stage == "fit" and self.trainer is not None:
+            check_intervals(self.trainer, self.batches_per_epoch)
         if stage == "test" and not self._test:
-            tested = sets_by_name(self.test_sets(), self.test_rows)
+            tested = sets_by_name(self.test_sets(), self.test_rows, type(self).__name__)
             self._test = self._val if tested is None else self._render_sets(tokenizer, tested, "test")
 
     def train_dataloader(self) -> StatefulDataLoader[list[Prompt]]:
@@ -237,17 +244,6 @@ class PromptDataModule(LightningDataModule):
                 f"tokenizer must be a folder or hub name; {self.tokenizer} cannot be loaded: "
                 f"{str(error).partition(chr(10))[0]}; correct it, or set null to take the policy's."
             ) from error
-
-    def _check_interval(self) -> None:
-        """Refuse here what Lightning refuses in other words, and after an engine has been started."""
-        if self.trainer is None or self.trainer.check_val_every_n_epoch is None:
-            return
-        interval = self.trainer.val_check_interval
-        if isinstance(interval, int) and interval > self.batches_per_epoch:
-            raise UserError(
-                f"val_check_interval must not exceed an epoch's {self.batches_per_epoch} batches; found {interval}; "
-                "lower it, or set trainer.check_val_every_n_epoch to null, which counts on over epochs"
-            )
 
     def _render_sets(
         self, tokenizer: PreTrainedTokenizerBase, sets: Mapping[str, Sequence[Row]], use: str

@@ -1,7 +1,7 @@
 """Reading tables of questions and answers, from the hub or from local files."""
 
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -20,6 +20,26 @@ class Row:
     """Stable name, such as "train-17" for the split's 18th row."""
     question: str
     reference: str
+
+
+def checked_rows(given: Any, source: str) -> list[Row]:
+    """Rows that a data module gives, of whatever kind of sequence or generator, as a list.
+
+    Args:
+        given: What its method returned.
+        source: The method, such as "MyData.train_rows".
+
+    Raises:
+        UserError: These are no rows.
+    """
+    rule = f"{source} must return rows (qerl_pl.datamodules.Row) whose id, question and reference are text"
+    if not isinstance(given, Iterable) or isinstance(given, str | Mapping):
+        raise UserError(f"{rule}; found {given!r:.60}; return a list of them")
+    rows = list(given)
+    for number, row in enumerate(rows, start=1):
+        if not isinstance(row, Row) or not all(isinstance(text, str) for text in (row.id, row.question, row.reference)):
+            raise UserError(f"{rule}; row {number} is {row!r:.80}; return such rows")
+    return rows
 
 
 def read_table(path: str, split: str, columns: Collection[str], subset: str | None = None) -> list[Mapping[str, Any]]:

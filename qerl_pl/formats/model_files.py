@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import torch
@@ -32,13 +33,20 @@ def read_config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     if not path.is_file():
         raise UserError(f"a base model is a folder with a config.json; found none in {folder}: check the path")
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise UserError(f"config.json must be JSON; {path} fails with '{error}': download the model again") from None
-    if not isinstance(config, dict):
-        raise UserError(f"config.json must be a JSON object; {path} is a {type(config).__name__}: check the file")
+    config = _json_object(path)
+    if not isinstance(config.get("quantization_config", {}), dict | NoneType):
+        raise UserError(f"a model's quantization_config must be an object; {path} has another: get the model again")
     return config
+
+
+def _json_object(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # of JSON, or of UTF-8
+        raise UserError(f"{path.name} must be JSON; {path} fails with '{error}': download the model again") from None
+    if not isinstance(found, dict):
+        raise UserError(f"{path.name} must be a JSON object; {path} is a {type(found).__name__}: check the file")
+    return found
 
 
 def load_config(folder: Path) -> PretrainedConfig:
@@ -56,7 +64,10 @@ def weight_map(folder: Path) -> dict[str, str]:
     """
     index = folder / _INDEX
     if index.is_file():
-        return dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+        places = _json_object(index).get("weight_map")
+        if not isinstance(places, dict):
+            raise UserError(f"{_INDEX} must say which file holds which tensor; {index} has no weight_map: get it again")
+        return places
     single = folder / _SINGLE
     if not single.is_file():
         raise UserError(f"weights must be in safetensors files; found neither {_SINGLE} nor {_INDEX} in {folder}")
@@ -88,6 +99,21 @@ class TensorFiles:
 
     def __contains__(self, name: str) -> bool:
         return name in self._place
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of every tensor as it is stored, read without its content.
+
+        Raises:
+            UserError: A file is missing or damaged, or lacks what the index says it holds.
+        """
+        found: dict[str, tuple[int, ...]] = {}
+        for file_name in sorted(set(self._place.values())):
+            with _opened(self._folder / file_name) as file:
+                held = file.keys()
+                found |= {name: tuple(file.get_slice(name).get_shape()) for name in held}
+        if missing := sorted(self._place.keys() - found):
+            raise UserError(f"weight files must hold what their index says; {self._folder} lacks {missing[0]}")
+        return {name: found[name] for name in self._place}
 
     def read(self, name: str) -> Tensor:
         """Tensor `name`, on the CPU, in the data type it was saved in.
@@ -175,11 +201,11 @@ def end_token_ids(folder: Path) -> tuple[int, ...]:
     found: list[Any] = [read_config(folder).get("eos_token_id")]
     generation = folder / "generation_config.json"
     if generation.is_file():
-        found.append(json.loads(generation.read_text(encoding="utf-8")).get("eos_token_id"))
+        found.append(_json_object(generation).get("eos_token_id"))
     tokenizer = load_tokenizer(folder)
     if tokenizer is not None:
         found.append(tokenizer.eos_token_id)
-    ids: set[int] = set()
-    for value in found:
-        ids.update([value] if isinstance(value, int) else value or [])
-    return tuple(sorted(ids))
+    ids = [one for value in found for one in (value if isinstance(value, list) else [value]) if one is not None]
+    if not all(isinstance(one, int) for one in ids):
+        raise UserError(f"eos_token_id is a number or a list of them; {folder} has {ids}: get the model again")
+    return tuple(sorted(set(ids)))

@@ -23,6 +23,7 @@ from qerl_pl.errors import UserError
 from qerl_pl.formats.architecture import fused_group
 from qerl_pl.formats.base import QUANTIZERS, Quantizer, format_of
 from qerl_pl.formats.dense import DENSE
+from qerl_pl.formats.described import described_model
 from qerl_pl.formats.model_files import QUANTIZATION_REPORT, ShardWriter, TensorFiles, copy_other_files, read_config
 from qerl_pl.run.files import building
 
@@ -60,8 +61,9 @@ def quantize_checkpoint(
         device: Where the arithmetic runs. `auto` is the GPU where there is one.
 
     Raises:
-        UserError: `dst` exists, `src` is no model folder or already quantized, it has no matrix to quantize or one that
-            the format cannot hold, an option is not the format's, or there is no GPU for `device`.
+        UserError: `dst` exists, `src` is no model folder, disagrees with itself or is already quantized, it has no
+            matrix to quantize or one that the format cannot hold, an option is not the format's, or there is no GPU for
+            `device`.
     """
     quantizer, on = QUANTIZERS[format](scales, power_of_two), _device(device)
     config, found = read_config(src), format_of(src)
@@ -69,6 +71,7 @@ def quantize_checkpoint(
         raise UserError(f"only 16-bit weights can be quantized; {src} is {found.name.upper()} already; use it as it is")
     if dst.exists():
         raise UserError(f"the destination must not exist; {dst} does; choose another name or remove it")
+    described_model(src)
     tensors = TensorFiles(src)
     with building(dst) as folder:
         quantized = {name for name in tensors if re.search(r"\.layers\.\d+\..*_proj\.weight$", name)}

@@ -1,5 +1,6 @@
 """LoRA over any frozen linear, in PEFT's conventions, so that PEFT saves, loads and switches it."""
 
+import math
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -36,6 +37,10 @@ class LoraConfig:
     def __post_init__(self) -> None:
         if self.rank < 1:
             raise UserError(f"LoRA needs rank >= 1; found {self.rank}; set model.policy.lora.rank")
+        if not 0.0 < self.alpha < math.inf:
+            raise UserError(
+                f"LoRA needs a finite alpha > 0; found {self.alpha}; set model.policy.lora.alpha, to 2 * rank, say"
+            )
         if not 0.0 <= self.dropout < 1.0:
             raise UserError(f"LoRA needs 0 <= dropout < 1; found {self.dropout}; set model.policy.lora.dropout")
 
@@ -85,6 +90,39 @@ class LoraLinear(nn.Module, LoraLayer):
         return self.base_layer(x) + nn.functional.linear(hidden, b.to(x.dtype)) * scaling
 
 
+def check_targets(model: nn.Module, config: LoraConfig) -> None:
+    """Refuse an adapter that a model has no place for.
+
+    Args:
+        model: The base; one without weights will do.
+        config: Its adapter.
+
+    Raises:
+        UserError: A target matches no linear of the model's layers (the one to the vocabulary takes no adapter), or the
+            adapter could hold any change of the smallest one's weight, and more.
+    """
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    linears = {
+        name: min(module.in_features, module.out_features)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear | FrozenLinear) and module is not head
+    }
+    for target in config.targets:
+        sides = {name: side for name, side in linears.items() if re.fullmatch(rf"(.*\.)?{re.escape(target)}", name)}
+        if not sides:
+            found = sorted({name.rsplit(".", 1)[-1] for name in linears})
+            raise UserError(
+                f"every LoRA target must name linears of the model; {target!r} matches none; "
+                f"choose model.policy.lora.targets among {', '.join(found)}"
+            )
+        smallest = min(sides, key=lambda name: sides[name])
+        if config.rank > sides[smallest]:
+            raise UserError(
+                f"a LoRA rank must not be above the smaller side of a weight; found rank {config.rank} for {smallest} "
+                f"with {sides[smallest]}; lower model.policy.lora.rank, or leave {target} out of its targets"
+            )
+
+
 def attach_lora(model: nn.Module, config: LoraConfig, train_norms: bool = False) -> peft.PeftModel:
     """Wrap the target linears of a causal LM with adapters (A random, B zero: the policy starts as its base).
 
@@ -94,21 +132,9 @@ def attach_lora(model: nn.Module, config: LoraConfig, train_norms: bool = False)
         train_norms: Also train copies of the layers' norms, which PEFT saves with the adapter.
 
     Raises:
-        UserError: A target matches no linear of the model's layers; the one to the vocabulary takes no adapter.
+        UserError: As `check_targets`.
     """
-    head = model.get_output_embeddings()  # type: ignore[operator]
-    linears = [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear | FrozenLinear) and module is not head
-    ]
-    for target in config.targets:
-        if not any(re.fullmatch(rf"(.*\.)?{re.escape(target)}", name) for name in linears):
-            found = sorted({name.rsplit(".", 1)[-1] for name in linears})
-            raise UserError(
-                f"every LoRA target must name linears of the model; {target!r} matches none; "
-                f"choose model.policy.lora.targets among {', '.join(found)}"
-            )
+    check_targets(model, config)
     peft_config = peft.LoraConfig(
         r=config.rank,
         lora_alpha=config.alpha,  # type: ignore[arg-type]

@@ -12,11 +12,12 @@ from torch import Tensor, nn
 
 from qerl_pl.algorithm.noise import NormNoise
 from qerl_pl.engines.base import LentWeights
+from qerl_pl.formats.described import described_model
 from qerl_pl.formats.norm import use_float32_norms
 from qerl_pl.formats.resolve import in_format, local_folder
 from qerl_pl.modules.adapter import LoraAdapter
 from qerl_pl.modules.base_model import load_base
-from qerl_pl.modules.lora import LoraConfig
+from qerl_pl.modules.lora import LoraConfig, check_targets
 from qerl_pl.modules.packing import Packing
 from qerl_pl.run.files import cache_root
 from qerl_pl.toy import ToyConfig, build_toy_policy
@@ -60,10 +61,11 @@ class PolicyConfig:
         Trains the toy policy, downloads from the hub, or quantizes 16-bit weights, each once: the results are cached.
 
         Raises:
-            UserError: `path` is neither a folder nor a model of the hub, or its weights are quantized in another
-                format.
+            UserError: `path` is neither a folder nor a model of the hub, its files disagree, it has no place for the
+                adapter, or its weights are quantized in another format.
         """
         source = build_toy_policy(self.toy) if self.path is None else local_folder(self.path)
+        check_targets(described_model(source), self.lora)
         return in_format(source, self.quantization)
 
 

@@ -13,13 +13,15 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from qerl_kernels import select_backend
+from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torchmetrics import MeanMetric
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, get_scheduler
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from qerl_pl.algorithm.noise import NormNoise
 from qerl_pl.algorithm.objectives import GRPO, Objective
 from qerl_pl.errors import UserError, require_at_least
+from qerl_pl.modules.optimizer import build_optimizer, build_schedule
 from qerl_pl.modules.policy import Policy, PolicyConfig
 from qerl_pl.modules.update import NonFiniteLossError, PolicyUpdate
 from qerl_pl.rollout.experience import Experience
@@ -77,10 +79,13 @@ class QeRLModule(LightningModule):
         super().__init__()
         sizes = {"update_epochs": update_epochs, "minibatches": minibatches, "micro_batch_tokens": micro_batch_tokens}
         require_at_least(1, {f"model.{name}": size for name, size in sizes.items()})
+        require_at_least(0, {"model.seed": seed})
         if not max_grad_norm > 0:
             raise UserError(f"model.max_grad_norm must be above 0; found {max_grad_norm}; .inf clips nothing")
         if not 0 <= warmup_ratio <= 1:
             raise UserError(f"model.warmup_ratio must be in [0, 1]; found {warmup_ratio}; set it to 0.1, say")
+        # Tried on a matrix of one number, and refused here rather than when the policy has been loaded.
+        build_schedule(lr_scheduler, build_optimizer(optimizer, [nn.Parameter(torch.zeros(1, 1))]), 0, 1)
         self.automatic_optimization = False
         self.strict_loading = False  # checkpoints leave the frozen base out; `on_load_checkpoint` checks the rest
         self.policy_config = policy
@@ -160,18 +165,9 @@ class QeRLModule(LightningModule):
         return max(1, min(plans))
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        optimizer = self.make_optimizer([p for p in self.policy.parameters() if p.requires_grad])
+        optimizer = build_optimizer(self.make_optimizer, [p for p in self.policy.parameters() if p.requires_grad])
         steps = self.planned_rollouts() * self.update.steps
-        warmup = round(self.warmup_ratio * steps)
-        try:
-            schedule = get_scheduler(self.lr_scheduler, optimizer, num_warmup_steps=warmup, num_training_steps=steps)
-            if not isinstance(schedule, LambdaLR):
-                raise ValueError(f"{type(schedule).__name__} needs a metric")
-        except ValueError as error:
-            raise UserError(
-                f"lr_scheduler must be a schedule of transformers that needs no metric; found {self.lr_scheduler!r}; "
-                "use cosine, linear or constant_with_warmup"
-            ) from error
+        schedule = build_schedule(self.lr_scheduler, optimizer, round(self.warmup_ratio * steps), steps)
         self._rates = [{name: group[name] for name in RATES if name in group} for group in optimizer.param_groups]
         return {"optimizer": optimizer, "lr_scheduler": schedule}
 

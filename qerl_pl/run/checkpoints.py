@@ -45,7 +45,13 @@ class AtomicCheckpointIO(CheckpointIO):
                 untouched.
         """
         buffer = io.BytesIO()
-        torch.save(checkpoint, buffer)
+        try:
+            torch.save(checkpoint, buffer)
+        except (pickle.PicklingError, AttributeError, TypeError) as error:  # as pickle says it
+            raise UserError(
+                f"a checkpoint holds tensors and plain values only; {path} would hold others ({error}); "
+                "change the callback or data module whose state it is"
+            ) from error
         data = buffer.getvalue()
         if not self._proven:  # better now than when it is needed
             _load(data, path)
@@ -64,8 +70,12 @@ class AtomicCheckpointIO(CheckpointIO):
 
         Raises:
             DamagedCheckpoint: It is absent, its digest differs, or it is no checkpoint.
+            UserError: It is another program's.
         """
-        return _load(verified_bytes(Path(path)), path)
+        checkpoint = _load(verified_bytes(Path(path)), path)
+        if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get(CHECKPOINT_KEY), dict):
+            raise UserError(f"a checkpoint must be one of this trainer's; {path} is another program's; name another")
+        return checkpoint
 
     def remove_checkpoint(self, path: _PATH) -> None:
         """Delete a checkpoint and its digest."""

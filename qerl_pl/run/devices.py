@@ -2,6 +2,7 @@
 
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
 from qerl_pl.errors import UserError
 
@@ -9,6 +10,21 @@ from qerl_pl.errors import UserError
 def planned_ranks(trainer: Trainer) -> int:
     """Processes that the run will have, also before they are started."""
     return trainer.num_devices * trainer.num_nodes
+
+
+def check_strategy(trainer: Trainer) -> None:
+    """Refuse strategies that shard what is trained, or that are for several devices where there is one.
+
+    Raises:
+        UserError: The trainer has such a strategy.
+    """
+    several = planned_ranks(trainer) > 1
+    if type(trainer.strategy) is not DDPStrategy if several else not isinstance(trainer.strategy, SingleDeviceStrategy):
+        found = type(trainer.strategy).__name__
+        raise UserError(
+            f"training is one process a device, each with all that is trained; found the strategy {found} for "
+            f"{planned_ranks(trainer)} devices; leave trainer.strategy at auto"
+        )
 
 
 def check_ranks_divide(batch_size: int, ranks: int) -> None:

@@ -68,6 +68,8 @@ class ToyConfig:
             raise UserError(f"width / heads must be one of {_HEAD_SIZES}, got {self.width} / {self.heads}: set heads.")
         require_at_least(1, {"layers": self.layers, "batch_size": self.batch_size})
         require_at_least(0, {"steps": self.steps})
+        if not 0 <= self.learning_rate < math.inf:
+            raise UserError(f"learning_rate must be a number of at least 0, got {self.learning_rate}: set 1.5e-3, say.")
         if not 0 <= self.careless_fraction <= 1:
             raise UserError(f"careless_fraction must be in [0, 1], got {self.careless_fraction}: set it in that range.")
 
