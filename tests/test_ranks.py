@@ -169,6 +169,21 @@ def test_a_signal_to_any_rank_saves_everywhere_and_the_run_goes_on_on_another_nu
     same_run(alone, train(config, "--resume", "auto"), stopped_at)
 
 
+@pytest.mark.vllm
+def test_an_engine_a_rank_with_noise_of_its_own(tiny_policy_dir: Path, tmp_path: Path) -> None:
+    config = settings(tiny_policy_dir, tmp_path / "run", 2)
+    config["trainer"] |= {"max_steps": 8, "val_check_interval": 2}
+    rollout, noise = (callback["init_args"] for callback in config["trainer"]["callbacks"][:2])
+    rollout |= {"engine": {"class_path": "qerl_pl.engines.VLLMEngine"}, "resample_rounds": 0}
+    noise |= {"stages": 1, "noiseless_first_stage": False, "per_rank": True}
+    run = train(config)
+    assert [row["version"] for row in completions(run)] == [0] * 12 + [1] * 12
+    events = EventAccumulator(str(run))
+    events.Reload()
+    asked, measured = ([event.value for event in events.Scalars(f"aqn/{tag}")] for tag in ("sigma", "measured_std"))
+    assert asked == pytest.approx([0.01, 0.01]) and measured == pytest.approx(asked, rel=0.01)
+
+
 def test_mistakes_get_one_line_once(tiny_policy_dir: Path, tmp_path: Path) -> None:
     config = settings(tiny_policy_dir, tmp_path / "run", 4)
     assert start(config).wait(timeout=60) == 2
