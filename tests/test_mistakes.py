@@ -124,7 +124,7 @@ def test_a_mistake_in_a_file_is_one_line(capsys: pytest.CaptureFixture[str], tmp
 
 
 # A constructor, which the parser calls, and a function of the command line.
-@pytest.mark.parametrize("broken", ["qerl_pl.rollout.collector.check_rewards", "qerl_pl.cli.main.check_strategy"])
+@pytest.mark.parametrize("broken", ["qerl_pl.rollout.config.check_rewards", "qerl_pl.cli.main.check_strategy"])
 def test_what_is_no_mistake_of_the_user_keeps_its_traceback(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, broken: str
 ) -> None:

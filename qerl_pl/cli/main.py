@@ -156,8 +156,9 @@ class QeRLCLI(LightningCLI):
     def fit(self, model: LightningModule, datamodule: LightningDataModule, **kwargs: Any) -> None:
         """Train, from a checkpoint where `--resume` or `--ckpt_path` names one."""
         root = Path(self.trainer.default_root_dir)
-        assert isinstance(datamodule, PromptDataModule)
-        check_ranks_divide(datamodule.batch_size, planned_ranks(self.trainer))
+        if (ranks := planned_ranks(self.trainer)) > 1:
+            assert isinstance(datamodule, PromptDataModule)
+            check_ranks_divide(datamodule.batch_size, ranks)
         with locked(root) if self.trainer.is_global_zero else nullcontext():
             kwargs |= self._checkpoint(kwargs)
             if self._get(self.config, "resume") == "auto" and kwargs["ckpt_path"] is None:
