@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from qerl_pl.algorithm import GRPO, Objective
+from qerl_pl.algorithm import BNPO, GRPO, DrGRPO, Objective
+from qerl_pl.algorithm.objectives import LossInputs, LossOutputs
 from qerl_pl.errors import UserError
 from qerl_pl.modules.update import NonFiniteLossError, PolicyUpdate
 from qerl_pl.rollout.experience import Experience
@@ -93,8 +94,9 @@ def logprob(odds: Sequence[float], token: int) -> float:
 
 @dataclass
 class Plain:
-    """GRPO with plain numbers: an epsilon of 0.2, importance weights up to 2."""
+    """An objective with plain numbers: an epsilon of 0.2, importance weights up to 2."""
 
+    aggregation: str
     beta: float
     max_norm: float
 
@@ -108,11 +110,16 @@ class Plain:
         return self.beta * kl - weight * gain, ratio, kl, weight
 
     def loss(self, odds: Sequence[float], rows: Sequence[int]) -> float:
-        means = [
-            sum(self.token(odds, token, ADVANTAGES[row])[0] for token in COMPLETIONS[row]) / len(COMPLETIONS[row])
-            for row in rows
-        ]
-        return sum(means) / len(rows)
+        total, tokens = 0.0, sum(len(COMPLETIONS[row]) for row in rows)
+        for row in rows:
+            share = {
+                "sequence_mean": len(rows) * len(COMPLETIONS[row]),
+                "token_mean": tokens,
+                "constant": len(rows) * 4,
+            }
+            for token in COMPLETIONS[row]:
+                total += self.token(odds, token, ADVANTAGES[row])[0] / share[self.aggregation]
+        return total
 
     def run(self, steps: Sequence[Sequence[int]]) -> tuple[list[float], dict[str, float]]:
         odds, tokens, rate = list(ODDS), 0, 0.5
@@ -155,16 +162,17 @@ def steps_of(epochs: int, minibatches: int) -> list[list[int]]:
     return steps
 
 
-@pytest.mark.parametrize(("epochs", "minibatches"), [(1, 1), (2, 1), (2, 3), (1, 4)])
+@pytest.mark.parametrize("objective", [GRPO(beta=0.3), BNPO(beta=0.3), DrGRPO(beta=0.3)])
+@pytest.mark.parametrize(("epochs", "minibatches"), [(1, 1), (2, 1), (2, 2), (2, 3), (1, 4), (1, 6)])
 @pytest.mark.parametrize("micro_batch_tokens", [None, 6])
 @pytest.mark.parametrize("max_norm", [0.05, 100.0])
 def test_an_update_is_that_of_plain_loops(
-    epochs: int, minibatches: int, micro_batch_tokens: int | None, max_norm: float
+    objective: Objective, epochs: int, minibatches: int, micro_batch_tokens: int | None, max_norm: float
 ) -> None:
     policy = FourNumbers()
-    update = PolicyUpdate(GRPO(beta=0.3), epochs, minibatches, micro_batch_tokens, max_norm, True, SEED)
+    update = PolicyUpdate(objective, epochs, minibatches, micro_batch_tokens, max_norm, True, SEED)
     metrics = updated(policy, update, experience_of())
-    odds, means = Plain(0.3, max_norm).run(steps_of(epochs, minibatches))
+    odds, means = Plain(objective.aggregation, 0.3, max_norm).run(steps_of(epochs, minibatches))
     assert policy.odds.tolist() == pytest.approx(odds, abs=1e-6) and policy.frozen.item() == 1
     assert metrics["optim/loss"] == pytest.approx(means["loss"], abs=1e-6)
     assert metrics["optim/grad_norm"] == pytest.approx(means["norm"], abs=1e-6)
@@ -179,6 +187,9 @@ def test_micro_batches_are_cut_where_their_tokens_are_full() -> None:
     # Lengths 4, 3, 3, 7, 3 and 3: 4 + 3 fills seven, 3 + 7 would be too much, and so on.
     updated(policy, PolicyUpdate(GRPO(beta=0.0), 1, 1, 7, 1.0, False, SEED), experience_of())
     assert [rows for rows, *_ in policy.calls] == [[4, 3], [3], [7], [3, 3]]
+    policy.calls.clear()
+    updated(policy, PolicyUpdate(GRPO(beta=0.0), 1, 1, 6, 1.0, False, SEED), experience_of())
+    assert [rows for rows, *_ in policy.calls] == [[4], [3, 3], [7], [3, 3]]
     policy.calls.clear()
     updated(policy, PolicyUpdate(GRPO(beta=0.0), 1, 1, 2, 1.0, False, SEED), experience_of([3, 1]))
     assert [rows for rows, *_ in policy.calls] == [[7], [3]]  # longer ones go alone
@@ -235,6 +246,21 @@ def test_a_loss_that_is_not_finite_takes_no_step(advantage: float) -> None:
     advantages = torch.tensor([advantage, *ADVANTAGES[1:]], dtype=torch.float64)
     with pytest.raises(NonFiniteLossError, match=r"^loss (nan|-inf), gradient norm (nan|inf)$"):
         updated(policy, PolicyUpdate(GRPO(), 1, 1, None, 1.0, True, SEED), experience_of(advantages=advantages))
+    assert policy.odds.tolist() == ODDS
+
+
+class Infinite(GRPO):
+    """A loss that is infinite and has a gradient all the same."""
+
+    def loss(self, batch: LossInputs) -> LossOutputs:
+        outputs = super().loss(batch)
+        return replace(outputs, loss=outputs.loss + math.inf)
+
+
+def test_an_infinite_loss_takes_no_step_whatever_its_gradient() -> None:
+    policy = FourNumbers()
+    with pytest.raises(NonFiniteLossError, match=r"^loss inf, gradient norm [0-9.]+$"):
+        updated(policy, PolicyUpdate(Infinite(), 1, 1, None, 1.0, True, SEED), experience_of())
     assert policy.odds.tolist() == ODDS
 
 
