@@ -168,6 +168,10 @@ def test_what_is_logged_shown_and_tested(whole: tuple[QeRLModule, Path], tiny_po
 
 
 def test_what_a_run_cannot_do_is_said_at_its_start(tiny_policy_dir: Path, tmp_path: Path) -> None:
+    alone = QeRLModule()
+    for what, step in (("training", alone.training_step), ("validation", alone.validation_step)):
+        with pytest.raises(UserError, match=f"^{what} needs a callback that samples"):
+            step([], 0)
     with pytest.raises(UserError, match="the policy sets its own precision; trainer.precision is bf16-true"):
         trainer_of(tmp_path, precision="bf16-true").fit(module_of(tiny_policy_dir), datamodule=data())
     trainer = trainer_of(tmp_path, fast_dev_run=True)
@@ -180,7 +184,7 @@ class Watch(Callback):
 
     def __init__(self) -> None:
         self.versions: list[int] = []
-        self.evaluated: list[int] = []
+        self.evaluated: list[tuple[str, int]] = []
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.versions.append(outputs["experience"].version)
@@ -188,7 +192,7 @@ class Watch(Callback):
     def on_validation_batch_end(
         self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        self.evaluated.append(len(outputs["evaluation"].prompts))
+        self.evaluated.append((outputs["evaluation"].name, len(outputs["evaluation"].prompts)))
 
     on_test_batch_end = on_validation_batch_end
 
@@ -199,9 +203,9 @@ def test_callbacks_get_experiences_and_evaluations_and_noise_may_be_absent(
     watch, module = Watch(), module_of(tiny_policy_dir)
     trainer = trainer_of(tmp_path, watch, noise=False)
     trainer.fit(module, datamodule=data())
-    assert watch.versions == [0, 1, 2, 3] and watch.evaluated == [2] and module.noise is None
+    assert watch.versions == [0, 1, 2, 3] and watch.evaluated == [("", 2)] and module.noise is None
     trainer.test(module, datamodule=data(), verbose=False)
-    assert watch.evaluated == [2, 2]
+    assert watch.evaluated == [("", 2), ("", 2)]
 
 
 def test_a_loss_that_is_not_finite_leaves_its_state_where_the_error_says(tiny_policy_dir: Path, tmp_path: Path) -> None:

@@ -48,6 +48,7 @@ def test_the_engine_is_launched_once_for_the_policy_and_closed_once(tiny_policy_
     rollout = rollout_of(engine)
     trainer = trainer_of(tmp_path, rollout=rollout)
     rollout.close()
+    assert engine.closed == 0
     trainer.fit(module, datamodule=data())
     trainer.validate(module, datamodule=data(), verbose=False)
     (spec,) = engine.specs

@@ -1,0 +1,131 @@
+"""An engine that says what a test makes it say, with a policy, tokenizer and rewards to match: no model, no trainer."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qerl_pl.algorithm import NormNoise
+from qerl_pl.types import Completion, RolloutRequest, SamplingConfig, SyncReport
+
+
+def said(prompt: Sequence[int], seed: int) -> list[int]:
+    """One to three tokens, by prompt and seed."""
+    return [(seed // 3 + place + len(prompt)) % 5 for place in range(1 + seed % 3)]
+
+
+class Scripted:
+    """An engine: writes down what it is asked for, in that order, and says what `said` says.
+
+    Args:
+        error: Nats by which its log-probabilities are wrong.
+        lost: Whether it never takes an adapter.
+    """
+
+    def __init__(self, error: float = 0.0, lost: bool = False) -> None:
+        self.error = error
+        self.lost = lost
+        self.calls: list[Any] = []
+        self.adapter = False
+
+    def wake(self) -> None:
+        self.calls.append("wake")
+
+    def sleep(self) -> None:
+        self.calls.append("sleep")
+
+    def sync(self, weights: Any) -> SyncReport:
+        self.calls.append(("sync", weights.version, weights.adapter is not None))
+        self.adapter = weights.adapter is not None and not self.lost
+        return SyncReport(version=weights.version, noise_std=0.125)
+
+    def generate(self, requests: Sequence[RolloutRequest], sampling: SamplingConfig) -> list[list[Completion]]:
+        self.calls.append(("generate", [request.prompt_ids for request in requests], sampling))
+        groups = []
+        for request in requests:
+            tokens = [said(request.prompt_ids, seed) for seed in request.seeds]
+            groups.append(
+                [
+                    Completion(
+                        tuple(one),
+                        tuple(own(self.adapter, token) + self.error for token in one),
+                        "length" if len(one) == sampling.max_tokens else "stop",
+                    )
+                    for one in tokens
+                ]
+            )
+        return groups
+
+
+def own(adapter: bool, token: int) -> float:
+    """Log-probability of a token: the policy's, or its reference's."""
+    return -0.5 - 0.1 * token - 0.25 * adapter
+
+
+class Watched:
+    """A policy as the self-check sees it."""
+
+    device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        self.adapter = True
+        self.probes: list[int] = []
+        self.evaluates = False
+
+    def weights(self, version: int, *, adapter: bool = True, noise: NormNoise | None = None) -> Any:
+        return SimpleNamespace(version=version, adapter={} if adapter else None, noise=noise)
+
+    def token_logprobs(
+        self, tokens: Tensor, lengths: Tensor, mask: Tensor, temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        assert self.evaluates and not torch.is_grad_enabled() and temperature == 1.0
+        assert [int(row[mask_row].numel()) for row, mask_row in zip(tokens, mask, strict=True)]
+        values = [[own(self.adapter, int(token)) for token in row] for row in tokens]
+        return torch.tensor(values), torch.zeros(mask.shape)
+
+    @contextmanager
+    def reference(self) -> Iterator[None]:
+        self.adapter = False
+        yield
+        self.adapter = True
+
+    @contextmanager
+    def probed(self, seed: int) -> Iterator[None]:
+        self.probes.append(seed)
+        yield
+
+    def eval(self) -> None:
+        self.evaluates = True
+
+
+class Words:
+    """A tokenizer of five words and a pad token."""
+
+    pad_token_id: int | None = 9
+
+    def batch_decode(self, rows: Sequence[Sequence[int]], skip_special_tokens: bool) -> list[str]:
+        assert skip_special_tokens
+        return [" ".join(str(token) for token in row) for row in rows]
+
+
+class Even:
+    """Right where the tokens' sum is even."""
+
+    name = "even"
+    weight = 1.0
+
+    def __call__(self, samples: Any) -> list[float]:
+        return [float(sum(map(int, sample.completion.split())) % 2 == 0) for sample in samples]
+
+
+class Long:
+    """A completion's tokens, those cut off a little more."""
+
+    name = "long"
+    weight = 0.5
+
+    def __call__(self, samples: Any) -> list[float]:
+        return [sample.num_tokens + 0.25 * sample.truncated for sample in samples]

@@ -1,0 +1,51 @@
+"""The self-check's measure and its bounds, on an engine that errs as the test says."""
+
+import math
+
+import pytest
+from scripted import Scripted, Watched
+
+from qerl_pl.errors import UserError
+from qerl_pl.rollout.agreement import Agreement, measure_agreement, require_agreement
+from qerl_pl.types import Prompt
+
+PROMPTS = [Prompt("p0", (10,), "question 0", "0"), Prompt("p1", (10, 11), "question 1", "1")]
+
+
+def test_agreement_worked_out() -> None:
+    policy = Watched()
+    assert measure_agreement(Scripted(error=0.125), policy, PROMPTS, 3, 3) == Agreement(
+        pytest.approx(0.125), pytest.approx(0.125), pytest.approx(0.25)
+    )
+    assert measure_agreement(Scripted(lost=True), policy, PROMPTS, 3, 3) == Agreement(
+        pytest.approx(0.25), pytest.approx(0.0, abs=1e-6), pytest.approx(0.25)
+    )
+    engine = Scripted()
+    measure_agreement(engine, policy, PROMPTS, 3, 50)
+    assert engine.calls[1][2].max_tokens == 16  # longer completions are not compared to their end
+
+
+@pytest.mark.parametrize(
+    ("on", "off", "effect", "probed", "agrees"),
+    [
+        (0.25, 0.25, 0.0, False, True),  # at the bound
+        (0.26, 0.0, 0.0, False, False),
+        (0.0, 0.26, 0.0, False, False),
+        (0.0, 0.26, 0.0, True, False),
+        (0.26, 0.25, 0.0, True, True),  # a probe may make rounding larger
+        (0.2, 0.02, 0.4, False, True),  # half of the effect
+        (0.21, 0.02, 0.4, False, False),
+        (0.21, 0.02, 0.4, True, False),
+        (0.21, 0.05, 0.4, False, True),  # eight times the rounding does not stand out of it
+        (5e-6, 0.0, 7e-6, False, True),  # less than 8e-6 does not either, whatever the rounding
+        (6e-6, 0.0, 9e-6, False, False),
+        (math.nan, 0.0, 0.0, True, False),
+        (0.0, math.nan, 0.0, True, False),
+    ],
+)
+def test_agreement_at_its_bounds(on: float, off: float, effect: float, probed: bool, agrees: bool) -> None:
+    if agrees:
+        require_agreement(Agreement(on, off, effect), 0.25, probed)
+    else:
+        with pytest.raises(UserError, match="must agree within 0.25 nats"):
+            require_agreement(Agreement(on, off, effect), 0.25, probed)

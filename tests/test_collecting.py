@@ -1,0 +1,224 @@
+"""The collector on an engine that says what the test makes it say: no model, no trainer."""
+
+import math
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import pytest
+import torch
+from scripted import Even, Long, Scripted, Watched, Words, own, said
+
+from qerl_pl.algorithm import DrGRPO, NormNoise
+from qerl_pl.errors import UserError
+from qerl_pl.rewards import OverlongPenalty
+from qerl_pl.rollout.collector import Collector, CollectorConfig
+from qerl_pl.rollout.experience import pad_completions, require_finite_logprobs
+from qerl_pl.rollout.hand_over import HandOver
+from qerl_pl.run.seeding import stream_seed
+from qerl_pl.types import Completion, Prompt, SamplingConfig
+
+SAMPLING = SamplingConfig(max_tokens=3, temperature=0.9, stop=("!",))
+PROMPTS = [Prompt(f"p{index}", tuple(range(10, 11 + index)), f"question {index}", f"{index}") for index in range(6)]
+
+
+def config_of(**changes: Any) -> CollectorConfig:
+    given: dict[str, Any] = {"rewards": [Even(), Long()], "group_size": 4, "sampling": SAMPLING, "resample_rounds": 0}
+    return CollectorConfig(**given | {"eval_samples": 3, "mismatch_bound": 0.25, "check_every": 3} | changes)
+
+
+def collector_of(engine: Any, tokenizer: Any = None, **changes: Any) -> Collector:
+    return Collector(config_of(**changes), engine, tokenizer or Words(), DrGRPO(), seed=7)
+
+
+def nobody(key: Sequence[int | str], count: int, exclude: Collection[str]) -> list[Prompt]:
+    raise AssertionError("nothing is to be replaced")
+
+
+def tokens_of(prompt: Prompt, version: int = 4) -> list[list[int]]:
+    """What the four completions of a prompt say in a rollout."""
+    return [said(prompt.token_ids, stream_seed(7, "rollout", version, prompt.id, sample)) for sample in range(4)]
+
+
+def rewards_of(tokens: Sequence[int]) -> tuple[float, float]:
+    return float(sum(tokens) % 2 == 0), len(tokens) + 0.25 * (len(tokens) == 3)
+
+
+def informative(prompt: Prompt) -> bool:
+    return 0 < sum(rewards_of(tokens)[0] for tokens in tokens_of(prompt)) < 4
+
+
+@pytest.mark.parametrize("pad", [9, None])
+def test_an_experience_worked_out(pad: int | None) -> None:
+    engine, policy, words = Scripted(), Watched(), Words()
+    words.pad_token_id = pad
+    collector = collector_of(engine, words)
+    noise = NormNoise(0.01, seed=7, version=4)
+    found = collector.collect(PROMPTS[:3], policy.weights(4, noise=noise), policy, nobody)
+    rows = [(prompt, tokens) for prompt in PROMPTS[:3] for tokens in tokens_of(prompt)]
+    width = max(len(prompt.token_ids) + len(tokens) for prompt, tokens in rows)
+    for row, (prompt, tokens) in enumerate(rows):
+        rest = width - len(prompt.token_ids) - len(tokens)
+        before = len(prompt.token_ids)
+        assert found.tokens[row].tolist() == [*prompt.token_ids, *tokens, *[pad or 0] * rest]
+        assert found.mask[row].tolist() == [False] * before + [True] * len(tokens) + [False] * rest
+        logprobs = [0.0] * before + [own(True, token) for token in tokens] + [0.0] * rest
+        assert found.sampler_logprobs[row].tolist() == pytest.approx(logprobs)
+        assert (found.lengths[row], found.truncated[row]) == (before + len(tokens), len(tokens) == 3)
+    scores = [rewards_of(tokens) for _, tokens in rows]
+    total = [even + 0.5 * long for even, long in scores]
+    means = [sum(total[index : index + 4]) / 4 for index in (0, 4, 8)]
+    assert found.advantages.tolist() == pytest.approx([total[row] - means[row // 4] for row in range(12)], abs=1e-6)
+    for row, (record, (prompt, tokens)) in enumerate(zip(found.records, rows, strict=True)):
+        assert record.rewards == pytest.approx({"even": scores[row][0], "long": scores[row][1], "total": total[row]})
+        said_it = (record.prompt_id, record.prompt, record.reference, record.completion)
+        assert said_it == (prompt.id, prompt.text, prompt.reference, " ".join(map(str, tokens)))
+        assert (record.tokens, record.truncated, record.trained) == (len(tokens), len(tokens) == 3, True)
+    counts = [len(tokens) for _, tokens in rows]
+    mean = sum(total) / 12
+    expected = {
+        "reward/mean": mean,
+        "reward/std": math.sqrt(sum((one - mean) ** 2 for one in total) / 11),
+        "reward/even": sum(even for even, _ in scores) / 12,
+        "reward/long": sum(long for _, long in scores) / 12,
+        "completions/length_mean": sum(counts) / 12,
+        "completions/length_max": max(counts),
+        "completions/truncated_frac": counts.count(3) / 12,
+        "completions/groups_dropped_frac": 0.0,
+        "completions/sampled_tokens": sum(counts),
+        "aqn/sigma": 0.01,
+        "aqn/measured_std": 0.125,
+    }
+    times = {name: value for name, value in found.metrics.items() if name.startswith("time/")}
+    assert found.metrics == pytest.approx(expected | times, abs=1e-6)
+    assert times.keys() == {f"time/{name}_s" for name in ("check", "sleep", "sync", "rollout", "reward")}
+    assert found.seconds == pytest.approx(sum(times.values())) and found.sampled_tokens == sum(counts)
+    assert (found.version, found.temperature, found.max_tokens, len(found)) == (4, 0.9, 3, 12)
+
+
+def test_the_engine_is_woken_checked_synced_asked_and_put_to_sleep() -> None:
+    engine, policy = Scripted(), Watched()
+    collector = collector_of(engine)
+    checked = []
+    for version in range(8):
+        engine.calls.clear()
+        policy.probes.clear()
+        collector.collect(PROMPTS[:3], policy.weights(version), policy, nobody)
+        checked.append(bool(policy.probes))
+        ids = [prompt.token_ids for prompt in PROMPTS[:3]]
+        rollout = [("sync", version, True), ("generate", ids, SAMPLING), "sleep"]
+        greedy = ("generate", ids[:2], SamplingConfig(max_tokens=3, temperature=0.0))
+        check = [("sync", version, True), greedy, ("sync", version, False), greedy] * 2
+        assert engine.calls == ["wake", *(check if checked[-1] else []), *rollout]
+        assert policy.probes == [stream_seed(7, "probe", version)] * checked[-1]
+    assert checked == [True, True, False, True, False, False, True, False]
+
+
+@pytest.mark.parametrize("engine", [Scripted(error=0.3), Scripted(lost=True)])
+def test_a_rollout_stops_where_engine_and_policy_disagree(engine: Scripted) -> None:
+    policy = Watched()
+    with pytest.raises(UserError, match="engine and trainer must agree within 0.25 nats"):
+        collector_of(engine).collect(PROMPTS[:3], policy.weights(0), policy, nobody)
+
+
+@pytest.mark.parametrize("spare", [3, 1, 0])
+def test_dynamic_sampling_replaces_what_teaches_nothing(spare: int, caplog: pytest.LogCaptureFixture) -> None:
+    prompts = [Prompt(f"q{index}", (index % 7,) * (1 + index % 3), f"{index}", "") for index in range(60)]
+    good = [prompt for prompt in prompts if informative(prompt)]
+    bad = [prompt for prompt in prompts if not informative(prompt)]
+    asked: list[Any] = []
+    rounds = [[bad[3], good[1]], good[2 : 2 + spare]]
+
+    def others(key: Sequence[int | str], count: int, exclude: Collection[str]) -> list[Prompt]:
+        asked.append((key, count, set(exclude)))
+        return rounds[len(asked) - 1][:count]
+
+    policy = Watched()
+    batch = [bad[0], good[0], bad[1]]
+    collector = collector_of(Scripted(), resample_rounds=2, accuracy_reward="even")
+    found = collector.collect(batch, policy.weights(4), policy, others)
+    first = {prompt.id for prompt in batch}
+    assert asked == [(("resample", 4, 0), 2, first), (("resample", 4, 1), 1, first | {bad[3].id, good[1].id})]
+    sampled = [*batch, bad[3], good[1], *good[2 : 2 + min(spare, 1)]]
+    assert [record.prompt_id for record in found.records[::4]] == [prompt.id for prompt in sampled]
+    assert [record.trained for record in found.records[::4]] == [informative(prompt) for prompt in sampled]
+    trained = [prompt for prompt in sampled if informative(prompt)]
+    assert len(found) == 4 * len(trained) == (12 if spare else 8)
+    assert found.metrics["completions/groups_dropped_frac"] == pytest.approx(3 / len(sampled))
+    assert found.sampled_tokens == sum(len(tokens) for prompt in sampled for tokens in tokens_of(prompt))
+    assert "teaches nothing" not in caplog.text
+
+
+def test_a_rollout_that_teaches_nothing_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    prompts = [Prompt(f"q{index}", (index % 7,) * (1 + index % 3), f"{index}", "") for index in range(60)]
+    bad = [prompt for prompt in prompts if not informative(prompt)][:2]
+    policy = Watched()
+    found = collector_of(Scripted(), resample_rounds=1).collect(bad, policy.weights(4), policy, lambda *_: [])
+    assert len(found) == 0 and len(found.records) == 8 and found.tokens.shape == (0, 0)
+    assert "rollout 4 teaches nothing: none of 2 groups has right and wrong answers" in caplog.text
+    assert math.isnan(found.metrics["completions/length_max"]) and math.isnan(found.metrics["completions/length_mean"])
+    assert found.metrics["completions/groups_dropped_frac"] == 1 and not math.isnan(found.metrics["reward/mean"])
+
+
+@pytest.mark.parametrize("name", ["", "hard"])
+def test_an_evaluation_worked_out(name: str) -> None:
+    engine, policy = Scripted(), Watched()
+    found = collector_of(engine).evaluate(PROMPTS[:3], policy.weights(5), name)
+    ids = [prompt.token_ids for prompt in PROMPTS[:3]]
+    greedy, sampled = (SamplingConfig(3, temperature, stop=("!",)) for temperature in (0.0, 1.0))
+    asked = [("generate", ids, greedy), ("generate", ids, sampled)]
+    assert engine.calls == ["wake", ("sync", 5, True), *asked, "sleep"] and found.name == name
+    for prompt, graded in zip(PROMPTS, found.prompts, strict=False):
+        seeds = [stream_seed(7, "evaluation", *[name] * bool(name), prompt.id, sample) for sample in range(3)]
+        right = [rewards_of(said(prompt.token_ids, seed))[0] > 0.5 for seed in seeds]
+        assert (graded.prompt_id, graded.greedy.correct) == (prompt.id, right[0])
+        assert [one.correct for one in graded.samples] == right
+
+
+def test_settings_that_cannot_be_are_refused(caplog: pytest.LogCaptureFixture) -> None:
+    for name, value, message in (
+        ("group_size", 1, "at least 2 completions; found group_size=1"),
+        ("resample_rounds", -1, "resample_rounds .*found -1"),
+        ("eval_samples", 0, "eval_samples .*found 0"),
+        ("check_every", 0, "check_every .*found 0"),
+        ("sampling", SamplingConfig(temperature=0.0), "temperature must be above 0; found 0"),
+        ("rewards", [], "reward"),
+        ("accuracy_reward", "odd", r"found 'odd'; choose among \['even', 'long'\]"),
+    ):
+        with pytest.raises(UserError, match=message):
+            config_of(**{name: value})
+    least = config_of(group_size=2, eval_samples=1, check_every=1, accuracy_reward="long")
+    assert least.answers.name == "long" and config_of().answers.name == "even"
+    for longest, warned in ((3, False), (4, True)):
+        caplog.clear()
+        config_of(rewards=[Even(), OverlongPenalty(max_length=longest, buffer=1)])
+        assert ("full at 4 tokens, which no completion of at most 3 reaches" in caplog.text) == warned
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_log_probability_that_is_none_is_named_by_its_place(value: float) -> None:
+    good, bad = Completion((1, 2), (-1.0, -2.0), "stop"), Completion((1, 2, 3), (-1.0, value, value), "length")
+    require_finite_logprobs(PROMPTS[:2], [[good, good], [good, good]], "Engine", 6)
+    message = f"at policy version 6 Engine gave {value} at token 2 of 3 of completion 2 of prompt p1;"
+    with pytest.raises(UserError, match=message):
+        require_finite_logprobs(PROMPTS[:2], [[good, good], [good, bad]], "Engine", 6)
+
+
+def test_nothing_pads_to_nothing() -> None:
+    shapes = [tuple(tensor.shape) for tensor in pad_completions([], [], 0)]
+    assert shapes == [(0, 0), (0,), (0, 0), (0, 0)]
+    assert [tensor.dtype for tensor in pad_completions([], [], 0)] == [
+        torch.int64,
+        torch.int64,
+        torch.bool,
+        torch.float32,
+    ]
+
+
+def test_what_is_handed_over_is_taken_once() -> None:
+    experience: Any = object()
+    evaluation: Any = object()
+    place = HandOver(experience=experience, evaluation=evaluation)
+    assert place.take_experience() is experience and place.take_evaluation() is evaluation
+    for take in (place.take_experience, place.take_evaluation):
+        with pytest.raises(AssertionError, match="comes before each"):
+            take()

@@ -1,0 +1,283 @@
+"""Each step of an update against plain loops, on a policy of four numbers: the same odds at every position."""
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from qerl_pl.algorithm import BNPO, GRPO, DrGRPO, Objective
+from qerl_pl.algorithm.objectives import LossInputs, LossOutputs
+from qerl_pl.errors import UserError
+from qerl_pl.modules.update import NonFiniteLossError, PolicyUpdate
+from qerl_pl.rollout.experience import Experience
+from qerl_pl.run.seeding import stream_seed
+
+ODDS = [0.3, -0.4, 0.1, 0.8]
+REFERENCE = [0.0, 0.5, -0.5, 0.2]
+PROMPTS = [1, 2, 1, 3, 2, 1]
+COMPLETIONS = [[0, 1, 2], [3], [2, 2], [1, 0, 3, 3], [0], [3, 1]]
+ADVANTAGES = [1.0, -1.0, 0.5, -0.5, 2.0, -2.0]
+SAMPLER = -1.2
+"""Log-probability of every token, as the sampler says."""
+TEMPERATURE, VERSION, SEED = 0.7, 3, 11
+
+
+class FourNumbers(nn.Module):
+    """A policy as the update needs it. Notes each call: tokens of each row, whether it trains, and with gradient."""
+
+    def __init__(self, random: bool = False) -> None:
+        super().__init__()
+        self.odds = nn.Parameter(torch.tensor(ODDS, dtype=torch.float64))
+        self.frozen = nn.Parameter(torch.ones(1, dtype=torch.float64), requires_grad=False)
+        self.trained = SimpleNamespace(random=random)
+        self.is_reference = False
+        self.calls: list[tuple[list[int], bool, bool, bool]] = []
+        self.drawn: list[float] = []
+
+    @contextmanager
+    def reference(self) -> Iterator[None]:
+        self.is_reference = True
+        yield
+        self.is_reference = False
+
+    def token_logprobs(
+        self, tokens: Tensor, lengths: Tensor, mask: Tensor, temperature: float, entropy_gradient: bool
+    ) -> tuple[Tensor, Tensor]:
+        self.calls.append((lengths.tolist(), self.training, torch.is_grad_enabled(), self.is_reference))
+        if self.trained.random and self.training:
+            self.drawn.append(torch.rand(1).item())
+        odds = torch.tensor(REFERENCE, dtype=torch.float64) if self.is_reference else self.odds
+        logp = (odds / temperature).log_softmax(0)
+        entropy = -(logp.exp() * logp).sum().expand(mask.shape)
+        return torch.where(mask, logp[tokens], torch.nan), entropy if entropy_gradient else entropy.detach()
+
+
+def experience_of(rows: Sequence[int] = range(6), **changes: Any) -> Experience:
+    lengths = [PROMPTS[row] + len(COMPLETIONS[row]) for row in rows]
+    tokens = torch.zeros(len(lengths), max(lengths), dtype=torch.int64)
+    mask = torch.zeros_like(tokens, dtype=torch.bool)
+    for index, row in enumerate(rows):
+        tokens[index, PROMPTS[row] : lengths[index]] = torch.tensor(COMPLETIONS[row])
+        mask[index, PROMPTS[row] : lengths[index]] = True
+    experience = Experience(
+        version=VERSION,
+        tokens=tokens,
+        lengths=torch.tensor(lengths),
+        mask=mask,
+        sampler_logprobs=torch.full(tokens.shape, SAMPLER, dtype=torch.float64),
+        advantages=torch.tensor([ADVANTAGES[row] for row in rows], dtype=torch.float64),
+        truncated=torch.zeros(len(lengths), dtype=torch.bool),
+        sampled_tokens=13,
+        seconds=0.0,
+        temperature=TEMPERATURE,
+        max_tokens=4,
+    )
+    return replace(experience, **changes)
+
+
+def updated(policy: FourNumbers, update: PolicyUpdate, experience: Experience) -> dict[str, float]:
+    optimizer = torch.optim.SGD([policy.odds, policy.frozen], lr=0.5)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
+    return update.run(policy, experience, optimizer, schedule, lambda loss: loss.backward())  # type: ignore[arg-type]
+
+
+def logprob(odds: Sequence[float], token: int) -> float:
+    scaled = [value / TEMPERATURE for value in odds]
+    return scaled[token] - math.log(sum(map(math.exp, scaled)))
+
+
+@dataclass
+class Plain:
+    """An objective with plain numbers: an epsilon of 0.2, importance weights up to 2."""
+
+    aggregation: str
+    beta: float
+    max_norm: float
+
+    def token(self, odds: Sequence[float], token: int, advantage: float) -> tuple[float, float, float, float]:
+        """Loss, ratio, KL and importance weight."""
+        old = logprob(ODDS, token)
+        ratio, weight = math.exp(logprob(odds, token) - old), min(math.exp(old - SAMPLER), 2.0)
+        gain = min(ratio * advantage, min(max(ratio, 0.8), 1.2) * advantage)
+        apart = logprob(REFERENCE, token) - logprob(odds, token)
+        kl = math.exp(apart) - 1 - apart
+        return self.beta * kl - weight * gain, ratio, kl, weight
+
+    def loss(self, odds: Sequence[float], rows: Sequence[int]) -> float:
+        total, tokens = 0.0, sum(len(COMPLETIONS[row]) for row in rows)
+        for row in rows:
+            share = {
+                "sequence_mean": len(rows) * len(COMPLETIONS[row]),
+                "token_mean": tokens,
+                "constant": len(rows) * 4,
+            }
+            for token in COMPLETIONS[row]:
+                total += self.token(odds, token, ADVANTAGES[row])[0] / share[self.aggregation]
+        return total
+
+    def run(self, steps: Sequence[Sequence[int]]) -> tuple[list[float], dict[str, float]]:
+        odds, tokens, rate = list(ODDS), 0, 0.5
+        sums = dict.fromkeys(("loss", "norm", "rate", "ratio", "kl", "weight"), 0.0)
+        for rows in steps:
+            sums["loss"] += self.loss(odds, rows)
+            for row in rows:
+                for token in COMPLETIONS[row]:
+                    found = self.token(odds, token, ADVANTAGES[row])[1:]
+                    for name, value in zip(("ratio", "kl", "weight"), found, strict=True):
+                        sums[name] += value
+                    tokens += 1
+            slopes = []
+            for index in range(4):
+                up, down = ([o + sign * (i == index) for i, o in enumerate(odds)] for sign in (1e-5, -1e-5))
+                slopes.append((self.loss(up, rows) - self.loss(down, rows)) / 2e-5)
+            norm = math.sqrt(sum(slope**2 for slope in slopes))
+            factor = min(1.0, self.max_norm / norm)
+            odds = [value - rate * factor * slope for value, slope in zip(odds, slopes, strict=True)]
+            sums["norm"] += norm
+            sums["rate"] += rate
+            rate *= 0.8
+        means = {name: sums[name] / len(steps) for name in ("loss", "norm", "rate")}
+        return odds, means | {name: sums[name] / tokens for name in ("ratio", "kl", "weight")}
+
+
+def steps_of(epochs: int, minibatches: int) -> list[list[int]]:
+    """Rows of each step: shuffled by epoch and version where there are several steps a pass, and divided evenly."""
+    steps = []
+    for epoch in range(epochs):
+        rows = list(range(6))
+        if minibatches > 1:
+            generator = torch.Generator().manual_seed(stream_seed(SEED, "minibatches", VERSION, epoch))
+            rows = torch.randperm(6, generator=generator).tolist()
+        size, more = divmod(6, minibatches)
+        for part in range(minibatches):
+            end = size + (part < more)
+            steps.append(rows[:end])
+            rows = rows[end:]
+    return steps
+
+
+@pytest.mark.parametrize("objective", [GRPO(beta=0.3), BNPO(beta=0.3), DrGRPO(beta=0.3)])
+@pytest.mark.parametrize(("epochs", "minibatches"), [(1, 1), (2, 1), (2, 2), (2, 3), (1, 4), (1, 6)])
+@pytest.mark.parametrize("micro_batch_tokens", [None, 6])
+@pytest.mark.parametrize("max_norm", [0.05, 100.0])
+def test_an_update_is_that_of_plain_loops(
+    objective: Objective, epochs: int, minibatches: int, micro_batch_tokens: int | None, max_norm: float
+) -> None:
+    policy = FourNumbers()
+    update = PolicyUpdate(objective, epochs, minibatches, micro_batch_tokens, max_norm, True, SEED)
+    metrics = updated(policy, update, experience_of())
+    odds, means = Plain(objective.aggregation, 0.3, max_norm).run(steps_of(epochs, minibatches))
+    assert policy.odds.tolist() == pytest.approx(odds, abs=1e-6) and policy.frozen.item() == 1
+    assert metrics["optim/loss"] == pytest.approx(means["loss"], abs=1e-6)
+    assert metrics["optim/grad_norm"] == pytest.approx(means["norm"], abs=1e-6)
+    assert metrics["optim/lr"] == pytest.approx(means["rate"])
+    assert metrics["policy/ratio_mean"] == pytest.approx(means["ratio"], abs=1e-6)
+    assert metrics["policy/kl"] == pytest.approx(means["kl"], abs=1e-6)
+    assert metrics["mismatch/is_weight_mean"] == pytest.approx(means["weight"], abs=1e-6)
+
+
+def test_micro_batches_are_cut_where_their_tokens_are_full() -> None:
+    policy = FourNumbers()
+    # Lengths 4, 3, 3, 7, 3 and 3: 4 + 3 fills seven, 3 + 7 would be too much, and so on.
+    updated(policy, PolicyUpdate(GRPO(beta=0.0), 1, 1, 7, 1.0, False, SEED), experience_of())
+    assert [rows for rows, *_ in policy.calls] == [[4, 3], [3], [7], [3, 3]]
+    policy.calls.clear()
+    updated(policy, PolicyUpdate(GRPO(beta=0.0), 1, 1, 6, 1.0, False, SEED), experience_of())
+    assert [rows for rows, *_ in policy.calls] == [[4], [3, 3], [7], [3, 3]]
+    policy.calls.clear()
+    updated(policy, PolicyUpdate(GRPO(beta=0.0), 1, 1, 2, 1.0, False, SEED), experience_of([3, 1]))
+    assert [rows for rows, *_ in policy.calls] == [[7], [3]]  # longer ones go alone
+
+
+@pytest.mark.parametrize(
+    ("beta", "with_reference", "epochs", "random", "frozen"),
+    [
+        (0.0, False, 1, False, []),  # the update's own forward gives the old log-probabilities
+        (0.0, False, 2, False, [False]),
+        (0.0, False, 1, True, [False]),
+        (0.0, True, 1, False, [True]),
+        (0.1, False, 1, False, [True]),
+        (0.1, True, 2, True, [False, True]),
+    ],
+)
+def test_what_is_frozen_is_measured_first_and_where_it_is_needed(
+    beta: float, with_reference: bool, epochs: int, random: bool, frozen: list[bool]
+) -> None:
+    policy = FourNumbers(random)
+    policy.train()
+    update = PolicyUpdate(GRPO(beta=beta), epochs, 1, None, 1.0, with_reference, SEED)
+    metrics = updated(policy, update, experience_of())
+    lengths = [4, 3, 3, 7, 3, 3]
+    expected = [(lengths, False, False, reference) for reference in frozen] + [(lengths, True, True, False)] * epochs
+    assert policy.calls == expected and ("policy/kl" in metrics) == (True in frozen)
+
+
+def test_dropout_has_the_stream_of_its_version() -> None:
+    drawn = []
+    for version in (VERSION, VERSION, VERSION + 1):
+        torch.manual_seed(len(drawn))
+        policy = FourNumbers(random=True)
+        updated(policy, PolicyUpdate(GRPO(), 2, 1, None, 1.0, True, SEED), experience_of(version=version))
+        drawn.append(policy.drawn)
+    generator = torch.Generator().manual_seed(stream_seed(SEED, "update", VERSION))
+    assert drawn[0] == drawn[1] == [torch.rand(1, generator=generator).item() for _ in range(2)] != drawn[2]
+
+
+@pytest.mark.parametrize(("objective", "moves"), [(GRPO(), False), (GRPO(entropy_coefficient=0.5), True)])
+def test_the_entropys_gradient_is_there_where_it_is_rewarded(objective: Objective, moves: bool) -> None:
+    policy = FourNumbers()
+    experience = experience_of(advantages=torch.zeros(6, dtype=torch.float64))
+    update = PolicyUpdate(replace(objective, beta=0.0), 1, 1, None, 100.0, False, SEED)
+    metrics = updated(policy, update, experience)
+    assert (policy.odds.tolist() != ODDS) == moves
+    probabilities = [math.exp(logprob(ODDS, token)) for token in range(4)]
+    assert metrics["policy/entropy"] == pytest.approx(-sum(p * math.log(p) for p in probabilities))
+
+
+@pytest.mark.parametrize("advantage", [math.nan, math.inf])
+def test_a_loss_that_is_not_finite_takes_no_step(advantage: float) -> None:
+    policy = FourNumbers()
+    advantages = torch.tensor([advantage, *ADVANTAGES[1:]], dtype=torch.float64)
+    with pytest.raises(NonFiniteLossError, match=r"^loss (nan|-inf), gradient norm (nan|inf)$"):
+        updated(policy, PolicyUpdate(GRPO(), 1, 1, None, 1.0, True, SEED), experience_of(advantages=advantages))
+    assert policy.odds.tolist() == ODDS
+
+
+class Infinite(GRPO):
+    """A loss that is infinite and has a gradient all the same."""
+
+    def loss(self, batch: LossInputs) -> LossOutputs:
+        outputs = super().loss(batch)
+        return replace(outputs, loss=outputs.loss + math.inf)
+
+
+def test_an_infinite_loss_takes_no_step_whatever_its_gradient() -> None:
+    policy = FourNumbers()
+    with pytest.raises(NonFiniteLossError, match=r"^loss inf, gradient norm [0-9.]+$"):
+        updated(policy, PolicyUpdate(Infinite(), 1, 1, None, 1.0, True, SEED), experience_of())
+    assert policy.odds.tolist() == ODDS
+
+
+def test_completions_that_were_all_cut_off_teach_nothing_and_have_no_means() -> None:
+    policy = FourNumbers()
+    objective = GRPO(mask_truncated=True)
+    truncated = torch.ones(6, dtype=torch.bool)
+    metrics = updated(policy, PolicyUpdate(objective, 2, 2, 6, 1.0, True, SEED), experience_of(truncated=truncated))
+    assert policy.odds.tolist() == ODDS
+    assert (metrics["optim/loss"], metrics["optim/grad_norm"]) == (0.0, 0.0)
+    assert metrics["optim/lr"] == pytest.approx(0.5 * (1 + 0.8 + 0.64 + 0.512) / 4)
+    assert all(math.isnan(value) for name, value in metrics.items() if not name.startswith("optim/"))
+
+
+def test_minibatches_that_do_not_divide_a_rollout_are_refused() -> None:
+    update = PolicyUpdate(GRPO(), 2, 4, None, 1.0, True, SEED)
+    assert update.steps == 8
+    update.check_divides(12)
+    with pytest.raises(UserError, match="found 4 and 6;"):
+        update.check_divides(6)
