@@ -36,6 +36,8 @@ def ragged(rows: int) -> Experience:
         sampler_logprobs=(torch.rand(rows, 15, generator=draw) - 5) * mask,
         advantages=torch.randn(rows, generator=draw),
         truncated=torch.arange(rows) % 3 == 2,
+        sampled_tokens=int(sampled.sum()),
+        seconds=0.0,
         temperature=0.9,
         max_tokens=10,
     )

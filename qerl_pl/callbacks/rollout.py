@@ -14,7 +14,7 @@ from qerl_pl.rewards import Reward
 from qerl_pl.rollout.collector import Collector
 from qerl_pl.rollout.config import CollectorConfig
 from qerl_pl.rollout.hand_over import HandOver
-from qerl_pl.run.ranks import ranks_of
+from qerl_pl.run.strategy import ranks_of
 from qerl_pl.types import Prompt, SamplingConfig
 
 log = logging.getLogger(__name__)

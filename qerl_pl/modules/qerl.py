@@ -30,8 +30,8 @@ from qerl_pl.run.checkpoints import CHECKPOINT_KEY, check_fits
 from qerl_pl.run.devices import writes_files
 from qerl_pl.run.files import building, folder_identity
 from qerl_pl.run.random_state import deterministic, random_state, set_random_state
-from qerl_pl.run.ranks import ranks_of
 from qerl_pl.run.seeding import stream_seed
+from qerl_pl.run.strategy import ranks_of
 from qerl_pl.types import Evaluation, PolicyWeights, Prompt
 
 BEFORE_TRAINING = -1  # step of what is measured before the first rollout, whose own is 0

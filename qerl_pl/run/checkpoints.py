@@ -154,13 +154,12 @@ def newest_checkpoint(run_dir: Path) -> Path | None:
 
 
 def finished_rollouts(path: Path) -> int:
-    """How many rollouts a checkpoint has behind it; 0 where it is another program's, which loading refuses.
+    """How many rollouts a checkpoint has behind it.
 
     Raises:
-        DamagedCheckpoint: It cannot be read.
+        UserError: It cannot be read, or is another program's.
     """
-    state = AtomicCheckpointIO().load_checkpoint(path).get(CHECKPOINT_KEY)
-    return 0 if state is None else int(state["policy_version"])
+    return int(AtomicCheckpointIO().load_checkpoint(path)[CHECKPOINT_KEY]["policy_version"])
 
 
 def check_fits(state: dict[str, Any], base: str, scaling: float) -> None:

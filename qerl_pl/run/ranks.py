@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
-from lightning.pytorch import Trainer
 from torch import Tensor, distributed
 
 from qerl_pl.errors import UserError
@@ -76,11 +75,3 @@ class Ranks:
 
 
 ALONE = Ranks()
-
-
-def ranks_of(trainer: Trainer) -> Ranks:
-    """The ranks of a trainer whose processes have found each other; before that, and with one process, `ALONE`."""
-    from qerl_pl.run.strategy import RanksStrategy
-
-    strategy = trainer.strategy
-    return strategy.ranks if isinstance(strategy, RanksStrategy) else ALONE

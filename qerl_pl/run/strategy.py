@@ -88,3 +88,8 @@ class RanksLauncher(_SubprocessScriptLauncher):
         if not self.cluster_environment.creates_processes_externally:
             self._call_children_scripts()
         return function(*args, **kwargs)
+
+
+def ranks_of(trainer: "pl.Trainer") -> Ranks:
+    """The ranks of a trainer whose processes have found each other; before that, and with one process, `ALONE`."""
+    return trainer.strategy.ranks if isinstance(trainer.strategy, RanksStrategy) else ALONE
