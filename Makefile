@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 export HF_HUB_OFFLINE = 1
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: help quickstart test lint format install-gpu clean
+.PHONY: help quickstart test mutants lint format install-gpu clean
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST)
@@ -29,6 +29,14 @@ quickstart: $(VENV)/.installed ## train the embedded toy policy and show what it
 
 test: $(VENV)/.installed-vllm lint ## the whole suite, with both engines
 	$(BIN)/python -m pytest -q --numprocesses 2 --dist loadfile
+
+$(VENV)/.installed-mutants: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
+		--editable '.[dev,mutants]'
+	touch $@
+
+mutants: $(VENV)/.installed-mutants ## plant faults one by one and see whether the tests notice: an hour, not part of test
+	$(BIN)/python tests/mutation.py
 
 lint: $(VENV)/.installed ## ruff and mypy
 	$(BIN)/ruff check .

@@ -26,7 +26,7 @@ BUILD = ROOT / "build" / "mutants"
 LISTED = ROOT / "tests" / "mutants.md"
 AT_LEAST = 0.9
 """Share of the mutants that must be noticed."""
-NOTICED = {"killed", "timeout", "segfault"}
+NOTICED = {"killed", "timeout", "segfault", "suspicious"}
 REACHED: dict[int, set[str]] = {}
 """Functions that each run reached which tests share."""
 SECONDS: dict[int | str, float] = {}
@@ -57,20 +57,32 @@ ROOMS = {
             "qerl_pl/run/checkpoints.py",
             "qerl_pl/run/random_state.py",
             "qerl_pl/run/seeding.py",
-            "*/callbacks/resume.py",
+            "qerl_pl/callbacks/resume.py",
         ),
         ("files", "random_state", "resume_callback"),
         "not killed_while_writing",
     ),
+    "module": Room(
+        (
+            "qerl_pl/modules/qerl.py",
+            "qerl_pl/callbacks/aqn.py",
+            "qerl_pl/callbacks/rollout.py",
+            "qerl_pl/rollout/hand_over.py",
+        ),
+        ("module", "rollout_callback"),
+    ),
     "rollout": Room(
-        ("qerl_pl/rollout/*", "qerl_pl/callbacks/rollout.py", "qerl_pl/callbacks/aqn.py"),
-        ("collector", "rollout", "reference_trajectory"),
-        "not knows_nothing and not GSPO and not CISPO",
+        (
+            "qerl_pl/rollout/agreement.py",
+            "qerl_pl/rollout/collector.py",
+            "qerl_pl/rollout/experience.py",
+            "qerl_pl/rollout/scoring.py",
+        ),
+        ("collecting", "agreement"),
     ),
     "update": Room(
-        ("qerl_pl/modules/update.py", "qerl_pl/modules/packing.py", "qerl_pl/modules/qerl.py"),
-        ("update", "policy", "reference_trajectory"),
-        "not CISPO",
+        ("qerl_pl/modules/update.py", "qerl_pl/modules/packing.py"),
+        ("update_steps", "packing", "update"),
     ),
 }
 
