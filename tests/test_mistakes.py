@@ -1,15 +1,26 @@
 """A user's mistakes: one line that says what is wrong, exit status 2, no traceback."""
 
+import hashlib
+import json
+import operator
 import re
+import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
+from safetensors.torch import load_file, save_file
 
-from qerl_pl.callbacks import RolloutCallback
 from qerl_pl.cli.main import main
+from qerl_pl.cli.mistakes import explain
+from qerl_pl.datamodules import PromptDataModule, Row
+from qerl_pl.errors import UserError
+from qerl_pl.modules.optimizer import build_optimizer
+from qerl_pl.run.checkpoints import AtomicCheckpointIO, digest_path
 
 ROOT = Path(__file__).parents[1]
 QUICKSTART = ROOT / "configs" / "quickstart.yaml"
@@ -61,6 +72,30 @@ PARSED = {
         "0 or a number of at least 0",
     ),
     "small batch": (["--data.batch_size", "0"], "batch_size must be at least 1"),
+    "negative rate": (["--model.optimizer.init_args.lr", "-1"], "model.optimizer .* says: Invalid learning rate: -1"),
+    "rate that is none": (["--model.optimizer.init_args.lr", ".nan"], "model.optimizer .* Invalid learning rate: nan"),
+    "endless rate": (["--model.optimizer.init_args.lr", ".inf"], "model.optimizer needs a learning rate .* found inf"),
+    "another optimizer's": (["--model.optimizer", "torch.optim.SGD", "--model.optimizer.lr", "-1"], "rate: -1"),
+    "beta": (["--model.optimizer.init_args.betas", "[0.9, 2.0]"], "model.optimizer .* beta parameter at index 1"),
+    "several losses a step": (["--model.optimizer", "torch.optim.LBFGS"], "once a minibatch; LBFGS asks"),
+    "schedule": (["--model.lr_scheduler", "down"], "lr_scheduler must be a schedule .* 'down'"),
+    "adapter of nothing": (["--model.policy.lora.alpha", "0"], "finite alpha > 0; found 0.0; set model.policy.lora"),
+    "negative adapter": (["--model.policy.lora.alpha", "-1"], "finite alpha > 0; found -1"),
+    "adapter that is none": (["--model.policy.lora.alpha", ".nan"], "finite alpha > 0; found nan"),
+    "negative seed": (["--seed_everything", "-1"], "a seed from 0 to 4294967295; found -1; set seed_everything"),
+    "large seed": (["--seed_everything", "4294967296"], "a seed from 0 to 4294967295; found 4294967296"),
+    "no seed": (["--seed_everything", "true"], "a seed from 0 to 4294967295; found True"),
+    "negative order": (["--data.seed", "-1"], "data.seed must be at least 0; found -1"),
+    "toy rate": (["--model.policy.toy.learning_rate", "-1"], "learning_rate must be a number of at least 0, got -1"),
+    "null in an item": (["--trainer.callbacks.ResumeCheckpoint.keep", "null"], "ResumeCheckpoint.*keep.*int.*None"),
+    "list for a group": (
+        ["--trainer.callbacks.RolloutCallback.sampling", "[]"],
+        r"trainer.callbacks.RolloutCallback.sampling has keys of its own; found \[\]",
+    ),
+    "another's class": (
+        ["--trainer.callbacks+", '{"class_path": "lightning.pytorch.callbacks.Timer", "init_args": {"interval": "x"}}'],
+        "interval.*x",
+    ),
 }
 
 
@@ -78,21 +113,49 @@ def test_a_mistake_in_a_file_is_one_line(capsys: pytest.CaptureFixture[str], tmp
     line = complaint(capsys, "fit", "-c", str(path))
     assert "trainer.callbacks" in line and "no attribute 'Nothing'" in line and "see qerl fit --help" in line
     assert "does not exist" in complaint(capsys, "fit", "-c", str(tmp_path / "none.yaml"))
+    path.write_bytes("# für später".encode("latin-1"))
+    assert "text in UTF-8" in complaint(capsys, "fit", "-c", str(path))
 
 
-def test_what_is_no_mistake_of_the_user_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(self: Any, *args: Any, **kwargs: Any) -> None:
-        raise ValueError("a bug")
+EMPTY = {
+    "number": ({"warmup_ratio": None}, "model.warmup_ratio.*float.*None"),
+    "flag": ({"policy": {"train_norms": None}}, "model.policy.train_norms.*bool.*None"),
+    "group": ({"policy": {"lora": None}}, "model.policy.lora has keys of its own; found None"),
+}
 
-    monkeypatch.setattr(RolloutCallback, "__init__", broken)
-    with pytest.raises(ValueError, match="a bug"):
-        main(["fit", "-c", str(QUICKSTART)])
+
+@pytest.mark.parametrize("case", EMPTY)
+def test_a_key_without_a_value_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path, case: str) -> None:
+    model, message = EMPTY[case]
+    path = tmp_path / "empty.yaml"
+    path.write_text(yaml.safe_dump(yaml.safe_load(QUICKSTART.read_text()) | {"model": model}))
+    assert re.search(message, complaint(capsys, "fit", "-c", str(path)))
+
+
+# A constructor, which the parser calls, and a function of the command line.
+@pytest.mark.parametrize("broken", ["qerl_pl.rollout.collector.check_rewards", "qerl_pl.cli.main.check_one_device"])
+def test_what_is_no_mistake_of_the_user_keeps_its_traceback(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, broken: str
+) -> None:
+    monkeypatch.setattr(broken, operator.methodcaller("a_bug"))  # a bug's frame is ours; that of a lambda were a user's
+    with pytest.raises((AttributeError, ValueError), match="has no attribute 'a_bug'"):
+        main(["fit", "-c", str(QUICKSTART), "--trainer.default_root_dir", str(tmp_path)])
+
+
+def test_only_what_a_file_system_refuses_is_a_users_file() -> None:
+    line = explain(PermissionError(13, "Permission denied", "model/config.json"), ["fit"], ["fit"])
+    assert line is not None and "model/config.json: Permission denied" in line
+    assert explain(FileNotFoundError(2, "No such file or directory", "model/config.json"), ["fit"], ["fit"]) is None
 
 
 FROM_LIGHTNING = {
     "no GPU": (["--trainer.accelerator", "gpu"], "gpu"),
     "accumulation": (["--trainer.accumulate_grad_batches", "2"], "accumulate_grad_batches"),
     "two devices": (["--trainer.devices", "2"], "one device so far; found 2; set trainer.devices to 1"),
+    "no accelerator": (["--trainer.accelerator", "quantum"], "Trainer refuses .* accelerator name: .*quantum"),
+    "no strategy": (["--trainer.strategy", "quantum"], "Trainer refuses .* strategy name: .*quantum"),
+    "processes": (["--trainer.strategy", "ddp"], "one device so far; found the strategy DDPStrategy; leave .* at auto"),
+    "two of a kind": (["--trainer.callbacks+", "qerl_pl.callbacks.RunSummary"], "Trainer refuses .* `RunSummary`"),
     "no place": (["--trainer.default_root_dir", "/proc/nowhere"], "default_root_dir /proc/nowhere cannot be made"),
 }
 
@@ -100,7 +163,7 @@ FROM_LIGHTNING = {
 @pytest.mark.parametrize("case", FROM_LIGHTNING)
 def test_what_lightning_refuses_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path, case: str) -> None:
     args, message = FROM_LIGHTNING[case]
-    where = ("--trainer.default_root_dir", str(tmp_path / "run"))
+    where = ("--trainer.default_root_dir", str(tmp_path / "run"), "--trainer.accelerator", "cpu")
     assert re.search(message, complaint(capsys, "fit", "-c", str(QUICKSTART), *where, *args))
 
 
@@ -116,7 +179,30 @@ FOUND_LATER: dict[str, tuple[list[str] | None, list[str], str]] = {
     "adapter on the vocabulary": (GSM8K, ["--model.policy.lora.targets", "[lm_head]"], "'lm_head' matches none"),
     "a folder to resume from": (GSM8K, ["--resume", "."], "no such file; name another with --resume"),
     "no such LoRA target": (GSM8K, ["--model.policy.lora.targets", "[nothing]"], "LoRA targets? must name"),
+    "full rank": (
+        GSM8K,
+        ["--model.policy.lora.rank", "129"],
+        r"not be above the smaller side .* rank 129 for model.layers.0.self_attn.q_proj with 128; lower",
+    ),
+    "validation after nothing": (GSM8K, ["--trainer.val_check_interval", "0"], "found val_check_interval=0 "),
+    "no validation's share": (GSM8K, ["--trainer.val_check_interval", "0.0"], "found val_check_interval=0.0 "),
+    "validation by the clock": (GSM8K, ["--trainer.val_check_interval", "00:01:00:00"], "not by the clock; found "),
+    "validation after no epoch": (GSM8K, ["--trainer.check_val_every_n_epoch", "0"], "check_val_every_n_epoch=0;"),
+    "no batch": (GSM8K, ["--trainer.limit_train_batches", "0"], "limit_train_batches=0 leaves none; raise it"),
 }
+
+
+def starting(folder: Path, model: Path, rows: list[str] | None) -> list[str]:
+    """Arguments of a small run below `folder`."""
+    path = folder / "rows.jsonl"
+    if rows is not None:
+        path.write_text("\n".join(rows))
+    return [
+        *("fit", "-c", str(ROOT / "configs" / "gsm8k_cpu.yaml"), "--trainer.default_root_dir", str(folder / "run")),
+        *("--model.policy.path", str(model), "--model.policy.quantization", "none"),
+        *("--data.path", str(path), "--data.batch_size", "2", "--data.val_size", "2"),
+        *("--trainer.val_check_interval", "3", "--trainer.accelerator", "cpu"),
+    ]
 
 
 @pytest.mark.parametrize("case", FOUND_LATER)
@@ -124,20 +210,268 @@ def test_a_mistake_found_while_starting_is_one_line(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, tiny_policy_dir: Path, case: str
 ) -> None:
     rows, extra, message = FOUND_LATER[case]
-    path = tmp_path / "rows.jsonl"
-    if rows is not None:
-        path.write_text("\n".join(rows))
-    line = complaint(
-        capsys,
-        *("fit", "-c", str(ROOT / "configs" / "gsm8k_cpu.yaml"), "--trainer.default_root_dir", str(tmp_path / "run")),
-        *("--model.policy.path", str(tiny_policy_dir), "--model.policy.quantization", "none"),
-        *("--data.path", str(path), "--data.batch_size", "2", "--data.val_size", "2"),
-        *("--trainer.val_check_interval", "3", *extra),
-    )
-    assert re.search(message, line)
+    assert re.search(message, complaint(capsys, *starting(tmp_path, tiny_policy_dir, rows), *extra))
 
 
 def test_commands_of_our_own_report_alike(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert "config.json" in complaint(capsys, "quantize", str(tmp_path / "a"), str(tmp_path / "b"))
     assert "see qerl export --help" in complaint(capsys, "export", str(tmp_path))
     assert "invalid choice: 'train'" in complaint(capsys, "train")
+
+
+def test_a_run_folder_that_takes_no_files_is_one_line(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, tiny_policy_dir: Path
+) -> None:
+    (tmp_path / "run" / ".lock").mkdir(parents=True)
+    line = complaint(capsys, *starting(tmp_path, tiny_policy_dir, GSM8K))
+    assert re.search(r"files must be open to the run; .*run/\.lock: Is a directory", line)
+
+
+def test_a_run_folder_may_be_below_the_home_folder(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, tiny_policy_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    arguments = [*starting(tmp_path, tiny_policy_dir, GSM8K), "--trainer.default_root_dir", "~/runs/mine"]
+    complaint(capsys, *arguments, "--trainer.limit_train_batches", "0")
+    assert (tmp_path / "runs" / "mine").is_dir() and not (tmp_path / "~").exists()
+
+
+def config(**values: Any) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        known = json.loads((folder / "config.json").read_text())
+        known.pop("layer_types", None)
+        (folder / "config.json").write_text(json.dumps(known | values))
+
+    return change
+
+
+def text(name: str, content: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).write_text(content)  # type: ignore[return-value]
+
+
+def without(*patterns: str) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        for pattern in patterns:
+            for path in folder.glob(pattern):
+                path.unlink()
+
+    return change
+
+
+def without_weight(name: str) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        weights = load_file(folder / "model.safetensors")
+        del weights[name]
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+    return change
+
+
+def smaller_vocabulary(folder: Path) -> None:
+    config(vocab_size=256)(folder)
+    weights = load_file(folder / "model.safetensors")
+    weights["model.embed_tokens.weight"] = weights["model.embed_tokens.weight"][:256].clone()
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+QUANTIZED = {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}
+NO_MODEL: dict[str, tuple[Callable[[Path], None], str]] = {
+    "no tokenizer": (without("tok*", "chat*"), "a model needs its tokenizer; .*model has none"),
+    "tokenizer without words": (without("tokenizer.json"), "a model needs its tokenizer; .* one without words"),
+    "damaged tokenizer": (text("tokenizer.json", "{"), "the tokenizer of .*model fails with JSONDecodeError"),
+    "another's tokenizer": (smaller_vocabulary, "not know more tokens than the model; .* knows 508 and .* names 256"),
+    "vocabulary": (config(vocab_size=16), "embed_tokens.weight is .512, 128. in .* and .16, 128. by config"),
+    "heads": (config(num_attention_heads=3), r"q_proj.weight is \(128, 128\) in .* and \(126, 128\) by config.json"),
+    "no heads": (config(num_attention_heads=0), "config.json of .* fails with ZeroDivisionError"),
+    "fewer layers": (config(num_hidden_layers=1), "has weights of 2 layers, its config.json 1; get both from one"),
+    "more layers": (config(num_hidden_layers=3), "has weights of 2 layers, its config.json 3; get both from one"),
+    "another architecture": (config(model_type="t5"), "a causal language model of transformers; .* is t5"),
+    "unknown architecture": (config(model_type="quux"), "config.json of .* fails with ValueError: .*quux"),
+    "no object": (config(quantization_config="nvfp4"), "quantization_config must be an object"),
+    "no text": (lambda folder: (folder / "config.json").write_bytes(b"\xff"), "config.json must be JSON"),
+    "a weight less": (without_weight("model.layers.1.mlp.up_proj.weight"), "lacks model.layers.1.mlp.up_proj.weight"),
+    "no end": (text("generation_config.json", '{"eos_token_id": "end"}'), "eos_token_id is a number or a list of them"),
+    "no generation": (text("generation_config.json", "["), "generation_config.json must be JSON"),
+    "no index": (text("model.safetensors.index.json", "{}"), "index.json has no weight_map"),
+}
+
+
+@pytest.mark.parametrize("case", NO_MODEL)
+@pytest.mark.parametrize("command", ["fit", "quantize"])
+def test_a_model_folder_that_disagrees_with_itself_is_one_line(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, tiny_policy_dir: Path, command: str, case: str
+) -> None:
+    change, message = NO_MODEL[case]
+    model = shutil.copytree(tiny_policy_dir, tmp_path / "model")
+    change(model)
+    fit = starting(tmp_path, model, GSM8K)
+    quantize = ["quantize", str(model), str(tmp_path / "quantized")]
+    assert re.search(message, complaint(capsys, *(fit if command == "fit" else quantize)))
+    assert not (tmp_path / "quantized").exists()
+
+
+def test_weights_that_are_said_to_be_quantized_must_be(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, tiny_policy_dir: Path
+) -> None:
+    model = shutil.copytree(tiny_policy_dir, tmp_path / "model")
+    config(quantization_config=QUANTIZED)(model)
+    arguments = [*starting(tmp_path, model, GSM8K), "--model.policy.quantization", "nvfp4"]
+    assert "quantized weights need scales" in complaint(capsys, *arguments)
+
+
+def test_an_optimizer_is_refused_with_the_parameters_that_it_gets() -> None:
+    with pytest.raises(UserError, match="model.optimizer must take .* Muon only supports 2D"):
+        build_optimizer(torch.optim.Muon, [torch.nn.Parameter(torch.zeros(3))])
+
+
+ROWS = "[Row(f'r-{n}', f'What is {n} plus 1?', str(n + 1)) for n in range(6)]"
+DATA = {
+    "nothing": ("return None", "Mine.train_rows must return rows .* are text; found None"),
+    "dictionaries": ("return [{'question': 'a'}]", r"Mine.train_rows must .*; row 1 is \{'question': 'a'\}"),
+    "numbered": (
+        "return [Row(n, 'a', 'b') for n in range(6)]",
+        r"Mine.train_rows must .*; row 1 is Row\(id=0, question",
+    ),
+    "text": ("return 'rows'", "Mine.train_rows must return rows .*; found 'rows'"),
+    "another method": (
+        "return []\n    train_rows = PromptDataModule.train_rows",
+        "in train_rows; Mine lacks that method",
+    ),
+    "held out": (f"return {ROWS}\n    def val_rows(self):\n        return [1]", "Mine.val_rows must .*; row 1 is 1"),
+    "sets": (f"return {ROWS}\n    def val_sets(self):\n        return [1]", r"Mine must give its sets .* found \[1\]"),
+    "no base": (
+        "pass\n    def __init__(self) -> None:\n        self.rows = []",
+        "constructor calls .*; Mine's does not",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", DATA)
+def test_a_users_data_module_is_named_with_what_it_gave(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    body, message = DATA[case]
+    code = f"class Mine(PromptDataModule):\n    def train_rows(self):\n        {body}\n"
+    module = users_module(tmp_path, monkeypatch, code)
+    settings = yaml.safe_load(QUICKSTART.read_text()) | {"data": {"class_path": f"{module}.Mine"}}
+    path = tmp_path / "mine.yaml"
+    path.write_text(yaml.safe_dump(settings))
+    line = complaint(capsys, "fit", "-c", str(path), "--trainer.default_root_dir", str(tmp_path / "run"))
+    assert re.search(message, line)
+
+
+def test_rows_may_come_one_by_one(tiny_policy_dir: Path) -> None:
+    class OneByOne(PromptDataModule):
+        def train_rows(self) -> Any:
+            yield from (Row(f"r-{n}", f"What is {n} plus 1?", str(n + 1)) for n in range(6))
+
+        def test_rows(self) -> Any:
+            return iter([Row("t-0", "What is 7 plus 1?", "8")])
+
+    data = OneByOne(batch_size=2, val_size=2, tokenizer=str(tiny_policy_dir))
+    data.setup("test")
+    assert data.batches_per_epoch == 2 and [len(batch) for batch in data.test_dataloader()] == [1]
+
+
+def users_module(folder: Path, monkeypatch: pytest.MonkeyPatch, code: str) -> str:
+    """Name of a module of a user's, where the command is run."""
+    name = f"users_{hashlib.sha256(code.encode()).hexdigest()[:8]}"
+    (folder / f"{name}.py").write_text(f"from qerl_pl.datamodules import PromptDataModule, Row\n{code}")
+    monkeypatch.chdir(folder)
+    return name
+
+
+REWARD = "class Mine:\n    name = 'mine'\n    weight = 1.0\n    def __call__(self, samples):\n        return samples\n"
+RAISES = "def words():\n    return open('words.txt')\n"
+USERS: dict[str, tuple[str, str, str, int]] = {
+    "reward": (
+        REWARD + "    def __init__(self):\n        {}['x']\n",
+        "rewards",
+        r"Mine.__init__ raised KeyError: 'x'",
+        1,
+    ),
+    "deep": (
+        RAISES + REWARD + "    def __init__(self):\n        words()\n",
+        "rewards",
+        "Mine.__init__ raised FileNot",
+        2,
+    ),
+    "value": (
+        REWARD + "    def __init__(self):\n        int('x')\n",
+        "rewards",
+        "Mine.__init__ raised ValueError: inv",
+        1,
+    ),
+    "module": ("1 / 0\n" + REWARD, "rewards", r"<module> raised ZeroDivisionError: division by zero", 1),
+    "data": (
+        "class Mine(PromptDataModule):\n    def __init__(self):\n        raise RuntimeError('no\\nwords')\n",
+        "data",
+        r"Mine.__init__ raised RuntimeError: no words; correct it",
+        1,
+    ),
+    "rows": (
+        "class Mine(PromptDataModule):\n    def train_rows(self):\n        yield 1\n        assert False\n",
+        "data",
+        r"Mine.train_rows raised AssertionError; correct it",
+        1,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", USERS)
+def test_a_users_class_that_raises_shows_its_own_frames_and_one_line(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    code, where, message, frames = USERS[case]
+    module = users_module(tmp_path, monkeypatch, code)
+    settings = yaml.safe_load(QUICKSTART.read_text())
+    if where == "data":
+        settings["data"] = {"class_path": f"{module}.Mine"}
+    else:
+        settings["trainer"]["callbacks"][0]["init_args"]["rewards"] = [{"class_path": f"{module}.Mine"}]
+    path = tmp_path / "mine.yaml"
+    path.write_text(yaml.safe_dump(settings))
+    assert main(["fit", "-c", str(path), "--trainer.default_root_dir", str(tmp_path / "run")]) == 2
+    error = capsys.readouterr().err
+    trace, line = re.split(r"(?m)^Traceback", error)[-1], error.splitlines()[-1]
+    assert re.search(rf"^qerl: code of your own must not raise; {module}\.{message}", line)
+    assert error.count("Traceback") == 1
+    assert [module in frame for frame in trace.splitlines() if frame.startswith("  File ")] == [True] * frames
+
+
+POLICY = {"path": None, "lora": {"rank": 4}}
+RUNS: dict[str, tuple[str, str]] = {
+    "malformed": ("{a: [", "config.yaml must be YAML; .*config.yaml is not"),
+    "another's": ("name: tests\non: [push]\n", "has no model.policy with path and lora"),
+    "a list": ("[1, 2]", "has no model.policy with path and lora"),
+    "empty": ("", "has no model.policy with path and lora"),
+    "no policy": ("model: {lr_scheduler: cosine}", "has no model.policy with path and lora"),
+    "policy without a path": ("model: {policy: {lora: {rank: 4}}}", "has no model.policy with path and lora"),
+    "another version's": (yaml.safe_dump({"model": {"policy": POLICY | {"shape": 1}}}), "not accept option 'shape'"),
+    "a rank that is none": (yaml.safe_dump({"model": {"policy": POLICY | {"lora": {"rank": "x"}}}}), "rank.*int.*x"),
+}
+
+
+@pytest.mark.parametrize("case", RUNS)
+def test_a_run_whose_configuration_is_none_is_not_exported(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, case: str
+) -> None:
+    written, message = RUNS[case]
+    AtomicCheckpointIO().save_checkpoint({"qerl": {}}, tmp_path / "checkpoints" / "step=1.ckpt")
+    (tmp_path / "config.yaml").write_text(written)
+    assert re.search(message, complaint(capsys, "export", str(tmp_path), str(tmp_path / "out")))
+
+
+@pytest.mark.parametrize("content", [[1, 2], {"state_dict": {}}, {"qerl": 1}])
+def test_another_programs_checkpoint_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path, content: Any) -> None:
+    path = tmp_path / "other.ckpt"
+    torch.save(content, path)
+    digest_path(path).write_text(hashlib.sha256(path.read_bytes()).hexdigest())
+    line = complaint(capsys, "export", str(tmp_path), str(tmp_path / "out"), "--checkpoint", str(path))
+    assert re.search(r"one of this trainer's; .*other.ckpt is another program's", line)
+
+
+def test_a_state_that_cannot_be_saved_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"plain values only; .*step=1.ckpt would hold others .*lambda"):
+        AtomicCheckpointIO().save_checkpoint({"qerl": {}, "state": lambda: 1}, tmp_path / "step=1.ckpt")

@@ -133,7 +133,10 @@ class QeRLCLI(LightningCLI):
         try:
             trainer: Trainer = super().instantiate_trainer(**kwargs)
         except (RuntimeError, TypeError, ValueError) as error:
-            raise UserError(f"Lightning's Trainer refuses a key of trainer: {error}; see qerl fit --help") from error
+            said = " ".join(str(error).split())
+            raise UserError(
+                f"Lightning's Trainer refuses a key of trainer: {said:.180}; see qerl fit --help"
+            ) from error
         check_one_device(trainer)
         for callback in trainer.checkpoint_callbacks:
             if isinstance(callback, ModelCheckpoint) and callback.dirpath is None:

@@ -43,7 +43,7 @@ def _in_transformers_words(folder: Path, part: str) -> Iterator[None]:
     except Exception as error:
         said = " ".join(f"{type(error).__name__}: {error}".split())
         raise UserError(
-            f"transformers must be able to use a model's files; {part} of {folder} fails with {said:.200}; "
+            f"transformers must be able to use a model's files; {part} of {folder} fails with {said:.90}; "
             "get it again from where the model is from"
         ) from error
 
@@ -82,7 +82,8 @@ def _layers(names: Iterable[str]) -> set[str]:
 def _check_tokenizer(folder: Path, vocabulary: int) -> None:
     with _in_transformers_words(folder, "the tokenizer"):
         tokenizer = load_tokenizer(folder)
-        known = 0 if tokenizer is None or not tokenizer("1 + 1")["input_ids"] else tokenizer.vocab_size
+        wordless = tokenizer is None or not tokenizer("1 + 1", add_special_tokens=False)["input_ids"]
+        known = 0 if tokenizer is None or wordless else tokenizer.vocab_size
     if known == 0:
         raise UserError(
             f"a model needs its tokenizer; {folder} has none, or one without words; copy tokenizer.json and "
