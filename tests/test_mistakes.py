@@ -87,8 +87,6 @@ PARSED = {
     "no seed": (["--seed_everything", "true"], "a seed from 0 to 4294967295; found True"),
     "negative order": (["--data.seed", "-1"], "data.seed must be at least 0; found -1"),
     "toy rate": (["--model.policy.toy.learning_rate", "-1"], "learning_rate must be a number of at least 0, got -1"),
-    "null for a number": (["--model.warmup_ratio", "null"], "model.warmup_ratio.*float.*None"),
-    "null for a flag": (["--model.policy.train_norms", "null"], "model.policy.train_norms.*bool.*None"),
     "null in an item": (["--trainer.callbacks.ResumeCheckpoint.keep", "null"], "ResumeCheckpoint.*keep.*int.*None"),
     "list for a group": (
         ["--trainer.callbacks.RolloutCallback.sampling", "[]"],
@@ -115,12 +113,23 @@ def test_a_mistake_in_a_file_is_one_line(capsys: pytest.CaptureFixture[str], tmp
     line = complaint(capsys, "fit", "-c", str(path))
     assert "trainer.callbacks" in line and "no attribute 'Nothing'" in line and "see qerl fit --help" in line
     assert "does not exist" in complaint(capsys, "fit", "-c", str(tmp_path / "none.yaml"))
-    settings = yaml.safe_load(QUICKSTART.read_text())
-    settings["model"]["policy"]["lora"] = None  # all its keys are commented out
-    path.write_text(yaml.safe_dump(settings))
-    assert "model.policy.lora has keys of its own; found None" in complaint(capsys, "fit", "-c", str(path))
     path.write_bytes("# für später".encode("latin-1"))
     assert "text in UTF-8" in complaint(capsys, "fit", "-c", str(path))
+
+
+EMPTY = {
+    "number": ({"warmup_ratio": None}, "model.warmup_ratio.*float.*None"),
+    "flag": ({"policy": {"train_norms": None}}, "model.policy.train_norms.*bool.*None"),
+    "group": ({"policy": {"lora": None}}, "model.policy.lora has keys of its own; found None"),
+}
+
+
+@pytest.mark.parametrize("case", EMPTY)
+def test_a_key_without_a_value_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path, case: str) -> None:
+    model, message = EMPTY[case]
+    path = tmp_path / "empty.yaml"
+    path.write_text(yaml.safe_dump(yaml.safe_load(QUICKSTART.read_text()) | {"model": model}))
+    assert re.search(message, complaint(capsys, "fit", "-c", str(path)))
 
 
 # A constructor, which the parser calls, and a function of the command line.
@@ -260,12 +269,20 @@ def without_weight(name: str) -> Callable[[Path], None]:
     return change
 
 
+def smaller_vocabulary(folder: Path) -> None:
+    config(vocab_size=256)(folder)
+    weights = load_file(folder / "model.safetensors")
+    weights["model.embed_tokens.weight"] = weights["model.embed_tokens.weight"][:256].clone()
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
 QUANTIZED = {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}
 NO_MODEL: dict[str, tuple[Callable[[Path], None], str]] = {
     "no tokenizer": (without("tok*", "chat*"), "a model needs its tokenizer; .*model has none"),
     "tokenizer without words": (without("tokenizer.json"), "a model needs its tokenizer; .* one without words"),
     "damaged tokenizer": (text("tokenizer.json", "{"), "the tokenizer of .*model fails with JSONDecodeError"),
-    "another's tokenizer": (config(vocab_size=16), "embed_tokens.weight is .512, 128. in .* and .16, 128. by config"),
+    "another's tokenizer": (smaller_vocabulary, "not know more tokens than the model; .* knows 508 and .* names 256"),
+    "vocabulary": (config(vocab_size=16), "embed_tokens.weight is .512, 128. in .* and .16, 128. by config"),
     "heads": (config(num_attention_heads=3), r"q_proj.weight is \(128, 128\) in .* and \(126, 128\) by config.json"),
     "no heads": (config(num_attention_heads=0), "config.json of .* fails with ZeroDivisionError"),
     "fewer layers": (config(num_hidden_layers=1), "has weights of 2 layers, its config.json 1; get both from one"),

@@ -82,7 +82,8 @@ def _layers(names: Iterable[str]) -> set[str]:
 def _check_tokenizer(folder: Path, vocabulary: int) -> None:
     with _in_transformers_words(folder, "the tokenizer"):
         tokenizer = load_tokenizer(folder)
-        known = 0 if tokenizer is None or not tokenizer("1 + 1")["input_ids"] else tokenizer.vocab_size
+        wordless = tokenizer is None or not tokenizer("1 + 1", add_special_tokens=False)["input_ids"]
+        known = 0 if tokenizer is None or wordless else tokenizer.vocab_size
     if known == 0:
         raise UserError(
             f"a model needs its tokenizer; {folder} has none, or one without words; copy tokenizer.json and "
