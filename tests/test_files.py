@@ -222,7 +222,7 @@ def make_slowly(target: Path, made: Path) -> None:
             time.sleep(0.3)
             with made.open("a") as file:
                 file.write("x")
-            target.mkdir()
+            target.mkdir(parents=True)
 
 
 def test_a_folder_is_made_by_one_process_while_the_others_wait(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from fit_helpers import command, configuration, fit, processes
 from qerl_pl.callbacks.resume import _set_aside
 from qerl_pl.cli.main import main
 from qerl_pl.run import files
-from qerl_pl.run.checkpoints import AtomicCheckpointIO
+from qerl_pl.run.checkpoints import CHECKPOINT_KEY, AtomicCheckpointIO
 from qerl_pl.run.files import building
 from qerl_pl.toy import ToyConfig, build_toy_policy
 
@@ -100,10 +100,10 @@ def test_a_checkpoint_that_is_set_aside_is_whole_in_one_place_or_the_other(tmp_p
     for moment in range(200):
         folder = tmp_path / str(moment)
         for step in (2, 6):
-            AtomicCheckpointIO().save_checkpoint({"step": step}, folder / f"step={step}.ckpt")
+            AtomicCheckpointIO().save_checkpoint({CHECKPOINT_KEY: {"step": step}}, folder / f"step={step}.ckpt")
         status = in_a_fork(partial(set_aside_and_die, folder, moment))
         (found,) = folder.rglob("step=6.ckpt")
-        assert AtomicCheckpointIO().load_checkpoint(found) == {"step": 6}
+        assert AtomicCheckpointIO().load_checkpoint(found) == {CHECKPOINT_KEY: {"step": 6}}
         if status == 0:
             break
         assert status == -signal.SIGKILL

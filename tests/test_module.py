@@ -15,6 +15,7 @@ from qerl_pl.algorithm import GRPO, DrGRPO
 from qerl_pl.callbacks import ResumeCheckpoint
 from qerl_pl.errors import UserError
 from qerl_pl.modules import QeRLModule
+from qerl_pl.modules.qerl import BEFORE_TRAINING
 
 
 @pytest.fixture(scope="module")
@@ -164,7 +165,7 @@ def test_what_is_logged_shown_and_tested(whole: tuple[QeRLModule, Path], tiny_po
         assert found.keys() == {f"{stage}/accuracy", f"{stage}/pass@1", "step"} and found["step"] == 3
     fresh = module_of(tiny_policy_dir)
     (found,) = trainer_of(tmp_path).validate(fresh, datamodule=data(), verbose=False)
-    assert found["step"] == 0
+    assert found["step"] == BEFORE_TRAINING
 
 
 def test_what_a_run_cannot_do_is_said_at_its_start(tiny_policy_dir: Path, tmp_path: Path) -> None:

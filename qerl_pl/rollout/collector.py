@@ -88,7 +88,7 @@ class Collector:
         Raises:
             UserError: Engine and policy disagree, a reward fails, or a log-probability is not finite.
         """
-        config, seconds = self.config, {"check": 0.0}
+        config, seconds = self.config, {"check": 0.0, "wait": 0.0}
         with _timed(seconds, "sleep"):
             self.engine.wake()
         if self._rollouts < 2 or self._rollouts % config.check_every == 0:

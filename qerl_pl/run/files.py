@@ -75,8 +75,8 @@ def made_once(target: Path) -> Iterator[bool]:
         return
     with ExitStack() as stack:
         try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            file = stack.enter_context((target.parent / f".{target.name}.lock").open("w"))
+            name = hashlib.sha256(str(target.absolute()).encode()).hexdigest()[:16]
+            file = stack.enter_context((Path(tempfile.gettempdir()) / f"qerl-{name}.lock").open("w"))
             fcntl.flock(file, fcntl.LOCK_EX)
         except OSError as error:
             log.debug("no lock for %s: %s", target, error)
