@@ -90,7 +90,7 @@ def test_an_experience_worked_out(pad: int | None) -> None:
     }
     times = {name: value for name, value in found.metrics.items() if name.startswith("time/")}
     assert found.metrics == pytest.approx(expected | times, abs=1e-6)
-    assert times.keys() == {f"time/{name}_s" for name in ("check", "sleep", "sync", "rollout", "reward")}
+    assert times.keys() == {f"time/{name}_s" for name in ("check", "wait", "sleep", "sync", "rollout", "reward")}
     assert found.seconds == pytest.approx(sum(times.values())) and found.sampled_tokens == sum(counts)
     assert (found.version, found.temperature, found.max_tokens, len(found)) == (4, 0.9, 3, 12)
 
