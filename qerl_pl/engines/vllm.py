@@ -287,7 +287,7 @@ class VLLMEngine:
         return held | {"released": held["kv_cache"] if self._asleep else 0.0}
 
     def close(self) -> None:
-        """Free vLLM's memory; on several ranks it goes with the process, for vLLM's shutdown ends the trainer's group."""
+        """Free vLLM's memory; on several ranks it goes with the process: shutdown ends the trainer's group."""
         if self._llm is not None and self._spec is not None and self._spec.ranks > 1:
             self._llm = None
             VLLMEngine._alive -= 1
