@@ -23,9 +23,10 @@ UP, HEAD = "model.layers.0.mlp.up_proj", "lm_head"
 @pytest.fixture(scope="module")
 def folders(tiny_policy_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A folder in each format, by the format's name."""
-    nvfp4 = tmp_path_factory.mktemp("formats") / "nvfp4"
-    quantize_checkpoint(tiny_policy_dir, nvfp4)
-    return {"none": tiny_policy_dir, "nvfp4": nvfp4}
+    root = tmp_path_factory.mktemp("formats")
+    for name in QUANTIZERS:
+        quantize_checkpoint(tiny_policy_dir, root / name, name)
+    return {"none": tiny_policy_dir} | {name: root / name for name in QUANTIZERS}
 
 
 @pytest.mark.parametrize("one", FORMATS, ids=lambda one: one.name)
@@ -59,13 +60,31 @@ def test_a_frozen_weight_is_the_dense_one(one, folders: dict[str, Path]) -> None
 def test_a_user_can_ask_for_every_format_that_there_is() -> None:
     assert set(get_args(get_type_hints(PolicyConfig)["quantization"])) == {one.name for one in FORMATS}
     assert set(get_args(get_type_hints(quantize_checkpoint)["format"])) == set(QUANTIZERS)
+    assert {one.name for one in FORMATS} == {*QUANTIZERS, "none"}
 
 
 def test_sixteen_bit_training_refuses_a_quantized_folder(folders: dict[str, Path]) -> None:
     with pytest.raises(UserError, match="none needs 16-bit weights; .* is NVFP4; .*quantization to nvfp4"):
         PolicyConfig(path=str(folders["nvfp4"]), quantization="none").base_folder()
     assert PolicyConfig(path=str(folders["nvfp4"])).base_folder() == folders["nvfp4"]
-    assert PolicyConfig(path=str(folders["none"]), quantization="none").base_folder() == folders["none"]
+    for name, folder in folders.items():
+        assert PolicyConfig(path=str(folder), quantization=name).base_folder() == folder
+
+
+@pytest.mark.parametrize("name", QUANTIZERS)
+def test_a_16_bit_folder_is_quantized_once_and_a_quantized_one_is_not_again(
+    folders: dict[str, Path], name: str, tmp_path: Path
+) -> None:
+    made = PolicyConfig(path=str(folders["none"]), quantization=name).base_folder()
+    tensors, expected = load_file(made / "model.safetensors"), load_file(folders[name] / "model.safetensors")
+    assert tensors.keys() == expected.keys()
+    for key, tensor in tensors.items():
+        assert torch.equal(tensor.view(torch.uint8), expected[key].view(torch.uint8))
+    other = next(one for one in QUANTIZERS if one != name)
+    with pytest.raises(UserError, match=f"{name} needs 16-bit weights; .* is {other.upper()}; .*ization to {other}"):
+        PolicyConfig(path=str(folders[other]), quantization=name).base_folder()
+    with pytest.raises(UserError, match=f"only 16-bit weights can be quantized; .* is {other.upper()} already"):
+        quantize_checkpoint(folders[other], tmp_path / "again", name)
 
 
 def test_every_tensor_that_is_no_linears_reads_alike(folders: dict[str, Path]) -> None:
@@ -80,5 +99,5 @@ def test_a_format_that_nobody_knows_is_named(tiny_policy_dir: Path, tmp_path: Pa
     folder = shutil.copytree(tiny_policy_dir, tmp_path / "awq")
     config = read_config(folder) | {"quantization_config": {"quant_method": "awq"}}
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match=r"must have the format nvfp4-pack-quantized; .* has awq: quantize the 16-bit"):
+    with pytest.raises(UserError, match=r"as `qerl quantize` writes it, nvfp4, .*; .* has awq: quantize the 16-bit"):
         format_of(folder)

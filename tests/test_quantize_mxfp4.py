@@ -1,4 +1,4 @@
-"""MXFP4 checkpoints: what compressed-tensors writes, what transformers loads, and what the trainer refuses."""
+"""MXFP4 checkpoints: what compressed-tensors writes, and what transformers loads."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM
 
 from qerl_pl.cli.main import main
 from qerl_pl.errors import UserError
-from qerl_pl.formats.dense_copy import load_dense_state
 from qerl_pl.formats.model_files import read_config
 from qerl_pl.formats.quantize import quantize_checkpoint
 
@@ -61,12 +60,6 @@ def test_transformers_loads_mxfp4(mxfp4: Path) -> None:
     assert len(dense) == 14
     for name, weight in dense.items():
         assert torch.equal(loaded[name], weight.bfloat16())
-
-
-def test_what_trains_and_samples_refuses_mxfp4(mxfp4: Path, tmp_path: Path) -> None:
-    for refused in (lambda: load_dense_state(mxfp4, torch.float32), lambda: quantize_checkpoint(mxfp4, tmp_path / "x")):
-        with pytest.raises(UserError, match=r"must have the format nvfp4-pack-quantized; .* has mxfp4-pack-quantized"):
-            refused()
 
 
 def test_the_report_holds_every_matrix_error(tiny_policy_dir: Path, mxfp4: Path) -> None:

@@ -1,11 +1,11 @@
-"""Products of vLLM's NVFP4 linears: who computes which, and that both see the same weight and bias."""
+"""Products of vLLM's 4-bit linears: who computes which, and that both see the same weight and bias."""
 
 from typing import Any
 
 import pytest
 import torch
 import torch._dynamo
-from qerl_kernels import MarlinTensor, dequantize_marlin, marlin_alpha, quantize_nvfp4
+from qerl_kernels import MarlinTensor, dequantize_marlin, marlin_alpha, quantize_mxfp4, quantize_nvfp4
 from qerl_kernels.marlin import to_marlin
 from torch import Tensor, nn
 
@@ -30,6 +30,10 @@ class MarlinNvFp4LinearKernel:
     """Named as vLLM's kernel; the name is what decides."""
 
 
+class MarlinMxFp4LinearKernel:
+    """Likewise."""
+
+
 class Method:
     """Multiplies as Marlin does, by a bias in an order of its own: here backwards."""
 
@@ -39,20 +43,23 @@ class Method:
 
 
 def dense(layer: Any) -> Tensor:
-    held = MarlinTensor(layer.weight, layer.weight_scale, layer.weight_global_scale)
-    return dequantize_marlin(*held[:2], torch.float32) * marlin_alpha(held.global_scale)
+    held = MarlinTensor(layer.weight, layer.weight_scale, getattr(layer, "weight_global_scale", None))
+    return dequantize_marlin(*held[:2], torch.float32, mx=held.global_scale is None) * marlin_alpha(held.global_scale)
 
 
-def linear(biased: bool, rows: int = ROWS) -> Any:
+def linear(biased: bool, rows: int = ROWS, mx: bool = False) -> Any:
     """A linear as vLLM holds it once Marlin has prepared it."""
     layer: Any = nn.Module()
     weight = torch.randn(rows, COLUMNS, generator=torch.Generator().manual_seed(0))
-    for name, tensor in zip(("", "_scale", "_global_scale"), to_marlin(quantize_nvfp4(weight)), strict=True):
-        setattr(layer, f"weight{name}", nn.Parameter(tensor, requires_grad=False))
+    held = to_marlin(quantize_mxfp4(weight) if mx else quantize_nvfp4(weight))
+    for name, tensor in zip(("", "_scale", "_global_scale"), held, strict=True):
+        if tensor is not None:
+            setattr(layer, f"weight{name}", nn.Parameter(tensor, requires_grad=False))
     layer.workspace = torch.zeros(1, dtype=torch.int32)
     layer.bias = nn.Parameter(BIAS.flip(0), requires_grad=False) if biased else None
     layer.input_size_per_partition, layer.output_size_per_partition = COLUMNS, rows
-    layer.scheme = type("Scheme", (), {"kernel": MarlinNvFp4LinearKernel()})()
+    kernel = MarlinMxFp4LinearKernel() if mx else MarlinNvFp4LinearKernel()
+    layer.scheme = type("Scheme", (), {"kernel": kernel})()
     layer.quant_method = Method()
     return layer
 
@@ -68,7 +75,7 @@ def marlin_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
         input: Tensor,
         weight: Tensor,
         weight_scale: Tensor,
-        weight_global_scale: Tensor,
+        weight_global_scale: Tensor | None,
         workspace: Tensor,
         size_n: int,
         size_k: int,
@@ -82,11 +89,11 @@ def marlin_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(("biased", "mx"), [(False, False), (True, False), (True, True)])
 def test_few_tokens_go_to_marlin_and_many_to_the_dense_weight(
-    marlin_calls: list[tuple[Any, ...]], biased: bool, compiled: bool
+    marlin_calls: list[tuple[Any, ...]], biased: bool, mx: bool, compiled: bool
 ) -> None:
-    layer = linear(biased)
+    layer = linear(biased, mx=mx)
     attach_dense(layer, DENSE_ABOVE)
 
     def forward(x: Tensor) -> Tensor:
@@ -102,8 +109,9 @@ def test_few_tokens_go_to_marlin_and_many_to_the_dense_weight(
         few = run(x[:DENSE_ABOVE])
     assert few.shape == (DENSE_ABOVE, ROWS) and (few == 7.0).all()
     (call,) = marlin_calls
-    held = (layer.weight, layer.weight_scale, layer.weight_global_scale, layer.workspace)
-    assert all(found.data_ptr() == own.data_ptr() for found, own in zip(call, held, strict=False))
+    held = (layer.weight, layer.weight_scale, None if mx else layer.weight_global_scale, layer.workspace)
+    for found, own in zip(call, held, strict=False):
+        assert (found is None) == (own is None) and (own is None or found.data_ptr() == own.data_ptr())
     assert call[4:6] == (ROWS, COLUMNS)
     assert torch.equal(call[6], BIAS.flip(0)) if biased else call[6] is None
     expected = x.float() @ dense(layer).T + (BIAS.float() if biased else 0.0)
@@ -147,9 +155,10 @@ def test_a_layout_that_is_read_otherwise_is_refused() -> None:
         attach_dense(layer, DENSE_ABOVE)
 
 
+@pytest.mark.parametrize("mx", [False, True])
 @pytest.mark.parametrize(("sizes", "lent"), [([64, 64, 64], True), ([128, 32, 32], False)])
-def test_only_whole_tiles_are_lent(sizes: list[int], lent: bool) -> None:
-    fused = linear(False, rows=192)
+def test_only_whole_tiles_are_lent(sizes: list[int], lent: bool, mx: bool) -> None:
+    fused = linear(False, rows=192, mx=mx)
     fused.output_partition_sizes = sizes
     model: Any = nn.Module()
     model.packed_modules_mapping = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
@@ -183,7 +192,8 @@ def test_a_16_bit_linear_lends_nothing_and_a_padded_one_keeps_all_from_being_len
 
 def test_why_nothing_is_lent() -> None:
     marlin = MarlinNvFp4LinearKernel.__name__
-    assert why_not_lent([marlin, "UnquantizedLinearMethod"], torch.bfloat16) is None
+    for kernel in (marlin, MarlinMxFp4LinearKernel.__name__, "MarlinMxfp4LinearKernel"):  # as releases spell it
+        assert why_not_lent([kernel, "UnquantizedLinearMethod"], torch.bfloat16) is None
     assert why_not_lent(["HummingNvFp4LinearKernel"], torch.bfloat16) == (
         "only Marlin's layout can be lent, and vLLM's kernels are HummingNvFp4LinearKernel"
     )

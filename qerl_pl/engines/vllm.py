@@ -1,4 +1,4 @@
-"""Sampling with vLLM in the trainer's own process: NVFP4 kernels on a GPU, dense weights on a CPU."""
+"""Sampling with vLLM in the trainer's own process: 4-bit kernels on a GPU, dense weights on a CPU."""
 
 import logging
 import tempfile
@@ -34,7 +34,7 @@ REPEATABLE = {"deterministic": True, "combo_kernels": False, "benchmark_combo_ke
 class VLLMEngine:
     """vLLM, colocated with the trainer: adapter and norms are written into its memory, noise into its norms' scales.
 
-    On a GPU the NVFP4 base goes to vLLM as it is; on a CPU (vLLM's CPU build) its dequantized weights do. Log-
+    On a GPU a 4-bit base goes to vLLM as it is; on a CPU (vLLM's CPU build) its dequantized weights do. Log-
     probabilities are those of the sampler's real distribution, temperature and filters included.
 
     Args:
@@ -46,7 +46,7 @@ class VLLMEngine:
         max_num_seqs: Sequences decoded at once.
         max_num_batched_tokens: Tokens of one forward pass; more speeds up prompts and needs more memory. Left out,
             vLLM chooses.
-        linear_backend: Kernels of NVFP4 linears. humming decodes faster from some 64 sequences at once on, but cannot
+        linear_backend: Kernels of 4-bit linears. humming decodes faster from some 64 sequences at once on, but cannot
             lend its weights, so the GPU holds two copies, and needs a CUDA compiler at run time; auto lets vLLM choose.
             Not used on a CPU.
         dense_above: Tokens of one forward pass above which Marlin's linears multiply by their dequantized weight, as
@@ -54,8 +54,8 @@ class VLLMEngine:
         enforce_eager: Run without compilation and CUDA graphs: starts a minute sooner and decodes slower. A CPU always
             does.
         sleep_mode: Give the key/value cache's memory back during the update (GPU only).
-        share_weights: Let the trainer use vLLM's NVFP4 weights instead of loading the base a second time (GPU, marlin).
-            Equal but for blocks of weights below 3.5e-5 of a matrix's largest, which Marlin takes for zero.
+        share_weights: Let the trainer use vLLM's 4-bit weights instead of loading the base a second time (GPU, marlin).
+            Equal but for NVFP4's blocks below 3.5e-5 of a matrix's largest weight, which Marlin takes for zero.
         prefix_caching: Compute the prompt once for all its completions.
         load_format: auto reads the weights; dummy makes random ones from config.json alone, to measure speed.
     """

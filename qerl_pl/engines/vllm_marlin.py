@@ -1,10 +1,11 @@
-"""NVFP4 linears of vLLM: Marlin for few tokens at once, dequantization and a 16-bit product for many.
+"""4-bit linears of vLLM: Marlin for few tokens at once, dequantization and a 16-bit product for many.
 
 Marlin reads a quarter of the bytes, which pays while reading weights is the limit, as in decoding. While prompts are
 read arithmetic is the limit, and there the plain product of the dequantized weight is about twice as fast.
 """
 
 import importlib
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ from qerl_pl.formats.architecture import FUSED
 
 TOLERANCE = 0.01
 """Of the two products' difference to their size: rounding makes 1e-4, another layout 1."""
-_KERNEL = "MarlinNvFp4"
+_KERNEL = re.compile("marlin(nv|mx)fp4", re.IGNORECASE)
 _MODULE, _FUNCTION = "vllm.model_executor.layers.quantization.utils.marlin_utils_fp4", "apply_fp4_marlin_linear"
 
 
@@ -32,14 +33,20 @@ def missing() -> list[str]:
 
 
 def marlin_tensor(linear: Any) -> MarlinTensor | None:
-    """The NVFP4 weight of one of vLLM's linears; None where it has none in Marlin's layout, or a padded one."""
+    """The 4-bit weight of one of vLLM's linears; None where it has none in Marlin's layout, or a padded one."""
     kernel = getattr(getattr(linear, "scheme", None), "kernel", None)
-    if _KERNEL not in type(kernel).__name__:
+    if not _KERNEL.match(type(kernel).__name__):
         return None
     columns, rows = linear.input_size_per_partition, linear.output_size_per_partition
     if linear.weight.shape != (columns // 16, 2 * rows):
         return None
-    return MarlinTensor(linear.weight.data, linear.weight_scale.data, linear.weight_global_scale.data)
+    return MarlinTensor(linear.weight.data, linear.weight_scale.data, _global_scale(linear))
+
+
+def _global_scale(linear: Any) -> Tensor | None:
+    """That of an NVFP4 weight; MXFP4 has none."""
+    held = getattr(linear, "weight_global_scale", None)
+    return None if held is None else held.data
 
 
 def lent_rows(linear: Any, parts: Sequence[tuple[str, int, int]]) -> dict[str, MarlinRows] | None:
@@ -50,10 +57,10 @@ def lent_rows(linear: Any, parts: Sequence[tuple[str, int, int]]) -> dict[str, M
         parts: Names in the base model, rows [start, stop).
 
     Returns:
-        Empty where it has no NVFP4 weight; None where its weight cannot be lent, for it is padded, in another layout,
+        Empty where it has no 4-bit weight; None where its weight cannot be lent, for it is padded, in another layout,
         or one of Marlin's tiles holds rows of two parts.
     """
-    if getattr(linear, "weight_global_scale", None) is None:
+    if getattr(linear, "weight_scale", None) is None:
         return {}
     held = marlin_tensor(linear)
     if held is None or any(start % TILE or stop % TILE for _, start, stop in parts):
@@ -90,7 +97,7 @@ def why_not_lent(kernels: Sequence[str], dtype: torch.dtype) -> str | None:
         kernels: Class names of what multiplies by them.
         dtype: Of activations.
     """
-    if not any(_KERNEL in kernel for kernel in kernels):
+    if not any(_KERNEL.match(kernel) for kernel in kernels):
         return f"only Marlin's layout can be lent, and vLLM's kernels are {', '.join(kernels)}"
     if dtype != torch.bfloat16:
         return f"vLLM scales weights otherwise for {dtype} than for bfloat16"
@@ -102,7 +109,7 @@ def marlin_or_dense(
     x: Tensor,
     weight: Tensor,
     scale: Tensor,
-    global_scale: Tensor,
+    global_scale: Tensor | None,
     workspace: Tensor,
     permuted_bias: Tensor | None,
     bias: Tensor | None,
@@ -140,7 +147,7 @@ def _(x: Tensor, weight: Tensor, *rest: object) -> Tensor:
 
 
 class MarlinOrDenseMethod:
-    """Stands in for the `quant_method` of one of vLLM's NVFP4 linears."""
+    """Stands in for the `quant_method` of one of vLLM's 4-bit linears."""
 
     def __init__(self, base: Any, dense_above: int) -> None:
         self.base = base
@@ -148,7 +155,7 @@ class MarlinOrDenseMethod:
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [tokens, in] -> [tokens, out]; `bias` is the layer's own, in Marlin's order, or None."""
-        weight = (layer.weight, layer.weight_scale, layer.weight_global_scale)
+        weight = (layer.weight, layer.weight_scale, _global_scale(layer))
         plain = None if bias is None else layer.qerl_bias
         y: Tensor = marlin_or_dense(x, *weight, layer.workspace, bias, plain, layer.qerl_alpha, self.dense_above)
         return y
@@ -158,7 +165,7 @@ class MarlinOrDenseMethod:
 def attach_dense(linear: Any, dense_above: int) -> None:
     """Let one of vLLM's linears multiply more than `dense_above` tokens by its dense weight, before vLLM compiles it.
 
-    One that has no NVFP4 weight in Marlin's layout is left as it is.
+    One that has no 4-bit weight in Marlin's layout is left as it is.
 
     Raises:
         UserError: The two products differ.

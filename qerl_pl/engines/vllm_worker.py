@@ -98,7 +98,7 @@ def worker_class(device: torch.device, ranks: int = 1) -> str:
 def engine_config(spec: EngineSpec, dense_above: int | None) -> dict[str, Any]:
     """vLLM's `additional_config`: what the worker must know at loading.
 
-    dense_above is for NVFP4 linears (see `vllm_marlin`); None leaves them to vLLM.
+    dense_above is for 4-bit linears (see `vllm_marlin`); None leaves them to vLLM.
 
     It is part of the key of vLLM's cache of compiled graphs, so a graph of other norms or another adapter never runs.
     """

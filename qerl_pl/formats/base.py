@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from qerl_kernels import BlockScales, FrozenWeight
@@ -11,8 +11,11 @@ from torch import Tensor
 from qerl_pl.errors import UserError
 from qerl_pl.formats.dense import DENSE
 from qerl_pl.formats.model_files import TensorFiles, read_config
-from qerl_pl.formats.mxfp4 import MXFP4Quantizer
-from qerl_pl.formats.nvfp4 import FILE_FORMAT, NVFP4Format, NVFP4Quantizer
+from qerl_pl.formats.mxfp4 import MXFP4Format, MXFP4Quantizer
+from qerl_pl.formats.nvfp4 import NVFP4Format, NVFP4Quantizer
+
+Quantization = Literal["nvfp4", "mxfp4", "none"]
+"""Names of the base formats, as `model.policy.quantization` has them."""
 
 
 class BaseFormat(Protocol):
@@ -82,7 +85,7 @@ class Quantizer(Protocol):
         """Codes and block scales of some rows [n, K], and the float32 numbers that they stand for."""
 
 
-FORMATS: tuple[BaseFormat, ...] = (NVFP4Format(), DENSE)
+FORMATS: tuple[BaseFormat, ...] = (NVFP4Format(), MXFP4Format(), DENSE)
 """What a policy's base can be stored in."""
 QUANTIZERS: Mapping[str, Callable[[BlockScales, bool], Quantizer]] = {"nvfp4": NVFP4Quantizer, "mxfp4": MXFP4Quantizer}
 """What `qerl quantize --format` writes; made from its `scales` and `power_of_two`."""
@@ -100,6 +103,6 @@ def format_of(folder: Path) -> BaseFormat:
             return one
     found = quantization.get("format") or quantization.get("quant_method")
     raise UserError(
-        f"a quantized base must have the format {FILE_FORMAT}; {folder} has {found}: "
-        "quantize the 16-bit model with `qerl quantize --format nvfp4`"
+        f"a quantized base must be as `qerl quantize` writes it, {', '.join(QUANTIZERS)}; {folder} has {found}: "
+        "quantize the 16-bit model"
     )

@@ -51,8 +51,8 @@ def quantize_checkpoint(
     Args:
         src: Folder of a causal LM in Hugging Face format, 16 or 32 bits.
         dst: Folder to write; must not exist. It appears under this name only when it is whole.
-        format: `nvfp4` (blocks of 16, what `qerl fit` trains on) or `mxfp4` (blocks of 32, for other programs), each
-            in the layout of compressed-tensors.
+        format: `nvfp4` (blocks of 16 with an E4M3 scale) or `mxfp4` (blocks of 32 with a power of two), each in the
+            layout of compressed-tensors.
         scales: NVFP4 only, how block scales are chosen. `minmax` takes each block's largest weight, bit for bit as
             llm-compressor's NVFP4A16 scheme; `search` takes the E4M3 value of least squared error around that (same
             format, about a quarter less error).

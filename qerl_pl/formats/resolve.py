@@ -3,14 +3,13 @@
 import hashlib
 import logging
 from pathlib import Path
-from typing import Literal
 
 import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
 from qerl_pl.errors import UserError
-from qerl_pl.formats.base import format_of
+from qerl_pl.formats.base import Quantization, format_of
 from qerl_pl.formats.dense import DENSE
 from qerl_pl.formats.model_files import other_files
 from qerl_pl.formats.quantize import quantize_checkpoint
@@ -37,7 +36,7 @@ def local_folder(path: str) -> Path:
         ) from error
 
 
-def in_format(source: Path, quantization: Literal["nvfp4", "none"]) -> Path:
+def in_format(source: Path, quantization: Quantization) -> Path:
     """A model in a format: its folder as it is, or a copy that is quantized once and cached.
 
     Args:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from qerl_pl.algorithm.noise import NormNoise
 from qerl_pl.engines.base import LentWeights
+from qerl_pl.formats.base import Quantization
 from qerl_pl.formats.described import described_model
 from qerl_pl.formats.norm import use_float32_norms
 from qerl_pl.formats.resolve import in_format, local_folder
@@ -31,11 +32,11 @@ class PolicyConfig:
     """What the policy is made of.
 
     Args:
-        path: Folder or hub name of a causal LM in Hugging Face format: 16-bit weights, or NVFP4 as `qerl quantize`
+        path: Folder or hub name of a causal LM in Hugging Face format: 16-bit weights, or four bits as `qerl quantize`
             writes them. Null takes the toy policy that `toy` describes.
         toy: The embedded toy policy, trained on first use and cached; used when `path` is null.
-        quantization: `nvfp4` holds the base in four bits (16-bit weights are quantized once and cached), `none` in
-            `dtype`: plain LoRA.
+        quantization: `nvfp4` and `mxfp4` hold the base in four bits (16-bit weights are quantized once and cached),
+            `none` in `dtype`: plain LoRA.
         dtype: Data type of activations, embeddings, norms and, without quantization, of the base.
         lora: The adapter.
         train_norms: Train the RMSNorm scales too.
@@ -44,7 +45,7 @@ class PolicyConfig:
 
     path: str | None = None
     toy: ToyConfig = field(default_factory=ToyConfig)
-    quantization: Literal["nvfp4", "none"] = "nvfp4"
+    quantization: Quantization = "nvfp4"
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     lora: LoraConfig = field(default_factory=LoraConfig)
     train_norms: bool = False
