@@ -9,7 +9,10 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import pytest
@@ -64,15 +67,16 @@ def test_checkpoints_that_are_all_damaged_are_not_taken_for_none(tmp_path: Path)
 def test_a_kill_while_a_checkpoint_is_replaced_leaves_the_old_one_valid(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, plain = save(tmp_path, 1, 1.0), checkpoints.write_atomically
+    path, plain = save(tmp_path, 1, 1.0), checkpoints.writing
 
-    def killed(target: Path, data: bytes) -> None:
-        if target == path:
-            raise KeyboardInterrupt
-        plain(target, data)
+    @contextmanager
+    def killed(target: Path) -> Iterator[BinaryIO]:
+        with plain(target) as file:
+            yield file
+            raise KeyboardInterrupt  # the digest is written, the file has its temporary name
 
     with monkeypatch.context() as patched:
-        patched.setattr(checkpoints, "write_atomically", killed)
+        patched.setattr(checkpoints, "writing", killed)
         for _ in range(2):
             with pytest.raises(KeyboardInterrupt):
                 save(tmp_path, 1, 2.0)

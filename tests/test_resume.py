@@ -4,9 +4,10 @@ import json
 import os
 import shutil
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import pytest
 import torch
@@ -99,15 +100,17 @@ def die_while_writing_the_second_checkpoint() -> None:
     """SIGKILL when the checkpoint of the sixth rollout is half written: its digest is there, its file is not."""
     from qerl_pl.run import checkpoints
 
-    plain = checkpoints.write_atomically
+    plain = checkpoints.writing
 
-    def write(path: Path, data: bytes) -> None:
-        if path.name == "step=6.ckpt":
-            path.with_name(f".{path.name}.tmp").write_bytes(data[: len(data) // 2])
-            os.kill(os.getpid(), signal.SIGKILL)
-        plain(path, data)
+    @contextmanager
+    def write(path: Path) -> Iterator[BinaryIO]:
+        with plain(path) as file:
+            yield file
+            if path.name == "step=6.ckpt":
+                file.truncate(file.tell() // 2)
+                os.kill(os.getpid(), signal.SIGKILL)
 
-    checkpoints.write_atomically = write
+    checkpoints.writing = write
 
 
 def ask_to_stop_in_generation(number: int, rollout: int = 5) -> Callable[[], None]:

@@ -32,7 +32,7 @@ from qerl_pl.run.checkpoints import (
     AtomicCheckpointIO,
     finished_rollouts,
     newest_checkpoint,
-    verified_bytes,
+    verify,
 )
 from qerl_pl.run.devices import check_ranks_divide, check_strategy, is_first_process, planned_ranks, writes_files
 from qerl_pl.run.files import locked, write_atomically
@@ -114,7 +114,7 @@ class QeRLCLI(LightningCLI):
         check_values(parser, self.config)
         checkpoint = self.config[self.config["subcommand"]].get("ckpt_path")
         if checkpoint is not None:
-            verified_bytes(Path(checkpoint))
+            verify(Path(checkpoint))
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """The trainer with whole checkpoints, and TensorBoard in the run folder unless the YAML names a logger."""
@@ -196,7 +196,7 @@ class QeRLCLI(LightningCLI):
             found = newest_checkpoint(Path(self.trainer.default_root_dir))
         else:
             found = Path(resume)
-            verified_bytes(found)
+            verify(found)
         if found is not None:
             log.info("resuming from %s", found)
         return {"ckpt_path": found}

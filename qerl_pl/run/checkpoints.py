@@ -1,19 +1,20 @@
 """Checkpoints that are whole or absent, and the search for the newest whole one."""
 
 import hashlib
-import io
 import logging
 import pickle
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, cast
 
 import torch
 from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.utilities.types import _PATH
 
 from qerl_pl.errors import UserError
-from qerl_pl.run.files import write_atomically
+from qerl_pl.run.files import write_atomically, writing
 
 log = logging.getLogger(__name__)
 
@@ -44,24 +45,26 @@ class AtomicCheckpointIO(CheckpointIO):
             UserError: The disk is full, or the checkpoint holds what could not be read again; what was there before is
                 untouched.
         """
-        buffer = io.BytesIO()
-        try:
-            torch.save(checkpoint, buffer)
-        except (pickle.PicklingError, AttributeError, TypeError) as error:  # as pickle says it
-            raise UserError(
-                f"a checkpoint holds tensors and plain values only; {path} would hold others ({error}); "
-                "change the callback or data module whose state it is"
-            ) from error
-        data = buffer.getvalue()
-        if not self._proven:  # better now than when it is needed
-            _load(data, path)
-            self._proven = True
-        digests, target = [hashlib.sha256(data).hexdigest()], Path(path)
-        if target.is_file():  # until it is replaced, the file that is there stays valid
-            digests.append(hashlib.sha256(target.read_bytes()).hexdigest())
-        digest_path(target).parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(digest_path(target), "".join(f"{digest}\n" for digest in digests).encode())
-        write_atomically(target, data)
+        target = Path(path)
+        with writing(target) as file:
+            hashing = _Hashing(file)
+            try:
+                torch.save(checkpoint, cast(BinaryIO, hashing))  # tensor by tensor: no second copy in memory
+            except (pickle.PicklingError, AttributeError, TypeError) as error:  # as pickle says it
+                raise UserError(
+                    f"a checkpoint holds tensors and plain values only; {path} would hold others ({error}); "
+                    "change the callback or data module whose state it is"
+                ) from error
+            if not self._proven:  # better now than when it is needed
+                file.seek(0)
+                _load(file, path)
+                self._proven = True
+            digests = [hashing.digest.hexdigest()]
+            if target.is_file():  # until it is replaced, the file that is there stays valid
+                with target.open("rb") as old:
+                    digests.append(hashlib.file_digest(old, "sha256").hexdigest())
+            digest_path(target).parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(digest_path(target), "".join(f"{digest}\n" for digest in digests).encode())
 
     def load_checkpoint(
         self, path: _PATH, map_location: Any | None = None, weights_only: bool | None = None
@@ -72,7 +75,8 @@ class AtomicCheckpointIO(CheckpointIO):
             DamagedCheckpoint: It is absent, its digest differs, or it is no checkpoint.
             UserError: It is another program's.
         """
-        checkpoint = _load(verified_bytes(Path(path)), path)
+        with opened(Path(path)) as file:
+            checkpoint = _load(file, path)
         if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get(CHECKPOINT_KEY), dict):
             raise UserError(f"a checkpoint must be one of this trainer's; {path} is another program's; name another")
         return checkpoint
@@ -83,10 +87,29 @@ class AtomicCheckpointIO(CheckpointIO):
         digest_path(Path(path)).unlink(missing_ok=True)
 
 
-def _load(data: bytes, path: _PATH) -> dict[str, Any]:
+class _Hashing:
+    """A file to write to that computes the SHA-256 of what is written.
+
+    Args:
+        file: Where it goes.
+    """
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.file = file
+        self.digest = hashlib.sha256()
+
+    def write(self, data: bytes) -> int:
+        self.digest.update(data)
+        return self.file.write(data)
+
+    def flush(self) -> None:
+        self.file.flush()
+
+
+def _load(file: BinaryIO, path: _PATH) -> dict[str, Any]:
     """Tensors and plain values only: a checkpoint from elsewhere must not run code."""
     try:
-        checkpoint: dict[str, Any] = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        checkpoint: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         found = re.search(r"GLOBAL (\S+)", str(error))
         raise DamagedCheckpoint(
@@ -103,23 +126,34 @@ def digest_path(path: Path) -> Path:
     return path.with_name(path.name + ".sha256")
 
 
-def verified_bytes(path: Path) -> bytes:
-    """Content of a checkpoint whose digest fits.
+@contextmanager
+def opened(path: Path) -> Iterator[BinaryIO]:
+    """A checkpoint whose digest fits, open at its start.
 
     Raises:
         DamagedCheckpoint: File or digest is absent, or they disagree.
     """
     try:
-        data, expected = path.read_bytes(), digest_path(path).read_text().split()
+        expected, file = digest_path(path).read_text().split(), path.open("rb")
     except (FileNotFoundError, IsADirectoryError) as error:
         raise DamagedCheckpoint(
             f"a checkpoint is a file and its .sha256; {error.filename} is no such file; name another with --resume"
         ) from error
-    found = hashlib.sha256(data).hexdigest()
-    if found not in expected:
-        known = " or ".join(digest[:12] for digest in expected)
-        raise DamagedCheckpoint(f"a checkpoint must be whole; {path} has digest {found[:12]}, not {known}; use another")
-    return data
+    with file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+        if found not in expected:
+            known = " or ".join(digest[:12] for digest in expected)
+            raise DamagedCheckpoint(
+                f"a checkpoint must be whole; {path} has digest {found[:12]}, not {known}; use another"
+            )
+        file.seek(0)
+        yield file
+
+
+def verify(path: Path) -> None:
+    """Refuse a checkpoint that is not whole, as `opened` does."""
+    with opened(path):
+        pass
 
 
 def resume_files(folder: Path) -> dict[Path, tuple[int, bool]]:
@@ -140,7 +174,7 @@ def newest_checkpoint(run_dir: Path) -> Path | None:
     found = resume_files(run_dir / FOLDER)
     for path in sorted(found, key=lambda path: found[path], reverse=True):
         try:
-            verified_bytes(path)
+            verify(path)
         except DamagedCheckpoint as error:
             log.warning("skipping a damaged checkpoint: %s", error)
             continue

@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 from qerl_pl.errors import UserError
 
@@ -179,10 +180,12 @@ def locked(folder: Path) -> Iterator[None]:
         yield
 
 
-def write_atomically(path: Path, data: bytes) -> None:
-    """Write a file so that a reader, or a crash at any moment, finds the old content or the new, nothing between.
+@contextmanager
+def writing(path: Path) -> Iterator[BinaryIO]:
+    """A temporary file that takes the name `path`, whole, when the block ends without an exception.
 
-    One process writes a file; two at once would share the temporary one.
+    A reader, or a crash at any moment, finds the old content or the new, nothing between. One process writes a file;
+    two at once would share the temporary one.
 
     Raises:
         UserError: The disk is full; the old content stays.
@@ -190,14 +193,24 @@ def write_atomically(path: Path, data: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp")  # what a kill leaves is written over when its turn comes again
     try:
-        with explain_full_disk(path), temporary.open("wb") as file:
-            file.write(data)
+        with explain_full_disk(path), temporary.open("w+b") as file:
+            yield file
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
     _sync(path.parent)
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Write a file as `writing` does.
+
+    Raises:
+        UserError: The disk is full; the old content stays.
+    """
+    with writing(path) as file:
+        file.write(data)
 
 
 @contextmanager
