@@ -103,8 +103,8 @@ class PolicyWeights:
     scaling: float
     """The adapter adds scaling * B A."""
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
-    """Tensors of the base that are trained whole, by checkpoint name, detached. What engines take are RMSNorm scales
-    ("model.layers.0.input_layernorm.weight" -> [hidden]); empty when these are frozen."""
+    """Tensors of the base that are trained whole, by checkpoint name, detached: none, RMSNorm scales
+    ("model.layers.0.input_layernorm.weight" -> [hidden]), or every weight, where there is no adapter."""
     noise: NormNoise | None = None
     """Noise of the sampler's norm scales; None samples without."""
 

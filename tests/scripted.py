@@ -69,6 +69,7 @@ class Watched:
     """A policy as the self-check sees it."""
 
     device = torch.device("cpu")
+    whole = False
 
     def __init__(self) -> None:
         self.adapter = True

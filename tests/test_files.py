@@ -150,11 +150,11 @@ def test_a_runs_end_comes_after_the_step_that_it_ends_with(tmp_path: Path) -> No
 
 def test_a_checkpoint_fits_its_own_base_and_scaling_alone() -> None:
     state = {"base": "abc", "scaling": 2.0}
-    check_fits(state, "abc", 2.0)
+    check_fits(state, "abc", "lora", 2.0)
     with pytest.raises(UserError, match="it has abc and the policy has abd;"):
-        check_fits(state, "abd", 2.0)
+        check_fits(state, "abd", "lora", 2.0)
     with pytest.raises(UserError, match="the checkpoint has 2 and the policy 0.5;"):
-        check_fits(state, "abc", 0.5)
+        check_fits(state, "abc", "lora", 0.5)
 
 
 def test_full_disk_keeps_the_old_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

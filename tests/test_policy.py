@@ -76,7 +76,7 @@ def test_exported_adapter_gives_the_same_logprobs_in_plain_peft(
 ) -> None:
     policy = make(base, train_norms=train_norms)
     perturb(policy)
-    policy.save_adapter(tmp_path)
+    policy.save(tmp_path)
     plain = AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float32)
     plain = peft.PeftModel.from_pretrained(plain, tmp_path).eval()
     tokens, lengths, mask = batch()
@@ -220,7 +220,7 @@ def test_saving_asks_nobody_about_the_base(base: Path, tmp_path: Path, monkeypat
     policy = make(base)
     policy.trained.model.peft_config["default"].base_model_name_or_path = "somebody/model"
     policy.load_trained_state(policy.trained_state())
-    policy.save_adapter(tmp_path / "adapter")
+    policy.save(tmp_path / "adapter")
     assert (tmp_path / "adapter" / "adapter_model.safetensors").is_file()
 
 

@@ -84,12 +84,13 @@ class RolloutCallback(Callback):
         data = _data(trainer)
         if stage == "fit":
             module.update.check_divides(data.batch_size * self.config.group_size)
+        adapter = module.policy_config.adapter
         spec = EngineSpec(
             base=module.base_folder,
             dtype=module.policy_config.torch_dtype,
             device=trainer.strategy.root_device,
-            lora_rank=module.policy_config.lora.rank,
-            lora_targets=module.policy_config.lora.targets,
+            lora_rank=0 if adapter is None else adapter.rank,
+            lora_targets=() if adapter is None else adapter.targets,
             max_tokens=data.max_prompt_tokens + self.config.sampling.max_tokens,
             ranks=ranks_of(trainer).size,
         )

@@ -1,4 +1,4 @@
-"""`qerl export`: the trained adapter out of a run, or 16-bit weights with the adapter merged in."""
+"""`qerl export`: the trained adapter out of a run, or a whole model: with the adapter merged in, or fine-tuned."""
 
 from pathlib import Path
 
@@ -20,7 +20,8 @@ def export(run: Path, dst: Path, merge: bool = False, checkpoint: Path | None = 
     Args:
         run: The run's folder (`trainer.default_root_dir`), which holds config.yaml and checkpoints.
         dst: Folder to write; must not exist. An adapter in PEFT's format, or with `merge` a whole model.
-        merge: Write bf16 weights with the adapter merged in instead of the adapter.
+        merge: Write bf16 weights with the adapter merged in instead of the adapter. After full fine-tuning, where there
+            is none, the model is written in any case, in `model.policy.dtype`.
         checkpoint: Which checkpoint; by default the newest whole one.
     """
     if dst.exists():
@@ -31,14 +32,14 @@ def export(run: Path, dst: Path, merge: bool = False, checkpoint: Path | None = 
     state = AtomicCheckpointIO().load_checkpoint(path)[CHECKPOINT_KEY]
     config = _policy_config(run)
     base = config.base_folder()
-    check_fits(state, folder_identity(base), config.lora.scaling)
+    check_fits(state, folder_identity(base), config.finetune, config.scaling)
     policy = Policy(base, config, torch.device("cpu"), seed=0)
     policy.load_trained_state(state["trained"])
-    if merge:
+    if merge and not policy.whole:
         write_dense_checkpoint(base, dst, torch.bfloat16, _Merge(policy))
     else:
         with building(dst) as folder:
-            policy.save_adapter(folder)
+            policy.save(folder)
 
 
 class _Merge:

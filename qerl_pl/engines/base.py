@@ -23,7 +23,7 @@ class EngineSpec:
     """Data type of activations, embeddings and norms."""
     device: torch.device
     lora_rank: int
-    """Rank of the adapter."""
+    """Rank of the adapter; 0 without, where every weight trains and comes with each sync."""
     lora_targets: tuple[str, ...]
     """Last parts of the adapted linears' names, such as ("q_proj", "up_proj")."""
     max_tokens: int
@@ -58,9 +58,10 @@ class RolloutEngine(Protocol):
         """Weights of the base model for the trainer to borrow; None where it must load its own copy."""
 
     def sync(self, weights: PolicyWeights) -> SyncReport:
-        """Take over adapter, trained norms and noise.
+        """Take over adapter, what is trained whole, and noise.
 
-        Noise is written as clean scale + noise, so repeated syncs never accumulate.
+        Noise is written as clean scale + noise, so repeated syncs never accumulate. A norm that is not among
+        `weights.tensors` is the base's again; any other weight stays as it was written last.
         """
 
     def generate(self, requests: Sequence[RolloutRequest], sampling: SamplingConfig) -> list[list[Completion]]:
@@ -111,6 +112,26 @@ def regroup(requests: Sequence[RolloutRequest], completions: Sequence[Completion
     """Completions in the order of (request, seed), as one list a request."""
     iterator = iter(completions)
     return [[next(iterator) for _ in request.seeds] for request in requests]
+
+
+def check_tensor(name: str, held: Tensor | None, tensor: Tensor) -> Tensor:
+    """Where a weight that is trained whole goes, or UserError.
+
+    Args:
+        name: Its checkpoint name.
+        held: The engine's; None where it has none by that name.
+        tensor: What is to be written.
+
+    Raises:
+        UserError: The engine has no such weight to write to.
+    """
+    if held is None or held.shape != tensor.shape:
+        found = "none" if held is None else str(tuple(held.shape))
+        raise UserError(
+            f"what is trained whole must be the engine's too; {name} {tuple(tensor.shape)} is {found} there; train an "
+            "adapter instead"
+        )
+    return held
 
 
 def check_adapter(

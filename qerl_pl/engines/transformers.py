@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
-from qerl_pl.engines.base import EngineSpec, LentWeights, check_adapter, check_requests, regroup
+from qerl_pl.engines.base import EngineSpec, LentWeights, check_adapter, check_requests, check_tensor, regroup
 from qerl_pl.engines.capacity import held_gib
 from qerl_pl.engines.sampling import pick_tokens, sampling_log_probs, uniforms
 from qerl_pl.engines.synced_layers import SyncedLoraLinear, SyncedRMSNorm
@@ -16,6 +16,7 @@ from qerl_pl.errors import UserError, require_at_least
 from qerl_pl.formats.architecture import noisy_norm_names
 from qerl_pl.formats.dense_copy import load_dense_model
 from qerl_pl.formats.model_files import end_token_ids, load_tokenizer
+from qerl_pl.formats.norm import NORM_CLASSES
 from qerl_pl.types import Completion, PolicyWeights, RolloutRequest, SamplingConfig, SyncReport
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
@@ -58,7 +59,7 @@ class TransformersEngine:
             module = model.get_submodule(name)
             if name.rpartition(".")[2] in spec.lora_targets and isinstance(module, nn.Linear):
                 self._linears[name] = _replace(model, name, SyncedLoraLinear(module, spec.lora_rank))
-        if not self._linears:
+        if spec.lora_rank and not self._linears:
             raise UserError(f"LoRA targets must name linears of the base; {', '.join(spec.lora_targets)} match none")
         self._spec, self._model = spec, model
         self._tokenizer, self._ends = load_tokenizer(spec.base), end_token_ids(spec.base)
@@ -69,10 +70,11 @@ class TransformersEngine:
 
     @torch.no_grad()
     def sync(self, weights: PolicyWeights) -> SyncReport:
-        """Copy adapter and trained norms, and set the noise.
+        """Copy adapter and what is trained whole, and set the noise.
 
         Raises:
-            UserError: The adapter names a linear, or has a rank, that the engine was not launched with.
+            UserError: The adapter names a linear, or has a rank, that the engine was not launched with; or it has no
+                such weight.
         """
         assert self._model is not None and self._spec is not None, "launch comes first"
         adapter = weights.adapter or {}
@@ -82,16 +84,27 @@ class TransformersEngine:
             linear.enabled = name in adapter
             if name in adapter:
                 linear.write(*adapter[name], weights.scaling)
-        norms = {name.removesuffix(".weight"): scale for name, scale in weights.tensors.items()}
-        for name in norms:
-            if name not in self._norms:
-                norm = SyncedRMSNorm.of(name, self._model.get_submodule(name))
-                self._norms[name] = _replace(self._model, name, norm)
+        norms = self._write_all_but_norms(weights.tensors)
         for name, held in self._norms.items():
             noisy = weights.noise is not None and name in self._noisy
             noise = weights.noise.draw(name, held.scale.numel()) if weights.noise and noisy else None
             held.write(norms.get(name), noise)
         return SyncReport(version=weights.version, noise_std=self._measured_std())
+
+    def _write_all_but_norms(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Copy what is trained whole, but for norms: their trained scales by module name."""
+        assert self._model is not None
+        held, modules = dict(self._model.named_parameters()), dict(self._model.named_modules())
+        norms: dict[str, Tensor] = {}
+        for name, tensor in tensors.items():
+            module = name.removesuffix(".weight")
+            if type(modules.get(module)).__name__ in NORM_CLASSES:
+                self._norms[module] = _replace(self._model, module, SyncedRMSNorm.of(module, modules[module]))
+            if module in self._norms:
+                norms[module] = tensor
+            else:
+                check_tensor(name, held.get(name), tensor).copy_(tensor)
+        return norms
 
     def _measured_std(self) -> float:
         differences = [self._norms[name].scale.double() - self._norms[name].clean.double() for name in self._noisy]

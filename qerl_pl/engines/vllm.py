@@ -114,7 +114,7 @@ class VLLMEngine:
         config = load_config(spec.base)
         linears = linear_shapes(config)
         self._shapes = {name: size for name, size in linears.items() if name.rpartition(".")[2] in spec.lora_targets}
-        if not self._shapes:
+        if spec.lora_rank and not self._shapes:
             raise UserError(f"LoRA targets must name linears of the base; {', '.join(spec.lora_targets)} match none")
         length = self.max_model_len or spec.max_tokens
         kv_gib = self._kv_gib(spec.device)
@@ -225,17 +225,17 @@ class VLLMEngine:
         return self._llm.collective_rpc(method, args=args)[0]
 
     def sync(self, weights: PolicyWeights) -> SyncReport:
-        """Write adapter, trained norms and noise into vLLM's memory, and forget what older weights have cached.
+        """Write adapter, what is trained whole and noise into vLLM's memory, and forget what older weights have cached.
 
         Raises:
-            UserError: The adapter names a linear, or has a rank, that the engine was not launched with.
+            UserError: The adapter names a linear, or has a rank, that the engine was not launched with; or vLLM's model
+                has no such weight.
         """
         assert self._spec is not None and self._llm is not None, "launch comes first"
         adapter = weights.adapter or {}
         check_adapter(adapter, self._shapes, self._spec.lora_rank)
         self._call("qerl_write_adapter", adapter, weights.scaling)
-        norms = {name.removesuffix(".weight"): scale for name, scale in weights.tensors.items()}
-        noise_std = self._call("qerl_write_norms", norms, weights.noise)
+        noise_std = self._call("qerl_write_tensors", weights.tensors, weights.noise)
         if not self._llm.reset_prefix_cache():
             raise RuntimeError("vLLM did not reset its prefix cache: a request is still running")
         return SyncReport(version=weights.version, noise_std=noise_std)

@@ -19,7 +19,7 @@ from qerl_kernels import FrozenWeight
 from torch import Tensor, nn
 
 from qerl_pl.algorithm.noise import NormNoise
-from qerl_pl.engines import vllm_marlin
+from qerl_pl.engines import vllm_marlin, vllm_whole
 from qerl_pl.engines.base import EngineSpec, LentWeights
 from qerl_pl.engines.capacity import held_gib
 from qerl_pl.engines.vllm_adapter import Slots, attach_adapter
@@ -163,6 +163,8 @@ class PolicyWorker(Worker):
             parts = [part for part in self._parts(name, linear) if part[0].rpartition(".")[2] in config["targets"]]
             if parts:
                 self._qerl_slots |= attach_adapter(linear, parts, config["rank"], dtype)
+        if config["rank"] == 0:
+            vllm_whole.make_writable(modules.values(), dtype)
 
     def _linears(self) -> dict[str, Any]:
         from vllm.model_executor.layers.linear import LinearBase
@@ -250,14 +252,16 @@ class PolicyWorker(Worker):
                 b.zero_()
 
     @torch.inference_mode()
-    def qerl_write_norms(self, norms: Mapping[str, Tensor], noise: NormNoise | None) -> float:
-        """Set every noisy norm to (trained scale, or the base's) + noise, and other trained norms to their scale.
+    def qerl_write_tensors(self, tensors: Mapping[str, Tensor], noise: NormNoise | None) -> float:
+        """Write what is trained whole; every noisy norm becomes (trained scale, or the base's) + noise.
 
         Returns:
             Standard deviation of (scale held now - clean scale) over all noisy norms.
         """
-        if unknown := sorted(set(norms) - set(self._qerl_norms)):
-            raise UserError(f"trained norms must be RMSNorms of vLLM's model; {unknown[0]} is none: freeze the norms")
+        norms = {name: tensors[f"{name}.weight"] for name in self._qerl_norms if f"{name}.weight" in tensors}
+        if len(norms) < len(tensors):
+            parts = [(linear, self._parts(name, linear)) for name, linear in self._linears().items()]
+            vllm_whole.write(tensors, parts, self.get_model(), norms)
         device = self._qerl_base[self._qerl_noisy[0]].device
         draws: dict[str, Tensor] = {}
         if noise is not None:

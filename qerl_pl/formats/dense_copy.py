@@ -61,14 +61,21 @@ def write_dense_checkpoint(
     """
     if dst.is_dir():
         return dst
-    tensors = format_of(src).iterate_dense(TensorFiles(src), torch.float32 if change else dtype)
     with building(dst) as folder:
-        writer = ShardWriter(folder)
-        for name, tensor in tensors:
-            writer.add(name, change(name, tensor).to(dtype) if change else tensor)
-        writer.finish()
-        config = read_config(src)
-        config.pop("quantization_config", None)
-        config.pop("torch_dtype", None)
-        copy_other_files(src, folder, config | {"dtype": str(dtype).removeprefix("torch.")})
+        fill_dense_folder(src, folder, dtype, change)
     return dst
+
+
+def fill_dense_folder(
+    src: Path, folder: Path, dtype: torch.dtype, change: Callable[[str, Tensor], Tensor] | None = None
+) -> None:
+    """Write the same into a folder that is there."""
+    tensors = format_of(src).iterate_dense(TensorFiles(src), torch.float32 if change else dtype)
+    writer = ShardWriter(folder)
+    for name, tensor in tensors:
+        writer.add(name, change(name, tensor).to(dtype) if change else tensor)
+    writer.finish()
+    config = read_config(src)
+    config.pop("quantization_config", None)
+    config.pop("torch_dtype", None)
+    copy_other_files(src, folder, config | {"dtype": str(dtype).removeprefix("torch.")})

@@ -8,7 +8,8 @@ from pathlib import Path
 import torch
 from peft import PeftModel, get_peft_model_state_dict
 from peft.utils import ModulesToSaveWrapper
-from torch import Tensor, nn
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from qerl_pl.errors import UserError
 from qerl_pl.formats.norm import Float32RMSNorm
@@ -28,7 +29,12 @@ class LoraAdapter:
         base_name: Folder or hub name that plain PEFT finds the base by.
     """
 
-    def __init__(self, base: nn.Module, config: LoraConfig, train_norms: bool, base_name: str) -> None:
+    result = "adapter"
+    """Folder of a run that holds what was learned."""
+    whole = False
+    """Whether all of the model trains: then nothing is left to switch off."""
+
+    def __init__(self, base: PreTrainedModel, config: LoraConfig, train_norms: bool, base_name: str) -> None:
         self.config = config
         self.base = base
         self.model: PeftModel = attach_lora(base, config, train_norms)
@@ -55,10 +61,10 @@ class LoraAdapter:
         return found
 
     @contextmanager
-    def off(self) -> Iterator[None]:
-        """Inside the block the model is its base."""
+    def off(self) -> Iterator[PreTrainedModel]:
+        """The model, which is its base inside the block."""
         with self.model.disable_adapter():
-            yield
+            yield self.base
 
     @contextmanager
     def probed(self, seed: int) -> Iterator[None]:

@@ -28,7 +28,7 @@ def build_optimizer(make: Callable[[Iterable[nn.Parameter]], Optimizer], paramet
     except (RuntimeError, TypeError, ValueError) as error:
         said = " ".join(str(error).split())
         raise UserError(
-            f"model.optimizer must take its init_args and the adapter's matrices; it says: {said:.200}; correct them"
+            f"model.optimizer must take its init_args and the trained matrices; it says: {said:.200}; correct them"
         ) from error
     for rate in [group.get("lr") for group in optimizer.param_groups]:
         if not isinstance(rate, int | float) or not 0 <= rate < math.inf:

@@ -1,4 +1,4 @@
-"""The policy: a frozen base model, 4-bit or 16-bit, with a LoRA adapter, and the log-probabilities of its tokens."""
+"""The policy: a base model, 4-bit or 16-bit, with an adapter or trained itself, and its tokens' log-probabilities."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,15 +9,18 @@ from typing import Literal
 import torch
 from qerl_kernels import chunked_token_logprobs
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from qerl_pl.algorithm.noise import NormNoise
 from qerl_pl.engines.base import LentWeights
+from qerl_pl.errors import UserError
 from qerl_pl.formats.base import Quantization
 from qerl_pl.formats.described import described_model
 from qerl_pl.formats.norm import use_float32_norms
 from qerl_pl.formats.resolve import in_format, local_folder
 from qerl_pl.modules.adapter import LoraAdapter
 from qerl_pl.modules.base_model import load_base
+from qerl_pl.modules.full import FullWeights
 from qerl_pl.modules.lora import LoraConfig, check_targets
 from qerl_pl.modules.packing import Packing
 from qerl_pl.run.files import cache_root
@@ -38,6 +41,8 @@ class PolicyConfig:
         quantization: `nvfp4` and `mxfp4` hold the base in four bits (16-bit weights are quantized once and cached),
             `none` in `dtype`: plain LoRA.
         dtype: Data type of activations, embeddings, norms and, without quantization, of the base.
+        finetune: `lora` trains an adapter over the frozen base. `full` trains every weight, kept in float32, of a base
+            that is not quantized; `lora` and `train_norms` below mean nothing then.
         lora: The adapter.
         train_norms: Train the RMSNorm scales too.
         gradient_checkpointing: Recompute each layer in the backward pass instead of keeping its activations.
@@ -47,9 +52,27 @@ class PolicyConfig:
     toy: ToyConfig = field(default_factory=ToyConfig)
     quantization: Quantization = "nvfp4"
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    finetune: Literal["lora", "full"] = "lora"
     lora: LoraConfig = field(default_factory=LoraConfig)
     train_norms: bool = False
     gradient_checkpointing: bool = False
+
+    def __post_init__(self) -> None:
+        if self.finetune == "full" and self.quantization != "none":
+            raise UserError(
+                f"full fine-tuning trains weights that are not quantized; found quantization {self.quantization}; set "
+                "model.policy.quantization to none, or model.policy.finetune to lora"
+            )
+
+    @property
+    def adapter(self) -> LoraConfig | None:
+        """The adapter, where one is trained."""
+        return self.lora if self.finetune == "lora" else None
+
+    @property
+    def scaling(self) -> float:
+        """Factor of the adapter; 1 where there is none."""
+        return 1.0 if self.adapter is None else self.adapter.scaling
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -66,7 +89,9 @@ class PolicyConfig:
                 adapter, or its weights are quantized in another format.
         """
         source = build_toy_policy(self.toy) if self.path is None else local_folder(self.path)
-        check_targets(described_model(source), self.lora)
+        model = described_model(source)
+        if self.adapter is not None:
+            check_targets(model, self.adapter)
         return in_format(source, self.quantization)
 
 
@@ -79,6 +104,7 @@ class Policy(nn.Module):
         device: Where.
         seed: Seed of the adapter's initial A matrices.
         lent: Weights of an engine that has loaded the same folder, to be used instead of an own copy.
+        with_reference: Full fine-tuning only, whether `reference` will be asked for: it is a second model then.
     """
 
     def __init__(
@@ -88,21 +114,36 @@ class Policy(nn.Module):
         device: torch.device,
         seed: int,
         lent: LentWeights | None = None,
+        with_reference: bool = False,
     ) -> None:
         super().__init__()
         self.config = config
-        self.base = load_base(folder, config.torch_dtype, device, lent)
+
+        def load(lent: LentWeights | None) -> PreTrainedModel:
+            model = load_base(folder, config.torch_dtype, device, lent)
+            use_float32_norms(model)
+            return model
+
+        self.base = load(lent if config.adapter else None)
         """The causal LM, with all that is trained in it."""
-        use_float32_norms(self.base)
+        self.trained: LoraAdapter | FullWeights
+        if config.adapter is None:
+            reference = load(None).to(device).eval() if with_reference else None  # type: ignore[arg-type]
+            self.trained = FullWeights(self.base, folder, config.torch_dtype, reference)
+        else:
+            self.trained = self._adapter(folder, config.adapter, seed)
+        self.base.to(device)  # type: ignore[arg-type]
+        if config.gradient_checkpointing:
+            self.base.gradient_checkpointing_enable({"use_reentrant": False})
+
+    def _adapter(self, folder: Path, lora: LoraConfig, seed: int) -> LoraAdapter:
+        config = self.config
         # What plain PEFT needs to load the exported adapter without being told its base: never the 16-bit weights that
         # the base was quantized from.
         base_name = str(folder) if config.path is None or folder.parent == cache_root() else config.path
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            self.trained = LoraAdapter(self.base, config.lora, config.train_norms, base_name)
-        self.base.to(device)  # type: ignore[arg-type]
-        if config.gradient_checkpointing:
-            self.base.gradient_checkpointing_enable({"use_reentrant": False})
+            return LoraAdapter(self.base, lora, config.train_norms, base_name)
 
     @property
     def device(self) -> torch.device:
@@ -112,8 +153,17 @@ class Policy(nn.Module):
     @contextmanager
     def reference(self) -> Iterator[None]:
         """Inside the block the policy is its reference: adapter off, norm scales as in the base model."""
-        with self.trained.off():
-            yield
+        base = self.base
+        try:
+            with self.trained.off() as self.base:
+                yield
+        finally:
+            self.base = base
+
+    @property
+    def whole(self) -> bool:
+        """Whether all of it trains, so that no adapter can be switched off."""
+        return self.trained.whole
 
     def token_logprobs(
         self, tokens: Tensor, lengths: Tensor, mask: Tensor, temperature: float, entropy_gradient: bool = False
@@ -146,7 +196,11 @@ class Policy(nn.Module):
         predicting = mask[rows][packing.kept].nonzero().squeeze(1) - 1
         head = self.base.get_output_embeddings()
         logprobs, entropies = chunked_token_logprobs(
-            hidden[predicting], head.weight, tokens[mask], temperature, entropy_gradient=entropy_gradient
+            hidden[predicting],
+            head.weight.to(hidden.dtype),
+            tokens[mask],
+            temperature,
+            entropy_gradient=entropy_gradient,
         )
         return empty.masked_scatter(mask, logprobs.float()), empty.masked_scatter(mask, entropies.float())
 
@@ -156,14 +210,15 @@ class Policy(nn.Module):
         Args:
             version: Number of updates so far.
             noise: Noise of the sampler's norms.
-            adapter: False for the reference policy.
+            adapter: False for the reference policy, which is an engine's where it was launched for an adapter.
         """
+        assert adapter or not self.whole
         factors = {name: (a.detach(), b.detach()) for name, (a, b) in self.trained.factors().items()}
         tensors = {name: tensor.detach() for name, tensor in self.trained.tensors().items()}
         return PolicyWeights(
             version=version,
             adapter=factors if adapter else None,
-            scaling=self.config.lora.scaling,
+            scaling=self.config.scaling,
             tensors=tensors if adapter else {},
             noise=noise,
         )
@@ -178,7 +233,8 @@ class Policy(nn.Module):
             yield
 
     def trained_state(self) -> dict[str, Tensor]:
-        """Everything that training changes: adapter matrices and, if trained, norm scales, by PEFT's names."""
+        """Everything that training changes: adapter matrices and, if trained, norm scales, by PEFT's names; or every
+        weight by its checkpoint name."""
         return self.trained.state()
 
     def load_trained_state(self, state: dict[str, Tensor]) -> None:
@@ -189,6 +245,6 @@ class Policy(nn.Module):
         """
         self.trained.load(state)
 
-    def save_adapter(self, folder: Path) -> None:
-        """Write adapter and trained norms in PEFT's format."""
+    def save(self, folder: Path) -> None:
+        """Write what was learned: adapter and trained norms in PEFT's format, or the whole model."""
         self.trained.save(folder)

@@ -21,6 +21,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from qerl_pl.algorithm.noise import NormNoise
 from qerl_pl.algorithm.objectives import GRPO, Objective
 from qerl_pl.errors import UserError, require_at_least
+from qerl_pl.modules.memory import require_memory
 from qerl_pl.modules.optimizer import build_optimizer, build_schedule
 from qerl_pl.modules.policy import Policy, PolicyConfig
 from qerl_pl.modules.update import NonFiniteLossError, PolicyUpdate
@@ -40,7 +41,7 @@ SHOWN = ("reward/mean", "policy/entropy")  # beside the progress bar
 
 
 class QeRLModule(LightningModule):
-    """Reinforcement learning of a 4-bit policy with LoRA.
+    """Reinforcement learning of a policy, 4-bit with LoRA or another.
 
     One training step is one rollout's worth of updates: `update_epochs` passes over the experience, each of
     `minibatches` optimizer steps, each accumulated over micro-batches.
@@ -56,7 +57,8 @@ class QeRLModule(LightningModule):
         micro_batch_tokens: Most tokens, prompts included and padding not, of one forward pass (a longer completion goes
             alone); null takes a whole minibatch. Gradients depend on it by LoRA dropout alone.
         max_grad_norm: Gradients are scaled down to this norm.
-        monitor_kl: Measure `policy/kl` also where the loss has no KL term; costs one more forward pass.
+        monitor_kl: Measure `policy/kl` also where the loss has no KL term; costs one more forward pass. Not in full
+            fine-tuning, where it would cost a second model.
         seed: Seed of the run: adapter initialisation, sampling, noise, dropout.
     """
 
@@ -94,8 +96,9 @@ class QeRLModule(LightningModule):
         self.make_optimizer = optimizer
         self.lr_scheduler = lr_scheduler
         self.warmup_ratio = warmup_ratio
+        measured = monitor_kl and policy.adapter is not None
         self.update = PolicyUpdate(
-            self.objective, update_epochs, minibatches, micro_batch_tokens, max_grad_norm, monitor_kl, seed
+            self.objective, update_epochs, minibatches, micro_batch_tokens, max_grad_norm, measured, seed
         )
         self.seed = seed
         self.policy_version = 0
@@ -133,7 +136,9 @@ class QeRLModule(LightningModule):
                 select_backend("triton")
             seed = stream_seed(self.seed, "adapter")
             lent = None if self.hand_over is None else self.hand_over.lent
-            self.policy = Policy(self.base_folder, self.policy_config, device, seed, lent)
+            config, referred = self.policy_config, self.objective.needs_reference
+            require_memory(self.base_folder, config, self.make_optimizer, device, referred)
+            self.policy = Policy(self.base_folder, config, device, seed, lent, referred)
 
     def on_fit_start(self) -> None:
         self._sampled("fit")
@@ -266,24 +271,21 @@ class QeRLModule(LightningModule):
         """Keep what training changes, and which base it belongs to; leave the base's weights out."""
         checkpoint["state_dict"] = {}
         checkpoint[CHECKPOINT_KEY] = {
-            "trained": {name: tensor.cpu().clone() for name, tensor in self.policy.trained_state().items()},
+            "trained": self.policy.trained_state(),
             "policy_version": self.policy_version,
             "base": self.base_identity,
-            "scaling": self.policy_config.lora.scaling,
+            "finetune": self.policy_config.finetune,
+            "scaling": self.policy_config.scaling,
             "optimizer": type(self.trainer.optimizers[0]).__name__,
             "random_states": ranks_of(self.trainer).gather(random_state()),
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Take over a checkpoint's adapter, version and random states.
-
-        Raises:
-            UserError: It belongs to another base model, another scaling of the adapter, or another program.
-        """
+        """Take over a checkpoint's weights, version and random states; UserError where they are another policy's."""
         state = checkpoint.get(CHECKPOINT_KEY)
         if state is None:
             raise UserError("a checkpoint must be one of this trainer's; this one is not; name another with --resume")
-        check_fits(state, self.base_identity, self.policy_config.lora.scaling)
+        check_fits(state, self.base_identity, self.policy_config.finetune, self.policy_config.scaling)
         self.policy.load_trained_state(state["trained"])
         self.policy_version = state["policy_version"]
         states, rank = state["random_states"], self.global_rank
@@ -291,7 +293,7 @@ class QeRLModule(LightningModule):
         self._optimizer = state["optimizer"]
 
     def on_fit_end(self) -> None:
-        """Write RUN/adapter in PEFT's format, also where nothing was left to train: a kill may have come before it."""
+        """Write RUN/adapter or RUN/model, also where nothing was left to train: a kill may have come before it."""
         if writes_files(self.trainer) and self.policy_version:
-            with building(Path(self.trainer.default_root_dir) / "adapter", replace=True) as folder:
-                self.policy.save_adapter(folder)
+            with building(Path(self.trainer.default_root_dir) / self.policy.trained.result, replace=True) as folder:
+                self.policy.save(folder)

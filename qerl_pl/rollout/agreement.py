@@ -26,7 +26,12 @@ class CheckedPolicy(Protocol):
         """Where its tensors are."""
         ...
 
-    def weights(self, version: int, *, adapter: bool) -> PolicyWeights:
+    @property
+    def whole(self) -> bool:
+        """Whether all of it trains: then it has neither adapter nor reference to compare with."""
+        ...
+
+    def weights(self, version: int, *, adapter: bool = True) -> PolicyWeights:
         """What an engine needs to sample from it, or without `adapter` from its reference."""
         ...
 
@@ -41,7 +46,7 @@ class CheckedPolicy(Protocol):
         ...
 
     def probed(self, seed: int) -> AbstractContextManager[None]:
-        """Inside the block its adapter is a random one."""
+        """Inside the block its adapter is a random one, or some of its weights are."""
         ...
 
     def eval(self) -> object:
@@ -73,7 +78,8 @@ def check_agreement(
     """Stop the run where the engine's log-probabilities are not the policy's, with its own adapter and with a probe.
 
     An adapter that has learned nothing yet does nothing: one that never reaches the engine, or no longer does after a
-    sleep, would show only much later. So every check has a random one too, each another.
+    sleep, would show only much later. So every check has a random one too, each another. A policy that trains whole is
+    compared as it is and with some of its weights changed.
 
     Args:
         engine: What samples; sync it again before use.
@@ -87,6 +93,9 @@ def check_agreement(
     Raises:
         UserError: They differ by more than `require_agreement` allows.
     """
+    if policy.whole:
+        require_agreement(_measure_whole(engine, policy, prompts, version, seed, max_tokens), bound, probed=True)
+        return
     for probe in (False, True):
         with policy.probed(seed) if probe else nullcontext():
             found = measure_agreement(engine, policy, prompts, version, max_tokens)
@@ -107,25 +116,53 @@ def measure_agreement(
         version: Of the policy.
         max_tokens: Longest completion that the engine was launched for.
     """
-    sampling = SamplingConfig(max_tokens=min(TOKENS, max_tokens), temperature=0.0)
-    requests = [RolloutRequest(prompt.token_ids, (0,)) for prompt in prompts]
-
-    def sample(adapter: bool) -> list[list[Completion]]:
-        engine.sync(policy.weights(version, adapter=adapter))
-        return engine.generate(requests, sampling)
-
-    def compare(completions: list[list[Completion]], adapter: bool) -> tuple[float, Tensor]:
-        tokens, lengths, mask, sampled = (t.to(policy.device) for t in pad_completions(prompts, completions, 0))
-        policy.eval()
-        with torch.no_grad(), nullcontext() if adapter else policy.reference():
-            own = policy.token_logprobs(tokens, lengths, mask, 1.0)[0]
-        return (own - sampled)[mask].abs().mean().item(), own[mask]
-
-    with_adapter, without = sample(True), sample(False)
-    on, own = compare(with_adapter, True)
-    _, reference = compare(with_adapter, False)
-    off, _ = compare(without, False)
+    compared = _Compared(engine, policy, prompts, max_tokens)
+    with_adapter = compared.sample(policy.weights(version, adapter=True))
+    without = compared.sample(policy.weights(version, adapter=False))
+    on, own = compared.difference(with_adapter)
+    with policy.reference():
+        _, reference = compared.difference(with_adapter)
+        off, _ = compared.difference(without)
     return Agreement(on, off, (own - reference).abs().mean().item())
+
+
+def _measure_whole(
+    engine: RolloutEngine, policy: CheckedPolicy, prompts: Sequence[Prompt], version: int, seed: int, max_tokens: int
+) -> Agreement:
+    """The same for a policy that trains whole: as it is in place of "without adapter", and probed in place of "with".
+
+    Leaves the engine synced to the probe: sync it again before use.
+    """
+    compared = _Compared(engine, policy, prompts, max_tokens)
+    off, _ = compared.difference(compared.sample(policy.weights(version)))
+    with policy.probed(seed):
+        completions = compared.sample(policy.weights(version))
+        on, own = compared.difference(completions)
+    _, unprobed = compared.difference(completions)
+    return Agreement(on, off, (own - unprobed).abs().mean().item())
+
+
+class _Compared:
+    """One greedy completion a prompt, by the engine, and the trainer's log-probabilities of its tokens."""
+
+    def __init__(
+        self, engine: RolloutEngine, policy: CheckedPolicy, prompts: Sequence[Prompt], max_tokens: int
+    ) -> None:
+        self.engine, self.policy, self.prompts = engine, policy, prompts
+        self.sampling = SamplingConfig(max_tokens=min(TOKENS, max_tokens), temperature=0.0)
+
+    def sample(self, weights: PolicyWeights) -> list[list[Completion]]:
+        self.engine.sync(weights)
+        return self.engine.generate([RolloutRequest(prompt.token_ids, (0,)) for prompt in self.prompts], self.sampling)
+
+    def difference(self, completions: list[list[Completion]]) -> tuple[float, Tensor]:
+        """Mean absolute difference of the two, in nats a token, and the trainer's: float32 [tokens]."""
+        device = self.policy.device
+        tokens, lengths, mask, sampled = (t.to(device) for t in pad_completions(self.prompts, completions, 0))
+        self.policy.eval()
+        with torch.no_grad():
+            own = self.policy.token_logprobs(tokens, lengths, mask, 1.0)[0]
+        return (own - sampled)[mask].abs().mean().item(), own[mask]
 
 
 def require_agreement(agreement: Agreement, bound: float, probed: bool = False) -> None:

@@ -5,7 +5,7 @@ import logging
 import pickle
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -133,13 +133,14 @@ def opened(path: Path) -> Iterator[BinaryIO]:
     Raises:
         DamagedCheckpoint: File or digest is absent, or they disagree.
     """
-    try:
-        expected, file = digest_path(path).read_text().split(), path.open("rb")
-    except (FileNotFoundError, IsADirectoryError) as error:
-        raise DamagedCheckpoint(
-            f"a checkpoint is a file and its .sha256; {error.filename} is no such file; name another with --resume"
-        ) from error
-    with file:
+    with ExitStack() as stack:
+        try:
+            file = stack.enter_context(path.open("rb"))
+            expected = digest_path(path).read_text().split()
+        except (FileNotFoundError, IsADirectoryError) as error:
+            raise DamagedCheckpoint(
+                f"a checkpoint is a file and its .sha256; {error.filename} is no such file; name another with --resume"
+            ) from error
         found = hashlib.file_digest(file, "sha256").hexdigest()
         if found not in expected:
             known = " or ".join(digest[:12] for digest in expected)
@@ -196,21 +197,28 @@ def finished_rollouts(path: Path) -> int:
     return int(AtomicCheckpointIO().load_checkpoint(path)[CHECKPOINT_KEY]["policy_version"])
 
 
-def check_fits(state: dict[str, Any], base: str, scaling: float) -> None:
-    """Refuse a checkpoint whose adapter would do something else on this policy.
+def check_fits(state: dict[str, Any], base: str, finetune: str, scaling: float) -> None:
+    """Refuse a checkpoint whose weights would do something else on this policy.
 
     Args:
         state: What the checkpoint holds under `CHECKPOINT_KEY`.
         base: Identity of the policy's base (`folder_identity`).
-        scaling: alpha / rank of its adapter.
+        finetune: What of the policy trains, "lora" or "full".
+        scaling: alpha / rank of its adapter; 1 without.
 
     Raises:
-        UserError: It was trained on another base or with another scaling.
+        UserError: It was trained on another base, otherwise, or with another scaling.
     """
     if state["base"] != base:
         raise UserError(
             f"a checkpoint fits only the base model it was trained on; it has {state['base']} and the policy has "
             f"{base}; set model.policy as in that run, or start another run"
+        )
+    found = state.get("finetune", "lora")
+    if found != finetune:
+        raise UserError(
+            f"a checkpoint holds what was trained, an adapter or all weights; found {found}, and the policy trains "
+            f"{finetune}; set model.policy.finetune as in that run, or start another run"
         )
     if state["scaling"] != scaling:
         raise UserError(

@@ -1,0 +1,93 @@
+"""Every base format, and full fine-tuning: trains, validates, is killed, goes on bit for bit, and exports."""
+
+import os
+import signal
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from fit_helpers import configuration
+from safetensors.torch import load_file
+from test_killed import in_a_fork
+
+from qerl_pl.cli.main import main
+from qerl_pl.formats.base import FORMATS
+from qerl_pl.formats.dense_copy import load_dense_state
+from qerl_pl.modules import PolicyConfig
+from qerl_pl.modules.update import PolicyUpdate
+
+WAYS = {one.name: {"quantization": one.name} for one in FORMATS} | {
+    "full": {"quantization": "none", "finetune": "full"},
+}
+
+
+def written(base: Path, run: Path, way: str) -> Path:
+    """The file of a run of four rollouts, with noise, that saves after each."""
+    settings: dict[str, Any] = configuration(base, run)
+    settings["model"]["policy"] |= WAYS[way]
+    settings["model"]["optimizer"]["init_args"]["lr"] = 0.003
+    settings["model"]["update_epochs"] = settings["model"]["minibatches"] = 1
+    settings["model"]["micro_batch_tokens"] = None
+    settings["trainer"] |= {"max_epochs": 1, "callbacks": settings["trainer"]["callbacks"][:3]}
+    settings["trainer"]["callbacks"][2]["init_args"]["every_n_rollouts"] = 1
+    path = run.with_suffix(".yaml")
+    path.write_text(yaml.safe_dump(settings))
+    return path
+
+
+def killed(path: Path) -> None:
+    """SIGKILL in the update of the third rollout."""
+    plain, calls = PolicyUpdate._accumulate, iter(range(9))
+
+    def accumulate(self, *args):  # type: ignore[no-untyped-def]
+        if next(calls) == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return plain(self, *args)
+
+    PolicyUpdate._accumulate = accumulate  # type: ignore[method-assign]
+    main(["fit", "-c", str(path)])
+
+
+@pytest.fixture
+def process_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["qerl"])
+
+
+@pytest.mark.usefixtures("process_state")
+@pytest.mark.parametrize("way", WAYS)
+def test_a_run_is_killed_goes_on_bit_for_bit_and_exports(
+    tiny_policy_dir: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], way: str
+) -> None:
+    result, file = ("model", "model.safetensors") if way == "full" else ("adapter", "adapter_model.safetensors")
+    path = written(tiny_policy_dir, tmp_path / "whole", way)
+    assert main(["fit", "-c", str(path)]) == 0
+    learned = load_file(tmp_path / "whole" / result / file)
+    broken = written(tiny_policy_dir, tmp_path / "broken", way)
+    assert in_a_fork(partial(killed, broken)) == -signal.SIGKILL
+    assert not (tmp_path / "broken" / result).exists()
+    assert main(["fit", "-c", str(broken), "--resume", "auto"]) == 0
+    found = load_file(tmp_path / "broken" / result / file)
+    assert found.keys() == learned.keys() and all(torch.equal(found[name], learned[name]) for name in learned)
+
+    run = tmp_path / "whole"
+    assert main(["validate", "-c", str(run / "config.yaml"), "--resume", "auto"]) == 0
+    assert "val/accuracy" in capfd.readouterr().out
+    assert main(["export", str(run), str(tmp_path / "exported")]) == 0
+    exported = load_file(tmp_path / "exported" / file)
+    assert exported.keys() == learned.keys() and all(torch.equal(exported[name], learned[name]) for name in learned)
+    if way == "full":
+        before = load_dense_state(tiny_policy_dir, torch.float32)
+        assert all((learned[name] != before[name]).any() for name in before)  # everything has moved
+        return
+    assert main(["export", str(run), str(tmp_path / "merged"), "--merge", "true"]) == 0
+    merged = load_file(tmp_path / "merged" / "model.safetensors")
+    base = PolicyConfig(path=str(tiny_policy_dir), quantization=WAYS[way]["quantization"]).base_folder()  # type: ignore[arg-type]
+    for name, weight in load_dense_state(base, torch.float32).items():
+        stem = f"base_model.model.{name.removesuffix('.weight')}"
+        if f"{stem}.lora_A.weight" in learned:
+            weight = weight + 2.0 * learned[f"{stem}.lora_B.weight"] @ learned[f"{stem}.lora_A.weight"]
+        weight = learned.get(f"{stem}.weight", weight)  # a trained norm
+        torch.testing.assert_close(merged[name], weight.bfloat16(), rtol=1e-2, atol=1e-6)

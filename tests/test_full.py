@@ -1,0 +1,185 @@
+"""Full fine-tuning: every weight trains as in a plain model, reaches every engine, and comes out as a plain model."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+from fit_helpers import train
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from qerl_pl.engines import EngineSpec, RolloutEngine, TransformersEngine, VLLMEngine
+from qerl_pl.errors import UserError
+from qerl_pl.modules import Policy, PolicyConfig
+from qerl_pl.modules.memory import require_memory, state_bytes
+from qerl_pl.rollout import agreement
+from qerl_pl.types import PolicyWeights, Prompt, RolloutRequest, SamplingConfig
+
+CPU = torch.device("cpu")
+TOKENS = torch.randint(5, 300, (1, 12), generator=torch.Generator().manual_seed(3))
+MASK = (torch.arange(12) >= 6)[None]
+
+
+def make(base: Path, dtype: str = "float32", with_reference: bool = False, **settings: object) -> Policy:
+    config = PolicyConfig(path=str(base), quantization="none", finetune="full", dtype=dtype, **settings)  # type: ignore[arg-type]
+    return Policy(base, config, CPU, seed=1, with_reference=with_reference)
+
+
+def logprobs(policy: Policy, tokens: Tensor = TOKENS) -> Tensor:
+    return policy.token_logprobs(tokens, torch.tensor([12]), MASK, 1.0)[0][MASK]
+
+
+def plain_logprobs(model: torch.nn.Module) -> Tensor:
+    found = model(TOKENS).logits[0, :-1].float().log_softmax(-1)
+    return found.gather(1, TOKENS[0, 1:, None])[:, 0][MASK[0, 1:]]
+
+
+def perturb(policy: Policy) -> None:
+    generator = torch.Generator().manual_seed(7)
+    policy.load_trained_state(
+        {name: t + 0.02 * torch.randn(t.shape, generator=generator) for name, t in policy.trained_state().items()}
+    )
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_gradients_are_those_of_a_plain_model_for_every_weight(tiny_policy_dir: Path, checkpointing: bool) -> None:
+    plain = AutoModelForCausalLM.from_pretrained(tiny_policy_dir, dtype=torch.float32)
+    policy = make(tiny_policy_dir, gradient_checkpointing=checkpointing).train()
+    for found in (plain_logprobs(plain), logprobs(policy)):
+        found.sum().backward()
+    expected = dict(plain.named_parameters())
+    trained = dict(policy.base.named_parameters())
+    assert trained.keys() == expected.keys() == policy.trained_state().keys()
+    for name, parameter in trained.items():
+        assert parameter.dtype == torch.float32 and parameter.requires_grad
+        torch.testing.assert_close(parameter.grad, expected[name].grad, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_a_16_bit_policy_computes_with_rounded_weights_and_keeps_steps_that_16_bits_would_swallow(
+    tiny_policy_dir: Path,
+) -> None:
+    policy = make(tiny_policy_dir, "bfloat16")
+    plain = AutoModelForCausalLM.from_pretrained(tiny_policy_dir, dtype=torch.bfloat16)
+    with torch.no_grad():
+        torch.testing.assert_close(logprobs(policy), plain_logprobs(plain), rtol=0, atol=0.05)
+    hidden: list[torch.dtype] = []
+    policy.base.model.norm.register_forward_hook(lambda *args: hidden.append(args[2].dtype))
+    logprobs(policy).sum().backward()
+    assert hidden == [torch.bfloat16]
+    weight = policy.base.get_parameter("model.layers.0.mlp.up_proj.weight")
+    assert weight.grad is not None and weight.grad.dtype == torch.float32 and weight.grad.any()
+    before = weight.detach().clone()
+    with torch.no_grad():
+        weight.mul_(1 + 1e-5)
+    assert (weight != before).any() and torch.equal(weight.bfloat16(), before.bfloat16())
+
+
+def test_tied_embeddings_stay_one_weight(tiny_policy_dir: Path, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny_policy_dir, dtype=torch.float32)
+    model.config.tie_word_embeddings = True
+    model.tie_weights()
+    model.save_pretrained(tmp_path / "tied")
+    policy = make(tmp_path / "tied")
+    assert policy.base.lm_head.weight is policy.base.model.embed_tokens.weight
+    assert "lm_head.weight" not in policy.trained_state()
+    found = [logprobs(policy), plain_logprobs(model)]
+    for one in found:
+        one.sum().backward()
+    torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-5)
+    table = model.model.embed_tokens.weight
+    torch.testing.assert_close(policy.base.lm_head.weight.grad, table.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_the_reference_is_a_frozen_copy_that_is_loaded_where_it_is_asked_for(tiny_policy_dir: Path) -> None:
+    policy = make(tiny_policy_dir, with_reference=True)
+    expected = plain_logprobs(AutoModelForCausalLM.from_pretrained(tiny_policy_dir, dtype=torch.float32))
+    trainable = sum(p.numel() for p in policy.parameters())
+    perturb(policy)
+    with torch.no_grad():
+        with policy.reference():
+            torch.testing.assert_close(logprobs(policy), expected, rtol=1e-4, atol=1e-5)
+        assert (logprobs(policy) - expected).abs().max() > 0.01
+    assert sum(p.numel() for p in policy.parameters() if p.requires_grad) == trainable  # the copy is no part of it
+    with (
+        pytest.raises(UserError, match="reference policy only where the loss needs it"),
+        make(tiny_policy_dir).reference(),
+    ):
+        pass
+
+
+def test_what_is_saved_is_a_plain_model(tiny_policy_dir: Path, tmp_path: Path) -> None:
+    policy = make(tiny_policy_dir)
+    perturb(policy)
+    policy.save(tmp_path)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path)
+    with torch.no_grad():
+        torch.testing.assert_close(logprobs(policy), plain_logprobs(plain), rtol=1e-4, atol=1e-5)
+    assert (tmp_path / "tokenizer.json").is_file()
+    saved, own = load_file(tmp_path / "model.safetensors"), policy.trained_state()
+    assert saved.keys() == own.keys() and all(torch.equal(saved[name], own[name]) for name in own)
+
+
+@pytest.mark.parametrize("kind", ["transformers", pytest.param("vllm", marks=pytest.mark.vllm)])
+def test_every_weight_reaches_the_engine_in_place_and_carries_the_noise(
+    tiny_policy_dir: Path, tmp_path: Path, kind: str
+) -> None:
+    engine: RolloutEngine = TransformersEngine() if kind == "transformers" else VLLMEngine(kv_cache_gib=0.1)
+    engine.launch(EngineSpec(tiny_policy_dir, torch.float32, CPU, 0, (), 64))
+    policy = make(tiny_policy_dir)
+    prompts = [Prompt("p", tuple(TOKENS[0, :6].tolist()), "", "")]
+    try:
+        before = agreement._measure_whole(engine, policy, prompts, 0, 5, 16)
+        perturb(policy)
+        after = agreement._measure_whole(engine, policy, prompts, 1, 6, 16)  # seeds 5 and 6 probe one layer each
+        for found in (before, after):
+            assert found.adapter_on < 1e-4 and found.adapter_off < 1e-4 < 0.01 < found.adapter_effect
+        own = policy.trained_state()
+        for name in own:  # each alone: a weight that never arrives shows
+            changed = own | {name: own[name] + own[name].abs().mean()}
+            samples = []
+            for tensors in (changed, own):
+                engine.sync(PolicyWeights(1, {}, 1.0, tensors))
+                sampling = SamplingConfig(max_tokens=4, temperature=0.0)
+                samples.append(engine.generate([RolloutRequest(prompts[0].token_ids, (0,))], sampling)[0][0].logprobs)
+            assert samples[0] != samples[1], name
+        with pytest.raises(UserError, match=r"model.nothing.weight \(2,\) is none there; train an adapter"):
+            engine.sync(PolicyWeights(1, {}, 1.0, {"model.nothing.weight": torch.zeros(2)}))
+    finally:
+        engine.close()
+
+
+def test_an_engine_that_keeps_old_weights_is_found_out(tiny_policy_dir: Path, tmp_path: Path) -> None:
+    class Stale(TransformersEngine):
+        def sync(self, weights: PolicyWeights):  # type: ignore[no-untyped-def]
+            kept = {name: tensor for name, tensor in weights.tensors.items() if "norm" in name}
+            return super().sync(dataclasses.replace(weights, tensors=kept))
+
+    policy = {"path": str(tiny_policy_dir), "dtype": "float32", "quantization": "none", "finetune": "full"}
+    with pytest.raises(UserError, match="engine and trainer must agree within"):
+        train(tiny_policy_dir, tmp_path, Stale(), policy=policy)
+
+
+def test_full_fine_tuning_of_four_bits_is_refused() -> None:
+    for quantization in ("nvfp4", "mxfp4"):
+        with pytest.raises(UserError, match=f"not quantized; found quantization {quantization}; set .* to none"):
+            PolicyConfig(quantization=quantization, finetune="full")  # type: ignore[arg-type]
+
+
+def test_memory_is_worked_out_before_anything_is_loaded(
+    tiny_policy_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """AdamW has two float32 a weight, SGD nothing: 4 + 4 + 8 + 4 bytes a weight with a reference in float32."""
+    weights = sum(tensor.numel() for tensor in load_file(tiny_policy_dir / "model.safetensors").values())
+    config = PolicyConfig(quantization="none", finetune="full", dtype="float32")
+    assert state_bytes(torch.optim.AdamW, CPU) == 8 and state_bytes(lambda p: torch.optim.SGD(p, 0.1), CPU) == 0
+    caplog.set_level("INFO")
+    monkeypatch.setattr("qerl_pl.modules.memory._free_bytes", lambda device: 20 * weights)
+    require_memory(tiny_policy_dir, config, torch.optim.AdamW, CPU, True)
+    assert "optimizer" in caplog.text and "reference policy" in caplog.text
+    monkeypatch.setattr("qerl_pl.modules.memory._free_bytes", lambda device: 20 * weights - 1)
+    require_memory(tiny_policy_dir, config, torch.optim.AdamW, CPU, False)
+    require_memory(tiny_policy_dir, PolicyConfig(), torch.optim.AdamW, CPU, True)  # an adapter is small
+    with pytest.raises(UserError, match="needs .* GiB .*; cpu has .* use an optimizer with states in 8 bits"):
+        require_memory(tiny_policy_dir, config, torch.optim.AdamW, CPU, True)
