@@ -154,7 +154,7 @@ def test_search_lowers_the_error_in_the_same_format(tiny_policy_dir: Path, quant
 
 NOT_QUANTIZABLE = {
     "columns": ("nvfp4", of_width(24), "NVFP4 .* divisible by 16; found .*down_proj.weight with 24; set"),
-    "columns of MXFP4": ("mxfp4", of_width(48), "MXFP4 .* divisible by 32; found .*with 48; use --format"),
+    "columns of MXFP4": ("mxfp4", of_width(48), "MXFP4 .* divisible by 32; found .*with 48; use nvfp4, or none"),
     "vector": ("nvfp4", {"down_proj": torch.randn(24)}, r"describe the weights .*down_proj.weight is \(24,\) in"),
     "bytes": (
         "nvfp4",

@@ -81,8 +81,20 @@ class Quantizer(Protocol):
     def global_scale(self, weights: Iterable[Tensor]) -> Tensor | None:
         """What the matrices of a fused group share: float32 [1], None where the format has nothing like it."""
 
-    def encode(self, rows: Tensor, global_scale: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Codes and block scales of some rows [n, K], and the float32 numbers that they stand for."""
+    def encode(self, rows: Tensor, global_scale: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Codes and block scales of some rows [n, K], n rows of each."""
+
+    def store(
+        self, codes: Tensor, scales: Tensor, global_scale: Tensor | None, dtype: torch.dtype
+    ) -> tuple[Mapping[str, Tensor], Tensor]:
+        """How a whole matrix, of a data type, is stored.
+
+        Returns:
+            Tensors by what follows the weight's name in their own, and the block scales as they can be read again.
+        """
+
+    def decode(self, codes: Tensor, scales: Tensor, global_scale: Tensor | None) -> Tensor:
+        """The numbers that codes and stored scales of some rows stand for: float32 [n, K]."""
 
 
 FORMATS: tuple[BaseFormat, ...] = (NVFP4Format(), MXFP4Format(), DENSE)

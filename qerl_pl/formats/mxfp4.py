@@ -82,6 +82,14 @@ class MXFP4Quantizer:
     def global_scale(self, weights: Iterable[Tensor]) -> Tensor | None:
         return None
 
-    def encode(self, rows: Tensor, global_scale: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def encode(self, rows: Tensor, global_scale: Tensor | None) -> tuple[Tensor, Tensor]:
         held = quantize_mxfp4(rows)
-        return held.packed, held.scale, MXFP4Weight(held).dense(torch.float32)
+        return held.packed, held.scale
+
+    def store(
+        self, codes: Tensor, scales: Tensor, global_scale: Tensor | None, dtype: torch.dtype
+    ) -> tuple[dict[str, Tensor], Tensor]:
+        return {"_packed": codes, "_scale": scales}, scales
+
+    def decode(self, codes: Tensor, scales: Tensor, global_scale: Tensor | None) -> Tensor:
+        return MXFP4Weight(MXFP4Tensor(codes, scales)).dense(torch.float32)

@@ -90,6 +90,16 @@ class NVFP4Quantizer:
     def global_scale(self, weights: Iterable[Tensor]) -> Tensor | None:
         return nvfp4_global_scale(*weights, block_scales=self.scales, power_of_two=self.power_of_two)
 
-    def encode(self, rows: Tensor, global_scale: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def encode(self, rows: Tensor, global_scale: Tensor | None) -> tuple[Tensor, Tensor]:
         held = quantize_nvfp4(rows, global_scale, block_scales=self.scales)
-        return held.packed, held.scale, dequantize_nvfp4(*held, torch.float32)
+        return held.packed, held.scale
+
+    def store(
+        self, codes: Tensor, scales: Tensor, global_scale: Tensor | None, dtype: torch.dtype
+    ) -> tuple[dict[str, Tensor], Tensor]:
+        assert global_scale is not None
+        return {"_packed": codes, "_scale": scales, "_global_scale": global_scale.clone()}, scales
+
+    def decode(self, codes: Tensor, scales: Tensor, global_scale: Tensor | None) -> Tensor:
+        assert global_scale is not None
+        return dequantize_nvfp4(codes, scales, global_scale, torch.float32)

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -163,11 +164,12 @@ def _check(weights: dict[str, Tensor], quantizer: Quantizer) -> None:
         raise UserError(f"matrices that share a global scale must have one data type; found {found}; convert the model")
 
 
-def _encode(quantizer: Quantizer, rows: Tensor, global_scale: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Codes and block scales of some rows [n, K], and the sums of the squares of their errors and of themselves."""
-    packed, scale, dense = quantizer.encode(rows, global_scale)
-    exact = rows.float()
-    return packed, scale, dense.sub_(exact).square_().sum(), exact.square().sum()
+def _squares(
+    quantizer: Quantizer, global_scale: Tensor | None, rows: Tensor, codes: Tensor, scales: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Sums of the squares of some rows' errors and of themselves."""
+    dense, exact = quantizer.decode(codes, scales, global_scale), rows.float()
+    return dense.sub_(exact).square_().sum(), exact.square().sum()
 
 
 def _quantize_matrix(
@@ -179,13 +181,14 @@ def _quantize_matrix(
     writer: ShardWriter,
 ) -> float:
     """Write one matrix in 4 bits; its relative squared error."""
-    rows = len(weight) if weight.is_cuda else max(1, CHUNK // weight.shape[1])
-    parts = pool.map(lambda part: _encode(quantizer, part, global_scale), weight.split(rows))
-    packed, scale, error, square = zip(*parts, strict=True)
-    writer.add(f"{name}_packed", torch.cat(packed))
-    writer.add(f"{name}_scale", torch.cat(scale))
-    if global_scale is not None:
-        writer.add(f"{name}_global_scale", global_scale.clone())
+    parts = weight.split(len(weight) if weight.is_cuda else max(1, CHUNK // weight.shape[1]))
+    codes, scales = zip(*pool.map(lambda part: quantizer.encode(part, global_scale), parts), strict=True)
+    stored, kept = quantizer.store(torch.cat(codes), torch.cat(scales), global_scale, weight.dtype)
+    for part, tensor in stored.items():
+        writer.add(f"{name}{part}", tensor)
+    squares = partial(_squares, quantizer, global_scale)
+    sums = pool.map(squares, parts, codes, kept.split([len(part) for part in parts]))
+    error, square = zip(*sums, strict=True)
     total = torch.stack(square).double().sum().item()
     relative = torch.stack(error).double().sum().item() / (total or 1.0)
     if not math.isfinite(relative):
