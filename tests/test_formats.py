@@ -53,7 +53,8 @@ def test_a_frozen_weight_is_the_dense_one(one, folders: dict[str, Path]) -> None
         assert weight is None
         return
     torch.testing.assert_close(weight.alpha * weight.dense(torch.float32), dense[f"{UP}.weight"], rtol=3e-7, atol=0)
-    assert tuple(f"{UP}.{part}" for part in weight.tensors()) == one.tensor_names(UP)
+    names = one.tensor_names(UP)[: len(weight.tensors())]  # NF4's files hold its tables besides
+    assert tuple(f"{UP}.{part}" for part in weight.tensors()) == names
     assert [tensor.data_ptr() for tensor in weight.tensors().values()] == [tensor.data_ptr() for tensor in placed]
 
 

@@ -5,11 +5,18 @@
 
 from qerl_kernels.backend import Backend, select_backend, selected_backend, triton_available
 from qerl_kernels.few import FEW_TOKENS, few_tokens_linear, few_tokens_supported, plain_few_tokens_linear
-from qerl_kernels.frozen import DenseWeight, FrozenWeight, MarlinRows, MXFP4Weight, NVFP4Weight
+from qerl_kernels.frozen import DenseWeight, FrozenWeight, MarlinRows, MXFP4Weight, NF4Weight, NVFP4Weight
 from qerl_kernels.linear import LoraFactors, frozen_linear
 from qerl_kernels.logprob import chunked_token_logprobs
 from qerl_kernels.marlin import MarlinTensor, marlin_alpha
-from qerl_kernels.ops import dequantize_marlin, dequantize_mxfp4, dequantize_nvfp4_unscaled, quantize_nvfp4
+from qerl_kernels.nf4 import NF4Tensor, quantize_absmax, quantize_nf4
+from qerl_kernels.ops import (
+    dequantize_marlin,
+    dequantize_mxfp4,
+    dequantize_nf4,
+    dequantize_nvfp4_unscaled,
+    quantize_nvfp4,
+)
 from qerl_kernels.reference import (
     BlockScales,
     MXFP4Tensor,
@@ -30,11 +37,14 @@ __all__ = [
     "MXFP4Weight",
     "MarlinRows",
     "MarlinTensor",
+    "NF4Tensor",
+    "NF4Weight",
     "NVFP4Tensor",
     "NVFP4Weight",
     "chunked_token_logprobs",
     "dequantize_marlin",
     "dequantize_mxfp4",
+    "dequantize_nf4",
     "dequantize_nvfp4",
     "dequantize_nvfp4_unscaled",
     "few_tokens_linear",
@@ -43,7 +53,9 @@ __all__ = [
     "marlin_alpha",
     "nvfp4_global_scale",
     "plain_few_tokens_linear",
+    "quantize_absmax",
     "quantize_mxfp4",
+    "quantize_nf4",
     "quantize_nvfp4",
     "select_backend",
     "selected_backend",

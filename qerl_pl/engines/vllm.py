@@ -57,7 +57,7 @@ class VLLMEngine:
         share_weights: Let the trainer use vLLM's 4-bit weights instead of loading the base a second time (GPU, marlin).
             Equal but for NVFP4's blocks below 3.5e-5 of a matrix's largest weight, which Marlin takes for zero.
         prefix_caching: Compute the prompt once for all its completions.
-        load_format: auto reads the weights; dummy makes random ones from config.json alone, to measure speed.
+        load_format: auto reads the weights; dummy makes random ones from config.json alone, to measure speed (not NF4).
     """
 
     _alive: ClassVar[int] = 0
@@ -128,6 +128,7 @@ class VLLMEngine:
         with tempfile.TemporaryDirectory(prefix="qerl-vllm-") as folder, vllm_worker.process_state_kept():
             base = spec.base
             if served is not base_format:
+                log.info("vLLM gets dense weights, for it does not run %s here", base_format.name.upper())
                 base = write_dense_checkpoint(spec.base, Path(folder) / "dense", spec.dtype)
             self._llm = self._start(spec, base, backend, length, kv_gib)
             VLLMEngine._alive += 1
@@ -159,7 +160,7 @@ class VLLMEngine:
                 worker_cls=vllm_worker.worker_class(spec.device, spec.ranks),
                 # Several ranks: on this rank's own GPU, beside the process group that the trainer has made.
                 distributed_executor_backend="external_launcher" if spec.ranks > 1 else None,
-                load_format=self.load_format,
+                **{"load_format": self.load_format, **format_of(base).vllm_options},
                 skip_tokenizer_init=not self._has_tokenizer,
                 generation_config="vllm",
                 logprobs_mode="processed_logprobs",

@@ -6,14 +6,15 @@ read arithmetic is the limit, and there the plain product of the dequantized wei
 
 import importlib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from qerl_kernels import MarlinRows, MarlinTensor, frozen_linear
+from qerl_kernels import FrozenWeight, MarlinRows, MarlinTensor, frozen_linear
 from qerl_kernels.marlin import TILE
 from torch import Tensor
 
+from qerl_pl.engines import vllm_nf4
 from qerl_pl.errors import UserError
 from qerl_pl.formats.architecture import FUSED
 
@@ -49,7 +50,7 @@ def _global_scale(linear: Any) -> Tensor | None:
     return None if held is None else held.data
 
 
-def lent_rows(linear: Any, parts: Sequence[tuple[str, int, int]]) -> dict[str, MarlinRows] | None:
+def lent_rows(linear: Any, parts: Sequence[tuple[str, int, int]]) -> Mapping[str, FrozenWeight] | None:
     """What one of vLLM's linears lends: a frozen weight for each of the base model's linears that it holds.
 
     Args:
@@ -60,6 +61,8 @@ def lent_rows(linear: Any, parts: Sequence[tuple[str, int, int]]) -> dict[str, M
         Empty where it has no 4-bit weight; None where its weight cannot be lent, for it is padded, in another layout,
         or one of Marlin's tiles holds rows of two parts.
     """
+    if vllm_nf4.is_nf4(linear):
+        return vllm_nf4.lent_rows(linear, parts)
     if getattr(linear, "weight_scale", None) is None:
         return {}
     held = marlin_tensor(linear)
@@ -97,6 +100,8 @@ def why_not_lent(kernels: Sequence[str], dtype: torch.dtype) -> str | None:
         kernels: Class names of what multiplies by them.
         dtype: Of activations.
     """
+    if vllm_nf4.METHOD in kernels:
+        return None
     if not any(_KERNEL.match(kernel) for kernel in kernels):
         return f"only Marlin's layout can be lent, and vLLM's kernels are {', '.join(kernels)}"
     if dtype != torch.bfloat16:

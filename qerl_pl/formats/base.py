@@ -12,9 +12,10 @@ from qerl_pl.errors import UserError
 from qerl_pl.formats.dense import DENSE
 from qerl_pl.formats.model_files import TensorFiles, read_config
 from qerl_pl.formats.mxfp4 import MXFP4Format, MXFP4Quantizer
+from qerl_pl.formats.nf4 import NF4Format, NF4Quantizer
 from qerl_pl.formats.nvfp4 import NVFP4Format, NVFP4Quantizer
 
-Quantization = Literal["nvfp4", "mxfp4", "none"]
+Quantization = Literal["nvfp4", "mxfp4", "nf4", "none"]
 """Names of the base formats, as `model.policy.quantization` has them."""
 
 
@@ -28,6 +29,10 @@ class BaseFormat(Protocol):
     @property
     def vllm_devices(self) -> tuple[str, ...]:
         """Where vLLM runs it as it is; elsewhere vLLM gets dense weights."""
+
+    @property
+    def vllm_options(self) -> Mapping[str, str]:
+        """What vLLM is told to read it, beyond what it finds in the folder."""
 
     def recognises(self, quantization: Mapping[str, Any] | None) -> bool:
         """Whether this is the format of a folder whose config.json has this `quantization_config`."""
@@ -97,9 +102,13 @@ class Quantizer(Protocol):
         """The numbers that codes and stored scales of some rows stand for: float32 [n, K]."""
 
 
-FORMATS: tuple[BaseFormat, ...] = (NVFP4Format(), MXFP4Format(), DENSE)
+FORMATS: tuple[BaseFormat, ...] = (NVFP4Format(), MXFP4Format(), NF4Format(), DENSE)
 """What a policy's base can be stored in."""
-QUANTIZERS: Mapping[str, Callable[[BlockScales, bool], Quantizer]] = {"nvfp4": NVFP4Quantizer, "mxfp4": MXFP4Quantizer}
+QUANTIZERS: Mapping[str, Callable[[BlockScales, bool], Quantizer]] = {
+    "nvfp4": NVFP4Quantizer,
+    "mxfp4": MXFP4Quantizer,
+    "nf4": NF4Quantizer,
+}
 """What `qerl quantize --format` writes; made from its `scales` and `power_of_two`."""
 
 

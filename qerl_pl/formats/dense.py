@@ -15,6 +15,7 @@ class DenseFormat:
 
     name = "none"
     vllm_devices = ("cuda", "cpu")
+    vllm_options: Mapping[str, str] = {}
 
     def recognises(self, quantization: Mapping[str, Any] | None) -> bool:
         return quantization is None

@@ -1,5 +1,6 @@
 """Whether a model's folder agrees with itself: config.json, weights and tokenizer, in seconds and without a weight."""
 
+import math
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -54,6 +55,11 @@ def _check_weights(folder: Path, model: PreTrainedModel, quantized: bool) -> Non
     for name, shape in [(name, shape) for name, shape in found.items() if name.endswith(".weight_packed")]:
         found[name.removesuffix("_packed")] = (shape[0], 2 * shape[-1])  # two 4-bit weights a byte
     described = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    scaled = any("_scale" in name or name.endswith(".absmax") for name in found)
+    for name in [name for name in found if f"{name}.absmax" in found]:  # flat, two 4-bit weights a byte
+        if 2 * math.prod(found[name]) == math.prod(described.get(name, ())):
+            found[name] = described[name]
+    found = {name: shape for name, shape in found.items() if ".weight." not in name}
     wrong = [name for name, shape in described.items() if found.get(name, shape) != shape]
     if wrong:
         raise UserError(
@@ -68,7 +74,7 @@ def _check_weights(folder: Path, model: PreTrainedModel, quantized: bool) -> Non
     # Where there are unknown names, too, the checkpoint's are others than the model's: loading tells whether it can.
     if missing and all(name.rpartition(".")[0] in modules for name in found):
         raise UserError(f"{rule}; {folder} lacks {min(missing)}, one of {len(missing)} such; {remedy}")
-    if quantized and not any("_scale" in name for name in found):
+    if quantized and not scaled:
         raise UserError(
             f"quantized weights need scales; config.json of {folder} has a quantization_config and no weight has one; "
             "take it out of a 16-bit model's config.json"

@@ -27,6 +27,7 @@ class MXFP4Format:
 
     name = "mxfp4"
     vllm_devices = ("cuda",)
+    vllm_options: Mapping[str, str] = {}
 
     def recognises(self, quantization: Mapping[str, Any] | None) -> bool:
         return quantization is not None and quantization.get("format") == FILE_FORMAT

@@ -1,7 +1,7 @@
 """`qerl quantize SRC DST`: a 16-bit checkpoint in, a 4-bit checkpoint out, a few matrices in memory at a time.
 
 What is common to all formats; how one rounds a matrix is in its own file. Embeddings, norms, biases and lm_head keep
-their 16 bits. The output is in the layout of compressed-tensors, which transformers and vLLM load.
+their 16 bits. The output is in layouts that transformers and vLLM load.
 """
 
 import json
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 CHUNK = 1 << 20
 """Weights that one CPU thread rounds at a time."""
-Format = Literal["nvfp4", "mxfp4"]
+Format = Literal["nvfp4", "mxfp4", "nf4"]
 Device = Literal["auto", "cpu", "cuda"]
 
 
@@ -52,8 +52,8 @@ def quantize_checkpoint(
     Args:
         src: Folder of a causal LM in Hugging Face format, 16 or 32 bits.
         dst: Folder to write; must not exist. It appears under this name only when it is whole.
-        format: `nvfp4` (blocks of 16 with an E4M3 scale) or `mxfp4` (blocks of 32 with a power of two), each in the
-            layout of compressed-tensors.
+        format: `nvfp4` (blocks of 16 with an E4M3 scale) and `mxfp4` (blocks of 32 with a power of two), in the layout
+            of compressed-tensors; `nf4` (blocks of 64, double quantization), in that of bitsandbytes.
         scales: NVFP4 only, how block scales are chosen. `minmax` takes each block's largest weight, bit for bit as
             llm-compressor's NVFP4A16 scheme; `search` takes the E4M3 value of least squared error around that (same
             format, about a quarter less error).

@@ -14,7 +14,7 @@ from qerl_pl.engines.base import LentWeights
 from qerl_pl.errors import UserError
 from qerl_pl.formats.base import BaseFormat, format_of
 from qerl_pl.formats.model_files import TensorFiles, load_config
-from qerl_pl.modules.frozen_linear import FrozenLinear
+from qerl_pl.modules.frozen_linear import FrozenLinear, parameter_name
 from qerl_pl.modules.packing import ATTENTION
 
 log = logging.getLogger(__name__)
@@ -45,7 +45,8 @@ def load_base(
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=ATTENTION)
     lent = LentWeights({}, {}) if lent is None else lent
     state = {**lent.tensors, **_use_frozen_linears(model, base_format, tensors, device, lent.linears)}
-    held = {name for linear in lent.linears for name in base_format.tensor_names(linear)} | state.keys()
+    frozen = [name for name, module in model.named_modules() if isinstance(module, FrozenLinear)]
+    held = {name for linear in frozen for name in base_format.tensor_names(linear)} | state.keys()
     for name in tensors:
         # Old Llama files store inv_freq, which their configuration says.
         if name not in held and not name.endswith(".inv_freq"):
@@ -69,7 +70,7 @@ def _use_frozen_linears(
     device: torch.device,
     lent: Mapping[str, FrozenWeight],
 ) -> dict[str, Tensor]:
-    """Put `FrozenLinear` in place of what is lent or quantized; the tensors of own copies by their checkpoint names."""
+    """Put `FrozenLinear` in place of what is lent or quantized; the tensors of own copies by the layers' names."""
 
     def place(tensor: Tensor) -> Tensor:
         return nn.Parameter(tensor.to(device), requires_grad=False)
@@ -83,6 +84,6 @@ def _use_frozen_linears(
             weight = base_format.frozen_weight(name, tensors, place)
             if weight is None:
                 continue
-            own |= {f"{name}.{part}": tensor for part, tensor in weight.tensors().items()}
+            own |= {f"{name}.{parameter_name(part)}": tensor for part, tensor in weight.tensors().items()}
         model.set_submodule(name, FrozenLinear(weight, module.bias, own=name not in lent))
     return own

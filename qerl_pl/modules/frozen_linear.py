@@ -4,6 +4,11 @@ from qerl_kernels import FrozenWeight, LoraFactors, frozen_linear
 from torch import Tensor, nn
 
 
+def parameter_name(part: str) -> str:
+    """A layer's name for a part of its weight: that of the checkpoint, but for dots ("weight.absmax")."""
+    return part.replace(".", "_")
+
+
 class FrozenLinear(nn.Module):
     """y = x W^T + b; W and b have no gradient, the input and an adapter have one.
 
@@ -22,7 +27,7 @@ class FrozenLinear(nn.Module):
         if own:
             for name, tensor in weight.tensors().items():
                 assert isinstance(tensor, nn.Parameter)
-                self.register_parameter(name, tensor)
+                self.register_parameter(parameter_name(name), tensor)
 
     @property
     def qweight(self) -> Tensor:

@@ -38,8 +38,8 @@ class PolicyConfig:
         path: Folder or hub name of a causal LM in Hugging Face format: 16-bit weights, or four bits as `qerl quantize`
             writes them. Null takes the toy policy that `toy` describes.
         toy: The embedded toy policy, trained on first use and cached; used when `path` is null.
-        quantization: `nvfp4` and `mxfp4` hold the base in four bits (16-bit weights are quantized once and cached),
-            `none` in `dtype`: plain LoRA.
+        quantization: `nvfp4`, `mxfp4` and `nf4` (QLoRA) hold the base in four bits (16-bit weights are quantized once
+            and cached), `none` in `dtype`: plain LoRA.
         dtype: Data type of activations, embeddings, norms and, without quantization, of the base.
         finetune: `lora` trains an adapter over the frozen base. `full` trains every weight, kept in float32, of a base
             that is not quantized; `lora` and `train_norms` below mean nothing then.
