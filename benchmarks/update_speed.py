@@ -6,9 +6,9 @@
 
 One update is a forward and a backward pass of `Policy.token_logprobs` over packed sequences of 1024 random tokens
 (each layer recomputed, LoRA on all linears) and an AdamW step; "selective" keeps the linears' products, "kept" keeps
-everything: loss and norm of the gradient must then be NVFP4's to the last bit. "eager" is how public code trains on NVFP4: every
-forward dequantizes in plain PyTorch, and autograd keeps the dense weight until the backward pass. Gradients repeat bit
-for bit, as in a run; "free" is NVFP4 without that.
+everything: loss and norm of the gradient must then be NVFP4's to the last bit. "eager" is how public code trains on
+NVFP4: every forward dequantizes in plain PyTorch, and autograd keeps the dense weight until the backward pass.
+Gradients repeat bit for bit, as in a run; "free" is NVFP4 without that.
 """
 
 import argparse

@@ -10,6 +10,7 @@ from qerl_kernels.kept import keeping_products, keeps_products
 from qerl_kernels.linear import LoraFactors, dense_linear, frozen_linear
 from qerl_kernels.logprob import chunked_token_logprobs
 from qerl_kernels.marlin import MarlinTensor, marlin_alpha
+from qerl_kernels.norm import rms_norm
 from qerl_kernels.ops import dequantize_marlin, dequantize_mxfp4, dequantize_nvfp4_unscaled, quantize_nvfp4
 from qerl_kernels.reference import (
     BlockScales,
@@ -49,6 +50,7 @@ __all__ = [
     "plain_few_tokens_linear",
     "quantize_mxfp4",
     "quantize_nvfp4",
+    "rms_norm",
     "select_backend",
     "selected_backend",
     "triton_available",
