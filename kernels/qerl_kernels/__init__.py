@@ -3,6 +3,7 @@
 `reference` is the plain truth of every op; `select_backend` chooses what the ops here run on.
 """
 
+from qerl_kernels.activation import silu_product
 from qerl_kernels.backend import Backend, select_backend, selected_backend, triton_available
 from qerl_kernels.few import FEW_TOKENS, few_tokens_linear, few_tokens_supported, plain_few_tokens_linear
 from qerl_kernels.frozen import DenseWeight, FrozenWeight, MarlinRows, MXFP4Weight, NVFP4Weight
@@ -53,5 +54,6 @@ __all__ = [
     "rms_norm",
     "select_backend",
     "selected_backend",
+    "silu_product",
     "triton_available",
 ]

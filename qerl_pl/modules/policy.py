@@ -17,6 +17,7 @@ from qerl_pl.formats.norm import use_float32_norms
 from qerl_pl.formats.resolve import in_format, local_folder
 from qerl_pl.modules.adapter import LoraAdapter
 from qerl_pl.modules.base_model import load_base
+from qerl_pl.modules.gated_mlp import use_gated_mlps
 from qerl_pl.modules.lora import LoraConfig, check_targets
 from qerl_pl.modules.packing import Packing
 from qerl_pl.modules.recompute import Checkpointing, Recomputation
@@ -97,6 +98,7 @@ class Policy(nn.Module):
         self.base = load_base(folder, config.torch_dtype, device, lent)
         """The causal LM, with all that is trained in it."""
         use_float32_norms(self.base)
+        use_gated_mlps(self.base)
         # What plain PEFT needs to load the exported adapter without being told its base: never the 16-bit weights that
         # the base was quantized from.
         base_name = str(folder) if config.path is None or folder.parent == cache_root() else config.path

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from qerl_pl.engines.capacity import GIB
+from qerl_pl.formats.norm import Float32RMSNorm
 from qerl_pl.modules.lora import LoraLinear
 from qerl_pl.run.ranks import Ranks
 
@@ -104,8 +105,11 @@ class Recomputation:
         hidden, inner = config.hidden_size, config.intermediate_size
         head = getattr(config, "head_dim", None) or hidden // config.num_attention_heads
         queries, keys = config.num_attention_heads * head, config.num_key_value_heads * head
-        # Input, both norms' in float32 and rounded, what rotation and attention keep, and the four of the activation.
-        whole = size * (3 * hidden + 5 * queries + 4 * inner) + 2 * 4 * hidden
+        # Inputs and results of both norms, attention's queries, repeated keys and values, and result, and the MLP's
+        # three, as the ops on a GPU keep them.
+        whole = size * (4 * hidden + 4 * queries + 3 * inner)
+        if any(isinstance(module, Float32RMSNorm) and module.weight.requires_grad for module in self._base.modules()):
+            whole += 2 * 2 * 4 * hidden  # in float32
         products = size * (hidden + queries + 2 * keys + 2 * inner)  # all but the last
         kept = {False: whole, "selective": size * hidden + products, True: size * hidden}[mode]
         working = (0 if mode is False else whole) + size * (4 * inner + 6 * hidden)  # a layer, and gradients on the way
