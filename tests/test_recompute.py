@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from qerl_kernels import select_backend
 from rank_helpers import on_ranks
 from test_update_ranks import ragged
 from torch import Tensor
@@ -14,10 +15,12 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from qerl_pl.algorithm import DAPO
+from qerl_pl.formats.quantize import quantize_checkpoint
 from qerl_pl.modules import LoraConfig, Policy, PolicyConfig, recompute
 from qerl_pl.modules.micro_batches import deal_micro_batches
 from qerl_pl.modules.recompute import Recomputation
 from qerl_pl.modules.update import PolicyUpdate
+from qerl_pl.run.random_state import deterministic
 from qerl_pl.run.ranks import ALONE, Ranks
 
 CPU = torch.device("cpu")
@@ -166,3 +169,36 @@ def test_memory_that_runs_out_costs_a_step_down_and_no_bit(
     for asked, fail_at in ((False, [2]), ("auto", [2, 3, 4])):
         with pytest.raises(torch.OutOfMemoryError):
             learn(asked, fail_at)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("quantization", ["nvfp4", "none"])
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_modes_give_the_same_bits_on_a_gpu(
+    tiny_policy_dir: Path, tmp_path: Path, quantization: str, dropout: float
+) -> None:
+    folder = tmp_path / "base"
+    quantize_checkpoint(tiny_policy_dir, folder)
+    folder = folder if quantization == "nvfp4" else tiny_policy_dir
+    draw = torch.Generator().manual_seed(3)
+    lengths = torch.randint(200, 1000, (12,), generator=draw)
+    tokens = torch.randint(5, 300, (12, int(lengths.max())), generator=draw)
+    at = torch.arange(tokens.shape[1])
+    mask = (at >= 100) & (at < lengths[:, None])
+    inputs = [tensor.cuda() for tensor in (tokens, lengths, mask)]
+    gradients = []
+    select_backend("triton")
+    try:
+        for mode in (False, "selective", True, True):
+            lora = LoraConfig(rank=8, dropout=dropout)
+            config = PolicyConfig(path=str(folder), quantization=quantization, lora=lora, gradient_checkpointing=mode)  # type: ignore[arg-type]
+            policy = Policy(folder, config, torch.device("cuda"), seed=1).train()
+            with policy.probed(3), deterministic():
+                torch.manual_seed(5)
+                policy.token_logprobs(*inputs, 1.0)[0].sum().backward()
+            gradients.append([p.grad for p in policy.parameters() if p.requires_grad])
+    finally:
+        select_backend("torch")
+    for other in gradients[1:]:
+        assert all(torch.equal(one, two) for one, two in zip(gradients[0], other, strict=True))
