@@ -161,7 +161,7 @@ def part_shape(shape: str, args: argparse.Namespace) -> dict[str, Any]:
         later = {tag: list(values.values())[2:] for tag, values in steps.items()}
         rate = [value / args.tokens for value in later["perf/tokens_per_s"]]
         found[devices] = later | {"completions_per_s": rate}
-        base_rate = statistics.median(found[args.devices[0]]["completions_per_s"]) if args.devices[0] in found else None
+        base_rate = statistics.median(found[1]["completions_per_s"]) if 1 in found else None
         median = statistics.median(rate)
         row = [shape, devices, f"{median:.2f} ({min(rate):.2f} to {max(rate):.2f})"]
         row.append(f"{median / base_rate:.2f}" if base_rate else "-")
