@@ -67,6 +67,17 @@ def test_a_weight_quantized_in_parts_is_that_quantized_at_once(quantize, monkeyp
         assert torch.equal(part, expected)
 
 
+@pytest.mark.parametrize("quantize", [reference.quantize_nvfp4, reference.quantize_mxfp4])
+@pytest.mark.parametrize("rows", [1, 4])
+def test_a_weight_is_left_as_it_was(quantize, rows, monkeypatch):
+    monkeypatch.setattr(reference, "CPU_BLOCKS", 3)  # of four blocks one is left for a part of its own
+    weight = torch.linspace(-3, 3, rows * 32).view(rows, 32)[:, : 16 if quantize is reference.quantize_nvfp4 else 32]
+    weight = weight.contiguous()
+    before = weight.clone()
+    quantize(weight)
+    assert torch.equal(weight, before)
+
+
 def test_mxfp4_refuses_by_its_own_name_and_gives_the_dtype_it_is_asked_for():
     with pytest.raises(ValueError, match=r"^MXFP4 needs a matrix whose columns are a multiple of 32"):
         reference.quantize_mxfp4(torch.zeros(2, 16))
