@@ -49,6 +49,17 @@ def test_search_takes_the_smallest_and_the_largest_scale_and_keeps_that_of_zeros
     assert zeros.scale.tolist() == [[0.125]]  # ties keep the min-max scale
 
 
+def test_search_goes_seven_steps_up_where_that_is_best():
+    # The min-max scale is 7.1 / 6, rounded to 1.125. Multiples of 2 are exact at 1.0 and 2.0, seven steps higher:
+    # there 7.1 becomes 8, here 6. Anything between misses the multiples by more.
+    block = torch.tensor([[7.1, 6, -6, 6, 4, -4, 4, 2, -2, 2, 6, 6, 6, 0, 0, 0]])
+    packed, scale, one = reference.quantize_nvfp4(block, torch.ones(1), block_scales="search")
+    assert reference.quantize_nvfp4(block, one).scale.tolist() == [[1.125]] and scale.tolist() == [[2.0]]
+    expected = block.clone()
+    expected[0, 0] = 8.0
+    assert torch.equal(reference.dequantize_nvfp4(packed, scale, one, torch.float32), expected)
+
+
 def test_search_chooses_its_own_global_scale():
     weight = torch.linspace(-1, 1, 64).view(2, 32)
     shared = reference.nvfp4_global_scale(weight, block_scales="search")
@@ -162,8 +173,10 @@ def test_log_probabilities_of_half_precision_are_float32():
     assert [x.dtype for x in reference.token_logprobs(hidden, head, torch.arange(5))] == [torch.float32] * 2
 
 
-@pytest.mark.parametrize(("vocabulary", "chunk"), [(65536, 256), (152064, 128), (10**6, 20), (4 * 10**7, 1)])
+@pytest.mark.parametrize(
+    ("vocabulary", "chunk"), [(65536, 256), (81920, 256), (152064, 128), (10**6, 20), (4 * 10**7, 1)]
+)
 def test_a_chunk_fits_its_memory_by_hand(vocabulary, chunk):
-    # 320 MiB hold 335544320 / (16 * vocabulary) tokens of float32: 320, 137.9, 20.97 and 0.52.
+    # 320 MiB hold 335544320 / (16 * vocabulary) tokens of float32: 320, 256, 137.9, 20.97 and 0.52.
     hidden, head = torch.empty(1, 8, device="meta"), torch.empty(vocabulary, 8, device="meta")
     assert default_chunk(hidden, head) == chunk
