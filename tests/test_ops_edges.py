@@ -160,6 +160,25 @@ def test_each_path_passes_on_its_gradients_at_its_price(trained, entropy_gradien
     torch.testing.assert_close(found, expected)
 
 
+def test_a_trained_head_on_frozen_hidden_states_costs_no_gradient_of_those():
+    hidden, head = torch.randn(5, 6), torch.randn(17, 6, requires_grad=True)
+    with Products() as products:
+        chunked_token_logprobs(hidden, head, torch.arange(5))[0].sum().backward()
+    assert products.count == 3  # the logits twice, and the head's
+
+
+@pytest.mark.parametrize(("tokens", "chunk", "head_sum", "bias_sum"), [(512, 1, 256, 256), (1542, 514, 768, 772)])
+def test_sums_over_chunks_keep_what_half_precision_would_lose(tokens, chunk, head_sum, bias_sum):
+    # Odds of 1 : 1, so that each token adds 1/2. In bfloat16 a half no longer adds to 128, and 257, what 514 tokens
+    # add up to, is 256; three times 257 is 771, which rounds to 772. A product of a chunk is bfloat16 all the same.
+    hidden = torch.ones(tokens, 1, dtype=torch.bfloat16)
+    head, bias = (torch.zeros(shape, dtype=torch.bfloat16, requires_grad=True) for shape in ((2, 1), (2,)))
+    targets = torch.zeros(tokens, dtype=torch.int64)
+    chunked_token_logprobs(hidden, head, targets, 1.0, bias, chunk=chunk)[0].sum().backward()
+    assert head.grad.dtype == bias.grad.dtype == torch.bfloat16
+    assert head.grad.tolist() == [[head_sum], [-head_sum]] and bias.grad.tolist() == [bias_sum, -bias_sum]
+
+
 def test_without_a_gradient_there_is_one_product():
     hidden, head = torch.randn(5, 6), torch.randn(17, 6)
     for needs, enabled in ((False, True), (True, False)):
