@@ -216,6 +216,15 @@ def _processors(device: int) -> int:
     return 4 if interpreting() else torch.cuda.get_device_properties(device).multi_processor_count
 
 
+def sizes(weight: MarlinTensor, rank: int, up_to: int) -> list[int]:
+    """The smallest number of tokens of each plan, up to `up_to`."""
+    (k_tiles, words), processors = weight.weight.shape, _processors(weight.weight.get_device())
+    plans: dict[Plan, int] = {}
+    for tokens in range(1, up_to + 1):
+        plans.setdefault(plan(tokens, words // 2, 16 * k_tiles, rank, processors), tokens)
+    return list(plans.values())
+
+
 def few_tokens_linear(
     x: Tensor, weight: MarlinTensor, bias: Tensor | None, a: Tensor | None, b: Tensor | None, starts: Sequence[int]
 ) -> Tensor:
