@@ -70,8 +70,8 @@ def best_tile(tokens: int, rows: int) -> Tile:
         rows: Output features.
     """
     if tokens > 128:
-        more = {"warps": 8, "programs": 1, "apart": True}
-        return Tile(64, 32, **more) if _ceil(tokens, 96) * 96 <= _ceil(tokens, 128) * 128 else Tile(128, **more)
+        narrow = _ceil(tokens, 96) * 96 <= _ceil(tokens, 128) * 128
+        return Tile(64 if narrow else 128, 32 if narrow else 0, warps=8, programs=1, apart=True)
     padded = max(8, min(64, 2 ** (tokens - 1).bit_length() if tokens else 8))
     return Tile(padded, programs=1 if padded == 64 and rows <= 8192 else 2)
 
