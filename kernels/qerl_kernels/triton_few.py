@@ -78,8 +78,7 @@ def _shrink_step(acc, a, x, k, columns, masks, REAL: tl.constexpr):
 
 @triton.jit
 def _shrink(
-    x, a, hidden, block, part, steps, tokens, columns, rank, width,
-    TC: tl.constexpr, STAGES: tl.constexpr, REAL: tl.constexpr,
+    x, a, hidden, block, part, steps, tokens, columns, rank, width, TC: tl.constexpr, REAL: tl.constexpr,
 ):  # fmt: skip
     """hidden[part, r, t] = what a run of columns adds to A x^T, for a block of ranks and TC tokens of `width`."""
     r, t = block * _RANKS + tl.arange(0, _RANKS), tl.arange(0, TC)
@@ -88,7 +87,7 @@ def _shrink(
     k = part * steps * _STEP + tl.arange(0, _STEP)
     acc = tl.zeros((_RANKS, TC), tl.float32)
     if REAL:
-        for i in tl.range(0, steps, num_stages=STAGES):
+        for i in tl.range(0, steps, num_stages=4):
             acc = _shrink_step(acc, a, x, k + i * _STEP, columns, masks, REAL)
     else:
         i = 0
@@ -126,7 +125,7 @@ def _partial_kernel(
         hidden += token_block * hidden_parts * rank * WIDTH + first
         block, part = program % rank_blocks, program // rank_blocks
         x += first * columns
-        _shrink(x, a, hidden, block, part, steps, tokens - first, columns, rank, WIDTH, TC, STAGES, REAL)
+        _shrink(x, a, hidden, block, part, steps, tokens - first, columns, rank, WIDTH, TC, REAL)
     else:
         worker = program - shrinking
         t, t2, n = tl.arange(0, TP), tl.arange(0, TP2), rows_as_expanded(NT, SPLIT)
