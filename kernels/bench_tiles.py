@@ -12,6 +12,7 @@ import itertools
 import json
 import math
 import multiprocessing
+import os
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -160,7 +161,7 @@ def bench(shape: str, tokens: list[int], sizes: Sizes, out: Path, results: list[
                 continue
             times = replayed([functools.partial(apply, copy, x) for copy in rotating[linear]], sizes.device)
             row[name] = times and times[1] * 1e6
-        best = min((row[name], name) for name in work if isinstance(row[name], float))
+        best = min(((row[name], name) for name in work if isinstance(row[name], float)), default=(math.nan, "none"))
         row["best"] = f"{best[1]}: {best[0]:.1f}"
         results.append(row)
         write(out, results, wrong)
@@ -179,7 +180,7 @@ def write(out: Path, results: list[Row], wrong: dict[tuple[str, str, int], str])
         total["best"] = f"{sum(float(row['best'].rpartition(': ')[2]) for row in rows):.0f}"
         sums.append(total)
     columns = {"shape": "shape", "linear": "linear", "tokens": "tokens"} | {name: name for name in names}
-    found = environment(None)
+    found = environment(os.environ.get("QERL_COMMIT"))
     text = [str(found), table(sums, columns | {"best": "best"}), table(results, columns | {"best": "best"})]
     out.mkdir(parents=True, exist_ok=True)
     (out / "tiles.md").write_text("\n\n".join(text) + "\n")
