@@ -4,7 +4,13 @@
 """
 
 from qerl_kernels.backend import Backend, select_backend, selected_backend, triton_available
-from qerl_kernels.few import FEW_TOKENS, few_tokens_linear, few_tokens_supported, plain_few_tokens_linear
+from qerl_kernels.few import (
+    FEW_TOKENS,
+    few_tokens_linear,
+    few_tokens_sizes,
+    few_tokens_supported,
+    plain_few_tokens_linear,
+)
 from qerl_kernels.frozen import DenseWeight, FrozenWeight, MarlinRows, MXFP4Weight, NVFP4Weight
 from qerl_kernels.linear import LoraFactors, frozen_linear
 from qerl_kernels.logprob import chunked_token_logprobs
@@ -38,6 +44,7 @@ __all__ = [
     "dequantize_nvfp4",
     "dequantize_nvfp4_unscaled",
     "few_tokens_linear",
+    "few_tokens_sizes",
     "few_tokens_supported",
     "frozen_linear",
     "marlin_alpha",
