@@ -24,6 +24,7 @@ from qerl_pl.engines.base import EngineSpec, LentWeights
 from qerl_pl.engines.capacity import held_gib
 from qerl_pl.engines.vllm_adapter import Slots
 from qerl_pl.engines.vllm_linears import attach_all, changes_products
+from qerl_pl.engines.vllm_terminal import without_bars
 from qerl_pl.errors import UserError
 from qerl_pl.formats.architecture import noisy_norm_names
 from qerl_pl.run.random_state import random_state_kept
@@ -108,11 +109,11 @@ def engine_config(spec: EngineSpec, dense_above: int | None, few_up_to: int | No
 
 @contextmanager
 def process_state_kept() -> Iterator[None]:
-    """Undo what vLLM's start does to the whole process: seeds, `torch.set_num_threads`, variables for workers."""
+    """Undo what vLLM's start does to the whole process: seeds, `torch.set_num_threads`, variables; without its bars."""
     set_num_threads = torch.set_num_threads
     kept = {name: os.environ.get(name) for name in ("LD_PRELOAD", "LOCAL_WORLD_SIZE")}
     try:
-        with random_state_kept():
+        with random_state_kept(), without_bars():
             yield
     finally:
         torch.set_num_threads = set_num_threads
