@@ -16,6 +16,7 @@ from qerl_pl.callbacks import ResumeCheckpoint
 from qerl_pl.errors import UserError
 from qerl_pl.modules import QeRLModule
 from qerl_pl.modules.qerl import BEFORE_TRAINING
+from qerl_pl.run.random_state import random_state, random_state_kept
 
 
 @pytest.fixture(scope="module")
@@ -120,10 +121,33 @@ def test_a_resumed_run_ends_with_the_same_bits(
 ) -> None:
     random.seed(99)
     torch.manual_seed(99)
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "of an earlier run").touch()
     module = resumed(tiny_policy_dir, whole, tmp_path)
     expected = whole[0].policy.trained_state()
     assert module.policy_version == 4
     assert all(torch.equal(tensor, expected[name]) for name, tensor in module.policy.trained_state().items())
+    names = {path.name for path in (tmp_path / "adapter").iterdir()}
+    assert "adapter_model.safetensors" in names and "of an earlier run" not in names
+
+
+@pytest.mark.parametrize(("rank", "size", "taken"), [(0, 2, 0), (1, 2, 1), (0, 1, 0), (2, 3, 0)])
+def test_each_rank_takes_its_own_random_state_where_as_many_are_there(
+    rank: int, size: int, taken: int, whole: tuple[QeRLModule, Path]
+) -> None:
+    module, saved, states = whole[0], torch.load(whole[1] / "checkpoints" / "step=4.ckpt", weights_only=True), []
+    with random_state_kept():
+        for seed in (1, 2):
+            random.seed(seed)
+            states.append(random_state())
+        trainer, ranks = module._trainer, SimpleNamespace(global_rank=rank, world_size=size)
+        module._trainer = ranks  # type: ignore[assignment]
+        module.on_load_checkpoint({"qerl": saved["qerl"] | {"random_states": states}})
+        module._trainer = trainer
+        module.sampling_weights()
+        found = random.random()
+        random.seed(taken + 1)
+        assert found == random.random()
 
 
 def test_a_resumed_run_takes_the_rates_it_is_given(

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from rank_helpers import on_ranks
 from torch import Tensor, nn
 
 from qerl_pl.algorithm import BNPO, GRPO, DrGRPO, Objective
@@ -16,6 +17,7 @@ from qerl_pl.algorithm.objectives import LossInputs, LossOutputs
 from qerl_pl.errors import UserError
 from qerl_pl.modules.update import NonFiniteLossError, PolicyUpdate
 from qerl_pl.rollout.experience import Experience
+from qerl_pl.run.ranks import ALONE, Ranks
 from qerl_pl.run.seeding import stream_seed
 
 ODDS = [0.3, -0.4, 0.1, 0.8]
@@ -63,7 +65,7 @@ class FourNumbers(nn.Module):
 
 def experience_of(rows: Sequence[int] = range(6), **changes: Any) -> Experience:
     lengths = [PROMPTS[row] + len(COMPLETIONS[row]) for row in rows]
-    tokens = torch.zeros(len(lengths), max(lengths), dtype=torch.int64)
+    tokens = torch.zeros(len(lengths), max(lengths, default=0), dtype=torch.int64)
     mask = torch.zeros_like(tokens, dtype=torch.bool)
     for index, row in enumerate(rows):
         tokens[index, PROMPTS[row] : lengths[index]] = torch.tensor(COMPLETIONS[row])
@@ -71,7 +73,7 @@ def experience_of(rows: Sequence[int] = range(6), **changes: Any) -> Experience:
     experience = Experience(
         version=VERSION,
         tokens=tokens,
-        lengths=torch.tensor(lengths),
+        lengths=torch.tensor(lengths, dtype=torch.int64),
         mask=mask,
         sampler_logprobs=torch.full(tokens.shape, SAMPLER, dtype=torch.float64),
         advantages=torch.tensor([ADVANTAGES[row] for row in rows], dtype=torch.float64),
@@ -84,10 +86,12 @@ def experience_of(rows: Sequence[int] = range(6), **changes: Any) -> Experience:
     return replace(experience, **changes)
 
 
-def updated(policy: FourNumbers, update: PolicyUpdate, experience: Experience) -> dict[str, float]:
+def updated(
+    policy: FourNumbers, update: PolicyUpdate, experience: Experience, ranks: Ranks = ALONE
+) -> dict[str, float]:
     optimizer = torch.optim.SGD([policy.odds, policy.frozen], lr=0.5)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
-    return update.run(policy, experience, optimizer, schedule, lambda loss: loss.backward())  # type: ignore[arg-type]
+    return update.run(policy, experience, optimizer, schedule, lambda loss: loss.backward(), ranks)  # type: ignore[arg-type]
 
 
 def logprob(odds: Sequence[float], token: int) -> float:
@@ -262,6 +266,32 @@ def test_dropout_has_the_stream_of_its_version() -> None:
         drawn.append(policy.drawn)
     generator = torch.Generator().manual_seed(stream_seed(SEED, "update", VERSION))
     assert drawn[0] == drawn[1] == [torch.rand(1, generator=generator).item() for _ in range(2)] != drawn[2]
+
+
+def test_each_rank_drops_out_by_a_stream_of_its_own() -> None:
+    for rank, names in ((0, ()), (1, (1,)), (2, (2,))):
+        policy = FourNumbers(random=True)
+        updated(policy, PolicyUpdate(GRPO(), 1, 1, None, 1.0, True, SEED), experience_of(), Ranks(rank))
+        generator = torch.Generator().manual_seed(stream_seed(SEED, "update", VERSION, *names))
+        assert policy.drawn == [torch.rand(1, generator=generator).item()]
+
+
+@pytest.mark.parametrize("dealt", [[[0, 3, 4], [1, 2, 5]], [[5, 1], []], [[4], [0, 2], [1, 3, 5]]])
+@pytest.mark.parametrize("minibatches", [1, 2, 6])
+def test_ranks_take_together_the_steps_of_one(dealt: list[list[int]], minibatches: int) -> None:
+    rows = sorted(row for hand in dealt for row in hand)
+    update = PolicyUpdate(BNPO(beta=0.3), 2, minibatches, 6, 0.5, True, SEED)
+    alone = FourNumbers()
+    expected = updated(alone, update, experience_of(rows))
+
+    def work(ranks: Ranks) -> tuple[list[float], dict[str, float]]:
+        hand, policy = dealt[ranks.rank], FourNumbers()
+        places = torch.tensor([rows.index(row) for row in hand], dtype=torch.int64)
+        metrics = updated(policy, update, experience_of(hand, places=places), ranks)
+        return policy.odds.tolist(), metrics
+
+    for odds, metrics in on_ranks(len(dealt), work):
+        assert odds == pytest.approx(alone.odds.tolist()) and metrics == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(("objective", "moves"), [(GRPO(), False), (GRPO(entropy_coefficient=0.5), True)])

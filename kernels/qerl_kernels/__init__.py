@@ -5,7 +5,13 @@
 
 from qerl_kernels.activation import silu_product
 from qerl_kernels.backend import Backend, select_backend, selected_backend, triton_available
-from qerl_kernels.few import FEW_TOKENS, few_tokens_linear, few_tokens_supported, plain_few_tokens_linear
+from qerl_kernels.few import (
+    FEW_TOKENS,
+    few_tokens_linear,
+    few_tokens_sizes,
+    few_tokens_supported,
+    plain_few_tokens_linear,
+)
 from qerl_kernels.frozen import DenseWeight, FrozenWeight, MarlinRows, MXFP4Weight, NVFP4Weight
 from qerl_kernels.kept import keeping_products, keeps_products
 from qerl_kernels.linear import LoraFactors, dense_linear, frozen_linear
@@ -42,6 +48,7 @@ __all__ = [
     "dequantize_nvfp4",
     "dequantize_nvfp4_unscaled",
     "few_tokens_linear",
+    "few_tokens_sizes",
     "few_tokens_supported",
     "frozen_linear",
     "keeping_products",
