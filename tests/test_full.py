@@ -58,9 +58,9 @@ def untied(tiny_policy_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> P
     return folder
 
 
-@pytest.mark.parametrize(("tied", "checkpointing"), [(True, False), (False, False), (False, True)])
+@pytest.mark.parametrize(("tied", "checkpointing"), [(True, False), (False, True), (False, "selective")])
 def test_gradients_are_those_of_a_plain_model_for_every_weight(
-    tiny_policy_dir: Path, untied: Path, tied: bool, checkpointing: bool
+    tiny_policy_dir: Path, untied: Path, tied: bool, checkpointing: bool | str
 ) -> None:
     base = tiny_policy_dir if tied else untied
     plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
@@ -127,7 +127,7 @@ def test_what_is_saved_is_a_plain_model(tiny_policy_dir: Path, tmp_path: Path) -
 @pytest.mark.parametrize("kind", ["transformers", pytest.param("vllm", marks=pytest.mark.vllm)])
 def test_every_weight_reaches_the_engine_in_place(untied: Path, kind: str) -> None:
     engine: RolloutEngine = TransformersEngine() if kind == "transformers" else VLLMEngine(kv_cache_gib=0.1)
-    engine.launch(EngineSpec(untied, torch.float32, CPU, 0, (), 64))
+    engine.launch(EngineSpec(untied, torch.float32, CPU, 0, (), 64, whole=True))
     policy = make(untied)
     prompts = [Prompt("p", tuple(TOKENS[0, :6].tolist()), "", "")]
     try:

@@ -92,6 +92,7 @@ class RolloutCallback(Callback):
             lora_rank=0 if adapter is None else adapter.rank,
             lora_targets=() if adapter is None else adapter.targets,
             max_tokens=data.max_prompt_tokens + self.config.sampling.max_tokens,
+            whole=adapter is None,
             ranks=ranks_of(trainer).size,
         )
         log.info("starting %s on %s", type(self.engine).__name__, spec.device)

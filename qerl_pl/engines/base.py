@@ -23,11 +23,13 @@ class EngineSpec:
     """Data type of activations, embeddings and norms."""
     device: torch.device
     lora_rank: int
-    """Rank of the adapter; 0 without, where every weight trains and comes with each sync."""
+    """Rank of the adapter; 0 makes room for none."""
     lora_targets: tuple[str, ...]
     """Last parts of the adapted linears' names, such as ("q_proj", "up_proj")."""
     max_tokens: int
     """Longest sequence, prompt and completion together, that will be asked for."""
+    whole: bool = False
+    """Every weight trains, without an adapter, and comes with each sync; a 16-bit base."""
     ranks: int = 1
     """Processes of the run, each with an engine of its own; they launch together."""
 

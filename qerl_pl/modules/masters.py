@@ -7,6 +7,7 @@ sampler compute with the same numbers.
 from typing import Any
 
 import torch
+from qerl_kernels.kept import kept
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
@@ -42,7 +43,8 @@ class _RoundedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+        low = None if bias is None else bias.to(x.dtype)
+        return kept(lambda: (F.linear(x, weight.to(x.dtype), low),))[0]
 
     @staticmethod
     @once_differentiable

@@ -21,8 +21,10 @@ from qerl_pl.formats.resolve import in_format, local_folder
 from qerl_pl.modules.adapter import LoraAdapter
 from qerl_pl.modules.base_model import load_base
 from qerl_pl.modules.full import FullWeights
+from qerl_pl.modules.gated_mlp import use_gated_mlps
 from qerl_pl.modules.lora import LoraConfig, check_targets
 from qerl_pl.modules.packing import Packing
+from qerl_pl.modules.recompute import Checkpointing, Recomputation
 from qerl_pl.run.files import cache_root
 from qerl_pl.toy import ToyConfig, build_toy_policy
 from qerl_pl.types import PolicyWeights
@@ -45,7 +47,10 @@ class PolicyConfig:
             that is not quantized; `lora` and `train_norms` below mean nothing then.
         lora: The adapter.
         train_norms: Train the RMSNorm scales too.
-        gradient_checkpointing: Recompute each layer in the backward pass instead of keeping its activations.
+        gradient_checkpointing: What the backward pass computes again instead of keeping it: `true` each layer,
+            `selective` all but the linears' products, `false` nothing. `auto` takes the fastest of them that fits the
+            memory that is free in the first update, keeps to it when resumed, and keeps less where it runs out after
+            all. Gradients are the same.
     """
 
     path: str | None = None
@@ -55,7 +60,7 @@ class PolicyConfig:
     finetune: Literal["lora", "full"] = "lora"
     lora: LoraConfig = field(default_factory=LoraConfig)
     train_norms: bool = False
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: Checkpointing = False
 
     def __post_init__(self) -> None:
         if self.finetune == "full" and self.quantization != "none":
@@ -122,6 +127,7 @@ class Policy(nn.Module):
         def load(lent: LentWeights | None) -> PreTrainedModel:
             model = load_base(folder, config.torch_dtype, device, lent)
             use_float32_norms(model)
+            use_gated_mlps(model)
             return model
 
         self.base = load(lent if config.adapter else None)
@@ -133,8 +139,7 @@ class Policy(nn.Module):
         else:
             self.trained = self._adapter(folder, config.adapter, seed)
         self.base.to(device)  # type: ignore[arg-type]
-        if config.gradient_checkpointing:
-            self.base.gradient_checkpointing_enable({"use_reentrant": False})
+        self.recomputation = Recomputation(self.base, config.gradient_checkpointing, self.trained.random)
 
     def _adapter(self, folder: Path, lora: LoraConfig, seed: int) -> LoraAdapter:
         config = self.config

@@ -57,8 +57,8 @@ class QeRLModule(LightningModule):
         micro_batch_tokens: Most tokens, prompts included and padding not, of one forward pass (a longer completion goes
             alone); null takes a whole minibatch. Gradients depend on it by LoRA dropout alone.
         max_grad_norm: Gradients are scaled down to this norm.
-        monitor_kl: Measure `policy/kl` also where the loss has no KL term; costs one more forward pass. Not in full
-            fine-tuning, where it would cost a second model.
+        monitor_kl: Share of a rollout's completions on which `policy/kl` is measured, where the loss has no KL term and
+            an adapter trains: it costs so much of a forward pass. `true` takes all, `false` none; no bias.
         seed: Seed of the run: adapter initialisation, sampling, noise, dropout.
     """
 
@@ -75,7 +75,7 @@ class QeRLModule(LightningModule):
         minibatches: int = 1,
         micro_batch_tokens: int | None = None,
         max_grad_norm: float = 0.2,
-        monitor_kl: bool = True,
+        monitor_kl: bool | float = 0.125,
         seed: int = 0,
     ) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class QeRLModule(LightningModule):
         self.make_optimizer = optimizer
         self.lr_scheduler = lr_scheduler
         self.warmup_ratio = warmup_ratio
-        measured = monitor_kl and policy.adapter is not None
+        measured = 0.0 if policy.adapter is None else float(monitor_kl)
         self.update = PolicyUpdate(
             self.objective, update_epochs, minibatches, micro_batch_tokens, max_grad_norm, measured, seed
         )
@@ -134,11 +134,10 @@ class QeRLModule(LightningModule):
             device = self.trainer.strategy.root_device
             if device.type == "cuda":
                 select_backend("triton")
-            seed = stream_seed(self.seed, "adapter")
             lent = None if self.hand_over is None else self.hand_over.lent
-            config, referred = self.policy_config, self.objective.needs_reference
-            require_memory(self.base_folder, config, self.make_optimizer, device, referred)
-            self.policy = Policy(self.base_folder, config, device, seed, lent, referred)
+            base, config, referred = self.base_folder, self.policy_config, self.objective.needs_reference
+            require_memory(base, config, self.make_optimizer, device, referred)
+            self.policy = Policy(base, config, device, stream_seed(self.seed, "adapter"), lent, referred)
 
     def on_fit_start(self) -> None:
         self._sampled("fit")
@@ -278,6 +277,7 @@ class QeRLModule(LightningModule):
             "scaling": self.policy_config.scaling,
             "optimizer": type(self.trainer.optimizers[0]).__name__,
             "random_states": ranks_of(self.trainer).gather(random_state()),
+            "recomputation": self.policy.recomputation.state(),
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -287,6 +287,7 @@ class QeRLModule(LightningModule):
             raise UserError("a checkpoint must be one of this trainer's; this one is not; name another with --resume")
         check_fits(state, self.base_identity, self.policy_config.finetune, self.policy_config.scaling)
         self.policy.load_trained_state(state["trained"])
+        self.policy.recomputation.load(state.get("recomputation"))
         self.policy_version = state["policy_version"]
         states, rank = state["random_states"], self.global_rank
         self._random_state = states[rank if len(states) == self.trainer.world_size else 0]
