@@ -27,6 +27,18 @@ ROOT = Path(__file__).parents[1]
 SHIPPED = sorted((ROOT / "configs").glob("*.yaml"))
 QUICKSTART = ROOT / "configs" / "quickstart.yaml"
 SIZES = ("3b", "7b", "14b", "32b")
+BASELINES = {
+    "bf16": {".model.policy.quantization": "none"},
+    "mxfp4": {".model.policy.quantization": "mxfp4"},
+    "nf4": {".model.policy.quantization": "nf4"},
+    "full": {
+        ".model.policy.quantization": "none",
+        ".model.policy.finetune": "full",
+        ".model.optimizer.class_path": "bitsandbytes.optim.AdamW8bit",
+        ".model.optimizer.init_args.lr": 1e-6,
+    },
+}
+"""What each changes of gsm8k_grpo_7b.yaml, besides its folder and the noise that it leaves out."""
 FAMILIES = ("gsm8k_grpo", "gsm8k_dapo", "bigmath_grpo", "bigmath_dapo")
 
 
@@ -65,12 +77,15 @@ def different(one: str, other: str) -> set[str]:
 
 
 def test_every_family_and_size_is_shipped() -> None:
-    expected = {"quickstart", "gsm8k_cpu", "gsm8k_grpo_bf16_7b"} | {f"{f}_{size}" for f in FAMILIES for size in SIZES}
+    expected = {"quickstart", "gsm8k_cpu"} | {f"{f}_{size}" for f in FAMILIES for size in SIZES}
+    expected |= {f"gsm8k_grpo_{baseline}_7b" for baseline in BASELINES}
     assert {path.stem for path in SHIPPED} == expected
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_a_shipped_file_builds_what_it_names(path: Path) -> None:
+    if path.stem == "gsm8k_grpo_full_7b":
+        pytest.importorskip("bitsandbytes")  # its optimizer's
     settings = built("fit", "-c", str(path))
     sampler = callback(settings, RolloutCallback)
     rollout = sampler.config
@@ -104,13 +119,22 @@ def test_sizes_of_a_family_differ_only_where_size_matters(family: str, size: str
     assert {"path", "default_root_dir"} <= different(f"{family}_7b", f"{family}_{size}") <= allowed
 
 
-def test_the_baseline_differs_only_in_quantization_and_noise() -> None:
-    baseline = built("fit", "-c", str(ROOT / "configs" / "gsm8k_grpo_bf16_7b.yaml"))
-    assert baseline.model.policy_config.quantization == "none" and callback(baseline, AdaptiveQuantizationNoise) is None
-    a, b = document("gsm8k_grpo_7b"), document("gsm8k_grpo_bf16_7b")
-    changed = {key for key in a.keys() | b.keys() if a.get(key) != b.get(key)}
+@pytest.mark.parametrize("name", BASELINES)
+def test_a_baseline_differs_only_in_what_it_is_named_for_and_noise(name: str) -> None:
+    a, b = document("gsm8k_grpo_7b"), document(f"gsm8k_grpo_{name}_7b")
+    changed = {key: b.get(key) for key in a.keys() | b.keys() if a.get(key) != b.get(key)}
     noise = {key for key in a if ".AdaptiveQuantizationNoise." in key}
-    assert noise and changed - noise == {".model.policy.quantization", ".trainer.default_root_dir"}
+    assert noise and not noise & b.keys()
+    assert changed == BASELINES[name] | {".trainer.default_root_dir": f"runs/gsm8k_grpo_{name}_7b"} | dict.fromkeys(
+        noise
+    )
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp4", "nf4", "none"])
+def test_one_line_changes_the_format(name: str) -> None:
+    settings = built("fit", "-c", str(ROOT / "configs" / "gsm8k_grpo_7b.yaml"), "--model.policy.quantization", name)
+    assert settings.model.policy_config.quantization == name
+    assert callback(settings, AdaptiveQuantizationNoise) is not None  # with noise, whatever the format
 
 
 # The command line -----------------------------------------------------------------------------------------------------

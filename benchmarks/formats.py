@@ -1,0 +1,249 @@
+"""Every base format, and full fine-tuning: rollout and update speed and peak memory, and what the toy policy learns.
+
+    python benchmarks/formats.py --out DIR                               # one H200, about eight minutes
+    python benchmarks/formats.py --parts nf4 full --what speed --out DIR # some, into the same table
+    python benchmarks/formats.py --shape tiny --device cpu --parts nvfp4 full --batches 2 4 --tokens 8 --group 4 \
+        --rollouts 2 --out DIR                                           # does it run?
+
+`speed`: three steps (a prompt, --group completions) and then rollouts of --batches, with random weights of --shape.
+`task`: the quickstart in bfloat16 with VLLMEngine and noise. Each part has a process of its own. They import at once
+and take the GPU one after the other (those of `task` together). Results are written as they come; what would begin
+after --minutes is left out. NF4 in vLLM and full fine-tuning need bitsandbytes.
+Memory is what the driver counts for the whole GPU in a full step, sampled every 20 ms.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+FOUR_BITS = ("nvfp4", "mxfp4", "nf4")
+PARTS: dict[str, tuple[str, dict[str, str]]] = {
+    "nvfp4": ("NVFP4 + LoRA", {"quantization": "nvfp4"}),
+    "mxfp4": ("MXFP4 + LoRA", {"quantization": "mxfp4"}),
+    "nf4": ("NF4 + LoRA (QLoRA)", {"quantization": "nf4"}),
+    "none": ("BF16 + LoRA", {"quantization": "none"}),
+    "full": ("BF16, full", {"quantization": "none", "finetune": "full"}),
+}
+PAPER = {"nvfp4": 1.27, "nf4": 0.83, "none": 1.0}
+"""Rollout speed at batch 8 over that of 16-bit LoRA, 7B on an H100 (arXiv 2510.11696)."""
+RATES = {"speed": 1e-6, "task": 2e-4}
+"""Of full fine-tuning."""
+
+
+def base_of(args: argparse.Namespace, part: str) -> Path:
+    folder: Path = args.base / args.shape
+    return folder / (part if part in FOUR_BITS else "bf16")
+
+
+def prepare(args: argparse.Namespace) -> None:
+    """Models of random weights, and the toy policy."""
+    import random_model
+    import torch
+    from qerl_kernels import select_backend
+
+    from qerl_pl.formats.quantize import quantize_checkpoint
+    from qerl_pl.toy import ToyConfig, build_toy_policy
+
+    source, device = base_of(args, "none"), torch.device(args.device)
+    if "task" in args.what:
+        build_toy_policy(ToyConfig())
+    if "speed" not in args.what:
+        return
+    if device.type == "cuda":
+        select_backend("triton")
+    if not source.is_dir():
+        random_model.write_model(source, args.shape, device, nvfp4=False)
+    for part in set(args.parts) & set(FOUR_BITS):
+        if not base_of(args, part).is_dir():
+            quantize_checkpoint(source, base_of(args, part), part, device=args.device)
+
+
+def changed(settings: dict[str, Any], part: str, what: str, device: str) -> dict[str, Any]:
+    """A run's settings with this part's format."""
+    settings["model"]["policy"] |= {"dtype": "bfloat16"} | PARTS[part][1]
+    if part == "full":
+        name = "bitsandbytes.optim.AdamW8bit" if device == "cuda" else "torch.optim.AdamW"
+        settings["model"]["optimizer"] = {"class_path": name, "init_args": {"lr": RATES[what]}}
+    settings["trainer"]["accelerator"] = "gpu" if device == "cuda" else "cpu"
+    return settings
+
+
+def speed(args: argparse.Namespace, part: str) -> dict[str, Any]:
+    """Three steps, and rollouts by the same engine after them."""
+    import engine_h200
+    import rl_step
+
+    from qerl_pl.callbacks import RolloutCallback
+    from qerl_pl.cli.main import QeRLCLI
+
+    given = {"kv_gib": args.kv_gib, "group": args.group, "copies": 1, "eager": False, "tokens": args.tokens, "steps": 3}
+    given |= {"precision": "", "micro_batch_tokens": 4608, "out": args.out / f"formats-{part}"}
+    settings = changed(rl_step.settings(argparse.Namespace(**given), base_of(args, part)), part, "speed", args.device)
+    engine = settings["trainer"]["callbacks"][0]["init_args"]["engine"]["init_args"]
+    engine |= {"max_num_seqs": max(args.batches), "prefix_caching": False}
+    sys.argv = sys.argv[:1]
+    began = time.perf_counter()
+    cli = QeRLCLI({"subcommand": "fit", "fit": settings})
+    memory = next(one for one in cli.trainer.callbacks if type(one).__name__ == "DriverMemory")
+    (rollout,) = (one for one in cli.trainer.callbacks if isinstance(one, RolloutCallback))
+    steps = memory.steps[1:]
+    names = ("time/sync_s", "time/rollout_s", "time/update_s")
+    median = {name: statistics.median(step[name] for step in steps) for name in names}
+    result = {
+        "median": median,
+        "steps": memory.steps,
+        "peak_gib": max((memory.peaks.get(phase, 0.0) for phase in ("rollout", "update")), default=0.0),
+        "update_tokens_per_s": args.group * args.tokens / median["time/update_s"],
+        "fit_s": time.perf_counter() - began,
+        "kernels": rollout.engine.kernels,
+    }
+    asked = argparse.Namespace(**vars(args) | {"prompt": 64, "repeats": 2})
+    rollout.engine.wake()
+    result["speed"] = engine_h200.measure_speed(rollout.engine, asked)
+    rollout.close()
+    return result
+
+
+def task(args: argparse.Namespace, part: str) -> dict[str, Any]:
+    """The quickstart's curve, and the accuracy before and after."""
+    import yaml
+
+    from qerl_pl.callbacks import RolloutCallback
+    from qerl_pl.cli.main import QeRLCLI
+
+    settings = changed(yaml.safe_load((ROOT / "configs" / "quickstart.yaml").read_text()), part, "task", args.device)
+    settings["data"]["init_args"]["train_size"] = 16 * args.rollouts
+    settings["trainer"] |= {"default_root_dir": str(args.out / f"formats-task-{part}"), "enable_progress_bar": False}
+    settings["trainer"]["val_check_interval"] = args.rollouts
+    callbacks = settings["trainer"]["callbacks"]
+    engine = {"kv_cache_gib": 1.0, "enforce_eager": True}
+    callbacks[0]["init_args"]["engine"] = {"class_path": "qerl_pl.engines.VLLMEngine", "init_args": engine}
+    kept = ("RolloutCallback", "AdaptiveQuantizationNoise", "RunSummary")
+    settings["trainer"]["callbacks"] = [one for one in callbacks if one["class_path"].endswith(kept)]
+    sys.argv = sys.argv[:1]
+    cli = QeRLCLI({"subcommand": "fit", "fit": settings})
+    (rollout,) = (one for one in cli.trainer.callbacks if isinstance(one, RolloutCallback))
+    rollout.close()
+    found: dict[str, Any] = json.loads((args.out / f"formats-task-{part}" / "summary.json").read_text())
+    return found | {"kernels": rollout.engine.kernels}
+
+
+def tables(found: dict[str, dict[str, Any]], batches: list[int]) -> str:
+    """What is there so far, as Markdown."""
+    import report
+
+    text, speeds = [], {part: one for part, one in found.items() if "speed" in one}
+    rates = {p: {row["batch"]: row["rollout_tokens_per_s"] for row in one["speed"]} for p, one in speeds.items()}
+    rows = []
+    for part, one in speeds.items():
+        over = [f"{rates[part][b] / rates['none'][b]:.2f}" if "none" in rates else "–" for b in batches]
+        cells = [f"{rates[part][b]:.0f} ({ratio})" for b, ratio in zip(batches, over, strict=True)]
+        median = one["median"]
+        row = [PARTS[part][0], *cells, PAPER.get(part, "–"), f"{one['update_tokens_per_s']:.0f}"]
+        rows.append([*row, f"{1e3 * median['time/sync_s']:.0f}", f"{one['peak_gib']:.1f}", ", ".join(one["kernels"])])
+    headers = ["", *(f"rollout tok/s at {batch} (over BF16)" for batch in batches), "paper's ratio at 8"]
+    if rows:
+        text.append(report.markdown([*headers, "update tok/s", "sync ms", "peak GiB of a step", "kernels"], rows))
+    learned = {part: one["task"] for part, one in found.items() if "task" in one}
+    if learned:
+        keys = sorted({key for one in learned.values() for key, value in one.items() if isinstance(value, int | float)})
+        cells = [[key, *(one.get(key, "–") for one in learned.values())] for key in keys]
+        text.append(report.markdown(["toy task, bfloat16", *(PARTS[part][0] for part in learned)], cells))
+    return "\n\n".join(text)
+
+
+def write(args: argparse.Namespace, found: dict[str, dict[str, Any]]) -> None:
+    import report
+
+    report.write(args.out, f"formats_{args.shape}", tables(found, args.batches), found)
+
+
+def measure(args: argparse.Namespace) -> None:
+    """Run the parts and write what they find."""
+    began = time.monotonic()
+    args.out.mkdir(parents=True, exist_ok=True)
+    earlier = args.out / f"formats_{args.shape}.json"
+    found: dict[str, dict[str, Any]] = json.loads(earlier.read_text())["results"] if earlier.is_file() else {}
+    jobs = [(what, part) for what in args.what for part in args.parts]
+    for job in jobs:
+        for kind in ("go", "json"):
+            (args.out / f".{'-'.join(job)}.{kind}").unlink(missing_ok=True)
+    subprocess.run([*command(args), "--only", "prepare"], check=True)
+    children = {job: subprocess.Popen([*command(args), "--only", *job]) for job in jobs}  # they import meanwhile
+    try:
+        for what in args.what:
+            for batch in [[part] for part in args.parts] if what == "speed" else [list(args.parts)]:
+                if time.monotonic() - began > 60 * args.minutes:
+                    print(f"out of time: {what} of {', '.join(batch)} is left out", file=sys.stderr)
+                    continue
+                for part in batch:
+                    (args.out / f".{what}-{part}.go").touch()
+                for part in batch:
+                    children[what, part].wait()
+                    path = args.out / f".{what}-{part}.json"
+                    if path.is_file():
+                        one = json.loads(path.read_text())
+                        found.setdefault(part, {}).update(one if what == "speed" else {"task": one})
+                    else:
+                        print(f"{what} of {part} failed", file=sys.stderr)
+                    write(args, found)
+    finally:
+        for child in children.values():
+            child.kill()
+
+
+def command(args: argparse.Namespace) -> list[str]:
+    """This program with the same arguments."""
+    return [sys.executable, str(Path(__file__)), *args.words]
+
+
+def child(args: argparse.Namespace) -> None:
+    """One part, when its turn comes."""
+    import vllm  # noqa: F401  - slow, and done while another part has the GPU
+
+    import qerl_pl.cli.main  # noqa: F401
+
+    what, part = args.only
+    while not (args.out / f".{what}-{part}.go").exists():
+        time.sleep(0.2)
+    result = (speed if what == "speed" else task)(args, part)
+    (args.out / f".{what}-{part}.json").write_text(json.dumps(result))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--what", nargs="+", choices=("speed", "task"), default=["speed", "task"])
+    parser.add_argument("--shape", default="7b")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--batches", type=int, nargs="+", default=[8, 64, 192])
+    parser.add_argument("--group", type=int, default=32)
+    parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--kv-gib", type=float, default=8.0)
+    parser.add_argument("--rollouts", type=int, default=40)
+    parser.add_argument("--minutes", type=float, default=7.0)
+    parser.add_argument("--base", type=Path, default=Path("/dev/shm/qerl-formats"))
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--only", nargs="+", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    args.words = [word for word in sys.argv[1:]]
+    os.environ.setdefault("QERL_CACHE", str(args.base / "cache"))
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    if args.only is None:
+        measure(args)
+    elif args.only == ["prepare"]:
+        prepare(args)
+    else:
+        child(args)
+
+
+if __name__ == "__main__":
+    sys.path[:0] = [str(Path(__file__).parent)]
+    main()
