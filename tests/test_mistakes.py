@@ -79,6 +79,8 @@ PARSED = {
     "beta": (["--model.optimizer.init_args.betas", "[0.9, 2.0]"], "model.optimizer .* beta parameter at index 1"),
     "several losses a step": (["--model.optimizer", "torch.optim.LBFGS"], "once a minibatch; LBFGS asks"),
     "schedule": (["--model.lr_scheduler", "down"], "lr_scheduler must be a schedule .* 'down'"),
+    "full of four bits": (["--model.policy.finetune", "full"], "not quantized; found quantization nvfp4; set .* none"),
+    "no such format": (["--model.policy.quantization", "int4"], "model.policy.quantization"),
     "adapter of nothing": (["--model.policy.lora.alpha", "0"], "finite alpha > 0; found 0.0; set model.policy.lora"),
     "negative adapter": (["--model.policy.lora.alpha", "-1"], "finite alpha > 0; found -1"),
     "adapter that is none": (["--model.policy.lora.alpha", ".nan"], "finite alpha > 0; found nan"),
