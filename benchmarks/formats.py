@@ -3,7 +3,7 @@
     python benchmarks/formats.py --out DIR                               # one H200, about eight minutes
     python benchmarks/formats.py --parts nf4 full --what speed --out DIR # some, into the same table
     python benchmarks/formats.py --shape tiny --device cpu --parts nvfp4 full --batches 2 4 --tokens 8 --group 4 \
-        --rollouts 2 --out DIR                                           # does it run?
+        --rollouts 2 --no-tests --out DIR                                # does it run?
 
 `speed`: three steps (a prompt, --group completions) and then rollouts of --batches, with random weights of --shape.
 `task`: the quickstart in bfloat16 with VLLMEngine and noise. Each part has a process of its own. They import at once
@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
+GATE = ("tests/test_ops_nf4.py",)
 FOUR_BITS = ("nvfp4", "mxfp4", "nf4")
 PARTS: dict[str, tuple[str, dict[str, str]]] = {
     "nvfp4": ("NVFP4 + LoRA", {"quantization": "nvfp4"}),
@@ -43,14 +44,17 @@ def base_of(args: argparse.Namespace, part: str) -> Path:
 
 
 def prepare(args: argparse.Namespace) -> None:
-    """Models of random weights, and the toy policy."""
+    """The tests of what is new here, models of random weights, and the toy policy."""
     import random_model
     import torch
+    from bench_report import correct
     from qerl_kernels import select_backend
 
     from qerl_pl.formats.quantize import quantize_checkpoint
     from qerl_pl.toy import ToyConfig, build_toy_policy
 
+    if not args.no_tests and not correct(GATE):
+        sys.exit("a kernel is wrong: nothing is timed")
     source, device = base_of(args, "none"), torch.device(args.device)
     if "task" in args.what:
         build_toy_policy(ToyConfig())
@@ -175,7 +179,8 @@ def measure(args: argparse.Namespace) -> None:
     for job in jobs:
         for kind in ("go", "json"):
             (args.out / f".{'-'.join(job)}.{kind}").unlink(missing_ok=True)
-    subprocess.run([*command(args), "--only", "prepare"], check=True)
+    if status := subprocess.run([*command(args), "--only", "prepare"]).returncode:
+        sys.exit(status)
     children = {job: subprocess.Popen([*command(args), "--only", *job]) for job in jobs}  # they import meanwhile
     try:
         for what in args.what:
@@ -231,6 +236,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=7.0)
     parser.add_argument("--base", type=Path, default=Path("/dev/shm/qerl-formats"))
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--no-tests", action="store_true")
     parser.add_argument("--only", nargs="+", help=argparse.SUPPRESS)
     args = parser.parse_args()
     args.words = [word for word in sys.argv[1:]]
@@ -245,5 +251,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.path[:0] = [str(Path(__file__).parent)]
+    sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT), str(ROOT / "kernels")]
     main()
