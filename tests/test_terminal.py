@@ -15,10 +15,12 @@ import transformers
 import yaml
 from fit_helpers import configuration
 from lightning.fabric.utilities.warnings import PossibleUserWarning
+from tqdm import tqdm
 
 from qerl_pl.cli import terminal
 from qerl_pl.cli.main import QeRLCLI
 from qerl_pl.cli.terminal import StandardError, configure_terminal
+from qerl_pl.engines.vllm_terminal import without_bars
 
 
 def on_a_terminal(*words: str) -> tuple[int, str]:
@@ -129,6 +131,8 @@ def test_a_kernel_that_vllm_compiles_late_is_no_news_and_its_other_warnings_are(
             logging.getLogger(name).warning(late + "warmup to cover this shape/config.")
         arguments = logging.getLogger("vllm.engine.arg_utils")
         arguments.warning(seed + "the random state of the Python process that launched vLLM.")
+        marlin = logging.getLogger("vllm.model_executor.kernels.linear.nvfp4.marlin")
+        marlin.warning("Your GPU does not have native support for FP4 computation but FP4 quantization is being used.")
         assert not caplog.records
         logging.getLogger("vllm.utils.jit_monitor").error("compiled in vain")
         arguments.warning("This model does not officially support disabling chunked prefill.")
@@ -165,6 +169,17 @@ def test_bars_of_weights_are_not_drawn_and_others_are(
     assert capsys.readouterr().err == ""
     list(bar(range(3), desc="Downloading"))
     assert "Downloading" in capsys.readouterr().err
+
+
+def test_vllms_bars_of_cuda_graphs_are_not_drawn_and_what_else_it_writes_is(capsys: pytest.CaptureFixture[str]) -> None:
+    with without_bars():
+        print("before", file=sys.stderr)
+        for _ in tqdm(range(3), desc="Capturing CUDA graphs (FULL)", mininterval=0):
+            pass
+        print("after", file=sys.stderr)
+        list(tqdm(range(3), desc="Downloading"))
+    written = capsys.readouterr().err
+    assert written.startswith("before\nafter\n") and "Downloading" in written and "Capturing" not in written
 
 
 def test_log_lines_go_where_standard_error_is_now(capsys: pytest.CaptureFixture[str]) -> None:

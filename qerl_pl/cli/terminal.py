@@ -34,12 +34,17 @@ LOG_MESSAGES = {
     "vllm.triton_utils.jit_monitor": _LATE_KERNEL,  # its place in earlier releases
     # The engine puts the process's random states back when vLLM has started.
     "vllm.engine.arg_utils": "The global random seed is set to .* may affect the random state of the Python process",
+    # 4-bit weights and 16-bit products are what was asked for.
+    "vllm.model_executor.kernels.linear.nvfp4.marlin": "Your GPU does not have native support for FP4 computation",
 }
 """Pattern of the messages of a logger that are left out. vLLM resets levels, not filters, when it is imported."""
 
 WARNINGS = (
     # Prompts come from one process on purpose: they are a list in memory.
     ".*does not have many workers.*",
+    "Total length of `DataLoader` across ranks is zero",  # val_size: 0 is a choice
+    # The optimizer that is taken where the YAML names none, in the copy of the settings that a run keeps.
+    r"\s*Unable to serialize instance <function QeRLModule\.<lambda>",
     # Said by one library about another; nothing a user of this package can change.
     ".*isinstance.treespec, LeafSpec.*",
     ".*'set_vital' is deprecated.*",

@@ -15,6 +15,7 @@ from qerl_pl.engines import vllm_marlin, vllm_worker
 from qerl_pl.engines.base import EngineSpec, LentWeights, check_adapter, check_requests, regroup
 from qerl_pl.engines.capacity import GIB, check_length, files_gib, kv_bytes_per_token
 from qerl_pl.engines.vllm_requests import completion_of, request_params
+from qerl_pl.engines.vllm_terminal import without_bars
 from qerl_pl.errors import UserError, require_at_least
 from qerl_pl.formats.architecture import linear_shapes
 from qerl_pl.formats.base import format_of
@@ -125,7 +126,11 @@ class VLLMEngine:
         vllm_worker.import_vllm()
         self._spec, self._ends = spec, end_token_ids(spec.base)
         self._has_tokenizer = load_tokenizer(spec.base) is not None
-        with tempfile.TemporaryDirectory(prefix="qerl-vllm-") as folder, vllm_worker.process_state_kept():
+        with (
+            tempfile.TemporaryDirectory(prefix="qerl-vllm-") as folder,
+            vllm_worker.process_state_kept(),
+            without_bars(),
+        ):
             base = spec.base
             if served is not base_format:
                 base = write_dense_checkpoint(spec.base, Path(folder) / "dense", spec.dtype)
@@ -168,7 +173,7 @@ class VLLMEngine:
                 max_num_batched_tokens=self.max_num_batched_tokens or (None if on_gpu else max(length, CPU_BATCH)),
                 # A seeded request whose prompt is split over two passes fails on a CPU.
                 enable_chunked_prefill=on_gpu,
-                use_tqdm_on_load=False,  # of weights and CUDA graphs; how long it took is logged
+                use_tqdm_on_load=False,  # how long it took is logged
                 enable_prefix_caching=self.prefix_caching,
                 enforce_eager=self.enforce_eager or not on_gpu,
                 enable_sleep_mode=self.sleep_mode and on_gpu,
