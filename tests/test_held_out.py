@@ -97,3 +97,9 @@ def test_samples_of_other_processes_count_and_stay_theirs(tmp_path: Path) -> Non
     engine = Counting()
     evaluate(engine, KeptSamples(second, [first, tmp_path / "none.jsonl"]))
     assert engine.asked == [] and not second.exists() and first.read_text() == unfinished
+
+
+def test_a_first_line_that_is_not_whole_is_taken_out(tmp_path: Path) -> None:
+    file = tmp_path / "samples.jsonl"
+    file.write_text('{"set": "x"')
+    assert len(KeptSamples(file)) == 0 and file.read_text() == ""
