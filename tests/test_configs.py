@@ -65,7 +65,9 @@ def different(one: str, other: str) -> set[str]:
 
 
 def test_every_family_and_size_is_shipped() -> None:
-    expected = {"quickstart", "gsm8k_cpu", "evaluate", "gsm8k_grpo_bf16_7b"} | {f"{f}_{size}" for f in FAMILIES for size in SIZES}
+    expected = {"quickstart", "gsm8k_cpu", "evaluate", "gsm8k_grpo_bf16_7b"} | {
+        f"{f}_{size}" for f in FAMILIES for size in SIZES
+    }
     assert {path.stem for path in SHIPPED} == expected
 
 

@@ -35,7 +35,7 @@ class MathAnswer:
         tag: str | None = "answer",
         time_limit_s: float = 3.0,
         name: str = "accuracy",
-        batch_limit_s: float = 30.0,
+        batch_limit_s: float = 12.0,
         workers: int | None = None,
     ) -> None:
         for key, seconds in (("time_limit_s", time_limit_s), ("batch_limit_s", batch_limit_s)):
