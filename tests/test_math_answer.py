@@ -339,10 +339,13 @@ def test_real_answers_are_right_and_those_of_other_rows_wrong() -> None:
     numbers = [row["answer"].rpartition("####")[2].strip() for row in read(DATA / "gsm8k" / "test.jsonl")]
     assert (len(problems), len(numbers)) == (500, 1319)
     assert GSM8KAnswer()([answered(number, number) for number in numbers]) == [1.0] * 1319
+    shifted = [answered(*pair) for pair in zip(numbers[1:] + numbers[:1], numbers, strict=True)]
+    same = [float(one.completion.endswith(f">{one.reference}</answer>")) for one in shifted]
+    assert GSM8KAnswer()(shifted) == same and sum(same) < 50
     written = [answered(f"That is $\\boxed{{ {number}.0}}$ dollars.", number) for number in numbers]
     assert reward(written) == [1.0] * 1319
     assert reward._pool.equivalent([(one, one) for one in problems]) == [True] * 500
-    for answers, also in ((problems, {("x=5", "5")}), (numbers, set())):
+    for answers, also in ((problems, {("x=5", "5")}), (numbers[:300], set())):
         shifted = list(zip(answers[1:] + answers[:1], answers, strict=True))
         found = {pair for pair, right in zip(shifted, reward._pool.equivalent(shifted), strict=True) if right}
         assert found - {pair for pair in shifted if pair[0] == pair[1]} == also
