@@ -18,7 +18,7 @@ from qerl_pl.datamodules.base import PromptDataModule
 from qerl_pl.errors import require_at_least
 from qerl_pl.modules.qerl import BEFORE_TRAINING, QeRLModule
 from qerl_pl.rewards import Reward
-from qerl_pl.rollout.kept import KeptSamples, SampleRecord
+from qerl_pl.rollout.kept import FORMAT, KeptSamples, SampleRecord
 from qerl_pl.rollout.statistics import interval, prompt_metrics
 from qerl_pl.run.devices import writes_files
 from qerl_pl.run.files import write_atomically
@@ -208,6 +208,7 @@ def _settings(module: QeRLModule, rollout: RolloutCallback, data: PromptDataModu
     for name, tensor in sorted(module.policy.trained_state().items()):
         state.update(name.encode() + tensor.contiguous().cpu().view(torch.uint8).numpy().tobytes())
     return {
+        "format": FORMAT,
         "model": "toy policy" if policy.path is None else policy.path,
         "base": module.base_identity,
         "quantization": policy.quantization,

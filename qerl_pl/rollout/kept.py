@@ -9,6 +9,9 @@ from typing import Protocol
 
 from qerl_pl.types import GradedAnswer, Prompt
 
+FORMAT = 1
+"""Of lines and grades: raise it with every change that makes earlier ones other than new ones would be."""
+
 
 @dataclass(frozen=True)
 class SampleRecord:
@@ -56,7 +59,7 @@ class KeptSamples:
     def __init__(self, path: Path, others: Iterable[Path] = ()) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path = path
-        self._found: dict[tuple[str, str, int | None], SampleRecord] = {}
+        self._found: dict[tuple[str, str, int | None], tuple[GradedAnswer, str, str]] = {}
         for file in (path, *others):
             self._read(file, mend=file == path)
 
@@ -65,9 +68,8 @@ class KeptSamples:
 
     def find(self, name: str, prompt: Prompt, sample: int | None) -> GradedAnswer | None:
         """What was sampled before; nothing where question or reference have changed since."""
-        record = self._found.get((name, prompt.id, sample))
-        same = record is not None and (record.prompt, record.reference) == (prompt.text, prompt.reference)
-        return record.graded if record is not None and same else None
+        graded, *asked = self._found.get((name, prompt.id, sample), (None, "", ""))
+        return graded if asked == [prompt.text, prompt.reference] else None
 
     def keep(self, records: Sequence[SampleRecord]) -> None:
         """Append lines; they are on the disk when this returns."""
@@ -76,7 +78,12 @@ class KeptSamples:
             file.write(lines.encode())
             file.flush()
             os.fsync(file.fileno())
-        self._found |= {(record.set, record.prompt_id, record.sample): record for record in records}
+        for record in records:
+            self._remember(record)
+
+    def _remember(self, record: SampleRecord) -> None:
+        """Without its text, for there may be many."""
+        self._found[record.set, record.prompt_id, record.sample] = (record.graded, record.prompt, record.reference)
 
     def _read(self, file: Path, mend: bool) -> None:
         if not file.is_file():
@@ -86,8 +93,7 @@ class KeptSamples:
             for line in lines:
                 if not line.endswith(b"\n"):
                     break
-                record = SampleRecord(**json.loads(line))
-                self._found[record.set, record.prompt_id, record.sample] = record
+                self._remember(SampleRecord(**json.loads(line)))
                 end += len(line)
             if mend:
                 lines.truncate(end)
