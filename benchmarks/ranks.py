@@ -4,7 +4,7 @@
     python benchmarks/ranks.py --devices 1 2 --parts toy --engine transformers --accelerator cpu --out results
 
 toy     the quickstart in bfloat16 on each number of devices: validations and rewards side by side
-killed  the same on the largest number, one rank killed (SIGKILL) after the first checkpoint, then resumed
+killed  the same on the largest number, one rank killed (SIGKILL) after the first checkpoint, then resumed by torchrun
 7b, 32b random weights of that shape, 32 completions of 512 tokens a device after prompts of about 256 tokens
 """
 
@@ -42,11 +42,13 @@ def scalars(run: Path, tags: tuple[str, ...]) -> dict[str, dict[int, float]]:
     return {tag: {event.step: event.value for event in events.Scalars(tag)} for tag in tags if tag in known}
 
 
-def launch(words: list[str]) -> "subprocess.Popen[bytes]":
-    """A `qerl fit`, which finds this folder's modules."""
+def launch(words: list[str], torchrun: int | None = None) -> "subprocess.Popen[bytes]":
+    """A `qerl fit`, which finds this folder's modules; by so many processes of torchrun where that is asked for."""
     places = [str(Path(__file__).parent), str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")]
+    start = ["torch.distributed.run", "--standalone", f"--nproc-per-node={torchrun}", "-m"] if torchrun else []
     return subprocess.Popen(
-        [sys.executable, "-m", "qerl_pl", "fit", *words], env={**os.environ, "PYTHONPATH": os.pathsep.join(places)}
+        [sys.executable, "-m", *start, "qerl_pl", "fit", *words],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(places)},
     )
 
 
@@ -85,7 +87,7 @@ def part_toy(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def part_killed(args: argparse.Namespace) -> dict[str, Any]:
-    """A rank killed after the first checkpoint; the resumed run against the one of part toy."""
+    """A rank killed after the first checkpoint; the run, resumed by torchrun, against the one of part toy."""
     devices = args.devices[-1]
     whole, run = args.folder / f"toy-{devices}", args.folder / "killed"
     process = launch(toy(run, devices, args))
@@ -95,14 +97,14 @@ def part_killed(args: argparse.Namespace) -> dict[str, Any]:
     next(one for one in psutil.Process(process.pid).children() if "qerl_pl" in " ".join(one.cmdline())).kill()
     status = process.wait()
     seconds = time.perf_counter() - killed
-    resumed = launch(toy(run, devices, args)).wait()
+    resumed = launch(toy(run, devices, args), torchrun=devices).wait()
     one, other = (load_file(path / "adapter" / "adapter_model.safetensors") for path in (whole, run))
     same = all(torch.equal(one[name], other[name]) for name in one)
     headers = [
         "devices",
         "status after the kill",
         "s until the run had ended",
-        "status of the resumed run",
+        "status of the run resumed by torchrun",
         "same adapter bits",
     ]
     return {"table": report.markdown(headers, [[devices, status, f"{seconds:.1f}", resumed, same]])}
@@ -159,7 +161,7 @@ def part_shape(shape: str, args: argparse.Namespace) -> dict[str, Any]:
         later = {tag: list(values.values())[2:] for tag, values in steps.items()}
         rate = [value / args.tokens for value in later["perf/tokens_per_s"]]
         found[devices] = later | {"completions_per_s": rate}
-        base_rate = statistics.median(found[args.devices[0]]["completions_per_s"]) if args.devices[0] in found else None
+        base_rate = statistics.median(found[1]["completions_per_s"]) if 1 in found else None
         median = statistics.median(rate)
         row = [shape, devices, f"{median:.2f} ({min(rate):.2f} to {max(rate):.2f})"]
         row.append(f"{median / base_rate:.2f}" if base_rate else "-")

@@ -4,7 +4,10 @@ Each room of the package gets a copy of the work tree in build/mutants, with the
 run in this process alone, for a mutant is a fork of a process that has imported everything. What may survive, and why,
 is listed in mutants.md by the mutated line.
 
-    python tests/mutation.py [room ...] [--processes N]
+    python tests/mutation.py [room ...] [--processes N] [--again]
+
+With --again what an earlier run noticed stands: only what survived, and what is new in the code, meets the tests as
+they are now.
 """
 
 import argparse
@@ -26,6 +29,7 @@ BUILD = ROOT / "build" / "mutants"
 LISTED = ROOT / "tests" / "mutants.md"
 AT_LEAST = 0.9
 """Share of the mutants that must be noticed."""
+AT_LEAST_IN_A_ROOM = 0.85
 NOTICED = {"killed", "timeout", "segfault", "suspicious"}
 REACHED: dict[int, set[str]] = {}
 """Functions that each run reached which tests share."""
@@ -78,11 +82,11 @@ ROOMS = {
             "qerl_pl/rollout/experience.py",
             "qerl_pl/rollout/scoring.py",
         ),
-        ("collecting", "agreement"),
+        ("collecting", "collecting_ranks", "agreement"),
     ),
     "update": Room(
-        ("qerl_pl/modules/update.py", "qerl_pl/modules/packing.py"),
-        ("update_steps", "packing", "update"),
+        tuple(f"qerl_pl/modules/{name}.py" for name in ("update", "packing", "known", "micro_batches")),
+        ("update_steps", "packing", "update", "recompute"),
     ),
 }
 
@@ -105,20 +109,33 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("rooms", nargs="*", default=list(ROOMS), choices=[*ROOMS, []], help="all by default")
     parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--again", action="store_true", help="only what survived an earlier run, and what is new")
     arguments = parser.parse_args()
-    counts: dict[str, Counter[str]] = {}
+    counts: dict[str, dict[str, Counter[str]]] = {}
     survivors: list[tuple[str, str]] = []
     for name in arguments.rooms:
-        folder = lay_out(ROOMS[name], BUILD / name)
+        folder = BUILD / name
+        again = [mutant for _, mutant in survived(folder)] if arguments.again and folder.exists() else []
+        if not arguments.again:
+            shutil.rmtree(folder, ignore_errors=True)
+        lay_out(ROOMS[name], folder)
         mutmut(folder, "run", "--max-children", str(arguments.processes))
-        for file, status_by_mutant in results(folder).items():
-            counts[file] = Counter(status_by_mutant.values())
-            survivors += [
-                (file, changed_line(folder, mutant))
-                for mutant, status in status_by_mutant.items()
-                if status not in NOTICED
-            ]
+        still = {mutant for _, mutant in survived(folder)}.intersection(again)
+        if still:
+            mutmut(folder, "run", "--max-children", str(arguments.processes), *sorted(still))
+        counts[name] = {file: Counter(statuses.values()) for file, statuses in results(folder).items()}
+        survivors += [(file, changed_line(folder, mutant)) for file, mutant in survived(folder)]
     return report(counts, survivors)
+
+
+def survived(folder: Path) -> list[tuple[str, str]]:
+    """Files and names of the mutants of a room that no test noticed."""
+    return [
+        (file, mutant)
+        for file, status_by_mutant in results(folder).items()
+        for mutant, status in status_by_mutant.items()
+        if status not in NOTICED
+    ]
 
 
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> None:
@@ -144,30 +161,31 @@ def shared_run(item: pytest.Item) -> int | None:
     return None if run is None else id(run)
 
 
-def lay_out(room: Room, folder: Path) -> Path:
+def lay_out(room: Room, folder: Path) -> None:
     """A copy of the work tree with both packages at its root, where mutmut looks for them."""
-    shutil.rmtree(folder, ignore_errors=True)
     ignored = shutil.ignore_patterns("__pycache__")
     for source in ("qerl_pl", "kernels/qerl_kernels", "tests", "configs"):
-        shutil.copytree(ROOT / source, folder / Path(source).name, ignore=ignored)
+        shutil.copytree(ROOT / source, folder / Path(source).name, ignore=ignored, dirs_exist_ok=True)
     logprob = folder / "qerl_kernels" / "logprob.py"
     # It only refuses second derivatives, and mutmut leaves decorated functions alone.
     logprob.write_text(logprob.read_text().replace("    @once_differentiable\n", ""))
-    (folder / "mutants" / "tests").mkdir(parents=True)  # what is not there when Python starts is never searched
+    # What is not there when Python starts is never searched.
+    (folder / "mutants" / "tests").mkdir(parents=True, exist_ok=True)
+    # Which test reaches what; mutmut would forget all results with it where other files of tests are asked.
+    (folder / "mutants" / "mutmut-stats.json").unlink(missing_ok=True)
     arguments = ["-p", "no:cacheprovider", "-p", "mutation", "-m", "not vllm and not gpu"]
     if room.chosen:
         arguments += ["-k", room.chosen]
     tests = [f"tests/test_{name}.py" for name in room.tests]
     config = CONFIG.format(code=json.dumps(room.code), arguments=json.dumps(arguments), tests=json.dumps(tests))
     (folder / "pyproject.toml").write_text((ROOT / "pyproject.toml").read_text() + config)
-    return folder
 
 
 def mutmut(folder: Path, *arguments: str, output: int | None = None) -> str:
     # One thread a process, and no GPU: PyTorch can then be forked. Children of a test find the mutants first, too.
     search = os.pathsep.join(str(folder / "mutants" / path) for path in ("", "tests"))
     environment = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": search}
-    command = [Path(sys.executable).parent / "mutmut", *arguments]
+    command = [str(Path(sys.executable).parent / "mutmut"), *arguments]
     done = subprocess.run(command, cwd=folder, env=os.environ | environment, check=True, text=True, stdout=output)
     return done.stdout
 
@@ -189,19 +207,32 @@ def changed_line(folder: Path, mutant: str) -> str:
     return " ".join(changes["+"]) or "without " + " ".join(changes["-"])
 
 
-def report(counts: dict[str, Counter[str]], survivors: list[tuple[str, str]]) -> int:
+def report(counts: dict[str, dict[str, Counter[str]]], survivors: list[tuple[str, str]]) -> int:
     """Print the figures by file and the survivors that are not listed; the exit status."""
-    rows = [(file, count.total(), sum(count[status] for status in NOTICED)) for file, count in counts.items()]
-    rows.append(("all", sum(row[1] for row in rows), sum(row[2] for row in rows)))
     print("\n| file | mutants | noticed | % |\n| --- | --- | --- | --- |")
-    for file, total, noticed in rows:
-        print(f"| {file} | {total} | {noticed} | {100 * noticed / total:.1f} |")
-    listed = LISTED.read_text()
-    new = [(file, line) for file, line in survivors if f"`{line}`" not in listed]
+    enough = True
+    for files in counts.values():
+        for file, count in files.items():
+            share(file, count)
+        enough &= share("these", sum(files.values(), Counter())) >= AT_LEAST_IN_A_ROOM
+    enough &= share("all", sum((count for files in counts.values() for count in files.values()), Counter())) >= AT_LEAST
+    new = [(file, line) for file, line in survivors if f"`{line}`" not in listed(file)]
     print(f"\n{len(survivors)} survived, of which {len(new)} are not in {LISTED.name}" + ":" * bool(new))
     for file, line in new:
         print(f"- {file}: `{line}`")
-    return int(rows[-1][2] < AT_LEAST * rows[-1][1])
+    return int(not enough or bool(new))
+
+
+def share(name: str, count: Counter[str]) -> float:
+    """Of the mutants, how many were noticed; printed as a row."""
+    noticed = sum(count[status] for status in NOTICED)
+    print(f"| {name} | {count.total()} | {noticed} | {100 * noticed / count.total():.1f} |")
+    return noticed / count.total()
+
+
+def listed(file: str) -> str:
+    """What mutants.md says of the survivors of a file, below its name as a heading."""
+    return "".join(part for part in LISTED.read_text().split("\n#") if part.lstrip("# ").startswith(f"{file}\n"))
 
 
 if __name__ == "__main__":

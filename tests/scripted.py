@@ -1,6 +1,6 @@
 """An engine that says what a test makes it say, with a policy, tokenizer and rewards to match: no model, no trainer."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -9,7 +9,20 @@ import torch
 from torch import Tensor
 
 from qerl_pl.algorithm import NormNoise
-from qerl_pl.types import Completion, RolloutRequest, SamplingConfig, SyncReport
+from qerl_pl.rollout.config import CollectorConfig
+from qerl_pl.types import Completion, Prompt, RolloutRequest, SamplingConfig, SyncReport
+
+SAMPLING = SamplingConfig(max_tokens=3, temperature=0.9, stop=("!",))
+PROMPTS = [Prompt(f"p{index}", tuple(range(10, 11 + index)), f"question {index}", f"{index}") for index in range(6)]
+
+
+def config_of(**changes: Any) -> CollectorConfig:
+    given: dict[str, Any] = {"rewards": [Even(), Long()], "group_size": 4, "sampling": SAMPLING, "resample_rounds": 0}
+    return CollectorConfig(**given | {"eval_samples": 3, "mismatch_bound": 0.25, "check_every": 3} | changes)
+
+
+def nobody(key: Sequence[int | str], count: int, exclude: Collection[str]) -> list[Prompt]:
+    raise AssertionError("nothing is to be replaced")
 
 
 def said(prompt: Sequence[int], seed: int) -> list[int]:
@@ -29,6 +42,7 @@ class Scripted:
         self.error = error
         self.lost = lost
         self.calls: list[Any] = []
+        self.samples: list[list[int]] = []
         self.adapter = False
 
     def wake(self) -> None:
@@ -44,6 +58,7 @@ class Scripted:
 
     def generate(self, requests: Sequence[RolloutRequest], sampling: SamplingConfig) -> list[list[Completion]]:
         self.calls.append(("generate", [request.prompt_ids for request in requests], sampling))
+        self.samples.append([len(request.seeds) for request in requests])
         groups = []
         for request in requests:
             tokens = [said(request.prompt_ids, seed) for seed in request.seeds]
@@ -82,7 +97,7 @@ class Watched:
         self, tokens: Tensor, lengths: Tensor, mask: Tensor, temperature: float
     ) -> tuple[Tensor, Tensor]:
         assert self.evaluates and not torch.is_grad_enabled() and temperature == 1.0
-        assert [int(row[mask_row].numel()) for row, mask_row in zip(tokens, mask, strict=True)]
+        assert lengths.tolist() == [int(row.nonzero().max()) + 1 for row in mask]
         values = [[own(self.adapter, int(token)) for token in row] for row in tokens]
         return torch.tensor(values), torch.zeros(mask.shape)
 

@@ -1,13 +1,16 @@
 """The self-check's measure and its bounds, on an engine that errs as the test says."""
 
 import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import pytest
 from scripted import Scripted, Watched
 
 from qerl_pl.errors import UserError
-from qerl_pl.rollout.agreement import Agreement, measure_agreement, require_agreement
-from qerl_pl.types import Prompt
+from qerl_pl.rollout.agreement import Agreement, check_agreement, measure_agreement, require_agreement
+from qerl_pl.types import Prompt, RolloutRequest, SamplingConfig
 
 PROMPTS = [Prompt("p0", (10,), "question 0", "0"), Prompt("p1", (10, 11), "question 1", "1")]
 
@@ -49,3 +52,43 @@ def test_agreement_at_its_bounds(on: float, off: float, effect: float, probed: b
     else:
         with pytest.raises(UserError, match="must agree within 0.25 nats"):
             require_agreement(Agreement(on, off, effect), 0.25, probed)
+
+
+def test_a_difference_is_none_of_a_probe_unless_it_is_said() -> None:
+    with pytest.raises(UserError, match="must agree within 0.25 nats"):
+        require_agreement(Agreement(0.26, 0.0, 0.0), 0.25)
+
+
+class RoughOnProbes(Scripted):
+    """An engine that rounds away 0.1 nats of every policy that is a probe."""
+
+    probed = False
+
+    def generate(self, requests: Sequence[RolloutRequest], sampling: SamplingConfig) -> list[Any]:
+        self.error = 0.1 * (self.probed and self.adapter)
+        return super().generate(requests, sampling)
+
+
+class Probing(Watched):
+    """A policy that tells such an engine."""
+
+    def __init__(self, engine: RoughOnProbes) -> None:
+        super().__init__()
+        self.engine = engine
+
+    @contextmanager
+    def probed(self, seed: int) -> Iterator[None]:
+        self.engine.probed = True
+        with super().probed(seed):
+            yield
+        self.engine.probed = False
+
+
+def test_a_probe_may_be_rounded_more_than_the_policy_itself() -> None:
+    engine = RoughOnProbes()
+    policy = Probing(engine)
+    # 0.1 is more than the bound, which is the policy's own, and less than half of the adapter's effect, 0.25.
+    check_agreement(engine, policy, PROMPTS, 3, 1, 3, 0.05)
+    assert policy.probes == [1] and engine.error == 0
+    with pytest.raises(UserError, match="must agree within 0.05 nats"):
+        check_agreement(Scripted(error=0.1), Watched(), PROMPTS, 3, 1, 3, 0.05)

@@ -6,32 +6,21 @@ from typing import Any
 
 import pytest
 import torch
-from scripted import Even, Long, Scripted, Watched, Words, own, said
+from scripted import PROMPTS, SAMPLING, Even, Scripted, Watched, Words, config_of, nobody, own, said
 
 from qerl_pl.algorithm import DrGRPO, NormNoise
 from qerl_pl.errors import UserError
 from qerl_pl.rewards import OverlongPenalty
-from qerl_pl.rollout.collector import Collector, CollectorConfig
+from qerl_pl.rollout.collector import Collector
 from qerl_pl.rollout.experience import pad_completions, require_finite_logprobs
 from qerl_pl.rollout.hand_over import HandOver
+from qerl_pl.rollout.scoring import score_groups
 from qerl_pl.run.seeding import stream_seed
 from qerl_pl.types import Completion, Prompt, SamplingConfig
-
-SAMPLING = SamplingConfig(max_tokens=3, temperature=0.9, stop=("!",))
-PROMPTS = [Prompt(f"p{index}", tuple(range(10, 11 + index)), f"question {index}", f"{index}") for index in range(6)]
-
-
-def config_of(**changes: Any) -> CollectorConfig:
-    given: dict[str, Any] = {"rewards": [Even(), Long()], "group_size": 4, "sampling": SAMPLING, "resample_rounds": 0}
-    return CollectorConfig(**given | {"eval_samples": 3, "mismatch_bound": 0.25, "check_every": 3} | changes)
 
 
 def collector_of(engine: Any, tokenizer: Any = None, **changes: Any) -> Collector:
     return Collector(config_of(**changes), engine, tokenizer or Words(), DrGRPO(), seed=7)
-
-
-def nobody(key: Sequence[int | str], count: int, exclude: Collection[str]) -> list[Prompt]:
-    raise AssertionError("nothing is to be replaced")
 
 
 def tokens_of(prompt: Prompt, version: int = 4) -> list[list[int]]:
@@ -93,6 +82,57 @@ def test_an_experience_worked_out(pad: int | None) -> None:
     assert times.keys() == {f"time/{name}_s" for name in ("check", "wait", "sleep", "sync", "rollout", "reward")}
     assert found.seconds == pytest.approx(sum(times.values())) and found.sampled_tokens == sum(counts)
     assert (found.version, found.temperature, found.max_tokens, len(found)) == (4, 0.9, 3, 12)
+    assert found.places is not None and found.places.tolist() == list(range(12))
+
+
+def test_an_experience_goes_to_a_device_with_all_that_trains() -> None:
+    policy = Watched()
+    found = collector_of(Scripted()).collect(PROMPTS[:1], policy.weights(4), policy, nobody)
+    assert set(found.metrics) >= {"reward/even", "reward/long"}  # of a batch of one prompt
+    there = found.to(torch.device("meta"))
+    for name in ("tokens", "lengths", "mask", "sampler_logprobs", "advantages", "truncated"):
+        before, after = getattr(found, name), getattr(there, name)
+        assert (after.device.type, after.shape, after.dtype) == ("meta", before.shape, before.dtype)
+    assert (there.places, there.records, there.metrics) == (found.places, found.records, found.metrics)
+
+
+class Echo(Even):
+    """A reward that keeps what it was shown."""
+
+    def __init__(self) -> None:
+        self.shown: list[Any] = []
+
+    def __call__(self, samples: Any) -> list[float]:
+        self.shown += [(sample.prompt, sample.reference, sample.completion) for sample in samples]
+        return super().__call__(samples)
+
+
+def test_a_reward_sees_question_reference_and_answer() -> None:
+    policy, echo = Watched(), Echo()
+    collector_of(Scripted(), rewards=[echo]).collect(PROMPTS[:2], policy.weights(4), policy, nobody)
+    assert echo.shown == [
+        (prompt.text, prompt.reference, " ".join(map(str, tokens)))
+        for prompt in PROMPTS[:2]
+        for tokens in tokens_of(prompt)
+    ]
+
+
+def test_each_prompt_has_its_completions() -> None:
+    one = Completion((1,), (-1.0,), "stop")
+    with pytest.raises(ValueError, match="argument"):
+        pad_completions(PROMPTS[:2], [[one]], 0)
+    with pytest.raises(ValueError, match="argument"):
+        require_finite_logprobs(PROMPTS[:2], [[one]], "Engine", 6)
+    for completions in ([[one]], [[one], [one, one]]):
+        with pytest.raises(ValueError, match="argument"):
+            score_groups([Even()], Words(), PROMPTS[:2], completions)
+
+
+def test_nothing_is_replaced_where_every_group_teaches() -> None:
+    good = [prompt for prompt in PROMPTS if informative(prompt)][:2]
+    policy = Watched()
+    found = collector_of(Scripted(), resample_rounds=2).collect(good, policy.weights(4), policy, nobody)
+    assert len(found) == 8
 
 
 def test_the_engine_is_woken_checked_synced_asked_and_put_to_sleep() -> None:
@@ -154,6 +194,7 @@ def test_a_rollout_that_teaches_nothing_says_so(caplog: pytest.LogCaptureFixture
     policy = Watched()
     found = collector_of(Scripted(), resample_rounds=1).collect(bad, policy.weights(4), policy, lambda *_: [])
     assert len(found) == 0 and len(found.records) == 8 and found.tokens.shape == (0, 0)
+    assert found.truncated.dtype == torch.bool
     assert "rollout 4 teaches nothing: none of 2 groups has right and wrong answers" in caplog.text
     assert math.isnan(found.metrics["completions/length_max"]) and math.isnan(found.metrics["completions/length_mean"])
     assert found.metrics["completions/groups_dropped_frac"] == 1 and not math.isnan(found.metrics["reward/mean"])
@@ -167,11 +208,13 @@ def test_an_evaluation_worked_out(name: str) -> None:
     greedy, sampled = (SamplingConfig(3, temperature, stop=("!",)) for temperature in (0.0, 1.0))
     asked = [("generate", ids, greedy), ("generate", ids, sampled)]
     assert engine.calls == ["wake", ("sync", 5, True), *asked, "sleep"] and found.name == name
+    assert engine.samples == [[1] * 3, [3] * 3]
     for prompt, graded in zip(PROMPTS, found.prompts, strict=False):
         seeds = [stream_seed(7, "evaluation", *[name] * bool(name), prompt.id, sample) for sample in range(3)]
         right = [rewards_of(said(prompt.token_ids, seed))[0] > 0.5 for seed in seeds]
         assert (graded.prompt_id, graded.greedy.correct) == (prompt.id, right[0])
         assert [one.correct for one in graded.samples] == right
+    assert collector_of(Scripted()).evaluate(PROMPTS[:3], policy.weights(5)).name == ""
 
 
 def test_settings_that_cannot_be_are_refused(caplog: pytest.LogCaptureFixture) -> None:
@@ -201,6 +244,16 @@ def test_a_log_probability_that_is_none_is_named_by_its_place(value: float) -> N
     message = f"at policy version 6 Engine gave {value} at token 2 of 3 of completion 2 of prompt p1;"
     with pytest.raises(UserError, match=message):
         require_finite_logprobs(PROMPTS[:2], [[good, good], [good, bad]], "Engine", 6)
+
+
+def test_a_log_probability_that_is_none_stops_a_rollout() -> None:
+    engine, policy = Scripted(), Watched()
+    collector = collector_of(engine)
+    for version in (3, 4):
+        collector.collect(PROMPTS[:1], policy.weights(version), policy, nobody)
+    engine.error = math.nan  # where no self-check is due
+    with pytest.raises(UserError, match="at policy version 5 Scripted gave nan at token 1 of . of completion 1 of "):
+        collector.collect(PROMPTS[:1], policy.weights(5), policy, nobody)
 
 
 def test_nothing_pads_to_nothing() -> None:

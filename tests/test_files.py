@@ -22,6 +22,7 @@ from qerl_pl.run.checkpoints import (
     DamagedCheckpoint,
     check_fits,
     digest_path,
+    finished_rollouts,
     newest_checkpoint,
     resume_files,
 )
@@ -85,6 +86,16 @@ def test_loading_a_truncated_checkpoint_says_so(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(DamagedCheckpoint, match="must be whole"):
         AtomicCheckpointIO().load_checkpoint(path)
+
+
+def test_a_checkpoint_of_this_trainer_says_how_far_it_is_and_no_other_is_taken(tmp_path: Path) -> None:
+    path = tmp_path / "step=7.ckpt"
+    AtomicCheckpointIO().save_checkpoint({"qerl": {"policy_version": 7}}, path)
+    assert finished_rollouts(path) == 7
+    for other in ({"state_dict": {}}, {"qerl": 7}, [7]):
+        AtomicCheckpointIO().save_checkpoint(other, path)  # type: ignore[arg-type]
+        with pytest.raises(UserError, match="one of this trainer's; .*step=7.ckpt is another program's"):
+            finished_rollouts(path)
 
 
 def test_what_could_not_be_read_again_is_not_saved(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from qerl_pl.callbacks import ResumeCheckpoint
 from qerl_pl.errors import UserError
 from qerl_pl.modules import QeRLModule
 from qerl_pl.modules.qerl import BEFORE_TRAINING
+from qerl_pl.run.random_state import random_state, random_state_kept
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +39,7 @@ def test_settings_by_default() -> None:
     assert isinstance(module.objective, GRPO) and update.objective is module.objective
     assert (module.lr_scheduler, module.warmup_ratio, module.seed, update.seed) == ("cosine", 0.1, 0, 0)
     assert (update.epochs, update.minibatches, update.micro_batch_tokens) == (1, 1, None)
-    assert (update.max_grad_norm, update.with_reference, module.policy_version) == (0.2, True, 0)
+    assert (update.max_grad_norm, update.reference_share, module.policy_version) == (0.2, 0.125, 0)
     (group,) = module.make_optimizer([nn.Parameter(torch.ones(1))]).param_groups
     assert (group["lr"], group["betas"], group["weight_decay"]) == (1e-5, (0.9, 0.99), 0.1)
     assert not module.automatic_optimization and not module.strict_loading
@@ -49,13 +50,17 @@ def test_settings_are_taken_and_bad_ones_refused() -> None:
     module = QeRLModule(objective=DrGRPO(), monitor_kl=False, seed=7, **given)
     update = module.update
     assert (update.epochs, update.minibatches, update.micro_batch_tokens, update.max_grad_norm) == (3, 4, 5, 6.0)
-    assert (update.objective, update.with_reference, update.seed, module.seed) == (DrGRPO(), False, 7, 7)
+    assert (update.objective, update.reference_share, update.seed, module.seed) == (DrGRPO(), 0.0, 7, 7)
     for name, value in (("update_epochs", 0), ("minibatches", 0), ("micro_batch_tokens", 0)):
         with pytest.raises(UserError, match=f"model.{name} .*found 0"):
             QeRLModule(**{name: value})
     for norm in (0.0, -1.0, float("nan")):
         with pytest.raises(UserError, match="max_grad_norm must be above 0"):
             QeRLModule(max_grad_norm=norm)
+    assert QeRLModule(monitor_kl=True).update.reference_share == 1.0
+    for share in (-0.1, 1.5, float("nan")):
+        with pytest.raises(UserError, match=f"monitor_kl must be true, false or .*found {share}"):
+            QeRLModule(monitor_kl=share)
     for ratio in (-0.1, 1.1):
         with pytest.raises(UserError, match=r"warmup_ratio must be in \[0, 1\]"):
             QeRLModule(warmup_ratio=ratio)
@@ -116,10 +121,33 @@ def test_a_resumed_run_ends_with_the_same_bits(
 ) -> None:
     random.seed(99)
     torch.manual_seed(99)
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "of an earlier run").touch()
     module = resumed(tiny_policy_dir, whole, tmp_path)
     expected = whole[0].policy.trained_state()
     assert module.policy_version == 4
     assert all(torch.equal(tensor, expected[name]) for name, tensor in module.policy.trained_state().items())
+    names = {path.name for path in (tmp_path / "adapter").iterdir()}
+    assert "adapter_model.safetensors" in names and "of an earlier run" not in names
+
+
+@pytest.mark.parametrize(("rank", "size", "taken"), [(0, 2, 0), (1, 2, 1), (0, 1, 0), (2, 3, 0)])
+def test_each_rank_takes_its_own_random_state_where_as_many_are_there(
+    rank: int, size: int, taken: int, whole: tuple[QeRLModule, Path]
+) -> None:
+    module, saved, states = whole[0], torch.load(whole[1] / "checkpoints" / "step=4.ckpt", weights_only=True), []
+    with random_state_kept():
+        for seed in (1, 2):
+            random.seed(seed)
+            states.append(random_state())
+        trainer, ranks = module._trainer, SimpleNamespace(global_rank=rank, world_size=size)
+        module._trainer = ranks  # type: ignore[assignment]
+        module.on_load_checkpoint({"qerl": saved["qerl"] | {"random_states": states}})
+        module._trainer = trainer
+        module.sampling_weights()
+        found = random.random()
+        random.seed(taken + 1)
+        assert found == random.random()
 
 
 def test_a_resumed_run_takes_the_rates_it_is_given(

@@ -49,6 +49,17 @@ def test_search_takes_the_smallest_and_the_largest_scale_and_keeps_that_of_zeros
     assert zeros.scale.tolist() == [[0.125]]  # ties keep the min-max scale
 
 
+def test_search_goes_seven_steps_up_where_that_is_best():
+    # The min-max scale is 7.1 / 6, rounded to 1.125. Multiples of 2 are exact at 1.0 and 2.0, seven steps higher:
+    # there 7.1 becomes 8, here 6. Anything between misses the multiples by more.
+    block = torch.tensor([[7.1, 6, -6, 6, 4, -4, 4, 2, -2, 2, 6, 6, 6, 0, 0, 0]])
+    packed, scale, one = reference.quantize_nvfp4(block, torch.ones(1), block_scales="search")
+    assert reference.quantize_nvfp4(block, one).scale.tolist() == [[1.125]] and scale.tolist() == [[2.0]]
+    expected = block.clone()
+    expected[0, 0] = 8.0
+    assert torch.equal(reference.dequantize_nvfp4(packed, scale, one, torch.float32), expected)
+
+
 def test_search_chooses_its_own_global_scale():
     weight = torch.linspace(-1, 1, 64).view(2, 32)
     shared = reference.nvfp4_global_scale(weight, block_scales="search")
@@ -65,6 +76,17 @@ def test_a_weight_quantized_in_parts_is_that_quantized_at_once(quantize, monkeyp
     monkeypatch.setattr(reference, "CPU_BLOCKS", 3)
     for part, expected in zip(quantize(weight), whole, strict=True):
         assert torch.equal(part, expected)
+
+
+@pytest.mark.parametrize("quantize", [reference.quantize_nvfp4, reference.quantize_mxfp4])
+@pytest.mark.parametrize("rows", [1, 4])
+def test_a_weight_is_left_as_it_was(quantize, rows, monkeypatch):
+    monkeypatch.setattr(reference, "CPU_BLOCKS", 3)  # of four blocks one is left for a part of its own
+    weight = torch.linspace(-3, 3, rows * 32).view(rows, 32)[:, : 16 if quantize is reference.quantize_nvfp4 else 32]
+    weight = weight.contiguous()
+    before = weight.clone()
+    quantize(weight)
+    assert torch.equal(weight, before)
 
 
 def test_mxfp4_refuses_by_its_own_name_and_gives_the_dtype_it_is_asked_for():
@@ -138,6 +160,25 @@ def test_each_path_passes_on_its_gradients_at_its_price(trained, entropy_gradien
     torch.testing.assert_close(found, expected)
 
 
+def test_a_trained_head_on_frozen_hidden_states_costs_no_gradient_of_those():
+    hidden, head = torch.randn(5, 6), torch.randn(17, 6, requires_grad=True)
+    with Products() as products:
+        chunked_token_logprobs(hidden, head, torch.arange(5))[0].sum().backward()
+    assert products.count == 3  # the logits twice, and the head's
+
+
+@pytest.mark.parametrize(("tokens", "chunk", "head_sum", "bias_sum"), [(512, 1, 256, 256), (1542, 514, 768, 772)])
+def test_sums_over_chunks_keep_what_half_precision_would_lose(tokens, chunk, head_sum, bias_sum):
+    # Odds of 1 : 1, so that each token adds 1/2. In bfloat16 a half no longer adds to 128, and 257, what 514 tokens
+    # add up to, is 256; three times 257 is 771, which rounds to 772. A product of a chunk is bfloat16 all the same.
+    hidden = torch.ones(tokens, 1, dtype=torch.bfloat16)
+    head, bias = (torch.zeros(shape, dtype=torch.bfloat16, requires_grad=True) for shape in ((2, 1), (2,)))
+    targets = torch.zeros(tokens, dtype=torch.int64)
+    chunked_token_logprobs(hidden, head, targets, 1.0, bias, chunk=chunk)[0].sum().backward()
+    assert head.grad.dtype == bias.grad.dtype == torch.bfloat16
+    assert head.grad.tolist() == [[head_sum], [-head_sum]] and bias.grad.tolist() == [bias_sum, -bias_sum]
+
+
 def test_without_a_gradient_there_is_one_product():
     hidden, head = torch.randn(5, 6), torch.randn(17, 6)
     for needs, enabled in ((False, True), (True, False)):
@@ -151,8 +192,10 @@ def test_log_probabilities_of_half_precision_are_float32():
     assert [x.dtype for x in reference.token_logprobs(hidden, head, torch.arange(5))] == [torch.float32] * 2
 
 
-@pytest.mark.parametrize(("vocabulary", "chunk"), [(65536, 256), (152064, 128), (10**6, 20), (4 * 10**7, 1)])
+@pytest.mark.parametrize(
+    ("vocabulary", "chunk"), [(65536, 256), (81920, 256), (152064, 128), (10**6, 20), (4 * 10**7, 1)]
+)
 def test_a_chunk_fits_its_memory_by_hand(vocabulary, chunk):
-    # 320 MiB hold 335544320 / (16 * vocabulary) tokens of float32: 320, 137.9, 20.97 and 0.52.
+    # 320 MiB hold 335544320 / (16 * vocabulary) tokens of float32: 320, 256, 137.9, 20.97 and 0.52.
     hidden, head = torch.empty(1, 8, device="meta"), torch.empty(vocabulary, 8, device="meta")
     assert default_chunk(hidden, head) == chunk

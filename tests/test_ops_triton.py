@@ -24,6 +24,7 @@ from qerl_kernels import (
     triton_tuning,
 )
 from qerl_kernels.backend import triton_available
+from qerl_kernels.logprob import default_chunk
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHAPES = [(1, 32), (3, 96), (130, 160), (64, 3584)]
@@ -183,6 +184,11 @@ def test_a_ruled_out_block_of_tokens_leaves_the_others_finite():
     ours = chunked_token_logprobs(hidden, lm_head, targets, 1.0, bias)
     torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-4)
     assert bool(torch.isfinite(torch.autograd.grad(sum(o.sum() for o in ours), hidden)[0]).all())
+
+
+def test_a_chunk_of_log_probabilities_holds_nothing_beside_its_logits():
+    hidden, lm_head = (torch.empty(rows, 8, dtype=torch.bfloat16, device=DEVICE) for rows in (1, 81920))
+    assert default_chunk(hidden, lm_head) == 2048  # 320 MiB / (2 * 81920)
 
 
 def test_half_precision_log_probabilities_err_at_most_twice_as_much_as_the_plain_way():

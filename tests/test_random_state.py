@@ -147,6 +147,23 @@ def test_from_a_restored_state_the_same_is_drawn_again(odd: bool) -> None:
     assert drawn() == first
 
 
+@pytest.mark.parametrize(("there", "taken"), [(2, True), (1, False), (0, False)])
+def test_states_of_gpus_are_set_where_as_many_are_there(
+    there: int, taken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    states, found = [torch.tensor([1, 2], dtype=torch.uint8), torch.tensor([3, 4], dtype=torch.uint8)], []
+    with monkeypatch.context() as machine:
+        machine.setattr(torch.cuda, "is_available", lambda: True)
+        machine.setattr(torch.cuda, "get_rng_state_all", lambda: states)
+        state = random_state()
+    assert random_state()["cuda"] == [] or torch.cuda.is_available()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: there > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: there)
+    monkeypatch.setattr(torch.cuda, "set_rng_state_all", found.append)
+    set_random_state(state)
+    assert found == [states] * taken
+
+
 def test_what_a_block_draws_leaves_the_generators_alone() -> None:
     state = random_state()
     expected = drawn()

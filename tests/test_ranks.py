@@ -4,6 +4,7 @@ import json
 import math
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -47,13 +48,15 @@ def settings(base: Path, run: Path, devices: int) -> dict[str, Any]:
     return config
 
 
-def start(config: dict[str, Any], *extra: str) -> "subprocess.Popen[str]":
+def start(
+    config: dict[str, Any], *extra: str, launcher: tuple[str, ...] = (), variables: dict[str, str] | None = None
+) -> "subprocess.Popen[str]":
     run = Path(config["trainer"]["default_root_dir"])
     run.parent.mkdir(parents=True, exist_ok=True)
     path = run.with_suffix(".yaml")
     path.write_text(yaml.safe_dump(config))
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    words = [sys.executable, "-m", "qerl_pl", "fit", "-c", str(path), *extra]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1", **(variables or {})}
+    words = [sys.executable, *launcher, "-m", "qerl_pl", "fit", "-c", str(path), *extra]
     with run.with_suffix(".log").open("a") as output:
         return subprocess.Popen(words, env=environment, stdout=output, stderr=output, text=True)
 
@@ -169,10 +172,41 @@ def test_a_signal_to_any_rank_saves_everywhere_and_the_run_goes_on_on_another_nu
     same_run(alone, train(config, "--resume", "auto"), stopped_at)
 
 
+def short(base: Path, run: Path, devices: int) -> dict[str, Any]:
+    config = settings(base, run, devices)
+    config["trainer"] |= {"max_steps": 8, "val_check_interval": 2}
+    return config
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def test_torchrun_and_slurm_start_the_same_run(tiny_policy_dir: Path, tmp_path: Path) -> None:
+    """SLURM by what it tells each task; two machines of one process each, and one machine of two."""
+    lightning = train(short(tiny_policy_dir, tmp_path / "lightning", 2))
+    config = short(tiny_policy_dir, tmp_path / "torchrun", 2)
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    assert start(config, launcher=torchrun).wait(timeout=240) == 0, printed(config)
+    config = short(tiny_policy_dir, tmp_path / "slurm", 1)
+    config["trainer"]["num_nodes"] = 2
+    job = {"SLURM_JOB_ID": "1", "SLURM_JOB_NAME": "qerl", "SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "1"}
+    job |= {"SLURM_NODELIST": "127.0.0.1", "MASTER_PORT": str(free_port()), "SLURM_LOCALID": "0"}
+    tasks = [
+        start(config, variables={**job, "SLURM_PROCID": str(rank), "SLURM_NODEID": str(rank)}) for rank in range(2)
+    ]
+    assert [task.wait(timeout=240) for task in tasks] == [0, 0], printed(config)
+    for run in (tmp_path / "torchrun", tmp_path / "slurm"):
+        assert completions(run) == completions(lightning)
+        for name, tensor in adapter(lightning).items():
+            assert torch.equal(adapter(run)[name], tensor), name
+
+
 @pytest.mark.vllm
 def test_an_engine_a_rank_with_noise_of_its_own(tiny_policy_dir: Path, tmp_path: Path) -> None:
-    config = settings(tiny_policy_dir, tmp_path / "run", 2)
-    config["trainer"] |= {"max_steps": 8, "val_check_interval": 2}
+    config = short(tiny_policy_dir, tmp_path / "run", 2)
     rollout, noise = (callback["init_args"] for callback in config["trainer"]["callbacks"][:2])
     rollout |= {"engine": {"class_path": "qerl_pl.engines.VLLMEngine"}, "resample_rounds": 0}
     noise |= {"stages": 1, "noiseless_first_stage": False, "per_rank": True}

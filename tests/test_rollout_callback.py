@@ -94,6 +94,7 @@ def test_a_mismatch_above_its_bound_is_warned_of(bound: float, warned: bool, cap
     trainer: Any = SimpleNamespace(callback_metrics={"mismatch/logprob_abs_mean": torch.tensor(0.25)})
     rollout_of(mismatch_bound=bound).on_train_batch_end(trainer, module_of(Path("nowhere")), None, None, 0)
     assert ("differ by 0.250 nats a token, more than mismatch_bound=0.2:" in caplog.text) == warned
+    assert bool(caplog.records) == warned
 
 
 def test_sizes_that_do_not_divide_are_refused_in_training_alone(tiny_policy_dir: Path, tmp_path: Path) -> None:

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import distributed
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Tokenizer
 
 from qerl_pl.errors import UserError
@@ -221,3 +223,12 @@ def test_cache_that_cannot_be_written_is_refused(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("QERL_CACHE", str(tmp_path / "file"))
     with pytest.raises(UserError, match="toy-.* needs a folder .*file takes none .*; set QERL_CACHE to another place"):
         build_toy_policy(SMALL)
+
+
+def test_whichever_rank_comes_first_writes_the_whole_policy(tmp_path: Path) -> None:
+    distributed.init_process_group("fake", rank=1, world_size=2, store=FakeStore())
+    try:
+        folder = build_toy_policy(ToyConfig(layers=1, intermediate=128, steps=1, batch_size=8), tmp_path)
+    finally:
+        distributed.destroy_process_group()
+    assert AutoModelForCausalLM.from_pretrained(folder).config.architectures == ["Qwen2ForCausalLM"]

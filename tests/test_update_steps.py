@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from rank_helpers import on_ranks
 from torch import Tensor, nn
 
 from qerl_pl.algorithm import BNPO, GRPO, DrGRPO, Objective
@@ -16,6 +17,7 @@ from qerl_pl.algorithm.objectives import LossInputs, LossOutputs
 from qerl_pl.errors import UserError
 from qerl_pl.modules.update import NonFiniteLossError, PolicyUpdate
 from qerl_pl.rollout.experience import Experience
+from qerl_pl.run.ranks import ALONE, Ranks
 from qerl_pl.run.seeding import stream_seed
 
 ODDS = [0.3, -0.4, 0.1, 0.8]
@@ -36,6 +38,9 @@ class FourNumbers(nn.Module):
         self.odds = nn.Parameter(torch.tensor(ODDS, dtype=torch.float64))
         self.frozen = nn.Parameter(torch.ones(1, dtype=torch.float64), requires_grad=False)
         self.trained = SimpleNamespace(random=random)
+        self.recomputation = SimpleNamespace(
+            choose=lambda tokens, ranks: None, attempt=lambda work, parameters: work(), agree=lambda ranks: None
+        )
         self.is_reference = False
         self.calls: list[tuple[list[int], bool, bool, bool]] = []
         self.drawn: list[float] = []
@@ -60,7 +65,7 @@ class FourNumbers(nn.Module):
 
 def experience_of(rows: Sequence[int] = range(6), **changes: Any) -> Experience:
     lengths = [PROMPTS[row] + len(COMPLETIONS[row]) for row in rows]
-    tokens = torch.zeros(len(lengths), max(lengths), dtype=torch.int64)
+    tokens = torch.zeros(len(lengths), max(lengths, default=0), dtype=torch.int64)
     mask = torch.zeros_like(tokens, dtype=torch.bool)
     for index, row in enumerate(rows):
         tokens[index, PROMPTS[row] : lengths[index]] = torch.tensor(COMPLETIONS[row])
@@ -68,7 +73,7 @@ def experience_of(rows: Sequence[int] = range(6), **changes: Any) -> Experience:
     experience = Experience(
         version=VERSION,
         tokens=tokens,
-        lengths=torch.tensor(lengths),
+        lengths=torch.tensor(lengths, dtype=torch.int64),
         mask=mask,
         sampler_logprobs=torch.full(tokens.shape, SAMPLER, dtype=torch.float64),
         advantages=torch.tensor([ADVANTAGES[row] for row in rows], dtype=torch.float64),
@@ -81,10 +86,12 @@ def experience_of(rows: Sequence[int] = range(6), **changes: Any) -> Experience:
     return replace(experience, **changes)
 
 
-def updated(policy: FourNumbers, update: PolicyUpdate, experience: Experience) -> dict[str, float]:
+def updated(
+    policy: FourNumbers, update: PolicyUpdate, experience: Experience, ranks: Ranks = ALONE
+) -> dict[str, float]:
     optimizer = torch.optim.SGD([policy.odds, policy.frozen], lr=0.5)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
-    return update.run(policy, experience, optimizer, schedule, lambda loss: loss.backward())  # type: ignore[arg-type]
+    return update.run(policy, experience, optimizer, schedule, lambda loss: loss.backward(), ranks)  # type: ignore[arg-type]
 
 
 def logprob(odds: Sequence[float], token: int) -> float:
@@ -182,24 +189,56 @@ def test_an_update_is_that_of_plain_loops(
     assert metrics["mismatch/is_weight_mean"] == pytest.approx(means["weight"], abs=1e-6)
 
 
-def test_micro_batches_are_cut_where_their_tokens_are_full() -> None:
+def test_micro_batches_are_as_few_and_as_even_as_their_tokens_allow() -> None:
     policy = FourNumbers()
-    # Lengths 4, 3, 3, 7, 3 and 3: 4 + 3 fills seven, 3 + 7 would be too much, and so on.
-    updated(policy, PolicyUpdate(GRPO(beta=0.0), 1, 1, 7, 1.0, False, SEED), experience_of())
-    assert [rows for rows, *_ in policy.calls] == [[4, 3], [3], [7], [3, 3]]
-    policy.calls.clear()
-    updated(policy, PolicyUpdate(GRPO(beta=0.0), 1, 1, 6, 1.0, False, SEED), experience_of())
-    assert [rows for rows, *_ in policy.calls] == [[4], [3, 3], [7], [3, 3]]
-    policy.calls.clear()
-    updated(policy, PolicyUpdate(GRPO(beta=0.0), 1, 1, 2, 1.0, False, SEED), experience_of([3, 1]))
-    assert [rows for rows, *_ in policy.calls] == [[7], [3]]  # longer ones go alone
+    # Lengths 4, 3, 3, 7, 3 and 3, that is 23: in three of at most 8 the last one has no place.
+    for most, dealt in ((8, [[7], [3, 3], [3, 3], [4]]), (13, [[3, 7, 3], [4, 3, 3]]), (2, [[7], [4], *4 * [[3]]])):
+        policy.calls.clear()
+        updated(policy, PolicyUpdate(GRPO(beta=0.0), 1, 1, most, 1.0, 0.0, SEED), experience_of())
+        assert [rows for rows, *_ in policy.calls] == dealt
+
+
+def test_only_rows_beyond_the_first_step_are_measured_before_it() -> None:
+    policy = FourNumbers()
+    updated(policy, PolicyUpdate(GRPO(beta=0.0), 1, 3, None, 1.0, 0.0, SEED), experience_of())
+    lengths = [PROMPTS[row] + len(COMPLETIONS[row]) for row in range(6)]
+    first, *others = steps_of(1, 3)
+    late = [lengths[row] for row in range(6) if row not in first]
+    assert policy.calls[0] == (late, False, False, False)
+    assert [rows for rows, *_ in policy.calls[1:]] == [[lengths[row] for row in step] for step in [first, *others]]
+
+
+def test_kl_of_a_sample_is_that_of_all_on_average() -> None:
+    def kl(share: float, version: int) -> tuple[float, list[list[int]]]:
+        policy = FourNumbers()
+        metrics = updated(
+            policy, PolicyUpdate(GRPO(beta=0.0), 1, 1, 6, 1.0, share, SEED), experience_of(version=version)
+        )
+        return metrics["policy/kl"], [rows for rows, *_, reference in policy.calls if reference]
+
+    whole, rows = kl(1.0, 0)
+    assert sorted(sum(rows, [])) == [3, 3, 3, 3, 4, 7]
+    # One of three, by version: two of six completions, whose KL counts three times.
+    token = [Plain("", 0.0, 1.0).token(ODDS, number, 0.0)[2] for number in range(4)]
+    sums = [sum(token[number] for number in completion) for completion in COMPLETIONS]
+    found = []
+    for version in range(60):
+        generator = torch.Generator().manual_seed(stream_seed(SEED, "kl", version))
+        drawn = sorted(torch.randperm(6, generator=generator)[:2].tolist())
+        sampled, rows = kl(1 / 3, version)
+        assert sorted(sum(rows, [])) == sorted(PROMPTS[row] + len(COMPLETIONS[row]) for row in drawn)
+        assert sampled == pytest.approx(3 * sum(sums[row] for row in drawn) / 13)
+        found.append(sampled)
+    assert whole == pytest.approx(sum(sums) / 13)
+    spread = torch.tensor(found).std().item() / math.sqrt(len(found))
+    assert abs(sum(found) / len(found) - whole) < 3 * spread
 
 
 @pytest.mark.parametrize(
     ("beta", "with_reference", "epochs", "random", "frozen"),
     [
-        (0.0, False, 1, False, []),  # the update's own forward gives the old log-probabilities
-        (0.0, False, 2, False, [False]),
+        (0.0, False, 1, False, []),  # the first step's own forward gives the old log-probabilities
+        (0.0, False, 2, False, []),
         (0.0, False, 1, True, [False]),
         (0.0, True, 1, False, [True]),
         (0.1, False, 1, False, [True]),
@@ -227,6 +266,32 @@ def test_dropout_has_the_stream_of_its_version() -> None:
         drawn.append(policy.drawn)
     generator = torch.Generator().manual_seed(stream_seed(SEED, "update", VERSION))
     assert drawn[0] == drawn[1] == [torch.rand(1, generator=generator).item() for _ in range(2)] != drawn[2]
+
+
+def test_each_rank_drops_out_by_a_stream_of_its_own() -> None:
+    for rank, names in ((0, ()), (1, (1,)), (2, (2,))):
+        policy = FourNumbers(random=True)
+        updated(policy, PolicyUpdate(GRPO(), 1, 1, None, 1.0, True, SEED), experience_of(), Ranks(rank))
+        generator = torch.Generator().manual_seed(stream_seed(SEED, "update", VERSION, *names))
+        assert policy.drawn == [torch.rand(1, generator=generator).item()]
+
+
+@pytest.mark.parametrize("dealt", [[[0, 3, 4], [1, 2, 5]], [[5, 1], []], [[4], [0, 2], [1, 3, 5]]])
+@pytest.mark.parametrize("minibatches", [1, 2, 6])
+def test_ranks_take_together_the_steps_of_one(dealt: list[list[int]], minibatches: int) -> None:
+    rows = sorted(row for hand in dealt for row in hand)
+    update = PolicyUpdate(BNPO(beta=0.3), 2, minibatches, 6, 0.5, True, SEED)
+    alone = FourNumbers()
+    expected = updated(alone, update, experience_of(rows))
+
+    def work(ranks: Ranks) -> tuple[list[float], dict[str, float]]:
+        hand, policy = dealt[ranks.rank], FourNumbers()
+        places = torch.tensor([rows.index(row) for row in hand], dtype=torch.int64)
+        metrics = updated(policy, update, experience_of(hand, places=places), ranks)
+        return policy.odds.tolist(), metrics
+
+    for odds, metrics in on_ranks(len(dealt), work):
+        assert odds == pytest.approx(alone.odds.tolist()) and metrics == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(("objective", "moves"), [(GRPO(), False), (GRPO(entropy_coefficient=0.5), True)])

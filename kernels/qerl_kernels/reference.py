@@ -107,7 +107,7 @@ def _columns(weight: Tensor, block: int) -> Iterator[Tensor]:
     """A weight's blocks as columns, float32 [block, some of them]: fast to reduce, small enough for a CPU's caches."""
     blocks = weight.reshape(-1, block)
     for part in blocks.split(CUDA_BLOCKS if weight.is_cuda else CPU_BLOCKS):
-        yield part.float().t().contiguous()
+        yield part.float().t().clone(memory_format=torch.contiguous_format)  # theirs to write on, of one block too
 
 
 def _minmax_scales(x: Tensor, largest: Tensor, gs: Tensor) -> Tensor:

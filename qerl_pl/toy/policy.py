@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional
 from tqdm import tqdm
@@ -110,8 +111,18 @@ def _teach(config: ToyConfig, folder: Path) -> None:
         tokenizer = build_tokenizer()
         with _one_thread():
             model = _warm_up(config, tokenizer)
-        model.save_pretrained(unfinished)
+        _save(model, unfinished)
         tokenizer.save_pretrained(unfinished)
+
+
+def _save(model: Qwen2ForCausalLM, folder: Path) -> None:
+    """What `save_pretrained` writes; in a run of several processes that writes on rank 0 only, and any may be here."""
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(folder)
+    assert model.generation_config is not None
+    model.generation_config.save_pretrained(folder)
+    weights = {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}  # tied
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 @contextmanager

@@ -1,0 +1,154 @@
+"""A rollout that several ranks make together is that of one, and its times are those that were spent."""
+
+import logging
+import threading
+from typing import Any
+
+import pytest
+import torch
+from rank_helpers import ThreadRanks, on_ranks
+from scripted import PROMPTS, Even, Long, Scripted, Watched, Words, config_of, nobody
+
+from qerl_pl.algorithm import DrGRPO, NormNoise
+from qerl_pl.rollout.collector import Collector
+from qerl_pl.rollout.dealing import deal
+from qerl_pl.run.ranks import ALONE, Ranks
+from qerl_pl.types import Evaluation
+
+BATCHES = PROMPTS[:3], PROMPTS[1:]
+
+
+def collector_on(ranks: Ranks, engine: Scripted, **changes: Any) -> Collector:
+    return Collector(config_of(**changes), engine, Words(), DrGRPO(), seed=7, ranks=ranks)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_make_together_the_rollout_of_one(size: int) -> None:
+    def work(ranks: Ranks) -> tuple[list[Any], list[Any], dict[str, float]]:
+        engine, policy = Scripted(), Watched()
+        collector, found, asked = collector_on(ranks, engine), [], []
+        for version, batch in enumerate(BATCHES):
+            noise = NormNoise(0.01, seed=7, version=version)
+            found.append(collector.collect(batch, policy.weights(version, noise=noise), policy, nobody))
+            asked.append([call[1] for call in engine.calls if call[0] == "generate"][-1])
+        return found, asked, collector.foreseen
+
+    alone, _, _ = work(ALONE)
+    together = on_ranks(size, work)
+    foreseen: dict[str, float] = {}
+    for turn, (whole, batch) in enumerate(zip(alone, BATCHES, strict=True)):
+        hands = deal([prompt.id for prompt in batch], foreseen, size)
+        places = []
+        for (found, asked, _), hand in zip(together, hands, strict=True):
+            part, rows = found[turn], found[turn].places
+            places += rows.tolist()
+            assert asked[turn] == [batch[place].token_ids for place in hand]
+            assert rows.tolist() == [4 * place + sample for place in hand for sample in range(4)]
+            for name in ("lengths", "advantages", "truncated"):
+                assert torch.equal(getattr(part, name), getattr(whole, name)[rows])
+            for name in ("tokens", "mask", "sampler_logprobs"):
+                width = part.tokens.shape[1]
+                assert torch.equal(getattr(part, name), getattr(whole, name)[rows, :width])
+            for name in ("records", "sampled_tokens", "version"):
+                assert getattr(part, name) == getattr(whole, name)
+            same = {name: value for name, value in whole.metrics.items() if not name.startswith("time/")}
+            assert same == {name: value for name, value in part.metrics.items() if not name.startswith("time/")}
+            assert part.metrics == together[0][0][turn].metrics
+        assert sorted(places) == whole.places.tolist() == list(range(4 * len(batch)))
+        for place, prompt in enumerate(batch):
+            foreseen[prompt.id] = sum(record.tokens for record in whole.records[4 * place : 4 * place + 4]) / 4
+    assert [known for _, _, known in together] == [foreseen] * size and len(foreseen) == 6
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_make_together_the_evaluation_of_one(size: int) -> None:
+    def work(ranks: Ranks) -> tuple[Evaluation, list[list[tuple[int, ...]]]]:
+        engine, policy = Scripted(), Watched()
+        found = collector_on(ranks, engine).evaluate(PROMPTS, policy.weights(5), "hard")
+        return found, [call[1] for call in engine.calls if call[0] == "generate"]
+
+    alone, _ = work(ALONE)
+    for rank, (found, asked) in enumerate(on_ranks(size, work)):
+        assert found == alone and asked == [[prompt.token_ids for prompt in PROMPTS[rank::size]]] * 2
+
+
+class Clock(threading.local):
+    """A clock for each thread, that stands still but for what a test lets pass."""
+
+    now = 100.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+class Slow(Scripted):
+    """An engine whose calls take time: a power of two each, that sums tell apart."""
+
+    def __init__(self, clock: Clock, sampling: float = 4.0) -> None:
+        super().__init__()
+        self.clock, self.sampling = clock, sampling
+
+    def wake(self) -> None:
+        self.clock.now += 1
+
+    def sync(self, weights: Any) -> Any:
+        self.clock.now += 2
+        return super().sync(weights)
+
+    def generate(self, requests: Any, sampling: Any) -> Any:
+        self.clock.now += self.sampling
+        return super().generate(requests, sampling)
+
+    def sleep(self) -> None:
+        self.clock.now += 8
+
+
+class SlowReward(Even):
+    """A reward that takes its time."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+
+    def __call__(self, samples: Any) -> list[float]:
+        self.clock.now += 16
+        return super().__call__(samples)
+
+
+def test_each_phase_has_its_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr("qerl_pl.rollout.collector.time", clock)
+    collector, policy = collector_on(ALONE, Slow(clock), rewards=[SlowReward(clock), Long()]), Watched()
+    for version, check in enumerate((24.0, 24.0, 0.0)):  # two checks of two syncs and two generations
+        found = collector.collect(PROMPTS[:3], policy.weights(version), policy, nobody)
+        times = {name[5:-2]: value for name, value in found.metrics.items() if name.startswith("time/")}
+        assert times == {"check": check, "wait": 0.0, "sync": 2.0, "rollout": 4.0, "reward": 16.0, "sleep": 9.0}
+        assert found.seconds == 31.0 + check
+
+
+@pytest.mark.parametrize(
+    ("waits", "average"), [((6.0, 0.0, 4.5), "3.5"), ((4.5, 0.0, 3.0), None), ((6.0, 0.0), "3.0"), ((5.0, 0.0), None)]
+)
+def test_the_slowest_rank_is_named_where_others_wait_long(
+    waits: tuple[float, ...], average: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock, sampling = Clock(), (4.0, 10.0, 6.0)
+    monkeypatch.setattr("qerl_pl.rollout.collector.time", clock)
+
+    def waits_by_the_clock(ranks: ThreadRanks) -> None:
+        clock.now += waits[ranks.rank]
+
+    monkeypatch.setattr(ThreadRanks, "wait", waits_by_the_clock)
+
+    def work(ranks: Ranks) -> dict[str, float]:
+        policy = Watched()
+        collector = collector_on(ranks, Slow(clock, sampling[ranks.rank]))
+        return dict(collector.collect(PROMPTS, policy.weights(9), policy, nobody).metrics)
+
+    with caplog.at_level(logging.WARNING, "qerl_pl"):
+        found = on_ranks(len(waits), work)
+    for metrics in found:
+        # The slowest rank's time of a phase, but how long ranks waited on average; above a quarter it is told.
+        assert metrics["time/rollout_s"] == 10 and metrics["time/check_s"] == 2 * (2 * 2 + 2 * 10)
+        assert metrics["time/wait_s"] == sum(waits) / len(waits)
+    said = f"rollout 9: ranks waited {average} s on average for rank 1, which sampled for 10.0 s"
+    assert [said in record.message for record in caplog.records] == [True] * len(waits) * (average is not None)
