@@ -83,27 +83,29 @@ class HeldOut:
             RolloutRequest(prompt.token_ids, sample_seeds(self.seed, stream, prompt, [one or 0 for one in samples]))
             for prompt, samples in groups
         ]
-        completions = self.engine.generate(requests, sampling)
+        completions = [[one] for group in self.engine.generate(requests, sampling) for one in group]
         with random_state_kept():  # a reward may draw, and how often one evaluates must not change the training
-            scored = score_groups(self.config.rewards, self.tokenizer, [prompt for prompt, _ in groups], completions)
-            answers = [self.config.graded(group) for group in scored]
+            asked = [prompts[place] for place, _ in jobs]
+            scored = score_groups(self.config.rewards, self.tokenizer, asked, completions)
+            answers = [self.config.graded(group)[0] for group in scored]
         if kept is not None:
-            records = [
-                SampleRecord(
-                    set=name,
-                    prompt_id=record.prompt_id,
-                    sample=sample,
-                    correct=answer.correct,
-                    answer=answer.answer,
-                    reference=record.reference,
-                    tokens=record.tokens,
-                    truncated=record.truncated,
-                    rewards=record.rewards,
-                    prompt=record.prompt,
-                    completion=record.completion,
-                )
-                for group, given, (_, samples) in zip(scored, answers, groups, strict=True)
-                for record, answer, sample in zip(group.records(), given, samples, strict=True)
-            ]
-            kept.keep(records)
-        return dict(zip(jobs, (answer for given in answers for answer in given), strict=True))
+            records = [group.records()[0] for group in scored]
+            kept.keep(
+                [
+                    SampleRecord(
+                        set=name,
+                        prompt_id=record.prompt_id,
+                        sample=sample,
+                        correct=answer.correct,
+                        answer=answer.answer,
+                        reference=record.reference,
+                        tokens=record.tokens,
+                        truncated=record.truncated,
+                        rewards=record.rewards,
+                        prompt=record.prompt,
+                        completion=record.completion,
+                    )
+                    for record, answer, (_, sample) in zip(records, answers, jobs, strict=True)
+                ]
+            )
+        return dict(zip(jobs, answers, strict=True))

@@ -1,6 +1,5 @@
 """From completions to scored groups, and what of them there is to log and to show."""
 
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -61,7 +60,7 @@ def score_groups(
     prompts: Sequence[Prompt],
     completions: Sequence[Sequence[Completion]],
 ) -> list[Group]:
-    """Score the completions of each prompt, all in one call of each reward."""
+    """Score the completions of each prompt, as many of one as of the other, all in one call of each reward."""
     if not prompts:
         return []
     pairs = [(prompt, one) for prompt, group in zip(prompts, completions, strict=True) for one in group]
@@ -77,18 +76,19 @@ def score_groups(
         for (prompt, one), text in zip(pairs, texts, strict=True)
     ]
     scored = score(rewards, samples)
-    ends = list(itertools.accumulate(len(group) for group in completions))
+    size = len(completions[0])
+    starts = range(0, len(pairs), size)
     return [
         Group(
             prompt=prompt,
             completions=group,
-            texts=texts[end - len(group) : end],
+            texts=texts[start : start + size],
             lengths=[len(one.token_ids) for one in group],
             truncated=[one.truncated for one in group],
-            total=scored.total[end - len(group) : end],
-            parts={name: values[end - len(group) : end] for name, values in scored.parts.items()},
+            total=scored.total[start : start + size],
+            parts={name: values[start : start + size] for name, values in scored.parts.items()},
         )
-        for prompt, group, end in zip(prompts, completions, ends, strict=True)
+        for prompt, group, start in zip(prompts, completions, starts, strict=True)
     ]
 
 
