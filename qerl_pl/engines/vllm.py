@@ -15,7 +15,6 @@ from qerl_pl.engines import vllm_marlin, vllm_worker
 from qerl_pl.engines.base import EngineSpec, LentWeights, check_adapter, check_requests, regroup
 from qerl_pl.engines.capacity import GIB, check_length, files_gib, kv_bytes_per_token, kv_cache_size
 from qerl_pl.engines.vllm_requests import completion_of, request_params
-from qerl_pl.engines.vllm_terminal import without_bars
 from qerl_pl.errors import UserError, require_at_least
 from qerl_pl.formats.architecture import linear_shapes
 from qerl_pl.formats.base import format_of
@@ -131,11 +130,7 @@ class VLLMEngine:
         vllm_worker.import_vllm()
         self._spec, self._ends = spec, end_token_ids(spec.base)
         self._has_tokenizer = load_tokenizer(spec.base) is not None
-        with (
-            tempfile.TemporaryDirectory(prefix="qerl-vllm-") as folder,
-            vllm_worker.process_state_kept(),
-            without_bars(),
-        ):
+        with tempfile.TemporaryDirectory(prefix="qerl-vllm-") as folder, vllm_worker.process_state_kept():
             base = spec.base
             if served is not base_format:
                 base = write_dense_checkpoint(spec.base, Path(folder) / "dense", spec.dtype)
