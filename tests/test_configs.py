@@ -77,7 +77,7 @@ def different(one: str, other: str) -> set[str]:
 
 
 def test_every_family_and_size_is_shipped() -> None:
-    expected = {"quickstart", "gsm8k_cpu"} | {f"{f}_{size}" for f in FAMILIES for size in SIZES}
+    expected = {"quickstart", "gsm8k_cpu", "evaluate"} | {f"{f}_{size}" for f in FAMILIES for size in SIZES}
     expected |= {f"gsm8k_grpo_{baseline}_7b" for baseline in BASELINES}
     assert {path.stem for path in SHIPPED} == expected
 
@@ -98,7 +98,7 @@ def test_a_shipped_file_builds_what_it_names(path: Path) -> None:
     for reward in rollout.rewards:
         if reward.name == "overlong":
             assert reward.max_length == rollout.sampling.max_tokens
-    if path.stem not in ("quickstart", "gsm8k_cpu"):
+    if path.stem not in ("quickstart", "gsm8k_cpu", "evaluate"):
         assert isinstance(sampler.engine, qerl_pl.engines.VLLMEngine)
         assert settings.model.policy_config.path.lower() == f"qwen/qwen2.5-{path.stem.rpartition('_')[2]}-instruct"
 
