@@ -86,7 +86,7 @@ ROOMS = {
     ),
     "update": Room(
         ("qerl_pl/modules/update.py", "qerl_pl/modules/packing.py"),
-        ("update_steps", "packing", "update"),
+        ("update_steps", "packing", "update", "update_ranks"),
     ),
 }
 

@@ -8,15 +8,19 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
 from short_run import data, module_of, trainer_of
 from torch import nn
 
 from qerl_pl.algorithm import GRPO, DrGRPO
 from qerl_pl.callbacks import ResumeCheckpoint
 from qerl_pl.errors import UserError
-from qerl_pl.modules import QeRLModule
+from qerl_pl.modules import Policy, QeRLModule
 from qerl_pl.modules.qerl import BEFORE_TRAINING
+from qerl_pl.rollout.hand_over import HandOver
 from qerl_pl.run.random_state import random_state, random_state_kept
+from qerl_pl.run.seeding import stream_seed
+from qerl_pl.types import EvaluatedPrompt, Evaluation, GradedAnswer
 
 
 @pytest.fixture(scope="module")
@@ -98,6 +102,46 @@ def test_the_rate_rises_over_its_share_of_the_steps_and_falls_to_the_end() -> No
         module.lr_scheduler = name
         with pytest.raises(UserError, match=f"needs no metric; found '{name}'"):
             module.configure_optimizers()
+
+
+def test_a_policy_is_loaded_once_by_the_seed_of_its_adapter(tiny_policy_dir: Path) -> None:
+    module, device = module_of(tiny_policy_dir), torch.device("cpu")
+    module._trainer = SimpleNamespace(strategy=SimpleNamespace(root_device=device))  # type: ignore[assignment]
+    module.configure_model()
+    policy = module.policy
+    expected = Policy(tiny_policy_dir, module.policy_config, device, stream_seed(5, "adapter")).trained_state()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in policy.trained_state().items())
+    module.configure_model()
+    assert module.policy is policy
+
+
+@pytest.mark.parametrize(("stage", "fitting"), [("val", True), ("val", False), ("test", False)])
+@pytest.mark.parametrize(("name", "loader"), [("", 0), ("hard", 0), ("hard", 1)])
+def test_an_evaluation_is_logged_under_the_name_of_its_set(stage: str, fitting: bool, name: str, loader: int) -> None:
+    right, wrong = GradedAnswer(True, None), GradedAnswer(False, None)
+    prompts = [EvaluatedPrompt("p0", right, [right, wrong]), EvaluatedPrompt("p1", wrong, [wrong, wrong])]
+    module, logged, options = module_of(Path("nowhere")), {}, {}
+
+    def log(tag: str, value: Any, **given: Any) -> None:
+        logged[tag], options[tag] = value, given
+
+    module.log = log  # type: ignore[method-assign, assignment]
+    module.hand_over, module.policy_version = HandOver(), 7
+    state = SimpleNamespace(fn=TrainerFn.FITTING if fitting else TrainerFn.VALIDATING)
+    module._trainer = SimpleNamespace(state=state)  # type: ignore[assignment]
+    step, place = getattr(module, {"val": "validation_step"}.get(stage, "test_step")), f"{stage}/{name}".rstrip("/")
+    for batch in (prompts, prompts[:1]):
+        evaluation = module.hand_over.evaluation = Evaluation(batch, name)
+        assert step([], 0, loader) == {"evaluation": evaluation}
+    means = {tag: logged.pop(tag).compute().item() for tag in (f"{place}/accuracy", f"{place}/pass@1")}
+    # Over all prompts, not over batches: two right ones of three; half of the samples of two of three.
+    assert list(means.values()) == pytest.approx([2 / 3, 1 / 3])
+    assert logged == ({"rollouts": 7.0} | ({} if fitting else {"step": 6.0}) if loader == 0 else {})
+    assert [options[tag]["prog_bar"] for tag in means] == [True, False]
+    assert all(options[tag]["metric_attribute"] == tag and options[tag]["on_epoch"] is True for tag in means)
+    shared = {"batch_size": 1, "add_dataloader_idx": False}
+    assert all(given.items() >= shared.items() for given in options.values())
+    assert loader or options["rollouts"] == shared | {"logger": False}
 
 
 def test_a_checkpoint_holds_what_training_changes_and_what_it_fits(whole: tuple[QeRLModule, Path]) -> None:
