@@ -1,5 +1,6 @@
 """The module by itself and in short runs by Python: its settings, schedules, checkpoints and what it logs."""
 
+import itertools
 import random
 from pathlib import Path
 from types import SimpleNamespace
@@ -219,13 +220,16 @@ def test_what_does_not_fit_a_checkpoint_is_refused(
         whole[0].on_load_checkpoint({"state_dict": {}})
 
 
-def test_what_is_logged_shown_and_tested(whole: tuple[QeRLModule, Path], tiny_policy_dir: Path, tmp_path: Path) -> None:
+def test_what_is_logged_shown_and_tested(
+    whole: tuple[QeRLModule, Path], tiny_policy_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     trainer, module = trainer_of(tmp_path), module_of(tiny_policy_dir)
+    monkeypatch.setattr("qerl_pl.modules.qerl.time", SimpleNamespace(perf_counter=itertools.count(50.0).__next__))
     trainer.fit(module, datamodule=data())
     metrics = {name: value.item() for name, value in trainer.callback_metrics.items()}
     seconds = sum(value for name, value in metrics.items() if name.startswith("time/"))
     assert metrics["perf/tokens_per_s"] == pytest.approx(metrics["completions/sampled_tokens"] / seconds, rel=1e-4)
-    assert 0 < metrics["time/update_s"] < seconds and metrics["rollouts"] == 4
+    assert metrics["time/update_s"] == 1 and metrics["rollouts"] == 4  # a clock that ticks when it is looked at
     assert set(trainer.progress_bar_metrics) == {"reward/mean", "policy/entropy", "val/accuracy"}
     assert "step" not in metrics
     for stage, run in (("val", trainer.validate), ("test", trainer.test)):
