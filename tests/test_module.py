@@ -245,6 +245,12 @@ def test_what_a_run_cannot_do_is_said_at_its_start(tiny_policy_dir: Path, tmp_pa
     for what, step in (("training", alone.training_step), ("validation", alone.validation_step)):
         with pytest.raises(UserError, match=f"^{what} needs a callback that samples"):
             step([], 0)
+    with pytest.raises(UserError, match="^fit needs a callback that samples"):
+        alone.on_fit_start()
+    alone.hand_over = HandOver()
+    for precision in ("32-true", "32", 32):
+        alone._trainer = SimpleNamespace(precision=precision)  # type: ignore[assignment]
+        alone.on_fit_start()
     with pytest.raises(UserError, match="the policy sets its own precision; trainer.precision is bf16-true"):
         trainer_of(tmp_path, precision="bf16-true").fit(module_of(tiny_policy_dir), datamodule=data())
     trainer = trainer_of(tmp_path, fast_dev_run=True)
