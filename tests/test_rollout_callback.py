@@ -21,6 +21,7 @@ from qerl_pl.engines.base import LentWeights
 from qerl_pl.errors import UserError
 from qerl_pl.modules import QeRLModule
 from qerl_pl.rollout.collector import Collector
+from qerl_pl.rollout.config import CollectorConfig
 from qerl_pl.run.ranks import Ranks
 from qerl_pl.types import Prompt, SamplingConfig
 
@@ -186,6 +187,9 @@ def test_settings_by_default() -> None:
     assert isinstance(callback.engine, TransformersEngine) and config.sampling == SamplingConfig()
     found = (config.group_size, config.resample_rounds, config.eval_samples, config.check_every, config.accuracy_reward)
     assert found == (8, 0, 1, 50, None) and config.mismatch_bound == 0.25
+    rewards, sampling = [Vowels()], SamplingConfig(max_tokens=3)
+    given = RolloutCallback(rewards, None, 3, sampling, 4, 5, 0.5, 6, Vowels.name)
+    assert given.config == CollectorConfig(rewards, 3, sampling, 4, 5, 0.5, 6, Vowels.name)
 
 
 @pytest.mark.parametrize(("bound", "warned"), [(0.25, False), (0.2, True)])
