@@ -129,6 +129,17 @@ def scripted() -> tuple[RolloutCallback, QeRLModule, Any]:
     return callback, module, trainer
 
 
+def test_engine_and_collector_know_how_many_ranks_there_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    specs: list[EngineSpec] = []
+    engine: Any = SimpleNamespace(launch=specs.append, lend=lambda: None)
+    callback, module, ranks = rollout_of(engine), module_of(Path("nowhere")), Ranks(1, 3)
+    module.base_folder, module.tokenizer = tmp_path, Words()  # type: ignore[misc, assignment]
+    monkeypatch.setattr("qerl_pl.callbacks.rollout.ranks_of", lambda trainer: ranks)
+    strategy = SimpleNamespace(root_device=torch.device("cpu"))
+    callback.setup(SimpleNamespace(datamodule=TwoSets(), strategy=strategy), module, "fit")  # type: ignore[arg-type]
+    assert [spec.ranks for spec in specs] == [3] and callback.collector.ranks is ranks
+
+
 def test_a_held_out_batch_is_sampled_for_its_own_set(scripted: tuple[RolloutCallback, QeRLModule, Any]) -> None:
     callback, module, trainer = scripted
     assert module.hand_over is not None
@@ -212,5 +223,6 @@ def test_other_modules_and_data_are_refused(callback: Callback, tmp_path: Path) 
     with pytest.raises(UserError, match="QeRLModule; found a LightningModule; train that instead"):
         callback.setup(trainer, LightningModule(), "fit")
     if isinstance(callback, RolloutCallback):
-        with pytest.raises(UserError, match="need a PromptDataModule; found NoneType;"):
-            callback.setup(trainer, module_of(Path("nowhere")), "fit")
+        for without in (trainer, SimpleNamespace()):
+            with pytest.raises(UserError, match="need a PromptDataModule; found NoneType;"):
+                callback.setup(without, module_of(Path("nowhere")), "fit")  # type: ignore[arg-type]
