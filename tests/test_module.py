@@ -15,6 +15,7 @@ from torch import nn
 
 from qerl_pl.algorithm import GRPO, DrGRPO
 from qerl_pl.callbacks import ResumeCheckpoint
+from qerl_pl.engines.base import LentWeights
 from qerl_pl.errors import UserError
 from qerl_pl.modules import Policy, QeRLModule
 from qerl_pl.modules.qerl import BEFORE_TRAINING
@@ -114,6 +115,23 @@ def test_a_policy_is_loaded_once_by_the_seed_of_its_adapter(tiny_policy_dir: Pat
     assert all(torch.equal(tensor, expected[name]) for name, tensor in policy.trained_state().items())
     module.configure_model()
     assert module.policy is policy
+
+
+@pytest.mark.parametrize(("device", "backends"), [("cpu", []), ("cuda", ["triton"])])
+def test_a_policy_is_on_the_trainers_device_with_the_weights_that_are_lent(
+    device: str, backends: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr("qerl_pl.modules.qerl.select_backend", asked.append)
+    monkeypatch.setattr("qerl_pl.modules.qerl.Policy", lambda *given: given)
+    for hand_over in (None, HandOver(lent=LentWeights({}, {}))):
+        module, asked[:] = module_of(tmp_path), []
+        module.hand_over, module.base_folder = hand_over, tmp_path  # type: ignore[misc]
+        place = SimpleNamespace(root_device=torch.device(device))
+        module._trainer = SimpleNamespace(strategy=place)  # type: ignore[assignment]
+        module.configure_model()
+        expected = (tmp_path, module.policy_config, place.root_device, stream_seed(5, "adapter"))
+        assert module.policy == (*expected, hand_over and hand_over.lent) and asked == backends
 
 
 @pytest.mark.parametrize(("stage", "fitting"), [("val", True), ("val", False), ("test", False)])
