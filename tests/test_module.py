@@ -60,6 +60,16 @@ def test_settings_are_taken_and_bad_ones_refused() -> None:
     for name, value in (("update_epochs", 0), ("minibatches", 0), ("micro_batch_tokens", 0)):
         with pytest.raises(UserError, match=f"model.{name} .*found 0"):
             QeRLModule(**{name: value})
+    with pytest.raises(UserError, match="^model.seed .*found -1"):
+        QeRLModule(seed=-1)
+    tried: list[Any] = []
+
+    def optimizer(params: Any) -> torch.optim.Optimizer:
+        tried.extend(params)
+        return torch.optim.SGD(tried, lr=0.1)
+
+    QeRLModule(optimizer=optimizer)
+    assert [tuple(one.shape) for one in tried] == [(1, 1)]  # some optimizers take matrices alone
     for norm in (0.0, -1.0, float("nan")):
         with pytest.raises(UserError, match="max_grad_norm must be above 0"):
             QeRLModule(max_grad_norm=norm)
