@@ -64,8 +64,10 @@ def curves(plan: Plan, rows: Sequence[Row], stratum: Mapping[str, Level], path: 
     for axis, title in zip(axes, titles, strict=True):
         axis.set(title=title, xlabel="seconds of sampling and learning" if title == "reward by time" else "rollouts")
         axis.grid(alpha=0.3)
+    if not drawn:
+        return None
     axes[0].legend()
-    return save(figure, path) if drawn else None
+    return save(figure, path)
 
 
 def _mean(values: Sequence[float | None]) -> float:
