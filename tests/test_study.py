@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 import signal
 import threading
 import time
@@ -83,6 +84,8 @@ def test_a_study_that_is_cut_off_goes_on(
     (run,) = runs.iterdir()
     assert run.name == "seed=5,method=nvfp4" and not (run / "summary.json").exists()
     assert "1 left: the same command goes on" in capsys.readouterr().out
+    assert main(["run", str(plan), *options, "--budget-s", "0"]) == 75  # no time, nothing begun
+    assert "0 finished" in capsys.readouterr().out
     assert main(["run", str(plan), *options, "--at-once", "2"]) == 0
     rows = read_rows(results / "tiny.jsonl")
     assert set(rows) == {"seed=5,method=nvfp4", "seed=5,method=nvfp4_aqn"}
@@ -128,7 +131,7 @@ def plan_of(folder: Path, **changes: Any) -> Plan:
             "method": {
                 "levels": {
                     "lora16": {"set": {"model.policy.dtype": "float32", "model.policy.quantization": "none"}},
-                    "nvfp4": {},
+                    "nvfp4": {"with": {"policy": {"other": {"data.val_size": 9}}}},
                     "nvfp4_aqn": {"label": "NVFP4 + AQN"},
                 }
             },
@@ -162,6 +165,9 @@ def test_a_plan_has_every_combination_once(tmp_path: Path) -> None:
     assert first.digest != last.digest == plan_of(tmp_path, values={"size": 16}).runs[-1].digest
     other = next(run for run in plan.runs if run.levels["policy"] == "other")
     assert other.missing(plan.values) == ["where"] and other.missing({"size": 8, "where": "x"}) == []
+    rest = "policy=other,lr=own,decay=exponential,method=nvfp4"
+    sizes = {run.name: run.overrides.get("data.val_size") for run in plan.runs}
+    assert {name for name, size in sizes.items() if size} == {f"seed={n},{rest}" for n in range(3)}
     assert plan.label("method", "nvfp4_aqn") == "NVFP4 + AQN" and plan.label("decay", "linear") == "decay linear"
 
 
@@ -307,3 +313,13 @@ def test_the_page_is_written_from_rows_alone(tmp_path: Path) -> None:
     pictures = {path.name for path in (tmp_path / "docs").glob("*.png")}
     assert pictures == {"evidence-claims.png", "evidence-toy.png", "evidence-sweeps.png"}
     assert all(f"({name})" in page for name in pictures)
+
+
+@pytest.mark.skipif(not (ROOT / "docs" / "evidence.md").exists(), reason="no study has been run")
+def test_the_page_of_the_documentation_is_what_its_rows_say(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "evidence.md").read_text()
+    raw = ROOT / "docs" / re.findall(r"\]\(([^)]*\.jsonl)\)", page)[0]
+    plan = read_plan(STUDY / f"{raw.stem}.yaml")
+    written = write_evidence(plan, list(read_rows(raw).values()), tmp_path, raw).read_text()
+    first, second = (re.sub(r"\]\([^)]*/", "](", text) for text in (page, written))
+    assert first == second and all(row["digest"] for row in read_rows(raw).values())

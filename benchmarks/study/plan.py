@@ -9,7 +9,8 @@
     defaults: {method: plain, seed: 0}       # the level of a factor that a block does not name
     blocks: [{method: [plain, nvfp4], seed: [0, 1, 2]}, …]         # all combinations of each; what is there twice, once
 
-A level of a factor may also name a `config` of its own, and later factors override earlier ones.
+A level of a factor may also name a `config` of its own, and later factors override earlier ones. Where one level needs
+others to know of it, `with: {policy: {toy: {model.optimizer.lr: 0.001}}}` beside `set` holds for that policy alone.
 """
 
 import hashlib
@@ -145,8 +146,11 @@ def _run(path: Path, given: Mapping[str, Any], factors: Mapping[str, Any], level
         if "keys" in about:
             overrides |= dict.fromkeys(about["keys"], level)
         elif level in about["levels"]:
-            overrides |= about["levels"][level].get("set", {})
-            config = about["levels"][level].get("config", config)
+            said = about["levels"][level]
+            overrides |= said.get("set", {})
+            for other, sets in said.get("with", {}).items():
+                overrides |= sets.get(levels[other], {})
+            config = said.get("config", config)
         else:
             raise UserError(f"a block names levels of a factor; {path} has {level} as {factor}; define it there")
     return Run(levels, ROOT / config, overrides)

@@ -158,6 +158,7 @@ def warm_up(args: argparse.Namespace) -> list[tuple[int, float]]:
             save_strategy="no",
             logging_steps=args.every,
             report_to=[],
+            dataloader_pin_memory=torch.cuda.is_available(),
             seed=args.seed,
             remove_unused_columns=False,
             disable_tqdm=True,
