@@ -211,7 +211,8 @@ class Runner:
 
 def _has_ended(folder: Path) -> bool:
     """Whether a run came to its end, good or bad: a loss that is not finite is a result too."""
-    return (folder / "failed").is_dir() or all((folder / name).exists() for name in ("summary.json", "adapter"))
+    learned = any((folder / name).is_dir() for name in ("adapter", "model"))  # the last that a run writes
+    return (folder / "failed").is_dir() or (learned and (folder / "summary.json").is_file())
 
 
 def _notes(folder: Path) -> dict[str, Any]:
