@@ -1,12 +1,14 @@
 """Speed and memory of the policy update: NVFP4 by this package, by eager PyTorch dequantization, and in bfloat16.
 
-    python benchmarks/update_speed.py --out results  # 7B shape, two to three minutes
+    python benchmarks/update_speed.py --out results  # 7B shape, three to four minutes
+    python benchmarks/update_speed.py --parts nvfp4 selective kept --tokens 6144 --out results  # what is recomputed
     python benchmarks/update_speed.py --shape tiny --device cpu --tokens 256 --out results  # does the script run?
 
 One update is a forward and a backward pass of `Policy.token_logprobs` over packed sequences of 1024 random tokens
-(gradient checkpointing on, LoRA on all linears) and an AdamW step. "eager" is how public code trains on NVFP4: every
-forward dequantizes in plain PyTorch, and autograd keeps the dense weight until the backward pass. Gradients repeat bit
-for bit, as in a run; "free" is NVFP4 without that.
+(each layer recomputed, LoRA on all linears) and an AdamW step; "selective" keeps the linears' products, "kept" keeps
+everything: loss and norm of the gradient must then be NVFP4's to the last bit. "eager" is how public code trains on
+NVFP4: every forward dequantizes in plain PyTorch, and autograd keeps the dense weight until the backward pass.
+Gradients repeat bit for bit, as in a run; "free" is NVFP4 without that.
 """
 
 import argparse
@@ -31,7 +33,7 @@ from qerl_pl.modules.lora import LoraLinear
 from qerl_pl.run.random_state import deterministic
 
 GIB = 2**30
-WAYS = ("bf16", "nvfp4", "eager", "free")
+WAYS = ("bf16", "nvfp4", "selective", "kept", "eager", "free")
 
 
 class EagerLinear(FrozenLinear):
@@ -55,7 +57,7 @@ def load(way: str, base: Path, device: torch.device, rank: int) -> Policy:
         path=str(base),
         quantization="none" if way == "bf16" else "nvfp4",
         lora=LoraConfig(rank=rank, alpha=float(rank)),
-        gradient_checkpointing=True,
+        gradient_checkpointing={"selective": "selective", "kept": False}.get(way, True),  # type: ignore[arg-type]
     )
     policy = Policy(base, config, device, seed=0).train()
     if way == "eager":
@@ -120,7 +122,7 @@ def check(ours: dict[str, float], eager: dict[str, float]) -> None:
 
 
 def run_way(way: str, args: argparse.Namespace) -> dict[int, dict[str, float]]:
-    """Figures of one way by number of tokens; its memory is free again afterwards."""
+    """Figures of one way by number of tokens, but for those that do not fit; its memory is free again afterwards."""
     device = torch.device(args.device)
     nvfp4 = way != "bf16"
     base = args.base / f"{args.shape}-{'nvfp4' if nvfp4 else 'bf16'}"
@@ -128,9 +130,14 @@ def run_way(way: str, args: argparse.Namespace) -> dict[int, dict[str, float]]:
         random_model.write_model(base, args.shape, device, nvfp4=nvfp4)
     policy = load(way, base, device, args.rank)
     vocabulary = random_model.SHAPES[args.shape][-1]
-    found = {
-        count: measure(policy, count, args.length, vocabulary, args.repeats, way != "free") for count in args.tokens
-    }
+    found = {}
+    for count in args.tokens:
+        try:
+            found[count] = measure(policy, count, args.length, vocabulary, args.repeats, way != "free")
+        except torch.OutOfMemoryError:
+            policy.zero_grad()
+            gc.collect()
+            torch.cuda.empty_cache()
     del policy
     gc.collect()
     if device.type == "cuda":
@@ -142,6 +149,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=random_model.SHAPES, default="7b")
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--parts", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--tokens", type=int, nargs="+", default=[8192, 32768], help="packed tokens of an update")
     parser.add_argument("--length", type=int, default=1024, help="tokens of a sequence")
     parser.add_argument("--rank", type=int, default=32)
@@ -152,16 +160,32 @@ def main() -> None:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # as the command line does
     if args.device == "cuda":
         select_backend("triton")
-    found = {way: run_way(way, args) for way in WAYS}
+    found: dict[str, dict[int, dict[str, float]]] = {}
+    for way in args.parts:
+        found[way] = run_way(way, args)
+        write(found, args)
+
+
+def write(found: dict[str, dict[int, dict[str, float]]], args: argparse.Namespace) -> None:
+    """Check and write what has been measured so far."""
     rows: list[list[Any]] = []
     for count in args.tokens:
-        check(found["nvfp4"][count], found["eager"][count])
-        for way in WAYS:
-            one, plain = found[way][count], found["bf16"][count]
+        have = {way: measured[count] for way, measured in found.items() if count in measured}
+        if "nvfp4" in have and "eager" in have:
+            check(have["nvfp4"], have["eager"])
+        for way in {"selective", "kept"} & have.keys() if "nvfp4" in have else ():
+            if any(have[way][name] != have["nvfp4"][name] for name in ("loss", "grad_norm")):
+                raise SystemExit(f"{way} must give the bits of nvfp4; got {have[way]} and {have['nvfp4']}")
+        for way in found:
+            if way not in have:
+                rows.append([way, count, "out of memory", *5 * ["–"]])
+                continue
+            one = have[way]
             speed = one["tokens_per_s"]
             row = [way, count, f"{one['seconds']:.3f}", f"{100 * one['spread']:.1f}", f"{speed:.0f}"]
-            rows.append([*row, f"{speed / plain['tokens_per_s']:.2f}", f"{one['peak_gib']:.1f}"])
-    headers = ["base", "tokens", "s an update", "spread %", "tokens/s", "speed over bf16", "peak GiB"]
+            over = [f"{speed / have[base]['tokens_per_s']:.2f}" if base in have else "–" for base in ("bf16", "nvfp4")]
+            rows.append([*row, *over, f"{one['peak_gib']:.1f}"])
+    headers = ["base", "tokens", "s an update", "spread %", "tokens/s", "over bf16", "over nvfp4", "peak GiB"]
     settings = {name: str(value) for name, value in vars(args).items() if name not in ("base", "out")}
     report.write(args.out, "update_speed", report.markdown(headers, rows), {"settings": settings, "found": found})
 

@@ -85,8 +85,8 @@ ROOMS = {
         ("collecting", "collecting_ranks", "agreement"),
     ),
     "update": Room(
-        ("qerl_pl/modules/update.py", "qerl_pl/modules/packing.py"),
-        ("update_steps", "packing", "update"),
+        tuple(f"qerl_pl/modules/{name}.py" for name in ("update", "packing", "known", "micro_batches")),
+        ("update_steps", "packing", "update", "recompute"),
     ),
 }
 

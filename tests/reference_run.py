@@ -178,6 +178,7 @@ def settings(recipe: Recipe, base: Path, run: Path, policy: dict[str, Any]) -> d
                 "init_args": named("lr", "betas", "eps", "weight_decay"),
             },
             "micro_batch_tokens": 45,
+            "monitor_kl": True,
             **named("warmup_ratio", "update_epochs", "minibatches", "max_grad_norm"),
         },
         "data": {"class_path": "reference_run.Questions", "init_args": {**data, "seed": recipe.data_seed}},

@@ -39,7 +39,7 @@ def test_settings_by_default() -> None:
     assert isinstance(module.objective, GRPO) and update.objective is module.objective
     assert (module.lr_scheduler, module.warmup_ratio, module.seed, update.seed) == ("cosine", 0.1, 0, 0)
     assert (update.epochs, update.minibatches, update.micro_batch_tokens) == (1, 1, None)
-    assert (update.max_grad_norm, update.with_reference, module.policy_version) == (0.2, True, 0)
+    assert (update.max_grad_norm, update.reference_share, module.policy_version) == (0.2, 0.125, 0)
     (group,) = module.make_optimizer([nn.Parameter(torch.ones(1))]).param_groups
     assert (group["lr"], group["betas"], group["weight_decay"]) == (1e-5, (0.9, 0.99), 0.1)
     assert not module.automatic_optimization and not module.strict_loading
@@ -50,13 +50,17 @@ def test_settings_are_taken_and_bad_ones_refused() -> None:
     module = QeRLModule(objective=DrGRPO(), monitor_kl=False, seed=7, **given)
     update = module.update
     assert (update.epochs, update.minibatches, update.micro_batch_tokens, update.max_grad_norm) == (3, 4, 5, 6.0)
-    assert (update.objective, update.with_reference, update.seed, module.seed) == (DrGRPO(), False, 7, 7)
+    assert (update.objective, update.reference_share, update.seed, module.seed) == (DrGRPO(), 0.0, 7, 7)
     for name, value in (("update_epochs", 0), ("minibatches", 0), ("micro_batch_tokens", 0)):
         with pytest.raises(UserError, match=f"model.{name} .*found 0"):
             QeRLModule(**{name: value})
     for norm in (0.0, -1.0, float("nan")):
         with pytest.raises(UserError, match="max_grad_norm must be above 0"):
             QeRLModule(max_grad_norm=norm)
+    assert QeRLModule(monitor_kl=True).update.reference_share == 1.0
+    for share in (-0.1, 1.5, float("nan")):
+        with pytest.raises(UserError, match=f"monitor_kl must be true, false or .*found {share}"):
+            QeRLModule(monitor_kl=share)
     for ratio in (-0.1, 1.1):
         with pytest.raises(UserError, match=r"warmup_ratio must be in \[0, 1\]"):
             QeRLModule(warmup_ratio=ratio)

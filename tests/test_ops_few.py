@@ -22,6 +22,15 @@ from qerl_kernels import (
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Rows that fill no tile of 256, columns that the programs' runs do not divide.
 SHAPES = [(64, 64), (192, 320), (320, 576)]
+Tile = triton_few.Tile
+TILES = [
+    Tile(64, tiles=8, warps=8, programs=1, apart=True),
+    Tile(64, 32, tiles=4, warps=8, programs=1, apart=True),
+    Tile(64, 32, tiles=2, warps=4),
+    Tile(128, tiles=4, steps=2, warps=8, stages=6, programs=1),
+    Tile(128, 64, tiles=4, steps=2, warps=8, programs=1),
+    Tile(128, 128, tiles=2, warps=8, programs=1),
+]
 CASES = [(SHAPES[0], 2), (SHAPES[2], 9), *((SHAPES[1], tokens) for tokens in (1, 3, 8, 17, 64, 100))]
 REAL = {"qkv": (4608, 3584, (0, 3584, 4096)), "o": (3584, 3584, (0,)), "gate_up": (37888, 3584, (0, 18944))}
 REAL["down"] = (3584, 18944, (0,))
@@ -128,17 +137,27 @@ def test_tokens_of_a_block_do_not_see_each_other():
     assert torch.equal(few_tokens_linear(x, weight, bias, a=a, b=b)[:3], alone)
 
 
+@pytest.mark.parametrize("tile", TILES)
+def test_a_tile_of_any_form_gives_the_same_product(tile):
+    weight, bias, a, b = linear(320, 128, rank=8, with_bias=True)
+    x = tokens_of(tile.width + 5, 128)
+    actual = triton_few.few_tokens_linear(x, weight, bias, a, b, (0,), tile)
+    expected = plain_few_tokens_linear(x, weight, bias, a, b)
+    assert (actual - expected).float().norm() <= 4e-3 * expected.float().norm()
+
+
 @pytest.mark.parametrize("processors", [1, 4, 132])
-def test_a_plan_covers_the_weight_and_its_parts_fit(processors):
+@pytest.mark.parametrize("tile", [None, *TILES])
+def test_a_plan_covers_the_weight_and_its_parts_fit(processors, tile):
     shapes = [(*shape, 24) for shape in SHAPES] + [(rows, columns, 32 * len(s)) for rows, columns, s in REAL.values()]
     for rows, columns, rank in shapes:
         for tokens in (1, 8, 17, 64, 65, 256):
-            plan = triton_few.plan(tokens, rows, columns, rank, processors)
-            steps, tiles = columns // 64, -(-rows // 256)
-            assert plan.tokens * plan.token_blocks >= tokens
+            plan = triton_few.plan(tokens, rows, columns, rank, processors, tile)
+            steps, tiles = columns // plan.tile.columns, -(-rows // plan.tile.rows)
+            assert plan.tile.width * plan.token_blocks >= tokens
             assert (plan.workers - 1) * plan.run < tiles * steps <= plan.workers * plan.run
-            for tile in range(tiles):
-                first, last = tile * steps // plan.run, ((tile + 1) * steps - 1) // plan.run
+            for block in range(tiles):
+                first, last = block * steps // plan.run, ((block + 1) * steps - 1) // plan.run
                 assert last - first < plan.parts
             a_steps = math.ceil(columns / 128)
             assert plan.hidden_parts * math.ceil(a_steps / plan.hidden_parts) >= a_steps
@@ -179,6 +198,20 @@ def test_other_weights_types_and_backends_take_the_plain_way():
     select_backend("torch")
     assert not few_tokens_supported(nv)
     assert torch.equal(few_tokens_linear(x, nv), plain_few_tokens_linear(x, nv, None, None, None))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("name", ["qkv", "down"])
+@pytest.mark.parametrize("tile", TILES)
+def test_a_real_layer_in_a_tile_of_any_form_gives_the_same_product(name, tile):
+    rows, columns, starts = REAL[name]
+    weight, bias, a, b = linear(rows, columns, 32, starts, with_bias=name == "qkv")
+    x = tokens_of(192, columns)
+    actual = triton_few.few_tokens_linear(x, weight, bias, a, b, starts, tile)
+    assert torch.equal(actual, triton_few.few_tokens_linear(x, weight, bias, a, b, starts, tile))
+    expected = plain_few_tokens_linear(x, weight, bias, a, b)
+    assert (actual - expected).float().norm() <= 4e-3 * expected.float().norm()
 
 
 @pytest.mark.gpu

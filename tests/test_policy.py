@@ -18,6 +18,7 @@ from qerl_pl.formats.dense_copy import write_dense_checkpoint
 from qerl_pl.formats.quantize import quantize_checkpoint
 from qerl_pl.modules import LoraConfig, Policy, PolicyConfig
 from qerl_pl.modules.frozen_linear import FrozenLinear
+from qerl_pl.modules.lora import PROJECTIONS
 
 CPU = torch.device("cpu")
 
@@ -135,17 +136,28 @@ def test_gradients_equal_those_over_the_dense_base(base: Path, dense: Path) -> N
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
-def test_gradient_checkpointing_changes_no_gradient(base: Path) -> None:
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+@pytest.mark.parametrize("targets", [PROJECTIONS, ("q_proj", "up_proj")])
+@pytest.mark.parametrize("quantization", ["nvfp4", "none"])
+def test_what_is_recomputed_changes_no_bit_of_a_gradient(
+    base: Path, dense: Path, quantization: str, targets: tuple[str, ...], dropout: float
+) -> None:
     tokens, lengths, mask = batch()
+    lora = LoraConfig(rank=4, dropout=dropout, targets=targets)
+    folder = base if quantization == "nvfp4" else dense
     gradients = []
-    for checkpointing in (False, True):
-        policy = make(base, gradient_checkpointing=checkpointing).train()
+    for checkpointing in (False, True, "selective"):
+        settings = {"gradient_checkpointing": checkpointing, "lora": lora, "train_norms": True}
+        policy = make(folder, quantization=quantization, **settings).train()
         perturb(policy)
-        policy.token_logprobs(tokens, lengths, mask, 1.0)[0].sum().backward()
+        torch.manual_seed(5)
+        for _ in range(2):
+            policy.token_logprobs(tokens, lengths, mask, 1.0)[0].sum().backward()
         gradients.append([p.grad for p in policy.parameters() if p.requires_grad])
-    for ours, theirs in zip(*gradients, strict=True):
-        assert ours is not None and theirs is not None
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    assert all(gradient is not None and gradient.any() for gradient in gradients[0])
+    for other in gradients[1:]:
+        for ours, theirs in zip(gradients[0], other, strict=True):
+            assert torch.equal(ours, theirs)
 
 
 def test_adapter_starts_at_zero_and_depends_on_the_seed_alone(base: Path) -> None:

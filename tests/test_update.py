@@ -55,7 +55,7 @@ def test_fewer_completions_are_divided_evenly_and_steps_without_any_change_nothi
     optimizer = torch.optim.AdamW(trained, lr=0.01, weight_decay=0.5)
     schedule = LambdaLR(optimizer, lambda step: 1.0)
     counting = Counting()
-    update = PolicyUpdate(counting, 2, 4, None, 1.0, with_reference=True, seed=0)
+    update = PolicyUpdate(counting, 2, 4, None, 1.0, reference_share=1.0, seed=0)
 
     def run(experience: Experience) -> dict[str, float]:
         counting.sizes.clear()

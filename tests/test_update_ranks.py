@@ -83,7 +83,7 @@ def learn(
 )
 def test_ranks_take_the_steps_of_one_process(policy: Policy, objective: Objective, dealt: list[list[int]]) -> None:
     whole = ragged(10)
-    update = PolicyUpdate(objective, 2, 3, 20, 0.5, with_reference=True, seed=0)
+    update = PolicyUpdate(objective, 2, 3, 20, 0.5, reference_share=1.0, seed=0)
     alone, expected = learn(policy, update, whole, ALONE)
     before = [parameter.detach() for parameter in policy.parameters() if parameter.requires_grad]
     assert not torch.equal(alone[1], before[1])
@@ -95,9 +95,17 @@ def test_ranks_take_the_steps_of_one_process(policy: Policy, objective: Objectiv
         assert metrics == pytest.approx(expected, rel=1e-4, abs=1e-6)
 
 
+def test_ranks_measure_the_same_sample_of_the_kl(policy: Policy) -> None:
+    whole, update = ragged(10), PolicyUpdate(DAPO(kl_estimator="k1"), 3, 2, 20, 0.5, reference_share=0.3, seed=0)
+    expected = learn(policy, update, whole, ALONE)[1]["policy/kl"]
+    dealt = [[0, 5, 6], [1, 2, 3, 4, 7, 8, 9]]
+    found = on_ranks(2, lambda ranks: learn(policy, update, share(whole, dealt[ranks.rank]), ranks)[1]["policy/kl"])
+    assert abs(expected) > 1e-3 and found == pytest.approx([expected] * 2, rel=1e-4)
+
+
 def test_one_all_reduce_a_step_and_none_without_a_token_that_trains(policy: Policy) -> None:
     whole = replace(ragged(4), truncated=torch.tensor([True, True, True, False]))
-    update = PolicyUpdate(DAPO(), 1, 4, None, 0.5, with_reference=False, seed=0)
+    update = PolicyUpdate(DAPO(), 1, 4, None, 0.5, reference_share=0.0, seed=0)
 
     def work(ranks: Ranks) -> int:
         learn(policy, update, share(whole, [[0, 1], [2, 3]][ranks.rank]), ranks)

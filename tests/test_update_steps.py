@@ -38,6 +38,9 @@ class FourNumbers(nn.Module):
         self.odds = nn.Parameter(torch.tensor(ODDS, dtype=torch.float64))
         self.frozen = nn.Parameter(torch.ones(1, dtype=torch.float64), requires_grad=False)
         self.trained = SimpleNamespace(random=random)
+        self.recomputation = SimpleNamespace(
+            choose=lambda tokens, ranks: None, attempt=lambda work, parameters: work(), agree=lambda ranks: None
+        )
         self.is_reference = False
         self.calls: list[tuple[list[int], bool, bool, bool]] = []
         self.drawn: list[float] = []
@@ -186,24 +189,56 @@ def test_an_update_is_that_of_plain_loops(
     assert metrics["mismatch/is_weight_mean"] == pytest.approx(means["weight"], abs=1e-6)
 
 
-def test_micro_batches_are_cut_where_their_tokens_are_full() -> None:
+def test_micro_batches_are_as_few_and_as_even_as_their_tokens_allow() -> None:
     policy = FourNumbers()
-    # Lengths 4, 3, 3, 7, 3 and 3: 4 + 3 fills seven, 3 + 7 would be too much, and so on.
-    updated(policy, PolicyUpdate(GRPO(beta=0.0), 1, 1, 7, 1.0, False, SEED), experience_of())
-    assert [rows for rows, *_ in policy.calls] == [[4, 3], [3], [7], [3, 3]]
-    policy.calls.clear()
-    updated(policy, PolicyUpdate(GRPO(beta=0.0), 1, 1, 6, 1.0, False, SEED), experience_of())
-    assert [rows for rows, *_ in policy.calls] == [[4], [3, 3], [7], [3, 3]]
-    policy.calls.clear()
-    updated(policy, PolicyUpdate(GRPO(beta=0.0), 1, 1, 2, 1.0, False, SEED), experience_of([3, 1]))
-    assert [rows for rows, *_ in policy.calls] == [[7], [3]]  # longer ones go alone
+    # Lengths 4, 3, 3, 7, 3 and 3, that is 23: in three of at most 8 the last one has no place.
+    for most, dealt in ((8, [[7], [3, 3], [3, 3], [4]]), (13, [[3, 7, 3], [4, 3, 3]]), (2, [[7], [4], *4 * [[3]]])):
+        policy.calls.clear()
+        updated(policy, PolicyUpdate(GRPO(beta=0.0), 1, 1, most, 1.0, 0.0, SEED), experience_of())
+        assert [rows for rows, *_ in policy.calls] == dealt
+
+
+def test_only_rows_beyond_the_first_step_are_measured_before_it() -> None:
+    policy = FourNumbers()
+    updated(policy, PolicyUpdate(GRPO(beta=0.0), 1, 3, None, 1.0, 0.0, SEED), experience_of())
+    lengths = [PROMPTS[row] + len(COMPLETIONS[row]) for row in range(6)]
+    first, *others = steps_of(1, 3)
+    late = [lengths[row] for row in range(6) if row not in first]
+    assert policy.calls[0] == (late, False, False, False)
+    assert [rows for rows, *_ in policy.calls[1:]] == [[lengths[row] for row in step] for step in [first, *others]]
+
+
+def test_kl_of_a_sample_is_that_of_all_on_average() -> None:
+    def kl(share: float, version: int) -> tuple[float, list[list[int]]]:
+        policy = FourNumbers()
+        metrics = updated(
+            policy, PolicyUpdate(GRPO(beta=0.0), 1, 1, 6, 1.0, share, SEED), experience_of(version=version)
+        )
+        return metrics["policy/kl"], [rows for rows, *_, reference in policy.calls if reference]
+
+    whole, rows = kl(1.0, 0)
+    assert sorted(sum(rows, [])) == [3, 3, 3, 3, 4, 7]
+    # One of three, by version: two of six completions, whose KL counts three times.
+    token = [Plain("", 0.0, 1.0).token(ODDS, number, 0.0)[2] for number in range(4)]
+    sums = [sum(token[number] for number in completion) for completion in COMPLETIONS]
+    found = []
+    for version in range(60):
+        generator = torch.Generator().manual_seed(stream_seed(SEED, "kl", version))
+        drawn = sorted(torch.randperm(6, generator=generator)[:2].tolist())
+        sampled, rows = kl(1 / 3, version)
+        assert sorted(sum(rows, [])) == sorted(PROMPTS[row] + len(COMPLETIONS[row]) for row in drawn)
+        assert sampled == pytest.approx(3 * sum(sums[row] for row in drawn) / 13)
+        found.append(sampled)
+    assert whole == pytest.approx(sum(sums) / 13)
+    spread = torch.tensor(found).std().item() / math.sqrt(len(found))
+    assert abs(sum(found) / len(found) - whole) < 3 * spread
 
 
 @pytest.mark.parametrize(
     ("beta", "with_reference", "epochs", "random", "frozen"),
     [
-        (0.0, False, 1, False, []),  # the update's own forward gives the old log-probabilities
-        (0.0, False, 2, False, [False]),
+        (0.0, False, 1, False, []),  # the first step's own forward gives the old log-probabilities
+        (0.0, False, 2, False, []),
         (0.0, False, 1, True, [False]),
         (0.0, True, 1, False, [True]),
         (0.1, False, 1, False, [True]),

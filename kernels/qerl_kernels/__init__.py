@@ -3,12 +3,21 @@
 `reference` is the plain truth of every op; `select_backend` chooses what the ops here run on.
 """
 
+from qerl_kernels.activation import silu_product
 from qerl_kernels.backend import Backend, select_backend, selected_backend, triton_available
-from qerl_kernels.few import FEW_TOKENS, few_tokens_linear, few_tokens_supported, plain_few_tokens_linear
+from qerl_kernels.few import (
+    FEW_TOKENS,
+    few_tokens_linear,
+    few_tokens_sizes,
+    few_tokens_supported,
+    plain_few_tokens_linear,
+)
 from qerl_kernels.frozen import DenseWeight, FrozenWeight, MarlinRows, MXFP4Weight, NVFP4Weight
-from qerl_kernels.linear import LoraFactors, frozen_linear
+from qerl_kernels.kept import keeping_products, keeps_products
+from qerl_kernels.linear import LoraFactors, dense_linear, frozen_linear
 from qerl_kernels.logprob import chunked_token_logprobs
 from qerl_kernels.marlin import MarlinTensor, marlin_alpha
+from qerl_kernels.norm import rms_norm
 from qerl_kernels.ops import dequantize_marlin, dequantize_mxfp4, dequantize_nvfp4_unscaled, quantize_nvfp4
 from qerl_kernels.reference import (
     BlockScales,
@@ -33,19 +42,25 @@ __all__ = [
     "NVFP4Tensor",
     "NVFP4Weight",
     "chunked_token_logprobs",
+    "dense_linear",
     "dequantize_marlin",
     "dequantize_mxfp4",
     "dequantize_nvfp4",
     "dequantize_nvfp4_unscaled",
     "few_tokens_linear",
+    "few_tokens_sizes",
     "few_tokens_supported",
     "frozen_linear",
+    "keeping_products",
+    "keeps_products",
     "marlin_alpha",
     "nvfp4_global_scale",
     "plain_few_tokens_linear",
     "quantize_mxfp4",
     "quantize_nvfp4",
+    "rms_norm",
     "select_backend",
     "selected_backend",
+    "silu_product",
     "triton_available",
 ]

@@ -64,6 +64,19 @@ def few_tokens_supported(weight: MarlinTensor) -> bool:
     return len(weight.weight) % 4 == 0 and (interpreting() or _hopper(weight.weight.get_device()))
 
 
+def few_tokens_sizes(weight: MarlinTensor, rank: int, up_to: int) -> list[int]:
+    """Numbers of tokens that, run once, have everything compiled that `few_tokens_linear` needs up to `up_to` tokens.
+
+    Args:
+        weight: One that `few_tokens_supported` allows.
+        rank: Rows of the adapter's A, all parts together.
+        up_to: Tokens.
+    """
+    from qerl_kernels import triton_few
+
+    return triton_few.sizes(weight, rank, up_to)
+
+
 def plain_few_tokens_linear(
     x: Tensor, weight: MarlinTensor, bias: Tensor | None, a: Tensor | None, b: Tensor | None
 ) -> Tensor:

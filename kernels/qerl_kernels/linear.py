@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from qerl_kernels.frozen import FrozenWeight
+from qerl_kernels.kept import kept
 
 
 class LoraFactors(NamedTuple):
@@ -48,6 +49,19 @@ def frozen_linear(
     return _FrozenLoraLinear.apply(x, weight.dense, weight.alpha, bias, lora.a, lora.b, lora.scaling)
 
 
+def dense_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x W^T + bias for a frozen dense W [N, K], as `torch.nn.functional.linear` computes it and its gradient.
+
+    Unlike that it is a product which `keeping_products` knows.
+
+    Args:
+        x: [..., K].
+        weight: W, in x's dtype.
+        bias: [N], frozen.
+    """
+    return _DenseLinear.apply(x, weight, bias)
+
+
 Dense = Callable[[torch.dtype], Tensor]
 
 
@@ -64,11 +78,25 @@ def _add_product(y: Tensor, x: Tensor, weight: Tensor, alpha: float) -> Tensor:
     return y.addmm_(x, weight, alpha=alpha)
 
 
+class _DenseLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.weight = weight
+        return kept(lambda: (torch.nn.functional.linear(x, weight, bias),))[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        flat = grad.reshape(-1, grad.shape[-1])
+        dx = torch.mm(flat, ctx.weight).view(*grad.shape[:-1], -1) if ctx.needs_input_grad[0] else None
+        return dx, None, None
+
+
 class _FrozenLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dense: Dense, alpha: float, bias: Tensor | None) -> Tensor:
         ctx.dense, ctx.alpha = dense, alpha
-        return _product(x, dense(x.dtype).t(), alpha, bias)
+        return kept(lambda: (_product(x, dense(x.dtype).t(), alpha, bias),))[0]
 
     @staticmethod
     @once_differentiable
@@ -83,9 +111,13 @@ class _FrozenLoraLinear(torch.autograd.Function):
         ctx: Any, x: Tensor, dense: Dense, alpha: float, bias: Tensor | None, a: Tensor, b: Tensor, scaling: float
     ) -> Tensor:
         low_a, low_b = a.to(x.dtype), b.to(x.dtype)
-        hidden = torch.mm(x, low_a.t())
-        y = _product(x, dense(x.dtype).t(), alpha, bias)
-        y = _add_product(y, hidden, low_b.t(), scaling)
+
+        def products() -> tuple[Tensor, Tensor]:
+            hidden = torch.mm(x, low_a.t())
+            y = _product(x, dense(x.dtype).t(), alpha, bias)
+            return _add_product(y, hidden, low_b.t(), scaling), hidden
+
+        y, hidden = kept(products)
         ctx.save_for_backward(x, hidden, low_a, low_b)  # small beside x, and not rounded again in backward
         ctx.dense, ctx.alpha, ctx.scaling, ctx.dtypes = dense, alpha, scaling, (a.dtype, b.dtype)
         return y

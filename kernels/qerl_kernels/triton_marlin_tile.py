@@ -9,10 +9,6 @@ import triton.language as tl
 
 from qerl_kernels.triton_dequantize import _halves, _unpack
 
-NT, KT = tl.constexpr(4), tl.constexpr(4)
-"""Marlin's tiles of 64 rows and 16 columns in a step of a program: one of 64 rows for each of its four warps."""
-ROWS, COLUMNS = tl.constexpr(64 * NT.value), tl.constexpr(16 * KT.value)
-
 
 def _expansion() -> str:
     """PTX: two words $8, $9 and their four scale bytes $10 to eight pairs of bfloat16 numbers, weight * 2**-7.
@@ -41,12 +37,25 @@ _EXPANSION = tl.constexpr(_expansion())
 
 
 @triton.jit
-def expand(word, scale, WIDE: tl.constexpr, REAL: tl.constexpr):
-    """Words [KT, 128 NT] and scales, four bytes a number, [KT, 16 NT] to bfloat16 [ROWS, COLUMNS], weight * 2**-7.
+def rows_as_expanded(NT: tl.constexpr, SPLIT: tl.constexpr):
+    """Which of the 64 NT rows of `expand`'s tiles stands where."""
+    m = tl.arange(0, 64 * NT)
+    sixteen = m // 16
+    own = sixteen % SPLIT + sixteen // (SPLIT * NT) * SPLIT  # of the four in a tile
+    if SPLIT == 2:  # bit 5 of n counts among the warps, bit 4 does not
+        own = sixteen % 2 * 2 + sixteen // (2 * NT)
+    return sixteen // SPLIT % NT * 64 + own * 16 + m % 16
 
-    Rows are in the order (bits 5 and 4 of n, tile, the other bits of n), which gives every warp those of its own words.
-    Columns are in the weight's order if WIDE, in that of `columns_as_expanded` if not.
+
+@triton.jit
+def expand(word, scale, SPLIT: tl.constexpr, WIDE: tl.constexpr, REAL: tl.constexpr):
+    """Words [KT, 128 NT] and scales, four bytes a number, [KT, 16 NT] to bfloat16 [64 NT, 16 KT], weight * 2**-7.
+
+    Rows are in the order of `rows_as_expanded`, which gives every warp those of its own words: SPLIT warps, 1, 2 or 4,
+    share a tile of 64. Columns are in the weight's order if WIDE, in that of `columns_as_expanded` if not.
     """
+    KT: tl.constexpr = word.shape[0]
+    NT: tl.constexpr = word.shape[1] // 128
     if REAL:
         first, second = tl.split(word.reshape(KT, NT, 8, 4, 2, 2))  # by bit 4 of n
         scale = tl.broadcast_to(scale.reshape(KT, NT, 8, 1, 2), (KT, NT, 8, 4, 2))
@@ -66,21 +75,25 @@ def expand(word, scale, WIDE: tl.constexpr, REAL: tl.constexpr):
         unit = tl.permute(unit.reshape(KT, NT, 8, 2, 2, 2), (0, 1, 2, 3, 5, 4)).reshape(KT, NT, 8, 1, 2, 2, 2, 1, 1)
         values = (values * unit).to(tl.bfloat16)
     # (k tile, n tile, n%8, (k%8)//2, bits 5, 4 and 3 of n, 3 and 0 of k)
-    if WIDE:
-        values = tl.permute(values, (4, 5, 1, 6, 2, 0, 7, 3, 8))
-    else:
+    if not WIDE:
         values = tl.permute(values, (4, 5, 1, 6, 2, 0, 3, 7, 8))
-    return values.reshape(ROWS, COLUMNS)
+    elif SPLIT == 1:
+        values = tl.permute(values, (4, 5, 1, 6, 2, 0, 7, 3, 8))
+    elif SPLIT == 2:
+        values = tl.permute(values, (5, 1, 4, 6, 2, 0, 7, 3, 8))
+    else:
+        values = tl.permute(values, (1, 4, 5, 6, 2, 0, 7, 3, 8))
+    return values.reshape(64 * NT, 16 * KT)
 
 
 @triton.jit
-def columns_as_expanded(x, TP: tl.constexpr):
-    """[TP, COLUMNS] with each 16 columns in the order (bits 2, 1, 3 and 0).
+def columns_as_expanded(x):
+    """[tokens, columns] with each 16 columns in the order (bits 2, 1, 3 and 0).
 
     In a warp's own product Triton lets a thread hold four neighbouring columns, and Marlin's word holds two and two
     that are eight apart.
     """
-    return tl.permute(x.reshape(TP, KT, 2, 4, 2), (0, 1, 3, 2, 4)).reshape(TP, COLUMNS)
+    return tl.permute(x.reshape(x.shape[0], x.shape[1] // 16, 2, 4, 2), (0, 1, 3, 2, 4)).reshape(x.shape)
 
 
 @triton.jit

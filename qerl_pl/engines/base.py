@@ -23,7 +23,7 @@ class EngineSpec:
     """Data type of activations, embeddings and norms."""
     device: torch.device
     lora_rank: int
-    """Rank of the adapter."""
+    """Rank of the adapter; 0 makes room for none."""
     lora_targets: tuple[str, ...]
     """Last parts of the adapted linears' names, such as ("q_proj", "up_proj")."""
     max_tokens: int

@@ -10,6 +10,7 @@ from transformers import PretrainedConfig
 from qerl_pl.errors import UserError
 
 GIB = 2**30
+DEFAULT_KV_GIB = {"cuda": 4.0, "cpu": 0.5}
 
 
 def held_gib(tensors: Iterable[Tensor]) -> float:
@@ -23,6 +24,11 @@ def held_gib(tensors: Iterable[Tensor]) -> float:
 def files_gib(folder: Path) -> float:
     """GiB of a model folder's weight files."""
     return sum(path.stat().st_size for path in folder.glob("*.safetensors")) / GIB
+
+
+def kv_cache_size(asked: float | None, share: float | None, device: torch.device) -> float | None:
+    """GiB of the key/value cache; None where vLLM works it out from its share of the memory."""
+    return DEFAULT_KV_GIB[device.type] if asked is None and share is None else asked
 
 
 def kv_bytes_per_token(config: PretrainedConfig, dtype: torch.dtype) -> int:

@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
-from qerl_kernels import select_backend
+from qerl_kernels import FEW_TOKENS, select_backend
 
 from qerl_pl.engines import vllm_marlin, vllm_worker
 from qerl_pl.engines.base import EngineSpec, LentWeights, check_adapter, check_requests, regroup
-from qerl_pl.engines.capacity import GIB, check_length, files_gib, kv_bytes_per_token
+from qerl_pl.engines.capacity import GIB, check_length, files_gib, kv_bytes_per_token, kv_cache_size
 from qerl_pl.engines.vllm_requests import completion_of, request_params
-from qerl_pl.engines.vllm_terminal import without_bars
 from qerl_pl.errors import UserError, require_at_least
 from qerl_pl.formats.architecture import linear_shapes
 from qerl_pl.formats.base import format_of
@@ -26,7 +25,6 @@ from qerl_pl.types import Completion, PolicyWeights, RolloutRequest, SamplingCon
 
 log = logging.getLogger(__name__)
 
-DEFAULT_KV_GIB = {"cuda": 4.0, "cpu": 0.5}
 CPU_BATCH = 4096  # tokens of one forward pass
 REPEATABLE = {"deterministic": True, "combo_kernels": False, "benchmark_combo_kernel": False}
 """Settings of PyTorch's compiler: kernels that add up are chosen by rule, not by timing, which differs between runs."""
@@ -50,6 +48,8 @@ class VLLMEngine:
         linear_backend: Kernels of NVFP4 linears. humming decodes faster from some 64 sequences at once on, but cannot
             lend its weights, so the GPU holds two copies, and needs a CUDA compiler at run time; auto lets vLLM choose.
             Not used on a CPU.
+        few_up_to: Tokens of one forward pass up to which Marlin's linears, adapter included, run in this package's own
+            product, which decodes faster (Hopper GPUs, bfloat16; elsewhere Marlin does). null leaves all to Marlin.
         dense_above: Tokens of one forward pass above which Marlin's linears multiply by their dequantized weight, as
             while prompts are read: twice as fast (bfloat16 only). null leaves all to Marlin.
         enforce_eager: Run without compilation and CUDA graphs: starts a minute sooner and decodes slower. A CPU always
@@ -71,6 +71,7 @@ class VLLMEngine:
         max_num_seqs: int = 256,
         max_num_batched_tokens: int | None = None,
         linear_backend: Literal["marlin", "humming", "auto"] = "marlin",
+        few_up_to: int | None = FEW_TOKENS,
         dense_above: int | None = 512,
         enforce_eager: bool = False,
         sleep_mode: bool = True,
@@ -80,13 +81,14 @@ class VLLMEngine:
     ) -> None:
         if kv_cache_gib is not None and gpu_memory_utilization is not None:
             raise UserError("set one of kv_cache_gib and gpu_memory_utilization; both are set: leave one out")
-        require_at_least(1, {"max_num_seqs": max_num_seqs, "dense_above": dense_above})
+        require_at_least(1, {"max_num_seqs": max_num_seqs, "dense_above": dense_above, "few_up_to": few_up_to})
         self.kv_cache_gib = kv_cache_gib
         self.gpu_memory_utilization = gpu_memory_utilization
         self.max_model_len = max_model_len
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.linear_backend = linear_backend
+        self.few_up_to = few_up_to
         self.dense_above = dense_above
         self.enforce_eager = enforce_eager
         self.sleep_mode = sleep_mode
@@ -115,10 +117,12 @@ class VLLMEngine:
         config = load_config(spec.base)
         linears = linear_shapes(config)
         self._shapes = {name: size for name, size in linears.items() if name.rpartition(".")[2] in spec.lora_targets}
-        if not self._shapes:
+        if spec.lora_rank == 0:
+            self._shapes = {}
+        elif not self._shapes:
             raise UserError(f"LoRA targets must name linears of the base; {', '.join(spec.lora_targets)} match none")
         length = self.max_model_len or spec.max_tokens
-        kv_gib = self._kv_gib(spec.device)
+        kv_gib = kv_cache_size(self.kv_cache_gib, self.gpu_memory_utilization, spec.device)
         check_length(length, spec.max_tokens, kv_gib, kv_bytes_per_token(config, spec.dtype))
         if backend == "marlin":
             vllm_marlin.check_marlin_shapes(linears)
@@ -126,11 +130,7 @@ class VLLMEngine:
         vllm_worker.import_vllm()
         self._spec, self._ends = spec, end_token_ids(spec.base)
         self._has_tokenizer = load_tokenizer(spec.base) is not None
-        with (
-            tempfile.TemporaryDirectory(prefix="qerl-vllm-") as folder,
-            vllm_worker.process_state_kept(),
-            without_bars(),
-        ):
+        with tempfile.TemporaryDirectory(prefix="qerl-vllm-") as folder, vllm_worker.process_state_kept():
             base = spec.base
             if served is not base_format:
                 base = write_dense_checkpoint(spec.base, Path(folder) / "dense", spec.dtype)
@@ -143,19 +143,14 @@ class VLLMEngine:
                 raise
         log.info("vLLM runs with %s; started in %.0f s", ", ".join(self.kernels), time.perf_counter() - start)
 
-    def _kv_gib(self, device: torch.device) -> float | None:
-        """Size of the cache; None where vLLM works it out from the memory it may use."""
-        if self.kv_cache_gib is None and self.gpu_memory_utilization is None:
-            return DEFAULT_KV_GIB[device.type]
-        return self.kv_cache_gib
-
     def _start(self, spec: EngineSpec, base: Path, backend: str | None, length: int, kv_gib: float | None) -> Any:
         from vllm import LLM
         from vllm.exceptions import VLLMValidationError
 
         on_gpu = spec.device.type == "cuda"
-        dense_above = self.dense_above if backend is not None and spec.dtype == torch.bfloat16 else None
-        if dense_above is not None:
+        ours = backend is not None and spec.dtype == torch.bfloat16
+        dense_above, few_up_to = (self.dense_above, self.few_up_to) if ours else (None, None)
+        if dense_above is not None or few_up_to is not None:
             select_backend("triton")
         try:
             return LLM(
@@ -181,7 +176,7 @@ class VLLMEngine:
                 gpu_memory_utilization=0.01 if kv_gib is not None else self.gpu_memory_utilization,
                 kv_cache_memory_bytes=None if kv_gib is None else int(kv_gib * GIB),
                 linear_backend=backend or "auto",
-                additional_config=vllm_worker.engine_config(spec, dense_above),
+                additional_config=vllm_worker.engine_config(spec, dense_above, few_up_to),
                 compilation_config={"inductor_compile_config": REPEATABLE} if on_gpu else None,
             )
         except (ValueError, RuntimeError, AssertionError, ImportError, VLLMValidationError) as error:

@@ -18,6 +18,8 @@ from qerl_pl.formats.architecture import FUSED
 
 TOLERANCE = 0.01
 """Of the two products' difference to their size: rounding makes 1e-4, another layout 1."""
+NEVER = torch.iinfo(torch.int32).max
+"""As `dense_above`: Marlin for any number of tokens."""
 _KERNEL = "MarlinNvFp4"
 _MODULE, _FUNCTION = "vllm.model_executor.layers.quantization.utils.marlin_utils_fp4", "apply_fp4_marlin_linear"
 
@@ -97,8 +99,7 @@ def why_not_lent(kernels: Sequence[str], dtype: torch.dtype) -> str | None:
     return None
 
 
-@torch.library.custom_op("qerl::marlin_or_dense", mutates_args=())
-def marlin_or_dense(
+def product_by_tokens(
     x: Tensor,
     weight: Tensor,
     scale: Tensor,
@@ -111,8 +112,6 @@ def marlin_or_dense(
 ) -> Tensor:
     """x [tokens, K] W^T + bias -> [tokens, N], by Marlin up to `dense_above` tokens, by the dense weight above.
 
-    An operator, for the choice depends on the number of tokens, which vLLM's compiled graphs leave open.
-
     Args:
         x: bfloat16.
         weight: With `scale` and `global_scale` a `MarlinTensor`.
@@ -123,7 +122,7 @@ def marlin_or_dense(
         bias: [N], in plain order.
         alpha: That of `MarlinRows`, float32 [1] in the host's memory, where reading it does not wait for the
             device. A number would make every layer a compiled graph of its own.
-        dense_above: Tokens.
+        dense_above: Tokens, or NEVER.
     """
     if len(x) > dense_above:
         held = MarlinTensor(weight, scale, global_scale)
@@ -132,6 +131,10 @@ def marlin_or_dense(
     rows, columns = weight.shape[1] // 2, 16 * len(weight)
     y: Tensor = product(x, weight, scale, global_scale, workspace, size_n=rows, size_k=columns, bias=permuted_bias)
     return y
+
+
+# An operator, for the choice depends on the number of tokens, which vLLM's compiled graphs leave open.
+marlin_or_dense = torch.library.custom_op("qerl::marlin_or_dense", product_by_tokens, mutates_args=())
 
 
 @marlin_or_dense.register_fake

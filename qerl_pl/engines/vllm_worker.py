@@ -1,7 +1,7 @@
 """Everything private of vLLM that the engine touches: a worker subclass, and the check that vLLM still looks as read.
 
 Read in vLLM 0.25.1 and 0.30.0. vLLM is imported inside functions only, so that this module imports without it. Linears
-are changed by `vllm_adapter` and `vllm_marlin`; what those rely on is checked here too.
+are changed by `vllm_linears`; what that relies on is checked here too.
 """
 
 import gc
@@ -22,7 +22,9 @@ from qerl_pl.algorithm.noise import NormNoise
 from qerl_pl.engines import vllm_marlin
 from qerl_pl.engines.base import EngineSpec, LentWeights
 from qerl_pl.engines.capacity import held_gib
-from qerl_pl.engines.vllm_adapter import Slots, attach_adapter
+from qerl_pl.engines.vllm_adapter import Slots
+from qerl_pl.engines.vllm_linears import attach_all, changes_products
+from qerl_pl.engines.vllm_terminal import without_bars
 from qerl_pl.errors import UserError
 from qerl_pl.formats.architecture import noisy_norm_names
 from qerl_pl.run.random_state import random_state_kept
@@ -95,24 +97,23 @@ def worker_class(device: torch.device, ranks: int = 1) -> str:
     )
 
 
-def engine_config(spec: EngineSpec, dense_above: int | None) -> dict[str, Any]:
-    """vLLM's `additional_config`: what the worker must know at loading.
+def engine_config(spec: EngineSpec, dense_above: int | None, few_up_to: int | None) -> dict[str, Any]:
+    """vLLM's `additional_config`: what the worker must know at loading (see `vllm_linears`).
 
-    dense_above is for NVFP4 linears (see `vllm_marlin`); None leaves them to vLLM.
-
-    It is part of the key of vLLM's cache of compiled graphs, so a graph of other norms or another adapter never runs.
+    It is part of the key of vLLM's cache of compiled graphs, so a graph of other norms, of other products or of another
+    adapter never runs.
     """
     adapter = {"rank": spec.lora_rank, "targets": sorted(spec.lora_targets)}
-    return {CONFIG_KEY: {"norms": "float32", "dense_above": dense_above, **adapter}}
+    return {CONFIG_KEY: {"norms": "float32", "dense_above": dense_above, "few_up_to": few_up_to, **adapter}}
 
 
 @contextmanager
 def process_state_kept() -> Iterator[None]:
-    """Undo what vLLM's start does to the whole process: seeds, `torch.set_num_threads`, variables for workers."""
+    """Undo what vLLM's start does to the whole process: seeds, `torch.set_num_threads`, variables; without its bars."""
     set_num_threads = torch.set_num_threads
     kept = {name: os.environ.get(name) for name in ("LD_PRELOAD", "LOCAL_WORLD_SIZE")}
     try:
-        with random_state_kept():
+        with random_state_kept(), without_bars():
             yield
     finally:
         torch.set_num_threads = set_num_threads
@@ -155,14 +156,11 @@ class PolicyWorker(Worker):
             norm.weight = nn.Parameter(norm.weight.data.float(), requires_grad=False)
         self._qerl_base = {name: self._qerl_norms[name].weight.data.clone() for name in self._qerl_noisy}
         self._qerl_slots: Slots = {}
-        config, dtype = self.vllm_config.additional_config[CONFIG_KEY], self.vllm_config.model_config.dtype
-        dense = config["dense_above"] is not None and not vllm_marlin.missing()
-        for name, linear in ({} if self._missing_of_linears() else self._linears()).items():
-            if dense:
-                vllm_marlin.attach_dense(linear, config["dense_above"])
-            parts = [part for part in self._parts(name, linear) if part[0].rpartition(".")[2] in config["targets"]]
-            if parts:
-                self._qerl_slots |= attach_adapter(linear, parts, config["rank"], dtype)
+        if self._missing_of_linears():
+            return
+        config = self.vllm_config.additional_config[CONFIG_KEY]
+        linears = {name: (linear, self._parts(name, linear)) for name, linear in self._linears().items()}
+        self._qerl_slots = attach_all(linears, config, self.vllm_config.model_config.dtype)
 
     def _linears(self) -> dict[str, Any]:
         from vllm.model_executor.layers.linear import LinearBase
@@ -188,9 +186,9 @@ class PolicyWorker(Worker):
 
     def qerl_missing(self) -> list[str]:
         """Names this class relies on that this vLLM lacks."""
-        dense = self.vllm_config.additional_config[CONFIG_KEY]["dense_above"] is not None
+        config = self.vllm_config.additional_config[CONFIG_KEY]
         missing = [path for path in _NEEDED if _look_up(self, path) is None] + self._missing_of_linears()
-        return missing + (vllm_marlin.missing() if dense else [])
+        return missing + (vllm_marlin.missing() if changes_products(config) else [])
 
     def _missing_of_linears(self) -> list[str]:
         found = itertools.product(self._linears().values(), _NEEDED_OF_LINEARS)

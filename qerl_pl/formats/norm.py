@@ -2,7 +2,7 @@
 
 from typing import Self
 
-import torch
+from qerl_kernels import rms_norm
 from torch import Tensor, nn
 
 from qerl_pl.errors import UserError
@@ -45,9 +45,7 @@ class Float32RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., hidden] -> the same shape and data type."""
-        wide = x.float()
-        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        return (self.weight * wide).to(x.dtype)
+        return rms_norm(x, self.weight, self.eps)
 
 
 def use_float32_norms(model: nn.Module) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import peft
 from peft.tuners.lora import LoraLayer
-from qerl_kernels import LoraFactors
+from qerl_kernels import LoraFactors, dense_linear, keeps_products
 from torch import Tensor, nn
 
 from qerl_pl.errors import UserError
@@ -81,13 +81,18 @@ class LoraLinear(nn.Module, LoraLayer):
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out]."""
         if self.disable_adapters:
-            return self.base_layer(x)
+            return self._base(x)
         a, b = self.factors()
         scaling, dropout = self.scaling[ADAPTER], self.lora_dropout[ADAPTER]
         if isinstance(self.base_layer, FrozenLinear) and (isinstance(dropout, nn.Identity) or not self.training):
             return self.base_layer(x, LoraFactors(a, b, scaling))
         hidden = nn.functional.linear(dropout(x), a.to(x.dtype))
-        return self.base_layer(x) + nn.functional.linear(hidden, b.to(x.dtype)) * scaling
+        return self._base(x) + nn.functional.linear(hidden, b.to(x.dtype)) * scaling
+
+    def _base(self, x: Tensor) -> Tensor:
+        if keeps_products() and isinstance(self.base_layer, nn.Linear):
+            return dense_linear(x, self.base_layer.weight, self.base_layer.bias)
+        return self.base_layer(x)
 
 
 def check_targets(model: nn.Module, config: LoraConfig) -> None:

@@ -17,8 +17,10 @@ from qerl_pl.formats.norm import use_float32_norms
 from qerl_pl.formats.resolve import in_format, local_folder
 from qerl_pl.modules.adapter import LoraAdapter
 from qerl_pl.modules.base_model import load_base
+from qerl_pl.modules.gated_mlp import use_gated_mlps
 from qerl_pl.modules.lora import LoraConfig, check_targets
 from qerl_pl.modules.packing import Packing
+from qerl_pl.modules.recompute import Checkpointing, Recomputation
 from qerl_pl.run.files import cache_root
 from qerl_pl.toy import ToyConfig, build_toy_policy
 from qerl_pl.types import PolicyWeights
@@ -39,7 +41,10 @@ class PolicyConfig:
         dtype: Data type of activations, embeddings, norms and, without quantization, of the base.
         lora: The adapter.
         train_norms: Train the RMSNorm scales too.
-        gradient_checkpointing: Recompute each layer in the backward pass instead of keeping its activations.
+        gradient_checkpointing: What the backward pass computes again instead of keeping it: `true` each layer,
+            `selective` all but the linears' products, `false` nothing. `auto` takes the fastest of them that fits the
+            memory that is free in the first update, keeps to it when resumed, and keeps less where it runs out after
+            all. Gradients are the same.
     """
 
     path: str | None = None
@@ -48,7 +53,7 @@ class PolicyConfig:
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     lora: LoraConfig = field(default_factory=LoraConfig)
     train_norms: bool = False
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: Checkpointing = False
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -93,6 +98,7 @@ class Policy(nn.Module):
         self.base = load_base(folder, config.torch_dtype, device, lent)
         """The causal LM, with all that is trained in it."""
         use_float32_norms(self.base)
+        use_gated_mlps(self.base)
         # What plain PEFT needs to load the exported adapter without being told its base: never the 16-bit weights that
         # the base was quantized from.
         base_name = str(folder) if config.path is None or folder.parent == cache_root() else config.path
@@ -100,8 +106,7 @@ class Policy(nn.Module):
             torch.manual_seed(seed)
             self.trained = LoraAdapter(self.base, config.lora, config.train_norms, base_name)
         self.base.to(device)  # type: ignore[arg-type]
-        if config.gradient_checkpointing:
-            self.base.gradient_checkpointing_enable({"use_reentrant": False})
+        self.recomputation = Recomputation(self.base, config.gradient_checkpointing, self.trained.random)
 
     @property
     def device(self) -> torch.device:

@@ -56,7 +56,8 @@ class QeRLModule(LightningModule):
         micro_batch_tokens: Most tokens, prompts included and padding not, of one forward pass (a longer completion goes
             alone); null takes a whole minibatch. Gradients depend on it by LoRA dropout alone.
         max_grad_norm: Gradients are scaled down to this norm.
-        monitor_kl: Measure `policy/kl` also where the loss has no KL term; costs one more forward pass.
+        monitor_kl: Share of a rollout's completions on which `policy/kl` is measured, where the loss has no KL term: it
+            costs so much of a forward pass. `true` takes all, `false` none; the mean is unbiased.
         seed: Seed of the run: adapter initialisation, sampling, noise, dropout.
     """
 
@@ -73,7 +74,7 @@ class QeRLModule(LightningModule):
         minibatches: int = 1,
         micro_batch_tokens: int | None = None,
         max_grad_norm: float = 0.2,
-        monitor_kl: bool = True,
+        monitor_kl: bool | float = 0.125,
         seed: int = 0,
     ) -> None:
         super().__init__()
@@ -95,7 +96,7 @@ class QeRLModule(LightningModule):
         self.lr_scheduler = lr_scheduler
         self.warmup_ratio = warmup_ratio
         self.update = PolicyUpdate(
-            self.objective, update_epochs, minibatches, micro_batch_tokens, max_grad_norm, monitor_kl, seed
+            self.objective, update_epochs, minibatches, micro_batch_tokens, max_grad_norm, float(monitor_kl), seed
         )
         self.seed = seed
         self.policy_version = 0
@@ -272,6 +273,7 @@ class QeRLModule(LightningModule):
             "scaling": self.policy_config.lora.scaling,
             "optimizer": type(self.trainer.optimizers[0]).__name__,
             "random_states": ranks_of(self.trainer).gather(random_state()),
+            "recomputation": self.policy.recomputation.state(),
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -285,6 +287,7 @@ class QeRLModule(LightningModule):
             raise UserError("a checkpoint must be one of this trainer's; this one is not; name another with --resume")
         check_fits(state, self.base_identity, self.policy_config.lora.scaling)
         self.policy.load_trained_state(state["trained"])
+        self.policy.recomputation.load(state.get("recomputation"))
         self.policy_version = state["policy_version"]
         states, rank = state["random_states"], self.global_rank
         self._random_state = states[rank if len(states) == self.trainer.world_size else 0]

@@ -12,6 +12,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from qerl_pl.algorithm.objectives import LossInputs, Objective
 from qerl_pl.errors import UserError
+from qerl_pl.modules.known import Known, Reference, drawn_places, frozen_logprobs, logprobs_of, rows_at
+from qerl_pl.modules.micro_batches import deal_micro_batches
 from qerl_pl.modules.policy import Policy
 from qerl_pl.rollout.experience import Experience
 from qerl_pl.run.ranks import ALONE, Ranks
@@ -39,7 +41,8 @@ class PolicyUpdate:
 
     Each pass splits the completions into `minibatches` parts, as even as they can be. Dynamic sampling may leave fewer
     completions than parts: an empty part's optimizer step has no gradient, so that neither parameters nor the
-    optimizer's state change, and is counted as any other: the learning rate goes its way by rollouts.
+    optimizer's state change, and is counted as any other: the learning rate goes its way by rollouts. A part's gradient
+    is summed over micro-batches, dealt by `deal_micro_batches`.
 
     Args:
         objective: The loss.
@@ -47,7 +50,8 @@ class PolicyUpdate:
         minibatches: Optimizer steps a pass.
         micro_batch_tokens: Most tokens of one forward pass; None takes a whole minibatch.
         max_grad_norm: Gradients are scaled down to this norm.
-        with_reference: Measure the KL divergence to the reference also where the loss does not need it.
+        reference_share: Share of the completions whose KL divergence to the reference is measured where the loss does
+            not need it; 0 measures none. Which ones is drawn by rollout; the mean is unbiased.
         seed: Seed of the run, for dropout and the order of minibatches.
     """
 
@@ -56,8 +60,19 @@ class PolicyUpdate:
     minibatches: int
     micro_batch_tokens: int | None
     max_grad_norm: float
-    with_reference: bool
+    reference_share: float
     seed: int
+
+    def __post_init__(self) -> None:
+        """Check the range.
+
+        Raises:
+            UserError: A share is none.
+        """
+        if not 0 <= self.reference_share <= 1:
+            raise UserError(
+                f"model.monitor_kl must be true, false or in [0, 1]; found {self.reference_share}; set it to 0.125, say"
+            )
 
     @property
     def steps(self) -> int:
@@ -103,23 +118,25 @@ class PolicyUpdate:
         Raises:
             NonFiniteLossError: Loss or gradient is not finite.
         """
+        policy.recomputation.choose(self.most_tokens(experience.lengths), ranks)
         own_stream = (ranks.rank,) if ranks.rank else ()
         torch.manual_seed(stream_seed(self.seed, "update", experience.version, *own_stream))  # dropout
         mask = self.objective.training_mask(experience.mask, experience.truncated)
         places, tokens_of = self._everywhere(experience, mask, ranks)
-        old = self._old_logprobs(policy, experience, mask)
-        reference = self._reference_logprobs(policy, experience, mask)
+        minibatches = list(self._minibatches(experience.version, len(tokens_of)))
+        steps = [(step, rows_at(step, places, len(tokens_of))) for step in minibatches]
+        known = self._known(policy, experience, mask, steps[0][1], places, len(tokens_of))
         parameters = [parameter for parameter in policy.parameters() if parameter.requires_grad]
         totals: dict[str, float] = defaultdict(float)
         policy.train()
-        for step_places in self._minibatches(experience.version, len(tokens_of)):
+        for number, (step_places, rows) in enumerate(steps):
             optimizer.zero_grad()
             tokens = tokens_of[step_places].sum().item()
-            rows = _rows_at(step_places, places, len(tokens_of))
             weights = self.objective.weights(
                 mask[rows], experience.max_tokens, float(len(step_places)), max(tokens, 1.0)
             )
-            sums = self._accumulate(policy, experience, mask, old, reference, rows, weights, backward)
+            unchanged = number == 0 and not policy.trained.random
+            sums = self._accumulate(policy, known, rows, weights, backward, parameters, unchanged)
             if tokens > 0:  # else no rank has a gradient, and none is made
                 ranks.sum(_gradients(parameters, ranks))
             for part in ranks.gather(dict(sums)):
@@ -132,6 +149,9 @@ class PolicyUpdate:
             totals["lr"] += optimizer.param_groups[0]["lr"]
             optimizer.step()  # passes over parameters without a gradient: weight decay and momentum rest with it
             schedule.step()
+        if known.reference is not None and "kl" in totals:
+            totals["kl"] *= known.reference.factor
+        policy.recomputation.agree(ranks)
         learned = totals["tokens"] or math.nan  # no mean where every completion was left out
         metrics = {tag: totals[name] / learned for tag, name in PER_TOKEN.items() if name in totals}
         return metrics | {f"optim/{name}": totals[name] / self.steps for name in ("grad_norm", "loss", "lr")}
@@ -139,75 +159,95 @@ class PolicyUpdate:
     def _accumulate(
         self,
         policy: Policy,
-        experience: Experience,
-        mask: Tensor,
-        old: Tensor | None,
-        reference: Tensor | None,
+        known: Known,
         rows: Tensor,
         weights: Tensor,
         backward: Callable[[Tensor], None],
+        parameters: list[nn.Parameter],
+        unchanged: bool,
     ) -> dict[str, float]:
-        """Accumulate the gradient of this rank's rows of one minibatch; returns sums over their tokens."""
+        """Accumulate the gradient of this rank's rows of one minibatch; returns sums over their tokens.
+
+        `unchanged`: the policy is still the old one, whose log-probabilities are kept for later steps.
+        """
+        found: list[dict[str, Tensor]] = []
+        for part in self._micro_batches(known.experience.lengths[rows]):
+
+            def work(part: Tensor = part) -> dict[str, Tensor]:
+                loss, sums = self._loss(policy, known, rows[part], weights[part], unchanged)
+                if loss.requires_grad:  # a micro-batch of masked completions has nothing to learn
+                    backward(loss)
+                return {"loss": loss.detach(), **sums}
+
+            found.append(policy.recomputation.attempt(work, parameters))
         totals: dict[str, float] = defaultdict(float)
-        for part in self._micro_batches(experience.lengths[rows]):
-            index = rows[part]
-            logprobs, entropy = self._logprobs(policy, experience, mask, index)
-            inputs = LossInputs(
-                logprobs=logprobs,
-                old_logprobs=logprobs.detach() if old is None else old[index],
-                sampler_logprobs=experience.sampler_logprobs[index],
-                advantages=experience.advantages[index],
-                mask=mask[index],
-                weights=weights[part],
-                ref_logprobs=None if reference is None else reference[index],
-                entropy=entropy,
-            )
-            outputs = self.objective.loss(inputs)
-            if outputs.loss.requires_grad:  # a micro-batch of masked completions has nothing to learn
-                backward(outputs.loss)
-            totals["loss"] += outputs.loss.item()
-            for name, value in outputs.metrics.items():
-                totals[name] += value.item()
+        for name in found[0] if found else ():  # all at once, for each waits for the device
+            for value in torch.stack([sums[name] for sums in found]).tolist():
+                totals[name] += value
         return totals
 
-    def _logprobs(self, policy: Policy, experience: Experience, mask: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Log-probabilities and entropies [len(rows), T] of some completions."""
-        return policy.token_logprobs(
-            experience.tokens[rows],
-            experience.lengths[rows],
-            mask[rows],
-            experience.temperature,
-            self.objective.needs_entropy,
+    def _loss(
+        self, policy: Policy, known: Known, rows: Tensor, weights: Tensor, unchanged: bool
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Loss of a micro-batch, and sums over its tokens."""
+        experience, reference = known.experience, known.reference
+        logprobs, entropy = logprobs_of(policy, self.objective, experience, known.mask, rows)
+        if unchanged:
+            known.old[rows] = logprobs.detach()
+        ref_logprobs = None
+        if reference is not None:  # rows that were not measured add nothing
+            measured = reference.measured[rows, None]
+            ref_logprobs = torch.where(measured, reference.logprobs[rows], logprobs.detach())
+        inputs = LossInputs(
+            logprobs=logprobs,
+            old_logprobs=known.old[rows],
+            sampler_logprobs=experience.sampler_logprobs[rows],
+            advantages=experience.advantages[rows],
+            mask=known.mask[rows],
+            weights=weights,
+            ref_logprobs=ref_logprobs,
+            entropy=entropy,
         )
+        outputs = self.objective.loss(inputs)
+        return outputs.loss, outputs.metrics
 
-    @torch.no_grad()
-    def _frozen_logprobs(self, policy: Policy, experience: Experience, mask: Tensor) -> Tensor:
-        policy.eval()
-        parts = self._micro_batches(experience.lengths)
-        return torch.cat([self._logprobs(policy, experience, mask, part)[0] for part in parts])
+    def _known(
+        self, policy: Policy, experience: Experience, mask: Tensor, first: Tensor, places: Tensor, completions: int
+    ) -> Known:
+        """Measure what the steps need and do not measure themselves; `first` are the rows of the first one.
 
-    def _old_logprobs(self, policy: Policy, experience: Experience, mask: Tensor) -> Tensor | None:
-        """The clean policy's log-probabilities before the update; None where the update's own forward gives them."""
-        if self.steps == 1 and not policy.trained.random:
-            return None
-        return self._frozen_logprobs(policy, experience, mask)
+        Its forward pass is the old policy's, unless there is dropout.
+        """
+        asked = torch.ones(len(experience), dtype=torch.bool, device=mask.device)
+        if not policy.trained.random:
+            asked[first] = False
 
-    def _reference_logprobs(self, policy: Policy, experience: Experience, mask: Tensor) -> Tensor | None:
-        if not (self.objective.needs_reference or self.with_reference):
-            return None
-        with policy.reference():
-            return self._frozen_logprobs(policy, experience, mask)
+        def measured(rows: Tensor) -> Tensor:
+            parts = [rows[part] for part in self._micro_batches(experience.lengths[rows])] if len(rows) else []
+            return frozen_logprobs(policy, self.objective, experience, mask, parts)
+
+        old, reference = measured(asked.nonzero().squeeze(1)), None
+        share = 1.0 if self.objective.needs_reference else self.reference_share
+        if share > 0:
+            drawn = drawn_places(share, completions, stream_seed(self.seed, "kl", experience.version))
+            rows = rows_at(drawn, places, completions)
+            with policy.reference():
+                reference = Reference(measured(rows), torch.zeros_like(asked), completions / max(len(drawn), 1))
+            reference.measured[rows] = True
+        return Known(experience, mask, old, reference)
 
     def _micro_batches(self, lengths: Tensor) -> list[Tensor]:
-        """Indices into `lengths` [B], in order, cut where the token budget is full."""
-        sizes, tokens = [0], 0
-        for length in lengths.tolist():
-            if self.micro_batch_tokens is not None and sizes[-1] > 0 and tokens + length > self.micro_batch_tokens:
-                sizes.append(0)
-                tokens = 0
-            sizes[-1] += 1
-            tokens += length
-        return list(torch.arange(len(lengths), device=lengths.device).split(sizes))
+        """Indices into `lengths` [B] of each micro-batch."""
+        parts = deal_micro_batches(lengths.tolist(), self.micro_batch_tokens)
+        return [torch.tensor(part, dtype=torch.int64, device=lengths.device) for part in parts]
+
+    def most_tokens(self, lengths: Tensor) -> int:
+        """Tokens of the largest micro-batch that sequences of these lengths [B] make."""
+        per_step = max(-(-len(lengths) // self.minibatches), 1)
+        longest = int(lengths.sort(descending=True).values[:per_step].sum()) if len(lengths) else 0
+        if self.micro_batch_tokens is None:
+            return longest
+        return max(self.micro_batch_tokens, int(lengths.max()) if len(lengths) else 0)
 
     def _everywhere(self, experience: Experience, mask: Tensor, ranks: Ranks) -> tuple[Tensor, Tensor]:
         """Place of each own row among the completions of all ranks [B], and how many tokens train at each place."""
@@ -226,14 +266,6 @@ class PolicyUpdate:
                 seed = stream_seed(self.seed, "minibatches", version, epoch)
                 places = torch.randperm(completions, generator=torch.Generator().manual_seed(seed))
             yield from places.tensor_split(self.minibatches)
-
-
-def _rows_at(wanted: Tensor, places: Tensor, completions: int) -> Tensor:
-    """Own rows among the wanted places, in the order of those."""
-    row_at = torch.full((completions,), -1, device=places.device)
-    row_at[places] = torch.arange(len(places), device=places.device)
-    rows = row_at[wanted.to(places.device)]
-    return rows[rows >= 0]
 
 
 def _gradients(parameters: list[nn.Parameter], ranks: Ranks) -> list[Tensor]:

@@ -1,0 +1,63 @@
+"""Where a decode step's time goes on a GPU: PyTorch's profiler, kernels gathered by kind."""
+
+import re
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+KINDS = {
+    "4-bit product of few tokens, adapter inside": r"^_partial_kernel|^_combine_kernel",
+    "dequantize": r"^_marlin_kernel",
+    "Marlin": r"(?i)marlin",
+    "Humming": r"(?i)humming",
+    "vLLM's LoRA": r"(?i)lora",
+    "attention and its cache": r"(?i)flash|fmha|attention|attn|reshape_and_cache|kv_cache",
+    "16-bit products (lm_head, adapter)": r"(?i)nvjet|gemm|gemv|cutlass|cublas|splitk|xmma",
+    "sampling, log-probabilities": r"(?i)sampl|softmax|top_?[kp]|sort|argmax|gumbel|logprob|distribution|exponent",
+    "norms, activation, rope": r"(?i)norm|silu|rotary|rope|triton_(poi|red|per)",
+}
+Count = dict[str, tuple[float, int]]
+"""Microseconds and calls by name of a kernel."""
+
+
+def kind_of(kernel: str) -> str:
+    """Of the kinds, the first that the name fits."""
+    return next((kind for kind, pattern in KINDS.items() if re.search(pattern, kernel)), "rest")
+
+
+def kernels_of(work: Callable[[], object]) -> Count:
+    """Time and calls of every kernel that `work` runs."""
+    torch.cuda.synchronize()
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        work()
+        torch.cuda.synchronize()
+    found: dict[str, list[float]] = defaultdict(lambda: [0.0, 0])
+    for event in profile.events():
+        if event.device_type == torch.profiler.DeviceType.CUDA:
+            found[event.name][0] += event.device_time
+            found[event.name][1] += 1
+    return {name: (time, int(calls)) for name, (time, calls) in found.items()}
+
+
+def of_a_step(generate: Callable[[int], object], steps: int) -> dict[str, Any]:
+    """Milliseconds a decode step: what `steps` more tokens than one take, less what one token takes.
+
+    Args:
+        generate: Makes completions of so many tokens.
+        steps: Decode steps that are measured.
+    """
+    generate(2)
+    one, many = kernels_of(lambda: generate(1)), kernels_of(lambda: generate(1 + steps))
+    each = {
+        name: ((time - one.get(name, (0.0, 0))[0]) / steps / 1e3, (calls - one.get(name, (0.0, 0))[1]) / steps)
+        for name, (time, calls) in many.items()
+    }
+    kinds: dict[str, list[float]] = {}
+    for name, (time, calls) in each.items():
+        held = kinds.setdefault(kind_of(name), [0.0, 0.0])
+        held[0], held[1] = held[0] + time, held[1] + calls
+    largest = sorted(each.items(), key=lambda one: -one[1][0])[:24]
+    return {"kinds": kinds, "largest": [(name[:120], time, calls) for name, (time, calls) in largest]}

@@ -1,0 +1,38 @@
+"""The gated activation of a decoder's MLP: one pass forward, one backward, and nothing kept but its inputs."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from qerl_kernels.backend import runs_triton
+
+
+def silu_product(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up, the first factor rounded to its dtype as PyTorch's own operations round it.
+
+    Args:
+        gate: Any shape, contiguous.
+        up: As `gate`.
+    """
+    if runs_triton(gate):
+        return _SiluProduct.apply(gate, up)
+    return functional.silu(gate) * up
+
+
+class _SiluProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        from qerl_kernels import triton_activation
+
+        ctx.save_for_backward(gate, up)
+        return triton_activation.silu_product(gate, up)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        from qerl_kernels import triton_activation
+
+        return triton_activation.gradient(grad.contiguous(), *ctx.saved_tensors)

@@ -1,0 +1,97 @@
+"""How a product of few tokens is cut among a GPU's processors: fixed by the shapes, so that its bits repeat."""
+
+import functools
+from typing import NamedTuple
+
+RANKS, SHRINK_COLUMNS = 32, 128
+"""Rows of A in a program for the adapter, columns in one of its steps."""
+
+
+class Tile(NamedTuple):
+    """What a program of the first launch holds at a time."""
+
+    tokens: int
+    more: int = 0
+    """Tokens beside those, for both are powers of two."""
+    tiles: int = 4
+    """Marlin's, of 64 output features."""
+    steps: int = 4
+    """Marlin's, of 16 columns."""
+    warps: int = 4
+    """One, two or four times `tiles`."""
+    stages: int = 4
+    """Of the loop along k that are being loaded."""
+    programs: int = 2
+    """For each processor."""
+    apart: bool = False
+    """Whether the programs for the adapter come on top of those."""
+
+    @property
+    def rows(self) -> int:
+        """Output features."""
+        return 64 * self.tiles
+
+    @property
+    def columns(self) -> int:
+        """Columns in a step."""
+        return 16 * self.steps
+
+    @property
+    def width(self) -> int:
+        """Tokens in all."""
+        return self.tokens + self.more
+
+    @property
+    def chunk(self) -> int:
+        """Tokens of a program for the adapter, and of one of the second launch."""
+        return min(64, self.tokens, self.more or 64)
+
+
+class Plan(NamedTuple):
+    """How the work is cut: fixed by the shapes and the device's number of processors, so that bits repeat."""
+
+    tile: Tile
+    token_blocks: int
+    run: int
+    """Steps of a program."""
+    workers: int
+    """Programs that multiply by the weight, for each block of tokens."""
+    parts: int
+    """Programs that share a block of rows, at most."""
+    hidden_parts: int
+    """Runs that A's columns are cut into."""
+
+
+def best_tile(tokens: int, rows: int) -> Tile:
+    """Up to 128 tokens measured on an H200 with 7B's shapes: two programs a processor, few parts where rows are few.
+
+    Args:
+        tokens: Of the product.
+        rows: Output features.
+    """
+    if tokens > 128:
+        narrow = _ceil(tokens, 96) * 96 <= _ceil(tokens, 128) * 128
+        return Tile(64 if narrow else 128, 32 if narrow else 0, warps=8, programs=1, apart=True)
+    padded = max(8, min(64, 2 ** (tokens - 1).bit_length() if tokens else 8))
+    return Tile(padded, programs=1 if padded == 64 and rows <= 8192 else 2)
+
+
+@functools.cache
+def plan(tokens: int, rows: int, columns: int, rank: int, processors: int, tile: Tile | None = None) -> Plan:
+    """The cut for a number of tokens, with a tile of one's own or the best known."""
+    tile = tile or best_tile(tokens, rows)
+    token_blocks = max(1, _ceil(tokens, tile.width))
+    a_steps = _ceil(columns, SHRINK_COLUMNS)
+    hidden_parts = min(_ceil(columns, 1024), 8 if tile.tokens <= 16 else 4)
+    hidden_parts = _ceil(a_steps, _ceil(a_steps, hidden_parts)) if rank else 0
+    programs = processors * tile.programs // token_blocks
+    if tile.tokens > 16 and not tile.apart:  # as many as fill the processors
+        programs -= _ceil(rank, RANKS) * hidden_parts * (tile.width // tile.chunk)
+    steps = columns // tile.columns
+    total = _ceil(rows, tile.rows) * steps
+    run = max(min(4, steps), _ceil(total, max(programs, 1)))
+    return Plan(tile, token_blocks, run, _ceil(total, run), (steps + run - 2) // run + 1, hidden_parts)
+
+
+def _ceil(count: int, size: int) -> int:
+    return -(-count // size)

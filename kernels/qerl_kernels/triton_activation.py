@@ -1,0 +1,69 @@
+"""Triton kernels of the gated activation, which round where PyTorch's single operations do."""
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra import libdevice
+
+from qerl_kernels.backend import interpreting
+
+BLOCK = 2048
+WARPS = 8
+
+
+@triton.jit
+def _one_plus_exp_minus(x, PRECISE: tl.constexpr):
+    if PRECISE:  # the function that PyTorch's kernels call; Triton's own is an approximation
+        return 1 + libdevice.exp(-x)
+    else:
+        return 1 + tl.exp(-x)
+
+
+@triton.jit
+def _product_kernel(gate, up, out, size, PRECISE: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < size
+    x = tl.load(gate + at, mask=inside, other=0.0).to(tl.float32)
+    activated = tl.div_rn(x, _one_plus_exp_minus(x, PRECISE)).to(out.dtype.element_ty).to(tl.float32)
+    product = activated * tl.load(up + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + at, product.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _gradient_kernel(grad, gate, up, grad_gate, grad_up, size, PRECISE: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < size
+    kind = grad.dtype.element_ty
+    g = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
+    x = tl.load(gate + at, mask=inside, other=0.0).to(tl.float32)
+    u = tl.load(up + at, mask=inside, other=0.0).to(tl.float32)
+    below = _one_plus_exp_minus(x, PRECISE)
+    activated = tl.div_rn(x, below).to(kind).to(tl.float32)
+    tl.store(grad_up + at, (g * activated).to(kind), mask=inside)
+    of_activated = (g * u).to(kind).to(tl.float32)
+    sigmoid = tl.div_rn(tl.full((BLOCK,), 1.0, tl.float32), below)
+    slope = tl.fma(x, 1 - sigmoid, tl.full((BLOCK,), 1.0, tl.float32))
+    tl.store(grad_gate + at, (of_activated * sigmoid * slope).to(kind), mask=inside)
+
+
+def silu_product(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up, of contiguous tensors."""
+    gate, up = gate.contiguous(), up.contiguous()
+    out = torch.empty_like(gate)
+    grid = (triton.cdiv(gate.numel(), BLOCK),)
+    if gate.numel():
+        _product_kernel[grid](gate, up, out, gate.numel(), PRECISE=not interpreting(), BLOCK=BLOCK, num_warps=WARPS)
+    return out
+
+
+def gradient(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of `silu_product` to gate and up."""
+    gate, up = gate.contiguous(), up.contiguous()
+    found = torch.empty_like(gate), torch.empty_like(up)
+    tensors = (grad, gate, up, *found)
+    grid = (triton.cdiv(gate.numel(), BLOCK),)
+    if gate.numel():
+        _gradient_kernel[grid](*tensors, gate.numel(), PRECISE=not interpreting(), BLOCK=BLOCK, num_warps=WARPS)
+    return found

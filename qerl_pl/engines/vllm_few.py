@@ -1,0 +1,102 @@
+"""NVFP4 linears of vLLM in a decode step: weight and adapter in one product of this package's own.
+
+Marlin and the adapter's two plain products take four to five launches a linear, this takes two, and reads the weights
+faster. It rounds where they round and where the trainer does; its sums repeat bit for bit.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from qerl_kernels import MarlinTensor, few_tokens_linear, few_tokens_supported
+from torch import Tensor
+
+from qerl_pl.engines.vllm_adapter import AdaptedMethod
+from qerl_pl.engines.vllm_marlin import MarlinOrDenseMethod, marlin_tensor, product_by_tokens
+
+
+@torch.library.custom_op("qerl::adapted_linear", mutates_args=())
+def adapted_linear(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    global_scale: Tensor,
+    workspace: Tensor,
+    permuted_bias: Tensor | None,
+    bias: Tensor | None,
+    alpha: Tensor,
+    a: Tensor | None,
+    b: Tensor | None,
+    starts: Sequence[int],
+    few_up_to: int,
+    dense_above: int,
+) -> Tensor:
+    """x [tokens, K] W^T + bias + (x a^T) b^T -> [tokens, N], by `few_tokens_linear` up to `few_up_to` tokens.
+
+    Above, `product_by_tokens` and two plain products. An operator, for the choice depends on the number of tokens,
+    which vLLM's compiled graphs leave open.
+
+    Args:
+        x: bfloat16.
+        weight: See `product_by_tokens`, as up to `alpha` and for `dense_above`.
+        scale: See weight.
+        global_scale: See weight.
+        workspace: See weight.
+        permuted_bias: See weight.
+        bias: See weight.
+        alpha: See weight.
+        a: [r, K], of all parts one below the other; None without an adapter.
+        b: [N, r], each part's in the block of its rows and ranks.
+        starts: First row of each part that has an adapter; empty without one.
+        few_up_to: Tokens.
+        dense_above: Tokens.
+    """
+    if len(x) <= few_up_to:
+        held = MarlinTensor(weight, scale, global_scale)
+        return few_tokens_linear(x, held, bias, a=a, b=b, starts=starts or (0,))
+    y = product_by_tokens(x, weight, scale, global_scale, workspace, permuted_bias, bias, alpha, dense_above)
+    return y if a is None or b is None else y.addmm_(x @ a.T, b.T)
+
+
+@adapted_linear.register_fake
+def _(x: Tensor, weight: Tensor, *rest: object) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[1] // 2)  # len() would fix the number of tokens
+
+
+class FewTokensMethod:
+    """Stands in for the `quant_method` of one of vLLM's NVFP4 linears, its adapter included."""
+
+    def __init__(self, base: Any, starts: Sequence[int], few_up_to: int, dense_above: int) -> None:
+        self.base = base
+        self.starts = tuple(starts)
+        self.few_up_to = few_up_to
+        self.dense_above = dense_above
+
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x [tokens, in] -> [tokens, out]; `bias` is the layer's own, in Marlin's order, or None."""
+        weight = (layer.weight, layer.weight_scale, layer.weight_global_scale)
+        plain = None if bias is None else layer.qerl_bias
+        a, b = (layer.qerl_a, layer.qerl_b) if self.starts else (None, None)
+        numbers = (list(self.starts), self.few_up_to, self.dense_above)
+        y: Tensor = adapted_linear(x, *weight, layer.workspace, bias, plain, layer.qerl_alpha, a, b, *numbers)
+        return y
+
+
+def attach_few(linear: Any, starts: Sequence[int], few_up_to: int) -> bool:
+    """Let one of vLLM's linears run few tokens with its adapter in one product, before vLLM compiles it.
+
+    Args:
+        linear: With an adapter, if it gets one, and after `attach_dense`.
+        starts: First row of each part that has an adapter, ascending.
+        few_up_to: Tokens.
+
+    Returns:
+        Whether it does: not without an NVFP4 weight in Marlin's layout, or where the kernels do not run.
+    """
+    held, method = marlin_tensor(linear), linear.quant_method
+    if held is None or not few_tokens_supported(held):
+        return False
+    base = method.base if isinstance(method, AdaptedMethod) else method
+    assert isinstance(base, MarlinOrDenseMethod), "attach_dense comes first"
+    linear.quant_method = FewTokensMethod(method, starts, few_up_to, base.dense_above)
+    return True

@@ -1,0 +1,95 @@
+"""What becomes of vLLM's linears at loading: adapter, product of few tokens, product of many."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from qerl_kernels import MarlinRows, few_tokens_sizes, frozen_linear
+
+from qerl_pl.engines import vllm_marlin
+from qerl_pl.engines.vllm_adapter import Slots, attach_adapter
+from qerl_pl.engines.vllm_few import FewTokensMethod, attach_few
+from qerl_pl.errors import UserError
+
+log = logging.getLogger(__name__)
+
+Part = tuple[str, int, int]
+"""One of the base model's linears in one of vLLM's: name, rows [start, stop)."""
+
+
+def changes_products(config: Mapping[str, Any]) -> bool:
+    """Whether NVFP4 linears multiply otherwise than vLLM's do."""
+    return config["dense_above"] is not None or config["few_up_to"] is not None
+
+
+def attach_all(
+    linears: Mapping[str, tuple[Any, Sequence[Part]]], config: Mapping[str, Any], dtype: torch.dtype
+) -> Slots:
+    """Give vLLM's linears their products and adapters, before vLLM compiles them.
+
+    Args:
+        linears: By name; each with its parts.
+        config: What `vllm_worker.engine_config` made: adapter, and the numbers of tokens `few_up_to` and `dense_above`.
+        dtype: Of activations.
+
+    Returns:
+        What adapters are written into.
+
+    Raises:
+        UserError: Two products of the same weight differ.
+    """
+    slots: Slots = {}
+    few: list[Any] = []
+    ours = changes_products(config) and not vllm_marlin.missing()
+    for linear, held in linears.values():
+        if ours:
+            above = config["dense_above"]
+            vllm_marlin.attach_dense(linear, vllm_marlin.NEVER if above is None else above)
+        parts = [part for part in held if config["rank"] and part[0].rpartition(".")[2] in config["targets"]]
+        if parts:
+            slots |= attach_adapter(linear, parts, config["rank"], dtype)
+        if ours and config["few_up_to"] is not None:
+            few += [linear] * attach_few(linear, [start for _, start, _ in parts], config["few_up_to"])
+    if ours and config["few_up_to"] is not None:
+        check_few(few, config["few_up_to"])
+        found = (
+            f"{len(few)} of {len(linears)} linears take few_up_to: {config['few_up_to']} tokens or fewer at once run"
+        )
+        log.info("%s in one product with their adapter (Hopper GPUs only)", found)
+    return slots
+
+
+@torch.inference_mode()
+def check_few(linears: Sequence[Any], few_up_to: int) -> None:
+    """Run one linear of each kind for as many tokens as compile something of their own, and compare.
+
+    So that nothing compiles while a CUDA graph is captured, and no wrong product decodes.
+
+    Args:
+        linears: What `attach_few` has changed.
+        few_up_to: Tokens.
+
+    Raises:
+        UserError: The product of few tokens is not that of the dequantized weight.
+    """
+    done: set[tuple[object, ...]] = set()
+    for linear in linears:
+        method, held = linear.quant_method, vllm_marlin.marlin_tensor(linear)
+        assert isinstance(method, FewTokensMethod) and held is not None
+        kind = (held.weight.shape, method.starts, linear.bias is None)
+        if kind in done:
+            continue
+        done.add(kind)
+        weight = MarlinRows(held, alpha=linear.qerl_alpha.item())
+        for tokens in few_tokens_sizes(held, len(linear.qerl_a) if method.starts else 0, few_up_to):
+            x = torch.randn(tokens, weight.shape[1], generator=torch.Generator().manual_seed(0), device="cpu")
+            x = x.to(held.weight.device, torch.bfloat16)
+            few, dense = method.apply(linear, x, linear.bias), frozen_linear(x, weight, linear.qerl_bias)
+            apart = ((few - dense).float().norm() / dense.float().norm()).item()
+            if not apart <= vllm_marlin.TOLERANCE:
+                raise UserError(
+                    f"the product of {tokens} tokens must be that of the dequantized weight; for a weight "
+                    f"{weight.shape[0]} x {weight.shape[1]} they differ by {apart:.2g} of its size: set few_up_to to "
+                    "null"
+                )

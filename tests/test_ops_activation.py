@@ -1,0 +1,41 @@
+"""The gated activation against plain PyTorch: on a GPU, or on a CPU in Triton's interpreter."""
+
+import pytest
+import torch
+from qerl_kernels import select_backend, silu_product
+from qerl_kernels.backend import triton_available
+from torch.nn import functional
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SHAPES = [(1, 1), (3, 700), (1, 5, 1024)]
+if DEVICE == "cuda":
+    SHAPES += [(1, 6144, 18944), (1, 77, 11008)]
+
+
+@pytest.fixture(autouse=True)
+def triton_on_poisoned_memory():
+    if not triton_available():
+        pytest.skip("needs Triton and a GPU, or TRITON_INTERPRET=1")
+    select_backend("triton")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+    select_backend("torch")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_values_and_gradients_are_those_of_plain_pytorch(shape, dtype):
+    torch.manual_seed(0)
+    gate, up, direction = ((6 * torch.randn(shape)).to(dtype).to(DEVICE) for _ in range(3))
+    inputs = (gate.requires_grad_(), up.requires_grad_())
+    found, expected = silu_product(*inputs), functional.silu(gate) * up
+    assert type(found.grad_fn).__name__ == "_SiluProductBackward" and found.dtype == dtype
+    pairs = [(found, expected)]
+    pairs += zip(*(torch.autograd.grad(y, inputs, direction) for y in (found, expected)), strict=True)
+    for one, plain in pairs:
+        if DEVICE == "cuda":
+            assert torch.equal(one, plain)
+        else:  # another exponential, and Triton's interpreter cuts bfloat16 off instead of rounding
+            precision = 2**-6 if dtype == torch.bfloat16 else 1e-6
+            torch.testing.assert_close(one, plain, rtol=precision, atol=precision * 6)

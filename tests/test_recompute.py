@@ -1,0 +1,204 @@
+"""What the backward pass recomputes: the choice by memory, and what happens where there is too little."""
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from qerl_kernels import select_backend
+from rank_helpers import on_ranks
+from test_update_ranks import ragged
+from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from qerl_pl.algorithm import DAPO
+from qerl_pl.formats.quantize import quantize_checkpoint
+from qerl_pl.modules import LoraConfig, Policy, PolicyConfig, recompute
+from qerl_pl.modules.micro_batches import deal_micro_batches
+from qerl_pl.modules.recompute import Recomputation
+from qerl_pl.modules.update import PolicyUpdate
+from qerl_pl.run.random_state import deterministic
+from qerl_pl.run.ranks import ALONE, Ranks
+
+CPU = torch.device("cpu")
+
+
+def make(folder: Path, checkpointing: Any, dropout: float = 0.0) -> Policy:
+    lora = LoraConfig(rank=4, dropout=dropout)
+    config = PolicyConfig(
+        path=str(folder), quantization="none", dtype="float32", lora=lora, gradient_checkpointing=checkpointing
+    )
+    return Policy(folder, config, CPU, seed=1)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "most", "dealt"),
+    [
+        ([5, 5, 5], None, [[0, 1, 2]]),
+        ([], 4, [[]]),
+        ([9], 4, [[0]]),
+        ([1, 9, 2], 4, [[1], [0, 2]]),
+        ([6, 5, 4, 3, 2], 10, [[0, 2], [1, 3, 4]]),  # evenly it were 11 and 9
+        ([4] * 9, 16, [[0, 3, 6], [1, 4, 7], [2, 5, 8]]),  # in order it were 16, 16 and 4
+    ],
+)
+def test_sequences_are_dealt_to_few_and_even_micro_batches(
+    lengths: list[int], most: int | None, dealt: list[list[int]]
+) -> None:
+    assert deal_micro_batches(lengths, most) == dealt
+
+
+def test_micro_batches_hold_each_sequence_once_and_no_more_tokens_than_allowed() -> None:
+    draw = torch.Generator().manual_seed(0)
+    for rows in range(1, 60):
+        lengths = torch.randint(1, 100, (rows,), generator=draw).tolist()
+        parts = deal_micro_batches(lengths, 150)
+        sizes = [sum(lengths[index] for index in part) for part in parts]
+        assert sorted(sum(parts, [])) == list(range(rows)) and max(sizes) <= 150
+        assert sizes == sorted(sizes, reverse=True) and len(parts) <= 1 + sum(lengths) / 75
+
+
+@pytest.mark.parametrize(("free", "mode"), [(10**12, False), (2 * 10**9, False), (None, False), (1, True)])
+def test_auto_takes_the_fastest_that_fits_the_rank_with_least_memory(
+    tiny_policy_dir: Path, free: int | None, mode: Any, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    monkeypatch.setattr(recompute, "free_bytes", lambda device: free)
+    recomputation = make(tiny_policy_dir, "auto").recomputation
+    assert recomputation.mode is True and recomputation.state() is None
+    with caplog.at_level(logging.INFO):
+        recomputation.choose(1000, ALONE)
+    assert recomputation.mode == mode and recomputation.state() == str(mode).lower()
+    assert caplog.text.count("gradient_checkpointing auto takes") == 1
+    recomputation.choose(10**9, ALONE)  # once only
+    assert recomputation.mode == mode
+
+
+def of_7b() -> Recomputation:
+    """Of a model in the shape of Qwen2.5-7B that has no memory of its own."""
+    config = Qwen2Config(
+        vocab_size=152064,
+        hidden_size=3584,
+        intermediate_size=18944,
+        num_hidden_layers=28,
+        num_attention_heads=28,
+        num_key_value_heads=4,
+    )
+    with torch.device("meta"):
+        return Recomputation(Qwen2ForCausalLM(config).to(torch.bfloat16).requires_grad_(False), "auto", False)
+
+
+def test_estimates_are_a_little_above_what_is_kept() -> None:
+    needs = [of_7b().needed_bytes(mode, 6144) / 2**30 for mode in recompute.MODES]
+    inputs = 28 * 2 * 3584  # bytes a token
+    products = inputs + 28 * 2 * (3584 + 3584 + 2 * 512 + 2 * 18944)  # o, q, k, v, gate, up
+    everything = 28 * 2 * (4 * 3584 + 4 * 3584 + 3 * 18944)
+    assert products == pytest.approx(2.8e6, rel=0.01) and everything == pytest.approx(4.8e6, rel=0.01)
+    for found, kept in zip(needs, (everything, products, inputs), strict=True):
+        assert 1.1 * kept * 6144 / 2**30 < found < 1.1 * kept * 6144 / 2**30 + 4.5
+
+
+def test_ranks_choose_alike_and_all_follow_the_one_that_had_to_fall_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    needs = [of_7b().needed_bytes(mode, 6144) for mode in recompute.MODES]
+    monkeypatch.setattr(recompute, "free_bytes", lambda device: needs[1])
+
+    def work(ranks: Ranks) -> tuple[Any, Any, Any]:
+        own = of_7b()
+        own.choose(6144 if ranks.rank else 50, ranks)
+        chosen = own.mode
+        if ranks.rank:
+            own._fall_back("for a test")
+        own.agree(ranks)
+        return chosen, own.mode, own.state()
+
+    assert on_ranks(2, work) == [("selective", True, "true")] * 2
+
+
+def test_a_choice_is_taken_over_and_a_configuration_stays(tiny_policy_dir: Path) -> None:
+    chosen = make(tiny_policy_dir, "auto").recomputation
+    chosen.load("selective")
+    chosen.choose(10**12, ALONE)
+    assert chosen.mode == "selective" and chosen.state() == "selective"
+    set_by_hand = make(tiny_policy_dir, True).recomputation
+    set_by_hand.load("selective")
+    assert set_by_hand.mode is True and set_by_hand.state() is None
+    for state in (None, "false"):
+        other = make(tiny_policy_dir, "auto").recomputation
+        other.load(state)
+        assert (other.mode, other.chosen) == ((True, False) if state is None else (False, True))
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+@pytest.mark.parametrize("failures", [1, 2])
+def test_memory_that_runs_out_costs_a_step_down_and_no_bit(
+    tiny_policy_dir: Path, failures: int, dropout: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    experience = replace(ragged(8), truncated=torch.zeros(8, dtype=torch.bool))
+    update = PolicyUpdate(DAPO(), 2, 1, 30, 0.5, 0.0, seed=0)
+
+    def learn(checkpointing: Any, fail_at: list[int]) -> tuple[list[Tensor], Policy]:
+        policy = make(tiny_policy_dir, checkpointing, dropout)
+        trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
+        optimizer = torch.optim.SGD(trained, lr=1.0)
+        # In the middle of a backward pass: the last layer has its gradients, the first not yet.
+        first = policy.base.get_decoder().layers[0]
+        calls = []
+
+        def fail(module: Any, inputs: Any, output: Any) -> None:
+            def on_gradient(gradient: Tensor) -> None:
+                calls.append(1)
+                if len(calls) in fail_at:
+                    raise torch.OutOfMemoryError("CUDA out of memory.\nmore")
+
+            tensor = output if isinstance(output, Tensor) else output[0]
+            if tensor.requires_grad:
+                tensor.register_hook(on_gradient)
+
+        first.register_forward_hook(fail)
+        schedule = LambdaLR(optimizer, lambda _: 1.0)
+        update.run(policy, experience, optimizer, schedule, lambda loss: loss.backward())  # type: ignore[arg-type]
+        return [parameter.detach() for parameter in trained], policy
+
+    monkeypatch.setattr(recompute, "free_bytes", lambda device: 10**12)
+    expected, _ = learn(False, [])
+    found, policy = learn("auto", [2, 3][:failures])  # the second micro-batch, and again when it is repeated
+    assert policy.recomputation.mode == recompute.MODES[failures]
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    for asked, fail_at in ((False, [2]), ("auto", [2, 3, 4])):
+        with pytest.raises(torch.OutOfMemoryError):
+            learn(asked, fail_at)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("quantization", ["nvfp4", "none"])
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_modes_give_the_same_bits_on_a_gpu(
+    tiny_policy_dir: Path, tmp_path: Path, quantization: str, dropout: float
+) -> None:
+    folder = tmp_path / "base"
+    quantize_checkpoint(tiny_policy_dir, folder)
+    folder = folder if quantization == "nvfp4" else tiny_policy_dir
+    draw = torch.Generator().manual_seed(3)
+    lengths = torch.randint(200, 1000, (12,), generator=draw)
+    tokens = torch.randint(5, 300, (12, int(lengths.max())), generator=draw)
+    at = torch.arange(tokens.shape[1])
+    mask = (at >= 100) & (at < lengths[:, None])
+    inputs = [tensor.cuda() for tensor in (tokens, lengths, mask)]
+    gradients = []
+    select_backend("triton")
+    try:
+        for mode in (False, "selective", True, True):
+            lora = LoraConfig(rank=8, dropout=dropout)
+            config = PolicyConfig(path=str(folder), quantization=quantization, lora=lora, gradient_checkpointing=mode)  # type: ignore[arg-type]
+            policy = Policy(folder, config, torch.device("cuda"), seed=1).train()
+            with policy.probed(3), deterministic():
+                torch.manual_seed(5)
+                policy.token_logprobs(*inputs, 1.0)[0].sum().backward()
+            gradients.append([p.grad for p in policy.parameters() if p.requires_grad])
+    finally:
+        select_backend("torch")
+    for other in gradients[1:]:
+        assert all(torch.equal(one, two) for one, two in zip(gradients[0], other, strict=True))

@@ -1,0 +1,145 @@
+"""A decode step's linears in vLLM: who computes how many tokens, with which adapter, and in whose memory."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+from qerl_kernels import few_tokens_linear, few_tokens_sizes, select_backend
+from test_vllm_marlin import BIAS, COLUMNS, ROWS, dense, linear
+from torch import Tensor, nn
+
+from qerl_pl.engines.vllm_few import FewTokensMethod, adapted_linear, attach_few
+from qerl_pl.engines.vllm_linears import attach_all, check_few
+from qerl_pl.engines.vllm_marlin import MarlinOrDenseMethod, attach_dense, marlin_tensor
+from qerl_pl.errors import UserError
+
+FEW, DENSE_ABOVE, RANK = 3, 5, 2
+CONFIG = {"dense_above": DENSE_ABOVE, "few_up_to": FEW, "rank": RANK, "targets": ["k_proj", "v_proj"]}
+PARTS = [("a.q_proj", 0, 64), ("a.k_proj", 64, 128), ("a.v_proj", 128, 192)]
+
+
+@pytest.fixture(autouse=True)
+def in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """And vLLM's Marlin answers with sevens: it needs a GPU."""
+    from vllm.model_executor.layers.quantization.utils import marlin_utils_fp4
+
+    def sevens(input: Tensor, *_: Tensor, size_n: int, size_k: int, bias: Tensor | None) -> Tensor:
+        return input.new_full((len(input), size_n), 7.0)
+
+    monkeypatch.setattr(marlin_utils_fp4, "apply_fp4_marlin_linear", sevens)
+    select_backend("triton")
+    yield
+    select_backend("torch")
+
+
+def fused(config: dict[str, Any] = CONFIG) -> tuple[Any, Any]:
+    """Three projections in one linear, of which two have an adapter; and the adapter's places."""
+    layer = linear(False, rows=192)
+    slots = attach_all({"a.qkv_proj": (layer, PARTS)}, config, torch.bfloat16)
+    return layer, slots
+
+
+def tokens_of(count: int) -> Tensor:
+    return torch.randn(count, COLUMNS, generator=torch.Generator().manual_seed(1)).bfloat16()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_number_of_tokens_chooses_and_the_adapter_always_counts(compiled: bool) -> None:
+    layer, slots = fused()
+    assert isinstance(layer.quant_method, FewTokensMethod) and layer.quant_method.starts == (64, 128)
+    pointers = [factor.data_ptr() for pair in slots.values() for factor in pair]
+
+    def forward(x: Tensor) -> Tensor:
+        y: Tensor = layer.quant_method.apply(layer, x)
+        return y + 0
+
+    run = torch.compile(forward, backend="aot_eager", fullgraph=True) if compiled else forward
+    x = tokens_of(DENSE_ABOVE + 1)
+    torch._dynamo.mark_dynamic(x, 0)  # as vLLM does
+    exact = x.float() @ dense(layer).T
+    for k in (0.0, 2.0):  # written in place between passes, as `sync` does
+        slots["a.k_proj"][0].copy_(torch.eye(RANK, COLUMNS))
+        slots["a.k_proj"][1].fill_(k)
+        slots["a.v_proj"][0].copy_(torch.eye(RANK, COLUMNS))
+        slots["a.v_proj"][1].fill_(1.0)
+        delta = (x[:, :RANK].float().sum(1, keepdim=True) * torch.tensor([0.0, k, 1.0])).repeat_interleave(64, dim=1)
+        with torch.inference_mode():
+            dense_way, few, marlin = run(x), run(x[:FEW]), run(x[: FEW + 1])
+        torch.testing.assert_close(dense_way.float(), exact + delta, rtol=2e-2, atol=2e-2)
+        torch.testing.assert_close(few.float(), (exact + delta)[:FEW], rtol=2e-2, atol=2e-2)
+        torch.testing.assert_close(marlin.float(), (7.0 + delta)[: FEW + 1], rtol=2e-2, atol=2e-2)
+        with torch.inference_mode():
+            own = few_tokens_linear(x[:FEW], marlin_tensor(layer), a=layer.qerl_a, b=layer.qerl_b, starts=(64, 128))
+        assert torch.equal(few, own)
+    assert pointers == [factor.data_ptr() for pair in slots.values() for factor in pair]
+
+
+def test_a_bias_comes_in_plain_order_and_without_an_adapter_there_is_none() -> None:
+    layer = linear(True)
+    assert attach_all({"a.o_proj": (layer, [("a.o_proj", 0, ROWS)])}, CONFIG, torch.bfloat16) == {}
+    assert isinstance(layer.quant_method, FewTokensMethod) and layer.quant_method.starts == ()
+    with torch.inference_mode():
+        y = layer.quant_method.apply(layer, tokens_of(2), layer.bias)
+    expected = tokens_of(2).float() @ dense(layer).T + BIAS.float()
+    torch.testing.assert_close(y.float(), expected, rtol=8e-3, atol=1e-3)
+
+
+def test_rank_0_makes_room_for_no_adapter() -> None:
+    layer, slots = fused(CONFIG | {"rank": 0})
+    assert slots == {} and not hasattr(layer, "qerl_a") and isinstance(layer.quant_method, FewTokensMethod)
+
+
+@pytest.mark.parametrize("few_up_to", [FEW, None])
+def test_what_cannot_take_it_multiplies_as_before(few_up_to: int | None, caplog: pytest.LogCaptureFixture) -> None:
+    select_backend("torch")
+    with caplog.at_level("INFO"):
+        layer, slots = fused(CONFIG | {"few_up_to": few_up_to})
+    assert isinstance(layer.quant_method.base, MarlinOrDenseMethod) and len(slots) == 2
+    assert ("0 of 1 linears" in caplog.text) == (few_up_to is not None)
+
+
+def test_without_a_dense_way_marlin_takes_all_above() -> None:
+    layer, _ = fused(CONFIG | {"dense_above": None})
+    with torch.inference_mode():
+        assert (layer.quant_method.apply(layer, tokens_of(9)) == 7.0).all()
+        assert (layer.quant_method.apply(layer, tokens_of(FEW)) != 7.0).any()
+
+
+def test_other_linears_are_left_alone() -> None:
+    other: Any = nn.Linear(2, 2)
+    method = other.quant_method = object()
+    assert not attach_few(other, [], FEW) and other.quant_method is method
+
+
+def test_a_wrong_product_of_few_tokens_is_refused_at_the_start() -> None:
+    layer, _ = fused()
+    check_few([layer], FEW)
+    with torch.inference_mode():
+        layer.qerl_alpha.mul_(1.02)  # what it is compared with
+    with pytest.raises(UserError, match="product of 1 tokens must be .* 192 x 128 they differ by .* few_up_to to null"):
+        check_few([layer], FEW)
+
+
+def test_every_plan_has_run_before_a_graph_is_captured() -> None:
+    layer = linear(False)
+    held = marlin_tensor(layer)
+    assert held is not None and few_tokens_sizes(held, 8, 128)[:4] == [1, 9, 17, 33]
+
+
+@pytest.mark.parametrize("tokens", [FEW, FEW + 1, DENSE_ABOVE + 1])
+def test_the_operator_is_as_pytorch_wants_it(tokens: int) -> None:
+    layer, _ = fused()
+    held = (layer.weight, layer.weight_scale.view(torch.uint8), layer.weight_global_scale)  # for it compares inputs
+    adapter = (layer.qerl_a, layer.qerl_b, [64, 128], FEW, DENSE_ABOVE)
+    arguments = (tokens_of(tokens), *held, layer.workspace, None, None, layer.qerl_alpha, *adapter)
+    checks = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
+    torch.library.opcheck(adapted_linear, arguments, test_utils=checks)
+
+
+def test_attach_few_needs_attach_dense_first() -> None:
+    layer = linear(False)
+    with pytest.raises(AssertionError, match="attach_dense comes first"):
+        attach_few(layer, [], FEW)
+    attach_dense(layer, DENSE_ABOVE)
+    assert attach_few(layer, [], FEW)
