@@ -14,7 +14,7 @@ import yaml
 from cli_helpers import built
 from fit_helpers import configuration
 
-from benchmarks.study.__main__ import main
+from benchmarks.study.__main__ import chosen, main
 from benchmarks.study.claims import ACCURACY, ENTROPY, FIRST_ENTROPY, findings
 from benchmarks.study.evidence import write_evidence
 from benchmarks.study.intervals import Interval, interval, student_cdf, student_quantile, together, verdict
@@ -168,6 +168,10 @@ def test_a_plan_has_every_combination_once(tmp_path: Path) -> None:
     rest = "policy=other,lr=own,decay=exponential,method=nvfp4"
     sizes = {run.name: run.overrides.get("data.val_size") for run in plan.runs}
     assert {name for name, size in sizes.items() if size} == {f"seed={n},{rest}" for n in range(3)}
+    some = chosen(plan, {"method": ["lora16", "nvfp4"], "lr": "large"})
+    assert {run.name[7:] for run in some} == {
+        f"policy=toy,lr=large,decay=exponential,method={m}" for m in ("lora16", "nvfp4")
+    }
     assert plan.label("method", "nvfp4_aqn") == "NVFP4 + AQN" and plan.label("decay", "linear") == "decay linear"
 
 
@@ -227,6 +231,7 @@ def test_intervals_and_verdicts_by_hand() -> None:
     assert verdict(near, "not below", 0.03) == "holds" and verdict(near, "not below", 0.02) == "undecided"
     assert verdict(near, "not below", 0.001) == "undecided"
     assert verdict(Interval(-0.05, -0.06, -0.04, 5), "not below", 0.03) == "does not hold"
+    assert verdict(Interval(-0.02, -0.025, -0.015, 5), "not below", 0.02) == "undecided"
     assert verdict(None, "above") == "not measured"
     assert together(["holds", "holds"]) == "holds" and together(["holds", "not measured"]) == "undecided"
     assert together(["holds", "undecided", "does not hold"]) == "does not hold"

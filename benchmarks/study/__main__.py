@@ -28,7 +28,9 @@ def arguments(words: list[str] | None) -> argparse.Namespace:
     parser.add_argument("command", choices=("run", "list", "report"))
     parser.add_argument("plan", type=Path, help="the study's YAML file")
     parser.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help="what ${NAME} stands for")
-    parser.add_argument("--only", nargs="+", default=[], metavar="FACTOR=LEVEL", help="runs with these levels alone")
+    parser.add_argument(
+        "--only", nargs="+", default=[], metavar="FACTOR=LEVEL", help="runs with these alone; or [LEVEL, …]"
+    )
     parser.add_argument("--folder", type=Path, help="of the runs' folders; runs/NAME")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results", help="folder of NAME.jsonl")
     parser.add_argument("--devices", nargs="+", help="GPUs by number, or cpu; all GPUs, or cpu where there is none")
@@ -51,8 +53,9 @@ def pairs(words: list[str]) -> dict[str, Any]:
 
 
 def chosen(plan: Plan, only: dict[str, Any]) -> list[Run]:
-    """The runs that have these levels."""
-    return [run for run in plan.runs if all(run.levels.get(factor) == level for factor, level in only.items())]
+    """The runs that have these levels, one or a list of each factor."""
+    wanted = {factor: levels if isinstance(levels, list) else [levels] for factor, levels in only.items()}
+    return [run for run in plan.runs if all(run.levels.get(factor) in levels for factor, levels in wanted.items())]
 
 
 def run(plan: Plan, args: argparse.Namespace) -> int:
