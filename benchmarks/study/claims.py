@@ -37,7 +37,7 @@ class Statistic:
         return statistics.fmean(known) if known else None
 
 
-FIRST_ENTROPY = Statistic("sampler's entropy at the start, nats", "sampler_entropy", 0.0, ", start")
+FIRST_ENTROPY = Statistic("sampler's entropy over the first tenth, nats", "sampler_entropy", 0.1, ", first tenth")
 ENTROPY = Statistic("sampler's entropy over the first half, nats", "sampler_entropy", 0.5, ", first half")
 REWARD = Statistic("reward, mean over the run", "reward")
 ACCURACY = Statistic("held-out accuracy at the end", "held out")

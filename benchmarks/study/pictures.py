@@ -146,13 +146,14 @@ def sweeps(plan: Plan, rows: Sequence[Row], path: Path, statistic: Statistic = A
         return None
     figure = Figure(figsize=(5.5 * len(panels), 4), layout="constrained")
     for axis, (factor, lines) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
-        levels = list(dict.fromkeys(level for points in lines.values() for level in points))
+        levels = _ordered(plan, factor, {level for points in lines.values() for level in points})
         for number, (label, points) in enumerate(lines.items()):
             xs = [levels.index(level) + 0.06 * number for level in points]
             means = [one.mean for one in points.values()]
             spread = [[one.mean - one.low for one in points.values()], [one.high - one.mean for one in points.values()]]
             axis.errorbar(xs, means, spread, fmt="o-", color=COLOURS[number % len(COLOURS)], label=label, capsize=3)
-        axis.set_xticks(range(len(levels)), [str(level) for level in levels])
+        names = plan.labels.get(factor, {})
+        axis.set_xticks(range(len(levels)), [names.get(str(level), str(level)) for level in levels])
         axis.set(title=factor, ylabel=statistic.label)
         axis.grid(alpha=0.3)
         axis.legend(fontsize=8)
@@ -161,15 +162,21 @@ def sweeps(plan: Plan, rows: Sequence[Row], path: Path, statistic: Statistic = A
 
 def _sweep(plan: Plan, rows: Sequence[Row], factor: str, statistic: Statistic) -> dict[str, dict[Level, Interval]]:
     """Intervals by level, of each method and stratum that has more than one level of the factor."""
-    levels = list(dict.fromkeys(run.levels[factor] for run in plan.runs))
+    levels = _ordered(plan, factor, {run.levels[factor] for run in plan.runs})
     lines = {}
     for stratum in strata(plan):
         for method in methods(plan):
             values = {
                 level: list(by_seed(plan, rows, {**stratum, "method": method, factor: level}, statistic).values())
-                for level in sorted(levels, key=lambda level: (isinstance(level, str), level))
+                for level in levels
             }
             points = {level: interval(found) for level, found in values.items() if found}
             if len(points) > 1:
                 lines[plan.label("method", method) + of(plan, stratum)] = points
     return lines
+
+
+def _ordered(plan: Plan, factor: str, levels: set[Level]) -> list[Level]:
+    """As the plan's file has them, where it lists them, or rising."""
+    listed = list(plan.labels.get(factor, {}))
+    return sorted(levels, key=lambda level: listed.index(str(level)) if listed else level)
