@@ -125,6 +125,10 @@ class GradedAnswer:
     correct: bool
     answer: str | None
     """What the accuracy reward took for the answer, equal for equal answers; None where it found or tells none."""
+    tokens: int = 0
+    """Sampled tokens, the end-of-sequence token included."""
+    truncated: bool = False
+    """Whether the token limit ended it."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +138,7 @@ class EvaluatedPrompt:
     prompt_id: str
     greedy: GradedAnswer
     samples: Sequence[GradedAnswer]
-    """S of them, at temperature 1."""
+    """S of them, at temperature 1 unless something else was asked for."""
 
 
 @dataclass(frozen=True)
@@ -144,6 +148,8 @@ class Evaluation:
     prompts: Sequence[EvaluatedPrompt]
     name: str = ""
     """Of the set that they belong to; empty where there is but one."""
+    tells_answers: bool = True
+    """Whether the accuracy reward tells what was answered, and not only whether it is right."""
 
     @property
     def greedy_correct(self) -> Tensor:

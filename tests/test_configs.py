@@ -65,7 +65,9 @@ def different(one: str, other: str) -> set[str]:
 
 
 def test_every_family_and_size_is_shipped() -> None:
-    expected = {"quickstart", "gsm8k_cpu", "gsm8k_grpo_bf16_7b"} | {f"{f}_{size}" for f in FAMILIES for size in SIZES}
+    expected = {"quickstart", "gsm8k_cpu", "evaluate", "gsm8k_grpo_bf16_7b"} | {
+        f"{f}_{size}" for f in FAMILIES for size in SIZES
+    }
     assert {path.stem for path in SHIPPED} == expected
 
 
@@ -83,7 +85,7 @@ def test_a_shipped_file_builds_what_it_names(path: Path) -> None:
     for reward in rollout.rewards:
         if reward.name == "overlong":
             assert reward.max_length == rollout.sampling.max_tokens
-    if path.stem not in ("quickstart", "gsm8k_cpu"):
+    if path.stem not in ("quickstart", "gsm8k_cpu", "evaluate"):
         assert isinstance(sampler.engine, qerl_pl.engines.VLLMEngine)
         assert settings.model.policy_config.path.lower() == f"qwen/qwen2.5-{path.stem.rpartition('_')[2]}-instruct"
 

@@ -112,6 +112,7 @@ def test_files_that_a_page_names_are_there(path: Path, place: Path) -> None:
     folders = [ROOT / folder for folder in ("benchmarks", "configs", "docs", "kernels", "qerl_pl", "tests")]
     there = [f"/{found.relative_to(ROOT).as_posix()}" for folder in folders for found in folder.rglob("*")]
     there += [f"/{found.name}" for found in (*ROOT.glob("*.*"), *(place / "runs" / "quickstart").iterdir())]
+    there.append("/evaluation.md")  # that `qerl test` writes
     named = [one for text in pages.code(path) for one in expanded(text)]
     for file in (one for one in named if re.fullmatch(r"[\w./]+\.(py|yaml|md|toml)", one)):
         assert any(found.endswith(f"/{file}") for found in there), file
@@ -274,7 +275,8 @@ def test_what_a_run_leaves_is_on_the_page(place: Path) -> None:
     files = {path for path in run.rglob("*") if path.is_file() and path.suffix != ".sha256"}
     told = {path for pattern in patterns for found in run.glob(pattern) for path in (found, *found.rglob("*"))}
     assert len(files) > 8 and files - told == set()
-    elsewhere = {"checkpoints/best-rollouts=*.ckpt", "checkpoints/abandoned", "failed"}  # of runs of another kind
+    elsewhere = {"checkpoints/best-rollouts=*.ckpt", "checkpoints/abandoned", "failed"} | {"evaluation"}
+    elsewhere |= {"evaluation.json", "evaluation.md"}  # of runs of another kind
     assert {pattern for pattern in patterns if not list(run.glob(pattern))} == elsewhere
     first, *_ = (run / "completions.jsonl").read_text().splitlines()
     assert json.loads(first).keys() <= set(pages.code(ROOT / "docs" / "run-folder.md"))

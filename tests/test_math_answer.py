@@ -6,12 +6,16 @@ import signal
 import subprocess
 import sys
 import threading
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
+from shared_data import DATA, needs_data, read
 
 from qerl_pl.errors import UserError
-from qerl_pl.rewards import MathAnswer, RewardSample
+from qerl_pl.rewards import GSM8KAnswer, MathAnswer, RewardSample
+from qerl_pl.rewards.answer_text import answer_of, same_text
 
 
 def sample(completion: str) -> RewardSample:
@@ -25,7 +29,7 @@ def answered(answer: str, reference: str = "18") -> RewardSample:
 
 @pytest.fixture(scope="module")
 def math_answer() -> MathAnswer:
-    return MathAnswer(time_limit_s=5.0)
+    return MathAnswer(time_limit_s=5.0, workers=1)
 
 
 RIGHT = [
@@ -38,24 +42,96 @@ RIGHT = [
     ("18.", "18"),
     ("\\$18", "18"),
     ("1,234", "1234"),
+    ("1 234", "1234"),
+    ("1\\,234{,}567", "1234567"),
     ("1 + x", "x+1"),
     ("(1, 2)", "\\left(1, 2\\right)"),
     ("\\sqrt{9}", "3"),
+    ("√9", "3"),
     ("50\\%", "\\frac{1}{2}"),
     ("{no way to read this", "{no way to read this"),
+    ("18 dollars", "18"),
+    ("€18", "18"),
+    ("18 miles per hour", "18"),
+    ("90°", "90^\\circ"),
+    ("-2 \\le x \\le 7", "[-2,7]"),
+    ("x > 2", "(2,\\infty)"),
+    ("(9,36) \\cup (0,9)", "(0,9) \\cup (9,36)"),
+    ("\\{2, 1\\}", "\\{1, 2\\}"),
+    ("1 \\text{ or } 2", "1, 2"),
+    ("x = 1 \\lor x = 2", "1, 2"),
+    ("\\begin{bmatrix} 1 & 0 \\\\ 0 & 2 \\end{bmatrix}", "\\begin{pmatrix} 1 & 0 \\\\ 0 & 2 \\end{pmatrix}"),
+    ("evelyn", "\\text{Evelyn}"),
+    ("(c)", "\\text{(C)}"),
+    ("**18**", "18"),
+    ("2 + 16 = 18", "18"),
+    ("x = 36/2 = 18", "18"),
+    ("(x+1)^2 = x^2+2x+1", "x^2+2x+1"),
+    ("3\\pi = 9.42", "9.42"),
+    ("f'(x) \\cdot 2", "2f'(x)"),
+    ("f'(x) = 2x", "2x"),
+    ("F_5 = 5", "5"),
+    ("\\text{Pascal's}", "Pascal's"),
+    ("12_{10}", "12"),
+    ("A5_{16}", "A5_{16} "),
+    ("\\log_2 8", "3"),
+    ("17 \\boxed{17} no, \\boxed{18}", "18"),
+    ("\\boxed{\\frac{1}{\\sqrt{4}}}", "\\frac12"),
+    ("9 * 2 = 18\n#### 18", "18"),
 ]
 WRONG = [
     ("52_7", "52_8"),
     ("19", "18"),
     ("17 or 18", "18"),
+    ("17 \\text{ or } 18", "18"),
+    ("17 \\lor 18", "18"),
+    ("17 ∨ 18", "18"),
+    ("x = 17 \\vee x = 18", "18"),
+    ("17 || 18", "18"),
+    ("17, 18", "18"),
+    ("$17$ $18$", "18"),
+    ("x=17 x=18", "18"),
+    ("17 \\\\ 18", "18"),
+    ("17 & 18", "18"),
+    ("17 \\to 18", "18"),
+    ("It is 17. No, 18", "18"),
+    ("2 + 2 = 18", "18"),
+    ("1 = 2 = 18", "18"),
+    ("x = 17 = 18", "18"),
+    ("17 \\equiv 18", "18"),
+    ("x+1 = x+2", "x+2"),
+    ("\\neq 18", "18"),
+    ("\\not= 18", "18"),
+    ("x \\ne 18", "18"),
+    ("≠ 18", "18"),
+    ("!= 18", "18"),
+    ("<> 18", "18"),
+    ("not 18", "18"),
+    ("18 \\text{ is wrong}", "18"),
+    ("\\ge 18", "18"),
+    ("< 18", "18"),
+    ("18'", "18"),
+    ("18^\\prime", "18"),
+    ("x'", "x"),
+    ("x' = 5", "x = 5"),
+    ("A5_{12}", "A5_{16}"),
+    ("f(x)", "f'(x)"),
+    ("18_5", "18"),
+    ("18_x", "18"),
+    ("x_1", "x"),
+    ("18 million", "18"),
+    ("18 or so", "17"),
     ("x^2 + 1", "1"),
     ("(2, 1)", "(1, 2)"),
+    ("1 < x < 2", "(1, 2)"),
     ("-18", "18"),
     ("", "18"),
     ("0.33", "\\frac13"),
     ("\\frac{1}{0}", "18"),
     ("\ud800", "18"),
     ("{no way to read this", "18"),
+    ("\\boxed{18} \\boxed{17}", "18"),
+    ("18 #### 17", "18"),
 ]
 
 
@@ -69,7 +145,25 @@ def test_math_answer(math_answer: MathAnswer) -> None:
 def test_equal_texts_need_no_grading() -> None:
     reward = MathAnswer()
     assert reward([answered("\\pi", "\\pi"), answered(" 18 ", "18 ")]) == [1.0, 1.0]
-    assert reward._grader._process is None
+    assert reward._pool.processes == []
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer"),
+    [
+        ("So it is $\\frac{36}{2}$.", "$\\frac{36}{2}$"),
+        ("It is $1$ or $2$. So $3$, or $4$.", "$3$, or $4$"),
+        ("First 18, but then 19.", "19"),
+        ("\\boxed{17} \\boxed{a_{\\frac{1}{2}}} then 5", "a_{\\frac{1}{2}}"),
+        ("\\boxed{17} and \\boxed{18", "17"),
+        ("16 - 3 = 13\n#### 1,300\nThat is it.", "1,300"),
+        ("\\(x = 5\\) dollars", "\\(x = 5\\)"),
+        ("nothing", None),
+        ("", None),
+    ],
+)
+def test_what_a_completion_without_tags_answers(completion: str, answer: str | None) -> None:
+    assert answer_of(completion, None) == answer
 
 
 def test_math_answer_reads_only_the_tag_unless_told(math_answer: MathAnswer) -> None:
@@ -79,17 +173,71 @@ def test_math_answer_reads_only_the_tag_unless_told(math_answer: MathAnswer) -> 
     assert free(texts) == [1.0, 0.0]
 
 
+@pytest.mark.parametrize(
+    "texts",
+    [
+        ("\\dfrac{1}{2}", "$\\frac{1}{2}$", " \\frac{1}{2}. "),
+        ("1,234.50", "1234.5", "**1234.5**"),
+        ("(1, 2)", "\\left( 1,2 \\right)"),
+        ("x = 5", "x=5"),
+    ],
+)
+def test_answers_that_differ_in_writing_alone_have_one_text(texts: tuple[str, ...]) -> None:
+    assert len({same_text(text) for text in texts}) == 1
+    assert same_text("1,2") != same_text("12") and same_text("a b") != same_text("ab")
+
+
+ENDLESS = [answered(f"{base}^{{9^{{9^9}}}}") for base in (5, 6, 7, 8, 9)]
+"""Powers that are computed inside one call of C, where no Python signal handler runs."""
+
+
 def test_math_answer_time_limit(caplog: pytest.LogCaptureFixture) -> None:
-    """The power is computed inside one call of C, where no Python signal handler runs."""
-    reward = MathAnswer(time_limit_s=0.5)
-    endless = answered("9^{9^{9^9}}")
+    reward = MathAnswer(time_limit_s=0.6)
+    endless = ENDLESS[0]
     assert reward([endless, answered("36/2"), endless, answered("36/2")]) == [0.0, 1.0, 0.0, 1.0]
-    assert caplog.text.count("cannot be graded within the limits: '9^{9^{9^9}}'") == 2
+    assert caplog.text.count("cannot be graded within the limits: '5^{9^{9^9}}'") == 1
+    first = pid(reward)
+    assert reward([endless, answered("36/3")]) == [0.0, 0.0] and pid(reward) == first  # known by now
+    assert caplog.text.count("cannot be graded") == 1
+
+
+def test_hostile_answers_end_in_a_process_that_survives() -> None:
+    reward = MathAnswer(time_limit_s=0.3, workers=1)
+    hostile = ["(" * 2000, "\\sqrt{" * 300, "1" * 20000 + "!", "{" * 5000 + "}" * 5000, "1e999999999"]
+    for extra in ("", " "):
+        samples = [answered("36/2"), *(answered(one + extra) for one in hostile), answered("36/2")]
+        assert reward(samples) == [1.0, *[0.0] * len(hostile), 1.0]
+        first = pid(reward)
+    assert pid(reward) == first
+
+
+def test_slow_answers_share_the_time_of_their_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of five, two of 0.6 s each fit into 1.3 s: those that come first, however many processes there are."""
+    samples = [*ENDLESS[:3], answered("36/2"), *ENDLESS[3:], answered("6*3"), answered("36/3")]
+    for workers in (1, 2):
+        reward = MathAnswer(time_limit_s=0.6, batch_limit_s=1.3, workers=workers)
+        asked: list[tuple[float, list[str]]] = []
+        grade = reward._pool._grade
+
+        def watched(pairs: Any, seconds: float, asked: Any = asked, grade: Any = grade) -> Any:
+            asked.append((seconds, [answer[0] for _, answer in pairs]))
+            return grade(pairs, seconds)
+
+        monkeypatch.setattr(reward._pool, "_grade", watched)
+        assert reward(samples) == [0, 0, 0, 1, 0, 0, 1, 0]
+        assert asked == [(pytest.approx(0.1), ["5", "6", "7", "3", "8", "9", "6", "3"]), (0.6, ["5", "6"])]
+        assert len(reward._pool.processes) == workers
+
+
+def test_grades_do_not_depend_on_the_number_of_workers(math_answer: MathAnswer) -> None:
+    samples = [answered(*pair) for pair in (RIGHT + WRONG)[::2]]
+    many = MathAnswer(workers=3)
+    assert list(many(samples)) == list(math_answer(samples)) and len(many._pool.processes) == 3
 
 
 def pid(reward: MathAnswer) -> int:
-    assert reward._grader._process is not None
-    return reward._grader._process.pid
+    (worker,) = reward._pool.processes
+    return worker.process.pid
 
 
 def test_a_request_to_end_the_job_leaves_the_grading_process_at_work() -> None:
@@ -100,26 +248,29 @@ def test_a_request_to_end_the_job_leaves_the_grading_process_at_work() -> None:
     assert reward([answered("36/2"), answered("36/3")]) == [1.0, 0.0] and pid(reward) == first
 
 
-@pytest.mark.parametrize("while_idle", [True, False])
-def test_a_killed_grading_process_is_replaced_and_asked_again(while_idle: bool) -> None:
+@pytest.mark.parametrize(("while_idle", "alone"), [(True, False), (False, False), (False, True)])
+def test_a_killed_grading_process_is_replaced_and_asked_again(while_idle: bool, alone: bool) -> None:
     reward = MathAnswer()
     assert reward([answered("36/2")]) == [1.0]
     first = pid(reward)
-    os.kill(first, signal.SIGSTOP)  # it takes the question and never answers
-    killing = threading.Timer(0.0 if while_idle else 0.3, os.kill, (first, signal.SIGKILL))
+    copy = int(Path(f"/proc/{first}/task/{first}/children").read_text())
+    kill = partial(os.kill, copy) if alone else partial(os.killpg, first)  # the copy that grades, or both
+    kill(signal.SIGSTOP)  # it takes the question and never answers
+    killing = threading.Timer(0.0 if while_idle else 0.3, kill, (signal.SIGKILL,))
     killing.start()
     if while_idle:
         killing.join()
-    assert reward([answered("36/2"), answered("36/3")]) == [1.0, 0.0] and pid(reward) != first
+    assert reward([answered("36/2"), answered("36/3")]) == [1.0, 0.0] and (pid(reward) == first) == alone
 
 
 WORKER = Path(__file__).parent.parent / "qerl_pl" / "rewards" / "math_worker.py"
 
 
-def test_the_grading_process_is_ended_by_its_processor_time() -> None:
-    command = [sys.executable, "-P", str(WORKER), "0.3", "4096"]
-    done = subprocess.run(command, input='["1", "9^{9^{9^9}}"]\n', stdout=subprocess.PIPE, text=True, check=False)
-    assert done.stdout == "ready\n" and done.returncode == -signal.SIGPROF
+def test_the_copy_that_grades_is_ended_by_its_processor_time() -> None:
+    lines = '["1", "9^{9^{9^9}}", 0.3]\n["1", "2/2", 3]\n'
+    command = [sys.executable, "-P", str(WORKER), "4096"]
+    done = subprocess.run(command, input=lines, stdout=subprocess.PIPE, text=True, check=True)
+    assert done.stdout == "ready\nlimit\ntrue\n"
 
 
 @pytest.mark.parametrize(
@@ -169,7 +320,7 @@ def test_math_answer_ends_its_process() -> None:
         "from qerl_pl.rewards import MathAnswer, RewardSample\n"
         "reward = MathAnswer()\n"
         "reward([RewardSample('', '<answer>1/2</answer>', '0.5', False, 1)])\n"
-        "print(reward._grader._process.pid)\n"
+        "print(reward._pool.processes[0].process.pid)\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=WORKER.parents[2]
@@ -178,6 +329,29 @@ def test_math_answer_ends_its_process() -> None:
 
 
 @pytest.mark.parametrize("seconds", [0.0, math.inf, math.nan])
-def test_math_answer_needs_a_limit(seconds: float) -> None:
-    with pytest.raises(UserError, match="positive time_limit_s"):
-        MathAnswer(time_limit_s=seconds)
+@pytest.mark.parametrize("limit", ["time_limit_s", "batch_limit_s"])
+def test_math_answer_needs_limits(limit: str, seconds: float) -> None:
+    with pytest.raises(UserError, match=f"positive {limit}"):
+        MathAnswer(**{limit: seconds})
+
+
+# Real answers -------------------------------------------------------------------------------------------------------
+
+
+@needs_data
+def test_real_answers_are_right_and_those_of_other_rows_wrong() -> None:
+    reward = MathAnswer()
+    problems = [row["answer"] for row in read(DATA / "math500.jsonl")]
+    numbers = [row["answer"].rpartition("####")[2].strip() for row in read(DATA / "gsm8k" / "test.jsonl")]
+    assert (len(problems), len(numbers)) == (500, 1319)
+    assert GSM8KAnswer()([answered(number, number) for number in numbers]) == [1.0] * 1319
+    shifted = [answered(*pair) for pair in zip(numbers[1:] + numbers[:1], numbers, strict=True)]
+    same = [float(one.completion.endswith(f">{one.reference}</answer>")) for one in shifted]
+    assert GSM8KAnswer()(shifted) == same and sum(same) < 50
+    written = [answered(f"That is $\\boxed{{ {number}.0}}$ dollars.", number) for number in numbers]
+    assert reward(written) == [1.0] * 1319
+    assert reward._pool.equivalent([(one, one) for one in problems]) == [True] * 500
+    for answers, also in ((problems, {("x=5", "5")}), (numbers[:300], set())):
+        shifted = list(zip(answers[1:] + answers[:1], answers, strict=True))
+        found = {pair for pair, right in zip(shifted, reward._pool.equivalent(shifted), strict=True) if right}
+        assert found - {pair for pair in shifted if pair[0] == pair[1]} == also

@@ -142,7 +142,7 @@ def test_what_no_tag_encloses_is_no_answer() -> None:
     assert extract_answers(GSM8KAnswer(), ["<answer>1</answer><answer>2.0</answer>", "2"]) == ["2", None]
     assert MathAnswer().extract_answer("so <answer> \\frac{1}{2} </answer>") == "\\frac{1}{2}"
     assert MathAnswer(tag="result").extract_answer("<answer>1</answer>") is None
-    assert MathAnswer(tag=None).extract_answer("<answer>1</answer>") is None
+    assert MathAnswer(tag=None).extract_answer("<answer>1</answer>") == "1"
     assert extract_answers(Format(), ["<answer>1</answer>"]) == [None]  # it tells no answers
 
 

@@ -10,7 +10,7 @@ from fit_helpers import Vowels, train
 from torch.utils.data import DataLoader
 
 from qerl_pl.callbacks import RunSummary
-from qerl_pl.datamodules import ArithmeticDataModule, Row
+from qerl_pl.datamodules import ArithmeticDataModule, PromptDataModule, Row, TableConfig
 from qerl_pl.engines import TransformersEngine
 from qerl_pl.errors import UserError
 from qerl_pl.types import Evaluation
@@ -74,7 +74,10 @@ def test_each_set_has_its_own_metrics(
     rewards = [Known("easy"), Vowels()]
     module = train(tiny_policy_dir, tmp_path, TransformersEngine(), rewards=rewards, watch=seen, data=data)
     metrics = {name: value.item() for name, value in module.trainer.callback_metrics.items()}
+    lengths = ("length_mean", "truncated_frac")
     held_out = {name: value for name, value in metrics.items() if name.startswith("val/")}
+    of_length = {name: held_out.pop(name) for name in list(held_out) if name.endswith(lengths)}
+    assert sorted(of_length.values()) == [1.0, 1.0, 4.0, 4.0]  # all are cut off after four tokens
     assert held_out == {
         "val/easy/accuracy": 1.0,
         "val/easy/pass@1": 1.0,
@@ -93,7 +96,9 @@ def test_each_set_has_its_own_metrics(
     again.load_state_dict(seen.state_dict())
     assert again.accuracies == {"easy": [(4, 1.0, 1.0)], "MATH-500": [(4, 0.0, 0.0)]}
     tested = module.trainer.test(module, datamodule=data, verbose=False)
-    assert {name: value for loader in tested for name, value in loader.items() if name != "step"} == {
+    found = {name: value for loader in tested for name, value in loader.items() if not name.endswith(lengths)}
+    assert found | {"step": None} == {
+        "step": None,
         "test/easy/accuracy": 1.0,
         "test/easy/pass@1": 1.0,
         "test/MATH-500/accuracy": 0.0,
@@ -127,3 +132,54 @@ def test_without_validation_no_set_is_drawn(tiny_policy_dir: Path) -> None:
 def test_a_name_that_no_metric_can_have_is_refused(tiny_policy_dir: Path, name: str) -> None:
     with pytest.raises(UserError, match=f"sets are named by letters, .*; found '{name}'"):
         Sets({"fine": 1, name: 1}, tokenizer=str(tiny_policy_dir)).setup("fit")
+
+
+# Sets of a configuration ---------------------------------------------------------------------------------------------
+
+
+def tables(folder: Path) -> dict[str, TableConfig]:
+    (folder / "sums.jsonl").write_text('{"q": "1 + 1", "a": "so\\n#### 1,002"}\n{"q": "1 + 2", "a": "3"}\n')
+    (folder / "words").mkdir()
+    (folder / "words" / "test.jsonl").write_text('{"question": "Who?", "answer": "\\\\text{I}"}\n')
+    return {
+        "Sums-1": TableConfig(str(folder / "sums.jsonl"), question="q", answer="a"),
+        "words": TableConfig(str(folder / "words")),
+    }
+
+
+def test_named_tables_are_tested_on_without_a_training_set(tiny_policy_dir: Path, tmp_path: Path) -> None:
+    found = tables(tmp_path)
+    data = PromptDataModule(tokenizer=str(tiny_policy_dir), sets=found, val_size=1)
+    for stage in ("test", "validate"):
+        data.setup(stage)
+        assert data.test_names == ("Sums-1", "words")
+    rows = [(one.id, one.text, one.reference) for loader in data.test_dataloader() for batch in loader for one in batch]
+    assert rows == [("Sums-1-0", "1 + 1", "1002"), ("Sums-1-1", "1 + 2", "3"), ("words-0", "Who?", "\\text{I}")]
+    assert [len(list(loader)) for loader in data.val_dataloader()] == [1, 1]
+    with pytest.raises(UserError, match="PromptDataModule lacks that method"):
+        PromptDataModule(tokenizer=str(tiny_policy_dir), sets=found).setup("fit")
+
+
+def test_a_table_alone_keeps_its_name_and_replaces_the_module_s_own(tiny_policy_dir: Path, tmp_path: Path) -> None:
+    one = {"Sums-1": tables(tmp_path)["Sums-1"]}
+    data = ArithmeticDataModule(train_size=8, batch_size=2, sets=one, tokenizer=str(tiny_policy_dir))
+    for stage in ("fit", "test"):
+        data.setup(stage)
+    assert data.val_names == data.test_names == ("Sums-1",)
+    assert len(data.state_dict()["training prompts"]) == 64  # it trains on its own
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ({"question": "problem"}, "needs the columns problem, a; row 1 of .* has no problem"),
+        ({"limit": 0}, "a set's limit must be at least 1; found 0"),
+        ({"path": "nowhere.jsonl"}, "no such file: nowhere.jsonl"),
+        ({"answer": "e"}, "an answer must not be empty; row 1 of"),
+    ],
+)
+def test_a_table_that_cannot_be_read_is_refused(tmp_path: Path, table: dict[str, Any], message: str) -> None:
+    file = tmp_path / "sums.jsonl"
+    file.write_text('{"q": "1 + 1", "a": "2", "e": " "}\n')
+    with pytest.raises(UserError, match=message):
+        TableConfig(**{"path": str(file), "question": "q", "answer": "a"} | table).rows("sums")

@@ -1,6 +1,7 @@
 """Callbacks: each does one thing around the training step, and only `RolloutCallback` is needed."""
 
 from qerl_pl.callbacks.aqn import AdaptiveQuantizationNoise
+from qerl_pl.callbacks.evaluation import EvaluationReport
 from qerl_pl.callbacks.monitor import Monitor
 from qerl_pl.callbacks.resume import ResumeCheckpoint
 from qerl_pl.callbacks.rollout import RolloutCallback
@@ -11,6 +12,7 @@ from qerl_pl.errors import Preempted
 __all__ = [
     "AdaptiveQuantizationNoise",
     "CompletionLog",
+    "EvaluationReport",
     "Monitor",
     "Preempted",
     "ResumeCheckpoint",

@@ -31,17 +31,21 @@ class RolloutCallback(Callback):
         engine: What samples.
         group_size: Completions a prompt (G), at least 2.
         sampling: How training completions are sampled. Evaluation samples at temperature 1 and greedily, with the
-            same token limit and stop strings.
+            same token limit and stop strings, unless `eval_sampling` says otherwise.
         resample_rounds: Dynamic sampling (DAPO): groups whose answers are all right or all wrong by `accuracy_reward`,
             whatever the other rewards say, are dropped (as are those of equal totals, which have no advantages), and
             other prompts are sampled instead, up to this many times. What is still missing then is left out: a rollout
             may train on fewer groups, or on none. 0 keeps every group.
-        eval_samples: Samples a held-out prompt for pass@1.
+        eval_samples: Samples a held-out prompt, beside the greedy one: for pass@k and maj@k up to so many.
         mismatch_bound: Nats a token that engine and trainer may differ by: more stops the run in the self-check
             (without noise, at the first rollout, after the first sleep, and then every `check_every` rollouts), and
             warns in training (with noise).
         check_every: Rollouts between self-checks.
         accuracy_reward: Name of the reward that tells whether a completion is right (above 0.5); null takes the first.
+        eval_sampling: How held-out samples are sampled; the greedy one has its token limit and stop strings too. null
+            takes temperature 1, with training's limit and stop strings.
+        eval_batch: Most completions of held-out prompts that the engine is asked for at once, whosever they are; null
+            asks for all of a batch of prompts.
     """
 
     def __init__(
@@ -55,9 +59,20 @@ class RolloutCallback(Callback):
         mismatch_bound: float = 0.25,
         check_every: int = 50,
         accuracy_reward: str | None = None,
+        eval_sampling: SamplingConfig | None = None,
+        eval_batch: int | None = None,
     ) -> None:
         self.config = CollectorConfig(
-            rewards, group_size, sampling, resample_rounds, eval_samples, mismatch_bound, check_every, accuracy_reward
+            rewards,
+            group_size,
+            sampling,
+            resample_rounds,
+            eval_samples,
+            mismatch_bound,
+            check_every,
+            accuracy_reward,
+            eval_sampling,
+            eval_batch,
         )
         self.engine: RolloutEngine = engine if engine is not None else TransformersEngine()
         self._collector: Collector | None = None
@@ -90,7 +105,8 @@ class RolloutCallback(Callback):
             device=trainer.strategy.root_device,
             lora_rank=module.policy_config.lora.rank,
             lora_targets=module.policy_config.lora.targets,
-            max_tokens=data.max_prompt_tokens + self.config.sampling.max_tokens,
+            max_tokens=data.max_prompt_tokens
+            + max(self.config.sampling.max_tokens, self.config.evaluation_sampling().max_tokens),
             ranks=ranks_of(trainer).size,
         )
         log.info("starting %s on %s", type(self.engine).__name__, spec.device)
@@ -158,7 +174,7 @@ class RolloutCallback(Callback):
 
     def _evaluate(self, module: QeRLModule, batch: list[Prompt], name: str) -> None:
         weights = module.policy.weights(module.policy_version)
-        self._hand_over.evaluation = self.collector.evaluate(batch, weights, name)
+        self._hand_over.evaluation = self.collector.evaluate(batch, weights, name, self._hand_over.samples)
 
 
 def _module(module: LightningModule) -> QeRLModule:

@@ -16,7 +16,8 @@ from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCL
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from qerl_pl.callbacks import Preempted, RolloutCallback
+from qerl_pl.callbacks import EvaluationReport, Preempted, RolloutCallback
+from qerl_pl.cli.adapter import take_adapter
 from qerl_pl.cli.export import export
 from qerl_pl.cli.mistakes import explain
 from qerl_pl.cli.overrides import expand_item_overrides
@@ -112,6 +113,8 @@ class QeRLCLI(LightningCLI):
                 f"a configuration is text in UTF-8; it holds {error.object[:40]!r}; save it as such"
             ) from error
         check_values(parser, self.config)
+        command = self.config["subcommand"]
+        self._adapter = take_adapter(self.config[command].model.policy, command, self.config[command].get("resume"))
         checkpoint = self.config[self.config["subcommand"]].get("ckpt_path")
         if checkpoint is not None:
             verified_bytes(Path(checkpoint))
@@ -143,7 +146,8 @@ class QeRLCLI(LightningCLI):
         return trainer
 
     def _trainer(self, given: dict[str, Any], config: Any) -> Trainer:
-        callbacks = list(config["callbacks"] or [])  # Lightning puts its own beside those it is given
+        # Lightning puts its own beside those it is given.
+        callbacks = [*([self._adapter] if self._adapter else []), *(config["callbacks"] or [])]
         try:
             trainer: Trainer = super().instantiate_trainer(**given, callbacks=callbacks)
         except (RuntimeError, TypeError, ValueError) as error:
@@ -201,15 +205,17 @@ class QeRLCLI(LightningCLI):
             log.info("resuming from %s", found)
         return {"ckpt_path": found}
 
-    def _evaluated(self, given: dict[str, Any]) -> dict[str, Path | None]:
-        taken = self._checkpoint(given)
-        if taken and taken["ckpt_path"] is None:
+    def _evaluated(self, given: dict[str, Any]) -> dict[str, Any]:
+        taken: dict[str, Any] = self._checkpoint(given)
+        if "ckpt_path" in taken and taken["ckpt_path"] is None:
             raise UserError(
                 f"--resume auto needs a checkpoint; {self.trainer.default_root_dir} has none; name the run's folder by "
                 "trainer.default_root_dir, or leave --resume out to evaluate the policy before training"
             )
-        if not taken and given.get("ckpt_path") is None:
+        if not taken and given.get("ckpt_path") is None and self._adapter is None:
             log.info("no checkpoint is named: this evaluates the policy before training")
+        if any(isinstance(callback, EvaluationReport) for callback in self.trainer.callbacks):  # type: ignore[attr-defined]
+            taken["verbose"] = False  # the report has a table
         return taken
 
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from qerl_pl.datamodules.base import PromptDataModule
 from qerl_pl.datamodules.rows import Row
+from qerl_pl.datamodules.sets import TableConfig
 from qerl_pl.errors import require_at_least
 from qerl_pl.prompting import SYSTEM_PROMPT
 from qerl_pl.toy.task import ArithmeticTask, Split
@@ -23,6 +24,7 @@ class ArithmeticDataModule(PromptDataModule):
         system_prompt: The system message; null sends none.
         seed: Seed of the order; the problems have their own, in the task.
         tokenizer: Folder or hub name of a tokenizer; null takes the policy's.
+        sets: Tables to validate and test on, by name, in place of its own; see PromptDataModule.
     """
 
     def __init__(
@@ -37,8 +39,9 @@ class ArithmeticDataModule(PromptDataModule):
         system_prompt: str | None = SYSTEM_PROMPT,
         seed: int = 0,
         tokenizer: str | None = None,
+        sets: dict[str, TableConfig] | None = None,
     ) -> None:
-        super().__init__(batch_size, val_size, val_batch_size, max_prompt_tokens, system_prompt, seed, tokenizer)
+        super().__init__(batch_size, val_size, val_batch_size, max_prompt_tokens, system_prompt, seed, tokenizer, sets)
         require_at_least(1, {"data.train_size": train_size, "data.test_size": test_size})
         self.task = task
         self.train_size = train_size

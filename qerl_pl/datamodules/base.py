@@ -4,7 +4,7 @@ import hashlib
 import logging
 import random
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -16,7 +16,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from qerl_pl.datamodules.rows import Row, checked_rows
 from qerl_pl.datamodules.sampler import PromptSampler
-from qerl_pl.datamodules.sets import sets_by_name
+from qerl_pl.datamodules.sets import TableConfig, sets_by_name
 from qerl_pl.errors import UserError, require_at_least
 from qerl_pl.prompting import SYSTEM_PROMPT, render_prompts
 from qerl_pl.run.intervals import check_intervals
@@ -42,6 +42,8 @@ class PromptDataModule(LightningDataModule):
         system_prompt: The system message; null sends none.
         seed: Seed of the split and of the order.
         tokenizer: Folder or hub name of a tokenizer; null takes the policy's.
+        sets: Tables to validate (`val_size` rows of each) and test on (all rows), by name, in place of the module's
+            own. With them, validating and testing needs no training rows.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class PromptDataModule(LightningDataModule):
         system_prompt: str | None = SYSTEM_PROMPT,
         seed: int = 0,
         tokenizer: str | None = None,
+        sets: dict[str, TableConfig] | None = None,
     ) -> None:
         super().__init__()
         sizes = {"batch_size": batch_size, "val_batch_size": val_batch_size, "max_prompt_tokens": max_prompt_tokens}
@@ -65,6 +68,7 @@ class PromptDataModule(LightningDataModule):
         self.system_prompt = system_prompt
         self.seed = seed
         self.tokenizer = tokenizer
+        self._tables = sets
         self._train: list[Prompt] = []
         self._val: dict[str, list[Prompt]] = {}
         self._test: dict[str, list[Prompt]] = {}
@@ -110,10 +114,16 @@ class PromptDataModule(LightningDataModule):
                 f"a data module's constructor calls that of PromptDataModule; {type(self).__name__}'s does not"
             )
         # Rows come first: a wrong path is told before a tokenizer is downloaded, or a model made for it.
-        new = not self._train
-        rows = checked_rows(self.train_rows(), f"{type(self).__name__}.train_rows") if new else []
-        held_out = sets_by_name(self.val_sets(), self.val_rows, type(self).__name__) if new else None
+        new, owner = not self._train and (stage == "fit" or not self._tables), type(self).__name__
+        rows = checked_rows(self.train_rows(), f"{owner}.train_rows") if new else []
+        unread = new or (stage == "validate" and not self._val)
+        held_out = (
+            sets_by_name(self._given(self.val_sets), self.val_rows, owner, bool(self._tables)) if unread else None
+        )
         tokenizer = self._load_tokenizer()
+        if held_out is not None:
+            drawn = self._render_sets(tokenizer, held_out, "validation") if self.val_size else {"": []}
+            self._val = {name: self._draw(prompts) for name, prompts in drawn.items()}
         if new:
             train = self._render(tokenizer, rows, "training")
             if held_out is None:
@@ -122,18 +132,15 @@ class PromptDataModule(LightningDataModule):
                         f"val_size must leave prompts to train on; got val_size={self.val_size} of {len(train)} "
                         "prompts; lower it."
                     )
-                val = {"": self._draw(train)}
-                chosen = {prompt.id for prompt in val[""]}
+                self._val = {"": self._draw(train)}
+                chosen = {prompt.id for prompt in self._val[""]}
                 train = [prompt for prompt in train if prompt.id not in chosen]
-            else:
-                sets = self._render_sets(tokenizer, held_out, "validation") if self.val_size else {"": []}
-                val = {name: self._draw(prompts) for name, prompts in sets.items()}
             if len(train) < self.batch_size:
                 raise UserError(
                     f"batch_size must not exceed the training set; got batch_size={self.batch_size} for {len(train)} "
                     "prompts; lower it."
                 )
-            self._train, self._val = train, val
+            self._train = train
             digest = hashlib.sha256()
             for prompt in train:
                 digest.update(repr(prompt).encode())
@@ -141,7 +148,7 @@ class PromptDataModule(LightningDataModule):
         if stage == "fit" and self.trainer is not None:
             check_intervals(self.trainer, self.batches_per_epoch)
         if stage == "test" and not self._test:
-            tested = sets_by_name(self.test_sets(), self.test_rows, type(self).__name__)
+            tested = sets_by_name(self._given(self.test_sets), self.test_rows, owner, bool(self._tables))
             self._test = self._val if tested is None else self._render_sets(tokenizer, tested, "test")
 
     def train_dataloader(self) -> StatefulDataLoader[list[Prompt]]:
@@ -224,6 +231,10 @@ class PromptDataModule(LightningDataModule):
         )
 
     # -----------------------------------------------------------------------------------------------------------------
+
+    def _given(self, own: Callable[[], Mapping[str, Sequence[Row]]]) -> Mapping[str, Sequence[Row]]:
+        """The sets of the configuration, or else the module's own."""
+        return {name: table.rows(name) for name, table in self._tables.items()} if self._tables else own()
 
     def _fixed_loaders(self, sets: Mapping[str, list[Prompt]]) -> FixedLoaders:
         loaders: list[DataLoader[list[Prompt]]] = [

@@ -8,6 +8,7 @@ from typing import Any
 
 from qerl_pl.datamodules.base import PromptDataModule
 from qerl_pl.datamodules.rows import Row, read_table
+from qerl_pl.datamodules.sets import TableConfig
 from qerl_pl.errors import UserError
 from qerl_pl.prompting import SYSTEM_PROMPT
 
@@ -59,6 +60,7 @@ class BigMathDataModule(PromptDataModule):
         system_prompt: The system message; null sends none.
         seed: Seed of the split and of the order.
         tokenizer: Folder or hub name of a tokenizer; null takes the policy's.
+        sets: Tables to validate and test on, by name, in place of its own; see PromptDataModule.
     """
 
     def __init__(
@@ -76,8 +78,9 @@ class BigMathDataModule(PromptDataModule):
         system_prompt: str | None = SYSTEM_PROMPT,
         seed: int = 0,
         tokenizer: str | None = None,
+        sets: dict[str, TableConfig] | None = None,
     ) -> None:
-        super().__init__(batch_size, val_size, val_batch_size, max_prompt_tokens, system_prompt, seed, tokenizer)
+        super().__init__(batch_size, val_size, val_batch_size, max_prompt_tokens, system_prompt, seed, tokenizer, sets)
         self.path = path
         self.min_solve_rate = min_solve_rate
         self.max_solve_rate = max_solve_rate

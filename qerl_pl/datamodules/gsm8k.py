@@ -5,6 +5,7 @@ from pathlib import Path
 
 from qerl_pl.datamodules.base import PromptDataModule
 from qerl_pl.datamodules.rows import Row, read_table
+from qerl_pl.datamodules.sets import TableConfig
 from qerl_pl.errors import UserError
 from qerl_pl.prompting import SYSTEM_PROMPT
 
@@ -27,6 +28,7 @@ class GSM8KDataModule(PromptDataModule):
         system_prompt: The system message; null sends none.
         seed: Seed of the split and of the order.
         tokenizer: Folder or hub name of a tokenizer; null takes the policy's.
+        sets: Tables to validate and test on, by name, in place of its own; see PromptDataModule.
     """
 
     def __init__(
@@ -41,8 +43,9 @@ class GSM8KDataModule(PromptDataModule):
         system_prompt: str | None = SYSTEM_PROMPT,
         seed: int = 0,
         tokenizer: str | None = None,
+        sets: dict[str, TableConfig] | None = None,
     ) -> None:
-        super().__init__(batch_size, val_size, val_batch_size, max_prompt_tokens, system_prompt, seed, tokenizer)
+        super().__init__(batch_size, val_size, val_batch_size, max_prompt_tokens, system_prompt, seed, tokenizer, sets)
         self.path = path
         self.subset = subset
         self.val_split = val_split

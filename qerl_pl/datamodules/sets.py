@@ -2,13 +2,59 @@
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
-from qerl_pl.datamodules.rows import Row, checked_rows
-from qerl_pl.errors import UserError
+from qerl_pl.datamodules.rows import Row, checked_rows, read_table
+from qerl_pl.errors import UserError, require_at_least
+
+_MARK = "####"
+
+
+@dataclass(frozen=True)
+class TableConfig:
+    """A table of questions and answers to validate and test on.
+
+    Args:
+        path: Hub name, a JSONL or parquet file, or a folder with one such file a split.
+        split: Split of it; a single file is taken as it is.
+        subset: Configuration of the hub's data set; local files have none.
+        question: Column of the question.
+        answer: Column of the answer; of one with a #### what follows the last counts.
+        limit: Take the first so many rows; null takes all.
+    """
+
+    path: str
+    split: str = "test"
+    subset: str | None = None
+    question: str = "question"
+    answer: str = "answer"
+    limit: int | None = None
+
+    def __post_init__(self) -> None:
+        require_at_least(1, {"a set's limit": self.limit})
+
+    def rows(self, name: str) -> list[Row]:
+        """Its rows, called after the set's name.
+
+        Raises:
+            UserError: It cannot be read, lacks a column, or an answer is empty.
+        """
+        table = read_table(self.path, self.split, (self.question, self.answer), self.subset)[: self.limit]
+        rows = []
+        for index, row in enumerate(table):
+            _, mark, number = str(row[self.answer]).rpartition(_MARK)
+            reference = (number.replace(",", "") if mark else str(row[self.answer])).strip()
+            if not reference:
+                raise UserError(f"an answer must not be empty; row {index + 1} of {self.path} has none; correct it.")
+            rows.append(Row(f"{name}-{index}", str(row[self.question]), reference))
+        return rows
 
 
 def sets_by_name(
-    named: Mapping[str, Sequence[Row]], single: Callable[[], Sequence[Row] | None], owner: str
+    named: Mapping[str, Sequence[Row]],
+    single: Callable[[], Sequence[Row] | None],
+    owner: str,
+    keep_name: bool = False,
 ) -> Mapping[str, Sequence[Row]] | None:
     """The sets of a data module; where there is only one its name is empty, for its metrics need none.
 
@@ -16,6 +62,7 @@ def sets_by_name(
         named: what the data module has by name.
         single: gives the one set where there are none; None: it has none either.
         owner: the data module's class.
+        keep_name: whether one set alone keeps its name.
 
     Raises:
         UserError: a name cannot be part of a metric's, or what is given are no rows.
@@ -26,7 +73,7 @@ def sets_by_name(
         if not isinstance(name, str) or not re.fullmatch(r"[\w.+-]+", name):
             raise UserError(f"sets are named by letters, digits, and . + - _; found {name!r}; rename it.")
     sets = {name: checked_rows(rows, f"{owner}'s set {name}") for name, rows in named.items()}
-    if len(sets) > 1:
+    if len(sets) > 1 or (sets and keep_name):
         return sets
     rows = next(iter(sets.values())) if sets else single()
     return None if rows is None else {"": checked_rows(rows, f"{owner}.{single.__name__}")}

@@ -45,9 +45,8 @@ class VLLMEngine:
         max_num_seqs: Sequences decoded at once.
         max_num_batched_tokens: Tokens of one forward pass; more speeds up prompts and needs more memory. Left out,
             vLLM chooses.
-        linear_backend: Kernels of NVFP4 linears. humming decodes faster from some 64 sequences at once on, but cannot
-            lend its weights, so the GPU holds two copies, and needs a CUDA compiler at run time; auto lets vLLM choose.
-            Not used on a CPU.
+        linear_backend: Kernels of NVFP4 linears. humming cannot lend its weights, so the GPU holds two copies, and
+            needs a CUDA compiler at run time; auto lets vLLM choose. Not used on a CPU.
         few_up_to: Tokens of one forward pass up to which Marlin's linears, adapter included, run in this package's own
             product, which decodes faster (Hopper GPUs, bfloat16; elsewhere Marlin does). null leaves all to Marlin.
         dense_above: Tokens of one forward pass above which Marlin's linears multiply by their dequantized weight, as

@@ -13,19 +13,19 @@ from transformers import PreTrainedTokenizerBase
 from qerl_pl.algorithm.advantages import informative_groups
 from qerl_pl.algorithm.objectives import Objective
 from qerl_pl.engines.base import RolloutEngine
+from qerl_pl.rewards import AnswerReward
 from qerl_pl.rollout.agreement import CheckedPolicy, check_agreement
 from qerl_pl.rollout.config import CollectorConfig
 from qerl_pl.rollout.dealing import deal, in_order
 from qerl_pl.rollout.experience import Experience, pad_completions, require_finite_logprobs
+from qerl_pl.rollout.held_out import HeldOut, sample_seeds
+from qerl_pl.rollout.kept import Samples
 from qerl_pl.rollout.scoring import Group, reward_metrics, score_groups, totals
-from qerl_pl.run.random_state import random_state_kept
 from qerl_pl.run.ranks import ALONE, Ranks
 from qerl_pl.run.seeding import stream_seed
 from qerl_pl.types import (
     Completion,
-    EvaluatedPrompt,
     Evaluation,
-    GradedAnswer,
     PolicyWeights,
     Prompt,
     RolloutRequest,
@@ -176,10 +176,7 @@ class Collector:
         self, prompts: Sequence[Prompt], sampling: SamplingConfig, samples: int, stream: tuple[int | str, ...]
     ) -> list[list[Completion]]:
         requests = [
-            RolloutRequest(
-                prompt_ids=prompt.token_ids,
-                seeds=tuple(stream_seed(self.seed, *stream, prompt.id, sample) for sample in range(samples)),
-            )
+            RolloutRequest(prompt.token_ids, sample_seeds(self.seed, stream, prompt, range(samples)))
             for prompt in prompts
         ]
         return self.engine.generate(requests, sampling)
@@ -232,31 +229,26 @@ class Collector:
         tokens = sum(count for _, count in parts)
         return sum(nats for nats, _ in parts) / tokens if tokens else math.nan
 
-    def evaluate(self, prompts: Sequence[Prompt], weights: PolicyWeights, name: str = "") -> Evaluation:
-        """How held-out prompts go, greedily and sampled at temperature 1.
+    def evaluate(
+        self, prompts: Sequence[Prompt], weights: PolicyWeights, name: str = "", kept: Samples | None = None
+    ) -> Evaluation:
+        """How held-out prompts go, greedily and sampled.
 
         Args:
             prompts: The batch, of all ranks.
             weights: What samples, without noise.
             name: Of the set that the prompts belong to, where there are several; each has its own random streams.
+            kept: Where samples are kept; what is there is not sampled again.
         """
         self.engine.wake()
         self.engine.sync(weights)
-        limits, ranks = self.config.sampling, self.ranks
+        ranks = self.ranks
         places = list(range(ranks.rank, len(prompts), ranks.size))
-        own = [prompts[place] for place in places]
-        answers: list[list[list[GradedAnswer]]] = []  # greedy, and sampled: by prompt
-        for temperature, samples in ((0.0, 1), (1.0, self.config.eval_samples)):
-            sampling = SamplingConfig(limits.max_tokens, temperature, stop=limits.stop)
-            # The same streams at every evaluation: differences come from the policy, not from the draw.
-            completions = self._generate(own, sampling, samples, ("evaluation", name) if name else ("evaluation",))
-            with random_state_kept():  # a reward may draw, and how often one evaluates must not change the training
-                groups = score_groups(self.config.rewards, self.tokenizer, own, completions)
-                answers.append([self.config.graded(group) for group in groups])
+        held_out = HeldOut(self.config, self.engine, self.tokenizer, self.seed)
+        evaluated = held_out.answered([prompts[place] for place in places], name, kept)
         self.engine.sleep()
-        rows = zip(own, *answers, strict=True)
-        evaluated = [EvaluatedPrompt(prompt.id, greedy[0], samples) for prompt, greedy, samples in rows]
-        return Evaluation(in_order(ranks, places, evaluated), name)
+        tells = isinstance(self.config.answers, AnswerReward)
+        return Evaluation(in_order(ranks, places, evaluated), name, tells)
 
 
 @contextmanager

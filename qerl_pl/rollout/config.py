@@ -37,6 +37,10 @@ class CollectorConfig:
     """Rollouts between self-checks; the first two have one, too."""
     accuracy_reward: str | None = None
     """Name of the reward that tells by a value above 0.5 that a completion is right; None takes the first."""
+    eval_sampling: SamplingConfig | None = None
+    """How held-out prompts are sampled; None takes temperature 1 with training's token limit and stop strings."""
+    eval_batch: int | None = None
+    """Most completions of held-out prompts that the engine is asked for at once; None for all of a batch."""
 
     def __post_init__(self) -> None:
         if self.group_size < 2:
@@ -45,6 +49,7 @@ class CollectorConfig:
             )
         require_at_least(0, {"resample_rounds": self.resample_rounds})
         require_at_least(1, {"eval_samples": self.eval_samples, "check_every": self.check_every})
+        require_at_least(1, {"eval_batch": self.eval_batch})
         if self.sampling.temperature == 0:
             raise UserError("training samples, so sampling.temperature must be above 0; found 0; 1.0 is usual")
         check_rewards(self.rewards)
@@ -59,6 +64,11 @@ class CollectorConfig:
                     self.sampling.max_tokens,
                 )
 
+    def evaluation_sampling(self) -> SamplingConfig:
+        """How held-out prompts are sampled, beside greedily."""
+        limits = self.sampling
+        return self.eval_sampling or SamplingConfig(limits.max_tokens, temperature=1.0, stop=limits.stop)
+
     @property
     def answers(self) -> Reward:
         """The reward that tells which completions are right."""
@@ -72,4 +82,5 @@ class CollectorConfig:
         """The answers of a group's completions."""
         answers = extract_answers(self.answers, group.texts)
         correct = self.correct(group).tolist()
-        return [GradedAnswer(right, answer) for right, answer in zip(correct, answers, strict=True)]
+        columns = zip(correct, answers, group.lengths, group.truncated, strict=True)
+        return [GradedAnswer(right, answer, tokens, cut) for right, answer, tokens, cut in columns]

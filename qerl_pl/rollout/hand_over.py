@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from qerl_pl.engines.base import LentWeights
 from qerl_pl.rollout.experience import Experience
+from qerl_pl.rollout.kept import Samples
 from qerl_pl.types import Evaluation
 
 
@@ -17,6 +18,8 @@ class HandOver:
     """What the next training step learns from."""
     evaluation: Evaluation | None = None
     """What the next validation or test step logs."""
+    samples: Samples | None = None
+    """Where evaluations keep what they sample; the report's callback sets it."""
 
     def take_experience(self) -> Experience:
         """The experience, once."""

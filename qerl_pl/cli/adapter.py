@@ -1,0 +1,68 @@
+"""An exported adapter in place of a model: its base is evaluated with it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from safetensors.torch import load_file
+
+from qerl_pl.errors import UserError
+from qerl_pl.formats.architecture import LAYER_NORMS
+from qerl_pl.modules import QeRLModule
+
+_CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
+
+class ExportedAdapter(Callback):
+    """Has the policy evaluated with the adapter that `qerl export`, or the end of a run, has written.
+
+    Args:
+        folder: In PEFT's format.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Load it."""
+        assert isinstance(pl_module, QeRLModule)
+        pl_module.policy.load_trained_state(load_file(self.folder / _WEIGHTS))
+
+    on_validation_start = on_test_start
+
+
+def take_adapter(policy: Any, command: str, resume: object) -> ExportedAdapter | None:
+    """Where `path` of a policy is an exported adapter, put its base and shape there, and give what loads it.
+
+    Args:
+        policy: Configuration under model.policy; changed.
+        command: The subcommand.
+        resume: A checkpoint that is asked for besides, or None.
+
+    Raises:
+        UserError: The adapter is to be trained, a checkpoint is named too, or its files are not whole.
+    """
+    folder = None if policy.path is None else Path(policy.path).expanduser()
+    if folder is None or not (folder / _CONFIG).is_file():
+        return None
+    if command == "fit" or resume is not None:
+        raise UserError(
+            f"an exported adapter is evaluated by itself; found {folder} as model.policy.path with "
+            f"{'qerl fit' if command == 'fit' else '--resume'}; name its base model there, and a checkpoint by --resume"
+        )
+    if not (folder / _WEIGHTS).is_file():
+        raise UserError(f"an exported adapter needs {_WEIGHTS}; {folder} has none; export it again")
+    try:
+        found = json.loads((folder / _CONFIG).read_bytes())
+        base, rank, alpha = str(found["base_model_name_or_path"]), int(found["r"]), float(found["lora_alpha"])
+        targets, whole = tuple(sorted(found["target_modules"])), found.get("modules_to_save") or []
+    except (ValueError, TypeError, KeyError) as error:
+        raise UserError(
+            f"{_CONFIG} must be PEFT's of a LoRA; {folder} has another ({error!r}); export it again"
+        ) from error
+    policy.path = base
+    policy.lora.rank, policy.lora.alpha = rank, alpha
+    policy.lora.targets = targets
+    policy.train_norms = bool(set(LAYER_NORMS).intersection(whole))
+    return ExportedAdapter(folder)

@@ -1,0 +1,192 @@
+"""Processes that grade answers side by side, and what bounds the time of a batch."""
+
+import json
+import logging
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+
+log = logging.getLogger("qerl_pl")
+
+_PROGRAM = Path(__file__).with_name("math_worker.py")
+_MEGABYTES = 4096
+_SECONDS_TO_START = 120
+_SECONDS_TO_END = 60
+_QUICK = 6
+"""At first an answer may take one so-many-th of its limit."""
+_PAIRS_A_WORKER = 4
+"""Fewer are not worth another process."""
+_REMEMBERED = 4096
+_VERDICTS = {"true": True, "false": False, "limit": None}
+
+Pair = tuple[str, str]
+"""Reference and answer."""
+
+
+class MathPool:
+    """Worker processes that run `math_worker.py`: started when needed, replaced when they are killed.
+
+    Verdicts do not depend on the number of workers: each answer is graded by itself. First every answer may take a
+    sixth of the limit. Those that take longer are graded again, with all of it, in the order of the batch, as many as
+    `batch_seconds` allows; the rest counts as wrong.
+
+    Args:
+        seconds: Of processor time that one answer may take.
+        batch_seconds: Of processor time that the slow answers of a batch may take together.
+        workers: Number of processes.
+    """
+
+    def __init__(self, seconds: float, batch_seconds: float, workers: int) -> None:
+        self.seconds = seconds
+        self.batch_seconds = batch_seconds
+        self.workers = workers
+        self.processes: list[_Worker] = []
+        self._hopeless: dict[Pair, None] = {}
+
+    def equivalent(self, pairs: Sequence[Pair]) -> list[bool]:
+        """Whether the two of each pair have one value; False where that cannot be told within the limits."""
+        verdicts: dict[Pair, bool | None] = dict.fromkeys(pairs)
+        asked = [pair for pair in verdicts if pair not in self._hopeless]
+        verdicts |= self._grade(asked, self.seconds / _QUICK)
+        slow = [pair for pair in asked if verdicts[pair] is None]
+        again = slow[: int(self.batch_seconds / self.seconds)]
+        verdicts |= self._grade(again, self.seconds)
+        for _, answer in (pair for pair in slow if verdicts[pair] is None):
+            log.warning("counted as wrong, for it cannot be graded within the limits: %.200r", answer)
+        for pair in again:
+            if verdicts[pair] is None:
+                self._hopeless[pair] = None
+        while len(self._hopeless) > _REMEMBERED:
+            del self._hopeless[next(iter(self._hopeless))]
+        return [bool(verdicts[pair]) for pair in pairs]
+
+    def _grade(self, pairs: Sequence[Pair], seconds: float) -> dict[Pair, bool | None]:
+        """The verdict of each pair; None where it took too long.
+
+        Raises:
+            RuntimeError: Somebody else kills the processes, again and again.
+        """
+        if not pairs:
+            return {}
+        self._have(min(self.workers, -(-len(pairs) // _PAIRS_A_WORKER)))
+        waiting, verdicts, killed = deque(pairs), dict[Pair, bool | None](), set[Pair]()
+        with selectors.DefaultSelector() as selector:
+            idle = list(self.processes)
+            while len(verdicts) < len(pairs):
+                while idle and waiting:
+                    worker = idle.pop()
+                    worker.ask(waiting.popleft(), seconds)
+                    selector.register(worker, selectors.EVENT_READ)
+                ready = {key.fileobj for key, _ in selector.select(timeout=1.0)}
+                for worker in [one for one in self.processes if one in ready or one.overdue()]:
+                    selector.unregister(worker)
+                    pair, reply = worker.taken(in_time=worker in ready)
+                    if reply in _VERDICTS:
+                        verdicts[pair] = _VERDICTS[reply]
+                    elif pair in killed:
+                        raise RuntimeError("something kills the grading processes; is memory short?")
+                    else:  # nothing that an answer does: it is asked again
+                        killed.add(pair)
+                        waiting.appendleft(pair)
+                    idle.append(worker if reply else self._replace(worker))
+        return verdicts
+
+    def _have(self, count: int) -> None:
+        """Have so many processes, all started at once, none of which has ended while idle."""
+        self.processes = [worker for worker in self.processes if worker.process.poll() is None]
+        new = [_Worker() for _ in range(count - len(self.processes))]
+        for worker in new:
+            worker.wait_for_start()
+        self.processes += new
+
+    def _replace(self, worker: "_Worker") -> "_Worker":
+        worker.stop()
+        place = self.processes.index(worker)
+        self.processes[place] = _Worker()
+        self.processes[place].wait_for_start()
+        return self.processes[place]
+
+
+class _Worker:
+    """One process, and what it was asked."""
+
+    def __init__(self) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-P", str(_PROGRAM), str(_MEGABYTES)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},  # threads' stacks would count against the memory limit
+            start_new_session=True,  # Ctrl-C is the caller's affair
+        )
+        self._asked: Pair | None = None
+        self._deadline = 0.0
+        self._finalizer = weakref.finalize(self, _end, self.process)
+
+    def fileno(self) -> int:
+        """Where its replies come."""
+        assert self.process.stdout is not None
+        return self.process.stdout.fileno()
+
+    def wait_for_start(self) -> None:
+        """Return when it takes questions.
+
+        Raises:
+            RuntimeError: It does not start.
+        """
+        assert self.process.stdout is not None
+        if self.process.stdout.readline() != b"ready\n":
+            self.stop()
+            raise RuntimeError(f"the grading process did not start (exit status {self.process.returncode})")
+
+    def ask(self, pair: Pair, seconds: float) -> None:
+        """Have it grade a pair; a process that is gone shows at its reply."""
+        assert self.process.stdin is not None
+        self._asked = pair
+        self._deadline = time.monotonic() + 20 * seconds + _SECONDS_TO_END
+        try:
+            self.process.stdin.write((json.dumps([*pair, seconds]) + "\n").encode())
+            self.process.stdin.flush()
+        except BrokenPipeError:
+            pass
+
+    def taken(self, in_time: bool) -> tuple[Pair, str]:
+        """What it was asked, and the line that it has written: "" where it is gone, or not in time."""
+        assert self._asked is not None and self.process.stdout is not None
+        pair, self._asked = self._asked, None
+        return pair, self.process.stdout.readline().decode().strip() if in_time else ""
+
+    def overdue(self) -> bool:
+        """Whether it is stuck, for its own clocks would have ended any grading by now."""
+        return self._asked is not None and time.monotonic() > self._deadline
+
+    def stop(self) -> None:
+        """End it, with the copy that grades."""
+        self._finalizer()
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)  # with its copy; alone that ends with its input
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            try:
+                pipe.close()
+            except BrokenPipeError:
+                pass
+    process.wait()
+
+
+def cores() -> int:
+    """Processor cores for this process's workers: those it may use, shared with the other ranks of its machine."""
+    try:
+        available = len(os.sched_getaffinity(0))
+    except AttributeError:  # macOS
+        available = os.cpu_count() or 1
+    return max(1, available // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))

@@ -1,0 +1,160 @@
+"""`qerl test` over named sets: the report, its samples, and going on after a kill."""
+
+import json
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fit_helpers import configuration
+from shared_data import DATA, needs_data
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from qerl_pl.cli.main import QeRLCLI, main
+from qerl_pl.engines import TransformersEngine
+from qerl_pl.types import Completion, RolloutRequest, SamplingConfig
+
+CONFIG = Path(__file__).parents[1] / "configs" / "evaluate.yaml"
+
+
+@pytest.fixture(autouse=True)
+def process_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`main` sets these; give them back."""
+    monkeypatch.setattr(sys, "argv", ["qerl"])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+
+@pytest.fixture(scope="module")
+def sets(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Two sets of sums, as --data.sets takes them."""
+    folder = tmp_path_factory.mktemp("sets")
+    for name, count in (("easy", 3), ("hard", 2)):
+        lines = [json.dumps({"question": f"{name} {n} + {n} =", "answer": f"#### {2 * n}"}) for n in range(count)]
+        (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+    return json.dumps({name: {"path": str(folder / f"{name}.jsonl")} for name in ("easy", "hard")})
+
+
+def run_on_cpu(policy: Path, run: Path, sets: str, *more: str, command: str = "test") -> int:
+    """Run the shipped configuration; its exit status."""
+    rollout = "--trainer.callbacks.RolloutCallback"
+    options = {
+        "--model.policy.path": policy,
+        "--model.policy.dtype": "float32",
+        "--data.sets": sets,
+        "--trainer.default_root_dir": run,
+        "--trainer.accelerator": "cpu",
+        f"{rollout}.engine": "qerl_pl.engines.TransformersEngine",
+        f"{rollout}.eval_samples": 2,
+        f"{rollout}.eval_sampling.max_tokens": 6,
+        f"{rollout}.eval_batch": 4,
+    }
+    return main([command, "-c", str(CONFIG), *(str(word) for pair in options.items() for word in pair), *more])
+
+
+def evaluate(policy: Path, run: Path, sets: str, *more: str, command: str = "test") -> dict[str, Any]:
+    """The same where nothing goes wrong; evaluation.json."""
+    assert run_on_cpu(policy, run, sets, *more, command=command) == 0
+    return json.loads((run / "evaluation.json").read_text())
+
+
+def lines(run: Path) -> list[dict[str, Any]]:
+    (file,) = (run / "evaluation").glob("*.jsonl")
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def test_a_report_has_every_metric_of_every_set(
+    tiny_policy_dir: Path, tmp_path: Path, sets: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = evaluate(tiny_policy_dir, tmp_path, sets)
+    metrics = {"accuracy", "pass@1", "pass@2", "maj@2", "length_mean", "truncated_frac", "unanswered_frac"}
+    assert {name: (one["prompts"], one["samples"]) for name, one in report["sets"].items()} == {
+        "easy": (3, 2),
+        "hard": (2, 2),
+    }
+    samples = lines(tmp_path)
+    assert {(one["set"], one["prompt_id"], one["sample"]) for one in samples} == {
+        (name, f"{name}-{row}", sample) for name, count in (("easy", 3), ("hard", 2)) for row in range(count)
+        for sample in (None, 0, 1)
+    }  # fmt: skip
+    (log,) = tmp_path.glob("events.*")
+    scalars = EventAccumulator(str(log)).Reload()
+    for name, one in report["sets"].items():
+        assert one["metrics"].keys() == metrics
+        mine = [line for line in samples if line["set"] == name and line["sample"] is not None]
+        assert one["metrics"]["length_mean"]["value"] == sum(line["tokens"] for line in mine) / len(mine)
+        for metric, found in one["metrics"].items():
+            assert found["low"] <= found["value"] <= found["high"]
+            for end, value in (("", "value"), ("_low", "low"), ("_high", "high")):
+                (event,) = scalars.Scalars(f"test/{name}/{metric}{end}")
+                assert (event.step, event.value) == (-1, pytest.approx(found[value]))
+    text = (tmp_path / "evaluation.md").read_text()
+    assert text in capsys.readouterr().out and text.startswith("|  | easy | hard |\n|---|---|---|\n| prompts | 3 | 2 |")
+    assert f"| mean length, tokens | {report['sets']['easy']['metrics']['length_mean']['value']:.1f} [" in text
+
+
+def test_a_killed_evaluation_goes_on(
+    tiny_policy_dir: Path, tmp_path: Path, sets: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = evaluate(tiny_policy_dir, tmp_path / "whole", sets)
+    asked: list[int] = []
+    generate = TransformersEngine.generate
+
+    def dying(
+        self: TransformersEngine, requests: Sequence[RolloutRequest], sampling: SamplingConfig
+    ) -> list[list[Completion]]:
+        asked.append(sum(len(request.seeds) for request in requests))
+        if len(asked) == 3:
+            raise RuntimeError("killed")
+        return generate(self, requests, sampling)
+
+    monkeypatch.setattr(TransformersEngine, "generate", dying)
+    assert run_on_cpu(tiny_policy_dir, tmp_path / "again", sets) == 2
+    assert len(lines(tmp_path / "again")) == 7 and not (tmp_path / "again" / "evaluation.json").exists()
+    asked[:] = [0, 0, 0]
+    assert evaluate(tiny_policy_dir, tmp_path / "again", sets) == whole
+    assert asked[3:] == [2, 2, 4]  # of 15, seven were there
+    by_name = [sorted(map(str, lines(tmp_path / run))) for run in ("whole", "again")]
+    assert by_name[0] == by_name[1]
+    other = evaluate(tiny_policy_dir, tmp_path / "again", sets, "--seed_everything", "5")
+    assert other["samples"] != whole["samples"] and sum(asked[6:]) == 15  # other streams, other samples
+
+
+def test_an_exported_adapter_is_evaluated_as_its_checkpoint_is(
+    tiny_policy_dir: Path, tmp_path: Path, sets: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = configuration(tiny_policy_dir, tmp_path / "run")
+    settings["trainer"] |= {"max_epochs": 1, "limit_train_batches": 2}
+    settings["model"]["policy"]["quantization"] = "none"
+    QeRLCLI({"subcommand": "fit", "fit": settings})
+    plain = ["--model.policy.quantization", "none"]
+    lora = ["--model.policy.lora.rank", "4", "--model.policy.lora.alpha", "8", "--model.policy.train_norms", "true"]
+    checkpoint = str(next((tmp_path / "run" / "checkpoints").glob("*.ckpt")))
+    resumed = evaluate(tiny_policy_dir, tmp_path / "1", sets, *plain, *lora, "--resume", checkpoint)
+    adapter = evaluate(tmp_path / "run" / "adapter", tmp_path / "2", sets, *plain)
+    assert (adapter["trained"], adapter["sets"]) == (resumed["trained"], resumed["sets"])
+    base = evaluate(tiny_policy_dir, tmp_path / "3", sets, *plain, command="validate")
+    assert base["trained"] != adapter["trained"] and base["rollouts"] == 0
+    capsys.readouterr()
+    for words, found in ((["fit"], "with qerl fit"), (["test", "--resume", checkpoint], "with --resume")):
+        given = ["--model.policy.path", str(tmp_path / "run" / "adapter"), "--trainer.default_root_dir", str(tmp_path)]
+        assert main([words[0], "-c", str(CONFIG), *given, *words[1:]]) == 2
+        assert found in capsys.readouterr().err
+    broken = tmp_path / "broken"
+    shutil.copytree(tmp_path / "run" / "adapter", broken)
+    (broken / "adapter_model.safetensors").unlink()
+    assert main(["test", "-c", str(CONFIG), "--model.policy.path", str(broken)]) == 2
+    assert "an exported adapter needs adapter_model.safetensors" in capsys.readouterr().err
+
+
+@needs_data
+def test_real_questions_are_asked_and_graded(tiny_policy_dir: Path, tmp_path: Path) -> None:
+    real = {
+        "GSM8K": {"path": str(DATA / "gsm8k"), "limit": 5},
+        "MATH-500": {"path": str(DATA / "math500.jsonl"), "question": "problem", "limit": 5},
+    }
+    report = evaluate(tiny_policy_dir, tmp_path, json.dumps(real), "--data.max_prompt_tokens", "2000")
+    assert {name: one["prompts"] for name, one in report["sets"].items()} == {"GSM8K": 5, "MATH-500": 5}
+    found = {line["prompt_id"]: line["reference"] for line in lines(tmp_path)}
+    assert found["GSM8K-0"] == "18" and found["MATH-500-0"] == "\\left( 3, \\frac{\\pi}{2} \\right)"

@@ -1,0 +1,85 @@
+"""What answers come to, against numbers worked by hand and plain enumeration."""
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from qerl_pl.rollout.statistics import interval, majority_at_k, majority_is_right, pass_at_k, prompt_metrics, sizes
+from qerl_pl.types import EvaluatedPrompt, GradedAnswer
+
+RIGHT, ALSO = GradedAnswer(True, "5"), GradedAnswer(True, "5.0")
+SEVEN, EIGHT, NONE = GradedAnswer(False, "7"), GradedAnswer(False, "8"), GradedAnswer(False, None)
+
+
+@pytest.mark.parametrize(
+    ("samples", "correct", "k", "chance"),
+    [(4, 1, 1, 1 / 4), (4, 1, 2, 1 / 2), (4, 2, 2, 5 / 6), (4, 1, 4, 1.0), (10, 3, 5, 11 / 12), (4, 0, 3, 0.0)],
+)
+def test_pass_at_k(samples: int, correct: int, k: int, chance: float) -> None:
+    """4 samples, 2 right: of 6 pairs one has none. 10, 3 right, 5 drawn: C(7, 5) / C(10, 5) = 21 / 252 = 1 / 12."""
+    assert pass_at_k(samples, correct, k) == pytest.approx(chance, abs=1e-15)
+    draws = list(itertools.combinations(range(samples), k))
+    assert pass_at_k(samples, correct, k) == pytest.approx(sum(min(draw) < correct for draw in draws) / len(draws))
+
+
+@pytest.mark.parametrize(
+    ("answers", "right"),
+    [
+        ([RIGHT, RIGHT, SEVEN], 1.0),
+        ([RIGHT, SEVEN, SEVEN], 0.0),
+        ([RIGHT, SEVEN], 0.5),
+        ([RIGHT, SEVEN, EIGHT], 1 / 3),
+        ([RIGHT, ALSO, SEVEN, SEVEN, EIGHT], 0.5),  # right ones vote together
+        ([RIGHT, NONE, NONE, NONE], 1.0),
+        ([NONE, NONE], 0.0),
+    ],
+)
+def test_a_majority_votes(answers: list[GradedAnswer], right: float) -> None:
+    assert majority_is_right(answers) == pytest.approx(right)
+    assert majority_at_k(answers, len(answers), seed=0) == pytest.approx(right)
+
+
+def test_a_majority_of_fewer_is_the_mean_over_subsets() -> None:
+    """Two right and two times 7: of the six pairs one is right, one is 7, and four are even."""
+    answers = [RIGHT, RIGHT, SEVEN, SEVEN]
+    assert majority_at_k(answers, 2, seed=0) == pytest.approx((1 + 0 + 4 * 0.5) / 6)
+    many = [RIGHT] * 12 + [SEVEN] * 8
+    exact = sum(
+        math.comb(12, c) * math.comb(8, 8 - c) * (c > 4 or (c == 4) / 2) for c in range(9)
+    ) / math.comb(20, 8)  # of 125,970 subsets, 256 are drawn  # fmt: skip
+    assert majority_at_k(many, 8, seed=1) == majority_at_k(many, 8, seed=1) != majority_at_k(many, 8, seed=2)
+    assert majority_at_k(many, 8, seed=1) == pytest.approx(exact, abs=0.08)
+
+
+def test_sizes_are_powers_of_two_and_all() -> None:
+    assert [sizes(n) for n in (1, 2, 4, 6, 16)] == [[1], [1, 2], [1, 2, 4], [1, 2, 4, 6], [1, 2, 4, 8, 16]]
+
+
+def test_metrics_of_prompts() -> None:
+    cut = GradedAnswer(False, None, tokens=8, truncated=True)
+    prompts = [
+        EvaluatedPrompt("a", RIGHT, [GradedAnswer(True, "5", 4), cut]),
+        EvaluatedPrompt("b", SEVEN, [GradedAnswer(False, "7", 1), GradedAnswer(False, "8", 1)]),
+    ]
+    found = {name: values.tolist() for name, values in prompt_metrics(prompts).items()}
+    assert found == {
+        "accuracy": [1, 0],
+        "pass@1": [0.5, 0],
+        "pass@2": [1, 0],
+        "maj@2": [1, 0],
+        "length_mean": [6, 1],
+        "truncated_frac": [0.5, 0],
+        "unanswered_frac": [0.5, 0],
+    }
+    assert found.keys() - prompt_metrics(prompts, tells_answers=False).keys() == {"maj@2", "unanswered_frac"}
+
+
+def test_the_interval_is_that_of_a_binomial() -> None:
+    """400 prompts, 100 right: 0.25 and 1.96 sqrt(0.25 * 0.75 / 400) = 0.0424 to either side."""
+    values = torch.tensor([1.0] * 100 + [0.0] * 300, dtype=torch.float64)
+    low, high = interval(values, seed=3)
+    assert (low, high) == interval(values, seed=3) != interval(values, seed=4)
+    assert low == pytest.approx(0.25 - 0.0424, abs=0.005) and high == pytest.approx(0.25 + 0.0424, abs=0.005)
+    assert interval(torch.ones(5, dtype=torch.float64), seed=0) == (1.0, 1.0)
