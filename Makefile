@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 export HF_HUB_OFFLINE = 1
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: help quickstart test mutants lint format install-gpu clean
+.PHONY: help quickstart test mutants study lint format install-gpu clean
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST)
@@ -37,6 +37,12 @@ $(VENV)/.installed-mutants: $(VENV)/.installed
 
 mutants: $(VENV)/.installed-mutants ## plant faults one by one and see whether the tests notice: an hour, not part of test
 	$(BIN)/python tests/mutation.py
+
+STUDY ?= study
+AT_ONCE ?= 1
+study: $(VENV)/.installed ## the paper's claims put to the test, on GPUs: STUDY=pilot AT_ONCE=5 SET="NAME=VALUE ..."
+	$(BIN)/python -m benchmarks.study run benchmarks/study/$(STUDY).yaml --at-once $(AT_ONCE) $(if $(SET),--set $(SET))
+	$(BIN)/python -m benchmarks.study report benchmarks/study/$(STUDY).yaml
 
 lint: $(VENV)/.installed ## ruff and mypy
 	$(BIN)/ruff check .

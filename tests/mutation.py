@@ -86,7 +86,7 @@ ROOMS = {
     ),
     "update": Room(
         tuple(f"qerl_pl/modules/{name}.py" for name in ("update", "packing", "known", "micro_batches")),
-        ("update_steps", "packing", "update", "recompute"),
+        ("update_steps", "packing", "update", "update_ranks", "recompute"),
     ),
 }
 
@@ -115,12 +115,12 @@ def main() -> int:
     survivors: list[tuple[str, str]] = []
     for name in arguments.rooms:
         folder = BUILD / name
-        again = [mutant for _, mutant in survived(folder)] if arguments.again and folder.exists() else []
+        again = {mutant for _, mutant in survived(folder, asked=True)} if arguments.again and folder.exists() else set()
         if not arguments.again:
             shutil.rmtree(folder, ignore_errors=True)
         lay_out(ROOMS[name], folder)
         mutmut(folder, "run", "--max-children", str(arguments.processes))
-        still = {mutant for _, mutant in survived(folder)}.intersection(again)
+        still = again & {mutant for _, mutant in survived(folder)}
         if still:
             mutmut(folder, "run", "--max-children", str(arguments.processes), *sorted(still))
         counts[name] = {file: Counter(statuses.values()) for file, statuses in results(folder).items()}
@@ -128,13 +128,13 @@ def main() -> int:
     return report(counts, survivors)
 
 
-def survived(folder: Path) -> list[tuple[str, str]]:
-    """Files and names of the mutants of a room that no test noticed."""
+def survived(folder: Path, asked: bool = False) -> list[tuple[str, str]]:
+    """Files and names of the mutants of a room that no test noticed; `asked`: not those whose turn has not come."""
     return [
         (file, mutant)
         for file, status_by_mutant in results(folder).items()
         for mutant, status in status_by_mutant.items()
-        if status not in NOTICED
+        if status not in NOTICED and not (asked and status == "not checked")
     ]
 
 

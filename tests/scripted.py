@@ -91,7 +91,7 @@ class Watched:
         self.probes: list[int] = []
         self.evaluates = False
 
-    def weights(self, version: int, *, adapter: bool = True, noise: NormNoise | None = None) -> Any:
+    def weights(self, version: int, noise: NormNoise | None = None, *, adapter: bool = True) -> Any:
         return SimpleNamespace(version=version, adapter={} if adapter else None, noise=noise)
 
     def token_logprobs(

@@ -73,6 +73,8 @@ def test_an_experience_worked_out(pad: int | None) -> None:
         "completions/length_max": max(counts),
         "completions/truncated_frac": counts.count(3) / 12,
         "completions/groups_dropped_frac": 0.0,
+        "completions/groups_without_signal_frac": sum(len(set(total[i : i + 4])) == 1 for i in (0, 4, 8)) / 3,
+        "completions/sampler_entropy": -sum(own(True, token) for _, tokens in rows for token in tokens) / sum(counts),
         "completions/sampled_tokens": sum(counts),
         "aqn/sigma": 0.01,
         "aqn/measured_std": 0.125,

@@ -1,5 +1,6 @@
 """The module by itself and in short runs by Python: its settings, schedules, checkpoints and what it logs."""
 
+import itertools
 import random
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,15 +9,20 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
 from short_run import data, module_of, trainer_of
 from torch import nn
 
 from qerl_pl.algorithm import GRPO, DrGRPO
 from qerl_pl.callbacks import ResumeCheckpoint
+from qerl_pl.engines.base import LentWeights
 from qerl_pl.errors import UserError
-from qerl_pl.modules import QeRLModule
+from qerl_pl.modules import Policy, QeRLModule
 from qerl_pl.modules.qerl import BEFORE_TRAINING
+from qerl_pl.rollout.hand_over import HandOver
 from qerl_pl.run.random_state import random_state, random_state_kept
+from qerl_pl.run.seeding import stream_seed
+from qerl_pl.types import EvaluatedPrompt, Evaluation, GradedAnswer
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +60,16 @@ def test_settings_are_taken_and_bad_ones_refused() -> None:
     for name, value in (("update_epochs", 0), ("minibatches", 0), ("micro_batch_tokens", 0)):
         with pytest.raises(UserError, match=f"model.{name} .*found 0"):
             QeRLModule(**{name: value})
+    with pytest.raises(UserError, match="^model.seed .*found -1"):
+        QeRLModule(seed=-1)
+    tried: list[Any] = []
+
+    def optimizer(params: Any) -> torch.optim.Optimizer:
+        tried.extend(params)
+        return torch.optim.SGD(tried, lr=0.1)
+
+    QeRLModule(optimizer=optimizer)
+    assert [tuple(one.shape) for one in tried] == [(1, 1)]  # some optimizers take matrices alone
     for norm in (0.0, -1.0, float("nan")):
         with pytest.raises(UserError, match="max_grad_norm must be above 0"):
             QeRLModule(max_grad_norm=norm)
@@ -102,6 +118,63 @@ def test_the_rate_rises_over_its_share_of_the_steps_and_falls_to_the_end() -> No
         module.lr_scheduler = name
         with pytest.raises(UserError, match=f"needs no metric; found '{name}'"):
             module.configure_optimizers()
+
+
+def test_a_policy_is_loaded_once_by_the_seed_of_its_adapter(tiny_policy_dir: Path) -> None:
+    module, device = module_of(tiny_policy_dir), torch.device("cpu")
+    module._trainer = SimpleNamespace(strategy=SimpleNamespace(root_device=device))  # type: ignore[assignment]
+    module.configure_model()
+    policy = module.policy
+    expected = Policy(tiny_policy_dir, module.policy_config, device, stream_seed(5, "adapter")).trained_state()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in policy.trained_state().items())
+    module.configure_model()
+    assert module.policy is policy
+
+
+@pytest.mark.parametrize(("device", "backends"), [("cpu", []), ("cuda", ["triton"])])
+def test_a_policy_is_on_the_trainers_device_with_the_weights_that_are_lent(
+    device: str, backends: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr("qerl_pl.modules.qerl.select_backend", asked.append)
+    monkeypatch.setattr("qerl_pl.modules.qerl.Policy", lambda *given: given)
+    for hand_over in (None, HandOver(lent=LentWeights({}, {}))):
+        module, asked[:] = module_of(tmp_path), []
+        module.hand_over, module.base_folder = hand_over, tmp_path  # type: ignore[misc]
+        place = SimpleNamespace(root_device=torch.device(device))
+        module._trainer = SimpleNamespace(strategy=place)  # type: ignore[assignment]
+        module.configure_model()
+        expected = (tmp_path, module.policy_config, place.root_device, stream_seed(5, "adapter"))
+        assert module.policy == (*expected, hand_over and hand_over.lent) and asked == backends
+
+
+@pytest.mark.parametrize(("stage", "fitting"), [("val", True), ("val", False), ("test", False)])
+@pytest.mark.parametrize(("name", "loader"), [("", 0), ("hard", 0), ("hard", 1)])
+def test_an_evaluation_is_logged_under_the_name_of_its_set(stage: str, fitting: bool, name: str, loader: int) -> None:
+    right, wrong = GradedAnswer(True, None), GradedAnswer(False, None)
+    prompts = [EvaluatedPrompt("p0", right, [right, wrong]), EvaluatedPrompt("p1", wrong, [wrong, wrong])]
+    module, logged, options = module_of(Path("nowhere")), {}, {}
+
+    def log(tag: str, value: Any, **given: Any) -> None:
+        logged[tag], options[tag] = value, given
+
+    module.log = log  # type: ignore[method-assign, assignment]
+    module.hand_over, module.policy_version = HandOver(), 7
+    state = SimpleNamespace(fn=TrainerFn.FITTING if fitting else TrainerFn.VALIDATING)
+    module._trainer = SimpleNamespace(state=state)  # type: ignore[assignment]
+    step, place = getattr(module, {"val": "validation_step"}.get(stage, "test_step")), f"{stage}/{name}".rstrip("/")
+    for batch in (prompts, prompts[:1]):
+        evaluation = module.hand_over.evaluation = Evaluation(batch, name)
+        assert step([], 0, loader) == {"evaluation": evaluation}
+    means = {tag: logged.pop(tag).compute().item() for tag in (f"{place}/accuracy", f"{place}/pass@1")}
+    # Over all prompts, not over batches: two right ones of three; half of the samples of two of three.
+    assert list(means.values()) == pytest.approx([2 / 3, 1 / 3])
+    assert logged == ({"rollouts": 7.0} | ({} if fitting else {"step": 6.0}) if loader == 0 else {})
+    assert [options[tag]["prog_bar"] for tag in means] == [True, False]
+    assert all(options[tag]["metric_attribute"] == tag and options[tag]["on_epoch"] is True for tag in means)
+    shared = {"batch_size": 1, "add_dataloader_idx": False}
+    assert all(given.items() >= shared.items() for given in options.values())
+    assert loader or options["rollouts"] == shared | {"logger": False}
 
 
 def test_a_checkpoint_holds_what_training_changes_and_what_it_fits(whole: tuple[QeRLModule, Path]) -> None:
@@ -179,13 +252,16 @@ def test_what_does_not_fit_a_checkpoint_is_refused(
         whole[0].on_load_checkpoint({"state_dict": {}})
 
 
-def test_what_is_logged_shown_and_tested(whole: tuple[QeRLModule, Path], tiny_policy_dir: Path, tmp_path: Path) -> None:
+def test_what_is_logged_shown_and_tested(
+    whole: tuple[QeRLModule, Path], tiny_policy_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     trainer, module = trainer_of(tmp_path), module_of(tiny_policy_dir)
+    monkeypatch.setattr("qerl_pl.modules.qerl.time", SimpleNamespace(perf_counter=itertools.count(50.0).__next__))
     trainer.fit(module, datamodule=data())
     metrics = {name: value.item() for name, value in trainer.callback_metrics.items()}
     seconds = sum(value for name, value in metrics.items() if name.startswith("time/"))
     assert metrics["perf/tokens_per_s"] == pytest.approx(metrics["completions/sampled_tokens"] / seconds, rel=1e-4)
-    assert 0 < metrics["time/update_s"] < seconds and metrics["rollouts"] == 4
+    assert metrics["time/update_s"] == 1 and metrics["rollouts"] == 4  # a clock that ticks when it is looked at
     assert set(trainer.progress_bar_metrics) == {"reward/mean", "policy/entropy", "val/accuracy"}
     assert "step" not in metrics
     for stage, run in (("val", trainer.validate), ("test", trainer.test)):
@@ -202,6 +278,12 @@ def test_what_a_run_cannot_do_is_said_at_its_start(tiny_policy_dir: Path, tmp_pa
     for what, step in (("training", alone.training_step), ("validation", alone.validation_step)):
         with pytest.raises(UserError, match=f"^{what} needs a callback that samples"):
             step([], 0)
+    with pytest.raises(UserError, match="^fit needs a callback that samples"):
+        alone.on_fit_start()
+    alone.hand_over = HandOver()
+    for precision in ("32-true", "32", 32):
+        alone._trainer = SimpleNamespace(precision=precision)  # type: ignore[assignment]
+        alone.on_fit_start()
     with pytest.raises(UserError, match="the policy sets its own precision; trainer.precision is bf16-true"):
         trainer_of(tmp_path, precision="bf16-true").fit(module_of(tiny_policy_dir), datamodule=data())
     trainer = trainer_of(tmp_path, fast_dev_run=True)

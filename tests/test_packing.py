@@ -96,7 +96,7 @@ def test_sixteen_bits_on_a_gpu_take_its_own_function(
     monkeypatch.setattr(module, "varlen_attn", varlen_attn, raising=False)
     monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", module)
     torch.manual_seed(0)
-    tensors = [torch.randn(1, heads, 9, 2).to(dtype) for heads in (4, 2, 2)]
+    tensors = [torch.randn(1, heads, 9, 8).to(dtype) for heads in (4, 2, 2)]
     found, _ = packed_attention(
         nn.Module(),
         *(tensor.as_subclass(OnGPU) for tensor in tensors),
@@ -105,7 +105,7 @@ def test_sixteen_bits_on_a_gpu_take_its_own_function(
         sliding_window=window,
         packing=Packing.of(LENGTHS, 6),
     )
-    expected = plain_attention(*(tensor.float() for tensor in tensors), scaling or 1 / math.sqrt(2), window)
+    expected = plain_attention(*(tensor.float() for tensor in tensors), scaling or 1 / math.sqrt(8), window)
     torch.testing.assert_close(found.as_subclass(Tensor).float(), expected, rtol=1e-2, atol=1e-2)
     assert len(called) == (dtype != torch.float32)
 

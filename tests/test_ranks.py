@@ -27,6 +27,8 @@ COMPARED = (
     "policy/entropy",
     "completions/length_mean",
     "completions/groups_dropped_frac",
+    "completions/groups_without_signal_frac",
+    "completions/sampler_entropy",
     "completions/sampled_tokens",
     "val/accuracy",
     "val/pass@1",

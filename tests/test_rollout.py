@@ -202,6 +202,7 @@ def test_rollouts_without_any_informative_group_change_nothing_but_the_version(
     for name, value in metrics.items():
         assert math.isnan(value) == name.startswith(over_nothing), name
     assert metrics["completions/groups_dropped_frac"] == 1 and metrics["reward/same"] == 1
+    assert metrics["completions/groups_without_signal_frac"] == 1 and metrics["completions/sampler_entropy"] > 0
     assert metrics["completions/sampled_tokens"] > 0 and metrics["optim/grad_norm"] == 0
     assert [len(experience) for experience in watch.seen] == [0] * 4
     assert caplog.text.count("teaches nothing: none of 4 groups has right and wrong answers") == 4

@@ -1,5 +1,6 @@
 """The callback that drives the engine: what it launches, hands over, closes and warns of."""
 
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -8,14 +9,21 @@ import pytest
 import torch
 from fit_helpers import Vowels
 from lightning.pytorch import Callback, LightningModule, Trainer
+from rank_helpers import on_ranks
+from scripted import PROMPTS, Scripted, Watched, Words, config_of
 from short_run import data, module_of, rollout_of, trainer_of
 
-from qerl_pl.algorithm import NoiseSchedule
+from qerl_pl.algorithm import DrGRPO, NoiseSchedule, NormNoise
 from qerl_pl.callbacks import AdaptiveQuantizationNoise, RolloutCallback
+from qerl_pl.datamodules import PromptDataModule
 from qerl_pl.engines import EngineSpec, TransformersEngine
 from qerl_pl.engines.base import LentWeights
 from qerl_pl.errors import UserError
-from qerl_pl.types import SamplingConfig
+from qerl_pl.modules import QeRLModule
+from qerl_pl.rollout.collector import Collector
+from qerl_pl.rollout.config import CollectorConfig
+from qerl_pl.run.ranks import Ranks
+from qerl_pl.types import Prompt, SamplingConfig
 
 
 class Recording(TransformersEngine):
@@ -49,6 +57,9 @@ def test_the_engine_is_launched_once_for_the_policy_and_closed_once(tiny_policy_
     trainer = trainer_of(tmp_path, rollout=rollout)
     rollout.close()
     assert engine.closed == 0
+    for known in ({"p1": 5.0}, {"p2": 6.0}):  # of a checkpoint
+        rollout.load_state_dict({"foreseen": known})
+        assert rollout.state_dict() == {"foreseen": known}
     trainer.fit(module, datamodule=data())
     trainer.validate(module, datamodule=data(), verbose=False)
     (spec,) = engine.specs
@@ -58,6 +69,8 @@ def test_the_engine_is_launched_once_for_the_policy_and_closed_once(tiny_policy_
     )
     assert module.hand_over is not None and module.hand_over.lent == LentWeights({}, {})
     assert rollout.collector.seed == 5 and rollout.collector.objective is module.objective
+    rollout.collector.foreseen |= {"p3": 7.0}
+    assert rollout.state_dict() == {"foreseen": {"p2": 6.0, "p3": 7.0}}
     for _ in range(2):
         rollout.close()
         assert engine.closed == 1
@@ -81,12 +94,113 @@ def test_noise_is_that_of_the_version_in_training_and_none_in_evaluation(tiny_po
     assert (module.noise(9).seed, module.noise(9).version) == (5, 9)
 
 
+@pytest.mark.parametrize(("per_rank", "rank", "draw"), [(False, 3, 0), (True, 3, 3), (True, 0, 0)])
+def test_noise_goes_by_the_plan_that_a_run_began_with(per_rank: bool, rank: int, draw: int) -> None:
+    module, trainer = module_of(Path("nowhere")), SimpleNamespace(max_steps=-1, max_epochs=2, global_rank=rank)
+    trainer.datamodule = SimpleNamespace(batches_per_epoch=3)
+    module._trainer = trainer  # type: ignore[assignment]
+    noise = AdaptiveQuantizationNoise(0.4, 0.1, 3, "linear", False, per_rank)
+    noise.setup(trainer, module, "fit")  # type: ignore[arg-type]
+    assert module.noise is not None and noise.state_dict() == {"planned_rollouts": None}
+    expected = [NormNoise(sigma, 5, version, draw) for version, sigma in enumerate([0.4, 0.4, 0.25, 0.25, 0.1, 0.1])]
+    assert [module.noise(version) for version in range(6)] == expected
+    trainer.max_epochs = 9
+    assert noise.state_dict() == {"planned_rollouts": 6} and module.noise(5) == expected[5]
+    assert AdaptiveQuantizationNoise().per_rank is False
+
+
+class TwoSets(PromptDataModule):
+    """Held-out sets by name, and nothing read from anywhere."""
+
+    val_names, test_names = ("easy", "hard"), ("sums", "products")
+
+    def replacement_prompts(self, key: Sequence[int | str], count: int, exclude: Collection[str]) -> list[Prompt]:
+        self.asked = (key, count, set(exclude))
+        return []
+
+
+@pytest.fixture
+def scripted() -> tuple[RolloutCallback, QeRLModule, Any]:
+    """The callback on an engine that says what a test makes it say, with a module and a trainer to call it with."""
+    callback, module, trainer = rollout_of(), module_of(Path("nowhere")), SimpleNamespace(datamodule=TwoSets())
+    callback._collector = Collector(config_of(resample_rounds=1), Scripted(), Words(), DrGRPO(), seed=7)  # type: ignore
+    callback.setup(trainer, module, "fit")  # type: ignore[arg-type]
+    module.policy, module.policy_version = Watched(), 4  # type: ignore[assignment]
+    return callback, module, trainer
+
+
+def test_engine_and_collector_know_how_many_ranks_there_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    specs: list[EngineSpec] = []
+    engine: Any = SimpleNamespace(launch=specs.append, lend=lambda: None)
+    callback, module, ranks = rollout_of(engine), module_of(Path("nowhere")), Ranks(1, 3)
+    module.base_folder, module.tokenizer = tmp_path, Words()  # type: ignore[misc, assignment]
+    monkeypatch.setattr("qerl_pl.callbacks.rollout.ranks_of", lambda trainer: ranks)
+    strategy = SimpleNamespace(root_device=torch.device("cpu"))
+    callback.setup(SimpleNamespace(datamodule=TwoSets(), strategy=strategy), module, "fit")  # type: ignore[arg-type]
+    assert [spec.ranks for spec in specs] == [3] and callback.collector.ranks is ranks
+
+
+def test_a_held_out_batch_is_sampled_for_its_own_set(scripted: tuple[RolloutCallback, QeRLModule, Any]) -> None:
+    callback, module, trainer = scripted
+    assert module.hand_over is not None
+    for hook, names in (
+        (callback.on_validation_batch_start, TwoSets.val_names),
+        (callback.on_test_batch_start, TwoSets.test_names),
+    ):
+        for loader, name in enumerate(names):
+            hook(trainer, module, PROMPTS[:2], 0, loader)
+            found = module.hand_over.take_evaluation()
+            assert found == callback.collector.evaluate(PROMPTS[:2], module.policy.weights(4), name)
+            assert [prompt.prompt_id for prompt in found.prompts] == ["p0", "p1"] and found.name == name
+        hook(trainer, module, PROMPTS[:2], 0)
+        assert module.hand_over.take_evaluation().name == names[0]
+
+
+def test_a_batch_is_sampled_by_the_policy_as_it_is(scripted: tuple[RolloutCallback, QeRLModule, Any]) -> None:
+    callback, module, trainer = scripted
+    assert module.hand_over is not None
+    callback.on_train_batch_start(trainer, module, PROMPTS, 0)
+    found, ids = module.hand_over.take_experience(), [prompt.id for prompt in PROMPTS]
+    assert found.version == 4 and [record.prompt_id for record in found.records[::4]] == ids
+    dropped = [record.trained for record in found.records[::4]].count(False)
+    assert dropped > 0 and trainer.datamodule.asked == (("resample", 4, 0), dropped, set(ids))
+
+
+def test_ranks_that_read_other_files_are_refused(
+    scripted: tuple[RolloutCallback, QeRLModule, Any], tmp_path: Path
+) -> None:
+    callback, module, trainer = scripted
+    (tmp_path / "config.json").write_text("{}")
+    module.base_folder = tmp_path  # type: ignore[misc]
+
+    def work(ranks: Ranks) -> None:
+        own = SimpleNamespace(datamodule=TwoSets(), strategy=SimpleNamespace(ranks=ranks))
+        own.datamodule.seed += ranks.rank * other
+        callback.on_train_start(own, module)  # type: ignore[arg-type]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("qerl_pl.callbacks.rollout.ranks_of", lambda trainer: trainer.strategy.ranks)
+        other = 0
+        on_ranks(2, work)
+        other = 1
+        with pytest.raises(UserError, match="every rank must have the same seed; found 1 on rank 1 and 0 on rank 0"):
+            on_ranks(2, work)
+        facts: dict[str, object] = {}
+        alone = SimpleNamespace(require_same=facts.update)
+        callback.on_train_start(SimpleNamespace(datamodule=TwoSets(), strategy=SimpleNamespace(ranks=alone)), module)  # type: ignore[arg-type]
+    own = {"base model": module.base_identity, "number of finished rollouts": 4}
+    assert facts == own | {"seed": 0, "batch_size": 8, "training prompts": ""}
+
+
 def test_settings_by_default() -> None:
     callback = RolloutCallback([Vowels()])
     config = callback.config
     assert isinstance(callback.engine, TransformersEngine) and config.sampling == SamplingConfig()
     found = (config.group_size, config.resample_rounds, config.eval_samples, config.check_every, config.accuracy_reward)
     assert found == (8, 0, 1, 50, None) and config.mismatch_bound == 0.25
+    rewards, sampling = [Vowels()], SamplingConfig(max_tokens=3)
+    given = RolloutCallback(rewards, None, 3, sampling, 4, 5, 0.5, 6, Vowels.name)
+    assert given.config == CollectorConfig(rewards, 3, sampling, 4, 5, 0.5, 6, Vowels.name)
 
 
 @pytest.mark.parametrize(("bound", "warned"), [(0.25, False), (0.2, True)])
@@ -109,5 +223,6 @@ def test_other_modules_and_data_are_refused(callback: Callback, tmp_path: Path) 
     with pytest.raises(UserError, match="QeRLModule; found a LightningModule; train that instead"):
         callback.setup(trainer, LightningModule(), "fit")
     if isinstance(callback, RolloutCallback):
-        with pytest.raises(UserError, match="need a PromptDataModule; found NoneType;"):
-            callback.setup(trainer, module_of(Path("nowhere")), "fit")
+        for without in (trainer, SimpleNamespace()):
+            with pytest.raises(UserError, match="need a PromptDataModule; found NoneType;"):
+                callback.setup(without, module_of(Path("nowhere")), "fit")  # type: ignore[arg-type]

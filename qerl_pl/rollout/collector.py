@@ -202,6 +202,7 @@ class Collector:
             "completions/length_mean": sampled.mean().item(),  # nan, as all means here, where nothing trains
             "completions/length_max": sampled.max().item() if len(sampled) else math.nan,
             "completions/truncated_frac": truncated.float().mean().item(),
+            "completions/sampler_entropy": self._sampler_entropy(groups),
         }
         return Experience(
             version=version,
@@ -219,6 +220,14 @@ class Collector:
             metrics=metrics,
             records=tuple(record for group in groups for record in group.records()),
         )
+
+    def _sampler_entropy(self, groups: Sequence[Group]) -> float:
+        """Mean of -log p over all tokens of all ranks, p by what sampled them, its noise and filters included: an
+        estimate without bias of the entropy per sampled token, in nats."""
+        own = [one.logprobs for group in groups for one in group.completions]
+        parts = self.ranks.gather((-math.fsum(map(math.fsum, own)), sum(map(len, own))))
+        tokens = sum(count for _, count in parts)
+        return sum(nats for nats, _ in parts) / tokens if tokens else math.nan
 
     def evaluate(
         self, prompts: Sequence[Prompt], weights: PolicyWeights, name: str = "", kept: Samples | None = None

@@ -101,6 +101,8 @@ def reward_metrics(groups: Sequence[Group]) -> dict[str, float]:
     """Mean and spread over everything that was sampled, dropped groups included: what the policy really earns."""
     total = totals(groups)
     metrics = {"reward/mean": total.mean().item(), "reward/std": total.std().item()}
+    silent = sum(bool((group.total == group.total[0]).all()) for group in groups)
+    metrics["completions/groups_without_signal_frac"] = silent / len(groups)
     for name in groups[0].parts:
         metrics[f"reward/{name}"] = torch.cat([group.parts[name] for group in groups]).mean().item()
     return metrics

@@ -1,0 +1,106 @@
+"""Run a study, and write what it shows.
+
+python -m benchmarks.study run benchmarks/study/pilot.yaml --at-once 5        # again, to go on
+python -m benchmarks.study run benchmarks/study/study.yaml --set policy=FOLDER problems=FOLDER --devices 0 1
+python -m benchmarks.study list benchmarks/study/study.yaml
+python -m benchmarks.study report benchmarks/study/study.yaml                 # docs/evidence.md and its pictures
+"""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from benchmarks.study.plan import ROOT, Plan, Run, read_plan
+from benchmarks.study.rows import read_rows
+from benchmarks.study.runner import Limits, Outcome, Runner
+from qerl_pl.errors import UserError
+
+
+def arguments(words: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        "benchmarks.study", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("command", choices=("run", "list", "report"))
+    parser.add_argument("plan", type=Path, help="the study's YAML file")
+    parser.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help="what ${NAME} stands for")
+    parser.add_argument(
+        "--only", nargs="+", default=[], metavar="FACTOR=LEVEL", help="runs with these alone; or [LEVEL, …]"
+    )
+    parser.add_argument("--folder", type=Path, help="of the runs' folders; runs/NAME")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results", help="folder of NAME.jsonl")
+    parser.add_argument("--devices", nargs="+", help="GPUs by number, or cpu; all GPUs, or cpu where there is none")
+    parser.add_argument("--at-once", type=int, default=1, help="runs on each device")
+    parser.add_argument("--budget-s", type=float, help="seconds after which runs are asked to stop and save")
+    parser.add_argument("--grace-s", type=float, default=60.0, help="seconds after which those still there are killed")
+    parser.add_argument("--pages", type=Path, default=ROOT / "docs", help="folder of evidence.md and its pictures")
+    return parser.parse_args(words)
+
+
+def pairs(words: list[str]) -> dict[str, Any]:
+    """NAME=VALUE, the value as YAML."""
+    found = {}
+    for word in words:
+        name, sign, value = word.partition("=")
+        if not sign:
+            raise UserError(f"this takes NAME=VALUE; found {word}; write it so")
+        found[name] = yaml.safe_load(value)
+    return found
+
+
+def chosen(plan: Plan, only: dict[str, Any]) -> list[Run]:
+    """The runs that have these levels, one or a list of each factor."""
+    wanted = {factor: levels if isinstance(levels, list) else [levels] for factor, levels in only.items()}
+    return [run for run in plan.runs if all(run.levels.get(factor) in levels for factor, levels in wanted.items())]
+
+
+def run(plan: Plan, args: argparse.Namespace) -> int:
+    """Work the list off, and say what is left."""
+    gpus = [str(number) for number in range(torch.cuda.device_count())]
+    devices = args.devices or gpus or ["cpu"]
+    limits = Limits(devices, args.at_once, args.budget_s, args.grace_s)
+    folder, results = args.folder or ROOT / "runs" / plan.path.stem, args.out / f"{plan.path.stem}.jsonl"
+    runner = Runner(plan, plan.values | pairs(args.set), folder.resolve(), results.resolve(), limits)
+    outcome = runner.work(chosen(plan, pairs(args.only)))
+    tell(outcome, results)
+    return outcome.status
+
+
+def tell(outcome: Outcome, results: Path) -> None:
+    """What has become of the runs."""
+    print(f"{len(outcome.finished)} finished, in {results}; {len(outcome.left)} left: the same command goes on")
+    for name, line in outcome.failed.items():
+        print(f"{name} failed: {line}")
+    if outcome.skipped:
+        values = sorted({value for missing in outcome.skipped.values() for value in missing})
+        print(f"{len(outcome.skipped)} left out, which need --set {'=… '.join(values)}=…")
+
+
+def main(words: list[str] | None = None) -> int:
+    args = arguments(words)
+    try:
+        plan = read_plan(args.plan)
+        if args.command == "run":
+            return run(plan, args)
+        rows = read_rows(args.out / f"{plan.path.stem}.jsonl")
+        if args.command == "list":
+            for one in chosen(plan, pairs(args.only)):
+                print(one.name, "finished" if one.name in rows else "", *one.missing(plan.values))
+            return 0
+        from benchmarks.study.evidence import write_evidence  # matplotlib takes a second
+
+        write_evidence(plan, list(rows.values()), args.pages, args.out / f"{plan.path.stem}.jsonl")
+    except UserError as error:
+        if os.environ.get("QERL_DEBUG") == "1":
+            raise
+        print(f"study: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

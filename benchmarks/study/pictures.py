@@ -1,0 +1,182 @@
+"""What a study looks like: curves with bands, differences with intervals, sweeps."""
+
+import io
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from benchmarks.study.claims import ACCURACY, Claim, Row, Statistic, by_seed, strata
+from benchmarks.study.intervals import Interval, interval
+from benchmarks.study.plan import Level, Plan
+from qerl_pl.run.files import write_atomically
+
+COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#777777")  # told apart by all eyes
+OF_VERDICT = {"holds": "#228833", "does not hold": "#ee6677", "undecided": "#777777"}
+UNITS = {"held out": "accuracy", "reward": "reward", "sampler_entropy": "nats"}
+
+
+def save(figure: Figure, path: Path) -> str:
+    """Write a picture; its name comes back."""
+    image = io.BytesIO()
+    figure.savefig(image, dpi=110, metadata={"Software": None})
+    write_atomically(path, image.getvalue())
+    return path.name
+
+
+def methods(plan: Plan) -> list[Level]:
+    """In the order of the plan."""
+    return list(dict.fromkeys(run.levels["method"] for run in plan.runs))
+
+
+def at(plan: Plan, rows: Sequence[Row], levels: Mapping[str, Level]) -> list[Row]:
+    """Rows at these levels, other factors at their defaults, one a seed."""
+    wanted = {**plan.defaults, **levels}
+    wanted.pop("seed", None)
+    return [row for row in rows if wanted.items() <= row["levels"].items()]
+
+
+def curves(plan: Plan, rows: Sequence[Row], stratum: Mapping[str, Level], path: Path) -> str | None:
+    """Reward, entropy and held-out accuracy of every method; None where nothing was measured."""
+    figure = Figure(figsize=(11, 7), layout="constrained")
+    axes = figure.subplots(2, 2).flatten()
+    drawn = False
+    for colour, method in zip(COLOURS, methods(plan), strict=False):
+        found = at(plan, rows, {**stratum, "method": method})
+        if not found:
+            continue
+        drawn, label = True, plan.label("method", method)
+        longest = max(row["rollouts"] for row in found)
+        for axis, name in ((axes[0], "reward"), (axes[1], "sampler_entropy")):
+            values = [row["curves"].get(name, []) for row in found]
+            points = max(map(len, values))
+            places = [longest * (point + 0.5) / points for point in range(points)]
+            _band(axis, places, values, colour, label)
+        values = [[value for _, value in row["held_out"].get(plan.measure, [])] for row in found]
+        steps = max(([step for step, _ in row["held_out"].get(plan.measure, [])] for row in found), key=len)
+        _band(axes[2], steps, values, colour, label)
+        seconds = [row["seconds"] for row in found]
+        places = [_mean([one[point] for one in seconds if point < len(one)]) for point in range(max(map(len, seconds)))]
+        _band(axes[3], places, [row["curves"].get("reward", []) for row in found], colour, label)
+    titles = ("reward", "sampler's entropy, nats a token", f"held out: {plan.measure}", "reward by time")
+    for axis, title in zip(axes, titles, strict=True):
+        axis.set(title=title, xlabel="seconds of sampling and learning" if title == "reward by time" else "rollouts")
+        axis.grid(alpha=0.3)
+    if not drawn:
+        return None
+    axes[0].legend()
+    return save(figure, path)
+
+
+def _mean(values: Sequence[float | None]) -> float:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else float("nan")
+
+
+def _band(axis: Axes, places: Sequence[float], curves: Sequence[Sequence[Any]], colour: str, label: str) -> None:
+    """Mean of the curves and the 95 % interval of it at every point."""
+    found: list[tuple[float, Interval]] = []
+    for index, place in enumerate(places):
+        values = [curve[index] for curve in curves if index < len(curve) and curve[index] is not None]
+        if values:
+            found.append((place, interval(values)))
+    xs = [place for place, _ in found]
+    marker = "o" if len(xs) < 12 else None
+    axis.plot(xs, [one.mean for _, one in found], color=colour, label=label, marker=marker, markersize=3)
+    axis.fill_between(xs, [one.low for _, one in found], [one.high for _, one in found], color=colour, alpha=0.15, lw=0)
+
+
+def forest(plan: Plan, found: Sequence[Claim], path: Path) -> str | None:
+    """Every difference with its interval, by unit; None where there is none."""
+    entries = [(claim, one) for claim in found for one in claim.findings if one.difference is not None]
+    by_unit = {
+        unit: [(claim, one) for claim, one in entries if one.part.statistic.curve == curve]
+        for curve, unit in UNITS.items()
+    }
+    by_unit = {unit: group for unit, group in by_unit.items() if group}
+    if not by_unit:
+        return None
+    heights = [len(group) + 1.2 for group in by_unit.values()]
+    figure = Figure(figsize=(10, 0.32 * sum(heights) + 0.8), layout="constrained")
+    axes = figure.subplots(len(by_unit), 1, squeeze=False, height_ratios=heights)[:, 0]
+    for axis, (unit, group) in zip(axes, by_unit.items(), strict=True):
+        for place, (_, one) in enumerate(group):
+            difference, colour = one.difference, OF_VERDICT[one.verdict]
+            assert difference is not None
+            if difference.count > 1:
+                axis.plot([difference.low, difference.high], [place, place], color=colour, lw=2)
+            axis.plot(difference.mean, place, "o", color=colour, markersize=5)
+            if one.part.margin:
+                axis.plot(-one.part.margin, place, "|", color="black", markersize=9)
+        names = [
+            f"{sides(plan, one.part.first, one.part.second)}{one.part.statistic.when}{of(plan, one.stratum)}"
+            for _, one in group
+        ]
+        axis.set_yticks(range(len(group)), names, fontsize=8)
+        axis.set(title=f"difference, {unit}", ylim=(len(group) - 0.4, -0.6))
+        axis.axvline(0, color="black", lw=0.8)
+        axis.grid(axis="x", alpha=0.3)
+    return save(figure, path)
+
+
+def sides(plan: Plan, first: Mapping[str, Level], second: Mapping[str, Level]) -> str:
+    """Such as "NVFP4 − 16-bit LoRA"; of what both sides share only what differs is named twice."""
+    names = [[plan.label(factor, level) for factor, level in side.items()] for side in (first, second)]
+    changed = [factor for factor in first if first[factor] != second.get(factor)]
+    if len(changed) < len(first):
+        common = ", ".join(plan.label(factor, first[factor]) for factor in first if factor not in changed)
+        names = [[plan.label(factor, side[factor]) for factor in changed] for side in (first, second)]
+        return f"{common}: {', '.join(names[0])} − {', '.join(names[1])}"
+    return " − ".join(", ".join(name) for name in names)
+
+
+def of(plan: Plan, stratum: Mapping[str, Level]) -> str:
+    """A stratum in brackets."""
+    return f" ({', '.join(plan.label(*pair) for pair in stratum.items())})" if stratum else ""
+
+
+def sweeps(plan: Plan, rows: Sequence[Row], path: Path, statistic: Statistic = ACCURACY) -> str | None:
+    """The accuracy at the end by level of each factor that is swept, of each method; None where there are none."""
+    swept = [factor for factor in plan.defaults if factor not in ("seed", "method", *plan.strata)]
+    panels = {factor: _sweep(plan, rows, factor, statistic) for factor in swept}
+    panels = {factor: lines for factor, lines in panels.items() if lines}
+    if not panels:
+        return None
+    figure = Figure(figsize=(5.5 * len(panels), 4), layout="constrained")
+    for axis, (factor, lines) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
+        levels = _ordered(plan, factor, {level for points in lines.values() for level in points})
+        for number, (label, points) in enumerate(lines.items()):
+            xs = [levels.index(level) + 0.06 * number for level in points]
+            means = [one.mean for one in points.values()]
+            spread = [[one.mean - one.low for one in points.values()], [one.high - one.mean for one in points.values()]]
+            axis.errorbar(xs, means, spread, fmt="o-", color=COLOURS[number % len(COLOURS)], label=label, capsize=3)
+        names = plan.labels.get(factor, {})
+        axis.set_xticks(range(len(levels)), [names.get(str(level), str(level)) for level in levels])
+        axis.set(title=factor, ylabel=statistic.label)
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize=8)
+    return save(figure, path)
+
+
+def _sweep(plan: Plan, rows: Sequence[Row], factor: str, statistic: Statistic) -> dict[str, dict[Level, Interval]]:
+    """Intervals by level, of each method and stratum that has more than one level of the factor."""
+    levels = _ordered(plan, factor, {run.levels[factor] for run in plan.runs})
+    lines = {}
+    for stratum in strata(plan):
+        for method in methods(plan):
+            values = {
+                level: list(by_seed(plan, rows, {**stratum, "method": method, factor: level}, statistic).values())
+                for level in levels
+            }
+            points = {level: interval(found) for level, found in values.items() if found}
+            if len(points) > 1:
+                lines[plan.label("method", method) + of(plan, stratum)] = points
+    return lines
+
+
+def _ordered(plan: Plan, factor: str, levels: set[Level]) -> list[Level]:
+    """As the plan's file has them, where it lists them, or rising."""
+    listed = list(plan.labels.get(factor, {}))
+    return sorted(levels, key=lambda level: listed.index(str(level)) if listed else level)

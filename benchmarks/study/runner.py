@@ -1,0 +1,227 @@
+"""Runs of a study, several at once: what is finished is left alone, what was cut off goes on."""
+
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from benchmarks import report
+from benchmarks.study.plan import ROOT, Plan, Run
+from benchmarks.study.rows import read_rows, row_of, write_rows
+from qerl_pl.errors import UserError
+from qerl_pl.run.files import write_atomically
+
+POLL_SECONDS = 0.2
+NOTES = "study.json"
+"""In a run's folder: what it is a run of, and the seconds that its processes took so far."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How much is done at once, and for how long."""
+
+    devices: Sequence[str] = ("cpu",)
+    """A GPU's number each, or "cpu"."""
+    at_once: int = 1
+    """Runs on each device."""
+    budget_s: float | None = None
+    """After so many seconds runs are asked to stop, by SIGTERM; each then finishes its step and writes a checkpoint."""
+    grace_s: float = 60.0
+    """So long after that they are killed; none loses more than since its last checkpoint."""
+
+
+@dataclass
+class Outcome:
+    """What has become of the runs."""
+
+    finished: list[str] = field(default_factory=list)
+    failed: dict[str, str] = field(default_factory=dict)
+    """Last line of what it printed, by name."""
+    skipped: dict[str, list[str]] = field(default_factory=dict)
+    """Values that were not given, by name."""
+    left: list[str] = field(default_factory=list)
+    """Not begun, or cut off."""
+
+    @property
+    def status(self) -> int:
+        """1 where a run failed, 75 (try again) where some are left, else 0."""
+        return 1 if self.failed else 75 if self.left else 0
+
+
+@dataclass(frozen=True)
+class _Process:
+    run: Run
+    folder: Path
+    slot: tuple[str, int]
+    process: "subprocess.Popen[bytes]"
+    began: float
+
+
+class Runner:
+    """Works a study's list off.
+
+    Args:
+        plan: The study.
+        values: What `${name}` stands for.
+        folder: Of the runs' folders.
+        results: File of rows; what has a row there is finished.
+        limits: See there.
+    """
+
+    def __init__(self, plan: Plan, values: Mapping[str, Any], folder: Path, results: Path, limits: Limits) -> None:
+        self.plan = plan
+        self.values = values
+        self.folder = folder
+        self.results = results
+        self.limits = limits
+        self.outcome = Outcome()
+        shown = {name: value for name, value in values.items() if plan.values.get(name) is not None}  # others are paths
+        self._where: dict[str, Any] = report.environment() | {"values": shown}
+        self._rows = read_rows(results)
+        self._running: list[_Process] = []
+        self._stopping: float | None = None
+        self._walls: list[float] = []
+
+    def work(self, runs: Sequence[Run]) -> Outcome:
+        """Train all that is not finished.
+
+        Args:
+            runs: Of the plan, in this order.
+
+        Raises:
+            UserError: A folder or a row is of a run of this name that was made otherwise.
+        """
+        waiting = [run for run in runs if not self._is_done(run)]
+        slots = [(device, place) for place in range(self.limits.at_once) for device in self.limits.devices]
+        began, previous = time.monotonic(), {}
+        for number in (signal.SIGTERM, signal.SIGINT):
+            previous[number] = signal.signal(number, self._on_signal)
+        try:
+            while waiting or self._running:
+                spent = time.monotonic() - began
+                left = None if self.limits.budget_s is None else self.limits.budget_s - spent
+                if self._stopping is None and left is not None and left <= 0:
+                    self._stop()
+                if self._stopping is not None or (left is not None and left < self._foreseen()):
+                    self.outcome.left += [run.name for run in waiting]
+                    waiting = []
+                for slot in slots:
+                    if waiting and slot not in {one.slot for one in self._running}:
+                        self._running.append(self._start(waiting.pop(0), slot))
+                self._collect()
+                if self._stopping is not None and time.monotonic() > self._stopping + self.limits.grace_s:
+                    for one in self._running:
+                        one.process.kill()
+                time.sleep(POLL_SECONDS)
+        finally:
+            for one in self._running:  # something went wrong here: leave none behind
+                one.process.terminate()
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+        return self.outcome
+
+    def _foreseen(self) -> float:
+        """Seconds that a run takes, by those that began and ended here: one that cannot end is not begun."""
+        return statistics.median(self._walls) if self._walls else 0.0
+
+    def _is_done(self, run: Run) -> bool:
+        """Whether a run needs no process; one that has ended but has no row yet gets it."""
+        found = self._rows.get(run.name, _notes(self.folder / run.name))
+        if found and found["digest"] != run.digest:
+            raise UserError(
+                f"a study's runs keep what they are made of; {run.name} was made otherwise, as {found['digest']} and "
+                f"not {run.digest}; name other files by --out and --folder, or remove that run from them"
+            )
+        if run.name not in self._rows:
+            if missing := run.missing(self.values):
+                self.outcome.skipped[run.name] = missing
+                return True
+            if not _has_ended(self.folder / run.name):
+                return False
+            self._keep(run)
+        self.outcome.finished.append(run.name)
+        return True
+
+    def _start(self, run: Run, slot: tuple[str, int]) -> _Process:
+        folder = self.folder / run.name
+        folder.mkdir(parents=True, exist_ok=True)
+        _note(folder, run, 0.0)
+        device, slots = slot[0], len(self.limits.devices) * self.limits.at_once
+        places = [str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")]
+        environment = {
+            "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // slots)),
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(places),
+        }
+        if device != "cpu":
+            visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+            environment["CUDA_VISIBLE_DEVICES"] = visible.split(",")[int(device)] if visible else device
+        with (folder / "output.txt").open("ab") as output:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "qerl_pl", *run.words(folder, self.values)],
+                cwd=ROOT,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C is for this process, which asks them to stop
+            )
+        print(f"{run.name} on {device}", flush=True)
+        return _Process(run, folder, slot, process, time.monotonic())
+
+    def _collect(self) -> None:
+        """Take the rows of what has ended."""
+        for one in [one for one in self._running if one.process.poll() is not None]:
+            self._running.remove(one)
+            wall, status, name = time.monotonic() - one.began, one.process.returncode, one.run.name
+            _note(one.folder, one.run, wall)
+            if _has_ended(one.folder):
+                self._walls.append(wall)
+                self._keep(one.run)
+                self.outcome.finished.append(name)
+            elif self._stopping is not None or status in (128 + signal.SIGTERM, -signal.SIGTERM):
+                self.outcome.left.append(name)
+            else:
+                lines = (one.folder / "output.txt").read_text(errors="replace").split("\n")
+                self.outcome.failed[name] = next((line for line in reversed(lines) if line.strip()), "")[:300]
+            print(f"{name} ended after {wall:.0f} s with status {status}", flush=True)
+
+    def _keep(self, run: Run) -> None:
+        folder = self.folder / run.name
+        self._rows[run.name] = row_of(run, folder, _notes(folder)["wall_s"], self._where)
+        write_rows(self.results, self._rows)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self._stop()
+
+    def _stop(self) -> None:
+        if self._stopping is None:
+            self._stopping = time.monotonic()
+            for one in self._running:
+                one.process.terminate()
+
+
+def _has_ended(folder: Path) -> bool:
+    """Whether a run came to its end, good or bad: a loss that is not finite is a result too."""
+    learned = any((folder / name).is_dir() for name in ("adapter", "model"))  # the last that a run writes
+    return (folder / "failed").is_dir() or (learned and (folder / "summary.json").is_file())
+
+
+def _notes(folder: Path) -> dict[str, Any]:
+    path = folder / NOTES
+    found: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
+    return found
+
+
+def _note(folder: Path, run: Run, seconds: float) -> None:
+    """Say what a folder is of, and add what its process took."""
+    spent = _notes(folder).get("wall_s", 0.0) + seconds
+    write_atomically(folder / NOTES, json.dumps({"digest": run.digest, "wall_s": spent}).encode())

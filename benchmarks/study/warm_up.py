@@ -1,0 +1,198 @@
+"""Teach a pretrained policy a task by demonstrations until it solves some of it, so that learning by reward can begin.
+
+    python -m benchmarks.study.word_problems runs/problems
+    python -m benchmarks.study.warm_up MODEL runs/policy --data runs/problems --until 0.35
+
+MODEL is a folder in Hugging Face format with a chat template, such as SmolLM2-135M-Instruct. Demonstrations are rows of
+GSM8K's kind: "<think>what stands before ####</think><answer>the number</answer>", asked for as `qerl fit` asks. After
+every so many steps fresh problems are answered at temperature 1 and graded by the reward; the warm-up ends where as
+many are right as was asked for. OUT/warm_up.json has those accuracies. transformers' Trainer does the rest.
+"""
+
+import argparse
+import json
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+
+from benchmarks import report
+from qerl_pl.datamodules.rows import read_table
+from qerl_pl.prompting import render_prompts
+from qerl_pl.rewards import GSM8KAnswer, RewardSample
+from qerl_pl.run.files import building
+
+IGNORED = -100
+PROBLEMS = 256
+"""Rows of the training split that are not demonstrated but asked."""
+
+
+def demonstration(answer: str) -> tuple[str, str]:
+    """The completion that demonstrates an answer of GSM8K's kind, and its number."""
+    thought, _, number = answer.rpartition("####")
+    number = number.replace(",", "").strip()
+    return f"<think>{' '.join(thought.split())}</think><answer>{number}</answer>", number
+
+
+def examples(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Any], longest: int) -> list[dict[str, list[int]]]:
+    """Token ids and labels of each row that is not too long; labels of the prompt are -100."""
+    prompts = render_prompts(tokenizer, [str(row["question"]) for row in rows])
+    found = []
+    for prompt, row in zip(prompts, rows, strict=True):
+        text, _ = demonstration(str(row["answer"]))
+        completion = [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+        if len(prompt) + len(completion) <= longest:
+            found.append({"input_ids": prompt + completion, "labels": [IGNORED] * len(prompt) + completion})
+    return found
+
+
+def padded(batch: Sequence[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+    """Tensors [B, T], right-padded; what is padding is neither looked at nor learned."""
+    longest = max(len(one["input_ids"]) for one in batch)
+
+    def column(name: str, fill: int) -> torch.Tensor:
+        return torch.tensor([one[name] + [fill] * (longest - len(one[name])) for one in batch])
+
+    mask = [[1] * len(one["input_ids"]) + [0] * (longest - len(one["input_ids"])) for one in batch]
+    return {
+        "input_ids": column("input_ids", 0),
+        "labels": column("labels", IGNORED),
+        "attention_mask": torch.tensor(mask),
+    }
+
+
+@torch.no_grad()
+def accuracy(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, rows: Sequence[Any], tokens: int, at_once: int = 128
+) -> float:
+    """Share of problems whose one completion, sampled at temperature 1, is right."""
+    prompts = render_prompts(tokenizer, [str(row["question"]) for row in rows])
+    samples, was_training, device = [], model.training, model.device
+    model.eval()
+    for start in range(0, len(rows), at_once):
+        part = prompts[start : start + at_once]
+        longest = max(map(len, part))
+        ids = torch.tensor([[0] * (longest - len(one)) + one for one in part], device=device)
+        mask = torch.tensor([[0] * (longest - len(one)) + [1] * len(one) for one in part], device=device)
+        pad = tokenizer.eos_token_id
+        sampling = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
+        found = model.generate(  # type: ignore[operator]
+            ids, attention_mask=mask, max_new_tokens=tokens, pad_token_id=pad, eos_token_id=pad, **sampling
+        )
+        texts = tokenizer.batch_decode(found[:, longest:], skip_special_tokens=True)
+        for row, text in zip(rows[start : start + at_once], texts, strict=True):
+            samples.append(RewardSample(str(row["question"]), text, demonstration(str(row["answer"]))[1], False, 0))
+    model.train(was_training)
+    return sum(GSM8KAnswer()(samples)) / len(samples)
+
+
+class Probe(TrainerCallback):
+    """Ends the warm-up where enough problems are solved.
+
+    Args:
+        model: What learns.
+        tokenizer: Its own.
+        rows: The problems.
+        tokens: Longest completion.
+        every: Steps between two looks.
+        until: Share that is enough.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        rows: Sequence[Any],
+        tokens: int,
+        every: int,
+        until: float,
+    ) -> None:
+        self.model = model
+        self.tokenizer = tokenizer
+        self.rows = rows
+        self.tokens = tokens
+        self.every = every
+        self.until = until
+        self.seen: list[tuple[int, float]] = []
+
+    def look(self, step: int) -> float:
+        """The share of them that is solved now."""
+        share = accuracy(self.model, self.tokenizer, self.rows, self.tokens)
+        self.seen.append((step, share))
+        print(f"step {step}: {share:.3f} of {len(self.rows)} problems solved", flush=True)
+        return share
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Look where it is time."""
+        if state.global_step % self.every == 0 and self.look(state.global_step) >= self.until:
+            control.should_training_stop = True
+
+
+def warm_up(args: argparse.Namespace) -> list[tuple[int, float]]:
+    """Write the policy; share of problems solved by step."""
+    torch.manual_seed(args.seed)
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    model: Any = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
+    rows = read_table(str(args.data), "train", ("question", "answer"))
+    asked, shown = rows[: args.problems], examples(tokenizer, rows[args.problems :], args.longest)
+    with tempfile.TemporaryDirectory() as scratch:
+        settings = TrainingArguments(
+            scratch,
+            max_steps=args.steps,
+            per_device_train_batch_size=args.batch_size,
+            learning_rate=args.lr,
+            lr_scheduler_type="constant_with_warmup",
+            warmup_steps=min(20, args.steps // 5),
+            bf16=torch.cuda.is_available(),
+            save_strategy="no",
+            logging_steps=args.every,
+            report_to=[],
+            dataloader_pin_memory=torch.cuda.is_available(),
+            seed=args.seed,
+            remove_unused_columns=False,
+            disable_tqdm=True,
+        )
+        probe = Probe(model, tokenizer, asked, args.tokens, args.every, args.until)
+        trainer = Trainer(model, settings, data_collator=padded, train_dataset=shown, callbacks=[probe])
+        model.to(settings.device)
+        if probe.look(0) < args.until:
+            trainer.train()
+    with building(args.out) as folder:
+        model.to(dtype=torch.bfloat16).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        told = {"solved": probe.seen, "demonstrations": len(shown), **report.environment()}
+        told |= {name: getattr(args, name) for name in ("steps", "batch_size", "lr", "until", "seed")}
+        (folder / "warm_up.json").write_text(json.dumps(told, indent=1) + "\n")
+    return probe.seen
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--data", type=Path, required=True, help="folder with train.jsonl")
+    parser.add_argument("--until", type=float, default=0.35, help="share of problems solved that is enough")
+    parser.add_argument("--steps", type=int, default=400, help="most steps")
+    parser.add_argument("--every", type=int, default=20, help="steps between two looks")
+    parser.add_argument("--batch-size", type=int, default=32)
+    parser.add_argument("--lr", type=float, default=3e-5)
+    parser.add_argument("--tokens", type=int, default=96, help="longest completion")
+    parser.add_argument("--longest", type=int, default=384, help="most tokens of a demonstration, prompt included")
+    parser.add_argument("--problems", type=int, default=PROBLEMS, help="rows to ask, not shown")
+    parser.add_argument("--seed", type=int, default=0)
+    warm_up(parser.parse_args(words))
+
+
+if __name__ == "__main__":
+    main()

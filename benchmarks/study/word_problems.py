@@ -1,0 +1,128 @@
+"""Word problems with two or three steps, as files that GSM8KDataModule reads and a warm-up takes demonstrations from.
+
+    python -m benchmarks.study.word_problems OUT                       # OUT/train.jsonl and OUT/test.jsonl
+    python -m benchmarks.study.word_problems OUT --gsm8k FOLDER --steps 2    # the rows of GSM8K with so many steps
+
+An answer reads "47 + 38 = 85. 85 - 12 = 73. 73 * 2 = 146. #### 146": what stands before #### demonstrates the solution.
+Whether a problem is for training or testing depends on its numbers and steps alone.
+"""
+
+import argparse
+import json
+import random
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from qerl_pl.datamodules.rows import read_table
+from qerl_pl.run.files import write_atomically
+from qerl_pl.run.seeding import stream_seed
+from qerl_pl.toy.task import NAMES, THINGS
+
+TEST_SHARE = 0.2
+STEPS = ("add", "take", "times")
+SYMBOLS = {"add": "+", "take": "-", "times": "*"}
+TELLING = {
+    "add": ("{they} buys {n} more", "a friend gives {n} more", "{they} finds another {n}"),
+    "take": ("{they} gives {n} away", "{they} loses {n}", "{they} sells {n}"),
+    "times": ("then {they} collects until there are {n} times as many", "the number then grows to {n} times as many"),
+}
+
+
+@dataclass(frozen=True)
+class WordProblem:
+    """One problem and its solution."""
+
+    first: int
+    steps: tuple[tuple[str, int], ...]
+    """What happens to the number, at most one multiplication, and by how much."""
+    question: str
+
+    @property
+    def lines(self) -> list[str]:
+        """The solution, step by step."""
+        found, number = [], self.first
+        for kind, other in self.steps:
+            result = applied(number, kind, other)
+            found.append(f"{number} {SYMBOLS[kind]} {other} = {result}.")
+            number = result
+        return found
+
+    @property
+    def answer(self) -> int:
+        """The number in the end."""
+        number = self.first
+        for kind, other in self.steps:
+            number = applied(number, kind, other)
+        return number
+
+    @property
+    def split(self) -> str:
+        """Whether it is for training or for testing."""
+        share = stream_seed("word problem split", self.first, *(part for step in self.steps for part in step)) / 2**63
+        return "test" if share < TEST_SHARE else "train"
+
+
+def applied(number: int, kind: str, other: int) -> int:
+    """One step."""
+    return {"add": number + other, "take": number - other, "times": number * other}[kind]
+
+
+def word_problem(seed: int, index: int, split: str) -> WordProblem:
+    """The problem at `index` of an endless split, of two steps or three."""
+    rng = random.Random(stream_seed(seed, "word problem", split, index))
+    while (problem := _drawn(rng)).split != split:
+        pass
+    return problem
+
+
+def _drawn(rng: random.Random) -> WordProblem:
+    number = first = rng.randint(11, 60)
+    steps: list[tuple[str, int]] = []
+    for _ in range(rng.choice((2, 3))):
+        most = {"add": 60, "take": min(60, number - 1), "times": 0 if "times" in dict(steps) else 4}
+        kind = rng.choice([kind for kind in STEPS if most[kind] > 1])
+        other = rng.randint(11 if kind == "add" else 2, most[kind])
+        steps.append((kind, other))
+        number = applied(number, kind, other)
+    name, things = rng.choice(NAMES), rng.choice(THINGS)
+    told = [f"{name} has {first} {things}"]
+    told += [rng.choice(TELLING[kind]).format(they=name, n=other) for kind, other in steps]
+    sentences = ". ".join(sentence[0].upper() + sentence[1:] for sentence in told)
+    return WordProblem(first, tuple(steps), f"{sentences}. How many {things} does {name} have now?")
+
+
+def rows(seed: int, split: str, count: int) -> Iterator[dict[str, str]]:
+    """Questions and answers in GSM8K's columns."""
+    for index in range(count):
+        problem = word_problem(seed, index, split)
+        yield {"question": problem.question, "answer": f"{' '.join(problem.lines)}\n#### {problem.answer}"}
+
+
+def easy_rows(folder: Path, split: str, steps: int) -> Iterator[dict[str, str]]:
+    """Rows of GSM8K whose solution has at most so many calculations, which stand between << and >>; taken out here."""
+    for row in read_table(str(folder), split, ("question", "answer")):
+        answer = str(row["answer"])
+        if answer.count("<<") <= steps:
+            yield {"question": str(row["question"]), "answer": re.sub(r"<<.*?>>", "", answer)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--train", type=int, default=8192, help="problems to train on")
+    parser.add_argument("--test", type=int, default=512, help="problems to test on")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--gsm8k", type=Path, help="folder with train.jsonl and test.jsonl to take the easiest rows of")
+    parser.add_argument("--steps", type=int, default=2, help="most calculations of such a row")
+    args = parser.parse_args()
+    for split, count in (("train", args.train), ("test", args.test)):
+        made = easy_rows(args.gsm8k, split, args.steps) if args.gsm8k else rows(args.seed, split, count)
+        lines = [json.dumps(row) + "\n" for row in made]
+        write_atomically(args.out / f"{split}.jsonl", "".join(lines).encode())
+        print(f"{args.out / split}.jsonl: {len(lines)} rows")
+
+
+if __name__ == "__main__":
+    main()
