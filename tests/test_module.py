@@ -145,7 +145,8 @@ def test_a_policy_is_on_the_trainers_device_with_the_weights_that_are_lent(
         module._trainer = SimpleNamespace(strategy=place)  # type: ignore[assignment]
         module.configure_model()
         expected = (tmp_path, module.policy_config, place.root_device, stream_seed(5, "adapter"))
-        assert module.policy == (*expected, hand_over and hand_over.lent) and asked == backends
+        lent, referred = hand_over and hand_over.lent, module.objective.needs_reference
+        assert module.policy == (*expected, lent, referred) and asked == backends
 
 
 @pytest.mark.parametrize(("stage", "fitting"), [("val", True), ("val", False), ("test", False)])
