@@ -170,6 +170,14 @@ def test_an_evaluation_is_logged_under_the_name_of_its_set(stage: str, fitting: 
     means = {tag: logged.pop(tag).compute().item() for tag in (f"{place}/accuracy", f"{place}/pass@1")}
     # Over all prompts, not over batches: two right ones of three; half of the samples of two of three.
     assert list(means.values()) == pytest.approx([2 / 3, 1 / 3])
+    others = (
+        "pass@2",
+        "maj@2",
+        "length_mean",
+        "truncated_frac",
+        "unanswered_frac",
+    )
+    assert [logged.pop(f"{place}/{metric}").compute().item() for metric in others][0] == pytest.approx(2 / 3)
     assert logged == ({"rollouts": 7.0} | ({} if fitting else {"step": 6.0}) if loader == 0 else {})
     assert [options[tag]["prog_bar"] for tag in means] == [True, False]
     assert all(options[tag]["metric_attribute"] == tag and options[tag]["on_epoch"] is True for tag in means)
