@@ -152,9 +152,9 @@ def test_what_a_killed_quantization_leaves_is_gone_after_the_next(tiny_policy_di
 
 
 def teach_and_die(cache: Path) -> None:
-    from transformers import Qwen2ForCausalLM
+    from transformers import Qwen2Tokenizer
 
-    Qwen2ForCausalLM.save_pretrained = lambda *_: kill()  # type: ignore[method-assign]
+    Qwen2Tokenizer.save_pretrained = lambda *_: kill()  # type: ignore[method-assign]
     build_toy_policy(TOY, cache)
 
 
