@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from qerl_pl.algorithm import BNPO, GRPO, DrGRPO, Objective
 from qerl_pl.algorithm.objectives import LossInputs, LossOutputs
 from qerl_pl.errors import UserError
+from qerl_pl.modules.known import drawn_places, rows_at
 from qerl_pl.modules.update import NonFiniteLossError, PolicyUpdate
 from qerl_pl.rollout.experience import Experience
 from qerl_pl.run.ranks import ALONE, Ranks
@@ -232,6 +233,17 @@ def test_kl_of_a_sample_is_that_of_all_on_average() -> None:
     assert whole == pytest.approx(sum(sums) / 13)
     spread = torch.tensor(found).std().item() / math.sqrt(len(found))
     assert abs(sum(found) / len(found) - whole) < 3 * spread
+
+
+def test_a_sample_has_one_completion_at_least_and_each_rank_its_rows_of_it() -> None:
+    assert [len(drawn_places(share, 6, 1)) for share in (0.01, 1 / 3, 0.5, 1.0)] == [1, 2, 3, 6]
+    assert drawn_places(1.0, 4, 1).tolist() == [0, 1, 2, 3]
+    assert {tuple(drawn_places(0.5, 4, seed).tolist()) for seed in range(99)} == {
+        (0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3),
+    }  # fmt: skip
+    # Of six completions this rank holds the fourth, the first and the last; the first and the fifth are wanted.
+    assert rows_at(torch.tensor([0, 4]), torch.tensor([3, 0, 5]), 6).tolist() == [1]
+    assert rows_at(torch.tensor([2, 3, 5]), torch.tensor([5, 3, 0]), 6).tolist() == [1, 0]
 
 
 @pytest.mark.parametrize(
