@@ -4,57 +4,37 @@ A linear X is stored as `X.weight_packed` uint8 [N, K/2] and `X.weight_scale` ui
 and lm_head keep their 16 bits.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from qerl_kernels import BlockScales, MXFP4Tensor, MXFP4Weight, quantize_mxfp4
 from torch import Tensor
 
 from qerl_pl.errors import UserError
-from qerl_pl.formats.compressed_tensors import quantization_config
-from qerl_pl.formats.model_files import TensorFiles, in_dtype
+from qerl_pl.formats.compressed_tensors import PackedFormat, quantization_config
+from qerl_pl.formats.model_files import TensorFiles
 
 FILE_FORMAT = "mxfp4-pack-quantized"
 CONFIG = quantization_config(FILE_FORMAT, "group", 32, "torch.uint8")
 """What an MXFP4 checkpoint's config.json says of its weights."""
-_PARTS = tuple(f"weight_{part}" for part in MXFP4Tensor._fields)
 
 
-class MXFP4Format:
+class MXFP4Format(PackedFormat):
     """The base in four bits with a power of two for every 32 weights."""
 
     name = "mxfp4"
-    vllm_devices = ("cuda",)
-    vllm_options: Mapping[str, str] = {}
+    file_format = FILE_FORMAT
+    parts = tuple(f"weight_{part}" for part in MXFP4Tensor._fields)
 
-    def recognises(self, quantization: Mapping[str, Any] | None) -> bool:
-        return quantization is not None and quantization.get("format") == FILE_FORMAT
+    def weight(self, held: Sequence[Tensor]) -> MXFP4Weight:
+        return MXFP4Weight(MXFP4Tensor(*held))
 
-    def tensor_names(self, linear: str) -> tuple[str, ...]:
-        return tuple(f"{linear}.{part}" for part in _PARTS)
+    def dense(self, held: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        return self.weight(held).dense(dtype)
 
     def check(self, tensors: TensorFiles) -> None:
         """Nothing to check: no scale is shared."""
-
-    def frozen_weight(self, linear: str, tensors: TensorFiles, place: Callable[[Tensor], Tensor]) -> MXFP4Weight | None:
-        names = self.tensor_names(linear)
-        if names[0] not in tensors:
-            return None
-        return MXFP4Weight(MXFP4Tensor(*(place(tensors.read(name)) for name in names)))
-
-    def iterate_dense(self, tensors: TensorFiles, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        for name in tensors:
-            linear, _, part = name.rpartition(".")
-            if part == "weight_packed":
-                held = MXFP4Tensor(*(tensors.read(one) for one in self.tensor_names(linear)))
-                yield f"{linear}.weight", MXFP4Weight(held).dense(dtype)
-            elif part not in _PARTS:
-                yield name, in_dtype(tensors.read(name), dtype)
-
-    def vllm_linear_backend(self, asked: str) -> str | None:
-        return asked
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,8 @@ A linear X is stored as `X.weight_packed` uint8 [N, K/2], `X.weight_scale` float
 16 bits.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from qerl_kernels import (
@@ -22,27 +21,26 @@ from torch import Tensor
 
 from qerl_pl.errors import UserError
 from qerl_pl.formats.architecture import fused_group
-from qerl_pl.formats.compressed_tensors import quantization_config
-from qerl_pl.formats.model_files import TensorFiles, in_dtype
+from qerl_pl.formats.compressed_tensors import PackedFormat, quantization_config
+from qerl_pl.formats.model_files import TensorFiles
 
 FILE_FORMAT = "nvfp4-pack-quantized"
 CONFIG = quantization_config(FILE_FORMAT, "tensor_group", 16, "torch.float8_e4m3fn")
 """What an NVFP4 checkpoint's config.json says of its weights."""
-_PARTS = tuple(f"weight_{part}" for part in NVFP4Tensor._fields)
 
 
-class NVFP4Format:
+class NVFP4Format(PackedFormat):
     """The base in four bits, as `qerl quantize` writes it."""
 
     name = "nvfp4"
-    vllm_devices = ("cuda",)
-    vllm_options: Mapping[str, str] = {}
+    file_format = FILE_FORMAT
+    parts = tuple(f"weight_{part}" for part in NVFP4Tensor._fields)
 
-    def recognises(self, quantization: Mapping[str, Any] | None) -> bool:
-        return quantization is not None and quantization.get("format") == FILE_FORMAT
+    def weight(self, held: Sequence[Tensor]) -> NVFP4Weight:
+        return NVFP4Weight(NVFP4Tensor(*held))
 
-    def tensor_names(self, linear: str) -> tuple[str, ...]:
-        return tuple(f"{linear}.{part}" for part in _PARTS)
+    def dense(self, held: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        return dequantize_nvfp4(*NVFP4Tensor(*held), dtype)
 
     def check(self, tensors: TensorFiles) -> None:
         """Refuse global scales that differ within a fused group: vLLM would take one of them for all."""
@@ -57,24 +55,6 @@ class NVFP4Format:
                     + ", ".join(f"{key}={value:g}" for key, value in scales.items())
                     + "; quantize the 16-bit weights with `qerl quantize`"
                 )
-
-    def frozen_weight(self, linear: str, tensors: TensorFiles, place: Callable[[Tensor], Tensor]) -> NVFP4Weight | None:
-        names = self.tensor_names(linear)
-        if names[0] not in tensors:
-            return None
-        return NVFP4Weight(NVFP4Tensor(*(place(tensors.read(name)) for name in names)))
-
-    def iterate_dense(self, tensors: TensorFiles, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        for name in tensors:
-            linear, _, part = name.rpartition(".")
-            if part == "weight_packed":
-                held = NVFP4Tensor(*(tensors.read(one) for one in self.tensor_names(linear)))
-                yield f"{linear}.weight", dequantize_nvfp4(*held, dtype)
-            elif part not in _PARTS:
-                yield name, in_dtype(tensors.read(name), dtype)
-
-    def vllm_linear_backend(self, asked: str) -> str | None:
-        return asked
 
 
 @dataclass(frozen=True)
