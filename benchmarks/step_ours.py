@@ -15,19 +15,8 @@ from qerl_pl.callbacks import RolloutCallback
 from qerl_pl.cli.main import QeRLCLI
 from qerl_pl.datamodules import PromptDataModule
 from qerl_pl.datamodules.rows import Row
-from qerl_pl.rewards import RewardSample
 
 PHASES = ("sync", "rollout", "reward", "update", "sleep")
-
-
-class Spread:
-    """A reward that differs between the completions of a group, so that the update is a real one."""
-
-    name = "spread"
-    weight = 1.0
-
-    def __call__(self, samples: Sequence[RewardSample]) -> Sequence[float]:
-        return [sum(map(ord, sample.completion)) % 97 / 97 for sample in samples]
 
 
 class Questions(PromptDataModule):
@@ -93,7 +82,7 @@ def settings(args: argparse.Namespace) -> dict[str, Any]:
         "engine": engine,
         "group_size": args.group,
         "sampling": {"max_tokens": args.tokens},
-        "rewards": [{"class_path": "step_ours.Spread"}],
+        "rewards": [{"class_path": "rl_step.Spread"}],
         "mismatch_bound": 10.0,  # random weights: nothing to compare with
     }
     steps = {"modes": args.modes, "steps": args.steps, "warmup": args.warmup, "out": str(args.out / "step_ours.json")}
