@@ -235,6 +235,40 @@ def test_kl_of_a_sample_is_that_of_all_on_average() -> None:
     assert abs(sum(found) / len(found) - whole) < 3 * spread
 
 
+@pytest.mark.parametrize(
+    ("lengths", "minibatches", "most", "expected"),
+    [
+        ([5, 2, 9, 4, 7], 1, None, 27),
+        ([5, 2, 9, 4, 7], 2, None, 21),  # three a step at most: the longest ones
+        ([5, 2], 9, None, 5),  # one a step
+        ([5, 2, 9], 1, 6, 9),  # a longer one goes alone
+        ([5, 2, 9], 1, 10, 10),  # what may be filled
+        ([], 2, None, 0),
+        ([], 2, 8, 8),
+    ],
+)
+def test_tokens_of_the_largest_micro_batch(
+    lengths: list[int], minibatches: int, most: int | None, expected: int
+) -> None:
+    update = PolicyUpdate(GRPO(), 1, minibatches, most, 1.0, 0.0, SEED)
+    assert update.most_tokens(torch.tensor(lengths, dtype=torch.int64)) == expected
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.5])
+def test_a_share_is_from_none_to_all(share: float) -> None:
+    with pytest.raises(UserError, match=r"monitor_kl must be true, false or in \[0, 1\]; found"):
+        PolicyUpdate(GRPO(), 1, 1, None, 1.0, share, SEED)
+
+
+def test_the_kl_of_one_completion_is_its_own_whatever_the_share() -> None:
+    kl = Plain("", 0.0, 1.0).token(ODDS, COMPLETIONS[1][0], 0.0)[2]
+    for share in (0.01, 1.0):
+        metrics = updated(
+            FourNumbers(), PolicyUpdate(GRPO(beta=0.0), 1, 1, 6, 1.0, share, SEED), experience_of(rows=[1])
+        )
+        assert metrics["policy/kl"] == pytest.approx(kl)
+
+
 def test_a_sample_has_one_completion_at_least_and_each_rank_its_rows_of_it() -> None:
     assert [len(drawn_places(share, 6, 1)) for share in (0.01, 1 / 3, 0.5, 1.0)] == [1, 2, 3, 6]
     assert drawn_places(1.0, 4, 1).tolist() == [0, 1, 2, 3]
