@@ -92,3 +92,56 @@ def test_a_probe_may_be_rounded_more_than_the_policy_itself() -> None:
     assert policy.probes == [1] and engine.error == 0
     with pytest.raises(UserError, match="must agree within 0.05 nats"):
         check_agreement(Scripted(error=0.1), Watched(), PROMPTS, 3, 1, 3, 0.05)
+
+
+class Whole(Watched):
+    """A policy that trains whole: as it is it is what `own` calls the reference, and a probe moves it."""
+
+    whole = True
+
+    def __init__(self, moves: bool = True) -> None:
+        super().__init__()
+        self.adapter, self.moves, self.asked = False, moves, list[int]()
+
+    def weights(self, version: int, noise: Any = None, *, adapter: bool = True) -> Any:
+        self.asked.append(version)
+        return super().weights(version, noise, adapter=adapter and self.adapter)
+
+    @contextmanager
+    def probed(self, seed: int) -> Iterator[None]:
+        with super().probed(seed):
+            self.adapter = self.moves
+            yield
+        self.adapter = False
+
+
+def test_a_policy_that_trains_whole_is_compared_as_it_is_and_as_a_probe() -> None:
+    engine, policy = Scripted(), Whole()
+    check_agreement(engine, policy, PROMPTS, 3, 7, 2, 0.05)
+    assert policy.probes == [7] and policy.asked == [3, 3] and policy.evaluates
+    sampled = [call for call in engine.calls if call[0] == "generate"]
+    assert [(prompts, sampling.max_tokens) for _, prompts, sampling in sampled] == 2 * [([(10,), (10, 11)], 2)]
+    assert engine.samples == [[1, 1], [1, 1]]
+    check_agreement(Scripted(error=0.05), Whole(), PROMPTS, 3, 7, 2, 0.0501)
+
+
+@pytest.mark.parametrize(
+    ("engine", "moves", "bound"),
+    [
+        (Scripted(error=0.06), False, 0.05),  # rounding above the bound
+        (Scripted(error=math.nan), True, 0.05),
+        (Scripted(lost=True), True, 9.0),  # the probe never comes to the engine: the difference is its whole effect
+    ],
+)
+def test_an_engine_that_samples_from_another_whole_policy_is_found(engine: Scripted, moves: bool, bound: float) -> None:
+    with pytest.raises(UserError, match=f"must agree within {bound:g} nats"):
+        check_agreement(engine, Whole(moves), PROMPTS, 3, 7, 2, bound)
+
+
+def test_a_whole_policys_probe_may_be_rounded_more_than_the_policy_itself() -> None:
+    class Rough(Scripted):
+        def generate(self, requests: Sequence[RolloutRequest], sampling: SamplingConfig) -> list[Any]:
+            self.error = 0.1 * self.adapter
+            return super().generate(requests, sampling)
+
+    check_agreement(Rough(), Whole(), PROMPTS, 3, 7, 2, 0.05)  # 0.1 is below half of the effect, 0.25

@@ -14,7 +14,7 @@ from qerl_pl.rewards import OverlongPenalty
 from qerl_pl.rollout.collector import Collector
 from qerl_pl.rollout.experience import pad_completions, require_finite_logprobs
 from qerl_pl.rollout.hand_over import HandOver
-from qerl_pl.rollout.scoring import score_groups
+from qerl_pl.rollout.scoring import Group, reward_metrics, score_groups
 from qerl_pl.run.seeding import stream_seed
 from qerl_pl.types import Completion, Prompt, SamplingConfig
 
@@ -277,3 +277,20 @@ def test_what_is_handed_over_is_taken_once() -> None:
     for take in (place.take_experience, place.take_evaluation):
         with pytest.raises(AssertionError, match="comes before each"):
             take()
+
+
+def test_a_group_whose_rewards_are_all_alike_has_no_signal() -> None:
+    def group(*total: float) -> Group:
+        count = len(total)
+        return Group(
+            prompt=PROMPTS[0],
+            completions=[],
+            texts=[""] * count,
+            lengths=[1] * count,
+            truncated=[False] * count,
+            total=torch.tensor(total),
+            parts={},
+        )
+
+    groups = [group(1.0, 1.0, 1.0), group(0.0, 1.0, 1.0), group(0.5, 0.5, 0.5), group(1.0, 1.0, 0.0)]
+    assert reward_metrics(groups)["completions/groups_without_signal_frac"] == 0.5
