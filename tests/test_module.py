@@ -17,7 +17,7 @@ from qerl_pl.algorithm import GRPO, DrGRPO
 from qerl_pl.callbacks import ResumeCheckpoint
 from qerl_pl.engines.base import LentWeights
 from qerl_pl.errors import UserError
-from qerl_pl.modules import Policy, QeRLModule
+from qerl_pl.modules import Policy, PolicyConfig, QeRLModule
 from qerl_pl.modules.qerl import BEFORE_TRAINING
 from qerl_pl.rollout.hand_over import HandOver
 from qerl_pl.run.random_state import random_state, random_state_kept
@@ -74,6 +74,8 @@ def test_settings_are_taken_and_bad_ones_refused() -> None:
         with pytest.raises(UserError, match="max_grad_norm must be above 0"):
             QeRLModule(max_grad_norm=norm)
     assert QeRLModule(monitor_kl=True).update.reference_share == 1.0
+    full = PolicyConfig(finetune="full", quantization="none")  # its reference is loaded for a loss alone
+    assert QeRLModule(policy=full, monitor_kl=True).update.reference_share == 0.0
     for share in (-0.1, 1.5, float("nan")):
         with pytest.raises(UserError, match=f"monitor_kl must be true, false or .*found {share}"):
             QeRLModule(monitor_kl=share)
@@ -138,6 +140,8 @@ def test_a_policy_is_on_the_trainers_device_with_the_weights_that_are_lent(
     asked: list[str] = []
     monkeypatch.setattr("qerl_pl.modules.qerl.select_backend", asked.append)
     monkeypatch.setattr("qerl_pl.modules.qerl.Policy", lambda *given: given)
+    asked_for: list[Any] = []
+    monkeypatch.setattr("qerl_pl.modules.qerl.require_memory", lambda *given: asked_for.append(given))
     for hand_over in (None, HandOver(lent=LentWeights({}, {}))):
         module, asked[:] = module_of(tmp_path), []
         module.hand_over, module.base_folder = hand_over, tmp_path  # type: ignore[misc]
@@ -147,6 +151,8 @@ def test_a_policy_is_on_the_trainers_device_with_the_weights_that_are_lent(
         expected = (tmp_path, module.policy_config, place.root_device, stream_seed(5, "adapter"))
         lent, referred = hand_over and hand_over.lent, module.objective.needs_reference
         assert module.policy == (*expected, lent, referred) and asked == backends
+        needed = (tmp_path, module.policy_config, module.make_optimizer, place.root_device, referred)
+        assert asked_for.pop() == needed and not asked_for
 
 
 @pytest.mark.parametrize(("stage", "fitting"), [("val", True), ("val", False), ("test", False)])
@@ -193,8 +199,9 @@ def test_a_checkpoint_holds_what_training_changes_and_what_it_fits(whole: tuple[
     trained = module.policy.trained_state()
     assert checkpoint["state_dict"] == {} and state["trained"].keys() == trained.keys()
     assert all(torch.equal(tensor, trained[name]) for name, tensor in state["trained"].items())
-    found = {name: state[name] for name in ("policy_version", "base", "scaling", "optimizer")}
-    assert found == {"policy_version": 4, "base": module.base_identity, "scaling": 2.0, "optimizer": "AdamW"}
+    found = {name: value for name, value in state.items() if name not in ("trained", "random_states")}
+    expected = {"policy_version": 4, "base": module.base_identity, "scaling": 2.0, "optimizer": "AdamW"}
+    assert found == expected | {"finetune": "lora", "recomputation": None}
     assert (run / "adapter" / "adapter_model.safetensors").is_file()
 
 
@@ -230,6 +237,21 @@ def test_each_rank_takes_its_own_random_state_where_as_many_are_there(
         found = random.random()
         random.seed(taken + 1)
         assert found == random.random()
+
+
+def test_what_a_run_chose_to_recompute_goes_with_its_checkpoints(
+    whole: tuple[QeRLModule, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, saved = whole[0], torch.load(whole[1] / "checkpoints" / "step=4.ckpt", weights_only=True)["qerl"]
+    chosen: list[Any] = []
+    checkpoint: dict[str, Any] = {}
+    choice = SimpleNamespace(state=lambda: "selective", load=chosen.append)
+    monkeypatch.setattr(module.policy, "recomputation", choice)
+    module.on_save_checkpoint(checkpoint)
+    assert checkpoint["qerl"]["recomputation"] == "selective"
+    module.on_load_checkpoint({"qerl": saved | {"recomputation": "true"}})
+    monkeypatch.setattr(module, "_random_state", None)
+    assert chosen == ["true"]
 
 
 def test_a_resumed_run_takes_the_rates_it_is_given(

@@ -1,6 +1,7 @@
 """The callback that drives the engine: what it launches, hands over, closes and warns of."""
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -140,6 +141,31 @@ def test_engine_and_collector_know_how_many_ranks_there_are(tmp_path: Path, monk
     assert [spec.ranks for spec in specs] == [3] and callback.collector.ranks is ranks
 
 
+def test_an_engine_makes_room_for_an_adapter_or_takes_every_weight(tmp_path: Path) -> None:
+    specs: list[EngineSpec] = []
+    for finetune in ("lora", "full"):
+        callback = rollout_of(SimpleNamespace(launch=specs.append, lend=lambda: None))  # type: ignore[arg-type]
+        module = module_of(Path("nowhere"))
+        module.policy_config = replace(module.policy_config, finetune=finetune, quantization="none")
+        module.base_folder, module.tokenizer = tmp_path, Words()  # type: ignore[misc, assignment]
+        strategy = SimpleNamespace(root_device=torch.device("cpu"))
+        callback.setup(SimpleNamespace(datamodule=TwoSets(), strategy=strategy), module, "fit")  # type: ignore[arg-type]
+    targets = module.policy_config.lora.targets
+    assert [(spec.whole, spec.lora_rank, spec.lora_targets) for spec in specs] == [(False, 4, targets), (True, 0, ())]
+
+
+def test_an_evaluation_goes_on_from_the_samples_that_are_kept() -> None:
+    asked: list[tuple[Any, ...]] = []
+    callback, module = rollout_of(), module_of(Path("nowhere"))
+    callback._collector = SimpleNamespace(evaluate=lambda *given: asked.append(given))  # type: ignore[assignment]
+    module.policy, module.policy_version = Watched(), 4  # type: ignore[assignment]
+    callback._hand_over.samples = kept = SimpleNamespace()  # type: ignore[assignment]
+    trainer = SimpleNamespace(datamodule=TwoSets())
+    callback.on_test_batch_start(trainer, module, PROMPTS, 0, 1)  # type: ignore[arg-type]
+    ((batch, weights, name, samples),) = asked
+    assert (batch, weights.version, name) == (PROMPTS, 4, "products") and samples is kept
+
+
 def test_a_held_out_batch_is_sampled_for_its_own_set(scripted: tuple[RolloutCallback, QeRLModule, Any]) -> None:
     callback, module, trainer = scripted
     assert module.hand_over is not None
@@ -199,8 +225,9 @@ def test_settings_by_default() -> None:
     found = (config.group_size, config.resample_rounds, config.eval_samples, config.check_every, config.accuracy_reward)
     assert found == (8, 0, 1, 50, None) and config.mismatch_bound == 0.25
     rewards, sampling = [Vowels()], SamplingConfig(max_tokens=3)
-    given = RolloutCallback(rewards, None, 3, sampling, 4, 5, 0.5, 6, Vowels.name)
-    assert given.config == CollectorConfig(rewards, 3, sampling, 4, 5, 0.5, 6, Vowels.name)
+    held_out = SamplingConfig(max_tokens=2, temperature=0.5), 9
+    given = RolloutCallback(rewards, None, 3, sampling, 4, 5, 0.5, 6, Vowels.name, *held_out)
+    assert given.config == CollectorConfig(rewards, 3, sampling, 4, 5, 0.5, 6, Vowels.name, *held_out)
 
 
 @pytest.mark.parametrize(("bound", "warned"), [(0.25, False), (0.2, True)])
