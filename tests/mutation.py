@@ -82,7 +82,7 @@ ROOMS = {
             "qerl_pl/rollout/experience.py",
             "qerl_pl/rollout/scoring.py",
         ),
-        ("collecting", "collecting_ranks", "agreement"),
+        ("collecting", "collecting_ranks", "agreement", "held_out"),
     ),
     "update": Room(
         tuple(f"qerl_pl/modules/{name}.py" for name in ("update", "packing", "known", "micro_batches")),

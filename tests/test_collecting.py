@@ -219,6 +219,17 @@ def test_an_evaluation_worked_out(name: str) -> None:
     assert collector_of(Scripted()).evaluate(PROMPTS[:3], policy.weights(5)).name == ""
 
 
+def test_an_evaluation_says_whether_its_accuracy_reward_tells_answers() -> None:
+    class Telling(Even):
+        def extract_answer(self, completion: str) -> str | None:
+            return completion or None
+
+    for reward, tells in ((Even(), False), (Telling(), True)):
+        found = collector_of(Scripted(), rewards=[reward]).evaluate(PROMPTS[:3], Watched().weights(5))
+        assert found.tells_answers is tells
+        assert all((one.answer is not None) == tells for prompt in found.prompts for one in prompt.samples)
+
+
 def test_settings_that_cannot_be_are_refused(caplog: pytest.LogCaptureFixture) -> None:
     for name, value, message in (
         ("group_size", 1, "at least 2 completions; found group_size=1"),
