@@ -2,25 +2,15 @@
 
 import pytest
 import torch
-from qerl_kernels import select_backend, silu_product
-from qerl_kernels.backend import triton_available
+from poisoned import triton_on_poisoned_memory
+from qerl_kernels import silu_product
 from torch.nn import functional
 
+pytestmark = pytest.mark.usefixtures(triton_on_poisoned_memory.__name__)
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHAPES = [(1, 1), (3, 700), (1, 5, 1024)]
 if DEVICE == "cuda":
     SHAPES += [(1, 6144, 18944), (1, 77, 11008)]
-
-
-@pytest.fixture(autouse=True)
-def triton_on_poisoned_memory():
-    if not triton_available():
-        pytest.skip("needs Triton and a GPU, or TRITON_INTERPRET=1")
-    select_backend("triton")
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
-    select_backend("torch")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

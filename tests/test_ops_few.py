@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+from poisoned import triton_on_poisoned_memory
 from qerl_kernels import (
     MarlinTensor,
     few_tokens_linear,
@@ -19,6 +20,7 @@ from qerl_kernels import (
     triton_few,
 )
 
+pytestmark = pytest.mark.usefixtures(triton_on_poisoned_memory.__name__)
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Rows that fill no tile of 256, columns that the programs' runs do not divide.
 SHAPES = [(64, 64), (192, 320), (320, 576)]
@@ -34,15 +36,6 @@ TILES = [
 CASES = [(SHAPES[0], 2), (SHAPES[2], 9), *((SHAPES[1], tokens) for tokens in (1, 3, 8, 17, 64, 100))]
 REAL = {"qkv": (4608, 3584, (0, 3584, 4096)), "o": (3584, 3584, (0,)), "gate_up": (37888, 3584, (0, 18944))}
 REAL["down"] = (3584, 18944, (0,))
-
-
-@pytest.fixture(autouse=True)
-def triton_on_poisoned_memory():
-    select_backend("triton")
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
-    select_backend("torch")
 
 
 def linear(rows, columns, rank=0, starts=(0,), with_bias=False):

@@ -1,22 +1,13 @@
 """The Triton kernel of NF4 against its reference: on a GPU, or on a CPU in Triton's interpreter."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
-from qerl_kernels import dequantize_nf4, nf4, select_backend
+from poisoned import triton_on_poisoned_memory
+from qerl_kernels import dequantize_nf4, nf4
 
+pytestmark = pytest.mark.usefixtures(triton_on_poisoned_memory.__name__)
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHAPES = [(1, 64), (3, 192), (64, 3584), *([(18944, 3584)] if DEVICE == "cuda" else [])]
-
-
-@pytest.fixture(autouse=True)
-def triton_on_poisoned_memory() -> Iterator[None]:
-    select_backend("triton")
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
-    select_backend("torch")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

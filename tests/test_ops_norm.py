@@ -2,25 +2,15 @@
 
 import pytest
 import torch
-from qerl_kernels import rms_norm, select_backend
-from qerl_kernels.backend import triton_available
+from poisoned import triton_on_poisoned_memory
+from qerl_kernels import rms_norm
 from qerl_kernels.norm import plain_rms_norm
 
+pytestmark = pytest.mark.usefixtures(triton_on_poisoned_memory.__name__)
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHAPES = [(1, 1, 32), (2, 3, 96), (1, 7, 3584)]
 if DEVICE == "cuda":
     SHAPES += [(1, 6144, 3584), (1, 2048, 2048), (1, 1000, 5120), (1, 300, 8192)]
-
-
-@pytest.fixture(autouse=True)
-def triton_on_poisoned_memory():
-    if not triton_available():
-        pytest.skip("needs Triton and a GPU, or TRITON_INTERPRET=1")
-    select_backend("triton")
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
-    select_backend("torch")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -5,6 +5,7 @@ Output buffers start poisoned (deterministic mode fills them with NaN), so an el
 
 import pytest
 import torch
+from poisoned import triton_on_poisoned_memory
 from qerl_kernels import (
     LoraFactors,
     MarlinRows,
@@ -18,7 +19,6 @@ from qerl_kernels import (
     quantize_mxfp4,
     quantize_nvfp4,
     reference,
-    select_backend,
     selected_backend,
     triton_dequantize,
     triton_tuning,
@@ -26,6 +26,7 @@ from qerl_kernels import (
 from qerl_kernels.backend import triton_available
 from qerl_kernels.logprob import default_chunk
 
+pytestmark = pytest.mark.usefixtures(triton_on_poisoned_memory.__name__)
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHAPES = [(1, 32), (3, 96), (130, 160), (64, 3584)]
 MARLIN_SHAPES = [(64, 32), (128, 96), (192, 224), (512, 256)]
@@ -33,15 +34,6 @@ if DEVICE == "cuda":  # too slow in the interpreter: a 7B model's layers
     REAL = [(4608, 3584), (3584, 3584), (37888, 3584), (3584, 18944)]
     SHAPES, MARLIN_SHAPES = SHAPES + REAL, MARLIN_SHAPES + REAL
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
-
-
-@pytest.fixture(autouse=True)
-def triton_on_poisoned_memory():
-    select_backend("triton")
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
-    select_backend("torch")
 
 
 def tuned(op, *args, **options):
