@@ -64,7 +64,7 @@ class AtomicCheckpointIO(CheckpointIO):
                 ) from error
             if not self._proven:  # better now than when it is needed
                 file.seek(0)
-                _load(file, path, "cpu")
+                _load(file, path, "meta")
                 self._proven = True
             digests = [hashing.digest.hexdigest()]
             if target.is_file():  # until it is replaced, the file that is there stays valid
