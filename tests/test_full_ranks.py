@@ -14,6 +14,7 @@ from test_ranks import completions, learned, same_run, settings
 
 from qerl_pl.formats.dense_copy import load_dense_state
 from qerl_pl.modules.update import PolicyUpdate
+from qerl_pl.run import ranks
 
 ROLLOUTS, STEPS = 3, 4
 """Rollouts of a run, and optimizer steps of each."""
@@ -42,10 +43,15 @@ def dies_in_the_third_rollout() -> None:
     PolicyUpdate._accumulate = accumulate  # type: ignore[method-assign]
 
 
+def sums_in_small_buckets() -> None:
+    """A matrix alone, vectors together: as large models are summed."""
+    ranks.BUCKET = 2**14
+
+
 @pytest.fixture(scope="module")
 def two(tiny_policy_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = tmp_path_factory.mktemp("two") / "run"
-    statuses, printed = fit_on_ranks(whole(tiny_policy_dir, run, 2))
+    statuses, printed = fit_on_ranks(whole(tiny_policy_dir, run, 2), prepare=sums_in_small_buckets)
     assert statuses == [0, 0], printed
     return run
 

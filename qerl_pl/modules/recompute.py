@@ -118,32 +118,29 @@ class Recomputation:
         return int(SPARE * tokens * (config.num_hidden_layers * kept + working)) + fixed
 
     def attempt(self, work: Callable[[], T], parameters: Sequence[nn.Parameter]) -> T:
-        """Do `work`, which adds to gradients; where it runs out of memory in "auto", once more with less kept.
+        """Do `work`, which makes gradients; where it runs out of memory in "auto", once more with less kept.
 
-        The gradients that were there, and the random numbers that are drawn, are then those of a first attempt.
+        The gradients, and the random numbers that are drawn, are then those of a first attempt.
 
         Args:
-            work: A micro-batch's forward and backward pass; uses each parameter once.
-            parameters: What it gives gradients to.
+            work: Forward and backward passes of all of an optimizer step's micro-batches: to repeat the last one alone,
+                a second set of gradients would have to be held beside the sum, as large as the model where all trains.
+            parameters: What it gives gradients to; before it they have none.
 
         Raises:
             OutOfMemoryError: There is nothing left to keep less of.
         """
         while self.automatic and self.mode is not True:
-            sums = [parameter.grad for parameter in parameters]
             state = self._random_state()
             lenient = torch.is_deterministic_algorithms_warn_only_enabled()
-            _set_gradients(parameters, [None] * len(sums))
             try:
-                result = work()
+                return work()
             except torch.OutOfMemoryError as error:
                 reason = str(error).partition("\n")[0]
-            else:
-                _add_gradients(parameters, sums)
-                return result
             # Outside of the except clause, so that nothing refers to what the attempt had computed.
             torch.use_deterministic_algorithms(torch.are_deterministic_algorithms_enabled(), warn_only=lenient)
-            _set_gradients(parameters, sums)
+            for parameter in parameters:
+                parameter.grad = None
             self._set_random_state(state)
             self._fall_back(reason)
         return work()
@@ -209,17 +206,3 @@ def _all_products_known(base: nn.Module) -> bool:
     plain = [name for name, module in modules.items() if isinstance(module, nn.Linear) and ".layers." in name]
     own = [name for name in plain if ".lora_" not in name]
     return all(isinstance(modules[name.rpartition(".")[0]], LoraLinear) for name in own)
-
-
-def _set_gradients(parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None]) -> None:
-    for parameter, gradient in zip(parameters, gradients, strict=True):
-        parameter.grad = gradient
-
-
-def _add_gradients(parameters: Sequence[nn.Parameter], sums: Sequence[Tensor | None]) -> None:
-    """Add the parameters' gradients to the sums, as the backward pass itself would have, and put these in place."""
-    for parameter, total in zip(parameters, sums, strict=True):
-        if total is not None:
-            if parameter.grad is not None:
-                total.add_(parameter.grad)
-            parameter.grad = total
