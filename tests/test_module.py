@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -142,7 +143,7 @@ def test_a_policy_is_on_the_trainers_device_with_the_weights_that_are_lent(
     monkeypatch.setattr("qerl_pl.modules.qerl.Policy", lambda *given: given)
     asked_for: list[Any] = []
     monkeypatch.setattr("qerl_pl.modules.qerl.require_memory", lambda *given: asked_for.append(given))
-    for hand_over in (None, HandOver(lent=LentWeights({}, {}))):
+    for hand_over in (None, HandOver(lent=LentWeights({}, {}), cache_gib=2.0)):
         module, asked[:] = module_of(tmp_path), []
         module.hand_over, module.base_folder = hand_over, tmp_path  # type: ignore[misc]
         place = SimpleNamespace(root_device=torch.device(device))
@@ -152,7 +153,7 @@ def test_a_policy_is_on_the_trainers_device_with_the_weights_that_are_lent(
         lent, referred = hand_over and hand_over.lent, module.objective.needs_reference
         assert module.policy == (*expected, lent, referred) and asked == backends
         needed = (tmp_path, module.policy_config, module.make_optimizer, place.root_device, referred)
-        assert asked_for.pop() == needed and not asked_for
+        assert asked_for.pop() == (*needed, hand_over.cache_gib if hand_over else 0.0) and not asked_for
 
 
 @pytest.mark.parametrize(("stage", "fitting"), [("val", True), ("val", False), ("test", False)])
@@ -252,6 +253,21 @@ def test_what_a_run_chose_to_recompute_goes_with_its_checkpoints(
     module.on_load_checkpoint({"qerl": saved | {"recomputation": "true"}})
     monkeypatch.setattr(module, "_random_state", None)
     assert chosen == ["true"]
+
+
+def test_what_the_optimizer_will_hold_is_counted_on_where_no_checkpoint_brings_it(
+    whole: tuple[QeRLModule, Path], tiny_policy_dir: Path, tmp_path: Path
+) -> None:
+    """Momentum is a float32 a weight; the choice of the first run is not that of the second, which goes on from a run
+    that made none."""
+    for path, to_come in ((None, 4.0), (str(whole[1] / "checkpoints" / "step=2.ckpt"), 0.0)):
+        module = module_of(tiny_policy_dir)
+        module.policy_config = replace(module.policy_config, gradient_checkpointing="auto")
+        if path is None:
+            module.make_optimizer = lambda params: torch.optim.SGD(params, lr=0.01, momentum=0.5)
+        trainer_of(tmp_path).fit(module, datamodule=data(), ckpt_path=path, weights_only=path and True)
+        assert module.policy.recomputation.state() == "false"
+        assert module.policy.recomputation._state_to_come == to_come
 
 
 def test_a_resumed_run_takes_the_rates_it_is_given(
