@@ -189,6 +189,8 @@ def test_memory_is_worked_out_before_anything_is_loaded(
     require(20 * weights - 1, PolicyConfig())  # an adapter is small
     with pytest.raises(UserError, match="needs .* GiB .*; cpu has .* use an optimizer with states in 8 bits"):
         require(20 * weights - 1)
+    require_memory(tiny_policy_dir, config, None, CPU, True, 0.0)  # an evaluation trains nothing
+    assert "gradients" not in caplog.messages[-1]
     # A step that needs 4 more has what the engine's cache leaves, which is no room for what stays.
     monkeypatch.setattr("qerl_pl.modules.memory.optimizer_bytes", lambda make, device: OptimizerBytes(8, 4))
     require(20 * weights, cache_gib=4 * weights / GIB)
@@ -226,7 +228,7 @@ class TensorsOf7B:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 def test_what_optimizers_need_on_a_gpu() -> None:
-    """AdamW takes the roots of all second moments at once, unless it is fused; paged states are in the host's memory."""
+    """AdamW takes the roots of all second moments at once, unless it is fused; paged states are not the GPU's."""
     gpu, fused = torch.device("cuda"), partial(torch.optim.AdamW, fused=True)
     assert optimizer_bytes(torch.optim.AdamW, gpu) == OptimizerBytes(state=8, step=4)
     assert optimizer_bytes(fused, gpu) == OptimizerBytes(state=8, step=0)

@@ -125,7 +125,8 @@ def test_the_rate_rises_over_its_share_of_the_steps_and_falls_to_the_end() -> No
 
 def test_a_policy_is_loaded_once_by_the_seed_of_its_adapter(tiny_policy_dir: Path) -> None:
     module, device = module_of(tiny_policy_dir), torch.device("cpu")
-    module._trainer = SimpleNamespace(strategy=SimpleNamespace(root_device=device))  # type: ignore[assignment]
+    place, state = SimpleNamespace(root_device=device), SimpleNamespace(fn=TrainerFn.FITTING)
+    module._trainer = SimpleNamespace(strategy=place, state=state)  # type: ignore[assignment]
     module.configure_model()
     policy = module.policy
     expected = Policy(tiny_policy_dir, module.policy_config, device, stream_seed(5, "adapter")).trained_state()
@@ -134,9 +135,10 @@ def test_a_policy_is_loaded_once_by_the_seed_of_its_adapter(tiny_policy_dir: Pat
     assert module.policy is policy
 
 
+@pytest.mark.parametrize("stage", [TrainerFn.FITTING, TrainerFn.TESTING])
 @pytest.mark.parametrize(("device", "backends"), [("cpu", []), ("cuda", ["triton"])])
 def test_a_policy_is_on_the_trainers_device_with_the_weights_that_are_lent(
-    device: str, backends: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    device: str, backends: list[str], stage: TrainerFn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[str] = []
     monkeypatch.setattr("qerl_pl.modules.qerl.select_backend", asked.append)
@@ -146,13 +148,14 @@ def test_a_policy_is_on_the_trainers_device_with_the_weights_that_are_lent(
     for hand_over in (None, HandOver(lent=LentWeights({}, {}), cache_gib=2.0)):
         module, asked[:] = module_of(tmp_path), []
         module.hand_over, module.base_folder = hand_over, tmp_path  # type: ignore[misc]
-        place = SimpleNamespace(root_device=torch.device(device))
-        module._trainer = SimpleNamespace(strategy=place)  # type: ignore[assignment]
+        place, state = SimpleNamespace(root_device=torch.device(device)), SimpleNamespace(fn=stage)
+        module._trainer = SimpleNamespace(strategy=place, state=state)  # type: ignore[assignment]
         module.configure_model()
         expected = (tmp_path, module.policy_config, place.root_device, stream_seed(5, "adapter"))
         lent, referred = hand_over and hand_over.lent, module.objective.needs_reference
         assert module.policy == (*expected, lent, referred) and asked == backends
-        needed = (tmp_path, module.policy_config, module.make_optimizer, place.root_device, referred)
+        make = module.make_optimizer if stage == TrainerFn.FITTING else None
+        needed = (tmp_path, module.policy_config, make, place.root_device, referred)
         assert asked_for.pop() == (*needed, hand_over.cache_gib if hand_over else 0.0) and not asked_for
 
 

@@ -36,7 +36,7 @@ class OptimizerBytes:
 def require_memory(
     folder: Path,
     config: PolicyConfig,
-    make: Callable[[Iterable[nn.Parameter]], Optimizer],
+    make: Callable[[Iterable[nn.Parameter]], Optimizer] | None,
     device: torch.device,
     with_reference: bool,
     cache_gib: float,
@@ -46,7 +46,7 @@ def require_memory(
     Args:
         folder: The model's.
         config: Of the policy; with an adapter nothing is asked.
-        make: Builds the optimizer.
+        make: Builds the optimizer; None where nothing trains.
         device: Where all of it goes. On a CPU what other programs could give back counts as free.
         with_reference: Whether the reference policy is loaded.
         cache_gib: What the engine gives back while the optimizer steps.
@@ -57,10 +57,11 @@ def require_memory(
     if config.adapter is not None:
         return
     weights = sum(torch.Size(shape).numel() for shape in TensorFiles(folder).shapes().values())
-    optimizer, free = optimizer_bytes(make, device), _free_bytes(device)
+    optimizer = OptimizerBytes(0, 0) if make is None else optimizer_bytes(make, device)
+    free = _free_bytes(device)
     sizes = {
         "weights": MASTER,
-        "gradients": GRADIENT,
+        "gradients": 0 if make is None else GRADIENT,
         "optimizer": optimizer.state,
         "reference policy": config.torch_dtype.itemsize if with_reference else 0,
     }

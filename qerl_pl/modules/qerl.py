@@ -137,7 +137,8 @@ class QeRLModule(LightningModule):
                 select_backend("triton")
             given = self.hand_over or HandOver()
             base, config, referred = self.base_folder, self.policy_config, self.objective.needs_reference
-            require_memory(base, config, self.make_optimizer, device, referred, given.cache_gib)
+            make = self.make_optimizer if self.trainer.state.fn == TrainerFn.FITTING else None
+            require_memory(base, config, make, device, referred, given.cache_gib)
             self.policy = Policy(base, config, device, stream_seed(self.seed, "adapter"), given.lent, referred)
 
     def on_fit_start(self) -> None:
@@ -288,10 +289,9 @@ class QeRLModule(LightningModule):
         check_fits(state, self.base_identity, self.policy_config.finetune, self.policy_config.scaling)
         self.policy.load_trained_state(state["trained"])
         self.policy.recomputation.load(state.get("recomputation"))
-        self.policy_version = state["policy_version"]
+        self.policy_version, self._optimizer = state["policy_version"], state["optimizer"]
         states, rank = state["random_states"], self.global_rank
         self._random_state = states[rank if len(states) == self.trainer.world_size else 0]
-        self._optimizer = state["optimizer"]
 
     def on_fit_end(self) -> None:
         """Write RUN/adapter or RUN/model, also where nothing was left to train: a kill may have come before it."""
