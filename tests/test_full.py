@@ -191,10 +191,10 @@ def test_memory_is_worked_out_before_anything_is_loaded(
         require(20 * weights - 1)
     require_memory(tiny_policy_dir, config, None, CPU, True, 0.0)  # an evaluation trains nothing
     assert "gradients" not in caplog.messages[-1]
-    # A step that needs 4 more has what the engine's cache leaves, which is no room for what stays.
+    # Gradients, and a step that needs 4 more, have the room of a sleeping engine's cache; what stays has not.
     monkeypatch.setattr("qerl_pl.modules.memory.optimizer_bytes", lambda make, device: OptimizerBytes(8, 4))
-    require(20 * weights, cache_gib=4 * weights / GIB)
-    for free, cache in ((20 * weights, 4 * weights - 9), (20 * weights - 1, 9 * weights)):
+    require(16 * weights, cache_gib=8 * weights / GIB)
+    for free, cache in ((16 * weights, 8 * weights - 9), (16 * weights - 1, 9 * weights)):
         with pytest.raises(UserError, match="and while the optimizer steps"):
             require(free, cache_gib=cache / GIB)
 

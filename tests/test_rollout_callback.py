@@ -142,6 +142,7 @@ def test_engine_and_collector_know_how_many_ranks_there_are(tmp_path: Path, monk
     monkeypatch.setattr("qerl_pl.callbacks.rollout.ranks_of", lambda trainer: ranks)
     strategy = SimpleNamespace(root_device=torch.device("cpu"))
     callback.setup(SimpleNamespace(datamodule=TwoSets(), strategy=strategy), module, "fit")  # type: ignore[arg-type]
+    assert module.hand_over is not None and module.hand_over.cache_gib == 0
     assert [spec.ranks for spec in specs] == [3] and callback.collector.ranks is ranks
 
 
@@ -190,7 +191,11 @@ def test_a_held_out_batch_is_sampled_for_its_own_set(scripted: tuple[RolloutCall
 def test_a_batch_is_sampled_by_the_policy_as_it_is(scripted: tuple[RolloutCallback, QeRLModule, Any]) -> None:
     callback, module, trainer = scripted
     assert module.hand_over is not None
-    callback.on_train_batch_start(trainer, module, PROMPTS, 0)
+    module.register_parameter("trained", torch.nn.Parameter(torch.ones(1)))
+    for hook in (callback.on_train_batch_start, callback.on_validation_batch_start, callback.on_train_batch_start):
+        module.trained.grad = torch.ones(1)
+        hook(trainer, module, PROMPTS, 0)
+        assert module.trained.grad is None  # the engine has its room
     found, ids = module.hand_over.take_experience(), [prompt.id for prompt in PROMPTS]
     assert found.version == 4 and [record.prompt_id for record in found.records[::4]] == ids
     dropped = [record.trained for record in found.records[::4]].count(False)

@@ -49,7 +49,7 @@ def require_memory(
         make: Builds the optimizer; None where nothing trains.
         device: Where all of it goes. On a CPU what other programs could give back counts as free.
         with_reference: Whether the reference policy is loaded.
-        cache_gib: What the engine gives back while the optimizer steps.
+        cache_gib: What the engine gives back in an update, from whose end on no gradients are held.
 
     Raises:
         UserError: It does not fit, activations not counted.
@@ -66,15 +66,16 @@ def require_memory(
         "reference policy": config.torch_dtype.itemsize if with_reference else 0,
     }
     parts = ", ".join(f"{name} {size * weights / GIB:.3g}" for name, size in sizes.items() if size)
-    held, stepping = sum(sizes.values()) * weights, optimizer.step * weights
-    if stepping:
+    held, sampling = sum(sizes.values()) * weights, (sum(sizes.values()) - sizes["gradients"]) * weights
+    if stepping := optimizer.step * weights:
         parts += f", and while the optimizer steps {stepping / GIB:.3g}"
-    log.info("full fine-tuning holds %.3g GiB: %s; %s has %.3g free", held / GIB, parts, device, free / GIB)
-    if held > free or held + stepping > free + cache_gib * GIB:
+    asleep = free + cache_gib * GIB
+    log.info("full fine-tuning holds %.3g GiB: %s; %s has %.3g free", held / GIB, parts, device, asleep / GIB)
+    if sampling > free or held + stepping > asleep:
         raise UserError(
             f"full fine-tuning of {weights / 1e9:.3g} billion weights needs {held / GIB:.3g} GiB ({parts}); {device} "
-            f"has {free / GIB:.3g} free beside the engine; use an optimizer with states in 8 bits, such as "
-            "bitsandbytes.optim.AdamW8bit, or set model.policy.finetune to lora"
+            f"has {asleep / GIB:.3g} free in an update and {free / GIB:.3g} beside the engine's cache; use an "
+            "optimizer with states in 8 bits such as bitsandbytes.optim.AdamW8bit, or set model.policy.finetune to lora"
         )
 
 
