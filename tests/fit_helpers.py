@@ -3,13 +3,16 @@
 import multiprocessing
 import os
 import random
+import socket
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jsonargparse
 import yaml
 from lightning.pytorch import Callback, Trainer
+from safetensors.torch import save_file
 
 from qerl_pl.callbacks import AdaptiveQuantizationNoise, RolloutCallback
 from qerl_pl.datamodules import ArithmeticDataModule, PromptDataModule
@@ -120,13 +123,17 @@ def command(words: list[str], errors: Path, prepare: Callable[[], None] | None =
     """
     process = processes().Process(target=_child, args=(words, prepare, errors))
     process.start()
+    return _ended(process, errors), errors.read_text()
+
+
+def _ended(process: multiprocessing.process.BaseProcess, errors: Path) -> int:
     process.join(timeout=180)
     alive = process.is_alive()
     if alive:
         process.kill()
     assert not alive, errors.read_text()
     assert process.exitcode is not None
-    return process.exitcode, errors.read_text()
+    return process.exitcode
 
 
 def fit(settings: dict[str, Any], *extra: str, prepare: Callable[[], None] | None = None) -> tuple[int, str]:
@@ -137,11 +144,52 @@ def fit(settings: dict[str, Any], *extra: str, prepare: Callable[[], None] | Non
         extra: More arguments.
         prepare: As there.
     """
+    config = _written(settings)
+    return command(["fit", "-c", str(config), *extra], config.with_suffix(".log"), prepare)
+
+
+def fit_on_ranks(
+    settings: dict[str, Any], *extra: str, prepare: Callable[[], None] | None = None
+) -> tuple[list[int], str]:
+    """Run `qerl fit` in as many processes as `trainer.devices` says, each told of the others as torchrun would.
+
+    Args:
+        settings: The whole configuration.
+        extra: More arguments.
+        prepare: As `command` has it, on each rank.
+
+    Returns:
+        (exit status of each rank; everything that was printed).
+    """
+    config, size = _written(settings), settings["trainer"]["devices"]
+    words, started = ["fit", "-c", str(config), *extra], []
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    for rank in range(size):
+        ready = partial(_become, rank, size, port, prepare)
+        errors = config.with_suffix(f".rank{rank}.log")
+        process = processes().Process(target=_child, args=(words, ready, errors))
+        process.start()
+        started.append((process, errors))
+    statuses = [_ended(process, errors) for process, errors in started]
+    return statuses, "".join(errors.read_text() for _, errors in started)
+
+
+def _become(rank: int, size: int, port: int, prepare: Callable[[], None] | None) -> None:
+    places = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    job = {"TORCHELASTIC_RUN_ID": "test", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in (places | job).items()})
+    if prepare is not None:
+        prepare()
+
+
+def _written(settings: dict[str, Any]) -> Path:
     run = Path(settings["trainer"]["default_root_dir"])
     run.parent.mkdir(parents=True, exist_ok=True)
     config = run.parent / f"{run.name}.yaml"
     config.write_text(yaml.safe_dump(settings))
-    return command(["fit", "-c", str(config), *extra], run.parent / f"{run.name}.log", prepare)
+    return config
 
 
 def train(
@@ -219,3 +267,11 @@ class FailsOnRankOne:
         if os.environ.get("RANK") == "1":
             raise RuntimeError("no more")
         return [float(index) for index, _ in enumerate(samples)]
+
+
+class KeepsEachRank(Callback):
+    """What each rank has learned, in RUN/rankN.safetensors."""
+
+    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
+        path = Path(trainer.default_root_dir) / f"rank{trainer.global_rank}.safetensors"
+        save_file(pl_module.policy.trained_state(), path)

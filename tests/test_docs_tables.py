@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pages
 import pytest
+import torch
 from pages import ROOT
 
 import qerl_pl.algorithm
 from qerl_pl.algorithm import Objective
 from qerl_pl.formats.quantize import quantize_checkpoint
+from qerl_pl.modules.memory import GIB, GRADIENT, MASTER, optimizer_bytes
 
 README = ROOT / "README.md"
 MEASURED = ROOT / "docs" / "measured.md"
@@ -60,6 +62,22 @@ def test_objectives_have_the_defaults_that_the_page_gives() -> None:
         for key, cell in zip(header[1:], cells, strict=True):
             value = getattr(objective, key)
             assert cell == str(value).lower() or (isinstance(value, float) and float(cell) == value), (name, key)
+
+
+def test_memory_of_full_fine_tuning_is_what_the_check_before_a_run_counts() -> None:
+    """In GiB of 2 ** 30 bytes: the engine's 16 bits, what is held by each optimizer, what that leaves of a GPU."""
+    eight = pytest.importorskip("bitsandbytes.optim").AdamW8bit
+    header, *rows = pages.rows(pages.sections(ROOT / "docs" / "your-own-model.md")["Memory of full fine-tuning"])
+    assert [row[0] for row in rows] == ["1.5B", "3B", "7B"]
+    for _, billions, engine, *cells in rows:
+        weights = float(billions) * 1e9 / GIB
+        assert float(engine) == pytest.approx(2 * weights, abs=0.06)
+        for optimizer, (held, *left) in ((eight, cells[:3]), (torch.optim.AdamW, cells[3:])):
+            needed = (MASTER + GRADIENT + optimizer_bytes(optimizer, torch.device("cpu")).state) * weights
+            assert float(held) == pytest.approx(needed, abs=0.06)
+            for name, cell in zip(header[4:6], left, strict=True):
+                free = float(name.removeprefix("left of ")) - 2 * weights - needed
+                assert cell == "none" if free < 0 else float(cell) == pytest.approx(free, abs=0.06)
 
 
 def test_options_of_quantize_are_those_of_the_page() -> None:

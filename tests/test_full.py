@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from qerl_pl.engines import EngineSpec, RolloutEngine, TransformersEngine, VLLMEngine
 from qerl_pl.errors import UserError
 from qerl_pl.modules import Policy, PolicyConfig
-from qerl_pl.modules.memory import require_memory, state_bytes
+from qerl_pl.modules.memory import GIB, OptimizerBytes, optimizer_bytes, require_memory
 from qerl_pl.rollout import agreement
 from qerl_pl.types import PolicyWeights, Prompt, RolloutRequest, SamplingConfig
 
@@ -191,13 +192,63 @@ def test_memory_is_worked_out_before_anything_is_loaded(
     """AdamW has two float32 a weight, SGD nothing: 4 + 4 + 8 + 4 bytes a weight with a reference in float32."""
     weights = sum(tensor.numel() for tensor in load_file(tiny_policy_dir / "model.safetensors").values())
     config = PolicyConfig(quantization="none", finetune="full", dtype="float32")
-    assert state_bytes(torch.optim.AdamW, CPU) == 8 and state_bytes(lambda p: torch.optim.SGD(p, 0.1), CPU) == 0
+    assert optimizer_bytes(torch.optim.AdamW, CPU) == OptimizerBytes(state=8, step=0)
+    assert optimizer_bytes(lambda p: torch.optim.SGD(p, 0.1), CPU) == OptimizerBytes(0, 0)
     caplog.set_level("INFO")
-    monkeypatch.setattr("qerl_pl.modules.memory._free_bytes", lambda device: 20 * weights)
-    require_memory(tiny_policy_dir, config, torch.optim.AdamW, CPU, True)
-    assert "optimizer" in caplog.text and "reference policy" in caplog.text
-    monkeypatch.setattr("qerl_pl.modules.memory._free_bytes", lambda device: 20 * weights - 1)
-    require_memory(tiny_policy_dir, config, torch.optim.AdamW, CPU, False)
-    require_memory(tiny_policy_dir, PolicyConfig(), torch.optim.AdamW, CPU, True)  # an adapter is small
+
+    def require(free: int, config: PolicyConfig = config, with_reference: bool = True, cache_gib: float = 0.0) -> None:
+        monkeypatch.setattr("qerl_pl.modules.memory._free_bytes", lambda device: free)
+        require_memory(tiny_policy_dir, config, torch.optim.AdamW, CPU, with_reference, cache_gib)
+
+    require(20 * weights)
+    assert "optimizer" in caplog.text and "reference policy" in caplog.text and "steps" not in caplog.text
+    require(20 * weights - 1, with_reference=False)
+    require(20 * weights - 1, PolicyConfig())  # an adapter is small
     with pytest.raises(UserError, match="needs .* GiB .*; cpu has .* use an optimizer with states in 8 bits"):
-        require_memory(tiny_policy_dir, config, torch.optim.AdamW, CPU, True)
+        require(20 * weights - 1)
+    require_memory(tiny_policy_dir, config, None, CPU, True, 0.0)  # an evaluation trains nothing
+    assert "gradients" not in caplog.messages[-1]
+    # Gradients, and a step that needs 4 more, have the room of a sleeping engine's cache; what stays has not.
+    monkeypatch.setattr("qerl_pl.modules.memory.optimizer_bytes", lambda make, device: OptimizerBytes(8, 4))
+    require(16 * weights, cache_gib=8 * weights / GIB)
+    for free, cache in ((16 * weights, 8 * weights - 9), (16 * weights - 1, 9 * weights)):
+        with pytest.raises(UserError, match="and while the optimizer steps"):
+            require(free, cache_gib=cache / GIB)
+
+
+def test_memory_of_a_7b_by_hand(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """7.6e9 weights by 4 + 4 bytes are 56.6 GiB; by AdamW's 8 as much again; by 8-bit AdamW's 2 + 2 * 4 / 256, 14.4.
+
+    The latter has a byte for each of two moments, and for each block of 256 of them a float32 scale.
+    """
+    optim = pytest.importorskip("bitsandbytes.optim")
+    caplog.set_level("INFO")
+    monkeypatch.setattr("qerl_pl.modules.memory.TensorFiles", lambda folder: TensorsOf7B())
+    config = PolicyConfig(quantization="none", finetune="full")
+    for make, held, optimizer in ((torch.optim.AdamW, 113.2, 56.6), (optim.AdamW8bit, 71.0, 14.4)):
+        parts = rf"weights 28.3, gradients 28.3, optimizer {optimizer}"
+        monkeypatch.setattr("qerl_pl.modules.memory._free_bytes", lambda device, held=held: round((held + 0.2) * GIB))
+        require_memory(tmp_path, config, make, CPU, False, 0.0)
+        assert f"holds {held:.3g} GiB: {parts}; cpu" in caplog.text
+        monkeypatch.setattr("qerl_pl.modules.memory._free_bytes", lambda device, held=held: round((held - 0.2) * GIB))
+        with pytest.raises(UserError, match=rf"of 7.6 billion weights needs {held:.3g} GiB \({parts}\)"):
+            require_memory(tmp_path, config, make, CPU, False, 0.0)
+
+
+class TensorsOf7B:
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {"matrices": (7_600_000, 999), "vectors": (7_600_000,)}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_what_optimizers_need_on_a_gpu() -> None:
+    """AdamW takes the roots of all second moments at once, unless it is fused; paged states are not the GPU's."""
+    gpu, fused = torch.device("cuda"), partial(torch.optim.AdamW, fused=True)
+    assert optimizer_bytes(torch.optim.AdamW, gpu) == OptimizerBytes(state=8, step=4)
+    assert optimizer_bytes(fused, gpu) == OptimizerBytes(state=8, step=0)
+    optim = pytest.importorskip("bitsandbytes.optim")
+    assert optimizer_bytes(optim.AdamW8bit, gpu) == OptimizerBytes(state=2 + 2 * 4 / 256, step=0)
+    assert optimizer_bytes(optim.PagedAdamW8bit, gpu) == OptimizerBytes(state=2 * 4 / 256, step=0)

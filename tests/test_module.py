@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -124,7 +125,8 @@ def test_the_rate_rises_over_its_share_of_the_steps_and_falls_to_the_end() -> No
 
 def test_a_policy_is_loaded_once_by_the_seed_of_its_adapter(tiny_policy_dir: Path) -> None:
     module, device = module_of(tiny_policy_dir), torch.device("cpu")
-    module._trainer = SimpleNamespace(strategy=SimpleNamespace(root_device=device))  # type: ignore[assignment]
+    place, state = SimpleNamespace(root_device=device), SimpleNamespace(fn=TrainerFn.FITTING)
+    module._trainer = SimpleNamespace(strategy=place, state=state)  # type: ignore[assignment]
     module.configure_model()
     policy = module.policy
     expected = Policy(tiny_policy_dir, module.policy_config, device, stream_seed(5, "adapter")).trained_state()
@@ -133,26 +135,28 @@ def test_a_policy_is_loaded_once_by_the_seed_of_its_adapter(tiny_policy_dir: Pat
     assert module.policy is policy
 
 
+@pytest.mark.parametrize("stage", [TrainerFn.FITTING, TrainerFn.TESTING])
 @pytest.mark.parametrize(("device", "backends"), [("cpu", []), ("cuda", ["triton"])])
 def test_a_policy_is_on_the_trainers_device_with_the_weights_that_are_lent(
-    device: str, backends: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    device: str, backends: list[str], stage: TrainerFn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[str] = []
     monkeypatch.setattr("qerl_pl.modules.qerl.select_backend", asked.append)
     monkeypatch.setattr("qerl_pl.modules.qerl.Policy", lambda *given: given)
     asked_for: list[Any] = []
     monkeypatch.setattr("qerl_pl.modules.qerl.require_memory", lambda *given: asked_for.append(given))
-    for hand_over in (None, HandOver(lent=LentWeights({}, {}))):
+    for hand_over in (None, HandOver(lent=LentWeights({}, {}), cache_gib=2.0)):
         module, asked[:] = module_of(tmp_path), []
         module.hand_over, module.base_folder = hand_over, tmp_path  # type: ignore[misc]
-        place = SimpleNamespace(root_device=torch.device(device))
-        module._trainer = SimpleNamespace(strategy=place)  # type: ignore[assignment]
+        place, state = SimpleNamespace(root_device=torch.device(device)), SimpleNamespace(fn=stage)
+        module._trainer = SimpleNamespace(strategy=place, state=state)  # type: ignore[assignment]
         module.configure_model()
         expected = (tmp_path, module.policy_config, place.root_device, stream_seed(5, "adapter"))
         lent, referred = hand_over and hand_over.lent, module.objective.needs_reference
         assert module.policy == (*expected, lent, referred) and asked == backends
-        needed = (tmp_path, module.policy_config, module.make_optimizer, place.root_device, referred)
-        assert asked_for.pop() == needed and not asked_for
+        make = module.make_optimizer if stage == TrainerFn.FITTING else None
+        needed = (tmp_path, module.policy_config, make, place.root_device, referred)
+        assert asked_for.pop() == (*needed, hand_over.cache_gib if hand_over else 0.0) and not asked_for
 
 
 @pytest.mark.parametrize(("stage", "fitting"), [("val", True), ("val", False), ("test", False)])
@@ -252,6 +256,21 @@ def test_what_a_run_chose_to_recompute_goes_with_its_checkpoints(
     module.on_load_checkpoint({"qerl": saved | {"recomputation": "true"}})
     monkeypatch.setattr(module, "_random_state", None)
     assert chosen == ["true"]
+
+
+def test_what_the_optimizer_will_hold_is_counted_on_where_no_checkpoint_brings_it(
+    whole: tuple[QeRLModule, Path], tiny_policy_dir: Path, tmp_path: Path
+) -> None:
+    """Momentum is a float32 a weight; the choice of the first run is not that of the second, which goes on from a run
+    that made none."""
+    for path, to_come in ((None, 4.0), (str(whole[1] / "checkpoints" / "step=2.ckpt"), 0.0)):
+        module = module_of(tiny_policy_dir)
+        module.policy_config = replace(module.policy_config, gradient_checkpointing="auto")
+        if path is None:
+            module.make_optimizer = lambda params: torch.optim.SGD(params, lr=0.01, momentum=0.5)
+        trainer_of(tmp_path).fit(module, datamodule=data(), ckpt_path=path, weights_only=path and True)
+        assert module.policy.recomputation.state() == "false"
+        assert module.policy.recomputation._state_to_come == to_come
 
 
 def test_a_resumed_run_takes_the_rates_it_is_given(

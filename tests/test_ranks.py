@@ -87,6 +87,11 @@ def adapter(run: Path) -> dict[str, torch.Tensor]:
     return load_file(run / "adapter" / "adapter_model.safetensors")
 
 
+def learned(run: Path) -> dict[str, torch.Tensor]:
+    """The adapter, or the whole model."""
+    return load_file(run / "model" / "model.safetensors") if (run / "model").is_dir() else adapter(run)
+
+
 @pytest.fixture(scope="module")
 def alone(tiny_policy_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train(settings(tiny_policy_dir, tmp_path_factory.mktemp("alone") / "run", 1))
@@ -110,8 +115,10 @@ def same_run(one: Path, other: Path, stopped_at: int | None = None) -> None:
         assert curve.keys() - found[tag].keys() <= {stopped_at} and found[tag].keys() <= curve.keys(), tag
         for step, value in found[tag].items():
             assert math.isclose(value, curve[step], rel_tol=1e-5, abs_tol=1e-5), (tag, step)
-    for name, tensor in adapter(one).items():
-        torch.testing.assert_close(adapter(other)[name], tensor, rtol=1e-3, atol=1e-5)
+    first_learned, second_learned = learned(one), learned(other)
+    assert first_learned.keys() == second_learned.keys()
+    for name, tensor in first_learned.items():
+        torch.testing.assert_close(second_learned[name], tensor, rtol=1e-3, atol=1e-5)
 
 
 def test_two_ranks_are_one_run(alone: Path, two: Path) -> None:

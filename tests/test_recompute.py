@@ -15,8 +15,12 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from qerl_pl.algorithm import DAPO
+from qerl_pl.formats.norm import use_float32_norms
 from qerl_pl.formats.quantize import quantize_checkpoint
 from qerl_pl.modules import LoraConfig, Policy, PolicyConfig, recompute
+from qerl_pl.modules.lora import attach_lora
+from qerl_pl.modules.masters import train_all
+from qerl_pl.modules.memory import state_to_come
 from qerl_pl.modules.micro_batches import deal_micro_batches
 from qerl_pl.modules.recompute import Recomputation
 from qerl_pl.modules.update import PolicyUpdate
@@ -76,8 +80,8 @@ def test_auto_takes_the_fastest_that_fits_the_rank_with_least_memory(
     assert recomputation.mode == mode
 
 
-def of_7b() -> Recomputation:
-    """Of a model in the shape of Qwen2.5-7B that has no memory of its own."""
+def model_of_7b() -> Qwen2ForCausalLM:
+    """In the shape of Qwen2.5-7B, frozen, without memory of its own."""
     config = Qwen2Config(
         vocab_size=152064,
         hidden_size=3584,
@@ -87,7 +91,11 @@ def of_7b() -> Recomputation:
         num_key_value_heads=4,
     )
     with torch.device("meta"):
-        return Recomputation(Qwen2ForCausalLM(config).to(torch.bfloat16).requires_grad_(False), "auto", False)
+        return Qwen2ForCausalLM(config).to(torch.bfloat16).requires_grad_(False)
+
+
+def of_7b() -> Recomputation:
+    return Recomputation(model_of_7b(), "auto", False, torch.bfloat16)
 
 
 def test_estimates_are_a_little_above_what_is_kept() -> None:
@@ -98,6 +106,52 @@ def test_estimates_are_a_little_above_what_is_kept() -> None:
     assert products == pytest.approx(2.8e6, rel=0.01) and everything == pytest.approx(4.8e6, rel=0.01)
     for found, kept in zip(needs, (everything, products, inputs), strict=True):
         assert 1.1 * kept * 6144 / 2**30 < found < 1.1 * kept * 6144 / 2**30 + 4.5
+
+
+def test_what_is_yet_to_come_is_counted_once_and_at_its_size() -> None:
+    """7,615,616,512 weights that all train, in GiB: their gradients 28.37; AdamW's moments 56.74, 8-bit ones' 14.41.
+
+    Always there: logits 0.63; weights on their way: of the MLP 3584 * 18944 and of the vocabulary 152064 * 3584 numbers
+    of 2 bytes, their gradients of 2 and of 4 bytes, 4.57; with an adapter the MLP's alone, 0.13. An adapter of rank 32
+    has 28 * 32 * 90112 numbers: their gradients 0.30, their moments 0.60.
+    """
+    with torch.device("meta"):
+        model = model_of_7b()
+        use_float32_norms(model)
+        train_all(model)
+        adapted = model_of_7b()
+        attach_lora(adapted, LoraConfig(rank=32))
+    full = Recomputation(model, "auto", False, torch.bfloat16)
+    lora = Recomputation(adapted, "auto", False, torch.bfloat16)
+
+    def fixed(recomputation: Recomputation) -> float:
+        return recomputation.needed_bytes(True, 0) / 2**30
+
+    assert fixed(lora) == pytest.approx(0.63 + 0.13 + 0.30 + 0.60, abs=0.01)
+    assert fixed(full) == pytest.approx(0.63 + 4.57 + 28.37 + 56.74, abs=0.02)
+    full.expect(lambda: 2.03125)
+    assert fixed(full) == pytest.approx(0.63 + 4.57 + 28.37 + 14.41, abs=0.02)
+    full.expect(lambda: 0.0)  # a checkpoint has brought them
+    assert fixed(full) == pytest.approx(0.63 + 4.57 + 28.37, abs=0.02)
+    for parameter in model.parameters():
+        parameter.grad = torch.empty_like(parameter)
+    assert fixed(full) == pytest.approx(0.63 + 4.57, abs=0.02)
+    full.load("true")
+    full.expect(lambda: 8.0)  # it is chosen
+    assert fixed(full) == pytest.approx(0.63 + 4.57, abs=0.02)
+    for mode in recompute.MODES:  # activations are in 16 bits over float32 masters, too, but in the norms
+        found, plain = (one.needed_bytes(mode, 6144) - one.needed_bytes(mode, 0) for one in (full, lora))
+        norms = 1.1 * 6144 * 16 * 3584 * (28 if mode is False else 1)
+        assert found == pytest.approx(plain + norms, rel=1e-6)
+
+
+def test_a_state_that_a_checkpoint_has_brought_is_not_to_come() -> None:
+    weight = torch.nn.Parameter(torch.zeros(2, 2))
+    optimizer = torch.optim.AdamW([weight])
+    assert state_to_come(optimizer, torch.optim.AdamW, CPU) == 8
+    weight.grad = torch.zeros_like(weight)
+    optimizer.step()
+    assert state_to_come(optimizer, torch.optim.AdamW, CPU) == 0
 
 
 def test_ranks_choose_alike_and_all_follow_the_one_that_had_to_fall_back(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,6 +43,9 @@ class Recording(TransformersEngine):
     def lend(self) -> LentWeights | None:
         return LentWeights({}, {})
 
+    def memory_gib(self) -> dict[str, float]:
+        return {"kv_cache": 3.0}
+
     def sync(self, weights: Any) -> Any:
         self.noise.append((weights.version, None if weights.noise is None else weights.noise.sigma))
         return super().sync(weights)
@@ -69,6 +72,7 @@ def test_the_engine_is_launched_once_for_the_policy_and_closed_once(tiny_policy_
         module.base_folder, torch.float32, torch.device("cpu"), 4, lora.targets, max_tokens=256 + 4
     )
     assert module.hand_over is not None and module.hand_over.lent == LentWeights({}, {})
+    assert module.hand_over.cache_gib == 3.0
     assert rollout.collector.seed == 5 and rollout.collector.objective is module.objective
     rollout.collector.foreseen |= {"p3": 7.0}
     assert rollout.state_dict() == {"foreseen": {"p2": 6.0, "p3": 7.0}}
@@ -132,19 +136,21 @@ def scripted() -> tuple[RolloutCallback, QeRLModule, Any]:
 
 def test_engine_and_collector_know_how_many_ranks_there_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     specs: list[EngineSpec] = []
-    engine: Any = SimpleNamespace(launch=specs.append, lend=lambda: None)
+    engine: Any = SimpleNamespace(launch=specs.append, lend=lambda: None, memory_gib=dict)
     callback, module, ranks = rollout_of(engine), module_of(Path("nowhere")), Ranks(1, 3)
     module.base_folder, module.tokenizer = tmp_path, Words()  # type: ignore[misc, assignment]
     monkeypatch.setattr("qerl_pl.callbacks.rollout.ranks_of", lambda trainer: ranks)
     strategy = SimpleNamespace(root_device=torch.device("cpu"))
     callback.setup(SimpleNamespace(datamodule=TwoSets(), strategy=strategy), module, "fit")  # type: ignore[arg-type]
+    assert module.hand_over is not None and module.hand_over.cache_gib == 0
     assert [spec.ranks for spec in specs] == [3] and callback.collector.ranks is ranks
 
 
 def test_an_engine_makes_room_for_an_adapter_or_takes_every_weight(tmp_path: Path) -> None:
     specs: list[EngineSpec] = []
     for finetune in ("lora", "full"):
-        callback = rollout_of(SimpleNamespace(launch=specs.append, lend=lambda: None))  # type: ignore[arg-type]
+        engine: Any = SimpleNamespace(launch=specs.append, lend=lambda: None, memory_gib=dict)
+        callback = rollout_of(engine)
         module = module_of(Path("nowhere"))
         module.policy_config = replace(module.policy_config, finetune=finetune, quantization="none")
         module.base_folder, module.tokenizer = tmp_path, Words()  # type: ignore[misc, assignment]
@@ -185,7 +191,11 @@ def test_a_held_out_batch_is_sampled_for_its_own_set(scripted: tuple[RolloutCall
 def test_a_batch_is_sampled_by_the_policy_as_it_is(scripted: tuple[RolloutCallback, QeRLModule, Any]) -> None:
     callback, module, trainer = scripted
     assert module.hand_over is not None
-    callback.on_train_batch_start(trainer, module, PROMPTS, 0)
+    module.register_parameter("trained", torch.nn.Parameter(torch.ones(1)))
+    for hook in (callback.on_train_batch_start, callback.on_validation_batch_start, callback.on_train_batch_start):
+        module.trained.grad = torch.ones(1)
+        hook(trainer, module, PROMPTS, 0)
+        assert module.trained.grad is None  # the engine has its room
     found, ids = module.hand_over.take_experience(), [prompt.id for prompt in PROMPTS]
     assert found.version == 4 and [record.prompt_id for record in found.records[::4]] == ids
     dropped = [record.trained for record in found.records[::4]].count(False)

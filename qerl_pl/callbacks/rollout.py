@@ -114,6 +114,7 @@ class RolloutCallback(Callback):
         log.info("starting %s on %s", type(self.engine).__name__, spec.device)
         self.engine.launch(spec)
         self._hand_over.lent = self.engine.lend()
+        self._hand_over.cache_gib = self.engine.memory_gib().get("kv_cache", 0.0)
         self._collector = Collector(
             self.config, self.engine, module.tokenizer, module.objective, module.seed, ranks_of(trainer)
         )
@@ -144,6 +145,7 @@ class RolloutCallback(Callback):
     ) -> None:
         """Sample and score the batch's completions with the policy as it is now."""
         module = _module(pl_module)
+        module.zero_grad()  # the last update's gradients: the engine wakes, and its cache needs the room
         others = _data(trainer).replacement_prompts
         self._hand_over.experience = self.collector.collect(batch, module.sampling_weights(), module.policy, others)
 
@@ -175,6 +177,7 @@ class RolloutCallback(Callback):
         self._evaluate(_module(pl_module), batch, _data(trainer).test_names[dataloader_idx])
 
     def _evaluate(self, module: QeRLModule, batch: list[Prompt], name: str) -> None:
+        module.zero_grad()  # as before a rollout
         weights = module.policy.weights(module.policy_version)
         self._hand_over.evaluation = self.collector.evaluate(batch, weights, name, self._hand_over.samples)
 

@@ -139,7 +139,8 @@ class Policy(nn.Module):
         else:
             self.trained = self._adapter(folder, config.adapter, seed)
         self.base.to(device)  # type: ignore[arg-type]
-        self.recomputation = Recomputation(self.base, config.gradient_checkpointing, self.trained.random)
+        asked, random = config.gradient_checkpointing, self.trained.random
+        self.recomputation = Recomputation(self.base, asked, random, config.torch_dtype)
 
     def _adapter(self, folder: Path, lora: LoraConfig, seed: int) -> LoraAdapter:
         config = self.config

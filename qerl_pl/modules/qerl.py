@@ -21,7 +21,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from qerl_pl.algorithm.noise import NormNoise
 from qerl_pl.algorithm.objectives import GRPO, Objective
 from qerl_pl.errors import UserError, require_at_least
-from qerl_pl.modules.memory import require_memory
+from qerl_pl.modules.memory import require_memory, state_to_come
 from qerl_pl.modules.optimizer import build_optimizer, build_schedule
 from qerl_pl.modules.policy import Policy, PolicyConfig
 from qerl_pl.modules.update import NonFiniteLossError, PolicyUpdate
@@ -135,10 +135,11 @@ class QeRLModule(LightningModule):
             device = self.trainer.strategy.root_device
             if device.type == "cuda":
                 select_backend("triton")
-            lent = None if self.hand_over is None else self.hand_over.lent
+            given = self.hand_over or HandOver()
             base, config, referred = self.base_folder, self.policy_config, self.objective.needs_reference
-            require_memory(base, config, self.make_optimizer, device, referred)
-            self.policy = Policy(base, config, device, stream_seed(self.seed, "adapter"), lent, referred)
+            make = self.make_optimizer if self.trainer.state.fn == TrainerFn.FITTING else None
+            require_memory(base, config, make, device, referred, given.cache_gib)
+            self.policy = Policy(base, config, device, stream_seed(self.seed, "adapter"), given.lent, referred)
 
     def on_fit_start(self) -> None:
         self._sampled("fit")
@@ -186,6 +187,7 @@ class QeRLModule(LightningModule):
             group.update(given)
             schedule.base_lrs[index] = given["initial_lr"]
             group["lr"] = given["initial_lr"] * schedule.lr_lambdas[index](schedule.last_epoch)
+        self.policy.recomputation.expect(lambda: state_to_come(optimizer.optimizer, self.make_optimizer, self.device))
 
     def _sampled(self, what: str) -> HandOver:
         if self.hand_over is None:
@@ -216,8 +218,7 @@ class QeRLModule(LightningModule):
         start = time.perf_counter()
         metrics = {**experience.metrics, **self._run_update(experience.to(self.device))}
         self.policy_version += 1
-        seconds = time.perf_counter() - start
-        metrics["time/update_s"] = seconds
+        metrics["time/update_s"] = seconds = time.perf_counter() - start
         metrics["perf/tokens_per_s"] = experience.sampled_tokens / (experience.seconds + seconds)
         for name, value in metrics.items():
             self.log(name, value, batch_size=1, prog_bar=name in SHOWN)
@@ -287,10 +288,9 @@ class QeRLModule(LightningModule):
         check_fits(state, self.base_identity, self.policy_config.finetune, self.policy_config.scaling)
         self.policy.load_trained_state(state["trained"])
         self.policy.recomputation.load(state.get("recomputation"))
-        self.policy_version = state["policy_version"]
+        self.policy_version, self._optimizer = state["policy_version"], state["optimizer"]
         states, rank = state["random_states"], self.global_rank
         self._random_state = states[rank if len(states) == self.trainer.world_size else 0]
-        self._optimizer = state["optimizer"]
 
     def on_fit_end(self) -> None:
         """Write RUN/adapter or RUN/model, also where nothing was left to train: a kill may have come before it."""

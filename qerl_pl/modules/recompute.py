@@ -37,10 +37,12 @@ class Recomputation:
         base: The causal LM, its adapter attached.
         asked: One of `MODES`, or "auto": each layer is recomputed until `choose` knows better.
         random: Whether a forward pass draws random numbers, which a recomputation must draw again.
+        dtype: Of activations: the base's own parameters may be float32 masters.
     """
 
-    def __init__(self, base: PreTrainedModel, asked: Checkpointing, random: bool) -> None:
-        self._base, self._random, self._applied = base, random, False
+    def __init__(self, base: PreTrainedModel, asked: Checkpointing, random: bool, dtype: torch.dtype) -> None:
+        self._base, self._random, self._dtype, self._applied = base, random, dtype, False
+        self._state_to_come = 8.0  # of AdamW in float32
         self.automatic = asked == "auto"
         self.chosen = not self.automatic
         self.mode: Checkpointing = True if asked == "auto" else asked
@@ -58,6 +60,15 @@ class Recomputation:
     def _take(self, mode: Checkpointing) -> None:
         self.mode, self.chosen = mode, True
         self._apply()
+
+    def expect(self, measure: Callable[[], float]) -> None:
+        """Have the choice, where it is still to be made, count on what the optimizer will hold and does not yet.
+
+        Args:
+            measure: Gives the bytes a trained weight.
+        """
+        if not self.chosen:
+            self._state_to_come = measure()
 
     def choose(self, tokens: int, ranks: Ranks) -> None:
         """Choose the fastest mode whose micro-batches fit what is free now, on the rank that has least of it.
@@ -95,13 +106,13 @@ class Recomputation:
                 self._take(mode)
 
     def needed_bytes(self, mode: Checkpointing, tokens: int) -> int:
-        """About what an update needs on top of what stays, with its gradients and the optimizer's state.
+        """About what an update needs on top of what stays: activations, and gradients and states that are yet to come.
 
         Args:
             mode: One of `MODES`.
             tokens: Of a micro-batch.
         """
-        config, size = self._base.config, self._base.dtype.itemsize
+        config, size = self._base.config, self._dtype.itemsize
         hidden, inner = config.hidden_size, config.intermediate_size
         head = getattr(config, "head_dim", None) or hidden // config.num_attention_heads
         queries, keys = config.num_attention_heads * head, config.num_key_value_heads * head
@@ -113,37 +124,47 @@ class Recomputation:
         products = size * (hidden + queries + 2 * keys + 2 * inner)  # all but the last
         kept = {False: whole, "selective": size * hidden + products, True: size * hidden}[mode]
         working = (0 if mode is False else whole) + size * (4 * inner + 6 * hidden)  # a layer, and gradients on the way
-        trained = sum(p.numel() for p in self._base.parameters() if p.requires_grad)
-        fixed = size * hidden * inner + 2 * CHUNK_BYTES + 4 * 4 * trained
+        fixed = 2 * CHUNK_BYTES + self._weight_bytes() + self._yet_to_come()
         return int(SPARE * tokens * (config.num_hidden_layers * kept + working)) + fixed
 
-    def attempt(self, work: Callable[[], T], parameters: Sequence[nn.Parameter]) -> T:
-        """Do `work`, which adds to gradients; where it runs out of memory in "auto", once more with less kept.
+    def _weight_bytes(self) -> int:
+        """Copies of a weight that live for a product: in the activations' type, and where it trains its gradient."""
+        config, size = self._base.config, self._dtype.itemsize
+        largest, head = config.hidden_size * config.intermediate_size, self._base.get_output_embeddings().weight
+        if not head.requires_grad:
+            return size * largest
+        # Gradients in the activations' type, then in float32; the layer to the vocabulary beside any other.
+        return (2 * size + 4) * (largest + head.numel())
 
-        The gradients that were there, and the random numbers that are drawn, are then those of a first attempt.
+    def _yet_to_come(self) -> int:
+        trained = [parameter for parameter in self._base.parameters() if parameter.requires_grad]
+        gradients = sum(parameter.nbytes for parameter in trained if parameter.grad is None)
+        return gradients + int(self._state_to_come * sum(parameter.numel() for parameter in trained))
+
+    def attempt(self, work: Callable[[], T], parameters: Sequence[nn.Parameter]) -> T:
+        """Do `work`, which makes gradients; where it runs out of memory in "auto", once more with less kept.
+
+        The gradients, and the random numbers that are drawn, are then those of a first attempt.
 
         Args:
-            work: A micro-batch's forward and backward pass; uses each parameter once.
-            parameters: What it gives gradients to.
+            work: Forward and backward passes of all of an optimizer step's micro-batches: to repeat the last one alone,
+                a second set of gradients would have to be held beside the sum, as large as the model where all trains.
+            parameters: What it gives gradients to; before it they have none.
 
         Raises:
             OutOfMemoryError: There is nothing left to keep less of.
         """
         while self.automatic and self.mode is not True:
-            sums = [parameter.grad for parameter in parameters]
             state = self._random_state()
             lenient = torch.is_deterministic_algorithms_warn_only_enabled()
-            _set_gradients(parameters, [None] * len(sums))
             try:
-                result = work()
+                return work()
             except torch.OutOfMemoryError as error:
                 reason = str(error).partition("\n")[0]
-            else:
-                _add_gradients(parameters, sums)
-                return result
             # Outside of the except clause, so that nothing refers to what the attempt had computed.
             torch.use_deterministic_algorithms(torch.are_deterministic_algorithms_enabled(), warn_only=lenient)
-            _set_gradients(parameters, sums)
+            for parameter in parameters:
+                parameter.grad = None
             self._set_random_state(state)
             self._fall_back(reason)
         return work()
@@ -209,17 +230,3 @@ def _all_products_known(base: nn.Module) -> bool:
     plain = [name for name, module in modules.items() if isinstance(module, nn.Linear) and ".layers." in name]
     own = [name for name in plain if ".lora_" not in name]
     return all(isinstance(modules[name.rpartition(".")[0]], LoraLinear) for name in own)
-
-
-def _set_gradients(parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None]) -> None:
-    for parameter, gradient in zip(parameters, gradients, strict=True):
-        parameter.grad = gradient
-
-
-def _add_gradients(parameters: Sequence[nn.Parameter], sums: Sequence[Tensor | None]) -> None:
-    """Add the parameters' gradients to the sums, as the backward pass itself would have, and put these in place."""
-    for parameter, total in zip(parameters, sums, strict=True):
-        if total is not None:
-            if parameter.grad is not None:
-                total.add_(parameter.grad)
-            parameter.grad = total

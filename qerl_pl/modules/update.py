@@ -170,16 +170,18 @@ class PolicyUpdate:
 
         `unchanged`: the policy is still the old one, whose log-probabilities are kept for later steps.
         """
-        found: list[dict[str, Tensor]] = []
-        for part in self._micro_batches(known.experience.lengths[rows]):
+        parts = self._micro_batches(known.experience.lengths[rows])
 
-            def work(part: Tensor = part) -> dict[str, Tensor]:
+        def work() -> list[dict[str, Tensor]]:
+            found = []
+            for part in parts:
                 loss, sums = self._loss(policy, known, rows[part], weights[part], unchanged)
                 if loss.requires_grad:  # a micro-batch of masked completions has nothing to learn
                     backward(loss)
-                return {"loss": loss.detach(), **sums}
+                found.append({"loss": loss.detach(), **sums})
+            return found
 
-            found.append(policy.recomputation.attempt(work, parameters))
+        found = policy.recomputation.attempt(work, parameters)
         totals: dict[str, float] = defaultdict(float)
         for name in found[0]:  # all at once, for each waits for the device
             for value in torch.stack([sums[name] for sums in found]).tolist():

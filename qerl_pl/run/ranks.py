@@ -4,7 +4,7 @@ Every rank walks the same path with the same global numbers: what differs betwee
 gradient of its completions) is put together here, in the order of ranks, so that sums have the same bits each time.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -14,6 +14,9 @@ from torch import Tensor, distributed
 from qerl_pl.errors import UserError
 
 T = TypeVar("T")
+
+BUCKET = 2**31
+"""Bytes of tensors that are summed at once, in a copy; a larger tensor is summed alone, where it is."""
 
 
 @dataclass(frozen=True)
@@ -41,14 +44,19 @@ class Ranks:
         return [one for part in self.gather(list(values)) for one in part]
 
     def sum(self, tensors: Iterable[Tensor]) -> None:
-        """Replace each tensor by its sum over the ranks: one all-reduce of them all, float32 and on one device."""
-        parts = list(tensors)
-        if self.size == 1 or not parts:
-            return
-        flat = torch.cat([part.flatten() for part in parts])
-        distributed.all_reduce(flat)
-        for part, total in zip(parts, flat.split([part.numel() for part in parts]), strict=True):
-            part.copy_(total.view_as(part))
+        """Replace each tensor by its sum over the ranks: one all-reduce of what fits `BUCKET`.
+
+        Args:
+            tensors: Float32 and on one device, of the same shapes on all ranks.
+        """
+        for parts in _buckets(tensors) if self.size > 1 else ():
+            if len(parts) == 1 and parts[0].is_contiguous():
+                distributed.all_reduce(parts[0])
+                continue
+            flat = torch.cat([part.flatten() for part in parts])
+            distributed.all_reduce(flat)
+            for part, total in zip(parts, flat.split([part.numel() for part in parts]), strict=True):
+                part.copy_(total.view_as(part))
 
     def wait(self) -> None:
         """Go on when all ranks are here."""
@@ -72,6 +80,18 @@ class Ranks:
                         f"every rank must have the same {name}; found {value!s:.40} on rank {rank} and "
                         f"{first[name]!s:.40} on rank 0; give all the same files, on a shared file system"
                     )
+
+
+def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Neighbours that fit `BUCKET` together."""
+    bucket: list[Tensor] = []
+    for tensor in tensors:
+        if bucket and sum(one.nbytes for one in bucket) + tensor.nbytes > BUCKET:
+            yield bucket
+            bucket = []
+        bucket.append(tensor)
+    if bucket:
+        yield bucket
 
 
 ALONE = Ranks()

@@ -1,9 +1,8 @@
 """Several processes, a device each, on Lightning's own launchers: Lightning's DDP strategy without its wrapper.
 
-What is trained is small and whole on each rank, and the ranks have different numbers of micro-batches: so each
-accumulates its gradient by itself, and the update adds them up once an optimizer step (`Ranks.sum`).
-DistributedDataParallel would broadcast every parameter at the start, lent 4-bit weights included, and wait for all
-ranks in every backward pass.
+What is trained is whole on each rank, and the ranks have different numbers of micro-batches: so each accumulates its
+gradient by itself, and the update adds them up once an optimizer step (`Ranks.sum`). DistributedDataParallel would
+broadcast every parameter at the start, lent 4-bit weights included, and wait for all ranks in every backward pass.
 """
 
 import os
