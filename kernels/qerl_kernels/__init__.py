@@ -34,6 +34,7 @@ from qerl_kernels.reference import (
     nvfp4_global_scale,
     quantize_mxfp4,
 )
+from qerl_kernels.rope import rotary
 
 __all__ = [
     "Backend",
@@ -71,6 +72,7 @@ __all__ = [
     "quantize_nf4",
     "quantize_nvfp4",
     "rms_norm",
+    "rotary",
     "select_backend",
     "selected_backend",
     "silu_product",

@@ -4,6 +4,8 @@ Every token of the batch stands in one row; each attends to its own sequence alo
 tokens one by one, so the result equals the padded one up to rounding.
 """
 
+import functools
+import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,8 +56,6 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """Causal attention within each packed sequence, as transformers calls it.
 
-    16-bit tensors on a GPU take PyTorch's variable-length attention; others are padded for this one operation.
-
     Args:
         module: The attention layer.
         query: [1, heads, S, head size].
@@ -71,27 +71,72 @@ def packed_attention(
         ([1, S, heads, head size], None).
     """
     assert packing is not None and dropout == 0.0
-    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))  # [S, heads, head size]
-    if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
+    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    return attention_of_rows(q, k, v, packing, scaling, sliding_window).unsqueeze(0), None
+
+
+def attention_of_rows(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    packing: Packing,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+) -> Tensor:
+    """Causal attention within each packed sequence.
+
+    16-bit tensors on a GPU take PyTorch's variable-length attention; others are padded for this one operation.
+
+    Args:
+        query: [S, heads, head size].
+        key: [S, key-value heads, head size].
+        value: As `key`.
+        packing: The sequences.
+        scaling: Factor of the products; by default 1 / sqrt(head size).
+        sliding_window: How many tokens each attends to, itself included; None: all before it.
+
+    Returns:
+        [S, heads, head size].
+    """
+    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
         from torch.nn.attention.varlen import varlen_attn  # PyTorch for CPUs alone may lack it
 
-        repeats = q.shape[1] // k.shape[1]
-        k, v = (tensor.repeat_interleave(repeats, dim=1) for tensor in (k, v))
+        options: dict[str, Any] = {}
+        if query.shape[1] != key.shape[1]:
+            if takes_grouped_queries():
+                options["enable_gqa"] = True
+            else:
+                repeats = query.shape[1] // key.shape[1]
+                key, value = (tensor.repeat_interleave(repeats, dim=1) for tensor in (key, value))
         bounds = (packing.boundaries, packing.boundaries, packing.longest, packing.longest)
         window = (-1 if sliding_window is None else sliding_window - 1, 0)
-        out = varlen_attn(q.contiguous(), k, v, *bounds, scale=scaling, window_size=window)
+        query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
+        out = varlen_attn(query, key, value, *bounds, scale=scaling, window_size=window, **options)
         assert isinstance(out, Tensor)
-        return strictly_deterministic_gradient(out).unsqueeze(0), None
-    q, k, v = (
+        return strictly_deterministic_gradient(out)
+    query, key, value = (
         tensor.new_zeros(*packing.kept.shape, *tensor.shape[1:]).index_put((packing.kept,), tensor).transpose(1, 2)
-        for tensor in (q, k, v)
+        for tensor in (query, key, value)
     )
     visible: dict[str, Any] = {"is_causal": True}
-    if sliding_window is not None and sliding_window < q.shape[2]:
-        seen = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).tril()
+    if sliding_window is not None and sliding_window < query.shape[2]:
+        seen = torch.ones(query.shape[2], query.shape[2], dtype=torch.bool, device=query.device).tril()
         visible = {"attn_mask": seen.triu(1 - sliding_window)}
-    attended = functional.scaled_dot_product_attention(q, k, v, scale=scaling, enable_gqa=True, **visible)
-    return strictly_deterministic_gradient(attended).transpose(1, 2)[packing.kept].unsqueeze(0), None
+    attended = functional.scaled_dot_product_attention(query, key, value, scale=scaling, enable_gqa=True, **visible)
+    return strictly_deterministic_gradient(attended).transpose(1, 2)[packing.kept]
+
+
+@functools.cache
+def takes_grouped_queries() -> bool:
+    """Whether PyTorch's variable-length attention takes fewer key-value heads than query heads, so that none repeat.
+
+    PyTorch 2.12 is the first whose documentation says so.
+    """
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return False
+    return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 AttentionInterface.register(ATTENTION, packed_attention)

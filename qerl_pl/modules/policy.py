@@ -19,6 +19,7 @@ from qerl_pl.formats.described import described_model
 from qerl_pl.formats.norm import use_float32_norms
 from qerl_pl.formats.resolve import in_format, local_folder
 from qerl_pl.modules.adapter import LoraAdapter
+from qerl_pl.modules.attention import use_packed_attention
 from qerl_pl.modules.base_model import load_base
 from qerl_pl.modules.full import FullWeights
 from qerl_pl.modules.gated_mlp import use_gated_mlps
@@ -128,6 +129,7 @@ class Policy(nn.Module):
             model = load_base(folder, config.torch_dtype, device, lent)
             use_float32_norms(model)
             use_gated_mlps(model)
+            use_packed_attention(model)
             return model
 
         self.base = load(lent if config.adapter else None)

@@ -1,0 +1,59 @@
+"""Rotary position embedding of queries and keys as the projections give them, token by token: no transposed views."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from qerl_kernels.backend import runs_triton
+
+
+def rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """x cos + rotate_half(x) sin for queries and keys: channels i and i + size / 2 turn together.
+
+    Each product rounds to its dtype before the sum does, as PyTorch's single operations round, in both directions.
+
+    Args:
+        query: [S, heads, size], size even.
+        key: [S, key-value heads, size].
+        cos: [S, size], of one dtype with the others for one launch; where it has a gradient, plain PyTorch computes it.
+        sin: As `cos`.
+
+    Returns:
+        (rotated queries, rotated keys).
+    """
+    alike = query.dtype == key.dtype == cos.dtype == sin.dtype and query.shape[-1] == cos.shape[-1]
+    if alike and runs_triton(query) and not (cos.requires_grad or sin.requires_grad):
+        return _Rotary.apply(query, key, cos, sin)
+    return plain_rotary(query, key, cos, sin)
+
+
+def plain_rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """As `rotary`, one operation after the other."""
+    cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
+    return query * cos + _half_turned(query) * sin, key * cos + _half_turned(key) * sin
+
+
+def _half_turned(x: Tensor) -> Tensor:
+    half = x.shape[-1] // 2
+    return torch.cat((-x[..., half:], x[..., :half]), dim=-1)
+
+
+class _Rotary(torch.autograd.Function):
+    """One launch in each direction; cosines and sines, which all layers share, are all that is kept."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        from qerl_kernels import triton_rope
+
+        cos, sin = cos.contiguous(), sin.contiguous()
+        ctx.save_for_backward(cos, sin)
+        return triton_rope.rotated(query, key, cos, sin)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_query: Tensor, grad_key: Tensor) -> tuple[Tensor | None, ...]:
+        from qerl_kernels import triton_rope
+
+        return *triton_rope.gradient(grad_query, grad_key, *ctx.saved_tensors), None, None

@@ -1,0 +1,104 @@
+"""A Triton kernel that rotates queries and keys, or turns their gradients back, rounding where PyTorch's own do."""
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from qerl_kernels.backend import interpreting
+from qerl_kernels.triton_marlin_tile import to_bfloat16
+
+_compiled: dict[Hashable, Any] = {}
+"""By all that Triton compiles for: its own path from a call to the launch takes longer than the rotation does."""
+
+
+@triton.jit
+def _rounded(x, KIND: tl.constexpr, REAL: tl.constexpr):
+    return (to_bfloat16(x, REAL) if KIND == tl.bfloat16 else x.to(KIND)).to(tl.float32)
+
+
+@triton.jit
+def _turn(
+    x, out, cosines, sines, HEADS: tl.constexpr, PADDED: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
+    BACK: tl.constexpr, REAL: tl.constexpr,
+):  # fmt: skip
+    """All heads of a token; cosines and sines are pairs [BLOCK], of its channels' first and second half."""
+    KIND: tl.constexpr = out.dtype.element_ty
+    head, i = tl.arange(0, PADDED)[:, None], tl.arange(0, BLOCK)[None, :]
+    at, inside = head * (2 * HALF) + i, (head < HEADS) & (i < HALF)
+    first = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(x + at + HALF, mask=inside, other=0.0).to(tl.float32)
+    of_first, of_second = _rounded(first * cosines[0], KIND, REAL), _rounded(second * cosines[1], KIND, REAL)
+    if BACK:  # a channel's gradient has a third part, which slicing made: zero, that makes -0 a 0
+        of_first = of_first + _rounded(second * sines[1], KIND, REAL) + 0.0
+        of_second = of_second - _rounded(first * sines[0], KIND, REAL) + 0.0
+    else:
+        of_first = of_first - _rounded(second * sines[0], KIND, REAL)
+        of_second = of_second + _rounded(first * sines[1], KIND, REAL)
+    if KIND == tl.bfloat16:
+        of_first, of_second = to_bfloat16(of_first, REAL), to_bfloat16(of_second, REAL)
+    tl.store(out + at, of_first.to(KIND), mask=inside)
+    tl.store(out + at + HALF, of_second.to(KIND), mask=inside)
+
+
+@triton.jit
+def _kernel(
+    query, key, cos, sin, out_query, out_key, HEADS: tl.constexpr, KEYS: tl.constexpr, HALF: tl.constexpr,
+    PADDED_HEADS: tl.constexpr, PADDED_KEYS: tl.constexpr, BLOCK: tl.constexpr, BACK: tl.constexpr,
+    REAL: tl.constexpr,
+):  # fmt: skip
+    token, i = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)[None, :]
+    cos += token * (2 * HALF) + i
+    sin += token * (2 * HALF) + i
+    inside = i < HALF
+    cosines = (
+        tl.load(cos, mask=inside, other=0.0).to(tl.float32),
+        tl.load(cos + HALF, mask=inside, other=0.0).to(tl.float32),
+    )
+    sines = (
+        tl.load(sin, mask=inside, other=0.0).to(tl.float32),
+        tl.load(sin + HALF, mask=inside, other=0.0).to(tl.float32),
+    )
+    at = token * (HEADS * 2 * HALF)
+    _turn(query + at, out_query + at, cosines, sines, HEADS, PADDED_HEADS, HALF, BLOCK, BACK, REAL)
+    at = token * (KEYS * 2 * HALF)
+    _turn(key + at, out_key + at, cosines, sines, KEYS, PADDED_KEYS, HALF, BLOCK, BACK, REAL)
+
+
+def _launch(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, back: bool) -> tuple[Tensor, Tensor]:
+    query, key = query.contiguous(), key.contiguous()
+    tokens, heads, size = query.shape
+    keys = key.shape[1]
+    outputs = torch.empty_like(query), torch.empty_like(key)
+    if not tokens:
+        return outputs
+    tensors = (query, key, cos, sin, *outputs)
+    addresses = [tensor.data_ptr() for tensor in tensors]
+    aligned = tuple(address % 16 == 0 for address in addresses)
+    shape = (query.dtype, heads, keys, size, back, query.get_device(), aligned)
+    compiled = _compiled.get(shape)
+    block, padded = triton.next_power_of_2(size // 2), (triton.next_power_of_2(heads), triton.next_power_of_2(keys))
+    constants = (heads, keys, size // 2, *padded, block, back, not interpreting())
+    if compiled is not None:
+        compiled[(tokens, 1, 1)](*addresses, *constants)
+        return outputs
+    warps = min(max(padded[0] * block // 512, 1), 8)
+    # A sum of two products is not to become one rounding.
+    compiled = _kernel[(tokens, 1, 1)](*tensors, *constants, num_warps=warps, enable_fp_fusion=False)
+    if not interpreting():
+        _compiled[shape] = compiled
+    return outputs
+
+
+def rotated(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Of queries [S, heads, size] and keys [S, key-value heads, size] by contiguous cos and sin [S, size]."""
+    return _launch(query, key, cos, sin, back=False)
+
+
+def gradient(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of what `rotated` was given, of those of what it gave."""
+    return _launch(query, key, cos, sin, back=True)

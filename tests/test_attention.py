@@ -1,0 +1,215 @@
+"""Attention on packed sequences without transposed views, against transformers' own layers."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from qerl_kernels import select_backend
+from torch import Tensor, nn
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    OlmoConfig,
+    OlmoForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from qerl_pl.modules import LoraConfig, Policy, PolicyConfig
+from qerl_pl.modules.attention import PackedAttention, use_packed_attention
+from qerl_pl.modules.packing import ATTENTION, Packing
+from qerl_pl.run.random_state import deterministic
+
+LENGTHS = torch.tensor([7, 1, 12, 5])
+SIZES: dict[str, Any] = {
+    "vocab_size": 50,
+    "hidden_size": 32,
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+}
+WINDOW = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
+MODELS = {
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, attention_bias=True)),
+    "mistral": lambda: MistralForCausalLM(MistralConfig(**SIZES, sliding_window=None)),
+    "mistral, window": lambda: MistralForCausalLM(MistralConfig(**SIZES, sliding_window=5)),
+    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES)),
+    "qwen2, window in one layer": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES, **WINDOW)),
+    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES)),
+    "qwen3, window in one layer": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, **WINDOW)),
+}
+
+
+def make(name: str, attention: str = ATTENTION) -> tuple[PreTrainedModel, PreTrainedModel]:
+    """A model, biases and norms drawn too, and its copy with packed attention."""
+    torch.manual_seed(0)
+    plain: Any = MODELS[name]().eval()
+    plain.set_attn_implementation(attention)
+    with torch.no_grad():
+        for parameter in plain.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    packed = copy.deepcopy(plain)
+    use_packed_attention(packed)
+    assert sum(isinstance(module, PackedAttention) for module in packed.modules()) == 2
+    return plain, packed
+
+
+def run(model: PreTrainedModel, ids: Tensor, packing: Packing | None) -> Tensor:
+    """Hidden states [S, hidden] of packed tokens [S], or of one sequence."""
+    options = {} if packing is None else {"packing": packing, "position_ids": packing.positions[None]}
+    return model.get_decoder()(input_ids=ids[None], use_cache=False, **options).last_hidden_state[0]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_packed_sequences_have_the_bits_of_the_layer_that_was_there(name: str) -> None:
+    ids, packing = torch.randint(50, (25,)), Packing.of(LENGTHS, 12)
+    models, gradients, outputs = make(name), [], []
+    direction = torch.randn(25, 32)
+    for model in models:
+        outputs.append(run(model, ids, packing))
+        (outputs[-1] * direction).sum().backward()
+        gradients.append({name: parameter.grad for name, parameter in model.get_decoder().named_parameters()})
+    assert torch.equal(*outputs) and gradients[0].keys() == gradients[1].keys()
+    for parameter, expected in gradients[0].items():
+        found = gradients[1][parameter]
+        if parameter.endswith(("q_norm.weight", "k_norm.weight")):  # a sum over tokens and heads in another order
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+        else:
+            assert torch.equal(found, expected), parameter
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_packed_sequences_are_those_of_a_plain_model_one_at_a_time(name: str, backend: Any) -> None:
+    ids = torch.randint(50, (25,), generator=torch.Generator().manual_seed(1))
+    plain, _ = make(name, "eager")
+    expected = torch.cat([run(plain, one, None) for one in ids.split(LENGTHS.tolist())])
+    select_backend(backend)
+    try:
+        found = run(make(name)[1], ids, Packing.of(LENGTHS, 12))
+    finally:
+        select_backend("torch")
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_without_a_packing_all_is_as_it_was(name: str) -> None:
+    plain, packed = make(name, "eager")
+    ids = torch.randint(3, 50, (2, 6))
+    mask = torch.ones_like(ids)
+    mask[0, :2] = 0
+    options: Any = {"attention_mask": mask, "max_new_tokens": 10, "do_sample": False, "pad_token_id": 0}
+    expected, found = (
+        model.generate(ids, **options, output_scores=True, return_dict_in_generate=True)  # type: ignore[operator]
+        for model in (plain, packed)
+    )
+    assert torch.equal(found.sequences, expected.sequences) and len(expected.scores) > 1
+    assert all(map(torch.equal, found.scores, expected.scores))
+    losses, gradients = [], []
+    for model in (plain, packed):
+        losses.append(model(input_ids=ids, attention_mask=mask, labels=ids).loss)
+        gradients.append(torch.autograd.grad(losses[-1], list(model.parameters())))
+    assert torch.equal(*losses) and all(map(torch.equal, *gradients))
+
+
+def test_dropout_is_that_of_the_mode_the_model_is_in() -> None:
+    plain, packed = make("qwen2", "eager")
+    ids, outputs = torch.randint(50, (1, 9)), {}
+    for model in (plain, packed):
+        for module in model.modules():
+            inner: Any = module._plain[0] if isinstance(module, PackedAttention) else module
+            if type(inner).__name__ == "Qwen2Attention":
+                inner.attention_dropout = 0.5
+        for training in (True, False):
+            torch.manual_seed(1)
+            outputs[model is packed, training] = model.train(training)(input_ids=ids).logits
+    assert torch.equal(outputs[True, True], outputs[False, True])
+    assert torch.equal(outputs[True, False], outputs[False, False])
+    assert not torch.equal(outputs[True, True], outputs[True, False])
+
+
+def test_a_packing_takes_no_dropout_of_weights() -> None:
+    torch.manual_seed(0)
+    model = Qwen2ForCausalLM(Qwen2Config(**SIZES, attention_dropout=0.1, attn_implementation=ATTENTION))
+    use_packed_attention(model)
+    ids, packing = torch.randint(50, (25,)), Packing.of(LENGTHS, 12)
+    run(model.eval(), ids, packing)
+    with pytest.raises(AssertionError):
+        run(model.train(), ids, packing)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_names_are_as_they_were_and_each_parameter_is_there_once(name: str) -> None:
+    plain, packed = make(name)
+    for named in ("named_parameters", "named_buffers", "named_modules"):
+        names = [[name for name, _ in getattr(model, named)(remove_duplicate=False)] for model in (plain, packed)]
+        assert names[0] == names[1]
+    assert plain.state_dict().keys() == packed.state_dict().keys()
+
+
+def test_what_is_put_in_place_of_a_projection_counts_with_and_without_a_packing() -> None:
+    _, packed = make("qwen2", "eager")
+    ids, packing = torch.randint(50, (25,)), Packing.of(LENGTHS, 12)
+    copied: Any = copy.deepcopy(packed)
+    before = [run(packed, ids, kind) for kind in (packing, None)]
+    for layer in packed.get_decoder().layers:
+        layer.set_submodule("self_attn.v_proj", nn.Linear(32, 16))
+    for kind, other in zip((packing, None), before, strict=True):
+        assert not torch.equal(run(packed, ids, kind), other) and torch.equal(run(copied, ids, kind), other)
+
+
+def test_layers_that_are_not_known_stay() -> None:
+    config = OlmoConfig(vocab_size=50, hidden_size=32, intermediate_size=16, num_hidden_layers=1, num_attention_heads=4)
+    unknown = OlmoForCausalLM(config)  # clips queries, keys and values
+    use_packed_attention(unknown)
+    grown = MODELS["llama"]()
+    grown.model.layers[0].self_attn.extra = nn.Linear(2, 2)
+    use_packed_attention(grown)
+    assert [isinstance(layer.self_attn, PackedAttention) for layer in grown.model.layers] == [False, True]
+    assert not any(isinstance(module, PackedAttention) for module in unknown.modules())
+
+
+def test_a_policy_has_it_in_every_layer(tiny_policy_dir: Path) -> None:
+    config = PolicyConfig(path=str(tiny_policy_dir), quantization="none", lora=LoraConfig(rank=2))
+    policy = Policy(tiny_policy_dir, config, torch.device("cpu"), seed=1)
+    assert sum(isinstance(module, PackedAttention) for module in policy.modules()) == 2
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("name", ["qwen2", "qwen3"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_real_layer_on_a_gpu_has_the_bits_of_the_one_that_was_there(name: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    heads = {"hidden_size": 3584, "num_attention_heads": 28, "num_key_value_heads": 4, "head_dim": 128}
+    settings: Any = SIZES | heads | {"num_hidden_layers": 1, "attn_implementation": ATTENTION}
+    kind, of_kind = {"qwen2": (Qwen2ForCausalLM, Qwen2Config), "qwen3": (Qwen3ForCausalLM, Qwen3Config)}[name]
+    model: Any = kind(of_kind(**settings)).to("cuda", dtype).requires_grad_(False)  # type: ignore[arg-type]
+    packing = Packing.of(torch.tensor([1500, 700, 1848], device="cuda"), 1848)
+    hidden, direction = torch.randn(2, 1, 4048, 3584, device="cuda").to(dtype)
+    angles = model.model.rotary_emb(hidden, packing.positions[None])
+    hidden.requires_grad_()
+    found = []
+    select_backend("triton")
+    try:
+        with deterministic():
+            for _ in range(2):
+                out, _ = model.model.layers[0].self_attn(
+                    hidden, position_embeddings=angles, attention_mask=None, packing=packing
+                )
+                found.append((out, *torch.autograd.grad(out, hidden, direction)))
+                use_packed_attention(model)
+    finally:
+        select_backend("torch")
+    assert isinstance(model.model.layers[0].self_attn, PackedAttention)
+    assert all(map(torch.equal, *found))
