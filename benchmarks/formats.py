@@ -6,10 +6,12 @@
         --rollouts 2 --no-tests --out DIR                                # does it run?
 
 `speed`: three steps (a prompt, --group completions) and then rollouts of --batches, with random weights of --shape.
-`task`: the quickstart in bfloat16 with VLLMEngine and noise. Each part has a process of its own. They import at once
-and take the GPU one after the other (those of `task` together). Results are written as they come; what would begin
-after --minutes is left out. NF4 in vLLM and full fine-tuning need bitsandbytes.
-Memory is what the driver counts for the whole GPU in a full step, sampled every 20 ms.
+`task`: the quickstart in bfloat16 with VLLMEngine and noise. Each part has a process of its own. Their engines start
+at once; then one after the other loads its policy and is measured while those that wait are idle (those of `task` run
+together). Results are written as they come; what would begin after --minutes is left out. NF4 in vLLM and full
+fine-tuning need bitsandbytes.
+Memory is what the driver counts for the whole GPU in a full step, sampled every 20 ms, less what the other processes
+held, which is what is left when a part has ended.
 """
 
 import argparse
@@ -21,6 +23,8 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+
+from lightning.pytorch import Callback
 
 ROOT = Path(__file__).parents[1]
 GATE = ("tests/test_ops_nf4.py",)
@@ -36,6 +40,22 @@ PAPER = {"nvfp4": 1.27, "nf4": 0.83, "none": 1.0}
 """Rollout speed at batch 8 over that of 16-bit LoRA, 7B on an H100 (arXiv 2510.11696)."""
 RATES = {"speed": 1e-6, "task": 2e-4}
 """Of full fine-tuning."""
+
+
+class Turn(Callback):
+    """Waits, between the start of the engine and the loading of the policy.
+
+    Args:
+        path: File that says go on.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = Path(path)
+
+    def setup(self, *_: Any, **__: Any) -> None:
+        self.path.with_suffix(".ready").touch()
+        while not self.path.exists():
+            time.sleep(0.1)
 
 
 def base_of(args: argparse.Namespace, part: str) -> Path:
@@ -92,8 +112,9 @@ def speed(args: argparse.Namespace, part: str) -> dict[str, Any]:
     settings = changed(rl_step.settings(argparse.Namespace(**given), base_of(args, part)), part, "speed", args.device)
     engine = settings["trainer"]["callbacks"][0]["init_args"]["engine"]["init_args"]
     engine |= {"max_num_seqs": max(args.batches), "prefix_caching": False}
+    turn = {"class_path": "formats.Turn", "init_args": {"path": str(args.out / f".speed-{part}.go")}}
+    settings["trainer"]["callbacks"].insert(1, turn)
     sys.argv = sys.argv[:1]
-    began = time.perf_counter()
     cli = QeRLCLI({"subcommand": "fit", "fit": settings})
     memory = next(one for one in cli.trainer.callbacks if type(one).__name__ == "DriverMemory")
     (rollout,) = (one for one in cli.trainer.callbacks if isinstance(one, RolloutCallback))
@@ -105,7 +126,6 @@ def speed(args: argparse.Namespace, part: str) -> dict[str, Any]:
         "steps": memory.steps,
         "peak_gib": max((memory.peaks.get(phase, 0.0) for phase in ("rollout", "update")), default=0.0),
         "update_tokens_per_s": args.group * args.tokens / median["time/update_s"],
-        "fit_s": time.perf_counter() - began,
         "kernels": rollout.engine.kernels,
     }
     asked = argparse.Namespace(**vars(args) | {"prompt": 64, "repeats": 2})
@@ -177,12 +197,15 @@ def measure(args: argparse.Namespace) -> None:
     found: dict[str, dict[str, Any]] = json.loads(earlier.read_text())["results"] if earlier.is_file() else {}
     jobs = [(what, part) for what in args.what for part in args.parts]
     for job in jobs:
-        for kind in ("go", "json"):
+        for kind in ("ready", "go", "json"):
             (args.out / f".{'-'.join(job)}.{kind}").unlink(missing_ok=True)
     if status := subprocess.run([*command(args), "--only", "prepare"]).returncode:
         sys.exit(status)
     children = {job: subprocess.Popen([*command(args), "--only", *job]) for job in jobs}  # they import meanwhile
     try:
+        for (what, part), process in children.items():
+            while what == "speed" and process.poll() is None and not (args.out / f".{what}-{part}.ready").exists():
+                time.sleep(0.2)
         for what in args.what:
             for batch in [[part] for part in args.parts] if what == "speed" else [list(args.parts)]:
                 if time.monotonic() - began > 60 * args.minutes:
@@ -195,6 +218,8 @@ def measure(args: argparse.Namespace) -> None:
                     path = args.out / f".{what}-{part}.json"
                     if path.is_file():
                         one = json.loads(path.read_text())
+                        if what == "speed":
+                            one["peak_gib"] = max(0.0, one["peak_gib"] - used_gib(args.device))
                         found.setdefault(part, {}).update(one if what == "speed" else {"task": one})
                     else:
                         print(f"{what} of {part} failed", file=sys.stderr)
@@ -202,6 +227,14 @@ def measure(args: argparse.Namespace) -> None:
     finally:
         for child in children.values():
             child.kill()
+
+
+def used_gib(device: str) -> float:
+    """What the driver counts for all processes; asked from outside, for a process that asks it holds some itself."""
+    if device != "cuda":
+        return 0.0
+    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    return float(subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0]) / 1024
 
 
 def command(args: argparse.Namespace) -> list[str]:
@@ -216,7 +249,7 @@ def child(args: argparse.Namespace) -> None:
     import qerl_pl.cli.main  # noqa: F401
 
     what, part = args.only
-    while not (args.out / f".{what}-{part}.go").exists():
+    while what == "task" and not (args.out / f".{what}-{part}.go").exists():
         time.sleep(0.2)
     result = (speed if what == "speed" else task)(args, part)
     (args.out / f".{what}-{part}.json").write_text(json.dumps(result))

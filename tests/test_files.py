@@ -102,6 +102,50 @@ def test_a_checkpoint_of_this_trainer_says_how_far_it_is_and_no_other_is_taken(t
             finished_rollouts(path)
 
 
+def test_the_proof_of_a_checkpoint_and_how_far_it_is_are_read_without_its_tensors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, plain, loaded = tmp_path / "step=7.ckpt", torch.load, []
+    trained = {"a": torch.ones(2, 3), "b": torch.ones(3).bfloat16()}
+    state = {"policy_version": 7, "trained": trained, "random_states": [{"cpu": torch.get_rng_state()}]}
+    monkeypatch.setattr(torch, "load", lambda *args, **kwargs: loaded.append(plain(*args, **kwargs)) or loaded[-1])
+    AtomicCheckpointIO().save_checkpoint({"qerl": state}, path)
+    assert finished_rollouts(path) == 7
+    assert len(loaded) == 2
+    assert all(tensor.is_meta for found in loaded for tensor in found["qerl"]["trained"].values())
+    assert torch.equal(AtomicCheckpointIO().load_checkpoint(path)["qerl"]["trained"]["a"], trained["a"])
+
+
+def test_a_checkpoint_is_hashed_once_while_it_stays_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, hashed = hashlib.file_digest, []
+    monkeypatch.setattr(hashlib, "file_digest", lambda *args: hashed.append(args) or plain(*args))
+    monkeypatch.setattr(checkpoints, "SETTLED_S", -10.0)  # not to wait for so long
+    path, other = save(tmp_path, 3, 1.0), save(tmp_path, 6, 2.0)
+    assert newest_checkpoint(tmp_path) == other and len(hashed) == 1
+    assert AtomicCheckpointIO().load_checkpoint(other)["value"] == 2.0 and len(hashed) == 1
+    assert AtomicCheckpointIO().load_checkpoint(path)["value"] == 1.0 and len(hashed) == 2
+    save(tmp_path, 6, 3.0)  # replaced; what was there is hashed then
+    hashed.clear()
+    assert AtomicCheckpointIO().load_checkpoint(other)["value"] == 3.0 and len(hashed) == 1
+    path.write_bytes(path.read_bytes() + b"0")  # changed in place
+    with pytest.raises(DamagedCheckpoint, match="must be whole"):
+        AtomicCheckpointIO().load_checkpoint(path)
+    digest_path(other).write_text("a" * 64)  # the digest that it must have is not remembered
+    with pytest.raises(DamagedCheckpoint, match="not aaaaaaaaaaaa; use another"):
+        AtomicCheckpointIO().load_checkpoint(other)
+
+
+def test_a_checkpoint_that_has_just_been_written_is_hashed_again(tmp_path: Path) -> None:
+    path = save(tmp_path, 3)
+    before, data = path.stat(), bytearray(path.read_bytes())
+    checkpoints.verify(path)
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)  # within a tick of the file system's clock, it may be
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    with pytest.raises(DamagedCheckpoint, match="must be whole"):
+        checkpoints.verify(path)
+
+
 def test_what_could_not_be_read_again_is_not_saved(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="plain values only; .*step=1.ckpt holds a numpy"):
         AtomicCheckpointIO().save_checkpoint({"best": np.float64(0.5)}, tmp_path / "step=1.ckpt")

@@ -162,6 +162,23 @@ def test_an_engine_that_keeps_old_weights_is_found_out(tiny_policy_dir: Path, tm
         train(tiny_policy_dir, tmp_path, Stale(), policy=policy)
 
 
+def test_a_probe_changes_one_layer_and_leaves_no_trace(tiny_policy_dir: Path) -> None:
+    policy = make(tiny_policy_dir)
+    before = {name: tensor.clone() for name, tensor in policy.trained_state().items()}
+    for seed in (0, 1):
+        with pytest.raises(InterruptedError), policy.probed(seed):
+            inside = policy.trained_state()
+            changed = {name for name, tensor in inside.items() if not torch.equal(tensor, before[name])}
+            assert changed == {name for name in before if f".layers.{seed}." in name}
+            raise InterruptedError
+        assert all(torch.equal(tensor, before[name]) for name, tensor in policy.trained_state().items())
+
+
+def test_refuses_the_state_of_another_policy(tiny_policy_dir: Path, untied: Path) -> None:
+    with pytest.raises(UserError, match="this policy's weights; .* set model.policy as in the run that wrote it"):
+        make(tiny_policy_dir).load_trained_state(make(untied).trained_state())
+
+
 def test_full_fine_tuning_of_four_bits_is_refused() -> None:
     for quantization in ("nvfp4", "mxfp4"):
         with pytest.raises(UserError, match=f"not quantized; found quantization {quantization}; set .* to none"):

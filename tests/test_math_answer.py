@@ -15,7 +15,7 @@ from shared_data import DATA, needs_data, read
 
 from qerl_pl.errors import UserError
 from qerl_pl.rewards import GSM8KAnswer, MathAnswer, RewardSample
-from qerl_pl.rewards.answer_text import answer_of, same_text
+from qerl_pl.rewards.answer_text import answer_of, last_boxed, same_text
 
 
 def sample(completion: str) -> RewardSample:
@@ -164,6 +164,46 @@ def test_equal_texts_need_no_grading() -> None:
 )
 def test_what_a_completion_without_tags_answers(completion: str, answer: str | None) -> None:
     assert answer_of(completion, None) == answer
+
+
+@pytest.mark.parametrize(
+    ("text", "boxed"),
+    [
+        ("\\boxed{7}" + "\\boxed{" * 5000, "7"),
+        ("\\boxed{" * 5000, None),
+        ("\\boxed{" * 3 + "1}", "1"),  # what leaves the two around it open does not leave it open
+        ("\\boxed{a\\boxed{b}c}", "b"),
+        ("\\boxed{a\\boxed{b}", "b"),
+        ("\\boxed{a} \\boxed{b \\boxed{c {d}", "a"),
+        ("\\boxed{a \\boxed{b\\} c}", "b\\} c"),
+        ("\\boxed{a} } \\fboxed {b{", "a"),
+        ("\\boxed{a\\boxed{{b}}", "{b}"),
+        ("\\boxed{}\\boxed{\\{", ""),
+    ],
+    ids=lambda given: str(given)[:30],
+)
+def test_the_last_box_that_is_closed(text: str, boxed: str | None) -> None:
+    assert last_boxed(text) == boxed
+
+
+@pytest.mark.parametrize(
+    ("between", "together"),
+    [
+        (" " * 20_000, True),
+        (" " * 20_000 + "," + " " * 20_000 + "and\n", True),
+        (" " * 20_000 + "x ", False),
+        (" and ", True),
+        (";", True),
+        ("or", True),
+        ("", True),
+        (", or so ", False),
+        ("; or ", False),
+    ],
+    ids=lambda given: str(given).strip()[:10],
+)
+def test_formulas_that_stand_together(between: str, together: bool) -> None:
+    text = f"\\(1\\){between}\\(2\\)"
+    assert answer_of(f"so {text}" + " " * 20_000 + "!", None) == (text if together else "\\(2\\)")
 
 
 def test_math_answer_reads_only_the_tag_unless_told(math_answer: MathAnswer) -> None:

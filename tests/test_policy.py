@@ -238,7 +238,7 @@ def test_saving_asks_nobody_about_the_base(base: Path, tmp_path: Path, monkeypat
 
 def test_refuses_the_state_of_another_policy(base: Path) -> None:
     other = make(base, lora=LoraConfig(rank=4))
-    with pytest.raises(UserError, match="other names or shapes"):
+    with pytest.raises(UserError, match="this policy's adapter; .* set model.policy.lora and train_norms as in"):
         make(base).load_trained_state(other.trained_state())
 
 

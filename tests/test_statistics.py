@@ -6,7 +6,15 @@ import math
 import pytest
 import torch
 
-from qerl_pl.rollout.statistics import interval, majority_at_k, majority_is_right, pass_at_k, prompt_metrics, sizes
+from qerl_pl.rollout.statistics import (
+    evaluation_tag,
+    interval,
+    majority_at_k,
+    majority_is_right,
+    pass_at_k,
+    prompt_metrics,
+    sizes,
+)
 from qerl_pl.types import EvaluatedPrompt, GradedAnswer
 
 RIGHT, ALSO = GradedAnswer(True, "5"), GradedAnswer(True, "5.0")
@@ -83,3 +91,10 @@ def test_the_interval_is_that_of_a_binomial() -> None:
     assert (low, high) == interval(values, seed=3) != interval(values, seed=4)
     assert low == pytest.approx(0.25 - 0.0424, abs=0.005) and high == pytest.approx(0.25 + 0.0424, abs=0.005)
     assert interval(torch.ones(5, dtype=torch.float64), seed=0) == (1.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("stage", "name", "tag"), [("val", "", "val/accuracy"), ("test", "math_500", "test/math_500/accuracy")]
+)
+def test_a_metric_is_found_under_its_stage_and_set(stage: str, name: str, tag: str) -> None:
+    assert evaluation_tag(stage, name, "accuracy") == tag

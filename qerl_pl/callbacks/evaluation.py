@@ -19,7 +19,7 @@ from qerl_pl.errors import require_at_least
 from qerl_pl.modules.qerl import BEFORE_TRAINING, QeRLModule
 from qerl_pl.rewards import Reward
 from qerl_pl.rollout.kept import FORMAT, KeptSamples, SampleRecord
-from qerl_pl.rollout.statistics import interval, prompt_metrics
+from qerl_pl.rollout.statistics import evaluation_tag, interval, prompt_metrics
 from qerl_pl.run.devices import writes_files
 from qerl_pl.run.files import write_atomically
 from qerl_pl.run.seeding import stream_seed
@@ -132,7 +132,7 @@ class EvaluationReport(Callback):
                 metrics[metric] = {"value": values.mean().item(), "low": low, "high": high}
             sets[name or stage] = {"prompts": len(prompts), "samples": len(prompts[0].samples), "metrics": metrics}
             bounds = {
-                f"{stage}/{f'{name}/' if name else ''}{metric}_{end}": found[end]
+                f"{evaluation_tag(stage, name, metric)}_{end}": found[end]
                 for metric, found in metrics.items()
                 for end in ("low", "high")
             }

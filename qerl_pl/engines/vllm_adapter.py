@@ -14,14 +14,19 @@ Slots = dict[str, tuple[Tensor, Tensor]]
 """Views of A [r, in] and B [out, r] by the base model's name of a linear, to be written in place."""
 
 
+def add_products(y: Tensor, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """y [tokens, out] += (x [tokens, in] a^T) b^T for a [r, in] and b [out, r], in place; y, for use in operators."""
+    return y.addmm_(x @ a.T, b.T)
+
+
 @torch.library.custom_op("qerl::add_adapter", mutates_args={"y"})
 def add_adapter(y: Tensor, x: Tensor, a: Tensor, b: Tensor) -> None:
-    """y [tokens, out] += (x [tokens, in] a^T) b^T for a [r, in] and b [out, r].
+    """`add_products` as an operator, which may not return what it was given.
 
     An operator, for PyTorch's compiler turns a plain `addmm_` into a copy and a sum beside it: one more pass over the
     output, and a large tensor while prompts are read.
     """
-    y.addmm_(x @ a.T, b.T)
+    add_products(y, x, a, b)
 
 
 class AdaptedMethod:

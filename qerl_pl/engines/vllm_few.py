@@ -11,7 +11,7 @@ import torch
 from qerl_kernels import MarlinTensor, few_tokens_linear, few_tokens_supported
 from torch import Tensor
 
-from qerl_pl.engines.vllm_adapter import AdaptedMethod
+from qerl_pl.engines.vllm_adapter import AdaptedMethod, add_products
 from qerl_pl.engines.vllm_marlin import MarlinOrDenseMethod, marlin_tensor, product_by_tokens
 
 
@@ -55,7 +55,7 @@ def adapted_linear(
         held = MarlinTensor(weight, scale, global_scale)
         return few_tokens_linear(x, held, bias, a=a, b=b, starts=starts or (0,))
     y = product_by_tokens(x, weight, scale, global_scale, workspace, permuted_bias, bias, alpha, dense_above)
-    return y if a is None or b is None else y.addmm_(x @ a.T, b.T)
+    return y if a is None or b is None else add_products(y, x, a, b)  # no input: the product before made it
 
 
 @adapted_linear.register_fake

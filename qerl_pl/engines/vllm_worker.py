@@ -1,7 +1,6 @@
 """Everything private of vLLM that the engine touches: a worker subclass, and the check that vLLM still looks as read.
 
-Read in vLLM 0.25.1 and 0.30.0. vLLM is imported inside functions only, so that this module imports without it. Linears
-are changed by `vllm_linears`; what that relies on is checked here too.
+Read in vLLM 0.25.1 and 0.30.0, which is imported inside functions only. What `vllm_linears` relies on is checked too.
 """
 
 import gc
@@ -23,6 +22,7 @@ from qerl_pl.engines import vllm_marlin, vllm_whole
 from qerl_pl.engines.base import EngineSpec, LentWeights
 from qerl_pl.engines.capacity import held_gib
 from qerl_pl.engines.vllm_adapter import Slots
+from qerl_pl.engines.vllm_graphs import workspaces_in_graphs
 from qerl_pl.engines.vllm_linears import attach_all, changes_products
 from qerl_pl.engines.vllm_terminal import without_bars
 from qerl_pl.errors import UserError
@@ -36,6 +36,7 @@ else:
 
 FIRST_VERSION, LAST_VERSION = (0, 25), (0, 33)
 CONFIG_KEY = "qerl"
+_WORKERS = {"GPUPolicyWorker": ("gpu_worker", "Worker"), "CPUPolicyWorker": ("cpu_worker", "CPUWorker")}
 _NEEDED = ("_maybe_get_memory_pool_context", "model_runner.kv_caches")
 _NEEDED_OF_LINEARS = (
     "quant_method.apply",
@@ -164,6 +165,11 @@ class PolicyWorker(Worker):
         if config["whole"]:
             vllm_whole.make_writable(modules.values(), dtype)
 
+    def compile_or_warm_up_model(self) -> Any:
+        """Compile, and capture CUDA graphs."""
+        with workspaces_in_graphs():
+            return super().compile_or_warm_up_model()
+
     def _linears(self) -> dict[str, Any]:
         from vllm.model_executor.layers.linear import LinearBase
 
@@ -287,12 +293,8 @@ def _look_up(root: object, path: str) -> Any:
 
 def __getattr__(name: str) -> Any:
     """Build the worker class that vLLM asks for by its qualified name."""
-    if name == "GPUPolicyWorker":
-        from vllm.v1.worker.gpu_worker import Worker as GPUWorker
-
-        return type(name, (PolicyWorker, GPUWorker), {"__module__": __name__})
-    if name == "CPUPolicyWorker":
-        from vllm.v1.worker.cpu_worker import CPUWorker
-
-        return type(name, (PolicyWorker, CPUWorker), {"__module__": __name__})
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _WORKERS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module, worker = _WORKERS[name]
+    base = getattr(importlib.import_module(f"vllm.v1.worker.{module}"), worker)
+    return type(name, (PolicyWorker, base), {"__module__": __name__})

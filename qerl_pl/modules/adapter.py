@@ -11,9 +11,9 @@ from peft.utils import ModulesToSaveWrapper
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from qerl_pl.errors import UserError
 from qerl_pl.formats.norm import Float32RMSNorm
 from qerl_pl.modules.lora import ADAPTER, LoraConfig, LoraLinear, attach_lora
+from qerl_pl.modules.parameters import given_back, take_over
 from qerl_pl.modules.rounded import round_together
 from qerl_pl.run.seeding import stream_seed
 
@@ -98,17 +98,12 @@ class LoraAdapter:
             seed: Of the random numbers.
         """
         matrices = {name: b for name, (_, b) in self.factors().items()}
-        kept = {name: b.detach().clone() for name, b in matrices.items()}
         std = 1 / (self.config.scaling * math.sqrt(self.config.rank))
-        with torch.no_grad():
-            for name, b in matrices.items():
-                b.normal_(std=std, generator=torch.Generator(b.device).manual_seed(stream_seed(seed, name)))
-        try:
-            yield
-        finally:
+        with given_back(matrices.values()):
             with torch.no_grad():
                 for name, b in matrices.items():
-                    b.copy_(kept[name])
+                    b.normal_(std=std, generator=torch.Generator(b.device).manual_seed(stream_seed(seed, name)))
+            yield
 
     def state(self) -> dict[str, Tensor]:
         """Everything that training changes, by PEFT's names, detached."""
@@ -122,15 +117,7 @@ class LoraAdapter:
         Raises:
             UserError: Names or shapes are another adapter's.
         """
-        own = self.state()
-        if {name: tensor.shape for name, tensor in own.items()} != {name: t.shape for name, t in state.items()}:
-            raise UserError(
-                "a checkpoint must hold this policy's adapter; found other names or shapes; "
-                "set model.policy.lora and train_norms as in the run that wrote it"
-            )
-        with torch.no_grad():
-            for name, tensor in own.items():
-                tensor.copy_(state[name])
+        take_over(self.state(), state, "adapter", "model.policy.lora and train_norms")
 
     def save(self, folder: Path) -> None:
         """Write it in PEFT's format."""

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from qerl_pl.errors import UserError
 from qerl_pl.formats.dense_copy import fill_dense_folder
 from qerl_pl.modules.masters import train_all
+from qerl_pl.modules.parameters import given_back, take_over
 from qerl_pl.run.seeding import stream_seed
 
 
@@ -74,18 +75,13 @@ class FullWeights:
         """
         place = f".layers.{seed % self.layers}."
         changed = {name: parameter for name, parameter in self.tensors().items() if place in name}
-        kept = {name: parameter.detach().clone() for name, parameter in changed.items()}
-        with torch.no_grad():
-            for name, parameter in changed.items():
-                generator = torch.Generator(parameter.device).manual_seed(stream_seed(seed, name))
-                drawn = torch.randn(parameter.shape, generator=generator, device=parameter.device)
-                parameter.add_(drawn, alpha=0.5 * parameter.square().mean().sqrt().item())
-        try:
-            yield
-        finally:
+        with given_back(changed.values()):
             with torch.no_grad():
                 for name, parameter in changed.items():
-                    parameter.copy_(kept[name])
+                    generator = torch.Generator(parameter.device).manual_seed(stream_seed(seed, name))
+                    drawn = torch.randn(parameter.shape, generator=generator, device=parameter.device)
+                    parameter.add_(drawn, alpha=0.5 * parameter.square().mean().sqrt().item())
+            yield
 
     def state(self) -> dict[str, Tensor]:
         """Everything that training changes, by checkpoint name, detached."""
@@ -97,15 +93,7 @@ class FullWeights:
         Raises:
             UserError: Names or shapes are another model's.
         """
-        own = self.state()
-        if {name: tensor.shape for name, tensor in own.items()} != {name: t.shape for name, t in state.items()}:
-            raise UserError(
-                "a checkpoint must hold this policy's weights; found other names or shapes; "
-                "set model.policy as in the run that wrote it"
-            )
-        with torch.no_grad():
-            for name, tensor in own.items():
-                tensor.copy_(state[name])
+        take_over(self.state(), state, "weights", "model.policy")
 
     def save(self, folder: Path) -> None:
         """Write the whole model as plain transformers loads it, a few GiB in memory at a time."""

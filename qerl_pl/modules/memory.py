@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from qerl_pl.engines.capacity import GIB
 from qerl_pl.errors import UserError
 from qerl_pl.formats.model_files import TensorFiles
 from qerl_pl.modules.policy import PolicyConfig
 
 log = logging.getLogger(__name__)
 
-GIB = 2**30
 MASTER = GRADIENT = 4
 """Bytes of a weight that trains, and of its gradient."""
 SAMPLE = 256

@@ -27,7 +27,7 @@ from qerl_pl.modules.policy import Policy, PolicyConfig
 from qerl_pl.modules.update import NonFiniteLossError, PolicyUpdate
 from qerl_pl.rollout.experience import Experience
 from qerl_pl.rollout.hand_over import HandOver
-from qerl_pl.rollout.statistics import prompt_metrics
+from qerl_pl.rollout.statistics import evaluation_tag, prompt_metrics
 from qerl_pl.run.checkpoints import CHECKPOINT_KEY, check_fits
 from qerl_pl.run.devices import writes_files
 from qerl_pl.run.files import building, folder_identity
@@ -250,11 +250,10 @@ class QeRLModule(LightningModule):
 
     def _log_evaluation(self, stage: str, loader: int) -> dict[str, Evaluation]:
         evaluation = self._sampled("validation").take_evaluation()
-        place = f"{stage}/{evaluation.name}" if evaluation.name else stage
         # Names tell sets apart; Lightning would add the loaders' numbers.
         options: dict[str, Any] = {"batch_size": len(evaluation.prompts), "add_dataloader_idx": False}
         for kind, values in prompt_metrics(evaluation.prompts, evaluation.tells_answers).items():
-            tag = f"{place}/{kind}"  # of the whole evaluation, which every rank has
+            tag = evaluation_tag(stage, evaluation.name, kind)  # of the whole evaluation, which every rank has
             mean = self._means.setdefault(tag, MeanMetric(sync_on_compute=False).to(self.device))
             mean.update(values.float())
             self.log(tag, mean, on_epoch=True, prog_bar=kind == "accuracy", metric_attribute=tag, **options)

@@ -181,7 +181,7 @@ class PolicyUpdate:
 
             found.append(policy.recomputation.attempt(work, parameters))
         totals: dict[str, float] = defaultdict(float)
-        for name in found[0] if found else ():  # all at once, for each waits for the device
+        for name in found[0]:  # all at once, for each waits for the device
             for value in torch.stack([sums[name] for sums in found]).tolist():
                 totals[name] += value
         return totals
@@ -243,11 +243,10 @@ class PolicyUpdate:
 
     def most_tokens(self, lengths: Tensor) -> int:
         """Tokens of the largest micro-batch that sequences of these lengths [B] make."""
-        per_step = max(-(-len(lengths) // self.minibatches), 1)
-        longest = int(lengths.sort(descending=True).values[:per_step].sum()) if len(lengths) else 0
         if self.micro_batch_tokens is None:
-            return longest
-        return max(self.micro_batch_tokens, int(lengths.max()) if len(lengths) else 0)
+            per_step = max(-(-len(lengths) // self.minibatches), 1)
+            return int(lengths.sort(descending=True).values[:per_step].sum())
+        return max([self.micro_batch_tokens, *lengths.tolist()])
 
     def _everywhere(self, experience: Experience, mask: Tensor, ranks: Ranks) -> tuple[Tensor, Tensor]:
         """Place of each own row among the completions of all ranks [B], and how many tokens train at each place."""

@@ -7,19 +7,21 @@ from qerl_pl.rewards.format_and_length import last_tagged
 _BOX = re.compile(r"\\f?boxed\s*\{")
 _MARK = "####"
 _FORMULA = r"(?:(?<!\\)\$\$?[^$\n]+(?<!\\)\$\$?|\\\([^\n]+?\\\)|\\\[.+?\\\])"
-_FORMULAS = re.compile(rf"{_FORMULA}(?:\s*(?:,|;|and|or|,\s*(?:and|or)|)\s*{_FORMULA})*", re.DOTALL)
+_FORMULAS = re.compile(rf"{_FORMULA}(?:\s*(?:(?:,\s*(?:and|or)|[,;]|and|or)\s*)?{_FORMULA})*", re.DOTALL)
 _NUMBER = re.compile(r"-?\$?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+|(?=\.\d))(?:\.\d+)?(?:/\d+)?\s?%?")
 
 
 def last_boxed(text: str) -> str | None:
     """What the last closed `\\boxed{...}` of `text` encloses, braces counted, stripped; None without one."""
+    end = len(text)
     for start in reversed([found.end() for found in _BOX.finditer(text)]):
         depth = 1
-        for place in range(start, len(text)):
+        for place in range(start, end):
             if text[place] in "{}" and text[place - 1] != "\\":
                 depth += 1 if text[place] == "{" else -1
             if depth == 0:
                 return text[start:place].strip()
+        end = start  # what leaves this box open leaves those around it open too
     return None
 
 

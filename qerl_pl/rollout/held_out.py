@@ -47,10 +47,11 @@ class HeldOut:
         """All answers to some prompts of a set; only what is not kept is sampled, and then kept."""
         numbers = [GREEDY, *range(self.config.eval_samples)]
         found: dict[Job, GradedAnswer] = {}
-        for place, prompt in enumerate(prompts):
-            for sample in numbers if kept is not None else ():
-                if (answer := kept.find(name, prompt, sample)) is not None:  # type: ignore[union-attr]
-                    found[place, sample] = answer
+        if kept is not None:
+            for place, prompt in enumerate(prompts):
+                for sample in numbers:
+                    if (answer := kept.find(name, prompt, sample)) is not None:
+                        found[place, sample] = answer
         sampling = self.config.evaluation_sampling()
         for greedy in (True, False):
             jobs = [

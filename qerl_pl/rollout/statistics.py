@@ -89,6 +89,17 @@ def prompt_metrics(prompts: Sequence[EvaluatedPrompt], tells_answers: bool = Tru
     return metrics
 
 
+def evaluation_tag(stage: str, name: str, metric: str) -> str:
+    """TensorBoard tag of a metric of held-out prompts.
+
+    Args:
+        stage: "val" or "test".
+        name: of the set; empty where there is but one.
+        metric: as `prompt_metrics` has it.
+    """
+    return "/".join(part for part in (stage, name, metric) if part)
+
+
 def interval(values: Tensor, seed: int, resamples: int = 2000) -> tuple[float, float]:
     """95 % of the mean over prompts, by bootstrap: the 2.5 and 97.5 percentiles of means of P prompts drawn from these.
 

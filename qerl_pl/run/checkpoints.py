@@ -2,10 +2,13 @@
 
 import hashlib
 import logging
+import os
 import pickle
 import re
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from io import BufferedReader
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -23,6 +26,10 @@ STEP_FILE = re.compile(r"^step=(\d+)(\.end)?\.ckpt$")
 """Checkpoints to resume from, by finished rollouts; `.end` marks the one after the run's last validation."""
 CHECKPOINT_KEY = "qerl"
 """Under which a checkpoint holds the policy's part."""
+SETTLED_S = 5.0
+"""Seconds without a change after which a file system's clock tells the next one from the last."""
+_digests: dict[tuple[int, ...], str] = {}
+"""SHA-256 of files that this process has read, by device, inode, size in bytes and times of change in ns."""
 
 
 class DamagedCheckpoint(UserError):
@@ -57,7 +64,7 @@ class AtomicCheckpointIO(CheckpointIO):
                 ) from error
             if not self._proven:  # better now than when it is needed
                 file.seek(0)
-                _load(file, path)
+                _load(file, path, "meta")
                 self._proven = True
             digests = [hashing.digest.hexdigest()]
             if target.is_file():  # until it is replaced, the file that is there stays valid
@@ -75,11 +82,7 @@ class AtomicCheckpointIO(CheckpointIO):
             DamagedCheckpoint: It is absent, its digest differs, or it is no checkpoint.
             UserError: It is another program's.
         """
-        with opened(Path(path)) as file:
-            checkpoint = _load(file, path)
-        if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get(CHECKPOINT_KEY), dict):
-            raise UserError(f"a checkpoint must be one of this trainer's; {path} is another program's; name another")
-        return checkpoint
+        return _load_own(Path(path), "cpu")
 
     def remove_checkpoint(self, path: _PATH) -> None:
         """Delete a checkpoint and its digest."""
@@ -106,10 +109,19 @@ class _Hashing:
         self.file.flush()
 
 
-def _load(file: BinaryIO, path: _PATH) -> dict[str, Any]:
+def _load_own(path: Path, device: str) -> dict[str, Any]:
+    """A whole checkpoint of this trainer; on "meta" its tensors are not read."""
+    with opened(path) as file:
+        checkpoint = _load(file, path, device)
+    if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get(CHECKPOINT_KEY), dict):
+        raise UserError(f"a checkpoint must be one of this trainer's; {path} is another program's; name another")
+    return checkpoint
+
+
+def _load(file: BinaryIO, path: _PATH, device: str) -> dict[str, Any]:
     """Tensors and plain values only: a checkpoint from elsewhere must not run code."""
     try:
-        checkpoint: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
+        checkpoint: dict[str, Any] = torch.load(file, map_location=device, weights_only=True)
     except pickle.UnpicklingError as error:
         found = re.search(r"GLOBAL (\S+)", str(error))
         raise DamagedCheckpoint(
@@ -141,7 +153,7 @@ def opened(path: Path) -> Iterator[BinaryIO]:
             raise DamagedCheckpoint(
                 f"a checkpoint is a file and its .sha256; {error.filename} is no such file; name another with --resume"
             ) from error
-        found = hashlib.file_digest(file, "sha256").hexdigest()
+        found = _digest(file)
         if found not in expected:
             known = " or ".join(digest[:12] for digest in expected)
             raise DamagedCheckpoint(
@@ -149,6 +161,18 @@ def opened(path: Path) -> Iterator[BinaryIO]:
             )
         file.seek(0)
         yield file
+
+
+def _digest(file: BufferedReader) -> str:
+    """SHA-256 of an open file; a process reads the same file once for it, which may have tens of GiB."""
+    status = os.fstat(file.fileno())
+    state = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+    if state in _digests:
+        return _digests[state]
+    found = hashlib.file_digest(file, "sha256").hexdigest()
+    if time.time() - max(status.st_mtime, status.st_ctime) > SETTLED_S:
+        _digests[state] = found
+    return found
 
 
 def verify(path: Path) -> None:
@@ -189,12 +213,12 @@ def newest_checkpoint(run_dir: Path) -> Path | None:
 
 
 def finished_rollouts(path: Path) -> int:
-    """How many rollouts a checkpoint has behind it.
+    """How many rollouts a checkpoint has behind it; its tensors are not read.
 
     Raises:
         UserError: It cannot be read, or is another program's.
     """
-    return int(AtomicCheckpointIO().load_checkpoint(path)[CHECKPOINT_KEY]["policy_version"])
+    return int(_load_own(path, "meta")[CHECKPOINT_KEY]["policy_version"])
 
 
 def check_fits(state: dict[str, Any], base: str, finetune: str, scaling: float) -> None:
