@@ -218,8 +218,10 @@ def _set_gradients(parameters: Sequence[nn.Parameter], gradients: Sequence[Tenso
 
 def _add_gradients(parameters: Sequence[nn.Parameter], sums: Sequence[Tensor | None]) -> None:
     """Add the parameters' gradients to the sums, as the backward pass itself would have, and put these in place."""
-    for parameter, total in zip(parameters, sums, strict=True):
+    pairs = list(zip(parameters, sums, strict=True))
+    both = [(total, p.grad) for p, total in pairs if total is not None and p.grad is not None]
+    if both:  # in a few launches for all
+        torch._foreach_add_([total for total, _ in both], [gradient for _, gradient in both])
+    for parameter, total in pairs:
         if total is not None:
-            if parameter.grad is not None:
-                total.add_(parameter.grad)
             parameter.grad = total
