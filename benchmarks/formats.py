@@ -147,7 +147,7 @@ def task(args: argparse.Namespace, part: str) -> dict[str, Any]:
     settings["trainer"] |= {"default_root_dir": str(args.out / f"formats-task-{part}"), "enable_progress_bar": False}
     settings["trainer"]["val_check_interval"] = args.rollouts
     callbacks = settings["trainer"]["callbacks"]
-    engine = {"kv_cache_gib": 1.0, "enforce_eager": True}
+    engine = {"kv_cache_gib": 1.0, "enforce_eager": True, "sleep_mode": False}  # vLLM measures the whole GPU
     callbacks[0]["init_args"]["engine"] = {"class_path": "qerl_pl.engines.VLLMEngine", "init_args": engine}
     kept = ("RolloutCallback", "AdaptiveQuantizationNoise", "RunSummary")
     settings["trainer"]["callbacks"] = [one for one in callbacks if one["class_path"].endswith(kept)]
