@@ -29,3 +29,20 @@ def test_values_and_gradients_are_those_of_plain_pytorch(shape, dtype):
         else:  # another exponential, and Triton's interpreter cuts bfloat16 off instead of rounding
             precision = 2**-6 if dtype == torch.bfloat16 else 1e-6
             torch.testing.assert_close(one, plain, rtol=precision, atol=precision * 6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_bits_repeat_at_any_address_and_size(dtype):
+    torch.manual_seed(0)
+    given = torch.randn(3, 6400).to(dtype).to(DEVICE)
+    whole = everything(*given)
+    for start, stop in ((0, 6400), (0, 6400), (1, 6400), (1, 3201), (0, 1), (16, 17), (7, 6000), (0, 3200)):
+        for one, other in zip(everything(*given[:, start:stop]), whole, strict=True):
+            assert torch.equal(one, other[start:stop])
+
+
+def everything(gate, up, direction):
+    """The product and its gradients."""
+    inputs = gate.requires_grad_(), up.requires_grad_()
+    y = silu_product(*inputs)
+    return y, *torch.autograd.grad(y, inputs, direction)

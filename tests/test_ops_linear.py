@@ -13,11 +13,13 @@ from qerl_kernels import (
     dequantize_nvfp4,
     dequantize_nvfp4_unscaled,
     frozen_linear,
+    keeping_products,
     marlin_alpha,
     quantize_mxfp4,
     quantize_nvfp4,
 )
 from qerl_kernels.marlin import marlin_scale, to_marlin
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 
@@ -178,6 +180,48 @@ def test_linear_and_its_gradients_equal_the_dense_layers(source, with_lora, with
     expected, actual = plain(x, tensor, bias, lora), run(source, x, tensor, bias, lora)
     torch.testing.assert_close(actual, expected)
     torch.testing.assert_close(gradients(actual, x, lora), gradients(expected, x, lora))
+
+
+@pytest.mark.parametrize("with_lora", [True, False])
+@pytest.mark.parametrize("tokens", [(), (7,), (2, 3, 5), (0, 5)])
+def test_inputs_of_any_dimensions_and_strides(tokens, with_lora):
+    tensor, x, bias, lora = layer(torch.float32, tokens=tokens)
+    lora = lora if with_lora else None
+    for turn in (lambda t: t, lambda t: t.transpose(0, 1) if t.dim() > 2 else t):
+        expected, actual = turn(plain(turn(x), tensor, bias, lora)), turn(run("rows", turn(x), tensor, bias, lora))
+        torch.testing.assert_close(actual, expected)
+        torch.testing.assert_close(gradients(actual, x, lora), gradients(expected, x, lora))
+
+
+@pytest.mark.parametrize("with_lora", [True, False])
+def test_the_graph_has_one_node_a_layer(with_lora):
+    tensor, x, bias, lora = layer(torch.bfloat16)
+    node = run("rows", x, tensor, bias, lora if with_lora else None).grad_fn
+    assert all(type(child).__name__ == "AccumulateGrad" for child, _ in node.next_functions if child is not None)
+
+
+class Casts(TorchDispatchMode):
+    """Counts conversions to another data type."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function is torch.ops.aten._to_copy.default
+        return function(*args, **(kwargs or {}))
+
+
+def test_a_recomputation_that_takes_kept_products_casts_no_factor():
+    _, x, _, lora = layer(torch.bfloat16)
+    weight = DenseWeight(torch.randn(128, 96).bfloat16())
+    counts = []
+    for context in ({}, {"context_fn": lambda: keeping_products(last_is_added=False)}):
+        y = checkpoint(frozen_linear, x, weight, None, lora, use_reentrant=False, **context)
+        with Casts() as casts:
+            gradients(y, x, lora)
+        counts.append(casts.count)
+    assert counts == [5, 3]  # of three only two belong to the layer: its gradients; the third is of `gradients`
 
 
 @pytest.mark.parametrize("source", ["rows", "marlin"])

@@ -5,6 +5,7 @@ to the adapter only. The adapter's product is added in place to the rounded base
 roundings; one product with the adapter as further columns of the weight would save that pass, and round otherwise.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -40,9 +41,6 @@ def frozen_linear(
     Returns:
         [..., N] in x's dtype.
     """
-    if x.dim() != 2:  # autograd records each view
-        flat = frozen_linear(x.reshape(-1, x.shape[-1]), weight, bias, lora)
-        return flat.view(*x.shape[:-1], flat.shape[-1])
     # The weight's tensors travel inside a closure: autograd neither saves them nor watches their versions.
     if lora is None:
         return _FrozenLinear.apply(x, weight.dense, weight.alpha, bias)
@@ -65,9 +63,26 @@ def dense_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
 Dense = Callable[[torch.dtype], Tensor]
 
 
+def _flat(x: Tensor) -> Tensor:
+    """[..., K] -> [M, K]. Within a function of this file, for autograd would record each view."""
+    return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+
+
+def _shaped(y: Tensor, like: Tensor) -> Tensor:
+    """[M, N] -> [..., N] with the other sizes of `like`."""
+    return y if like.dim() == 2 else y.view(*like.shape[:-1], y.shape[-1])
+
+
+@functools.cache
+def _nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """What `addmm` asks for where there is nothing to add; a new one each time takes a third of the call's time."""
+    return torch.zeros(1, dtype=dtype, device=device)
+
+
 def _product(x: Tensor, weight: Tensor, alpha: float, bias: Tensor | None) -> Tensor:
     if bias is None:
-        return torch.addmm(x.new_empty(1), x, weight, beta=0, alpha=alpha)
+        nothing = x.new_empty(1) if torch.compiler.is_compiling() else _nothing(x.dtype, x.device)
+        return torch.addmm(nothing, x, weight, beta=0, alpha=alpha)
     return torch.addmm(bias.to(x.dtype), x, weight, alpha=alpha)
 
 
@@ -87,8 +102,7 @@ class _DenseLinear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        flat = grad.reshape(-1, grad.shape[-1])
-        dx = torch.mm(flat, ctx.weight).view(*grad.shape[:-1], -1) if ctx.needs_input_grad[0] else None
+        dx = _shaped(torch.mm(_flat(grad), ctx.weight), grad) if ctx.needs_input_grad[0] else None
         return dx, None, None
 
 
@@ -96,12 +110,14 @@ class _FrozenLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dense: Dense, alpha: float, bias: Tensor | None) -> Tensor:
         ctx.dense, ctx.alpha = dense, alpha
-        return kept(lambda: (_product(x, dense(x.dtype).t(), alpha, bias),))[0]
+        return _shaped(kept(lambda: (_product(_flat(x), dense(x.dtype).t(), alpha, bias),))[0], x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        dx = _product(grad, ctx.dense(grad.dtype), ctx.alpha, None) if ctx.needs_input_grad[0] else None
+        dx = None
+        if ctx.needs_input_grad[0]:
+            dx = _shaped(_product(_flat(grad), ctx.dense(grad.dtype), ctx.alpha, None), grad)
         return dx, None, None, None
 
 
@@ -110,30 +126,31 @@ class _FrozenLoraLinear(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, dense: Dense, alpha: float, bias: Tensor | None, a: Tensor, b: Tensor, scaling: float
     ) -> Tensor:
-        low_a, low_b = a.to(x.dtype), b.to(x.dtype)
+        flat = _flat(x)
 
-        def products() -> tuple[Tensor, Tensor]:
-            hidden = torch.mm(x, low_a.t())
-            y = _product(x, dense(x.dtype).t(), alpha, bias)
-            return _add_product(y, hidden, low_b.t(), scaling), hidden
+        def products() -> tuple[Tensor, ...]:
+            low_a, low_b = a.to(x.dtype), b.to(x.dtype)
+            hidden = torch.mm(flat, low_a.t())
+            y = _product(flat, dense(x.dtype).t(), alpha, bias)
+            return _add_product(y, hidden, low_b.t(), scaling), hidden, low_a, low_b
 
-        y, hidden = kept(products)
-        ctx.save_for_backward(x, hidden, low_a, low_b)  # small beside x, and not rounded again in backward
+        y, *small = kept(products)
+        ctx.save_for_backward(flat, *small)  # small beside x, and not rounded again in backward
         ctx.dense, ctx.alpha, ctx.scaling, ctx.dtypes = dense, alpha, scaling, (a.dtype, b.dtype)
-        return y
+        return _shaped(y, x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, hidden, a, b = ctx.saved_tensors
-        scaling, needed = ctx.scaling, ctx.needs_input_grad
+        scaling, needed, flat = ctx.scaling, ctx.needs_input_grad, _flat(grad)
         dx = da = db = None
         if needed[0] or needed[4]:
-            inner = _product(grad, b, scaling, None)
+            inner = _product(flat, b, scaling, None)
         if needed[0]:
-            dx = _add_product(torch.mm(inner, a), grad, ctx.dense(x.dtype), ctx.alpha)
+            dx = _shaped(_add_product(torch.mm(inner, a), flat, ctx.dense(x.dtype), ctx.alpha), grad)
         if needed[4]:
             da = torch.mm(inner.t(), x).to(ctx.dtypes[0])
         if needed[5]:
-            db = _product(grad.t(), hidden, scaling, None).to(ctx.dtypes[1])
+            db = _product(flat.t(), hidden, scaling, None).to(ctx.dtypes[1])
         return dx, None, None, None, da, db, None

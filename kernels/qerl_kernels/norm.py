@@ -1,4 +1,4 @@
-"""RMSNorm with a frozen float32 scale: the plain formula's bits, at a third of its memory traffic."""
+"""RMSNorm with a frozen float32 scale: one pass forward, one backward."""
 
 from typing import Any
 
@@ -11,6 +11,8 @@ from qerl_kernels.backend import runs_triton
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """weight * x / sqrt(mean(x^2) + eps), computed in float32 and rounded once.
+
+    The kernel sums a row's squares in an order of its own, the same for any number of rows.
 
     Args:
         x: [..., K].
@@ -33,24 +35,17 @@ def plain_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 class _FrozenRMSNorm(torch.autograd.Function):
-    """PyTorch's own sums between kernels that multiply and round as it does, forward and backward."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         from qerl_kernels import triton_norm
 
-        flat = x.reshape(-1, x.shape[-1]).contiguous()
-        inverse = torch.rsqrt(triton_norm.squares(flat).mean(-1, keepdim=True) + eps)
-        ctx.save_for_backward(flat, weight, inverse)
-        return triton_norm.scaled(flat, weight, inverse).view(x.shape)
+        y, inverse = triton_norm.scaled(x, weight, eps)
+        ctx.save_for_backward(x, weight, inverse)
+        return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         from qerl_kernels import triton_norm
 
-        x, weight, inverse = ctx.saved_tensors
-        flat = grad.reshape(x.shape).contiguous()
-        of_inverse = triton_norm.products(flat, x, weight).sum(-1, keepdim=True)
-        of_square = -0.5 * of_inverse * inverse.pow(3) / x.shape[-1]
-        return triton_norm.gradient(flat, x, weight, inverse, of_square).view(grad.shape), None, None
+        return triton_norm.gradient(grad, *ctx.saved_tensors), None, None

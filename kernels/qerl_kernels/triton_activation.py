@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
-from qerl_kernels.backend import interpreting
+from qerl_kernels.triton_launch import Direct
 
 BLOCK = 2048
 WARPS = 8
@@ -48,13 +48,19 @@ def _gradient_kernel(grad, gate, up, grad_gate, grad_up, size, PRECISE: tl.const
     tl.store(grad_gate + at, (of_activated * sigmoid * slope).to(kind), mask=inside)
 
 
+_product, _gradient = Direct(_product_kernel), Direct(_gradient_kernel)
+
+
+def _launch(kernel: Direct, tensors: tuple[Tensor, ...]) -> None:
+    size = tensors[0].numel()
+    kernel(triton.cdiv(size, BLOCK), WARPS, tensors, size, PRECISE=tensors[0].is_cuda, BLOCK=BLOCK)
+
+
 def silu_product(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up, of contiguous tensors."""
     gate, up = gate.contiguous(), up.contiguous()
     out = torch.empty_like(gate)
-    grid = (triton.cdiv(gate.numel(), BLOCK),)
-    if gate.numel():
-        _product_kernel[grid](gate, up, out, gate.numel(), PRECISE=not interpreting(), BLOCK=BLOCK, num_warps=WARPS)
+    _launch(_product, (gate, up, out))
     return out
 
 
@@ -62,8 +68,5 @@ def gradient(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of `silu_product` to gate and up."""
     gate, up = gate.contiguous(), up.contiguous()
     found = torch.empty_like(gate), torch.empty_like(up)
-    tensors = (grad, gate, up, *found)
-    grid = (triton.cdiv(gate.numel(), BLOCK),)
-    if gate.numel():
-        _gradient_kernel[grid](*tensors, gate.numel(), PRECISE=not interpreting(), BLOCK=BLOCK, num_warps=WARPS)
+    _launch(_gradient, (grad, gate, up, *found))
     return found

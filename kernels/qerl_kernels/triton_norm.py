@@ -1,74 +1,79 @@
-"""Triton kernels around the sums of an RMSNorm: each product rounds to float32, as PyTorch's single operations do."""
+"""Triton kernels of an RMSNorm: a program a row, forward and backward, in float32."""
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
+import functools
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-WARPS = 8
+from qerl_kernels.triton_launch import Direct
 
 
 @triton.jit
-def _squares_kernel(x, out, columns: tl.constexpr, BLOCK: tl.constexpr):
+def _scaled_kernel(x, weight, out, inverse, eps, columns: tl.constexpr, BLOCK: tl.constexpr):
     row, k = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     inside = k < columns
-    value = tl.load(x + row * columns + k, mask=inside).to(tl.float32)
-    tl.store(out + row * columns + k, value * value, mask=inside)
+    value = tl.load(x + row * columns + k, mask=inside, other=0.0).to(tl.float32)
+    mean = tl.div_rn(tl.sum(value * value, 0), columns * 1.0)
+    unit = tl.div_rn(1.0, tl.sqrt_rn(mean + eps))
+    scaled = tl.load(weight + k, mask=inside, other=0.0) * (value * unit)
+    tl.store(out + row * columns + k, scaled.to(out.dtype.element_ty), mask=inside)
+    tl.store(inverse + row, unit)
 
 
 @triton.jit
-def _scaled_kernel(x, weight, inverse, out, columns: tl.constexpr, BLOCK: tl.constexpr):
+def _gradient_kernel(grad, x, weight, inverse, out, columns: tl.constexpr, BLOCK: tl.constexpr):
     row, k = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     inside = k < columns
-    value = tl.load(x + row * columns + k, mask=inside).to(tl.float32) * tl.load(inverse + row)
-    value = tl.load(weight + k, mask=inside) * value
-    tl.store(out + row * columns + k, value.to(out.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _products_kernel(grad, x, weight, out, columns: tl.constexpr, BLOCK: tl.constexpr):
-    row, k = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
-    inside = k < columns
-    inner = tl.load(grad + row * columns + k, mask=inside).to(tl.float32) * tl.load(weight + k, mask=inside)
-    value = inner * tl.load(x + row * columns + k, mask=inside).to(tl.float32)
-    tl.store(out + row * columns + k, value, mask=inside)
-
-
-@triton.jit
-def _gradient_kernel(grad, x, weight, inverse, of_square, out, columns: tl.constexpr, BLOCK: tl.constexpr):
-    row, k = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
-    inside = k < columns
-    inner = tl.load(grad + row * columns + k, mask=inside).to(tl.float32) * tl.load(weight + k, mask=inside)
-    value = tl.load(x + row * columns + k, mask=inside).to(tl.float32)
-    total = inner * tl.load(inverse + row) + tl.load(of_square + row) * (2 * value)
+    inner = tl.load(grad + row * columns + k, mask=inside, other=0.0).to(tl.float32)
+    inner *= tl.load(weight + k, mask=inside, other=0.0)
+    value = tl.load(x + row * columns + k, mask=inside, other=0.0).to(tl.float32)
+    unit = tl.load(inverse + row)
+    # Of the inverse the gradient is this sum, of the mean square half of it times -inverse^3.
+    share = tl.div_rn(tl.sum(inner * value, 0) * (unit * unit * unit), columns * 1.0)
+    total = inner * unit - share * value
     tl.store(out + row * columns + k, total.to(out.dtype.element_ty), mask=inside)
 
 
-def _launch(kernel, tensors: tuple[Tensor, ...], out: Tensor) -> Tensor:
-    rows, columns = out.shape
-    if rows:
-        # A sum of two products is not to become one rounding.
-        options = {"num_warps": WARPS, "enable_fp_fusion": False}
-        kernel[(rows,)](*tensors, out, columns, BLOCK=triton.next_power_of_2(columns), **options)
+# Each product rounds to float32, as PyTorch's single operations do.
+_scaled = Direct(_scaled_kernel, enable_fp_fusion=False)
+_gradient = Direct(_gradient_kernel, enable_fp_fusion=False)
+
+
+@functools.cache
+def _shape(columns: int) -> tuple[int, int]:
+    """(elements, warps) of a program. The order of a sum follows from it, so it may not depend on anything else."""
+    block = triton.next_power_of_2(columns)
+    return block, min(max(block // 512, 1), 16)
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """Contiguous, and at an address that is a multiple of 16: for others Triton would sum in another order."""
+    tensor = tensor.contiguous()
+    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
+
+
+def scaled(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """weight * (x * inverse) in x's dtype, and the rows' inverse = 1 / sqrt(mean(x^2) + eps), float32 [M].
+
+    Args:
+        x: [..., K], M rows.
+        weight: float32 [K].
+        eps: Added to the mean square.
+    """
+    x, columns = _plain(x), x.shape[-1]
+    rows, (block, warps) = x.numel() // columns, _shape(columns)
+    out, inverse = torch.empty_like(x), torch.empty(rows, dtype=torch.float32, device=x.device)
+    _scaled(rows, warps, (x, _plain(weight), out, inverse), eps, columns=columns, BLOCK=block)
+    return out, inverse
+
+
+def gradient(grad: Tensor, x: Tensor, weight: Tensor, inverse: Tensor) -> Tensor:
+    """The gradient of `scaled` to x, of the one to its result [..., K]."""
+    grad, columns = _plain(grad), x.shape[-1]
+    out, (block, warps) = torch.empty_like(grad), _shape(columns)
+    tensors = (grad, _plain(x), _plain(weight), inverse, out)
+    _gradient(inverse.numel(), warps, tensors, columns=columns, BLOCK=block)
     return out
-
-
-def squares(x: Tensor) -> Tensor:
-    """x^2, float32 [M, K], of x [M, K]."""
-    return _launch(_squares_kernel, (x,), torch.empty_like(x, dtype=torch.float32))
-
-
-def scaled(x: Tensor, weight: Tensor, inverse: Tensor) -> Tensor:
-    """weight * (x * inverse) in x's dtype, of x [M, K], weight [K] and inverse [M, 1]."""
-    return _launch(_scaled_kernel, (x, weight, inverse), torch.empty_like(x))
-
-
-def products(grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-    """(grad * weight) * x, float32 [M, K]: its row sums are the gradient of `inverse` in `scaled`."""
-    return _launch(_products_kernel, (grad, x, weight), torch.empty_like(x, dtype=torch.float32))
-
-
-def gradient(grad: Tensor, x: Tensor, weight: Tensor, inverse: Tensor, of_square: Tensor) -> Tensor:
-    """(grad * weight) * inverse + of_square * 2 x in x's dtype, where of_square [M, 1] is the gradient of `squares`."""
-    return _launch(_gradient_kernel, (grad, x, weight, inverse, of_square), torch.empty_like(x))

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from qerl_pl.formats.norm import Float32RMSNorm
 from qerl_pl.modules.lora import ADAPTER, LoraConfig, LoraLinear, attach_lora
 from qerl_pl.modules.parameters import given_back, take_over
+from qerl_pl.modules.rounded import round_together
 from qerl_pl.run.seeding import stream_seed
 
 
@@ -39,6 +40,7 @@ class LoraAdapter:
         self.base = base
         self.model: PeftModel = attach_lora(base, config, train_norms)
         self.model.peft_config[ADAPTER].base_model_name_or_path = base_name
+        self._linears = [module for module in base.modules() if isinstance(module, LoraLinear)]
 
     @property
     def random(self) -> bool:
@@ -65,6 +67,28 @@ class LoraAdapter:
         """The model, which is its base inside the block."""
         with self.model.disable_adapter():
             yield self.base
+
+    @contextmanager
+    def rounded(self, dtype: torch.dtype) -> Iterator[None]:
+        """Inside the block, which is to be a single forward pass, all linears have copies of their factors in `dtype`.
+
+        They are made together, and so are the masters' gradients of theirs: the same numbers as where each linear
+        rounds its own, in few launches. What a backward pass recomputes is outside of the block and rounds the masters,
+        unless the rounded ones were kept.
+        """
+        linears = [linear for linear in self._linears if not linear.disable_adapters]
+        masters = [factor for linear in linears for factor in linear.factors()]
+        if all(master.dtype == dtype for master in masters):
+            yield
+            return
+        copies = round_together(masters, dtype)
+        try:
+            for linear, a, b in zip(linears, copies[::2], copies[1::2], strict=True):
+                linear.rounded = a, b
+            yield
+        finally:
+            for linear in linears:
+                linear.rounded = None
 
     @contextmanager
     def probed(self, seed: int) -> Iterator[None]:

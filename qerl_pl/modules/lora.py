@@ -68,6 +68,8 @@ class LoraLinear(nn.Module, LoraLayer):
         super().__init__()
         LoraLayer.__init__(self, base_layer, **kwargs)
         self._active_adapter = adapter_name
+        self.rounded: tuple[Tensor, Tensor] | None = None
+        """Copies of the factors for one forward pass, which `LoraAdapter.rounded` makes and takes away."""
         self.update_layer(adapter_name, r, lora_alpha=lora_alpha, config=config, **kwargs)
 
     def _get_in_out_features(self, module: nn.Module) -> tuple[int, int]:
@@ -82,12 +84,16 @@ class LoraLinear(nn.Module, LoraLayer):
         """x [..., in] -> [..., out]."""
         if self.disable_adapters:
             return self._base(x)
-        a, b = self.factors()
+        a, b = self._factors_for(x)
         scaling, dropout = self.scaling[ADAPTER], self.lora_dropout[ADAPTER]
         if isinstance(self.base_layer, FrozenLinear) and (isinstance(dropout, nn.Identity) or not self.training):
             return self.base_layer(x, LoraFactors(a, b, scaling))
         hidden = nn.functional.linear(dropout(x), a.to(x.dtype))
         return self._base(x) + nn.functional.linear(hidden, b.to(x.dtype)) * scaling
+
+    def _factors_for(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        copies = self.rounded
+        return copies if copies is not None and copies[0].dtype == x.dtype else self.factors()
 
     def _base(self, x: Tensor) -> Tensor:
         if keeps_products() and isinstance(self.base_layer, nn.Linear):

@@ -195,12 +195,13 @@ class Policy(nn.Module):
             return empty, empty
         packing = Packing.of(lengths[rows], tokens.shape[1])
         decoder = self.base.get_decoder()
-        hidden = decoder(
-            input_ids=tokens[rows][packing.kept].unsqueeze(0),
-            position_ids=packing.positions.unsqueeze(0),
-            use_cache=False,
-            packing=packing,
-        ).last_hidden_state[0]
+        with self.trained.rounded(self.config.torch_dtype):
+            hidden = decoder(
+                input_ids=tokens[rows][packing.kept].unsqueeze(0),
+                position_ids=packing.positions.unsqueeze(0),
+                use_cache=False,
+                packing=packing,
+            ).last_hidden_state[0]
         predicting = mask[rows][packing.kept].nonzero().squeeze(1) - 1
         head = self.base.get_output_embeddings()
         logprobs, entropies = chunked_token_logprobs(
