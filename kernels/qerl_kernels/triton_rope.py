@@ -1,19 +1,14 @@
 """A Triton kernel that rotates queries and keys, or turns their gradients back, rounding where PyTorch's own do."""
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
-from collections.abc import Hashable
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from qerl_kernels.backend import interpreting
+from qerl_kernels.triton_launch import Direct
 from qerl_kernels.triton_marlin_tile import to_bfloat16
-
-_compiled: dict[Hashable, Any] = {}
-"""By all that Triton compiles for: its own path from a call to the launch takes longer than the rotation does."""
 
 
 @triton.jit
@@ -69,28 +64,20 @@ def _kernel(
     _turn(key + at, out_key + at, cosines, sines, KEYS, PADDED_KEYS, HALF, BLOCK, BACK, REAL)
 
 
+# A sum of two products is not to become one rounding.
+_direct = Direct(_kernel, enable_fp_fusion=False)
+
+
 def _launch(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, back: bool) -> tuple[Tensor, Tensor]:
     query, key = query.contiguous(), key.contiguous()
     tokens, heads, size = query.shape
     keys = key.shape[1]
     outputs = torch.empty_like(query), torch.empty_like(key)
-    if not tokens:
-        return outputs
-    tensors = (query, key, cos, sin, *outputs)
-    addresses = [tensor.data_ptr() for tensor in tensors]
-    aligned = tuple(address % 16 == 0 for address in addresses)
-    shape = (query.dtype, heads, keys, size, back, query.get_device(), aligned)
-    compiled = _compiled.get(shape)
     block, padded = triton.next_power_of_2(size // 2), (triton.next_power_of_2(heads), triton.next_power_of_2(keys))
-    constants = (heads, keys, size // 2, *padded, block, back, not interpreting())
-    if compiled is not None:
-        compiled[(tokens, 1, 1)](*addresses, *constants)
-        return outputs
+    constants = {"HEADS": heads, "KEYS": keys, "HALF": size // 2, "PADDED_HEADS": padded[0], "PADDED_KEYS": padded[1]}
+    constants |= {"BLOCK": block, "BACK": back, "REAL": not interpreting()}
     warps = min(max(padded[0] * block // 512, 1), 8)
-    # A sum of two products is not to become one rounding.
-    compiled = _kernel[(tokens, 1, 1)](*tensors, *constants, num_warps=warps, enable_fp_fusion=False)
-    if not interpreting():
-        _compiled[shape] = compiled
+    _direct(tokens, warps, (query, key, cos, sin, *outputs), **constants)
     return outputs
 
 
