@@ -35,25 +35,27 @@ HIDDEN = {
     "32b": (5120, 27648, 40, 8),
 }
 TILES: dict[str, dict[str, Any]] = {
-    "64, 4 warps": {"tokens": 64},
-    "64, 4 warps, 1": {"tokens": 64, "programs": 1},
-    "64, 8 warps": {"tokens": 64, "warps": 8, "programs": 1, "apart": True},
-    "64, 8 warps, not apart": {"tokens": 64, "warps": 8, "programs": 1},
-    "64 x 512": {"tokens": 64, "tiles": 8, "warps": 8, "programs": 1, "apart": True},
+    "32": {"tokens": 32},
+    "32, 4 of 128 rows": {"tokens": 32, "tiles": 2, "programs": 4},
+    "64": {"tokens": 64},
+    "64, 1": {"tokens": 64, "programs": 1},
+    "64, 4 shrinks": {"tokens": 64, "shrinks": 4},
+    "64, 3 of 128 rows": {"tokens": 64, "tiles": 2, "programs": 3},
+    "64, 2 of 8 warps": {"tokens": 64, "warps": 8, "programs": 2},
+    "64, 2 of 8 warps, 32 columns": {"tokens": 64, "steps": 2, "warps": 8, "stages": 5, "programs": 2},
     "96": {"tokens": 64, "more": 32, "warps": 8, "programs": 1, "apart": True},
-    "96, 6 stages": {"tokens": 64, "more": 32, "warps": 8, "stages": 6, "programs": 1, "apart": True},
-    "96, 32 columns": {"tokens": 64, "more": 32, "steps": 2, "warps": 8, "stages": 6, "programs": 1, "apart": True},
-    "96, 4 warps": {"tokens": 64, "more": 32, "tiles": 2, "apart": True},
-    "128": {"tokens": 128, "warps": 8, "programs": 1, "apart": True},
-    "128, not apart": {"tokens": 128, "warps": 8, "programs": 1},
-    "128, 3 stages": {"tokens": 128, "warps": 8, "stages": 3, "programs": 1, "apart": True},
-    "128, 6 stages": {"tokens": 128, "warps": 8, "stages": 6, "programs": 1, "apart": True},
-    "128, 32 columns": {"tokens": 128, "steps": 2, "warps": 8, "stages": 6, "programs": 1, "apart": True},
-    "128, 4 warps": {"tokens": 128, "tiles": 2, "apart": True},
-    "192": {"tokens": 128, "more": 64, "steps": 2, "warps": 8, "programs": 1, "apart": True},
-    "192, 6 stages": {"tokens": 128, "more": 64, "steps": 2, "warps": 8, "stages": 6, "programs": 1, "apart": True},
-    "192, 16 columns": {"tokens": 128, "more": 64, "steps": 1, "warps": 8, "stages": 8, "programs": 1, "apart": True},
-    "256 x 128": {"tokens": 128, "more": 128, "tiles": 2, "warps": 8, "programs": 1, "apart": True},
+    "96, 2 of 256 rows": {"tokens": 64, "more": 32, "steps": 2, "programs": 2},
+    "96, 2 of 128 rows": {"tokens": 64, "more": 32, "tiles": 2, "programs": 2},
+    "96, 3 of 128 rows": {"tokens": 64, "more": 32, "tiles": 2, "steps": 2, "programs": 3},
+    "96, 2 of 128 rows, 8 warps": {"tokens": 64, "more": 32, "tiles": 2, "warps": 8, "programs": 2},
+    "128": {"tokens": 128, "warps": 8, "programs": 1, "apart": True, "shrinks": 4},
+    "128, few shrinks": {"tokens": 128, "warps": 8, "programs": 1},
+    "128, 2 of 128 rows": {"tokens": 128, "tiles": 2, "programs": 2},
+    "128, 2 of 128 rows, 8 warps": {"tokens": 128, "tiles": 2, "warps": 8, "programs": 2},
+    "192": {"tokens": 128, "more": 64, "steps": 2, "warps": 8, "programs": 1, "apart": True, "shrinks": 4},
+    "192, few shrinks": {"tokens": 128, "more": 64, "steps": 2, "warps": 8, "programs": 1},
+    "192, 2 of 128 rows": {"tokens": 128, "more": 64, "tiles": 2, "steps": 1, "stages": 6, "programs": 2},
+    "192, 2 of 128 rows, 8 warps": {"tokens": 128, "more": 64, "tiles": 2, "steps": 2, "warps": 8, "programs": 2},
 }
 
 
@@ -192,7 +194,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--shapes", nargs="+", choices=HIDDEN, default=["7b"])
-    parser.add_argument("--tokens", type=int, nargs="+", default=[192, 64, 128, 256, 96, 384, 512])
+    parser.add_argument("--tokens", type=int, nargs="+", default=[64, 192, 128, 32, 256])
     parser.add_argument("--tiles", nargs="+", choices=TILES, default=list(TILES))
     parser.add_argument("--seconds", type=float, default=280, help="of a shape")
     parser.add_argument("--no-tests", action="store_true")

@@ -5,6 +5,8 @@ from typing import NamedTuple
 
 RANKS, SHRINK_COLUMNS = 32, 128
 """Rows of A in a program for the adapter, columns in one of its steps."""
+BLOCK = 64
+"""Output features of a program of the second launch."""
 
 
 class Tile(NamedTuple):
@@ -25,6 +27,8 @@ class Tile(NamedTuple):
     """For each processor."""
     apart: bool = False
     """Whether the programs for the adapter come on top of those."""
+    shrinks: int = 0
+    """Runs that A's columns are cut into; 0 for as many as end before a program does."""
 
     @property
     def rows(self) -> int:
@@ -43,8 +47,13 @@ class Tile(NamedTuple):
 
     @property
     def chunk(self) -> int:
-        """Tokens of a program for the adapter, and of one of the second launch."""
+        """Tokens of a program for the adapter."""
         return min(64, self.tokens, self.more or 64)
+
+    @property
+    def registers(self) -> int:
+        """Of a thread, so that a processor holds `programs`."""
+        return min(255, 2**16 // (32 * self.warps * self.programs))
 
 
 class Plan(NamedTuple):
@@ -60,6 +69,8 @@ class Plan(NamedTuple):
     """Programs that share a block of rows, at most."""
     hidden_parts: int
     """Runs that A's columns are cut into."""
+    chunk: int
+    """Tokens of a program of the second launch: few where rows are, so that every processor has a program or two."""
 
 
 def best_tile(tokens: int, rows: int) -> Tile:
@@ -82,16 +93,30 @@ def plan(tokens: int, rows: int, columns: int, rank: int, processors: int, tile:
     """The cut for a number of tokens, with a tile of one's own or the best known."""
     tile = tile or best_tile(tokens, rows)
     token_blocks = max(1, _ceil(tokens, tile.width))
-    a_steps = _ceil(columns, SHRINK_COLUMNS)
-    hidden_parts = min(_ceil(columns, 1024), 8 if tile.tokens <= 16 else 4)
-    hidden_parts = _ceil(a_steps, _ceil(a_steps, hidden_parts)) if rank else 0
     programs = processors * tile.programs // token_blocks
+    hidden_parts = _hidden_parts(tile, rows, columns, max(programs, 1)) if rank else 0
+    chunk = tile.chunk
+    while chunk > 16 and rows // BLOCK * token_blocks * (tile.width // chunk) < 3 * processors // 2:
+        chunk //= 2
     if tile.tokens > 16 and not tile.apart:  # as many as fill the processors
         programs -= _ceil(rank, RANKS) * hidden_parts * (tile.width // tile.chunk)
     steps = columns // tile.columns
     total = _ceil(rows, tile.rows) * steps
     run = max(min(4, steps), _ceil(total, max(programs, 1)))
-    return Plan(tile, token_blocks, run, _ceil(total, run), (steps + run - 2) // run + 1, hidden_parts)
+    return Plan(tile, token_blocks, run, _ceil(total, run), (steps + run - 2) // run + 1, hidden_parts, chunk)
+
+
+def _hidden_parts(tile: Tile, rows: int, columns: int, programs: int) -> int:
+    """Runs of A's columns: the fewer, the less the second launch reads, but none should outlast a program."""
+    steps = _ceil(columns, SHRINK_COLUMNS)
+    if tile.shrinks:
+        parts = tile.shrinks
+    elif tile.tokens <= 16:
+        parts = min(_ceil(columns, 1024), 8)
+    else:
+        run = _ceil(_ceil(rows, tile.rows) * columns // SHRINK_COLUMNS, programs)
+        parts = min(_ceil(steps, max(8, 2 * run)), 16)
+    return _ceil(steps, _ceil(steps, parts))
 
 
 def _ceil(count: int, size: int) -> int:

@@ -17,13 +17,11 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from qerl_kernels.backend import interpreting
-from qerl_kernels.few_plan import RANKS, SHRINK_COLUMNS, Plan, Tile, plan
+from qerl_kernels.few_plan import BLOCK, RANKS, SHRINK_COLUMNS, Plan, Tile, plan
 from qerl_kernels.marlin import MarlinTensor
 from qerl_kernels.triton_marlin_tile import columns_as_expanded, dot, expand, rows_as_expanded, to_bfloat16
 
 _RANKS, _STEP = tl.constexpr(RANKS), tl.constexpr(SHRINK_COLUMNS)
-BLOCK = 64
-"""Output features of a program of the second launch."""
 
 
 @triton.jit
@@ -146,12 +144,22 @@ def _partial_kernel(
                 masks, (KT * word_stride, KT * scale_stride), count, SPLIT, STAGES, EVEN, REAL,
             )  # fmt: skip
             part = token_block * parts + worker - tile * steps // run
-            row = tile * ROWS + n
-            out = partial + (part.to(tl.int64) * rows + row)[:, None] * WIDTH
-            tl.store(out + t[None, :], acc, mask=(row < rows)[:, None])
+            out = partial + (part.to(tl.int64) * rows + tile * ROWS) * WIDTH + n[:, None] * WIDTH
+            mask = (tile * ROWS + n < rows)[:, None]
+            tl.store(out + t[None, :], acc, mask=mask)
             if TP2 > 1:
-                tl.store(out + TP + t2[None, :], acc2, mask=(row < rows)[:, None])
+                tl.store(out + TP + t2[None, :], acc2, mask=mask)
             at += count
+
+
+@triton.jit
+def _sum(first, stride, count, COUNT: tl.constexpr):
+    """What stands at the pointers `first` and at count - 1 strides beyond, at most COUNT in all."""
+    acc = tl.zeros(first.shape, tl.float32)
+    for p in tl.static_range(COUNT):  # no masks, which would be as many predicates: more loads are on their way
+        some = tl.load(first + tl.minimum(p, count - 1) * stride)
+        acc += tl.where(p < count, some, 0.0)
+    return acc
 
 
 @triton.jit(do_not_specialize=["tokens", "run"])
@@ -180,25 +188,23 @@ def _combine_kernel(
         r = tl.arange(0, PADDED)
         own, ranks = part * RANK + r, RANK * len(STARTS)
         left = tl.load(b + n[:, None] * ranks + own[None, :], mask=(r < RANK)[None, :], other=0.0)
+    steps = columns // COLUMNS
+    parts = ((first // ROWS + 1) * steps - 1) // run - first // ROWS * steps // run + 1
     if REAL:
         gdc_wait()
         gdc_launch_dependents()
-    steps = columns // COLUMNS
-    start = first // ROWS * steps // run
-    parts = ((first // ROWS + 1) * steps - 1) // run - start + 1
-    acc = tl.zeros((BLOCK, TC), tl.float32)
-    for p in tl.static_range(PARTS):
-        row = (token_block * PARTS + p).to(tl.int64) * rows + n
-        acc += tl.load(partial + row[:, None] * WIDTH + t[None, :], mask=p < parts, other=0.0)
+    # every load before the first wait for a sum
+    at = partial + (token_block * PARTS).to(tl.int64) * rows * WIDTH
+    acc = _sum(at + n[:, None] * WIDTH + t[None, :], rows * WIDTH, parts, PARTS)
+    if RANK > 0:
+        at = hidden + token_block * HIDDEN_PARTS * ranks * WIDTH
+        own = tl.minimum(own, ranks - 1)  # beyond, some number that meets a zero of `left`
+        h = _sum(at + own[:, None] * WIDTH + t[None, :], ranks * WIDTH, HIDDEN_PARTS, HIDDEN_PARTS)
     acc *= alpha
     if BIAS:
         acc += shift
     acc = to_bfloat16(acc, REAL).to(tl.float32)
     if RANK > 0:
-        h = tl.zeros((PADDED, TC), tl.float32)
-        for p in tl.static_range(HIDDEN_PARTS):
-            row = (token_block * HIDDEN_PARTS + p) * ranks + own
-            h += tl.load(hidden + row[:, None] * WIDTH + t[None, :], mask=(r < RANK)[:, None], other=0.0)
         acc += dot(left, to_bfloat16(h, REAL), tl.zeros((BLOCK, TC), tl.float32), REAL)
     token = token_block * WIDTH + t
     tl.store(
@@ -246,15 +252,17 @@ def few_tokens_linear(
         weight.weight.stride(0), scales.stride(0), cut.run, cut.parts, cut.hidden_parts, cut.token_blocks,
         TP=tile.tokens, TP2=max(1, tile.more), TC=tile.chunk, NT=tile.tiles, KT=tile.steps,
         SPLIT=tile.warps // tile.tiles, STAGES=tile.stages, EVEN=rows % tile.rows == 0, REAL=real,
-        num_warps=tile.warps, **launch,
+        num_warps=tile.warps, **launch, **({"maxnreg": tile.registers} if real else {}),
     )  # fmt: skip
     if any(start % BLOCK for start in starts):
         starts = (0,)
-    own = rank // len(starts)
-    _combine_kernel[(rows // BLOCK * cut.token_blocks * chunks,)](
+    own, programs = rank // len(starts), rows // BLOCK * cut.token_blocks * (tile.width // cut.chunk)
+    if real:  # told how many it may use, the compiler spends registers on more loads at a time
+        launch["maxnreg"] = 128 if programs <= 2 * _processors(x.get_device()) else 64
+    _combine_kernel[(programs,)](
         partial, hidden, x if b is None else b, x if bias is None else bias, weight.global_scale, y, tokens, columns,
         rows, cut.run, cut.token_blocks, RANK=own, STARTS=tuple(starts),
-        PADDED=max(16, triton.next_power_of_2(own)), WIDTH=tile.width, TC=tile.chunk, BLOCK=BLOCK, PARTS=cut.parts,
+        PADDED=max(16, triton.next_power_of_2(own)), WIDTH=tile.width, TC=cut.chunk, BLOCK=BLOCK, PARTS=cut.parts,
         HIDDEN_PARTS=cut.hidden_parts, ROWS=tile.rows, COLUMNS=tile.columns, BIAS=bias is not None, REAL=real,
         num_warps=8, **launch,
     )  # fmt: skip
