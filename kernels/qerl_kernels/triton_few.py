@@ -19,7 +19,14 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from qerl_kernels.backend import interpreting
 from qerl_kernels.few_plan import BLOCK, RANKS, SHRINK_COLUMNS, Plan, Tile, plan
 from qerl_kernels.marlin import MarlinTensor
-from qerl_kernels.triton_marlin_tile import columns_as_expanded, dot, expand, rows_as_expanded, to_bfloat16
+from qerl_kernels.triton_marlin_tile import (
+    columns_as_expanded,
+    dot,
+    expand,
+    finish_products,
+    rows_as_expanded,
+    to_bfloat16,
+)
 
 _RANKS, _STEP = tl.constexpr(RANKS), tl.constexpr(SHRINK_COLUMNS)
 
@@ -40,6 +47,8 @@ def _product_step(acc, acc2, words, scales, x, x2, masks, SPLIT: tl.constexpr, E
     acc = dot(left, tl.trans(right), acc, REAL)
     if acc2.shape[1] > 1:
         acc2 = dot(left, tl.trans(tl.load(x2, mask=masks[3], other=0.0)), acc2, REAL)
+    if REAL and WIDE:
+        finish_products()
     return acc, acc2
 
 
