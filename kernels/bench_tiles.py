@@ -34,28 +34,18 @@ HIDDEN = {
     "14b": (5120, 13824, 40, 8),
     "32b": (5120, 27648, 40, 8),
 }
+REPEATS = 100
+"""Of a product whose bits are compared, while other processes crowd the GPU."""
 TILES: dict[str, dict[str, Any]] = {
     "32": {"tokens": 32},
     "32, 4 of 128 rows": {"tokens": 32, "tiles": 2, "programs": 4},
     "64": {"tokens": 64},
-    "64, 1": {"tokens": 64, "programs": 1},
-    "64, 4 shrinks": {"tokens": 64, "shrinks": 4},
     "64, 3 of 128 rows": {"tokens": 64, "tiles": 2, "programs": 3},
-    "64, 2 of 8 warps": {"tokens": 64, "warps": 8, "programs": 2},
-    "64, 2 of 8 warps, 32 columns": {"tokens": 64, "steps": 2, "warps": 8, "stages": 5, "programs": 2},
-    "96": {"tokens": 64, "more": 32, "warps": 8, "programs": 1, "apart": True},
-    "96, 2 of 256 rows": {"tokens": 64, "more": 32, "steps": 2, "programs": 2},
     "96, 2 of 128 rows": {"tokens": 64, "more": 32, "tiles": 2, "programs": 2},
-    "96, 3 of 128 rows": {"tokens": 64, "more": 32, "tiles": 2, "steps": 2, "programs": 3},
-    "96, 2 of 128 rows, 8 warps": {"tokens": 64, "more": 32, "tiles": 2, "warps": 8, "programs": 2},
-    "128": {"tokens": 128, "warps": 8, "programs": 1, "apart": True, "shrinks": 4},
-    "128, few shrinks": {"tokens": 128, "warps": 8, "programs": 1},
+    "128": {"tokens": 128, "warps": 8, "programs": 1},
     "128, 2 of 128 rows": {"tokens": 128, "tiles": 2, "programs": 2},
-    "128, 2 of 128 rows, 8 warps": {"tokens": 128, "tiles": 2, "warps": 8, "programs": 2},
-    "192": {"tokens": 128, "more": 64, "steps": 2, "warps": 8, "programs": 1, "apart": True, "shrinks": 4},
-    "192, few shrinks": {"tokens": 128, "more": 64, "steps": 2, "warps": 8, "programs": 1},
-    "192, 2 of 128 rows": {"tokens": 128, "more": 64, "tiles": 2, "steps": 1, "stages": 6, "programs": 2},
-    "192, 2 of 128 rows, 8 warps": {"tokens": 128, "more": 64, "tiles": 2, "steps": 2, "warps": 8, "programs": 2},
+    "192": {"tokens": 128, "more": 64, "steps": 2, "warps": 8, "programs": 1},
+    "192, 2 of 128 rows": {"tokens": 128, "more": 64, "tiles": 2, "steps": 2, "warps": 8, "programs": 2},
 }
 
 
@@ -96,14 +86,15 @@ def check(layer: Shape, name: str, tokens: list[int], sizes: Sizes) -> list[tupl
             continue
         x = torch.randn(count, layer[1], device=sizes.device).bfloat16()
         try:
-            y, again = product(linear, x, name), product(linear, x, name)
+            y = product(linear, x, name)
+            repeats = all(torch.equal(y, product(linear, x, name)) for _ in range(REPEATS))
         except (RuntimeError, TritonError, CompilationError) as error:  # a result too
             wrong.append((count, f"{type(error).__name__}: {str(error)[:80]}"))
             continue
         plain = plain_few_tokens_linear(x, linear.weight, None, linear.a, linear.b)
         apart = ((y - plain).float().norm() / plain.float().norm()).item()
-        if not apart <= 4e-3 or not torch.equal(y, again):
-            wrong.append((count, f"differs by {apart:.2g}, repeats: {torch.equal(y, again)}"))
+        if not apart <= 4e-3 or not repeats:
+            wrong.append((count, f"differs by {apart:.2g}, repeats: {repeats}"))
     return wrong
 
 

@@ -25,10 +25,6 @@ class Tile(NamedTuple):
     """Of the loop along k that are being loaded."""
     programs: int = 2
     """For each processor."""
-    apart: bool = False
-    """Whether the programs for the adapter come on top of those."""
-    shrinks: int = 0
-    """Runs that A's columns are cut into; 0 for as many as end before a program does."""
 
     @property
     def rows(self) -> int:
@@ -80,12 +76,11 @@ def best_tile(tokens: int, rows: int) -> Tile:
         tokens: Of the product.
         rows: Output features.
     """
-    if tokens > 64 and rows > 8192:
-        if 128 < tokens <= 192:
-            return Tile(128, 64, steps=2, warps=8, programs=1, apart=True)
-        return Tile(128, warps=8, programs=1, apart=True)
-    padded = max(8, min(64, 2 ** (tokens - 1).bit_length() if tokens else 8))
-    return Tile(padded, programs=1 if 32 < tokens <= 64 and rows <= 8192 else 2)
+    if tokens > 32 and rows <= 8192:
+        return Tile(64, tiles=2, programs=3)
+    if tokens > 64:
+        return Tile(128, 64, steps=2, warps=8, programs=1) if 128 < tokens <= 192 else Tile(128, warps=8, programs=1)
+    return Tile(max(8, 2 ** (tokens - 1).bit_length() if tokens else 8))
 
 
 @functools.cache
@@ -98,7 +93,7 @@ def plan(tokens: int, rows: int, columns: int, rank: int, processors: int, tile:
     chunk = tile.chunk
     while chunk > 16 and rows // BLOCK * token_blocks * (tile.width // chunk) < 3 * processors // 2:
         chunk //= 2
-    if tile.tokens > 16 and not tile.apart:  # as many as fill the processors
+    if tile.tokens > 16:  # as many as fill the processors
         programs -= _ceil(rank, RANKS) * hidden_parts * (tile.width // tile.chunk)
     steps = columns // tile.columns
     total = _ceil(rows, tile.rows) * steps
@@ -109,9 +104,7 @@ def plan(tokens: int, rows: int, columns: int, rank: int, processors: int, tile:
 def _hidden_parts(tile: Tile, rows: int, columns: int, programs: int) -> int:
     """Runs of A's columns: the fewer, the less the second launch reads, but none should outlast a program."""
     steps = _ceil(columns, SHRINK_COLUMNS)
-    if tile.shrinks:
-        parts = tile.shrinks
-    elif tile.tokens <= 16:
+    if tile.tokens <= 16:
         parts = min(_ceil(columns, 1024), 8)
     else:
         run = _ceil(_ceil(rows, tile.rows) * columns // SHRINK_COLUMNS, programs)

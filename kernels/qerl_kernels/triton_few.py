@@ -249,7 +249,7 @@ def few_tokens_linear(
     rank = 0 if a is None else len(a)
     cut = plan(tokens, rows, columns, rank, _processors(x.get_device()), tile)
     tile, real = cut.tile, not interpreting()
-    launch = {"launch_pdl": True} if real else {}
+    launch: dict[str, int] = {"launch_pdl": True} if real else {}
     y = x.new_empty((tokens, rows))
     partial = x.new_empty((cut.token_blocks, cut.parts, rows, tile.width), dtype=torch.float32)
     hidden = x.new_empty((cut.token_blocks, cut.hidden_parts, rank, tile.width), dtype=torch.float32)
