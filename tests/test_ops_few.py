@@ -150,10 +150,11 @@ def test_a_plan_covers_the_weight_and_its_parts_fit(processors, tile):
             plan = triton_few.plan(tokens, rows, columns, rank, processors, tile)
             steps, tiles = columns // plan.tile.columns, -(-rows // plan.tile.rows)
             assert plan.tile.width * plan.token_blocks >= tokens
-            assert (plan.workers - 1) * plan.run < tiles * steps <= plan.workers * plan.run
-            for block in range(tiles):
-                first, last = block * steps // plan.run, ((block + 1) * steps - 1) // plan.run
-                assert last - first < plan.parts
+            runs = [plan.short] * plan.shrinks + [plan.run + 1] * plan.longer + [plan.run] * plan.workers
+            takers = [program for program, run in enumerate(runs[: plan.workers]) for _ in range(run)]
+            assert takers == [plan.program(step) for step in range(tiles * steps)]
+            shared = [len(set(takers[first : first + steps])) for first in range(0, len(takers), steps)]
+            assert max(shared) == plan.parts
             a_steps = math.ceil(columns / 128)
             assert plan.hidden_parts * math.ceil(a_steps / plan.hidden_parts) >= a_steps
 

@@ -48,8 +48,8 @@ class Tile(NamedTuple):
 
     @property
     def registers(self) -> int:
-        """Of a thread, so that a processor holds `programs`."""
-        return min(255, 2**16 // (32 * self.warps * self.programs))
+        """Of a thread, so that a processor holds `programs`; it gives them out by eights."""
+        return min(255, 2**16 // (32 * self.warps * self.programs) // 8 * 8)
 
 
 class Plan(NamedTuple):
@@ -57,16 +57,34 @@ class Plan(NamedTuple):
 
     tile: Tile
     token_blocks: int
+    shrinks: int
+    """Programs that multiply by the adapter's A before, for each block of tokens: the first."""
+    short: int
+    """Steps of each of those."""
+    longer: int
+    """Programs after those that take a step more than `run`."""
     run: int
     """Steps of a program."""
     workers: int
-    """Programs that multiply by the weight, for each block of tokens."""
+    """Programs, for each block of tokens."""
     parts: int
     """Programs that share a block of rows, at most."""
     hidden_parts: int
     """Runs that A's columns are cut into."""
     chunk: int
     """Tokens of a program of the second launch: few where rows are, so that every processor has a program or two."""
+
+    def program(self, step: int) -> int:
+        """Which program takes a step, counted through all blocks of rows."""
+        beyond = step - self.shrinks * self.short
+        last = beyond - self.longer * (self.run + 1)
+        if beyond < 0:
+            return step // self.short
+        return self.shrinks + (beyond // (self.run + 1) if last < 0 else self.longer + last // self.run)
+
+    def sharing(self, first: int, steps: int) -> int:
+        """Programs that share steps."""
+        return self.program(first + steps - 1) - self.program(first) + 1
 
 
 def best_tile(tokens: int, rows: int) -> Tile:
@@ -88,28 +106,39 @@ def plan(tokens: int, rows: int, columns: int, rank: int, processors: int, tile:
     """The cut for a number of tokens, with a tile of one's own or the best known."""
     tile = tile or best_tile(tokens, rows)
     token_blocks = max(1, _ceil(tokens, tile.width))
-    programs = processors * tile.programs // token_blocks
-    hidden_parts = _hidden_parts(tile, rows, columns, max(programs, 1)) if rank else 0
+    programs = max(1, processors * tile.programs // token_blocks)
+    steps = columns // tile.columns
+    total = _ceil(rows, tile.rows) * steps
+    hidden_parts = _hidden_parts(tile, columns, max(4, total // programs)) if rank else 0
+    shrinks, short = _ceil(rank, RANKS) * hidden_parts * (tile.width // tile.chunk), 0
+    if tile.tokens > 16:  # no more programs than fill the processors, each as long
+        cost = _shrink_cost(_ceil(_ceil(columns, SHRINK_COLUMNS), max(1, hidden_parts)))
+        mean = (total + shrinks * cost) // programs
+        short = mean - cost if 0 < shrinks < programs and 4 * cost <= 3 * mean else 0
+        programs = max(1, programs - shrinks)
+    left = total - shrinks * short
+    programs = max(1, min(programs, left // 4))
+    run, longer = divmod(left, programs)
     chunk = tile.chunk
     while chunk > 16 and rows // BLOCK * token_blocks * (tile.width // chunk) < 3 * processors // 2:
         chunk //= 2
-    if tile.tokens > 16:  # as many as fill the processors
-        programs -= _ceil(rank, RANKS) * hidden_parts * (tile.width // tile.chunk)
-    steps = columns // tile.columns
-    total = _ceil(rows, tile.rows) * steps
-    run = max(min(4, steps), _ceil(total, max(programs, 1)))
-    return Plan(tile, token_blocks, run, _ceil(total, run), (steps + run - 2) // run + 1, hidden_parts, chunk)
+    cut = Plan(tile, token_blocks, shrinks, short, longer, run, shrinks + programs, 0, hidden_parts, chunk)
+    return cut._replace(parts=max(cut.sharing(first, steps) for first in range(0, total, steps)))
 
 
-def _hidden_parts(tile: Tile, rows: int, columns: int, programs: int) -> int:
-    """Runs of A's columns: the fewer, the less the second launch reads, but none should outlast a program."""
+def _hidden_parts(tile: Tile, columns: int, run: int) -> int:
+    """Runs of A's columns: the fewer, the less the second launch reads, but none should outlast a program's `run`."""
     steps = _ceil(columns, SHRINK_COLUMNS)
     if tile.tokens <= 16:
         parts = min(_ceil(columns, 1024), 8)
     else:
-        run = _ceil(_ceil(rows, tile.rows) * columns // SHRINK_COLUMNS, programs)
-        parts = min(_ceil(steps, max(8, 2 * run)), 16)
+        parts = min(_ceil(steps, max(8, 3 * run // 2 - 4)), 16)
     return _ceil(steps, _ceil(steps, parts))
+
+
+def _shrink_cost(steps: int) -> int:
+    """How many of a program's steps along the weight take as long as so many along A, and beginning with them."""
+    return steps // 2 + 2
 
 
 def _ceil(count: int, size: int) -> int:
