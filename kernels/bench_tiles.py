@@ -41,11 +41,13 @@ TILES: dict[str, dict[str, Any]] = {
     "32, 4 of 128 rows": {"tokens": 32, "tiles": 2, "programs": 4},
     "64": {"tokens": 64},
     "64, 3 of 128 rows": {"tokens": 64, "tiles": 2, "programs": 3},
+    "64, 3 of 128 rows, 128 columns": {"tokens": 64, "tiles": 2, "steps": 8, "stages": 3, "programs": 3},
     "96, 2 of 128 rows": {"tokens": 64, "more": 32, "tiles": 2, "programs": 2},
     "128": {"tokens": 128, "warps": 8, "programs": 1},
+    "128, 16 warps": {"tokens": 128, "warps": 16, "programs": 1},
     "128, 2 of 128 rows": {"tokens": 128, "tiles": 2, "programs": 2},
     "192": {"tokens": 128, "more": 64, "steps": 2, "warps": 8, "programs": 1},
-    "192, 2 of 128 rows": {"tokens": 128, "more": 64, "tiles": 2, "steps": 2, "warps": 8, "programs": 2},
+    "192, 64 columns": {"tokens": 128, "more": 64, "stages": 3, "warps": 8, "programs": 1},
 }
 
 

@@ -105,6 +105,7 @@ def best_tile(tokens: int, rows: int) -> Tile:
 def plan(tokens: int, rows: int, columns: int, rank: int, processors: int, tile: Tile | None = None) -> Plan:
     """The cut for a number of tokens, with a tile of one's own or the best known."""
     tile = tile or best_tile(tokens, rows)
+    assert columns % tile.columns == 0, "a tile's steps divide the columns"
     token_blocks = max(1, _ceil(tokens, tile.width))
     programs = max(1, processors * tile.programs // token_blocks)
     steps = columns // tile.columns
