@@ -60,7 +60,7 @@ class Plan(NamedTuple):
     shrinks: int
     """Programs that multiply by the adapter's A before, for each block of tokens: the first."""
     short: int
-    """Steps of each of those."""
+    """Steps of each of those, where a program has a processor to itself; else none: who shares it goes on faster."""
     longer: int
     """Programs after those that take a step more than `run`."""
     run: int
@@ -112,10 +112,10 @@ def plan(tokens: int, rows: int, columns: int, rank: int, processors: int, tile:
     total = _ceil(rows, tile.rows) * steps
     hidden_parts = _hidden_parts(tile, columns, max(4, total // programs)) if rank else 0
     shrinks, short = _ceil(rank, RANKS) * hidden_parts * (tile.width // tile.chunk), 0
-    if tile.tokens > 16:  # no more programs than fill the processors, each as long
-        cost = _shrink_cost(_ceil(_ceil(columns, SHRINK_COLUMNS), max(1, hidden_parts)))
-        mean = (total + shrinks * cost) // programs
-        short = mean - cost if 0 < shrinks < programs and 4 * cost <= 3 * mean else 0
+    if tile.tokens > 16:  # no more programs than fill the processors
+        if tile.programs == 1 and 0 < shrinks < programs:  # where nobody else takes the place of one that is done
+            cost = _shrink_cost(_ceil(_ceil(columns, SHRINK_COLUMNS), hidden_parts))
+            short = max(0, (total + shrinks * cost) // programs - cost)
         programs = max(1, programs - shrinks)
     left = total - shrinks * short
     programs = max(1, min(programs, left // 4))
@@ -133,13 +133,16 @@ def _hidden_parts(tile: Tile, columns: int, run: int) -> int:
     if tile.tokens <= 16:
         parts = min(_ceil(columns, 1024), 8)
     else:
-        parts = min(_ceil(steps, max(8, 3 * run // 2 - 4)), 16)
+        parts = min(_ceil(steps, max(8, 2 * run // 3 - 3 if tile.programs == 1 else run)), 16)
     return _ceil(steps, _ceil(steps, parts))
 
 
 def _shrink_cost(steps: int) -> int:
-    """How many of a program's steps along the weight take as long as so many along A, and beginning with them."""
-    return steps // 2 + 2
+    """How many of a program's steps along the weight take as long as so many along A, and beginning with them.
+
+    On an H200 half of `steps` to a good two thirds, by how many programs share a processor.
+    """
+    return 3 * steps // 4 + 2
 
 
 def _ceil(count: int, size: int) -> int:

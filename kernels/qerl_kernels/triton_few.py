@@ -1,7 +1,7 @@
 """Products of few tokens with NVFP4 weights in vLLM's Marlin layout and with an adapter: two launches, repeatable bits.
 
 Every program of the first launch takes an equal run of k, through one or two blocks of output features, so that no
-processor waits for another; some multiply by the adapter's A before, and their runs are shorter. The second launch
+processor waits for another; some multiply by the adapter's A, before a shorter run or none. The second launch
 adds what the programs found, in the order of k, and the adapter's other product. Weights are the left operand of the
 tensor cores' product, so that few tokens fill it, and come from registers: Marlin's words lie as these read them.
 """
