@@ -141,6 +141,17 @@ def test_a_tile_of_any_form_gives_the_same_product(tile):
     assert (actual - expected).float().norm() <= 4e-3 * expected.float().norm()
 
 
+def test_programs_with_a_processor_to_themselves_take_weights_after_the_adapter():
+    tile = Tile(64, tiles=1, programs=1)
+    cut = triton_few.plan(9, 192, 384, 8, 4, tile)  # the interpreter's processors
+    assert (cut.shrinks, cut.short, cut.longer, cut.run, cut.workers) == (1, 1, 2, 5, 4)
+    weight, bias, a, b = linear(192, 384, rank=8, with_bias=True)
+    x = tokens_of(9, 384)
+    actual = triton_few.few_tokens_linear(x, weight, bias, a, b, (0,), tile)
+    expected = plain_few_tokens_linear(x, weight, bias, a, b)
+    assert (actual - expected).float().norm() <= 4e-3 * expected.float().norm()
+
+
 @pytest.mark.parametrize("processors", [1, 4, 132])
 @pytest.mark.parametrize("tile", [None, *TILES])
 def test_a_plan_covers_the_weight_and_its_parts_fit(processors, tile):
