@@ -34,26 +34,20 @@ HIDDEN = {
     "14b": (5120, 13824, 40, 8),
     "32b": (5120, 27648, 40, 8),
 }
+REPEATS = 100
+"""Of a product whose bits are compared, while other processes crowd the GPU."""
 TILES: dict[str, dict[str, Any]] = {
-    "64, 4 warps": {"tokens": 64},
-    "64, 4 warps, 1": {"tokens": 64, "programs": 1},
-    "64, 8 warps": {"tokens": 64, "warps": 8, "programs": 1, "apart": True},
-    "64, 8 warps, not apart": {"tokens": 64, "warps": 8, "programs": 1},
-    "64 x 512": {"tokens": 64, "tiles": 8, "warps": 8, "programs": 1, "apart": True},
-    "96": {"tokens": 64, "more": 32, "warps": 8, "programs": 1, "apart": True},
-    "96, 6 stages": {"tokens": 64, "more": 32, "warps": 8, "stages": 6, "programs": 1, "apart": True},
-    "96, 32 columns": {"tokens": 64, "more": 32, "steps": 2, "warps": 8, "stages": 6, "programs": 1, "apart": True},
-    "96, 4 warps": {"tokens": 64, "more": 32, "tiles": 2, "apart": True},
-    "128": {"tokens": 128, "warps": 8, "programs": 1, "apart": True},
-    "128, not apart": {"tokens": 128, "warps": 8, "programs": 1},
-    "128, 3 stages": {"tokens": 128, "warps": 8, "stages": 3, "programs": 1, "apart": True},
-    "128, 6 stages": {"tokens": 128, "warps": 8, "stages": 6, "programs": 1, "apart": True},
-    "128, 32 columns": {"tokens": 128, "steps": 2, "warps": 8, "stages": 6, "programs": 1, "apart": True},
-    "128, 4 warps": {"tokens": 128, "tiles": 2, "apart": True},
-    "192": {"tokens": 128, "more": 64, "steps": 2, "warps": 8, "programs": 1, "apart": True},
-    "192, 6 stages": {"tokens": 128, "more": 64, "steps": 2, "warps": 8, "stages": 6, "programs": 1, "apart": True},
-    "192, 16 columns": {"tokens": 128, "more": 64, "steps": 1, "warps": 8, "stages": 8, "programs": 1, "apart": True},
-    "256 x 128": {"tokens": 128, "more": 128, "tiles": 2, "warps": 8, "programs": 1, "apart": True},
+    "32": {"tokens": 32},
+    "32, 4 of 128 rows": {"tokens": 32, "tiles": 2, "programs": 4},
+    "64": {"tokens": 64},
+    "64, 3 of 128 rows": {"tokens": 64, "tiles": 2, "programs": 3},
+    "64, 3 of 128 rows, 128 columns": {"tokens": 64, "tiles": 2, "steps": 8, "stages": 3, "programs": 3},
+    "96, 2 of 128 rows": {"tokens": 64, "more": 32, "tiles": 2, "programs": 2},
+    "128": {"tokens": 128, "warps": 8, "programs": 1},
+    "128, 16 warps": {"tokens": 128, "warps": 16, "programs": 1},
+    "128, 2 of 128 rows": {"tokens": 128, "tiles": 2, "programs": 2},
+    "192": {"tokens": 128, "more": 64, "steps": 2, "warps": 8, "programs": 1},
+    "192, 64 columns": {"tokens": 128, "more": 64, "stages": 3, "warps": 8, "programs": 1},
 }
 
 
@@ -94,14 +88,15 @@ def check(layer: Shape, name: str, tokens: list[int], sizes: Sizes) -> list[tupl
             continue
         x = torch.randn(count, layer[1], device=sizes.device).bfloat16()
         try:
-            y, again = product(linear, x, name), product(linear, x, name)
+            y = product(linear, x, name)
+            repeats = all(torch.equal(y, product(linear, x, name)) for _ in range(REPEATS))
         except (RuntimeError, TritonError, CompilationError) as error:  # a result too
             wrong.append((count, f"{type(error).__name__}: {str(error)[:80]}"))
             continue
         plain = plain_few_tokens_linear(x, linear.weight, None, linear.a, linear.b)
         apart = ((y - plain).float().norm() / plain.float().norm()).item()
-        if not apart <= 4e-3 or not torch.equal(y, again):
-            wrong.append((count, f"differs by {apart:.2g}, repeats: {torch.equal(y, again)}"))
+        if not apart <= 4e-3 or not repeats:
+            wrong.append((count, f"differs by {apart:.2g}, repeats: {repeats}"))
     return wrong
 
 
@@ -192,7 +187,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--shapes", nargs="+", choices=HIDDEN, default=["7b"])
-    parser.add_argument("--tokens", type=int, nargs="+", default=[192, 64, 128, 256, 96, 384, 512])
+    parser.add_argument("--tokens", type=int, nargs="+", default=[64, 192, 128, 32, 256])
     parser.add_argument("--tiles", nargs="+", choices=TILES, default=list(TILES))
     parser.add_argument("--seconds", type=float, default=280, help="of a shape")
     parser.add_argument("--no-tests", action="store_true")

@@ -5,6 +5,8 @@ from typing import NamedTuple
 
 RANKS, SHRINK_COLUMNS = 32, 128
 """Rows of A in a program for the adapter, columns in one of its steps."""
+BLOCK = 64
+"""Output features of a program of the second launch."""
 
 
 class Tile(NamedTuple):
@@ -23,8 +25,6 @@ class Tile(NamedTuple):
     """Of the loop along k that are being loaded."""
     programs: int = 2
     """For each processor."""
-    apart: bool = False
-    """Whether the programs for the adapter come on top of those."""
 
     @property
     def rows(self) -> int:
@@ -43,8 +43,13 @@ class Tile(NamedTuple):
 
     @property
     def chunk(self) -> int:
-        """Tokens of a program for the adapter, and of one of the second launch."""
+        """Tokens of a program for the adapter."""
         return min(64, self.tokens, self.more or 64)
+
+    @property
+    def registers(self) -> int:
+        """Of a thread, so that a processor holds `programs`; it gives them out by eights."""
+        return min(255, 2**16 // (32 * self.warps * self.programs) // 8 * 8)
 
 
 class Plan(NamedTuple):
@@ -52,14 +57,34 @@ class Plan(NamedTuple):
 
     tile: Tile
     token_blocks: int
+    shrinks: int
+    """Programs that multiply by the adapter's A before, for each block of tokens: the first."""
+    short: int
+    """Steps of each of those, where a program has a processor to itself; else none: who shares it goes on faster."""
+    longer: int
+    """Programs after those that take a step more than `run`."""
     run: int
     """Steps of a program."""
     workers: int
-    """Programs that multiply by the weight, for each block of tokens."""
+    """Programs, for each block of tokens."""
     parts: int
     """Programs that share a block of rows, at most."""
     hidden_parts: int
     """Runs that A's columns are cut into."""
+    chunk: int
+    """Tokens of a program of the second launch: few where rows are, so that every processor has a program or two."""
+
+    def program(self, step: int) -> int:
+        """Which program takes a step, counted through all blocks of rows."""
+        beyond = step - self.shrinks * self.short
+        last = beyond - self.longer * (self.run + 1)
+        if beyond < 0:
+            return step // self.short
+        return self.shrinks + (beyond // (self.run + 1) if last < 0 else self.longer + last // self.run)
+
+    def sharing(self, first: int, steps: int) -> int:
+        """Programs that share steps."""
+        return self.program(first + steps - 1) - self.program(first) + 1
 
 
 def best_tile(tokens: int, rows: int) -> Tile:
@@ -69,29 +94,55 @@ def best_tile(tokens: int, rows: int) -> Tile:
         tokens: Of the product.
         rows: Output features.
     """
-    if tokens > 64 and rows > 8192:
-        if 128 < tokens <= 192:
-            return Tile(128, 64, steps=2, warps=8, programs=1, apart=True)
-        return Tile(128, warps=8, programs=1, apart=True)
-    padded = max(8, min(64, 2 ** (tokens - 1).bit_length() if tokens else 8))
-    return Tile(padded, programs=1 if 32 < tokens <= 64 and rows <= 8192 else 2)
+    if tokens > 32 and rows <= 8192:
+        return Tile(64, tiles=2, programs=3)
+    if tokens > 64:
+        return Tile(128, 64, steps=2, warps=8, programs=1) if 128 < tokens <= 192 else Tile(128, warps=8, programs=1)
+    return Tile(max(8, 2 ** (tokens - 1).bit_length() if tokens else 8))
 
 
 @functools.cache
 def plan(tokens: int, rows: int, columns: int, rank: int, processors: int, tile: Tile | None = None) -> Plan:
     """The cut for a number of tokens, with a tile of one's own or the best known."""
     tile = tile or best_tile(tokens, rows)
+    assert columns % tile.columns == 0, "a tile's steps divide the columns"
     token_blocks = max(1, _ceil(tokens, tile.width))
-    a_steps = _ceil(columns, SHRINK_COLUMNS)
-    hidden_parts = min(_ceil(columns, 1024), 8 if tile.tokens <= 16 else 4)
-    hidden_parts = _ceil(a_steps, _ceil(a_steps, hidden_parts)) if rank else 0
-    programs = processors * tile.programs // token_blocks
-    if tile.tokens > 16 and not tile.apart:  # as many as fill the processors
-        programs -= _ceil(rank, RANKS) * hidden_parts * (tile.width // tile.chunk)
+    programs = max(1, processors * tile.programs // token_blocks)
     steps = columns // tile.columns
     total = _ceil(rows, tile.rows) * steps
-    run = max(min(4, steps), _ceil(total, max(programs, 1)))
-    return Plan(tile, token_blocks, run, _ceil(total, run), (steps + run - 2) // run + 1, hidden_parts)
+    hidden_parts = _hidden_parts(tile, columns, max(4, total // programs)) if rank else 0
+    shrinks, short = _ceil(rank, RANKS) * hidden_parts * (tile.width // tile.chunk), 0
+    if tile.tokens > 16:  # no more programs than fill the processors
+        if tile.programs == 1 and 0 < shrinks < programs:  # where nobody else takes the place of one that is done
+            cost = _shrink_cost(_ceil(_ceil(columns, SHRINK_COLUMNS), hidden_parts))
+            short = max(0, (total + shrinks * cost) // programs - cost)
+        programs = max(1, programs - shrinks)
+    left = total - shrinks * short
+    programs = max(1, min(programs, left // 4))
+    run, longer = divmod(left, programs)
+    chunk = tile.chunk
+    while chunk > 16 and rows // BLOCK * token_blocks * (tile.width // chunk) < 3 * processors // 2:
+        chunk //= 2
+    cut = Plan(tile, token_blocks, shrinks, short, longer, run, shrinks + programs, 0, hidden_parts, chunk)
+    return cut._replace(parts=max(cut.sharing(first, steps) for first in range(0, total, steps)))
+
+
+def _hidden_parts(tile: Tile, columns: int, run: int) -> int:
+    """Runs of A's columns: the fewer, the less the second launch reads, but none should outlast a program's `run`."""
+    steps = _ceil(columns, SHRINK_COLUMNS)
+    if tile.tokens <= 16:
+        parts = min(_ceil(columns, 1024), 8)
+    else:
+        parts = min(_ceil(steps, max(8, 2 * run // 3 - 3 if tile.programs == 1 else run)), 16)
+    return _ceil(steps, _ceil(steps, parts))
+
+
+def _shrink_cost(steps: int) -> int:
+    """How many of a program's steps along the weight take as long as so many along A, and beginning with them.
+
+    On an H200 half of `steps` to a good two thirds, by how many programs share a processor.
+    """
+    return 3 * steps // 4 + 2
 
 
 def _ceil(count: int, size: int) -> int:

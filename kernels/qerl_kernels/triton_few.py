@@ -1,9 +1,9 @@
 """Products of few tokens with NVFP4 weights in vLLM's Marlin layout and with an adapter: two launches, repeatable bits.
 
 Every program of the first launch takes an equal run of k, through one or two blocks of output features, so that no
-processor waits for another. Beside them some programs multiply by the adapter's A. The second launch adds what the
-programs found, in the order of k, and the adapter's other product. Weights are the left operand of the tensor cores'
-product, so that few tokens fill it, and come from registers: Marlin's words lie as the tensor cores read them.
+processor waits for another; some multiply by the adapter's A, before a shorter run or none. The second launch
+adds what the programs found, in the order of k, and the adapter's other product. Weights are the left operand of the
+tensor cores' product, so that few tokens fill it, and come from registers: Marlin's words lie as these read them.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
@@ -17,13 +17,18 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from qerl_kernels.backend import interpreting
-from qerl_kernels.few_plan import RANKS, SHRINK_COLUMNS, Plan, Tile, plan
+from qerl_kernels.few_plan import BLOCK, RANKS, SHRINK_COLUMNS, Plan, Tile, plan
 from qerl_kernels.marlin import MarlinTensor
-from qerl_kernels.triton_marlin_tile import columns_as_expanded, dot, expand, rows_as_expanded, to_bfloat16
+from qerl_kernels.triton_marlin_tile import (
+    columns_as_expanded,
+    dot,
+    expand,
+    finish_products,
+    rows_as_expanded,
+    to_bfloat16,
+)
 
 _RANKS, _STEP = tl.constexpr(RANKS), tl.constexpr(SHRINK_COLUMNS)
-BLOCK = 64
-"""Output features of a program of the second launch."""
 
 
 @triton.jit
@@ -42,6 +47,8 @@ def _product_step(acc, acc2, words, scales, x, x2, masks, SPLIT: tl.constexpr, E
     acc = dot(left, tl.trans(right), acc, REAL)
     if acc2.shape[1] > 1:
         acc2 = dot(left, tl.trans(tl.load(x2, mask=masks[3], other=0.0)), acc2, REAL)
+    if REAL and WIDE:
+        finish_products()
     return acc, acc2
 
 
@@ -97,11 +104,21 @@ def _shrink(
     tl.store(hidden + (part * rank + r)[:, None] * width + t[None, :], acc, mask=masks[0])
 
 
-@triton.jit(do_not_specialize=["tokens", "rank", "run", "parts", "hidden_parts"])
+@triton.jit
+def _program(step, shrinks, short, longer, run):
+    """Which program takes a step: `Plan.program`."""
+    beyond = step - shrinks * short
+    last = beyond - longer * (run + 1)
+    later = tl.where(last < 0, beyond // (run + 1), longer + last // run)
+    return tl.where(beyond < 0, step // tl.maximum(short, 1), shrinks + later)
+
+
+@triton.jit(do_not_specialize=["tokens", "rank", "shrinks", "short", "longer", "run", "parts", "hidden_parts"])
 def _partial_kernel(
     x, words, scales, a, partial, hidden, tokens, columns, rows, rank, word_stride, scale_stride,
-    run, parts, hidden_parts, token_blocks, TP: tl.constexpr, TP2: tl.constexpr, TC: tl.constexpr, NT: tl.constexpr,
-    KT: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr, REAL: tl.constexpr,
+    shrinks, short, longer, run, parts, hidden_parts, token_blocks, TP: tl.constexpr, TP2: tl.constexpr,
+    TC: tl.constexpr, NT: tl.constexpr, KT: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr,
+    REAL: tl.constexpr,
 ):  # fmt: skip
     """partial[token block, part, n, t] = what the part-th of the programs that share n found of W x^T.
 
@@ -116,47 +133,56 @@ def _partial_kernel(
         gdc_launch_dependents()
     x += token_block * WIDTH * columns
     tokens -= token_block * WIDTH
-    rank_blocks = tl.cdiv(rank, _RANKS)
-    shrinking = rank_blocks * hidden_parts * (WIDTH // TC)
-    if program < shrinking:  # first, for they take long
-        steps = tl.cdiv(tl.cdiv(columns, _STEP), hidden_parts)
-        first = program // (rank_blocks * hidden_parts) * TC
-        program %= rank_blocks * hidden_parts
-        hidden += token_block * hidden_parts * rank * WIDTH + first
-        block, part = program % rank_blocks, program // rank_blocks
-        x += first * columns
-        _shrink(x, a, hidden, block, part, steps, tokens - first, columns, rank, WIDTH, TC, REAL)
-    else:
-        worker = program - shrinking
-        t, t2, n = tl.arange(0, TP), tl.arange(0, TP2), rows_as_expanded(NT, SPLIT)
-        steps = columns // COLUMNS  # of a block of rows
-        at, end = worker * run, min(worker * run + run, tl.cdiv(rows, ROWS) * steps)
-        while at < end:
-            tile = at // steps
-            step = at - tile * steps
-            count = min(steps - step, end - at)
-            word = tile * (2 * ROWS) + tl.arange(0, 2 * ROWS)[None, :]
-            scale = tile * (ROWS // 4) + tl.arange(0, ROWS // 4)[None, :]
-            masks = word < 2 * rows, scale < rows // 4, (t < tokens)[:, None], (TP + t2 < tokens)[:, None]
-            k = (step * KT + tl.arange(0, KT)).to(tl.int64)[:, None]
-            right = x + t[:, None] * columns + step * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-            right2 = x + (TP + t2)[:, None] * columns + step * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-            acc, acc2 = _product(
-                words + k * word_stride + word, scales + k * scale_stride + scale, right, right2,
-                masks, (KT * word_stride, KT * scale_stride), count, SPLIT, STAGES, EVEN, REAL,
-            )  # fmt: skip
-            part = token_block * parts + worker - tile * steps // run
-            row = tile * ROWS + n
-            out = partial + (part.to(tl.int64) * rows + row)[:, None] * WIDTH
-            tl.store(out + t[None, :], acc, mask=(row < rows)[:, None])
-            if TP2 > 1:
-                tl.store(out + TP + t2[None, :], acc2, mask=(row < rows)[:, None])
-            at += count
+    if program < shrinks:
+        rank_blocks = tl.cdiv(rank, _RANKS)
+        own, first = program % (rank_blocks * hidden_parts), program // (rank_blocks * hidden_parts) * TC
+        shrunk = hidden + token_block * hidden_parts * rank * WIDTH + first
+        length = tl.cdiv(tl.cdiv(columns, _STEP), hidden_parts)
+        _shrink(
+            x + first * columns, a, shrunk, own % rank_blocks, own // rank_blocks, length, tokens - first, columns,
+            rank, WIDTH, TC, REAL,
+        )  # fmt: skip
+    t, t2, n = tl.arange(0, TP), tl.arange(0, TP2), rows_as_expanded(NT, SPLIT)
+    steps = columns // COLUMNS  # of a block of rows
+    later = program - shrinks
+    at = tl.minimum(program, shrinks) * short + tl.maximum(later, 0) * run + tl.maximum(tl.minimum(later, longer), 0)
+    end = at + tl.where(later < 0, short, run + (later < longer).to(tl.int32))
+    while at < end:
+        tile = at // steps
+        step = at - tile * steps
+        count = min(steps - step, end - at)
+        word = tile * (2 * ROWS) + tl.arange(0, 2 * ROWS)[None, :]
+        scale = tile * (ROWS // 4) + tl.arange(0, ROWS // 4)[None, :]
+        masks = word < 2 * rows, scale < rows // 4, (t < tokens)[:, None], (TP + t2 < tokens)[:, None]
+        k = (step * KT + tl.arange(0, KT)).to(tl.int64)[:, None]
+        right = x + t[:, None] * columns + step * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+        right2 = x + (TP + t2)[:, None] * columns + step * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+        acc, acc2 = _product(
+            words + k * word_stride + word, scales + k * scale_stride + scale, right, right2,
+            masks, (KT * word_stride, KT * scale_stride), count, SPLIT, STAGES, EVEN, REAL,
+        )  # fmt: skip
+        part = token_block * parts + program - _program(tile * steps, shrinks, short, longer, run)
+        out = partial + (part.to(tl.int64) * rows + tile * ROWS) * WIDTH + n[:, None] * WIDTH
+        mask = (tile * ROWS + n < rows)[:, None]
+        tl.store(out + t[None, :], acc, mask=mask)
+        if TP2 > 1:
+            tl.store(out + TP + t2[None, :], acc2, mask=mask)
+        at += count
 
 
-@triton.jit(do_not_specialize=["tokens", "run"])
+@triton.jit
+def _sum(first, stride, count, COUNT: tl.constexpr):
+    """What stands at the pointers `first` and at count - 1 strides beyond, at most COUNT in all."""
+    acc = tl.zeros(first.shape, tl.float32)
+    for p in tl.static_range(COUNT):  # no masks, which would be as many predicates: more loads are on their way
+        some = tl.load(first + tl.minimum(p, count - 1) * stride)
+        acc += tl.where(p < count, some, 0.0)
+    return acc
+
+
+@triton.jit(do_not_specialize=["tokens", "shrinks", "short", "longer", "run"])
 def _combine_kernel(
-    partial, hidden, b, bias, global_scale, y, tokens, columns, rows, run, token_blocks,
+    partial, hidden, b, bias, global_scale, y, tokens, columns, rows, shrinks, short, longer, run, token_blocks,
     RANK: tl.constexpr, STARTS: tl.constexpr, PADDED: tl.constexpr, WIDTH: tl.constexpr, TC: tl.constexpr,
     BLOCK: tl.constexpr,
     PARTS: tl.constexpr, HIDDEN_PARTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BIAS: tl.constexpr,
@@ -180,25 +206,24 @@ def _combine_kernel(
         r = tl.arange(0, PADDED)
         own, ranks = part * RANK + r, RANK * len(STARTS)
         left = tl.load(b + n[:, None] * ranks + own[None, :], mask=(r < RANK)[None, :], other=0.0)
+    steps = columns // COLUMNS
+    step = first // ROWS * steps
+    parts = _program(step + steps - 1, shrinks, short, longer, run) - _program(step, shrinks, short, longer, run) + 1
     if REAL:
         gdc_wait()
         gdc_launch_dependents()
-    steps = columns // COLUMNS
-    start = first // ROWS * steps // run
-    parts = ((first // ROWS + 1) * steps - 1) // run - start + 1
-    acc = tl.zeros((BLOCK, TC), tl.float32)
-    for p in tl.static_range(PARTS):
-        row = (token_block * PARTS + p).to(tl.int64) * rows + n
-        acc += tl.load(partial + row[:, None] * WIDTH + t[None, :], mask=p < parts, other=0.0)
+    # every load before the first wait for a sum
+    at = partial + (token_block * PARTS).to(tl.int64) * rows * WIDTH
+    acc = _sum(at + n[:, None] * WIDTH + t[None, :], rows * WIDTH, parts, PARTS)
+    if RANK > 0:
+        at = hidden + token_block * HIDDEN_PARTS * ranks * WIDTH
+        own = tl.minimum(own, ranks - 1)  # beyond, some number that meets a zero of `left`
+        h = _sum(at + own[:, None] * WIDTH + t[None, :], ranks * WIDTH, HIDDEN_PARTS, HIDDEN_PARTS)
     acc *= alpha
     if BIAS:
         acc += shift
     acc = to_bfloat16(acc, REAL).to(tl.float32)
     if RANK > 0:
-        h = tl.zeros((PADDED, TC), tl.float32)
-        for p in tl.static_range(HIDDEN_PARTS):
-            row = (token_block * HIDDEN_PARTS + p) * ranks + own
-            h += tl.load(hidden + row[:, None] * WIDTH + t[None, :], mask=(r < RANK)[:, None], other=0.0)
         acc += dot(left, to_bfloat16(h, REAL), tl.zeros((BLOCK, TC), tl.float32), REAL)
     token = token_block * WIDTH + t
     tl.store(
@@ -234,27 +259,28 @@ def few_tokens_linear(
     rank = 0 if a is None else len(a)
     cut = plan(tokens, rows, columns, rank, _processors(x.get_device()), tile)
     tile, real = cut.tile, not interpreting()
-    launch = {"launch_pdl": True} if real else {}
+    launch: dict[str, int] = {"launch_pdl": True} if real else {}
     y = x.new_empty((tokens, rows))
     partial = x.new_empty((cut.token_blocks, cut.parts, rows, tile.width), dtype=torch.float32)
     hidden = x.new_empty((cut.token_blocks, cut.hidden_parts, rank, tile.width), dtype=torch.float32)
     scales = weight.scale.view(torch.int32)
-    chunks = tile.width // tile.chunk
-    programs = cut.workers + triton.cdiv(rank, RANKS) * cut.hidden_parts * chunks
-    _partial_kernel[(programs * cut.token_blocks,)](
+    _partial_kernel[(cut.workers * cut.token_blocks,)](
         x, weight.weight, scales, x if a is None else a, partial, hidden, tokens, columns, rows, rank,
-        weight.weight.stride(0), scales.stride(0), cut.run, cut.parts, cut.hidden_parts, cut.token_blocks,
-        TP=tile.tokens, TP2=max(1, tile.more), TC=tile.chunk, NT=tile.tiles, KT=tile.steps,
-        SPLIT=tile.warps // tile.tiles, STAGES=tile.stages, EVEN=rows % tile.rows == 0, REAL=real,
-        num_warps=tile.warps, **launch,
+        weight.weight.stride(0), scales.stride(0), cut.shrinks, cut.short, cut.longer, cut.run,
+        cut.parts, cut.hidden_parts, cut.token_blocks, TP=tile.tokens, TP2=max(1, tile.more),
+        TC=tile.chunk, NT=tile.tiles, KT=tile.steps, SPLIT=tile.warps // tile.tiles, STAGES=tile.stages,
+        EVEN=rows % tile.rows == 0, REAL=real, num_warps=tile.warps, **launch,
+        **({"maxnreg": tile.registers} if real else {}),
     )  # fmt: skip
     if any(start % BLOCK for start in starts):
         starts = (0,)
-    own = rank // len(starts)
-    _combine_kernel[(rows // BLOCK * cut.token_blocks * chunks,)](
+    own, programs = rank // len(starts), rows // BLOCK * cut.token_blocks * (tile.width // cut.chunk)
+    if real:  # told how many it may use, the compiler spends registers on more loads at a time
+        launch["maxnreg"] = 128 if programs <= 2 * _processors(x.get_device()) else 64
+    _combine_kernel[(programs,)](
         partial, hidden, x if b is None else b, x if bias is None else bias, weight.global_scale, y, tokens, columns,
-        rows, cut.run, cut.token_blocks, RANK=own, STARTS=tuple(starts),
-        PADDED=max(16, triton.next_power_of_2(own)), WIDTH=tile.width, TC=tile.chunk, BLOCK=BLOCK, PARTS=cut.parts,
+        rows, cut.shrinks, cut.short, cut.longer, cut.run, cut.token_blocks, RANK=own, STARTS=tuple(starts),
+        PADDED=max(16, triton.next_power_of_2(own)), WIDTH=tile.width, TC=cut.chunk, BLOCK=BLOCK, PARTS=cut.parts,
         HIDDEN_PARTS=cut.hidden_parts, ROWS=tile.rows, COLUMNS=tile.columns, BIAS=bias is not None, REAL=real,
         num_warps=8, **launch,
     )  # fmt: skip

@@ -104,6 +104,16 @@ def dot(left, right, acc, REAL: tl.constexpr):
 
 
 @triton.jit
+def finish_products():
+    """At the end of a loop whose products have left operands from `expand`: wait for them.
+
+    Triton lets some run on into the loop's next turn. Before CUDA 13.3 ptxas takes their registers for free there, and
+    what is written next may reach a product: https://github.com/triton-lang/triton/issues/9433.
+    """
+    tl.inline_asm_elementwise("wgmma.wait_group.sync.aligned 0; // $0", "=r", [], tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
 def to_bfloat16(x, REAL: tl.constexpr):
     if not REAL:  # the interpreter truncates: to the nearest, ties to even
         bits = x.to(tl.uint32, bitcast=True)
