@@ -15,9 +15,9 @@ def test_a_capture_begins_without_the_workspaces_of_the_warm_up(monkeypatch: pyt
         torch.cuda.CUDAGraph, "capture_begin", lambda self, *args, **kwargs: done.append((args, kwargs))
     )
     before = torch.cuda.CUDAGraph.capture_begin
-    graph: Any = object.__new__(torch.cuda.CUDAGraph)
+    graph: Any = object()
     with pytest.raises(KeyError), workspaces_in_graphs():
-        graph.capture_begin(1, pool=2)
+        torch.cuda.CUDAGraph.capture_begin(graph, 1, pool=2)
         raise KeyError
     assert done == ["cleared", ((1,), {"pool": 2})]
     assert torch.cuda.CUDAGraph.capture_begin is before
