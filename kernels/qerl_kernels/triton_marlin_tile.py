@@ -120,3 +120,11 @@ def to_bfloat16(x, REAL: tl.constexpr):
         bits += 0x7FFF + ((bits >> 16) & 1)
         x = (bits & 0xFFFF0000).to(tl.float32, bitcast=True)
     return x.to(tl.bfloat16)
+
+
+@triton.jit
+def rounded(x, KIND: tl.constexpr, REAL: tl.constexpr):
+    """float32 to any floating-point KIND, to the nearest also in the interpreter."""
+    if KIND == tl.bfloat16:
+        x = to_bfloat16(x, REAL)
+    return x.to(KIND)

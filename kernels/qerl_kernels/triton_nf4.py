@@ -6,12 +6,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from qerl_kernels.backend import interpreting
 from qerl_kernels.nf4 import nf4_values
+from qerl_kernels.triton_marlin_tile import rounded
 from qerl_kernels.triton_tuning import Tuned
 
 
 @triton.jit
-def _kernel(packed, magnitudes, values, out, total, BLOCK: tl.constexpr):
+def _kernel(packed, magnitudes, values, out, total, REAL: tl.constexpr, BLOCK: tl.constexpr):
     """out[2i] and out[2i + 1] from the high and the low half of packed[i]; 32 bytes share a magnitude."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = i < total
@@ -19,7 +21,7 @@ def _kernel(packed, magnitudes, values, out, total, BLOCK: tl.constexpr):
     magnitude = tl.load(magnitudes + (i >> 5), mask=inside, other=0)
     pair = tl.join(tl.load(values + (byte >> 4)), tl.load(values + (byte & 15))) * magnitude[:, None]
     at = i[:, None] * 2 + tl.arange(0, 2)[None, :]
-    tl.store(out + at, pair.to(out.dtype.element_ty), mask=inside[:, None])
+    tl.store(out + at, rounded(pair, out.dtype.element_ty, REAL), mask=inside[:, None])
 
 
 _tuned = Tuned(_kernel, [({"BLOCK": block}, warps) for block, warps in ((1024, 4), (2048, 8), (512, 4), (256, 2))])
@@ -33,9 +35,8 @@ def from_nf4(packed: Tensor, magnitudes: Tensor, dtype: torch.dtype) -> Tensor:
     key = (total, dtype, packed.get_device(), codes % 16, units % 16)
     launch = _tuned.get(key)
     if launch is None:
-        _tuned.tune(
-            key, (packed, magnitudes, values, out, total), lambda meta: (triton.cdiv(total, meta["BLOCK"]), 1, 1)
-        )
+        arguments = (packed, magnitudes, values, out, total)
+        _tuned.tune(key, arguments, lambda meta: (triton.cdiv(total, meta["BLOCK"]), 1, 1), REAL=not interpreting())
     else:
         launch(codes, units, values.data_ptr(), out.data_ptr(), total)
     return out

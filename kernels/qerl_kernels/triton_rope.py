@@ -8,12 +8,12 @@ from torch import Tensor
 
 from qerl_kernels.backend import interpreting
 from qerl_kernels.triton_launch import Direct
-from qerl_kernels.triton_marlin_tile import to_bfloat16
+from qerl_kernels.triton_marlin_tile import rounded
 
 
 @triton.jit
 def _rounded(x, KIND: tl.constexpr, REAL: tl.constexpr):
-    return (to_bfloat16(x, REAL) if KIND == tl.bfloat16 else x.to(KIND)).to(tl.float32)
+    return rounded(x, KIND, REAL).to(tl.float32)
 
 
 @triton.jit
@@ -34,10 +34,8 @@ def _turn(
     else:
         of_first = of_first - _rounded(second * sines[0], KIND, REAL)
         of_second = of_second + _rounded(first * sines[1], KIND, REAL)
-    if KIND == tl.bfloat16:
-        of_first, of_second = to_bfloat16(of_first, REAL), to_bfloat16(of_second, REAL)
-    tl.store(out + at, of_first.to(KIND), mask=inside)
-    tl.store(out + at + HALF, of_second.to(KIND), mask=inside)
+    tl.store(out + at, rounded(of_first, KIND, REAL), mask=inside)
+    tl.store(out + at + HALF, rounded(of_second, KIND, REAL), mask=inside)
 
 
 @triton.jit
