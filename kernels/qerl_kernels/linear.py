@@ -196,7 +196,8 @@ class _FrozenLoraLinears(torch.autograd.Function):
             inner = _joined([_product(g, low, scaling, None) for g, low, (*_, scaling) in through], 1)
         if ctx.needs_input_grad[0]:
             dx = torch.mm(inner, a)
-            for g, (dense, alpha, _, _) in zip(flat, frozen, strict=True):
+            # The last first, as autograd comes to them: of q, k and v the largest is then added, and rounded, last.
+            for g, (dense, alpha, _, _) in zip(flat[::-1], frozen[::-1], strict=True):
                 dx = _add_product(dx, g, dense(x.dtype), alpha)
             dx = _shaped(dx, grads[0])
         if any(needed[:parts]):
