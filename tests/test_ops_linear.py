@@ -3,6 +3,7 @@
 import pytest
 import torch
 from qerl_kernels import (
+    AdaptedWeight,
     DenseWeight,
     LoraFactors,
     MarlinRows,
@@ -13,6 +14,7 @@ from qerl_kernels import (
     dequantize_nvfp4,
     dequantize_nvfp4_unscaled,
     frozen_linear,
+    frozen_linears,
     keeping_products,
     marlin_alpha,
     quantize_mxfp4,
@@ -292,3 +294,120 @@ def test_compiled_in_one_graph_it_gives_the_same(with_lora):
     y, again = both(x), compiled(x)
     torch.testing.assert_close(again, y)
     torch.testing.assert_close(gradients(again, x, lora), gradients(y, x, lora))
+
+
+def test_two_linears_on_one_input_by_hand():
+    """h = (1 + 2, 1 - 2); y = (1 + 2 * 3, 2 + 0.5 * 3 * -1); 2 and 1.5 of each gradient come through the adapters."""
+    x = torch.tensor([[1.0, 2.0]], requires_grad=True)
+    a = [torch.tensor([[1.0, 1.0]], requires_grad=True), torch.tensor([[1.0, -1.0]], requires_grad=True)]
+    b = [torch.tensor([[2.0]], requires_grad=True), torch.tensor([[3.0]], requires_grad=True)]
+    weights = [DenseWeight(torch.tensor([row])) for row in ([1.0, 0.0], [0.0, 1.0])]
+    linears = [AdaptedWeight(*one) for one in zip(weights, (None, None), b, (1.0, 0.5), strict=True)]
+    y = frozen_linears(x, a, linears)
+    assert [one.tolist() for one in y] == [[[7.0]], [[0.5]]]
+    found = torch.autograd.grad(sum(y), (x, *a, *b))
+    assert [one.tolist() for one in found] == [[[4.5, 1.5]], [[2.0, 4.0]], [[1.5, 3.0]], [[3.0]], [[-0.5]]]
+
+
+def several(dtype, tokens=(3, 5), ranks=(4, 3, 6)):
+    """An input, and linears of several sizes on it, each with its alpha, bias, adapter and scaling."""
+    parts, scalings = [], (0.5, 2.0, 0.25)
+    for rows, rank, scaling, size in zip((128, 64, 64), ranks, scalings, (1, 3, 0.2), strict=True):
+        tensor = quantize_nvfp4(size * weight(rows, 96, seed=rows + rank))
+        bias = None if rank == 3 else torch.randn(rows, dtype=dtype)
+        a, b = (torch.randn(shape).mul_(0.2).requires_grad_() for shape in ((rank, 96), (rows, rank)))
+        parts.append((tensor, bias, LoraFactors(a, b, scaling)))
+    return torch.randn(*tokens, 96, dtype=dtype, requires_grad=True), parts
+
+
+def one_by_one(x, parts, compute=lambda *args: run("rows", *args)):
+    return [compute(x, *part) for part in parts]
+
+
+def together(x, parts, joined=False):
+    """With their A as they are, or one above the other from the start."""
+    a = [lora.a for *_, lora in parts]
+    linears = [AdaptedWeight(NVFP4Weight(tensor), bias, lora.b, lora.scaling) for tensor, bias, lora in parts]
+    return frozen_linears(x, [torch.cat(a)] if joined else a, linears)
+
+
+def gradients_of_all(ys, x, parts):
+    torch.manual_seed(3)
+    inputs = [x, *(lora.a for *_, lora in parts), *(lora.b for *_, lora in parts)]
+    return torch.autograd.grad(ys, inputs, [torch.randn(y.shape).to(y.dtype) for y in ys])
+
+
+@pytest.mark.parametrize("tokens", [(), (7,), (2, 3, 5), (0, 5)])
+@pytest.mark.parametrize("joined", [False, True])
+@pytest.mark.parametrize("turned", [False, True])
+def test_linears_on_one_input_are_the_dense_layers_one_by_one(tokens, joined, turned):
+    x, parts = several(torch.float32, tokens)
+    seen = x.transpose(0, 1) if turned and x.dim() > 2 else x
+    expected, found = one_by_one(seen, parts, plain), together(seen, parts, joined)
+    torch.testing.assert_close(list(found), expected)
+    torch.testing.assert_close(gradients_of_all(found, x, parts), gradients_of_all(expected, x, parts))
+
+
+def test_linears_on_one_input_err_in_bfloat16_no_more_than_one_by_one():
+    """The input's gradient is rounded four times on its way, once by once eight; all else is rounded as often."""
+    x, parts = several(torch.bfloat16, (64,))
+    results = []
+    for inputs, compute in ((x.float(), one_by_one), (x, one_by_one), (x, together)):
+        inputs = inputs.detach().requires_grad_()
+        exact = [(tensor, bias if bias is None else bias.to(inputs.dtype), lora) for tensor, bias, lora in parts]
+        ys = compute(inputs, exact)
+        results.append([t.float() for t in (*gradients_of_all(ys, inputs, exact), *ys)])
+    errors = [[(one - true).norm() for one, true in zip(found, results[0], strict=True)] for found in results[1:]]
+    for index, (alone, ours) in enumerate(zip(*errors, strict=True)):
+        assert 0 < ours <= (0.97 if index == 0 else 1.01) * alone
+
+
+def test_where_the_a_lie_and_what_is_kept_changes_no_bit_of_linears_on_one_input():
+    x, parts = several(torch.bfloat16)
+    expected = together(x, parts)
+    expected = [*expected, *gradients_of_all(expected, x, parts)]
+    kinds = [{}, {"context_fn": lambda: keeping_products(last_is_added=False)}]
+    ways = [lambda: together(x, parts, True)]
+    ways += [lambda kind=kind: checkpoint(together, x, parts, use_reentrant=False, **kind) for kind in kinds]
+    for way in ways:
+        found = way()
+        for ours, theirs in zip([*found, *gradients_of_all(found, x, parts)], expected, strict=True):
+            assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("wanted", range(7))
+def test_each_gradient_of_linears_on_one_input_can_be_had_alone(wanted):
+    x, parts = several(torch.float32)
+    inputs = [x, *(lora.a for *_, lora in parts), *(lora.b for *_, lora in parts)]
+    expected = gradients_of_all(together(x, parts), x, parts)[wanted]
+    for index, one in enumerate(inputs):
+        one.requires_grad_(index == wanted)
+    ys = together(x, parts)
+    torch.manual_seed(3)
+    (found,) = torch.autograd.grad(ys, [inputs[wanted]], [torch.randn(y.shape) for y in ys])
+    assert torch.equal(found, expected)
+
+
+def test_linears_on_one_input_save_it_once_and_no_dense_weight():
+    x, parts = several(torch.bfloat16)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.numel()) or t, lambda t: t):
+        ys = together(x, parts)
+    assert sum(saved) == x.numel() + sum(15 * len(lora.a) + lora.a.numel() + lora.b.numel() for *_, lora in parts)
+    assert len({y.grad_fn for y in ys}) == 1
+    (ys[0].sum() + ys[2].sum()).backward()  # nothing asks for the second
+    assert not parts[1][2].a.grad.any() and parts[0][2].a.grad.any() and x.grad.any()
+
+
+def test_linears_on_one_input_compile_in_one_graph():
+    x, parts = several(torch.float32)
+    weights = [NVFP4Weight(tensor) for tensor, _, _ in parts]
+
+    def compute(x):
+        linears = zip(weights, parts, strict=True)
+        adapted = [AdaptedWeight(held, bias, lora.b, lora.scaling) for held, (_, bias, lora) in linears]
+        return frozen_linears(x, [lora.a for *_, lora in parts], adapted)
+
+    y, again = compute(x), torch.compile(compute, fullgraph=True, backend="aot_eager")(x)
+    torch.testing.assert_close(again, y)
+    torch.testing.assert_close(gradients_of_all(again, x, parts), gradients_of_all(y, x, parts))

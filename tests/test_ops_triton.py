@@ -7,6 +7,8 @@ import pytest
 import torch
 from poisoned import triton_on_poisoned_memory
 from qerl_kernels import (
+    AdaptedWeight,
+    DenseWeight,
     LoraFactors,
     MarlinRows,
     NVFP4Weight,
@@ -15,6 +17,7 @@ from qerl_kernels import (
     dequantize_mxfp4,
     dequantize_nvfp4_unscaled,
     frozen_linear,
+    frozen_linears,
     marlin,
     quantize_mxfp4,
     quantize_nvfp4,
@@ -245,6 +248,33 @@ def test_a_real_layers_gradients_err_at_most_twice_as_much_as_plain_bfloat16(sha
     for result in ours:
         for actual, plain_low, exact in zip(result, low, truth, strict=True):
             assert (actual - exact).norm() <= 2 * (plain_low - exact).norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("rows", [(3584, 512, 512), (18944, 18944)])
+@pytest.mark.parametrize("rank", [4, 32])
+def test_a_real_layers_linears_on_one_input_err_no_more_than_one_by_one(rows, rank, tokens=512, columns=3584):
+    held = [DenseWeight(weight(count, columns)) for count in rows]
+    factors = [torch.randn(rank, columns, device=DEVICE) * 0.02 for _ in rows]
+    factors += [torch.randn(count, rank, device=DEVICE) * 0.02 for count in rows]
+    x0, g0 = (torch.randn(tokens, count, device=DEVICE) for count in (columns, sum(rows)))
+
+    def one_by_one(x, a, b):
+        return [frozen_linear(x, w, lora=LoraFactors(*ab, 2.0)) for w, *ab in zip(held, a, b, strict=True)]
+
+    def together(x, a, b):
+        return frozen_linears(x, a, [AdaptedWeight(w, None, one, 2.0) for w, one in zip(held, b, strict=True)])
+
+    results = []
+    for op, dtype in ((one_by_one, torch.float64), (one_by_one, torch.bfloat16), (together, torch.bfloat16)):
+        x, *ab = (t.detach().clone().requires_grad_() for t in (x0.to(dtype), *factors))
+        y = op(x, ab[: len(rows)], ab[len(rows) :])
+        found = torch.autograd.grad(y, (x, *ab), g0.to(dtype).split(rows, 1))
+        results.append([t.double() for t in (*found, *y)])
+    truth, alone, ours = results
+    for index, (actual, before, exact) in enumerate(zip(ours, alone, truth, strict=True)):
+        assert (actual - exact).norm() <= (0.97 if index == 0 else 1.05) * (before - exact).norm()
 
 
 def test_the_backend_is_what_was_selected():

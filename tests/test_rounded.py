@@ -15,7 +15,7 @@ from qerl_pl.modules import LoraConfig, Policy, PolicyConfig
 from qerl_pl.modules.lora import LoraLinear
 from qerl_pl.modules.rounded import round_together
 
-RANK = 4
+RANK = 5
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +70,8 @@ class AdapterCasts(TorchDispatchMode):
         self.count = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += function is torch.ops.aten._to_copy.default and RANK in args[0].shape
+        ranks = {RANK, 2 * RANK, 3 * RANK}  # also one above the other
+        self.count += function is torch.ops.aten._to_copy.default and not ranks.isdisjoint(args[0].shape)
         return function(*args, **(kwargs or {}))
 
 
@@ -88,10 +89,11 @@ def test_log_probabilities_and_gradients_are_those_of_linears_that_round_alone(
         assert one.dtype == torch.float32 and one.any() and torch.equal(one, other)
 
 
-@pytest.mark.parametrize(("checkpointing", "in_backward"), [(False, 0), ("selective", 0), (True, 2 * 7 * 2)])
+@pytest.mark.parametrize(("checkpointing", "in_backward"), [(False, 0), ("selective", 0), (True, 2 * (7 + 4))])
 def test_no_linear_rounds_alone_but_those_that_are_recomputed_whole(
     folders: dict[str, Path], checkpointing: Any, in_backward: int
 ) -> None:
+    """Of a layer's recomputation: seven B, o's and down's A, the others' one above the other."""
     policy = make(folders, gradient_checkpointing=checkpointing)
     with AdapterCasts() as forward:
         loss = policy.token_logprobs(*batch())[0].sum()
@@ -133,7 +135,7 @@ def test_no_copies_where_the_adapter_is_off_or_of_the_same_type(folders: dict[st
 
 def test_gradients_of_copies_by_hand() -> None:
     masters = [torch.tensor([1.0 + 2**-9, 3.0], requires_grad=True) for _ in range(3)]
-    copies = round_together(masters, torch.bfloat16)
+    copies = round_together([[master] for master in masters], torch.bfloat16)
     assert all(copy.dtype == torch.bfloat16 and copy.tolist() == [1.0, 3.0] for copy in copies)
     (2 * copies[0] + 5 * copies[2]).sum().backward()  # the second is not used
     found = [None if m.grad is None else (m.grad.dtype, m.grad.tolist()) for m in masters]
@@ -145,7 +147,7 @@ def test_copies_have_the_bits_of_one_at_a_time_on_a_gpu_too() -> None:
     draw = torch.Generator().manual_seed(0)
     bits = [torch.randint(-(2**31), 2**31, shape, generator=draw) for shape in ((32, 3584), (4099, 7), (1, 1))]
     masters = [b.int().view(torch.float32).nan_to_num(3.0).to(device).requires_grad_() for b in bits]
-    copies = round_together(masters, torch.bfloat16)
+    copies = round_together([[master] for master in masters], torch.bfloat16)
     grads = [torch.randn(copy.shape, generator=draw).bfloat16().to(device) for copy in copies]
     found = torch.autograd.grad(copies, masters, grads)
     for master, copy, grad, ours in zip(masters, copies, grads, found, strict=True):

@@ -14,7 +14,7 @@ from qerl_kernels.few import (
 )
 from qerl_kernels.frozen import DenseWeight, FrozenWeight, MarlinRows, MXFP4Weight, NF4Weight, NVFP4Weight
 from qerl_kernels.kept import keeping_products, keeps_products
-from qerl_kernels.linear import LoraFactors, dense_linear, frozen_linear
+from qerl_kernels.linear import AdaptedWeight, LoraFactors, dense_linear, frozen_linear, frozen_linears
 from qerl_kernels.logprob import chunked_token_logprobs
 from qerl_kernels.marlin import MarlinTensor, marlin_alpha
 from qerl_kernels.nf4 import NF4Tensor, quantize_absmax, quantize_nf4
@@ -37,6 +37,7 @@ from qerl_kernels.reference import (
 from qerl_kernels.rope import rotary
 
 __all__ = [
+    "AdaptedWeight",
     "Backend",
     "BlockScales",
     "DenseWeight",
@@ -62,6 +63,7 @@ __all__ = [
     "few_tokens_sizes",
     "few_tokens_supported",
     "frozen_linear",
+    "frozen_linears",
     "keeping_products",
     "keeps_products",
     "marlin_alpha",

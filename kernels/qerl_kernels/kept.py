@@ -87,6 +87,7 @@ def kept(compute: Callable[[], Products]) -> Products:
     """What `compute` gives, or gave in the forward pass of the block that is being recomputed.
 
     Args:
-        compute: Gives the layer's result, a new tensor, first; others are small, and may be older.
+        compute: Gives the result first, or the results of layers on one input, new tensors; others are small, and may
+            be older.
     """
     return compute() if _current.tape is None else _current.tape(compute)

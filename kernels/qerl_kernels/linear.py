@@ -3,10 +3,13 @@
 The dense weight lives as long as one GEMM and is made again in backward, which gives gradients to the input and
 to the adapter only. The adapter's product is added in place to the rounded base product, the engine's order of
 roundings; one product with the adapter as further columns of the weight would save that pass, and round otherwise.
+
+Layers on one input share what is small: one product with all their A, and in backward one for the input's gradient
+through them and one for their own. A call of the GPU's library of products costs more than such a product.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +25,17 @@ class LoraFactors(NamedTuple):
 
     a: Tensor
     """[r, K]."""
+    b: Tensor
+    """[N, r]."""
+    scaling: float
+
+
+class AdaptedWeight(NamedTuple):
+    """One of several linears on the same input, but for its A: x W^T + bias + scaling * x A^T B^T."""
+
+    weight: FrozenWeight
+    bias: Tensor | None
+    """[N], frozen."""
     b: Tensor
     """[N, r]."""
     scaling: float
@@ -44,7 +58,23 @@ def frozen_linear(
     # The weight's tensors travel inside a closure: autograd neither saves them nor watches their versions.
     if lora is None:
         return _FrozenLinear.apply(x, weight.dense, weight.alpha, bias)
-    return _FrozenLoraLinear.apply(x, weight.dense, weight.alpha, bias, lora.a, lora.b, lora.scaling)
+    return frozen_linears(x, [lora.a], [AdaptedWeight(weight, bias, lora.b, lora.scaling)])[0]
+
+
+def frozen_linears(x: Tensor, a: Sequence[Tensor], linears: Sequence[AdaptedWeight]) -> tuple[Tensor, ...]:
+    """x W^T + bias + scaling * x A^T B^T for each of several frozen W [N, K] on one x.
+
+    Args:
+        x: [..., K], bfloat16, float16 or float32; the products are computed in its dtype.
+        a: The linears' A [r, K] in their order; or, where they lie one above the other already, all in one tensor. They
+            get gradients in their own dtype, and so does each linear's B.
+        linears: What else each has.
+
+    Returns:
+        [..., N] in x's dtype for each linear.
+    """
+    frozen = [(weight.dense, weight.alpha, bias, scaling) for weight, bias, _, scaling in linears]
+    return _FrozenLoraLinears.apply(x, frozen, *a, *(linear.b for linear in linears))
 
 
 def dense_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -121,36 +151,59 @@ class _FrozenLinear(torch.autograd.Function):
         return dx, None, None, None
 
 
-class _FrozenLoraLinear(torch.autograd.Function):
+# Views and joins cost the CPU something, too: where there is one alone, there are none.
+def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(tuple(parts), dim)
+
+
+def _split(whole: Tensor, sizes: Sequence[int], dim: int) -> Sequence[Tensor]:
+    return [whole] if len(sizes) == 1 else whole.split(list(sizes), dim)
+
+
+class _FrozenLoraLinears(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, dense: Dense, alpha: float, bias: Tensor | None, a: Tensor, b: Tensor, scaling: float
-    ) -> Tensor:
-        flat = _flat(x)
+        ctx: Any, x: Tensor, frozen: list[tuple[Dense, float, Tensor | None, float]], *factors: Tensor
+    ) -> tuple[Tensor, ...]:
+        flat, count = _flat(x), len(frozen)
+        ranks = [b.shape[1] for b in factors[-count:]]
 
         def products() -> tuple[Tensor, ...]:
-            low_a, low_b = a.to(x.dtype), b.to(x.dtype)
+            low_a = _joined(factors[:-count], 0).to(x.dtype)
+            low_b = [b.to(x.dtype) for b in factors[-count:]]
             hidden = torch.mm(flat, low_a.t())
-            y = _product(flat, dense(x.dtype).t(), alpha, bias)
-            return _add_product(y, hidden, low_b.t(), scaling), hidden, low_a, low_b
+            results = []
+            for (dense, alpha, bias, scaling), b, part in zip(frozen, low_b, _split(hidden, ranks, 1), strict=True):
+                y = _product(flat, dense(x.dtype).t(), alpha, bias)
+                results.append(_add_product(y, part, b.t(), scaling))
+            return *results, hidden, low_a, *low_b
 
-        y, *small = kept(products)
-        ctx.save_for_backward(flat, *small)  # small beside x, and not rounded again in backward
-        ctx.dense, ctx.alpha, ctx.scaling, ctx.dtypes = dense, alpha, scaling, (a.dtype, b.dtype)
-        return _shaped(y, x)
+        made = kept(products)
+        ctx.save_for_backward(flat, *made[count:])  # small beside x, and not rounded again in backward
+        ctx.frozen, ctx.ranks = frozen, ranks
+        ctx.rows, ctx.dtypes = [len(a) for a in factors[:-count]], [factor.dtype for factor in factors]
+        return tuple(_shaped(y, x) for y in made[:count])
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, hidden, a, b = ctx.saved_tensors
-        scaling, needed, flat = ctx.scaling, ctx.needs_input_grad, _flat(grad)
-        dx = da = db = None
-        if needed[0] or needed[4]:
-            inner = _product(flat, b, scaling, None)
-        if needed[0]:
-            dx = _shaped(_add_product(torch.mm(inner, a), flat, ctx.dense(x.dtype), ctx.alpha), grad)
-        if needed[4]:
-            da = torch.mm(inner.t(), x).to(ctx.dtypes[0])
-        if needed[5]:
-            db = _product(flat.t(), hidden, scaling, None).to(ctx.dtypes[1])
-        return dx, None, None, None, da, db, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, hidden, a, *b = ctx.saved_tensors
+        frozen, flat, needed = ctx.frozen, [_flat(grad) for grad in grads], ctx.needs_input_grad[2:]
+        gradients: list[Tensor | None] = [None] * len(needed)
+        dx, parts = None, len(ctx.rows)
+        if ctx.needs_input_grad[0] or any(needed[:parts]):
+            through = zip(flat, b, frozen, strict=True)
+            inner = _joined([_product(g, low, scaling, None) for g, low, (*_, scaling) in through], 1)
+        if ctx.needs_input_grad[0]:
+            dx = torch.mm(inner, a)
+            # The last first, as autograd comes to them: of q, k and v the largest is then added, and rounded, last.
+            for g, (dense, alpha, _, _) in zip(flat[::-1], frozen[::-1], strict=True):
+                dx = _add_product(dx, g, dense(x.dtype), alpha)
+            dx = _shaped(dx, grads[0])
+        if any(needed[:parts]):
+            gradients[:parts] = _split(torch.mm(inner.t(), x).to(ctx.dtypes[0]), ctx.rows, 0)
+        for index, (g, part) in enumerate(zip(flat, _split(hidden, ctx.ranks, 1), strict=True)):
+            if needed[parts + index]:
+                db = _product(g.t(), part, frozen[index][3], None)
+                gradients[parts + index] = db.to(ctx.dtypes[parts + index])
+        return dx, None, *gradients

@@ -12,7 +12,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from qerl_pl.formats.norm import Float32RMSNorm
-from qerl_pl.modules.lora import ADAPTER, LoraConfig, LoraLinear, attach_lora
+from qerl_pl.modules.attention import PackedAttention
+from qerl_pl.modules.gated_mlp import GatedMLP
+from qerl_pl.modules.lora import ADAPTER, LoraConfig, LoraLinear, attach_lora, go_together
 from qerl_pl.modules.parameters import given_back, take_over
 from qerl_pl.modules.rounded import round_together
 from qerl_pl.run.seeding import stream_seed
@@ -41,6 +43,7 @@ class LoraAdapter:
         self.model: PeftModel = attach_lora(base, config, train_norms)
         self.model.peft_config[ADAPTER].base_model_name_or_path = base_name
         self._linears = [module for module in base.modules() if isinstance(module, LoraLinear)]
+        self._sharing = [module for module in base.modules() if isinstance(module, PackedAttention | GatedMLP)]
 
     @property
     def random(self) -> bool:
@@ -73,17 +76,22 @@ class LoraAdapter:
         """Inside the block, which is to be a single forward pass, all linears have copies of their factors in `dtype`.
 
         They are made together, and so are the masters' gradients of theirs: the same numbers as where each linear
-        rounds its own, in few launches. What a backward pass recomputes is outside of the block and rounds the masters,
-        unless the rounded ones were kept.
+        rounds its own, in few launches. The A of those that `go_together` are made one above the other. What a backward
+        pass recomputes is outside of the block and rounds the masters, unless the rounded ones were kept.
         """
-        linears = [linear for linear in self._linears if not linear.disable_adapters]
-        masters = [factor for linear in linears for factor in linear.factors()]
-        if all(master.dtype == dtype for master in masters):
+        groups = [linears for linears in (module.on_input for module in self._sharing) if go_together(linears)]
+        grouped = {linear for group in groups for linear in group}
+        groups += [(one,) for one in self._linears if not (one.disable_adapters or one in grouped)]
+        linears = [linear for group in groups for linear in group]
+        first = [[linear.factors()[0] for linear in group] for group in groups]
+        second = [[linear.factors()[1]] for linear in linears]
+        if all(master.dtype == dtype for masters in (*first, *second) for master in masters):
             yield
             return
-        copies = round_together(masters, dtype)
+        copies = round_together(first + second, dtype)
         try:
-            for linear, a, b in zip(linears, copies[::2], copies[1::2], strict=True):
+            of_group = [a for a, group in zip(copies, groups, strict=False) for _ in group]
+            for linear, a, b in zip(linears, of_group, copies[len(groups) :], strict=True):
                 linear.rounded = a, b
             yield
         finally:

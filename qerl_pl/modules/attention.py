@@ -6,6 +6,7 @@ from typing import Any
 from qerl_kernels import rotary
 from torch import Tensor, nn
 
+from qerl_pl.modules.lora import on_one_input
 from qerl_pl.modules.packing import Packing, attention_of_rows
 
 PROJECTIONS = {"q_proj", "k_proj", "v_proj", "o_proj"}
@@ -45,6 +46,11 @@ class PackedAttention(nn.Module):
         self._size, self._scaling = attention.head_dim, attention.scaling
         self._dropout, self._window = attention.attention_dropout, WINDOWS[type(attention).__name__](attention)
 
+    @property
+    def on_input(self) -> tuple[nn.Module, ...]:
+        """The linears that its input goes to."""
+        return self.q_proj, self.k_proj, self.v_proj
+
     def forward(
         self,
         hidden_states: Tensor,
@@ -71,8 +77,7 @@ class PackedAttention(nn.Module):
         assert len(hidden_states) == 1 and not (self.training and self._dropout)
         tokens, (cos, sin) = hidden_states.view(hidden_states.shape[1:]), position_embeddings
         query, key, value = (
-            projection(tokens).view(len(tokens), -1, self._size)
-            for projection in (self.q_proj, self.k_proj, self.v_proj)
+            projected.view(len(tokens), -1, self._size) for projected in on_one_input(self.on_input, tokens)
         )
         if self._normed:
             query, key = self.q_norm(query), self.k_norm(key)

@@ -1,6 +1,6 @@
 """A frozen linear layer whose weight stays as it is held: in an own copy, or borrowed from the engine."""
 
-from qerl_kernels import FrozenWeight, LoraFactors, frozen_linear
+from qerl_kernels import AdaptedWeight, FrozenWeight, LoraFactors, frozen_linear
 from torch import Tensor, nn
 
 
@@ -37,6 +37,10 @@ class FrozenLinear(nn.Module):
     def forward(self, x: Tensor, lora: LoraFactors | None = None) -> Tensor:
         """x [..., K] -> [..., N] in x's data type; with `lora` its product is added in place."""
         return frozen_linear(x, self._weight, self.bias, lora)
+
+    def adapted(self, b: Tensor, scaling: float) -> AdaptedWeight:
+        """Itself with an adapter's B [N, r], for `frozen_linears`."""
+        return AdaptedWeight(self._weight, self.bias, b, scaling)
 
     def extra_repr(self) -> str:
         return f"{type(self._weight).__name__}, in_features={self.in_features}, out_features={self.out_features}"

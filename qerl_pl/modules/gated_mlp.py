@@ -3,6 +3,8 @@
 from qerl_kernels import silu_product
 from torch import Tensor, nn
 
+from qerl_pl.modules.lora import on_one_input
+
 MLP_CLASSES = ("LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen3MLP")
 """MLPs that compute down(act(gate(x)) * up(x)). Others stay as they are."""
 
@@ -20,9 +22,14 @@ class GatedMLP(nn.Module):
         self.up_proj = mlp.get_submodule("up_proj")
         self.down_proj = mlp.get_submodule("down_proj")
 
+    @property
+    def on_input(self) -> tuple[nn.Module, ...]:
+        """The linears that its input goes to."""
+        return self.gate_proj, self.up_proj
+
     def forward(self, x: Tensor) -> Tensor:
         """x [..., hidden] -> the same shape."""
-        return self.down_proj(silu_product(self.gate_proj(x), self.up_proj(x)))
+        return self.down_proj(silu_product(*on_one_input(self.on_input, x)))
 
 
 def use_gated_mlps(model: nn.Module) -> None:

@@ -2,12 +2,13 @@
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import peft
 from peft.tuners.lora import LoraLayer
-from qerl_kernels import LoraFactors, dense_linear, keeps_products
+from qerl_kernels import LoraFactors, dense_linear, frozen_linears, keeps_products
 from torch import Tensor, nn
 
 from qerl_pl.errors import UserError
@@ -69,7 +70,8 @@ class LoraLinear(nn.Module, LoraLayer):
         LoraLayer.__init__(self, base_layer, **kwargs)
         self._active_adapter = adapter_name
         self.rounded: tuple[Tensor, Tensor] | None = None
-        """Copies of the factors for one forward pass, which `LoraAdapter.rounded` makes and takes away."""
+        """Copies of the factors for one forward pass, which `LoraAdapter.rounded` makes and takes away. In place of A
+        is the A of all linears that `go_together`, one above the other, where this is one of them."""
         self.update_layer(adapter_name, r, lora_alpha=lora_alpha, config=config, **kwargs)
 
     def _get_in_out_features(self, module: nn.Module) -> tuple[int, int]:
@@ -85,20 +87,55 @@ class LoraLinear(nn.Module, LoraLayer):
         if self.disable_adapters:
             return self._base(x)
         a, b = self._factors_for(x)
-        scaling, dropout = self.scaling[ADAPTER], self.lora_dropout[ADAPTER]
-        if isinstance(self.base_layer, FrozenLinear) and (isinstance(dropout, nn.Identity) or not self.training):
+        scaling = self.scaling[ADAPTER]
+        if isinstance(self.base_layer, FrozenLinear) and not self.drops:
             return self.base_layer(x, LoraFactors(a, b, scaling))
-        hidden = nn.functional.linear(dropout(x), a.to(x.dtype))
+        hidden = nn.functional.linear(self.lora_dropout[ADAPTER](x), a.to(x.dtype))
         return self._base(x) + nn.functional.linear(hidden, b.to(x.dtype)) * scaling
 
-    def _factors_for(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    @property
+    def drops(self) -> bool:
+        """Whether an input of A may be dropped just now."""
+        return self.training and not isinstance(self.lora_dropout[ADAPTER], nn.Identity)
+
+    def copies_for(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """`rounded` where it is of x's data type, else the trained parameters."""
         copies = self.rounded
         return copies if copies is not None and copies[0].dtype == x.dtype else self.factors()
+
+    def _factors_for(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        a, b = self.copies_for(x)
+        return (a, b) if len(a) == self.r[ADAPTER] else self.factors()
 
     def _base(self, x: Tensor) -> Tensor:
         if keeps_products() and isinstance(self.base_layer, nn.Linear):
             return dense_linear(x, self.base_layer.weight, self.base_layer.bias)
         return self.base_layer(x)
+
+
+def go_together(linears: Sequence[nn.Module]) -> TypeGuard[Sequence[LoraLinear]]:
+    """Whether linears on one input share the products of their adapters: all have one, on and without dropout, over
+    weights that `FrozenLinear` itself multiplies by.
+    """
+    return all(
+        isinstance(linear, LoraLinear)
+        and type(linear.base_layer) is FrozenLinear
+        and not (linear.disable_adapters or linear.drops)
+        for linear in linears
+    )
+
+
+def on_one_input(linears: Sequence[nn.Module], x: Tensor) -> tuple[Tensor, ...]:
+    """What each of several linears gives for x [..., in], in fewer products where they `go_together`."""
+    if not go_together(linears):
+        return tuple(linear(x) for linear in linears)
+    factors = [linear.copies_for(x) for linear in linears]
+    a = {id(a): a for a, _ in factors}.values()  # one, where it is all of them already
+    adapted = [
+        linear.base_layer.adapted(b, linear.scaling[ADAPTER])  # type: ignore[operator]
+        for linear, (_, b) in zip(linears, factors, strict=True)
+    ]
+    return frozen_linears(x, list(a), adapted)
 
 
 def check_targets(model: nn.Module, config: LoraConfig) -> None:

@@ -1,0 +1,182 @@
+"""Linears on one input share their adapters' products, and only where nothing asks for them one by one."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from qerl_pl.formats.quantize import quantize_checkpoint
+from qerl_pl.modules import LoraConfig, Policy, PolicyConfig, attention, gated_mlp
+from qerl_pl.modules.frozen_linear import FrozenLinear
+from qerl_pl.modules.gated_mlp import GatedMLP
+from qerl_pl.modules.lora import PROJECTIONS, go_together, on_one_input
+from qerl_pl.modules.packing import Packing
+
+MODES: tuple[Any, ...] = (False, "selective", True)
+LAYERS = 2
+
+
+@pytest.fixture(scope="module")
+def quantized(tiny_policy_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("one_input") / "nvfp4"
+    quantize_checkpoint(tiny_policy_dir, folder)
+    return folder
+
+
+def make(folder: Path, quantization: Any = "nvfp4", lora: LoraConfig | None = None, **settings: Any) -> Policy:
+    config = PolicyConfig(str(folder), quantization=quantization, lora=lora or LoraConfig(rank=4), **settings)
+    policy = Policy(folder, config, torch.device("cpu"), seed=1).train()
+    draw = torch.Generator().manual_seed(7)
+    state = policy.trained_state()
+    policy.load_trained_state({name: t + 0.1 * torch.randn(t.shape, generator=draw) for name, t in state.items()})
+    return policy
+
+
+def learn(policy: Policy) -> tuple[Tensor, dict[str, Tensor]]:
+    """Log-probabilities, and gradients by the parameter's name."""
+    tokens = torch.randint(5, 300, (2, 9), generator=torch.Generator().manual_seed(3))
+    mask = torch.zeros(2, 9, dtype=torch.bool)
+    mask[:, 3:7] = True
+    torch.manual_seed(5)
+    found = policy.token_logprobs(tokens, torch.tensor([9, 7]), mask, 1.0)[0]
+    found.sum().backward()
+    gradients = {name: p.grad for name, p in policy.named_parameters() if p.grad is not None}
+    policy.zero_grad()
+    return found.detach(), gradients
+
+
+def learn_one_by_one(policy: Policy) -> tuple[Tensor, dict[str, Tensor]]:
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (attention, gated_mlp):
+            patch.setattr(module, "on_one_input", lambda linears, x: tuple(linear(x) for linear in linears))
+        return learn(policy)
+
+
+@pytest.mark.parametrize("checkpointing", MODES)
+@pytest.mark.parametrize("lora", [LoraConfig(rank=4, alpha=8.0), LoraConfig(rank=3, targets=PROJECTIONS[:6])])
+def test_a_policy_learns_what_it_learns_one_by_one(quantized: Path, checkpointing: Any, lora: LoraConfig) -> None:
+    """In float32: no more than the order of the sums differs. o's adapter, and down's or its base, are alone."""
+    policy = make(quantized, dtype="float32", lora=lora, gradient_checkpointing=checkpointing)
+    (expected, before), (found, after) = learn_one_by_one(policy), learn(policy)
+    torch.testing.assert_close(found, expected)
+    assert before.keys() == after.keys() and len(after) == LAYERS * 2 * len(lora.targets)
+    for name, gradient in before.items():
+        assert gradient.any()
+        torch.testing.assert_close(after[name], gradient, rtol=1e-4, atol=1e-5 * float(gradient.abs().max()))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_all_that_can_be_recomputed_gives_the_same_bits(quantized: Path, dtype: Any) -> None:
+    found, gradients = learn(make(quantized, dtype=dtype))
+    for mode in MODES[1:]:
+        again, others = learn(make(quantized, dtype=dtype, gradient_checkpointing=mode))
+        assert torch.equal(again, found) and others.keys() == gradients.keys()
+        assert all(torch.equal(others[name], gradient) for name, gradient in gradients.items())
+
+
+class Products(TorchDispatchMode):
+    """Counts what a library of matrix products is called for."""
+
+    KINDS = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = self.joins = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += function.overloadpacket in self.KINDS
+        self.joins += function is torch.ops.aten.cat.default and any(4 in part.shape for part in args[0])
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("checkpointing", "backward", "joins"), [(False, 29, 2), ("selective", 29, 2), (True, 29 + 18, 4)]
+)
+def test_a_layer_needs_eighteen_products_and_twenty_nine_for_its_gradients(
+    quantized: Path, checkpointing: Any, backward: int, joins: int
+) -> None:
+    """Forward 7 for q, k and v, 5 for gate and up, 3 each for o and down; in backward 11, 8 and 5 each.
+
+    What is joined is the gradients on their way to A, and A only where each layer is recomputed.
+    """
+    policy = make(quantized, gradient_checkpointing=checkpointing)
+    packing = Packing.of(torch.tensor([9, 7]), 9)
+    embedded = torch.randn(1, 16, 128, generator=torch.Generator().manual_seed(1)).bfloat16().requires_grad_()
+    with Products() as first, policy.trained.rounded(torch.bfloat16):
+        hidden = policy.base.get_decoder()(  # type: ignore[operator]
+            inputs_embeds=embedded, position_ids=packing.positions[None], use_cache=False, packing=packing
+        ).last_hidden_state
+    with Products() as second:
+        hidden.sum().backward()
+    assert (first.count, second.count) == (LAYERS * 18, LAYERS * backward)
+    assert (first.joins, second.joins) == (0, LAYERS * joins)
+
+
+class Other(FrozenLinear):
+    """Whatever it computes, it does so by itself."""
+
+    def forward(self, x: Tensor, lora: Any = None) -> Tensor:
+        return 2 * super().forward(x, lora)
+
+
+def other_base(mlp: GatedMLP) -> None:
+    mlp.up_proj.get_submodule("base_layer").__class__ = Other
+
+
+def no_adapter(mlp: GatedMLP) -> None:
+    mlp.up_proj = mlp.up_proj.get_submodule("base_layer")
+
+
+def one_off(mlp: GatedMLP) -> None:
+    mlp.up_proj.enable_adapters(False)  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("change", [other_base, no_adapter, one_off])
+def test_one_that_is_not_as_the_others_has_them_computed_one_by_one(
+    quantized: Path, change: Callable[[GatedMLP], None]
+) -> None:
+    policy = make(quantized)
+    mlp = next(module for module in policy.modules() if isinstance(module, GatedMLP))
+    assert go_together(mlp.on_input)
+    change(mlp)
+    assert not go_together(mlp.on_input)
+    x = torch.randn(3, 128).bfloat16()
+    for block in (nullcontext(), policy.trained.rounded(torch.bfloat16)):
+        with block:
+            expected: list[Tensor] = [linear(x) for linear in mlp.on_input]
+            assert all(map(torch.equal, on_one_input(mlp.on_input, x), expected))
+    (_, after), (_, before) = learn(policy), learn_one_by_one(policy)
+    assert after.keys() == before.keys() and all(gradient.any() for gradient in after.values())
+
+
+def test_dropout_16_bits_and_an_adapter_that_is_off_are_computed_one_by_one(
+    quantized: Path, tiny_policy_dir: Path
+) -> None:
+    dropping = make(quantized, lora=LoraConfig(rank=4, dropout=0.5))
+    for policy in (dropping, make(tiny_policy_dir, "none"), make(tiny_policy_dir, "none", finetune="full")):
+        (found, after), (expected, before) = learn(policy), learn_one_by_one(policy)
+        assert torch.equal(found, expected) and after.keys() == before.keys()
+        assert all(torch.equal(after[name], gradient) for name, gradient in before.items())
+    mlps = [module for module in dropping.eval().modules() if isinstance(module, GatedMLP)]
+    assert all(go_together(mlp.on_input) for mlp in mlps)
+    with dropping.reference():
+        assert not any(go_together(mlp.on_input) for mlp in mlps)
+
+
+def test_a_linear_that_is_called_alone_computes_with_its_own_a(quantized: Path) -> None:
+    policy = make(quantized)
+    mlp = next(module for module in policy.modules() if isinstance(module, GatedMLP))
+    x = torch.randn(3, 128).bfloat16()
+    expected: list[Tensor] = [linear(x) for linear in mlp.on_input]
+    with policy.trained.rounded(torch.bfloat16):
+        first, second = (linear.get_parameter("lora_A.default.weight") for linear in mlp.on_input)
+        copies: Any = [linear.rounded for linear in mlp.on_input]
+        assert copies[0][0] is copies[1][0] and torch.equal(copies[0][0], torch.cat([first, second]).bfloat16())
+        assert all(torch.equal(linear(x), alone) for linear, alone in zip(mlp.on_input, expected, strict=True))
+        within = mlp(x.float())
+    assert torch.equal(mlp(x.float()), within)  # copies of another type are not for it
