@@ -34,6 +34,8 @@ _RANKS, _STEP = tl.constexpr(RANKS), tl.constexpr(SHRINK_COLUMNS)
 @triton.jit
 def _product_step(acc, acc2, words, scales, x, x2, masks, SPLIT: tl.constexpr, EVEN: tl.constexpr, REAL: tl.constexpr):
     WIDE: tl.constexpr = acc.shape[1] >= 16
+    if REAL and WIDE:
+        finish_products()
     if EVEN:
         word = tl.load(words, eviction_policy="evict_first")
         scale = tl.load(scales, eviction_policy="evict_first")
@@ -47,8 +49,6 @@ def _product_step(acc, acc2, words, scales, x, x2, masks, SPLIT: tl.constexpr, E
     acc = dot(left, tl.trans(right), acc, REAL)
     if acc2.shape[1] > 1:
         acc2 = dot(left, tl.trans(tl.load(x2, mask=masks[3], other=0.0)), acc2, REAL)
-    if REAL and WIDE:
-        finish_products()
     return acc, acc2
 
 
