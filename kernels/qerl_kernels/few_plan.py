@@ -48,8 +48,12 @@ class Tile(NamedTuple):
 
     @property
     def registers(self) -> int:
-        """Of a thread, so that a processor holds `programs`; it gives them out by eights."""
-        return min(255, 2**16 // (32 * self.warps * self.programs) // 8 * 8)
+        """Of a thread, so that a processor holds `programs`, and beside narrow ones the second launch's.
+
+        It gives them out by eights.
+        """
+        room = 2**16 // 8 * (8 if self.tokens > 8 else 3)
+        return min(255, room // (32 * self.warps * self.programs) // 8 * 8)
 
 
 class Plan(NamedTuple):

@@ -276,7 +276,8 @@ def few_tokens_linear(
         starts = (0,)
     own, programs = rank // len(starts), rows // BLOCK * cut.token_blocks * (tile.width // cut.chunk)
     if real:  # told how many it may use, the compiler spends registers on more loads at a time
-        launch["maxnreg"] = 128 if programs <= 2 * _processors(x.get_device()) else 64
+        many = programs > 2 * _processors(x.get_device())  # beside few tokens' first launch all fit, and wait there
+        launch["maxnreg"] = 128 if not many else 64 if tile.width > 16 else 32
     _combine_kernel[(programs,)](
         partial, hidden, x if b is None else b, x if bias is None else bias, weight.global_scale, y, tokens, columns,
         rows, cut.shrinks, cut.short, cut.longer, cut.run, cut.token_blocks, RANK=own, STARTS=tuple(starts),
