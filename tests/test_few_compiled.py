@@ -18,13 +18,15 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 for case in sys.argv[1:]:
-    tile = best_tile(*map(int, case.split("x")))
+    tokens, _, rows = case.partition("x")
+    tile = best_tile(int(tokens), int(rows.removesuffix(" shared")))
     constants = {"TP": tile.tokens, "TP2": max(1, tile.more), "TC": tile.chunk, "NT": tile.tiles, "KT": tile.steps}
     constants |= {"SPLIT": tile.warps // tile.tiles, "STAGES": tile.stages, "EVEN": True, "REAL": True}
-    types = dict.fromkeys(["x", "a"], "*bf16") | dict.fromkeys(["words", "scales"], "*i32")
-    types |= dict.fromkeys(["partial", "hidden"], "*fp32") | dict.fromkeys(constants, "constexpr")
+    constants |= {"WHOLE": tile.whole and "shared" not in case, "BIAS": False}
+    types = dict.fromkeys(["x", "a", "bias", "y"], "*bf16") | dict.fromkeys(["words", "scales"], "*i32")
+    types |= dict.fromkeys(["partial", "hidden", "global_scale"], "*fp32") | dict.fromkeys(constants, "constexpr")
     names = _partial_kernel.arg_names
-    even = {"x", "a", "words", "scales", "partial", "hidden", "columns", "rows", "word_stride", "scale_stride"}
+    even = {name for name, type in types.items() if "*" in type} | {"columns", "rows", "word_stride", "scale_stride"}
     attributes = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name in even}
     source = ASTSource(_partial_kernel, {name: types.get(name, "i32") for name in names}, constants, attributes)
     options = {"num_warps": tile.warps, "launch_pdl": True, "maxnreg": tile.registers}
@@ -34,9 +36,9 @@ for case in sys.argv[1:]:
         file.flush()
         tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
         run = [tools / "cuobjdump", "-sass", file.name]
-        print("case", case, subprocess.run(run, stdout=subprocess.PIPE, text=True, check=True).stdout)
+        print(f"case {case}:", subprocess.run(run, stdout=subprocess.PIPE, text=True, check=True).stdout)
 """
-CASES = ["8x4608", "16x4608", "32x4608", "64x4608", "64x37888", "128x37888", "192x37888"]
+CASES = ["8x4608", "16x4608", "32x4608", "64x4608", "64x37888", "128x37888", "192x37888", "192x37888 shared"]
 WIDTHS = {".128": 4, ".64": 2, ".WIDE": 2, "CS2R": 2, "LDSM.16.M88.4": 4, "LDSM.16.M88.2": 2}
 
 
@@ -46,7 +48,7 @@ def machine_code():
     environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join(sys.path)}
     run = [sys.executable, "-c", COMPILE, *CASES]
     text = subprocess.run(run, check=True, capture_output=True, text=True, env=environment).stdout
-    found = [part.partition(" ") for part in text.split("case ")[1:]]
+    found = [part.partition(":") for part in text.split("case ")[1:]]
     return {case: parsed(sass) for case, _, sass in found}
 
 
