@@ -46,9 +46,13 @@ TILES: dict[str, dict[str, Any]] = {
     "128": {"tokens": 128, "warps": 8, "programs": 1},
     "128, 16 warps": {"tokens": 128, "warps": 16, "programs": 1},
     "128, 2 of 128 rows": {"tokens": 128, "tiles": 2, "programs": 2},
+    "128, alone": {"tokens": 128, "warps": 8, "programs": 1, "whole": True},
     "192": {"tokens": 128, "more": 64, "steps": 2, "warps": 8, "programs": 1},
+    "192, alone": {"tokens": 128, "more": 64, "steps": 2, "warps": 8, "programs": 1, "whole": True},
     "192, 64 columns": {"tokens": 128, "more": 64, "stages": 3, "warps": 8, "programs": 1},
+    "192, 64 columns, alone": {"tokens": 128, "more": 64, "stages": 3, "warps": 8, "programs": 1, "whole": True},
 }
+"""`alone`: programs first take row blocks of their own, where there are enough; elsewhere as the one before."""
 
 
 def layers_of(shape: str) -> dict[str, Shape]:
