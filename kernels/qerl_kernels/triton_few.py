@@ -185,15 +185,16 @@ def _partial_kernel(
             masks, (KT * word_stride, KT * scale_stride), count, SPLIT, STAGES, EVEN, REAL,
         )  # fmt: skip
         row, first = tile * ROWS, begin * ROWS
-        if WHOLE:
-            if at < start:
-                _store_alone(y, acc, row + n, t, tokens, rows, alpha, bias, BIAS, REAL)
-                if TP2 > 1:
-                    _store_alone(y, acc2, row + n, TP + t2, tokens, rows, alpha, bias, BIAS, REAL)
-        if at >= start:
-            part = token_block * parts + program - program_of(shared * steps, shrinks, short, longer, run)
-            out = partial + (part.to(tl.int64) * (rows - first) + row - first) * WIDTH
+        part = token_block * parts + program - program_of(shared * steps, shrinks, short, longer, run)
+        out = partial + (part.to(tl.int64) * (rows - first) + row - first) * WIDTH
+        if not WHOLE:
             _store_part(out, acc, acc2, n, t, t2, rows - row, TP, WIDTH)
+        elif at >= start:
+            _store_part(out, acc, acc2, n, t, t2, rows - row, TP, WIDTH)
+        else:
+            _store_alone(y, acc, row + n, t, tokens, rows, alpha, bias, BIAS, REAL)
+            if TP2 > 1:
+                _store_alone(y, acc2, row + n, TP + t2, tokens, rows, alpha, bias, BIAS, REAL)
         at += count
 
 
