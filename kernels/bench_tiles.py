@@ -37,6 +37,8 @@ HIDDEN = {
 REPEATS = 100
 """Of a product whose bits are compared, while other processes crowd the GPU."""
 TILES: dict[str, dict[str, Any]] = {
+    "8": {"tokens": 8},
+    "16": {"tokens": 16},
     "32": {"tokens": 32},
     "32, 4 of 128 rows": {"tokens": 32, "tiles": 2, "programs": 4},
     "64": {"tokens": 64},
@@ -46,9 +48,13 @@ TILES: dict[str, dict[str, Any]] = {
     "128": {"tokens": 128, "warps": 8, "programs": 1},
     "128, 16 warps": {"tokens": 128, "warps": 16, "programs": 1},
     "128, 2 of 128 rows": {"tokens": 128, "tiles": 2, "programs": 2},
+    "128, alone": {"tokens": 128, "warps": 8, "programs": 1, "whole": True},
     "192": {"tokens": 128, "more": 64, "steps": 2, "warps": 8, "programs": 1},
+    "192, alone": {"tokens": 128, "more": 64, "steps": 2, "warps": 8, "programs": 1, "whole": True},
     "192, 64 columns": {"tokens": 128, "more": 64, "stages": 3, "warps": 8, "programs": 1},
+    "192, 64 columns, alone": {"tokens": 128, "more": 64, "stages": 3, "warps": 8, "programs": 1, "whole": True},
 }
+"""`alone`: programs first take row blocks of their own, where there are enough; elsewhere as the one before."""
 
 
 def layers_of(shape: str) -> dict[str, Shape]:
@@ -64,9 +70,14 @@ def layers_of(shape: str) -> dict[str, Shape]:
 
 
 def tiles_for(tokens: int) -> list[str]:
-    """Names of the tiles that do not waste more than half."""
+    """Names of the tiles that do not waste more than half, in up to eight blocks of tokens."""
     widths = {name: tile["tokens"] + tile.get("more", 0) for name, tile in TILES.items()}
-    return [name for name, width in widths.items() if width < 2 * tokens and -(-tokens // width) * width < 1.6 * tokens]
+    blocks = {name: -(-tokens // width) for name, width in widths.items()}
+    return [
+        name
+        for name, width in widths.items()
+        if width < 2 * tokens and blocks[name] * width < 1.6 * tokens and blocks[name] <= 8
+    ]
 
 
 def product(linear: Linear, x: torch.Tensor, name: str) -> torch.Tensor:

@@ -152,6 +152,57 @@ def test_programs_with_a_processor_to_themselves_take_weights_after_the_adapter(
     assert (actual - expected).float().norm() <= 4e-3 * expected.float().norm()
 
 
+ALONE = Tile(64, tiles=1, programs=1, whole=True)
+
+
+@pytest.mark.parametrize(
+    ("tile", "rows", "starts", "cut"),
+    [
+        (ALONE, 576, (0, 320), (1, 256, 1, 4, 2, 8)),  # four blocks alone, five among all
+        (ALONE, 704, (0,), (2, 512, 1, 0, 0, 6)),  # eight alone, three among all but who multiplies by A
+        (ALONE, 512, (0,), (2, 512, 3, 0, 0, 0)),  # nothing is left to share
+        (ALONE, 320, (0,), (0, 0, 1, 4, 2, 8)),  # too little would be
+        (Tile(64, 32, tiles=1, programs=1, whole=True), 576, (0,), (1, 256, 3, 6, 0, 12)),
+    ],
+)
+def test_row_blocks_that_one_program_takes_and_those_that_are_shared(tile, rows, starts, cut):
+    tokens = tile.width - 7
+    plan = triton_few.plan(tokens, rows, 384, 8 * len(starts), 4, tile)  # the interpreter's processors
+    assert (plan.rounds, plan.alone, plan.shrinks, plan.short, plan.longer, plan.run) == cut
+    weight, bias, a, b = linear(rows, 384, 8, starts, with_bias=True)
+    x = tokens_of(tokens, 384)
+    actual = triton_few.few_tokens_linear(x, weight, bias, a, b, starts, tile)
+    expected = plain_few_tokens_linear(x, weight, bias, a, b)
+    assert (actual - expected).float().norm() <= 4e-3 * expected.float().norm()
+
+
+@pytest.mark.parametrize(("rows", "alone"), [(512, 512), (576, 256)])
+def test_rows_of_one_program_without_an_adapter_need_no_second_launch(rows, alone):
+    weight, _, _, _ = linear(rows, 384)
+    x = tokens_of(70, 384)  # two blocks of tokens: two programs each
+    tile = ALONE._replace(programs=2)
+    assert triton_few.plan(70, rows, 384, 0, 4, tile).alone == alone
+    actual = triton_few.few_tokens_linear(x, weight, None, None, None, (0,), tile)
+    expected = plain_few_tokens_linear(x, weight, None, None, None)
+    assert (actual - expected).float().norm() <= 4e-3 * expected.float().norm()
+
+
+@pytest.mark.parametrize("rank", [8, 16, 32, 64])
+@pytest.mark.parametrize(
+    ("rows", "columns", "alone"), [(22016, 2048, 0), (37888, 3584, 132), (27648, 5120, 0), (55296, 5120, 132)]
+)
+def test_cuts_of_real_layers_give_every_program_as_much(rows, columns, alone, rank):
+    tile = triton_few.plan(192, rows, columns, 2 * rank, 132).tile
+    assert tile.whole and tile.width == 192
+    plan = triton_few.plan(192, rows, columns, 2 * rank, 132)
+    assert plan.alone == alone * 256 and plan.workers == 132
+    steps, total = columns // 32, -(-rows // 256) * (columns // 32)
+    a_steps = math.ceil(math.ceil(columns / 128) / plan.hidden_parts)
+    longest = plan.rounds * steps + max(plan.run + (plan.longer > 0), plan.short + 3 * a_steps // 4 + 2)
+    assert longest <= 1.04 * (total + plan.shrinks * (3 * a_steps // 4 + 2)) / 132
+    assert plan.hidden_parts <= 4
+
+
 @pytest.mark.parametrize("processors", [1, 4, 132])
 @pytest.mark.parametrize("tile", [None, *TILES])
 def test_a_plan_covers_the_weight_and_its_parts_fit(processors, tile):
@@ -159,13 +210,14 @@ def test_a_plan_covers_the_weight_and_its_parts_fit(processors, tile):
     for rows, columns, rank in shapes:
         for tokens in (1, 8, 17, 64, 65, 256):
             plan = triton_few.plan(tokens, rows, columns, rank, processors, tile)
-            steps, tiles = columns // plan.tile.columns, -(-rows // plan.tile.rows)
-            assert plan.tile.width * plan.token_blocks >= tokens
+            steps, tiles = columns // plan.tile.columns, -(-rows // plan.tile.rows) - plan.rounds * plan.workers
+            assert plan.tile.width * plan.token_blocks >= tokens and tiles >= 0
+            assert plan.alone == plan.rounds * plan.workers * plan.tile.rows
             runs = [plan.short] * plan.shrinks + [plan.run + 1] * plan.longer + [plan.run] * plan.workers
             takers = [program for program, run in enumerate(runs[: plan.workers]) for _ in range(run)]
             assert takers == [plan.program(step) for step in range(tiles * steps)]
             shared = [len(set(takers[first : first + steps])) for first in range(0, len(takers), steps)]
-            assert max(shared) == plan.parts
+            assert max(shared, default=1) == plan.parts
             a_steps = math.ceil(columns / 128)
             assert plan.hidden_parts * math.ceil(a_steps / plan.hidden_parts) >= a_steps
 
@@ -228,7 +280,7 @@ def test_a_real_layer_in_a_tile_of_any_form_gives_the_same_product(name, tile):
 def test_a_real_layer_errs_at_most_twice_as_much_as_plain_bfloat16(name):
     rows, columns, starts = REAL[name]
     tensors = linear(rows, columns, 32, starts, with_bias=name == "qkv")
-    for tokens in (1, 8, 16, 33, 64, 128):
+    for tokens in (1, 8, 16, 33, 64, 128, 192):
         check(tokens_of(tokens, columns), *tensors, starts)
 
 

@@ -25,6 +25,8 @@ class Tile(NamedTuple):
     """Of the loop along k that are being loaded."""
     programs: int = 2
     """For each processor."""
+    whole: bool = False
+    """Whether every program first takes row blocks alone, as many as there are for each, which leave no sums to add."""
 
     @property
     def rows(self) -> int:
@@ -48,8 +50,12 @@ class Tile(NamedTuple):
 
     @property
     def registers(self) -> int:
-        """Of a thread, so that a processor holds `programs`; it gives them out by eights."""
-        return min(255, 2**16 // (32 * self.warps * self.programs) // 8 * 8)
+        """Of a thread, so that a processor holds `programs`, and beside narrow ones the second launch's.
+
+        It gives them out by eights.
+        """
+        room = 2**16 // 8 * (8 if self.tokens > 8 else 3)
+        return min(255, room // (32 * self.warps * self.programs) // 8 * 8)
 
 
 class Plan(NamedTuple):
@@ -57,6 +63,8 @@ class Plan(NamedTuple):
 
     tile: Tile
     token_blocks: int
+    rounds: int
+    """Row blocks that every program takes alone: the first ones of all. Steps are counted through the others."""
     shrinks: int
     """Programs that multiply by the adapter's A before, for each block of tokens: the first."""
     short: int
@@ -68,14 +76,19 @@ class Plan(NamedTuple):
     workers: int
     """Programs, for each block of tokens."""
     parts: int
-    """Programs that share a block of rows, at most."""
+    """Programs that share a block of rows, at most: at least 1."""
     hidden_parts: int
     """Runs that A's columns are cut into."""
     chunk: int
     """Tokens of a program of the second launch: few where rows are, so that every processor has a program or two."""
 
+    @property
+    def alone(self) -> int:
+        """Rows of the blocks that one program takes."""
+        return self.rounds * self.workers * self.tile.rows
+
     def program(self, step: int) -> int:
-        """Which program takes a step, counted through all blocks of rows."""
+        """Which program takes a step of the row blocks that programs share."""
         beyond = step - self.shrinks * self.short
         last = beyond - self.longer * (self.run + 1)
         if beyond < 0:
@@ -97,7 +110,9 @@ def best_tile(tokens: int, rows: int) -> Tile:
     if tokens > 32 and rows <= 8192:
         return Tile(64, tiles=2, programs=3)
     if tokens > 64:
-        return Tile(128, 64, steps=2, warps=8, programs=1) if 128 < tokens <= 192 else Tile(128, warps=8, programs=1)
+        if 128 < tokens <= 192:
+            return Tile(128, 64, steps=2, warps=8, programs=1, whole=True)
+        return Tile(128, warps=8, programs=1)
     return Tile(max(8, 2 ** (tokens - 1).bit_length() if tokens else 8))
 
 
@@ -108,28 +123,40 @@ def plan(tokens: int, rows: int, columns: int, rank: int, processors: int, tile:
     assert columns % tile.columns == 0, "a tile's steps divide the columns"
     token_blocks = max(1, _ceil(tokens, tile.width))
     programs = max(1, processors * tile.programs // token_blocks)
-    steps = columns // tile.columns
-    total = _ceil(rows, tile.rows) * steps
-    hidden_parts = _hidden_parts(tile, columns, max(4, total // programs)) if rank else 0
+    steps, blocks = columns // tile.columns, _ceil(rows, tile.rows)
+    rounds = blocks // programs if tile.whole else 0
+    if 0 < (blocks - rounds * programs) * steps < 4 * programs:  # too little to share
+        rounds = max(0, rounds - 1)
+    total = (blocks - rounds * programs) * steps
+    hidden_parts = _hidden_parts(tile, columns, total // programs, rounds) if rank else 0
     shrinks, short = _ceil(rank, RANKS) * hidden_parts * (tile.width // tile.chunk), 0
+    if rounds and shrinks >= programs:
+        return plan(tokens, rows, columns, rank, processors, tile._replace(whole=False))
     if tile.tokens > 16:  # no more programs than fill the processors
         if tile.programs == 1 and 0 < shrinks < programs:  # where nobody else takes the place of one that is done
             cost = _shrink_cost(_ceil(_ceil(columns, SHRINK_COLUMNS), hidden_parts))
             short = max(0, (total + shrinks * cost) // programs - cost)
+            if rounds and 2 * short < total // programs:  # many short runs are many parts to add
+                short = 0
         programs = max(1, programs - shrinks)
     left = total - shrinks * short
-    programs = max(1, min(programs, left // 4))
+    if not rounds:
+        programs = max(1, min(programs, left // 4))
     run, longer = divmod(left, programs)
     chunk = tile.chunk
     while chunk > 16 and rows // BLOCK * token_blocks * (tile.width // chunk) < 3 * processors // 2:
         chunk //= 2
-    cut = Plan(tile, token_blocks, shrinks, short, longer, run, shrinks + programs, 0, hidden_parts, chunk)
-    return cut._replace(parts=max(cut.sharing(first, steps) for first in range(0, total, steps)))
+    cut = Plan(tile, token_blocks, rounds, shrinks, short, longer, run, shrinks + programs, 0, hidden_parts, chunk)
+    return cut._replace(parts=max((cut.sharing(first, steps) for first in range(0, total, steps)), default=1))
 
 
-def _hidden_parts(tile: Tile, columns: int, run: int) -> int:
+def _hidden_parts(tile: Tile, columns: int, run: int, rounds: int) -> int:
     """Runs of A's columns: the fewer, the less the second launch reads, but none should outlast a program's `run`."""
     steps = _ceil(columns, SHRINK_COLUMNS)
+    if rounds:  # who multiplies by A takes its row blocks too, and may have nothing to share
+        parts = next((parts for parts in range(1, 8) if _shrink_cost(_ceil(steps, parts)) <= run), 8)
+        return _ceil(steps, _ceil(steps, parts))
+    run = max(4, run)
     if tile.tokens <= 16:
         parts = min(_ceil(columns, 1024), 8)
     else:

@@ -1,8 +1,9 @@
 """Products of few tokens with NVFP4 weights in vLLM's Marlin layout and with an adapter: two launches, repeatable bits.
 
 Every program of the first launch takes an equal run of k, through one or two blocks of output features, so that no
-processor waits for another; some multiply by the adapter's A, before a shorter run or none. The second launch
-adds what the programs found, in the order of k, and the adapter's other product. Weights are the left operand of the
+processor waits for another; some multiply by the adapter's A, before a shorter run or none. Where there are many
+blocks, each first takes as many alone, and writes their part of the result. The second launch adds what programs found
+of the other blocks, in the order of k, and the adapter's other product. Weights are the left operand of the
 tensor cores' product, so that few tokens fill it, and come from registers: Marlin's words lie as these read them.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -19,6 +20,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from qerl_kernels.backend import interpreting
 from qerl_kernels.few_plan import BLOCK, RANKS, SHRINK_COLUMNS, Plan, Tile, plan
 from qerl_kernels.marlin import MarlinTensor
+from qerl_kernels.triton_few_combine import combine_kernel, program_of
 from qerl_kernels.triton_marlin_tile import (
     columns_as_expanded,
     dot,
@@ -29,11 +31,15 @@ from qerl_kernels.triton_marlin_tile import (
 )
 
 _RANKS, _STEP = tl.constexpr(RANKS), tl.constexpr(SHRINK_COLUMNS)
+_OPEN = ["tokens", "rank", "rounds", "workers", "shrinks", "short", "longer", "run", "parts", "hidden_parts"]
+"""Numbers of the first launch that it is not compiled for."""
 
 
 @triton.jit
 def _product_step(acc, acc2, words, scales, x, x2, masks, SPLIT: tl.constexpr, EVEN: tl.constexpr, REAL: tl.constexpr):
     WIDE: tl.constexpr = acc.shape[1] >= 16
+    if REAL and WIDE:
+        finish_products()
     if EVEN:
         word = tl.load(words, eviction_policy="evict_first")
         scale = tl.load(scales, eviction_policy="evict_first")
@@ -47,8 +53,6 @@ def _product_step(acc, acc2, words, scales, x, x2, masks, SPLIT: tl.constexpr, E
     acc = dot(left, tl.trans(right), acc, REAL)
     if acc2.shape[1] > 1:
         acc2 = dot(left, tl.trans(tl.load(x2, mask=masks[3], other=0.0)), acc2, REAL)
-    if REAL and WIDE:
-        finish_products()
     return acc, acc2
 
 
@@ -105,24 +109,33 @@ def _shrink(
 
 
 @triton.jit
-def _program(step, shrinks, short, longer, run):
-    """Which program takes a step: `Plan.program`."""
-    beyond = step - shrinks * short
-    last = beyond - longer * (run + 1)
-    later = tl.where(last < 0, beyond // (run + 1), longer + last // run)
-    return tl.where(beyond < 0, step // tl.maximum(short, 1), shrinks + later)
+def _store_alone(y, acc, n, t, tokens, rows, alpha, bias, BIAS: tl.constexpr, REAL: tl.constexpr):
+    acc *= alpha
+    if BIAS:
+        acc += tl.load(bias + n, mask=n < rows, other=0.0).to(tl.float32)[:, None]
+    mask = (n < rows)[:, None] & (t < tokens)[None, :]
+    tl.store(y + t[None, :].to(tl.int64) * rows + n[:, None], to_bfloat16(acc, REAL), mask=mask)
 
 
-@triton.jit(do_not_specialize=["tokens", "rank", "shrinks", "short", "longer", "run", "parts", "hidden_parts"])
+@triton.jit
+def _store_part(out, acc, acc2, n, t, t2, rows, TP: tl.constexpr, WIDTH: tl.constexpr):
+    at = out + n[:, None] * WIDTH
+    tl.store(at + t[None, :], acc, mask=(n < rows)[:, None])
+    if TP < WIDTH:
+        tl.store(at + TP + t2[None, :], acc2, mask=(n < rows)[:, None])
+
+
+@triton.jit(do_not_specialize=_OPEN)
 def _partial_kernel(
-    x, words, scales, a, partial, hidden, tokens, columns, rows, rank, word_stride, scale_stride,
-    shrinks, short, longer, run, parts, hidden_parts, token_blocks, TP: tl.constexpr, TP2: tl.constexpr,
-    TC: tl.constexpr, NT: tl.constexpr, KT: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr,
-    REAL: tl.constexpr,
+    x, words, scales, a, bias, global_scale, y, partial, hidden, tokens, columns, rows, rank, word_stride, scale_stride,
+    rounds, workers, shrinks, short, longer, run, parts, hidden_parts, token_blocks, TP: tl.constexpr,
+    TP2: tl.constexpr, TC: tl.constexpr, NT: tl.constexpr, KT: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
+    EVEN: tl.constexpr, WHOLE: tl.constexpr, BIAS: tl.constexpr, REAL: tl.constexpr,
 ):  # fmt: skip
     """partial[token block, part, n, t] = what the part-th of the programs that share n found of W x^T.
 
-    Tokens of a block are TP, and TP2 more if that is not 1.
+    Tokens of a block are TP, and TP2 more if that is not 1. If WHOLE, y holds the base product's first rows, and the
+    rows of `partial` are those after them.
     """
     ROWS: tl.constexpr = 64 * NT
     COLUMNS: tl.constexpr = 16 * KT
@@ -147,10 +160,20 @@ def _partial_kernel(
     later = program - shrinks
     at = tl.minimum(program, shrinks) * short + tl.maximum(later, 0) * run + tl.maximum(tl.minimum(later, longer), 0)
     end = at + tl.where(later < 0, short, run + (later < longer).to(tl.int32))
+    start, begin = at, 0
+    if WHOLE:
+        at -= rounds * steps  # those of its own blocks, before the ones that programs share
+        begin = rounds * workers
+        alpha = tl.load(global_scale) * 2.0**-112  # 2**-119, and the 2**-7 of `expand`
+        y += token_block.to(tl.int64) * WIDTH * rows
     while at < end:
-        tile = at // steps
-        step = at - tile * steps
+        shared = at // steps
+        tile, step = shared + begin, at - shared * steps
         count = min(steps - step, end - at)
+        if WHOLE:
+            alone = at < start
+            tile = tl.where(alone, (program + 1) * rounds - (start - at) // steps, tile)
+            step, count = tl.where(alone, 0, step), tl.where(alone, steps, count)
         word = tile * (2 * ROWS) + tl.arange(0, 2 * ROWS)[None, :]
         scale = tile * (ROWS // 4) + tl.arange(0, ROWS // 4)[None, :]
         masks = word < 2 * rows, scale < rows // 4, (t < tokens)[:, None], (TP + t2 < tokens)[:, None]
@@ -161,74 +184,18 @@ def _partial_kernel(
             words + k * word_stride + word, scales + k * scale_stride + scale, right, right2,
             masks, (KT * word_stride, KT * scale_stride), count, SPLIT, STAGES, EVEN, REAL,
         )  # fmt: skip
-        part = token_block * parts + program - _program(tile * steps, shrinks, short, longer, run)
-        out = partial + (part.to(tl.int64) * rows + tile * ROWS) * WIDTH + n[:, None] * WIDTH
-        mask = (tile * ROWS + n < rows)[:, None]
-        tl.store(out + t[None, :], acc, mask=mask)
-        if TP2 > 1:
-            tl.store(out + TP + t2[None, :], acc2, mask=mask)
+        row, first = tile * ROWS, begin * ROWS
+        part = token_block * parts + program - program_of(shared * steps, shrinks, short, longer, run)
+        out = partial + (part.to(tl.int64) * (rows - first) + row - first) * WIDTH
+        if not WHOLE:
+            _store_part(out, acc, acc2, n, t, t2, rows - row, TP, WIDTH)
+        elif at >= start:
+            _store_part(out, acc, acc2, n, t, t2, rows - row, TP, WIDTH)
+        else:
+            _store_alone(y, acc, row + n, t, tokens, rows, alpha, bias, BIAS, REAL)
+            if TP2 > 1:
+                _store_alone(y, acc2, row + n, TP + t2, tokens, rows, alpha, bias, BIAS, REAL)
         at += count
-
-
-@triton.jit
-def _sum(first, stride, count, COUNT: tl.constexpr):
-    """What stands at the pointers `first` and at count - 1 strides beyond, at most COUNT in all."""
-    acc = tl.zeros(first.shape, tl.float32)
-    for p in tl.static_range(COUNT):  # no masks, which would be as many predicates: more loads are on their way
-        some = tl.load(first + tl.minimum(p, count - 1) * stride)
-        acc += tl.where(p < count, some, 0.0)
-    return acc
-
-
-@triton.jit(do_not_specialize=["tokens", "shrinks", "short", "longer", "run"])
-def _combine_kernel(
-    partial, hidden, b, bias, global_scale, y, tokens, columns, rows, shrinks, short, longer, run, token_blocks,
-    RANK: tl.constexpr, STARTS: tl.constexpr, PADDED: tl.constexpr, WIDTH: tl.constexpr, TC: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PARTS: tl.constexpr, HIDDEN_PARTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BIAS: tl.constexpr,
-    REAL: tl.constexpr,
-):  # fmt: skip
-    """y = bfloat16(bfloat16(alpha * sum of the parts + bias) + h B^T), h in bfloat16: the order of the plain way.
-
-    What is read before the wait was complete before the first launch let this one start.
-    """
-    blocks = token_blocks * (WIDTH // TC)
-    first, block = tl.program_id(0) // blocks * BLOCK, tl.program_id(0) % blocks
-    token_block = block // (WIDTH // TC)
-    n, t = first + tl.arange(0, BLOCK), block % (WIDTH // TC) * TC + tl.arange(0, TC)
-    alpha = tl.load(global_scale) * 2.0**-112  # 2**-119, and the 2**-7 of `expand`
-    if BIAS:
-        shift = tl.load(bias + n).to(tl.float32)[:, None]
-    if RANK > 0:  # only the ranks of the adapted part that these rows lie in; B is zero at others
-        part = 0
-        for i in tl.static_range(1, len(STARTS)):
-            part += (first >= STARTS[i]).to(tl.int32)
-        r = tl.arange(0, PADDED)
-        own, ranks = part * RANK + r, RANK * len(STARTS)
-        left = tl.load(b + n[:, None] * ranks + own[None, :], mask=(r < RANK)[None, :], other=0.0)
-    steps = columns // COLUMNS
-    step = first // ROWS * steps
-    parts = _program(step + steps - 1, shrinks, short, longer, run) - _program(step, shrinks, short, longer, run) + 1
-    if REAL:
-        gdc_wait()
-        gdc_launch_dependents()
-    # every load before the first wait for a sum
-    at = partial + (token_block * PARTS).to(tl.int64) * rows * WIDTH
-    acc = _sum(at + n[:, None] * WIDTH + t[None, :], rows * WIDTH, parts, PARTS)
-    if RANK > 0:
-        at = hidden + token_block * HIDDEN_PARTS * ranks * WIDTH
-        own = tl.minimum(own, ranks - 1)  # beyond, some number that meets a zero of `left`
-        h = _sum(at + own[:, None] * WIDTH + t[None, :], ranks * WIDTH, HIDDEN_PARTS, HIDDEN_PARTS)
-    acc *= alpha
-    if BIAS:
-        acc += shift
-    acc = to_bfloat16(acc, REAL).to(tl.float32)
-    if RANK > 0:
-        acc += dot(left, to_bfloat16(h, REAL), tl.zeros((BLOCK, TC), tl.float32), REAL)
-    token = token_block * WIDTH + t
-    tl.store(
-        y + token[None, :].to(tl.int64) * rows + n[:, None], to_bfloat16(acc, REAL), mask=(token < tokens)[None, :]
-    )
 
 
 @functools.cache
@@ -261,27 +228,34 @@ def few_tokens_linear(
     tile, real = cut.tile, not interpreting()
     launch: dict[str, int] = {"launch_pdl": True} if real else {}
     y = x.new_empty((tokens, rows))
-    partial = x.new_empty((cut.token_blocks, cut.parts, rows, tile.width), dtype=torch.float32)
+    shared = max(0, rows - cut.alone)
+    partial = x.new_empty((cut.token_blocks, cut.parts, shared, tile.width), dtype=torch.float32)
     hidden = x.new_empty((cut.token_blocks, cut.hidden_parts, rank, tile.width), dtype=torch.float32)
     scales = weight.scale.view(torch.int32)
     _partial_kernel[(cut.workers * cut.token_blocks,)](
-        x, weight.weight, scales, x if a is None else a, partial, hidden, tokens, columns, rows, rank,
-        weight.weight.stride(0), scales.stride(0), cut.shrinks, cut.short, cut.longer, cut.run,
+        x, weight.weight, scales, x if a is None else a, x if bias is None else bias, weight.global_scale, y, partial,
+        hidden, tokens, columns, rows, rank, weight.weight.stride(0), scales.stride(0), cut.rounds, cut.workers,
+        cut.shrinks, cut.short, cut.longer, cut.run,
         cut.parts, cut.hidden_parts, cut.token_blocks, TP=tile.tokens, TP2=max(1, tile.more),
         TC=tile.chunk, NT=tile.tiles, KT=tile.steps, SPLIT=tile.warps // tile.tiles, STAGES=tile.stages,
-        EVEN=rows % tile.rows == 0, REAL=real, num_warps=tile.warps, **launch,
-        **({"maxnreg": tile.registers} if real else {}),
+        EVEN=rows % tile.rows == 0, WHOLE=cut.rounds > 0, BIAS=bias is not None, REAL=real, num_warps=tile.warps,
+        **launch, **({"maxnreg": tile.registers} if real else {}),
     )  # fmt: skip
     if any(start % BLOCK for start in starts):
         starts = (0,)
-    own, programs = rank // len(starts), rows // BLOCK * cut.token_blocks * (tile.width // cut.chunk)
+    own, blocks = rank // len(starts), (rows if rank else shared) // BLOCK
+    programs = blocks * cut.token_blocks * (tile.width // cut.chunk)
+    if not programs:
+        return y
     if real:  # told how many it may use, the compiler spends registers on more loads at a time
-        launch["maxnreg"] = 128 if programs <= 2 * _processors(x.get_device()) else 64
-    _combine_kernel[(programs,)](
+        many = programs > 2 * _processors(x.get_device())  # beside few tokens' first launch all fit, and wait there
+        launch["maxnreg"] = 128 if not many else 64 if tile.width > 16 else 32
+    combine_kernel[(programs,)](
         partial, hidden, x if b is None else b, x if bias is None else bias, weight.global_scale, y, tokens, columns,
-        rows, cut.shrinks, cut.short, cut.longer, cut.run, cut.token_blocks, RANK=own, STARTS=tuple(starts),
+        rows, cut.alone, cut.shrinks, cut.short, cut.longer, cut.run, cut.token_blocks, RANK=own, STARTS=tuple(starts),
         PADDED=max(16, triton.next_power_of_2(own)), WIDTH=tile.width, TC=cut.chunk, BLOCK=BLOCK, PARTS=cut.parts,
-        HIDDEN_PARTS=cut.hidden_parts, ROWS=tile.rows, COLUMNS=tile.columns, BIAS=bias is not None, REAL=real,
+        HIDDEN_PARTS=cut.hidden_parts, ROWS=tile.rows, COLUMNS=tile.columns, WHOLE=cut.rounds > 0,
+        BIAS=bias is not None, REAL=real,
         num_warps=8, **launch,
     )  # fmt: skip
     return y

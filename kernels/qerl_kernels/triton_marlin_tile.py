@@ -105,10 +105,11 @@ def dot(left, right, acc, REAL: tl.constexpr):
 
 @triton.jit
 def finish_products():
-    """At the end of a loop whose products have left operands from `expand`: wait for them.
+    """At the beginning of a turn of a loop whose products have left operands from `expand`: wait for the last turn's.
 
     Triton lets some run on into the loop's next turn. Before CUDA 13.3 ptxas takes their registers for free there, and
-    what is written next may reach a product: https://github.com/triton-lang/triton/issues/9433.
+    what is written next may reach a product: https://github.com/triton-lang/triton/issues/9433. To the end of their
+    own turn it keeps them, so that the next loads are on their way meanwhile.
     """
     tl.inline_asm_elementwise("wgmma.wait_group.sync.aligned 0; // $0", "=r", [], tl.int32, is_pure=False, pack=1)
 
