@@ -1,18 +1,16 @@
 """Packed attention by itself, against loops over every pair of tokens."""
 
+import inspect
 import math
-import sys
-from collections.abc import Iterator
-from types import ModuleType
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from qerl_pl.modules import packing as packing_module
-from qerl_pl.modules.packing import Packing, attention_of_rows, packed_attention, takes_grouped_queries
-from qerl_pl.run.random_state import deterministic
+from qerl_pl.modules.packing import Packing, _on_a_gpu, attention_of_rows, packed_attention
+from qerl_pl.run.random_state import deterministic, strictly_deterministic_gradient
 
 LENGTHS = torch.tensor([3, 1, 5])
 
@@ -61,59 +59,45 @@ class OnGPU(Tensor):
     is_cuda = True
 
 
-def variable_length_attention(
+def flash_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    cu_seq_q: Tensor,
-    cu_seq_k: Tensor,
+    cum_seq_q: Tensor,
+    cum_seq_k: Tensor,
     max_q: int,
     max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    return_debug_mask: bool,
     *,
     scale: float | None = None,
-    window_size: tuple[int, int] = (-1, -1),
-    enable_gqa: bool = False,
-) -> Tensor:
-    """What PyTorch's documentation says of its function, [S, heads, size], by the loops: causal, any window."""
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+) -> tuple[Tensor, None]:
+    """What PyTorch's operation computes, [S, heads, size], by the loops: causal, any window."""
     assert query.is_contiguous() and key.is_contiguous() and value.is_contiguous()
-    assert key.shape == value.shape and (query.shape[1] == key.shape[1] or enable_gqa)
-    assert cu_seq_q.tolist() == cu_seq_k.tolist() == [0, 3, 4, 9] and max_q == max_k == 5
-    left, right = window_size
-    assert right == 0
+    assert cum_seq_q.tolist() == cum_seq_k.tolist() == [0, 3, 4, 9] and max_q == max_k == 5
+    assert not (dropout_p or return_debug_mask) and window_size_right == 0 and window_size_left is not None
+    assert is_causal == (window_size_left == -1)
     tensors = (tensor.as_subclass(Tensor).float().transpose(0, 1)[None] for tensor in (query, key, value))
-    window = None if left == -1 else left + 1
-    return plain_attention(*tensors, scale or 1 / math.sqrt(query.shape[2]), window)[0].to(query.dtype)
-
-
-@pytest.fixture
-def pytorchs_choice_forgotten() -> Iterator[None]:
-    """Whether PyTorch's function takes grouped queries is asked anew in the test and after it."""
-    takes_grouped_queries.cache_clear()
-    yield
-    takes_grouped_queries.cache_clear()
+    window = None if is_causal else window_size_left + 1
+    return plain_attention(*tensors, scale or 1 / math.sqrt(query.shape[2]), window)[0].to(query.dtype), None
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("window", [None, 1, 3])
 @pytest.mark.parametrize("scaling", [None, 0.3])
-@pytest.mark.parametrize("grouped", [False, True])
-@pytest.mark.usefixtures(pytorchs_choice_forgotten.__name__)
-def test_sixteen_bits_on_a_gpu_take_its_own_function(
-    dtype: torch.dtype, window: int | None, scaling: float | None, grouped: bool, monkeypatch: pytest.MonkeyPatch
+def test_sixteen_bits_on_a_gpu_take_its_own_operation(
+    dtype: torch.dtype, window: int | None, scaling: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     called = []
 
-    def old(*args: Any, scale: float | None = None, window_size: tuple[int, int] = (-1, -1)) -> Tensor:
+    def operation(*args: Any, **options: Any) -> tuple[Tensor, None]:
         called.append(args[1].shape[1])
-        return variable_length_attention(*args, scale=scale, window_size=window_size)
+        return flash_attention(*args, **options)
 
-    def new(*args: Any, enable_gqa: bool = False, **options: Any) -> Tensor:
-        called.append(args[1].shape[1])
-        return variable_length_attention(*args, **options, enable_gqa=enable_gqa)
-
-    module = ModuleType("varlen")
-    monkeypatch.setattr(module, "varlen_attn", new if grouped else old, raising=False)
-    monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", module)
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", operation)
     torch.manual_seed(0)
     tensors = [torch.randn(1, heads, 9, 8).to(dtype) for heads in (4, 2, 2)]
     found, _ = packed_attention(
@@ -126,37 +110,50 @@ def test_sixteen_bits_on_a_gpu_take_its_own_function(
     )
     expected = plain_attention(*(tensor.float() for tensor in tensors), scaling or 1 / math.sqrt(8), window)
     torch.testing.assert_close(found.as_subclass(Tensor).float(), expected, rtol=1e-2, atol=1e-2)
-    assert called == ([] if dtype == torch.float32 else [2] if grouped else [4])
+    assert called == ([] if dtype == torch.float32 else [2])
 
 
-@pytest.mark.usefixtures(pytorchs_choice_forgotten.__name__)
-def test_a_pytorch_without_the_function_takes_no_grouped_queries(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", None)
-    assert not takes_grouped_queries()
+def test_pytorchs_operation_takes_what_it_is_given() -> None:
+    """Names of the stand-in's arguments, and the tensors that have a gradient."""
+    schema = torch.ops.aten._flash_attention_forward.default._schema
+    names = [argument.name for argument in schema.arguments]
+    expected = list(inspect.signature(flash_attention).parameters)
+    assert names[: len(expected)] == expected and schema.returns[0].name == "output"
+
+
+def test_its_gradients_are_pytorchs_and_have_the_shapes_of_what_it_was_given() -> None:
+    inputs = [torch.randn(9, heads, 64, device="meta", requires_grad=True) for heads in (4, 2, 2)]
+    packing = Packing.of(LENGTHS, 6)
+    out = _on_a_gpu(*inputs, replace(packing, boundaries=packing.boundaries.to("meta")), None, None)
+    gradients = torch.autograd.grad(out, inputs, torch.empty_like(out))
+    assert out.shape == inputs[0].shape and [one.shape for one in gradients] == [one.shape for one in inputs]
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
-@pytest.mark.parametrize(("heads", "keys", "size"), [(28, 4, 128), (40, 8, 128), (32, 32, 96), (14, 2, 64)])
+@pytest.mark.parametrize(("heads", "keys", "size"), [(28, 4, 128), (40, 8, 128), (32, 32, 96), (14, 2, 64), (8, 2, 80)])
 @pytest.mark.parametrize("window", [None, 256])
-def test_grouped_queries_on_a_gpu_give_what_repeated_keys_give(
-    heads: int, keys: int, size: int, window: int | None, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("scaling", [None, 0.05])
+def test_a_gpus_operation_gives_what_pytorchs_function_gives_for_repeated_keys(
+    heads: int, keys: int, size: int, window: int | None, scaling: float | None
 ) -> None:
-    if not takes_grouped_queries():
-        pytest.skip("this PyTorch takes no grouped queries")
+    from torch.nn.attention.varlen import varlen_attn
+
     torch.manual_seed(0)
-    packing = Packing.of(torch.tensor([1500, 700, 1848], device="cuda"), 1848)
-    drawn = [torch.randn(4048, count, size, device="cuda", dtype=torch.bfloat16) for count in (heads, keys, keys)]
+    packing = Packing.of(torch.tensor([1500, 700, 1, 1848], device="cuda"), 1848)
+    drawn = [torch.randn(4049, count, size, device="cuda", dtype=torch.bfloat16) for count in (heads, keys, keys)]
     inputs, direction = [tensor.requires_grad_() for tensor in drawn], torch.randn_like(drawn[0])
-    found = []
+    bounds = (packing.boundaries, packing.boundaries, packing.longest, packing.longest)
     with deterministic():
-        for grouped in (True, False):
-            monkeypatch.setattr(packing_module, "takes_grouped_queries", lambda grouped=grouped: grouped)
-            out = attention_of_rows(*inputs, packing, sliding_window=window)
-            found.append((out, *torch.autograd.grad(out, inputs, direction)))
-    assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
-    for ours, theirs in zip(found[0][2:], found[1][2:], strict=True):  # sums over the heads of a group
-        torch.testing.assert_close(ours, theirs, rtol=2**-6, atol=2**-6)
+        found = attention_of_rows(*inputs, packing, scaling, window)
+        repeated = [tensor.repeat_interleave(heads // keys, dim=1) for tensor in inputs[1:]]
+        sight = (-1 if window is None else window - 1, 0)
+        expected: Any = varlen_attn(inputs[0], *repeated, *bounds, scale=scaling, window_size=sight)
+        ours = torch.autograd.grad(found, inputs, direction)
+        theirs = torch.autograd.grad(strictly_deterministic_gradient(expected), inputs, direction)
+    assert torch.equal(found, expected) and torch.equal(ours[0], theirs[0])
+    for one, other in zip(ours[1:], theirs[1:], strict=True):  # sums over the heads of a group
+        torch.testing.assert_close(one, other, rtol=2**-6, atol=2**-6)
 
 
 def test_what_it_cannot_do_is_refused() -> None:

@@ -98,16 +98,13 @@ def of_7b() -> Recomputation:
     return Recomputation(model_of_7b(), "auto", False, torch.bfloat16)
 
 
-@pytest.mark.parametrize("grouped", [False, True])
-def test_estimates_are_a_little_above_what_is_kept(grouped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recompute, "takes_grouped_queries", lambda: grouped)
+def test_estimates_are_a_little_above_what_is_kept() -> None:
     needs = [of_7b().needed_bytes(mode, 6144) / 2**30 for mode in recompute.MODES]
     inputs = 28 * 2 * 3584  # bytes a token
     products = inputs + 28 * 2 * (3584 + 3584 + 2 * 512 + 2 * 18944)  # o, q, k, v, gate, up
-    attention = 2 * 3584 + 2 * (512 if grouped else 3584)  # queries and result, keys and values
+    attention = 2 * 3584 + 2 * 512  # queries and result, keys and values
     everything = 28 * 2 * (4 * 3584 + attention + 3 * 18944)
-    assert products == pytest.approx(2.8e6, rel=0.01)
-    assert everything == pytest.approx(4.44e6 if grouped else 4.8e6, rel=0.01)
+    assert products == pytest.approx(2.8e6, rel=0.01) and everything == pytest.approx(4.44e6, rel=0.01)
     for found, kept in zip(needs, (everything, products, inputs), strict=True):
         assert 1.1 * kept * 6144 / 2**30 < found < 1.1 * kept * 6144 / 2**30 + 4.5
 

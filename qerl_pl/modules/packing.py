@@ -4,8 +4,6 @@ Every token of the batch stands in one row; each attends to its own sequence alo
 tokens one by one, so the result equals the padded one up to rounding.
 """
 
-import functools
-import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,21 +97,7 @@ def attention_of_rows(
         [S, heads, head size].
     """
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
-        from torch.nn.attention.varlen import varlen_attn  # PyTorch for CPUs alone may lack it
-
-        options: dict[str, Any] = {}
-        if query.shape[1] != key.shape[1]:
-            if takes_grouped_queries():
-                options["enable_gqa"] = True
-            else:
-                repeats = query.shape[1] // key.shape[1]
-                key, value = (tensor.repeat_interleave(repeats, dim=1) for tensor in (key, value))
-        bounds = (packing.boundaries, packing.boundaries, packing.longest, packing.longest)
-        window = (-1 if sliding_window is None else sliding_window - 1, 0)
-        query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
-        out = varlen_attn(query, key, value, *bounds, scale=scaling, window_size=window, **options)
-        assert isinstance(out, Tensor)
-        return strictly_deterministic_gradient(out)
+        return strictly_deterministic_gradient(_on_a_gpu(query, key, value, packing, scaling, sliding_window))
     query, key, value = (
         tensor.new_zeros(*packing.kept.shape, *tensor.shape[1:]).index_put((packing.kept,), tensor).transpose(1, 2)
         for tensor in (query, key, value)
@@ -126,17 +110,22 @@ def attention_of_rows(
     return strictly_deterministic_gradient(attended).transpose(1, 2)[packing.kept]
 
 
-@functools.cache
-def takes_grouped_queries() -> bool:
-    """Whether PyTorch's variable-length attention takes fewer key-value heads than query heads, so that none repeat.
+def _on_a_gpu(
+    query: Tensor, key: Tensor, value: Tensor, packing: Packing, scaling: float | None, sliding_window: int | None
+) -> Tensor:
+    """What `torch.nn.attention.varlen.varlen_attn` computes, by the operation that it calls.
 
-    PyTorch 2.12 is the first whose documentation says so.
+    That one's gradient needs no Python, while the function adds layers of it each way; and it takes fewer key-value
+    heads than query heads, which the function does not say of itself before PyTorch 2.12.
     """
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        return False
-    return "enable_gqa" in inspect.signature(varlen_attn).parameters
+    tokens = (packing.boundaries, packing.boundaries, packing.longest, packing.longest)
+    no_dropout, causal, no_debugging = 0.0, sliding_window is None, False
+    left = -1 if sliding_window is None else sliding_window - 1
+    options = {"scale": scaling, "window_size_left": left, "window_size_right": 0}
+    rows = (tensor.contiguous() for tensor in (query, key, value))
+    flash_attention = torch.ops.aten._flash_attention_forward
+    out: Tensor = flash_attention(*rows, *tokens, no_dropout, causal, no_debugging, **options)[0]
+    return out
 
 
 AttentionInterface.register(ATTENTION, packed_attention)

@@ -18,7 +18,6 @@ from transformers import PreTrainedModel
 from qerl_pl.engines.capacity import GIB
 from qerl_pl.formats.norm import Float32RMSNorm
 from qerl_pl.modules.lora import LoraLinear
-from qerl_pl.modules.packing import takes_grouped_queries
 from qerl_pl.run.ranks import Ranks
 
 log = logging.getLogger(__name__)
@@ -117,10 +116,9 @@ class Recomputation:
         hidden, inner = config.hidden_size, config.intermediate_size
         head = getattr(config, "head_dim", None) or hidden // config.num_attention_heads
         queries, keys = config.num_attention_heads * head, config.num_key_value_heads * head
-        attended = keys if takes_grouped_queries() else queries  # else each is repeated for its queries
         # Inputs and results of both norms, attention's queries, keys, values and result, and the MLP's three, as the
         # ops on a GPU keep them.
-        whole = size * (4 * hidden + 2 * queries + 2 * attended + 3 * inner)
+        whole = size * (4 * hidden + 2 * queries + 2 * keys + 3 * inner)
         if any(isinstance(module, Float32RMSNorm) and module.weight.requires_grad for module in self._base.modules()):
             whole += 2 * 2 * 4 * hidden  # in float32
         products = size * (hidden + queries + 2 * keys + 2 * inner)  # all but the last
