@@ -1,5 +1,6 @@
 """The study: its list of runs, a small one that is cut off and goes on, and its statistics worked out by hand."""
 
+import json
 import math
 import os
 import re
@@ -20,6 +21,7 @@ from benchmarks.study.evidence import write_evidence
 from benchmarks.study.intervals import Interval, interval, student_cdf, student_quantile, together, verdict
 from benchmarks.study.plan import ROOT, Plan, read_plan
 from benchmarks.study.rows import compact, read_rows
+from benchmarks.study.runner import Limits, Runner
 from qerl_pl.algorithm import DAPO
 from qerl_pl.errors import UserError
 
@@ -173,6 +175,27 @@ def test_a_plan_has_every_combination_once(tmp_path: Path) -> None:
         f"policy=toy,lr=large,decay=exponential,method={m}" for m in ("lora16", "nvfp4")
     }
     assert plan.label("method", "nvfp4_aqn") == "NVFP4 + AQN" and plan.label("decay", "linear") == "decay linear"
+
+
+def test_runs_of_another_policy_are_not_added_to_a_study(tmp_path: Path) -> None:
+    plan, results = plan_of(tmp_path), tmp_path / "rows.jsonl"
+    for name, digest in (("first", "aaa"), ("second", "bbb")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "warm_up.json").write_text(json.dumps({"digest": digest}))
+
+    def runner(policy: str | None) -> Runner:
+        values = {"size": 8, "where": str(tmp_path / policy) if policy else None}
+        return Runner(plan, values, tmp_path / "runs", results, Limits())
+
+    run = next(run for run in plan.runs if run.levels["policy"] == "other")
+    folder = tmp_path / "runs" / run.name
+    (folder / "failed").mkdir(parents=True)
+    (folder / "study.json").write_text(json.dumps({"digest": run.digest, "wall_s": 1.0}))
+    assert runner("first").work([run]).finished == [run.name]
+    assert read_rows(results)[run.name]["where"]["values"] == {"size": 8, "where": "aaa"}
+    assert runner("first").work([run]).finished == runner(None).work([run]).finished == [run.name]
+    with pytest.raises(UserError, match="began with a where of digest aaa, and that of .*second is bbb"):
+        runner("second").work([run])
 
 
 @pytest.mark.parametrize(
