@@ -18,7 +18,7 @@ from qerl_kernels import FrozenWeight
 from torch import Tensor, nn
 
 from qerl_pl.algorithm.noise import NormNoise
-from qerl_pl.engines import vllm_marlin, vllm_whole
+from qerl_pl.engines import vllm_attention, vllm_marlin, vllm_whole
 from qerl_pl.engines.base import EngineSpec, LentWeights
 from qerl_pl.engines.capacity import held_gib
 from qerl_pl.engines.vllm_adapter import Slots
@@ -167,6 +167,8 @@ class PolicyWorker(Worker):
 
     def compile_or_warm_up_model(self) -> Any:
         """Compile, and capture CUDA graphs."""
+        groups = _look_up(self, "model_runner.attn_groups") or ()  # a CPU has none that cuts
+        vllm_attention.attend_in_one_part(groups, vllm_attention.processors(self.device))
         with workspaces_in_graphs():
             return super().compile_or_warm_up_model()
 
