@@ -4,6 +4,7 @@ import json
 
 import bench_few
 import bench_ops
+import bench_prompts
 import pytest
 from qerl_kernels import select_backend
 
@@ -48,4 +49,16 @@ def test_the_product_of_few_tokens_has_its_tables(tmp_path, torch_again):
     assert all(row["ours"]["p50_us"] > 0 and row["ours_base"]["p50_us"] > 0 for row in layers + linears)
     assert (tmp_path / "out/few_tokens.md").read_text().count("| gate_up 256x64 |") == 2
     assert bench_few.run(tmp_path / "red", bench_few.TINY, gate(tmp_path, False)) == 1
+    assert not (tmp_path / "red").exists()
+
+
+def test_linears_that_read_prompts_have_their_table(tmp_path, torch_again):
+    assert bench_prompts.run(tmp_path / "out", bench_prompts.TINY, gate(tmp_path, True), commit="abc") == 0
+    results = json.loads((tmp_path / "out/prompts.json").read_text())
+    (linears,) = (rows for rows in results.values() if isinstance(rows, list))
+    assert results["environment"]["commit"] == "abc" and len(linears) == 4
+    assert {row["layer"].split()[0] for row in linears if row["engine"] == "one product"} == {"gate_up"}
+    assert all(row[variant]["p50_us"] > 0 for row in linears for variant in bench_prompts.VARIANTS)
+    assert all(0 < row["apart"] < 4e-3 for row in linears)
+    assert bench_prompts.run(tmp_path / "red", bench_prompts.TINY, gate(tmp_path, False)) == 1
     assert not (tmp_path / "red").exists()

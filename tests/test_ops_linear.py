@@ -19,6 +19,7 @@ from qerl_kernels import (
     marlin_alpha,
     quantize_mxfp4,
     quantize_nvfp4,
+    widening_pays,
 )
 from qerl_kernels.marlin import marlin_scale, to_marlin
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -411,3 +412,21 @@ def test_linears_on_one_input_compile_in_one_graph():
     y, again = compute(x), torch.compile(compute, fullgraph=True, backend="aot_eager")(x)
     torch.testing.assert_close(again, y)
     torch.testing.assert_close(gradients_of_all(again, x, parts), gradients_of_all(y, x, parts))
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "ranks", "pays"),
+    [
+        (37888, 3584, 64, True),  # a 7B model's gate and up
+        (37888, 3584, 32, True),
+        (4608, 3584, 96, False),  # q, k and v: a copy of x is as dear
+        (3584, 3584, 32, False),
+        (3584, 18944, 32, False),
+        (7168, 3584, 64, True),
+        (7167, 3584, 64, False),
+        (37888, 3584, 24, False),  # rows at 16 bytes
+    ],
+)
+def test_the_adapter_joins_the_product_where_that_moves_fewer_bytes(rows, columns, ranks, pays):
+    a, b = torch.empty(ranks, columns, device="meta"), torch.empty(rows, ranks, device="meta")
+    assert widening_pays(a, b) == pays

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo
-from qerl_kernels import few_tokens_linear, few_tokens_sizes, select_backend
+from qerl_kernels import MarlinRows, few_tokens_linear, few_tokens_sizes, select_backend, widened_linear
 from test_vllm_marlin import BIAS, COLUMNS, ROWS, dense, linear
 from torch import Tensor, nn
 
@@ -85,6 +85,30 @@ def test_a_bias_comes_in_plain_order_and_without_an_adapter_there_is_none() -> N
     torch.testing.assert_close(y.float(), expected, rtol=8e-3, atol=1e-3)
 
 
+WIDE = {"dense_above": DENSE_ABOVE, "few_up_to": FEW, "rank": 8, "targets": ["gate_proj", "up_proj"]}
+
+
+def gate_up() -> Any:
+    """Twice as many rows as columns, two adapters with 16 ranks in all."""
+    layer = linear(False, rows=2 * COLUMNS)
+    parts = [("a.gate_proj", 0, COLUMNS), ("a.up_proj", COLUMNS, 2 * COLUMNS)]
+    for pair in attach_all({"a.gate_up_proj": (layer, parts)}, WIDE, torch.bfloat16).values():
+        for factor in pair:
+            factor.copy_(torch.randn(factor.shape, generator=torch.Generator().manual_seed(2)))
+    return layer
+
+
+def test_many_tokens_of_many_rows_take_one_product_with_the_adapter() -> None:
+    layer, x = gate_up(), tokens_of(DENSE_ABOVE + 1)
+    delta = x.float() @ layer.qerl_a.float().T @ layer.qerl_b.float().T
+    with torch.inference_mode():
+        many, marlin = layer.quant_method.apply(layer, x), layer.quant_method.apply(layer, x[:DENSE_ABOVE])
+        own = widened_linear(x, MarlinRows(marlin_tensor(layer)), None, layer.qerl_a, layer.qerl_b)
+    assert torch.equal(many, own)
+    torch.testing.assert_close(many.float(), x.float() @ dense(layer).T + delta, rtol=2e-2, atol=0.5)
+    torch.testing.assert_close(marlin.float(), (7.0 + delta)[:DENSE_ABOVE], rtol=2e-2, atol=0.5)
+
+
 def test_rank_0_makes_room_for_no_adapter() -> None:
     layer, slots = fused(CONFIG | {"rank": 0})
     assert slots == {} and not hasattr(layer, "qerl_a") and isinstance(layer.quant_method, FewTokensMethod)
@@ -127,11 +151,13 @@ def test_every_plan_has_run_before_a_graph_is_captured() -> None:
     assert held is not None and few_tokens_sizes(held, 8, 128)[:4] == [1, 9, 17, 33]
 
 
-@pytest.mark.parametrize("tokens", [FEW, FEW + 1, DENSE_ABOVE + 1])
-def test_the_operator_is_as_pytorch_wants_it(tokens: int) -> None:
-    layer, _ = fused()
+@pytest.mark.parametrize(
+    ("tokens", "wide"), [(FEW, False), (FEW + 1, False), (DENSE_ABOVE + 1, False), (DENSE_ABOVE + 1, True)]
+)
+def test_the_operator_is_as_pytorch_wants_it(tokens: int, wide: bool) -> None:
+    layer = gate_up() if wide else fused()[0]
     held = (layer.weight, layer.weight_scale.view(torch.uint8), layer.weight_global_scale)  # for it compares inputs
-    adapter = (layer.qerl_a, layer.qerl_b, [64, 128], FEW, DENSE_ABOVE)
+    adapter = (layer.qerl_a, layer.qerl_b, [0, COLUMNS] if wide else [64, 128], FEW, DENSE_ABOVE)
     arguments = (tokens_of(tokens), *held, layer.workspace, None, None, layer.qerl_alpha, *adapter)
     checks = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
     torch.library.opcheck(adapted_linear, arguments, test_utils=checks)

@@ -14,7 +14,15 @@ from qerl_kernels.few import (
 )
 from qerl_kernels.frozen import DenseWeight, FrozenWeight, MarlinRows, MXFP4Weight, NF4Weight, NVFP4Weight
 from qerl_kernels.kept import keeping_products, keeps_products
-from qerl_kernels.linear import AdaptedWeight, LoraFactors, dense_linear, frozen_linear, frozen_linears
+from qerl_kernels.linear import (
+    AdaptedWeight,
+    LoraFactors,
+    dense_linear,
+    frozen_linear,
+    frozen_linears,
+    widened_linear,
+    widening_pays,
+)
 from qerl_kernels.logprob import chunked_token_logprobs
 from qerl_kernels.marlin import MarlinTensor, marlin_alpha
 from qerl_kernels.nf4 import NF4Tensor, quantize_absmax, quantize_nf4
@@ -79,4 +87,6 @@ __all__ = [
     "selected_backend",
     "silu_product",
     "triton_available",
+    "widened_linear",
+    "widening_pays",
 ]

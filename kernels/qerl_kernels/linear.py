@@ -2,7 +2,8 @@
 
 The dense weight lives as long as one GEMM and is made again in backward, which gives gradients to the input and
 to the adapter only. The adapter's product is added in place to the rounded base product, the engine's order of
-roundings; one product with the adapter as further columns of the weight would save that pass, and round otherwise.
+roundings; one product with the adapter as further columns of the weight saves that pass, and rounds otherwise: that is
+`widened_linear`, for engines.
 
 Layers on one input share what is small: one product with all their A, and in backward one for the input's gradient
 through them and one for their own. A call of the GPU's library of products costs more than such a product.
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from qerl_kernels.frozen import FrozenWeight
+from qerl_kernels.frozen import FrozenWeight, MarlinRows
 from qerl_kernels.kept import kept
 
 
@@ -88,6 +89,36 @@ def dense_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
         bias: [N], frozen.
     """
     return _DenseLinear.apply(x, weight, bias)
+
+
+def widening_pays(a: Tensor, b: Tensor) -> bool:
+    """Whether `widened_linear` with a [r, K] and b [N, r] moves clearly fewer bytes than adding x a^T b^T afterwards.
+
+    It copies tokens * K numbers, where adding reads and writes tokens * N. The rows of its matrices, K + r long, are to
+    begin at multiples of 32 bytes.
+    """
+    return len(b) >= 2 * a.shape[1] and len(a) % 16 == 0
+
+
+def widened_linear(x: Tensor, weight: MarlinRows, bias: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
+    """x W^T + bias + (x a^T) b^T as one product, alpha * [x, x a^T / alpha] [dense, b]^T: rounded once, no gradients.
+
+    Args:
+        x: [tokens, K], bfloat16.
+        weight: W [N, K] = alpha * dense.
+        bias: [N].
+        a: [r, K].
+        b: [N, r].
+
+    Returns:
+        [tokens, N] in x's dtype.
+    """
+    rows, columns = weight.shape
+    wide = x.new_empty(rows, columns + b.shape[1])
+    weight.dense_into(wide[:, :columns])
+    wide[:, columns:] = b
+    hidden = _product(x, a.t(), 1 / weight.alpha, None)
+    return _product(torch.cat((x, hidden), dim=1), wide.t(), weight.alpha, bias)
 
 
 Dense = Callable[[torch.dtype], Tensor]

@@ -69,6 +69,17 @@ def dequantize_marlin_rows(
     return _dequantize_marlin(weight, scale, start, stop, mx, dtype)
 
 
+def dequantize_marlin_into(weight: Tensor, scale: Tensor, out: Tensor, start: int, mx: bool) -> None:
+    """The same rows, from `start` on, into out [rows, K], which may be the first columns of a wider matrix.
+
+    No operator of PyTorch: for use in those.
+    """
+    if runs_triton(weight):
+        _triton().from_marlin(weight, scale, out, start, mx=mx)
+    else:
+        out.copy_(marlin.dequantize_marlin(weight, scale, out.dtype, start, start + len(out), mx=mx))
+
+
 def quantize_nvfp4(
     weight: Tensor, global_scale: Tensor | None = None, *, block_scales: reference.BlockScales = "minmax"
 ) -> reference.NVFP4Tensor:
@@ -110,9 +121,11 @@ def _dequantize_nf4(packed: Tensor, magnitudes: Tensor, dtype: torch.dtype) -> T
 
 
 def _dequantize_marlin(weight: Tensor, scale: Tensor, start: int, stop: int, mx: bool, dtype: torch.dtype) -> Tensor:
-    if runs_triton(weight):
-        return _triton().from_marlin(weight, scale, start, stop, dtype, mx=mx)
-    return marlin.dequantize_marlin(weight, scale, dtype, start, stop, mx=mx)
+    if not runs_triton(weight):
+        return marlin.dequantize_marlin(weight, scale, dtype, start, stop, mx=mx)
+    out = weight.new_empty((stop - start, 16 * len(weight)), dtype=dtype)
+    _triton().from_marlin(weight, scale, out, start, mx=mx)
+    return out
 
 
 def _fake_rows(packed: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:

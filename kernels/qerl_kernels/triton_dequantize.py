@@ -58,7 +58,9 @@ def _rows_kernel(words, scales, out, total, MX: tl.constexpr, BLOCK: tl.constexp
 
 
 @triton.jit
-def _marlin_kernel(words, scales, out, k_tiles, stride_words, stride_scales, MX: tl.constexpr, TILES: tl.constexpr):
+def _marlin_kernel(
+    words, scales, out, k_tiles, stride_words, stride_scales, stride_out, MX: tl.constexpr, TILES: tl.constexpr
+):
     """A tile of 64 output by 16 * TILES input features: a row of 128 words is 64 x 16 weights.
 
     Neighbouring programs are neighbours along k, so that together they write whole rows.
@@ -80,7 +82,7 @@ def _marlin_kernel(words, scales, out, k_tiles, stride_words, stride_scales, MX:
     values = (values * unit[:, :, None]).reshape(64, 16 * TILES)
     n = n_tile * 64 + tl.arange(0, 64)[:, None]
     k = tl.program_id(0) * (16 * TILES) + tl.arange(0, 16 * TILES)[None, :]
-    tl.store(out + n * k_tiles * 16 + k, values.to(out.dtype.element_ty), mask=k < k_tiles * 16)
+    tl.store(out + n * stride_out + k, values.to(out.dtype.element_ty), mask=k < k_tiles * 16)
 
 
 # Large matrices like much work a program, small ones many programs: these fill the device's 132 processors evenly.
@@ -114,18 +116,17 @@ def from_rows(packed: Tensor, scale: Tensor, dtype: torch.dtype, *, mx: bool) ->
     return out
 
 
-def from_marlin(weight: Tensor, scale: Tensor, start: int, stop: int, dtype: torch.dtype, *, mx: bool) -> Tensor:
-    """Rows [start:stop) of a Marlin weight int32 [K/16, 2N] with its scales -> dtype [stop - start, K]."""
-    k_tiles, n_tiles = weight.shape[0], (stop - start) // 64
-    out = weight.new_empty((stop - start, 16 * k_tiles), dtype=dtype)
-    strides = weight.stride(0), scale.stride(0)
+def from_marlin(weight: Tensor, scale: Tensor, out: Tensor, start: int, *, mx: bool) -> None:
+    """Rows from `start` on of a Marlin weight int32 [K/16, 2N] with its scales into out [rows, K], of any stride."""
+    k_tiles, n_tiles = weight.shape[0], len(out) // 64
+    strides = weight.stride(0), scale.stride(0), out.stride(0)
     # Eight bytes of codes and one of scales a row of the slice, whose start is a multiple of 64.
     words, scales = weight.data_ptr() + 8 * start, scale.data_ptr() + start
-    key = (k_tiles, n_tiles, strides, dtype, mx, weight.get_device(), words % 16, scales % 16)
+    at = out.data_ptr()
+    key = (k_tiles, n_tiles, strides, out.dtype, mx, weight.get_device(), words % 16, scales % 16, at % 16)
     launch = _marlin.get(key)
     if launch is None:
         arguments = (weight[:, 2 * start :], scale.view(torch.uint8)[:, start:], out, k_tiles, *strides)
         _marlin.tune(key, arguments, lambda meta: (triton.cdiv(k_tiles, meta["TILES"]), n_tiles, 1), MX=mx)
     else:
-        launch(words, scales, out.data_ptr(), k_tiles, *strides)
-    return out
+        launch(words, scales, at, k_tiles, *strides)

@@ -1,14 +1,23 @@
 """NVFP4 linears of vLLM in a decode step: weight and adapter in one product of this package's own.
 
 Marlin and the adapter's two plain products take four to five launches a linear, this takes two, and reads the weights
-faster. It rounds where they round and where the trainer does; its sums repeat bit for bit.
+faster. It rounds where they round and where the trainer does; its sums repeat bit for bit. Above `dense_above` tokens a
+linear of many rows (gate and up) takes its adapter into the dense weight's product, which rounds once: closer to the
+exact sum, but not where the trainer rounds.
 """
 
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from qerl_kernels import MarlinTensor, few_tokens_linear, few_tokens_supported
+from qerl_kernels import (
+    MarlinRows,
+    MarlinTensor,
+    few_tokens_linear,
+    few_tokens_supported,
+    widened_linear,
+    widening_pays,
+)
 from torch import Tensor
 
 from qerl_pl.engines.vllm_adapter import AdaptedMethod, add_products
@@ -33,8 +42,8 @@ def adapted_linear(
 ) -> Tensor:
     """x [tokens, K] W^T + bias + (x a^T) b^T -> [tokens, N], by `few_tokens_linear` up to `few_up_to` tokens.
 
-    Above, `product_by_tokens` and two plain products. An operator, for the choice depends on the number of tokens,
-    which vLLM's compiled graphs leave open.
+    Above, `product_by_tokens` and two plain products, or for many tokens and rows `widened_linear`. An operator, for
+    the choice depends on the number of tokens, which vLLM's compiled graphs leave open.
 
     Args:
         x: bfloat16.
@@ -54,6 +63,9 @@ def adapted_linear(
     if len(x) <= few_up_to:
         held = MarlinTensor(weight, scale, global_scale)
         return few_tokens_linear(x, held, bias, a=a, b=b, starts=starts or (0,))
+    if a is not None and b is not None and len(x) > dense_above and widening_pays(a, b):
+        held = MarlinTensor(weight, scale, global_scale)
+        return widened_linear(x, MarlinRows(held, alpha=alpha.item()), bias, a, b)
     y = product_by_tokens(x, weight, scale, global_scale, workspace, permuted_bias, bias, alpha, dense_above)
     return y if a is None or b is None else add_products(y, x, a, b)  # no input: the product before made it
 
