@@ -18,7 +18,7 @@ _SMALLEST = tl.constexpr(SMALLEST_UNIFORM)
 
 
 @triton.jit
-def _seeds_kernel(temperatures, seeds, positions, requests, last, row_temperatures, row_seeds):
+def _sample_seeds_kernel(temperatures, seeds, positions, requests, last, row_temperatures, row_seeds):
     """What all blocks of a row would look up; vLLM's temperatures and seeds lie in the host's memory."""
     row = tl.program_id(0)
     request, at = tl.load(requests + row).to(tl.int64), tl.load(last + row).to(tl.int64)
@@ -45,7 +45,7 @@ def _noise(seed, token, REAL: tl.constexpr):
 
 
 @triton.jit
-def _blocks_kernel(
+def _sample_blocks_kernel(
     logits, row_temperatures, row_seeds, best, best_token, top, mass, blocks, stride, vocabulary: tl.constexpr,
     BLOCK: tl.constexpr, REAL: tl.constexpr,
 ):  # fmt: skip
@@ -69,7 +69,7 @@ def _blocks_kernel(
 
 
 @triton.jit
-def _rows_kernel(
+def _sample_rows_kernel(
     logits, row_temperatures, best, best_token, top, mass, tokens, logprobs, blocks, stride, vocabulary: tl.constexpr,
     PADDED: tl.constexpr,
 ):  # fmt: skip
@@ -89,7 +89,7 @@ def _rows_kernel(
     tl.store(logprobs + row, z - largest - tl.log(total))
 
 
-_seeds, _blocks, _rows = Direct(_seeds_kernel), Direct(_blocks_kernel), Direct(_rows_kernel)
+_seeds, _blocks, _rows = Direct(_sample_seeds_kernel), Direct(_sample_blocks_kernel), Direct(_sample_rows_kernel)
 
 
 def sampled(
