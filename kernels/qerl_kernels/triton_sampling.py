@@ -13,7 +13,7 @@ from qerl_kernels.triton_launch import Direct
 
 BLOCK = 2048
 """Tokens of a program: the same for every batch, for a row's sum of exponentials is one of its blocks' sums."""
-WARPS = 8
+WARPS = 4
 _SMALLEST = tl.constexpr(SMALLEST_UNIFORM)
 
 
