@@ -130,8 +130,8 @@ def test_an_engine_samples_the_same_completions_as_with_vllms_sampler(tmp_path: 
         engine.sync(PolicyWeights(0, None, 1.0))
         assert engine._call("qerl_sampler") == "TemperatureSampler"
         requests = [RolloutRequest(tuple(range(3, 5 + 2 * i)), tuple(range(100 * i, 100 * i + 3))) for i in range(9)]
-        for temperature in (1.0, 0.8, 0.0):
-            sampling = SamplingConfig(max_tokens=40, temperature=temperature)
+        for temperature, top_p in ((1.0, 1.0), (0.8, 1.0), (0.0, 1.0), (1.0, 0.9)):  # the last is vLLM's in both ways
+            sampling = SamplingConfig(max_tokens=40, temperature=temperature, top_p=top_p)
             found = engine.generate(requests, sampling)
             assert engine._llm.collective_rpc(swap) == ["Sampler"]
             expected = engine.generate(requests, sampling)
@@ -139,8 +139,5 @@ def test_an_engine_samples_the_same_completions_as_with_vllms_sampler(tmp_path: 
             for ours, theirs in zip(sum(found, []), sum(expected, []), strict=True):
                 assert ours.token_ids == theirs.token_ids and ours.finish_reason == theirs.finish_reason
                 assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-4)
-        greedy, sampled = (SamplingConfig(max_tokens=4, temperature=t, top_k=1) for t in (0.0, 1.0))
-        one, other = (engine.generate(requests, sampling) for sampling in (greedy, sampled))  # the second by vLLM
-        assert [one.token_ids for one in sum(one, [])] == [other.token_ids for other in sum(other, [])]
     finally:
         engine.close()
