@@ -46,8 +46,8 @@ def _noise(seed, token, REAL: tl.constexpr):
 
 @triton.jit
 def _sample_blocks_kernel(
-    logits, row_temperatures, row_seeds, best, best_token, top, mass, blocks, stride, vocabulary: tl.constexpr,
-    BLOCK: tl.constexpr, REAL: tl.constexpr,
+    logits, row_temperatures, row_seeds, best, best_token, top, mass, stride, vocabulary: tl.constexpr,
+    blocks: tl.constexpr, BLOCK: tl.constexpr, REAL: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     row = program // blocks
@@ -70,8 +70,8 @@ def _sample_blocks_kernel(
 
 @triton.jit
 def _sample_rows_kernel(
-    logits, row_temperatures, best, best_token, top, mass, tokens, logprobs, blocks, stride, vocabulary: tl.constexpr,
-    PADDED: tl.constexpr,
+    logits, row_temperatures, best, best_token, top, mass, tokens, logprobs, stride, vocabulary: tl.constexpr,
+    blocks: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     block = tl.arange(0, PADDED)
@@ -106,10 +106,9 @@ def sampled(
     best, top, mass = (logits.new_empty(rows, blocks, dtype=torch.float32) for _ in range(3))
     best_token = logits.new_empty(rows, blocks, dtype=torch.int32)
     _seeds(rows, 1, (temperatures, seeds, positions, requests, last, row_temperatures, row_seeds))
-    found = (best, best_token, top, mass)
-    sizes, real = (blocks, logits.stride(0)), not interpreting()
-    constants = {"vocabulary": vocabulary, "BLOCK": BLOCK, "REAL": real}
-    _blocks(rows * blocks, WARPS, (logits, row_temperatures, row_seeds, *found), *sizes, **constants)
-    constants = {"vocabulary": vocabulary, "PADDED": triton.next_power_of_2(blocks)}
-    _rows(rows, 1, (logits, row_temperatures, *found, tokens, logprobs), *sizes, **constants)
+    found, sizes = (best, best_token, top, mass), {"vocabulary": vocabulary, "blocks": blocks}
+    constants = {**sizes, "BLOCK": BLOCK, "REAL": not interpreting()}
+    _blocks(rows * blocks, WARPS, (logits, row_temperatures, row_seeds, *found), logits.stride(0), **constants)
+    constants = {**sizes, "PADDED": triton.next_power_of_2(blocks)}
+    _rows(rows, 1, (logits, row_temperatures, *found, tokens, logprobs), logits.stride(0), **constants)
     return tokens, logprobs
