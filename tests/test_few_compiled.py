@@ -19,7 +19,7 @@ from triton.compiler import ASTSource
 
 for case in sys.argv[1:]:
     tokens, _, rows = case.partition("x")
-    tile = best_tile(int(tokens), int(rows.removesuffix(" shared")))
+    tile = best_tile(int(tokens), int(rows.removesuffix(" shared")), 3584)
     constants = {"TP": tile.tokens, "TP2": max(1, tile.more), "TC": tile.chunk, "NT": tile.tiles, "KT": tile.steps}
     constants |= {"SPLIT": tile.warps // tile.tiles, "STAGES": tile.stages, "EVEN": True, "REAL": True}
     constants |= {"WHOLE": tile.whole and "shared" not in case, "BIAS": False}
