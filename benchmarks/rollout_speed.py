@@ -25,16 +25,22 @@ from engine_h200 import RANK, TARGETS, measure_speed, prompts_of, random_policy,
 from random_model import SHAPES, config_of, write_model
 from stock_engine import StockEngine
 
-from qerl_pl.engines import EngineSpec, VLLMEngine
+from qerl_pl.engines import EngineSpec, VLLMEngine, vllm_sampler
 from qerl_pl.types import PolicyWeights, SamplingConfig
 
-GATE = ("tests/test_ops_few.py", "tests/test_vllm_few_gpu.py")
+GATE = (
+    "tests/test_ops_few.py",
+    "tests/test_vllm_few_gpu.py",
+    "tests/test_ops_sampling.py",
+    "tests/test_vllm_sampler_gpu.py",
+)
 PARTS: dict[str, tuple[str, int, dict[str, Any]]] = {  # name, rank, settings of the engine
     "nvfp4": ("NVFP4", RANK, {}),
     "nvfp4_bare": ("NVFP4", 0, {}),
     "stock": ("BF16, plain vLLM and its LoRA", RANK, {}),
     "before": ("NVFP4, Marlin for few tokens", RANK, {"few_up_to": None}),
     "before_bare": ("NVFP4, Marlin for few tokens", 0, {"few_up_to": None}),
+    "vllm_sampler": ("NVFP4, vLLM's own sampler", RANK, {}),
     "few_256": ("NVFP4, own product up to 256 tokens", RANK, {"few_up_to": 256}),
     "humming": ("NVFP4, Humming, two copies", RANK, {"linear_backend": "humming"}),
     "bf16": ("BF16, same engine", RANK, {}),
@@ -59,6 +65,7 @@ def started(part: str, args: argparse.Namespace) -> tuple[VLLMEngine | StockEngi
         assert weights.adapter is not None
         engine: VLLMEngine | StockEngine = StockEngine(base, spec, weights.adapter, max(args.batches), args.kv_gib)
     else:
+        vllm_sampler.OWN_SAMPLER = part != "vllm_sampler"
         engine = VLLMEngine(
             kv_cache_gib=args.kv_gib,
             max_num_seqs=max(args.batches),

@@ -8,6 +8,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from qerl_pl.engines import EngineSpec, vllm_worker
+from qerl_pl.engines.vllm_process import process_state_kept
 from qerl_pl.engines.vllm_requests import completion_of, request_params
 from qerl_pl.types import RolloutRequest, SamplingConfig
 
@@ -32,7 +33,7 @@ class StockEngine:
         }
         save_file(tensors, folder / "adapter_model.safetensors")
         self._adapter = LoRARequest("policy", 1, str(folder))
-        with vllm_worker.process_state_kept():
+        with process_state_kept():
             self._llm = LLM(
                 model=str(base),
                 dtype="bfloat16",

@@ -43,6 +43,7 @@ from qerl_kernels.reference import (
     quantize_mxfp4,
 )
 from qerl_kernels.rope import rotary
+from qerl_kernels.sampling import sample_tokens
 
 __all__ = [
     "AdaptedWeight",
@@ -83,6 +84,7 @@ __all__ = [
     "quantize_nvfp4",
     "rms_norm",
     "rotary",
+    "sample_tokens",
     "select_backend",
     "selected_backend",
     "silu_product",

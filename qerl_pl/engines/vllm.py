@@ -14,6 +14,7 @@ from qerl_kernels import FEW_TOKENS, select_backend
 from qerl_pl.engines import vllm_marlin, vllm_worker
 from qerl_pl.engines.base import EngineSpec, LentWeights, check_adapter, check_requests, regroup
 from qerl_pl.engines.capacity import GIB, check_length, files_gib, kv_bytes_per_token, kv_cache_size
+from qerl_pl.engines.vllm_process import process_state_kept, release_memory
 from qerl_pl.engines.vllm_requests import completion_of, request_params
 from qerl_pl.errors import UserError, require_at_least
 from qerl_pl.formats.architecture import linear_shapes
@@ -129,7 +130,7 @@ class VLLMEngine:
         vllm_worker.import_vllm()
         self._spec, self._ends = spec, end_token_ids(spec.base)
         self._has_tokenizer = load_tokenizer(spec.base) is not None
-        with tempfile.TemporaryDirectory(prefix="qerl-vllm-") as folder, vllm_worker.process_state_kept():
+        with tempfile.TemporaryDirectory(prefix="qerl-vllm-") as folder, process_state_kept():
             base = spec.base
             if served is not base_format:
                 log.info("vLLM gets dense weights, for it does not run %s here", base_format.name.upper())
@@ -296,4 +297,4 @@ class VLLMEngine:
             self._llm.llm_engine.engine_core.shutdown()
             self._llm = None
             VLLMEngine._alive -= 1
-            vllm_worker.release_memory(last=VLLMEngine._alive == 0)
+            release_memory(last=VLLMEngine._alive == 0)

@@ -3,13 +3,12 @@
 Read in vLLM 0.25.1 and 0.30.0, which is imported inside functions only. What `vllm_linears` relies on is checked too.
 """
 
-import gc
 import importlib.util
 import itertools
 import os
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -24,10 +23,9 @@ from qerl_pl.engines.capacity import held_gib
 from qerl_pl.engines.vllm_adapter import Slots
 from qerl_pl.engines.vllm_graphs import workspaces_in_graphs
 from qerl_pl.engines.vllm_linears import attach_all, changes_products
-from qerl_pl.engines.vllm_terminal import without_bars
+from qerl_pl.engines.vllm_sampler import attach_sampler, look_up
 from qerl_pl.errors import UserError
 from qerl_pl.formats.architecture import noisy_norm_names
-from qerl_pl.run.random_state import random_state_kept
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu_worker import Worker
@@ -108,33 +106,6 @@ def engine_config(spec: EngineSpec, dense_above: int | None, few_up_to: int | No
     return {CONFIG_KEY: {"norms": "float32", "dense_above": dense_above, "few_up_to": few_up_to, **adapter}}
 
 
-@contextmanager
-def process_state_kept() -> Iterator[None]:
-    """Undo what vLLM's start does to the whole process: seeds, `torch.set_num_threads`, variables; without its bars."""
-    set_num_threads = torch.set_num_threads
-    kept = {name: os.environ.get(name) for name in ("LD_PRELOAD", "LOCAL_WORLD_SIZE")}
-    try:
-        with random_state_kept(), without_bars():
-            yield
-    finally:
-        torch.set_num_threads = set_num_threads
-        for name, value in kept.items():
-            os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value
-
-
-def release_memory(last: bool) -> None:
-    """Return the memory of an engine that nothing refers to any more; after the last one, vLLM's process groups too."""
-    if last:
-        from vllm.distributed import cleanup_dist_env_and_memory
-
-        cleanup_dist_env_and_memory()
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-
-
 class PolicyWorker(Worker):
     """Worker whose noisy norms have float32 scales and whose adapter and norms are written in place.
 
@@ -166,9 +137,10 @@ class PolicyWorker(Worker):
             vllm_whole.make_writable(modules.values(), dtype)
 
     def compile_or_warm_up_model(self) -> Any:
-        """Compile, and capture CUDA graphs."""
-        groups = _look_up(self, "model_runner.attn_groups") or ()  # a CPU has none that cuts
+        """Compile, and capture CUDA graphs; from here on this package samples, where it can (see `vllm_sampler`)."""
+        groups = look_up(self, "model_runner.attn_groups") or ()  # a CPU has none that cuts
         vllm_attention.attend_in_one_part(groups, vllm_attention.processors(self.device))
+        attach_sampler(self.model_runner)
         with workspaces_in_graphs():
             return super().compile_or_warm_up_model()
 
@@ -180,7 +152,7 @@ class PolicyWorker(Worker):
     def _parts(self, name: str, linear: Any) -> list[tuple[str, int, int]]:
         """The base model's linears that vLLM has fused into its linear `name`: names and rows [start, stop)."""
         stem, _, last = name.rpartition(".")
-        packed: Mapping[str, list[str]] = _look_up(self.get_model(), "packed_modules_mapping") or {}
+        packed: Mapping[str, list[str]] = look_up(self.get_model(), "packed_modules_mapping") or {}
         sizes = linear.output_partition_sizes if last in packed else [linear.output_size_per_partition]
         stops = list(itertools.accumulate(sizes))
         names = [f"{stem}.{part}" for part in packed.get(last, [last])]
@@ -197,12 +169,12 @@ class PolicyWorker(Worker):
     def qerl_missing(self) -> list[str]:
         """Names this class relies on that this vLLM lacks."""
         config = self.vllm_config.additional_config[CONFIG_KEY]
-        missing = [path for path in _NEEDED if _look_up(self, path) is None] + self._missing_of_linears()
+        missing = [path for path in _NEEDED if look_up(self, path) is None] + self._missing_of_linears()
         return missing + (vllm_marlin.missing() if changes_products(config) else [])
 
     def _missing_of_linears(self) -> list[str]:
         found = itertools.product(self._linears().values(), _NEEDED_OF_LINEARS)
-        return sorted({f"{type(one).__name__}.{path}" for one, path in found if _look_up(one, path) is None})
+        return sorted({f"{type(one).__name__}.{path}" for one, path in found if look_up(one, path) is None})
 
     def qerl_adapted(self) -> list[str]:
         """Linears of the base model that have an adapter."""
@@ -216,9 +188,13 @@ class PolicyWorker(Worker):
         """Class names of the kernels or methods that multiply by the model's linears."""
         kernels = set()
         for module in self._linears().values():
-            method = _look_up(module, "quant_method.base") or module.quant_method
-            kernels.add(type(_look_up(module, "scheme.kernel") or method).__name__)
+            method = look_up(module, "quant_method.base") or module.quant_method
+            kernels.add(type(look_up(module, "scheme.kernel") or method).__name__)
         return sorted(kernels)
+
+    def qerl_sampler(self) -> str:
+        """Class name of what samples."""
+        return type(look_up(self, "model_runner.sampler")).__name__
 
     def qerl_lend(self) -> LentWeights | None:
         """The 4-bit weights by name in the base model, and the embeddings; None where one cannot be lent."""
@@ -231,7 +207,7 @@ class PolicyWorker(Worker):
             linears |= rows
         tensors: dict[str, Tensor] = {}
         for name, module in model.named_modules():
-            if name in ("model.embed_tokens", "lm_head") and isinstance(_look_up(module, "weight"), Tensor):
+            if name in ("model.embed_tokens", "lm_head") and isinstance(look_up(module, "weight"), Tensor):
                 tensors[f"{name}.weight"] = module.weight.data[: model.config.vocab_size]
         return LentWeights(linears, tensors)
 
@@ -243,7 +219,7 @@ class PolicyWorker(Worker):
         return {
             "weights": held_gib(tensor for name, tensor in held.items() if name not in adapter),
             "adapter": held_gib(tensor for name, tensor in held.items() if name in adapter),
-            "kv_cache": held_gib(_look_up(self, "model_runner.kv_caches") or ()),
+            "kv_cache": held_gib(look_up(self, "model_runner.kv_caches") or ()),
         }
 
     @torch.inference_mode()
@@ -284,13 +260,6 @@ class PolicyWorker(Worker):
             if name in self._qerl_noisy:
                 differences.append(held - clean)
         return torch.cat(differences).double().std(correction=0).item()
-
-
-def _look_up(root: object, path: str) -> Any:
-    """Attribute at a dotted path, None where a step is missing."""
-    for name in path.split("."):
-        root = getattr(root, name, None)
-    return root
 
 
 def __getattr__(name: str) -> Any:

@@ -1,0 +1,97 @@
+"""One token a row and its log-probability, in one pass over the logits, with a noise that each row has for itself.
+
+A token is drawn as the largest of logits / temperature + Gumbel noise, which is a draw from their softmax. The noise of
+a token follows from the row's seed, its position in the sequence and the token alone, through the random numbers of
+Philox 4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"): those that vLLM's GPU sampler uses,
+so that both take the same tokens from the same logits.
+"""
+
+import torch
+from torch import Tensor
+
+from qerl_kernels.backend import runs_triton
+
+WORD = 0xFFFFFFFF
+SMALLEST_UNIFORM = 4.6566127342e-10
+"""Stands for a uniform number of zero; also what an integer of 31 bits is multiplied by."""
+FACTORS, STEPS = (0xD2511F53, 0xCD9E8D57), (0x9E3779B9, 0xBB67AE85)
+"""Of Philox: what words are multiplied by, and what is added to the key's words in each of the ten rounds."""
+
+
+def sample_tokens(
+    logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor, *, requests: Tensor, last: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Draw a token a row, and give its log-probability under softmax(logits / temperature).
+
+    A row's result does not depend on the other rows, bit for bit. Of several largest the first is taken. At temperature
+    0 that is the token of the largest logit, with its log-probability at temperature 1.
+
+    Args:
+        logits: [rows, V], bfloat16, float16 or float32, each row contiguous.
+        temperatures: float32, of all requests.
+        seeds: int64, of all requests.
+        positions: int64, of all tokens of the batch.
+        requests: int32 or int64 [rows], where a row's temperature and seed are.
+        last: int32 or int64 [rows], where a row's position is.
+
+    Returns:
+        (tokens int64 [rows], log-probabilities float32 [rows]).
+    """
+    if runs_triton(logits):
+        from qerl_kernels import triton_sampling
+
+        return triton_sampling.sampled(logits, temperatures, seeds, positions, requests, last)
+    return plain_sample_tokens(logits, temperatures, seeds, positions, requests=requests, last=last)
+
+
+def plain_sample_tokens(
+    logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor, *, requests: Tensor, last: Tensor
+) -> tuple[Tensor, Tensor]:
+    """As `sample_tokens`, in plain PyTorch."""
+    temperature = temperatures[requests.long()].float()[:, None]
+    greedy = temperature == 0
+    scaled = logits.float() / torch.where(greedy, 1.0, temperature)
+    noise = gumbel_noise(seeds[requests.long()], positions[last.long()], logits.shape[1])
+    tokens = torch.where(greedy, scaled, scaled + noise).argmax(-1, keepdim=True)
+    return tokens[:, 0], scaled.log_softmax(-1).gather(-1, tokens)[:, 0]
+
+
+def gumbel_noise(seeds: Tensor, positions: Tensor, vocabulary: int) -> Tensor:
+    """The noise of every token in each row: -log(-log(1 - u)), whose largest values come from the smallest u.
+
+    Args:
+        seeds: int64 [rows].
+        positions: int64 [rows].
+        vocabulary: Tokens.
+
+    Returns:
+        float32 [rows, vocabulary].
+    """
+    keys = philox((positions & WORD, positions >> 32 & WORD), (seeds & WORD, seeds >> 32 & WORD))
+    token = torch.arange(vocabulary, device=seeds.device)[None]
+    u = uniform(philox((token, torch.zeros_like(token)), (keys[:, None], torch.zeros_like(keys[:, None]))))
+    return -(-(-u.clamp(min=SMALLEST_UNIFORM)).log1p()).log()
+
+
+def philox(counter: tuple[Tensor, ...], key: tuple[Tensor, Tensor]) -> Tensor:
+    """First word of Philox 4x32-10's block.
+
+    Args:
+        counter: Up to four words, the lowest first; what is left out is zero. Integers below 2^32 in int64.
+        key: Two words, the lower first.
+
+    Returns:
+        int64, below 2^32.
+    """
+    words = [*counter, *[torch.zeros_like(counter[0])] * (4 - len(counter))]
+    for turn in range(10):
+        keys = [(word + turn * step) & WORD for word, step in zip(key, STEPS, strict=True)]
+        products = [words[0] * FACTORS[0], words[2] * FACTORS[1]]  # int64 wraps around, which keeps all 64 bits
+        high, low = [product >> 32 & WORD for product in products], [product & WORD for product in products]
+        words = [high[1] ^ words[1] ^ keys[0], low[1], high[0] ^ words[3] ^ keys[1], low[0]]
+    return words[0]
+
+
+def uniform(word: Tensor) -> Tensor:
+    """A float32 in [0, 1) of each word (int64 below 2^32): its lower 31 bits, inverted where the highest is set."""
+    return torch.where(word > WORD >> 1, WORD - word, word).float() * SMALLEST_UNIFORM

@@ -1,0 +1,114 @@
+"""Triton kernels that draw one token a row: seeds, then blocks of the vocabulary, then the best of a row's blocks."""
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra import libdevice
+
+from qerl_kernels.backend import interpreting
+from qerl_kernels.sampling import SMALLEST_UNIFORM
+from qerl_kernels.triton_launch import Direct
+
+BLOCK = 2048
+"""Tokens of a program: the same for every batch, for a row's sum of exponentials is one of its blocks' sums."""
+WARPS = 4
+_SMALLEST = tl.constexpr(SMALLEST_UNIFORM)
+
+
+@triton.jit
+def _sample_seeds_kernel(temperatures, seeds, positions, requests, last, row_temperatures, row_seeds):
+    """What all blocks of a row would look up; vLLM's temperatures and seeds lie in the host's memory."""
+    row = tl.program_id(0)
+    request, at = tl.load(requests + row).to(tl.int64), tl.load(last + row).to(tl.int64)
+    tl.store(row_temperatures + row, tl.load(temperatures + request))
+    tl.store(row_seeds + row, tl.randint(tl.load(seeds + request), tl.load(positions + at)).to(tl.int64))
+
+
+@triton.jit
+def _scaled(z, temperature):
+    """As vLLM divides: not at all by 1, for which a division on a GPU need not be exact."""
+    if (temperature != 0.0) & (temperature != 1.0):
+        z = z / temperature
+    return z
+
+
+@triton.jit
+def _noise(seed, token, REAL: tl.constexpr):
+    u = tl.maximum(tl.rand(seed, token), _SMALLEST)
+    if REAL:
+        rate = -libdevice.log1p(-u)
+    else:  # Triton's interpreter has no log1p
+        rate = (-tl.log(1.0 - u.to(tl.float64))).to(tl.float32)
+    return -tl.log(rate)
+
+
+@triton.jit
+def _sample_blocks_kernel(
+    logits, row_temperatures, row_seeds, best, best_token, top, mass, stride, vocabulary: tl.constexpr,
+    blocks: tl.constexpr, BLOCK: tl.constexpr, REAL: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    row = program // blocks
+    token = (program % blocks) * BLOCK + tl.arange(0, BLOCK)
+    inside = token < vocabulary
+    at = logits + row.to(tl.int64) * stride + token
+    temperature = tl.load(row_temperatures + row)
+    z = _scaled(tl.load(at, mask=inside, other=float("-inf")).to(tl.float32), temperature)
+    largest = tl.max(z, axis=0)
+    shift = tl.where(largest == float("-inf"), 0.0, largest)
+    tl.store(top + program, largest)
+    tl.store(mass + program, tl.sum(tl.exp(z - shift), axis=0))
+    if temperature != 0.0:
+        noise = _noise(tl.load(row_seeds + row), token, REAL)
+        z = tl.where(inside, z + noise, float("-inf"))
+    value, place = tl.max(z, axis=0, return_indices=True)
+    tl.store(best + program, value)
+    tl.store(best_token + program, (program % blocks) * BLOCK + place)
+
+
+@triton.jit
+def _sample_rows_kernel(
+    logits, row_temperatures, best, best_token, top, mass, tokens, logprobs, stride, vocabulary: tl.constexpr,
+    blocks: tl.constexpr, PADDED: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.arange(0, PADDED)
+    inside, at = block < blocks, row * blocks + block
+    value = tl.load(best + at, mask=inside, other=float("-inf"))
+    _, first = tl.max(value, axis=0, return_indices=True)  # the lowest of equal ones
+    # Not a number among the logits must not lead out of the row.
+    token = tl.minimum(tl.load(best_token + row * blocks + tl.minimum(first, blocks - 1)), vocabulary - 1)
+    tops = tl.load(top + at, mask=inside, other=float("-inf"))
+    largest = tl.max(tops, axis=0)
+    masses = tl.load(mass + at, mask=inside, other=0.0)
+    total = tl.sum(tl.where(masses > 0, masses * tl.exp(tops - largest), masses), axis=0)
+    z = _scaled(tl.load(logits + row * stride + token).to(tl.float32), tl.load(row_temperatures + row))
+    tl.store(tokens + row, token.to(tl.int64))
+    tl.store(logprobs + row, z - largest - tl.log(total))
+
+
+_seeds, _blocks, _rows = Direct(_sample_seeds_kernel), Direct(_sample_blocks_kernel), Direct(_sample_rows_kernel)
+
+
+def sampled(
+    logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor, requests: Tensor, last: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Tokens int64 [rows] and their log-probabilities float32 [rows]; see `sampling.sample_tokens`."""
+    if logits.stride(1) != 1:
+        logits = logits.contiguous()
+    requests, last = requests.contiguous(), last.contiguous()
+    rows, vocabulary = logits.shape
+    blocks = triton.cdiv(vocabulary, BLOCK)
+    row_seeds, tokens = (logits.new_empty(rows, dtype=torch.int64) for _ in range(2))
+    row_temperatures, logprobs = (logits.new_empty(rows, dtype=torch.float32) for _ in range(2))
+    best, top, mass = (logits.new_empty(rows, blocks, dtype=torch.float32) for _ in range(3))
+    best_token = logits.new_empty(rows, blocks, dtype=torch.int32)
+    _seeds(rows, 1, (temperatures, seeds, positions, requests, last, row_temperatures, row_seeds))
+    found, sizes = (best, best_token, top, mass), {"vocabulary": vocabulary, "blocks": blocks}
+    constants = {**sizes, "BLOCK": BLOCK, "REAL": not interpreting()}
+    _blocks(rows * blocks, WARPS, (logits, row_temperatures, row_seeds, *found), logits.stride(0), **constants)
+    constants = {**sizes, "PADDED": triton.next_power_of_2(blocks)}
+    _rows(rows, 1, (logits, row_temperatures, *found, tokens, logprobs), logits.stride(0), **constants)
+    return tokens, logprobs
