@@ -252,7 +252,7 @@ def few_tokens_linear(
     if not programs:
         return out
     if real:
-        options["maxnreg"] = _registers(programs, x.get_device(), tile.width, gated)
+        options["maxnreg"] = registers(programs, _processors(x.get_device()), tile.width, gated)
     combine_kernel[(programs,)](
         partial, hidden, x if b is None else b, x if bias is None else bias, weight.global_scale, y, out, tokens,
         columns, rows, cut.alone, cut.shrinks, cut.short, cut.longer, cut.run, cut.token_blocks, RANK=own,
@@ -264,9 +264,9 @@ def few_tokens_linear(
     return out
 
 
-def _registers(programs: int, device: int, width: int, gated: bool) -> int:
+def registers(programs: int, processors: int, width: int, gated: bool) -> int:
     """Of a thread of the second launch: told how many it may use, the compiler spends them on more loads at a time."""
-    if programs <= 2 * _processors(device):
+    if programs <= 2 * processors:
         return 128
     if width > 16:
         return 64
