@@ -25,7 +25,7 @@ from engine_h200 import RANK, TARGETS, measure_speed, prompts_of, random_policy,
 from random_model import SHAPES, config_of, write_model
 from stock_engine import StockEngine
 
-from qerl_pl.engines import EngineSpec, VLLMEngine
+from qerl_pl.engines import EngineSpec, VLLMEngine, vllm_few
 from qerl_pl.types import PolicyWeights, SamplingConfig
 
 GATE = ("tests/test_ops_few.py", "tests/test_vllm_few_gpu.py")
@@ -35,6 +35,7 @@ PARTS: dict[str, tuple[str, int, dict[str, Any]]] = {  # name, rank, settings of
     "stock": ("BF16, plain vLLM and its LoRA", RANK, {}),
     "before": ("NVFP4, Marlin for few tokens", RANK, {"few_up_to": None}),
     "before_bare": ("NVFP4, Marlin for few tokens", 0, {"few_up_to": None}),
+    "ungated": ("NVFP4, MLPs activated after the product", RANK, {}),
     "few_256": ("NVFP4, own product up to 256 tokens", RANK, {"few_up_to": 256}),
     "humming": ("NVFP4, Humming, two copies", RANK, {"linear_backend": "humming"}),
     "bf16": ("BF16, same engine", RANK, {}),
@@ -48,6 +49,7 @@ def started(part: str, args: argparse.Namespace) -> tuple[VLLMEngine | StockEngi
     """The engine of a part, with a random adapter, and what its start took."""
     device = torch.device(args.device)
     _, rank, settings = PARTS[part]
+    vllm_few.GATED = part != "ungated"  # every part has a process of its own
     base = args.folder / ("nvfp4" if part in QUANTIZED else part)
     if part not in QUANTIZED:
         base.mkdir()

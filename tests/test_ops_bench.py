@@ -3,6 +3,7 @@
 import json
 
 import bench_few
+import bench_gated
 import bench_ops
 import pytest
 from qerl_kernels import select_backend
@@ -49,3 +50,11 @@ def test_the_product_of_few_tokens_has_its_tables(tmp_path, torch_again):
     assert (tmp_path / "out/few_tokens.md").read_text().count("| gate_up 256x64 |") == 2
     assert bench_few.run(tmp_path / "red", bench_few.TINY, gate(tmp_path, False)) == 1
     assert not (tmp_path / "red").exists()
+
+
+def test_the_activation_in_the_product_has_its_table(tmp_path, torch_again):
+    assert bench_gated.run(tmp_path / "out", True, gate(tmp_path, True), commit="abc") == 0
+    product, prompt = json.loads((tmp_path / "out/gated.json").read_text())["rows"]
+    assert all(product[way]["p50_us"] > 0 for way in ("product", "folded", "after", "compiled"))
+    assert all(prompt[way]["p50_us"] > 0 for way in ("after", "compiled"))
+    assert bench_gated.run(tmp_path / "red", True, gate(tmp_path, False)) == 1 and not (tmp_path / "red").exists()
