@@ -354,6 +354,21 @@ def test_a_real_mlp_is_activated_to_the_bits_of_its_product_and_pytorchs_activat
 
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("tokens", [8, 64, 192])
+def test_a_product_that_starts_while_an_activation_is_written_waits_for_it(tokens):
+    (rows, columns, starts), x = REAL["gate_up"], tokens_of(tokens, 3584)
+    gate_up, _, a, b = linear(rows, columns, 32, starts)
+    down, _, a2, b2 = linear(*REAL["down"][:2], 32)
+    activated = few_tokens_linear(x, gate_up, a=a, b=b, starts=starts, gated=True)
+    torch.cuda.synchronize()
+    expected = few_tokens_linear(activated, down, a=a2, b=b2)
+    for _ in range(REPEATS):
+        activated = few_tokens_linear(x, gate_up, a=a, b=b, starts=starts, gated=True)
+        assert torch.equal(few_tokens_linear(activated, down, a=a2, b=b2), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs an NVIDIA GPU")
 def test_a_cuda_graph_repeats_the_same_bits_on_new_tokens():
     rows, columns, starts = REAL["qkv"]
     weight, bias, a, b = linear(rows, columns, 32, starts, with_bias=True)

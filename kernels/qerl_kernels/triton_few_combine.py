@@ -53,28 +53,35 @@ def _before(
 
 
 @triton.jit
-def _found(
-    first, parts, own, partial, hidden, y, mask, token_block, t, rows, alone,
-    RANK: tl.constexpr, STARTS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
-    HIDDEN_PARTS: tl.constexpr, WHOLE: tl.constexpr,
+def _parts_added(
+    first, parts, partial, token_block, t, rows, alone,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """What the first launch found of those rows: the sum of the parts, the finished base if it is one, and h."""
+    """The sum of what the programs that shared those rows found; zero where one took them alone."""
     n, shared = first + tl.arange(0, BLOCK), rows - alone
     at = partial + (token_block * PARTS).to(tl.int64) * shared * WIDTH + (n - alone)[:, None] * WIDTH + t[None, :]
-    base, h = t, t
     if WHOLE:
-        base = tl.load(y, mask=mask & (first < alone), other=0.0)
         acc = tl.zeros(at.shape, tl.float32)
         if first >= alone:
             acc = _sum(at, shared * WIDTH, parts, PARTS)
     else:
         acc = _sum(at, shared * WIDTH, parts, PARTS)
+    return acc
+
+
+@triton.jit
+def _hidden_added(
+    own, hidden, token_block, t,
+    RANK: tl.constexpr, STARTS: tl.constexpr, WIDTH: tl.constexpr, HIDDEN_PARTS: tl.constexpr,
+):  # fmt: skip
+    """h^T at those ranks."""
+    h = t
     if RANK > 0:
         ranks: tl.constexpr = RANK * len(STARTS)
         at = hidden + token_block * HIDDEN_PARTS * ranks * WIDTH
         own = tl.minimum(own, ranks - 1)  # beyond, some number that meets a zero of `left`
         h = _sum(at + own[:, None] * WIDTH + t[None, :], ranks * WIDTH, HIDDEN_PARTS, HIDDEN_PARTS)
-    return acc, base, h
+    return h
 
 
 @triton.jit
@@ -125,16 +132,22 @@ def combine_kernel(
         gdc_launch_dependents()
     n, token = first + tl.arange(0, BLOCK), token_block * WIDTH + t
     own_y, mask = y + token[None, :].to(tl.int64) * rows + n[:, None], (token < tokens)[None, :]
-    # every load before the first wait for a sum
-    acc, base, h = _found(
-        first, parts, own, partial, hidden, own_y, mask, token_block, t, rows, alone,
-        RANK, STARTS, WIDTH, BLOCK, PARTS, HIDDEN_PARTS, WHOLE,
-    )  # fmt: skip
+    # every load before the first wait for a sum, and where there are branches, before these
+    EARLY: tl.constexpr = GATED and WHOLE
+    base, base2 = t, t
+    if WHOLE:
+        base = tl.load(own_y, mask=mask & (first < alone), other=0.0)
+    if EARLY:
+        base2 = tl.load(own_y + own_rows, mask=mask & (second < alone), other=0.0)
+        h = _hidden_added(own, hidden, token_block, t, RANK, STARTS, WIDTH, HIDDEN_PARTS)
+        h2 = _hidden_added(own2, hidden, token_block, t, RANK, STARTS, WIDTH, HIDDEN_PARTS)
+    acc = _parts_added(first, parts, partial, token_block, t, rows, alone, WIDTH, BLOCK, PARTS, WHOLE)
+    if not EARLY:
+        h = _hidden_added(own, hidden, token_block, t, RANK, STARTS, WIDTH, HIDDEN_PARTS)
     if GATED:
-        acc2, base2, h2 = _found(
-            second, parts2, own2, partial, hidden, own_y + own_rows, mask, token_block, t, rows, alone,
-            RANK, STARTS, WIDTH, BLOCK, PARTS, HIDDEN_PARTS, WHOLE,
-        )  # fmt: skip
+        acc2 = _parts_added(second, parts2, partial, token_block, t, rows, alone, WIDTH, BLOCK, PARTS, WHOLE)
+        if not EARLY:
+            h2 = _hidden_added(own2, hidden, token_block, t, RANK, STARTS, WIDTH, HIDDEN_PARTS)
     result = _finished(acc, base, h, left, shift, alpha, first < alone, RANK, BIAS, WHOLE, REAL)
     if GATED:
         up = _finished(acc2, base2, h2, left2, shift2, alpha, second < alone, RANK, BIAS, WHOLE, REAL)
