@@ -29,7 +29,7 @@ def compiled(kernel, constants, **options):
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 def first(tokens, rows, shared):
-    tile = best_tile(tokens, rows)
+    tile = best_tile(tokens, rows, 3584)
     constants = {"TP": tile.tokens, "TP2": max(1, tile.more), "TC": tile.chunk, "NT": tile.tiles, "KT": tile.steps}
     constants |= {"SPLIT": tile.warps // tile.tiles, "STAGES": tile.stages, "EVEN": True, "REAL": True}
     constants |= {"WHOLE": tile.whole and not shared, "BIAS": False}

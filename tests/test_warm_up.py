@@ -76,3 +76,6 @@ def test_a_warm_up_writes_a_policy_that_has_learned(tiny_policy_dir: Path, tmp_p
     warm_up([*words[:1], str(tmp_path / "enough"), *words[2:], "--until", "0"])  # nothing to do
     before, after = (load_file(folder / "model.safetensors") for folder in (tiny_policy_dir, tmp_path / "enough"))
     assert all(torch.equal(after[name], before[name].bfloat16()) for name in before)
+    warm_up([*words[:1], str(tmp_path / "again"), *words[2:], "--until", "1"])
+    again, enough = (json.loads((tmp_path / name / "warm_up.json").read_text()) for name in ("again", "enough"))
+    assert again["digest"] == told["digest"] != enough["digest"] and again["solved"] == told["solved"]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from benchmarks import report
 from benchmarks.study import pictures
-from benchmarks.study.claims import ENTROPY, REWARD, Claim, Finding, Row, findings, strata
+from benchmarks.study.claims import ENTROPY, REWARD, Claim, Row, findings, strata
 from benchmarks.study.intervals import interval
 from benchmarks.study.plan import Level, Plan
 from qerl_pl.errors import UserError
@@ -15,7 +15,7 @@ from qerl_pl.run.files import write_atomically
 
 
 def write_evidence(plan: Plan, rows: Sequence[Row], pages: Path, raw: Path) -> Path:
-    """Write evidence.md and its pictures.
+    """Write a study's page, evidence.md or evidence-NAME.md of another than study.yaml, and its pictures.
 
     Args:
         plan: The study.
@@ -31,18 +31,19 @@ def write_evidence(plan: Plan, rows: Sequence[Row], pages: Path, raw: Path) -> P
     if not rows:
         raise UserError(f"a page needs runs that have ended; {raw} has none of {plan.path}; run the study first")
     found = findings(plan, rows)
+    stem = "evidence" if plan.path.stem == "study" else f"evidence-{plan.path.stem}"
     title = "Every difference with its 95 % interval, green where the claim holds, red where it does not"
-    differences = _image(title, pictures.forest(plan, found, pages / "evidence-claims.png"))
+    differences = _image(title, pictures.forest(plan, found, pages / f"{stem}-claims.png"))
     curves = []
     for stratum in strata(plan):
-        path = pages / ("-".join(["evidence", *map(str, stratum.values())]) + ".png")
+        path = pages / ("-".join([stem, *map(str, stratum.values())]) + ".png")
         title = f"Curves{pictures.of(plan, stratum)}, bands are 95 % intervals over seeds"
         curves += _image(title, pictures.curves(plan, rows, stratum, path))
-    sweeps = pictures.sweeps(plan, rows, pages / "evidence-sweeps.png")
+    sweeps = pictures.sweeps(plan, rows, pages / f"{stem}-sweeps.png")
     curves += _image("Sweeps, with 95 % intervals over seeds", sweeps)
     text = [_head(plan, rows, pages, raw), _verdicts(found), *differences, _differences(plan, found)]
     text += ["## Curves", *curves, "## Methods", _methods(plan, rows), "## What it was measured with", _where(rows)]
-    page = pages / "evidence.md"
+    page = pages / f"{stem}.md"
     write_atomically(page, ("\n\n".join(text) + "\n").encode())
     return page
 
@@ -77,19 +78,22 @@ def _verdicts(found: Sequence[Claim]) -> str:
 
 
 def _differences(plan: Plan, found: Sequence[Claim]) -> str:
-    rows = []
+    rows, unmeasured = list[list[str]](), dict[str, int]()
     for claim in found:
         for one in claim.findings:
-            rows.append([claim.name, *_cells(plan, one), one.verdict])
-    headers = ["claim", "difference", "of", "mean [95 %]", "seeds", "verdict"]
-    return "## Differences\n\n" + report.markdown(headers, rows)
-
-
-def _cells(plan: Plan, one: Finding) -> list[str]:
-    name = pictures.sides(plan, one.part.first, one.part.second) + pictures.of(plan, one.stratum)
-    if one.difference is None:
-        return [name, one.part.statistic.label, "-", "0"]
-    return [name, one.part.statistic.label, str(one.difference), str(one.difference.count)]
+            if one.difference is None:
+                unmeasured[claim.name] = unmeasured.get(claim.name, 0) + 1
+            else:
+                name = pictures.sides(plan, one.part.first, one.part.second) + pictures.of(plan, one.stratum)
+                difference = [one.part.statistic.label, str(one.difference), str(one.difference.count)]
+                rows.append([claim.name, name, *difference, one.verdict])
+    text = "## Differences"
+    if rows:
+        text += "\n\n" + report.markdown(["claim", "difference", "of", "mean [95 %]", "seeds", "verdict"], rows)
+    if unmeasured:
+        counts = ", ".join(f"{count} of {name}" for name, count in unmeasured.items())
+        text += f"\n\nNot measured: {counts}."
+    return text
 
 
 def _methods(plan: Plan, rows: Sequence[Row]) -> str:
@@ -97,7 +101,7 @@ def _methods(plan: Plan, rows: Sequence[Row]) -> str:
     measures = [plan.measure, *_largest_k(plan, rows)]
     headers = ["method", "seeds"]
     for measure in measures:
-        headers += [f"{measure} before", "after"]
+        headers += [f"{measure} before", "after", "gain"]
     headers += ["reward", "sampler's entropy", "groups without signal", "seconds", "peak GiB"]
     table = []
     for stratum in strata(plan):
@@ -113,7 +117,9 @@ def _measured(plan: Plan, found: Sequence[Row], measures: Sequence[str]) -> list
     cells = []
     for measure in measures:
         seen = [row["held_out"].get(measure) or [[None, None]] for row in found]
-        cells += [_mean([values[0][1] for values in seen]), _mean([values[-1][1] for values in seen])]
+        before, after = [values[0][1] for values in seen], [values[-1][1] for values in seen]
+        gains = [None if None in pair else pair[1] - pair[0] for pair in zip(before, after, strict=True)]
+        cells += [_mean(before), _mean(after), _mean(gains)]
     cells += [_mean([statistic.of(row, plan.measure) for row in found]) for statistic in (REWARD, ENTROPY)]
     silent = [[value for value in row["curves"].get("without_signal", []) if value is not None] for row in found]
     cells.append(_mean([statistics.fmean(values) if values else None for values in silent]))

@@ -53,9 +53,14 @@ class Run:
         made_of = [yaml.safe_load(self.config.read_text()), self.overrides]
         return hashlib.sha256(json.dumps(made_of, sort_keys=True).encode()).hexdigest()[:12]
 
+    @property
+    def needs(self) -> set[str]:
+        """Names of the values that it needs."""
+        return set(_VALUE.findall(json.dumps(self.overrides)))
+
     def missing(self, values: Mapping[str, Any]) -> list[str]:
-        """Names of the values that it needs and that are not given."""
-        return sorted({name for name in _VALUE.findall(json.dumps(self.overrides)) if values.get(name) is None})
+        """Those that are not given."""
+        return sorted(name for name in self.needs if values.get(name) is None)
 
     def words(self, folder: Path, values: Mapping[str, Any]) -> list[str]:
         """The command line of `qerl` that trains it in its folder, or goes on there."""

@@ -83,8 +83,8 @@ class Runner:
         self.results = results
         self.limits = limits
         self.outcome = Outcome()
-        shown = {name: value for name, value in values.items() if plan.values.get(name) is not None}  # others are paths
-        self._where: dict[str, Any] = report.environment() | {"values": shown}
+        self._where: dict[str, Any] = report.environment()
+        self._digests = {name: _digest(Path(str(value))) for name, value in values.items()}
         self._rows = read_rows(results)
         self._running: list[_Process] = []
         self._stopping: float | None = None
@@ -134,12 +134,7 @@ class Runner:
 
     def _is_done(self, run: Run) -> bool:
         """Whether a run needs no process; one that has ended but has no row yet gets it."""
-        found = self._rows.get(run.name, _notes(self.folder / run.name))
-        if found and found["digest"] != run.digest:
-            raise UserError(
-                f"a study's runs keep what they are made of; {run.name} was made otherwise, as {found['digest']} and "
-                f"not {run.digest}; name other files by --out and --folder, or remove that run from them"
-            )
+        self._check(run)
         if run.name not in self._rows:
             if missing := run.missing(self.values):
                 self.outcome.skipped[run.name] = missing
@@ -149,6 +144,28 @@ class Runner:
             self._keep(run)
         self.outcome.finished.append(run.name)
         return True
+
+    def _check(self, run: Run) -> None:
+        """Refuse what is made otherwise than what is there of it."""
+        found = self._rows.get(run.name, _notes(self.folder / run.name))
+        if found and found["digest"] != run.digest:
+            raise UserError(
+                f"a study's runs keep what they are made of; {run.name} was made otherwise, as {found['digest']} and "
+                f"not {run.digest}; name other files by --out and --folder, or remove that run from them"
+            )
+        began = self._rows[run.name]["where"]["values"] if run.name in self._rows else self._digests
+        for name in run.needs:
+            if self._digests[name] and began.get(name) != self._digests[name]:
+                raise UserError(
+                    f"a study's runs begin with the same policy; {run.name} began with a {name} of digest "
+                    f"{began.get(name)}, and that of {self.values[name]} is {self._digests[name]}; give the same "
+                    "folder, or name other files by --out and --folder"
+                )
+
+    def _values_of(self, run: Run) -> dict[str, Any]:
+        """What it was given: of a policy its digest, of other folders nothing, for they are elsewhere elsewhere."""
+        digests = {name: digest for name, digest in self._digests.items() if digest and name in run.needs}
+        return {name: value for name, value in self.values.items() if self.plan.values.get(name) is not None} | digests
 
     def _start(self, run: Run, slot: tuple[str, int]) -> _Process:
         folder = self.folder / run.name
@@ -196,7 +213,8 @@ class Runner:
 
     def _keep(self, run: Run) -> None:
         folder = self.folder / run.name
-        self._rows[run.name] = row_of(run, folder, _notes(folder)["wall_s"], self._where)
+        where = self._where | {"values": self._values_of(run)}
+        self._rows[run.name] = row_of(run, folder, _notes(folder)["wall_s"], where)
         write_rows(self.results, self._rows)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
@@ -207,6 +225,13 @@ class Runner:
             self._stopping = time.monotonic()
             for one in self._running:
                 one.process.terminate()
+
+
+def _digest(folder: Path) -> str | None:
+    """Of the policy that `warm_up` wrote there."""
+    told = folder / "warm_up.json"
+    found: str | None = json.loads(told.read_text()).get("digest") if told.is_file() else None
+    return found
 
 
 def _has_ended(folder: Path) -> bool:

@@ -6,10 +6,12 @@
 MODEL is a folder in Hugging Face format with a chat template, such as SmolLM2-135M-Instruct. Demonstrations are rows of
 GSM8K's kind: "<think>what stands before ####</think><answer>the number</answer>", asked for as `qerl fit` asks. After
 every so many steps fresh problems are answered at temperature 1 and graded by the reward; the warm-up ends where as
-many are right as was asked for. OUT/warm_up.json has those accuracies. transformers' Trainer does the rest.
+many are right as was asked for. OUT/warm_up.json has those accuracies, and a digest of the weights: on the same GPU and
+versions it is the same. transformers' Trainer does the rest.
 """
 
 import argparse
+import hashlib
 import json
 import tempfile
 from collections.abc import Sequence
@@ -32,6 +34,7 @@ from qerl_pl.datamodules.rows import read_table
 from qerl_pl.prompting import render_prompts
 from qerl_pl.rewards import GSM8KAnswer, RewardSample
 from qerl_pl.run.files import building
+from qerl_pl.run.random_state import deterministic
 
 IGNORED = -100
 PROBLEMS = 256
@@ -97,6 +100,14 @@ def accuracy(
     return sum(GSM8KAnswer()(samples)) / len(samples)
 
 
+def digest(model: torch.nn.Module) -> str:
+    """Of the weights' bits."""
+    found = hashlib.sha256()
+    for name, weight in sorted(model.named_parameters()):
+        found.update(name.encode() + weight.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()[:12]
+
+
 class Probe(TrainerCallback):
     """Ends the warm-up where enough problems are solved.
 
@@ -143,7 +154,8 @@ def warm_up(args: argparse.Namespace) -> list[tuple[int, float]]:
     """Write the policy; share of problems solved by step."""
     torch.manual_seed(args.seed)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
-    model: Any = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
+    # The gradient of PyTorch's own attention with a mask does not repeat its bits.
+    model: Any = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32, attn_implementation="eager")
     rows = read_table(str(args.data), "train", ("question", "answer"))
     asked, shown = rows[: args.problems], examples(tokenizer, rows[args.problems :], args.longest)
     with tempfile.TemporaryDirectory() as scratch:
@@ -166,12 +178,13 @@ def warm_up(args: argparse.Namespace) -> list[tuple[int, float]]:
         probe = Probe(model, tokenizer, asked, args.tokens, args.every, args.until)
         trainer = Trainer(model, settings, data_collator=padded, train_dataset=shown, callbacks=[probe])
         model.to(settings.device)
-        if probe.look(0) < args.until:
-            trainer.train()
+        with deterministic():
+            if probe.look(0) < args.until:
+                trainer.train()
     with building(args.out) as folder:
         model.to(dtype=torch.bfloat16).save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-        told = {"solved": probe.seen, "demonstrations": len(shown), **report.environment()}
+        told = {"solved": probe.seen, "demonstrations": len(shown), "digest": digest(model), **report.environment()}
         told |= {name: getattr(args, name) for name in ("steps", "batch_size", "lr", "until", "seed")}
         (folder / "warm_up.json").write_text(json.dumps(told, indent=1) + "\n")
     return probe.seen

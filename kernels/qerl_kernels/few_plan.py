@@ -100,15 +100,16 @@ class Plan(NamedTuple):
         return self.program(first + steps - 1) - self.program(first) + 1
 
 
-def best_tile(tokens: int, rows: int) -> Tile:
+def best_tile(tokens: int, rows: int, columns: int) -> Tile:
     """Measured on an H200 with 7B's shapes at up to 256 tokens: wide tiles pay where rows are many.
 
     Args:
         tokens: Of the product.
         rows: Output features.
+        columns: Input features.
     """
     if tokens > 32 and rows <= 8192:
-        return Tile(64, tiles=2, programs=3)
+        return Tile(64) if tokens > 64 and columns > 8192 else Tile(64, tiles=2, programs=3)
     if tokens > 64:
         if 128 < tokens <= 192:
             return Tile(128, 64, steps=2, warps=8, programs=1, whole=True)
@@ -131,7 +132,7 @@ def plan(
         tile: One's own.
         gated: Whether a program of the second launch takes the same rows of both halves, and activates them.
     """
-    tile = tile or best_tile(tokens, rows)
+    tile = tile or best_tile(tokens, rows, columns)
     assert columns % tile.columns == 0, "a tile's steps divide the columns"
     token_blocks = max(1, _ceil(tokens, tile.width))
     programs = max(1, processors * tile.programs // token_blocks)
