@@ -195,8 +195,8 @@ GATED = [  # rows of gate and up; alone, where programs take row blocks alone
     (40, None, (256, 128), 8, 0),
     (64, None, (384, 64), 0, 0),
     (150, Tile(64, tiles=1), (256, 64), 32, 0),
-    (57, ALONE, (640, 512), 8, 512),  # gate's all and some of up's
-    (57, ALONE, (640, 256), 0, 256),  # some of gate's
+    (24, Tile(32, tiles=1, steps=2, programs=1, whole=True), (640, 256), 8, 512),  # gate's all and some of up's
+    (24, Tile(32, tiles=1, steps=2, programs=1, whole=True), (640, 128), 0, 256),  # some of gate's
     (192, Tile(128, 64, tiles=1, programs=1, whole=True), (512, 64), 8, 512),
 ]
 

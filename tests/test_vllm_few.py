@@ -173,8 +173,7 @@ def attached(mlp: Any, **config: Any) -> None:
             factor.copy_(torch.randn(factor.shape, generator=torch.Generator().manual_seed(seed)))
 
 
-@pytest.mark.parametrize("rank", [RANK, 0])
-@pytest.mark.parametrize("name", ["qwen2.Qwen2MLP", "mistral.MistralMLP"])
+@pytest.mark.parametrize(("name", "rank"), [("qwen2.Qwen2MLP", RANK), ("mistral.MistralMLP", 0)])
 def test_an_mlp_is_activated_in_the_product_with_the_bits_it_has_after_it(name: str, rank: int) -> None:
     module, kind = name.split(".")
     both = [mlp_of(getattr(importlib.import_module(f"vllm.model_executor.models.{module}"), kind)) for _ in range(2)]
