@@ -10,6 +10,7 @@ own; they start at once and are measured one after the other, the others idle. T
 
 import argparse
 import json
+import math
 import subprocess
 import sys
 import tempfile
@@ -25,7 +26,7 @@ from engine_h200 import RANK, TARGETS, measure_speed, prompts_of, random_policy,
 from random_model import SHAPES, config_of, write_model
 from stock_engine import StockEngine
 
-from qerl_pl.engines import EngineSpec, VLLMEngine, vllm_sampler
+from qerl_pl.engines import EngineSpec, VLLMEngine, vllm_attention, vllm_few, vllm_sampler
 from qerl_pl.types import PolicyWeights, SamplingConfig
 
 GATE = (
@@ -41,6 +42,9 @@ PARTS: dict[str, tuple[str, int, dict[str, Any]]] = {  # name, rank, settings of
     "before": ("NVFP4, Marlin for few tokens", RANK, {"few_up_to": None}),
     "before_bare": ("NVFP4, Marlin for few tokens", 0, {"few_up_to": None}),
     "vllm_sampler": ("NVFP4, vLLM's own sampler", RANK, {}),
+    "ungated": ("NVFP4, MLPs activated after the product", RANK, {}),
+    "cut": ("NVFP4, attention in parts for any number", RANK, {}),
+    "uncut": ("NVFP4, attention in one part for any number", RANK, {}),
     "few_256": ("NVFP4, own product up to 256 tokens", RANK, {"few_up_to": 256}),
     "humming": ("NVFP4, Humming, two copies", RANK, {"linear_backend": "humming"}),
     "bf16": ("BF16, same engine", RANK, {}),
@@ -54,6 +58,8 @@ def started(part: str, args: argparse.Namespace) -> tuple[VLLMEngine | StockEngi
     """The engine of a part, with a random adapter, and what its start took."""
     device = torch.device(args.device)
     _, rank, settings = PARTS[part]
+    vllm_few.GATED = part != "ungated"  # every part has a process of its own
+    vllm_attention.ENOUGH = {"cut": math.inf, "uncut": 0.0}.get(part, vllm_attention.ENOUGH)
     base = args.folder / ("nvfp4" if part in QUANTIZED else part)
     if part not in QUANTIZED:
         base.mkdir()

@@ -12,33 +12,51 @@ COMPILE = """
 import subprocess, sys, tempfile
 from pathlib import Path
 import triton
-from qerl_kernels.few_plan import best_tile
-from qerl_kernels.triton_few import _partial_kernel
+from qerl_kernels.few_plan import BLOCK, best_tile, plan
+from qerl_kernels.triton_few import _partial_kernel, registers
+from qerl_kernels.triton_few_combine import combine_kernel
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-for case in sys.argv[1:]:
-    tokens, _, rows = case.partition("x")
-    tile = best_tile(int(tokens), int(rows.removesuffix(" shared")), 3584)
-    constants = {"TP": tile.tokens, "TP2": max(1, tile.more), "TC": tile.chunk, "NT": tile.tiles, "KT": tile.steps}
-    constants |= {"SPLIT": tile.warps // tile.tiles, "STAGES": tile.stages, "EVEN": True, "REAL": True}
-    constants |= {"WHOLE": tile.whole and "shared" not in case, "BIAS": False}
-    types = dict.fromkeys(["x", "a", "bias", "y"], "*bf16") | dict.fromkeys(["words", "scales"], "*i32")
+def compiled(kernel, constants, **options):
+    types = dict.fromkeys(["x", "a", "b", "bias", "y", "out"], "*bf16") | dict.fromkeys(["words", "scales"], "*i32")
     types |= dict.fromkeys(["partial", "hidden", "global_scale"], "*fp32") | dict.fromkeys(constants, "constexpr")
-    names = _partial_kernel.arg_names
+    names = kernel.arg_names
     even = {name for name, type in types.items() if "*" in type} | {"columns", "rows", "word_stride", "scale_stride"}
     attributes = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name in even}
-    source = ASTSource(_partial_kernel, {name: types.get(name, "i32") for name in names}, constants, attributes)
-    options = {"num_warps": tile.warps, "launch_pdl": True, "maxnreg": tile.registers}
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    source = ASTSource(kernel, {name: types.get(name, "i32") for name in names}, constants, attributes)
+    options["launch_pdl"] = True
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+
+def first(tokens, rows, shared):
+    tile = best_tile(tokens, rows, 3584)
+    constants = {"TP": tile.tokens, "TP2": max(1, tile.more), "TC": tile.chunk, "NT": tile.tiles, "KT": tile.steps}
+    constants |= {"SPLIT": tile.warps // tile.tiles, "STAGES": tile.stages, "EVEN": True, "REAL": True}
+    constants |= {"WHOLE": tile.whole and not shared, "BIAS": False}
+    return compiled(_partial_kernel, constants, num_warps=tile.warps, maxnreg=tile.registers)
+
+def second(tokens, rows, gated):
+    cut = plan(tokens, rows, 3584, 64, 132, None, gated)
+    constants = {"RANK": 32, "STARTS": (0, rows // 2), "PADDED": 32, "WIDTH": cut.tile.width, "TC": cut.chunk}
+    constants |= {"BLOCK": BLOCK, "PARTS": cut.parts, "HIDDEN_PARTS": cut.hidden_parts, "ROWS": cut.tile.rows}
+    constants |= {"COLUMNS": cut.tile.columns, "WHOLE": cut.rounds > 0, "BIAS": False, "GATED": gated, "REAL": True}
+    programs = rows // BLOCK // (1 + gated) * cut.token_blocks * cut.tile.width // cut.chunk
+    return compiled(combine_kernel, constants, num_warps=8, maxnreg=registers(programs, 132, cut.tile.width, gated))
+
+for case in sys.argv[1:]:
+    shape, *kinds = case.split()
+    tokens, rows = map(int, shape.split("x"))
+    second_one = "added" in kinds or "gated" in kinds
+    one = second(tokens, rows, "gated" in kinds) if second_one else first(tokens, rows, "shared" in kinds)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
+        file.write(one.asm["cubin"])
         file.flush()
         tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
         run = [tools / "cuobjdump", "-sass", file.name]
         print(f"case {case}:", subprocess.run(run, stdout=subprocess.PIPE, text=True, check=True).stdout)
 """
 CASES = ["8x4608", "16x4608", "32x4608", "64x4608", "64x37888", "128x37888", "192x37888", "192x37888 shared"]
+SECOND = [f"{tokens}x37888" for tokens in (8, 16, 32, 64, 128, 192)]
 WIDTHS = {".128": 4, ".64": 2, ".WIDE": 2, "CS2R": 2, "LDSM.16.M88.4": 4, "LDSM.16.M88.2": 2}
 
 
@@ -46,7 +64,8 @@ WIDTHS = {".128": 4, ".64": 2, ".WIDE": 2, "CS2R": 2, "LDSM.16.M88.4": 4, "LDSM.
 def machine_code():
     """By case, (address, instruction without its predicate) of all that the kernel has."""
     environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join(sys.path)}
-    run = [sys.executable, "-c", COMPILE, *CASES]
+    cases = [*CASES, *[f"{case} {kind}" for case in SECOND for kind in ("added", "gated")]]
+    run = [sys.executable, "-c", COMPILE, *cases]
     text = subprocess.run(run, check=True, capture_output=True, text=True, env=environment).stdout
     found = [part.partition(":") for part in text.split("case ")[1:]]
     return {case: parsed(sass) for case, _, sass in found}
@@ -115,3 +134,12 @@ def test_nothing_is_written_to_registers_that_a_product_may_still_read(case):
     for first, last in found:
         assert not overwritten(code[first:last] * 3)
         assert not overwritten(code[first : last + 100])
+
+
+@pytest.mark.parametrize("case", SECOND)
+def test_a_second_launch_that_activates_has_its_registers_and_the_products_of_one_that_does_not(case):
+    added, gated = ([text for _, text in machine_code()[f"{case} {kind}"]] for kind in ("added", "gated"))
+    for name in ("HGMMA", "HMMA"):  # the same instructions round alike
+        assert sum(text.startswith(name) for text in gated) == 2 * sum(text.startswith(name) for text in added)
+    assert any("MMA" in text for text in gated)
+    assert not any(text.startswith(("STL", "LDL")) for text in gated)

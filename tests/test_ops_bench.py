@@ -3,6 +3,7 @@
 import json
 
 import bench_few
+import bench_gated
 import bench_ops
 import bench_prompts
 import pytest
@@ -62,3 +63,11 @@ def test_linears_that_read_prompts_have_their_table(tmp_path, torch_again):
     assert all(0 < row["apart"] < 4e-3 for row in linears)
     assert bench_prompts.run(tmp_path / "red", bench_prompts.TINY, gate(tmp_path, False)) == 1
     assert not (tmp_path / "red").exists()
+
+
+def test_the_activation_in_the_product_has_its_table(tmp_path, torch_again):
+    assert bench_gated.run(tmp_path / "out", True, gate(tmp_path, True), commit="abc") == 0
+    product, prompt = json.loads((tmp_path / "out/gated.json").read_text())["rows"]
+    assert all(product[way]["p50_us"] > 0 for way in ("product", "folded", "after", "compiled"))
+    assert all(prompt[way]["p50_us"] > 0 for way in ("after", "compiled"))
+    assert bench_gated.run(tmp_path / "red", True, gate(tmp_path, False)) == 1 and not (tmp_path / "red").exists()

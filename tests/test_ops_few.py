@@ -17,8 +17,10 @@ from qerl_kernels import (
     quantize_mxfp4,
     quantize_nvfp4,
     select_backend,
+    silu_of_halves,
     triton_few,
 )
+from torch.nn import functional
 
 pytestmark = pytest.mark.usefixtures(triton_on_poisoned_memory.__name__)
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -187,6 +189,51 @@ def test_rows_of_one_program_without_an_adapter_need_no_second_launch(rows, alon
     assert (actual - expected).float().norm() <= 4e-3 * expected.float().norm()
 
 
+GATED = [  # rows of gate and up; alone, where programs take row blocks alone
+    (1, None, (384, 128), 8, 0),
+    (8, None, (256, 128), 32, 0),
+    (40, None, (256, 128), 8, 0),
+    (64, None, (384, 64), 0, 0),
+    (150, Tile(64, tiles=1), (256, 64), 32, 0),
+    (24, Tile(32, tiles=1, steps=2, programs=1, whole=True), (640, 256), 8, 512),  # gate's all and some of up's
+    (24, Tile(32, tiles=1, steps=2, programs=1, whole=True), (640, 128), 0, 256),  # some of gate's
+    (192, Tile(128, 64, tiles=1, programs=1, whole=True), (512, 64), 8, 512),
+]
+
+
+@pytest.mark.parametrize(("tokens", "tile", "shape", "rank", "alone"), GATED)
+def test_folded_into_the_product_the_activation_has_the_bits_that_it_has_after_it(tokens, tile, shape, rank, alone):
+    starts = (0, shape[0] // 2)
+    weight, bias, a, b = linear(*shape, rank, starts, with_bias=tokens != 40)
+    assert DEVICE == "cuda" or triton_few.plan(tokens, *shape, 2 * rank, 4, tile, True).alone == alone
+    x = tokens_of(tokens, shape[1])
+    actual = triton_few.few_tokens_linear(x, weight, bias, a, b, starts, tile, gated=True)
+    y = triton_few.few_tokens_linear(x, weight, bias, a, b, starts, tile)
+    assert torch.equal(actual, silu_of_halves(y))
+    expected = plain_few_tokens_linear(x, weight, bias, a, b, gated=True)
+    assert (actual - expected).float().norm() <= 8e-3 * expected.float().norm()
+
+
+@pytest.mark.parametrize("starts", [(0,), (128,), (0, 100)])
+def test_gate_or_up_alone_may_have_an_adapter_and_parts_begin_anywhere(starts):
+    weight, bias, a, b = linear(256, 128, 8, starts, with_bias=True)
+    x = tokens_of(5, 128)
+    actual = few_tokens_linear(x, weight, bias, a=a, b=b, starts=starts, gated=True)
+    assert torch.equal(actual, silu_of_halves(few_tokens_linear(x, weight, bias, a=a, b=b, starts=starts)))
+
+
+def test_halves_that_no_program_can_take_together_are_activated_after_the_product():
+    weight, bias, a, b = linear(192, 128, 8, (0, 96), with_bias=True)
+    x = tokens_of(5, 128)
+    actual = few_tokens_linear(x, weight, bias, a=a, b=b, starts=(0, 96), gated=True)
+    assert torch.equal(actual, silu_of_halves(few_tokens_linear(x, weight, bias, a=a, b=b, starts=(0, 96))))
+
+
+def test_a_program_of_two_row_blocks_takes_half_the_tokens():
+    chunks = [triton_few.plan(tokens, 37888, 3584, 64, 132, gated=True).chunk for tokens in (8, 16, 32, 64, 192)]
+    assert chunks == [8, 16, 16, 32, 32]
+
+
 @pytest.mark.parametrize("rank", [8, 16, 32, 64])
 @pytest.mark.parametrize(
     ("rows", "columns", "alone"), [(22016, 2048, 0), (37888, 3584, 132), (27648, 5120, 0), (55296, 5120, 132)]
@@ -232,18 +279,23 @@ def test_compiles_once_for_any_number_of_tokens():
 
     @torch.compile(backend=backend, dynamic=True, fullgraph=True)
     def layer(x):
-        return few_tokens_linear(x * 2, weight, bias, a=a, b=b) + 1
+        y = few_tokens_linear(x * 2, weight, bias, a=a, b=b) + 1
+        return y, few_tokens_linear(x * 2, weight, bias, a=a, b=b, gated=True)
 
     for tokens in (3, 9, 33):
         x = tokens_of(tokens, 128)
-        assert torch.equal(layer(x), few_tokens_linear(x * 2, weight, bias, a=a, b=b) + 1)
+        y, activated = layer(x)
+        assert torch.equal(y, few_tokens_linear(x * 2, weight, bias, a=a, b=b) + 1)
+        assert torch.equal(activated, few_tokens_linear(x * 2, weight, bias, a=a, b=b, gated=True))
     assert len(graphs) == 1
-    arguments = (tokens_of(3, 128), *weight, bias, a, b, [0])
-    torch.library.opcheck(torch.ops.qerl.few_tokens_linear.default, arguments, test_utils="test_faketensor")
+    for gated in (False, True):
+        arguments = (tokens_of(3, 128), *weight, bias, a, b, [0], gated)
+        torch.library.opcheck(torch.ops.qerl.few_tokens_linear.default, arguments, test_utils="test_faketensor")
 
 
 def test_no_tokens_give_none():
     assert few_tokens_linear(tokens_of(0, 64), *linear(64, 64)[:2]).shape == (0, 64)
+    assert few_tokens_linear(tokens_of(0, 64), linear(128, 64)[0], gated=True).shape == (0, 64)
 
 
 def test_other_weights_types_and_backends_take_the_plain_way():
@@ -257,6 +309,8 @@ def test_other_weights_types_and_backends_take_the_plain_way():
     select_backend("torch")
     assert not few_tokens_supported(nv)
     assert torch.equal(few_tokens_linear(x, nv), plain_few_tokens_linear(x, nv, None, None, None))
+    gated = functional.silu(few_tokens_linear(x, nv)[:, :32]) * few_tokens_linear(x, nv)[:, 32:]
+    assert torch.equal(few_tokens_linear(x, nv, gated=True), gated)
 
 
 @pytest.mark.gpu
@@ -282,6 +336,35 @@ def test_a_real_layer_errs_at_most_twice_as_much_as_plain_bfloat16(name):
     tensors = linear(rows, columns, 32, starts, with_bias=name == "qkv")
     for tokens in (1, 8, 16, 33, 64, 128, 192):
         check(tokens_of(tokens, columns), *tensors, starts)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("rank", [32, 0])
+def test_a_real_mlp_is_activated_to_the_bits_of_its_product_and_pytorchs_activation(rank):
+    rows, columns, starts = REAL["gate_up"]
+    weight, bias, a, b = linear(rows, columns, rank, starts)
+    for tokens in (1, 8, 16, 33, 64, 128, 192, 256):
+        x = tokens_of(tokens, columns)
+        gate, up = few_tokens_linear(x, weight, bias, a=a, b=b, starts=starts).chunk(2, dim=-1)
+        for _ in range(REPEATS):
+            actual = few_tokens_linear(x, weight, bias, a=a, b=b, starts=starts, gated=True)
+            assert torch.equal(actual, functional.silu(gate) * up)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("tokens", [8, 64, 192])
+def test_a_product_that_starts_while_an_activation_is_written_waits_for_it(tokens):
+    (rows, columns, starts), x = REAL["gate_up"], tokens_of(tokens, 3584)
+    gate_up, _, a, b = linear(rows, columns, 32, starts)
+    down, _, a2, b2 = linear(*REAL["down"][:2], 32)
+    activated = few_tokens_linear(x, gate_up, a=a, b=b, starts=starts, gated=True)
+    torch.cuda.synchronize()
+    expected = few_tokens_linear(activated, down, a=a2, b=b2)
+    for _ in range(REPEATS):
+        activated = few_tokens_linear(x, gate_up, a=a, b=b, starts=starts, gated=True)
+        assert torch.equal(few_tokens_linear(activated, down, a=a2, b=b2), expected)
 
 
 @pytest.mark.gpu

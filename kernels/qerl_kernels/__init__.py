@@ -3,7 +3,7 @@
 `reference` is the plain truth of every op; `select_backend` chooses what the ops here run on.
 """
 
-from qerl_kernels.activation import silu_product
+from qerl_kernels.activation import silu_of_halves, silu_product
 from qerl_kernels.backend import Backend, select_backend, selected_backend, triton_available
 from qerl_kernels.few import (
     FEW_TOKENS,
@@ -87,6 +87,7 @@ __all__ = [
     "sample_tokens",
     "select_backend",
     "selected_backend",
+    "silu_of_halves",
     "silu_product",
     "triton_available",
     "widened_linear",

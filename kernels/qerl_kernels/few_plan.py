@@ -118,8 +118,20 @@ def best_tile(tokens: int, rows: int, columns: int) -> Tile:
 
 
 @functools.cache
-def plan(tokens: int, rows: int, columns: int, rank: int, processors: int, tile: Tile | None = None) -> Plan:
-    """The cut for a number of tokens, with a tile of one's own or the best known."""
+def plan(
+    tokens: int, rows: int, columns: int, rank: int, processors: int, tile: Tile | None = None, gated: bool = False
+) -> Plan:
+    """The cut for a number of tokens, with a tile of one's own or the best known.
+
+    Args:
+        tokens: Of the product.
+        rows: Output features.
+        columns: Input features.
+        rank: Of the adapters together; 0 without.
+        processors: Of the GPU.
+        tile: One's own.
+        gated: Whether a program of the second launch takes the same rows of both halves, and activates them.
+    """
     tile = tile or best_tile(tokens, rows, columns)
     assert columns % tile.columns == 0, "a tile's steps divide the columns"
     token_blocks = max(1, _ceil(tokens, tile.width))
@@ -132,7 +144,7 @@ def plan(tokens: int, rows: int, columns: int, rank: int, processors: int, tile:
     hidden_parts = _hidden_parts(tile, columns, total // programs, rounds) if rank else 0
     shrinks, short = _ceil(rank, RANKS) * hidden_parts * (tile.width // tile.chunk), 0
     if rounds and shrinks >= programs:
-        return plan(tokens, rows, columns, rank, processors, tile._replace(whole=False))
+        return plan(tokens, rows, columns, rank, processors, tile._replace(whole=False), gated)
     if tile.tokens > 16:  # no more programs than fill the processors
         if tile.programs == 1 and 0 < shrinks < programs:  # where nobody else takes the place of one that is done
             cost = _shrink_cost(_ceil(_ceil(columns, SHRINK_COLUMNS), hidden_parts))
@@ -144,11 +156,18 @@ def plan(tokens: int, rows: int, columns: int, rank: int, processors: int, tile:
     if not rounds:
         programs = max(1, min(programs, left // 4))
     run, longer = divmod(left, programs)
-    chunk = tile.chunk
-    while chunk > 16 and rows // BLOCK * token_blocks * (tile.width // chunk) < 3 * processors // 2:
-        chunk //= 2
+    chunk = _chunk(tile, rows, token_blocks, processors, gated)
     cut = Plan(tile, token_blocks, rounds, shrinks, short, longer, run, shrinks + programs, 0, hidden_parts, chunk)
     return cut._replace(parts=max((cut.sharing(first, steps) for first in range(0, total, steps)), default=1))
+
+
+def _chunk(tile: Tile, rows: int, token_blocks: int, processors: int, gated: bool) -> int:
+    """Tokens of a program of the second launch: half as many where it has two blocks of rows."""
+    blocks = rows // BLOCK // (1 + gated)
+    chunk = max(tile.chunk // 2, min(16, tile.chunk)) if gated else tile.chunk
+    while chunk > 16 and blocks * token_blocks * (tile.width // chunk) < 3 * processors // 2:
+        chunk //= 2
+    return chunk
 
 
 def _hidden_parts(tile: Tile, columns: int, run: int, rounds: int) -> int:

@@ -8,9 +8,11 @@ from torch import Tensor
 from triton.language.extra import libdevice
 
 from qerl_kernels.triton_launch import Direct
+from qerl_kernels.triton_marlin_tile import rounded
 
 BLOCK = 2048
 WARPS = 8
+HALF_BLOCK = 1024
 
 
 @triton.jit
@@ -22,13 +24,30 @@ def _one_plus_exp_minus(x, PRECISE: tl.constexpr):
 
 
 @triton.jit
+def silu_times(gate, up, KIND: tl.constexpr, PRECISE: tl.constexpr):
+    """silu(gate) * up in KIND, the first factor rounded to KIND too."""
+    x = gate.to(tl.float32)
+    activated = rounded(tl.div_rn(x, _one_plus_exp_minus(x, PRECISE)), KIND, PRECISE).to(tl.float32)
+    return rounded(activated * up.to(tl.float32), KIND, PRECISE)
+
+
+@triton.jit
 def _product_kernel(gate, up, out, size, PRECISE: tl.constexpr, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
-    x = tl.load(gate + at, mask=inside, other=0.0).to(tl.float32)
-    activated = tl.div_rn(x, _one_plus_exp_minus(x, PRECISE)).to(out.dtype.element_ty).to(tl.float32)
-    product = activated * tl.load(up + at, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + at, product.to(out.dtype.element_ty), mask=inside)
+    x = tl.load(gate + at, mask=inside, other=0.0)
+    product = silu_times(x, tl.load(up + at, mask=inside, other=0.0), out.dtype.element_ty, PRECISE)
+    tl.store(out + at, product, mask=inside)
+
+
+@triton.jit
+def _silu_halves_kernel(x, out, columns, blocks, PRECISE: tl.constexpr, BLOCK: tl.constexpr):
+    row, at = tl.program_id(0) // blocks, tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    inside = at < columns
+    gate, row = x + row.to(tl.int64) * 2 * columns + at, row.to(tl.int64)
+    up = tl.load(gate + columns, mask=inside, other=0.0)
+    product = silu_times(tl.load(gate, mask=inside, other=0.0), up, out.dtype.element_ty, PRECISE)
+    tl.store(out + row * columns + at, product, mask=inside)
 
 
 @triton.jit
@@ -48,7 +67,7 @@ def _gradient_kernel(grad, gate, up, grad_gate, grad_up, size, PRECISE: tl.const
     tl.store(grad_gate + at, (of_activated * sigmoid * slope).to(kind), mask=inside)
 
 
-_product, _gradient = Direct(_product_kernel), Direct(_gradient_kernel)
+_product, _gradient, _halves = Direct(_product_kernel), Direct(_gradient_kernel), Direct(_silu_halves_kernel)
 
 
 def _launch(kernel: Direct, tensors: tuple[Tensor, ...]) -> None:
@@ -61,6 +80,15 @@ def silu_product(gate: Tensor, up: Tensor) -> Tensor:
     gate, up = gate.contiguous(), up.contiguous()
     out = torch.empty_like(gate)
     _launch(_product, (gate, up, out))
+    return out
+
+
+def silu_of_halves(x: Tensor) -> Tensor:
+    """silu(first half) * second half of each row, [rows, 2 columns] to [rows, columns]."""
+    x, columns = x.contiguous(), x.shape[1] // 2
+    out = x.new_empty((len(x), columns))
+    blocks = triton.cdiv(columns, HALF_BLOCK)
+    _halves(blocks * len(x), 4, (x, out), columns, blocks, PRECISE=x.is_cuda, BLOCK=HALF_BLOCK)
     return out
 
 

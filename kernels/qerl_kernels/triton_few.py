@@ -203,12 +203,12 @@ def _processors(device: int) -> int:
     return 4 if interpreting() else torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def sizes(weight: MarlinTensor, rank: int, up_to: int) -> list[int]:
+def sizes(weight: MarlinTensor, rank: int, up_to: int, gated: bool) -> list[int]:
     """The smallest number of tokens of each plan, up to `up_to`."""
     (k_tiles, words), processors = weight.weight.shape, _processors(weight.weight.get_device())
     plans: dict[Plan, int] = {}
     for tokens in range(1, up_to + 1):
-        plans.setdefault(plan(tokens, words // 2, 16 * k_tiles, rank, processors), tokens)
+        plans.setdefault(plan(tokens, words // 2, 16 * k_tiles, rank, processors, None, gated), tokens)
     return list(plans.values())
 
 
@@ -220,18 +220,21 @@ def few_tokens_linear(
     b: Tensor | None,
     starts: Sequence[int],
     tile: Tile | None = None,
+    gated: bool = False,
 ) -> Tensor:
-    """What `few.few_tokens_linear` gives, for what `few.few_tokens_supported` allows; with a tile of one's own."""
+    """What `few.few_tokens_linear` gives, for what `few.few_tokens_supported` allows; with a tile of one's own.
+
+    If `gated`, each half of the rows divides into BLOCK.
+    """
     (tokens, columns), rows = x.shape, weight.weight.shape[1] // 2
     rank = 0 if a is None else len(a)
-    cut = plan(tokens, rows, columns, rank, _processors(x.get_device()), tile)
+    cut = plan(tokens, rows, columns, rank, _processors(x.get_device()), tile, gated)
     tile, real = cut.tile, not interpreting()
-    launch: dict[str, int] = {"launch_pdl": True} if real else {}
-    y = x.new_empty((tokens, rows))
-    shared = max(0, rows - cut.alone)
-    partial = x.new_empty((cut.token_blocks, cut.parts, shared, tile.width), dtype=torch.float32)
+    y = x.new_empty((tokens, rows)) if cut.rounds or not gated else x  # rows of one program
+    partial = x.new_empty((cut.token_blocks, cut.parts, max(0, rows - cut.alone), tile.width), dtype=torch.float32)
     hidden = x.new_empty((cut.token_blocks, cut.hidden_parts, rank, tile.width), dtype=torch.float32)
     scales = weight.scale.view(torch.int32)
+    options: dict[str, int] = {"launch_pdl": True, "maxnreg": tile.registers} if real else {}
     _partial_kernel[(cut.workers * cut.token_blocks,)](
         x, weight.weight, scales, x if a is None else a, x if bias is None else bias, weight.global_scale, y, partial,
         hidden, tokens, columns, rows, rank, weight.weight.stride(0), scales.stride(0), cut.rounds, cut.workers,
@@ -239,23 +242,32 @@ def few_tokens_linear(
         cut.parts, cut.hidden_parts, cut.token_blocks, TP=tile.tokens, TP2=max(1, tile.more),
         TC=tile.chunk, NT=tile.tiles, KT=tile.steps, SPLIT=tile.warps // tile.tiles, STAGES=tile.stages,
         EVEN=rows % tile.rows == 0, WHOLE=cut.rounds > 0, BIAS=bias is not None, REAL=real, num_warps=tile.warps,
-        **launch, **({"maxnreg": tile.registers} if real else {}),
+        **options,
     )  # fmt: skip
+    out = x.new_empty((tokens, rows // 2)) if gated else y
     if any(start % BLOCK for start in starts):
         starts = (0,)
-    own, blocks = rank // len(starts), (rows if rank else shared) // BLOCK
-    programs = blocks * cut.token_blocks * (tile.width // cut.chunk)
+    own, combined = rank // len(starts), rows // 2 if gated else rows if rank else max(0, rows - cut.alone)
+    programs = combined // BLOCK * cut.token_blocks * (tile.width // cut.chunk)
     if not programs:
-        return y
-    if real:  # told how many it may use, the compiler spends registers on more loads at a time
-        many = programs > 2 * _processors(x.get_device())  # beside few tokens' first launch all fit, and wait there
-        launch["maxnreg"] = 128 if not many else 64 if tile.width > 16 else 32
+        return out
+    if real:
+        options["maxnreg"] = registers(programs, _processors(x.get_device()), tile.width, gated)
     combine_kernel[(programs,)](
-        partial, hidden, x if b is None else b, x if bias is None else bias, weight.global_scale, y, tokens, columns,
-        rows, cut.alone, cut.shrinks, cut.short, cut.longer, cut.run, cut.token_blocks, RANK=own, STARTS=tuple(starts),
-        PADDED=max(16, triton.next_power_of_2(own)), WIDTH=tile.width, TC=cut.chunk, BLOCK=BLOCK, PARTS=cut.parts,
-        HIDDEN_PARTS=cut.hidden_parts, ROWS=tile.rows, COLUMNS=tile.columns, WHOLE=cut.rounds > 0,
-        BIAS=bias is not None, REAL=real,
-        num_warps=8, **launch,
+        partial, hidden, x if b is None else b, x if bias is None else bias, weight.global_scale, y, out, tokens,
+        columns, rows, cut.alone, cut.shrinks, cut.short, cut.longer, cut.run, cut.token_blocks, RANK=own,
+        STARTS=tuple(starts), PADDED=max(16, triton.next_power_of_2(own)), WIDTH=tile.width, TC=cut.chunk, BLOCK=BLOCK,
+        PARTS=cut.parts, HIDDEN_PARTS=cut.hidden_parts, ROWS=tile.rows, COLUMNS=tile.columns, WHOLE=cut.rounds > 0,
+        BIAS=bias is not None, GATED=gated, REAL=real,
+        num_warps=8, **options,
     )  # fmt: skip
-    return y
+    return out
+
+
+def registers(programs: int, processors: int, width: int, gated: bool) -> int:
+    """Of a thread of the second launch: told how many it may use, the compiler spends them on more loads at a time."""
+    if programs <= 2 * processors:
+        return 128
+    if width > 16:
+        return 64
+    return 48 if gated else 32  # beside few tokens' first launch all fit, and wait there: half as many if gated

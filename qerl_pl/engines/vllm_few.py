@@ -15,13 +15,20 @@ from qerl_kernels import (
     MarlinTensor,
     few_tokens_linear,
     few_tokens_supported,
+    silu_of_halves,
     widened_linear,
     widening_pays,
 )
-from torch import Tensor
+from torch import Tensor, nn
 
 from qerl_pl.engines.vllm_adapter import AdaptedMethod, add_products
 from qerl_pl.engines.vllm_marlin import MarlinOrDenseMethod, marlin_tensor, product_by_tokens
+
+GATED = True
+"""Whether activations are computed with the product before them; a benchmark compares with False."""
+MLP_CLASSES = ("LlamaMLP", "MistralMLP", "Qwen2MLP")
+"""Of vLLM's models; Qwen3's is Qwen2's."""
+MLP_PARTS = ("gate_up_proj", "act_fn", "down_proj")
 
 
 @torch.library.custom_op("qerl::adapted_linear", mutates_args=())
@@ -39,11 +46,13 @@ def adapted_linear(
     starts: Sequence[int],
     few_up_to: int,
     dense_above: int,
+    gated: bool,
 ) -> Tensor:
     """x [tokens, K] W^T + bias + (x a^T) b^T -> [tokens, N], by `few_tokens_linear` up to `few_up_to` tokens.
 
     Above, `product_by_tokens` and two plain products, or for many tokens and rows `widened_linear`. An operator, for
-    the choice depends on the number of tokens, which vLLM's compiled graphs leave open.
+    the choice depends on the number of tokens, which vLLM's compiled graphs leave open. If `gated`, silu(first half) *
+    second half of that, [tokens, N/2].
 
     Args:
         x: bfloat16.
@@ -59,37 +68,42 @@ def adapted_linear(
         starts: First row of each part that has an adapter; empty without one.
         few_up_to: Tokens.
         dense_above: Tokens.
+        gated: Whether the rows are an MLP's gate and up projection, and the result is activated.
     """
     if len(x) <= few_up_to:
         held = MarlinTensor(weight, scale, global_scale)
-        return few_tokens_linear(x, held, bias, a=a, b=b, starts=starts or (0,))
+        return few_tokens_linear(x, held, bias, a=a, b=b, starts=starts or (0,), gated=gated)
     if a is not None and b is not None and len(x) > dense_above and widening_pays(a, b):
         held = MarlinTensor(weight, scale, global_scale)
-        return widened_linear(x, MarlinRows(held, alpha=alpha.item()), bias, a, b)
+        y = widened_linear(x, MarlinRows(held, alpha=alpha.item()), bias, a, b)
+        return silu_of_halves(y) if gated else y
     y = product_by_tokens(x, weight, scale, global_scale, workspace, permuted_bias, bias, alpha, dense_above)
-    return y if a is None or b is None else add_products(y, x, a, b)  # no input: the product before made it
+    y = y if a is None or b is None else add_products(y, x, a, b)  # no input: the product before made it
+    return silu_of_halves(y) if gated else y
 
 
 @adapted_linear.register_fake
 def _(x: Tensor, weight: Tensor, *rest: object) -> Tensor:
-    return x.new_empty(x.shape[0], weight.shape[1] // 2)  # len() would fix the number of tokens
+    rows = weight.shape[1] // 2
+    return x.new_empty(x.shape[0], rows // 2 if rest[-1] else rows)  # len() would fix the number of tokens
 
 
 class FewTokensMethod:
-    """Stands in for the `quant_method` of one of vLLM's NVFP4 linears, its adapter included."""
+    """Stands in for the `quant_method` of one of vLLM's NVFP4 linears, with its adapter and, if `gated`, activation."""
 
     def __init__(self, base: Any, starts: Sequence[int], few_up_to: int, dense_above: int) -> None:
         self.base = base
         self.starts = tuple(starts)
         self.few_up_to = few_up_to
         self.dense_above = dense_above
+        self.gated = False
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x [tokens, in] -> [tokens, out]; `bias` is the layer's own, in Marlin's order, or None."""
+        """x [tokens, in] -> [tokens, out], or half of it if `gated`; `bias` is the layer's own, in Marlin's order."""
         weight = (layer.weight, layer.weight_scale, layer.weight_global_scale)
         plain = None if bias is None else layer.qerl_bias
         a, b = (layer.qerl_a, layer.qerl_b) if self.starts else (None, None)
-        numbers = (list(self.starts), self.few_up_to, self.dense_above)
+        numbers = (list(self.starts), self.few_up_to, self.dense_above, self.gated)
         y: Tensor = adapted_linear(x, *weight, layer.workspace, bias, plain, layer.qerl_alpha, a, b, *numbers)
         return y
 
@@ -111,4 +125,27 @@ def attach_few(linear: Any, starts: Sequence[int], few_up_to: int) -> bool:
     base = method.base if isinstance(method, AdaptedMethod) else method
     assert isinstance(base, MarlinOrDenseMethod), "attach_dense comes first"
     linear.quant_method = FewTokensMethod(method, starts, few_up_to, base.dense_above)
+    return True
+
+
+def attach_gated(mlp: Any) -> bool:
+    """Let the gate and up projection of one of vLLM's MLPs activate its own output, before vLLM compiles it.
+
+    Decoding then writes and reads half as much between the MLP's two linears, in a launch less. The activation rounds
+    where the trainer's does: silu(gate) first, which compiled graphs keep in float32.
+
+    Args:
+        mlp: After `attach_few`.
+
+    Returns:
+        Whether it does: not where the MLP is none of a known class that computes down(act(gate_up(x))) and no more.
+    """
+    if type(mlp).__name__ not in MLP_CLASSES or {name for name, _ in mlp.named_children()} != set(MLP_PARTS):
+        return False
+    code, method = getattr(type(mlp).forward, "__code__", None), mlp.gate_up_proj.quant_method
+    plain = code is not None and code.co_names == MLP_PARTS  # all that its forward looks up, in this order
+    if not plain or type(mlp.act_fn).__name__ != "SiluAndMul" or not isinstance(method, FewTokensMethod):
+        return False
+    method.gated = True
+    mlp.act_fn = nn.Identity()
     return True

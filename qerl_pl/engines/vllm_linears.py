@@ -1,15 +1,15 @@
 """What becomes of vLLM's linears at loading: adapter, product of few tokens, product of many."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from qerl_kernels import MarlinRows, few_tokens_sizes, frozen_linear
+from qerl_kernels import MarlinRows, few_tokens_sizes, frozen_linear, silu_of_halves
 
 from qerl_pl.engines import vllm_marlin
 from qerl_pl.engines.vllm_adapter import Slots, attach_adapter
-from qerl_pl.engines.vllm_few import FewTokensMethod, attach_few
+from qerl_pl.engines.vllm_few import FewTokensMethod, attach_few, attach_gated
 from qerl_pl.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -24,14 +24,19 @@ def changes_products(config: Mapping[str, Any]) -> bool:
 
 
 def attach_all(
-    linears: Mapping[str, tuple[Any, Sequence[Part]]], config: Mapping[str, Any], dtype: torch.dtype
+    linears: Mapping[str, tuple[Any, Sequence[Part]]],
+    config: Mapping[str, Any],
+    dtype: torch.dtype,
+    modules: Iterable[Any] = (),
 ) -> Slots:
     """Give vLLM's linears their products and adapters, before vLLM compiles them.
 
     Args:
         linears: By name; each with its parts.
-        config: What `vllm_worker.engine_config` made: adapter, and the numbers of tokens `few_up_to` and `dense_above`.
+        config: What `vllm_worker.engine_config` made: adapter, the numbers of tokens `few_up_to` and `dense_above`, and
+            whether MLPs are `gated`.
         dtype: Of activations.
+        modules: The model's, with its MLPs among them.
 
     Returns:
         What adapters are written into.
@@ -52,11 +57,12 @@ def attach_all(
         if ours and config["few_up_to"] is not None:
             few += [linear] * attach_few(linear, [start for _, start, _ in parts], config["few_up_to"])
     if ours and config["few_up_to"] is not None:
+        gated = sum(attach_gated(module) for module in modules) if config["gated"] else 0
         check_few(few, config["few_up_to"])
         found = (
             f"{len(few)} of {len(linears)} linears take few_up_to: {config['few_up_to']} tokens or fewer at once run"
         )
-        log.info("%s in one product with their adapter (Hopper GPUs only)", found)
+        log.info("%s in one product with their adapter (Hopper GPUs only), %d with an MLP's activation", found, gated)
     return slots
 
 
@@ -77,15 +83,16 @@ def check_few(linears: Sequence[Any], few_up_to: int) -> None:
     for linear in linears:
         method, held = linear.quant_method, vllm_marlin.marlin_tensor(linear)
         assert isinstance(method, FewTokensMethod) and held is not None
-        kind = (held.weight.shape, method.starts, linear.bias is None)
+        kind = (held.weight.shape, method.starts, method.gated, linear.bias is None)
         if kind in done:
             continue
         done.add(kind)
         weight = MarlinRows(held, alpha=linear.qerl_alpha.item())
-        for tokens in few_tokens_sizes(held, len(linear.qerl_a) if method.starts else 0, few_up_to):
+        for tokens in few_tokens_sizes(held, len(linear.qerl_a) if method.starts else 0, few_up_to, method.gated):
             x = torch.randn(tokens, weight.shape[1], generator=torch.Generator().manual_seed(0), device="cpu")
             x = x.to(held.weight.device, torch.bfloat16)
             few, dense = method.apply(linear, x, linear.bias), frozen_linear(x, weight, linear.qerl_bias)
+            dense = silu_of_halves(dense) if method.gated else dense
             apart = ((few - dense).float().norm() / dense.float().norm()).item()
             if not apart <= vllm_marlin.TOLERANCE:
                 raise UserError(

@@ -17,7 +17,7 @@ from qerl_kernels import FrozenWeight
 from torch import Tensor, nn
 
 from qerl_pl.algorithm.noise import NormNoise
-from qerl_pl.engines import vllm_attention, vllm_marlin, vllm_whole
+from qerl_pl.engines import vllm_attention, vllm_few, vllm_marlin, vllm_whole
 from qerl_pl.engines.base import EngineSpec, LentWeights
 from qerl_pl.engines.capacity import held_gib
 from qerl_pl.engines.vllm_adapter import Slots
@@ -99,11 +99,11 @@ def worker_class(device: torch.device, ranks: int = 1) -> str:
 def engine_config(spec: EngineSpec, dense_above: int | None, few_up_to: int | None) -> dict[str, Any]:
     """vLLM's `additional_config`: what the worker must know at loading (see `vllm_linears`).
 
-    It is part of the key of vLLM's cache of compiled graphs, so a graph of other norms, of other products or of another
-    adapter never runs.
+    It is part of the key of vLLM's cache of compiled graphs, so none of other norms, products or adapter ever runs.
     """
     adapter = {"rank": spec.lora_rank, "targets": sorted(spec.lora_targets), "whole": spec.whole}
-    return {CONFIG_KEY: {"norms": "float32", "dense_above": dense_above, "few_up_to": few_up_to, **adapter}}
+    products = {"dense_above": dense_above, "few_up_to": few_up_to, "gated": vllm_few.GATED}
+    return {CONFIG_KEY: {"norms": "float32", **products, **adapter}}
 
 
 class PolicyWorker(Worker):
@@ -132,7 +132,7 @@ class PolicyWorker(Worker):
             return
         config, dtype = self.vllm_config.additional_config[CONFIG_KEY], self.vllm_config.model_config.dtype
         linears = {name: (linear, self._parts(name, linear)) for name, linear in self._linears().items()}
-        self._qerl_slots = attach_all(linears, config, dtype)
+        self._qerl_slots = attach_all(linears, config, dtype, modules.values())
         if config["whole"]:
             vllm_whole.make_writable(modules.values(), dtype)
 
