@@ -156,6 +156,7 @@ def task(args: argparse.Namespace, part: str) -> dict[str, Any]:
     (rollout,) = (one for one in cli.trainer.callbacks if isinstance(one, RolloutCallback))
     rollout.close()
     found: dict[str, Any] = json.loads((args.out / f"formats-task-{part}" / "summary.json").read_text())
+    del found["run_dir"]  # of this machine
     return found | {"kernels": rollout.engine.kernels}
 
 

@@ -40,7 +40,7 @@ def test_from_enough_sequences_on_nothing_is_cut() -> None:
     groups = [[SimpleNamespace(metadata_builders=[one])] for one in (builder, none, other)]
     assert attend_in_one_part(groups, processors=132) == 1
     assert type(none) is Builder and type(other) is Other
-    sequences = [SimpleNamespace(num_reqs=count) for count in (131, 132)]  # 4 * 132 = 528 programs are enough
+    sequences = [SimpleNamespace(num_reqs=count) for count in (49, 50)]  # 1.5 * 132 = 198 programs are enough
     assert [builder.build(0, some) for some in sequences] == [(32, False), (1, False)]
     assert builder.build(0, sequences[1], fast_build=True) == (1, True)
     with pytest.raises(ValueError):

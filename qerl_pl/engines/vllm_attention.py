@@ -9,8 +9,12 @@ from typing import Any
 
 import torch
 
-ENOUGH = 4.0
-"""Programs, one for each sequence and head of keys and values, for each of a GPU's processors: then none is cut."""
+ENOUGH = 1.5
+"""Programs, one for each sequence and head of keys and values, for each of a GPU's processors: then none is cut.
+
+On an H200 in 7B's shape a decode step is 3 % faster uncut at 64 sequences (1.9 of them) and at 192, and 5 % slower at 8
+(0.2).
+"""
 
 
 def attend_in_one_part(groups: Iterable[Iterable[Any]], processors: int) -> int:
