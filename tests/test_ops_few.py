@@ -195,6 +195,7 @@ GATED = [  # rows of gate and up; alone, where programs take row blocks alone
     (40, None, (256, 128), 8, 0),
     (64, None, (384, 64), 0, 0),
     (150, Tile(64, tiles=1), (256, 64), 32, 0),
+    (100, Tile(128, tiles=1, programs=1), (256, 64), 8, 0),  # one block of 128 tokens
     (24, Tile(32, tiles=1, steps=2, programs=1, whole=True), (640, 256), 8, 512),  # gate's all and some of up's
     (24, Tile(32, tiles=1, steps=2, programs=1, whole=True), (640, 128), 0, 256),  # some of gate's
     (192, Tile(128, 64, tiles=1, programs=1, whole=True), (512, 64), 8, 512),
@@ -230,8 +231,9 @@ def test_halves_that_no_program_can_take_together_are_activated_after_the_produc
 
 
 def test_a_program_of_two_row_blocks_takes_half_the_tokens():
-    chunks = [triton_few.plan(tokens, 37888, 3584, 64, 132, gated=True).chunk for tokens in (8, 16, 32, 64, 192)]
-    assert chunks == [8, 16, 16, 32, 32]
+    tokens = (8, 16, 32, 64, 100, 192, 256)
+    chunks = [triton_few.plan(count, 37888, 3584, 64, 132, gated=True).chunk for count in tokens]
+    assert chunks == [8, 16, 16, 32, 64, 32, 32]
 
 
 @pytest.mark.parametrize("rank", [8, 16, 32, 64])
