@@ -1,0 +1,106 @@
+"""What a base format costs a pretrained policy before it learns anything: nats a token of given solutions.
+
+    python -m benchmarks.study.format_cost MODEL --data FOLDER --out results    # FOLDER has test.jsonl of GSM8K's kind
+
+The policy, asked as `qerl fit` asks, reads the solutions of the first so many rows; its negative log-probability of
+their tokens is averaged, in float32 apart from the base. Differences are paired by row, with a 95 % interval over rows.
+"""
+
+import argparse
+import math
+import statistics
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoTokenizer
+
+from benchmarks import report
+from qerl_pl.datamodules.rows import read_table
+from qerl_pl.formats.quantize import quantize_checkpoint
+from qerl_pl.modules import LoraConfig, Policy, PolicyConfig
+from qerl_pl.prompting import render_prompts
+
+WAYS: dict[str, tuple[str, dict[str, Any]]] = {
+    "none": ("16 bits", {}),
+    "nvfp4": ("NVFP4", {}),
+    "nvfp4_search": ("NVFP4, searched scales", {"scales": "search"}),
+    "mxfp4": ("MXFP4", {}),
+    "nf4": ("NF4", {}),
+}
+
+
+def solutions(base: Path, data: Path, count: int) -> list[tuple[list[int], int]]:
+    """Tokens of each row's prompt and solution, and how many of them are the prompt's."""
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    rows = read_table(str(data), "test", ("question", "answer"))[:count]
+    prompts = render_prompts(tokenizer, [str(row["question"]) for row in rows])
+    answers = [str(row["answer"]).replace("####", "The answer is") for row in rows]
+    ends = [tokenizer(answer, add_special_tokens=False)["input_ids"] for answer in answers]
+    return [(list(prompt) + end, len(prompt)) for prompt, end in zip(prompts, ends, strict=True)]
+
+
+@torch.no_grad()
+def nats(policy: Policy, rows: Sequence[tuple[list[int], int]], at_once: int = 8) -> list[float]:
+    """Mean negative log-probability of each row's solution."""
+    device, found = next(policy.parameters()).device, list[float]()
+    for first in range(0, len(rows), at_once):
+        part = rows[first : first + at_once]
+        longest = max(len(ids) for ids, _ in part)
+        tokens = torch.tensor([ids + [0] * (longest - len(ids)) for ids, _ in part], device=device)
+        lengths = torch.tensor([len(ids) for ids, _ in part], device=device)
+        places = torch.arange(longest, device=device)
+        starts = torch.tensor([start for _, start in part], device=device)
+        mask = (places >= starts[:, None]) & (places < lengths[:, None])
+        logprobs: Tensor = policy.token_logprobs(tokens, lengths, mask, 1.0)[0]
+        found += (-(logprobs * mask).sum(1) / mask.sum(1)).tolist()
+    return found
+
+
+def measure(args: argparse.Namespace) -> dict[str, list[float]]:
+    """Of every way, each row's number."""
+    rows, found = solutions(args.model, args.data, args.rows), {}
+    for way in args.ways:
+        kind = way.partition("_")[0]
+        with tempfile.TemporaryDirectory() as scratch:
+            base = args.model
+            if kind != "none":
+                base = Path(scratch) / way
+                quantize_checkpoint(args.model, base, kind, device=args.device, **WAYS[way][1])
+            lora = LoraConfig(rank=1, alpha=1.0)
+            config = PolicyConfig(path=str(base), quantization=kind, lora=lora, dtype="float32")
+            found[way] = nats(Policy(base, config, torch.device(args.device), seed=0).eval(), rows)
+    return found
+
+
+def tables(found: dict[str, list[float]]) -> str:
+    """As Markdown."""
+    lines = []
+    for way, values in found.items():
+        cells = [WAYS[way][0], f"{statistics.fmean(values):.3f}"]
+        if way != "none" and "none" in found:
+            more = [value - least for value, least in zip(values, found["none"], strict=True)]
+            half = 1.96 * statistics.stdev(more) / math.sqrt(len(more))
+            cells.append(f"{statistics.fmean(more):.3f} ± {half:.3f}")
+        lines.append([*cells, "–"][:3])
+    return report.markdown(["base", "nats a token", "over 16 bits"], lines)
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path, help="folder of a 16-bit model with a chat template")
+    parser.add_argument("--data", type=Path, required=True, help="folder with test.jsonl")
+    parser.add_argument("--rows", type=int, default=128)
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args(words)
+    found = measure(args)
+    report.write(args.out, "format_cost", tables(found), {"rows": args.rows, "nats": found})
+
+
+if __name__ == "__main__":
+    main()
