@@ -6,7 +6,6 @@ launches as in an engine; the time of those alone is taken off. Writes DIR/few_t
 `--tiny` runs the same code on small shapes, on a CPU in Triton's interpreter: its numbers mean nothing.
 """
 
-import argparse
 import functools
 import json
 import math
@@ -19,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 from bench_ops import vllm_marlin
-from bench_report import Row, copy_time, correct, environment, micro, replayed, table
+from bench_report import Row, copy_time, correct, environment, micro, parser, replayed, table
 
 GATE = ("tests/test_ops_few.py",)
 NVFP4_BYTES = 0.5625
@@ -80,6 +79,13 @@ def random_linear(rows: int, columns: int, starts: tuple[int, ...], sizes: Sizes
     return Linear(weight, a, b, starts)
 
 
+def rotating_linears(layer: tuple[int, int, tuple[int, ...]], sizes: Sizes) -> list[Linear]:
+    """So many random linears of these rows, columns and first rows of parts that each finds the caches cold."""
+    rows, columns, starts = layer
+    count = max(2, math.ceil(sizes.cold_bytes / (NVFP4_BYTES * rows * columns)))
+    return [random_linear(rows, columns, starts, sizes) for _ in range(count)]
+
+
 def ours(linear: Linear, x: torch.Tensor) -> torch.Tensor:
     from qerl_kernels import few_tokens_linear
 
@@ -128,9 +134,7 @@ def variants(sizes: Sizes) -> dict[str, Apply]:
 def bench_linears(sizes: Sizes, bandwidth: float, found: dict[str, Apply]) -> Iterator[Row]:
     for name, (rows, columns, starts) in sizes.layers.items():
         count = NVFP4_BYTES * rows * columns
-        copies = [
-            random_linear(rows, columns, starts, sizes) for _ in range(max(2, math.ceil(sizes.cold_bytes / count)))
-        ]
+        copies = rotating_linears((rows, columns, starts), sizes)
         for tokens in sizes.tokens:
             x = torch.randn(tokens, columns, device=sizes.device).bfloat16()
             row: Row = {"layer": f"{name} {rows}x{columns}", "tokens": tokens, "floor_us": count / bandwidth * 1e6}
@@ -243,11 +247,7 @@ COLUMNS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="folder for few_tokens.md and few_tokens.json")
-    parser.add_argument("--commit", help="its hash is recorded beside the numbers; by default git's HEAD")
-    parser.add_argument("--tiny", action="store_true", help="small shapes on the CPU, to try the script")
-    options = parser.parse_args(arguments)
+    options = parser(__doc__, "few_tokens").parse_args(arguments)
     os.environ["TRITON_INTERPRET"] = "1" if options.tiny else "0"
     return run(options.out, TINY if options.tiny else Sizes(), commit=options.commit)
 

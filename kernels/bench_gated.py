@@ -5,10 +5,8 @@ weights, as in `bench_few.py`, with an adapter of rank 32 on both parts. A last 
 alone. `--out DIR` writes gated.md and gated.json there; `--tiny` tries the script on the CPU.
 """
 
-import argparse
 import functools
 import json
-import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_few import NVFP4_BYTES, TINY, Linear, Sizes, between, ours, random_linear
-from bench_report import Row, correct, environment, micro, replayed, table
+from bench_few import TINY, Linear, Sizes, between, ours, rotating_linears
+from bench_report import Row, correct, environment, micro, parser, replayed, table
 
 GATE = ("tests/test_ops_few.py", "tests/test_ops_activation.py")
 COLUMNS = {
@@ -61,8 +59,7 @@ def bench(sizes: Sizes, tokens: Sequence[int], prompt: int) -> Iterator[Row]:
     ways = {"product": ours, "folded": folded}
     ways |= {name: functools.partial(after, activate) for name, activate in activations.items()}
     rows, columns, starts = sizes.layers["gate_up"]
-    count = max(2, math.ceil(sizes.cold_bytes / (NVFP4_BYTES * rows * columns)))
-    linears = [random_linear(rows, columns, starts, sizes) for _ in range(count)]
+    linears = rotating_linears((rows, columns, starts), sizes)
     for some in tokens:
         x = torch.randn(some, columns, device=sizes.device).bfloat16()
         row: Row = {"work": f"gate_up {rows}x{columns}", "tokens": some}
@@ -92,12 +89,9 @@ def run(out: Path | None, tiny: bool, gate: tuple[str, ...] = GATE, commit: str 
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="folder for gated.md and gated.json")
-    parser.add_argument("--commit", help="its hash is recorded beside the numbers; by default git's HEAD")
-    parser.add_argument("--no-tests", action="store_true")
-    parser.add_argument("--tiny", action="store_true", help="small shapes on the CPU, to try the script")
-    options = parser.parse_args()
+    made = parser(__doc__, "gated", out_required=False)
+    made.add_argument("--no-tests", action="store_true")
+    options = made.parse_args()
     os.environ["TRITON_INTERPRET"] = "1" if options.tiny else "0"
     return run(options.out, options.tiny, () if options.no_tests else GATE, options.commit)
 

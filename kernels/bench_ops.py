@@ -4,7 +4,6 @@ The correctness tests run first, on the same machine; if one fails, nothing is t
 DIR/ops.json. `--tiny` runs the same code on small shapes, on a CPU in Triton's interpreter: its numbers mean nothing.
 """
 
-import argparse
 import functools
 import gc
 import importlib.util
@@ -31,6 +30,7 @@ from bench_report import (
     environment,
     extra_memory,
     micro,
+    parser,
     replayed,
     table,
     timed,
@@ -284,12 +284,9 @@ def run(
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="folder for ops.md and ops.json")
-    parser.add_argument("--commit", help="its hash is recorded beside the numbers; by default git's HEAD")
-    parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=SECTIONS, help="by default all")
-    parser.add_argument("--tiny", action="store_true", help="small shapes on the CPU, to try the script")
-    arguments = parser.parse_args()
+    made = parser(__doc__, "ops")
+    made.add_argument("--sections", nargs="+", choices=SECTIONS, default=SECTIONS, help="by default all")
+    arguments = made.parse_args()
     os.environ["TRITON_INTERPRET"] = "1" if arguments.tiny else "0"
     sizes = TINY if arguments.tiny else Sizes()
     return run(arguments.out, sizes, commit=arguments.commit, sections=tuple(arguments.sections))

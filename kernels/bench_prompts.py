@@ -6,10 +6,8 @@ calls are in a CUDA graph and find the caches cold, for the weights rotate. Writ
 `--tiny` runs the same code on small shapes, on a CPU in Triton's interpreter: its numbers mean nothing.
 """
 
-import argparse
 import functools
 import json
-import math
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -18,8 +16,8 @@ from pathlib import Path
 
 import bench_few
 import torch
-from bench_few import NVFP4_BYTES, Linear, Sizes
-from bench_report import Row, correct, environment, extra_memory, micro, replayed, table
+from bench_few import Linear, Sizes, rotating_linears
+from bench_report import Row, correct, environment, extra_memory, micro, parser, replayed, table
 
 GATE = ("tests/test_ops_triton.py",)
 SIZES = replace(Sizes(), tokens=(1024, 2048, 8192))
@@ -55,8 +53,7 @@ def bench_linears(sizes: Sizes) -> Iterator[Row]:
     from qerl_kernels import widening_pays
 
     for name, (rows, columns, starts) in sizes.layers.items():
-        count = max(2, math.ceil(sizes.cold_bytes / (NVFP4_BYTES * rows * columns)))
-        copies = [as_rows(bench_few.random_linear(rows, columns, starts, sizes)) for _ in range(count)]
+        copies = [as_rows(linear) for linear in rotating_linears((rows, columns, starts), sizes)]
         for tokens in sizes.tokens:
             x = torch.randn(tokens, columns, device=sizes.device).bfloat16()
             engine = "one product" if widening_pays(copies[0].a, copies[0].b) else "added"
@@ -109,11 +106,7 @@ COLUMNS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="folder for prompts.md and prompts.json")
-    parser.add_argument("--commit", help="its hash is recorded beside the numbers; by default git's HEAD")
-    parser.add_argument("--tiny", action="store_true", help="small shapes on the CPU, to try the script")
-    options = parser.parse_args(arguments)
+    options = parser(__doc__, "prompts").parse_args(arguments)
     os.environ["TRITON_INTERPRET"] = "1" if options.tiny else "0"
     return run(options.out, TINY if options.tiny else SIZES, commit=options.commit)
 

@@ -1,5 +1,6 @@
 """What the benchmarks of the ops share: timing, memory, and Markdown."""
 
+import argparse
 import importlib.util
 import platform
 import subprocess
@@ -18,6 +19,15 @@ REPLAYED = 16
 
 Times = tuple[float, float, float]
 Row = dict[str, Any]
+
+
+def parser(description: str | None, stem: str, out_required: bool = True) -> argparse.ArgumentParser:
+    """Of a benchmark that writes STEM.md and STEM.json."""
+    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--out", type=Path, required=out_required, help=f"folder for {stem}.md and {stem}.json")
+    made.add_argument("--commit", help="its hash is recorded beside the numbers; by default git's HEAD")
+    made.add_argument("--tiny", action="store_true", help="small shapes on the CPU, to try the script")
+    return made
 
 
 def correct(gate: tuple[str, ...]) -> bool:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_few import GATE, NVFP4_BYTES, Linear, Sizes, Theirs, random_linear
+from bench_few import GATE, Linear, Sizes, Theirs, random_linear, rotating_linears
 from bench_ops import vllm_marlin
 from bench_report import Row, correct, environment, replayed, table
 from triton.compiler.errors import CompilationError
@@ -149,11 +149,8 @@ def bench(shape: str, tokens: list[int], sizes: Sizes, out: Path, results: list[
     layers = layers_of(shape) if sizes.device == "cuda" else sizes.layers
     wrong = checked(layers, tokens, sizes, 14 if sizes.device == "cuda" else 1)
     sys.stdout.write(f"{shape}: compiled and compared in {time.perf_counter() - begin:.0f} s; wrong: {wrong}\n")
-    rotating, others = {}, {}
-    for linear, layer in layers.items():
-        size = NVFP4_BYTES * layer[0] * layer[1]
-        rotating[linear] = [random_linear(*layer, sizes) for _ in range(max(2, math.ceil(sizes.cold_bytes / size)))]
-        others[linear] = references(layer, sizes)
+    rotating = {linear: rotating_linears(layer, sizes) for linear, layer in layers.items()}
+    others = {linear: references(layer, sizes) for linear, layer in layers.items()}
     for count, (linear, layer) in itertools.product(tokens, layers.items()):
         if time.perf_counter() - begin > seconds:
             sys.stdout.write("out of time\n")
