@@ -84,12 +84,13 @@ class Ranks:
 
 def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
     """Neighbours that fit `BUCKET` together."""
-    bucket: list[Tensor] = []
+    bucket, held = list[Tensor](), 0
     for tensor in tensors:
-        if bucket and sum(one.nbytes for one in bucket) + tensor.nbytes > BUCKET:
+        if bucket and held + tensor.nbytes > BUCKET:
             yield bucket
-            bucket = []
+            bucket, held = [], 0
         bucket.append(tensor)
+        held += tensor.nbytes
     if bucket:
         yield bucket
 
