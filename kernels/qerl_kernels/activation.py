@@ -31,6 +31,11 @@ def silu_of_halves(x: Tensor) -> Tensor:
         from qerl_kernels import triton_activation
 
         return triton_activation.silu_of_halves(x)
+    return plain_silu_of_halves(x)
+
+
+def plain_silu_of_halves(x: Tensor) -> Tensor:
+    """As `silu_of_halves`, in plain PyTorch."""
     gate, up = x.chunk(2, dim=-1)
     return functional.silu(gate) * up
 

@@ -9,10 +9,9 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from qerl_kernels import ops
-from qerl_kernels.activation import silu_of_halves
+from qerl_kernels.activation import plain_silu_of_halves, silu_of_halves
 from qerl_kernels.backend import interpreting, runs_triton
 from qerl_kernels.few_plan import BLOCK
 from qerl_kernels.marlin import MarlinTensor, marlin_alpha
@@ -95,10 +94,7 @@ def plain_few_tokens_linear(
     else:
         y = torch.addmm(bias.to(x.dtype), x, dense.t(), alpha=alpha)
     y = y if a is None or b is None else y.addmm_(x @ a.t(), b.t())
-    if not gated:
-        return y
-    gate, up = y.chunk(2, dim=-1)
-    return functional.silu(gate) * up
+    return plain_silu_of_halves(y) if gated else y
 
 
 @functools.cache

@@ -70,15 +70,15 @@ def adapted_linear(
         dense_above: Tokens.
         gated: Whether the rows are an MLP's gate and up projection, and the result is activated.
     """
+    held = MarlinTensor(weight, scale, global_scale)
     if len(x) <= few_up_to:
-        held = MarlinTensor(weight, scale, global_scale)
         return few_tokens_linear(x, held, bias, a=a, b=b, starts=starts or (0,), gated=gated)
     if a is not None and b is not None and len(x) > dense_above and widening_pays(a, b):
-        held = MarlinTensor(weight, scale, global_scale)
         y = widened_linear(x, MarlinRows(held, alpha=alpha.item()), bias, a, b)
-        return silu_of_halves(y) if gated else y
-    y = product_by_tokens(x, weight, scale, global_scale, workspace, permuted_bias, bias, alpha, dense_above)
-    y = y if a is None or b is None else add_products(y, x, a, b)  # no input: the product before made it
+    else:
+        y = product_by_tokens(x, *held, workspace, permuted_bias, bias, alpha, dense_above)
+        if a is not None and b is not None:
+            add_products(y, x, a, b)  # in place, for y is no input: the product before made it
     return silu_of_halves(y) if gated else y
 
 
