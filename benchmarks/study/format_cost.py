@@ -23,6 +23,8 @@ from qerl_pl.datamodules.rows import read_table
 from qerl_pl.formats.quantize import quantize_checkpoint
 from qerl_pl.modules import LoraConfig, Policy, PolicyConfig
 from qerl_pl.prompting import render_prompts
+from qerl_pl.rollout.experience import pad_completions
+from qerl_pl.types import Completion, Prompt
 
 WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "none": ("16 bits", {}),
@@ -49,12 +51,9 @@ def nats(policy: Policy, rows: Sequence[tuple[list[int], int]], at_once: int = 8
     device, found = next(policy.parameters()).device, list[float]()
     for first in range(0, len(rows), at_once):
         part = rows[first : first + at_once]
-        longest = max(len(ids) for ids, _ in part)
-        tokens = torch.tensor([ids + [0] * (longest - len(ids)) for ids, _ in part], device=device)
-        lengths = torch.tensor([len(ids) for ids, _ in part], device=device)
-        places = torch.arange(longest, device=device)
-        starts = torch.tensor([start for _, start in part], device=device)
-        mask = (places >= starts[:, None]) & (places < lengths[:, None])
+        prompts = [Prompt("", tuple(ids[:start]), "", "") for ids, start in part]
+        given = [[Completion(tuple(ids[start:]), (0.0,) * (len(ids) - start), "stop")] for ids, start in part]
+        tokens, lengths, mask, _ = (tensor.to(device) for tensor in pad_completions(prompts, given, 0))
         logprobs: Tensor = policy.token_logprobs(tokens, lengths, mask, 1.0)[0]
         found += (-(logprobs * mask).sum(1) / mask.sum(1)).tolist()
     return found

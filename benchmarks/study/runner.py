@@ -227,11 +227,15 @@ class Runner:
                 one.process.terminate()
 
 
+def _told(path: Path) -> dict[str, Any]:
+    """What a JSON file says; nothing where there is none."""
+    found: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
+    return found
+
+
 def _digest(folder: Path) -> str | None:
     """Of the policy that `warm_up` wrote there."""
-    told = folder / "warm_up.json"
-    found: str | None = json.loads(told.read_text()).get("digest") if told.is_file() else None
-    return found
+    return _told(folder / "warm_up.json").get("digest")
 
 
 def _has_ended(folder: Path) -> bool:
@@ -241,9 +245,7 @@ def _has_ended(folder: Path) -> bool:
 
 
 def _notes(folder: Path) -> dict[str, Any]:
-    path = folder / NOTES
-    found: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
-    return found
+    return _told(folder / NOTES)
 
 
 def _note(folder: Path, run: Run, seconds: float) -> None:
