@@ -14,7 +14,7 @@ from qerl_kernels import FEW_TOKENS, select_backend
 from qerl_pl.engines import vllm_marlin, vllm_worker
 from qerl_pl.engines.base import EngineSpec, LentWeights, check_adapter, check_requests, regroup
 from qerl_pl.engines.capacity import GIB, check_length, files_gib, kv_bytes_per_token, kv_cache_size
-from qerl_pl.engines.vllm_process import process_state_kept, release_memory
+from qerl_pl.engines.vllm_process import process_state_kept, refusal, release_memory
 from qerl_pl.engines.vllm_requests import completion_of, request_params
 from qerl_pl.errors import UserError, require_at_least
 from qerl_pl.formats.architecture import linear_shapes
@@ -183,8 +183,7 @@ class VLLMEngine:
         except (ValueError, RuntimeError, AssertionError, ImportError, VLLMValidationError) as error:
             if isinstance(error, UserError):
                 raise
-            reason = " ".join(str(error).split())
-            raise UserError(f"vLLM refuses the engine's settings: {reason or type(error).__name__}") from error
+            raise refusal(error) from error
 
     def _check_start(self, backend: str | None) -> None:
         import vllm

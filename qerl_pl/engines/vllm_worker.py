@@ -35,7 +35,7 @@ else:
 FIRST_VERSION, LAST_VERSION = (0, 25), (0, 33)
 CONFIG_KEY = "qerl"
 _WORKERS = {"GPUPolicyWorker": ("gpu_worker", "Worker"), "CPUPolicyWorker": ("cpu_worker", "CPUWorker")}
-_NEEDED = ("_maybe_get_memory_pool_context", "model_runner.kv_caches")
+_NEEDED = ("_maybe_get_memory_pool_context", "model_runner.kv_caches", "distributed_init_method")
 _NEEDED_OF_LINEARS = (
     "quant_method.apply",
     "input_size_per_partition",
@@ -114,6 +114,17 @@ class PolicyWorker(Worker):
 
     model_runner: Any
     vllm_config: Any
+    distributed_init_method: str
+
+    def init_device(self) -> None:
+        """As vLLM, but the system chooses the port in the moment in which the process group of one listens there.
+
+        vLLM 0.25 finds a free port, lets it go, and listens there later: by then another run may have it.
+        """
+        address, _, port = (look_up(self, "distributed_init_method") or "").rpartition(":")
+        if address.startswith("tcp:") and port.isdecimal():
+            self.distributed_init_method = f"{address}:0"
+        super().init_device()
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         """Load the model, add the adapter, widen the noisy norms: before compilation and CUDA graphs see them."""
