@@ -1,16 +1,22 @@
 """Free TCP ports: many runs start on a machine at once, and what one has looked up another may take."""
 
+import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.pytorch.accelerators import CPUAccelerator
 from torch import distributed
 
 from qerl_pl.engines import EngineSpec, VLLMEngine, vllm_worker
 from qerl_pl.errors import UserError
+from qerl_pl.run.strategy import RanksLauncher, RanksStrategy
 from qerl_pl.types import RolloutRequest, SamplingConfig
+
+LAUNCHERS = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "RANK", "WORLD_SIZE")
 
 
 @pytest.fixture
@@ -20,6 +26,18 @@ def taken() -> Iterator[int]:
         other.bind(("", 0))
         other.listen()
         yield other.getsockname()[1]
+
+
+@pytest.fixture
+def first_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A process that nobody has launched yet, and whose variables are as before afterwards."""
+    for name in LAUNCHERS:
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    assert not distributed.is_initialized()
+    yield
+    if distributed.is_initialized():
+        distributed.destroy_process_group()
 
 
 def launch(base: Path, monkeypatch: pytest.MonkeyPatch, method: str) -> VLLMEngine:
@@ -53,3 +71,39 @@ def test_a_machine_without_a_port_is_no_matter_of_the_engines_settings(
         UserError, match=f"a free TCP port of this machine; found none .*{taken}.*EADDRINUSE.*: see what"
     ):
         launch(tiny_policy_dir, monkeypatch, f"tcp://127.0.0.1:{taken}?use_libuv=1")  # not read as a port: left alone
+
+
+@pytest.mark.usefixtures("first_process")
+def test_nobody_takes_the_port_where_ranks_will_meet() -> None:
+    def meet() -> int:
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(("", int(os.environ["MASTER_PORT"])))
+        distributed.init_process_group("gloo", rank=0, world_size=1)
+        distributed.barrier()
+        return distributed.get_world_size()
+
+    assert RanksLauncher(LightningEnvironment(), num_processes=1, num_nodes=1).launch(meet) == 1
+
+
+@pytest.mark.usefixtures("first_process")
+def test_a_port_of_the_users_that_is_taken_is_told_before_any_process_starts(
+    taken: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MASTER_PORT", str(taken))
+    launcher = RanksLauncher(LightningEnvironment(), num_processes=2, num_nodes=1)
+    with pytest.raises(UserError, match=f"a free port .* port {taken} is taken: set MASTER_PORT"):
+        launcher.launch(lambda: None)
+    assert not launcher.procs
+
+
+@pytest.mark.usefixtures("first_process")
+def test_a_taken_port_is_told_where_others_have_started_the_processes(
+    taken: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MASTER_PORT", str(taken))
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    strategy = RanksStrategy()
+    strategy.accelerator, strategy.cluster_environment = CPUAccelerator(), LightningEnvironment()
+    strategy.parallel_devices = [torch.device("cpu")]
+    with pytest.raises(UserError, match=f"port {taken} is taken"):
+        strategy.setup_environment()

@@ -6,7 +6,8 @@ broadcast every parameter at the start, lent 4-bit weights included, and wait fo
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -14,7 +15,9 @@ import lightning.pytorch as pl
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from torch import distributed, nn
+from torch.distributed import DistNetworkError, TCPStore  # type: ignore[attr-defined]
 
+from qerl_pl.errors import UserError
 from qerl_pl.run.ranks import ALONE, Ranks
 from qerl_pl.run.watch import Watch
 
@@ -37,7 +40,8 @@ class RanksStrategy(DDPStrategy):
 
     def setup_environment(self) -> None:
         """Find the other processes, and begin to watch them."""
-        super().setup_environment()
+        with _taken_port_told():
+            super().setup_environment()
         if self.ranks is ALONE:
             # What an engine of each rank reads; Lightning's launcher sets all but this.
             os.environ["RANK"] = str(self.global_rank)
@@ -85,8 +89,40 @@ class RanksLauncher(_SubprocessScriptLauncher):
         """Start the other processes of this machine where nobody else has, then call the function."""
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         if not self.cluster_environment.creates_processes_externally:
+            if self.cluster_environment.node_rank() == 0:
+                self._hold_port()
             self._call_children_scripts()
         return function(*args, **kwargs)
+
+    def _hold_port(self) -> None:
+        """Listen where the ranks will meet before they start; the store of the process group shares this server.
+
+        Lightning finds a free port, lets it go, and listens there later: by then another run may have it.
+        """
+        with _taken_port_told():
+            self._meeting = TCPStore(
+                self.cluster_environment.main_address,
+                int(os.environ.get("MASTER_PORT", 0)),  # 0: the system chooses
+                is_master=True,
+                wait_for_workers=False,
+                multi_tenant=True,
+            )
+        os.environ["MASTER_PORT"] = str(self._meeting.port)
+
+
+@contextmanager
+def _taken_port_told() -> Iterator[None]:
+    """Tell a user, instead of PyTorch, that another process has the port where rank 0 is to listen."""
+    try:
+        yield
+    except DistNetworkError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        found = f"port {os.environ['MASTER_PORT']} is" if "MASTER_PORT" in os.environ else "all are"
+        raise UserError(
+            f"rank 0 needs a free port on its machine, where the ranks meet; {found} taken: set MASTER_PORT to a free "
+            "one, the same for all ranks"
+        ) from error
 
 
 def ranks_of(trainer: "pl.Trainer") -> Ranks:
