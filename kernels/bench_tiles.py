@@ -36,25 +36,34 @@ HIDDEN = {
 }
 REPEATS = 100
 """Of a product whose bits are compared, while other processes crowd the GPU."""
+WIDE = {"tokens": 128, "more": 64, "steps": 2}
+TWO, ONE, COPIED = {"tiles": 2}, {"warps": 8, "programs": 1}, {"copied": True}
 TILES: dict[str, dict[str, Any]] = {
     "8": {"tokens": 8},
     "16": {"tokens": 16},
     "32": {"tokens": 32},
-    "32, 4 of 128 rows": {"tokens": 32, "tiles": 2, "programs": 4},
+    "32, copied": {"tokens": 32, **COPIED},
     "64": {"tokens": 64},
-    "64, 3 of 128 rows": {"tokens": 64, "tiles": 2, "programs": 3},
-    "64, 3 of 128 rows, 128 columns": {"tokens": 64, "tiles": 2, "steps": 8, "stages": 3, "programs": 3},
-    "96, 2 of 128 rows": {"tokens": 64, "more": 32, "tiles": 2, "programs": 2},
-    "128": {"tokens": 128, "warps": 8, "programs": 1},
-    "128, 16 warps": {"tokens": 128, "warps": 16, "programs": 1},
-    "128, 2 of 128 rows": {"tokens": 128, "tiles": 2, "programs": 2},
-    "128, alone": {"tokens": 128, "warps": 8, "programs": 1, "whole": True},
-    "192": {"tokens": 128, "more": 64, "steps": 2, "warps": 8, "programs": 1},
-    "192, alone": {"tokens": 128, "more": 64, "steps": 2, "warps": 8, "programs": 1, "whole": True},
-    "192, 64 columns": {"tokens": 128, "more": 64, "stages": 3, "warps": 8, "programs": 1},
-    "192, 64 columns, alone": {"tokens": 128, "more": 64, "stages": 3, "warps": 8, "programs": 1, "whole": True},
+    "64, 3 of 128 rows": {"tokens": 64, **TWO, "programs": 3},
+    "64, 3 of 128 rows, copied": {"tokens": 64, **TWO, "programs": 3, **COPIED},
+    "64, 3 of 128 rows, 128 columns, copied": {"tokens": 64, **TWO, "steps": 8, "stages": 3, "programs": 3, **COPIED},
+    "96, 2 of 128 rows, copied": {"tokens": 64, "more": 32, **TWO, **COPIED},
+    "96, 3 of 128 rows, copied": {"tokens": 64, "more": 32, **TWO, "programs": 3, **COPIED},
+    "128": {"tokens": 128, **ONE},
+    "128, 2 of 128 rows": {"tokens": 128, **TWO},
+    "128, 2 of 128 rows, copied": {"tokens": 128, **TWO, **COPIED},
+    "128, 2 of 128 rows, copied, alone": {"tokens": 128, **TWO, **COPIED, "whole": True},
+    "192": {**WIDE, **ONE},
+    "192, alone": {**WIDE, **ONE, "whole": True},
+    "192, copied, alone": {**WIDE, **ONE, **COPIED, "whole": True},
+    "192, 2 of 128 rows, alone": {**WIDE, **TWO, "whole": True},
+    "192, 2 of 128 rows, copied": {**WIDE, **TWO, **COPIED},
+    "192, 2 of 128 rows, copied, alone": {**WIDE, **TWO, **COPIED, "whole": True},
 }
-"""`alone`: programs first take row blocks of their own, where there are enough; elsewhere as the one before."""
+"""`alone`: programs first take row blocks of their own, where there are enough; elsewhere as the one before.
+
+`copied`: the GPU's copying unit brings the tokens.
+"""
 
 
 def layers_of(shape: str) -> dict[str, Shape]:

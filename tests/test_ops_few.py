@@ -36,6 +36,8 @@ TILES = [
     Tile(128, tiles=4, steps=2, warps=8, stages=6, programs=1),
     Tile(128, 64, tiles=4, steps=2, warps=8, programs=1),
     Tile(128, 128, tiles=2, warps=8, programs=1),
+    Tile(64, tiles=2, programs=3, copied=True),
+    Tile(128, 64, tiles=2, steps=2, copied=True),
 ]
 CASES = [(SHAPES[0], 2), (SHAPES[2], 9), *((SHAPES[1], tokens) for tokens in (1, 3, 8, 17, 64, 100))]
 REAL = {"qkv": (4608, 3584, (0, 3584, 4096)), "o": (3584, 3584, (0,)), "gate_up": (37888, 3584, (0, 18944))}
@@ -238,18 +240,27 @@ def test_a_program_of_two_row_blocks_takes_half_the_tokens():
 
 @pytest.mark.parametrize("rank", [8, 16, 32, 64])
 @pytest.mark.parametrize(
-    ("rows", "columns", "alone"), [(22016, 2048, 0), (37888, 3584, 132), (27648, 5120, 0), (55296, 5120, 132)]
+    ("rows", "columns", "rounds"), [(22016, 2048, 0), (37888, 3584, 1), (27648, 5120, 0), (55296, 5120, 1)]
 )
-def test_cuts_of_real_layers_give_every_program_as_much(rows, columns, alone, rank):
+def test_cuts_of_real_layers_give_every_program_as_much(rows, columns, rounds, rank):
     tile = triton_few.plan(192, rows, columns, 2 * rank, 132).tile
     assert tile.whole and tile.width == 192
     plan = triton_few.plan(192, rows, columns, 2 * rank, 132)
-    assert plan.alone == alone * 256 and plan.workers == 132
-    steps, total = columns // 32, -(-rows // 256) * (columns // 32)
+    assert plan.rounds == rounds and plan.workers == 2 * 132 and plan.short == 0
+    steps, total = columns // 32, -(-rows // 128) * (columns // 32)
     a_steps = math.ceil(math.ceil(columns / 128) / plan.hidden_parts)
-    longest = plan.rounds * steps + max(plan.run + (plan.longer > 0), plan.short + 3 * a_steps // 4 + 2)
-    assert longest <= 1.04 * (total + plan.shrinks * (3 * a_steps // 4 + 2)) / 132
+    longest = plan.rounds * steps + plan.run + (plan.longer > 0)
+    assert longest <= 1.05 * (total + plan.shrinks * (3 * a_steps // 4 + 2)) / plan.workers
     assert plan.hidden_parts <= 4
+
+
+def test_tokens_of_an_address_that_cannot_be_copied_from_give_the_same_product():
+    weight, bias, a, b = linear(192, 320, 8, with_bias=True)
+    x = tokens_of(70, 320)
+    shifted = torch.empty(x.numel() + 1, dtype=x.dtype, device=x.device)[1:].view_as(x).copy_(x)
+    tile = Tile(64, tiles=2, copied=True)
+    actual, expected = (triton_few.few_tokens_linear(one, weight, bias, a, b, (0,), tile) for one in (shifted, x))
+    assert shifted.data_ptr() % 16 and torch.equal(actual, expected)
 
 
 @pytest.mark.parametrize("processors", [1, 4, 132])

@@ -28,6 +28,9 @@ class Tile(NamedTuple):
     whole: bool = False
     """Whether every program first takes row blocks alone, as many as there are for each, which leave no sums to add."""
 
+    copied: bool = False
+    """Whether the GPU's own unit copies x's tiles, where else every thread asks for some of their bytes."""
+
     @property
     def rows(self) -> int:
         """Output features."""
@@ -101,20 +104,21 @@ class Plan(NamedTuple):
 
 
 def best_tile(tokens: int, rows: int, columns: int) -> Tile:
-    """Measured on an H200 with 7B's shapes at up to 256 tokens: wide tiles pay where rows are many.
+    """Measured on an H200 with 7B's shapes at up to 256 tokens: wide tiles pay where the weight is large.
 
     Args:
         tokens: Of the product.
         rows: Output features.
         columns: Input features.
     """
-    if tokens > 32 and rows <= 8192:
-        return Tile(64) if tokens > 64 and columns > 8192 else Tile(64, tiles=2, programs=3)
-    if tokens > 64:
-        if 128 < tokens <= 192:
-            return Tile(128, 64, steps=2, warps=8, programs=1, whole=True)
-        return Tile(128, warps=8, programs=1)
-    return Tile(max(8, 2 ** (tokens - 1).bit_length() if tokens else 8))
+    if tokens <= 32:
+        return Tile(max(8, 2 ** (tokens - 1).bit_length() if tokens else 8))
+    if tokens <= 64 or (tokens <= 192 and max(rows, columns) <= 8192):
+        steps, stages = (8, 3) if columns % 128 == 0 else (4, 4)
+        return Tile(64, tiles=2, steps=steps, stages=stages, programs=3, copied=True)
+    if 128 < tokens <= 192:
+        return Tile(128, 64, tiles=2, steps=2, whole=True, copied=True)
+    return Tile(128, tiles=2, copied=True)
 
 
 @functools.cache

@@ -16,11 +16,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from qerl_kernels.backend import interpreting
 from qerl_kernels.few_plan import BLOCK, RANKS, SHRINK_COLUMNS, Plan, Tile, plan
 from qerl_kernels.marlin import MarlinTensor
-from qerl_kernels.triton_few_combine import combine_kernel, program_of
+from qerl_kernels.triton_few_combine import combine_kernel, program_of, registers
 from qerl_kernels.triton_marlin_tile import (
     columns_as_expanded,
     dot,
@@ -36,7 +37,19 @@ _OPEN = ["tokens", "rank", "rounds", "workers", "shrinks", "short", "longer", "r
 
 
 @triton.jit
-def _product_step(acc, acc2, words, scales, x, x2, masks, SPLIT: tl.constexpr, EVEN: tl.constexpr, REAL: tl.constexpr):
+def _tokens(x, first, column, mask, COPIED: tl.constexpr):
+    """Some of x's rows, from a column on: of pointers at its first columns, or of a descriptor from row `first` on."""
+    if COPIED:
+        return x.load([first, column])
+    else:
+        return tl.load(x + column, mask=mask, other=0.0)
+
+
+@triton.jit
+def _product_step(
+    acc, acc2, words, scales, x, x2, first, column, masks,
+    SPLIT: tl.constexpr, EVEN: tl.constexpr, COPIED: tl.constexpr, REAL: tl.constexpr,
+):  # fmt: skip
     WIDE: tl.constexpr = acc.shape[1] >= 16
     if REAL and WIDE:
         finish_products()
@@ -46,35 +59,41 @@ def _product_step(acc, acc2, words, scales, x, x2, masks, SPLIT: tl.constexpr, E
     else:
         word = tl.load(words, mask=masks[0], other=0)
         scale = tl.load(scales, mask=masks[1], other=0)
-    right = tl.load(x, mask=masks[2], other=0.0)
+    right = _tokens(x, first, column, masks[2], COPIED)
     if not WIDE:
         right = columns_as_expanded(right)
     left = expand(word, scale, SPLIT, WIDE, REAL)
     acc = dot(left, tl.trans(right), acc, REAL)
     if acc2.shape[1] > 1:
-        acc2 = dot(left, tl.trans(tl.load(x2, mask=masks[3], other=0.0)), acc2, REAL)
+        acc2 = dot(left, tl.trans(_tokens(x2, first + acc.shape[1], column, masks[3], COPIED)), acc2, REAL)
     return acc, acc2
 
 
 @triton.jit
 def _product(
-    words, scales, x, x2, masks, strides, steps,
-    SPLIT: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr, REAL: tl.constexpr,
+    words, scales, x, x2, first, column, masks, strides, steps, TP: tl.constexpr, TP2: tl.constexpr,
+    COLUMNS: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr, COPIED: tl.constexpr,
+    REAL: tl.constexpr,
 ):  # fmt: skip
-    """Products [ROWS, tokens] of `steps` steps along k with the tokens of x and of x2, the pointers at the first."""
+    """Products [ROWS, tokens] of `steps` steps along k with the tokens of x and of x2; words and scales at the first.
+
+    The tokens are those from `first` on, and `column` is x's of the first step.
+    """
     ROWS: tl.constexpr = words.shape[1] // 2
-    COLUMNS: tl.constexpr = x.shape[1]
-    word_stride, scale_stride = strides
-    acc, acc2 = tl.zeros((ROWS, x.shape[0]), tl.float32), tl.zeros((ROWS, x2.shape[0]), tl.float32)
+    acc, acc2 = tl.zeros((ROWS, TP), tl.float32), tl.zeros((ROWS, TP2), tl.float32)
     if REAL:
         for i in tl.range(0, steps, num_stages=STAGES):
-            at = words + i * word_stride, scales + i * scale_stride, x + i * COLUMNS, x2 + i * COLUMNS
-            acc, acc2 = _product_step(acc, acc2, at[0], at[1], at[2], at[3], masks, SPLIT, EVEN, REAL)
+            acc, acc2 = _product_step(
+                acc, acc2, words + i * strides[0], scales + i * strides[1], x, x2, first, column + i * COLUMNS, masks,
+                SPLIT, EVEN, COPIED, REAL,
+            )  # fmt: skip
     else:  # the interpreter's ranges end at constants
         i = 0
         while i < steps:
-            at = words + i * word_stride, scales + i * scale_stride, x + i * COLUMNS, x2 + i * COLUMNS
-            acc, acc2 = _product_step(acc, acc2, at[0], at[1], at[2], at[3], masks, SPLIT, EVEN, REAL)
+            acc, acc2 = _product_step(
+                acc, acc2, words + i * strides[0], scales + i * strides[1], x, x2, first, column + i * COLUMNS, masks,
+                SPLIT, EVEN, COPIED, REAL,
+            )  # fmt: skip
             i += 1
     return acc, acc2
 
@@ -127,15 +146,16 @@ def _store_part(out, acc, acc2, n, t, t2, rows, TP: tl.constexpr, WIDTH: tl.cons
 
 @triton.jit(do_not_specialize=_OPEN)
 def _partial_kernel(
-    x, words, scales, a, bias, global_scale, y, partial, hidden, tokens, columns, rows, rank, word_stride, scale_stride,
-    rounds, workers, shrinks, short, longer, run, parts, hidden_parts, token_blocks, TP: tl.constexpr,
-    TP2: tl.constexpr, TC: tl.constexpr, NT: tl.constexpr, KT: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
-    EVEN: tl.constexpr, WHOLE: tl.constexpr, BIAS: tl.constexpr, REAL: tl.constexpr,
+    x, copies, copies2, words, scales, a, bias, global_scale, y, partial, hidden, tokens, columns, rows, rank,
+    word_stride, scale_stride, rounds, workers, shrinks, short, longer, run, parts, hidden_parts, token_blocks,
+    TP: tl.constexpr, TP2: tl.constexpr, TC: tl.constexpr, NT: tl.constexpr, KT: tl.constexpr, SPLIT: tl.constexpr,
+    STAGES: tl.constexpr, EVEN: tl.constexpr, WHOLE: tl.constexpr, BIAS: tl.constexpr, COPIED: tl.constexpr,
+    REAL: tl.constexpr,
 ):  # fmt: skip
     """partial[token block, part, n, t] = what the part-th of the programs that share n found of W x^T.
 
-    Tokens of a block are TP, and TP2 more if that is not 1. If WHOLE, y holds the base product's first rows, and the
-    rows of `partial` are those after them.
+    Tokens of a block are TP, and TP2 more if that is not 1; if COPIED, `copies` and `copies2` describe x for them. If
+    WHOLE, y holds the base product's first rows, and the rows of `partial` are those after them.
     """
     ROWS: tl.constexpr = 64 * NT
     COLUMNS: tl.constexpr = 16 * KT
@@ -178,11 +198,14 @@ def _partial_kernel(
         scale = tile * (ROWS // 4) + tl.arange(0, ROWS // 4)[None, :]
         masks = word < 2 * rows, scale < rows // 4, (t < tokens)[:, None], (TP + t2 < tokens)[:, None]
         k = (step * KT + tl.arange(0, KT)).to(tl.int64)[:, None]
-        right = x + t[:, None] * columns + step * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-        right2 = x + (TP + t2)[:, None] * columns + step * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+        right, right2 = copies, copies2
+        if not COPIED:
+            right = x + t[:, None] * columns + tl.arange(0, COLUMNS)[None, :]
+            right2 = x + (TP + t2)[:, None] * columns + tl.arange(0, COLUMNS)[None, :]
         acc, acc2 = _product(
-            words + k * word_stride + word, scales + k * scale_stride + scale, right, right2,
-            masks, (KT * word_stride, KT * scale_stride), count, SPLIT, STAGES, EVEN, REAL,
+            words + k * word_stride + word, scales + k * scale_stride + scale, right, right2, token_block * WIDTH,
+            step * COLUMNS, masks, (KT * word_stride, KT * scale_stride), count, TP, TP2, COLUMNS, SPLIT, STAGES, EVEN,
+            COPIED, REAL,
         )  # fmt: skip
         row, first = tile * ROWS, begin * ROWS
         part = token_block * parts + program - program_of(shared * steps, shrinks, short, longer, run)
@@ -235,14 +258,15 @@ def few_tokens_linear(
     hidden = x.new_empty((cut.token_blocks, cut.hidden_parts, rank, tile.width), dtype=torch.float32)
     scales = weight.scale.view(torch.int32)
     options: dict[str, int] = {"launch_pdl": True, "maxnreg": tile.registers} if real else {}
+    copies, copies2 = _described(x, tile)
     _partial_kernel[(cut.workers * cut.token_blocks,)](
-        x, weight.weight, scales, x if a is None else a, x if bias is None else bias, weight.global_scale, y, partial,
-        hidden, tokens, columns, rows, rank, weight.weight.stride(0), scales.stride(0), cut.rounds, cut.workers,
-        cut.shrinks, cut.short, cut.longer, cut.run,
+        x, copies, copies2, weight.weight, scales, x if a is None else a, x if bias is None else bias,
+        weight.global_scale, y, partial, hidden, tokens, columns, rows, rank, weight.weight.stride(0),
+        scales.stride(0), cut.rounds, cut.workers, cut.shrinks, cut.short, cut.longer, cut.run,
         cut.parts, cut.hidden_parts, cut.token_blocks, TP=tile.tokens, TP2=max(1, tile.more),
         TC=tile.chunk, NT=tile.tiles, KT=tile.steps, SPLIT=tile.warps // tile.tiles, STAGES=tile.stages,
-        EVEN=rows % tile.rows == 0, WHOLE=cut.rounds > 0, BIAS=bias is not None, REAL=real, num_warps=tile.warps,
-        **options,
+        EVEN=rows % tile.rows == 0, WHOLE=cut.rounds > 0, BIAS=bias is not None, COPIED=tile.copied, REAL=real,
+        num_warps=tile.warps, **options,
     )  # fmt: skip
     out = x.new_empty((tokens, rows // 2)) if gated else y
     if any(start % BLOCK for start in starts):
@@ -264,10 +288,11 @@ def few_tokens_linear(
     return out
 
 
-def registers(programs: int, processors: int, width: int, gated: bool) -> int:
-    """Of a thread of the second launch: told how many it may use, the compiler spends them on more loads at a time."""
-    if programs <= 2 * processors:
-        return 128
-    if width > 16:
-        return 64
-    return 48 if gated else 32  # beside few tokens' first launch all fit, and wait there: half as many if gated
+def _described(x: Tensor, tile: Tile) -> tuple[TensorDescriptor | None, TensorDescriptor | None]:
+    """x for the unit of a Hopper GPU that copies, in blocks of the tile's tokens and of those beside them."""
+    if not tile.copied:
+        return None, None
+    if x.data_ptr() % 16:  # it reads from there on
+        x = x.clone()
+    first, second = [[tokens, tile.columns] for tokens in (tile.tokens, tile.more)]
+    return TensorDescriptor.from_tensor(x, first), TensorDescriptor.from_tensor(x, second) if tile.more else None

@@ -154,3 +154,12 @@ def combine_kernel(
         result = silu_times(result, up, tl.bfloat16, REAL)
         own_y = out + token[None, :].to(tl.int64) * own_rows + n[:, None]
     tl.store(own_y, result, mask=mask)
+
+
+def registers(programs: int, processors: int, width: int, gated: bool) -> int:
+    """Of a thread of the second launch: told how many it may use, the compiler spends them on more loads at a time."""
+    if programs <= 2 * processors:
+        return 128
+    if width > 16:
+        return 64
+    return 48 if gated else 32  # beside few tokens' first launch all fit, and wait there: half as many if gated
