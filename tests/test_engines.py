@@ -149,7 +149,8 @@ def test_memory_is_that_of_the_weights_the_adapter_and_the_cache(engine: Rollout
     if isinstance(engine, VLLMEngine):  # B of q, k, v and of gate, up in blocks, zeros between: 24576 for 16384 numbers
         sizes["adapter"] *= 1.5
     found = dict(engine.memory_gib())
-    assert found.pop("kv_cache", 0.25) == pytest.approx(0.25, rel=0.05) and found.pop("released", 0.0) == 0.0
+    assert found.pop("kv_cache", 0.25) == pytest.approx(0.25, rel=0.05)
+    assert found.pop("releasable", 0.0) == found.pop("released", 0.0) == 0.0  # on a CPU no engine sleeps
     expected = sum(sizes.values()) if "weights" in found else sizes["adapter"]  # vLLM's CPU build hides its weights
     assert expected <= sum(found.values()) < 1.2 * expected  # rotary tables and copies of the norms besides
 

@@ -114,7 +114,7 @@ class RolloutCallback(Callback):
         log.info("starting %s on %s", type(self.engine).__name__, spec.device)
         self.engine.launch(spec)
         self._hand_over.lent = self.engine.lend()
-        self._hand_over.cache_gib = self.engine.memory_gib().get("kv_cache", 0.0)
+        self._hand_over.cache_gib = self.engine.memory_gib().get("releasable", 0.0)
         self._collector = Collector(
             self.config, self.engine, module.tokenizer, module.objective, module.seed, ranks_of(trainer)
         )

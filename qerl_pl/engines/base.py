@@ -81,7 +81,8 @@ class RolloutEngine(Protocol):
 
     def memory_gib(self) -> Mapping[str, float]:
         """GiB that the engine holds: "weights", those lent included, "adapter" where apart, "kv_cache" as while
-        sampling, and "released", what of the cache `sleep` has given back. What an engine cannot tell it leaves out.
+        sampling, "releasable", what of the cache `sleep` gives back, and "released", what it has. What an engine cannot
+        tell it leaves out.
         """
 
     def close(self) -> None:

@@ -279,12 +279,13 @@ class VLLMEngine:
             self._asleep = False
 
     def memory_gib(self) -> Mapping[str, float]:
-        """Adapter and key/value cache, what sleep has unmapped of it, and on a GPU the model."""
+        """Adapter and key/value cache, what sleep unmaps of it and has, and on a GPU the model."""
         assert self._spec is not None, "launch comes first"
         held: dict[str, float] = self._call("qerl_memory_gib")
         if self._spec.device.type == "cpu":
             del held["weights"]  # the CPU build repacks linears out of sight
-        return held | {"released": held["kv_cache"] if self._asleep else 0.0}
+        releasable = held["kv_cache"] if self.sleep_mode and self._spec.device.type == "cuda" else 0.0
+        return held | {"releasable": releasable, "released": releasable if self._asleep else 0.0}
 
     def close(self) -> None:
         """Free vLLM's memory; on several ranks it goes with the process: shutdown ends the trainer's group."""

@@ -15,7 +15,7 @@ class HandOver:
     lent: LentWeights | None = None
     """Weights of the base model to use instead of an own copy."""
     cache_gib: float = 0.0
-    """Of the engine's key/value cache, whose memory the update has while the engine sleeps."""
+    """What the engine gives back of its key/value cache while it sleeps, and the update has."""
     experience: Experience | None = None
     """What the next training step learns from."""
     evaluation: Evaluation | None = None
