@@ -14,13 +14,16 @@ import pytest
 import yaml
 from cli_helpers import built
 from fit_helpers import configuration
+from matplotlib.figure import Figure
+from torch.utils.tensorboard import SummaryWriter
 
 from benchmarks.study.__main__ import chosen, main
 from benchmarks.study.claims import ACCURACY, ENTROPY, FIRST_ENTROPY, findings
 from benchmarks.study.evidence import write_evidence
 from benchmarks.study.intervals import Interval, interval, student_cdf, student_quantile, together, verdict
+from benchmarks.study.pictures import _band
 from benchmarks.study.plan import ROOT, Plan, read_plan
-from benchmarks.study.rows import compact, read_rows
+from benchmarks.study.rows import compact, read_rows, row_of
 from benchmarks.study.runner import Limits, Runner
 from qerl_pl.algorithm import DAPO
 from qerl_pl.errors import UserError
@@ -267,6 +270,23 @@ def test_curves_are_averaged_over_stretches() -> None:
     assert compact([1.0, 2.0], points=3) == [1.0, 2.0] and compact([]) == []
 
 
+def test_a_rollout_whose_numbers_were_lost_leaves_a_gap(tmp_path: Path) -> None:
+    (run, *_) = plan_of(tmp_path).runs
+    with SummaryWriter(str(tmp_path / "run")) as writer:
+        for step in (0, 1, 3):
+            writer.add_scalar("reward/mean", step / 4, step)
+            writer.add_scalar("time/rollout_s", 2.0, step)
+    row = row_of(run, tmp_path / "run", 9.0, {})
+    assert row["rollouts"] == 3 and row["curves"]["reward"] == [0.0, 0.25, None, 0.75]
+    assert row["seconds"] == [2.0, 4.0, 4.0, 6.0]
+
+
+def test_a_band_ends_where_not_all_curves_have_a_value() -> None:
+    axis = Figure().subplots()
+    _band(axis, [1, 2, 3, 4], [[0.1, None, 0.3, 0.4], [0.3, 0.4, 0.5]], "#000000", "both")
+    assert list(axis.lines[0].get_xdata()) == [1, 3] and list(axis.lines[0].get_ydata()) == pytest.approx([0.2, 0.4])
+
+
 def rows_of(plan: Plan, end: dict[str, list[float]]) -> list[dict[str, Any]]:
     """A row for each run of the toy policy; `end` has the accuracy at the end by seed, of the levels in its key."""
     rows = []
@@ -336,11 +356,15 @@ def test_the_page_is_written_from_rows_alone(tmp_path: Path) -> None:
     assert f"| accuracy | {difference}" in page
     cells = "0.400 ± 0.000 | 0.810 ± 0.043 | 0.410 ± 0.043 | 0.300 ± 0.000 | 0.355 ± 0.012 | - | 4 ± 0 |"
     assert f"| NVFP4 + AQN (toy) | 3 | {cells}" in page
-    assert "\nNot measured: 2 of entropy, " in page
+    assert "\nNot measured: 2 of entropy, " in page and "were stopped" not in page
     assert "- 18 runs: gpu none" in page
     pictures = {path.name for path in (tmp_path / "docs").glob("*.png")}
     assert pictures == {"evidence-plan-claims.png", "evidence-plan-toy.png", "evidence-plan-sweeps.png"}
     assert all(f"({name})" in page for name in pictures)
+    rows = rows_of(plan, ENDS)
+    rows[2]["rollouts"] = 3
+    page = write_evidence(plan, rows, tmp_path / "docs", raw).read_text()
+    assert "3 seeds.\n1 were stopped on their way and lack the points of the rollout in which that was." in page
 
 
 @pytest.mark.parametrize("name", ["evidence", "evidence-pilot"])

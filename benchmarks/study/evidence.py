@@ -58,18 +58,29 @@ def _head(plan: Plan, rows: Sequence[Row], pages: Path, raw: Path) -> str:
 
     diverged = sum(row["ended"] == "diverged" for row in rows)
     seeds = len({row["levels"]["seed"] for row in rows})
+    short = _stopped(plan, rows)
+    gaps = f"\n{short} were stopped on their way and lack the points of the rollout in which that was." if short else ""
     return f"""# The paper's claims, put to the test
 
 {plan.note}
 
 {len(rows)} of {len(plan.runs)} runs of {link(plan.path)} have ended, {diverged} of them by a loss that was not finite;
-{seeds} seeds. This page is written from {link(raw)}, one line a run, by `python -m benchmarks.study report`; `run` in
-place of `report` trains what is missing.
+{seeds} seeds.{gaps} This page is written from {link(raw)}, one line a run, by `python -m benchmarks.study report`;
+`run` in place of `report` trains what is missing.
 
 Differences are paired by seed, which sets adapter, samples, noise and order, and everything else is the same. The
 interval is Student's over the seeds, 95 %, not corrected for the number of differences. A claim **holds** where the
 interval of each of its differences lies on its side, **does not hold** where that of one lies on the other, and is
 **undecided** otherwise: a difference that was not measured decides nothing."""
+
+
+def _stopped(plan: Plan, rows: Sequence[Row]) -> int:
+    """How many runs have fewer points than the longest that they are compared with."""
+    lengths: dict[tuple[Level, ...], list[int]] = {}
+    for row in rows:
+        if row["ended"] == "done":
+            lengths.setdefault(tuple(row["levels"][factor] for factor in plan.strata), []).append(row["rollouts"])
+    return sum(length < max(found) for found in lengths.values() for length in found)
 
 
 def _verdicts(found: Sequence[Claim]) -> str:

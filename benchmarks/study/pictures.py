@@ -66,7 +66,7 @@ def curves(plan: Plan, rows: Sequence[Row], stratum: Mapping[str, Level], path: 
         axis.grid(alpha=0.3)
     if not drawn:
         return None
-    axes[0].legend()
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
     return save(figure, path)
 
 
@@ -76,11 +76,11 @@ def _mean(values: Sequence[float | None]) -> float:
 
 
 def _band(axis: Axes, places: Sequence[float], curves: Sequence[Sequence[Any]], colour: str, label: str) -> None:
-    """Mean of the curves and the 95 % interval of it at every point."""
+    """Mean of the curves and the 95 % interval of it at every point that all of them have."""
     found: list[tuple[float, Interval]] = []
     for index, place in enumerate(places):
         values = [curve[index] for curve in curves if index < len(curve) and curve[index] is not None]
-        if values:
+        if len(values) == len(curves):  # fewer are no mean of the same
             found.append((place, interval(values)))
     xs = [place for place, _ in found]
     marker = "o" if len(xs) < 12 else None

@@ -51,7 +51,8 @@ def row_of(run: Run, folder: Path, wall_seconds: float, where: dict[str, Any]) -
     """
     scalars = _scalars(folder)
     times = [scalars[f"time/{name}_s"] for name in SECONDS if f"time/{name}_s" in scalars]
-    steps = sorted(scalars.get("reward/mean", {}))
+    known = scalars.get("reward/mean", {})
+    steps = range(max(known, default=-1) + 1)  # one that was lost where a run was stopped leaves a gap
     seconds, total = [], 0.0
     for step in steps:
         total += sum(time.get(step, 0.0) for time in times)
@@ -63,7 +64,7 @@ def row_of(run: Run, folder: Path, wall_seconds: float, where: dict[str, Any]) -
         "levels": run.levels,
         "digest": run.digest,
         "ended": "diverged" if (folder / "failed").is_dir() else "done",
-        "rollouts": len(steps),
+        "rollouts": len(known),
         "curves": {
             name: compact([scalars[tag].get(step, math.nan) for step in steps])
             for name, tag in CURVES.items()
