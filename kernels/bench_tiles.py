@@ -62,7 +62,7 @@ TILES: dict[str, dict[str, Any]] = {
 }
 """`alone`: programs first take row blocks of their own, where there are enough; elsewhere as the one before.
 
-`copied`: the GPU's copying unit brings the tokens.
+`copied`: the tokens come by TMA.
 """
 
 

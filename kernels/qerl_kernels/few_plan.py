@@ -29,7 +29,7 @@ class Tile(NamedTuple):
     """Whether every program first takes row blocks alone, as many as there are for each, which leave no sums to add."""
 
     copied: bool = False
-    """Whether the GPU's own unit copies x's tiles, where else every thread asks for some of their bytes."""
+    """Whether x's tiles come by TMA, the GPU's unit that copies; else every thread asks for some of their bytes."""
 
     @property
     def rows(self) -> int:

@@ -289,7 +289,7 @@ def few_tokens_linear(
 
 
 def _described(x: Tensor, tile: Tile) -> tuple[TensorDescriptor | None, TensorDescriptor | None]:
-    """x for the unit of a Hopper GPU that copies, in blocks of the tile's tokens and of those beside them."""
+    """x for TMA, in blocks of the tile's tokens and of those beside them."""
     if not tile.copied:
         return None, None
     if x.data_ptr() % 16:  # it reads from there on
