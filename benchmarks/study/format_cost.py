@@ -4,6 +4,9 @@
 
 The policy, asked as `qerl fit` asks, reads the solutions of the first so many rows; its negative log-probability of
 their tokens is averaged, in float32 apart from the base. Differences are paired by row, with a 95 % interval over rows.
+
+`--orders 5` adds four copies of the policy that differ from it in the order and the signs of channels alone, and writes
+format_cost_orders: how far apart they are is the luck of one checkpoint's rounding, which rows do not tell.
 """
 
 import argparse
@@ -19,8 +22,9 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from benchmarks import report
+from benchmarks.study.reordered import reorder_checkpoint
 from qerl_pl.datamodules.rows import read_table
-from qerl_pl.formats.quantize import quantize_checkpoint
+from qerl_pl.formats.quantize import Device, quantize_checkpoint
 from qerl_pl.modules import LoraConfig, Policy, PolicyConfig
 from qerl_pl.prompting import render_prompts
 from qerl_pl.rollout.experience import pad_completions
@@ -59,20 +63,31 @@ def nats(policy: Policy, rows: Sequence[tuple[list[int], int]], at_once: int = 8
     return found
 
 
-def measure(args: argparse.Namespace) -> dict[str, list[float]]:
-    """Of every way, each row's number."""
-    rows, found = solutions(args.model, args.data, args.rows), {}
-    for way in args.ways:
-        kind = way.partition("_")[0]
+def measure(args: argparse.Namespace) -> list[dict[str, list[float]]]:
+    """Of every order of the channels and every way, each row's number; 16 bits are the first order's alone."""
+    rows, found = solutions(args.model, args.data, args.rows), list[dict[str, list[float]]]()
+    for order in range(args.orders):
         with tempfile.TemporaryDirectory() as scratch:
-            base = args.model
-            if kind != "none":
-                base = Path(scratch) / way
-                quantize_checkpoint(args.model, base, kind, device=args.device, **WAYS[way][1])
-            lora = LoraConfig(rank=1, alpha=1.0)
-            config = PolicyConfig(path=str(base), quantization=kind, lora=lora, dtype="float32")
-            found[way] = nats(Policy(base, config, torch.device(args.device), seed=0).eval(), rows)
+            source = args.model
+            if order:
+                source = Path(scratch) / "reordered"
+                source.mkdir()
+                reorder_checkpoint(args.model, source, order)
+            ways = [way for way in args.ways if way != "none" or not order]
+            found.append({way: one_way(source, way, rows, args.device) for way in ways})
     return found
+
+
+def one_way(source: Path, way: str, rows: Sequence[tuple[list[int], int]], device: Device) -> list[float]:
+    """Each row's number of a 16-bit model on a base of this way."""
+    kind: Any = way.partition("_")[0]
+    with tempfile.TemporaryDirectory() as scratch:
+        base = source
+        if kind != "none":
+            base = Path(scratch) / way
+            quantize_checkpoint(source, base, kind, device=device, **WAYS[way][1])
+        config = PolicyConfig(path=str(base), quantization=kind, lora=LoraConfig(rank=1, alpha=1.0), dtype="float32")
+        return nats(Policy(base, config, torch.device(device), seed=0).eval(), rows)
 
 
 def tables(found: dict[str, list[float]]) -> str:
@@ -88,17 +103,35 @@ def tables(found: dict[str, list[float]]) -> str:
     return report.markdown(["base", "nats a token", "over 16 bits"], lines)
 
 
+def order_tables(found: Sequence[dict[str, list[float]]]) -> str:
+    """What each way costs over 16 bits in every order of the channels, as Markdown."""
+    least, lines = statistics.fmean(found[0]["none"]), []
+    for way in found[1]:
+        costs = [statistics.fmean(one[way]) - least for one in found]
+        spread = f"{statistics.fmean(costs):.3f} ± {statistics.stdev(costs):.3f}"
+        lines.append([WAYS[way][0], *(f"{cost:.3f}" for cost in costs), spread])
+    orders = [f"order {number}" for number in range(1, len(found))]
+    return report.markdown(["base", "as it is", *orders, "mean ± standard deviation"], lines)
+
+
 def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path, help="folder of a 16-bit model with a chat template")
     parser.add_argument("--data", type=Path, required=True, help="folder with test.jsonl")
     parser.add_argument("--rows", type=int, default=128)
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--orders", type=int, default=1, help="orders of the channels, its own among them")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args(words)
+    if args.orders > 1 and "none" not in args.ways:
+        parser.error("--orders compares with 16 bits; leave none among --ways")
     found = measure(args)
-    report.write(args.out, "format_cost", tables(found), {"rows": args.rows, "nats": found})
+    results: dict[str, Any] = {"rows": args.rows, "nats": found[0]}
+    if args.orders > 1:
+        report.write(args.out, "format_cost_orders", order_tables(found), results | {"reordered": found[1:]})
+    else:
+        report.write(args.out, "format_cost", tables(found[0]), results)
 
 
 if __name__ == "__main__":
