@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from test_killed import in_a_fork
 from tiny_run import VALIDATED, Tiny, trainer_of
 from torch import Tensor
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from qerl_pl.callbacks import ResumeCheckpoint
 from qerl_pl.callbacks.resume import Preempted, _is_validated, _set_aside
@@ -147,14 +149,42 @@ def test_a_stop_where_a_step_is_validated_waits_for_its_end_and_keeps_it(tmp_pat
     assert resumed.events[:2] == [2, 3]  # it does not validate that step again
 
 
-def test_a_step_is_saved_before_its_validation_too(tmp_path: Path) -> None:
+def test_a_step_that_is_validated_is_saved_after_that(tmp_path: Path) -> None:
     class Look(Callback):
-        def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
             names.append(saved(tmp_path))
 
     names: list[set[str]] = []
     trainer_of(tmp_path, Look(), ResumeCheckpoint(2), val_check_interval=2, limit_val_batches=2).fit(Tiny())
-    assert names == [{"step=2.ckpt"}, {"step=2.ckpt", "step=4.ckpt"}, {"step=4.ckpt", "step=6.ckpt"}]
+    assert names == [set(), {"step=2.ckpt"}, {"step=2.ckpt", "step=4.ckpt"}]
+
+
+@pytest.mark.parametrize("event", [VALIDATED, VALIDATED + 1])
+def test_killed_in_a_validation_a_run_comes_to_it_again(tmp_path: Path, event: int) -> None:
+    def trained() -> None:
+        class FromTheSecond(Tiny):
+            def _happens(self, event: int) -> None:
+                self.signals = signals if 3 in self.events else {}
+                super()._happens(event)
+
+        signals: dict[int, int] = {event: signal.SIGKILL}
+        trainer_of(tmp_path, ResumeCheckpoint(2), **settings).fit(FromTheSecond())
+
+    settings = {"val_check_interval": 2, "limit_val_batches": 2}
+    assert in_a_fork(trained) == -signal.SIGKILL and saved(tmp_path) == {"step=2.ckpt"}
+    path, resumed = str(tmp_path / "checkpoints" / "step=2.ckpt"), Tiny()
+    trainer_of(tmp_path, ResumeCheckpoint(2), **settings).fit(resumed, ckpt_path=path, weights_only=True)
+    assert resumed.events == [2, 3, VALIDATED, VALIDATED + 1, 4, 5, VALIDATED, VALIDATED + 1]
+
+
+@pytest.mark.parametrize("settings", [{"val_check_interval": 2}, {"val_check_interval": "00:01:00:00"}, {}], ids=str)
+def test_a_step_is_saved_where_no_validation_follows(tmp_path: Path, settings: dict[str, Any]) -> None:
+    class Unheld(Tiny):
+        def val_dataloader(self) -> StatefulDataLoader[int]:
+            return StatefulDataLoader(range(0 if settings.get("val_check_interval") == 2 else 2), batch_size=1)
+
+    trainer_of(tmp_path, ResumeCheckpoint(2, keep=9), **{"limit_val_batches": 2} | settings).fit(Unheld())
+    assert saved(tmp_path) == {"step=2.ckpt", "step=4.ckpt", "step=6.ckpt", "step=6.end.ckpt"}
 
 
 def test_a_stop_in_the_first_look_at_the_validation_waits_for_a_step(tmp_path: Path) -> None:

@@ -25,8 +25,8 @@ class ResumeCheckpoint(Checkpoint):
     On SIGTERM or SIGINT the step in hand is finished, a checkpoint is written, and the run ends with `Preempted`; a
     second signal ends it at once. Lightning runs checkpoint callbacks after all others, so a checkpoint holds what
     they did in its step; list ModelCheckpoint before this one, so that it holds what is the best, too. Where a step is
-    validated, the run stops after that, and the checkpoint is written before and after: a resumed run does not go back
-    to it.
+    validated, the checkpoint is written after that, and the run stops then: a resumed run does not go back to it, and
+    one that was killed while it validated goes back to the checkpoint before and comes to the same validation.
 
     Args:
         every_n_rollouts: Rollouts between checkpoints; a run that dies loses at most so many.
@@ -75,12 +75,13 @@ class ResumeCheckpoint(Checkpoint):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Save where it is time, and stop where it was asked for."""
-        self._save_if_due(trainer, may_stop=not _is_validated(trainer, batch_idx))
+        if not _is_validated(trainer, batch_idx):
+            self._save_if_due(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save again what was saved before this validation, and stop where it was asked for."""
+        """Save the step with its validation where it is time, and stop where it was asked for."""
         if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
-            self._save_if_due(trainer, may_stop=True)
+            self._save_if_due(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save the end of the run, its last validation included; resumed there, it goes on if it now may."""
@@ -96,12 +97,12 @@ class ResumeCheckpoint(Checkpoint):
                 count["processed"] -= 1
                 count["completed"] -= 1
 
-    def _save_if_due(self, trainer: Trainer, may_stop: bool) -> None:
+    def _save_if_due(self, trainer: Trainer) -> None:
         done = trainer.fit_loop.total_batch_idx + 1
         stop = self._asked_to_stop(trainer)
         if stop or done % self.every_n_rollouts == 0:
             path = self._save(trainer, done)
-            if stop and may_stop:
+            if stop:
                 raise Preempted(stop, path)
 
     def _asked_to_stop(self, trainer: Trainer) -> int | None:
@@ -141,11 +142,13 @@ def _set_aside(folder: Path, done: int) -> None:
 
 
 def _is_validated(trainer: Trainer, batch_idx: int) -> bool:
-    """Whether Lightning validates after this training step."""
+    """Whether Lightning validates after this training step; by the clock (`every` is None) nobody knows before."""
     every_epochs, every = trainer.check_val_every_n_epoch, trainer.val_check_batch
     if not trainer.enable_validation or (every_epochs and (trainer.current_epoch + 1) % every_epochs):
         return False
-    if every is None or every == float("inf"):
+    if every is None or (trainer.val_dataloaders is not None and not sum(trainer.num_val_batches)):  # none to validate
+        return False
+    if every == float("inf"):
         return trainer.is_last_batch
     done = batch_idx + 1 if every_epochs else trainer.fit_loop.total_batch_idx + 1
     return done % every == 0
