@@ -182,6 +182,7 @@ def test_asked_to_stop_saves_says_how_to_resume_and_resumes_bit_for_bit(
     assert status == 0, output
     written = [(run / "completions.jsonl").read_text() for run in (uninterrupted, tmp_path / "run")]
     assert written[0] == written[1]
+    assert points(tmp_path / "run") == points(uninterrupted)  # that of the rollout in which it stopped, too
     assert all(torch.equal(tensor, adapter(tmp_path / "run")[name]) for name, tensor in adapter(uninterrupted).items())
 
 

@@ -2,6 +2,7 @@
 
 import os
 import signal
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loggers.logger import DummyLogger
 from test_killed import in_a_fork
 from tiny_run import VALIDATED, Tiny, trainer_of
 from torch import Tensor
@@ -80,6 +82,45 @@ def test_asked_to_stop_it_finishes_the_step_saves_and_goes_on_from_there(tmp_pat
     assert resumed.events == [3, 4, 5] and saved(tmp_path) == {"step=4.ckpt", "step=6.end.ckpt"}
 
 
+class Kept(DummyLogger):
+    """Keeps the steps of what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: list[int | None] = []
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        self.steps += [step] if "weight" in metrics else []
+
+
+@pytest.mark.parametrize(("stopped_at", "epochs"), [(2, 1), (5, 2), (5, 1)])
+def test_asked_to_stop_it_logs_the_step_and_begins_no_other(tmp_path: Path, stopped_at: int, epochs: int) -> None:
+    class Logs(Tiny):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            self.log("weight", self.weight)
+            return super().training_step(batch, batch_idx)
+
+    class Look(Callback):
+        def on_train_batch_start(self, *_: Any) -> None:
+            begun.append(len(begun))
+
+    begun: list[int] = []
+    trainer = trainer_of(tmp_path, Look(), ResumeCheckpoint(4), max_epochs=epochs, log_every_n_steps=1)
+    trainer.logger = logger = Kept()
+    with pytest.raises(Preempted):
+        trainer.fit(Logs({stopped_at: signal.SIGTERM}))
+    assert begun == logger.steps == [*range(stopped_at + 1)] and f"step={stopped_at + 1}.ckpt" in saved(tmp_path)
+
+
+def test_what_ends_a_run_that_is_to_stop_is_not_left_behind(tmp_path: Path) -> None:
+    callback = ResumeCheckpoint()
+    for _ in range(2):
+        trainer = trainer_of(tmp_path, callback)
+        before = [*trainer.callbacks]  # type: ignore[attr-defined]
+        trainer.fit(module := Tiny())
+        assert module.events == [*range(6)] and trainer.callbacks == before  # type: ignore[attr-defined]
+
+
 def test_after_a_run_signals_are_as_before_and_forgotten(tmp_path: Path) -> None:
     class AtTheEnd(Callback):
         def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -106,7 +147,7 @@ def test_after_a_run_signals_are_as_before_and_forgotten(tmp_path: Path) -> None
 
 
 def test_asked_twice_it_goes_at_once() -> None:
-    trainer: Any = SimpleNamespace(world_size=1)
+    trainer: Any = SimpleNamespace(world_size=1, callbacks=[])
     callback = ResumeCheckpoint()
     callback._listen()
     try:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.callbacks import Callback, Checkpoint, LambdaCallback
 from lightning.pytorch.trainer.states import TrainerFn
 
 from qerl_pl.errors import Preempted, require_at_least
@@ -40,6 +40,16 @@ class ResumeCheckpoint(Checkpoint):
         self.keep = keep
         self._signal: int | None = None
         self._previous: dict[int, Any] = {}
+        self._stop: Preempted | None = None
+        self._front = LambdaCallback(on_train_batch_start=self._end, on_train_epoch_end=self._end)
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Have a run that is to stop end once Lightning has logged its step, before any callback begins another."""
+        trainer.callbacks = [self._front, *_without(trainer, self._front)]  # type: ignore[attr-defined]
+
+    def _end(self, *_: Any) -> None:
+        if self._stop is not None:
+            raise self._stop
 
     def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Listen for the signals that precede the end of a preemptible machine."""
@@ -59,6 +69,7 @@ class ResumeCheckpoint(Checkpoint):
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Give the signals back."""
+        trainer.callbacks = _without(trainer, self._front)  # type: ignore[attr-defined]
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         self._previous.clear()
@@ -103,7 +114,7 @@ class ResumeCheckpoint(Checkpoint):
         if stop or done % self.every_n_rollouts == 0:
             path = self._save(trainer, done)
             if stop:
-                raise Preempted(stop, path)
+                self._stop = Preempted(stop, path)
 
     def _asked_to_stop(self, trainer: Trainer) -> int | None:
         if trainer.world_size == 1:
@@ -123,6 +134,10 @@ class ResumeCheckpoint(Checkpoint):
             for old in older[self.keep - 1 :]:
                 trainer.strategy.remove_checkpoint(old)
         return path
+
+
+def _without(trainer: Trainer, callback: Callback) -> list[Callback]:
+    return [one for one in trainer.callbacks if one is not callback]  # type: ignore[attr-defined]
 
 
 def _folder(trainer: Trainer) -> Path:
