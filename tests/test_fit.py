@@ -249,6 +249,12 @@ def test_evaluation_takes_the_newest_checkpoint_and_logs_where_the_runs_curve_ha
     assert [event.step for event in events.Scalars("test/pass@1")] == [
         max(event.step for event in events.Scalars("reward/mean"))
     ]
+    before = {tag: events.Scalars(tag) for tag in events.Tags()["scalars"]}
+    assert main(["validate", *where, "--resume", "auto"]) == 0
+    capsys.readouterr()
+    events.Reload()
+    assert before == {tag: events.Scalars(tag) for tag in events.Tags()["scalars"]}  # its curve has that point already
+    assert validated(run, 0) == [(1, events.Scalars("val/pass@1")[-1].value)]
     newest = str(newest_checkpoint(run))
     assert main(["validate", *where, "--resume", "auto", "--ckpt_path", newest]) == 2
     assert "leave one out" in capsys.readouterr().err
@@ -256,8 +262,13 @@ def test_evaluation_takes_the_newest_checkpoint_and_logs_where_the_runs_curve_ha
     assert main(["validate", *where, "--resume", "auto"]) == 2
     assert "--resume auto needs a checkpoint" in capsys.readouterr().err
     assert main(["validate", *where]) == 0  # the policy before training, which is before the first rollout
-    steps = [event.step for event in EventAccumulator(str(run)).Reload().Scalars("val/pass@1")]
-    assert steps == [1, -1]
+    assert [step for step, _ in validated(run, 1)] == [-1]
+
+
+def validated(run: Path, number: int) -> list[tuple[int, float]]:
+    """Steps and values of pass@1 of the evaluation `number` by `qerl validate`."""
+    events = EventAccumulator(str(run / "validate" / f"version_{number}")).Reload()
+    return [(event.step, event.value) for event in events.Scalars("val/pass@1")]
 
 
 GOING_ON = ("fit --resume auto", "fit", "validate --resume auto", "test --resume auto", "export")

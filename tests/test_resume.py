@@ -182,6 +182,7 @@ def test_asked_to_stop_saves_says_how_to_resume_and_resumes_bit_for_bit(
     assert status == 0, output
     written = [(run / "completions.jsonl").read_text() for run in (uninterrupted, tmp_path / "run")]
     assert written[0] == written[1]
+    assert points(tmp_path / "run") == points(uninterrupted)  # that of the rollout in which it stopped, too
     assert all(torch.equal(tensor, adapter(tmp_path / "run")[name]) for name, tensor in adapter(uninterrupted).items())
 
 
@@ -228,6 +229,73 @@ def test_a_stop_at_a_validation_loses_neither_it_nor_a_bit(
     whole = adapter(uninterrupted)  # validation draws from streams of its own
     assert all(torch.equal(tensor, adapter(tmp_path / "run")[name]) for name, tensor in whole.items())
     assert validated(tmp_path / "run") == [2, 4, 6, 8]
+
+
+def with_validations(base: Path, run: Path) -> dict[str, Any]:
+    """A run that is validated where its checkpoints are due, after rollouts 3 and 6, and keeps the best."""
+    settings = configuration(base, run)
+    settings["trainer"] |= {"val_check_interval": 3, "check_val_every_n_epoch": None, "num_sanity_val_steps": -1}
+    best = {"monitor": "val/length_mean", "mode": "max", "filename": "best-{rollouts:.0f}"}
+    at = next(i for i, one in enumerate(settings["trainer"]["callbacks"]) if "Resume" in one["class_path"])
+    named = {"class_path": "lightning.pytorch.callbacks.ModelCheckpoint", "init_args": best}
+    settings["trainer"]["callbacks"].insert(at, named)
+    return settings
+
+
+@pytest.fixture(scope="module")
+def validated_whole(tiny_policy_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("validated") / "whole"
+    status, output = fit(with_validations(tiny_policy_dir, run))
+    assert status == 0, output
+    return run
+
+
+def die_in_the_second_validation() -> None:
+    """SIGKILL when the validation after the sixth rollout begins; the first is the one before training."""
+    in_generation(
+        lambda requests, sampling: not is_rollout(requests, sampling) and sampling.temperature == 1.0,
+        4,  # in two batches each
+        lambda: os.kill(os.getpid(), signal.SIGKILL),
+    )
+
+
+@pytest.mark.parametrize("die", [die_in_the_second_validation, die_while_writing_the_second_checkpoint])
+def test_killed_before_a_validation_is_kept_it_is_made_as_if_nothing_had_happened(
+    validated_whole: Path, tiny_policy_dir: Path, tmp_path: Path, die: Callable[[], None]
+) -> None:
+    settings, run = with_validations(tiny_policy_dir, tmp_path / "run"), tmp_path / "run"
+    status, output = fit(settings, "--resume", "auto", prepare=die)
+    assert status == -signal.SIGKILL, output
+    assert newest_checkpoint(run) == run / "checkpoints/step=3.ckpt"
+    status, output = fit(settings, "--resume", "auto")
+    assert status == 0 and "step=3.ckpt" in output, output
+    assert [step for step, _ in curve(run, "val/pass@1")] == [-1, 2, 5]
+    assert points(run) == points(validated_whole)
+    assert all(torch.equal(tensor, adapter(run)[name]) for name, tensor in adapter(validated_whole).items())
+    ends = [checkpoint(one, "step=8.end.ckpt") for one in (validated_whole, run)]
+    assert ends[0]["callbacks"]["RunSummary"]["accuracies"] == ends[1]["callbacks"]["RunSummary"]["accuracies"]
+    assert best(ends[0]) == best(ends[1])
+    states = [one["qerl"]["random_states"][0]["torch"] for one in ends]
+    assert torch.equal(states[0], states[1])  # as after a validation, which may draw
+
+
+def best(saved: dict[str, Any]) -> tuple[float, str]:
+    """Score of the best checkpoint that a run knows, and its rollouts."""
+    (state,) = (state for name, state in saved["callbacks"].items() if name.startswith("ModelCheckpoint"))
+    return float(state["best_model_score"]), Path(state["best_model_path"]).stem.partition("-v")[0]
+
+
+MEASURED = ("time/", "perf/", "memory/peak")
+"""Tags of what differs from run to run."""
+
+
+def points(run: Path) -> dict[str, list[tuple[int, str]]]:
+    """All that TensorBoard shows of scalars; of what is measured in seconds or bytes the steps alone."""
+    events = EventAccumulator(str(run)).Reload()
+    return {
+        tag: [(event.step, "" if tag.startswith(MEASURED) else repr(event.value)) for event in events.Scalars(tag)]
+        for tag in events.Tags()["scalars"]
+    }
 
 
 def test_a_resumed_run_takes_the_learning_rate_and_weight_decay_it_is_given(

@@ -2,6 +2,7 @@
 
 import os
 import signal
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,8 +10,11 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loggers.logger import DummyLogger
+from test_killed import in_a_fork
 from tiny_run import VALIDATED, Tiny, trainer_of
 from torch import Tensor
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from qerl_pl.callbacks import ResumeCheckpoint
 from qerl_pl.callbacks.resume import Preempted, _is_validated, _set_aside
@@ -78,6 +82,45 @@ def test_asked_to_stop_it_finishes_the_step_saves_and_goes_on_from_there(tmp_pat
     assert resumed.events == [3, 4, 5] and saved(tmp_path) == {"step=4.ckpt", "step=6.end.ckpt"}
 
 
+class Kept(DummyLogger):
+    """Keeps the steps of what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: list[int | None] = []
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        self.steps += [step] if "weight" in metrics else []
+
+
+@pytest.mark.parametrize(("stopped_at", "epochs"), [(2, 1), (5, 2), (5, 1)])
+def test_asked_to_stop_it_logs_the_step_and_begins_no_other(tmp_path: Path, stopped_at: int, epochs: int) -> None:
+    class Logs(Tiny):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            self.log("weight", self.weight)
+            return super().training_step(batch, batch_idx)
+
+    class Look(Callback):
+        def on_train_batch_start(self, *_: Any) -> None:
+            begun.append(len(begun))
+
+    begun: list[int] = []
+    trainer = trainer_of(tmp_path, Look(), ResumeCheckpoint(4), max_epochs=epochs, log_every_n_steps=1)
+    trainer.logger = logger = Kept()
+    with pytest.raises(Preempted):
+        trainer.fit(Logs({stopped_at: signal.SIGTERM}))
+    assert begun == logger.steps == [*range(stopped_at + 1)] and f"step={stopped_at + 1}.ckpt" in saved(tmp_path)
+
+
+def test_what_ends_a_run_that_is_to_stop_is_not_left_behind(tmp_path: Path) -> None:
+    callback = ResumeCheckpoint()
+    for _ in range(2):
+        trainer = trainer_of(tmp_path, callback)
+        before = [*trainer.callbacks]  # type: ignore[attr-defined]
+        trainer.fit(module := Tiny())
+        assert module.events == [*range(6)] and trainer.callbacks == before  # type: ignore[attr-defined]
+
+
 def test_after_a_run_signals_are_as_before_and_forgotten(tmp_path: Path) -> None:
     class AtTheEnd(Callback):
         def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -104,7 +147,7 @@ def test_after_a_run_signals_are_as_before_and_forgotten(tmp_path: Path) -> None
 
 
 def test_asked_twice_it_goes_at_once() -> None:
-    trainer: Any = SimpleNamespace(world_size=1)
+    trainer: Any = SimpleNamespace(world_size=1, callbacks=[])
     callback = ResumeCheckpoint()
     callback._listen()
     try:
@@ -147,14 +190,42 @@ def test_a_stop_where_a_step_is_validated_waits_for_its_end_and_keeps_it(tmp_pat
     assert resumed.events[:2] == [2, 3]  # it does not validate that step again
 
 
-def test_a_step_is_saved_before_its_validation_too(tmp_path: Path) -> None:
+def test_a_step_that_is_validated_is_saved_after_that(tmp_path: Path) -> None:
     class Look(Callback):
-        def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
             names.append(saved(tmp_path))
 
     names: list[set[str]] = []
     trainer_of(tmp_path, Look(), ResumeCheckpoint(2), val_check_interval=2, limit_val_batches=2).fit(Tiny())
-    assert names == [{"step=2.ckpt"}, {"step=2.ckpt", "step=4.ckpt"}, {"step=4.ckpt", "step=6.ckpt"}]
+    assert names == [set(), {"step=2.ckpt"}, {"step=2.ckpt", "step=4.ckpt"}]
+
+
+@pytest.mark.parametrize("event", [VALIDATED, VALIDATED + 1])
+def test_killed_in_a_validation_a_run_comes_to_it_again(tmp_path: Path, event: int) -> None:
+    def trained() -> None:
+        class FromTheSecond(Tiny):
+            def _happens(self, event: int) -> None:
+                self.signals = signals if 3 in self.events else {}
+                super()._happens(event)
+
+        signals: dict[int, int] = {event: signal.SIGKILL}
+        trainer_of(tmp_path, ResumeCheckpoint(2), **settings).fit(FromTheSecond())
+
+    settings = {"val_check_interval": 2, "limit_val_batches": 2}
+    assert in_a_fork(trained) == -signal.SIGKILL and saved(tmp_path) == {"step=2.ckpt"}
+    path, resumed = str(tmp_path / "checkpoints" / "step=2.ckpt"), Tiny()
+    trainer_of(tmp_path, ResumeCheckpoint(2), **settings).fit(resumed, ckpt_path=path, weights_only=True)
+    assert resumed.events == [2, 3, VALIDATED, VALIDATED + 1, 4, 5, VALIDATED, VALIDATED + 1]
+
+
+@pytest.mark.parametrize("settings", [{"val_check_interval": 2}, {"val_check_interval": "00:01:00:00"}, {}], ids=str)
+def test_a_step_is_saved_where_no_validation_follows(tmp_path: Path, settings: dict[str, Any]) -> None:
+    class Unheld(Tiny):
+        def val_dataloader(self) -> StatefulDataLoader[int]:
+            return StatefulDataLoader(range(0 if settings.get("val_check_interval") == 2 else 2), batch_size=1)
+
+    trainer_of(tmp_path, ResumeCheckpoint(2, keep=9), **{"limit_val_batches": 2} | settings).fit(Unheld())
+    assert saved(tmp_path) == {"step=2.ckpt", "step=4.ckpt", "step=6.ckpt", "step=6.end.ckpt"}
 
 
 def test_a_stop_in_the_first_look_at_the_validation_waits_for_a_step(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.callbacks import Callback, Checkpoint, LambdaCallback
 from lightning.pytorch.trainer.states import TrainerFn
 
 from qerl_pl.errors import Preempted, require_at_least
@@ -25,8 +25,8 @@ class ResumeCheckpoint(Checkpoint):
     On SIGTERM or SIGINT the step in hand is finished, a checkpoint is written, and the run ends with `Preempted`; a
     second signal ends it at once. Lightning runs checkpoint callbacks after all others, so a checkpoint holds what
     they did in its step; list ModelCheckpoint before this one, so that it holds what is the best, too. Where a step is
-    validated, the run stops after that, and the checkpoint is written before and after: a resumed run does not go back
-    to it.
+    validated, the checkpoint is written after that, and the run stops then: a resumed run does not go back to it, and
+    one that was killed while it validated goes back to the checkpoint before and comes to the same validation.
 
     Args:
         every_n_rollouts: Rollouts between checkpoints; a run that dies loses at most so many.
@@ -40,6 +40,16 @@ class ResumeCheckpoint(Checkpoint):
         self.keep = keep
         self._signal: int | None = None
         self._previous: dict[int, Any] = {}
+        self._stop: Preempted | None = None
+        self._front = LambdaCallback(on_train_batch_start=self._end, on_train_epoch_end=self._end)
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Have a run that is to stop end once Lightning has logged its step, before any callback begins another."""
+        trainer.callbacks = [self._front, *_without(trainer, self._front)]  # type: ignore[attr-defined]
+
+    def _end(self, *_: Any) -> None:
+        if self._stop is not None:
+            raise self._stop
 
     def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Listen for the signals that precede the end of a preemptible machine."""
@@ -59,6 +69,7 @@ class ResumeCheckpoint(Checkpoint):
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Give the signals back."""
+        trainer.callbacks = _without(trainer, self._front)  # type: ignore[attr-defined]
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         self._previous.clear()
@@ -75,12 +86,13 @@ class ResumeCheckpoint(Checkpoint):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Save where it is time, and stop where it was asked for."""
-        self._save_if_due(trainer, may_stop=not _is_validated(trainer, batch_idx))
+        if not _is_validated(trainer, batch_idx):
+            self._save_if_due(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save again what was saved before this validation, and stop where it was asked for."""
+        """Save the step with its validation where it is time, and stop where it was asked for."""
         if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
-            self._save_if_due(trainer, may_stop=True)
+            self._save_if_due(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save the end of the run, its last validation included; resumed there, it goes on if it now may."""
@@ -96,13 +108,13 @@ class ResumeCheckpoint(Checkpoint):
                 count["processed"] -= 1
                 count["completed"] -= 1
 
-    def _save_if_due(self, trainer: Trainer, may_stop: bool) -> None:
+    def _save_if_due(self, trainer: Trainer) -> None:
         done = trainer.fit_loop.total_batch_idx + 1
         stop = self._asked_to_stop(trainer)
         if stop or done % self.every_n_rollouts == 0:
             path = self._save(trainer, done)
-            if stop and may_stop:
-                raise Preempted(stop, path)
+            if stop:
+                self._stop = Preempted(stop, path)
 
     def _asked_to_stop(self, trainer: Trainer) -> int | None:
         if trainer.world_size == 1:
@@ -124,6 +136,10 @@ class ResumeCheckpoint(Checkpoint):
         return path
 
 
+def _without(trainer: Trainer, callback: Callback) -> list[Callback]:
+    return [one for one in trainer.callbacks if one is not callback]  # type: ignore[attr-defined]
+
+
 def _folder(trainer: Trainer) -> Path:
     return Path(trainer.default_root_dir) / FOLDER
 
@@ -141,11 +157,13 @@ def _set_aside(folder: Path, done: int) -> None:
 
 
 def _is_validated(trainer: Trainer, batch_idx: int) -> bool:
-    """Whether Lightning validates after this training step."""
+    """Whether Lightning validates after this training step; by the clock (`every` is None) nobody knows before."""
     every_epochs, every = trainer.check_val_every_n_epoch, trainer.val_check_batch
     if not trainer.enable_validation or (every_epochs and (trainer.current_epoch + 1) % every_epochs):
         return False
-    if every is None or every == float("inf"):
+    if every is None or (trainer.val_dataloaders is not None and not sum(trainer.num_val_batches)):  # none to validate
+        return False
+    if every == float("inf"):
         return trainer.is_last_batch
     done = batch_idx + 1 if every_epochs else trainer.fit_loop.total_batch_idx + 1
     return done % every == 0

@@ -47,6 +47,8 @@ fit, validate and test take -c CONFIG.yaml and any key of it as --key value; an 
 in --trainer.callbacks.AdaptiveQuantizationNoise.sigma_start 0.02. Besides them: `qerl quantize --help` (write an NVFP4
 checkpoint) and `qerl export --help` (write an adapter or merged weights)."""
 USAGE_ERROR = 2
+VALIDATE = "validate"
+"""The command, and the folder under the run's where its curves go, each time a new `version_N`."""
 
 
 class SaveFitConfig(SaveConfigCallback):
@@ -134,7 +136,9 @@ class QeRLCLI(LightningCLI):
         kwargs["plugins"] = [*(config["plugins"] or []), AtomicCheckpointIO()]
         self._logger: TensorBoardLogger | None = None
         if config["logger"] in (None, True):
-            kwargs["logger"] = self._logger = TensorBoardLogger(save_dir=root, name="", version="")
+            # A validation by itself is no point of the run's curve, which has one of that step, or another's settings.
+            own: dict[str, Any] = {"name": VALIDATE} if self.subcommand == VALIDATE else {"name": "", "version": ""}
+            kwargs["logger"] = self._logger = TensorBoardLogger(save_dir=root, **own)
         kwargs["use_distributed_sampler"] = False  # every rank sees the whole batch
         trainer = self._trainer(kwargs, config)
         check_strategy(trainer)
