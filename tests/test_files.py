@@ -135,6 +135,18 @@ def test_a_checkpoint_is_hashed_once_while_it_stays_as_it_is(tmp_path: Path, mon
         AtomicCheckpointIO().load_checkpoint(other)
 
 
+def test_a_digest_is_remembered_once_the_clock_tells_another_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, now, hashed = hashlib.file_digest, time.time, []
+    path = save(tmp_path, 3)
+    monkeypatch.setattr(hashlib, "file_digest", lambda *args: hashed.append(args) or plain(*args))
+    for later, count in ((0, 1), (4, 2), (6, 3), (6, 3), (0, 3)):
+        monkeypatch.setattr(checkpoints.time, "time", lambda later=later: now() + later)
+        checkpoints.verify(path)
+        assert len(hashed) == count
+
+
 def test_a_checkpoint_that_has_just_been_written_is_hashed_again(tmp_path: Path) -> None:
     path = save(tmp_path, 3)
     before, data = path.stat(), bytearray(path.read_bytes())

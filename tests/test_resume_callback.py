@@ -331,3 +331,14 @@ def test_it_knows_which_steps_are_validated(tmp_path: Path, settings: dict[str, 
     trainer_of(tmp_path, foretold, **{"limit_val_batches": 2, "max_epochs": 3} | settings).fit(Tiny(sized=sized))
     assert foretold.said == foretold.was and len(foretold.said) == 18
     assert any(foretold.was) == (settings.get("limit_val_batches") != 0)
+
+
+def test_what_ends_a_run_stands_before_all_callbacks_once_however_often_it_is_set_up() -> None:
+    callback, other = ResumeCheckpoint(), Validations()
+    trainer: Any = SimpleNamespace(callbacks=[other, callback])
+    for _ in range(2):
+        callback.setup(trainer, Tiny(), "fit")
+        assert [type(one).__name__ for one in trainer.callbacks[:1]] == ["LambdaCallback"]
+        assert trainer.callbacks[1:] == [other, callback]
+    callback.teardown(trainer, Tiny(), "fit")
+    assert trainer.callbacks == [other, callback]

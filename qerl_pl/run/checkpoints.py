@@ -70,7 +70,6 @@ class AtomicCheckpointIO(CheckpointIO):
             if target.is_file():  # until it is replaced, the file that is there stays valid
                 with target.open("rb") as old:
                     digests.append(hashlib.file_digest(old, "sha256").hexdigest())
-            digest_path(target).parent.mkdir(parents=True, exist_ok=True)
             write_atomically(digest_path(target), "".join(f"{digest}\n" for digest in digests).encode())
 
     def load_checkpoint(
