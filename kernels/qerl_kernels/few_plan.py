@@ -27,7 +27,6 @@ class Tile(NamedTuple):
     """For each processor."""
     whole: bool = False
     """Whether every program first takes row blocks alone, as many as there are for each, which leave no sums to add."""
-
     copied: bool = False
     """Whether x's tiles come by TMA, the GPU's unit that copies; else every thread asks for some of their bytes."""
 
