@@ -40,8 +40,12 @@ def test_agreement_worked_out() -> None:
         (0.21, 0.02, 0.4, False, False),
         (0.21, 0.02, 0.4, True, False),
         (0.21, 0.05, 0.4, False, True),  # eight times the rounding does not stand out of it
-        (5e-6, 0.0, 7e-6, False, True),  # less than 8e-6 does not either, whatever the rounding
-        (6e-6, 0.0, 9e-6, False, False),
+        (5e-6, 0.0, 7e-6, True, True),  # less than 8e-6 does not either, whatever the rounding
+        (6e-6, 0.0, 9e-6, True, False),
+        (0.0055, 0.0008, 0.0068, False, True),  # seen: an adapter after two steps of rate 1e-6, all of it rounding
+        (0.0055, 0.0008, 0.0068, True, False),
+        (0.06, 0.0, 0.0625, False, True),  # a quarter of the bound
+        (0.06, 0.0, 0.0626, False, False),
         (math.nan, 0.0, 0.0, True, False),
         (0.0, math.nan, 0.0, True, False),
     ],

@@ -170,7 +170,9 @@ def require_agreement(agreement: Agreement, bound: float, probed: bool = False) 
 
     With the adapter on, the engine may differ from the trainer by `bound`; and where the adapter's effect stands out of
     the rounding (`Policy.probed` makes it), the engine must be nearer to the policy than half way to the reference, so
-    that an adapter that was never written, or a stale one, is seen.
+    that an adapter that was never written, or a stale one, is seen. What rounding does is known from other tokens
+    alone, those sampled without the adapter, and a young adapter's effect is itself rounding: such small ones are left
+    to the probe.
 
     Args:
         agreement: What was measured.
@@ -182,7 +184,8 @@ def require_agreement(agreement: Agreement, bound: float, probed: bool = False) 
         UserError: It differs by more.
     """
     rounding = max(agreement.adapter_off, 1e-6)
-    wrong_adapter = agreement.adapter_effect > 8 * rounding and agreement.adapter_on > agreement.adapter_effect / 2
+    stands_out = agreement.adapter_effect > max(8 * rounding, 0.0 if probed else bound / 4)
+    wrong_adapter = stands_out and agreement.adapter_on > agreement.adapter_effect / 2
     largest = math.inf if probed else bound
     if not (agreement.adapter_off <= bound and agreement.adapter_on <= largest) or wrong_adapter:  # nan is no agreement
         raise UserError(
