@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from torch.utils.tensorboard import SummaryWriter
 
 from benchmarks.study.__main__ import chosen, main
-from benchmarks.study.claims import ACCURACY, ENTROPY, FIRST_ENTROPY, findings
+from benchmarks.study.claims import ACCURACY, ENTROPY, FIRST_ENTROPY, GAIN, findings
 from benchmarks.study.evidence import write_evidence
 from benchmarks.study.intervals import Interval, interval, student_cdf, student_quantile, together, verdict
 from benchmarks.study.pictures import _band
@@ -337,11 +337,17 @@ def test_claims_of_a_study_worked_out_by_hand(tmp_path: Path) -> None:
     (decay,) = found["decay"].findings
     assert decay.difference is not None and decay.difference.mean == pytest.approx(-0.01 / 3)
     assert found["decay"].verdict == "undecided"
+    gain, *others = found["gain"].findings  # all begin at 0.4, so it is the difference of the ends
+    assert gain.difference is not None and gain.difference.mean == pytest.approx(0.1)
+    assert GAIN.of(rows[0], plan.measure) == pytest.approx(0.3) and len(others) == 2
+    (beside,) = found["rates beside 16 bits"].findings  # what 16 bits lose, 0.60, 0.62 and 0.61, less that
+    assert beside.difference is not None and beside.difference.mean == pytest.approx((0.59 + 0.615 + 0.605) / 3)
+    assert beside.difference.count == 3 and beside.verdict == "holds"
     (rate,) = found["learning rate"].findings  # it loses 0.01, 0.005 and 0.005
     assert rate.part.first == {"method": "nvfp4", "lr": "large"} and found["learning rate"].verdict == "holds"
     assert found["full fine-tuning"].verdict == "not measured"
     rows[0]["ended"] = "diverged"
-    assert ACCURACY.of(rows[0], plan.measure) == 0.0
+    assert ACCURACY.of(rows[0], plan.measure) == 0.0 and GAIN.of(rows[0], plan.measure) == -0.4
 
 
 def test_the_page_is_written_from_rows_alone(tmp_path: Path) -> None:
@@ -354,6 +360,8 @@ def test_the_page_is_written_from_rows_alone(tmp_path: Path) -> None:
     assert "| Larger learning rates stay stable: NVFP4 ends not more than 0.03 below" in page
     difference = "NVFP4 + AQN − lora16 (toy) | held-out accuracy at the end | +0.100 [+0.075, +0.125] | 3 | holds |"
     assert f"| accuracy | {difference}" in page
+    rates = "| rates beside 16 bits | nvfp4: large − own, less that of lora16 (toy) | held-out accuracy at the end |"
+    assert f"{rates} +0.603 [+0.572, +0.635] | 3 | holds |" in page
     cells = "0.400 ± 0.000 | 0.810 ± 0.043 | 0.410 ± 0.043 | 0.300 ± 0.000 | 0.355 ± 0.012 | - | 4 ± 0 |"
     assert f"| NVFP4 + AQN (toy) | 3 | {cells}" in page
     assert "\nNot measured: 2 of entropy, " in page and "were stopped" not in page

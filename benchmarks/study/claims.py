@@ -2,7 +2,7 @@
 
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from benchmarks.study.intervals import Interval, Rule, Verdict, interval, together, verdict
@@ -19,7 +19,7 @@ class Statistic:
 
     label: str
     curve: str
-    """Of the row's curves; "held out" is the accuracy."""
+    """Of the row's curves; "held out" is the accuracy, "gain" what it rose by."""
     share: float = 1.0
     """Of the run's rollouts, from the first."""
     when: str = ""
@@ -27,11 +27,12 @@ class Statistic:
 
     def of(self, row: Row, measure: str) -> float | None:
         """Its value; None where the run does not tell. A policy that is no longer finite answers nothing right."""
-        if self.curve == "held out":
-            if row["ended"] == "diverged":
-                return 0.0
+        if self.curve in ("held out", "gain"):
             found = row["held_out"].get(measure, [])
-            return found[-1][1] if found and found[-1][0] > 0 else None
+            before = found[0][1] if self.curve == "gain" and found else 0.0
+            if row["ended"] == "diverged":
+                return 0.0 - before
+            return found[-1][1] - before if found and found[-1][0] > 0 else None
         curve = row["curves"].get(self.curve, [])
         known = [value for value in curve[: max(1, round(self.share * len(curve)))] if value is not None]
         return statistics.fmean(known) if known else None
@@ -41,6 +42,7 @@ FIRST_ENTROPY = Statistic("sampler's entropy over the first tenth, nats", "sampl
 ENTROPY = Statistic("sampler's entropy over the first half, nats", "sampler_entropy", 0.5, ", first half")
 REWARD = Statistic("reward, mean over the run", "reward")
 ACCURACY = Statistic("held-out accuracy at the end", "held out")
+GAIN = Statistic("held-out accuracy at the end less that before", "gain", when=", gain")
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,8 @@ class Part:
     statistic: Statistic
     rule: Rule = "above"
     margin: float = 0.0
+    beside: Mapping[str, Level] = field(default_factory=dict)
+    """Where the same difference is taken, too, and subtracted; nowhere if empty."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +105,7 @@ def claims(plan: Plan) -> list[Claim]:
         Part({"method": quantized, "lr": rate}, {"method": quantized, "lr": base}, ACCURACY, "not below", MARGIN)
         for rate in larger
     ]
+    beside = [replace(part, rule="above", margin=0.0, beside={"method": lora}) for part in rates]
     entropy = [_method(quantized, lora, statistic) for statistic in (FIRST_ENTROPY, ENTROPY)]
     found = [
         Claim("entropy", "Quantization raises the policy's entropy.", entropy),
@@ -120,12 +125,18 @@ def claims(plan: Plan) -> list[Claim]:
             f"NVFP4 with adaptive noise ends near full fine-tuning: not more than {MARGIN} below.",
             [_method(aqn, "full", ACCURACY, "not below", MARGIN)],
         ),
+        Claim(
+            "gain",
+            "Not the paper's: from where it began, NVFP4 with adaptive noise gains more than 16-bit LoRA and QLoRA.",
+            [_method(aqn, other, GAIN) for other in (lora, "nf4")],
+        ),
         Claim("decay", "Exponential decay beats the other three.", decays),
         Claim(
             "learning rate",
             f"Larger learning rates stay stable: NVFP4 ends not more than {MARGIN} below its end at the usual one.",
             rates,
         ),
+        Claim("rates beside 16 bits", "Larger learning rates suit NVFP4 better than they suit 16-bit LoRA.", beside),
     ]
     return found
 
@@ -146,11 +157,9 @@ def findings(plan: Plan, rows: Sequence[Row]) -> list[Claim]:
 
 
 def _compared(plan: Plan, part: Part) -> list[dict[str, Level]]:
-    """The strata in which the plan has both sides of a part."""
-    sides = [
-        [run.levels.items() for run in plan.runs if levels.items() <= run.levels.items()]
-        for levels in (part.first, part.second)
-    ]
+    """The strata in which the plan has all sides of a part."""
+    wanted = [part.first, part.second, {**part.first, **part.beside}, {**part.second, **part.beside}]
+    sides = [[run.levels.items() for run in plan.runs if levels.items() <= run.levels.items()] for levels in wanted]
     return [one for one in strata(plan) if all(any(one.items() <= run for run in side) for side in sides)]
 
 
@@ -162,10 +171,18 @@ def strata(plan: Plan) -> Iterator[dict[str, Level]]:
 
 
 def difference(plan: Plan, rows: Sequence[Row], part: Part, stratum: Mapping[str, Level]) -> Interval | None:
-    """A part's difference within a stratum, by seeds that both sides have; other factors at their defaults."""
-    first, second = (by_seed(plan, rows, {**stratum, **levels}, part.statistic) for levels in (part.first, part.second))
-    pairs = [first[seed] - second[seed] for seed in first if seed in second]
-    return interval(pairs) if pairs else None
+    """A part's difference within a stratum, by seeds that all sides have; other factors at their defaults."""
+    found = _pairs(plan, rows, part, stratum)
+    if part.beside:
+        others = _pairs(plan, rows, part, {**stratum, **part.beside})
+        found = {seed: found[seed] - others[seed] for seed in found if seed in others}
+    return interval(list(found.values())) if found else None
+
+
+def _pairs(plan: Plan, rows: Sequence[Row], part: Part, levels: Mapping[str, Level]) -> dict[Level, float]:
+    """First minus second at these levels by seed, which go before the part's own."""
+    first, second = (by_seed(plan, rows, {**side, **levels}, part.statistic) for side in (part.first, part.second))
+    return {seed: first[seed] - second[seed] for seed in first if seed in second}
 
 
 def by_seed(plan: Plan, rows: Sequence[Row], levels: Mapping[str, Level], statistic: Statistic) -> dict[Level, float]:

@@ -95,7 +95,7 @@ def _differences(plan: Plan, found: Sequence[Claim]) -> str:
             if one.difference is None:
                 unmeasured[claim.name] = unmeasured.get(claim.name, 0) + 1
             else:
-                name = pictures.sides(plan, one.part.first, one.part.second) + pictures.of(plan, one.stratum)
+                name = pictures.sides(plan, one.part) + pictures.of(plan, one.stratum)
                 difference = [one.part.statistic.label, str(one.difference), str(one.difference.count)]
                 rows.append([claim.name, name, *difference, one.verdict])
     text = "## Differences"

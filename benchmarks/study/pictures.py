@@ -8,14 +8,14 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks.study.claims import ACCURACY, Claim, Row, Statistic, by_seed, strata
+from benchmarks.study.claims import ACCURACY, Claim, Finding, Part, Row, Statistic, by_seed, strata
 from benchmarks.study.intervals import Interval, interval
 from benchmarks.study.plan import Level, Plan
 from qerl_pl.run.files import write_atomically
 
 COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#777777")  # told apart by all eyes
 OF_VERDICT = {"holds": "#228833", "does not hold": "#ee6677", "undecided": "#777777"}
-UNITS = {"held out": "accuracy", "reward": "reward", "sampler_entropy": "nats"}
+UNITS = {"held out": "accuracy", "gain": "accuracy", "reward": "reward", "sampler_entropy": "nats"}
 
 
 def save(figure: Figure, path: Path) -> str:
@@ -91,11 +91,10 @@ def _band(axis: Axes, places: Sequence[float], curves: Sequence[Sequence[Any]], 
 def forest(plan: Plan, found: Sequence[Claim], path: Path) -> str | None:
     """Every difference with its interval, by unit; None where there is none."""
     entries = [(claim, one) for claim in found for one in claim.findings if one.difference is not None]
-    by_unit = {
-        unit: [(claim, one) for claim, one in entries if one.part.statistic.curve == curve]
-        for curve, unit in UNITS.items()
-    }
-    by_unit = {unit: group for unit, group in by_unit.items() if group}
+    by_unit: dict[str, list[tuple[Claim, Finding]]] = {}
+    for unit in dict.fromkeys(UNITS.values()):
+        if group := [entry for entry in entries if UNITS[entry[1].part.statistic.curve] == unit]:
+            by_unit[unit] = group
     if not by_unit:
         return None
     heights = [len(group) + 1.2 for group in by_unit.values()]
@@ -110,10 +109,7 @@ def forest(plan: Plan, found: Sequence[Claim], path: Path) -> str | None:
             axis.plot(difference.mean, place, "o", color=colour, markersize=5)
             if one.part.margin:
                 axis.plot(-one.part.margin, place, "|", color="black", markersize=9)
-        names = [
-            f"{sides(plan, one.part.first, one.part.second)}{one.part.statistic.when}{of(plan, one.stratum)}"
-            for _, one in group
-        ]
+        names = [f"{sides(plan, one.part)}{one.part.statistic.when}{of(plan, one.stratum)}" for _, one in group]
         axis.set_yticks(range(len(group)), names, fontsize=8)
         axis.set(title=f"difference, {unit}", ylim=(len(group) - 0.4, -0.6))
         axis.axvline(0, color="black", lw=0.8)
@@ -121,15 +117,18 @@ def forest(plan: Plan, found: Sequence[Claim], path: Path) -> str | None:
     return save(figure, path)
 
 
-def sides(plan: Plan, first: Mapping[str, Level], second: Mapping[str, Level]) -> str:
+def sides(plan: Plan, part: Part) -> str:
     """Such as "NVFP4 − 16-bit LoRA"; of what both sides share only what differs is named twice."""
+    first, second = part.first, part.second
+    others = ", ".join(plan.label(*level) for level in part.beside.items())
+    less = f", less that of {others}" if others else ""
     names = [[plan.label(factor, level) for factor, level in side.items()] for side in (first, second)]
     changed = [factor for factor in first if first[factor] != second.get(factor)]
     if len(changed) < len(first):
         common = ", ".join(plan.label(factor, first[factor]) for factor in first if factor not in changed)
         names = [[plan.label(factor, side[factor]) for factor in changed] for side in (first, second)]
-        return f"{common}: {', '.join(names[0])} − {', '.join(names[1])}"
-    return " − ".join(", ".join(name) for name in names)
+        return f"{common}: {', '.join(names[0])} − {', '.join(names[1])}{less}"
+    return " − ".join(", ".join(name) for name in names) + less
 
 
 def of(plan: Plan, stratum: Mapping[str, Level]) -> str:
