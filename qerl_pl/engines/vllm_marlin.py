@@ -15,6 +15,7 @@ from qerl_kernels.marlin import TILE
 from torch import Tensor
 
 from qerl_pl.engines import vllm_nf4
+from qerl_pl.engines.vllm_names import look_up
 from qerl_pl.errors import UserError
 from qerl_pl.formats.architecture import FUSED
 
@@ -29,16 +30,15 @@ _MODULE, _FUNCTION = "vllm.model_executor.layers.quantization.utils.marlin_utils
 def missing() -> list[str]:
     """What this file relies on that this vLLM lacks."""
     try:
-        found = hasattr(importlib.import_module(_MODULE), _FUNCTION)
+        found = look_up(importlib.import_module(_MODULE), _FUNCTION)
     except ImportError:
-        found = False
+        found = None
     return [] if found else [f"{_MODULE}.{_FUNCTION}"]
 
 
 def marlin_tensor(linear: Any) -> MarlinTensor | None:
     """The 4-bit weight of one of vLLM's linears; None where it has none in Marlin's layout, or a padded one."""
-    kernel = getattr(getattr(linear, "scheme", None), "kernel", None)
-    if not _KERNEL.match(type(kernel).__name__):
+    if not _KERNEL.match(type(look_up(linear, "scheme.kernel")).__name__):
         return None
     columns, rows = linear.input_size_per_partition, linear.output_size_per_partition
     if linear.weight.shape != (columns // 16, 2 * rows):

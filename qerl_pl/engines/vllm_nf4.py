@@ -7,13 +7,15 @@ import torch
 from qerl_kernels import NF4Tensor, NF4Weight
 from qerl_kernels.nf4 import NF4_BLOCK
 
+from qerl_pl.engines.vllm_names import look_up
+
 METHOD = "BitsAndBytesLinearMethod"
 """Class name of what multiplies, in vLLM 0.25."""
 
 
 def is_nf4(linear: Any) -> bool:
     """Whether one of vLLM's linears has such a weight."""
-    return getattr(getattr(linear, "weight", None), "bnb_quant_state", None) is not None
+    return look_up(linear, "weight.bnb_quant_state") is not None
 
 
 def lent_rows(linear: Any, parts: Sequence[tuple[str, int, int]]) -> dict[str, NF4Weight] | None:

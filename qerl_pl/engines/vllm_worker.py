@@ -23,7 +23,8 @@ from qerl_pl.engines.capacity import held_gib
 from qerl_pl.engines.vllm_adapter import Slots
 from qerl_pl.engines.vllm_graphs import workspaces_in_graphs
 from qerl_pl.engines.vllm_linears import attach_all, changes_products
-from qerl_pl.engines.vllm_sampler import attach_sampler, look_up
+from qerl_pl.engines.vllm_names import look_up
+from qerl_pl.engines.vllm_sampler import attach_sampler
 from qerl_pl.errors import UserError
 from qerl_pl.formats.architecture import noisy_norm_names
 
