@@ -11,8 +11,9 @@ import torch
 from qerl_kernels import sample_tokens, select_backend
 from torch import Tensor
 
-from qerl_pl.engines import EngineSpec, VLLMEngine, vllm_worker
+from qerl_pl.engines import EngineSpec, VLLMEngine
 from qerl_pl.engines.vllm_sampler import TemperatureSampler, why_not
+from qerl_pl.engines.vllm_start import import_vllm
 from qerl_pl.toy import ToyConfig, build_toy_policy
 from qerl_pl.types import PolicyWeights, RolloutRequest, SamplingConfig
 
@@ -35,7 +36,7 @@ def triton() -> Any:
 @pytest.fixture(scope="module")
 def vllms() -> Any:
     """vLLM's sampler with as many requests as rows, every fourth greedy; the last ones are still reading prompts."""
-    vllm_worker.import_vllm()
+    import_vllm()
     from vllm import SamplingParams
     from vllm.v1.worker.gpu.sample.sampler import Sampler
     from vllm.v1.worker.gpu.states import RequestState

