@@ -10,12 +10,10 @@ from qerl_kernels import MarlinRows, few_tokens_sizes, frozen_linear, silu_of_ha
 from qerl_pl.engines import vllm_marlin
 from qerl_pl.engines.vllm_adapter import Slots, attach_adapter
 from qerl_pl.engines.vllm_few import FewTokensMethod, attach_few, attach_gated
+from qerl_pl.engines.vllm_parts import Part
 from qerl_pl.errors import UserError
 
 log = logging.getLogger(__name__)
-
-Part = tuple[str, int, int]
-"""One of the base model's linears in one of vLLM's: name, rows [start, stop)."""
 
 
 def changes_products(config: Mapping[str, Any]) -> bool:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from qerl_pl.engines import vllm_nf4
 from qerl_pl.engines.vllm_names import look_up
+from qerl_pl.engines.vllm_parts import Part
 from qerl_pl.errors import UserError
 from qerl_pl.formats.architecture import FUSED
 
@@ -52,12 +53,12 @@ def _global_scale(linear: Any) -> Tensor | None:
     return None if held is None else held.data
 
 
-def lent_rows(linear: Any, parts: Sequence[tuple[str, int, int]]) -> Mapping[str, FrozenWeight] | None:
+def lent_rows(linear: Any, parts: Sequence[Part]) -> Mapping[str, FrozenWeight] | None:
     """What one of vLLM's linears lends: a frozen weight for each of the base model's linears that it holds.
 
     Args:
         linear: vLLM's.
-        parts: Names in the base model, rows [start, stop).
+        parts: Those that it holds.
 
     Returns:
         Empty where it has no 4-bit weight; None where its weight cannot be lent, for it is padded, in another layout,
