@@ -12,7 +12,7 @@ import torch
 from qerl_kernels import FEW_TOKENS, select_backend
 
 from qerl_pl.engines import vllm_marlin, vllm_worker
-from qerl_pl.engines.base import EngineSpec, LentWeights, check_adapter, check_requests, regroup
+from qerl_pl.engines.base import EngineSpec, LentWeights, check_adapter, check_requests, check_targets, regroup
 from qerl_pl.engines.capacity import GIB, check_length, files_gib, kv_bytes_per_token, kv_cache_size
 from qerl_pl.engines.vllm_process import process_state_kept, release_memory
 from qerl_pl.engines.vllm_requests import completion_of, request_params
@@ -127,11 +127,8 @@ class VLLMEngine:
         backend = served.vllm_linear_backend(self.linear_backend)
         config = load_config(spec.base)
         linears = linear_shapes(config)
-        self._shapes = {name: size for name, size in linears.items() if name.rpartition(".")[2] in spec.lora_targets}
-        if spec.lora_rank == 0:
-            self._shapes = {}
-        elif not self._shapes:
-            raise UserError(f"LoRA targets must name linears of the base; {', '.join(spec.lora_targets)} match none")
+        check_targets(spec, linears)
+        self._shapes = {name: size for name, size in linears.items() if spec.adapts(name)}
         length = self.max_model_len or spec.max_tokens
         kv_gib = kv_cache_size(self.kv_cache_gib, self.gpu_memory_utilization, spec.device)
         check_length(length, spec.max_tokens, kv_gib, kv_bytes_per_token(config, spec.dtype))
@@ -233,9 +230,7 @@ class VLLMEngine:
             UserError: A prompt is empty or too long, or stop strings are asked of a model without tokenizer.
         """
         assert self._spec is not None and self._llm is not None, "launch comes first"
-        check_requests(requests, sampling, self._spec.max_tokens)
-        if sampling.stop and not self._has_tokenizer:
-            raise UserError(f"stop strings need a tokenizer; {self._spec.base} has none: leave sampling.stop empty")
+        check_requests(requests, sampling, self._spec, self._has_tokenizer)
         self.wake()
         prompts = [{"prompt_token_ids": list(request.prompt_ids)} for request in requests for _ in request.seeds]
         if not prompts:
