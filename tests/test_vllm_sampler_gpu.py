@@ -129,12 +129,11 @@ def test_an_engine_samples_the_same_completions_as_with_vllms_sampler(tmp_path: 
     engine.launch(EngineSpec(base, torch.bfloat16, torch.device("cuda"), 8, ("q_proj", "v_proj"), 128))
     try:
         engine.sync(PolicyWeights(0, None, 1.0))
-        assert engine._call("qerl_sampler") == "TemperatureSampler"
         requests = [RolloutRequest(tuple(range(3, 5 + 2 * i)), tuple(range(100 * i, 100 * i + 3))) for i in range(9)]
         for temperature, top_p in ((1.0, 1.0), (0.8, 1.0), (0.0, 1.0), (1.0, 0.9)):  # the last is vLLM's in both ways
             sampling = SamplingConfig(max_tokens=40, temperature=temperature, top_p=top_p)
             found = engine.generate(requests, sampling)
-            assert engine._llm.collective_rpc(swap) == ["Sampler"]
+            assert engine._llm.collective_rpc(swap) == ["Sampler"]  # it was this package's
             expected = engine.generate(requests, sampling)
             assert engine._llm.collective_rpc(swap) == ["TemperatureSampler"]
             for ours, theirs in zip(sum(found, []), sum(expected, []), strict=True):

@@ -1,7 +1,8 @@
-"""4-bit linears of vLLM: Marlin for few tokens at once, dequantization and a 16-bit product for many.
+"""4-bit linears of vLLM in Marlin's layout: how they are lent, and who multiplies by them.
 
-Marlin reads a quarter of the bytes, which pays while reading weights is the limit, as in decoding. While prompts are
-read arithmetic is the limit, and there the plain product of the dequantized weight is about twice as fast.
+For few tokens at once Marlin does: it reads a quarter of the bytes, which pays while reading weights is the limit, as
+in decoding. For many, as while prompts are read, arithmetic is the limit, and there the plain 16-bit product of the
+dequantized weight is about twice as fast.
 """
 
 import importlib
@@ -170,6 +171,17 @@ class MarlinOrDenseMethod:
         return y
 
 
+def probe(tokens: int, held: MarlinTensor) -> Tensor:
+    """Activations to try a weight with, the same at every start: bfloat16 [tokens, K], on its device."""
+    x = torch.randn(tokens, 16 * len(held.weight), generator=torch.Generator().manual_seed(0), device="cpu")
+    return x.to(held.weight.device, torch.bfloat16)
+
+
+def apart(found: Tensor, expected: Tensor) -> float:
+    """Norm of what two products differ by, in units of the expected one's: see TOLERANCE."""
+    return ((found - expected).float().norm() / expected.float().norm()).item()
+
+
 @torch.inference_mode()
 def attach_dense(linear: Any, dense_above: int) -> None:
     """Let one of vLLM's linears multiply more than `dense_above` tokens by its dense weight, before vLLM compiles it.
@@ -184,13 +196,12 @@ def attach_dense(linear: Any, dense_above: int) -> None:
         return
     weight = MarlinRows(held)
     linear.register_buffer("qerl_alpha", torch.tensor([weight.alpha], device="cpu"), False)
-    x = torch.randn(1, linear.input_size_per_partition, generator=torch.Generator().manual_seed(0), device="cpu")
-    x = x.to(held.weight.device, torch.bfloat16)
+    x = probe(1, held)
     few, many = linear.quant_method.apply(linear, x), frozen_linear(x, weight)
-    apart = ((few - many).float().norm() / few.float().norm()).item()
-    if apart > TOLERANCE:
+    by = apart(many, few)
+    if by > TOLERANCE:
         raise UserError(
-            f"Marlin and the dequantized weight must give the same product; they differ by {apart:.2g} of its size, so "
+            f"Marlin and the dequantized weight must give the same product; they differ by {by:.2g} of its size, so "
             "this vLLM lays weights out otherwise: set dense_above to null and share_weights to false"
         )
     # The product of zeros is the bias, in plain order.

@@ -169,12 +169,8 @@ class PolicyWorker(Worker):
             kernels.add(type(look_up(module, "scheme.kernel") or method).__name__)
         return sorted(kernels)
 
-    def qerl_sampler(self) -> str:
-        """Class name of what samples."""
-        return type(look_up(self, "model_runner.sampler")).__name__
-
     def qerl_lend(self) -> LentWeights | None:
-        """The 4-bit weights by name in the base model, and the embeddings; None where one cannot be lent."""
+        """The 4-bit linears by name in the base model, embeddings and lm_head; None where a linear cannot be lent."""
         linears: dict[str, FrozenWeight] = {}
         for linear, parts in self._fused().values():
             rows = vllm_marlin.lent_rows(linear, parts)
