@@ -7,9 +7,10 @@ from peft import LoraConfig
 from safetensors.torch import save_file
 from torch import Tensor
 
-from qerl_pl.engines import EngineSpec, vllm_worker
+from qerl_pl.engines import EngineSpec
 from qerl_pl.engines.vllm_process import process_state_kept
 from qerl_pl.engines.vllm_requests import completion_of, request_params
+from qerl_pl.engines.vllm_start import import_vllm
 from qerl_pl.types import RolloutRequest, SamplingConfig
 
 Adapter = Mapping[str, tuple[Tensor, Tensor]]
@@ -19,7 +20,7 @@ class StockEngine:
     """vLLM as it comes: its own LoRA kernels, an adapter from a folder, 16-bit norms. For comparison only."""
 
     def __init__(self, base: Path, spec: EngineSpec, adapter: Adapter, sequences: int, kv_gib: float) -> None:
-        vllm_worker.import_vllm()
+        import_vllm()
         from vllm import LLM
         from vllm.lora.request import LoRARequest
 

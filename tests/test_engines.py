@@ -25,6 +25,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from qerl_pl.algorithm.noise import NormNoise
 from qerl_pl.engines import EngineSpec, RolloutEngine, TransformersEngine, VLLMEngine, vllm_worker
+from qerl_pl.engines.base import check_requests
 from qerl_pl.engines.sampling import pick_tokens, sampling_log_probs
 from qerl_pl.engines.vllm_marlin import check_marlin_shapes
 from qerl_pl.engines.vllm_requests import request_params
@@ -445,6 +446,14 @@ def test_prompts_that_cannot_be_continued_are_refused(engine: RolloutEngine, ref
     assert len(longest.token_ids) == 24 or longest.token_ids[-1] == EOS
 
 
+def test_stop_strings_are_refused_without_a_tokenizer(base: Path) -> None:
+    asked = replace(GREEDY, stop=("w7",))
+    check_requests(requests_of(PROMPTS), asked, spec_of(base), has_tokenizer=True)
+    check_requests(requests_of(PROMPTS), GREEDY, spec_of(base), has_tokenizer=False)
+    with pytest.raises(UserError, match=f"stop strings need a tokenizer; {base} has none"):
+        check_requests(requests_of(PROMPTS), asked, spec_of(base), has_tokenizer=False)
+
+
 def test_sleep_and_wake_change_nothing(engine: RolloutEngine, reference: PeftModel) -> None:
     randomize(reference, 1)
     engine.sync(weights_of(reference))
@@ -470,7 +479,8 @@ def test_an_adapter_that_does_not_fit_is_refused(engine: RolloutEngine, referenc
 
 @pytest.mark.parametrize("kind", ENGINES)
 def test_targets_that_match_nothing_are_refused(kind: str, base: Path) -> None:
-    with pytest.raises(UserError, match="match none"):
+    there = "down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj$"
+    with pytest.raises(UserError, match=f"c_attn match none: choose model.policy.lora.targets among {there}"):
         make_engine(kind).launch(replace(spec_of(base), lora_targets=("c_attn",)))
 
 
@@ -516,8 +526,9 @@ def test_marlins_tiles_bind_only_what_marlin_would_multiply(
 
 def test_without_vllm_the_engine_says_how_to_get_it(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm", None)
-    with pytest.raises(UserError, match="needs vLLM; it is not installed"):
-        VLLMEngine().launch(spec_of(base))
+    for device in ("cpu", "mps"):
+        with pytest.raises(UserError, match="needs vLLM; it is not installed"):
+            VLLMEngine().launch(replace(spec_of(base), device=torch.device(device)))
 
 
 @pytest.mark.vllm

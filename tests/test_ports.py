@@ -11,7 +11,8 @@ from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch.accelerators import CPUAccelerator
 from torch import distributed
 
-from qerl_pl.engines import EngineSpec, VLLMEngine, vllm_worker
+from qerl_pl.engines import EngineSpec, VLLMEngine
+from qerl_pl.engines.vllm_start import import_vllm
 from qerl_pl.errors import UserError
 from qerl_pl.run.strategy import RanksLauncher, RanksStrategy
 from qerl_pl.types import RolloutRequest, SamplingConfig
@@ -43,7 +44,7 @@ def first_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def launch(base: Path, monkeypatch: pytest.MonkeyPatch, method: str) -> VLLMEngine:
     """An engine in a vLLM that listens, as 0.25 always does, at what it has looked up before."""
     assert not distributed.is_initialized()
-    vllm_worker.import_vllm()
+    import_vllm()
     from vllm.v1.executor import uniproc_executor
 
     monkeypatch.setattr(uniproc_executor, "aiter_requires_tcp_store", lambda: True, raising=False)

@@ -143,7 +143,7 @@ def test_a_kernel_that_vllm_compiles_late_is_no_news_and_its_other_warnings_are(
 
 @pytest.mark.vllm
 def test_the_monitor_of_this_vllm_is_the_one_that_is_quiet(configured: list[warnings.WarningMessage]) -> None:
-    from qerl_pl.engines.vllm_worker import import_vllm
+    from qerl_pl.engines.vllm_start import import_vllm
 
     import_vllm()
     from vllm.utils import jit_monitor

@@ -13,6 +13,7 @@ from qerl_kernels import sample_tokens, select_backend
 from torch import Tensor
 
 from qerl_pl.engines import vllm_sampler
+from qerl_pl.engines.vllm_names import look_up
 from qerl_pl.engines.vllm_sampler import TemperatureSampler, attach_sampler, why_not
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures(triton_on_poisoned_memory.__name__)]
@@ -114,7 +115,7 @@ def test_a_batch_with_temperatures_only_is_sampled_in_one_pass(sampler: Temperat
     ],
 )
 def test_what_else_a_request_asks_for_is_left_to_vllm(sampler: TemperatureSampler, path: str, value: float) -> None:
-    logits, array = torch.randn(3, VOCABULARY), vllm_sampler.look_up(sampler.base, path)
+    logits, array = torch.randn(3, VOCABULARY), look_up(sampler.base, path)
     array[2] = value  # a request that is not in the batch
     assert sampler(logits, batch_of()) != "vLLM's"
     array[3] = value

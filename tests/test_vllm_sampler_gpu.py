@@ -11,8 +11,9 @@ import torch
 from qerl_kernels import sample_tokens, select_backend
 from torch import Tensor
 
-from qerl_pl.engines import EngineSpec, VLLMEngine, vllm_worker
+from qerl_pl.engines import EngineSpec, VLLMEngine
 from qerl_pl.engines.vllm_sampler import TemperatureSampler, why_not
+from qerl_pl.engines.vllm_start import import_vllm
 from qerl_pl.toy import ToyConfig, build_toy_policy
 from qerl_pl.types import PolicyWeights, RolloutRequest, SamplingConfig
 
@@ -35,7 +36,7 @@ def triton() -> Any:
 @pytest.fixture(scope="module")
 def vllms() -> Any:
     """vLLM's sampler with as many requests as rows, every fourth greedy; the last ones are still reading prompts."""
-    vllm_worker.import_vllm()
+    import_vllm()
     from vllm import SamplingParams
     from vllm.v1.worker.gpu.sample.sampler import Sampler
     from vllm.v1.worker.gpu.states import RequestState
@@ -128,12 +129,11 @@ def test_an_engine_samples_the_same_completions_as_with_vllms_sampler(tmp_path: 
     engine.launch(EngineSpec(base, torch.bfloat16, torch.device("cuda"), 8, ("q_proj", "v_proj"), 128))
     try:
         engine.sync(PolicyWeights(0, None, 1.0))
-        assert engine._call("qerl_sampler") == "TemperatureSampler"
         requests = [RolloutRequest(tuple(range(3, 5 + 2 * i)), tuple(range(100 * i, 100 * i + 3))) for i in range(9)]
         for temperature, top_p in ((1.0, 1.0), (0.8, 1.0), (0.0, 1.0), (1.0, 0.9)):  # the last is vLLM's in both ways
             sampling = SamplingConfig(max_tokens=40, temperature=temperature, top_p=top_p)
             found = engine.generate(requests, sampling)
-            assert engine._llm.collective_rpc(swap) == ["Sampler"]
+            assert engine._llm.collective_rpc(swap) == ["Sampler"]  # it was this package's
             expected = engine.generate(requests, sampling)
             assert engine._llm.collective_rpc(swap) == ["TemperatureSampler"]
             for ours, theirs in zip(sum(found, []), sum(expected, []), strict=True):

@@ -1,6 +1,6 @@
 """The seam between trainer and sampler."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, runtime_checkable
@@ -33,6 +33,10 @@ class EngineSpec:
     ranks: int = 1
     """Processes of the run, each with an engine of its own; they launch together."""
 
+    def adapts(self, linear: str) -> bool:
+        """Whether the base's linear of this name has an adapter."""
+        return self.lora_rank > 0 and linear.rpartition(".")[2] in self.lora_targets
+
 
 @dataclass(frozen=True)
 class LentWeights:
@@ -64,13 +68,16 @@ class RolloutEngine(Protocol):
 
         Noise is written as clean scale + noise, so repeated syncs never accumulate. A norm that is not among
         `weights.tensors` is the base's again; any other weight stays as it was written last.
+
+        Raises:
+            UserError: The engine has no such weight, or no place for such an adapter.
         """
 
     def generate(self, requests: Sequence[RolloutRequest], sampling: SamplingConfig) -> list[list[Completion]]:
         """Sample len(request.seeds) completions for each request, in the order asked.
 
         Raises:
-            UserError: A prompt is empty, or prompt and `sampling.max_tokens` exceed `EngineSpec.max_tokens`.
+            UserError: As `check_requests`.
         """
 
     def sleep(self) -> None:
@@ -89,17 +96,40 @@ class RolloutEngine(Protocol):
         """Free everything; the engine cannot be used afterwards."""
 
 
-def check_requests(requests: Sequence[RolloutRequest], sampling: SamplingConfig, max_tokens: int) -> None:
+def check_targets(spec: EngineSpec, linears: Collection[str]) -> None:
+    """Reject an adapter that would be nowhere.
+
+    Args:
+        spec: What the engine was launched with.
+        linears: Names of the base's linears.
+
+    Raises:
+        UserError: There is to be an adapter, and no linear is called as its targets say.
+    """
+    if spec.lora_rank and not any(spec.adapts(name) for name in linears):
+        there = sorted({name.rpartition(".")[2] for name in linears} - {"lm_head"})  # which takes no adapter
+        raise UserError(
+            f"LoRA targets must name linears of the base; {', '.join(spec.lora_targets)} match none: choose "
+            f"model.policy.lora.targets among {', '.join(there)}"
+        )
+
+
+def check_requests(
+    requests: Sequence[RolloutRequest], sampling: SamplingConfig, spec: EngineSpec, has_tokenizer: bool
+) -> None:
     """Reject what no engine can sample.
 
     Args:
         requests: What `RolloutEngine.generate` was asked for.
         sampling: The same call's sampling settings.
-        max_tokens: `EngineSpec.max_tokens`.
+        spec: What the engine was launched with.
+        has_tokenizer: Whether the base has one, without which tokens are no text.
 
     Raises:
-        UserError: A prompt is empty, or prompt and new tokens exceed `max_tokens`.
+        UserError: A prompt is empty, prompt and new tokens exceed `EngineSpec.max_tokens`, or there is no tokenizer to
+            find stop strings with.
     """
+    max_tokens = spec.max_tokens
     for index, request in enumerate(requests):
         length = len(request.prompt_ids)
         if length == 0:
@@ -109,6 +139,8 @@ def check_requests(requests: Sequence[RolloutRequest], sampling: SamplingConfig,
                 f"prompt and completion together may have {max_tokens} tokens; prompt {index} of the batch has {length}"
                 f" and sampling.max_tokens is {sampling.max_tokens}: raise the engine's length or shorten one of them"
             )
+    if sampling.stop and not has_tokenizer:
+        raise UserError(f"stop strings need a tokenizer; {spec.base} has none: leave sampling.stop empty")
 
 
 def regroup(requests: Sequence[RolloutRequest], completions: Sequence[Completion]) -> list[list[Completion]]:
@@ -152,7 +184,10 @@ def check_adapter(
     """
     for name, (a, b) in adapter.items():
         if name not in shapes:
-            raise UserError(f"the adapter may hold the engine's LoRA targets only; it also has {name}")
+            raise UserError(
+                f"the adapter may hold the engine's LoRA targets only; it also has {name}: give engine and policy the "
+                "same targets"
+            )
         out_features, in_features = shapes[name]
         if a.shape != (rank, in_features) or b.shape != (out_features, rank):
             raise UserError(

@@ -1,4 +1,4 @@
-"""Sizes that follow from a model's config alone, checked before an engine spends minutes on starting."""
+"""Sizes: what tensors and files take, and what a model's config says before an engine spends minutes on starting."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -10,7 +10,6 @@ from transformers import PretrainedConfig
 from qerl_pl.errors import UserError
 
 GIB = 2**30
-DEFAULT_KV_GIB = {"cuda": 4.0, "cpu": 0.5}
 
 
 def held_gib(tensors: Iterable[Tensor]) -> float:
@@ -28,7 +27,9 @@ def files_gib(folder: Path) -> float:
 
 def kv_cache_size(asked: float | None, share: float | None, device: torch.device) -> float | None:
     """GiB of the key/value cache; None where vLLM works it out from its share of the memory."""
-    return DEFAULT_KV_GIB[device.type] if asked is None and share is None else asked
+    if asked is None and share is None:
+        return 4.0 if device.type == "cuda" else 0.5
+    return asked
 
 
 def kv_bytes_per_token(config: PretrainedConfig, dtype: torch.dtype) -> int:

@@ -8,11 +8,19 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
-from qerl_pl.engines.base import EngineSpec, LentWeights, check_adapter, check_requests, check_tensor, regroup
+from qerl_pl.engines.base import (
+    EngineSpec,
+    LentWeights,
+    check_adapter,
+    check_requests,
+    check_targets,
+    check_tensor,
+    regroup,
+)
 from qerl_pl.engines.capacity import held_gib
 from qerl_pl.engines.sampling import pick_tokens, sampling_log_probs, uniforms
 from qerl_pl.engines.synced_layers import SyncedLoraLinear, SyncedRMSNorm
-from qerl_pl.errors import UserError, require_at_least
+from qerl_pl.errors import require_at_least
 from qerl_pl.formats.architecture import noisy_norm_names
 from qerl_pl.formats.dense_copy import load_dense_model
 from qerl_pl.formats.model_files import end_token_ids, load_tokenizer
@@ -51,16 +59,14 @@ class TransformersEngine:
         """
         model = load_dense_model(spec.base, spec.dtype)
         nn.Module.to(model, device=spec.device)
-        names = [name for name, _ in model.named_modules()]
-        for name in noisy_norm_names(names):
+        for name in noisy_norm_names([name for name, _ in model.named_modules()]):
             self._norms[name] = _replace(model, name, SyncedRMSNorm.of(name, model.get_submodule(name)))
         self._noisy = list(self._norms)
-        for name in names:
-            module = model.get_submodule(name)
-            if name.rpartition(".")[2] in spec.lora_targets and isinstance(module, nn.Linear):
-                self._linears[name] = _replace(model, name, SyncedLoraLinear(module, spec.lora_rank))
-        if spec.lora_rank and not self._linears:
-            raise UserError(f"LoRA targets must name linears of the base; {', '.join(spec.lora_targets)} match none")
+        linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+        check_targets(spec, linears)
+        for name, linear in linears.items():
+            if spec.adapts(name):
+                self._linears[name] = _replace(model, name, SyncedLoraLinear(linear, spec.lora_rank))
         self._spec, self._model = spec, model
         self._tokenizer, self._ends = load_tokenizer(spec.base), end_token_ids(spec.base)
 
@@ -86,9 +92,8 @@ class TransformersEngine:
                 linear.write(*adapter[name], weights.scaling)
         norms = self._write_all_but_norms(weights.tensors)
         for name, held in self._norms.items():
-            noisy = weights.noise is not None and name in self._noisy
-            noise = weights.noise.draw(name, held.scale.numel()) if weights.noise and noisy else None
-            held.write(norms.get(name), noise)
+            noisy = weights.noise if name in self._noisy else None
+            held.write(norms.get(name), None if noisy is None else noisy.draw(name, held.scale.numel()))
         return SyncReport(version=weights.version, noise_std=self._measured_std())
 
     def _write_all_but_norms(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -118,9 +123,7 @@ class TransformersEngine:
             UserError: A prompt is empty or too long, or stop strings are asked of a model without tokenizer.
         """
         assert self._spec is not None, "launch comes first"
-        check_requests(requests, sampling, self._spec.max_tokens)
-        if sampling.stop and self._tokenizer is None:
-            raise UserError(f"stop strings need a tokenizer; {self._spec.base} has none: leave sampling.stop empty")
+        check_requests(requests, sampling, self._spec, has_tokenizer=self._tokenizer is not None)
         rows = [(index, seed) for index, request in enumerate(requests) for seed in request.seeds]
         completions: list[Completion] = []
         for start in range(0, len(rows), self.max_batch):

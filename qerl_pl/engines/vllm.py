@@ -12,10 +12,11 @@ import torch
 from qerl_kernels import FEW_TOKENS, select_backend
 
 from qerl_pl.engines import vllm_marlin, vllm_worker
-from qerl_pl.engines.base import EngineSpec, LentWeights, check_adapter, check_requests, regroup
+from qerl_pl.engines.base import EngineSpec, LentWeights, check_adapter, check_requests, check_targets, regroup
 from qerl_pl.engines.capacity import GIB, check_length, files_gib, kv_bytes_per_token, kv_cache_size
-from qerl_pl.engines.vllm_process import process_state_kept, refusal, release_memory
+from qerl_pl.engines.vllm_process import process_state_kept, release_memory
 from qerl_pl.engines.vllm_requests import completion_of, request_params
+from qerl_pl.engines.vllm_start import check_start, import_vllm, refusals_told
 from qerl_pl.errors import UserError, require_at_least
 from qerl_pl.formats.architecture import linear_shapes
 from qerl_pl.formats.base import format_of
@@ -104,6 +105,16 @@ class VLLMEngine:
         self._ends: tuple[int, ...] = ()
         self._has_tokenizer = False
 
+    @property
+    def _on_gpu(self) -> bool:
+        assert self._spec is not None, "launch comes first"
+        return self._spec.device.type == "cuda"
+
+    @property
+    def _sleeps(self) -> bool:
+        """Whether `sleep` gives the cache's memory back: vLLM's CPU build cannot."""
+        return self.sleep_mode and self._on_gpu
+
     def launch(self, spec: EngineSpec) -> None:
         """Start vLLM, with room for the adapter.
 
@@ -116,18 +127,15 @@ class VLLMEngine:
         backend = served.vllm_linear_backend(self.linear_backend)
         config = load_config(spec.base)
         linears = linear_shapes(config)
-        self._shapes = {name: size for name, size in linears.items() if name.rpartition(".")[2] in spec.lora_targets}
-        if spec.lora_rank == 0:
-            self._shapes = {}
-        elif not self._shapes:
-            raise UserError(f"LoRA targets must name linears of the base; {', '.join(spec.lora_targets)} match none")
+        check_targets(spec, linears)
+        self._shapes = {name: size for name, size in linears.items() if spec.adapts(name)}
         length = self.max_model_len or spec.max_tokens
         kv_gib = kv_cache_size(self.kv_cache_gib, self.gpu_memory_utilization, spec.device)
         check_length(length, spec.max_tokens, kv_gib, kv_bytes_per_token(config, spec.dtype))
         if backend == "marlin":
             vllm_marlin.check_marlin_shapes(linears)
         start = time.perf_counter()
-        vllm_worker.import_vllm()
+        import_vllm()
         self._spec, self._ends = spec, end_token_ids(spec.base)
         self._has_tokenizer = load_tokenizer(spec.base) is not None
         with tempfile.TemporaryDirectory(prefix="qerl-vllm-") as folder, process_state_kept():
@@ -138,7 +146,7 @@ class VLLMEngine:
             self._llm = self._start(spec, base, backend, length, kv_gib)
             VLLMEngine._alive += 1
             try:
-                self._check_start(backend)
+                self.kernels = check_start(self._call, self._shapes, backend)
             except UserError:
                 self.close()
                 raise
@@ -146,14 +154,12 @@ class VLLMEngine:
 
     def _start(self, spec: EngineSpec, base: Path, backend: str | None, length: int, kv_gib: float | None) -> Any:
         from vllm import LLM
-        from vllm.exceptions import VLLMValidationError
 
-        on_gpu = spec.device.type == "cuda"
         ours = backend is not None and spec.dtype == torch.bfloat16
         dense_above, few_up_to = (self.dense_above, self.few_up_to) if ours else (None, None)
         if dense_above is not None or few_up_to is not None:
             select_backend("triton")
-        try:
+        with refusals_told():
             return LLM(
                 model=str(base),
                 dtype=str(spec.dtype).removeprefix("torch."),
@@ -166,45 +172,21 @@ class VLLMEngine:
                 logprobs_mode="processed_logprobs",
                 max_model_len=length,
                 max_num_seqs=self.max_num_seqs,
-                max_num_batched_tokens=self.max_num_batched_tokens or (None if on_gpu else max(length, CPU_BATCH)),
+                max_num_batched_tokens=self.max_num_batched_tokens
+                or (None if self._on_gpu else max(length, CPU_BATCH)),
                 # A seeded request whose prompt is split over two passes fails on a CPU.
-                enable_chunked_prefill=on_gpu,
+                enable_chunked_prefill=self._on_gpu,
                 use_tqdm_on_load=False,  # how long it took is logged
                 enable_prefix_caching=self.prefix_caching,
-                enforce_eager=self.enforce_eager or not on_gpu,
-                enable_sleep_mode=self.sleep_mode and on_gpu,
+                enforce_eager=self.enforce_eager or not self._on_gpu,
+                enable_sleep_mode=self._sleeps,
                 # With a given cache vLLM still wants this share free at the start, so it is small then.
                 gpu_memory_utilization=0.01 if kv_gib is not None else self.gpu_memory_utilization,
                 kv_cache_memory_bytes=None if kv_gib is None else int(kv_gib * GIB),
                 linear_backend=backend or "auto",
                 additional_config=vllm_worker.engine_config(spec, dense_above, few_up_to),
-                compilation_config={"inductor_compile_config": REPEATABLE} if on_gpu else None,
+                compilation_config={"inductor_compile_config": REPEATABLE} if self._on_gpu else None,
             )
-        except (ValueError, RuntimeError, AssertionError, ImportError, VLLMValidationError) as error:
-            if isinstance(error, UserError):
-                raise
-            raise refusal(error) from error
-
-    def _check_start(self, backend: str | None) -> None:
-        import vllm
-
-        assert self._spec is not None
-        if missing := self._call("qerl_missing"):
-            raise UserError(
-                f"VLLMEngine relies on names that vLLM {vllm.__version__} lacks: {', '.join(missing)}: install 0.25.1"
-            )
-        if not self._call("qerl_noisy"):
-            raise UserError(
-                "the model's layers must have RMSNorms called input_layernorm and post_attention_layernorm; vLLM's has "
-                "none: use a Llama, Mistral, Qwen2 or Qwen3 model"
-            )
-        if left_out := sorted(set(self._shapes) - set(self._call("qerl_adapted"))):
-            raise UserError(
-                f"LoRA targets must be linears in vLLM's model; {left_out[0]} is none: take it out of the targets"
-            )
-        self.kernels = self._call("qerl_kernels")
-        if backend not in (None, "auto") and not any(backend in kernel.lower() for kernel in self.kernels):
-            raise UserError(f"linear_backend is {backend}; vLLM runs {', '.join(self.kernels)}: choose auto")
 
     def lend(self) -> LentWeights | None:
         """The linears, embeddings and lm_head, so that the GPU holds the base once; None with other kernels."""
@@ -222,6 +204,7 @@ class VLLMEngine:
         return lent
 
     def _call(self, method: str, *args: object) -> Any:
+        assert self._llm is not None, "launch comes first"
         return self._llm.collective_rpc(method, args=args)[0]
 
     def sync(self, weights: PolicyWeights) -> SyncReport:
@@ -247,24 +230,20 @@ class VLLMEngine:
             UserError: A prompt is empty or too long, or stop strings are asked of a model without tokenizer.
         """
         assert self._spec is not None and self._llm is not None, "launch comes first"
-        check_requests(requests, sampling, self._spec.max_tokens)
-        if sampling.stop and not self._has_tokenizer:
-            raise UserError(f"stop strings need a tokenizer; {self._spec.base} has none: leave sampling.stop empty")
+        check_requests(requests, sampling, self._spec, self._has_tokenizer)
         self.wake()
         prompts = [{"prompt_token_ids": list(request.prompt_ids)} for request in requests for _ in request.seeds]
         if not prompts:
             return regroup(requests, [])
         params = [request_params(sampling, seed, self._ends) for request in requests for seed in request.seeds]
         # Small helpers that vLLM compiles even in eager mode would need a C++ compiler on a CPU.
-        on_cpu = self._spec.device.type == "cpu"
-        with torch.compiler.set_stance("force_eager") if on_cpu else nullcontext():
+        with nullcontext() if self._on_gpu else torch.compiler.set_stance("force_eager"):
             outputs = self._llm.generate(prompts, params, use_tqdm=False)
         return regroup(requests, [completion_of(output.outputs[0]) for output in outputs])
 
     def sleep(self) -> None:
         """Give the key/value cache's memory back. Weights, norms and adapter stay. On a CPU nothing happens."""
-        assert self._spec is not None
-        if self.sleep_mode and not self._asleep and self._spec.device.type == "cuda":
+        if self._sleeps and not self._asleep:
             self._llm.sleep(level=1)
             self._asleep = True
 
@@ -280,21 +259,21 @@ class VLLMEngine:
 
     def memory_gib(self) -> Mapping[str, float]:
         """Adapter and key/value cache, what sleep unmaps of it and has, and on a GPU the model."""
-        assert self._spec is not None, "launch comes first"
         held: dict[str, float] = self._call("qerl_memory_gib")
-        if self._spec.device.type == "cpu":
+        if not self._on_gpu:
             del held["weights"]  # the CPU build repacks linears out of sight
-        releasable = held["kv_cache"] if self.sleep_mode and self._spec.device.type == "cuda" else 0.0
+        releasable = held["kv_cache"] if self._sleeps else 0.0
         return held | {"releasable": releasable, "released": releasable if self._asleep else 0.0}
 
     def close(self) -> None:
         """Free vLLM's memory; on several ranks it goes with the process: shutdown ends the trainer's group."""
-        if self._llm is not None and self._spec is not None and self._spec.ranks > 1:
-            self._llm = None
-            VLLMEngine._alive -= 1
-        if self._llm is not None:
+        if self._spec is None or self._llm is None:
+            return
+        alone = self._spec.ranks == 1
+        if alone:
             self.wake()
             self._llm.llm_engine.engine_core.shutdown()
-            self._llm = None
-            VLLMEngine._alive -= 1
+        self._llm = None
+        VLLMEngine._alive -= 1
+        if alone:
             release_memory(last=VLLMEngine._alive == 0)

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qerl_pl.engines.vllm_parts import Part
+
 Slots = dict[str, tuple[Tensor, Tensor]]
 """Views of A [r, in] and B [out, r] by the base model's name of a linear, to be written in place."""
 
@@ -45,7 +47,7 @@ class AdaptedMethod:
         return y
 
 
-def attach_adapter(linear: Any, parts: Sequence[tuple[str, int, int]], rank: int, dtype: torch.dtype) -> Slots:
+def attach_adapter(linear: Any, parts: Sequence[Part], rank: int, dtype: torch.dtype) -> Slots:
     """Give a linear of vLLM an adapter of zeros, before vLLM compiles it.
 
     One product with all A, one below the other, and one with all B, each in the block of its rows and ranks: a fused
@@ -53,7 +55,7 @@ def attach_adapter(linear: Any, parts: Sequence[tuple[str, int, int]], rank: int
 
     Args:
         linear: vLLM's, which may hold several of the base model's.
-        parts: Those adapted: name in the base model, rows [start, stop) of the output.
+        parts: Those adapted.
         rank: Of the adapter.
         dtype: Of activations.
 

@@ -10,12 +10,10 @@ from qerl_kernels import MarlinRows, few_tokens_sizes, frozen_linear, silu_of_ha
 from qerl_pl.engines import vllm_marlin
 from qerl_pl.engines.vllm_adapter import Slots, attach_adapter
 from qerl_pl.engines.vllm_few import FewTokensMethod, attach_few, attach_gated
+from qerl_pl.engines.vllm_parts import Part
 from qerl_pl.errors import UserError
 
 log = logging.getLogger(__name__)
-
-Part = tuple[str, int, int]
-"""One of the base model's linears in one of vLLM's: name, rows [start, stop)."""
 
 
 def changes_products(config: Mapping[str, Any]) -> bool:
@@ -47,6 +45,7 @@ def attach_all(
     slots: Slots = {}
     few: list[Any] = []
     ours = changes_products(config) and not vllm_marlin.missing()
+    few_up_to = config["few_up_to"] if ours else None
     for linear, held in linears.values():
         if ours:
             above = config["dense_above"]
@@ -54,15 +53,16 @@ def attach_all(
         parts = [part for part in held if config["rank"] and part[0].rpartition(".")[2] in config["targets"]]
         if parts:
             slots |= attach_adapter(linear, parts, config["rank"], dtype)
-        if ours and config["few_up_to"] is not None:
-            few += [linear] * attach_few(linear, [start for _, start, _ in parts], config["few_up_to"])
-    if ours and config["few_up_to"] is not None:
+        if few_up_to is not None:
+            few += [linear] * attach_few(linear, [start for _, start, _ in parts], few_up_to)
+    if few_up_to is not None:
         gated = sum(attach_gated(module) for module in modules) if config["gated"] else 0
-        check_few(few, config["few_up_to"])
-        found = (
-            f"{len(few)} of {len(linears)} linears take few_up_to: {config['few_up_to']} tokens or fewer at once run"
+        check_few(few, few_up_to)
+        log.info(
+            "%d of %d linears take few_up_to: %d tokens or fewer at once run in one product with their adapter (Hopper "
+            "GPUs only), %d with an MLP's activation",
+            *(len(few), len(linears), few_up_to, gated),
         )
-        log.info("%s in one product with their adapter (Hopper GPUs only), %d with an MLP's activation", found, gated)
     return slots
 
 
@@ -89,14 +89,13 @@ def check_few(linears: Sequence[Any], few_up_to: int) -> None:
         done.add(kind)
         weight = MarlinRows(held, alpha=linear.qerl_alpha.item())
         for tokens in few_tokens_sizes(held, len(linear.qerl_a) if method.starts else 0, few_up_to, method.gated):
-            x = torch.randn(tokens, weight.shape[1], generator=torch.Generator().manual_seed(0), device="cpu")
-            x = x.to(held.weight.device, torch.bfloat16)
+            x = vllm_marlin.probe(tokens, held)
             few, dense = method.apply(linear, x, linear.bias), frozen_linear(x, weight, linear.qerl_bias)
             dense = silu_of_halves(dense) if method.gated else dense
-            apart = ((few - dense).float().norm() / dense.float().norm()).item()
-            if not apart <= vllm_marlin.TOLERANCE:
+            by = vllm_marlin.apart(few, dense)
+            if not by <= vllm_marlin.TOLERANCE:
                 raise UserError(
                     f"the product of {tokens} tokens must be that of the dequantized weight; for a weight "
-                    f"{weight.shape[0]} x {weight.shape[1]} they differ by {apart:.2g} of its size: set few_up_to to "
+                    f"{weight.shape[0]} x {weight.shape[1]} they differ by {by:.2g} of its size: set few_up_to to "
                     "null"
                 )

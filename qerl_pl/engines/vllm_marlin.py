@@ -1,7 +1,8 @@
-"""4-bit linears of vLLM: Marlin for few tokens at once, dequantization and a 16-bit product for many.
+"""4-bit linears of vLLM in Marlin's layout: how they are lent, and who multiplies by them.
 
-Marlin reads a quarter of the bytes, which pays while reading weights is the limit, as in decoding. While prompts are
-read arithmetic is the limit, and there the plain product of the dequantized weight is about twice as fast.
+For few tokens at once Marlin does: it reads a quarter of the bytes, which pays while reading weights is the limit, as
+in decoding. For many, as while prompts are read, arithmetic is the limit, and there the plain 16-bit product of the
+dequantized weight is about twice as fast.
 """
 
 import importlib
@@ -15,6 +16,8 @@ from qerl_kernels.marlin import TILE
 from torch import Tensor
 
 from qerl_pl.engines import vllm_nf4
+from qerl_pl.engines.vllm_names import look_up
+from qerl_pl.engines.vllm_parts import Part
 from qerl_pl.errors import UserError
 from qerl_pl.formats.architecture import FUSED
 
@@ -29,16 +32,15 @@ _MODULE, _FUNCTION = "vllm.model_executor.layers.quantization.utils.marlin_utils
 def missing() -> list[str]:
     """What this file relies on that this vLLM lacks."""
     try:
-        found = hasattr(importlib.import_module(_MODULE), _FUNCTION)
+        found = look_up(importlib.import_module(_MODULE), _FUNCTION)
     except ImportError:
-        found = False
+        found = None
     return [] if found else [f"{_MODULE}.{_FUNCTION}"]
 
 
 def marlin_tensor(linear: Any) -> MarlinTensor | None:
     """The 4-bit weight of one of vLLM's linears; None where it has none in Marlin's layout, or a padded one."""
-    kernel = getattr(getattr(linear, "scheme", None), "kernel", None)
-    if not _KERNEL.match(type(kernel).__name__):
+    if not _KERNEL.match(type(look_up(linear, "scheme.kernel")).__name__):
         return None
     columns, rows = linear.input_size_per_partition, linear.output_size_per_partition
     if linear.weight.shape != (columns // 16, 2 * rows):
@@ -52,12 +54,12 @@ def _global_scale(linear: Any) -> Tensor | None:
     return None if held is None else held.data
 
 
-def lent_rows(linear: Any, parts: Sequence[tuple[str, int, int]]) -> Mapping[str, FrozenWeight] | None:
+def lent_rows(linear: Any, parts: Sequence[Part]) -> Mapping[str, FrozenWeight] | None:
     """What one of vLLM's linears lends: a frozen weight for each of the base model's linears that it holds.
 
     Args:
         linear: vLLM's.
-        parts: Names in the base model, rows [start, stop).
+        parts: Those that it holds.
 
     Returns:
         Empty where it has no 4-bit weight; None where its weight cannot be lent, for it is padded, in another layout,
@@ -169,6 +171,17 @@ class MarlinOrDenseMethod:
         return y
 
 
+def probe(tokens: int, held: MarlinTensor) -> Tensor:
+    """Activations to try a weight with, the same at every start: bfloat16 [tokens, K], on its device."""
+    x = torch.randn(tokens, 16 * len(held.weight), generator=torch.Generator().manual_seed(0), device="cpu")
+    return x.to(held.weight.device, torch.bfloat16)
+
+
+def apart(found: Tensor, expected: Tensor) -> float:
+    """Norm of what two products differ by, in units of the expected one's: see TOLERANCE."""
+    return ((found - expected).float().norm() / expected.float().norm()).item()
+
+
 @torch.inference_mode()
 def attach_dense(linear: Any, dense_above: int) -> None:
     """Let one of vLLM's linears multiply more than `dense_above` tokens by its dense weight, before vLLM compiles it.
@@ -183,13 +196,12 @@ def attach_dense(linear: Any, dense_above: int) -> None:
         return
     weight = MarlinRows(held)
     linear.register_buffer("qerl_alpha", torch.tensor([weight.alpha], device="cpu"), False)
-    x = torch.randn(1, linear.input_size_per_partition, generator=torch.Generator().manual_seed(0), device="cpu")
-    x = x.to(held.weight.device, torch.bfloat16)
+    x = probe(1, held)
     few, many = linear.quant_method.apply(linear, x), frozen_linear(x, weight)
-    apart = ((few - many).float().norm() / few.float().norm()).item()
-    if apart > TOLERANCE:
+    by = apart(many, few)
+    if by > TOLERANCE:
         raise UserError(
-            f"Marlin and the dequantized weight must give the same product; they differ by {apart:.2g} of its size, so "
+            f"Marlin and the dequantized weight must give the same product; they differ by {by:.2g} of its size, so "
             "this vLLM lays weights out otherwise: set dense_above to null and share_weights to false"
         )
     # The product of zeros is the bias, in plain order.

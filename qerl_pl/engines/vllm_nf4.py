@@ -7,23 +7,26 @@ import torch
 from qerl_kernels import NF4Tensor, NF4Weight
 from qerl_kernels.nf4 import NF4_BLOCK
 
+from qerl_pl.engines.vllm_names import look_up
+from qerl_pl.engines.vllm_parts import Part
+
 METHOD = "BitsAndBytesLinearMethod"
 """Class name of what multiplies, in vLLM 0.25."""
 
 
 def is_nf4(linear: Any) -> bool:
     """Whether one of vLLM's linears has such a weight."""
-    return getattr(getattr(linear, "weight", None), "bnb_quant_state", None) is not None
+    return look_up(linear, "weight.bnb_quant_state") is not None
 
 
-def lent_rows(linear: Any, parts: Sequence[tuple[str, int, int]]) -> dict[str, NF4Weight] | None:
+def lent_rows(linear: Any, parts: Sequence[Part]) -> dict[str, NF4Weight] | None:
     """What one of vLLM's linears lends: a frozen weight for each of the base model's linears that it holds.
 
     vLLM undoes the double quantization when it loads; the weights are the same.
 
     Args:
         linear: vLLM's.
-        parts: Names in the base model, rows [start, stop).
+        parts: Those that it holds.
 
     Returns:
         None where it does not hold each part by itself in NF4's blocks.

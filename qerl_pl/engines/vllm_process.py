@@ -8,7 +8,6 @@ from contextlib import contextmanager
 import torch
 
 from qerl_pl.engines.vllm_terminal import without_bars
-from qerl_pl.errors import UserError
 from qerl_pl.run.random_state import random_state_kept
 
 
@@ -26,17 +25,6 @@ def process_state_kept() -> Iterator[None]:
             os.environ.pop(name, None)
             if value is not None:
                 os.environ[name] = value
-
-
-def refusal(error: Exception) -> UserError:
-    """What a user is told of an error that has stopped vLLM's start."""
-    reason = " ".join(str(error).split()) or type(error).__name__
-    if "EADDRINUSE" in reason:
-        return UserError(
-            f"vLLM's process group needs a free TCP port of this machine; found none ({reason}): see what holds them "
-            "by `ss -tanp` and end it, widen net.ipv4.ip_local_port_range, or use TransformersEngine"
-        )
-    return UserError(f"vLLM refuses the engine's settings: {reason}")
 
 
 def release_memory(last: bool) -> None:

@@ -5,16 +5,16 @@ tokens. Read in vLLM 0.25.1 and 0.30.0, which both divide a float32 copy of the 
 0 or 1 (0.30.0 makes none where no request has another) and draw by the same random numbers.
 """
 
-import inspect
 import logging
 import operator
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from qerl_kernels import sample_tokens, selected_backend
 from torch import Tensor
+
+from qerl_pl.engines.vllm_names import imported, look_up, takes
 
 log = logging.getLogger(__name__)
 
@@ -90,7 +90,7 @@ def why_not(runner: Any) -> str | None:
         return "it decodes speculatively"
     missing = [path for path in _NEEDED if look_up(sampler, path) is None]
     missing += [name for name in ("_dummy_sampler_run", "model_config.get_hidden_size") if not look_up(runner, name)]
-    missing += [path for path, names in _CALLED.items() if not _takes(_imported(path), names)]
+    missing += [path for path, names in _CALLED.items() if not takes(imported(path), names)]
     if missing:
         return f"this vLLM lacks {', '.join(missing)}"
     if unknown := sorted(set(vars(sampler)) - _KNOWN):
@@ -110,7 +110,7 @@ class TemperatureSampler:
         self.base = base
         self.arrays: list[Callable[[Any], Any]] = [operator.attrgetter(path) for path in _ROWS]
         self.ranks = torch.zeros(len(base.sampling_states.num_logprobs), dtype=torch.int64, device=device)
-        self.count_rejected, self.logprobs, self.output = map(_imported, _CALLED)
+        self.count_rejected, self.logprobs, self.output = map(imported, _CALLED)
 
     def __getattr__(self, name: str) -> Any:
         """What vLLM's runner uses of its sampler beside the call."""
@@ -156,25 +156,3 @@ class TemperatureSampler:
             num_sampled=sampled,
             num_rejected=rejected,
         )
-
-
-def look_up(root: object, path: str) -> Any:
-    """Attribute at a dotted path, None where a step is missing."""
-    for name in path.split("."):
-        root = getattr(root, name, None)
-    return root
-
-
-def _imported(path: str) -> Any:
-    """What a module that is imported already has by this name, or None: vLLM's runner imports all that it uses."""
-    module, _, name = path.rpartition(".")
-    return look_up(sys.modules.get(module), name)
-
-
-def _takes(function: Any, names: tuple[str, ...]) -> bool:
-    """Whether a call with arguments of these names, in this order, is all that a function asks for."""
-    if function is None:
-        return False
-    parameters = inspect.signature(function).parameters
-    needed = [name for name, parameter in parameters.items() if parameter.default is parameter.empty]
-    return tuple(parameters)[: len(names)] == names and set(needed) <= set(names)

@@ -1,6 +1,6 @@
 """Weights that are trained whole, written into vLLM's 16-bit model in place."""
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -8,9 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qerl_pl.engines.base import check_tensor
-
-VOCABULARY = ("model.embed_tokens", "lm_head")
-"""Modules with a row for every token, padded by vLLM."""
+from qerl_pl.engines.vllm_parts import Part, vocabulary
 
 
 class PlainMethod:
@@ -51,7 +49,7 @@ def make_writable(modules: Iterable[Any], dtype: torch.dtype) -> None:
 
 def write(
     tensors: Mapping[str, Tensor],
-    linears: Iterable[tuple[Any, list[tuple[str, int, int]]]],
+    linears: Iterable[tuple[Any, Sequence[Part]]],
     model: Any,
     norms: Collection[str],
 ) -> None:
@@ -59,7 +57,7 @@ def write(
 
     Args:
         tensors: By checkpoint name.
-        linears: vLLM's, each with the base model's that it holds: names and rows [start, stop).
+        linears: vLLM's, each with the base model's that it holds.
         model: vLLM's.
         norms: Modules that are left out.
 
@@ -72,15 +70,12 @@ def write(
             check_tensor(name, places.get(name), tensor).copy_(tensor)
 
 
-def _places(linears: Iterable[tuple[Any, list[tuple[str, int, int]]]], model: Any) -> dict[str, Tensor]:
+def _places(linears: Iterable[tuple[Any, Sequence[Part]]], model: Any) -> dict[str, Tensor]:
     """Where each weight of the base model is in vLLM's, by checkpoint name."""
-    found: dict[str, Tensor] = {}
+    found = vocabulary(model)
     for linear, parts in linears:
         for name, start, stop in parts:
             found[f"{name}.weight"] = linear.weight.data[start:stop]
             if linear.bias is not None:
                 found[f"{name}.bias"] = linear.bias.data[start:stop]
-    for name, module in model.named_modules():
-        if name in VOCABULARY:
-            found[f"{name}.weight"] = module.weight.data[: model.config.vocab_size]
     return found

