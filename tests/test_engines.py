@@ -29,6 +29,7 @@ from qerl_pl.engines.base import check_requests
 from qerl_pl.engines.sampling import pick_tokens, sampling_log_probs
 from qerl_pl.engines.vllm_marlin import check_marlin_shapes
 from qerl_pl.engines.vllm_requests import request_params
+from qerl_pl.engines.vllm_start import refusals_told
 from qerl_pl.errors import UserError
 from qerl_pl.formats.dense_copy import load_dense_state, write_dense_checkpoint
 from qerl_pl.types import Completion, PolicyWeights, RolloutRequest, SamplingConfig
@@ -541,6 +542,9 @@ def test_what_vllm_cannot_run_is_refused_in_one_line(base: Path) -> None:
         VLLMEngine().launch(replace(spec_of(base), lora_targets=("q_proj", "lm_head")))
     with pytest.raises(UserError, match=r"refuses the sampling settings: temperature must be in \[0, 2\]"):
         request_params(SamplingConfig(temperature=3.0), seed=0, ends=())
+    with pytest.raises(UserError, match=r"must fit on the GPU; .* \(tried to allocate 9 GiB\): lower kv_cache_gib"):
+        with refusals_told():
+            raise torch.OutOfMemoryError("tried to allocate\n9 GiB")
 
 
 @pytest.mark.vllm

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
+import torch
+
 from qerl_pl.errors import UserError
 
 FIRST_VERSION, LAST_VERSION = (0, 25), (0, 33)
@@ -53,6 +55,11 @@ def refusals_told() -> Iterator[None]:
         yield
     except UserError:
         raise
+    except torch.OutOfMemoryError as error:
+        raise UserError(
+            f"weights, cache and CUDA graphs must fit on the GPU; vLLM's start ran out of its memory "
+            f"({' '.join(str(error).split())}): lower kv_cache_gib or max_num_seqs, or end what else holds memory there"
+        ) from error
     except (ValueError, RuntimeError, AssertionError, ImportError, VLLMValidationError) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         if "EADDRINUSE" in reason:

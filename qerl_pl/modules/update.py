@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -152,6 +152,10 @@ class PolicyUpdate:
         if known.reference is not None and "kl" in totals:
             totals["kl"] *= known.reference.factor
         policy.recomputation.agree(ranks)
+        return self._metrics(totals)
+
+    def _metrics(self, totals: Mapping[str, float]) -> dict[str, float]:
+        """Of sums over all steps and ranks: means a token and a step, by TensorBoard tag."""
         learned = totals["tokens"] or math.nan  # no mean where every completion was left out
         metrics = {tag: totals[name] / learned for tag, name in PER_TOKEN.items() if name in totals}
         return metrics | {f"optim/{name}": totals[name] / self.steps for name in ("grad_norm", "loss", "lr")}
