@@ -37,7 +37,7 @@ HIDDEN = {
 REPEATS = 100
 """Of a product whose bits are compared, while other processes crowd the GPU."""
 WIDE = {"tokens": 128, "more": 64, "steps": 2}
-TWO, ONE, COPIED = {"tiles": 2}, {"warps": 8, "programs": 1}, {"copied": True}
+TWO, COPIED = {"tiles": 2}, {"copied": True}
 TILES: dict[str, dict[str, Any]] = {
     "8": {"tokens": 8},
     "16": {"tokens": 16},
@@ -49,18 +49,14 @@ TILES: dict[str, dict[str, Any]] = {
     "64, 3 of 128 rows, 128 columns, copied": {"tokens": 64, **TWO, "steps": 8, "stages": 3, "programs": 3, **COPIED},
     "96, 2 of 128 rows, copied": {"tokens": 64, "more": 32, **TWO, **COPIED},
     "96, 3 of 128 rows, copied": {"tokens": 64, "more": 32, **TWO, "programs": 3, **COPIED},
-    "128": {"tokens": 128, **ONE},
     "128, 2 of 128 rows": {"tokens": 128, **TWO},
     "128, 2 of 128 rows, copied": {"tokens": 128, **TWO, **COPIED},
     "128, 2 of 128 rows, copied, alone": {"tokens": 128, **TWO, **COPIED, "whole": True},
-    "192": {**WIDE, **ONE},
-    "192, alone": {**WIDE, **ONE, "whole": True},
-    "192, copied, alone": {**WIDE, **ONE, **COPIED, "whole": True},
     "192, 2 of 128 rows, alone": {**WIDE, **TWO, "whole": True},
     "192, 2 of 128 rows, copied": {**WIDE, **TWO, **COPIED},
     "192, 2 of 128 rows, copied, alone": {**WIDE, **TWO, **COPIED, "whole": True},
 }
-"""`alone`: programs first take row blocks of their own, where there are enough; elsewhere as the one before.
+"""`alone`: programs first take row blocks of their own, where there are enough; elsewhere as without.
 
 `copied`: the tokens come by TMA.
 """

@@ -29,15 +29,14 @@ REPEATS = 50 if DEVICE == "cuda" else 1
 SHAPES = [(64, 64), (192, 320), (320, 576)]
 Tile = triton_few.Tile
 TILES = [
-    Tile(64, tiles=8, warps=8, programs=1),
+    Tile(64),
     Tile(64, tiles=2, programs=3),
-    Tile(64, 32, tiles=4, warps=8, programs=1),
-    Tile(64, 32, tiles=2, warps=4),
-    Tile(128, tiles=4, steps=2, warps=8, stages=6, programs=1),
-    Tile(128, 64, tiles=4, steps=2, warps=8, programs=1),
-    Tile(128, 128, tiles=2, warps=8, programs=1),
     Tile(64, tiles=2, programs=3, copied=True),
-    Tile(128, 64, tiles=2, steps=2, copied=True),
+    Tile(64, 32, tiles=2, copied=True),
+    Tile(128, tiles=2),
+    Tile(128, tiles=2, copied=True),
+    Tile(128, 64, tiles=2, steps=2),
+    Tile(128, 64, tiles=2, steps=2, whole=True, copied=True),
 ]
 CASES = [(SHAPES[0], 2), (SHAPES[2], 9), *((SHAPES[1], tokens) for tokens in (1, 3, 8, 17, 64, 100))]
 REAL = {"qkv": (4608, 3584, (0, 3584, 4096)), "o": (3584, 3584, (0,)), "gate_up": (37888, 3584, (0, 18944))}
@@ -145,36 +144,25 @@ def test_a_tile_of_any_form_gives_the_same_product(tile):
     assert (actual - expected).float().norm() <= 4e-3 * expected.float().norm()
 
 
-def test_programs_with_a_processor_to_themselves_take_weights_after_the_adapter():
-    tile = Tile(64, tiles=1, programs=1)
-    cut = triton_few.plan(9, 192, 384, 8, 4, tile)  # the interpreter's processors
-    assert (cut.shrinks, cut.short, cut.longer, cut.run, cut.workers) == (1, 1, 2, 5, 4)
-    weight, bias, a, b = linear(192, 384, rank=8, with_bias=True)
-    x = tokens_of(9, 384)
-    actual = triton_few.few_tokens_linear(x, weight, bias, a, b, (0,), tile)
-    expected = plain_few_tokens_linear(x, weight, bias, a, b)
-    assert (actual - expected).float().norm() <= 4e-3 * expected.float().norm()
-
-
-ALONE = Tile(64, tiles=1, programs=1, whole=True)
+ALONE = Tile(64, tiles=1, programs=1, whole=True)  # as few programs as small weights have row blocks for
 
 
 @pytest.mark.parametrize(
-    ("tile", "rows", "starts", "cut"),
+    ("tile", "shape", "starts", "cut"),
     [
-        (ALONE, 576, (0, 320), (1, 256, 1, 4, 2, 8)),  # four blocks alone, five among all
-        (ALONE, 704, (0,), (2, 512, 1, 0, 0, 6)),  # eight alone, three among all but who multiplies by A
-        (ALONE, 512, (0,), (2, 512, 3, 0, 0, 0)),  # nothing is left to share
-        (ALONE, 320, (0,), (0, 0, 1, 4, 2, 8)),  # too little would be
-        (Tile(64, 32, tiles=1, programs=1, whole=True), 576, (0,), (1, 256, 3, 6, 0, 12)),
+        (ALONE, (576, 320), (0, 320), (1, 256, 1, 1, 8)),  # four blocks alone, five among all
+        (ALONE, (704, 384), (0,), (2, 512, 1, 0, 6)),  # eight alone, three among all but who multiplies by A
+        (ALONE, (512, 384), (0,), (2, 512, 3, 0, 0)),  # nothing is left to share
+        (ALONE, (320, 320), (0,), (0, 0, 1, 1, 8)),  # too little would be
+        (ALONE._replace(more=32), (576, 320), (0,), (1, 256, 3, 0, 25)),
     ],
 )
-def test_row_blocks_that_one_program_takes_and_those_that_are_shared(tile, rows, starts, cut):
+def test_row_blocks_that_one_program_takes_and_those_that_are_shared(tile, shape, starts, cut):
     tokens = tile.width - 7
-    plan = triton_few.plan(tokens, rows, 384, 8 * len(starts), 4, tile)  # the interpreter's processors
-    assert (plan.rounds, plan.alone, plan.shrinks, plan.short, plan.longer, plan.run) == cut
-    weight, bias, a, b = linear(rows, 384, 8, starts, with_bias=True)
-    x = tokens_of(tokens, 384)
+    plan = triton_few.plan(tokens, *shape, 8 * len(starts), 4, tile)  # the interpreter's processors
+    assert (plan.rounds, plan.alone, plan.shrinks, plan.longer, plan.run) == cut
+    weight, bias, a, b = linear(*shape, 8, starts, with_bias=True)
+    x = tokens_of(tokens, shape[1])
     actual = triton_few.few_tokens_linear(x, weight, bias, a, b, starts, tile)
     expected = plain_few_tokens_linear(x, weight, bias, a, b)
     assert (actual - expected).float().norm() <= 4e-3 * expected.float().norm()
@@ -197,7 +185,7 @@ GATED = [  # rows of gate and up; alone, where programs take row blocks alone
     (40, None, (256, 128), 8, 0),
     (64, None, (384, 64), 0, 0),
     (150, Tile(64, tiles=1), (256, 64), 32, 0),
-    (100, Tile(128, tiles=1, programs=1), (256, 64), 8, 0),  # one block of 128 tokens
+    (100, Tile(128, tiles=1), (256, 64), 8, 0),  # one block of 128 tokens
     (24, Tile(32, tiles=1, steps=2, programs=1, whole=True), (640, 256), 8, 512),  # gate's all and some of up's
     (24, Tile(32, tiles=1, steps=2, programs=1, whole=True), (640, 128), 0, 256),  # some of gate's
     (192, Tile(128, 64, tiles=1, programs=1, whole=True), (512, 64), 8, 512),
@@ -246,10 +234,10 @@ def test_cuts_of_real_layers_give_every_program_as_much(rows, columns, rounds, r
     tile = triton_few.plan(192, rows, columns, 2 * rank, 132).tile
     assert tile.whole and tile.width == 192
     plan = triton_few.plan(192, rows, columns, 2 * rank, 132)
-    assert plan.rounds == rounds and plan.workers == 2 * 132 and plan.short == 0
+    assert plan.rounds == rounds and plan.workers == 2 * 132
     steps, total = columns // 32, -(-rows // 128) * (columns // 32)
     a_steps = math.ceil(math.ceil(columns / 128) / plan.hidden_parts)
-    longest = plan.rounds * steps + max(plan.run + (plan.longer > 0), plan.short + 3 * a_steps // 4 + 2)
+    longest = plan.rounds * steps + max(plan.run + (plan.longer > 0), 3 * a_steps // 4 + 2)
     assert longest <= 1.05 * (total + plan.shrinks * (3 * a_steps // 4 + 2)) / plan.workers
     assert plan.hidden_parts <= 4
 
@@ -273,8 +261,8 @@ def test_a_plan_covers_the_weight_and_its_parts_fit(processors, tile):
             steps, tiles = columns // plan.tile.columns, -(-rows // plan.tile.rows) - plan.rounds * plan.workers
             assert plan.tile.width * plan.token_blocks >= tokens and tiles >= 0
             assert plan.alone == plan.rounds * plan.workers * plan.tile.rows
-            runs = [plan.short] * plan.shrinks + [plan.run + 1] * plan.longer + [plan.run] * plan.workers
-            takers = [program for program, run in enumerate(runs[: plan.workers]) for _ in range(run)]
+            runs = [plan.run + 1] * plan.longer + [plan.run] * (plan.workers - plan.shrinks - plan.longer)
+            takers = [program for program, run in enumerate(runs) for _ in range(run)]
             assert takers == [plan.program(step) for step in range(tiles * steps)]
             shared = [len(set(takers[first : first + steps])) for first in range(0, len(takers), steps)]
             assert max(shared, default=1) == plan.parts

@@ -68,13 +68,11 @@ class Plan(NamedTuple):
     rounds: int
     """Row blocks that every program takes alone: the first ones of all. Steps are counted through the others."""
     shrinks: int
-    """Programs that multiply by the adapter's A before, for each block of tokens: the first."""
-    short: int
-    """Steps of each of those, where a program has a processor to itself; else none: who shares it goes on faster."""
+    """Programs that multiply by the adapter's A, for each block of tokens: the first, which share no row blocks."""
     longer: int
     """Programs after those that take a step more than `run`."""
     run: int
-    """Steps of a program."""
+    """Steps of those that are left."""
     workers: int
     """Programs, for each block of tokens."""
     parts: int
@@ -90,12 +88,9 @@ class Plan(NamedTuple):
         return self.rounds * self.workers * self.tile.rows
 
     def program(self, step: int) -> int:
-        """Which program takes a step of the row blocks that programs share."""
-        beyond = step - self.shrinks * self.short
-        last = beyond - self.longer * (self.run + 1)
-        if beyond < 0:
-            return step // self.short
-        return self.shrinks + (beyond // (self.run + 1) if last < 0 else self.longer + last // self.run)
+        """Which program after those for the adapter takes a step of the row blocks that programs share."""
+        last = step - self.longer * (self.run + 1)
+        return step // (self.run + 1) if last < 0 else self.longer + last // self.run
 
     def sharing(self, first: int, steps: int) -> int:
         """Programs that share steps."""
@@ -145,22 +140,16 @@ def plan(
         rounds = max(0, rounds - 1)
     total = (blocks - rounds * programs) * steps
     hidden_parts = _hidden_parts(tile, columns, total // programs, rounds) if rank else 0
-    shrinks, short = _ceil(rank, RANKS) * hidden_parts * (tile.width // tile.chunk), 0
+    shrinks = _ceil(rank, RANKS) * hidden_parts * (tile.width // tile.chunk)
     if rounds and shrinks >= programs:
         return plan(tokens, rows, columns, rank, processors, tile._replace(whole=False), gated)
     if tile.tokens > 16:  # no more programs than fill the processors
-        if tile.programs == 1 and 0 < shrinks < programs:  # where nobody else takes the place of one that is done
-            cost = _shrink_cost(_ceil(_ceil(columns, SHRINK_COLUMNS), hidden_parts))
-            short = max(0, (total + shrinks * cost) // programs - cost)
-            if rounds and 2 * short < total // programs:  # many short runs are many parts to add
-                short = 0
         programs = max(1, programs - shrinks)
-    left = total - shrinks * short
     if not rounds:
-        programs = max(1, min(programs, left // 4))
-    run, longer = divmod(left, programs)
+        programs = max(1, min(programs, total // 4))
+    run, longer = divmod(total, programs)
     chunk = _chunk(tile, rows, token_blocks, processors, gated)
-    cut = Plan(tile, token_blocks, rounds, shrinks, short, longer, run, shrinks + programs, 0, hidden_parts, chunk)
+    cut = Plan(tile, token_blocks, rounds, shrinks, longer, run, shrinks + programs, 0, hidden_parts, chunk)
     return cut._replace(parts=max((cut.sharing(first, steps) for first in range(0, total, steps)), default=1))
 
 
@@ -180,12 +169,10 @@ def _hidden_parts(tile: Tile, columns: int, run: int, rounds: int) -> int:
     steps = _ceil(columns, SHRINK_COLUMNS)
     if rounds:  # who multiplies by A takes its row blocks too, and may have nothing to share
         parts = next((parts for parts in range(1, 8) if _shrink_cost(_ceil(steps, parts)) <= run), 8)
-        return _ceil(steps, _ceil(steps, parts))
-    run = max(4, run)
-    if tile.tokens <= 16:
+    elif tile.tokens <= 16:
         parts = min(_ceil(columns, 1024), 8)
     else:
-        parts = min(_ceil(steps, max(8, 2 * run // 3 - 3 if tile.programs == 1 else run)), 16)
+        parts = min(_ceil(steps, max(8, run)), 16)
     return _ceil(steps, _ceil(steps, parts))
 
 

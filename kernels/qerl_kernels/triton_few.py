@@ -1,10 +1,10 @@
 """Products of few tokens with NVFP4 weights in vLLM's Marlin layout and with an adapter: two launches, repeatable bits.
 
 Every program of the first launch takes an equal run of k, through one or two blocks of output features, so that no
-processor waits for another; some multiply by the adapter's A, before a shorter run or none. Where there are many
-blocks, each first takes as many alone, and writes their part of the result. The second launch adds what programs found
-of the other blocks, in the order of k, and the adapter's other product. Weights are the left operand of the
-tensor cores' product, so that few tokens fill it, and come from registers: Marlin's words lie as these read them.
+processor waits for another; some multiply by the adapter's A instead. Where there are many blocks, each first takes as
+many alone, and writes their part of the result. The second launch adds what programs found of the other blocks, in the
+order of k, and the adapter's other product. Weights are the left operand of the tensor cores' product, so that few
+tokens fill it, and come from registers: Marlin's words lie as these read them.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
@@ -32,7 +32,7 @@ from qerl_kernels.triton_marlin_tile import (
 )
 
 _RANKS, _STEP = tl.constexpr(RANKS), tl.constexpr(SHRINK_COLUMNS)
-_OPEN = ["tokens", "rank", "rounds", "workers", "shrinks", "short", "longer", "run", "parts", "hidden_parts"]
+_OPEN = ["tokens", "rank", "rounds", "workers", "shrinks", "longer", "run", "parts", "hidden_parts"]
 """Numbers of the first launch that it is not compiled for."""
 
 
@@ -147,7 +147,7 @@ def _store_part(out, acc, acc2, n, t, t2, rows, TP: tl.constexpr, WIDTH: tl.cons
 @triton.jit(do_not_specialize=_OPEN)
 def _partial_kernel(
     x, copies, copies2, words, scales, a, bias, global_scale, y, partial, hidden, tokens, columns, rows, rank,
-    word_stride, scale_stride, rounds, workers, shrinks, short, longer, run, parts, hidden_parts, token_blocks,
+    word_stride, scale_stride, rounds, workers, shrinks, longer, run, parts, hidden_parts, token_blocks,
     TP: tl.constexpr, TP2: tl.constexpr, TC: tl.constexpr, NT: tl.constexpr, KT: tl.constexpr, SPLIT: tl.constexpr,
     STAGES: tl.constexpr, EVEN: tl.constexpr, WHOLE: tl.constexpr, BIAS: tl.constexpr, COPIED: tl.constexpr,
     REAL: tl.constexpr,
@@ -178,8 +178,8 @@ def _partial_kernel(
     t, t2, n = tl.arange(0, TP), tl.arange(0, TP2), rows_as_expanded(NT, SPLIT)
     steps = columns // COLUMNS  # of a block of rows
     later = program - shrinks
-    at = tl.minimum(program, shrinks) * short + tl.maximum(later, 0) * run + tl.maximum(tl.minimum(later, longer), 0)
-    end = at + tl.where(later < 0, short, run + (later < longer).to(tl.int32))
+    at = tl.maximum(later, 0) * run + tl.maximum(tl.minimum(later, longer), 0)
+    end = at + tl.where(later < 0, 0, run + (later < longer).to(tl.int32))
     start, begin = at, 0
     if WHOLE:
         at -= rounds * steps  # those of its own blocks, before the ones that programs share
@@ -208,7 +208,7 @@ def _partial_kernel(
             COPIED, REAL,
         )  # fmt: skip
         row, first = tile * ROWS, begin * ROWS
-        part = token_block * parts + program - program_of(shared * steps, shrinks, short, longer, run)
+        part = token_block * parts + later - program_of(shared * steps, longer, run)
         out = partial + (part.to(tl.int64) * (rows - first) + row - first) * WIDTH
         if not WHOLE:
             _store_part(out, acc, acc2, n, t, t2, rows - row, TP, WIDTH)
@@ -262,11 +262,10 @@ def few_tokens_linear(
     _partial_kernel[(cut.workers * cut.token_blocks,)](
         x, copies, copies2, weight.weight, scales, x if a is None else a, x if bias is None else bias,
         weight.global_scale, y, partial, hidden, tokens, columns, rows, rank, weight.weight.stride(0),
-        scales.stride(0), cut.rounds, cut.workers, cut.shrinks, cut.short, cut.longer, cut.run,
-        cut.parts, cut.hidden_parts, cut.token_blocks, TP=tile.tokens, TP2=max(1, tile.more),
-        TC=tile.chunk, NT=tile.tiles, KT=tile.steps, SPLIT=tile.warps // tile.tiles, STAGES=tile.stages,
-        EVEN=rows % tile.rows == 0, WHOLE=cut.rounds > 0, BIAS=bias is not None, COPIED=tile.copied, REAL=real,
-        num_warps=tile.warps, **options,
+        scales.stride(0), cut.rounds, cut.workers, cut.shrinks, cut.longer, cut.run, cut.parts, cut.hidden_parts,
+        cut.token_blocks, TP=tile.tokens, TP2=max(1, tile.more), TC=tile.chunk, NT=tile.tiles, KT=tile.steps,
+        SPLIT=tile.warps // tile.tiles, STAGES=tile.stages, EVEN=rows % tile.rows == 0, WHOLE=cut.rounds > 0,
+        BIAS=bias is not None, COPIED=tile.copied, REAL=real, num_warps=tile.warps, **options,
     )  # fmt: skip
     out = x.new_empty((tokens, rows // 2)) if gated else y
     if any(start % BLOCK for start in starts):
@@ -279,11 +278,10 @@ def few_tokens_linear(
         options["maxnreg"] = registers(programs, _processors(x.get_device()), tile.width, gated)
     combine_kernel[(programs,)](
         partial, hidden, x if b is None else b, x if bias is None else bias, weight.global_scale, y, out, tokens,
-        columns, rows, cut.alone, cut.shrinks, cut.short, cut.longer, cut.run, cut.token_blocks, RANK=own,
-        STARTS=tuple(starts), PADDED=max(16, triton.next_power_of_2(own)), WIDTH=tile.width, TC=cut.chunk, BLOCK=BLOCK,
-        PARTS=cut.parts, HIDDEN_PARTS=cut.hidden_parts, ROWS=tile.rows, COLUMNS=tile.columns, WHOLE=cut.rounds > 0,
-        BIAS=bias is not None, GATED=gated, REAL=real,
-        num_warps=8, **options,
+        columns, rows, cut.alone, cut.longer, cut.run, cut.token_blocks, RANK=own, STARTS=tuple(starts),
+        PADDED=max(16, triton.next_power_of_2(own)), WIDTH=tile.width, TC=cut.chunk, BLOCK=BLOCK, PARTS=cut.parts,
+        HIDDEN_PARTS=cut.hidden_parts, ROWS=tile.rows, COLUMNS=tile.columns, WHOLE=cut.rounds > 0,
+        BIAS=bias is not None, GATED=gated, REAL=real, num_warps=8, **options,
     )  # fmt: skip
     return out
 

@@ -10,12 +10,10 @@ from qerl_kernels.triton_marlin_tile import dot, to_bfloat16
 
 
 @triton.jit
-def program_of(step, shrinks, short, longer, run):
+def program_of(step, longer, run):
     """Which program takes a step: `Plan.program`."""
-    beyond = step - shrinks * short
-    last = beyond - longer * (run + 1)
-    later = tl.where(last < 0, beyond // (run + 1), longer + last // tl.maximum(run, 1))
-    return tl.where(beyond < 0, step // tl.maximum(short, 1), shrinks + later)
+    last = step - longer * (run + 1)
+    return tl.where(last < 0, step // (run + 1), longer + last // tl.maximum(run, 1))
 
 
 @triton.jit
@@ -30,7 +28,7 @@ def _sum(first, stride, count, COUNT: tl.constexpr):
 
 @triton.jit
 def _before(
-    first, b, bias, runs, alone, steps,
+    first, b, bias, alone, steps, longer, run,
     RANK: tl.constexpr, STARTS: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
     BIAS: tl.constexpr,
 ):  # fmt: skip
@@ -47,8 +45,7 @@ def _before(
         own = part * RANK + r
         left = tl.load(b + n[:, None] * (RANK * len(STARTS)) + own[None, :], mask=(r < RANK)[None, :], other=0.0)
     step = tl.maximum(first - alone, 0) // ROWS * steps
-    last = program_of(step + steps - 1, runs[0], runs[1], runs[2], runs[3])
-    parts = last - program_of(step, runs[0], runs[1], runs[2], runs[3]) + 1
+    parts = program_of(step + steps - 1, longer, run) - program_of(step, longer, run) + 1
     return parts, shift, left, own
 
 
@@ -101,12 +98,12 @@ def _finished(
     return to_bfloat16(acc, REAL)
 
 
-@triton.jit(do_not_specialize=["tokens", "alone", "shrinks", "short", "longer", "run"])
+@triton.jit(do_not_specialize=["tokens", "alone", "longer", "run"])
 def combine_kernel(
-    partial, hidden, b, bias, global_scale, y, out, tokens, columns, rows, alone, shrinks, short, longer, run,
-    token_blocks, RANK: tl.constexpr, STARTS: tl.constexpr, PADDED: tl.constexpr, WIDTH: tl.constexpr,
-    TC: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, HIDDEN_PARTS: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, WHOLE: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr, REAL: tl.constexpr,
+    partial, hidden, b, bias, global_scale, y, out, tokens, columns, rows, alone, longer, run, token_blocks,
+    RANK: tl.constexpr, STARTS: tl.constexpr, PADDED: tl.constexpr, WIDTH: tl.constexpr, TC: tl.constexpr,
+    BLOCK: tl.constexpr, PARTS: tl.constexpr, HIDDEN_PARTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    WHOLE: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr, REAL: tl.constexpr,
 ):  # fmt: skip
     """out = bfloat16(bfloat16(alpha * sum of the parts + bias) + h B^T), h in bfloat16: the order of the plain way.
 
@@ -120,25 +117,27 @@ def combine_kernel(
     first, block = own_rows - BLOCK - tl.program_id(0) // blocks * BLOCK, tl.program_id(0) % blocks
     token_block, t = block // (WIDTH // TC), block % (WIDTH // TC) * TC + tl.arange(0, TC)
     alpha = tl.load(global_scale) * 2.0**-112  # 2**-119, and the 2**-7 of `expand`
-    runs, steps = (shrinks, short, longer, run), columns // COLUMNS
-    parts, shift, left, own = _before(first, b, bias, runs, alone, steps, RANK, STARTS, PADDED, BLOCK, ROWS, BIAS)
+    steps = columns // COLUMNS
+    parts, shift, left, own = _before(
+        first, b, bias, alone, steps, longer, run, RANK, STARTS, PADDED, BLOCK, ROWS, BIAS
+    )
     if GATED:
         second = first + own_rows
         parts2, shift2, left2, own2 = _before(
-            second, b, bias, runs, alone, steps, RANK, STARTS, PADDED, BLOCK, ROWS, BIAS
+            second, b, bias, alone, steps, longer, run, RANK, STARTS, PADDED, BLOCK, ROWS, BIAS
         )
     if REAL:
         gdc_wait()
         gdc_launch_dependents()
     n, token = first + tl.arange(0, BLOCK), token_block * WIDTH + t
-    own_y, mask = y + token[None, :].to(tl.int64) * rows + n[:, None], (token < tokens)[None, :]
+    own_y = y + token[None, :].to(tl.int64) * rows + n[:, None]
     # every load before the first wait for a sum, and where there are branches, before these
     EARLY: tl.constexpr = GATED and WHOLE
     base, base2 = t, t
     if WHOLE:
-        base = tl.load(own_y, mask=mask & (first < alone), other=0.0)
+        base = tl.load(own_y, mask=(token < tokens)[None, :] & (first < alone), other=0.0)
     if EARLY:
-        base2 = tl.load(own_y + own_rows, mask=mask & (second < alone), other=0.0)
+        base2 = tl.load(own_y + own_rows, mask=(token < tokens)[None, :] & (second < alone), other=0.0)
         h = _hidden_added(own, hidden, token_block, t, RANK, STARTS, WIDTH, HIDDEN_PARTS)
         h2 = _hidden_added(own2, hidden, token_block, t, RANK, STARTS, WIDTH, HIDDEN_PARTS)
     acc = _parts_added(first, parts, partial, token_block, t, rows, alone, WIDTH, BLOCK, PARTS, WHOLE)
@@ -153,6 +152,7 @@ def combine_kernel(
         up = _finished(acc2, base2, h2, left2, shift2, alpha, second < alone, RANK, BIAS, WHOLE, REAL)
         result = silu_times(result, up, tl.bfloat16, REAL)
         own_y = out + token[None, :].to(tl.int64) * own_rows + n[:, None]
+    mask = (token < tokens)[None, :]  # formed before the sums, it would hold a register that they lack if GATED
     tl.store(own_y, result, mask=mask)
 
 
