@@ -112,8 +112,7 @@ class PolicyUpdate:
                 that one process with all completions would take.
 
         Returns:
-            Means over the tokens of all ranks by TensorBoard tag, nan where none was learned from, and learning rate,
-            loss and gradient norm.
+            Means over all ranks' tokens by TensorBoard tag, nan where none was learned from; rate, loss, gradient norm.
 
         Raises:
             NonFiniteLossError: Loss or gradient is not finite.
@@ -132,9 +131,8 @@ class PolicyUpdate:
         for number, (step_places, rows) in enumerate(steps):
             optimizer.zero_grad()
             tokens = tokens_of[step_places].sum().item()
-            weights = self.objective.weights(
-                mask[rows], experience.max_tokens, float(len(step_places)), max(tokens, 1.0)
-            )
+            completions = float(len(step_places))
+            weights = self.objective.weights(mask[rows], experience.max_tokens, completions, max(tokens, 1.0))
             unchanged = number == 0 and not policy.trained.random
             sums = self._accumulate(policy, known, rows, weights, backward, parameters, unchanged)
             if tokens > 0:  # else no rank has a gradient, and none is made
