@@ -33,6 +33,7 @@ def request_params(sampling: SamplingConfig, seed: int, ends: Sequence[int]) -> 
             stop_token_ids=list(ends),
             detokenize=bool(sampling.stop),
             logprobs=0,  # the sampled token's only
+            flat_logprobs=True,  # in lists of a request: no object a token, which takes time that small models wait for
         )
     except (ValueError, VLLMValidationError) as error:
         raise UserError(f"vLLM refuses the sampling settings: {' '.join(str(error).split())}") from error
@@ -41,7 +42,8 @@ def request_params(sampling: SamplingConfig, seed: int, ends: Sequence[int]) -> 
 def completion_of(output: Any) -> Completion:
     """vLLM's output of one request, which has the end token or the token that completed a stop string as its last."""
     tokens = tuple(output.token_ids)
-    logprobs = tuple(entry[token].logprob for entry, token in zip(output.logprobs, tokens, strict=True))
+    if tokens != tuple(output.logprobs.token_ids):
+        raise RuntimeError(f"vLLM must give the log-probabilities of the {len(tokens)} sampled tokens; it gave others'")
     if output.finish_reason not in ("stop", "length"):
         raise RuntimeError(f"vLLM must finish every completion; it ended one with {output.finish_reason!r}")
-    return Completion(tokens, logprobs, output.finish_reason)
+    return Completion(tokens, tuple(output.logprobs.logprobs), output.finish_reason)
