@@ -296,6 +296,11 @@ def test_what_does_not_fit_a_checkpoint_is_refused(
 ) -> None:
     with pytest.raises(UserError, match="keeps its optimizer; found SGD for AdamW"):
         resumed(tiny_policy_dir, whole, tmp_path, optimizer=lambda params: torch.optim.SGD(params, lr=0.1))
+    momentum = lambda params: torch.optim.SGD(params, lr=0.01, momentum=0.5)  # noqa: E731
+    writes = trainer_of(tmp_path, ResumeCheckpoint(1, keep=9))
+    writes.fit(module_of(tiny_policy_dir, optimizer=momentum), datamodule=data())
+    with pytest.raises(UserError, match="keeps its optimizer; found AdamW for SGD"):  # which cannot read its state
+        resumed(tiny_policy_dir, (whole[0], tmp_path), tmp_path)
     with pytest.raises(UserError, match="the checkpoint has 2 and the policy 1;"):
         resumed(tiny_policy_dir, whole, tmp_path, alpha=4.0)
     with pytest.raises(UserError, match="must be one of this trainer's"):

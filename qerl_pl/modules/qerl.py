@@ -172,6 +172,8 @@ class QeRLModule(LightningModule):
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         optimizer = build_optimizer(self.make_optimizer, [p for p in self.policy.parameters() if p.requires_grad])
+        if self._optimizer not in (None, found := type(optimizer).__name__):  # which may fail to read another's state
+            raise UserError(f"a resumed run keeps its optimizer; found {found} for {self._optimizer}; set that again")
         steps = self.planned_rollouts() * self.update.steps
         schedule = build_schedule(self.lr_scheduler, optimizer, round(self.warmup_ratio * steps), steps)
         self._rates = [{name: group[name] for name in RATES if name in group} for group in optimizer.param_groups]
@@ -181,8 +183,6 @@ class QeRLModule(LightningModule):
         """A resumed run goes on with the learning rate and weight decay that it is given now, not the checkpoint's."""
         optimizer, schedule = self.optimizers(), self.lr_schedulers()
         assert isinstance(optimizer, LightningOptimizer) and isinstance(schedule, LambdaLR)
-        if self._optimizer not in (None, found := type(optimizer.optimizer).__name__):
-            raise UserError(f"a resumed run keeps its optimizer; found {found} for {self._optimizer}; set that again")
         for index, (group, given) in enumerate(zip(optimizer.param_groups, self._rates, strict=True)):
             group.update(given)
             schedule.base_lrs[index] = given["initial_lr"]
