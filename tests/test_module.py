@@ -224,6 +224,20 @@ def test_a_resumed_run_ends_with_the_same_bits(
     assert "adapter_model.safetensors" in names and "of an earlier run" not in names
 
 
+def test_random_states_that_wait_for_a_rollout_are_kept_by_a_checkpoint_before_it(
+    whole: tuple[QeRLModule, Path], tiny_policy_dir: Path, tmp_path: Path
+) -> None:
+    """As of a run that is killed between its last step and its end, and resumed to end."""
+    path = whole[1] / "checkpoints" / "step=4.ckpt"
+    random.seed(99)
+    torch.manual_seed(99)
+    callback, module = ResumeCheckpoint(1), module_of(tiny_policy_dir)
+    trainer_of(tmp_path, callback).fit(module, datamodule=data(), ckpt_path=str(path), weights_only=True)
+    ends = [path, tmp_path / "checkpoints" / "step=4.end.ckpt"]
+    states = [torch.load(one, weights_only=True)["qerl"]["random_states"][0] for one in ends]
+    assert torch.equal(states[0]["torch"], states[1]["torch"]) and states[0]["python"] == states[1]["python"]
+
+
 @pytest.mark.parametrize(("rank", "size", "taken"), [(0, 2, 0), (1, 2, 1), (0, 1, 0), (2, 3, 0)])
 def test_each_rank_takes_its_own_random_state_where_as_many_are_there(
     rank: int, size: int, taken: int, whole: tuple[QeRLModule, Path]

@@ -276,7 +276,7 @@ class QeRLModule(LightningModule):
             "finetune": self.policy_config.finetune,
             "scaling": self.policy_config.scaling,
             "optimizer": type(self.trainer.optimizers[0]).__name__,
-            "random_states": ranks_of(self.trainer).gather(random_state()),
+            "random_states": ranks_of(self.trainer).gather(self._random_state or random_state()),  # set or yet to be
             "recomputation": self.policy.recomputation.state(),
         }
 
