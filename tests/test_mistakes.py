@@ -19,7 +19,7 @@ from qerl_pl.cli.main import main
 from qerl_pl.cli.mistakes import explain
 from qerl_pl.datamodules import PromptDataModule, Row
 from qerl_pl.errors import UserError
-from qerl_pl.modules.optimizer import build_optimizer
+from qerl_pl.modules.optimizer import build_optimizer, build_schedule
 from qerl_pl.run.checkpoints import AtomicCheckpointIO, digest_path
 
 ROOT = Path(__file__).parents[1]
@@ -326,6 +326,33 @@ def test_weights_that_are_said_to_be_quantized_must_be(
 def test_an_optimizer_is_refused_with_the_parameters_that_it_gets() -> None:
     with pytest.raises(UserError, match="model.optimizer must take .* Muon only supports 2D"):
         build_optimizer(torch.optim.Muon, [torch.nn.Parameter(torch.zeros(3))])
+
+
+class Plain(torch.optim.SGD):
+    """Steps without being asked for a loss."""
+
+    def step(self) -> None:  # type: ignore[override]
+        """Do nothing."""
+
+
+def test_an_optimizer_is_refused_that_lightning_cannot_step() -> None:
+    with pytest.raises(UserError, match=r"model.optimizer must have step\(closure=None\).*; Plain has another"):
+        build_optimizer(lambda params: Plain(params, lr=0.1), [torch.nn.Parameter(torch.zeros(1, 1))])
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("warmup_stable_decay", "missing 1 required positional argument: 'num_decay_steps'"),
+        ("cosine_with_min_lr", "min_lr"),
+        ("reduce_lr_on_plateau", "needs a metric"),
+        ("polynomial", "must be smaller than initial lr"),
+    ],
+)
+def test_a_schedule_is_refused_in_its_own_words(name: str, said: str) -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1e-8)
+    with pytest.raises(UserError, match=f"lr_scheduler must be a schedule .* found '{name}', which says: .*{said}"):
+        build_schedule(name, optimizer, 0, 1)
 
 
 ROWS = "[Row(f'r-{n}', f'What is {n} plus 1?', str(n + 1)) for n in range(6)]"

@@ -33,8 +33,12 @@ def build_optimizer(make: Callable[[Iterable[nn.Parameter]], Optimizer], paramet
     for rate in [group.get("lr") for group in optimizer.param_groups]:
         if not isinstance(rate, int | float) or not 0 <= rate < math.inf:
             raise UserError(f"model.optimizer needs a learning rate of at least 0; found {rate}; set its init_args.lr")
-    if inspect.signature(type(optimizer).step).parameters["closure"].default is inspect.Parameter.empty:
-        found = type(optimizer).__name__
+    found, closure = type(optimizer).__name__, inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is None:
+        raise UserError(
+            f"model.optimizer must have step(closure=None), which Lightning calls; {found} has another; use AdamW"
+        )
+    if closure.default is inspect.Parameter.empty:
         raise UserError(
             f"model.optimizer must step once a minibatch; {found} asks for several losses a step; use AdamW"
         )
@@ -57,9 +61,10 @@ def build_schedule(name: str, optimizer: Optimizer, warmup: int, steps: int) -> 
         schedule = get_scheduler(name, optimizer, num_warmup_steps=warmup, num_training_steps=steps)
         if not isinstance(schedule, LambdaLR):
             raise ValueError(f"{type(schedule).__name__} needs a metric")
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
+        said = " ".join(str(error).split())
         raise UserError(
-            f"lr_scheduler must be a schedule of transformers that needs no metric; found {name!r}; "
-            "use cosine, linear or constant_with_warmup"
+            f"lr_scheduler must be a schedule of transformers that steps are enough for; found {name!r}, which says: "
+            f"{said:.120}; use cosine, linear or constant_with_warmup"
         ) from error
     return schedule
