@@ -44,6 +44,8 @@ class LoraConfig:
             )
         if not 0.0 <= self.dropout < 1.0:
             raise UserError(f"LoRA needs 0 <= dropout < 1; found {self.dropout}; set model.policy.lora.dropout")
+        if not self.targets:
+            raise UserError("LoRA needs linears to adapt; found no targets; set model.policy.lora.targets")
 
     @property
     def scaling(self) -> float:
