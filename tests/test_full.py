@@ -125,6 +125,19 @@ def test_what_is_saved_is_a_plain_model(tiny_policy_dir: Path, tmp_path: Path) -
     assert saved.keys() == own.keys() and all(torch.equal(saved[name], own[name]) for name in own)
 
 
+def test_what_old_llama_files_hold_besides_weights_is_saved_as_it_was(tiny_policy_dir: Path, tmp_path: Path) -> None:
+    folder, name = shutil.copytree(tiny_policy_dir, tmp_path / "base"), "model.layers.0.self_attn.rotary_emb.inv_freq"
+    tensors = load_file(folder / "model.safetensors") | {name: torch.tensor([1.0, 0.5])}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    policy = make(folder)
+    perturb(policy)
+    (tmp_path / "saved").mkdir()
+    policy.save(tmp_path / "saved")
+    saved = load_file(tmp_path / "saved" / "model.safetensors")
+    expected = policy.trained_state() | {name: torch.tensor([1.0, 0.5])}
+    assert saved.keys() == expected.keys() and all(torch.equal(saved[name], expected[name]) for name in expected)
+
+
 @pytest.mark.parametrize("kind", ["transformers", pytest.param("vllm", marks=pytest.mark.vllm)])
 def test_every_weight_reaches_the_engine_in_place(untied: Path, kind: str) -> None:
     engine: RolloutEngine = TransformersEngine() if kind == "transformers" else VLLMEngine(kv_cache_gib=0.1)

@@ -98,4 +98,5 @@ class FullWeights:
     def save(self, folder: Path) -> None:
         """Write the whole model as plain transformers loads it, a few GiB in memory at a time."""
         trained = {name: p.detach() for name, p in self.base.named_parameters(remove_duplicate=False)}
-        fill_dense_folder(self.folder, folder, self.dtype, lambda name, tensor: tensor.copy_(trained[name]))
+        # All but what `load_base` leaves out of a checkpoint: that stays as it is.
+        fill_dense_folder(self.folder, folder, self.dtype, lambda name, tensor: tensor.copy_(trained.get(name, tensor)))
