@@ -17,6 +17,7 @@ from qerl_pl.errors import UserError
 from qerl_pl.formats.dense_copy import write_dense_checkpoint
 from qerl_pl.formats.quantize import quantize_checkpoint
 from qerl_pl.modules import LoraConfig, Policy, PolicyConfig
+from qerl_pl.modules.adapter import LoraAdapter
 from qerl_pl.modules.frozen_linear import FrozenLinear
 from qerl_pl.modules.lora import PROJECTIONS
 
@@ -179,6 +180,19 @@ def test_weights_for_the_engine_name_modules_of_the_base_model(base: Path, dense
     assert len(weights.adapter) == 14 and set(weights.adapter) <= set(modules)
     assert set(weights.tensors) == {f"{name}.weight" for name in modules if name.endswith("layernorm")}
     assert policy.weights(version=3, adapter=False).adapter is None
+
+
+@pytest.mark.parametrize("path", ["~/nvfp4", "nvfp4", "somebody/model"])
+def test_an_adapter_names_a_base_that_plain_peft_finds_from_anywhere(
+    base: Path, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(base.parent))
+    monkeypatch.chdir(base.parent)
+    config = PolicyConfig(path=path, dtype="float32")
+    policy = Policy(base if "model" in path else Path(path).expanduser(), config, CPU, seed=1)
+    assert isinstance(policy.trained, LoraAdapter)
+    named = policy.trained.model.peft_config["default"].base_model_name_or_path
+    assert named == (path if "model" in path else str(base))  # a name on the hub stays one
 
 
 def test_refuses_a_target_that_matches_nothing(base: Path) -> None:

@@ -146,9 +146,10 @@ class Policy(nn.Module):
 
     def _adapter(self, folder: Path, lora: LoraConfig, seed: int) -> LoraAdapter:
         config = self.config
-        # What plain PEFT needs to load the exported adapter without being told its base: never the 16-bit weights that
-        # the base was quantized from.
-        base_name = str(folder) if config.path is None or folder.parent == cache_root() else config.path
+        # What plain PEFT needs to load the exported adapter, from any folder, without being told its base: never the
+        # 16-bit weights that the base was quantized from, and a name only where it is the hub's.
+        own = config.path is None or folder.parent == cache_root() or folder == Path(config.path).expanduser()
+        base_name = str(folder.absolute()) if own else str(config.path)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             return LoraAdapter(self.base, lora, config.train_norms, base_name)
