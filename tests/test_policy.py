@@ -1,5 +1,6 @@
 """The policy: four-bit base, adapter, log-probabilities, export."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -281,6 +282,22 @@ def test_packing_computes_no_padding_and_no_row_that_selects_nothing(base: Path)
     assert sizes == [12 + 9 + 7, 12 + 7]
     torch.testing.assert_close(without[[0, 2]], everything[[0, 2]], rtol=1e-5, atol=1e-6)
     assert not without[1].any() and not nothing.any()
+
+
+@pytest.mark.parametrize("quantization", ["nvfp4", "none"])
+def test_attention_that_its_config_has_drop_weights_drops_none(
+    base: Path, dense: Path, tmp_path: Path, quantization: str
+) -> None:
+    plain = base if quantization == "nvfp4" else dense
+    folder = shutil.copytree(plain, tmp_path / "dropping")
+    described = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(described | {"attention_dropout": 0.5}))
+    tokens, lengths, mask = batch()
+    expected, found = (
+        make(one, quantization=quantization).train().token_logprobs(tokens, lengths, mask, 1.0)
+        for one in (plain, folder)
+    )
+    assert all(map(torch.equal, found, expected))
 
 
 def test_a_sliding_window_hides_what_lies_before_it(dense: Path, tmp_path: Path) -> None:

@@ -40,6 +40,7 @@ def load_base(
     log.info("loading the trainer's base on %s: %s", device, folder)
     base_format, tensors = format_of(folder), TensorFiles(folder)
     config = load_config(folder)
+    config.attention_dropout = 0.0  # of pretraining: what samples has none, and packed attention neither
     base_format.check(tensors)
     with init_empty_weights(include_buffers=False):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=ATTENTION)
