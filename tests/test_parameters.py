@@ -1,5 +1,7 @@
 """Parameters that are taken over from a checkpoint, or changed for a while."""
 
+import re
+
 import pytest
 import torch
 
@@ -15,12 +17,21 @@ def test_what_is_taken_over_is_written_in_place() -> None:
     assert {name: tensor.data_ptr() for name, tensor in own.items()} == places
 
 
-@pytest.mark.parametrize("other", [{"a": (2,)}, {"a": (2,), "c": (2,)}, {"a": (2,), "b": (1,)}, {"a": (1,), "b": (2,)}])
-def test_nothing_is_taken_over_where_one_does_not_fit(other: dict[str, tuple[int, ...]]) -> None:
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        ({"a": (2,)}, "1 in all: b is nothing there and (2,) here"),
+        ({"a": (2,), "c": (3, 1)}, "2 in all: b is nothing there and (2,) here"),
+        ({"a": (2,), "b": (2,), "c": (3, 1)}, "1 in all: c is (3, 1) there and nothing here"),
+        ({"a": (2,), "b": (1,)}, "1 in all: b is (1,) there and (2,) here"),
+        ({"a": (1,), "b": (2,)}, "1 in all: a is (1,) there and (2,) here"),
+    ],
+)
+def test_nothing_is_taken_over_where_one_does_not_fit(other: dict[str, tuple[int, ...]], said: str) -> None:
     own = {"a": torch.zeros(2), "b": torch.zeros(2)}
     with pytest.raises(
         UserError,
-        match="^a checkpoint must hold this policy's weights; found other names or shapes; "
+        match=rf"^a checkpoint must hold this policy's weights; found other names or shapes, {re.escape(said)}; "
         "set model.policy as in the run that wrote it$",
     ):
         take_over(own, {name: torch.ones(shape) for name, shape in other.items()}, "weights", "model.policy")

@@ -21,10 +21,12 @@ def take_over(own: Mapping[str, Tensor], state: Mapping[str, Tensor], what: str,
     Raises:
         UserError: Names or shapes differ.
     """
-    if {name: tensor.shape for name, tensor in own.items()} != {name: t.shape for name, t in state.items()}:
+    shapes, found = ({name: tuple(tensor.shape) for name, tensor in one.items()} for one in (own, state))
+    if wrong := sorted(name for name in shapes.keys() | found.keys() if shapes.get(name) != found.get(name)):
+        has, should = (one.get(wrong[0], "nothing") for one in (found, shapes))
         raise UserError(
-            f"a checkpoint must hold this policy's {what}; found other names or shapes; "
-            f"set {keys} as in the run that wrote it"
+            f"a checkpoint must hold this policy's {what}; found other names or shapes, {len(wrong)} in all: "
+            f"{wrong[0]} is {has} there and {should} here; set {keys} as in the run that wrote it"
         )
     with torch.no_grad():
         for name, tensor in own.items():
