@@ -13,7 +13,7 @@ from torch import Tensor
 from qerl_pl.errors import UserError
 from qerl_pl.formats.base import FORMATS, QUANTIZERS, format_of
 from qerl_pl.formats.dense_copy import load_dense_state
-from qerl_pl.formats.model_files import TensorFiles, read_config
+from qerl_pl.formats.model_files import TensorFiles, other_files, read_config
 from qerl_pl.formats.quantize import quantize_checkpoint
 from qerl_pl.modules import PolicyConfig
 
@@ -102,3 +102,14 @@ def test_a_format_that_nobody_knows_is_named(tiny_policy_dir: Path, tmp_path: Pa
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match=r"as `qerl quantize` writes it, nvfp4, .*; .* has awq: quantize the 16-bit"):
         format_of(folder)
+
+
+def test_a_copy_of_a_model_has_no_weights_of_other_libraries(tiny_policy_dir: Path, tmp_path: Path) -> None:
+    """Nor what says where they are; and a digest of what is copied reads none of them."""
+    source = shutil.copytree(tiny_policy_dir, tmp_path / "source")
+    copied = [path.name for path in other_files(source)]
+    assert {"tokenizer.json", "tokenizer_config.json"} <= set(copied)
+    weights = ("model.gguf", "tf_model.h5", "flax_model.msgpack", "pytorch_model-00001-of-00002.bin", "model.onnx")
+    for name in (*weights, "pytorch_model.bin.index.json", "last.ckpt", "config.json", "quantization_report.json"):
+        (source / name).touch()
+    assert [path.name for path in other_files(source)] == copied

@@ -20,7 +20,8 @@ QUANTIZATION_REPORT = "quantization_report.json"
 """File of a quantized checkpoint that holds the error of each matrix."""
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
-_WEIGHTS = {".safetensors", ".bin", ".pt", ".pth"}
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
+"""How the names of files end that hold weights, in any library's form, or say which file holds which."""
 SHARD_BYTES = 4 * 2**30
 
 
@@ -70,7 +71,9 @@ def weight_map(folder: Path) -> dict[str, str]:
         return places
     single = folder / _SINGLE
     if not single.is_file():
-        raise UserError(f"weights must be in safetensors files; found neither {_SINGLE} nor {_INDEX} in {folder}")
+        raise UserError(
+            f"weights must be in safetensors files; found neither {_SINGLE} nor {_INDEX} in {folder}: convert them"
+        )
     with _opened(single) as file:
         return {name: _SINGLE for name in file.keys()}
 
@@ -112,7 +115,9 @@ class TensorFiles:
                 held = file.keys()
                 found |= {name: tuple(file.get_slice(name).get_shape()) for name in held}
         if missing := sorted(self._place.keys() - found):
-            raise UserError(f"weight files must hold what their index says; {self._folder} lacks {missing[0]}")
+            raise UserError(
+                f"weight files must hold what their index says; {self._folder} lacks {missing[0]}: download it again"
+            )
         return {name: found[name] for name in self._place}
 
     def read(self, name: str) -> Tensor:
@@ -136,9 +141,8 @@ def in_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 def other_files(folder: Path) -> list[Path]:
     """What a model folder holds besides weights and config.json: tokenizer, templates, generation config."""
-    about_weights = ("config.json", _INDEX, QUANTIZATION_REPORT)
-    found = (path for path in folder.iterdir() if path.is_file() and path.name not in about_weights)
-    return sorted(path for path in found if path.suffix not in _WEIGHTS)
+    found = (path for path in folder.iterdir() if path.is_file() and not path.name.endswith(_WEIGHTS))
+    return sorted(path for path in found if path.name not in ("config.json", QUANTIZATION_REPORT))
 
 
 def copy_other_files(src: Path, dst: Path, config: dict[str, Any]) -> None:
@@ -177,7 +181,7 @@ class ShardWriter:
             self._flush()
         count = len(self.shards)
         if count == 1:
-            (self.folder / "shard-0.safetensors").rename(self.folder / "model.safetensors")
+            (self.folder / "shard-0.safetensors").rename(self.folder / _SINGLE)
             return
         index: dict[str, str] = {}
         for number, names in enumerate(self.shards):
@@ -185,7 +189,7 @@ class ShardWriter:
             (self.folder / f"shard-{number}.safetensors").rename(self.folder / final)
             index.update(dict.fromkeys(names, final))
         document = {"metadata": {"total_size": self.total_bytes}, "weight_map": index}
-        (self.folder / "model.safetensors.index.json").write_text(json.dumps(document, indent=2) + "\n")
+        (self.folder / _INDEX).write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
