@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,9 @@ import pytest
 from shared_data import DATA, needs_data, read
 
 from qerl_pl.errors import UserError
-from qerl_pl.rewards import GSM8KAnswer, MathAnswer, RewardSample
+from qerl_pl.rewards import GSM8KAnswer, MathAnswer, RewardSample, math_pool
 from qerl_pl.rewards.answer_text import answer_of, last_boxed, same_text
+from qerl_pl.rewards.math_pool import MathPool, Pair
 
 
 def sample(completion: str) -> RewardSample:
@@ -267,6 +269,32 @@ def test_slow_answers_share_the_time_of_their_batch(monkeypatch: pytest.MonkeyPa
         assert reward(samples) == [0, 0, 0, 1, 0, 0, 1, 0]
         assert asked == [(pytest.approx(0.1), ["5", "6", "7", "3", "8", "9", "6", "3"]), (0.6, ["5", "6"])]
         assert len(reward._pool.processes) == workers
+
+
+def test_grades_do_not_depend_on_what_was_graded_before() -> None:
+    """Two places for slow answers, of which the first two are hopeless; the third would be right in time."""
+
+    class Scripted(MathPool):
+        def _grade(self, pairs: Sequence[Pair], seconds: float) -> dict[Pair, bool | None]:
+            asked.append("".join(answer for _, answer in pairs))
+            return {pair: True if pair[1] == "c" and seconds == self.seconds else None for pair in pairs}
+
+    asked: list[str] = []
+    pool = Scripted(seconds=1.0, batch_seconds=2.0, workers=1)
+    for _ in range(2):
+        assert pool.equivalent([("18", answer) for answer in "abc"]) == [False] * 3
+    assert asked == ["abc", "ab", "c", ""]  # what is hopeless is asked once
+    assert pool.equivalent([("18", answer) for answer in "ac"]) == [False, True]
+
+
+def test_a_grading_process_that_does_not_start_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "worker.py").write_text("import time\ntime.sleep(5)\n")
+    monkeypatch.setattr(math_pool, "_PROGRAM", tmp_path / "worker.py")
+    monkeypatch.setattr(math_pool, "_SECONDS_TO_START", 0.3)
+    with pytest.raises(RuntimeError, match=r"did not start \(exit status -9\)"):  # killed, and not at its end
+        MathPool(1.0, 1.0, workers=1).equivalent([("18", "36/2")])
 
 
 def test_grades_do_not_depend_on_the_number_of_workers(math_answer: MathAnswer) -> None:

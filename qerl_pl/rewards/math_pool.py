@@ -33,7 +33,7 @@ Pair = tuple[str, str]
 class MathPool:
     """Worker processes that run `math_worker.py`: started when needed, replaced when they are killed.
 
-    Verdicts do not depend on the number of workers: each answer is graded by itself. First every answer may take a
+    Verdicts do not depend on the number of workers, nor on earlier batches: each answer is graded by itself. First every answer may take a
     sixth of the limit. Those that take longer are graded again, with all of it, in the order of the batch, as many as
     `batch_seconds` allows; the rest counts as wrong.
 
@@ -55,10 +55,11 @@ class MathPool:
         verdicts: dict[Pair, bool | None] = dict.fromkeys(pairs)
         asked = [pair for pair in verdicts if pair not in self._hopeless]
         verdicts |= self._grade(asked, self.seconds / _QUICK)
-        slow = [pair for pair in asked if verdicts[pair] is None]
-        again = slow[: int(self.batch_seconds / self.seconds)]
+        slow = [pair for pair in verdicts if verdicts[pair] is None]
+        # A hopeless one keeps its place: a resumed run, which knows none, must come to the same grades.
+        again = [pair for pair in slow[: int(self.batch_seconds / self.seconds)] if pair not in self._hopeless]
         verdicts |= self._grade(again, self.seconds)
-        for _, answer in (pair for pair in slow if verdicts[pair] is None):
+        for _, answer in (pair for pair in slow if verdicts[pair] is None and pair not in self._hopeless):
             log.warning("counted as wrong, for it cannot be graded within the limits: %.200r", answer)
         for pair in again:
             if verdicts[pair] is None:
@@ -138,10 +139,13 @@ class _Worker:
         """Return when it takes questions.
 
         Raises:
-            RuntimeError: It does not start.
+            RuntimeError: It does not start, or not in time.
         """
         assert self.process.stdout is not None
-        if self.process.stdout.readline() != b"ready\n":
+        with selectors.DefaultSelector() as selector:
+            selector.register(self, selectors.EVENT_READ)
+            in_time = selector.select(timeout=_SECONDS_TO_START)
+        if not in_time or self.process.stdout.readline() != b"ready\n":
             self.stop()
             raise RuntimeError(f"the grading process did not start (exit status {self.process.returncode})")
 
