@@ -1,6 +1,7 @@
 """`qerl test` over named sets: the report, its samples, and going on after a kill."""
 
 import json
+import re
 import shutil
 import sys
 from collections.abc import Sequence
@@ -12,8 +13,10 @@ from fit_helpers import configuration
 from shared_data import DATA, needs_data
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from qerl_pl.callbacks.evaluation import _reward
 from qerl_pl.cli.main import QeRLCLI, main
 from qerl_pl.engines import TransformersEngine
+from qerl_pl.rewards import MathAnswer
 from qerl_pl.types import Completion, RolloutRequest, SamplingConfig
 
 CONFIG = Path(__file__).parents[1] / "configs" / "evaluate.yaml"
@@ -92,6 +95,21 @@ def test_a_report_has_every_metric_of_every_set(
     text = (tmp_path / "evaluation.md").read_text()
     assert text in capsys.readouterr().out and text.startswith("|  | easy | hard |\n|---|---|---|\n| prompts | 3 | 2 |")
     assert f"| mean length, tokens | {report['sets']['easy']['metrics']['length_mean']['value']:.1f} [" in text
+
+
+def test_what_a_reward_grades_by_is_part_of_what_its_samples_are_kept_under() -> None:
+    class Mine:
+        name, weight = "mine", 1.0
+
+        def __init__(self, **settings: Any) -> None:
+            vars(self).update(settings)
+
+    mine = {"class": f"{__name__}.{Mine.__qualname__}"}
+    assert _reward(Mine(words={"a": 1}, signs=["+", None])) == mine | {"words": {"a": 1}, "signs": ["+", None]}
+    for not_json in ([re.compile("x")], {"a": re.compile("x")}, {1: 2}):
+        assert _reward(Mine(patterns=not_json)) == mine
+    limits = [_reward(MathAnswer(time_limit_s=time, batch_limit_s=batch)) for time, batch in ((3, 12), (4, 12), (3, 13))]
+    assert len({json.dumps(found) for found in limits}) == 3
 
 
 def test_a_killed_evaluation_goes_on(

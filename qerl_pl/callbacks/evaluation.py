@@ -226,8 +226,14 @@ def _settings(module: QeRLModule, rollout: RolloutCallback, data: PromptDataModu
 
 
 def _reward(reward: Reward) -> dict[str, Any]:
-    plain = (str, int, float, bool, list, tuple, type(None))
-    given = {
-        name: value for name, value in vars(reward).items() if not name.startswith("_") and isinstance(value, plain)
-    }
+    given = {name: value for name, value in vars(reward).items() if not name.startswith("_") and _is_plain(value)}
     return {"class": f"{type(reward).__module__}.{type(reward).__qualname__}", **given}
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether JSON has it: a list of compiled patterns is a reward's own affair."""
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _is_plain(item) for key, item in value.items())
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return isinstance(value, str | int | float | bool | None)
