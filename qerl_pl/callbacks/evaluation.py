@@ -89,10 +89,16 @@ class EvaluationReport(Callback):
             self._report("val", trainer, pl_module)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Close the progress bar, also where something went wrong."""
+        """Close the progress bar; no other evaluation, of a policy that has learned since, takes what was kept."""
         if self._samples is not None:
+            assert isinstance(pl_module, QeRLModule) and pl_module.hand_over is not None
+            pl_module.hand_over.samples = None
             self._samples.bar.close()
             self._samples = None
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """The same where something went wrong: Lightning tears no callback down then."""
+        self.teardown(trainer, pl_module, "")
 
     def _begin(self, trainer: Trainer, module: LightningModule, loaders: Any) -> None:
         assert isinstance(module, QeRLModule) and isinstance(trainer.datamodule, PromptDataModule)  # type: ignore[attr-defined]
