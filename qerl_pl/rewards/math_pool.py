@@ -33,9 +33,9 @@ Pair = tuple[str, str]
 class MathPool:
     """Worker processes that run `math_worker.py`: started when needed, replaced when they are killed.
 
-    Verdicts do not depend on the number of workers, nor on earlier batches: each answer is graded by itself. First every answer may take a
-    sixth of the limit. Those that take longer are graded again, with all of it, in the order of the batch, as many as
-    `batch_seconds` allows; the rest counts as wrong.
+    Verdicts do not depend on the number of workers, nor on earlier batches: each answer is graded by itself. First
+    every answer may take a sixth of the limit. Those that take longer are graded again, with all of it, in the order of
+    the batch, as many as `batch_seconds` allows; the rest counts as wrong.
 
     Args:
         seconds: Of processor time that one answer may take.

@@ -155,7 +155,9 @@ def opened(path: Path) -> Iterator[BinaryIO]:
         try:
             found = _digest(file)
         except OSError as error:  # of the disk below it
-            raise DamagedCheckpoint(f"a checkpoint must be whole; {path} cannot be read ({error}); use another") from error
+            raise DamagedCheckpoint(
+                f"a checkpoint must be whole; {path} cannot be read ({error}); use another"
+            ) from error
         if found not in expected:
             known = " or ".join(digest[:12] for digest in expected)
             raise DamagedCheckpoint(
