@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import pytest
 from shared_data import DATA, needs_data, read
 
 from qerl_pl.errors import UserError
-from qerl_pl.rewards import GSM8KAnswer, MathAnswer, RewardSample, math_pool
+from qerl_pl.rewards import GSM8KAnswer, MathAnswer, RewardSample, math_pool, score
 from qerl_pl.rewards.answer_text import answer_of, last_boxed, same_text
 from qerl_pl.rewards.math_pool import MathPool, Pair
 
@@ -287,13 +288,33 @@ def test_grades_do_not_depend_on_what_was_graded_before() -> None:
     assert pool.equivalent([("18", answer) for answer in "ac"]) == [False, True]
 
 
+def test_what_kills_the_grading_is_told_as_itself_and_not_as_a_rewards_mistake() -> None:
+    reward = MathAnswer(workers=1)
+    assert reward([answered("36/2")]) == [1.0]
+    asked: list[str] = []
+
+    def killed_when_asked(worker: Any, pair: Pair, seconds: float, ask: Any = math_pool._Worker.ask) -> None:
+        os.killpg(worker.process.pid, signal.SIGKILL)
+        asked.append(pair[1])
+        ask(worker, pair, seconds)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(UserError) as told:
+        patch.setattr(math_pool._Worker, "ask", killed_when_asked)
+        score([reward], [answered("36/3"), answered("36/2")])
+    assert re.fullmatch(r"MathAnswer grades in .*; two were killed at '36/\d', by no .*; see that .*", str(told.value))
+    assert len(asked) == 2  # and not once more for each sample alone
+    assert reward([answered("36/2")]) == [1.0]
+
+
 def test_a_grading_process_that_does_not_start_is_not_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "worker.py").write_text("import time\ntime.sleep(5)\n")
     monkeypatch.setattr(math_pool, "_PROGRAM", tmp_path / "worker.py")
     monkeypatch.setattr(math_pool, "_SECONDS_TO_START", 0.3)
-    with pytest.raises(RuntimeError, match=r"did not start \(exit status -9\)"):  # killed, and not at its end
+    with pytest.raises(
+        UserError, match=r"did not start \(exit status -9\); see that memory"
+    ):  # killed, and not at its end
         MathPool(1.0, 1.0, workers=1).equivalent([("18", "36/2")])
 
 

@@ -13,6 +13,8 @@ from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
+from qerl_pl.errors import UserError
+
 log = logging.getLogger("qerl_pl")
 
 _PROGRAM = Path(__file__).with_name("math_worker.py")
@@ -24,6 +26,8 @@ _QUICK = 6
 _PAIRS_A_WORKER = 4
 """Fewer are not worth another process."""
 _REMEMBERED = 4096
+_OWN = "MathAnswer grades in processes of its own"
+_REMEDY = "see that memory is to be had, or set fewer workers, and go on with --resume auto"
 _VERDICTS = {"true": True, "false": False, "limit": None}
 
 Pair = tuple[str, str]
@@ -72,7 +76,7 @@ class MathPool:
         """The verdict of each pair; None where it took too long.
 
         Raises:
-            RuntimeError: Somebody else kills the processes, again and again.
+            UserError: Somebody else kills the processes, again and again.
         """
         if not pairs:
             return {}
@@ -92,7 +96,7 @@ class MathPool:
                     if reply in _VERDICTS:
                         verdicts[pair] = _VERDICTS[reply]
                     elif pair in killed:
-                        raise RuntimeError("something kills the grading processes; is memory short?")
+                        raise UserError(f"{_OWN}; two were killed at {pair[1]!r:.80}, by no limit of it; {_REMEDY}")
                     else:  # nothing that an answer does: it is asked again
                         killed.add(pair)
                         waiting.appendleft(pair)
@@ -139,7 +143,7 @@ class _Worker:
         """Return when it takes questions.
 
         Raises:
-            RuntimeError: It does not start, or not in time.
+            UserError: It does not start, or not in time.
         """
         assert self.process.stdout is not None
         with selectors.DefaultSelector() as selector:
@@ -147,7 +151,7 @@ class _Worker:
             in_time = selector.select(timeout=_SECONDS_TO_START)
         if not in_time or self.process.stdout.readline() != b"ready\n":
             self.stop()
-            raise RuntimeError(f"the grading process did not start (exit status {self.process.returncode})")
+            raise UserError(f"{_OWN}; one did not start (exit status {self.process.returncode}); {_REMEDY}")
 
     def ask(self, pair: Pair, seconds: float) -> None:
         """Have it grade a pair; a process that is gone shows at its reply."""
