@@ -306,6 +306,26 @@ def test_what_kills_the_grading_is_told_as_itself_and_not_as_a_rewards_mistake()
     assert reward([answered("36/2")]) == [1.0]
 
 
+def test_a_grading_that_is_broken_off_answers_no_later_question() -> None:
+    class BrokenOff(Exception):
+        pass
+
+    def break_off(*_: object) -> None:
+        raise BrokenOff
+
+    reward = MathAnswer(workers=1, time_limit_s=6.0)
+    assert reward([answered("36/2")]) == [1.0]
+    before = signal.signal(signal.SIGALRM, break_off)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        with pytest.raises(BrokenOff):
+            reward([ENDLESS[0]])
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
+    assert reward([answered("36/2"), answered("36/3")]) == [1.0, 0.0]
+
+
 def test_a_grading_process_that_does_not_start_is_not_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -82,25 +82,30 @@ class MathPool:
             return {}
         self._have(min(self.workers, -(-len(pairs) // _PAIRS_A_WORKER)))
         waiting, verdicts, killed = deque(pairs), dict[Pair, bool | None](), set[Pair]()
-        with selectors.DefaultSelector() as selector:
-            idle = list(self.processes)
-            while len(verdicts) < len(pairs):
-                while idle and waiting:
-                    worker = idle.pop()
-                    worker.ask(waiting.popleft(), seconds)
-                    selector.register(worker, selectors.EVENT_READ)
-                ready = {key.fileobj for key, _ in selector.select(timeout=1.0)}
-                for worker in [one for one in self.processes if one in ready or one.overdue()]:
-                    selector.unregister(worker)
-                    pair, reply = worker.taken(in_time=worker in ready)
-                    if reply in _VERDICTS:
-                        verdicts[pair] = _VERDICTS[reply]
-                    elif pair in killed:
-                        raise UserError(f"{_OWN}; two were killed at {pair[1]!r:.80}, by no limit of it; {_REMEDY}")
-                    else:  # nothing that an answer does: it is asked again
-                        killed.add(pair)
-                        waiting.appendleft(pair)
-                    idle.append(worker if reply else self._replace(worker))
+        try:
+            with selectors.DefaultSelector() as selector:
+                idle = list(self.processes)
+                while len(verdicts) < len(pairs):
+                    while idle and waiting:
+                        worker = idle.pop()
+                        worker.ask(waiting.popleft(), seconds)
+                        selector.register(worker, selectors.EVENT_READ)
+                    ready = {key.fileobj for key, _ in selector.select(timeout=1.0)}
+                    for worker in [one for one in self.processes if one in ready or one.overdue()]:
+                        selector.unregister(worker)
+                        pair, reply = worker.taken(in_time=worker in ready)
+                        if reply in _VERDICTS:
+                            verdicts[pair] = _VERDICTS[reply]
+                        elif pair in killed:
+                            raise UserError(f"{_OWN}; two were killed at {pair[1]!r:.80}, by no limit of it; {_REMEDY}")
+                        else:  # nothing that an answer does: it is asked again
+                            killed.add(pair)
+                            waiting.appendleft(pair)
+                        idle.append(worker if reply else self._replace(worker))
+        finally:
+            if len(verdicts) < len(pairs):  # broken off: what they still say would answer the next questions
+                for worker in self.processes:
+                    worker.stop()
         return verdicts
 
     def _have(self, count: int) -> None:
