@@ -73,15 +73,18 @@ class ResumeCheckpoint(Checkpoint):
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Give the signals back, and forget what they asked for."""
+        self._give_back(trainer)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """The same where a run breaks off, also by its stop: Lightning tears no callback down then."""
+        self._give_back(trainer)
+
+    def _give_back(self, trainer: Trainer) -> None:
         trainer.callbacks = _without(trainer, self._front)  # type: ignore[attr-defined]
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         self._previous.clear()
         self._signal = self._stop = None
-
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """The same where a run breaks off, also by its stop: Lightning tears no callback down then."""
-        self.teardown(trainer, pl_module, "fit")
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self._signal is not None:  # asked twice: go now
