@@ -1,6 +1,7 @@
 """`qerl test` over named sets: the report, its samples, and going on after a kill."""
 
 import json
+import re
 import shutil
 import sys
 from collections.abc import Sequence
@@ -9,11 +10,18 @@ from typing import Any
 
 import pytest
 from fit_helpers import configuration
+from lightning.pytorch import Trainer
 from shared_data import DATA, needs_data
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from qerl_pl.callbacks import EvaluationReport
+from qerl_pl.callbacks.evaluation import _reward, _Shown
 from qerl_pl.cli.main import QeRLCLI, main
 from qerl_pl.engines import TransformersEngine
+from qerl_pl.modules import QeRLModule
+from qerl_pl.rewards import MathAnswer
+from qerl_pl.rollout.hand_over import HandOver
+from qerl_pl.rollout.kept import KeptSamples
 from qerl_pl.types import Completion, RolloutRequest, SamplingConfig
 
 CONFIG = Path(__file__).parents[1] / "configs" / "evaluate.yaml"
@@ -92,6 +100,31 @@ def test_a_report_has_every_metric_of_every_set(
     text = (tmp_path / "evaluation.md").read_text()
     assert text in capsys.readouterr().out and text.startswith("|  | easy | hard |\n|---|---|---|\n| prompts | 3 | 2 |")
     assert f"| mean length, tokens | {report['sets']['easy']['metrics']['length_mean']['value']:.1f} [" in text
+
+
+def test_what_a_reward_grades_by_is_part_of_what_its_samples_are_kept_under() -> None:
+    class Mine:
+        name, weight = "mine", 1.0
+
+        def __init__(self, **settings: Any) -> None:
+            vars(self).update(settings)
+
+    mine = {"class": f"{__name__}.{Mine.__qualname__}"}
+    assert _reward(Mine(words={"a": 1}, signs=["+", None])) == mine | {"words": {"a": 1}, "signs": ["+", None]}
+    for not_json in ([re.compile("x")], {"a": re.compile("x")}, {1: 2}):
+        assert _reward(Mine(patterns=not_json)) == mine
+    limits = ((3, 12), (4, 12), (3, 13))
+    found = [_reward(MathAnswer(time_limit_s=one, batch_limit_s=all_together)) for one, all_together in limits]
+    assert len({json.dumps(settings) for settings in found}) == 3
+
+
+def test_an_evaluation_that_breaks_off_leaves_its_samples_to_none_that_follows(tmp_path: Path) -> None:
+    report, module, trainer = EvaluationReport(), QeRLModule(), Trainer(logger=False, accelerator="cpu")
+    report.on_exception(trainer, module, ValueError("before it began"))
+    shown = report._samples = _Shown(KeptSamples(tmp_path / "kept.jsonl"), total=3, show=True)
+    module.hand_over = HandOver(samples=shown)
+    report.on_exception(trainer, module, ValueError("in the middle"))
+    assert module.hand_over.samples is None and report._samples is None and shown.bar.disable  # closed
 
 
 def test_a_killed_evaluation_goes_on(

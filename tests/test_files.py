@@ -56,6 +56,17 @@ def test_newest_is_by_number_and_damaged_ones_are_skipped(tmp_path: Path, caplog
     assert "step=30.ckpt" in caplog.text and "step=10.ckpt" in caplog.text
 
 
+def test_a_disk_that_cannot_read_the_newest_and_a_digest_that_is_no_text_cost_an_interval(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    paths = {step: save(tmp_path, step) for step in (2, 9, 30)}
+    paths[30].unlink()
+    paths[30].symlink_to("/proc/self/mem")  # its first page is nowhere: reading is an error of input and output
+    digest_path(paths[9]).write_bytes(b"\xff\xfe" * 32)
+    assert newest_checkpoint(tmp_path) == paths[2]
+    assert "step=30.ckpt cannot be read ([Errno 5]" in caplog.text and "step=9.ckpt has digest" in caplog.text
+
+
 def test_checkpoints_that_are_all_damaged_are_not_taken_for_none(tmp_path: Path) -> None:
     for step in (3, 6):
         save(tmp_path, step).write_bytes(b"half a checkpoint")

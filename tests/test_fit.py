@@ -320,14 +320,15 @@ def test_a_development_run_leaves_nothing_to_go_on_from(
     assert [path.name for path in (tmp_path / "run").iterdir()] == [".lock"]
 
 
-def test_what_was_not_validated_after_training_has_no_accuracy(
-    tiny_policy_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("steps", "measured"), [(-1, True), (1, False)])
+def test_what_was_not_validated_whole_before_training_or_not_after_it_has_no_accuracy(
+    tiny_policy_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int, measured: bool
 ) -> None:
     settings = settings_of(tiny_policy_dir, tmp_path / "run")
-    settings["trainer"] |= {"num_sanity_val_steps": 1, "check_val_every_n_epoch": 5}
+    settings["trainer"] |= {"num_sanity_val_steps": steps, "check_val_every_n_epoch": 5}
     fit(settings, monkeypatch)
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert summary["accuracy_before"] is not None and summary["accuracy_after"] is None
+    assert (summary["accuracy_before"] is not None) == measured and summary["accuracy_after"] is None
 
 
 def test_export_refuses_a_checkpoint_of_another_base(

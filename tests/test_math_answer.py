@@ -2,10 +2,12 @@
 
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,8 +16,9 @@ import pytest
 from shared_data import DATA, needs_data, read
 
 from qerl_pl.errors import UserError
-from qerl_pl.rewards import GSM8KAnswer, MathAnswer, RewardSample
+from qerl_pl.rewards import GSM8KAnswer, MathAnswer, RewardSample, math_pool, score
 from qerl_pl.rewards.answer_text import answer_of, last_boxed, same_text
+from qerl_pl.rewards.math_pool import MathPool, Pair
 
 
 def sample(completion: str) -> RewardSample:
@@ -267,6 +270,72 @@ def test_slow_answers_share_the_time_of_their_batch(monkeypatch: pytest.MonkeyPa
         assert reward(samples) == [0, 0, 0, 1, 0, 0, 1, 0]
         assert asked == [(pytest.approx(0.1), ["5", "6", "7", "3", "8", "9", "6", "3"]), (0.6, ["5", "6"])]
         assert len(reward._pool.processes) == workers
+
+
+def test_grades_do_not_depend_on_what_was_graded_before() -> None:
+    """Two places for slow answers, of which the first two are hopeless; the third would be right in time."""
+
+    class Scripted(MathPool):
+        def _grade(self, pairs: Sequence[Pair], seconds: float) -> dict[Pair, bool | None]:
+            asked.append("".join(answer for _, answer in pairs))
+            return {pair: True if pair[1] == "c" and seconds == self.seconds else None for pair in pairs}
+
+    asked: list[str] = []
+    pool = Scripted(seconds=1.0, batch_seconds=2.0, workers=1)
+    for _ in range(2):
+        assert pool.equivalent([("18", answer) for answer in "abc"]) == [False] * 3
+    assert asked == ["abc", "ab", "c", ""]  # what is hopeless is asked once
+    assert pool.equivalent([("18", answer) for answer in "ac"]) == [False, True]
+
+
+def test_what_kills_the_grading_is_told_as_itself_and_not_as_a_rewards_mistake() -> None:
+    reward = MathAnswer(workers=1)
+    assert reward([answered("36/2")]) == [1.0]
+    asked: list[str] = []
+
+    def killed_when_asked(worker: Any, pair: Pair, seconds: float, ask: Any = math_pool._Worker.ask) -> None:
+        os.killpg(worker.process.pid, signal.SIGKILL)
+        asked.append(pair[1])
+        ask(worker, pair, seconds)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(UserError) as told:
+        patch.setattr(math_pool._Worker, "ask", killed_when_asked)
+        score([reward], [answered("36/3"), answered("36/2")])
+    assert re.fullmatch(r"MathAnswer grades in .*; two were killed at '36/\d', by no .*; see that .*", str(told.value))
+    assert len(asked) == 2  # and not once more for each sample alone
+    assert reward([answered("36/2")]) == [1.0]
+
+
+def test_a_grading_that_is_broken_off_answers_no_later_question() -> None:
+    class BrokenOff(Exception):
+        pass
+
+    def break_off(*_: object) -> None:
+        raise BrokenOff
+
+    reward = MathAnswer(workers=1, time_limit_s=6.0)
+    assert reward([answered("36/2")]) == [1.0]
+    before = signal.signal(signal.SIGALRM, break_off)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        with pytest.raises(BrokenOff):
+            reward([ENDLESS[0]])
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
+    assert reward([answered("36/2"), answered("36/3")]) == [1.0, 0.0]
+
+
+def test_a_grading_process_that_does_not_start_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "worker.py").write_text("import time\ntime.sleep(5)\n")
+    monkeypatch.setattr(math_pool, "_PROGRAM", tmp_path / "worker.py")
+    monkeypatch.setattr(math_pool, "_SECONDS_TO_START", 0.3)
+    with pytest.raises(
+        UserError, match=r"did not start \(exit status -9\); see that memory"
+    ):  # killed, and not at its end
+        MathPool(1.0, 1.0, workers=1).equivalent([("18", "36/2")])
 
 
 def test_grades_do_not_depend_on_the_number_of_workers(math_answer: MathAnswer) -> None:

@@ -1,13 +1,16 @@
 """A user's mistakes: one line that says what is wrong, exit status 2, no traceback."""
 
+import errno
 import hashlib
 import json
 import operator
+import os
 import re
 import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +18,7 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
+from qerl_pl.cli.adapter import take_adapter
 from qerl_pl.cli.main import main
 from qerl_pl.cli.mistakes import explain
 from qerl_pl.datamodules import PromptDataModule, Row
@@ -149,6 +153,33 @@ def test_only_what_a_file_system_refuses_is_a_users_file() -> None:
     line = explain(PermissionError(13, "Permission denied", "model/config.json"), ["fit"], ["fit"])
     assert line is not None and "model/config.json: Permission denied" in line
     assert explain(FileNotFoundError(2, "No such file or directory", "model/config.json"), ["fit"], ["fit"]) is None
+    assert explain(OSError(5, "Input/output error"), ["fit"], ["fit"]) is None
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_disk_is_told_whoever_writes(number: int) -> None:
+    """A file that is open fails without its name, as the events of TensorBoard and the lines of a log do."""
+    full = OSError(number, os.strerror(number))
+    wrapped = RuntimeError("cannot write")
+    wrapped.__cause__ = full
+    for error in (full, wrapped):
+        line = explain(error, ["fit"], ["fit"])
+        assert line is not None and line.startswith("saving needs free disk space; ") and "--resume auto" in line
+
+
+@pytest.mark.parametrize("key", ["use_rslora", "use_dora", "rank_pattern", None])
+def test_an_adapter_that_adds_something_else_is_not_taken_for_a_plain_one(tmp_path: Path, key: str | None) -> None:
+    plain = {"base_model_name_or_path": "base", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
+    off = {"use_rslora": False, "use_dora": False, "rank_pattern": {}}
+    on = {} if key is None else {key: {"q_proj": 2} if key == "rank_pattern" else True}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(plain | off | on))
+    (tmp_path / "adapter_model.safetensors").touch()
+    policy = SimpleNamespace(path=str(tmp_path), lora=SimpleNamespace())
+    if key is None:
+        assert take_adapter(policy, "test", None) is not None and policy.path == "base"
+        return
+    with pytest.raises(UserError, match=f"sets {key}; merge it"):
+        take_adapter(policy, "test", None)
 
 
 FROM_LIGHTNING = {

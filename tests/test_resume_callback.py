@@ -146,6 +146,42 @@ def test_after_a_run_signals_are_as_before_and_forgotten(tmp_path: Path) -> None
         signal.signal(signal.SIGTERM, before)
 
 
+@pytest.mark.parametrize("stops", [True, False])
+def test_a_run_that_breaks_off_gives_the_signals_back_and_leaves_nothing_to_the_next(
+    tmp_path: Path, stops: bool
+) -> None:
+    class Breaks(Callback):
+        def on_train_batch_end(self, *_: Any) -> None:
+            raise UserError("it breaks off")
+
+    before = signal.getsignal(signal.SIGTERM)
+    callback = ResumeCheckpoint()
+    broken = trainer_of(tmp_path, callback) if stops else trainer_of(tmp_path, Breaks(), callback)
+    try:
+        with pytest.raises(Preempted if stops else UserError):
+            broken.fit(Tiny({2: signal.SIGTERM} if stops else {}))
+        assert signal.getsignal(signal.SIGTERM) == before
+        assert not [one for one in broken.callbacks if one is callback._front]  # type: ignore[attr-defined]
+        again = Tiny()
+        trainer_of(tmp_path, callback).fit(again)
+        assert again.events == [*range(6)]
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_what_a_kill_in_a_save_has_left_goes_when_the_run_goes_on(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    left = {folder / f".step=27.ckpt{end}.tmp" for end in ("", ".sha256")}
+    others = {folder / ".notes.tmp", folder / "kept.ckpt.tmp", tmp_path / ".step=27.ckpt.tmp"}
+    for path in left | others:
+        path.write_text("half")
+    trainer_of(tmp_path, ResumeCheckpoint(), fast_dev_run=True).fit(Tiny())
+    assert all(path.is_file() for path in left | others)
+    trainer_of(tmp_path, ResumeCheckpoint()).fit(Tiny())
+    assert not any(path.exists() for path in left) and all(path.is_file() for path in others)
+
+
 def test_asked_twice_it_goes_at_once() -> None:
     trainer: Any = SimpleNamespace(world_size=1, callbacks=[])
     callback = ResumeCheckpoint()

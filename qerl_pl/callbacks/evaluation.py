@@ -89,10 +89,16 @@ class EvaluationReport(Callback):
             self._report("val", trainer, pl_module)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Close the progress bar, also where something went wrong."""
+        """Close the progress bar; no other evaluation, of a policy that has learned since, takes what was kept."""
         if self._samples is not None:
+            assert isinstance(pl_module, QeRLModule) and pl_module.hand_over is not None
+            pl_module.hand_over.samples = None
             self._samples.bar.close()
             self._samples = None
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """The same where something went wrong: Lightning tears no callback down then."""
+        self.teardown(trainer, pl_module, "")
 
     def _begin(self, trainer: Trainer, module: LightningModule, loaders: Any) -> None:
         assert isinstance(module, QeRLModule) and isinstance(trainer.datamodule, PromptDataModule)  # type: ignore[attr-defined]
@@ -226,8 +232,14 @@ def _settings(module: QeRLModule, rollout: RolloutCallback, data: PromptDataModu
 
 
 def _reward(reward: Reward) -> dict[str, Any]:
-    plain = (str, int, float, bool, list, tuple, type(None))
-    given = {
-        name: value for name, value in vars(reward).items() if not name.startswith("_") and isinstance(value, plain)
-    }
+    given = {name: value for name, value in vars(reward).items() if not name.startswith("_") and _is_plain(value)}
     return {"class": f"{type(reward).__module__}.{type(reward).__qualname__}", **given}
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether JSON has it: a list of compiled patterns is a reward's own affair."""
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _is_plain(item) for key, item in value.items())
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return isinstance(value, str | int | float | bool | None)

@@ -14,7 +14,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from qerl_pl.errors import Preempted, require_at_least
 from qerl_pl.run.checkpoints import FOLDER, digest_path, resume_files
 from qerl_pl.run.devices import writes_files
-from qerl_pl.run.files import write_atomically
+from qerl_pl.run.files import remove_unwritten, write_atomically
 
 log = logging.getLogger(__name__)
 
@@ -56,10 +56,14 @@ class ResumeCheckpoint(Checkpoint):
         self._listen()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Listen, where nothing was validated first; set aside what `--resume auto` must not go back to."""
+        """Listen, where nothing was validated first; set aside what `--resume auto` must not go back to.
+
+        What a kill in the middle of a save has left goes: a stop has a step of its own, and no save comes to it again.
+        """
         self._listen()
         if writes_files(trainer):
             _set_aside(_folder(trainer), trainer.fit_loop.total_batch_idx + 1)
+            remove_unwritten(_folder(trainer), "*.ckpt*")
 
     def _listen(self) -> None:
         # After Lightning, whose own handler breaks off a validation and ends the process as if all were done.
@@ -68,12 +72,19 @@ class ResumeCheckpoint(Checkpoint):
                 self._previous[number] = signal.signal(number, self._on_signal)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Give the signals back."""
+        """Give the signals back, and forget what they asked for."""
+        self._give_back(trainer)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """The same where a run breaks off, also by its stop: Lightning tears no callback down then."""
+        self._give_back(trainer)
+
+    def _give_back(self, trainer: Trainer) -> None:
         trainer.callbacks = _without(trainer, self._front)  # type: ignore[attr-defined]
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         self._previous.clear()
-        self._signal = None
+        self._signal = self._stop = None
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self._signal is not None:  # asked twice: go now

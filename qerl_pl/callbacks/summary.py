@@ -36,9 +36,9 @@ ENDS = 3
 class RunSummary(Callback):
     """Writes RUN/summary.json and RUN/run.png and prints a table when a run ends.
 
-    Accuracies are those of validation: `accuracy_before` from the check before the first step
-    (`trainer.num_sanity_val_steps: -1`), `accuracy_after` from the last one, both sampled at temperature 1 without
-    noise (pass@1); of several validation sets one each, by name.
+    Accuracies are those of validation: `accuracy_before` from the check before the first step, where that is of all
+    prompts (`trainer.num_sanity_val_steps: -1`), `accuracy_after` from the last one, both sampled at temperature 1
+    without noise (pass@1); of several validation sets one each, by name.
     """
 
     def __init__(self) -> None:
@@ -74,6 +74,8 @@ class RunSummary(Callback):
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Note the accuracies; the time that validation takes counts as training time, as a user waits for it."""
         assert isinstance(pl_module, QeRLModule)
+        if trainer.sanity_checking and trainer.num_sanity_val_batches != trainer.num_val_batches:
+            return  # of other prompts than the accuracy after
         if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
             self._count_time()
         metrics = trainer.callback_metrics

@@ -13,6 +13,9 @@ from qerl_pl.modules import QeRLModule
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
+_NOT_PLAIN = ("use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "fan_in_fan_out")
+"""Keys of PEFT that scale or add something else; `qerl export` sets none."""
+
 
 class ExportedAdapter(Callback):
     """Has the policy evaluated with the adapter that `qerl export`, or the end of a run, has written.
@@ -41,7 +44,8 @@ def take_adapter(policy: Any, command: str, resume: object) -> ExportedAdapter |
         resume: A checkpoint that is asked for besides, or None.
 
     Raises:
-        UserError: The adapter is to be trained, a checkpoint is named too, or its files are not whole.
+        UserError: The adapter is to be trained, a checkpoint is named too, its files are not whole, or it is no plain
+            LoRA.
     """
     folder = None if policy.path is None else Path(policy.path).expanduser()
     if folder is None or not (folder / _CONFIG).is_file():
@@ -61,6 +65,11 @@ def take_adapter(policy: Any, command: str, resume: object) -> ExportedAdapter |
         raise UserError(
             f"{_CONFIG} must be PEFT's of a LoRA; {folder} has another ({error!r}); export it again"
         ) from error
+    if others := [key for key in _NOT_PLAIN if found.get(key)]:
+        raise UserError(
+            f"an adapter adds alpha / rank times B A, of one rank and alpha; {folder / _CONFIG} sets {others[0]}; "
+            "merge it into its base with PEFT, and name that model"
+        )
     policy.path = base
     policy.lora.rank, policy.lora.alpha = rank, alpha
     policy.lora.targets = targets

@@ -29,6 +29,8 @@ _REFUSED = {
 }
 """What a file system says of the user's files. A missing file is not among them: ours to look for before it is read."""
 
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
 
 def explain(error: Exception, argv: list[str], commands: Collection[str]) -> str | None:
     """The line that a user's mistake ends with, or None where the error is no user's mistake.
@@ -59,6 +61,11 @@ def explain(error: Exception, argv: list[str], commands: Collection[str]) -> str
     if isinstance(error, OSError) and error.errno in _REFUSED and error.filename is not None:
         where = os.fsdecode(error.filename)
         return f"files must be open to the run; {where}: {error.strerror}; correct that, or name another place"
+    if any(isinstance(cause, OSError) and cause.errno in _FULL for cause in causes):  # a write that fails names no file
+        return (
+            f"saving needs free disk space; a write found none ({_joined(error):.80}); free some and give the command "
+            "again, a training with --resume auto"
+        )
     return None
 
 

@@ -94,7 +94,7 @@ def score(rewards: Sequence[Reward], samples: Sequence[RewardSample]) -> ScoredB
 
     Raises:
         UserError: the list is refused by `check_rewards`, or a reward raises or returns something other than B finite
-            numbers. Names the reward and, where one is to blame, the sample.
+            numbers. Names the reward and, where one is to blame, the sample; a UserError of the reward's own stays.
     """
     check_rewards(rewards)
     parts: dict[str, Tensor] = {}
@@ -112,6 +112,8 @@ def _values(reward: Reward, samples: Sequence[RewardSample]) -> list[float]:
     """The reward's values, checked."""
     try:
         values = [float(value) for value in reward(samples)]
+    except UserError:  # names rule and remedy itself
+        raise
     except Exception as error:  # whatever a user's reward raises stops the run under the reward's name
         culprit = _culprit(reward, samples)
         raise UserError(

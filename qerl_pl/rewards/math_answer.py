@@ -45,6 +45,8 @@ class MathAnswer:
         self.weight = weight
         self.tag = tag
         self.name = name
+        self.time_limit_s = time_limit_s
+        self.batch_limit_s = batch_limit_s
         self._pool = MathPool(time_limit_s, batch_limit_s, cores() if workers is None else workers)
 
     def __call__(self, samples: Sequence[RewardSample]) -> Sequence[float]:

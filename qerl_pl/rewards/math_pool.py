@@ -13,6 +13,8 @@ from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
+from qerl_pl.errors import UserError
+
 log = logging.getLogger("qerl_pl")
 
 _PROGRAM = Path(__file__).with_name("math_worker.py")
@@ -24,6 +26,8 @@ _QUICK = 6
 _PAIRS_A_WORKER = 4
 """Fewer are not worth another process."""
 _REMEMBERED = 4096
+_OWN = "MathAnswer grades in processes of its own"
+_REMEDY = "see that memory is to be had, or set fewer workers, and go on with --resume auto"
 _VERDICTS = {"true": True, "false": False, "limit": None}
 
 Pair = tuple[str, str]
@@ -33,9 +37,9 @@ Pair = tuple[str, str]
 class MathPool:
     """Worker processes that run `math_worker.py`: started when needed, replaced when they are killed.
 
-    Verdicts do not depend on the number of workers: each answer is graded by itself. First every answer may take a
-    sixth of the limit. Those that take longer are graded again, with all of it, in the order of the batch, as many as
-    `batch_seconds` allows; the rest counts as wrong.
+    Verdicts do not depend on the number of workers, nor on earlier batches: each answer is graded by itself. First
+    every answer may take a sixth of the limit. Those that take longer are graded again, with all of it, in the order of
+    the batch, as many as `batch_seconds` allows; the rest counts as wrong.
 
     Args:
         seconds: Of processor time that one answer may take.
@@ -55,10 +59,11 @@ class MathPool:
         verdicts: dict[Pair, bool | None] = dict.fromkeys(pairs)
         asked = [pair for pair in verdicts if pair not in self._hopeless]
         verdicts |= self._grade(asked, self.seconds / _QUICK)
-        slow = [pair for pair in asked if verdicts[pair] is None]
-        again = slow[: int(self.batch_seconds / self.seconds)]
+        slow = [pair for pair in verdicts if verdicts[pair] is None]
+        # A hopeless one keeps its place: a resumed run, which knows none, must come to the same grades.
+        again = [pair for pair in slow[: int(self.batch_seconds / self.seconds)] if pair not in self._hopeless]
         verdicts |= self._grade(again, self.seconds)
-        for _, answer in (pair for pair in slow if verdicts[pair] is None):
+        for _, answer in (pair for pair in slow if verdicts[pair] is None and pair not in self._hopeless):
             log.warning("counted as wrong, for it cannot be graded within the limits: %.200r", answer)
         for pair in again:
             if verdicts[pair] is None:
@@ -71,31 +76,36 @@ class MathPool:
         """The verdict of each pair; None where it took too long.
 
         Raises:
-            RuntimeError: Somebody else kills the processes, again and again.
+            UserError: Somebody else kills the processes, again and again.
         """
         if not pairs:
             return {}
         self._have(min(self.workers, -(-len(pairs) // _PAIRS_A_WORKER)))
         waiting, verdicts, killed = deque(pairs), dict[Pair, bool | None](), set[Pair]()
-        with selectors.DefaultSelector() as selector:
-            idle = list(self.processes)
-            while len(verdicts) < len(pairs):
-                while idle and waiting:
-                    worker = idle.pop()
-                    worker.ask(waiting.popleft(), seconds)
-                    selector.register(worker, selectors.EVENT_READ)
-                ready = {key.fileobj for key, _ in selector.select(timeout=1.0)}
-                for worker in [one for one in self.processes if one in ready or one.overdue()]:
-                    selector.unregister(worker)
-                    pair, reply = worker.taken(in_time=worker in ready)
-                    if reply in _VERDICTS:
-                        verdicts[pair] = _VERDICTS[reply]
-                    elif pair in killed:
-                        raise RuntimeError("something kills the grading processes; is memory short?")
-                    else:  # nothing that an answer does: it is asked again
-                        killed.add(pair)
-                        waiting.appendleft(pair)
-                    idle.append(worker if reply else self._replace(worker))
+        try:
+            with selectors.DefaultSelector() as selector:
+                idle = list(self.processes)
+                while len(verdicts) < len(pairs):
+                    while idle and waiting:
+                        worker = idle.pop()
+                        worker.ask(waiting.popleft(), seconds)
+                        selector.register(worker, selectors.EVENT_READ)
+                    ready = {key.fileobj for key, _ in selector.select(timeout=1.0)}
+                    for worker in [one for one in self.processes if one in ready or one.overdue()]:
+                        selector.unregister(worker)
+                        pair, reply = worker.taken(in_time=worker in ready)
+                        if reply in _VERDICTS:
+                            verdicts[pair] = _VERDICTS[reply]
+                        elif pair in killed:
+                            raise UserError(f"{_OWN}; two were killed at {pair[1]!r:.80}, by no limit of it; {_REMEDY}")
+                        else:  # nothing that an answer does: it is asked again
+                            killed.add(pair)
+                            waiting.appendleft(pair)
+                        idle.append(worker if reply else self._replace(worker))
+        finally:
+            if len(verdicts) < len(pairs):  # broken off: what they still say would answer the next questions
+                for worker in self.processes:
+                    worker.stop()
         return verdicts
 
     def _have(self, count: int) -> None:
@@ -138,12 +148,15 @@ class _Worker:
         """Return when it takes questions.
 
         Raises:
-            RuntimeError: It does not start.
+            UserError: It does not start, or not in time.
         """
         assert self.process.stdout is not None
-        if self.process.stdout.readline() != b"ready\n":
+        with selectors.DefaultSelector() as selector:
+            selector.register(self, selectors.EVENT_READ)
+            in_time = selector.select(timeout=_SECONDS_TO_START)
+        if not in_time or self.process.stdout.readline() != b"ready\n":
             self.stop()
-            raise RuntimeError(f"the grading process did not start (exit status {self.process.returncode})")
+            raise UserError(f"{_OWN}; one did not start (exit status {self.process.returncode}); {_REMEDY}")
 
     def ask(self, pair: Pair, seconds: float) -> None:
         """Have it grade a pair; a process that is gone shows at its reply."""

@@ -142,17 +142,22 @@ def opened(path: Path) -> Iterator[BinaryIO]:
     """A checkpoint whose digest fits, open at its start.
 
     Raises:
-        DamagedCheckpoint: File or digest is absent, or they disagree.
+        DamagedCheckpoint: File or digest is absent, they disagree, or the disk cannot read the file.
     """
     with ExitStack() as stack:
         try:
             file = stack.enter_context(path.open("rb"))
-            expected = digest_path(path).read_text().split()
+            expected = digest_path(path).read_text(errors="replace").split()
         except (FileNotFoundError, IsADirectoryError) as error:
             raise DamagedCheckpoint(
                 f"a checkpoint is a file and its .sha256; {error.filename} is no such file; name another with --resume"
             ) from error
-        found = _digest(file)
+        try:
+            found = _digest(file)
+        except OSError as error:  # of the disk below it
+            raise DamagedCheckpoint(
+                f"a checkpoint must be whole; {path} cannot be read ({error}); use another"
+            ) from error
         if found not in expected:
             known = " or ".join(digest[:12] for digest in expected)
             raise DamagedCheckpoint(

@@ -191,7 +191,7 @@ def writing(path: Path) -> Iterator[BinaryIO]:
         UserError: The disk is full; the old content stays.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.tmp")  # what a kill leaves is written over when its turn comes again
+    temporary = path.with_name(f".{path.name}.tmp")  # what a kill leaves is written over, or removed
     try:
         with explain_full_disk(path), temporary.open("w+b") as file:
             yield file
@@ -201,6 +201,18 @@ def writing(path: Path) -> Iterator[BinaryIO]:
     finally:
         temporary.unlink(missing_ok=True)
     _sync(path.parent)
+
+
+def remove_unwritten(folder: Path, names: str) -> None:
+    """Remove what `writing` has left in a folder where its process was killed; nothing may be writing there now.
+
+    Args:
+        folder: Where; it need not be there.
+        names: Pattern of the names that the files were to have, such as "*.ckpt*".
+    """
+    for path in folder.glob(f".{names}.tmp"):
+        path.unlink(missing_ok=True)
+        log.info("removed %s, which a killed process has left", path)
 
 
 def write_atomically(path: Path, data: bytes) -> None:
