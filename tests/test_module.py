@@ -119,7 +119,7 @@ def test_the_rate_rises_over_its_share_of_the_steps_and_falls_to_the_end() -> No
     assert [group["params"] for group in configured["optimizer"].param_groups] == [[module.policy.weight]]
     for name in ("reduce_lr_on_plateau", "nonesuch"):
         module.lr_scheduler = name
-        with pytest.raises(UserError, match=f"found '{name}', which says:"):
+        with pytest.raises(UserError, match=f"that steps are enough for; found '{name}', which says:"):
             module.configure_optimizers()
 
 

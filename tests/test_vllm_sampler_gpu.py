@@ -115,12 +115,16 @@ def test_a_row_beyond_two_billion_logits_is_read() -> None:
     assert tokens.tolist() == [0, 77]
 
 
+def sampler_of(worker: Any) -> str:
+    return type(worker.model_runner.sampler).__name__
+
+
 def swap(worker: Any) -> str:
     """Between this package's sampler and vLLM's."""
     runner = worker.model_runner
     now = runner.sampler
     runner.sampler = now.base if isinstance(now, TemperatureSampler) else TemperatureSampler(now, runner.device)
-    return type(runner.sampler).__name__
+    return sampler_of(worker)
 
 
 def test_an_engine_samples_the_same_completions_as_with_vllms_sampler(tmp_path: Path) -> None:
@@ -129,11 +133,12 @@ def test_an_engine_samples_the_same_completions_as_with_vllms_sampler(tmp_path: 
     engine.launch(EngineSpec(base, torch.bfloat16, torch.device("cuda"), 8, ("q_proj", "v_proj"), 128))
     try:
         engine.sync(PolicyWeights(0, None, 1.0))
+        assert engine._llm.collective_rpc(sampler_of) == ["TemperatureSampler"]
         requests = [RolloutRequest(tuple(range(3, 5 + 2 * i)), tuple(range(100 * i, 100 * i + 3))) for i in range(9)]
         for temperature, top_p in ((1.0, 1.0), (0.8, 1.0), (0.0, 1.0), (1.0, 0.9)):  # the last is vLLM's in both ways
             sampling = SamplingConfig(max_tokens=40, temperature=temperature, top_p=top_p)
             found = engine.generate(requests, sampling)
-            assert engine._llm.collective_rpc(swap) == ["Sampler"]  # it was this package's
+            assert engine._llm.collective_rpc(swap) == ["Sampler"]
             expected = engine.generate(requests, sampling)
             assert engine._llm.collective_rpc(swap) == ["TemperatureSampler"]
             for ours, theirs in zip(sum(found, []), sum(expected, []), strict=True):

@@ -13,6 +13,7 @@ import jsonargparse
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from qerl_pl.errors import UserError
+from qerl_pl.run.files import FULL_DISK
 
 _UNTELLING = re.compile(
     r"Does not validate against|Subtypes:|Errors:|Expected a <class 'NoneType'>|Expected a path but"
@@ -28,8 +29,6 @@ _REFUSED = {
     for name in ("EACCES", "EPERM", "EROFS", "EISDIR", "ENOTDIR", "ENAMETOOLONG", "ELOOP", "ENOSPC", "EDQUOT", "EEXIST")
 }
 """What a file system says of the user's files. A missing file is not among them: ours to look for before it is read."""
-
-_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def explain(error: Exception, argv: list[str], commands: Collection[str]) -> str | None:
@@ -61,7 +60,9 @@ def explain(error: Exception, argv: list[str], commands: Collection[str]) -> str
     if isinstance(error, OSError) and error.errno in _REFUSED and error.filename is not None:
         where = os.fsdecode(error.filename)
         return f"files must be open to the run; {where}: {error.strerror}; correct that, or name another place"
-    if any(isinstance(cause, OSError) and cause.errno in _FULL for cause in causes):  # a write that fails names no file
+    if any(
+        isinstance(cause, OSError) and cause.errno in FULL_DISK for cause in causes
+    ):  # a write that fails names no file
         return (
             f"saving needs free disk space; a write found none ({_joined(error):.80}); free some and give the command "
             "again, a training with --resume auto"

@@ -225,13 +225,17 @@ def write_atomically(path: Path, data: bytes) -> None:
         file.write(data)
 
 
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
+"""Numbers of the errors that a write meets where no space is left."""
+
+
 @contextmanager
 def explain_full_disk(path: Path) -> Iterator[None]:
     """Turn "no space left" inside the block into a UserError that names `path`."""
     try:
         yield
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno not in FULL_DISK:
             raise
         free = shutil.disk_usage(path.parent).free / 2**20
         raise UserError(
