@@ -138,6 +138,7 @@ def plan_of(folder: Path, **changes: Any) -> Plan:
                     "lora16": {"set": {"model.policy.dtype": "float32", "model.policy.quantization": "none"}},
                     "nvfp4": {"with": {"policy": {"other": {"data.val_size": 9}}}},
                     "nvfp4_aqn": {"label": "NVFP4 + AQN"},
+                    "nvfp4_aqn_own": {},
                 }
             },
         },
@@ -201,6 +202,49 @@ def test_runs_of_another_policy_are_not_added_to_a_study(tmp_path: Path) -> None
         runner("second").work([run])
 
 
+class Ended:
+    """What stands for a run's process: it has ended at once."""
+
+    returncode = 0
+    seen: list[dict[str, str]] = []
+
+    def __init__(self, words: list[str], *, env: dict[str, str], **rest: Any) -> None:
+        self.seen.append(env)
+
+    def poll(self) -> int:
+        return self.returncode
+
+
+@pytest.mark.parametrize(
+    ("devices", "visible", "given"),
+    [(["0,1", "2,3"], None, ["0,1", "2,3"]), (["1,0"], "4,6,7", ["6,4", "6,4"]), (["cpu"], None, ["none", "none"])],
+)
+def test_a_run_sees_as_many_gpus_as_it_trains_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, devices: list[str], visible: str | None, given: list[str]
+) -> None:
+    plan = plan_of(tmp_path, set={"trainer.devices": 2})
+    runner = Runner(plan, plan.values, tmp_path / "runs", tmp_path / "rows.jsonl", Limits(devices))
+    monkeypatch.setattr("subprocess.Popen", Ended)
+    monkeypatch.setattr(Ended, "seen", [])
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setattr("os.cpu_count", lambda: 12)
+    assert len(runner.work(plan.runs[:2]).failed) == 2
+    assert [seen.get("CUDA_VISIBLE_DEVICES", "none") for seen in Ended.seen] == given
+    assert {seen["OMP_NUM_THREADS"] for seen in Ended.seen} == {str(6 // len(devices))}  # processors of a rank
+
+
+@pytest.mark.parametrize(("wanted", "device"), [(2, "0"), (1, "0,1")])
+def test_a_run_on_another_number_of_gpus_is_refused(tmp_path: Path, wanted: int, device: str) -> None:
+    plan = plan_of(tmp_path, set={"trainer.devices": wanted})
+    runner = Runner(plan, plan.values, tmp_path / "runs", tmp_path / "rows.jsonl", Limits(["cpu", device]))
+    with pytest.raises(UserError, match=f"trains on {wanted} and --devices names {device}; join so many numbers"):
+        runner.work(plan.runs)
+    assert not (tmp_path / "runs").exists()
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -216,8 +260,14 @@ def test_a_plan_that_says_what_it_does_not_define_is_refused(tmp_path: Path, cha
 
 
 def test_the_shipped_studies_are_understood() -> None:
-    plans = [read_plan(STUDY / f"{name}.yaml") for name in ("pilot", "study")]
-    assert [len(plan.runs) for plan in plans] == [20, 215]
+    *plans, ranks = [read_plan(STUDY / f"{name}.yaml") for name in ("pilot", "study", "ranks")]
+    assert [len(plan.runs) for plan in (*plans, ranks)] == [20, 215, 40]
+    for run in ranks.runs[:8]:
+        settings = built(*run.words(Path("runs/x"), ranks.values))
+        noise = settings.trainer.callbacks[1]
+        assert int(settings.trainer.devices) == run.devices == run.levels["ranks"]
+        assert noise.schedule.sigma_start == run.levels["sigma"]
+        assert noise.per_rank == (run.levels["method"] == "nvfp4_aqn_own")
     for plan in plans:
         values = plan.values | {"policy": "folder", "problems": "folder"}
         for policy in {run.levels["policy"] for run in plan.runs}:
@@ -294,7 +344,7 @@ def rows_of(plan: Plan, end: dict[str, list[float]]) -> list[dict[str, Any]]:
         levels = run.levels
         if levels["policy"] == "toy":
             key = " ".join(str(level) for level in (levels["method"], levels["lr"], levels["decay"]))
-            nats = {"lora16": 0.2, "nvfp4": 0.3, "nvfp4_aqn": 0.35}[str(levels["method"])]
+            nats = {"lora16": 0.2, "nvfp4": 0.3, "nvfp4_aqn": 0.35, "nvfp4_aqn_own": 0.35}[str(levels["method"])]
             shift = 0.01 * int(levels["seed"])
             rows.append(
                 {
@@ -345,17 +395,29 @@ def test_claims_of_a_study_worked_out_by_hand(tmp_path: Path) -> None:
     assert beside.difference.count == 3 and beside.verdict == "holds"
     (rate,) = found["learning rate"].findings  # it loses 0.01, 0.005 and 0.005
     assert rate.part.first == {"method": "nvfp4", "lr": "large"} and found["learning rate"].verdict == "holds"
-    assert found["full fine-tuning"].verdict == "not measured"
+    assert "full fine-tuning" not in found and "noise by rank" not in found  # the plan has no runs of them
     rows[0]["ended"] = "diverged"
     assert ACCURACY.of(rows[0], plan.measure) == 0.0 and GAIN.of(rows[0], plan.measure) == -0.4
 
 
+def test_noise_by_rank_worked_out_by_hand(tmp_path: Path) -> None:
+    plan = plan_of(tmp_path, blocks=[{"method": ["nvfp4_aqn", "nvfp4_aqn_own"], "seed": [0, 1]}])
+    rows = rows_of(plan, {"nvfp4_aqn own exponential": [0.5, 0.6], "nvfp4_aqn_own own exponential": [0.52, 0.64]})
+    for row in rows:
+        own = row["levels"]["method"] == "nvfp4_aqn_own"
+        row["curves"]["without_signal"] = [0.4, 0.1 if own else 0.3]
+    (claim,) = findings(plan, rows)
+    means = [one.difference.mean for one in claim.findings if one.difference is not None]
+    assert claim.name == "noise by rank" and means == pytest.approx([0.1, 0.0, 0.03])  # signal, reward, accuracy
+
+
 def test_the_page_is_written_from_rows_alone(tmp_path: Path) -> None:
-    plan = plan_of(tmp_path, note="Small.")
+    plan = plan_of(tmp_path, title="A study", note="Small.")
     raw = tmp_path / "raw.jsonl"
     with pytest.raises(UserError, match="has none of"):
         write_evidence(plan, [], tmp_path, raw)
     page = write_evidence(plan, rows_of(plan, ENDS), tmp_path / "docs", raw).read_text()
+    assert page.startswith("# A study\n\nSmall.\n")
     assert "18 of 27 runs of [plan.yaml](../plan.yaml) have ended, 0 of them by a loss" in page and "\n3 seeds" in page
     assert "| Larger learning rates stay stable: NVFP4 ends not more than 0.03 below" in page
     difference = "NVFP4 + AQN − lora16 (toy) | held-out accuracy at the end | +0.100 [+0.075, +0.125] | 3 | holds |"

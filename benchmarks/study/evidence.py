@@ -60,7 +60,7 @@ def _head(plan: Plan, rows: Sequence[Row], pages: Path, raw: Path) -> str:
     seeds = len({row["levels"]["seed"] for row in rows})
     short = _stopped(plan, rows)
     gaps = f"\n{short} were stopped on their way and lack the points of the rollout in which that was." if short else ""
-    return f"""# The paper's claims, put to the test
+    return f"""# {plan.title}
 
 {plan.note}
 

@@ -27,7 +27,7 @@ import yaml
 from qerl_pl.errors import UserError
 
 ROOT = Path(__file__).parents[2]
-KEYS = {"config", "values", "set", "factors", "defaults", "blocks", "strata", "measure", "note"}
+KEYS = {"config", "values", "set", "factors", "defaults", "blocks", "strata", "measure", "title", "note"}
 _VALUE = re.compile(r"\$\{(\w+)\}")
 Level = str | int | float | bool
 
@@ -52,6 +52,11 @@ class Run:
         """Of all that the run is made of, but for the values that differ from machine to machine."""
         made_of = [yaml.safe_load(self.config.read_text()), self.overrides]
         return hashlib.sha256(json.dumps(made_of, sort_keys=True).encode()).hexdigest()[:12]
+
+    @property
+    def devices(self) -> int:
+        """How many it trains on."""
+        return int(self.overrides.get("trainer.devices", 1))
 
     @property
     def needs(self) -> set[str]:
@@ -91,6 +96,8 @@ class Plan:
     """Factors whose levels are compared within, never across, such as the policy."""
     measure: str
     """Tag of the held-out accuracy."""
+    title: str
+    """Of its page."""
     note: str
     """What a reader should know of it."""
 
@@ -126,6 +133,7 @@ def read_plan(path: Path) -> Plan:
         defaults=defaults,
         strata=tuple(given.get("strata", ())),
         measure=given.get("measure", "val/pass@1"),
+        title=given.get("title", "The paper's claims, put to the test"),
         note=given.get("note", ""),
     )
 

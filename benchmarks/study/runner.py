@@ -29,9 +29,9 @@ class Limits:
     """How much is done at once, and for how long."""
 
     devices: Sequence[str] = ("cpu",)
-    """A GPU's number each, or "cpu"."""
+    """A GPU's number each, several with commas for runs that train on as many, or "cpu" for any number."""
     at_once: int = 1
-    """Runs on each device."""
+    """Runs on each of these."""
     budget_s: float | None = None
     """After so many seconds runs are asked to stop, by SIGTERM; each then finishes its step and writes a checkpoint."""
     grace_s: float = 60.0
@@ -97,9 +97,12 @@ class Runner:
             runs: Of the plan, in this order.
 
         Raises:
-            UserError: A folder or a row is of a run of this name that was made otherwise.
+            UserError: A folder or a row is of a run of this name that was made otherwise, or a run trains on another
+                number of GPUs than it would have.
         """
         waiting = [run for run in runs if not self._is_done(run)]
+        for run in waiting:
+            self._check_devices(run)
         slots = [(device, place) for place in range(self.limits.at_once) for device in self.limits.devices]
         began, previous = time.monotonic(), {}
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -162,6 +165,15 @@ class Runner:
                     "folder, or name other files by --out and --folder"
                 )
 
+    def _check_devices(self, run: Run) -> None:
+        """Refuse a run that would not have the GPUs that it trains on, or others beside them."""
+        for device in self.limits.devices:
+            if device != "cpu" and len(device.split(",")) != run.devices:
+                raise UserError(
+                    f"a run has as many GPUs as it trains on; {run.name} trains on {run.devices} and --devices names "
+                    f"{device}; join so many numbers by commas, and choose runs that train on as many by --only"
+                )
+
     def _values_of(self, run: Run) -> dict[str, Any]:
         """What it was given: of a policy its digest, of other folders nothing, for they are elsewhere elsewhere."""
         digests = {name: digest for name, digest in self._digests.items() if digest and name in run.needs}
@@ -174,13 +186,14 @@ class Runner:
         device, slots = slot[0], len(self.limits.devices) * self.limits.at_once
         places = [str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")]
         environment = {
-            "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // slots)),
+            "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // (slots * run.devices))),
             **os.environ,
             "PYTHONPATH": os.pathsep.join(places),
         }
         if device != "cpu":
-            visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-            environment["CUDA_VISIBLE_DEVICES"] = visible.split(",")[int(device)] if visible else device
+            visible, numbers = os.environ.get("CUDA_VISIBLE_DEVICES"), device.split(",")
+            names = [visible.split(",")[int(number)] for number in numbers] if visible else numbers
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(names)
         with (folder / "output.txt").open("ab") as output:
             process = subprocess.Popen(
                 [sys.executable, "-m", "qerl_pl", *run.words(folder, self.values)],
