@@ -91,6 +91,15 @@ def test_one_prompt_renders_as_in_a_batch(gsm8k: Path, tokenizer: str) -> None:
         assert tag in SYSTEM_PROMPT
 
 
+@pytest.mark.parametrize(("stage", "others"), [("validate", ";"), ("test", ", and there is no test set;")])
+def test_to_measure_on_no_prompts_is_refused(tmp_path: Path, tokenizer: str, stage: str, others: str) -> None:
+    (tmp_path / "train.jsonl").write_text(json.dumps({"question": "How many are 1 and 2 ?", "answer": "#### 3"}) + "\n")
+    data = GSM8KDataModule(str(tmp_path / "train.jsonl"), batch_size=1, val_size=0, tokenizer=tokenizer)
+    with pytest.raises(UserError, match=f"to {stage} takes prompts .* data.val_size is 0{others} raise it, or name"):
+        data.setup(stage)
+    data.setup("fit")  # which needs none
+
+
 def test_held_out_prompts(gsm8k: Path, tokenizer: str) -> None:
     def split(seed: int) -> tuple[set[str], list[str]]:
         data = GSM8KDataModule(str(gsm8k), batch_size=3, val_size=3, seed=seed, tokenizer=tokenizer)

@@ -16,7 +16,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from qerl_pl.datamodules.rows import Row, checked_rows
 from qerl_pl.datamodules.sampler import PromptSampler
-from qerl_pl.datamodules.sets import TableConfig, sets_by_name
+from qerl_pl.datamodules.sets import TableConfig, require_prompts, sets_by_name
 from qerl_pl.errors import UserError, require_at_least
 from qerl_pl.prompting import SYSTEM_PROMPT, render_prompts
 from qerl_pl.run.intervals import check_intervals
@@ -107,7 +107,8 @@ class PromptDataModule(LightningDataModule):
         """Read, render and split, once.
 
         Raises:
-            UserError: data is missing, malformed or too little for one batch, or the tokenizer has no chat template.
+            UserError: data is missing, malformed or too little for one batch, none is held out where that is measured,
+                or the tokenizer has no chat template.
         """
         if "_train" not in vars(self):
             raise UserError(
@@ -150,6 +151,8 @@ class PromptDataModule(LightningDataModule):
         if stage == "test" and not self._test:
             tested = sets_by_name(self._given(self.test_sets), self.test_rows, owner, bool(self._tables))
             self._test = self._val if tested is None else self._render_sets(tokenizer, tested, "test")
+        if stage in ("validate", "test"):
+            require_prompts(stage, self._val if stage == "validate" else self._test, self.val_size)
 
     def train_dataloader(self) -> StatefulDataLoader[list[Prompt]]:
         """Batches of `batch_size` prompts, the same on every rank; the rest of an epoch is left out."""

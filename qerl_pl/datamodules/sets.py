@@ -50,6 +50,20 @@ class TableConfig:
         return rows
 
 
+def require_prompts(stage: str, sets: Mapping[str, Sequence[object]], val_size: int) -> None:
+    """Refuse to measure nothing: Lightning would end as if all were well.
+
+    Raises:
+        UserError: No set has a prompt.
+    """
+    if not any(sets.values()):
+        others = ", and there is no test set" if stage == "test" else ""
+        raise UserError(
+            f"to {stage} takes prompts that are held out; found none, for data.val_size is {val_size}{others}; "
+            "raise it, or name sets by data.sets"
+        )
+
+
 def sets_by_name(
     named: Mapping[str, Sequence[Row]],
     single: Callable[[], Sequence[Row] | None],

@@ -23,8 +23,8 @@ from qerl_pl.run.ranks import Ranks
 
 PERIOD = 1.0
 """Seconds between two looks."""
-PATIENCE = 45.0
-"""Seconds without a sign of life after which a rank counts as gone."""
+PATIENCE = 180.0
+"""Seconds without a sign of life after which a rank counts as gone; one that is only frozen for a while is not."""
 GRACE = 10.0
 """Seconds that a failing process has to close its files."""
 _FAILURE = "failure"
