@@ -91,3 +91,43 @@ def test_a_rank_that_raises_ends_all_with_its_reason(tmp_path: Path, fault: str,
     statuses, printed = run(tmp_path, fault)
     assert statuses == found, printed
     assert printed[0].splitlines()[-1].startswith(last)
+
+
+CHILD = """
+import subprocess, sys, time
+from torch import distributed
+from qerl_pl.run.ranks import Ranks
+from qerl_pl.run import watch as watching
+
+watching.GRACE = 2.0
+distributed.init_process_group("gloo", rank=0, world_size=1)
+ranks = Ranks(0, 1, distributed.new_group(backend="gloo"))
+watch = watching.Watch(ranks, 0, [subprocess.Popen([sys.executable, "-c", f"raise SystemExit({sys.argv[1]})"])])
+time.sleep(float(sys.argv[2]))
+watch.stop(ranks)
+sys.exit(watch.join())
+"""
+
+
+@pytest.mark.parametrize(
+    ("status", "seconds", "last", "found"),
+    [
+        (0, 60, "qerl: rank 1: its process ended before the run did", 1),
+        (3, 60, "qerl: rank 1: its process ended with status 3", 3),
+        (0, 1, None, 0),  # the run ends soon after
+    ],
+)
+def test_a_process_that_ends_before_the_run_ends_it(
+    tmp_path: Path, status: int, seconds: int, last: str | None, found: int
+) -> None:
+    script = tmp_path / "parent.py"
+    script.write_text(CHILD)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+    words = [sys.executable, str(script), str(status), str(seconds)]
+    ended = subprocess.run(words, env=environment, stderr=subprocess.PIPE, text=True, timeout=50)
+    said = [line for line in ended.stderr.splitlines() if line.startswith("qerl:")]
+    assert ended.returncode == found and said == ([last] if last else []), ended.stderr

@@ -26,7 +26,7 @@ PERIOD = 1.0
 PATIENCE = 180.0
 """Seconds without a sign of life after which a rank counts as gone; one that is only frozen for a while is not."""
 GRACE = 10.0
-"""Seconds that a failing process has to close its files."""
+"""Seconds that a failing process has to close its files, and the others to end once the first has."""
 _FAILURE = "failure"
 
 
@@ -48,6 +48,7 @@ class Watch:
         self._store = store or TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=patience)
         self._ending = False
         self._seen = {rank: (0, time.monotonic()) for rank in range(1, self._size)}
+        self._left: dict[int, float] = {}  # when a local rank was first seen to have ended
         threading.Thread(target=self._look, name="watch", daemon=True).start()
 
     def failed(self, exception: BaseException) -> None:
@@ -106,11 +107,14 @@ class Watch:
             time.sleep(PERIOD)
 
     def _look_for_the_dead(self) -> None:
+        now = time.monotonic()
         for local_rank, child in enumerate(self._children, start=1):
-            if child.poll() and not self._ending:
+            if child.poll() is None or self._ending:
+                continue
+            since = self._left.setdefault(local_rank, now)
+            if child.returncode or now - since > GRACE:  # one that is done may be a little ahead of this process
                 time.sleep(PERIOD)  # what it had to say comes first
                 self._publish(self._rank + local_rank, *_ended(child.returncode))
-        now = time.monotonic()
         for rank in self._seen if self._rank == 0 else ():
             key = f"alive/{rank}"
             beats = int(self._store.get(key)) if self._store.check([key]) else 0
@@ -150,6 +154,8 @@ class Watch:
 
 
 def _ended(status: int) -> tuple[str, int]:
+    if not status:
+        return "its process ended before the run did", 1
     if status < 0:
         return f"its process was ended by {signal.Signals(-status).name}", 128 - status
     return f"its process ended with status {status}", status
