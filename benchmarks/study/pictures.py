@@ -15,7 +15,10 @@ from qerl_pl.run.files import write_atomically
 
 COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#777777")  # told apart by all eyes
 OF_VERDICT = {"holds": "#228833", "does not hold": "#ee6677", "undecided": "#777777"}
-UNITS = {"held out": "accuracy", "gain": "accuracy", "reward": "reward", "sampler_entropy": "nats", "without_signal": "share"}
+UNITS = {
+    **{"held out": "accuracy", "gain": "accuracy", "reward": "reward"},
+    **{"sampler_entropy": "nats", "without_signal": "share of the groups"},
+}
 
 
 def save(figure: Figure, path: Path) -> str:
