@@ -46,6 +46,19 @@ def test_double_quantization_worked_out() -> None:
     assert quantize_absmax(torch.full((5,), 0.5))[0].tolist() == [0] * 5  # nothing left to round
 
 
+def test_the_codes_are_those_of_float32_whatever_the_default_type_was_when_they_were_first_asked_for() -> None:
+    weight = torch.linspace(-1, 1, 64 * 64).view(64, 64)
+    packed, absmax = quantize_nf4(weight)
+    nf4_values.cache_clear()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        nf4_values(CPU)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert nf4_values(CPU)[1].item() == -0.6961928009986877
+    assert torch.equal(quantize_nf4(weight)[0], packed)
+
+
 def test_the_dynamic_map_has_seven_decades_and_as_many_parts_as_they_have_bits() -> None:
     values = dynamic_map(CPU)
     assert len(values) == 256 and values.tolist() == sorted(values.tolist())

@@ -41,7 +41,8 @@ class NF4Tensor(NamedTuple):
 @functools.cache
 def nf4_values(device: torch.device) -> Tensor:
     """The numbers of the codes: float32 [16]."""
-    return torch.tensor(NF4_CODE, device=device)
+    # Kept for good: not in a default type that someone, such as an engine that loads, has set for a while.
+    return torch.tensor(NF4_CODE, dtype=torch.float32, device=device)
 
 
 @functools.cache
