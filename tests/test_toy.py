@@ -209,10 +209,12 @@ def test_seed_decides_the_weights_and_global_random_state_stays(tmp_path: Path) 
     assert torch.get_num_threads() == threads
     torch.manual_seed(2)
     torch.set_num_threads(3)
+    torch.set_default_dtype(torch.bfloat16)
     try:
         again = build_toy_policy(ToyConfig(**few), tmp_path / "again")
     finally:
         torch.set_num_threads(threads)
+        torch.set_default_dtype(torch.float32)
     other = build_toy_policy(ToyConfig(**few, seed=1), tmp_path / "first")
     assert first.name == again.name and sha256(first) == sha256(again)
     assert other != first and sha256(other) != sha256(first)

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional
 from tqdm import tqdm
-from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
+from transformers import AutoModelForCausalLM, GenerationConfig, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
 from qerl_pl.errors import UserError, require_at_least
 from qerl_pl.prompting import render_prompt
@@ -161,7 +161,7 @@ def _warm_up(config: ToyConfig, tokenizer: Qwen2Tokenizer) -> Qwen2ForCausalLM:
 def _new_model(config: ToyConfig, tokenizer: Qwen2Tokenizer) -> Qwen2ForCausalLM:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(stream_seed(config.seed, "toy weights"))
-        model = Qwen2ForCausalLM(
+        model: Qwen2ForCausalLM = AutoModelForCausalLM.from_config(  # in this type, whatever the default one is
             Qwen2Config(
                 vocab_size=VOCABULARY,
                 hidden_size=config.width,
@@ -175,8 +175,8 @@ def _new_model(config: ToyConfig, tokenizer: Qwen2Tokenizer) -> Qwen2ForCausalLM
                 pad_token_id=tokenizer.pad_token_id,
                 bos_token_id=tokenizer.bos_token_id,
                 eos_token_id=tokenizer.eos_token_id,
-                dtype=torch.float32,
-            )
+            ),
+            dtype=torch.float32,
         )
     model.generation_config = GenerationConfig(
         do_sample=True,
