@@ -376,6 +376,20 @@ def test_where_the_a_lie_and_what_is_kept_changes_no_bit_of_linears_on_one_input
             assert torch.equal(ours, theirs)
 
 
+@pytest.mark.parametrize("last_is_added", [False, True])
+def test_a_graph_that_is_kept_has_a_second_backward_pass(last_is_added):
+    weights = [DenseWeight(torch.randn(96, 96, generator=torch.Generator().manual_seed(seed))) for seed in range(2)]
+
+    def block(x):
+        return x + frozen_linear(torch.nn.functional.silu(frozen_linear(x, weights[0])), weights[1])
+
+    x = torch.linspace(-1, 1, 4 * 96).view(4, 96).requires_grad_()
+    (expected,) = torch.autograd.grad(block(x).sum(), x)
+    y = checkpoint(block, x, use_reentrant=False, context_fn=lambda: keeping_products(last_is_added))
+    for again in (True, False):
+        assert torch.equal(torch.autograd.grad(y.sum(), x, retain_graph=again)[0], expected)
+
+
 @pytest.mark.parametrize("wanted", range(7))
 def test_each_gradient_of_linears_on_one_input_can_be_had_alone(wanted):
     x, parts = several(torch.float32)

@@ -7,7 +7,7 @@ put their products on a tape, in the recomputation they take them from it, in th
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 import torch
 from torch import Tensor
@@ -42,11 +42,8 @@ class _Tape:
             first, *others = last
             self._products[-1] = (first.new_full((), torch.nan).expand(first.shape), *others)
 
-    @contextmanager
-    def giving(self) -> Iterator[None]:
+    def rewind(self) -> None:
         self._next = 0
-        with _using(self):
-            yield
 
 
 class _Current(threading.local):
@@ -67,6 +64,21 @@ def _using(tape: _Tape) -> Iterator[None]:
         _current.tape = before
 
 
+class _Giving(AbstractContextManager[None]):
+    """A block's recomputation; entered again where a graph is kept for a second backward pass."""
+
+    def __init__(self, tape: _Tape) -> None:
+        self._tape = tape
+        self._open = ExitStack()
+
+    def __enter__(self) -> None:
+        self._tape.rewind()
+        self._open.enter_context(_using(self._tape))
+
+    def __exit__(self, *error: object) -> None:
+        self._open.close()
+
+
 def keeping_products(last_is_added: bool) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """Contexts of a block's forward pass and of its recomputation (`torch.utils.checkpoint`'s `context_fn`).
 
@@ -75,7 +87,7 @@ def keeping_products(last_is_added: bool) -> tuple[AbstractContextManager[None],
             product need not be kept.
     """
     tape = _Tape(last_is_added)
-    return tape.recording(), tape.giving()
+    return tape.recording(), _Giving(tape)
 
 
 def keeps_products() -> bool:
