@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from qerl_pl.datamodules import ArithmeticDataModule, BigMathDataModule, GSM8KDataModule, PromptDataModule
 from qerl_pl.datamodules.bigmath import level_of
-from qerl_pl.datamodules.rows import Row
+from qerl_pl.datamodules.rows import Row, read_table
 from qerl_pl.errors import UserError
 from qerl_pl.prompting import SYSTEM_PROMPT, render_prompt, render_prompts
 from qerl_pl.toy.task import ArithmeticTask, split_of
@@ -152,6 +152,19 @@ def test_parquet_file(tmp_path: Path, tokenizer: str) -> None:
     data = GSM8KDataModule(str(tmp_path), batch_size=2, val_size=0, tokenizer=tokenizer)
     data.setup("fit")
     assert {prompt.reference for prompt in prompts_of(data, "train")} == {"1", "-2.5"}
+
+
+def test_a_path_is_taken_as_it_is_written(tmp_path: Path) -> None:
+    """By `datasets` [1] were a choice of one, ? any letter, and :: a file within another."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    for name in ("run[1]", "a?", "ab", "x::y"):
+        (tmp_path / name).mkdir()
+        pq.write_table(pa.table({"question": [name], "answer": ["1"]}), tmp_path / name / "train.parquet")
+    for name in ("run[1]", "a?", "x::y"):
+        (row,) = read_table(str(tmp_path / name), "train", ("question", "answer"))
+        assert row["question"] == name
 
 
 def test_local_data_needs_no_cache(gsm8k: Path, tokenizer: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,6 @@ import json
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from qerl_pl.errors import UserError
@@ -98,15 +97,15 @@ def _read_file(file: Path) -> Iterator[Mapping[str, Any]]:
 
 
 def _read_parquet(file: Path) -> Iterator[Mapping[str, Any]]:
-    """Rows of one file; streamed, so that no copy of it is made."""
-    import datasets  # takes seconds, and other data modules do without
+    """Rows of this one file: `datasets` would take its path for a pattern, and read any other that fits it, or none."""
+    import pyarrow  # other data modules do without
+    from pyarrow.parquet import ParquetFile
 
     try:
-        with TemporaryDirectory() as cache:  # for a lock file; the user's cache may be read-only
-            yield from datasets.load_dataset(
-                "parquet", data_files=str(file), split="train", streaming=True, cache_dir=cache
-            )
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:  # ValueError: pyarrow's are such
+        with ParquetFile(file) as table:
+            for batch in table.iter_batches():
+                yield from batch.to_pylist()
+    except (OSError, pyarrow.ArrowException) as error:
         raise UserError(f"cannot read {file} as parquet: {_first_line(error)}; check the file.") from error
 
 
