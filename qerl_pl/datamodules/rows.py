@@ -48,12 +48,12 @@ def read_table(path: str, split: str, columns: Collection[str], subset: str | No
         path: a JSONL or parquet file; a folder with one such file a split, named after it; or a hub data set. A local
             file is taken for the split asked for.
         split: such as "train".
-        columns: what every row must have, not null.
+        columns: what every row must have: text or a number, not null.
         subset: configuration of the hub data set; local tables have none.
 
     Raises:
         UserError: nothing is there, it cannot be read (with file and line where JSON is malformed), it is empty, or
-            columns are missing.
+            columns are missing or hold lists.
     """
     local = Path(path).expanduser()
     if local.exists():
@@ -68,14 +68,24 @@ def read_table(path: str, split: str, columns: Collection[str], subset: str | No
     if not rows:
         raise UserError(f"data must have rows; {source} has none; correct `path`.")
     for number, row in enumerate(rows, start=1):
-        missing = [column for column in columns if row.get(column) is None]
+        missing = [column for column in columns if _absent(row.get(column))]
         if missing:
+            found = ", ".join(key for key, value in row.items() if not _absent(value))
             raise UserError(
                 f"data needs the columns {', '.join(columns)}; row {number} of {source} has no {', '.join(missing)}, "
-                f"found {', '.join(key for key, value in row.items() if value is not None)}; "
-                "rename the columns or choose another data module."
+                f"found {found or 'nothing'}; rename the columns or choose another data module."
             )
+        for column in columns:
+            if isinstance(row[column], list | dict):
+                raise UserError(
+                    f"the columns {', '.join(columns)} hold text or numbers; {column} of row {number} of {source} is "
+                    f"{row[column]!r:.60}; write its text, or choose another column."
+                )
     return rows
+
+
+def _absent(value: Any) -> bool:
+    return value is None or value != value  # what a table of numbers lacks is not a number
 
 
 def _split_file(folder: Path, split: str) -> Path:
