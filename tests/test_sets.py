@@ -170,6 +170,24 @@ def test_a_table_alone_keeps_its_name_and_replaces_the_module_s_own(tiny_policy_
 
 
 @pytest.mark.parametrize(
+    ("written", "reference"),
+    [
+        ("so #### -1,234,567.5", "-1234567.5"),
+        ("#### $1,000", "$1000"),
+        ("#### 1,00,000", "100000"),
+        ("#### 1,000%", "1000%"),
+        ("#### (1, 2)", "(1, 2)"),
+        ("#### (100,200)", "(100,200)"),
+        ("#### 1,2,3", "1,2,3"),
+        ("1,000", "1,000"),
+    ],
+)
+def test_commas_leave_a_number_and_stay_between_numbers(tmp_path: Path, written: str, reference: str) -> None:
+    (tmp_path / "table.jsonl").write_text(json.dumps({"question": "?", "answer": written}))
+    assert [row.reference for row in TableConfig(str(tmp_path / "table.jsonl")).rows("set")] == [reference]
+
+
+@pytest.mark.parametrize(
     ("table", "message"),
     [
         ({"question": "problem"}, "needs the columns problem, a; row 1 of .* has no problem"),

@@ -8,6 +8,8 @@ from qerl_pl.datamodules.rows import Row, checked_rows, read_table
 from qerl_pl.errors import UserError, require_at_least
 
 _MARK = "####"
+_THOUSANDS = re.compile(r"[-+$]*\d{1,3}(?:,\d{2,3})*,\d{3}(?:\.\d+)?\s*%?")
+"""One number whose thousands are told apart; other commas tell answers apart."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +44,10 @@ class TableConfig:
         table = read_table(self.path, self.split, (self.question, self.answer), self.subset)[: self.limit]
         rows = []
         for index, row in enumerate(table):
-            _, mark, number = str(row[self.answer]).rpartition(_MARK)
-            reference = (number.replace(",", "") if mark else str(row[self.answer])).strip()
+            _, mark, rest = str(row[self.answer]).rpartition(_MARK)
+            reference = rest.strip()
+            if mark and _THOUSANDS.fullmatch(reference):
+                reference = reference.replace(",", "")
             if not reference:
                 raise UserError(f"an answer must not be empty; row {index + 1} of {self.path} has none; correct it.")
             rows.append(Row(f"{name}-{index}", str(row[self.question]), reference))
