@@ -300,6 +300,24 @@ def test_bad_options(gsm8k: Path, tokenizer: str, options: dict, message: str, m
     assert "\n" not in str(raised.value)
 
 
+@pytest.mark.parametrize(("method", "use"), [("train_rows", "training"), ("val_rows", "validation")])
+def test_a_module_that_gives_no_rows_is_told_so(tokenizer: str, method: str, use: str) -> None:
+    class Empty(PromptDataModule):
+        def train_rows(self) -> list[Row]:
+            return [Row("a", "one ?", "1")]
+
+    setattr(Empty, method, lambda self: [])
+    with pytest.raises(UserError, match=f"{use} needs rows; Empty gives none; have it give some"):
+        Empty(batch_size=1, val_size=1, tokenizer=tokenizer).setup("fit")
+
+
+@pytest.mark.parametrize("split", ["train", "train[:5%]", "test+train[90%:]", "all"])
+def test_no_part_of_what_is_trained_on_is_held_out(split: str) -> None:
+    data = GSM8KDataModule("no/such-data", val_split=split)
+    with pytest.raises(UserError, match="val_split must be another split than is trained on; got val_split="):
+        data.val_rows()
+
+
 def test_rows_that_share_an_id_are_refused(tokenizer: str) -> None:
     class Twice(PromptDataModule):
         def train_rows(self) -> list[Row]:

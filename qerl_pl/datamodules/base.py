@@ -279,10 +279,11 @@ class PromptDataModule(LightningDataModule):
             if len(ids) <= self.max_prompt_tokens
         ]
         if not prompts:
-            shortest = min(map(len, token_ids), default=0)
+            if not rows:
+                raise UserError(f"{use} needs rows; {type(self).__name__} gives none; have it give some")
             raise UserError(
                 f"{use} needs prompts of at most max_prompt_tokens={self.max_prompt_tokens} tokens; none of "
-                f"{len(rows)} is, the shortest has {shortest}; raise it or change the filters."
+                f"{len(rows)} is, the shortest has {min(map(len, token_ids))}; raise it or change the filters."
             )
         log.info(
             "%d %s prompts; %d longer than max_prompt_tokens=%d dropped",
