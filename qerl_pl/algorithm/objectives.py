@@ -7,6 +7,7 @@ own, `_ratio` and `_surrogate`.
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
+from typing import get_args
 
 import torch
 from torch import Tensor
@@ -82,7 +83,7 @@ class Objective(ABC):
         """Check the ranges.
 
         Raises:
-            UserError: A number is negative or not finite, or the cap is 0.
+            UserError: A number is negative or not finite, the cap is 0, or a choice is unknown.
         """
         for name in ("beta", "epsilon_low", "epsilon_high", "entropy_coefficient"):
             value = getattr(self, name)
@@ -91,6 +92,9 @@ class Objective(ABC):
         cap = self.importance_cap
         if cap is not None and not cap > 0:
             raise UserError(f"importance_cap must be above 0; found {cap}; use null to switch the correction off.")
+        for name, choices in (("kl_estimator", get_args(KLEstimator)), ("advantage_norm", get_args(AdvantageNorm))):
+            if (value := getattr(self, name)) not in choices:
+                raise UserError(f"{name} must be one of {', '.join(choices)}; found {value!r}; choose one of them.")
 
     @property
     @abstractmethod
