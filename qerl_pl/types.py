@@ -62,7 +62,9 @@ class SamplingConfig:
             if not holds:
                 raise UserError(f"sampling.{name} must be {rule}; found {getattr(self, name)}; leave it out if unsure")
         if isinstance(self.stop, str) or not all(self.stop):
-            raise UserError(f"sampling.stop must be a list of strings, none of them empty; found {self.stop!r}")
+            raise UserError(
+                f"sampling.stop must be a list of strings, none of them empty; found {self.stop!r}; correct the list"
+            )
 
 
 @dataclass(frozen=True)

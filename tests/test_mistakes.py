@@ -69,7 +69,10 @@ PARSED = {
         "temperature must be 0 or a number of at",
     ),
     "no tokens": (["--trainer.callbacks.RolloutCallback.sampling.max_tokens", "0"], "max_tokens must be at least 1"),
-    "empty stop": (["--trainer.callbacks.RolloutCallback.sampling.stop", "['']"], "sampling.stop must be a list"),
+    "empty stop": (
+        ["--trainer.callbacks.RolloutCallback.sampling.stop", "['']"],
+        "none of them empty; found .*; correct the list",
+    ),
     "nothing likely": (["--trainer.callbacks.RolloutCallback.sampling.top_p", "0"], "top_p must be above 0"),
     "nearly greedy": (
         ["--trainer.callbacks.RolloutCallback.sampling.temperature", "0.005"],
