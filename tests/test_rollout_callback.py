@@ -15,15 +15,18 @@ from scripted import PROMPTS, Scripted, Watched, Words, config_of
 from short_run import data, module_of, rollout_of, trainer_of
 
 from qerl_pl.algorithm import DrGRPO, NoiseSchedule, NormNoise
-from qerl_pl.callbacks import AdaptiveQuantizationNoise, RolloutCallback
-from qerl_pl.datamodules import PromptDataModule
+from qerl_pl.callbacks import AdaptiveQuantizationNoise, ResumeCheckpoint, RolloutCallback
+from qerl_pl.callbacks.rollout import PROMPTS_KEY
+from qerl_pl.datamodules import ArithmeticDataModule, PromptDataModule
 from qerl_pl.engines import EngineSpec, TransformersEngine
 from qerl_pl.engines.base import LentWeights
 from qerl_pl.errors import UserError
 from qerl_pl.modules import QeRLModule
 from qerl_pl.rollout.collector import Collector
 from qerl_pl.rollout.config import CollectorConfig
+from qerl_pl.run.checkpoints import AtomicCheckpointIO
 from qerl_pl.run.ranks import Ranks
+from qerl_pl.toy import ArithmeticTask
 from qerl_pl.types import Prompt, SamplingConfig
 
 
@@ -79,6 +82,33 @@ def test_the_engine_is_launched_once_for_the_policy_and_closed_once(tiny_policy_
     for _ in range(2):
         rollout.close()
         assert engine.closed == 1
+
+
+class Renamed(ArithmeticDataModule):
+    """Lightning keeps a data module's state by the name of its class, and hands it to no other."""
+
+
+@pytest.mark.parametrize("name", ["step=2", "step=4.end"])
+def test_other_prompts_are_refused_from_whatever_class_they_come(
+    tiny_policy_dir: Path, tmp_path: Path, name: str
+) -> None:
+    trainer_of(tmp_path, ResumeCheckpoint(2, keep=9)).fit(module_of(tiny_policy_dir), datamodule=data())
+    path = tmp_path / "checkpoints" / f"{name}.ckpt"
+
+    def go_on(of: ArithmeticDataModule, path: Path = path) -> int:
+        module = module_of(tiny_policy_dir)
+        trainer_of(tmp_path / "on", max_epochs=2).fit(module, datamodule=of, ckpt_path=str(path), weights_only=True)
+        return module.policy_version
+
+    sizes = {"train_size": 8, "batch_size": 2, "val_size": 2, "test_size": 2}
+    other = Renamed(ArithmeticTask(seed=1), **sizes)
+    with pytest.raises(UserError, match="the training prompts .* in the checkpoint; restore the data's options"):
+        go_on(other)
+    assert go_on(Renamed(**sizes)) == 8
+    checkpoint = torch.load(path, weights_only=True)
+    assert checkpoint.pop(PROMPTS_KEY) == checkpoint["ArithmeticDataModule"]
+    AtomicCheckpointIO().save_checkpoint(checkpoint, tmp_path / "earlier.ckpt")
+    assert go_on(other, tmp_path / "earlier.ckpt") == 8
 
 
 def test_noise_is_that_of_the_version_in_training_and_none_in_evaluation(tiny_policy_dir: Path, tmp_path: Path) -> None:

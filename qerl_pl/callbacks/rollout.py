@@ -19,6 +19,9 @@ from qerl_pl.types import Prompt, SamplingConfig
 
 log = logging.getLogger(__name__)
 
+PROMPTS_KEY = "qerl_prompts"
+"""Where a checkpoint says which prompts it was trained on, whatever class the data module has."""
+
 
 class RolloutCallback(Callback):
     """Drives the engine: every completion of a run, for training and for evaluation, comes from here.
@@ -87,6 +90,15 @@ class RolloutCallback(Callback):
         """Take it over."""
         self._foreseen.clear()
         self._foreseen.update(state_dict["foreseen"])
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Keep which prompts it is trained on: by itself Lightning asks no data module of another class for them."""
+        checkpoint[PROMPTS_KEY] = _data(trainer).state_dict()
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Refuse to go on with other prompts; a checkpoint of an earlier version does not say."""
+        if PROMPTS_KEY in checkpoint:
+            _data(trainer).load_state_dict(checkpoint[PROMPTS_KEY])
 
     # The engine's life ---------------------------------------------------------------------------------------------
 
