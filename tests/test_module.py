@@ -126,7 +126,7 @@ def test_the_rate_rises_over_its_share_of_the_steps_and_falls_to_the_end() -> No
 def test_a_policy_is_loaded_once_by_the_seed_of_its_adapter(tiny_policy_dir: Path) -> None:
     module, device = module_of(tiny_policy_dir), torch.device("cpu")
     place, state = SimpleNamespace(root_device=device), SimpleNamespace(fn=TrainerFn.FITTING)
-    module._trainer = SimpleNamespace(strategy=place, state=state)  # type: ignore[assignment]
+    module._trainer = SimpleNamespace(strategy=place, state=state, precision="32-true")  # type: ignore[assignment]
     module.configure_model()
     policy = module.policy
     expected = Policy(tiny_policy_dir, module.policy_config, device, stream_seed(5, "adapter")).trained_state()
@@ -149,7 +149,7 @@ def test_a_policy_is_on_the_trainers_device_with_the_weights_that_are_lent(
         module, asked[:] = module_of(tmp_path), []
         module.hand_over, module.base_folder = hand_over, tmp_path  # type: ignore[misc]
         place, state = SimpleNamespace(root_device=torch.device(device)), SimpleNamespace(fn=stage)
-        module._trainer = SimpleNamespace(strategy=place, state=state)  # type: ignore[assignment]
+        module._trainer = SimpleNamespace(strategy=place, state=state, precision="32-true")  # type: ignore[assignment]
         module.configure_model()
         expected = (tmp_path, module.policy_config, place.root_device, stream_seed(5, "adapter"))
         lent, referred = hand_over and hand_over.lent, module.objective.needs_reference
@@ -350,11 +350,10 @@ def test_what_a_run_cannot_do_is_said_at_its_start(tiny_policy_dir: Path, tmp_pa
     with pytest.raises(UserError, match="^fit needs a callback that samples"):
         alone.on_fit_start()
     alone.hand_over = HandOver()
-    for precision in ("32-true", "32", 32):
-        alone._trainer = SimpleNamespace(precision=precision)  # type: ignore[assignment]
-        alone.on_fit_start()
-    with pytest.raises(UserError, match="the policy sets its own precision; trainer.precision is bf16-true"):
-        trainer_of(tmp_path, precision="bf16-true").fit(module_of(tiny_policy_dir), datamodule=data())
+    alone.on_fit_start()
+    for run in ("fit", "validate", "test"):
+        with pytest.raises(UserError, match="the policy sets its own precision; trainer.precision is bf16-true"):
+            getattr(trainer_of(tmp_path, precision="bf16-true"), run)(module_of(tiny_policy_dir), datamodule=data())
     trainer = trainer_of(tmp_path, fast_dev_run=True)
     trainer.fit(module_of(tiny_policy_dir), datamodule=data())
     assert not (tmp_path / "adapter").exists()

@@ -131,6 +131,11 @@ class QeRLModule(LightningModule):
 
     def configure_model(self) -> None:
         """Load the policy, once."""
+        if self.trainer.precision not in ("32-true", "32", 32):
+            raise UserError(
+                f"the policy sets its own precision; trainer.precision is {self.trainer.precision}; "
+                "leave it at 32-true and set model.policy.dtype"
+            )
         if "policy" not in self._modules:
             device = self.trainer.strategy.root_device
             if device.type == "cuda":
@@ -143,11 +148,6 @@ class QeRLModule(LightningModule):
 
     def on_fit_start(self) -> None:
         self._sampled("fit")
-        if self.trainer.precision not in ("32-true", "32", 32):
-            raise UserError(
-                f"the policy sets its own precision; trainer.precision is {self.trainer.precision}; "
-                "leave it at 32-true and set model.policy.dtype"
-            )
 
     def planned_rollouts(self) -> int:
         """Rollouts of the whole run, by the trainer's limits on epochs, batches and steps.
