@@ -21,11 +21,11 @@ from qerl_pl.cli.adapter import take_adapter
 from qerl_pl.cli.export import export
 from qerl_pl.cli.mistakes import explain
 from qerl_pl.cli.overrides import expand_item_overrides
-from qerl_pl.cli.stopping import Stopped, StopsAtOnce
+from qerl_pl.cli.stopping import StopsAtOnce
 from qerl_pl.cli.terminal import configure_terminal
 from qerl_pl.cli.values import check_values
 from qerl_pl.datamodules.base import PromptDataModule
-from qerl_pl.errors import UserError
+from qerl_pl.errors import Stopped, UserError
 from qerl_pl.formats.quantize import quantize_checkpoint
 from qerl_pl.modules import QeRLModule
 from qerl_pl.modules.qerl import BEFORE_TRAINING
@@ -271,9 +271,8 @@ def main(argv: list[str] | None = None) -> int:
         return 128 + stop.signal_number
     except Stopped as stop:
         if is_first_process():
-            name = signal.Signals(stop.signal_number).name
-            print(f"qerl: stopped by {name}; give the same command again", file=sys.stderr)
-        return 128 + stop.signal_number
+            print(f"qerl: {stop}; give the same command again", file=sys.stderr)
+        return stop.status
     except SIGTERMException:  # Lightning's own end on SIGTERM, where no ResumeCheckpoint listens
         return 128 + signal.SIGTERM
     except Exception as error:  # a user's class may raise anything; what is no user's mistake goes on

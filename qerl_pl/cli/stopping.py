@@ -6,19 +6,7 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-
-class Stopped(SystemExit):
-    """An evaluation was asked to stop.
-
-    No `Exception`: rewards are a user's code, and what they raise is told as theirs.
-
-    Args:
-        signal_number: Which signal asked.
-    """
-
-    def __init__(self, signal_number: int) -> None:
-        super().__init__(128 + signal_number)
-        self.signal_number = signal_number
+from qerl_pl.errors import Stopped
 
 
 class StopsAtOnce(Callback):
