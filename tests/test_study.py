@@ -437,7 +437,7 @@ def test_the_page_is_written_from_rows_alone(tmp_path: Path) -> None:
     assert "3 seeds.\n1 were stopped on their way and lack the points of the rollout in which that was." in page
 
 
-@pytest.mark.parametrize("name", ["evidence", "evidence-pilot"])
+@pytest.mark.parametrize("name", ["evidence", "evidence-pilot", "evidence-ranks"])
 def test_the_pages_of_the_documentation_are_what_their_rows_say(tmp_path: Path, name: str) -> None:
     page = (ROOT / "docs" / f"{name}.md").read_text()
     raw = ROOT / "docs" / re.findall(r"\]\(([^)]*\.jsonl)\)", page)[0]
