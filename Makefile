@@ -12,11 +12,13 @@ export TOKENIZERS_PARALLELISM = false
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST)
 
-# PyTorch comes first and pinned: any other order lets a dependency choose a build with gigabytes of CUDA.
+# PyTorch comes first and pinned, or a dependency chooses another. PyPI's build for Linux brings gigabytes of CUDA;
+# without them: make quickstart TORCH='torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu'
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,baselines]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
+		--editable '.[dev,baselines]'
 	touch $@
 
 # The engine tests run vLLM's CPU build; without its dependencies, for they name a PyTorch with CUDA.
@@ -35,7 +37,7 @@ $(VENV)/.installed-mutants: $(VENV)/.installed
 		--editable '.[dev,mutants]'
 	touch $@
 
-mutants: $(VENV)/.installed-mutants ## plant faults one by one and see whether the tests notice: an hour, not part of test
+mutants: $(VENV)/.installed-mutants ## plant faults one by one, see whether tests notice: an hour, not part of test
 	$(BIN)/python tests/mutation.py
 
 STUDY ?= study

@@ -39,3 +39,21 @@ class Preempted(Exception):
         super().__init__(f"stopped by {signal.Signals(signal_number).name}; state saved in {checkpoint}")
         self.signal_number = signal_number
         self.checkpoint = checkpoint
+
+
+class Stopped(SystemExit):
+    """An evaluation was asked to stop (SIGTERM, SIGINT), and does so at once.
+
+    No `Exception`: rewards are a user's code, and what they raise is told as theirs.
+
+    Args:
+        signal_number: Which signal asked.
+    """
+
+    def __init__(self, signal_number: int) -> None:
+        self.status = 128 + signal_number
+        super().__init__(self.status)
+        self.signal_number = signal_number
+
+    def __str__(self) -> str:
+        return f"stopped by {signal.Signals(self.signal_number).name}"

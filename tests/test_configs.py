@@ -20,7 +20,7 @@ import qerl_pl.engines
 import qerl_pl.rewards
 from qerl_pl.algorithm.objectives import Objective
 from qerl_pl.callbacks import AdaptiveQuantizationNoise, RolloutCallback
-from qerl_pl.cli.main import main
+from qerl_pl.cli.main import COMMANDS, main
 from qerl_pl.datamodules import PromptDataModule
 
 ROOT = Path(__file__).parents[1]
@@ -178,6 +178,11 @@ def test_help_explains_every_key_of_fit(capsys: pytest.CaptureFixture[str], monk
     text = printed(capsys, "fit", "--help")
     assert text.count("\n  --model.") > 30
     assert unexplained(text) == []
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_shows_a_command_as_it_is_typed(capsys: pytest.CaptureFixture[str], command: str) -> None:
+    assert printed(capsys, command, "--help").startswith(f"usage: qerl {command} ")
 
 
 CONFIGURABLE = [

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +20,7 @@ from qerl_pl.callbacks.evaluation import _reward, _Shown
 from qerl_pl.cli.main import QeRLCLI, main
 from qerl_pl.engines import TransformersEngine
 from qerl_pl.modules import QeRLModule
-from qerl_pl.rewards import MathAnswer
+from qerl_pl.rewards import GSM8KAnswer, MathAnswer, RewardSample
 from qerl_pl.rollout.hand_over import HandOver
 from qerl_pl.rollout.kept import KeptSamples
 from qerl_pl.types import Completion, RolloutRequest, SamplingConfig
@@ -154,6 +155,32 @@ def test_a_killed_evaluation_goes_on(
     assert other["samples"] != whole["samples"] and sum(asked[6:]) == 15  # other streams, other samples
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_an_evaluation_that_is_asked_to_stop_does_so_at_once(
+    tiny_policy_dir: Path,
+    tmp_path: Path,
+    sets: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    number: signal.Signals,
+) -> None:
+    """In the middle of a batch, which may be all there is."""
+    handlers = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    grade = GSM8KAnswer._value
+
+    def asked(self: GSM8KAnswer, sample: RewardSample) -> float:
+        if sample.prompt.startswith("hard 1"):
+            signal.raise_signal(number)
+        return grade(self, sample)
+
+    monkeypatch.setattr(GSM8KAnswer, "_value", asked)
+    rewards = ["--trainer.callbacks.RolloutCallback.rewards", "[{class_path: qerl_pl.rewards.GSM8KAnswer}]"]
+    assert run_on_cpu(tiny_policy_dir, tmp_path, sets, *rewards) == 128 + number
+    assert capsys.readouterr().err.splitlines()[-1] == f"qerl: stopped by {number.name}; give the same command again"
+    assert {line["set"] for line in lines(tmp_path)} == {"easy"} and not (tmp_path / "evaluation.json").exists()
+    assert handlers == (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT))
+
+
 def test_an_exported_adapter_is_evaluated_as_its_checkpoint_is(
     tiny_policy_dir: Path, tmp_path: Path, sets: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -167,6 +194,9 @@ def test_an_exported_adapter_is_evaluated_as_its_checkpoint_is(
     resumed = evaluate(tiny_policy_dir, tmp_path / "1", sets, *plain, *lora, "--resume", checkpoint)
     adapter = evaluate(tmp_path / "run" / "adapter", tmp_path / "2", sets, *plain)
     assert (adapter["trained"], adapter["sets"]) == (resumed["trained"], resumed["sets"])
+    assert adapter["adapter"] == str(tmp_path / "run" / "adapter") and resumed["adapter"] is None
+    told = [(tmp_path / run / "evaluation.md").read_text().splitlines()[-1] for run in ("1", "2")]
+    assert "after 2 rollouts" in told[0] and f"with the adapter in {tmp_path / 'run' / 'adapter'};" in told[1]
     base = evaluate(tiny_policy_dir, tmp_path / "3", sets, *plain, command="validate")
     assert base["trained"] != adapter["trained"] and base["rollouts"] == 0
     capsys.readouterr()

@@ -15,6 +15,8 @@ import transformers
 import yaml
 from fit_helpers import configuration
 from lightning.fabric.utilities.warnings import PossibleUserWarning
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from tqdm import tqdm
 
 from qerl_pl.cli import terminal
@@ -119,6 +121,16 @@ def test_the_barrier_of_vllms_process_group_is_no_news_and_other_warnings_are(
     for text in ("barrier(): the group has gone", "`weights_only` is ignored", "sync_dist=True has no effect"):
         warnings.warn(text, stacklevel=2)
     assert len(configured) == 3
+
+
+def test_a_resumed_run_hears_nothing_of_the_checkpoints_it_has(
+    configured: list[warnings.WarningMessage], tmp_path: Path
+) -> None:
+    (tmp_path / "step=1.ckpt").touch()
+    quiet = {"enable_model_summary": False, "enable_progress_bar": False}
+    trainer = Trainer(logger=False, accelerator="cpu", callbacks=[best := ModelCheckpoint(tmp_path)], **quiet)
+    best.setup(trainer, LightningModule(), "fit")
+    assert not configured
 
 
 def test_a_kernel_that_vllm_compiles_late_is_no_news_and_its_other_warnings_are(

@@ -12,7 +12,7 @@ SCRIPT = """
 import os, signal, sys, time
 import torch
 from torch import distributed
-from qerl_pl.errors import UserError
+from qerl_pl.errors import Stopped, UserError
 from qerl_pl.run.ranks import Ranks
 from qerl_pl.run import watch as watching
 from qerl_pl.run.watch import Watch
@@ -34,6 +34,8 @@ assert a.tolist() == [3.0, 3.0] and b.flatten().tolist() == [30.0] * 3
 try:
     if fault == f"raise{rank}":
         raise UserError("a rule; found something; a remedy")
+    if fault == f"stop{rank}":
+        raise Stopped(signal.SIGTERM)
     if fault == f"bug{rank}":
         raise ZeroDivisionError("division by zero")
     if fault == f"kill{rank}":
@@ -43,7 +45,7 @@ try:
         time.sleep(2 * (rank == 1))  # the first rank and its store are gone then
         sys.exit(0)
     ranks.wait()  # one rank never comes
-except Exception as error:
+except (Exception, Stopped) as error:
     watch.failed(error)
     print(f"qerl: {error}", file=sys.stderr)
     sys.exit(2)
@@ -83,6 +85,7 @@ def test_ranks_that_end_together_are_no_failure(tmp_path: Path) -> None:
     [
         ("raise1", "qerl: rank 1: a rule; found something; a remedy", [2, 2, 2]),
         ("raise0", "qerl: a rule; found something; a remedy", [2, 2, 2]),
+        ("stop1", "qerl: rank 1: stopped by SIGTERM", [143, 143, 143]),
         ("bug2", "qerl: rank 2: ZeroDivisionError: division by zero", [1, 1, 1]),
         ("kill2", "qerl: rank 2: no sign of life", [1, 1, -9]),
     ],

@@ -105,12 +105,14 @@ class EvaluationReport(Callback):
         self._prompts, self._tells_answers = {}, True
         rollout = next(one for one in trainer.callbacks if isinstance(one, RolloutCallback))  # type: ignore[attr-defined]
         self._settings = _settings(module, rollout, trainer.datamodule)  # type: ignore[attr-defined]
+        digest = _digest(json.dumps(self._settings, sort_keys=True).encode())[:12]
+        adapter = module.adapter_folder  # its weights are in the digest, wherever they lie
+        self._settings["adapter"] = None if adapter is None else str(adapter)
         if trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
         ranks, folder = ranks_of(trainer), Path(trainer.default_root_dir) / FOLDER
-        name = _digest(json.dumps(self._settings, sort_keys=True).encode())[:12]
-        files = [folder / f"{name}{f'.{rank}' if rank else ''}.jsonl" for rank in range(ranks.size)]
-        others = {*folder.glob(f"{name}.*jsonl"), *files} - {files[ranks.rank]}
+        files = [folder / f"{digest}{f'.{rank}' if rank else ''}.jsonl" for rank in range(ranks.size)]
+        others = {*folder.glob(f"{digest}.*jsonl"), *files} - {files[ranks.rank]}
         prompts = sum(len(loader.dataset) for loader in (loaders if isinstance(loaders, list) else [loaders]))
         total = -(-prompts * (1 + rollout.config.eval_samples) // ranks.size)
         self._samples = _Shown(KeptSamples(files[ranks.rank], sorted(others)), total, show=trainer.is_global_zero)
@@ -191,12 +193,14 @@ def table(report: Mapping[str, Any]) -> str:
         rows.append([LABELS.get(metric, metric), *cells])
     lines = ["| " + " | ".join(row) + " |" for row in rows]
     lines.insert(1, "|" + "---|" * len(rows[0]))
+    adapter = report["adapter"]  # which does not tell after how many rollouts it was written
+    learned = f"after {report['rollouts']} rollouts" if adapter is None else f"with the adapter in {adapter}"
     sampling = ", ".join(f"{name} {value}" for name, value in report["sampling"].items())
     return "\n".join(
         [
             *lines,
             "",
-            f"{report['model']}, {report['quantization']}, {report['dtype']}, after {report['rollouts']} rollouts; "
+            f"{report['model']}, {report['quantization']}, {report['dtype']}, {learned}; "
             f"sampled with {sampling}, seed {report['seed']}. In brackets 95 %, by bootstrap over prompts.",
             "",
         ]

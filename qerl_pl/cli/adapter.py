@@ -31,6 +31,7 @@ class ExportedAdapter(Callback):
         """Load it."""
         assert isinstance(pl_module, QeRLModule)
         pl_module.policy.load_trained_state(load_file(self.folder / _WEIGHTS))
+        pl_module.adapter_folder = self.folder
 
     on_validation_start = on_test_start
 

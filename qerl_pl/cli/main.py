@@ -21,10 +21,11 @@ from qerl_pl.cli.adapter import take_adapter
 from qerl_pl.cli.export import export
 from qerl_pl.cli.mistakes import explain
 from qerl_pl.cli.overrides import expand_item_overrides
+from qerl_pl.cli.stopping import StopsAtOnce
 from qerl_pl.cli.terminal import configure_terminal
 from qerl_pl.cli.values import check_values
 from qerl_pl.datamodules.base import PromptDataModule
-from qerl_pl.errors import UserError
+from qerl_pl.errors import Stopped, UserError
 from qerl_pl.formats.quantize import quantize_checkpoint
 from qerl_pl.modules import QeRLModule
 from qerl_pl.modules.qerl import BEFORE_TRAINING
@@ -44,7 +45,7 @@ log = logging.getLogger(__name__)
 COMMANDS: dict[str, Callable[..., None]] = {"quantize": quantize_checkpoint, "export": export}
 DESCRIPTION = """Reinforcement learning of 4-bit language models with LoRA and adaptive quantization noise.
 fit, validate and test take -c CONFIG.yaml and any key of it as --key value; an item of a list is named by its class, as
-in --trainer.callbacks.AdaptiveQuantizationNoise.sigma_start 0.02. Besides them: `qerl quantize --help` (write an NVFP4
+in --trainer.callbacks.AdaptiveQuantizationNoise.sigma_start 0.02. Besides them: `qerl quantize --help` (write a 4-bit
 checkpoint) and `qerl export --help` (write an adapter or merged weights)."""
 USAGE_ERROR = 2
 VALIDATE = "validate"
@@ -151,7 +152,8 @@ class QeRLCLI(LightningCLI):
 
     def _trainer(self, given: dict[str, Any], config: Any) -> Trainer:
         # Lightning puts its own beside those it is given.
-        callbacks = [*([self._adapter] if self._adapter else []), *(config["callbacks"] or [])]
+        ours = [*([] if self.subcommand == "fit" else [StopsAtOnce()]), *([self._adapter] if self._adapter else [])]
+        callbacks = [*ours, *(config["callbacks"] or [])]
         try:
             trainer: Trainer = super().instantiate_trainer(**given, callbacks=callbacks)
         except (RuntimeError, TypeError, ValueError) as error:
@@ -248,7 +250,12 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if argv and argv[0] in COMMANDS:
             jsonargparse.auto_cli(
-                COMMANDS[argv[0]], args=argv[1:], as_positional=True, exit_on_error=False, allow_abbrev=False
+                COMMANDS[argv[0]],
+                args=argv[1:],
+                as_positional=True,
+                exit_on_error=False,
+                allow_abbrev=False,
+                prog=f"qerl {argv[0]}",
             )
             return 0
         sys.argv = [sys.argv[0], *argv]
@@ -262,6 +269,10 @@ def main(argv: list[str] | None = None) -> int:
         if is_first_process():
             print(f"qerl: {stop}; go on with the same command and --resume auto", file=sys.stderr)
         return 128 + stop.signal_number
+    except Stopped as stop:
+        if is_first_process():
+            print(f"qerl: {stop}; give the same command again", file=sys.stderr)
+        return stop.status
     except SIGTERMException:  # Lightning's own end on SIGTERM, where no ResumeCheckpoint listens
         return 128 + signal.SIGTERM
     except Exception as error:  # a user's class may raise anything; what is no user's mistake goes on

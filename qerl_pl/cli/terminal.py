@@ -45,6 +45,8 @@ WARNINGS = (
     "Total length of `DataLoader` across ranks is zero",  # val_size: 0 is a choice
     # The optimizer that is taken where the YAML names none, in the copy of the settings that a run keeps.
     r"\s*Unable to serialize instance <function QeRLModule\.<lambda>",
+    # That of a run which goes on has its checkpoints, and a fresh run refuses another's.
+    r"Checkpoint directory .* exists and is not empty",
     # Said by one library about another; nothing a user of this package can change.
     ".*isinstance.treespec, LeafSpec.*",
     ".*'set_vital' is deprecated.*",

@@ -107,6 +107,7 @@ class QeRLModule(LightningModule):
         """Noise of the sampler for a policy version; the AQN callback sets it, None samples without."""
         self.hand_over: HandOver | None = None
         """Where it finds what was sampled for it; the rollout callback sets it before the policy is loaded."""
+        self.adapter_folder: Path | None = None  # of an exported adapter that is evaluated
         self._means: dict[str, MeanMetric] = {}
         self._random_state: dict[str, Any] | None = None
         self._optimizer: str | None = None

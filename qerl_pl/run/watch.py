@@ -18,7 +18,7 @@ from datetime import timedelta
 
 from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 
-from qerl_pl.errors import Preempted, UserError
+from qerl_pl.errors import Preempted, Stopped, UserError
 from qerl_pl.run.ranks import Ranks
 
 PERIOD = 1.0
@@ -56,21 +56,22 @@ class Watch:
         if isinstance(exception, Preempted):  # all ranks stop together
             self._ending = True
             return
-        expected = isinstance(exception, UserError)
+        expected = isinstance(exception, UserError | Stopped)
+        status = exception.status if isinstance(exception, Stopped) else 2 if expected else 1
         if not expected:  # a lost connection is how the end of another rank shows, whose reason comes first
             lost = isinstance(exception, DistError) or "gloo" in str(exception)
             time.sleep(PATIENCE + GRACE if lost else 3 * PERIOD)  # until the thread ends this process
         reason = str(exception) if expected else f"{type(exception).__name__}: {exception}"
-        if not self._publish(self._rank, reason, 2 if expected else 1):
+        if not self._publish(self._rank, reason, status):
             time.sleep(GRACE)  # the thread ends this process
         if self._local_rank > 0:
             if not expected:
                 traceback.print_exception(exception)
                 sys.stderr.flush()
-            os._exit(2 if expected else 1)
+            os._exit(status)
         self._ending = True
         self._end_children()
-        closing = threading.Timer(GRACE, os._exit, (2 if expected else 1,))  # a group that waits for dead ranks
+        closing = threading.Timer(GRACE, os._exit, (status,))  # a group that waits for dead ranks
         closing.daemon = True
         closing.start()
 
