@@ -206,6 +206,7 @@ def main() -> int:
     parser.add_argument("--no-tests", action="store_true")
     parser.add_argument("--tiny", action="store_true", help="a small shape on the CPU, to try the script")
     args = parser.parse_args()
+    os.environ["TRITON_INTERPRET"] = "1" if args.tiny else "0"
     if not args.no_tests and not correct(GATE):
         sys.stderr.write("a correctness test failed: no tile is timed\n")
         return 1
