@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from qerl_pl.run.files import write_atomically
+
 
 def environment() -> dict[str, str]:
     """GPU, versions and commit of this measurement; QERL_COMMIT names the commit where a copy without history runs."""
@@ -39,9 +41,8 @@ def markdown(headers: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
 
 def write(out: Path, name: str, tables: str, results: Any) -> None:
     """Write NAME.md and NAME.json below `out` and print the tables."""
-    out.mkdir(parents=True, exist_ok=True)
     where = environment()
     line = ", ".join(f"{key} {value}" for key, value in where.items())
-    (out / f"{name}.md").write_text(f"{tables}\n\nMeasured with {line}.\n")
-    (out / f"{name}.json").write_text(json.dumps({"environment": where, "results": results}, indent=1))
+    write_atomically(out / f"{name}.md", f"{tables}\n\nMeasured with {line}.\n".encode())
+    write_atomically(out / f"{name}.json", json.dumps({"environment": where, "results": results}, indent=1).encode())
     print(tables, "\n", line, sep="")

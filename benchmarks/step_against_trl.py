@@ -142,6 +142,7 @@ def write_inputs(args: argparse.Namespace) -> None:
 
 def table(found: dict[str, dict[str, Any]]) -> str:
     """Rows of what has been measured so far."""
+    found = {name: one for name, one in found.items() if one["seconds"]}  # one may have ended in its warm-up
     theirs = [statistics.median(one["seconds"]) for name, one in found.items() if name.startswith("TRL")]
     rows: list[list[Any]] = []
     for name, one in found.items():

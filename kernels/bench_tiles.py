@@ -24,8 +24,6 @@ import torch
 from bench_few import GATE, Linear, Sizes, Theirs, random_linear, rotating_linears
 from bench_ops import vllm_marlin
 from bench_report import Row, correct, environment, replayed, table
-from triton.compiler.errors import CompilationError
-from triton.runtime.errors import TritonError
 
 Shape = tuple[int, int, tuple[int, ...]]
 HIDDEN = {
@@ -95,6 +93,8 @@ def product(linear: Linear, x: torch.Tensor, name: str) -> torch.Tensor:
 def check(layer: Shape, name: str, tokens: list[int], sizes: Sizes) -> list[tuple[int, str]]:
     """Compile a tile for a layer, and say for which numbers of tokens its product is wrong, and how."""
     from qerl_kernels import plain_few_tokens_linear, select_backend
+    from triton.compiler.errors import CompilationError  # not above: Triton reads TRITON_INTERPRET when it is imported
+    from triton.runtime.errors import TritonError
 
     select_backend("triton")
     torch.manual_seed(0)
@@ -137,12 +137,13 @@ def references(layer: Shape, sizes: Sizes) -> dict[str, Any]:
     from qerl_kernels import MarlinRows, frozen_linear
 
     rows, columns, starts = layer
-    dense = torch.randn(rows, columns, device=sizes.device).bfloat16()
+    count = max(2, math.ceil(sizes.cold_bytes / (2 * rows * columns)))
+    dense = itertools.cycle([torch.randn(rows, columns, device=sizes.device).bfloat16() for _ in range(count)])
 
     def dequantized(linear: Linear, x: torch.Tensor) -> torch.Tensor:
         return frozen_linear(x, MarlinRows(linear.weight, alpha=2.0**-15)).addmm_(x @ linear.a.T, linear.b.T)
 
-    found = {"dequantized": dequantized, "bf16": lambda linear, x: x @ dense.T}
+    found = {"dequantized": dequantized, "bf16": lambda linear, x: x @ next(dense).T}
     probe = random_linear(rows, columns, starts, sizes)
     if vllm_marlin(probe.weight, torch.zeros(8, columns, device=sizes.device).bfloat16(), rows, columns) is not None:
         found["marlin"] = Theirs(True)
@@ -206,6 +207,7 @@ def main() -> int:
     parser.add_argument("--no-tests", action="store_true")
     parser.add_argument("--tiny", action="store_true", help="a small shape on the CPU, to try the script")
     args = parser.parse_args()
+    os.environ["TRITON_INTERPRET"] = "1" if args.tiny else "0"
     if not args.no_tests and not correct(GATE):
         sys.stderr.write("a correctness test failed: no tile is timed\n")
         return 1

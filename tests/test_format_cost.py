@@ -28,6 +28,7 @@ def test_the_cost_of_a_format_is_what_transformers_says(tiny_policy_dir: Path, t
     table = format_cost.tables({"none": [1.0, 2.0], "nvfp4": [1.5, 2.7]})
     assert "| 16 bits | 1.500 | – |" in table
     assert "| NVFP4 | 2.100 | 0.600 ± 0.196 |" in table  # 1.96 * 0.1414 / sqrt(2)
+    assert "| NVFP4 | 1.500 | 0.500 |" in format_cost.tables({"none": [1.0], "nvfp4": [1.5]})  # of one row no interval
 
 
 def test_channels_worked_out() -> None:

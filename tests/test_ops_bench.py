@@ -6,7 +6,9 @@ import bench_few
 import bench_gated
 import bench_ops
 import bench_prompts
+import bench_tiles
 import pytest
+import torch
 from qerl_kernels import select_backend
 
 
@@ -71,3 +73,9 @@ def test_the_activation_in_the_product_has_its_table(tmp_path, torch_again):
     assert all(product[way]["p50_us"] > 0 for way in ("product", "folded", "after", "compiled"))
     assert all(prompt[way]["p50_us"] > 0 for way in ("after", "compiled"))
     assert bench_gated.run(tmp_path / "red", True, gate(tmp_path, False)) == 1 and not (tmp_path / "red").exists()
+
+
+def test_16_bits_are_timed_on_weights_that_rotate_like_the_others():
+    product = bench_tiles.references((64, 32, (0,)), bench_few.TINY)["bf16"]
+    x = torch.randn(3, 32).bfloat16()
+    assert not torch.equal(product(None, x), product(None, x))

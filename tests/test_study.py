@@ -217,7 +217,7 @@ class Ended:
 
 @pytest.mark.parametrize(
     ("devices", "visible", "given"),
-    [(["0,1", "2,3"], None, ["0,1", "2,3"]), (["1,0"], "4,6,7", ["6,4", "6,4"]), (["cpu"], None, ["none", "none"])],
+    [(["0,1", "2,3"], None, ["0,1", "2,3"]), (["1,0"], "4,6,7", ["6,4", "6,4"]), (["cpu"], "0,1", ["", ""])],
 )
 def test_a_run_sees_as_many_gpus_as_it_trains_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, devices: list[str], visible: str | None, given: list[str]

@@ -53,9 +53,36 @@ def pairs(words: list[str]) -> dict[str, Any]:
 
 
 def chosen(plan: Plan, only: dict[str, Any]) -> list[Run]:
-    """The runs that have these levels, one or a list of each factor."""
+    """The runs that have these levels, one or a list of each factor.
+
+    Raises:
+        UserError: No run has one of them.
+    """
     wanted = {factor: levels if isinstance(levels, list) else [levels] for factor, levels in only.items()}
+    for factor, levels in wanted.items():
+        known = list(dict.fromkeys(run.levels[factor] for run in plan.runs if factor in run.levels))
+        if missing := [level for level in levels if level not in known]:
+            have = ", ".join(map(str, known)) or "nowhere"
+            raise UserError(
+                f"--only names levels that runs have; {plan.path} has {factor} {have} and not {missing[0]!r}; choose "
+                "among them"
+            )
     return [run for run in plan.runs if all(run.levels.get(factor) in levels for factor, levels in wanted.items())]
+
+
+def values_of(plan: Plan, words: list[str]) -> dict[str, Any]:
+    """What `${name}` stands for, by the plan and the command line.
+
+    Raises:
+        UserError: The plan knows no such name.
+    """
+    given, known = pairs(words), {*plan.values, *(name for run in plan.runs for name in run.needs)}
+    if unknown := set(given) - known:
+        raise UserError(
+            f"--set gives what {plan.path} has a place for: {', '.join(sorted(known)) or 'nothing'}; found "
+            f"{sorted(unknown)[0]}; name one of them"
+        )
+    return plan.values | given
 
 
 def run(plan: Plan, args: argparse.Namespace) -> int:
@@ -64,7 +91,7 @@ def run(plan: Plan, args: argparse.Namespace) -> int:
     devices = args.devices or gpus or ["cpu"]
     limits = Limits(devices, args.at_once, args.budget_s, args.grace_s)
     folder, results = args.folder or ROOT / "runs" / plan.path.stem, args.out / f"{plan.path.stem}.jsonl"
-    runner = Runner(plan, plan.values | pairs(args.set), folder.resolve(), results.resolve(), limits)
+    runner = Runner(plan, values_of(plan, args.set), folder.resolve(), results.resolve(), limits)
     outcome = runner.work(chosen(plan, pairs(args.only)))
     tell(outcome, results)
     return outcome.status
@@ -88,8 +115,9 @@ def main(words: list[str] | None = None) -> int:
             return run(plan, args)
         rows = read_rows(args.out / f"{plan.path.stem}.jsonl")
         if args.command == "list":
+            values = values_of(plan, args.set)
             for one in chosen(plan, pairs(args.only)):
-                print(one.name, "finished" if one.name in rows else "", *one.missing(plan.values))
+                print(one.name, "finished" if one.name in rows else "", *one.missing(values))
             return 0
         from benchmarks.study.evidence import write_evidence  # matplotlib takes a second
 

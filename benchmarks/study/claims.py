@@ -98,7 +98,8 @@ def claims(plan: Plan) -> list[Claim]:
     aqn, own, quantized, lora = "nvfp4_aqn", "nvfp4_aqn_own", "nvfp4", "lora16"
     others = [decay for decay in _levels(plan, "decay") if decay != "exponential"]
     base, rising = plan.defaults.get("lr", ""), list(plan.labels.get("lr", {}))
-    larger = [rate for rate in _levels(plan, "lr") if str(rate) in rising[rising.index(str(base)) + 1 :]]
+    rising = rising or [str(rate) for rate in sorted(_levels(plan, "lr"))]  # levels that are values alone
+    larger = [rate for rate in _levels(plan, "lr") if str(base) in rising[: rising.index(str(rate))]]
     decays = [
         Part({"method": aqn, "decay": "exponential"}, {"method": aqn, "decay": decay}, ACCURACY) for decay in others
     ]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from benchmarks import report
 from benchmarks.study import pictures
-from benchmarks.study.claims import ENTROPY, REWARD, Claim, Row, findings, strata
+from benchmarks.study.claims import ACCURACY, ENTROPY, GAIN, REWARD, Claim, Row, findings, strata
 from benchmarks.study.intervals import interval
 from benchmarks.study.plan import Level, Plan
 from qerl_pl.errors import UserError
@@ -127,10 +127,8 @@ def _methods(plan: Plan, rows: Sequence[Row]) -> str:
 def _measured(plan: Plan, found: Sequence[Row], measures: Sequence[str]) -> list[str]:
     cells = []
     for measure in measures:
-        seen = [row["held_out"].get(measure) or [[None, None]] for row in found]
-        before, after = [values[0][1] for values in seen], [values[-1][1] for values in seen]
-        gains = [None if None in pair else pair[1] - pair[0] for pair in zip(before, after, strict=True)]
-        cells += [_mean(before), _mean(after), _mean(gains)]
+        before = [(row["held_out"].get(measure) or [[None, None]])[0][1] for row in found]
+        cells += [_mean(before), *(_mean([one.of(row, measure) for row in found]) for one in (ACCURACY, GAIN))]
     cells += [_mean([statistic.of(row, plan.measure) for row in found]) for statistic in (REWARD, ENTROPY)]
     silent = [[value for value in row["curves"].get("without_signal", []) if value is not None] for row in found]
     cells.append(_mean([statistics.fmean(values) if values else None for values in silent]))

@@ -97,8 +97,8 @@ def tables(found: dict[str, list[float]]) -> str:
         cells = [WAYS[way][0], f"{statistics.fmean(values):.3f}"]
         if way != "none" and "none" in found:
             more = [value - least for value, least in zip(values, found["none"], strict=True)]
-            half = 1.96 * statistics.stdev(more) / math.sqrt(len(more))
-            cells.append(f"{statistics.fmean(more):.3f} ± {half:.3f}")
+            half = f" ± {1.96 * statistics.stdev(more) / math.sqrt(len(more)):.3f}" if len(more) > 1 else ""
+            cells.append(f"{statistics.fmean(more):.3f}{half}")
         lines.append([*cells, "–"][:3])
     return report.markdown(["base", "nats a token", "over 16 bits"], lines)
 

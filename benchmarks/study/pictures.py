@@ -1,6 +1,7 @@
 """What a study looks like: curves with bands, differences with intervals, sweeps."""
 
 import io
+import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,7 @@ def curves(plan: Plan, rows: Sequence[Row], stratum: Mapping[str, Level], path: 
     figure = Figure(figsize=(11, 7), layout="constrained")
     axes = figure.subplots(2, 2).flatten()
     drawn = False
-    for colour, method in zip(COLOURS, methods(plan), strict=False):
+    for colour, method in zip(itertools.cycle(COLOURS), methods(plan), strict=False):
         found = at(plan, rows, {**stratum, "method": method})
         if not found:
             continue
@@ -54,12 +55,12 @@ def curves(plan: Plan, rows: Sequence[Row], stratum: Mapping[str, Level], path: 
         longest = max(row["rollouts"] for row in found)
         for axis, name in ((axes[0], "reward"), (axes[1], "sampler_entropy")):
             values = [row["curves"].get(name, []) for row in found]
-            points = max(map(len, values))
-            places = [longest * (point + 0.5) / points for point in range(points)]
+            count = max(map(len, values))
+            places = [longest * (point + 0.5) / count for point in range(count)]
             _band(axis, places, values, colour, label)
-        values = [[value for _, value in row["held_out"].get(plan.measure, [])] for row in found]
-        steps = max(([step for step, _ in row["held_out"].get(plan.measure, [])] for row in found), key=len)
-        _band(axes[2], steps, values, colour, label)
+        points = [dict(row["held_out"].get(plan.measure, [])) for row in found]
+        steps = sorted(set().union(*points))
+        _band(axes[2], steps, [[one.get(step) for step in steps] for one in points], colour, label)
         seconds = [row["seconds"] for row in found]
         places = [_mean([one[point] for one in seconds if point < len(one)]) for point in range(max(map(len, seconds)))]
         _band(axes[3], places, [row["curves"].get("reward", []) for row in found], colour, label)

@@ -15,13 +15,13 @@ from typing import Any
 
 from benchmarks import report
 from benchmarks.study.plan import ROOT, Plan, Run
-from benchmarks.study.rows import read_rows, row_of, write_rows
+from benchmarks.study.rows import add_row, read_rows, row_of
 from qerl_pl.errors import UserError
 from qerl_pl.run.files import write_atomically
 
 POLL_SECONDS = 0.2
 NOTES = "study.json"
-"""In a run's folder: what it is a run of, and the seconds that its processes took so far."""
+"""In a run's folder: what it is a run of, where and of which policy, and the seconds its processes took so far."""
 
 
 @dataclass(frozen=True)
@@ -84,9 +84,10 @@ class Runner:
         self.limits = limits
         self.outcome = Outcome()
         self._where: dict[str, Any] = report.environment()
-        self._digests = {name: _digest(Path(str(value))) for name, value in values.items()}
+        self._digests = {name: _digest(value) for name, value in values.items()}
         self._rows = read_rows(results)
         self._running: list[_Process] = []
+        self._asked = False
         self._stopping: float | None = None
         self._walls: list[float] = []
 
@@ -111,13 +112,13 @@ class Runner:
             while waiting or self._running:
                 spent = time.monotonic() - began
                 left = None if self.limits.budget_s is None else self.limits.budget_s - spent
-                if self._stopping is None and left is not None and left <= 0:
+                if self._stopping is None and (self._asked or (left is not None and left <= 0)):
                     self._stop()
                 if self._stopping is not None or (left is not None and left < self._foreseen()):
                     self.outcome.left += [run.name for run in waiting]
                     waiting = []
                 for slot in slots:
-                    if waiting and slot not in {one.slot for one in self._running}:
+                    if waiting and not self._asked and slot not in {one.slot for one in self._running}:
                         self._running.append(self._start(waiting.pop(0), slot))
                 self._collect()
                 if self._stopping is not None and time.monotonic() > self._stopping + self.limits.grace_s:
@@ -150,15 +151,15 @@ class Runner:
 
     def _check(self, run: Run) -> None:
         """Refuse what is made otherwise than what is there of it."""
-        found = self._rows.get(run.name, _notes(self.folder / run.name))
+        found = self._rows.get(run.name) or _notes(self.folder / run.name)
         if found and found["digest"] != run.digest:
             raise UserError(
                 f"a study's runs keep what they are made of; {run.name} was made otherwise, as {found['digest']} and "
                 f"not {run.digest}; name other files by --out and --folder, or remove that run from them"
             )
-        began = self._rows[run.name]["where"]["values"] if run.name in self._rows else self._digests
+        began = found["where"]["values"] if "where" in found else self._digests
         for name in run.needs:
-            if self._digests[name] and began.get(name) != self._digests[name]:
+            if self._digests.get(name) and began.get(name) != self._digests[name]:
                 raise UserError(
                     f"a study's runs begin with the same policy; {run.name} began with a {name} of digest "
                     f"{began.get(name)}, and that of {self.values[name]} is {self._digests[name]}; give the same "
@@ -174,23 +175,29 @@ class Runner:
                     f"{device}; join so many numbers by commas, and choose runs that train on as many by --only"
                 )
 
-    def _values_of(self, run: Run) -> dict[str, Any]:
-        """What it was given: of a policy its digest, of other folders nothing, for they are elsewhere elsewhere."""
+    def _where_of(self, run: Run) -> dict[str, Any]:
+        """GPU, versions, commit, and what it is given: of a policy its digest, of other folders nothing, for they are
+        elsewhere elsewhere.
+        """
         digests = {name: digest for name, digest in self._digests.items() if digest and name in run.needs}
-        return {name: value for name, value in self.values.items() if self.plan.values.get(name) is not None} | digests
+        given = {name: value for name, value in self.values.items() if self.plan.values.get(name) is not None}
+        return self._where | {"values": given | digests}
 
     def _start(self, run: Run, slot: tuple[str, int]) -> _Process:
         folder = self.folder / run.name
         folder.mkdir(parents=True, exist_ok=True)
-        _note(folder, run, 0.0)
         device, slots = slot[0], len(self.limits.devices) * self.limits.at_once
+        where = self._where_of(run) | ({"gpu": "none"} if device == "cpu" else {})
+        _note(folder, {"digest": run.digest, "where": where}, 0.0)
         places = [str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")]
         environment = {
             "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // (slots * run.devices))),
             **os.environ,
             "PYTHONPATH": os.pathsep.join(places),
         }
-        if device != "cpu":
+        if device == "cpu":
+            environment["CUDA_VISIBLE_DEVICES"] = ""  # or a configuration's "auto" would take a GPU
+        else:
             visible, numbers = os.environ.get("CUDA_VISIBLE_DEVICES"), device.split(",")
             names = [visible.split(",")[int(number)] for number in numbers] if visible else numbers
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(names)
@@ -212,7 +219,7 @@ class Runner:
         for one in [one for one in self._running if one.process.poll() is not None]:
             self._running.remove(one)
             wall, status, name = time.monotonic() - one.began, one.process.returncode, one.run.name
-            _note(one.folder, one.run, wall)
+            _note(one.folder, {}, wall)
             if _has_ended(one.folder):
                 self._walls.append(wall)
                 self._keep(one.run)
@@ -226,18 +233,17 @@ class Runner:
 
     def _keep(self, run: Run) -> None:
         folder = self.folder / run.name
-        where = self._where | {"values": self._values_of(run)}
-        self._rows[run.name] = row_of(run, folder, _notes(folder)["wall_s"], where)
-        write_rows(self.results, self._rows)
+        notes = _notes(folder)
+        where = notes.get("where") or self._where_of(run)
+        self._rows = add_row(self.results, row_of(run, folder, notes["wall_s"], where))
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self._stop()
+        self._asked = True  # a process may be starting at this moment, and is asked to stop once it is known
 
     def _stop(self) -> None:
-        if self._stopping is None:
-            self._stopping = time.monotonic()
-            for one in self._running:
-                one.process.terminate()
+        self._stopping = time.monotonic()
+        for one in self._running:
+            one.process.terminate()
 
 
 def _told(path: Path) -> dict[str, Any]:
@@ -246,9 +252,9 @@ def _told(path: Path) -> dict[str, Any]:
     return found
 
 
-def _digest(folder: Path) -> str | None:
-    """Of the policy that `warm_up` wrote there."""
-    return _told(folder / "warm_up.json").get("digest")
+def _digest(value: Any) -> str | None:
+    """Of the policy that `warm_up` wrote to the folder that a value names; None where it names none."""
+    return _told(Path(value) / "warm_up.json").get("digest") if isinstance(value, str) else None
 
 
 def _has_ended(folder: Path) -> bool:
@@ -261,7 +267,8 @@ def _notes(folder: Path) -> dict[str, Any]:
     return _told(folder / NOTES)
 
 
-def _note(folder: Path, run: Run, seconds: float) -> None:
+def _note(folder: Path, told: Mapping[str, Any], seconds: float) -> None:
     """Say what a folder is of, and add what its process took."""
-    spent = _notes(folder).get("wall_s", 0.0) + seconds
-    write_atomically(folder / NOTES, json.dumps({"digest": run.digest, "wall_s": spent}).encode())
+    notes = _notes(folder)
+    spent = notes.get("wall_s", 0.0) + seconds
+    write_atomically(folder / NOTES, json.dumps({**notes, **told, "wall_s": spent}).encode())

@@ -204,7 +204,10 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--longest", type=int, default=384, help="most tokens of a demonstration, prompt included")
     parser.add_argument("--problems", type=int, default=PROBLEMS, help="rows to ask, not shown")
     parser.add_argument("--seed", type=int, default=0)
-    warm_up(parser.parse_args(words))
+    args = parser.parse_args(words)
+    if args.out.exists():
+        parser.error(f"a warm-up makes a new folder; {args.out} is there; name another, or remove it")
+    warm_up(args)
 
 
 if __name__ == "__main__":

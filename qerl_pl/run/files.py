@@ -44,11 +44,11 @@ def building(target: Path, replace: bool = False) -> Iterator[Path]:
     with ExitStack() as stack:
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
-            with _holding(target.parent, wait=True) as alone:  # or another process could take this one for left over
+            with holding(target.parent, wait=True) as alone:  # or another process could take this one for left over
                 if alone:
                     _remove_leftovers(target)
                 folder = Path(tempfile.mkdtemp(prefix=_unfinished(target), dir=target.parent))
-                stack.enter_context(_holding(folder))
+                stack.enter_context(holding(folder))
         except OSError as error:
             remedy = "set QERL_CACHE to" if target.parent == cache_root() else "choose"
             raise UserError(
@@ -95,7 +95,7 @@ def _replaced(target: Path) -> Path:
 def _remove_leftovers(target: Path) -> None:
     for folder in target.parent.glob(f"{glob.escape(_unfinished(target))}*"):
         try:
-            with _holding(folder) as abandoned:
+            with holding(folder) as abandoned:
                 if abandoned:
                     shutil.rmtree(folder, ignore_errors=True)
                     log.info("removed %s, which a killed process has left", folder)
@@ -138,7 +138,7 @@ def _swap(first: Path, second: Path) -> bool:
 
 
 @contextmanager
-def _holding(folder: Path, wait: bool = False) -> Iterator[bool]:
+def holding(folder: Path, wait: bool = False) -> Iterator[bool]:
     """Hold a folder's lock inside the block; False: another process does, or the filesystem has none for folders."""
     descriptor, held = os.open(folder, os.O_RDONLY), True
     try:

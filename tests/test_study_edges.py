@@ -1,0 +1,44 @@
+"""What a study shows of runs that diverged, lack a point, or differ in a rate that no label names."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_study import ENDS, plan_of, rows_of
+
+from benchmarks.study import pictures
+from benchmarks.study.claims import claims
+from benchmarks.study.evidence import write_evidence
+
+
+def test_the_table_of_methods_counts_a_run_that_diverged_as_the_claims_do(tmp_path: Path) -> None:
+    plan = plan_of(tmp_path)
+    rows = [row for row in rows_of(plan, ENDS) if row["levels"]["seed"] == 0]
+    for row in rows:
+        row |= {"ended": "diverged", "held_out": {"val/pass@1": [[0, 0.4], [2, 0.6]]}}
+    page = write_evidence(plan, rows, tmp_path / "docs", tmp_path / "raw.jsonl").read_text()
+    assert "| lora16 (toy) | 1 | 0.400 | 0.000 | -0.400 |" in page
+
+
+def test_rates_that_are_values_alone_rise_as_numbers(tmp_path: Path) -> None:
+    factors: dict[str, Any] = {
+        **{"seed": {"keys": ["seed_everything"]}, "lr": {"keys": ["model.optimizer.lr"]}},
+        "method": {"levels": {"lora16": {}, "nvfp4": {}}},
+    }
+    block = {"method": ["lora16", "nvfp4"], "seed": 0, "lr": [0.5, 0.1, 1.0]}
+    plan = plan_of(tmp_path, factors=factors, defaults={"lr": 0.5}, strata=[], blocks=[block])
+    found = {claim.name: claim for claim in claims(plan)}
+    assert [part.first["lr"] for part in found["learning rate"].parts] == [1.0]
+
+
+def test_accuracies_are_averaged_at_the_rollout_that_they_were_measured_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, drawn = plan_of(tmp_path), list[tuple[Any, Any]]()
+    rows = [row for row in rows_of(plan, ENDS) if row["levels"]["method"] == "nvfp4_aqn"][:2]
+    for row, points in zip(rows, ([[0, 0.4], [4, 0.8]], [[0, 0.4], [2, 0.5], [4, 0.8]]), strict=True):
+        row["held_out"]["val/pass@1"] = points
+        row["levels"] = {**row["levels"], "decay": "exponential"}
+    monkeypatch.setattr(pictures, "_band", lambda axis, places, curves, *_: drawn.append((places, curves)))
+    pictures.curves(plan, rows, {"policy": "toy"}, tmp_path / "one.png")
+    assert drawn[2] == ([0, 2, 4], [[0.4, None, 0.8], [0.4, 0.5, 0.8]])
