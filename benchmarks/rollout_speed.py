@@ -11,6 +11,7 @@ own; they start at once and are measured one after the other, the others idle. T
 import argparse
 import json
 import math
+import os
 import subprocess
 import sys
 import tempfile
@@ -87,9 +88,12 @@ def started(part: str, args: argparse.Namespace) -> tuple[VLLMEngine | StockEngi
 
 def run_part(part: str, args: argparse.Namespace) -> None:
     """Start, say so, wait for the turn, measure, write."""
+    parent = os.getppid()
     engine, result = started(part, args)
     (args.folder / f"{part}.ready").touch()
     while not (args.folder / f"{part}.go").exists():
+        if os.getppid() != parent:  # else it would hold the GPU for ever
+            raise SystemExit(f"{part} ends, for what started it has been killed")
         time.sleep(0.5)
     result["speed"] = measure_speed(engine, args)
     if args.profile:
