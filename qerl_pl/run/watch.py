@@ -46,15 +46,16 @@ class Watch:
         store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=patience) if self._rank == 0 else None
         port = ranks.gather(store.port if store else 0)[0]
         self._store = store or TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=patience)
-        self._ending = False
+        self._ending = threading.Event()
         self._seen = {rank: (0, time.monotonic()) for rank in range(1, self._size)}
         self._left: dict[int, float] = {}  # when a local rank was first seen to have ended
-        threading.Thread(target=self._look, name="watch", daemon=True).start()
+        self._thread = threading.Thread(target=self._look, name="watch", daemon=True)
+        self._thread.start()
 
     def failed(self, exception: BaseException) -> None:
         """Tell the others why this rank ends; returns only on the rank that tells the user, which closes its files."""
         if isinstance(exception, Preempted):  # all ranks stop together
-            self._ending = True
+            self._end()
             return
         expected = isinstance(exception, UserError | Stopped)
         status = exception.status if isinstance(exception, Stopped) else 2 if expected else 1
@@ -69,17 +70,18 @@ class Watch:
                 traceback.print_exception(exception)
                 sys.stderr.flush()
             os._exit(status)
-        self._ending = True
+        self._ending.set()
         self._end_children()
+        self._end()
         closing = threading.Timer(GRACE, os._exit, (status,))  # a group that waits for dead ranks
         closing.daemon = True
         closing.start()
 
     def stop(self, ranks: Ranks) -> None:
         """The run has ended, on all ranks: whichever process goes first, the others do not take it for dead."""
-        if not self._ending:
+        if not self._ending.is_set():
             ranks.wait()
-            self._ending = True
+            self._end()
 
     def join(self) -> int:
         """Wait for the processes that this one has started; the first status that is not 0."""
@@ -91,26 +93,34 @@ class Watch:
                 child.wait()
         return next((child.returncode for child in self._children if child.returncode), 0)
 
+    def _end(self) -> None:
+        """Let the thread go before Python ends, which would end a thread within the store, and the process, by abort().
+
+        A store that hangs is not waited for.
+        """
+        self._ending.set()
+        self._thread.join(GRACE)
+
     # The thread ----------------------------------------------------------------------------------------------------
 
     def _look(self) -> None:
         beats = 0
-        while not self._ending:
+        while not self._ending.is_set():
             beats += 1
             try:
                 self._store.set(f"alive/{self._rank}", str(beats))
                 self._look_for_the_dead()
-                if self._store.check([_FAILURE]) and not self._ending:
+                if self._store.check([_FAILURE]) and not self._ending.is_set():
                     self._give_up(**json.loads(self._store.get(_FAILURE)))
             except DistError:  # the store went with rank 0
-                if not self._ending:
+                if not self._ending.is_set():
                     self._give_up(0, "it is gone: killed, or its machine or network is lost", 1)
-            time.sleep(PERIOD)
+            self._ending.wait(PERIOD)
 
     def _look_for_the_dead(self) -> None:
         now = time.monotonic()
         for local_rank, child in enumerate(self._children, start=1):
-            if child.poll() is None or self._ending:
+            if child.poll() is None or self._ending.is_set():
                 continue
             since = self._left.setdefault(local_rank, now)
             if child.returncode or now - since > GRACE:  # one that is done may be a little ahead of this process
