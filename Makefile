@@ -13,7 +13,7 @@ help:
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST)
 
 # PyTorch comes first and pinned, or a dependency chooses another. PyPI's build for Linux brings gigabytes of CUDA;
-# without them: make quickstart TORCH='torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu'
+# without them: make quickstart TORCH='torch==2.13.0 --index-url URL' with the URL of PyTorch's index of CPU builds.
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
