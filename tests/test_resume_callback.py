@@ -185,7 +185,7 @@ def test_what_a_kill_in_a_save_has_left_goes_when_the_run_goes_on(tmp_path: Path
 def test_asked_twice_it_goes_at_once() -> None:
     trainer: Any = SimpleNamespace(world_size=1, callbacks=[])
     callback = ResumeCheckpoint()
-    callback._listen()
+    callback.on_sanity_check_start(trainer, Tiny())
     try:
         signal.raise_signal(signal.SIGTERM)
         assert callback._asked_to_stop(trainer) == signal.SIGTERM

@@ -18,6 +18,7 @@ from benchmarks.study.plan import ROOT, Plan, Run
 from benchmarks.study.rows import add_row, read_rows, row_of
 from qerl_pl.errors import UserError
 from qerl_pl.run.files import write_atomically
+from qerl_pl.run.signals import StopSignals
 
 POLL_SECONDS = 0.2
 NOTES = "study.json"
@@ -105,9 +106,8 @@ class Runner:
         for run in waiting:
             self._check_devices(run)
         slots = [(device, place) for place in range(self.limits.at_once) for device in self.limits.devices]
-        began, previous = time.monotonic(), {}
-        for number in (signal.SIGTERM, signal.SIGINT):
-            previous[number] = signal.signal(number, self._on_signal)
+        began, signals = time.monotonic(), StopSignals(self._on_signal)
+        signals.take()
         try:
             while waiting or self._running:
                 spent = time.monotonic() - began
@@ -128,8 +128,7 @@ class Runner:
         finally:
             for one in self._running:  # something went wrong here: leave none behind
                 one.process.terminate()
-            for number, handler in previous.items():
-                signal.signal(number, handler)
+            signals.give_back()
         return self.outcome
 
     def _foreseen(self) -> float:

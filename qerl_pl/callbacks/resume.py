@@ -15,6 +15,7 @@ from qerl_pl.errors import Preempted, require_at_least
 from qerl_pl.run.checkpoints import FOLDER, digest_path, resume_files
 from qerl_pl.run.devices import writes_files
 from qerl_pl.run.files import remove_unwritten, write_atomically
+from qerl_pl.run.signals import StopSignals
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +40,8 @@ class ResumeCheckpoint(Checkpoint):
         self.every_n_rollouts = every_n_rollouts
         self.keep = keep
         self._signal: int | None = None
-        self._previous: dict[int, Any] = {}
+        # Taken after Lightning, whose own handler breaks off a validation and ends the process as if all were done.
+        self._signals = StopSignals(self._on_signal)
         self._stop: Preempted | None = None
         self._front = LambdaCallback(on_train_batch_start=self._end, on_train_epoch_end=self._end)
 
@@ -53,23 +55,17 @@ class ResumeCheckpoint(Checkpoint):
 
     def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Listen for the signals that precede the end of a preemptible machine."""
-        self._listen()
+        self._signals.take()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Listen, where nothing was validated first; set aside what `--resume auto` must not go back to.
 
         What a kill in the middle of a save has left goes: a stop has a step of its own, and no save comes to it again.
         """
-        self._listen()
+        self._signals.take()
         if writes_files(trainer):
             _set_aside(_folder(trainer), trainer.fit_loop.total_batch_idx + 1)
             remove_unwritten(_folder(trainer), "*.ckpt*")
-
-    def _listen(self) -> None:
-        # After Lightning, whose own handler breaks off a validation and ends the process as if all were done.
-        for number in (signal.SIGTERM, signal.SIGINT):
-            if number not in self._previous:
-                self._previous[number] = signal.signal(number, self._on_signal)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Give the signals back, and forget what they asked for."""
@@ -81,9 +77,7 @@ class ResumeCheckpoint(Checkpoint):
 
     def _give_back(self, trainer: Trainer) -> None:
         trainer.callbacks = _without(trainer, self._front)  # type: ignore[attr-defined]
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-        self._previous.clear()
+        self._signals.give_back()
         self._signal = self._stop = None
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:

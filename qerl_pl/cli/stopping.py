@@ -1,12 +1,11 @@
 """Evaluations that are asked to stop: at once, for what they have sampled is kept."""
 
-import signal
 from types import FrameType
-from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from qerl_pl.errors import Stopped
+from qerl_pl.run.signals import StopSignals
 
 
 class StopsAtOnce(Callback):
@@ -16,20 +15,17 @@ class StopsAtOnce(Callback):
     """
 
     def __init__(self) -> None:
-        self._previous: dict[int, Any] = {}
+        self._signals = StopSignals(_stop)
 
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Listen, in place of Lightning's own handlers."""
-        for number in (signal.SIGTERM, signal.SIGINT):
-            self._previous[number] = signal.signal(number, _stop)
+        self._signals.take()
 
     on_validation_start = on_test_start
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Give the signals back."""
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-        self._previous.clear()
+        self._signals.give_back()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """The same where it breaks off: Lightning tears no callback down then."""
