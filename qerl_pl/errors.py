@@ -1,7 +1,7 @@
 """What a user is told: mistakes, which the command line prints as one line, exiting with 2, and the end by a signal."""
 
 import signal
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 
@@ -25,6 +25,21 @@ def require_at_least(least: int, values: Mapping[str, int | None]) -> None:
     for name, value in values.items():
         if value is not None and value < least:
             raise UserError(f"{name} must be at least {least}; found {value}; set it to {least} or more")
+
+
+def require_one_of(choices: Sequence[str], name: str, value: object) -> None:
+    """Refuse a setting that is none of its choices.
+
+    Args:
+        choices: All there are.
+        name: Of the setting.
+        value: What was set.
+
+    Raises:
+        UserError: It is another.
+    """
+    if value not in choices:
+        raise UserError(f"{name} must be one of {', '.join(choices)}; found {value!r}; choose one of them.")
 
 
 class Preempted(Exception):

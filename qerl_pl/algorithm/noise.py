@@ -11,7 +11,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from qerl_pl.errors import UserError
+from qerl_pl.errors import UserError, require_one_of
 from qerl_pl.run.seeding import stream_seed
 
 Decay = Literal["exponential", "linear", "cosine", "logarithmic"]
@@ -128,10 +128,7 @@ class NoiseSchedule:
                 f"stages must be at least {fewest} with noiseless_first_stage={self.noiseless_first_stage}; found "
                 f"{self.stages}; raise stages."
             )
-        if self.decay not in get_args(Decay):
-            raise UserError(
-                f"decay must be one of {', '.join(get_args(Decay))}; found {self.decay!r}; choose one of them."
-            )
+        require_one_of(get_args(Decay), "decay", self.decay)
 
     def stage(self, rollout: int, planned_rollouts: int) -> int:
         """Stage of a rollout.

@@ -15,7 +15,7 @@ from torch import Tensor
 from qerl_pl.algorithm import losses
 from qerl_pl.algorithm.advantages import AdvantageNorm, group_advantages
 from qerl_pl.algorithm.losses import Aggregation, KLEstimator, Surrogate
-from qerl_pl.errors import UserError
+from qerl_pl.errors import UserError, require_one_of
 
 
 @dataclass(frozen=True)
@@ -92,9 +92,8 @@ class Objective(ABC):
         cap = self.importance_cap
         if cap is not None and not cap > 0:
             raise UserError(f"importance_cap must be above 0; found {cap}; use null to switch the correction off.")
-        for name, choices in (("kl_estimator", get_args(KLEstimator)), ("advantage_norm", get_args(AdvantageNorm))):
-            if (value := getattr(self, name)) not in choices:
-                raise UserError(f"{name} must be one of {', '.join(choices)}; found {value!r}; choose one of them.")
+        require_one_of(get_args(KLEstimator), "kl_estimator", self.kl_estimator)
+        require_one_of(get_args(AdvantageNorm), "advantage_norm", self.advantage_norm)
 
     @property
     @abstractmethod
