@@ -70,9 +70,8 @@ class Watch:
                 traceback.print_exception(exception)
                 sys.stderr.flush()
             os._exit(status)
-        self._ending.set()
-        self._end_children()
         self._end()
+        self._end_children()
         closing = threading.Timer(GRACE, os._exit, (status,))  # a group that waits for dead ranks
         closing.daemon = True
         closing.start()
