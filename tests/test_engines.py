@@ -9,12 +9,14 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from types import SimpleNamespace
+from typing import Any, Literal
 
 import pytest
 import torch
 from jsonargparse import ArgumentParser
 from peft import LoraConfig, PeftModel, get_peft_model
+from qerl_kernels import select_backend, selected_backend
 from qerl_kernels.reference import nvfp4_global_scale, quantize_nvfp4
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
@@ -552,6 +554,50 @@ def test_names_that_another_vllm_lacks_are_named(base: Path, monkeypatch: pytest
     monkeypatch.setattr(vllm_worker, "_NEEDED_OF_LINEARS", ("quant_method.multiply",))
     with pytest.raises(UserError, match=r"vLLM [\d.]+ lacks: MergedColumn\w+\.quant_method\.multiply, QKVParallel"):
         VLLMEngine(kv_cache_gib=0.25).launch(spec_of(base))
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("method", ["_maybe_get_memory_pool_context", "compile_or_warm_up_model"])
+def test_a_method_that_vllm_has_renamed_is_named_though_our_worker_has_it(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = vllm_worker.__getattr__("CPUPolicyWorker")
+    worker: Any = object.__new__(own)
+    config = {vllm_worker.CONFIG_KEY: {"dense_above": None, "few_up_to": None}}
+    worker.vllm_config = SimpleNamespace(additional_config=config)
+    worker.model_runner = SimpleNamespace(kv_caches=[], get_model=torch.nn.Module)
+    worker.distributed_init_method = "tcp://localhost:0"
+    assert worker.qerl_missing() == []
+    for base in own.__mro__:
+        if base.__module__.startswith("vllm.") and method in vars(base):
+            monkeypatch.setattr(base, f"{method}_renamed", vars(base)[method], raising=False)
+            monkeypatch.delattr(base, method)
+    assert worker.qerl_missing() == [method]
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_vllm_starts_on_the_kernels_that_it_will_sample_with_whatever_the_base(
+    dtype: torch.dtype, base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import vllm
+
+    found = []
+
+    def start(**settings: Any) -> None:
+        found.append(selected_backend())
+        raise ValueError("no GPU")
+
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(vllm, "LLM", start)
+    monkeypatch.setattr(vllm_worker, "worker_class", lambda *_: "worker")  # as in a build for GPUs
+    select_backend("torch")
+    try:
+        with pytest.raises(UserError, match="no GPU"):
+            VLLMEngine().launch(replace(spec_of(base), device=torch.device("cuda"), dtype=dtype))
+    finally:
+        select_backend("torch")
+    assert found == ["triton"]
 
 
 @pytest.fixture(scope="module")

@@ -157,13 +157,14 @@ class VLLMEngine:
 
         ours = backend is not None and spec.dtype == torch.bfloat16
         dense_above, few_up_to = (self.dense_above, self.few_up_to) if ours else (None, None)
-        if dense_above is not None or few_up_to is not None:
+        worker = vllm_worker.worker_class(spec.device, spec.ranks)
+        if self._on_gpu:  # whatever the base: what vLLM compiles and warms up now is what it will sample with
             select_backend("triton")
         with refusals_told():
             return LLM(
                 model=str(base),
                 dtype=str(spec.dtype).removeprefix("torch."),
-                worker_cls=vllm_worker.worker_class(spec.device, spec.ranks),
+                worker_cls=worker,
                 # Several ranks: on this rank's own GPU, beside the process group that the trainer has made.
                 distributed_executor_backend="external_launcher" if spec.ranks > 1 else None,
                 **{"load_format": self.load_format, **format_of(base).vllm_options},

@@ -33,7 +33,9 @@ else:
 
 CONFIG_KEY = "qerl"
 _WORKERS = {"GPUPolicyWorker": ("gpu_worker", "Worker"), "CPUPolicyWorker": ("cpu_worker", "CPUWorker")}
-_NEEDED = ("_maybe_get_memory_pool_context", "model_runner.kv_caches", "distributed_init_method")
+_NEEDED = ("model_runner.kv_caches", "distributed_init_method")
+_OVERRIDDEN = ("_maybe_get_memory_pool_context", "compile_or_warm_up_model", "init_device", "load_model")
+"""Methods of vLLM's worker that `PolicyWorker` replaces: one that vLLM has renamed would never be called here."""
 _NEEDED_OF_LINEARS = (
     "quant_method.apply",
     "input_size_per_partition",
@@ -146,7 +148,9 @@ class PolicyWorker(Worker):
     def qerl_missing(self) -> list[str]:
         """Names this class relies on that this vLLM lacks."""
         config = self.vllm_config.additional_config[CONFIG_KEY]
-        missing = [path for path in _NEEDED if look_up(self, path) is None] + self._missing_of_linears()
+        vllms = super()  # this class has the names itself
+        missing = [path for path in _OVERRIDDEN if look_up(vllms, path) is None]
+        missing += [path for path in _NEEDED if look_up(self, path) is None] + self._missing_of_linears()
         return missing + (vllm_marlin.missing() if changes_products(config) else [])
 
     def _missing_of_linears(self) -> list[str]:
