@@ -10,6 +10,7 @@ import pytest
 
 SCRIPT = """
 import os, signal, sys, time
+import psutil
 import torch
 from torch import distributed
 from qerl_pl.errors import Stopped, UserError
@@ -17,11 +18,18 @@ from qerl_pl.run.ranks import Ranks
 from qerl_pl.run import watch as watching
 from qerl_pl.run.watch import Watch
 
-watching.PATIENCE = 6.0
 rank, fault = int(os.environ["RANK"]), sys.argv[1]
+if fault.startswith("freeze"):  # else a rank that nobody tells of is waited for longer than the test does
+    watching.PATIENCE = 6.0
+
+def listening():
+    return {one.laddr.port for one in psutil.Process().net_connections("tcp") if one.status == psutil.CONN_LISTEN}
+
 distributed.init_process_group("gloo", rank=rank, world_size=3)
 ranks = Ranks(rank, 3, distributed.new_group(backend="gloo"))
+ports = listening()
 watch = Watch(ranks, rank, [])
+assert fault != "none" or listening() == ports, "a cluster may open MASTER_PORT alone"
 assert ranks.gather(rank) == [0, 1, 2] and ranks.concatenate([rank] * rank) == [1, 2, 2]
 try:
     ranks.require_same({"base model": "x", "data": rank // 2})
@@ -38,8 +46,12 @@ try:
         raise Stopped(signal.SIGTERM)
     if fault == f"bug{rank}":
         raise ZeroDivisionError("division by zero")
+    if fault == f"word{rank}":
+        raise RuntimeError("a gloomy reward of gloo")
     if fault == f"kill{rank}":
         os.kill(os.getpid(), signal.SIGKILL)
+    if fault == f"freeze{rank}":
+        os.kill(os.getpid(), signal.SIGSTOP)
     if fault == "none":
         watch.stop(ranks)
         assert not watch._thread.is_alive()  # or Python's end may find it within the store, and abort
@@ -53,7 +65,7 @@ except (Exception, Stopped) as error:
 """
 
 
-def run(folder: Path, fault: str, children: bool = False) -> tuple[list[int], list[str]]:
+def run(folder: Path, fault: str) -> tuple[list[int], list[str]]:
     """Exit statuses and what each rank printed on standard error."""
     script = folder / "ranks.py"
     script.write_text(SCRIPT)
@@ -72,8 +84,16 @@ def run(folder: Path, fault: str, children: bool = False) -> tuple[list[int], li
         )
         for rank in range(3)
     ]
-    printed = [process.communicate(timeout=90)[1] for process in processes]
-    return [process.returncode for process in processes], printed
+    printed = {}
+    try:
+        for rank in sorted(range(3), key=lambda rank: fault == f"freeze{rank}"):  # that one ends when it is killed
+            if fault == f"freeze{rank}":
+                processes[rank].kill()
+            printed[rank] = processes[rank].communicate(timeout=60)[1]
+    finally:
+        for process in processes:
+            process.kill()
+    return [process.returncode for process in processes], [printed[rank] for rank in range(3)]
 
 
 def test_ranks_that_end_together_are_no_failure(tmp_path: Path) -> None:
@@ -88,13 +108,36 @@ def test_ranks_that_end_together_are_no_failure(tmp_path: Path) -> None:
         ("raise0", "qerl: a rule; found something; a remedy", [2, 2, 2]),
         ("stop1", "qerl: rank 1: stopped by SIGTERM", [143, 143, 143]),
         ("bug2", "qerl: rank 2: ZeroDivisionError: division by zero", [1, 1, 1]),
-        ("kill2", "qerl: rank 2: no sign of life", [1, 1, -9]),
+        ("word1", "qerl: rank 1: RuntimeError: a gloomy reward of gloo", [1, 1, 1]),
     ],
 )
 def test_a_rank_that_raises_ends_all_with_its_reason(tmp_path: Path, fault: str, last: str, found: list[int]) -> None:
     statuses, printed = run(tmp_path, fault)
     assert statuses == found, printed
     assert printed[0].splitlines()[-1].startswith(last)
+
+
+REMEDY = "; give the command again, a training with --resume auto"
+
+
+@pytest.mark.parametrize(
+    ("fault", "lost", "last"),
+    [
+        ("kill2", 2, "no sign of life for 10 s: killed, or its machine or network is lost"),
+        ("kill0", 0, "it is gone: killed, or its machine or network is lost"),  # and with it the store
+        ("freeze2", 2, "no sign of life for 6 s: killed, or its machine or network is lost"),
+        ("freeze0", 0, "no sign of life for 6 s: killed, or its machine or network is lost"),  # a store without answers
+    ],
+)
+def test_a_rank_that_is_lost_ends_all_with_one_line_that_says_how_to_go_on(
+    tmp_path: Path, fault: str, lost: int, last: str
+) -> None:
+    statuses, printed = run(tmp_path, fault)
+    assert statuses == [-9 if rank == lost else 1 for rank in range(3)], printed
+    told = [[line for line in one.splitlines() if line.startswith("qerl:")] for one in printed]
+    line = f"qerl: rank {lost}: {last}{REMEDY}"
+    # All are on one machine, whose first process tells; where that is the lost one, the others do.
+    assert told == ([[], [line], [line]] if lost == 0 else [[line], [], []])
 
 
 CHILD = """
@@ -134,4 +177,4 @@ def test_a_process_that_ends_before_the_run_ends_it(
     words = [sys.executable, str(script), str(status), str(seconds)]
     ended = subprocess.run(words, env=environment, stderr=subprocess.PIPE, text=True, timeout=50)
     said = [line for line in ended.stderr.splitlines() if line.startswith("qerl:")]
-    assert ended.returncode == found and said == ([last] if last else []), ended.stderr
+    assert ended.returncode == found and said == ([f"{last}{REMEDY}"] if last else []), ended.stderr
