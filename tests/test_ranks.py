@@ -166,6 +166,22 @@ def test_a_killed_rank_ends_the_run_with_its_reason_and_the_run_goes_on_bit_for_
     assert completions(run) == completions(two)
 
 
+def test_a_killed_first_rank_ends_the_run_with_a_line_of_the_others(tiny_policy_dir: Path, tmp_path: Path) -> None:
+    config = settings(tiny_policy_dir, tmp_path / "run", 2)
+    process = start(config)
+    wait_for_checkpoint(process, tmp_path / "run", config)
+    (other,) = children(process)
+    process.kill()
+    process.wait(timeout=60)
+    until = time.monotonic() + 120
+    while Path(f"/proc/{other}").exists():  # nobody here is its parent
+        assert time.monotonic() < until, printed(config)
+        time.sleep(0.05)
+    (line,) = (line for line in printed(config).splitlines() if line.startswith("qerl:"))
+    assert line.startswith("qerl: rank 0: it is gone: killed, or its machine or network is lost; ")
+    assert line.endswith("give the command again, a training with --resume auto")
+
+
 def test_a_signal_to_any_rank_saves_everywhere_and_the_run_goes_on_on_another_number_of_ranks(
     alone: Path, tiny_policy_dir: Path, tmp_path: Path
 ) -> None:

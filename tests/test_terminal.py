@@ -4,6 +4,8 @@ import logging
 import os
 import pty
 import re
+import socket
+import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
@@ -216,3 +218,59 @@ def test_lightning_asks_for_nothing_of_ours_where_vllm_has_a_process_group(
     assert not [str(one.message) for one in configured if issubclass(one.category, PossibleUserWarning)]
     warnings.warn("It is recommended to use `self.log('mine', ..., sync_dist=True)`", PossibleUserWarning, stacklevel=2)
     assert "mine" in str(configured[-1].message)
+
+
+WARNING_RANKS = """
+import os, sys
+import torch
+from torch import distributed
+from transformers import AutoModelForCausalLM
+from qerl_pl.cli.terminal import configure_terminal
+from qerl_pl.modules.recompute import Recomputation
+from qerl_pl.rewards.math_pool import MathPool
+
+configure_terminal()
+distributed.init_process_group("gloo")
+if distributed.get_rank() == 1:
+    choice = Recomputation(AutoModelForCausalLM.from_pretrained(sys.argv[1]), "auto", False, torch.float32)
+    choice.load("false")
+    attempts = []
+
+    def work():
+        attempts.append(1)
+        if len(attempts) == 1:
+            raise torch.OutOfMemoryError("no room")
+
+    choice.attempt(work, [])
+    MathPool(0.3, 0.3, 1).equivalent([("1", "5^{9^{9^9}}")])
+distributed.barrier()
+"""
+
+
+def test_what_only_one_rank_has_met_is_told_by_that_rank_once(tiny_policy_dir: Path, tmp_path: Path) -> None:
+    script = tmp_path / "ranks.py"
+    script.write_text(WARNING_RANKS)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2"}
+    place |= {"PYTHONPATH": os.pathsep.join(sys.path)}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(script), str(tiny_policy_dir)],
+            env={**os.environ, **place, "RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    said = [process.communicate(timeout=120)[1] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], said
+    warned = [[line for line in one.splitlines() if "qerl_pl" in line and "WARNING" in line] for one in said]
+    assert warned == [
+        [],
+        [
+            "WARNING qerl_pl.modules.recompute: rank 1: gradient_checkpointing auto goes on with selective, for false "
+            "ran out of memory: no room",
+            "WARNING qerl_pl: rank 1: counted as wrong, for it cannot be graded within the limits: '5^{9^{9^9}}'",
+        ],
+    ]

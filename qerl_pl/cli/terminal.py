@@ -84,7 +84,7 @@ def configure_terminal() -> None:
     logging.basicConfig(
         level=logging.INFO, format="%(levelname)s %(name)s: %(message)s", handlers=[StandardError(sys.stderr)]
     )
-    if not is_first_process():  # what all ranks have to say, the first one says
+    if not is_first_process():  # what all ranks have to say, the first one says; see `warn_of_this_rank`
         logging.disable(logging.WARNING)
         warnings.simplefilter("ignore")
     for name, level in LEVELS.items():

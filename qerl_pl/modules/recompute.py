@@ -19,6 +19,7 @@ from qerl_pl.engines.capacity import GIB
 from qerl_pl.formats.norm import Float32RMSNorm
 from qerl_pl.modules.lora import LoraLinear
 from qerl_pl.run.ranks import Ranks
+from qerl_pl.run.warn import warn_of_this_rank
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -172,7 +173,8 @@ class Recomputation:
     def _fall_back(self, reason: str) -> None:
         before = self.mode
         self._take(MODES[MODES.index(before) + 1])
-        log.warning(
+        warn_of_this_rank(
+            log,
             "gradient_checkpointing auto goes on with %s, for %s ran out of memory: %s",
             name(self.mode),
             name(before),

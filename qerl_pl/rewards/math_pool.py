@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from qerl_pl.errors import UserError
+from qerl_pl.run.warn import warn_of_this_rank
 
 log = logging.getLogger("qerl_pl")
 
@@ -64,7 +65,7 @@ class MathPool:
         again = [pair for pair in slow[: int(self.batch_seconds / self.seconds)] if pair not in self._hopeless]
         verdicts |= self._grade(again, self.seconds)
         for _, answer in (pair for pair in slow if verdicts[pair] is None and pair not in self._hopeless):
-            log.warning("counted as wrong, for it cannot be graded within the limits: %.200r", answer)
+            warn_of_this_rank(log, "counted as wrong, for it cannot be graded within the limits: %.200r", answer)
         for pair in again:
             if verdicts[pair] is None:
                 self._hopeless[pair] = None
