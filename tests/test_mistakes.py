@@ -73,6 +73,10 @@ PARSED = {
         ["--trainer.callbacks.RolloutCallback.sampling.stop", "['']"],
         "none of them empty; found .*; correct the list",
     ),
+    "nothing likely of a held-out prompt": (
+        ["--trainer.callbacks.RolloutCallback.eval_sampling.top_p", "0"],
+        "eval_sampling.top_p must be above 0",
+    ),
     "nothing likely": (["--trainer.callbacks.RolloutCallback.sampling.top_p", "0"], "top_p must be above 0"),
     "nearly greedy": (
         ["--trainer.callbacks.RolloutCallback.sampling.temperature", "0.005"],
