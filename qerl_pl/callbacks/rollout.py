@@ -106,9 +106,10 @@ class RolloutCallback(Callback):
         """Start the engine: before the policy is loaded, so that it can lend its weights."""
         module = _module(pl_module)
         module.hand_over = self._hand_over
+        data = _data(trainer)
+        self.config.check_references(data.prompts)
         if self._collector is not None:
             return
-        data = _data(trainer)
         if stage == "fit":
             module.update.check_divides(data.batch_size * self.config.group_size)
         adapter = module.policy_config.adapter
