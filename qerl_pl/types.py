@@ -6,8 +6,8 @@ V vocabulary, r adapter rank. Token ids are Python ints until `Experience`, wher
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -51,20 +51,54 @@ class SamplingConfig:
     stop: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        heat = self.temperature
-        for name, rule, holds in (
-            ("max_tokens", "at least 1", self.max_tokens >= 1),
-            ("temperature", "0 or a number of at least 0.01", heat == 0 or 0.01 <= heat < math.inf),
-            ("top_p", "above 0 and at most 1", 0 < self.top_p <= 1),
-            ("top_k", "at least 0", self.top_k >= 0),
-            ("min_p", "at least 0 and below 1", 0 <= self.min_p < 1),
-        ):
-            if not holds:
-                raise UserError(f"sampling.{name} must be {rule}; found {getattr(self, name)}; leave it out if unsure")
-        if isinstance(self.stop, str) or not all(self.stop):
-            raise UserError(
-                f"sampling.stop must be a list of strings, none of them empty; found {self.stop!r}; correct the list"
-            )
+        _check_sampling("sampling", vars(self))
+
+
+@dataclass(frozen=True)
+class EvalSampling:
+    """How samples of held-out prompts are drawn; what is null, or left out, is as in training.
+
+    Args:
+        max_tokens: Most tokens of a completion; one that reaches it is truncated.
+        temperature: Divides the logits; 0 is greedy decoding.
+        top_p: Keep the smallest set of tokens whose probability is at least this.
+        top_k: Keep this many tokens; 0 keeps all.
+        min_p: Drop tokens below this fraction of the most likely token's probability.
+        stop: Strings that end a completion when they appear in its text.
+    """
+
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    stop: Sequence[str] | None = None
+
+    def __post_init__(self) -> None:
+        _check_sampling("eval_sampling", self._given)
+
+    @property
+    def _given(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if value is not None}
+
+    def over(self, training: SamplingConfig) -> SamplingConfig:
+        """Training's sampling with what is given here in its place."""
+        return replace(training, **self._given)
+
+
+def _check_sampling(owner: str, given: Mapping[str, Any]) -> None:
+    for name, rule, holds in (
+        ("max_tokens", "at least 1", lambda tokens: tokens >= 1),
+        ("temperature", "0 or a number of at least 0.01", lambda heat: heat == 0 or 0.01 <= heat < math.inf),
+        ("top_p", "above 0 and at most 1", lambda share: 0 < share <= 1),
+        ("top_k", "at least 0", lambda count: count >= 0),
+        ("min_p", "at least 0 and below 1", lambda share: 0 <= share < 1),
+    ):
+        if name in given and not holds(given[name]):
+            raise UserError(f"{owner}.{name} must be {rule}; found {given[name]}; leave it out if unsure")
+    stop = given.get("stop", ())
+    if isinstance(stop, str) or not all(stop):
+        raise UserError(f"{owner}.stop must be a list of strings, none of them empty; found {stop!r}; correct the list")
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,8 @@ from rank_helpers import ThreadRanks, on_ranks
 from scripted import PROMPTS, Even, Long, Scripted, Watched, Words, config_of, nobody
 
 from qerl_pl.algorithm import DrGRPO, NormNoise
+from qerl_pl.algorithm.advantages import AdvantageNorm
+from qerl_pl.algorithm.objectives import Objective
 from qerl_pl.rollout.collector import Collector
 from qerl_pl.rollout.dealing import deal
 from qerl_pl.run.ranks import ALONE, Ranks
@@ -18,15 +20,16 @@ from qerl_pl.types import Evaluation
 BATCHES = PROMPTS[:3], PROMPTS[1:]
 
 
-def collector_on(ranks: Ranks, engine: Scripted, **changes: Any) -> Collector:
-    return Collector(config_of(**changes), engine, Words(), DrGRPO(), seed=7, ranks=ranks)
+def collector_on(ranks: Ranks, engine: Scripted, objective: Objective | None = None, **changes: Any) -> Collector:
+    return Collector(config_of(**changes), engine, Words(), objective or DrGRPO(), seed=7, ranks=ranks)
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_ranks_make_together_the_rollout_of_one(size: int) -> None:
+@pytest.mark.parametrize("norm", ["none", "group", "batch"])
+def test_ranks_make_together_the_rollout_of_one(size: int, norm: AdvantageNorm) -> None:
     def work(ranks: Ranks) -> tuple[list[Any], list[Any], dict[str, float]]:
         engine, policy = Scripted(), Watched()
-        collector, found, asked = collector_on(ranks, engine), [], []
+        collector, found, asked = collector_on(ranks, engine, DrGRPO(advantage_norm=norm)), [], []
         for version, batch in enumerate(BATCHES):
             noise = NormNoise(0.01, seed=7, version=version)
             found.append(collector.collect(batch, policy.weights(version, noise=noise), policy, nobody))

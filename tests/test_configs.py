@@ -22,6 +22,7 @@ from qerl_pl.algorithm.objectives import Objective
 from qerl_pl.callbacks import AdaptiveQuantizationNoise, RolloutCallback
 from qerl_pl.cli.main import COMMANDS, main
 from qerl_pl.datamodules import PromptDataModule
+from qerl_pl.types import SamplingConfig
 
 ROOT = Path(__file__).parents[1]
 SHIPPED = sorted((ROOT / "configs").glob("*.yaml"))
@@ -160,6 +161,21 @@ def test_printed_configuration_parses_again(capsys: pytest.CaptureFixture[str], 
     path.write_text(first)
     assert printed(capsys, "fit", "-c", str(path), "--print_config") == first
     assert yaml.safe_load(first)["model"]["optimizer"]["init_args"]["lr"] == 0.002
+
+
+def test_the_sampling_of_held_out_prompts_may_be_given_in_part(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """As model cards advise it; read again from what is printed, which a run's folder keeps, it is the same."""
+    rollout, path = "--trainer.callbacks.RolloutCallback", tmp_path / "printed.yaml"
+    given = [f"{rollout}.sampling", "{max_tokens: 900, stop: [END]}"]
+    given += [f"{rollout}.eval_sampling", "{temperature: 0.6, top_p: 0.95}"]
+    path.write_text(printed(capsys, "test", "-c", str(QUICKSTART), *given, "--print_config"))
+    expected = SamplingConfig(max_tokens=900, temperature=0.6, top_p=0.95, stop=["END"])
+    for settings in (built("test", "-c", str(QUICKSTART), *given), built("validate", "-c", str(path))):
+        assert callback(settings, RolloutCallback).config.evaluation_sampling() == expected
+    one = built("test", "-c", str(ROOT / "configs" / "evaluate.yaml"), f"{rollout}.eval_sampling.temperature", "0.6")
+    assert callback(one, RolloutCallback).config.evaluation_sampling() == SamplingConfig(4096, 0.6, stop=[])
 
 
 def unexplained(text: str) -> list[str]:

@@ -212,6 +212,68 @@ def test_bigmath_validates_on_another_table(tmp_path: Path, tokenizer: str) -> N
     assert len(prompts_of(data, "train")) == 5
 
 
+def test_bigmath_drops_rows_without_an_answer(tmp_path: Path, tokenizer: str, caplog: pytest.LogCaptureFixture) -> None:
+    """No completion is right there; a benchmark's table, which is not filtered, is refused."""
+    rows = [{"problem": f"p{n}", "answer": answer} for n, answer in enumerate(["1", "", "2", " \n", "3"])]
+    file = write_jsonl(tmp_path / "bigmath.jsonl", rows)
+    data = BigMathDataModule(str(file), batch_size=1, val_size=0, tokenizer=tokenizer)
+    data.setup("fit")
+    assert {prompt.id for prompt in prompts_of(data, "train")} == {"train-0", "train-2", "train-4"}
+    assert f"2 of 5 rows of {file} have an empty answer, row 2 the first: they are left out" in caplog.text
+    train = write_jsonl(tmp_path / "train.jsonl", BIGMATH)
+    with pytest.raises(UserError, match="an answer must not be empty; row 2 of .*bigmath.jsonl has none; correct it"):
+        BigMathDataModule(str(train), val_path=str(file), batch_size=1, tokenizer=tokenizer).setup("fit")
+    write_jsonl(file, rows[1:2])
+    with pytest.raises(UserError, match="an answer must not be empty; none of 1 rows of .*bigmath.jsonl has one"):
+        BigMathDataModule(str(file), batch_size=1, val_size=0, tokenizer=tokenizer).setup("fit")
+
+
+@pytest.mark.parametrize("path", ["train.jsonl", ""])
+def test_bigmath_does_not_validate_on_the_file_that_it_trains_on(tmp_path: Path, tokenizer: str, path: str) -> None:
+    write_jsonl(tmp_path / "train.jsonl", BIGMATH)
+    same = str(tmp_path / "x" / ".." / "train.jsonl")
+    (tmp_path / "x").mkdir()
+    data = BigMathDataModule(str(tmp_path / path), val_path=same, batch_size=1, tokenizer=tokenizer)
+    with pytest.raises(UserError, match="val_path must be another table than is trained on; got val_path=.*; name"):
+        data.setup("fit")
+    write_jsonl(tmp_path / "test.jsonl", [{"problem": "v", "answer": "1"}])
+    data = BigMathDataModule(str(tmp_path), val_path=str(tmp_path), batch_size=1, tokenizer=tokenizer)
+    data.setup("fit")  # a folder has a file a split
+    assert [prompt.text for prompt in prompts_of(data, "val")] == ["v"]
+
+
+def test_questions_that_are_trained_on_and_held_out_are_counted(
+    tokenizer: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Repeats(PromptDataModule):
+        own, tested = 2, 3
+
+        def train_rows(self) -> list[Row]:
+            return [Row(f"r-{n}", f"How many are {n % 6} ?", "1") for n in range(10)]
+
+        def val_rows(self) -> list[Row]:
+            return [Row(f"v-{n}", f"How many are {n} ?", "1") for n in range(self.own, self.own + 5)]
+
+        def test_rows(self) -> list[Row]:
+            return [Row(f"t-{n}", f"How many are {n} ?", "1") for n in range(self.tested, self.tested + 20)]
+
+    def warned(data: PromptDataModule, stage: str) -> list[str]:
+        caplog.clear()
+        data.setup(stage)
+        return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+    data = Repeats(batch_size=1, val_size=64, tokenizer=tokenizer)
+    rest = "are trained on, too: accuracy there is not that of new questions; take them out of one of the two"
+    assert warned(data, "fit") == [f"4 of 5 validation questions (the first is that of v-2) {rest}"]
+    assert warned(data, "test") == [f"3 of 20 test questions (the first is that of t-3) {rest}"]
+    Repeats.own = Repeats.tested = 50
+    assert warned(Repeats(batch_size=1, tokenizer=tokenizer), "test") == []
+    Repeats.val_rows = Repeats.test_rows = PromptDataModule.val_rows  # type: ignore[method-assign]
+    drawn = Repeats(batch_size=1, val_size=9, tokenizer=tokenizer)  # of ten prompts, four questions stand there twice
+    (line,) = warned(drawn, "test")
+    assert line.startswith("1 of 9 validation questions")
+
+
 @pytest.mark.parametrize(
     ("row", "level"),
     [
@@ -235,6 +297,7 @@ def test_arithmetic_splits_do_not_meet(tokenizer: str) -> None:
     train, val, test = (prompts_of(data, use) for use in ("train", "val", "test"))
     assert (len(train), len(val), len(test)) == (50, 20, 10)
     assert not {prompt.id for prompt in val} & {prompt.id for prompt in test}
+    assert not {prompt.text for prompt in train} & {prompt.text for prompt in (*val, *test)}
     for prompts, split in ((train, "train"), (val, "validation"), (test, "validation")):
         for prompt in prompts:
             numbers = tuple(int(word) for word in prompt.text.replace(".", " ").split() if word.isdigit())

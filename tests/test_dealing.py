@@ -17,6 +17,8 @@ def test_the_longest_first_to_the_rank_with_the_fewest_tokens() -> None:
     assert deal("abcdef", foreseen, 2) == [[0, 1, 2], [3, 4, 5]]
     # an unknown one counts as the mean, 206: after e, before c
     assert deal("gbde", foreseen, 2) == [[0, 1], [2, 3]]
+    # and not as one token, nor as none: a to 0, g (50) to 1, c to 1 (50 < 100), and b to 0, the last
+    assert deal("gabc", {"a": 100.0, "b": 10.0, "c": 40.0}, 2) == [[1, 2], [0, 3]]
 
 
 @pytest.mark.parametrize(("prompts", "size"), [(7, 3), (8, 3), (9, 3), (2, 4)])

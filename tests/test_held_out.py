@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from scripted import Even, Scripted, Watched, Words
+from scripted import Even, Scripted, Watched, Words, config_of
 
 from qerl_pl.algorithm import GRPO
 from qerl_pl.rollout.collector import Collector
 from qerl_pl.rollout.config import CollectorConfig
 from qerl_pl.rollout.kept import KeptSamples
-from qerl_pl.types import Evaluation, Prompt, RolloutRequest, SamplingConfig
+from qerl_pl.types import EvalSampling, Evaluation, Prompt, RolloutRequest, SamplingConfig
 
 PROMPTS = [Prompt(f"p{index}", (1,) * (index + 1), f"question {index}", str(index)) for index in range(5)]
 
@@ -52,10 +52,23 @@ def test_the_engine_is_asked_for_so_many_completions_whosever_they_are() -> None
 
 def test_held_out_prompts_have_their_own_sampling() -> None:
     engine = Counting()
-    evaluate(engine, eval_sampling=SamplingConfig(max_tokens=2, temperature=0.6, top_p=0.9, stop=("x",)))
+    evaluate(engine, eval_sampling=EvalSampling(max_tokens=2, temperature=0.6, top_p=0.9, stop=("x",)))
     greedy, sampled = (call[2] for call in engine.calls if call[0] == "generate")
     assert sampled == SamplingConfig(max_tokens=2, temperature=0.6, top_p=0.9, stop=("x",))
     assert greedy == SamplingConfig(max_tokens=2, temperature=0.0, stop=("x",))
+
+
+def test_what_the_sampling_of_held_out_prompts_leaves_out_is_as_in_training() -> None:
+    training = SamplingConfig(max_tokens=700, temperature=0.9, top_p=0.8, top_k=5, min_p=0.1, stop=("END",))
+
+    def resolved(given: EvalSampling | None) -> SamplingConfig:
+        return config_of(sampling=training, eval_sampling=given).evaluation_sampling()
+
+    assert resolved(EvalSampling()) == training
+    assert resolved(EvalSampling(temperature=0.6, top_p=0.95)) == replace(training, temperature=0.6, top_p=0.95)
+    explicit = EvalSampling(max_tokens=1, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, stop=())
+    assert resolved(explicit) == SamplingConfig(max_tokens=1, temperature=0.0)  # 0 and no strings are no gaps
+    assert resolved(None) == SamplingConfig(max_tokens=700, stop=("END",))
 
 
 def test_what_was_kept_before_a_kill_is_not_sampled_again(tmp_path: Path) -> None:

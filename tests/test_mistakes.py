@@ -73,6 +73,10 @@ PARSED = {
         ["--trainer.callbacks.RolloutCallback.sampling.stop", "['']"],
         "none of them empty; found .*; correct the list",
     ),
+    "nothing likely of a held-out prompt": (
+        ["--trainer.callbacks.RolloutCallback.eval_sampling.top_p", "0"],
+        "eval_sampling.top_p must be above 0",
+    ),
     "nothing likely": (["--trainer.callbacks.RolloutCallback.sampling.top_p", "0"], "top_p must be above 0"),
     "nearly greedy": (
         ["--trainer.callbacks.RolloutCallback.sampling.temperature", "0.005"],
@@ -226,6 +230,8 @@ FOUND_LATER: dict[str, tuple[list[str] | None, list[str], str]] = {
     "no validation's share": (GSM8K, ["--trainer.val_check_interval", "0.0"], "found val_check_interval=0.0 "),
     "validation by the clock": (GSM8K, ["--trainer.val_check_interval", "00:01:00:00"], "not by the clock; found "),
     "validation after no epoch": (GSM8K, ["--trainer.check_val_every_n_epoch", "0"], "check_val_every_n_epoch=0;"),
+    "no step": (GSM8K, ["--trainer.max_steps", "0"], "trainer.max_steps=0 leaves none; raise it, or set it to -1"),
+    "no epoch": (GSM8K, ["--trainer.max_epochs", "0"], "trainer.max_epochs=0 leaves none; raise it"),
     "no batch": (GSM8K, ["--trainer.limit_train_batches", "0"], "limit_train_batches=0 leaves none; raise it"),
 }
 

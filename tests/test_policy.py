@@ -102,6 +102,14 @@ def test_reference_is_the_base_whatever_was_trained(base: Path, dense: Path, tra
         assert (policy.token_logprobs(tokens, lengths, mask, 1.0)[0] - expected).abs().max() > 0.01
 
 
+def test_an_engine_gets_what_was_trained_and_of_the_reference_nothing(base: Path) -> None:
+    policy = make(base, train_norms=True)
+    perturb(policy)
+    trained, reference = policy.weights(3), policy.weights(3, adapter=False)
+    assert trained.adapter is not None and len(trained.adapter) == 2 * 7 and len(trained.tensors) == 2 * 2
+    assert reference.adapter is None and reference.tensors == {}  # the engine's norms are then the base's
+
+
 def test_base_stays_in_four_bits_and_only_adapter_and_norms_train(base: Path) -> None:
     policy = make(base, train_norms=True)
     quantized = [module for module in policy.modules() if isinstance(module, FrozenLinear)]

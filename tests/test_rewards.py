@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from decimal import Decimal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -237,7 +238,10 @@ def test_a_reward_that_raises_on_no_sample_alone() -> None:
         ([0.0], "got 1 for 2 samples.*completion 'first'"),
         ([0.0, 0.0, 0.0], "got 3 for 2 samples"),
         (None, "raised TypeError"),
-        ([0.0, "x"], "raised ValueError"),
+        ([0.0, "x"], "must return numbers; got 'x', a str, on prompt 'How many\\?', completion 'second'; return float"),
+        ([0.0, "1.0"], "must return numbers; got '1.0', a str, on prompt 'How many\\?', completion 'second'; return"),
+        ("01", "must return numbers; got '0', a str, on prompt 'How many\\?', completion 'first'; return float"),
+        ([b"1", 0.0], "must return numbers; got b'1', a bytes, on"),
     ],
 )
 def test_bad_values_are_named(values: object, message: str) -> None:
@@ -256,9 +260,11 @@ def test_bad_values_are_named(values: object, message: str) -> None:
         ([Fixed([3e38]), Fixed([3e38], name="other")], "the sum of all rewards must be a float32 number"),
         ([Fixed([], weight="1")], "weight='1'"),
         ([lambda samples: []], "function has name=None and weight=None"),
+        ("qerl_pl.rewards.Format", "rewards must be a list of them; found 'qerl_pl.rewards.Format'; put"),
+        (Format(), "rewards must be a list of them; found <qerl_pl.rewards.* object"),
     ],
 )
-def test_bad_lists_of_rewards(rewards: list, message: str) -> None:
+def test_bad_lists_of_rewards(rewards: Any, message: str) -> None:
     with pytest.raises(UserError, match=message):
         score(rewards, [sample("")])
 

@@ -22,6 +22,7 @@ from qerl_pl.engines import EngineSpec, TransformersEngine
 from qerl_pl.engines.base import LentWeights
 from qerl_pl.errors import UserError
 from qerl_pl.modules import QeRLModule
+from qerl_pl.rewards import GSM8KAnswer, MathAnswer
 from qerl_pl.rollout.collector import Collector
 from qerl_pl.rollout.config import CollectorConfig
 from qerl_pl.run.checkpoints import AtomicCheckpointIO
@@ -127,6 +128,53 @@ def test_noise_is_that_of_the_version_in_training_and_none_in_evaluation(tiny_po
     resumed.setup(trainer, module, "fit")
     assert module.noise is not None and module.noise(9).sigma == pytest.approx(1e-4)
     assert (module.noise(9).seed, module.noise(9).version) == (5, 9)
+
+
+@pytest.mark.parametrize(
+    ("batches", "stages", "noiseless", "said"),
+    [
+        (2, 4, True, "2 planned rollouts are fewer than 4 stages of noise: sigma is at most 0.0001 (sigma_start=0.01)"),
+        (3, 4, True, "3 planned rollouts are fewer than 4 stages of noise: sigma is at most 0.01 (sigma_start=0.01)"),
+        (1, 2, True, "1 planned rollouts are fewer than 2 stages of noise: sigma is at most 0 (sigma_start=0.01)"),
+        (4, 4, True, None),
+        (1, 1, False, None),
+    ],
+)
+def test_a_run_too_short_for_its_stages_of_noise_is_told(
+    batches: int, stages: int, noiseless: bool, said: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    module, trainer = module_of(Path("nowhere")), SimpleNamespace(max_steps=-1, max_epochs=1, global_rank=0)
+    trainer.datamodule = SimpleNamespace(batches_per_epoch=batches)
+    module._trainer = trainer  # type: ignore[assignment]
+    for sigma in (0.01, 0.0):  # without noise there is nothing to tell
+        noise = AdaptiveQuantizationNoise(sigma, sigma / 100, stages, noiseless_first_stage=noiseless)
+        noise.setup(trainer, module, "fit")  # type: ignore[arg-type]
+        assert module.noise is not None and max(module.noise(version).sigma for version in range(batches)) <= sigma
+    warned = [record.getMessage() for record in caplog.records]
+    assert warned == ([] if said is None else [f"{said}; lower stages, or plan more rollouts"])
+
+
+@pytest.mark.parametrize("reward", [MathAnswer(), GSM8KAnswer()])
+def test_an_empty_reference_is_refused_where_a_reward_compares_with_it(
+    tiny_policy_dir: Path, tmp_path: Path, reward: Any
+) -> None:
+    class Empty(ArithmeticDataModule):
+        def train_rows(self) -> Any:
+            return [
+                replace(row, reference=" ") if row.id in ("train-3", "train-5") else row for row in super().train_rows()
+            ]
+
+    def fit(*rewards: Any) -> None:
+        rollout, given = (
+            RolloutCallback([*rewards], Recording(), 2, SamplingConfig(max_tokens=4)),
+            Empty(train_size=8, batch_size=2, val_size=2, test_size=2),
+        )
+        trainer_of(tmp_path, rollout=rollout, max_steps=1).fit(module_of(tiny_policy_dir), datamodule=given)
+
+    said = f"empty where {type(reward).__name__} compares with it; 2 of 10 prompts have such a one, the first train-3;"
+    with pytest.raises(UserError, match=said):
+        fit(reward)
+    fit(Vowels())  # which reads none
 
 
 @pytest.mark.parametrize(("per_rank", "rank", "draw"), [(False, 3, 0), (True, 3, 3), (True, 0, 0)])

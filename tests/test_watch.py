@@ -39,6 +39,9 @@ except UserError as error:
 a, b = torch.full((2,), float(rank)), torch.full((3, 1), 10.0 * rank)
 ranks.sum([a, b])
 assert a.tolist() == [3.0, 3.0] and b.flatten().tolist() == [30.0] * 3
+alone = torch.full((2,), float(rank))  # summed where it is, without a copy
+ranks.sum([alone])
+assert alone.tolist() == [3.0, 3.0]
 try:
     if fault == f"raise{rank}":
         raise UserError("a rule; found something; a remedy")

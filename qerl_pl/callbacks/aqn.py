@@ -1,5 +1,6 @@
 """Adaptive quantization noise (AQN) as a callback: it only decides how much noise each rollout gets."""
 
+import logging
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -7,6 +8,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from qerl_pl.algorithm.noise import Decay, NoiseSchedule, NormNoise
 from qerl_pl.errors import UserError
 from qerl_pl.modules.qerl import QeRLModule
+
+log = logging.getLogger(__name__)
 
 
 class AdaptiveQuantizationNoise(Callback):
@@ -50,6 +53,8 @@ class AdaptiveQuantizationNoise(Callback):
         def noise(version: int) -> NormNoise:
             if self.planned_rollouts is None:
                 self.planned_rollouts = module.planned_rollouts()
+                if trainer.global_rank == 0:
+                    _warn_of_few(self.schedule, self.planned_rollouts)
             sigma, draw = self.schedule.sigma(version, self.planned_rollouts), trainer.global_rank * self.per_rank
             return NormNoise(sigma, module.seed, version, draw)
 
@@ -62,3 +67,16 @@ class AdaptiveQuantizationNoise(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take the plan over."""
         self.planned_rollouts = state_dict["planned_rollouts"]
+
+
+def _warn_of_few(schedule: NoiseSchedule, rollouts: int) -> None:
+    """Tell of a run that is too short for its stages: the strongest of them may be among those left out."""
+    if rollouts < schedule.stages and schedule.sigma_start > 0:
+        log.warning(
+            "%d planned rollouts are fewer than %d stages of noise: sigma is at most %g (sigma_start=%g); lower "
+            "stages, or plan more rollouts",
+            rollouts,
+            schedule.stages,
+            max(schedule.sigma(rollout, rollouts) for rollout in range(rollouts)),
+            schedule.sigma_start,
+        )

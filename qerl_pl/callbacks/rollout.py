@@ -15,7 +15,7 @@ from qerl_pl.rollout.collector import Collector
 from qerl_pl.rollout.config import CollectorConfig
 from qerl_pl.rollout.hand_over import HandOver
 from qerl_pl.run.strategy import ranks_of
-from qerl_pl.types import Prompt, SamplingConfig
+from qerl_pl.types import EvalSampling, Prompt, SamplingConfig
 
 log = logging.getLogger(__name__)
 
@@ -45,8 +45,8 @@ class RolloutCallback(Callback):
             warns in training (with noise).
         check_every: Rollouts between self-checks.
         accuracy_reward: Name of the reward that tells whether a completion is right (above 0.5); null takes the first.
-        eval_sampling: How held-out samples are sampled; the greedy one has its token limit and stop strings too. null
-            takes temperature 1, with training's limit and stop strings.
+        eval_sampling: How held-out samples are sampled; a key that is left out is as in `sampling`. The greedy sample
+            has its token limit and stop strings too. null takes temperature 1 without filters, and those of `sampling`.
         eval_batch: Most completions of held-out prompts that the engine is asked for at once, whosever they are; null
             asks for all of a batch of prompts.
     """
@@ -62,7 +62,7 @@ class RolloutCallback(Callback):
         mismatch_bound: float = 0.25,
         check_every: int = 50,
         accuracy_reward: str | None = None,
-        eval_sampling: SamplingConfig | None = None,
+        eval_sampling: EvalSampling | None = None,
         eval_batch: int | None = None,
     ) -> None:
         self.config = CollectorConfig(
@@ -106,9 +106,10 @@ class RolloutCallback(Callback):
         """Start the engine: before the policy is loaded, so that it can lend its weights."""
         module = _module(pl_module)
         module.hand_over = self._hand_over
+        data = _data(trainer)
+        self.config.check_references(data.prompts)
         if self._collector is not None:
             return
-        data = _data(trainer)
         if stage == "fit":
             module.update.check_divides(data.batch_size * self.config.group_size)
         adapter = module.policy_config.adapter

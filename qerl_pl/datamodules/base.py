@@ -3,7 +3,6 @@
 import hashlib
 import logging
 import random
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, cast
 
@@ -14,9 +13,9 @@ from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from qerl_pl.datamodules.rows import Row, checked_rows
+from qerl_pl.datamodules.rows import Row, checked_rows, require_different_ids
 from qerl_pl.datamodules.sampler import PromptSampler
-from qerl_pl.datamodules.sets import TableConfig, require_prompts, sets_by_name
+from qerl_pl.datamodules.sets import TableConfig, require_prompts, sets_by_name, warn_of_repeats
 from qerl_pl.errors import UserError, require_at_least
 from qerl_pl.prompting import SYSTEM_PROMPT, render_prompts
 from qerl_pl.run.intervals import check_intervals
@@ -142,15 +141,14 @@ class PromptDataModule(LightningDataModule):
                     "prompts; lower it."
                 )
             self._train = train
-            digest = hashlib.sha256()
-            for prompt in train:
-                digest.update(repr(prompt).encode())
-            self._digest = digest.hexdigest()
+            self._digest = hashlib.sha256("".join(map(repr, train)).encode()).hexdigest()
+            warn_of_repeats(train, self._val, "validation")
         if stage == "fit" and self.trainer is not None:
             check_intervals(self.trainer, self.batches_per_epoch)
         if stage == "test" and not self._test:
             tested = sets_by_name(self._given(self.test_sets), self.test_rows, owner, bool(self._tables))
             self._test = self._val if tested is None else self._render_sets(tokenizer, tested, "test")
+            warn_of_repeats(self._train, {} if tested is None else self._test, "test")
         if stage in ("validate", "test"):
             require_prompts(stage, self._val if stage == "validate" else self._test, self.val_size)
 
@@ -191,6 +189,12 @@ class PromptDataModule(LightningDataModule):
     def test_names(self) -> tuple[str, ...]:
         """Name of each loader's test set; of a single one ""."""
         return tuple(self._test)
+
+    @property
+    def prompts(self) -> list[Prompt]:
+        """All that were read, each once where a set stands for two."""
+        sets = {id(prompts): prompts for prompts in (self._train, *self._val.values(), *self._test.values())}
+        return [prompt for prompts in sets.values() for prompt in prompts]
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
         """Prompts hold no tensors; Lightning would try to rebuild them."""
@@ -266,12 +270,7 @@ class PromptDataModule(LightningDataModule):
 
     def _render(self, tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], use: str) -> list[Prompt]:
         """Prompts of the rows that are short enough."""
-        names = Counter(row.id for row in rows)
-        if repeated := [name for name, count in names.items() if count > 1]:
-            raise UserError(
-                f"rows must have different ids, which seed their completions; {use} has {repeated[0]!r} "
-                f"{names[repeated[0]]} times; number them"
-            )
+        require_different_ids(rows, use)
         token_ids = render_prompts(tokenizer, [row.question for row in rows], self.system_prompt)
         prompts = [
             Prompt(id=row.id, token_ids=tuple(ids), text=row.question, reference=row.reference)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from qerl_pl.datamodules.base import PromptDataModule
-from qerl_pl.datamodules.rows import Row, read_table
+from qerl_pl.datamodules.rows import Row, local_file, read_table
 from qerl_pl.datamodules.sets import TableConfig
 from qerl_pl.errors import UserError
 from qerl_pl.prompting import SYSTEM_PROMPT
@@ -42,7 +42,7 @@ def solve_rate_of(row: Mapping[str, Any]) -> float | None:
 class BigMathDataModule(PromptDataModule):
     """Big-Math: columns `problem` and `answer`; `source`, `llama8b_solve_rate` and `level` for the filters.
 
-    A filter that is set drops the rows of which it cannot tell.
+    A filter that is set drops the rows of which it cannot tell. Rows to train on whose answer is empty are left out.
 
     Args:
         path: Hub name, or a folder with train.jsonl or train.parquet, or one such file.
@@ -98,12 +98,22 @@ class BigMathDataModule(PromptDataModule):
                 "widen them."
             )
         log.info("%d of %d rows of %s pass %s", len(rows), len(table), self.path, self._filters() or "(no filter)")
-        return rows
+        return _answered(rows, self.path)
 
     def val_rows(self) -> Sequence[Row] | None:
         if self.val_path is None:
             return None
-        return _rows(read_table(self.val_path, "test", ("problem", "answer")), "validation", lambda row: True)
+        file, trained = local_file(self.val_path, "test"), local_file(self.path, "train")
+        if file is not None and trained is not None and file.samefile(trained):
+            raise UserError(
+                f"val_path must be another table than is trained on; got val_path={self.val_path} and "
+                f"path={self.path}; name another, or set it to null to hold prompts out."
+            )
+        rows = _rows(read_table(self.val_path, "test", ("problem", "answer")), "validation", lambda row: True)
+        for number, row in enumerate(rows, start=1):
+            if not row.reference.strip():
+                raise UserError(f"an answer must not be empty; row {number} of {self.val_path} has none; correct it.")
+        return rows
 
     def _filters(self) -> dict[str, Any]:
         """The filters that are set, by argument."""
@@ -147,3 +157,22 @@ def _rows(table: Sequence[Mapping[str, Any]], split: str, keeps: Callable[[Mappi
         for index, row in enumerate(table)
         if keeps(row)
     ]
+
+
+def _answered(rows: Sequence[Row], path: str) -> list[Row]:
+    """Rows that have an answer: no completion is right where there is none."""
+    kept = [row for row in rows if row.reference.strip()]
+    if not kept:
+        raise UserError(
+            f"an answer must not be empty; none of {len(rows)} rows of {path} has one; correct the column, or `path`."
+        )
+    if len(kept) < len(rows):
+        first = next(row for row in rows if not row.reference.strip())
+        log.warning(
+            "%d of %d rows of %s have an empty answer, row %d the first: they are left out",
+            len(rows) - len(kept),
+            len(rows),
+            path,
+            int(first.id.rpartition("-")[2]) + 1,
+        )
+    return kept

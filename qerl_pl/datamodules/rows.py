@@ -1,6 +1,7 @@
 """Reading tables of questions and answers, from the hub or from local files."""
 
 import json
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,6 +42,24 @@ def checked_rows(given: Any, source: str) -> list[Row]:
     return rows
 
 
+def require_different_ids(rows: Iterable[Row], use: str) -> None:
+    """Refuse rows of one name.
+
+    Args:
+        rows: Those of one set.
+        use: What it is for.
+
+    Raises:
+        UserError: An id comes twice.
+    """
+    names = Counter(row.id for row in rows)
+    if repeated := [name for name, count in names.items() if count > 1]:
+        raise UserError(
+            f"rows must have different ids, which seed their completions; {use} has {repeated[0]!r} "
+            f"{names[repeated[0]]} times; number them"
+        )
+
+
 def read_table(path: str, split: str, columns: Collection[str], subset: str | None = None) -> list[Mapping[str, Any]]:
     """All rows of a table, in its order.
 
@@ -55,9 +74,8 @@ def read_table(path: str, split: str, columns: Collection[str], subset: str | No
         UserError: nothing is there, it cannot be read (with file and line where JSON is malformed), it is empty, or
             columns are missing or hold lists.
     """
-    local = Path(path).expanduser()
-    if local.exists():
-        file = local if local.is_file() else _split_file(local, split)
+    file = local_file(path, split)
+    if file is not None:
         rows = list(_read_file(file))
         source = str(file)
     elif path.count("/") == 1 and not path.startswith((".", "/", "~")) and not path.endswith(_SUFFIXES):
@@ -82,6 +100,18 @@ def read_table(path: str, split: str, columns: Collection[str], subset: str | No
                     f"{row[column]!r:.60}; write its text, or choose another column."
                 )
     return rows
+
+
+def local_file(path: str, split: str) -> Path | None:
+    """The file of a local table, or None where there is none: a hub name, or a mistake.
+
+    Raises:
+        UserError: it is a folder without a file of that split.
+    """
+    local = Path(path).expanduser()
+    if not local.exists():
+        return None
+    return local if local.is_file() else _split_file(local, split)
 
 
 def _absent(value: Any) -> bool:

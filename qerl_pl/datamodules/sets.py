@@ -1,11 +1,15 @@
 """What is held out: one set, or several with names."""
 
+import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from qerl_pl.datamodules.rows import Row, checked_rows, read_table
 from qerl_pl.errors import UserError, require_at_least
+from qerl_pl.types import Prompt
+
+log = logging.getLogger("qerl_pl")
 
 _MARK = "####"
 _THOUSANDS = re.compile(r"[-+$]*\d{1,3}(?:,\d{2,3})*,\d{3}(?:\.\d+)?\s*%?")
@@ -66,6 +70,28 @@ def require_prompts(stage: str, sets: Mapping[str, Sequence[object]], val_size: 
             f"to {stage} takes prompts that are held out; found none, for data.val_size is {val_size}{others}; "
             "raise it, or name sets by data.sets"
         )
+
+
+def warn_of_repeats(train: Sequence[Prompt], sets: Mapping[str, Sequence[Prompt]], use: str) -> None:
+    """Tell how many held-out questions are trained on, too: by their text, for each set numbers its own rows.
+
+    Args:
+        train: What is trained on.
+        sets: What is held out, by name.
+        use: What for.
+    """
+    known = {prompt.text for prompt in train}
+    for name, prompts in sets.items():
+        shared = [prompt.id for prompt in prompts if prompt.text in known]
+        if shared:
+            log.warning(
+                "%d of %d %s questions (the first is that of %s) are trained on, too: accuracy there is not that of "
+                "new questions; take them out of one of the two",
+                len(shared),
+                len(prompts),
+                f"{use} on {name}" if name else use,
+                shared[0],
+            )
 
 
 def sets_by_name(

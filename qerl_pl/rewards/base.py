@@ -68,9 +68,11 @@ def check_rewards(rewards: Sequence[Reward]) -> None:
     """Check a list of rewards without calling any.
 
     Raises:
-        UserError: there is none, a name occurs twice or stands for something else, or a name or weight is missing or of
-            another type.
+        UserError: it is no list, there is none, a name occurs twice or stands for something else, or a name or weight
+            is missing or of another type.
     """
+    if isinstance(rewards, str) or not isinstance(rewards, Sequence):
+        raise UserError(f"rewards must be a list of them; found {rewards!r:.60}; put what it names in a list")
     for reward in rewards:
         name, weight = getattr(reward, "name", None), getattr(reward, "weight", None)
         if not isinstance(name, str) or not isinstance(weight, int | float) or not math.isfinite(weight):
@@ -111,7 +113,9 @@ def score(rewards: Sequence[Reward], samples: Sequence[RewardSample]) -> ScoredB
 def _values(reward: Reward, samples: Sequence[RewardSample]) -> list[float]:
     """The reward's values, checked."""
     try:
-        values = [float(value) for value in reward(samples)]
+        returned = list(reward(samples))
+        # Text is left to the check below: "1.0" would pass for a number, and "01" for two.
+        values = [math.nan if isinstance(value, str | bytes) else float(value) for value in returned]
     except UserError:  # names rule and remedy itself
         raise
     except Exception as error:  # whatever a user's reward raises stops the run under the reward's name
@@ -125,7 +129,12 @@ def _values(reward: Reward, samples: Sequence[RewardSample]) -> list[float]:
             f"reward {reward.name!r} must return one value a sample; got {len(values)} for {len(samples)} samples, "
             f"the first of which is {_describe(samples[0]) if samples else 'missing'}; return them in order."
         )
-    for sample, value in zip(samples, values, strict=True):
+    for sample, value, given in zip(samples, values, returned, strict=True):
+        if isinstance(given, str | bytes):
+            raise UserError(
+                f"reward {reward.name!r} must return numbers; got {given!r:.40}, a {type(given).__name__}, on "
+                f"{_describe(sample)}; return float of it."
+            )
         if not abs(value) <= _LARGEST:  # nan is not
             raise UserError(
                 f"reward {reward.name!r} must return finite numbers; got {value} on {_describe(sample)}; "

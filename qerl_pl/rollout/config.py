@@ -7,11 +7,14 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from qerl_pl.errors import UserError, require_at_least
-from qerl_pl.rewards import OverlongPenalty, Reward, check_rewards, extract_answers
+from qerl_pl.rewards import GSM8KAnswer, MathAnswer, OverlongPenalty, Reward, check_rewards, extract_answers
 from qerl_pl.rollout.scoring import Group
-from qerl_pl.types import GradedAnswer, SamplingConfig
+from qerl_pl.types import EvalSampling, GradedAnswer, Prompt, SamplingConfig
 
 log = logging.getLogger("qerl_pl")
+
+PLAIN = EvalSampling(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0)
+"""The policy's own distribution, with training's token limit and stop strings."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +40,8 @@ class CollectorConfig:
     """Rollouts between self-checks; the first two have one, too."""
     accuracy_reward: str | None = None
     """Name of the reward that tells by a value above 0.5 that a completion is right; None takes the first."""
-    eval_sampling: SamplingConfig | None = None
-    """How held-out prompts are sampled; None takes temperature 1 with training's token limit and stop strings."""
+    eval_sampling: EvalSampling | None = None
+    """How held-out prompts are sampled, beside greedily; None takes `PLAIN`."""
     eval_batch: int | None = None
     """Most completions of held-out prompts that the engine is asked for at once; None for all of a batch."""
 
@@ -64,10 +67,23 @@ class CollectorConfig:
                     self.sampling.max_tokens,
                 )
 
+    def check_references(self, prompts: Sequence[Prompt]) -> None:
+        """Refuse prompts without a reference where it is what an answer is compared with: none would ever be right.
+
+        Raises:
+            UserError: There are some.
+        """
+        empty = [prompt.id for prompt in prompts if not prompt.reference.strip()]
+        for reward in self.rewards:
+            if empty and isinstance(reward, GSM8KAnswer | MathAnswer):
+                raise UserError(
+                    f"a reference must not be empty where {type(reward).__name__} compares with it; {len(empty)} of "
+                    f"{len(prompts)} prompts have such a one, the first {empty[0]}; correct them, or leave them out"
+                )
+
     def evaluation_sampling(self) -> SamplingConfig:
         """How held-out prompts are sampled, beside greedily."""
-        limits = self.sampling
-        return self.eval_sampling or SamplingConfig(limits.max_tokens, temperature=1.0, stop=limits.stop)
+        return (PLAIN if self.eval_sampling is None else self.eval_sampling).over(self.sampling)
 
     @property
     def answers(self) -> Reward:

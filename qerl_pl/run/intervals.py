@@ -13,8 +13,15 @@ def check_intervals(trainer: Trainer, batches: int) -> None:
         batches: Training batches of an epoch, within the trainer's limit.
 
     Raises:
-        UserError: An epoch has no batch, or validation would come never, by the clock, or after the epoch's end.
+        UserError: The run has no step or epoch, an epoch has no batch, or validation would come never, by the clock, or
+            after the epoch's end.
     """
+    if trainer.max_steps == 0:
+        raise UserError(
+            "a run needs a step to take; trainer.max_steps=0 leaves none; raise it, or set it to -1 for no limit"
+        )
+    if trainer.max_epochs == 0:
+        raise UserError("a run needs an epoch to train; trainer.max_epochs=0 leaves none; raise it")
     if batches < 1:
         raise UserError(
             f"an epoch needs a batch to train on; trainer.limit_train_batches={trainer.limit_train_batches} leaves "
