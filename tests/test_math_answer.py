@@ -81,6 +81,30 @@ RIGHT = [
     ("17 \\boxed{17} no, \\boxed{18}", "18"),
     ("\\boxed{\\frac{1}{\\sqrt{4}}}", "\\frac12"),
     ("9 * 2 = 18\n#### 18", "18"),
+    ("$-12$", "-12"),
+    ("-$12$", "-12"),
+    ("Answer: -\\(12\\)", "-12"),
+    ("The answer is -$12$.", "-12"),
+    ("The answer is **$12$**.", "12"),
+    ("50\\text{ percent}", "50"),
+    ("$\\frac12$ or, equivalently, $0.5$", "\\frac12"),
+    ("$2$/$3$", "2/3"),
+    ("2$\\pi$", "2\\pi"),
+    ("$50$%", "\\frac12"),
+    ("5 \\text{ cm} or 6 \\text{ cm}", "5, 6"),
+    ("3 \\text{ m} ; 5 \\text{ kg}", "3 ; 5"),
+    ("3 \\text{ m}^2 + 5 \\text{ m}^2", "8"),
+    ("5 \\text{ inches squared}", "5"),
+    ("$-1./3$ or $-1./6$", "-1/6, -1/3"),
+    ("$1$, $2$, $3$, $4$, $5$, $6$, and $7$", "7, 6, 5, 4, 3, 2, 1"),
+    ("$a=1$; $b=2$", "a=1, b=2"),
+    ("I_2+I_1", "I_1+I_2"),
+    ("Since $x > 3$, or so I think, and $x < 5$, the answer is $4$", "4"),
+    ("$18$ - the number of eggs", "18"),
+    ("18", "The answer is $18$."),
+    ("18", "$18$ dollars"),
+    ("$C$ is not  invertible.", "$C$ is not invertible"),
+    ("No real solutions", "\\text{no real solutions}"),
 ]
 WRONG = [
     ("52_7", "52_8"),
@@ -135,6 +159,37 @@ WRONG = [
     ("{no way to read this", "18"),
     ("\\boxed{18} \\boxed{17}", "18"),
     ("18 #### 17", "18"),
+    ("-$12$", "12"),
+    ("- $12$", "12"),
+    ("-\\(12\\)", "12"),
+    ("Answer: -$12$", "12"),
+    ("The answer is -$12$.", "12"),
+    ("12 \\text{ wrong}", "12"),
+    ("-$\\$ 5000$", "5000"),
+    ("2$12$", "12"),
+    ("$12$/$5$", "5"),
+    ("5 \\text{ cm} or 6 \\text{ cm}", "5"),
+    ("5\\text{ cm} and 6\\text{ cm}", "5"),
+    ("$5$ cm or $6$ cm", "6"),
+    ("5 or $6$", "6"),
+    ("$5$ or 6", "5"),
+    ("3 \\text{ m} ; 6 \\text{ kg}", "3 \\text{ m} ; 5 \\text{ kg}"),
+    ("3 \\text{ m} + 5 \\text{ m}", "3"),
+    ("5 \\text{ million}", "5"),
+    ("$1$, $2$, $3$, $4$, $5$, $6$, $7$", "7"),
+    ("$5$ or ${6$", "5"),
+    ("I_1+I_3", "I_1+I_2"),
+    ("2\\gamma_1+x", "2\\gamma_2+x"),
+    *(("$-1./3$ or $-1./6$", one) for one in ("-1/3", "-1/6", "-1./3", "$-1./3$", "$-1/6$")),
+    ("The mode is 1/6. or The mode is 1/3.", "1/3"),
+    ("The mode is $1/6$. or The mode is $1/3$.", "1/3"),
+    ("$b=2$", "$a=1$; $b=2$"),
+    ("2", "$a=1$ for $b=2$"),
+    ("$C$ is invertible", "$C$ is not invertible"),
+    ("C", "$C$ is not invertible"),
+    ("C", "C \\text{ is not invertible}"),
+    ("(1,2)", "increasing on $(0,1)$, decreasing on $(1,2)$"),
+    ("$6$", "$5$ apples and $6$ pears"),
 ]
 
 
@@ -143,6 +198,30 @@ def test_math_answer(math_answer: MathAnswer) -> None:
     expected = [1.0] * len(RIGHT) + [0.0] * len(WRONG)
     wrongly = [pair for pair, value, one in zip(RIGHT + WRONG, values, expected, strict=True) if value != one]
     assert not wrongly
+
+
+REFERENCES = {
+    "a": "18",
+    "b": "The answer is $18$.",
+    "c": "$18$ dollars",
+    "d": "$x = 1$ or $x = 2$",
+    "e": "x^2 \\text{ or } 3 \\text{ cm}",
+    "f": "$C$ is not invertible",
+    "g": "$a=1$ for $b=2$",
+    "h": "\\(C\\) invertible",
+    "i": "C \\text{ is even}",
+    "j": "The answer is not $18$",
+}
+
+
+def test_references_that_can_only_be_compared_as_text_are_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    MathAnswer().check_references({name: REFERENCES[name] for name in "abcde"})
+    assert not caplog.text
+    MathAnswer().check_references(REFERENCES)
+    assert [line.getMessage() for line in caplog.records] == [
+        "MathAnswer compares a reference of prose or of several statements as text alone, for any part of it would "
+        "satisfy it as mathematics: 5 of 10 references, such as '$C$ is not invertible' of f; rewrite or drop them"
+    ]
 
 
 def test_equal_texts_need_no_grading() -> None:
@@ -161,6 +240,13 @@ def test_equal_texts_need_no_grading() -> None:
         ("\\boxed{17} and \\boxed{18", "17"),
         ("16 - 3 = 13\n#### 1,300\nThat is it.", "1,300"),
         ("\\(x = 5\\) dollars", "\\(x = 5\\)"),
+        ("The mode is 1/6. or The mode is 1/3.", "1/6. or The mode is 1/3"),
+        ("Not 7. It is 5 or 6.", "5 or 6"),
+        ("Of 5 or 6 take 5 and have 7.", "7"),
+        ("\\[a \\\\[2pt] b\\] then \\[c", "\\[a \\\\[2pt] b\\]"),
+        ("\\[a\n\\[b\n\\] c", "\\[b\n\\]"),
+        ("\\(a \\(b\\) c", "\\(b\\)"),
+        ("\\\\[a\\\\] so 7", "7"),
         ("nothing", None),
         ("", None),
     ],
@@ -270,6 +356,17 @@ def test_slow_answers_share_the_time_of_their_batch(monkeypatch: pytest.MonkeyPa
         assert reward(samples) == [0, 0, 0, 1, 0, 0, 1, 0]
         assert asked == [(pytest.approx(0.1), ["5", "6", "7", "3", "8", "9", "6", "3"]), (0.6, ["5", "6"])]
         assert len(reward._pool.processes) == workers
+
+
+def test_a_larger_batch_has_more_time_for_its_slow_answers() -> None:
+    class Slow(MathPool):
+        def _grade(self, pairs: Sequence[Pair], seconds: float) -> dict[Pair, bool | None]:
+            return dict.fromkeys(pairs, True if seconds == self.seconds else None)
+
+    pool = Slow(seconds=3.0, batch_seconds=12.0, workers=1)
+    for answers, graded in ((3, 3), (128, 4), (129, 8), (1024, 32), (2048, 64), (3000, 64)):
+        assert sum(pool.equivalent([("18", str(answer)) for answer in range(answers)])) == graded
+    assert sum(pool.equivalent([("18", str(answer)) for answer in range(20)], batch=1024)) == 20
 
 
 def test_grades_do_not_depend_on_what_was_graded_before() -> None:

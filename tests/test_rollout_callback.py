@@ -1,6 +1,6 @@
 """The callback that drives the engine: what it launches, hands over, closes and warns of."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -83,6 +83,26 @@ def test_the_engine_is_launched_once_for_the_policy_and_closed_once(tiny_policy_
     for _ in range(2):
         rollout.close()
         assert engine.closed == 1
+
+
+def test_a_reward_sees_the_references_of_the_data_before_the_engine_starts(
+    tiny_policy_dir: Path, tmp_path: Path
+) -> None:
+    asked: list[Mapping[str, str]] = []
+
+    class Refusing(Vowels):
+        def check_references(self, references: Mapping[str, str]) -> None:
+            asked.append(references)
+            raise UserError("rewrite them")
+
+    for stage in ("fit", "test"):
+        engine, task = Recording(), data()
+        rollout = RolloutCallback([Refusing()], engine, group_size=2, sampling=SamplingConfig(max_tokens=4))
+        with pytest.raises(UserError, match="rewrite them"):
+            getattr(trainer_of(tmp_path, rollout=rollout), stage)(module_of(tiny_policy_dir), datamodule=task)
+        assert engine.specs == []
+    assert [len(references) for references in asked] == [10, 12]  # 8 to train on, 2 to validate, 2 to test
+    assert all(references[row.id] == row.reference for references in asked for row in task.train_rows())
 
 
 class Renamed(ArithmeticDataModule):

@@ -10,7 +10,7 @@ from qerl_pl.engines.base import EngineSpec, RolloutEngine
 from qerl_pl.engines.transformers import TransformersEngine
 from qerl_pl.errors import UserError
 from qerl_pl.modules.qerl import QeRLModule
-from qerl_pl.rewards import Reward
+from qerl_pl.rewards import Reward, check_references
 from qerl_pl.rollout.collector import Collector
 from qerl_pl.rollout.config import CollectorConfig
 from qerl_pl.rollout.hand_over import HandOver
@@ -107,7 +107,7 @@ class RolloutCallback(Callback):
         module = _module(pl_module)
         module.hand_over = self._hand_over
         data = _data(trainer)
-        self.config.check_references(data.prompts)
+        check_references(self.config.rewards, data.references)
         if self._collector is not None:
             return
         if stage == "fit":

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from qerl_pl.datamodules.rows import Row, checked_rows, require_different_ids
 from qerl_pl.datamodules.sampler import PromptSampler
-from qerl_pl.datamodules.sets import TableConfig, require_prompts, sets_by_name, warn_of_repeats
+from qerl_pl.datamodules.sets import TableConfig, draw, require_prompts, sets_by_name, warn_of_repeats
 from qerl_pl.errors import UserError, require_at_least
 from qerl_pl.prompting import SYSTEM_PROMPT, render_prompts
 from qerl_pl.run.intervals import check_intervals
@@ -123,7 +123,7 @@ class PromptDataModule(LightningDataModule):
         tokenizer = self._load_tokenizer()
         if held_out is not None:
             drawn = self._render_sets(tokenizer, held_out, "validation") if self.val_size else {"": []}
-            self._val = {name: self._draw(prompts) for name, prompts in drawn.items()}
+            self._val = {name: draw(prompts, self.val_size, self.seed) for name, prompts in drawn.items()}
         if new:
             train = self._render(tokenizer, rows, "training")
             if held_out is None:
@@ -132,7 +132,7 @@ class PromptDataModule(LightningDataModule):
                         f"val_size must leave prompts to train on; got val_size={self.val_size} of {len(train)} "
                         "prompts; lower it."
                     )
-                self._val = {"": self._draw(train)}
+                self._val = {"": draw(train, self.val_size, self.seed)}
                 chosen = {prompt.id for prompt in self._val[""]}
                 train = [prompt for prompt in train if prompt.id not in chosen]
             if len(train) < self.batch_size:
@@ -191,10 +191,10 @@ class PromptDataModule(LightningDataModule):
         return tuple(self._test)
 
     @property
-    def prompts(self) -> list[Prompt]:
-        """All that were read, each once where a set stands for two."""
-        sets = {id(prompts): prompts for prompts in (self._train, *self._val.values(), *self._test.values())}
-        return [prompt for prompts in sets.values() for prompt in prompts]
+    def references(self) -> dict[str, str]:
+        """Reference of each prompt that was read, by the id of its row, after the name of its set where it has one."""
+        sets = [("", self._train), *self._val.items(), *self._test.items()]
+        return {f"{name} {prompt.id}".strip(): prompt.reference for name, prompts in sets for prompt in prompts}
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
         """Prompts hold no tensors; Lightning would try to rebuild them."""
@@ -292,8 +292,3 @@ class PromptDataModule(LightningDataModule):
             self.max_prompt_tokens,
         )
         return prompts
-
-    def _draw(self, prompts: list[Prompt]) -> list[Prompt]:
-        """`val_size` prompts by seed and id, so that another token limit or filter keeps most of the set."""
-        drawn = sorted(prompts, key=lambda prompt: stream_seed(self.seed, "held out", prompt.id))[: self.val_size]
-        return sorted(drawn, key=lambda prompt: (len(prompt.id), prompt.id))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from qerl_pl.datamodules.rows import Row, checked_rows, read_table
 from qerl_pl.errors import UserError, require_at_least
+from qerl_pl.run.seeding import stream_seed
 from qerl_pl.types import Prompt
 
 log = logging.getLogger("qerl_pl")
@@ -121,3 +122,9 @@ def sets_by_name(
         return sets
     rows = next(iter(sets.values())) if sets else single()
     return None if rows is None else {"": checked_rows(rows, f"{owner}.{single.__name__}")}
+
+
+def draw(prompts: Sequence[Prompt], count: int, seed: int) -> list[Prompt]:
+    """So many prompts by seed and id, so that another token limit or filter keeps most of the set."""
+    drawn = sorted(prompts, key=lambda prompt: stream_seed(seed, "held out", prompt.id))[:count]
+    return sorted(drawn, key=lambda prompt: (len(prompt.id), prompt.id))

@@ -1,6 +1,16 @@
 """What scores a completion: a list of `Reward` objects, each with a weight."""
 
-from qerl_pl.rewards.base import AnswerReward, Reward, RewardSample, ScoredBatch, check_rewards, extract_answers, score
+from qerl_pl.rewards.base import (
+    AnswerReward,
+    ReferenceReward,
+    Reward,
+    RewardSample,
+    ScoredBatch,
+    check_references,
+    check_rewards,
+    extract_answers,
+    score,
+)
 from qerl_pl.rewards.format_and_length import Format, OverlongPenalty
 from qerl_pl.rewards.gsm8k_answer import GSM8KAnswer
 from qerl_pl.rewards.math_answer import MathAnswer
@@ -11,9 +21,11 @@ __all__ = [
     "GSM8KAnswer",
     "MathAnswer",
     "OverlongPenalty",
+    "ReferenceReward",
     "Reward",
     "RewardSample",
     "ScoredBatch",
+    "check_references",
     "check_rewards",
     "extract_answers",
     "score",

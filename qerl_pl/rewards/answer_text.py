@@ -1,4 +1,4 @@
-"""Which part of a text is its answer, and when two answers have the same text."""
+"""Which part of a text is its answer, when two have the same text, and which references no more can be said of."""
 
 import re
 
@@ -6,9 +6,19 @@ from qerl_pl.rewards.format_and_length import last_tagged
 
 _BOX = re.compile(r"\\f?boxed\s*\{")
 _MARK = "####"
-_FORMULA = r"(?:(?<!\\)\$\$?[^$\n]+(?<!\\)\$\$?|\\\([^\n]+?\\\)|\\\[.+?\\\])"
+# A formula ends before the next one opens: else each that is left open would be followed to the end of the text.
+_FORMULA = (
+    r"(?:(?<!\\)\$\$?[^$\n]+(?<!\\)\$\$?|(?<!\\)\\\((?:[^\\\n]|\\[^()\n])+\\\)|(?<!\\)\\\[(?:[^\\]|\\[^\[\]])+\\\])"
+)
 _FORMULAS = re.compile(rf"{_FORMULA}(?:\s*(?:(?:,\s*(?:and|or)|[,;]|and|or)\s*)?{_FORMULA})*", re.DOTALL)
-_NUMBER = re.compile(r"-?\$?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+|(?=\.\d))(?:\.\d+)?(?:/\d+)?\s?%?")
+_NUMBER = r"-?\$?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+|(?=\.\d))(?:\.\d+)?(?:/\d+)?(?:\s?%)?"
+_NUMBERS = re.compile(rf"{_NUMBER}(?:[.,]?\s+or\s[^\d$.%-]*{_NUMBER})*")
+"""A number, or several of which the text does not say which one."""
+_TEXT = re.compile(r"\\(?:text|textrm|textbf|textit|mbox|mathrm)\s*\{([^{}]*)\}")
+_LEAD = re.compile(r"^[^\0]*(?:\b(?:is|are|equals)|[=:])\s*(?=\0)")
+"""What introduces a formula and says no more than that it is the answer."""
+_STATES = re.compile(r"\b(?:is|are|if|when|where|for|such|otherwise)\b", re.IGNORECASE)
+_WORD = re.compile(r"(?<!\\)\b(?!(?:and|or)\b)[A-Za-z]{2,}")
 
 
 def last_boxed(text: str) -> str | None:
@@ -48,7 +58,7 @@ def answer_of(completion: str, tag: str | None) -> str | None:
     answer = marked_answer(found)
     if answer is None and tag is not None:
         answer = found
-    for pattern in (_FORMULAS, _NUMBER) if answer is None else ():
+    for pattern in (_FORMULAS, _NUMBERS) if answer is None else ():
         if matches := list(pattern.finditer(found)):
             return matches[-1][0].strip() or None
     return answer or None
@@ -67,3 +77,26 @@ def same_text(answer: str) -> str:
     if re.fullmatch(r"[-+]?\d*\.\d+", text):
         text = text.rstrip("0").rstrip(".")
     return text or answer.strip()
+
+
+def only_text(reference: str) -> bool:
+    """Whether a reference is prose, or several statements, any one of which would satisfy it as mathematics."""
+    if _BOX.search(reference):
+        return False
+    formulas = re.findall(_FORMULA, reference)
+    outside = _LEAD.sub("", _TEXT.sub(r" \1 ", re.sub(_FORMULA, "\0", reference)))
+    if _STATES.search(outside):
+        return True
+    said = outside.split("\0")
+    if formulas and re.search(r"\d", formulas[-1]):
+        said.pop()  # the unit of a number
+    return bool(formulas) and any(_WORD.search(words) for words in said)
+
+
+def same_prose(answer: str, reference: str) -> bool:
+    """Whether two texts are the same but for case, spaces, and what marks formulas and text in LaTeX."""
+    first, second = (
+        re.sub(r"\s+", "", same_text(re.sub(r"(?<!\\)(?:\$|\\[()\[\]])", "", _TEXT.sub(r" \1 ", text)))).casefold()
+        for text in (answer, reference)
+    )
+    return first == second

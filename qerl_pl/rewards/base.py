@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -54,6 +54,15 @@ class AnswerReward(Protocol):
         ...
 
 
+@runtime_checkable
+class ReferenceReward(Protocol):
+    """What a reward may have besides: a look at the data's references before the first completion."""
+
+    def check_references(self, references: Mapping[str, str]) -> None:
+        """Warn of references, by the names of their rows, that it cannot grade well, or raise a UserError."""
+        ...
+
+
 @dataclass(frozen=True)
 class ScoredBatch:
     """Rewards of B completions."""
@@ -85,6 +94,27 @@ def check_rewards(rewards: Sequence[Reward]) -> None:
         raise UserError(f"rewards must be at least one, with different names; got {names}; list each once.")
     if taken := sorted({"mean", "std", "total"}.intersection(names)):
         raise UserError(f"mean, std and total are logged of all rewards; {taken[0]} is the name of one; rename it.")
+
+
+def refuse_empty_references(reward: Reward, references: Mapping[str, str]) -> None:
+    """Refuse rows without a reference for a reward that compares answers with it: no completion would be right.
+
+    Raises:
+        UserError: Some references are empty.
+    """
+    empty = [name for name, reference in references.items() if not reference.strip()]
+    if empty:
+        raise UserError(
+            f"a reference must not be empty where {type(reward).__name__} compares with it; {len(empty)} of "
+            f"{len(references)} prompts have such a one, the first {empty[0]}; correct them, or leave them out"
+        )
+
+
+def check_references(rewards: Sequence[Reward], references: Mapping[str, str]) -> None:
+    """Show the references of the data, by the names of their rows, to the rewards that want to see them."""
+    for reward in rewards:
+        if isinstance(reward, ReferenceReward):
+            reward.check_references(references)
 
 
 def score(rewards: Sequence[Reward], samples: Sequence[RewardSample]) -> ScoredBatch:

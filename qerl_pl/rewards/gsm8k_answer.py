@@ -1,11 +1,11 @@
 """Exact answers of GSM8K, which are single numbers."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from decimal import Decimal
 
 from qerl_pl.errors import UserError
-from qerl_pl.rewards.base import RewardSample
+from qerl_pl.rewards.base import RewardSample, refuse_empty_references
 from qerl_pl.rewards.format_and_length import last_tagged
 
 _NUMBER = re.compile(r"-?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?|-?\.[0-9]+")
@@ -40,6 +40,10 @@ class GSM8KAnswer:
             UserError: a reference is not a number.
         """
         return [self._value(sample) for sample in samples]
+
+    def check_references(self, references: Mapping[str, str]) -> None:
+        """Refuse empty references."""
+        refuse_empty_references(self, references)
 
     def extract_answer(self, completion: str) -> str | None:
         """The number of the last <answer>...</answer>, written one way: 1234.5 for "$1,234.50."; None without one."""

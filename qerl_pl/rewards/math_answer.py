@@ -1,12 +1,15 @@
 """Answers compared as mathematics, by math-verify."""
 
+import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from qerl_pl.errors import UserError, require_at_least
-from qerl_pl.rewards.answer_text import answer_of, same_text
-from qerl_pl.rewards.base import RewardSample
+from qerl_pl.rewards.answer_text import answer_of, only_text, same_prose, same_text
+from qerl_pl.rewards.base import RewardSample, refuse_empty_references
 from qerl_pl.rewards.math_pool import MathPool, cores
+
+log = logging.getLogger("qerl_pl")
 
 
 class MathAnswer:
@@ -18,6 +21,9 @@ class MathAnswer:
     that the reference does not have. Grading runs in processes of its own, started at the first call and kept: a time
     limit is certain to end it, and nothing in it writes files, starts programs or opens sockets.
 
+    A reference of prose or of several statements, such as "$C$ is not invertible", is compared as text alone, but for
+    case and spaces; a run warns of such at its start.
+
     Args:
         weight: Factor of this reward in the total.
         tag: The answer is what the last block of this tag encloses; null takes the last \\boxed{} of the whole
@@ -25,7 +31,8 @@ class MathAnswer:
         time_limit_s: Seconds of processor time that reading and comparing one answer may take.
         name: What the values are logged as, after `reward/`.
         batch_limit_s: Seconds of processor time that the slow answers of a batch, each of which takes more than a sixth
-            of its limit, may take together; the first ones are graded, the rest counts as wrong.
+            of its limit, may take together; the first ones are graded, the rest counts as wrong. A batch of more than
+            128 completions has it once for each 128 begun, at most 16 times.
         workers: Processes that grade; null takes one a processor core. Grades do not depend on it.
     """
 
@@ -53,11 +60,31 @@ class MathAnswer:
         answers = [answer_of(sample.completion, self.tag) for sample in samples]
         # The same text is the same value: most right answers need no more than this.
         values = [float(answer == sample.reference.strip()) for sample, answer in zip(samples, answers, strict=True)]
-        open_places = [place for place, answer in enumerate(answers) if answer and not values[place]]
+        open_places = []
+        for place, (sample, answer) in enumerate(zip(samples, answers, strict=True)):
+            if answer and not values[place]:
+                if only_text(sample.reference):
+                    values[place] = float(same_prose(answer, sample.reference))
+                else:
+                    open_places.append(place)
         pairs = [(samples[place].reference, str(answers[place])) for place in open_places]
-        for place, right in zip(open_places, self._pool.equivalent(pairs), strict=True):
+        for place, right in zip(open_places, self._pool.equivalent(pairs, len(samples)), strict=True):
             values[place] = float(right)
         return values
+
+    def check_references(self, references: Mapping[str, str]) -> None:
+        """Refuse empty references, and warn of those that can only be compared as text."""
+        refuse_empty_references(self, references)
+        found = [name for name, reference in references.items() if only_text(reference)]
+        if found:
+            log.warning(
+                "MathAnswer compares a reference of prose or of several statements as text alone, for any part of it "
+                "would satisfy it as mathematics: %d of %d references, such as %.200r of %s; rewrite or drop them",
+                len(found),
+                len(references),
+                references[found[0]],
+                found[0],
+            )
 
     def extract_answer(self, completion: str) -> str | None:
         """The answer, written one way in spaces and the like; None without one."""

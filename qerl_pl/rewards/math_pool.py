@@ -27,6 +27,9 @@ _QUICK = 6
 _PAIRS_A_WORKER = 4
 """Fewer are not worth another process."""
 _REMEMBERED = 4096
+_BATCH = 128
+"""Answers for which the slow ones have a batch's time once; more have it once for each so many."""
+_MOST_TIMES = 16
 _OWN = "MathAnswer grades in processes of its own"
 _REMEDY = "see that memory is to be had, or set fewer workers, and go on with --resume auto"
 _VERDICTS = {"true": True, "false": False, "limit": None}
@@ -40,11 +43,12 @@ class MathPool:
 
     Verdicts do not depend on the number of workers, nor on earlier batches: each answer is graded by itself. First
     every answer may take a sixth of the limit. Those that take longer are graded again, with all of it, in the order of
-    the batch, as many as `batch_seconds` allows; the rest counts as wrong.
+    the batch, as many as the batch's time allows; the rest counts as wrong.
 
     Args:
         seconds: Of processor time that one answer may take.
-        batch_seconds: Of processor time that the slow answers of a batch may take together.
+        batch_seconds: Of processor time that the slow answers of a batch of up to 128 may take together; larger ones
+            have it once for each 128 begun, at most 16 times.
         workers: Number of processes.
     """
 
@@ -55,14 +59,21 @@ class MathPool:
         self.processes: list[_Worker] = []
         self._hopeless: dict[Pair, None] = {}
 
-    def equivalent(self, pairs: Sequence[Pair]) -> list[bool]:
-        """Whether the two of each pair have one value; False where that cannot be told within the limits."""
+    def equivalent(self, pairs: Sequence[Pair], batch: int = 0) -> list[bool]:
+        """Whether the two of each pair have one value; False where that cannot be told within the limits.
+
+        Args:
+            pairs: What is to be compared.
+            batch: Size of the batch that they are the rest of, where it is larger.
+        """
         verdicts: dict[Pair, bool | None] = dict.fromkeys(pairs)
         asked = [pair for pair in verdicts if pair not in self._hopeless]
         verdicts |= self._grade(asked, self.seconds / _QUICK)
         slow = [pair for pair in verdicts if verdicts[pair] is None]
         # A hopeless one keeps its place: a resumed run, which knows none, must come to the same grades.
-        again = [pair for pair in slow[: int(self.batch_seconds / self.seconds)] if pair not in self._hopeless]
+        times = min(_MOST_TIMES, max(1, -(-max(batch, len(pairs)) // _BATCH)))
+        places = int(times * self.batch_seconds / self.seconds)
+        again = [pair for pair in slow[:places] if pair not in self._hopeless]
         verdicts |= self._grade(again, self.seconds)
         for _, answer in (pair for pair in slow if verdicts[pair] is None and pair not in self._hopeless):
             warn_of_this_rank(log, "counted as wrong, for it cannot be graded within the limits: %.200r", answer)

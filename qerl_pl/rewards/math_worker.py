@@ -14,8 +14,11 @@ import re
 import resource
 import signal
 import sys
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
+from latex2sympy2_extended.sets import FiniteSet
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 from sympy import And, Basic, Eq, Expr, expand
 
@@ -55,12 +58,37 @@ _SIGNS = {
     "−": "-", "–": "-", "×": "\\times ", "·": "\\cdot ", "÷": "/", "π": "\\pi ", "∞": "\\infty ", "°": "^\\circ ",
     "²": "^2", "³": "^3", "≤": "\\le ", "≥": "\\ge ", "∪": "\\cup ", "∈": "\\in ", "€": "", "£": "", "¥": "",
 }  # fmt: skip
+_INDEXED = {"I": r"\\iota", r"\\gamma": r"\\kappa"}
+"""Names whose index math-verify reads over, and others in their place."""
 _NO_UNITS = set(
     "and are base choose cos cot cubed dozen exp factorial fifth fifths fourth fourths gcd half halves hundred lcm "
     "less log max min minus mod modulo more over percent plus sec sin sqrt squared tan than third thirds thousand "
     "times million billion trillion with without xyz abc".split()
 )
 """Words after a number that change it, or may."""
+_UNIT_TEXT = re.compile(
+    rf"(?<=[\w)}}])\s*\\(?:text|textrm|mbox|mathrm)\s*\{{\s*(?!(?:{'|'.join(_NO_UNITS)}|or|is|if|for)\b)[A-Za-z][^{{}}]*\}}"
+    r"(?:\s*\^\s*\{?\d\}?)?(?=\s*(?:$|[-+,;.$]|\\[\])]|(?:\\text\s*\{)?\s*(?:and|or)\b))"
+)
+_FORMULA = re.compile(
+    r"(?<!\\)(\$\$?)((?:\\.|[^$\\])+)\1|(?<!\\)\\\(()((?:[^\\]|\\[^()])+)\\\)|(?<!\\)\\\[()((?:[^\\]|\\[^\[\]])+)\\\]",
+    re.DOTALL,
+)
+_LATEX = LatexExtractionConfig()
+_LATEX_WITH_UNITS = replace(_LATEX, normalization_config=replace(_LATEX.normalization_config, units=False))
+# Below, \0 stands for a formula.
+_CUT = re.compile(
+    r"[\d{/^]\0|[A-Za-z][-+*/^]\0|[\d)}\0] *[-+*/^] *\0|\0 *(?:\\?%|[-+*/^] *[\d(\\])|\0\d"
+    r"|^[^\0]*\bor\s*\0|\0[^\0]*\bor\b[^\0]*\d[^\0]*$"
+)
+"""Signs and numbers outside of formulas that belong to them, so that a formula by itself is not the answer."""
+_MINUS = re.compile(r"(?<![A-Za-z] )-\s*$|-$")
+"""A sign before a formula, and no dash of prose."""
+_TOGETHER = re.compile(
+    r"\s*(?:,?\s*(?:and\b|\\text\s*\{\s*and\s*\})|[,;]|)\s*|[\s.,;]*(?:[A-Za-z\\{]+[\s.,;]+){0,2}or\b(?! so\b).*",
+    re.DOTALL,
+)
+"""What stands between formulas all of which are the answer."""
 _UNITS = re.compile(r"((?:\\?\$)?\s*[-+]?[\d,.]+(?:/\d+)?)\s+((?:[A-Za-z]{3,}|of|per|in)(?:(?: |/)[A-Za-z]{2,}){0,4})")
 
 
@@ -78,6 +106,9 @@ def plain(text: str) -> str:
         text = text.replace(sign, latex)
     text = re.sub(r"√\s*(\w+|\([^()]*\))", r"\\sqrt{\1}", text)
     text = _OR.sub(" \\\\text{ or } ", text)
+    text = re.sub(r"(?<=\d)\.(?=[-+*/^)}])", "", text)  # 1./3
+    for name, indexed in _INDEXED.items():
+        text = re.sub(rf"(?<![A-Za-z\\]){name}(?=\s*_)", indexed, text)
     text = _GROUPED.sub(lambda found: re.sub(r"\D", "", found[0]), text)
     text = re.sub(r"(?<!\\)\$\s+\$(?=\s*\S)", "$, $", text)  # two formulas side by side are two answers
     if len(re.findall(r"(?<![\w\\])[A-Za-z]\s*=", text)) > 1:
@@ -91,21 +122,46 @@ def without_units(text: str) -> str:
     return found[1] if found and not _NO_UNITS.intersection(found[2].lower().replace("/", " ").split()) else text
 
 
-def as_latex(text: str) -> str:
-    """`text` as math-verify reads it: whole, as one expression, unless the text itself says what its answer is."""
-    text = text.strip().rstrip(".")
-    if any(mark in text for mark in ("\\boxed", "\\(", "\\[")) or text.count("$") - text.count("\\$") >= 2:
-        return text
-    return f"\\boxed{{{text}}}"
+def formulas(text: str) -> list[str]:
+    """The last formulas of a text that stand together; the text as one where it has none, or they are cut out of it."""
+    if "\\boxed" in text:
+        return [text]
+    inside = [found[found.lastindex or 0].strip() for found in _FORMULA.finditer(text)]
+    outside = _FORMULA.sub("\0", text)
+    if not inside or _CUT.search(outside):
+        whole = _FORMULA.sub(lambda found: f" {found[found.lastindex or 0]} ", text).strip().rstrip(".")
+        return [f"\\boxed{{{whole}}}"]
+    *before, _ = outside.split("\0")
+    first = len(inside) - 1
+    while first and _TOGETHER.fullmatch(before[first]):
+        first -= 1
+    together = zip(before[first:], inside[first:], strict=True)
+    return [f"${'-' if _MINUS.search(words) else ''}{formula}$" for words, formula in together]
+
+
+def _read_one(latex: str) -> list[Any]:
+    """What math-verify makes of a formula; of one that it cannot read the number in it, if it is the only one."""
+    texts = [found[0] for found in _TEXT.finditer(latex)]
+    # Of several texts math-verify would take all from the first one on for a unit.
+    units = len(texts) < 2 and not any(
+        (_NO_UNITS - {"percent"}).intersection(re.findall(r"\w+", text)[1:2]) for text in texts
+    )
+    as_latex = _LATEX if units else _LATEX_WITH_UNITS
+    found = parse(latex, [as_latex], parsing_timeout=None)
+    if any(not isinstance(one, str) for one in found) or len(re.findall(r"[\d.,/]*\d", latex)) > 1:
+        return found
+    return parse(latex, [as_latex, ExprExtractionConfig()], parsing_timeout=None)
 
 
 def read(text: str) -> list[Any]:
-    """What math-verify makes of `plain` text; of prose with several numbers nothing but the text."""
-    latex = as_latex(text)
-    found = parse(latex, [LatexExtractionConfig()], parsing_timeout=None)
-    if any(not isinstance(one, str) for one in found) or len(re.findall(r"[\d.,/]*\d", text)) > 1 and latex != text:
-        return found
-    return parse(latex, [LatexExtractionConfig(), ExprExtractionConfig()], parsing_timeout=None)
+    """What math-verify makes of `plain` text; of several formulas the set; nothing but the text if one is unread."""
+    each = [_read_one(latex) for latex in formulas(_UNIT_TEXT.sub("", text))]
+    if len(each) == 1:
+        return each[0]
+    values = [next((one for one in found if not isinstance(one, str)), None) for found in each]
+    if None in values:
+        return [text]
+    return [FiniteSet(*(part for one in values for part in (one.args if isinstance(one, FiniteSet) else (one,))))]
 
 
 def _primes(text: str) -> set[tuple[str, int]]:
@@ -155,7 +211,12 @@ def equivalent(reference: str, answer: str) -> bool:
         return False
     # An inequality is a set where the reference is written as one; (1, 2) may be a point.
     sets = any(mark in reference for mark in ("[", "]", "\\infty", "\\cup", "\\in"))
-    return bool(verify(expected, found, timeout_seconds=None, allow_set_relation_comp=sets))
+    same = partial(verify, expected, timeout_seconds=None, allow_set_relation_comp=sets)
+    if same(found):
+        return True
+    # "1/2 or 0.5" is one value in two forms.
+    forms = found[0].args if found and isinstance(found[0], FiniteSet) and re.search(r"\bor\b", answer) else ()
+    return bool(forms) and all(same([form]) for form in forms)
 
 
 def next_line(busy: mmap.mmap) -> bytes:

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from qerl_pl.errors import UserError, require_at_least
-from qerl_pl.rewards import GSM8KAnswer, MathAnswer, OverlongPenalty, Reward, check_rewards, extract_answers
+from qerl_pl.rewards import OverlongPenalty, Reward, check_rewards, extract_answers
 from qerl_pl.rollout.scoring import Group
-from qerl_pl.types import EvalSampling, GradedAnswer, Prompt, SamplingConfig
+from qerl_pl.types import EvalSampling, GradedAnswer, SamplingConfig
 
 log = logging.getLogger("qerl_pl")
 
@@ -65,20 +65,6 @@ class CollectorConfig:
                     "OverlongPenalty is full at %d tokens, which no completion of at most %d reaches: lower max_length",
                     reward.max_length,
                     self.sampling.max_tokens,
-                )
-
-    def check_references(self, prompts: Sequence[Prompt]) -> None:
-        """Refuse prompts without a reference where it is what an answer is compared with: none would ever be right.
-
-        Raises:
-            UserError: There are some.
-        """
-        empty = [prompt.id for prompt in prompts if not prompt.reference.strip()]
-        for reward in self.rewards:
-            if empty and isinstance(reward, GSM8KAnswer | MathAnswer):
-                raise UserError(
-                    f"a reference must not be empty where {type(reward).__name__} compares with it; {len(empty)} of "
-                    f"{len(prompts)} prompts have such a one, the first {empty[0]}; correct them, or leave them out"
                 )
 
     def evaluation_sampling(self) -> SamplingConfig:
