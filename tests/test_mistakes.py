@@ -74,7 +74,7 @@ PARSED = {
         "none of them empty; found .*; correct the list",
     ),
     "nothing likely of a held-out prompt": (
-        ["--trainer.callbacks.RolloutCallback.eval_sampling.top_p", "0"],
+        ["--trainer.callbacks.RolloutCallback.eval_sampling", "{top_p: 0}"],
         "eval_sampling.top_p must be above 0",
     ),
     "nothing likely": (["--trainer.callbacks.RolloutCallback.sampling.top_p", "0"], "top_p must be above 0"),
