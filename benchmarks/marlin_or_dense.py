@@ -18,7 +18,7 @@ from qerl_kernels import marlin_alpha, quantize_nvfp4, select_backend
 from qerl_kernels.marlin import to_marlin
 from torch import Tensor
 
-from qerl_pl.engines.vllm_marlin import TOLERANCE, marlin_or_dense
+from qerl_pl.engines.vllm.linear_methods import TOLERANCE, marlin_or_dense
 
 REPEATS = 20
 

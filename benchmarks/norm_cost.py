@@ -21,17 +21,18 @@ import report
 import torch
 from torch import nn
 
-from qerl_pl.engines import EngineSpec, VLLMEngine, vllm_worker
+from qerl_pl.engines import EngineSpec, VLLMEngine
+from qerl_pl.engines.vllm import worker
 from qerl_pl.types import SamplingConfig
 
 ROUNDS = 5
 
 
-class SixteenBitNorms(vllm_worker.PolicyWorker):
+class SixteenBitNorms(worker.PolicyWorker):
     """The worker, with the scales it has widened rounded back before anything is compiled."""
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
-        vllm_worker.PolicyWorker.load_model(self, load_dummy_weights=load_dummy_weights)
+        worker.PolicyWorker.load_model(self, load_dummy_weights=load_dummy_weights)
         for name in self._qerl_noisy:
             norm = self._qerl_norms[name]
             norm.weight = nn.Parameter(norm.weight.data.bfloat16(), requires_grad=False)
@@ -49,7 +50,7 @@ def measure(kind: str, base: Path, batches: list[int], tokens: int) -> dict[int,
     device = torch.device("cuda")
     if kind == "bfloat16":
         worker = GPUSixteenBitNorms()
-        vllm_worker.GPUPolicyWorker = worker  # type: ignore[attr-defined]
+        worker.GPUPolicyWorker = worker  # type: ignore[attr-defined]
     spec = EngineSpec(base, torch.bfloat16, device, engine_h200.RANK, engine_h200.TARGETS, 64 + tokens)
     engine = VLLMEngine(kv_cache_gib=6.0, max_num_seqs=max(batches), prefix_caching=False)
     engine.launch(spec)

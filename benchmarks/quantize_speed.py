@@ -23,7 +23,7 @@ import torch
 from random_model import SHAPES, write_model
 
 from qerl_pl.engines.capacity import files_gib
-from qerl_pl.formats.model_files import QUANTIZATION_REPORT
+from qerl_pl.formats.model_folder import QUANTIZATION_REPORT
 
 
 def anonymous_gib(pid: int) -> float:

@@ -9,7 +9,7 @@ from qerl_kernels import nvfp4_global_scale, quantize_nvfp4
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from qerl_pl.formats.architecture import fused_group
-from qerl_pl.formats.model_files import ShardWriter
+from qerl_pl.formats.model_folder import ShardWriter
 from qerl_pl.formats.nvfp4 import CONFIG
 from qerl_pl.toy.tokenizer import build_tokenizer
 

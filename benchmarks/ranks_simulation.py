@@ -18,7 +18,7 @@ from typing import Any
 
 import report
 
-from qerl_pl.rollout.dealing import deal
+from qerl_pl.rollout.collector import deal
 
 RESULTS = Path(__file__).parent / "results" / "ranks_vllm_gpu.json"
 PROMPTS, GROUP, TOKENS, PROMPT_TOKENS = 4, 8, 512, 256

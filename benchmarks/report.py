@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from qerl_pl.run.files import write_atomically
+from qerl_pl.persistence.atomic_files import write_atomically
 
 
 def environment() -> dict[str, str]:

@@ -27,7 +27,8 @@ from engine_h200 import RANK, TARGETS, measure_speed, prompts_of, random_policy,
 from random_model import SHAPES, config_of, write_model
 from stock_engine import StockEngine
 
-from qerl_pl.engines import EngineSpec, VLLMEngine, vllm_attention, vllm_few, vllm_sampler
+from qerl_pl.engines import EngineSpec, VLLMEngine
+from qerl_pl.engines.vllm import linear_methods, sampler, worker
 from qerl_pl.types import PolicyWeights, SamplingConfig
 
 GATE = (
@@ -59,8 +60,8 @@ def started(part: str, args: argparse.Namespace) -> tuple[VLLMEngine | StockEngi
     """The engine of a part, with a random adapter, and what its start took."""
     device = torch.device(args.device)
     _, rank, settings = PARTS[part]
-    vllm_few.GATED = part != "ungated"  # every part has a process of its own
-    vllm_attention.ENOUGH = {"cut": math.inf, "uncut": 0.0}.get(part, vllm_attention.ENOUGH)
+    linear_methods.GATED = part != "ungated"  # every part has a process of its own
+    worker.ENOUGH = {"cut": math.inf, "uncut": 0.0}.get(part, worker.ENOUGH)
     base = args.folder / ("nvfp4" if part in QUANTIZED else part)
     if part not in QUANTIZED:
         base.mkdir()
@@ -72,7 +73,7 @@ def started(part: str, args: argparse.Namespace) -> tuple[VLLMEngine | StockEngi
         assert weights.adapter is not None
         engine: VLLMEngine | StockEngine = StockEngine(base, spec, weights.adapter, max(args.batches), args.kv_gib)
     else:
-        vllm_sampler.OWN_SAMPLER = part != "vllm_sampler"
+        sampler.OWN_SAMPLER = part != "vllm_sampler"
         engine = VLLMEngine(
             kv_cache_gib=args.kv_gib,
             max_num_seqs=max(args.batches),

@@ -14,7 +14,7 @@ from lightning.pytorch import Callback
 from qerl_pl.callbacks import RolloutCallback
 from qerl_pl.cli.main import QeRLCLI
 from qerl_pl.datamodules import PromptDataModule
-from qerl_pl.datamodules.rows import Row
+from qerl_pl.datamodules.tables import Row
 
 PHASES = ("sync", "rollout", "reward", "update", "sleep")
 

@@ -8,9 +8,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from qerl_pl.engines import EngineSpec
-from qerl_pl.engines.vllm_process import process_state_kept
-from qerl_pl.engines.vllm_requests import completion_of, request_params
-from qerl_pl.engines.vllm_start import import_vllm
+from qerl_pl.engines.vllm.engine import completion_of, request_params
+from qerl_pl.engines.vllm.startup import import_vllm, process_state_kept
 from qerl_pl.types import RolloutRequest, SamplingConfig
 
 Adapter = Mapping[str, tuple[Tensor, Tensor]]

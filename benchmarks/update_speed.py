@@ -28,9 +28,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from qerl_pl.modules import LoraConfig, Policy, PolicyConfig
-from qerl_pl.modules.frozen_linear import FrozenLinear
-from qerl_pl.modules.lora import LoraLinear
-from qerl_pl.run.random_state import deterministic
+from qerl_pl.modules.lora import FrozenLinear, LoraLinear
+from qerl_pl.persistence.random_state import deterministic
 
 GIB = 2**30
 WAYS = ("bf16", "nvfp4", "selective", "kept", "eager", "free")

@@ -58,9 +58,9 @@ ROOMS = {
     ),
     "keeping": Room(
         (
-            "qerl_pl/run/checkpoints.py",
-            "qerl_pl/run/random_state.py",
-            "qerl_pl/run/seeding.py",
+            "qerl_pl/persistence/checkpoint_io.py",
+            "qerl_pl/persistence/random_state.py",
+            "qerl_pl/persistence/random_state.py",
             "qerl_pl/callbacks/resume.py",
         ),
         ("files", "random_state", "resume_callback"),
@@ -77,10 +77,10 @@ ROOMS = {
     ),
     "rollout": Room(
         (
-            "qerl_pl/rollout/agreement.py",
+            "qerl_pl/rollout/parity_check.py",
             "qerl_pl/rollout/collector.py",
             "qerl_pl/rollout/experience.py",
-            "qerl_pl/rollout/scoring.py",
+            "qerl_pl/rollout/experience.py",
         ),
         ("collecting", "collecting_ranks", "agreement", "held_out"),
     ),

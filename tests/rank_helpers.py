@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from qerl_pl.run.ranks import Ranks
+from qerl_pl.distributed.communicator import Ranks
 
 T = TypeVar("T")
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
 
 from qerl_pl.datamodules import PromptDataModule
-from qerl_pl.datamodules.rows import Row
+from qerl_pl.datamodules.tables import Row
 from qerl_pl.formats.quantize import quantize_checkpoint
 from qerl_pl.toy.tokenizer import VOCABULARY, build_tokenizer
 

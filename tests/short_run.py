@@ -11,7 +11,7 @@ from qerl_pl.callbacks import AdaptiveQuantizationNoise, RolloutCallback
 from qerl_pl.datamodules import ArithmeticDataModule
 from qerl_pl.engines import TransformersEngine
 from qerl_pl.modules import LoraConfig, PolicyConfig, QeRLModule
-from qerl_pl.run.checkpoints import AtomicCheckpointIO
+from qerl_pl.persistence.checkpoint_io import AtomicCheckpointIO
 from qerl_pl.types import SamplingConfig
 
 

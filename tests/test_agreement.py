@@ -9,7 +9,7 @@ import pytest
 from scripted import Scripted, Watched
 
 from qerl_pl.errors import UserError
-from qerl_pl.rollout.agreement import Agreement, check_agreement, measure_agreement, require_agreement
+from qerl_pl.rollout.parity_check import Agreement, check_agreement, measure_agreement, require_agreement
 from qerl_pl.types import Prompt, RolloutRequest, SamplingConfig
 
 PROMPTS = [Prompt("p0", (10,), "question 0", "0"), Prompt("p1", (10, 11), "question 1", "1")]

@@ -10,12 +10,11 @@ from scripted import PROMPTS, SAMPLING, Even, Scripted, Watched, Words, config_o
 
 from qerl_pl.algorithm import DrGRPO, NormNoise
 from qerl_pl.errors import UserError
+from qerl_pl.persistence.random_state import stream_seed
 from qerl_pl.rewards import OverlongPenalty
 from qerl_pl.rollout.collector import Collector
-from qerl_pl.rollout.experience import pad_completions, require_finite_logprobs
+from qerl_pl.rollout.experience import Group, pad_completions, require_finite_logprobs, reward_metrics, score_groups
 from qerl_pl.rollout.hand_over import HandOver
-from qerl_pl.rollout.scoring import Group, reward_metrics, score_groups
-from qerl_pl.run.seeding import stream_seed
 from qerl_pl.types import Completion, Prompt, SamplingConfig
 
 

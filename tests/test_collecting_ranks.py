@@ -12,9 +12,8 @@ from scripted import PROMPTS, Even, Long, Scripted, Watched, Words, config_of, n
 from qerl_pl.algorithm import DrGRPO, NormNoise
 from qerl_pl.algorithm.advantages import AdvantageNorm
 from qerl_pl.algorithm.objectives import Objective
-from qerl_pl.rollout.collector import Collector
-from qerl_pl.rollout.dealing import deal
-from qerl_pl.run.ranks import ALONE, Ranks
+from qerl_pl.distributed.communicator import ALONE, Ranks
+from qerl_pl.rollout.collector import Collector, deal
 from qerl_pl.types import Evaluation
 
 BATCHES = PROMPTS[:3], PROMPTS[1:]

@@ -11,12 +11,12 @@ import torch
 from transformers import AutoTokenizer
 
 from qerl_pl.algorithm import DrGRPO, NormNoise
+from qerl_pl.chat_template import render_prompts
 from qerl_pl.engines import EngineSpec, TransformersEngine
 from qerl_pl.modules import LoraConfig, Policy, PolicyConfig
-from qerl_pl.prompting import render_prompts
+from qerl_pl.persistence.random_state import stream_seed
 from qerl_pl.rollout.collector import Collector
 from qerl_pl.rollout.config import CollectorConfig
-from qerl_pl.run.seeding import stream_seed
 from qerl_pl.toy.task import ArithmeticTask
 from qerl_pl.types import Prompt, RolloutRequest, SamplingConfig
 

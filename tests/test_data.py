@@ -9,11 +9,11 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from qerl_pl.chat_template import SYSTEM_PROMPT, render_prompt, render_prompts
 from qerl_pl.datamodules import ArithmeticDataModule, BigMathDataModule, GSM8KDataModule, PromptDataModule
-from qerl_pl.datamodules.bigmath import level_of
-from qerl_pl.datamodules.rows import Row, read_table
+from qerl_pl.datamodules.datasets import level_of
+from qerl_pl.datamodules.tables import Row, read_table
 from qerl_pl.errors import UserError
-from qerl_pl.prompting import SYSTEM_PROMPT, render_prompt, render_prompts
 from qerl_pl.toy.task import ArithmeticTask, split_of
 from qerl_pl.toy.tokenizer import build_tokenizer
 from qerl_pl.types import Prompt

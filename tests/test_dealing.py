@@ -2,7 +2,7 @@
 
 import pytest
 
-from qerl_pl.rollout.dealing import deal
+from qerl_pl.rollout.collector import deal
 
 
 def test_unknown_lengths_are_dealt_in_turn() -> None:

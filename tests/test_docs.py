@@ -27,7 +27,7 @@ import qerl_pl.datamodules
 import qerl_pl.engines
 import qerl_pl.rewards
 from qerl_pl.callbacks import RolloutCallback
-from qerl_pl.callbacks.memory_report import DeviceMemory, MemoryReport
+from qerl_pl.callbacks.monitor import DeviceMemory, MemoryReport
 from qerl_pl.cli.main import COMMANDS, QeRLCLI, main
 from qerl_pl.rewards import RewardSample
 

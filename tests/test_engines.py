@@ -26,14 +26,15 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from qerl_pl.algorithm.noise import NormNoise
-from qerl_pl.engines import EngineSpec, RolloutEngine, TransformersEngine, VLLMEngine, vllm_worker
+from qerl_pl.engines import EngineSpec, RolloutEngine, TransformersEngine, VLLMEngine
 from qerl_pl.engines.base import check_requests
-from qerl_pl.engines.sampling import pick_tokens, sampling_log_probs
-from qerl_pl.engines.vllm_marlin import check_marlin_shapes
-from qerl_pl.engines.vllm_requests import request_params
-from qerl_pl.engines.vllm_start import refusals_told
+from qerl_pl.engines.transformers import pick_tokens, sampling_log_probs
+from qerl_pl.engines.vllm import worker as vllm_worker
+from qerl_pl.engines.vllm.engine import request_params
+from qerl_pl.engines.vllm.linear_methods import check_marlin_shapes
+from qerl_pl.engines.vllm.startup import refusals_told
 from qerl_pl.errors import UserError
-from qerl_pl.formats.dense_copy import load_dense_state, write_dense_checkpoint
+from qerl_pl.formats.dense_checkpoint import load_dense_state, write_dense_checkpoint
 from qerl_pl.types import Completion, PolicyWeights, RolloutRequest, SamplingConfig
 
 VOCAB, EOS, RANK, ALPHA, MAX_TOKENS = 256, 1, 8, 16, 192

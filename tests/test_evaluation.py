@@ -19,10 +19,10 @@ from qerl_pl.callbacks import EvaluationReport
 from qerl_pl.callbacks.evaluation import _reward, _Shown
 from qerl_pl.cli.main import QeRLCLI, main
 from qerl_pl.engines import TransformersEngine
+from qerl_pl.evaluation.evaluator import KeptSamples
 from qerl_pl.modules import QeRLModule
 from qerl_pl.rewards import GSM8KAnswer, MathAnswer, RewardSample
 from qerl_pl.rollout.hand_over import HandOver
-from qerl_pl.rollout.kept import KeptSamples
 from qerl_pl.types import Completion, RolloutRequest, SamplingConfig
 
 CONFIG = Path(__file__).parents[1] / "configs" / "evaluate.yaml"

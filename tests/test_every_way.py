@@ -15,7 +15,7 @@ from test_killed import in_a_fork
 
 from qerl_pl.cli.main import main
 from qerl_pl.formats.base import FORMATS
-from qerl_pl.formats.dense_copy import load_dense_state
+from qerl_pl.formats.dense_checkpoint import load_dense_state
 from qerl_pl.modules import PolicyConfig
 from qerl_pl.modules.update import PolicyUpdate
 

@@ -12,9 +12,9 @@ COMPILE = """
 import subprocess, sys, tempfile
 from pathlib import Path
 import triton
-from qerl_kernels.few_plan import BLOCK, best_tile, plan
-from qerl_kernels.triton_few import _partial_kernel
-from qerl_kernels.triton_few_combine import combine_kernel, registers
+from qerl_kernels.decode_gemm_schedule import BLOCK, best_tile, plan
+from qerl_kernels.triton_decode_gemm import _partial_kernel
+from qerl_kernels.triton_decode_gemm_reduce import combine_kernel, registers
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 

@@ -19,8 +19,9 @@ import pytest
 import torch
 
 from qerl_pl.errors import UserError
-from qerl_pl.run import checkpoints
-from qerl_pl.run.checkpoints import (
+from qerl_pl.persistence import checkpoint_io
+from qerl_pl.persistence.atomic_files import building, cache_root, folder_identity, locked, made_once, write_atomically
+from qerl_pl.persistence.checkpoint_io import (
     AtomicCheckpointIO,
     DamagedCheckpoint,
     check_fits,
@@ -29,7 +30,6 @@ from qerl_pl.run.checkpoints import (
     newest_checkpoint,
     resume_files,
 )
-from qerl_pl.run.files import building, cache_root, folder_identity, locked, made_once, write_atomically
 
 
 def save(run: Path, step: int, value: float = 0.0) -> Path:
@@ -79,7 +79,7 @@ def test_checkpoints_that_are_all_damaged_are_not_taken_for_none(tmp_path: Path)
 def test_a_kill_while_a_checkpoint_is_replaced_leaves_the_old_one_valid(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, plain = save(tmp_path, 1, 1.0), checkpoints.writing
+    path, plain = save(tmp_path, 1, 1.0), checkpoint_io.writing
 
     @contextmanager
     def killed(target: Path) -> Iterator[BinaryIO]:
@@ -88,7 +88,7 @@ def test_a_kill_while_a_checkpoint_is_replaced_leaves_the_old_one_valid(
             raise KeyboardInterrupt  # the digest is written, the file has its temporary name
 
     with monkeypatch.context() as patched:
-        patched.setattr(checkpoints, "writing", killed)
+        patched.setattr(checkpoint_io, "writing", killed)
         for _ in range(2):
             with pytest.raises(KeyboardInterrupt):
                 save(tmp_path, 1, 2.0)
@@ -130,7 +130,7 @@ def test_the_proof_of_a_checkpoint_and_how_far_it_is_are_read_without_its_tensor
 def test_a_checkpoint_is_hashed_once_while_it_stays_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain, hashed = hashlib.file_digest, []
     monkeypatch.setattr(hashlib, "file_digest", lambda *args: hashed.append(args) or plain(*args))
-    monkeypatch.setattr(checkpoints, "SETTLED_S", -10.0)  # not to wait for so long
+    monkeypatch.setattr(checkpoint_io, "SETTLED_S", -10.0)  # not to wait for so long
     path, other = save(tmp_path, 3, 1.0), save(tmp_path, 6, 2.0)
     assert newest_checkpoint(tmp_path) == other and len(hashed) == 1
     assert AtomicCheckpointIO().load_checkpoint(other)["value"] == 2.0 and len(hashed) == 1
@@ -153,20 +153,20 @@ def test_a_digest_is_remembered_once_the_clock_tells_another_change(
     path = save(tmp_path, 3)
     monkeypatch.setattr(hashlib, "file_digest", lambda *args: hashed.append(args) or plain(*args))
     for later, count in ((0, 1), (4, 2), (6, 3), (6, 3), (0, 3)):
-        monkeypatch.setattr(checkpoints.time, "time", lambda later=later: now() + later)
-        checkpoints.verify(path)
+        monkeypatch.setattr(checkpoint_io.time, "time", lambda later=later: now() + later)
+        checkpoint_io.verify(path)
         assert len(hashed) == count
 
 
 def test_a_checkpoint_that_has_just_been_written_is_hashed_again(tmp_path: Path) -> None:
     path = save(tmp_path, 3)
     before, data = path.stat(), bytearray(path.read_bytes())
-    checkpoints.verify(path)
+    checkpoint_io.verify(path)
     data[len(data) // 2] ^= 1
     path.write_bytes(data)  # within a tick of the file system's clock, it may be
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
     with pytest.raises(DamagedCheckpoint, match="must be whole"):
-        checkpoints.verify(path)
+        checkpoint_io.verify(path)
 
 
 def test_what_could_not_be_read_again_is_not_saved(tmp_path: Path) -> None:
@@ -255,7 +255,7 @@ def test_a_process_killed_while_writing_leaves_the_old_file(tmp_path: Path) -> N
     path = tmp_path / "file"
     write_atomically(path, b"old")
     program = (
-        "import os, signal, sys, pathlib, qerl_pl.run.files as f\n"
+        "import os, signal, sys, pathlib, qerl_pl.persistence.atomic_files as f\n"
         "os.fsync = lambda fd: os.kill(os.getpid(), signal.SIGKILL)\n"
         "f.write_atomically(pathlib.Path(sys.argv[1]), b'new' * 1000)\n"
     )

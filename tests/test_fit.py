@@ -21,8 +21,8 @@ from qerl_pl.engines import TransformersEngine
 from qerl_pl.errors import UserError
 from qerl_pl.formats.base import format_of
 from qerl_pl.modules.update import PolicyUpdate
-from qerl_pl.rollout.agreement import Agreement, require_agreement
-from qerl_pl.run.checkpoints import newest_checkpoint
+from qerl_pl.persistence.checkpoint_io import newest_checkpoint
+from qerl_pl.rollout.parity_check import Agreement, require_agreement
 
 CALLBACKS = "qerl_pl.callbacks."
 

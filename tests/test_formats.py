@@ -12,8 +12,8 @@ from torch import Tensor
 
 from qerl_pl.errors import UserError
 from qerl_pl.formats.base import FORMATS, QUANTIZERS, format_of
-from qerl_pl.formats.dense_copy import load_dense_state
-from qerl_pl.formats.model_files import TensorFiles, other_files, read_config
+from qerl_pl.formats.dense_checkpoint import load_dense_state
+from qerl_pl.formats.model_folder import TensorFiles, other_files, read_config
 from qerl_pl.formats.quantize import quantize_checkpoint
 from qerl_pl.modules import PolicyConfig
 

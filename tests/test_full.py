@@ -17,7 +17,7 @@ from qerl_pl.engines import EngineSpec, RolloutEngine, TransformersEngine, VLLME
 from qerl_pl.errors import UserError
 from qerl_pl.modules import Policy, PolicyConfig
 from qerl_pl.modules.memory import GIB, OptimizerBytes, optimizer_bytes, require_memory
-from qerl_pl.rollout import agreement
+from qerl_pl.rollout import parity_check
 from qerl_pl.types import PolicyWeights, Prompt, RolloutRequest, SamplingConfig
 
 CPU = torch.device("cpu")
@@ -145,9 +145,9 @@ def test_every_weight_reaches_the_engine_in_place(untied: Path, kind: str) -> No
     policy = make(untied)
     prompts = [Prompt("p", tuple(TOKENS[0, :6].tolist()), "", "")]
     try:
-        before = agreement._measure_whole(engine, policy, prompts, 0, 5, 16)
+        before = parity_check._measure_whole(engine, policy, prompts, 0, 5, 16)
         perturb(policy)
-        after = agreement._measure_whole(engine, policy, prompts, 1, 6, 16)  # seeds 5 and 6 probe one layer each
+        after = parity_check._measure_whole(engine, policy, prompts, 1, 6, 16)  # seeds 5 and 6 probe one layer each
         for found in (before, after):
             assert found.adapter_on < 1e-4 and found.adapter_off < 1e-4 < 0.01 < found.adapter_effect
         own = policy.trained_state()

@@ -12,9 +12,9 @@ from fit_helpers import fit, fit_on_ranks
 from safetensors.torch import load_file
 from test_ranks import completions, learned, same_run, settings
 
-from qerl_pl.formats.dense_copy import load_dense_state
+from qerl_pl.distributed import communicator
+from qerl_pl.formats.dense_checkpoint import load_dense_state
 from qerl_pl.modules.update import PolicyUpdate
-from qerl_pl.run import ranks
 
 ROLLOUTS, STEPS = 3, 4
 """Rollouts of a run, and optimizer steps of each."""
@@ -45,7 +45,7 @@ def dies_in_the_third_rollout() -> None:
 
 def sums_in_small_buckets() -> None:
     """A matrix alone, vectors together: as large models are summed."""
-    ranks.BUCKET = 2**14
+    communicator.BUCKET = 2**14
 
 
 @pytest.fixture(scope="module")

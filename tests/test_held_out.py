@@ -9,9 +9,9 @@ import pytest
 from scripted import Even, Scripted, Watched, Words, config_of
 
 from qerl_pl.algorithm import GRPO
+from qerl_pl.evaluation.evaluator import KeptSamples
 from qerl_pl.rollout.collector import Collector
 from qerl_pl.rollout.config import CollectorConfig
-from qerl_pl.rollout.kept import KeptSamples
 from qerl_pl.types import EvalSampling, Evaluation, Prompt, RolloutRequest, SamplingConfig
 
 PROMPTS = [Prompt(f"p{index}", (1,) * (index + 1), f"question {index}", str(index)) for index in range(5)]

@@ -15,9 +15,9 @@ from fit_helpers import command, configuration, fit, processes
 
 from qerl_pl.callbacks.resume import _set_aside
 from qerl_pl.cli.main import main
-from qerl_pl.run import files
-from qerl_pl.run.checkpoints import CHECKPOINT_KEY, AtomicCheckpointIO
-from qerl_pl.run.files import building
+from qerl_pl.persistence import atomic_files
+from qerl_pl.persistence.atomic_files import building
+from qerl_pl.persistence.checkpoint_io import CHECKPOINT_KEY, AtomicCheckpointIO
 from qerl_pl.toy import ToyConfig, build_toy_policy
 
 TOY = ToyConfig(layers=1, intermediate=128, steps=1, batch_size=2)
@@ -63,7 +63,7 @@ def die_at(moment: int) -> None:
 
 def replace_and_die(target: Path, moment: int, swaps: bool) -> None:
     if not swaps:
-        files._swap = lambda first, second: False  # as macOS and NFS
+        atomic_files._swap = lambda first, second: False  # as macOS and NFS
     die_at(moment)
     with building(target, replace=True) as folder:
         fill(folder, "new")
@@ -133,7 +133,7 @@ def test_the_unfinished_folder_of_a_living_process_stays(tmp_path: Path) -> None
 
 
 def die_when_all_weights_are_written() -> None:
-    from qerl_pl.formats.model_files import ShardWriter
+    from qerl_pl.formats.model_folder import ShardWriter
 
     ShardWriter.finish = lambda self: kill()  # type: ignore[method-assign]
 

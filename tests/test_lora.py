@@ -6,8 +6,7 @@ import torch
 from qerl_kernels import NVFP4Weight, dequantize_nvfp4, quantize_nvfp4
 from torch import Tensor, nn
 
-from qerl_pl.modules.frozen_linear import FrozenLinear
-from qerl_pl.modules.lora import ADAPTER, LoraLinear
+from qerl_pl.modules.lora import ADAPTER, FrozenLinear, LoraLinear
 
 RANK, ROWS, COLUMNS, DROPPED = 4, 32, 48, 0.25
 

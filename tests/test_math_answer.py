@@ -16,9 +16,10 @@ import pytest
 from shared_data import DATA, needs_data, read
 
 from qerl_pl.errors import UserError
-from qerl_pl.rewards import GSM8KAnswer, MathAnswer, RewardSample, math_pool, score
-from qerl_pl.rewards.answer_text import answer_of, last_boxed, same_text
-from qerl_pl.rewards.math_pool import MathPool, Pair
+from qerl_pl.rewards import GSM8KAnswer, MathAnswer, RewardSample, score
+from qerl_pl.rewards import math_answer as grading
+from qerl_pl.rewards.answers import answer_of, last_boxed, same_text
+from qerl_pl.rewards.math_answer import MathPool, Pair
 
 
 def sample(completion: str) -> RewardSample:
@@ -390,13 +391,13 @@ def test_what_kills_the_grading_is_told_as_itself_and_not_as_a_rewards_mistake()
     assert reward([answered("36/2")]) == [1.0]
     asked: list[str] = []
 
-    def killed_when_asked(worker: Any, pair: Pair, seconds: float, ask: Any = math_pool._Worker.ask) -> None:
+    def killed_when_asked(worker: Any, pair: Pair, seconds: float, ask: Any = grading._Worker.ask) -> None:
         os.killpg(worker.process.pid, signal.SIGKILL)
         asked.append(pair[1])
         ask(worker, pair, seconds)
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(UserError) as told:
-        patch.setattr(math_pool._Worker, "ask", killed_when_asked)
+        patch.setattr(grading._Worker, "ask", killed_when_asked)
         score([reward], [answered("36/3"), answered("36/2")])
     assert re.fullmatch(r"MathAnswer grades in .*; two were killed at '36/\d', by no .*; see that .*", str(told.value))
     assert len(asked) == 2  # and not once more for each sample alone
@@ -427,8 +428,8 @@ def test_a_grading_process_that_does_not_start_is_not_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "worker.py").write_text("import time\ntime.sleep(5)\n")
-    monkeypatch.setattr(math_pool, "_PROGRAM", tmp_path / "worker.py")
-    monkeypatch.setattr(math_pool, "_SECONDS_TO_START", 0.3)
+    monkeypatch.setattr(grading, "_PROGRAM", tmp_path / "worker.py")
+    monkeypatch.setattr(grading, "_SECONDS_TO_START", 0.3)
     with pytest.raises(
         UserError, match=r"did not start \(exit status -9\); see that memory"
     ):  # killed, and not at its end

@@ -18,13 +18,13 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
-from qerl_pl.cli.adapter import take_adapter
+from qerl_pl.cli.error_messages import explain
+from qerl_pl.cli.export import take_adapter
 from qerl_pl.cli.main import main
-from qerl_pl.cli.mistakes import explain
 from qerl_pl.datamodules import PromptDataModule, Row
 from qerl_pl.errors import UserError
-from qerl_pl.modules.optimizer import build_optimizer, build_schedule
-from qerl_pl.run.checkpoints import AtomicCheckpointIO, digest_path
+from qerl_pl.modules.qerl import build_optimizer, build_schedule
+from qerl_pl.persistence.checkpoint_io import AtomicCheckpointIO, digest_path
 
 ROOT = Path(__file__).parents[1]
 QUICKSTART = ROOT / "configs" / "quickstart.yaml"

@@ -20,9 +20,8 @@ from qerl_pl.engines.base import LentWeights
 from qerl_pl.errors import UserError
 from qerl_pl.modules import Policy, PolicyConfig, QeRLModule
 from qerl_pl.modules.qerl import BEFORE_TRAINING
+from qerl_pl.persistence.random_state import random_state, random_state_kept, stream_seed
 from qerl_pl.rollout.hand_over import HandOver
-from qerl_pl.run.random_state import random_state, random_state_kept
-from qerl_pl.run.seeding import stream_seed
 from qerl_pl.types import EvaluatedPrompt, Evaluation, GradedAnswer
 
 

@@ -11,7 +11,7 @@ from qerl_kernels import MarlinRows, MarlinTensor
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoConfig
 
-from qerl_pl.callbacks.memory_report import DeviceMemory, MemoryReport, measure_memory
+from qerl_pl.callbacks.monitor import DeviceMemory, MemoryReport, measure_memory
 from qerl_pl.cli.main import QeRLCLI
 from qerl_pl.engines.base import LentWeights
 from qerl_pl.formats.quantize import quantize_checkpoint

@@ -13,11 +13,11 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from qerl_pl.engines.vllm_marlin import lent_rows, why_not_lent
+from qerl_pl.engines.vllm.linear_methods import lent_rows, why_not_lent
 from qerl_pl.errors import UserError
 from qerl_pl.formats.base import format_of
-from qerl_pl.formats.dense_copy import load_dense_state
-from qerl_pl.formats.model_files import TensorFiles
+from qerl_pl.formats.dense_checkpoint import load_dense_state
+from qerl_pl.formats.model_folder import TensorFiles
 from qerl_pl.formats.quantize import quantize_checkpoint
 
 CPU = torch.device("cpu")

@@ -10,7 +10,7 @@ import torch
 from qerl_pl.algorithm.noise import NoiseSchedule, NormNoise, noise_sigma
 from qerl_pl.errors import UserError
 from qerl_pl.formats.architecture import noisy_norm_names
-from qerl_pl.run.seeding import stream_seed
+from qerl_pl.persistence.random_state import stream_seed
 
 BY_HAND = {
     # sigma_start 0.01, sigma_end 0.0001, K = 3: k = 2 is half way.

@@ -11,11 +11,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from qerl_pl.formats.quantize import quantize_checkpoint
-from qerl_pl.modules import LoraConfig, Policy, PolicyConfig, attention, gated_mlp
-from qerl_pl.modules.frozen_linear import FrozenLinear
-from qerl_pl.modules.gated_mlp import GatedMLP
-from qerl_pl.modules.lora import PROJECTIONS, go_together, on_one_input
-from qerl_pl.modules.packing import Packing
+from qerl_pl.modules import LoraConfig, Policy, PolicyConfig, packed_layers
+from qerl_pl.modules.lora import PROJECTIONS, FrozenLinear, go_together, on_one_input
+from qerl_pl.modules.packed_layers import GatedMLP, Packing
 
 MODES: tuple[Any, ...] = (False, "selective", True)
 LAYERS = 2
@@ -52,8 +50,7 @@ def learn(policy: Policy) -> tuple[Tensor, dict[str, Tensor]]:
 
 def learn_one_by_one(policy: Policy) -> tuple[Tensor, dict[str, Tensor]]:
     with pytest.MonkeyPatch.context() as patch:
-        for module in (attention, gated_mlp):
-            patch.setattr(module, "on_one_input", lambda linears, x: tuple(linear(x) for linear in linears))
+        patch.setattr(packed_layers, "on_one_input", lambda linears, x: tuple(linear(x) for linear in linears))
         return learn(policy)
 
 

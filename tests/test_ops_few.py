@@ -18,7 +18,7 @@ from qerl_kernels import (
     quantize_nvfp4,
     select_backend,
     silu_of_halves,
-    triton_few,
+    triton_decode_gemm,
 )
 from torch.nn import functional
 
@@ -27,7 +27,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 REPEATS = 50 if DEVICE == "cuda" else 1
 # Rows that fill no tile of 256, columns that the programs' runs do not divide.
 SHAPES = [(64, 64), (192, 320), (320, 576)]
-Tile = triton_few.Tile
+Tile = triton_decode_gemm.Tile
 TILES = [
     Tile(64),
     Tile(64, tiles=2, programs=3),
@@ -139,7 +139,7 @@ def test_tokens_of_a_block_do_not_see_each_other():
 def test_a_tile_of_any_form_gives_the_same_product(tile):
     weight, bias, a, b = linear(320, 128, rank=8, with_bias=True)
     x = tokens_of(tile.width + 5, 128)
-    actual = triton_few.few_tokens_linear(x, weight, bias, a, b, (0,), tile)
+    actual = triton_decode_gemm.few_tokens_linear(x, weight, bias, a, b, (0,), tile)
     expected = plain_few_tokens_linear(x, weight, bias, a, b)
     assert (actual - expected).float().norm() <= 4e-3 * expected.float().norm()
 
@@ -159,11 +159,11 @@ ALONE = Tile(64, tiles=1, programs=1, whole=True)  # as few programs as small we
 )
 def test_row_blocks_that_one_program_takes_and_those_that_are_shared(tile, shape, starts, cut):
     tokens = tile.width - 7
-    plan = triton_few.plan(tokens, *shape, 8 * len(starts), 4, tile)  # the interpreter's processors
+    plan = triton_decode_gemm.plan(tokens, *shape, 8 * len(starts), 4, tile)  # the interpreter's processors
     assert (plan.rounds, plan.alone, plan.shrinks, plan.longer, plan.run) == cut
     weight, bias, a, b = linear(*shape, 8, starts, with_bias=True)
     x = tokens_of(tokens, shape[1])
-    actual = triton_few.few_tokens_linear(x, weight, bias, a, b, starts, tile)
+    actual = triton_decode_gemm.few_tokens_linear(x, weight, bias, a, b, starts, tile)
     expected = plain_few_tokens_linear(x, weight, bias, a, b)
     assert (actual - expected).float().norm() <= 4e-3 * expected.float().norm()
 
@@ -173,8 +173,8 @@ def test_rows_of_one_program_without_an_adapter_need_no_second_launch(rows, alon
     weight, _, _, _ = linear(rows, 384)
     x = tokens_of(70, 384)  # two blocks of tokens: two programs each
     tile = ALONE._replace(programs=2)
-    assert triton_few.plan(70, rows, 384, 0, 4, tile).alone == alone
-    actual = triton_few.few_tokens_linear(x, weight, None, None, None, (0,), tile)
+    assert triton_decode_gemm.plan(70, rows, 384, 0, 4, tile).alone == alone
+    actual = triton_decode_gemm.few_tokens_linear(x, weight, None, None, None, (0,), tile)
     expected = plain_few_tokens_linear(x, weight, None, None, None)
     assert (actual - expected).float().norm() <= 4e-3 * expected.float().norm()
 
@@ -196,10 +196,10 @@ GATED = [  # rows of gate and up; alone, where programs take row blocks alone
 def test_folded_into_the_product_the_activation_has_the_bits_that_it_has_after_it(tokens, tile, shape, rank, alone):
     starts = (0, shape[0] // 2)
     weight, bias, a, b = linear(*shape, rank, starts, with_bias=tokens != 40)
-    assert DEVICE == "cuda" or triton_few.plan(tokens, *shape, 2 * rank, 4, tile, True).alone == alone
+    assert DEVICE == "cuda" or triton_decode_gemm.plan(tokens, *shape, 2 * rank, 4, tile, True).alone == alone
     x = tokens_of(tokens, shape[1])
-    actual = triton_few.few_tokens_linear(x, weight, bias, a, b, starts, tile, gated=True)
-    y = triton_few.few_tokens_linear(x, weight, bias, a, b, starts, tile)
+    actual = triton_decode_gemm.few_tokens_linear(x, weight, bias, a, b, starts, tile, gated=True)
+    y = triton_decode_gemm.few_tokens_linear(x, weight, bias, a, b, starts, tile)
     assert torch.equal(actual, silu_of_halves(y))
     expected = plain_few_tokens_linear(x, weight, bias, a, b, gated=True)
     assert (actual - expected).float().norm() <= 8e-3 * expected.float().norm()
@@ -222,7 +222,7 @@ def test_halves_that_no_program_can_take_together_are_activated_after_the_produc
 
 def test_a_program_of_two_row_blocks_takes_half_the_tokens():
     tokens = (8, 16, 32, 64, 100, 192, 256)
-    chunks = [triton_few.plan(count, 37888, 3584, 64, 132, gated=True).chunk for count in tokens]
+    chunks = [triton_decode_gemm.plan(count, 37888, 3584, 64, 132, gated=True).chunk for count in tokens]
     assert chunks == [8, 16, 16, 32, 64, 32, 32]
 
 
@@ -231,9 +231,9 @@ def test_a_program_of_two_row_blocks_takes_half_the_tokens():
     ("rows", "columns", "rounds"), [(22016, 2048, 0), (37888, 3584, 1), (27648, 5120, 0), (55296, 5120, 1)]
 )
 def test_cuts_of_real_layers_give_every_program_as_much(rows, columns, rounds, rank):
-    tile = triton_few.plan(192, rows, columns, 2 * rank, 132).tile
+    tile = triton_decode_gemm.plan(192, rows, columns, 2 * rank, 132).tile
     assert tile.whole and tile.width == 192
-    plan = triton_few.plan(192, rows, columns, 2 * rank, 132)
+    plan = triton_decode_gemm.plan(192, rows, columns, 2 * rank, 132)
     assert plan.rounds == rounds and plan.workers == 2 * 132
     steps, total = columns // 32, -(-rows // 128) * (columns // 32)
     a_steps = math.ceil(math.ceil(columns / 128) / plan.hidden_parts)
@@ -247,7 +247,9 @@ def test_tokens_of_an_address_that_cannot_be_copied_from_give_the_same_product()
     x = tokens_of(70, 320)
     shifted = torch.empty(x.numel() + 1, dtype=x.dtype, device=x.device)[1:].view_as(x).copy_(x)
     tile = Tile(64, tiles=2, copied=True)
-    actual, expected = (triton_few.few_tokens_linear(one, weight, bias, a, b, (0,), tile) for one in (shifted, x))
+    actual, expected = (
+        triton_decode_gemm.few_tokens_linear(one, weight, bias, a, b, (0,), tile) for one in (shifted, x)
+    )
     assert shifted.data_ptr() % 16 and torch.equal(actual, expected)
 
 
@@ -257,7 +259,7 @@ def test_a_plan_covers_the_weight_and_its_parts_fit(processors, tile):
     shapes = [(*shape, 24) for shape in SHAPES] + [(rows, columns, 32 * len(s)) for rows, columns, s in REAL.values()]
     for rows, columns, rank in shapes:
         for tokens in (1, 8, 17, 64, 65, 256):
-            plan = triton_few.plan(tokens, rows, columns, rank, processors, tile)
+            plan = triton_decode_gemm.plan(tokens, rows, columns, rank, processors, tile)
             steps, tiles = columns // plan.tile.columns, -(-rows // plan.tile.rows) - plan.rounds * plan.workers
             assert plan.tile.width * plan.token_blocks >= tokens and tiles >= 0
             assert plan.alone == plan.rounds * plan.workers * plan.tile.rows
@@ -322,9 +324,9 @@ def test_a_real_layer_in_a_tile_of_any_form_gives_the_same_product(name, tile):
     rows, columns, starts = REAL[name]
     weight, bias, a, b = linear(rows, columns, 32, starts, with_bias=name == "qkv")
     x = tokens_of(192, columns)
-    actual = triton_few.few_tokens_linear(x, weight, bias, a, b, starts, tile)
+    actual = triton_decode_gemm.few_tokens_linear(x, weight, bias, a, b, starts, tile)
     for _ in range(REPEATS):
-        assert torch.equal(actual, triton_few.few_tokens_linear(x, weight, bias, a, b, starts, tile))
+        assert torch.equal(actual, triton_decode_gemm.few_tokens_linear(x, weight, bias, a, b, starts, tile))
     expected = plain_few_tokens_linear(x, weight, bias, a, b)
     assert (actual - expected).float().norm() <= 4e-3 * expected.float().norm()
 

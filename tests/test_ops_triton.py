@@ -25,7 +25,7 @@ from qerl_kernels import (
     reference,
     selected_backend,
     triton_dequantize,
-    triton_tuning,
+    triton_launch,
     widened_linear,
 )
 from qerl_kernels.backend import triton_available
@@ -160,7 +160,7 @@ CHOICES += [("_marlin", choice) for choice in triton_dequantize._marlin._choices
 @pytest.mark.parametrize(("kernel", "choice"), CHOICES)
 def test_every_choice_of_tiles_gives_the_same_bits(monkeypatch, kernel, choice, mx):
     function = getattr(triton_dequantize, kernel)._kernel
-    monkeypatch.setattr(triton_dequantize, kernel, triton_tuning.Tuned(function, [choice]))
+    monkeypatch.setattr(triton_dequantize, kernel, triton_launch.Tuned(function, [choice]))
     tensor = (quantize_mxfp4 if mx else reference.quantize_nvfp4)(weight(128, 352))
     if kernel == "_rows":
         op, truth = (

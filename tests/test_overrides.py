@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from jsonargparse import ArgumentParser
 
-from qerl_pl.cli.overrides import expand_item_overrides
+from qerl_pl.cli.main import expand_item_overrides
 from qerl_pl.errors import UserError
 
 STOP = "lightning.pytorch.callbacks.EarlyStopping"

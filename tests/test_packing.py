@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from qerl_pl.modules.packing import Packing, _on_a_gpu, attention_of_rows, packed_attention
-from qerl_pl.run.random_state import deterministic, strictly_deterministic_gradient
+from qerl_pl.modules.packed_layers import Packing, _on_a_gpu, attention_of_rows, packed_attention
+from qerl_pl.persistence.random_state import deterministic, strictly_deterministic_gradient
 
 LENGTHS = torch.tensor([3, 1, 5])
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from qerl_pl.errors import UserError
-from qerl_pl.modules.parameters import given_back, take_over
+from qerl_pl.modules.adapter import given_back, take_over
 
 
 def test_what_is_taken_over_is_written_in_place() -> None:

@@ -15,12 +15,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from qerl_pl.engines.base import LentWeights
 from qerl_pl.errors import UserError
-from qerl_pl.formats.dense_copy import write_dense_checkpoint
+from qerl_pl.formats.dense_checkpoint import write_dense_checkpoint
 from qerl_pl.formats.quantize import quantize_checkpoint
 from qerl_pl.modules import LoraConfig, Policy, PolicyConfig
 from qerl_pl.modules.adapter import LoraAdapter
-from qerl_pl.modules.frozen_linear import FrozenLinear
-from qerl_pl.modules.lora import PROJECTIONS
+from qerl_pl.modules.lora import PROJECTIONS, FrozenLinear
 
 CPU = torch.device("cpu")
 

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from qerl_pl.cli.main import main
 from qerl_pl.errors import UserError
-from qerl_pl.formats.model_files import read_config
+from qerl_pl.formats.model_folder import read_config
 from qerl_pl.formats.quantize import quantize_checkpoint
 
 

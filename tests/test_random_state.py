@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from qerl_pl.modules.packing import Packing, packed_attention
-from qerl_pl.run.random_state import (
+from qerl_pl.modules.packed_layers import Packing, packed_attention
+from qerl_pl.persistence.random_state import (
     deterministic,
     random_state,
     random_state_kept,
     set_random_state,
+    stream_seed,
     strictly_deterministic_gradient,
 )
-from qerl_pl.run.seeding import stream_seed
 
 
 def settings() -> tuple[bool, bool, bool]:

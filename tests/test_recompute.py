@@ -15,17 +15,16 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from qerl_pl.algorithm import DAPO
+from qerl_pl.distributed.communicator import ALONE, Ranks
 from qerl_pl.formats.norm import use_float32_norms
 from qerl_pl.formats.quantize import quantize_checkpoint
-from qerl_pl.modules import LoraConfig, Policy, PolicyConfig, recompute
+from qerl_pl.modules import LoraConfig, Policy, PolicyConfig, activation_checkpointing
+from qerl_pl.modules.activation_checkpointing import Recomputation
+from qerl_pl.modules.full_finetuning import train_all
 from qerl_pl.modules.lora import attach_lora
-from qerl_pl.modules.masters import train_all
 from qerl_pl.modules.memory import state_to_come
-from qerl_pl.modules.micro_batches import deal_micro_batches
-from qerl_pl.modules.recompute import Recomputation
-from qerl_pl.modules.update import PolicyUpdate
-from qerl_pl.run.random_state import deterministic
-from qerl_pl.run.ranks import ALONE, Ranks
+from qerl_pl.modules.update import PolicyUpdate, deal_micro_batches
+from qerl_pl.persistence.random_state import deterministic
 
 CPU = torch.device("cpu")
 
@@ -69,7 +68,7 @@ def test_micro_batches_hold_each_sequence_once_and_no_more_tokens_than_allowed()
 def test_auto_takes_the_fastest_that_fits_the_rank_with_least_memory(
     tiny_policy_dir: Path, free: int | None, mode: Any, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
-    monkeypatch.setattr(recompute, "free_bytes", lambda device: free)
+    monkeypatch.setattr(activation_checkpointing, "free_bytes", lambda device: free)
     recomputation = make(tiny_policy_dir, "auto").recomputation
     assert recomputation.mode is True and recomputation.state() is None
     with caplog.at_level(logging.INFO):
@@ -99,7 +98,7 @@ def of_7b() -> Recomputation:
 
 
 def test_estimates_are_a_little_above_what_is_kept() -> None:
-    needs = [of_7b().needed_bytes(mode, 6144) / 2**30 for mode in recompute.MODES]
+    needs = [of_7b().needed_bytes(mode, 6144) / 2**30 for mode in activation_checkpointing.MODES]
     inputs = 28 * 2 * 3584  # bytes a token
     products = inputs + 28 * 2 * (3584 + 3584 + 2 * 512 + 2 * 18944)  # o, q, k, v, gate, up
     attention = 2 * 3584 + 2 * 512  # queries and result, keys and values
@@ -140,7 +139,9 @@ def test_what_is_yet_to_come_is_counted_once_and_at_its_size() -> None:
     full.load("true")
     full.expect(lambda: 8.0)  # it is chosen
     assert fixed(full) == pytest.approx(0.63 + 4.57, abs=0.02)
-    for mode in recompute.MODES:  # activations are in 16 bits over float32 masters, too, but in the norms
+    for (
+        mode
+    ) in activation_checkpointing.MODES:  # activations are in 16 bits over float32 masters, too, but in the norms
         found, plain = (one.needed_bytes(mode, 6144) - one.needed_bytes(mode, 0) for one in (full, lora))
         norms = 1.1 * 6144 * 16 * 3584 * (28 if mode is False else 1)
         assert found == pytest.approx(plain + norms, rel=1e-6)
@@ -156,8 +157,8 @@ def test_a_state_that_a_checkpoint_has_brought_is_not_to_come() -> None:
 
 
 def test_ranks_choose_alike_and_all_follow_the_one_that_had_to_fall_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    needs = [of_7b().needed_bytes(mode, 6144) for mode in recompute.MODES]
-    monkeypatch.setattr(recompute, "free_bytes", lambda device: needs[1])
+    needs = [of_7b().needed_bytes(mode, 6144) for mode in activation_checkpointing.MODES]
+    monkeypatch.setattr(activation_checkpointing, "free_bytes", lambda device: needs[1])
 
     def work(ranks: Ranks) -> tuple[Any, Any, Any]:
         own = of_7b()
@@ -216,10 +217,10 @@ def test_memory_that_runs_out_costs_a_step_down_and_no_bit(
         update.run(policy, experience, optimizer, schedule, lambda loss: loss.backward())  # type: ignore[arg-type]
         return [parameter.detach() for parameter in trained], policy
 
-    monkeypatch.setattr(recompute, "free_bytes", lambda device: 10**12)
+    monkeypatch.setattr(activation_checkpointing, "free_bytes", lambda device: 10**12)
     expected, _ = learn(False, [])
     found, policy = learn("auto", [2, 3][:failures])  # the second micro-batch, and again when it is repeated
-    assert policy.recomputation.mode == recompute.MODES[failures]
+    assert policy.recomputation.mode == activation_checkpointing.MODES[failures]
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
     for asked, fail_at in ((False, [2]), ("auto", [2, 3, 4])):
         with pytest.raises(torch.OutOfMemoryError):

@@ -17,8 +17,8 @@ from tensorboard.backend.event_processing import plugin_event_accumulator
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.util.tensor_util import make_ndarray
 
-from qerl_pl.run.checkpoints import newest_checkpoint
-from qerl_pl.run.files import locked
+from qerl_pl.persistence.atomic_files import locked
+from qerl_pl.persistence.checkpoint_io import newest_checkpoint
 
 
 def stop_where_an_update_may_not_repeat() -> None:
@@ -98,9 +98,9 @@ def die_before_the_first_checkpoint() -> None:
 
 def die_while_writing_the_second_checkpoint() -> None:
     """SIGKILL when the checkpoint of the sixth rollout is half written: its digest is there, its file is not."""
-    from qerl_pl.run import checkpoints
+    from qerl_pl.persistence import checkpoint_io
 
-    plain = checkpoints.writing
+    plain = checkpoint_io.writing
 
     @contextmanager
     def write(path: Path) -> Iterator[BinaryIO]:
@@ -110,7 +110,7 @@ def die_while_writing_the_second_checkpoint() -> None:
                 file.truncate(file.tell() // 2)
                 os.kill(os.getpid(), signal.SIGKILL)
 
-    checkpoints.writing = write
+    checkpoint_io.writing = write
 
 
 def ask_to_stop_in_generation(number: int, rollout: int = 5) -> Callable[[], None]:

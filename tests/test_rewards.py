@@ -19,8 +19,7 @@ from qerl_pl.rewards import (
     extract_answers,
     score,
 )
-from qerl_pl.rewards.format_and_length import last_tagged
-from qerl_pl.rewards.gsm8k_answer import parse_number
+from qerl_pl.rewards.answers import last_tagged, parse_number
 
 
 def sample(completion: str, reference: str = "18", num_tokens: int = 5) -> RewardSample:

@@ -18,15 +18,15 @@ from qerl_pl.algorithm import DrGRPO, NoiseSchedule, NormNoise
 from qerl_pl.callbacks import AdaptiveQuantizationNoise, ResumeCheckpoint, RolloutCallback
 from qerl_pl.callbacks.rollout import PROMPTS_KEY
 from qerl_pl.datamodules import ArithmeticDataModule, PromptDataModule
+from qerl_pl.distributed.communicator import Ranks
 from qerl_pl.engines import EngineSpec, TransformersEngine
 from qerl_pl.engines.base import LentWeights
 from qerl_pl.errors import UserError
 from qerl_pl.modules import QeRLModule
+from qerl_pl.persistence.checkpoint_io import AtomicCheckpointIO
 from qerl_pl.rewards import GSM8KAnswer, MathAnswer
 from qerl_pl.rollout.collector import Collector
 from qerl_pl.rollout.config import CollectorConfig
-from qerl_pl.run.checkpoints import AtomicCheckpointIO
-from qerl_pl.run.ranks import Ranks
 from qerl_pl.toy import ArithmeticTask
 from qerl_pl.types import Prompt, SamplingConfig
 

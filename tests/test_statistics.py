@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from qerl_pl.rollout.statistics import (
+from qerl_pl.evaluation.metrics import (
     evaluation_tag,
     interval,
     majority_at_k,

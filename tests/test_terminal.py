@@ -24,7 +24,7 @@ from tqdm import tqdm
 from qerl_pl.cli import terminal
 from qerl_pl.cli.main import QeRLCLI
 from qerl_pl.cli.terminal import StandardError, configure_terminal
-from qerl_pl.engines.vllm_terminal import without_bars
+from qerl_pl.engines.vllm.startup import without_bars
 
 
 def on_a_terminal(*words: str) -> tuple[int, str]:
@@ -157,7 +157,7 @@ def test_a_kernel_that_vllm_compiles_late_is_no_news_and_its_other_warnings_are(
 
 @pytest.mark.vllm
 def test_the_monitor_of_this_vllm_is_the_one_that_is_quiet(configured: list[warnings.WarningMessage]) -> None:
-    from qerl_pl.engines.vllm_start import import_vllm
+    from qerl_pl.engines.vllm.startup import import_vllm
 
     import_vllm()
     from vllm.utils import jit_monitor
@@ -226,8 +226,8 @@ import torch
 from torch import distributed
 from transformers import AutoModelForCausalLM
 from qerl_pl.cli.terminal import configure_terminal
-from qerl_pl.modules.recompute import Recomputation
-from qerl_pl.rewards.math_pool import MathPool
+from qerl_pl.modules.activation_checkpointing import Recomputation
+from qerl_pl.rewards.math_answer import MathPool
 
 configure_terminal()
 distributed.init_process_group("gloo")
@@ -269,7 +269,8 @@ def test_what_only_one_rank_has_met_is_told_by_that_rank_once(tiny_policy_dir: P
     assert warned == [
         [],
         [
-            "WARNING qerl_pl.modules.recompute: rank 1: gradient_checkpointing auto goes on with selective, for false "
+            "WARNING qerl_pl.modules.activation_checkpointing: rank 1: gradient_checkpointing auto goes on with "
+            "selective, for false "
             "ran out of memory: no room",
             "WARNING qerl_pl: rank 1: counted as wrong, for it cannot be graded within the limits: '5^{9^{9^9}}'",
         ],

@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from qerl_pl.algorithm import BNPO, CISPO, DAPO, GRPO, GSPO, DrGRPO, Objective
+from qerl_pl.distributed.communicator import ALONE, Ranks
 from qerl_pl.modules import LoraConfig, Policy, PolicyConfig
 from qerl_pl.modules.update import PolicyUpdate
 from qerl_pl.rollout.experience import Experience
-from qerl_pl.run.ranks import ALONE, Ranks
 
 
 @pytest.fixture(scope="module")

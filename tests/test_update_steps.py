@@ -14,12 +14,11 @@ from torch import Tensor, nn
 
 from qerl_pl.algorithm import BNPO, GRPO, DrGRPO, Objective
 from qerl_pl.algorithm.objectives import LossInputs, LossOutputs
+from qerl_pl.distributed.communicator import ALONE, Ranks
 from qerl_pl.errors import UserError
-from qerl_pl.modules.known import drawn_places, rows_at
-from qerl_pl.modules.update import NonFiniteLossError, PolicyUpdate
+from qerl_pl.modules.update import NonFiniteLossError, PolicyUpdate, drawn_places, rows_at
+from qerl_pl.persistence.random_state import stream_seed
 from qerl_pl.rollout.experience import Experience
-from qerl_pl.run.ranks import ALONE, Ranks
-from qerl_pl.run.seeding import stream_seed
 
 ODDS = [0.3, -0.4, 0.1, 0.8]
 REFERENCE = [0.0, 0.5, -0.5, 0.2]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from qerl_pl.engines.vllm_adapter import AdaptedMethod, attach_adapter
+from qerl_pl.engines.vllm.linear_methods import AdaptedMethod, attach_adapter
 
 
 class Base:

@@ -8,8 +8,9 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from qerl_pl.engines import EngineSpec, VLLMEngine, vllm_attention
-from qerl_pl.engines.vllm_attention import attend_in_one_part
+from qerl_pl.engines import EngineSpec, VLLMEngine
+from qerl_pl.engines.vllm import worker
+from qerl_pl.engines.vllm.worker import attend_in_one_part
 from qerl_pl.types import RolloutRequest, SamplingConfig
 
 
@@ -64,14 +65,14 @@ def test_an_engine_samples_the_same_with_parts_and_without(tmp_path: Path, monke
     requests = [RolloutRequest(tuple(ids), (index,)) for index, ids in enumerate(prompts)]
     found: list[tuple[int, list[Any]]] = []
     for enough in (0.0, float("inf")):  # in one part always, never
-        monkeypatch.setattr(vllm_attention, "ENOUGH", enough)
+        monkeypatch.setattr(worker, "ENOUGH", enough)
         changed: list[int] = []
 
         def attend(*args: Any, changed: list[int] = changed) -> int:
             changed.append(attend_in_one_part(*args))
             return changed[-1]
 
-        monkeypatch.setattr(vllm_attention, "attend_in_one_part", attend)
+        monkeypatch.setattr(worker, "attend_in_one_part", attend)
         engine = VLLMEngine(kv_cache_gib=0.5, max_num_seqs=64, linear_backend="auto", share_weights=False)
         engine.launch(EngineSpec(tmp_path, torch.bfloat16, torch.device("cuda"), 0, (), 700))
         found.append((sum(changed), engine.generate(requests, SamplingConfig(max_tokens=48, temperature=1.0))))

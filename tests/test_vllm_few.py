@@ -18,11 +18,19 @@ from qerl_kernels import (
 from test_vllm_marlin import BIAS, COLUMNS, ROWS, dense, linear
 from torch import Tensor, nn
 
-from qerl_pl.engines import EngineSpec, vllm_few
-from qerl_pl.engines.vllm_few import FewTokensMethod, adapted_linear, attach_few
-from qerl_pl.engines.vllm_linears import attach_all, check_few
-from qerl_pl.engines.vllm_marlin import MarlinOrDenseMethod, attach_dense, marlin_tensor
-from qerl_pl.engines.vllm_worker import engine_config
+from qerl_pl.engines import EngineSpec
+from qerl_pl.engines.vllm import linear_methods
+from qerl_pl.engines.vllm.linear_methods import (
+    FewTokensMethod,
+    MarlinOrDenseMethod,
+    adapted_linear,
+    attach_all,
+    attach_dense,
+    attach_few,
+    check_few,
+    marlin_tensor,
+)
+from qerl_pl.engines.vllm.worker import engine_config
 from qerl_pl.errors import UserError
 
 FEW, DENSE_ABOVE, RANK = 3, 5, 2
@@ -260,7 +268,7 @@ def test_a_wrong_activated_product_is_refused_too() -> None:
 def test_compiled_graphs_that_do_not_activate_in_the_product_have_another_key(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = EngineSpec(Path(), torch.bfloat16, torch.device("cpu"), RANK, ("q_proj",), 8)
     with_it = engine_config(spec, DENSE_ABOVE, FEW)
-    monkeypatch.setattr(vllm_few, "GATED", False)
+    monkeypatch.setattr(linear_methods, "GATED", False)
     assert engine_config(spec, DENSE_ABOVE, FEW) != with_it
 
 

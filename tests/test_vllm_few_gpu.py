@@ -9,8 +9,7 @@ from qerl_kernels.marlin import to_marlin
 from qerl_kernels.reference import quantize_nvfp4
 from torch import Tensor, nn
 
-from qerl_pl.engines.vllm_few import FewTokensMethod
-from qerl_pl.engines.vllm_linears import attach_all
+from qerl_pl.engines.vllm.linear_methods import FewTokensMethod, attach_all
 
 pytestmark = [pytest.mark.gpu, pytest.mark.vllm]
 ROWS, COLUMNS, RANK = 4608, 3584, 32

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from qerl_pl.engines import EngineSpec, VLLMEngine, vllm_few
+from qerl_pl.engines import EngineSpec, VLLMEngine
+from qerl_pl.engines.vllm import linear_methods
 from qerl_pl.formats.quantize import quantize_checkpoint
 from qerl_pl.types import Completion, PolicyWeights, RolloutRequest, SamplingConfig
 
@@ -55,7 +56,7 @@ def test_rollouts_are_those_of_an_activation_after_the_product(
     with caplog.at_level("INFO"):
         folded = rollouts(tmp_path / "nvfp4")
         assert f"{LAYERS} with an MLP's activation" in caplog.text
-        monkeypatch.setattr(vllm_few, "GATED", False)
+        monkeypatch.setattr(linear_methods, "GATED", False)
         after = rollouts(tmp_path / "nvfp4")
         assert "0 with an MLP's activation" in caplog.text
     for one, other in zip(folded, after, strict=True):

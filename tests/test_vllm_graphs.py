@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from qerl_pl.engines.vllm_graphs import workspaces_in_graphs
+from qerl_pl.engines.vllm.worker import workspaces_in_graphs
 
 
 def test_a_capture_begins_without_the_workspaces_of_the_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,17 +9,17 @@ from qerl_kernels import MarlinTensor, dequantize_marlin, marlin_alpha, quantize
 from qerl_kernels.marlin import to_marlin
 from torch import Tensor, nn
 
-from qerl_pl.engines import vllm_marlin
-from qerl_pl.engines.vllm_adapter import attach_adapter
-from qerl_pl.engines.vllm_marlin import (
+from qerl_pl.engines.vllm import linear_methods
+from qerl_pl.engines.vllm.linear_methods import (
     MarlinOrDenseMethod,
+    attach_adapter,
     attach_dense,
     lent_rows,
     marlin_or_dense,
     marlin_tensor,
     why_not_lent,
 )
-from qerl_pl.engines.vllm_worker import PolicyWorker
+from qerl_pl.engines.vllm.worker import PolicyWorker
 from qerl_pl.errors import UserError
 
 COLUMNS, ROWS, DENSE_ABOVE = 128, 64, 4
@@ -216,7 +216,7 @@ def test_a_linear_that_marlin_has_not_prepared_or_has_padded_is_left_alone() -> 
 def test_a_vllm_without_marlins_product_is_named(
     monkeypatch: pytest.MonkeyPatch, marlin_calls: list[tuple[Any, ...]]
 ) -> None:
-    assert vllm_marlin.missing() == []
+    assert linear_methods.missing() == []
     name = "vllm.model_executor.layers.quantization.utils.marlin_utils_fp4"
     monkeypatch.delattr(f"{name}.apply_fp4_marlin_linear")
-    assert vllm_marlin.missing() == [f"{name}.apply_fp4_marlin_linear"]
+    assert linear_methods.missing() == [f"{name}.apply_fp4_marlin_linear"]

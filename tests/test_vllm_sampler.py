@@ -12,9 +12,9 @@ from poisoned import triton_on_poisoned_memory
 from qerl_kernels import sample_tokens, select_backend
 from torch import Tensor
 
-from qerl_pl.engines import vllm_sampler
-from qerl_pl.engines.vllm_names import look_up
-from qerl_pl.engines.vllm_sampler import TemperatureSampler, attach_sampler, why_not
+from qerl_pl.engines.vllm import sampler as vllm_sampler
+from qerl_pl.engines.vllm.compat import look_up
+from qerl_pl.engines.vllm.sampler import TemperatureSampler, attach_sampler, why_not
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures(triton_on_poisoned_memory.__name__)]
 REQUESTS, VOCABULARY = 6, 40

@@ -12,8 +12,8 @@ from qerl_kernels import sample_tokens, select_backend
 from torch import Tensor
 
 from qerl_pl.engines import EngineSpec, VLLMEngine
-from qerl_pl.engines.vllm_sampler import TemperatureSampler, why_not
-from qerl_pl.engines.vllm_start import import_vllm
+from qerl_pl.engines.vllm.sampler import TemperatureSampler, why_not
+from qerl_pl.engines.vllm.startup import import_vllm
 from qerl_pl.toy import ToyConfig, build_toy_policy
 from qerl_pl.types import PolicyWeights, RolloutRequest, SamplingConfig
 

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from benchmarks.study.warm_up import demonstration, examples, padded
 from benchmarks.study.warm_up import main as warm_up
 from benchmarks.study.word_problems import WordProblem, easy_rows, word_problem
-from qerl_pl.prompting import render_prompts
+from qerl_pl.chat_template import render_prompts
 
 
 def test_word_problems_are_solved_step_by_step() -> None:

@@ -14,9 +14,9 @@ import psutil
 import torch
 from torch import distributed
 from qerl_pl.errors import Stopped, UserError
-from qerl_pl.run.ranks import Ranks
-from qerl_pl.run import watch as watching
-from qerl_pl.run.watch import Watch
+from qerl_pl.distributed.communicator import Ranks
+from qerl_pl.distributed import failure_detector as watching
+from qerl_pl.distributed.failure_detector import Watch
 
 rank, fault = int(os.environ["RANK"]), sys.argv[1]
 if fault.startswith("freeze"):  # else a rank that nobody tells of is waited for longer than the test does
@@ -146,8 +146,8 @@ def test_a_rank_that_is_lost_ends_all_with_one_line_that_says_how_to_go_on(
 CHILD = """
 import subprocess, sys, time
 from torch import distributed
-from qerl_pl.run.ranks import Ranks
-from qerl_pl.run import watch as watching
+from qerl_pl.distributed.communicator import Ranks
+from qerl_pl.distributed import failure_detector as watching
 
 watching.GRACE = 2.0
 distributed.init_process_group("gloo", rank=0, world_size=1)

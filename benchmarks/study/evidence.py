@@ -11,7 +11,7 @@ from benchmarks.study.claims import ACCURACY, ENTROPY, GAIN, REWARD, Claim, Row,
 from benchmarks.study.intervals import interval
 from benchmarks.study.plan import Level, Plan
 from qerl_pl.errors import UserError
-from qerl_pl.run.files import write_atomically
+from qerl_pl.persistence.atomic_files import write_atomically
 
 
 def write_evidence(plan: Plan, rows: Sequence[Row], pages: Path, raw: Path) -> Path:

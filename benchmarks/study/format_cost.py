@@ -23,10 +23,10 @@ from transformers import AutoTokenizer
 
 from benchmarks import report
 from benchmarks.study.reordered import reorder_checkpoint
-from qerl_pl.datamodules.rows import read_table
+from qerl_pl.chat_template import render_prompts
+from qerl_pl.datamodules.tables import read_table
 from qerl_pl.formats.quantize import Device, quantize_checkpoint
 from qerl_pl.modules import LoraConfig, Policy, PolicyConfig
-from qerl_pl.prompting import render_prompts
 from qerl_pl.rollout.experience import pad_completions
 from qerl_pl.types import Completion, Prompt
 

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from benchmarks.study.claims import ACCURACY, Claim, Finding, Part, Row, Statistic, by_seed, strata
 from benchmarks.study.intervals import Interval, interval
 from benchmarks.study.plan import Level, Plan
-from qerl_pl.run.files import write_atomically
+from qerl_pl.persistence.atomic_files import write_atomically
 
 COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#777777")  # told apart by all eyes
 OF_VERDICT = {"holds": "#228833", "does not hold": "#ee6677", "undecided": "#777777"}

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from qerl_pl.formats.model_files import ShardWriter, TensorFiles, copy_other_files, load_config, read_config
-from qerl_pl.run.seeding import stream_seed
+from qerl_pl.formats.model_folder import ShardWriter, TensorFiles, copy_other_files, load_config, read_config
+from qerl_pl.persistence.random_state import stream_seed
 
 
 class Channels(NamedTuple):

@@ -9,7 +9,7 @@ from typing import Any
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from benchmarks.study.plan import Run
-from qerl_pl.run.files import holding, write_atomically
+from qerl_pl.persistence.atomic_files import holding, write_atomically
 
 POINTS = 60
 """Most points of a curve; a longer one is averaged over stretches of equal length."""

@@ -17,8 +17,8 @@ from benchmarks import report
 from benchmarks.study.plan import ROOT, Plan, Run
 from benchmarks.study.rows import add_row, read_rows, row_of
 from qerl_pl.errors import UserError
-from qerl_pl.run.files import write_atomically
-from qerl_pl.run.signals import StopSignals
+from qerl_pl.persistence.atomic_files import write_atomically
+from qerl_pl.persistence.signals import StopSignals
 
 POLL_SECONDS = 0.2
 NOTES = "study.json"

@@ -30,11 +30,11 @@ from transformers import (
 )
 
 from benchmarks import report
-from qerl_pl.datamodules.rows import read_table
-from qerl_pl.prompting import render_prompts
+from qerl_pl.chat_template import render_prompts
+from qerl_pl.datamodules.tables import read_table
+from qerl_pl.persistence.atomic_files import building
+from qerl_pl.persistence.random_state import deterministic
 from qerl_pl.rewards import GSM8KAnswer, RewardSample
-from qerl_pl.run.files import building
-from qerl_pl.run.random_state import deterministic
 
 IGNORED = -100
 PROBLEMS = 256

@@ -15,9 +15,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from qerl_pl.datamodules.rows import read_table
-from qerl_pl.run.files import write_atomically
-from qerl_pl.run.seeding import stream_seed
+from qerl_pl.datamodules.tables import read_table
+from qerl_pl.persistence.atomic_files import write_atomically
+from qerl_pl.persistence.random_state import stream_seed
 from qerl_pl.toy.task import NAMES, THINGS
 
 TEST_SHARE = 0.2

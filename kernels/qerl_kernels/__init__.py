@@ -5,15 +5,14 @@
 
 from qerl_kernels.activation import silu_of_halves, silu_product
 from qerl_kernels.backend import Backend, select_backend, selected_backend, triton_available
-from qerl_kernels.few import (
+from qerl_kernels.decode_gemm import (
     FEW_TOKENS,
     few_tokens_linear,
     few_tokens_sizes,
     few_tokens_supported,
     plain_few_tokens_linear,
 )
-from qerl_kernels.frozen import DenseWeight, FrozenWeight, MarlinRows, MXFP4Weight, NF4Weight, NVFP4Weight
-from qerl_kernels.kept import keeping_products, keeps_products
+from qerl_kernels.frozen_weights import DenseWeight, FrozenWeight, MarlinRows, MXFP4Weight, NF4Weight, NVFP4Weight
 from qerl_kernels.linear import (
     AdaptedWeight,
     LoraFactors,
@@ -44,6 +43,7 @@ from qerl_kernels.reference import (
 )
 from qerl_kernels.rope import rotary
 from qerl_kernels.sampling import sample_tokens
+from qerl_kernels.selective_checkpointing import keeping_products, keeps_products
 
 __all__ = [
     "AdaptedWeight",

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from qerl_kernels.frozen import FrozenWeight, MarlinRows
-from qerl_kernels.kept import kept
+from qerl_kernels.frozen_weights import FrozenWeight, MarlinRows
+from qerl_kernels.selective_checkpointing import kept
 
 
 class LoraFactors(NamedTuple):

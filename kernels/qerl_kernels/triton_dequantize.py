@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qerl_kernels.triton_tuning import Tuned
+from qerl_kernels.triton_launch import Tuned
 
 
 @triton.jit

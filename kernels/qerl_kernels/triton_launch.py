@@ -1,8 +1,13 @@
 """Launching a Triton kernel with little Python, where there is nothing to tune."""
 
+import functools
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
+import triton
 from torch import Tensor
+
+from qerl_kernels.backend import interpreting
 
 
 class Direct:
@@ -56,3 +61,75 @@ class Direct:
         compiled = self._kernel[(programs,)](*tensors, *numbers, **options)
         if first.is_cuda:
             self._compiled[key] = compiled
+
+
+Launch = Callable[..., None]
+
+TINY = 1 << 20
+
+"""Elements below which the work is shorter than its launch, whatever the choice."""
+
+RESOLUTION_MS = 5e-4
+
+"""What the timing of a single call can tell apart; between choices that are this close, the first one is taken."""
+
+Grid = Callable[[dict[str, int]], tuple[int, int, int]]
+
+
+class Tuned:
+    """A kernel that times each choice of its meta-parameters once for every new key, and keeps the fastest.
+
+    What it keeps is the compiled kernel with its grid: Triton's own path from a call to the launch inspects every
+    argument again, which takes longer on the CPU than a small weight takes on the GPU. Every choice gives the same
+    bits; the interpreter and tiny tensors take the first.
+
+    Args:
+        kernel: What `triton.jit` made; its constants come last.
+        choices: (meta-parameters, warps), the most promising first.
+    """
+
+    def __init__(self, kernel: Any, choices: Sequence[tuple[dict[str, int], int]]) -> None:
+        self._kernel = kernel
+        self._choices = choices
+        self._launches: dict[Hashable, Launch] = {}
+
+    def get(self, key: Hashable) -> Launch | None:
+        """What `tune` made for this key: called with the arguments before the constants, pointers as integers."""
+        return self._launches.get(key)
+
+    def tune(self, key: Hashable, arguments: tuple[Tensor | int, ...], grid: Grid, **constants: bool) -> None:
+        """Run the kernel, and make the key's launch.
+
+        Args:
+            key: All that Triton compiles for and all that tells how fast a choice is: data types, sizes, strides,
+                the device, and the pointers' addresses modulo 16.
+            arguments: Those before the constants.
+            grid: Number of programs along each axis, from the meta-parameters.
+            constants: Those before the meta-parameters.
+        """
+        if interpreting():
+            meta, warps = self._choices[0]
+            self._kernel[grid(meta)](*arguments, **constants, **meta, num_warps=warps)
+            return
+        tiny = max(a.numel() for a in arguments if isinstance(a, Tensor)) < TINY
+        choices = self._choices[:1] if tiny else self._choices
+        launches = [self._compiled(arguments, grid, constants, *choice) for choice in choices]
+        if len(launches) > 1:
+            # Short runs: the kernels last tens of microseconds and a model has few shapes.
+            bench = functools.partial(triton.testing.do_bench, warmup=5, rep=20, return_mode="median")
+            times = [bench(functools.partial(launch, *arguments)) for launch in launches]
+            near = min(times) + RESOLUTION_MS
+            launches = [launch for launch, time in zip(launches, times, strict=True) if time <= near]
+        self._launches[key] = launches[0]
+
+    def _compiled(
+        self,
+        arguments: tuple[Tensor | int, ...],
+        grid: Grid,
+        constants: dict[str, bool],
+        meta: dict[str, int],
+        warps: int,
+    ) -> Launch:
+        compiled = self._kernel[grid(meta)](*arguments, **constants, **meta, num_warps=warps)
+        run, last = compiled[grid(meta)], (*constants.values(), *meta.values())
+        return lambda *arguments: run(*arguments, *last)

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from qerl_kernels.backend import interpreting
 from qerl_kernels.nf4 import nf4_values
+from qerl_kernels.triton_launch import Tuned
 from qerl_kernels.triton_marlin_tile import rounded
-from qerl_kernels.triton_tuning import Tuned
 
 
 @triton.jit

@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from qerl_kernels.reference import BLOCK, NVFP4Tensor, check_matrix
-from qerl_kernels.triton_tuning import Tuned
+from qerl_kernels.triton_launch import Tuned
 
 
 @triton.jit

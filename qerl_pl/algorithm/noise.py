@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from qerl_pl.errors import UserError, require_one_of
-from qerl_pl.run.seeding import stream_seed
+from qerl_pl.persistence.random_state import stream_seed
 
 Decay = Literal["exponential", "linear", "cosine", "logarithmic"]
 

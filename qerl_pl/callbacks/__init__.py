@@ -1,11 +1,11 @@
 """Callbacks: each does one thing around the training step, and only `RolloutCallback` is needed."""
 
 from qerl_pl.callbacks.aqn import AdaptiveQuantizationNoise
+from qerl_pl.callbacks.completions import CompletionLog
 from qerl_pl.callbacks.evaluation import EvaluationReport
 from qerl_pl.callbacks.monitor import Monitor
 from qerl_pl.callbacks.resume import ResumeCheckpoint
 from qerl_pl.callbacks.rollout import RolloutCallback
-from qerl_pl.callbacks.samples import CompletionLog
 from qerl_pl.callbacks.summary import RunSummary
 from qerl_pl.errors import Preempted
 

@@ -14,16 +14,16 @@ from lightning.pytorch.trainer.states import TrainerFn
 from tqdm import tqdm
 
 from qerl_pl.callbacks.rollout import RolloutCallback
-from qerl_pl.datamodules.base import PromptDataModule
+from qerl_pl.datamodules.prompts import PromptDataModule
+from qerl_pl.distributed.communicator import writes_files
+from qerl_pl.distributed.strategy import ranks_of
 from qerl_pl.errors import require_at_least
+from qerl_pl.evaluation.evaluator import FORMAT, KeptSamples, SampleRecord
+from qerl_pl.evaluation.metrics import evaluation_tag, interval, prompt_metrics
 from qerl_pl.modules.qerl import BEFORE_TRAINING, QeRLModule
+from qerl_pl.persistence.atomic_files import write_atomically
+from qerl_pl.persistence.random_state import stream_seed
 from qerl_pl.rewards import Reward
-from qerl_pl.rollout.kept import FORMAT, KeptSamples, SampleRecord
-from qerl_pl.rollout.statistics import evaluation_tag, interval, prompt_metrics
-from qerl_pl.run.devices import writes_files
-from qerl_pl.run.files import write_atomically
-from qerl_pl.run.seeding import stream_seed
-from qerl_pl.run.strategy import ranks_of
 from qerl_pl.types import EvaluatedPrompt, Evaluation, GradedAnswer, Prompt
 
 FOLDER = "evaluation"

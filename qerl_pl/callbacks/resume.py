@@ -11,11 +11,11 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, Checkpoint, LambdaCallback
 from lightning.pytorch.trainer.states import TrainerFn
 
+from qerl_pl.distributed.communicator import writes_files
 from qerl_pl.errors import Preempted, require_at_least
-from qerl_pl.run.checkpoints import FOLDER, digest_path, resume_files
-from qerl_pl.run.devices import writes_files
-from qerl_pl.run.files import remove_unwritten, write_atomically
-from qerl_pl.run.signals import StopSignals
+from qerl_pl.persistence.atomic_files import remove_unwritten, write_atomically
+from qerl_pl.persistence.checkpoint_io import FOLDER, digest_path, resume_files
+from qerl_pl.persistence.signals import StopSignals
 
 log = logging.getLogger(__name__)
 

@@ -5,7 +5,8 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from qerl_pl.datamodules.base import PromptDataModule
+from qerl_pl.datamodules.prompts import PromptDataModule
+from qerl_pl.distributed.strategy import ranks_of
 from qerl_pl.engines.base import EngineSpec, RolloutEngine
 from qerl_pl.engines.transformers import TransformersEngine
 from qerl_pl.errors import UserError
@@ -14,7 +15,6 @@ from qerl_pl.rewards import Reward, check_references
 from qerl_pl.rollout.collector import Collector
 from qerl_pl.rollout.config import CollectorConfig
 from qerl_pl.rollout.hand_over import HandOver
-from qerl_pl.run.strategy import ranks_of
 from qerl_pl.types import EvalSampling, Prompt, SamplingConfig
 
 log = logging.getLogger(__name__)

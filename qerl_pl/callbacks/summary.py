@@ -14,9 +14,9 @@ from lightning.pytorch.trainer.states import TrainerFn
 from rich.console import Console
 from rich.table import Table
 
+from qerl_pl.distributed.communicator import writes_files
 from qerl_pl.modules.qerl import QeRLModule
-from qerl_pl.run.devices import writes_files
-from qerl_pl.run.files import write_atomically
+from qerl_pl.persistence.atomic_files import write_atomically
 
 CURVES = (
     "reward/mean",

@@ -1,17 +1,90 @@
-"""`qerl export`: the trained adapter out of a run, or a whole model: with the adapter merged in, or fine-tuned."""
+"""An exported adapter in place of a model: its base is evaluated with it."""
 
+import json
 from pathlib import Path
+from typing import Any
 
 import torch
 import yaml
 from jsonargparse import ArgumentParser
+from lightning.pytorch import Callback, LightningModule, Trainer
+from safetensors.torch import load_file
 from torch import Tensor
 
 from qerl_pl.errors import UserError
-from qerl_pl.formats.dense_copy import write_dense_checkpoint
+from qerl_pl.formats.architecture import LAYER_NORMS
+from qerl_pl.formats.dense_checkpoint import write_dense_checkpoint
+from qerl_pl.modules import QeRLModule
 from qerl_pl.modules.policy import Policy, PolicyConfig
-from qerl_pl.run.checkpoints import CHECKPOINT_KEY, AtomicCheckpointIO, check_fits, newest_checkpoint
-from qerl_pl.run.files import building, folder_identity
+from qerl_pl.persistence.atomic_files import building, folder_identity
+from qerl_pl.persistence.checkpoint_io import CHECKPOINT_KEY, AtomicCheckpointIO, check_fits, newest_checkpoint
+
+_CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
+_NOT_PLAIN = ("use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "fan_in_fan_out")
+
+"""Keys of PEFT that scale or add something else; `qerl export` sets none."""
+
+
+class ExportedAdapter(Callback):
+    """Has the policy evaluated with the adapter that `qerl export`, or the end of a run, has written.
+
+    Args:
+        folder: In PEFT's format.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Load it."""
+        assert isinstance(pl_module, QeRLModule)
+        pl_module.policy.load_trained_state(load_file(self.folder / _WEIGHTS))
+        pl_module.adapter_folder = self.folder
+
+    on_validation_start = on_test_start
+
+
+def take_adapter(policy: Any, command: str, resume: object) -> ExportedAdapter | None:
+    """Where `path` of a policy is an exported adapter, put its base and shape there, and give what loads it.
+
+    Args:
+        policy: Configuration under model.policy; changed.
+        command: The subcommand.
+        resume: A checkpoint that is asked for besides, or None.
+
+    Raises:
+        UserError: The adapter is to be trained, a checkpoint is named too, its files are not whole, or it is no plain
+            LoRA.
+    """
+    folder = None if policy.path is None else Path(policy.path).expanduser()
+    if folder is None or not (folder / _CONFIG).is_file():
+        return None
+    if command == "fit" or resume is not None:
+        raise UserError(
+            f"an exported adapter is evaluated by itself; found {folder} as model.policy.path with "
+            f"{'qerl fit' if command == 'fit' else '--resume'}; name its base model there, and a checkpoint by --resume"
+        )
+    if not (folder / _WEIGHTS).is_file():
+        raise UserError(f"an exported adapter needs {_WEIGHTS}; {folder} has none; export it again")
+    try:
+        found = json.loads((folder / _CONFIG).read_bytes())
+        base, rank, alpha = str(found["base_model_name_or_path"]), int(found["r"]), float(found["lora_alpha"])
+        targets, whole = tuple(sorted(found["target_modules"])), found.get("modules_to_save") or []
+    except (ValueError, TypeError, KeyError) as error:
+        raise UserError(
+            f"{_CONFIG} must be PEFT's of a LoRA; {folder} has another ({error!r}); export it again"
+        ) from error
+    if others := [key for key in _NOT_PLAIN if found.get(key)]:
+        raise UserError(
+            f"an adapter adds alpha / rank times B A, of one rank and alpha; {folder / _CONFIG} sets {others[0]}; "
+            "merge it into its base with PEFT, and name that model"
+        )
+    policy.path = base
+    policy.lora.rank, policy.lora.alpha = rank, alpha
+    policy.lora.targets = targets
+    policy.train_norms = bool(set(LAYER_NORMS).intersection(whole))
+    return ExportedAdapter(folder)
 
 
 def export(run: Path, dst: Path, merge: bool = False, checkpoint: Path | None = None) -> None:

@@ -1,54 +1,225 @@
-"""The command line: LightningCLI for `fit`, `validate` and `test`, and two commands of our own."""
+"""Values that jsonargparse lets pass: null for a key that takes none, and for one that has keys of its own."""
 
+import inspect
+import json
 import logging
 import os
+import re
 import signal
 import sys
+from argparse import ArgumentError
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import is_dataclass
 from pathlib import Path
+from pkgutil import resolve_name
+from types import FrameType
 from typing import Any
 
 import jsonargparse
-from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+import yaml
+from jsonargparse import ArgumentParser, Namespace, set_parsing_settings
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from qerl_pl.callbacks import EvaluationReport, Preempted, RolloutCallback
-from qerl_pl.cli.adapter import take_adapter
-from qerl_pl.cli.export import export
-from qerl_pl.cli.mistakes import explain
-from qerl_pl.cli.overrides import expand_item_overrides
-from qerl_pl.cli.stopping import StopsAtOnce
+from qerl_pl.cli.error_messages import explain
+from qerl_pl.cli.export import export, take_adapter
 from qerl_pl.cli.terminal import configure_terminal
-from qerl_pl.cli.values import check_values
-from qerl_pl.datamodules.base import PromptDataModule
+from qerl_pl.datamodules.prompts import PromptDataModule
+from qerl_pl.distributed.communicator import (
+    check_ranks_divide,
+    check_strategy,
+    is_first_process,
+    planned_ranks,
+    writes_files,
+)
+from qerl_pl.distributed.strategy import RanksStrategy
 from qerl_pl.errors import Stopped, UserError
 from qerl_pl.formats.quantize import quantize_checkpoint
 from qerl_pl.modules import QeRLModule
 from qerl_pl.modules.qerl import BEFORE_TRAINING
-from qerl_pl.run.checkpoints import (
+from qerl_pl.persistence.atomic_files import locked, write_atomically
+from qerl_pl.persistence.checkpoint_io import (
     FOLDER,
     AtomicCheckpointIO,
     finished_rollouts,
     newest_checkpoint,
     verify,
 )
-from qerl_pl.run.devices import check_ranks_divide, check_strategy, is_first_process, planned_ranks, writes_files
-from qerl_pl.run.files import locked, write_atomically
-from qerl_pl.run.strategy import RanksStrategy
+from qerl_pl.persistence.signals import StopSignals
+
+
+def check_values(parser: ArgumentParser, config: Namespace) -> None:
+    """Refuse null, which an empty place in a YAML file is, where a key does not take it.
+
+    Args:
+        parser: The main parser.
+        config: What it has parsed.
+
+    Raises:
+        ArgumentError: A key has null for a value.
+        UserError: A key that has keys of its own has another value in their place.
+    """
+    run = config[config["subcommand"]]
+    _check_groups(QeRLModule, run["model"], "model")
+    _check_classes(run, "")
+    set_parsing_settings(unset_sentinel=True)  # or null means that nothing was given, whatever the type
+    try:
+        parser.validate(config)
+    except TypeError as error:
+        raise ArgumentError(None, str(error)) from error
+    finally:
+        set_parsing_settings(unset_sentinel=False)
+
+
+def _check_classes(value: Any, key: str) -> None:
+    """Check the arguments of every class that is named somewhere in `value`."""
+    if isinstance(value, list):
+        for item in value:
+            name = item.get("class_path", "") if isinstance(item, Namespace) else ""
+            _check_classes(item, f"{key}.{name.rpartition('.')[2]}".removesuffix("."))
+    if not isinstance(value, Namespace):
+        return
+    if "class_path" in value and "init_args" in value:
+        _check_groups(resolve_name(value["class_path"]), value["init_args"], key)
+    for name, item in vars(value).items():
+        _check_classes(item, f"{key}.{name}".removesuffix(".init_args").removeprefix("."))
+
+
+def _check_groups(class_type: type, given: Namespace, key: str) -> None:
+    for name, parameter in inspect.signature(class_type).parameters.items():
+        if not is_dataclass(parameter.annotation) or not isinstance(parameter.annotation, type):
+            continue
+        if not isinstance(found := given.get(name), Namespace):
+            raise UserError(f"{key}.{name} has keys of its own; found {found!r}; set them, or leave it out")
+        _check_groups(parameter.annotation, found, f"{key}.{name}")
+
+
+_ITEM = re.compile(r"^--([a-z_.]+)\.([A-Z]\w*(?:\.\w+)+)(?:=(.*))?$", re.DOTALL)
+
+_SHOWS_ONLY = ("--print_config", "--help", "-h")
+
+
+def expand_item_overrides(parser: ArgumentParser, args: list[str]) -> list[str]:
+    """Replace overrides of list items by overrides of the whole lists, as the parser understands them.
+
+    Args:
+        parser: The main parser, with subcommands.
+        args: The command line.
+
+    Returns:
+        The command line without `--LIST.Class.key value`, each such list appended whole as `--LIST JSON`.
+
+    Raises:
+        UserError: The list has no item of that class, or the override has no value.
+    """
+    plain: list[str] = []
+    overrides: list[tuple[str, list[str], Any]] = []
+    rest = iter(args)
+    for arg in rest:
+        match = _ITEM.match(arg)
+        if match is None:
+            plain.append(arg)
+            continue
+        text = match[3] if match[3] is not None else next(rest, None)
+        if text is None:
+            raise UserError(f"an override needs a value; found {arg} alone; write {arg} VALUE")
+        overrides.append((match[1], match[2].split("."), _value(arg, text)))
+    if not overrides:
+        return plain
+    config = parser.parse_args([arg for arg in plain if not arg.startswith(_SHOWS_ONLY)]).as_dict()
+    config = config[config["subcommand"]]
+    changed: dict[str, Any] = {}
+    for key, path, value in overrides:
+        if key not in changed:
+            changed[key] = _lookup(config, key)
+        _assign(changed[key], path, value, key)
+    return [*plain, *(part for key, items in changed.items() for part in (f"--{key}", json.dumps(items)))]
+
+
+def _value(arg: str, text: str) -> Any:
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        problem = getattr(error, "problem", None) or type(error).__name__
+        raise UserError(f"an override's value is YAML; that of {arg} is {text!r}: {problem}; quote it") from error
+
+
+def _lookup(config: dict[str, Any], key: str) -> Any:
+    value: Any = config
+    for part in key.split("."):
+        if not isinstance(value, dict) or part not in value:
+            raise UserError(f"an override names a key of the configuration; --{key} is none; see --help")
+        value = value[part]
+    return value
+
+
+def _assign(node: Any, path: list[str], value: Any, where: str) -> None:
+    """Set the value at `path` below `node`, through lists by class name and through init_args."""
+    head, *tail = path
+    if isinstance(node, list):
+        for item in node:
+            if isinstance(item, dict) and str(item.get("class_path", "")).rpartition(".")[2] == head:
+                return _assign(item, tail, value, f"{where}.{head}")
+        found = [str(item.get("class_path", "?")).rpartition(".")[2] for item in node if isinstance(item, dict)]
+        raise UserError(f"an override names an item of the list by its class; --{where} has {found} and no {head}")
+    if isinstance(node, dict) and "class_path" in node and head not in ("class_path", "init_args"):
+        node = node.setdefault("init_args", {})
+    if not isinstance(node, dict):
+        raise UserError(f"an override names a key of the configuration; --{where} has no keys; set it whole")
+    if not tail:
+        node[head] = value
+        return None
+    if isinstance(node.get(head), str):  # a class given by its path alone
+        node[head] = {"class_path": node[head]}
+    return _assign(node.setdefault(head, {}), tail, value, f"{where}.{head}")
+
+
+class StopsAtOnce(Callback):
+    """Ends an evaluation on SIGTERM or SIGINT, wherever it is.
+
+    Lightning itself heeds SIGTERM between batches alone, and a whole set may be one; on SIGINT its status is 1.
+    """
+
+    def __init__(self) -> None:
+        self._signals = StopSignals(_stop)
+
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Listen, in place of Lightning's own handlers."""
+        self._signals.take()
+
+    on_validation_start = on_test_start
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Give the signals back."""
+        self._signals.give_back()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """The same where it breaks off: Lightning tears no callback down then."""
+        self.teardown(trainer, pl_module, "")
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    raise Stopped(number)
+
 
 log = logging.getLogger(__name__)
 
 COMMANDS: dict[str, Callable[..., None]] = {"quantize": quantize_checkpoint, "export": export}
+
 DESCRIPTION = """Reinforcement learning of 4-bit language models with LoRA and adaptive quantization noise.
 fit, validate and test take -c CONFIG.yaml and any key of it as --key value; an item of a list is named by its class, as
 in --trainer.callbacks.AdaptiveQuantizationNoise.sigma_start 0.02. Besides them: `qerl quantize --help` (write a 4-bit
 checkpoint) and `qerl export --help` (write an adapter or merged weights)."""
+
 USAGE_ERROR = 2
+
 VALIDATE = "validate"
+
 """The command, and the folder under the run's where its curves go, each time a new `version_N`."""
 
 

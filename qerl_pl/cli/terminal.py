@@ -12,7 +12,7 @@ from typing import Any, TextIO
 
 from transformers.utils.logging import set_tqdm_hook
 
-from qerl_pl.run.devices import is_first_process
+from qerl_pl.distributed.communicator import is_first_process
 
 LEVELS = {
     # Which requests go out, which fonts are found, that TensorFlow is absent.

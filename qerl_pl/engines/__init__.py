@@ -2,6 +2,6 @@
 
 from qerl_pl.engines.base import EngineSpec, RolloutEngine
 from qerl_pl.engines.transformers import TransformersEngine
-from qerl_pl.engines.vllm import VLLMEngine
+from qerl_pl.engines.vllm.engine import VLLMEngine
 
 __all__ = ["EngineSpec", "RolloutEngine", "TransformersEngine", "VLLMEngine"]

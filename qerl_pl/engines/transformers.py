@@ -1,4 +1,4 @@
-"""Sampling with plain transformers: runs anywhere, and is what other engines are compared with."""
+"""Sampling of one token a row from logits, with a random number of the row's own stream."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -6,6 +6,7 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from qerl_pl.engines.base import (
@@ -18,14 +19,116 @@ from qerl_pl.engines.base import (
     regroup,
 )
 from qerl_pl.engines.capacity import held_gib
-from qerl_pl.engines.sampling import pick_tokens, sampling_log_probs, uniforms
-from qerl_pl.engines.synced_layers import SyncedLoraLinear, SyncedRMSNorm
 from qerl_pl.errors import require_at_least
 from qerl_pl.formats.architecture import noisy_norm_names
-from qerl_pl.formats.dense_copy import load_dense_model
-from qerl_pl.formats.model_files import end_token_ids, load_tokenizer
-from qerl_pl.formats.norm import NORM_CLASSES
+from qerl_pl.formats.dense_checkpoint import load_dense_model
+from qerl_pl.formats.model_folder import end_token_ids, load_tokenizer
+from qerl_pl.formats.norm import NORM_CLASSES, Float32RMSNorm
 from qerl_pl.types import Completion, PolicyWeights, RolloutRequest, SamplingConfig, SyncReport
+
+
+def uniforms(seed: int, count: int) -> Tensor:
+    """The random numbers of one completion, one a token: float64 [count] in [0, 1) on the CPU."""
+    return torch.rand(count, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def sampling_log_probs(logits: Tensor, sampling: SamplingConfig) -> Tensor:
+    """Log-probabilities of the distribution that tokens are sampled from.
+
+    The filters apply in the order temperature, min-p, top-k, top-p, each to what the one before has left. Temperature
+    0 gives the distribution at temperature 1 without filters: what greedy decoding reports.
+
+    Args:
+        logits: [B, V], any floating-point type.
+        sampling: Temperature and filters.
+
+    Returns:
+        float32 [B, V]; -inf where a filter drops the token.
+    """
+    logits = logits.float()
+    if sampling.temperature == 0:
+        return logits.log_softmax(-1)
+    logits = logits / sampling.temperature
+    if sampling.min_p > 0:
+        limit = logits.amax(-1, keepdim=True) + torch.tensor(sampling.min_p).log().item()
+        logits = logits.masked_fill(logits < limit, -torch.inf)
+    if 0 < sampling.top_k < logits.shape[-1]:
+        limit = logits.topk(sampling.top_k).values[:, -1:]
+        logits = logits.masked_fill(logits < limit, -torch.inf)
+    if sampling.top_p < 1:
+        ordered, order = logits.sort(descending=True, stable=True)
+        probs = ordered.softmax(-1)
+        before = probs.cumsum(-1) - probs
+        drop = (before >= sampling.top_p).index_fill(1, torch.zeros(1, dtype=torch.long, device=logits.device), False)
+        logits = logits.masked_fill(torch.zeros_like(drop).scatter(1, order, drop), -torch.inf)
+    return logits.log_softmax(-1)
+
+
+def pick_tokens(log_probs: Tensor, uniform: Tensor | None) -> Tensor:
+    """One token a row by inverting the cumulative distribution, or the most likely one.
+
+    Args:
+        log_probs: [B, V].
+        uniform: float64 [B] in [0, 1); None decodes greedily.
+
+    Returns:
+        int64 [B].
+    """
+    if uniform is None:
+        return log_probs.argmax(-1)
+    cumulative = log_probs.double().exp().cumsum(-1)
+    total = cumulative[:, -1]
+    # Below the total, so that rounding never reaches past the last token of positive probability.
+    target = torch.minimum(uniform * total, torch.nextafter(total, torch.zeros_like(total)))
+    return torch.searchsorted(cumulative, target[:, None], right=True)[:, 0]
+
+
+class SyncedLoraLinear(nn.Module):
+    """base(x) + B A x, with the adapter's scaling folded into B; A [r, in], B [out, r] in the base's data type."""
+
+    def __init__(self, base: nn.Linear, rank: int) -> None:
+        super().__init__()
+        self.base = base
+        self.enabled = False
+        self.register_buffer("a", base.weight.new_zeros(rank, base.in_features))
+        self.register_buffer("b", base.weight.new_zeros(base.out_features, rank))
+        self.a: Tensor
+        self.b: Tensor
+
+    @torch.no_grad()
+    def write(self, a: Tensor, b: Tensor, scaling: float) -> None:
+        """Take over an adapter's A [r, in] and B [out, r] as copies."""
+        self.a.copy_(a)
+        self.b.copy_(b * scaling)
+        self.enabled = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., in] -> [..., out]."""
+        out: Tensor = self.base(x)
+        return out + F.linear(F.linear(x, self.a), self.b) if self.enabled else out
+
+
+class SyncedRMSNorm(Float32RMSNorm):
+    """The sampler's norm: its scale is a clean one plus noise, both in float32."""
+
+    def __init__(self, scale: Tensor, eps: float) -> None:
+        super().__init__(scale, eps)
+        self.register_buffer("base", self.weight.detach().clone())
+        self.register_buffer("clean", self.base.clone())
+        self.base: Tensor
+        self.clean: Tensor
+
+    @property
+    def scale(self) -> Tensor:
+        """[hidden], float32: what the norm multiplies by now."""
+        return self.weight.data
+
+    @torch.no_grad()
+    def write(self, trained: Tensor | None, noise: Tensor | None) -> None:
+        """Set the scale [hidden] to (the trained scale, or the base's) + noise."""
+        self.clean.copy_(self.base if trained is None else trained)
+        self.scale.copy_(self.clean if noise is None else self.clean + noise.to(self.clean.device))
+
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 

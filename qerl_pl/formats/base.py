@@ -10,7 +10,7 @@ from torch import Tensor
 
 from qerl_pl.errors import UserError
 from qerl_pl.formats.dense import DENSE
-from qerl_pl.formats.model_files import TensorFiles, read_config
+from qerl_pl.formats.model_folder import TensorFiles, read_config
 from qerl_pl.formats.mxfp4 import MXFP4Format, MXFP4Quantizer
 from qerl_pl.formats.nf4 import NF4Format, NF4Quantizer
 from qerl_pl.formats.nvfp4 import NVFP4Format, NVFP4Quantizer

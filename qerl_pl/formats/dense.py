@@ -7,7 +7,7 @@ import torch
 from qerl_kernels import FrozenWeight
 from torch import Tensor
 
-from qerl_pl.formats.model_files import TensorFiles, in_dtype
+from qerl_pl.formats.model_folder import TensorFiles, in_dtype
 
 
 class DenseFormat:

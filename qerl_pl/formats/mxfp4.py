@@ -13,7 +13,7 @@ from torch import Tensor
 
 from qerl_pl.errors import UserError
 from qerl_pl.formats.compressed_tensors import PackedFormat, quantization_config
-from qerl_pl.formats.model_files import TensorFiles
+from qerl_pl.formats.model_folder import TensorFiles
 
 FILE_FORMAT = "mxfp4-pack-quantized"
 CONFIG = quantization_config(FILE_FORMAT, "group", 32, "torch.uint8")

@@ -17,7 +17,7 @@ from qerl_kernels.nf4 import NESTED_BLOCK, NF4_BLOCK, dynamic_map, nf4_magnitude
 from torch import Tensor
 
 from qerl_pl.errors import UserError
-from qerl_pl.formats.model_files import TensorFiles, in_dtype
+from qerl_pl.formats.model_folder import TensorFiles, in_dtype
 
 CONFIG = {
     "quant_method": "bitsandbytes",

@@ -22,7 +22,7 @@ from torch import Tensor
 from qerl_pl.errors import UserError
 from qerl_pl.formats.architecture import fused_group
 from qerl_pl.formats.compressed_tensors import PackedFormat, quantization_config
-from qerl_pl.formats.model_files import TensorFiles
+from qerl_pl.formats.model_folder import TensorFiles
 
 FILE_FORMAT = "nvfp4-pack-quantized"
 CONFIG = quantization_config(FILE_FORMAT, "tensor_group", 16, "torch.float8_e4m3fn")

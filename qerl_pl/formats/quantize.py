@@ -4,6 +4,7 @@ What is common to all formats; how one rounds a matrix is in its own file. Embed
 their 16 bits. The output is in layouts that transformers and vLLM load.
 """
 
+import hashlib
 import json
 import logging
 import math
@@ -16,23 +17,35 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from qerl_kernels import BlockScales, select_backend, selected_backend, triton_available
 from torch import Tensor
 from tqdm import tqdm
 
 from qerl_pl.errors import UserError
 from qerl_pl.formats.architecture import fused_group
-from qerl_pl.formats.base import QUANTIZERS, Quantizer, format_of
+from qerl_pl.formats.base import QUANTIZERS, Quantization, Quantizer, format_of
 from qerl_pl.formats.dense import DENSE
-from qerl_pl.formats.described import described_model
-from qerl_pl.formats.model_files import QUANTIZATION_REPORT, ShardWriter, TensorFiles, copy_other_files, read_config
-from qerl_pl.run.files import building
+from qerl_pl.formats.model_folder import (
+    QUANTIZATION_REPORT,
+    ShardWriter,
+    TensorFiles,
+    copy_other_files,
+    described_model,
+    other_files,
+    read_config,
+)
+from qerl_pl.persistence.atomic_files import building, cache_root, folder_identity, made_once
 
 log = logging.getLogger(__name__)
 
 CHUNK = 1 << 20
+
 """Weights that one CPU thread rounds at a time."""
+
 Format = Literal["nvfp4", "mxfp4", "nf4"]
+
 Device = Literal["auto", "cpu", "cuda"]
 
 
@@ -203,3 +216,56 @@ def _report(settings: dict[str, Any], errors: dict[str, float], path: Path) -> N
     log.info(
         "relative squared error of %d matrices: mean %.3g, largest %.3g in %s", len(errors), mean, errors[worst], worst
     )
+
+
+def local_folder(path: str) -> Path:
+    """A model's folder by its path, or by its name on the hub, from where it is downloaded once.
+
+    Raises:
+        UserError: The path is neither a folder nor a model of the hub.
+    """
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return folder
+    try:
+        return Path(snapshot_download(path, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
+        raise UserError(
+            f"model.policy.path must be a folder or a model of the hub; {path!r} is neither "
+            f"({type(error).__name__}); check the spelling, or download the model and give its folder"
+        ) from error
+
+
+def in_format(source: Path, quantization: Quantization) -> Path:
+    """A model in a format: its folder as it is, or a copy that is quantized once and cached.
+
+    Args:
+        source: The model's folder.
+        quantization: Name of the format.
+
+    Raises:
+        UserError: The weights are quantized in another format.
+    """
+    found = format_of(source)
+    if found.name == quantization:
+        return source
+    if quantization == "none" or found is not DENSE:
+        raise UserError(
+            f"quantization: {quantization} needs 16-bit weights; {source} is {found.name.upper()}; "
+            f"set model.policy.quantization to {found.name} or name the 16-bit model"
+        )
+    target = cache_root() / f"{quantization}-{_identity(source)}"
+    with made_once(target) as missing:
+        if missing:
+            log.info("quantizing %s to %s (once; `qerl quantize` does it beforehand)", source, quantization.upper())
+            quantize_checkpoint(source, target, quantization, device="cuda" if torch.cuda.is_available() else "cpu")
+    return target
+
+
+def _identity(source: Path) -> str:
+    """Digest of all that a quantized copy is made of: weights, and the files that are copied."""
+    digest = hashlib.blake2b(folder_identity(source).encode(), digest_size=16)
+    for path in other_files(source):
+        digest.update(f"{path.name}:{path.stat().st_size}".encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()

@@ -1,23 +1,109 @@
-"""What of the policy is trained, over PEFT: the factors of LoRA and, where asked for, norm scales."""
+"""What every way to train does with its parameters: takes over a checkpoint's, and gives back changed ones."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from peft import PeftModel, get_peft_model_state_dict
 from peft.utils import ModulesToSaveWrapper
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
+from qerl_pl.errors import UserError
 from qerl_pl.formats.norm import Float32RMSNorm
-from qerl_pl.modules.attention import PackedAttention
-from qerl_pl.modules.gated_mlp import GatedMLP
 from qerl_pl.modules.lora import ADAPTER, LoraConfig, LoraLinear, attach_lora, go_together
-from qerl_pl.modules.parameters import given_back, take_over
-from qerl_pl.modules.rounded import round_together
-from qerl_pl.run.seeding import stream_seed
+from qerl_pl.modules.packed_layers import GatedMLP, PackedAttention
+from qerl_pl.persistence.random_state import stream_seed
+
+
+def take_over(own: Mapping[str, Tensor], state: Mapping[str, Tensor], what: str, keys: str) -> None:
+    """Copy a checkpoint's tensors into a policy's own, all of them or, where one does not fit, none.
+
+    Args:
+        own: Detached, by checkpoint name; written in place.
+        state: The checkpoint's.
+        what: Trains, for the message.
+        keys: Of the configuration that say which names and shapes there are, for the message.
+
+    Raises:
+        UserError: Names or shapes differ.
+    """
+    shapes, found = ({name: tuple(tensor.shape) for name, tensor in one.items()} for one in (own, state))
+    if wrong := sorted(name for name in shapes.keys() | found.keys() if shapes.get(name) != found.get(name)):
+        has, should = (one.get(wrong[0], "nothing") for one in (found, shapes))
+        raise UserError(
+            f"a checkpoint must hold this policy's {what}; found other names or shapes, {len(wrong)} in all: "
+            f"{wrong[0]} is {has} there and {should} here; set {keys} as in the run that wrote it"
+        )
+    with torch.no_grad():
+        for name, tensor in own.items():
+            tensor.copy_(state[name])
+
+
+@contextmanager
+def given_back(parameters: Collection[Tensor]) -> Iterator[None]:
+    """Inside the block the parameters may be changed in place; after it they are what they were, bit for bit."""
+    kept = [parameter.detach().clone() for parameter in parameters]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for parameter, before in zip(parameters, kept, strict=True):
+                parameter.copy_(before)
+
+
+def round_together(groups: Sequence[Sequence[Tensor]], dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """What `to(dtype)` gives for each, bit for bit, in a few launches for all of them, forward and backward.
+
+    The masters get their gradients together, when the backward pass has come to the last of them.
+
+    Args:
+        groups: The masters, on one device and of one data type, another than the copies'. Those of a group are equal
+            but for their rows.
+        dtype: Of the copies.
+
+    Returns:
+        The copies of each group, one above the other in one tensor.
+    """
+    return _Rounded.apply(dtype, groups, *(master for group in groups for master in group))
+
+
+class _Rounded(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, dtype: torch.dtype, groups: Sequence[Sequence[Tensor]], *masters: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.dtype, ctx.rows = masters[0].dtype, [[len(master) for master in group] for group in groups]
+        ctx.set_materialize_grads(False)
+        made = [
+            group[0].new_empty((sum(rows), *group[0].shape[1:]), dtype=dtype)
+            for group, rows in zip(groups, ctx.rows, strict=True)
+        ]
+        parts = [part for whole, rows in zip(made, ctx.rows, strict=True) for part in _parts(whole, rows)]
+        torch._foreach_copy_(parts, masters)
+        return tuple(made)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        parts = [part for grad, rows in zip(grads, ctx.rows, strict=True) for part in _parts(grad, rows)]
+        low = [part for part in parts if part is not None]
+        made = [torch.empty_like(part, dtype=ctx.dtype) for part in low]
+        if made:
+            torch._foreach_copy_(made, low)
+        wide = iter(made)
+        return None, None, *(None if part is None else next(wide) for part in parts)
+
+
+def _parts(whole: Tensor | None, rows: list[int]) -> Sequence[Any]:
+    """A group's members, or their gradients, out of what is one above the other."""
+    if whole is None:
+        return [None] * len(rows)
+    return [whole] if len(rows) == 1 else whole.split(rows)
 
 
 class LoraAdapter:

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from qerl_pl.engines.capacity import GIB
 from qerl_pl.errors import UserError
-from qerl_pl.formats.model_files import TensorFiles
+from qerl_pl.formats.model_folder import TensorFiles
 from qerl_pl.modules.policy import PolicyConfig
 
 log = logging.getLogger(__name__)

@@ -15,18 +15,16 @@ from qerl_pl.algorithm.noise import NormNoise
 from qerl_pl.engines.base import LentWeights
 from qerl_pl.errors import UserError
 from qerl_pl.formats.base import Quantization
-from qerl_pl.formats.described import described_model
+from qerl_pl.formats.model_folder import described_model
 from qerl_pl.formats.norm import use_float32_norms
-from qerl_pl.formats.resolve import in_format, local_folder
+from qerl_pl.formats.quantize import in_format, local_folder
+from qerl_pl.modules.activation_checkpointing import Checkpointing, Recomputation
 from qerl_pl.modules.adapter import LoraAdapter
-from qerl_pl.modules.attention import use_packed_attention
-from qerl_pl.modules.base_model import load_base
-from qerl_pl.modules.full import FullWeights
-from qerl_pl.modules.gated_mlp import use_gated_mlps
+from qerl_pl.modules.full_finetuning import FullWeights
 from qerl_pl.modules.lora import LoraConfig, check_targets
-from qerl_pl.modules.packing import Packing
-from qerl_pl.modules.recompute import Checkpointing, Recomputation
-from qerl_pl.run.files import cache_root
+from qerl_pl.modules.model_loading import load_base
+from qerl_pl.modules.packed_layers import Packing, use_gated_mlps, use_packed_attention
+from qerl_pl.persistence.atomic_files import cache_root
 from qerl_pl.toy import ToyConfig, build_toy_policy
 from qerl_pl.types import PolicyWeights
 

@@ -1,7 +1,9 @@
-"""The LightningModule: owns the policy and updates it from the experience that the rollout callback hands over."""
+"""The optimizer and the learning-rate schedule that a configuration names."""
 
+import inspect
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -14,30 +16,90 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from qerl_kernels import select_backend
 from torch import nn
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torchmetrics import MeanMetric
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, get_scheduler
 
 from qerl_pl.algorithm.noise import NormNoise
 from qerl_pl.algorithm.objectives import GRPO, Objective
+from qerl_pl.distributed.communicator import writes_files
+from qerl_pl.distributed.strategy import ranks_of
 from qerl_pl.errors import UserError, require_at_least
+from qerl_pl.evaluation.metrics import evaluation_tag, prompt_metrics
 from qerl_pl.modules.memory import require_memory, state_to_come
-from qerl_pl.modules.optimizer import build_optimizer, build_schedule
 from qerl_pl.modules.policy import Policy, PolicyConfig
 from qerl_pl.modules.update import NonFiniteLossError, PolicyUpdate
+from qerl_pl.persistence.atomic_files import building, folder_identity
+from qerl_pl.persistence.checkpoint_io import CHECKPOINT_KEY, check_fits
+from qerl_pl.persistence.random_state import deterministic, random_state, set_random_state, stream_seed
 from qerl_pl.rollout.experience import Experience
 from qerl_pl.rollout.hand_over import HandOver
-from qerl_pl.rollout.statistics import evaluation_tag, prompt_metrics
-from qerl_pl.run.checkpoints import CHECKPOINT_KEY, check_fits
-from qerl_pl.run.devices import writes_files
-from qerl_pl.run.files import building, folder_identity
-from qerl_pl.run.random_state import deterministic, random_state, set_random_state
-from qerl_pl.run.seeding import stream_seed
-from qerl_pl.run.strategy import ranks_of
 from qerl_pl.types import Evaluation, PolicyWeights, Prompt
 
+
+def build_optimizer(make: Callable[[Iterable[nn.Parameter]], Optimizer], parameters: list[nn.Parameter]) -> Optimizer:
+    """The optimizer of some parameters.
+
+    Args:
+        make: Builds it, as `model.optimizer` says.
+        parameters: What it moves.
+
+    Raises:
+        UserError: Its class refuses its arguments or the parameters, its learning rate is no number, or its steps need
+            what the update does not give.
+    """
+    try:
+        optimizer = make(parameters)
+    except (RuntimeError, TypeError, ValueError) as error:
+        said = " ".join(str(error).split())
+        raise UserError(
+            f"model.optimizer must take its init_args and the trained matrices; it says: {said:.200}; correct them"
+        ) from error
+    for rate in [group.get("lr") for group in optimizer.param_groups]:
+        if not isinstance(rate, int | float) or not 0 <= rate < math.inf:
+            raise UserError(f"model.optimizer needs a learning rate of at least 0; found {rate}; set its init_args.lr")
+    found, closure = type(optimizer).__name__, inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is None:
+        raise UserError(
+            f"model.optimizer must have step(closure=None), which Lightning calls; {found} has another; use AdamW"
+        )
+    if closure.default is inspect.Parameter.empty:
+        raise UserError(
+            f"model.optimizer must step once a minibatch; {found} asks for several losses a step; use AdamW"
+        )
+    return optimizer
+
+
+def build_schedule(name: str, optimizer: Optimizer, warmup: int, steps: int) -> LambdaLR:
+    """The schedule of a learning rate.
+
+    Args:
+        name: Of a transformers schedule.
+        optimizer: Whose rates it sets.
+        warmup: Optimizer steps with a rising rate.
+        steps: Optimizer steps in all.
+
+    Raises:
+        UserError: There is no such schedule, or it needs more than these arguments.
+    """
+    try:
+        schedule = get_scheduler(name, optimizer, num_warmup_steps=warmup, num_training_steps=steps)
+        if not isinstance(schedule, LambdaLR):
+            raise ValueError(f"{type(schedule).__name__} needs a metric")
+    except (TypeError, ValueError) as error:
+        said = " ".join(str(error).split())
+        raise UserError(
+            f"lr_scheduler must be a schedule of transformers that steps are enough for; found {name!r}, which says: "
+            f"{said:.120}; use cosine, linear or constant_with_warmup"
+        ) from error
+    return schedule
+
+
 BEFORE_TRAINING = -1  # step of what is measured before the first rollout, whose own is 0
+
 RATES = ("initial_lr", "weight_decay")  # of the optimizer: a resumed run takes them from its configuration
+
 SHOWN = ("reward/mean", "policy/entropy")  # beside the progress bar
 
 

@@ -1,8 +1,8 @@
-"""One rollout's worth of updates: epochs of minibatches of micro-batches over an experience."""
+"""Which sequences share a forward pass."""
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,13 +11,134 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from qerl_pl.algorithm.objectives import LossInputs, Objective
+from qerl_pl.distributed.communicator import ALONE, Ranks
 from qerl_pl.errors import UserError
-from qerl_pl.modules.known import Known, Reference, drawn_places, frozen_logprobs, logprobs_of, rows_at
-from qerl_pl.modules.micro_batches import deal_micro_batches
 from qerl_pl.modules.policy import Policy
+from qerl_pl.persistence.random_state import stream_seed
 from qerl_pl.rollout.experience import Experience
-from qerl_pl.run.ranks import ALONE, Ranks
-from qerl_pl.run.seeding import stream_seed
+
+
+def deal_micro_batches(lengths: Sequence[int], most_tokens: int | None) -> list[list[int]]:
+    """Deal sequences to few micro-batches of as even a number of tokens as that gives.
+
+    The longest first, each to the micro-batch that has the fewest tokens so far. Where that makes one too large, each
+    to the first that has room, if that needs no more of them; else there is one micro-batch more. The same lengths are
+    dealt alike anywhere.
+
+    Args:
+        lengths: Tokens of each sequence.
+        most_tokens: Of a micro-batch; a sequence of more goes alone. None takes one micro-batch of all.
+
+    Returns:
+        Indices into `lengths`, ascending in each micro-batch; at least one micro-batch, empty where there are no
+        sequences. That of most tokens is the first, so that no later one needs memory that was not needed before.
+    """
+    if most_tokens is None:
+        return [list(range(len(lengths)))]
+    longest_first = sorted(range(len(lengths)), key=lambda index: -lengths[index])
+    alone = [[index] for index in longest_first if lengths[index] >= most_tokens]
+    others = longest_first[len(alone) :]
+    filled = _first_fit(others, lengths, most_tokens)
+    parts = filled
+    for count in range(-(-sum(lengths[index] for index in others) // most_tokens), len(filled) + 1):
+        even = _evenly(others, lengths, count)
+        if all(_tokens(part, lengths) <= most_tokens for part in even):
+            parts = even
+            break
+    dealt = sorted(alone + parts, key=lambda part: -_tokens(part, lengths))
+    return [sorted(part) for part in dealt] or [[]]
+
+
+def _tokens(part: Sequence[int], lengths: Sequence[int]) -> int:
+    return sum(lengths[index] for index in part)
+
+
+def _evenly(indices: Sequence[int], lengths: Sequence[int], count: int) -> list[list[int]]:
+    parts: list[list[int]] = [[] for _ in range(count)]
+    tokens = [0] * count
+    for index in indices:
+        least = tokens.index(min(tokens))
+        parts[least].append(index)
+        tokens[least] += lengths[index]
+    return parts
+
+
+def _first_fit(indices: Sequence[int], lengths: Sequence[int], most_tokens: int) -> list[list[int]]:
+    parts: list[list[int]] = []
+    room: list[int] = []
+    for index in indices:
+        place = next((place for place, left in enumerate(room) if lengths[index] <= left), len(parts))
+        if place == len(parts):
+            parts.append([])
+            room.append(most_tokens)
+        parts[place].append(index)
+        room[place] -= lengths[index]
+    return parts
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The reference policy's log-probabilities of a sample of the completions."""
+
+    logprobs: Tensor
+    """[B, T], 0 where they were not measured."""
+    measured: Tensor
+    """Of which rows, bool [B]."""
+    factor: float
+    """Completions of all ranks over those that were measured: what makes a sum over these one over all."""
+
+
+@dataclass(frozen=True)
+class Known:
+    """What is known of a rollout before its first step."""
+
+    experience: Experience
+    mask: Tensor
+    """Tokens that train, bool [B, T]."""
+    old: Tensor
+    """The clean policy's log-probabilities before the update [B, T]; of rows that the first step knows, from then."""
+    reference: Reference | None
+
+
+def logprobs_of(
+    policy: Policy, objective: Objective, experience: Experience, mask: Tensor, rows: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Log-probabilities and entropies [len(rows), T] of some completions."""
+    return policy.token_logprobs(
+        experience.tokens[rows],
+        experience.lengths[rows],
+        mask[rows],
+        experience.temperature,
+        objective.needs_entropy,
+    )
+
+
+@torch.no_grad()
+def frozen_logprobs(
+    policy: Policy, objective: Objective, experience: Experience, mask: Tensor, parts: Sequence[Tensor]
+) -> Tensor:
+    """Log-probabilities [B, T] without gradient or dropout of the rows in `parts`, a forward pass each, else 0."""
+    policy.eval()
+    found = torch.zeros_like(experience.sampler_logprobs)
+    for part in parts:
+        found[part] = logprobs_of(policy, objective, experience, mask, part)[0]
+    return found
+
+
+def drawn_places(share: float, completions: int, seed: int) -> Tensor:
+    """Places, ascending, of a share of the completions of all ranks, one at least; equal on all ranks."""
+    count = min(max(round(share * completions), 1), completions)
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randperm(completions, generator=generator)[:count].sort().values
+
+
+def rows_at(wanted: Tensor, places: Tensor, completions: int) -> Tensor:
+    """Own rows among the wanted places, in the order of those."""
+    row_at = torch.full((completions,), -1, device=places.device)
+    row_at[places] = torch.arange(len(places), device=places.device)
+    rows = row_at[wanted.to(places.device)]
+    return rows[rows >= 0]
+
 
 PER_TOKEN = {
     "policy/ratio_mean": "ratio",
@@ -28,6 +149,7 @@ PER_TOKEN = {
     "mismatch/logprob_abs_mean": "logprob_abs",
     "mismatch/is_weight_mean": "is_weight",
 }
+
 """TensorBoard tag of each metric that the objective sums over tokens."""
 
 

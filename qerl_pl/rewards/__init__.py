@@ -1,5 +1,6 @@
 """What scores a completion: a list of `Reward` objects, each with a weight."""
 
+from qerl_pl.rewards.answers import Format, GSM8KAnswer, OverlongPenalty
 from qerl_pl.rewards.base import (
     AnswerReward,
     ReferenceReward,
@@ -11,8 +12,6 @@ from qerl_pl.rewards.base import (
     extract_answers,
     score,
 )
-from qerl_pl.rewards.format_and_length import Format, OverlongPenalty
-from qerl_pl.rewards.gsm8k_answer import GSM8KAnswer
 from qerl_pl.rewards.math_answer import MathAnswer
 
 __all__ = [

@@ -1,28 +1,34 @@
-"""The collector: prompts, weights and noise in, experience out. It drives the engine and knows no trainer."""
+"""Which rank samples which prompts: whole groups, as many on each rank, and about as many tokens where known."""
 
 import logging
 import math
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import TypeVar
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from qerl_pl.algorithm.advantages import informative_groups
 from qerl_pl.algorithm.objectives import Objective
+from qerl_pl.distributed.communicator import ALONE, Ranks
 from qerl_pl.engines.base import RolloutEngine
+from qerl_pl.evaluation.evaluator import HeldOut, Samples, sample_seeds
+from qerl_pl.persistence.random_state import stream_seed
 from qerl_pl.rewards import AnswerReward
-from qerl_pl.rollout.agreement import CheckedPolicy, check_agreement
 from qerl_pl.rollout.config import CollectorConfig
-from qerl_pl.rollout.dealing import deal, in_order
-from qerl_pl.rollout.experience import Experience, pad_completions, require_finite_logprobs
-from qerl_pl.rollout.held_out import HeldOut, sample_seeds
-from qerl_pl.rollout.kept import Samples
-from qerl_pl.rollout.scoring import Group, reward_metrics, score_groups, totals
-from qerl_pl.run.ranks import ALONE, Ranks
-from qerl_pl.run.seeding import stream_seed
+from qerl_pl.rollout.experience import (
+    Experience,
+    Group,
+    pad_completions,
+    require_finite_logprobs,
+    reward_metrics,
+    score_groups,
+    totals,
+)
+from qerl_pl.rollout.parity_check import CheckedPolicy, check_agreement
 from qerl_pl.types import (
     Completion,
     Evaluation,
@@ -32,12 +38,55 @@ from qerl_pl.types import (
     SamplingConfig,
 )
 
+T = TypeVar("T")
+
+
+def deal(prompts: Sequence[str], foreseen: Mapping[str, float], size: int) -> list[list[int]]:
+    """Places of the prompts of each rank, ascending; equal on all ranks, for all know the same.
+
+    The longest is dealt first, each to the rank with the fewest tokens so far among those with room; numbers of prompts
+    differ by one at most.
+
+    Args:
+        prompts: Ids, in the order of the batch.
+        foreseen: Mean length of a prompt's completions where it was sampled before, in tokens. Others are taken for
+            the mean of those.
+        size: Number of ranks.
+    """
+    usual = sum(foreseen.values()) / len(foreseen) if foreseen else 1.0
+    length = [foreseen.get(prompt, usual) for prompt in prompts]
+    fewest, more = divmod(len(prompts), size)
+    hands: list[list[int]] = [[] for _ in range(size)]
+    tokens = [0.0] * size
+    for place in sorted(range(len(prompts)), key=lambda place: (-length[place], place)):
+        full = sum(len(hand) > fewest for hand in hands) == more
+        open_ranks = [rank for rank in range(size) if len(hands[rank]) < fewest + (not full)]
+        rank = min(open_ranks, key=lambda rank: (tokens[rank], len(hands[rank]), rank))
+        hands[rank].append(place)
+        tokens[rank] += length[place]
+    return [sorted(hand) for hand in hands]
+
+
+def in_order(ranks: Ranks, places: Sequence[int], own: Iterable[T]) -> list[T]:
+    """What all ranks have, in the order of its places; collective.
+
+    Args:
+        ranks: Who takes part.
+        places: Of what this rank has.
+        own: That.
+    """
+    together = ranks.concatenate(zip(places, own, strict=True))
+    return [one for _, one in sorted(together, key=lambda pair: pair[0])]
+
+
 log = logging.getLogger("qerl_pl")
 
 WAITING = 0.25
+
 """Share of a rollout that ranks may wait for the slowest before the log says so."""
 
 OtherPrompts = Callable[[Sequence[int | str], int, Collection[str]], Sequence[Prompt]]
+
 """Prompts to sample in place of others: (key of the draw, how many, ids that must not come) -> as many or fewer."""
 
 

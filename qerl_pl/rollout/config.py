@@ -8,7 +8,7 @@ from torch import Tensor
 
 from qerl_pl.errors import UserError, require_at_least
 from qerl_pl.rewards import OverlongPenalty, Reward, check_rewards, extract_answers
-from qerl_pl.rollout.scoring import Group
+from qerl_pl.rollout.experience import Group
 from qerl_pl.types import EvalSampling, GradedAnswer, SamplingConfig
 
 log = logging.getLogger("qerl_pl")

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from qerl_pl.engines.base import LentWeights
+from qerl_pl.evaluation.evaluator import Samples
 from qerl_pl.rollout.experience import Experience
-from qerl_pl.rollout.kept import Samples
 from qerl_pl.types import Evaluation
 
 

@@ -17,10 +17,10 @@ from torch.nn import functional
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, GenerationConfig, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
+from qerl_pl.chat_template import render_prompt
 from qerl_pl.errors import UserError, require_at_least
-from qerl_pl.prompting import render_prompt
-from qerl_pl.run.files import building, cache_root, made_once
-from qerl_pl.run.seeding import stream_seed
+from qerl_pl.persistence.atomic_files import building, cache_root, made_once
+from qerl_pl.persistence.random_state import stream_seed
 from qerl_pl.toy.task import ArithmeticTask, careful_demonstration, careless_demonstration
 from qerl_pl.toy.tokenizer import VOCABULARY, build_tokenizer
 

@@ -1,0 +1,230 @@
+"""Which tile is best for how many tokens: `python benchmarks/kernels/bench_tiles.py --out DIR` (7B; `--shapes 3b 14b 32b`).
+
+Every tile's product is compared with the plain one, on the shapes and numbers of tokens that are timed, by processes
+that compile for the timing: one that differs, or whose bits do not repeat, is not timed, and the tests of the products
+run first. Calls are in a CUDA graph on rotating weights, as in `bench_few.py`; the adapter has rank 32 on every part.
+Writes DIR/tiles.md and DIR/tiles.json after every row.
+"""
+
+import argparse
+import functools
+import itertools
+import json
+import math
+import multiprocessing
+import os
+import sys
+import time
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from bench_few import GATE, Linear, Sizes, Theirs, random_linear, rotating_linears
+from bench_ops import vllm_marlin
+from bench_report import Row, correct, environment, replayed, table
+
+Shape = tuple[int, int, tuple[int, ...]]
+HIDDEN = {
+    "3b": (2048, 11008, 16, 2),
+    "7b": (3584, 18944, 28, 4),
+    "14b": (5120, 13824, 40, 8),
+    "32b": (5120, 27648, 40, 8),
+}
+REPEATS = 100
+"""Of a product whose bits are compared, while other processes crowd the GPU."""
+WIDE = {"tokens": 128, "more": 64, "steps": 2}
+TWO, COPIED = {"tiles": 2}, {"copied": True}
+TILES: dict[str, dict[str, Any]] = {
+    "8": {"tokens": 8},
+    "16": {"tokens": 16},
+    "32": {"tokens": 32},
+    "32, copied": {"tokens": 32, **COPIED},
+    "64": {"tokens": 64},
+    "64, 3 of 128 rows": {"tokens": 64, **TWO, "programs": 3},
+    "64, 3 of 128 rows, copied": {"tokens": 64, **TWO, "programs": 3, **COPIED},
+    "64, 3 of 128 rows, 128 columns, copied": {"tokens": 64, **TWO, "steps": 8, "stages": 3, "programs": 3, **COPIED},
+    "96, 2 of 128 rows, copied": {"tokens": 64, "more": 32, **TWO, **COPIED},
+    "96, 3 of 128 rows, copied": {"tokens": 64, "more": 32, **TWO, "programs": 3, **COPIED},
+    "128, 2 of 128 rows": {"tokens": 128, **TWO},
+    "128, 2 of 128 rows, copied": {"tokens": 128, **TWO, **COPIED},
+    "128, 2 of 128 rows, copied, alone": {"tokens": 128, **TWO, **COPIED, "whole": True},
+    "192, 2 of 128 rows, alone": {**WIDE, **TWO, "whole": True},
+    "192, 2 of 128 rows, copied": {**WIDE, **TWO, **COPIED},
+    "192, 2 of 128 rows, copied, alone": {**WIDE, **TWO, **COPIED, "whole": True},
+}
+"""`alone`: programs first take row blocks of their own, where there are enough; elsewhere as without.
+
+`copied`: the tokens come by TMA.
+"""
+
+
+def layers_of(shape: str) -> dict[str, Shape]:
+    """The four linears of a layer: rows, columns, first rows of the parts."""
+    hidden, intermediate, heads, kv_heads = HIDDEN[shape]
+    kv = kv_heads * hidden // heads
+    return {
+        "qkv": (hidden + 2 * kv, hidden, (0, hidden, hidden + kv)),
+        "o": (hidden, hidden, (0,)),
+        "gate_up": (2 * intermediate, hidden, (0, intermediate)),
+        "down": (hidden, intermediate, (0,)),
+    }
+
+
+def tiles_for(tokens: int) -> list[str]:
+    """Names of the tiles that do not waste more than half, in up to eight blocks of tokens."""
+    widths = {name: tile["tokens"] + tile.get("more", 0) for name, tile in TILES.items()}
+    blocks = {name: -(-tokens // width) for name, width in widths.items()}
+    return [
+        name
+        for name, width in widths.items()
+        if width < 2 * tokens and blocks[name] * width < 1.6 * tokens and blocks[name] <= 8
+    ]
+
+
+def product(linear: Linear, x: torch.Tensor, name: str) -> torch.Tensor:
+    from qerl_kernels import triton_decode_gemm
+
+    tile = triton_decode_gemm.Tile(**TILES[name])
+    return triton_decode_gemm.few_tokens_linear(x, linear.weight, None, linear.a, linear.b, linear.starts, tile)
+
+
+def check(layer: Shape, name: str, tokens: list[int], sizes: Sizes) -> list[tuple[int, str]]:
+    """Compile a tile for a layer, and say for which numbers of tokens its product is wrong, and how."""
+    from qerl_kernels import plain_few_tokens_linear, select_backend
+    from triton.compiler.errors import CompilationError  # not above: Triton reads TRITON_INTERPRET when it is imported
+    from triton.runtime.errors import TritonError
+
+    select_backend("triton")
+    torch.manual_seed(0)
+    linear, wrong = random_linear(*layer, sizes), []
+    for count in tokens:
+        if name not in tiles_for(count):
+            continue
+        x = torch.randn(count, layer[1], device=sizes.device).bfloat16()
+        try:
+            y = product(linear, x, name)
+            repeats = all(torch.equal(y, product(linear, x, name)) for _ in range(REPEATS))
+        except (RuntimeError, TritonError, CompilationError) as error:  # a result too
+            wrong.append((count, f"{type(error).__name__}: {str(error)[:80]}"))
+            continue
+        plain = plain_few_tokens_linear(x, linear.weight, None, linear.a, linear.b)
+        apart = ((y - plain).float().norm() / plain.float().norm()).item()
+        if not apart <= 4e-3 or not repeats:
+            wrong.append((count, f"differs by {apart:.2g}, repeats: {repeats}"))
+    return wrong
+
+
+def checked(layers: dict[str, Shape], tokens: list[int], sizes: Sizes, workers: int) -> dict[tuple[str, str, int], str]:
+    """What is wrong with tiles, by linear, tile and tokens; many processes, for compiling takes most of it."""
+    wrong: dict[tuple[str, str, int], str] = {}
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, mp_context=context) as pool:
+        jobs = {
+            pool.submit(check, layer, name, tokens, sizes): (linear, name)
+            for name in TILES
+            for linear, layer in layers.items()
+        }
+        for job in as_completed(jobs):
+            for count, reason in job.result():
+                wrong[*jobs[job], count] = reason
+    return wrong
+
+
+def references(layer: Shape, sizes: Sizes) -> dict[str, Any]:
+    """What the engine does today for some number of tokens, and 16 bits: all with the adapter, the last without too."""
+    from qerl_kernels import MarlinRows, frozen_linear
+
+    rows, columns, starts = layer
+    count = max(2, math.ceil(sizes.cold_bytes / (2 * rows * columns)))
+    dense = itertools.cycle([torch.randn(rows, columns, device=sizes.device).bfloat16() for _ in range(count)])
+
+    def dequantized(linear: Linear, x: torch.Tensor) -> torch.Tensor:
+        return frozen_linear(x, MarlinRows(linear.weight, alpha=2.0**-15)).addmm_(x @ linear.a.T, linear.b.T)
+
+    found = {"dequantized": dequantized, "bf16": lambda linear, x: x @ next(dense).T}
+    probe = random_linear(rows, columns, starts, sizes)
+    if vllm_marlin(probe.weight, torch.zeros(8, columns, device=sizes.device).bfloat16(), rows, columns) is not None:
+        found["marlin"] = Theirs(True)
+    return found
+
+
+def bench(shape: str, tokens: list[int], sizes: Sizes, out: Path, results: list[Row], seconds: float) -> None:
+    begin = time.perf_counter()
+    layers = layers_of(shape) if sizes.device == "cuda" else sizes.layers
+    wrong = checked(layers, tokens, sizes, 14 if sizes.device == "cuda" else 1)
+    sys.stdout.write(f"{shape}: compiled and compared in {time.perf_counter() - begin:.0f} s; wrong: {wrong}\n")
+    rotating = {linear: rotating_linears(layer, sizes) for linear, layer in layers.items()}
+    others = {linear: references(layer, sizes) for linear, layer in layers.items()}
+    for count, (linear, layer) in itertools.product(tokens, layers.items()):
+        if time.perf_counter() - begin > seconds:
+            sys.stdout.write("out of time\n")
+            return
+        x = torch.randn(count, layer[1], device=sizes.device).bfloat16()
+        row: Row = {"shape": shape, "linear": f"{linear} {layer[0]}x{layer[1]}", "tokens": count}
+        work = {name: functools.partial(product, name=name) for name in tiles_for(count)}
+        for name, apply in {**work, **others[linear]}.items():
+            if (linear, name, count) in wrong:
+                row[name] = "wrong"
+                continue
+            times = replayed([functools.partial(apply, copy, x) for copy in rotating[linear]], sizes.device)
+            row[name] = times and times[1] * 1e6
+        best = min(((row[name], name) for name in work if isinstance(row[name], float)), default=(math.nan, "none"))
+        row["best"] = f"{best[1]}: {best[0]:.1f}"
+        results.append(row)
+        write(out, results, wrong)
+
+
+def write(out: Path, results: list[Row], wrong: dict[tuple[str, str, int], str]) -> None:
+    """All that is known so far, and for each number of tokens the sum of a layer's four."""
+    names = [*TILES, "dequantized", "marlin", "bf16"]
+    sums: list[Row] = []
+    for shape, count in dict.fromkeys((row["shape"], row["tokens"]) for row in results):
+        rows = [row for row in results if (row["shape"], row["tokens"]) == (shape, count)]
+        total: Row = {"shape": shape, "linear": f"sum of {len(rows)}", "tokens": count}
+        for name in names:
+            if all(isinstance(row.get(name), float) for row in rows):
+                total[name] = sum(row[name] for row in rows)
+        total["best"] = f"{sum(float(row['best'].rpartition(': ')[2]) for row in rows):.0f}"
+        sums.append(total)
+    columns = {"shape": "shape", "linear": "linear", "tokens": "tokens"} | {name: name for name in names}
+    found = environment(os.environ.get("QERL_COMMIT"))
+    text = [str(found), table(sums, columns | {"best": "best"}), table(results, columns | {"best": "best"})]
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "tiles.md").write_text("\n\n".join(text) + "\n")
+    held = {"environment": found, "rows": results, "wrong": [[*key, reason] for key, reason in wrong.items()]}
+    (out / "tiles.json").write_text(json.dumps(held, indent=1) + "\n")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--shapes", nargs="+", choices=HIDDEN, default=["7b"])
+    parser.add_argument("--tokens", type=int, nargs="+", default=[64, 192, 128, 32, 256])
+    parser.add_argument("--tiles", nargs="+", choices=TILES, default=list(TILES))
+    parser.add_argument("--seconds", type=float, default=280, help="of a shape")
+    parser.add_argument("--no-tests", action="store_true")
+    parser.add_argument("--tiny", action="store_true", help="a small shape on the CPU, to try the script")
+    args = parser.parse_args()
+    os.environ["TRITON_INTERPRET"] = "1" if args.tiny else "0"
+    if not args.no_tests and not correct(GATE):
+        sys.stderr.write("a correctness test failed: no tile is timed\n")
+        return 1
+    for name in set(TILES) - set(args.tiles):
+        del TILES[name]
+    from qerl_kernels import select_backend
+
+    select_backend("triton")
+    sizes = Sizes()
+    if args.tiny:
+        sizes = replace(sizes, device="cpu", layers={"qkv": (192, 64, (0, 64, 128))}, rank=8, cold_bytes=0)
+    results: list[Row] = []
+    for shape in args.shapes:
+        bench(shape, args.tokens, sizes, args.out, results, args.seconds)
+    sys.stdout.write((args.out / "tiles.md").read_text())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

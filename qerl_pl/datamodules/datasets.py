@@ -1,0 +1,307 @@
+"""Grade-school word problems (GSM8K, arXiv 2110.14168)."""
+
+import logging
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from qerl_pl.chat_template import SYSTEM_PROMPT
+from qerl_pl.datamodules.prompts import PromptDataModule
+from qerl_pl.datamodules.tables import Row, TableConfig, local_file, read_table
+from qerl_pl.errors import UserError, require_at_least
+from qerl_pl.toy.task import ArithmeticTask, Split
+
+_MARK = "####"
+
+
+class GSM8KDataModule(PromptDataModule):
+    """GSM8K: columns `question` and `answer`, whose number after #### is the reference.
+
+    Args:
+        path: Hub name, or a folder with train.jsonl and test.jsonl (or parquet), or one such file, which is
+            trained on.
+        subset: Configuration of the hub's data set; local files have none.
+        val_split: Split to take val_size prompts to validate on from, such as test; null holds them out of the training
+            split.
+        batch_size: Prompts a training batch, over all devices.
+        val_size: Prompts to validate on; 0 for none.
+        val_batch_size: Prompts a validation batch; null takes batch_size.
+        max_prompt_tokens: Longer prompts, chat template included, are dropped.
+        system_prompt: The system message; null sends none.
+        seed: Seed of the split and of the order.
+        tokenizer: Folder or hub name of a tokenizer; null takes the policy's.
+        sets: Tables to validate and test on, by name, in place of its own; see PromptDataModule.
+    """
+
+    def __init__(
+        self,
+        path: str = "openai/gsm8k",
+        subset: str | None = "main",
+        val_split: str | None = None,
+        batch_size: int = 8,
+        val_size: int = 64,
+        val_batch_size: int | None = None,
+        max_prompt_tokens: int = 256,
+        system_prompt: str | None = SYSTEM_PROMPT,
+        seed: int = 0,
+        tokenizer: str | None = None,
+        sets: dict[str, TableConfig] | None = None,
+    ) -> None:
+        super().__init__(batch_size, val_size, val_batch_size, max_prompt_tokens, system_prompt, seed, tokenizer, sets)
+        self.path = path
+        self.subset = subset
+        self.val_split = val_split
+
+    def train_rows(self) -> Sequence[Row]:
+        return self._rows("train")
+
+    def val_rows(self) -> Sequence[Row] | None:
+        if self.val_split is None:
+            return None
+        # A slice, such as train[:5%], or a sum of splits is the hub's way to name rows that are trained on, too.
+        if {"train", "all"} & set(re.findall(r"\w+", self.val_split)) or self._is_file:
+            raise UserError(
+                f"val_split must be another split than is trained on; got val_split={self.val_split} of {self.path}; "
+                "name a folder with both splits, or set val_split to null."
+            )
+        return self._rows(self.val_split)
+
+    def test_rows(self) -> Sequence[Row] | None:
+        return None if self._is_file else self._rows("test")
+
+    @property
+    def _is_file(self) -> bool:
+        return Path(self.path).expanduser().is_file()
+
+    def _rows(self, split: str) -> list[Row]:
+        table = read_table(self.path, split, ("question", "answer"), self.subset)
+        rows = []
+        for index, row in enumerate(table):
+            answer, mark, number = str(row["answer"]).rpartition(_MARK)
+            if not mark or not number.strip():
+                raise UserError(
+                    f"a GSM8K answer ends in {_MARK} and a number; row {index + 1} of {self.path} ({split}) ends in "
+                    f"{str(row['answer'])[-40:]!r}; correct it."
+                )
+            rows.append(Row(f"{split}-{index}", str(row["question"]), number.replace(",", "").strip()))
+        return rows
+
+
+log = logging.getLogger("qerl_pl")
+
+_LEVELS = 5
+
+_RATE = "llama8b_solve_rate"
+
+
+def level_of(row: Mapping[str, Any]) -> int | None:
+    """Difficulty of a row, 1 to 5: its column `level` (3 or "Level 3") where there is one, else by its solve rate.
+
+    By solve rate, level 1 is [0.8, 1], 2 is [0.6, 0.8), and so on to 5, which is [0, 0.2). None where neither is known.
+    """
+    if row.get("level") is not None:
+        digits = re.search(r"\d+", str(row["level"]))
+        return int(digits.group()) if digits else None
+    rate = solve_rate_of(row)
+    return None if rate is None else _LEVELS - min(_LEVELS - 1, math.floor(rate * _LEVELS))
+
+
+def solve_rate_of(row: Mapping[str, Any]) -> float | None:
+    """Share of Llama-3.1-8B's tries that were right, 0 to 1; None where the row has no such number."""
+    try:
+        rate = float(row.get(_RATE, math.nan))
+    except (TypeError, ValueError):
+        return None
+    return rate if 0 <= rate <= 1 else None
+
+
+class BigMathDataModule(PromptDataModule):
+    """Big-Math: columns `problem` and `answer`; `source`, `llama8b_solve_rate` and `level` for the filters.
+
+    A filter that is set drops the rows of which it cannot tell. Rows to train on whose answer is empty are left out.
+
+    Args:
+        path: Hub name, or a folder with train.jsonl or train.parquet, or one such file.
+        min_solve_rate: Least share of Llama-3.1-8B's tries that were right, 0 to 1; null for no bound.
+        max_solve_rate: Largest such share; null for no bound.
+        levels: Difficulties to keep, 1 (easy) to 5: the column level where there is one, else fifths of the solve rate
+            (5 is below 0.2); null keeps all.
+        sources: Values of the column source to keep; null keeps all.
+        val_path: Table to validate on, with columns problem and answer (a file, or a hub name with a split test, such
+            as HuggingFaceH4/MATH-500); null holds val_size prompts out of the training rows.
+        batch_size: Prompts a training batch, over all devices.
+        val_size: Prompts to validate on; 0 for none.
+        val_batch_size: Prompts a validation batch; null takes batch_size.
+        max_prompt_tokens: Longer prompts, chat template included, are dropped.
+        system_prompt: The system message; null sends none.
+        seed: Seed of the split and of the order.
+        tokenizer: Folder or hub name of a tokenizer; null takes the policy's.
+        sets: Tables to validate and test on, by name, in place of its own; see PromptDataModule.
+    """
+
+    def __init__(
+        self,
+        path: str = "SynthLabsAI/Big-Math-RL-Verified",
+        min_solve_rate: float | None = None,
+        max_solve_rate: float | None = None,
+        levels: Sequence[int] | None = None,
+        sources: Sequence[str] | None = None,
+        val_path: str | None = None,
+        batch_size: int = 8,
+        val_size: int = 64,
+        val_batch_size: int | None = None,
+        max_prompt_tokens: int = 1024,
+        system_prompt: str | None = SYSTEM_PROMPT,
+        seed: int = 0,
+        tokenizer: str | None = None,
+        sets: dict[str, TableConfig] | None = None,
+    ) -> None:
+        super().__init__(batch_size, val_size, val_batch_size, max_prompt_tokens, system_prompt, seed, tokenizer, sets)
+        self.path = path
+        self.min_solve_rate = min_solve_rate
+        self.max_solve_rate = max_solve_rate
+        self.levels = None if levels is None else tuple(levels)
+        self.sources = None if sources is None else tuple(sources)
+        self.val_path = val_path
+
+    def train_rows(self) -> Sequence[Row]:
+        table = read_table(self.path, "train", ("problem", "answer"))
+        self._check_columns(table)
+        rows = _rows(table, "train", self._keeps)
+        if not rows:
+            raise UserError(
+                f"the filters must leave rows; none of {len(table)} of {self.path} passes {self._filters()}; "
+                "widen them."
+            )
+        log.info("%d of %d rows of %s pass %s", len(rows), len(table), self.path, self._filters() or "(no filter)")
+        return _answered(rows, self.path)
+
+    def val_rows(self) -> Sequence[Row] | None:
+        if self.val_path is None:
+            return None
+        file, trained = local_file(self.val_path, "test"), local_file(self.path, "train")
+        if file is not None and trained is not None and file.samefile(trained):
+            raise UserError(
+                f"val_path must be another table than is trained on; got val_path={self.val_path} and "
+                f"path={self.path}; name another, or set it to null to hold prompts out."
+            )
+        rows = _rows(read_table(self.val_path, "test", ("problem", "answer")), "validation", lambda row: True)
+        for number, row in enumerate(rows, start=1):
+            if not row.reference.strip():
+                raise UserError(f"an answer must not be empty; row {number} of {self.val_path} has none; correct it.")
+        return rows
+
+    def _filters(self) -> dict[str, Any]:
+        """The filters that are set, by argument."""
+        filters = {
+            "min_solve_rate": self.min_solve_rate,
+            "max_solve_rate": self.max_solve_rate,
+            "levels": self.levels,
+            "sources": self.sources,
+        }
+        return {name: value for name, value in filters.items() if value is not None}
+
+    def _check_columns(self, table: Sequence[Mapping[str, Any]]) -> None:
+        needs = {
+            "min_solve_rate": (_RATE,),
+            "max_solve_rate": (_RATE,),
+            "levels": ("level", _RATE),
+            "sources": ("source",),
+        }
+        for name in self._filters():
+            if not any(row.get(column) is not None for row in table for column in needs[name]):
+                raise UserError(
+                    f"{name} filters by the column {' or '.join(needs[name])}; {self.path} has {', '.join(table[0])}; "
+                    "unset the filter."
+                )
+
+    def _keeps(self, row: Mapping[str, Any]) -> bool:
+        rate = solve_rate_of(row)
+        if self.min_solve_rate is not None and (rate is None or rate < self.min_solve_rate):
+            return False
+        if self.max_solve_rate is not None and (rate is None or rate > self.max_solve_rate):
+            return False
+        if self.levels is not None and level_of(row) not in self.levels:
+            return False
+        return self.sources is None or row.get("source") in self.sources
+
+
+def _rows(table: Sequence[Mapping[str, Any]], split: str, keeps: Callable[[Mapping[str, Any]], bool]) -> list[Row]:
+    """Rows that a filter keeps; their names count those it does not."""
+    return [
+        Row(f"{split}-{index}", str(row["problem"]), str(row["answer"]))
+        for index, row in enumerate(table)
+        if keeps(row)
+    ]
+
+
+def _answered(rows: Sequence[Row], path: str) -> list[Row]:
+    """Rows that have an answer: no completion is right where there is none."""
+    kept = [row for row in rows if row.reference.strip()]
+    if not kept:
+        raise UserError(
+            f"an answer must not be empty; none of {len(rows)} rows of {path} has one; correct the column, or `path`."
+        )
+    if len(kept) < len(rows):
+        first = next(row for row in rows if not row.reference.strip())
+        log.warning(
+            "%d of %d rows of %s have an empty answer, row %d the first: they are left out",
+            len(rows) - len(kept),
+            len(rows),
+            path,
+            int(first.id.rpartition("-")[2]) + 1,
+        )
+    return kept
+
+
+class ArithmeticDataModule(PromptDataModule):
+    """Word problems whose answer is a sum; no validation sum is ever trained on.
+
+    Args:
+        task: How hard the problems are.
+        train_size: Problems of the training set.
+        test_size: Problems of the test set, other draws of the kind validated on.
+        batch_size: Prompts a training batch, over all devices.
+        val_size: Prompts to validate on; 0 for none.
+        val_batch_size: Prompts a validation batch; null takes batch_size.
+        max_prompt_tokens: Longer prompts, chat template included, are dropped.
+        system_prompt: The system message; null sends none.
+        seed: Seed of the order; the problems have their own, in the task.
+        tokenizer: Folder or hub name of a tokenizer; null takes the policy's.
+        sets: Tables to validate and test on, by name, in place of its own; see PromptDataModule.
+    """
+
+    def __init__(
+        self,
+        task: ArithmeticTask = ArithmeticTask(),  # noqa: B008 - frozen, and jsonargparse reads the default
+        train_size: int = 4096,
+        test_size: int = 512,
+        batch_size: int = 8,
+        val_size: int = 64,
+        val_batch_size: int | None = None,
+        max_prompt_tokens: int = 256,
+        system_prompt: str | None = SYSTEM_PROMPT,
+        seed: int = 0,
+        tokenizer: str | None = None,
+        sets: dict[str, TableConfig] | None = None,
+    ) -> None:
+        super().__init__(batch_size, val_size, val_batch_size, max_prompt_tokens, system_prompt, seed, tokenizer, sets)
+        require_at_least(1, {"data.train_size": train_size, "data.test_size": test_size})
+        self.task = task
+        self.train_size = train_size
+        self.test_size = test_size
+
+    def train_rows(self) -> Sequence[Row]:
+        return self._rows("train", range(self.train_size))
+
+    def val_rows(self) -> Sequence[Row]:
+        return self._rows("validation", range(self.val_size))
+
+    def test_rows(self) -> Sequence[Row]:
+        return self._rows("validation", range(self.val_size, self.val_size + self.test_size))
+
+    def _rows(self, split: Split, indices: range) -> list[Row]:
+        problems = ((index, self.task.problem(index, split)) for index in indices)
+        return [Row(f"{split}-{index}", problem.question, str(problem.answer)) for index, problem in problems]

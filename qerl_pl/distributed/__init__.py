@@ -1,0 +1,1 @@
+"""Several processes: communication, the Lightning strategy and the failure detector."""

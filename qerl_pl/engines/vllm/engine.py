@@ -1,0 +1,323 @@
+"""Between this package's requests and completions and vLLM's."""
+
+import logging
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import torch
+from qerl_kernels import FEW_TOKENS, select_backend
+
+from qerl_pl.engines.base import EngineSpec, LentWeights, check_adapter, check_requests, check_targets, regroup
+from qerl_pl.engines.capacity import GIB, check_length, files_gib, kv_bytes_per_token, kv_cache_size
+from qerl_pl.engines.vllm import linear_methods, worker
+from qerl_pl.engines.vllm.startup import check_start, import_vllm, process_state_kept, refusals_told, release_memory
+from qerl_pl.errors import UserError, require_at_least
+from qerl_pl.formats.architecture import linear_shapes
+from qerl_pl.formats.base import format_of
+from qerl_pl.formats.dense import DENSE
+from qerl_pl.formats.dense_checkpoint import write_dense_checkpoint
+from qerl_pl.formats.model_folder import end_token_ids, load_config, load_tokenizer
+from qerl_pl.types import Completion, PolicyWeights, RolloutRequest, SamplingConfig, SyncReport
+
+
+def request_params(sampling: SamplingConfig, seed: int, ends: Sequence[int]) -> Any:
+    """vLLM's `SamplingParams` of one completion.
+
+    Args:
+        sampling: What was asked for.
+        seed: The completion's own seed.
+        ends: Token ids that end it.
+
+    Raises:
+        UserError: vLLM does not take these settings.
+    """
+    from vllm import SamplingParams
+    from vllm.exceptions import VLLMValidationError  # a ValueError in old releases only
+
+    try:
+        return SamplingParams(
+            max_tokens=sampling.max_tokens,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            min_p=sampling.min_p,
+            seed=seed,
+            stop=list(sampling.stop),
+            stop_token_ids=list(ends),
+            detokenize=bool(sampling.stop),
+            logprobs=0,  # the sampled token's only
+            flat_logprobs=True,  # in lists of a request: no object a token, which takes time that small models wait for
+        )
+    except (ValueError, VLLMValidationError) as error:
+        raise UserError(f"vLLM refuses the sampling settings: {' '.join(str(error).split())}") from error
+
+
+def completion_of(output: Any) -> Completion:
+    """vLLM's output of one request, which has the end token or the token that completed a stop string as its last."""
+    tokens = tuple(output.token_ids)
+    if tokens != tuple(output.logprobs.token_ids):
+        raise RuntimeError(f"vLLM must give the log-probabilities of the {len(tokens)} sampled tokens; it gave others'")
+    if output.finish_reason not in ("stop", "length"):
+        raise RuntimeError(f"vLLM must finish every completion; it ended one with {output.finish_reason!r}")
+    return Completion(tokens, tuple(output.logprobs.logprobs), output.finish_reason)
+
+
+log = logging.getLogger(__name__)
+
+CPU_BATCH = 4096  # tokens of one forward pass
+
+REPEATABLE = {"deterministic": True, "combo_kernels": False, "benchmark_combo_kernel": False}
+
+"""Settings of PyTorch's compiler: kernels that add up are chosen by rule, not by timing, which differs between runs."""
+
+
+class VLLMEngine:
+    """vLLM, colocated with the trainer: adapter and norms are written into its memory, noise into its norms' scales.
+
+    On a GPU a 4-bit base goes to vLLM as it is; on a CPU (vLLM's CPU build) its dequantized weights do. Log-
+    probabilities are those of the sampler's real distribution, temperature and filters included.
+
+    Args:
+        kv_cache_gib: GiB for the key/value cache. By default 4 on a GPU and 0.5 on a CPU.
+        gpu_memory_utilization: Share of the GPU's memory for vLLM altogether, instead of kv_cache_gib. What the
+            trainer holds counts as taken. The cache then has what is free at the start, which may differ when a run
+            is resumed; where it fills up, sequences are batched otherwise and results are not the same bits.
+        max_model_len: Longest sequence vLLM prepares for; left out, the longest the run can ask for.
+        max_num_seqs: Sequences decoded at once.
+        max_num_batched_tokens: Tokens of one forward pass; more speeds up prompts and needs more memory. Left out,
+            vLLM chooses.
+        linear_backend: Kernels of 4-bit linears. humming cannot lend its weights, so the GPU holds two copies, and
+            needs a CUDA compiler at run time; auto lets vLLM choose. Not used on a CPU.
+        few_up_to: Tokens of one forward pass up to which Marlin's linears, adapter included, run in this package's own
+            product, which decodes faster (Hopper GPUs, bfloat16; elsewhere Marlin does). null leaves all to Marlin.
+        dense_above: Tokens of one forward pass above which Marlin's linears multiply by their dequantized weight, as
+            while prompts are read: twice as fast (bfloat16 only). null leaves all to Marlin.
+        enforce_eager: Run without compilation and CUDA graphs: starts a minute sooner and decodes slower. A CPU always
+            does.
+        sleep_mode: Give the key/value cache's memory back during the update (GPU only).
+        share_weights: Let the trainer use vLLM's 4-bit weights instead of loading the base a second time (GPU, marlin).
+            Equal but for NVFP4's blocks below 3.5e-5 of a matrix's largest weight, which Marlin takes for zero.
+        prefix_caching: Compute the prompt once for all its completions.
+        load_format: auto reads the weights; dummy makes random ones from config.json alone, to measure speed (not NF4).
+    """
+
+    _alive: ClassVar[int] = 0
+
+    def __init__(
+        self,
+        kv_cache_gib: float | None = None,
+        gpu_memory_utilization: float | None = None,
+        max_model_len: int | None = None,
+        max_num_seqs: int = 256,
+        max_num_batched_tokens: int | None = None,
+        linear_backend: Literal["marlin", "humming", "auto"] = "marlin",
+        few_up_to: int | None = FEW_TOKENS,
+        dense_above: int | None = 512,
+        enforce_eager: bool = False,
+        sleep_mode: bool = True,
+        share_weights: bool = True,
+        prefix_caching: bool = True,
+        load_format: Literal["auto", "dummy"] = "auto",
+    ) -> None:
+        if kv_cache_gib is not None and gpu_memory_utilization is not None:
+            raise UserError("set one of kv_cache_gib and gpu_memory_utilization; both are set: leave one out")
+        require_at_least(1, {"max_num_seqs": max_num_seqs, "dense_above": dense_above, "few_up_to": few_up_to})
+        self.kv_cache_gib = kv_cache_gib
+        self.gpu_memory_utilization = gpu_memory_utilization
+        self.max_model_len = max_model_len
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.linear_backend = linear_backend
+        self.few_up_to = few_up_to
+        self.dense_above = dense_above
+        self.enforce_eager = enforce_eager
+        self.sleep_mode = sleep_mode
+        self.share_weights = share_weights
+        self.prefix_caching = prefix_caching
+        self.load_format = load_format
+        self.kernels: list[str] = []
+        """Class names of the kernels that vLLM has chosen for the linears."""
+        self._spec: EngineSpec | None = None
+        self._llm: Any = None
+        self._asleep = False
+        self._shapes: dict[str, tuple[int, int]] = {}
+        self._ends: tuple[int, ...] = ()
+        self._has_tokenizer = False
+
+    @property
+    def _on_gpu(self) -> bool:
+        assert self._spec is not None, "launch comes first"
+        return self._spec.device.type == "cuda"
+
+    @property
+    def _sleeps(self) -> bool:
+        """Whether `sleep` gives the cache's memory back: vLLM's CPU build cannot."""
+        return self.sleep_mode and self._on_gpu
+
+    def launch(self, spec: EngineSpec) -> None:
+        """Start vLLM, with room for the adapter.
+
+        Raises:
+            UserError: vLLM is absent, of an unknown release or a build for another device, or refuses to start; the
+                kernel or the length asked for cannot be had; a LoRA target is no linear of vLLM's model.
+        """
+        base_format = format_of(spec.base)
+        served = base_format if spec.device.type in base_format.vllm_devices else DENSE
+        backend = served.vllm_linear_backend(self.linear_backend)
+        config = load_config(spec.base)
+        linears = linear_shapes(config)
+        check_targets(spec, linears)
+        self._shapes = {name: size for name, size in linears.items() if spec.adapts(name)}
+        length = self.max_model_len or spec.max_tokens
+        kv_gib = kv_cache_size(self.kv_cache_gib, self.gpu_memory_utilization, spec.device)
+        check_length(length, spec.max_tokens, kv_gib, kv_bytes_per_token(config, spec.dtype))
+        if backend == "marlin":
+            linear_methods.check_marlin_shapes(linears)
+        start = time.perf_counter()
+        import_vllm()
+        self._spec, self._ends = spec, end_token_ids(spec.base)
+        self._has_tokenizer = load_tokenizer(spec.base) is not None
+        with tempfile.TemporaryDirectory(prefix="qerl-vllm-") as folder, process_state_kept():
+            base = spec.base
+            if served is not base_format:
+                log.info("vLLM gets dense weights, for it does not run %s here", base_format.name.upper())
+                base = write_dense_checkpoint(spec.base, Path(folder) / "dense", spec.dtype)
+            self._llm = self._start(spec, base, backend, length, kv_gib)
+            VLLMEngine._alive += 1
+            try:
+                self.kernels = check_start(self._call, self._shapes, backend)
+            except UserError:
+                self.close()
+                raise
+        log.info("vLLM runs with %s; started in %.0f s", ", ".join(self.kernels), time.perf_counter() - start)
+
+    def _start(self, spec: EngineSpec, base: Path, backend: str | None, length: int, kv_gib: float | None) -> Any:
+        from vllm import LLM
+
+        ours = backend is not None and spec.dtype == torch.bfloat16
+        dense_above, few_up_to = (self.dense_above, self.few_up_to) if ours else (None, None)
+        worker_cls = worker.worker_class(spec.device, spec.ranks)
+        if self._on_gpu:  # whatever the base: what vLLM compiles and warms up now is what it will sample with
+            select_backend("triton")
+        with refusals_told():
+            return LLM(
+                model=str(base),
+                dtype=str(spec.dtype).removeprefix("torch."),
+                worker_cls=worker_cls,
+                # Several ranks: on this rank's own GPU, beside the process group that the trainer has made.
+                distributed_executor_backend="external_launcher" if spec.ranks > 1 else None,
+                **{"load_format": self.load_format, **format_of(base).vllm_options},
+                skip_tokenizer_init=not self._has_tokenizer,
+                generation_config="vllm",
+                logprobs_mode="processed_logprobs",
+                max_model_len=length,
+                max_num_seqs=self.max_num_seqs,
+                max_num_batched_tokens=self.max_num_batched_tokens
+                or (None if self._on_gpu else max(length, CPU_BATCH)),
+                # A seeded request whose prompt is split over two passes fails on a CPU.
+                enable_chunked_prefill=self._on_gpu,
+                use_tqdm_on_load=False,  # how long it took is logged
+                enable_prefix_caching=self.prefix_caching,
+                enforce_eager=self.enforce_eager or not self._on_gpu,
+                enable_sleep_mode=self._sleeps,
+                # With a given cache vLLM still wants this share free at the start, so it is small then.
+                gpu_memory_utilization=0.01 if kv_gib is not None else self.gpu_memory_utilization,
+                kv_cache_memory_bytes=None if kv_gib is None else int(kv_gib * GIB),
+                linear_backend=backend or "auto",
+                additional_config=worker.engine_config(spec, dense_above, few_up_to),
+                compilation_config={"inductor_compile_config": REPEATABLE} if self._on_gpu else None,
+            )
+
+    def lend(self) -> LentWeights | None:
+        """The linears, embeddings and lm_head, so that the GPU holds the base once; None with other kernels."""
+        assert self._spec is not None, "launch comes first"
+        lent: LentWeights | None = None
+        reason: str | None = "share_weights is off"
+        if self.share_weights:
+            reason = linear_methods.why_not_lent(self.kernels, self._spec.dtype)
+        if reason is None:
+            lent, reason = self._call("qerl_lend"), "a weight is padded, or shares one of Marlin's tiles with another"
+        if lent is None:
+            log.info("the trainer loads its own copy of the base, %.3g GiB: %s", files_gib(self._spec.base), reason)
+        else:
+            log.info("the trainer borrows vLLM's weights: %d linears, %s", len(lent.linears), ", ".join(lent.tensors))
+        return lent
+
+    def _call(self, method: str, *args: object) -> Any:
+        assert self._llm is not None, "launch comes first"
+        return self._llm.collective_rpc(method, args=args)[0]
+
+    def sync(self, weights: PolicyWeights) -> SyncReport:
+        """Write adapter, what is trained whole and noise into vLLM's memory, and forget what older weights have cached.
+
+        Raises:
+            UserError: The adapter names a linear, or has a rank, that the engine was not launched with; or vLLM's model
+                has no such weight.
+        """
+        assert self._spec is not None and self._llm is not None, "launch comes first"
+        adapter = weights.adapter or {}
+        check_adapter(adapter, self._shapes, self._spec.lora_rank)
+        self._call("qerl_write_adapter", adapter, weights.scaling)
+        noise_std = self._call("qerl_write_tensors", weights.tensors, weights.noise)
+        if not self._llm.reset_prefix_cache():
+            raise RuntimeError("vLLM did not reset its prefix cache: a request is still running")
+        return SyncReport(version=weights.version, noise_std=noise_std)
+
+    def generate(self, requests: Sequence[RolloutRequest], sampling: SamplingConfig) -> list[list[Completion]]:
+        """Sample one completion a seed of each request, each as a vLLM request of its own with its own seed.
+
+        Raises:
+            UserError: A prompt is empty or too long, or stop strings are asked of a model without tokenizer.
+        """
+        assert self._spec is not None and self._llm is not None, "launch comes first"
+        check_requests(requests, sampling, self._spec, self._has_tokenizer)
+        self.wake()
+        prompts = [{"prompt_token_ids": list(request.prompt_ids)} for request in requests for _ in request.seeds]
+        if not prompts:
+            return regroup(requests, [])
+        params = [request_params(sampling, seed, self._ends) for request in requests for seed in request.seeds]
+        # Small helpers that vLLM compiles even in eager mode would need a C++ compiler on a CPU.
+        with nullcontext() if self._on_gpu else torch.compiler.set_stance("force_eager"):
+            outputs = self._llm.generate(prompts, params, use_tqdm=False)
+        return regroup(requests, [completion_of(output.outputs[0]) for output in outputs])
+
+    def sleep(self) -> None:
+        """Give the key/value cache's memory back. Weights, norms and adapter stay. On a CPU nothing happens."""
+        if self._sleeps and not self._asleep:
+            self._llm.sleep(level=1)
+            self._asleep = True
+
+    def wake(self) -> None:
+        """Take the cache's memory back; a no-op when awake.
+
+        What PyTorch has kept of the update's memory goes back to the driver first, for the cache comes from there.
+        """
+        if self._asleep:
+            torch.cuda.empty_cache()
+            self._llm.wake_up()
+            self._asleep = False
+
+    def memory_gib(self) -> Mapping[str, float]:
+        """Adapter and key/value cache, what sleep unmaps of it and has, and on a GPU the model."""
+        held: dict[str, float] = self._call("qerl_memory_gib")
+        if not self._on_gpu:
+            del held["weights"]  # the CPU build repacks linears out of sight
+        releasable = held["kv_cache"] if self._sleeps else 0.0
+        return held | {"releasable": releasable, "released": releasable if self._asleep else 0.0}
+
+    def close(self) -> None:
+        """Free vLLM's memory; on several ranks it goes with the process: shutdown ends the trainer's group."""
+        if self._spec is None or self._llm is None:
+            return
+        alone = self._spec.ranks == 1
+        if alone:
+            self.wake()
+            self._llm.llm_engine.engine_core.shutdown()
+        self._llm = None
+        VLLMEngine._alive -= 1
+        if alone:
+            release_memory(last=VLLMEngine._alive == 0)

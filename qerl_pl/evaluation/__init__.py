@@ -1,0 +1,1 @@
+"""Evaluation on held-out prompts: sampling, grading and metrics."""

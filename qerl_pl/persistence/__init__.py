@@ -1,0 +1,1 @@
+"""What a resumed run needs: checkpoints, atomic files and random states."""

@@ -1,0 +1,263 @@
+"""Files and folders that are whole or absent, never half written."""
+
+import ctypes
+import errno
+import fcntl
+import glob
+import hashlib
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+from qerl_pl.errors import UserError
+
+log = logging.getLogger(__name__)
+
+_BLOCK = 2**20
+
+_SAMPLES = 64
+
+
+def cache_root() -> Path:
+    """Folder for what can be made again: $QERL_CACHE, or ~/.cache/qerl_pl."""
+    return Path(os.environ.get("QERL_CACHE") or "~/.cache/qerl_pl").expanduser()
+
+
+@contextmanager
+def building(target: Path, replace: bool = False) -> Iterator[Path]:
+    """A temporary folder beside `target` that takes its name, whole, when the block ends without an exception.
+
+    What killed processes have left of the same target is removed first.
+
+    Args:
+        target: The folder to make.
+        replace: Whether a folder that has the name gives way. Otherwise it stays, as another process has finished the
+            same meanwhile, and this one is dropped.
+
+    Raises:
+        UserError: The folder cannot be made there, or the disk is full.
+    """
+    with ExitStack() as stack:
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with holding(target.parent, wait=True) as alone:  # or another process could take this one for left over
+                if alone:
+                    _remove_leftovers(target)
+                folder = Path(tempfile.mkdtemp(prefix=_unfinished(target), dir=target.parent))
+                stack.enter_context(holding(folder))
+        except OSError as error:
+            remedy = "set QERL_CACHE to" if target.parent == cache_root() else "choose"
+            raise UserError(
+                f"{target.name} needs a folder of its own; {target.parent} takes none ({error.strerror}); "
+                f"{remedy} another place"
+            ) from error
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        with explain_full_disk(target):
+            yield folder
+            for path in [*folder.rglob("*"), folder]:
+                _sync(path)
+        folder.chmod(0o755)
+        _take_name(folder, target, replace)
+        _sync(target.parent)
+
+
+@contextmanager
+def made_once(target: Path) -> Iterator[bool]:
+    """Whether a folder is missing, for this process to make inside the block: others of the machine wait for it.
+
+    Where no lock can be had all make it, and the first to finish counts.
+    """
+    if target.is_dir():
+        yield False
+        return
+    with ExitStack() as stack:
+        try:
+            name = hashlib.sha256(str(target.absolute()).encode()).hexdigest()[:16]
+            file = stack.enter_context((Path(tempfile.gettempdir()) / f"qerl-{name}.lock").open("w"))
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError as error:
+            log.debug("no lock for %s: %s", target, error)
+        yield not target.is_dir()
+
+
+def _unfinished(target: Path) -> str:
+    return f".{target.name}.unfinished-"
+
+
+def _replaced(target: Path) -> Path:
+    return target.with_name(f".{target.name}.replaced")
+
+
+def _remove_leftovers(target: Path) -> None:
+    for folder in target.parent.glob(f"{glob.escape(_unfinished(target))}*"):
+        try:
+            with holding(folder) as abandoned:
+                if abandoned:
+                    shutil.rmtree(folder, ignore_errors=True)
+                    log.info("removed %s, which a killed process has left", folder)
+        except (FileNotFoundError, PermissionError):  # finished meanwhile; another user's
+            continue
+    if (old := _replaced(target)).exists():  # killed between the two renames of `_take_name`
+        if target.exists():
+            shutil.rmtree(old, ignore_errors=True)
+        else:
+            old.rename(target)
+
+
+def _take_name(folder: Path, target: Path, replace: bool) -> None:
+    """Rename `folder` to `target`; a folder that is there goes, or stays in its place."""
+    try:
+        folder.rename(target)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+        if replace and not _swap(folder, target):
+            target.rename(_replaced(target))
+            folder.rename(target)
+            shutil.rmtree(_replaced(target), ignore_errors=True)
+
+
+def _swap(first: Path, second: Path) -> bool:
+    """Exchange the names of two folders in one step; False where system or filesystem cannot (macOS, NFS)."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    try:
+        rename = libc.renameat2
+    except AttributeError:
+        return False
+    at_cwd, exchange = -100, 2  # AT_FDCWD of fcntl.h, RENAME_EXCHANGE of linux/fs.h
+    if rename(at_cwd, os.fsencode(first), at_cwd, os.fsencode(second), exchange) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
+        return False
+    raise OSError(number, os.strerror(number), str(second))
+
+
+@contextmanager
+def holding(folder: Path, wait: bool = False) -> Iterator[bool]:
+    """Hold a folder's lock inside the block; False: another process does, or the filesystem has none for folders."""
+    descriptor, held = os.open(folder, os.O_RDONLY), True
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except OSError:
+            held = False
+        yield held
+    finally:
+        os.close(descriptor)
+
+
+def _sync(path: Path) -> None:
+    """Have what was written to a file, or which names a folder holds, outlive a crash of the machine."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Keep other processes out of a run's folder inside the block. The lock ends with the process, however that ends.
+
+    Raises:
+        UserError: Another process is in it.
+    """
+    with (folder / ".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UserError(
+                f"one process trains in a folder; another is in {folder}; wait for its end, or choose another "
+                "trainer.default_root_dir"
+            ) from error
+        except OSError as error:
+            log.warning("%s cannot be locked (%s): let no other process train in it", folder, error.strerror)
+        yield
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[BinaryIO]:
+    """A temporary file that takes the name `path`, whole, when the block ends without an exception.
+
+    A reader, or a crash at any moment, finds the old content or the new, nothing between. One process writes a file;
+    two at once would share the temporary one.
+
+    Raises:
+        UserError: The disk is full; the old content stays.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.tmp")  # what a kill leaves is written over, or removed
+    try:
+        with explain_full_disk(path), temporary.open("w+b") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    _sync(path.parent)
+
+
+def remove_unwritten(folder: Path, names: str) -> None:
+    """Remove what `writing` has left in a folder where its process was killed; nothing may be writing there now.
+
+    Args:
+        folder: Where; it need not be there.
+        names: Pattern of the names that the files were to have, such as "*.ckpt*".
+    """
+    for path in folder.glob(f".{names}.tmp"):
+        path.unlink(missing_ok=True)
+        log.info("removed %s, which a killed process has left", path)
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Write a file as `writing` does.
+
+    Raises:
+        UserError: The disk is full; the old content stays.
+    """
+    with writing(path) as file:
+        file.write(data)
+
+
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
+
+"""Numbers of the errors that a write meets where no space is left."""
+
+
+@contextmanager
+def explain_full_disk(path: Path) -> Iterator[None]:
+    """Turn "no space left" inside the block into a UserError that names `path`."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in FULL_DISK:
+            raise
+        free = shutil.disk_usage(path.parent).free / 2**20
+        raise UserError(
+            f"saving needs free disk space; {path.parent} has {free:.0f} MiB left for {path.name}; "
+            "free some and resume with --resume auto (earlier files are untouched)"
+        ) from error
+
+
+def folder_identity(folder: Path) -> str:
+    """Digest of a model folder's content, equal for equal copies wherever they lie.
+
+    Reads config.json whole and of each safetensors file its size and 64 evenly spaced blocks of 1 MiB (small files
+    whole), so that it takes seconds for a model of any size.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    for path in [folder / "config.json", *sorted(folder.glob("*.safetensors"))]:
+        size = path.stat().st_size
+        digest.update(f"{path.name}:{size}".encode())
+        with path.open("rb") as file:
+            for offset in sorted({max(0, size - _BLOCK) * i // (_SAMPLES - 1) for i in range(_SAMPLES)}):
+                file.seek(offset)
+                digest.update(file.read(_BLOCK))
+    return digest.hexdigest()

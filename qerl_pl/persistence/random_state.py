@@ -1,0 +1,111 @@
+"""Random streams that depend on names, not on the order of calls.
+
+Every random draw of a run (a completion's tokens, a norm's noise, the dropout of a step) has its own stream, seeded by
+what it is for. A resumed or regrouped run therefore draws the same numbers as one that never stopped.
+"""
+
+import hashlib
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+def stream_seed(*parts: int | str) -> int:
+    """Seed of the random stream that `parts` name, equal on every machine and in every process.
+
+    Args:
+        parts: what the stream is for, from the general to the special, such as (run seed, "rollout", version, prompt).
+
+    Returns:
+        An integer in [0, 2**63), uniformly spread.
+    """
+    digest = hashlib.sha256("\x1f".join(f"{type(part).__name__}:{part}" for part in parts).encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1
+
+
+def random_state() -> dict[str, Any]:
+    """States of Python's, NumPy's and PyTorch's global generators, CUDA's included."""
+    name, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
+    assert isinstance(keys, np.ndarray)
+    return {
+        "python": random.getstate(),
+        "numpy": (name, torch.from_numpy(keys.astype(np.int64)), position, has_gauss, gauss),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+    }
+
+
+def set_random_state(state: dict[str, Any]) -> None:
+    """Restore what `random_state` gave; CUDA states only where as many devices are there."""
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    name, keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))
+    torch.set_rng_state(state["torch"])
+    if torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(state["cuda"])
+
+
+@contextmanager
+def random_state_kept() -> Iterator[None]:
+    """What draws inside the block leaves the global generators as they were."""
+    state = random_state()
+    try:
+        yield
+    finally:
+        set_random_state(state)
+
+
+@contextmanager
+def deterministic() -> Iterator[None]:
+    """Inside the block PyTorch's algorithms repeat bit for bit; where it has none that does, it warns.
+
+    Attention takes this for a warning too, though it has such an algorithm: see `strictly_deterministic_gradient`.
+    """
+    settings: Any = torch.utils.deterministic
+    filled = settings.fill_uninitialized_memory
+    enabled = torch.are_deterministic_algorithms_enabled()
+    warning = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=warning or not enabled)
+    settings.fill_uninitialized_memory = enabled and filled  # costs time and changes no result
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(enabled, warn_only=warning)
+        settings.fill_uninitialized_memory = filled
+
+
+def strictly_deterministic_gradient(out: Tensor) -> Tensor:
+    """Where `deterministic` is in force, compute the gradient of the operation that made `out` without its leniency.
+
+    On a GPU attention's gradient is summed in the order that blocks finish, unless what cannot repeat is an error
+    (PyTorch 2.11). For a whole update that would be too much: it stops at operations that a run may well contain.
+
+    Args:
+        out: What the operation returned, not a view of it.
+
+    Returns:
+        `out`.
+    """
+    switched = False
+
+    def before(grads: object) -> None:
+        nonlocal switched
+        enabled = torch.are_deterministic_algorithms_enabled()
+        switched = enabled and torch.is_deterministic_algorithms_warn_only_enabled()
+        if switched:
+            torch.use_deterministic_algorithms(True)
+
+    def after(grads: object, grad_outputs: object) -> None:
+        if switched:
+            torch.use_deterministic_algorithms(True, warn_only=True)
+
+    if out.grad_fn is not None:
+        out.grad_fn.register_prehook(before)
+        out.grad_fn.register_hook(after)
+    return out

@@ -1,1 +1,0 @@
-"""What makes a run whole and repeatable: its files, checkpoints, random streams and devices."""
