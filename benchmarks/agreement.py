@@ -116,11 +116,11 @@ def main() -> None:
     if args.engine == "vllm":
         engine = VLLMEngine(enforce_eager=not args.graphs, dense_above=args.dense_above)
     engine.launch(spec)
-    lent = engine.lend()
-    policy = Policy(base, config, device, seed=0, lent=lent).eval()
+    shared = engine.shared_weights()
+    policy = Policy(base, config, device, seed=0, shared=shared).eval()
     move_adapter(policy, args.move)
     rows = compare(engine, policy, prompts, args.tokens)
-    borrowed = 0 if lent is None else len(lent.linears)
+    borrowed = 0 if shared is None else len(shared.linears)
     engine.close()
     headers = ["adapter", "sigma", "measured", "tokens", "mean abs difference", "max", "adapter's effect, mean"]
     cells = [

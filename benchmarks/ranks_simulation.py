@@ -18,7 +18,7 @@ from typing import Any
 
 import report
 
-from qerl_pl.rollout.collector import deal
+from qerl_pl.rollout.collector import partition_prompts
 
 RESULTS = Path(__file__).parent / "results" / "ranks_vllm_gpu.json"
 PROMPTS, GROUP, TOKENS, PROMPT_TOKENS = 4, 8, 512, 256
@@ -50,7 +50,7 @@ def simulate(ranks: int, spread: str, unit: dict[str, float], rollouts: int = 20
     for _ in range(rollouts):
         mean_of = {str(n): TOKENS * draw.lognormvariate(-(between**2) / 2, between) for n in range(PROMPTS * ranks)}
         names = list(mean_of)
-        hands = [[names[place] for place in hand] for hand in deal(names, mean_of, ranks)]
+        hands = [[names[place] for place in hand] for hand in partition_prompts(names, mean_of, ranks)]
         time, wait = seconds(mean_of, within, hands, unit, draw)
         times.append(time)
         waits.append(wait / time)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from qerl_pl.persistence.atomic_files import write_atomically
+from qerl_pl.persistence.atomic_files import atomic_write
 
 
 def environment() -> dict[str, str]:
@@ -43,6 +43,6 @@ def write(out: Path, name: str, tables: str, results: Any) -> None:
     """Write NAME.md and NAME.json below `out` and print the tables."""
     where = environment()
     line = ", ".join(f"{key} {value}" for key, value in where.items())
-    write_atomically(out / f"{name}.md", f"{tables}\n\nMeasured with {line}.\n".encode())
-    write_atomically(out / f"{name}.json", json.dumps({"environment": where, "results": results}, indent=1).encode())
+    atomic_write(out / f"{name}.md", f"{tables}\n\nMeasured with {line}.\n".encode())
+    atomic_write(out / f"{name}.json", json.dumps({"environment": where, "results": results}, indent=1).encode())
     print(tables, "\n", line, sep="")

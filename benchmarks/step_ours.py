@@ -48,14 +48,14 @@ class Steps(Callback):
 
     def __init__(self, modes: list[str], steps: int, warmup: int, out: str) -> None:
         self.modes, self.count, self.out = modes, steps, Path(out)
-        self.watch = step_against_trl.Watch(warmup)
+        self.watch = step_against_trl.FailureDetector(warmup)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self._begin(pl_module)
 
     def _begin(self, module: Any) -> None:
         mode = self.modes.pop(0)
-        module.policy.recomputation.load(mode)
+        module.policy.checkpointing.load(mode)
         self.watch.begin(f"qerl_pl, NVFP4, gradient_checkpointing {mode}")
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from qerl_pl.distributed.communicator import Ranks
+from qerl_pl.distributed.communicator import Communicator
 
 T = TypeVar("T")
 
@@ -27,7 +27,7 @@ class Exchange:
 
 
 @dataclass(frozen=True)
-class ThreadRanks(Ranks):
+class ThreadRanks(Communicator):
     """One thread among those of a run."""
 
     exchange: Exchange = field(default_factory=lambda: Exchange(1))
@@ -52,7 +52,7 @@ class ThreadRanks(Ranks):
         self.exchange.barrier.wait(timeout=60)
 
 
-def on_ranks(size: int, work: Callable[[Ranks], T]) -> list[T]:
+def on_ranks(size: int, work: Callable[[Communicator], T]) -> list[T]:
     """What `work` returns on each of `size` ranks; the first error of any of them."""
     exchange = Exchange(size)
     results: list[Any] = [None] * size

@@ -84,7 +84,7 @@ class Watched:
     """A policy as the self-check sees it."""
 
     device = torch.device("cpu")
-    whole = False
+    full_finetuning = False
 
     def __init__(self) -> None:
         self.adapter = True
@@ -109,7 +109,7 @@ class Watched:
         self.adapter = True
 
     @contextmanager
-    def probed(self, seed: int) -> Iterator[None]:
+    def perturbed(self, seed: int) -> Iterator[None]:
         self.probes.append(seed)
         yield
 

@@ -9,7 +9,12 @@ import pytest
 from scripted import Scripted, Watched
 
 from qerl_pl.errors import UserError
-from qerl_pl.rollout.parity_check import Agreement, check_agreement, measure_agreement, require_agreement
+from qerl_pl.rollout.parity_check import (
+    LogprobParity,
+    check_logprob_parity,
+    measure_logprob_parity,
+    require_logprob_parity,
+)
 from qerl_pl.types import Prompt, RolloutRequest, SamplingConfig
 
 PROMPTS = [Prompt("p0", (10,), "question 0", "0"), Prompt("p1", (10, 11), "question 1", "1")]
@@ -17,14 +22,14 @@ PROMPTS = [Prompt("p0", (10,), "question 0", "0"), Prompt("p1", (10, 11), "quest
 
 def test_agreement_worked_out() -> None:
     policy = Watched()
-    assert measure_agreement(Scripted(error=0.125), policy, PROMPTS, 3, 3) == Agreement(
+    assert measure_logprob_parity(Scripted(error=0.125), policy, PROMPTS, 3, 3) == LogprobParity(
         pytest.approx(0.125), pytest.approx(0.125), pytest.approx(0.25)
     )
-    assert measure_agreement(Scripted(lost=True), policy, PROMPTS, 3, 3) == Agreement(
+    assert measure_logprob_parity(Scripted(lost=True), policy, PROMPTS, 3, 3) == LogprobParity(
         pytest.approx(0.25), pytest.approx(0.0, abs=1e-6), pytest.approx(0.25)
     )
     engine = Scripted()
-    measure_agreement(engine, policy, PROMPTS, 3, 50)
+    measure_logprob_parity(engine, policy, PROMPTS, 3, 50)
     assert engine.calls[1][2].max_tokens == 16  # longer completions are not compared to their end
 
 
@@ -50,26 +55,26 @@ def test_agreement_worked_out() -> None:
         (0.0, math.nan, 0.0, True, False),
     ],
 )
-def test_agreement_at_its_bounds(on: float, off: float, effect: float, probed: bool, agrees: bool) -> None:
+def test_agreement_at_its_bounds(on: float, off: float, effect: float, perturbed: bool, agrees: bool) -> None:
     if agrees:
-        require_agreement(Agreement(on, off, effect), 0.25, probed)
+        require_logprob_parity(LogprobParity(on, off, effect), 0.25, perturbed)
     else:
         with pytest.raises(UserError, match="must agree within 0.25 nats"):
-            require_agreement(Agreement(on, off, effect), 0.25, probed)
+            require_logprob_parity(LogprobParity(on, off, effect), 0.25, perturbed)
 
 
 def test_a_difference_is_none_of_a_probe_unless_it_is_said() -> None:
     with pytest.raises(UserError, match="must agree within 0.25 nats"):
-        require_agreement(Agreement(0.26, 0.0, 0.0), 0.25)
+        require_logprob_parity(LogprobParity(0.26, 0.0, 0.0), 0.25)
 
 
 class RoughOnProbes(Scripted):
     """An engine that rounds away 0.1 nats of every policy that is a probe."""
 
-    probed = False
+    perturbed = False
 
     def generate(self, requests: Sequence[RolloutRequest], sampling: SamplingConfig) -> list[Any]:
-        self.error = 0.1 * (self.probed and self.adapter)
+        self.error = 0.1 * (self.perturbed and self.adapter)
         return super().generate(requests, sampling)
 
 
@@ -81,27 +86,27 @@ class Probing(Watched):
         self.engine = engine
 
     @contextmanager
-    def probed(self, seed: int) -> Iterator[None]:
-        self.engine.probed = True
-        with super().probed(seed):
+    def perturbed(self, seed: int) -> Iterator[None]:
+        self.engine.perturbed = True
+        with super().perturbed(seed):
             yield
-        self.engine.probed = False
+        self.engine.perturbed = False
 
 
 def test_a_probe_may_be_rounded_more_than_the_policy_itself() -> None:
     engine = RoughOnProbes()
     policy = Probing(engine)
     # 0.1 is more than the bound, which is the policy's own, and less than half of the adapter's effect, 0.25.
-    check_agreement(engine, policy, PROMPTS, 3, 1, 3, 0.05)
+    check_logprob_parity(engine, policy, PROMPTS, 3, 1, 3, 0.05)
     assert policy.probes == [1] and engine.error == 0
     with pytest.raises(UserError, match="must agree within 0.05 nats"):
-        check_agreement(Scripted(error=0.1), Watched(), PROMPTS, 3, 1, 3, 0.05)
+        check_logprob_parity(Scripted(error=0.1), Watched(), PROMPTS, 3, 1, 3, 0.05)
 
 
 class Whole(Watched):
     """A policy that trains whole: as it is it is what `own` calls the reference, and a probe moves it."""
 
-    whole = True
+    full_finetuning = True
 
     def __init__(self, moves: bool = True) -> None:
         super().__init__()
@@ -112,8 +117,8 @@ class Whole(Watched):
         return super().weights(version, noise, adapter=adapter and self.adapter)
 
     @contextmanager
-    def probed(self, seed: int) -> Iterator[None]:
-        with super().probed(seed):
+    def perturbed(self, seed: int) -> Iterator[None]:
+        with super().perturbed(seed):
             self.adapter = self.moves
             yield
         self.adapter = False
@@ -121,12 +126,12 @@ class Whole(Watched):
 
 def test_a_policy_that_trains_whole_is_compared_as_it_is_and_as_a_probe() -> None:
     engine, policy = Scripted(), Whole()
-    check_agreement(engine, policy, PROMPTS, 3, 7, 2, 0.05)
+    check_logprob_parity(engine, policy, PROMPTS, 3, 7, 2, 0.05)
     assert policy.probes == [7] and policy.asked == [3, 3] and policy.evaluates
     sampled = [call for call in engine.calls if call[0] == "generate"]
     assert [(prompts, sampling.max_tokens) for _, prompts, sampling in sampled] == 2 * [([(10,), (10, 11)], 2)]
     assert engine.samples == [[1, 1], [1, 1]]
-    check_agreement(Scripted(error=0.05), Whole(), PROMPTS, 3, 7, 2, 0.0501)
+    check_logprob_parity(Scripted(error=0.05), Whole(), PROMPTS, 3, 7, 2, 0.0501)
 
 
 @pytest.mark.parametrize(
@@ -139,7 +144,7 @@ def test_a_policy_that_trains_whole_is_compared_as_it_is_and_as_a_probe() -> Non
 )
 def test_an_engine_that_samples_from_another_whole_policy_is_found(engine: Scripted, moves: bool, bound: float) -> None:
     with pytest.raises(UserError, match=f"must agree within {bound:g} nats"):
-        check_agreement(engine, Whole(moves), PROMPTS, 3, 7, 2, bound)
+        check_logprob_parity(engine, Whole(moves), PROMPTS, 3, 7, 2, bound)
 
 
 def test_a_whole_policys_probe_may_be_rounded_more_than_the_policy_itself() -> None:
@@ -148,4 +153,4 @@ def test_a_whole_policys_probe_may_be_rounded_more_than_the_policy_itself() -> N
             self.error = 0.1 * self.adapter
             return super().generate(requests, sampling)
 
-    check_agreement(Rough(), Whole(), PROMPTS, 3, 7, 2, 0.05)  # 0.1 is below half of the effect, 0.25
+    check_logprob_parity(Rough(), Whole(), PROMPTS, 3, 7, 2, 0.05)  # 0.1 is below half of the effect, 0.25

@@ -83,7 +83,7 @@ def test_an_experience_worked_out(pad: int | None) -> None:
     assert times.keys() == {f"time/{name}_s" for name in ("check", "wait", "sleep", "sync", "rollout", "reward")}
     assert found.seconds == pytest.approx(sum(times.values())) and found.sampled_tokens == sum(counts)
     assert (found.version, found.temperature, found.max_tokens, len(found)) == (4, 0.9, 3, 12)
-    assert found.places is not None and found.places.tolist() == list(range(12))
+    assert found.indices is not None and found.indices.tolist() == list(range(12))
 
 
 def test_an_experience_goes_to_a_device_with_all_that_trains() -> None:
@@ -94,7 +94,7 @@ def test_an_experience_goes_to_a_device_with_all_that_trains() -> None:
     for name in ("tokens", "lengths", "mask", "sampler_logprobs", "advantages", "truncated"):
         before, after = getattr(found, name), getattr(there, name)
         assert (after.device.type, after.shape, after.dtype) == ("meta", before.shape, before.dtype)
-    assert (there.places, there.records, there.metrics) == (found.places, found.records, found.metrics)
+    assert (there.indices, there.records, there.metrics) == (found.indices, found.records, found.metrics)
 
 
 class Echo(Even):

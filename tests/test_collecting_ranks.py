@@ -12,64 +12,68 @@ from scripted import PROMPTS, Even, Long, Scripted, Watched, Words, config_of, n
 from qerl_pl.algorithm import DrGRPO, NormNoise
 from qerl_pl.algorithm.advantages import AdvantageNorm
 from qerl_pl.algorithm.objectives import Objective
-from qerl_pl.distributed.communicator import ALONE, Ranks
-from qerl_pl.rollout.collector import Collector, deal
+from qerl_pl.distributed.communicator import SINGLE_PROCESS, Communicator
+from qerl_pl.rollout.collector import Collector, partition_prompts
 from qerl_pl.types import Evaluation
 
 BATCHES = PROMPTS[:3], PROMPTS[1:]
 
 
-def collector_on(ranks: Ranks, engine: Scripted, objective: Objective | None = None, **changes: Any) -> Collector:
+def collector_on(
+    ranks: Communicator, engine: Scripted, objective: Objective | None = None, **changes: Any
+) -> Collector:
     return Collector(config_of(**changes), engine, Words(), objective or DrGRPO(), seed=7, ranks=ranks)
 
 
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("norm", ["none", "group", "batch"])
 def test_ranks_make_together_the_rollout_of_one(size: int, norm: AdvantageNorm) -> None:
-    def work(ranks: Ranks) -> tuple[list[Any], list[Any], dict[str, float]]:
+    def work(ranks: Communicator) -> tuple[list[Any], list[Any], dict[str, float]]:
         engine, policy = Scripted(), Watched()
         collector, found, asked = collector_on(ranks, engine, DrGRPO(advantage_norm=norm)), [], []
         for version, batch in enumerate(BATCHES):
             noise = NormNoise(0.01, seed=7, version=version)
             found.append(collector.collect(batch, policy.weights(version, noise=noise), policy, nobody))
             asked.append([call[1] for call in engine.calls if call[0] == "generate"][-1])
-        return found, asked, collector.foreseen
+        return found, asked, collector.expected_lengths
 
-    alone, _, _ = work(ALONE)
+    alone, _, _ = work(SINGLE_PROCESS)
     together = on_ranks(size, work)
-    foreseen: dict[str, float] = {}
-    for turn, (whole, batch) in enumerate(zip(alone, BATCHES, strict=True)):
-        hands = deal([prompt.id for prompt in batch], foreseen, size)
-        places = []
+    expected_lengths: dict[str, float] = {}
+    for turn, (full_finetuning, batch) in enumerate(zip(alone, BATCHES, strict=True)):
+        hands = partition_prompts([prompt.id for prompt in batch], expected_lengths, size)
+        indices = []
         for (found, asked, _), hand in zip(together, hands, strict=True):
-            part, rows = found[turn], found[turn].places
-            places += rows.tolist()
+            part, rows = found[turn], found[turn].indices
+            indices += rows.tolist()
             assert asked[turn] == [batch[place].token_ids for place in hand]
             assert rows.tolist() == [4 * place + sample for place in hand for sample in range(4)]
             for name in ("lengths", "advantages", "truncated"):
-                assert torch.equal(getattr(part, name), getattr(whole, name)[rows])
+                assert torch.equal(getattr(part, name), getattr(full_finetuning, name)[rows])
             for name in ("tokens", "mask", "sampler_logprobs"):
                 width = part.tokens.shape[1]
-                assert torch.equal(getattr(part, name), getattr(whole, name)[rows, :width])
+                assert torch.equal(getattr(part, name), getattr(full_finetuning, name)[rows, :width])
             for name in ("records", "sampled_tokens", "version"):
-                assert getattr(part, name) == getattr(whole, name)
-            same = {name: value for name, value in whole.metrics.items() if not name.startswith("time/")}
+                assert getattr(part, name) == getattr(full_finetuning, name)
+            same = {name: value for name, value in full_finetuning.metrics.items() if not name.startswith("time/")}
             assert same == {name: value for name, value in part.metrics.items() if not name.startswith("time/")}
             assert part.metrics == together[0][0][turn].metrics
-        assert sorted(places) == whole.places.tolist() == list(range(4 * len(batch)))
+        assert sorted(indices) == full_finetuning.indices.tolist() == list(range(4 * len(batch)))
         for place, prompt in enumerate(batch):
-            foreseen[prompt.id] = sum(record.tokens for record in whole.records[4 * place : 4 * place + 4]) / 4
-    assert [known for _, _, known in together] == [foreseen] * size and len(foreseen) == 6
+            expected_lengths[prompt.id] = (
+                sum(record.tokens for record in full_finetuning.records[4 * place : 4 * place + 4]) / 4
+            )
+    assert [known for _, _, known in together] == [expected_lengths] * size and len(expected_lengths) == 6
 
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_ranks_make_together_the_evaluation_of_one(size: int) -> None:
-    def work(ranks: Ranks) -> tuple[Evaluation, list[list[tuple[int, ...]]]]:
+    def work(ranks: Communicator) -> tuple[Evaluation, list[list[tuple[int, ...]]]]:
         engine, policy = Scripted(), Watched()
         found = collector_on(ranks, engine).evaluate(PROMPTS, policy.weights(5), "hard")
         return found, [call[1] for call in engine.calls if call[0] == "generate"]
 
-    alone, _ = work(ALONE)
+    alone, _ = work(SINGLE_PROCESS)
     for rank, (found, asked) in enumerate(on_ranks(size, work)):
         assert found == alone and asked == [[prompt.token_ids for prompt in PROMPTS[rank::size]]] * 2
 
@@ -119,7 +123,7 @@ class SlowReward(Even):
 def test_each_phase_has_its_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     monkeypatch.setattr("qerl_pl.rollout.collector.time", clock)
-    collector, policy = collector_on(ALONE, Slow(clock), rewards=[SlowReward(clock), Long()]), Watched()
+    collector, policy = collector_on(SINGLE_PROCESS, Slow(clock), rewards=[SlowReward(clock), Long()]), Watched()
     for version, check in enumerate((24.0, 24.0, 0.0)):  # two checks of two syncs and two generations
         found = collector.collect(PROMPTS[:3], policy.weights(version), policy, nobody)
         times = {name[5:-2]: value for name, value in found.metrics.items() if name.startswith("time/")}
@@ -141,7 +145,7 @@ def test_the_slowest_rank_is_named_where_others_wait_long(
 
     monkeypatch.setattr(ThreadRanks, "wait", waits_by_the_clock)
 
-    def work(ranks: Ranks) -> dict[str, float]:
+    def work(ranks: Communicator) -> dict[str, float]:
         policy = Watched()
         collector = collector_on(ranks, Slow(clock, sampling[ranks.rank]))
         return dict(collector.collect(PROMPTS, policy.weights(9), policy, nobody).metrics)

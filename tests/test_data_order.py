@@ -81,15 +81,15 @@ def fit(folder: Path, data: PromptDataModule, module: Recorder, ckpt_path: Path 
 
 @pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:The dirpath has changed")
 def test_a_resumed_run_sees_the_same_batches(tokenizer: str, tmp_path: Path) -> None:
-    whole = fit(tmp_path / "whole", make_data(None), Recorder(tokenizer))
-    epochs = [whole[start : start + 4] for start in (0, 4, 8)]
+    full_finetuning = fit(tmp_path / "whole", make_data(None), Recorder(tokenizer))
+    epochs = [full_finetuning[start : start + 4] for start in (0, 4, 8)]
     assert all(len({name for batch in epoch for name in batch}) == 8 for epoch in epochs)
     assert epochs[0] != epochs[1] != epochs[2]
     for step in range(1, 12):
         for kind in ("batch", "epoch") if step % 4 == 0 else ("batch",):
             saved = tmp_path / "whole" / f"{kind}-step={step}.ckpt"
             rest = fit(tmp_path / f"{kind}-{step}", make_data(None), Recorder(tokenizer), saved)
-            assert rest == whole[step:], f"resumed from {saved.name}"
+            assert rest == full_finetuning[step:], f"resumed from {saved.name}"
     saved = tmp_path / "whole" / "batch-step=3.ckpt"
     with pytest.raises(UserError, match="the seed .* are 1, 0 in the checkpoint"):
         fit(tmp_path / "seed", make_data(None, seed=1), Recorder(tokenizer), saved)

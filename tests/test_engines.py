@@ -165,7 +165,7 @@ def test_an_engine_that_lends_nothing_says_what_that_costs(
 ) -> None:
     """361600 weights in float32, and the file's header: 0.00135 GiB."""
     caplog.set_level(logging.INFO)
-    assert engine.lend() is None
+    assert engine.shared_weights() is None
     if isinstance(engine, VLLMEngine):  # the other has a dense copy of its own by design
         assert re.search(r"own copy of the base, 0\.00135 GiB: only Marlin's layout can be lent", caplog.text)
 
@@ -564,7 +564,7 @@ def test_a_method_that_vllm_has_renamed_is_named_though_our_worker_has_it(
 ) -> None:
     own = vllm_worker.__getattr__("CPUPolicyWorker")
     worker: Any = object.__new__(own)
-    config = {vllm_worker.CONFIG_KEY: {"dense_above": None, "few_up_to": None}}
+    config = {vllm_worker.CONFIG_KEY: {"dense_above": None, "decode_gemm_max_tokens": None}}
     worker.vllm_config = SimpleNamespace(additional_config=config)
     worker.model_runner = SimpleNamespace(kv_caches=[], get_model=torch.nn.Module)
     worker.distributed_init_method = "tcp://localhost:0"

@@ -19,7 +19,7 @@ from qerl_pl.callbacks import EvaluationReport
 from qerl_pl.callbacks.evaluation import _reward, _Shown
 from qerl_pl.cli.main import QeRLCLI, main
 from qerl_pl.engines import TransformersEngine
-from qerl_pl.evaluation.evaluator import KeptSamples
+from qerl_pl.evaluation.evaluator import SampleCache
 from qerl_pl.modules import QeRLModule
 from qerl_pl.rewards import GSM8KAnswer, MathAnswer, RewardSample
 from qerl_pl.rollout.hand_over import HandOver
@@ -122,7 +122,7 @@ def test_what_a_reward_grades_by_is_part_of_what_its_samples_are_kept_under() ->
 def test_an_evaluation_that_breaks_off_leaves_its_samples_to_none_that_follows(tmp_path: Path) -> None:
     report, module, trainer = EvaluationReport(), QeRLModule(), Trainer(logger=False, accelerator="cpu")
     report.on_exception(trainer, module, ValueError("before it began"))
-    shown = report._samples = _Shown(KeptSamples(tmp_path / "kept.jsonl"), total=3, show=True)
+    shown = report._samples = _Shown(SampleCache(tmp_path / "kept.jsonl"), total=3, show=True)
     module.hand_over = HandOver(samples=shown)
     report.on_exception(trainer, module, ValueError("in the middle"))
     assert module.hand_over.samples is None and report._samples is None and shown.bar.disable  # closed
@@ -131,7 +131,7 @@ def test_an_evaluation_that_breaks_off_leaves_its_samples_to_none_that_follows(t
 def test_a_killed_evaluation_goes_on(
     tiny_policy_dir: Path, tmp_path: Path, sets: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = evaluate(tiny_policy_dir, tmp_path / "whole", sets)
+    full_finetuning = evaluate(tiny_policy_dir, tmp_path / "whole", sets)
     asked: list[int] = []
     generate = TransformersEngine.generate
 
@@ -147,12 +147,12 @@ def test_a_killed_evaluation_goes_on(
     assert run_on_cpu(tiny_policy_dir, tmp_path / "again", sets) == 2
     assert len(lines(tmp_path / "again")) == 7 and not (tmp_path / "again" / "evaluation.json").exists()
     asked[:] = [0, 0, 0]
-    assert evaluate(tiny_policy_dir, tmp_path / "again", sets) == whole
+    assert evaluate(tiny_policy_dir, tmp_path / "again", sets) == full_finetuning
     assert asked[3:] == [2, 2, 4]  # of 15, seven were there
     by_name = [sorted(map(str, lines(tmp_path / run))) for run in ("whole", "again")]
     assert by_name[0] == by_name[1]
     other = evaluate(tiny_policy_dir, tmp_path / "again", sets, "--seed_everything", "5")
-    assert other["samples"] != whole["samples"] and sum(asked[6:]) == 15  # other streams, other samples
+    assert other["samples"] != full_finetuning["samples"] and sum(asked[6:]) == 15  # other streams, other samples
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -33,7 +33,7 @@ def first(tokens, rows, shared):
     tile = best_tile(tokens, rows, 3584)
     constants = {"TP": tile.tokens, "TP2": max(1, tile.more), "TC": tile.chunk, "NT": tile.tiles, "KT": tile.steps}
     constants |= {"SPLIT": tile.warps // tile.tiles, "STAGES": tile.stages, "EVEN": True, "REAL": True}
-    constants |= {"WHOLE": tile.whole and not shared, "BIAS": False}
+    constants |= {"WHOLE": tile.full_finetuning and not shared, "BIAS": False}
     constants["COPIED"], widths = tile.copied, {"copies": tile.tokens, "copies2": tile.more}
     described = {name: [width, tile.columns] for name, width in widths.items() if tile.copied and width}
     constants |= {name: None for name in widths if name not in described}

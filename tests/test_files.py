@@ -20,7 +20,14 @@ import torch
 
 from qerl_pl.errors import UserError
 from qerl_pl.persistence import checkpoint_io
-from qerl_pl.persistence.atomic_files import building, cache_root, folder_identity, locked, made_once, write_atomically
+from qerl_pl.persistence.atomic_files import (
+    atomic_directory,
+    atomic_write,
+    build_once,
+    cache_root,
+    folder_identity,
+    locked,
+)
 from qerl_pl.persistence.checkpoint_io import (
     AtomicCheckpointIO,
     DamagedCheckpoint,
@@ -240,24 +247,24 @@ def test_a_checkpoint_fits_its_own_base_and_scaling_alone() -> None:
 
 def test_full_disk_keeps_the_old_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "file"
-    write_atomically(path, b"old")
+    atomic_write(path, b"old")
 
     def full(_: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(UserError, match="free disk space.*--resume auto"):
-        write_atomically(path, b"new")
+        atomic_write(path, b"new")
     assert path.read_bytes() == b"old" and [p.name for p in tmp_path.iterdir()] == ["file"]
 
 
 def test_a_process_killed_while_writing_leaves_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "file"
-    write_atomically(path, b"old")
+    atomic_write(path, b"old")
     program = (
         "import os, signal, sys, pathlib, qerl_pl.persistence.atomic_files as f\n"
         "os.fsync = lambda fd: os.kill(os.getpid(), signal.SIGKILL)\n"
-        "f.write_atomically(pathlib.Path(sys.argv[1]), b'new' * 1000)\n"
+        "f.atomic_write(pathlib.Path(sys.argv[1]), b'new' * 1000)\n"
     )
     result = subprocess.run([sys.executable, "-c", program, str(path)], check=False)
     assert result.returncode == -signal.SIGKILL
@@ -265,11 +272,11 @@ def test_a_process_killed_while_writing_leaves_the_old_file(tmp_path: Path) -> N
 
 
 def test_building_drops_a_folder_that_fails(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError), building(tmp_path / "model") as folder:
+    with pytest.raises(RuntimeError), atomic_directory(tmp_path / "model") as folder:
         (folder / "half").write_text("x")
         raise RuntimeError
     assert list(tmp_path.iterdir()) == []
-    with building(tmp_path / "model") as folder:
+    with atomic_directory(tmp_path / "model") as folder:
         (folder / "whole").write_text("x")
     assert [p.name for p in (tmp_path / "model").iterdir()] == ["whole"]
 
@@ -278,14 +285,14 @@ def test_building_says_where_no_folder_can_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     with (
         pytest.raises(UserError, match="model needs a folder .*file takes none"),
-        building(tmp_path / "file" / "model"),
+        atomic_directory(tmp_path / "file" / "model"),
     ):
         pass
 
 
 def test_building_yields_to_a_folder_that_appeared_meanwhile(tmp_path: Path) -> None:
     target = tmp_path / "model"
-    with building(target) as folder:
+    with atomic_directory(target) as folder:
         (folder / "mine").write_text("x")
         target.mkdir()
         (target / "theirs").write_text("x")
@@ -302,7 +309,7 @@ def test_identity_is_of_the_content(tmp_path: Path) -> None:
 
 
 def make_slowly(target: Path, made: Path) -> None:
-    with made_once(target) as missing:
+    with build_once(target) as missing:
         if missing:
             time.sleep(0.3)
             with made.open("a") as file:

@@ -22,7 +22,7 @@ from qerl_pl.errors import UserError
 from qerl_pl.formats.base import format_of
 from qerl_pl.modules.update import PolicyUpdate
 from qerl_pl.persistence.checkpoint_io import newest_checkpoint
-from qerl_pl.rollout.parity_check import Agreement, require_agreement
+from qerl_pl.rollout.parity_check import LogprobParity, require_logprob_parity
 
 CALLBACKS = "qerl_pl.callbacks."
 
@@ -371,10 +371,12 @@ class Mute(TransformersEngine):
 
 
 def test_a_probe_is_held_to_its_effect_and_not_to_the_bound() -> None:
-    require_agreement(Agreement(adapter_on=0.4, adapter_off=0.01, adapter_effect=2.0), bound=0.25, probed=True)
-    for wrong in (Agreement(1.5, 0.01, 2.0), Agreement(math.nan, 0.01, 2.0), Agreement(0.4, 0.3, 2.0)):
+    require_logprob_parity(
+        LogprobParity(adapter_on=0.4, adapter_off=0.01, adapter_effect=2.0), bound=0.25, perturbed=True
+    )
+    for wrong in (LogprobParity(1.5, 0.01, 2.0), LogprobParity(math.nan, 0.01, 2.0), LogprobParity(0.4, 0.3, 2.0)):
         with pytest.raises(UserError, match="must agree within 0.25 nats"):
-            require_agreement(wrong, bound=0.25, probed=True)
+            require_logprob_parity(wrong, bound=0.25, perturbed=True)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -412,7 +414,7 @@ def test_the_self_check_asks_for_no_more_than_the_engine_was_launched_for(
 
 
 def test_the_self_check_takes_nan_for_no_agreement() -> None:
-    require_agreement(Agreement(0.1, 0.1, 0.1), bound=0.25)
-    for found in (Agreement(math.nan, 0.1, 0.1), Agreement(0.1, math.nan, 0.1)):
+    require_logprob_parity(LogprobParity(0.1, 0.1, 0.1), bound=0.25)
+    for found in (LogprobParity(math.nan, 0.1, 0.1), LogprobParity(0.1, math.nan, 0.1)):
         with pytest.raises(UserError, match="must agree within 0.25 nats"):
-            require_agreement(found, bound=0.25)
+            require_logprob_parity(found, bound=0.25)

@@ -141,7 +141,7 @@ def test_what_old_llama_files_hold_besides_weights_is_saved_as_it_was(tiny_polic
 @pytest.mark.parametrize("kind", ["transformers", pytest.param("vllm", marks=pytest.mark.vllm)])
 def test_every_weight_reaches_the_engine_in_place(untied: Path, kind: str) -> None:
     engine: RolloutEngine = TransformersEngine() if kind == "transformers" else VLLMEngine(kv_cache_gib=0.1)
-    engine.launch(EngineSpec(untied, torch.float32, CPU, 0, (), 64, whole=True))
+    engine.launch(EngineSpec(untied, torch.float32, CPU, 0, (), 64, full_finetuning=True))
     policy = make(untied)
     prompts = [Prompt("p", tuple(TOKENS[0, :6].tolist()), "", "")]
     try:
@@ -180,7 +180,7 @@ def test_a_probe_changes_one_layer_and_leaves_no_trace(tiny_policy_dir: Path) ->
     policy = make(tiny_policy_dir)
     before = {name: tensor.clone() for name, tensor in policy.trained_state().items()}
     for seed in (0, 1):
-        with pytest.raises(InterruptedError), policy.probed(seed):
+        with pytest.raises(InterruptedError), policy.perturbed(seed):
             inside = policy.trained_state()
             changed = {name for name, tensor in inside.items() if not torch.equal(tensor, before[name])}
             assert changed == {name for name in before if f".layers.{seed}." in name}

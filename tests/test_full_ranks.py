@@ -20,7 +20,7 @@ ROLLOUTS, STEPS = 3, 4
 """Rollouts of a run, and optimizer steps of each."""
 
 
-def whole(base: Path, run: Path, devices: int) -> dict[str, Any]:
+def full_finetuning(base: Path, run: Path, devices: int) -> dict[str, Any]:
     """Every weight trains, with a reference policy; a checkpoint after each rollout."""
     config = settings(base, run, devices)
     config["model"]["policy"] |= {"quantization": "none", "finetune": "full"}
@@ -51,7 +51,7 @@ def sums_in_small_buckets() -> None:
 @pytest.fixture(scope="module")
 def two(tiny_policy_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = tmp_path_factory.mktemp("two") / "run"
-    statuses, printed = fit_on_ranks(whole(tiny_policy_dir, run, 2), prepare=sums_in_small_buckets)
+    statuses, printed = fit_on_ranks(full_finetuning(tiny_policy_dir, run, 2), prepare=sums_in_small_buckets)
     assert statuses == [0, 0], printed
     return run
 
@@ -59,7 +59,7 @@ def two(tiny_policy_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 def test_two_ranks_end_with_the_same_weights_which_are_those_of_one(
     two: Path, tiny_policy_dir: Path, tmp_path: Path
 ) -> None:
-    status, printed = fit(whole(tiny_policy_dir, tmp_path / "run", 1))
+    status, printed = fit(full_finetuning(tiny_policy_dir, tmp_path / "run", 1))
     assert status == 0, printed
     same_run(tmp_path / "run", two)
     first, second, saved = load_file(two / "rank0.safetensors"), load_file(two / "rank1.safetensors"), learned(two)
@@ -70,7 +70,7 @@ def test_two_ranks_end_with_the_same_weights_which_are_those_of_one(
 
 
 def test_two_ranks_that_are_killed_go_on_bit_for_bit(two: Path, tiny_policy_dir: Path, tmp_path: Path) -> None:
-    config = whole(tiny_policy_dir, tmp_path / "run", 2)
+    config = full_finetuning(tiny_policy_dir, tmp_path / "run", 2)
     statuses, printed = fit_on_ranks(config, prepare=dies_in_the_third_rollout)
     assert statuses == [-signal.SIGKILL] * 2, printed
     assert not (tmp_path / "run" / "model").exists()

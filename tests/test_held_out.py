@@ -9,7 +9,7 @@ import pytest
 from scripted import Even, Scripted, Watched, Words, config_of
 
 from qerl_pl.algorithm import GRPO
-from qerl_pl.evaluation.evaluator import KeptSamples
+from qerl_pl.evaluation.evaluator import SampleCache
 from qerl_pl.rollout.collector import Collector
 from qerl_pl.rollout.config import CollectorConfig
 from qerl_pl.types import EvalSampling, Evaluation, Prompt, RolloutRequest, SamplingConfig
@@ -36,7 +36,7 @@ class Counting(Scripted):
         return super().generate(requests, sampling)
 
 
-def evaluate(engine: Counting, kept: KeptSamples | None = None, samples: int = 3, **settings: Any) -> Evaluation:
+def evaluate(engine: Counting, kept: SampleCache | None = None, samples: int = 3, **settings: Any) -> Evaluation:
     sampling = SamplingConfig(max_tokens=8)
     config = CollectorConfig([Even()], 2, sampling, 0, samples, 0.25, 50, **settings)
     collector = Collector(config, engine, Words(), GRPO(), seed=7)  # type: ignore[arg-type]
@@ -44,9 +44,9 @@ def evaluate(engine: Counting, kept: KeptSamples | None = None, samples: int = 3
 
 
 def test_the_engine_is_asked_for_so_many_completions_whosever_they_are() -> None:
-    whole, parts = Counting(), Counting()
-    assert evaluate(whole) == evaluate(parts, eval_batch=4)
-    assert whole.asked == [(0.0, [1] * 5), (1.0, [3] * 5)]
+    full_finetuning, parts = Counting(), Counting()
+    assert evaluate(full_finetuning) == evaluate(parts, eval_batch=4)
+    assert full_finetuning.asked == [(0.0, [1] * 5), (1.0, [3] * 5)]
     assert parts.asked == [(0.0, [1] * 4), (0.0, [1]), *((1.0, part) for part in ([3, 1], [2, 2], [1, 3], [3]))]
 
 
@@ -74,20 +74,20 @@ def test_what_the_sampling_of_held_out_prompts_leaves_out_is_as_in_training() ->
 def test_what_was_kept_before_a_kill_is_not_sampled_again(tmp_path: Path) -> None:
     expected, file = evaluate(Counting()), tmp_path / "samples.jsonl"
     with pytest.raises(KeyboardInterrupt):
-        evaluate(Counting(dies_at=4), KeptSamples(file), eval_batch=4)
+        evaluate(Counting(dies_at=4), SampleCache(file), eval_batch=4)
     text = file.read_text()
     assert text.count("\n") == 9  # five greedy ones, and the first four samples
     file.write_text(text[:-5])  # in the middle of the last line
     engine = Counting()
-    assert evaluate(engine, KeptSamples(file), eval_batch=100) == expected
+    assert evaluate(engine, SampleCache(file), eval_batch=100) == expected
     assert engine.asked == [(1.0, [3, 3, 3, 3])]
     again = Counting()
-    assert evaluate(again, KeptSamples(file)) == expected and again.asked == []
-    assert len({line for line in file.read_text().splitlines()}) == 20 == len(KeptSamples(file))
+    assert evaluate(again, SampleCache(file)) == expected and again.asked == []
+    assert len({line for line in file.read_text().splitlines()}) == 20 == len(SampleCache(file))
 
 
 def test_more_samples_add_to_those_that_are_there(tmp_path: Path) -> None:
-    kept = KeptSamples(tmp_path / "samples.jsonl")
+    kept = SampleCache(tmp_path / "samples.jsonl")
     evaluate(Counting(), kept, samples=2)
     engine = Counting()
     assert evaluate(engine, kept, samples=3) == evaluate(Counting())
@@ -95,7 +95,7 @@ def test_more_samples_add_to_those_that_are_there(tmp_path: Path) -> None:
 
 
 def test_a_question_that_has_changed_is_asked_again(tmp_path: Path) -> None:
-    kept = KeptSamples(tmp_path / "samples.jsonl")
+    kept = SampleCache(tmp_path / "samples.jsonl")
     evaluate(Counting(), kept)
     assert kept.find("hard", PROMPTS[0], None) is not None and kept.find("easy", PROMPTS[0], None) is None
     for other in (replace(PROMPTS[0], text="another"), replace(PROMPTS[0], reference="another")):
@@ -104,15 +104,15 @@ def test_a_question_that_has_changed_is_asked_again(tmp_path: Path) -> None:
 
 def test_samples_of_other_processes_count_and_stay_theirs(tmp_path: Path) -> None:
     first, second = tmp_path / "0.jsonl", tmp_path / "1.jsonl"
-    evaluate(Counting(), KeptSamples(first))
+    evaluate(Counting(), SampleCache(first))
     unfinished = first.read_text() + "{"
     first.write_text(unfinished)
     engine = Counting()
-    evaluate(engine, KeptSamples(second, [first, tmp_path / "none.jsonl"]))
+    evaluate(engine, SampleCache(second, [first, tmp_path / "none.jsonl"]))
     assert engine.asked == [] and not second.exists() and first.read_text() == unfinished
 
 
 def test_a_first_line_that_is_not_whole_is_taken_out(tmp_path: Path) -> None:
     file = tmp_path / "samples.jsonl"
     file.write_text('{"set": "x"')
-    assert len(KeptSamples(file)) == 0 and file.read_text() == ""
+    assert len(SampleCache(file)) == 0 and file.read_text() == ""

@@ -16,7 +16,7 @@ from fit_helpers import command, configuration, fit, processes
 from qerl_pl.callbacks.resume import _set_aside
 from qerl_pl.cli.main import main
 from qerl_pl.persistence import atomic_files
-from qerl_pl.persistence.atomic_files import building
+from qerl_pl.persistence.atomic_files import atomic_directory
 from qerl_pl.persistence.checkpoint_io import CHECKPOINT_KEY, AtomicCheckpointIO
 from qerl_pl.toy import ToyConfig, build_toy_policy
 
@@ -65,7 +65,7 @@ def replace_and_die(target: Path, moment: int, swaps: bool) -> None:
     if not swaps:
         atomic_files._swap = lambda first, second: False  # as macOS and NFS
     die_at(moment)
-    with building(target, replace=True) as folder:
+    with atomic_directory(target, replace=True) as folder:
         fill(folder, "new")
 
 
@@ -73,12 +73,12 @@ def replace_and_die(target: Path, moment: int, swaps: bool) -> None:
 def test_a_folder_that_is_replaced_is_the_old_or_the_new_at_every_moment(tmp_path: Path, swaps: bool) -> None:
     target, seen = tmp_path / "adapter", []
     for moment in range(200):
-        with building(target, replace=True) as folder:
+        with atomic_directory(target, replace=True) as folder:
             fill(folder, "old")
         assert list(tmp_path.iterdir()) == [target]  # what the last one left is gone
         status = in_a_fork(partial(replace_and_die, target, moment, swaps))
         if not swaps and not target.exists():  # between two renames; the next start puts the old one back
-            with pytest.raises(RuntimeError), building(target, replace=True):
+            with pytest.raises(RuntimeError), atomic_directory(target, replace=True):
                 raise RuntimeError
             seen.append("absent")
         (found,) = content_of(target)
@@ -111,7 +111,7 @@ def test_a_checkpoint_that_is_set_aside_is_whole_in_one_place_or_the_other(tmp_p
 
 
 def build_slowly(target: Path, begun: Any, go_on: Any) -> None:
-    with building(target) as folder:
+    with atomic_directory(target) as folder:
         fill(folder, "theirs")
         begun.set()
         go_on.wait(timeout=60)
@@ -124,7 +124,7 @@ def test_the_unfinished_folder_of_a_living_process_stays(tmp_path: Path) -> None
     process.start()
     assert begun.wait(timeout=60)
     (theirs,) = tmp_path.iterdir()
-    with pytest.raises(RuntimeError), building(tmp_path / "model"):
+    with pytest.raises(RuntimeError), atomic_directory(tmp_path / "model"):
         raise RuntimeError
     assert content_of(theirs) == {"theirs"}
     go_on.set()

@@ -13,7 +13,7 @@ from transformers import AutoConfig
 
 from qerl_pl.callbacks.monitor import DeviceMemory, MemoryReport, measure_memory
 from qerl_pl.cli.main import QeRLCLI
-from qerl_pl.engines.base import LentWeights
+from qerl_pl.engines.base import SharedWeights
 from qerl_pl.formats.quantize import quantize_checkpoint
 from qerl_pl.modules import LoraConfig, Policy, PolicyConfig
 
@@ -40,8 +40,8 @@ def embeddings(base: Path) -> int:
     return AutoConfig.from_pretrained(base).vocab_size * WIDTH * 4
 
 
-def make(base: Path, lent: LentWeights | None = None) -> Policy:
-    return Policy(base, PolicyConfig(path=str(base), dtype="float32", lora=LoraConfig(rank=RANK)), CPU, 0, lent)
+def make(base: Path, shared: SharedWeights | None = None) -> Policy:
+    return Policy(base, PolicyConfig(path=str(base), dtype="float32", lora=LoraConfig(rank=RANK)), CPU, 0, shared)
 
 
 def size(found: float) -> int:
@@ -74,9 +74,9 @@ def test_counts_what_is_lent_once_and_the_engines_rest(base: Path) -> None:
         for index, name in enumerate(names[3 * layer : 3 * layer + 3]):
             linears[name] = MarlinRows(held, index * WIDTH, (index + 1) * WIDTH)
     table = torch.zeros(AutoConfig.from_pretrained(base).vocab_size, WIDTH)
-    lent = LentWeights(linears, {"model.embed_tokens.weight": table})
+    shared = SharedWeights(linears, {"model.embed_tokens.weight": table})
     engine = {"weights": 1.0, "adapter": 0.25, "kv_cache": 2.0, "released": 2.0}
-    report = measure_memory(make(base, lent), lent, [], engine)
+    report = measure_memory(make(base, shared), shared, [], engine)
     shared = LAYERS * 3 * (PACKED - 4) + LAYERS * 4 + embeddings(base)
     assert size(report.base_lent) == shared
     assert size(report.base_own) == (LINEARS - 6) * PACKED + BIASES + NORMS + ROTARY

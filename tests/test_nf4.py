@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from qerl_pl.engines.vllm.linear_methods import lent_rows, why_not_lent
+from qerl_pl.engines.vllm.linear_methods import shared_rows, why_not_shared
 from qerl_pl.errors import UserError
 from qerl_pl.formats.base import format_of
 from qerl_pl.formats.dense_checkpoint import load_dense_state
@@ -149,13 +149,13 @@ def fused(rows: tuple[int, ...], columns: int, **state: Any) -> Any:
 
 def test_vllms_weights_are_lent_as_it_holds_them() -> None:
     layer, parts = fused((64, 8), 128), [("a.q_proj", 0, 64), ("a.k_proj", 64, 72)]
-    lent = lent_rows(layer, parts)
-    assert lent is not None and list(lent) == ["a.q_proj", "a.k_proj"]
-    for count, weight in zip((64, 8), lent.values(), strict=True):
+    shared = shared_rows(layer, parts)
+    assert shared is not None and list(shared) == ["a.q_proj", "a.k_proj"]
+    for count, weight in zip((64, 8), shared.values(), strict=True):
         source = torch.randn(count, 128, generator=torch.Generator().manual_seed(count))
         assert torch.equal(weight.dense(torch.bfloat16), dequantize_nf4(*quantize_nf4(source), torch.bfloat16))
-    packed = next(iter(lent.values())).tensors()["weight"]
+    packed = next(iter(shared.values())).tensors()["weight"]
     assert packed.data_ptr() == layer.weight.data_ptr()
-    assert lent_rows(layer, [("a.qk_proj", 0, 72)]) is None
-    assert lent_rows(fused((64, 8), 128, blocksize=128), parts) is None
-    assert why_not_lent(["BitsAndBytesLinearMethod", "UnquantizedLinearMethod"], torch.bfloat16) is None
+    assert shared_rows(layer, [("a.qk_proj", 0, 72)]) is None
+    assert shared_rows(fused((64, 8), 128, blocksize=128), parts) is None
+    assert why_not_shared(["BitsAndBytesLinearMethod", "UnquantizedLinearMethod"], torch.bfloat16) is None

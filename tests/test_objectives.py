@@ -138,8 +138,8 @@ def test_dapo_is_the_mean_over_the_tokens_of_the_global_batch() -> None:
 @pytest.mark.parametrize("objective", OBJECTIVES, ids=lambda objective: type(objective).__name__)
 @pytest.mark.parametrize("split", [[1, 1, 1, 1], [3, 1], [1, 2, 1]], ids=str)
 def test_micro_batches_add_up_to_the_whole_batch(objective, split) -> None:
-    whole = make_batch(objective)
-    outputs = objective.loss(whole)
+    full_finetuning = make_batch(objective)
+    outputs = objective.loss(full_finetuning)
     outputs.loss.backward()
     parts = make_batch(objective)
     rows = {item.name: getattr(parts, item.name).split(split) for item in fields(parts)}
@@ -151,9 +151,9 @@ def test_micro_batches_add_up_to_the_whole_batch(objective, split) -> None:
         metrics = {name: total + part.metrics[name].item() for name, total in metrics.items()}
     assert loss == pytest.approx(outputs.loss.item(), rel=1e-12)
     assert metrics == pytest.approx({name: value.item() for name, value in outputs.metrics.items()}, rel=1e-12)
-    torch.testing.assert_close(parts.logprobs.grad, whole.logprobs.grad, rtol=1e-12, atol=0)
+    torch.testing.assert_close(parts.logprobs.grad, full_finetuning.logprobs.grad, rtol=1e-12, atol=0)
     if objective.needs_entropy:
-        torch.testing.assert_close(parts.entropy.grad, whole.entropy.grad, rtol=1e-12, atol=0)
+        torch.testing.assert_close(parts.entropy.grad, full_finetuning.entropy.grad, rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES, ids=lambda objective: type(objective).__name__)

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from qerl_pl.formats.quantize import quantize_checkpoint
 from qerl_pl.modules import LoraConfig, Policy, PolicyConfig, packed_layers
-from qerl_pl.modules.lora import PROJECTIONS, FrozenLinear, go_together, on_one_input
+from qerl_pl.modules.lora import PROJECTIONS, FrozenLinear, can_fuse_lora, shared_input_linears
 from qerl_pl.modules.packed_layers import GatedMLP, Packing
 
 MODES: tuple[Any, ...] = (False, "selective", True)
@@ -50,7 +50,7 @@ def learn(policy: Policy) -> tuple[Tensor, dict[str, Tensor]]:
 
 def learn_one_by_one(policy: Policy) -> tuple[Tensor, dict[str, Tensor]]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(packed_layers, "on_one_input", lambda linears, x: tuple(linear(x) for linear in linears))
+        patch.setattr(packed_layers, "shared_input_linears", lambda linears, x: tuple(linear(x) for linear in linears))
         return learn(policy)
 
 
@@ -139,14 +139,14 @@ def test_one_that_is_not_as_the_others_has_them_computed_one_by_one(
 ) -> None:
     policy = make(quantized)
     mlp = next(module for module in policy.modules() if isinstance(module, GatedMLP))
-    assert go_together(mlp.on_input)
+    assert can_fuse_lora(mlp.on_input)
     change(mlp)
-    assert not go_together(mlp.on_input)
+    assert not can_fuse_lora(mlp.on_input)
     x = torch.randn(3, 128).bfloat16()
     for block in (nullcontext(), policy.trained.rounded(torch.bfloat16)):
         with block:
             expected: list[Tensor] = [linear(x) for linear in mlp.on_input]
-            assert all(map(torch.equal, on_one_input(mlp.on_input, x), expected))
+            assert all(map(torch.equal, shared_input_linears(mlp.on_input, x), expected))
     (_, after), (_, before) = learn(policy), learn_one_by_one(policy)
     assert after.keys() == before.keys() and all(gradient.any() for gradient in after.values())
 
@@ -160,9 +160,9 @@ def test_dropout_16_bits_and_an_adapter_that_is_off_are_computed_one_by_one(
         assert torch.equal(found, expected) and after.keys() == before.keys()
         assert all(torch.equal(after[name], gradient) for name, gradient in before.items())
     mlps = [module for module in dropping.eval().modules() if isinstance(module, GatedMLP)]
-    assert all(go_together(mlp.on_input) for mlp in mlps)
+    assert all(can_fuse_lora(mlp.on_input) for mlp in mlps)
     with dropping.reference():
-        assert not any(go_together(mlp.on_input) for mlp in mlps)
+        assert not any(can_fuse_lora(mlp.on_input) for mlp in mlps)
 
 
 def test_a_linear_that_is_called_alone_computes_with_its_own_a(quantized: Path) -> None:

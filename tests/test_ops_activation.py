@@ -35,9 +35,9 @@ def test_values_and_gradients_are_those_of_plain_pytorch(shape, dtype):
 def test_bits_repeat_at_any_address_and_size(dtype):
     torch.manual_seed(0)
     given = torch.randn(3, 6400).to(dtype).to(DEVICE)
-    whole = everything(*given)
+    full_finetuning = everything(*given)
     for start, stop in ((0, 6400), (0, 6400), (1, 6400), (1, 3201), (0, 1), (16, 17), (7, 6000), (0, 3200)):
-        for one, other in zip(everything(*given[:, start:stop]), whole, strict=True):
+        for one, other in zip(everything(*given[:, start:stop]), full_finetuning, strict=True):
             assert torch.equal(one, other[start:stop])
 
 

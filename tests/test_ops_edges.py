@@ -71,10 +71,10 @@ def test_search_chooses_its_own_global_scale():
 @pytest.mark.parametrize("quantize", [reference.quantize_nvfp4, reference.quantize_mxfp4])
 def test_a_weight_quantized_in_parts_is_that_quantized_at_once(quantize, monkeypatch):
     weight = torch.linspace(-3, 3, 5 * 64).view(5, 64)
-    whole = quantize(weight)
-    assert whole.packed.dtype == torch.uint8 and whole.packed.shape == (5, 32)
+    full_finetuning = quantize(weight)
+    assert full_finetuning.packed.dtype == torch.uint8 and full_finetuning.packed.shape == (5, 32)
     monkeypatch.setattr(reference, "CPU_BLOCKS", 3)
-    for part, expected in zip(quantize(weight), whole, strict=True):
+    for part, expected in zip(quantize(weight), full_finetuning, strict=True):
         assert torch.equal(part, expected)
 
 
@@ -117,8 +117,8 @@ def test_marlins_scales_by_hand():
 def test_a_whole_marlin_weight_is_read_by_default_and_no_other_slice():
     tensor = reference.quantize_nvfp4(torch.linspace(-1, 1, 128 * 16).view(128, 16))
     words, scale, _ = marlin.to_marlin(tensor)
-    whole = reference.dequantize_nvfp4_unscaled(tensor.packed, tensor.scale, torch.float32)
-    assert torch.equal(marlin.dequantize_marlin(words, scale, torch.float32), whole)
+    full_finetuning = reference.dequantize_nvfp4_unscaled(tensor.packed, tensor.scale, torch.float32)
+    assert torch.equal(marlin.dequantize_marlin(words, scale, torch.float32), full_finetuning)
     for start, stop in ((0, 100), (64, 64), (-64, 64), (64, 192)):
         with pytest.raises(ValueError, match=rf"got \[{start}:{stop}\]"):
             marlin.dequantize_marlin(words, scale, torch.float32, start, stop)

@@ -10,10 +10,10 @@ import torch
 from poisoned import triton_on_poisoned_memory
 from qerl_kernels import (
     MarlinTensor,
-    few_tokens_linear,
-    few_tokens_supported,
+    decode_gemm_linear,
+    decode_gemm_linear_reference,
+    decode_gemm_supported,
     marlin,
-    plain_few_tokens_linear,
     quantize_mxfp4,
     quantize_nvfp4,
     select_backend,
@@ -36,7 +36,7 @@ TILES = [
     Tile(128, tiles=2),
     Tile(128, tiles=2, copied=True),
     Tile(128, 64, tiles=2, steps=2),
-    Tile(128, 64, tiles=2, steps=2, whole=True, copied=True),
+    Tile(128, 64, tiles=2, steps=2, full_finetuning=True, copied=True),
 ]
 CASES = [(SHAPES[0], 2), (SHAPES[2], 9), *((SHAPES[1], tokens) for tokens in (1, 3, 8, 17, 64, 100))]
 REAL = {"qkv": (4608, 3584, (0, 3584, 4096)), "o": (3584, 3584, (0,)), "gate_up": (37888, 3584, (0, 18944))}
@@ -72,10 +72,10 @@ def exact(x, weight, bias, a, b):
 
 
 def check(x, weight, bias, a, b, starts=(0,)):
-    actual = few_tokens_linear(x, weight, bias, a=a, b=b, starts=starts)
+    actual = decode_gemm_linear(x, weight, bias, a=a, b=b, starts=starts)
     for _ in range(REPEATS):
-        assert torch.equal(actual, few_tokens_linear(x, weight, bias, a=a, b=b, starts=starts))
-    truth, plain = exact(x, weight, bias, a, b), plain_few_tokens_linear(x, weight, bias, a, b)
+        assert torch.equal(actual, decode_gemm_linear(x, weight, bias, a=a, b=b, starts=starts))
+    truth, plain = exact(x, weight, bias, a, b), decode_gemm_linear_reference(x, weight, bias, a, b)
     assert (actual.double() - truth).norm() <= 2 * (plain.double() - truth).norm()
 
 
@@ -95,10 +95,12 @@ def test_without_an_adapter_it_is_the_base_product(with_bias):
 
 
 def test_rows_of_a_larger_weight():
-    whole, _, _, _ = linear(320, 128)
-    part = MarlinTensor(whole.weight[:, 2 * 64 : 2 * 256], whole.scale[:, 64:256], whole.global_scale)
+    full_finetuning, _, _, _ = linear(320, 128)
+    part = MarlinTensor(
+        full_finetuning.weight[:, 2 * 64 : 2 * 256], full_finetuning.scale[:, 64:256], full_finetuning.global_scale
+    )
     x = tokens_of(4, 128)
-    assert torch.equal(few_tokens_linear(x, part), few_tokens_linear(x, whole)[:, 64:256])
+    assert torch.equal(decode_gemm_linear(x, part), decode_gemm_linear(x, full_finetuning)[:, 64:256])
 
 
 @pytest.mark.parametrize("tokens", [8, 64])
@@ -112,7 +114,7 @@ def test_every_code_with_every_scale_is_the_weight(tokens):
     identity = torch.eye(64, device=DEVICE).bfloat16()
     for first in range(0, 64, tokens):
         some = slice(first, first + tokens)
-        assert torch.equal(few_tokens_linear(identity[some], weight), dense.t()[some])
+        assert torch.equal(decode_gemm_linear(identity[some], weight), dense.t()[some])
 
 
 def test_the_products_are_rounded_where_the_plain_way_rounds():
@@ -123,38 +125,42 @@ def test_the_products_are_rounded_where_the_plain_way_rounds():
     x, a, b = torch.zeros(1, 64), torch.zeros(8, 64), torch.zeros(256, 8)
     x[0, 0], x[0, 1], a[0], b[:, 0] = 1, 2**-9, 1, 2**-8
     x, a, b = (tensor.bfloat16().to(DEVICE) for tensor in (x, a, b))
-    assert torch.equal(few_tokens_linear(x, weight, a=a, b=b), torch.ones(1, 256, device=DEVICE).bfloat16())
-    assert torch.equal(plain_few_tokens_linear(x, weight, None, a, b), torch.ones(1, 256, device=DEVICE).bfloat16())
+    assert torch.equal(decode_gemm_linear(x, weight, a=a, b=b), torch.ones(1, 256, device=DEVICE).bfloat16())
+    assert torch.equal(
+        decode_gemm_linear_reference(x, weight, None, a, b), torch.ones(1, 256, device=DEVICE).bfloat16()
+    )
 
 
 def test_tokens_of_a_block_do_not_see_each_other():
     weight, bias, a, b = linear(192, 320, rank=8, with_bias=True)
     x = tokens_of(8, 320)
-    alone = few_tokens_linear(x[:3], weight, bias, a=a, b=b)
+    alone = decode_gemm_linear(x[:3], weight, bias, a=a, b=b)
     x[3:] = torch.inf
-    assert torch.equal(few_tokens_linear(x, weight, bias, a=a, b=b)[:3], alone)
+    assert torch.equal(decode_gemm_linear(x, weight, bias, a=a, b=b)[:3], alone)
 
 
 @pytest.mark.parametrize("tile", TILES)
 def test_a_tile_of_any_form_gives_the_same_product(tile):
     weight, bias, a, b = linear(320, 128, rank=8, with_bias=True)
     x = tokens_of(tile.width + 5, 128)
-    actual = triton_decode_gemm.few_tokens_linear(x, weight, bias, a, b, (0,), tile)
-    expected = plain_few_tokens_linear(x, weight, bias, a, b)
+    actual = triton_decode_gemm.decode_gemm_linear(x, weight, bias, a, b, (0,), tile)
+    expected = decode_gemm_linear_reference(x, weight, bias, a, b)
     assert (actual - expected).float().norm() <= 4e-3 * expected.float().norm()
 
 
-ALONE = Tile(64, tiles=1, programs=1, whole=True)  # as few programs as small weights have row blocks for
+SINGLE_PROCESS = Tile(
+    64, tiles=1, programs=1, full_finetuning=True
+)  # as few programs as small weights have row blocks for
 
 
 @pytest.mark.parametrize(
     ("tile", "shape", "starts", "cut"),
     [
-        (ALONE, (576, 320), (0, 320), (1, 256, 1, 1, 8)),  # four blocks alone, five among all
-        (ALONE, (704, 384), (0,), (2, 512, 1, 0, 6)),  # eight alone, three among all but who multiplies by A
-        (ALONE, (512, 384), (0,), (2, 512, 3, 0, 0)),  # nothing is left to share
-        (ALONE, (320, 320), (0,), (0, 0, 1, 1, 8)),  # too little would be
-        (ALONE._replace(more=32), (576, 320), (0,), (1, 256, 3, 0, 25)),
+        (SINGLE_PROCESS, (576, 320), (0, 320), (1, 256, 1, 1, 8)),  # four blocks alone, five among all
+        (SINGLE_PROCESS, (704, 384), (0,), (2, 512, 1, 0, 6)),  # eight alone, three among all but who multiplies by A
+        (SINGLE_PROCESS, (512, 384), (0,), (2, 512, 3, 0, 0)),  # nothing is left to share
+        (SINGLE_PROCESS, (320, 320), (0,), (0, 0, 1, 1, 8)),  # too little would be
+        (SINGLE_PROCESS._replace(more=32), (576, 320), (0,), (1, 256, 3, 0, 25)),
     ],
 )
 def test_row_blocks_that_one_program_takes_and_those_that_are_shared(tile, shape, starts, cut):
@@ -163,8 +169,8 @@ def test_row_blocks_that_one_program_takes_and_those_that_are_shared(tile, shape
     assert (plan.rounds, plan.alone, plan.shrinks, plan.longer, plan.run) == cut
     weight, bias, a, b = linear(*shape, 8, starts, with_bias=True)
     x = tokens_of(tokens, shape[1])
-    actual = triton_decode_gemm.few_tokens_linear(x, weight, bias, a, b, starts, tile)
-    expected = plain_few_tokens_linear(x, weight, bias, a, b)
+    actual = triton_decode_gemm.decode_gemm_linear(x, weight, bias, a, b, starts, tile)
+    expected = decode_gemm_linear_reference(x, weight, bias, a, b)
     assert (actual - expected).float().norm() <= 4e-3 * expected.float().norm()
 
 
@@ -172,10 +178,10 @@ def test_row_blocks_that_one_program_takes_and_those_that_are_shared(tile, shape
 def test_rows_of_one_program_without_an_adapter_need_no_second_launch(rows, alone):
     weight, _, _, _ = linear(rows, 384)
     x = tokens_of(70, 384)  # two blocks of tokens: two programs each
-    tile = ALONE._replace(programs=2)
+    tile = SINGLE_PROCESS._replace(programs=2)
     assert triton_decode_gemm.plan(70, rows, 384, 0, 4, tile).alone == alone
-    actual = triton_decode_gemm.few_tokens_linear(x, weight, None, None, None, (0,), tile)
-    expected = plain_few_tokens_linear(x, weight, None, None, None)
+    actual = triton_decode_gemm.decode_gemm_linear(x, weight, None, None, None, (0,), tile)
+    expected = decode_gemm_linear_reference(x, weight, None, None, None)
     assert (actual - expected).float().norm() <= 4e-3 * expected.float().norm()
 
 
@@ -186,9 +192,15 @@ GATED = [  # rows of gate and up; alone, where programs take row blocks alone
     (64, None, (384, 64), 0, 0),
     (150, Tile(64, tiles=1), (256, 64), 32, 0),
     (100, Tile(128, tiles=1), (256, 64), 8, 0),  # one block of 128 tokens
-    (24, Tile(32, tiles=1, steps=2, programs=1, whole=True), (640, 256), 8, 512),  # gate's all and some of up's
-    (24, Tile(32, tiles=1, steps=2, programs=1, whole=True), (640, 128), 0, 256),  # some of gate's
-    (192, Tile(128, 64, tiles=1, programs=1, whole=True), (512, 64), 8, 512),
+    (
+        24,
+        Tile(32, tiles=1, steps=2, programs=1, full_finetuning=True),
+        (640, 256),
+        8,
+        512,
+    ),  # gate's all and some of up's
+    (24, Tile(32, tiles=1, steps=2, programs=1, full_finetuning=True), (640, 128), 0, 256),  # some of gate's
+    (192, Tile(128, 64, tiles=1, programs=1, full_finetuning=True), (512, 64), 8, 512),
 ]
 
 
@@ -198,10 +210,10 @@ def test_folded_into_the_product_the_activation_has_the_bits_that_it_has_after_i
     weight, bias, a, b = linear(*shape, rank, starts, with_bias=tokens != 40)
     assert DEVICE == "cuda" or triton_decode_gemm.plan(tokens, *shape, 2 * rank, 4, tile, True).alone == alone
     x = tokens_of(tokens, shape[1])
-    actual = triton_decode_gemm.few_tokens_linear(x, weight, bias, a, b, starts, tile, gated=True)
-    y = triton_decode_gemm.few_tokens_linear(x, weight, bias, a, b, starts, tile)
+    actual = triton_decode_gemm.decode_gemm_linear(x, weight, bias, a, b, starts, tile, gated=True)
+    y = triton_decode_gemm.decode_gemm_linear(x, weight, bias, a, b, starts, tile)
     assert torch.equal(actual, silu_of_halves(y))
-    expected = plain_few_tokens_linear(x, weight, bias, a, b, gated=True)
+    expected = decode_gemm_linear_reference(x, weight, bias, a, b, gated=True)
     assert (actual - expected).float().norm() <= 8e-3 * expected.float().norm()
 
 
@@ -209,15 +221,15 @@ def test_folded_into_the_product_the_activation_has_the_bits_that_it_has_after_i
 def test_gate_or_up_alone_may_have_an_adapter_and_parts_begin_anywhere(starts):
     weight, bias, a, b = linear(256, 128, 8, starts, with_bias=True)
     x = tokens_of(5, 128)
-    actual = few_tokens_linear(x, weight, bias, a=a, b=b, starts=starts, gated=True)
-    assert torch.equal(actual, silu_of_halves(few_tokens_linear(x, weight, bias, a=a, b=b, starts=starts)))
+    actual = decode_gemm_linear(x, weight, bias, a=a, b=b, starts=starts, gated=True)
+    assert torch.equal(actual, silu_of_halves(decode_gemm_linear(x, weight, bias, a=a, b=b, starts=starts)))
 
 
 def test_halves_that_no_program_can_take_together_are_activated_after_the_product():
     weight, bias, a, b = linear(192, 128, 8, (0, 96), with_bias=True)
     x = tokens_of(5, 128)
-    actual = few_tokens_linear(x, weight, bias, a=a, b=b, starts=(0, 96), gated=True)
-    assert torch.equal(actual, silu_of_halves(few_tokens_linear(x, weight, bias, a=a, b=b, starts=(0, 96))))
+    actual = decode_gemm_linear(x, weight, bias, a=a, b=b, starts=(0, 96), gated=True)
+    assert torch.equal(actual, silu_of_halves(decode_gemm_linear(x, weight, bias, a=a, b=b, starts=(0, 96))))
 
 
 def test_a_program_of_two_row_blocks_takes_half_the_tokens():
@@ -232,7 +244,7 @@ def test_a_program_of_two_row_blocks_takes_half_the_tokens():
 )
 def test_cuts_of_real_layers_give_every_program_as_much(rows, columns, rounds, rank):
     tile = triton_decode_gemm.plan(192, rows, columns, 2 * rank, 132).tile
-    assert tile.whole and tile.width == 192
+    assert tile.full_finetuning and tile.width == 192
     plan = triton_decode_gemm.plan(192, rows, columns, 2 * rank, 132)
     assert plan.rounds == rounds and plan.workers == 2 * 132
     steps, total = columns // 32, -(-rows // 128) * (columns // 32)
@@ -248,7 +260,7 @@ def test_tokens_of_an_address_that_cannot_be_copied_from_give_the_same_product()
     shifted = torch.empty(x.numel() + 1, dtype=x.dtype, device=x.device)[1:].view_as(x).copy_(x)
     tile = Tile(64, tiles=2, copied=True)
     actual, expected = (
-        triton_decode_gemm.few_tokens_linear(one, weight, bias, a, b, (0,), tile) for one in (shifted, x)
+        triton_decode_gemm.decode_gemm_linear(one, weight, bias, a, b, (0,), tile) for one in (shifted, x)
     )
     assert shifted.data_ptr() % 16 and torch.equal(actual, expected)
 
@@ -282,38 +294,38 @@ def test_compiles_once_for_any_number_of_tokens():
 
     @torch.compile(backend=backend, dynamic=True, fullgraph=True)
     def layer(x):
-        y = few_tokens_linear(x * 2, weight, bias, a=a, b=b) + 1
-        return y, few_tokens_linear(x * 2, weight, bias, a=a, b=b, gated=True)
+        y = decode_gemm_linear(x * 2, weight, bias, a=a, b=b) + 1
+        return y, decode_gemm_linear(x * 2, weight, bias, a=a, b=b, gated=True)
 
     for tokens in (3, 9, 33):
         x = tokens_of(tokens, 128)
         y, activated = layer(x)
-        assert torch.equal(y, few_tokens_linear(x * 2, weight, bias, a=a, b=b) + 1)
-        assert torch.equal(activated, few_tokens_linear(x * 2, weight, bias, a=a, b=b, gated=True))
+        assert torch.equal(y, decode_gemm_linear(x * 2, weight, bias, a=a, b=b) + 1)
+        assert torch.equal(activated, decode_gemm_linear(x * 2, weight, bias, a=a, b=b, gated=True))
     assert len(graphs) == 1
     for gated in (False, True):
         arguments = (tokens_of(3, 128), *weight, bias, a, b, [0], gated)
-        torch.library.opcheck(torch.ops.qerl.few_tokens_linear.default, arguments, test_utils="test_faketensor")
+        torch.library.opcheck(torch.ops.qerl.decode_gemm_linear.default, arguments, test_utils="test_faketensor")
 
 
 def test_no_tokens_give_none():
-    assert few_tokens_linear(tokens_of(0, 64), *linear(64, 64)[:2]).shape == (0, 64)
-    assert few_tokens_linear(tokens_of(0, 64), linear(128, 64)[0], gated=True).shape == (0, 64)
+    assert decode_gemm_linear(tokens_of(0, 64), *linear(64, 64)[:2]).shape == (0, 64)
+    assert decode_gemm_linear(tokens_of(0, 64), linear(128, 64)[0], gated=True).shape == (0, 64)
 
 
 def test_other_weights_types_and_backends_take_the_plain_way():
     mx = marlin.to_marlin(quantize_mxfp4((torch.randn(64, 64) * 0.05).bfloat16().to(DEVICE)))
     nv, _, _, _ = linear(64, 64)
     x = tokens_of(2, 64)
-    assert few_tokens_supported(nv) and not few_tokens_supported(mx)
-    assert torch.equal(few_tokens_linear(x, mx), plain_few_tokens_linear(x, mx, None, None, None))
-    y = few_tokens_linear(x.float(), nv)
-    assert y.dtype == torch.float32 and torch.equal(y, plain_few_tokens_linear(x.float(), nv, None, None, None))
+    assert decode_gemm_supported(nv) and not decode_gemm_supported(mx)
+    assert torch.equal(decode_gemm_linear(x, mx), decode_gemm_linear_reference(x, mx, None, None, None))
+    y = decode_gemm_linear(x.float(), nv)
+    assert y.dtype == torch.float32 and torch.equal(y, decode_gemm_linear_reference(x.float(), nv, None, None, None))
     select_backend("torch")
-    assert not few_tokens_supported(nv)
-    assert torch.equal(few_tokens_linear(x, nv), plain_few_tokens_linear(x, nv, None, None, None))
-    gated = functional.silu(few_tokens_linear(x, nv)[:, :32]) * few_tokens_linear(x, nv)[:, 32:]
-    assert torch.equal(few_tokens_linear(x, nv, gated=True), gated)
+    assert not decode_gemm_supported(nv)
+    assert torch.equal(decode_gemm_linear(x, nv), decode_gemm_linear_reference(x, nv, None, None, None))
+    gated = functional.silu(decode_gemm_linear(x, nv)[:, :32]) * decode_gemm_linear(x, nv)[:, 32:]
+    assert torch.equal(decode_gemm_linear(x, nv, gated=True), gated)
 
 
 @pytest.mark.gpu
@@ -324,10 +336,10 @@ def test_a_real_layer_in_a_tile_of_any_form_gives_the_same_product(name, tile):
     rows, columns, starts = REAL[name]
     weight, bias, a, b = linear(rows, columns, 32, starts, with_bias=name == "qkv")
     x = tokens_of(192, columns)
-    actual = triton_decode_gemm.few_tokens_linear(x, weight, bias, a, b, starts, tile)
+    actual = triton_decode_gemm.decode_gemm_linear(x, weight, bias, a, b, starts, tile)
     for _ in range(REPEATS):
-        assert torch.equal(actual, triton_decode_gemm.few_tokens_linear(x, weight, bias, a, b, starts, tile))
-    expected = plain_few_tokens_linear(x, weight, bias, a, b)
+        assert torch.equal(actual, triton_decode_gemm.decode_gemm_linear(x, weight, bias, a, b, starts, tile))
+    expected = decode_gemm_linear_reference(x, weight, bias, a, b)
     assert (actual - expected).float().norm() <= 4e-3 * expected.float().norm()
 
 
@@ -349,9 +361,9 @@ def test_a_real_mlp_is_activated_to_the_bits_of_its_product_and_pytorchs_activat
     weight, bias, a, b = linear(rows, columns, rank, starts)
     for tokens in (1, 8, 16, 33, 64, 128, 192, 256):
         x = tokens_of(tokens, columns)
-        gate, up = few_tokens_linear(x, weight, bias, a=a, b=b, starts=starts).chunk(2, dim=-1)
+        gate, up = decode_gemm_linear(x, weight, bias, a=a, b=b, starts=starts).chunk(2, dim=-1)
         for _ in range(REPEATS):
-            actual = few_tokens_linear(x, weight, bias, a=a, b=b, starts=starts, gated=True)
+            actual = decode_gemm_linear(x, weight, bias, a=a, b=b, starts=starts, gated=True)
             assert torch.equal(actual, functional.silu(gate) * up)
 
 
@@ -362,12 +374,12 @@ def test_a_product_that_starts_while_an_activation_is_written_waits_for_it(token
     (rows, columns, starts), x = REAL["gate_up"], tokens_of(tokens, 3584)
     gate_up, _, a, b = linear(rows, columns, 32, starts)
     down, _, a2, b2 = linear(*REAL["down"][:2], 32)
-    activated = few_tokens_linear(x, gate_up, a=a, b=b, starts=starts, gated=True)
+    activated = decode_gemm_linear(x, gate_up, a=a, b=b, starts=starts, gated=True)
     torch.cuda.synchronize()
-    expected = few_tokens_linear(activated, down, a=a2, b=b2)
+    expected = decode_gemm_linear(activated, down, a=a2, b=b2)
     for _ in range(REPEATS):
-        activated = few_tokens_linear(x, gate_up, a=a, b=b, starts=starts, gated=True)
-        assert torch.equal(few_tokens_linear(activated, down, a=a2, b=b2), expected)
+        activated = decode_gemm_linear(x, gate_up, a=a, b=b, starts=starts, gated=True)
+        assert torch.equal(decode_gemm_linear(activated, down, a=a2, b=b2), expected)
 
 
 @pytest.mark.gpu
@@ -377,16 +389,16 @@ def test_a_cuda_graph_repeats_the_same_bits_on_new_tokens(tokens):
     rows, columns, starts = REAL["qkv"]
     weight, bias, a, b = linear(rows, columns, 32, starts, with_bias=True)
     x = tokens_of(tokens, columns)
-    few_tokens_linear(x, weight, bias, a=a, b=b, starts=starts)
+    decode_gemm_linear(x, weight, bias, a=a, b=b, starts=starts)
     graph = torch.cuda.CUDAGraph()
     torch.use_deterministic_algorithms(False)  # its filling of memory cannot be captured on every version
     with torch.cuda.graph(graph):
-        first = few_tokens_linear(x, weight, bias, a=a, b=b, starts=starts)
-        second = few_tokens_linear(first[:, :columns].contiguous(), weight, bias, a=a, b=b, starts=starts)
+        first = decode_gemm_linear(x, weight, bias, a=a, b=b, starts=starts)
+        second = decode_gemm_linear(first[:, :columns].contiguous(), weight, bias, a=a, b=b, starts=starts)
     x.copy_(tokens_of(tokens + 1, columns)[:tokens])
     for _ in range(3):
         graph.replay()
-    expected = few_tokens_linear(x, weight, bias, a=a, b=b, starts=starts)
+    expected = decode_gemm_linear(x, weight, bias, a=a, b=b, starts=starts)
     assert torch.equal(first, expected)
-    expected = few_tokens_linear(expected[:, :columns].contiguous(), weight, bias, a=a, b=b, starts=starts)
+    expected = decode_gemm_linear(expected[:, :columns].contiguous(), weight, bias, a=a, b=b, starts=starts)
     assert torch.equal(second, expected)

@@ -81,11 +81,11 @@ def test_marlin_scales_weights_up_and_drops_scales_it_cannot_hold():
     seen = dequantize_nvfp4_unscaled(tensor.packed, marlin_scale(tensor.scale), torch.float32)
     scaled = dequantize_marlin(marlin.weight, marlin.scale, torch.float32) * marlin_alpha(marlin.global_scale)
     torch.testing.assert_close(scaled, seen * NVFP4Weight(tensor).alpha, rtol=0, atol=0)
-    whole = quantize_nvfp4(weight(64, 64))
-    fine = whole.scale.clone()
+    full_finetuning = quantize_nvfp4(weight(64, 64))
+    fine = full_finetuning.scale.clone()
     fine[3, 1] = 2.0**-7
     assert marlin_scale(fine)[3, 1].float() == 0 and fine[3, 1].float() == 2.0**-7
-    lost = to_marlin(whole._replace(scale=fine))
+    lost = to_marlin(full_finetuning._replace(scale=fine))
     assert dequantize_marlin(lost.weight, lost.scale, torch.float32)[3, 16:32].abs().max() == 0
 
 
@@ -250,9 +250,9 @@ def test_borrowed_and_own_tensors_give_the_same_bits():
 def test_slices_of_a_fused_marlin_weight_are_its_projections():
     tensor, x, _, _ = layer(torch.float32, rows=192)
     marlin = to_marlin(tensor)
-    whole = frozen_linear(x, NVFP4Weight(tensor))
+    full_finetuning = frozen_linear(x, NVFP4Weight(tensor))
     parts = [frozen_linear(x, MarlinRows(marlin, *rows)) for rows in ((0, 64), (64, 192))]
-    torch.testing.assert_close(torch.cat(parts, -1), whole)
+    torch.testing.assert_close(torch.cat(parts, -1), full_finetuning)
 
 
 def test_the_layer_saves_no_dense_weight():

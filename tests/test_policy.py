@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from qerl_pl.engines.base import LentWeights
+from qerl_pl.engines.base import SharedWeights
 from qerl_pl.errors import UserError
 from qerl_pl.formats.dense_checkpoint import write_dense_checkpoint
 from qerl_pl.formats.quantize import quantize_checkpoint
@@ -237,7 +237,7 @@ def test_a_probe_changes_what_the_policy_says_and_leaves_no_trace(base: Path, tr
     random = torch.get_rng_state()
     said = [policy.token_logprobs(*batch(), 1.0)[0]]
     for seed in (1, 2):
-        with policy.probed(seed):
+        with policy.perturbed(seed):
             said.append(policy.token_logprobs(*batch(), 1.0)[0])
             factors = policy.weights(0).adapter
             assert factors is not None
@@ -323,7 +323,7 @@ def test_a_sliding_window_hides_what_lies_before_it(dense: Path, tmp_path: Path)
     assert (found[0] - everything[0]).abs().max() > 0.01
 
 
-def lend(base: Path) -> LentWeights:
+def shared_weights(base: Path) -> SharedWeights:
     """What an engine with Marlin kernels would lend: fused matrices in its layout."""
     tensors = load_file(base / "model.safetensors")
     linears: dict[str, FrozenWeight] = {}
@@ -342,16 +342,16 @@ def lend(base: Path) -> LentWeights:
                 stop = start + len(tensors[f"{name}.weight_packed"])
                 linears[name] = MarlinRows(fused, start, stop)
                 start = stop
-    return LentWeights(linears, {"model.embed_tokens.weight": tensors["model.embed_tokens.weight"]})
+    return SharedWeights(linears, {"model.embed_tokens.weight": tensors["model.embed_tokens.weight"]})
 
 
 def test_borrowed_marlin_weights_give_the_bits_of_an_own_copy(base: Path) -> None:
     tokens, lengths, mask = batch()
     config = PolicyConfig(path=str(base), dtype="float32")
-    lent = lend(base)
+    shared = shared_weights(base)
     results = []
-    for lender in (None, lent):
-        policy = Policy(base, config, CPU, seed=1, lent=lender)
+    for lender in (None, shared):
+        policy = Policy(base, config, CPU, seed=1, shared=lender)
         perturb(policy)
         logprobs, _ = policy.token_logprobs(tokens, lengths, mask, 1.0)
         logprobs.sum().backward()
@@ -361,8 +361,8 @@ def test_borrowed_marlin_weights_give_the_bits_of_an_own_copy(base: Path) -> Non
     for ours, theirs in zip(gradients, borrowed_gradients, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
     assert not any("weight_packed" in name for name, _ in borrowed.named_parameters())
-    assert sum(isinstance(module, FrozenLinear) for module in borrowed.modules()) == len(lent.linears) == 14
+    assert sum(isinstance(module, FrozenLinear) for module in borrowed.modules()) == len(shared.linears) == 14
     assert borrowed.base.get_input_embeddings().weight.data_ptr() == (  # type: ignore[operator]
-        lent.tensors["model.embed_tokens.weight"].data_ptr()
+        shared.tensors["model.embed_tokens.weight"].data_ptr()
     )
     assert own.trained_state().keys() == borrowed.trained_state().keys()

@@ -11,7 +11,7 @@ from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch.accelerators import CPUAccelerator
 from torch import distributed
 
-from qerl_pl.distributed.strategy import RanksLauncher, RanksStrategy
+from qerl_pl.distributed.strategy import FailureDetectingLauncher, UnwrappedDDPStrategy
 from qerl_pl.engines import EngineSpec, VLLMEngine
 from qerl_pl.engines.vllm.startup import import_vllm
 from qerl_pl.errors import UserError
@@ -83,7 +83,7 @@ def test_nobody_takes_the_port_where_ranks_will_meet() -> None:
         distributed.barrier()
         return distributed.get_world_size()
 
-    assert RanksLauncher(LightningEnvironment(), num_processes=1, num_nodes=1).launch(meet) == 1
+    assert FailureDetectingLauncher(LightningEnvironment(), num_processes=1, num_nodes=1).launch(meet) == 1
 
 
 @pytest.mark.usefixtures("first_process")
@@ -91,7 +91,7 @@ def test_a_port_of_the_users_that_is_taken_is_told_before_any_process_starts(
     taken: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MASTER_PORT", str(taken))
-    launcher = RanksLauncher(LightningEnvironment(), num_processes=2, num_nodes=1)
+    launcher = FailureDetectingLauncher(LightningEnvironment(), num_processes=2, num_nodes=1)
     with pytest.raises(UserError, match=f"a free port .* port {taken} is taken: set MASTER_PORT"):
         launcher.launch(lambda: None)
     assert not launcher.procs
@@ -103,7 +103,7 @@ def test_a_taken_port_is_told_where_others_have_started_the_processes(
 ) -> None:
     monkeypatch.setenv("MASTER_PORT", str(taken))
     monkeypatch.setenv("LOCAL_RANK", "0")
-    strategy = RanksStrategy()
+    strategy = UnwrappedDDPStrategy()
     strategy.accelerator, strategy.cluster_environment = CPUAccelerator(), LightningEnvironment()
     strategy.parallel_devices = [torch.device("cpu")]
     with pytest.raises(UserError, match=f"port {taken} is taken"):

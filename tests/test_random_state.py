@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 from qerl_pl.modules.packed_layers import Packing, packed_attention
 from qerl_pl.persistence.random_state import (
     deterministic,
+    isolated_random_state,
     random_state,
-    random_state_kept,
     set_random_state,
     stream_seed,
     strictly_deterministic_gradient,
@@ -168,7 +168,7 @@ def test_what_a_block_draws_leaves_the_generators_alone() -> None:
     state = random_state()
     expected = drawn()
     set_random_state(state)
-    with pytest.raises(KeyError), random_state_kept():
+    with pytest.raises(KeyError), isolated_random_state():
         drawn()
         raise KeyError
     assert drawn() == expected

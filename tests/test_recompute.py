@@ -15,15 +15,15 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from qerl_pl.algorithm import DAPO
-from qerl_pl.distributed.communicator import ALONE, Ranks
+from qerl_pl.distributed.communicator import SINGLE_PROCESS, Communicator
 from qerl_pl.formats.norm import use_float32_norms
 from qerl_pl.formats.quantize import quantize_checkpoint
 from qerl_pl.modules import LoraConfig, Policy, PolicyConfig, activation_checkpointing
-from qerl_pl.modules.activation_checkpointing import Recomputation
-from qerl_pl.modules.full_finetuning import train_all
+from qerl_pl.modules.activation_checkpointing import ActivationCheckpointing
+from qerl_pl.modules.full_finetuning import use_master_weights
 from qerl_pl.modules.lora import attach_lora
 from qerl_pl.modules.memory import state_to_come
-from qerl_pl.modules.update import PolicyUpdate, deal_micro_batches
+from qerl_pl.modules.update import PolicyUpdate, partition_micro_batches
 from qerl_pl.persistence.random_state import deterministic
 
 CPU = torch.device("cpu")
@@ -51,14 +51,14 @@ def make(folder: Path, checkpointing: Any, dropout: float = 0.0) -> Policy:
 def test_sequences_are_dealt_to_few_and_even_micro_batches(
     lengths: list[int], most: int | None, dealt: list[list[int]]
 ) -> None:
-    assert deal_micro_batches(lengths, most) == dealt
+    assert partition_micro_batches(lengths, most) == dealt
 
 
 def test_micro_batches_hold_each_sequence_once_and_no_more_tokens_than_allowed() -> None:
     draw = torch.Generator().manual_seed(0)
     for rows in range(1, 60):
         lengths = torch.randint(1, 100, (rows,), generator=draw).tolist()
-        parts = deal_micro_batches(lengths, 150)
+        parts = partition_micro_batches(lengths, 150)
         sizes = [sum(lengths[index] for index in part) for part in parts]
         assert sorted(sum(parts, [])) == list(range(rows)) and max(sizes) <= 150
         assert sizes == sorted(sizes, reverse=True) and len(parts) <= 1 + sum(lengths) / 75
@@ -69,14 +69,14 @@ def test_auto_takes_the_fastest_that_fits_the_rank_with_least_memory(
     tiny_policy_dir: Path, free: int | None, mode: Any, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
     monkeypatch.setattr(activation_checkpointing, "free_bytes", lambda device: free)
-    recomputation = make(tiny_policy_dir, "auto").recomputation
-    assert recomputation.mode is True and recomputation.state() is None
+    checkpointing = make(tiny_policy_dir, "auto").checkpointing
+    assert checkpointing.mode is True and checkpointing.state() is None
     with caplog.at_level(logging.INFO):
-        recomputation.choose(1000, ALONE)
-    assert recomputation.mode == mode and recomputation.state() == str(mode).lower()
+        checkpointing.choose_mode(1000, SINGLE_PROCESS)
+    assert checkpointing.mode == mode and checkpointing.state() == str(mode).lower()
     assert caplog.text.count("gradient_checkpointing auto takes") == 1
-    recomputation.choose(10**9, ALONE)  # once only
-    assert recomputation.mode == mode
+    checkpointing.choose_mode(10**9, SINGLE_PROCESS)  # once only
+    assert checkpointing.mode == mode
 
 
 def model_of_7b() -> Qwen2ForCausalLM:
@@ -93,8 +93,8 @@ def model_of_7b() -> Qwen2ForCausalLM:
         return Qwen2ForCausalLM(config).to(torch.bfloat16).requires_grad_(False)
 
 
-def of_7b() -> Recomputation:
-    return Recomputation(model_of_7b(), "auto", False, torch.bfloat16)
+def of_7b() -> ActivationCheckpointing:
+    return ActivationCheckpointing(model_of_7b(), "auto", False, torch.bfloat16)
 
 
 def test_estimates_are_a_little_above_what_is_kept() -> None:
@@ -118,26 +118,26 @@ def test_what_is_yet_to_come_is_counted_once_and_at_its_size() -> None:
     with torch.device("meta"):
         model = model_of_7b()
         use_float32_norms(model)
-        train_all(model)
+        use_master_weights(model)
         adapted = model_of_7b()
         attach_lora(adapted, LoraConfig(rank=32))
-    full = Recomputation(model, "auto", False, torch.bfloat16)
-    lora = Recomputation(adapted, "auto", False, torch.bfloat16)
+    full = ActivationCheckpointing(model, "auto", False, torch.bfloat16)
+    lora = ActivationCheckpointing(adapted, "auto", False, torch.bfloat16)
 
-    def fixed(recomputation: Recomputation) -> float:
-        return recomputation.needed_bytes(True, 0) / 2**30
+    def fixed(checkpointing: ActivationCheckpointing) -> float:
+        return checkpointing.needed_bytes(True, 0) / 2**30
 
     assert fixed(lora) == pytest.approx(0.63 + 0.13 + 0.30 + 0.60, abs=0.01)
     assert fixed(full) == pytest.approx(0.63 + 4.57 + 28.37 + 56.74, abs=0.02)
-    full.expect(lambda: 2.03125)
+    full.set_state_bytes(lambda: 2.03125)
     assert fixed(full) == pytest.approx(0.63 + 4.57 + 28.37 + 14.41, abs=0.02)
-    full.expect(lambda: 0.0)  # a checkpoint has brought them
+    full.set_state_bytes(lambda: 0.0)  # a checkpoint has brought them
     assert fixed(full) == pytest.approx(0.63 + 4.57 + 28.37, abs=0.02)
     for parameter in model.parameters():
         parameter.grad = torch.empty_like(parameter)
     assert fixed(full) == pytest.approx(0.63 + 4.57, abs=0.02)
     full.load("true")
-    full.expect(lambda: 8.0)  # it is chosen
+    full.set_state_bytes(lambda: 8.0)  # it is chosen
     assert fixed(full) == pytest.approx(0.63 + 4.57, abs=0.02)
     for (
         mode
@@ -160,28 +160,28 @@ def test_ranks_choose_alike_and_all_follow_the_one_that_had_to_fall_back(monkeyp
     needs = [of_7b().needed_bytes(mode, 6144) for mode in activation_checkpointing.MODES]
     monkeypatch.setattr(activation_checkpointing, "free_bytes", lambda device: needs[1])
 
-    def work(ranks: Ranks) -> tuple[Any, Any, Any]:
+    def work(ranks: Communicator) -> tuple[Any, Any, Any]:
         own = of_7b()
-        own.choose(6144 if ranks.rank else 50, ranks)
+        own.choose_mode(6144 if ranks.rank else 50, ranks)
         chosen = own.mode
         if ranks.rank:
             own._fall_back("for a test")
-        own.agree(ranks)
+        own.synchronize_mode(ranks)
         return chosen, own.mode, own.state()
 
     assert on_ranks(2, work) == [("selective", True, "true")] * 2
 
 
 def test_a_choice_is_taken_over_and_a_configuration_stays(tiny_policy_dir: Path) -> None:
-    chosen = make(tiny_policy_dir, "auto").recomputation
+    chosen = make(tiny_policy_dir, "auto").checkpointing
     chosen.load("selective")
-    chosen.choose(10**12, ALONE)
+    chosen.choose_mode(10**12, SINGLE_PROCESS)
     assert chosen.mode == "selective" and chosen.state() == "selective"
-    set_by_hand = make(tiny_policy_dir, True).recomputation
+    set_by_hand = make(tiny_policy_dir, True).checkpointing
     set_by_hand.load("selective")
     assert set_by_hand.mode is True and set_by_hand.state() is None
     for state in (None, "false"):
-        other = make(tiny_policy_dir, "auto").recomputation
+        other = make(tiny_policy_dir, "auto").checkpointing
         other.load(state)
         assert (other.mode, other.chosen) == ((True, False) if state is None else (False, True))
 
@@ -220,7 +220,7 @@ def test_memory_that_runs_out_costs_a_step_down_and_no_bit(
     monkeypatch.setattr(activation_checkpointing, "free_bytes", lambda device: 10**12)
     expected, _ = learn(False, [])
     found, policy = learn("auto", [2, 3][:failures])  # the second micro-batch, and again when it is repeated
-    assert policy.recomputation.mode == activation_checkpointing.MODES[failures]
+    assert policy.checkpointing.mode == activation_checkpointing.MODES[failures]
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
     for asked, fail_at in ((False, [2]), ("auto", [2, 3, 4])):
         with pytest.raises(torch.OutOfMemoryError):
@@ -250,7 +250,7 @@ def test_modes_give_the_same_bits_on_a_gpu(
             lora = LoraConfig(rank=8, dropout=dropout)
             config = PolicyConfig(path=str(folder), quantization=quantization, lora=lora, gradient_checkpointing=mode)  # type: ignore[arg-type]
             policy = Policy(folder, config, torch.device("cuda"), seed=1).train()
-            with policy.probed(3), deterministic():
+            with policy.perturbed(3), deterministic():
                 torch.manual_seed(5)
                 policy.token_logprobs(*inputs, 1.0)[0].sum().backward()
             gradients.append([p.grad for p in policy.parameters() if p.requires_grad])

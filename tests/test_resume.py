@@ -147,9 +147,9 @@ def test_killed_run_resumes_bit_for_bit(
     status, output = fit(settings, "--resume", "auto")
     assert status == 0, output
     assert ("resuming from" in output) == bool(found)
-    whole, resumed = adapter(uninterrupted), adapter(tmp_path / "run")
-    assert whole.keys() == resumed.keys() and any("layernorm" in name for name in whole)
-    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+    full_finetuning, resumed = adapter(uninterrupted), adapter(tmp_path / "run")
+    assert full_finetuning.keys() == resumed.keys() and any("layernorm" in name for name in full_finetuning)
+    assert all(torch.equal(full_finetuning[name], resumed[name]) for name in full_finetuning)
     written = [(run / "completions.jsonl").read_text() for run in (uninterrupted, tmp_path / "run")]
     assert written[0] == written[1]  # what was sampled twice stands there once
     for tag in ("reward/mean", "policy/entropy", "optim/lr"):
@@ -226,8 +226,8 @@ def test_a_stop_at_a_validation_loses_neither_it_nor_a_bit(
     assert status == 128 + signal.SIGTERM and f"step={stopped_in}.ckpt" in output, output
     status, output = fit(settings, "--resume", "auto")
     assert status == 0, output
-    whole = adapter(uninterrupted)  # validation draws from streams of its own
-    assert all(torch.equal(tensor, adapter(tmp_path / "run")[name]) for name, tensor in whole.items())
+    full_finetuning = adapter(uninterrupted)  # validation draws from streams of its own
+    assert all(torch.equal(tensor, adapter(tmp_path / "run")[name]) for name, tensor in full_finetuning.items())
     assert validated(tmp_path / "run") == [2, 4, 6, 8]
 
 
@@ -361,8 +361,8 @@ def test_a_run_that_a_limit_ends_inside_an_epoch_goes_on_bit_for_bit_when_the_li
     settings["model"] |= constant  # other schedules stretch over the planned steps
     callbacks = settings["trainer"]["callbacks"]
     settings["trainer"]["callbacks"] = [one for one in callbacks if "Noise" not in one["class_path"]]
-    whole = settings | {"trainer": settings["trainer"] | {"default_root_dir": str(tmp_path / "whole")}}
-    status, output = fit(whole)
+    full_finetuning = settings | {"trainer": settings["trainer"] | {"default_root_dir": str(tmp_path / "whole")}}
+    status, output = fit(full_finetuning)
     assert status == 0, output
     status, output = fit(settings, "--trainer.max_steps", str(4 * rollouts))  # four optimizer steps a rollout
     assert status == 0 and f"step={rollouts}.end.ckpt" in " ".join(checkpoints(tmp_path / "run")), output

@@ -123,7 +123,7 @@ class Odd:
         return [float(len(s.prompt) % 2 or sum(map(ord, s.completion)) % 2) for s in samples]
 
 
-class Watch(Callback):
+class FailureDetector(Callback):
     """Keeps every experience."""
 
     def __init__(self) -> None:
@@ -144,7 +144,7 @@ def trained(experience: Experience) -> list[CompletionRecord]:
 def test_dynamic_sampling_replaces_groups_all_right_or_all_wrong_whatever_other_rewards_say(
     tiny_policy_dir: Path, tmp_path: Path
 ) -> None:
-    watch = Watch()
+    watch = FailureDetector()
     train(tiny_policy_dir, tmp_path, TransformersEngine(), rewards=[Odd(), Vowels()], resample_rounds=9, watch=watch)
     assert watch.replaced > 0
     for experience in watch.seen:
@@ -170,7 +170,7 @@ class Same:
         return [1.0] * len(samples)
 
 
-class Start(Watch):
+class Start(FailureDetector):
     """Also keeps what was there before the first step."""
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -211,7 +211,7 @@ def test_rollouts_without_any_informative_group_change_nothing_but_the_version(
 def test_groups_left_over_when_the_rounds_are_spent_neither_train_nor_count(
     tiny_policy_dir: Path, tmp_path: Path
 ) -> None:
-    watch = Watch()
+    watch = FailureDetector()
     train(tiny_policy_dir, tmp_path, TransformersEngine(), rewards=[Odd(), Vowels()], resample_rounds=1, watch=watch)
     assert {len(experience) for experience in watch.seen} > {2}  # one group of two where another is missing
     for experience in watch.seen:

@@ -18,9 +18,9 @@ from qerl_pl.algorithm import DrGRPO, NoiseSchedule, NormNoise
 from qerl_pl.callbacks import AdaptiveQuantizationNoise, ResumeCheckpoint, RolloutCallback
 from qerl_pl.callbacks.rollout import PROMPTS_KEY
 from qerl_pl.datamodules import ArithmeticDataModule, PromptDataModule
-from qerl_pl.distributed.communicator import Ranks
+from qerl_pl.distributed.communicator import Communicator
 from qerl_pl.engines import EngineSpec, TransformersEngine
-from qerl_pl.engines.base import LentWeights
+from qerl_pl.engines.base import SharedWeights
 from qerl_pl.errors import UserError
 from qerl_pl.modules import QeRLModule
 from qerl_pl.persistence.checkpoint_io import AtomicCheckpointIO
@@ -44,8 +44,8 @@ class Recording(TransformersEngine):
         self.specs.append(spec)
         super().launch(spec)
 
-    def lend(self) -> LentWeights | None:
-        return LentWeights({}, {})
+    def shared_weights(self) -> SharedWeights | None:
+        return SharedWeights({}, {})
 
     def memory_gib(self) -> dict[str, float]:
         return {"kv_cache": 4.0, "releasable": 3.0, "released": 0.0}
@@ -66,8 +66,8 @@ def test_the_engine_is_launched_once_for_the_policy_and_closed_once(tiny_policy_
     rollout.close()
     assert engine.closed == 0
     for known in ({"p1": 5.0}, {"p2": 6.0}):  # of a checkpoint
-        rollout.load_state_dict({"foreseen": known})
-        assert rollout.state_dict() == {"foreseen": known}
+        rollout.load_state_dict({"expected_lengths": known})
+        assert rollout.state_dict() == {"expected_lengths": known}
     trainer.fit(module, datamodule=data())
     trainer.validate(module, datamodule=data(), verbose=False)
     (spec,) = engine.specs
@@ -75,11 +75,11 @@ def test_the_engine_is_launched_once_for_the_policy_and_closed_once(tiny_policy_
     assert spec == EngineSpec(
         module.base_folder, torch.float32, torch.device("cpu"), 4, lora.targets, max_tokens=256 + 4
     )
-    assert module.hand_over is not None and module.hand_over.lent == LentWeights({}, {})
+    assert module.hand_over is not None and module.hand_over.shared == SharedWeights({}, {})
     assert module.hand_over.cache_gib == 3.0
     assert rollout.collector.seed == 5 and rollout.collector.objective is module.objective
-    rollout.collector.foreseen |= {"p3": 7.0}
-    assert rollout.state_dict() == {"foreseen": {"p2": 6.0, "p3": 7.0}}
+    rollout.collector.expected_lengths |= {"p3": 7.0}
+    assert rollout.state_dict() == {"expected_lengths": {"p2": 6.0, "p3": 7.0}}
     for _ in range(2):
         rollout.close()
         assert engine.closed == 1
@@ -234,10 +234,10 @@ def scripted() -> tuple[RolloutCallback, QeRLModule, Any]:
 
 def test_engine_and_collector_know_how_many_ranks_there_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     specs: list[EngineSpec] = []
-    engine: Any = SimpleNamespace(launch=specs.append, lend=lambda: None, memory_gib=dict)
-    callback, module, ranks = rollout_of(engine), module_of(Path("nowhere")), Ranks(1, 3)
+    engine: Any = SimpleNamespace(launch=specs.append, shared_weights=lambda: None, memory_gib=dict)
+    callback, module, ranks = rollout_of(engine), module_of(Path("nowhere")), Communicator(1, 3)
     module.base_folder, module.tokenizer = tmp_path, Words()  # type: ignore[misc, assignment]
-    monkeypatch.setattr("qerl_pl.callbacks.rollout.ranks_of", lambda trainer: ranks)
+    monkeypatch.setattr("qerl_pl.callbacks.rollout.communicator_of", lambda trainer: ranks)
     strategy = SimpleNamespace(root_device=torch.device("cpu"))
     callback.setup(SimpleNamespace(datamodule=TwoSets(), strategy=strategy), module, "fit")  # type: ignore[arg-type]
     assert module.hand_over is not None and module.hand_over.cache_gib == 0
@@ -247,7 +247,7 @@ def test_engine_and_collector_know_how_many_ranks_there_are(tmp_path: Path, monk
 def test_an_engine_makes_room_for_an_adapter_or_takes_every_weight(tmp_path: Path) -> None:
     specs: list[EngineSpec] = []
     for finetune in ("lora", "full"):
-        engine: Any = SimpleNamespace(launch=specs.append, lend=lambda: None, memory_gib=dict)
+        engine: Any = SimpleNamespace(launch=specs.append, shared_weights=lambda: None, memory_gib=dict)
         callback = rollout_of(engine)
         module = module_of(Path("nowhere"))
         module.policy_config = replace(module.policy_config, finetune=finetune, quantization="none")
@@ -255,7 +255,10 @@ def test_an_engine_makes_room_for_an_adapter_or_takes_every_weight(tmp_path: Pat
         strategy = SimpleNamespace(root_device=torch.device("cpu"))
         callback.setup(SimpleNamespace(datamodule=TwoSets(), strategy=strategy), module, "fit")  # type: ignore[arg-type]
     targets = module.policy_config.lora.targets
-    assert [(spec.whole, spec.lora_rank, spec.lora_targets) for spec in specs] == [(False, 4, targets), (True, 0, ())]
+    assert [(spec.full_finetuning, spec.lora_rank, spec.lora_targets) for spec in specs] == [
+        (False, 4, targets),
+        (True, 0, ()),
+    ]
 
 
 def test_an_evaluation_goes_on_from_the_samples_that_are_kept() -> None:
@@ -307,13 +310,13 @@ def test_ranks_that_read_other_files_are_refused(
     (tmp_path / "config.json").write_text("{}")
     module.base_folder = tmp_path  # type: ignore[misc]
 
-    def work(ranks: Ranks) -> None:
+    def work(ranks: Communicator) -> None:
         own = SimpleNamespace(datamodule=TwoSets(), strategy=SimpleNamespace(ranks=ranks))
         own.datamodule.seed += ranks.rank * other
         callback.on_train_start(own, module)  # type: ignore[arg-type]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("qerl_pl.callbacks.rollout.ranks_of", lambda trainer: trainer.strategy.ranks)
+        patch.setattr("qerl_pl.callbacks.rollout.communicator_of", lambda trainer: trainer.strategy.ranks)
         other = 0
         on_ranks(2, work)
         other = 1

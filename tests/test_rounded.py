@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from qerl_pl.formats.quantize import quantize_checkpoint
 from qerl_pl.modules import LoraConfig, Policy, PolicyConfig
-from qerl_pl.modules.adapter import round_together
+from qerl_pl.modules.adapter import cast_together
 from qerl_pl.modules.lora import LoraLinear
 
 RANK = 5
@@ -108,7 +108,7 @@ def test_nothing_computes_with_copies_of_before(folders: dict[str, Path]) -> Non
     linears = [module for module in policy.modules() if isinstance(module, LoraLinear)]
     x = torch.randn(3, linears[0].in_features).bfloat16()
     before, plainly = policy.token_logprobs(*batch())[0], linears[0](x)
-    with policy.probed(3):  # other weights
+    with policy.perturbed(3):  # other weights
         with rounding_alone(policy):
             expected = policy.token_logprobs(*batch())[0]
         assert torch.equal(policy.token_logprobs(*batch())[0], expected) and not torch.equal(before, expected)
@@ -135,7 +135,7 @@ def test_no_copies_where_the_adapter_is_off_or_of_the_same_type(folders: dict[st
 
 def test_gradients_of_copies_by_hand() -> None:
     masters = [torch.tensor([1.0 + 2**-9, 3.0], requires_grad=True) for _ in range(3)]
-    copies = round_together([[master] for master in masters], torch.bfloat16)
+    copies = cast_together([[master] for master in masters], torch.bfloat16)
     assert all(copy.dtype == torch.bfloat16 and copy.tolist() == [1.0, 3.0] for copy in copies)
     (2 * copies[0] + 5 * copies[2]).sum().backward()  # the second is not used
     found = [None if m.grad is None else (m.grad.dtype, m.grad.tolist()) for m in masters]
@@ -147,7 +147,7 @@ def test_copies_have_the_bits_of_one_at_a_time_on_a_gpu_too() -> None:
     draw = torch.Generator().manual_seed(0)
     bits = [torch.randint(-(2**31), 2**31, shape, generator=draw) for shape in ((32, 3584), (4099, 7), (1, 1))]
     masters = [b.int().view(torch.float32).nan_to_num(3.0).to(device).requires_grad_() for b in bits]
-    copies = round_together([[master] for master in masters], torch.bfloat16)
+    copies = cast_together([[master] for master in masters], torch.bfloat16)
     grads = [torch.randn(copy.shape, generator=draw).bfloat16().to(device) for copy in copies]
     found = torch.autograd.grad(copies, masters, grads)
     for master, copy, grad, ours in zip(masters, copies, grads, found, strict=True):

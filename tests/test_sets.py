@@ -39,7 +39,7 @@ class Sets(ArithmeticDataModule):
         return self.val_sets()
 
 
-class Known:
+class PrecomputedLogprobs:
     """Finds every answer right whose reference is among some.
 
     Args:
@@ -71,7 +71,7 @@ def test_each_set_has_its_own_metrics(
     tiny_policy_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     seen, data = Seen(), Sets({"easy": 2, "MATH-500": 5})
-    rewards = [Known("easy"), Vowels()]
+    rewards = [PrecomputedLogprobs("easy"), Vowels()]
     module = train(tiny_policy_dir, tmp_path, TransformersEngine(), rewards=rewards, watch=seen, data=data)
     metrics = {name: value.item() for name, value in module.trainer.callback_metrics.items()}
     lengths = ("length_mean", "truncated_frac")

@@ -226,13 +226,13 @@ import torch
 from torch import distributed
 from transformers import AutoModelForCausalLM
 from qerl_pl.cli.terminal import configure_terminal
-from qerl_pl.modules.activation_checkpointing import Recomputation
+from qerl_pl.modules.activation_checkpointing import ActivationCheckpointing
 from qerl_pl.rewards.math_answer import MathPool
 
 configure_terminal()
 distributed.init_process_group("gloo")
 if distributed.get_rank() == 1:
-    choice = Recomputation(AutoModelForCausalLM.from_pretrained(sys.argv[1]), "auto", False, torch.float32)
+    choice = ActivationCheckpointing(AutoModelForCausalLM.from_pretrained(sys.argv[1]), "auto", False, torch.float32)
     choice.load("false")
     attempts = []
 

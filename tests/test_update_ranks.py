@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from qerl_pl.algorithm import BNPO, CISPO, DAPO, GRPO, GSPO, DrGRPO, Objective
-from qerl_pl.distributed.communicator import ALONE, Ranks
+from qerl_pl.distributed.communicator import SINGLE_PROCESS, Communicator
 from qerl_pl.modules import LoraConfig, Policy, PolicyConfig
 from qerl_pl.modules.update import PolicyUpdate
 from qerl_pl.rollout.experience import Experience
@@ -43,15 +43,15 @@ def ragged(rows: int) -> Experience:
     )
 
 
-def share(whole: Experience, places: list[int]) -> Experience:
+def share(full_finetuning: Experience, indices: list[int]) -> Experience:
     """What a rank holds that has the rows at `places`."""
-    rows = torch.tensor(places, dtype=torch.int64)
+    rows = torch.tensor(indices, dtype=torch.int64)
     names = ("tokens", "lengths", "mask", "sampler_logprobs", "advantages", "truncated")
-    return replace(whole, places=rows, **{name: getattr(whole, name)[rows] for name in names})
+    return replace(full_finetuning, indices=rows, **{name: getattr(full_finetuning, name)[rows] for name in names})
 
 
 def learn(
-    start: Policy, update: PolicyUpdate, experience: Experience, ranks: Ranks
+    start: Policy, update: PolicyUpdate, experience: Experience, ranks: Communicator
 ) -> tuple[list[Tensor], dict[str, float]]:
     policy = copy.deepcopy(start)
     trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
@@ -82,12 +82,12 @@ def learn(
     ids=lambda objective: type(objective).__name__,
 )
 def test_ranks_take_the_steps_of_one_process(policy: Policy, objective: Objective, dealt: list[list[int]]) -> None:
-    whole = ragged(10)
+    full_finetuning = ragged(10)
     update = PolicyUpdate(objective, 2, 3, 20, 0.5, reference_share=1.0, seed=0)
-    alone, expected = learn(policy, update, whole, ALONE)
+    alone, expected = learn(policy, update, full_finetuning, SINGLE_PROCESS)
     before = [parameter.detach() for parameter in policy.parameters() if parameter.requires_grad]
     assert not torch.equal(alone[1], before[1])
-    found = on_ranks(len(dealt), lambda ranks: learn(policy, update, share(whole, dealt[ranks.rank]), ranks))
+    found = on_ranks(len(dealt), lambda ranks: learn(policy, update, share(full_finetuning, dealt[ranks.rank]), ranks))
     for trained, metrics in found:
         for one, other, first in zip(alone, trained, found[0][0], strict=True):
             torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-6)
@@ -96,19 +96,24 @@ def test_ranks_take_the_steps_of_one_process(policy: Policy, objective: Objectiv
 
 
 def test_ranks_measure_the_same_sample_of_the_kl(policy: Policy) -> None:
-    whole, update = ragged(10), PolicyUpdate(DAPO(kl_estimator="k1"), 3, 2, 20, 0.5, reference_share=0.3, seed=0)
-    expected = learn(policy, update, whole, ALONE)[1]["policy/kl"]
+    full_finetuning, update = (
+        ragged(10),
+        PolicyUpdate(DAPO(kl_estimator="k1"), 3, 2, 20, 0.5, reference_share=0.3, seed=0),
+    )
+    expected = learn(policy, update, full_finetuning, SINGLE_PROCESS)[1]["policy/kl"]
     dealt = [[0, 5, 6], [1, 2, 3, 4, 7, 8, 9]]
-    found = on_ranks(2, lambda ranks: learn(policy, update, share(whole, dealt[ranks.rank]), ranks)[1]["policy/kl"])
+    found = on_ranks(
+        2, lambda ranks: learn(policy, update, share(full_finetuning, dealt[ranks.rank]), ranks)[1]["policy/kl"]
+    )
     assert abs(expected) > 1e-3 and found == pytest.approx([expected] * 2, rel=1e-4)
 
 
 def test_one_all_reduce_a_step_and_none_without_a_token_that_trains(policy: Policy) -> None:
-    whole = replace(ragged(4), truncated=torch.tensor([True, True, True, False]))
+    full_finetuning = replace(ragged(4), truncated=torch.tensor([True, True, True, False]))
     update = PolicyUpdate(DAPO(), 1, 4, None, 0.5, reference_share=0.0, seed=0)
 
-    def work(ranks: Ranks) -> int:
-        learn(policy, update, share(whole, [[0, 1], [2, 3]][ranks.rank]), ranks)
+    def work(ranks: Communicator) -> int:
+        learn(policy, update, share(full_finetuning, [[0, 1], [2, 3]][ranks.rank]), ranks)
         return ranks.exchange.exchanges  # type: ignore[attr-defined]
 
     assert on_ranks(2, work) == [1, 1]

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from qerl_pl.algorithm import BNPO, GRPO, DrGRPO, Objective
 from qerl_pl.algorithm.objectives import LossInputs, LossOutputs
-from qerl_pl.distributed.communicator import ALONE, Ranks
+from qerl_pl.distributed.communicator import SINGLE_PROCESS, Communicator
 from qerl_pl.errors import UserError
-from qerl_pl.modules.update import NonFiniteLossError, PolicyUpdate, drawn_places, rows_at
+from qerl_pl.modules.update import NonFiniteLossError, PolicyUpdate, local_rows, sampled_indices
 from qerl_pl.persistence.random_state import stream_seed
 from qerl_pl.rollout.experience import Experience
 
@@ -38,8 +38,10 @@ class FourNumbers(nn.Module):
         self.odds = nn.Parameter(torch.tensor(ODDS, dtype=torch.float64))
         self.frozen = nn.Parameter(torch.ones(1, dtype=torch.float64), requires_grad=False)
         self.trained = SimpleNamespace(random=random)
-        self.recomputation = SimpleNamespace(
-            choose=lambda tokens, ranks: None, attempt=lambda work, parameters: work(), agree=lambda ranks: None
+        self.checkpointing = SimpleNamespace(
+            choose_mode=lambda tokens, ranks: None,
+            run_with_oom_fallback=lambda work, parameters: work(),
+            synchronize_mode=lambda ranks: None,
         )
         self.is_reference = False
         self.calls: list[tuple[list[int], bool, bool, bool]] = []
@@ -87,7 +89,7 @@ def experience_of(rows: Sequence[int] = range(6), **changes: Any) -> Experience:
 
 
 def updated(
-    policy: FourNumbers, update: PolicyUpdate, experience: Experience, ranks: Ranks = ALONE
+    policy: FourNumbers, update: PolicyUpdate, experience: Experience, ranks: Communicator = SINGLE_PROCESS
 ) -> dict[str, float]:
     optimizer = torch.optim.SGD([policy.odds, policy.frozen], lr=0.5)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
@@ -216,7 +218,7 @@ def test_kl_of_a_sample_is_that_of_all_on_average() -> None:
         )
         return metrics["policy/kl"], [rows for rows, *_, reference in policy.calls if reference]
 
-    whole, rows = kl(1.0, 0)
+    full_finetuning, rows = kl(1.0, 0)
     assert sorted(sum(rows, [])) == [3, 3, 3, 3, 4, 7]
     # One of three, by version: two of six completions, whose KL counts three times.
     token = [Plain("", 0.0, 1.0).token(ODDS, number, 0.0)[2] for number in range(4)]
@@ -229,9 +231,9 @@ def test_kl_of_a_sample_is_that_of_all_on_average() -> None:
         assert sorted(sum(rows, [])) == sorted(PROMPTS[row] + len(COMPLETIONS[row]) for row in drawn)
         assert sampled == pytest.approx(3 * sum(sums[row] for row in drawn) / 13)
         found.append(sampled)
-    assert whole == pytest.approx(sum(sums) / 13)
+    assert full_finetuning == pytest.approx(sum(sums) / 13)
     spread = torch.tensor(found).std().item() / math.sqrt(len(found))
-    assert abs(sum(found) / len(found) - whole) < 3 * spread
+    assert abs(sum(found) / len(found) - full_finetuning) < 3 * spread
 
 
 @pytest.mark.parametrize(
@@ -269,14 +271,14 @@ def test_the_kl_of_one_completion_is_its_own_whatever_the_share() -> None:
 
 
 def test_a_sample_has_one_completion_at_least_and_each_rank_its_rows_of_it() -> None:
-    assert [len(drawn_places(share, 6, 1)) for share in (0.01, 1 / 3, 0.5, 1.0)] == [1, 2, 3, 6]
-    assert drawn_places(1.0, 4, 1).tolist() == [0, 1, 2, 3]
-    assert {tuple(drawn_places(0.5, 4, seed).tolist()) for seed in range(99)} == {
+    assert [len(sampled_indices(share, 6, 1)) for share in (0.01, 1 / 3, 0.5, 1.0)] == [1, 2, 3, 6]
+    assert sampled_indices(1.0, 4, 1).tolist() == [0, 1, 2, 3]
+    assert {tuple(sampled_indices(0.5, 4, seed).tolist()) for seed in range(99)} == {
         (0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3),
     }  # fmt: skip
     # Of six completions this rank holds the fourth, the first and the last; the first and the fifth are wanted.
-    assert rows_at(torch.tensor([0, 4]), torch.tensor([3, 0, 5]), 6).tolist() == [1]
-    assert rows_at(torch.tensor([2, 3, 5]), torch.tensor([5, 3, 0]), 6).tolist() == [1, 0]
+    assert local_rows(torch.tensor([0, 4]), torch.tensor([3, 0, 5]), 6).tolist() == [1]
+    assert local_rows(torch.tensor([2, 3, 5]), torch.tensor([5, 3, 0]), 6).tolist() == [1, 0]
 
 
 @pytest.mark.parametrize(
@@ -316,7 +318,7 @@ def test_dropout_has_the_stream_of_its_version() -> None:
 def test_each_rank_drops_out_by_a_stream_of_its_own() -> None:
     for rank, names in ((0, ()), (1, (1,)), (2, (2,))):
         policy = FourNumbers(random=True)
-        updated(policy, PolicyUpdate(GRPO(), 1, 1, None, 1.0, True, SEED), experience_of(), Ranks(rank))
+        updated(policy, PolicyUpdate(GRPO(), 1, 1, None, 1.0, True, SEED), experience_of(), Communicator(rank))
         generator = torch.Generator().manual_seed(stream_seed(SEED, "update", VERSION, *names))
         assert policy.drawn == [torch.rand(1, generator=generator).item()]
 
@@ -329,10 +331,10 @@ def test_ranks_take_together_the_steps_of_one(dealt: list[list[int]], minibatche
     alone = FourNumbers()
     expected = updated(alone, update, experience_of(rows))
 
-    def work(ranks: Ranks) -> tuple[list[float], dict[str, float]]:
+    def work(ranks: Communicator) -> tuple[list[float], dict[str, float]]:
         hand, policy = dealt[ranks.rank], FourNumbers()
-        places = torch.tensor([rows.index(row) for row in hand], dtype=torch.int64)
-        metrics = updated(policy, update, experience_of(hand, places=places), ranks)
+        indices = torch.tensor([rows.index(row) for row in hand], dtype=torch.int64)
+        metrics = updated(policy, update, experience_of(hand, indices=indices), ranks)
         return policy.odds.tolist(), metrics
 
     for odds, metrics in on_ranks(len(dealt), work):

@@ -9,8 +9,8 @@ import torch
 import torch._dynamo
 from qerl_kernels import (
     MarlinRows,
-    few_tokens_linear,
-    few_tokens_sizes,
+    decode_gemm_linear,
+    decode_gemm_sizes,
     select_backend,
     silu_of_halves,
     widened_linear,
@@ -21,20 +21,26 @@ from torch import Tensor, nn
 from qerl_pl.engines import EngineSpec
 from qerl_pl.engines.vllm import linear_methods
 from qerl_pl.engines.vllm.linear_methods import (
-    FewTokensMethod,
+    DecodeGemmMethod,
     MarlinOrDenseMethod,
     adapted_linear,
     attach_all,
+    attach_decode_gemm,
     attach_dense,
-    attach_few,
-    check_few,
+    check_decode_gemm,
     marlin_tensor,
 )
 from qerl_pl.engines.vllm.worker import engine_config
 from qerl_pl.errors import UserError
 
 FEW, DENSE_ABOVE, RANK = 3, 5, 2
-CONFIG = {"dense_above": DENSE_ABOVE, "few_up_to": FEW, "gated": True, "rank": RANK, "targets": ["k_proj", "v_proj"]}
+CONFIG = {
+    "dense_above": DENSE_ABOVE,
+    "decode_gemm_max_tokens": FEW,
+    "gated": True,
+    "rank": RANK,
+    "targets": ["k_proj", "v_proj"],
+}
 PARTS = [("a.q_proj", 0, 64), ("a.k_proj", 64, 128), ("a.v_proj", 128, 192)]
 
 
@@ -66,7 +72,7 @@ def tokens_of(count: int) -> Tensor:
 @pytest.mark.parametrize("compiled", [False, True])
 def test_the_number_of_tokens_chooses_and_the_adapter_always_counts(compiled: bool) -> None:
     layer, slots = fused()
-    assert isinstance(layer.quant_method, FewTokensMethod) and layer.quant_method.starts == (64, 128)
+    assert isinstance(layer.quant_method, DecodeGemmMethod) and layer.quant_method.starts == (64, 128)
     pointers = [factor.data_ptr() for pair in slots.values() for factor in pair]
 
     def forward(x: Tensor) -> Tensor:
@@ -89,7 +95,7 @@ def test_the_number_of_tokens_chooses_and_the_adapter_always_counts(compiled: bo
         torch.testing.assert_close(few.float(), (exact + delta)[:FEW], rtol=2e-2, atol=2e-2)
         torch.testing.assert_close(marlin.float(), (7.0 + delta)[: FEW + 1], rtol=2e-2, atol=2e-2)
         with torch.inference_mode():
-            own = few_tokens_linear(x[:FEW], marlin_tensor(layer), a=layer.qerl_a, b=layer.qerl_b, starts=(64, 128))
+            own = decode_gemm_linear(x[:FEW], marlin_tensor(layer), a=layer.qerl_a, b=layer.qerl_b, starts=(64, 128))
         assert torch.equal(few, own)
     assert pointers == [factor.data_ptr() for pair in slots.values() for factor in pair]
 
@@ -97,14 +103,20 @@ def test_the_number_of_tokens_chooses_and_the_adapter_always_counts(compiled: bo
 def test_a_bias_comes_in_plain_order_and_without_an_adapter_there_is_none() -> None:
     layer = linear(True)
     assert attach_all({"a.o_proj": (layer, [("a.o_proj", 0, ROWS)])}, CONFIG, torch.bfloat16) == {}
-    assert isinstance(layer.quant_method, FewTokensMethod) and layer.quant_method.starts == ()
+    assert isinstance(layer.quant_method, DecodeGemmMethod) and layer.quant_method.starts == ()
     with torch.inference_mode():
         y = layer.quant_method.apply(layer, tokens_of(2), layer.bias)
     expected = tokens_of(2).float() @ dense(layer).T + BIAS.float()
     torch.testing.assert_close(y.float(), expected, rtol=8e-3, atol=1e-3)
 
 
-WIDE = {"dense_above": DENSE_ABOVE, "few_up_to": FEW, "rank": 8, "targets": ["gate_proj", "up_proj"], "gated": True}
+WIDE = {
+    "dense_above": DENSE_ABOVE,
+    "decode_gemm_max_tokens": FEW,
+    "rank": 8,
+    "targets": ["gate_proj", "up_proj"],
+    "gated": True,
+}
 
 
 def gate_up() -> Any:
@@ -130,16 +142,18 @@ def test_many_tokens_of_many_rows_take_one_product_with_the_adapter() -> None:
 
 def test_rank_0_makes_room_for_no_adapter() -> None:
     layer, slots = fused(CONFIG | {"rank": 0})
-    assert slots == {} and not hasattr(layer, "qerl_a") and isinstance(layer.quant_method, FewTokensMethod)
+    assert slots == {} and not hasattr(layer, "qerl_a") and isinstance(layer.quant_method, DecodeGemmMethod)
 
 
-@pytest.mark.parametrize("few_up_to", [FEW, None])
-def test_what_cannot_take_it_multiplies_as_before(few_up_to: int | None, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("decode_gemm_max_tokens", [FEW, None])
+def test_what_cannot_take_it_multiplies_as_before(
+    decode_gemm_max_tokens: int | None, caplog: pytest.LogCaptureFixture
+) -> None:
     select_backend("torch")
     with caplog.at_level("INFO"):
-        layer, slots = fused(CONFIG | {"few_up_to": few_up_to})
+        layer, slots = fused(CONFIG | {"decode_gemm_max_tokens": decode_gemm_max_tokens})
     assert isinstance(layer.quant_method.base, MarlinOrDenseMethod) and len(slots) == 2
-    assert ("0 of 1 linears" in caplog.text) == (few_up_to is not None)
+    assert ("0 of 1 linears" in caplog.text) == (decode_gemm_max_tokens is not None)
 
 
 def test_without_a_dense_way_marlin_takes_all_above() -> None:
@@ -152,22 +166,24 @@ def test_without_a_dense_way_marlin_takes_all_above() -> None:
 def test_other_linears_are_left_alone() -> None:
     other: Any = nn.Linear(2, 2)
     method = other.quant_method = object()
-    assert not attach_few(other, [], FEW) and other.quant_method is method
+    assert not attach_decode_gemm(other, [], FEW) and other.quant_method is method
 
 
 def test_a_wrong_product_of_few_tokens_is_refused_at_the_start() -> None:
     layer, _ = fused()
-    check_few([layer], FEW)
+    check_decode_gemm([layer], FEW)
     with torch.inference_mode():
         layer.qerl_alpha.mul_(1.02)  # what it is compared with
-    with pytest.raises(UserError, match="product of 1 tokens must be .* 192 x 128 they differ by .* few_up_to to null"):
-        check_few([layer], FEW)
+    with pytest.raises(
+        UserError, match="product of 1 tokens must be .* 192 x 128 they differ by .* decode_gemm_max_tokens to null"
+    ):
+        check_decode_gemm([layer], FEW)
 
 
 def test_every_plan_has_run_before_a_graph_is_captured() -> None:
     layer = linear(False)
     held = marlin_tensor(layer)
-    assert held is not None and few_tokens_sizes(held, 8, 128)[:4] == [1, 9, 17, 33]
+    assert held is not None and decode_gemm_sizes(held, 8, 128)[:4] == [1, 9, 17, 33]
 
 
 GATE_UP = [("m.gate_proj", 0, 128), ("m.up_proj", 128, 256)]
@@ -259,10 +275,10 @@ def test_a_wrong_activated_product_is_refused_too() -> None:
     layer = mlp.gate_up_proj.layer
     with torch.inference_mode():
         layer.qerl_a.zero_()
-        check_few([layer], FEW)
+        check_decode_gemm([layer], FEW)
         layer.qerl_alpha.mul_(1.02)
     with pytest.raises(UserError, match="product of 1 tokens must be .* 256 x 128 they differ by"):
-        check_few([layer], FEW)
+        check_decode_gemm([layer], FEW)
 
 
 def test_compiled_graphs_that_do_not_activate_in_the_product_have_another_key(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -288,6 +304,6 @@ def test_the_operator_is_as_pytorch_wants_it(tokens: int, wide: bool, gated: boo
 def test_attach_few_needs_attach_dense_first() -> None:
     layer = linear(False)
     with pytest.raises(AssertionError, match="attach_dense comes first"):
-        attach_few(layer, [], FEW)
+        attach_decode_gemm(layer, [], FEW)
     attach_dense(layer, DENSE_ABOVE)
-    assert attach_few(layer, [], FEW)
+    assert attach_decode_gemm(layer, [], FEW)

@@ -9,7 +9,7 @@ from qerl_kernels.marlin import to_marlin
 from qerl_kernels.reference import quantize_nvfp4
 from torch import Tensor, nn
 
-from qerl_pl.engines.vllm.linear_methods import FewTokensMethod, attach_all
+from qerl_pl.engines.vllm.linear_methods import DecodeGemmMethod, attach_all
 
 pytestmark = [pytest.mark.gpu, pytest.mark.vllm]
 ROWS, COLUMNS, RANK = 4608, 3584, 32
@@ -49,7 +49,7 @@ def layer() -> Any:
     one.scheme = type("Scheme", (), {"kernel": MarlinNvFp4LinearKernel()})()
     one.quant_method = Marlin()
     targets = ["q_proj", "k_proj", "v_proj"]
-    config = {"dense_above": 512, "few_up_to": 128, "gated": False, "rank": RANK, "targets": targets}
+    config = {"dense_above": 512, "decode_gemm_max_tokens": 128, "gated": False, "rank": RANK, "targets": targets}
     slots = attach_all({"a.qkv_proj": (one, PARTS)}, config, torch.bfloat16)
     for pair in slots.values():
         for factor in pair:
@@ -60,7 +60,7 @@ def layer() -> Any:
 
 @torch.inference_mode()
 def test_all_three_ways_give_the_same_product(layer: Any) -> None:
-    assert isinstance(layer.quant_method, FewTokensMethod)
+    assert isinstance(layer.quant_method, DecodeGemmMethod)
     x = torch.randn(600, COLUMNS, device="cuda").bfloat16()
     many = layer.quant_method.apply(layer, x)
     for tokens in (1, 8, 16, 33, 64, 65, 128, 129, 192, 512):

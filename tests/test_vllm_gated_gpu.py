@@ -32,7 +32,7 @@ def adapter() -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
 
 
 def rollouts(base: Path) -> list[Completion]:
-    """Greedy completions of 48 prompts, which are read at once, by more tokens than `few_up_to`; and the same again."""
+    """Greedy completions of 48 prompts, which are read at once, by more tokens than `decode_gemm_max_tokens`; and the same again."""
     engine = VLLMEngine(kv_cache_gib=0.25, max_num_seqs=48, prefix_caching=False, sleep_mode=False)
     requests = [RolloutRequest(tuple(3 + (7 * i + k) % 12 for k in range(8 + i % 5)), (i,)) for i in range(48)]
     found = []

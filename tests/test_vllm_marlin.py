@@ -14,10 +14,10 @@ from qerl_pl.engines.vllm.linear_methods import (
     MarlinOrDenseMethod,
     attach_adapter,
     attach_dense,
-    lent_rows,
     marlin_or_dense,
     marlin_tensor,
-    why_not_lent,
+    shared_rows,
+    why_not_shared,
 )
 from qerl_pl.engines.vllm.worker import PolicyWorker
 from qerl_pl.errors import UserError
@@ -157,7 +157,7 @@ def test_a_layout_that_is_read_otherwise_is_refused() -> None:
 
 @pytest.mark.parametrize("mx", [False, True])
 @pytest.mark.parametrize(("sizes", "lent"), [([64, 64, 64], True), ([128, 32, 32], False)])
-def test_only_whole_tiles_are_lent(sizes: list[int], lent: bool, mx: bool) -> None:
+def test_only_whole_tiles_are_lent(sizes: list[int], shared: bool, mx: bool) -> None:
     fused = linear(False, rows=192, mx=mx)
     fused.output_partition_sizes = sizes
     model: Any = nn.Module()
@@ -171,7 +171,7 @@ def test_only_whole_tiles_are_lent(sizes: list[int], lent: bool, mx: bool) -> No
             return {"a.qkv_proj": fused}
 
     weights = Worker().qerl_lend()
-    assert (weights is not None) == lent
+    assert (weights is not None) == shared
     if weights is not None:
         parts = [rows.alpha * rows.dense(torch.float32) for rows in weights.linears.values()]
         assert torch.equal(torch.cat(parts), dense(fused))
@@ -184,20 +184,20 @@ def test_only_whole_tiles_are_lent(sizes: list[int], lent: bool, mx: bool) -> No
 
 def test_a_16_bit_linear_lends_nothing_and_a_padded_one_keeps_all_from_being_lent() -> None:
     parts = [("a.o_proj", 0, ROWS)]
-    assert lent_rows(nn.Linear(COLUMNS, ROWS), parts) == {}
+    assert shared_rows(nn.Linear(COLUMNS, ROWS), parts) == {}
     padded = linear(False)
     padded.output_size_per_partition = ROWS - 8
-    assert lent_rows(padded, parts) is None
+    assert shared_rows(padded, parts) is None
 
 
 def test_why_nothing_is_lent() -> None:
     marlin = MarlinNvFp4LinearKernel.__name__
     for kernel in (marlin, MarlinMxFp4LinearKernel.__name__, "MarlinMxfp4LinearKernel"):  # as releases spell it
-        assert why_not_lent([kernel, "UnquantizedLinearMethod"], torch.bfloat16) is None
-    assert why_not_lent(["HummingNvFp4LinearKernel"], torch.bfloat16) == (
+        assert why_not_shared([kernel, "UnquantizedLinearMethod"], torch.bfloat16) is None
+    assert why_not_shared(["HummingNvFp4LinearKernel"], torch.bfloat16) == (
         "only Marlin's layout can be lent, and vLLM's kernels are HummingNvFp4LinearKernel"
     )
-    assert "torch.float16" in (why_not_lent([marlin], torch.float16) or "")
+    assert "torch.float16" in (why_not_shared([marlin], torch.float16) or "")
 
 
 def test_a_linear_that_marlin_has_not_prepared_or_has_padded_is_left_alone() -> None:
@@ -208,9 +208,9 @@ def test_a_linear_that_marlin_has_not_prepared_or_has_padded_is_left_alone() -> 
         method = getattr(layer, "quant_method", None)
         attach_dense(layer, DENSE_ABOVE)
         assert marlin_tensor(layer) is None and getattr(layer, "quant_method", None) is method
-    whole = linear(False)
-    attach_dense(whole, DENSE_ABOVE)
-    assert isinstance(whole.quant_method, MarlinOrDenseMethod) and marlin_tensor(whole) is not None
+    full_finetuning = linear(False)
+    attach_dense(full_finetuning, DENSE_ABOVE)
+    assert isinstance(full_finetuning.quant_method, MarlinOrDenseMethod) and marlin_tensor(full_finetuning) is not None
 
 
 def test_a_vllm_without_marlins_product_is_named(

@@ -87,15 +87,15 @@ def rotating_linears(layer: tuple[int, int, tuple[int, ...]], sizes: Sizes) -> l
 
 
 def ours(linear: Linear, x: torch.Tensor) -> torch.Tensor:
-    from qerl_kernels import few_tokens_linear
+    from qerl_kernels import decode_gemm_linear
 
-    return few_tokens_linear(x, linear.weight, a=linear.a, b=linear.b, starts=linear.starts)
+    return decode_gemm_linear(x, linear.weight, a=linear.a, b=linear.b, starts=linear.starts)
 
 
 def base_only(linear: Linear, x: torch.Tensor) -> torch.Tensor:
-    from qerl_kernels import few_tokens_linear
+    from qerl_kernels import decode_gemm_linear
 
-    return few_tokens_linear(x, linear.weight)
+    return decode_gemm_linear(x, linear.weight)
 
 
 class Theirs:

@@ -29,9 +29,9 @@ COLUMNS = {
 
 
 def folded(linear: Linear, x: torch.Tensor) -> torch.Tensor:
-    from qerl_kernels import few_tokens_linear
+    from qerl_kernels import decode_gemm_linear
 
-    return few_tokens_linear(x, linear.weight, a=linear.a, b=linear.b, starts=linear.starts, gated=True)
+    return decode_gemm_linear(x, linear.weight, a=linear.a, b=linear.b, starts=linear.starts, gated=True)
 
 
 def after(activate: Callable[[torch.Tensor], torch.Tensor], linear: Linear, x: torch.Tensor) -> torch.Tensor:

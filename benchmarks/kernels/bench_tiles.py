@@ -87,12 +87,12 @@ def product(linear: Linear, x: torch.Tensor, name: str) -> torch.Tensor:
     from qerl_kernels import triton_decode_gemm
 
     tile = triton_decode_gemm.Tile(**TILES[name])
-    return triton_decode_gemm.few_tokens_linear(x, linear.weight, None, linear.a, linear.b, linear.starts, tile)
+    return triton_decode_gemm.decode_gemm_linear(x, linear.weight, None, linear.a, linear.b, linear.starts, tile)
 
 
 def check(layer: Shape, name: str, tokens: list[int], sizes: Sizes) -> list[tuple[int, str]]:
     """Compile a tile for a layer, and say for which numbers of tokens its product is wrong, and how."""
-    from qerl_kernels import plain_few_tokens_linear, select_backend
+    from qerl_kernels import decode_gemm_linear_reference, select_backend
     from triton.compiler.errors import CompilationError  # not above: Triton reads TRITON_INTERPRET when it is imported
     from triton.runtime.errors import TritonError
 
@@ -109,7 +109,7 @@ def check(layer: Shape, name: str, tokens: list[int], sizes: Sizes) -> list[tupl
         except (RuntimeError, TritonError, CompilationError) as error:  # a result too
             wrong.append((count, f"{type(error).__name__}: {str(error)[:80]}"))
             continue
-        plain = plain_few_tokens_linear(x, linear.weight, None, linear.a, linear.b)
+        plain = decode_gemm_linear_reference(x, linear.weight, None, linear.a, linear.b)
         apart = ((y - plain).float().norm() / plain.float().norm()).item()
         if not apart <= 4e-3 or not repeats:
             wrong.append((count, f"differs by {apart:.2g}, repeats: {repeats}"))

@@ -11,7 +11,7 @@ from benchmarks.study.claims import ACCURACY, ENTROPY, GAIN, REWARD, Claim, Row,
 from benchmarks.study.intervals import interval
 from benchmarks.study.plan import Level, Plan
 from qerl_pl.errors import UserError
-from qerl_pl.persistence.atomic_files import write_atomically
+from qerl_pl.persistence.atomic_files import atomic_write
 
 
 def write_evidence(plan: Plan, rows: Sequence[Row], pages: Path, raw: Path) -> Path:
@@ -44,7 +44,7 @@ def write_evidence(plan: Plan, rows: Sequence[Row], pages: Path, raw: Path) -> P
     text = [_head(plan, rows, pages, raw), _verdicts(found), *differences, _differences(plan, found)]
     text += ["## Curves", *curves, "## Methods", _methods(plan, rows), "## What it was measured with", _where(rows)]
     page = pages / f"{stem}.md"
-    write_atomically(page, ("\n\n".join(text) + "\n").encode())
+    atomic_write(page, ("\n\n".join(text) + "\n").encode())
     return page
 
 

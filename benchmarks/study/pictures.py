@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from benchmarks.study.claims import ACCURACY, Claim, Finding, Part, Row, Statistic, by_seed, strata
 from benchmarks.study.intervals import Interval, interval
 from benchmarks.study.plan import Level, Plan
-from qerl_pl.persistence.atomic_files import write_atomically
+from qerl_pl.persistence.atomic_files import atomic_write
 
 COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#777777")  # told apart by all eyes
 OF_VERDICT = {"holds": "#228833", "does not hold": "#ee6677", "undecided": "#777777"}
@@ -26,7 +26,7 @@ def save(figure: Figure, path: Path) -> str:
     """Write a picture; its name comes back."""
     image = io.BytesIO()
     figure.savefig(image, dpi=110, metadata={"Software": None})
-    write_atomically(path, image.getvalue())
+    atomic_write(path, image.getvalue())
     return path.name
 
 

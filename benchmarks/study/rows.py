@@ -9,7 +9,7 @@ from typing import Any
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from benchmarks.study.plan import Run
-from qerl_pl.persistence.atomic_files import holding, write_atomically
+from qerl_pl.persistence.atomic_files import atomic_write, directory_lock
 
 POINTS = 60
 """Most points of a curve; a longer one is averaged over stretches of equal length."""
@@ -37,13 +37,13 @@ def read_rows(path: Path) -> dict[str, dict[str, Any]]:
 def write_rows(path: Path, rows: dict[str, dict[str, Any]]) -> None:
     """Write all rows, whole or not at all."""
     lines = [json.dumps(row, separators=(",", ":")) + "\n" for row in rows.values()]
-    write_atomically(path, "".join(lines).encode())
+    atomic_write(path, "".join(lines).encode())
 
 
 def add_row(path: Path, row: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Add a row to those that are there now, which may be more than this process knew of. All come back."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with holding(path.parent, wait=True):
+    with directory_lock(path.parent, wait=True):
         rows = read_rows(path) | {row["run"]: row}
         write_rows(path, rows)
     return rows

@@ -17,7 +17,7 @@ from benchmarks import report
 from benchmarks.study.plan import ROOT, Plan, Run
 from benchmarks.study.rows import add_row, read_rows, row_of
 from qerl_pl.errors import UserError
-from qerl_pl.persistence.atomic_files import write_atomically
+from qerl_pl.persistence.atomic_files import atomic_write
 from qerl_pl.persistence.signals import StopSignals
 
 POLL_SECONDS = 0.2
@@ -270,4 +270,4 @@ def _note(folder: Path, told: Mapping[str, Any], seconds: float) -> None:
     """Say what a folder is of, and add what its process took."""
     notes = _notes(folder)
     spent = notes.get("wall_s", 0.0) + seconds
-    write_atomically(folder / NOTES, json.dumps({**notes, **told, "wall_s": spent}).encode())
+    atomic_write(folder / NOTES, json.dumps({**notes, **told, "wall_s": spent}).encode())

@@ -32,7 +32,7 @@ from transformers import (
 from benchmarks import report
 from qerl_pl.chat_template import render_prompts
 from qerl_pl.datamodules.tables import read_table
-from qerl_pl.persistence.atomic_files import building
+from qerl_pl.persistence.atomic_files import atomic_directory
 from qerl_pl.persistence.random_state import deterministic
 from qerl_pl.rewards import GSM8KAnswer, RewardSample
 
@@ -181,7 +181,7 @@ def warm_up(args: argparse.Namespace) -> list[tuple[int, float]]:
         with deterministic():
             if probe.look(0) < args.until:
                 trainer.train()
-    with building(args.out) as folder:
+    with atomic_directory(args.out) as folder:
         model.to(dtype=torch.bfloat16).save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         told = {"solved": probe.seen, "demonstrations": len(shown), "digest": digest(model), **report.environment()}

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from qerl_pl.datamodules.tables import read_table
-from qerl_pl.persistence.atomic_files import write_atomically
+from qerl_pl.persistence.atomic_files import atomic_write
 from qerl_pl.persistence.random_state import stream_seed
 from qerl_pl.toy.task import NAMES, THINGS
 
@@ -120,7 +120,7 @@ def main() -> None:
     for split, count in (("train", args.train), ("test", args.test)):
         made = easy_rows(args.gsm8k, split, args.steps) if args.gsm8k else rows(args.seed, split, count)
         lines = [json.dumps(row) + "\n" for row in made]
-        write_atomically(args.out / f"{split}.jsonl", "".join(lines).encode())
+        atomic_write(args.out / f"{split}.jsonl", "".join(lines).encode())
         print(f"{args.out / split}.jsonl: {len(lines)} rows")
 
 

@@ -6,11 +6,11 @@
 from qerl_kernels.activation import silu_of_halves, silu_product
 from qerl_kernels.backend import Backend, select_backend, selected_backend, triton_available
 from qerl_kernels.decode_gemm import (
-    FEW_TOKENS,
-    few_tokens_linear,
-    few_tokens_sizes,
-    few_tokens_supported,
-    plain_few_tokens_linear,
+    DECODE_GEMM_MAX_TOKENS,
+    decode_gemm_linear,
+    decode_gemm_linear_reference,
+    decode_gemm_sizes,
+    decode_gemm_supported,
 )
 from qerl_kernels.frozen_weights import DenseWeight, FrozenWeight, MarlinRows, MXFP4Weight, NF4Weight, NVFP4Weight
 from qerl_kernels.linear import (
@@ -50,7 +50,7 @@ __all__ = [
     "Backend",
     "BlockScales",
     "DenseWeight",
-    "FEW_TOKENS",
+    "DECODE_GEMM_MAX_TOKENS",
     "FrozenWeight",
     "LoraFactors",
     "MXFP4Tensor",
@@ -68,16 +68,16 @@ __all__ = [
     "dequantize_nf4",
     "dequantize_nvfp4",
     "dequantize_nvfp4_unscaled",
-    "few_tokens_linear",
-    "few_tokens_sizes",
-    "few_tokens_supported",
+    "decode_gemm_linear",
+    "decode_gemm_sizes",
+    "decode_gemm_supported",
     "frozen_linear",
     "frozen_linears",
     "keeping_products",
     "keeps_products",
     "marlin_alpha",
     "nvfp4_global_scale",
-    "plain_few_tokens_linear",
+    "decode_gemm_linear_reference",
     "quantize_absmax",
     "quantize_mxfp4",
     "quantize_nf4",

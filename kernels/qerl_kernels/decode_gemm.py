@@ -16,19 +16,19 @@ from qerl_kernels.backend import interpreting, runs_triton
 from qerl_kernels.decode_gemm_schedule import BLOCK
 from qerl_kernels.marlin import MarlinTensor, marlin_alpha
 
-FEW_TOKENS = 256
+DECODE_GEMM_MAX_TOKENS = 256
 
 """Up to here the kernels were measured to be ahead of Marlin and of the dequantized product; they take any number."""
 
 _library = torch.library.Library("qerl", "FRAGMENT")
 
 _library.define(
-    "few_tokens_linear(Tensor x, Tensor weight, Tensor scale, Tensor? global_scale, Tensor? bias, "
+    "decode_gemm_linear(Tensor x, Tensor weight, Tensor scale, Tensor? global_scale, Tensor? bias, "
     "Tensor? a, Tensor? b, int[] starts, bool gated=False) -> Tensor"
 )
 
 
-def few_tokens_linear(
+def decode_gemm_linear(
     x: Tensor,
     weight: MarlinTensor,
     bias: Tensor | None = None,
@@ -57,12 +57,12 @@ def few_tokens_linear(
         bfloat16 [tokens, N], or [tokens, N/2] if `gated`.
     """
     if torch.compiler.is_compiling():
-        return torch.ops.qerl.few_tokens_linear(x, *weight, bias, a, b, list(starts), gated)
+        return torch.ops.qerl.decode_gemm_linear(x, *weight, bias, a, b, list(starts), gated)
     return _few_tokens_linear(x, *weight, bias, a, b, starts, gated)
 
 
-def few_tokens_supported(weight: MarlinTensor) -> bool:
-    """Whether the kernels take this weight here; where not, `few_tokens_linear` is plain PyTorch and slow.
+def decode_gemm_supported(weight: MarlinTensor) -> bool:
+    """Whether the kernels take this weight here; where not, `decode_gemm_linear` is plain PyTorch and slow.
 
     They need the Triton backend, a Hopper GPU, and NVFP4. It depends on the layer alone, not on the tokens.
     """
@@ -71,21 +71,21 @@ def few_tokens_supported(weight: MarlinTensor) -> bool:
     return len(weight.weight) % 4 == 0 and (interpreting() or _hopper(weight.weight.get_device()))
 
 
-def few_tokens_sizes(weight: MarlinTensor, rank: int, up_to: int, gated: bool = False) -> list[int]:
-    """Numbers of tokens that, run once, have everything compiled that `few_tokens_linear` needs up to `up_to` tokens.
+def decode_gemm_sizes(weight: MarlinTensor, rank: int, up_to: int, gated: bool = False) -> list[int]:
+    """Numbers of tokens that, run once, have everything compiled that `decode_gemm_linear` needs up to `up_to` tokens.
 
     Args:
-        weight: One that `few_tokens_supported` allows.
+        weight: One that `decode_gemm_supported` allows.
         rank: Rows of the adapter's A, all parts together.
         up_to: Tokens.
-        gated: As for `few_tokens_linear`.
+        gated: As for `decode_gemm_linear`.
     """
     from qerl_kernels import triton_decode_gemm
 
     return triton_decode_gemm.sizes(weight, rank, up_to, gated)
 
 
-def plain_few_tokens_linear(
+def decode_gemm_linear_reference(
     x: Tensor, weight: MarlinTensor, bias: Tensor | None, a: Tensor | None, b: Tensor | None, gated: bool = False
 ) -> Tensor:
     """The truth: dequantize, then three products, then the activation if `gated`. Waits for the device."""
@@ -116,12 +116,12 @@ def _few_tokens_linear(
     gated: bool = False,
 ) -> Tensor:
     tensor = MarlinTensor(weight, scale, global_scale)
-    if x.dtype != torch.bfloat16 or not few_tokens_supported(tensor):
-        return plain_few_tokens_linear(x, tensor, bias, a, b, gated)
+    if x.dtype != torch.bfloat16 or not decode_gemm_supported(tensor):
+        return decode_gemm_linear_reference(x, tensor, bias, a, b, gated)
     from qerl_kernels import triton_decode_gemm
 
     folded = gated and weight.shape[1] // 2 % (2 * BLOCK) == 0
-    y = triton_decode_gemm.few_tokens_linear(x.contiguous(), tensor, bias, a, b, starts, gated=folded)
+    y = triton_decode_gemm.decode_gemm_linear(x.contiguous(), tensor, bias, a, b, starts, gated=folded)
     return silu_of_halves(y) if gated and not folded else y
 
 
@@ -139,6 +139,6 @@ def _fake(
     return x.new_empty((x.shape[0], weight.shape[1] // (4 if gated else 2)))
 
 
-_library.impl("few_tokens_linear", _few_tokens_linear, "CompositeExplicitAutograd")
+_library.impl("decode_gemm_linear", _few_tokens_linear, "CompositeExplicitAutograd")
 
-torch.library.register_fake("qerl::few_tokens_linear", _fake, lib=_library)
+torch.library.register_fake("qerl::decode_gemm_linear", _fake, lib=_library)

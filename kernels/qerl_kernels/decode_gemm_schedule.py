@@ -28,7 +28,7 @@ class Tile(NamedTuple):
     """Of the loop along k that are being loaded."""
     programs: int = 2
     """For each processor."""
-    whole: bool = False
+    full_finetuning: bool = False
     """Whether every program first takes row blocks alone, as many as there are for each, which leave no sums to add."""
     copied: bool = False
     """Whether x's tiles come by TMA, the GPU's unit that copies; else every thread asks for some of their bytes."""
@@ -114,7 +114,7 @@ def best_tile(tokens: int, rows: int, columns: int) -> Tile:
         steps, stages = (8, 3) if columns % 128 == 0 else (4, 4)
         return Tile(64, tiles=2, steps=steps, stages=stages, programs=3, copied=True)
     if 128 < tokens <= 192:
-        return Tile(128, 64, tiles=2, steps=2, whole=True, copied=True)
+        return Tile(128, 64, tiles=2, steps=2, full_finetuning=True, copied=True)
     return Tile(128, tiles=2, copied=True)
 
 
@@ -138,14 +138,14 @@ def plan(
     token_blocks = max(1, _ceil(tokens, tile.width))
     programs = max(1, processors * tile.programs // token_blocks)
     steps, blocks = columns // tile.columns, _ceil(rows, tile.rows)
-    rounds = blocks // programs if tile.whole else 0
+    rounds = blocks // programs if tile.full_finetuning else 0
     if 0 < (blocks - rounds * programs) * steps < 4 * programs:  # too little to share
         rounds = max(0, rounds - 1)
     total = (blocks - rounds * programs) * steps
     hidden_parts = _hidden_parts(tile, columns, total // programs, rounds) if rank else 0
     shrinks = _ceil(rank, RANKS) * hidden_parts * (tile.width // tile.chunk)
     if rounds and shrinks >= programs:
-        return plan(tokens, rows, columns, rank, processors, tile._replace(whole=False), gated)
+        return plan(tokens, rows, columns, rank, processors, tile._replace(full_finetuning=False), gated)
     if tile.tokens > 16:  # no more programs than fill the processors
         programs = max(1, programs - shrinks)
     if not rounds:

@@ -238,7 +238,7 @@ def sizes(weight: MarlinTensor, rank: int, up_to: int, gated: bool) -> list[int]
     return list(plans.values())
 
 
-def few_tokens_linear(
+def decode_gemm_linear(
     x: Tensor,
     weight: MarlinTensor,
     bias: Tensor | None,
@@ -248,7 +248,7 @@ def few_tokens_linear(
     tile: Tile | None = None,
     gated: bool = False,
 ) -> Tensor:
-    """What `few.few_tokens_linear` gives, for what `few.few_tokens_supported` allows; with a tile of one's own.
+    """What `few.decode_gemm_linear` gives, for what `few.decode_gemm_supported` allows; with a tile of one's own.
 
     If `gated`, each half of the rows divides into BLOCK.
     """

@@ -16,12 +16,12 @@ from tqdm import tqdm
 from qerl_pl.callbacks.rollout import RolloutCallback
 from qerl_pl.datamodules.prompts import PromptDataModule
 from qerl_pl.distributed.communicator import writes_files
-from qerl_pl.distributed.strategy import ranks_of
+from qerl_pl.distributed.strategy import communicator_of
 from qerl_pl.errors import require_at_least
-from qerl_pl.evaluation.evaluator import FORMAT, KeptSamples, SampleRecord
+from qerl_pl.evaluation.evaluator import FORMAT, SampleCache, SampleRecord
 from qerl_pl.evaluation.metrics import evaluation_tag, interval, prompt_metrics
 from qerl_pl.modules.qerl import BEFORE_TRAINING, QeRLModule
-from qerl_pl.persistence.atomic_files import write_atomically
+from qerl_pl.persistence.atomic_files import atomic_write
 from qerl_pl.persistence.random_state import stream_seed
 from qerl_pl.rewards import Reward
 from qerl_pl.types import EvaluatedPrompt, Evaluation, GradedAnswer, Prompt
@@ -110,12 +110,12 @@ class EvaluationReport(Callback):
         self._settings["adapter"] = None if adapter is None else str(adapter)
         if trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
-        ranks, folder = ranks_of(trainer), Path(trainer.default_root_dir) / FOLDER
+        ranks, folder = communicator_of(trainer), Path(trainer.default_root_dir) / FOLDER
         files = [folder / f"{digest}{f'.{rank}' if rank else ''}.jsonl" for rank in range(ranks.size)]
         others = {*folder.glob(f"{digest}.*jsonl"), *files} - {files[ranks.rank]}
         prompts = sum(len(loader.dataset) for loader in (loaders if isinstance(loaders, list) else [loaders]))
         total = -(-prompts * (1 + rollout.config.eval_samples) // ranks.size)
-        self._samples = _Shown(KeptSamples(files[ranks.rank], sorted(others)), total, show=trainer.is_global_zero)
+        self._samples = _Shown(SampleCache(files[ranks.rank], sorted(others)), total, show=trainer.is_global_zero)
         ranks.wait()  # for no rank may write before all have read
         assert module.hand_over is not None
         module.hand_over.samples = self._samples
@@ -149,9 +149,9 @@ class EvaluationReport(Callback):
         folder = Path(trainer.default_root_dir)
         versions = {package: version(package) for package in PACKAGES}
         report = {"sets": sets, "resamples": self.resamples, **self._settings, "versions": versions}
-        write_atomically(folder / "evaluation.json", (json.dumps(report, indent=2) + "\n").encode())
+        atomic_write(folder / "evaluation.json", (json.dumps(report, indent=2) + "\n").encode())
         text = table(report)
-        write_atomically(folder / "evaluation.md", text.encode())
+        atomic_write(folder / "evaluation.md", text.encode())
         print(
             f"\n{text}\n{folder / 'evaluation.json'} has all numbers, {folder / self._settings['samples']} all samples"
         )
@@ -160,7 +160,7 @@ class EvaluationReport(Callback):
 class _Shown:
     """Kept samples, with a progress bar of them."""
 
-    def __init__(self, kept: KeptSamples, total: int, show: bool) -> None:
+    def __init__(self, kept: SampleCache, total: int, show: bool) -> None:
         self.kept = kept
         self.bar = tqdm(desc="evaluating", total=total, unit="completion", disable=None if show else True)
 

@@ -13,7 +13,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor, nn
 
 from qerl_pl.callbacks.rollout import RolloutCallback
-from qerl_pl.engines.base import LentWeights
+from qerl_pl.engines.base import SharedWeights
 from qerl_pl.engines.capacity import GIB, held_gib
 from qerl_pl.modules.qerl import BEFORE_TRAINING, QeRLModule
 
@@ -98,7 +98,7 @@ class MemoryReport:
 
 def measure_memory(
     policy: nn.Module,
-    lent: LentWeights | None,
+    borrowed: SharedWeights | None,
     optimizers: Iterable[torch.optim.Optimizer],
     engine: Mapping[str, float],
     device: DeviceMemory | None = None,
@@ -113,9 +113,9 @@ def measure_memory(
         device: Where there is a GPU.
     """
     shared: list[Tensor] = []
-    if lent is not None:
-        shared += lent.tensors.values()
-        for weight in lent.linears.values():
+    if borrowed is not None:
+        shared += borrowed.tensors.values()
+        for weight in borrowed.linears.values():
             shared += weight.tensors().values()
     addresses = {tensor.data_ptr() for tensor in shared}
     frozen = [p for p in policy.parameters() if not p.requires_grad] + list(policy.buffers())
@@ -248,8 +248,8 @@ class Monitor(Callback):
         engine = next(callbacks).engine.memory_gib()
         on_gpu = module.device.type == "cuda"
         gpu = device_memory(module.device, self._held + gradient_gib(module.policy)) if on_gpu else None
-        lent = None if module.hand_over is None else module.hand_over.lent
-        return measure_memory(module.policy, lent, trainer.optimizers, engine, gpu)
+        borrowed = None if module.hand_over is None else module.hand_over.shared
+        return measure_memory(module.policy, borrowed, trainer.optimizers, engine, gpu)
 
 
 def _peak_gib(device: torch.device) -> float:

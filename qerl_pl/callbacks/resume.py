@@ -13,7 +13,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from qerl_pl.distributed.communicator import writes_files
 from qerl_pl.errors import Preempted, require_at_least
-from qerl_pl.persistence.atomic_files import remove_unwritten, write_atomically
+from qerl_pl.persistence.atomic_files import atomic_write, remove_unwritten
 from qerl_pl.persistence.checkpoint_io import FOLDER, digest_path, resume_files
 from qerl_pl.persistence.signals import StopSignals
 
@@ -154,7 +154,7 @@ def _set_aside(folder: Path, done: int) -> None:
     for path in [path for path, (rollouts, _) in resume_files(folder).items() if rollouts > done]:
         aside = folder / "abandoned" / path.name
         if (digest := digest_path(path)).is_file():  # first there, then gone here: the file is never without it
-            write_atomically(digest_path(aside), digest.read_bytes())
+            atomic_write(digest_path(aside), digest.read_bytes())
         aside.parent.mkdir(exist_ok=True)
         path.replace(aside)
         digest.unlink(missing_ok=True)

@@ -6,7 +6,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from qerl_pl.datamodules.prompts import PromptDataModule
-from qerl_pl.distributed.strategy import ranks_of
+from qerl_pl.distributed.strategy import communicator_of
 from qerl_pl.engines.base import EngineSpec, RolloutEngine
 from qerl_pl.engines.transformers import TransformersEngine
 from qerl_pl.errors import UserError
@@ -84,12 +84,12 @@ class RolloutCallback(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """What the prompts are dealt to ranks by, so that a resumed run deals as one that never stopped."""
-        return {"foreseen": dict(self._foreseen)}
+        return {"expected_lengths": dict(self._foreseen)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take it over."""
         self._foreseen.clear()
-        self._foreseen.update(state_dict["foreseen"])
+        self._foreseen.update(state_dict["expected_lengths"])
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Keep which prompts it is trained on: by itself Lightning asks no data module of another class for them."""
@@ -121,17 +121,17 @@ class RolloutCallback(Callback):
             lora_targets=() if adapter is None else adapter.targets,
             max_tokens=data.max_prompt_tokens
             + max(self.config.sampling.max_tokens, self.config.evaluation_sampling().max_tokens),
-            whole=adapter is None,
-            ranks=ranks_of(trainer).size,
+            full_finetuning=adapter is None,
+            ranks=communicator_of(trainer).size,
         )
         log.info("starting %s on %s", type(self.engine).__name__, spec.device)
         self.engine.launch(spec)
-        self._hand_over.lent = self.engine.lend()
+        self._hand_over.shared = self.engine.shared_weights()
         self._hand_over.cache_gib = self.engine.memory_gib().get("releasable", 0.0)
         self._collector = Collector(
-            self.config, self.engine, module.tokenizer, module.objective, module.seed, ranks_of(trainer)
+            self.config, self.engine, module.tokenizer, module.objective, module.seed, communicator_of(trainer)
         )
-        self._collector.foreseen = self._foreseen
+        self._collector.expected_lengths = self._foreseen
 
     @property
     def collector(self) -> Collector:
@@ -149,7 +149,7 @@ class RolloutCallback(Callback):
         """Refuse ranks that have read other files than the first."""
         module = _module(pl_module)
         facts = {"base model": module.base_identity, "number of finished rollouts": module.policy_version}
-        ranks_of(trainer).require_same(facts | _data(trainer).state_dict())
+        communicator_of(trainer).require_same(facts | _data(trainer).state_dict())
 
     # Training ------------------------------------------------------------------------------------------------------
 

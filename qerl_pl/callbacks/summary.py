@@ -16,7 +16,7 @@ from rich.table import Table
 
 from qerl_pl.distributed.communicator import writes_files
 from qerl_pl.modules.qerl import QeRLModule
-from qerl_pl.persistence.atomic_files import write_atomically
+from qerl_pl.persistence.atomic_files import atomic_write
 
 CURVES = (
     "reward/mean",
@@ -96,7 +96,7 @@ class RunSummary(Callback):
         assert isinstance(pl_module, QeRLModule)
         folder = Path(trainer.default_root_dir)
         summary = self._summary(pl_module, folder)
-        write_atomically(folder / "summary.json", (json.dumps(summary, indent=2) + "\n").encode())
+        atomic_write(folder / "summary.json", (json.dumps(summary, indent=2) + "\n").encode())
         self._plot(folder / "run.png")
         bar = trainer.progress_bar_callback
         if isinstance(bar, RichProgressBar) and bar.progress is not None:
@@ -151,7 +151,7 @@ class RunSummary(Callback):
             axis.grid(alpha=0.3)
         image = io.BytesIO()
         figure.savefig(image, dpi=120)
-        write_atomically(path, image.getvalue())
+        atomic_write(path, image.getvalue())
 
     def _print(self, summary: dict[str, Any], folder: Path) -> None:
         table = Table(title=f"{summary['steps']} rollouts, base {summary['quantization']}")

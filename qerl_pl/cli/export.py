@@ -16,7 +16,7 @@ from qerl_pl.formats.architecture import LAYER_NORMS
 from qerl_pl.formats.dense_checkpoint import write_dense_checkpoint
 from qerl_pl.modules import QeRLModule
 from qerl_pl.modules.policy import Policy, PolicyConfig
-from qerl_pl.persistence.atomic_files import building, folder_identity
+from qerl_pl.persistence.atomic_files import atomic_directory, folder_identity
 from qerl_pl.persistence.checkpoint_io import CHECKPOINT_KEY, AtomicCheckpointIO, check_fits, newest_checkpoint
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -70,7 +70,7 @@ def take_adapter(policy: Any, command: str, resume: object) -> ExportedAdapter |
     try:
         found = json.loads((folder / _CONFIG).read_bytes())
         base, rank, alpha = str(found["base_model_name_or_path"]), int(found["r"]), float(found["lora_alpha"])
-        targets, whole = tuple(sorted(found["target_modules"])), found.get("modules_to_save") or []
+        targets, full_finetuning = tuple(sorted(found["target_modules"])), found.get("modules_to_save") or []
     except (ValueError, TypeError, KeyError) as error:
         raise UserError(
             f"{_CONFIG} must be PEFT's of a LoRA; {folder} has another ({error!r}); export it again"
@@ -83,7 +83,7 @@ def take_adapter(policy: Any, command: str, resume: object) -> ExportedAdapter |
     policy.path = base
     policy.lora.rank, policy.lora.alpha = rank, alpha
     policy.lora.targets = targets
-    policy.train_norms = bool(set(LAYER_NORMS).intersection(whole))
+    policy.train_norms = bool(set(LAYER_NORMS).intersection(full_finetuning))
     return ExportedAdapter(folder)
 
 
@@ -108,10 +108,10 @@ def export(run: Path, dst: Path, merge: bool = False, checkpoint: Path | None = 
     check_fits(state, folder_identity(base), config.finetune, config.scaling)
     policy = Policy(base, config, torch.device("cpu"), seed=0)
     policy.load_trained_state(state["trained"])
-    if merge and not policy.whole:
+    if merge and not policy.full_finetuning:
         write_dense_checkpoint(base, dst, torch.bfloat16, _Merge(policy))
     else:
-        with building(dst) as folder:
+        with atomic_directory(dst) as folder:
             policy.save(folder)
 
 

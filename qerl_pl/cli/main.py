@@ -37,12 +37,12 @@ from qerl_pl.distributed.communicator import (
     planned_ranks,
     writes_files,
 )
-from qerl_pl.distributed.strategy import RanksStrategy
+from qerl_pl.distributed.strategy import UnwrappedDDPStrategy
 from qerl_pl.errors import Stopped, UserError
 from qerl_pl.formats.quantize import quantize_checkpoint
 from qerl_pl.modules import QeRLModule
 from qerl_pl.modules.qerl import BEFORE_TRAINING
-from qerl_pl.persistence.atomic_files import locked, write_atomically
+from qerl_pl.persistence.atomic_files import atomic_write, locked
 from qerl_pl.persistence.checkpoint_io import (
     FOLDER,
     AtomicCheckpointIO,
@@ -233,7 +233,7 @@ class SaveFitConfig(SaveConfigCallback):
         """Save, whatever folder the logger has."""
         if writes_files(trainer):
             text = self.parser.dump(self.config, skip_unset=False)
-            write_atomically(Path(trainer.default_root_dir) / self.config_filename, text.encode())
+            atomic_write(Path(trainer.default_root_dir) / self.config_filename, text.encode())
 
 
 class QeRLCLI(LightningCLI):
@@ -315,7 +315,7 @@ class QeRLCLI(LightningCLI):
         trainer = self._trainer(kwargs, config)
         check_strategy(trainer)
         if planned_ranks(trainer) > 1:
-            trainer = self._trainer(kwargs | {"strategy": RanksStrategy()}, config)
+            trainer = self._trainer(kwargs | {"strategy": UnwrappedDDPStrategy()}, config)
         for callback in trainer.checkpoint_callbacks:
             if isinstance(callback, ModelCheckpoint) and callback.dirpath is None:
                 callback.dirpath = str(Path(root) / FOLDER)
@@ -434,7 +434,7 @@ def main(argv: list[str] | None = None) -> int:
         for callback in cli.trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, RolloutCallback):
                 callback.close()
-        if isinstance(cli.trainer.strategy, RanksStrategy):
+        if isinstance(cli.trainer.strategy, UnwrappedDDPStrategy):
             return cli.trainer.strategy.finish()
     except Preempted as stop:
         if is_first_process():

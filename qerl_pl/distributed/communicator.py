@@ -42,7 +42,7 @@ BUCKET = 2**31
 
 
 @dataclass(frozen=True)
-class Ranks:
+class Communicator:
     """One process among those of a run; the default is a run of one.
 
     Every method is collective: all ranks call it, in the same order.
@@ -117,7 +117,7 @@ def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
         yield bucket
 
 
-ALONE = Ranks()
+SINGLE_PROCESS = Communicator()
 
 
 def planned_ranks(trainer: Trainer) -> int:

@@ -19,7 +19,7 @@ from datetime import timedelta
 
 from torch.distributed import DistError, PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from qerl_pl.distributed.communicator import Ranks
+from qerl_pl.distributed.communicator import Communicator
 from qerl_pl.errors import Preempted, Stopped, UserError
 
 PERIOD = 1.0
@@ -42,7 +42,7 @@ _LOST = "killed, or its machine or network is lost"
 _REMEDY = "give the command again, a training with --resume auto"
 
 
-class Watch:
+class FailureDetector:
     """Watches the ranks of a run, from the moment that they have found each other.
 
     Args:
@@ -51,7 +51,7 @@ class Watch:
         children: Processes that this one has started, local ranks 1, 2, …
     """
 
-    def __init__(self, ranks: Ranks, local_rank: int, children: Sequence["subprocess.Popen[bytes]"]) -> None:
+    def __init__(self, ranks: Communicator, local_rank: int, children: Sequence["subprocess.Popen[bytes]"]) -> None:
         self._rank, self._size = ranks.rank, ranks.size
         self._local_rank, self._children = local_rank, children
         # A connection of its own: on the process group's a collective may wait, and none else gets a word in meanwhile.
@@ -100,7 +100,7 @@ class Watch:
         closing.daemon = True
         closing.start()
 
-    def stop(self, ranks: Ranks) -> None:
+    def stop(self, ranks: Communicator) -> None:
         """The run has ended, on all ranks: whichever process goes first, the others do not take it for dead."""
         if not self._ending.is_set():
             ranks.wait()

@@ -17,8 +17,8 @@ from lightning.pytorch.strategies.launchers.subprocess_script import _Subprocess
 from torch import distributed, nn
 from torch.distributed import DistNetworkError, TCPStore  # type: ignore[attr-defined]
 
-from qerl_pl.distributed.communicator import ALONE, Ranks
-from qerl_pl.distributed.failure_detector import Watch
+from qerl_pl.distributed.communicator import SINGLE_PROCESS, Communicator
+from qerl_pl.distributed.failure_detector import FailureDetector
 from qerl_pl.errors import UserError
 
 TIMEOUT = timedelta(days=1)
@@ -26,31 +26,31 @@ TIMEOUT = timedelta(days=1)
 """Of a collective: ranks wait for the slowest rollout. That one of them is gone is noticed by `Watch`, not by this."""
 
 
-class RanksStrategy(DDPStrategy):
+class UnwrappedDDPStrategy(DDPStrategy):
     """A process a device; see this file's head."""
 
     def __init__(self) -> None:
         super().__init__(timeout=TIMEOUT)
-        self.ranks = ALONE
+        self.ranks = SINGLE_PROCESS
         """Set when the processes have found each other."""
-        self.watch: Watch | None = None
+        self.watch: FailureDetector | None = None
 
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
-        self._launcher = RanksLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+        self._launcher = FailureDetectingLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     def setup_environment(self) -> None:
         """Find the other processes, and begin to watch them."""
         with _taken_port_told():
             super().setup_environment()
-        if self.ranks is ALONE:
+        if self.ranks is SINGLE_PROCESS:
             # What an engine of each rank reads; Lightning's launcher sets all but this.
             os.environ["RANK"] = str(self.global_rank)
-            self.ranks = Ranks(
+            self.ranks = Communicator(
                 self.global_rank, self.world_size, distributed.new_group(backend="gloo", timeout=TIMEOUT)
             )
-            children = self._launcher.procs if isinstance(self._launcher, RanksLauncher) else []
-            self.watch = Watch(self.ranks, self.local_rank, children)
+            children = self._launcher.procs if isinstance(self._launcher, FailureDetectingLauncher) else []
+            self.watch = FailureDetector(self.ranks, self.local_rank, children)
 
     def setup(self, trainer: "pl.Trainer") -> None:
         """As on one device: DDP's would broadcast the module's tensors."""
@@ -77,7 +77,7 @@ class RanksStrategy(DDPStrategy):
         return 0 if self.watch is None else self.watch.join()
 
 
-class RanksLauncher(_SubprocessScriptLauncher):
+class FailureDetectingLauncher(_SubprocessScriptLauncher):
     """Lightning's launcher of one process a device; `Watch` looks after the processes.
 
     Lightning's own observer kills the first process, too, with SIGKILL, when another ends: no reason is told and
@@ -126,6 +126,6 @@ def _taken_port_told() -> Iterator[None]:
         ) from error
 
 
-def ranks_of(trainer: "pl.Trainer") -> Ranks:
-    """The ranks of a trainer whose processes have found each other; before that, and with one process, `ALONE`."""
-    return trainer.strategy.ranks if isinstance(trainer.strategy, RanksStrategy) else ALONE
+def communicator_of(trainer: "pl.Trainer") -> Communicator:
+    """The ranks of a trainer whose processes have found each other; before that, and with one process, `SINGLE_PROCESS`."""
+    return trainer.strategy.ranks if isinstance(trainer.strategy, UnwrappedDDPStrategy) else SINGLE_PROCESS

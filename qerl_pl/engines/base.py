@@ -28,7 +28,7 @@ class EngineSpec:
     """Last parts of the adapted linears' names, such as ("q_proj", "up_proj")."""
     max_tokens: int
     """Longest sequence, prompt and completion together, that will be asked for."""
-    whole: bool = False
+    full_finetuning: bool = False
     """Every weight trains, without an adapter, and comes with each sync; a 16-bit base."""
     ranks: int = 1
     """Processes of the run, each with an engine of its own; they launch together."""
@@ -39,7 +39,7 @@ class EngineSpec:
 
 
 @dataclass(frozen=True)
-class LentWeights:
+class SharedWeights:
     """What of the base model the trainer may use without a copy of its own; mapped as long as the engine lives."""
 
     linears: Mapping[str, FrozenWeight]
@@ -60,7 +60,7 @@ class RolloutEngine(Protocol):
     def launch(self, spec: EngineSpec) -> None:
         """Load the base model. Called once, before any other method."""
 
-    def lend(self) -> LentWeights | None:
+    def shared_weights(self) -> SharedWeights | None:
         """Weights of the base model for the trainer to borrow; None where it must load its own copy."""
 
     def sync(self, weights: PolicyWeights) -> SyncReport:

@@ -11,7 +11,7 @@ from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from qerl_pl.engines.base import (
     EngineSpec,
-    LentWeights,
+    SharedWeights,
     check_adapter,
     check_requests,
     check_targets,
@@ -173,7 +173,7 @@ class TransformersEngine:
         self._spec, self._model = spec, model
         self._tokenizer, self._ends = load_tokenizer(spec.base), end_token_ids(spec.base)
 
-    def lend(self) -> LentWeights | None:
+    def shared_weights(self) -> SharedWeights | None:
         """Nothing: its copy is dense, and in the engine's own modules."""
         return None
 

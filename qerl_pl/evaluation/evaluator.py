@@ -11,7 +11,7 @@ from typing import Protocol
 from transformers import PreTrainedTokenizerBase
 
 from qerl_pl.engines.base import RolloutEngine
-from qerl_pl.persistence.random_state import random_state_kept, stream_seed
+from qerl_pl.persistence.random_state import isolated_random_state, stream_seed
 from qerl_pl.rollout.config import CollectorConfig
 from qerl_pl.rollout.experience import score_groups
 from qerl_pl.types import EvaluatedPrompt, GradedAnswer, Prompt, RolloutRequest, SamplingConfig
@@ -56,7 +56,7 @@ class Samples(Protocol):
         """Keep what was sampled now."""
 
 
-class KeptSamples:
+class SampleCache:
     """Samples in a file of JSON lines, one a line, whole or absent.
 
     Args:
@@ -129,7 +129,7 @@ def sample_seeds(seed: int, stream: Sequence[int | str], prompt: Prompt, samples
 
 
 @dataclass(frozen=True)
-class HeldOut:
+class Evaluator:
     """Samples held-out prompts, greedily and not, as many completions at once as the engine is to have."""
 
     config: CollectorConfig
@@ -138,7 +138,7 @@ class HeldOut:
     tokenizer: PreTrainedTokenizerBase
     seed: int
 
-    def answered(self, prompts: Sequence[Prompt], name: str, kept: Samples | None) -> list[EvaluatedPrompt]:
+    def evaluate(self, prompts: Sequence[Prompt], name: str, kept: Samples | None) -> list[EvaluatedPrompt]:
         """All answers to some prompts of a set; only what is not kept is sampled, and then kept."""
         numbers = [GREEDY, *range(self.config.eval_samples)]
         found: dict[Job, GradedAnswer] = {}
@@ -180,7 +180,7 @@ class HeldOut:
             for prompt, samples in groups
         ]
         completions = [[one] for group in self.engine.generate(requests, sampling) for one in group]
-        with random_state_kept():  # a reward may draw, and how often one evaluates must not change the training
+        with isolated_random_state():  # a reward may draw, and how often one evaluates must not change the training
             asked = [prompts[place] for place, _ in jobs]
             scored = score_groups(self.config.rewards, self.tokenizer, asked, completions)
             answers = [self.config.graded(group)[0] for group in scored]

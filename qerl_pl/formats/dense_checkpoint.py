@@ -11,7 +11,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
 from qerl_pl.errors import UserError
 from qerl_pl.formats.base import format_of
 from qerl_pl.formats.model_folder import ShardWriter, TensorFiles, copy_other_files, load_config, read_config
-from qerl_pl.persistence.atomic_files import building
+from qerl_pl.persistence.atomic_files import atomic_directory
 
 
 def load_dense_state(folder: Path, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -61,7 +61,7 @@ def write_dense_checkpoint(
     """
     if dst.is_dir():
         return dst
-    with building(dst) as folder:
+    with atomic_directory(dst) as folder:
         fill_dense_folder(src, folder, dtype, change)
     return dst
 

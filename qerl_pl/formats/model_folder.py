@@ -236,7 +236,7 @@ _HEAD = "lm_head.weight"
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
 
 
-def described_model(folder: Path) -> PreTrainedModel:
+def validate_checkpoint(folder: Path) -> PreTrainedModel:
     """The causal language model that a folder's config.json describes, without weights (on the meta device).
 
     Raises:

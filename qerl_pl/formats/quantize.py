@@ -32,11 +32,11 @@ from qerl_pl.formats.model_folder import (
     ShardWriter,
     TensorFiles,
     copy_other_files,
-    described_model,
     other_files,
     read_config,
+    validate_checkpoint,
 )
-from qerl_pl.persistence.atomic_files import building, cache_root, folder_identity, made_once
+from qerl_pl.persistence.atomic_files import atomic_directory, build_once, cache_root, folder_identity
 
 log = logging.getLogger(__name__)
 
@@ -85,9 +85,9 @@ def quantize_checkpoint(
         raise UserError(f"only 16-bit weights can be quantized; {src} is {found.name.upper()} already; use it as it is")
     if dst.exists():
         raise UserError(f"the destination must not exist; {dst} does; choose another name or remove it")
-    described_model(src)
+    validate_checkpoint(src)
     tensors = TensorFiles(src)
-    with building(dst) as folder:
+    with atomic_directory(dst) as folder:
         quantized = {name for name in tensors if re.search(r"\.layers\.\d+\..*_proj\.weight$", name)}
         if not quantized:
             raise UserError(f"quantizing needs weights named model.layers.N.*_proj.weight; {src} has none")
@@ -255,7 +255,7 @@ def in_format(source: Path, quantization: Quantization) -> Path:
             f"set model.policy.quantization to {found.name} or name the 16-bit model"
         )
     target = cache_root() / f"{quantization}-{_identity(source)}"
-    with made_once(target) as missing:
+    with build_once(target) as missing:
         if missing:
             log.info("quantizing %s to %s (once; `qerl quantize` does it beforehand)", source, quantization.upper())
             quantize_checkpoint(source, target, quantization, device="cuda" if torch.cuda.is_available() else "cpu")

@@ -15,7 +15,7 @@ from qerl_kernels.logprob import CHUNK_BYTES
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from qerl_pl.distributed.communicator import Ranks, warn_of_this_rank
+from qerl_pl.distributed.communicator import Communicator, warn_of_this_rank
 from qerl_pl.engines.capacity import GIB
 from qerl_pl.formats.norm import Float32RMSNorm
 from qerl_pl.modules.lora import LoraLinear
@@ -35,7 +35,7 @@ SPARE = 1.1
 """What an estimate is multiplied by: blocks that fit no tensor, and what it does not count."""
 
 
-class Recomputation:
+class ActivationCheckpointing:
     """How a policy's layers are checkpointed.
 
     Args:
@@ -66,7 +66,7 @@ class Recomputation:
         self.mode, self.chosen = mode, True
         self._apply()
 
-    def expect(self, measure: Callable[[], float]) -> None:
+    def set_state_bytes(self, measure: Callable[[], float]) -> None:
         """Have the choice, where it is still to be made, count on what the optimizer will hold and does not yet.
 
         Args:
@@ -75,7 +75,7 @@ class Recomputation:
         if not self.chosen:
             self._state_to_come = measure()
 
-    def choose(self, tokens: int, ranks: Ranks) -> None:
+    def choose_mode(self, tokens: int, ranks: Communicator) -> None:
         """Choose the fastest mode whose micro-batches fit what is free now, on the rank that has least of it.
 
         It is chosen once. Collective: all ranks call it.
@@ -103,7 +103,7 @@ class Recomputation:
             have,
         )
 
-    def agree(self, ranks: Ranks) -> None:
+    def synchronize_mode(self, ranks: Communicator) -> None:
         """Where a rank had to fall back, all go on as it does. Collective."""
         if self.automatic and ranks.size > 1:
             mode = MODES[max(ranks.gather(MODES.index(self.mode)))]
@@ -123,12 +123,14 @@ class Recomputation:
         queries, keys = config.num_attention_heads * head, config.num_key_value_heads * head
         # Inputs and results of both norms, attention's queries, keys, values and result, and the MLP's three, as the
         # ops on a GPU keep them.
-        whole = size * (4 * hidden + 2 * queries + 2 * keys + 3 * inner)
+        full_finetuning = size * (4 * hidden + 2 * queries + 2 * keys + 3 * inner)
         if any(isinstance(module, Float32RMSNorm) and module.weight.requires_grad for module in self._base.modules()):
-            whole += 2 * 2 * 4 * hidden  # in float32
+            full_finetuning += 2 * 2 * 4 * hidden  # in float32
         products = size * (hidden + queries + 2 * keys + 2 * inner)  # all but the last
-        kept = {False: whole, "selective": size * hidden + products, True: size * hidden}[mode]
-        working = (0 if mode is False else whole) + size * (4 * inner + 6 * hidden)  # a layer, and gradients on the way
+        kept = {False: full_finetuning, "selective": size * hidden + products, True: size * hidden}[mode]
+        working = (0 if mode is False else full_finetuning) + size * (
+            4 * inner + 6 * hidden
+        )  # a layer, and gradients on the way
         fixed = 2 * CHUNK_BYTES + self._weight_bytes() + self._yet_to_come()
         return int(SPARE * tokens * (config.num_hidden_layers * kept + working)) + fixed
 
@@ -146,7 +148,7 @@ class Recomputation:
         gradients = sum(parameter.nbytes for parameter in trained if parameter.grad is None)
         return gradients + int(self._state_to_come * sum(parameter.numel() for parameter in trained))
 
-    def attempt(self, work: Callable[[], T], parameters: Sequence[nn.Parameter]) -> T:
+    def run_with_oom_fallback(self, work: Callable[[], T], parameters: Sequence[nn.Parameter]) -> T:
         """Do `work`, which makes gradients; where it runs out of memory in "auto", once more with less kept.
 
         The gradients, and the random numbers that are drawn, are then those of a first attempt.

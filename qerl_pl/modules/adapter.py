@@ -15,12 +15,12 @@ from transformers import PreTrainedModel
 
 from qerl_pl.errors import UserError
 from qerl_pl.formats.norm import Float32RMSNorm
-from qerl_pl.modules.lora import ADAPTER, LoraConfig, LoraLinear, attach_lora, go_together
+from qerl_pl.modules.lora import ADAPTER, LoraConfig, LoraLinear, attach_lora, can_fuse_lora
 from qerl_pl.modules.packed_layers import GatedMLP, PackedAttention
 from qerl_pl.persistence.random_state import stream_seed
 
 
-def take_over(own: Mapping[str, Tensor], state: Mapping[str, Tensor], what: str, keys: str) -> None:
+def load_in_place(own: Mapping[str, Tensor], state: Mapping[str, Tensor], what: str, keys: str) -> None:
     """Copy a checkpoint's tensors into a policy's own, all of them or, where one does not fit, none.
 
     Args:
@@ -45,7 +45,7 @@ def take_over(own: Mapping[str, Tensor], state: Mapping[str, Tensor], what: str,
 
 
 @contextmanager
-def given_back(parameters: Collection[Tensor]) -> Iterator[None]:
+def restored_parameters(parameters: Collection[Tensor]) -> Iterator[None]:
     """Inside the block the parameters may be changed in place; after it they are what they were, bit for bit."""
     kept = [parameter.detach().clone() for parameter in parameters]
     try:
@@ -56,7 +56,7 @@ def given_back(parameters: Collection[Tensor]) -> Iterator[None]:
                 parameter.copy_(before)
 
 
-def round_together(groups: Sequence[Sequence[Tensor]], dtype: torch.dtype) -> tuple[Tensor, ...]:
+def cast_together(groups: Sequence[Sequence[Tensor]], dtype: torch.dtype) -> tuple[Tensor, ...]:
     """What `to(dtype)` gives for each, bit for bit, in a few launches for all of them, forward and backward.
 
     The masters get their gradients together, when the backward pass has come to the last of them.
@@ -83,7 +83,9 @@ class _Rounded(torch.autograd.Function):
             group[0].new_empty((sum(rows), *group[0].shape[1:]), dtype=dtype)
             for group, rows in zip(groups, ctx.rows, strict=True)
         ]
-        parts = [part for whole, rows in zip(made, ctx.rows, strict=True) for part in _parts(whole, rows)]
+        parts = [
+            part for full_finetuning, rows in zip(made, ctx.rows, strict=True) for part in _parts(full_finetuning, rows)
+        ]
         torch._foreach_copy_(parts, masters)
         return tuple(made)
 
@@ -99,11 +101,11 @@ class _Rounded(torch.autograd.Function):
         return None, None, *(None if part is None else next(wide) for part in parts)
 
 
-def _parts(whole: Tensor | None, rows: list[int]) -> Sequence[Any]:
+def _parts(full_finetuning: Tensor | None, rows: list[int]) -> Sequence[Any]:
     """A group's members, or their gradients, out of what is one above the other."""
-    if whole is None:
+    if full_finetuning is None:
         return [None] * len(rows)
-    return [whole] if len(rows) == 1 else whole.split(rows)
+    return [full_finetuning] if len(rows) == 1 else full_finetuning.split(rows)
 
 
 class LoraAdapter:
@@ -120,7 +122,7 @@ class LoraAdapter:
 
     result = "adapter"
     """Folder of a run that holds what was learned."""
-    whole = False
+    full_finetuning = False
     """Whether all of the model trains: then nothing is left to switch off."""
 
     def __init__(self, base: PreTrainedModel, config: LoraConfig, train_norms: bool, base_name: str) -> None:
@@ -162,10 +164,10 @@ class LoraAdapter:
         """Inside the block, which is to be a single forward pass, all linears have copies of their factors in `dtype`.
 
         They are made together, and so are the masters' gradients of theirs: the same numbers as where each linear
-        rounds its own, in few launches. The A of those that `go_together` are made one above the other. What a backward
+        rounds its own, in few launches. The A of those that `can_fuse_lora` are made one above the other. What a backward
         pass recomputes is outside of the block and rounds the masters, unless the rounded ones were kept.
         """
-        groups = [linears for linears in (module.on_input for module in self._sharing) if go_together(linears)]
+        groups = [linears for linears in (module.on_input for module in self._sharing) if can_fuse_lora(linears)]
         grouped = {linear for group in groups for linear in group}
         groups += [(one,) for one in self._linears if not (one.disable_adapters or one in grouped)]
         linears = [linear for group in groups for linear in group]
@@ -174,7 +176,7 @@ class LoraAdapter:
         if all(master.dtype == dtype for masters in (*first, *second) for master in masters):
             yield
             return
-        copies = round_together(first + second, dtype)
+        copies = cast_together(first + second, dtype)
         try:
             of_group = [a for a, group in zip(copies, groups, strict=False) for _ in group]
             for linear, a, b in zip(linears, of_group, copies[len(groups) :], strict=True):
@@ -185,7 +187,7 @@ class LoraAdapter:
                 linear.rounded = None
 
     @contextmanager
-    def probed(self, seed: int) -> Iterator[None]:
+    def perturbed(self, seed: int) -> Iterator[None]:
         """Inside the block B of every adapter is random, and changes each product by some half of itself.
 
         Args:
@@ -193,7 +195,7 @@ class LoraAdapter:
         """
         matrices = {name: b for name, (_, b) in self.factors().items()}
         std = 1 / (self.config.scaling * math.sqrt(self.config.rank))
-        with given_back(matrices.values()):
+        with restored_parameters(matrices.values()):
             with torch.no_grad():
                 for name, b in matrices.items():
                     b.normal_(std=std, generator=torch.Generator(b.device).manual_seed(stream_seed(seed, name)))
@@ -211,7 +213,7 @@ class LoraAdapter:
         Raises:
             UserError: Names or shapes are another adapter's.
         """
-        take_over(self.state(), state, "adapter", "model.policy.lora and train_norms")
+        load_in_place(self.state(), state, "adapter", "model.policy.lora and train_norms")
 
     def save(self, folder: Path) -> None:
         """Write it in PEFT's format."""

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from qerl_pl.errors import UserError
 from qerl_pl.formats.dense_checkpoint import fill_dense_folder
 from qerl_pl.formats.norm import Float32RMSNorm
-from qerl_pl.modules.adapter import given_back, take_over
+from qerl_pl.modules.adapter import load_in_place, restored_parameters
 from qerl_pl.persistence.random_state import stream_seed
 
 
@@ -98,7 +98,7 @@ def _master(tensor: Tensor) -> nn.Parameter:
     return nn.Parameter(tensor.detach().float(), requires_grad=True)
 
 
-def train_all(model: nn.Module) -> None:
+def use_master_weights(model: nn.Module) -> None:
     """Replace every layer of a causal language model that has weights, one by one, and let them train.
 
     Args:
@@ -142,7 +142,7 @@ class FullWeights:
     """Folder of a run that holds what was learned."""
     random = False
     """Whether two forward passes in training differ."""
-    whole = True
+    full_finetuning = True
     """Whether all of the model trains: then nothing is left to switch off."""
 
     def __init__(
@@ -150,7 +150,7 @@ class FullWeights:
     ) -> None:
         self.base, self.folder, self.dtype, self.reference = base, folder, dtype, reference
         self.layers = base.config.num_hidden_layers
-        train_all(base)
+        use_master_weights(base)
 
     def factors(self) -> dict[str, tuple[Tensor, Tensor]]:
         """No adapter."""
@@ -180,7 +180,7 @@ class FullWeights:
         yield
 
     @contextmanager
-    def probed(self, seed: int) -> Iterator[None]:
+    def perturbed(self, seed: int) -> Iterator[None]:
         """Inside the block the weights of one decoder layer, another by each seed, are changed by half of themselves.
 
         Args:
@@ -188,7 +188,7 @@ class FullWeights:
         """
         place = f".layers.{seed % self.layers}."
         changed = {name: parameter for name, parameter in self.tensors().items() if place in name}
-        with given_back(changed.values()):
+        with restored_parameters(changed.values()):
             with torch.no_grad():
                 for name, parameter in changed.items():
                     generator = torch.Generator(parameter.device).manual_seed(stream_seed(seed, name))
@@ -206,7 +206,7 @@ class FullWeights:
         Raises:
             UserError: Names or shapes are another model's.
         """
-        take_over(self.state(), state, "weights", "model.policy")
+        load_in_place(self.state(), state, "weights", "model.policy")
 
     def save(self, folder: Path) -> None:
         """Write the whole model as plain transformers loads it, a few GiB in memory at a time."""

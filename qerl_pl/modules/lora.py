@@ -124,7 +124,7 @@ class LoraLinear(nn.Module, LoraLayer):
         self._active_adapter = adapter_name
         self.rounded: tuple[Tensor, Tensor] | None = None
         """Copies of the factors for one forward pass, which `LoraAdapter.rounded` makes and takes away. In place of A
-        is the A of all linears that `go_together`, one above the other, where this is one of them."""
+        is the A of all linears that `can_fuse_lora`, one above the other, where this is one of them."""
         self.update_layer(adapter_name, r, lora_alpha=lora_alpha, config=config, **kwargs)
 
     def _get_in_out_features(self, module: nn.Module) -> tuple[int, int]:
@@ -166,7 +166,7 @@ class LoraLinear(nn.Module, LoraLayer):
         return self.base_layer(x)
 
 
-def go_together(linears: Sequence[nn.Module]) -> TypeGuard[Sequence[LoraLinear]]:
+def can_fuse_lora(linears: Sequence[nn.Module]) -> TypeGuard[Sequence[LoraLinear]]:
     """Whether linears on one input share the products of their adapters: all have one, on and without dropout, over
     weights that `FrozenLinear` itself multiplies by.
     """
@@ -178,9 +178,9 @@ def go_together(linears: Sequence[nn.Module]) -> TypeGuard[Sequence[LoraLinear]]
     )
 
 
-def on_one_input(linears: Sequence[nn.Module], x: Tensor) -> tuple[Tensor, ...]:
-    """What each of several linears gives for x [..., in], in fewer products where they `go_together`."""
-    if not go_together(linears):
+def shared_input_linears(linears: Sequence[nn.Module], x: Tensor) -> tuple[Tensor, ...]:
+    """What each of several linears gives for x [..., in], in fewer products where they `can_fuse_lora`."""
+    if not can_fuse_lora(linears):
         return tuple(linear(x) for linear in linears)
     factors = [linear.copies_for(x) for linear in linears]
     a = {id(a): a for a, _ in factors}.values()  # one, where it is all of them already

@@ -10,7 +10,7 @@ from qerl_kernels import FrozenWeight
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from qerl_pl.engines.base import LentWeights
+from qerl_pl.engines.base import SharedWeights
 from qerl_pl.errors import UserError
 from qerl_pl.formats.base import BaseFormat, format_of
 from qerl_pl.formats.model_folder import TensorFiles, load_config
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 def load_base(
-    folder: Path, dtype: torch.dtype, device: torch.device, lent: LentWeights | None = None
+    folder: Path, dtype: torch.dtype, device: torch.device, shared: SharedWeights | None = None
 ) -> PreTrainedModel:
     """A frozen causal LM from a local folder; linears that its format quantizes, or that are lent, are `FrozenLinear`.
 
@@ -44,8 +44,8 @@ def load_base(
     base_format.check(tensors)
     with init_empty_weights(include_buffers=False):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=ATTENTION)
-    lent = LentWeights({}, {}) if lent is None else lent
-    state = {**lent.tensors, **_use_frozen_linears(model, base_format, tensors, device, lent.linears)}
+    shared = SharedWeights({}, {}) if shared is None else shared
+    state = {**shared.tensors, **_use_frozen_linears(model, base_format, tensors, device, shared.linears)}
     frozen = [name for name, module in model.named_modules() if isinstance(module, FrozenLinear)]
     held = {name for linear in frozen for name in base_format.tensor_names(linear)} | state.keys()
     for name in tensors:
@@ -69,7 +69,7 @@ def _use_frozen_linears(
     base_format: BaseFormat,
     tensors: TensorFiles,
     device: torch.device,
-    lent: Mapping[str, FrozenWeight],
+    shared: Mapping[str, FrozenWeight],
 ) -> dict[str, Tensor]:
     """Put `FrozenLinear` in place of what is lent or quantized; the tensors of own copies by the layers' names."""
 
@@ -80,11 +80,11 @@ def _use_frozen_linears(
     for name, module in list(model.named_modules()):
         if not isinstance(module, nn.Linear):
             continue
-        weight = lent.get(name)
+        weight = shared.get(name)
         if weight is None:
             weight = base_format.frozen_weight(name, tensors, place)
             if weight is None:
                 continue
             own |= {f"{name}.{parameter_name(part)}": tensor for part, tensor in weight.tensors().items()}
-        model.set_submodule(name, FrozenLinear(weight, module.bias, own=name not in lent))
+        model.set_submodule(name, FrozenLinear(weight, module.bias, own=name not in shared))
     return own

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AttentionInterface
 
-from qerl_pl.modules.lora import on_one_input
+from qerl_pl.modules.lora import shared_input_linears
 from qerl_pl.persistence.random_state import strictly_deterministic_gradient
 
 ATTENTION = "qerl_packed"
@@ -159,7 +159,7 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., hidden] -> the same shape."""
-        return self.down_proj(silu_product(*on_one_input(self.on_input, x)))
+        return self.down_proj(silu_product(*shared_input_linears(self.on_input, x)))
 
 
 def use_gated_mlps(model: nn.Module) -> None:
@@ -240,7 +240,7 @@ class PackedAttention(nn.Module):
         assert len(hidden_states) == 1 and not (self.training and self._dropout)
         tokens, (cos, sin) = hidden_states.view(hidden_states.shape[1:]), position_embeddings
         query, key, value = (
-            projected.view(len(tokens), -1, self._size) for projected in on_one_input(self.on_input, tokens)
+            projected.view(len(tokens), -1, self._size) for projected in shared_input_linears(self.on_input, tokens)
         )
         if self._normed:
             query, key = self.q_norm(query), self.k_norm(key)

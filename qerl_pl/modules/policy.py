@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from qerl_pl.algorithm.noise import NormNoise
-from qerl_pl.engines.base import LentWeights
+from qerl_pl.engines.base import SharedWeights
 from qerl_pl.errors import UserError
 from qerl_pl.formats.base import Quantization
-from qerl_pl.formats.model_folder import described_model
+from qerl_pl.formats.model_folder import validate_checkpoint
 from qerl_pl.formats.norm import use_float32_norms
 from qerl_pl.formats.quantize import in_format, local_folder
-from qerl_pl.modules.activation_checkpointing import Checkpointing, Recomputation
+from qerl_pl.modules.activation_checkpointing import ActivationCheckpointing, Checkpointing
 from qerl_pl.modules.adapter import LoraAdapter
 from qerl_pl.modules.full_finetuning import FullWeights
 from qerl_pl.modules.lora import LoraConfig, check_targets
@@ -93,7 +93,7 @@ class PolicyConfig:
                 adapter, or its weights are quantized in another format.
         """
         source = build_toy_policy(self.toy) if self.path is None else local_folder(self.path)
-        model = described_model(source)
+        model = validate_checkpoint(source)
         if self.adapter is not None:
             check_targets(model, self.adapter)
         return in_format(source, self.quantization)
@@ -117,20 +117,20 @@ class Policy(nn.Module):
         config: PolicyConfig,
         device: torch.device,
         seed: int,
-        lent: LentWeights | None = None,
+        shared: SharedWeights | None = None,
         with_reference: bool = False,
     ) -> None:
         super().__init__()
         self.config = config
 
-        def load(lent: LentWeights | None) -> PreTrainedModel:
-            model = load_base(folder, config.torch_dtype, device, lent)
+        def load(shared: SharedWeights | None) -> PreTrainedModel:
+            model = load_base(folder, config.torch_dtype, device, shared)
             use_float32_norms(model)
             use_gated_mlps(model)
             use_packed_attention(model)
             return model
 
-        self.base = load(lent if config.adapter else None)
+        self.base = load(shared if config.adapter else None)
         """The causal LM, with all that is trained in it."""
         self.trained: LoraAdapter | FullWeights
         if config.adapter is None:
@@ -140,7 +140,7 @@ class Policy(nn.Module):
             self.trained = self._adapter(folder, config.adapter, seed)
         self.base.to(device)  # type: ignore[arg-type]
         asked, random = config.gradient_checkpointing, self.trained.random
-        self.recomputation = Recomputation(self.base, asked, random, config.torch_dtype)
+        self.checkpointing = ActivationCheckpointing(self.base, asked, random, config.torch_dtype)
 
     def _adapter(self, folder: Path, lora: LoraConfig, seed: int) -> LoraAdapter:
         config = self.config
@@ -168,9 +168,9 @@ class Policy(nn.Module):
             self.base = base
 
     @property
-    def whole(self) -> bool:
+    def full_finetuning(self) -> bool:
         """Whether all of it trains, so that no adapter can be switched off."""
-        return self.trained.whole
+        return self.trained.full_finetuning
 
     def token_logprobs(
         self, tokens: Tensor, lengths: Tensor, mask: Tensor, temperature: float, entropy_gradient: bool = False
@@ -220,7 +220,7 @@ class Policy(nn.Module):
             noise: Noise of the sampler's norms.
             adapter: False for the reference policy, which is an engine's where it was launched for an adapter.
         """
-        assert adapter or not self.whole
+        assert adapter or not self.full_finetuning
         factors = {name: (a.detach(), b.detach()) for name, (a, b) in self.trained.factors().items()}
         tensors = {name: tensor.detach() for name, tensor in self.trained.tensors().items()}
         return PolicyWeights(
@@ -232,12 +232,12 @@ class Policy(nn.Module):
         )
 
     @contextmanager
-    def probed(self, seed: int) -> Iterator[None]:
+    def perturbed(self, seed: int) -> Iterator[None]:
         """Inside the block the adapter is random by `seed`, and not small.
 
         A fresh adapter does nothing, and a young one little, so that an engine without it would look right.
         """
-        with self.trained.probed(seed):
+        with self.trained.perturbed(seed):
             yield
 
     def trained_state(self) -> dict[str, Tensor]:

@@ -24,13 +24,13 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, get_scheduler
 from qerl_pl.algorithm.noise import NormNoise
 from qerl_pl.algorithm.objectives import GRPO, Objective
 from qerl_pl.distributed.communicator import writes_files
-from qerl_pl.distributed.strategy import ranks_of
+from qerl_pl.distributed.strategy import communicator_of
 from qerl_pl.errors import UserError, require_at_least
 from qerl_pl.evaluation.metrics import evaluation_tag, prompt_metrics
 from qerl_pl.modules.memory import require_memory, state_to_come
 from qerl_pl.modules.policy import Policy, PolicyConfig
 from qerl_pl.modules.update import NonFiniteLossError, PolicyUpdate
-from qerl_pl.persistence.atomic_files import building, folder_identity
+from qerl_pl.persistence.atomic_files import atomic_directory, folder_identity
 from qerl_pl.persistence.checkpoint_io import CHECKPOINT_KEY, check_fits
 from qerl_pl.persistence.random_state import deterministic, random_state, set_random_state, stream_seed
 from qerl_pl.rollout.experience import Experience
@@ -207,7 +207,7 @@ class QeRLModule(LightningModule):
             base, config, referred = self.base_folder, self.policy_config, self.objective.needs_reference
             make = self.make_optimizer if self.trainer.state.fn == TrainerFn.FITTING else None
             require_memory(base, config, make, device, referred, given.cache_gib)
-            self.policy = Policy(base, config, device, stream_seed(self.seed, "adapter"), given.lent, referred)
+            self.policy = Policy(base, config, device, stream_seed(self.seed, "adapter"), given.shared, referred)
 
     def on_fit_start(self) -> None:
         self._sampled("fit")
@@ -250,7 +250,9 @@ class QeRLModule(LightningModule):
             group.update(given)
             schedule.base_lrs[index] = given["initial_lr"]
             group["lr"] = given["initial_lr"] * schedule.lr_lambdas[index](schedule.last_epoch)
-        self.policy.recomputation.expect(lambda: state_to_come(optimizer.optimizer, self.make_optimizer, self.device))
+        self.policy.checkpointing.set_state_bytes(
+            lambda: state_to_come(optimizer.optimizer, self.make_optimizer, self.device)
+        )
 
     def _sampled(self, what: str) -> HandOver:
         if self.hand_over is None:
@@ -292,7 +294,7 @@ class QeRLModule(LightningModule):
         assert isinstance(optimizer, LightningOptimizer) and isinstance(schedule, LRScheduler)
         try:
             with deterministic():
-                ranks = ranks_of(self.trainer)
+                ranks = communicator_of(self.trainer)
                 return self.update.run(self.policy, experience, optimizer, schedule, self.manual_backward, ranks)
         except NonFiniteLossError as error:
             path = Path(self.trainer.default_root_dir) / "failed" / f"version-{self.policy_version}.ckpt"
@@ -339,8 +341,10 @@ class QeRLModule(LightningModule):
             "finetune": self.policy_config.finetune,
             "scaling": self.policy_config.scaling,
             "optimizer": type(self.trainer.optimizers[0]).__name__,
-            "random_states": ranks_of(self.trainer).gather(self._random_state or random_state()),  # set or yet to be
-            "recomputation": self.policy.recomputation.state(),
+            "random_states": communicator_of(self.trainer).gather(
+                self._random_state or random_state()
+            ),  # set or yet to be
+            "recomputation": self.policy.checkpointing.state(),
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -350,7 +354,7 @@ class QeRLModule(LightningModule):
             raise UserError("a checkpoint must be one of this trainer's; this one is not; name another with --resume")
         check_fits(state, self.base_identity, self.policy_config.finetune, self.policy_config.scaling)
         self.policy.load_trained_state(state["trained"])
-        self.policy.recomputation.load(state.get("recomputation"))
+        self.policy.checkpointing.load(state.get("recomputation"))
         self.policy_version, self._optimizer = state["policy_version"], state["optimizer"]
         states, rank = state["random_states"], self.global_rank
         self._random_state = states[rank if len(states) == self.trainer.world_size else 0]
@@ -358,5 +362,7 @@ class QeRLModule(LightningModule):
     def on_fit_end(self) -> None:
         """Write RUN/adapter or RUN/model, also where nothing was left to train: a kill may have come before it."""
         if writes_files(self.trainer) and self.policy_version:
-            with building(Path(self.trainer.default_root_dir) / self.policy.trained.result, replace=True) as folder:
+            with atomic_directory(
+                Path(self.trainer.default_root_dir) / self.policy.trained.result, replace=True
+            ) as folder:
                 self.policy.save(folder)

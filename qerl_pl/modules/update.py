@@ -11,14 +11,14 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from qerl_pl.algorithm.objectives import LossInputs, Objective
-from qerl_pl.distributed.communicator import ALONE, Ranks
+from qerl_pl.distributed.communicator import SINGLE_PROCESS, Communicator
 from qerl_pl.errors import UserError
 from qerl_pl.modules.policy import Policy
 from qerl_pl.persistence.random_state import stream_seed
 from qerl_pl.rollout.experience import Experience
 
 
-def deal_micro_batches(lengths: Sequence[int], most_tokens: int | None) -> list[list[int]]:
+def partition_micro_batches(lengths: Sequence[int], most_tokens: int | None) -> list[list[int]]:
     """Deal sequences to few micro-batches of as even a number of tokens as that gives.
 
     The longest first, each to the micro-batch that has the fewest tokens so far. Where that makes one too large, each
@@ -89,7 +89,7 @@ class Reference:
 
 
 @dataclass(frozen=True)
-class Known:
+class PrecomputedLogprobs:
     """What is known of a rollout before its first step."""
 
     experience: Experience
@@ -125,18 +125,18 @@ def frozen_logprobs(
     return found
 
 
-def drawn_places(share: float, completions: int, seed: int) -> Tensor:
+def sampled_indices(share: float, completions: int, seed: int) -> Tensor:
     """Places, ascending, of a share of the completions of all ranks, one at least; equal on all ranks."""
     count = min(max(round(share * completions), 1), completions)
     generator = torch.Generator().manual_seed(seed)
     return torch.randperm(completions, generator=generator)[:count].sort().values
 
 
-def rows_at(wanted: Tensor, places: Tensor, completions: int) -> Tensor:
+def local_rows(wanted: Tensor, indices: Tensor, completions: int) -> Tensor:
     """Own rows among the wanted places, in the order of those."""
-    row_at = torch.full((completions,), -1, device=places.device)
-    row_at[places] = torch.arange(len(places), device=places.device)
-    rows = row_at[wanted.to(places.device)]
+    row_at = torch.full((completions,), -1, device=indices.device)
+    row_at[indices] = torch.arange(len(indices), device=indices.device)
+    rows = row_at[wanted.to(indices.device)]
     return rows[rows >= 0]
 
 
@@ -164,7 +164,7 @@ class PolicyUpdate:
     Each pass splits the completions into `minibatches` parts, as even as they can be. Dynamic sampling may leave fewer
     completions than parts: an empty part's optimizer step has no gradient, so that neither parameters nor the
     optimizer's state change, and is counted as any other: the learning rate goes its way by rollouts. A part's gradient
-    is summed over micro-batches, dealt by `deal_micro_batches`.
+    is summed over micro-batches, dealt by `partition_micro_batches`.
 
     Args:
         objective: The loss.
@@ -220,7 +220,7 @@ class PolicyUpdate:
         optimizer: LightningOptimizer,
         schedule: LRScheduler,
         backward: Callable[[Tensor], None],
-        ranks: Ranks = ALONE,
+        ranks: Communicator = SINGLE_PROCESS,
     ) -> dict[str, float]:
         """Update the policy.
 
@@ -239,14 +239,14 @@ class PolicyUpdate:
         Raises:
             NonFiniteLossError: Loss or gradient is not finite.
         """
-        policy.recomputation.choose(self.most_tokens(experience.lengths), ranks)
+        policy.checkpointing.choose_mode(self.most_tokens(experience.lengths), ranks)
         own_stream = (ranks.rank,) if ranks.rank else ()
         torch.manual_seed(stream_seed(self.seed, "update", experience.version, *own_stream))  # dropout
         mask = self.objective.training_mask(experience.mask, experience.truncated)
-        places, tokens_of = self._everywhere(experience, mask, ranks)
+        indices, tokens_of = self._everywhere(experience, mask, ranks)
         minibatches = list(self._minibatches(experience.version, len(tokens_of)))
-        steps = [(step, rows_at(step, places, len(tokens_of))) for step in minibatches]
-        known = self._known(policy, experience, mask, steps[0][1], places, len(tokens_of))
+        steps = [(step, local_rows(step, indices, len(tokens_of))) for step in minibatches]
+        precomputed = self._known(policy, experience, mask, steps[0][1], indices, len(tokens_of))
         parameters = [parameter for parameter in policy.parameters() if parameter.requires_grad]
         totals: dict[str, float] = defaultdict(float)
         policy.train()
@@ -256,7 +256,7 @@ class PolicyUpdate:
             completions = float(len(step_places))
             weights = self.objective.weights(mask[rows], experience.max_tokens, completions, max(tokens, 1.0))
             unchanged = number == 0 and not policy.trained.random
-            sums = self._accumulate(policy, known, rows, weights, backward, parameters, unchanged)
+            sums = self._accumulate(policy, precomputed, rows, weights, backward, parameters, unchanged)
             if tokens > 0:  # else no rank has a gradient, and none is made
                 ranks.sum(_gradients(parameters, ranks))
             for part in ranks.gather(dict(sums)):
@@ -269,9 +269,9 @@ class PolicyUpdate:
             totals["lr"] += optimizer.param_groups[0]["lr"]
             optimizer.step()  # passes over parameters without a gradient: weight decay and momentum rest with it
             schedule.step()
-        if known.reference is not None and "kl" in totals:
-            totals["kl"] *= known.reference.factor
-        policy.recomputation.agree(ranks)
+        if precomputed.reference is not None and "kl" in totals:
+            totals["kl"] *= precomputed.reference.factor
+        policy.checkpointing.synchronize_mode(ranks)
         return self._metrics(totals)
 
     def _metrics(self, totals: Mapping[str, float]) -> dict[str, float]:
@@ -283,7 +283,7 @@ class PolicyUpdate:
     def _accumulate(
         self,
         policy: Policy,
-        known: Known,
+        precomputed: PrecomputedLogprobs,
         rows: Tensor,
         weights: Tensor,
         backward: Callable[[Tensor], None],
@@ -294,18 +294,18 @@ class PolicyUpdate:
 
         `unchanged`: the policy is still the old one, whose log-probabilities are kept for later steps.
         """
-        parts = self._micro_batches(known.experience.lengths[rows])
+        parts = self._micro_batches(precomputed.experience.lengths[rows])
 
         def work() -> list[dict[str, Tensor]]:
             found = []
             for part in parts:
-                loss, sums = self._loss(policy, known, rows[part], weights[part], unchanged)
+                loss, sums = self._loss(policy, precomputed, rows[part], weights[part], unchanged)
                 if loss.requires_grad:  # a micro-batch of masked completions has nothing to learn
                     backward(loss)
                 found.append({"loss": loss.detach(), **sums})
             return found
 
-        found = policy.recomputation.attempt(work, parameters)
+        found = policy.checkpointing.run_with_oom_fallback(work, parameters)
         totals: dict[str, float] = defaultdict(float)
         for name in found[0]:  # all at once, for each waits for the device
             for value in torch.stack([sums[name] for sums in found]).tolist():
@@ -313,23 +313,23 @@ class PolicyUpdate:
         return totals
 
     def _loss(
-        self, policy: Policy, known: Known, rows: Tensor, weights: Tensor, unchanged: bool
+        self, policy: Policy, precomputed: PrecomputedLogprobs, rows: Tensor, weights: Tensor, unchanged: bool
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Loss of a micro-batch, and sums over its tokens."""
-        experience, reference = known.experience, known.reference
-        logprobs, entropy = logprobs_of(policy, self.objective, experience, known.mask, rows)
+        experience, reference = precomputed.experience, precomputed.reference
+        logprobs, entropy = logprobs_of(policy, self.objective, experience, precomputed.mask, rows)
         if unchanged:
-            known.old[rows] = logprobs.detach()
+            precomputed.old[rows] = logprobs.detach()
         ref_logprobs = None
         if reference is not None:  # rows that were not measured add nothing
             measured = reference.measured[rows, None]
             ref_logprobs = torch.where(measured, reference.logprobs[rows], logprobs.detach())
         inputs = LossInputs(
             logprobs=logprobs,
-            old_logprobs=known.old[rows],
+            old_logprobs=precomputed.old[rows],
             sampler_logprobs=experience.sampler_logprobs[rows],
             advantages=experience.advantages[rows],
-            mask=known.mask[rows],
+            mask=precomputed.mask[rows],
             weights=weights,
             ref_logprobs=ref_logprobs,
             entropy=entropy,
@@ -338,8 +338,8 @@ class PolicyUpdate:
         return outputs.loss, outputs.metrics
 
     def _known(
-        self, policy: Policy, experience: Experience, mask: Tensor, first: Tensor, places: Tensor, completions: int
-    ) -> Known:
+        self, policy: Policy, experience: Experience, mask: Tensor, first: Tensor, indices: Tensor, completions: int
+    ) -> PrecomputedLogprobs:
         """Measure what the steps need and do not measure themselves; `first` are the rows of the first one.
 
         Its forward pass is the old policy's, unless there is dropout.
@@ -355,16 +355,16 @@ class PolicyUpdate:
         old, reference = measured(asked.nonzero().squeeze(1)), None
         share = 1.0 if self.objective.needs_reference else self.reference_share
         if share > 0:
-            drawn = drawn_places(share, completions, stream_seed(self.seed, "kl", experience.version))
-            rows = rows_at(drawn, places, completions)
+            drawn = sampled_indices(share, completions, stream_seed(self.seed, "kl", experience.version))
+            rows = local_rows(drawn, indices, completions)
             with policy.reference():
                 reference = Reference(measured(rows), torch.zeros_like(asked), completions / max(len(drawn), 1))
             reference.measured[rows] = True
-        return Known(experience, mask, old, reference)
+        return PrecomputedLogprobs(experience, mask, old, reference)
 
     def _micro_batches(self, lengths: Tensor) -> list[Tensor]:
         """Indices into `lengths` [B] of each micro-batch."""
-        parts = deal_micro_batches(lengths.tolist(), self.micro_batch_tokens)
+        parts = partition_micro_batches(lengths.tolist(), self.micro_batch_tokens)
         return [torch.tensor(part, dtype=torch.int64, device=lengths.device) for part in parts]
 
     def most_tokens(self, lengths: Tensor) -> int:
@@ -374,26 +374,26 @@ class PolicyUpdate:
             return int(lengths.sort(descending=True).values[:per_step].sum())
         return max([self.micro_batch_tokens, *lengths.tolist()])
 
-    def _everywhere(self, experience: Experience, mask: Tensor, ranks: Ranks) -> tuple[Tensor, Tensor]:
+    def _everywhere(self, experience: Experience, mask: Tensor, ranks: Communicator) -> tuple[Tensor, Tensor]:
         """Place of each own row among the completions of all ranks [B], and how many tokens train at each place."""
-        own = torch.arange(len(experience)) if experience.places is None else experience.places.cpu()
+        own = torch.arange(len(experience)) if experience.indices is None else experience.indices.cpu()
         parts = ranks.gather((own, mask.sum(dim=1).cpu()))
-        tokens_of = torch.zeros(sum(len(places) for places, _ in parts), dtype=torch.int64)
-        for places, tokens in parts:
-            tokens_of[places] = tokens
+        tokens_of = torch.zeros(sum(len(indices) for indices, _ in parts), dtype=torch.int64)
+        for indices, tokens in parts:
+            tokens_of[indices] = tokens
         return own.to(mask.device), tokens_of.to(mask.device)
 
     def _minibatches(self, version: int, completions: int) -> Iterator[Tensor]:
         """Places of each optimizer step, shuffled when there are several; of some steps none."""
         for epoch in range(self.epochs):
-            places = torch.arange(completions)
+            indices = torch.arange(completions)
             if self.minibatches > 1:
                 seed = stream_seed(self.seed, "minibatches", version, epoch)
-                places = torch.randperm(completions, generator=torch.Generator().manual_seed(seed))
-            yield from places.tensor_split(self.minibatches)
+                indices = torch.randperm(completions, generator=torch.Generator().manual_seed(seed))
+            yield from indices.tensor_split(self.minibatches)
 
 
-def _gradients(parameters: list[nn.Parameter], ranks: Ranks) -> list[Tensor]:
+def _gradients(parameters: list[nn.Parameter], ranks: Communicator) -> list[Tensor]:
     """Gradients to add up; zeros where this rank had nothing to learn from."""
     if ranks.size > 1:
         for parameter in parameters:

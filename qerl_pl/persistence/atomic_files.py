@@ -29,7 +29,7 @@ def cache_root() -> Path:
 
 
 @contextmanager
-def building(target: Path, replace: bool = False) -> Iterator[Path]:
+def atomic_directory(target: Path, replace: bool = False) -> Iterator[Path]:
     """A temporary folder beside `target` that takes its name, whole, when the block ends without an exception.
 
     What killed processes have left of the same target is removed first.
@@ -45,11 +45,13 @@ def building(target: Path, replace: bool = False) -> Iterator[Path]:
     with ExitStack() as stack:
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
-            with holding(target.parent, wait=True) as alone:  # or another process could take this one for left over
+            with directory_lock(
+                target.parent, wait=True
+            ) as alone:  # or another process could take this one for left over
                 if alone:
                     _remove_leftovers(target)
                 folder = Path(tempfile.mkdtemp(prefix=_unfinished(target), dir=target.parent))
-                stack.enter_context(holding(folder))
+                stack.enter_context(directory_lock(folder))
         except OSError as error:
             remedy = "set QERL_CACHE to" if target.parent == cache_root() else "choose"
             raise UserError(
@@ -67,7 +69,7 @@ def building(target: Path, replace: bool = False) -> Iterator[Path]:
 
 
 @contextmanager
-def made_once(target: Path) -> Iterator[bool]:
+def build_once(target: Path) -> Iterator[bool]:
     """Whether a folder is missing, for this process to make inside the block: others of the machine wait for it.
 
     Where no lock can be had all make it, and the first to finish counts.
@@ -96,7 +98,7 @@ def _replaced(target: Path) -> Path:
 def _remove_leftovers(target: Path) -> None:
     for folder in target.parent.glob(f"{glob.escape(_unfinished(target))}*"):
         try:
-            with holding(folder) as abandoned:
+            with directory_lock(folder) as abandoned:
                 if abandoned:
                     shutil.rmtree(folder, ignore_errors=True)
                     log.info("removed %s, which a killed process has left", folder)
@@ -139,7 +141,7 @@ def _swap(first: Path, second: Path) -> bool:
 
 
 @contextmanager
-def holding(folder: Path, wait: bool = False) -> Iterator[bool]:
+def directory_lock(folder: Path, wait: bool = False) -> Iterator[bool]:
     """Hold a folder's lock inside the block; False: another process does, or the filesystem has none for folders."""
     descriptor, held = os.open(folder, os.O_RDONLY), True
     try:
@@ -216,7 +218,7 @@ def remove_unwritten(folder: Path, names: str) -> None:
         log.info("removed %s, which a killed process has left", path)
 
 
-def write_atomically(path: Path, data: bytes) -> None:
+def atomic_write(path: Path, data: bytes) -> None:
     """Write a file as `writing` does.
 
     Raises:

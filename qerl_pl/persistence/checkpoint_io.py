@@ -17,7 +17,7 @@ from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.utilities.types import _PATH
 
 from qerl_pl.errors import UserError
-from qerl_pl.persistence.atomic_files import write_atomically, writing
+from qerl_pl.persistence.atomic_files import atomic_write, writing
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ class AtomicCheckpointIO(CheckpointIO):
             if target.is_file():  # until it is replaced, the file that is there stays valid
                 with target.open("rb") as old:
                     digests.append(hashlib.file_digest(old, "sha256").hexdigest())
-            write_atomically(digest_path(target), "".join(f"{digest}\n" for digest in digests).encode())
+            atomic_write(digest_path(target), "".join(f"{digest}\n" for digest in digests).encode())
 
     def load_checkpoint(
         self, path: _PATH, map_location: Any | None = None, weights_only: bool | None = None

@@ -52,7 +52,7 @@ def set_random_state(state: dict[str, Any]) -> None:
 
 
 @contextmanager
-def random_state_kept() -> Iterator[None]:
+def isolated_random_state() -> Iterator[None]:
     """What draws inside the block leaves the global generators as they were."""
     state = random_state()
     try:

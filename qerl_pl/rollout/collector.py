@@ -13,9 +13,9 @@ from transformers import PreTrainedTokenizerBase
 
 from qerl_pl.algorithm.advantages import informative_groups
 from qerl_pl.algorithm.objectives import Objective
-from qerl_pl.distributed.communicator import ALONE, Ranks
+from qerl_pl.distributed.communicator import SINGLE_PROCESS, Communicator
 from qerl_pl.engines.base import RolloutEngine
-from qerl_pl.evaluation.evaluator import HeldOut, Samples, sample_seeds
+from qerl_pl.evaluation.evaluator import Evaluator, Samples, sample_seeds
 from qerl_pl.persistence.random_state import stream_seed
 from qerl_pl.rewards import AnswerReward
 from qerl_pl.rollout.config import CollectorConfig
@@ -28,7 +28,7 @@ from qerl_pl.rollout.experience import (
     score_groups,
     totals,
 )
-from qerl_pl.rollout.parity_check import CheckedPolicy, check_agreement
+from qerl_pl.rollout.parity_check import CheckedPolicy, check_logprob_parity
 from qerl_pl.types import (
     Completion,
     Evaluation,
@@ -41,7 +41,7 @@ from qerl_pl.types import (
 T = TypeVar("T")
 
 
-def deal(prompts: Sequence[str], foreseen: Mapping[str, float], size: int) -> list[list[int]]:
+def partition_prompts(prompts: Sequence[str], expected_lengths: Mapping[str, float], size: int) -> list[list[int]]:
     """Places of the prompts of each rank, ascending; equal on all ranks, for all know the same.
 
     The longest is dealt first, each to the rank with the fewest tokens so far among those with room; numbers of prompts
@@ -49,12 +49,12 @@ def deal(prompts: Sequence[str], foreseen: Mapping[str, float], size: int) -> li
 
     Args:
         prompts: Ids, in the order of the batch.
-        foreseen: Mean length of a prompt's completions where it was sampled before, in tokens. Others are taken for
+        expected_lengths: Mean length of a prompt's completions where it was sampled before, in tokens. Others are taken for
             the mean of those.
         size: Number of ranks.
     """
-    usual = sum(foreseen.values()) / len(foreseen) if foreseen else 1.0
-    length = [foreseen.get(prompt, usual) for prompt in prompts]
+    usual = sum(expected_lengths.values()) / len(expected_lengths) if expected_lengths else 1.0
+    length = [expected_lengths.get(prompt, usual) for prompt in prompts]
     fewest, more = divmod(len(prompts), size)
     hands: list[list[int]] = [[] for _ in range(size)]
     tokens = [0.0] * size
@@ -67,7 +67,7 @@ def deal(prompts: Sequence[str], foreseen: Mapping[str, float], size: int) -> li
     return [sorted(hand) for hand in hands]
 
 
-def in_order(ranks: Ranks, places: Sequence[int], own: Iterable[T]) -> list[T]:
+def in_order(ranks: Communicator, indices: Sequence[int], own: Iterable[T]) -> list[T]:
     """What all ranks have, in the order of its places; collective.
 
     Args:
@@ -75,7 +75,7 @@ def in_order(ranks: Ranks, places: Sequence[int], own: Iterable[T]) -> list[T]:
         places: Of what this rank has.
         own: That.
     """
-    together = ranks.concatenate(zip(places, own, strict=True))
+    together = ranks.concatenate(zip(indices, own, strict=True))
     return [one for _, one in sorted(together, key=lambda pair: pair[0])]
 
 
@@ -111,7 +111,7 @@ class Collector:
         tokenizer: PreTrainedTokenizerBase,
         objective: Objective,
         seed: int,
-        ranks: Ranks = ALONE,
+        ranks: Communicator = SINGLE_PROCESS,
     ) -> None:
         self.config = config
         self.engine = engine
@@ -119,7 +119,7 @@ class Collector:
         self.objective = objective
         self.seed = seed
         self.ranks = ranks
-        self.foreseen: dict[str, float] = {}
+        self.expected_lengths: dict[str, float] = {}
         """Mean length in tokens of each prompt's last completions, by id: what dealing goes by."""
         self._rollouts = 0
 
@@ -144,7 +144,7 @@ class Collector:
             with _timed(seconds, "check"):
                 seed = stream_seed(self.seed, "probe", weights.version)
                 longest, bound = config.sampling.max_tokens, config.mismatch_bound
-                check_agreement(self.engine, policy, prompts[:2], weights.version, seed, longest, bound)
+                check_logprob_parity(self.engine, policy, prompts[:2], weights.version, seed, longest, bound)
         self._rollouts += 1
         metrics: dict[str, float] = {}
         with _timed(seconds, "sync"):
@@ -205,8 +205,8 @@ class Collector:
     def _sample(self, prompts: Sequence[Prompt], version: int, seconds: dict[str, float]) -> list[Group]:
         """Scored groups of all prompts, those of this rank with their completions."""
         config, ranks = self.config, self.ranks
-        places = deal([prompt.id for prompt in prompts], self.foreseen, ranks.size)[ranks.rank]
-        own = [prompts[place] for place in places]
+        indices = partition_prompts([prompt.id for prompt in prompts], self.expected_lengths, ranks.size)[ranks.rank]
+        own = [prompts[place] for place in indices]
         with _timed(seconds, "rollout"):
             completions = self._generate(own, config.sampling, config.group_size, ("rollout", version))
         with _timed(seconds, "reward"):
@@ -215,10 +215,10 @@ class Collector:
             return groups
         with _timed(seconds, "wait"):
             ranks.wait()
-        together = in_order(ranks, places, (group.elsewhere() for group in groups))
-        for place, group in zip(places, groups, strict=True):
+        together = in_order(ranks, indices, (group.elsewhere() for group in groups))
+        for place, group in zip(indices, groups, strict=True):
             together[place] = group
-        self.foreseen |= {group.prompt.id: sum(group.lengths) / len(group.lengths) for group in together}
+        self.expected_lengths |= {group.prompt.id: sum(group.lengths) / len(group.lengths) for group in together}
         return together
 
     def _generate(
@@ -265,7 +265,7 @@ class Collector:
             seconds=seconds,
             temperature=self.config.sampling.temperature,
             max_tokens=self.config.sampling.max_tokens,
-            places=rows,
+            indices=rows,
             metrics=metrics,
             records=tuple(record for group in groups for record in group.records()),
         )
@@ -292,12 +292,12 @@ class Collector:
         self.engine.wake()
         self.engine.sync(weights)
         ranks = self.ranks
-        places = list(range(ranks.rank, len(prompts), ranks.size))
-        held_out = HeldOut(self.config, self.engine, self.tokenizer, self.seed)
-        evaluated = held_out.answered([prompts[place] for place in places], name, kept)
+        indices = list(range(ranks.rank, len(prompts), ranks.size))
+        held_out = Evaluator(self.config, self.engine, self.tokenizer, self.seed)
+        evaluated = held_out.evaluate([prompts[place] for place in indices], name, kept)
         self.engine.sleep()
         tells = isinstance(self.config.answers, AnswerReward)
-        return Evaluation(in_order(ranks, places, evaluated), name, tells)
+        return Evaluation(in_order(ranks, indices, evaluated), name, tells)
 
 
 @contextmanager

@@ -55,7 +55,7 @@ class Experience:
     """Of the sampling; the trainer divides its logits by it too."""
     max_tokens: int
     """Most tokens that a completion could have had."""
-    places: Tensor | None = None
+    indices: Tensor | None = None
     """Place of each row among the completions of all ranks, int64 [B], on the CPU; None where they are all here."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """What the rollout has to log, by TensorBoard tag."""

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from qerl_pl.engines.base import LentWeights
+from qerl_pl.engines.base import SharedWeights
 from qerl_pl.evaluation.evaluator import Samples
 from qerl_pl.rollout.experience import Experience
 from qerl_pl.types import Evaluation
@@ -12,7 +12,7 @@ from qerl_pl.types import Evaluation
 class HandOver:
     """A place for what was sampled for the step to come, and for the weights that the engine lends."""
 
-    lent: LentWeights | None = None
+    shared: SharedWeights | None = None
     """Weights of the base model to use instead of an own copy."""
     cache_gib: float = 0.0
     """What the engine gives back of its key/value cache while it sleeps, and the update has."""

@@ -28,7 +28,7 @@ class CheckedPolicy(Protocol):
         ...
 
     @property
-    def whole(self) -> bool:
+    def full_finetuning(self) -> bool:
         """Whether all of it trains: then it has neither adapter nor reference to compare with."""
         ...
 
@@ -46,7 +46,7 @@ class CheckedPolicy(Protocol):
         """Inside the block it is its reference: adapter off, norm scales as in the base model."""
         ...
 
-    def probed(self, seed: int) -> AbstractContextManager[None]:
+    def perturbed(self, seed: int) -> AbstractContextManager[None]:
         """Inside the block its adapter is a random one, or some of its weights are."""
         ...
 
@@ -56,7 +56,7 @@ class CheckedPolicy(Protocol):
 
 
 @dataclass(frozen=True)
-class Agreement:
+class LogprobParity:
     """Mean absolute differences of log-probabilities, in nats a token, without noise."""
 
     adapter_on: float
@@ -67,7 +67,7 @@ class Agreement:
     """The trainer's policy and its reference: what the adapter does."""
 
 
-def check_agreement(
+def check_logprob_parity(
     engine: RolloutEngine,
     policy: CheckedPolicy,
     prompts: Sequence[Prompt],
@@ -92,20 +92,22 @@ def check_agreement(
         bound: Nats a token.
 
     Raises:
-        UserError: They differ by more than `require_agreement` allows.
+        UserError: They differ by more than `require_logprob_parity` allows.
     """
-    if policy.whole:
-        require_agreement(_measure_whole(engine, policy, prompts, version, seed, max_tokens), bound, probed=True)
+    if policy.full_finetuning:
+        require_logprob_parity(
+            _measure_whole(engine, policy, prompts, version, seed, max_tokens), bound, perturbed=True
+        )
         return
     for probe in (False, True):
-        with policy.probed(seed) if probe else nullcontext():
-            found = measure_agreement(engine, policy, prompts, version, max_tokens)
-        require_agreement(found, bound, probe)
+        with policy.perturbed(seed) if probe else nullcontext():
+            found = measure_logprob_parity(engine, policy, prompts, version, max_tokens)
+        require_logprob_parity(found, bound, probe)
 
 
-def measure_agreement(
+def measure_logprob_parity(
     engine: RolloutEngine, policy: CheckedPolicy, prompts: Sequence[Prompt], version: int, max_tokens: int = TOKENS
-) -> Agreement:
+) -> LogprobParity:
     """Sample greedily with the adapter on and off, and compare with the trainer on the same tokens.
 
     Leaves the engine synced to the reference policy: sync it again before use.
@@ -124,23 +126,23 @@ def measure_agreement(
     with policy.reference():
         _, reference = compared.difference(with_adapter)
         off, _ = compared.difference(without)
-    return Agreement(on, off, (own - reference).abs().mean().item())
+    return LogprobParity(on, off, (own - reference).abs().mean().item())
 
 
 def _measure_whole(
     engine: RolloutEngine, policy: CheckedPolicy, prompts: Sequence[Prompt], version: int, seed: int, max_tokens: int
-) -> Agreement:
+) -> LogprobParity:
     """The same for a policy that trains whole: as it is in place of "without adapter", and probed in place of "with".
 
     Leaves the engine synced to the probe: sync it again before use.
     """
     compared = _Compared(engine, policy, prompts, max_tokens)
     off, _ = compared.difference(compared.sample(policy.weights(version)))
-    with policy.probed(seed):
+    with policy.perturbed(seed):
         completions = compared.sample(policy.weights(version))
         on, own = compared.difference(completions)
     _, unprobed = compared.difference(completions)
-    return Agreement(on, off, (own - unprobed).abs().mean().item())
+    return LogprobParity(on, off, (own - unprobed).abs().mean().item())
 
 
 class _Compared:
@@ -166,7 +168,7 @@ class _Compared:
         return (own - sampled)[mask].abs().mean().item(), own[mask]
 
 
-def require_agreement(agreement: Agreement, bound: float, probed: bool = False) -> None:
+def require_logprob_parity(agreement: LogprobParity, bound: float, perturbed: bool = False) -> None:
     """Stop the run where the engine's log-probabilities are not the policy's.
 
     With the adapter on, the engine may differ from the trainer by `bound`; and where the adapter's effect stands out of
@@ -185,9 +187,9 @@ def require_agreement(agreement: Agreement, bound: float, probed: bool = False) 
         UserError: It differs by more.
     """
     rounding = max(agreement.adapter_off, 1e-6)
-    stands_out = agreement.adapter_effect > max(8 * rounding, 0.0 if probed else bound / 4)
+    stands_out = agreement.adapter_effect > max(8 * rounding, 0.0 if perturbed else bound / 4)
     wrong_adapter = stands_out and agreement.adapter_on > agreement.adapter_effect / 2
-    largest = math.inf if probed else bound
+    largest = math.inf if perturbed else bound
     if not (agreement.adapter_off <= bound and agreement.adapter_on <= largest) or wrong_adapter:  # nan is no agreement
         raise UserError(
             f"engine and trainer must agree within {bound:g} nats a token without noise; found "

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, Qwen2Config, Qw
 
 from qerl_pl.chat_template import render_prompt
 from qerl_pl.errors import UserError, require_at_least
-from qerl_pl.persistence.atomic_files import building, cache_root, made_once
+from qerl_pl.persistence.atomic_files import atomic_directory, build_once, cache_root
 from qerl_pl.persistence.random_state import stream_seed
 from qerl_pl.toy.task import ArithmeticTask, careful_demonstration, careless_demonstration
 from qerl_pl.toy.tokenizer import VOCABULARY, build_tokenizer
@@ -99,7 +99,7 @@ def build_toy_policy(config: ToyConfig | None = None, cache_dir: str | Path | No
     folder = cache / f"toy-{config.digest}"
     if folder.is_dir():
         return folder
-    with made_once(folder) as missing:
+    with build_once(folder) as missing:
         if missing:
             _teach(config, folder)
     return folder
@@ -107,7 +107,7 @@ def build_toy_policy(config: ToyConfig | None = None, cache_dir: str | Path | No
 
 def _teach(config: ToyConfig, folder: Path) -> None:
     log.info("teaching the toy policy (once): %s", folder)
-    with building(folder) as unfinished:
+    with atomic_directory(folder) as unfinished:
         tokenizer = build_tokenizer()
         with _one_thread():
             model = _warm_up(config, tokenizer)

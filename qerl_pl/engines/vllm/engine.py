@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
-from qerl_kernels import FEW_TOKENS, select_backend
+from qerl_kernels import DECODE_GEMM_MAX_TOKENS, select_backend
 
-from qerl_pl.engines.base import EngineSpec, LentWeights, check_adapter, check_requests, check_targets, regroup
+from qerl_pl.engines.base import EngineSpec, SharedWeights, check_adapter, check_requests, check_targets, regroup
 from qerl_pl.engines.capacity import GIB, check_length, files_gib, kv_bytes_per_token, kv_cache_size
 from qerl_pl.engines.vllm import linear_methods, worker
 from qerl_pl.engines.vllm.startup import check_start, import_vllm, process_state_kept, refusals_told, release_memory
@@ -92,7 +92,7 @@ class VLLMEngine:
             vLLM chooses.
         linear_backend: Kernels of 4-bit linears. humming cannot lend its weights, so the GPU holds two copies, and
             needs a CUDA compiler at run time; auto lets vLLM choose. Not used on a CPU.
-        few_up_to: Tokens of one forward pass up to which Marlin's linears, adapter included, run in this package's own
+        decode_gemm_max_tokens: Tokens of one forward pass up to which Marlin's linears, adapter included, run in this package's own
             product, which decodes faster (Hopper GPUs, bfloat16; elsewhere Marlin does). null leaves all to Marlin.
         dense_above: Tokens of one forward pass above which Marlin's linears multiply by their dequantized weight, as
             while prompts are read: twice as fast (bfloat16 only). null leaves all to Marlin.
@@ -115,7 +115,7 @@ class VLLMEngine:
         max_num_seqs: int = 256,
         max_num_batched_tokens: int | None = None,
         linear_backend: Literal["marlin", "humming", "auto"] = "marlin",
-        few_up_to: int | None = FEW_TOKENS,
+        decode_gemm_max_tokens: int | None = DECODE_GEMM_MAX_TOKENS,
         dense_above: int | None = 512,
         enforce_eager: bool = False,
         sleep_mode: bool = True,
@@ -125,14 +125,21 @@ class VLLMEngine:
     ) -> None:
         if kv_cache_gib is not None and gpu_memory_utilization is not None:
             raise UserError("set one of kv_cache_gib and gpu_memory_utilization; both are set: leave one out")
-        require_at_least(1, {"max_num_seqs": max_num_seqs, "dense_above": dense_above, "few_up_to": few_up_to})
+        require_at_least(
+            1,
+            {
+                "max_num_seqs": max_num_seqs,
+                "dense_above": dense_above,
+                "decode_gemm_max_tokens": decode_gemm_max_tokens,
+            },
+        )
         self.kv_cache_gib = kv_cache_gib
         self.gpu_memory_utilization = gpu_memory_utilization
         self.max_model_len = max_model_len
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.linear_backend = linear_backend
-        self.few_up_to = few_up_to
+        self.decode_gemm_max_tokens = decode_gemm_max_tokens
         self.dense_above = dense_above
         self.enforce_eager = enforce_eager
         self.sleep_mode = sleep_mode
@@ -199,7 +206,7 @@ class VLLMEngine:
         from vllm import LLM
 
         ours = backend is not None and spec.dtype == torch.bfloat16
-        dense_above, few_up_to = (self.dense_above, self.few_up_to) if ours else (None, None)
+        dense_above, decode_gemm_max_tokens = (self.dense_above, self.decode_gemm_max_tokens) if ours else (None, None)
         worker_cls = worker.worker_class(spec.device, spec.ranks)
         if self._on_gpu:  # whatever the base: what vLLM compiles and warms up now is what it will sample with
             select_backend("triton")
@@ -228,24 +235,26 @@ class VLLMEngine:
                 gpu_memory_utilization=0.01 if kv_gib is not None else self.gpu_memory_utilization,
                 kv_cache_memory_bytes=None if kv_gib is None else int(kv_gib * GIB),
                 linear_backend=backend or "auto",
-                additional_config=worker.engine_config(spec, dense_above, few_up_to),
+                additional_config=worker.engine_config(spec, dense_above, decode_gemm_max_tokens),
                 compilation_config={"inductor_compile_config": REPEATABLE} if self._on_gpu else None,
             )
 
-    def lend(self) -> LentWeights | None:
+    def shared_weights(self) -> SharedWeights | None:
         """The linears, embeddings and lm_head, so that the GPU holds the base once; None with other kernels."""
         assert self._spec is not None, "launch comes first"
-        lent: LentWeights | None = None
+        shared: SharedWeights | None = None
         reason: str | None = "share_weights is off"
         if self.share_weights:
-            reason = linear_methods.why_not_lent(self.kernels, self._spec.dtype)
+            reason = linear_methods.why_not_shared(self.kernels, self._spec.dtype)
         if reason is None:
-            lent, reason = self._call("qerl_lend"), "a weight is padded, or shares one of Marlin's tiles with another"
-        if lent is None:
+            shared, reason = self._call("qerl_lend"), "a weight is padded, or shares one of Marlin's tiles with another"
+        if shared is None:
             log.info("the trainer loads its own copy of the base, %.3g GiB: %s", files_gib(self._spec.base), reason)
         else:
-            log.info("the trainer borrows vLLM's weights: %d linears, %s", len(lent.linears), ", ".join(lent.tensors))
-        return lent
+            log.info(
+                "the trainer borrows vLLM's weights: %d linears, %s", len(shared.linears), ", ".join(shared.tensors)
+            )
+        return shared
 
     def _call(self, method: str, *args: object) -> Any:
         assert self._llm is not None, "launch comes first"

@@ -15,9 +15,9 @@ from qerl_kernels import (
     FrozenWeight,
     MarlinRows,
     MarlinTensor,
-    few_tokens_linear,
-    few_tokens_sizes,
-    few_tokens_supported,
+    decode_gemm_linear,
+    decode_gemm_sizes,
+    decode_gemm_supported,
     frozen_linear,
     silu_of_halves,
     widened_linear,
@@ -134,7 +134,7 @@ def _global_scale(linear: Any) -> Tensor | None:
     return None if held is None else held.data
 
 
-def lent_rows(linear: Any, parts: Sequence[Part]) -> Mapping[str, FrozenWeight] | None:
+def shared_rows(linear: Any, parts: Sequence[Part]) -> Mapping[str, FrozenWeight] | None:
     """What one of vLLM's linears lends: a frozen weight for each of the base model's linears that it holds.
 
     Args:
@@ -146,7 +146,7 @@ def lent_rows(linear: Any, parts: Sequence[Part]) -> Mapping[str, FrozenWeight] 
         or one of Marlin's tiles holds rows of two parts.
     """
     if weight_map.is_nf4(linear):
-        return weight_map.lent_rows(linear, parts)
+        return weight_map.shared_rows(linear, parts)
     if getattr(linear, "weight_scale", None) is None:
         return {}
     held = marlin_tensor(linear)
@@ -177,7 +177,7 @@ def check_marlin_shapes(linears: dict[str, tuple[int, int]]) -> None:
             )
 
 
-def why_not_lent(kernels: Sequence[str], dtype: torch.dtype) -> str | None:
+def why_not_shared(kernels: Sequence[str], dtype: torch.dtype) -> str | None:
     """What keeps vLLM from lending the weights of its linears; None where it may.
 
     Args:
@@ -314,11 +314,11 @@ def adapted_linear(
     a: Tensor | None,
     b: Tensor | None,
     starts: Sequence[int],
-    few_up_to: int,
+    decode_gemm_max_tokens: int,
     dense_above: int,
     gated: bool,
 ) -> Tensor:
-    """x [tokens, K] W^T + bias + (x a^T) b^T -> [tokens, N], by `few_tokens_linear` up to `few_up_to` tokens.
+    """x [tokens, K] W^T + bias + (x a^T) b^T -> [tokens, N], by `decode_gemm_linear` up to `decode_gemm_max_tokens` tokens.
 
     Above, `product_by_tokens` and two plain products, or for many tokens and rows `widened_linear`. An operator, for
     the choice depends on the number of tokens, which vLLM's compiled graphs leave open. If `gated`, silu(first half) *
@@ -336,13 +336,13 @@ def adapted_linear(
         a: [r, K], of all parts one below the other; None without an adapter.
         b: [N, r], each part's in the block of its rows and ranks.
         starts: First row of each part that has an adapter; empty without one.
-        few_up_to: Tokens.
+        decode_gemm_max_tokens: Tokens.
         dense_above: Tokens.
         gated: Whether the rows are an MLP's gate and up projection, and the result is activated.
     """
     held = MarlinTensor(weight, scale, global_scale)
-    if len(x) <= few_up_to:
-        return few_tokens_linear(x, held, bias, a=a, b=b, starts=starts or (0,), gated=gated)
+    if len(x) <= decode_gemm_max_tokens:
+        return decode_gemm_linear(x, held, bias, a=a, b=b, starts=starts or (0,), gated=gated)
     if a is not None and b is not None and len(x) > dense_above and widening_pays(a, b):
         y = widened_linear(x, MarlinRows(held, alpha=alpha.item()), bias, a, b)
     else:
@@ -358,13 +358,13 @@ def _(x: Tensor, weight: Tensor, *rest: object) -> Tensor:
     return x.new_empty(x.shape[0], rows // 2 if rest[-1] else rows)  # len() would fix the number of tokens
 
 
-class FewTokensMethod:
+class DecodeGemmMethod:
     """Stands in for the `quant_method` of one of vLLM's NVFP4 linears, with its adapter and, if `gated`, activation."""
 
-    def __init__(self, base: Any, starts: Sequence[int], few_up_to: int, dense_above: int) -> None:
+    def __init__(self, base: Any, starts: Sequence[int], decode_gemm_max_tokens: int, dense_above: int) -> None:
         self.base = base
         self.starts = tuple(starts)
-        self.few_up_to = few_up_to
+        self.decode_gemm_max_tokens = decode_gemm_max_tokens
         self.dense_above = dense_above
         self.gated = False
 
@@ -373,28 +373,28 @@ class FewTokensMethod:
         weight = (layer.weight, layer.weight_scale, layer.weight_global_scale)
         plain = None if bias is None else layer.qerl_bias
         a, b = (layer.qerl_a, layer.qerl_b) if self.starts else (None, None)
-        numbers = (list(self.starts), self.few_up_to, self.dense_above, self.gated)
+        numbers = (list(self.starts), self.decode_gemm_max_tokens, self.dense_above, self.gated)
         y: Tensor = adapted_linear(x, *weight, layer.workspace, bias, plain, layer.qerl_alpha, a, b, *numbers)
         return y
 
 
-def attach_few(linear: Any, starts: Sequence[int], few_up_to: int) -> bool:
+def attach_decode_gemm(linear: Any, starts: Sequence[int], decode_gemm_max_tokens: int) -> bool:
     """Let one of vLLM's linears run few tokens with its adapter in one product, before vLLM compiles it.
 
     Args:
         linear: With an adapter, if it gets one, and after `attach_dense`.
         starts: First row of each part that has an adapter, ascending.
-        few_up_to: Tokens.
+        decode_gemm_max_tokens: Tokens.
 
     Returns:
         Whether it does: not without an NVFP4 weight in Marlin's layout, or where the kernels do not run.
     """
     held, method = marlin_tensor(linear), linear.quant_method
-    if held is None or not few_tokens_supported(held):
+    if held is None or not decode_gemm_supported(held):
         return False
     base = method.base if isinstance(method, AdaptedMethod) else method
     assert isinstance(base, MarlinOrDenseMethod), "attach_dense comes first"
-    linear.quant_method = FewTokensMethod(method, starts, few_up_to, base.dense_above)
+    linear.quant_method = DecodeGemmMethod(method, starts, decode_gemm_max_tokens, base.dense_above)
     return True
 
 
@@ -405,7 +405,7 @@ def attach_gated(mlp: Any) -> bool:
     where the trainer's does: silu(gate) first, which compiled graphs keep in float32.
 
     Args:
-        mlp: After `attach_few`.
+        mlp: After `attach_decode_gemm`.
 
     Returns:
         Whether it does: not where the MLP is none of a known class that computes down(act(gate_up(x))) and no more.
@@ -414,7 +414,7 @@ def attach_gated(mlp: Any) -> bool:
         return False
     code, method = getattr(type(mlp).forward, "__code__", None), mlp.gate_up_proj.quant_method
     plain = code is not None and code.co_names == MLP_PARTS  # all that its forward looks up, in this order
-    if not plain or type(mlp.act_fn).__name__ != "SiluAndMul" or not isinstance(method, FewTokensMethod):
+    if not plain or type(mlp.act_fn).__name__ != "SiluAndMul" or not isinstance(method, DecodeGemmMethod):
         return False
     method.gated = True
     mlp.act_fn = nn.Identity()
@@ -426,7 +426,7 @@ log = logging.getLogger(__name__)
 
 def changes_products(config: Mapping[str, Any]) -> bool:
     """Whether 4-bit linears in Marlin's layout multiply otherwise than vLLM's do."""
-    return config["dense_above"] is not None or config["few_up_to"] is not None
+    return config["dense_above"] is not None or config["decode_gemm_max_tokens"] is not None
 
 
 def attach_all(
@@ -439,7 +439,7 @@ def attach_all(
 
     Args:
         linears: By name; each with its parts.
-        config: What `vllm_worker.engine_config` made: adapter, the numbers of tokens `few_up_to` and `dense_above`, and
+        config: What `vllm_worker.engine_config` made: adapter, the numbers of tokens `decode_gemm_max_tokens` and `dense_above`, and
             whether MLPs are `gated`.
         dtype: Of activations.
         modules: The model's, with its MLPs among them.
@@ -453,7 +453,7 @@ def attach_all(
     slots: Slots = {}
     few: list[Any] = []
     ours = changes_products(config) and not missing()
-    few_up_to = config["few_up_to"] if ours else None
+    decode_gemm_max_tokens = config["decode_gemm_max_tokens"] if ours else None
     for linear, held in linears.values():
         if ours:
             above = config["dense_above"]
@@ -461,28 +461,28 @@ def attach_all(
         parts = [part for part in held if config["rank"] and part[0].rpartition(".")[2] in config["targets"]]
         if parts:
             slots |= attach_adapter(linear, parts, config["rank"], dtype)
-        if few_up_to is not None:
-            few += [linear] * attach_few(linear, [start for _, start, _ in parts], few_up_to)
-    if few_up_to is not None:
+        if decode_gemm_max_tokens is not None:
+            few += [linear] * attach_decode_gemm(linear, [start for _, start, _ in parts], decode_gemm_max_tokens)
+    if decode_gemm_max_tokens is not None:
         gated = sum(attach_gated(module) for module in modules) if config["gated"] else 0
-        check_few(few, few_up_to)
+        check_decode_gemm(few, decode_gemm_max_tokens)
         log.info(
-            "%d of %d linears take few_up_to: %d tokens or fewer at once run in one product with their adapter (Hopper "
+            "%d of %d linears take decode_gemm_max_tokens: %d tokens or fewer at once run in one product with their adapter (Hopper "
             "GPUs only), %d with an MLP's activation",
-            *(len(few), len(linears), few_up_to, gated),
+            *(len(few), len(linears), decode_gemm_max_tokens, gated),
         )
     return slots
 
 
 @torch.inference_mode()
-def check_few(linears: Sequence[Any], few_up_to: int) -> None:
+def check_decode_gemm(linears: Sequence[Any], decode_gemm_max_tokens: int) -> None:
     """Run one linear of each kind for as many tokens as compile something of their own, and compare.
 
     So that nothing compiles while a CUDA graph is captured, and no wrong product decodes.
 
     Args:
-        linears: What `attach_few` has changed.
-        few_up_to: Tokens.
+        linears: What `attach_decode_gemm` has changed.
+        decode_gemm_max_tokens: Tokens.
 
     Raises:
         UserError: The product of few tokens is not that of the dequantized weight.
@@ -490,13 +490,15 @@ def check_few(linears: Sequence[Any], few_up_to: int) -> None:
     done: set[tuple[object, ...]] = set()
     for linear in linears:
         method, held = linear.quant_method, marlin_tensor(linear)
-        assert isinstance(method, FewTokensMethod) and held is not None
+        assert isinstance(method, DecodeGemmMethod) and held is not None
         kind = (held.weight.shape, method.starts, method.gated, linear.bias is None)
         if kind in done:
             continue
         done.add(kind)
         weight = MarlinRows(held, alpha=linear.qerl_alpha.item())
-        for tokens in few_tokens_sizes(held, len(linear.qerl_a) if method.starts else 0, few_up_to, method.gated):
+        for tokens in decode_gemm_sizes(
+            held, len(linear.qerl_a) if method.starts else 0, decode_gemm_max_tokens, method.gated
+        ):
             x = probe(tokens, held)
             few, dense = method.apply(linear, x, linear.bias), frozen_linear(x, weight, linear.qerl_bias)
             dense = silu_of_halves(dense) if method.gated else dense
@@ -504,6 +506,6 @@ def check_few(linears: Sequence[Any], few_up_to: int) -> None:
             if not by <= TOLERANCE:
                 raise UserError(
                     f"the product of {tokens} tokens must be that of the dequantized weight; for a weight "
-                    f"{weight.shape[0]} x {weight.shape[1]} they differ by {by:.2g} of its size: set few_up_to to "
+                    f"{weight.shape[0]} x {weight.shape[1]} they differ by {by:.2g} of its size: set decode_gemm_max_tokens to "
                     "null"
                 )

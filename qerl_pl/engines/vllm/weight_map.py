@@ -49,7 +49,7 @@ def is_nf4(linear: Any) -> bool:
     return look_up(linear, "weight.bnb_quant_state") is not None
 
 
-def lent_rows(linear: Any, parts: Sequence[Part]) -> dict[str, NF4Weight] | None:
+def shared_rows(linear: Any, parts: Sequence[Part]) -> dict[str, NF4Weight] | None:
     """What one of vLLM's linears lends: a frozen weight for each of the base model's linears that it holds.
 
     vLLM undoes the double quantization when it loads; the weights are the same.
@@ -65,7 +65,7 @@ def lent_rows(linear: Any, parts: Sequence[Part]) -> dict[str, NF4Weight] | None
     offsets = [int(offset) for offset in weight.bnb_shard_offsets]
     if len(states) != len(parts):
         return None
-    lent: dict[str, NF4Weight] = {}
+    shared: dict[str, NF4Weight] = {}
     for index, (name, start, stop) in enumerate(parts):
         state = states[index]
         shape = (stop - start, linear.input_size_per_partition)
@@ -73,8 +73,8 @@ def lent_rows(linear: Any, parts: Sequence[Part]) -> dict[str, NF4Weight] | None
         known = tuple(state.shape) == shape and state.quant_type == "nf4" and state.blocksize == NF4_BLOCK
         if not known or state.nested or state.absmax.dtype != torch.float32 or 2 * len(codes) != shape[0] * shape[1]:
             return None
-        lent[name] = NF4Weight(NF4Tensor(codes, state.absmax, state.absmax[:0], 0.0), shape)
-    return lent
+        shared[name] = NF4Weight(NF4Tensor(codes, state.absmax, state.absmax[:0], 0.0), shape)
+    return shared
 
 
 class PlainMethod:

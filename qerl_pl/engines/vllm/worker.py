@@ -16,7 +16,7 @@ from qerl_kernels import FrozenWeight
 from torch import Tensor, nn
 
 from qerl_pl.algorithm.noise import NormNoise
-from qerl_pl.engines.base import EngineSpec, LentWeights
+from qerl_pl.engines.base import EngineSpec, SharedWeights
 from qerl_pl.engines.capacity import held_gib
 from qerl_pl.engines.vllm import linear_methods, weight_map
 from qerl_pl.engines.vllm.compat import look_up
@@ -144,13 +144,17 @@ def worker_class(device: torch.device, ranks: int = 1) -> str:
     )
 
 
-def engine_config(spec: EngineSpec, dense_above: int | None, few_up_to: int | None) -> dict[str, Any]:
+def engine_config(spec: EngineSpec, dense_above: int | None, decode_gemm_max_tokens: int | None) -> dict[str, Any]:
     """vLLM's `additional_config`: what the worker must know at loading (see `vllm_linears`).
 
     It is part of the key of vLLM's cache of compiled graphs, so none of other norms, products or adapter ever runs.
     """
-    adapter = {"rank": spec.lora_rank, "targets": sorted(spec.lora_targets), "whole": spec.whole}
-    products = {"dense_above": dense_above, "few_up_to": few_up_to, "gated": linear_methods.GATED}
+    adapter = {"rank": spec.lora_rank, "targets": sorted(spec.lora_targets), "whole": spec.full_finetuning}
+    products = {
+        "dense_above": dense_above,
+        "decode_gemm_max_tokens": decode_gemm_max_tokens,
+        "gated": linear_methods.GATED,
+    }
     return {CONFIG_KEY: {"norms": "float32", **products, **adapter}}
 
 
@@ -248,15 +252,15 @@ class PolicyWorker(Worker):
             kernels.add(type(look_up(module, "scheme.kernel") or method).__name__)
         return sorted(kernels)
 
-    def qerl_lend(self) -> LentWeights | None:
+    def qerl_lend(self) -> SharedWeights | None:
         """The 4-bit linears by name in the base model, embeddings and lm_head; None where a linear cannot be lent."""
         linears: dict[str, FrozenWeight] = {}
         for linear, parts in self._fused().values():
-            rows = linear_methods.lent_rows(linear, parts)
+            rows = linear_methods.shared_rows(linear, parts)
             if rows is None:
                 return None
             linears |= rows
-        return LentWeights(linears, vocabulary(self.get_model()))
+        return SharedWeights(linears, vocabulary(self.get_model()))
 
     def qerl_memory_gib(self) -> dict[str, float]:
         """GiB of the model, of its adapter and of the key/value cache, mapped or not."""
