@@ -537,6 +537,22 @@ def test_another_programs_checkpoint_is_named(capsys: pytest.CaptureFixture[str]
     assert re.search(r"one of this trainer's; .*other.ckpt is another program's", line)
 
 
+@pytest.mark.parametrize("command", ["validate", "test"])
+def test_one_callback_or_plugin_needs_no_list(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, tiny_policy_dir: Path, command: str
+) -> None:
+    """As Lightning has it: the report, which finds nothing that samples, is reached."""
+    settings = yaml.safe_load((ROOT / "configs" / "gsm8k_cpu.yaml").read_text())
+    settings["trainer"]["callbacks"] = {"class_path": "qerl_pl.callbacks.EvaluationReport"}
+    settings["trainer"]["plugins"] = {"class_path": "lightning.pytorch.plugins.environments.LightningEnvironment"}
+    path = tmp_path / "one.yaml"
+    path.write_text(yaml.safe_dump(settings))
+    _, _, _, *rest = starting(tmp_path, tiny_policy_dir, GSM8K)
+    changed = ("--trainer.callbacks.EvaluationReport.resamples", "7")
+    line = complaint(capsys, command, "-c", str(path), *rest, *changed)
+    assert re.search("EvaluationReport needs .*; trainer.callbacks has none; add qerl_pl.callbacks.Rollout", line)
+
+
 def test_a_state_that_cannot_be_saved_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"plain values only; .*step=1.ckpt would hold others .*lambda"):
         AtomicCheckpointIO().save_checkpoint({"qerl": {}, "state": lambda: 1}, tmp_path / "step=1.ckpt")

@@ -13,7 +13,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from tqdm import tqdm
 
-from qerl_pl.callbacks.rollout import RolloutCallback
+from qerl_pl.callbacks.rollout import RolloutCallback, rollout_callback
 from qerl_pl.datamodules.base import PromptDataModule
 from qerl_pl.errors import require_at_least
 from qerl_pl.modules.qerl import BEFORE_TRAINING, QeRLModule
@@ -103,7 +103,7 @@ class EvaluationReport(Callback):
     def _begin(self, trainer: Trainer, module: LightningModule, loaders: Any) -> None:
         assert isinstance(module, QeRLModule) and isinstance(trainer.datamodule, PromptDataModule)  # type: ignore[attr-defined]
         self._prompts, self._tells_answers = {}, True
-        rollout = next(one for one in trainer.callbacks if isinstance(one, RolloutCallback))  # type: ignore[attr-defined]
+        rollout = rollout_callback(trainer, "EvaluationReport")
         self._settings = _settings(module, rollout, trainer.datamodule)  # type: ignore[attr-defined]
         digest = _digest(json.dumps(self._settings, sort_keys=True).encode())[:12]
         adapter = module.adapter_folder  # its weights are in the digest, wherever they lie

@@ -194,6 +194,25 @@ class RolloutCallback(Callback):
         self._hand_over.evaluation = self.collector.evaluate(batch, weights, name, self._hand_over.samples)
 
 
+def rollout_callback(trainer: Trainer, needed_by: str) -> RolloutCallback:
+    """The trainer's callback that samples.
+
+    Args:
+        trainer: What has callbacks.
+        needed_by: Who asks.
+
+    Raises:
+        UserError: There is none.
+    """
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, RolloutCallback):
+            return callback
+    raise UserError(
+        f"{needed_by} needs a callback that samples completions; trainer.callbacks has none; "
+        "add qerl_pl.callbacks.RolloutCallback"
+    )
+
+
 def _module(module: LightningModule) -> QeRLModule:
     if not isinstance(module, QeRLModule):
         raise UserError(f"RolloutCallback drives a QeRLModule; found a {type(module).__name__}; train that instead")

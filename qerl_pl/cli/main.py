@@ -134,7 +134,7 @@ class QeRLCLI(LightningCLI):
                 f"a run needs a folder; trainer.default_root_dir {root} cannot be made ({error.strerror}); "
                 "choose another"
             ) from error
-        kwargs["plugins"] = [*(config["plugins"] or []), AtomicCheckpointIO()]
+        kwargs["plugins"] = [*_listed(config["plugins"]), AtomicCheckpointIO()]
         self._logger: TensorBoardLogger | None = None
         if config["logger"] in (None, True):
             # A validation by itself is no point of the run's curve, which has one of that step, or another's settings.
@@ -153,7 +153,7 @@ class QeRLCLI(LightningCLI):
     def _trainer(self, given: dict[str, Any], config: Any) -> Trainer:
         # Lightning puts its own beside those it is given.
         ours = [*([] if self.subcommand == "fit" else [StopsAtOnce()]), *([self._adapter] if self._adapter else [])]
-        callbacks = [*ours, *(config["callbacks"] or [])]
+        callbacks = [*ours, *_listed(config["callbacks"])]
         try:
             trainer: Trainer = super().instantiate_trainer(**given, callbacks=callbacks)
         except (RuntimeError, TypeError, ValueError) as error:
@@ -223,6 +223,13 @@ class QeRLCLI(LightningCLI):
         if any(isinstance(callback, EvaluationReport) for callback in self.trainer.callbacks):  # type: ignore[attr-defined]
             taken["verbose"] = False  # the report has a table
         return taken
+
+
+def _listed(given: Any) -> list[Any]:
+    """What Lightning takes alone, in a list, or not at all."""
+    if given is None:
+        return []
+    return list(given) if isinstance(given, list | tuple) else [given]
 
 
 def _run_seed(seed: bool | int | None) -> int:

@@ -73,11 +73,13 @@ def _lookup(config: dict[str, Any], key: str) -> Any:
 def _assign(node: Any, path: list[str], value: Any, where: str) -> None:
     """Set the value at `path` below `node`, through lists by class name and through init_args."""
     head, *tail = path
+    if isinstance(node, dict) and _class_name(node) == head:  # one item where a list may be
+        node = [node]
     if isinstance(node, list):
         for item in node:
-            if isinstance(item, dict) and str(item.get("class_path", "")).rpartition(".")[2] == head:
+            if isinstance(item, dict) and _class_name(item) == head:
                 return _assign(item, tail, value, f"{where}.{head}")
-        found = [str(item.get("class_path", "?")).rpartition(".")[2] for item in node if isinstance(item, dict)]
+        found = [_class_name(item) or "?" for item in node if isinstance(item, dict)]
         raise UserError(f"an override names an item of the list by its class; --{where} has {found} and no {head}")
     if isinstance(node, dict) and "class_path" in node and head not in ("class_path", "init_args"):
         node = node.setdefault("init_args", {})
@@ -89,3 +91,7 @@ def _assign(node: Any, path: list[str], value: Any, where: str) -> None:
     if isinstance(node.get(head), str):  # a class given by its path alone
         node[head] = {"class_path": node[head]}
     return _assign(node.setdefault(head, {}), tail, value, f"{where}.{head}")
+
+
+def _class_name(item: dict[str, Any]) -> str:
+    return str(item.get("class_path", "")).rpartition(".")[2]
