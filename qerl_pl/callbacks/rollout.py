@@ -15,6 +15,7 @@ from qerl_pl.rollout.collector import Collector
 from qerl_pl.rollout.config import CollectorConfig
 from qerl_pl.rollout.hand_over import HandOver
 from qerl_pl.run.strategy import ranks_of
+from qerl_pl.run.threads import let_waiting_threads_sleep
 from qerl_pl.types import Prompt, SamplingConfig
 
 log = logging.getLogger(__name__)
@@ -123,6 +124,7 @@ class RolloutCallback(Callback):
             whole=adapter is None,
             ranks=ranks_of(trainer).size,
         )
+        let_waiting_threads_sleep()
         log.info("starting %s on %s", type(self.engine).__name__, spec.device)
         self.engine.launch(spec)
         self._hand_over.lent = self.engine.lend()
