@@ -127,7 +127,8 @@ class RolloutCallback(Callback):
         let_waiting_threads_sleep()
         log.info("starting %s on %s", type(self.engine).__name__, spec.device)
         self.engine.launch(spec)
-        self._hand_over.lent = self.engine.lend()
+        # A policy of an earlier stage is there already, with what it was lent then: that lives as long as it does.
+        self._hand_over.lent = None if "policy" in dict(module.named_children()) else self.engine.lend()
         self._hand_over.cache_gib = self.engine.memory_gib().get("releasable", 0.0)
         self._collector = Collector(
             self.config, self.engine, module.tokenizer, module.objective, module.seed, ranks_of(trainer)
@@ -136,15 +137,19 @@ class RolloutCallback(Callback):
 
     @property
     def collector(self) -> Collector:
-        """What samples and scores, from `setup` to `close`."""
+        """What samples and scores, from `setup` to `teardown`."""
         assert self._collector is not None, "setup comes first"
         return self._collector
 
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Free the engine: a stage (fit, validate, test) is over on all ranks; another one starts it again."""
+        self.close()
+
     def close(self) -> None:
-        """Free the engine; the run is over."""
+        """Free the engine; nothing where that is done, or none was started."""
         if self._collector is not None:
+            self._collector, self._hand_over.lent = None, None
             self.engine.close()
-            self._collector = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Refuse ranks that have read other files than the first."""

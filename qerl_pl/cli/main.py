@@ -16,7 +16,7 @@ from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCL
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from qerl_pl.callbacks import EvaluationReport, Preempted, RolloutCallback
+from qerl_pl.callbacks import EvaluationReport, Preempted
 from qerl_pl.cli.adapter import take_adapter
 from qerl_pl.cli.export import export
 from qerl_pl.cli.mistakes import explain
@@ -267,10 +267,7 @@ def main(argv: list[str] | None = None) -> int:
             return 0
         sys.argv = [sys.argv[0], *argv]
         cli = QeRLCLI()
-        for callback in cli.trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(callback, RolloutCallback):
-                callback.close()
-        if isinstance(cli.trainer.strategy, RanksStrategy):
+        if isinstance(cli.trainer.strategy, RanksStrategy):  # last: the engines have been closed within the group
             return cli.trainer.strategy.finish()
     except Preempted as stop:
         if is_first_process():

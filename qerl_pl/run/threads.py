@@ -13,7 +13,7 @@ import threading
 import torch
 
 _MOST = 8
-"""Most idle teams; more would be needed only where PyTorch has few of many processors, and others are free to spin on."""
+"""Most idle teams; more would be needed only where PyTorch has few of many processors: others are free to spin on."""
 _SHARED = 2**20
 """Elements of a sum that PyTorch shares among threads."""
 _lock = threading.Lock()
