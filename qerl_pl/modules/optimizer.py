@@ -1,7 +1,6 @@
 """The optimizer and the learning-rate schedule that a configuration names."""
 
 import inspect
-import math
 from collections.abc import Callable, Iterable
 
 from torch import nn
@@ -10,6 +9,9 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import get_scheduler
 
 from qerl_pl.errors import UserError
+
+LARGEST_RATE = 1e6
+"""Beyond it lies no use, and sooner or later a step that float32 cannot hold."""
 
 
 def build_optimizer(make: Callable[[Iterable[nn.Parameter]], Optimizer], parameters: list[nn.Parameter]) -> Optimizer:
@@ -31,8 +33,10 @@ def build_optimizer(make: Callable[[Iterable[nn.Parameter]], Optimizer], paramet
             f"model.optimizer must take its init_args and the trained matrices; it says: {said:.200}; correct them"
         ) from error
     for rate in [group.get("lr") for group in optimizer.param_groups]:
-        if not isinstance(rate, int | float) or not 0 <= rate < math.inf:
-            raise UserError(f"model.optimizer needs a learning rate of at least 0; found {rate}; set its init_args.lr")
+        if not isinstance(rate, int | float) or not 0 <= rate <= LARGEST_RATE:
+            raise UserError(
+                f"model.optimizer needs a learning rate from 0 to {LARGEST_RATE:g}; found {rate}; set its init_args.lr"
+            )
     found, closure = type(optimizer).__name__, inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is None:
         raise UserError(

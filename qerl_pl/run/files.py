@@ -234,14 +234,22 @@ def explain_full_disk(path: Path) -> Iterator[None]:
     """Turn "no space left" inside the block into a UserError that names `path`."""
     try:
         yield
-    except OSError as error:
-        if error.errno not in FULL_DISK:
+    except (OSError, RuntimeError) as error:
+        if not any(isinstance(one, OSError) and one.errno in FULL_DISK for one in _met(error)):
             raise
         free = shutil.disk_usage(path.parent).free / 2**20
         raise UserError(
             f"saving needs free disk space; {path.parent} has {free:.0f} MiB left for {path.name}; "
             "free some and resume with --resume auto (earlier files are untouched)"
         ) from error
+
+
+def _met(error: BaseException) -> Iterator[BaseException]:
+    """The error, and those that it came over: PyTorch raises one of its own when it closes a half-written archive."""
+    met: BaseException | None = error
+    while met is not None:
+        yield met
+        met = met.__context__
 
 
 def folder_identity(folder: Path) -> str:
