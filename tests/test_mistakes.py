@@ -82,7 +82,7 @@ PARSED = {
     "negative rate": (["--model.optimizer.init_args.lr", "-1"], "model.optimizer .* says: Invalid learning rate: -1"),
     "rate that is none": (["--model.optimizer.init_args.lr", ".nan"], "model.optimizer .* Invalid learning rate: nan"),
     "endless rate": (["--model.optimizer.init_args.lr", ".inf"], "model.optimizer needs a learning rate .* found inf"),
-    "rate beyond numbers": (["--model.optimizer.init_args.lr", "1e300"], "from 0 to 1e\\+06; found 1e\\+300; set its"),
+    "rate beyond numbers": (["--model.optimizer.init_args.lr", "1e300"], "from 0 to 1e\\+30; found 1e\\+300; set its"),
     "another optimizer's": (["--model.optimizer", "torch.optim.SGD", "--model.optimizer.lr", "-1"], "rate: -1"),
     "beta": (["--model.optimizer.init_args.betas", "[0.9, 2.0]"], "model.optimizer .* beta parameter at index 1"),
     "several losses a step": (["--model.optimizer", "torch.optim.LBFGS"], "once a minibatch; LBFGS asks"),
@@ -213,6 +213,11 @@ FOUND_LATER: dict[str, tuple[list[str] | None, list[str], str]] = {
     "missing column": (['{"problem": "1 + 1", "answer": "#### 2"}'], [], "has no question, found problem, answer"),
     "nothing short enough": (GSM8K, ["--data.max_prompt_tokens", "5"], "none of 8 is"),
     "batch above the set": (GSM8K, ["--data.batch_size", "9"], "batch_size must not exceed"),
+    "batch above what is left": (
+        GSM8K,
+        ["--data.batch_size", "4", "--data.val_size", "6"],
+        r"batch_size=4 for 2 prompts \(6 of 8 are held out for validation by val_size\); lower one of them",
+    ),
     "odd minibatches": (GSM8K, ["--model.minibatches", "3"], "minibatches must divide .* found 3 and"),
     "rare validation": (GSM8K, ["--trainer.val_check_interval", "4"], "an epoch's 3 batches; found 4"),
     "adapter on the vocabulary": (GSM8K, ["--model.policy.lora.targets", "[lm_head]"], "'lm_head' matches none"),
@@ -260,6 +265,31 @@ def test_a_mistake_found_while_starting_is_one_line(
 ) -> None:
     rows, extra, message = FOUND_LATER[case]
     assert re.search(message, complaint(capsys, *starting(tmp_path, tiny_policy_dir, rows), *extra))
+
+
+ROLLOUT = "--trainer.callbacks.RolloutCallback"
+FOUND_FIRST = {
+    "rare validation": (["--trainer.val_check_interval", "999"], "an epoch's 40 batches; found 999"),
+    "odd minibatches": (["--model.minibatches", "3"], "minibatches must divide .* found 3 and 128"),
+    "endless completions": ([f"{ROLLOUT}.sampling.max_tokens", "1000000000"], "4096 positions; found 1000000096 "),
+    "no end": (["--trainer.max_epochs", "-1"], "need a planned end; found none; set trainer.max_epochs"),
+    "precision": (["--trainer.precision", "bf16-true"], "sets its own precision; trainer.precision is bf16-true"),
+    "nothing samples": (["--trainer.callbacks", "[]"], "add qerl_pl.callbacks.RolloutCallback"),
+}
+
+
+@pytest.mark.parametrize("case", FOUND_FIRST)
+def test_settings_are_checked_before_anything_is_made(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    """No toy policy is taught for a run that is refused, and its folder stays as it was."""
+    cache, run = tmp_path / "cache", tmp_path / "run"
+    monkeypatch.setenv("QERL_CACHE", str(cache))
+    args, message = FOUND_FIRST[case]
+    small = ("--model.policy.toy.steps", "1", "--model.policy.toy.layers", "1", "--trainer.accelerator", "cpu")
+    given = ("fit", "-c", str(QUICKSTART), "--trainer.default_root_dir", str(run), *small, *args)
+    assert re.search(message, complaint(capsys, *given))
+    assert not cache.exists() and not [*run.iterdir()]
 
 
 def test_commands_of_our_own_report_alike(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from qerl_pl.rollout.kept import FORMAT, KeptSamples, SampleRecord
 from qerl_pl.rollout.statistics import evaluation_tag, interval, prompt_metrics
 from qerl_pl.run.devices import writes_files
 from qerl_pl.run.files import write_atomically
+from qerl_pl.run.first import ChecksFirst
 from qerl_pl.run.seeding import stream_seed
 from qerl_pl.run.strategy import ranks_of
 from qerl_pl.types import EvaluatedPrompt, Evaluation, GradedAnswer, Prompt
@@ -37,7 +38,7 @@ LABELS = {
 PACKAGES = ("qerl-pl", "torch", "transformers", "lightning", "math-verify")
 
 
-class EvaluationReport(Callback):
+class EvaluationReport(Callback, ChecksFirst):
     """Writes what `qerl test` and `qerl validate` measure, with intervals, and keeps every sample.
 
     RUN/evaluation.json has each metric of each set with 95 % of its bootstrap over prompts, RUN/evaluation.md the same
@@ -56,6 +57,11 @@ class EvaluationReport(Callback):
         self._tells_answers = True
         self._settings: dict[str, Any] = {}
         self._samples: _Shown | None = None
+
+    def check_first(self, trainer: Trainer, stage: str) -> None:
+        """Refuse an evaluation that nothing samples for."""
+        if stage in ("validate", "test"):
+            rollout_callback(trainer, "EvaluationReport")
 
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Open the file of samples."""

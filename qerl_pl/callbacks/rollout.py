@@ -14,6 +14,7 @@ from qerl_pl.rewards import Reward
 from qerl_pl.rollout.collector import Collector
 from qerl_pl.rollout.config import CollectorConfig
 from qerl_pl.rollout.hand_over import HandOver
+from qerl_pl.run.first import ChecksFirst
 from qerl_pl.run.strategy import ranks_of
 from qerl_pl.run.threads import let_waiting_threads_sleep
 from qerl_pl.types import Prompt, SamplingConfig
@@ -24,7 +25,7 @@ PROMPTS_KEY = "qerl_prompts"
 """Where a checkpoint says which prompts it was trained on, whatever class the data module has."""
 
 
-class RolloutCallback(Callback):
+class RolloutCallback(Callback, ChecksFirst):
     """Drives the engine: every completion of a run, for training and for evaluation, comes from here.
 
     A completion's random stream depends only on (run seed, policy version, prompt, sample index), so a resumed run
@@ -103,6 +104,24 @@ class RolloutCallback(Callback):
 
     # The engine's life ---------------------------------------------------------------------------------------------
 
+    def check_first(self, trainer: Trainer, stage: str) -> None:
+        """Refuse another module or data module, sizes that do not divide, and sequences too long."""
+        module = _module(trainer.lightning_module)
+        module.hand_over = self._hand_over
+        data, known = _data(trainer), module.policy_config.positions()
+        if stage == "fit":
+            module.update.check_divides(data.batch_size * self.config.group_size)
+        if known is not None and self._longest(data) > known:
+            raise UserError(
+                f"prompt and completion must fit the model's {known} positions; found {self._longest(data)} "
+                "(data.max_prompt_tokens and the larger max_tokens of sampling and eval_sampling); lower them"
+            )
+
+    def _longest(self, data: PromptDataModule) -> int:
+        """Tokens of the longest sequence that is asked for."""
+        own, held_out = self.config.sampling, self.config.evaluation_sampling()
+        return data.max_prompt_tokens + max(own.max_tokens, held_out.max_tokens)
+
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Start the engine: before the policy is loaded, so that it can lend its weights."""
         module = _module(pl_module)
@@ -119,8 +138,7 @@ class RolloutCallback(Callback):
             device=trainer.strategy.root_device,
             lora_rank=0 if adapter is None else adapter.rank,
             lora_targets=() if adapter is None else adapter.targets,
-            max_tokens=data.max_prompt_tokens
-            + max(self.config.sampling.max_tokens, self.config.evaluation_sampling().max_tokens),
+            max_tokens=self._longest(data),
             whole=adapter is None,
             ranks=ranks_of(trainer).size,
         )

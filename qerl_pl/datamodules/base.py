@@ -3,7 +3,6 @@
 import hashlib
 import logging
 import random
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, cast
 
@@ -14,11 +13,12 @@ from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from qerl_pl.datamodules.rows import Row, checked_rows
+from qerl_pl.datamodules.rows import Row, checked_rows, require_different_ids
 from qerl_pl.datamodules.sampler import PromptSampler
-from qerl_pl.datamodules.sets import TableConfig, require_prompts, sets_by_name
+from qerl_pl.datamodules.sets import TableConfig, check_sizes, require_prompts, sets_by_name
 from qerl_pl.errors import UserError, require_at_least
 from qerl_pl.prompting import SYSTEM_PROMPT, render_prompts
+from qerl_pl.run.first import check_first
 from qerl_pl.run.intervals import check_intervals
 from qerl_pl.run.seeding import stream_seed
 from qerl_pl.types import Prompt
@@ -45,6 +45,8 @@ class PromptDataModule(LightningDataModule):
         sets: Tables to validate (`val_size` rows of each) and test on (all rows), by name, in place of the module's
             own. With them, validating and testing needs no training rows.
     """
+
+    prepare_data_per_node = True  # asked for before `setup` says that a subclass has not called the constructor
 
     def __init__(
         self,
@@ -103,6 +105,11 @@ class PromptDataModule(LightningDataModule):
 
     # Lightning's hooks ---------------------------------------------------------------------------------------------
 
+    def prepare_data(self) -> None:
+        """The same as `setup`: a run that is refused there ends before its loggers write."""
+        if self.trainer is not None and self.trainer.state.fn is not None:
+            self.setup(self.trainer.state.fn.value)
+
     def setup(self, stage: str) -> None:
         """Read, render and split, once.
 
@@ -121,26 +128,27 @@ class PromptDataModule(LightningDataModule):
         held_out = (
             sets_by_name(self._given(self.val_sets), self.val_rows, owner, bool(self._tables)) if unread else None
         )
+        tested: Mapping[str, Sequence[Row]] | None = None
+        if stage == "test" and not self._test:
+            tested = sets_by_name(self._given(self.test_sets), self.test_rows, owner, bool(self._tables))
+        kept_back = self.val_size if held_out is None else 0
+        if rows:
+            check_sizes(len(rows), kept_back, self.batch_size)
+        if self.trainer is not None:
+            if stage == "fit" and rows:  # some rows may yet prove too long
+                check_intervals(self.trainer, self._batches(len(rows) - kept_back))
+            check_first(self.trainer, stage)
         tokenizer = self._load_tokenizer()
         if held_out is not None:
             drawn = self._render_sets(tokenizer, held_out, "validation") if self.val_size else {"": []}
             self._val = {name: self._draw(prompts) for name, prompts in drawn.items()}
         if new:
             train = self._render(tokenizer, rows, "training")
+            check_sizes(len(train), kept_back, self.batch_size)
             if held_out is None:
-                if self.val_size >= len(train):
-                    raise UserError(
-                        f"val_size must leave prompts to train on; got val_size={self.val_size} of {len(train)} "
-                        "prompts; lower it."
-                    )
                 self._val = {"": self._draw(train)}
                 chosen = {prompt.id for prompt in self._val[""]}
                 train = [prompt for prompt in train if prompt.id not in chosen]
-            if len(train) < self.batch_size:
-                raise UserError(
-                    f"batch_size must not exceed the training set; got batch_size={self.batch_size} for {len(train)} "
-                    "prompts; lower it."
-                )
             self._train = train
             digest = hashlib.sha256()
             for prompt in train:
@@ -149,7 +157,6 @@ class PromptDataModule(LightningDataModule):
         if stage == "fit" and self.trainer is not None:
             check_intervals(self.trainer, self.batches_per_epoch)
         if stage == "test" and not self._test:
-            tested = sets_by_name(self._given(self.test_sets), self.test_rows, owner, bool(self._tables))
             self._test = self._val if tested is None else self._render_sets(tokenizer, tested, "test")
         if stage in ("validate", "test"):
             require_prompts(stage, self._val if stage == "validate" else self._test, self.val_size)
@@ -168,7 +175,10 @@ class PromptDataModule(LightningDataModule):
     @property
     def batches_per_epoch(self) -> int:
         """Training batches of an epoch, within the trainer's limit, counted without making a loader."""
-        batches = len(self._train) // self.batch_size
+        return self._batches(len(self._train))
+
+    def _batches(self, prompts: int) -> int:
+        batches = prompts // self.batch_size
         limit = self.trainer.limit_train_batches if self.trainer else None
         if isinstance(limit, float):
             return int(batches * limit)
@@ -266,12 +276,7 @@ class PromptDataModule(LightningDataModule):
 
     def _render(self, tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], use: str) -> list[Prompt]:
         """Prompts of the rows that are short enough."""
-        names = Counter(row.id for row in rows)
-        if repeated := [name for name, count in names.items() if count > 1]:
-            raise UserError(
-                f"rows must have different ids, which seed their completions; {use} has {repeated[0]!r} "
-                f"{names[repeated[0]]} times; number them"
-            )
+        require_different_ids(rows, use)
         token_ids = render_prompts(tokenizer, [row.question for row in rows], self.system_prompt)
         prompts = [
             Prompt(id=row.id, token_ids=tuple(ids), text=row.question, reference=row.reference)
@@ -285,13 +290,8 @@ class PromptDataModule(LightningDataModule):
                 f"{use} needs prompts of at most max_prompt_tokens={self.max_prompt_tokens} tokens; none of "
                 f"{len(rows)} is, the shortest has {min(map(len, token_ids))}; raise it or change the filters."
             )
-        log.info(
-            "%d %s prompts; %d longer than max_prompt_tokens=%d dropped",
-            len(prompts),
-            use,
-            len(rows) - len(prompts),
-            self.max_prompt_tokens,
-        )
+        counts = len(prompts), use, len(rows) - len(prompts), self.max_prompt_tokens
+        log.info("%d %s prompts; %d longer than max_prompt_tokens=%d dropped", *counts)
         return prompts
 
     def _draw(self, prompts: list[Prompt]) -> list[Prompt]:

@@ -1,7 +1,8 @@
 """Reading tables of questions and answers, from the hub or from local files."""
 
 import json
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -153,3 +154,17 @@ def _read_hub(name: str, split: str, subset: str | None) -> list[Mapping[str, An
 
 def _first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
+def require_different_ids(rows: Sequence[Row], use: str) -> None:
+    """Refuse rows of which two have the same id.
+
+    Raises:
+        UserError: Two have.
+    """
+    names = Counter(row.id for row in rows)
+    if repeated := [name for name, count in names.items() if count > 1]:
+        raise UserError(
+            f"rows must have different ids, which seed their completions; {use} has {repeated[0]!r} "
+            f"{names[repeated[0]]} times; number them"
+        )

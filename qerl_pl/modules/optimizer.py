@@ -10,8 +10,8 @@ from transformers import get_scheduler
 
 from qerl_pl.errors import UserError
 
-LARGEST_RATE = 1e6
-"""Beyond it lies no use, and sooner or later a step that float32 cannot hold."""
+LARGEST_RATE = 1e30
+"""What Adam divides by its first bias correction, and float32 still holds."""
 
 
 def build_optimizer(make: Callable[[Iterable[nn.Parameter]], Optimizer], parameters: list[nn.Parameter]) -> Optimizer:

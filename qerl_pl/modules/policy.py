@@ -16,6 +16,7 @@ from qerl_pl.engines.base import LentWeights
 from qerl_pl.errors import UserError
 from qerl_pl.formats.base import Quantization
 from qerl_pl.formats.described import described_model
+from qerl_pl.formats.model_files import read_config
 from qerl_pl.formats.norm import use_float32_norms
 from qerl_pl.formats.resolve import in_format, local_folder
 from qerl_pl.modules.adapter import LoraAdapter
@@ -27,7 +28,7 @@ from qerl_pl.modules.lora import LoraConfig, check_targets
 from qerl_pl.modules.packing import Packing
 from qerl_pl.modules.recompute import Checkpointing, Recomputation
 from qerl_pl.run.files import cache_root
-from qerl_pl.toy import ToyConfig, build_toy_policy
+from qerl_pl.toy import POSITIONS, ToyConfig, build_toy_policy
 from qerl_pl.types import PolicyWeights
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}  # float16's gradients underflow in large batches
@@ -84,6 +85,18 @@ class PolicyConfig:
     def torch_dtype(self) -> torch.dtype:
         """`dtype` as PyTorch names it."""
         return DTYPES[self.dtype]
+
+    def positions(self) -> int | None:
+        """Longest sequence, in tokens, that the base model knows by its config; None where that does not say.
+
+        Raises:
+            UserError: As `base_folder`, which makes more than this needs.
+        """
+        if self.path is None:
+            return POSITIONS
+        config = read_config(local_folder(self.path))
+        known, scaling = config.get("max_position_embeddings"), config.get("rope_scaling") or {}
+        return None if known is None else int(known * max(1.0, scaling.get("factor") or 1.0))
 
     def base_folder(self) -> Path:
         """Local folder of the base model in the format asked for, which the engine loads too.

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import OptimizerCallable
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.trainer.states import TrainerFn
@@ -31,6 +31,8 @@ from qerl_pl.rollout.statistics import evaluation_tag, prompt_metrics
 from qerl_pl.run.checkpoints import CHECKPOINT_KEY, check_fits
 from qerl_pl.run.devices import writes_files
 from qerl_pl.run.files import building, folder_identity
+from qerl_pl.run.first import ChecksFirst
+from qerl_pl.run.intervals import require_planned_end
 from qerl_pl.run.random_state import deterministic, random_state, set_random_state
 from qerl_pl.run.seeding import stream_seed
 from qerl_pl.run.strategy import ranks_of
@@ -41,7 +43,7 @@ RATES = ("initial_lr", "weight_decay")  # of the optimizer: a resumed run takes 
 SHOWN = ("reward/mean", "policy/entropy")  # beside the progress bar
 
 
-class QeRLModule(LightningModule):
+class QeRLModule(LightningModule, ChecksFirst):
     """Reinforcement learning of a policy, 4-bit with LoRA or another.
 
     One training step is one rollout's worth of updates: `update_epochs` passes over the experience, each of
@@ -130,13 +132,19 @@ class QeRLModule(LightningModule):
         """The policy's tokenizer."""
         return AutoTokenizer.from_pretrained(self.base_folder)
 
-    def configure_model(self) -> None:
-        """Load the policy, once."""
-        if self.trainer.precision not in ("32-true", "32", 32):
+    def check_first(self, trainer: Trainer, stage: str) -> None:
+        """Refuse another precision, a run without an end, and one that nothing samples for."""
+        if trainer.precision not in ("32-true", "32", 32):
             raise UserError(
-                f"the policy sets its own precision; trainer.precision is {self.trainer.precision}; "
+                f"the policy sets its own precision; trainer.precision is {trainer.precision}; "
                 "leave it at 32-true and set model.policy.dtype"
             )
+        if stage == "fit":
+            require_planned_end(trainer)
+        self._sampled(stage)
+
+    def configure_model(self) -> None:
+        """Load the policy, once."""
         if "policy" not in self._modules:
             device = self.trainer.strategy.root_device
             if device.type == "cuda":
@@ -147,9 +155,6 @@ class QeRLModule(LightningModule):
             require_memory(base, config, make, device, referred, given.cache_gib)
             self.policy = Policy(base, config, device, stream_seed(self.seed, "adapter"), given.lent, referred)
 
-    def on_fit_start(self) -> None:
-        self._sampled("fit")
-
     def planned_rollouts(self) -> int:
         """Rollouts of the whole run, by the trainer's limits on epochs, batches and steps.
 
@@ -158,17 +163,12 @@ class QeRLModule(LightningModule):
         """
         # Not by `trainer.estimated_stepping_batches`: that makes the loader early, and a resumed run then starts its
         # epoch over instead of going on in the middle (Lightning 2.6).
-        trainer = self.trainer
-        plans = []
+        trainer, plans = self.trainer, []
+        require_planned_end(trainer)
         if trainer.max_steps and trainer.max_steps > 0:
             plans.append(-(-trainer.max_steps // self.update.steps))
         if trainer.max_epochs is not None and trainer.max_epochs > 0:
             plans.append(trainer.datamodule.batches_per_epoch * trainer.max_epochs)  # type: ignore[attr-defined]
-        if not plans:
-            raise UserError(
-                "schedules of noise and learning rate need a planned end; found none; "
-                "set trainer.max_epochs or trainer.max_steps"
-            )
         return max(1, min(plans))
 
     def configure_optimizers(self) -> OptimizerLRScheduler:

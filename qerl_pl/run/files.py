@@ -167,7 +167,8 @@ def locked(folder: Path) -> Iterator[None]:
     Raises:
         UserError: Another process is in it.
     """
-    with (folder / ".lock").open("w") as file:
+    lock = folder / ".lock"
+    with lock.open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -177,7 +178,11 @@ def locked(folder: Path) -> Iterator[None]:
             ) from error
         except OSError as error:
             log.warning("%s cannot be locked (%s): let no other process train in it", folder, error.strerror)
-        yield
+        try:
+            yield
+        finally:
+            if [*folder.iterdir()] == [lock]:  # a start that was refused
+                lock.unlink()
 
 
 @contextmanager

@@ -5,6 +5,19 @@ from lightning.pytorch import Trainer
 from qerl_pl.errors import UserError
 
 
+def require_planned_end(trainer: Trainer) -> None:
+    """Refuse a run without an end, by which schedules go.
+
+    Raises:
+        UserError: It has no limit on epochs or steps.
+    """
+    if max(trainer.max_epochs or 0, trainer.max_steps or 0) < 1:
+        raise UserError(
+            "schedules of noise and learning rate need a planned end; found none; "
+            "set trainer.max_epochs or trainer.max_steps"
+        )
+
+
 def check_intervals(trainer: Trainer, batches: int) -> None:
     """Refuse what Lightning refuses in other words, after an engine has been started, or not at all.
 
