@@ -48,14 +48,22 @@ def complaint(capsys: pytest.CaptureFixture[str], *args: str) -> str:
 
 
 PARSED = {
-    "unknown key": (["--model.policy.lora.rnk", "4"], "model.policy.lora.rnk"),
+    "unknown key": (["--model.policy.lora.rnk", "4"], r"lora.rnk 4; did you mean model.policy.lora.rank\?; see"),
+    "unknown group": (["--model.polcy.path", "x"], r"did you mean model.policy.path\?"),
+    "unknown key of the trainer": (["--trainer.max_epoch", "3"], r"did you mean trainer.max_epochs\?"),
+    "unknown key of the data": (["--data.batchsize", "4"], r"did you mean batch_size\?"),
+    "nothing like it": (["--model.zzz", "4"], "arguments: --model.zzz 4; see qerl"),
+    "no objective": (["--model.objective", "PPO"], "objectives are BNPO, CISPO, DAPO, DrGRPO, GRPO, GSPO; see"),
     "abbreviated key": (["--model.lr", "1"], "unrecognized arguments: --model.lr 1"),
     "unknown class": (["--model.objective", "qerl_pl.algorithm.objectives.PPO"], "no attribute 'PPO'"),
     "unknown module": (["--data", "nowhere.Data"], "No module named 'nowhere'"),
     "wrong type": (["--model.warmup_ratio", "much"], "model.warmup_ratio.*float.*much"),
     "wrong choice": (["--model.policy.quantization", "int8"], "nvfp4.*none.*int8"),
     "no such item": (["--trainer.callbacks.Nothing.x", "1"], "no Nothing"),
-    "unknown key of an item": (["--trainer.callbacks.RolloutCallback.grup_size", "4"], "RolloutCallback.*'grup_size'"),
+    "unknown key of an item": (
+        ["--trainer.callbacks.RolloutCallback.grup_size", "4"],
+        r"'grup_size'.*mean group_size\?",
+    ),
     "no YAML for an item": (["--trainer.callbacks.RolloutCallback.group_size", "[4"], r"value is YAML; .*\[4"),
     "small group": (["--trainer.callbacks.RolloutCallback.group_size", "1"], "at least 2 completions; found"),
     "rising noise": (["--trainer.callbacks.AdaptiveQuantizationNoise.sigma_end", "1"], "Noise must not grow"),
@@ -187,8 +195,12 @@ def test_an_adapter_that_adds_something_else_is_not_taken_for_a_plain_one(tmp_pa
 
 
 FROM_LIGHTNING = {
-    "no GPU": (["--trainer.accelerator", "gpu"], "gpu"),
-    "accumulation": (["--trainer.accumulate_grad_batches", "2"], "accumulate_grad_batches"),
+    "no GPU": (
+        ["--trainer.accelerator", "gpu"],
+        "accelerator gpu needs a GPU that PyTorch sees; found none; set trainer.accelerator to cpu",
+    ),
+    "accumulation": (["--trainer.accumulate_grad_batches", "2"], "accumulate_grad_batches 2; .* model.micro_batch_tok"),
+    "clipping": (["--trainer.gradient_clip_val", "0.5"], "gradient_clip_val 0.5; leave it out and set model.max_grad"),
     "uneven": (["--trainer.devices", "3"], "multiple of the number of devices; found 16 for 3; change one"),
     "shards": (["--trainer.devices", "2", "--trainer.strategy", "deepspeed"], "trainer.strategy|DeepSpeed"),
     "no accelerator": (["--trainer.accelerator", "quantum"], "Trainer refuses .* accelerator name: .*quantum"),
@@ -227,6 +239,11 @@ FOUND_LATER: dict[str, tuple[list[str] | None, list[str], str]] = {
         GSM8K,
         ["--model.policy.lora.rank", "129"],
         r"not be above the smaller side .* rank 129 for model.layers.0.self_attn.q_proj with 128; lower",
+    ),
+    "no network": (
+        GSM8K,
+        ["--model.policy.path", "no/such-model"],
+        "'no/such-model' is no folder here, .* HF_HUB_OFFLINE is set; connect",
     ),
     "endless completions": (
         GSM8K,

@@ -36,7 +36,13 @@ from qerl_pl.run.checkpoints import (
     newest_checkpoint,
     verify,
 )
-from qerl_pl.run.devices import check_ranks_divide, check_strategy, is_first_process, planned_ranks, writes_files
+from qerl_pl.run.devices import (
+    check_ranks_divide,
+    check_strategy,
+    is_first_process,
+    planned_ranks,
+    writes_files,
+)
 from qerl_pl.run.files import locked, write_atomically
 from qerl_pl.run.strategy import RanksStrategy
 

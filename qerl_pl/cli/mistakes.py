@@ -12,6 +12,7 @@ from types import TracebackType
 import jsonargparse
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
+from qerl_pl.cli.nearest import hint
 from qerl_pl.errors import UserError
 from qerl_pl.run.files import FULL_DISK
 
@@ -24,6 +25,25 @@ _UNTELLING = re.compile(
 _OURS = ("qerl_pl", "qerl_kernels")
 _TOLD = (UserError, MisconfigurationException, ModuleNotFoundError)
 """Errors whose message is the whole story: ours, Lightning's of its settings, a class whose package is missing."""
+_LIGHTNINGS = (
+    (
+        "No supported gpu backend",
+        "trainer.accelerator gpu needs a GPU that PyTorch sees",
+        "set trainer.accelerator to cpu and RolloutCallback's engine to qerl_pl.engines.TransformersEngine, or check "
+        "the driver and CUDA_VISIBLE_DEVICES",
+    ),
+    (
+        "Automatic gradient clipping",
+        "the module clips its gradients itself",
+        "leave it out and set model.max_grad_norm",
+    ),
+    (
+        "Automatic gradient accumulation",
+        "the module accumulates gradients itself",
+        "leave it out and set model.micro_batch_tokens, or data.batch_size and model.minibatches for another step size",
+    ),
+)
+"""How Lightning's messages start that need our own keys, with the rule and the remedy."""
 _REFUSED = {
     getattr(errno, name)
     for name in ("EACCES", "EPERM", "EROFS", "EISDIR", "ENOTDIR", "ENAMETOOLONG", "ELOOP", "ENOSPC", "EDQUOT", "EEXIST")
@@ -54,7 +74,7 @@ def explain(error: Exception, argv: list[str], commands: Collection[str]) -> str
         return _parsing(error, argv, commands)
     for cause in causes:
         if isinstance(cause, _TOLD):
-            return _joined(cause)
+            return _in_our_keys(_joined(cause))
         if (name := _refusing_class(cause.__traceback__)) is not None:
             return f"a class must take the init_args that it is given; {name} says: {_joined(cause):.200}; correct them"
     if isinstance(error, OSError) and error.errno in _REFUSED and error.filename is not None:
@@ -68,6 +88,15 @@ def explain(error: Exception, argv: list[str], commands: Collection[str]) -> str
             "again, a training with --resume auto"
         )
     return None
+
+
+def _in_our_keys(said: str) -> str:
+    """What Lightning says of its keys, with ours that take their place."""
+    for start, rule, remedy in _LIGHTNINGS:
+        if said.startswith(start):
+            found = re.search(r"Trainer\((\w+)=(\S+)\)", said)
+            return f"{rule}; found {f'trainer.{found[1]} {found[2]}' if found else 'none'}; {remedy}"
+    return said
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
@@ -87,7 +116,8 @@ def _parsing(error: jsonargparse.ArgumentError, argv: list[str], commands: Colle
     lines = [" ".join(line.split()).removeprefix("- ").rstrip(".") for line in str(error).splitlines()]
     telling = [line for line in lines if line and not _UNTELLING.match(line)] or lines[:1]
     command = f"qerl {argv[0]}" if argv and argv[0] in commands else "qerl"
-    return "; ".join([*telling, f"see {command} --help"]).replace(":; ", ": ")
+    meant = [found] if (found := hint(str(error))) else []
+    return "; ".join([*telling, *meant, f"see {command} --help"]).replace(":; ", ": ")
 
 
 def _users_part(trace: TracebackType | None, installed: Collection[str]) -> TracebackType | None:
