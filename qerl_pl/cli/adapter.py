@@ -4,12 +4,16 @@ import json
 from pathlib import Path
 from typing import Any
 
+from jsonargparse import ArgumentParser, dict_to_namespace
 from lightning.pytorch import Callback, LightningModule, Trainer
 from safetensors.torch import load_file
 
 from qerl_pl.errors import UserError
 from qerl_pl.formats.architecture import LAYER_NORMS
+from qerl_pl.formats.resolve import in_format, local_folder
 from qerl_pl.modules import QeRLModule
+from qerl_pl.modules.policy import BASE_FILE, PolicyConfig
+from qerl_pl.toy import build_toy_policy
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
@@ -34,6 +38,38 @@ class ExportedAdapter(Callback):
         pl_module.adapter_folder = self.folder
 
     on_validation_start = on_test_start
+
+
+def base_of(folder: str | Path) -> Path:
+    """Local folder of the base that an adapter was trained on, in its format; made again where the cache has none.
+
+    Args:
+        folder: What `qerl export`, or the end of a run, has written.
+
+    Raises:
+        UserError: It does not say, or the base is gone.
+    """
+    kept = _kept_base(Path(folder))
+    if kept is None:
+        raise UserError(f"an exported adapter names its base in {BASE_FILE}; {folder} has none; export it again")
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_argument("--policy", type=PolicyConfig)
+    given = {name: value for name, value in kept.items() if value is not None}
+    config: PolicyConfig = parser.instantiate_classes(parser.parse_object({"policy": given})).policy
+    source = build_toy_policy(config.toy) if config.path is None else local_folder(config.path)
+    return in_format(source, config.quantization)
+
+
+def _kept_base(folder: Path) -> dict[str, Any] | None:
+    """What the adapter says of its base; None of one that was exported by an earlier version."""
+    path = folder / BASE_FILE
+    if not path.is_file():
+        return None
+    try:
+        found = json.loads(path.read_bytes())
+        return {name: found[name] for name in ("path", "toy", "quantization")}
+    except (ValueError, TypeError, KeyError) as error:
+        raise UserError(f"{BASE_FILE} must say what the base is; {path} fails ({error!r}); export it again") from error
 
 
 def take_adapter(policy: Any, command: str, resume: object) -> ExportedAdapter | None:
@@ -72,6 +108,10 @@ def take_adapter(policy: Any, command: str, resume: object) -> ExportedAdapter |
             "merge it into its base with PEFT, and name that model"
         )
     policy.path = base
+    if (kept := _kept_base(folder)) is not None:
+        policy.path, policy.quantization = kept["path"], kept["quantization"]
+        if kept["toy"] is not None:
+            policy.toy = dict_to_namespace(kept["toy"])
     policy.lora.rank, policy.lora.alpha = rank, alpha
     policy.lora.targets = targets
     policy.train_norms = bool(set(LAYER_NORMS).intersection(whole))

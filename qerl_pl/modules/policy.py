@@ -1,8 +1,9 @@
 """The policy: a base model, 4-bit or 16-bit, with an adapter or trained itself, and its tokens' log-probabilities."""
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -16,7 +17,7 @@ from qerl_pl.engines.base import LentWeights
 from qerl_pl.errors import UserError
 from qerl_pl.formats.base import Quantization
 from qerl_pl.formats.described import described_model
-from qerl_pl.formats.model_files import read_config
+from qerl_pl.formats.model_files import load_tokenizer, read_config
 from qerl_pl.formats.norm import use_float32_norms
 from qerl_pl.formats.resolve import in_format, local_folder
 from qerl_pl.modules.adapter import LoraAdapter
@@ -27,11 +28,13 @@ from qerl_pl.modules.gated_mlp import use_gated_mlps
 from qerl_pl.modules.lora import LoraConfig, check_targets
 from qerl_pl.modules.packing import Packing
 from qerl_pl.modules.recompute import Checkpointing, Recomputation
-from qerl_pl.run.files import cache_root
 from qerl_pl.toy import POSITIONS, ToyConfig, build_toy_policy
 from qerl_pl.types import PolicyWeights
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}  # float16's gradients underflow in large batches
+
+BASE_FILE = "qerl_base.json"
+"""File beside an adapter that says which base it was trained on: `path` or `toy`, and `quantization`."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,14 @@ class PolicyConfig:
         """`dtype` as PyTorch names it."""
         return DTYPES[self.dtype]
 
+    @property
+    def base_name(self) -> str:
+        """The model as the user named it, a folder from its root; of the toy policy the name that it is cached by."""
+        if self.path is None:
+            return f"toy-{self.toy.digest}"
+        folder = Path(self.path).expanduser()
+        return str(folder.absolute()) if folder.is_dir() else self.path
+
     def positions(self) -> int | None:
         """Longest sequence, in tokens, that the base model knows by its config; None where that does not say.
 
@@ -136,7 +147,7 @@ class Policy(nn.Module):
         with_reference: bool = False,
     ) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.folder = config, folder
 
         def load(lent: LentWeights | None) -> PreTrainedModel:
             model = load_base(folder, config.torch_dtype, device, lent)
@@ -159,13 +170,9 @@ class Policy(nn.Module):
 
     def _adapter(self, folder: Path, lora: LoraConfig, seed: int) -> LoraAdapter:
         config = self.config
-        # What plain PEFT needs to load the exported adapter, from any folder, without being told its base: never the
-        # 16-bit weights that the base was quantized from, and a name only where it is the hub's.
-        own = config.path is None or folder.parent == cache_root() or folder == Path(config.path).expanduser()
-        base_name = str(folder.absolute()) if own else str(config.path)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            return LoraAdapter(self.base, lora, config.train_norms, base_name)
+            return LoraAdapter(self.base, lora, config.train_norms, config.base_name)
 
     @property
     def device(self) -> torch.device:
@@ -269,5 +276,15 @@ class Policy(nn.Module):
         self.trained.load(state)
 
     def save(self, folder: Path) -> None:
-        """Write what was learned: adapter and trained norms in PEFT's format, or the whole model."""
+        """Write what was learned: adapter and trained norms in PEFT's format, with the tokenizer, or the whole model.
+
+        Beside an adapter stands what its base is: a 4-bit one has the name of the weights that it was quantized from.
+        """
         self.trained.save(folder)
+        if self.whole:
+            return
+        if (tokenizer := load_tokenizer(self.folder)) is not None:
+            tokenizer.save_pretrained(str(folder))
+        toy = asdict(self.config.toy) if self.config.path is None else None
+        found = {"path": None if toy else self.config.base_name, "toy": toy, "quantization": self.config.quantization}
+        (folder / BASE_FILE).write_text(json.dumps(found, indent=2) + "\n")

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -134,11 +135,9 @@ class QeRLModule(LightningModule, ChecksFirst):
 
     def check_first(self, trainer: Trainer, stage: str) -> None:
         """Refuse another precision, a run without an end, and one that nothing samples for."""
-        if trainer.precision not in ("32-true", "32", 32):
-            raise UserError(
-                f"the policy sets its own precision; trainer.precision is {trainer.precision}; "
-                "leave it at 32-true and set model.policy.dtype"
-            )
+        if (found := trainer.precision) not in ("32-true", "32", 32):
+            remedy = "leave it at 32-true and set model.policy.dtype"
+            raise UserError(f"the policy sets its own precision; trainer.precision is {found}; {remedy}")
         if stage == "fit":
             require_planned_end(trainer)
         self._sampled(stage)
@@ -275,6 +274,7 @@ class QeRLModule(LightningModule, ChecksFirst):
             "policy_version": self.policy_version,
             "base": self.base_identity,
             "finetune": self.policy_config.finetune,
+            "policy": asdict(self.policy_config),
             "scaling": self.policy_config.scaling,
             "optimizer": type(self.trainer.optimizers[0]).__name__,
             "random_states": ranks_of(self.trainer).gather(self._random_state or random_state()),  # set or yet to be

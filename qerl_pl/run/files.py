@@ -8,6 +8,7 @@ import hashlib
 import logging
 import os
 import shutil
+import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -58,11 +59,21 @@ def building(target: Path, replace: bool = False) -> Iterator[Path]:
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
         with explain_full_disk(target):
             yield folder
+            _follow_umask(folder)
             for path in [*folder.rglob("*"), folder]:
                 _sync(path)
-        folder.chmod(0o755)
         _take_name(folder, target, replace)
         _sync(target.parent)
+
+
+def _follow_umask(folder: Path) -> None:
+    """Give files and folders the modes of new ones: temporary folders, and safetensors files, are their owner's."""
+    probe = folder / ".mode"
+    probe.touch()
+    mode = stat.S_IMODE(probe.stat().st_mode)
+    probe.unlink()
+    for path in [*folder.rglob("*"), folder]:
+        path.chmod(mode | (mode & 0o444) >> 2 if path.is_dir() else mode)  # who may read a folder may enter it
 
 
 @contextmanager
