@@ -24,7 +24,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, LightningModule, Trainer
 
 ROOT = Path(__file__).parents[1]
 GATE = ("tests/test_ops_nf4.py",)
@@ -56,6 +56,27 @@ class Turn(Callback):
         self.path.with_suffix(".ready").touch()
         while not self.path.exists():
             time.sleep(0.1)
+
+
+class Speed(Callback):
+    """Measures rollouts by the run's engine, once it has trained and before it is closed.
+
+    Args:
+        asked: What `engine_h200.measure_speed` needs to know.
+    """
+
+    def __init__(self, asked: dict[str, Any]) -> None:
+        self.asked = argparse.Namespace(**asked)
+        self.rows: list[dict[str, Any]] = []
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        import engine_h200
+
+        from qerl_pl.callbacks.rollout import rollout_callback
+
+        engine = rollout_callback(trainer, "Speed").engine
+        engine.wake()
+        self.rows = engine_h200.measure_speed(engine, self.asked)
 
 
 def base_of(args: argparse.Namespace, part: str) -> Path:
@@ -101,7 +122,6 @@ def changed(settings: dict[str, Any], part: str, what: str, device: str) -> dict
 
 def speed(args: argparse.Namespace, part: str) -> dict[str, Any]:
     """Three steps, and rollouts by the same engine after them."""
-    import engine_h200
     import rl_step
 
     from qerl_pl.callbacks import RolloutCallback
@@ -113,7 +133,9 @@ def speed(args: argparse.Namespace, part: str) -> dict[str, Any]:
     engine = settings["trainer"]["callbacks"][0]["init_args"]["engine"]["init_args"]
     engine |= {"max_num_seqs": max(args.batches), "prefix_caching": False}
     turn = {"class_path": "formats.Turn", "init_args": {"path": str(args.out / f".speed-{part}.go")}}
-    settings["trainer"]["callbacks"].insert(1, turn)
+    asked = {name: getattr(args, name) for name in ("device", "shape", "batches", "tokens")}
+    measured = {"class_path": "formats.Speed", "init_args": {"asked": asked | {"prompt": 64, "repeats": 2}}}
+    settings["trainer"]["callbacks"][1:1] = [turn, measured]
     sys.argv = sys.argv[:1]
     cli = QeRLCLI({"subcommand": "fit", "fit": settings})
     memory = next(one for one in cli.trainer.callbacks if type(one).__name__ == "DriverMemory")
@@ -128,10 +150,8 @@ def speed(args: argparse.Namespace, part: str) -> dict[str, Any]:
         "update_tokens_per_s": args.group * args.tokens / median["time/update_s"],
         "kernels": rollout.engine.kernels,
     }
-    asked = argparse.Namespace(**vars(args) | {"prompt": 64, "repeats": 2})
-    rollout.engine.wake()
-    result["speed"] = engine_h200.measure_speed(rollout.engine, asked)
-    rollout.close()
+    # The YAML names the class by its module, which is another one than __main__.
+    result["speed"] = next(one for one in cli.trainer.callbacks if type(one).__name__ == Speed.__name__).rows
     return result
 
 
@@ -154,7 +174,6 @@ def task(args: argparse.Namespace, part: str) -> dict[str, Any]:
     sys.argv = sys.argv[:1]
     cli = QeRLCLI({"subcommand": "fit", "fit": settings})
     (rollout,) = (one for one in cli.trainer.callbacks if isinstance(one, RolloutCallback))
-    rollout.close()
     found: dict[str, Any] = json.loads((args.out / f"formats-task-{part}" / "summary.json").read_text())
     del found["run_dir"]  # of this machine
     return found | {"kernels": rollout.engine.kernels}

@@ -23,7 +23,6 @@ import torch
 from lightning.pytorch import Callback
 from qerl_kernels import select_backend
 
-from qerl_pl.callbacks import RolloutCallback
 from qerl_pl.cli.main import QeRLCLI
 from qerl_pl.rewards import RewardSample
 
@@ -172,9 +171,6 @@ def main() -> None:
     seconds = time.perf_counter() - began
     # The YAML names this class by its module, which is another one than __main__.
     memory = next(callback for callback in cli.trainer.callbacks if type(callback).__name__ == DriverMemory.__name__)
-    for callback in cli.trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, RolloutCallback):
-            callback.close()
     later = memory.steps[1:]
     result = {
         "shape": args.shape,

@@ -11,7 +11,6 @@ from typing import Any
 import step_against_trl
 from lightning.pytorch import Callback
 
-from qerl_pl.callbacks import RolloutCallback
 from qerl_pl.cli.main import QeRLCLI
 from qerl_pl.datamodules import PromptDataModule
 from qerl_pl.datamodules.tables import Row
@@ -125,10 +124,7 @@ def main() -> None:
     args = step_against_trl.arguments(__doc__).parse_args()
     sys.argv = sys.argv[:1]
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # as the command line does
-    cli = QeRLCLI({"subcommand": "fit", "fit": settings(args)})
-    for callback in cli.trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, RolloutCallback):
-            callback.close()
+    QeRLCLI({"subcommand": "fit", "fit": settings(args)})
 
 
 if __name__ == "__main__":

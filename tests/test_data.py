@@ -420,7 +420,7 @@ def test_filter_without_its_column(tmp_path: Path, tokenizer: str) -> None:
 def test_no_chat_template(gsm8k: Path, tmp_path: Path) -> None:
     bare = make_tokenizer(tmp_path / "bare", template=None)
     with pytest.raises(UserError, match="need a chat template"):
-        GSM8KDataModule(str(gsm8k), tokenizer=bare).setup("fit")
+        GSM8KDataModule(str(gsm8k), tokenizer=bare, batch_size=2, val_size=1).setup("fit")
 
 
 def test_a_template_that_names_the_day_renders_the_same_on_every_day() -> None:
@@ -437,5 +437,5 @@ def test_template_that_refuses_a_system_message(gsm8k: Path, tmp_path: Path) -> 
     template = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}" + TEMPLATE
     strict = make_tokenizer(tmp_path / "strict", template)
     with pytest.raises(UserError, match="no system role; .*system_prompt to null"):
-        GSM8KDataModule(str(gsm8k), tokenizer=strict).setup("fit")
+        GSM8KDataModule(str(gsm8k), tokenizer=strict, batch_size=2, val_size=1).setup("fit")
     GSM8KDataModule(str(gsm8k), tokenizer=strict, system_prompt=None, batch_size=2, val_size=1).setup("fit")

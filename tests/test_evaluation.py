@@ -197,6 +197,9 @@ def test_an_exported_adapter_is_evaluated_as_its_checkpoint_is(
     assert adapter["adapter"] == str(tmp_path / "run" / "adapter") and resumed["adapter"] is None
     told = [(tmp_path / run / "evaluation.md").read_text().splitlines()[-1] for run in ("1", "2")]
     assert "after 2 rollouts" in told[0] and f"with the adapter in {tmp_path / 'run' / 'adapter'};" in told[1]
+    # How the base was held is the adapter's to say.
+    held = evaluate(tmp_path / "run" / "adapter", tmp_path / "4", sets, "--model.policy.quantization", "nvfp4")
+    assert (held["quantization"], held["sets"]) == ("none", resumed["sets"])
     base = evaluate(tiny_policy_dir, tmp_path / "3", sets, *plain, command="validate")
     assert base["trained"] != adapter["trained"] and base["rollouts"] == 0
     capsys.readouterr()

@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import hashlib
+import io
 import multiprocessing
 import os
 import signal
@@ -12,7 +13,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 import pytest
@@ -25,6 +26,7 @@ from qerl_pl.persistence.atomic_files import (
     atomic_write,
     build_once,
     cache_root,
+    explain_full_disk,
     folder_identity,
     locked,
 )
@@ -256,6 +258,27 @@ def test_full_disk_keeps_the_old_checkpoint(tmp_path: Path, monkeypatch: pytest.
     with pytest.raises(UserError, match="free disk space.*--resume auto"):
         atomic_write(path, b"new")
     assert path.read_bytes() == b"old" and [p.name for p in tmp_path.iterdir()] == ["file"]
+
+
+class NearlyFull(io.BytesIO):
+    """A file on a disk with room for little: what closes PyTorch's archive still fits."""
+
+    def write(self, data: Any) -> int:
+        if len(data) > 10_000:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return super().write(data)
+
+
+def test_a_disk_that_fills_up_within_a_checkpoint_is_named(tmp_path: Path) -> None:
+    """PyTorch closes its archive after the write that failed, and raises an error of its own over that one."""
+    path = tmp_path / "step=1.ckpt"
+    with (
+        pytest.raises(UserError, match=r"free disk space; .*step=1.*--resume auto"),
+        explain_full_disk(path),
+    ):
+        torch.save({"state": torch.zeros(10**5)}, checkpoint_io._Hashing(NearlyFull()))
+    with pytest.raises(RuntimeError, match="another"), explain_full_disk(path):
+        raise RuntimeError("another")
 
 
 def test_a_process_killed_while_writing_leaves_the_old_file(tmp_path: Path) -> None:

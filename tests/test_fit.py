@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import json
 import math
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,14 @@ import pytest
 import torch
 import yaml
 from fit_helpers import configuration, train
+from lightning.pytorch import Trainer
 from safetensors.torch import load_file
+from short_run import data, module_of, rollout_of
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from transformers import AutoTokenizer
 
 from qerl_pl.callbacks import AdaptiveQuantizationNoise
+from qerl_pl.cli.export import base_of
 from qerl_pl.cli.main import QeRLCLI, main
 from qerl_pl.engines import TransformersEngine
 from qerl_pl.errors import UserError
@@ -231,9 +236,16 @@ def test_validate_from_a_checkpoint_and_export(
     assert main(["export", str(run), str(tmp_path / "adapter")]) == 0
     assert equal(load_file(tmp_path / "adapter" / "adapter_model.safetensors"), adapter(run))
     assert main(["export", str(run), str(tmp_path / "merged"), "--merge", "true"]) == 0
+    written = capfd.readouterr().out
+    assert f"wrote the adapter (rank 4, base {tiny_policy_dir} in NVFP4) to {tmp_path / 'adapter'}, " in written
+    assert f"the whole model (adapter merged in, bfloat16) to {tmp_path / 'merged'}, " in written
+    assert "MiB; after 3 rollouts" in written and "step=3.end.ckpt" in written
     named = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["base_model_name_or_path"]
-    assert named != str(tiny_policy_dir)  # not the 16-bit weights that it was quantized from
-    assert format_of(Path(named)).name == "nvfp4"
+    assert named == str(tiny_policy_dir) and format_of(base_of(tmp_path / "adapter")).name == "nvfp4"
+    assert AutoTokenizer.from_pretrained(tmp_path / "adapter").chat_template
+    mode = (run / "config.yaml").stat().st_mode  # as the umask has it
+    for folder in (tmp_path / "adapter", run / "adapter", tmp_path / "merged"):
+        assert {path.stat().st_mode for path in folder.iterdir()} == {mode}
     merged = load_file(tmp_path / "merged" / "model.safetensors")
     assert "model.layers.0.self_attn.q_proj.weight" in merged and not any("packed" in name for name in merged)
 
@@ -317,7 +329,7 @@ def test_a_development_run_leaves_nothing_to_go_on_from(
     settings = settings_of(tiny_policy_dir, tmp_path / "run")
     settings["trainer"]["fast_dev_run"] = True
     assert fit(settings, monkeypatch).model.policy_version == 1
-    assert [path.name for path in (tmp_path / "run").iterdir()] == [".lock"]
+    assert not list((tmp_path / "run").iterdir())
 
 
 @pytest.mark.parametrize(("steps", "measured"), [(-1, True), (1, False)])
@@ -342,6 +354,24 @@ def test_export_refuses_a_checkpoint_of_another_base(
     assert main(["export", str(run), str(tmp_path / "merged"), "--merge", "true"]) == 2
     assert "fits only the base model it was trained on" in capsys.readouterr().err
     assert not (tmp_path / "merged").exists()
+
+
+@pytest.mark.parametrize("logger", [False, True])
+def test_what_lightnings_own_trainer_has_saved_is_exported(
+    tiny_policy_dir: Path, tmp_path: Path, logger: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By Python there is no config.yaml, no digest, and Lightning's names."""
+    module = module_of(tiny_policy_dir)
+    given = {"accelerator": "cpu", "enable_progress_bar": False, "num_sanity_val_steps": 0, "max_epochs": 1}
+    trainer = Trainer(default_root_dir=tmp_path / "run", logger=logger, callbacks=rollout_of(), **given)
+    trainer.fit(module, datamodule=data())
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "adapter")]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"after 4 rollouts, from .*run/(lightning_logs/version_0/)?checkpoints/epoch=0-step=8.ckpt", out)
+    trained = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert equal(trained, {name: tensor.cpu() for name, tensor in module.policy.trained_state().items()})
+    assert main(["export", str(tiny_policy_dir), str(tmp_path / "none")]) == 2
+    assert re.search("needs a checkpoint; .* has no .*step=N.ckpt.* --checkpoint", capsys.readouterr().err)
 
 
 class Deaf(TransformersEngine):

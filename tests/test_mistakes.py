@@ -48,14 +48,22 @@ def complaint(capsys: pytest.CaptureFixture[str], *args: str) -> str:
 
 
 PARSED = {
-    "unknown key": (["--model.policy.lora.rnk", "4"], "model.policy.lora.rnk"),
+    "unknown key": (["--model.policy.lora.rnk", "4"], r"lora.rnk 4; did you mean model.policy.lora.rank\?; see"),
+    "unknown group": (["--model.polcy.path", "x"], r"did you mean model.policy.path\?"),
+    "unknown key of the trainer": (["--trainer.max_epoch", "3"], r"did you mean trainer.max_epochs\?"),
+    "unknown key of the data": (["--data.batchsize", "4"], r"did you mean batch_size\?"),
+    "nothing like it": (["--model.zzz", "4"], "arguments: --model.zzz 4; see qerl"),
+    "no objective": (["--model.objective", "PPO"], "objectives are BNPO, CISPO, DAPO, DrGRPO, GRPO, GSPO; see"),
     "abbreviated key": (["--model.lr", "1"], "unrecognized arguments: --model.lr 1"),
     "unknown class": (["--model.objective", "qerl_pl.algorithm.objectives.PPO"], "no attribute 'PPO'"),
     "unknown module": (["--data", "nowhere.Data"], "No module named 'nowhere'"),
     "wrong type": (["--model.warmup_ratio", "much"], "model.warmup_ratio.*float.*much"),
     "wrong choice": (["--model.policy.quantization", "int8"], "nvfp4.*none.*int8"),
     "no such item": (["--trainer.callbacks.Nothing.x", "1"], "no Nothing"),
-    "unknown key of an item": (["--trainer.callbacks.RolloutCallback.grup_size", "4"], "RolloutCallback.*'grup_size'"),
+    "unknown key of an item": (
+        ["--trainer.callbacks.RolloutCallback.grup_size", "4"],
+        r"'grup_size'.*mean group_size\?",
+    ),
     "no YAML for an item": (["--trainer.callbacks.RolloutCallback.group_size", "[4"], r"value is YAML; .*\[4"),
     "small group": (["--trainer.callbacks.RolloutCallback.group_size", "1"], "at least 2 completions; found"),
     "rising noise": (["--trainer.callbacks.AdaptiveQuantizationNoise.sigma_end", "1"], "Noise must not grow"),
@@ -86,6 +94,7 @@ PARSED = {
     "negative rate": (["--model.optimizer.init_args.lr", "-1"], "model.optimizer .* says: Invalid learning rate: -1"),
     "rate that is none": (["--model.optimizer.init_args.lr", ".nan"], "model.optimizer .* Invalid learning rate: nan"),
     "endless rate": (["--model.optimizer.init_args.lr", ".inf"], "model.optimizer needs a learning rate .* found inf"),
+    "rate beyond numbers": (["--model.optimizer.init_args.lr", "1e300"], "from 0 to 1e\\+30; found 1e\\+300; set its"),
     "another optimizer's": (["--model.optimizer", "torch.optim.SGD", "--model.optimizer.lr", "-1"], "rate: -1"),
     "beta": (["--model.optimizer.init_args.betas", "[0.9, 2.0]"], "model.optimizer .* beta parameter at index 1"),
     "several losses a step": (["--model.optimizer", "torch.optim.LBFGS"], "once a minibatch; LBFGS asks"),
@@ -190,8 +199,12 @@ def test_an_adapter_that_adds_something_else_is_not_taken_for_a_plain_one(tmp_pa
 
 
 FROM_LIGHTNING = {
-    "no GPU": (["--trainer.accelerator", "gpu"], "gpu"),
-    "accumulation": (["--trainer.accumulate_grad_batches", "2"], "accumulate_grad_batches"),
+    "no GPU": (
+        ["--trainer.accelerator", "gpu"],
+        "accelerator gpu needs a GPU that PyTorch sees; found none; set trainer.accelerator to cpu",
+    ),
+    "accumulation": (["--trainer.accumulate_grad_batches", "2"], "accumulate_grad_batches 2; .* model.micro_batch_tok"),
+    "clipping": (["--trainer.gradient_clip_val", "0.5"], "gradient_clip_val 0.5; leave it out and set model.max_grad"),
     "uneven": (["--trainer.devices", "3"], "multiple of the number of devices; found 16 for 3; change one"),
     "shards": (["--trainer.devices", "2", "--trainer.strategy", "deepspeed"], "trainer.strategy|DeepSpeed"),
     "no accelerator": (["--trainer.accelerator", "quantum"], "Trainer refuses .* accelerator name: .*quantum"),
@@ -216,6 +229,11 @@ FOUND_LATER: dict[str, tuple[list[str] | None, list[str], str]] = {
     "missing column": (['{"problem": "1 + 1", "answer": "#### 2"}'], [], "has no question, found problem, answer"),
     "nothing short enough": (GSM8K, ["--data.max_prompt_tokens", "5"], "none of 8 is"),
     "batch above the set": (GSM8K, ["--data.batch_size", "9"], "batch_size must not exceed"),
+    "batch above what is left": (
+        GSM8K,
+        ["--data.batch_size", "4", "--data.val_size", "6"],
+        r"batch_size=4 for 2 prompts \(6 of 8 are held out for validation by val_size\); lower one of them",
+    ),
     "odd minibatches": (GSM8K, ["--model.minibatches", "3"], "minibatches must divide .* found 3 and"),
     "rare validation": (GSM8K, ["--trainer.val_check_interval", "4"], "an epoch's 3 batches; found 4"),
     "adapter on the vocabulary": (GSM8K, ["--model.policy.lora.targets", "[lm_head]"], "'lm_head' matches none"),
@@ -225,6 +243,21 @@ FOUND_LATER: dict[str, tuple[list[str] | None, list[str], str]] = {
         GSM8K,
         ["--model.policy.lora.rank", "129"],
         r"not be above the smaller side .* rank 129 for model.layers.0.self_attn.q_proj with 128; lower",
+    ),
+    "no network": (
+        GSM8K,
+        ["--model.policy.path", "no/such-model"],
+        "'no/such-model' is no folder here, .* HF_HUB_OFFLINE is set; connect",
+    ),
+    "endless completions": (
+        GSM8K,
+        ["--trainer.callbacks.RolloutCallback.sampling.max_tokens", "1000000000"],
+        r"prompt and completion .* the model's 4096 positions; found 1000000\d+ \(data.max_prompt_tokens and .*max_tok",
+    ),
+    "endless evaluations": (
+        GSM8K,
+        ["--trainer.callbacks.RolloutCallback.eval_sampling", '{"max_tokens": 5000}'],
+        r"the model's 4096 positions; found \d+ ",
     ),
     "validation after nothing": (GSM8K, ["--trainer.val_check_interval", "0"], "found val_check_interval=0 "),
     "no validation's share": (GSM8K, ["--trainer.val_check_interval", "0.0"], "found val_check_interval=0.0 "),
@@ -255,6 +288,31 @@ def test_a_mistake_found_while_starting_is_one_line(
 ) -> None:
     rows, extra, message = FOUND_LATER[case]
     assert re.search(message, complaint(capsys, *starting(tmp_path, tiny_policy_dir, rows), *extra))
+
+
+ROLLOUT = "--trainer.callbacks.RolloutCallback"
+FOUND_FIRST = {
+    "rare validation": (["--trainer.val_check_interval", "999"], "an epoch's 40 batches; found 999"),
+    "odd minibatches": (["--model.minibatches", "3"], "minibatches must divide .* found 3 and 128"),
+    "endless completions": ([f"{ROLLOUT}.sampling.max_tokens", "1000000000"], "4096 positions; found 1000000096 "),
+    "no end": (["--trainer.max_epochs", "-1"], "need a planned end; found none; set trainer.max_epochs"),
+    "precision": (["--trainer.precision", "bf16-true"], "sets its own precision; trainer.precision is bf16-true"),
+    "nothing samples": (["--trainer.callbacks", "[]"], "add qerl_pl.callbacks.RolloutCallback"),
+}
+
+
+@pytest.mark.parametrize("case", FOUND_FIRST)
+def test_settings_are_checked_before_anything_is_made(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    """No toy policy is taught for a run that is refused, and its folder stays as it was."""
+    cache, run = tmp_path / "cache", tmp_path / "run"
+    monkeypatch.setenv("QERL_CACHE", str(cache))
+    args, message = FOUND_FIRST[case]
+    small = ("--model.policy.toy.steps", "1", "--model.policy.toy.layers", "1", "--trainer.accelerator", "cpu")
+    given = ("fit", "-c", str(QUICKSTART), "--trainer.default_root_dir", str(run), *small, *args)
+    assert re.search(message, complaint(capsys, *given))
+    assert not cache.exists() and not [*run.iterdir()]
 
 
 def test_commands_of_our_own_report_alike(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -541,6 +599,22 @@ def test_another_programs_checkpoint_is_named(capsys: pytest.CaptureFixture[str]
     digest_path(path).write_text(hashlib.sha256(path.read_bytes()).hexdigest())
     line = complaint(capsys, "export", str(tmp_path), str(tmp_path / "out"), "--checkpoint", str(path))
     assert re.search(r"one of this trainer's; .*other.ckpt is another program's", line)
+
+
+@pytest.mark.parametrize("command", ["validate", "test"])
+def test_one_callback_or_plugin_needs_no_list(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, tiny_policy_dir: Path, command: str
+) -> None:
+    """As Lightning has it: the report, which finds nothing that samples, is reached."""
+    settings = yaml.safe_load((ROOT / "configs" / "gsm8k_cpu.yaml").read_text())
+    settings["trainer"]["callbacks"] = {"class_path": "qerl_pl.callbacks.EvaluationReport"}
+    settings["trainer"]["plugins"] = {"class_path": "lightning.pytorch.plugins.environments.LightningEnvironment"}
+    path = tmp_path / "one.yaml"
+    path.write_text(yaml.safe_dump(settings))
+    _, _, _, *rest = starting(tmp_path, tiny_policy_dir, GSM8K)
+    changed = ("--trainer.callbacks.EvaluationReport.resamples", "7")
+    line = complaint(capsys, command, "-c", str(path), *rest, *changed)
+    assert re.search("EvaluationReport needs .*; trainer.callbacks has none; add qerl_pl.callbacks.Rollout", line)
 
 
 def test_a_state_that_cannot_be_saved_is_named(tmp_path: Path) -> None:

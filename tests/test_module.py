@@ -354,9 +354,9 @@ def test_what_a_run_cannot_do_is_said_at_its_start(tiny_policy_dir: Path, tmp_pa
         with pytest.raises(UserError, match=f"^{what} needs a callback that samples"):
             step([], 0)
     with pytest.raises(UserError, match="^fit needs a callback that samples"):
-        alone.on_fit_start()
+        alone.check_first(plain := Trainer(accelerator="cpu", max_epochs=1, logger=False), "fit")
     alone.hand_over = HandOver()
-    alone.on_fit_start()
+    alone.check_first(plain, "fit")
     for run in ("fit", "validate", "test"):
         with pytest.raises(UserError, match="the policy sets its own precision; trainer.precision is bf16-true"):
             getattr(trainer_of(tmp_path, precision="bf16-true"), run)(module_of(tiny_policy_dir), datamodule=data())

@@ -10,6 +10,7 @@ import pytest
 import torch
 from fit_helpers import Vowels
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import LambdaCallback
 from rank_helpers import on_ranks
 from scripted import PROMPTS, Scripted, Watched, Words, config_of
 from short_run import data, module_of, rollout_of, trainer_of
@@ -59,30 +60,37 @@ class Recording(TransformersEngine):
         super().close()
 
 
-def test_the_engine_is_launched_once_for_the_policy_and_closed_once(tiny_policy_dir: Path, tmp_path: Path) -> None:
+def test_the_engine_lives_for_a_stage_and_is_closed_once(tiny_policy_dir: Path, tmp_path: Path) -> None:
     engine, module = Recording(), module_of(tiny_policy_dir)
     rollout = rollout_of(engine)
-    trainer = trainer_of(tmp_path, rollout=rollout)
+    seen: list[tuple[int, SharedWeights | None, float, int, Any]] = []
+
+    def note(*_: Any) -> None:  # while the stage goes on
+        given = module.hand_over
+        assert given is not None
+        seen.append((engine.closed, given.shared, given.cache_gib, rollout.collector.seed, rollout.collector.objective))
+
+    watch = LambdaCallback(on_fit_start=note, on_fit_end=note, on_validation_start=note, on_validation_end=note)
+    trainer = trainer_of(tmp_path, watch, rollout=rollout, limit_val_batches=0)
     rollout.close()
     assert engine.closed == 0
     for known in ({"p1": 5.0}, {"p2": 6.0}):  # of a checkpoint
         rollout.load_state_dict({"expected_lengths": known})
         assert rollout.state_dict() == {"expected_lengths": known}
     trainer.fit(module, datamodule=data())
-    trainer.validate(module, datamodule=data(), verbose=False)
-    (spec,) = engine.specs
-    lora = module.policy_config.lora
-    assert spec == EngineSpec(
-        module.base_folder, torch.float32, torch.device("cpu"), 4, lora.targets, max_tokens=256 + 4
-    )
-    assert module.hand_over is not None and module.hand_over.shared == SharedWeights({}, {})
-    assert module.hand_over.cache_gib == 3.0
-    assert rollout.collector.seed == 5 and rollout.collector.objective is module.objective
-    rollout.collector.expected_lengths |= {"p3": 7.0}
-    assert rollout.state_dict() == {"expected_lengths": {"p2": 6.0, "p3": 7.0}}
+    lora, shared = module.policy_config.lora, SharedWeights({}, {})
+    spec = EngineSpec(module.base_folder, torch.float32, torch.device("cpu"), 4, lora.targets, max_tokens=256 + 4)
+    assert engine.specs == [spec] and seen == [(0, shared, 3.0, 5, module.objective)] * 2
+    assert engine.closed == 1 and module.hand_over is not None and module.hand_over.shared is None
     for _ in range(2):
         rollout.close()
         assert engine.closed == 1
+    seen.clear()
+    trainer.limit_val_batches = 1.0
+    trainer.validate(module, datamodule=data(), verbose=False)
+    assert engine.specs == [spec] * 2 and engine.closed == 2
+    assert seen == [(1, None, 3.0, 5, module.objective)] * 2  # the policy, which is there, needs nothing lent
+    assert rollout.state_dict() == {"expected_lengths": rollout.state_dict()["expected_lengths"] | {"p2": 6.0}}
 
 
 def test_a_reward_sees_the_references_of_the_data_before_the_engine_starts(

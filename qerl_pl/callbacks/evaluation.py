@@ -13,7 +13,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from tqdm import tqdm
 
-from qerl_pl.callbacks.rollout import RolloutCallback
+from qerl_pl.callbacks.rollout import RolloutCallback, rollout_callback
 from qerl_pl.datamodules.prompts import PromptDataModule
 from qerl_pl.distributed.communicator import writes_files
 from qerl_pl.distributed.strategy import communicator_of
@@ -24,6 +24,7 @@ from qerl_pl.modules.qerl import BEFORE_TRAINING, QeRLModule
 from qerl_pl.persistence.atomic_files import atomic_write
 from qerl_pl.persistence.random_state import stream_seed
 from qerl_pl.rewards import Reward
+from qerl_pl.start_checks import ChecksFirst
 from qerl_pl.types import EvaluatedPrompt, Evaluation, GradedAnswer, Prompt
 
 FOLDER = "evaluation"
@@ -37,7 +38,7 @@ LABELS = {
 PACKAGES = ("qerl-pl", "torch", "transformers", "lightning", "math-verify")
 
 
-class EvaluationReport(Callback):
+class EvaluationReport(Callback, ChecksFirst):
     """Writes what `qerl test` and `qerl validate` measure, with intervals, and keeps every sample.
 
     RUN/evaluation.json has each metric of each set with 95 % of its bootstrap over prompts, RUN/evaluation.md the same
@@ -56,6 +57,11 @@ class EvaluationReport(Callback):
         self._tells_answers = True
         self._settings: dict[str, Any] = {}
         self._samples: _Shown | None = None
+
+    def check_first(self, trainer: Trainer, stage: str) -> None:
+        """Refuse an evaluation that nothing samples for."""
+        if stage in ("validate", "test"):
+            rollout_callback(trainer, "EvaluationReport")
 
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Open the file of samples."""
@@ -103,7 +109,7 @@ class EvaluationReport(Callback):
     def _begin(self, trainer: Trainer, module: LightningModule, loaders: Any) -> None:
         assert isinstance(module, QeRLModule) and isinstance(trainer.datamodule, PromptDataModule)  # type: ignore[attr-defined]
         self._prompts, self._tells_answers = {}, True
-        rollout = next(one for one in trainer.callbacks if isinstance(one, RolloutCallback))  # type: ignore[attr-defined]
+        rollout = rollout_callback(trainer, "EvaluationReport")
         self._settings = _settings(module, rollout, trainer.datamodule)  # type: ignore[attr-defined]
         digest = _digest(json.dumps(self._settings, sort_keys=True).encode())[:12]
         adapter = module.adapter_folder  # its weights are in the digest, wherever they lie

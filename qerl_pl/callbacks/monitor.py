@@ -12,7 +12,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor, nn
 
-from qerl_pl.callbacks.rollout import RolloutCallback
+from qerl_pl.callbacks.rollout import rollout_callback
 from qerl_pl.engines.base import SharedWeights
 from qerl_pl.engines.capacity import GIB, held_gib
 from qerl_pl.modules.qerl import BEFORE_TRAINING, QeRLModule
@@ -244,8 +244,7 @@ class Monitor(Callback):
                 logger.log_metrics(measured, step=BEFORE_TRAINING)
 
     def _measure(self, trainer: Trainer, module: QeRLModule) -> MemoryReport:
-        callbacks = (callback for callback in trainer.callbacks if isinstance(callback, RolloutCallback))  # type: ignore[attr-defined]
-        engine = next(callbacks).engine.memory_gib()
+        engine = rollout_callback(trainer, "Monitor").engine.memory_gib()
         on_gpu = module.device.type == "cuda"
         gpu = device_memory(module.device, self._held + gradient_gib(module.policy)) if on_gpu else None
         borrowed = None if module.hand_over is None else module.hand_over.shared

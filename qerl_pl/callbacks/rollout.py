@@ -11,10 +11,12 @@ from qerl_pl.engines.base import EngineSpec, RolloutEngine
 from qerl_pl.engines.transformers import TransformersEngine
 from qerl_pl.errors import UserError
 from qerl_pl.modules.qerl import QeRLModule
+from qerl_pl.openmp import let_waiting_threads_sleep
 from qerl_pl.rewards import Reward, check_references
 from qerl_pl.rollout.collector import Collector
 from qerl_pl.rollout.config import CollectorConfig
 from qerl_pl.rollout.hand_over import HandOver
+from qerl_pl.start_checks import ChecksFirst
 from qerl_pl.types import EvalSampling, Prompt, SamplingConfig
 
 log = logging.getLogger(__name__)
@@ -23,7 +25,7 @@ PROMPTS_KEY = "qerl_prompts"
 """Where a checkpoint says which prompts it was trained on, whatever class the data module has."""
 
 
-class RolloutCallback(Callback):
+class RolloutCallback(Callback, ChecksFirst):
     """Drives the engine: every completion of a run, for training and for evaluation, comes from here.
 
     A completion's random stream depends only on (run seed, policy version, prompt, sample index), so a resumed run
@@ -102,6 +104,24 @@ class RolloutCallback(Callback):
 
     # The engine's life ---------------------------------------------------------------------------------------------
 
+    def check_first(self, trainer: Trainer, stage: str) -> None:
+        """Refuse another module or data module, sizes that do not divide, and sequences too long."""
+        module = _module(trainer.lightning_module)
+        module.hand_over = self._hand_over
+        data, known = _data(trainer), module.policy_config.positions()
+        if stage == "fit":
+            module.update.check_divides(data.batch_size * self.config.group_size)
+        if known is not None and self._longest(data) > known:
+            raise UserError(
+                f"prompt and completion must fit the model's {known} positions; found {self._longest(data)} "
+                "(data.max_prompt_tokens and the larger max_tokens of sampling and eval_sampling); lower them"
+            )
+
+    def _longest(self, data: PromptDataModule) -> int:
+        """Tokens of the longest sequence that is asked for."""
+        own, held_out = self.config.sampling, self.config.evaluation_sampling()
+        return data.max_prompt_tokens + max(own.max_tokens, held_out.max_tokens)
+
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Start the engine: before the policy is loaded, so that it can lend its weights."""
         module = _module(pl_module)
@@ -119,14 +139,15 @@ class RolloutCallback(Callback):
             device=trainer.strategy.root_device,
             lora_rank=0 if adapter is None else adapter.rank,
             lora_targets=() if adapter is None else adapter.targets,
-            max_tokens=data.max_prompt_tokens
-            + max(self.config.sampling.max_tokens, self.config.evaluation_sampling().max_tokens),
+            max_tokens=self._longest(data),
             full_finetuning=adapter is None,
             ranks=communicator_of(trainer).size,
         )
+        let_waiting_threads_sleep()
         log.info("starting %s on %s", type(self.engine).__name__, spec.device)
         self.engine.launch(spec)
-        self._hand_over.shared = self.engine.shared_weights()
+        # A policy of an earlier stage is there already, with what it was lent then: that lives as long as it does.
+        self._hand_over.shared = None if "policy" in dict(module.named_children()) else self.engine.shared_weights()
         self._hand_over.cache_gib = self.engine.memory_gib().get("releasable", 0.0)
         self._collector = Collector(
             self.config, self.engine, module.tokenizer, module.objective, module.seed, communicator_of(trainer)
@@ -135,15 +156,19 @@ class RolloutCallback(Callback):
 
     @property
     def collector(self) -> Collector:
-        """What samples and scores, from `setup` to `close`."""
+        """What samples and scores, from `setup` to `teardown`."""
         assert self._collector is not None, "setup comes first"
         return self._collector
 
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Free the engine: a stage (fit, validate, test) is over on all ranks; another one starts it again."""
+        self.close()
+
     def close(self) -> None:
-        """Free the engine; the run is over."""
+        """Free the engine; nothing where that is done, or none was started."""
         if self._collector is not None:
+            self._collector, self._hand_over.shared = None, None
             self.engine.close()
-            self._collector = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Refuse ranks that have read other files than the first."""
@@ -193,6 +218,25 @@ class RolloutCallback(Callback):
         module.zero_grad()  # as before a rollout
         weights = module.policy.weights(module.policy_version)
         self._hand_over.evaluation = self.collector.evaluate(batch, weights, name, self._hand_over.samples)
+
+
+def rollout_callback(trainer: Trainer, needed_by: str) -> RolloutCallback:
+    """The trainer's callback that samples.
+
+    Args:
+        trainer: What has callbacks.
+        needed_by: Who asks.
+
+    Raises:
+        UserError: There is none.
+    """
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, RolloutCallback):
+            return callback
+    raise UserError(
+        f"{needed_by} needs a callback that samples completions; trainer.callbacks has none; "
+        "add qerl_pl.callbacks.RolloutCallback"
+    )
 
 
 def _module(module: LightningModule) -> QeRLModule:

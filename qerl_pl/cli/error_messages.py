@@ -1,19 +1,99 @@
-"""What a user's mistake prints: one line, after the traceback of the user's own code where that is what raised."""
+"""What a user may have meant who misspelt a key, or named no class where one is asked for."""
 
 import errno
+import inspect
 import os
 import re
 import sys
 import traceback
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import is_dataclass
+from difflib import get_close_matches
 from importlib.metadata import packages_distributions
+from pkgutil import resolve_name
 from types import TracebackType
 
 import jsonargparse
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import Trainer
 
+from qerl_pl import algorithm
+from qerl_pl.algorithm.objectives import Objective
+from qerl_pl.datamodules import PromptDataModule
 from qerl_pl.errors import UserError
+from qerl_pl.modules import QeRLModule
 from qerl_pl.persistence.atomic_files import FULL_DISK
+
+_ROOTS: dict[str, type | None] = {
+    "model": QeRLModule,
+    "data": PromptDataModule,
+    "trainer": Trainer,
+    "seed_everything": None,
+    "resume": None,
+    "ckpt_path": None,
+    "config": None,
+}
+
+"""Keys of the command line, and the classes whose arguments are below them."""
+
+_KEY = re.compile(r"unrecognized arguments: --([\w.]+)|Subcommand '\w+' does not accept option '([\w.]+)'")
+
+_OPTION = re.compile(r"Option '(\w+)' is not accepted|Group '\w+' does not accept option '(\w+)'")
+
+_CLASS = re.compile(r"class_path[ =]'([\w.]+)'")
+
+_NO_OBJECTIVE = re.compile(r"\"model\.objective\".*(Expected a dot import path string|has no attribute)", re.DOTALL)
+
+
+def hint(message: str) -> str | None:
+    """What may have been meant, for the line that tells a mistake; None where nothing is near.
+
+    Args:
+        message: What jsonargparse says of a configuration.
+    """
+    if _NO_OBJECTIVE.search(message):
+        return f"objectives are {', '.join(_objectives())}"
+    found = None
+    if key := _KEY.search(message):
+        found = _nearest_key(key[1] or key[2])
+    elif (option := _OPTION.search(message)) and (owner := _CLASS.search(message)):
+        found = _nearest(option[1] or option[2], _arguments(resolve_name(owner[1])))
+    return None if found is None else f"did you mean {found}?"
+
+
+def _objectives() -> list[str]:
+    classes = (one for one in vars(algorithm).values() if isinstance(one, type))
+    return sorted(one.__name__ for one in classes if issubclass(one, Objective) and one is not Objective)
+
+
+def _nearest_key(key: str) -> str | None:
+    """The key with its first unknown part replaced; None where no part is, or nothing is near it."""
+    parts, below = key.split("."), dict(_ROOTS)
+    for index, part in enumerate(parts):
+        if part not in below:
+            near = _nearest(part, below)
+            return None if near is None else ".".join([*parts[:index], near, *parts[index + 1 :]])
+        if (owner := below[part]) is None:
+            return None
+        kinds = _arguments(owner).items()
+        below = {name: kind if isinstance(kind, type) and is_dataclass(kind) else None for name, kind in kinds}
+    return None
+
+
+def _arguments(owner: type) -> dict[str, type | None]:
+    """Names and types of what a class's constructor takes, and those of its bases that it passes them on to."""
+    found: dict[str, type | None] = {}
+    for one in owner.__mro__[:-1]:
+        for name, parameter in inspect.signature(one).parameters.items():
+            found.setdefault(name, parameter.annotation)
+        if not any(given.kind is given.VAR_KEYWORD for given in inspect.signature(one).parameters.values()):
+            break
+    return found
+
+
+def _nearest(name: str, known: Iterable[str]) -> str | None:
+    return next(iter(get_close_matches(name, [*known], n=1)), None)
+
 
 _UNTELLING = re.compile(
     r"Does not validate against|Subtypes:|Errors:|Expected a <class 'NoneType'>|Expected a path but"
@@ -28,6 +108,27 @@ _OURS = ("qerl_pl", "qerl_kernels")
 _TOLD = (UserError, MisconfigurationException, ModuleNotFoundError)
 
 """Errors whose message is the whole story: ours, Lightning's of its settings, a class whose package is missing."""
+
+_LIGHTNINGS = (
+    (
+        "No supported gpu backend",
+        "trainer.accelerator gpu needs a GPU that PyTorch sees",
+        "set trainer.accelerator to cpu and RolloutCallback's engine to qerl_pl.engines.TransformersEngine, or check "
+        "the driver and CUDA_VISIBLE_DEVICES",
+    ),
+    (
+        "Automatic gradient clipping",
+        "the module clips its gradients itself",
+        "leave it out and set model.max_grad_norm",
+    ),
+    (
+        "Automatic gradient accumulation",
+        "the module accumulates gradients itself",
+        "leave it out and set model.micro_batch_tokens, or data.batch_size and model.minibatches for another step size",
+    ),
+)
+
+"""How Lightning's messages start that need our own keys, with the rule and the remedy."""
 
 _REFUSED = {
     getattr(errno, name)
@@ -60,7 +161,7 @@ def explain(error: Exception, argv: list[str], commands: Collection[str]) -> str
         return _parsing(error, argv, commands)
     for cause in causes:
         if isinstance(cause, _TOLD):
-            return _joined(cause)
+            return _in_our_keys(_joined(cause))
         if (name := _refusing_class(cause.__traceback__)) is not None:
             return f"a class must take the init_args that it is given; {name} says: {_joined(cause):.200}; correct them"
     if isinstance(error, OSError) and error.errno in _REFUSED and error.filename is not None:
@@ -74,6 +175,15 @@ def explain(error: Exception, argv: list[str], commands: Collection[str]) -> str
             "again, a training with --resume auto"
         )
     return None
+
+
+def _in_our_keys(said: str) -> str:
+    """What Lightning says of its keys, with ours that take their place."""
+    for start, rule, remedy in _LIGHTNINGS:
+        if said.startswith(start):
+            found = re.search(r"Trainer\((\w+)=(\S+)\)", said)
+            return f"{rule}; found {f'trainer.{found[1]} {found[2]}' if found else 'none'}; {remedy}"
+    return said
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
@@ -93,7 +203,8 @@ def _parsing(error: jsonargparse.ArgumentError, argv: list[str], commands: Colle
     lines = [" ".join(line.split()).removeprefix("- ").rstrip(".") for line in str(error).splitlines()]
     telling = [line for line in lines if line and not _UNTELLING.match(line)] or lines[:1]
     command = f"qerl {argv[0]}" if argv and argv[0] in commands else "qerl"
-    return "; ".join([*telling, f"see {command} --help"]).replace(":; ", ": ")
+    meant = [found] if (found := hint(str(error))) else []
+    return "; ".join([*telling, *meant, f"see {command} --help"]).replace(":; ", ": ")
 
 
 def _users_part(trace: TracebackType | None, installed: Collection[str]) -> TracebackType | None:

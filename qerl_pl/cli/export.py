@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import yaml
-from jsonargparse import ArgumentParser
+from jsonargparse import ArgumentParser, dict_to_namespace
 from lightning.pytorch import Callback, LightningModule, Trainer
 from safetensors.torch import load_file
 from torch import Tensor
@@ -14,10 +14,12 @@ from torch import Tensor
 from qerl_pl.errors import UserError
 from qerl_pl.formats.architecture import LAYER_NORMS
 from qerl_pl.formats.dense_checkpoint import write_dense_checkpoint
+from qerl_pl.formats.quantize import in_format, local_folder
 from qerl_pl.modules import QeRLModule
-from qerl_pl.modules.policy import Policy, PolicyConfig
+from qerl_pl.modules.policy import BASE_FILE, Policy, PolicyConfig
 from qerl_pl.persistence.atomic_files import atomic_directory, folder_identity
-from qerl_pl.persistence.checkpoint_io import CHECKPOINT_KEY, AtomicCheckpointIO, check_fits, newest_checkpoint
+from qerl_pl.persistence.checkpoint_io import CHECKPOINT_KEY, check_fits, load_saved, saved_checkpoint
+from qerl_pl.toy import build_toy_policy
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
@@ -43,6 +45,38 @@ class ExportedAdapter(Callback):
         pl_module.adapter_folder = self.folder
 
     on_validation_start = on_test_start
+
+
+def base_of(folder: str | Path) -> Path:
+    """Local folder of the base that an adapter was trained on, in its format; made again where the cache has none.
+
+    Args:
+        folder: What `qerl export`, or the end of a run, has written.
+
+    Raises:
+        UserError: It does not say, or the base is gone.
+    """
+    kept = _kept_base(Path(folder))
+    if kept is None:
+        raise UserError(f"an exported adapter names its base in {BASE_FILE}; {folder} has none; export it again")
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_argument("--policy", type=PolicyConfig)
+    given = {name: value for name, value in kept.items() if value is not None}
+    config: PolicyConfig = parser.instantiate_classes(parser.parse_object({"policy": given})).policy
+    source = build_toy_policy(config.toy) if config.path is None else local_folder(config.path)
+    return in_format(source, config.quantization)
+
+
+def _kept_base(folder: Path) -> dict[str, Any] | None:
+    """What the adapter says of its base; None of one that was exported by an earlier version."""
+    path = folder / BASE_FILE
+    if not path.is_file():
+        return None
+    try:
+        found = json.loads(path.read_bytes())
+        return {name: found[name] for name in ("path", "toy", "quantization")}
+    except (ValueError, TypeError, KeyError) as error:
+        raise UserError(f"{BASE_FILE} must say what the base is; {path} fails ({error!r}); export it again") from error
 
 
 def take_adapter(policy: Any, command: str, resume: object) -> ExportedAdapter | None:
@@ -81,6 +115,10 @@ def take_adapter(policy: Any, command: str, resume: object) -> ExportedAdapter |
             "merge it into its base with PEFT, and name that model"
         )
     policy.path = base
+    if (kept := _kept_base(folder)) is not None:
+        policy.path, policy.quantization = kept["path"], kept["quantization"]
+        if kept["toy"] is not None:
+            policy.toy = dict_to_namespace(kept["toy"])
     policy.lora.rank, policy.lora.alpha = rank, alpha
     policy.lora.targets = targets
     policy.train_norms = bool(set(LAYER_NORMS).intersection(full_finetuning))
@@ -91,7 +129,8 @@ def export(run: Path, dst: Path, merge: bool = False, checkpoint: Path | None = 
     """Write what a run has learned, also of one that is not finished.
 
     Args:
-        run: The run's folder (`trainer.default_root_dir`), which holds config.yaml and checkpoints.
+        run: The run's folder (`trainer.default_root_dir`), which holds config.yaml and checkpoints; of a run by Python
+            Lightning's checkpoints alone.
         dst: Folder to write; must not exist. An adapter in PEFT's format, or with `merge` a whole model.
         merge: Write bf16 weights with the adapter merged in instead of the adapter. After full fine-tuning, where there
             is none, the model is written in any case, in `model.policy.dtype`.
@@ -99,11 +138,14 @@ def export(run: Path, dst: Path, merge: bool = False, checkpoint: Path | None = 
     """
     if dst.exists():
         raise UserError(f"the destination must not exist; {dst} does; choose another name or remove it")
-    path = checkpoint or newest_checkpoint(run)
+    path = checkpoint or saved_checkpoint(run)
     if path is None:
-        raise UserError(f"export needs a checkpoint; {run} has none; name one with --checkpoint")
-    state = AtomicCheckpointIO().load_checkpoint(path)[CHECKPOINT_KEY]
-    config = _policy_config(run)
+        raise UserError(
+            f"export needs a checkpoint; {run} has no checkpoints/step=N.ckpt of ResumeCheckpoint, and no other in "
+            "checkpoints or lightning_logs/version_N/checkpoints; name one with --checkpoint"
+        )
+    state = load_saved(path)[CHECKPOINT_KEY]
+    config = _policy_config(run, state)
     base = config.base_folder()
     check_fits(state, folder_identity(base), config.finetune, config.scaling)
     policy = Policy(base, config, torch.device("cpu"), seed=0)
@@ -113,6 +155,22 @@ def export(run: Path, dst: Path, merge: bool = False, checkpoint: Path | None = 
     else:
         with atomic_directory(dst) as folder:
             policy.save(folder)
+    rollouts = state["policy_version"]
+    print(f"wrote {_described(config, merge)} to {dst}, {_size(dst)}; after {rollouts} rollouts, from {path}")
+
+
+def _described(config: PolicyConfig, merge: bool) -> str:
+    if config.adapter is None:
+        return f"the whole model ({config.dtype})"
+    if merge:
+        return "the whole model (adapter merged in, bfloat16)"
+    held = "" if config.quantization == "none" else f" in {config.quantization.upper()}"
+    return f"the adapter (rank {config.adapter.rank}, base {config.base_name}{held})"
+
+
+def _size(folder: Path) -> str:
+    sizes = [path.stat().st_size for path in folder.rglob("*") if path.is_file()]
+    return f"{len(sizes)} files of {sum(sizes) / 2**20:.1f} MiB"
 
 
 class _Merge:
@@ -129,8 +187,11 @@ class _Merge:
         return self.weights.tensors.get(name, tensor)
 
 
-def _policy_config(run: Path) -> PolicyConfig:
+def _policy_config(run: Path, state: dict[str, Any]) -> PolicyConfig:
+    """As the command line has written it; of a run by Python as its checkpoint has it."""
     path = run / "config.yaml"
+    if not path.is_file() and "policy" in state:
+        return _built(state["policy"])
     if not path.is_file():
         raise UserError(f"export reads the policy from the run's config.yaml; {run} has none; name a run's folder")
     try:
@@ -145,6 +206,10 @@ def _policy_config(run: Path) -> PolicyConfig:
             f"export reads the policy from the run's config.yaml; {path} has no model.policy with path and lora; "
             "restore the file that `qerl fit` wrote, or name a run's folder"
         )
+    return _built(policy)
+
+
+def _built(policy: dict[str, Any]) -> PolicyConfig:
     parser = ArgumentParser(exit_on_error=False)
     parser.add_argument("--policy", type=PolicyConfig)
     config: PolicyConfig = parser.instantiate_classes(parser.parse_object({"policy": policy})).policy

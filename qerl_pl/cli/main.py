@@ -25,7 +25,7 @@ from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCL
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from qerl_pl.callbacks import EvaluationReport, Preempted, RolloutCallback
+from qerl_pl.callbacks import EvaluationReport, Preempted
 from qerl_pl.cli.error_messages import explain
 from qerl_pl.cli.export import export, take_adapter
 from qerl_pl.cli.terminal import configure_terminal
@@ -161,11 +161,13 @@ def _lookup(config: dict[str, Any], key: str) -> Any:
 def _assign(node: Any, path: list[str], value: Any, where: str) -> None:
     """Set the value at `path` below `node`, through lists by class name and through init_args."""
     head, *tail = path
+    if isinstance(node, dict) and _class_name(node) == head:  # one item where a list may be
+        node = [node]
     if isinstance(node, list):
         for item in node:
-            if isinstance(item, dict) and str(item.get("class_path", "")).rpartition(".")[2] == head:
+            if isinstance(item, dict) and _class_name(item) == head:
                 return _assign(item, tail, value, f"{where}.{head}")
-        found = [str(item.get("class_path", "?")).rpartition(".")[2] for item in node if isinstance(item, dict)]
+        found = [_class_name(item) or "?" for item in node if isinstance(item, dict)]
         raise UserError(f"an override names an item of the list by its class; --{where} has {found} and no {head}")
     if isinstance(node, dict) and "class_path" in node and head not in ("class_path", "init_args"):
         node = node.setdefault("init_args", {})
@@ -177,6 +179,10 @@ def _assign(node: Any, path: list[str], value: Any, where: str) -> None:
     if isinstance(node.get(head), str):  # a class given by its path alone
         node[head] = {"class_path": node[head]}
     return _assign(node.setdefault(head, {}), tail, value, f"{where}.{head}")
+
+
+def _class_name(item: dict[str, Any]) -> str:
+    return str(item.get("class_path", "")).rpartition(".")[2]
 
 
 class StopsAtOnce(Callback):
@@ -305,7 +311,7 @@ class QeRLCLI(LightningCLI):
                 f"a run needs a folder; trainer.default_root_dir {root} cannot be made ({error.strerror}); "
                 "choose another"
             ) from error
-        kwargs["plugins"] = [*(config["plugins"] or []), AtomicCheckpointIO()]
+        kwargs["plugins"] = [*_listed(config["plugins"]), AtomicCheckpointIO()]
         self._logger: TensorBoardLogger | None = None
         if config["logger"] in (None, True):
             # A validation by itself is no point of the run's curve, which has one of that step, or another's settings.
@@ -324,7 +330,7 @@ class QeRLCLI(LightningCLI):
     def _trainer(self, given: dict[str, Any], config: Any) -> Trainer:
         # Lightning puts its own beside those it is given.
         ours = [*([] if self.subcommand == "fit" else [StopsAtOnce()]), *([self._adapter] if self._adapter else [])]
-        callbacks = [*ours, *(config["callbacks"] or [])]
+        callbacks = [*ours, *_listed(config["callbacks"])]
         try:
             trainer: Trainer = super().instantiate_trainer(**given, callbacks=callbacks)
         except (RuntimeError, TypeError, ValueError) as error:
@@ -396,6 +402,13 @@ class QeRLCLI(LightningCLI):
         return taken
 
 
+def _listed(given: Any) -> list[Any]:
+    """What Lightning takes alone, in a list, or not at all."""
+    if given is None:
+        return []
+    return list(given) if isinstance(given, list | tuple) else [given]
+
+
 def _run_seed(seed: bool | int | None) -> int:
     """The run's seed by `seed_everything`, in Lightning's bounds."""
     if seed is None or isinstance(seed, bool) or not 0 <= seed < 2**32:
@@ -431,10 +444,9 @@ def main(argv: list[str] | None = None) -> int:
             return 0
         sys.argv = [sys.argv[0], *argv]
         cli = QeRLCLI()
-        for callback in cli.trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(callback, RolloutCallback):
-                callback.close()
-        if isinstance(cli.trainer.strategy, UnwrappedDDPStrategy):
+        if isinstance(
+            cli.trainer.strategy, UnwrappedDDPStrategy
+        ):  # last: the engines have been closed within the group
             return cli.trainer.strategy.finish()
     except Preempted as stop:
         if is_first_process():

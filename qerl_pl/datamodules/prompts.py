@@ -17,6 +17,7 @@ from qerl_pl.chat_template import SYSTEM_PROMPT, render_prompts
 from qerl_pl.datamodules.tables import (
     Row,
     TableConfig,
+    check_sizes,
     checked_rows,
     draw,
     require_different_ids,
@@ -26,6 +27,7 @@ from qerl_pl.datamodules.tables import (
 )
 from qerl_pl.errors import UserError, require_at_least
 from qerl_pl.persistence.random_state import stream_seed
+from qerl_pl.start_checks import check_first
 from qerl_pl.types import Prompt
 
 
@@ -73,6 +75,19 @@ class PromptSampler(DistributedSampler[int]):
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Go on at a saved position."""
         self.epoch, self._yielded, self._start = state["epoch"], state["yielded"], state["yielded"]
+
+
+def require_planned_end(trainer: Trainer) -> None:
+    """Refuse a run without an end, by which schedules go.
+
+    Raises:
+        UserError: It has no limit on epochs or steps.
+    """
+    if max(trainer.max_epochs or 0, trainer.max_steps or 0) < 1:
+        raise UserError(
+            "schedules of noise and learning rate need a planned end; found none; "
+            "set trainer.max_epochs or trainer.max_steps"
+        )
 
 
 def check_intervals(trainer: Trainer, batches: int) -> None:
@@ -134,6 +149,8 @@ class PromptDataModule(LightningDataModule):
             own. With them, validating and testing needs no training rows.
     """
 
+    prepare_data_per_node = True  # asked for before `setup` says that a subclass has not called the constructor
+
     def __init__(
         self,
         batch_size: int = 8,
@@ -191,6 +208,11 @@ class PromptDataModule(LightningDataModule):
 
     # Lightning's hooks ---------------------------------------------------------------------------------------------
 
+    def prepare_data(self) -> None:
+        """The same as `setup`: a run that is refused there ends before its loggers write."""
+        if self.trainer is not None and self.trainer.state.fn is not None:
+            self.setup(self.trainer.state.fn.value)
+
     def setup(self, stage: str) -> None:
         """Read, render and split, once.
 
@@ -209,33 +231,33 @@ class PromptDataModule(LightningDataModule):
         held_out = (
             sets_by_name(self._given(self.val_sets), self.val_rows, owner, bool(self._tables)) if unread else None
         )
+        tested: Mapping[str, Sequence[Row]] | None = None
+        if stage == "test" and not self._test:
+            tested = sets_by_name(self._given(self.test_sets), self.test_rows, owner, bool(self._tables))
+        kept_back = self.val_size if held_out is None else 0
+        if rows:
+            check_sizes(len(rows), kept_back, self.batch_size)
+        if self.trainer is not None:
+            if stage == "fit" and rows:  # some rows may yet prove too long
+                check_intervals(self.trainer, self._batches(len(rows) - kept_back))
+            check_first(self.trainer, stage)
         tokenizer = self._load_tokenizer()
         if held_out is not None:
             drawn = self._render_sets(tokenizer, held_out, "validation") if self.val_size else {"": []}
             self._val = {name: draw(prompts, self.val_size, self.seed) for name, prompts in drawn.items()}
         if new:
             train = self._render(tokenizer, rows, "training")
+            check_sizes(len(train), kept_back, self.batch_size)
             if held_out is None:
-                if self.val_size >= len(train):
-                    raise UserError(
-                        f"val_size must leave prompts to train on; got val_size={self.val_size} of {len(train)} "
-                        "prompts; lower it."
-                    )
                 self._val = {"": draw(train, self.val_size, self.seed)}
                 chosen = {prompt.id for prompt in self._val[""]}
                 train = [prompt for prompt in train if prompt.id not in chosen]
-            if len(train) < self.batch_size:
-                raise UserError(
-                    f"batch_size must not exceed the training set; got batch_size={self.batch_size} for {len(train)} "
-                    "prompts; lower it."
-                )
             self._train = train
             self._digest = hashlib.sha256("".join(map(repr, train)).encode()).hexdigest()
             warn_of_repeats(train, self._val, "validation")
         if stage == "fit" and self.trainer is not None:
             check_intervals(self.trainer, self.batches_per_epoch)
         if stage == "test" and not self._test:
-            tested = sets_by_name(self._given(self.test_sets), self.test_rows, owner, bool(self._tables))
             self._test = self._val if tested is None else self._render_sets(tokenizer, tested, "test")
             warn_of_repeats(self._train, {} if tested is None else self._test, "test")
         if stage in ("validate", "test"):
@@ -255,7 +277,10 @@ class PromptDataModule(LightningDataModule):
     @property
     def batches_per_epoch(self) -> int:
         """Training batches of an epoch, within the trainer's limit, counted without making a loader."""
-        batches = len(self._train) // self.batch_size
+        return self._batches(len(self._train))
+
+    def _batches(self, prompts: int) -> int:
+        batches = prompts // self.batch_size
         limit = self.trainer.limit_train_batches if self.trainer else None
         if isinstance(limit, float):
             return int(batches * limit)
@@ -373,11 +398,6 @@ class PromptDataModule(LightningDataModule):
                 f"{use} needs prompts of at most max_prompt_tokens={self.max_prompt_tokens} tokens; none of "
                 f"{len(rows)} is, the shortest has {min(map(len, token_ids))}; raise it or change the filters."
             )
-        log.info(
-            "%d %s prompts; %d longer than max_prompt_tokens=%d dropped",
-            len(prompts),
-            use,
-            len(rows) - len(prompts),
-            self.max_prompt_tokens,
-        )
+        counts = len(prompts), use, len(rows) - len(prompts), self.max_prompt_tokens
+        log.info("%d %s prompts; %d longer than max_prompt_tokens=%d dropped", *counts)
         return prompts

@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 import torch
 from huggingface_hub import snapshot_download
+from huggingface_hub.constants import HF_HUB_OFFLINE
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from qerl_kernels import BlockScales, select_backend, selected_backend, triton_available
 from torch import Tensor
@@ -229,7 +230,13 @@ def local_folder(path: str) -> Path:
         return folder
     try:
         return Path(snapshot_download(path, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
+    except LocalEntryNotFoundError as error:
+        why = "HF_HUB_OFFLINE is set" if HF_HUB_OFFLINE else "the hub cannot be reached"
+        raise UserError(
+            f"model.policy.path must be a folder or a model of the hub; {path!r} is no folder here, was not downloaded "
+            f"before, and {why}; connect this machine to the network, or give the folder of the downloaded model"
+        ) from error
+    except (HfHubHTTPError, HFValidationError) as error:
         raise UserError(
             f"model.policy.path must be a folder or a model of the hub; {path!r} is neither "
             f"({type(error).__name__}); check the spelling, or download the model and give its folder"

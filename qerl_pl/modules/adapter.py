@@ -117,7 +117,7 @@ class LoraAdapter:
         base: The frozen causal LM; what is trained is put into it.
         config: Of the factors; their A is drawn from PyTorch's generator.
         train_norms: Train the layers' norms too.
-        base_name: Folder or hub name that plain PEFT finds the base by.
+        base_name: Folder or hub name of the base, as the user gave it.
     """
 
     result = "adapter"

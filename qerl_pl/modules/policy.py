@@ -1,8 +1,9 @@
 """The policy: a base model, 4-bit or 16-bit, with an adapter or trained itself, and its tokens' log-probabilities."""
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -15,7 +16,7 @@ from qerl_pl.algorithm.noise import NormNoise
 from qerl_pl.engines.base import SharedWeights
 from qerl_pl.errors import UserError
 from qerl_pl.formats.base import Quantization
-from qerl_pl.formats.model_folder import validate_checkpoint
+from qerl_pl.formats.model_folder import load_tokenizer, read_config, validate_checkpoint
 from qerl_pl.formats.norm import use_float32_norms
 from qerl_pl.formats.quantize import in_format, local_folder
 from qerl_pl.modules.activation_checkpointing import ActivationCheckpointing, Checkpointing
@@ -24,11 +25,13 @@ from qerl_pl.modules.full_finetuning import FullWeights
 from qerl_pl.modules.lora import LoraConfig, check_targets
 from qerl_pl.modules.model_loading import load_base
 from qerl_pl.modules.packed_layers import Packing, use_gated_mlps, use_packed_attention
-from qerl_pl.persistence.atomic_files import cache_root
-from qerl_pl.toy import ToyConfig, build_toy_policy
+from qerl_pl.toy import POSITIONS, ToyConfig, build_toy_policy
 from qerl_pl.types import PolicyWeights
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}  # float16's gradients underflow in large batches
+
+BASE_FILE = "qerl_base.json"
+"""File beside an adapter that says which base it was trained on: `path` or `toy`, and `quantization`."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,26 @@ class PolicyConfig:
         """`dtype` as PyTorch names it."""
         return DTYPES[self.dtype]
 
+    @property
+    def base_name(self) -> str:
+        """The model as the user named it, a folder from its root; of the toy policy the name that it is cached by."""
+        if self.path is None:
+            return f"toy-{self.toy.digest}"
+        folder = Path(self.path).expanduser()
+        return str(folder.absolute()) if folder.is_dir() else self.path
+
+    def positions(self) -> int | None:
+        """Longest sequence, in tokens, that the base model knows by its config; None where that does not say.
+
+        Raises:
+            UserError: As `base_folder`, which makes more than this needs.
+        """
+        if self.path is None:
+            return POSITIONS
+        config = read_config(local_folder(self.path))
+        known, scaling = config.get("max_position_embeddings"), config.get("rope_scaling") or {}
+        return None if known is None else int(known * max(1.0, scaling.get("factor") or 1.0))
+
     def base_folder(self) -> Path:
         """Local folder of the base model in the format asked for, which the engine loads too.
 
@@ -121,7 +144,7 @@ class Policy(nn.Module):
         with_reference: bool = False,
     ) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.folder = config, folder
 
         def load(shared: SharedWeights | None) -> PreTrainedModel:
             model = load_base(folder, config.torch_dtype, device, shared)
@@ -144,13 +167,9 @@ class Policy(nn.Module):
 
     def _adapter(self, folder: Path, lora: LoraConfig, seed: int) -> LoraAdapter:
         config = self.config
-        # What plain PEFT needs to load the exported adapter, from any folder, without being told its base: never the
-        # 16-bit weights that the base was quantized from, and a name only where it is the hub's.
-        own = config.path is None or folder.parent == cache_root() or folder == Path(config.path).expanduser()
-        base_name = str(folder.absolute()) if own else str(config.path)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            return LoraAdapter(self.base, lora, config.train_norms, base_name)
+            return LoraAdapter(self.base, lora, config.train_norms, config.base_name)
 
     @property
     def device(self) -> torch.device:
@@ -254,5 +273,15 @@ class Policy(nn.Module):
         self.trained.load(state)
 
     def save(self, folder: Path) -> None:
-        """Write what was learned: adapter and trained norms in PEFT's format, or the whole model."""
+        """Write what was learned: adapter and trained norms in PEFT's format, with the tokenizer, or the whole model.
+
+        Beside an adapter stands what its base is: a 4-bit one has the name of the weights that it was quantized from.
+        """
         self.trained.save(folder)
+        if self.full_finetuning:
+            return
+        if (tokenizer := load_tokenizer(self.folder)) is not None:
+            tokenizer.save_pretrained(str(folder))
+        toy = asdict(self.config.toy) if self.config.path is None else None
+        found = {"path": None if toy else self.config.base_name, "toy": toy, "quantization": self.config.quantization}
+        (folder / BASE_FILE).write_text(json.dumps(found, indent=2) + "\n")

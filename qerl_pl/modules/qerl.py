@@ -1,15 +1,15 @@
 """The optimizer and the learning-rate schedule that a configuration names."""
 
 import inspect
-import math
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import OptimizerCallable
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.trainer.states import TrainerFn
@@ -23,6 +23,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, get_scheduler
 
 from qerl_pl.algorithm.noise import NormNoise
 from qerl_pl.algorithm.objectives import GRPO, Objective
+from qerl_pl.datamodules.prompts import require_planned_end
 from qerl_pl.distributed.communicator import writes_files
 from qerl_pl.distributed.strategy import communicator_of
 from qerl_pl.errors import UserError, require_at_least
@@ -35,7 +36,12 @@ from qerl_pl.persistence.checkpoint_io import CHECKPOINT_KEY, check_fits
 from qerl_pl.persistence.random_state import deterministic, random_state, set_random_state, stream_seed
 from qerl_pl.rollout.experience import Experience
 from qerl_pl.rollout.hand_over import HandOver
+from qerl_pl.start_checks import ChecksFirst
 from qerl_pl.types import Evaluation, PolicyWeights, Prompt
+
+LARGEST_RATE = 1e30
+
+"""What Adam divides by its first bias correction, and float32 still holds."""
 
 
 def build_optimizer(make: Callable[[Iterable[nn.Parameter]], Optimizer], parameters: list[nn.Parameter]) -> Optimizer:
@@ -57,8 +63,10 @@ def build_optimizer(make: Callable[[Iterable[nn.Parameter]], Optimizer], paramet
             f"model.optimizer must take its init_args and the trained matrices; it says: {said:.200}; correct them"
         ) from error
     for rate in [group.get("lr") for group in optimizer.param_groups]:
-        if not isinstance(rate, int | float) or not 0 <= rate < math.inf:
-            raise UserError(f"model.optimizer needs a learning rate of at least 0; found {rate}; set its init_args.lr")
+        if not isinstance(rate, int | float) or not 0 <= rate <= LARGEST_RATE:
+            raise UserError(
+                f"model.optimizer needs a learning rate from 0 to {LARGEST_RATE:g}; found {rate}; set its init_args.lr"
+            )
     found, closure = type(optimizer).__name__, inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is None:
         raise UserError(
@@ -103,7 +111,7 @@ RATES = ("initial_lr", "weight_decay")  # of the optimizer: a resumed run takes 
 SHOWN = ("reward/mean", "policy/entropy")  # beside the progress bar
 
 
-class QeRLModule(LightningModule):
+class QeRLModule(LightningModule, ChecksFirst):
     """Reinforcement learning of a policy, 4-bit with LoRA or another.
 
     One training step is one rollout's worth of updates: `update_epochs` passes over the experience, each of
@@ -192,13 +200,17 @@ class QeRLModule(LightningModule):
         """The policy's tokenizer."""
         return AutoTokenizer.from_pretrained(self.base_folder)
 
+    def check_first(self, trainer: Trainer, stage: str) -> None:
+        """Refuse another precision, a run without an end, and one that nothing samples for."""
+        if (found := trainer.precision) not in ("32-true", "32", 32):
+            remedy = "leave it at 32-true and set model.policy.dtype"
+            raise UserError(f"the policy sets its own precision; trainer.precision is {found}; {remedy}")
+        if stage == "fit":
+            require_planned_end(trainer)
+        self._sampled(stage)
+
     def configure_model(self) -> None:
         """Load the policy, once."""
-        if self.trainer.precision not in ("32-true", "32", 32):
-            raise UserError(
-                f"the policy sets its own precision; trainer.precision is {self.trainer.precision}; "
-                "leave it at 32-true and set model.policy.dtype"
-            )
         if "policy" not in self._modules:
             device = self.trainer.strategy.root_device
             if device.type == "cuda":
@@ -209,9 +221,6 @@ class QeRLModule(LightningModule):
             require_memory(base, config, make, device, referred, given.cache_gib)
             self.policy = Policy(base, config, device, stream_seed(self.seed, "adapter"), given.shared, referred)
 
-    def on_fit_start(self) -> None:
-        self._sampled("fit")
-
     def planned_rollouts(self) -> int:
         """Rollouts of the whole run, by the trainer's limits on epochs, batches and steps.
 
@@ -220,17 +229,12 @@ class QeRLModule(LightningModule):
         """
         # Not by `trainer.estimated_stepping_batches`: that makes the loader early, and a resumed run then starts its
         # epoch over instead of going on in the middle (Lightning 2.6).
-        trainer = self.trainer
-        plans = []
+        trainer, plans = self.trainer, []
+        require_planned_end(trainer)
         if trainer.max_steps and trainer.max_steps > 0:
             plans.append(-(-trainer.max_steps // self.update.steps))
         if trainer.max_epochs is not None and trainer.max_epochs > 0:
             plans.append(trainer.datamodule.batches_per_epoch * trainer.max_epochs)  # type: ignore[attr-defined]
-        if not plans:
-            raise UserError(
-                "schedules of noise and learning rate need a planned end; found none; "
-                "set trainer.max_epochs or trainer.max_steps"
-            )
         return max(1, min(plans))
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
@@ -339,6 +343,7 @@ class QeRLModule(LightningModule):
             "policy_version": self.policy_version,
             "base": self.base_identity,
             "finetune": self.policy_config.finetune,
+            "policy": asdict(self.policy_config),
             "scaling": self.policy_config.scaling,
             "optimizer": type(self.trainer.optimizers[0]).__name__,
             "random_states": communicator_of(self.trainer).gather(

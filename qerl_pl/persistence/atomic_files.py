@@ -8,6 +8,7 @@ import hashlib
 import logging
 import os
 import shutil
+import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -61,11 +62,21 @@ def atomic_directory(target: Path, replace: bool = False) -> Iterator[Path]:
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
         with explain_full_disk(target):
             yield folder
+            _follow_umask(folder)
             for path in [*folder.rglob("*"), folder]:
                 _sync(path)
-        folder.chmod(0o755)
         _take_name(folder, target, replace)
         _sync(target.parent)
+
+
+def _follow_umask(folder: Path) -> None:
+    """Give files and folders the modes of new ones: temporary folders, and safetensors files, are their owner's."""
+    probe = folder / ".mode"
+    probe.touch()
+    mode = stat.S_IMODE(probe.stat().st_mode)
+    probe.unlink()
+    for path in [*folder.rglob("*"), folder]:
+        path.chmod(mode | (mode & 0o444) >> 2 if path.is_dir() else mode)  # who may read a folder may enter it
 
 
 @contextmanager
@@ -170,7 +181,8 @@ def locked(folder: Path) -> Iterator[None]:
     Raises:
         UserError: Another process is in it.
     """
-    with (folder / ".lock").open("w") as file:
+    lock = folder / ".lock"
+    with lock.open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -180,7 +192,11 @@ def locked(folder: Path) -> Iterator[None]:
             ) from error
         except OSError as error:
             log.warning("%s cannot be locked (%s): let no other process train in it", folder, error.strerror)
-        yield
+        try:
+            yield
+        finally:
+            if [*folder.iterdir()] == [lock]:  # a start that was refused
+                lock.unlink()
 
 
 @contextmanager
@@ -238,14 +254,22 @@ def explain_full_disk(path: Path) -> Iterator[None]:
     """Turn "no space left" inside the block into a UserError that names `path`."""
     try:
         yield
-    except OSError as error:
-        if error.errno not in FULL_DISK:
+    except (OSError, RuntimeError) as error:
+        if not any(isinstance(one, OSError) and one.errno in FULL_DISK for one in _met(error)):
             raise
         free = shutil.disk_usage(path.parent).free / 2**20
         raise UserError(
             f"saving needs free disk space; {path.parent} has {free:.0f} MiB left for {path.name}; "
             "free some and resume with --resume auto (earlier files are untouched)"
         ) from error
+
+
+def _met(error: BaseException) -> Iterator[BaseException]:
+    """The error, and those that it came over: PyTorch raises one of its own when it closes a half-written archive."""
+    met: BaseException | None = error
+    while met is not None:
+        yield met
+        met = met.__context__
 
 
 def folder_identity(folder: Path) -> str:

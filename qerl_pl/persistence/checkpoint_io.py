@@ -119,7 +119,10 @@ class _Hashing:
 def _load_own(path: Path, device: str) -> dict[str, Any]:
     """A whole checkpoint of this trainer; on "meta" its tensors are not read."""
     with opened(path) as file:
-        checkpoint = _load(file, path, device)
+        return _own(_load(file, path, device), path)
+
+
+def _own(checkpoint: Any, path: Path) -> dict[str, Any]:
     if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get(CHECKPOINT_KEY), dict):
         raise UserError(f"a checkpoint must be one of this trainer's; {path} is another program's; name another")
     return checkpoint
@@ -222,6 +225,32 @@ def newest_checkpoint(run_dir: Path) -> Path | None:
             "put a copy back, or move that folder away to start over"
         )
     return None
+
+
+def saved_checkpoint(run_dir: Path) -> Path | None:
+    """The checkpoint of a run with the most rollouts, also where Lightning's own trainer wrote it; None: there is none.
+
+    Args:
+        run_dir: As for `newest_checkpoint`; or a folder of checkpoints.
+    """
+    if (found := newest_checkpoint(run_dir)) is not None:
+        return found
+    places = ("*.ckpt", f"{FOLDER}/*.ckpt", f"lightning_logs/version_*/{FOLDER}/*.ckpt")
+    paths = sorted((path for place in places for path in run_dir.glob(place)), key=lambda path: path.stat().st_mtime)
+    return max(paths, key=lambda path: int(load_saved(path, "meta")[CHECKPOINT_KEY]["policy_version"]), default=None)
+
+
+def load_saved(path: Path, device: str = "cpu") -> dict[str, Any]:
+    """A checkpoint, of Lightning's own trainer too, which writes no digest: that one is taken as it is.
+
+    Raises:
+        DamagedCheckpoint: It is absent or cannot be read, or its digest differs.
+        UserError: It is another program's.
+    """
+    if digest_path(path).exists() or not path.is_file():
+        return _load_own(path, device)
+    with path.open("rb") as file:
+        return _own(_load(file, path, device), path)
 
 
 def finished_rollouts(path: Path) -> int:

@@ -28,6 +28,8 @@ log = logging.getLogger(__name__)
 
 FORMAT = 1
 """Version of what this code builds from a `ToyConfig`; raise it with every change that alters the weights."""
+POSITIONS = 4096
+"""Longest sequence, in tokens."""
 _MULTIPLE = 128
 _HEAD_SIZES = (32, 64, 128)
 _IGNORED = -100
@@ -169,7 +171,7 @@ def _new_model(config: ToyConfig, tokenizer: Qwen2Tokenizer) -> Qwen2ForCausalLM
                 num_hidden_layers=config.layers,
                 num_attention_heads=config.heads,
                 num_key_value_heads=config.heads,
-                max_position_embeddings=4096,
+                max_position_embeddings=POSITIONS,
                 tie_word_embeddings=True,
                 initializer_range=0.06,  # learns in half the steps that the default of 0.02 takes at this width
                 pad_token_id=tokenizer.pad_token_id,

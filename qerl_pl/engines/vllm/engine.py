@@ -319,7 +319,10 @@ class VLLMEngine:
         return held | {"releasable": releasable, "released": releasable if self._asleep else 0.0}
 
     def close(self) -> None:
-        """Free vLLM's memory; on several ranks it goes with the process: shutdown ends the trainer's group."""
+        """Free vLLM's memory; on several ranks what it holds itself goes with the process.
+
+        Shutdown would end the trainer's group.
+        """
         if self._spec is None or self._llm is None:
             return
         alone = self._spec.ranks == 1
@@ -328,5 +331,4 @@ class VLLMEngine:
             self._llm.llm_engine.engine_core.shutdown()
         self._llm = None
         VLLMEngine._alive -= 1
-        if alone:
-            release_memory(last=VLLMEngine._alive == 0)
+        release_memory(last=alone and VLLMEngine._alive == 0)

@@ -1,0 +1,26 @@
+"""What is checked before anything is made for a run: a policy, an engine, a file."""
+
+from lightning.pytorch import Trainer
+
+
+class ChecksFirst:
+    """A module or callback that can refuse a run by its settings alone."""
+
+    def check_first(self, trainer: Trainer, stage: str) -> None:
+        """Refuse what needs no policy and no engine to be seen; may be called more than once.
+
+        Args:
+            trainer: With all of its callbacks, its module and its data module.
+            stage: fit, validate or test.
+
+        Raises:
+            UserError: A setting is wrong.
+        """
+        raise NotImplementedError
+
+
+def check_first(trainer: Trainer, stage: str) -> None:
+    """Have callbacks and module check, the module last: what it needs of callbacks they have said by then."""
+    for one in (*trainer.callbacks, trainer.lightning_module):  # type: ignore[attr-defined]
+        if isinstance(one, ChecksFirst):
+            one.check_first(trainer, stage)
