@@ -2,7 +2,7 @@
 
 import itertools
 import random
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -204,7 +204,8 @@ def test_a_checkpoint_holds_what_training_changes_and_what_it_fits(full_finetuni
     assert all(torch.equal(tensor, trained[name]) for name, tensor in state["trained"].items())
     found = {name: value for name, value in state.items() if name not in ("trained", "random_states")}
     expected = {"policy_version": 4, "base": module.base_identity, "scaling": 2.0, "optimizer": "AdamW"}
-    assert found == expected | {"finetune": "lora", "recomputation": None}
+    policy = asdict(module.policy_config)  # so that a run by Python can be exported
+    assert found == expected | {"finetune": "lora", "policy": policy, "recomputation": None}
     assert (run / "adapter" / "adapter_model.safetensors").is_file()
 
 
