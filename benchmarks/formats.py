@@ -27,7 +27,7 @@ from typing import Any
 from lightning.pytorch import Callback
 
 ROOT = Path(__file__).parents[1]
-GATE = ("tests/test_ops_nf4.py",)
+GATE = ("tests/test_ops_triton.py",)
 FOUR_BITS = ("nvfp4", "mxfp4", "nf4")
 PARTS: dict[str, tuple[str, dict[str, str]]] = {
     "nvfp4": ("NVFP4 + LoRA", {"quantization": "nvfp4"}),

@@ -12,7 +12,7 @@ from qerl_kernels.decode_gemm import (
     decode_gemm_sizes,
     decode_gemm_supported,
 )
-from qerl_kernels.frozen_weights import DenseWeight, FrozenWeight, MarlinRows, MXFP4Weight, NF4Weight, NVFP4Weight
+from qerl_kernels.frozen_weights import DenseWeight, FrozenWeight, MarlinRows, MXFP4Weight, NVFP4Weight
 from qerl_kernels.linear import (
     AdaptedWeight,
     LoraFactors,
@@ -24,12 +24,10 @@ from qerl_kernels.linear import (
 )
 from qerl_kernels.logprob import chunked_token_logprobs
 from qerl_kernels.marlin import MarlinTensor, marlin_alpha
-from qerl_kernels.nf4 import NF4Tensor, quantize_absmax, quantize_nf4
 from qerl_kernels.norm import rms_norm
 from qerl_kernels.ops import (
     dequantize_marlin,
     dequantize_mxfp4,
-    dequantize_nf4,
     dequantize_nvfp4_unscaled,
     quantize_nvfp4,
 )
@@ -57,15 +55,12 @@ __all__ = [
     "MXFP4Weight",
     "MarlinRows",
     "MarlinTensor",
-    "NF4Tensor",
-    "NF4Weight",
     "NVFP4Tensor",
     "NVFP4Weight",
     "chunked_token_logprobs",
     "dense_linear",
     "dequantize_marlin",
     "dequantize_mxfp4",
-    "dequantize_nf4",
     "dequantize_nvfp4",
     "dequantize_nvfp4_unscaled",
     "decode_gemm_linear",
@@ -78,9 +73,7 @@ __all__ = [
     "marlin_alpha",
     "nvfp4_global_scale",
     "decode_gemm_linear_reference",
-    "quantize_absmax",
     "quantize_mxfp4",
-    "quantize_nf4",
     "quantize_nvfp4",
     "rms_norm",
     "rotary",

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from qerl_kernels import ops
 from qerl_kernels.marlin import MarlinTensor, check_rows, marlin_alpha
-from qerl_kernels.nf4 import NF4Tensor, nf4_magnitudes
 from qerl_kernels.reference import MXFP4Tensor, NVFP4Tensor
 
 
@@ -90,30 +89,6 @@ class MXFP4Weight:
 
     def tensors(self) -> dict[str, Tensor]:
         return {"weight_packed": self._tensor.packed, "weight_scale": self._tensor.scale}
-
-
-class NF4Weight:
-    """A weight in NF4, in the layout of bitsandbytes.
-
-    Args:
-        tensor: What is held.
-        shape: (N, K), which the layout leaves open.
-    """
-
-    def __init__(self, tensor: NF4Tensor, shape: tuple[int, int]) -> None:
-        self._tensor = tensor
-        self.shape = shape
-        self.alpha = 1.0
-
-    def dense(self, dtype: torch.dtype) -> Tensor:
-        rows = self.shape[0]
-        return ops.dequantize_nf4(
-            self._tensor.packed.view(rows, -1), nf4_magnitudes(self._tensor).view(rows, -1), dtype
-        )
-
-    def tensors(self) -> dict[str, Tensor]:
-        packed, absmax, nested_absmax, _ = self._tensor
-        return {"weight": packed, "weight.absmax": absmax, "weight.nested_absmax": nested_absmax}
 
 
 class MarlinRows:

@@ -10,13 +10,12 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from qerl_kernels import marlin, nf4, reference
+from qerl_kernels import marlin, reference
 from qerl_kernels.backend import runs_triton
 
 _library = torch.library.Library("qerl", "DEF")
 _library.define("dequantize_nvfp4(Tensor packed, Tensor scale, ScalarType dtype) -> Tensor")
 _library.define("dequantize_mxfp4(Tensor packed, Tensor scale, ScalarType dtype) -> Tensor")
-_library.define("dequantize_nf4(Tensor packed, Tensor magnitudes, ScalarType dtype) -> Tensor")
 _library.define(
     "dequantize_marlin(Tensor weight, Tensor scale, int start, int stop, bool mx, ScalarType dtype) -> Tensor"
 )
@@ -43,13 +42,6 @@ def dequantize_mxfp4(packed: Tensor, scale: Tensor, dtype: torch.dtype) -> Tenso
     if torch.compiler.is_compiling():
         return torch.ops.qerl.dequantize_mxfp4(packed, scale, dtype)
     return _dequantize_mxfp4(packed, scale, dtype)
-
-
-def dequantize_nf4(packed: Tensor, magnitudes: Tensor, dtype: torch.dtype) -> Tensor:
-    """An NF4 weight, rounded: packed uint8 [N, K/2], magnitudes of its blocks float32 [N, K/64] -> dtype [N, K]."""
-    if torch.compiler.is_compiling():
-        return torch.ops.qerl.dequantize_nf4(packed, magnitudes, dtype)
-    return _dequantize_nf4(packed, magnitudes, dtype)
 
 
 def dequantize_marlin(
@@ -112,14 +104,6 @@ def _dequantize_mxfp4(packed: Tensor, scale: Tensor, dtype: torch.dtype) -> Tens
     return reference.dequantize_mxfp4(packed, scale, dtype)
 
 
-def _dequantize_nf4(packed: Tensor, magnitudes: Tensor, dtype: torch.dtype) -> Tensor:
-    if runs_triton(packed):
-        from qerl_kernels import triton_nf4
-
-        return triton_nf4.from_nf4(packed, magnitudes, dtype)
-    return nf4.dequantize_nf4(packed, magnitudes, dtype)
-
-
 def _dequantize_marlin(weight: Tensor, scale: Tensor, start: int, stop: int, mx: bool, dtype: torch.dtype) -> Tensor:
     if not runs_triton(weight):
         return marlin.dequantize_marlin(weight, scale, dtype, start, stop, mx=mx)
@@ -139,7 +123,6 @@ def _fake_marlin(weight: Tensor, scale: Tensor, start: int, stop: int, mx: bool,
 for _name, _run, _fake in (
     ("dequantize_nvfp4", _dequantize_nvfp4, _fake_rows),
     ("dequantize_mxfp4", _dequantize_mxfp4, _fake_rows),
-    ("dequantize_nf4", _dequantize_nf4, _fake_rows),
     ("dequantize_marlin", _dequantize_marlin, _fake_marlin),
 ):
     _library.impl(_name, _run, "CompositeExplicitAutograd")
