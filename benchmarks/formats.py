@@ -67,8 +67,8 @@ def prepare(args: argparse.Namespace) -> None:
     """The tests of what is new here, models of random weights, and the toy policy."""
     import random_model
     import torch
-    from bench_report import correct
     from qerl_kernels import select_backend
+    from report import correct
 
     from qerl_pl.formats.quantize import quantize_checkpoint
     from qerl_pl.toy import ToyConfig, build_toy_policy

@@ -3,7 +3,7 @@
 `reference` is the plain truth of every op; `select_backend` chooses what the ops here run on.
 """
 
-from qerl_kernels.activation import silu_of_halves, silu_product
+from qerl_kernels.activation import silu_product
 from qerl_kernels.backend import Backend, select_backend, selected_backend, triton_available
 from qerl_kernels.decode_gemm import (
     DECODE_GEMM_MAX_TOKENS,
@@ -19,8 +19,6 @@ from qerl_kernels.linear import (
     dense_linear,
     frozen_linear,
     frozen_linears,
-    widened_linear,
-    widening_pays,
 )
 from qerl_kernels.logprob import chunked_token_logprobs
 from qerl_kernels.marlin import MarlinTensor, marlin_alpha
@@ -41,7 +39,7 @@ from qerl_kernels.reference import (
 )
 from qerl_kernels.rope import rotary
 from qerl_kernels.sampling import sample_tokens
-from qerl_kernels.selective_checkpointing import keeping_products, keeps_products
+from qerl_kernels.selective_checkpointing import saves_products, selective_checkpoint_contexts
 
 __all__ = [
     "AdaptedWeight",
@@ -68,8 +66,6 @@ __all__ = [
     "decode_gemm_supported",
     "frozen_linear",
     "frozen_linears",
-    "keeping_products",
-    "keeps_products",
     "marlin_alpha",
     "nvfp4_global_scale",
     "decode_gemm_linear_reference",
@@ -78,11 +74,10 @@ __all__ = [
     "rms_norm",
     "rotary",
     "sample_tokens",
+    "saves_products",
     "select_backend",
     "selected_backend",
-    "silu_of_halves",
+    "selective_checkpoint_contexts",
     "silu_product",
     "triton_available",
-    "widened_linear",
-    "widening_pays",
 ]

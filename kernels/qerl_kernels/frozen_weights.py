@@ -117,11 +117,6 @@ class MarlinRows:
         weight, scale, global_scale = self._tensor
         return ops.dequantize_marlin_rows(weight, scale, self.start, self.stop, global_scale is None, dtype)
 
-    def dense_into(self, out: Tensor) -> None:
-        """`dense` in out's dtype into out [N, K], which may be the first columns of a wider matrix."""
-        weight, scale, global_scale = self._tensor
-        ops.dequantize_marlin_into(weight, scale, out, self.start, global_scale is None)
-
     def tensors(self) -> dict[str, Tensor]:
         """Of the whole matrix, by the names that vLLM gives them."""
         weight, scale, global_scale = self._tensor

@@ -61,17 +61,6 @@ def dequantize_marlin_rows(
     return _dequantize_marlin(weight, scale, start, stop, mx, dtype)
 
 
-def dequantize_marlin_into(weight: Tensor, scale: Tensor, out: Tensor, start: int, mx: bool) -> None:
-    """The same rows, from `start` on, into out [rows, K], which may be the first columns of a wider matrix.
-
-    No operator of PyTorch: for use in those.
-    """
-    if runs_triton(weight):
-        _triton().from_marlin(weight, scale, out, start, mx=mx)
-    else:
-        out.copy_(marlin.dequantize_marlin(weight, scale, out.dtype, start, start + len(out), mx=mx))
-
-
 def quantize_nvfp4(
     weight: Tensor, global_scale: Tensor | None = None, *, block_scales: reference.BlockScales = "minmax"
 ) -> reference.NVFP4Tensor:

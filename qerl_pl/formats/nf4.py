@@ -59,14 +59,14 @@ class NF4Weight:
     alpha = 1.0
 
     def __init__(self, packed: Tensor, state: Any) -> None:
-        self._packed, self._state = packed.view(-1, 1), state
+        self._packed, self._state = packed, state
         rows, columns = state.shape
         self.shape: tuple[int, int] = (rows, columns)
 
     def dense(self, dtype: torch.dtype) -> Tensor:
         state = copy.copy(self._state)  # an engine's state keeps its own dtype
         state.dtype = dtype
-        weight: Tensor = _functional().dequantize_4bit(self._packed, state)
+        weight: Tensor = _functional().dequantize_4bit(self._packed.view(-1, 1), state)
         return weight
 
     def tensors(self) -> dict[str, Tensor]:
@@ -181,4 +181,4 @@ class NF4Quantizer:
     def decode(self, codes: Tensor, scales: Tensor, global_scale: Tensor | None) -> Tensor:
         shape = (len(codes), 2 * codes.shape[1])
         state = _functional().QuantState(scales.flatten(), shape, None, NF4_BLOCK, "nf4", torch.float32)
-        return NF4Weight(codes.contiguous(), state).dense(torch.float32)
+        return NF4Weight(codes, state).dense(torch.float32)
