@@ -27,7 +27,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 ROOT = Path(__file__).parents[1]
-GATE = ("tests/test_ops_nf4.py",)
+GATE = ("tests/test_ops_triton.py",)
 FOUR_BITS = ("nvfp4", "mxfp4", "nf4")
 PARTS: dict[str, tuple[str, dict[str, str]]] = {
     "nvfp4": ("NVFP4 + LoRA", {"quantization": "nvfp4"}),
@@ -88,8 +88,8 @@ def prepare(args: argparse.Namespace) -> None:
     """The tests of what is new here, models of random weights, and the toy policy."""
     import random_model
     import torch
-    from bench_report import correct
     from qerl_kernels import select_backend
+    from report import correct
 
     from qerl_pl.formats.quantize import quantize_checkpoint
     from qerl_pl.toy import ToyConfig, build_toy_policy

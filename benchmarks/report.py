@@ -1,8 +1,10 @@
 """What every benchmark's result carries: where it was measured, and a Markdown table."""
 
+import importlib.util
 import json
 import os
 import subprocess
+import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -11,6 +13,15 @@ from typing import Any
 import torch
 
 from qerl_pl.persistence.atomic_files import atomic_write
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def correct(tests: Sequence[str]) -> bool:
+    """Whether these test files pass here: a benchmark of what is wrong reports no speed."""
+    files = [path for path in tests if importlib.util.find_spec("compressed_tensors") or "test_ops.py" not in path]
+    command = [sys.executable, "-m", "pytest", "-q", "--noconftest", "-p", "no:cacheprovider", "--tb=short", *files]
+    return subprocess.run(command, cwd=ROOT, check=False).returncode == 0
 
 
 def environment() -> dict[str, str]:

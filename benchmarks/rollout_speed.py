@@ -22,13 +22,13 @@ from typing import Any
 import decode_profile
 import report
 import torch
-from bench_report import correct
 from engine_h200 import RANK, TARGETS, measure_speed, prompts_of, random_policy, used_gib
 from random_model import SHAPES, config_of, write_model
+from report import correct
 from stock_engine import StockEngine
 
 from qerl_pl.engines import EngineSpec, VLLMEngine
-from qerl_pl.engines.vllm import linear_methods, sampler, worker
+from qerl_pl.engines.vllm import sampler, worker
 from qerl_pl.types import PolicyWeights, SamplingConfig
 
 GATE = (
@@ -44,7 +44,6 @@ PARTS: dict[str, tuple[str, int, dict[str, Any]]] = {  # name, rank, settings of
     "before": ("NVFP4, Marlin for few tokens", RANK, {"decode_gemm_max_tokens": None}),
     "before_bare": ("NVFP4, Marlin for few tokens", 0, {"decode_gemm_max_tokens": None}),
     "vllm_sampler": ("NVFP4, vLLM's own sampler", RANK, {}),
-    "ungated": ("NVFP4, MLPs activated after the product", RANK, {}),
     "cut": ("NVFP4, attention in parts for any number", RANK, {}),
     "uncut": ("NVFP4, attention in one part for any number", RANK, {}),
     "few_256": ("NVFP4, own product up to 256 tokens", RANK, {"decode_gemm_max_tokens": 256}),
@@ -60,7 +59,7 @@ def started(part: str, args: argparse.Namespace) -> tuple[VLLMEngine | StockEngi
     """The engine of a part, with a random adapter, and what its start took."""
     device = torch.device(args.device)
     _, rank, settings = PARTS[part]
-    linear_methods.GATED = part != "ungated"  # every part has a process of its own
+    # Every part has a process of its own.
     worker.ENOUGH = {"cut": math.inf, "uncut": 0.0}.get(part, worker.ENOUGH)
     base = args.folder / ("nvfp4" if part in QUANTIZED else part)
     if part not in QUANTIZED:

@@ -1,14 +1,13 @@
-"""NF4: numbers worked out, bitsandbytes' own on the same weights, and checkpoints that it and transformers read."""
+"""NF4: numbers worked out by hand, and checkpoints that bitsandbytes and transformers read."""
 
 import json
+import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from qerl_kernels import NF4Tensor, NF4Weight, dequantize_nf4, quantize_absmax, quantize_nf4
-from qerl_kernels.nf4 import dynamic_map, nf4_magnitudes, nf4_values
+from bitsandbytes import functional
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM
@@ -18,74 +17,62 @@ from qerl_pl.errors import UserError
 from qerl_pl.formats.base import format_of
 from qerl_pl.formats.dense_checkpoint import load_dense_state
 from qerl_pl.formats.model_folder import TensorFiles
+from qerl_pl.formats.nf4 import NF4Quantizer, NF4Weight
 from qerl_pl.formats.quantize import quantize_checkpoint
 
 CPU = torch.device("cpu")
 UP = "model.layers.0.mlp.up_proj"
+QUANTIZER = NF4Quantizer("minmax", False)
 
 
 def test_a_block_worked_out() -> None:
     """2 is the largest; 0.5 / 2 is nearest to 0.2461 (code 10), -0.9 / 2 to -0.3949 (3), 0.08 / 2 to 0.0796 (8)."""
     weight = torch.zeros(1, 64)
     weight[0, :6] = torch.tensor([2.0, 0.5, -0.9, 0.08, -2.0, 0.07])
-    packed, absmax = quantize_nf4(weight)
+    packed, absmax = QUANTIZER.encode(weight, None)
     assert absmax.tolist() == [[2.0]]
     assert packed[0, :4].tolist() == [0xFA, 0x38, 0x07, 0x77]  # 0.07 / 2 is below the middle, 0.0398: zero
-    dense = dequantize_nf4(packed, absmax, torch.float32)
+    dense = QUANTIZER.decode(packed, absmax, None)
     assert dense[0, :6].tolist() == pytest.approx([2.0, 0.49222, -0.78983, 0.15916, -2.0, 0.0], abs=1e-5)
 
 
 def test_double_quantization_worked_out() -> None:
     """1, 2 and 6 less their mean are -2, -1 and 3; over 3, -0.6667 is nearest to -0.6695, -0.3333 to -0.3320."""
-    absmax, nested, offset = quantize_absmax(torch.tensor([1.0, 2.0, 6.0]))
-    assert (nested.tolist(), offset) == ([3.0], 3.0)
-    found = dynamic_map(CPU)[absmax.int()]
+    codes = torch.zeros(1, 96, dtype=torch.uint8)
+    stored, magnitudes = QUANTIZER.store(codes, torch.tensor([[1.0, 2.0, 6.0]]), None, torch.bfloat16)
+    assert stored[".nested_absmax"].tolist() == [3.0]
+    found = stored[".nested_quant_map"][stored[".absmax"].int()]
     assert found.tolist() == pytest.approx([-0.6695, -0.3320, 1.0], abs=1e-4)
-    held = nf4_magnitudes(NF4Tensor(torch.empty(0), absmax, nested, offset))
-    assert held.tolist() == pytest.approx([0.9914, 2.0039, 6.0], abs=1e-4)
-    assert quantize_absmax(torch.full((5,), 0.5))[0].tolist() == [0] * 5  # nothing left to round
-
-
-def test_the_codes_are_those_of_float32_whatever_the_default_type_was_when_they_were_first_asked_for() -> None:
-    weight = torch.linspace(-1, 1, 64 * 64).view(64, 64)
-    packed, absmax = quantize_nf4(weight)
-    nf4_values.cache_clear()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        nf4_values(CPU)
-    finally:
-        torch.set_default_dtype(torch.float32)
-    assert nf4_values(CPU)[1].item() == -0.6961928009986877
-    assert torch.equal(quantize_nf4(weight)[0], packed)
-
-
-def test_the_dynamic_map_has_seven_decades_and_as_many_parts_as_they_have_bits() -> None:
-    values = dynamic_map(CPU)
-    assert len(values) == 256 and values.tolist() == sorted(values.tolist())
-    positive = values[values > 0]
-    counts = [int(((positive > 10.0 ** (i - 7)) & (positive < 10.0 ** (i - 6))).sum()) for i in range(7)]
-    assert counts == [1, 2, 4, 8, 16, 32, 64] and values[-1] == 1.0 and values[127] == 0.0
-    assert positive[0].item() == pytest.approx(0.55e-6) and values[0].item() == pytest.approx(-1 + 0.9 / 128, abs=1e-4)
+    assert magnitudes[0].tolist() == pytest.approx([0.9914, 2.0039, 6.0], abs=1e-4)
+    stored, magnitudes = QUANTIZER.store(codes, torch.full((1, 3), 0.5), None, torch.bfloat16)
+    assert stored[".absmax"].tolist() == [0] * 3 and magnitudes.tolist() == [[0.5] * 3]  # nothing left to round
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("shape", [(37, 192), (64, 19200), (1, 64)])
-def test_bits_are_those_of_bitsandbytes(shape: tuple[int, int], dtype: torch.dtype) -> None:
-    functional = pytest.importorskip("bitsandbytes.functional")
+@pytest.mark.parametrize("shape", [(37, 192), (64, 1920), (1, 64)])
+def test_what_is_stored_is_what_bitsandbytes_makes_of_a_full_matrix(shape: tuple[int, int], dtype: torch.dtype) -> None:
     weight = (torch.randn(shape, generator=torch.Generator().manual_seed(shape[1])) * 0.02).to(dtype)
     if shape[0] == 37:
         weight[3], weight[4, :70] = 0, weight[4, 0]
-    theirs, state = functional.quantize_4bit(weight, blocksize=64, compress_statistics=True, quant_type="nf4")
-    packed, magnitudes = quantize_nf4(weight)
-    absmax, nested, offset = quantize_absmax(magnitudes.flatten())
-    assert torch.equal(dynamic_map(CPU), state.state2.code) and torch.equal(nf4_values(CPU), state.code)
-    assert torch.equal(packed.view(-1, 1), theirs)
-    assert torch.equal(absmax, state.absmax) and torch.equal(nested, state.state2.absmax)
-    assert offset == state.offset.item()
-    for wanted in (torch.float32, torch.bfloat16, torch.float16):
-        state.dtype = wanted
-        held = NF4Weight(NF4Tensor(packed, absmax, nested, offset), shape)
-        assert torch.equal(held.dense(wanted), functional.dequantize_4bit(theirs, state))
+    packed, state = functional.quantize_4bit(weight, blocksize=64, compress_statistics=True, quant_type="nf4")
+    codes, scales = zip(*[QUANTIZER.encode(rows, None) for rows in weight.split(16)], strict=True)
+    stored, magnitudes = QUANTIZER.store(torch.cat(codes), torch.cat(scales), None, dtype)
+    expected = {"": packed} | {f".{name}": tensor for name, tensor in state.as_dict(packed=True).items()}
+    assert stored.keys() == expected.keys()
+    assert all(torch.equal(stored[name], expected[name]) for name in stored)
+    dense = NF4Weight(packed, state).dense(torch.float32)
+    assert torch.equal(QUANTIZER.decode(torch.cat(codes), magnitudes, None), dense)
+    assert state.dtype == dtype
+    for wanted in (torch.bfloat16, torch.float16):
+        assert torch.equal(NF4Weight(packed, state).dense(wanted), dense.to(wanted))
+
+
+def test_without_bitsandbytes_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch, nf4: Path) -> None:
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)  # as where it is not installed
+    with pytest.raises(UserError, match=r"needs bitsandbytes, .* pip install 'qerl-pl\[baselines\]'"):
+        format_of(nf4).check(TensorFiles(nf4))
+    with pytest.raises(UserError, match="needs bitsandbytes"):
+        NF4Quantizer("minmax", False)
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +83,6 @@ def nf4(tiny_policy_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 
 def test_bitsandbytes_and_transformers_read_a_checkpoint(nf4: Path) -> None:
-    functional = pytest.importorskip("bitsandbytes.functional")
     stored, dense = load_file(nf4 / "model.safetensors"), load_dense_state(nf4, torch.float32)
     parts = {name.removeprefix(f"{UP}."): tensor for name, tensor in stored.items() if name.startswith(f"{UP}.weight.")}
     state = functional.QuantState.from_dict(parts, CPU)
@@ -131,20 +117,20 @@ def test_other_blocks_and_options_are_refused(tiny_policy_dir: Path, nf4: Path, 
         quantize_checkpoint(tiny_policy_dir, tmp_path / "out", "nf4", scales="search")
 
 
-def fused(rows: tuple[int, ...], columns: int, **state: Any) -> Any:
+def fused(rows: tuple[int, ...], columns: int, blocksize: int = 64) -> Any:
     """Projections of random weights in one linear, as vLLM holds them once it has read an NF4 checkpoint."""
     layer: Any = nn.Module()
-    weights = [torch.randn(count, columns, generator=torch.Generator().manual_seed(count)) for count in rows]
-    held = [quantize_nf4(weight) for weight in weights]
-    layer.weight = nn.Parameter(torch.cat([packed.view(-1, 1) for packed, _ in held]), requires_grad=False)
-    common = {"quant_type": "nf4", "blocksize": 64, "nested": False} | state
-    layer.weight.bnb_quant_state = {
-        index: SimpleNamespace(absmax=absmax.flatten(), shape=weight.shape, **common)
-        for index, (weight, (_, absmax)) in enumerate(zip(weights, held, strict=True))
-    }
+    weights = [random_weight(count, columns) for count in rows]
+    packed = [functional.quantize_4bit(weight, blocksize=blocksize, quant_type="nf4") for weight in weights]
+    layer.weight = nn.Parameter(torch.cat([codes for codes, _ in packed]), requires_grad=False)
+    layer.weight.bnb_quant_state = dict(enumerate(state for _, state in packed))
     layer.weight.bnb_shard_offsets = torch.tensor([0, *rows]).cumsum(0) * columns // 2
     layer.input_size_per_partition = columns
     return layer
+
+
+def random_weight(rows: int, columns: int) -> torch.Tensor:
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows))
 
 
 def test_vllms_weights_are_lent_as_it_holds_them() -> None:
@@ -152,8 +138,8 @@ def test_vllms_weights_are_lent_as_it_holds_them() -> None:
     shared = shared_rows(layer, parts)
     assert shared is not None and list(shared) == ["a.q_proj", "a.k_proj"]
     for count, weight in zip((64, 8), shared.values(), strict=True):
-        source = torch.randn(count, 128, generator=torch.Generator().manual_seed(count))
-        assert torch.equal(weight.dense(torch.bfloat16), dequantize_nf4(*quantize_nf4(source), torch.bfloat16))
+        expected = QUANTIZER.decode(*QUANTIZER.encode(random_weight(count, 128), None), None)
+        assert torch.equal(weight.dense(torch.bfloat16), expected.bfloat16())
     packed = next(iter(shared.values())).tensors()["weight"]
     assert packed.data_ptr() == layer.weight.data_ptr()
     assert shared_rows(layer, [("a.qk_proj", 0, 72)]) is None

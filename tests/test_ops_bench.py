@@ -3,9 +3,7 @@
 import json
 
 import bench_few
-import bench_gated
 import bench_ops
-import bench_prompts
 import bench_tiles
 import pytest
 import torch
@@ -53,26 +51,6 @@ def test_the_product_of_few_tokens_has_its_tables(tmp_path, torch_again):
     assert (tmp_path / "out/few_tokens.md").read_text().count("| gate_up 256x64 |") == 2
     assert bench_few.run(tmp_path / "red", bench_few.TINY, gate(tmp_path, False)) == 1
     assert not (tmp_path / "red").exists()
-
-
-def test_linears_that_read_prompts_have_their_table(tmp_path, torch_again):
-    assert bench_prompts.run(tmp_path / "out", bench_prompts.TINY, gate(tmp_path, True), commit="abc") == 0
-    results = json.loads((tmp_path / "out/prompts.json").read_text())
-    (linears,) = (rows for rows in results.values() if isinstance(rows, list))
-    assert results["environment"]["commit"] == "abc" and len(linears) == 4
-    assert {row["layer"].split()[0] for row in linears if row["engine"] == "one product"} == {"gate_up"}
-    assert all(row[variant]["p50_us"] > 0 for row in linears for variant in bench_prompts.VARIANTS)
-    assert all(0 < row["apart"] < 4e-3 for row in linears)
-    assert bench_prompts.run(tmp_path / "red", bench_prompts.TINY, gate(tmp_path, False)) == 1
-    assert not (tmp_path / "red").exists()
-
-
-def test_the_activation_in_the_product_has_its_table(tmp_path, torch_again):
-    assert bench_gated.run(tmp_path / "out", True, gate(tmp_path, True), commit="abc") == 0
-    product, prompt = json.loads((tmp_path / "out/gated.json").read_text())["rows"]
-    assert all(product[way]["p50_us"] > 0 for way in ("product", "folded", "after", "compiled"))
-    assert all(prompt[way]["p50_us"] > 0 for way in ("after", "compiled"))
-    assert bench_gated.run(tmp_path / "red", True, gate(tmp_path, False)) == 1 and not (tmp_path / "red").exists()
 
 
 def test_16_bits_are_timed_on_weights_that_rotate_like_the_others():

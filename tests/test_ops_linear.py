@@ -15,11 +15,10 @@ from qerl_kernels import (
     dequantize_nvfp4_unscaled,
     frozen_linear,
     frozen_linears,
-    keeping_products,
     marlin_alpha,
     quantize_mxfp4,
     quantize_nvfp4,
-    widening_pays,
+    selective_checkpoint_contexts,
 )
 from qerl_kernels.marlin import marlin_scale, to_marlin
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -219,7 +218,7 @@ def test_a_recomputation_that_takes_kept_products_casts_no_factor():
     _, x, _, lora = layer(torch.bfloat16)
     weight = DenseWeight(torch.randn(128, 96).bfloat16())
     counts = []
-    for context in ({}, {"context_fn": lambda: keeping_products(last_is_added=False)}):
+    for context in ({}, {"context_fn": lambda: selective_checkpoint_contexts(last_is_added=False)}):
         y = checkpoint(frozen_linear, x, weight, None, lora, use_reentrant=False, **context)
         with Casts() as casts:
             gradients(y, x, lora)
@@ -367,7 +366,7 @@ def test_where_the_a_lie_and_what_is_kept_changes_no_bit_of_linears_on_one_input
     x, parts = several(torch.bfloat16)
     expected = together(x, parts)
     expected = [*expected, *gradients_of_all(expected, x, parts)]
-    kinds = [{}, {"context_fn": lambda: keeping_products(last_is_added=False)}]
+    kinds = [{}, {"context_fn": lambda: selective_checkpoint_contexts(last_is_added=False)}]
     ways = [lambda: together(x, parts, True)]
     ways += [lambda kind=kind: checkpoint(together, x, parts, use_reentrant=False, **kind) for kind in kinds]
     for way in ways:
@@ -385,7 +384,7 @@ def test_a_graph_that_is_kept_has_a_second_backward_pass(last_is_added):
 
     x = torch.linspace(-1, 1, 4 * 96).view(4, 96).requires_grad_()
     (expected,) = torch.autograd.grad(block(x).sum(), x)
-    y = checkpoint(block, x, use_reentrant=False, context_fn=lambda: keeping_products(last_is_added))
+    y = checkpoint(block, x, use_reentrant=False, context_fn=lambda: selective_checkpoint_contexts(last_is_added))
     for again in (True, False):
         assert torch.equal(torch.autograd.grad(y.sum(), x, retain_graph=again)[0], expected)
 
@@ -426,21 +425,3 @@ def test_linears_on_one_input_compile_in_one_graph():
     y, again = compute(x), torch.compile(compute, fullgraph=True, backend="aot_eager")(x)
     torch.testing.assert_close(again, y)
     torch.testing.assert_close(gradients_of_all(again, x, parts), gradients_of_all(y, x, parts))
-
-
-@pytest.mark.parametrize(
-    ("rows", "columns", "ranks", "pays"),
-    [
-        (37888, 3584, 64, True),  # a 7B model's gate and up
-        (37888, 3584, 32, True),
-        (4608, 3584, 96, False),  # q, k and v: a copy of x is as dear
-        (3584, 3584, 32, False),
-        (3584, 18944, 32, False),
-        (7168, 3584, 64, True),
-        (7167, 3584, 64, False),
-        (37888, 3584, 24, False),  # rows at 16 bytes
-    ],
-)
-def test_the_adapter_joins_the_product_where_that_moves_fewer_bytes(rows, columns, ranks, pays):
-    a, b = torch.empty(ranks, columns, device="meta"), torch.empty(rows, ranks, device="meta")
-    assert widening_pays(a, b) == pays

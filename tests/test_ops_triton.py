@@ -19,14 +19,12 @@ from qerl_kernels import (
     frozen_linear,
     frozen_linears,
     marlin,
-    marlin_alpha,
     quantize_mxfp4,
     quantize_nvfp4,
     reference,
     selected_backend,
     triton_dequantize,
     triton_launch,
-    widened_linear,
 )
 from qerl_kernels.backend import triton_available
 from qerl_kernels.logprob import default_chunk
@@ -107,49 +105,6 @@ def test_dequantize_marlin_is_bit_for_bit_the_references(shape, mx):
         assert torch.equal(tuned(dequantize_marlin, words, scale, torch.bfloat16, start, mx=mx), expected)
     expected = marlin.dequantize_marlin(words, scale, torch.float32, 0, 64, mx=mx)
     assert torch.equal(dequantize_marlin(words, scale, torch.float32, 0, 64, mx=mx), expected)
-
-
-@pytest.mark.parametrize("mx", [False, True])
-@pytest.mark.parametrize("shape", MARLIN_SHAPES)
-def test_the_first_columns_of_a_wider_matrix_get_the_same_bits_and_the_others_none(shape, mx):
-    source = weight(*shape)
-    tensor = marlin.to_marlin((quantize_mxfp4 if mx else reference.quantize_nvfp4)(source))
-    held = MarlinRows(tensor, shape[0] // 128 * 64)
-    for more in (16, 64):
-        wide = torch.full((held.shape[0], shape[1] + more), 7.0, dtype=torch.bfloat16, device=DEVICE)
-        tuned(held.dense_into, wide[:, : shape[1]])
-        assert torch.equal(wide[:, : shape[1]], held.dense(torch.bfloat16)) and bool((wide[:, shape[1] :] == 7.0).all())
-
-
-def widened(tokens, columns, rows, rank, biased):
-    """A linear of `rows` a part: its errors as one product and with the adapter added to the base's rounded product."""
-    source = weight(sum(rows), columns, torch.float32) * 0.7  # alpha is no power of two
-    held = marlin.to_marlin(reference.quantize_nvfp4(source))
-    bias = torch.randn(sum(rows), device=DEVICE).bfloat16() if biased else None
-    a = (torch.randn(len(rows) * rank, columns, device=DEVICE) * 0.05).bfloat16()
-    b = torch.block_diag(*(torch.randn(count, rank, device=DEVICE) * 0.2 for count in rows)).bfloat16()
-    x = torch.randn(tokens, columns, device=DEVICE).bfloat16()
-    truth = x.double() @ marlin.dequantize_marlin(*held[:2], torch.float32).double().T * marlin_alpha(held.global_scale)
-    truth += (x.double() @ a.double().T) @ b.double().T + (0.0 if bias is None else bias.double())
-    one = widened_linear(x, MarlinRows(held), bias, a, b)
-    assert one.is_contiguous() and torch.equal(one, widened_linear(x, MarlinRows(held), bias, a, b))
-    added = frozen_linear(x, MarlinRows(held), bias).addmm_(x @ a.T, b.T)
-    return [((y.double() - truth).norm() / truth.norm()).item() for y in (one, added)]
-
-
-@pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize(("rows", "rank"), [((256,), 16), ((128, 192), 8), ((64, 128, 64), 3)])
-def test_one_product_with_the_adapter_errs_less_than_adding_it_afterwards(rows, rank, biased):
-    one, added = widened(40, 96, rows, rank, biased)
-    assert one < added < 4e-3
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(DEVICE == "cpu", reason="needs an NVIDIA GPU")
-@pytest.mark.parametrize("rank", [8, 32])
-def test_one_product_with_the_adapter_errs_less_at_a_real_size(rank):
-    one, added = widened(1031, 3584, (18944, 18944), rank, False)
-    assert one < added < 4e-3
 
 
 CHOICES = [("_rows", choice) for choice in triton_dequantize._rows._choices]

@@ -1,9 +1,6 @@
-"""What the benchmarks of the ops share: timing, memory, and Markdown."""
+"""Shared by the kernel benchmarks: timing, memory, and Markdown."""
 
 import argparse
-import importlib.util
-import platform
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -12,7 +9,10 @@ from typing import Any
 
 import torch
 
-ROOT = Path(__file__).resolve().parent.parent
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # a script's own folder alone is on the path
+import report
+
+correct = report.correct
 QUANTILES = (0.2, 0.5, 0.8)
 REPLAYED = 16
 """Calls in a CUDA graph, at least: so many that the graph's own launch does not count."""
@@ -28,13 +28,6 @@ def parser(description: str | None, stem: str, out_required: bool = True) -> arg
     made.add_argument("--commit", help="its hash is recorded beside the numbers; by default git's HEAD")
     made.add_argument("--tiny", action="store_true", help="small shapes on the CPU, to try the script")
     return made
-
-
-def correct(gate: tuple[str, ...]) -> bool:
-    """Whether the correctness tests pass here."""
-    files = [path for path in gate if importlib.util.find_spec("compressed_tensors") or "test_ops.py" not in path]
-    command = [sys.executable, "-m", "pytest", "-q", "--noconftest", "-p", "no:cacheprovider", "--tb=short", *files]
-    return subprocess.run(command, cwd=ROOT, check=False).returncode == 0
 
 
 def timed(fn: Callable[[], Any], device: str) -> Times:
@@ -117,16 +110,8 @@ def extra_memory(step: Callable[[], None], device: str) -> float | None:
 
 
 def environment(commit: str | None) -> Row:
-    import triton
-
-    git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
-    return {
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or "cpu",
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "python": platform.python_version(),
-        "commit": commit or git.stdout.strip() or "unknown",
-    }
+    found: Row = report.environment()
+    return found | {"commit": commit} if commit else found
 
 
 def table(rows: list[Row], columns: dict[str, str]) -> str:

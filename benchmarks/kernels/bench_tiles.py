@@ -1,4 +1,6 @@
-"""Which tile is best for how many tokens: `python benchmarks/kernels/bench_tiles.py --out DIR` (7B; `--shapes 3b 14b 32b`).
+"""The best tile of the decode GEMM for each number of tokens: `python benchmarks/kernels/bench_tiles.py --out DIR`.
+
+Shapes are a 7B model's, others by `--shapes 3b 14b 32b`.
 
 Every tile's product is compared with the plain one, on the shapes and numbers of tokens that are timed, by processes
 that compile for the timing: one that differs, or whose bits do not repeat, is not timed, and the tests of the products
@@ -34,34 +36,31 @@ HIDDEN = {
 }
 REPEATS = 100
 """Of a product whose bits are compared, while other processes crowd the GPU."""
-WIDE = {"tokens": 128, "more": 64, "steps": 2}
-TWO, COPIED = {"tiles": 2}, {"copied": True}
+WIDE = {"tokens": 128, "extra_tokens": 64, "k_tiles": 2}
+TWO, TMA = {"n_tiles": 2}, {"use_tma": True}
 TILES: dict[str, dict[str, Any]] = {
     "8": {"tokens": 8},
     "16": {"tokens": 16},
     "32": {"tokens": 32},
-    "32, copied": {"tokens": 32, **COPIED},
+    "32, TMA": {"tokens": 32, **TMA},
     "64": {"tokens": 64},
-    "64, 3 of 128 rows": {"tokens": 64, **TWO, "programs": 3},
-    "64, 3 of 128 rows, copied": {"tokens": 64, **TWO, "programs": 3, **COPIED},
-    "64, 3 of 128 rows, 128 columns, copied": {"tokens": 64, **TWO, "steps": 8, "stages": 3, "programs": 3, **COPIED},
-    "96, 2 of 128 rows, copied": {"tokens": 64, "more": 32, **TWO, **COPIED},
-    "96, 3 of 128 rows, copied": {"tokens": 64, "more": 32, **TWO, "programs": 3, **COPIED},
+    "64, 3 of 128 rows": {"tokens": 64, **TWO, "ctas_per_sm": 3},
+    "64, 3 of 128 rows, TMA": {"tokens": 64, **TWO, "ctas_per_sm": 3, **TMA},
+    "64, 3 of 128 rows, 128 columns, TMA": {"tokens": 64, **TWO, "k_tiles": 8, "stages": 3, "ctas_per_sm": 3, **TMA},
+    "96, 2 of 128 rows, TMA": {"tokens": 64, "extra_tokens": 32, **TWO, **TMA},
+    "96, 3 of 128 rows, TMA": {"tokens": 64, "extra_tokens": 32, **TWO, "ctas_per_sm": 3, **TMA},
     "128, 2 of 128 rows": {"tokens": 128, **TWO},
-    "128, 2 of 128 rows, copied": {"tokens": 128, **TWO, **COPIED},
-    "128, 2 of 128 rows, copied, alone": {"tokens": 128, **TWO, **COPIED, "whole": True},
-    "192, 2 of 128 rows, alone": {**WIDE, **TWO, "whole": True},
-    "192, 2 of 128 rows, copied": {**WIDE, **TWO, **COPIED},
-    "192, 2 of 128 rows, copied, alone": {**WIDE, **TWO, **COPIED, "whole": True},
+    "128, 2 of 128 rows, TMA": {"tokens": 128, **TWO, **TMA},
+    "128, 2 of 128 rows, TMA, data-parallel": {"tokens": 128, **TWO, **TMA, "data_parallel": True},
+    "192, 2 of 128 rows, data-parallel": {**WIDE, **TWO, "data_parallel": True},
+    "192, 2 of 128 rows, TMA": {**WIDE, **TWO, **TMA},
+    "192, 2 of 128 rows, TMA, data-parallel": {**WIDE, **TWO, **TMA, "data_parallel": True},
 }
-"""`alone`: programs first take row blocks of their own, where there are enough; elsewhere as without.
-
-`copied`: the tokens come by TMA.
-"""
+"""Keyword arguments of `Tile`; data-parallel waves come first only where there are enough tiles."""
 
 
 def layers_of(shape: str) -> dict[str, Shape]:
-    """The four linears of a layer: rows, columns, first rows of the parts."""
+    """The four linears of a layer: rows, columns, first rows of the fused slices."""
     hidden, intermediate, heads, kv_heads = HIDDEN[shape]
     kv = kv_heads * hidden // heads
     return {
@@ -74,7 +73,7 @@ def layers_of(shape: str) -> dict[str, Shape]:
 
 def tiles_for(tokens: int) -> list[str]:
     """Names of the tiles that do not waste more than half, in up to eight blocks of tokens."""
-    widths = {name: tile["tokens"] + tile.get("more", 0) for name, tile in TILES.items()}
+    widths = {name: tile["tokens"] + tile.get("extra_tokens", 0) for name, tile in TILES.items()}
     blocks = {name: -(-tokens // width) for name, width in widths.items()}
     return [
         name
@@ -177,7 +176,7 @@ def bench(shape: str, tokens: list[int], sizes: Sizes, out: Path, results: list[
 
 
 def write(out: Path, results: list[Row], wrong: dict[tuple[str, str, int], str]) -> None:
-    """All that is known so far, and for each number of tokens the sum of a layer's four."""
+    """All results so far, and for each number of tokens the sum over a layer's linears."""
     names = [*TILES, "dequantized", "marlin", "bf16"]
     sums: list[Row] = []
     for shape, count in dict.fromkeys((row["shape"], row["tokens"]) for row in results):

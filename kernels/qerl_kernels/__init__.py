@@ -3,7 +3,7 @@
 `reference` is the plain truth of every op; `select_backend` chooses what the ops here run on.
 """
 
-from qerl_kernels.activation import silu_of_halves, silu_product
+from qerl_kernels.activation import silu_product
 from qerl_kernels.backend import Backend, select_backend, selected_backend, triton_available
 from qerl_kernels.decode_gemm import (
     DECODE_GEMM_MAX_TOKENS,
@@ -12,24 +12,20 @@ from qerl_kernels.decode_gemm import (
     decode_gemm_sizes,
     decode_gemm_supported,
 )
-from qerl_kernels.frozen_weights import DenseWeight, FrozenWeight, MarlinRows, MXFP4Weight, NF4Weight, NVFP4Weight
+from qerl_kernels.frozen_weights import DenseWeight, FrozenWeight, MarlinRows, MXFP4Weight, NVFP4Weight
 from qerl_kernels.linear import (
     AdaptedWeight,
     LoraFactors,
     dense_linear,
     frozen_linear,
     frozen_linears,
-    widened_linear,
-    widening_pays,
 )
 from qerl_kernels.logprob import chunked_token_logprobs
 from qerl_kernels.marlin import MarlinTensor, marlin_alpha
-from qerl_kernels.nf4 import NF4Tensor, quantize_absmax, quantize_nf4
 from qerl_kernels.norm import rms_norm
 from qerl_kernels.ops import (
     dequantize_marlin,
     dequantize_mxfp4,
-    dequantize_nf4,
     dequantize_nvfp4_unscaled,
     quantize_nvfp4,
 )
@@ -43,7 +39,7 @@ from qerl_kernels.reference import (
 )
 from qerl_kernels.rope import rotary
 from qerl_kernels.sampling import sample_tokens
-from qerl_kernels.selective_checkpointing import keeping_products, keeps_products
+from qerl_kernels.selective_checkpointing import saves_products, selective_checkpoint_contexts
 
 __all__ = [
     "AdaptedWeight",
@@ -57,15 +53,12 @@ __all__ = [
     "MXFP4Weight",
     "MarlinRows",
     "MarlinTensor",
-    "NF4Tensor",
-    "NF4Weight",
     "NVFP4Tensor",
     "NVFP4Weight",
     "chunked_token_logprobs",
     "dense_linear",
     "dequantize_marlin",
     "dequantize_mxfp4",
-    "dequantize_nf4",
     "dequantize_nvfp4",
     "dequantize_nvfp4_unscaled",
     "decode_gemm_linear",
@@ -73,23 +66,18 @@ __all__ = [
     "decode_gemm_supported",
     "frozen_linear",
     "frozen_linears",
-    "keeping_products",
-    "keeps_products",
     "marlin_alpha",
     "nvfp4_global_scale",
     "decode_gemm_linear_reference",
-    "quantize_absmax",
     "quantize_mxfp4",
-    "quantize_nf4",
     "quantize_nvfp4",
     "rms_norm",
     "rotary",
     "sample_tokens",
+    "saves_products",
     "select_backend",
     "selected_backend",
-    "silu_of_halves",
+    "selective_checkpoint_contexts",
     "silu_product",
     "triton_available",
-    "widened_linear",
-    "widening_pays",
 ]

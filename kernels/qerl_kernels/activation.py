@@ -1,9 +1,9 @@
-"""The gated activation of a decoder's MLP: one pass forward, one backward, and nothing kept but its inputs."""
+"""SwiGLU activation of a decoder's MLP: one kernel forward, one backward; only its inputs are saved."""
 
 from typing import Any
 
-import torch
 from torch import Tensor
+from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
@@ -22,25 +22,7 @@ def silu_product(gate: Tensor, up: Tensor) -> Tensor:
     return functional.silu(gate) * up
 
 
-def silu_of_halves(x: Tensor) -> Tensor:
-    """`silu_product` of the first and the second half of each row, [rows, 2 columns] to [rows, columns].
-
-    Without gradients, and without a copy of either half.
-    """
-    if runs_triton(x):
-        from qerl_kernels import triton_activation
-
-        return triton_activation.silu_of_halves(x)
-    return plain_silu_of_halves(x)
-
-
-def plain_silu_of_halves(x: Tensor) -> Tensor:
-    """As `silu_of_halves`, in plain PyTorch."""
-    gate, up = x.chunk(2, dim=-1)
-    return functional.silu(gate) * up
-
-
-class _SiluProduct(torch.autograd.Function):
+class _SiluProduct(Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         from qerl_kernels import triton_activation

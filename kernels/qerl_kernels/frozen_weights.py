@@ -8,7 +8,6 @@ from torch import Tensor
 
 from qerl_kernels import ops
 from qerl_kernels.marlin import MarlinTensor, check_rows, marlin_alpha
-from qerl_kernels.nf4 import NF4Tensor, nf4_magnitudes
 from qerl_kernels.reference import MXFP4Tensor, NVFP4Tensor
 
 
@@ -92,30 +91,6 @@ class MXFP4Weight:
         return {"weight_packed": self._tensor.packed, "weight_scale": self._tensor.scale}
 
 
-class NF4Weight:
-    """A weight in NF4, in the layout of bitsandbytes.
-
-    Args:
-        tensor: What is held.
-        shape: (N, K), which the layout leaves open.
-    """
-
-    def __init__(self, tensor: NF4Tensor, shape: tuple[int, int]) -> None:
-        self._tensor = tensor
-        self.shape = shape
-        self.alpha = 1.0
-
-    def dense(self, dtype: torch.dtype) -> Tensor:
-        rows = self.shape[0]
-        return ops.dequantize_nf4(
-            self._tensor.packed.view(rows, -1), nf4_magnitudes(self._tensor).view(rows, -1), dtype
-        )
-
-    def tensors(self) -> dict[str, Tensor]:
-        packed, absmax, nested_absmax, _ = self._tensor
-        return {"weight": packed, "weight.absmax": absmax, "weight.nested_absmax": nested_absmax}
-
-
 class MarlinRows:
     """Rows [start, stop) of a weight in Marlin's layout, which may hold several projections: NVFP4, or MXFP4 where it
     has no global scale.
@@ -141,11 +116,6 @@ class MarlinRows:
     def dense(self, dtype: torch.dtype) -> Tensor:
         weight, scale, global_scale = self._tensor
         return ops.dequantize_marlin_rows(weight, scale, self.start, self.stop, global_scale is None, dtype)
-
-    def dense_into(self, out: Tensor) -> None:
-        """`dense` in out's dtype into out [N, K], which may be the first columns of a wider matrix."""
-        weight, scale, global_scale = self._tensor
-        ops.dequantize_marlin_into(weight, scale, out, self.start, global_scale is None)
 
     def tensors(self) -> dict[str, Tensor]:
         """Of the whole matrix, by the names that vLLM gives them."""

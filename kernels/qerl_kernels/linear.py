@@ -1,12 +1,9 @@
-"""The linear layer on a frozen weight: make it dense, then one GEMM whose alpha is the weight's.
+"""Linear layer on a frozen weight: dequantize it, then one GEMM whose alpha is the weight's.
 
-The dense weight lives as long as one GEMM and is made again in backward, which gives gradients to the input and
+The dense weight lives as long as one GEMM and is dequantized again in backward, which gives gradients to the input and
 to the adapter only. The adapter's product is added in place to the rounded base product, the engine's order of
-roundings; one product with the adapter as further columns of the weight saves that pass, and rounds otherwise: that is
-`widened_linear`, for engines.
-
-Layers on one input share what is small: one product with all their A, and in backward one for the input's gradient
-through them and one for their own. A call of the GPU's library of products costs more than such a product.
+roundings. Layers on one input share their small products: one with all A, and in backward one for the input's gradient
+through them and one for their own. A call of cuBLAS costs more than such a product.
 """
 
 import functools
@@ -17,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from qerl_kernels.frozen_weights import FrozenWeight, MarlinRows
-from qerl_kernels.selective_checkpointing import kept
+from qerl_kernels.frozen_weights import FrozenWeight
+from qerl_kernels.selective_checkpointing import save_products
 
 
 class LoraFactors(NamedTuple):
@@ -32,7 +29,7 @@ class LoraFactors(NamedTuple):
 
 
 class AdaptedWeight(NamedTuple):
-    """One of several linears on the same input, but for its A: x W^T + bias + scaling * x A^T B^T."""
+    """One of several linears on the same input, without its A: x W^T + bias + scaling * x A^T B^T."""
 
     weight: FrozenWeight
     bias: Tensor | None
@@ -56,7 +53,7 @@ def frozen_linear(
     Returns:
         [..., N] in x's dtype.
     """
-    # The weight's tensors travel inside a closure: autograd neither saves them nor watches their versions.
+    # The weight's tensors travel inside a closure: autograd neither saves them nor checks their versions.
     if lora is None:
         return _FrozenLinear.apply(x, weight.dense, weight.alpha, bias)
     return frozen_linears(x, [lora.a], [AdaptedWeight(weight, bias, lora.b, lora.scaling)])[0]
@@ -67,8 +64,8 @@ def frozen_linears(x: Tensor, a: Sequence[Tensor], linears: Sequence[AdaptedWeig
 
     Args:
         x: [..., K], bfloat16, float16 or float32; the products are computed in its dtype.
-        a: The linears' A [r, K] in their order; or, where they lie one above the other already, all in one tensor. They
-            get gradients in their own dtype, and so does each linear's B.
+        a: Each linear's A [r, K] in their order, or all of them in one tensor, one above the other. They get gradients
+            in their own dtype, and so does each linear's B.
         linears: What else each has.
 
     Returns:
@@ -79,53 +76,21 @@ def frozen_linears(x: Tensor, a: Sequence[Tensor], linears: Sequence[AdaptedWeig
 
 
 def dense_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x W^T + bias for a frozen dense W [N, K], as `torch.nn.functional.linear` computes it and its gradient.
-
-    Unlike that it is a product which `keeping_products` knows.
+    """`torch.nn.functional.linear` of a frozen W, as a product that selective checkpointing can save.
 
     Args:
         x: [..., K].
-        weight: W, in x's dtype.
+        weight: W [N, K], in x's dtype.
         bias: [N], frozen.
     """
     return _DenseLinear.apply(x, weight, bias)
-
-
-def widening_pays(a: Tensor, b: Tensor) -> bool:
-    """Whether `widened_linear` with a [r, K] and b [N, r] moves clearly fewer bytes than adding x a^T b^T afterwards.
-
-    It copies tokens * K numbers, where adding reads and writes tokens * N. The rows of its matrices, K + r long, are to
-    begin at multiples of 32 bytes.
-    """
-    return len(b) >= 2 * a.shape[1] and len(a) % 16 == 0
-
-
-def widened_linear(x: Tensor, weight: MarlinRows, bias: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
-    """x W^T + bias + (x a^T) b^T as one product, alpha * [x, x a^T / alpha] [dense, b]^T: rounded once, no gradients.
-
-    Args:
-        x: [tokens, K], bfloat16.
-        weight: W [N, K] = alpha * dense.
-        bias: [N].
-        a: [r, K].
-        b: [N, r].
-
-    Returns:
-        [tokens, N] in x's dtype.
-    """
-    rows, columns = weight.shape
-    wide = x.new_empty(rows, columns + b.shape[1])
-    weight.dense_into(wide[:, :columns])
-    wide[:, columns:] = b
-    hidden = _product(x, a.t(), 1 / weight.alpha, None)
-    return _product(torch.cat((x, hidden), dim=1), wide.t(), weight.alpha, bias)
 
 
 Dense = Callable[[torch.dtype], Tensor]
 
 
 def _flat(x: Tensor) -> Tensor:
-    """[..., K] -> [M, K]. Within a function of this file, for autograd would record each view."""
+    """[..., K] -> [M, K]. Called inside autograd functions, for autograd would record each view."""
     return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
 
 
@@ -135,15 +100,15 @@ def _shaped(y: Tensor, like: Tensor) -> Tensor:
 
 
 @functools.cache
-def _nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """What `addmm` asks for where there is nothing to add; a new one each time takes a third of the call's time."""
+def _no_bias(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """`addmm`'s input at beta 0, cached: to allocate it takes a third of the call's time."""
     return torch.zeros(1, dtype=dtype, device=device)
 
 
 def _product(x: Tensor, weight: Tensor, alpha: float, bias: Tensor | None) -> Tensor:
     if bias is None:
-        nothing = x.new_empty(1) if torch.compiler.is_compiling() else _nothing(x.dtype, x.device)
-        return torch.addmm(nothing, x, weight, beta=0, alpha=alpha)
+        empty = x.new_empty(1) if torch.compiler.is_compiling() else _no_bias(x.dtype, x.device)
+        return torch.addmm(empty, x, weight, beta=0, alpha=alpha)
     return torch.addmm(bias.to(x.dtype), x, weight, alpha=alpha)
 
 
@@ -158,7 +123,7 @@ class _DenseLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.weight = weight
-        return kept(lambda: (torch.nn.functional.linear(x, weight, bias),))[0]
+        return save_products(lambda: (torch.nn.functional.linear(x, weight, bias),))[0]
 
     @staticmethod
     @once_differentiable
@@ -171,7 +136,7 @@ class _FrozenLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dense: Dense, alpha: float, bias: Tensor | None) -> Tensor:
         ctx.dense, ctx.alpha = dense, alpha
-        return _shaped(kept(lambda: (_product(_flat(x), dense(x.dtype).t(), alpha, bias),))[0], x)
+        return _shaped(save_products(lambda: (_product(_flat(x), dense(x.dtype).t(), alpha, bias),))[0], x)
 
     @staticmethod
     @once_differentiable
@@ -182,13 +147,13 @@ class _FrozenLinear(torch.autograd.Function):
         return dx, None, None, None
 
 
-# Views and joins cost the CPU something, too: where there is one alone, there are none.
-def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(tuple(parts), dim)
+# Views and concatenations cost CPU time: a single tensor needs none.
+def _cat(tensors: Sequence[Tensor], dim: int) -> Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(tuple(tensors), dim)
 
 
-def _split(whole: Tensor, sizes: Sequence[int], dim: int) -> Sequence[Tensor]:
-    return [whole] if len(sizes) == 1 else whole.split(list(sizes), dim)
+def _split(tensor: Tensor, sizes: Sequence[int], dim: int) -> Sequence[Tensor]:
+    return [tensor] if len(sizes) == 1 else tensor.split(list(sizes), dim)
 
 
 class _FrozenLoraLinears(torch.autograd.Function):
@@ -200,20 +165,20 @@ class _FrozenLoraLinears(torch.autograd.Function):
         ranks = [b.shape[1] for b in factors[-count:]]
 
         def products() -> tuple[Tensor, ...]:
-            low_a = _joined(factors[:-count], 0).to(x.dtype)
+            low_a = _cat(factors[:-count], 0).to(x.dtype)
             low_b = [b.to(x.dtype) for b in factors[-count:]]
             hidden = torch.mm(flat, low_a.t())
             results = []
-            for (dense, alpha, bias, scaling), b, part in zip(frozen, low_b, _split(hidden, ranks, 1), strict=True):
+            for (dense, alpha, bias, scaling), b, own in zip(frozen, low_b, _split(hidden, ranks, 1), strict=True):
                 y = _product(flat, dense(x.dtype).t(), alpha, bias)
-                results.append(_add_product(y, part, b.t(), scaling))
+                results.append(_add_product(y, own, b.t(), scaling))
             return *results, hidden, low_a, *low_b
 
-        made = kept(products)
-        ctx.save_for_backward(flat, *made[count:])  # small beside x, and not rounded again in backward
+        saved = save_products(products)
+        ctx.save_for_backward(flat, *saved[count:])  # small beside x, and not rounded again in backward
         ctx.frozen, ctx.ranks = frozen, ranks
         ctx.rows, ctx.dtypes = [len(a) for a in factors[:-count]], [factor.dtype for factor in factors]
-        return tuple(_shaped(y, x) for y in made[:count])
+        return tuple(_shaped(y, x) for y in saved[:count])
 
     @staticmethod
     @once_differentiable
@@ -221,20 +186,20 @@ class _FrozenLoraLinears(torch.autograd.Function):
         x, hidden, a, *b = ctx.saved_tensors
         frozen, flat, needed = ctx.frozen, [_flat(grad) for grad in grads], ctx.needs_input_grad[2:]
         gradients: list[Tensor | None] = [None] * len(needed)
-        dx, parts = None, len(ctx.rows)
-        if ctx.needs_input_grad[0] or any(needed[:parts]):
-            through = zip(flat, b, frozen, strict=True)
-            inner = _joined([_product(g, low, scaling, None) for g, low, (*_, scaling) in through], 1)
+        dx, count_a = None, len(ctx.rows)
+        if ctx.needs_input_grad[0] or any(needed[:count_a]):
+            expands = zip(flat, b, frozen, strict=True)
+            inner = _cat([_product(g, low, scaling, None) for g, low, (*_, scaling) in expands], 1)
         if ctx.needs_input_grad[0]:
             dx = torch.mm(inner, a)
-            # The last first, as autograd comes to them: of q, k and v the largest is then added, and rounded, last.
+            # Last to first, as autograd visits them: of q, k and v the largest is then added, and rounded, last.
             for g, (dense, alpha, _, _) in zip(flat[::-1], frozen[::-1], strict=True):
                 dx = _add_product(dx, g, dense(x.dtype), alpha)
             dx = _shaped(dx, grads[0])
-        if any(needed[:parts]):
-            gradients[:parts] = _split(torch.mm(inner.t(), x).to(ctx.dtypes[0]), ctx.rows, 0)
-        for index, (g, part) in enumerate(zip(flat, _split(hidden, ctx.ranks, 1), strict=True)):
-            if needed[parts + index]:
-                db = _product(g.t(), part, frozen[index][3], None)
-                gradients[parts + index] = db.to(ctx.dtypes[parts + index])
+        if any(needed[:count_a]):
+            gradients[:count_a] = _split(torch.mm(inner.t(), x).to(ctx.dtypes[0]), ctx.rows, 0)
+        for index, (g, own) in enumerate(zip(flat, _split(hidden, ctx.ranks, 1), strict=True)):
+            if needed[count_a + index]:
+                db = _product(g.t(), own, frozen[index][3], None)
+                gradients[count_a + index] = db.to(ctx.dtypes[count_a + index])
         return dx, None, *gradients

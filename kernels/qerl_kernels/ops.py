@@ -10,13 +10,12 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from qerl_kernels import marlin, nf4, reference
+from qerl_kernels import marlin, reference
 from qerl_kernels.backend import runs_triton
 
 _library = torch.library.Library("qerl", "DEF")
 _library.define("dequantize_nvfp4(Tensor packed, Tensor scale, ScalarType dtype) -> Tensor")
 _library.define("dequantize_mxfp4(Tensor packed, Tensor scale, ScalarType dtype) -> Tensor")
-_library.define("dequantize_nf4(Tensor packed, Tensor magnitudes, ScalarType dtype) -> Tensor")
 _library.define(
     "dequantize_marlin(Tensor weight, Tensor scale, int start, int stop, bool mx, ScalarType dtype) -> Tensor"
 )
@@ -45,13 +44,6 @@ def dequantize_mxfp4(packed: Tensor, scale: Tensor, dtype: torch.dtype) -> Tenso
     return _dequantize_mxfp4(packed, scale, dtype)
 
 
-def dequantize_nf4(packed: Tensor, magnitudes: Tensor, dtype: torch.dtype) -> Tensor:
-    """An NF4 weight, rounded: packed uint8 [N, K/2], magnitudes of its blocks float32 [N, K/64] -> dtype [N, K]."""
-    if torch.compiler.is_compiling():
-        return torch.ops.qerl.dequantize_nf4(packed, magnitudes, dtype)
-    return _dequantize_nf4(packed, magnitudes, dtype)
-
-
 def dequantize_marlin(
     weight: Tensor, scale: Tensor, dtype: torch.dtype, start: int = 0, stop: int | None = None, *, mx: bool = False
 ) -> Tensor:
@@ -67,17 +59,6 @@ def dequantize_marlin_rows(
     if torch.compiler.is_compiling():
         return torch.ops.qerl.dequantize_marlin(weight, scale, start, stop, mx, dtype)
     return _dequantize_marlin(weight, scale, start, stop, mx, dtype)
-
-
-def dequantize_marlin_into(weight: Tensor, scale: Tensor, out: Tensor, start: int, mx: bool) -> None:
-    """The same rows, from `start` on, into out [rows, K], which may be the first columns of a wider matrix.
-
-    No operator of PyTorch: for use in those.
-    """
-    if runs_triton(weight):
-        _triton().from_marlin(weight, scale, out, start, mx=mx)
-    else:
-        out.copy_(marlin.dequantize_marlin(weight, scale, out.dtype, start, start + len(out), mx=mx))
 
 
 def quantize_nvfp4(
@@ -112,14 +93,6 @@ def _dequantize_mxfp4(packed: Tensor, scale: Tensor, dtype: torch.dtype) -> Tens
     return reference.dequantize_mxfp4(packed, scale, dtype)
 
 
-def _dequantize_nf4(packed: Tensor, magnitudes: Tensor, dtype: torch.dtype) -> Tensor:
-    if runs_triton(packed):
-        from qerl_kernels import triton_nf4
-
-        return triton_nf4.from_nf4(packed, magnitudes, dtype)
-    return nf4.dequantize_nf4(packed, magnitudes, dtype)
-
-
 def _dequantize_marlin(weight: Tensor, scale: Tensor, start: int, stop: int, mx: bool, dtype: torch.dtype) -> Tensor:
     if not runs_triton(weight):
         return marlin.dequantize_marlin(weight, scale, dtype, start, stop, mx=mx)
@@ -139,7 +112,6 @@ def _fake_marlin(weight: Tensor, scale: Tensor, start: int, stop: int, mx: bool,
 for _name, _run, _fake in (
     ("dequantize_nvfp4", _dequantize_nvfp4, _fake_rows),
     ("dequantize_mxfp4", _dequantize_mxfp4, _fake_rows),
-    ("dequantize_nf4", _dequantize_nf4, _fake_rows),
     ("dequantize_marlin", _dequantize_marlin, _fake_marlin),
 ):
     _library.impl(_name, _run, "CompositeExplicitAutograd")

@@ -1,13 +1,17 @@
-"""Products that a checkpointed block keeps: its recomputation then does everything but them.
+"""Selective activation checkpointing of the linear layers' products: a block's recomputation does all else.
 
 A linear layer's product is most of a decoder layer's work, and what follows it (norms, activation, rotation) is cheap.
-`keeping_products` is made for `torch.utils.checkpoint`'s `context_fn`: in the forward pass the linears of this package
-put their products on a tape, in the recomputation they take them from it, in the same order, and free them.
+The forward pass of a checkpointed block saves its products; the recomputation returns them in the same order and frees
+them.
+
+PyTorch's `create_selective_checkpoint_contexts` chooses among single operators and costs more here: the recomputation
+would dequantize the weight again, for that is no product; an output that the adapter's product was added to in place is
+refused as mutated; a block's last product would be saved or computed again; and a graph has one backward pass only.
 """
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
@@ -15,91 +19,78 @@ from torch import Tensor
 Products = tuple[Tensor, ...]
 
 
-class _Tape:
-    """The products of one block, by the order in which they were computed."""
+class _Thread(threading.local):
+    """State of a thread: backward passes run in threads of their own."""
 
-    def __init__(self, last_is_added: bool) -> None:
-        self._last_is_added = last_is_added
-        self._products: list[Products | None] = []
-        self._next: int | None = None
-        """Number of the next product to give; None while they are recorded."""
+    context: "_Context | None" = None
 
-    def __call__(self, compute: Callable[[], Products]) -> Products:
-        if self._next is None:
-            found = compute()
-            self._products.append(tuple(product.detach() for product in found))
-            return found
-        kept, self._products[self._next] = self._products[self._next], None
+
+_thread = _Thread()
+
+
+class _Context(AbstractContextManager[None]):
+    """A block's forward pass or recomputation; the latter is entered again for a retained graph's second backward."""
+
+    def __init__(self, products: list[Products | None]) -> None:
+        self._products = products
+        self._next = 0
+        self._outer: _Context | None = None
+
+    def __enter__(self) -> None:
+        self._outer, _thread.context = _thread.context, self
+        self._next = 0
+
+    def __exit__(self, *error: object) -> None:
+        _thread.context = self._outer
+
+    def run(self, compute: Callable[[], Products]) -> Products:
+        """Return the next saved product and free it; what was freed before is computed."""
+        saved, self._products[self._next] = self._products[self._next], None
         self._next += 1
-        return compute() if kept is None else kept  # a second recomputation finds none
+        return compute() if saved is None else saved
 
-    @contextmanager
-    def recording(self) -> Iterator[None]:
-        with _using(self):
-            yield
-        # No gradient needs that sum. Were it ever otherwise, the gradient would not be a number.
+
+class _Forward(_Context):
+    def __init__(self, products: list[Products | None], last_is_added: bool) -> None:
+        super().__init__(products)
+        self._last_is_added = last_is_added
+
+    def run(self, compute: Callable[[], Products]) -> Products:
+        results = compute()
+        self._products.append(tuple(product.detach() for product in results))
+        return results
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        # No gradient needs the block's sum. Were it ever otherwise, the gradient would not be a number.
         if self._last_is_added and self._products and (last := self._products[-1]) is not None:
             first, *others = last
             self._products[-1] = (first.new_full((), torch.nan).expand(first.shape), *others)
 
-    def rewind(self) -> None:
-        self._next = 0
 
-
-class _Current(threading.local):
-    """A thread's tape: backward passes run in threads of their own."""
-
-    tape: _Tape | None = None
-
-
-_current = _Current()
-
-
-@contextmanager
-def _using(tape: _Tape) -> Iterator[None]:
-    before, _current.tape = _current.tape, tape
-    try:
-        yield
-    finally:
-        _current.tape = before
-
-
-class _Giving(AbstractContextManager[None]):
-    """A block's recomputation; entered again where a graph is kept for a second backward pass."""
-
-    def __init__(self, tape: _Tape) -> None:
-        self._tape = tape
-        self._open = ExitStack()
-
-    def __enter__(self) -> None:
-        self._tape.rewind()
-        self._open.enter_context(_using(self._tape))
-
-    def __exit__(self, *error: object) -> None:
-        self._open.close()
-
-
-def keeping_products(last_is_added: bool) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+def selective_checkpoint_contexts(
+    last_is_added: bool,
+) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """Contexts of a block's forward pass and of its recomputation (`torch.utils.checkpoint`'s `context_fn`).
 
     Args:
         last_is_added: The block's result is a sum, and its last addend the last product, as in a decoder layer: that
-            product need not be kept.
+            product need not be saved.
     """
-    tape = _Tape(last_is_added)
-    return tape.recording(), _Giving(tape)
+    products: list[Products | None] = []
+    return _Forward(products, last_is_added), _Context(products)
 
 
-def keeps_products() -> bool:
-    """Whether products are kept, or taken from what was kept, just now."""
-    return _current.tape is not None
+def saves_products() -> bool:
+    """Whether this thread runs a selectively checkpointed block or its recomputation."""
+    return _thread.context is not None
 
 
-def kept(compute: Callable[[], Products]) -> Products:
-    """What `compute` gives, or gave in the forward pass of the block that is being recomputed.
+def save_products(compute: Callable[[], Products]) -> Products:
+    """Results of `compute`: new ones, or those of the forward pass in a block's recomputation.
 
     Args:
-        compute: Gives the result first, or the results of layers on one input, new tensors; others are small, and may
+        compute: Returns the result first, or the results of layers on one input, new tensors; others are small, and may
             be older.
     """
-    return compute() if _current.tape is None else _current.tape(compute)
+    return compute() if _thread.context is None else _thread.context.run(compute)

@@ -48,7 +48,7 @@ def rows_as_expanded(NT: tl.constexpr, SPLIT: tl.constexpr):
 
 
 @triton.jit
-def expand(word, scale, SPLIT: tl.constexpr, WIDE: tl.constexpr, REAL: tl.constexpr):
+def expand(word, scale, SPLIT: tl.constexpr, WIDE: tl.constexpr, ON_GPU: tl.constexpr):
     """Words [KT, 128 NT] and scales, four bytes a number, [KT, 16 NT] to bfloat16 [64 NT, 16 KT], weight * 2**-7.
 
     Rows are in the order of `rows_as_expanded`, which gives every warp those of its own words: SPLIT warps, 1, 2 or 4,
@@ -56,7 +56,7 @@ def expand(word, scale, SPLIT: tl.constexpr, WIDE: tl.constexpr, REAL: tl.conste
     """
     KT: tl.constexpr = word.shape[0]
     NT: tl.constexpr = word.shape[1] // 128
-    if REAL:
+    if ON_GPU:
         first, second = tl.split(word.reshape(KT, NT, 8, 4, 2, 2))  # by bit 4 of n
         scale = tl.broadcast_to(scale.reshape(KT, NT, 8, 1, 2), (KT, NT, 8, 4, 2))
         p0, p1, p2, p3, q0, q1, q2, q3 = tl.inline_asm_elementwise(
@@ -97,8 +97,8 @@ def columns_as_expanded(x):
 
 
 @triton.jit
-def dot(left, right, acc, REAL: tl.constexpr):
-    if not REAL:  # the interpreter multiplies the bits of bfloat16 numbers
+def dot(left, right, acc, ON_GPU: tl.constexpr):
+    if not ON_GPU:  # the interpreter multiplies the bits of bfloat16 numbers
         left, right = left.to(tl.float32), right.to(tl.float32)
     return tl.dot(left, right, acc)
 
@@ -115,8 +115,8 @@ def finish_products():
 
 
 @triton.jit
-def to_bfloat16(x, REAL: tl.constexpr):
-    if not REAL:  # the interpreter truncates: to the nearest, ties to even
+def to_bfloat16(x, ON_GPU: tl.constexpr):
+    if not ON_GPU:  # the interpreter truncates: to the nearest, ties to even
         bits = x.to(tl.uint32, bitcast=True)
         bits += 0x7FFF + ((bits >> 16) & 1)
         x = (bits & 0xFFFF0000).to(tl.float32, bitcast=True)
@@ -124,8 +124,8 @@ def to_bfloat16(x, REAL: tl.constexpr):
 
 
 @triton.jit
-def rounded(x, KIND: tl.constexpr, REAL: tl.constexpr):
+def rounded(x, KIND: tl.constexpr, ON_GPU: tl.constexpr):
     """float32 to any floating-point KIND, to the nearest also in the interpreter."""
     if KIND == tl.bfloat16:
-        x = to_bfloat16(x, REAL)
+        x = to_bfloat16(x, ON_GPU)
     return x.to(KIND)

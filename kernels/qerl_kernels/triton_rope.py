@@ -12,14 +12,14 @@ from qerl_kernels.triton_marlin_tile import rounded
 
 
 @triton.jit
-def _rounded(x, KIND: tl.constexpr, REAL: tl.constexpr):
-    return rounded(x, KIND, REAL).to(tl.float32)
+def _rounded(x, KIND: tl.constexpr, ON_GPU: tl.constexpr):
+    return rounded(x, KIND, ON_GPU).to(tl.float32)
 
 
 @triton.jit
 def _turn(
     x, out, cosines, sines, HEADS: tl.constexpr, PADDED: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
-    BACK: tl.constexpr, REAL: tl.constexpr,
+    BACK: tl.constexpr, ON_GPU: tl.constexpr,
 ):  # fmt: skip
     """All heads of a token; cosines and sines are pairs [BLOCK], of its channels' first and second half."""
     KIND: tl.constexpr = out.dtype.element_ty
@@ -27,22 +27,22 @@ def _turn(
     at, inside = head * (2 * HALF) + i, (head < HEADS) & (i < HALF)
     first = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(x + at + HALF, mask=inside, other=0.0).to(tl.float32)
-    of_first, of_second = _rounded(first * cosines[0], KIND, REAL), _rounded(second * cosines[1], KIND, REAL)
+    of_first, of_second = _rounded(first * cosines[0], KIND, ON_GPU), _rounded(second * cosines[1], KIND, ON_GPU)
     if BACK:  # a channel's gradient has a third part, which slicing made: zero, that makes -0 a 0
-        of_first = of_first + _rounded(second * sines[1], KIND, REAL) + 0.0
-        of_second = of_second - _rounded(first * sines[0], KIND, REAL) + 0.0
+        of_first = of_first + _rounded(second * sines[1], KIND, ON_GPU) + 0.0
+        of_second = of_second - _rounded(first * sines[0], KIND, ON_GPU) + 0.0
     else:
-        of_first = of_first - _rounded(second * sines[0], KIND, REAL)
-        of_second = of_second + _rounded(first * sines[1], KIND, REAL)
-    tl.store(out + at, rounded(of_first, KIND, REAL), mask=inside)
-    tl.store(out + at + HALF, rounded(of_second, KIND, REAL), mask=inside)
+        of_first = of_first - _rounded(second * sines[0], KIND, ON_GPU)
+        of_second = of_second + _rounded(first * sines[1], KIND, ON_GPU)
+    tl.store(out + at, rounded(of_first, KIND, ON_GPU), mask=inside)
+    tl.store(out + at + HALF, rounded(of_second, KIND, ON_GPU), mask=inside)
 
 
 @triton.jit
 def _kernel(
     query, key, cos, sin, out_query, out_key, HEADS: tl.constexpr, KEYS: tl.constexpr, HALF: tl.constexpr,
     PADDED_HEADS: tl.constexpr, PADDED_KEYS: tl.constexpr, BLOCK: tl.constexpr, BACK: tl.constexpr,
-    REAL: tl.constexpr,
+    ON_GPU: tl.constexpr,
 ):  # fmt: skip
     token, i = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)[None, :]
     cos += token * (2 * HALF) + i
@@ -57,9 +57,9 @@ def _kernel(
         tl.load(sin + HALF, mask=inside, other=0.0).to(tl.float32),
     )
     at = token * (HEADS * 2 * HALF)
-    _turn(query + at, out_query + at, cosines, sines, HEADS, PADDED_HEADS, HALF, BLOCK, BACK, REAL)
+    _turn(query + at, out_query + at, cosines, sines, HEADS, PADDED_HEADS, HALF, BLOCK, BACK, ON_GPU)
     at = token * (KEYS * 2 * HALF)
-    _turn(key + at, out_key + at, cosines, sines, KEYS, PADDED_KEYS, HALF, BLOCK, BACK, REAL)
+    _turn(key + at, out_key + at, cosines, sines, KEYS, PADDED_KEYS, HALF, BLOCK, BACK, ON_GPU)
 
 
 # A sum of two products is not to become one rounding.
@@ -73,7 +73,7 @@ def _launch(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, back: bool) ->
     outputs = torch.empty_like(query), torch.empty_like(key)
     block, padded = triton.next_power_of_2(size // 2), (triton.next_power_of_2(heads), triton.next_power_of_2(keys))
     constants = {"HEADS": heads, "KEYS": keys, "HALF": size // 2, "PADDED_HEADS": padded[0], "PADDED_KEYS": padded[1]}
-    constants |= {"BLOCK": block, "BACK": back, "REAL": not interpreting()}
+    constants |= {"BLOCK": block, "BACK": back, "ON_GPU": not interpreting()}
     warps = min(max(padded[0] * block // 512, 1), 8)
     _direct(tokens, warps, (query, key, cos, sin, *outputs), **constants)
     return outputs

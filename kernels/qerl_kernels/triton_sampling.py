@@ -35,9 +35,9 @@ def _scaled(z, temperature):
 
 
 @triton.jit
-def _noise(seed, token, REAL: tl.constexpr):
+def _noise(seed, token, ON_GPU: tl.constexpr):
     u = tl.maximum(tl.rand(seed, token), _SMALLEST)
-    if REAL:
+    if ON_GPU:
         rate = -libdevice.log1p(-u)
     else:  # Triton's interpreter has no log1p
         rate = (-tl.log(1.0 - u.to(tl.float64))).to(tl.float32)
@@ -47,7 +47,7 @@ def _noise(seed, token, REAL: tl.constexpr):
 @triton.jit
 def _sample_blocks_kernel(
     logits, row_temperatures, row_seeds, best, best_token, top, mass, stride, vocabulary: tl.constexpr,
-    blocks: tl.constexpr, BLOCK: tl.constexpr, REAL: tl.constexpr,
+    blocks: tl.constexpr, BLOCK: tl.constexpr, ON_GPU: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     row = program // blocks
@@ -61,7 +61,7 @@ def _sample_blocks_kernel(
     tl.store(top + program, largest)
     tl.store(mass + program, tl.sum(tl.exp(z - shift), axis=0))
     if temperature != 0.0:
-        noise = _noise(tl.load(row_seeds + row), token, REAL)
+        noise = _noise(tl.load(row_seeds + row), token, ON_GPU)
         z = tl.where(inside, z + noise, float("-inf"))
     value, place = tl.max(z, axis=0, return_indices=True)
     tl.store(best + program, value)
@@ -107,7 +107,7 @@ def sampled(
     best_token = logits.new_empty(rows, blocks, dtype=torch.int32)
     _seeds(rows, 1, (temperatures, seeds, positions, requests, last, row_temperatures, row_seeds))
     found, sizes = (best, best_token, top, mass), {"vocabulary": vocabulary, "blocks": blocks}
-    constants = {**sizes, "BLOCK": BLOCK, "REAL": not interpreting()}
+    constants = {**sizes, "BLOCK": BLOCK, "ON_GPU": not interpreting()}
     _blocks(rows * blocks, WARPS, (logits, row_temperatures, row_seeds, *found), logits.stride(0), **constants)
     constants = {**sizes, "PADDED": triton.next_power_of_2(blocks)}
     _rows(rows, 1, (logits, row_temperatures, *found, tokens, logprobs), logits.stride(0), **constants)

@@ -1,10 +1,12 @@
-"""NF4 with double quantization, as QLoRA and bitsandbytes have it: blocks of 64 weights.
+"""NF4 with double quantization (QLoRA, arXiv 2305.14314, section 3), by bitsandbytes.
 
-A linear X is stored as `X.weight` uint8 [N K/2, 1], `X.weight.absmax` uint8 [N K/64], `X.weight.nested_absmax` float32
-[N K/64/256], the two maps of codes to numbers, and `X.weight.quant_state.bitsandbytes__nf4`, JSON as bytes. That is
-what transformers and vLLM read. Embeddings, norms, biases and lm_head keep their 16 bits.
+A linear X is stored as `X.weight` uint8 [N K/2, 1] and the tensors of bitsandbytes' `QuantState`: `X.weight.absmax`
+uint8 [N K/64], `X.weight.nested_absmax` float32 [N K/64/256], the two code books, and the rest as JSON bytes. This is
+the layout that transformers and vLLM read. Embeddings, norms, biases and lm_head keep their 16 bits.
 """
 
+import copy
+import importlib
 import importlib.util
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -12,13 +14,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from qerl_kernels import BlockScales, NF4Tensor, NF4Weight, dequantize_nf4, quantize_absmax, quantize_nf4
-from qerl_kernels.nf4 import NESTED_BLOCK, NF4_BLOCK, dynamic_map, nf4_magnitudes, nf4_values
+from qerl_kernels import BlockScales
 from torch import Tensor
 
 from qerl_pl.errors import UserError
 from qerl_pl.formats.model_folder import TensorFiles, in_dtype
 
+NF4_BLOCK, NESTED_BLOCK = 64, 256
+"""Weights that share a magnitude, and magnitudes that share one in turn."""
 CONFIG = {
     "quant_method": "bitsandbytes",
     "load_in_4bit": True,
@@ -29,10 +32,46 @@ CONFIG = {
     "bnb_4bit_quant_storage": "uint8",
     "llm_int8_skip_modules": ["lm_head"],
 }
-"""What an NF4 checkpoint's config.json says of its weights."""
+"""The `quantization_config` of an NF4 checkpoint."""
 _STATE = "quant_state.bitsandbytes__nf4"
-_PARTS = ("absmax", "nested_absmax", "quant_map", "nested_quant_map", _STATE)
-_CPU = torch.device("cpu")
+_SUFFIXES = ("absmax", "nested_absmax", "quant_map", "nested_quant_map", _STATE)
+
+
+def _functional() -> Any:
+    """The module `bitsandbytes.functional`, an optional dependency.
+
+    Raises:
+        UserError: bitsandbytes is not installed.
+    """
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise UserError("an NF4 base needs bitsandbytes, which is not installed: pip install 'qerl-pl[baselines]'")
+    return importlib.import_module("bitsandbytes.functional")
+
+
+class NF4Weight:
+    """A frozen NF4 weight, dequantized by bitsandbytes; a `FrozenWeight`.
+
+    Args:
+        packed: uint8, N K/2 elements.
+        state: Its `QuantState`, with or without double quantization.
+    """
+
+    alpha = 1.0
+
+    def __init__(self, packed: Tensor, state: Any) -> None:
+        self._packed, self._state = packed, state
+        rows, columns = state.shape
+        self.shape: tuple[int, int] = (rows, columns)
+
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        state = copy.copy(self._state)  # an engine's state keeps its own dtype
+        state.dtype = dtype
+        weight: Tensor = _functional().dequantize_4bit(self._packed.view(-1, 1), state)
+        return weight
+
+    def tensors(self) -> dict[str, Tensor]:
+        held = {"weight": self._packed, "weight.absmax": self._state.absmax}
+        return held | {"weight.nested_absmax": self._state.state2.absmax} if self._state.nested else held
 
 
 class NF4Format:
@@ -51,58 +90,57 @@ class NF4Format:
         return quantization is not None and all(quantization.get(key) == CONFIG[key] for key in known)
 
     def tensor_names(self, linear: str) -> tuple[str, ...]:
-        return (f"{linear}.weight", *(f"{linear}.weight.{part}" for part in _PARTS))
+        return (f"{linear}.weight", *(f"{linear}.weight.{suffix}" for suffix in _SUFFIXES))
 
     def check(self, tensors: TensorFiles) -> None:
-        """Refuse other blocks and other numbers than these codes stand for."""
+        """Reject other block sizes and other code books."""
+        code_books = _code_books()
         for name in tensors:
             if not name.endswith(_STATE):
                 continue
-            weight, state = name.removesuffix(f".{_STATE}"), _unpacked(tensors.read(name))
-            found = [state.get("blocksize"), state.get("nested_blocksize")]
-            maps = [tensors.read(f"{weight}.{part}") for part in ("quant_map", "nested_quant_map")]
-            known = nf4_values(_CPU), dynamic_map(_CPU)
-            if found != [NF4_BLOCK, NESTED_BLOCK] or not all(map(torch.equal, maps, known)):
+            weight, state = name.removesuffix(f".{_STATE}"), json.loads(bytes(tensors.read(name).tolist()))
+            blocks = [state.get("blocksize"), state.get("nested_blocksize")]
+            stored = [tensors.read(f"{weight}.{suffix}") for suffix in ("quant_map", "nested_quant_map")]
+            if blocks != [NF4_BLOCK, NESTED_BLOCK] or not all(map(torch.equal, stored, code_books)):
                 raise UserError(
                     f"NF4 has blocks of {NF4_BLOCK}, double quantization in blocks of {NESTED_BLOCK} and bitsandbytes' "
-                    f"maps; {weight} has blocks of {found} or other maps; use `qerl quantize` on the 16-bit model"
+                    f"maps; {weight} has blocks of {blocks} or other maps; use `qerl quantize` on the 16-bit model"
                 )
 
     def frozen_weight(self, linear: str, tensors: TensorFiles, place: Callable[[Tensor], Tensor]) -> NF4Weight | None:
         weight = f"{linear}.weight"
         if f"{weight}.absmax" not in tensors:
             return None
-        state = _unpacked(tensors.read(f"{weight}.{_STATE}"))
-        packed, absmax, nested = (
-            place(tensors.read(name)) for name in (weight, f"{weight}.absmax", f"{weight}.nested_absmax")
-        )
-        rows, columns = state["shape"]
-        return NF4Weight(NF4Tensor(packed, absmax, nested, state["nested_offset"]), (rows, columns))
+        packed = place(tensors.read(weight))
+        state = {suffix: tensors.read(f"{weight}.{suffix}") for suffix in _SUFFIXES}
+        state |= {suffix: place(state[suffix]) for suffix in ("absmax", "nested_absmax")}
+        return NF4Weight(packed, _functional().QuantState.from_dict(state, packed.device))
 
     def iterate_dense(self, tensors: TensorFiles, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         for name in tensors:
-            linear, _, last = name.rpartition(".weight")
-            held = self.frozen_weight(linear, tensors, lambda tensor: tensor) if not last else None
-            if held is not None:
-                yield name, held.dense(dtype)
-            elif last.removeprefix(".") not in _PARTS:
+            linear, _, suffix = name.rpartition(".weight")
+            weight = None if suffix else self.frozen_weight(linear, tensors, lambda tensor: tensor)
+            if weight is not None:
+                yield name, weight.dense(dtype)
+            elif suffix.removeprefix(".") not in _SUFFIXES:
                 yield name, in_dtype(tensors.read(name), dtype)
 
     def vllm_linear_backend(self, asked: str) -> str | None:
         return None
 
 
-def _unpacked(tensor: Tensor) -> dict[str, Any]:
-    state: dict[str, Any] = json.loads(bytes(tensor.tolist()))
-    return state
+def _code_books() -> tuple[Tensor, Tensor]:
+    """The 16 values of NF4 and the 256 of the magnitudes' codes, on the CPU."""
+    functional = _functional()
+    return functional.get_4bit_type("nf4", "cpu"), functional.create_dynamic_map()
 
 
 @dataclass(frozen=True)
 class NF4Quantizer:
-    """Rounds matrices to NF4, which leaves nothing to choose.
+    """Rounds matrices to NF4, which has no options.
 
     Raises:
-        UserError: `scales` or `power_of_two` of `qerl quantize` is set.
+        UserError: `scales` or `power_of_two` of `qerl quantize` is set, or bitsandbytes is not installed.
     """
 
     scales: BlockScales
@@ -119,37 +157,28 @@ class NF4Quantizer:
                 f"scales={self.scales}, power_of_two={str(self.power_of_two).lower()}; "
                 "leave them out or use --format nvfp4"
             )
+        _functional()
 
     def global_scale(self, weights: Iterable[Tensor]) -> Tensor | None:
         return None
 
     def encode(self, rows: Tensor, global_scale: Tensor | None) -> tuple[Tensor, Tensor]:
-        return quantize_nf4(rows)
+        packed, state = _functional().quantize_4bit(rows, blocksize=NF4_BLOCK, quant_type="nf4")
+        return packed.view(len(rows), -1), state.absmax.view(len(rows), -1)
 
     def store(
         self, codes: Tensor, scales: Tensor, global_scale: Tensor | None, dtype: torch.dtype
     ) -> tuple[dict[str, Tensor], Tensor]:
-        absmax, nested, offset = quantize_absmax(scales.flatten())
-        rows, columns = len(codes), 2 * codes.shape[1]
-        state = {
-            "quant_type": "nf4",
-            "blocksize": NF4_BLOCK,
-            "dtype": str(dtype).removeprefix("torch."),
-            "shape": (rows, columns),
-            "nested_blocksize": NESTED_BLOCK,
-            "nested_dtype": "float32",
-            "nested_offset": offset,
-        }
-        stored = {
-            "": codes.reshape(-1, 1),
-            ".absmax": absmax,
-            ".nested_absmax": nested,
-            ".quant_map": nf4_values(_CPU).clone(),
-            ".nested_quant_map": dynamic_map(_CPU).clone(),
-            f".{_STATE}": torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8),
-        }
-        held = nf4_magnitudes(NF4Tensor(codes, absmax, nested, offset))
-        return stored, held.view(rows, columns // NF4_BLOCK)
+        functional, absmax = _functional(), scales.flatten()
+        offset = absmax.mean()
+        rounded, nested = functional.quantize_blockwise(absmax - offset, blocksize=NESTED_BLOCK)
+        shape, code = (len(codes), 2 * codes.shape[1]), _code_books()[0]
+        state = functional.QuantState(rounded, shape, code, NF4_BLOCK, "nf4", dtype, offset, nested)
+        stored = {f".{suffix}": tensor for suffix, tensor in state.as_dict(packed=True).items()}
+        magnitudes = functional.dequantize_blockwise(rounded, nested) + offset
+        return {"": codes.reshape(-1, 1), **stored}, magnitudes.view(scales.shape)
 
     def decode(self, codes: Tensor, scales: Tensor, global_scale: Tensor | None) -> Tensor:
-        return dequantize_nf4(codes, scales, torch.float32)
+        shape = (len(codes), 2 * codes.shape[1])
+        state = _functional().QuantState(scales.flatten(), shape, None, NF4_BLOCK, "nf4", torch.float32)
+        return NF4Weight(codes, state).dense(torch.float32)

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, Literal, TypeVar
 
 import torch
-from qerl_kernels import keeping_products
+from qerl_kernels import selective_checkpoint_contexts
 from qerl_kernels.logprob import CHUNK_BYTES
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -214,7 +214,7 @@ class ActivationCheckpointing:
         self._applied = True
         settings: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": self._random}
         if self.mode == "selective":
-            settings["context_fn"] = partial(keeping_products, last_is_added=_all_products_known(self._base))
+            settings["context_fn"] = partial(selective_checkpoint_contexts, last_is_added=_all_products_known(self._base))
         self._base.gradient_checkpointing_enable(settings)
         self._base.disable_input_require_grads()  # reentrant checkpoints alone need it, and it costs products
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from qerl_kernels.selective_checkpointing import kept
+from qerl_kernels.selective_checkpointing import save_products
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
@@ -51,7 +51,7 @@ class _RoundedLinear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
         low = None if bias is None else bias.to(x.dtype)
-        return kept(lambda: (F.linear(x, weight.to(x.dtype), low),))[0]
+        return save_products(lambda: (F.linear(x, weight.to(x.dtype), low),))[0]
 
     @staticmethod
     @once_differentiable

@@ -15,7 +15,7 @@ from qerl_kernels import (
     dense_linear,
     frozen_linear,
     frozen_linears,
-    keeps_products,
+    saves_products,
 )
 from torch import Tensor, nn
 
@@ -161,7 +161,7 @@ class LoraLinear(nn.Module, LoraLayer):
         return (a, b) if len(a) == self.r[ADAPTER] else self.factors()
 
     def _base(self, x: Tensor) -> Tensor:
-        if keeps_products() and isinstance(self.base_layer, nn.Linear):
+        if saves_products() and isinstance(self.base_layer, nn.Linear):
             return dense_linear(x, self.base_layer.weight, self.base_layer.bias)
         return self.base_layer(x)
 

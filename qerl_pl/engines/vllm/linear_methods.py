@@ -7,7 +7,7 @@ bit. A single adapter takes two plain products, which repeat and round as the tr
 import importlib
 import logging
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,12 +19,9 @@ from qerl_kernels import (
     decode_gemm_sizes,
     decode_gemm_supported,
     frozen_linear,
-    silu_of_halves,
-    widened_linear,
-    widening_pays,
 )
 from qerl_kernels.marlin import TILE
-from torch import Tensor, nn
+from torch import Tensor
 
 from qerl_pl.engines.vllm import weight_map
 from qerl_pl.engines.vllm.compat import look_up
@@ -290,17 +287,6 @@ def attach_dense(linear: Any, dense_above: int) -> None:
     linear.quant_method = MarlinOrDenseMethod(linear.quant_method, dense_above)
 
 
-GATED = True
-
-"""Whether activations are computed with the product before them; a benchmark compares with False."""
-
-MLP_CLASSES = ("LlamaMLP", "MistralMLP", "Qwen2MLP")
-
-"""Of vLLM's models; Qwen3's is Qwen2's."""
-
-MLP_PARTS = ("gate_up_proj", "act_fn", "down_proj")
-
-
 @torch.library.custom_op("qerl::adapted_linear", mutates_args=())
 def adapted_linear(
     x: Tensor,
@@ -316,16 +302,13 @@ def adapted_linear(
     starts: Sequence[int],
     decode_gemm_max_tokens: int,
     dense_above: int,
-    gated: bool,
 ) -> Tensor:
-    """x [tokens, K] W^T + bias + (x a^T) b^T -> [tokens, N], by `decode_gemm_linear` up to `decode_gemm_max_tokens` tokens.
+    """x W^T + bias + (x a^T) b^T by `decode_gemm_linear` for few tokens, by three products for more.
 
-    Above, `product_by_tokens` and two plain products, or for many tokens and rows `widened_linear`. An operator, for
-    the choice depends on the number of tokens, which vLLM's compiled graphs leave open. If `gated`, silu(first half) *
-    second half of that, [tokens, N/2].
+    An operator, for the choice depends on the number of tokens, which vLLM's compiled graphs leave open.
 
     Args:
-        x: bfloat16.
+        x: bfloat16 [tokens, K].
         weight: See `product_by_tokens`, as up to `alpha` and for `dense_above`.
         scale: See weight.
         global_scale: See weight.
@@ -338,42 +321,39 @@ def adapted_linear(
         starts: First row of each part that has an adapter; empty without one.
         decode_gemm_max_tokens: Tokens.
         dense_above: Tokens.
-        gated: Whether the rows are an MLP's gate and up projection, and the result is activated.
+
+    Returns:
+        [tokens, N].
     """
     held = MarlinTensor(weight, scale, global_scale)
     if len(x) <= decode_gemm_max_tokens:
-        return decode_gemm_linear(x, held, bias, a=a, b=b, starts=starts or (0,), gated=gated)
-    if a is not None and b is not None and len(x) > dense_above and widening_pays(a, b):
-        y = widened_linear(x, MarlinRows(held, alpha=alpha.item()), bias, a, b)
-    else:
-        y = product_by_tokens(x, *held, workspace, permuted_bias, bias, alpha, dense_above)
-        if a is not None and b is not None:
-            add_products(y, x, a, b)  # in place, for y is no input: the product before made it
-    return silu_of_halves(y) if gated else y
+        return decode_gemm_linear(x, held, bias, a=a, b=b, starts=starts or (0,))
+    y = product_by_tokens(x, *held, workspace, permuted_bias, bias, alpha, dense_above)
+    if a is not None and b is not None:
+        add_products(y, x, a, b)  # in place, for y is no input: the product before made it
+    return y
 
 
 @adapted_linear.register_fake
 def _(x: Tensor, weight: Tensor, *rest: object) -> Tensor:
-    rows = weight.shape[1] // 2
-    return x.new_empty(x.shape[0], rows // 2 if rest[-1] else rows)  # len() would fix the number of tokens
+    return x.new_empty(x.shape[0], weight.shape[1] // 2)  # len() would fix the number of tokens
 
 
 class DecodeGemmMethod:
-    """Stands in for the `quant_method` of one of vLLM's NVFP4 linears, with its adapter and, if `gated`, activation."""
+    """Stands in for the `quant_method` of one of vLLM's NVFP4 linears, with its adapter."""
 
     def __init__(self, base: Any, starts: Sequence[int], decode_gemm_max_tokens: int, dense_above: int) -> None:
         self.base = base
         self.starts = tuple(starts)
         self.decode_gemm_max_tokens = decode_gemm_max_tokens
         self.dense_above = dense_above
-        self.gated = False
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x [tokens, in] -> [tokens, out], or half of it if `gated`; `bias` is the layer's own, in Marlin's order."""
+        """x [tokens, in] -> [tokens, out]; `bias` is the layer's own, in Marlin's order."""
         weight = (layer.weight, layer.weight_scale, layer.weight_global_scale)
         plain = None if bias is None else layer.qerl_bias
         a, b = (layer.qerl_a, layer.qerl_b) if self.starts else (None, None)
-        numbers = (list(self.starts), self.decode_gemm_max_tokens, self.dense_above, self.gated)
+        numbers = (list(self.starts), self.decode_gemm_max_tokens, self.dense_above)
         y: Tensor = adapted_linear(x, *weight, layer.workspace, bias, plain, layer.qerl_alpha, a, b, *numbers)
         return y
 
@@ -398,29 +378,6 @@ def attach_decode_gemm(linear: Any, starts: Sequence[int], decode_gemm_max_token
     return True
 
 
-def attach_gated(mlp: Any) -> bool:
-    """Let the gate and up projection of one of vLLM's MLPs activate its own output, before vLLM compiles it.
-
-    Decoding then writes and reads half as much between the MLP's two linears, in a launch less. The activation rounds
-    where the trainer's does: silu(gate) first, which compiled graphs keep in float32.
-
-    Args:
-        mlp: After `attach_decode_gemm`.
-
-    Returns:
-        Whether it does: not where the MLP is none of a known class that computes down(act(gate_up(x))) and no more.
-    """
-    if type(mlp).__name__ not in MLP_CLASSES or {name for name, _ in mlp.named_children()} != set(MLP_PARTS):
-        return False
-    code, method = getattr(type(mlp).forward, "__code__", None), mlp.gate_up_proj.quant_method
-    plain = code is not None and code.co_names == MLP_PARTS  # all that its forward looks up, in this order
-    if not plain or type(mlp.act_fn).__name__ != "SiluAndMul" or not isinstance(method, DecodeGemmMethod):
-        return False
-    method.gated = True
-    mlp.act_fn = nn.Identity()
-    return True
-
-
 log = logging.getLogger(__name__)
 
 
@@ -433,16 +390,14 @@ def attach_all(
     linears: Mapping[str, tuple[Any, Sequence[Part]]],
     config: Mapping[str, Any],
     dtype: torch.dtype,
-    modules: Iterable[Any] = (),
 ) -> Slots:
     """Give vLLM's linears their products and adapters, before vLLM compiles them.
 
     Args:
         linears: By name; each with its parts.
-        config: What `vllm_worker.engine_config` made: adapter, the numbers of tokens `decode_gemm_max_tokens` and `dense_above`, and
-            whether MLPs are `gated`.
+        config: What `worker.engine_config` made: the adapter, and the numbers of tokens `decode_gemm_max_tokens` and
+            `dense_above`.
         dtype: Of activations.
-        modules: The model's, with its MLPs among them.
 
     Returns:
         What adapters are written into.
@@ -464,12 +419,11 @@ def attach_all(
         if decode_gemm_max_tokens is not None:
             few += [linear] * attach_decode_gemm(linear, [start for _, start, _ in parts], decode_gemm_max_tokens)
     if decode_gemm_max_tokens is not None:
-        gated = sum(attach_gated(module) for module in modules) if config["gated"] else 0
         check_decode_gemm(few, decode_gemm_max_tokens)
         log.info(
-            "%d of %d linears take decode_gemm_max_tokens: %d tokens or fewer at once run in one product with their adapter (Hopper "
-            "GPUs only), %d with an MLP's activation",
-            *(len(few), len(linears), decode_gemm_max_tokens, gated),
+            "%d of %d linears take decode_gemm_max_tokens: %d tokens or fewer at once run in one product with their "
+            "adapter (Hopper GPUs only)",
+            *(len(few), len(linears), decode_gemm_max_tokens),
         )
     return slots
 
@@ -491,21 +445,19 @@ def check_decode_gemm(linears: Sequence[Any], decode_gemm_max_tokens: int) -> No
     for linear in linears:
         method, held = linear.quant_method, marlin_tensor(linear)
         assert isinstance(method, DecodeGemmMethod) and held is not None
-        kind = (held.weight.shape, method.starts, method.gated, linear.bias is None)
+        kind = (held.weight.shape, method.starts, linear.bias is None)
         if kind in done:
             continue
         done.add(kind)
         weight = MarlinRows(held, alpha=linear.qerl_alpha.item())
-        for tokens in decode_gemm_sizes(
-            held, len(linear.qerl_a) if method.starts else 0, decode_gemm_max_tokens, method.gated
-        ):
+        rank = len(linear.qerl_a) if method.starts else 0
+        for tokens in decode_gemm_sizes(held, rank, decode_gemm_max_tokens):
             x = probe(tokens, held)
             few, dense = method.apply(linear, x, linear.bias), frozen_linear(x, weight, linear.qerl_bias)
-            dense = silu_of_halves(dense) if method.gated else dense
             by = apart(few, dense)
             if not by <= TOLERANCE:
                 raise UserError(
                     f"the product of {tokens} tokens must be that of the dequantized weight; for a weight "
-                    f"{weight.shape[0]} x {weight.shape[1]} they differ by {by:.2g} of its size: set decode_gemm_max_tokens to "
-                    "null"
+                    f"{weight.shape[0]} x {weight.shape[1]} they differ by {by:.2g} of its size: set "
+                    "decode_gemm_max_tokens to null"
                 )

@@ -5,13 +5,12 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from qerl_kernels import NF4Tensor, NF4Weight
-from qerl_kernels.nf4 import NF4_BLOCK
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qerl_pl.engines.base import check_tensor
 from qerl_pl.engines.vllm.compat import look_up
+from qerl_pl.formats.nf4 import NF4_BLOCK, NF4Weight
 
 Part = tuple[str, int, int]
 
@@ -73,7 +72,7 @@ def shared_rows(linear: Any, parts: Sequence[Part]) -> dict[str, NF4Weight] | No
         known = tuple(state.shape) == shape and state.quant_type == "nf4" and state.blocksize == NF4_BLOCK
         if not known or state.nested or state.absmax.dtype != torch.float32 or 2 * len(codes) != shape[0] * shape[1]:
             return None
-        shared[name] = NF4Weight(NF4Tensor(codes, state.absmax, state.absmax[:0], 0.0), shape)
+        shared[name] = NF4Weight(codes, state)
     return shared
 
 

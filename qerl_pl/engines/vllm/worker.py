@@ -153,7 +153,6 @@ def engine_config(spec: EngineSpec, dense_above: int | None, decode_gemm_max_tok
     products = {
         "dense_above": dense_above,
         "decode_gemm_max_tokens": decode_gemm_max_tokens,
-        "gated": linear_methods.GATED,
     }
     return {CONFIG_KEY: {"norms": "float32", **products, **adapter}}
 
@@ -194,7 +193,7 @@ class PolicyWorker(Worker):
         if self._missing_of_linears():
             return
         config, dtype = self.vllm_config.additional_config[CONFIG_KEY], self.vllm_config.model_config.dtype
-        self._qerl_slots = attach_all(self._fused(), config, dtype, modules.values())
+        self._qerl_slots = attach_all(self._fused(), config, dtype)
         if config["whole"]:
             weight_map.make_writable(modules.values(), dtype)
 
