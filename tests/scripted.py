@@ -95,18 +95,12 @@ class Watched:
         return SimpleNamespace(version=version, adapter={} if adapter else None, noise=noise)
 
     def token_logprobs(
-        self, tokens: Tensor, lengths: Tensor, mask: Tensor, temperature: float
+        self, tokens: Tensor, lengths: Tensor, mask: Tensor, temperature: float, *, reference: bool = False
     ) -> tuple[Tensor, Tensor]:
         assert self.evaluates and not torch.is_grad_enabled() and temperature == 1.0
         assert lengths.tolist() == [int(row.nonzero().max()) + 1 for row in mask]
-        values = [[own(self.adapter, int(token)) for token in row] for row in tokens]
+        values = [[own(self.adapter and not reference, int(token)) for token in row] for row in tokens]
         return torch.tensor(values), torch.zeros(mask.shape)
-
-    @contextmanager
-    def reference(self) -> Iterator[None]:
-        self.adapter = False
-        yield
-        self.adapter = True
 
     @contextmanager
     def perturbed(self, seed: int) -> Iterator[None]:

@@ -14,7 +14,7 @@ from pages import ROOT
 import qerl_pl.algorithm
 from qerl_pl.algorithm import Objective
 from qerl_pl.formats.quantize import quantize_checkpoint
-from qerl_pl.modules.memory import GIB, GRADIENT, MASTER, optimizer_bytes
+from qerl_pl.memory import GIB, GRADIENT, MASTER, optimizer_bytes
 
 README = ROOT / "README.md"
 MEASURED = ROOT / "docs" / "measured.md"

@@ -15,8 +15,9 @@ from transformers import AutoModelForCausalLM
 
 from qerl_pl.engines import EngineSpec, RolloutEngine, TransformersEngine, VLLMEngine
 from qerl_pl.errors import UserError
+from qerl_pl.memory import GIB, OptimizerBytes, optimizer_bytes
 from qerl_pl.modules import Policy, PolicyConfig
-from qerl_pl.modules.memory import GIB, OptimizerBytes, optimizer_bytes, require_memory
+from qerl_pl.modules.policy import require_memory
 from qerl_pl.rollout import parity_check
 from qerl_pl.types import PolicyWeights, Prompt, RolloutRequest, SamplingConfig
 
@@ -30,8 +31,8 @@ def make(base: Path, dtype: str = "float32", with_reference: bool = False, **set
     return Policy(base, config, CPU, seed=1, with_reference=with_reference)
 
 
-def logprobs(policy: Policy, tokens: Tensor = TOKENS) -> Tensor:
-    return policy.token_logprobs(tokens, torch.tensor([12]), MASK, 1.0)[0][MASK]
+def logprobs(policy: Policy, reference: bool = False) -> Tensor:
+    return policy.token_logprobs(TOKENS, torch.tensor([12]), MASK, 1.0, reference=reference)[0][MASK]
 
 
 def plain_logprobs(model: torch.nn.Module) -> Tensor:
@@ -102,15 +103,11 @@ def test_the_reference_is_a_frozen_copy_that_is_loaded_where_it_is_asked_for(tin
     trainable = sum(p.numel() for p in policy.parameters())
     perturb(policy)
     with torch.no_grad():
-        with policy.reference():
-            torch.testing.assert_close(logprobs(policy), expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(logprobs(policy, reference=True), expected, rtol=1e-4, atol=1e-5)
         assert (logprobs(policy) - expected).abs().max() > 0.01
     assert sum(p.numel() for p in policy.parameters() if p.requires_grad) == trainable  # the copy is no part of it
-    with (
-        pytest.raises(UserError, match="reference policy only where the loss needs it"),
-        make(tiny_policy_dir).reference(),
-    ):
-        pass
+    with pytest.raises(UserError, match="reference policy only where the loss needs it"):
+        logprobs(make(tiny_policy_dir), reference=True)
 
 
 def test_what_is_saved_is_a_plain_model(tiny_policy_dir: Path, tmp_path: Path) -> None:
@@ -195,7 +192,7 @@ def test_refuses_the_state_of_another_policy(tiny_policy_dir: Path, untied: Path
 
 def test_full_fine_tuning_of_four_bits_is_refused() -> None:
     for quantization in ("nvfp4", "mxfp4"):
-        with pytest.raises(UserError, match=f"not quantized; found quantization {quantization}; set .* to none"):
+        with pytest.raises(UserError, match=f"not quantized; got quantization {quantization}; set .* to none"):
             PolicyConfig(quantization=quantization, finetune="full")  # type: ignore[arg-type]
 
 
@@ -210,7 +207,7 @@ def test_memory_is_worked_out_before_anything_is_loaded(
     caplog.set_level("INFO")
 
     def require(free: int, config: PolicyConfig = config, with_reference: bool = True, cache_gib: float = 0.0) -> None:
-        monkeypatch.setattr("qerl_pl.modules.memory._free_bytes", lambda device: free)
+        monkeypatch.setattr("qerl_pl.modules.policy.free_bytes", lambda device: free)
         require_memory(tiny_policy_dir, config, torch.optim.AdamW, CPU, with_reference, cache_gib)
 
     require(20 * weights)
@@ -222,7 +219,7 @@ def test_memory_is_worked_out_before_anything_is_loaded(
     require_memory(tiny_policy_dir, config, None, CPU, True, 0.0)  # an evaluation trains nothing
     assert "gradients" not in caplog.messages[-1]
     # Gradients, and a step that needs 4 more, have the room of a sleeping engine's cache; what stays has not.
-    monkeypatch.setattr("qerl_pl.modules.memory.optimizer_bytes", lambda make, device: OptimizerBytes(8, 4))
+    monkeypatch.setattr("qerl_pl.modules.policy.optimizer_bytes", lambda make, device: OptimizerBytes(8, 4))
     require(16 * weights, cache_gib=8 * weights / GIB)
     for free, cache in ((16 * weights, 8 * weights - 9), (16 * weights - 1, 9 * weights)):
         with pytest.raises(UserError, match="and while the optimizer steps"):
@@ -238,14 +235,14 @@ def test_memory_of_a_7b_by_hand(
     """
     optim = pytest.importorskip("bitsandbytes.optim")
     caplog.set_level("INFO")
-    monkeypatch.setattr("qerl_pl.modules.memory.TensorFiles", lambda folder: TensorsOf7B())
+    monkeypatch.setattr("qerl_pl.modules.policy.TensorFiles", lambda folder: TensorsOf7B())
     config = PolicyConfig(quantization="none", finetune="full")
     for make, held, optimizer in ((torch.optim.AdamW, 113.2, 56.6), (optim.AdamW8bit, 71.0, 14.4)):
         parts = rf"weights 28.3, gradients 28.3, optimizer {optimizer}"
-        monkeypatch.setattr("qerl_pl.modules.memory._free_bytes", lambda device, held=held: round((held + 0.2) * GIB))
+        monkeypatch.setattr("qerl_pl.modules.policy.free_bytes", lambda device, held=held: round((held + 0.2) * GIB))
         require_memory(tmp_path, config, make, CPU, False, 0.0)
         assert f"holds {held:.3g} GiB: {parts}; cpu" in caplog.text
-        monkeypatch.setattr("qerl_pl.modules.memory._free_bytes", lambda device, held=held: round((held - 0.2) * GIB))
+        monkeypatch.setattr("qerl_pl.modules.policy.free_bytes", lambda device, held=held: round((held - 0.2) * GIB))
         with pytest.raises(UserError, match=rf"of 7.6 billion weights needs {held:.3g} GiB \({parts}\)"):
             require_memory(tmp_path, config, make, CPU, False, 0.0)
 

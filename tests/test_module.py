@@ -291,7 +291,7 @@ def test_what_the_optimizer_will_hold_is_counted_on_where_no_checkpoint_brings_i
             module.make_optimizer = lambda params: torch.optim.SGD(params, lr=0.01, momentum=0.5)
         trainer_of(tmp_path).fit(module, datamodule=data(), ckpt_path=path, weights_only=path and True)
         assert module.policy.checkpointing.state() == "false"
-        assert module.policy.checkpointing._state_to_come == to_come
+        assert module.policy.checkpointing._pending_state_bytes == to_come
 
 
 def test_a_resumed_run_takes_the_rates_it_is_given(

@@ -44,8 +44,8 @@ def make(base: Path, shared: SharedWeights | None = None) -> Policy:
     return Policy(base, PolicyConfig(path=str(base), dtype="float32", lora=LoraConfig(rank=RANK)), CPU, 0, shared)
 
 
-def size(found: float) -> int:
-    return round(found * GIB)
+def size(gib: float) -> int:
+    return round(gib * GIB)
 
 
 def test_counts_the_trainers_own_tensors(base: Path) -> None:
@@ -58,13 +58,13 @@ def test_counts_the_trainers_own_tensors(base: Path) -> None:
     policy.token_logprobs(tokens, torch.tensor([3]), mask, 1.0)[0].sum().backward()
     optimizer.step()
     report = measure_memory(policy, None, [optimizer], {})
-    assert size(report.base_own) == LINEARS * PACKED + embeddings(base) + BIASES + NORMS + ROTARY
-    assert (report.base_lent, report.base_engine, report.kv_cache) == (0, 0, 0)
+    assert size(report.weights) == LINEARS * PACKED + embeddings(base) + BIASES + NORMS + ROTARY
+    assert report.kv_cache == 0
     assert size(report.adapter) == size(report.gradients) == ADAPTER
     assert size(report.optimizer) == 2 * ADAPTER + 2 * LINEARS * 4  # two moments, and a step count a matrix
 
 
-def test_counts_what_is_lent_once_and_the_engines_rest(base: Path) -> None:
+def test_shared_weights_count_once_beside_the_engines_own(base: Path) -> None:
     names = [f"model.layers.{layer}.self_attn.{part}_proj" for layer in range(LAYERS) for part in "qkv"]
     linears = {}
     for layer in range(LAYERS):
@@ -77,32 +77,32 @@ def test_counts_what_is_lent_once_and_the_engines_rest(base: Path) -> None:
     shared = SharedWeights(linears, {"model.embed_tokens.weight": table})
     engine = {"weights": 1.0, "adapter": 0.25, "kv_cache": 2.0, "released": 2.0}
     report = measure_memory(make(base, shared), shared, [], engine)
-    shared = LAYERS * 3 * (PACKED - 4) + LAYERS * 4 + embeddings(base)
-    assert size(report.base_lent) == shared
-    assert size(report.base_own) == (LINEARS - 6) * PACKED + BIASES + NORMS + ROTARY
-    assert size(report.base_engine) == GIB - shared
+    own = (LINEARS - 6) * PACKED + BIASES + NORMS + ROTARY
+    assert size(report.weights) == own + GIB  # the engine's GiB includes what it shares
+    all_shared = measure_memory(make(base, shared), shared, [], {})
+    assert size(all_shared.weights) == own + LAYERS * 3 * (PACKED - 4) + LAYERS * 4 + embeddings(base)
     assert size(report.adapter) == ADAPTER + GIB // 4
     assert (report.kv_cache, report.released) == (2.0, 2.0)
 
 
-def test_items_of_the_table_add_up_to_what_the_driver_counts() -> None:
-    device = DeviceMemory(activations=3.0, allocated=14.0, reserved=19.0, driver=18.5)
-    held = {"base_own": 1.0, "base_lent": 5.0, "base_engine": 0.5, "adapter": 0.25, "gradients": 0.25, "optimizer": 0.5}
+def test_the_table_has_a_row_for_each_purpose_and_the_total() -> None:
+    device = DeviceMemory(activations=3.0, driver=18.5, total=80.0)
+    held = {"weights": 6.5, "adapter": 0.25, "gradients": 0.25, "optimizer": 0.5}
     report = MemoryReport(**held, kv_cache=4.0, released=4.0, device=device)
-    rows = dict(re.findall(r"  (\S.*?) +(-?[\d.]+) GiB", report.table()))
-    sizes = {name: float(value) for name, value in rows.items()}
-    assert sizes["other tensors"] == 14.0 - 11.5
-    assert sizes["CUDA graphs, cached blocks"] == 19.0 - 14.0 - 3.0
-    assert sizes["CUDA context, libraries"] == 18.5 + 4.0 - 19.0  # the cache is unmapped, though still reserved
-    total = sizes.pop("total with the cache mapped")
-    assert total == 18.5 + 4.0 == pytest.approx(sum(sizes.values()))
+    rows = re.findall(r"  (\S.*?)  +(-?[\d.]+) GiB", report.table())
+    assert [(name, float(value)) for name, value in rows] == [
+        ("frozen weights", 6.5),
+        ("trained weights and optimizer", 1.0),
+        ("key/value cache", 4.0),
+        ("activations (peak)", 3.0),
+        ("in use, of 80.0 GiB", 22.5),  # with the cache, which a sleeping engine has released
+    ]
     assert report.metrics() == {
         "memory/base_gib": 6.5,
         "memory/adapter_gib": 0.25,
         "memory/optimizer_gib": 0.5,
         "memory/kv_cache_gib": 4.0,
         "memory/activations_gib": 3.0,
-        "memory/graphs_and_cached_gib": 2.0,
         "memory/driver_gib": 18.5,
     }
 
@@ -131,4 +131,4 @@ def test_a_run_logs_each_steps_memory_and_a_table_at_its_start_and_after_the_fir
     logged = (record.getMessage() for record in caplog.records)
     before, after = (message for message in logged if message.startswith("memory "))
     assert before.startswith("memory before the first rollout") and after.startswith("memory after the first update")
-    assert re.search(r"optimizer state +0\.000 GiB", before) and "optimizer state" in after and "total" not in after
+    assert "trained weights and optimizer" in before and "key/value cache" in after and "in use" not in after

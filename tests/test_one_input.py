@@ -104,7 +104,7 @@ def test_a_layer_needs_eighteen_products_and_twenty_nine_for_its_gradients(
     policy = make(quantized, gradient_checkpointing=checkpointing)
     packing = Packing.of(torch.tensor([9, 7]), 9)
     embedded = torch.randn(1, 16, 128, generator=torch.Generator().manual_seed(1)).bfloat16().requires_grad_()
-    with Products() as first, policy.trained.rounded(torch.bfloat16):
+    with Products() as first, policy.trained.low_precision_copies(torch.bfloat16):
         hidden = policy.base.get_decoder()(  # type: ignore[operator]
             inputs_embeds=embedded, position_ids=packing.positions[None], use_cache=False, packing=packing
         ).last_hidden_state
@@ -139,14 +139,14 @@ def test_one_that_is_not_as_the_others_has_them_computed_one_by_one(
 ) -> None:
     policy = make(quantized)
     mlp = next(module for module in policy.modules() if isinstance(module, GatedMLP))
-    assert can_fuse_lora(mlp.on_input)
+    assert can_fuse_lora(mlp.shared_input)
     change(mlp)
-    assert not can_fuse_lora(mlp.on_input)
+    assert not can_fuse_lora(mlp.shared_input)
     x = torch.randn(3, 128).bfloat16()
-    for block in (nullcontext(), policy.trained.rounded(torch.bfloat16)):
+    for block in (nullcontext(), policy.trained.low_precision_copies(torch.bfloat16)):
         with block:
-            expected: list[Tensor] = [linear(x) for linear in mlp.on_input]
-            assert all(map(torch.equal, shared_input_linears(mlp.on_input, x), expected))
+            expected: list[Tensor] = [linear(x) for linear in mlp.shared_input]
+            assert all(map(torch.equal, shared_input_linears(mlp.shared_input, x), expected))
     (_, after), (_, before) = learn(policy), learn_one_by_one(policy)
     assert after.keys() == before.keys() and all(gradient.any() for gradient in after.values())
 
@@ -160,20 +160,20 @@ def test_dropout_16_bits_and_an_adapter_that_is_off_are_computed_one_by_one(
         assert torch.equal(found, expected) and after.keys() == before.keys()
         assert all(torch.equal(after[name], gradient) for name, gradient in before.items())
     mlps = [module for module in dropping.eval().modules() if isinstance(module, GatedMLP)]
-    assert all(can_fuse_lora(mlp.on_input) for mlp in mlps)
-    with dropping.reference():
-        assert not any(can_fuse_lora(mlp.on_input) for mlp in mlps)
+    assert all(can_fuse_lora(mlp.shared_input) for mlp in mlps)
+    with dropping.trained.reference():
+        assert not any(can_fuse_lora(mlp.shared_input) for mlp in mlps)
 
 
 def test_a_linear_that_is_called_alone_computes_with_its_own_a(quantized: Path) -> None:
     policy = make(quantized)
     mlp = next(module for module in policy.modules() if isinstance(module, GatedMLP))
     x = torch.randn(3, 128).bfloat16()
-    expected: list[Tensor] = [linear(x) for linear in mlp.on_input]
-    with policy.trained.rounded(torch.bfloat16):
-        first, second = (linear.get_parameter("lora_A.default.weight") for linear in mlp.on_input)
-        copies: Any = [linear.rounded for linear in mlp.on_input]
+    expected: list[Tensor] = [linear(x) for linear in mlp.shared_input]
+    with policy.trained.low_precision_copies(torch.bfloat16):
+        first, second = (linear.get_parameter("lora_A.default.weight") for linear in mlp.shared_input)
+        copies: Any = [linear.low_precision_factors for linear in mlp.shared_input]
         assert copies[0][0] is copies[1][0] and torch.equal(copies[0][0], torch.cat([first, second]).bfloat16())
-        assert all(torch.equal(linear(x), alone) for linear, alone in zip(mlp.on_input, expected, strict=True))
+        assert all(torch.equal(linear(x), alone) for linear, alone in zip(mlp.shared_input, expected, strict=True))
         within = mlp(x.float())
     assert torch.equal(mlp(x.float()), within)  # copies of another type are not for it

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from qerl_pl.modules.packed_layers import Packing, _on_a_gpu, attention_of_rows, packed_attention
+from qerl_pl.modules.packed_layers import Packing, _flash_attention, attention_of_rows, packed_attention
 from qerl_pl.persistence.random_state import deterministic, strictly_deterministic_gradient
 
 LENGTHS = torch.tensor([3, 1, 5])
@@ -17,7 +17,7 @@ LENGTHS = torch.tensor([3, 1, 5])
 
 def test_a_packing_knows_where_its_tokens_stand() -> None:
     packing = Packing.of(LENGTHS, 6)
-    assert packing.kept.int().tolist() == [[1, 1, 1, 0, 0, 0], [1, 0, 0, 0, 0, 0], [1, 1, 1, 1, 1, 0]]
+    assert packing.mask.int().tolist() == [[1, 1, 1, 0, 0, 0], [1, 0, 0, 0, 0, 0], [1, 1, 1, 1, 1, 0]]
     assert packing.positions.tolist() == [0, 1, 2, 0, 0, 1, 2, 3, 4]
     assert packing.boundaries.tolist() == [0, 3, 4, 9] and packing.boundaries.dtype == torch.int32
     assert packing.longest == 5
@@ -88,7 +88,7 @@ def flash_attention(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("window", [None, 1, 3])
 @pytest.mark.parametrize("scaling", [None, 0.3])
-def test_sixteen_bits_on_a_gpu_take_its_own_operation(
+def test_sixteen_bits_flash_attention_take_its_own_operation(
     dtype: torch.dtype, window: int | None, scaling: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     called = []
@@ -124,7 +124,7 @@ def test_pytorchs_operation_takes_what_it_is_given() -> None:
 def test_its_gradients_are_pytorchs_and_have_the_shapes_of_what_it_was_given() -> None:
     inputs = [torch.randn(9, heads, 64, device="meta", requires_grad=True) for heads in (4, 2, 2)]
     packing = Packing.of(LENGTHS, 6)
-    out = _on_a_gpu(*inputs, replace(packing, boundaries=packing.boundaries.to("meta")), None, None)
+    out = _flash_attention(*inputs, replace(packing, boundaries=packing.boundaries.to("meta")), None, None)
     gradients = torch.autograd.grad(out, inputs, torch.empty_like(out))
     assert out.shape == inputs[0].shape and [one.shape for one in gradients] == [one.shape for one in inputs]
 

@@ -31,7 +31,7 @@ def test_nothing_is_taken_over_where_one_does_not_fit(other: dict[str, tuple[int
     own = {"a": torch.zeros(2), "b": torch.zeros(2)}
     with pytest.raises(
         UserError,
-        match=rf"^a checkpoint must hold this policy's weights; found other names or shapes, {re.escape(said)}; "
+        match=rf"^a checkpoint must hold this policy's weights; got other names or shapes, {re.escape(said)}; "
         "set model.policy as in the run that wrote it$",
     ):
         load_in_place(own, {name: torch.ones(shape) for name, shape in other.items()}, "weights", "model.policy")

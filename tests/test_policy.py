@@ -93,8 +93,8 @@ def test_reference_is_the_base_whatever_was_trained(base: Path, dense: Path, tra
     policy = make(base, train_norms=train_norms)
     perturb(policy)
     tokens, lengths, mask = batch()
-    with torch.no_grad(), policy.reference():
-        reference = policy.token_logprobs(tokens, lengths, mask, 1.0)[0]
+    with torch.no_grad():
+        reference = policy.token_logprobs(tokens, lengths, mask, 1.0, reference=True)[0]
     expected = plain_logprobs(AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float32).eval(), 1.0)[0]
     torch.testing.assert_close(reference, expected, rtol=1e-4, atol=1e-5)
     with torch.no_grad():

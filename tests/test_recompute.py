@@ -18,11 +18,11 @@ from qerl_pl.algorithm import DAPO
 from qerl_pl.distributed.communicator import SINGLE_PROCESS, Communicator
 from qerl_pl.formats.norm import use_float32_norms
 from qerl_pl.formats.quantize import quantize_checkpoint
+from qerl_pl.memory import pending_state_bytes
 from qerl_pl.modules import LoraConfig, Policy, PolicyConfig, activation_checkpointing
 from qerl_pl.modules.activation_checkpointing import ActivationCheckpointing
 from qerl_pl.modules.full_finetuning import use_master_weights
 from qerl_pl.modules.lora import attach_lora
-from qerl_pl.modules.memory import state_to_come
 from qerl_pl.modules.update import PolicyUpdate, partition_micro_batches
 from qerl_pl.persistence.random_state import deterministic
 
@@ -150,10 +150,10 @@ def test_what_is_yet_to_come_is_counted_once_and_at_its_size() -> None:
 def test_a_state_that_a_checkpoint_has_brought_is_not_to_come() -> None:
     weight = torch.nn.Parameter(torch.zeros(2, 2))
     optimizer = torch.optim.AdamW([weight])
-    assert state_to_come(optimizer, torch.optim.AdamW, CPU) == 8
+    assert pending_state_bytes(optimizer, torch.optim.AdamW, CPU) == 8
     weight.grad = torch.zeros_like(weight)
     optimizer.step()
-    assert state_to_come(optimizer, torch.optim.AdamW, CPU) == 0
+    assert pending_state_bytes(optimizer, torch.optim.AdamW, CPU) == 0
 
 
 def test_ranks_choose_alike_and_all_follow_the_one_that_had_to_fall_back(monkeypatch: pytest.MonkeyPatch) -> None:

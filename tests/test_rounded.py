@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from qerl_pl.formats.quantize import quantize_checkpoint
 from qerl_pl.modules import LoraConfig, Policy, PolicyConfig
-from qerl_pl.modules.adapter import cast_together
+from qerl_pl.modules.adapter import cast_master_weights
 from qerl_pl.modules.lora import LoraLinear
 
 RANK = 5
@@ -58,7 +58,7 @@ def learn(policy: Policy) -> tuple[Tensor, list[Tensor]]:
 def rounding_alone(policy: Policy) -> Iterator[None]:
     """Inside the block each linear rounds its own factors."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(policy.trained, "rounded", nullcontext)
+        patch.setattr(policy.trained, "low_precision_copies", nullcontext)
         yield
 
 
@@ -114,28 +114,28 @@ def test_nothing_computes_with_copies_of_before(folders: dict[str, Path]) -> Non
         assert torch.equal(policy.token_logprobs(*batch())[0], expected) and not torch.equal(before, expected)
         assert not torch.equal(linears[0](x), plainly)
     assert torch.equal(policy.token_logprobs(*batch())[0], before) and torch.equal(linears[0](x), plainly)
-    with pytest.raises(ZeroDivisionError), policy.trained.rounded(torch.bfloat16):
-        assert all(linear.rounded is not None for linear in linears)
+    with pytest.raises(ZeroDivisionError), policy.trained.low_precision_copies(torch.bfloat16):
+        assert all(linear.low_precision_factors is not None for linear in linears)
         raise ZeroDivisionError
-    assert all(linear.rounded is None for linear in linears)
+    assert all(linear.low_precision_factors is None for linear in linears)
 
 
 def test_no_copies_where_the_adapter_is_off_or_of_the_same_type(folders: dict[str, Path]) -> None:
     policy = make(folders)
     linears = [module for module in policy.modules() if isinstance(module, LoraLinear)]
     for off, dtype, copied in ((True, torch.bfloat16, False), (False, torch.float32, False), (False, torch.half, True)):
-        with policy.reference() if off else nullcontext(), policy.trained.rounded(dtype):
-            assert all((linear.rounded is not None) == copied for linear in linears)
+        with policy.trained.reference() if off else nullcontext(), policy.trained.low_precision_copies(dtype):
+            assert all((linear.low_precision_factors is not None) == copied for linear in linears)
     # Copies of another type than the input's are not for it.
     x = torch.randn(3, linears[0].in_features).bfloat16()
     expected = linears[0](x)
-    with policy.trained.rounded(torch.half):
+    with policy.trained.low_precision_copies(torch.half):
         assert torch.equal(linears[0](x), expected)
 
 
 def test_gradients_of_copies_by_hand() -> None:
     masters = [torch.tensor([1.0 + 2**-9, 3.0], requires_grad=True) for _ in range(3)]
-    copies = cast_together([[master] for master in masters], torch.bfloat16)
+    copies = cast_master_weights([[master] for master in masters], torch.bfloat16)
     assert all(copy.dtype == torch.bfloat16 and copy.tolist() == [1.0, 3.0] for copy in copies)
     (2 * copies[0] + 5 * copies[2]).sum().backward()  # the second is not used
     found = [None if m.grad is None else (m.grad.dtype, m.grad.tolist()) for m in masters]
@@ -147,7 +147,7 @@ def test_copies_have_the_bits_of_one_at_a_time_on_a_gpu_too() -> None:
     draw = torch.Generator().manual_seed(0)
     bits = [torch.randint(-(2**31), 2**31, shape, generator=draw) for shape in ((32, 3584), (4099, 7), (1, 1))]
     masters = [b.int().view(torch.float32).nan_to_num(3.0).to(device).requires_grad_() for b in bits]
-    copies = cast_together([[master] for master in masters], torch.bfloat16)
+    copies = cast_master_weights([[master] for master in masters], torch.bfloat16)
     grads = [torch.randn(copy.shape, generator=draw).bfloat16().to(device) for copy in copies]
     found = torch.autograd.grad(copies, masters, grads)
     for master, copy, grad, ours in zip(masters, copies, grads, found, strict=True):

@@ -1,8 +1,7 @@
 """Each step of an update against plain loops, on a policy of four numbers: the same odds at every position."""
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -37,29 +36,22 @@ class FourNumbers(nn.Module):
         super().__init__()
         self.odds = nn.Parameter(torch.tensor(ODDS, dtype=torch.float64))
         self.frozen = nn.Parameter(torch.ones(1, dtype=torch.float64), requires_grad=False)
-        self.trained = SimpleNamespace(random=random)
+        self.trained = SimpleNamespace(has_dropout=random)
         self.checkpointing = SimpleNamespace(
             choose_mode=lambda tokens, ranks: None,
             run_with_oom_fallback=lambda work, parameters: work(),
             synchronize_mode=lambda ranks: None,
         )
-        self.is_reference = False
         self.calls: list[tuple[list[int], bool, bool, bool]] = []
         self.drawn: list[float] = []
 
-    @contextmanager
-    def reference(self) -> Iterator[None]:
-        self.is_reference = True
-        yield
-        self.is_reference = False
-
     def token_logprobs(
-        self, tokens: Tensor, lengths: Tensor, mask: Tensor, temperature: float, entropy_gradient: bool
+        self, tokens: Tensor, lengths: Tensor, mask: Tensor, temperature: float, entropy_gradient: bool, reference: bool
     ) -> tuple[Tensor, Tensor]:
-        self.calls.append((lengths.tolist(), self.training, torch.is_grad_enabled(), self.is_reference))
-        if self.trained.random and self.training:
+        self.calls.append((lengths.tolist(), self.training, torch.is_grad_enabled(), reference))
+        if self.trained.has_dropout and self.training:
             self.drawn.append(torch.rand(1).item())
-        odds = torch.tensor(REFERENCE, dtype=torch.float64) if self.is_reference else self.odds
+        odds = torch.tensor(REFERENCE, dtype=torch.float64) if reference else self.odds
         logp = (odds / temperature).log_softmax(0)
         entropy = -(logp.exp() * logp).sum().expand(mask.shape)
         return torch.where(mask, logp[tokens], torch.nan), entropy if entropy_gradient else entropy.detach()
@@ -252,12 +244,12 @@ def test_tokens_of_the_largest_micro_batch(
     lengths: list[int], minibatches: int, most: int | None, expected: int
 ) -> None:
     update = PolicyUpdate(GRPO(), 1, minibatches, most, 1.0, 0.0, SEED)
-    assert update.most_tokens(torch.tensor(lengths, dtype=torch.int64)) == expected
+    assert update.max_micro_batch_tokens(torch.tensor(lengths, dtype=torch.int64)) == expected
 
 
 @pytest.mark.parametrize("share", [-0.1, 1.5])
 def test_a_share_is_from_none_to_all(share: float) -> None:
-    with pytest.raises(UserError, match=r"monitor_kl must be true, false or in \[0, 1\]; found"):
+    with pytest.raises(UserError, match=r"monitor_kl must be true, false or in \[0, 1\]; got"):
         PolicyUpdate(GRPO(), 1, 1, None, 1.0, share, SEED)
 
 
@@ -391,5 +383,5 @@ def test_minibatches_that_do_not_divide_a_rollout_are_refused() -> None:
     update = PolicyUpdate(GRPO(), 2, 4, None, 1.0, True, SEED)
     assert update.steps == 8
     update.check_divides(12)
-    with pytest.raises(UserError, match="found 4 and 6;"):
+    with pytest.raises(UserError, match="got 4 and 6;"):
         update.check_divides(6)

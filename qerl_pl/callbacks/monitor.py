@@ -1,4 +1,4 @@
-"""Where a run's memory goes: the sizes of what policy, optimizer and engine hold."""
+"""The monitor: TensorBoard's layout, the memory of policy, optimizer and engine, the accuracy before training."""
 
 import logging
 import resource
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from qerl_pl.callbacks.rollout import rollout_callback
 from qerl_pl.engines.base import SharedWeights
-from qerl_pl.engines.capacity import GIB, held_gib
+from qerl_pl.memory import GIB, held_gib
 from qerl_pl.modules.qerl import BEFORE_TRAINING, QeRLModule
 
 
@@ -23,46 +23,33 @@ class DeviceMemory:
     """A GPU's memory after an update, in GiB."""
 
     activations: float
-    """Most that the update needed on top of what stays: activations and logits."""
-    allocated: float
-    """PyTorch's tensors, those that a sleeping engine has unmapped counted in."""
-    reserved: float
-    """What PyTorch's allocator has taken for tensors, counted alike."""
+    """Peak of activations and logits in the update."""
     driver: float
     """In use on the whole GPU, by the driver's count."""
-
-    @property
-    def spare(self) -> float:
-        """Taken by PyTorch beyond all that: pools of CUDA graphs, and blocks kept for reuse."""
-        return self.reserved - self.allocated - self.activations
+    total: float
 
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """Memory by what holds it, in GiB."""
+    """Memory between two steps by purpose, in GiB."""
 
-    base_own: float
-    """Frozen weights of the trainer's own."""
-    base_lent: float
-    """Weights that trainer and engine share."""
-    base_engine: float
-    """Weights that only the engine uses: a second copy of the base where it lends none."""
+    weights: float
+    """Frozen weights: every copy of the base, shared ones once."""
     adapter: float
-    """Trained parameters, and the engine's copy of the adapter where the engine counts it apart."""
+    """Trained parameters, and the engine's copy of the adapter."""
     gradients: float
     optimizer: float
-    """The optimizer's state."""
     kv_cache: float
     """The engine's key/value cache while it samples."""
     released: float = 0.0
-    """Part of `kv_cache` that a sleeping engine has given back."""
+    """Share of `kv_cache` that a sleeping engine has released."""
     device: DeviceMemory | None = None
-    """Without a GPU nothing."""
+    """None without a GPU."""
 
     def metrics(self) -> dict[str, float]:
-        """What is logged each step, by tag."""
+        """Logged metrics by tag."""
         metrics = {
-            "memory/base_gib": self.base_own + self.base_lent + self.base_engine,
+            "memory/base_gib": self.weights,
             "memory/adapter_gib": self.adapter,
             "memory/optimizer_gib": self.optimizer,
             "memory/kv_cache_gib": self.kv_cache,
@@ -71,60 +58,46 @@ class MemoryReport:
             return metrics
         return metrics | {
             "memory/activations_gib": self.device.activations,
-            "memory/graphs_and_cached_gib": self.device.spare,
             "memory/driver_gib": self.device.driver,
         }
 
     def table(self) -> str:
-        """One line an item; with a GPU the items add up to the total."""
+        """A line for each purpose; with a GPU also its total use while the engine samples."""
         rows = {
-            "base, the trainer's own": self.base_own,
-            "base, lent by the engine": self.base_lent,
-            "base, the engine's alone": self.base_engine,
-            "adapter": self.adapter,
-            "gradients": self.gradients,
-            "optimizer state": self.optimizer,
+            "frozen weights": self.weights,
+            "trained weights and optimizer": self.adapter + self.gradients + self.optimizer,
             "key/value cache": self.kv_cache,
         }
         if self.device is not None:
-            device, known = self.device, sum(rows.values())
-            rows["other tensors"] = device.allocated - known
-            rows["activations and logits"] = device.activations
-            rows["CUDA graphs, cached blocks"] = device.spare
-            rows["CUDA context, libraries"] = device.driver - device.reserved + self.released
-            rows["total with the cache mapped"] = device.driver + self.released
+            rows["activations (peak)"] = self.device.activations
+            rows[f"in use, of {self.device.total:.1f} GiB"] = self.device.driver + self.released
         return "\n".join(f"  {name:<33}{size:9.3f} GiB" for name, size in rows.items())
 
 
 def measure_memory(
     policy: nn.Module,
-    borrowed: SharedWeights | None,
+    shared: SharedWeights | None,
     optimizers: Iterable[torch.optim.Optimizer],
     engine: Mapping[str, float],
     device: DeviceMemory | None = None,
 ) -> MemoryReport:
-    """Sizes of everything that is held between two steps.
+    """Measure what trainer and engine hold between two steps.
 
     Args:
-        policy: Base and adapter.
-        lent: What the policy has borrowed.
-        optimizers: Of the adapter.
+        policy: Base and trained weights.
+        shared: Weights that the policy shares with the engine.
+        optimizers: Of the trained weights.
         engine: `RolloutEngine.memory_gib`.
-        device: Where there is a GPU.
+        device: Of the GPU.
     """
-    shared: list[Tensor] = []
-    if borrowed is not None:
-        shared += borrowed.tensors.values()
-        for weight in borrowed.linears.values():
-            shared += weight.tensors().values()
-    addresses = {tensor.data_ptr() for tensor in shared}
+    shared_tensors: list[Tensor] = []
+    if shared is not None:
+        shared_tensors = [*shared.tensors.values()]
+        shared_tensors += [tensor for weight in shared.linears.values() for tensor in weight.tensors().values()]
     frozen = [p for p in policy.parameters() if not p.requires_grad] + list(policy.buffers())
     states = (state for optimizer in optimizers for state in optimizer.state.values())
-    base_lent = held_gib(shared)
     return MemoryReport(
-        base_own=held_gib(tensor for tensor in frozen if tensor.data_ptr() not in addresses),
-        base_lent=base_lent,
-        base_engine=max(engine.get("weights", 0.0) - base_lent, 0.0),
+        weights=held_gib([*frozen, *shared_tensors]) + max(engine.get("weights", 0.0) - held_gib(shared_tensors), 0.0),
         adapter=held_gib(p for p in policy.parameters() if p.requires_grad) + engine.get("adapter", 0.0),
         gradients=gradient_gib(policy),
         optimizer=held_gib(value for state in states for value in state.values() if isinstance(value, Tensor)),
@@ -135,24 +108,8 @@ def measure_memory(
 
 
 def gradient_gib(policy: nn.Module) -> float:
-    """GiB of the gradients that are held now."""
+    """GiB of the gradients held now."""
     return held_gib(p.grad for p in policy.parameters() if p.grad is not None)
-
-
-def device_memory(device: torch.device, held: float) -> DeviceMemory:
-    """A GPU's memory now.
-
-    Args:
-        device: The GPU.
-        held: GiB that PyTorch's tensors had during all of the update.
-    """
-    free, total = torch.cuda.mem_get_info(device)
-    return DeviceMemory(
-        activations=torch.cuda.max_memory_allocated(device) / GIB - held,
-        allocated=torch.cuda.memory_allocated(device) / GIB,
-        reserved=torch.cuda.memory_reserved(device) / GIB,
-        driver=(total - free) / GIB,
-    )
 
 
 log = logging.getLogger(__name__)
@@ -173,22 +130,20 @@ LAYOUT = {
         "memory": ["Multiline", ["memory/peak_gib", "memory/driver_gib", "memory/base_gib", "memory/kv_cache_gib"]],
     },
 }
-
 """TensorBoard's custom scalars: reward and entropy first."""
 
 
 class Monitor(Callback):
-    """Lays out TensorBoard's custom-scalars page and logs where the memory goes.
+    """Lays out TensorBoard's custom-scalars page and logs the memory.
 
-    Each step logs what stays between steps (`memory/base_gib` with every copy of the base, `adapter_gib`,
-    `optimizer_gib`, `kv_cache_gib` as while sampling), `memory/peak_gib`, the largest amount of GPU memory that PyTorch
-    held since the step began (without a GPU the process's largest resident size so far), and on a GPU
-    `memory/activations_gib`, what the update needed on top of what stays, logits included,
-    `memory/graphs_and_cached_gib`, what PyTorch has taken beyond its tensors, and `memory/driver_gib`, the whole GPU's
-    memory in use after the update. The log shows a table of all before the first rollout and after the first update.
-    List it after the RolloutCallback, so that sampling does not count as part of the update.
+    Each step logs what is held between steps (`memory/base_gib` with every copy of the base, `adapter_gib`,
+    `optimizer_gib`, `kv_cache_gib` as while sampling) and `memory/peak_gib`, the peak of PyTorch's GPU memory since the
+    step began (without a GPU the process's largest resident size so far). On a GPU also `memory/activations_gib`, the
+    peak of activations and logits in the update, and `memory/driver_gib`, all memory of the GPU in use after the
+    update. The log shows a table before the first rollout and after the first update. List it after the
+    RolloutCallback, so that sampling does not count as part of the update.
 
-    The accuracy before training, where the check before the first step covers all validation prompts
+    The accuracy before training, if the sanity check covers all validation prompts
     (`trainer.num_sanity_val_steps: -1`), is logged at step -1.
     """
 
@@ -204,14 +159,14 @@ class Monitor(Callback):
                 logger.experiment.add_custom_scalars(LAYOUT)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Say what is held before anything was computed."""
+        """Log the memory before the first rollout."""
         assert isinstance(pl_module, QeRLModule)
         if pl_module.device.type == "cuda":
             self._begin_peak(pl_module)
         log.info("memory before the first rollout:\n%s", self._measure(trainer, pl_module).table())
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Tell the update's peak from the sampler's."""
+        """Begin the update's peak."""
         device = pl_module.device
         if device.type == "cuda":
             self._sampling_peak = torch.cuda.max_memory_allocated(device) / GIB
@@ -237,7 +192,7 @@ class Monitor(Callback):
             self._shown = True
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log the accuracy before training, which Lightning takes for a check of the loop and drops."""
+        """Log the accuracy before training, which Lightning drops as a sanity check."""
         if trainer.sanity_checking and trainer.num_sanity_val_batches == trainer.num_val_batches:
             measured = {tag: float(value) for tag, value in trainer.callback_metrics.items() if tag.startswith("val/")}
             for logger in trainer.loggers:
@@ -245,14 +200,18 @@ class Monitor(Callback):
 
     def _measure(self, trainer: Trainer, module: QeRLModule) -> MemoryReport:
         engine = rollout_callback(trainer, "Monitor").engine.memory_gib()
-        on_gpu = module.device.type == "cuda"
-        gpu = device_memory(module.device, self._held + gradient_gib(module.policy)) if on_gpu else None
-        borrowed = None if module.hand_over is None else module.hand_over.shared
-        return measure_memory(module.policy, borrowed, trainer.optimizers, engine, gpu)
+        gpu = None
+        if module.device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(module.device)
+            held = self._held + gradient_gib(module.policy)  # during the update
+            activations = torch.cuda.max_memory_allocated(module.device) / GIB - held
+            gpu = DeviceMemory(activations, driver=(total - free) / GIB, total=total / GIB)
+        shared = None if module.hand_over is None else module.hand_over.shared
+        return measure_memory(module.policy, shared, trainer.optimizers, engine, gpu)
 
 
 def _peak_gib(device: torch.device) -> float:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / GIB
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # KiB on Linux, bytes on macOS
-    return peak / 2**30 if sys.platform == "darwin" else peak / 2**20
+    return peak / GIB if sys.platform == "darwin" else peak / 2**20

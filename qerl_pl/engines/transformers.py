@@ -18,12 +18,12 @@ from qerl_pl.engines.base import (
     check_tensor,
     regroup,
 )
-from qerl_pl.engines.capacity import held_gib
 from qerl_pl.errors import require_at_least
 from qerl_pl.formats.architecture import noisy_norm_names
 from qerl_pl.formats.dense_checkpoint import load_dense_model
 from qerl_pl.formats.model_folder import end_token_ids, load_tokenizer
 from qerl_pl.formats.norm import NORM_CLASSES, Float32RMSNorm
+from qerl_pl.memory import held_gib
 from qerl_pl.types import Completion, PolicyWeights, RolloutRequest, SamplingConfig, SyncReport
 
 

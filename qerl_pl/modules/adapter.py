@@ -1,4 +1,4 @@
-"""What every way to train does with its parameters: takes over a checkpoint's, and gives back changed ones."""
+"""The trained LoRA adapter: factors, low-precision copies, checkpoints; and helpers shared with full fine-tuning."""
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -14,30 +14,29 @@ from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
 from qerl_pl.errors import UserError
-from qerl_pl.formats.norm import Float32RMSNorm
 from qerl_pl.modules.lora import ADAPTER, LoraConfig, LoraLinear, attach_lora, can_fuse_lora
 from qerl_pl.modules.packed_layers import GatedMLP, PackedAttention
 from qerl_pl.persistence.random_state import stream_seed
 
 
 def load_in_place(own: Mapping[str, Tensor], state: Mapping[str, Tensor], what: str, keys: str) -> None:
-    """Copy a checkpoint's tensors into a policy's own, all of them or, where one does not fit, none.
+    """Copy a checkpoint's tensors into a policy's, in place; nothing is copied if any name or shape differs.
 
     Args:
-        own: Detached, by checkpoint name; written in place.
+        own: Detached tensors by checkpoint name.
         state: The checkpoint's.
-        what: Trains, for the message.
-        keys: Of the configuration that say which names and shapes there are, for the message.
+        what: The trained thing, for the error message.
+        keys: Configuration keys that determine names and shapes, for the error message.
 
     Raises:
         UserError: Names or shapes differ.
     """
-    shapes, found = ({name: tuple(tensor.shape) for name, tensor in one.items()} for one in (own, state))
-    if wrong := sorted(name for name in shapes.keys() | found.keys() if shapes.get(name) != found.get(name)):
-        has, should = (one.get(wrong[0], "nothing") for one in (found, shapes))
+    here, there = ({name: tuple(tensor.shape) for name, tensor in tensors.items()} for tensors in (own, state))
+    if wrong := sorted(name for name in here.keys() | there.keys() if here.get(name) != there.get(name)):
         raise UserError(
-            f"a checkpoint must hold this policy's {what}; found other names or shapes, {len(wrong)} in all: "
-            f"{wrong[0]} is {has} there and {should} here; set {keys} as in the run that wrote it"
+            f"a checkpoint must hold this policy's {what}; got other names or shapes, {len(wrong)} in all: {wrong[0]} "
+            f"is {there.get(wrong[0], 'nothing')} there and {here.get(wrong[0], 'nothing')} here; set {keys} as in the "
+            "run that wrote it"
         )
     with torch.no_grad():
         for name, tensor in own.items():
@@ -46,153 +45,132 @@ def load_in_place(own: Mapping[str, Tensor], state: Mapping[str, Tensor], what: 
 
 @contextmanager
 def restored_parameters(parameters: Collection[Tensor]) -> Iterator[None]:
-    """Inside the block the parameters may be changed in place; after it they are what they were, bit for bit."""
-    kept = [parameter.detach().clone() for parameter in parameters]
+    """Inside the block the parameters may change in place; afterwards they are restored, bit for bit."""
+    saved = [parameter.detach().clone() for parameter in parameters]
     try:
         yield
     finally:
         with torch.no_grad():
-            for parameter, before in zip(parameters, kept, strict=True):
+            for parameter, before in zip(parameters, saved, strict=True):
                 parameter.copy_(before)
 
 
-def cast_together(groups: Sequence[Sequence[Tensor]], dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """What `to(dtype)` gives for each, bit for bit, in a few launches for all of them, forward and backward.
+def cast_master_weights(groups: Sequence[Sequence[Tensor]], dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Low-precision copies, bit-equal to `to(dtype)`, in a few kernels forward and backward.
 
-    The masters get their gradients together, when the backward pass has come to the last of them.
+    The gradients of all master weights are computed together, once the backward pass has reached every copy.
 
     Args:
-        groups: The masters, on one device and of one data type, another than the copies'. Those of a group are equal
-            but for their rows.
-        dtype: Of the copies.
+        groups: Master weights of one device and data type; those of a group differ in their rows only.
+        dtype: Of the copies; differs from the master weights'.
 
     Returns:
-        The copies of each group, one above the other in one tensor.
+        The copies of each group, concatenated by rows.
     """
-    return _Rounded.apply(dtype, groups, *(master for group in groups for master in group))
+    return _CastMasterWeights.apply(dtype, groups, *(master for group in groups for master in group))
 
 
-class _Rounded(torch.autograd.Function):
+class _CastMasterWeights(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, dtype: torch.dtype, groups: Sequence[Sequence[Tensor]], *masters: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.dtype, ctx.rows = masters[0].dtype, [[len(master) for master in group] for group in groups]
         ctx.set_materialize_grads(False)
-        made = [
-            group[0].new_empty((sum(rows), *group[0].shape[1:]), dtype=dtype)
-            for group, rows in zip(groups, ctx.rows, strict=True)
-        ]
-        parts = [
-            part for full_finetuning, rows in zip(made, ctx.rows, strict=True) for part in _parts(full_finetuning, rows)
-        ]
-        torch._foreach_copy_(parts, masters)
-        return tuple(made)
+        shapes = [(sum(map(len, group)), *group[0].shape[1:]) for group in groups]
+        copies = [masters[0].new_empty(shape, dtype=dtype) for shape in shapes]
+        slices = [part for copy, rows in zip(copies, ctx.rows, strict=True) for part in copy.split(rows)]
+        torch._foreach_copy_(slices, masters)
+        return tuple(copies)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        parts = [part for grad, rows in zip(grads, ctx.rows, strict=True) for part in _parts(grad, rows)]
-        low = [part for part in parts if part is not None]
-        made = [torch.empty_like(part, dtype=ctx.dtype) for part in low]
-        if made:
-            torch._foreach_copy_(made, low)
-        wide = iter(made)
-        return None, None, *(None if part is None else next(wide) for part in parts)
-
-
-def _parts(full_finetuning: Tensor | None, rows: list[int]) -> Sequence[Any]:
-    """A group's members, or their gradients, out of what is one above the other."""
-    if full_finetuning is None:
-        return [None] * len(rows)
-    return [full_finetuning] if len(rows) == 1 else full_finetuning.split(rows)
+        slices: list[Tensor | None] = []
+        for grad, rows in zip(grads, ctx.rows, strict=True):
+            slices += [None] * len(rows) if grad is None else grad.split(rows)
+        low = [grad for grad in slices if grad is not None]
+        wide = [torch.empty_like(grad, dtype=ctx.dtype) for grad in low]
+        if wide:
+            torch._foreach_copy_(wide, low)
+        remaining = iter(wide)
+        return None, None, *(None if grad is None else next(remaining) for grad in slices)
 
 
 class LoraAdapter:
-    """Trains low-rank factors over a frozen base, and copies of its norms.
+    """Trains low-rank factors over a frozen base, and copies of its norms. `FullWeights` has the same methods.
 
-    All that is known of PEFT's wrapping is known here. Another way to train has the same methods.
+    PEFT's wrapping is private to this class.
 
     Args:
-        base: The frozen causal LM; what is trained is put into it.
-        config: Of the factors; their A is drawn from PyTorch's generator.
+        base: The frozen causal LM; the adapter is attached to it in place.
+        config: Of the factors; A is drawn from PyTorch's generator.
         train_norms: Train the layers' norms too.
         base_name: Folder or hub name of the base, as the user gave it.
     """
 
     result = "adapter"
-    """Folder of a run that holds what was learned."""
+    """Folder of a run's result."""
     full_finetuning = False
-    """Whether all of the model trains: then nothing is left to switch off."""
 
     def __init__(self, base: PreTrainedModel, config: LoraConfig, train_norms: bool, base_name: str) -> None:
         self.config = config
         self.base = base
         self.model: PeftModel = attach_lora(base, config, train_norms)
         self.model.peft_config[ADAPTER].base_model_name_or_path = base_name
-        self._linears = [module for module in base.modules() if isinstance(module, LoraLinear)]
-        self._sharing = [module for module in base.modules() if isinstance(module, PackedAttention | GatedMLP)]
+        self._linears = {name: module for name, module in base.named_modules() if isinstance(module, LoraLinear)}
+        self._blocks = [module for module in base.modules() if isinstance(module, PackedAttention | GatedMLP)]
 
     @property
-    def random(self) -> bool:
-        """Whether two forward passes in training differ."""
+    def has_dropout(self) -> bool:
+        """Whether forward passes in training are random."""
         return self.config.dropout > 0.0
 
     def factors(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """A [r, in] and B [out, r] by the linear's name in the base, the trained parameters themselves."""
-        modules = self.base.named_modules()
-        return {name: module.factors() for name, module in modules if isinstance(module, LoraLinear)}
+        """The trained A [r, in] and B [out, r] by the linear's name in the base."""
+        return {name: linear.factors() for name, linear in self._linears.items()}
 
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors that are trained whole, by their checkpoint name: norm scales [hidden]."""
-        found: dict[str, Tensor] = {}
-        for name, module in self.base.named_modules():
-            if isinstance(module, ModulesToSaveWrapper):
-                norm = module.modules_to_save[ADAPTER]
-                assert isinstance(norm, Float32RMSNorm)
-                found[f"{name}.weight"] = norm.weight
-        return found
+        """Trained norm scales [hidden] by checkpoint name."""
+        norms = {name: m for name, m in self.base.named_modules() if isinstance(m, ModulesToSaveWrapper)}
+        return {f"{name}.weight": norm.modules_to_save[ADAPTER].get_parameter("weight") for name, norm in norms.items()}
 
     @contextmanager
-    def off(self) -> Iterator[PreTrainedModel]:
-        """The model, which is its base inside the block."""
+    def reference(self) -> Iterator[PreTrainedModel]:
+        """Inside the block adapter and trained norms are disabled in the model it returns."""
         with self.model.disable_adapter():
             yield self.base
 
     @contextmanager
-    def rounded(self, dtype: torch.dtype) -> Iterator[None]:
-        """Inside the block, which is to be a single forward pass, all linears have copies of their factors in `dtype`.
+    def low_precision_copies(self, dtype: torch.dtype) -> Iterator[None]:
+        """Inside the block, a single forward pass, the linears use copies of their factors in `dtype`.
 
-        They are made together, and so are the masters' gradients of theirs: the same numbers as where each linear
-        rounds its own, in few launches. The A of those that `can_fuse_lora` are made one above the other. What a backward
-        pass recomputes is outside of the block and rounds the masters, unless the rounded ones were kept.
+        All copies, and the gradients of all master weights, are made together: the same numbers as if each linear cast
+        its own, in a few kernels. Linears that `can_fuse_lora` get one concatenated A. Recomputation in the backward
+        pass happens outside the block and casts the master weights again, unless the copies were saved.
         """
-        groups = [linears for linears in (module.on_input for module in self._sharing) if can_fuse_lora(linears)]
-        grouped = {linear for group in groups for linear in group}
-        groups += [(one,) for one in self._linears if not (one.disable_adapters or one in grouped)]
+        groups = [block.shared_input for block in self._blocks if can_fuse_lora(block.shared_input)]
+        fused = {linear for group in groups for linear in group}
+        groups += [(linear,) for linear in self._linears.values() if not (linear.disable_adapters or linear in fused)]
         linears = [linear for group in groups for linear in group]
-        first = [[linear.factors()[0] for linear in group] for group in groups]
-        second = [[linear.factors()[1]] for linear in linears]
-        if all(master.dtype == dtype for masters in (*first, *second) for master in masters):
+        a = [[linear.factors()[0] for linear in group] for group in groups]
+        b = [[linear.factors()[1]] for linear in linears]
+        if all(master.dtype == dtype for masters in (*a, *b) for master in masters):
             yield
             return
-        copies = cast_together(first + second, dtype)
+        copies = cast_master_weights(a + b, dtype)
+        a_copies = [copy for copy, group in zip(copies, groups, strict=False) for _ in group]
         try:
-            of_group = [a for a, group in zip(copies, groups, strict=False) for _ in group]
-            for linear, a, b in zip(linears, of_group, copies[len(groups) :], strict=True):
-                linear.rounded = a, b
+            for linear, a_copy, b_copy in zip(linears, a_copies, copies[len(groups) :], strict=True):
+                linear.low_precision_factors = a_copy, b_copy
             yield
         finally:
             for linear in linears:
-                linear.rounded = None
+                linear.low_precision_factors = None
 
     @contextmanager
     def perturbed(self, seed: int) -> Iterator[None]:
-        """Inside the block B of every adapter is random, and changes each product by some half of itself.
-
-        Args:
-            seed: Of the random numbers.
-        """
+        """Inside the block every B is random by `seed`, and changes its linear's output by about half of it."""
         matrices = {name: b for name, (_, b) in self.factors().items()}
         std = 1 / (self.config.scaling * math.sqrt(self.config.rank))
         with restored_parameters(matrices.values()):
@@ -202,20 +180,16 @@ class LoraAdapter:
             yield
 
     def state(self) -> dict[str, Tensor]:
-        """Everything that training changes, by PEFT's names, detached."""
-        # Not "auto", which asks the hub whether the base's embeddings are the model's own.
+        """Trained tensors by PEFT's names, detached."""
+        # Not "auto", which asks the hub whether the embeddings are the base's own.
         state = get_peft_model_state_dict(self.model, adapter_name=ADAPTER, save_embedding_layers=False)
         return {name: tensor.detach() for name, tensor in state.items()}
 
     def load(self, state: dict[str, Tensor]) -> None:
-        """Take over what `state` gave.
-
-        Raises:
-            UserError: Names or shapes are another adapter's.
-        """
+        """Load what `state` returned; UserError where names or shapes differ."""
         load_in_place(self.state(), state, "adapter", "model.policy.lora and train_norms")
 
     def save(self, folder: Path) -> None:
-        """Write it in PEFT's format."""
+        """Write the adapter in PEFT's format."""
         self.model.save_pretrained(str(folder), save_embedding_layers=False)
         (folder / "README.md").unlink(missing_ok=True)  # an empty model card

@@ -1,7 +1,7 @@
-"""Layers whose weights train: kept in float32, rounded to the activations' data type where they are used.
+"""Full fine-tuning: layers with float32 master weights, which each product casts to the activations' data type.
 
-An optimizer's steps are below the resolution of 16 bits; and what an engine holds is the rounded weight, so trainer and
-sampler compute with the same numbers.
+Optimizer steps are below the resolution of 16 bits. An engine holds the cast weights, so that trainer and sampler
+compute with the same numbers.
 """
 
 from collections.abc import Iterator
@@ -24,11 +24,11 @@ from qerl_pl.persistence.random_state import stream_seed
 
 
 class MasterLinear(nn.Module):
-    """y = x W^T + b, both trained.
+    """y = x W^T + b with trained master weights.
 
     Args:
-        linear: What it replaces.
-        weight: W [N, K], where it is another layer's too; by default a copy of the linear's.
+        linear: The linear that it replaces.
+        weight: W [N, K], if tied to another layer; by default a float32 copy of the linear's.
     """
 
     def __init__(self, linear: nn.Linear, weight: nn.Parameter | None = None) -> None:
@@ -40,12 +40,12 @@ class MasterLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x [..., K] -> [..., N] in x's data type."""
         flat = x.reshape(-1, x.shape[-1])
-        y: Tensor = _RoundedLinear.apply(flat, self.weight, self.bias)
+        y: Tensor = _LowPrecisionLinear.apply(flat, self.weight, self.bias)
         return y.view(*x.shape[:-1], y.shape[-1])
 
 
-class _RoundedLinear(torch.autograd.Function):
-    """The rounded weight lives as long as one product and is made again in backward: 2 bytes a weight less."""
+class _LowPrecisionLinear(torch.autograd.Function):
+    """Casts the weight again in backward instead of saving the copy: 2 bytes a weight less."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -65,11 +65,7 @@ class _RoundedLinear(torch.autograd.Function):
 
 
 class MasterEmbedding(nn.Module):
-    """Rows of a trained table.
-
-    Args:
-        embedding: What it replaces; its data type is the result's.
-    """
+    """Embedding with a trained master weight; the result has the replaced embedding's data type."""
 
     def __init__(self, embedding: nn.Embedding) -> None:
         super().__init__()
@@ -82,10 +78,7 @@ class MasterEmbedding(nn.Module):
 
 
 class MasterRMSNorm(Float32RMSNorm):
-    """A norm that takes no noise: an engine holds its scale in 16 bits and rounds before it multiplies, so this does.
-
-    Its scale trains.
-    """
+    """A trained norm without noise: casts before it multiplies, as an engine with a 16-bit scale does."""
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., hidden] -> the same shape and data type."""
@@ -99,57 +92,53 @@ def _master(tensor: Tensor) -> nn.Parameter:
 
 
 def use_master_weights(model: nn.Module) -> None:
-    """Replace every layer of a causal language model that has weights, one by one, and let them train.
+    """Replace every layer of a causal LM that has weights by one with trained master weights, in place.
 
     Args:
         model: Its layers' norms are `Float32RMSNorm` already.
 
     Raises:
-        UserError: It has weights in a layer of another kind.
+        UserError: A layer of another kind has weights.
     """
-    tables: dict[int, nn.Parameter] = {}  # that the linear to the vocabulary may share
+    tied: dict[int, nn.Parameter] = {}  # embeddings that the output layer may share
     for name, module in list(model.named_modules()):
         if isinstance(module, nn.Embedding):
-            made = MasterEmbedding(module)
-            tables[id(module.weight)] = made.weight
-            model.set_submodule(name, made)
+            embedding = MasterEmbedding(module)
+            tied[id(module.weight)] = embedding.weight
+            model.set_submodule(name, embedding)
     for name, module in list(model.named_modules()):
         if isinstance(module, nn.Linear):
-            model.set_submodule(name, MasterLinear(module, tables.get(id(module.weight))))
+            model.set_submodule(name, MasterLinear(module, tied.get(id(module.weight))))
         elif isinstance(module, Float32RMSNorm):
             module.requires_grad_(True)
         elif "weight" in module._parameters and not isinstance(module, MasterEmbedding):
-            norm = MasterRMSNorm.of(name, module)
-            model.set_submodule(name, norm.requires_grad_(True))
-    if left := [name for name, parameter in model.named_parameters() if not parameter.requires_grad]:
+            model.set_submodule(name, MasterRMSNorm.of(name, module).requires_grad_(True))
+    if frozen := [name for name, parameter in model.named_parameters() if not parameter.requires_grad]:
         raise UserError(
-            f"full fine-tuning trains linears, embeddings and RMSNorms; {left[0]} is none of them; "
+            f"full fine-tuning trains linears, embeddings and RMSNorms; {frozen[0]} is none of them; "
             "set model.policy.finetune to lora"
         )
 
 
 class FullWeights:
-    """Trains every weight of a 16-bit base.
+    """Trains every weight of a 16-bit base. `LoraAdapter` has the same methods.
 
     Args:
-        base: The causal LM; its layers are replaced by ones that train.
-        folder: Where it is from.
-        dtype: In which engines and saved models hold the weights.
-        reference: A frozen copy; None where nothing asks for the reference policy.
+        base: The causal LM; its layers are replaced by ones with master weights.
+        folder: It was loaded from.
+        dtype: Of the weights in engines and saved models.
+        reference_model: A frozen copy; None where no reference policy is needed.
     """
 
     result = "model"
-    """Folder of a run that holds what was learned."""
-    random = False
-    """Whether two forward passes in training differ."""
+    """Folder of a run's result."""
     full_finetuning = True
-    """Whether all of the model trains: then nothing is left to switch off."""
+    has_dropout = False
 
     def __init__(
-        self, base: PreTrainedModel, folder: Path, dtype: torch.dtype, reference: PreTrainedModel | None
+        self, base: PreTrainedModel, folder: Path, dtype: torch.dtype, reference_model: PreTrainedModel | None
     ) -> None:
-        self.base, self.folder, self.dtype, self.reference = base, folder, dtype, reference
-        self.layers = base.config.num_hidden_layers
+        self.base, self.folder, self.dtype, self.reference_model = base, folder, dtype, reference_model
         use_master_weights(base)
 
     def factors(self) -> dict[str, tuple[Tensor, Tensor]]:
@@ -157,59 +146,47 @@ class FullWeights:
         return {}
 
     def tensors(self) -> dict[str, Tensor]:
-        """Every weight by its checkpoint name, the trained parameters themselves."""
+        """The master weights by checkpoint name."""
         return dict(self.base.named_parameters())
 
     @contextmanager
-    def off(self) -> Iterator[PreTrainedModel]:
-        """The frozen copy.
-
-        Raises:
-            UserError: None was loaded.
-        """
-        if self.reference is None:
+    def reference(self) -> Iterator[PreTrainedModel]:
+        """The frozen copy; UserError if none was loaded."""
+        if self.reference_model is None:
             raise UserError(
-                "full fine-tuning has its reference policy only where the loss needs it; found none; set the "
+                "full fine-tuning has its reference policy only where the loss needs it; got none; set the "
                 "objective's beta above 0"
             )
-        yield self.reference
+        yield self.reference_model
 
     @contextmanager
-    def rounded(self, dtype: torch.dtype) -> Iterator[None]:
-        """Each layer rounds its own weight, which is too large to be kept beside the master."""
+    def low_precision_copies(self, dtype: torch.dtype) -> Iterator[None]:
+        """Nothing: each layer casts its weight for one product, as copies of all weights would take too much memory."""
         yield
 
     @contextmanager
     def perturbed(self, seed: int) -> Iterator[None]:
-        """Inside the block the weights of one decoder layer, another by each seed, are changed by half of themselves.
-
-        Args:
-            seed: Of the choice and of the random numbers.
-        """
-        place = f".layers.{seed % self.layers}."
-        changed = {name: parameter for name, parameter in self.tensors().items() if place in name}
-        with restored_parameters(changed.values()):
+        """Inside the block the weights of one decoder layer, chosen by `seed`, change at random by half of them."""
+        layer = f".layers.{seed % self.base.config.num_hidden_layers}."
+        weights = {name: weight for name, weight in self.tensors().items() if layer in name}
+        with restored_parameters(weights.values()):
             with torch.no_grad():
-                for name, parameter in changed.items():
-                    generator = torch.Generator(parameter.device).manual_seed(stream_seed(seed, name))
-                    drawn = torch.randn(parameter.shape, generator=generator, device=parameter.device)
-                    parameter.add_(drawn, alpha=0.5 * parameter.square().mean().sqrt().item())
+                for name, weight in weights.items():
+                    generator = torch.Generator(weight.device).manual_seed(stream_seed(seed, name))
+                    noise = torch.randn(weight.shape, generator=generator, device=weight.device)
+                    weight.add_(noise, alpha=0.5 * weight.square().mean().sqrt().item())
             yield
 
     def state(self) -> dict[str, Tensor]:
-        """Everything that training changes, by checkpoint name, detached."""
+        """Trained tensors by checkpoint name, detached."""
         return {name: parameter.detach() for name, parameter in self.tensors().items()}
 
     def load(self, state: dict[str, Tensor]) -> None:
-        """Take over what `state` gave.
-
-        Raises:
-            UserError: Names or shapes are another model's.
-        """
+        """Load what `state` returned; UserError where names or shapes differ."""
         load_in_place(self.state(), state, "weights", "model.policy")
 
     def save(self, folder: Path) -> None:
-        """Write the whole model as plain transformers loads it, a few GiB in memory at a time."""
+        """Write the full model for plain transformers, a few GiB in memory at a time."""
         trained = {name: p.detach() for name, p in self.base.named_parameters(remove_duplicate=False)}
-        # All but what `load_base` leaves out of a checkpoint: that stays as it is.
+        # Tensors that `load_base` skips are copied from the base's files.
         fill_dense_folder(self.folder, folder, self.dtype, lambda name, tensor: tensor.copy_(trained.get(name, tensor)))

@@ -1,4 +1,4 @@
-"""LoRA over any frozen linear, in PEFT's conventions, so that PEFT saves, loads and switches it."""
+"""LoRA layers over frozen linears, in PEFT's conventions: PEFT saves, loads and switches them."""
 
 import math
 import re
@@ -23,19 +23,19 @@ from qerl_pl.errors import UserError
 from qerl_pl.formats.architecture import LAYER_NORMS
 
 
-def parameter_name(part: str) -> str:
-    """A layer's name for a part of its weight: that of the checkpoint, but for dots ("weight.absmax")."""
-    return part.replace(".", "_")
+def parameter_name(name: str) -> str:
+    """Parameter name of a checkpoint tensor, which may contain dots ("weight.absmax")."""
+    return name.replace(".", "_")
 
 
 class FrozenLinear(nn.Module):
-    """y = x W^T + b; W and b have no gradient, the input and an adapter have one.
+    """y = x W^T + b with frozen W and b; the input and an adapter have gradients.
 
     Args:
         weight: W [N, K].
-        bias: b [N], the trainer's own in any case, for an engine may permute its.
-        own: The weight's tensors, frozen parameters then, become the layer's, under the names that the checkpoint
-            format gives them. Otherwise they stay the engine's: nothing moves, casts or saves them.
+        bias: b [N], never shared with an engine, which may permute its copy.
+        own: Whether the weight's tensors are registered as parameters, under the checkpoint's names. Tensors shared
+            with an engine are not: nothing moves, casts or saves them.
     """
 
     def __init__(self, weight: FrozenWeight, bias: nn.Parameter | None, own: bool) -> None:
@@ -50,15 +50,15 @@ class FrozenLinear(nn.Module):
 
     @property
     def qweight(self) -> Tensor:
-        """One of the weight's tensors; PEFT asks it for the device, by the name that quantized layers have there."""
+        """A tensor of the weight; PEFT reads its device under this name."""
         return next(iter(self._weight.tensors().values()))
 
     def forward(self, x: Tensor, lora: LoraFactors | None = None) -> Tensor:
-        """x [..., K] -> [..., N] in x's data type; with `lora` its product is added in place."""
+        """x [..., K] -> [..., N] in x's data type; the product of `lora` is added in place."""
         return frozen_linear(x, self._weight, self.bias, lora)
 
     def adapted(self, b: Tensor, scaling: float) -> AdaptedWeight:
-        """Itself with an adapter's B [N, r], for `frozen_linears`."""
+        """Weight, bias and an adapter's B [N, r], for `frozen_linears`."""
         return AdaptedWeight(self._weight, self.bias, b, scaling)
 
     def extra_repr(self) -> str:
@@ -76,9 +76,9 @@ class LoraConfig:
 
     Args:
         rank: Rank r of the adapter's matrices A [r, in] and B [out, r].
-        alpha: The adapter adds alpha / rank * B A to a weight. A power-of-two ratio keeps it exact in 16 bits.
-        dropout: Probability of dropping an input of A, in training.
-        targets: Last parts of the names of the linears that get an adapter.
+        alpha: The adapter adds alpha / rank * B A to a weight. A power-of-two ratio is exact in 16 bits.
+        dropout: Probability of dropping an input of A in training.
+        targets: Names of the adapted linears within their layer.
     """
 
     rank: int = 16
@@ -88,15 +88,15 @@ class LoraConfig:
 
     def __post_init__(self) -> None:
         if self.rank < 1:
-            raise UserError(f"LoRA needs rank >= 1; found {self.rank}; set model.policy.lora.rank")
+            raise UserError(f"LoRA needs rank >= 1; got {self.rank}; set model.policy.lora.rank")
         if not 0.0 < self.alpha < math.inf:
             raise UserError(
-                f"LoRA needs a finite alpha > 0; found {self.alpha}; set model.policy.lora.alpha, to 2 * rank, say"
+                f"LoRA needs a finite alpha > 0; got {self.alpha}; set model.policy.lora.alpha, to 2 * rank, say"
             )
         if not 0.0 <= self.dropout < 1.0:
-            raise UserError(f"LoRA needs 0 <= dropout < 1; found {self.dropout}; set model.policy.lora.dropout")
+            raise UserError(f"LoRA needs 0 <= dropout < 1; got {self.dropout}; set model.policy.lora.dropout")
         if not self.targets:
-            raise UserError("LoRA needs linears to adapt; found no targets; set model.policy.lora.targets")
+            raise UserError("LoRA needs linears to adapt; got no targets; set model.policy.lora.targets")
 
     @property
     def scaling(self) -> float:
@@ -105,9 +105,9 @@ class LoraConfig:
 
 
 class LoraLinear(nn.Module, LoraLayer):
-    """base(x) + scaling * B(A(dropout(x))), the adapter computed in x's data type from float32 masters.
+    """base(x) + scaling * B(A(dropout(x))), computed in x's data type from float32 master weights.
 
-    PEFT builds these when it wraps a model; its switches (adapter off, active adapter) are obeyed.
+    PEFT builds these layers when it wraps a model, and can disable their adapters.
     """
 
     def __init__(
@@ -122,9 +122,9 @@ class LoraLinear(nn.Module, LoraLayer):
         super().__init__()
         LoraLayer.__init__(self, base_layer, **kwargs)
         self._active_adapter = adapter_name
-        self.rounded: tuple[Tensor, Tensor] | None = None
-        """Copies of the factors for one forward pass, which `LoraAdapter.rounded` makes and takes away. In place of A
-        is the A of all linears that `can_fuse_lora`, one above the other, where this is one of them."""
+        self.low_precision_factors: tuple[Tensor, Tensor] | None = None
+        """Low-precision copies of A and B, set by `LoraAdapter.low_precision_copies` for one forward pass. Linears that
+        `can_fuse_lora` share one A: theirs, concatenated by rows."""
         self.update_layer(adapter_name, r, lora_alpha=lora_alpha, config=config, **kwargs)
 
     def _get_in_out_features(self, module: nn.Module) -> tuple[int, int]:
@@ -139,7 +139,9 @@ class LoraLinear(nn.Module, LoraLayer):
         """x [..., in] -> [..., out]."""
         if self.disable_adapters:
             return self._base(x)
-        a, b = self._factors_for(x)
+        a, b = self.factors_for(x)
+        if len(a) != self.r[ADAPTER]:  # A of several linears, and this one is called by itself
+            a, b = self.factors()
         scaling = self.scaling[ADAPTER]
         if isinstance(self.base_layer, FrozenLinear) and not self.drops:
             return self.base_layer(x, LoraFactors(a, b, scaling))
@@ -148,17 +150,13 @@ class LoraLinear(nn.Module, LoraLayer):
 
     @property
     def drops(self) -> bool:
-        """Whether an input of A may be dropped just now."""
+        """Whether dropout is active."""
         return self.training and not isinstance(self.lora_dropout[ADAPTER], nn.Identity)
 
-    def copies_for(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """`rounded` where it is of x's data type, else the trained parameters."""
-        copies = self.rounded
+    def factors_for(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """`low_precision_factors` in x's data type, else the trained parameters."""
+        copies = self.low_precision_factors
         return copies if copies is not None and copies[0].dtype == x.dtype else self.factors()
-
-    def _factors_for(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        a, b = self.copies_for(x)
-        return (a, b) if len(a) == self.r[ADAPTER] else self.factors()
 
     def _base(self, x: Tensor) -> Tensor:
         if saves_products() and isinstance(self.base_layer, nn.Linear):
@@ -167,9 +165,8 @@ class LoraLinear(nn.Module, LoraLayer):
 
 
 def can_fuse_lora(linears: Sequence[nn.Module]) -> TypeGuard[Sequence[LoraLinear]]:
-    """Whether linears on one input share the products of their adapters: all have one, on and without dropout, over
-    weights that `FrozenLinear` itself multiplies by.
-    """
+    """Whether `frozen_linears` can compute linears on one input: all are `FrozenLinear` with an enabled adapter and
+    without dropout."""
     return all(
         isinstance(linear, LoraLinear)
         and type(linear.base_layer) is FrozenLinear
@@ -179,11 +176,11 @@ def can_fuse_lora(linears: Sequence[nn.Module]) -> TypeGuard[Sequence[LoraLinear
 
 
 def shared_input_linears(linears: Sequence[nn.Module], x: Tensor) -> tuple[Tensor, ...]:
-    """What each of several linears gives for x [..., in], in fewer products where they `can_fuse_lora`."""
+    """Outputs of linears on one input x [..., in], with fused LoRA products where they `can_fuse_lora`."""
     if not can_fuse_lora(linears):
         return tuple(linear(x) for linear in linears)
-    factors = [linear.copies_for(x) for linear in linears]
-    a = {id(a): a for a, _ in factors}.values()  # one, where it is all of them already
+    factors = [linear.factors_for(x) for linear in linears]
+    a = {id(a): a for a, _ in factors}.values()  # a single A if it is already concatenated
     adapted = [
         linear.base_layer.adapted(b, linear.scaling[ADAPTER])  # type: ignore[operator]
         for linear, (_, b) in zip(linears, factors, strict=True)
@@ -192,15 +189,15 @@ def shared_input_linears(linears: Sequence[nn.Module], x: Tensor) -> tuple[Tenso
 
 
 def check_targets(model: nn.Module, config: LoraConfig) -> None:
-    """Refuse an adapter that a model has no place for.
+    """Reject an adapter that does not fit the model.
 
     Args:
-        model: The base; one without weights will do.
-        config: Its adapter.
+        model: The base; a meta model serves.
+        config: Of the adapter.
 
     Raises:
-        UserError: A target matches no linear of the model's layers (the one to the vocabulary takes no adapter), or the
-            adapter could hold any change of the smallest one's weight, and more.
+        UserError: A target matches no linear of the model (the output layer takes no adapter), or the rank exceeds the
+            smaller side of a weight.
     """
     head = model.get_output_embeddings()  # type: ignore[operator]
     linears = {
@@ -211,26 +208,26 @@ def check_targets(model: nn.Module, config: LoraConfig) -> None:
     for target in config.targets:
         sides = {name: side for name, side in linears.items() if re.fullmatch(rf"(.*\.)?{re.escape(target)}", name)}
         if not sides:
-            found = sorted({name.rsplit(".", 1)[-1] for name in linears})
+            names = sorted({name.rsplit(".", 1)[-1] for name in linears})
             raise UserError(
                 f"every LoRA target must name linears of the model; {target!r} matches none; "
-                f"choose model.policy.lora.targets among {', '.join(found)}"
+                f"choose model.policy.lora.targets among {', '.join(names)}"
             )
         smallest = min(sides, key=lambda name: sides[name])
         if config.rank > sides[smallest]:
             raise UserError(
-                f"a LoRA rank must not be above the smaller side of a weight; found rank {config.rank} for {smallest} "
+                f"a LoRA rank must not be above the smaller side of a weight; got rank {config.rank} for {smallest} "
                 f"with {sides[smallest]}; lower model.policy.lora.rank, or leave {target} out of its targets"
             )
 
 
 def attach_lora(model: nn.Module, config: LoraConfig, train_norms: bool = False) -> peft.PeftModel:
-    """Wrap the target linears of a causal LM with adapters (A random, B zero: the policy starts as its base).
+    """Wrap the target linears of a causal LM with adapters; A is random, B zero, so that the policy equals its base.
 
     Args:
         model: The frozen base.
         config: Rank, scaling, targets.
-        train_norms: Also train copies of the layers' norms, which PEFT saves with the adapter.
+        train_norms: Train copies of the layers' norms too; PEFT saves them with the adapter.
 
     Raises:
         UserError: As `check_targets`.

@@ -1,4 +1,4 @@
-"""The frozen base model, made from its folder and from what an engine lends."""
+"""Loading of the frozen base model from its folder and from weights shared with an engine."""
 
 import logging
 from collections.abc import Mapping
@@ -23,34 +23,34 @@ log = logging.getLogger(__name__)
 def load_base(
     folder: Path, dtype: torch.dtype, device: torch.device, shared: SharedWeights | None = None
 ) -> PreTrainedModel:
-    """A frozen causal LM from a local folder; linears that its format quantizes, or that are lent, are `FrozenLinear`.
+    """Load a frozen causal LM from a local folder; quantized and shared linears are `FrozenLinear`.
 
-    No dense copy of a quantized weight is made, and none at all of what is lent.
+    Quantized weights are never dequantized, shared weights never copied.
 
     Args:
         folder: Hugging Face format.
-        dtype: Data type of everything that is not packed.
+        dtype: Data type of all tensors that are not quantized.
         device: Where the tensors go, one by one.
-        lent: Weights of an engine that has loaded the same folder.
+        shared: Weights of an engine that has loaded the same folder.
 
     Raises:
-        UserError: The folder is no such model, tensors are missing or left over, or projections that run fused have
-            unequal global scales.
+        UserError: The folder holds no such model, tensors are missing or unexpected, or fused projections have
+            different global scales.
     """
     log.info("loading the trainer's base on %s: %s", device, folder)
     base_format, tensors = format_of(folder), TensorFiles(folder)
     config = load_config(folder)
-    config.attention_dropout = 0.0  # of pretraining: what samples has none, and packed attention neither
+    config.attention_dropout = 0.0  # of pretraining; neither engines nor packed attention have it
     base_format.check(tensors)
     with init_empty_weights(include_buffers=False):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=ATTENTION)
     shared = SharedWeights({}, {}) if shared is None else shared
     state = {**shared.tensors, **_use_frozen_linears(model, base_format, tensors, device, shared.linears)}
     frozen = [name for name, module in model.named_modules() if isinstance(module, FrozenLinear)]
-    held = {name for linear in frozen for name in base_format.tensor_names(linear)} | state.keys()
+    loaded = {name for linear in frozen for name in base_format.tensor_names(linear)} | state.keys()
     for name in tensors:
-        # Old Llama files store inv_freq, which their configuration says.
-        if name not in held and not name.endswith(".inv_freq"):
+        # Old Llama files store inv_freq, which the model computes from its config.
+        if name not in loaded and not name.endswith(".inv_freq"):
             state[name] = tensors.read(name).to(device, dtype)
     missing, unexpected = model.load_state_dict(state, strict=False, assign=True)
     model.tie_weights()
@@ -71,20 +71,20 @@ def _use_frozen_linears(
     device: torch.device,
     shared: Mapping[str, FrozenWeight],
 ) -> dict[str, Tensor]:
-    """Put `FrozenLinear` in place of what is lent or quantized; the tensors of own copies by the layers' names."""
+    """Replace shared and quantized linears by `FrozenLinear`; returns the loaded tensors by parameter name."""
 
-    def place(tensor: Tensor) -> Tensor:
+    def to_parameter(tensor: Tensor) -> Tensor:
         return nn.Parameter(tensor.to(device), requires_grad=False)
 
-    own: dict[str, Tensor] = {}
+    state: dict[str, Tensor] = {}
     for name, module in list(model.named_modules()):
         if not isinstance(module, nn.Linear):
             continue
         weight = shared.get(name)
         if weight is None:
-            weight = base_format.frozen_weight(name, tensors, place)
+            weight = base_format.frozen_weight(name, tensors, to_parameter)
             if weight is None:
                 continue
-            own |= {f"{name}.{parameter_name(part)}": tensor for part, tensor in weight.tensors().items()}
+            state |= {f"{name}.{parameter_name(key)}": tensor for key, tensor in weight.tensors().items()}
         model.set_submodule(name, FrozenLinear(weight, module.bias, own=name not in shared))
-    return own
+    return state

@@ -1,24 +1,28 @@
-"""The policy: a base model, 4-bit or 16-bit, with an adapter or trained itself, and its tokens' log-probabilities."""
+"""The policy: a 4-bit or BF16 base model with a LoRA adapter, or fully fine-tuned; log-probabilities of tokens."""
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
+import logging
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
 
+import psutil
 import torch
 from qerl_kernels import chunked_token_logprobs
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
 from qerl_pl.algorithm.noise import NormNoise
 from qerl_pl.engines.base import SharedWeights
 from qerl_pl.errors import UserError
 from qerl_pl.formats.base import Quantization
-from qerl_pl.formats.model_folder import load_tokenizer, read_config, validate_checkpoint
+from qerl_pl.formats.model_folder import TensorFiles, load_tokenizer, read_config, validate_checkpoint
 from qerl_pl.formats.norm import use_float32_norms
 from qerl_pl.formats.quantize import in_format, local_folder
+from qerl_pl.memory import GIB, free_bytes, optimizer_bytes, training_bytes
 from qerl_pl.modules.activation_checkpointing import ActivationCheckpointing, Checkpointing
 from qerl_pl.modules.adapter import LoraAdapter
 from qerl_pl.modules.full_finetuning import FullWeights
@@ -28,6 +32,8 @@ from qerl_pl.modules.packed_layers import Packing, use_gated_mlps, use_packed_at
 from qerl_pl.toy import POSITIONS, ToyConfig, build_toy_policy
 from qerl_pl.types import PolicyWeights
 
+log = logging.getLogger(__name__)
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}  # float16's gradients underflow in large batches
 
 BASE_FILE = "qerl_base.json"
@@ -36,23 +42,22 @@ BASE_FILE = "qerl_base.json"
 
 @dataclass(frozen=True)
 class PolicyConfig:
-    """What the policy is made of.
+    """Base model, precision and trained weights of the policy.
 
     Args:
-        path: Folder or hub name of a causal LM in Hugging Face format: 16-bit weights, or four bits as `qerl quantize`
+        path: Folder or hub name of a causal LM in Hugging Face format: 16-bit weights, or 4-bit ones as `qerl quantize`
             writes them. Null takes the toy policy that `toy` describes.
         toy: The embedded toy policy, trained on first use and cached; used when `path` is null.
-        quantization: `nvfp4`, `mxfp4` and `nf4` (QLoRA) hold the base in four bits (16-bit weights are quantized once
+        quantization: `nvfp4`, `mxfp4` and `nf4` (QLoRA) hold the base in 4 bits (16-bit weights are quantized once
             and cached), `none` in `dtype`: plain LoRA.
         dtype: Data type of activations, embeddings, norms and, without quantization, of the base.
-        finetune: `lora` trains an adapter over the frozen base. `full` trains every weight, kept in float32, of a base
-            that is not quantized; `lora` and `train_norms` below mean nothing then.
+        finetune: `lora` trains an adapter over the frozen base. `full` trains float32 master weights of a base without
+            quantization; `lora` and `train_norms` below mean nothing then.
         lora: The adapter.
         train_norms: Train the RMSNorm scales too.
-        gradient_checkpointing: What the backward pass computes again instead of keeping it: `true` each layer,
-            `selective` all but the linears' products, `false` nothing. `auto` takes the fastest of them that fits the
-            memory that is free in the first update, keeps to it when resumed, and keeps less where it runs out after
-            all. Gradients are the same.
+        gradient_checkpointing: What the backward pass recomputes: `true` each layer, `selective` all but the linears'
+            products, `false` nothing. `auto` takes the fastest of them that fits the free memory in the first update,
+            keeps to it when resumed, and recomputes more where the memory runs out after all. Gradients are the same.
     """
 
     path: str | None = None
@@ -67,23 +72,23 @@ class PolicyConfig:
     def __post_init__(self) -> None:
         if self.finetune == "full" and self.quantization != "none":
             raise UserError(
-                f"full fine-tuning trains weights that are not quantized; found quantization {self.quantization}; set "
+                f"full fine-tuning trains weights that are not quantized; got quantization {self.quantization}; set "
                 "model.policy.quantization to none, or model.policy.finetune to lora"
             )
 
     @property
     def adapter(self) -> LoraConfig | None:
-        """The adapter, where one is trained."""
+        """The adapter; None in full fine-tuning."""
         return self.lora if self.finetune == "lora" else None
 
     @property
     def scaling(self) -> float:
-        """Factor of the adapter; 1 where there is none."""
+        """Factor of the adapter; 1 in full fine-tuning."""
         return 1.0 if self.adapter is None else self.adapter.scaling
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """`dtype` as PyTorch names it."""
+        """`dtype` as a `torch.dtype`."""
         return DTYPES[self.dtype]
 
     @property
@@ -107,13 +112,13 @@ class PolicyConfig:
         return None if known is None else int(known * max(1.0, scaling.get("factor") or 1.0))
 
     def base_folder(self) -> Path:
-        """Local folder of the base model in the format asked for, which the engine loads too.
+        """Local folder of the base model in the requested format, for trainer and engine.
 
-        Trains the toy policy, downloads from the hub, or quantizes 16-bit weights, each once: the results are cached.
+        Trains the toy policy, downloads from the hub, or quantizes 16-bit weights, once each: the results are cached.
 
         Raises:
-            UserError: `path` is neither a folder nor a model of the hub, its files disagree, it has no place for the
-                adapter, or its weights are quantized in another format.
+            UserError: `path` is neither a folder nor a model of the hub, its files disagree, the adapter does not fit
+                it, or its weights are quantized in another format.
         """
         source = build_toy_policy(self.toy) if self.path is None else local_folder(self.path)
         model = validate_checkpoint(source)
@@ -122,16 +127,59 @@ class PolicyConfig:
         return in_format(source, self.quantization)
 
 
+def require_memory(
+    folder: Path,
+    config: PolicyConfig,
+    make: Callable[[Iterable[nn.Parameter]], Optimizer] | None,
+    device: torch.device,
+    with_reference: bool,
+    cache_gib: float,
+) -> None:
+    """Log what full fine-tuning holds on its device beside the engine, and reject what cannot fit, before loading.
+
+    Args:
+        folder: Of the model.
+        config: Of the policy; nothing is checked for an adapter.
+        make: Builds the optimizer; None where nothing trains.
+        device: Of policy and engine. On a CPU memory that other programs could release counts as free.
+        with_reference: Whether a reference policy is loaded.
+        cache_gib: KV cache that the engine releases during an update; gradients exist only then.
+
+    Raises:
+        UserError: It does not fit, even without activations.
+    """
+    if config.adapter is not None:
+        return
+    weights = sum(torch.Size(shape).numel() for shape in TensorFiles(folder).shapes().values())
+    optimizer = None if make is None else optimizer_bytes(make, device)
+    sizes = training_bytes(weights, optimizer, config.torch_dtype if with_reference else None)
+    step = 0 if optimizer is None else optimizer.step * weights
+    held, gradients = sum(sizes.values()), sizes.get("gradients", 0)
+    table = ", ".join(f"{name} {size / GIB:.3g}" for name, size in sizes.items())
+    if step:
+        table += f", and while the optimizer steps {step / GIB:.3g}"
+    on_gpu = free_bytes(device)
+    free = psutil.virtual_memory().available if on_gpu is None else on_gpu
+    free_in_update = free + cache_gib * GIB
+    log.info("full fine-tuning holds %.3g GiB: %s; %s has %.3g free", held / GIB, table, device, free_in_update / GIB)
+    if held - gradients > free or held + step > free_in_update:
+        raise UserError(
+            f"full fine-tuning of {weights / 1e9:.3g} billion weights needs {held / GIB:.3g} GiB ({table}); {device} "
+            f"has {free_in_update / GIB:.3g} free in an update and {free / GIB:.3g} beside the engine's cache; use an "
+            "optimizer with states in 8 bits such as bitsandbytes.optim.AdamW8bit, or set model.policy.finetune to lora"
+        )
+
+
 class Policy(nn.Module):
-    """Base model and what is trained of it; knows nothing of rewards or objectives.
+    """Base model and its trained weights; knows nothing of rewards or objectives.
 
     Args:
         folder: Local folder of the base model.
-        config: What to build.
-        device: Where.
+        config: Of the policy.
+        device: Of all tensors.
         seed: Seed of the adapter's initial A matrices.
-        lent: Weights of an engine that has loaded the same folder, to be used instead of an own copy.
-        with_reference: Full fine-tuning only, whether `reference` will be asked for: it is a second model then.
+        shared: Weights of an engine that has loaded the same folder, used instead of a copy.
+        with_reference: Whether full fine-tuning loads a second model as reference policy.
     """
 
     def __init__(
@@ -154,18 +202,19 @@ class Policy(nn.Module):
             return model
 
         self.base = load(shared if config.adapter else None)
-        """The causal LM, with all that is trained in it."""
+        """The causal LM, trained weights included."""
         self.trained: LoraAdapter | FullWeights
         if config.adapter is None:
             reference = load(None).to(device).eval() if with_reference else None  # type: ignore[arg-type]
             self.trained = FullWeights(self.base, folder, config.torch_dtype, reference)
         else:
-            self.trained = self._adapter(folder, config.adapter, seed)
+            self.trained = self._attach_adapter(folder, config.adapter, seed)
         self.base.to(device)  # type: ignore[arg-type]
-        asked, random = config.gradient_checkpointing, self.trained.random
-        self.checkpointing = ActivationCheckpointing(self.base, asked, random, config.torch_dtype)
+        self.checkpointing = ActivationCheckpointing(
+            self.base, config.gradient_checkpointing, self.trained.has_dropout, config.torch_dtype
+        )
 
-    def _adapter(self, folder: Path, lora: LoraConfig, seed: int) -> LoraAdapter:
+    def _attach_adapter(self, folder: Path, lora: LoraConfig, seed: int) -> LoraAdapter:
         config = self.config
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
@@ -173,58 +222,58 @@ class Policy(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where its tensors are."""
+        """Device of its tensors."""
         return next(self.parameters()).device
-
-    @contextmanager
-    def reference(self) -> Iterator[None]:
-        """Inside the block the policy is its reference: adapter off, norm scales as in the base model."""
-        base = self.base
-        try:
-            with self.trained.off() as self.base:
-                yield
-        finally:
-            self.base = base
 
     @property
     def full_finetuning(self) -> bool:
-        """Whether all of it trains, so that no adapter can be switched off."""
+        """Whether every weight trains; then there is no adapter to switch off."""
         return self.trained.full_finetuning
 
     def token_logprobs(
-        self, tokens: Tensor, lengths: Tensor, mask: Tensor, temperature: float, entropy_gradient: bool = False
+        self,
+        tokens: Tensor,
+        lengths: Tensor,
+        mask: Tensor,
+        temperature: float,
+        entropy_gradient: bool = False,
+        reference: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """Log-probability and entropy of the policy at the tokens that a mask selects; padding costs nothing.
+        """Log-probabilities and entropies of the masked tokens, computed without padding.
 
         Args:
             tokens: Right-padded token ids, int64 [B, T].
             lengths: Real tokens of each row, int64 [B].
-            mask: Which positions hold sampled tokens, bool [B, T]; position 0 has no prediction and must be False. Rows
-                that select nothing are not computed.
+            mask: Sampled tokens, bool [B, T]; False at position 0, which has no prediction. Rows without a masked token
+                are skipped.
             temperature: Divides the logits, as in the sampler.
-            entropy_gradient: Whether the entropies have a gradient; it costs one more product with the vocabulary.
+            entropy_gradient: Whether the entropies have a gradient; it costs another product with the output layer.
+            reference: Compute with the reference policy: adapter off, norm scales as in the base model; or the second
+                model of full fine-tuning.
 
         Returns:
             (natural log-probabilities, entropies in nats), float32 [B, T] each, 0 where the mask is False.
+
+        Raises:
+            UserError: Full fine-tuning has loaded no reference policy.
         """
         empty = torch.zeros(tokens.shape, dtype=torch.float32, device=tokens.device)
         rows = mask.any(dim=1)
         if not rows.any():
             return empty, empty
         packing = Packing.of(lengths[rows], tokens.shape[1])
-        decoder = self.base.get_decoder()
-        with self.trained.rounded(self.config.torch_dtype):
-            hidden = decoder(
-                input_ids=tokens[rows][packing.kept].unsqueeze(0),
+        model = self.trained.reference() if reference else nullcontext(self.base)
+        with model as base, self.trained.low_precision_copies(self.config.torch_dtype):
+            hidden = base.get_decoder()(
+                input_ids=tokens[rows][packing.mask].unsqueeze(0),
                 position_ids=packing.positions.unsqueeze(0),
                 use_cache=False,
                 packing=packing,
             ).last_hidden_state[0]
-        predicting = mask[rows][packing.kept].nonzero().squeeze(1) - 1
-        head = self.base.get_output_embeddings()
+        predicting = mask[rows][packing.mask].nonzero().squeeze(1) - 1
         logprobs, entropies = chunked_token_logprobs(
             hidden[predicting],
-            head.weight.to(hidden.dtype),
+            base.get_output_embeddings().weight.to(hidden.dtype),
             tokens[mask],
             temperature,
             entropy_gradient=entropy_gradient,
@@ -232,12 +281,12 @@ class Policy(nn.Module):
         return empty.masked_scatter(mask, logprobs.float()), empty.masked_scatter(mask, entropies.float())
 
     def weights(self, version: int, noise: NormNoise | None = None, adapter: bool = True) -> PolicyWeights:
-        """What an engine needs to sample from this policy; views of the parameters, not copies.
+        """Weights for an engine to sample with: views of the parameters, not copies.
 
         Args:
             version: Number of updates so far.
             noise: Noise of the sampler's norms.
-            adapter: False for the reference policy, which is an engine's where it was launched for an adapter.
+            adapter: False for the reference policy, which an engine has only beside an adapter.
         """
         assert adapter or not self.full_finetuning
         factors = {name: (a.detach(), b.detach()) for name, (a, b) in self.trained.factors().items()}
@@ -250,32 +299,29 @@ class Policy(nn.Module):
             noise=noise,
         )
 
-    @contextmanager
-    def perturbed(self, seed: int) -> Iterator[None]:
-        """Inside the block the adapter is random by `seed`, and not small.
+    def perturbed(self, seed: int) -> AbstractContextManager[None]:
+        """Inside the block the adapter is random by `seed`, and large; in full fine-tuning one layer's weights are.
 
-        A fresh adapter does nothing, and a young one little, so that an engine without it would look right.
+        A new adapter has no effect, and a young one little: an engine that lost it would seem to agree.
         """
-        with self.trained.perturbed(seed):
-            yield
+        return self.trained.perturbed(seed)
 
     def trained_state(self) -> dict[str, Tensor]:
-        """Everything that training changes: adapter matrices and, if trained, norm scales, by PEFT's names; or every
-        weight by its checkpoint name."""
+        """Trained tensors: adapter and trained norm scales by PEFT's names, or all weights by checkpoint name."""
         return self.trained.state()
 
     def load_trained_state(self, state: dict[str, Tensor]) -> None:
-        """Take over what `trained_state` gave.
+        """Load what `trained_state` returned.
 
         Raises:
-            UserError: Names or shapes are another policy's.
+            UserError: Names or shapes differ.
         """
         self.trained.load(state)
 
     def save(self, folder: Path) -> None:
-        """Write what was learned: adapter and trained norms in PEFT's format, with the tokenizer, or the whole model.
+        """Write adapter and trained norms in PEFT's format, with the tokenizer, or the full model.
 
-        Beside an adapter stands what its base is: a 4-bit one has the name of the weights that it was quantized from.
+        `BASE_FILE` beside an adapter names its base: for a 4-bit one, the weights that it was quantized from.
         """
         self.trained.save(folder)
         if self.full_finetuning:

@@ -28,8 +28,8 @@ from qerl_pl.distributed.communicator import writes_files
 from qerl_pl.distributed.strategy import communicator_of
 from qerl_pl.errors import UserError, require_at_least
 from qerl_pl.evaluation.metrics import evaluation_tag, prompt_metrics
-from qerl_pl.modules.memory import require_memory, state_to_come
-from qerl_pl.modules.policy import Policy, PolicyConfig
+from qerl_pl.memory import pending_state_bytes
+from qerl_pl.modules.policy import Policy, PolicyConfig, require_memory
 from qerl_pl.modules.update import NonFiniteLossError, PolicyUpdate
 from qerl_pl.persistence.atomic_files import atomic_directory, folder_identity
 from qerl_pl.persistence.checkpoint_io import CHECKPOINT_KEY, check_fits
@@ -255,7 +255,7 @@ class QeRLModule(LightningModule, ChecksFirst):
             schedule.base_lrs[index] = given["initial_lr"]
             group["lr"] = given["initial_lr"] * schedule.lr_lambdas[index](schedule.last_epoch)
         self.policy.checkpointing.set_state_bytes(
-            lambda: state_to_come(optimizer.optimizer, self.make_optimizer, self.device)
+            lambda: pending_state_bytes(optimizer.optimizer, self.make_optimizer, self.device)
         )
 
     def _sampled(self, what: str) -> HandOver:

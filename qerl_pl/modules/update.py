@@ -1,4 +1,4 @@
-"""Which sequences share a forward pass."""
+"""The update: old and reference log-probabilities, minibatches, micro-batches and optimizer steps."""
 
 import math
 from collections import defaultdict
@@ -18,129 +18,109 @@ from qerl_pl.persistence.random_state import stream_seed
 from qerl_pl.rollout.experience import Experience
 
 
-def partition_micro_batches(lengths: Sequence[int], most_tokens: int | None) -> list[list[int]]:
-    """Deal sequences to few micro-batches of as even a number of tokens as that gives.
+def partition_micro_batches(lengths: Sequence[int], max_tokens: int | None) -> list[list[int]]:
+    """Partition sequences into few micro-batches with balanced numbers of tokens.
 
-    The longest first, each to the micro-batch that has the fewest tokens so far. Where that makes one too large, each
-    to the first that has room, if that needs no more of them; else there is one micro-batch more. The same lengths are
-    dealt alike anywhere.
+    First-fit decreasing bounds the number of micro-batches. Longest processing time first (each sequence, by decreasing
+    length, goes to the micro-batch with the fewest tokens) balances them, if it fits `max_tokens` with as many or
+    fewer. Depends on the lengths alone.
 
     Args:
         lengths: Tokens of each sequence.
-        most_tokens: Of a micro-batch; a sequence of more goes alone. None takes one micro-batch of all.
+        max_tokens: Of a micro-batch; a longer sequence gets its own. None returns a single micro-batch.
 
     Returns:
-        Indices into `lengths`, ascending in each micro-batch; at least one micro-batch, empty where there are no
-        sequences. That of most tokens is the first, so that no later one needs memory that was not needed before.
+        Ascending indices into `lengths` for each micro-batch; a single empty one where there are no sequences. The
+        largest micro-batch comes first, so that memory does not grow later.
     """
-    if most_tokens is None:
+    if max_tokens is None:
         return [list(range(len(lengths)))]
-    longest_first = sorted(range(len(lengths)), key=lambda index: -lengths[index])
-    alone = [[index] for index in longest_first if lengths[index] >= most_tokens]
-    others = longest_first[len(alone) :]
-    filled = _first_fit(others, lengths, most_tokens)
-    parts = filled
-    for count in range(-(-sum(lengths[index] for index in others) // most_tokens), len(filled) + 1):
-        even = _evenly(others, lengths, count)
-        if all(_tokens(part, lengths) <= most_tokens for part in even):
-            parts = even
+    by_length = sorted(range(len(lengths)), key=lambda index: -lengths[index])
+    single = [[index] for index in by_length if lengths[index] >= max_tokens]
+    others = by_length[len(single) :]
+
+    def tokens(indices: Sequence[int]) -> int:
+        return sum(lengths[index] for index in indices)
+
+    micro_batches = _first_fit_decreasing(others, lengths, max_tokens)
+    for count in range(-(-tokens(others) // max_tokens), len(micro_batches) + 1):
+        balanced = _longest_processing_time_first(others, lengths, count)
+        if all(tokens(indices) <= max_tokens for indices in balanced):
+            micro_batches = balanced
             break
-    dealt = sorted(alone + parts, key=lambda part: -_tokens(part, lengths))
-    return [sorted(part) for part in dealt] or [[]]
+    largest_first = sorted(single + micro_batches, key=lambda indices: -tokens(indices))
+    return [sorted(indices) for indices in largest_first] or [[]]
 
 
-def _tokens(part: Sequence[int], lengths: Sequence[int]) -> int:
-    return sum(lengths[index] for index in part)
+def _longest_processing_time_first(by_length: Sequence[int], lengths: Sequence[int], count: int) -> list[list[int]]:
+    bins: list[list[int]] = [[] for _ in range(count)]
+    loads = [0] * count
+    for index in by_length:
+        least = loads.index(min(loads))
+        bins[least].append(index)
+        loads[least] += lengths[index]
+    return bins
 
 
-def _evenly(indices: Sequence[int], lengths: Sequence[int], count: int) -> list[list[int]]:
-    parts: list[list[int]] = [[] for _ in range(count)]
-    tokens = [0] * count
-    for index in indices:
-        least = tokens.index(min(tokens))
-        parts[least].append(index)
-        tokens[least] += lengths[index]
-    return parts
-
-
-def _first_fit(indices: Sequence[int], lengths: Sequence[int], most_tokens: int) -> list[list[int]]:
-    parts: list[list[int]] = []
-    room: list[int] = []
-    for index in indices:
-        place = next((place for place, left in enumerate(room) if lengths[index] <= left), len(parts))
-        if place == len(parts):
-            parts.append([])
-            room.append(most_tokens)
-        parts[place].append(index)
-        room[place] -= lengths[index]
-    return parts
+def _first_fit_decreasing(by_length: Sequence[int], lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+    bins: list[list[int]] = []
+    loads: list[int] = []
+    for index in by_length:
+        first = next((i for i, load in enumerate(loads) if load + lengths[index] <= max_tokens), len(bins))
+        if first == len(bins):
+            bins.append([])
+            loads.append(0)
+        bins[first].append(index)
+        loads[first] += lengths[index]
+    return bins
 
 
 @dataclass(frozen=True)
-class Reference:
+class ReferenceLogprobs:
     """The reference policy's log-probabilities of a sample of the completions."""
 
     logprobs: Tensor
-    """[B, T], 0 where they were not measured."""
-    measured: Tensor
-    """Of which rows, bool [B]."""
-    factor: float
-    """Completions of all ranks over those that were measured: what makes a sum over these one over all."""
+    """[B, T], 0 for completions outside the sample."""
+    sampled: Tensor
+    """Rows in the sample, bool [B]."""
+    scale: float
+    """Completions of all ranks divided by those in the sample: makes the mean KL unbiased."""
 
 
 @dataclass(frozen=True)
 class PrecomputedLogprobs:
-    """What is known of a rollout before its first step."""
+    """Old and reference log-probabilities of an experience."""
 
     experience: Experience
     mask: Tensor
     """Tokens that train, bool [B, T]."""
     old: Tensor
-    """The clean policy's log-probabilities before the update [B, T]; of rows that the first step knows, from then."""
-    reference: Reference | None
-
-
-def logprobs_of(
-    policy: Policy, objective: Objective, experience: Experience, mask: Tensor, rows: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Log-probabilities and entropies [len(rows), T] of some completions."""
-    return policy.token_logprobs(
-        experience.tokens[rows],
-        experience.lengths[rows],
-        mask[rows],
-        experience.temperature,
-        objective.needs_entropy,
-    )
-
-
-@torch.no_grad()
-def frozen_logprobs(
-    policy: Policy, objective: Objective, experience: Experience, mask: Tensor, parts: Sequence[Tensor]
-) -> Tensor:
-    """Log-probabilities [B, T] without gradient or dropout of the rows in `parts`, a forward pass each, else 0."""
-    policy.eval()
-    found = torch.zeros_like(experience.sampler_logprobs)
-    for part in parts:
-        found[part] = logprobs_of(policy, objective, experience, mask, part)[0]
-    return found
+    """Of the policy before the update [B, T]; the first step fills in its own rows."""
+    reference: ReferenceLogprobs | None
 
 
 def sampled_indices(share: float, completions: int, seed: int) -> Tensor:
-    """Places, ascending, of a share of the completions of all ranks, one at least; equal on all ranks."""
+    """Ascending indices of a random share of all ranks' completions, at least one; the same on all ranks."""
     count = min(max(round(share * completions), 1), completions)
     generator = torch.Generator().manual_seed(seed)
     return torch.randperm(completions, generator=generator)[:count].sort().values
 
 
 def local_rows(wanted: Tensor, indices: Tensor, completions: int) -> Tensor:
-    """Own rows among the wanted places, in the order of those."""
-    row_at = torch.full((completions,), -1, device=indices.device)
-    row_at[indices] = torch.arange(len(indices), device=indices.device)
-    rows = row_at[wanted.to(indices.device)]
+    """This rank's rows of the wanted completions, in their order.
+
+    Args:
+        wanted: Indices among all ranks' completions.
+        indices: Of this rank's rows among them [B].
+        completions: Of all ranks.
+    """
+    row_of = torch.full((completions,), -1, device=indices.device)
+    row_of[indices] = torch.arange(len(indices), device=indices.device)
+    rows = row_of[wanted.to(indices.device)]
     return rows[rows >= 0]
 
 
-PER_TOKEN = {
+TOKEN_METRICS = {
     "policy/ratio_mean": "ratio",
     "policy/clip_frac_low": "clip_low",
     "policy/clip_frac_high": "clip_high",
@@ -149,31 +129,29 @@ PER_TOKEN = {
     "mismatch/logprob_abs_mean": "logprob_abs",
     "mismatch/is_weight_mean": "is_weight",
 }
-
 """TensorBoard tag of each metric that the objective sums over tokens."""
 
 
 class NonFiniteLossError(ArithmeticError):
-    """Loss or gradient is NaN or infinite; the optimizer has not taken this step, but may have taken earlier ones."""
+    """Loss or gradient is NaN or infinite; this optimizer step was not taken, earlier ones may have been."""
 
 
 @dataclass(frozen=True)
 class PolicyUpdate:
-    """How a policy learns from an experience; `run` does it.
+    """Optimizer steps on an experience; `run` takes them.
 
-    Each pass splits the completions into `minibatches` parts, as even as they can be. Dynamic sampling may leave fewer
-    completions than parts: an empty part's optimizer step has no gradient, so that neither parameters nor the
-    optimizer's state change, and is counted as any other: the learning rate goes its way by rollouts. A part's gradient
-    is summed over micro-batches, dealt by `partition_micro_batches`.
+    Each epoch splits the completions evenly into `minibatches`. Dynamic sampling may leave fewer completions than
+    minibatches: the step of an empty minibatch has no gradient, changes neither parameters nor optimizer state, and
+    still counts for the learning rate. Gradients of a minibatch accumulate over micro-batches.
 
     Args:
         objective: The loss.
         epochs: Passes over the experience (μ).
-        minibatches: Optimizer steps a pass.
-        micro_batch_tokens: Most tokens of one forward pass; None takes a whole minibatch.
-        max_grad_norm: Gradients are scaled down to this norm.
-        reference_share: Share of the completions whose KL divergence to the reference is measured where the loss does
-            not need it; 0 measures none. Which ones is drawn by rollout; the mean is unbiased.
+        minibatches: Optimizer steps per epoch.
+        micro_batch_tokens: Most tokens of a forward pass; None computes a minibatch at once.
+        max_grad_norm: Gradients are clipped to this norm.
+        reference_share: Share of the completions on which the KL divergence to the reference is estimated if the loss
+            does not need it; drawn for each rollout, 0 for none.
         seed: Seed of the run, for dropout and the order of minibatches.
     """
 
@@ -186,14 +164,10 @@ class PolicyUpdate:
     seed: int
 
     def __post_init__(self) -> None:
-        """Check the range.
-
-        Raises:
-            UserError: A share is none.
-        """
+        """Raise UserError if the share is outside [0, 1]."""
         if not 0 <= self.reference_share <= 1:
             raise UserError(
-                f"model.monitor_kl must be true, false or in [0, 1]; found {self.reference_share}; set it to 0.125, say"
+                f"model.monitor_kl must be true, false or in [0, 1]; got {self.reference_share}; set it to 0.125, say"
             )
 
     @property
@@ -202,14 +176,10 @@ class PolicyUpdate:
         return self.epochs * self.minibatches
 
     def check_divides(self, completions: int) -> None:
-        """Refuse minibatches that do not divide the completions of a whole rollout.
-
-        Raises:
-            UserError: They do not.
-        """
+        """Raise UserError if the minibatches do not divide the completions of a full rollout."""
         if completions % self.minibatches:
             raise UserError(
-                f"minibatches must divide the completions of a rollout; found {self.minibatches} and {completions}; "
+                f"minibatches must divide the completions of a rollout; got {self.minibatches} and {completions}; "
                 "change model.minibatches, data.batch_size or group_size"
             )
 
@@ -222,62 +192,64 @@ class PolicyUpdate:
         backward: Callable[[Tensor], None],
         ranks: Communicator = SINGLE_PROCESS,
     ) -> dict[str, float]:
-        """Update the policy.
+        """Update the policy. Collective: the steps equal those of one process with all ranks' completions.
 
         Args:
-            policy: What learns.
-            experience: What it learns from, on the policy's device.
+            policy: Trained policy.
+            experience: This rank's completions, on the policy's device.
             optimizer: Of the policy's trained parameters.
-            schedule: Learning rate, a step an optimizer step.
+            schedule: Learning rate by optimizer steps.
             backward: Runs a loss's backward pass (`LightningModule.manual_backward`).
-            ranks: Who learns with this process, each from the experience of its own completions. All take the steps
-                that one process with all completions would take.
+            ranks: All training processes.
 
         Returns:
-            Means over all ranks' tokens by TensorBoard tag, nan where none was learned from; rate, loss, gradient norm.
+            Means over all ranks' tokens by TensorBoard tag, NaN where no token trained; learning rate, loss and
+            gradient norm.
 
         Raises:
             NonFiniteLossError: Loss or gradient is not finite.
         """
-        policy.checkpointing.choose_mode(self.most_tokens(experience.lengths), ranks)
+        policy.checkpointing.choose_mode(self.max_micro_batch_tokens(experience.lengths), ranks)
         own_stream = (ranks.rank,) if ranks.rank else ()
         torch.manual_seed(stream_seed(self.seed, "update", experience.version, *own_stream))  # dropout
         mask = self.objective.training_mask(experience.mask, experience.truncated)
-        indices, tokens_of = self._everywhere(experience, mask, ranks)
-        minibatches = list(self._minibatches(experience.version, len(tokens_of)))
-        steps = [(step, local_rows(step, indices, len(tokens_of))) for step in minibatches]
-        precomputed = self._known(policy, experience, mask, steps[0][1], indices, len(tokens_of))
+        indices, token_counts = self._gather_indices(experience, mask, ranks)
+        minibatches = [
+            (minibatch, local_rows(minibatch, indices, len(token_counts)))
+            for minibatch in self._minibatches(experience.version, len(token_counts))
+        ]
+        precomputed = self._precompute_logprobs(policy, experience, mask, minibatches[0][1], indices, len(token_counts))
         parameters = [parameter for parameter in policy.parameters() if parameter.requires_grad]
         totals: dict[str, float] = defaultdict(float)
         policy.train()
-        for number, (step_places, rows) in enumerate(steps):
+        for step, (minibatch, rows) in enumerate(minibatches):
             optimizer.zero_grad()
-            tokens = tokens_of[step_places].sum().item()
-            completions = float(len(step_places))
+            tokens = token_counts[minibatch].sum().item()
+            completions = float(len(minibatch))
             weights = self.objective.weights(mask[rows], experience.max_tokens, completions, max(tokens, 1.0))
-            unchanged = number == 0 and not policy.trained.random
-            sums = self._accumulate(policy, precomputed, rows, weights, backward, parameters, unchanged)
-            if tokens > 0:  # else no rank has a gradient, and none is made
+            on_policy = step == 0 and not policy.trained.has_dropout
+            sums = self._accumulate(policy, precomputed, rows, weights, backward, parameters, on_policy)
+            if tokens > 0:  # else no rank has a gradient
                 ranks.sum(_gradients(parameters, ranks))
-            for part in ranks.gather(dict(sums)):
-                for name, value in part.items():
+            for rank_sums in ranks.gather(dict(sums)):
+                for name, value in rank_sums.items():
                     totals[name] += value
             norm = torch.nn.utils.clip_grad_norm_(parameters, self.max_grad_norm).item()
             if not torch.tensor([totals["loss"], norm]).isfinite().all():
                 raise NonFiniteLossError(f"loss {totals['loss']:g}, gradient norm {norm:g}")
             totals["grad_norm"] += norm
             totals["lr"] += optimizer.param_groups[0]["lr"]
-            optimizer.step()  # passes over parameters without a gradient: weight decay and momentum rest with it
+            optimizer.step()  # skips parameters without a gradient, weight decay and momentum included
             schedule.step()
         if precomputed.reference is not None and "kl" in totals:
-            totals["kl"] *= precomputed.reference.factor
+            totals["kl"] *= precomputed.reference.scale
         policy.checkpointing.synchronize_mode(ranks)
         return self._metrics(totals)
 
     def _metrics(self, totals: Mapping[str, float]) -> dict[str, float]:
-        """Of sums over all steps and ranks: means a token and a step, by TensorBoard tag."""
-        learned = totals["tokens"] or math.nan  # no mean where every completion was left out
-        metrics = {tag: totals[name] / learned for tag, name in PER_TOKEN.items() if name in totals}
+        """Means per token and per step by TensorBoard tag, from sums over all steps and ranks."""
+        tokens = totals["tokens"] or math.nan
+        metrics = {tag: totals[name] / tokens for tag, name in TOKEN_METRICS.items() if name in totals}
         return metrics | {f"optim/{name}": totals[name] / self.steps for name in ("grad_norm", "loss", "lr")}
 
     def _accumulate(
@@ -288,42 +260,41 @@ class PolicyUpdate:
         weights: Tensor,
         backward: Callable[[Tensor], None],
         parameters: list[nn.Parameter],
-        unchanged: bool,
+        on_policy: bool,
     ) -> dict[str, float]:
-        """Accumulate the gradient of this rank's rows of one minibatch; returns sums over their tokens.
+        """Accumulate the gradient of this rank's rows of a minibatch; returns sums over their tokens.
 
-        `unchanged`: the policy is still the old one, whose log-probabilities are kept for later steps.
+        `on_policy`: the policy is still the old one, so that its log-probabilities are saved as the old ones.
         """
-        parts = self._micro_batches(precomputed.experience.lengths[rows])
+        micro_batches = self._micro_batches(precomputed.experience.lengths[rows])
 
         def work() -> list[dict[str, Tensor]]:
-            found = []
-            for part in parts:
-                loss, sums = self._loss(policy, precomputed, rows[part], weights[part], unchanged)
-                if loss.requires_grad:  # a micro-batch of masked completions has nothing to learn
+            all_sums = []
+            for micro_batch in micro_batches:
+                loss, sums = self._loss(policy, precomputed, rows[micro_batch], weights[micro_batch], on_policy)
+                if loss.requires_grad:  # not if every completion of the micro-batch is masked
                     backward(loss)
-                found.append({"loss": loss.detach(), **sums})
-            return found
+                all_sums.append({"loss": loss.detach(), **sums})
+            return all_sums
 
-        found = policy.checkpointing.run_with_oom_fallback(work, parameters)
+        all_sums = policy.checkpointing.run_with_oom_fallback(work, parameters)
         totals: dict[str, float] = defaultdict(float)
-        for name in found[0]:  # all at once, for each waits for the device
-            for value in torch.stack([sums[name] for sums in found]).tolist():
+        for name in all_sums[0]:  # after all micro-batches, as each transfer waits for the device
+            for value in torch.stack([sums[name] for sums in all_sums]).tolist():
                 totals[name] += value
         return totals
 
     def _loss(
-        self, policy: Policy, precomputed: PrecomputedLogprobs, rows: Tensor, weights: Tensor, unchanged: bool
+        self, policy: Policy, precomputed: PrecomputedLogprobs, rows: Tensor, weights: Tensor, on_policy: bool
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Loss of a micro-batch, and sums over its tokens."""
         experience, reference = precomputed.experience, precomputed.reference
-        logprobs, entropy = logprobs_of(policy, self.objective, experience, precomputed.mask, rows)
-        if unchanged:
+        logprobs, entropy = self._logprobs(policy, experience, precomputed.mask, rows)
+        if on_policy:
             precomputed.old[rows] = logprobs.detach()
         ref_logprobs = None
-        if reference is not None:  # rows that were not measured add nothing
-            measured = reference.measured[rows, None]
-            ref_logprobs = torch.where(measured, reference.logprobs[rows], logprobs.detach())
+        if reference is not None:  # the KL of completions outside the sample is 0
+            ref_logprobs = torch.where(reference.sampled[rows, None], reference.logprobs[rows], logprobs.detach())
         inputs = LossInputs(
             logprobs=logprobs,
             old_logprobs=precomputed.old[rows],
@@ -337,54 +308,81 @@ class PolicyUpdate:
         outputs = self.objective.loss(inputs)
         return outputs.loss, outputs.metrics
 
-    def _known(
-        self, policy: Policy, experience: Experience, mask: Tensor, first: Tensor, indices: Tensor, completions: int
+    def _precompute_logprobs(
+        self,
+        policy: Policy,
+        experience: Experience,
+        mask: Tensor,
+        first_rows: Tensor,
+        indices: Tensor,
+        completions: int,
     ) -> PrecomputedLogprobs:
-        """Measure what the steps need and do not measure themselves; `first` are the rows of the first one.
+        """Compute old and reference log-probabilities.
 
-        Its forward pass is the old policy's, unless there is dropout.
+        Without dropout the first step's forward pass gives the old ones of its rows, `first_rows`.
         """
-        asked = torch.ones(len(experience), dtype=torch.bool, device=mask.device)
-        if not policy.trained.random:
-            asked[first] = False
-
-        def measured(rows: Tensor) -> Tensor:
-            parts = [rows[part] for part in self._micro_batches(experience.lengths[rows])] if len(rows) else []
-            return frozen_logprobs(policy, self.objective, experience, mask, parts)
-
-        old, reference = measured(asked.nonzero().squeeze(1)), None
+        needs_old = torch.ones(len(experience), dtype=torch.bool, device=mask.device)
+        if not policy.trained.has_dropout:
+            needs_old[first_rows] = False
+        old = self._frozen_logprobs(policy, experience, mask, needs_old.nonzero().squeeze(1))
+        reference = None
         share = 1.0 if self.objective.needs_reference else self.reference_share
         if share > 0:
-            drawn = sampled_indices(share, completions, stream_seed(self.seed, "kl", experience.version))
-            rows = local_rows(drawn, indices, completions)
-            with policy.reference():
-                reference = Reference(measured(rows), torch.zeros_like(asked), completions / max(len(drawn), 1))
-            reference.measured[rows] = True
+            sample = sampled_indices(share, completions, stream_seed(self.seed, "kl", experience.version))
+            rows = local_rows(sample, indices, completions)
+            logprobs = self._frozen_logprobs(policy, experience, mask, rows, reference=True)
+            reference = ReferenceLogprobs(logprobs, torch.zeros_like(needs_old), completions / max(len(sample), 1))
+            reference.sampled[rows] = True
         return PrecomputedLogprobs(experience, mask, old, reference)
 
-    def _micro_batches(self, lengths: Tensor) -> list[Tensor]:
-        """Indices into `lengths` [B] of each micro-batch."""
-        parts = partition_micro_batches(lengths.tolist(), self.micro_batch_tokens)
-        return [torch.tensor(part, dtype=torch.int64, device=lengths.device) for part in parts]
+    @torch.no_grad()
+    def _frozen_logprobs(
+        self, policy: Policy, experience: Experience, mask: Tensor, rows: Tensor, reference: bool = False
+    ) -> Tensor:
+        """Log-probabilities [B, T] of some rows without gradient and dropout, 0 elsewhere."""
+        policy.eval()
+        logprobs = torch.zeros_like(experience.sampler_logprobs)
+        for micro_batch in self._micro_batches(experience.lengths[rows]) if len(rows) else []:
+            batch = rows[micro_batch]
+            logprobs[batch] = self._logprobs(policy, experience, mask, batch, reference)[0]
+        return logprobs
 
-    def most_tokens(self, lengths: Tensor) -> int:
-        """Tokens of the largest micro-batch that sequences of these lengths [B] make."""
+    def _logprobs(
+        self, policy: Policy, experience: Experience, mask: Tensor, rows: Tensor, reference: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """Log-probabilities and entropies [len(rows), T]."""
+        return policy.token_logprobs(
+            experience.tokens[rows],
+            experience.lengths[rows],
+            mask[rows],
+            experience.temperature,
+            self.objective.needs_entropy,
+            reference,
+        )
+
+    def _micro_batches(self, lengths: Tensor) -> list[Tensor]:
+        """Indices into `lengths` [B] for each micro-batch."""
+        partition = partition_micro_batches(lengths.tolist(), self.micro_batch_tokens)
+        return [torch.tensor(indices, dtype=torch.int64, device=lengths.device) for indices in partition]
+
+    def max_micro_batch_tokens(self, lengths: Tensor) -> int:
+        """Tokens of the largest micro-batch of sequences with these lengths [B]."""
         if self.micro_batch_tokens is None:
-            per_step = max(-(-len(lengths) // self.minibatches), 1)
-            return int(lengths.sort(descending=True).values[:per_step].sum())
+            rows = max(-(-len(lengths) // self.minibatches), 1)
+            return int(lengths.sort(descending=True).values[:rows].sum())
         return max([self.micro_batch_tokens, *lengths.tolist()])
 
-    def _everywhere(self, experience: Experience, mask: Tensor, ranks: Communicator) -> tuple[Tensor, Tensor]:
-        """Place of each own row among the completions of all ranks [B], and how many tokens train at each place."""
+    def _gather_indices(self, experience: Experience, mask: Tensor, ranks: Communicator) -> tuple[Tensor, Tensor]:
+        """Indices of this rank's rows among all ranks' completions [B], and trained tokens of all completions [N]."""
         own = torch.arange(len(experience)) if experience.indices is None else experience.indices.cpu()
-        parts = ranks.gather((own, mask.sum(dim=1).cpu()))
-        tokens_of = torch.zeros(sum(len(indices) for indices, _ in parts), dtype=torch.int64)
-        for indices, tokens in parts:
-            tokens_of[indices] = tokens
-        return own.to(mask.device), tokens_of.to(mask.device)
+        gathered = ranks.gather((own, mask.sum(dim=1).cpu()))
+        token_counts = torch.zeros(sum(len(indices) for indices, _ in gathered), dtype=torch.int64)
+        for indices, counts in gathered:
+            token_counts[indices] = counts
+        return own.to(mask.device), token_counts.to(mask.device)
 
     def _minibatches(self, version: int, completions: int) -> Iterator[Tensor]:
-        """Places of each optimizer step, shuffled when there are several; of some steps none."""
+        """Indices of the completions of each optimizer step, shuffled if an epoch has several; some may be empty."""
         for epoch in range(self.epochs):
             indices = torch.arange(completions)
             if self.minibatches > 1:
@@ -394,7 +392,7 @@ class PolicyUpdate:
 
 
 def _gradients(parameters: list[nn.Parameter], ranks: Communicator) -> list[Tensor]:
-    """Gradients to add up; zeros where this rank had nothing to learn from."""
+    """Gradients to reduce; zeros on a rank whose completions have none."""
     if ranks.size > 1:
         for parameter in parameters:
             if parameter.grad is None:

@@ -37,13 +37,9 @@ class CheckedPolicy(Protocol):
         ...
 
     def token_logprobs(
-        self, tokens: Tensor, lengths: Tensor, mask: Tensor, temperature: float
+        self, tokens: Tensor, lengths: Tensor, mask: Tensor, temperature: float, *, reference: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """Log-probabilities and entropies at the tokens of the mask, float32 [B, T] each."""
-        ...
-
-    def reference(self) -> AbstractContextManager[None]:
-        """Inside the block it is its reference: adapter off, norm scales as in the base model."""
+        """Log-probabilities and entropies of the masked tokens, float32 [B, T] each; or those of the reference."""
         ...
 
     def perturbed(self, seed: int) -> AbstractContextManager[None]:
@@ -123,9 +119,8 @@ def measure_logprob_parity(
     with_adapter = compared.sample(policy.weights(version, adapter=True))
     without = compared.sample(policy.weights(version, adapter=False))
     on, own = compared.difference(with_adapter)
-    with policy.reference():
-        _, reference = compared.difference(with_adapter)
-        off, _ = compared.difference(without)
+    _, reference = compared.difference(with_adapter, reference=True)
+    off, _ = compared.difference(without, reference=True)
     return LogprobParity(on, off, (own - reference).abs().mean().item())
 
 
@@ -158,13 +153,13 @@ class _Compared:
         self.engine.sync(weights)
         return self.engine.generate([RolloutRequest(prompt.token_ids, (0,)) for prompt in self.prompts], self.sampling)
 
-    def difference(self, completions: list[list[Completion]]) -> tuple[float, Tensor]:
+    def difference(self, completions: list[list[Completion]], reference: bool = False) -> tuple[float, Tensor]:
         """Mean absolute difference of the two, in nats a token, and the trainer's: float32 [tokens]."""
         device = self.policy.device
         tokens, lengths, mask, sampled = (t.to(device) for t in pad_completions(self.prompts, completions, 0))
         self.policy.eval()
         with torch.no_grad():
-            own = self.policy.token_logprobs(tokens, lengths, mask, 1.0)[0]
+            own = self.policy.token_logprobs(tokens, lengths, mask, 1.0, reference=reference)[0]
         return (own - sampled)[mask].abs().mean().item(), own[mask]
 
 

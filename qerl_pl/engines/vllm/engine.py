@@ -12,7 +12,6 @@ import torch
 from qerl_kernels import DECODE_GEMM_MAX_TOKENS, select_backend
 
 from qerl_pl.engines.base import EngineSpec, SharedWeights, check_adapter, check_requests, check_targets, regroup
-from qerl_pl.engines.capacity import GIB, check_length, files_gib, kv_bytes_per_token, kv_cache_size
 from qerl_pl.engines.vllm import linear_methods, worker
 from qerl_pl.engines.vllm.startup import check_start, import_vllm, process_state_kept, refusals_told, release_memory
 from qerl_pl.errors import UserError, require_at_least
@@ -21,6 +20,7 @@ from qerl_pl.formats.base import format_of
 from qerl_pl.formats.dense import DENSE
 from qerl_pl.formats.dense_checkpoint import write_dense_checkpoint
 from qerl_pl.formats.model_folder import end_token_ids, load_config, load_tokenizer
+from qerl_pl.memory import GIB, check_length, files_gib, kv_bytes_per_token, kv_cache_size
 from qerl_pl.types import Completion, PolicyWeights, RolloutRequest, SamplingConfig, SyncReport
 
 

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from qerl_pl.algorithm.noise import NormNoise
 from qerl_pl.engines.base import EngineSpec, SharedWeights
-from qerl_pl.engines.capacity import held_gib
 from qerl_pl.engines.vllm import linear_methods, weight_map
 from qerl_pl.engines.vllm.compat import look_up
 from qerl_pl.engines.vllm.linear_methods import Slots, attach_all, changes_products
@@ -25,6 +24,7 @@ from qerl_pl.engines.vllm.sampler import attach_sampler
 from qerl_pl.engines.vllm.weight_map import Part, parts_of, vocabulary
 from qerl_pl.errors import UserError
 from qerl_pl.formats.architecture import noisy_norm_names
+from qerl_pl.memory import held_gib
 
 
 @contextmanager

@@ -1,0 +1,192 @@
+"""Memory of a run: what tensors and files hold, what a device has free, and estimates from a model's shapes."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from qerl_kernels.logprob import CHUNK_BYTES
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from transformers import PretrainedConfig
+
+from qerl_pl.errors import UserError
+
+GIB = 2**30
+MASTER = GRADIENT = 4
+"""Bytes of a float32 master weight, and of its gradient."""
+SAFETY_FACTOR = 1.1
+"""For fragmentation and small tensors that the estimate of activations leaves out."""
+SAMPLE = 512
+"""Side of the matrices that an optimizer is measured on: 8-bit ones keep small ones in 32 bits, paged ones unpaged."""
+
+
+def held_gib(tensors: Iterable[Tensor]) -> float:
+    """GiB of tensors; views of the same memory (by its first address) count once."""
+    sizes: dict[int, int] = {}
+    for tensor in tensors:
+        sizes[tensor.data_ptr()] = max(tensor.nbytes, sizes.get(tensor.data_ptr(), 0))
+    return sum(sizes.values()) / GIB
+
+
+def files_gib(folder: Path) -> float:
+    """GiB of a model folder's weight files."""
+    return sum(path.stat().st_size for path in folder.glob("*.safetensors")) / GIB
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Bytes that a GPU has free, PyTorch's cache of unused blocks included; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info(device)[0]
+
+
+# Keys and values, activations -----------------------------------------------------------------------------------------
+
+
+def attention_widths(config: PretrainedConfig) -> tuple[int, int]:
+    """Elements of a token's queries, and of its keys (or values), in one layer."""
+    heads = config.num_attention_heads
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return heads * head_size, (getattr(config, "num_key_value_heads", None) or heads) * head_size
+
+
+def kv_bytes_per_token(config: PretrainedConfig, dtype: torch.dtype) -> int:
+    """Bytes of a token's keys and values in all layers."""
+    return int(2 * config.num_hidden_layers * attention_widths(config)[1] * dtype.itemsize)
+
+
+def kv_cache_size(requested: float | None, share: float | None, device: torch.device) -> float | None:
+    """GiB of the key/value cache; None where vLLM computes it from its share of the memory."""
+    if requested is None and share is None:
+        return 4.0 if device.type == "cuda" else 0.5
+    return requested
+
+
+def check_length(length: int, needed: int, kv_gib: float | None, bytes_per_token: int) -> None:
+    """Reject an engine that could not finish one sequence.
+
+    Args:
+        length: Longest sequence the engine prepares for, in tokens.
+        needed: Longest sequence the run can request, in tokens.
+        kv_gib: Size of the key/value cache; None where the engine chooses it.
+        bytes_per_token: `kv_bytes_per_token`.
+
+    Raises:
+        UserError: The length or the cache is too small.
+    """
+    if length < needed:
+        raise UserError(f"max_model_len must hold prompt and completion, {needed} tokens; got {length}: leave it out")
+    if kv_gib is not None and kv_gib * GIB < bytes_per_token * length:
+        raise UserError(
+            f"the key/value cache must hold one sequence of {length} tokens, {bytes_per_token * length / GIB:.3g} GiB; "
+            f"got kv_cache_gib {kv_gib:g}: raise it or shorten the sequences"
+        )
+
+
+def activation_bytes(
+    config: PretrainedConfig, dtype: torch.dtype, checkpointing: bool | str, tokens: int, train_norms: bool
+) -> int:
+    """Estimated peak of a micro-batch's activations and their gradients, logits not included.
+
+    Args:
+        config: Of a Llama-like model.
+        dtype: Of activations.
+        checkpointing: False, "selective" or True, as `PolicyConfig.gradient_checkpointing`.
+        tokens: Of the micro-batch.
+        train_norms: Whether the layers' norms train; they then save float32 activations.
+    """
+    size, hidden, inner = dtype.itemsize, config.hidden_size, config.intermediate_size
+    queries, keys = attention_widths(config)
+    # Inputs and outputs of both norms, queries, keys, values and output of attention, and three of the MLP, as the
+    # GPU ops save them.
+    layer = size * (4 * hidden + 2 * queries + 2 * keys + 3 * inner)
+    if train_norms:
+        layer += 2 * 2 * 4 * hidden
+    products = size * (hidden + queries + 2 * keys + 2 * inner)  # of all linears but the last
+    saved = {False: layer, "selective": size * hidden + products, True: size * hidden}[checkpointing]
+    working = (0 if checkpointing is False else layer) + size * (4 * inner + 6 * hidden)  # one layer, and gradients
+    return int(SAFETY_FACTOR * tokens * (config.num_hidden_layers * saved + working))
+
+
+def temporary_bytes(config: PretrainedConfig, dtype: torch.dtype, full_finetuning: bool) -> int:
+    """Estimated logits and copies of weights that live for one product, independent of the number of tokens."""
+    size, largest = dtype.itemsize, config.hidden_size * config.intermediate_size
+    if not full_finetuning:
+        return 2 * CHUNK_BYTES + size * largest
+    # Copy and gradient in the activations' type, and the float32 gradient; the output layer beside any other.
+    return 2 * CHUNK_BYTES + (2 * size + 4) * (largest + config.vocab_size * config.hidden_size)
+
+
+# Weights, gradients, optimizer states ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class OptimizerBytes:
+    """Memory of an optimizer, in bytes per trained weight."""
+
+    state: float
+    """Held from the first step on."""
+    step: float
+    """In addition during a step: on a GPU `torch.optim.AdamW` takes the roots of all second moments at once."""
+
+
+def training_bytes(weights: int, optimizer: OptimizerBytes | None, reference: torch.dtype | None) -> dict[str, float]:
+    """Bytes that full fine-tuning holds between two steps, by purpose.
+
+    Args:
+        weights: Number of weights.
+        optimizer: None where nothing trains.
+        reference: Data type of the reference policy; None without one.
+    """
+    sizes = {
+        "weights": MASTER,
+        "gradients": 0 if optimizer is None else GRADIENT,
+        "optimizer": 0 if optimizer is None else optimizer.state,
+        "reference policy": 0 if reference is None else reference.itemsize,
+    }
+    return {name: size * weights for name, size in sizes.items() if size}
+
+
+def optimizer_bytes(make: Callable[[Iterable[nn.Parameter]], Optimizer], device: torch.device) -> OptimizerBytes:
+    """Memory of an optimizer per weight, measured by steps over small matrices.
+
+    Differences of two measurements leave out counters and tables, and what is needed for one matrix after the other.
+
+    Args:
+        make: Builds the optimizer.
+        device: Where. On a CPU a step's additional memory is not measured: the step goes matrix by matrix.
+    """
+    (small, first), (large, _), (_, both) = (_measured(make, device, rows) for rows in ([1], [2], [1, 1]))
+    return OptimizerBytes((large - small) / SAMPLE**2, (both - first) / SAMPLE**2)
+
+
+def pending_state_bytes(
+    optimizer: Optimizer, make: Callable[[Iterable[nn.Parameter]], Optimizer], device: torch.device
+) -> float:
+    """Bytes per weight that an optimizer, built by `make`, has still to allocate; 0 with a checkpoint's state."""
+    return 0.0 if optimizer.state else optimizer_bytes(make, device).state
+
+
+def _measured(
+    make: Callable[[Iterable[nn.Parameter]], Optimizer], device: torch.device, heights: list[int]
+) -> tuple[int, int]:
+    """Bytes held after a step, and the additional bytes of a second one, for matrices [height * SAMPLE, SAMPLE]."""
+    weights = [nn.Parameter(torch.zeros(height * SAMPLE, SAMPLE, device=device)) for height in heights]
+    for weight in weights:
+        weight.grad = torch.zeros_like(weight)
+    optimizer, before = make(weights), _requested_bytes(device, "current")
+    optimizer.step()
+    if device.type != "cuda":
+        states = (value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor))
+        return sum(value.nbytes for value in states), 0
+    held = _requested_bytes(device, "current")
+    torch.cuda.reset_peak_memory_stats(device)
+    optimizer.step()
+    return held - before, _requested_bytes(device, "peak") - held
+
+
+def _requested_bytes(device: torch.device, when: str) -> int:
+    """Of PyTorch's tensors on a GPU, without the allocator's rounding."""
+    return int(torch.cuda.memory_stats(device)[f"requested_bytes.all.{when}"]) if device.type == "cuda" else 0
