@@ -173,8 +173,7 @@ LAYOUT = {
         "memory": ["Multiline", ["memory/peak_gib", "memory/driver_gib", "memory/base_gib", "memory/kv_cache_gib"]],
     },
 }
-
-"""TensorBoard's custom scalars: reward and entropy first."""
+"""TensorBoard's custom scalars."""
 
 
 class Monitor(Callback):
@@ -248,8 +247,7 @@ class Monitor(Callback):
         engine = next(callbacks).engine.memory_gib()
         on_gpu = module.device.type == "cuda"
         gpu = device_memory(module.device, self._held + gradient_gib(module.policy)) if on_gpu else None
-        borrowed = None if module.hand_over is None else module.hand_over.shared
-        return measure_memory(module.policy, borrowed, trainer.optimizers, engine, gpu)
+        return measure_memory(module.policy, module.shared_weights, trainer.optimizers, engine, gpu)
 
 
 def _peak_gib(device: torch.device) -> float:
