@@ -1,4 +1,4 @@
-"""The values that travel along the data's path: prompts -> completions -> rewards -> experience.
+"""Data types of the run's path: prompts, completions, rewards, experience.
 
 Shapes, here and in every docstring: B completions in a batch, T token positions (prompt and completion, right-padded),
 V vocabulary, r adapter rank. Token ids are Python ints until `Experience`, where they become tensors.
@@ -18,24 +18,24 @@ from qerl_pl.errors import UserError
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt of a data module."""
+    """One row of a data set, rendered."""
 
     id: str
-    """Stable name of the row, equal in every run over the same data, such as "train-17"."""
+    """Stable name of the row, such as "train-17"; equal in every run over the same data."""
     token_ids: tuple[int, ...]
     """The rendered chat prompt, generation prompt included."""
     text: str
     """The question as the user reads it."""
     reference: str
-    """What the rewards compare with."""
+    """Reference answer, for the rewards."""
 
 
 @dataclass(frozen=True)
 class SamplingConfig:
-    """How completions are sampled.
+    """Sampling parameters of training completions.
 
     Args:
-        max_tokens: Most tokens of a completion; one that reaches it is truncated.
+        max_tokens: Most tokens of a completion; at this length it is truncated.
         temperature: Divides the logits; 0 is greedy decoding.
         top_p: Keep the smallest set of tokens whose probability is at least this.
         top_k: Keep this many tokens; 0 keeps all.
@@ -56,10 +56,10 @@ class SamplingConfig:
 
 @dataclass(frozen=True)
 class EvalSampling:
-    """How samples of held-out prompts are drawn; what is null, or left out, is as in training.
+    """Sampling parameters of held-out prompts; null, or leaving one out, takes training's value.
 
     Args:
-        max_tokens: Most tokens of a completion; one that reaches it is truncated.
+        max_tokens: Most tokens of a completion; at this length it is truncated.
         temperature: Divides the logits; 0 is greedy decoding.
         top_p: Keep the smallest set of tokens whose probability is at least this.
         top_k: Keep this many tokens; 0 keeps all.
@@ -75,18 +75,18 @@ class EvalSampling:
     stop: Sequence[str] | None = None
 
     def __post_init__(self) -> None:
-        _check_sampling("eval_sampling", self._given)
+        _check_sampling("eval_sampling", self._overrides)
 
     @property
-    def _given(self) -> dict[str, Any]:
+    def _overrides(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if value is not None}
 
     def over(self, training: SamplingConfig) -> SamplingConfig:
-        """Training's sampling with what is given here in its place."""
-        return replace(training, **self._given)
+        """Training's sampling parameters, overridden by those set here."""
+        return replace(training, **self._overrides)
 
 
-def _check_sampling(owner: str, given: Mapping[str, Any]) -> None:
+def _check_sampling(owner: str, parameters: Mapping[str, Any]) -> None:
     for name, rule, holds in (
         ("max_tokens", "at least 1", lambda tokens: tokens >= 1),
         ("temperature", "0 or a number of at least 0.01", lambda heat: heat == 0 or 0.01 <= heat < math.inf),
@@ -94,31 +94,31 @@ def _check_sampling(owner: str, given: Mapping[str, Any]) -> None:
         ("top_k", "at least 0", lambda count: count >= 0),
         ("min_p", "at least 0 and below 1", lambda share: 0 <= share < 1),
     ):
-        if name in given and not holds(given[name]):
-            raise UserError(f"{owner}.{name} must be {rule}; found {given[name]}; leave it out if unsure")
-    stop = given.get("stop", ())
+        if name in parameters and not holds(parameters[name]):
+            raise UserError(f"{owner}.{name} must be {rule}; got {parameters[name]}; leave it out if unsure")
+    stop = parameters.get("stop", ())
     if isinstance(stop, str) or not all(stop):
-        raise UserError(f"{owner}.stop must be a list of strings, none of them empty; found {stop!r}; correct the list")
+        raise UserError(f"{owner}.stop must be a list of strings, none of them empty; got {stop!r}; correct the list")
 
 
 @dataclass(frozen=True)
 class RolloutRequest:
-    """One prompt and the random streams of its completions."""
+    """One prompt and the seeds of its completions."""
 
     prompt_ids: tuple[int, ...]
     seeds: tuple[int, ...]
-    """One seed in [0, 2**63) a completion; as many completions are sampled as there are seeds."""
+    """One seed in [0, 2**63) for each completion to sample."""
 
 
 @dataclass(frozen=True)
 class Completion:
-    """What the sampler wrote."""
+    """A sampled completion."""
 
     token_ids: tuple[int, ...]
-    """Sampled tokens, the end-of-sequence token included where one was sampled."""
+    """Sampled tokens, including the end-of-sequence token if one was sampled."""
     logprobs: tuple[float, ...]
-    """Natural log of each token's probability under the distribution it was sampled from: temperature and, where set,
-    top-p, top-k and min-p included. Greedy decoding reports the distribution at temperature 1."""
+    """Natural log of each token's probability under the distribution it was sampled from, after temperature, top-p,
+    top-k and min-p. Greedy decoding reports the distribution at temperature 1."""
     finish_reason: Literal["stop", "length"]
 
     @property
@@ -129,38 +129,96 @@ class Completion:
 
 @dataclass(frozen=True)
 class PolicyWeights:
-    """What the trainer hands the engine at a sync: everything of the policy that changes."""
+    """Everything of the policy that training changes, for an engine's `sync`."""
 
     version: int
-    """How many updates the policy has had; 0 before the first."""
+    """Number of updates so far."""
     adapter: Mapping[str, tuple[Tensor, Tensor]] | None
     """Linear module's name in the base model ("model.layers.0.self_attn.q_proj") -> (A [r, in], B [out, r]), detached;
     None samples from the base model with its adapter off."""
     scaling: float
     """The adapter adds scaling * B A."""
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
-    """Tensors of the base that are trained whole, by checkpoint name, detached: none, RMSNorm scales
-    ("model.layers.0.input_layernorm.weight" -> [hidden]), or every weight, where there is no adapter."""
+    """Trained tensors of the base model by checkpoint name, detached: none, RMSNorm scales
+    ("model.layers.0.input_layernorm.weight" -> [hidden]), or with full fine-tuning every weight."""
     noise: NormNoise | None = None
     """Noise of the sampler's norm scales; None samples without."""
 
 
 @dataclass(frozen=True)
 class SyncReport:
-    """What the engine runs with after a sync."""
+    """State of the engine after a sync."""
 
     version: int
     noise_std: float
-    """Standard deviation of (scale the engine holds now - clean scale) over all elements of the noisy norms."""
+    """Standard deviation of (the engine's scale - clean scale) over all elements of the noisy norms."""
+
+
+@dataclass(frozen=True)
+class CompletionRecord:
+    """One completion with its rewards, as text, for logs."""
+
+    prompt_id: str
+    prompt: str
+    completion: str
+    reference: str
+    rewards: dict[str, float]
+    """Each reward by name, before its weight, and their weighted sum under "total"."""
+    truncated: bool
+    tokens: int
+    trained: bool = True
+    """False if dynamic sampling dropped the completion's group."""
+
+
+@dataclass(frozen=True)
+class Experience:
+    """The completions of one rollout that this rank trains on, the G of each prompt next to each other; B may be 0."""
+
+    version: int
+    """Policy version that sampled them."""
+    tokens: Tensor
+    """Prompt and completion, right-padded, int64 [B, T]."""
+    lengths: Tensor
+    """Tokens of each row without padding, int64 [B]."""
+    mask: Tensor
+    """Sampled tokens, bool [B, T]."""
+    sampler_logprobs: Tensor
+    """The sampler's own log-probabilities, float32 [B, T]; 0 outside the mask."""
+    advantages: Tensor
+    """float32 [B]."""
+    truncated: Tensor
+    """Whether the token limit ended the completion, bool [B]."""
+    sampled_tokens: int
+    """Tokens of all completions of all ranks, dropped groups included."""
+    seconds: float
+    """Time of sampling and scoring, checks and syncs included."""
+    temperature: float
+    """The sampler's temperature; the trainer divides its logits by it too."""
+    max_tokens: int
+    """Token limit of a completion."""
+    indices: Tensor | None = None
+    """Index of each row among the completions of all ranks, int64 [B], on the CPU; None with a single rank."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """The rollout's metrics, by TensorBoard tag."""
+    records: Sequence[CompletionRecord] = ()
+    """Every sampled completion of all ranks, dropped groups included."""
+
+    def __len__(self) -> int:
+        return self.tokens.shape[0]
+
+    def to(self, device: torch.device) -> "Experience":
+        """The same experience with its tensors on `device`."""
+        names = ("tokens", "lengths", "mask", "sampler_logprobs", "advantages", "truncated")
+        return replace(self, **{name: getattr(self, name).to(device) for name in names})
 
 
 @dataclass(frozen=True)
 class GradedAnswer:
-    """What a held-out prompt was answered."""
+    """One graded answer to a held-out prompt."""
 
     correct: bool
     answer: str | None
-    """What the accuracy reward took for the answer, equal for equal answers; None where it found or tells none."""
+    """Answer extracted by the accuracy reward, equal for equal answers; None if it extracts none."""
     tokens: int = 0
     """Sampled tokens, the end-of-sequence token included."""
     truncated: bool = False
@@ -169,30 +227,34 @@ class GradedAnswer:
 
 @dataclass(frozen=True)
 class EvaluatedPrompt:
-    """All answers to one held-out prompt: what accuracy, pass@k and majority votes are computed from."""
+    """All graded answers to one held-out prompt."""
 
     prompt_id: str
     greedy: GradedAnswer
     samples: Sequence[GradedAnswer]
-    """S of them, at temperature 1 unless something else was asked for."""
+    """S samples."""
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """How a batch of P held-out prompts went."""
+    """Graded answers to a batch of P held-out prompts."""
 
     prompts: Sequence[EvaluatedPrompt]
     name: str = ""
-    """Of the set that they belong to; empty where there is but one."""
+    """Name of the prompts' set; empty if there is only one set."""
     tells_answers: bool = True
-    """Whether the accuracy reward tells what was answered, and not only whether it is right."""
+    """Whether the accuracy reward extracts answers, and not only grades completions."""
 
-    @property
-    def greedy_correct(self) -> Tensor:
-        """1 where the greedy completion is right, else 0, float32 [P]."""
-        return torch.tensor([float(prompt.greedy.correct) for prompt in self.prompts])
 
-    @property
-    def sampled_correct(self) -> Tensor:
-        """Share of the S samples that are right, float32 [P]: its mean is pass@1."""
-        return torch.tensor([[float(one.correct) for one in prompt.samples] for prompt in self.prompts]).mean(dim=1)
+@dataclass
+class PromptBatch:
+    """A batch of prompts as a data loader yields it; callbacks fill in the rest before the step reads it."""
+
+    prompts: Sequence[Prompt]
+    """The prompts of all ranks."""
+    experience: Experience | None = None
+    """Completions to train on; set by `RolloutCallback` before `training_step`."""
+    evaluation: Evaluation | None = None
+    """Graded answers; set by `RolloutCallback` before `validation_step` and `test_step`."""
+    noise: NormNoise | None = None
+    """Noise of the sampler; set by `AdaptiveQuantizationNoise` before the rollout."""

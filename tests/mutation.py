@@ -71,7 +71,6 @@ ROOMS = {
             "qerl_pl/modules/qerl.py",
             "qerl_pl/callbacks/aqn.py",
             "qerl_pl/callbacks/rollout.py",
-            "qerl_pl/rollout/hand_over.py",
         ),
         ("module", "rollout_callback"),
     ),

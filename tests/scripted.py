@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from qerl_pl.algorithm import NormNoise
-from qerl_pl.rollout.config import CollectorConfig
+from qerl_pl.distributed.communicator import SINGLE_PROCESS, Communicator
+from qerl_pl.evaluation.evaluator import Evaluator, EvaluatorConfig
+from qerl_pl.rollout.collector import CollectorConfig
 from qerl_pl.types import Completion, Prompt, RolloutRequest, SamplingConfig, SyncReport
 
 SAMPLING = SamplingConfig(max_tokens=3, temperature=0.9, stop=("!",))
@@ -18,7 +20,13 @@ PROMPTS = [Prompt(f"p{index}", tuple(range(10, 11 + index)), f"question {index}"
 
 def config_of(**changes: Any) -> CollectorConfig:
     given: dict[str, Any] = {"rewards": [Even(), Long()], "group_size": 4, "sampling": SAMPLING, "resample_rounds": 0}
-    return CollectorConfig(**given | {"eval_samples": 3, "mismatch_bound": 0.25, "check_every": 3} | changes)
+    return CollectorConfig(**given | {"mismatch_bound": 0.25, "check_every": 3} | changes)
+
+
+def evaluator_of(engine: Any, ranks: Communicator = SINGLE_PROCESS, **changes: Any) -> Evaluator:
+    """With three samples a prompt at temperature 1, and training's token limit and stop strings."""
+    given = {"rewards": [Even(), Long()], "sampling": SamplingConfig(max_tokens=3, stop=("!",)), "samples": 3}
+    return Evaluator(EvaluatorConfig(**given | changes), engine, Words(), 7, ranks)  # type: ignore[arg-type]
 
 
 def nobody(key: Sequence[int | str], count: int, exclude: Collection[str]) -> list[Prompt]:
@@ -27,11 +35,11 @@ def nobody(key: Sequence[int | str], count: int, exclude: Collection[str]) -> li
 
 def said(prompt: Sequence[int], seed: int) -> list[int]:
     """One to three tokens, by prompt and seed."""
-    return [(seed // 3 + place + len(prompt)) % 5 for place in range(1 + seed % 3)]
+    return [(seed // 3 + position + len(prompt)) % 5 for position in range(1 + seed % 3)]
 
 
 class Scripted:
-    """An engine: writes down what it is asked for, in that order, and says what `said` says.
+    """An engine that records its calls, and samples the tokens of `said`.
 
     Args:
         error: Nats by which its log-probabilities are wrong.
@@ -65,11 +73,11 @@ class Scripted:
             groups.append(
                 [
                     Completion(
-                        tuple(one),
-                        tuple(own(self.adapter, token) + self.error for token in one),
-                        "length" if len(one) == sampling.max_tokens else "stop",
+                        tuple(ids),
+                        tuple(own(self.adapter, token) + self.error for token in ids),
+                        "length" if len(ids) == sampling.max_tokens else "stop",
                     )
-                    for one in tokens
+                    for ids in tokens
                 ]
             )
         return groups

@@ -34,7 +34,7 @@ def test_agreement_worked_out() -> None:
 
 
 @pytest.mark.parametrize(
-    ("on", "off", "effect", "probed", "agrees"),
+    ("on", "off", "effect", "perturbed", "agrees"),
     [
         (0.25, 0.25, 0.0, False, True),  # at the bound
         (0.26, 0.0, 0.0, False, False),

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from scripted import PROMPTS, SAMPLING, Even, Scripted, Watched, Words, config_of, nobody, own, said
+from scripted import PROMPTS, SAMPLING, Even, Scripted, Watched, Words, config_of, evaluator_of, nobody, own, said
 
 from qerl_pl.algorithm import DrGRPO, NormNoise
 from qerl_pl.errors import UserError
@@ -14,7 +14,6 @@ from qerl_pl.persistence.random_state import stream_seed
 from qerl_pl.rewards import OverlongPenalty
 from qerl_pl.rollout.collector import Collector
 from qerl_pl.rollout.experience import Group, pad_completions, require_finite_logprobs, reward_metrics, score_groups
-from qerl_pl.rollout.hand_over import HandOver
 from qerl_pl.types import Completion, Prompt, SamplingConfig
 
 
@@ -204,7 +203,7 @@ def test_a_rollout_that_teaches_nothing_says_so(caplog: pytest.LogCaptureFixture
 @pytest.mark.parametrize("name", ["", "hard"])
 def test_an_evaluation_worked_out(name: str) -> None:
     engine, policy = Scripted(), Watched()
-    found = collector_of(engine).evaluate(PROMPTS[:3], policy.weights(5), name)
+    found = evaluator_of(engine).evaluate(PROMPTS[:3], policy.weights(5), name)
     ids = [prompt.token_ids for prompt in PROMPTS[:3]]
     greedy, sampled = (SamplingConfig(3, temperature, stop=("!",)) for temperature in (0.0, 1.0))
     asked = [("generate", ids, greedy), ("generate", ids, sampled)]
@@ -215,7 +214,7 @@ def test_an_evaluation_worked_out(name: str) -> None:
         right = [rewards_of(said(prompt.token_ids, seed))[0] > 0.5 for seed in seeds]
         assert (graded.prompt_id, graded.greedy.correct) == (prompt.id, right[0])
         assert [one.correct for one in graded.samples] == right
-    assert collector_of(Scripted()).evaluate(PROMPTS[:3], policy.weights(5)).name == ""
+    assert evaluator_of(Scripted()).evaluate(PROMPTS[:3], policy.weights(5)).name == ""
 
 
 def test_an_evaluation_says_whether_its_accuracy_reward_tells_answers() -> None:
@@ -224,25 +223,28 @@ def test_an_evaluation_says_whether_its_accuracy_reward_tells_answers() -> None:
             return completion or None
 
     for reward, tells in ((Even(), False), (Telling(), True)):
-        found = collector_of(Scripted(), rewards=[reward]).evaluate(PROMPTS[:3], Watched().weights(5))
+        found = evaluator_of(Scripted(), rewards=[reward]).evaluate(PROMPTS[:3], Watched().weights(5))
         assert found.tells_answers is tells
         assert all((one.answer is not None) == tells for prompt in found.prompts for one in prompt.samples)
 
 
 def test_settings_that_cannot_be_are_refused(caplog: pytest.LogCaptureFixture) -> None:
     for name, value, message in (
-        ("group_size", 1, "at least 2 completions; found group_size=1"),
+        ("group_size", 1, "at least 2 completions; got group_size=1"),
         ("resample_rounds", -1, "resample_rounds .*found -1"),
-        ("eval_samples", 0, "eval_samples .*found 0"),
         ("check_every", 0, "check_every .*found 0"),
-        ("sampling", SamplingConfig(temperature=0.0), "temperature must be above 0; found 0"),
+        ("sampling", SamplingConfig(temperature=0.0), "temperature must be above 0; got 0"),
         ("rewards", [], "reward"),
-        ("accuracy_reward", "odd", r"found 'odd'; choose among \['even', 'long'\]"),
+        ("accuracy_reward", "odd", r"got 'odd'; choose among \['even', 'long'\]"),
     ):
         with pytest.raises(UserError, match=message):
             config_of(**{name: value})
-    least = config_of(group_size=2, eval_samples=1, check_every=1, accuracy_reward="long")
-    assert least.answers.name == "long" and config_of().answers.name == "even"
+    for name, field in (("eval_samples", "samples"), ("eval_batch", "batch")):
+        with pytest.raises(UserError, match=f"{name} .*found 0"):
+            evaluator_of(Scripted(), **{field: 0})
+    config_of(group_size=2, check_every=1, accuracy_reward="long")
+    for given, name in ((None, "even"), ("long", "long")):
+        assert evaluator_of(Scripted(), samples=1, accuracy_reward=given).accuracy_reward.name == name
     for longest, warned in ((3, False), (4, True)):
         caplog.clear()
         config_of(rewards=[Even(), OverlongPenalty(max_length=longest, buffer=1)])
@@ -250,7 +252,7 @@ def test_settings_that_cannot_be_are_refused(caplog: pytest.LogCaptureFixture) -
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_a_log_probability_that_is_none_is_named_by_its_place(value: float) -> None:
+def test_a_log_probability_that_is_not_finite_is_named(value: float) -> None:
     good, bad = Completion((1, 2), (-1.0, -2.0), "stop"), Completion((1, 2, 3), (-1.0, value, value), "length")
     require_finite_logprobs(PROMPTS[:2], [[good, good], [good, good]], "Engine", 6)
     message = f"at policy version 6 Engine gave {value} at token 2 of 3 of completion 2 of prompt p1;"
@@ -258,7 +260,7 @@ def test_a_log_probability_that_is_none_is_named_by_its_place(value: float) -> N
         require_finite_logprobs(PROMPTS[:2], [[good, good], [good, bad]], "Engine", 6)
 
 
-def test_a_log_probability_that_is_none_stops_a_rollout() -> None:
+def test_a_log_probability_that_is_not_finite_stops_a_rollout() -> None:
     engine, policy = Scripted(), Watched()
     collector = collector_of(engine)
     for version in (3, 4):
@@ -279,16 +281,6 @@ def test_nothing_pads_to_nothing() -> None:
     ]
 
 
-def test_what_is_handed_over_is_taken_once() -> None:
-    experience: Any = object()
-    evaluation: Any = object()
-    place = HandOver(experience=experience, evaluation=evaluation)
-    assert place.take_experience() is experience and place.take_evaluation() is evaluation
-    for take in (place.take_experience, place.take_evaluation):
-        with pytest.raises(AssertionError, match="comes before each"):
-            take()
-
-
 def test_a_group_whose_rewards_are_all_alike_has_no_signal() -> None:
     def group(*total: float) -> Group:
         count = len(total)
@@ -299,7 +291,7 @@ def test_a_group_whose_rewards_are_all_alike_has_no_signal() -> None:
             lengths=[1] * count,
             truncated=[False] * count,
             total=torch.tensor(total),
-            parts={},
+            rewards={},
         )
 
     groups = [group(1.0, 1.0, 1.0), group(0.0, 1.0, 1.0), group(0.5, 0.5, 0.5), group(1.0, 1.0, 0.0)]

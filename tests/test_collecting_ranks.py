@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from rank_helpers import ThreadRanks, on_ranks
-from scripted import PROMPTS, Even, Long, Scripted, Watched, Words, config_of, nobody
+from scripted import PROMPTS, Even, Long, Scripted, Watched, Words, config_of, evaluator_of, nobody
 
 from qerl_pl.algorithm import DrGRPO, NormNoise
 from qerl_pl.algorithm.advantages import AdvantageNorm
@@ -40,29 +40,27 @@ def test_ranks_make_together_the_rollout_of_one(size: int, norm: AdvantageNorm) 
     alone, _, _ = work(SINGLE_PROCESS)
     together = on_ranks(size, work)
     expected_lengths: dict[str, float] = {}
-    for turn, (full_finetuning, batch) in enumerate(zip(alone, BATCHES, strict=True)):
-        hands = partition_prompts([prompt.id for prompt in batch], expected_lengths, size)
+    for turn, (single, batch) in enumerate(zip(alone, BATCHES, strict=True)):
+        shards = partition_prompts([prompt.id for prompt in batch], expected_lengths, size)
         indices = []
-        for (found, asked, _), hand in zip(together, hands, strict=True):
-            part, rows = found[turn], found[turn].indices
+        for (found, asked, _), shard in zip(together, shards, strict=True):
+            local, rows = found[turn], found[turn].indices
             indices += rows.tolist()
-            assert asked[turn] == [batch[place].token_ids for place in hand]
-            assert rows.tolist() == [4 * place + sample for place in hand for sample in range(4)]
+            assert asked[turn] == [batch[index].token_ids for index in shard]
+            assert rows.tolist() == [4 * index + sample for index in shard for sample in range(4)]
             for name in ("lengths", "advantages", "truncated"):
-                assert torch.equal(getattr(part, name), getattr(full_finetuning, name)[rows])
+                assert torch.equal(getattr(local, name), getattr(single, name)[rows])
             for name in ("tokens", "mask", "sampler_logprobs"):
-                width = part.tokens.shape[1]
-                assert torch.equal(getattr(part, name), getattr(full_finetuning, name)[rows, :width])
+                width = local.tokens.shape[1]
+                assert torch.equal(getattr(local, name), getattr(single, name)[rows, :width])
             for name in ("records", "sampled_tokens", "version"):
-                assert getattr(part, name) == getattr(full_finetuning, name)
-            same = {name: value for name, value in full_finetuning.metrics.items() if not name.startswith("time/")}
-            assert same == {name: value for name, value in part.metrics.items() if not name.startswith("time/")}
-            assert part.metrics == together[0][0][turn].metrics
-        assert sorted(indices) == full_finetuning.indices.tolist() == list(range(4 * len(batch)))
-        for place, prompt in enumerate(batch):
-            expected_lengths[prompt.id] = (
-                sum(record.tokens for record in full_finetuning.records[4 * place : 4 * place + 4]) / 4
-            )
+                assert getattr(local, name) == getattr(single, name)
+            same = {name: value for name, value in single.metrics.items() if not name.startswith("time/")}
+            assert same == {name: value for name, value in local.metrics.items() if not name.startswith("time/")}
+            assert local.metrics == together[0][0][turn].metrics
+        assert sorted(indices) == single.indices.tolist() == list(range(4 * len(batch)))
+        for index, prompt in enumerate(batch):
+            expected_lengths[prompt.id] = sum(record.tokens for record in single.records[4 * index : 4 * index + 4]) / 4
     assert [known for _, _, known in together] == [expected_lengths] * size and len(expected_lengths) == 6
 
 
@@ -70,7 +68,7 @@ def test_ranks_make_together_the_rollout_of_one(size: int, norm: AdvantageNorm) 
 def test_ranks_make_together_the_evaluation_of_one(size: int) -> None:
     def work(ranks: Communicator) -> tuple[Evaluation, list[list[tuple[int, ...]]]]:
         engine, policy = Scripted(), Watched()
-        found = collector_on(ranks, engine).evaluate(PROMPTS, policy.weights(5), "hard")
+        found = evaluator_of(engine, ranks).evaluate(PROMPTS, policy.weights(5), "hard")
         return found, [call[1] for call in engine.calls if call[0] == "generate"]
 
     alone, _ = work(SINGLE_PROCESS)

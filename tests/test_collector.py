@@ -13,10 +13,10 @@ from transformers import AutoTokenizer
 from qerl_pl.algorithm import DrGRPO, NormNoise
 from qerl_pl.chat_template import render_prompts
 from qerl_pl.engines import EngineSpec, TransformersEngine
+from qerl_pl.evaluation.evaluator import Evaluator, EvaluatorConfig
 from qerl_pl.modules import LoraConfig, Policy, PolicyConfig
 from qerl_pl.persistence.random_state import stream_seed
-from qerl_pl.rollout.collector import Collector
-from qerl_pl.rollout.config import CollectorConfig
+from qerl_pl.rollout.collector import Collector, CollectorConfig
 from qerl_pl.toy.task import ArithmeticTask
 from qerl_pl.types import Prompt, RolloutRequest, SamplingConfig
 
@@ -75,7 +75,6 @@ def collector_of(base: Path, engine: TransformersEngine, **settings: Any) -> Col
         "group_size": 3,
         "sampling": SAMPLING,
         "resample_rounds": 0,
-        "eval_samples": 4,
         "mismatch_bound": 0.25,
         "check_every": 50,
     }
@@ -124,10 +123,10 @@ def test_prompts_and_weights_in_an_experience_out(
 
 
 def test_the_rollout_knows_nothing_of_what_comes_after_it() -> None:
-    later = ("lightning", "qerl_pl.modules", "qerl_pl.callbacks", "qerl_pl.datamodules", "qerl_pl.cli")
+    packages = ("evaluation", "modules", "callbacks", "datamodules", "cli")
+    later = tuple(f"qerl_pl.{package}" for package in packages)
     program = (
-        "import sys, qerl_pl.rollout.collector, qerl_pl.rollout.hand_over; "
-        f"print([name for name in sys.modules if name.startswith({later})])"
+        f"import sys, qerl_pl.rollout.collector; print([name for name in sys.modules if name.startswith({later})])"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
@@ -150,10 +149,10 @@ def test_an_evaluation_keeps_every_answer(
     name: str,
 ) -> None:
     rewards = [Letters("letters", 1.0), Marked("marked", 0.0)]
-    settings = {"rewards": rewards, "accuracy_reward": accuracy_reward}
-    found = collector_of(tiny_policy_dir, engine, **settings).evaluate(prompts, policy.weights(9), name)
-    engine.sync(policy.weights(9))
     tokenizer, shares = AutoTokenizer.from_pretrained(tiny_policy_dir), []
+    config = EvaluatorConfig(rewards, SAMPLING, 4, accuracy_reward=accuracy_reward)
+    found = Evaluator(config, engine, tokenizer, 7).evaluate(prompts, policy.weights(9), name)
+    engine.sync(policy.weights(9))
     assert found.name == name and [one.prompt_id for one in found.prompts] == [prompt.id for prompt in prompts]
     for prompt, graded in zip(prompts, found.prompts, strict=True):
         stream = ("evaluation", name) if name else ("evaluation",)  # of several sets with the same ids
@@ -171,5 +170,6 @@ def test_an_evaluation_keeps_every_answer(
             zip(right, answers, strict=True)
         )
         shares.append((float(right[0]), sum(right[1:]) / 4))
-    assert list(zip(found.greedy_correct.tolist(), found.sampled_correct.tolist(), strict=True)) == shares
+    graded = [(one.greedy.correct, sum(sample.correct for sample in one.samples) / 4) for one in found.prompts]
+    assert graded == shares
     assert len({share for _, share in shares}) > 1  # prompts are told apart

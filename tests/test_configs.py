@@ -173,9 +173,9 @@ def test_the_sampling_of_held_out_prompts_may_be_given_in_part(
     path.write_text(printed(capsys, "test", "-c", str(QUICKSTART), *given, "--print_config"))
     expected = SamplingConfig(max_tokens=900, temperature=0.6, top_p=0.95, stop=["END"])
     for settings in (built("test", "-c", str(QUICKSTART), *given), built("validate", "-c", str(path))):
-        assert callback(settings, RolloutCallback).config.evaluation_sampling() == expected
+        assert callback(settings, RolloutCallback).eval_config.sampling == expected
     one = built("test", "-c", str(ROOT / "configs" / "evaluate.yaml"), f"{rollout}.eval_sampling.temperature", "0.6")
-    assert callback(one, RolloutCallback).config.evaluation_sampling() == SamplingConfig(4096, 0.6, stop=[])
+    assert callback(one, RolloutCallback).eval_config.sampling == SamplingConfig(4096, 0.6, stop=[])
 
 
 def unexplained(text: str) -> list[str]:

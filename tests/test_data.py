@@ -56,7 +56,7 @@ def gsm8k(tmp_path: Path) -> Path:
 
 
 def prompts_of(data: PromptDataModule, loader: str) -> list[Prompt]:
-    return [prompt for batch in getattr(data, f"{loader}_dataloader")() for prompt in batch]
+    return [prompt for batch in getattr(data, f"{loader}_dataloader")() for prompt in batch.prompts]
 
 
 # GSM8K ---------------------------------------------------------------------------------------------------------------
@@ -65,7 +65,7 @@ def prompts_of(data: PromptDataModule, loader: str) -> list[Prompt]:
 def test_gsm8k_prompts(gsm8k: Path, tokenizer: str) -> None:
     data = GSM8KDataModule(str(gsm8k), batch_size=2, val_size=0, tokenizer=tokenizer, system_prompt="How are ?")
     data.setup("fit")
-    batches = list(data.train_dataloader())
+    batches = [batch.prompts for batch in data.train_dataloader()]
     assert [len(batch) for batch in batches] == [2, 2, 2, 2]  # of 9: the rest is left out
     prompt = next(prompt for batch in batches for prompt in batch if prompt.id != "train-0")
     number = int(prompt.id.removeprefix("train-"))

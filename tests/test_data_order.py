@@ -13,7 +13,7 @@ from qerl_pl.datamodules.prompts import PromptSampler
 from qerl_pl.errors import UserError
 from qerl_pl.toy.task import ArithmeticTask
 from qerl_pl.toy.tokenizer import build_tokenizer
-from qerl_pl.types import Prompt
+from qerl_pl.types import Prompt, PromptBatch
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ def make_data(tokenizer: str | None, seed: int = 0, task_seed: int = 0) -> Arith
 
 
 def ids_of(loader: object) -> list[str]:
-    return [prompt.id for batch in loader for prompt in batch]
+    return [prompt.id for batch in loader for prompt in batch.prompts]
 
 
 class Recorder(LightningModule):
@@ -49,12 +49,12 @@ class Recorder(LightningModule):
         self.layer = torch.nn.Linear(1, 1)
         self.seen: list[list[str]] = []
 
-    def training_step(self, batch: list[Prompt], batch_idx: int) -> torch.Tensor:
-        self.seen.append([prompt.id for prompt in batch])
+    def training_step(self, batch: PromptBatch, batch_idx: int) -> torch.Tensor:
+        self.seen.append([prompt.id for prompt in batch.prompts])
         return self.layer(torch.ones(1, 1)).sum()
 
-    def validation_step(self, batch: list[Prompt], batch_idx: int) -> None:
-        assert isinstance(batch[0], Prompt)
+    def validation_step(self, batch: PromptBatch, batch_idx: int) -> None:
+        assert isinstance(batch.prompts[0], Prompt)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1)

@@ -12,17 +12,17 @@ from typing import Any
 import pytest
 from fit_helpers import configuration
 from lightning.pytorch import Trainer
+from scripted import Scripted, evaluator_of
 from shared_data import DATA, needs_data
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from qerl_pl.callbacks import EvaluationReport
-from qerl_pl.callbacks.evaluation import _reward, _Shown
+from qerl_pl.callbacks.evaluation import _ProgressCache, _reward_settings
 from qerl_pl.cli.main import QeRLCLI, main
 from qerl_pl.engines import TransformersEngine
 from qerl_pl.evaluation.evaluator import SampleCache
 from qerl_pl.modules import QeRLModule
 from qerl_pl.rewards import GSM8KAnswer, MathAnswer, RewardSample
-from qerl_pl.rollout.hand_over import HandOver
 from qerl_pl.types import Completion, RolloutRequest, SamplingConfig
 
 CONFIG = Path(__file__).parents[1] / "configs" / "evaluate.yaml"
@@ -103,7 +103,7 @@ def test_a_report_has_every_metric_of_every_set(
     assert f"| mean length, tokens | {report['sets']['easy']['metrics']['length_mean']['value']:.1f} [" in text
 
 
-def test_what_a_reward_grades_by_is_part_of_what_its_samples_are_kept_under() -> None:
+def test_a_rewards_settings_are_in_the_digest_of_its_samples() -> None:
     class Mine:
         name, weight = "mine", 1.0
 
@@ -111,27 +111,28 @@ def test_what_a_reward_grades_by_is_part_of_what_its_samples_are_kept_under() ->
             vars(self).update(settings)
 
     mine = {"class": f"{__name__}.{Mine.__qualname__}"}
-    assert _reward(Mine(words={"a": 1}, signs=["+", None])) == mine | {"words": {"a": 1}, "signs": ["+", None]}
+    assert _reward_settings(Mine(words={"a": 1}, signs=["+", None])) == mine | {"words": {"a": 1}, "signs": ["+", None]}
     for not_json in ([re.compile("x")], {"a": re.compile("x")}, {1: 2}):
-        assert _reward(Mine(patterns=not_json)) == mine
+        assert _reward_settings(Mine(patterns=not_json)) == mine
     limits = ((3, 12), (4, 12), (3, 13))
-    found = [_reward(MathAnswer(time_limit_s=one, batch_limit_s=all_together)) for one, all_together in limits]
+    found = [_reward_settings(MathAnswer(time_limit_s=one, batch_limit_s=all_together)) for one, all_together in limits]
     assert len({json.dumps(settings) for settings in found}) == 3
 
 
-def test_an_evaluation_that_breaks_off_leaves_its_samples_to_none_that_follows(tmp_path: Path) -> None:
+def test_a_failed_evaluation_detaches_its_cache(tmp_path: Path) -> None:
     report, module, trainer = EvaluationReport(), QeRLModule(), Trainer(logger=False, accelerator="cpu")
     report.on_exception(trainer, module, ValueError("before it began"))
-    shown = report._samples = _Shown(SampleCache(tmp_path / "kept.jsonl"), total=3, show=True)
-    module.hand_over = HandOver(samples=shown)
+    cache = report._cache = _ProgressCache(SampleCache(tmp_path / "samples.jsonl"), total=3, show=True)
+    evaluator = report._evaluator = evaluator_of(Scripted())
+    evaluator.use_cache(cache)
     report.on_exception(trainer, module, ValueError("in the middle"))
-    assert module.hand_over.samples is None and report._samples is None and shown.bar.disable  # closed
+    assert evaluator._cache is None and report._cache is None and cache.bar.disable  # closed
 
 
 def test_a_killed_evaluation_goes_on(
     tiny_policy_dir: Path, tmp_path: Path, sets: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    full_finetuning = evaluate(tiny_policy_dir, tmp_path / "whole", sets)
+    uninterrupted = evaluate(tiny_policy_dir, tmp_path / "whole", sets)
     asked: list[int] = []
     generate = TransformersEngine.generate
 
@@ -147,12 +148,12 @@ def test_a_killed_evaluation_goes_on(
     assert run_on_cpu(tiny_policy_dir, tmp_path / "again", sets) == 2
     assert len(lines(tmp_path / "again")) == 7 and not (tmp_path / "again" / "evaluation.json").exists()
     asked[:] = [0, 0, 0]
-    assert evaluate(tiny_policy_dir, tmp_path / "again", sets) == full_finetuning
+    assert evaluate(tiny_policy_dir, tmp_path / "again", sets) == uninterrupted
     assert asked[3:] == [2, 2, 4]  # of 15, seven were there
     by_name = [sorted(map(str, lines(tmp_path / run))) for run in ("whole", "again")]
     assert by_name[0] == by_name[1]
     other = evaluate(tiny_policy_dir, tmp_path / "again", sets, "--seed_everything", "5")
-    assert other["samples"] != full_finetuning["samples"] and sum(asked[6:]) == 15  # other streams, other samples
+    assert other["samples"] != uninterrupted["samples"] and sum(asked[6:]) == 15  # other streams, other samples
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -142,9 +142,11 @@ def test_every_weight_reaches_the_engine_in_place(untied: Path, kind: str) -> No
     policy = make(untied)
     prompts = [Prompt("p", tuple(TOKENS[0, :6].tolist()), "", "")]
     try:
-        before = parity_check._measure_whole(engine, policy, prompts, 0, 5, 16)
+        before = parity_check.measure_full_finetuning_parity(engine, policy, prompts, 0, 5, 16)
         perturb(policy)
-        after = parity_check._measure_whole(engine, policy, prompts, 1, 6, 16)  # seeds 5 and 6 probe one layer each
+        after = parity_check.measure_full_finetuning_parity(
+            engine, policy, prompts, 1, 6, 16
+        )  # seeds 5 and 6 probe one layer each
         for found in (before, after):
             assert found.adapter_on < 1e-4 and found.adapter_off < 1e-4 < 0.01 < found.adapter_effect
         own = policy.trained_state()

@@ -1,4 +1,4 @@
-"""Held-out prompts: how many completions are asked for at once, and that what is kept is not sampled again."""
+"""The evaluator: batches of completions, sampling parameters, and its cache."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -6,12 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from scripted import Even, Scripted, Watched, Words, config_of
+from scripted import Even, Scripted, Watched, evaluator_of
 
-from qerl_pl.algorithm import GRPO
+from qerl_pl.callbacks import RolloutCallback
 from qerl_pl.evaluation.evaluator import SampleCache
-from qerl_pl.rollout.collector import Collector
-from qerl_pl.rollout.config import CollectorConfig
 from qerl_pl.types import EvalSampling, Evaluation, Prompt, RolloutRequest, SamplingConfig
 
 PROMPTS = [Prompt(f"p{index}", (1,) * (index + 1), f"question {index}", str(index)) for index in range(5)]
@@ -36,23 +34,22 @@ class Counting(Scripted):
         return super().generate(requests, sampling)
 
 
-def evaluate(engine: Counting, kept: SampleCache | None = None, samples: int = 3, **settings: Any) -> Evaluation:
-    sampling = SamplingConfig(max_tokens=8)
-    config = CollectorConfig([Even()], 2, sampling, 0, samples, 0.25, 50, **settings)
-    collector = Collector(config, engine, Words(), GRPO(), seed=7)  # type: ignore[arg-type]
-    return collector.evaluate(PROMPTS, Watched().weights(0), "hard", kept)
+def evaluate(engine: Counting, cache: SampleCache | None = None, **settings: Any) -> Evaluation:
+    evaluator = evaluator_of(engine, **{"rewards": [Even()], "sampling": SamplingConfig(max_tokens=8)} | settings)
+    evaluator.use_cache(cache)
+    return evaluator.evaluate(PROMPTS, Watched().weights(0), "hard")
 
 
 def test_the_engine_is_asked_for_so_many_completions_whosever_they_are() -> None:
-    full_finetuning, parts = Counting(), Counting()
-    assert evaluate(full_finetuning) == evaluate(parts, eval_batch=4)
-    assert full_finetuning.asked == [(0.0, [1] * 5), (1.0, [3] * 5)]
-    assert parts.asked == [(0.0, [1] * 4), (0.0, [1]), *((1.0, part) for part in ([3, 1], [2, 2], [1, 3], [3]))]
+    at_once, batches = Counting(), Counting()
+    assert evaluate(at_once) == evaluate(batches, batch=4)
+    assert at_once.asked == [(0.0, [1] * 5), (1.0, [3] * 5)]
+    assert batches.asked == [(0.0, [1] * 4), (0.0, [1]), *((1.0, counts) for counts in ([3, 1], [2, 2], [1, 3], [3]))]
 
 
 def test_held_out_prompts_have_their_own_sampling() -> None:
     engine = Counting()
-    evaluate(engine, eval_sampling=EvalSampling(max_tokens=2, temperature=0.6, top_p=0.9, stop=("x",)))
+    evaluate(engine, sampling=SamplingConfig(max_tokens=2, temperature=0.6, top_p=0.9, stop=("x",)))
     greedy, sampled = (call[2] for call in engine.calls if call[0] == "generate")
     assert sampled == SamplingConfig(max_tokens=2, temperature=0.6, top_p=0.9, stop=("x",))
     assert greedy == SamplingConfig(max_tokens=2, temperature=0.0, stop=("x",))
@@ -62,7 +59,7 @@ def test_what_the_sampling_of_held_out_prompts_leaves_out_is_as_in_training() ->
     training = SamplingConfig(max_tokens=700, temperature=0.9, top_p=0.8, top_k=5, min_p=0.1, stop=("END",))
 
     def resolved(given: EvalSampling | None) -> SamplingConfig:
-        return config_of(sampling=training, eval_sampling=given).evaluation_sampling()
+        return RolloutCallback([Even()], sampling=training, eval_sampling=given).eval_config.sampling
 
     assert resolved(EvalSampling()) == training
     assert resolved(EvalSampling(temperature=0.6, top_p=0.95)) == replace(training, temperature=0.6, top_p=0.95)
@@ -71,15 +68,15 @@ def test_what_the_sampling_of_held_out_prompts_leaves_out_is_as_in_training() ->
     assert resolved(None) == SamplingConfig(max_tokens=700, stop=("END",))
 
 
-def test_what_was_kept_before_a_kill_is_not_sampled_again(tmp_path: Path) -> None:
+def test_samples_cached_before_a_kill_are_not_sampled_again(tmp_path: Path) -> None:
     expected, file = evaluate(Counting()), tmp_path / "samples.jsonl"
     with pytest.raises(KeyboardInterrupt):
-        evaluate(Counting(dies_at=4), SampleCache(file), eval_batch=4)
+        evaluate(Counting(dies_at=4), SampleCache(file), batch=4)
     text = file.read_text()
     assert text.count("\n") == 9  # five greedy ones, and the first four samples
     file.write_text(text[:-5])  # in the middle of the last line
     engine = Counting()
-    assert evaluate(engine, SampleCache(file), eval_batch=100) == expected
+    assert evaluate(engine, SampleCache(file), batch=100) == expected
     assert engine.asked == [(1.0, [3, 3, 3, 3])]
     again = Counting()
     assert evaluate(again, SampleCache(file)) == expected and again.asked == []
@@ -87,19 +84,19 @@ def test_what_was_kept_before_a_kill_is_not_sampled_again(tmp_path: Path) -> Non
 
 
 def test_more_samples_add_to_those_that_are_there(tmp_path: Path) -> None:
-    kept = SampleCache(tmp_path / "samples.jsonl")
-    evaluate(Counting(), kept, samples=2)
+    cache = SampleCache(tmp_path / "samples.jsonl")
+    evaluate(Counting(), cache, samples=2)
     engine = Counting()
-    assert evaluate(engine, kept, samples=3) == evaluate(Counting())
+    assert evaluate(engine, cache, samples=3) == evaluate(Counting())
     assert engine.asked == [(1.0, [1] * 5)]
 
 
 def test_a_question_that_has_changed_is_asked_again(tmp_path: Path) -> None:
-    kept = SampleCache(tmp_path / "samples.jsonl")
-    evaluate(Counting(), kept)
-    assert kept.find("hard", PROMPTS[0], None) is not None and kept.find("easy", PROMPTS[0], None) is None
+    cache = SampleCache(tmp_path / "samples.jsonl")
+    evaluate(Counting(), cache)
+    assert cache.get("hard", PROMPTS[0], None) is not None and cache.get("easy", PROMPTS[0], None) is None
     for other in (replace(PROMPTS[0], text="another"), replace(PROMPTS[0], reference="another")):
-        assert kept.find("hard", other, None) is None
+        assert cache.get("hard", other, None) is None
 
 
 def test_samples_of_other_processes_count_and_stay_theirs(tmp_path: Path) -> None:
@@ -112,7 +109,7 @@ def test_samples_of_other_processes_count_and_stay_theirs(tmp_path: Path) -> Non
     assert engine.asked == [] and not second.exists() and first.read_text() == unfinished
 
 
-def test_a_first_line_that_is_not_whole_is_taken_out(tmp_path: Path) -> None:
+def test_an_incomplete_first_line_is_removed(tmp_path: Path) -> None:
     file = tmp_path / "samples.jsonl"
     file.write_text('{"set": "x"')
     assert len(SampleCache(file)) == 0 and file.read_text() == ""

@@ -470,7 +470,7 @@ def test_a_killed_grading_process_is_replaced_and_asked_again(while_idle: bool, 
     assert reward([answered("36/2"), answered("36/3")]) == [1.0, 0.0] and (pid(reward) == first) == alone
 
 
-WORKER = Path(__file__).parent.parent / "qerl_pl" / "rewards" / "math_worker.py"
+WORKER = Path(__file__).parent.parent / "qerl_pl" / "rewards" / "math_grader.py"
 
 
 def test_the_copy_that_grades_is_ended_by_its_processor_time() -> None:

@@ -156,7 +156,7 @@ def test_a_key_without_a_value_is_one_line(capsys: pytest.CaptureFixture[str], t
 
 
 # A constructor, which the parser calls, and a function of the command line.
-@pytest.mark.parametrize("broken", ["qerl_pl.rollout.config.check_rewards", "qerl_pl.cli.main.check_strategy"])
+@pytest.mark.parametrize("broken", ["qerl_pl.rollout.collector.check_rewards", "qerl_pl.cli.main.check_strategy"])
 def test_what_is_no_mistake_of_the_user_keeps_its_traceback(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, broken: str
 ) -> None:
@@ -500,7 +500,7 @@ def test_rows_may_come_one_by_one(tiny_policy_dir: Path) -> None:
 
     data = OneByOne(batch_size=2, val_size=2, tokenizer=str(tiny_policy_dir))
     data.setup("test")
-    assert data.batches_per_epoch == 2 and [len(batch) for batch in data.test_dataloader()] == [1]
+    assert data.batches_per_epoch == 2 and [len(batch.prompts) for batch in data.test_dataloader()] == [1]
 
 
 def users_module(folder: Path, monkeypatch: pytest.MonkeyPatch, code: str) -> str:

@@ -21,20 +21,19 @@ from qerl_pl.errors import UserError
 from qerl_pl.modules import Policy, PolicyConfig, QeRLModule
 from qerl_pl.modules.qerl import BEFORE_TRAINING
 from qerl_pl.persistence.random_state import isolated_random_state, random_state, stream_seed
-from qerl_pl.rollout.hand_over import HandOver
-from qerl_pl.types import EvaluatedPrompt, Evaluation, GradedAnswer
+from qerl_pl.types import EvaluatedPrompt, Evaluation, GradedAnswer, PromptBatch
 
 
 @pytest.fixture(scope="module")
-def full_finetuning(tiny_policy_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[QeRLModule, Path]:
+def uninterrupted(tiny_policy_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[QeRLModule, Path]:
     """Four rollouts with a checkpoint at each."""
     run, module = tmp_path_factory.mktemp("module") / "run", module_of(tiny_policy_dir)
     trainer_of(run, ResumeCheckpoint(1, keep=9)).fit(module, datamodule=data())
     return module, run
 
 
-def resumed(base: Path, full_finetuning: tuple[QeRLModule, Path], run: Path, **settings: Any) -> QeRLModule:
-    module, path = module_of(base, **settings), str(full_finetuning[1] / "checkpoints" / "step=2.ckpt")
+def resumed(base: Path, uninterrupted: tuple[QeRLModule, Path], run: Path, **settings: Any) -> QeRLModule:
+    module, path = module_of(base, **settings), str(uninterrupted[1] / "checkpoints" / "step=2.ckpt")
     trainer_of(run).fit(module, datamodule=data(), ckpt_path=path, weights_only=True)
     return module
 
@@ -118,7 +117,7 @@ def test_the_rate_rises_over_its_share_of_the_steps_and_falls_to_the_end() -> No
     assert [group["params"] for group in configured["optimizer"].param_groups] == [[module.policy.weight]]
     for name in ("reduce_lr_on_plateau", "nonesuch"):
         module.lr_scheduler = name
-        with pytest.raises(UserError, match=f"that steps are enough for; found '{name}', which says:"):
+        with pytest.raises(UserError, match=f"that steps are enough for; got '{name}', which says:"):
             module.configure_optimizers()
 
 
@@ -144,18 +143,19 @@ def test_a_policy_is_on_the_trainers_device_with_the_weights_that_are_lent(
     monkeypatch.setattr("qerl_pl.modules.qerl.Policy", lambda *given: given)
     asked_for: list[Any] = []
     monkeypatch.setattr("qerl_pl.modules.qerl.require_memory", lambda *given: asked_for.append(given))
-    for hand_over in (None, HandOver(shared=SharedWeights({}, {}), cache_gib=2.0)):
+    for shared, releasable_gib in ((None, 0.0), (SharedWeights({}, {}), 2.0)):
         module, asked[:] = module_of(tmp_path), []
-        module.hand_over, module.base_folder = hand_over, tmp_path  # type: ignore[misc]
+        module.base_folder = tmp_path  # type: ignore[misc]
+        module.use_engine_weights(shared, releasable_gib)
         place, state = SimpleNamespace(root_device=torch.device(device)), SimpleNamespace(fn=stage)
         module._trainer = SimpleNamespace(strategy=place, state=state, precision="32-true")  # type: ignore[assignment]
         module.configure_model()
         expected = (tmp_path, module.policy_config, place.root_device, stream_seed(5, "adapter"))
-        shared, referred = hand_over and hand_over.shared, module.objective.needs_reference
-        assert module.policy == (*expected, shared, referred) and asked == backends
+        reference = module.objective.needs_reference
+        assert module.policy == (*expected, shared, reference) and asked == backends
         make = module.make_optimizer if stage == TrainerFn.FITTING else None
-        needed = (tmp_path, module.policy_config, make, place.root_device, referred)
-        assert asked_for.pop() == (*needed, hand_over.cache_gib if hand_over else 0.0) and not asked_for
+        needed = (tmp_path, module.policy_config, make, place.root_device, reference)
+        assert asked_for.pop() == (*needed, releasable_gib) and not asked_for
 
 
 @pytest.mark.parametrize(("stage", "fitting"), [("val", True), ("val", False), ("test", False)])
@@ -169,13 +169,12 @@ def test_an_evaluation_is_logged_under_the_name_of_its_set(stage: str, fitting: 
         logged[tag], options[tag] = value, given
 
     module.log = log  # type: ignore[method-assign, assignment]
-    module.hand_over, module.policy_version = HandOver(), 7
+    module.policy_version = 7
     state = SimpleNamespace(fn=TrainerFn.FITTING if fitting else TrainerFn.VALIDATING)
     module._trainer = SimpleNamespace(state=state)  # type: ignore[assignment]
     step, place = getattr(module, {"val": "validation_step"}.get(stage, "test_step")), f"{stage}/{name}".rstrip("/")
     for batch in (prompts, prompts[:1]):
-        evaluation = module.hand_over.evaluation = Evaluation(batch, name)
-        assert step([], 0, loader) == {"evaluation": evaluation}
+        step(PromptBatch([], evaluation=Evaluation(batch, name)), 0, loader)
     means = {tag: logged.pop(tag).compute().item() for tag in (f"{place}/accuracy", f"{place}/pass@1")}
     # Over all prompts, not over batches: two right ones of three; half of the samples of two of three.
     assert list(means.values()) == pytest.approx([2 / 3, 1 / 3])
@@ -195,8 +194,8 @@ def test_an_evaluation_is_logged_under_the_name_of_its_set(stage: str, fitting: 
     assert loader or options["rollouts"] == shared | {"logger": False}
 
 
-def test_a_checkpoint_holds_what_training_changes_and_what_it_fits(full_finetuning: tuple[QeRLModule, Path]) -> None:
-    module, run = full_finetuning
+def test_a_checkpoint_holds_what_training_changes_and_what_it_fits(uninterrupted: tuple[QeRLModule, Path]) -> None:
+    module, run = uninterrupted
     checkpoint = torch.load(run / "checkpoints" / "step=4.ckpt", weights_only=True)
     state = checkpoint["qerl"]
     trained = module.policy.trained_state()
@@ -210,14 +209,14 @@ def test_a_checkpoint_holds_what_training_changes_and_what_it_fits(full_finetuni
 
 
 def test_a_resumed_run_ends_with_the_same_bits(
-    full_finetuning: tuple[QeRLModule, Path], tiny_policy_dir: Path, tmp_path: Path
+    uninterrupted: tuple[QeRLModule, Path], tiny_policy_dir: Path, tmp_path: Path
 ) -> None:
     random.seed(99)
     torch.manual_seed(99)
     (tmp_path / "adapter").mkdir()
     (tmp_path / "adapter" / "of an earlier run").touch()
-    module = resumed(tiny_policy_dir, full_finetuning, tmp_path)
-    expected = full_finetuning[0].policy.trained_state()
+    module = resumed(tiny_policy_dir, uninterrupted, tmp_path)
+    expected = uninterrupted[0].policy.trained_state()
     assert module.policy_version == 4
     assert all(torch.equal(tensor, expected[name]) for name, tensor in module.policy.trained_state().items())
     names = {path.name for path in (tmp_path / "adapter").iterdir()}
@@ -225,10 +224,10 @@ def test_a_resumed_run_ends_with_the_same_bits(
 
 
 def test_random_states_that_wait_for_a_rollout_are_kept_by_a_checkpoint_before_it(
-    full_finetuning: tuple[QeRLModule, Path], tiny_policy_dir: Path, tmp_path: Path
+    uninterrupted: tuple[QeRLModule, Path], tiny_policy_dir: Path, tmp_path: Path
 ) -> None:
     """As of a run that is killed between its last step and its end, and resumed to end."""
-    path = full_finetuning[1] / "checkpoints" / "step=4.ckpt"
+    path = uninterrupted[1] / "checkpoints" / "step=4.ckpt"
     random.seed(99)
     torch.manual_seed(99)
     callback, module = ResumeCheckpoint(1), module_of(tiny_policy_dir)
@@ -240,11 +239,11 @@ def test_random_states_that_wait_for_a_rollout_are_kept_by_a_checkpoint_before_i
 
 @pytest.mark.parametrize(("rank", "size", "taken"), [(0, 2, 0), (1, 2, 1), (0, 1, 0), (2, 3, 0)])
 def test_each_rank_takes_its_own_random_state_where_as_many_are_there(
-    rank: int, size: int, taken: int, full_finetuning: tuple[QeRLModule, Path]
+    rank: int, size: int, taken: int, uninterrupted: tuple[QeRLModule, Path]
 ) -> None:
     module, saved, states = (
-        full_finetuning[0],
-        torch.load(full_finetuning[1] / "checkpoints" / "step=4.ckpt", weights_only=True),
+        uninterrupted[0],
+        torch.load(uninterrupted[1] / "checkpoints" / "step=4.ckpt", weights_only=True),
         [],
     )
     with isolated_random_state():
@@ -262,16 +261,16 @@ def test_each_rank_takes_its_own_random_state_where_as_many_are_there(
 
 
 def test_what_a_run_chose_to_recompute_goes_with_its_checkpoints(
-    full_finetuning: tuple[QeRLModule, Path], monkeypatch: pytest.MonkeyPatch
+    uninterrupted: tuple[QeRLModule, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module, saved = (
-        full_finetuning[0],
-        torch.load(full_finetuning[1] / "checkpoints" / "step=4.ckpt", weights_only=True)["qerl"],
+        uninterrupted[0],
+        torch.load(uninterrupted[1] / "checkpoints" / "step=4.ckpt", weights_only=True)["qerl"],
     )
     chosen: list[Any] = []
     checkpoint: dict[str, Any] = {}
     choice = SimpleNamespace(state=lambda: "selective", load=chosen.append)
-    monkeypatch.setattr(module.policy, "recomputation", choice)
+    monkeypatch.setattr(module.policy, "checkpointing", choice)
     module.on_save_checkpoint(checkpoint)
     assert checkpoint["qerl"]["recomputation"] == "selective"
     module.on_load_checkpoint({"qerl": saved | {"recomputation": "true"}})
@@ -280,11 +279,11 @@ def test_what_a_run_chose_to_recompute_goes_with_its_checkpoints(
 
 
 def test_what_the_optimizer_will_hold_is_counted_on_where_no_checkpoint_brings_it(
-    full_finetuning: tuple[QeRLModule, Path], tiny_policy_dir: Path, tmp_path: Path
+    uninterrupted: tuple[QeRLModule, Path], tiny_policy_dir: Path, tmp_path: Path
 ) -> None:
     """Momentum is a float32 a weight; the choice of the first run is not that of the second, which goes on from a run
     that made none."""
-    for path, to_come in ((None, 4.0), (str(full_finetuning[1] / "checkpoints" / "step=2.ckpt"), 0.0)):
+    for path, to_come in ((None, 4.0), (str(uninterrupted[1] / "checkpoints" / "step=2.ckpt"), 0.0)):
         module = module_of(tiny_policy_dir)
         module.policy_config = replace(module.policy_config, gradient_checkpointing="auto")
         if path is None:
@@ -295,7 +294,7 @@ def test_what_the_optimizer_will_hold_is_counted_on_where_no_checkpoint_brings_i
 
 
 def test_a_resumed_run_takes_the_rates_it_is_given(
-    full_finetuning: tuple[QeRLModule, Path], tiny_policy_dir: Path, tmp_path: Path
+    uninterrupted: tuple[QeRLModule, Path], tiny_policy_dir: Path, tmp_path: Path
 ) -> None:
     class Rates(Callback):
         def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
@@ -306,30 +305,30 @@ def test_a_resumed_run_takes_the_rates_it_is_given(
     found: list[dict[str, Any]] = []
     module = module_of(tiny_policy_dir, lr_scheduler="linear", warmup_ratio=0.0)
     module.make_optimizer = lambda params: torch.optim.AdamW(params, lr=0.5, weight_decay=0.25, betas=(0.5, 0.5))
-    path = str(full_finetuning[1] / "checkpoints" / "step=2.ckpt")
+    path = str(uninterrupted[1] / "checkpoints" / "step=2.ckpt")
     trainer_of(tmp_path, Rates()).fit(module, datamodule=data(), ckpt_path=path, weights_only=True)
     # Four of eight steps are done; the moments' decays stay the checkpoint's.
     assert found[:2] == [{"lr": 0.25, "weight_decay": 0.25, "betas": (0.9, 0.999)}, {"base": [0.5]}]
 
 
 def test_what_does_not_fit_a_checkpoint_is_refused(
-    full_finetuning: tuple[QeRLModule, Path], tiny_policy_dir: Path, tmp_path: Path
+    uninterrupted: tuple[QeRLModule, Path], tiny_policy_dir: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(UserError, match="keeps its optimizer; found SGD for AdamW"):
-        resumed(tiny_policy_dir, full_finetuning, tmp_path, optimizer=lambda params: torch.optim.SGD(params, lr=0.1))
+    with pytest.raises(UserError, match="keeps its optimizer; got SGD for AdamW"):
+        resumed(tiny_policy_dir, uninterrupted, tmp_path, optimizer=lambda params: torch.optim.SGD(params, lr=0.1))
     momentum = lambda params: torch.optim.SGD(params, lr=0.01, momentum=0.5)  # noqa: E731
     writes = trainer_of(tmp_path, ResumeCheckpoint(1, keep=9))
     writes.fit(module_of(tiny_policy_dir, optimizer=momentum), datamodule=data())
-    with pytest.raises(UserError, match="keeps its optimizer; found AdamW for SGD"):  # which cannot read its state
-        resumed(tiny_policy_dir, (full_finetuning[0], tmp_path), tmp_path)
+    with pytest.raises(UserError, match="keeps its optimizer; got AdamW for SGD"):  # which cannot read its state
+        resumed(tiny_policy_dir, (uninterrupted[0], tmp_path), tmp_path)
     with pytest.raises(UserError, match="the checkpoint has 2 and the policy 1;"):
-        resumed(tiny_policy_dir, full_finetuning, tmp_path, alpha=4.0)
+        resumed(tiny_policy_dir, uninterrupted, tmp_path, alpha=4.0)
     with pytest.raises(UserError, match="must be one of this trainer's"):
-        full_finetuning[0].on_load_checkpoint({"state_dict": {}})
+        uninterrupted[0].on_load_checkpoint({"state_dict": {}})
 
 
 def test_what_is_logged_shown_and_tested(
-    full_finetuning: tuple[QeRLModule, Path], tiny_policy_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    uninterrupted: tuple[QeRLModule, Path], tiny_policy_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer, module = trainer_of(tmp_path), module_of(tiny_policy_dir)
     monkeypatch.setattr("qerl_pl.modules.qerl.time", SimpleNamespace(perf_counter=itertools.count(50.0).__next__))
@@ -353,11 +352,11 @@ def test_what_a_run_cannot_do_is_said_at_its_start(tiny_policy_dir: Path, tmp_pa
     alone = QeRLModule()
     for what, step in (("training", alone.training_step), ("validation", alone.validation_step)):
         with pytest.raises(UserError, match=f"^{what} needs a callback that samples"):
-            step([], 0)
+            step(PromptBatch([]), 0)
+    plain = Trainer(accelerator="cpu", max_epochs=1, logger=False)
     with pytest.raises(UserError, match="^fit needs a callback that samples"):
-        alone.check_first(plain := Trainer(accelerator="cpu", max_epochs=1, logger=False), "fit")
-    alone.hand_over = HandOver()
-    alone.check_first(plain, "fit")
+        alone.check_first(plain, "fit")
+    alone.check_first(trainer_of(tmp_path), "fit")
     for run in ("fit", "validate", "test"):
         with pytest.raises(UserError, match="the policy sets its own precision; trainer.precision is bf16-true"):
             getattr(trainer_of(tmp_path, precision="bf16-true"), run)(module_of(tiny_policy_dir), datamodule=data())
@@ -366,20 +365,20 @@ def test_what_a_run_cannot_do_is_said_at_its_start(tiny_policy_dir: Path, tmp_pa
     assert not (tmp_path / "adapter").exists()
 
 
-class FailureDetector(Callback):
-    """Keeps what a step gives to callbacks."""
+class BatchRecorder(Callback):
+    """Records what batches carry."""
 
     def __init__(self) -> None:
         self.versions: list[int] = []
         self.evaluated: list[tuple[str, int]] = []
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.versions.append(outputs["experience"].version)
+        self.versions.append(batch.experience.version)
 
     def on_validation_batch_end(
         self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        self.evaluated.append((outputs["evaluation"].name, len(outputs["evaluation"].prompts)))
+        self.evaluated.append((batch.evaluation.name, len(batch.evaluation.prompts)))
 
     on_test_batch_end = on_validation_batch_end
 
@@ -387,10 +386,10 @@ class FailureDetector(Callback):
 def test_callbacks_get_experiences_and_evaluations_and_noise_may_be_absent(
     tiny_policy_dir: Path, tmp_path: Path
 ) -> None:
-    watch, module = FailureDetector(), module_of(tiny_policy_dir)
+    watch, module = BatchRecorder(), module_of(tiny_policy_dir)
     trainer = trainer_of(tmp_path, watch, noise=False)
     trainer.fit(module, datamodule=data())
-    assert watch.versions == [0, 1, 2, 3] and watch.evaluated == [("", 2)] and module.noise is None
+    assert watch.versions == [0, 1, 2, 3] and watch.evaluated == [("", 2)]
     trainer.test(module, datamodule=data(), verbose=False)
     assert watch.evaluated == [("", 2), ("", 2)]
 

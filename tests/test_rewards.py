@@ -186,7 +186,7 @@ def test_score_is_the_weighted_sum() -> None:
     rewards = [Fixed([1.0, 0.0, -2.0], weight=0.5, name="a"), Fixed([True, 3, 0.25], weight=-2.0, name="b")]
     scored = score(rewards, [sample("")] * 3)
     assert scored.total.tolist() == [-1.5, -6.0, -1.5] and scored.total.dtype == torch.float32
-    assert {name: part.tolist() for name, part in scored.parts.items()} == {"a": [1, 0, -2], "b": [1, 3, 0.25]}
+    assert {name: part.tolist() for name, part in scored.rewards.items()} == {"a": [1, 0, -2], "b": [1, 3, 0.25]}
 
 
 def test_score_accepts_tensors() -> None:
@@ -259,8 +259,8 @@ def test_bad_values_are_named(values: object, message: str) -> None:
         ([Fixed([3e38]), Fixed([3e38], name="other")], "the sum of all rewards must be a float32 number"),
         ([Fixed([], weight="1")], "weight='1'"),
         ([lambda samples: []], "function has name=None and weight=None"),
-        ("qerl_pl.rewards.Format", "rewards must be a list of them; found 'qerl_pl.rewards.Format'; put"),
-        (Format(), "rewards must be a list of them; found <qerl_pl.rewards.* object"),
+        ("qerl_pl.rewards.Format", "rewards must be a list of them; got 'qerl_pl.rewards.Format'; put"),
+        (Format(), "rewards must be a list of them; got <qerl_pl.rewards.* object"),
     ],
 )
 def test_bad_lists_of_rewards(rewards: Any, message: str) -> None:
@@ -300,4 +300,4 @@ def test_a_reward_of_ones_own_by_import_path(tmp_path: Path, monkeypatch: pytest
         }
     )
     scored = score(parser.instantiate(parsed).rewards, [sample("1234"), sample("12345")])
-    assert scored.total.tolist() == [2.0, 0.0] and list(scored.parts) == ["short", "format"]
+    assert scored.total.tolist() == [2.0, 0.0] and list(scored.rewards) == ["short", "format"]

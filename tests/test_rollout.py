@@ -14,7 +14,7 @@ from lightning.pytorch import Callback
 from qerl_pl.callbacks import CompletionLog
 from qerl_pl.engines import TransformersEngine
 from qerl_pl.errors import UserError
-from qerl_pl.rollout.experience import CompletionRecord, Experience
+from qerl_pl.types import CompletionRecord, Experience
 
 
 class Forgetful(TransformersEngine):
@@ -102,7 +102,7 @@ class Overflowing(Keeping):
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_a_log_probability_that_is_none_stops_the_run_by_its_place(
+def test_a_log_probability_that_is_not_finite_stops_the_run(
     tiny_policy_dir: Path, tmp_path: Path, value: float
 ) -> None:
     engine = Overflowing(value)
@@ -123,17 +123,17 @@ class Odd:
         return [float(len(s.prompt) % 2 or sum(map(ord, s.completion)) % 2) for s in samples]
 
 
-class FailureDetector(Callback):
-    """Keeps every experience."""
+class ExperienceRecorder(Callback):
+    """Records every experience."""
 
     def __init__(self) -> None:
         self.seen: list[Experience] = []
         self.replaced = 0
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.seen.append(outputs["experience"])
-        asked = {prompt.id for prompt in batch}
-        self.replaced += len({record.prompt_id for record in trained(outputs["experience"])} - asked)
+        self.seen.append(batch.experience)
+        asked = {prompt.id for prompt in batch.prompts}
+        self.replaced += len({record.prompt_id for record in trained(batch.experience)} - asked)
 
 
 def trained(experience: Experience) -> list[CompletionRecord]:
@@ -144,7 +144,7 @@ def trained(experience: Experience) -> list[CompletionRecord]:
 def test_dynamic_sampling_replaces_groups_all_right_or_all_wrong_whatever_other_rewards_say(
     tiny_policy_dir: Path, tmp_path: Path
 ) -> None:
-    watch = FailureDetector()
+    watch = ExperienceRecorder()
     train(tiny_policy_dir, tmp_path, TransformersEngine(), rewards=[Odd(), Vowels()], resample_rounds=9, watch=watch)
     assert watch.replaced > 0
     for experience in watch.seen:
@@ -170,7 +170,7 @@ class Same:
         return [1.0] * len(samples)
 
 
-class Start(FailureDetector):
+class Start(ExperienceRecorder):
     """Also keeps what was there before the first step."""
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -211,7 +211,7 @@ def test_rollouts_without_any_informative_group_change_nothing_but_the_version(
 def test_groups_left_over_when_the_rounds_are_spent_neither_train_nor_count(
     tiny_policy_dir: Path, tmp_path: Path
 ) -> None:
-    watch = FailureDetector()
+    watch = ExperienceRecorder()
     train(tiny_policy_dir, tmp_path, TransformersEngine(), rewards=[Odd(), Vowels()], resample_rounds=1, watch=watch)
     assert {len(experience) for experience in watch.seen} > {2}  # one group of two where another is missing
     for experience in watch.seen:

@@ -1,4 +1,4 @@
-"""The callback that drives the engine: what it launches, hands over, closes and warns of."""
+"""RolloutCallback and AdaptiveQuantizationNoise: the engine they launch, the batch they fill in, their warnings."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
@@ -12,7 +12,7 @@ from fit_helpers import Vowels
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import LambdaCallback
 from rank_helpers import on_ranks
-from scripted import PROMPTS, Scripted, Watched, Words, config_of
+from scripted import PROMPTS, Scripted, Watched, Words, config_of, evaluator_of
 from short_run import data, module_of, rollout_of, trainer_of
 
 from qerl_pl.algorithm import DrGRPO, NoiseSchedule, NormNoise
@@ -23,13 +23,13 @@ from qerl_pl.distributed.communicator import Communicator
 from qerl_pl.engines import EngineSpec, TransformersEngine
 from qerl_pl.engines.base import SharedWeights
 from qerl_pl.errors import UserError
+from qerl_pl.evaluation.evaluator import EvaluatorConfig
 from qerl_pl.modules import QeRLModule
 from qerl_pl.persistence.checkpoint_io import AtomicCheckpointIO
 from qerl_pl.rewards import GSM8KAnswer, MathAnswer
-from qerl_pl.rollout.collector import Collector
-from qerl_pl.rollout.config import CollectorConfig
+from qerl_pl.rollout.collector import Collector, CollectorConfig
 from qerl_pl.toy import ArithmeticTask
-from qerl_pl.types import Prompt, SamplingConfig
+from qerl_pl.types import EvalSampling, Prompt, PromptBatch, SamplingConfig
 
 
 class Recording(TransformersEngine):
@@ -66,9 +66,8 @@ def test_the_engine_lives_for_a_stage_and_is_closed_once(tiny_policy_dir: Path, 
     seen: list[tuple[int, SharedWeights | None, float, int, Any]] = []
 
     def note(*_: Any) -> None:  # while the stage goes on
-        given = module.hand_over
-        assert given is not None
-        seen.append((engine.closed, given.shared, given.cache_gib, rollout.collector.seed, rollout.collector.objective))
+        given = module.shared_weights, module._releasable_gib
+        seen.append((engine.closed, *given, rollout.collector.seed, rollout.collector.objective))
 
     watch = LambdaCallback(on_fit_start=note, on_fit_end=note, on_validation_start=note, on_validation_end=note)
     trainer = trainer_of(tmp_path, watch, rollout=rollout, limit_val_batches=0)
@@ -81,7 +80,6 @@ def test_the_engine_lives_for_a_stage_and_is_closed_once(tiny_policy_dir: Path, 
     lora, shared = module.policy_config.lora, SharedWeights({}, {})
     spec = EngineSpec(module.base_folder, torch.float32, torch.device("cpu"), 4, lora.targets, max_tokens=256 + 4)
     assert engine.specs == [spec] and seen == [(0, shared, 3.0, 5, module.objective)] * 2
-    assert engine.closed == 1 and module.hand_over is not None and module.hand_over.shared is None
     for _ in range(2):
         rollout.close()
         assert engine.closed == 1
@@ -89,7 +87,7 @@ def test_the_engine_lives_for_a_stage_and_is_closed_once(tiny_policy_dir: Path, 
     trainer.limit_val_batches = 1.0
     trainer.validate(module, datamodule=data(), verbose=False)
     assert engine.specs == [spec] * 2 and engine.closed == 2
-    assert seen == [(1, None, 3.0, 5, module.objective)] * 2  # the policy, which is there, needs nothing lent
+    assert seen == [(1, None, 3.0, 5, module.objective)] * 2  # the policy is loaded already
     assert rollout.state_dict() == {"expected_lengths": rollout.state_dict()["expected_lengths"] | {"p2": 6.0}}
 
 
@@ -153,9 +151,26 @@ def test_noise_is_that_of_the_version_in_training_and_none_in_evaluation(tiny_po
     resumed.load_state_dict({"planned_rollouts": 9})
     assert resumed.state_dict() == {"planned_rollouts": 9} and resumed.schedule == NoiseSchedule()
     module = module_of(tiny_policy_dir)
-    resumed.setup(trainer, module, "fit")
-    assert module.noise is not None and module.noise(9).sigma == pytest.approx(1e-4)
-    assert (module.noise(9).seed, module.noise(9).version) == (5, 9)
+    assert noise_of(resumed, trainer, module, 9) == NormNoise(pytest.approx(1e-4), 5, 9)
+
+
+def noise_of(callback: AdaptiveQuantizationNoise, trainer: Any, module: QeRLModule, version: int) -> NormNoise:
+    """The noise that the callback sets in a batch at a policy version."""
+    module.policy_version, batch = version, PromptBatch([])
+    callback.on_train_batch_start(trainer, module, batch, 0)
+    assert batch.noise is not None
+    return batch.noise
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_noise_is_set_before_sampling_in_any_order_of_the_callbacks(
+    first: bool, tiny_policy_dir: Path, tmp_path: Path
+) -> None:
+    engine, noise = Recording(), AdaptiveQuantizationNoise(0.02, 0.005, 3, "linear", False)
+    callbacks = [noise, rollout_of(engine)] if first else [rollout_of(engine), noise]
+    trainer = trainer_of(tmp_path, *callbacks[1:], rollout=callbacks[0], noise=False, max_steps=1)
+    trainer.fit(module_of(tiny_policy_dir), datamodule=data())
+    assert trainer.callbacks.count(noise) == 1 and (0, 0.02) in engine.noise
 
 
 @pytest.mark.parametrize(
@@ -176,8 +191,7 @@ def test_a_run_too_short_for_its_stages_of_noise_is_told(
     module._trainer = trainer  # type: ignore[assignment]
     for sigma in (0.01, 0.0):  # without noise there is nothing to tell
         noise = AdaptiveQuantizationNoise(sigma, sigma / 100, stages, noiseless_first_stage=noiseless)
-        noise.setup(trainer, module, "fit")  # type: ignore[arg-type]
-        assert module.noise is not None and max(module.noise(version).sigma for version in range(batches)) <= sigma
+        assert max(noise_of(noise, trainer, module, version).sigma for version in range(batches)) <= sigma
     warned = [record.getMessage() for record in caplog.records]
     assert warned == ([] if said is None else [f"{said}; lower stages, or plan more rollouts"])
 
@@ -211,12 +225,11 @@ def test_noise_goes_by_the_plan_that_a_run_began_with(per_rank: bool, rank: int,
     trainer.datamodule = SimpleNamespace(batches_per_epoch=3)
     module._trainer = trainer  # type: ignore[assignment]
     noise = AdaptiveQuantizationNoise(0.4, 0.1, 3, "linear", False, per_rank)
-    noise.setup(trainer, module, "fit")  # type: ignore[arg-type]
-    assert module.noise is not None and noise.state_dict() == {"planned_rollouts": None}
+    assert noise.state_dict() == {"planned_rollouts": None}
     expected = [NormNoise(sigma, 5, version, draw) for version, sigma in enumerate([0.4, 0.4, 0.25, 0.25, 0.1, 0.1])]
-    assert [module.noise(version) for version in range(6)] == expected
+    assert [noise_of(noise, trainer, module, version) for version in range(6)] == expected
     trainer.max_epochs = 9
-    assert noise.state_dict() == {"planned_rollouts": 6} and module.noise(5) == expected[5]
+    assert noise.state_dict() == {"planned_rollouts": 6} and noise_of(noise, trainer, module, 5) == expected[5]
     assert AdaptiveQuantizationNoise().per_rank is False
 
 
@@ -235,6 +248,7 @@ def scripted() -> tuple[RolloutCallback, QeRLModule, Any]:
     """The callback on an engine that says what a test makes it say, with a module and a trainer to call it with."""
     callback, module, trainer = rollout_of(), module_of(Path("nowhere")), SimpleNamespace(datamodule=TwoSets())
     callback._collector = Collector(config_of(resample_rounds=1), Scripted(), Words(), DrGRPO(), seed=7)  # type: ignore
+    callback._evaluator = evaluator_of(Scripted())
     callback.setup(trainer, module, "fit")  # type: ignore[arg-type]
     module.policy, module.policy_version = Watched(), 4  # type: ignore[assignment]
     return callback, module, trainer
@@ -248,8 +262,8 @@ def test_engine_and_collector_know_how_many_ranks_there_are(tmp_path: Path, monk
     monkeypatch.setattr("qerl_pl.callbacks.rollout.communicator_of", lambda trainer: ranks)
     strategy = SimpleNamespace(root_device=torch.device("cpu"))
     callback.setup(SimpleNamespace(datamodule=TwoSets(), strategy=strategy), module, "fit")  # type: ignore[arg-type]
-    assert module.hand_over is not None and module.hand_over.cache_gib == 0
-    assert [spec.ranks for spec in specs] == [3] and callback.collector.ranks is ranks
+    assert module.shared_weights is None and module._releasable_gib == 0
+    assert [spec.ranks for spec in specs] == [3] and callback.collector.ranks is callback.evaluator.ranks is ranks
 
 
 def test_an_engine_makes_room_for_an_adapter_or_takes_every_weight(tmp_path: Path) -> None:
@@ -269,44 +283,32 @@ def test_an_engine_makes_room_for_an_adapter_or_takes_every_weight(tmp_path: Pat
     ]
 
 
-def test_an_evaluation_goes_on_from_the_samples_that_are_kept() -> None:
-    asked: list[tuple[Any, ...]] = []
-    callback, module = rollout_of(), module_of(Path("nowhere"))
-    callback._collector = SimpleNamespace(evaluate=lambda *given: asked.append(given))  # type: ignore[assignment]
-    module.policy, module.policy_version = Watched(), 4  # type: ignore[assignment]
-    callback._hand_over.samples = kept = SimpleNamespace()  # type: ignore[assignment]
-    trainer = SimpleNamespace(datamodule=TwoSets())
-    callback.on_test_batch_start(trainer, module, PROMPTS, 0, 1)  # type: ignore[arg-type]
-    ((batch, weights, name, samples),) = asked
-    assert (batch, weights.version, name) == (PROMPTS, 4, "products") and samples is kept
-
-
 def test_a_held_out_batch_is_sampled_for_its_own_set(scripted: tuple[RolloutCallback, QeRLModule, Any]) -> None:
     callback, module, trainer = scripted
-    assert module.hand_over is not None
     for hook, names in (
         (callback.on_validation_batch_start, TwoSets.val_names),
         (callback.on_test_batch_start, TwoSets.test_names),
     ):
         for loader, name in enumerate(names):
-            hook(trainer, module, PROMPTS[:2], 0, loader)
-            found = module.hand_over.take_evaluation()
-            assert found == callback.collector.evaluate(PROMPTS[:2], module.policy.weights(4), name)
-            assert [prompt.prompt_id for prompt in found.prompts] == ["p0", "p1"] and found.name == name
-        hook(trainer, module, PROMPTS[:2], 0)
-        assert module.hand_over.take_evaluation().name == names[0]
+            batch = PromptBatch(PROMPTS[:2])
+            hook(trainer, module, batch, 0, loader)
+            assert batch.evaluation == callback.evaluator.evaluate(PROMPTS[:2], module.policy.weights(4), name)
+            assert [prompt.prompt_id for prompt in batch.evaluation.prompts] == ["p0", "p1"]
+            assert batch.evaluation.name == name
+        hook(trainer, module, batch, 0)
+        assert batch.evaluation.name == names[0]
 
 
 def test_a_batch_is_sampled_by_the_policy_as_it_is(scripted: tuple[RolloutCallback, QeRLModule, Any]) -> None:
     callback, module, trainer = scripted
-    assert module.hand_over is not None
     module.register_parameter("trained", torch.nn.Parameter(torch.ones(1)))
     for hook in (callback.on_train_batch_start, callback.on_validation_batch_start, callback.on_train_batch_start):
         module.trained.grad = torch.ones(1)
-        hook(trainer, module, PROMPTS, 0)
+        batch = PromptBatch(PROMPTS)
+        hook(trainer, module, batch, 0)
         assert module.trained.grad is None  # the engine has its room
-    found, ids = module.hand_over.take_experience(), [prompt.id for prompt in PROMPTS]
-    assert found.version == 4 and [record.prompt_id for record in found.records[::4]] == ids
+    found, ids = batch.experience, [prompt.id for prompt in PROMPTS]
+    assert found is not None and found.version == 4 and [record.prompt_id for record in found.records[::4]] == ids
     dropped = [record.trained for record in found.records[::4]].count(False)
     assert dropped > 0 and trainer.datamodule.asked == (("resample", 4, 0), dropped, set(ids))
 
@@ -341,12 +343,14 @@ def test_settings_by_default() -> None:
     callback = RolloutCallback([Vowels()])
     config = callback.config
     assert isinstance(callback.engine, TransformersEngine) and config.sampling == SamplingConfig()
-    found = (config.group_size, config.resample_rounds, config.eval_samples, config.check_every, config.accuracy_reward)
-    assert found == (8, 0, 1, 50, None) and config.mismatch_bound == 0.25
+    found = (config.group_size, config.resample_rounds, config.check_every, config.accuracy_reward)
+    assert found == (8, 0, 50, None) and config.mismatch_bound == 0.25
+    assert callback.eval_config == EvaluatorConfig(config.rewards, SamplingConfig())
     rewards, sampling = [Vowels()], SamplingConfig(max_tokens=3)
-    held_out = SamplingConfig(max_tokens=2, temperature=0.5), 9
-    given = RolloutCallback(rewards, None, 3, sampling, 4, 5, 0.5, 6, Vowels.name, *held_out)
-    assert given.config == CollectorConfig(rewards, 3, sampling, 4, 5, 0.5, 6, Vowels.name, *held_out)
+    held_out = EvalSampling(max_tokens=2, temperature=0.5)
+    given = RolloutCallback(rewards, None, 3, sampling, 4, 5, 0.5, 6, Vowels.name, held_out, 9)
+    assert given.config == CollectorConfig(rewards, 3, sampling, 4, 0.5, 6, Vowels.name)
+    assert given.eval_config == EvaluatorConfig(rewards, SamplingConfig(2, 0.5), 5, 9, Vowels.name)
 
 
 @pytest.mark.parametrize(("bound", "warned"), [(0.25, False), (0.2, True)])
@@ -366,9 +370,9 @@ def test_sizes_that_do_not_divide_are_refused_in_training_alone(tiny_policy_dir:
 @pytest.mark.parametrize("callback", [rollout_of(), AdaptiveQuantizationNoise()])
 def test_other_modules_and_data_are_refused(callback: Callback, tmp_path: Path) -> None:
     trainer = Trainer(default_root_dir=tmp_path, accelerator="cpu", logger=False, enable_checkpointing=False)
-    with pytest.raises(UserError, match="QeRLModule; found a LightningModule; train that instead"):
+    with pytest.raises(UserError, match="QeRLModule; got a LightningModule; train that instead"):
         callback.setup(trainer, LightningModule(), "fit")
     if isinstance(callback, RolloutCallback):
         for without in (trainer, SimpleNamespace()):
-            with pytest.raises(UserError, match="need a PromptDataModule; found NoneType;"):
+            with pytest.raises(UserError, match="need a PromptDataModule; got NoneType;"):
                 callback.setup(without, module_of(Path("nowhere")), "fit")  # type: ignore[arg-type]

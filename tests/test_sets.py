@@ -39,12 +39,8 @@ class Sets(ArithmeticDataModule):
         return self.val_sets()
 
 
-class PrecomputedLogprobs:
-    """Finds every answer right whose reference is among some.
-
-    Args:
-        references: Those.
-    """
+class RightReferences:
+    """Finds every answer right whose reference is among some."""
 
     name = "accuracy"
     weight = 1.0
@@ -63,15 +59,15 @@ class Seen(RunSummary):
         super().__init__()
         self.found: list[Evaluation] = []
 
-    def on_validation_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *_: Any) -> None:
-        self.found.append(outputs["evaluation"])
+    def on_validation_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, *_: Any) -> None:
+        self.found.append(batch.evaluation)
 
 
 def test_each_set_has_its_own_metrics(
     tiny_policy_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     seen, data = Seen(), Sets({"easy": 2, "MATH-500": 5})
-    rewards = [PrecomputedLogprobs("easy"), Vowels()]
+    rewards = [RightReferences("easy"), Vowels()]
     module = train(tiny_policy_dir, tmp_path, TransformersEngine(), rewards=rewards, watch=seen, data=data)
     metrics = {name: value.item() for name, value in module.trainer.callback_metrics.items()}
     lengths = ("length_mean", "truncated_frac")
@@ -114,7 +110,7 @@ def test_a_single_set_needs_no_name(tiny_policy_dir: Path) -> None:
         assert data.val_names == data.test_names == ("",)
         loaders = data.val_dataloader(), data.test_dataloader()
         assert all(isinstance(loader, DataLoader) for loader in loaders)
-        found = [[prompt.reference for batch in loader for prompt in batch] for loader in loaders]
+        found = [[prompt.reference for batch in loader for prompt in batch.prompts] for loader in loaders]
         if reference:
             assert [len(references) for references in found] == [3, 5]  # val_size of those to validate on
             assert {one for references in found for one in references} == reference
@@ -153,7 +149,12 @@ def test_named_tables_are_tested_on_without_a_training_set(tiny_policy_dir: Path
     for stage in ("test", "validate"):
         data.setup(stage)
         assert data.test_names == ("Sums-1", "words")
-    rows = [(one.id, one.text, one.reference) for loader in data.test_dataloader() for batch in loader for one in batch]
+    rows = [
+        (one.id, one.text, one.reference)
+        for loader in data.test_dataloader()
+        for batch in loader
+        for one in batch.prompts
+    ]
     assert rows == [("Sums-1-0", "1 + 1", "1002"), ("Sums-1-1", "1 + 2", "3"), ("words-0", "Who?", "\\text{I}")]
     assert [len(list(loader)) for loader in data.val_dataloader()] == [1, 1]
     with pytest.raises(UserError, match="PromptDataModule lacks that method"):

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from qerl_pl.evaluation.metrics import (
+    bootstrap_interval,
     evaluation_tag,
-    interval,
     majority_at_k,
     majority_is_right,
     pass_at_k,
@@ -87,10 +87,10 @@ def test_metrics_of_prompts() -> None:
 def test_the_interval_is_that_of_a_binomial() -> None:
     """400 prompts, 100 right: 0.25 and 1.96 sqrt(0.25 * 0.75 / 400) = 0.0424 to either side."""
     values = torch.tensor([1.0] * 100 + [0.0] * 300, dtype=torch.float64)
-    low, high = interval(values, seed=3)
-    assert (low, high) == interval(values, seed=3) != interval(values, seed=4)
+    low, high = bootstrap_interval(values, seed=3)
+    assert (low, high) == bootstrap_interval(values, seed=3) != bootstrap_interval(values, seed=4)
     assert low == pytest.approx(0.25 - 0.0424, abs=0.005) and high == pytest.approx(0.25 + 0.0424, abs=0.005)
-    assert interval(torch.ones(5, dtype=torch.float64), seed=0) == (1.0, 1.0)
+    assert bootstrap_interval(torch.ones(5, dtype=torch.float64), seed=0) == (1.0, 1.0)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from qerl_pl.algorithm.objectives import GRPO
 from qerl_pl.modules import LoraConfig, Policy, PolicyConfig
 from qerl_pl.modules.update import PolicyUpdate
-from qerl_pl.rollout.experience import Experience
+from qerl_pl.types import Experience
 
 
 class Counting(GRPO):

@@ -14,7 +14,7 @@ from qerl_pl.algorithm import BNPO, CISPO, DAPO, GRPO, GSPO, DrGRPO, Objective
 from qerl_pl.distributed.communicator import SINGLE_PROCESS, Communicator
 from qerl_pl.modules import LoraConfig, Policy, PolicyConfig
 from qerl_pl.modules.update import PolicyUpdate
-from qerl_pl.rollout.experience import Experience
+from qerl_pl.types import Experience
 
 
 @pytest.fixture(scope="module")

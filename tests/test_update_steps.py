@@ -17,7 +17,7 @@ from qerl_pl.distributed.communicator import SINGLE_PROCESS, Communicator
 from qerl_pl.errors import UserError
 from qerl_pl.modules.update import NonFiniteLossError, PolicyUpdate, local_rows, sampled_indices
 from qerl_pl.persistence.random_state import stream_seed
-from qerl_pl.rollout.experience import Experience
+from qerl_pl.types import Experience
 
 ODDS = [0.3, -0.4, 0.1, 0.8]
 REFERENCE = [0.0, 0.5, -0.5, 0.2]

@@ -1,4 +1,4 @@
-"""Callbacks: each does one thing around the training step, and only `RolloutCallback` is needed."""
+"""Callbacks; training needs `RolloutCallback` alone."""
 
 from qerl_pl.callbacks.aqn import AdaptiveQuantizationNoise
 from qerl_pl.callbacks.completions import CompletionLog

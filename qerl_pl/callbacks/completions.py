@@ -1,4 +1,4 @@
-"""Completions for human eyes: a text panel in TensorBoard, and all of them as JSON lines on request."""
+"""Completions for reading: a text panel in TensorBoard and, optionally, a JSON Lines file of all."""
 
 import json
 from collections.abc import Sequence
@@ -13,18 +13,17 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from qerl_pl.distributed.communicator import writes_files
 from qerl_pl.errors import require_at_least
 from qerl_pl.modules.qerl import QeRLModule
-from qerl_pl.rollout.experience import CompletionRecord, Experience
+from qerl_pl.types import CompletionRecord, PromptBatch
 
 
 class CompletionLog(Callback):
-    """Shows a few completions with their rewards, and keeps all of them if asked to.
+    """Logs some completions with their rewards to TensorBoard, and optionally all of them to a file.
 
     Args:
         every_n_rollouts: Rollouts between two text panels.
         panel_size: Completions in a panel.
-        jsonl: Write every completion of every rollout to RUN/completions.jsonl, once, those that dynamic sampling
-            drops with `"trained": false`. A resumed run first takes out those of rollouts that it repeats, one that
-            starts fresh all.
+        jsonl: Write all completions to RUN/completions.jsonl, those that dynamic sampling drops with
+            `"trained": false`. A resumed run first removes the rollouts that it repeats, a new run all.
     """
 
     def __init__(self, every_n_rollouts: int = 10, panel_size: int = 4, jsonl: bool = False) -> None:
@@ -36,29 +35,27 @@ class CompletionLog(Callback):
         self.jsonl = jsonl
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Take out what is about to be written again."""
+        """Remove the rollouts that will be repeated."""
         if self.jsonl and writes_files(trainer):
             assert isinstance(pl_module, QeRLModule)
-            _cut(_path(trainer), pl_module.policy_version)
+            _truncate(_path(trainer), pl_module.policy_version)
 
     def on_train_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: dict[str, Experience],  # type: ignore[override]
-        batch: Any,
-        batch_idx: int,
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: PromptBatch, batch_idx: int
     ) -> None:
-        """Write what is due of one rollout."""
+        """Write the rollout."""
         if not writes_files(trainer):
             return
-        experience = outputs["experience"]
+        experience = batch.experience
+        assert experience is not None
         if self.jsonl:
-            _append(_path(trainer), experience)
+            with _path(trainer).open("a") as file:
+                for record in experience.records:
+                    file.write(json.dumps({"version": experience.version, **asdict(record)}) + "\n")
         if experience.version % self.every_n_rollouts == 0:
+            table = _table(experience.records[: self.panel_size])
             for logger in trainer.loggers:
                 if isinstance(logger, TensorBoardLogger):
-                    table = _table(experience.records[: self.panel_size])
                     logger.experiment.add_text("completions", table, experience.version)
 
 
@@ -66,8 +63,8 @@ def _path(trainer: Trainer) -> Path:
     return Path(trainer.default_root_dir) / "completions.jsonl"
 
 
-def _cut(path: Path, version: int) -> None:
-    """Drop the rollouts from `version` on, and a line that a kill has left half written."""
+def _truncate(path: Path, version: int) -> None:
+    """Drop the rollouts from `version` on, and an incomplete last line."""
     if not path.is_file():
         return
     with path.open("rb+") as file:
@@ -77,12 +74,6 @@ def _cut(path: Path, version: int) -> None:
                 break
             end += len(line)
         file.truncate(end)
-
-
-def _append(path: Path, experience: Experience) -> None:
-    with path.open("a") as file:
-        for record in experience.records:
-            file.write(json.dumps({"version": experience.version, **asdict(record)}) + "\n")
 
 
 def _table(records: Sequence[CompletionRecord]) -> str:

@@ -206,8 +206,7 @@ class Monitor(Callback):
             held = self._held + gradient_gib(module.policy)  # during the update
             activations = torch.cuda.max_memory_allocated(module.device) / GIB - held
             gpu = DeviceMemory(activations, driver=(total - free) / GIB, total=total / GIB)
-        shared = None if module.hand_over is None else module.hand_over.shared
-        return measure_memory(module.policy, shared, trainer.optimizers, engine, gpu)
+        return measure_memory(module.policy, module.shared_weights, trainer.optimizers, engine, gpu)
 
 
 def _peak_gib(device: torch.device) -> float:

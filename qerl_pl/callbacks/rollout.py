@@ -1,4 +1,4 @@
-"""The rollout callback: before each step it has the collector sample, and hands over what that gathered."""
+"""The rollout callback: samples and scores each batch before the step, training and evaluation alike."""
 
 import logging
 from typing import Any
@@ -7,51 +7,57 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from qerl_pl.datamodules.prompts import PromptDataModule
 from qerl_pl.distributed.strategy import communicator_of
-from qerl_pl.engines.base import EngineSpec, RolloutEngine
+from qerl_pl.engines.base import EngineSpec, RolloutEngine, SharedWeights
 from qerl_pl.engines.transformers import TransformersEngine
 from qerl_pl.errors import UserError
+from qerl_pl.evaluation.evaluator import Evaluator, EvaluatorConfig
 from qerl_pl.modules.qerl import QeRLModule
 from qerl_pl.openmp import let_waiting_threads_sleep
 from qerl_pl.rewards import Reward, check_references
-from qerl_pl.rollout.collector import Collector
-from qerl_pl.rollout.config import CollectorConfig
-from qerl_pl.rollout.hand_over import HandOver
+from qerl_pl.rollout.collector import Collector, CollectorConfig
 from qerl_pl.start_checks import ChecksFirst
-from qerl_pl.types import EvalSampling, Prompt, SamplingConfig
+from qerl_pl.types import EvalSampling, PromptBatch, SamplingConfig
 
 log = logging.getLogger(__name__)
 
 PROMPTS_KEY = "qerl_prompts"
-"""Where a checkpoint says which prompts it was trained on, whatever class the data module has."""
+"""Checkpoint key of the state of the training prompts."""
+
+POLICY_DISTRIBUTION = EvalSampling(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0)
+"""Default sampling of held-out prompts: without filters, with training's token limit and stop strings."""
 
 
 class RolloutCallback(Callback, ChecksFirst):
-    """Drives the engine: every completion of a run, for training and for evaluation, comes from here.
+    """Drives the rollout engine: samples and scores the completions of training, validation and test batches.
 
-    A completion's random stream depends only on (run seed, policy version, prompt, sample index), so a resumed run
-    draws the samples that an uninterrupted one would have drawn.
+    A completion's seed depends only on (run seed, policy version, prompt, sample index), so that a resumed run draws
+    the samples of an uninterrupted one.
 
     Args:
-        rewards: What scores a completion; the total is the weighted sum.
-        engine: What samples.
+        rewards: Rewards of a completion; the total is their weighted sum.
+        engine: Rollout engine.
         group_size: Completions a prompt (G), at least 2.
-        sampling: How training completions are sampled. Evaluation samples at temperature 1 and greedily, with the
-            same token limit and stop strings, unless `eval_sampling` says otherwise.
-        resample_rounds: Dynamic sampling (DAPO): groups whose answers are all right or all wrong by `accuracy_reward`,
-            whatever the other rewards say, are dropped (as are those of equal totals, which have no advantages), and
-            other prompts are sampled instead, up to this many times. What is still missing then is left out: a rollout
-            may train on fewer groups, or on none. 0 keeps every group.
-        eval_samples: Samples a held-out prompt, beside the greedy one: for pass@k and maj@k up to so many.
-        mismatch_bound: Nats a token that engine and trainer may differ by: more stops the run in the self-check
-            (without noise, at the first rollout, after the first sleep, and then every `check_every` rollouts), and
-            warns in training (with noise).
-        check_every: Rollouts between self-checks.
-        accuracy_reward: Name of the reward that tells whether a completion is right (above 0.5); null takes the first.
-        eval_sampling: How held-out samples are sampled; a key that is left out is as in `sampling`. The greedy sample
-            has its token limit and stop strings too. null takes temperature 1 without filters, and those of `sampling`.
-        eval_batch: Most completions of held-out prompts that the engine is asked for at once, whosever they are; null
-            asks for all of a batch of prompts.
+        sampling: Sampling parameters of training completions. Evaluation samples greedily and at temperature 1, with
+            the same token limit and stop strings, unless `eval_sampling` is set.
+        resample_rounds: Dynamic sampling (DAPO): groups whose answers are all right or all wrong by `accuracy_reward`
+            are dropped, as are groups of equal totals, and other prompts are sampled instead, up to this many times.
+            What is still missing then is left out, so that a rollout may train on fewer groups or none. 0 drops
+            nothing.
+        eval_samples: Samples a held-out prompt beside the greedy one, for pass@k and maj@k with k up to this number.
+        mismatch_bound: Largest difference of engine and trainer, in nats a token: a larger one stops the run in the
+            log-probability parity check (without noise, at the first rollout, after the first sleep, and then every
+            `check_every` rollouts), and logs a warning in training (with noise).
+        check_every: Rollouts between parity checks.
+        accuracy_reward: Name of the reward whose value above 0.5 means that a completion is right; null takes the first
+            reward.
+        eval_sampling: Sampling parameters of held-out prompts; missing keys are those of `sampling`. The greedy sample
+            has its token limit and stop strings too. null takes temperature 1 without filters, and the token limit and
+            stop strings of `sampling`.
+        eval_batch: Most completions of held-out prompts in one call of the engine; null passes a batch of prompts at
+            once.
     """
+
+    fills_batches = True
 
     def __init__(
         self,
@@ -68,71 +74,65 @@ class RolloutCallback(Callback, ChecksFirst):
         eval_batch: int | None = None,
     ) -> None:
         self.config = CollectorConfig(
-            rewards,
-            group_size,
-            sampling,
-            resample_rounds,
-            eval_samples,
-            mismatch_bound,
-            check_every,
-            accuracy_reward,
-            eval_sampling,
-            eval_batch,
+            rewards, group_size, sampling, resample_rounds, mismatch_bound, check_every, accuracy_reward
+        )
+        self.eval_config = EvaluatorConfig(
+            rewards, (eval_sampling or POLICY_DISTRIBUTION).over(sampling), eval_samples, eval_batch, accuracy_reward
         )
         self.engine: RolloutEngine = engine if engine is not None else TransformersEngine()
         self._collector: Collector | None = None
-        self._hand_over = HandOver()
-        self._foreseen: dict[str, float] = {}
+        self._evaluator: Evaluator | None = None
+        self._engine_weights: tuple[SharedWeights | None, float] = None, 0.0
+        self._expected_lengths: dict[str, float] = {}
+
+    # Checkpoints ---------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """What the prompts are dealt to ranks by, so that a resumed run deals as one that never stopped."""
-        return {"expected_lengths": dict(self._foreseen)}
+        """The expected lengths, by which prompts are partitioned over the ranks."""
+        return {"expected_lengths": dict(self._expected_lengths)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take it over."""
-        self._foreseen.clear()
-        self._foreseen.update(state_dict["expected_lengths"])
+        """Load the expected lengths; the collector shares the dictionary."""
+        self._expected_lengths.clear()
+        self._expected_lengths.update(state_dict["expected_lengths"])
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Keep which prompts it is trained on: by itself Lightning asks no data module of another class for them."""
+        """Save the data's state too: Lightning restores it only into a data module of the same class."""
         checkpoint[PROMPTS_KEY] = _data(trainer).state_dict()
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Refuse to go on with other prompts; a checkpoint of an earlier version does not say."""
+        """Refuse other prompts; checkpoints of earlier versions lack the key."""
         if PROMPTS_KEY in checkpoint:
             _data(trainer).load_state_dict(checkpoint[PROMPTS_KEY])
 
-    # The engine's life ---------------------------------------------------------------------------------------------
+    # Engine --------------------------------------------------------------------------------------------------------
 
     def check_first(self, trainer: Trainer, stage: str) -> None:
         """Refuse another module or data module, sizes that do not divide, and sequences too long."""
-        module = _module(trainer.lightning_module)
-        module.hand_over = self._hand_over
-        data, known = _data(trainer), module.policy_config.positions()
+        module, data = _module(trainer.lightning_module), _data(trainer)
+        positions = module.policy_config.positions()
         if stage == "fit":
             module.update.check_divides(data.batch_size * self.config.group_size)
-        if known is not None and self._longest(data) > known:
+        if positions is not None and self._longest(data) > positions:
             raise UserError(
-                f"prompt and completion must fit the model's {known} positions; found {self._longest(data)} "
+                f"prompt and completion must fit the model's {positions} positions; got {self._longest(data)} "
                 "(data.max_prompt_tokens and the larger max_tokens of sampling and eval_sampling); lower them"
             )
 
     def _longest(self, data: PromptDataModule) -> int:
-        """Tokens of the longest sequence that is asked for."""
-        own, held_out = self.config.sampling, self.config.evaluation_sampling()
-        return data.max_prompt_tokens + max(own.max_tokens, held_out.max_tokens)
+        """Longest sequence in tokens, prompt and completion."""
+        return data.max_prompt_tokens + max(self.config.sampling.max_tokens, self.eval_config.sampling.max_tokens)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Start the engine: before the policy is loaded, so that it can lend its weights."""
-        module = _module(pl_module)
-        module.hand_over = self._hand_over
-        data = _data(trainer)
+        """Launch the engine: before the policy is loaded, which may share the engine's weights."""
+        module, data = _module(pl_module), _data(trainer)
         check_references(self.config.rewards, data.references)
-        if self._collector is not None:
-            return
-        if stage == "fit":
-            module.update.check_divides(data.batch_size * self.config.group_size)
-        adapter = module.policy_config.adapter
+        if self._collector is None:
+            self._launch(trainer, module, data)
+        module.use_engine_weights(*self._engine_weights)
+
+    def _launch(self, trainer: Trainer, module: QeRLModule, data: PromptDataModule) -> None:
+        adapter, ranks = module.policy_config.adapter, communicator_of(trainer)
         spec = EngineSpec(
             base=module.base_folder,
             dtype=module.policy_config.torch_dtype,
@@ -141,56 +141,63 @@ class RolloutCallback(Callback, ChecksFirst):
             lora_targets=() if adapter is None else adapter.targets,
             max_tokens=self._longest(data),
             full_finetuning=adapter is None,
-            ranks=communicator_of(trainer).size,
+            ranks=ranks.size,
         )
         let_waiting_threads_sleep()
         log.info("starting %s on %s", type(self.engine).__name__, spec.device)
         self.engine.launch(spec)
-        # A policy of an earlier stage is there already, with what it was lent then: that lives as long as it does.
-        self._hand_over.shared = None if "policy" in dict(module.named_children()) else self.engine.shared_weights()
-        self._hand_over.cache_gib = self.engine.memory_gib().get("releasable", 0.0)
-        self._collector = Collector(
-            self.config, self.engine, module.tokenizer, module.objective, module.seed, communicator_of(trainer)
-        )
-        self._collector.expected_lengths = self._foreseen
+        # The policy of an earlier stage is still loaded, on the weights that it shared then.
+        shared = None if "policy" in dict(module.named_children()) else self.engine.shared_weights()
+        self._engine_weights = shared, self.engine.memory_gib().get("releasable", 0.0)
+        self._collector = Collector(self.config, self.engine, module.tokenizer, module.objective, module.seed, ranks)
+        self._collector.expected_lengths = self._expected_lengths
+        self._evaluator = Evaluator(self.eval_config, self.engine, module.tokenizer, module.seed, ranks)
 
     @property
     def collector(self) -> Collector:
-        """What samples and scores, from `setup` to `teardown`."""
+        """The training collector, from `setup` to `teardown`."""
         assert self._collector is not None, "setup comes first"
         return self._collector
 
+    @property
+    def evaluator(self) -> Evaluator:
+        """The evaluator, from `setup` to `teardown`."""
+        assert self._evaluator is not None, "setup comes first"
+        return self._evaluator
+
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Free the engine: a stage (fit, validate, test) is over on all ranks; another one starts it again."""
+        """Free the engine at the end of a stage (fit, validate, test); the next one launches it again."""
         self.close()
 
     def close(self) -> None:
-        """Free the engine; nothing where that is done, or none was started."""
+        """Free the engine; a no-op if it is not running."""
         if self._collector is not None:
-            self._collector, self._hand_over.shared = None, None
+            self._collector = self._evaluator = None
+            self._engine_weights = None, 0.0
             self.engine.close()
 
+    # Training ------------------------------------------------------------------------------------------------------
+
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Refuse ranks that have read other files than the first."""
+        """Refuse ranks that have read different files."""
         module = _module(pl_module)
         facts = {"base model": module.base_identity, "number of finished rollouts": module.policy_version}
         communicator_of(trainer).require_same(facts | _data(trainer).state_dict())
 
-    # Training ------------------------------------------------------------------------------------------------------
-
     def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: list[Prompt], batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, batch: PromptBatch, batch_idx: int
     ) -> None:
-        """Sample and score the batch's completions with the policy as it is now."""
+        """Sample and score completions with the current policy and the batch's noise."""
         module = _module(pl_module)
-        module.zero_grad()  # the last update's gradients: the engine wakes, and its cache needs the room
-        others = _data(trainer).replacement_prompts
-        self._hand_over.experience = self.collector.collect(batch, module.sampling_weights(), module.policy, others)
+        module.zero_grad()  # frees the last update's gradients for the waking engine's cache
+        weights = module.sampling_weights(batch.noise)
+        replacements = _data(trainer).replacement_prompts
+        batch.experience = self.collector.collect(batch.prompts, weights, module.policy, replacements)
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: PromptBatch, batch_idx: int
     ) -> None:
-        """Warn where the sampler was farther from the trainer than it should be."""
+        """Warn if sampler and trainer differ too much."""
         mismatch = float(trainer.callback_metrics["mismatch/logprob_abs_mean"])
         if mismatch > self.config.mismatch_bound:
             log.warning(
@@ -203,32 +210,32 @@ class RolloutCallback(Callback, ChecksFirst):
     # Evaluation ----------------------------------------------------------------------------------------------------
 
     def on_validation_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self, trainer: Trainer, pl_module: LightningModule, batch: PromptBatch, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Sample held-out prompts without noise."""
+        """Sample and grade validation prompts, without noise."""
         self._evaluate(_module(pl_module), batch, _data(trainer).val_names[dataloader_idx])
 
     def on_test_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self, trainer: Trainer, pl_module: LightningModule, batch: PromptBatch, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Sample test prompts without noise."""
+        """Sample and grade test prompts, without noise."""
         self._evaluate(_module(pl_module), batch, _data(trainer).test_names[dataloader_idx])
 
-    def _evaluate(self, module: QeRLModule, batch: list[Prompt], name: str) -> None:
-        module.zero_grad()  # as before a rollout
+    def _evaluate(self, module: QeRLModule, batch: PromptBatch, name: str) -> None:
+        module.zero_grad()
         weights = module.policy.weights(module.policy_version)
-        self._hand_over.evaluation = self.collector.evaluate(batch, weights, name, self._hand_over.samples)
+        batch.evaluation = self.evaluator.evaluate(batch.prompts, weights, name)
 
 
 def rollout_callback(trainer: Trainer, needed_by: str) -> RolloutCallback:
-    """The trainer's callback that samples.
+    """The trainer's RolloutCallback.
 
     Args:
-        trainer: What has callbacks.
-        needed_by: Who asks.
+        trainer: Whose callbacks are searched.
+        needed_by: Name of the caller, for the error.
 
     Raises:
-        UserError: There is none.
+        UserError: The trainer has no RolloutCallback.
     """
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, RolloutCallback):
@@ -241,7 +248,7 @@ def rollout_callback(trainer: Trainer, needed_by: str) -> RolloutCallback:
 
 def _module(module: LightningModule) -> QeRLModule:
     if not isinstance(module, QeRLModule):
-        raise UserError(f"RolloutCallback drives a QeRLModule; found a {type(module).__name__}; train that instead")
+        raise UserError(f"RolloutCallback drives a QeRLModule; got a {type(module).__name__}; train that instead")
     return module
 
 
@@ -249,6 +256,6 @@ def _data(trainer: Trainer) -> PromptDataModule:
     data = getattr(trainer, "datamodule", None)
     if not isinstance(data, PromptDataModule):
         raise UserError(
-            f"rollouts need a PromptDataModule; found {type(data).__name__}; pass one of qerl_pl.datamodules as data"
+            f"rollouts need a PromptDataModule; got {type(data).__name__}; pass one of qerl_pl.datamodules as data"
         )
     return data

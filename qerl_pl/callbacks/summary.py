@@ -1,4 +1,4 @@
-"""The end of a run on one screen: a table, a plot and summary.json."""
+"""Summary of a run: a table, a plot and summary.json."""
 
 import io
 import json
@@ -29,31 +29,31 @@ CURVES = (
     "time/update_s",
 )
 PHASES = ("sync", "rollout", "reward", "update")
-ENDS = 3
-"""First and last values are means over so many rollouts."""
+AVERAGED = 3
+"""Rollouts that first and last values are averaged over."""
 
 
 class RunSummary(Callback):
     """Writes RUN/summary.json and RUN/run.png and prints a table when a run ends.
 
-    Accuracies are those of validation: `accuracy_before` from the check before the first step, where that is of all
-    prompts (`trainer.num_sanity_val_steps: -1`), `accuracy_after` from the last one, both sampled at temperature 1
-    without noise (pass@1); of several validation sets one each, by name.
+    `accuracy_before` is pass@1 of the sanity check, if that covers all validation prompts
+    (`trainer.num_sanity_val_steps: -1`), `accuracy_after` that of the last validation; with several validation sets
+    both are dictionaries by name.
     """
 
     def __init__(self) -> None:
         self.curves: dict[str, list[float]] = {name: [] for name in CURVES}
         self.accuracies: dict[str, list[tuple[int, float, float]]] = {}
-        """(policy version, pass@1, greedy accuracy) of each validation, by the set's name; "" is a single one's."""
+        """(policy version, pass@1, greedy accuracy) of each validation, by set; "" if there is only one set."""
         self.train_seconds = 0.0
         self._step_began = 0.0
 
     def state_dict(self) -> dict[str, Any]:
-        """What was seen so far, so that a resumed run's summary is the whole run's."""
+        """Curves so far: a resumed run's summary covers the run from its start."""
         return {"curves": self.curves, "accuracies": self.accuracies, "train_seconds": self.train_seconds}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take it over."""
+        """Load them."""
         self.curves = state_dict["curves"]
         self.accuracies = state_dict["accuracies"]
         self.train_seconds = state_dict["train_seconds"]
@@ -65,24 +65,24 @@ class RunSummary(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Note the step's numbers."""
+        """Record the step's metrics."""
         self._count_time()
         for name, values in self.curves.items():
             if name in trainer.callback_metrics:
                 values.append(float(trainer.callback_metrics[name]))
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Note the accuracies; the time that validation takes counts as training time, as a user waits for it."""
+        """Record the accuracies; validation counts as training time."""
         assert isinstance(pl_module, QeRLModule)
         if trainer.sanity_checking and trainer.num_sanity_val_batches != trainer.num_val_batches:
-            return  # of other prompts than the accuracy after
+            return  # a sanity check of fewer prompts
         if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
             self._count_time()
         metrics = trainer.callback_metrics
         for tag in metrics:
-            if found := re.fullmatch(r"(val/(?:(.+)/)?)pass@1", tag):
-                sampled, greedy = float(metrics[tag]), float(metrics[f"{found[1]}accuracy"])
-                self.accuracies.setdefault(found[2] or "", []).append((pl_module.policy_version, sampled, greedy))
+            if match := re.fullmatch(r"(val/(?:(.+)/)?)pass@1", tag):
+                sampled, greedy = float(metrics[tag]), float(metrics[f"{match[1]}accuracy"])
+                self.accuracies.setdefault(match[2] or "", []).append((pl_module.policy_version, sampled, greedy))
 
     def _count_time(self) -> None:
         now = time.perf_counter()
@@ -90,7 +90,7 @@ class RunSummary(Callback):
         self._step_began = now
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write and print."""
+        """Write the files and print the table."""
         if not writes_files(trainer) or not self.curves["reward/mean"]:
             return
         assert isinstance(pl_module, QeRLModule)
@@ -100,22 +100,22 @@ class RunSummary(Callback):
         self._plot(folder / "run.png")
         bar = trainer.progress_bar_callback
         if isinstance(bar, RichProgressBar) and bar.progress is not None:
-            bar.progress.stop()  # it would live on until the teardown, and be drawn again below the table
+            bar.progress.stop()  # or it is drawn again below the table
         self._print(summary, folder)
 
     def _summary(self, module: QeRLModule, folder: Path) -> dict[str, Any]:
         reward, entropy, sigma = (self.curves[name] for name in ("reward/mean", "policy/entropy", "aqn/sigma"))
         noisy = [value for value in sigma if value > 0]
-        before = {name: seen[0][1] if seen[0][0] == 0 else None for name, seen in self.accuracies.items()}
-        after = {name: seen[-1][1] if seen[-1][0] > 0 else None for name, seen in self.accuracies.items()}
+        before = {name: values[0][1] if values[0][0] == 0 else None for name, values in self.accuracies.items()}
+        after = {name: values[-1][1] if values[-1][0] > 0 else None for name, values in self.accuracies.items()}
         several = any(name for name in self.accuracies)
         summary: dict[str, Any] = {
-            "reward_first": _mean(reward[:ENDS]),
-            "reward_last": _mean(reward[-ENDS:]),
+            "reward_first": _mean(reward[:AVERAGED]),
+            "reward_last": _mean(reward[-AVERAGED:]),
             "accuracy_before": before if several else before.get(""),
             "accuracy_after": after if several else after.get(""),
-            "entropy_first": _mean(entropy[:ENDS]),
-            "entropy_last": _mean(entropy[-ENDS:]),
+            "entropy_first": _mean(entropy[:AVERAGED]),
+            "entropy_last": _mean(entropy[-AVERAGED:]),
             "sigma_first": noisy[0] if noisy else 0.0,
             "sigma_last": noisy[-1] if noisy else 0.0,
             "steps": module.policy_version,
@@ -131,14 +131,13 @@ class RunSummary(Callback):
         figure = Figure(figsize=(10, 3.2), layout="constrained")
         left, middle, right = figure.subplots(1, 3)
         left.plot(self.curves["reward/mean"], color="tab:blue", label="training reward")
-        for number, (name, seen) in enumerate(self.accuracies.items(), start=1):  # C0 is the reward's blue
+        for number, (name, values) in enumerate(self.accuracies.items(), start=1):  # C0 is the reward's blue
             label = f"pass@1, {name}" if name else "held-out pass@1"
-            left.plot(
-                [version for version, _, _ in seen], [one for _, one, _ in seen], "o-", color=f"C{number}", label=label
-            )
+            versions, sampled, _ = zip(*values, strict=True)
+            left.plot(versions, sampled, "o-", color=f"C{number}", label=label)
         left.legend()
         middle.plot(self.curves["policy/entropy"], color="tab:green")
-        right.plot(self.curves["aqn/sigma"], "k--", label="σ asked")
+        right.plot(self.curves["aqn/sigma"], "k--", label="σ scheduled")
         right.plot(self.curves["aqn/measured_std"], color="tab:red", alpha=0.7, label="std measured")
         right.set_yscale("symlog", linthresh=1e-5)
         right.legend()
@@ -178,5 +177,5 @@ class RunSummary(Callback):
 
 
 def _mean(values: list[float]) -> float | None:
-    known = [value for value in values if math.isfinite(value)]
-    return sum(known) / len(known) if known else None
+    finite = [value for value in values if math.isfinite(value)]
+    return sum(finite) / len(finite) if finite else None

@@ -7,15 +7,13 @@ from typing import Any
 import torch
 import yaml
 from jsonargparse import ArgumentParser, dict_to_namespace
-from lightning.pytorch import Callback, LightningModule, Trainer
-from safetensors.torch import load_file
 from torch import Tensor
 
+from qerl_pl.callbacks.evaluation import ExportedAdapter
 from qerl_pl.errors import UserError
 from qerl_pl.formats.architecture import LAYER_NORMS
 from qerl_pl.formats.dense_checkpoint import write_dense_checkpoint
 from qerl_pl.formats.quantize import in_format, local_folder
-from qerl_pl.modules import QeRLModule
 from qerl_pl.modules.policy import BASE_FILE, Policy, PolicyConfig
 from qerl_pl.persistence.atomic_files import atomic_directory, folder_identity
 from qerl_pl.persistence.checkpoint_io import CHECKPOINT_KEY, check_fits, load_saved, saved_checkpoint
@@ -26,25 +24,6 @@ _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _NOT_PLAIN = ("use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "fan_in_fan_out")
 
 """Keys of PEFT that scale or add something else; `qerl export` sets none."""
-
-
-class ExportedAdapter(Callback):
-    """Has the policy evaluated with the adapter that `qerl export`, or the end of a run, has written.
-
-    Args:
-        folder: In PEFT's format.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Load it."""
-        assert isinstance(pl_module, QeRLModule)
-        pl_module.policy.load_trained_state(load_file(self.folder / _WEIGHTS))
-        pl_module.adapter_folder = self.folder
-
-    on_validation_start = on_test_start
 
 
 def base_of(folder: str | Path) -> Path:

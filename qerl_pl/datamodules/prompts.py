@@ -28,7 +28,7 @@ from qerl_pl.datamodules.tables import (
 from qerl_pl.errors import UserError, require_at_least
 from qerl_pl.persistence.random_state import stream_seed
 from qerl_pl.start_checks import check_first
-from qerl_pl.types import Prompt
+from qerl_pl.types import Prompt, PromptBatch
 
 
 class PromptSampler(DistributedSampler[int]):
@@ -128,7 +128,7 @@ def check_intervals(trainer: Trainer, batches: int) -> None:
 
 log = logging.getLogger("qerl_pl")
 
-FixedLoaders = DataLoader[list[Prompt]] | list[DataLoader[list[Prompt]]]
+FixedLoaders = DataLoader[PromptBatch] | list[DataLoader[PromptBatch]]
 
 
 class PromptDataModule(LightningDataModule):
@@ -263,14 +263,14 @@ class PromptDataModule(LightningDataModule):
         if stage in ("validate", "test"):
             require_prompts(stage, self._val if stage == "validate" else self._test, self.val_size)
 
-    def train_dataloader(self) -> StatefulDataLoader[list[Prompt]]:
+    def train_dataloader(self) -> StatefulDataLoader[PromptBatch]:
         """Batches of `batch_size` prompts, the same on every rank; the rest of an epoch is left out."""
         return StatefulDataLoader(
             self._train,
             batch_size=self.batch_size,
             sampler=PromptSampler(len(self._train), self.batch_size, self.seed),
             drop_last=True,
-            collate_fn=list,
+            collate_fn=PromptBatch,
             generator=torch.Generator(),  # loaders draw a seed for workers, even without any
         )
 
@@ -311,7 +311,7 @@ class PromptDataModule(LightningDataModule):
         return {f"{name} {prompt.id}".strip(): prompt.reference for name, prompts in sets for prompt in prompts}
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """Prompts hold no tensors; Lightning would try to rebuild them."""
+        """The same object, which callbacks fill in; Lightning would copy a dataclass."""
         return batch
 
     def state_dict(self) -> dict[str, Any]:
@@ -358,8 +358,10 @@ class PromptDataModule(LightningDataModule):
         return {name: table.rows(name) for name, table in self._tables.items()} if self._tables else own()
 
     def _fixed_loaders(self, sets: Mapping[str, list[Prompt]]) -> FixedLoaders:
-        loaders: list[DataLoader[list[Prompt]]] = [
-            DataLoader(cast(Any, prompts), batch_size=self.val_batch_size, collate_fn=list, generator=torch.Generator())
+        loaders: list[DataLoader[PromptBatch]] = [
+            DataLoader(
+                cast(Any, prompts), batch_size=self.val_batch_size, collate_fn=PromptBatch, generator=torch.Generator()
+            )
             for prompts in sets.values()
         ]
         return loaders if len(loaders) > 1 else loaders[0]

@@ -1,4 +1,4 @@
-"""Samples of held-out prompts that outlive their process."""
+"""Samples and grades held-out prompts, with a cache of samples that outlives the process."""
 
 import json
 import os
@@ -10,29 +10,38 @@ from typing import Protocol
 
 from transformers import PreTrainedTokenizerBase
 
+from qerl_pl.distributed.communicator import SINGLE_PROCESS, Communicator
 from qerl_pl.engines.base import RolloutEngine
-from qerl_pl.persistence.random_state import isolated_random_state, stream_seed
-from qerl_pl.rollout.config import CollectorConfig
-from qerl_pl.rollout.experience import score_groups
-from qerl_pl.types import EvaluatedPrompt, GradedAnswer, Prompt, RolloutRequest, SamplingConfig
+from qerl_pl.errors import require_at_least
+from qerl_pl.persistence.random_state import isolated_random_state, sample_seeds
+from qerl_pl.rewards import AnswerReward, Reward, accuracy_reward, extract_answers
+from qerl_pl.rollout.experience import gather_by_index, score_groups
+from qerl_pl.types import (
+    EvaluatedPrompt,
+    Evaluation,
+    GradedAnswer,
+    PolicyWeights,
+    Prompt,
+    RolloutRequest,
+    SamplingConfig,
+)
 
 FORMAT = 1
-
-"""Of lines and grades: raise it with every change that makes earlier ones other than new ones would be."""
+"""Version of the sample cache: raise it with every change of its lines or of grading."""
 
 
 @dataclass(frozen=True)
 class SampleRecord:
-    """One graded completion of a held-out prompt, as a line of JSON keeps it."""
+    """One graded completion of a held-out prompt, a line of the cache."""
 
     set: str
-    """Name of the prompt's set; empty where there is but one."""
+    """Name of the prompt's set; empty if there is only one set."""
     prompt_id: str
     sample: int | None
-    """Number of the sample; null is the greedy one."""
+    """Index of the sample; null is the greedy one."""
     correct: bool
     answer: str | None
-    """What was taken for the answer."""
+    """Extracted answer."""
     reference: str
     tokens: int
     truncated: bool
@@ -42,166 +51,205 @@ class SampleRecord:
 
     @property
     def graded(self) -> GradedAnswer:
-        """What statistics need of it."""
+        """The record without texts and rewards."""
         return GradedAnswer(self.correct, self.answer, self.tokens, self.truncated)
 
 
-class Samples(Protocol):
-    """Where an evaluation keeps what it has sampled, and looks first."""
+class Cache(Protocol):
+    """Cache of graded samples."""
 
-    def find(self, name: str, prompt: Prompt, sample: int | None) -> GradedAnswer | None:
-        """What was sampled of a prompt of this set before."""
+    def get(self, name: str, prompt: Prompt, sample: int | None) -> GradedAnswer | None:
+        """The cached sample of a prompt of set `name`."""
 
-    def keep(self, records: Sequence[SampleRecord]) -> None:
-        """Keep what was sampled now."""
+    def put(self, records: Sequence[SampleRecord]) -> None:
+        """Add samples."""
 
 
 class SampleCache:
-    """Samples in a file of JSON lines, one a line, whole or absent.
+    """Cache of graded samples in a JSON Lines file.
 
     Args:
-        path: What this process appends to; half a line, which a kill has left, is taken out.
-        others: Files of other processes, whose samples count too.
+        path: File that this process appends to; an incomplete last line, left by a kill, is removed.
+        others: Files of other processes, which are only read.
     """
 
     def __init__(self, path: Path, others: Iterable[Path] = ()) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path = path
-        self._found: dict[tuple[str, str, int | None], tuple[GradedAnswer, str, str]] = {}
+        self._samples: dict[tuple[str, str, int | None], tuple[GradedAnswer, str, str]] = {}
         for file in (path, *others):
-            self._read(file, mend=file == path)
+            self._read(file, repair=file == path)
 
     def __len__(self) -> int:
-        return len(self._found)
+        return len(self._samples)
 
-    def find(self, name: str, prompt: Prompt, sample: int | None) -> GradedAnswer | None:
-        """What was sampled before; nothing where question or reference have changed since."""
-        graded, *asked = self._found.get((name, prompt.id, sample), (None, "", ""))
-        return graded if asked == [prompt.text, prompt.reference] else None
+    def get(self, name: str, prompt: Prompt, sample: int | None) -> GradedAnswer | None:
+        """The cached sample; None if there is none, or the question or reference has changed since."""
+        graded, *texts = self._samples.get((name, prompt.id, sample), (None, "", ""))
+        return graded if texts == [prompt.text, prompt.reference] else None
 
-    def keep(self, records: Sequence[SampleRecord]) -> None:
-        """Append lines; they are on the disk when this returns."""
+    def put(self, records: Sequence[SampleRecord]) -> None:
+        """Append lines and flush them to the disk."""
         lines = "".join(json.dumps(asdict(record)) + "\n" for record in records)
         with self._path.open("ab") as file:
             file.write(lines.encode())
             file.flush()
             os.fsync(file.fileno())
         for record in records:
-            self._remember(record)
+            self._add(record)
 
-    def _remember(self, record: SampleRecord) -> None:
-        """Without its text, for there may be many."""
-        self._found[record.set, record.prompt_id, record.sample] = (record.graded, record.prompt, record.reference)
+    def _add(self, record: SampleRecord) -> None:
+        # Without completions, of which there may be many.
+        self._samples[record.set, record.prompt_id, record.sample] = (record.graded, record.prompt, record.reference)
 
-    def _read(self, file: Path, mend: bool) -> None:
+    def _read(self, file: Path, repair: bool) -> None:
         if not file.is_file():
             return
-        with file.open("rb+" if mend else "rb") as lines:
+        with file.open("rb+" if repair else "rb") as lines:
             end = 0
             for line in lines:
                 if not line.endswith(b"\n"):
                     break
-                self._remember(SampleRecord(**json.loads(line)))
+                self._add(SampleRecord(**json.loads(line)))
                 end += len(line)
-            if mend:
+            if repair:
                 lines.truncate(end)
 
 
 GREEDY = None
-
-"""Number of the greedy sample."""
+"""Index of the greedy sample."""
 
 Job = tuple[int, int | None]
-
-"""A prompt's place, and the number of a sample."""
-
-
-def sample_seeds(seed: int, stream: Sequence[int | str], prompt: Prompt, samples: Iterable[int]) -> tuple[int, ...]:
-    """Seeds of a prompt's samples.
-
-    Args:
-        seed: Of the run.
-        stream: What is sampled, such as ("rollout", version).
-        prompt: Whose completions these are.
-        samples: Their numbers.
-    """
-    return tuple(stream_seed(seed, *stream, prompt.id, sample) for sample in samples)
+"""Index of a prompt in the batch, and index of one of its samples."""
 
 
 @dataclass(frozen=True)
+class EvaluatorConfig:
+    """Settings of an evaluation.
+
+    Raises:
+        UserError: A size is below 1.
+    """
+
+    rewards: Sequence[Reward]
+    sampling: SamplingConfig
+    """Sampling parameters of the samples; the greedy one has their token limit and stop strings."""
+    samples: int = 1
+    """Samples a prompt, beside the greedy one."""
+    batch: int | None = None
+    """Most completions of a call of the engine; None for all of a batch of prompts."""
+    accuracy_reward: str | None = None
+    """Name of the reward whose value above 0.5 means that a completion is right; None takes the first reward."""
+
+    def __post_init__(self) -> None:
+        require_at_least(1, {"eval_samples": self.samples, "eval_batch": self.batch})
+
+
 class Evaluator:
-    """Samples held-out prompts, greedily and not, as many completions at once as the engine is to have."""
+    """Samples and grades held-out prompts.
 
-    config: CollectorConfig
-    engine: RolloutEngine
-    """Awake, with the weights to evaluate."""
-    tokenizer: PreTrainedTokenizerBase
-    seed: int
+    Seeds depend only on (run seed, set, prompt, sample index): evaluations of different policies draw alike.
 
-    def evaluate(self, prompts: Sequence[Prompt], name: str, kept: Samples | None) -> list[EvaluatedPrompt]:
-        """All answers to some prompts of a set; only what is not kept is sampled, and then kept."""
-        numbers = [GREEDY, *range(self.config.eval_samples)]
-        found: dict[Job, GradedAnswer] = {}
-        if kept is not None:
-            for place, prompt in enumerate(prompts):
-                for sample in numbers:
-                    if (answer := kept.find(name, prompt, sample)) is not None:
-                        found[place, sample] = answer
-        sampling = self.config.evaluation_sampling()
-        for greedy in (True, False):
-            jobs = [
-                (place, sample)
-                for place in range(len(prompts))
-                for sample in numbers
-                if (sample is GREEDY) == greedy and (place, sample) not in found
-            ]
-            settings = SamplingConfig(sampling.max_tokens, 0.0, stop=sampling.stop) if greedy else sampling
-            for part in self._parts(jobs):
-                found |= self._sample(prompts, part, settings, name, kept)
+    Args:
+        config: Settings.
+        engine: Launched rollout engine.
+        tokenizer: The policy's tokenizer.
+        seed: Seed of the run.
+        ranks: Ranks that share each batch; all return the same evaluation.
+    """
+
+    def __init__(
+        self,
+        config: EvaluatorConfig,
+        engine: RolloutEngine,
+        tokenizer: PreTrainedTokenizerBase,
+        seed: int,
+        ranks: Communicator = SINGLE_PROCESS,
+    ) -> None:
+        self.config = config
+        self.engine = engine
+        self.tokenizer = tokenizer
+        self.seed = seed
+        self.ranks = ranks
+        self.accuracy_reward = accuracy_reward(config.rewards, config.accuracy_reward)
+        self._cache: Cache | None = None
+
+    def use_cache(self, cache: Cache | None) -> None:
+        """Take samples from a cache, and add new ones to it; None stops that."""
+        self._cache = cache
+
+    def evaluate(self, prompts: Sequence[Prompt], weights: PolicyWeights, name: str = "") -> Evaluation:
+        """Sample greedily and randomly, and grade.
+
+        Args:
+            prompts: The batch of all ranks.
+            weights: The sampler's weights, without noise.
+            name: Name of the prompts' set, which has its own random streams; empty if there is only one set.
+        """
+        self.engine.wake()
+        self.engine.sync(weights)
+        indices = range(self.ranks.rank, len(prompts), self.ranks.size)
+        local = self._evaluate([prompts[index] for index in indices], name)
+        self.engine.sleep()
+        evaluated = gather_by_index(self.ranks, indices, local)
+        return Evaluation(evaluated, name, isinstance(self.accuracy_reward, AnswerReward))
+
+    def _evaluate(self, prompts: Sequence[Prompt], name: str) -> list[EvaluatedPrompt]:
+        count, sampling = self.config.samples, self.config.sampling
+        jobs = [(index, sample) for index in range(len(prompts)) for sample in (GREEDY, *range(count))]
+        answers: dict[Job, GradedAnswer] = {}
+        if self._cache is not None:
+            for index, sample in jobs:
+                if (answer := self._cache.get(name, prompts[index], sample)) is not None:
+                    answers[index, sample] = answer
+        missing = [job for job in jobs if job not in answers]
+        greedy = SamplingConfig(sampling.max_tokens, temperature=0.0, stop=sampling.stop)
+        for batch in self._batches([job for job in missing if job[1] is GREEDY]):
+            answers |= self._sample(prompts, batch, greedy, name)
+        for batch in self._batches([job for job in missing if job[1] is not GREEDY]):
+            answers |= self._sample(prompts, batch, sampling, name)
         return [
-            EvaluatedPrompt(
-                prompt.id, found[place, GREEDY], [found[place, sample] for sample in range(self.config.eval_samples)]
-            )
-            for place, prompt in enumerate(prompts)
+            EvaluatedPrompt(prompt.id, answers[index, GREEDY], [answers[index, sample] for sample in range(count)])
+            for index, prompt in enumerate(prompts)
         ]
 
-    def _parts(self, jobs: Sequence[Job]) -> Iterator[Sequence[Job]]:
-        size = self.config.eval_batch or max(1, len(jobs))
+    def _batches(self, jobs: Sequence[Job]) -> Iterator[Sequence[Job]]:
+        size = self.config.batch or max(1, len(jobs))
         return (jobs[start : start + size] for start in range(0, len(jobs), size))
 
     def _sample(
-        self, prompts: Sequence[Prompt], jobs: Sequence[Job], sampling: SamplingConfig, name: str, kept: Samples | None
+        self, prompts: Sequence[Prompt], jobs: Sequence[Job], sampling: SamplingConfig, name: str
     ) -> dict[Job, GradedAnswer]:
-        # The same streams at every evaluation: differences come from the policy, not from the draw.
         stream = ("evaluation", name) if name else ("evaluation",)
-        groups = [(prompts[place], [one for _, one in group]) for place, group in groupby(jobs, lambda job: job[0])]
-        requests = [
-            RolloutRequest(prompt.token_ids, sample_seeds(self.seed, stream, prompt, [one or 0 for one in samples]))
-            for prompt, samples in groups
-        ]
-        completions = [[one] for group in self.engine.generate(requests, sampling) for one in group]
-        with isolated_random_state():  # a reward may draw, and how often one evaluates must not change the training
-            asked = [prompts[place] for place, _ in jobs]
-            scored = score_groups(self.config.rewards, self.tokenizer, asked, completions)
-            answers = [self.config.graded(group)[0] for group in scored]
-        if kept is not None:
-            records = [group.records()[0] for group in scored]
-            kept.keep(
-                [
-                    SampleRecord(
-                        set=name,
-                        prompt_id=record.prompt_id,
-                        sample=sample,
-                        correct=answer.correct,
-                        answer=answer.answer,
-                        reference=record.reference,
-                        tokens=record.tokens,
-                        truncated=record.truncated,
-                        rewards=record.rewards,
-                        prompt=record.prompt,
-                        completion=record.completion,
-                    )
-                    for record, answer, (_, sample) in zip(records, answers, jobs, strict=True)
-                ]
+        requests = []
+        for index, prompt_jobs in groupby(jobs, lambda job: job[0]):
+            samples = [sample or 0 for _, sample in prompt_jobs]
+            seeds = sample_seeds(self.seed, stream, prompts[index].id, samples)
+            requests.append(RolloutRequest(prompts[index].token_ids, seeds))
+        completions = [[completion] for group in self.engine.generate(requests, sampling) for completion in group]
+        with isolated_random_state():  # a reward may draw, and evaluating more often must not change training
+            groups = score_groups(
+                self.config.rewards, self.tokenizer, [prompts[index] for index, _ in jobs], completions
             )
-        return dict(zip(jobs, answers, strict=True))
+            extracted = extract_answers(self.accuracy_reward, [group.texts[0] for group in groups])
+        records = []
+        for group, answer, (_, sample) in zip(groups, extracted, jobs, strict=True):
+            (completion,) = group.records()
+            records.append(
+                SampleRecord(
+                    set=name,
+                    prompt_id=completion.prompt_id,
+                    sample=sample,
+                    correct=bool(group.rewards[self.accuracy_reward.name][0] > 0.5),
+                    answer=answer,
+                    reference=completion.reference,
+                    tokens=completion.tokens,
+                    truncated=completion.truncated,
+                    rewards=completion.rewards,
+                    prompt=completion.prompt,
+                    completion=completion.completion,
+                )
+            )
+        if self._cache is not None:
+            self._cache.put(records)
+        return {job: record.graded for job, record in zip(jobs, records, strict=True)}

@@ -1,4 +1,4 @@
-"""What the answers to held-out prompts come to: accuracies, votes, and how far they would move with other prompts."""
+"""Metrics of held-out prompts: accuracy, pass@k, maj@k, and bootstrap confidence intervals."""
 
 import itertools
 import math
@@ -12,107 +12,113 @@ from torch import Tensor
 from qerl_pl.persistence.random_state import stream_seed
 from qerl_pl.types import EvaluatedPrompt, GradedAnswer
 
-_SUBSETS = 256
-
-"""Most subsets that a majority of k is averaged over."""
+_MAX_SUBSETS = 256
+"""Most subsets that maj@k averages over."""
 
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:
-    """Chance that k of n samples, drawn without replacement, hold a right one: 1 - C(n-c, k) / C(n, k).
+    """Probability that k of n samples, drawn without replacement, include a right one: 1 - C(n-c, k) / C(n, k).
 
     Unbiased for k fresh samples (arXiv 2107.03374, section 2.1).
 
     Args:
         samples: n, at least k.
-        correct: c, how many of them are right.
-        k: at least 1.
+        correct: c, the number of right samples.
+        k: At least 1.
     """
     ways = math.comb(samples, k)
     return (ways - math.comb(samples - correct, k)) / ways
 
 
 def majority_is_right(answers: Sequence[GradedAnswer]) -> float:
-    """Whether the answer that most samples give is right; where several have as many votes, their share that is.
+    """Whether the most frequent answer is right; with ties, the share of tied answers that are right.
 
-    Right answers vote together, however they are written, others by their text; who answers nothing does not vote.
+    All right answers count as the same, however they are written; samples without an answer do not vote.
     """
-    votes = Counter((True, "") if one.correct else (False, one.answer) for one in answers if one.answer is not None)
+    votes = Counter(
+        (True, "") if sample.correct else (False, sample.answer) for sample in answers if sample.answer is not None
+    )
     most = max(votes.values(), default=0)
-    first = [right for (right, _), count in votes.items() if count == most]
-    return sum(first) / len(first) if first else 0.0
+    winners = [right for (right, _), count in votes.items() if count == most]
+    return sum(winners) / len(winners) if winners else 0.0
 
 
 def majority_at_k(answers: Sequence[GradedAnswer], k: int, seed: int) -> float:
-    """Mean of `majority_is_right` over the subsets of k samples: all, or 256 drawn by a seed where there are more."""
-    if math.comb(len(answers), k) <= _SUBSETS:
+    """Mean of `majority_is_right` over all subsets of k samples, or over 256 random ones if there are more."""
+    if math.comb(len(answers), k) <= _MAX_SUBSETS:
         subsets = list(itertools.combinations(answers, k))
     else:
         draw = random.Random(seed)
-        subsets = [tuple(draw.sample(list(answers), k)) for _ in range(_SUBSETS)]
+        subsets = [tuple(draw.sample(list(answers), k)) for _ in range(_MAX_SUBSETS)]
     return sum(map(majority_is_right, subsets)) / len(subsets)
 
 
 def sizes(samples: int) -> list[int]:
-    """The k of pass@k and maj@k: powers of two up to n, and n."""
+    """The k of pass@k and maj@k: powers of two below n, and n."""
     return [*(2**power for power in range(samples.bit_length()) if 2**power < samples), samples]
 
 
 def prompt_metrics(prompts: Sequence[EvaluatedPrompt], tells_answers: bool = True) -> dict[str, Tensor]:
-    """Every metric of P prompts, float64 [P] each: its mean is the metric.
+    """Metrics of each of P prompts, float64 [P]; averaged over prompts they are the metrics of the set.
 
     Args:
-        prompts: with S samples each.
-        tells_answers: whether it is known what was answered, and not only whether it is right.
+        prompts: With S samples each.
+        tells_answers: Whether answers were extracted; without them there is neither maj@k nor "unanswered_frac".
 
     Returns:
-        "accuracy" of the greedy answers, and of the samples pass@k and, for k above 1, maj@k, "length_mean" in tokens,
-        "truncated_frac", and "unanswered_frac", those in which no answer was found.
+        "accuracy" of the greedy answers; of the samples pass@k, maj@k for k above 1, "length_mean" in tokens,
+        "truncated_frac", and "unanswered_frac", the share without an answer.
     """
 
-    def of(values: Sequence[float]) -> Tensor:
+    def column(values: Sequence[float]) -> Tensor:
         return torch.tensor(values, dtype=torch.float64)
 
-    def share(name: str) -> Tensor:
-        return of([sum(getattr(one, name) for one in prompt.samples) / len(prompt.samples) for prompt in prompts])
+    def sample_mean(name: str) -> Tensor:
+        return column(
+            [sum(getattr(sample, name) for sample in prompt.samples) / len(prompt.samples) for prompt in prompts]
+        )
 
-    metrics = {"accuracy": of([prompt.greedy.correct for prompt in prompts])}
-    samples = len(prompts[0].samples) if prompts else 1
-    for k in sizes(samples):
-        right = [(len(prompt.samples), sum(one.correct for one in prompt.samples)) for prompt in prompts]
-        metrics[f"pass@{k}"] = of([pass_at_k(*one, k) for one in right])
-    for k in sizes(samples)[1:] if tells_answers else ():
-        voted = (majority_at_k(one.samples, k, stream_seed("majority", one.prompt_id, k)) for one in prompts)
-        metrics[f"maj@{k}"] = of(list(voted))
-    metrics |= {"length_mean": share("tokens"), "truncated_frac": share("truncated")}
+    metrics = {"accuracy": column([prompt.greedy.correct for prompt in prompts])}
+    ks = sizes(len(prompts[0].samples) if prompts else 1)
+    counts = [(len(prompt.samples), sum(sample.correct for sample in prompt.samples)) for prompt in prompts]
+    for k in ks:
+        metrics[f"pass@{k}"] = column([pass_at_k(samples, correct, k) for samples, correct in counts])
+    for k in ks[1:] if tells_answers else ():
+        seeds = [stream_seed("majority", prompt.prompt_id, k) for prompt in prompts]
+        metrics[f"maj@{k}"] = column(
+            [majority_at_k(prompt.samples, k, seed) for prompt, seed in zip(prompts, seeds, strict=True)]
+        )
+    metrics |= {"length_mean": sample_mean("tokens"), "truncated_frac": sample_mean("truncated")}
     if tells_answers:
-        silent = (sum(one.answer is None for one in prompt.samples) / len(prompt.samples) for prompt in prompts)
-        metrics["unanswered_frac"] = of(list(silent))
+        unanswered = [sum(sample.answer is None for sample in prompt.samples) for prompt in prompts]
+        metrics["unanswered_frac"] = column(
+            [count / samples for count, (samples, _) in zip(unanswered, counts, strict=True)]
+        )
     return metrics
 
 
 def evaluation_tag(stage: str, name: str, metric: str) -> str:
-    """TensorBoard tag of a metric of held-out prompts.
+    """TensorBoard tag of a metric, such as val/gsm8k/accuracy.
 
     Args:
         stage: "val" or "test".
-        name: of the set; empty where there is but one.
-        metric: as `prompt_metrics` has it.
+        name: Name of the set; empty if there is only one set.
+        metric: Key of `prompt_metrics`.
     """
-    return "/".join(part for part in (stage, name, metric) if part)
+    return "/".join(filter(None, (stage, name, metric)))
 
 
-def interval(values: Tensor, seed: int, resamples: int = 2000) -> tuple[float, float]:
-    """95 % of the mean over prompts, by bootstrap: the 2.5 and 97.5 percentiles of means of P prompts drawn from these.
+def bootstrap_interval(values: Tensor, seed: int, resamples: int = 2000) -> tuple[float, float]:
+    """95 % confidence interval of a mean over prompts: percentiles 2.5 and 97.5 of the means of resampled prompts.
 
     Args:
-        values: of each prompt, float64 [P].
-        seed: of the draws.
-        resamples: how many.
+        values: Metric of each prompt, float64 [P].
+        seed: Seed of the resampling.
+        resamples: Number of resamples.
     """
     generator = torch.Generator().manual_seed(seed)
     count = len(values)
-    means = [
-        values[torch.randint(count, (count,), generator=generator)].mean() for _ in range(resamples)
-    ]  # one by one: all at once would be P * resamples numbers
+    # A loop: a single draw would hold P * resamples indices.
+    means = [values[torch.randint(count, (count,), generator=generator)].mean() for _ in range(resamples)]
     low, high = torch.stack(means).quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
     return low, high

@@ -15,7 +15,7 @@ from qerl_pl.distributed.communicator import SINGLE_PROCESS, Communicator
 from qerl_pl.errors import UserError
 from qerl_pl.modules.policy import Policy
 from qerl_pl.persistence.random_state import stream_seed
-from qerl_pl.rollout.experience import Experience
+from qerl_pl.types import Experience
 
 
 def partition_micro_batches(lengths: Sequence[int], max_tokens: int | None) -> list[list[int]]:

@@ -6,7 +6,7 @@ what it is for. A resumed or regrouped run therefore draws the same numbers as o
 
 import hashlib
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,6 +26,18 @@ def stream_seed(*parts: int | str) -> int:
     """
     digest = hashlib.sha256("\x1f".join(f"{type(part).__name__}:{part}" for part in parts).encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1
+
+
+def sample_seeds(seed: int, stream: Sequence[int | str], prompt_id: str, samples: Iterable[int]) -> tuple[int, ...]:
+    """Seeds of a prompt's completions.
+
+    Args:
+        seed: Seed of the run.
+        stream: Purpose of the completions, such as ("rollout", version).
+        prompt_id: Id of the prompt.
+        samples: Indices of the completions.
+    """
+    return tuple(stream_seed(seed, *stream, prompt_id, sample) for sample in samples)
 
 
 def random_state() -> dict[str, Any]:

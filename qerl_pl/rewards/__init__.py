@@ -1,4 +1,4 @@
-"""What scores a completion: a list of `Reward` objects, each with a weight."""
+"""Rewards: they score completions, each with a weight."""
 
 from qerl_pl.rewards.answers import Format, GSM8KAnswer, OverlongPenalty
 from qerl_pl.rewards.base import (
@@ -7,6 +7,7 @@ from qerl_pl.rewards.base import (
     Reward,
     RewardSample,
     ScoredBatch,
+    accuracy_reward,
     check_references,
     check_rewards,
     extract_answers,
@@ -24,6 +25,7 @@ __all__ = [
     "Reward",
     "RewardSample",
     "ScoredBatch",
+    "accuracy_reward",
     "check_references",
     "check_rewards",
     "extract_answers",

@@ -1,4 +1,4 @@
-"""What a reward is, and the weighted sum of several."""
+"""The reward interface, and the weighted sum of several rewards."""
 
 import math
 import re
@@ -16,7 +16,7 @@ _LARGEST = torch.finfo(torch.float32).max
 
 @dataclass(frozen=True)
 class RewardSample:
-    """What a reward sees of one completion."""
+    """One completion, as rewards see it."""
 
     prompt: str
     """The question as the user reads it, without the chat template."""
@@ -34,32 +34,32 @@ class Reward(Protocol):
     """Scores completions. Any class with these three members is a reward; name it in YAML by its import path."""
 
     weight: float
-    """What the values are multiplied by in the total; 0 only logs them."""
+    """Factor of the values in the total; 0 only logs them."""
     name: str
     """Logged as `reward/<name>`; unique within a run."""
 
-    # The parser of configurations takes a class for a reward only if its annotations are these to the letter; Any lets
-    # a user write list[float], or nothing. `score` checks the values.
+    # jsonargparse accepts a class as a reward only if its annotations equal these; Any also allows list[float], or no
+    # annotation. `score` checks the values.
     def __call__(self, samples: Any, /) -> Any:
-        """One finite value a sample: from Sequence[RewardSample] to Sequence[float], in the same order."""
+        """One finite value for each sample: Sequence[RewardSample] -> Sequence[float], in the same order."""
         ...
 
 
 @runtime_checkable
 class AnswerReward(Protocol):
-    """What a reward may have besides: evaluation then keeps what was answered, for majority votes."""
+    """A reward that also extracts answers, which evaluation needs for majority votes."""
 
     def extract_answer(self, completion: str) -> str | None:
-        """What counts as the completion's answer, the same text for the same answer; None where there is none."""
+        """The completion's answer, the same text for the same answer; None if there is none."""
         ...
 
 
 @runtime_checkable
 class ReferenceReward(Protocol):
-    """What a reward may have besides: a look at the data's references before the first completion."""
+    """A reward that also checks the data's references before the first rollout."""
 
     def check_references(self, references: Mapping[str, str]) -> None:
-        """Warn of references, by the names of their rows, that it cannot grade well, or raise a UserError."""
+        """Warn of references (by row id) that it cannot grade well, or raise a UserError."""
         ...
 
 
@@ -69,19 +69,18 @@ class ScoredBatch:
 
     total: Tensor
     """Weighted sum, float32 [B]."""
-    parts: dict[str, Tensor]
-    """Each reward's own values before its weight, float32 [B], by name."""
+    rewards: dict[str, Tensor]
+    """Each reward before its weight, float32 [B], by name."""
 
 
 def check_rewards(rewards: Sequence[Reward]) -> None:
     """Check a list of rewards without calling any.
 
     Raises:
-        UserError: it is no list, there is none, a name occurs twice or stands for something else, or a name or weight
-            is missing or of another type.
+        UserError: Not a list, empty, a name is missing, reserved or used twice, or a weight is not a finite number.
     """
     if isinstance(rewards, str) or not isinstance(rewards, Sequence):
-        raise UserError(f"rewards must be a list of them; found {rewards!r:.60}; put what it names in a list")
+        raise UserError(f"rewards must be a list of them; got {rewards!r:.60}; put what it names in a list")
     for reward in rewards:
         name, weight = getattr(reward, "name", None), getattr(reward, "weight", None)
         if not isinstance(name, str) or not isinstance(weight, int | float) or not math.isfinite(weight):
@@ -92,12 +91,25 @@ def check_rewards(rewards: Sequence[Reward]) -> None:
     names = [reward.name for reward in rewards]
     if not names or len(set(names)) < len(names):
         raise UserError(f"rewards must be at least one, with different names; got {names}; list each once.")
-    if taken := sorted({"mean", "std", "total"}.intersection(names)):
-        raise UserError(f"mean, std and total are logged of all rewards; {taken[0]} is the name of one; rename it.")
+    if reserved := sorted({"mean", "std", "total"}.intersection(names)):
+        raise UserError(f"mean, std and total are logged of all rewards; {reserved[0]} is the name of one; rename it.")
+
+
+def accuracy_reward(rewards: Sequence[Reward], name: str | None) -> Reward:
+    """The reward whose value above 0.5 means that a completion is right: by name, or the first one.
+
+    Raises:
+        UserError: No reward has that name.
+    """
+    for reward in rewards:
+        if name in (None, reward.name):
+            return reward
+    names = [reward.name for reward in rewards]
+    raise UserError(f"accuracy_reward must name a reward; got {name!r}; choose among {names}")
 
 
 def refuse_empty_references(reward: Reward, references: Mapping[str, str]) -> None:
-    """Refuse rows without a reference for a reward that compares answers with it: no completion would be right.
+    """Refuse rows without a reference, for a reward that compares answers with it.
 
     Raises:
         UserError: Some references are empty.
@@ -111,7 +123,7 @@ def refuse_empty_references(reward: Reward, references: Mapping[str, str]) -> No
 
 
 def check_references(rewards: Sequence[Reward], references: Mapping[str, str]) -> None:
-    """Show the references of the data, by the names of their rows, to the rewards that want to see them."""
+    """Have each `ReferenceReward` check the data's references (by row id)."""
     for reward in rewards:
         if isinstance(reward, ReferenceReward):
             reward.check_references(references)
@@ -120,52 +132,46 @@ def check_references(rewards: Sequence[Reward], references: Mapping[str, str]) -
 def score(rewards: Sequence[Reward], samples: Sequence[RewardSample]) -> ScoredBatch:
     """Score B completions with every reward.
 
-    Args:
-        rewards: at least one, with different names and finite weights.
-        samples: the B completions.
-
     Raises:
-        UserError: the list is refused by `check_rewards`, or a reward raises or returns something other than B finite
-            numbers. Names the reward and, where one is to blame, the sample; a UserError of the reward's own stays.
+        UserError: `check_rewards` refuses the list, or a reward raises or does not return B finite numbers; names the
+            reward and, if possible, the sample. A UserError that a reward raises is passed on.
     """
     check_rewards(rewards)
-    parts: dict[str, Tensor] = {}
+    scored: dict[str, Tensor] = {}
     total = torch.zeros(len(samples), dtype=torch.float64)
     for reward in rewards:
-        values = torch.tensor(_values(reward, samples), dtype=torch.float64)
-        parts[reward.name] = values.float()
+        values = torch.tensor(_checked_values(reward, samples), dtype=torch.float64)
+        scored[reward.name] = values.float()
         total += reward.weight * values
     if not total.float().isfinite().all():
         raise UserError(f"the sum of all rewards must be a float32 number; got {total.tolist()}; lower the weights.")
-    return ScoredBatch(total.float(), parts)
+    return ScoredBatch(total.float(), scored)
 
 
-def _values(reward: Reward, samples: Sequence[RewardSample]) -> list[float]:
-    """The reward's values, checked."""
+def _checked_values(reward: Reward, samples: Sequence[RewardSample]) -> list[float]:
     try:
         returned = list(reward(samples))
-        # Text is left to the check below: "1.0" would pass for a number, and "01" for two.
+        # Text is left to the check below: float("1.0") would pass, and list("01") be two values.
         values = [math.nan if isinstance(value, str | bytes) else float(value) for value in returned]
-    except UserError:  # names rule and remedy itself
+    except UserError:
         raise
-    except Exception as error:  # whatever a user's reward raises stops the run under the reward's name
-        culprit = _culprit(reward, samples)
+    except Exception as error:  # a user's code may raise anything
         raise UserError(
             f"reward {reward.name!r} raised {type(error).__name__}: {_shorten(str(error))} "
-            f"on {culprit}; make it return a number for every completion."
+            f"on {_failing_sample(reward, samples)}; make it return a number for every completion."
         ) from error
     if len(values) != len(samples):
         raise UserError(
             f"reward {reward.name!r} must return one value a sample; got {len(values)} for {len(samples)} samples, "
             f"the first of which is {_describe(samples[0]) if samples else 'missing'}; return them in order."
         )
-    for sample, value, given in zip(samples, values, returned, strict=True):
-        if isinstance(given, str | bytes):
+    for sample, value, raw in zip(samples, values, returned, strict=True):
+        if isinstance(raw, str | bytes):
             raise UserError(
-                f"reward {reward.name!r} must return numbers; got {given!r:.40}, a {type(given).__name__}, on "
+                f"reward {reward.name!r} must return numbers; got {raw!r:.40}, a {type(raw).__name__}, on "
                 f"{_describe(sample)}; return float of it."
             )
-        if not abs(value) <= _LARGEST:  # nan is not
+        if not abs(value) <= _LARGEST:  # NaN fails this too
             raise UserError(
                 f"reward {reward.name!r} must return finite numbers; got {value} on {_describe(sample)}; "
                 "return 0 where there is nothing to score."
@@ -173,8 +179,8 @@ def _values(reward: Reward, samples: Sequence[RewardSample]) -> list[float]:
     return values
 
 
-def _culprit(reward: Reward, samples: Sequence[RewardSample]) -> str:
-    """The first sample that makes the reward raise when it is scored alone."""
+def _failing_sample(reward: Reward, samples: Sequence[RewardSample]) -> str:
+    """The first sample on which the reward raises when called with it alone."""
     for sample in samples:
         try:
             list(map(float, reward([sample])))
@@ -188,16 +194,16 @@ def _describe(sample: RewardSample) -> str:
 
 
 def _shorten(text: str, limit: int = 120) -> str:
-    """One line of at most `limit` characters; the end stays, for answers stand there."""
+    """Text on one line of at most `limit` characters; keeps the end, where answers stand."""
     line = re.sub(r"\s+", " ", text).strip()
     return line if len(line) <= limit else f"{line[: limit // 2]} ... {line[-limit // 2 :]}"
 
 
 def extract_answers(reward: Reward, completions: Sequence[str]) -> list[str | None]:
-    """What a reward takes for the answers of completions; None where it finds none, or tells none.
+    """The answers that a reward extracts from completions; None without an answer, or if it extracts none.
 
     Raises:
-        UserError: it raises, or returns something else than text or None.
+        UserError: `extract_answer` raises, or returns neither text nor None.
     """
     if not isinstance(reward, AnswerReward):
         return [None] * len(completions)
@@ -205,7 +211,7 @@ def extract_answers(reward: Reward, completions: Sequence[str]) -> list[str | No
     for completion in completions:
         try:
             answer = reward.extract_answer(completion)
-        except Exception as error:  # as in `score`: it is a user's
+        except Exception as error:  # a user's code may raise anything
             raise UserError(
                 f"extract_answer of reward {reward.name!r} raised {type(error).__name__}: {_shorten(str(error))} on "
                 f"completion {_shorten(completion)!r}; make it return the answer, or None where there is none."

@@ -21,7 +21,7 @@ from qerl_pl.rewards.base import RewardSample, refuse_empty_references
 
 log = logging.getLogger("qerl_pl")
 
-_PROGRAM = Path(__file__).with_name("math_worker.py")
+_PROGRAM = Path(__file__).with_name("math_grader.py")
 
 _MEGABYTES = 4096
 
@@ -57,7 +57,7 @@ Pair = tuple[str, str]
 
 
 class MathPool:
-    """Worker processes that run `math_worker.py`: started when needed, replaced when they are killed.
+    """Worker processes that run `math_grader.py`: started when needed, replaced when they are killed.
 
     Verdicts do not depend on the number of workers, nor on earlier batches: each answer is graded by itself. First
     every answer may take a sixth of the limit. Those that take longer are graded again, with all of it, in the order of

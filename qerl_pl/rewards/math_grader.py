@@ -1,6 +1,6 @@
 """The program that `MathAnswer` grades in: reads [reference, answer, seconds] lines, writes a verdict a line.
 
-It runs on its own, `python -P math_worker.py MEGABYTES`, and imports nothing of this package, so that it starts fast
+It runs on its own, `python -P math_grader.py MEGABYTES`, and imports nothing of this package, so that it starts fast
 and holds nothing worth taking. It grades in a copy of itself: an answer that takes too long, be it inside a C function
 that no Python signal handler could stop, ends that copy by the kernel's default action on the timer's signal, and the
 next one is made within a moment.

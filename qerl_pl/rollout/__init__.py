@@ -1,1 +1,1 @@
-"""From prompts to experience: what is sampled, scored and checked."""
+"""Rollouts: sampling, scoring, and the log-probability parity check."""

@@ -1,12 +1,11 @@
-"""Which rank samples which prompts: whole groups, as many on each rank, and about as many tokens where known."""
+"""Samples and scores the completions of a training batch, spread over the ranks."""
 
 import logging
 import math
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
-from typing import TypeVar
+from dataclasses import dataclass, replace
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -15,13 +14,12 @@ from qerl_pl.algorithm.advantages import informative_groups
 from qerl_pl.algorithm.objectives import Objective
 from qerl_pl.distributed.communicator import SINGLE_PROCESS, Communicator
 from qerl_pl.engines.base import RolloutEngine
-from qerl_pl.evaluation.evaluator import Evaluator, Samples, sample_seeds
-from qerl_pl.persistence.random_state import stream_seed
-from qerl_pl.rewards import AnswerReward
-from qerl_pl.rollout.config import CollectorConfig
+from qerl_pl.errors import UserError, require_at_least
+from qerl_pl.persistence.random_state import sample_seeds, stream_seed
+from qerl_pl.rewards import OverlongPenalty, Reward, accuracy_reward, check_rewards
 from qerl_pl.rollout.experience import (
-    Experience,
     Group,
+    gather_by_index,
     pad_completions,
     require_finite_logprobs,
     reward_metrics,
@@ -29,79 +27,93 @@ from qerl_pl.rollout.experience import (
     totals,
 )
 from qerl_pl.rollout.parity_check import CheckedPolicy, check_logprob_parity
-from qerl_pl.types import (
-    Completion,
-    Evaluation,
-    PolicyWeights,
-    Prompt,
-    RolloutRequest,
-    SamplingConfig,
-)
-
-T = TypeVar("T")
-
-
-def partition_prompts(prompts: Sequence[str], expected_lengths: Mapping[str, float], size: int) -> list[list[int]]:
-    """Places of the prompts of each rank, ascending; equal on all ranks, for all know the same.
-
-    The longest is dealt first, each to the rank with the fewest tokens so far among those with room; numbers of prompts
-    differ by one at most.
-
-    Args:
-        prompts: Ids, in the order of the batch.
-        expected_lengths: Mean length of a prompt's completions where it was sampled before, in tokens. Others are taken for
-            the mean of those.
-        size: Number of ranks.
-    """
-    usual = sum(expected_lengths.values()) / len(expected_lengths) if expected_lengths else 1.0
-    length = [expected_lengths.get(prompt, usual) for prompt in prompts]
-    fewest, more = divmod(len(prompts), size)
-    hands: list[list[int]] = [[] for _ in range(size)]
-    tokens = [0.0] * size
-    for place in sorted(range(len(prompts)), key=lambda place: (-length[place], place)):
-        full = sum(len(hand) > fewest for hand in hands) == more
-        open_ranks = [rank for rank in range(size) if len(hands[rank]) < fewest + (not full)]
-        rank = min(open_ranks, key=lambda rank: (tokens[rank], len(hands[rank]), rank))
-        hands[rank].append(place)
-        tokens[rank] += length[place]
-    return [sorted(hand) for hand in hands]
-
-
-def in_order(ranks: Communicator, indices: Sequence[int], own: Iterable[T]) -> list[T]:
-    """What all ranks have, in the order of its places; collective.
-
-    Args:
-        ranks: Who takes part.
-        places: Of what this rank has.
-        own: That.
-    """
-    together = ranks.concatenate(zip(indices, own, strict=True))
-    return [one for _, one in sorted(together, key=lambda pair: pair[0])]
-
+from qerl_pl.types import Experience, PolicyWeights, Prompt, RolloutRequest, SamplingConfig
 
 log = logging.getLogger("qerl_pl")
 
-WAITING = 0.25
+WAIT_WARNING = 0.25
+"""Mean time that ranks wait for the slowest, as a fraction of its rollout, above which the log warns."""
 
-"""Share of a rollout that ranks may wait for the slowest before the log says so."""
+ReplacementPrompts = Callable[[Sequence[int | str], int, Collection[str]], Sequence[Prompt]]
+"""Draws prompts to replace dropped groups: (key of the draw, how many, ids to exclude) -> as many or fewer."""
 
-OtherPrompts = Callable[[Sequence[int | str], int, Collection[str]], Sequence[Prompt]]
 
-"""Prompts to sample in place of others: (key of the draw, how many, ids that must not come) -> as many or fewer."""
+@dataclass(frozen=True)
+class CollectorConfig:
+    """Settings of training rollouts; see `RolloutCallback`.
+
+    Raises:
+        UserError: A size is too small, the rewards are unusable, or settings contradict each other.
+    """
+
+    rewards: Sequence[Reward]
+    group_size: int
+    sampling: SamplingConfig
+    resample_rounds: int
+    mismatch_bound: float
+    check_every: int
+    accuracy_reward: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.group_size < 2:
+            raise UserError(
+                f"a group needs at least 2 completions; got group_size={self.group_size}; set it to 2 or more"
+            )
+        require_at_least(0, {"resample_rounds": self.resample_rounds})
+        require_at_least(1, {"check_every": self.check_every})
+        if self.sampling.temperature == 0:
+            raise UserError("training samples, so sampling.temperature must be above 0; got 0; 1.0 is usual")
+        check_rewards(self.rewards)
+        accuracy_reward(self.rewards, self.accuracy_reward)
+        for reward in self.rewards:
+            if isinstance(reward, OverlongPenalty) and reward.max_length > self.sampling.max_tokens:
+                log.warning(
+                    "OverlongPenalty is full at %d tokens, which no completion of at most %d reaches: lower max_length",
+                    reward.max_length,
+                    self.sampling.max_tokens,
+                )
+
+
+def partition_prompts(prompts: Sequence[str], expected_lengths: Mapping[str, float], size: int) -> list[list[int]]:
+    """Partition a batch over the ranks: as many prompts on each (up to one), and about as many tokens.
+
+    Greedy: the longest prompt first, each to the rank with the fewest tokens among those that have room.
+
+    Args:
+        prompts: Ids, in the order of the batch.
+        expected_lengths: Mean tokens of the completions of prompts that were sampled before; other prompts count as
+            the mean of these.
+        size: Number of ranks.
+
+    Returns:
+        Ascending indices of each rank's prompts, the same on all ranks.
+    """
+    mean = sum(expected_lengths.values()) / len(expected_lengths) if expected_lengths else 1.0
+    lengths = [expected_lengths.get(prompt, mean) for prompt in prompts]
+    smallest, larger = divmod(len(prompts), size)
+    shards: list[list[int]] = [[] for _ in range(size)]
+    tokens = [0.0] * size
+    for index in sorted(range(len(prompts)), key=lambda index: (-lengths[index], index)):
+        all_larger = sum(len(shard) > smallest for shard in shards) == larger
+        open_ranks = [rank for rank in range(size) if len(shards[rank]) < smallest + (not all_larger)]
+        rank = min(open_ranks, key=lambda rank: (tokens[rank], len(shards[rank]), rank))
+        shards[rank].append(index)
+        tokens[rank] += lengths[index]
+    return [sorted(shard) for shard in shards]
 
 
 class Collector:
-    """Samples and scores: for training to an `Experience`, of held-out prompts to an `Evaluation`.
+    """Samples and scores a training batch, and makes it an `Experience`.
 
-    A completion's random stream depends only on (run seed, policy version, prompt, sample index).
+    A completion's seed depends only on (run seed, policy version, prompt, sample index).
 
     Args:
-        config: What to collect.
-        engine: What samples; launched.
-        tokenizer: Of the policy.
-        objective: Whose advantages the experience has.
+        config: Settings.
+        engine: Launched rollout engine.
+        tokenizer: The policy's tokenizer.
+        objective: Computes the advantages.
         seed: Seed of the run.
-        ranks: Who samples with this process, each some of the prompts. All give the same metrics and evaluations.
+        ranks: Ranks that share each batch; all return the same metrics.
     """
 
     def __init__(
@@ -120,19 +132,23 @@ class Collector:
         self.seed = seed
         self.ranks = ranks
         self.expected_lengths: dict[str, float] = {}
-        """Mean length in tokens of each prompt's last completions, by id: what dealing goes by."""
+        """Mean tokens of each prompt's last completions, by id; `partition_prompts` balances by them."""
         self._rollouts = 0
 
     def collect(
-        self, prompts: Sequence[Prompt], weights: PolicyWeights, policy: CheckedPolicy, others: OtherPrompts
+        self,
+        prompts: Sequence[Prompt],
+        weights: PolicyWeights,
+        policy: CheckedPolicy,
+        replacements: ReplacementPrompts,
     ) -> Experience:
-        """Completions of a batch of prompts, to train on.
+        """Sample and score completions of a batch.
 
         Args:
-            prompts: The batch, of all ranks.
-            weights: What samples, noise included.
-            policy: Whose weights they are; the self-check compares the engine with it where one is due.
-            others: Where prompts come from that replace those of dropped groups.
+            prompts: The batch of all ranks.
+            weights: The sampler's weights, with its noise.
+            policy: The trained policy, for the log-probability parity check.
+            replacements: Draws the prompts that replace dropped groups.
 
         Raises:
             UserError: Engine and policy disagree, a reward fails, or a log-probability is not finite.
@@ -152,48 +168,31 @@ class Collector:
         if weights.noise is not None:
             measured = sum(self.ranks.gather(report.noise_std)) / self.ranks.size
             metrics |= {"aqn/sigma": weights.noise.sigma, "aqn/measured_std": measured}
-        groups = self._gather(prompts, weights.version, others, seconds)
+        groups = self._sample_informative(prompts, weights.version, replacements, seconds)
         with _timed(seconds, "sleep"):
             self.engine.sleep()
-        metrics |= {f"time/{name}_s": value for name, value in self._slowest(seconds, weights.version).items()}
+        slowest = self._reduce_seconds(seconds, weights.version)
+        metrics |= {f"time/{phase}_s": value for phase, value in slowest.items()}
         return self._experience(groups, weights.version, sum(seconds.values()), metrics)
 
-    def _slowest(self, seconds: dict[str, float], version: int) -> dict[str, float]:
-        """Each phase on the rank that it took longest on, and how long ranks waited on average."""
-        parts = self.ranks.gather(seconds)
-        slowest = {name: max(part[name] for part in parts) for name in seconds}
-        if self.ranks.size > 1:
-            slowest["wait"] = sum(part["wait"] for part in parts) / len(parts)
-            if slowest["wait"] > WAITING * slowest["rollout"]:
-                last = max(range(len(parts)), key=lambda rank: parts[rank]["rollout"])
-                log.warning(
-                    "rollout %d: ranks waited %.1f s on average for rank %d, which sampled for %.1f s: give each rank "
-                    "more prompts, or limit the length of completions",
-                    version,
-                    slowest["wait"],
-                    last,
-                    slowest["rollout"],
-                )
-        return slowest
-
-    def _gather(
-        self, prompts: Sequence[Prompt], version: int, others: OtherPrompts, seconds: dict[str, float]
+    def _sample_informative(
+        self, prompts: Sequence[Prompt], version: int, replacements: ReplacementPrompts, seconds: dict[str, float]
     ) -> list[Group]:
-        """Everything that is sampled for a batch, with what trains marked, by dynamic sampling where that is on."""
+        """All sampled groups; with dynamic sampling, uninformative groups are marked and replaced."""
         config, wanted = self.config, len(prompts)
         groups: list[Group] = []
         for attempt in range(config.resample_rounds + 1):
-            new = self._sample(prompts, version, seconds)
+            sampled = self._sample(prompts, version, seconds)
             if config.resample_rounds > 0:
-                correct = torch.cat([config.correct(group) for group in new])
-                keep = informative_groups(totals(new), correct, config.group_size).tolist()
-                new = [replace(group, trains=kept) for group, kept in zip(new, keep, strict=True)]
-            groups += new
+                accuracy = accuracy_reward(config.rewards, config.accuracy_reward).name
+                correct = torch.cat([group.rewards[accuracy] > 0.5 for group in sampled])
+                informative = informative_groups(totals(sampled), correct, config.group_size).tolist()
+                sampled = [replace(group, trains=trains) for group, trains in zip(sampled, informative, strict=True)]
+            groups += sampled
             missing = wanted - sum(group.trains for group in groups)
             if missing <= 0 or attempt == config.resample_rounds:
                 break
-            used = {group.prompt.id for group in groups}
-            prompts = others(("resample", version, attempt), missing, used)
+            prompts = replacements(("resample", version, attempt), missing, {group.prompt.id for group in groups})
             if not prompts:
                 break
         if missing == wanted:
@@ -203,41 +202,54 @@ class Collector:
         return groups
 
     def _sample(self, prompts: Sequence[Prompt], version: int, seconds: dict[str, float]) -> list[Group]:
-        """Scored groups of all prompts, those of this rank with their completions."""
+        """Scored groups of all prompts; other ranks' groups come without completions."""
         config, ranks = self.config, self.ranks
         indices = partition_prompts([prompt.id for prompt in prompts], self.expected_lengths, ranks.size)[ranks.rank]
-        own = [prompts[place] for place in indices]
+        local = [prompts[index] for index in indices]
         with _timed(seconds, "rollout"):
-            completions = self._generate(own, config.sampling, config.group_size, ("rollout", version))
+            samples = range(config.group_size)
+            requests = [
+                RolloutRequest(prompt.token_ids, sample_seeds(self.seed, ("rollout", version), prompt.id, samples))
+                for prompt in local
+            ]
+            completions = self.engine.generate(requests, config.sampling)
         with _timed(seconds, "reward"):
-            groups = score_groups(config.rewards, self.tokenizer, own, completions)
+            groups = score_groups(config.rewards, self.tokenizer, local, completions)
         if ranks.size == 1:
             return groups
         with _timed(seconds, "wait"):
             ranks.wait()
-        together = in_order(ranks, indices, (group.elsewhere() for group in groups))
-        for place, group in zip(indices, groups, strict=True):
-            together[place] = group
-        self.expected_lengths |= {group.prompt.id: sum(group.lengths) / len(group.lengths) for group in together}
-        return together
+        gathered = gather_by_index(ranks, indices, [replace(group, completions=()) for group in groups])
+        for index, group in zip(indices, groups, strict=True):
+            gathered[index] = group
+        self.expected_lengths |= {group.prompt.id: sum(group.lengths) / len(group.lengths) for group in gathered}
+        return gathered
 
-    def _generate(
-        self, prompts: Sequence[Prompt], sampling: SamplingConfig, samples: int, stream: tuple[int | str, ...]
-    ) -> list[list[Completion]]:
-        requests = [
-            RolloutRequest(prompt.token_ids, sample_seeds(self.seed, stream, prompt, range(samples)))
-            for prompt in prompts
-        ]
-        return self.engine.generate(requests, sampling)
+    def _reduce_seconds(self, seconds: dict[str, float], version: int) -> dict[str, float]:
+        """Each phase's time on its slowest rank, and the mean time that ranks waited."""
+        gathered = self.ranks.gather(seconds)
+        slowest = {phase: max(times[phase] for times in gathered) for phase in seconds}
+        if self.ranks.size > 1:
+            slowest["wait"] = sum(times["wait"] for times in gathered) / len(gathered)
+            if slowest["wait"] > WAIT_WARNING * slowest["rollout"]:
+                log.warning(
+                    "rollout %d: ranks waited %.1f s on average for rank %d, which sampled for %.1f s: give each rank "
+                    "more prompts, or limit the length of completions",
+                    version,
+                    slowest["wait"],
+                    max(range(len(gathered)), key=lambda rank: gathered[rank]["rollout"]),
+                    slowest["rollout"],
+                )
+        return slowest
 
     def _experience(
         self, groups: Sequence[Group], version: int, seconds: float, metrics: dict[str, float]
     ) -> Experience:
-        training = [group for group in groups if group.trains]
-        size = self.config.group_size
-        own = [place for place, group in enumerate(training) if group.completions]
-        rows = torch.tensor([place * size + sample for place in own for sample in range(size)], dtype=torch.int64)
-        prompts, completions = [training[place].prompt for place in own], [training[place].completions for place in own]
+        training, size = [group for group in groups if group.trains], self.config.group_size
+        local = [index for index, group in enumerate(training) if group.completions]
+        rows = torch.tensor([index * size + sample for index in local for sample in range(size)], dtype=torch.int64)
+        prompts = [training[index].prompt for index in local]
+        completions = [training[index].completions for index in local]
         require_finite_logprobs(prompts, completions, type(self.engine).__name__, version)
         pad = self.tokenizer.pad_token_id
         tokens, lengths, mask, logprobs = pad_completions(prompts, completions, 0 if pad is None else int(pad))
@@ -248,7 +260,7 @@ class Collector:
         metrics |= {
             "completions/groups_dropped_frac": (len(groups) - len(training)) / len(groups),
             "completions/sampled_tokens": sampled_tokens,
-            "completions/length_mean": sampled.mean().item(),  # nan, as all means here, where nothing trains
+            "completions/length_mean": sampled.mean().item(),  # NaN, like all means here, if no group trains
             "completions/length_max": sampled.max().item() if len(sampled) else math.nan,
             "completions/truncated_frac": truncated.float().mean().item(),
             "completions/sampler_entropy": self._sampler_entropy(groups),
@@ -271,37 +283,15 @@ class Collector:
         )
 
     def _sampler_entropy(self, groups: Sequence[Group]) -> float:
-        """Mean of -log p over all tokens of all ranks, p by what sampled them, its noise and filters included: an
-        estimate without bias of the entropy per sampled token, in nats."""
-        own = [one.logprobs for group in groups for one in group.completions]
-        parts = self.ranks.gather((-math.fsum(map(math.fsum, own)), sum(map(len, own))))
-        tokens = sum(count for _, count in parts)
-        return sum(nats for nats, _ in parts) / tokens if tokens else math.nan
-
-    def evaluate(
-        self, prompts: Sequence[Prompt], weights: PolicyWeights, name: str = "", kept: Samples | None = None
-    ) -> Evaluation:
-        """How held-out prompts go, greedily and sampled.
-
-        Args:
-            prompts: The batch, of all ranks.
-            weights: What samples, without noise.
-            name: Of the set that the prompts belong to, where there are several; each has its own random streams.
-            kept: Where samples are kept; what is there is not sampled again.
-        """
-        self.engine.wake()
-        self.engine.sync(weights)
-        ranks = self.ranks
-        indices = list(range(ranks.rank, len(prompts), ranks.size))
-        held_out = Evaluator(self.config, self.engine, self.tokenizer, self.seed)
-        evaluated = held_out.evaluate([prompts[place] for place in indices], name, kept)
-        self.engine.sleep()
-        tells = isinstance(self.config.answers, AnswerReward)
-        return Evaluation(in_order(ranks, indices, evaluated), name, tells)
+        """Mean of -log p over the sampled tokens of all ranks: an unbiased estimate of the sampler's entropy, nats."""
+        logprobs = [completion.logprobs for group in groups for completion in group.completions]
+        sums = self.ranks.gather((-math.fsum(map(math.fsum, logprobs)), sum(map(len, logprobs))))
+        tokens = sum(count for _, count in sums)
+        return sum(nats for nats, _ in sums) / tokens if tokens else math.nan
 
 
 @contextmanager
-def _timed(seconds: dict[str, float], name: str) -> Iterator[None]:
+def _timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
     start = time.perf_counter()
     yield
-    seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - start
+    seconds[phase] = seconds.get(phase, 0.0) + time.perf_counter() - start
