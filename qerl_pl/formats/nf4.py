@@ -53,6 +53,15 @@ class NF4Format:
     def tensor_names(self, linear: str) -> tuple[str, ...]:
         return (f"{linear}.weight", *(f"{linear}.weight.{part}" for part in _PARTS))
 
+    def dense_shapes(self, tensors: TensorFiles) -> dict[str, tuple[int, ...]]:
+        shapes = {}
+        for name, shape in tensors.shapes().items():
+            if f"{name}.{_STATE}" in tensors:  # stored flat, two codes a byte
+                shapes[name] = tuple(_unpacked(tensors.read(f"{name}.{_STATE}"))["shape"])
+            elif name.rpartition(".weight.")[2] not in _PARTS:
+                shapes[name] = shape
+        return shapes
+
     def check(self, tensors: TensorFiles) -> None:
         """Refuse other blocks and other numbers than these codes stand for."""
         for name in tensors:

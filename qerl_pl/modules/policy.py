@@ -15,7 +15,7 @@ from qerl_pl.algorithm.noise import NormNoise
 from qerl_pl.engines.base import SharedWeights
 from qerl_pl.errors import UserError
 from qerl_pl.formats.base import Quantization
-from qerl_pl.formats.model_folder import validate_checkpoint
+from qerl_pl.formats.dense_checkpoint import validate_checkpoint
 from qerl_pl.formats.norm import use_float32_norms
 from qerl_pl.formats.quantize import in_format, local_folder
 from qerl_pl.modules.activation_checkpointing import ActivationCheckpointing, Checkpointing
