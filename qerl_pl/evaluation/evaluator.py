@@ -8,10 +8,11 @@ from itertools import groupby
 from pathlib import Path
 from typing import Protocol
 
+from lightning.pytorch.utilities.seed import isolate_rng
 from transformers import PreTrainedTokenizerBase
 
 from qerl_pl.engines.base import RolloutEngine
-from qerl_pl.persistence.random_state import isolated_random_state, stream_seed
+from qerl_pl.persistence.random_state import stream_seed
 from qerl_pl.rollout.config import CollectorConfig
 from qerl_pl.rollout.experience import score_groups
 from qerl_pl.types import EvaluatedPrompt, GradedAnswer, Prompt, RolloutRequest, SamplingConfig
@@ -180,7 +181,7 @@ class Evaluator:
             for prompt, samples in groups
         ]
         completions = [[one] for group in self.engine.generate(requests, sampling) for one in group]
-        with isolated_random_state():  # a reward may draw, and how often one evaluates must not change the training
+        with isolate_rng():  # a reward may draw, and how often one evaluates must not change the training
             asked = [prompts[place] for place, _ in jobs]
             scored = score_groups(self.config.rewards, self.tokenizer, asked, completions)
             answers = [self.config.graded(group)[0] for group in scored]
