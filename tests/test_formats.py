@@ -29,39 +29,48 @@ def folders(tiny_policy_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     return {"none": tiny_policy_dir} | {name: root / name for name in QUANTIZERS}
 
 
-@pytest.mark.parametrize("one", FORMATS, ids=lambda one: one.name)
-def test_a_folder_is_in_one_format_and_holds_the_tensors_that_it_names(one, folders: dict[str, Path]) -> None:
-    folder = folders[one.name]
-    assert format_of(folder) is one
-    assert [other for other in FORMATS if other.recognises(read_config(folder).get("quantization_config"))] == [one]
+@pytest.mark.parametrize("base_format", FORMATS, ids=lambda base_format: base_format.name)
+def test_a_folder_is_in_one_format_and_holds_the_tensors_that_it_names(base_format, folders: dict[str, Path]) -> None:
+    folder = folders[base_format.name]
+    assert format_of(folder) is base_format
+    assert [other for other in FORMATS if other.recognises(read_config(folder).get("quantization_config"))] == [
+        base_format
+    ]
     stored = {name for name in TensorFiles(folder) if name.startswith(f"{UP}.weight")}
-    assert set(one.tensor_names(UP)) == stored
+    assert set(base_format.tensor_names(UP)) == stored
 
 
-@pytest.mark.parametrize("one", FORMATS, ids=lambda one: one.name)
-def test_a_frozen_weight_is_the_dense_one(one, folders: dict[str, Path]) -> None:
-    tensors, placed = TensorFiles(folders[one.name]), []
+@pytest.mark.parametrize("base_format", FORMATS, ids=lambda base_format: base_format.name)
+def test_a_frozen_weight_is_the_dense_one(base_format, folders: dict[str, Path]) -> None:
+    tensors, placed = TensorFiles(folders[base_format.name]), []
 
     def place(tensor: Tensor) -> Tensor:
         placed.append(tensor.clone())
         return placed[-1]
 
-    dense = load_dense_state(folders[one.name], torch.float32)
-    assert one.frozen_weight(HEAD, tensors, place) is None and not placed
-    weight = one.frozen_weight(UP, tensors, place)
-    if one.name == "none":  # its linears stay PyTorch's
+    dense = load_dense_state(folders[base_format.name], torch.float32)
+    assert base_format.frozen_weight(HEAD, tensors, place) is None and not placed
+    weight = base_format.frozen_weight(UP, tensors, place)
+    if base_format.name == "none":  # its linears stay PyTorch's
         assert weight is None
         return
     torch.testing.assert_close(weight.alpha * weight.dense(torch.float32), dense[f"{UP}.weight"], rtol=3e-7, atol=0)
-    names = one.tensor_names(UP)[: len(weight.tensors())]  # NF4's files hold its tables besides
+    names = base_format.tensor_names(UP)[: len(weight.tensors())]  # NF4's files hold its tables besides
     assert tuple(f"{UP}.{part}" for part in weight.tensors()) == names
     assert [tensor.data_ptr() for tensor in weight.tensors().values()] == [tensor.data_ptr() for tensor in placed]
 
 
+@pytest.mark.parametrize("base_format", FORMATS, ids=lambda base_format: base_format.name)
+def test_shapes_are_those_of_the_dense_checkpoint(base_format, folders: dict[str, Path]) -> None:
+    dense = load_dense_state(folders[base_format.name], torch.float32)
+    shapes = base_format.dense_shapes(TensorFiles(folders[base_format.name]))
+    assert shapes == {name: tuple(tensor.shape) for name, tensor in dense.items()}
+
+
 def test_a_user_can_ask_for_every_format_that_there_is() -> None:
-    assert set(get_args(get_type_hints(PolicyConfig)["quantization"])) == {one.name for one in FORMATS}
+    assert set(get_args(get_type_hints(PolicyConfig)["quantization"])) == {base_format.name for base_format in FORMATS}
     assert set(get_args(get_type_hints(quantize_checkpoint)["format"])) == set(QUANTIZERS)
-    assert {one.name for one in FORMATS} == {*QUANTIZERS, "none"}
+    assert {base_format.name for base_format in FORMATS} == {*QUANTIZERS, "none"}
 
 
 def test_sixteen_bit_training_refuses_a_quantized_folder(folders: dict[str, Path]) -> None:
@@ -81,7 +90,7 @@ def test_a_16_bit_folder_is_quantized_once_and_a_quantized_one_is_not_again(
     assert tensors.keys() == expected.keys()
     for key, tensor in tensors.items():
         assert torch.equal(tensor.view(torch.uint8), expected[key].view(torch.uint8))
-    other = next(one for one in QUANTIZERS if one != name)
+    other = next(base_format for base_format in QUANTIZERS if base_format != name)
     with pytest.raises(UserError, match=f"{name} needs 16-bit weights; .* is {other.upper()}; .*ization to {other}"):
         PolicyConfig(path=str(folders[other]), quantization=name).base_folder()
     with pytest.raises(UserError, match=f"only 16-bit weights can be quantized; .* is {other.upper()} already"):

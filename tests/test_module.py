@@ -11,6 +11,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.seed import isolate_rng
 from short_run import data, module_of, trainer_of
 from torch import nn
 
@@ -20,7 +21,7 @@ from qerl_pl.engines.base import SharedWeights
 from qerl_pl.errors import UserError
 from qerl_pl.modules import Policy, PolicyConfig, QeRLModule
 from qerl_pl.modules.qerl import BEFORE_TRAINING
-from qerl_pl.persistence.random_state import isolated_random_state, random_state, stream_seed
+from qerl_pl.persistence.random_state import random_state, stream_seed
 from qerl_pl.types import EvaluatedPrompt, Evaluation, GradedAnswer, PromptBatch
 
 
@@ -246,7 +247,7 @@ def test_each_rank_takes_its_own_random_state_where_as_many_are_there(
         torch.load(uninterrupted[1] / "checkpoints" / "step=4.ckpt", weights_only=True),
         [],
     )
-    with isolated_random_state():
+    with isolate_rng():
         for seed in (1, 2):
             random.seed(seed)
             states.append(random_state())

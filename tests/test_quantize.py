@@ -153,8 +153,8 @@ def test_search_lowers_the_error_in_the_same_format(tiny_policy_dir: Path, quant
 
 
 NOT_QUANTIZABLE = {
-    "columns": ("nvfp4", of_width(24), "NVFP4 .* divisible by 16; found .*down_proj.weight with 24; set"),
-    "columns of MXFP4": ("mxfp4", of_width(48), "MXFP4 .* divisible by 32; found .*with 48; use nvfp4, or none"),
+    "columns": ("nvfp4", of_width(24), "NVFP4 .* divisible by 16; got .*down_proj.weight with 24; set"),
+    "columns of MXFP4": ("mxfp4", of_width(48), "MXFP4 .* divisible by 32; got .*with 48; use nvfp4, or none"),
     "vector": ("nvfp4", {"down_proj": torch.randn(24)}, r"describe the weights .*down_proj.weight is \(24,\) in"),
     "bytes": (
         "nvfp4",
@@ -164,12 +164,12 @@ NOT_QUANTIZABLE = {
     "infinite": (
         "nvfp4",
         {"down_proj": torch.full((128, 128), torch.inf)},
-        "finite numbers; found inf or nan in .*down_proj.weight",
+        "finite numbers; .*down_proj.weight has inf or nan",
     ),
     "not a number": (
         "mxfp4",
         {"down_proj": torch.full((128, 128), torch.nan)},
-        "finite numbers; found inf or nan in .*down_proj",
+        "finite numbers; .*down_proj.weight has inf or nan",
     ),
 }
 
@@ -213,7 +213,7 @@ def test_a_cached_quantized_base_follows_the_files_that_it_copies(
 
 def test_matrices_of_several_types_cannot_share_a_scale(tiny_policy_dir: Path, tmp_path: Path) -> None:
     source = changed(tiny_policy_dir, tmp_path / "mixed", gate_proj=torch.randn(128, 128, dtype=torch.float16))
-    with pytest.raises(UserError, match=r"one data type; found .*gate_proj.weight in torch.float16, .*up_proj"):
+    with pytest.raises(UserError, match=r"one data type; got .*gate_proj.weight in torch.float16, .*up_proj"):
         quantize_checkpoint(source, tmp_path / "out")
 
 

@@ -14,7 +14,6 @@ from torch.utils.checkpoint import checkpoint
 from qerl_pl.modules.packed_layers import Packing, packed_attention
 from qerl_pl.persistence.random_state import (
     deterministic,
-    isolated_random_state,
     random_state,
     set_random_state,
     stream_seed,
@@ -162,16 +161,6 @@ def test_states_of_gpus_are_set_where_as_many_are_there(
     monkeypatch.setattr(torch.cuda, "set_rng_state_all", found.append)
     set_random_state(state)
     assert found == [states] * taken
-
-
-def test_what_a_block_draws_leaves_the_generators_alone() -> None:
-    state = random_state()
-    expected = drawn()
-    set_random_state(state)
-    with pytest.raises(KeyError), isolated_random_state():
-        drawn()
-        raise KeyError
-    assert drawn() == expected
 
 
 def test_streams_go_by_their_names_types_and_order() -> None:

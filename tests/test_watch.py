@@ -14,33 +14,33 @@ import psutil
 import torch
 from torch import distributed
 from qerl_pl.errors import Stopped, UserError
-from qerl_pl.distributed.communicator import Ranks
-from qerl_pl.distributed import failure_detector as watching
-from qerl_pl.distributed.failure_detector import Watch
+from qerl_pl.distributed.communicator import Communicator
+from qerl_pl.distributed import failure_detector
+from qerl_pl.distributed.failure_detector import FailureDetector
 
 rank, fault = int(os.environ["RANK"]), sys.argv[1]
 if fault.startswith("freeze"):  # else a rank that nobody tells of is waited for longer than the test does
-    watching.PATIENCE = 6.0
+    failure_detector.PATIENCE = 6.0
 
 def listening():
     return {one.laddr.port for one in psutil.Process().net_connections("tcp") if one.status == psutil.CONN_LISTEN}
 
 distributed.init_process_group("gloo", rank=rank, world_size=3)
-ranks = Ranks(rank, 3, distributed.new_group(backend="gloo"))
+communicator = Communicator(rank, 3, distributed.new_group(backend="gloo"))
 ports = listening()
-watch = Watch(ranks, rank, [])
+detector = FailureDetector(communicator, rank, [])
 assert fault != "none" or listening() == ports, "a cluster may open MASTER_PORT alone"
-assert ranks.gather(rank) == [0, 1, 2] and ranks.concatenate([rank] * rank) == [1, 2, 2]
+assert communicator.gather(rank) == [0, 1, 2] and communicator.concatenate([rank] * rank) == [1, 2, 2]
 try:
-    ranks.require_same({"base model": "x", "data": rank // 2})
+    communicator.require_same({"base model": "x", "data": rank // 2})
     raise AssertionError("rank 2 has other data")
 except UserError as error:
     assert str(error).startswith("every rank must have the same data; found 1 on rank 2 and 0 on rank 0;")
 a, b = torch.full((2,), float(rank)), torch.full((3, 1), 10.0 * rank)
-ranks.sum([a, b])
+communicator.sum([a, b])
 assert a.tolist() == [3.0, 3.0] and b.flatten().tolist() == [30.0] * 3
 alone = torch.full((2,), float(rank))  # summed where it is, without a copy
-ranks.sum([alone])
+communicator.sum([alone])
 assert alone.tolist() == [3.0, 3.0]
 try:
     if fault == f"raise{rank}":
@@ -56,13 +56,13 @@ try:
     if fault == f"freeze{rank}":
         os.kill(os.getpid(), signal.SIGSTOP)
     if fault == "none":
-        watch.stop(ranks)
-        assert not watch._thread.is_alive()  # or Python's end may find it within the store, and abort
+        detector.stop(communicator)
+        assert not detector._thread.is_alive()  # or Python's end may find it within the store, and abort
         time.sleep(2 * (rank == 1))  # the first rank and its store are gone then
         sys.exit(0)
-    ranks.wait()  # one rank never comes
+    communicator.wait()  # one rank never comes
 except (Exception, Stopped) as error:
-    watch.failed(error)
+    detector.failed(error)
     print(f"qerl: {error}", file=sys.stderr)
     sys.exit(2)
 """
@@ -146,16 +146,17 @@ def test_a_rank_that_is_lost_ends_all_with_one_line_that_says_how_to_go_on(
 CHILD = """
 import subprocess, sys, time
 from torch import distributed
-from qerl_pl.distributed.communicator import Ranks
-from qerl_pl.distributed import failure_detector as watching
+from qerl_pl.distributed.communicator import Communicator
+from qerl_pl.distributed import failure_detector
 
-watching.GRACE = 2.0
+failure_detector.GRACE = 2.0
 distributed.init_process_group("gloo", rank=0, world_size=1)
-ranks = Ranks(0, 1, distributed.new_group(backend="gloo"))
-watch = watching.Watch(ranks, 0, [subprocess.Popen([sys.executable, "-c", f"raise SystemExit({sys.argv[1]})"])])
+communicator = Communicator(0, 1, distributed.new_group(backend="gloo"))
+child = subprocess.Popen([sys.executable, "-c", f"raise SystemExit({sys.argv[1]})"])
+detector = failure_detector.FailureDetector(communicator, 0, [child])
 time.sleep(float(sys.argv[2]))
-watch.stop(ranks)
-sys.exit(watch.join())
+detector.stop(communicator)
+sys.exit(detector.join())
 """
 
 

@@ -1,7 +1,7 @@
-"""What the processes of a run tell each other; with one process, nothing.
+"""Collectives of a run's ranks; with one process they do nothing.
 
-Every rank walks the same path with the same global numbers: what differs between ranks (which prompts it samples, the
-gradient of its completions) is put together here, in the order of ranks, so that sums have the same bits each time.
+Every rank computes the same global numbers in the same order: prompts sampled and gradients accumulated per rank are
+combined in the order of the ranks, so that sums have the same bits each time.
 """
 
 import logging
@@ -17,86 +17,69 @@ from torch import Tensor, distributed
 
 from qerl_pl.errors import UserError
 
-
-def warn_of_this_rank(log: logging.Logger, message: str, *arguments: object) -> None:
-    """Log a warning that a user reads whichever rank has it, named with the rank where there are several.
-
-    The command line keeps away what ranks above 0 log up to warnings, for the first one says the same.
-
-    Args:
-        log: What logs it.
-        message: With places for the arguments.
-        arguments: Those.
-    """
-    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
-        message, arguments = f"rank %d: {message}", (distributed.get_rank(), *arguments)
-    if log.getEffectiveLevel() <= logging.WARNING:  # `warning` would also ask what `logging.disable` keeps away
-        log.handle(log.makeRecord(log.name, logging.WARNING, __file__, 0, message, arguments, None))
-
-
 T = TypeVar("T")
 
 BUCKET = 2**31
-
-"""Bytes of tensors that are summed at once, in a copy; a larger tensor is summed alone, where it is."""
+"""Bytes of tensors per all-reduce, which copies them; a larger tensor is reduced alone, in place."""
 
 
 @dataclass(frozen=True)
 class Communicator:
-    """One process among those of a run; the default is a run of one.
+    """This process's rank and the collectives of all ranks; the default is a run of one process.
 
-    Every method is collective: all ranks call it, in the same order.
+    All ranks call every method, in the same order.
     """
 
     rank: int = 0
     size: int = 1
+    """World size."""
     objects: Any = None
-    """Process group for Python objects, over the CPUs."""
+    """Process group of Python objects, over gloo."""
 
     def gather(self, value: T) -> list[T]:
-        """Each rank's value, by rank."""
+        """All-gather: the values of all ranks, by rank."""
         if self.size == 1:
             return [value]
-        found: list[Any] = [None] * self.size
-        distributed.all_gather_object(found, value, group=self.objects)
-        return found
+        values: list[Any] = [None] * self.size
+        distributed.all_gather_object(values, value, group=self.objects)
+        return values
 
     def concatenate(self, values: Iterable[T]) -> list[T]:
-        """All ranks' values in one list, by rank."""
-        return [one for part in self.gather(list(values)) for one in part]
+        """All-gather lists and concatenate them, by rank."""
+        return [value for gathered in self.gather(list(values)) for value in gathered]
 
     def sum(self, tensors: Iterable[Tensor]) -> None:
-        """Replace each tensor by its sum over the ranks: one all-reduce of what fits `BUCKET`.
+        """All-reduce tensors in place, in flat buckets of at most `BUCKET` bytes.
 
         Args:
             tensors: Float32 and on one device, of the same shapes on all ranks.
         """
-        for parts in _buckets(tensors) if self.size > 1 else ():
-            if len(parts) == 1 and parts[0].is_contiguous():
-                distributed.all_reduce(parts[0])
+        for bucket in _buckets(tensors) if self.size > 1 else ():
+            if len(bucket) == 1 and bucket[0].is_contiguous():
+                distributed.all_reduce(bucket[0])
                 continue
-            flat = torch.cat([part.flatten() for part in parts])
+            flat = torch.cat([tensor.flatten() for tensor in bucket])
             distributed.all_reduce(flat)
-            for part, total in zip(parts, flat.split([part.numel() for part in parts]), strict=True):
-                part.copy_(total.view_as(part))
+            for tensor, total in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
+                tensor.copy_(total.view_as(tensor))
 
     def wait(self) -> None:
-        """Go on when all ranks are here."""
+        """Barrier."""
         if self.size > 1:
             distributed.barrier(group=self.objects)
 
     def require_same(self, facts: Mapping[str, object]) -> None:
-        """Refuse ranks that would not train the same run.
+        """Refuse ranks that would train different runs.
 
         Args:
-            facts: What must be equal on all ranks, by a name that a user knows.
+            facts: Values that must be equal on all ranks, by a name for the user.
 
         Raises:
-            UserError: One is not.
+            UserError: A value differs.
         """
         first, *others = self.gather(dict(facts))
-        for rank, found in enumerate(others, start=1):
-            for name, value in found.items():
+        for rank, values in enumerate(others, start=1):
+            for name, value in values.items():
                 if value != first[name]:
                     raise UserError(
                         f"every rank must have the same {name}; found {value!s:.40} on rank {rank} and "
@@ -105,14 +88,13 @@ class Communicator:
 
 
 def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Neighbours that fit `BUCKET` together."""
-    bucket, held = list[Tensor](), 0
+    bucket, size = list[Tensor](), 0
     for tensor in tensors:
-        if bucket and held + tensor.nbytes > BUCKET:
+        if bucket and size + tensor.nbytes > BUCKET:
             yield bucket
-            bucket, held = [], 0
+            bucket, size = [], 0
         bucket.append(tensor)
-        held += tensor.nbytes
+        size += tensor.nbytes
     if bucket:
         yield bucket
 
@@ -121,27 +103,26 @@ SINGLE_PROCESS = Communicator()
 
 
 def planned_ranks(trainer: Trainer) -> int:
-    """Processes that the run will have, also before they are started."""
+    """World size of the run, also before its processes are started."""
     return trainer.num_devices * trainer.num_nodes
 
 
 def check_strategy(trainer: Trainer) -> None:
-    """Refuse strategies that shard what is trained, or that are for several devices where there is one.
+    """Refuse strategies that shard the trained weights, and strategies of several devices on a single one.
 
     Raises:
         UserError: The trainer has such a strategy.
     """
-    several = planned_ranks(trainer) > 1
-    if type(trainer.strategy) is not DDPStrategy if several else not isinstance(trainer.strategy, SingleDeviceStrategy):
-        found = type(trainer.strategy).__name__
+    world_size, strategy = planned_ranks(trainer), trainer.strategy
+    if type(strategy) is not DDPStrategy if world_size > 1 else not isinstance(strategy, SingleDeviceStrategy):
         raise UserError(
-            f"training is one process a device, each with all that is trained; found the strategy {found} for "
-            f"{planned_ranks(trainer)} devices; leave trainer.strategy at auto"
+            f"training is one process a device, each with all that is trained; found the strategy "
+            f"{type(strategy).__name__} for {world_size} devices; leave trainer.strategy at auto"
         )
 
 
 def check_ranks_divide(batch_size: int, ranks: int) -> None:
-    """Refuse a batch that does not go evenly onto the ranks.
+    """Refuse a batch size that the number of ranks does not divide.
 
     Raises:
         UserError: It does not.
@@ -153,11 +134,27 @@ def check_ranks_divide(batch_size: int, ranks: int) -> None:
         )
 
 
+def warn_of_this_rank(log: logging.Logger, message: str, *arguments: object) -> None:
+    """Log a warning of any rank, prefixed with the rank if there are several.
+
+    The command line disables warnings on ranks above 0, as they repeat those of rank 0; this one passes.
+
+    Args:
+        log: The logger.
+        message: Format string of the arguments.
+        arguments: Values for it.
+    """
+    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
+        message, arguments = f"rank %d: {message}", (distributed.get_rank(), *arguments)
+    if log.getEffectiveLevel() <= logging.WARNING:  # unlike `log.warning`, whatever `logging.disable` says
+        log.handle(log.makeRecord(log.name, logging.WARNING, __file__, 0, message, arguments, None))
+
+
 def is_first_process() -> bool:
-    """Whether this is the process of rank 0, by what launchers tell; known from the start."""
+    """Whether this is rank 0, by the launcher's variables; known before the process group."""
     return bool(rank_zero_only.rank == 0)  # type: ignore[attr-defined]
 
 
 def writes_files(trainer: Trainer) -> bool:
-    """Whether this process writes the run's files: the first, and not in a trial by `fast_dev_run`."""
+    """Whether this process writes the run's files: rank 0, except with `fast_dev_run`."""
     return trainer.is_global_zero and not trainer.fast_dev_run  # type: ignore[attr-defined]

@@ -8,12 +8,13 @@ from itertools import groupby
 from pathlib import Path
 from typing import Protocol
 
+from lightning.pytorch.utilities.seed import isolate_rng
 from transformers import PreTrainedTokenizerBase
 
 from qerl_pl.distributed.communicator import SINGLE_PROCESS, Communicator
 from qerl_pl.engines.base import RolloutEngine
 from qerl_pl.errors import require_at_least
-from qerl_pl.persistence.random_state import isolated_random_state, sample_seeds
+from qerl_pl.persistence.random_state import sample_seeds
 from qerl_pl.rewards import AnswerReward, Reward, accuracy_reward, extract_answers
 from qerl_pl.rollout.experience import gather_by_index, score_groups
 from qerl_pl.types import (
@@ -227,7 +228,7 @@ class Evaluator:
             seeds = sample_seeds(self.seed, stream, prompts[index].id, samples)
             requests.append(RolloutRequest(prompts[index].token_ids, seeds))
         completions = [[completion] for group in self.engine.generate(requests, sampling) for completion in group]
-        with isolated_random_state():  # a reward may draw, and evaluating more often must not change training
+        with isolate_rng():  # a reward may draw, and evaluating more often must not change training
             groups = score_groups(
                 self.config.rewards, self.tokenizer, [prompts[index] for index, _ in jobs], completions
             )

@@ -1,4 +1,4 @@
-"""What of a decoder's structure this package relies on: names of its norms and projections, shapes of its linears."""
+"""Names of norms and projections in a decoder, and shapes of its linears: what this package needs of a model."""
 
 import re
 from collections.abc import Iterable
@@ -10,13 +10,13 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Projections that engines run as one matrix; in NVFP4 they share one global scale."""
 LAYER_NORMS = ("input_layernorm", "post_attention_layernorm")
-"""Norms of each layer, before q, k, v and before gate, up: what AQN perturbs, and what `train_norms` trains. The final
+"""Norms of each layer, before q, k, v and before gate, up: AQN perturbs them, and `train_norms` trains them. The final
 norm and the q/k norms of Qwen3 feed no quantized linear."""
 _LAYER_NORM = re.compile(rf"(^|\.)layers\.\d+\.({'|'.join(LAYER_NORMS)})$")
 
 
 def noisy_norm_names(names: Iterable[str]) -> list[str]:
-    """Those of `names` (module names) that AQN perturbs, in their order."""
+    """The module names that AQN perturbs, in the order of `names`."""
     return [name for name in names if _LAYER_NORM.search(name)]
 
 

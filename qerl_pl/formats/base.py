@@ -1,4 +1,10 @@
-"""What a base format is, and which there are. A format is one file: how it is told, written, read and sampled from."""
+"""Base formats: how the frozen linears of a base model are stored, recognised, read and quantized.
+
+To add a format, write one file with a class that has the methods of `BaseFormat` (dense.py is the shortest) and, if
+`qerl quantize` shall write it, a class that has those of `Quantizer`; then list both below: the name in
+`QuantizedFormat`, the classes in `FORMATS` and `QUANTIZERS`. Its frozen weight is a `qerl_kernels.FrozenWeight`. All
+other code asks a format by these methods and names none.
+"""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -15,8 +21,10 @@ from qerl_pl.formats.mxfp4 import MXFP4Format, MXFP4Quantizer
 from qerl_pl.formats.nf4 import NF4Format, NF4Quantizer
 from qerl_pl.formats.nvfp4 import NVFP4Format, NVFP4Quantizer
 
-Quantization = Literal["nvfp4", "mxfp4", "nf4", "none"]
-"""Names of the base formats, as `model.policy.quantization` has them."""
+QuantizedFormat = Literal["nvfp4", "mxfp4", "nf4"]
+"""Formats that `qerl quantize` writes."""
+Quantization = Literal[QuantizedFormat, "none"]
+"""Values of `model.policy.quantization`."""
 
 
 class BaseFormat(Protocol):
@@ -24,52 +32,55 @@ class BaseFormat(Protocol):
 
     @property
     def name(self) -> str:
-        """As `model.policy.quantization` calls it."""
+        """Value of `model.policy.quantization` that selects it."""
 
     @property
     def vllm_devices(self) -> tuple[str, ...]:
-        """Where vLLM runs it as it is; elsewhere vLLM gets dense weights."""
+        """Device types on which vLLM runs the format; on others it gets dense weights."""
 
     @property
     def vllm_options(self) -> Mapping[str, str]:
-        """What vLLM is told to read it, beyond what it finds in the folder."""
+        """Arguments of `vllm.LLM` that it needs besides the folder."""
 
     def recognises(self, quantization: Mapping[str, Any] | None) -> bool:
-        """Whether this is the format of a folder whose config.json has this `quantization_config`."""
+        """Whether a folder whose config.json has this `quantization_config` is in this format."""
 
     def tensor_names(self, linear: str) -> tuple[str, ...]:
-        """Checkpoint names of what a linear's weight is stored in, where it is stored in this format's own way."""
+        """Checkpoint names of the tensors that store a quantized linear."""
+
+    def dense_shapes(self, tensors: TensorFiles) -> dict[str, tuple[int, ...]]:
+        """Shape of every tensor of the equivalent dense checkpoint, by name, read without the weights."""
 
     def check(self, tensors: TensorFiles) -> None:
-        """Refuse by UserError a checkpoint that engine and trainer would read differently."""
+        """Raise UserError for a checkpoint that engine and trainer would read differently."""
 
     def frozen_weight(
         self, linear: str, tensors: TensorFiles, place: Callable[[Tensor], Tensor]
     ) -> FrozenWeight | None:
-        """The weight of a linear, as the trainer holds an own copy of it.
+        """Load the weight of a linear for the trainer.
 
         Args:
-            linear: Its name, such as "model.layers.0.self_attn.q_proj".
-            tensors: The folder's.
-            place: What each tensor is put through: it moves them to their device.
+            linear: Module name, such as "model.layers.0.self_attn.q_proj".
+            tensors: The checkpoint.
+            place: Moves a tensor to its device.
 
         Returns:
-            None for a linear that the format leaves in 16 bits.
+            None for a linear that the checkpoint stores in 16 bits.
         """
 
     def iterate_dense(self, tensors: TensorFiles, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor of a checkpoint by its name in a dense one, floating-point ones as `dtype`, on the CPU."""
+        """(name, tensor) of the equivalent dense checkpoint, floating-point tensors as `dtype`, on the CPU."""
 
     def vllm_linear_backend(self, asked: str) -> str | None:
-        """The `linear_backend` that vLLM is told where a user asked for `asked`; None where it has no such choice."""
+        """vLLM's `linear_backend` where a user requested `asked`; None where vLLM has no choice for this format."""
 
 
 class Quantizer(Protocol):
-    """How `qerl quantize` rounds 16-bit matrices to one format; made from its options."""
+    """How `qerl quantize` rounds 16-bit matrices to a format; made from its options."""
 
     @property
     def label(self) -> str:
-        """The format's name in a sentence."""
+        """Name of the format in messages."""
 
     @property
     def block(self) -> int:
@@ -77,53 +88,53 @@ class Quantizer(Protocol):
 
     @property
     def config(self) -> dict[str, Any]:
-        """The result's `quantization_config`."""
+        """`quantization_config` of the result."""
 
     @property
     def remedy(self) -> str:
-        """What a user can do about a matrix that blocks do not divide."""
+        """What a user can do about a matrix whose input dimension `block` does not divide."""
 
     def global_scale(self, weights: Iterable[Tensor]) -> Tensor | None:
-        """What the matrices of a fused group share: float32 [1], None where the format has nothing like it."""
+        """Scale that the matrices of a fused group share, float32 [1]; None where the format has no such scale."""
 
     def encode(self, rows: Tensor, global_scale: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Codes and block scales of some rows [n, K], n rows of each."""
+        """Codes and block scales of rows [n, K]; n rows each."""
 
     def store(
         self, codes: Tensor, scales: Tensor, global_scale: Tensor | None, dtype: torch.dtype
     ) -> tuple[Mapping[str, Tensor], Tensor]:
-        """How a whole matrix, of a data type, is stored.
+        """The tensors that store a matrix of data type `dtype`.
 
         Returns:
-            Tensors by what follows the weight's name in their own, and the block scales as they can be read again.
+            Tensors by the suffix that follows the weight's name, and the block scales as a reader decodes them.
         """
 
     def decode(self, codes: Tensor, scales: Tensor, global_scale: Tensor | None) -> Tensor:
-        """The numbers that codes and stored scales of some rows stand for: float32 [n, K]."""
+        """Dequantize rows from codes and stored scales: float32 [n, K]."""
 
 
 FORMATS: tuple[BaseFormat, ...] = (NVFP4Format(), MXFP4Format(), NF4Format(), DENSE)
-"""What a policy's base can be stored in."""
+"""Formats of a policy's base."""
 QUANTIZERS: Mapping[str, Callable[[BlockScales, bool], Quantizer]] = {
     "nvfp4": NVFP4Quantizer,
     "mxfp4": MXFP4Quantizer,
     "nf4": NF4Quantizer,
 }
-"""What `qerl quantize --format` writes; made from its `scales` and `power_of_two`."""
+"""Quantizers of `qerl quantize --format`, made from its `scales` and `power_of_two`."""
 
 
 def format_of(folder: Path) -> BaseFormat:
     """The format of a base model's folder.
 
     Raises:
-        UserError: It is none of `FORMATS`, or the folder is no model's.
+        UserError: The folder has no config.json, or another format.
     """
     quantization: Any = read_config(folder).get("quantization_config")
-    for one in FORMATS:
-        if one.recognises(quantization):
-            return one
-    found = quantization.get("format") or quantization.get("quant_method")
+    for base_format in FORMATS:
+        if base_format.recognises(quantization):
+            return base_format
+    name = quantization.get("format") or quantization.get("quant_method")
     raise UserError(
-        f"a quantized base must be as `qerl quantize` writes it, {', '.join(QUANTIZERS)}; {folder} has {found}: "
+        f"a quantized base must be as `qerl quantize` writes it, {', '.join(QUANTIZERS)}; {folder} has {name}: "
         "quantize the 16-bit model"
     )

@@ -1,10 +1,20 @@
-"""Bases whose linears are packed as compressed-tensors packs 4-bit weights, so that others can load them."""
+"""Formats of compressed-tensors with 4-bit weights; transformers and vLLM load their checkpoints."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
+from compressed_tensors.config import CompressionFormat
+from compressed_tensors.quantization import (
+    DEFAULT_QUANTIZATION_METHOD,
+    QuantizationArgs,
+    QuantizationConfig,
+    QuantizationScheme,
+    QuantizationStatus,
+    QuantizationStrategy,
+    QuantizationType,
+)
 from qerl_kernels import FrozenWeight
 from torch import Tensor
 
@@ -12,77 +22,84 @@ from qerl_pl.formats.model_folder import TensorFiles, in_dtype
 
 
 class PackedFormat(ABC):
-    """What NVFP4 and MXFP4 have in common: a linear X is stored as `X.weight_packed` and its scales."""
+    """Base class of NVFP4 and MXFP4: a linear X is stored as `X.weight_packed` and its scales."""
 
     name: ClassVar[str]
-    file_format: ClassVar[str]
-    """As config.json calls it."""
-    parts: ClassVar[tuple[str, ...]]
-    """What follows a linear's name in those of its tensors, the packed codes first."""
+    compression: ClassVar[CompressionFormat]
+    suffixes: ClassVar[tuple[str, ...]]
+    """What follows a linear's name in the names of its tensors, the packed codes first."""
     vllm_devices = ("cuda",)
     vllm_options: Mapping[str, str] = {}
 
     @abstractmethod
-    def weight(self, held: Sequence[Tensor]) -> FrozenWeight:
-        """The frozen weight that a linear's tensors are."""
+    def weight(self, stored: Sequence[Tensor]) -> FrozenWeight:
+        """The frozen weight of a linear, from its tensors in the order of `suffixes`."""
 
-    @abstractmethod
-    def dense(self, held: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-        """The matrix [N, K] that a linear's tensors stand for."""
+    def dense(self, stored: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        """The dequantized matrix [N, K] of a linear."""
+        return self.weight(stored).dense(dtype)
 
     def recognises(self, quantization: Mapping[str, Any] | None) -> bool:
-        """Whether config.json names this format."""
-        return quantization is not None and quantization.get("format") == self.file_format
+        return quantization is not None and quantization.get("format") == self.compression.value
 
     def tensor_names(self, linear: str) -> tuple[str, ...]:
-        """Of a linear that is packed."""
-        return tuple(f"{linear}.{part}" for part in self.parts)
+        return tuple(f"{linear}.{suffix}" for suffix in self.suffixes)
 
-    @abstractmethod
-    def check(self, tensors: TensorFiles) -> None:
-        """Refuse by UserError a checkpoint that engine and trainer would read differently."""
+    def dense_shapes(self, tensors: TensorFiles) -> dict[str, tuple[int, ...]]:
+        shapes = {}
+        for name, shape in tensors.shapes().items():
+            linear, _, suffix = name.rpartition(".")
+            if suffix == self.suffixes[0]:
+                shapes[f"{linear}.weight"] = (*shape[:-1], 2 * shape[-1])  # two codes a byte
+            elif suffix not in self.suffixes:
+                shapes[name] = shape
+        return shapes
 
     def frozen_weight(
         self, linear: str, tensors: TensorFiles, place: Callable[[Tensor], Tensor]
     ) -> FrozenWeight | None:
-        """The weight of a packed linear."""
         names = self.tensor_names(linear)
-        if names[0] not in tensors:
-            return None
-        return self.weight([place(tensors.read(name)) for name in names])
+        return self.weight([place(tensors.read(name)) for name in names]) if names[0] in tensors else None
 
     def iterate_dense(self, tensors: TensorFiles, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor of a dense checkpoint."""
         for name in tensors:
-            linear, _, part = name.rpartition(".")
-            if part == self.parts[0]:
-                held = [tensors.read(one) for one in self.tensor_names(linear)]
-                yield f"{linear}.weight", self.dense(held, dtype)
-            elif part not in self.parts:
+            linear, _, suffix = name.rpartition(".")
+            if suffix == self.suffixes[0]:
+                stored = [tensors.read(stored_name) for stored_name in self.tensor_names(linear)]
+                yield f"{linear}.weight", self.dense(stored, dtype)
+            elif suffix not in self.suffixes:
                 yield name, in_dtype(tensors.read(name), dtype)
 
     def vllm_linear_backend(self, asked: str) -> str | None:
-        """What was asked for."""
         return asked
 
 
-def quantization_config(file_format: str, strategy: str, group_size: int, scale_dtype: str) -> dict[str, Any]:
-    """The `quantization_config` of a checkpoint whose linears, but for lm_head, have 4-bit weights."""
-    weights = {
-        "num_bits": 4,
-        "type": "float",
-        "symmetric": True,
-        "strategy": strategy,
-        "group_size": group_size,
-        "dynamic": False,
-        "scale_dtype": scale_dtype,
-        "observer": "memoryless_minmax",
-    }
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
-    return {
-        "quant_method": "compressed-tensors",
-        "format": file_format,
-        "quantization_status": "compressed",
-        "ignore": ["lm_head"],
-        "config_groups": {"group_0": group},
-    }
+def quantization_config(
+    compression: CompressionFormat, strategy: QuantizationStrategy, group_size: int, scale_dtype: torch.dtype
+) -> dict[str, Any]:
+    """`quantization_config` of a checkpoint whose linears, except lm_head, have 4-bit float weights.
+
+    Every field is set and no default is written, so that config.json, which a base model's identity covers, is the
+    same with each release of compressed-tensors.
+    """
+    weights = QuantizationArgs(
+        num_bits=4,
+        type=QuantizationType.FLOAT,
+        symmetric=True,
+        strategy=strategy,
+        group_size=group_size,
+        dynamic=False,
+        scale_dtype=scale_dtype,
+        observer="memoryless_minmax",
+    )
+    scheme = QuantizationScheme(targets=["Linear"], weights=weights, input_activations=None, output_activations=None)
+    config = QuantizationConfig(
+        quant_method=DEFAULT_QUANTIZATION_METHOD,
+        format=compression.value,
+        quantization_status=QuantizationStatus.COMPRESSED,
+        ignore=["lm_head"],
+        config_groups={"group_0": scheme},
+    )
+    document = config.model_dump(mode="json", exclude_unset=True)
+    document["config_groups"]["group_0"]["weights"].pop("zp_dtype", None)  # null, which 0.17 adds
+    return document

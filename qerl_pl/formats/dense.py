@@ -11,7 +11,7 @@ from qerl_pl.formats.model_folder import TensorFiles, in_dtype
 
 
 class DenseFormat:
-    """The base in `PolicyConfig.dtype`. Its linears stay PyTorch's."""
+    """The base in `PolicyConfig.dtype`, with `nn.Linear` layers."""
 
     name = "none"
     vllm_devices = ("cuda", "cpu")
@@ -22,6 +22,9 @@ class DenseFormat:
 
     def tensor_names(self, linear: str) -> tuple[str, ...]:
         return (f"{linear}.weight",)
+
+    def dense_shapes(self, tensors: TensorFiles) -> dict[str, tuple[int, ...]]:
+        return tensors.shapes()
 
     def check(self, tensors: TensorFiles) -> None:
         """Nothing to check."""

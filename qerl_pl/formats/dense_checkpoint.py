@@ -1,28 +1,129 @@
-"""A base model of any format with dense weights: what runs without 4-bit kernels, and what is exported."""
+"""A checkpoint in any base format as a dense one: validated against its config, loaded, and written."""
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedModel
 
 from qerl_pl.errors import UserError
 from qerl_pl.formats.base import format_of
-from qerl_pl.formats.model_folder import ShardWriter, TensorFiles, copy_other_files, load_config, read_config
+from qerl_pl.formats.dense import DENSE
+from qerl_pl.formats.model_folder import (
+    ShardWriter,
+    TensorFiles,
+    copy_other_files,
+    end_token_ids,
+    load_config,
+    load_tokenizer,
+    read_config,
+)
 from qerl_pl.persistence.atomic_files import atomic_directory
+
+_LAYER = re.compile(r"\blayers\.(\d+)\.")
+
+
+def validate_checkpoint(folder: Path) -> PreTrainedModel:
+    """Load a checkpoint's shapes into its model on the meta device; no weight is read.
+
+    Raises:
+        UserError: config.json is of no causal language model, the weights do not fit it, the tokenizer is missing or
+            larger than the vocabulary, or an end token is no token id.
+    """
+    base_format, tensors = format_of(folder), TensorFiles(folder)
+    with _transformers_errors(folder, "config.json"):
+        config = load_config(folder)
+    model_class = _causal_lm_class(folder, config)
+    shapes = base_format.dense_shapes(tensors)
+    with _transformers_errors(folder, "config.json"):
+        state = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+        options: dict[str, Any] = {"output_loading_info": True, "ignore_mismatched_sizes": True}
+        model, info = cast(Any, model_class).from_pretrained(
+            None, config=config, state_dict=state, device_map={"": "meta"}, **options
+        )
+    _check_weights(folder, shapes, model, info)
+    if base_format is not DENSE and shapes.keys() == set(tensors):
+        raise UserError(
+            f"quantized weights need scales; config.json of {folder} has a quantization_config and no weight has one; "
+            "take it out of a 16-bit model's config.json"
+        )
+    _check_tokenizer(folder, config.get_text_config().vocab_size)
+    end_token_ids(folder)
+    return cast(PreTrainedModel, model)
+
+
+def _causal_lm_class(folder: Path, config: PretrainedConfig) -> type[PreTrainedModel]:
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise UserError(f"the base must be a causal language model of transformers; {folder} is {config.model_type}")
+    return cast(type[PreTrainedModel], MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])
+
+
+@contextmanager
+def _transformers_errors(folder: Path, source: str) -> Iterator[None]:
+    """Turn an error of transformers about a file, which may be of any class, into a UserError."""
+    try:
+        yield
+    except Exception as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise UserError(
+            f"transformers must be able to use a model's files; {source} of {folder} fails with {reason:.90}; "
+            "get it again from where the model is from"
+        ) from error
+
+
+def _check_weights(folder: Path, shapes: Iterable[str], model: PreTrainedModel, info: Mapping[str, Any]) -> None:
+    rule, remedy = "config.json must describe the weights beside it", "get both from one model"
+    mismatched = {name: (tuple(stored), tuple(described)) for name, stored, described in info["mismatched_keys"]}
+    for name in model.state_dict():
+        if name in mismatched:
+            stored, described = mismatched[name]
+            raise UserError(
+                f"{rule}; {name} is {stored} in {folder} and {described} by config.json, one of {len(mismatched)} "
+                f"such; {remedy}"
+            )
+    stored_layers, layers = _layers(shapes), _layers(model.state_dict())
+    if stored_layers != layers:
+        raise UserError(
+            f"{rule}; {folder} has weights of {len(stored_layers)} layers, its config.json {len(layers)}; {remedy}"
+        )
+    if missing := info["missing_keys"]:
+        raise UserError(f"{rule}; {folder} lacks {min(missing)}, one of {len(missing)} such; {remedy}")
+
+
+def _layers(names: Iterable[str]) -> set[str]:
+    return {match[1] for name in names if (match := _LAYER.search(name))}
+
+
+def _check_tokenizer(folder: Path, vocabulary: int) -> None:
+    with _transformers_errors(folder, "the tokenizer"):
+        tokenizer = load_tokenizer(folder)
+        usable = tokenizer is not None and tokenizer("1 + 1", add_special_tokens=False)["input_ids"]
+        size = tokenizer.vocab_size if tokenizer is not None and usable else 0
+    if size == 0:
+        raise UserError(
+            f"a model needs its tokenizer; {folder} has none, or one without words; copy tokenizer.json and "
+            "tokenizer_config.json from where the model is from"
+        )
+    if size > vocabulary:
+        raise UserError(
+            f"a tokenizer must not know more tokens than the model; that of {folder} knows {size} and config.json "
+            f"names {vocabulary}; get both from one model"
+        )
 
 
 def load_dense_state(folder: Path, dtype: torch.dtype) -> dict[str, Tensor]:
-    """State dict of the base model, all of its weights dense.
+    """State dict of a base model, dequantized, floating-point tensors as `dtype`.
 
     Args:
         folder: A model folder, in any base format.
-        dtype: What floating-point tensors are converted to.
+        dtype: Data type of floating-point tensors.
 
     Raises:
-        UserError: No such folder, no weights, or another quantized format.
+        UserError: There is no such folder, it has no weights, or another quantized format.
     """
     return dict(format_of(folder).iterate_dense(TensorFiles(folder), dtype))
 
@@ -33,14 +134,14 @@ def load_dense_model(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
     Raises:
         UserError: As `load_dense_state`, or the architecture is no causal language model of transformers.
     """
-    base_format = format_of(folder)  # first: it says what is wrong with a folder that is no model's
+    base_format = format_of(folder)  # first: it names what is wrong with a folder of no model
     config = load_config(folder)
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise UserError(f"the base must be a causal language model of transformers; {folder} is {config.model_type}")
-    model_class = cast(type[PreTrainedModel], MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])
-    state = dict(base_format.iterate_dense(TensorFiles(folder), dtype))
-    model: PreTrainedModel = model_class.from_pretrained(
-        None, config=config, state_dict=state, dtype=dtype, attn_implementation="sdpa"
+    model: PreTrainedModel = _causal_lm_class(folder, config).from_pretrained(
+        None,
+        config=config,
+        state_dict=dict(base_format.iterate_dense(TensorFiles(folder), dtype)),
+        dtype=dtype,
+        attn_implementation="sdpa",
     )
     return model.eval().requires_grad_(False)
 
@@ -48,13 +149,13 @@ def load_dense_model(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
 def write_dense_checkpoint(
     src: Path, dst: Path, dtype: torch.dtype, change: Callable[[str, Tensor], Tensor] | None = None
 ) -> Path:
-    """Write a copy of a checkpoint with dense weights, a few GiB in memory at a time.
+    """Write a dense copy of a checkpoint, a few GiB in memory at a time.
 
     Args:
         src: A model folder, in any base format.
-        dst: Where the copy goes; appears only when it is whole. A folder that is already there is taken as finished.
+        dst: Folder of the copy, created atomically. An existing folder is left as it is.
         dtype: Data type of the copy.
-        change: Maps (name, float32 tensor) to what is saved under that name, such as a weight with its adapter merged.
+        change: Maps (name, float32 tensor) to the tensor that is saved, such as a weight with its adapter merged.
 
     Returns:
         `dst`.
@@ -69,7 +170,7 @@ def write_dense_checkpoint(
 def fill_dense_folder(
     src: Path, folder: Path, dtype: torch.dtype, change: Callable[[str, Tensor], Tensor] | None = None
 ) -> None:
-    """Write the same into a folder that is there."""
+    """`write_dense_checkpoint` into an existing folder."""
     tensors = format_of(src).iterate_dense(TensorFiles(src), torch.float32 if change else dtype)
     writer = ShardWriter(folder)
     for name, tensor in tensors:

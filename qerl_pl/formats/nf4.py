@@ -48,6 +48,12 @@ def _functional() -> Any:
     return importlib.import_module("bitsandbytes.functional")
 
 
+def _stored_state(tensor: Tensor) -> dict[str, Any]:
+    """The JSON of a `QuantState`, stored as bytes."""
+    state: dict[str, Any] = json.loads(bytes(tensor.tolist()))
+    return state
+
+
 class NF4Weight:
     """A frozen NF4 weight, dequantized by bitsandbytes; a `FrozenWeight`.
 
@@ -92,13 +98,22 @@ class NF4Format:
     def tensor_names(self, linear: str) -> tuple[str, ...]:
         return (f"{linear}.weight", *(f"{linear}.weight.{suffix}" for suffix in _SUFFIXES))
 
+    def dense_shapes(self, tensors: TensorFiles) -> dict[str, tuple[int, ...]]:
+        shapes = {}
+        for name, shape in tensors.shapes().items():
+            if f"{name}.{_STATE}" in tensors:  # stored flat, two codes a byte
+                shapes[name] = tuple(_stored_state(tensors.read(f"{name}.{_STATE}"))["shape"])
+            elif name.rpartition(".weight.")[2] not in _SUFFIXES:
+                shapes[name] = shape
+        return shapes
+
     def check(self, tensors: TensorFiles) -> None:
         """Reject other block sizes and other code books."""
         code_books = _code_books()
         for name in tensors:
             if not name.endswith(_STATE):
                 continue
-            weight, state = name.removesuffix(f".{_STATE}"), json.loads(bytes(tensors.read(name).tolist()))
+            weight, state = name.removesuffix(f".{_STATE}"), _stored_state(tensors.read(name))
             blocks = [state.get("blocksize"), state.get("nested_blocksize")]
             stored = [tensors.read(f"{weight}.{suffix}") for suffix in ("quant_map", "nested_quant_map")]
             if blocks != [NF4_BLOCK, NESTED_BLOCK] or not all(map(torch.equal, stored, code_books)):

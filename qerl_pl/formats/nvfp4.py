@@ -1,14 +1,16 @@
 """NVFP4, the format `nvfp4-pack-quantized` of compressed-tensors: blocks of 16 weights with a scale each.
 
 A linear X is stored as `X.weight_packed` uint8 [N, K/2], `X.weight_scale` float8_e4m3fn [N, K/16] and
-`X.weight_global_scale` float32 [1], the divisor of the block scales. Embeddings, norms, biases and lm_head keep their
-16 bits.
+`X.weight_global_scale` float32 [1], the divisor of the block scales. Embeddings, norms, biases and lm_head stay in 16
+bits.
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
+from compressed_tensors.config import CompressionFormat
+from compressed_tensors.quantization import QuantizationStrategy
 from qerl_kernels import (
     BlockScales,
     NVFP4Tensor,
@@ -24,36 +26,37 @@ from qerl_pl.formats.architecture import fused_group
 from qerl_pl.formats.compressed_tensors import PackedFormat, quantization_config
 from qerl_pl.formats.model_folder import TensorFiles
 
-FILE_FORMAT = "nvfp4-pack-quantized"
-CONFIG = quantization_config(FILE_FORMAT, "tensor_group", 16, "torch.float8_e4m3fn")
-"""What an NVFP4 checkpoint's config.json says of its weights."""
+CONFIG = quantization_config(
+    CompressionFormat.nvfp4_pack_quantized, QuantizationStrategy.TENSOR_GROUP, 16, torch.float8_e4m3fn
+)
+"""`quantization_config` of an NVFP4 checkpoint."""
 
 
 class NVFP4Format(PackedFormat):
-    """The base in four bits, as `qerl quantize` writes it."""
+    """4-bit weights with an E4M3 scale for every 16 weights and a global scale."""
 
     name = "nvfp4"
-    file_format = FILE_FORMAT
-    parts = tuple(f"weight_{part}" for part in NVFP4Tensor._fields)
+    compression = CompressionFormat.nvfp4_pack_quantized
+    suffixes = tuple(f"weight_{field}" for field in NVFP4Tensor._fields)
 
-    def weight(self, held: Sequence[Tensor]) -> NVFP4Weight:
-        return NVFP4Weight(NVFP4Tensor(*held))
+    def weight(self, stored: Sequence[Tensor]) -> NVFP4Weight:
+        return NVFP4Weight(NVFP4Tensor(*stored))
 
-    def dense(self, held: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-        return dequantize_nvfp4(*NVFP4Tensor(*held), dtype)
+    def dense(self, stored: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        return dequantize_nvfp4(*NVFP4Tensor(*stored), dtype)
 
     def check(self, tensors: TensorFiles) -> None:
-        """Refuse global scales that differ within a fused group: vLLM would take one of them for all."""
+        """Refuse global scales that differ within a fused group: vLLM would use one of them for all."""
         for name in tensors:
             if not name.endswith(".weight_global_scale"):
                 continue
             group = fused_group(name.removesuffix("_global_scale"))
             scales = {member: tensors.read(f"{member}_global_scale").item() for member in group}
             if len(set(scales.values())) > 1:
+                values = ", ".join(f"{key}={value:g}" for key, value in scales.items())
                 raise UserError(
-                    "projections that run fused must share one global scale; found "
-                    + ", ".join(f"{key}={value:g}" for key, value in scales.items())
-                    + "; quantize the 16-bit weights with `qerl quantize`"
+                    f"projections that run fused must share one global scale; got {values}; "
+                    "quantize the 16-bit weights with `qerl quantize`"
                 )
 
 
@@ -72,8 +75,8 @@ class NVFP4Quantizer:
         return nvfp4_global_scale(*weights, block_scales=self.scales, power_of_two=self.power_of_two)
 
     def encode(self, rows: Tensor, global_scale: Tensor | None) -> tuple[Tensor, Tensor]:
-        held = quantize_nvfp4(rows, global_scale, block_scales=self.scales)
-        return held.packed, held.scale
+        packed, scale, _ = quantize_nvfp4(rows, global_scale, block_scales=self.scales)
+        return packed, scale
 
     def store(
         self, codes: Tensor, scales: Tensor, global_scale: Tensor | None, dtype: torch.dtype

@@ -1,7 +1,7 @@
-"""`qerl quantize SRC DST`: a 16-bit checkpoint in, a 4-bit checkpoint out, a few matrices in memory at a time.
+"""`qerl quantize SRC DST` converts a 16-bit checkpoint to a 4-bit one, a few matrices in memory at a time.
 
-What is common to all formats; how one rounds a matrix is in its own file. Embeddings, norms, biases and lm_head keep
-their 16 bits. The output is in layouts that transformers and vLLM load.
+Rounding is in the file of each format. Embeddings, norms, biases and lm_head stay in 16 bits. transformers and vLLM
+load the result.
 """
 
 import hashlib
@@ -26,8 +26,9 @@ from tqdm import tqdm
 
 from qerl_pl.errors import UserError
 from qerl_pl.formats.architecture import fused_group
-from qerl_pl.formats.base import QUANTIZERS, Quantization, Quantizer, format_of
+from qerl_pl.formats.base import QUANTIZERS, Quantization, QuantizedFormat, Quantizer, format_of
 from qerl_pl.formats.dense import DENSE
+from qerl_pl.formats.dense_checkpoint import validate_checkpoint
 from qerl_pl.formats.model_folder import (
     QUANTIZATION_REPORT,
     ShardWriter,
@@ -35,55 +36,51 @@ from qerl_pl.formats.model_folder import (
     copy_other_files,
     other_files,
     read_config,
-    validate_checkpoint,
 )
 from qerl_pl.persistence.atomic_files import atomic_directory, build_once, cache_root, folder_identity
 
 log = logging.getLogger(__name__)
 
 CHUNK = 1 << 20
-
-"""Weights that one CPU thread rounds at a time."""
-
-Format = Literal["nvfp4", "mxfp4", "nf4"]
-
+"""Weights that a CPU thread rounds at a time."""
 Device = Literal["auto", "cpu", "cuda"]
 
 
 def quantize_checkpoint(
     src: Path,
     dst: Path,
-    format: Format = "nvfp4",
+    format: QuantizedFormat = "nvfp4",
     scales: BlockScales = "minmax",
     power_of_two: bool = False,
     device: Device = "auto",
 ) -> None:
-    """Write the 4-bit form of a 16-bit checkpoint, and the error of each matrix beside it.
+    """Quantize a 16-bit checkpoint to 4 bits, and report the error of each matrix.
 
-    Every `*_proj.weight` of the decoder layers is quantized without data. `quantization_report.json` in DST holds each
-    one's relative squared error, the sum of (quantized - weight)**2 over that of weight**2.
+    Every `*_proj.weight` of the decoder layers is quantized without data. `quantization_report.json` in DST holds their
+    relative squared errors: the sum of (quantized - weight)**2 over the sum of weight**2.
 
     Args:
         src: Folder of a causal LM in Hugging Face format, 16 or 32 bits.
-        dst: Folder to write; must not exist. It appears under this name only when it is whole.
+        dst: Folder to write; must not exist, and appears only when it is complete.
         format: `nvfp4` (blocks of 16 with an E4M3 scale) and `mxfp4` (blocks of 32 with a power of two), in the layout
             of compressed-tensors; `nf4` (blocks of 64, double quantization), in that of bitsandbytes.
         scales: NVFP4 only, how block scales are chosen. `minmax` takes each block's largest weight, bit for bit as
-            llm-compressor's NVFP4A16 scheme; `search` takes the E4M3 value of least squared error around that (same
+            llm-compressor's NVFP4A16 scheme; `search` takes the E4M3 value of least squared error around it (same
             format, about a quarter less error).
         power_of_two: NVFP4 only, round global scales to powers of two, which makes dequantized weights exact in
             bfloat16 and costs no accuracy.
-        device: Where the arithmetic runs. `auto` is the GPU where there is one.
+        device: Device of the arithmetic. `auto` is the GPU where there is one.
 
     Raises:
-        UserError: `dst` exists, `src` is no model folder, disagrees with itself or is already quantized, it has no
-            matrix to quantize or one that the format cannot hold, an option is not the format's, or there is no GPU for
-            `device`.
+        UserError: `dst` exists, `src` is no model folder, is inconsistent or already quantized, has no matrix to
+            quantize or one that the format cannot store, the format lacks an option, or there is no GPU for `device`.
     """
-    quantizer, on = QUANTIZERS[format](scales, power_of_two), _device(device)
-    config, found = read_config(src), format_of(src)
-    if found is not DENSE:
-        raise UserError(f"only 16-bit weights can be quantized; {src} is {found.name.upper()} already; use it as it is")
+    quantizer, torch_device = QUANTIZERS[format](scales, power_of_two), _device(device)
+    config, source = read_config(src), format_of(src)
+    if source is not DENSE:
+        raise UserError(
+            f"only 16-bit weights can be quantized; {src} is {source.name.upper()} already; use it as it is"
+        )
     if dst.exists():
         raise UserError(f"the destination must not exist; {dst} does; choose another name or remove it")
     validate_checkpoint(src)
@@ -93,7 +90,7 @@ def quantize_checkpoint(
         if not quantized:
             raise UserError(f"quantizing needs weights named model.layers.N.*_proj.weight; {src} has none")
         writer = ShardWriter(folder)
-        errors = _quantize(tensors, quantized, quantizer, on, writer)
+        errors = _quantize(tensors, quantized, quantizer, torch_device, writer)
         for name in tensors:
             if name not in quantized:
                 writer.add(name, tensors.read(name))
@@ -106,7 +103,7 @@ def quantize_checkpoint(
 
 @contextmanager
 def backend_for(device: torch.device) -> Iterator[None]:
-    """Run qerl_kernels' ops on Triton inside the block where `device` is a GPU, on plain PyTorch where it is not."""
+    """Run qerl_kernels' ops on Triton inside the block if `device` is a GPU, else on plain PyTorch."""
     before = selected_backend()
     select_backend("triton" if device.type == "cuda" and triton_available() else "torch")
     try:
@@ -125,7 +122,7 @@ def _device(name: Device) -> torch.device:
 
 
 def _start_worker(device: torch.device) -> None:
-    """Both settings are the calling thread's own."""
+    """Set up a thread of the pool; both settings are per thread."""
     torch.set_num_threads(1)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -143,10 +140,10 @@ def _groups(tensors: Iterable[str], quantized: set[str]) -> Iterator[tuple[str, 
 def _quantize(
     tensors: TensorFiles, quantized: set[str], quantizer: Quantizer, device: torch.device, writer: ShardWriter
 ) -> dict[str, float]:
-    """Quantize fused group by fused group; the relative squared error of each matrix."""
+    """Quantize fused group by fused group; return the relative squared error of each matrix."""
     errors: dict[str, float] = {}
-    # The ops are many and small: a thread for some rows each is faster than PyTorch's threads sharing every op, which
-    # wait for each other and crawl where another process holds a core.
+    # The ops are many and small: a thread per chunk of rows is faster than PyTorch's threads sharing every op, which
+    # wait for each other and are slow where another process holds a core.
     workers = 1 if device.type == "cuda" else torch.get_num_threads()
     with (
         backend_for(device),
@@ -156,7 +153,7 @@ def _quantize(
         for group in _groups(tensors, quantized):
             weights = {name: tensors.read(name).to(device) for name in group}
             _check(weights, quantizer)
-            # One task at a time on the pool keeps this single-threaded too.
+            # On the pool, for its threads are single-threaded.
             global_scale = pool.submit(quantizer.global_scale, weights.values()).result()
             for name, weight in weights.items():
                 errors[name] = _quantize_matrix(name, weight, global_scale, quantizer, pool, writer)
@@ -167,21 +164,21 @@ def _quantize(
 def _check(weights: dict[str, Tensor], quantizer: Quantizer) -> None:
     for name, weight in weights.items():
         if weight.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-            raise UserError(f"only 16 or 32-bit weights can be quantized; found {name} in {weight.dtype}")
+            raise UserError(f"only 16 or 32-bit weights can be quantized; got {name} in {weight.dtype}")
         if weight.dim() != 2 or weight.shape[1] % quantizer.block:
             raise UserError(
-                f"{quantizer.label} needs an input dimension divisible by {quantizer.block}; found {name} with "
+                f"{quantizer.label} needs an input dimension divisible by {quantizer.block}; got {name} with "
                 f"{weight.shape[-1]}; {quantizer.remedy}"
             )
     if len({weight.dtype for weight in weights.values()}) > 1:
-        found = ", ".join(f"{name} in {weight.dtype}" for name, weight in weights.items())
-        raise UserError(f"matrices that share a global scale must have one data type; found {found}; convert the model")
+        types = ", ".join(f"{name} in {weight.dtype}" for name, weight in weights.items())
+        raise UserError(f"matrices that share a global scale must have one data type; got {types}; convert the model")
 
 
 def _squares(
     quantizer: Quantizer, global_scale: Tensor | None, rows: Tensor, codes: Tensor, scales: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Sums of the squares of some rows' errors and of themselves."""
+    """Sum of squared errors, and of squared weights, of some rows."""
     dense, exact = quantizer.decode(codes, scales, global_scale), rows.float()
     return dense.sub_(exact).square_().sum(), exact.square().sum()
 
@@ -194,19 +191,19 @@ def _quantize_matrix(
     pool: ThreadPoolExecutor,
     writer: ShardWriter,
 ) -> float:
-    """Write one matrix in 4 bits; its relative squared error."""
-    parts = weight.split(len(weight) if weight.is_cuda else max(1, CHUNK // weight.shape[1]))
-    codes, scales = zip(*pool.map(lambda part: quantizer.encode(part, global_scale), parts), strict=True)
-    stored, kept = quantizer.store(torch.cat(codes), torch.cat(scales), global_scale, weight.dtype)
-    for part, tensor in stored.items():
-        writer.add(f"{name}{part}", tensor)
+    """Quantize and write a matrix; return its relative squared error."""
+    chunks = weight.split(len(weight) if weight.is_cuda else max(1, CHUNK // weight.shape[1]))
+    codes, scales = zip(*pool.map(lambda chunk: quantizer.encode(chunk, global_scale), chunks), strict=True)
+    stored, stored_scales = quantizer.store(torch.cat(codes), torch.cat(scales), global_scale, weight.dtype)
+    for suffix, tensor in stored.items():
+        writer.add(f"{name}{suffix}", tensor)
     squares = partial(_squares, quantizer, global_scale)
-    sums = pool.map(squares, parts, codes, kept.split([len(part) for part in parts]))
+    sums = pool.map(squares, chunks, codes, stored_scales.split([len(chunk) for chunk in chunks]))
     error, square = zip(*sums, strict=True)
     total = torch.stack(square).double().sum().item()
     relative = torch.stack(error).double().sum().item() / (total or 1.0)
     if not math.isfinite(relative):
-        raise UserError(f"weights must be finite numbers; found inf or nan in {name}; get the model again")
+        raise UserError(f"weights must be finite numbers; {name} has inf or nan; get the model again")
     return relative
 
 
@@ -220,7 +217,7 @@ def _report(settings: dict[str, Any], errors: dict[str, float], path: Path) -> N
 
 
 def local_folder(path: str) -> Path:
-    """A model's folder by its path, or by its name on the hub, from where it is downloaded once.
+    """The folder of a model, by its path or by its name on the hub, which is downloaded once.
 
     Raises:
         UserError: The path is neither a folder nor a model of the hub.
@@ -244,22 +241,18 @@ def local_folder(path: str) -> Path:
 
 
 def in_format(source: Path, quantization: Quantization) -> Path:
-    """A model in a format: its folder as it is, or a copy that is quantized once and cached.
-
-    Args:
-        source: The model's folder.
-        quantization: Name of the format.
+    """The folder of a model in a format: `source`, or a copy that is quantized once and cached.
 
     Raises:
         UserError: The weights are quantized in another format.
     """
-    found = format_of(source)
-    if found.name == quantization:
+    base_format = format_of(source)
+    if base_format.name == quantization:
         return source
-    if quantization == "none" or found is not DENSE:
+    if quantization == "none" or base_format is not DENSE:
         raise UserError(
-            f"quantization: {quantization} needs 16-bit weights; {source} is {found.name.upper()}; "
-            f"set model.policy.quantization to {found.name} or name the 16-bit model"
+            f"quantization: {quantization} needs 16-bit weights; {source} is {base_format.name.upper()}; "
+            f"set model.policy.quantization to {base_format.name} or name the 16-bit model"
         )
     target = cache_root() / f"{quantization}-{_identity(source)}"
     with build_once(target) as missing:
@@ -270,7 +263,7 @@ def in_format(source: Path, quantization: Quantization) -> Path:
 
 
 def _identity(source: Path) -> str:
-    """Digest of all that a quantized copy is made of: weights, and the files that are copied."""
+    """Digest of the weights and of the files that a quantized copy includes."""
     digest = hashlib.blake2b(folder_identity(source).encode(), digest_size=16)
     for path in other_files(source):
         digest.update(f"{path.name}:{path.stat().st_size}".encode())

@@ -19,7 +19,8 @@ from qerl_pl.algorithm.noise import NormNoise
 from qerl_pl.engines.base import SharedWeights
 from qerl_pl.errors import UserError
 from qerl_pl.formats.base import Quantization
-from qerl_pl.formats.model_folder import TensorFiles, load_tokenizer, read_config, validate_checkpoint
+from qerl_pl.formats.dense_checkpoint import validate_checkpoint
+from qerl_pl.formats.model_folder import TensorFiles, load_tokenizer, read_config
 from qerl_pl.formats.norm import use_float32_norms
 from qerl_pl.formats.quantize import in_format, local_folder
 from qerl_pl.memory import GIB, free_bytes, optimizer_bytes, training_bytes

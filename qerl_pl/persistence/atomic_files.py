@@ -1,4 +1,4 @@
-"""Files and folders that are whole or absent, never half written."""
+"""Atomic files and folders: a name has its old or its new content at every moment, whenever the process is killed."""
 
 import ctypes
 import errno
@@ -15,41 +15,42 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
+from filelock import FileLock, Timeout
+
 from qerl_pl.errors import UserError
 
 log = logging.getLogger(__name__)
 
-_BLOCK = 2**20
-
-_SAMPLES = 64
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
+"""Error numbers of a write without space left."""
+_BLOCK, _SAMPLES = 2**20, 64
 
 
 def cache_root() -> Path:
-    """Folder for what can be made again: $QERL_CACHE, or ~/.cache/qerl_pl."""
+    """Folder of cached models: $QERL_CACHE, or ~/.cache/qerl_pl."""
     return Path(os.environ.get("QERL_CACHE") or "~/.cache/qerl_pl").expanduser()
 
 
 @contextmanager
 def atomic_directory(target: Path, replace: bool = False) -> Iterator[Path]:
-    """A temporary folder beside `target` that takes its name, whole, when the block ends without an exception.
+    """A temporary folder beside `target` that is renamed to it when the block ends without an exception.
 
-    What killed processes have left of the same target is removed first.
+    Temporary folders of the same target that killed processes left are removed first.
 
     Args:
-        target: The folder to make.
-        replace: Whether a folder that has the name gives way. Otherwise it stays, as another process has finished the
-            same meanwhile, and this one is dropped.
+        target: The folder to create.
+        replace: Whether an existing folder is replaced. Otherwise it stays, as another process has created it
+            meanwhile, and the temporary folder is removed.
 
     Raises:
-        UserError: The folder cannot be made there, or the disk is full.
+        UserError: The folder cannot be created, or the disk is full.
     """
     with ExitStack() as stack:
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
-            with directory_lock(
-                target.parent, wait=True
-            ) as alone:  # or another process could take this one for left over
-                if alone:
+            # The parent's lock, or another process could remove the folder before it is locked.
+            with directory_lock(target.parent, wait=True) as locked_parent:
+                if locked_parent:
                     _remove_leftovers(target)
                 folder = Path(tempfile.mkdtemp(prefix=_unfinished(target), dir=target.parent))
                 stack.enter_context(directory_lock(folder))
@@ -57,7 +58,7 @@ def atomic_directory(target: Path, replace: bool = False) -> Iterator[Path]:
             remedy = "set QERL_CACHE to" if target.parent == cache_root() else "choose"
             raise UserError(
                 f"{target.name} needs a folder of its own; {target.parent} takes none ({error.strerror}); "
-                f"{remedy} another place"
+                f"{remedy} another folder"
             ) from error
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
         with explain_full_disk(target):
@@ -65,7 +66,7 @@ def atomic_directory(target: Path, replace: bool = False) -> Iterator[Path]:
             _follow_umask(folder)
             for path in [*folder.rglob("*"), folder]:
                 _sync(path)
-        _take_name(folder, target, replace)
+        _rename(folder, target, replace)
         _sync(target.parent)
 
 
@@ -81,21 +82,48 @@ def _follow_umask(folder: Path) -> None:
 
 @contextmanager
 def build_once(target: Path) -> Iterator[bool]:
-    """Whether a folder is missing, for this process to make inside the block: others of the machine wait for it.
+    """Hold a machine-wide lock while a missing folder is built in the block.
 
-    Where no lock can be had all make it, and the first to finish counts.
+    Without a lock (no permission, no support) several processes build it, and the first to finish counts.
+
+    Yields:
+        Whether the folder is missing, so that this process has to build it.
     """
     if target.is_dir():
         yield False
         return
+    name = hashlib.sha256(str(target.absolute()).encode()).hexdigest()[:16]
     with ExitStack() as stack:
         try:
-            name = hashlib.sha256(str(target.absolute()).encode()).hexdigest()[:16]
-            file = stack.enter_context((Path(tempfile.gettempdir()) / f"qerl-{name}.lock").open("w"))
-            fcntl.flock(file, fcntl.LOCK_EX)
+            stack.enter_context(FileLock(Path(tempfile.gettempdir()) / f"qerl-{name}.lock"))
         except OSError as error:
             log.debug("no lock for %s: %s", target, error)
         yield not target.is_dir()
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Lock a run's folder for this process. The lock ends with the process, however that ends.
+
+    Raises:
+        UserError: Another process has the lock.
+    """
+    lock = folder / ".lock"
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(FileLock(lock, timeout=0))
+        except Timeout as error:
+            raise UserError(
+                f"one process trains in a folder; another is in {folder}; wait for its end, or choose another "
+                "trainer.default_root_dir"
+            ) from error
+        except OSError as error:
+            log.warning("%s cannot be locked (%s): let no other process train in it", folder, error.strerror)
+        try:
+            yield
+        finally:
+            if [*folder.iterdir()] == [lock]:  # of a start that was refused
+                lock.unlink()
 
 
 def _unfinished(target: Path) -> str:
@@ -112,18 +140,17 @@ def _remove_leftovers(target: Path) -> None:
             with directory_lock(folder) as abandoned:
                 if abandoned:
                     shutil.rmtree(folder, ignore_errors=True)
-                    log.info("removed %s, which a killed process has left", folder)
-        except (FileNotFoundError, PermissionError):  # finished meanwhile; another user's
+                    log.info("removed %s of a killed process", folder)
+        except (FileNotFoundError, PermissionError):  # renamed meanwhile; another user's
             continue
-    if (old := _replaced(target)).exists():  # killed between the two renames of `_take_name`
+    if (old := _replaced(target)).exists():  # killed between the two renames of `_rename`
         if target.exists():
             shutil.rmtree(old, ignore_errors=True)
         else:
             old.rename(target)
 
 
-def _take_name(folder: Path, target: Path, replace: bool) -> None:
-    """Rename `folder` to `target`; a folder that is there goes, or stays in its place."""
+def _rename(folder: Path, target: Path, replace: bool) -> None:
     try:
         folder.rename(target)
     except OSError as error:
@@ -136,7 +163,7 @@ def _take_name(folder: Path, target: Path, replace: bool) -> None:
 
 
 def _swap(first: Path, second: Path) -> bool:
-    """Exchange the names of two folders in one step; False where system or filesystem cannot (macOS, NFS)."""
+    """Exchange the names of two folders atomically; False where system or filesystem cannot (macOS, NFS)."""
     libc = ctypes.CDLL(None, use_errno=True)
     try:
         rename = libc.renameat2
@@ -153,20 +180,20 @@ def _swap(first: Path, second: Path) -> bool:
 
 @contextmanager
 def directory_lock(folder: Path, wait: bool = False) -> Iterator[bool]:
-    """Hold a folder's lock inside the block; False: another process does, or the filesystem has none for folders."""
-    descriptor, held = os.open(folder, os.O_RDONLY), True
+    """Lock a folder itself, with no file in it; False: another process has the lock, or the filesystem has no such."""
+    descriptor, acquired = os.open(folder, os.O_RDONLY), True
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except OSError:
-            held = False
-        yield held
+            acquired = False
+        yield acquired
     finally:
         os.close(descriptor)
 
 
 def _sync(path: Path) -> None:
-    """Have what was written to a file, or which names a folder holds, outlive a crash of the machine."""
+    """Flush a file, or the names in a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -175,42 +202,16 @@ def _sync(path: Path) -> None:
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Keep other processes out of a run's folder inside the block. The lock ends with the process, however that ends.
-
-    Raises:
-        UserError: Another process is in it.
-    """
-    lock = folder / ".lock"
-    with lock.open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise UserError(
-                f"one process trains in a folder; another is in {folder}; wait for its end, or choose another "
-                "trainer.default_root_dir"
-            ) from error
-        except OSError as error:
-            log.warning("%s cannot be locked (%s): let no other process train in it", folder, error.strerror)
-        try:
-            yield
-        finally:
-            if [*folder.iterdir()] == [lock]:  # a start that was refused
-                lock.unlink()
-
-
-@contextmanager
 def writing(path: Path) -> Iterator[BinaryIO]:
-    """A temporary file that takes the name `path`, whole, when the block ends without an exception.
+    """A temporary file that is renamed to `path` when the block ends without an exception.
 
-    A reader, or a crash at any moment, finds the old content or the new, nothing between. One process writes a file;
-    two at once would share the temporary one.
+    Only one process may write a path at a time: the temporary name is fixed.
 
     Raises:
         UserError: The disk is full; the old content stays.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.tmp")  # what a kill leaves is written over, or removed
+    temporary = path.with_name(f".{path.name}.tmp")
     try:
         with explain_full_disk(path), temporary.open("w+b") as file:
             yield file
@@ -220,18 +221,6 @@ def writing(path: Path) -> Iterator[BinaryIO]:
     finally:
         temporary.unlink(missing_ok=True)
     _sync(path.parent)
-
-
-def remove_unwritten(folder: Path, names: str) -> None:
-    """Remove what `writing` has left in a folder where its process was killed; nothing may be writing there now.
-
-    Args:
-        folder: Where; it need not be there.
-        names: Pattern of the names that the files were to have, such as "*.ckpt*".
-    """
-    for path in folder.glob(f".{names}.tmp"):
-        path.unlink(missing_ok=True)
-        log.info("removed %s, which a killed process has left", path)
 
 
 def atomic_write(path: Path, data: bytes) -> None:
@@ -244,14 +233,21 @@ def atomic_write(path: Path, data: bytes) -> None:
         file.write(data)
 
 
-FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
+def remove_unwritten(folder: Path, names: str) -> None:
+    """Remove temporary files that killed processes left; no process may be writing there now.
 
-"""Numbers of the errors that a write meets where no space is left."""
+    Args:
+        folder: May be missing.
+        names: Pattern of the final names, such as "*.ckpt*".
+    """
+    for path in folder.glob(f".{names}.tmp"):
+        path.unlink(missing_ok=True)
+        log.info("removed %s of a killed process", path)
 
 
 @contextmanager
 def explain_full_disk(path: Path) -> Iterator[None]:
-    """Turn "no space left" inside the block into a UserError that names `path`."""
+    """Turn "no space left" in the block into a UserError that names `path`."""
     try:
         yield
     except (OSError, RuntimeError) as error:
@@ -273,10 +269,10 @@ def _met(error: BaseException) -> Iterator[BaseException]:
 
 
 def folder_identity(folder: Path) -> str:
-    """Digest of a model folder's content, equal for equal copies wherever they lie.
+    """Digest of a model folder's content, equal for equal copies on any path.
 
-    Reads config.json whole and of each safetensors file its size and 64 evenly spaced blocks of 1 MiB (small files
-    whole), so that it takes seconds for a model of any size.
+    It covers config.json, and of each safetensors file its size and 64 evenly spaced blocks of 1 MiB (small files
+    completely), so that it takes seconds for a model of any size.
     """
     digest = hashlib.blake2b(digest_size=16)
     for path in [folder / "config.json", *sorted(folder.glob("*.safetensors"))]:

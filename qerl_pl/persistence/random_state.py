@@ -1,7 +1,7 @@
-"""Random streams that depend on names, not on the order of calls.
+"""Seeds of named random streams, states of the global generators, and deterministic algorithms.
 
-Every random draw of a run (a completion's tokens, a norm's noise, the dropout of a step) has its own stream, seeded by
-what it is for. A resumed or regrouped run therefore draws the same numbers as one that never stopped.
+Every random draw of a run (a completion's tokens, a norm's noise, the dropout of a step) has its own stream with a seed
+from its name. A resumed or regrouped run therefore draws the same numbers as an uninterrupted one.
 """
 
 import hashlib
@@ -15,16 +15,16 @@ import torch
 from torch import Tensor
 
 
-def stream_seed(*parts: int | str) -> int:
-    """Seed of the random stream that `parts` name, equal on every machine and in every process.
+def stream_seed(*name: int | str) -> int:
+    """Seed of a named random stream, equal on every machine and in every process.
 
     Args:
-        parts: what the stream is for, from the general to the special, such as (run seed, "rollout", version, prompt).
+        name: From the general to the special, such as (run seed, "rollout", version, prompt).
 
     Returns:
-        An integer in [0, 2**63), uniformly spread.
+        An integer, uniform in [0, 2**63).
     """
-    digest = hashlib.sha256("\x1f".join(f"{type(part).__name__}:{part}" for part in parts).encode()).digest()
+    digest = hashlib.sha256("\x1f".join(f"{type(item).__name__}:{item}" for item in name).encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1
 
 
@@ -41,7 +41,7 @@ def sample_seeds(seed: int, stream: Sequence[int | str], prompt_id: str, samples
 
 
 def random_state() -> dict[str, Any]:
-    """States of Python's, NumPy's and PyTorch's global generators, CUDA's included."""
+    """States of all global generators, of types that `torch.load(weights_only=True)` reads."""
     name, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
     assert isinstance(keys, np.ndarray)
     return {
@@ -53,7 +53,7 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any]) -> None:
-    """Restore what `random_state` gave; CUDA states only where as many devices are there."""
+    """Restore a `random_state`; CUDA states only if the number of devices is the same."""
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
     name, keys, position, has_gauss, cached = state["numpy"]
@@ -64,20 +64,10 @@ def set_random_state(state: dict[str, Any]) -> None:
 
 
 @contextmanager
-def isolated_random_state() -> Iterator[None]:
-    """What draws inside the block leaves the global generators as they were."""
-    state = random_state()
-    try:
-        yield
-    finally:
-        set_random_state(state)
-
-
-@contextmanager
 def deterministic() -> Iterator[None]:
-    """Inside the block PyTorch's algorithms repeat bit for bit; where it has none that does, it warns.
+    """Use PyTorch's deterministic algorithms in the block; an operation without one warns.
 
-    Attention takes this for a warning too, though it has such an algorithm: see `strictly_deterministic_gradient`.
+    Attention has one, but warns too and does not use it: see `strictly_deterministic_gradient`.
     """
     settings: Any = torch.utils.deterministic
     filled = settings.fill_uninitialized_memory
@@ -93,13 +83,13 @@ def deterministic() -> Iterator[None]:
 
 
 def strictly_deterministic_gradient(out: Tensor) -> Tensor:
-    """Where `deterministic` is in force, compute the gradient of the operation that made `out` without its leniency.
+    """Raise instead of warn, inside `deterministic`, while the gradient of the operation that made `out` is computed.
 
-    On a GPU attention's gradient is summed in the order that blocks finish, unless what cannot repeat is an error
-    (PyTorch 2.11). For a whole update that would be too much: it stops at operations that a run may well contain.
+    On a GPU attention's backward pass sums in the order in which blocks finish, unless nondeterminism is an error
+    (PyTorch 2.11). An error for the whole update would stop at other operations of a run.
 
     Args:
-        out: What the operation returned, not a view of it.
+        out: The operation's result, not a view of it.
 
     Returns:
         `out`.

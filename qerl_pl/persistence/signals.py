@@ -1,4 +1,4 @@
-"""The signals that ask a process to stop."""
+"""Handlers of the signals that stop a process."""
 
 import signal
 from collections.abc import Callable
@@ -7,10 +7,10 @@ from typing import Any
 
 
 class StopSignals:
-    """Takes SIGTERM and SIGINT from whoever has them, until they are given back.
+    """Installs a handler of SIGTERM and SIGINT until the previous handlers are restored.
 
     Args:
-        handler: Called with the signal's number and the frame it came in.
+        handler: Called with the signal's number and the interrupted frame.
     """
 
     def __init__(self, handler: Callable[[int, FrameType | None], None]) -> None:
@@ -18,13 +18,13 @@ class StopSignals:
         self._previous: dict[int, Any] = {}
 
     def take(self) -> None:
-        """Have the handler called; what is taken already stays so."""
+        """Install the handler; repeated calls change nothing."""
         for number in (signal.SIGTERM, signal.SIGINT):
             if number not in self._previous:
                 self._previous[number] = signal.signal(number, self._handler)
 
     def give_back(self) -> None:
-        """Restore the handlers that were there; nothing where none were taken."""
+        """Restore the previous handlers, if the handler is installed."""
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         self._previous.clear()

@@ -186,6 +186,6 @@ def require_logprob_parity(parity: LogprobParity, bound: float, perturbed: bool 
         raise UserError(
             f"engine and trainer must agree within {bound:g} nats a token without noise; got "
             f"{parity.adapter_on:.2g} with the adapter, {parity.adapter_off:.2g} without it, the adapter's effect "
-            f"being {parity.adapter_effect:.2g}; the engine runs another base or adapter: check that both load the same "
-            "folder, and restart with --resume auto"
+            f"being {parity.adapter_effect:.2g}; the engine runs another base or adapter: check that both load the "
+            "same folder, and restart with --resume auto"
         )

@@ -13,9 +13,9 @@ from types import ModuleType
 from typing import Any, TextIO
 
 import torch
+from lightning.pytorch.utilities.seed import isolate_rng
 
 from qerl_pl.errors import UserError
-from qerl_pl.persistence.random_state import isolated_random_state
 
 BAR = "Capturing CUDA graphs"
 
@@ -55,7 +55,7 @@ def process_state_kept() -> Iterator[None]:
     set_num_threads = torch.set_num_threads
     kept = {name: os.environ.get(name) for name in ("LD_PRELOAD", "LOCAL_WORLD_SIZE")}
     try:
-        with isolated_random_state(), without_bars():
+        with isolate_rng(), without_bars():
             yield
     finally:
         torch.set_num_threads = set_num_threads
