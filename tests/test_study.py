@@ -422,7 +422,9 @@ def test_the_page_is_written_from_rows_alone(tmp_path: Path) -> None:
     assert "| NVFP4 is stable at larger learning rates: at most 0.03 below" in page
     difference = "NVFP4 + AQN − lora16 (toy) | final held-out accuracy | +0.100 [+0.075, +0.125] | 3 | holds |"
     assert f"| accuracy | {difference}" in page
-    rates = "| learning rate, vs 16-bit | nvfp4: large − own, minus the same for lora16 (toy) | final held-out accuracy |"
+    rates = (
+        "| learning rate, vs 16-bit | nvfp4: large − own, minus the same for lora16 (toy) | final held-out accuracy |"
+    )
     assert f"{rates} +0.603 [+0.572, +0.635] | 3 | holds |" in page
     cells = "0.400 ± 0.000 | 0.810 ± 0.043 | 0.410 ± 0.043 | 0.300 ± 0.000 | 0.355 ± 0.012 | - | 4 ± 0 |"
     assert f"| NVFP4 + AQN (toy) | 3 | {cells}" in page
