@@ -1,4 +1,4 @@
-"""The pages: links that resolve, commands that parse, code that runs, names that are there."""
+"""The pages: links resolve, commands parse, code runs, names exist."""
 
 import importlib
 import inspect
@@ -13,10 +13,8 @@ from typing import Any
 import pages
 import pytest
 import torch
-import yaml
 from cli_helpers import built
 from fit_helpers import configuration
-from jsonargparse import ArgumentParser
 from pages import DOCS, GUIDE, PAGES, ROOT
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -28,7 +26,7 @@ import qerl_pl.engines
 import qerl_pl.rewards
 from qerl_pl.callbacks import RolloutCallback
 from qerl_pl.callbacks.monitor import DeviceMemory, MemoryReport
-from qerl_pl.cli.main import COMMANDS, QeRLCLI, main
+from qerl_pl.cli.main import CALLBACKS, COMMANDS, QeRLCLI, main
 from qerl_pl.rewards import RewardSample
 
 README = ROOT / "README.md"
@@ -37,6 +35,8 @@ NAMED = {
     for module in (qerl_pl.algorithm, qerl_pl.callbacks, qerl_pl.datamodules, qerl_pl.engines, qerl_pl.rewards)
     for name in module.__all__
 }
+KEYS: dict[str, type] = {"rollout": RolloutCallback, **{key: kind for key, (kind, *_) in CALLBACKS.items()}}
+"""Top-level keys of a configuration that are callbacks."""
 LINES = [(path, line) for path in GUIDE for line in pages.commands(path)]
 
 
@@ -51,19 +51,19 @@ def process_state(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def place(tiny_policy_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder where the quickstart's run lies, of a tiny policy, and the files that the pages tell a user to write."""
-    place = tmp_path_factory.mktemp("place")
+def workdir(tiny_policy_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run like the quickstart's, of a tiny policy, and the files that the pages tell users to write."""
+    workdir = tmp_path_factory.mktemp("workdir")
     for path in GUIDE:
         for block in pages.fences(path, "python"):
             if title := re.match(r"# (\w+\.py)\n", block):
-                (place / title[1]).write_text(block)
-    settings = configuration(tiny_policy_dir, place / "runs" / "quickstart")
+                (workdir / title[1]).write_text(block)
+    settings = configuration(tiny_policy_dir, workdir / "runs" / "quickstart")
     settings["trainer"] |= {"max_epochs": 1, "limit_train_batches": 2}
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(sys, "argv", ["qerl"])
         QeRLCLI({"subcommand": "fit", "fit": settings})
-    return place
+    return workdir
 
 
 # Pages ----------------------------------------------------------------------------------------------------------------
@@ -91,44 +91,50 @@ def test_the_readme_is_one_page_and_leads_to_all_others() -> None:
     assert {f"docs/{path.name}" for path in DOCS} <= set(pages.links(README))
 
 
-def test_the_map_shows_every_room() -> None:
-    tree = pages.fences(README, "")[1]
-    rooms = {path.parent for path in ROOT.glob("qerl_pl/*/*.py")}
+PATH = ROOT / "docs" / "path-of-the-data.md"
+
+
+def test_the_tree_shows_every_folder() -> None:
+    tree = pages.fences(PATH, "")[1]
+    folders = {path.parent for path in ROOT.glob("qerl_pl/*/*.py")}
     shown = {line.split()[0] for line in tree.splitlines() if line.startswith("  ") and line.split()[0].endswith("/")}
-    assert shown == {f"{room.name}/" for room in rooms}
+    assert shown == {f"{folder.name}/" for folder in folders}
     top = [line.split()[0] for line in tree.splitlines() if not line.startswith(" ")]
     assert len(top) > 4 and all((ROOT / folder).is_dir() for folder in top)
 
 
-def expanded(name: str) -> list[str]:
-    """A name with braces, as a shell expands it."""
-    if not (match := re.search(r"\{([^{}]+)\}", name)):
-        return [name]
-    return [one for part in match[1].split(",") for one in expanded(name[: match.start()] + part + name[match.end() :])]
+def files(path: Path) -> set[str]:
+    """Names of files in a page's prose."""
+    return {text for text in pages.code(path) if re.fullmatch(r"[\w./]+\.(py|yaml|md|toml)", text)}
 
 
 @pytest.mark.parametrize("path", [*GUIDE, ROOT / "CONTRIBUTING.md"], ids=pages.name)
-def test_files_that_a_page_names_are_there(path: Path, place: Path) -> None:
+def test_files_that_a_page_names_exist(path: Path, workdir: Path) -> None:
     folders = [ROOT / folder for folder in ("benchmarks", "configs", "docs", "kernels", "qerl_pl", "tests")]
-    there = [f"/{found.relative_to(ROOT).as_posix()}" for folder in folders for found in folder.rglob("*")]
-    there += [f"/{found.name}" for found in (*ROOT.glob("*.*"), *(place / "runs" / "quickstart").iterdir())]
-    there.append("/evaluation.md")  # that `qerl test` writes
-    named = [one for text in pages.code(path) for one in expanded(text)]
-    for file in (one for one in named if re.fullmatch(r"[\w./]+\.(py|yaml|md|toml)", one)):
-        assert any(found.endswith(f"/{file}") for found in there), file
+    existing = [f"/{file.relative_to(ROOT).as_posix()}" for folder in folders for file in folder.rglob("*")]
+    existing += [f"/{file.name}" for file in (*ROOT.glob("*.*"), *(workdir / "runs" / "quickstart").iterdir())]
+    existing.append("/evaluation.md")  # that `qerl test` writes
+    for name in files(path):
+        assert any(file.endswith(f"/{name}") for file in existing), name
+
+
+def test_the_path_of_the_data_names_at_most_25_files_by_their_paths() -> None:
+    named = files(PATH)
+    assert 15 < len(named) <= 25
+    assert [name for name in named if not (ROOT / "qerl_pl" / name).is_file()] == []
 
 
 def test_imports_point_the_way_that_contributing_says() -> None:
     text = " ".join((ROOT / "CONTRIBUTING.md").read_text().split())
     order = re.search(r"Imports point one way: (.*?)\. ", text)
     assert order is not None
-    height = {room: i for i, step in enumerate(order[1].split("<-")) for room in re.findall(r"`(\w+)`", step)}
+    level = {package: i for i, step in enumerate(order[1].split("<-")) for package in re.findall(r"`(\w+)`", step)}
     upward = set()
     for path in ROOT.glob("qerl_pl/**/*.py"):
-        room, *rest = path.relative_to(ROOT / "qerl_pl").with_suffix("").parts
+        package, *rest = path.relative_to(ROOT / "qerl_pl").with_suffix("").parts
         for imported in re.findall(r"^\s*from qerl_pl\.(\w+)", path.read_text(), re.MULTILINE):
-            if room not in ("__main__", imported) and height[imported] >= height[room]:
-                upward.add((f"{room}/{rest[0]}.py", imported))
+            if package not in ("__main__", imported) and level[imported] >= level[package]:
+                upward.add((f"{package}/{'/'.join(rest)}.py", imported))
     assert upward == set()
 
 
@@ -136,13 +142,13 @@ def test_imports_point_the_way_that_contributing_says() -> None:
 
 
 @pytest.mark.parametrize(("path", "line"), LINES, ids=[f"{path.stem}: {line}" for path, line in LINES])
-def test_a_command_is_understood(path: Path, line: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_command_is_understood(path: Path, line: str, workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program, command, *args = shlex.split(line)
     if program == "make":
         assert re.search(rf"^{command}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
         return
     assert program == "qerl"
-    monkeypatch.syspath_prepend(str(place))
+    monkeypatch.syspath_prepend(str(workdir))
     monkeypatch.chdir(ROOT)
     if command in COMMANDS:
         args.append("--print_config")
@@ -169,15 +175,15 @@ def test_commands_in_the_prose_are_there() -> None:
 
 
 @pytest.mark.parametrize("line", [line for _, line in LINES if line.startswith("qerl export")])
-def test_exports_run(line: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(place)
+def test_exports_run(line: str, workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(workdir)
     args = shlex.split(line)[1:]
     assert main(args) == 0
     assert list(Path(args[2]).glob("*.safetensors"))
 
 
-def test_the_adapter_loads_with_plain_transformers_and_peft(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(place)
+def test_the_adapter_loads_with_plain_transformers_and_peft(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(workdir)
     (block,) = pages.fences(ROOT / "docs" / "exporting.md", "python")
     names: dict[str, Any] = {}
     exec(block, names)
@@ -189,16 +195,26 @@ def test_the_adapter_loads_with_plain_transformers_and_peft(place: Path, monkeyp
         assert tensor.any() and torch.equal(loaded[name], tensor)
 
 
-def test_a_reward_of_ones_own_is_taken_and_scores(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(place))
+def test_a_reward_of_your_own_is_accepted_and_scores(
+    workdir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(workdir))
     (block,) = pages.fences(ROOT / "docs" / "your-own-reward.md", "yaml")
-    parser = ArgumentParser(exit_on_error=False)
-    parser.add_class_arguments(RolloutCallback, "rollout")
-    rollout = parser.instantiate_classes(parser.parse_object({"rollout": yaml.safe_load(block)})).rollout
-    answer, brief = rollout.config.rewards
+    (tmp_path / "rewards.yaml").write_text(block)
+    settings = built("fit", "-c", str(ROOT / "configs" / "quickstart.yaml"), "-c", str(tmp_path / "rewards.yaml"))
+    rewards = {reward.name: reward for reward in settings.rollout.config.rewards}
+    assert rewards.keys() == {"accuracy", "format", "brief"}  # merged by name
     samples = [RewardSample("1 + 1?", text, "2", False, 5) for text in ("<answer>2</answer>", "x" * 61)]
-    assert list(answer(samples)) == [1.0, 0.0] and list(brief(samples)) == [1.0, 0.0]
-    assert (brief.name, brief.limit, brief.weight) == ("brief", 60, 0.2)
+    assert all(list(rewards[name](samples)) == [1.0, 0.0] for name in ("accuracy", "brief"))
+    assert (rewards["brief"].limit, rewards["brief"].weight) == (60, 0.2)
+
+
+def test_the_rewards_of_the_page_of_the_command_line_are_accepted(tmp_path: Path) -> None:
+    (block,) = pages.fences(ROOT / "docs" / "command-line.md", "yaml")
+    (tmp_path / "rewards.yaml").write_text(block)
+    settings = built("fit", "-c", str(ROOT / "configs" / "quickstart.yaml"), "-c", str(tmp_path / "rewards.yaml"))
+    rewards = {reward.name: reward.weight for reward in settings.rollout.config.rewards}
+    assert rewards == {"accuracy": 1.0, "format": 0.1}
 
 
 # Names ----------------------------------------------------------------------------------------------------------------
@@ -232,24 +248,34 @@ def test_names_on_a_page_exist(path: Path, options: str) -> None:
             assert match[2] in parameters(NAMED[match[1]]), text
         elif match := re.fullmatch(r"data\.(\w+)", text):
             assert match[1] in of_data, text
-        elif re.fullmatch(r"(model|trainer)(\.\w+)+", text):
+        elif (match := re.fullmatch(r"(\w+)\.(?!json)(\w+)", text)) and match[1] in KEYS:
+            assert match[2] in parameters(KEYS[match[1]]), text
+        elif re.fullmatch(r"(model|trainer|rollout)(\.\w+)+", text):
             assert re.search(rf"^  --{re.escape(text)}\b", options, re.MULTILINE), text
         elif match := re.match(r"--[a-z_]+", text):
             assert re.search(rf"^  {match[0]}\b", options, re.MULTILINE), text
+
+
+def test_the_keys_of_the_page_are_those_of_a_configuration() -> None:
+    section = pages.sections(ROOT / "docs" / "command-line.md")["Configuration files"]
+    assert tags(section) == {"seed_everything", "model", "data", "trainer", *KEYS}
+    for name, text in pages.rows(section)[1:]:
+        _, settings, _ = CALLBACKS.get(name.strip("`"), (None, {}, ""))
+        assert (settings is None) == ("off unless set" in text), name
 
 
 def test_every_class_that_a_configuration_can_name_is_on_a_page() -> None:
     told = {text.rpartition(".")[2] for path in GUIDE for text in pages.code(path)}
     classes = {name for name, kind in NAMED.items() if inspect.isclass(kind)}
     inner = {"AnswerReward", "EngineSpec", "NoiseSchedule", "NormNoise", "Objective", "Preempted", "Reward"}
-    inner |= {"RewardSample", "RolloutEngine", "Row", "ScoredBatch"}
+    inner |= {"ReferenceReward", "RewardSample", "RolloutEngine", "Row", "ScoredBatch"}
     assert classes - inner - told == set()
 
 
 # A run ----------------------------------------------------------------------------------------------------------------
 
 
-def test_the_tags_of_the_page_are_those_that_a_run_logs(place: Path) -> None:
+def test_the_tags_of_the_page_are_those_that_a_run_logs(workdir: Path) -> None:
     sections = pages.sections(ROOT / "docs" / "logged-metrics.md")
     of_a_gpu = tags(sections.pop("On a GPU only"))
     zeros = (0.0,) * 5
@@ -258,23 +284,23 @@ def test_the_tags_of_the_page_are_those_that_a_run_logs(place: Path) -> None:
     of_a_test = {"test/accuracy", "test/pass@1"}
     documented = set().union(*map(tags, sections.values()))
     assert of_a_test < documented
-    logged = set(EventAccumulator(str(place / "runs" / "quickstart")).Reload().Tags()["scalars"])
+    logged = set(EventAccumulator(str(workdir / "runs" / "quickstart")).Reload().Tags()["scalars"])
     rewards = {"reward/accuracy", "reward/vowels"}
     assert logged - rewards == documented - of_a_test - {"reward/<name>"}
     assert rewards < logged
 
 
 def tags(text: str) -> set[str]:
-    """What stands in code type in the first column of a section's tables."""
+    """Code in the first column of a section's tables."""
     return {tag for first, *_ in pages.rows(text) for tag in re.findall(r"`([^`]+)`", first)}
 
 
-def test_what_a_run_leaves_is_on_the_page(place: Path) -> None:
+def test_what_a_run_leaves_is_on_the_page(workdir: Path) -> None:
     patterns = [re.sub(r"\bN\b", "*", one) for one in tags((ROOT / "docs" / "run-folder.md").read_text())]
-    run = place / "runs" / "quickstart"
-    files = {path for path in run.rglob("*") if path.is_file() and path.suffix != ".sha256"}
+    run = workdir / "runs" / "quickstart"
+    written = {path for path in run.rglob("*") if path.is_file() and path.suffix != ".sha256"}
     told = {path for pattern in patterns for found in run.glob(pattern) for path in (found, *found.rglob("*"))}
-    assert len(files) > 8 and files - told == set()
+    assert len(written) > 8 and written - told == set()
     elsewhere = {"checkpoints/best-rollouts=*.ckpt", "checkpoints/abandoned", "failed", "model"} | {"evaluation"}
     elsewhere |= {"evaluation.json", "evaluation.md", "validate"}  # of runs of another kind
     assert {pattern for pattern in patterns if not list(run.glob(pattern))} == elsewhere

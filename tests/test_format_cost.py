@@ -26,7 +26,7 @@ def test_the_cost_of_a_format_is_what_transformers_says(tiny_policy_dir: Path, t
         assert value == pytest.approx(-taken.mean().item(), abs=1e-4)
     assert told["nvfp4"] != told["none"] != told["nf4"] and len(told["nvfp4"]) == 3
     table = format_cost.tables({"none": [1.0, 2.0], "nvfp4": [1.5, 2.7]})
-    assert "| 16 bits | 1.500 | – |" in table
+    assert "| 16-bit | 1.500 | – |" in table
     assert "| NVFP4 | 2.100 | 0.600 ± 0.196 |" in table  # 1.96 * 0.1414 / sqrt(2)
     assert "| NVFP4 | 1.500 | 0.500 |" in format_cost.tables({"none": [1.0], "nvfp4": [1.5]})  # of one row no interval
 

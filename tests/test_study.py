@@ -390,7 +390,7 @@ def test_claims_of_a_study_worked_out_by_hand(tmp_path: Path) -> None:
     gain, *others = found["gain"].findings  # all begin at 0.4, so it is the difference of the ends
     assert gain.difference is not None and gain.difference.mean == pytest.approx(0.1)
     assert GAIN.of(rows[0], plan.measure) == pytest.approx(0.3) and len(others) == 2
-    (beside,) = found["rates beside 16 bits"].findings  # what 16 bits lose, 0.60, 0.62 and 0.61, less that
+    (beside,) = found["learning rate, vs 16-bit"].findings  # what 16 bits lose, 0.60, 0.62 and 0.61, less that
     assert beside.difference is not None and beside.difference.mean == pytest.approx((0.59 + 0.615 + 0.605) / 3)
     assert beside.difference.count == 3 and beside.verdict == "holds"
     (rate,) = found["learning rate"].findings  # it loses 0.01, 0.005 and 0.005
@@ -418,15 +418,17 @@ def test_the_page_is_written_from_rows_alone(tmp_path: Path) -> None:
         write_evidence(plan, [], tmp_path, raw)
     page = write_evidence(plan, rows_of(plan, ENDS), tmp_path / "docs", raw).read_text()
     assert page.startswith("# A study\n\nSmall.\n")
-    assert "18 of 27 runs of [plan.yaml](../plan.yaml) have ended, 0 of them by a loss" in page and "\n3 seeds" in page
-    assert "| Larger learning rates stay stable: NVFP4 ends not more than 0.03 below" in page
-    difference = "NVFP4 + AQN − lora16 (toy) | held-out accuracy at the end | +0.100 [+0.075, +0.125] | 3 | holds |"
+    assert "18 of 27 runs of [plan.yaml](../plan.yaml) have finished, with 3 seeds; 0 diverged" in page
+    assert "| NVFP4 is stable at larger learning rates: at most 0.03 below" in page
+    difference = "NVFP4 + AQN − lora16 (toy) | final held-out accuracy | +0.100 [+0.075, +0.125] | 3 | holds |"
     assert f"| accuracy | {difference}" in page
-    rates = "| rates beside 16 bits | nvfp4: large − own, less that of lora16 (toy) | held-out accuracy at the end |"
+    rates = (
+        "| learning rate, vs 16-bit | nvfp4: large − own, minus the same for lora16 (toy) | final held-out accuracy |"
+    )
     assert f"{rates} +0.603 [+0.572, +0.635] | 3 | holds |" in page
     cells = "0.400 ± 0.000 | 0.810 ± 0.043 | 0.410 ± 0.043 | 0.300 ± 0.000 | 0.355 ± 0.012 | - | 4 ± 0 |"
     assert f"| NVFP4 + AQN (toy) | 3 | {cells}" in page
-    assert "\nNot measured: 2 of entropy, " in page and "were stopped" not in page
+    assert "\nNot measured: 2 of entropy, " in page and "were interrupted" not in page
     assert "- 18 runs: gpu none" in page
     pictures = {path.name for path in (tmp_path / "docs").glob("*.png")}
     assert pictures == {"evidence-plan-claims.png", "evidence-plan-toy.png", "evidence-plan-sweeps.png"}
@@ -434,7 +436,7 @@ def test_the_page_is_written_from_rows_alone(tmp_path: Path) -> None:
     rows = rows_of(plan, ENDS)
     rows[2]["rollouts"] = 3
     page = write_evidence(plan, rows, tmp_path / "docs", raw).read_text()
-    assert "3 seeds.\n1 were stopped on their way and lack the points of the rollout in which that was." in page
+    assert "is not finite).\n1 were interrupted and lack the points of the interrupted rollout." in page
 
 
 @pytest.mark.parametrize("name", ["evidence", "evidence-pilot", "evidence-ranks"])

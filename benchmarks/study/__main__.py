@@ -1,6 +1,6 @@
-"""Run a study, and write what it shows.
+"""Train a study's runs, list them, or write its report.
 
-python -m benchmarks.study run benchmarks/study/pilot.yaml --at-once 5        # again, to go on
+python -m benchmarks.study run benchmarks/study/pilot.yaml --at-once 5        # again, to continue
 python -m benchmarks.study run benchmarks/study/study.yaml --set policy=FOLDER problems=FOLDER --devices 0 1
 python -m benchmarks.study list benchmarks/study/study.yaml
 python -m benchmarks.study report benchmarks/study/study.yaml                 # docs/evidence.md and its pictures
@@ -27,36 +27,36 @@ def arguments(words: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("command", choices=("run", "list", "report"))
     parser.add_argument("plan", type=Path, help="the study's YAML file")
-    parser.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help="what ${NAME} stands for")
+    parser.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help="values of ${NAME}")
     parser.add_argument(
-        "--only", nargs="+", default=[], metavar="FACTOR=LEVEL", help="runs with these alone; or [LEVEL, …]"
+        "--only", nargs="+", default=[], metavar="FACTOR=LEVEL", help="only runs with these levels; or [LEVEL, …]"
     )
-    parser.add_argument("--folder", type=Path, help="of the runs' folders; runs/NAME")
+    parser.add_argument("--folder", type=Path, help="parent of the run folders; default runs/NAME")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results", help="folder of NAME.jsonl")
-    parser.add_argument("--devices", nargs="+", help="GPUs by number, or cpu; all, or cpu where there is none")
-    parser.add_argument("--at-once", type=int, default=1, help="runs on each of these")
-    parser.add_argument("--budget-s", type=float, help="seconds after which runs are asked to stop and save")
-    parser.add_argument("--grace-s", type=float, default=60.0, help="seconds after which those still there are killed")
-    parser.add_argument("--pages", type=Path, default=ROOT / "docs", help="folder of evidence.md and its pictures")
+    parser.add_argument("--devices", nargs="+", help="GPU numbers, or cpu; default: all GPUs, or cpu")
+    parser.add_argument("--at-once", type=int, default=1, help="concurrent runs per device")
+    parser.add_argument("--budget-s", type=float, help="seconds after which runs stop and save")
+    parser.add_argument("--grace-s", type=float, default=60.0, help="seconds until runs that do not stop are killed")
+    parser.add_argument("--pages", type=Path, default=ROOT / "docs", help="folder of evidence.md and its plots")
     return parser.parse_args(words)
 
 
 def pairs(words: list[str]) -> dict[str, Any]:
-    """NAME=VALUE, the value as YAML."""
+    """Parse NAME=VALUE pairs; values are YAML."""
     found = {}
     for word in words:
         name, sign, value = word.partition("=")
         if not sign:
-            raise UserError(f"this takes NAME=VALUE; found {word}; write it so")
+            raise UserError(f"an option takes NAME=VALUE; got {word}; write it so")
         found[name] = yaml.safe_load(value)
     return found
 
 
 def chosen(plan: Plan, only: dict[str, Any]) -> list[Run]:
-    """The runs that have these levels, one or a list of each factor.
+    """The runs with these levels: one level or a list per factor.
 
     Raises:
-        UserError: No run has one of them.
+        UserError: No run has one of the levels.
     """
     wanted = {factor: levels if isinstance(levels, list) else [levels] for factor, levels in only.items()}
     for factor, levels in wanted.items():
@@ -71,10 +71,10 @@ def chosen(plan: Plan, only: dict[str, Any]) -> list[Run]:
 
 
 def values_of(plan: Plan, words: list[str]) -> dict[str, Any]:
-    """What `${name}` stands for, by the plan and the command line.
+    """Values of the placeholders `${name}`, from the plan and the command line.
 
     Raises:
-        UserError: The plan knows no such name.
+        UserError: The plan has no such placeholder.
     """
     given, known = pairs(words), {*plan.values, *(name for run in plan.runs for name in run.needs)}
     if unknown := set(given) - known:
@@ -86,7 +86,7 @@ def values_of(plan: Plan, words: list[str]) -> dict[str, Any]:
 
 
 def run(plan: Plan, args: argparse.Namespace) -> int:
-    """Work the list off, and say what is left."""
+    """Train the runs, and print what is left."""
     gpus = [str(number) for number in range(torch.cuda.device_count())]
     devices = args.devices or gpus or ["cpu"]
     limits = Limits(devices, args.at_once, args.budget_s, args.grace_s)
@@ -98,7 +98,7 @@ def run(plan: Plan, args: argparse.Namespace) -> int:
 
 
 def tell(outcome: Outcome, results: Path) -> None:
-    """What has become of the runs."""
+    """Print the outcome."""
     print(f"{len(outcome.finished)} finished, in {results}; {len(outcome.left)} left: the same command goes on")
     for name, line in outcome.failed.items():
         print(f"{name} failed: {line}")

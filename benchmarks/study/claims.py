@@ -1,4 +1,4 @@
-"""The claims of QeRL (arXiv 2510.11696) as differences between runs, and what was found of them."""
+"""The claims of QeRL (arXiv 2510.11696) as differences between runs, and their verdicts."""
 
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,24 +9,24 @@ from benchmarks.study.intervals import Interval, Rule, Verdict, interval, togeth
 from benchmarks.study.plan import Level, Plan
 
 MARGIN = 0.03
-"""Of accuracy: what "near" and "stable" may lose. The paper's own distance from full fine-tuning is below 0.01."""
+"""Accuracy that "near" and "stable" may lose. In the paper the distance to full fine-tuning is below 0.01."""
 Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Statistic:
-    """A number of a run."""
+    """A scalar metric of a run."""
 
     label: str
     curve: str
-    """Of the row's curves; "held out" is the accuracy, "gain" what it rose by."""
+    """A curve of the row; "held out" is the held-out accuracy, "gain" its increase over the run."""
     share: float = 1.0
-    """Of the run's rollouts, from the first."""
+    """Fraction of the rollouts that is averaged, from the first one."""
     when: str = ""
-    """The same for a picture."""
+    """The same, as a suffix in plots."""
 
     def of(self, row: Row, measure: str) -> float | None:
-        """Its value; None where the run does not tell. A policy that is no longer finite answers nothing right."""
+        """The metric of a row, None if the row lacks it. A diverged run has accuracy 0."""
         if self.curve in ("held out", "gain"):
             found = row["held_out"].get(measure, [])
             before = found[0][1] if self.curve == "gain" and found else 0.0
@@ -38,17 +38,17 @@ class Statistic:
         return statistics.fmean(known) if known else None
 
 
-FIRST_ENTROPY = Statistic("sampler's entropy over the first tenth, nats", "sampler_entropy", 0.1, ", first tenth")
-ENTROPY = Statistic("sampler's entropy over the first half, nats", "sampler_entropy", 0.5, ", first half")
-REWARD = Statistic("reward, mean over the run", "reward")
-SILENT = Statistic("groups without signal, mean over the run", "without_signal")
-ACCURACY = Statistic("held-out accuracy at the end", "held out")
-GAIN = Statistic("held-out accuracy at the end less that before", "gain", when=", gain")
+FIRST_ENTROPY = Statistic("sampler entropy, first tenth (nats)", "sampler_entropy", 0.1, ", first tenth")
+ENTROPY = Statistic("sampler entropy, first half (nats)", "sampler_entropy", 0.5, ", first half")
+REWARD = Statistic("mean reward", "reward")
+SILENT = Statistic("mean share of groups without signal", "without_signal")
+ACCURACY = Statistic("final held-out accuracy", "held out")
+GAIN = Statistic("gain in held-out accuracy", "gain", when=", gain")
 
 
 @dataclass(frozen=True)
 class Part:
-    """One difference that a claim stands on: first minus second, everything else the same."""
+    """One difference that a claim is tested on: first minus second, all other factors equal."""
 
     first: Mapping[str, Level]
     second: Mapping[str, Level]
@@ -56,27 +56,27 @@ class Part:
     rule: Rule = "above"
     margin: float = 0.0
     beside: Mapping[str, Level] = field(default_factory=dict)
-    """Where the same difference is taken, too, and subtracted; nowhere if empty."""
+    """Levels at which the same difference is computed and subtracted; empty: nothing is subtracted."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A part as it was measured, within one stratum."""
+    """The measured difference of a part within one stratum."""
 
     part: Part
     stratum: dict[str, Level]
     difference: Interval | None
-    """First minus second, paired by seed; None without a pair."""
+    """First minus second, paired by seed; None if no seed has both."""
 
     @property
     def verdict(self) -> Verdict:
-        """What the interval says."""
+        """The verdict of its interval."""
         return verdict(self.difference, self.part.rule, self.part.margin)
 
 
 @dataclass(frozen=True)
 class Claim:
-    """What the paper says."""
+    """A claim and the differences that test it."""
 
     name: str
     text: str
@@ -85,7 +85,7 @@ class Claim:
 
     @property
     def verdict(self) -> Verdict:
-        """Of all parts in all strata."""
+        """Over all parts and strata."""
         return together([finding.verdict for finding in self.findings])
 
 
@@ -94,7 +94,7 @@ def _method(first: str, second: str, statistic: Statistic, rule: Rule = "above",
 
 
 def claims(plan: Plan) -> list[Claim]:
-    """The claims; those about learning rates and decays for the levels that the plan has."""
+    """All claims; learning rates and decays are compared for the levels in the plan."""
     aqn, own, quantized, lora = "nvfp4_aqn", "nvfp4_aqn_own", "nvfp4", "lora16"
     others = [decay for decay in _levels(plan, "decay") if decay != "exponential"]
     base, rising = plan.defaults.get("lr", ""), list(plan.labels.get("lr", {}))
@@ -110,38 +110,39 @@ def claims(plan: Plan) -> list[Claim]:
     beside = [replace(part, rule="above", margin=0.0, beside={"method": lora}) for part in rates]
     entropy = [_method(quantized, lora, statistic) for statistic in (FIRST_ENTROPY, ENTROPY)]
     found = [
-        Claim("entropy", "Quantization raises the policy's entropy.", entropy),
-        Claim("AQN's entropy", "Adaptive noise raises it further.", [_method(aqn, quantized, ENTROPY)]),
+        Claim("entropy", "Quantization increases the entropy of the policy.", entropy),
+        Claim("AQN entropy", "Adaptive noise increases it further.", [_method(aqn, quantized, ENTROPY)]),
         Claim(
-            "AQN's reward",
-            "With adaptive noise the reward grows faster.",
+            "AQN reward",
+            "Adaptive noise makes the reward grow faster.",
             [_method(aqn, quantized, REWARD), _method(aqn, lora, REWARD)],
         ),
         Claim(
             "accuracy",
-            "NVFP4 with adaptive noise ends above 16-bit LoRA and QLoRA (NF4).",
+            "NVFP4 with adaptive noise reaches a higher accuracy than 16-bit LoRA and QLoRA (NF4).",
             [_method(aqn, other, ACCURACY) for other in (lora, "nf4")],
         ),
         Claim(
             "full fine-tuning",
-            f"NVFP4 with adaptive noise ends near full fine-tuning: not more than {MARGIN} below.",
+            f"NVFP4 with adaptive noise matches full fine-tuning: at most {MARGIN} below its accuracy.",
             [_method(aqn, "full", ACCURACY, "not below", MARGIN)],
         ),
         Claim(
             "gain",
-            "Not the paper's: from where it began, NVFP4 with adaptive noise gains more than 16-bit LoRA and QLoRA.",
+            "Our addition: NVFP4 with adaptive noise gains more accuracy over its start than 16-bit LoRA and QLoRA.",
             [_method(aqn, other, GAIN) for other in (lora, "nf4")],
         ),
-        Claim("decay", "Exponential decay beats the other three.", decays),
+        Claim("decay", "Exponential decay of the noise beats linear, cosine and logarithmic decay.", decays),
         Claim(
             "learning rate",
-            f"Larger learning rates stay stable: NVFP4 ends not more than {MARGIN} below its end at the usual one.",
+            f"NVFP4 is stable at larger learning rates: at most {MARGIN} below its accuracy at the default rate.",
             rates,
         ),
-        Claim("rates beside 16 bits", "Larger learning rates suit NVFP4 better than they suit 16-bit LoRA.", beside),
+        Claim("learning rate, vs 16-bit", "NVFP4 tolerates larger learning rates better than 16-bit LoRA.", beside),
         Claim(
             "noise by rank",
-            "3PO's (arXiv 2608.09805): noise of each rank's own leaves fewer groups without signal, and ends above.",
+            "3PO (arXiv 2608.09805): separate noise per rank leaves fewer groups without signal and reaches a higher "
+            "reward and accuracy.",
             [_method(aqn, own, SILENT), _method(own, aqn, REWARD), _method(own, aqn, ACCURACY)],
         ),
     ]
@@ -149,12 +150,12 @@ def claims(plan: Plan) -> list[Claim]:
 
 
 def _levels(plan: Plan, factor: str) -> list[Any]:
-    """Levels that the plan's runs have of a factor, in their order."""
+    """Distinct levels of a factor in the plan's runs, in order."""
     return list(dict.fromkeys(run.levels[factor] for run in plan.runs if factor in run.levels))
 
 
 def findings(plan: Plan, rows: Sequence[Row]) -> list[Claim]:
-    """The claims with what was measured of them; those that the plan has no difference of are left out."""
+    """The claims that the plan can test, with their measured differences."""
     made = [claim for claim in claims(plan) if any(_compared(plan, part) for part in claim.parts)]
     for claim in made:
         for part in claim.parts:
@@ -164,21 +165,21 @@ def findings(plan: Plan, rows: Sequence[Row]) -> list[Claim]:
 
 
 def _compared(plan: Plan, part: Part) -> list[dict[str, Level]]:
-    """The strata in which the plan has all sides of a part."""
+    """The strata in which the plan has all runs of a part."""
     wanted = [part.first, part.second, {**part.first, **part.beside}, {**part.second, **part.beside}]
     sides = [[run.levels.items() for run in plan.runs if levels.items() <= run.levels.items()] for levels in wanted]
     return [one for one in strata(plan) if all(any(one.items() <= run for run in side) for side in sides)]
 
 
 def strata(plan: Plan) -> Iterator[dict[str, Level]]:
-    """Every combination of levels that is compared within, never across."""
+    """Every combination of the stratum factors' levels; runs are compared only within a stratum."""
     seen = dict.fromkeys(tuple(run.levels[factor] for factor in plan.strata) for run in plan.runs)
     for levels in seen:
         yield dict(zip(plan.strata, levels, strict=True))
 
 
 def difference(plan: Plan, rows: Sequence[Row], part: Part, stratum: Mapping[str, Level]) -> Interval | None:
-    """A part's difference within a stratum, by seeds that all sides have; other factors at their defaults."""
+    """A part's difference within a stratum over the seeds that all its runs have; other factors at their defaults."""
     found = _pairs(plan, rows, part, stratum)
     if part.beside:
         others = _pairs(plan, rows, part, {**stratum, **part.beside})
@@ -187,13 +188,13 @@ def difference(plan: Plan, rows: Sequence[Row], part: Part, stratum: Mapping[str
 
 
 def _pairs(plan: Plan, rows: Sequence[Row], part: Part, levels: Mapping[str, Level]) -> dict[Level, float]:
-    """First minus second at these levels by seed, which go before the part's own."""
+    """First minus second by seed at these levels, which override the part's own."""
     first, second = (by_seed(plan, rows, {**side, **levels}, part.statistic) for side in (part.first, part.second))
     return {seed: first[seed] - second[seed] for seed in first if seed in second}
 
 
 def by_seed(plan: Plan, rows: Sequence[Row], levels: Mapping[str, Level], statistic: Statistic) -> dict[Level, float]:
-    """A number of each seed's run at these levels; a factor that is not named is at its default."""
+    """The metric by seed at these levels; factors that are not named are at their defaults."""
     wanted = {**plan.defaults, **levels}
     found: dict[Level, float] = {}
     for row in rows:

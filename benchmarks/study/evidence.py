@@ -1,4 +1,4 @@
-"""The page of the claims, written from rows alone."""
+"""The page of a study's results, generated from its rows."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -15,34 +15,34 @@ from qerl_pl.persistence.atomic_files import atomic_write
 
 
 def write_evidence(plan: Plan, rows: Sequence[Row], pages: Path, raw: Path) -> Path:
-    """Write a study's page, evidence.md or evidence-NAME.md of another than study.yaml, and its pictures.
+    """Write a study's page (evidence.md for study.yaml, else evidence-NAME.md) and its plots.
 
     Args:
         plan: The study.
-        rows: What was measured of it.
-        pages: Folder to write to.
-        raw: Where the rows lie, which the page links to.
+        rows: Its measured runs.
+        pages: Output folder.
+        raw: File of the rows; the page links to it.
 
     Raises:
-        UserError: Nothing was measured.
+        UserError: No run of the study has finished.
     """
     names = {run.name for run in plan.runs}
     rows = [row for row in rows if row["run"] in names]
     if not rows:
-        raise UserError(f"a page needs runs that have ended; {raw} has none of {plan.path}; run the study first")
+        raise UserError(f"a report needs finished runs; {raw} has none of {plan.path}; run the study first")
     found = findings(plan, rows)
     stem = "evidence" if plan.path.stem == "study" else f"evidence-{plan.path.stem}"
-    title = "Every difference with its 95 % interval, green where the claim holds, red where it does not"
+    title = "Differences with 95 % intervals; green: the claim holds, red: it does not hold"
     differences = _image(title, pictures.forest(plan, found, pages / f"{stem}-claims.png"))
     curves = []
     for stratum in strata(plan):
         path = pages / ("-".join([stem, *map(str, stratum.values())]) + ".png")
-        title = f"Curves{pictures.of(plan, stratum)}, bands are 95 % intervals over seeds"
+        title = f"Learning curves{pictures.of(plan, stratum)} with 95 % intervals over seeds"
         curves += _image(title, pictures.curves(plan, rows, stratum, path))
     sweeps = pictures.sweeps(plan, rows, pages / f"{stem}-sweeps.png")
-    curves += _image("Sweeps, with 95 % intervals over seeds", sweeps)
+    curves += _image("Sweeps with 95 % intervals over seeds", sweeps)
     text = [_head(plan, rows, pages, raw), _verdicts(found), *differences, _differences(plan, found)]
-    text += ["## Curves", *curves, "## Methods", _methods(plan, rows), "## What it was measured with", _where(rows)]
+    text += ["## Curves", *curves, "## Methods", _methods(plan, rows), "## Hardware and versions", _where(rows)]
     page = pages / f"{stem}.md"
     atomic_write(page, ("\n\n".join(text) + "\n").encode())
     return page
@@ -59,23 +59,23 @@ def _head(plan: Plan, rows: Sequence[Row], pages: Path, raw: Path) -> str:
     diverged = sum(row["ended"] == "diverged" for row in rows)
     seeds = len({row["levels"]["seed"] for row in rows})
     short = _stopped(plan, rows)
-    gaps = f"\n{short} were stopped on their way and lack the points of the rollout in which that was." if short else ""
+    gaps = f"\n{short} were interrupted and lack the points of the interrupted rollout." if short else ""
     return f"""# {plan.title}
 
 {plan.note}
 
-{len(rows)} of {len(plan.runs)} runs of {link(plan.path)} have ended, {diverged} of them by a loss that was not finite;
-{seeds} seeds.{gaps} This page is written from {link(raw)}, one line a run, by `python -m benchmarks.study report`;
-`run` in place of `report` trains what is missing.
+{len(rows)} of {len(plan.runs)} runs of {link(plan.path)} have finished, with {seeds} seeds; {diverged} diverged (a loss
+that is not finite).{gaps} This page is generated from {link(raw)}, one line per run, by
+`python -m benchmarks.study report`; `python -m benchmarks.study run` trains the runs that are missing.
 
-Differences are paired by seed, which sets adapter, samples, noise and order, and everything else is the same. The
-interval is Student's over the seeds, 95 %, not corrected for the number of differences. A claim **holds** where the
-interval of each of its differences lies on its side, **does not hold** where that of one lies on the other, and is
-**undecided** otherwise: a difference that was not measured decides nothing."""
+Differences are paired by seed: the two runs of a pair share adapter initialization, sampling seeds, noise seeds and
+data order. Intervals are 95 % Student's t intervals over seeds, without correction for multiple comparisons. A claim
+**holds** if the interval of each of its differences lies on the claimed side, **does not hold** if at least one lies on
+the other side, and is **undecided** otherwise; a difference that was not measured counts as undecided."""
 
 
 def _stopped(plan: Plan, rows: Sequence[Row]) -> int:
-    """How many runs have fewer points than the longest that they are compared with."""
+    """Number of runs with fewer points than the longest run of their stratum."""
     lengths: dict[tuple[Level, ...], list[int]] = {}
     for row in rows:
         if row["ended"] == "done":
@@ -100,7 +100,7 @@ def _differences(plan: Plan, found: Sequence[Claim]) -> str:
                 rows.append([claim.name, name, *difference, one.verdict])
     text = "## Differences"
     if rows:
-        text += "\n\n" + report.markdown(["claim", "difference", "of", "mean [95 %]", "seeds", "verdict"], rows)
+        text += "\n\n" + report.markdown(["claim", "difference", "metric", "mean [95 %]", "seeds", "verdict"], rows)
     if unmeasured:
         counts = ", ".join(f"{count} of {name}" for name, count in unmeasured.items())
         text += f"\n\nNot measured: {counts}."
@@ -108,12 +108,12 @@ def _differences(plan: Plan, found: Sequence[Claim]) -> str:
 
 
 def _methods(plan: Plan, rows: Sequence[Row]) -> str:
-    """Means over seeds of each method, with half the width of their intervals."""
+    """Mean over seeds of each metric of each method, with the half-width of its interval."""
     measures = [plan.measure, *_largest_k(plan, rows)]
     headers = ["method", "seeds"]
     for measure in measures:
         headers += [f"{measure} before", "after", "gain"]
-    headers += ["reward", "sampler's entropy", "groups without signal", "seconds", "peak GiB"]
+    headers += ["reward", "sampler entropy", "groups without signal", "seconds", "peak GiB"]
     table = []
     for stratum in strata(plan):
         for method in pictures.methods(plan):
@@ -137,7 +137,7 @@ def _measured(plan: Plan, found: Sequence[Row], measures: Sequence[str]) -> list
 
 
 def _largest_k(plan: Plan, rows: Sequence[Row]) -> list[str]:
-    """The tag of pass@k for the largest k beyond 1, where the runs have it."""
+    """The tag of pass@k for the largest k > 1 that the runs measured, in a list; empty if none did."""
     stem = plan.measure.partition("@")[0]
     tags = {tag for row in rows for tag in row["held_out"] if tag.startswith(f"{stem}@") and tag != plan.measure}
     return sorted(tags, key=lambda tag: int(tag.rpartition("@")[2]))[-1:]
@@ -153,7 +153,7 @@ def _mean(values: Sequence[float | None], digits: int = 3) -> str:
 
 
 def _where(rows: Sequence[Row]) -> str:
-    """Machines, versions and commits, and how many runs each has."""
+    """Number of runs per combination of hardware, versions and commit."""
     counts: dict[str, int] = {}
     for row in rows:
         where: Mapping[str, Level] = {name: value for name, value in row["where"].items() if name != "values"}
@@ -161,4 +161,4 @@ def _where(rows: Sequence[Row]) -> str:
         counts[line] = counts.get(line, 0) + 1
     hours = sum(row["wall_s"] for row in rows) / 3600
     lines = [f"- {count} runs: {line}" for line, count in counts.items()]
-    return "\n".join([*lines, f"- {hours:.1f} hours of processes, starts and validations included"])
+    return "\n".join([*lines, f"- {hours:.1f} process hours in total, including startup and validation"])

@@ -1,12 +1,12 @@
-"""What a base format costs a pretrained policy before it learns anything: nats a token of given solutions.
+"""Quantization loss of a pretrained policy: negative log-likelihood of reference solutions, nats per token.
 
-    python -m benchmarks.study.format_cost MODEL --data FOLDER --out results    # FOLDER has test.jsonl of GSM8K's kind
+    python -m benchmarks.study.format_cost MODEL --data FOLDER --out results    # FOLDER has test.jsonl as GSM8K's
 
-The policy, asked as `qerl fit` asks, reads the solutions of the first so many rows; its negative log-probability of
-their tokens is averaged, in float32 apart from the base. Differences are paired by row, with a 95 % interval over rows.
+Prompts are rendered as in training, and everything but the quantized weights is float32. Differences are paired by row,
+with 95 % intervals over rows.
 
-`--orders 5` adds four copies of the policy that differ from it in the order and the signs of channels alone, and writes
-format_cost_orders: how far apart they are is the luck of one checkpoint's rounding, which rows do not tell.
+`--orders 5` adds four copies of the policy with permuted and sign-flipped channels, and writes format_cost_orders. They
+compute the same function but round differently, which shows the spread over rounding errors.
 """
 
 import argparse
@@ -31,7 +31,7 @@ from qerl_pl.rollout.experience import pad_completions
 from qerl_pl.types import Completion, Prompt
 
 WAYS: dict[str, tuple[str, dict[str, Any]]] = {
-    "none": ("16 bits", {}),
+    "none": ("16-bit", {}),
     "nvfp4": ("NVFP4", {}),
     "nvfp4_search": ("NVFP4, searched scales", {"scales": "search"}),
     "mxfp4": ("MXFP4", {}),
@@ -40,7 +40,7 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def solutions(base: Path, data: Path, count: int) -> list[tuple[list[int], int]]:
-    """Tokens of each row's prompt and solution, and how many of them are the prompt's."""
+    """Token ids of each row's prompt and solution, and the length of the prompt."""
     tokenizer = AutoTokenizer.from_pretrained(base)
     rows = read_table(str(data), "test", ("question", "answer"))[:count]
     prompts = render_prompts(tokenizer, [str(row["question"]) for row in rows])
@@ -51,7 +51,7 @@ def solutions(base: Path, data: Path, count: int) -> list[tuple[list[int], int]]
 
 @torch.no_grad()
 def nats(policy: Policy, rows: Sequence[tuple[list[int], int]], at_once: int = 8) -> list[float]:
-    """Mean negative log-probability of each row's solution."""
+    """Mean negative log-likelihood of each row's solution, nats per token."""
     device, found = next(policy.parameters()).device, list[float]()
     for first in range(0, len(rows), at_once):
         part = rows[first : first + at_once]
@@ -64,7 +64,7 @@ def nats(policy: Policy, rows: Sequence[tuple[list[int], int]], at_once: int = 8
 
 
 def measure(args: argparse.Namespace) -> list[dict[str, list[float]]]:
-    """Of every order of the channels and every way, each row's number; 16 bits are the first order's alone."""
+    """Loss of each row, by channel order and base format; 16-bit only in the first order."""
     rows, found = solutions(args.model, args.data, args.rows), list[dict[str, list[float]]]()
     for order in range(args.orders):
         with tempfile.TemporaryDirectory() as scratch:
@@ -79,7 +79,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, list[float]]]:
 
 
 def one_way(source: Path, way: str, rows: Sequence[tuple[list[int], int]], device: Device) -> list[float]:
-    """Each row's number of a 16-bit model on a base of this way."""
+    """Loss of each row after quantizing a 16-bit model in one format."""
     kind: Any = way.partition("_")[0]
     with tempfile.TemporaryDirectory() as scratch:
         base = source
@@ -91,7 +91,7 @@ def one_way(source: Path, way: str, rows: Sequence[tuple[list[int], int]], devic
 
 
 def tables(found: dict[str, list[float]]) -> str:
-    """As Markdown."""
+    """Loss by format as Markdown."""
     lines = []
     for way, values in found.items():
         cells = [WAYS[way][0], f"{statistics.fmean(values):.3f}"]
@@ -100,18 +100,18 @@ def tables(found: dict[str, list[float]]) -> str:
             half = f" ± {1.96 * statistics.stdev(more) / math.sqrt(len(more)):.3f}" if len(more) > 1 else ""
             cells.append(f"{statistics.fmean(more):.3f}{half}")
         lines.append([*cells, "–"][:3])
-    return report.markdown(["base", "nats a token", "over 16 bits"], lines)
+    return report.markdown(["base", "nats per token", "above 16-bit"], lines)
 
 
 def order_tables(found: Sequence[dict[str, list[float]]]) -> str:
-    """What each way costs over 16 bits in every order of the channels, as Markdown."""
+    """Loss above 16-bit by format and channel order, as Markdown."""
     least, lines = statistics.fmean(found[0]["none"]), []
     for way in found[1]:
         costs = [statistics.fmean(one[way]) - least for one in found]
         spread = f"{statistics.fmean(costs):.3f} ± {statistics.stdev(costs):.3f}"
         lines.append([WAYS[way][0], *(f"{cost:.3f}" for cost in costs), spread])
     orders = [f"order {number}" for number in range(1, len(found))]
-    return report.markdown(["base", "as it is", *orders, "mean ± standard deviation"], lines)
+    return report.markdown(["base", "original", *orders, "mean ± standard deviation"], lines)
 
 
 def main(words: Sequence[str] | None = None) -> None:
@@ -120,12 +120,12 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--data", type=Path, required=True, help="folder with test.jsonl")
     parser.add_argument("--rows", type=int, default=128)
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
-    parser.add_argument("--orders", type=int, default=1, help="orders of the channels, its own among them")
+    parser.add_argument("--orders", type=int, default=1, help="channel orders, including the original")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args(words)
     if args.orders > 1 and "none" not in args.ways:
-        parser.error("--orders compares with 16 bits; leave none among --ways")
+        parser.error("--orders compares with 16-bit; keep none in --ways")
     found = measure(args)
     results: dict[str, Any] = {"rows": args.rows, "nats": found[0]}
     if args.orders > 1:

@@ -1,7 +1,7 @@
-"""Means with their 95 % intervals over seeds, and what such an interval says of a claim.
+"""Means with 95 % intervals over seeds, and verdicts on claims.
 
-The interval is Student's: mean ± t(n - 1) · s / sqrt(n). With five seeds the percentiles of a bootstrap would be
-too narrow by a third: 1.96 · sqrt(4 / 5) in place of 2.78 standard errors.
+Student's t intervals: mean ± t(n - 1) · s / sqrt(n). With five seeds a percentile bootstrap would be too narrow by
+a third: 1.96 · sqrt(4 / 5) instead of 2.78 standard errors.
 """
 
 import math
@@ -17,13 +17,13 @@ Verdict = Literal["holds", "does not hold", "undecided", "not measured"]
 
 @dataclass(frozen=True)
 class Interval:
-    """A mean over seeds."""
+    """A mean over seeds with its 95 % interval."""
 
     mean: float
     low: float
-    """95 % from here"""
+    """Lower bound; nan for a single seed."""
     high: float
-    """to there; both are nan for a single seed."""
+    """Upper bound; nan for a single seed."""
     count: int
 
     def __str__(self) -> str:
@@ -32,13 +32,13 @@ class Interval:
 
 
 def student_cdf(t: float, degrees: int) -> float:
-    """Chance that a t-distributed number is at most t: closed form for whole degrees of freedom.
+    """CDF of Student's t distribution: closed form for integer degrees of freedom.
 
     Abramowitz and Stegun, 26.7.3 and 26.7.4.
 
     Args:
-        t: any number.
-        degrees: of freedom, at least 1.
+        t: Argument.
+        degrees: Degrees of freedom, at least 1.
     """
     angle = math.atan(t / math.sqrt(degrees))
     cosine = math.cos(angle)
@@ -52,7 +52,7 @@ def student_cdf(t: float, degrees: int) -> float:
 
 
 def student_quantile(degrees: int, confidence: float = CONFIDENCE) -> float:
-    """The t beyond which, on both sides, lies 1 - confidence."""
+    """Two-sided quantile: |t| is below it with probability `confidence`."""
     low, high = 0.0, 1e6
     for _ in range(100):
         middle = (low + high) / 2
@@ -61,7 +61,7 @@ def student_quantile(degrees: int, confidence: float = CONFIDENCE) -> float:
 
 
 def interval(values: Sequence[float]) -> Interval:
-    """Mean of one value a seed, with its interval."""
+    """Mean and interval of one value per seed."""
     count, mean = len(values), statistics.fmean(values)
     if count < 2:
         return Interval(mean, math.nan, math.nan, count)
@@ -70,12 +70,12 @@ def interval(values: Sequence[float]) -> Interval:
 
 
 def verdict(difference: Interval | None, rule: Rule, margin: float = 0.0) -> Verdict:
-    """What an interval of a difference says.
+    """Verdict on a claim about a difference.
 
     Args:
-        difference: None where there is none; one of a single seed says nothing.
-        rule: "above": the claim is that it is above 0; "not below": that it is not below -margin.
-        margin: 0 for "above".
+        difference: Its interval, None if not measured; undecided for a single seed.
+        rule: "above": the claim is difference > 0; "not below": difference >= -margin.
+        margin: Tolerance of "not below".
     """
     if difference is None:
         return "not measured"
@@ -86,9 +86,9 @@ def verdict(difference: Interval | None, rule: Rule, margin: float = 0.0) -> Ver
 
 
 def together(verdicts: Sequence[Verdict]) -> Verdict:
-    """Of a claim with several parts: it holds where all do, and does not where one does not.
+    """Verdict on a claim with several differences: it holds if all hold, and does not hold if one does not.
 
-    Parts that were not measured leave it undecided where the others hold.
+    If some were not measured and the others hold, it is undecided.
     """
     if all(one == "not measured" for one in verdicts):
         return "not measured"

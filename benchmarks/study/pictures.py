@@ -1,4 +1,4 @@
-"""What a study looks like: curves with bands, differences with intervals, sweeps."""
+"""Plots of a study: learning curves, differences with intervals, sweeps."""
 
 import io
 import itertools
@@ -14,16 +14,16 @@ from benchmarks.study.intervals import Interval, interval
 from benchmarks.study.plan import Level, Plan
 from qerl_pl.persistence.atomic_files import atomic_write
 
-COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#777777")  # told apart by all eyes
+COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#777777")  # colour-blind safe
 OF_VERDICT = {"holds": "#228833", "does not hold": "#ee6677", "undecided": "#777777"}
 UNITS = {
     **{"held out": "accuracy", "gain": "accuracy", "reward": "reward"},
-    **{"sampler_entropy": "nats", "without_signal": "share of the groups"},
+    **{"sampler_entropy": "nats", "without_signal": "share of groups"},
 }
 
 
 def save(figure: Figure, path: Path) -> str:
-    """Write a picture; its name comes back."""
+    """Write a figure as PNG and return its file name."""
     image = io.BytesIO()
     figure.savefig(image, dpi=110, metadata={"Software": None})
     atomic_write(path, image.getvalue())
@@ -31,19 +31,19 @@ def save(figure: Figure, path: Path) -> str:
 
 
 def methods(plan: Plan) -> list[Level]:
-    """In the order of the plan."""
+    """The plan's methods, in its order."""
     return list(dict.fromkeys(run.levels["method"] for run in plan.runs))
 
 
 def at(plan: Plan, rows: Sequence[Row], levels: Mapping[str, Level]) -> list[Row]:
-    """Rows at these levels, other factors at their defaults, one a seed."""
+    """Rows at these levels, other factors at their defaults: one per seed."""
     wanted = {**plan.defaults, **levels}
     wanted.pop("seed", None)
     return [row for row in rows if wanted.items() <= row["levels"].items()]
 
 
 def curves(plan: Plan, rows: Sequence[Row], stratum: Mapping[str, Level], path: Path) -> str | None:
-    """Reward, entropy and held-out accuracy of every method; None where nothing was measured."""
+    """Plot reward, entropy and held-out accuracy of every method; None without data."""
     figure = Figure(figsize=(11, 7), layout="constrained")
     axes = figure.subplots(2, 2).flatten()
     drawn = False
@@ -64,9 +64,9 @@ def curves(plan: Plan, rows: Sequence[Row], stratum: Mapping[str, Level], path: 
         seconds = [row["seconds"] for row in found]
         places = [_mean([one[point] for one in seconds if point < len(one)]) for point in range(max(map(len, seconds)))]
         _band(axes[3], places, [row["curves"].get("reward", []) for row in found], colour, label)
-    titles = ("reward", "sampler's entropy, nats a token", f"held out: {plan.measure}", "reward by time")
+    titles = ("reward", "sampler entropy (nats per token)", f"held-out {plan.measure}", "reward over time")
     for axis, title in zip(axes, titles, strict=True):
-        axis.set(title=title, xlabel="seconds of sampling and learning" if title == "reward by time" else "rollouts")
+        axis.set(title=title, xlabel="seconds of rollouts and updates" if title == "reward over time" else "rollouts")
         axis.grid(alpha=0.3)
     if not drawn:
         return None
@@ -80,11 +80,11 @@ def _mean(values: Sequence[float | None]) -> float:
 
 
 def _band(axis: Axes, places: Sequence[float], curves: Sequence[Sequence[Any]], colour: str, label: str) -> None:
-    """Mean of the curves and the 95 % interval of it at every point that all of them have."""
+    """Plot the mean of the curves and its 95 % interval at every point that all of them have."""
     found: list[tuple[float, Interval]] = []
     for index, place in enumerate(places):
         values = [curve[index] for curve in curves if index < len(curve) and curve[index] is not None]
-        if len(values) == len(curves):  # fewer are no mean of the same
+        if len(values) == len(curves):  # a mean over fewer seeds is not comparable
             found.append((place, interval(values)))
     xs = [place for place, _ in found]
     marker = "o" if len(xs) < 12 else None
@@ -93,7 +93,7 @@ def _band(axis: Axes, places: Sequence[float], curves: Sequence[Sequence[Any]], 
 
 
 def forest(plan: Plan, found: Sequence[Claim], path: Path) -> str | None:
-    """Every difference with its interval, by unit; None where there is none."""
+    """Plot every difference with its interval, grouped by unit; None without data."""
     entries = [(claim, one) for claim in found for one in claim.findings if one.difference is not None]
     by_unit: dict[str, list[tuple[Claim, Finding]]] = {}
     for unit in dict.fromkeys(UNITS.values()):
@@ -122,10 +122,10 @@ def forest(plan: Plan, found: Sequence[Claim], path: Path) -> str | None:
 
 
 def sides(plan: Plan, part: Part) -> str:
-    """Such as "NVFP4 − 16-bit LoRA"; of what both sides share only what differs is named twice."""
+    """Name of a difference, such as "NVFP4 − 16-bit LoRA"; factors that both runs share are named once."""
     first, second = part.first, part.second
     others = ", ".join(plan.label(*level) for level in part.beside.items())
-    less = f", less that of {others}" if others else ""
+    less = f", minus the same for {others}" if others else ""
     names = [[plan.label(factor, level) for factor, level in side.items()] for side in (first, second)]
     changed = [factor for factor in first if first[factor] != second.get(factor)]
     if len(changed) < len(first):
@@ -136,12 +136,12 @@ def sides(plan: Plan, part: Part) -> str:
 
 
 def of(plan: Plan, stratum: Mapping[str, Level]) -> str:
-    """A stratum in brackets."""
+    """A stratum's labels in parentheses."""
     return f" ({', '.join(plan.label(*pair) for pair in stratum.items())})" if stratum else ""
 
 
 def sweeps(plan: Plan, rows: Sequence[Row], path: Path, statistic: Statistic = ACCURACY) -> str | None:
-    """The accuracy at the end by level of each factor that is swept, of each method; None where there are none."""
+    """Plot the final accuracy by level of each swept factor and method; None without sweeps."""
     swept = [factor for factor in plan.defaults if factor not in ("seed", "method", *plan.strata)]
     panels = {factor: _sweep(plan, rows, factor, statistic) for factor in swept}
     panels = {factor: lines for factor, lines in panels.items() if lines}
@@ -164,7 +164,7 @@ def sweeps(plan: Plan, rows: Sequence[Row], path: Path, statistic: Statistic = A
 
 
 def _sweep(plan: Plan, rows: Sequence[Row], factor: str, statistic: Statistic) -> dict[str, dict[Level, Interval]]:
-    """Intervals by level, of each method and stratum that has more than one level of the factor."""
+    """Intervals by level of each method and stratum with more than one level of the factor."""
     levels = _ordered(plan, factor, {run.levels[factor] for run in plan.runs})
     lines = {}
     for stratum in strata(plan):
@@ -180,6 +180,6 @@ def _sweep(plan: Plan, rows: Sequence[Row], factor: str, statistic: Statistic) -
 
 
 def _ordered(plan: Plan, factor: str, levels: set[Level]) -> list[Level]:
-    """As the plan's file has them, where it lists them, or rising."""
+    """The levels in the order of the plan's labels, or ascending if it has none."""
     listed = list(plan.labels.get(factor, {}))
     return sorted(levels, key=lambda level: listed.index(str(level)) if listed else level)

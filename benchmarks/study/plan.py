@@ -1,16 +1,16 @@
-"""A study's list of runs, from one YAML file.
+"""The runs of a study, read from a YAML file.
 
-    config: configs/quickstart.yaml          # what every run starts from; a path from the repository's root
-    values: {device: gpu}                    # what ${device} stands for below; the command line may say otherwise
-    set: {trainer.accelerator: "${device}"}  # overrides of every run, as `qerl fit` takes them
-    factors:                                 # what runs differ in
+    config: configs/quickstart.yaml          # base of every run; a path relative to the repository
+    values: {device: gpu}                    # value of ${device} below; the command line may override it
+    set: {trainer.accelerator: "${device}"}  # options of every run, as `qerl fit` takes them
+    factors:                                 # what differs between runs
       seed: {keys: [seed_everything, data.seed]}                   # levels are values of these keys
       method: {levels: {plain: {label: 16-bit LoRA, set: {model.policy.quantization: none}}, …}}
-    defaults: {method: plain, seed: 0}       # the level of a factor that a block does not name
-    blocks: [{method: [plain, nvfp4], seed: [0, 1, 2]}, …]         # all combinations of each; what is there twice, once
+    defaults: {method: plain, seed: 0}       # levels of factors that a block does not name
+    blocks: [{method: [plain, nvfp4], seed: [0, 1, 2]}, …]         # all combinations of each block, without duplicates
 
-A level of a factor may also name a `config` of its own, and later factors override earlier ones. Where one level needs
-others to know of it, `with: {policy: {toy: {model.optimizer.lr: 0.001}}}` beside `set` holds for that policy alone.
+A level may also set its own `config`, and later factors override earlier ones. `with: {policy: {toy:
+{model.optimizer.lr: 0.001}}}` beside `set` applies only in combination with that level of another factor.
 """
 
 import hashlib
@@ -37,38 +37,38 @@ class Run:
     """One run of the study."""
 
     levels: dict[str, Level]
-    """Its level of every factor."""
+    """The level of every factor."""
     config: Path
     overrides: dict[str, Any]
-    """By key of `qerl fit`; `${name}` is not yet replaced."""
+    """Options of `qerl fit` by key, before `${name}` is replaced."""
 
     @property
     def name(self) -> str:
-        """Such as "method=nvfp4,seed=0", a folder's name."""
+        """Name of the run and its folder, such as "method=nvfp4,seed=0"."""
         return ",".join(f"{factor}={level}" for factor, level in self.levels.items())
 
     @property
     def digest(self) -> str:
-        """Of all that the run is made of, but for the values that differ from machine to machine."""
+        """Hash of the run's settings, without machine-dependent values."""
         made_of = [yaml.safe_load(self.config.read_text()), self.overrides]
         return hashlib.sha256(json.dumps(made_of, sort_keys=True).encode()).hexdigest()[:12]
 
     @property
     def devices(self) -> int:
-        """How many it trains on."""
+        """Number of devices."""
         return int(self.overrides.get("trainer.devices", 1))
 
     @property
     def needs(self) -> set[str]:
-        """Names of the values that it needs."""
+        """Names of the placeholders in its options."""
         return set(_VALUE.findall(json.dumps(self.overrides)))
 
     def missing(self, values: Mapping[str, Any]) -> list[str]:
-        """Those that are not given."""
+        """Placeholders without a value."""
         return sorted(name for name in self.needs if values.get(name) is None)
 
     def words(self, folder: Path, values: Mapping[str, Any]) -> list[str]:
-        """The command line of `qerl` that trains it in its folder, or goes on there."""
+        """Arguments of `qerl` that train or resume it in its folder."""
 
         def text(value: Any) -> str:
             return value if isinstance(value, str) else json.dumps(value)
@@ -83,26 +83,26 @@ class Run:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a study's file says."""
+    """A study as read from its file."""
 
     path: Path
     runs: list[Run]
     values: dict[str, Any]
-    """What `${name}` stands for; None where the command line has to say it."""
+    """Values of the placeholders `${name}`; None if the command line must set them."""
     labels: dict[str, dict[str, str]]
-    """What a reader sees of a level, by factor and level."""
+    """Display names of levels, by factor and level."""
     defaults: dict[str, Level]
     strata: tuple[str, ...]
-    """Factors whose levels are compared within, never across, such as the policy."""
+    """Factors whose levels are never compared with each other, such as the policy."""
     measure: str
     """Tag of the held-out accuracy."""
     title: str
-    """Of its page."""
+    """Title of its page."""
     note: str
-    """What a reader should know of it."""
+    """Introduction of its page."""
 
     def label(self, factor: str, level: Level) -> str:
-        """What a reader sees of a level."""
+        """Display name of a level."""
         return self.labels.get(factor, {}).get(str(level), f"{factor} {level}")
 
 
@@ -110,7 +110,7 @@ def read_plan(path: Path) -> Plan:
     """Read a study.
 
     Raises:
-        UserError: The file names what it does not define, or says something that no study has.
+        UserError: The file uses an undefined name or an unknown key.
     """
     given = yaml.safe_load(path.read_text())
     if unknown := set(given) - KEYS:
@@ -141,7 +141,7 @@ def read_plan(path: Path) -> Plan:
 def _combinations(
     path: Path, block: Mapping[str, Any], factors: Mapping[str, Any], defaults: Mapping[str, Level]
 ) -> Iterator[dict[str, Level]]:
-    """Levels of every factor; the last one in the file changes first."""
+    """All combinations of levels; the last factor varies fastest."""
     if unknown := set(block) - set(factors):
         raise UserError(f"a block names factors; {path} has {sorted(unknown)[0]}, which is none of them; define it")
     if missing := [factor for factor in factors if factor not in block and factor not in defaults]:

@@ -1,6 +1,6 @@
-"""The same model with its channels in another order and under other signs: the same function, other blocks to round.
+"""Permute and sign-flip a model's channels: the same function with different quantization blocks.
 
-What a format costs one checkpoint is one draw of its rounding errors; that of such copies says how much is the draw's.
+The quantization loss of one checkpoint is one sample of rounding errors; such copies show its spread.
 """
 
 from pathlib import Path
@@ -21,25 +21,25 @@ class Channels(NamedTuple):
 
     @classmethod
     def drawn(cls, size: int, name: str, seed: int) -> "Channels":
-        """Those of one place of the model; `name` tells its stream from the others'."""
+        """Random channels; `name` selects the random stream."""
         generator = torch.Generator().manual_seed(stream_seed(seed, "channels", name))
         signs = torch.randint(0, 2, (size,), generator=generator) * 2 - 1
         return cls(torch.randperm(size, generator=generator), signs)
 
     def rows(self, tensor: Tensor) -> Tensor:
-        """Of [size, ...], or of a bias."""
+        """Permute the rows of a weight [size, ...] or bias [size]."""
         return tensor[self.order] * self.signs.to(tensor.dtype).view(-1, *[1] * (tensor.dim() - 1))
 
     def columns(self, tensor: Tensor) -> Tensor:
-        """Of [N, size]."""
+        """Permute the columns of a weight [N, size]."""
         return tensor[:, self.order] * self.signs.to(tensor.dtype)
 
 
 def reorder_checkpoint(src: Path, dst: Path, seed: int) -> None:
-    """Write a 16-bit decoder of Llama's or Qwen's kind to `dst`, an empty folder.
+    """Write a permuted copy of a 16-bit Llama or Qwen decoder to `dst`, an empty folder.
 
-    The residual stream, what a gated layer multiplies and the values of each head change order and signs. Only the
-    order of sums tells it from `src`.
+    The channels of the residual stream, the MLP and each head's values are permuted and sign-flipped. The copy computes
+    the same function as `src` up to the order of sums.
     """
     config, tensors, writer = load_config(src), TensorFiles(src), ShardWriter(dst)
     for name in tensors:
@@ -53,7 +53,7 @@ def _reordered(name: str, tensor: Tensor, config: Any, seed: int) -> Tensor:
     hidden = Channels.drawn(config.hidden_size, "hidden", seed)
     match projection:
         case "embed_tokens" | "lm_head" | "q_proj" | "k_proj":
-            return hidden.columns(tensor) if tensor.dim() == 2 else tensor  # a bias is the heads' own
+            return hidden.columns(tensor) if tensor.dim() == 2 else tensor  # a bias has no hidden channels
         case "input_layernorm" | "post_attention_layernorm" | "norm":
             return tensor[hidden.order]
         case "v_proj":
@@ -72,9 +72,9 @@ def _reordered(name: str, tensor: Tensor, config: Any, seed: int) -> Tensor:
 
 
 def _values(layer: str, config: Any, seed: int, repeated: int) -> Channels:
-    """Those of all heads' values, each head's among themselves, `repeated` times as attention repeats them."""
+    """Channels of all heads' values, permuted within each head, and repeated as grouped-query attention does."""
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     heads = [Channels.drawn(size, f"{layer}.{head}", seed) for head in range(config.num_key_value_heads)]
     heads = [head for head in heads for _ in range(repeated)]
-    order = torch.cat([head.order + place * size for place, head in enumerate(heads)])
+    order = torch.cat([head.order + index * size for index, head in enumerate(heads)])
     return Channels(order, torch.cat([head.signs for head in heads]))

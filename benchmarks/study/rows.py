@@ -1,4 +1,4 @@
-"""What is kept of a run: one line of JSON, small enough to be committed."""
+"""A run's results as one line of JSON, small enough to commit."""
 
 import json
 import math
@@ -12,7 +12,7 @@ from benchmarks.study.plan import Run
 from qerl_pl.persistence.atomic_files import atomic_write, directory_lock
 
 POINTS = 60
-"""Most points of a curve; a longer one is averaged over stretches of equal length."""
+"""Most points of a curve; longer curves are averaged over intervals of equal length."""
 CURVES = {
     "reward": "reward/mean",
     "entropy": "policy/entropy",
@@ -29,19 +29,19 @@ SECONDS = ("check", "sync", "rollout", "reward", "update", "sleep", "wait")
 
 
 def read_rows(path: Path) -> dict[str, dict[str, Any]]:
-    """Rows by the run's name."""
+    """Read rows, by run name."""
     lines = path.read_text().splitlines() if path.is_file() else []
     return {row["run"]: row for row in map(json.loads, lines)}
 
 
 def write_rows(path: Path, rows: dict[str, dict[str, Any]]) -> None:
-    """Write all rows, whole or not at all."""
+    """Write all rows atomically."""
     lines = [json.dumps(row, separators=(",", ":")) + "\n" for row in rows.values()]
     atomic_write(path, "".join(lines).encode())
 
 
 def add_row(path: Path, row: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Add a row to those that are there now, which may be more than this process knew of. All come back."""
+    """Add a row to the file, which other processes may have changed, and return all rows."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with directory_lock(path.parent, wait=True):
         rows = read_rows(path) | {row["run"]: row}
@@ -50,18 +50,18 @@ def add_row(path: Path, row: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def row_of(run: Run, folder: Path, wall_seconds: float, where: dict[str, Any]) -> dict[str, Any]:
-    """What is kept of a run that has ended.
+    """The row of a finished run.
 
     Args:
-        run: Which.
-        folder: Where it trained.
-        wall_seconds: What its processes took, starts and validations included.
-        where: GPU, versions, commit, and the values that differ from machine to machine.
+        run: The run.
+        folder: Its run folder.
+        wall_seconds: Wall time of its processes, including startup and validation.
+        where: GPU, versions, commit, and machine-dependent values.
     """
     scalars = _scalars(folder)
     times = [scalars[f"time/{name}_s"] for name in SECONDS if f"time/{name}_s" in scalars]
     known = scalars.get("reward/mean", {})
-    steps = range(max(known, default=-1) + 1)  # one that was lost where a run was stopped leaves a gap
+    steps = range(max(known, default=-1) + 1)  # a step that an interruption lost is a gap
     seconds, total = [], 0.0
     for step in steps:
         total += sum(time.get(step, 0.0) for time in times)
@@ -90,26 +90,26 @@ def row_of(run: Run, folder: Path, wall_seconds: float, where: dict[str, Any]) -
 
 
 def _scalars(folder: Path) -> dict[str, dict[int, float]]:
-    """What TensorBoard shows, by tag and step; -1 is before training."""
+    """TensorBoard scalars by tag and step; step -1 is before training."""
     events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
     events.Reload()
     return {tag: {event.step: event.value for event in events.Scalars(tag)} for tag in events.Tags()["scalars"]}
 
 
 def compact(values: Sequence[float], points: int = POINTS, last: bool = False) -> list[float | None]:
-    """A curve of at most so many points: means of stretches of equal length, but for the rest; or their last values.
+    """Reduce a curve to at most `points`: means (or last values) over intervals of equal length.
 
-    Values that are not finite do not count; a stretch of none else is null.
+    Values that are not finite are ignored; an interval without finite values is None.
     """
     length = -(-len(values) // points) or 1
-    stretches = [values[start : start + length] for start in range(0, len(values), length)]
+    intervals = [values[start : start + length] for start in range(0, len(values), length)]
     found: list[float | None] = []
-    for stretch in stretches:
-        known = [value for value in stretch if math.isfinite(value)]
+    for interval in intervals:
+        known = [value for value in interval if math.isfinite(value)]
         found.append(_short((known[-1] if last else sum(known) / len(known)) if known else math.nan))
     return found
 
 
 def _short(value: float) -> float | None:
-    """Five digits; null where it is none, for JSON knows no nan."""
+    """Round to five digits; None if not finite, because JSON has no NaN."""
     return float(f"{value:.5g}") if math.isfinite(value) else None

@@ -1,4 +1,4 @@
-"""Runs of a study, several at once: what is finished is left alone, what was cut off goes on."""
+"""Trains the runs of a study, several at once; interrupted runs are resumed, finished ones skipped."""
 
 import json
 import os
@@ -22,38 +22,38 @@ from qerl_pl.persistence.signals import StopSignals
 
 POLL_SECONDS = 0.2
 NOTES = "study.json"
-"""In a run's folder: what it is a run of, where and of which policy, and the seconds its processes took so far."""
+"""In a run's folder: the run's digest, hardware and values, and the wall time of its processes so far."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """How much is done at once, and for how long."""
+    """Concurrency and time limits."""
 
     devices: Sequence[str] = ("cpu",)
-    """A GPU's number each, several with commas for runs that train on as many, or "cpu" for any number."""
+    """GPU numbers, joined by commas for runs on several GPUs, or "cpu"."""
     at_once: int = 1
-    """Runs on each of these."""
+    """Concurrent runs per device."""
     budget_s: float | None = None
-    """After so many seconds runs are asked to stop, by SIGTERM; each then finishes its step and writes a checkpoint."""
+    """Seconds until runs get SIGTERM; each then finishes its step and writes a checkpoint."""
     grace_s: float = 60.0
-    """So long after that they are killed; none loses more than since its last checkpoint."""
+    """Seconds between SIGTERM and SIGKILL."""
 
 
 @dataclass
 class Outcome:
-    """What has become of the runs."""
+    """Results of `Runner.work`."""
 
     finished: list[str] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
-    """Last line of what it printed, by name."""
+    """Last line of output, by run name."""
     skipped: dict[str, list[str]] = field(default_factory=dict)
-    """Values that were not given, by name."""
+    """Missing values, by run name."""
     left: list[str] = field(default_factory=list)
-    """Not begun, or cut off."""
+    """Not started, or interrupted."""
 
     @property
     def status(self) -> int:
-        """1 where a run failed, 75 (try again) where some are left, else 0."""
+        """Exit status: 1 if a run failed, 75 (try again) if some are left, else 0."""
         return 1 if self.failed else 75 if self.left else 0
 
 
@@ -67,14 +67,14 @@ class _Process:
 
 
 class Runner:
-    """Works a study's list off.
+    """Trains the unfinished runs of a study.
 
     Args:
         plan: The study.
-        values: What `${name}` stands for.
-        folder: Of the runs' folders.
-        results: File of rows; what has a row there is finished.
-        limits: See there.
+        values: Values of the placeholders `${name}`.
+        folder: Parent of the run folders.
+        results: File of rows; a run with a row is finished.
+        limits: Concurrency and time limits.
     """
 
     def __init__(self, plan: Plan, values: Mapping[str, Any], folder: Path, results: Path, limits: Limits) -> None:
@@ -93,19 +93,18 @@ class Runner:
         self._walls: list[float] = []
 
     def work(self, runs: Sequence[Run]) -> Outcome:
-        """Train all that is not finished.
+        """Train all unfinished runs.
 
         Args:
-            runs: Of the plan, in this order.
+            runs: Runs of the plan, in order.
 
         Raises:
-            UserError: A folder or a row is of a run of this name that was made otherwise, or a run trains on another
-                number of GPUs than it would have.
+            UserError: A folder or row belongs to a run with other settings, or a run needs another number of GPUs.
         """
         waiting = [run for run in runs if not self._is_done(run)]
         for run in waiting:
             self._check_devices(run)
-        slots = [(device, place) for place in range(self.limits.at_once) for device in self.limits.devices]
+        slots = [(device, slot) for slot in range(self.limits.at_once) for device in self.limits.devices]
         began, signals = time.monotonic(), StopSignals(self._on_signal)
         signals.take()
         try:
@@ -114,7 +113,7 @@ class Runner:
                 left = None if self.limits.budget_s is None else self.limits.budget_s - spent
                 if self._stopping is None and (self._asked or (left is not None and left <= 0)):
                     self._stop()
-                if self._stopping is not None or (left is not None and left < self._foreseen()):
+                if self._stopping is not None or (left is not None and left < self._expected_seconds()):
                     self.outcome.left += [run.name for run in waiting]
                     waiting = []
                 for slot in slots:
@@ -126,17 +125,17 @@ class Runner:
                         one.process.kill()
                 time.sleep(POLL_SECONDS)
         finally:
-            for one in self._running:  # something went wrong here: leave none behind
+            for one in self._running:  # after an exception: leave no process behind
                 one.process.terminate()
             signals.give_back()
         return self.outcome
 
-    def _foreseen(self) -> float:
-        """Seconds that a run takes, by those that began and ended here: one that cannot end is not begun."""
+    def _expected_seconds(self) -> float:
+        """Median wall time of the runs so far: a run that cannot finish in the budget is not started."""
         return statistics.median(self._walls) if self._walls else 0.0
 
     def _is_done(self, run: Run) -> bool:
-        """Whether a run needs no process; one that has ended but has no row yet gets it."""
+        """Whether a run is finished or lacks values; adds a missing row."""
         self._check(run)
         if run.name not in self._rows:
             if missing := run.missing(self.values):
@@ -149,7 +148,7 @@ class Runner:
         return True
 
     def _check(self, run: Run) -> None:
-        """Refuse what is made otherwise than what is there of it."""
+        """Reject a run whose settings differ from those of its row or folder."""
         found = self._rows.get(run.name) or _notes(self.folder / run.name)
         if found and found["digest"] != run.digest:
             raise UserError(
@@ -166,7 +165,7 @@ class Runner:
                 )
 
     def _check_devices(self, run: Run) -> None:
-        """Refuse a run that would not have the GPUs that it trains on, or others beside them."""
+        """Reject a run that needs another number of GPUs than --devices names."""
         for device in self.limits.devices:
             if device != "cpu" and len(device.split(",")) != run.devices:
                 raise UserError(
@@ -175,9 +174,7 @@ class Runner:
                 )
 
     def _where_of(self, run: Run) -> dict[str, Any]:
-        """GPU, versions, commit, and what it is given: of a policy its digest, of other folders nothing, for they are
-        elsewhere elsewhere.
-        """
+        """GPU, versions, commit and values; a policy's folder is replaced by its digest, other folders are omitted."""
         digests = {name: digest for name, digest in self._digests.items() if digest and name in run.needs}
         given = {name: value for name, value in self.values.items() if self.plan.values.get(name) is not None}
         return self._where | {"values": given | digests}
@@ -188,14 +185,14 @@ class Runner:
         device, slots = slot[0], len(self.limits.devices) * self.limits.at_once
         where = self._where_of(run) | ({"gpu": "none"} if device == "cpu" else {})
         _note(folder, {"digest": run.digest, "where": where}, 0.0)
-        places = [str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")]
+        paths = [str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")]
         environment = {
             "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // (slots * run.devices))),
             **os.environ,
-            "PYTHONPATH": os.pathsep.join(places),
+            "PYTHONPATH": os.pathsep.join(paths),
         }
         if device == "cpu":
-            environment["CUDA_VISIBLE_DEVICES"] = ""  # or a configuration's "auto" would take a GPU
+            environment["CUDA_VISIBLE_DEVICES"] = ""  # or accelerator "auto" would use a GPU
         else:
             visible, numbers = os.environ.get("CUDA_VISIBLE_DEVICES"), device.split(",")
             names = [visible.split(",")[int(number)] for number in numbers] if visible else numbers
@@ -208,13 +205,13 @@ class Runner:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # Ctrl-C is for this process, which asks them to stop
+                start_new_session=True,  # Ctrl-C must reach this process only, which stops them
             )
         print(f"{run.name} on {device}", flush=True)
         return _Process(run, folder, slot, process, time.monotonic())
 
     def _collect(self) -> None:
-        """Take the rows of what has ended."""
+        """Record the processes that have ended."""
         for one in [one for one in self._running if one.process.poll() is not None]:
             self._running.remove(one)
             wall, status, name = time.monotonic() - one.began, one.process.returncode, one.run.name
@@ -237,7 +234,7 @@ class Runner:
         self._rows = add_row(self.results, row_of(run, folder, notes["wall_s"], where))
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self._asked = True  # a process may be starting at this moment, and is asked to stop once it is known
+        self._asked = True  # `work` stops the processes: one may be starting at this moment
 
     def _stop(self) -> None:
         self._stopping = time.monotonic()
@@ -245,29 +242,29 @@ class Runner:
             one.process.terminate()
 
 
-def _told(path: Path) -> dict[str, Any]:
-    """What a JSON file says; nothing where there is none."""
+def _read_json(path: Path) -> dict[str, Any]:
+    """Contents of a JSON file; empty if it does not exist."""
     found: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
     return found
 
 
 def _digest(value: Any) -> str | None:
-    """Of the policy that `warm_up` wrote to the folder that a value names; None where it names none."""
-    return _told(Path(value) / "warm_up.json").get("digest") if isinstance(value, str) else None
+    """Digest of the policy that `warm_up` wrote to the folder `value`, else None."""
+    return _read_json(Path(value) / "warm_up.json").get("digest") if isinstance(value, str) else None
 
 
 def _has_ended(folder: Path) -> bool:
-    """Whether a run came to its end, good or bad: a loss that is not finite is a result too."""
-    learned = any((folder / name).is_dir() for name in ("adapter", "model"))  # the last that a run writes
+    """Whether a run finished or diverged."""
+    learned = any((folder / name).is_dir() for name in ("adapter", "model"))  # written last
     return (folder / "failed").is_dir() or (learned and (folder / "summary.json").is_file())
 
 
 def _notes(folder: Path) -> dict[str, Any]:
-    return _told(folder / NOTES)
+    return _read_json(folder / NOTES)
 
 
-def _note(folder: Path, told: Mapping[str, Any], seconds: float) -> None:
-    """Say what a folder is of, and add what its process took."""
+def _note(folder: Path, changes: Mapping[str, Any], seconds: float) -> None:
+    """Update a run's notes and add the wall time of a process."""
     notes = _notes(folder)
     spent = notes.get("wall_s", 0.0) + seconds
-    atomic_write(folder / NOTES, json.dumps({**notes, **told, "wall_s": spent}).encode())
+    atomic_write(folder / NOTES, json.dumps({**notes, **changes, "wall_s": spent}).encode())

@@ -1,13 +1,13 @@
-"""Teach a pretrained policy a task by demonstrations until it solves some of it, so that learning by reward can begin.
+"""Supervised fine-tuning of a pretrained policy on demonstrations, until it solves enough problems to start RL.
 
     python -m benchmarks.study.word_problems runs/problems
     python -m benchmarks.study.warm_up MODEL runs/policy --data runs/problems --until 0.35
 
-MODEL is a folder in Hugging Face format with a chat template, such as SmolLM2-135M-Instruct. Demonstrations are rows of
-GSM8K's kind: "<think>what stands before ####</think><answer>the number</answer>", asked for as `qerl fit` asks. After
-every so many steps fresh problems are answered at temperature 1 and graded by the reward; the warm-up ends where as
-many are right as was asked for. OUT/warm_up.json has those accuracies, and a digest of the weights: on the same GPU and
-versions it is the same. transformers' Trainer does the rest.
+MODEL is a folder in Hugging Face format with a chat template, such as SmolLM2-135M-Instruct. Demonstrations are rows in
+GSM8K's format, as "<think>the text before ####</think><answer>the number</answer>", with the prompts of `qerl fit`. At
+intervals, held-out problems are sampled at temperature 1 and graded by the reward; training stops at the accuracy
+--until. OUT/warm_up.json has these accuracies and a digest of the weights, which is reproducible on the same GPU and
+versions. Training uses transformers' Trainer.
 """
 
 import argparse
@@ -38,18 +38,18 @@ from qerl_pl.rewards import GSM8KAnswer, RewardSample
 
 IGNORED = -100
 PROBLEMS = 256
-"""Rows of the training split that are not demonstrated but asked."""
+"""Rows of the training split that are held out to measure the accuracy."""
 
 
 def demonstration(answer: str) -> tuple[str, str]:
-    """The completion that demonstrates an answer of GSM8K's kind, and its number."""
+    """The completion for an answer in GSM8K's format, and its number."""
     thought, _, number = answer.rpartition("####")
     number = number.replace(",", "").strip()
     return f"<think>{' '.join(thought.split())}</think><answer>{number}</answer>", number
 
 
 def examples(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Any], longest: int) -> list[dict[str, list[int]]]:
-    """Token ids and labels of each row that is not too long; labels of the prompt are -100."""
+    """Token ids and labels of all rows of up to `longest` tokens; labels of the prompt are -100."""
     prompts = render_prompts(tokenizer, [str(row["question"]) for row in rows])
     found = []
     for prompt, row in zip(prompts, rows, strict=True):
@@ -61,7 +61,7 @@ def examples(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Any], longest: i
 
 
 def padded(batch: Sequence[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
-    """Tensors [B, T], right-padded; what is padding is neither looked at nor learned."""
+    """Right-padded tensors [B, T]; padding is masked in attention and labels."""
     longest = max(len(one["input_ids"]) for one in batch)
 
     def column(name: str, fill: int) -> torch.Tensor:
@@ -79,7 +79,7 @@ def padded(batch: Sequence[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
 def accuracy(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, rows: Sequence[Any], tokens: int, at_once: int = 128
 ) -> float:
-    """Share of problems whose one completion, sampled at temperature 1, is right."""
+    """Fraction of problems solved by one completion sampled at temperature 1."""
     prompts = render_prompts(tokenizer, [str(row["question"]) for row in rows])
     samples, was_training, device = [], model.training, model.device
     model.eval()
@@ -101,7 +101,7 @@ def accuracy(
 
 
 def digest(model: torch.nn.Module) -> str:
-    """Of the weights' bits."""
+    """Hash of the weights."""
     found = hashlib.sha256()
     for name, weight in sorted(model.named_parameters()):
         found.update(name.encode() + weight.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
@@ -109,15 +109,15 @@ def digest(model: torch.nn.Module) -> str:
 
 
 class Probe(TrainerCallback):
-    """Ends the warm-up where enough problems are solved.
+    """Stops training when enough problems are solved.
 
     Args:
-        model: What learns.
-        tokenizer: Its own.
-        rows: The problems.
-        tokens: Longest completion.
-        every: Steps between two looks.
-        until: Share that is enough.
+        model: The policy.
+        tokenizer: Its tokenizer.
+        rows: Held-out problems.
+        tokens: Token limit of a completion.
+        every: Steps between two evaluations.
+        until: Accuracy at which training stops.
     """
 
     def __init__(
@@ -138,23 +138,23 @@ class Probe(TrainerCallback):
         self.seen: list[tuple[int, float]] = []
 
     def look(self, step: int) -> float:
-        """The share of them that is solved now."""
+        """Measure and print the accuracy."""
         share = accuracy(self.model, self.tokenizer, self.rows, self.tokens)
         self.seen.append((step, share))
         print(f"step {step}: {share:.3f} of {len(self.rows)} problems solved", flush=True)
         return share
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Look where it is time."""
+        """Evaluate every `every` steps."""
         if state.global_step % self.every == 0 and self.look(state.global_step) >= self.until:
             control.should_training_stop = True
 
 
 def warm_up(args: argparse.Namespace) -> list[tuple[int, float]]:
-    """Write the policy; share of problems solved by step."""
+    """Train and write the policy; return (step, accuracy) pairs."""
     torch.manual_seed(args.seed)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
-    # The gradient of PyTorch's own attention with a mask does not repeat its bits.
+    # Gradients of PyTorch's fused attention with a mask are not deterministic.
     model: Any = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32, attn_implementation="eager")
     rows = read_table(str(args.data), "train", ("question", "answer"))
     asked, shown = rows[: args.problems], examples(tokenizer, rows[args.problems :], args.longest)
@@ -195,18 +195,18 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--data", type=Path, required=True, help="folder with train.jsonl")
-    parser.add_argument("--until", type=float, default=0.35, help="share of problems solved that is enough")
-    parser.add_argument("--steps", type=int, default=400, help="most steps")
-    parser.add_argument("--every", type=int, default=20, help="steps between two looks")
+    parser.add_argument("--until", type=float, default=0.35, help="accuracy at which training stops")
+    parser.add_argument("--steps", type=int, default=400, help="maximum number of steps")
+    parser.add_argument("--every", type=int, default=20, help="steps between two evaluations")
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--lr", type=float, default=3e-5)
-    parser.add_argument("--tokens", type=int, default=96, help="longest completion")
-    parser.add_argument("--longest", type=int, default=384, help="most tokens of a demonstration, prompt included")
-    parser.add_argument("--problems", type=int, default=PROBLEMS, help="rows to ask, not shown")
+    parser.add_argument("--tokens", type=int, default=96, help="token limit of a completion")
+    parser.add_argument("--longest", type=int, default=384, help="token limit of a demonstration, including the prompt")
+    parser.add_argument("--problems", type=int, default=PROBLEMS, help="held-out rows")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(words)
     if args.out.exists():
-        parser.error(f"a warm-up makes a new folder; {args.out} is there; name another, or remove it")
+        parser.error(f"a warm-up writes a new folder; {args.out} exists; choose another, or remove it")
     warm_up(args)
 
 

@@ -1,10 +1,10 @@
-"""Word problems with two or three steps, as files that GSM8KDataModule reads and a warm-up takes demonstrations from.
+"""Generate word problems of two or three steps in GSM8K's format.
 
     python -m benchmarks.study.word_problems OUT                       # OUT/train.jsonl and OUT/test.jsonl
-    python -m benchmarks.study.word_problems OUT --gsm8k FOLDER --steps 2    # the rows of GSM8K with so many steps
+    python -m benchmarks.study.word_problems OUT --gsm8k FOLDER --steps 2    # the rows of GSM8K with at most two steps
 
-An answer reads "47 + 38 = 85. 85 - 12 = 73. 73 * 2 = 146. #### 146": what stands before #### demonstrates the solution.
-Whether a problem is for training or testing depends on its numbers and steps alone.
+An answer reads "47 + 38 = 85. 85 - 12 = 73. 73 * 2 = 146. #### 146": the text before #### is the solution. The split of
+a problem depends only on its numbers and steps.
 """
 
 import argparse
@@ -36,7 +36,7 @@ class WordProblem:
 
     first: int
     steps: tuple[tuple[str, int], ...]
-    """What happens to the number, at most one multiplication, and by how much."""
+    """Operations and operands; at most one multiplication."""
     question: str
 
     @property
@@ -59,18 +59,18 @@ class WordProblem:
 
     @property
     def split(self) -> str:
-        """Whether it is for training or for testing."""
+        """The split, "train" or "test"."""
         share = stream_seed("word problem split", self.first, *(part for step in self.steps for part in step)) / 2**63
         return "test" if share < TEST_SHARE else "train"
 
 
 def applied(number: int, kind: str, other: int) -> int:
-    """One step."""
+    """Apply one step."""
     return {"add": number + other, "take": number - other, "times": number * other}[kind]
 
 
 def word_problem(seed: int, index: int, split: str) -> WordProblem:
-    """The problem at `index` of an endless split, of two steps or three."""
+    """The problem at `index` of an infinite split."""
     rng = random.Random(stream_seed(seed, "word problem", split, index))
     while (problem := _drawn(rng)).split != split:
         pass
@@ -94,14 +94,14 @@ def _drawn(rng: random.Random) -> WordProblem:
 
 
 def rows(seed: int, split: str, count: int) -> Iterator[dict[str, str]]:
-    """Questions and answers in GSM8K's columns."""
+    """Rows with GSM8K's columns."""
     for index in range(count):
         problem = word_problem(seed, index, split)
         yield {"question": problem.question, "answer": f"{' '.join(problem.lines)}\n#### {problem.answer}"}
 
 
 def easy_rows(folder: Path, split: str, steps: int) -> Iterator[dict[str, str]]:
-    """Rows of GSM8K whose solution has at most so many calculations, which stand between << and >>; taken out here."""
+    """Rows of GSM8K with at most `steps` calculations, without their << >> annotations."""
     for row in read_table(str(folder), split, ("question", "answer")):
         answer = str(row["answer"])
         if answer.count("<<") <= steps:
@@ -114,8 +114,8 @@ def main() -> None:
     parser.add_argument("--train", type=int, default=8192, help="problems to train on")
     parser.add_argument("--test", type=int, default=512, help="problems to test on")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--gsm8k", type=Path, help="folder with train.jsonl and test.jsonl to take the easiest rows of")
-    parser.add_argument("--steps", type=int, default=2, help="most calculations of such a row")
+    parser.add_argument("--gsm8k", type=Path, help="GSM8K folder with train.jsonl and test.jsonl to filter")
+    parser.add_argument("--steps", type=int, default=2, help="maximum number of calculations of a row")
     args = parser.parse_args()
     for split, count in (("train", args.train), ("test", args.test)):
         made = easy_rows(args.gsm8k, split, args.steps) if args.gsm8k else rows(args.seed, split, count)
