@@ -1,4 +1,4 @@
-"""What a user is told: mistakes, which the command line prints as one line, exiting with 2, and the end by a signal."""
+"""Errors for the user (`UserError`: one line, exit status 2), checks of settings, and the end by a signal."""
 
 import signal
 from collections.abc import Mapping, Sequence
@@ -6,49 +6,32 @@ from pathlib import Path
 
 
 class UserError(ValueError):
-    """Input that breaks a rule of this package.
-
-    The message is one line that names the rule, what was found, and the remedy.
-    """
+    """Invalid input; the message is one line: the rule, the input, the remedy."""
 
 
 def require_at_least(least: int, values: Mapping[str, int | None]) -> None:
-    """Refuse settings that are too small.
-
-    Args:
-        least: The smallest that is allowed.
-        values: What was set, by name; None was left out.
+    """Refuse settings (by name) that are below `least`; None passes.
 
     Raises:
-        UserError: One is smaller.
+        UserError: A value is smaller.
     """
     for name, value in values.items():
         if value is not None and value < least:
-            raise UserError(f"{name} must be at least {least}; found {value}; set it to {least} or more")
+            raise UserError(f"{name} must be at least {least}; got {value}; set it to {least} or more")
 
 
 def require_one_of(choices: Sequence[str], name: str, value: object) -> None:
-    """Refuse a setting that is none of its choices.
-
-    Args:
-        choices: All there are.
-        name: Of the setting.
-        value: What was set.
+    """Refuse a setting that is not among its choices.
 
     Raises:
-        UserError: It is another.
+        UserError: It is not.
     """
     if value not in choices:
-        raise UserError(f"{name} must be one of {', '.join(choices)}; found {value!r}; choose one of them.")
+        raise UserError(f"{name} must be one of {', '.join(choices)}; got {value!r}; choose one of them.")
 
 
 class Preempted(Exception):
-    """The run was asked to stop (SIGTERM, SIGINT); its state is saved.
-
-    Args:
-        signal_number: Which signal asked.
-        checkpoint: Where the state is.
-    """
+    """SIGTERM or SIGINT stopped the run, after its state was saved in `checkpoint`."""
 
     def __init__(self, signal_number: int, checkpoint: Path) -> None:
         super().__init__(f"stopped by {signal.Signals(signal_number).name}; state saved in {checkpoint}")
@@ -57,12 +40,9 @@ class Preempted(Exception):
 
 
 class Stopped(SystemExit):
-    """An evaluation was asked to stop (SIGTERM, SIGINT), and does so at once.
+    """SIGTERM or SIGINT stopped an evaluation at once.
 
-    No `Exception`: rewards are a user's code, and what they raise is told as theirs.
-
-    Args:
-        signal_number: Which signal asked.
+    Not an `Exception`, which would be blamed on a user's reward.
     """
 
     def __init__(self, signal_number: int) -> None:

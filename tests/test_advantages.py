@@ -48,7 +48,7 @@ def test_informative_groups_have_right_and_wrong_answers_and_unequal_rewards() -
     assert informative_groups(REWARDS, REWARDS > 0.5, 4).tolist() == [True, False]
 
 
-@pytest.mark.parametrize(("group_size", "found"), [(1, "found group size 1"), (3, "found 8 rewards in groups of 3")])
+@pytest.mark.parametrize(("group_size", "found"), [(1, "got group size 1"), (3, "got 8 rewards in groups of 3")])
 def test_sizes_that_cannot_be_grouped_are_a_user_error(group_size, found) -> None:
     with pytest.raises(UserError, match=found):
         group_advantages(REWARDS, group_size, "group")

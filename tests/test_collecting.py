@@ -231,8 +231,8 @@ def test_an_evaluation_says_whether_its_accuracy_reward_tells_answers() -> None:
 def test_settings_that_cannot_be_are_refused(caplog: pytest.LogCaptureFixture) -> None:
     for name, value, message in (
         ("group_size", 1, "at least 2 completions; got group_size=1"),
-        ("resample_rounds", -1, "resample_rounds .*found -1"),
-        ("check_every", 0, "check_every .*found 0"),
+        ("resample_rounds", -1, "resample_rounds .*got -1"),
+        ("check_every", 0, "check_every .*got 0"),
         ("sampling", SamplingConfig(temperature=0.0), "temperature must be above 0; got 0"),
         ("rewards", [], "reward"),
         ("accuracy_reward", "odd", r"got 'odd'; choose among \['even', 'long'\]"),
@@ -240,7 +240,7 @@ def test_settings_that_cannot_be_are_refused(caplog: pytest.LogCaptureFixture) -
         with pytest.raises(UserError, match=message):
             config_of(**{name: value})
     for name, field in (("eval_samples", "samples"), ("eval_batch", "batch")):
-        with pytest.raises(UserError, match=f"{name} .*found 0"):
+        with pytest.raises(UserError, match=f"{name} .*got 0"):
             evaluator_of(Scripted(), **{field: 0})
     config_of(group_size=2, check_every=1, accuracy_reward="long")
     for given, name in ((None, "even"), ("long", "long")):

@@ -352,7 +352,7 @@ def test_bad_rows_are_named(tmp_path: Path, tokenizer: str, content: str, messag
         ({"batch_size": 10}, "batch_size=10 for 9 prompts"),
         ({"val_size": 9}, "val_size=9 of 9"),
         ({"max_prompt_tokens": 3}, "none of 9 is, the shortest has"),
-        ({"batch_size": 0}, "batch_size must be at least 1; found 0"),
+        ({"batch_size": 0}, "batch_size must be at least 1; got 0"),
         ({"tokenizer": "no/such-tokenizer"}, "no/such-tokenizer cannot be loaded"),
         ({"tokenizer": None}, "set tokenizer"),
     ],

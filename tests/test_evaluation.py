@@ -20,7 +20,6 @@ from qerl_pl.callbacks import EvaluationReport
 from qerl_pl.callbacks.evaluation import _ProgressCache, _reward_settings
 from qerl_pl.cli.main import QeRLCLI, main
 from qerl_pl.engines import TransformersEngine
-from qerl_pl.evaluation.evaluator import SampleCache
 from qerl_pl.modules import QeRLModule
 from qerl_pl.rewards import GSM8KAnswer, MathAnswer, RewardSample
 from qerl_pl.types import Completion, RolloutRequest, SamplingConfig
@@ -122,7 +121,7 @@ def test_a_rewards_settings_are_in_the_digest_of_its_samples() -> None:
 def test_a_failed_evaluation_detaches_its_cache(tmp_path: Path) -> None:
     report, module, trainer = EvaluationReport(), QeRLModule(), Trainer(logger=False, accelerator="cpu")
     report.on_exception(trainer, module, ValueError("before it began"))
-    cache = report._cache = _ProgressCache(SampleCache(tmp_path / "samples.jsonl"), total=3, show=True)
+    cache = report._cache = _ProgressCache(tmp_path / "samples.jsonl", [], total=3, show=True)
     evaluator = report._evaluator = evaluator_of(Scripted())
     evaluator.use_cache(cache)
     report.on_exception(trainer, module, ValueError("in the middle"))

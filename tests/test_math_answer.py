@@ -391,13 +391,13 @@ def test_what_kills_the_grading_is_told_as_itself_and_not_as_a_rewards_mistake()
     assert reward([answered("36/2")]) == [1.0]
     asked: list[str] = []
 
-    def killed_when_asked(worker: Any, pair: Pair, seconds: float, ask: Any = grading._Worker.ask) -> None:
+    def killed_when_asked(worker: Any, pair: Pair, seconds: float, ask: Any = grading._Worker.send) -> None:
         os.killpg(worker.process.pid, signal.SIGKILL)
         asked.append(pair[1])
         ask(worker, pair, seconds)
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(UserError) as told:
-        patch.setattr(grading._Worker, "ask", killed_when_asked)
+        patch.setattr(grading._Worker, "send", killed_when_asked)
         score([reward], [answered("36/3"), answered("36/2")])
     assert re.fullmatch(r"MathAnswer grades in .*; two were killed at '36/\d', by no .*; see that .*", str(told.value))
     assert len(asked) == 2  # and not once more for each sample alone
@@ -428,8 +428,8 @@ def test_a_grading_process_that_does_not_start_is_not_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "worker.py").write_text("import time\ntime.sleep(5)\n")
-    monkeypatch.setattr(grading, "_PROGRAM", tmp_path / "worker.py")
-    monkeypatch.setattr(grading, "_SECONDS_TO_START", 0.3)
+    monkeypatch.setattr(grading, "_GRADER", tmp_path / "worker.py")
+    monkeypatch.setattr(grading, "_START_TIMEOUT_S", 0.3)
     with pytest.raises(
         UserError, match=r"did not start \(exit status -9\); see that memory"
     ):  # killed, and not at its end

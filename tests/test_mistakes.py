@@ -108,7 +108,7 @@ PARSED = {
     "negative seed": (["--seed_everything", "-1"], "a seed from 0 to 4294967295; found -1; set seed_everything"),
     "large seed": (["--seed_everything", "4294967296"], "a seed from 0 to 4294967295; found 4294967296"),
     "no seed": (["--seed_everything", "true"], "a seed from 0 to 4294967295; found True"),
-    "negative order": (["--data.seed", "-1"], "data.seed must be at least 0; found -1"),
+    "negative order": (["--data.seed", "-1"], "data.seed must be at least 0; got -1"),
     "toy rate": (["--model.policy.toy.learning_rate", "-1"], "learning_rate must be a number of at least 0, got -1"),
     "null in an item": (["--trainer.callbacks.ResumeCheckpoint.keep", "null"], "ResumeCheckpoint.*keep.*int.*None"),
     "list for a group": (

@@ -58,9 +58,9 @@ def test_settings_are_taken_and_bad_ones_refused() -> None:
     assert (update.epochs, update.minibatches, update.micro_batch_tokens, update.max_grad_norm) == (3, 4, 5, 6.0)
     assert (update.objective, update.reference_share, update.seed, module.seed) == (DrGRPO(), 0.0, 7, 7)
     for name, value in (("update_epochs", 0), ("minibatches", 0), ("micro_batch_tokens", 0)):
-        with pytest.raises(UserError, match=f"model.{name} .*found 0"):
+        with pytest.raises(UserError, match=f"model.{name} .*got 0"):
             QeRLModule(**{name: value})
-    with pytest.raises(UserError, match="^model.seed .*found -1"):
+    with pytest.raises(UserError, match="^model.seed .*got -1"):
         QeRLModule(seed=-1)
     tried: list[Any] = []
 

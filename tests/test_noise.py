@@ -81,14 +81,14 @@ def test_fewest_stages() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"sigma_start": 0.0}, "sigma_start must be a number above 0; found 0.0;"),
-        ({"sigma_start": 0.0, "sigma_end": 1e-4}, "sigma_start must be a number above 0; found 0.0; set both to 0"),
-        ({"sigma_end": -1e-4}, "sigma_end must be a number above 0; found -0.0001;"),
-        ({"sigma_start": float("nan")}, "sigma_start must be a number above 0; found nan;"),
-        ({"sigma_start": 1e-4, "sigma_end": 1e-2}, "found sigma_start=0.0001 and sigma_end=0.01;"),
+        ({"sigma_start": 0.0}, "sigma_start must be a number above 0; got 0.0;"),
+        ({"sigma_start": 0.0, "sigma_end": 1e-4}, "sigma_start must be a number above 0; got 0.0; set both to 0"),
+        ({"sigma_end": -1e-4}, "sigma_end must be a number above 0; got -0.0001;"),
+        ({"sigma_start": float("nan")}, "sigma_start must be a number above 0; got nan;"),
+        ({"sigma_start": 1e-4, "sigma_end": 1e-2}, "got sigma_start=0.0001 and sigma_end=0.01;"),
         ({"stages": 0, "noiseless_first_stage": False}, "stages must be at least 1"),
-        ({"stages": 1}, "stages must be at least 2 with noiseless_first_stage=True; found 1;"),
-        ({"decay": "quadratic"}, "found 'quadratic'"),
+        ({"stages": 1}, "stages must be at least 2 with noiseless_first_stage=True; got 1;"),
+        ({"decay": "quadratic"}, "got 'quadratic'"),
     ],
 )
 def test_bad_schedules_are_a_user_error(arguments, message) -> None:
@@ -97,7 +97,7 @@ def test_bad_schedules_are_a_user_error(arguments, message) -> None:
 
 
 def test_no_planned_rollout_is_a_user_error() -> None:
-    with pytest.raises(UserError, match="found 0 of them"):
+    with pytest.raises(UserError, match="got 0 of them"):
         NoiseSchedule().stage(0, 0)
 
 

@@ -226,14 +226,14 @@ def test_missing_inputs_are_named() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"beta": -0.1}, "beta must be a number of at least 0; found -0.1"),
-        ({"epsilon_high": float("nan")}, "epsilon_high must be a number of at least 0; found nan"),
-        ({"importance_cap": 0.0}, "importance_cap must be above 0; found 0.0"),
+        ({"beta": -0.1}, "beta must be a number of at least 0; got -0.1"),
+        ({"epsilon_high": float("nan")}, "epsilon_high must be a number of at least 0; got nan"),
+        ({"importance_cap": 0.0}, "importance_cap must be above 0; got 0.0"),
         (
             {"advantage_norm": "std"},
-            "advantage_norm must be one of group, batch, none; found 'std'; choose one of them",
+            "advantage_norm must be one of group, batch, none; got 'std'; choose one of them",
         ),
-        ({"kl_estimator": "k4"}, "kl_estimator must be one of k1, k2, k3; found 'k4'; choose one of them"),
+        ({"kl_estimator": "k4"}, "kl_estimator must be one of k1, k2, k3; got 'k4'; choose one of them"),
     ],
 )
 def test_bad_numbers_are_a_user_error(arguments, message) -> None:

@@ -63,7 +63,7 @@ def test_by_default_every_tenth_is_saved_and_two_are_kept(tmp_path: Path) -> Non
     assert saved(tmp_path) == {"step=20.ckpt", "step=24.end.ckpt"}
     for sizes in ({"every_n_rollouts": 0}, {"keep": 0}):
         (name,) = sizes
-        with pytest.raises(UserError, match=f"ResumeCheckpoint's {name} .*found 0"):
+        with pytest.raises(UserError, match=f"ResumeCheckpoint's {name} .*got 0"):
             ResumeCheckpoint(**sizes)
     ResumeCheckpoint(1, 1)
 

@@ -192,7 +192,7 @@ def test_commas_leave_a_number_and_stay_between_numbers(tmp_path: Path, written:
     ("table", "message"),
     [
         ({"question": "problem"}, "needs the columns problem, a; row 1 of .* has no problem"),
-        ({"limit": 0}, "a set's limit must be at least 1; found 0"),
+        ({"limit": 0}, "a set's limit must be at least 1; got 0"),
         ({"path": "nowhere.jsonl"}, "no such file: nowhere.jsonl"),
         ({"answer": "e"}, "an answer must not be empty; row 1 of"),
     ],

@@ -1,4 +1,4 @@
-"""What the policy learns by: advantages, losses and objectives, and the noise that makes it explore."""
+"""Advantages, losses, objectives, and the noise schedule."""
 
 from qerl_pl.algorithm.noise import NoiseSchedule, NormNoise
 from qerl_pl.algorithm.objectives import BNPO, CISPO, DAPO, GRPO, GSPO, DrGRPO, Objective

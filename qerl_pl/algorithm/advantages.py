@@ -1,6 +1,6 @@
-"""Group-relative advantages: how much better a completion did than the others of its prompt.
+"""Group-relative advantages, and the groups that have any.
 
-Rewards come as [B] with the G completions of each prompt next to each other, so B = prompts * G.
+Rewards are [B] with the G completions of each prompt next to each other, so that B = prompts * G.
 """
 
 from typing import Literal
@@ -13,26 +13,20 @@ from qerl_pl.errors import UserError
 AdvantageNorm = Literal["group", "batch", "none"]
 
 STD_EPSILON = 1e-4
-"""Added to the standard deviation: keeps the advantages of a group whose rewards almost agree from exploding."""
+"""Added to the standard deviation, which is tiny in a group whose rewards almost agree."""
 
 
 def group_advantages(rewards: Tensor, group_size: int, normalize: AdvantageNorm) -> Tensor:
-    """Reward minus the group's mean reward, scaled as `normalize` says.
+    """Reward minus the group's mean reward, divided as `normalize` says.
 
-    - "group": divided by (std of the group + 1e-4). GRPO (DeepSeekMath, arXiv 2402.03300, sec. 4.1.2).
-    - "batch": divided by (std of all B rewards + 1e-4). Lite PPO (arXiv 2508.08221).
-    - "none": not divided, which keeps easy and hard prompts from weighing more. Dr. GRPO (arXiv 2503.20783).
+    - "group": by (std of the group + 1e-4). GRPO (DeepSeekMath, arXiv 2402.03300, sec. 4.1.2).
+    - "batch": by (std of all B rewards + 1e-4). Lite PPO (arXiv 2508.08221).
+    - "none": not divided, so that easy and hard prompts do not weigh more. Dr. GRPO (arXiv 2503.20783).
 
-    Standard deviations are the unbiased ones (divided by n - 1). The papers leave this open; with n they would be
-    smaller by sqrt((n - 1) / n).
-
-    Args:
-        rewards: [B], completions of one prompt next to each other.
-        group_size: G, completions a prompt.
-        normalize: See above.
+    The standard deviation is unbiased (n - 1), which the papers leave open.
 
     Returns:
-        [B], floating point. Exactly 0 for every completion of a group whose rewards are all equal; B may be 0.
+        [B], floating point; exactly 0 in a group whose rewards are all equal. B may be 0.
 
     Raises:
         UserError: G < 2, or G does not divide B.
@@ -45,20 +39,19 @@ def group_advantages(rewards: Tensor, group_size: int, normalize: AdvantageNorm)
         centered = centered / (groups.std(dim=1, keepdim=True) + STD_EPSILON)
     elif normalize == "batch":
         centered = centered / (groups.std() + STD_EPSILON)
-    # The mean of equal numbers may be off by rounding, which the division would blow up.
-    return torch.where(_differs(groups)[:, None], centered, 0.0).flatten()
+    # The mean of equal numbers may be off by rounding, which the division would amplify.
+    return torch.where(_has_differences(groups)[:, None], centered, 0.0).flatten()
 
 
 def informative_groups(rewards: Tensor, correct: Tensor, group_size: int) -> Tensor:
-    """Groups that dynamic sampling keeps: 0 < right answers < G (DAPO, arXiv 2503.14476, eq. 11).
+    """Groups that dynamic sampling trains on: 0 < right answers < G (DAPO, arXiv 2503.14476, eq. 11).
 
-    That is about answers, whatever else is rewarded. A group that other rewards make equal all the same has no
-    advantages, which the condition is there for (sec. 3.2); it is not kept either.
+    A group whose total rewards are all equal has no advantages and is dropped too.
 
     Args:
-        rewards: Weighted sums [B], completions of one prompt next to each other.
-        correct: bool [B], whether a completion's answer is right.
-        group_size: G, completions a prompt.
+        rewards: Weighted sums [B].
+        correct: Whether each answer is right, bool [B].
+        group_size: G.
 
     Returns:
         bool [B / G].
@@ -66,23 +59,23 @@ def informative_groups(rewards: Tensor, correct: Tensor, group_size: int) -> Ten
     Raises:
         UserError: G < 2, or G does not divide B.
     """
-    return _differs(_grouped(correct, group_size)) & _differs(_grouped(rewards, group_size))
+    return _has_differences(_grouped(correct, group_size)) & _has_differences(_grouped(rewards, group_size))
 
 
 def _grouped(rewards: Tensor, group_size: int) -> Tensor:
     if group_size < 2:
         raise UserError(
-            "Advantages compare the completions of one prompt, so a group needs at least 2; found group size "
+            "Advantages compare the completions of one prompt, so a group needs at least 2; got group size "
             f"{group_size}; raise the number of completions per prompt."
         )
     if rewards.numel() % group_size:
         raise UserError(
-            f"The number of rewards must be a multiple of the group size; found {rewards.numel()} rewards in groups of "
+            f"The number of rewards must be a multiple of the group size; got {rewards.numel()} rewards in groups of "
             f"{group_size}; choose sizes that divide."
         )
     groups = rewards.reshape(rewards.numel() // group_size, group_size)
     return groups if groups.is_floating_point() else groups.float()
 
 
-def _differs(groups: Tensor) -> Tensor:
+def _has_differences(groups: Tensor) -> Tensor:
     return (groups != groups[:, :1]).any(dim=1)

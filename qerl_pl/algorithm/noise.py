@@ -1,4 +1,4 @@
-"""Adaptive quantization noise (AQN): how large, and which numbers.
+"""Adaptive quantization noise (AQN): its schedule, and its draws.
 
 Source: QeRL (arXiv 2510.11696), section 3.3. Noise Z ~ N(0, sigma^2), one number a channel, is added to the RMSNorm
 scales that feed the quantized projections, in the sampler only: RMSNorm(x) = (w + Z) * x / sqrt(mean(x^2) + eps).
@@ -19,15 +19,15 @@ Decay = Literal["exponential", "linear", "cosine", "logarithmic"]
 
 @dataclass(frozen=True)
 class NormNoise:
-    """Noise of one rollout; the same numbers wherever and whenever they are drawn."""
+    """Noise of one rollout: the same numbers in every process."""
 
     sigma: float
     """Standard deviation, in units of the norm scale."""
     seed: int
     version: int
-    """Policy version that the rollout samples from."""
+    """Policy version of the rollout."""
     draw_number: int = 0
-    """Which of several draws of one rollout, where each rank samples from a policy of its own."""
+    """Index of the draw, if each rank has its own."""
 
     def draw(self, name: str, size: int) -> Tensor:
         """Noise of one norm.
@@ -38,11 +38,10 @@ class NormNoise:
 
         Returns:
             float32 [size] on the CPU, a function of (seed, version, draw number, name, size) and, linearly, of sigma.
-            Gaussian, and rescaled so that its root mean square is sigma, which a draw of 128 channels alone would miss
-            by 6 %.
+            Gaussian, rescaled to a root mean square of sigma, which 128 channels would otherwise miss by 6 %.
         """
-        another = (self.draw_number,) if self.draw_number else ()
-        generator = torch.Generator().manual_seed(stream_seed(self.seed, "aqn", self.version, name, *another))
+        draw = (self.draw_number,) if self.draw_number else ()
+        generator = torch.Generator().manual_seed(stream_seed(self.seed, "aqn", self.version, name, *draw))
         noise = torch.randn(size, generator=generator, dtype=torch.float32)
         return noise * (self.sigma / noise.square().mean().sqrt())
 
@@ -57,17 +56,7 @@ def noise_sigma(stage: int, stages: int, sigma_start: float, sigma_end: float, d
     - "cosine": sigma_end + D * (1 + cos(pi * t)) / 2.
     - "logarithmic": sigma_start - D * ln(k) / ln(K).
 
-    The paper compares all four and prefers the first; the other three formulas are this package's own reading.
-
-    Args:
-        stage: k, from 1 to K.
-        stages: K; a single stage has sigma_start.
-        sigma_start: Largest standard deviation, in units of the norm scale.
-        sigma_end: Smallest one.
-        decay: See above.
-
-    Returns:
-        The standard deviation, in units of the norm scale.
+    The paper compares the four and prefers the first; it gives no formulas of the others.
     """
     if stage == 1:
         return sigma_start
@@ -77,26 +66,22 @@ def noise_sigma(stage: int, stages: int, sigma_start: float, sigma_end: float, d
     if decay == "exponential":
         return sigma_start * (sigma_end / sigma_start) ** t
     if decay == "linear":
-        gone = t
+        progress = t
     elif decay == "cosine":
-        gone = (1 - math.cos(math.pi * t)) / 2
+        progress = (1 - math.cos(math.pi * t)) / 2
     else:
-        gone = math.log(stage) / math.log(stages)
-    return sigma_start - (sigma_start - sigma_end) * gone
+        progress = math.log(stage) / math.log(stages)
+    return sigma_start - (sigma_start - sigma_end) * progress
 
 
 @dataclass(frozen=True)
 class NoiseSchedule:
-    """Standard deviation of the noise over a run: K stages, spread evenly over the planned rollouts.
+    """Standard deviation of the noise over a run, in K stages spread evenly over the planned rollouts.
 
-    Args:
-        sigma_start: Standard deviation of the first noisy stage, in units of the norm scale. 0, with sigma_end 0 too,
-            is no noise at all.
-        sigma_end: Standard deviation of the last stage.
-        stages: Number of stages K.
-        decay: Shape of the way from sigma_start to sigma_end, exponential, linear, cosine or logarithmic.
-        noiseless_first_stage: The first of the K stages has no noise, and the other K - 1 go from sigma_start to
-            sigma_end.
+    Arguments as for `qerl_pl.callbacks.AdaptiveQuantizationNoise`.
+
+    Raises:
+        UserError: A sigma is not positive or grows, there are too few stages, or the decay is unknown.
     """
 
     sigma_start: float = 1e-2
@@ -106,50 +91,40 @@ class NoiseSchedule:
     noiseless_first_stage: bool = True
 
     def __post_init__(self) -> None:
-        """Check the ranges.
-
-        Raises:
-            UserError: A sigma is not positive or grows, there are too few stages, or the decay is unknown.
-        """
         for name in ("sigma_start", "sigma_end"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value > 0) and (self.sigma_start, self.sigma_end) != (0, 0):
-                raise UserError(
-                    f"{name} must be a number above 0; found {value}; set both to 0 to train without noise."
-                )
+                raise UserError(f"{name} must be a number above 0; got {value}; set both to 0 to train without noise.")
         if self.sigma_end > self.sigma_start:
             raise UserError(
-                f"Noise must not grow: sigma_end is at most sigma_start; found sigma_start={self.sigma_start} and "
+                f"Noise must not grow: sigma_end is at most sigma_start; got sigma_start={self.sigma_start} and "
                 f"sigma_end={self.sigma_end}; swap them."
             )
         fewest = 2 if self.noiseless_first_stage else 1
         if self.stages < fewest:
             raise UserError(
-                f"stages must be at least {fewest} with noiseless_first_stage={self.noiseless_first_stage}; found "
+                f"stages must be at least {fewest} with noiseless_first_stage={self.noiseless_first_stage}; got "
                 f"{self.stages}; raise stages."
             )
         require_one_of(get_args(Decay), "decay", self.decay)
 
     def stage(self, rollout: int, planned_rollouts: int) -> int:
-        """Stage of a rollout.
+        """Stage of a rollout, from 1 to K.
 
-        With at least K rollouts planned, each stage has the same number of them, up to one. With fewer, the first and
-        the last planned rollout are in the first and the last stage, and stages between them are left out.
+        With at least K planned rollouts, stages have equally many of them (up to one). With fewer, the first and the
+        last rollout are in the first and the last stage, and stages in between are skipped.
 
         Args:
-            rollout: Rollouts before this one, from the beginning of the run (not of a resumed part of it).
-            planned_rollouts: Rollouts of the whole run; those past the plan stay in the last stage.
-
-        Returns:
-            From 1 to K.
+            rollout: Number of earlier rollouts, since the start of the run; those past the plan are in stage K.
+            planned_rollouts: Rollouts of the run.
 
         Raises:
             UserError: No rollout is planned.
         """
         if planned_rollouts < 1:
             raise UserError(
-                "The noise schedule spreads over the planned rollouts; found "
-                f"{planned_rollouts} of them; plan at least 1."
+                f"The noise schedule spreads over the planned rollouts; got {planned_rollouts} of them; "
+                "plan at least 1."
             )
         if rollout >= planned_rollouts:
             return self.stages

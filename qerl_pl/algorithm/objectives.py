@@ -1,7 +1,7 @@
-"""What the policy is trained for, as configured from YAML: each class picks its pieces of `qerl_pl.algorithm.losses`.
+"""Training objectives, as configured from YAML: each combines terms of `qerl_pl.algorithm.losses`.
 
-A new objective is a subclass of `Objective` that sets `aggregation`, its defaults, and, where the algorithm has its
-own, `_ratio` and `_surrogate`.
+A new objective is a subclass of `Objective` that sets `aggregation`, its defaults and, if needed, `_ratio` and
+`_surrogate`.
 """
 
 import math
@@ -20,35 +20,35 @@ from qerl_pl.errors import UserError, require_one_of
 
 @dataclass(frozen=True)
 class LossInputs:
-    """One micro-batch. What lies outside the mask is ignored, NaN included."""
+    """One micro-batch. Values outside the mask are ignored, even NaN."""
 
     logprobs: Tensor
     """[B, T], current policy, with gradient."""
     old_logprobs: Tensor
     """[B, T], clean trainer at the time of the rollout, detached."""
     sampler_logprobs: Tensor
-    """[B, T], what the noisy, quantized sampler said when it drew the tokens."""
+    """[B, T], noisy, quantized sampler."""
     advantages: Tensor
     """[B]."""
     mask: Tensor
     """bool [B, T], completion tokens that train."""
     weights: Tensor
-    """[B, T], this micro-batch's rows of `Objective.weights` of the whole batch."""
+    """[B, T], the micro-batch's rows of `Objective.weights`."""
     ref_logprobs: Tensor | None = None
-    """[B, T], the model with its adapter off, detached."""
+    """[B, T], reference policy (adapter off), detached."""
     entropy: Tensor | None = None
-    """[B, T], entropy of the current policy's next-token distribution in nats; with gradient where it is rewarded."""
+    """[B, T], entropy of the current next-token distribution in nats; with gradient if there is an entropy bonus."""
 
 
 @dataclass(frozen=True)
 class LossOutputs:
-    """Loss of one micro-batch; both members add up over micro-batches."""
+    """Loss of one micro-batch; loss and metrics add up over micro-batches."""
 
     loss: Tensor
     """Scalar to call backward on."""
     metrics: dict[str, Tensor] = field(default_factory=dict)
-    """Sums over the masked tokens, detached; divide the totals by `tokens` for means. Keys: tokens, ratio, clip_low,
-    clip_high, is_weight, logprob_abs (|old - sampler|), and where their input was given kl and entropy."""
+    """Sums over the masked tokens, detached; divided by `tokens` they are means. Keys: tokens, ratio, clip_low,
+    clip_high, is_weight, logprob_abs (|old - sampler|) and, if their inputs are present, kl and entropy."""
 
 
 @dataclass(frozen=True)
@@ -62,12 +62,14 @@ class Objective(ABC):
         kl_estimator: Estimator of the KL divergence, k1, k2 or k3; k3 is never negative and of low variance.
         epsilon_low: Distance of the lower clip bound of the policy ratio from 1.
         epsilon_high: Distance of the upper clip bound of the policy ratio from 1.
-        advantage_norm: What a reward minus its group's mean is divided by: the std of the group, that of the batch, or
-            none.
+        advantage_norm: Divides a reward minus its group's mean: the std of the group, that of the batch, or none.
         importance_cap: Largest importance weight between the sampler and the trainer (truncated importance sampling);
             null switches the correction off.
         mask_truncated: Leave completions that the token limit cut off out of the loss.
         entropy_coefficient: Coefficient of an entropy bonus; 0 leaves it out.
+
+    Raises:
+        UserError: A number is negative or not finite, the cap is 0, or a choice is unknown.
     """
 
     beta: float = 0.0
@@ -80,34 +82,29 @@ class Objective(ABC):
     entropy_coefficient: float = 0.0
 
     def __post_init__(self) -> None:
-        """Check the ranges.
-
-        Raises:
-            UserError: A number is negative or not finite, the cap is 0, or a choice is unknown.
-        """
         for name in ("beta", "epsilon_low", "epsilon_high", "entropy_coefficient"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
-                raise UserError(f"{name} must be a number of at least 0; found {value}; set it to 0 or more.")
+                raise UserError(f"{name} must be a number of at least 0; got {value}; set it to 0 or more.")
         cap = self.importance_cap
         if cap is not None and not cap > 0:
-            raise UserError(f"importance_cap must be above 0; found {cap}; use null to switch the correction off.")
+            raise UserError(f"importance_cap must be above 0; got {cap}; use null to switch the correction off.")
         require_one_of(get_args(KLEstimator), "kl_estimator", self.kl_estimator)
         require_one_of(get_args(AdvantageNorm), "advantage_norm", self.advantage_norm)
 
     @property
     @abstractmethod
     def aggregation(self) -> Aggregation:
-        """How token losses become one number, see `qerl_pl.algorithm.losses.token_weights`."""
+        """Aggregation of token losses, see `qerl_pl.algorithm.losses.token_weights`."""
 
     @property
     def needs_reference(self) -> bool:
-        """Whether `LossInputs.ref_logprobs` must be there."""
+        """Whether the loss needs `LossInputs.ref_logprobs`."""
         return self.beta != 0
 
     @property
     def needs_entropy(self) -> bool:
-        """Whether `LossInputs.entropy` must be there, with its gradient."""
+        """Whether the loss needs `LossInputs.entropy`, with its gradient."""
         return self.entropy_coefficient != 0
 
     def advantages(self, rewards: Tensor, group_size: int) -> Tensor:
@@ -115,11 +112,11 @@ class Objective(ABC):
         return group_advantages(rewards, group_size, self.advantage_norm)
 
     def training_mask(self, mask: Tensor, truncated: Tensor) -> Tensor:
-        """Tokens that train: those of `mask` [B, T], without truncated completions (bool [B]) where they are masked."""
+        """Tokens that train, bool [B, T]: `mask` without truncated completions (bool [B]) if these are masked."""
         return mask & ~truncated[:, None] if self.mask_truncated else mask
 
     def weights(self, mask: Tensor, max_tokens: int, completions: float, tokens: float) -> Tensor:
-        """Token weights [B, T] of the whole batch, see `qerl_pl.algorithm.losses.token_weights`."""
+        """Token weights [B, T] of a batch, see `qerl_pl.algorithm.losses.token_weights`."""
         return losses.token_weights(
             mask, self.aggregation, completions=completions, tokens=tokens, max_tokens=max_tokens
         )
@@ -153,16 +150,16 @@ class Objective(ABC):
         }
         if batch.ref_logprobs is not None:
             sums["kl"] = losses.kl_divergence(logprobs, masked(batch.ref_logprobs), self.kl_estimator)
-        if self.needs_reference:
-            if "kl" not in sums:
-                raise ValueError(f"beta={self.beta} needs ref_logprobs; found None; pass them or set beta to 0.")
-            per_token = per_token + self.beta * sums["kl"]
         if batch.entropy is not None:
             sums["entropy"] = masked(batch.entropy)
+        if self.needs_reference:
+            if "kl" not in sums:
+                raise ValueError(f"beta={self.beta} needs ref_logprobs; got None; pass them or set beta to 0.")
+            per_token = per_token + self.beta * sums["kl"]
         if self.needs_entropy:
             if "entropy" not in sums:
                 raise ValueError(
-                    "entropy_coefficient needs the entropy; found None; pass it or set the coefficient to 0."
+                    "entropy_coefficient needs the entropy; got None; pass it or set the coefficient to 0."
                 )
             per_token = per_token - self.entropy_coefficient * sums["entropy"]
         metrics = {name: masked(values.detach()).sum() for name, values in sums.items()}
@@ -187,7 +184,7 @@ class GRPO(Objective):
 class DAPO(Objective):
     """Clip-higher, token mean over the batch of all processes, no KL (arXiv 2503.14476), eq. 8.
 
-    Dynamic sampling and the over-long penalty, the method's other half, act on groups and rewards, not on the loss.
+    The method's other half, dynamic sampling and the over-long penalty, acts on groups and rewards.
     """
 
     aggregation = "token_mean"
@@ -205,10 +202,10 @@ class DrGRPO(Objective):
 
 @dataclass(frozen=True)
 class BNPO(Objective):
-    """DAPO's loss with GRPO's clip: the mean over the tokens of a minibatch, that is of one optimizer step.
+    """DAPO's loss with GRPO's clip: the mean over the tokens of a minibatch, independent of `micro_batch_tokens`.
 
-    So it does not depend on `micro_batch_tokens`. TRL's loss of this name, which QeRL (arXiv 2510.11696) trains with,
-    is the mean over each micro-batch, averaged over these: there a token counts less in a micro-batch of more tokens.
+    TRL's loss of this name, with which QeRL (arXiv 2510.11696) trains, averages the means of micro-batches, so that a
+    token counts less in a micro-batch of more tokens.
     """
 
     aggregation = "token_mean"
@@ -230,7 +227,7 @@ class GSPO(Objective):
 class CISPO(Objective):
     """Clipped importance weights instead of clipped updates (MiniMax-M1, arXiv 2506.13585).
 
-    No lower bound, as in the paper; the paper names no upper one, and 1 + 4 is this package's default.
+    No lower bound, as in the paper; the upper bound, which the paper leaves open, is 1 + 4.
     """
 
     aggregation = "token_mean"

@@ -89,7 +89,7 @@ class EvaluationReport(Callback, ChecksFirst):
         self._start(trainer, pl_module, trainer.test_dataloaders)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Open the sample cache, unless the validation is part of training."""
+        """Open the sample cache, except in training."""
         if trainer.state.fn == TrainerFn.VALIDATING:
             self._start(trainer, pl_module, trainer.val_dataloaders)
 
@@ -105,7 +105,7 @@ class EvaluationReport(Callback, ChecksFirst):
     def on_validation_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: PromptBatch, batch_idx: int, *_: int
     ) -> None:
-        """Add the batch's answers, unless the validation is part of training."""
+        """Add the batch's answers, except in training."""
         if trainer.state.fn == TrainerFn.VALIDATING:
             self.on_test_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
@@ -114,7 +114,7 @@ class EvaluationReport(Callback, ChecksFirst):
         self._report("test", trainer, pl_module)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write the report, unless the validation is part of training."""
+        """Write the report, except in training."""
         if trainer.state.fn == TrainerFn.VALIDATING:
             self._report("val", trainer, pl_module)
 
@@ -148,8 +148,7 @@ class EvaluationReport(Callback, ChecksFirst):
         others = {*folder.glob(f"{digest}.*jsonl"), *files} - {files[ranks.rank]}
         prompts = sum(len(loader.dataset) for loader in (loaders if isinstance(loaders, list) else [loaders]))
         total = -(-prompts * (1 + rollout.eval_config.samples) // ranks.size)
-        cache = SampleCache(files[ranks.rank], sorted(others))
-        self._cache = _ProgressCache(cache, total, show=trainer.is_global_zero)
+        self._cache = _ProgressCache(files[ranks.rank], sorted(others), total, show=trainer.is_global_zero)
         ranks.wait()  # no rank may write before all have read
         self._evaluator = rollout.evaluator
         self._evaluator.use_cache(self._cache)
@@ -184,20 +183,20 @@ class EvaluationReport(Callback, ChecksFirst):
         print(f"\n{text}\n{json_file} has all numbers, {folder / self._settings['samples']} all samples")
 
 
-class _ProgressCache:
+class _ProgressCache(SampleCache):
     """A sample cache with a progress bar."""
 
-    def __init__(self, cache: SampleCache, total: int, show: bool) -> None:
-        self.cache = cache
+    def __init__(self, path: Path, others: Sequence[Path], total: int, show: bool) -> None:
+        super().__init__(path, others)
         self.bar = tqdm(desc="evaluating", total=total, unit="completion", disable=None if show else True)
 
     def get(self, name: str, prompt: Prompt, sample: int | None) -> GradedAnswer | None:
-        answer = self.cache.get(name, prompt, sample)
+        answer = super().get(name, prompt, sample)
         self.bar.update(answer is not None)
         return answer
 
     def put(self, records: Sequence[SampleRecord]) -> None:
-        self.cache.put(records)
+        super().put(records)
         self.bar.update(len(records))
 
 

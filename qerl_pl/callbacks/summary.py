@@ -18,17 +18,8 @@ from qerl_pl.distributed.communicator import writes_files
 from qerl_pl.modules.qerl import QeRLModule
 from qerl_pl.persistence.atomic_files import atomic_write
 
-CURVES = (
-    "reward/mean",
-    "policy/entropy",
-    "aqn/sigma",
-    "aqn/measured_std",
-    "time/sync_s",
-    "time/rollout_s",
-    "time/reward_s",
-    "time/update_s",
-)
 PHASES = ("sync", "rollout", "reward", "update")
+CURVES = ("reward/mean", "policy/entropy", "aqn/sigma", "aqn/measured_std", *(f"time/{phase}_s" for phase in PHASES))
 AVERAGED = 3
 """Rollouts that first and last values are averaged over."""
 
@@ -141,11 +132,8 @@ class RunSummary(Callback):
         right.plot(self.curves["aqn/measured_std"], color="tab:red", alpha=0.7, label="std measured")
         right.set_yscale("symlog", linthresh=1e-5)
         right.legend()
-        for axis, title in (
-            (left, "reward"),
-            (middle, "policy entropy (nats)"),
-            (right, "noise of the sampler's norms"),
-        ):
+        titles = ("reward", "policy entropy (nats)", "noise of the sampler's norms")
+        for axis, title in zip((left, middle, right), titles, strict=True):
             axis.set(title=title, xlabel="rollout")
             axis.grid(alpha=0.3)
         image = io.BytesIO()
@@ -153,19 +141,17 @@ class RunSummary(Callback):
         atomic_write(path, image.getvalue())
 
     def _print(self, summary: dict[str, Any], folder: Path) -> None:
+        before, after = summary["accuracy_before"], summary["accuracy_after"]
+        rows = [("reward (mean of the first and the last rollouts)", summary["reward_first"], summary["reward_last"])]
+        if isinstance(before, dict):
+            rows += [(f"accuracy on {name} (sampled pass@1)", before[name], after[name]) for name in before]
+        else:
+            rows.append(("held-out accuracy (sampled pass@1)", before, after))
+        rows.append(("policy entropy (nats)", summary["entropy_first"], summary["entropy_last"]))
+        rows.append(("noise σ", summary["sigma_first"], summary["sigma_last"]))
         table = Table(title=f"{summary['steps']} rollouts, base {summary['quantization']}")
         for header in ("", "before", "after"):
-            table.add_column(header, justify="left" if not header else "right")
-        held_out, after = summary["accuracy_before"], summary["accuracy_after"]
-        rows = [("reward (mean of the first and the last rollouts)", summary["reward_first"], summary["reward_last"])]
-        if isinstance(held_out, dict):
-            rows += [(f"accuracy on {name} (sampled pass@1)", held_out[name], after[name]) for name in held_out]
-        else:
-            rows += [("held-out accuracy (sampled pass@1)", held_out, after)]
-        rows += [
-            ("policy entropy (nats)", summary["entropy_first"], summary["entropy_last"]),
-            ("noise σ", summary["sigma_first"], summary["sigma_last"]),
-        ]
+            table.add_column(header, justify="right" if header else "left")
         for label, *values in rows:
             table.add_row(label, *("-" if value is None else f"{value:.4g}" for value in values))
         seconds = ", ".join(f"{phase} {summary[f'{phase}_seconds']:.0f}" for phase in PHASES)

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Protocol
 
 from lightning.pytorch.utilities.seed import isolate_rng
 from transformers import PreTrainedTokenizerBase
@@ -54,16 +53,6 @@ class SampleRecord:
     def graded(self) -> GradedAnswer:
         """The record without texts and rewards."""
         return GradedAnswer(self.correct, self.answer, self.tokens, self.truncated)
-
-
-class Cache(Protocol):
-    """Cache of graded samples."""
-
-    def get(self, name: str, prompt: Prompt, sample: int | None) -> GradedAnswer | None:
-        """The cached sample of a prompt of set `name`."""
-
-    def put(self, records: Sequence[SampleRecord]) -> None:
-        """Add samples."""
 
 
 class SampleCache:
@@ -173,9 +162,9 @@ class Evaluator:
         self.seed = seed
         self.ranks = ranks
         self.accuracy_reward = accuracy_reward(config.rewards, config.accuracy_reward)
-        self._cache: Cache | None = None
+        self._cache: SampleCache | None = None
 
-    def use_cache(self, cache: Cache | None) -> None:
+    def use_cache(self, cache: SampleCache | None) -> None:
         """Take samples from a cache, and add new ones to it; None stops that."""
         self._cache = cache
 
@@ -235,22 +224,10 @@ class Evaluator:
             extracted = extract_answers(self.accuracy_reward, [group.texts[0] for group in groups])
         records = []
         for group, answer, (_, sample) in zip(groups, extracted, jobs, strict=True):
-            (completion,) = group.records()
-            records.append(
-                SampleRecord(
-                    set=name,
-                    prompt_id=completion.prompt_id,
-                    sample=sample,
-                    correct=bool(group.rewards[self.accuracy_reward.name][0] > 0.5),
-                    answer=answer,
-                    reference=completion.reference,
-                    tokens=completion.tokens,
-                    truncated=completion.truncated,
-                    rewards=completion.rewards,
-                    prompt=completion.prompt,
-                    completion=completion.completion,
-                )
-            )
+            (completion,) = map(asdict, group.records())
+            del completion["trained"]
+            correct = bool(group.rewards[self.accuracy_reward.name][0] > 0.5)
+            records.append(SampleRecord(set=name, sample=sample, correct=correct, answer=answer, **completion))
         if self._cache is not None:
             self._cache.put(records)
         return {job: record.graded for job, record in zip(jobs, records, strict=True)}

@@ -231,7 +231,7 @@ class QeRLModule(LightningModule, ChecksFirst):
             self.policy = Policy(base, config, device, seed, self.shared_weights, reference)
 
     def planned_rollouts(self) -> int:
-        """Rollouts of the whole run, by the trainer's limits on epochs, batches and steps.
+        """Rollouts of the run, by the trainer's limits on epochs, batches and steps.
 
         Raises:
             UserError: The run has no planned end.

@@ -1,4 +1,4 @@
-"""Rewards for the form of a completion: its tags and its length."""
+"""Rewards for format, length and numeric answers, and the extraction of answers from completions."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -9,14 +9,14 @@ from qerl_pl.rewards.base import RewardSample, refuse_empty_references
 
 
 def last_tagged(text: str, tag: str) -> str | None:
-    """What the last complete `<tag>...</tag>` of `text` encloses, stripped; None without one."""
+    """The stripped content of the last complete `<tag>...</tag>` of `text`; None if there is none."""
     head, closing, _ = text.rpartition(f"</{tag}>")
     _, opening, content = head.rpartition(f"<{tag}>")
     return content.strip() if closing and opening else None
 
 
 class Format:
-    """1 where the completion is exactly one block a tag, in order, none empty, with nothing but space around; else 0.
+    """1 if the completion consists of one non-empty block for each tag, in order, and white space; else 0.
 
     Args:
         weight: Factor of this reward in the total.
@@ -31,8 +31,8 @@ class Format:
         self.weight = weight
         self.tags = tuple(tags)
         names = "|".join(map(re.escape, tags))
-        inside = rf"((?:(?!</?(?:{names})>).)*)"  # no tag inside a block
-        blocks = [rf"\s*<{re.escape(tag)}>{inside}</{re.escape(tag)}>" for tag in tags]
+        content = rf"((?:(?!</?(?:{names})>).)*)"  # without nested tags
+        blocks = [rf"\s*<{re.escape(tag)}>{content}</{re.escape(tag)}>" for tag in tags]
         self._pattern = re.compile("".join(blocks) + r"\s*", re.DOTALL)
 
     def __call__(self, samples: Sequence[RewardSample]) -> Sequence[float]:
@@ -69,49 +69,36 @@ class OverlongPenalty:
 
 
 _BOX = re.compile(r"\\f?boxed\s*\{")
-
 _MARK = "####"
-
-# A formula ends before the next one opens: else each that is left open would be followed to the end of the text.
+# A formula ends before the next one opens, or each unclosed one would be searched to the end of the text.
 _FORMULA = (
     r"(?:(?<!\\)\$\$?[^$\n]+(?<!\\)\$\$?|(?<!\\)\\\((?:[^\\\n]|\\[^()\n])+\\\)|(?<!\\)\\\[(?:[^\\]|\\[^\[\]])+\\\])"
 )
-
 _FORMULAS = re.compile(rf"{_FORMULA}(?:\s*(?:(?:,\s*(?:and|or)|[,;]|and|or)\s*)?{_FORMULA})*", re.DOTALL)
-
 _NUMBER = r"-?\$?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+|(?=\.\d))(?:\.\d+)?(?:/\d+)?(?:\s?%)?"
-
-_NUMBERS = re.compile(rf"{_NUMBER}(?:[.,]?\s+or\s[^\d$.%-]*{_NUMBER})*")
-
-"""A number, or several of which the text does not say which one."""
-
+_NUMBERS = re.compile(rf"{_NUMBER}(?:[.,]?\s+or\s[^\d$.%-]*{_NUMBER})*")  # a number, or alternatives ("5 or 6")
 _TEXT = re.compile(r"\\(?:text|textrm|textbf|textit|mbox|mathrm)\s*\{([^{}]*)\}")
-
-_LEAD = re.compile(r"^[^\0]*(?:\b(?:is|are|equals)|[=:])\s*(?=\0)")
-
-"""What introduces a formula and says no more than that it is the answer."""
-
+_LEAD = re.compile(r"^[^\0]*(?:\b(?:is|are|equals)|[=:])\s*(?=\0)")  # "The answer is" before a formula (\0)
 _STATES = re.compile(r"\b(?:is|are|if|when|where|for|such|otherwise)\b", re.IGNORECASE)
-
 _WORD = re.compile(r"(?<!\\)\b(?!(?:and|or)\b)[A-Za-z]{2,}")
 
 
 def last_boxed(text: str) -> str | None:
-    """What the last closed `\\boxed{...}` of `text` encloses, braces counted, stripped; None without one."""
+    """The stripped content of the last closed `\\boxed{...}` of `text`, counting braces; None if there is none."""
     end = len(text)
-    for start in reversed([found.end() for found in _BOX.finditer(text)]):
+    for start in reversed([match.end() for match in _BOX.finditer(text)]):
         depth = 1
-        for place in range(start, end):
-            if text[place] in "{}" and text[place - 1] != "\\":
-                depth += 1 if text[place] == "{" else -1
+        for index in range(start, end):
+            if text[index] in "{}" and text[index - 1] != "\\":
+                depth += 1 if text[index] == "{" else -1
             if depth == 0:
-                return text[start:place].strip()
-        end = start  # what leaves this box open leaves those around it open too
+                return text[start:index].strip()
+        end = start  # boxes around an unclosed box are unclosed too
     return None
 
 
 def marked_answer(text: str) -> str | None:
-    """What a text marks as its answer: its last box, or else what follows its last ####; None without any."""
+    """The last box of a text, or else the line after its last ####; None if there is neither."""
     boxed = last_boxed(text)
     if boxed is not None:
         return boxed
@@ -120,33 +107,32 @@ def marked_answer(text: str) -> str | None:
 
 
 def answer_of(completion: str, tag: str | None) -> str | None:
-    """The answer of a completion, as it is written; None without one.
+    """The answer of a completion, verbatim; None if there is none.
 
     Args:
-        completion: its text.
-        tag: the answer is in the last block of this tag, as a whole or marked there; None takes what is marked
-            anywhere, or else the last formulas that stand together, or else the last number.
+        completion: Its text.
+        tag: The answer is the content of the last block of this tag, or its marked answer. None takes the completion's
+            marked answer, or else its last formulas next to each other, or else its last number.
     """
-    found = completion if tag is None else last_tagged(completion, tag)
-    if found is None:
+    text = completion if tag is None else last_tagged(completion, tag)
+    if text is None:
         return None
-    answer = marked_answer(found)
+    answer = marked_answer(text)
     if answer is None and tag is not None:
-        answer = found
+        answer = text
     for pattern in (_FORMULAS, _NUMBERS) if answer is None else ():
-        if matches := list(pattern.finditer(found)):
+        if matches := list(pattern.finditer(text)):
             return matches[-1][0].strip() or None
     return answer or None
 
 
 def same_text(answer: str) -> str:
-    """`answer` written one way, so that answers that differ in spaces, dollar signs and the like have one text."""
+    """`answer` with spaces, dollar signs, fractions and numbers normalized."""
     text = answer.strip().strip("$*`").strip().rstrip(".").replace("\\!", "")
     text = re.sub(r"\\(?:left|right|displaystyle|,|;|:)(?![A-Za-z])", "", text)
     text = re.sub(r"\\[dt]frac(?![A-Za-z])", r"\\frac", text)
-    text = (
-        re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text) if re.fullmatch(r"[-+]?\d{1,3}(,\d{3})+(\.\d+)?", text) else text
-    )
+    if re.fullmatch(r"[-+]?\d{1,3}(,\d{3})+(\.\d+)?", text):
+        text = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text)
     text = re.sub(r"\s+", " ", text)
     text = re.sub(r" ?([-+*/=<>(),;^_{}\[\]]) ?", r"\1", text)
     if re.fullmatch(r"[-+]?\d*\.\d+", text):
@@ -155,21 +141,21 @@ def same_text(answer: str) -> str:
 
 
 def only_text(reference: str) -> bool:
-    """Whether a reference is prose, or several statements, any one of which would satisfy it as mathematics."""
+    """Whether a reference is prose or several statements, of which any one would be equal to it as mathematics."""
     if _BOX.search(reference):
         return False
     formulas = re.findall(_FORMULA, reference)
-    outside = _LEAD.sub("", _TEXT.sub(r" \1 ", re.sub(_FORMULA, "\0", reference)))
-    if _STATES.search(outside):
+    prose = _LEAD.sub("", _TEXT.sub(r" \1 ", re.sub(_FORMULA, "\0", reference)))
+    if _STATES.search(prose):
         return True
-    said = outside.split("\0")
+    texts = prose.split("\0")
     if formulas and re.search(r"\d", formulas[-1]):
-        said.pop()  # the unit of a number
-    return bool(formulas) and any(_WORD.search(words) for words in said)
+        texts.pop()  # the unit of a number
+    return bool(formulas) and any(_WORD.search(text) for text in texts)
 
 
 def same_prose(answer: str, reference: str) -> bool:
-    """Whether two texts are the same but for case, spaces, and what marks formulas and text in LaTeX."""
+    """Whether two texts are equal except for case, spaces, and LaTeX's marks of formulas and text."""
     first, second = (
         re.sub(r"\s+", "", same_text(re.sub(r"(?<!\\)(?:\$|\\[()\[\]])", "", _TEXT.sub(r" \1 ", text)))).casefold()
         for text in (answer, reference)
@@ -181,21 +167,21 @@ _PLAIN_NUMBER = re.compile(r"-?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?|
 
 
 def parse_number(text: str) -> Decimal | None:
-    """The value of `text` if it is one number and nothing else, else None.
+    """The value of `text` if it is exactly one number, else None.
 
-    Dollar and percent signs, also escaped as in LaTeX, commas between thousands and a final full stop do not count:
-    "$1,234.50." is 1234.5.
+    Ignores dollar and percent signs (also escaped), commas between thousands and a final full stop: "$1,234.50." is
+    1234.5.
     """
     plain = re.sub(r"\\?[$%]", "", text.strip().removesuffix(".")).strip()
     return Decimal(plain.replace(",", "")) if _PLAIN_NUMBER.fullmatch(plain) else None
 
 
 class GSM8KAnswer:
-    """1 where the last <answer>...</answer> holds exactly the reference's number, else 0.
+    """1 if the last <answer>...</answer> is exactly the reference's number, else 0.
 
     Args:
         weight: Factor of this reward in the total.
-        name: What the values are logged as, after `reward/`.
+        name: Logged as `reward/<name>`.
     """
 
     def __init__(self, weight: float = 1.0, name: str = "accuracy") -> None:
@@ -203,11 +189,6 @@ class GSM8KAnswer:
         self.name = name
 
     def __call__(self, samples: Sequence[RewardSample]) -> Sequence[float]:
-        """One value a sample.
-
-        Raises:
-            UserError: a reference is not a number.
-        """
         return [self._value(sample) for sample in samples]
 
     def check_references(self, references: Mapping[str, str]) -> None:
@@ -215,7 +196,7 @@ class GSM8KAnswer:
         refuse_empty_references(self, references)
 
     def extract_answer(self, completion: str) -> str | None:
-        """The number of the last <answer>...</answer>, written one way: 1234.5 for "$1,234.50."; None without one."""
+        """The number of the last <answer>...</answer>, normalized: 1234.5 for "$1,234.50."; None if there is none."""
         answer = last_tagged(completion, "answer")
         number = None if answer is None else parse_number(answer)
         if number is None:

@@ -1,4 +1,4 @@
-"""Processes that grade answers side by side, and what bounds the time of a batch."""
+"""Mathematical equivalence of answers, graded in a pool of killable processes."""
 
 import json
 import logging
@@ -21,52 +21,37 @@ from qerl_pl.rewards.base import RewardSample, refuse_empty_references
 
 log = logging.getLogger("qerl_pl")
 
-_PROGRAM = Path(__file__).with_name("math_grader.py")
-
-_MEGABYTES = 4096
-
-_SECONDS_TO_START = 120
-
-_SECONDS_TO_END = 60
-
-_QUICK = 6
-
-"""At first an answer may take one so-many-th of its limit."""
-
-_PAIRS_A_WORKER = 4
-
-"""Fewer are not worth another process."""
-
-_REMEMBERED = 4096
-
+_GRADER = Path(__file__).with_name("math_grader.py")
+_MEMORY_LIMIT_MB = 4096
+_START_TIMEOUT_S = 120
+_OVERDUE_S = 60
+_FIRST_PASS = 6
+"""In the first pass an answer may take this fraction of its limit."""
+_PAIRS_PER_WORKER = 4
+"""Fewer pairs are not worth another process."""
+_MAX_HOPELESS = 4096
 _BATCH = 128
-
-"""Answers for which the slow ones have a batch's time once; more have it once for each so many."""
-
-_MOST_TIMES = 16
-
+"""Completions for which a batch's time limit holds once."""
+_MAX_BATCHES = 16
 _OWN = "MathAnswer grades in processes of its own"
-
 _REMEDY = "see that memory is to be had, or set fewer workers, and go on with --resume auto"
-
 _VERDICTS = {"true": True, "false": False, "limit": None}
 
 Pair = tuple[str, str]
-
 """Reference and answer."""
 
 
 class MathPool:
-    """Worker processes that run `math_grader.py`: started when needed, replaced when they are killed.
+    """A pool of processes that run `math_grader.py`, started when needed and replaced when killed.
 
-    Verdicts do not depend on the number of workers, nor on earlier batches: each answer is graded by itself. First
-    every answer may take a sixth of the limit. Those that take longer are graded again, with all of it, in the order of
-    the batch, as many as the batch's time allows; the rest counts as wrong.
+    Verdicts depend neither on the number of workers nor on earlier batches: in a first pass every answer may take a
+    sixth of the limit; slower ones are graded again in the order of the batch, with the full limit, as many as the
+    batch's time allows. The others count as wrong.
 
     Args:
-        seconds: Of processor time that one answer may take.
-        batch_seconds: Of processor time that the slow answers of a batch of up to 128 may take together; larger ones
-            have it once for each 128 begun, at most 16 times.
+        seconds: CPU time limit of an answer.
+        batch_seconds: CPU time limit of the slow answers of a batch of up to 128; larger batches have it once for each
+            128 begun, at most 16 times.
         workers: Number of processes.
     """
 
@@ -78,39 +63,38 @@ class MathPool:
         self._hopeless: dict[Pair, None] = {}
 
     def equivalent(self, pairs: Sequence[Pair], batch: int = 0) -> list[bool]:
-        """Whether the two of each pair have one value; False where that cannot be told within the limits.
+        """Whether reference and answer of each pair are equal; False if that takes longer than the limits.
 
         Args:
-            pairs: What is to be compared.
-            batch: Size of the batch that they are the rest of, where it is larger.
+            pairs: Pairs to compare.
+            batch: Size of the batch that the pairs belong to, if it is larger.
         """
         verdicts: dict[Pair, bool | None] = dict.fromkeys(pairs)
-        asked = [pair for pair in verdicts if pair not in self._hopeless]
-        verdicts |= self._grade(asked, self.seconds / _QUICK)
+        verdicts |= self._grade([pair for pair in verdicts if pair not in self._hopeless], self.seconds / _FIRST_PASS)
         slow = [pair for pair in verdicts if verdicts[pair] is None]
-        # A hopeless one keeps its place: a resumed run, which knows none, must come to the same grades.
-        times = min(_MOST_TIMES, max(1, -(-max(batch, len(pairs)) // _BATCH)))
-        places = int(times * self.batch_seconds / self.seconds)
-        again = [pair for pair in slow[:places] if pair not in self._hopeless]
-        verdicts |= self._grade(again, self.seconds)
-        for _, answer in (pair for pair in slow if verdicts[pair] is None and pair not in self._hopeless):
-            warn_of_this_rank(log, "counted as wrong, for it cannot be graded within the limits: %.200r", answer)
-        for pair in again:
-            if verdicts[pair] is None:
-                self._hopeless[pair] = None
-        while len(self._hopeless) > _REMEMBERED:
+        batches = min(_MAX_BATCHES, max(1, -(-max(batch, len(pairs)) // _BATCH)))
+        # A hopeless pair uses up its turn: a resumed run, which remembers none, must give the same grades.
+        turns = int(batches * self.batch_seconds / self.seconds)
+        second_pass = [pair for pair in slow[:turns] if pair not in self._hopeless]
+        verdicts |= self._grade(second_pass, self.seconds)
+        for pair in slow:
+            if verdicts[pair] is None and pair not in self._hopeless:
+                message = "counted as wrong, for it cannot be graded within the limits: %.200r"
+                warn_of_this_rank(log, message, pair[1])
+        self._hopeless |= {pair: None for pair in second_pass if verdicts[pair] is None}
+        while len(self._hopeless) > _MAX_HOPELESS:
             del self._hopeless[next(iter(self._hopeless))]
         return [bool(verdicts[pair]) for pair in pairs]
 
     def _grade(self, pairs: Sequence[Pair], seconds: float) -> dict[Pair, bool | None]:
-        """The verdict of each pair; None where it took too long.
+        """The verdict on each pair; None if it took too long.
 
         Raises:
-            UserError: Somebody else kills the processes, again and again.
+            UserError: Workers are killed repeatedly, but not by their limits.
         """
         if not pairs:
             return {}
-        self._have(min(self.workers, -(-len(pairs) // _PAIRS_A_WORKER)))
+        self._start_workers(min(self.workers, -(-len(pairs) // _PAIRS_PER_WORKER)))
         waiting, verdicts, killed = deque(pairs), dict[Pair, bool | None](), set[Pair]()
         try:
             with selectors.DefaultSelector() as selector:
@@ -118,105 +102,105 @@ class MathPool:
                 while len(verdicts) < len(pairs):
                     while idle and waiting:
                         worker = idle.pop()
-                        worker.ask(waiting.popleft(), seconds)
+                        worker.send(waiting.popleft(), seconds)
                         selector.register(worker, selectors.EVENT_READ)
                     ready = {key.fileobj for key, _ in selector.select(timeout=1.0)}
-                    for worker in [one for one in self.processes if one in ready or one.overdue()]:
+                    for worker in [process for process in self.processes if process in ready or process.overdue()]:
                         selector.unregister(worker)
-                        pair, reply = worker.taken(in_time=worker in ready)
+                        pair, reply = worker.receive(in_time=worker in ready)
                         if reply in _VERDICTS:
                             verdicts[pair] = _VERDICTS[reply]
                         elif pair in killed:
                             raise UserError(f"{_OWN}; two were killed at {pair[1]!r:.80}, by no limit of it; {_REMEDY}")
-                        else:  # nothing that an answer does: it is asked again
+                        else:  # not the answer's doing: try once more
                             killed.add(pair)
                             waiting.appendleft(pair)
                         idle.append(worker if reply else self._replace(worker))
         finally:
-            if len(verdicts) < len(pairs):  # broken off: what they still say would answer the next questions
+            if len(verdicts) < len(pairs):  # interrupted: pending replies would be taken for the next pairs'
                 for worker in self.processes:
                     worker.stop()
         return verdicts
 
-    def _have(self, count: int) -> None:
-        """Have so many processes, all started at once, none of which has ended while idle."""
+    def _start_workers(self, count: int) -> None:
+        """Have at least `count` live processes; new ones start concurrently."""
         self.processes = [worker for worker in self.processes if worker.process.poll() is None]
-        new = [_Worker() for _ in range(count - len(self.processes))]
-        for worker in new:
+        started = [_Worker() for _ in range(count - len(self.processes))]
+        for worker in started:
             worker.wait_for_start()
-        self.processes += new
+        self.processes += started
 
     def _replace(self, worker: "_Worker") -> "_Worker":
         worker.stop()
-        place = self.processes.index(worker)
-        self.processes[place] = _Worker()
-        self.processes[place].wait_for_start()
-        return self.processes[place]
+        index = self.processes.index(worker)
+        self.processes[index] = _Worker()
+        self.processes[index].wait_for_start()
+        return self.processes[index]
 
 
 class _Worker:
-    """One process, and what it was asked."""
+    """One grading process, and the pair that it is grading."""
 
     def __init__(self) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-P", str(_PROGRAM), str(_MEGABYTES)],
+            [sys.executable, "-P", str(_GRADER), str(_MEMORY_LIMIT_MB)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},  # threads' stacks would count against the memory limit
-            start_new_session=True,  # Ctrl-C is the caller's affair
+            env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},  # threads' stacks would count towards the memory limit
+            start_new_session=True,  # the caller handles Ctrl-C
         )
-        self._asked: Pair | None = None
+        self._pair: Pair | None = None
         self._deadline = 0.0
         self._finalizer = weakref.finalize(self, _end, self.process)
 
     def fileno(self) -> int:
-        """Where its replies come."""
+        """The pipe of its replies, for selectors."""
         assert self.process.stdout is not None
         return self.process.stdout.fileno()
 
     def wait_for_start(self) -> None:
-        """Return when it takes questions.
+        """Wait until it accepts pairs.
 
         Raises:
-            UserError: It does not start, or not in time.
+            UserError: It does not start in time.
         """
         assert self.process.stdout is not None
         with selectors.DefaultSelector() as selector:
             selector.register(self, selectors.EVENT_READ)
-            in_time = selector.select(timeout=_SECONDS_TO_START)
+            in_time = selector.select(timeout=_START_TIMEOUT_S)
         if not in_time or self.process.stdout.readline() != b"ready\n":
             self.stop()
             raise UserError(f"{_OWN}; one did not start (exit status {self.process.returncode}); {_REMEDY}")
 
-    def ask(self, pair: Pair, seconds: float) -> None:
-        """Have it grade a pair; a process that is gone shows at its reply."""
+    def send(self, pair: Pair, seconds: float) -> None:
+        """Have it grade a pair within a CPU time limit."""
         assert self.process.stdin is not None
-        self._asked = pair
-        self._deadline = time.monotonic() + 20 * seconds + _SECONDS_TO_END
+        self._pair = pair
+        self._deadline = time.monotonic() + 20 * seconds + _OVERDUE_S
         try:
             self.process.stdin.write((json.dumps([*pair, seconds]) + "\n").encode())
             self.process.stdin.flush()
         except BrokenPipeError:
-            pass
+            pass  # the process is gone: `receive` returns ""
 
-    def taken(self, in_time: bool) -> tuple[Pair, str]:
-        """What it was asked, and the line that it has written: "" where it is gone, or not in time."""
-        assert self._asked is not None and self.process.stdout is not None
-        pair, self._asked = self._asked, None
+    def receive(self, in_time: bool) -> tuple[Pair, str]:
+        """The pair and the reply, which is "" if the process is gone or late."""
+        assert self._pair is not None and self.process.stdout is not None
+        pair, self._pair = self._pair, None
         return pair, self.process.stdout.readline().decode().strip() if in_time else ""
 
     def overdue(self) -> bool:
-        """Whether it is stuck, for its own clocks would have ended any grading by now."""
-        return self._asked is not None and time.monotonic() > self._deadline
+        """Whether it is stuck: its own timers would have ended any grading by now."""
+        return self._pair is not None and time.monotonic() > self._deadline
 
     def stop(self) -> None:
-        """End it, with the copy that grades."""
+        """Kill it and its fork."""
         self._finalizer()
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
     if process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL)  # with its copy; alone that ends with its input
+        os.killpg(process.pid, signal.SIGKILL)
     for pipe in (process.stdin, process.stdout):
         if pipe is not None:
             try:
@@ -227,7 +211,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def cores() -> int:
-    """Processor cores for this process's workers: those it may use, shared with the other ranks of its machine."""
+    """CPU cores that this process may use, divided by the ranks on its machine."""
     try:
         available = len(os.sched_getaffinity(0))
     except AttributeError:  # macOS
@@ -236,27 +220,27 @@ def cores() -> int:
 
 
 class MathAnswer:
-    """1 where the answer equals the reference as mathematics (math-verify), else 0.
+    """1 if the answer equals the reference as mathematics (math-verify), else 0.
 
-    The answer is LaTeX or plain text, such as \\frac{1}{2}, 0.5, 1/2 or $x = 3$; of several in \\boxed{} the last
-    counts. An answer that cannot be read, or not within the limits on time and memory, counts as wrong, and so does one
-    that is not definite: two values for one, a negation, a chain of equations of which one is false, a prime or a base
-    that the reference does not have. Grading runs in processes of its own, started at the first call and kept: a time
-    limit is certain to end it, and nothing in it writes files, starts programs or opens sockets.
+    The answer is LaTeX or plain text, such as \\frac{1}{2}, 0.5, 1/2 or $x = 3$; of several \\boxed{} the last counts.
+    Wrong is also an answer that cannot be read, or not within the limits on time and memory, and one that is not
+    definite: two values for one, a negation, a chain of equations of which one is false, a prime or a base that the
+    reference does not have. Grading runs in separate processes, which can be killed, and which cannot write files,
+    start programs or open sockets.
 
-    A reference of prose or of several statements, such as "$C$ is not invertible", is compared as text alone, but for
-    case and spaces; a run warns of such at its start.
+    A reference of prose or of several statements, such as "$C$ is not invertible", is compared as text, ignoring case
+    and spaces; a warning names such references at the start.
 
     Args:
         weight: Factor of this reward in the total.
-        tag: The answer is what the last block of this tag encloses; null takes the last \\boxed{} of the whole
-            completion, or what follows its last ####, or its last formula or number.
-        time_limit_s: Seconds of processor time that reading and comparing one answer may take.
-        name: What the values are logged as, after `reward/`.
-        batch_limit_s: Seconds of processor time that the slow answers of a batch, each of which takes more than a sixth
-            of its limit, may take together; the first ones are graded, the rest counts as wrong. A batch of more than
-            128 completions has it once for each 128 begun, at most 16 times.
-        workers: Processes that grade; null takes one a processor core. Grades do not depend on it.
+        tag: The answer is in the last block of this tag; null takes the completion's last \\boxed{}, the line after its
+            last ####, or its last formula or number.
+        time_limit_s: CPU time limit of one answer, in seconds.
+        name: Logged as `reward/<name>`.
+        batch_limit_s: CPU time limit, in seconds, of a batch's slow answers (those that take more than a sixth of their
+            limit) together; answers beyond it count as wrong. A batch of more than 128 completions has it once for each
+            128 begun, at most 16 times.
+        workers: Grading processes; null takes one for each CPU core. Grades do not depend on it.
     """
 
     def __init__(
@@ -280,36 +264,35 @@ class MathAnswer:
         self._pool = MathPool(time_limit_s, batch_limit_s, cores() if workers is None else workers)
 
     def __call__(self, samples: Sequence[RewardSample]) -> Sequence[float]:
-        answers = [answer_of(sample.completion, self.tag) for sample in samples]
-        # The same text is the same value: most right answers need no more than this.
-        values = [float(answer == sample.reference.strip()) for sample, answer in zip(samples, answers, strict=True)]
-        open_places = []
-        for place, (sample, answer) in enumerate(zip(samples, answers, strict=True)):
-            if answer and not values[place]:
-                if only_text(sample.reference):
-                    values[place] = float(same_prose(answer, sample.reference))
-                else:
-                    open_places.append(place)
-        pairs = [(samples[place].reference, str(answers[place])) for place in open_places]
-        for place, right in zip(open_places, self._pool.equivalent(pairs, len(samples)), strict=True):
-            values[place] = float(right)
+        values = [0.0] * len(samples)
+        pairs: dict[int, Pair] = {}
+        for index, sample in enumerate(samples):
+            answer = answer_of(sample.completion, self.tag)
+            if answer == sample.reference.strip():  # most right answers end here
+                values[index] = 1.0
+            elif answer and only_text(sample.reference):
+                values[index] = float(same_prose(answer, sample.reference))
+            elif answer:
+                pairs[index] = sample.reference, answer
+        for index, right in zip(pairs, self._pool.equivalent(list(pairs.values()), len(samples)), strict=True):
+            values[index] = float(right)
         return values
 
     def check_references(self, references: Mapping[str, str]) -> None:
         """Refuse empty references, and warn of those that can only be compared as text."""
         refuse_empty_references(self, references)
-        found = [name for name, reference in references.items() if only_text(reference)]
-        if found:
+        names = [name for name, reference in references.items() if only_text(reference)]
+        if names:
             log.warning(
                 "MathAnswer compares a reference of prose or of several statements as text alone, for any part of it "
                 "would satisfy it as mathematics: %d of %d references, such as %.200r of %s; rewrite or drop them",
-                len(found),
+                len(names),
                 len(references),
-                references[found[0]],
-                found[0],
+                references[names[0]],
+                names[0],
             )
 
     def extract_answer(self, completion: str) -> str | None:
-        """The answer, written one way in spaces and the like; None without one."""
+        """The normalized answer; None if there is none."""
         answer = answer_of(completion, self.tag)
         return None if answer is None else same_text(answer)

@@ -24,30 +24,24 @@ class CheckedPolicy(Protocol):
     @property
     def device(self) -> torch.device:
         """Device of its tensors."""
-        ...
 
     @property
     def full_finetuning(self) -> bool:
         """Whether every weight trains; then there is no adapter to switch off."""
-        ...
 
     def weights(self, version: int, *, adapter: bool = True) -> PolicyWeights:
         """Weights for an engine; without `adapter` those of the reference policy."""
-        ...
 
     def token_logprobs(
         self, tokens: Tensor, lengths: Tensor, mask: Tensor, temperature: float, *, reference: bool = False
     ) -> tuple[Tensor, Tensor]:
         """Log-probabilities and entropies at the tokens of the mask, float32 [B, T] each; or the reference policy's."""
-        ...
 
     def perturbed(self, seed: int) -> AbstractContextManager[None]:
         """Inside the block the adapter, or some of the weights, are random."""
-        ...
 
     def eval(self) -> object:
         """Switch dropout off."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -77,13 +71,13 @@ def check_logprob_parity(
     """Stop the run if the engine's log-probabilities differ from the policy's, with its own and with a random adapter.
 
     A new adapter has no effect, so one that never reaches the engine, or is lost in a sleep, would show much later:
-    each check therefore also compares with a random adapter, or with some random weights in full fine-tuning.
-    The engine is left synced to other weights: sync it before sampling.
+    each check therefore also compares with a random adapter, or with some random weights in full fine-tuning. One
+    greedy completion of each prompt is compared. Sync the engine afterwards.
 
     Args:
         engine: Rollout engine.
         policy: Trained policy.
-        prompts: Prompts of which one greedy completion each is compared.
+        prompts: Prompts to compare on.
         version: Policy version.
         seed: Seed of the random adapter.
         max_tokens: Longest completion that the engine supports.
@@ -125,10 +119,7 @@ def measure_logprob_parity(
 def measure_full_finetuning_parity(
     engine: RolloutEngine, policy: CheckedPolicy, prompts: Sequence[Prompt], version: int, seed: int, max_tokens: int
 ) -> LogprobParity:
-    """The same for full fine-tuning: with some weights perturbed ("adapter on") and as it is ("adapter off").
-
-    Leaves the engine synced to the perturbed weights.
-    """
+    """The same for full fine-tuning; leaves the engine synced to the perturbed weights."""
     comparison = _Comparison(engine, policy, prompts, max_tokens)
     off, _ = comparison.difference(comparison.sample(policy.weights(version)))
     with policy.perturbed(seed):
