@@ -59,13 +59,7 @@ def decode_gemm_supported(weight: MarlinTensor) -> bool:
 
 
 def decode_gemm_sizes(weight: MarlinTensor, rank: int, up_to: int) -> list[int]:
-    """Numbers of tokens to run once, so that every kernel variant for up to `up_to` tokens is compiled.
-
-    Args:
-        weight: One that `decode_gemm_supported` allows.
-        rank: Rows of A, of all adapters together.
-        up_to: Tokens.
-    """
+    """Numbers of tokens to run once, so that all kernel variants up to `up_to` tokens and this rank are compiled."""
     from qerl_kernels import triton_decode_gemm
 
     return triton_decode_gemm.sizes(weight, rank, up_to)

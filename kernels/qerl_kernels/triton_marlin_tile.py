@@ -1,4 +1,4 @@
-"""A tile of a weight in vLLM's Marlin layout as the left operand of a product of few tokens, in registers.
+"""A tile of a weight in vLLM's Marlin layout as the left operand of the decode GEMM, in registers.
 
 Marlin's words lie as the tensor cores read them, so expanding takes bit operations alone and no thread needs another's.
 """
