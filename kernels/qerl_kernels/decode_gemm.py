@@ -29,8 +29,7 @@ def decode_gemm_linear(
 ) -> Tensor:
     """x W^T + bias + (x A^T) B^T, rounded to bfloat16 before the adapter's product is added.
 
-    Without gradients. It does not synchronize with the host, so a CUDA graph can capture it. Split-K follows from the
-    shapes alone: the same call gives the same bits.
+    Without gradients or host synchronization: a CUDA graph can capture it. The same call returns the same bits.
 
     Args:
         x: bfloat16 [tokens, K]; for other types plain PyTorch computes it.
@@ -49,10 +48,7 @@ def decode_gemm_linear(
 
 
 def decode_gemm_supported(weight: MarlinTensor) -> bool:
-    """Whether the kernels take this weight here; where not, `decode_gemm_linear` is plain PyTorch and slow.
-
-    They need the Triton backend, a Hopper GPU, and NVFP4. It depends on the layer alone, not on the tokens.
-    """
+    """Whether the kernels run: NVFP4, Triton backend, Hopper GPU; else `decode_gemm_linear` is slow plain PyTorch."""
     if weight.global_scale is None or not runs_triton(weight.weight):
         return False
     return len(weight.weight) % 4 == 0 and (interpreting() or _hopper(weight.weight.get_device()))

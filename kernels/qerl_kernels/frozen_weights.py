@@ -33,11 +33,7 @@ class FrozenWeight(Protocol):
 
 
 class DenseWeight:
-    """A weight in 16 or 32 bits.
-
-    Args:
-        weight: [N, K].
-    """
+    """A weight [N, K] in 16 or 32 bits."""
 
     def __init__(self, weight: Tensor) -> None:
         self._weight = weight
@@ -54,9 +50,7 @@ class DenseWeight:
 class NVFP4Weight:
     """A weight in NVFP4, in the layout of compressed-tensors.
 
-    Args:
-        tensor: W; alpha is the global scale's reciprocal, rounded to float32 as engines round it, which synchronizes
-            with the device.
+    alpha is the global scale's reciprocal, rounded to float32 as engines round it: `__init__` synchronizes.
     """
 
     def __init__(self, tensor: NVFP4Tensor) -> None:
@@ -73,11 +67,7 @@ class NVFP4Weight:
 
 
 class MXFP4Weight:
-    """A weight in MXFP4, in the layout of compressed-tensors.
-
-    Args:
-        tensor: W.
-    """
+    """A weight in MXFP4, in the layout of compressed-tensors."""
 
     def __init__(self, tensor: MXFP4Tensor) -> None:
         self._tensor = tensor
@@ -92,8 +82,7 @@ class MXFP4Weight:
 
 
 class MarlinRows:
-    """Rows [start, stop) of a weight in Marlin's layout, which may hold several projections: NVFP4, or MXFP4 where it
-    has no global scale.
+    """Rows [start, stop) of a weight in Marlin's layout: NVFP4, or MXFP4 without a global scale.
 
     Args:
         tensor: The full matrix, an engine's.

@@ -70,13 +70,7 @@ def frozen_linears(x: Tensor, a: Sequence[Tensor], linears: Sequence[AdaptedWeig
 
 
 def dense_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`torch.nn.functional.linear` of a frozen W, as a product that selective checkpointing can save.
-
-    Args:
-        x: [..., K].
-        weight: W [N, K], in x's dtype.
-        bias: [N], frozen.
-    """
+    """`torch.nn.functional.linear` with frozen weight and bias, whose product selective checkpointing can save."""
     return _DenseLinear.apply(x, weight, bias)
 
 

@@ -41,9 +41,6 @@ def chunked_token_logprobs(
 
     Returns:
         Log-probability and entropy in nats, each float32 [M] (float64 for float64 input).
-
-    Raises:
-        ValueError: The temperature is not above 0.
     """
     if temperature <= 0:
         raise ValueError(f"The temperature must be above 0, got {temperature}; use 1.0 for greedy completions.")

@@ -77,11 +77,7 @@ def check_rows(weight: Tensor, start: int, stop: int | None) -> tuple[int, int]:
 
 
 def to_marlin(tensor: NVFP4Tensor | MXFP4Tensor) -> MarlinTensor:
-    """Convert from the compressed-tensors layout as vLLM does at loading, for tests and benchmarks.
-
-    Raises:
-        ValueError: N is no multiple of 64, where vLLM would pad.
-    """
+    """Convert from the compressed-tensors layout as vLLM does at loading (which pads N to 64), for tests."""
     rows, columns = len(tensor.packed), 2 * tensor.packed.shape[1]
     if rows % TILE:
         raise ValueError(f"Marlin's layout needs rows that are a multiple of {TILE}, got {rows}; pad the weight.")
@@ -114,9 +110,6 @@ def scale_factor(scale: Tensor) -> float:
 
 
 def marlin_scale(scale: Tensor) -> Tensor:
-    """Block scales as Marlin reads them: those below 2**-6 after its scale factor are zero.
-
-    Such blocks hold no weight above 3.5e-5 of the matrix's largest. An own copy of the weight keeps them.
-    """
+    """Block scales as Marlin reads them: zero below 2**-6 after scaling, 3.5e-5 of the matrix's largest weight."""
     seen = scale.float()
     return torch.where(seen * scale_factor(scale) < SMALLEST_SCALE, 0.0, seen).to(scale.dtype)

@@ -10,14 +10,10 @@ from qerl_kernels.backend import runs_triton
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """weight * x / sqrt(mean(x^2) + eps), computed in float32 and rounded once to x's dtype.
+    """weight * x / sqrt(mean(x^2) + eps), computed in float32 and rounded once to x's dtype [..., K].
 
-    The kernel sums a row's squares in its own order, the same for any number of rows.
-
-    Args:
-        x: [..., K].
-        weight: float32 [K]; if it requires gradients, plain PyTorch runs.
-        eps: Added to the mean square.
+    The kernel sums a row's squares in its own order, the same for any number of rows. If `weight`, float32 [K],
+    requires gradients, plain PyTorch runs.
     """
     if weight.requires_grad or not runs_triton(x):
         return plain_rms_norm(x, weight, eps)

@@ -80,8 +80,8 @@ def quantize_nvfp4(
 
     Args:
         weight: [N, K], K a multiple of 16, bfloat16, float16 or float32.
-        global_scale: float32, one element, shared with the matrices fused with this one; from `weight` if None.
-        block_scales: Choice of the block scales.
+        global_scale: float32 [1], shared with the matrices fused with this one; from `weight` if None.
+        block_scales: See above.
 
     Raises:
         ValueError: The weight is no matrix, or K is no multiple of 16.
@@ -158,11 +158,8 @@ def dequantize_nvfp4_unscaled(packed: Tensor, scale: Tensor, dtype: torch.dtype)
 def quantize_mxfp4(weight: Tensor) -> MXFP4Tensor:
     """Round a weight to MXFP4 (OCP microscaling, blocks of 32), bit for bit as compressed-tensors from bfloat16.
 
-    Args:
-        weight: [N, K], K a multiple of 32, bfloat16, float16 or float32.
-
     Raises:
-        ValueError: The weight is no matrix, or K is no multiple of 32.
+        ValueError: The weight [N, K] is no matrix, or K is no multiple of 32.
     """
     check_matrix(weight, MX_BLOCK, "MXFP4")
     chunks = []

@@ -22,8 +22,8 @@ def sample_tokens(
 ) -> tuple[Tensor, Tensor]:
     """Draw a token per row, with its log-probability under softmax(logits / temperature).
 
-    A row's result does not depend on the other rows, bit for bit. Of several largest the first is taken. At temperature
-    0 that is the token of the largest logit, with its log-probability at temperature 1.
+    A row's bits do not depend on other rows. Ties take the first. Temperature 0 takes the largest logit, with its
+    log-probability at temperature 1.
 
     Args:
         logits: [rows, V], bfloat16, float16 or float32, each row contiguous.

@@ -95,8 +95,7 @@ class Tuned:
         """Run the kernel with every choice, and cache the fastest.
 
         Args:
-            key: All that Triton specializes on and all that decides the fastest choice: data types, sizes, strides, the
-                device, and the addresses modulo 16.
+            key: Data types, sizes, strides, device, and addresses modulo 16.
             arguments: Those before the constants.
             grid: From the meta-parameters.
             constants: Those before the meta-parameters.
