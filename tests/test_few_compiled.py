@@ -1,4 +1,4 @@
-"""What Triton and its ptxas make of the product of few tokens for a Hopper GPU; no GPU is needed to compile."""
+"""What Triton and its ptxas make of the decode GEMM for a Hopper GPU; no GPU is needed to compile."""
 
 import functools
 import os
@@ -13,7 +13,7 @@ import subprocess, sys, tempfile
 from pathlib import Path
 import triton
 from qerl_kernels.decode_gemm_schedule import BLOCK, best_tile, schedule
-from qerl_kernels.triton_decode_gemm import reduce_kernel, reduce_registers, stream_k_kernel
+from qerl_kernels.triton_decode_gemm import decode_gemm_reduce_kernel, reduce_registers, decode_gemm_stream_k_kernel
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -37,7 +37,7 @@ def stream_k(tokens, rows, shared):
     widths = {"x_tma": tile.tokens, "x_tma2": tile.extra_tokens}
     described = {name: [width, tile.columns] for name, width in widths.items() if tile.use_tma and width}
     constants |= {name: None for name in widths if name not in described}
-    return compiled(stream_k_kernel, constants, described, num_warps=tile.warps, maxnreg=tile.registers)
+    return compiled(decode_gemm_stream_k_kernel, constants, described, num_warps=tile.warps, maxnreg=tile.registers)
 
 def reduce(tokens, rows):
     plan = schedule(tokens, rows, 3584, 64, 132)
@@ -46,7 +46,7 @@ def reduce(tokens, rows):
     constants |= {"BLOCK": BLOCK, "SPLITS": plan.splits, "SHRINK_SPLITS": plan.shrink_splits, "ROWS": plan.tile.rows}
     constants |= {"COLUMNS": plan.tile.columns, "DATA_PARALLEL": plan.waves > 0, "BIAS": False, "ON_GPU": True}
     ctas = rows // BLOCK * plan.token_blocks * width // chunk
-    return compiled(reduce_kernel, constants, num_warps=8, maxnreg=reduce_registers(ctas, 132, width))
+    return compiled(decode_gemm_reduce_kernel, constants, num_warps=8, maxnreg=reduce_registers(ctas, 132, width))
 
 for case in sys.argv[1:]:
     shape, *kinds = case.split()
@@ -71,8 +71,8 @@ def machine_code():
     cases = [*CASES, *[f"{case} reduced" for case in REDUCED]]
     run = [sys.executable, "-c", COMPILE, *cases]
     text = subprocess.run(run, check=True, capture_output=True, text=True, env=environment).stdout
-    found = [part.partition(":") for part in text.split("case ")[1:]]
-    return {case: parsed(sass) for case, _, sass in found}
+    result = [part.partition(":") for part in text.split("case ")[1:]]
+    return {case: parsed(sass) for case, _, sass in result}
 
 
 def parsed(sass):
@@ -93,11 +93,11 @@ def written(text):
 
 def overwritten(body):
     """Instructions on the path that write what a product which may be running reads."""
-    groups, group, found = [], {}, []
+    groups, group, result = [], {}, []
     for address, text in body:
         for where, registers in [item for one in [*groups, group] for item in one.items()]:
             if registers & written(text):
-                found.append(f"{address:#x} {text}, read at {where:#x}")
+                result.append(f"{address:#x} {text}, read at {where:#x}")
         product = re.match(r"HGMMA\S+ R\d+, R(\d+),", text)
         if product:
             group[address] = set(range(int(product[1]), int(product[1]) + 4))
@@ -106,7 +106,7 @@ def overwritten(body):
         wait = re.match(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x(\d+)", text)
         if wait:
             groups = groups[len(groups) - min(int(wait[1]), len(groups)) :]
-    return found
+    return result
 
 
 def target(text):
@@ -155,9 +155,9 @@ def test_a_turn_includes_what_waits_for_a_copy_behind_the_loop():
 def test_nothing_is_written_to_registers_that_a_product_may_still_read(case):
     # Before CUDA 13.3 ptxas would do so in a loop's next turn (`finish_products`).
     code = machine_code()[case]
-    found = list(loops(code))
-    assert len(found) == (0 if case.startswith("8x") else 1)  # narrow products are not asynchronous
-    for first, last in found:
+    result = list(loops(code))
+    assert len(result) == (0 if case.startswith("8x") else 1)  # narrow products are not asynchronous
+    for first, last in result:
         assert not overwritten(list(turn(code, first, last)) * 3)
         assert not overwritten(code[first : last + 100])
 

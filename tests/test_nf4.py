@@ -41,8 +41,8 @@ def test_double_quantization_worked_out() -> None:
     codes = torch.zeros(1, 96, dtype=torch.uint8)
     stored, magnitudes = QUANTIZER.store(codes, torch.tensor([[1.0, 2.0, 6.0]]), None, torch.bfloat16)
     assert stored[".nested_absmax"].tolist() == [3.0]
-    found = stored[".nested_quant_map"][stored[".absmax"].int()]
-    assert found.tolist() == pytest.approx([-0.6695, -0.3320, 1.0], abs=1e-4)
+    result = stored[".nested_quant_map"][stored[".absmax"].int()]
+    assert result.tolist() == pytest.approx([-0.6695, -0.3320, 1.0], abs=1e-4)
     assert magnitudes[0].tolist() == pytest.approx([0.9914, 2.0039, 6.0], abs=1e-4)
     stored, magnitudes = QUANTIZER.store(codes, torch.full((1, 3), 0.5), None, torch.bfloat16)
     assert stored[".absmax"].tolist() == [0] * 3 and magnitudes.tolist() == [[0.5] * 3]  # nothing left to round

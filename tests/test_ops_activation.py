@@ -19,10 +19,10 @@ def test_values_and_gradients_are_those_of_plain_pytorch(shape, dtype):
     torch.manual_seed(0)
     gate, up, direction = ((6 * torch.randn(shape)).to(dtype).to(DEVICE) for _ in range(3))
     inputs = (gate.requires_grad_(), up.requires_grad_())
-    found, expected = silu_product(*inputs), functional.silu(gate) * up
-    assert type(found.grad_fn).__name__ == "_SiluProductBackward" and found.dtype == dtype
-    pairs = [(found, expected)]
-    pairs += zip(*(torch.autograd.grad(y, inputs, direction) for y in (found, expected)), strict=True)
+    result, expected = silu_product(*inputs), functional.silu(gate) * up
+    assert type(result.grad_fn).__name__ == "_SiluProductBackward" and result.dtype == dtype
+    pairs = [(result, expected)]
+    pairs += zip(*(torch.autograd.grad(y, inputs, direction) for y in (result, expected)), strict=True)
     for one, plain in pairs:
         if DEVICE == "cuda":
             assert torch.equal(one, plain)

@@ -71,10 +71,10 @@ def test_search_chooses_its_own_global_scale():
 @pytest.mark.parametrize("quantize", [reference.quantize_nvfp4, reference.quantize_mxfp4])
 def test_a_weight_quantized_in_parts_is_that_quantized_at_once(quantize, monkeypatch):
     weight = torch.linspace(-3, 3, 5 * 64).view(5, 64)
-    full_finetuning = quantize(weight)
-    assert full_finetuning.packed.dtype == torch.uint8 and full_finetuning.packed.shape == (5, 32)
+    full = quantize(weight)
+    assert full.packed.dtype == torch.uint8 and full.packed.shape == (5, 32)
     monkeypatch.setattr(reference, "CPU_BLOCKS", 3)
-    for part, expected in zip(quantize(weight), full_finetuning, strict=True):
+    for part, expected in zip(quantize(weight), full, strict=True):
         assert torch.equal(part, expected)
 
 
@@ -117,8 +117,8 @@ def test_marlins_scales_by_hand():
 def test_a_whole_marlin_weight_is_read_by_default_and_no_other_slice():
     tensor = reference.quantize_nvfp4(torch.linspace(-1, 1, 128 * 16).view(128, 16))
     words, scale, _ = marlin.to_marlin(tensor)
-    full_finetuning = reference.dequantize_nvfp4_unscaled(tensor.packed, tensor.scale, torch.float32)
-    assert torch.equal(marlin.dequantize_marlin(words, scale, torch.float32), full_finetuning)
+    full = reference.dequantize_nvfp4_unscaled(tensor.packed, tensor.scale, torch.float32)
+    assert torch.equal(marlin.dequantize_marlin(words, scale, torch.float32), full)
     for start, stop in ((0, 100), (64, 64), (-64, 64), (64, 192)):
         with pytest.raises(ValueError, match=rf"got \[{start}:{stop}\]"):
             marlin.dequantize_marlin(words, scale, torch.float32, start, stop)
@@ -155,9 +155,9 @@ def test_each_path_passes_on_its_gradients_at_its_price(trained, entropy_gradien
         logprob, entropy = chunked_token_logprobs(
             leaves["hidden"], leaves["head"], targets, 0.7, leaves["bias"], entropy_gradient=entropy_gradient
         )
-        found = torch.autograd.grad(logprob.sum() + entropy_gradient * entropy.sum(), wanted)
+        result = torch.autograd.grad(logprob.sum() + entropy_gradient * entropy.sum(), wanted)
     assert entropy.requires_grad == entropy_gradient and products_made.count == products
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(result, expected)
 
 
 def test_a_trained_head_on_frozen_hidden_states_costs_no_gradient_of_those():

@@ -1,6 +1,6 @@
-"""The product of few tokens against plain PyTorch: on a GPU, or on a CPU in Triton's interpreter.
+"""The decode GEMM against plain PyTorch: on a GPU, or on a CPU in Triton's interpreter.
 
-Buffers start poisoned (deterministic mode fills them with NaN), so a part that no program writes is seen.
+Buffers start poisoned (deterministic mode fills them with NaN), so an element that no CTA writes is seen.
 """
 
 import math
@@ -23,7 +23,7 @@ from qerl_kernels import (
 pytestmark = pytest.mark.usefixtures(triton_on_poisoned_memory.__name__)
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 REPEATS = 50 if DEVICE == "cuda" else 1
-# Rows that fill no tile of 256, columns that the programs' runs do not divide.
+# Rows that fill no tile of 256, columns that the CTAs' iterations do not divide.
 SHAPES = [(64, 64), (192, 320), (320, 576)]
 Tile = triton_decode_gemm.Tile
 TILES = [
@@ -42,7 +42,7 @@ REAL["down"] = (3584, 18944, (0,))
 
 
 def linear(rows, columns, rank=0, starts=(0,), with_bias=False):
-    """A weight, a bias and an adapter of `rank` for each of the parts that begin at `starts`."""
+    """A weight, a bias and an adapter of `rank` for each of the slices that begin at `starts`."""
     torch.manual_seed(rows + columns + rank)
     source = torch.randn(rows, columns, device=DEVICE) * 0.05
     source[:, :16] *= 1e-5  # scales that Marlin reads as zero
@@ -52,8 +52,8 @@ def linear(rows, columns, rank=0, starts=(0,), with_bias=False):
         return weight, bias, None, None
     a = (torch.randn(len(starts) * rank, columns, device=DEVICE) * 0.05).bfloat16()
     b = torch.zeros(rows, len(starts) * rank, device=DEVICE)
-    for part, (start, stop) in enumerate(zip(starts, (*starts[1:], rows), strict=True)):
-        b[start:stop, part * rank : (part + 1) * rank] = torch.randn(stop - start, rank, device=DEVICE) * 0.2
+    for slot, (start, stop) in enumerate(zip(starts, (*starts[1:], rows), strict=True)):
+        b[start:stop, slot * rank : (slot + 1) * rank] = torch.randn(stop - start, rank, device=DEVICE) * 0.2
     return weight, bias, a, b.bfloat16()
 
 
@@ -83,7 +83,7 @@ def test_errs_at_most_twice_as_much_as_plain_bfloat16_and_repeats_its_bits(shape
 
 
 @pytest.mark.parametrize(("rank", "starts"), [(8, (0,)), (20, (0, 128)), (32, (64, 128, 192)), (64, (0, 100))])
-def test_any_rank_and_any_adapted_parts_of_a_fused_projection(rank, starts):
+def test_any_rank_and_any_adapted_slices_of_a_fused_projection(rank, starts):
     check(tokens_of(5, 192), *linear(256, 192, rank, starts), starts)
 
 
@@ -144,9 +144,7 @@ def test_a_tile_of_any_form_gives_the_same_product(tile):
     assert (actual - expected).float().norm() <= 4e-3 * expected.float().norm()
 
 
-FEW_CTAS = Tile(
-    64, n_tiles=1, ctas_per_sm=1, data_parallel=True
-)  # as few programs as small weights have row blocks for
+FEW_CTAS = Tile(64, n_tiles=1, ctas_per_sm=1, data_parallel=True)  # as few CTAs as small weights have row blocks for
 
 
 @pytest.mark.parametrize(
@@ -173,7 +171,7 @@ def test_data_parallel_waves_and_tiles_that_are_split(tile, shape, starts, cut):
 @pytest.mark.parametrize(("rows", "alone"), [(512, 512), (576, 256)])
 def test_data_parallel_rows_without_an_adapter_need_no_reduce_kernel(rows, alone):
     weight, _, _, _ = linear(rows, 384)
-    x = tokens_of(70, 384)  # two blocks of tokens: two programs each
+    x = tokens_of(70, 384)  # two blocks of tokens: two CTAs each
     tile = FEW_CTAS._replace(ctas_per_sm=2)
     assert triton_decode_gemm.schedule(70, rows, 384, 0, 4, tile).data_parallel_rows == alone
     actual = triton_decode_gemm.decode_gemm_linear(x, weight, None, None, None, (0,), tile)

@@ -80,11 +80,11 @@ def test_marlin_scales_weights_up_and_drops_scales_it_cannot_hold():
     seen = dequantize_nvfp4_unscaled(tensor.packed, marlin_scale(tensor.scale), torch.float32)
     scaled = dequantize_marlin(marlin.weight, marlin.scale, torch.float32) * marlin_alpha(marlin.global_scale)
     torch.testing.assert_close(scaled, seen * NVFP4Weight(tensor).alpha, rtol=0, atol=0)
-    full_finetuning = quantize_nvfp4(weight(64, 64))
-    fine = full_finetuning.scale.clone()
+    full = quantize_nvfp4(weight(64, 64))
+    fine = full.scale.clone()
     fine[3, 1] = 2.0**-7
     assert marlin_scale(fine)[3, 1].float() == 0 and fine[3, 1].float() == 2.0**-7
-    lost = to_marlin(full_finetuning._replace(scale=fine))
+    lost = to_marlin(full._replace(scale=fine))
     assert dequantize_marlin(lost.weight, lost.scale, torch.float32)[3, 16:32].abs().max() == 0
 
 
@@ -152,8 +152,8 @@ def test_a_frozen_weight_is_alpha_times_its_dense_matrix_and_names_what_it_holds
     expected = truth(matrix)
     assert frozen.shape == expected.shape
     torch.testing.assert_close(frozen.alpha * frozen.dense(torch.float32), expected, rtol=3e-7, atol=0)
-    parts = [held] if layout == "dense" else [part for part in held if part is not None]
-    assert [tensor.data_ptr() for tensor in frozen.tensors().values()] == [part.data_ptr() for part in parts]
+    tensors = [held] if layout == "dense" else [tensor for tensor in held if tensor is not None]
+    assert [tensor.data_ptr() for tensor in frozen.tensors().values()] == [tensor.data_ptr() for tensor in tensors]
     assert all(name.startswith("weight") for name in frozen.tensors())
     x = torch.randn(5, 96)
     torch.testing.assert_close(frozen_linear(x, frozen), x @ expected.T)
@@ -214,7 +214,7 @@ class Casts(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def test_a_recomputation_that_takes_kept_products_casts_no_factor():
+def test_a_recomputation_that_takes_saved_products_casts_no_factor():
     _, x, _, lora = layer(torch.bfloat16)
     weight = DenseWeight(torch.randn(128, 96).bfloat16())
     counts = []
@@ -240,18 +240,18 @@ def test_linear_in_bfloat16_errs_at_most_twice_as_much_as_plain_bfloat16(source)
 
 def test_borrowed_and_own_tensors_give_the_same_bits():
     tensor, x, bias, lora = layer(torch.bfloat16)
-    own, borrowed = run("rows", x, tensor, bias, lora), run("marlin", x, tensor, bias, lora)
-    assert torch.equal(own, borrowed)
-    for ours, theirs in zip(gradients(own, x, lora), gradients(borrowed, x, lora), strict=True):
+    own, shared = run("rows", x, tensor, bias, lora), run("marlin", x, tensor, bias, lora)
+    assert torch.equal(own, shared)
+    for ours, theirs in zip(gradients(own, x, lora), gradients(shared, x, lora), strict=True):
         assert torch.equal(ours, theirs)
 
 
 def test_slices_of_a_fused_marlin_weight_are_its_projections():
     tensor, x, _, _ = layer(torch.float32, rows=192)
     marlin = to_marlin(tensor)
-    full_finetuning = frozen_linear(x, NVFP4Weight(tensor))
-    parts = [frozen_linear(x, MarlinRows(marlin, *rows)) for rows in ((0, 64), (64, 192))]
-    torch.testing.assert_close(torch.cat(parts, -1), full_finetuning)
+    full = frozen_linear(x, NVFP4Weight(tensor))
+    specs = [frozen_linear(x, MarlinRows(marlin, *rows)) for rows in ((0, 64), (64, 192))]
+    torch.testing.assert_close(torch.cat(specs, -1), full)
 
 
 def test_the_layer_saves_no_dense_weight():
@@ -302,38 +302,38 @@ def test_two_linears_on_one_input_by_hand():
     a = [torch.tensor([[1.0, 1.0]], requires_grad=True), torch.tensor([[1.0, -1.0]], requires_grad=True)]
     b = [torch.tensor([[2.0]], requires_grad=True), torch.tensor([[3.0]], requires_grad=True)]
     weights = [DenseWeight(torch.tensor([row])) for row in ([1.0, 0.0], [0.0, 1.0])]
-    linears = [AdaptedWeight(*one) for one in zip(weights, (None, None), b, (1.0, 0.5), strict=True)]
+    linears = [AdaptedWeight(*fields) for fields in zip(weights, (None, None), b, (1.0, 0.5), strict=True)]
     y = frozen_linears(x, a, linears)
     assert [one.tolist() for one in y] == [[[7.0]], [[0.5]]]
-    found = torch.autograd.grad(sum(y), (x, *a, *b))
-    assert [one.tolist() for one in found] == [[[4.5, 1.5]], [[2.0, 4.0]], [[1.5, 3.0]], [[3.0]], [[-0.5]]]
+    result = torch.autograd.grad(sum(y), (x, *a, *b))
+    assert [one.tolist() for one in result] == [[[4.5, 1.5]], [[2.0, 4.0]], [[1.5, 3.0]], [[3.0]], [[-0.5]]]
 
 
 def several(dtype, tokens=(3, 5), ranks=(4, 3, 6)):
     """An input, and linears of several sizes on it, each with its alpha, bias, adapter and scaling."""
-    parts, scalings = [], (0.5, 2.0, 0.25)
+    specs, scalings = [], (0.5, 2.0, 0.25)
     for rows, rank, scaling, size in zip((128, 64, 64), ranks, scalings, (1, 3, 0.2), strict=True):
         tensor = quantize_nvfp4(size * weight(rows, 96, seed=rows + rank))
         bias = None if rank == 3 else torch.randn(rows, dtype=dtype)
         a, b = (torch.randn(shape).mul_(0.2).requires_grad_() for shape in ((rank, 96), (rows, rank)))
-        parts.append((tensor, bias, LoraFactors(a, b, scaling)))
-    return torch.randn(*tokens, 96, dtype=dtype, requires_grad=True), parts
+        specs.append((tensor, bias, LoraFactors(a, b, scaling)))
+    return torch.randn(*tokens, 96, dtype=dtype, requires_grad=True), specs
 
 
-def one_by_one(x, parts, compute=lambda *args: run("rows", *args)):
-    return [compute(x, *part) for part in parts]
+def one_by_one(x, specs, compute=lambda *args: run("rows", *args)):
+    return [compute(x, *part) for part in specs]
 
 
-def together(x, parts, joined=False):
+def together(x, specs, joined=False):
     """With their A as they are, or one above the other from the start."""
-    a = [lora.a for *_, lora in parts]
-    linears = [AdaptedWeight(NVFP4Weight(tensor), bias, lora.b, lora.scaling) for tensor, bias, lora in parts]
+    a = [lora.a for *_, lora in specs]
+    linears = [AdaptedWeight(NVFP4Weight(tensor), bias, lora.b, lora.scaling) for tensor, bias, lora in specs]
     return frozen_linears(x, [torch.cat(a)] if joined else a, linears)
 
 
-def gradients_of_all(ys, x, parts):
+def gradients_of_all(ys, x, specs):
     torch.manual_seed(3)
-    inputs = [x, *(lora.a for *_, lora in parts), *(lora.b for *_, lora in parts)]
+    inputs = [x, *(lora.a for *_, lora in specs), *(lora.b for *_, lora in specs)]
     return torch.autograd.grad(ys, inputs, [torch.randn(y.shape).to(y.dtype) for y in ys])
 
 
@@ -341,42 +341,42 @@ def gradients_of_all(ys, x, parts):
 @pytest.mark.parametrize("joined", [False, True])
 @pytest.mark.parametrize("turned", [False, True])
 def test_linears_on_one_input_are_the_dense_layers_one_by_one(tokens, joined, turned):
-    x, parts = several(torch.float32, tokens)
+    x, specs = several(torch.float32, tokens)
     seen = x.transpose(0, 1) if turned and x.dim() > 2 else x
-    expected, found = one_by_one(seen, parts, plain), together(seen, parts, joined)
-    torch.testing.assert_close(list(found), expected)
-    torch.testing.assert_close(gradients_of_all(found, x, parts), gradients_of_all(expected, x, parts))
+    expected, result = one_by_one(seen, specs, plain), together(seen, specs, joined)
+    torch.testing.assert_close(list(result), expected)
+    torch.testing.assert_close(gradients_of_all(result, x, specs), gradients_of_all(expected, x, specs))
 
 
 def test_linears_on_one_input_err_in_bfloat16_no_more_than_one_by_one():
     """The input's gradient is rounded four times on its way, once by once eight; all else is rounded as often."""
-    x, parts = several(torch.bfloat16, (64,))
+    x, specs = several(torch.bfloat16, (64,))
     results = []
     for inputs, compute in ((x.float(), one_by_one), (x, one_by_one), (x, together)):
         inputs = inputs.detach().requires_grad_()
-        exact = [(tensor, bias if bias is None else bias.to(inputs.dtype), lora) for tensor, bias, lora in parts]
+        exact = [(tensor, bias if bias is None else bias.to(inputs.dtype), lora) for tensor, bias, lora in specs]
         ys = compute(inputs, exact)
         results.append([t.float() for t in (*gradients_of_all(ys, inputs, exact), *ys)])
-    errors = [[(one - true).norm() for one, true in zip(found, results[0], strict=True)] for found in results[1:]]
+    errors = [[(one - true).norm() for one, true in zip(result, results[0], strict=True)] for result in results[1:]]
     for index, (alone, ours) in enumerate(zip(*errors, strict=True)):
         assert 0 < ours <= (0.97 if index == 0 else 1.01) * alone
 
 
-def test_where_the_a_lie_and_what_is_kept_changes_no_bit_of_linears_on_one_input():
-    x, parts = several(torch.bfloat16)
-    expected = together(x, parts)
-    expected = [*expected, *gradients_of_all(expected, x, parts)]
+def test_where_the_a_lie_and_what_is_saved_changes_no_bit_of_linears_on_one_input():
+    x, specs = several(torch.bfloat16)
+    expected = together(x, specs)
+    expected = [*expected, *gradients_of_all(expected, x, specs)]
     kinds = [{}, {"context_fn": lambda: selective_checkpoint_contexts(last_is_added=False)}]
-    ways = [lambda: together(x, parts, True)]
-    ways += [lambda kind=kind: checkpoint(together, x, parts, use_reentrant=False, **kind) for kind in kinds]
+    ways = [lambda: together(x, specs, True)]
+    ways += [lambda kind=kind: checkpoint(together, x, specs, use_reentrant=False, **kind) for kind in kinds]
     for way in ways:
-        found = way()
-        for ours, theirs in zip([*found, *gradients_of_all(found, x, parts)], expected, strict=True):
+        result = way()
+        for ours, theirs in zip([*result, *gradients_of_all(result, x, specs)], expected, strict=True):
             assert torch.equal(ours, theirs)
 
 
 @pytest.mark.parametrize("last_is_added", [False, True])
-def test_a_graph_that_is_kept_has_a_second_backward_pass(last_is_added):
+def test_a_retained_graph_has_a_second_backward_pass(last_is_added):
     weights = [DenseWeight(torch.randn(96, 96, generator=torch.Generator().manual_seed(seed))) for seed in range(2)]
 
     def block(x):
@@ -391,37 +391,37 @@ def test_a_graph_that_is_kept_has_a_second_backward_pass(last_is_added):
 
 @pytest.mark.parametrize("wanted", range(7))
 def test_each_gradient_of_linears_on_one_input_can_be_had_alone(wanted):
-    x, parts = several(torch.float32)
-    inputs = [x, *(lora.a for *_, lora in parts), *(lora.b for *_, lora in parts)]
-    expected = gradients_of_all(together(x, parts), x, parts)[wanted]
+    x, specs = several(torch.float32)
+    inputs = [x, *(lora.a for *_, lora in specs), *(lora.b for *_, lora in specs)]
+    expected = gradients_of_all(together(x, specs), x, specs)[wanted]
     for index, one in enumerate(inputs):
         one.requires_grad_(index == wanted)
-    ys = together(x, parts)
+    ys = together(x, specs)
     torch.manual_seed(3)
-    (found,) = torch.autograd.grad(ys, [inputs[wanted]], [torch.randn(y.shape) for y in ys])
-    assert torch.equal(found, expected)
+    (result,) = torch.autograd.grad(ys, [inputs[wanted]], [torch.randn(y.shape) for y in ys])
+    assert torch.equal(result, expected)
 
 
 def test_linears_on_one_input_save_it_once_and_no_dense_weight():
-    x, parts = several(torch.bfloat16)
+    x, specs = several(torch.bfloat16)
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.numel()) or t, lambda t: t):
-        ys = together(x, parts)
-    assert sum(saved) == x.numel() + sum(15 * len(lora.a) + lora.a.numel() + lora.b.numel() for *_, lora in parts)
+        ys = together(x, specs)
+    assert sum(saved) == x.numel() + sum(15 * len(lora.a) + lora.a.numel() + lora.b.numel() for *_, lora in specs)
     assert len({y.grad_fn for y in ys}) == 1
     (ys[0].sum() + ys[2].sum()).backward()  # nothing asks for the second
-    assert not parts[1][2].a.grad.any() and parts[0][2].a.grad.any() and x.grad.any()
+    assert not specs[1][2].a.grad.any() and specs[0][2].a.grad.any() and x.grad.any()
 
 
 def test_linears_on_one_input_compile_in_one_graph():
-    x, parts = several(torch.float32)
-    weights = [NVFP4Weight(tensor) for tensor, _, _ in parts]
+    x, specs = several(torch.float32)
+    weights = [NVFP4Weight(tensor) for tensor, _, _ in specs]
 
     def compute(x):
-        linears = zip(weights, parts, strict=True)
+        linears = zip(weights, specs, strict=True)
         adapted = [AdaptedWeight(held, bias, lora.b, lora.scaling) for held, (_, bias, lora) in linears]
-        return frozen_linears(x, [lora.a for *_, lora in parts], adapted)
+        return frozen_linears(x, [lora.a for *_, lora in specs], adapted)
 
     y, again = compute(x), torch.compile(compute, fullgraph=True, backend="aot_eager")(x)
     torch.testing.assert_close(again, y)
-    torch.testing.assert_close(gradients_of_all(again, x, parts), gradients_of_all(y, x, parts))
+    torch.testing.assert_close(gradients_of_all(again, x, specs), gradients_of_all(y, x, specs))

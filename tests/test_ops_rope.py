@@ -50,12 +50,12 @@ def test_a_rotation_worked_by_hand(backend, dtype):
     sin = torch.tensor([[0.875, 1.0, 0.875, 1.0]], device=DEVICE).to(dtype)  # near enough to sqrt(3) / 2, and exact
     query = torch.tensor([[[2.0, 3.0, 4.0, 5.0], [1.0, 0.0, 0.0, 0.0]]], device=DEVICE).to(dtype).requires_grad_()
     key = torch.tensor([[[0.0, 0.0, 8.0, -1.0]]], device=DEVICE).to(dtype)
-    found = rotary(query, key, cos, sin)
+    result = rotary(query, key, cos, sin)
     # 2 / 2 - 4 * 0.875, 3 * 0 - 5, 4 / 2 + 2 * 0.875, 5 * 0 + 3
-    assert found[0].tolist() == [[[-2.5, -5.0, 3.75, 3.0], [0.5, 0.0, 0.875, 0.0]]]
-    assert found[1].tolist() == [[[-7.0, 1.0, 4.0, 0.0]]]
+    assert result[0].tolist() == [[[-2.5, -5.0, 3.75, 3.0], [0.5, 0.0, 0.875, 0.0]]]
+    assert result[1].tolist() == [[[-7.0, 1.0, 4.0, 0.0]]]
     direction = torch.tensor([[[2.0, 3.0, 4.0, 5.0], [0.0, 0.0, 0.0, 0.0]]], device=DEVICE).to(dtype)
-    gradient = torch.autograd.grad(found[0], query, direction)[0]
+    gradient = torch.autograd.grad(result[0], query, direction)[0]
     # turned back: 2 / 2 + 4 * 0.875, 3 * 0 + 5, 4 / 2 - 2 * 0.875, 5 * 0 - 3
     assert gradient.tolist() == [[[4.5, 5.0, 0.25, -3.0], [0.0, 0.0, 0.0, 0.0]]]
 
@@ -71,10 +71,10 @@ def test_values_and_gradients_have_the_bits_of_transformers(shape, dtype):
     if DEVICE == "cuda":  # once more, by the launch that was kept
         ways.append(ways[0])
     for own, node in ways:
-        found = own(*inputs, cos, sin)
-        assert [type(tensor.grad_fn).__name__ for tensor in found] == [node, node]
-        found += torch.autograd.grad(found, inputs, directions)
-        for one, other in zip(found, (*expected, *gradients), strict=True):
+        result = own(*inputs, cos, sin)
+        assert [type(tensor.grad_fn).__name__ for tensor in result] == [node, node]
+        result += torch.autograd.grad(result, inputs, directions)
+        for one, other in zip(result, (*expected, *gradients), strict=True):
             assert same_bits(one, other) and one.is_contiguous()
 
 
@@ -85,28 +85,28 @@ def test_what_does_not_lie_in_rows_is_rotated_alike(kernel):
     wide = [torch.cat([tensor, tensor], dim=-1)[:, :8] for tensor in (cos, sin)]
     select_backend("triton" if kernel else "torch")
     inputs = [tensor.requires_grad_() for tensor in turned]
-    found = rotary(*inputs, *wide)
-    found += torch.autograd.grad(found, inputs, [tensor.mT.contiguous().mT for tensor in directions])
+    result = rotary(*inputs, *wide)
+    result += torch.autograd.grad(result, inputs, [tensor.mT.contiguous().mT for tensor in directions])
     inputs = (query.requires_grad_(), key.requires_grad_())
     expected = plain_rotary(*inputs, cos, sin)
     expected += torch.autograd.grad(expected, inputs, directions)
-    assert all(map(same_bits, found, expected))
+    assert all(map(same_bits, result, expected))
 
 
 def test_one_of_the_two_may_be_all_that_has_a_gradient():
     query, key, cos, sin, direction, _ = drawn(3, 4, 2, 8, torch.float32)
-    found, _ = rotary(query, key.requires_grad_(), cos, sin)
-    assert not torch.autograd.grad(found.sum(), key)[0].any()
-    found, _ = rotary(query.requires_grad_(), key, cos, sin)
+    result, _ = rotary(query, key.requires_grad_(), cos, sin)
+    assert not torch.autograd.grad(result.sum(), key)[0].any()
+    result, _ = rotary(query.requires_grad_(), key, cos, sin)
     plain, _ = plain_rotary(query, key, cos, sin)
-    ours, theirs = (torch.autograd.grad(y, query, direction)[0] for y in (found, plain))
+    ours, theirs = (torch.autograd.grad(y, query, direction)[0] for y in (result, plain))
     assert same_bits(ours, theirs)
 
 
 def test_angles_that_train_get_their_gradient():
     query, key, cos, sin, *_ = drawn(3, 4, 2, 8, torch.float32)
-    found = rotary(query, key, cos.requires_grad_(), sin)
-    assert torch.autograd.grad(found[0].sum(), cos)[0].any()
+    result = rotary(query, key, cos.requires_grad_(), sin)
+    assert torch.autograd.grad(result[0].sum(), cos)[0].any()
 
 
 def test_angles_of_another_precision_give_what_pytorch_gives():

@@ -64,8 +64,8 @@ def test_noise_worked_by_hand():
     key = loops((17, 3, 0, 0), (2**32 - 5, 2**32 - 1))
     folded = [min(word, 2**32 - 1 - word) for word in (loops((token, 0, 0, 0), (key, 0)) for token in range(9))]
     expected = [-math.log(-math.log1p(-max(word * tiny, tiny))) for word in folded]
-    found = gumbel_noise(torch.tensor([seed]), torch.tensor([position]), 9)
-    assert found[0].tolist() == pytest.approx(expected, abs=1e-5)
+    result = gumbel_noise(torch.tensor([seed]), torch.tensor([position]), 9)
+    assert result[0].tolist() == pytest.approx(expected, abs=1e-5)
 
 
 def test_tokens_worked_by_hand():

@@ -225,7 +225,7 @@ def test_log_probabilities_of_a_real_vocabulary_take_bounded_memory():
 @pytest.mark.parametrize("shape", [(4608, 3584), (3584, 18944)])
 def test_a_real_layers_gradients_err_at_most_twice_as_much_as_plain_bfloat16(shape):
     tensor = quantize_nvfp4(weight(*shape))
-    own, borrowed = NVFP4Weight(tensor), MarlinRows(marlin.to_marlin(tensor))
+    own, engines = NVFP4Weight(tensor), MarlinRows(marlin.to_marlin(tensor))
     factors = [torch.randn(32, shape[1], device=DEVICE) * 0.02, torch.randn(shape[0], 32, device=DEVICE) * 0.02]
     x0, g0 = torch.randn(512, shape[1], device=DEVICE), torch.randn(512, shape[0], device=DEVICE)
 
@@ -237,7 +237,7 @@ def test_a_real_layers_gradients_err_at_most_twice_as_much_as_plain_bfloat16(sha
         (plain, torch.float64),
         (plain, torch.bfloat16),
         (lambda x, a, b: frozen_linear(x, own, lora=LoraFactors(a, b, 2.0)), torch.bfloat16),
-        (lambda x, a, b: frozen_linear(x, borrowed, lora=LoraFactors(a, b, 2.0)), torch.bfloat16),
+        (lambda x, a, b: frozen_linear(x, engines, lora=LoraFactors(a, b, 2.0)), torch.bfloat16),
     ]
     results = []
     for op, dtype in ops:

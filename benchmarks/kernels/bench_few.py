@@ -1,4 +1,4 @@
-"""Times the product of few tokens beside vLLM's Marlin and two plain products.
+"""Times the decode GEMM beside vLLM's Marlin and two plain products.
 
 Its tests run first, on the same machine; if one fails, nothing is timed. Every call is in a CUDA graph and finds the
 caches cold, for the weights rotate. A layer is its four linears with copies, a sum and SiLU between them, by ordinary
@@ -27,7 +27,7 @@ Apply = Callable[["Linear", torch.Tensor], torch.Tensor]
 
 
 class Linear(NamedTuple):
-    """One linear with an adapter on each of its parts."""
+    """One linear with an adapter on each fused slice."""
 
     weight: Any
     a: torch.Tensor
@@ -37,7 +37,7 @@ class Linear(NamedTuple):
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is measured; `layers` are rows, columns and where the parts of a fused projection begin."""
+    """What is measured; `layers` are rows, columns and the first rows of fused slices."""
 
     device: str = "cuda"
     layers: dict[str, tuple[int, int, tuple[int, ...]]] = field(
@@ -74,13 +74,13 @@ def random_linear(rows: int, columns: int, starts: tuple[int, ...], sizes: Sizes
     weight = MarlinTensor(words, scale.view(torch.float8_e4m3fn), torch.tensor(2.0**104, device=sizes.device))
     a = (torch.randn(len(starts) * sizes.rank, columns, device=sizes.device) * 0.02).bfloat16()
     b = torch.zeros(rows, len(starts) * sizes.rank, device=sizes.device).bfloat16()
-    for part, (start, stop) in enumerate(zip(starts, (*starts[1:], rows), strict=True)):
-        b[start:stop, part * sizes.rank : (part + 1) * sizes.rank].normal_(std=0.02)
+    for slot, (start, stop) in enumerate(zip(starts, (*starts[1:], rows), strict=True)):
+        b[start:stop, slot * sizes.rank : (slot + 1) * sizes.rank].normal_(std=0.02)
     return Linear(weight, a, b, starts)
 
 
 def rotating_linears(layer: tuple[int, int, tuple[int, ...]], sizes: Sizes) -> list[Linear]:
-    """So many random linears of these rows, columns and first rows of parts that each finds the caches cold."""
+    """So many random linears of these rows, columns and first rows of slices that each finds the caches cold."""
     rows, columns, starts = layer
     count = max(2, math.ceil(sizes.cold_bytes / (NVFP4_BYTES * rows * columns)))
     return [random_linear(rows, columns, starts, sizes) for _ in range(count)]
@@ -123,22 +123,22 @@ def _workspace(device: torch.device) -> torch.Tensor:
 
 def variants(sizes: Sizes) -> dict[str, Apply]:
     """By name; vLLM's only where it is installed and takes these tensors."""
-    found: dict[str, Apply] = {"ours": ours, "ours_base": base_only}
+    methods: dict[str, Apply] = {"ours": ours, "ours_base": base_only}
     rows, columns, starts = next(iter(sizes.layers.values()))
     probe = random_linear(rows, columns, starts, sizes)
     if vllm_marlin(probe.weight, torch.zeros(8, columns, device=sizes.device).bfloat16(), rows, columns) is not None:
-        found |= {"marlin": Theirs(True), "marlin_base": Theirs(False)}
-    return found
+        methods |= {"marlin": Theirs(True), "marlin_base": Theirs(False)}
+    return methods
 
 
-def bench_linears(sizes: Sizes, bandwidth: float, found: dict[str, Apply]) -> Iterator[Row]:
+def bench_linears(sizes: Sizes, bandwidth: float, methods: dict[str, Apply]) -> Iterator[Row]:
     for name, (rows, columns, starts) in sizes.layers.items():
         count = NVFP4_BYTES * rows * columns
         copies = rotating_linears((rows, columns, starts), sizes)
         for tokens in sizes.tokens:
             x = torch.randn(tokens, columns, device=sizes.device).bfloat16()
             row: Row = {"layer": f"{name} {rows}x{columns}", "tokens": tokens, "floor_us": count / bandwidth * 1e6}
-            for variant, apply in found.items():
+            for variant, apply in methods.items():
                 times = replayed([functools.partial(apply, copy, x) for copy in copies], sizes.device)
                 row[variant] = times and micro(times)
             yield compared(row)
@@ -161,7 +161,7 @@ def layer(linears: dict[str, Linear], apply: Apply, hidden: torch.Tensor) -> tor
     return x
 
 
-def bench_layers(sizes: Sizes, found: dict[str, Apply]) -> Iterator[Row]:
+def bench_layers(sizes: Sizes, methods: dict[str, Apply]) -> Iterator[Row]:
     count = sum(NVFP4_BYTES * rows * columns for rows, columns, _ in sizes.layers.values())
     stack = [
         {name: random_linear(*shape, sizes) for name, shape in sizes.layers.items()}
@@ -180,7 +180,7 @@ def bench_layers(sizes: Sizes, found: dict[str, Apply]) -> Iterator[Row]:
 
         rest = replayed([alone], sizes.device)
         row: Row = {"layer": "all four", "tokens": tokens, "between": rest and micro(rest)}
-        for variant, apply in found.items():
+        for variant, apply in methods.items():
             calls = [functools.partial(layer, linears, apply, hidden) for linears in stack]
             times = replayed(calls, sizes.device)
             row[variant] = times and rest and micro((times[0] - rest[1], times[1] - rest[1], times[2] - rest[1]))
@@ -204,12 +204,12 @@ def run(out: Path, sizes: Sizes, gate: tuple[str, ...] = GATE, commit: str | Non
     select_backend("triton")
     torch.manual_seed(0)
     bandwidth = 2 * sizes.copy_bytes / copy_time(2 * sizes.copy_bytes, sizes.device)
-    found = variants(sizes)
-    results: Row = {"environment": _environment(commit, found), "copy_tb_per_s": bandwidth / 1e12}
+    methods = variants(sizes)
+    results: Row = {"environment": _environment(commit, methods), "copy_tb_per_s": bandwidth / 1e12}
     text = [f"{results['environment']}, device-to-device copy {bandwidth / 1e12:.2f} TB/s"]
     sections = {
-        f"A layer's four linears, adapter of rank {sizes.rank}": bench_layers(sizes, found),
-        f"One linear, adapter of rank {sizes.rank}": bench_linears(sizes, bandwidth, found),
+        f"A layer's four linears, adapter of rank {sizes.rank}": bench_layers(sizes, methods),
+        f"One linear, adapter of rank {sizes.rank}": bench_linears(sizes, bandwidth, methods),
     }
     out.mkdir(parents=True, exist_ok=True)
     for title, rows in sections.items():
@@ -222,8 +222,8 @@ def run(out: Path, sizes: Sizes, gate: tuple[str, ...] = GATE, commit: str | Non
     return 0
 
 
-def _environment(commit: str | None, found: dict[str, Apply]) -> Row:
-    if "marlin" not in found:
+def _environment(commit: str | None, methods: dict[str, Apply]) -> Row:
+    if "marlin" not in methods:
         return environment(commit)
     import vllm
 

@@ -138,7 +138,7 @@ def bench_linear(sizes: Sizes) -> Iterator[Row]:
         weight = random_weight((rows, columns), sizes.device)
         nv = reference.quantize_nvfp4(weight)
         words = marlin.to_marlin(nv)
-        held = {"bf16": DenseWeight(weight), "own": NVFP4Weight(nv), "borrowed": MarlinRows(words)}
+        held = {"bf16": DenseWeight(weight), "own": NVFP4Weight(nv), "shared": MarlinRows(words)}
         lora = LoraFactors(
             (torch.randn(sizes.rank, columns, device=sizes.device) * 0.02).requires_grad_(),
             (torch.randn(rows, sizes.rank, device=sizes.device) * 0.02).requires_grad_(),
@@ -170,7 +170,7 @@ def bench_linear(sizes: Sizes) -> Iterator[Row]:
                 row[variant]["gpu_us"] = alone and alone[1] * 1e6
             marlin_gemm = vllm_marlin(words, x.detach(), rows, columns)
             row["vllm_marlin_forward"] = None if marlin_gemm is None else micro(timed(marlin_gemm, sizes.device))
-            for variant in ("own", "borrowed"):
+            for variant in ("own", "shared"):
                 row[f"{variant}_ratio"] = row[variant]["p50_us"] / row["bf16"]["p50_us"]
                 alone, base = row[variant]["gpu_us"], row["bf16"]["gpu_us"]
                 row[f"{variant}_gpu_ratio"] = alone / base if alone and base else None

@@ -110,8 +110,8 @@ def extra_memory(step: Callable[[], None], device: str) -> float | None:
 
 
 def environment(commit: str | None) -> Row:
-    found: Row = report.environment()
-    return found | {"commit": commit} if commit else found
+    result: Row = report.environment()
+    return result | {"commit": commit} if commit else result
 
 
 def table(rows: list[Row], columns: dict[str, str]) -> str:
@@ -148,11 +148,11 @@ LINEAR_COLUMNS = {
     "bf16.p50_us": "BF16 LoRA µs",
     "bf16_peft.p50_us": "BF16 LoRA, as PEFT does",
     "own.p50_us": "NVFP4, own copy",
-    "borrowed.p50_us": "NVFP4, Marlin layout",
+    "shared.p50_us": "NVFP4, Marlin layout",
     "eager.p50_us": "NVFP4, eager dequantize",
     "vllm_marlin_forward.p50_us": "vLLM Marlin (forward only)",
     "own_ratio": "own : BF16",
-    "borrowed_ratio": "borrowed : BF16",
+    "shared_ratio": "shared : BF16",
 }
 SPLIT_COLUMNS = {
     "layer": "layer",
@@ -160,13 +160,13 @@ SPLIT_COLUMNS = {
     "bf16.gpu_us": "GPU: BF16 LoRA µs",
     "bf16_peft.gpu_us": "BF16 LoRA, as PEFT does",
     "own.gpu_us": "NVFP4, own copy",
-    "borrowed.gpu_us": "NVFP4, Marlin layout",
+    "shared.gpu_us": "NVFP4, Marlin layout",
     "own_gpu_ratio": "own : BF16",
-    "borrowed_gpu_ratio": "borrowed : BF16",
+    "shared_gpu_ratio": "shared : BF16",
     "bf16.cpu_us": "CPU: BF16 LoRA µs",
     "bf16_peft.cpu_us": "BF16 LoRA, as PEFT does",
     "own.cpu_us": "NVFP4, own copy",
-    "borrowed.cpu_us": "NVFP4, Marlin layout",
+    "shared.cpu_us": "NVFP4, Marlin layout",
 }
 HEAD_COLUMNS = {
     "variant": "variant",

@@ -142,11 +142,11 @@ def references(layer: Shape, sizes: Sizes) -> dict[str, Any]:
     def dequantized(linear: Linear, x: torch.Tensor) -> torch.Tensor:
         return frozen_linear(x, MarlinRows(linear.weight, alpha=2.0**-15)).addmm_(x @ linear.a.T, linear.b.T)
 
-    found = {"dequantized": dequantized, "bf16": lambda linear, x: x @ next(dense).T}
+    where = {"dequantized": dequantized, "bf16": lambda linear, x: x @ next(dense).T}
     probe = random_linear(rows, columns, starts, sizes)
     if vllm_marlin(probe.weight, torch.zeros(8, columns, device=sizes.device).bfloat16(), rows, columns) is not None:
-        found["marlin"] = Theirs(True)
-    return found
+        where["marlin"] = Theirs(True)
+    return where
 
 
 def bench(shape: str, tokens: list[int], sizes: Sizes, out: Path, results: list[Row], seconds: float) -> None:
@@ -188,11 +188,11 @@ def write(out: Path, results: list[Row], wrong: dict[tuple[str, str, int], str])
         total["best"] = f"{sum(float(row['best'].rpartition(': ')[2]) for row in rows):.0f}"
         sums.append(total)
     columns = {"shape": "shape", "linear": "linear", "tokens": "tokens"} | {name: name for name in names}
-    found = environment(os.environ.get("QERL_COMMIT"))
-    text = [str(found), table(sums, columns | {"best": "best"}), table(results, columns | {"best": "best"})]
+    where = environment(os.environ.get("QERL_COMMIT"))
+    text = [str(where), table(sums, columns | {"best": "best"}), table(results, columns | {"best": "best"})]
     out.mkdir(parents=True, exist_ok=True)
     (out / "tiles.md").write_text("\n\n".join(text) + "\n")
-    held = {"environment": found, "rows": results, "wrong": [[*key, reason] for key, reason in wrong.items()]}
+    held = {"environment": where, "rows": results, "wrong": [[*key, reason] for key, reason in wrong.items()]}
     (out / "tiles.json").write_text(json.dumps(held, indent=1) + "\n")
 
 

@@ -1,6 +1,6 @@
-"""Four-bit weights and token log-probabilities: tensors in, tensors out. Imports without a GPU and without Triton.
+"""4-bit linear layers, token log-probabilities and sampling: tensors in, tensors out. Needs neither a GPU nor Triton.
 
-`reference` is the plain truth of every op; `select_backend` chooses what the ops here run on.
+`reference` holds plain PyTorch versions; `select_backend` selects PyTorch or Triton for all ops.
 """
 
 from qerl_kernels.activation import silu_product
@@ -13,22 +13,11 @@ from qerl_kernels.decode_gemm import (
     decode_gemm_supported,
 )
 from qerl_kernels.frozen_weights import DenseWeight, FrozenWeight, MarlinRows, MXFP4Weight, NVFP4Weight
-from qerl_kernels.linear import (
-    AdaptedWeight,
-    LoraFactors,
-    dense_linear,
-    frozen_linear,
-    frozen_linears,
-)
+from qerl_kernels.linear import AdaptedWeight, LoraFactors, dense_linear, frozen_linear, frozen_linears
 from qerl_kernels.logprob import chunked_token_logprobs
 from qerl_kernels.marlin import MarlinTensor, marlin_alpha
 from qerl_kernels.norm import rms_norm
-from qerl_kernels.ops import (
-    dequantize_marlin,
-    dequantize_mxfp4,
-    dequantize_nvfp4_unscaled,
-    quantize_nvfp4,
-)
+from qerl_kernels.ops import dequantize_marlin, dequantize_mxfp4, dequantize_nvfp4_unscaled, quantize_nvfp4
 from qerl_kernels.reference import (
     BlockScales,
     MXFP4Tensor,
@@ -42,42 +31,11 @@ from qerl_kernels.sampling import sample_tokens
 from qerl_kernels.selective_checkpointing import saves_products, selective_checkpoint_contexts
 
 __all__ = [
-    "AdaptedWeight",
-    "Backend",
-    "BlockScales",
-    "DenseWeight",
-    "DECODE_GEMM_MAX_TOKENS",
-    "FrozenWeight",
-    "LoraFactors",
-    "MXFP4Tensor",
-    "MXFP4Weight",
-    "MarlinRows",
-    "MarlinTensor",
-    "NVFP4Tensor",
-    "NVFP4Weight",
-    "chunked_token_logprobs",
-    "dense_linear",
-    "dequantize_marlin",
-    "dequantize_mxfp4",
-    "dequantize_nvfp4",
-    "dequantize_nvfp4_unscaled",
-    "decode_gemm_linear",
-    "decode_gemm_sizes",
-    "decode_gemm_supported",
-    "frozen_linear",
-    "frozen_linears",
-    "marlin_alpha",
-    "nvfp4_global_scale",
-    "decode_gemm_linear_reference",
-    "quantize_mxfp4",
-    "quantize_nvfp4",
-    "rms_norm",
-    "rotary",
-    "sample_tokens",
-    "saves_products",
-    "select_backend",
-    "selected_backend",
-    "selective_checkpoint_contexts",
-    "silu_product",
-    "triton_available",
-]
+    "AdaptedWeight", "Backend", "BlockScales", "DECODE_GEMM_MAX_TOKENS", "DenseWeight", "FrozenWeight", "LoraFactors",
+    "MXFP4Tensor", "MXFP4Weight", "MarlinRows", "MarlinTensor", "NVFP4Tensor", "NVFP4Weight",
+    "chunked_token_logprobs", "decode_gemm_linear", "decode_gemm_linear_reference", "decode_gemm_sizes",
+    "decode_gemm_supported", "dense_linear", "dequantize_marlin", "dequantize_mxfp4", "dequantize_nvfp4",
+    "dequantize_nvfp4_unscaled", "frozen_linear", "frozen_linears", "marlin_alpha", "nvfp4_global_scale",
+    "quantize_mxfp4", "quantize_nvfp4", "rms_norm", "rotary", "sample_tokens", "saves_products", "select_backend",
+    "selected_backend", "selective_checkpoint_contexts", "silu_product", "triton_available",
+]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Which implementation of the ops runs: chosen once, explicitly."""
+"""Backend of the ops, selected once per process."""
 
 import importlib.util
 import os
@@ -13,7 +13,7 @@ _selected: Backend = "torch"
 
 
 def interpreting() -> bool:
-    """Whether Triton's kernels run in its interpreter, on the CPU."""
+    """Whether Triton's interpreter is on."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -23,7 +23,7 @@ def triton_available() -> bool:
 
 
 def select_backend(name: Backend) -> None:
-    """Choose what every op of this process runs on from now on; "torch" until then.
+    """Select the backend of every op of this process; "torch" by default.
 
     CPU tensors take the plain PyTorch reference in either case, except in Triton's interpreter.
 
@@ -36,7 +36,7 @@ def select_backend(name: Backend) -> None:
     global _selected
     if name == "triton" and not triton_available():
         raise RuntimeError(
-            "The backend 'triton' needs the package triton and a GPU (or TRITON_INTERPRET=1), found "
+            "The backend 'triton' needs the package triton and a GPU (or TRITON_INTERPRET=1), got "
             f"triton {'installed' if importlib.util.find_spec('triton') else 'missing'} and "
             f"{torch.cuda.device_count()} GPUs; select the backend 'torch'."
         )
@@ -44,7 +44,7 @@ def select_backend(name: Backend) -> None:
 
 
 def selected_backend() -> Backend:
-    """The backend in force."""
+    """The selected backend."""
     return _selected
 
 

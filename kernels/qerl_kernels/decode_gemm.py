@@ -29,8 +29,7 @@ def decode_gemm_linear(
 ) -> Tensor:
     """x W^T + bias + (x A^T) B^T, rounded to bfloat16 before the adapter's product is added.
 
-    Without gradients. It does not synchronize with the host, so a CUDA graph can capture it. Split-K follows from the
-    shapes alone: the same call gives the same bits.
+    Without gradients or host synchronization: a CUDA graph can capture it. The same call returns the same bits.
 
     Args:
         x: bfloat16 [tokens, K]; for other types plain PyTorch computes it.
@@ -49,23 +48,14 @@ def decode_gemm_linear(
 
 
 def decode_gemm_supported(weight: MarlinTensor) -> bool:
-    """Whether the kernels take this weight here; where not, `decode_gemm_linear` is plain PyTorch and slow.
-
-    They need the Triton backend, a Hopper GPU, and NVFP4. It depends on the layer alone, not on the tokens.
-    """
+    """Whether the kernels run: NVFP4, Triton backend, Hopper GPU; else `decode_gemm_linear` is slow plain PyTorch."""
     if weight.global_scale is None or not runs_triton(weight.weight):
         return False
     return len(weight.weight) % 4 == 0 and (interpreting() or _hopper(weight.weight.get_device()))
 
 
 def decode_gemm_sizes(weight: MarlinTensor, rank: int, up_to: int) -> list[int]:
-    """Numbers of tokens to run once, so that every kernel variant for up to `up_to` tokens is compiled.
-
-    Args:
-        weight: One that `decode_gemm_supported` allows.
-        rank: Rows of A, of all adapters together.
-        up_to: Tokens.
-    """
+    """Numbers of tokens to run once, so that all kernel variants up to `up_to` tokens and this rank are compiled."""
     from qerl_kernels import triton_decode_gemm
 
     return triton_decode_gemm.sizes(weight, rank, up_to)

@@ -95,13 +95,7 @@ class Schedule(NamedTuple):
 
 
 def best_tile(tokens: int, rows: int, columns: int) -> Tile:
-    """The fastest tile on an H200 for the shapes of a 7B model and up to 256 tokens.
-
-    Args:
-        tokens: M.
-        rows: Output features N.
-        columns: Input features K.
-    """
+    """The fastest tile on an H200 for M tokens, up to 256, N rows and K columns of a 7B model's layers."""
     if tokens <= 32:
         return Tile(max(8, 2 ** (tokens - 1).bit_length() if tokens else 8))
     if tokens <= 64 or (tokens <= 192 and max(rows, columns) <= 8192):
@@ -114,16 +108,7 @@ def best_tile(tokens: int, rows: int, columns: int) -> Tile:
 
 @functools.cache
 def schedule(tokens: int, rows: int, columns: int, rank: int, sms: int, tile: Tile | None = None) -> Schedule:
-    """The schedule of a product.
-
-    Args:
-        tokens: M.
-        rows: Output features N.
-        columns: Input features K.
-        rank: Of all adapters together; 0 without.
-        sms: Streaming multiprocessors of the GPU.
-        tile: By default `best_tile`.
-    """
+    """The schedule of a product: M tokens, N rows, K columns, rank of all adapters together, SMs of the GPU."""
     tile = tile or best_tile(tokens, rows, columns)
     assert columns % tile.columns == 0, "a tile's K iterations divide the columns"
     token_blocks = max(1, ceil(tokens / tile.width))

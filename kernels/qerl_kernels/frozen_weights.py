@@ -1,4 +1,4 @@
-"""Frozen weights: a matrix that nothing trains, held dense or in four bits, in one layout or another."""
+"""Frozen weights, dense or 4-bit, in the layouts of checkpoints and of vLLM."""
 
 from collections.abc import Mapping
 from typing import Protocol
@@ -12,9 +12,9 @@ from qerl_kernels.reference import MXFP4Tensor, NVFP4Tensor
 
 
 class FrozenWeight(Protocol):
-    """A matrix W [N, K] = alpha * dense, made anew for each product that needs it.
+    """A matrix W [N, K] = alpha * dense, dequantized for each product.
 
-    A layout is one class with these four. Engines lend them, linear layers multiply by them, and neither asks which.
+    A layout is a class with these four members. Engines share such weights, linear layers multiply by them.
     """
 
     @property
@@ -23,21 +23,17 @@ class FrozenWeight(Protocol):
 
     @property
     def alpha(self) -> float:
-        """Factor of `dense`; a number in the host's memory, so that reading it waits for no device."""
+        """Factor of `dense`, a Python number: reading it does not synchronize with the device."""
 
     def dense(self, dtype: torch.dtype) -> Tensor:
-        """W / alpha, dtype [N, K]; exact in bfloat16 where W is held in NVFP4 or MXFP4, rounded where in NF4."""
+        """W / alpha, dtype [N, K]; exact in bfloat16 for NVFP4 and MXFP4, rounded for NF4."""
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """What it holds, by the last part of the name that a checkpoint gives it, such as "weight_scale"."""
+        """Its tensors by the last component of their checkpoint name, such as "weight_scale"."""
 
 
 class DenseWeight:
-    """A weight in 16 or 32 bits: what the 4-bit ones are compared with.
-
-    Args:
-        weight: [N, K].
-    """
+    """A weight [N, K] in 16 or 32 bits."""
 
     def __init__(self, weight: Tensor) -> None:
         self._weight = weight
@@ -54,9 +50,7 @@ class DenseWeight:
 class NVFP4Weight:
     """A weight in NVFP4, in the layout of compressed-tensors.
 
-    Args:
-        tensor: What is held; the global scale's reciprocal, rounded to float32 as engines round it, becomes alpha,
-            which waits for the device.
+    alpha is the global scale's reciprocal, rounded to float32 as engines round it: `__init__` synchronizes.
     """
 
     def __init__(self, tensor: NVFP4Tensor) -> None:
@@ -73,11 +67,7 @@ class NVFP4Weight:
 
 
 class MXFP4Weight:
-    """A weight in MXFP4, in the layout of compressed-tensors.
-
-    Args:
-        tensor: What is held.
-    """
+    """A weight in MXFP4, in the layout of compressed-tensors."""
 
     def __init__(self, tensor: MXFP4Tensor) -> None:
         self._tensor = tensor
@@ -92,14 +82,13 @@ class MXFP4Weight:
 
 
 class MarlinRows:
-    """Rows [start, stop) of a weight in Marlin's layout, which may hold several projections: NVFP4, or MXFP4 where it
-    has no global scale.
+    """Rows [start, stop) of a weight in Marlin's layout: NVFP4, or MXFP4 without a global scale.
 
     Args:
-        tensor: The whole matrix, an engine's.
+        tensor: The full matrix, an engine's.
         start: First row, a multiple of 64.
-        stop: Row after the last, a multiple of 64; all if None.
-        alpha: What `marlin_alpha` gave for the global scale; None reads it, which waits for the device.
+        stop: Row after the last, a multiple of 64; N if None.
+        alpha: `marlin_alpha` of the global scale; None computes it, which synchronizes with the device.
 
     Raises:
         ValueError: A slice that is not at multiples of 64.
@@ -115,10 +104,10 @@ class MarlinRows:
 
     def dense(self, dtype: torch.dtype) -> Tensor:
         weight, scale, global_scale = self._tensor
-        return ops.dequantize_marlin_rows(weight, scale, self.start, self.stop, global_scale is None, dtype)
+        return ops.dequantize_marlin(weight, scale, dtype, self.start, self.stop, mx=global_scale is None)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Of the whole matrix, by the names that vLLM gives them."""
+        """Tensors of the full matrix, by vLLM's names."""
         weight, scale, global_scale = self._tensor
         held = {"weight": weight, "weight_scale": scale}
         return held if global_scale is None else held | {"weight_global_scale": global_scale}

@@ -42,16 +42,13 @@ class AdaptedWeight(NamedTuple):
 def frozen_linear(
     x: Tensor, weight: FrozenWeight, bias: Tensor | None = None, lora: LoraFactors | None = None
 ) -> Tensor:
-    """x W^T + bias (+ scaling * x A^T B^T) for a frozen W [N, K].
+    """x W^T + bias (+ scaling * x A^T B^T) for a frozen W [N, K]: [..., N] in x's dtype.
 
     Args:
         x: [..., K], bfloat16, float16 or float32; the product is computed in its dtype.
         weight: W.
         bias: [N], frozen.
         lora: The adapter; its factors get gradients in their own dtype.
-
-    Returns:
-        [..., N] in x's dtype.
     """
     # The weight's tensors travel inside a closure: autograd neither saves them nor checks their versions.
     if lora is None:
@@ -60,29 +57,20 @@ def frozen_linear(
 
 
 def frozen_linears(x: Tensor, a: Sequence[Tensor], linears: Sequence[AdaptedWeight]) -> tuple[Tensor, ...]:
-    """x W^T + bias + scaling * x A^T B^T for each of several frozen W [N, K] on one x.
+    """x W^T + bias + scaling * x A^T B^T for each of several frozen W [N, K] on one x: [..., N] each.
 
     Args:
         x: [..., K], bfloat16, float16 or float32; the products are computed in its dtype.
         a: Each linear's A [r, K] in their order, or all of them in one tensor, one above the other. They get gradients
             in their own dtype, and so does each linear's B.
-        linears: What else each has.
-
-    Returns:
-        [..., N] in x's dtype for each linear.
+        linears: Their weights, biases and B.
     """
     frozen = [(weight.dense, weight.alpha, bias, scaling) for weight, bias, _, scaling in linears]
     return _FrozenLoraLinears.apply(x, frozen, *a, *(linear.b for linear in linears))
 
 
 def dense_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`torch.nn.functional.linear` of a frozen W, as a product that selective checkpointing can save.
-
-    Args:
-        x: [..., K].
-        weight: W [N, K], in x's dtype.
-        bias: [N], frozen.
-    """
+    """`torch.nn.functional.linear` with frozen weight and bias, whose product selective checkpointing can save."""
     return _DenseLinear.apply(x, weight, bias)
 
 

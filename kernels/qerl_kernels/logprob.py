@@ -1,4 +1,4 @@
-"""Token log-probabilities and entropies from hidden states, never holding logits of more than a chunk of tokens."""
+"""Token log-probabilities and entropies from hidden states, in chunks of tokens: [M, V] logits never exist."""
 
 from typing import Any
 
@@ -9,9 +9,9 @@ from torch.autograd.function import once_differentiable
 from qerl_kernels.backend import runs_triton
 
 CHUNK_BYTES = 320 * 2**20
-"""Memory for a chunk's logits and what is computed from them."""
+"""Memory for a chunk's logits and their temporaries."""
 SMALLEST_LOGP = -1e4
-"""Stands for minus infinity where a probability that is zero multiplies it."""
+"""Replaces minus infinity where it is multiplied by a zero probability."""
 
 
 def chunked_token_logprobs(
@@ -24,11 +24,11 @@ def chunked_token_logprobs(
     entropy_gradient: bool = True,
     chunk: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probability of each target token and entropy of its distribution, as `reference.token_logprobs` gives them.
+    """Log-probability of each target token and entropy of its distribution, as `reference.token_logprobs`.
 
     Gradients flow through both results to `hidden`, and to `lm_head` and `bias` where they require them. With a frozen
-    lm_head and without the entropy's gradient the forward pass keeps d logprob/d hidden, [M, D], and backward is one
-    product with it: two GEMMs in all, as many as the plain way. Otherwise backward computes the logits again: three.
+    lm_head and without the entropy's gradient the forward pass saves d logprob/d hidden, [M, D], and backward is one
+    product with it: two GEMMs in all. Otherwise backward recomputes the logits: three.
 
     Args:
         hidden: [M, D], the last norm's output at the positions that predict `targets`.
@@ -37,13 +37,10 @@ def chunked_token_logprobs(
         temperature: Divides the logits, above 0.
         bias: [V].
         entropy_gradient: Whether the entropy has a gradient; without it the entropy is detached.
-        chunk: Tokens whose logits are held at a time; by default what fits CHUNK_BYTES.
+        chunk: Tokens in a chunk; by default as many as fit CHUNK_BYTES.
 
     Returns:
         Log-probability and entropy in nats, each float32 [M] (float64 for float64 input).
-
-    Raises:
-        ValueError: The temperature is not above 0.
     """
     if temperature <= 0:
         raise ValueError(f"The temperature must be above 0, got {temperature}; use 1.0 for greedy completions.")
@@ -66,7 +63,7 @@ def default_chunk(hidden: Tensor, lm_head: Tensor) -> int:
 
 
 class _Chunks:
-    """The logits of some tokens at a time, and what is derived from them, on the selected backend."""
+    """Logits of a chunk of tokens, their statistics and gradient, on the selected backend."""
 
     def __init__(
         self, hidden: Tensor, lm_head: Tensor, targets: Tensor, temperature: float, bias: Tensor | None, chunk: int
@@ -128,17 +125,11 @@ def _empty(hidden: Tensor) -> Tensor:
 
 
 class _EagerLogprobs(torch.autograd.Function):
-    """Frozen lm_head, gradient of the log-probability only: it is known, up to a factor a token, in forward."""
+    """Frozen lm_head, gradient of the log-probability only: forward computes it, up to a factor per token."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        lm_head: Tensor,
-        targets: Tensor,
-        temperature: float,
-        bias: Tensor | None,
-        chunk: int,
+        ctx: Any, hidden: Tensor, lm_head: Tensor, targets: Tensor, temperature: float, bias: Tensor | None, chunk: int
     ) -> tuple[Tensor, Tensor]:
         chunks = _Chunks(hidden, lm_head, targets, temperature, bias, chunk)
         logprob, entropy, jacobian = _empty(hidden), _empty(hidden), torch.empty_like(hidden)
@@ -156,23 +147,17 @@ class _EagerLogprobs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_logprob: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         (jacobian,) = ctx.saved_tensors
-        # Into an output of the jacobian's dtype: the float32 product is never stored.
+        # `out` avoids a float32 product.
         grad_hidden = torch.mul(jacobian, grad_logprob[:, None], out=torch.empty_like(jacobian))
         return grad_hidden, None, None, None, None, None
 
 
 class _RecomputedLogprobs(torch.autograd.Function):
-    """Backward recomputes each chunk's logits: one GEMM more than the plain way, [M, V] less memory."""
+    """Backward recomputes each chunk's logits: a GEMM more than plain PyTorch, [M, V] less memory."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        lm_head: Tensor,
-        targets: Tensor,
-        temperature: float,
-        bias: Tensor | None,
-        chunk: int,
+        ctx: Any, hidden: Tensor, lm_head: Tensor, targets: Tensor, temperature: float, bias: Tensor | None, chunk: int
     ) -> tuple[Tensor, Tensor]:
         chunks = _Chunks(hidden, lm_head, targets, temperature, bias, chunk)
         logprob, lse, entropy = _empty(hidden), _empty(hidden), _empty(hidden)
@@ -189,7 +174,7 @@ class _RecomputedLogprobs(torch.autograd.Function):
         wants_hidden, wants_head, _, _, wants_bias, _ = ctx.needs_input_grad
         chunks = _Chunks(hidden, lm_head, targets, ctx.temperature, bias, ctx.chunk)
         grad_hidden = torch.empty_like(hidden) if wants_hidden else None
-        # Sums over chunks are kept in the statistics' precision.
+        # Sums over chunks have the statistics' precision.
         grad_head = torch.zeros_like(lm_head, dtype=lse.dtype) if wants_head else None
         grad_bias = torch.zeros_like(bias, dtype=lse.dtype) if wants_bias else None
         for rows in chunks.rows():

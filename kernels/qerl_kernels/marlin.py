@@ -1,4 +1,4 @@
-"""vLLM's Marlin layout of 4-bit weights in closed form: how to read it, and how to write it for tests and benchmarks.
+"""vLLM's Marlin layout of 4-bit weights in closed form, to read, and for tests and benchmarks to write.
 
 With n the output and k the input feature of a weight, its code is nibble `4*(k&1) + 2*((n>>3)&1) + ((k>>3)&1)` of word
 `(n//64)*128 + ((n%8)*4 + (k%8)//2)*4 + (n%64)//16` in row k//16, and its block's scale is column
@@ -32,7 +32,7 @@ class MarlinTensor(NamedTuple):
 
 
 def marlin_alpha(global_scale: Tensor | None) -> float:
-    """What `dequantize_marlin`'s result is multiplied by to give the weight; waits for the device."""
+    """Factor from `dequantize_marlin`'s result to the weight; synchronizes with the device."""
     return 1.0 if global_scale is None else global_scale.item() * 2.0**-119
 
 
@@ -43,14 +43,11 @@ def dequantize_marlin(
 
     Args:
         weight: int32 [K/16, 2N].
-        scale: One byte an element, [K/16, N], or [K/32, N] for MXFP4.
-        dtype: Of the result; exact in bfloat16.
-        start: First row of the slice, a multiple of 64.
+        scale: Bytes [K/16, N], or [K/32, N] for MXFP4.
+        dtype: Of the result [stop - start, K], exact in bfloat16.
+        start: First row, a multiple of 64.
         stop: Row after the last, a multiple of 64; N if None.
         mx: MXFP4 instead of NVFP4.
-
-    Returns:
-        dtype [stop - start, K].
 
     Raises:
         ValueError: A slice that is not at multiples of 64.
@@ -80,11 +77,7 @@ def check_rows(weight: Tensor, start: int, stop: int | None) -> tuple[int, int]:
 
 
 def to_marlin(tensor: NVFP4Tensor | MXFP4Tensor) -> MarlinTensor:
-    """Rearrange a weight of the compressed-tensors layout as vLLM does at loading. For tests and benchmarks.
-
-    Raises:
-        ValueError: N is no multiple of 64, where vLLM would pad.
-    """
+    """Convert from the compressed-tensors layout as vLLM does at loading (which pads N to 64), for tests."""
     rows, columns = len(tensor.packed), 2 * tensor.packed.shape[1]
     if rows % TILE:
         raise ValueError(f"Marlin's layout needs rows that are a multiple of {TILE}, got {rows}; pad the weight.")
@@ -117,9 +110,6 @@ def scale_factor(scale: Tensor) -> float:
 
 
 def marlin_scale(scale: Tensor) -> Tensor:
-    """Block scales as Marlin reads them: those below 2**-6 after its scale factor are zero.
-
-    Such blocks hold no weight above 3.5e-5 of the matrix's largest. An own copy of the weight keeps them.
-    """
+    """Block scales as Marlin reads them: zero below 2**-6 after scaling, 3.5e-5 of the matrix's largest weight."""
     seen = scale.float()
     return torch.where(seen * scale_factor(scale) < SMALLEST_SCALE, 0.0, seen).to(scale.dtype)

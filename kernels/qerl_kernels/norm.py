@@ -1,4 +1,4 @@
-"""RMSNorm with a frozen float32 scale: one pass forward, one backward."""
+"""RMSNorm with a frozen float32 scale: one kernel forward, one backward."""
 
 from typing import Any
 
@@ -10,17 +10,10 @@ from qerl_kernels.backend import runs_triton
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """weight * x / sqrt(mean(x^2) + eps), computed in float32 and rounded once.
+    """weight * x / sqrt(mean(x^2) + eps), computed in float32 and rounded once to x's dtype [..., K].
 
-    The kernel sums a row's squares in an order of its own, the same for any number of rows.
-
-    Args:
-        x: [..., K].
-        weight: float32 [K]; where it has a gradient, plain PyTorch computes all.
-        eps: Added to the mean square.
-
-    Returns:
-        [..., K] in x's dtype.
+    The kernel sums a row's squares in its own order, the same for any number of rows. If `weight`, float32 [K],
+    requires gradients, plain PyTorch runs.
     """
     if weight.requires_grad or not runs_triton(x):
         return plain_rms_norm(x, weight, eps)
@@ -28,7 +21,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def plain_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """As `rms_norm`, one operation after the other."""
+    """`rms_norm` in plain PyTorch."""
     wide = x.float()
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     return (weight * wide).to(x.dtype)

@@ -1,7 +1,6 @@
-"""The ops on the selected backend; dequantization is a PyTorch operator, opaque to torch.compile.
+"""Dequantization and quantization on the selected backend; dequantization is an operator, opaque to torch.compile.
 
-Outside of torch.compile it is called past PyTorch's dispatcher, whose way into Python and back costs more time than the
-launch.
+Eager calls bypass PyTorch's dispatcher, which takes longer than the kernel's launch.
 """
 
 import functools
@@ -22,23 +21,14 @@ _library.define(
 
 
 def dequantize_nvfp4_unscaled(packed: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """e2m1 * scale of an NVFP4 weight in the compressed-tensors layout, without its global scale.
-
-    Args:
-        packed: uint8 [N, K/2].
-        scale: float8_e4m3fn [N, K/16].
-        dtype: Of the result; exact in bfloat16 and float16.
-
-    Returns:
-        dtype [N, K].
-    """
+    """`reference.dequantize_nvfp4_unscaled` on the selected backend."""
     if torch.compiler.is_compiling():
         return torch.ops.qerl.dequantize_nvfp4(packed, scale, dtype)
     return _dequantize_nvfp4(packed, scale, dtype)
 
 
 def dequantize_mxfp4(packed: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """e2m1 * 2**(scale - 127) of an MXFP4 weight: packed uint8 [N, K/2], scale uint8 [N, K/32] -> dtype [N, K]."""
+    """`reference.dequantize_mxfp4` on the selected backend."""
     if torch.compiler.is_compiling():
         return torch.ops.qerl.dequantize_mxfp4(packed, scale, dtype)
     return _dequantize_mxfp4(packed, scale, dtype)
@@ -47,15 +37,8 @@ def dequantize_mxfp4(packed: Tensor, scale: Tensor, dtype: torch.dtype) -> Tenso
 def dequantize_marlin(
     weight: Tensor, scale: Tensor, dtype: torch.dtype, start: int = 0, stop: int | None = None, *, mx: bool = False
 ) -> Tensor:
-    """Rows of a weight in Marlin's layout, without its global scale, as `marlin.dequantize_marlin` gives them."""
+    """`marlin.dequantize_marlin` on the selected backend."""
     start, stop = marlin.check_rows(weight, start, stop)
-    return dequantize_marlin_rows(weight, scale, start, stop, mx, dtype)
-
-
-def dequantize_marlin_rows(
-    weight: Tensor, scale: Tensor, start: int, stop: int, mx: bool, dtype: torch.dtype
-) -> Tensor:
-    """The same for bounds that were checked before."""
     if torch.compiler.is_compiling():
         return torch.ops.qerl.dequantize_marlin(weight, scale, start, stop, mx, dtype)
     return _dequantize_marlin(weight, scale, start, stop, mx, dtype)
@@ -75,7 +58,7 @@ def quantize_nvfp4(
 
 @functools.cache
 def _triton() -> ModuleType:
-    """The kernels, imported where they first run: without Triton the rest of the package works."""
+    """Imported at the first use: without Triton the rest of the package works."""
     from qerl_kernels import triton_dequantize
 
     return triton_dequantize
@@ -96,9 +79,7 @@ def _dequantize_mxfp4(packed: Tensor, scale: Tensor, dtype: torch.dtype) -> Tens
 def _dequantize_marlin(weight: Tensor, scale: Tensor, start: int, stop: int, mx: bool, dtype: torch.dtype) -> Tensor:
     if not runs_triton(weight):
         return marlin.dequantize_marlin(weight, scale, dtype, start, stop, mx=mx)
-    out = weight.new_empty((stop - start, 16 * len(weight)), dtype=dtype)
-    _triton().from_marlin(weight, scale, out, start, mx=mx)
-    return out
+    return _triton().from_marlin(weight, scale, start, stop, dtype, mx=mx)
 
 
 def _fake_rows(packed: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -109,10 +90,10 @@ def _fake_marlin(weight: Tensor, scale: Tensor, start: int, stop: int, mx: bool,
     return weight.new_empty((stop - start, 16 * weight.shape[0]), dtype=dtype)
 
 
-for _name, _run, _fake in (
+for _name, _op, _fake in (
     ("dequantize_nvfp4", _dequantize_nvfp4, _fake_rows),
     ("dequantize_mxfp4", _dequantize_mxfp4, _fake_rows),
     ("dequantize_marlin", _dequantize_marlin, _fake_marlin),
 ):
-    _library.impl(_name, _run, "CompositeExplicitAutograd")
+    _library.impl(_name, _op, "CompositeExplicitAutograd")
     torch.library.register_fake(f"qerl::{_name}", _fake, lib=_library)

@@ -1,7 +1,7 @@
-"""Plain PyTorch truth of every op: what the fast kernels are tested against, and what runs where there is no GPU.
+"""Plain PyTorch versions of the ops: the tests' reference, and the implementation without a GPU.
 
 Shapes: N output features, K input features, M tokens, V vocabulary, D hidden size. Layouts are those of
-compressed-tensors: two E2M1 codes a byte, the even k in the low nibble; one scale a block along K.
+compressed-tensors: two E2M1 codes per byte, the even k in the low nibble; a scale per block along K.
 """
 
 from collections.abc import Iterator
@@ -15,9 +15,9 @@ MX_BLOCK = 32
 E2M1_MAX = 6.0
 E4M3_MAX = 448.0
 SEARCH_SCALE = 256.0
-"""Where `search` puts the largest block scale: it leaves the sweep room above, up to E4M3_MAX."""
+"""Largest block scale of `search`, with room for the sweep up to E4M3_MAX."""
 SEARCH_STEPS = tuple(sorted(range(-6, 9), key=abs))
-"""E4M3 steps from the min-max scale that `search` tries, nearest first so that ties keep the min-max scale."""
+"""E4M3 steps from the min-max scale that `search` tries, nearest first: ties take the min-max scale."""
 CPU_BLOCKS, CUDA_BLOCKS = 1 << 15, 1 << 22
 """Blocks quantized at a time."""
 
@@ -45,17 +45,14 @@ class MXFP4Tensor(NamedTuple):
 
 
 def nvfp4_global_scale(*weights: Tensor, block_scales: BlockScales = "minmax", power_of_two: bool = False) -> Tensor:
-    """Global scale that `weights` share, such as those of q, k and v, which an engine fuses into one matrix.
+    """Global scale that `weights` share, such as those of q, k and v, which an engine fuses.
 
     With "minmax" it is llm-compressor's: 448 * 6 / amax in the weights' dtype, 1 where that is not finite.
 
     Args:
-        weights: Matrices of one dtype, [N_i, K].
-        block_scales: How the block scales will be chosen; "search" leaves them room to grow.
+        weights: Matrices [N_i, K] of one dtype; the result is float32 [1].
+        block_scales: "search" leaves block scales room to grow.
         power_of_two: Round down to a power of two, which makes the dequantized weight exact in bfloat16.
-
-    Returns:
-        float32 [1].
 
     Raises:
         ValueError: No weights, or weights of different dtypes.
@@ -83,8 +80,8 @@ def quantize_nvfp4(
 
     Args:
         weight: [N, K], K a multiple of 16, bfloat16, float16 or float32.
-        global_scale: float32, one element, shared with the matrices fused with this one; from `weight` if None.
-        block_scales: How each block's scale is chosen.
+        global_scale: float32 [1], shared with the matrices fused with this one; from `weight` if None.
+        block_scales: See above.
 
     Raises:
         ValueError: The weight is no matrix, or K is no multiple of 16.
@@ -93,21 +90,21 @@ def quantize_nvfp4(
     if global_scale is None:
         global_scale = nvfp4_global_scale(weight, block_scales=block_scales)
     gs = global_scale.float().reshape(1)
-    parts = []
+    chunks = []
     for x in _columns(weight, BLOCK):
         scale = _minmax_scales(x, weight.new_tensor(E2M1_MAX), gs)
         if block_scales == "search":
             scale = _search_scales(x, scale, gs)
-        parts.append((_encode(x.div_(scale.float() / gs)), scale))
-    codes, scales = (torch.cat(part, dim=-1) for part in zip(*parts, strict=True))
+        chunks.append((_encode(x.div_(scale.float() / gs)), scale))
+    codes, scales = (torch.cat(tensors, dim=-1) for tensors in zip(*chunks, strict=True))
     return NVFP4Tensor(_pack(codes, weight), scales.view(len(weight), -1), gs)
 
 
 def _columns(weight: Tensor, block: int) -> Iterator[Tensor]:
-    """A weight's blocks as columns, float32 [block, some of them]: fast to reduce, small enough for a CPU's caches."""
+    """Chunks of a weight's blocks as columns, float32 [block, n]: fast to reduce, small enough for a CPU's caches."""
     blocks = weight.reshape(-1, block)
-    for part in blocks.split(CUDA_BLOCKS if weight.is_cuda else CPU_BLOCKS):
-        yield part.float().t().clone(memory_format=torch.contiguous_format)  # theirs to write on, of one block too
+    for chunk in blocks.split(CUDA_BLOCKS if weight.is_cuda else CPU_BLOCKS):
+        yield chunk.float().t().clone(memory_format=torch.contiguous_format)  # callers overwrite it
 
 
 def _minmax_scales(x: Tensor, largest: Tensor, gs: Tensor) -> Tensor:
@@ -120,7 +117,7 @@ def _minmax_scales(x: Tensor, largest: Tensor, gs: Tensor) -> Tensor:
 
 
 def _search_scales(x: Tensor, start: Tensor, gs: Tensor) -> Tensor:
-    """Of the E4M3 scales some steps around `start`, each column's with the least squared error."""
+    """Each column's E4M3 scale of least squared error around `start`."""
     magnitude, rounded = x.abs(), torch.empty_like(x)
     codes = start.view(torch.uint8).to(torch.int16)
     best, best_error = codes, torch.full(start.shape, torch.inf, device=x.device)
@@ -137,7 +134,7 @@ def _search_scales(x: Tensor, start: Tensor, gs: Tensor) -> Tensor:
 
 
 def _sum_blocks_(x: Tensor) -> Tensor:
-    """Sums [n] of x [block, n], which it overwrites: halves added to halves, so that every device rounds alike."""
+    """Sums [n] of x [block, n], in place: halves added to halves, so that every device rounds alike."""
     while len(x) > 1:
         low, high = x.chunk(2)
         x = low.add_(high)
@@ -151,9 +148,9 @@ def dequantize_nvfp4(packed: Tensor, scale: Tensor, global_scale: Tensor, dtype:
 
 
 def dequantize_nvfp4_unscaled(packed: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """e2m1 * scale without the global scale, exact in bfloat16 and float16: dtype [N, K].
+    """e2m1 * scale (packed uint8 [N, K/2], scale E4M3 [N, K/16]), exact in bfloat16 and float16: dtype [N, K].
 
-    The global scale is left to the GEMM's alpha, so no rounding separates two users of the same weight.
+    The global scale becomes the GEMM's alpha, so that all users of the weight round alike.
     """
     return _scaled(_decode(packed), scale.float()).to(dtype)
 
@@ -161,44 +158,33 @@ def dequantize_nvfp4_unscaled(packed: Tensor, scale: Tensor, dtype: torch.dtype)
 def quantize_mxfp4(weight: Tensor) -> MXFP4Tensor:
     """Round a weight to MXFP4 (OCP microscaling, blocks of 32), bit for bit as compressed-tensors from bfloat16.
 
-    Args:
-        weight: [N, K], K a multiple of 32, bfloat16, float16 or float32.
-
     Raises:
-        ValueError: The weight is no matrix, or K is no multiple of 32.
+        ValueError: The weight [N, K] is no matrix, or K is no multiple of 32.
     """
     check_matrix(weight, MX_BLOCK, "MXFP4")
-    parts = []
+    chunks = []
     for x in _columns(weight, MX_BLOCK):
         # Adding a quarter of the mantissa carries 1.75 * 2**e and above to the next exponent: it would round past 6.
         exponent = (x.abs().amax(0).view(torch.int32) + (1 << 21)) >> 23
         scale = (exponent - 2).clamp(min=0).to(torch.uint8)
-        parts.append((_encode(x.div_(e8m0_values(scale))), scale))
-    codes, scales = (torch.cat(part, dim=-1) for part in zip(*parts, strict=True))
+        chunks.append((_encode(x.div_(e8m0_values(scale))), scale))
+    codes, scales = (torch.cat(tensors, dim=-1) for tensors in zip(*chunks, strict=True))
     return MXFP4Tensor(_pack(codes, weight), scales.view(len(weight), -1))
 
 
 def dequantize_mxfp4(packed: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """The weight e2m1 * 2**(scale - 127): dtype [N, K], exact in bfloat16 above its subnormals."""
+    """The weight e2m1 * 2**(scale - 127) (uint8 [N, K/2], [N, K/32]): dtype [N, K], exact in bfloat16 if normal."""
     return _scaled(_decode(packed), e8m0_values(scale)).to(dtype)
 
 
 def token_logprobs(
     hidden: Tensor, lm_head: Tensor, targets: Tensor, temperature: float = 1.0, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Log-probability of each target token and entropy of its distribution, the plain way: it holds [M, V].
+    """Log-probability of each target token and entropy of its distribution, with [M, V] logits in memory.
 
     Logits are rounded to the dtype of `hidden`, as an engine's are, and divided by the temperature in float32.
 
-    Args:
-        hidden: [M, D], the last norm's output at the positions that predict `targets`.
-        lm_head: [V, D].
-        targets: int64 [M].
-        temperature: Divides the logits, above 0.
-        bias: [V].
-
-    Returns:
-        Log-probability and entropy in nats, each float32 [M] (float64 for float64 input).
+    Arguments and results are those of `chunked_token_logprobs`.
     """
     logits = torch.nn.functional.linear(hidden, lm_head, bias)
     logp = (logits.to(torch.promote_types(hidden.dtype, torch.float32)) / temperature).log_softmax(-1)
@@ -216,7 +202,7 @@ def round_magnitude_(x: Tensor) -> Tensor:
 
 
 def e2m1_values(codes: Tensor) -> Tensor:
-    """Numbers that 4-bit codes stand for: float32 of their shape."""
+    """Values of 4-bit codes: float32 of their shape."""
     values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], device=codes.device)
     return values[codes.int()]
 
@@ -232,7 +218,7 @@ def check_matrix(weight: Tensor, block: int, name: str) -> None:
 
 def e8m0_values(scale: Tensor) -> Tensor:
     """2**(scale - 127) of E8M0 bytes: float32."""
-    # As bits: 0 stands for the subnormal 2**-127, which exp2 need not return exactly.
+    # As bits: 0 is the subnormal 2**-127, which exp2 need not return exactly.
     return torch.where(scale == 0, 1 << 22, scale.int() << 23).view(torch.float32)
 
 
@@ -244,7 +230,7 @@ def _encode(x: Tensor) -> Tensor:
 
 
 def _pack(codes: Tensor, weight: Tensor) -> Tensor:
-    """Codes whose columns are the blocks of `weight`, two a byte: uint8 [N, K/2]."""
+    """Packs codes whose columns are the blocks of `weight`: uint8 [N, K/2]."""
     return (codes[0::2] | (codes[1::2] << 4)).t().reshape(len(weight), -1)
 
 
@@ -256,5 +242,5 @@ def _decode(packed: Tensor) -> Tensor:
 
 
 def _scaled(values: Tensor, unit: Tensor) -> Tensor:
-    """values [N, K] times one unit a block, [N, K/block]."""
+    """values [N, K] times a unit per block, [N, K/block]."""
     return (values.unflatten(1, (unit.shape[1], -1)) * unit.unsqueeze(-1)).flatten(1)

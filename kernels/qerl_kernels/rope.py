@@ -1,4 +1,4 @@
-"""Rotary position embedding of queries and keys as the projections give them, token by token: no transposed views."""
+"""Rotary position embedding of queries and keys in the projections' layout, token-major: no transposed views."""
 
 from typing import Any
 
@@ -17,11 +17,8 @@ def rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor
     Args:
         query: [S, heads, size], size even.
         key: [S, key-value heads, size].
-        cos: [S, size], of one dtype with the others for one launch; where it has a gradient, plain PyTorch computes it.
+        cos: [S, size]; of another dtype, or if it requires gradients, plain PyTorch runs.
         sin: As `cos`.
-
-    Returns:
-        (rotated queries, rotated keys).
     """
     alike = query.dtype == key.dtype == cos.dtype == sin.dtype and query.shape[-1] == cos.shape[-1]
     if alike and runs_triton(query) and not (cos.requires_grad or sin.requires_grad):
@@ -30,7 +27,7 @@ def rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor
 
 
 def plain_rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """As `rotary`, one operation after the other."""
+    """`rotary` in plain PyTorch."""
     cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
     return query * cos + _half_turned(query) * sin, key * cos + _half_turned(key) * sin
 
@@ -41,7 +38,7 @@ def _half_turned(x: Tensor) -> Tensor:
 
 
 class _Rotary(torch.autograd.Function):
-    """One launch in each direction; cosines and sines, which all layers share, are all that is kept."""
+    """One kernel in each direction; saves cosines and sines only, which all layers share."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,9 +1,8 @@
-"""One token a row and its log-probability, in one pass over the logits, with a noise that each row has for itself.
+"""Gumbel-max sampling: a token per row and its log-probability, in one pass over the logits, with per-row noise.
 
-A token is drawn as the largest of logits / temperature + Gumbel noise, which is a draw from their softmax. The noise of
-a token follows from the row's seed, its position in the sequence and the token alone, through the random numbers of
-Philox 4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"): those that vLLM's GPU sampler uses,
-so that both take the same tokens from the same logits.
+The largest of logits / temperature + Gumbel noise is a draw from their softmax. A token's noise depends on the row's
+seed, its position in the sequence and the token alone, by Philox 4x32-10 (Salmon et al. 2011, "Parallel random numbers:
+as easy as 1, 2, 3") as in vLLM's GPU sampler: both take the same tokens from the same logits.
 """
 
 import torch
@@ -13,26 +12,26 @@ from qerl_kernels.backend import runs_triton
 
 WORD = 0xFFFFFFFF
 SMALLEST_UNIFORM = 4.6566127342e-10
-"""Stands for a uniform number of zero; also what an integer of 31 bits is multiplied by."""
+"""Replaces a uniform number of zero; also the factor of 31-bit integers."""
 FACTORS, STEPS = (0xD2511F53, 0xCD9E8D57), (0x9E3779B9, 0xBB67AE85)
-"""Of Philox: what words are multiplied by, and what is added to the key's words in each of the ten rounds."""
+"""Philox's multipliers of words, and increments of the key's words in each of the ten rounds."""
 
 
 def sample_tokens(
     logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor, *, requests: Tensor, last: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Draw a token a row, and give its log-probability under softmax(logits / temperature).
+    """Draw a token per row, with its log-probability under softmax(logits / temperature).
 
-    A row's result does not depend on the other rows, bit for bit. Of several largest the first is taken. At temperature
-    0 that is the token of the largest logit, with its log-probability at temperature 1.
+    A row's bits do not depend on other rows. Ties take the first. Temperature 0 takes the largest logit, with its
+    log-probability at temperature 1.
 
     Args:
         logits: [rows, V], bfloat16, float16 or float32, each row contiguous.
         temperatures: float32, of all requests.
         seeds: int64, of all requests.
         positions: int64, of all tokens of the batch.
-        requests: int32 or int64 [rows], where a row's temperature and seed are.
-        last: int32 or int64 [rows], where a row's position is.
+        requests: int32 or int64 [rows], index of a row's temperature and seed.
+        last: int32 or int64 [rows], index of a row's position.
 
     Returns:
         (tokens int64 [rows], log-probabilities float32 [rows]).
@@ -47,7 +46,7 @@ def sample_tokens(
 def plain_sample_tokens(
     logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor, *, requests: Tensor, last: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """As `sample_tokens`, in plain PyTorch."""
+    """`sample_tokens` in plain PyTorch."""
     temperature = temperatures[requests.long()].float()[:, None]
     greedy = temperature == 0
     scaled = logits.float() / torch.where(greedy, 1.0, temperature)
@@ -57,16 +56,7 @@ def plain_sample_tokens(
 
 
 def gumbel_noise(seeds: Tensor, positions: Tensor, vocabulary: int) -> Tensor:
-    """The noise of every token in each row: -log(-log(1 - u)), whose largest values come from the smallest u.
-
-    Args:
-        seeds: int64 [rows].
-        positions: int64 [rows].
-        vocabulary: Tokens.
-
-    Returns:
-        float32 [rows, vocabulary].
-    """
+    """Noise -log(-log(1 - u)) of int64 seeds and positions [rows]: float32 [rows, vocabulary]."""
     keys = philox((positions & WORD, positions >> 32 & WORD), (seeds & WORD, seeds >> 32 & WORD))
     token = torch.arange(vocabulary, device=seeds.device)[None]
     u = uniform(philox((token, torch.zeros_like(token)), (keys[:, None], torch.zeros_like(keys[:, None]))))
@@ -74,15 +64,7 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, vocabulary: int) -> Tensor:
 
 
 def philox(counter: tuple[Tensor, ...], key: tuple[Tensor, Tensor]) -> Tensor:
-    """First word of Philox 4x32-10's block.
-
-    Args:
-        counter: Up to four words, the lowest first; what is left out is zero. Integers below 2^32 in int64.
-        key: Two words, the lower first.
-
-    Returns:
-        int64, below 2^32.
-    """
+    """First word of Philox 4x32-10's block; words are integers below 2^32 in int64, lowest first, absent ones zero."""
     words = [*counter, *[torch.zeros_like(counter[0])] * (4 - len(counter))]
     for turn in range(10):
         keys = [(word + turn * step) & WORD for word, step in zip(key, STEPS, strict=True)]

@@ -19,9 +19,7 @@ from torch import Tensor
 Products = tuple[Tensor, ...]
 
 
-class _Thread(threading.local):
-    """State of a thread: backward passes run in threads of their own."""
-
+class _Thread(threading.local):  # backward passes run in threads of their own
     context: "_Context | None" = None
 
 
@@ -90,7 +88,6 @@ def save_products(compute: Callable[[], Products]) -> Products:
     """Results of `compute`: new ones, or those of the forward pass in a block's recomputation.
 
     Args:
-        compute: Returns the result first, or the results of layers on one input, new tensors; others are small, and may
-            be older.
+        compute: Returns the products, new tensors, then small ones, which may be older.
     """
     return compute() if _thread.context is None else _thread.context.run(compute)

@@ -53,7 +53,7 @@ def _gradient_kernel(grad, gate, up, grad_gate, grad_up, size, ON_GPU: tl.conste
 _product, _gradient = Direct(_product_kernel), Direct(_gradient_kernel)
 
 
-def _launch(kernel: Direct, tensors: tuple[Tensor, ...]) -> None:
+def _launch(kernel: Direct, *tensors: Tensor) -> None:
     size = tensors[0].numel()
     kernel(triton.cdiv(size, BLOCK), WARPS, tensors, size, ON_GPU=tensors[0].is_cuda, BLOCK=BLOCK)
 
@@ -62,7 +62,7 @@ def silu_product(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up, of contiguous tensors."""
     gate, up = gate.contiguous(), up.contiguous()
     out = torch.empty_like(gate)
-    _launch(_product, (gate, up, out))
+    _launch(_product, gate, up, out)
     return out
 
 
@@ -70,5 +70,5 @@ def gradient(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of `silu_product` to gate and up."""
     gate, up = gate.contiguous(), up.contiguous()
     grads = torch.empty_like(gate), torch.empty_like(up)
-    _launch(_gradient, (grad, gate, up, *grads))
+    _launch(_gradient, grad, gate, up, *grads)
     return grads

@@ -5,7 +5,6 @@ LoRA shrink x A^T instead. In data-parallel waves a CTA also computes full tiles
 splits of the other tiles in the order of K and adds the LoRA expand. Weights are the left operand of the tensor cores'
 product, so that few tokens fill it, and come from registers: Marlin's words lie as these read them.
 """
-
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
 import functools
@@ -152,7 +151,7 @@ def _cta_of(iteration, big_ctas, iterations):
 
 
 @triton.jit(do_not_specialize=_UNSPECIALIZED)
-def stream_k_kernel(
+def decode_gemm_stream_k_kernel(
     x, x_tma, x_tma2, words, scales, a, bias, global_scale, y, partial, hidden, tokens, columns, rows, rank,
     word_stride, scale_stride, waves, ctas, shrink_ctas, big_ctas, iterations, splits, shrink_splits, token_blocks,
     TOKENS: tl.constexpr, EXTRA: tl.constexpr, CHUNK: tl.constexpr, N_TILES: tl.constexpr, K_TILES: tl.constexpr,
@@ -239,7 +238,7 @@ def _sum(first, stride, count, COUNT: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["tokens", "alone", "big_ctas", "iterations"])
-def reduce_kernel(
+def decode_gemm_reduce_kernel(
     partial, hidden, b, bias, global_scale, y, tokens, columns, rows, alone, big_ctas, iterations, token_blocks,
     RANK: tl.constexpr, STARTS: tl.constexpr, PADDED: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK: tl.constexpr, SPLITS: tl.constexpr, SHRINK_SPLITS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -340,7 +339,7 @@ def decode_gemm_linear(
     hidden = x.new_empty((plan.token_blocks, plan.shrink_splits, rank, tile.width), dtype=torch.float32)
     scales = weight.scale.view(torch.int32)
     options: dict[str, int] = {"launch_pdl": True, "maxnreg": tile.registers} if on_gpu else {}
-    stream_k_kernel[(plan.ctas * plan.token_blocks,)](
+    decode_gemm_stream_k_kernel[(plan.ctas * plan.token_blocks,)](
         x, *_descriptors(x, tile), weight.weight, scales, x if a is None else a, x if bias is None else bias,
         weight.global_scale, y, partial, hidden, tokens, columns, rows, rank, weight.weight.stride(0),
         scales.stride(0), plan.waves, plan.ctas, plan.shrink_ctas, plan.big_ctas, plan.iterations, plan.splits,
@@ -357,7 +356,7 @@ def decode_gemm_linear(
         return y
     if on_gpu:
         options["maxnreg"] = reduce_registers(ctas, sms, tile.width)
-    reduce_kernel[(ctas,)](
+    decode_gemm_reduce_kernel[(ctas,)](
         partial, hidden, x if b is None else b, x if bias is None else bias, weight.global_scale, y, tokens, columns,
         rows, alone, plan.big_ctas, plan.iterations, plan.token_blocks, RANK=own, STARTS=tuple(starts),
         PADDED=max(16, triton.next_power_of_2(own)), WIDTH=tile.width, CHUNK=plan.reduce_tokens, BLOCK=BLOCK,

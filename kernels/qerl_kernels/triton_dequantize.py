@@ -1,6 +1,6 @@
 """Triton kernels that expand 4-bit weights, from the compressed-tensors layout and from vLLM's Marlin layout.
 
-They move 0.5625 bytes in and 2 bytes out a weight and are bound by memory. Codes 16 bits apart become two float16
+They read 0.5625 and write 2 bytes per weight and are bound by memory. Codes 16 bits apart become two float16
 numbers e2m1 * 2**-14 by the same integer operations; the float32 product with the block's unit * 2**14 is exact.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -63,7 +63,7 @@ def _marlin_kernel(
 ):
     """A tile of 64 output by 16 * TILES input features: a row of 128 words is 64 x 16 weights.
 
-    Neighbouring programs are neighbours along k, so that together they write whole rows.
+    Neighbouring CTAs are neighbours along k, so that together they write full rows.
     """
     k_tile = tl.program_id(0) * TILES + tl.arange(0, TILES)
     n_tile = tl.program_id(1).to(tl.int64)
@@ -85,7 +85,7 @@ def _marlin_kernel(
     tl.store(out + n * stride_out + k, values.to(out.dtype.element_ty), mask=k < k_tiles * 16)
 
 
-# Large matrices like much work a program, small ones many programs: these fill the device's 132 processors evenly.
+# Large matrices want much work per CTA, small ones many CTAs: these fill an H200's 132 SMs evenly.
 _rows = Tuned(
     _rows_kernel,
     [
@@ -116,17 +116,18 @@ def from_rows(packed: Tensor, scale: Tensor, dtype: torch.dtype, *, mx: bool) ->
     return out
 
 
-def from_marlin(weight: Tensor, scale: Tensor, out: Tensor, start: int, *, mx: bool) -> None:
-    """Rows from `start` on of a Marlin weight int32 [K/16, 2N] with its scales into out [rows, K], of any stride."""
-    k_tiles, n_tiles = weight.shape[0], len(out) // 64
+def from_marlin(weight: Tensor, scale: Tensor, start: int, stop: int, dtype: torch.dtype, *, mx: bool) -> Tensor:
+    """Rows of a Marlin weight int32 [K/16, 2N] with its scales -> dtype [stop - start, K]."""
+    k_tiles, n_tiles = weight.shape[0], (stop - start) // 64
+    out = weight.new_empty((stop - start, 16 * k_tiles), dtype=dtype)
     strides = weight.stride(0), scale.stride(0), out.stride(0)
-    # Eight bytes of codes and one of scales a row of the slice, whose start is a multiple of 64.
+    # A row of the slice has 8 bytes of codes and 1 of scales, and its start is a multiple of 64.
     words, scales = weight.data_ptr() + 8 * start, scale.data_ptr() + start
-    at = out.data_ptr()
-    key = (k_tiles, n_tiles, strides, out.dtype, mx, weight.get_device(), words % 16, scales % 16, at % 16)
+    key = (k_tiles, n_tiles, strides, dtype, mx, weight.get_device(), words % 16, scales % 16, out.data_ptr() % 16)
     launch = _marlin.get(key)
     if launch is None:
         arguments = (weight[:, 2 * start :], scale.view(torch.uint8)[:, start:], out, k_tiles, *strides)
         _marlin.tune(key, arguments, lambda meta: (triton.cdiv(k_tiles, meta["TILES"]), n_tiles, 1), MX=mx)
     else:
-        launch(words, scales, at, k_tiles, *strides)
+        launch(words, scales, out.data_ptr(), k_tiles, *strides)
+    return out

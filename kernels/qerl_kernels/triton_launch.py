@@ -1,4 +1,4 @@
-"""Launching a Triton kernel with little Python, where there is nothing to tune."""
+"""Launching Triton kernels with little Python, with or without autotuning."""
 
 import functools
 from collections.abc import Callable, Hashable, Sequence
@@ -11,15 +11,14 @@ from qerl_kernels.backend import interpreting
 
 
 class Direct:
-    """A kernel with the compiled forms of it that were used, launched by the tensors' addresses.
+    """A kernel with a cache of its compiled forms, launched by the tensors' addresses.
 
     Triton's own path from a call to the launch inspects every argument again, which takes longer on the CPU than a
-    small kernel on the GPU. What it would look at is part of the key here: data types, addresses that are multiples of
-    16 bytes, and of an integer whether it is 1, a multiple of 16 or wider than 32 bits; not how many programs there
-    are, so that sizes which change with every batch add nothing.
+    small kernel on the GPU. The cache's key holds what Triton specializes on: data types, addresses divisible by 16,
+    and of an integer whether it is 1, divisible by 16 or wider than 32 bits; not the grid.
 
     Args:
-        kernel: What `triton.jit` made; its tensors come first, then numbers, then constants.
+        kernel: A `triton.jit` function of tensors, then numbers, then constants.
         options: Of Triton's compilation.
     """
 
@@ -28,18 +27,18 @@ class Direct:
         self._compiled: dict[tuple[Any, ...], Any] = {}
 
     def __call__(
-        self, programs: int, warps: int, tensors: tuple[Tensor, ...], *numbers: int | float, **constants: int | bool
+        self, ctas: int, warps: int, tensors: tuple[Tensor, ...], *numbers: int | float, **constants: int | bool
     ) -> None:
-        """Run it.
+        """Launch the kernel.
 
         Args:
-            programs: How many; none are launched where it is 0.
-            warps: Of each.
-            tensors: All on the current GPU, or all on the CPU: then Triton's interpreter runs it.
+            ctas: Grid size; 0 launches nothing.
+            warps: Of each CTA.
+            tensors: All on the current GPU, or all on the CPU for Triton's interpreter.
             numbers: The arguments after the tensors.
             constants: Those after the numbers, in the kernel's order.
         """
-        if not programs:
+        if not ctas:
             return
         first = tensors[0]
         key: tuple[Any, ...] = ()
@@ -55,36 +54,31 @@ class Direct:
             )
             compiled = self._compiled.get(key)
             if compiled is not None:
-                compiled[(programs, 1, 1)](*addresses, *numbers, *constants.values())
+                compiled[(ctas, 1, 1)](*addresses, *numbers, *constants.values())
                 return
         options = {**constants, **self._options, "num_warps": warps}
-        compiled = self._kernel[(programs,)](*tensors, *numbers, **options)
+        compiled = self._kernel[(ctas,)](*tensors, *numbers, **options)
         if first.is_cuda:
             self._compiled[key] = compiled
 
 
 Launch = Callable[..., None]
+Grid = Callable[[dict[str, int]], tuple[int, int, int]]
 
 TINY = 1 << 20
-
-"""Elements below which the work is shorter than its launch, whatever the choice."""
-
+"""Elements below which a kernel is shorter than its launch, whatever the choice."""
 RESOLUTION_MS = 5e-4
-
-"""What the timing of a single call can tell apart; between choices that are this close, the first one is taken."""
-
-Grid = Callable[[dict[str, int]], tuple[int, int, int]]
+"""Resolution of a kernel's timing; of choices closer than that, the first is taken."""
 
 
 class Tuned:
-    """A kernel that times each choice of its meta-parameters once for every new key, and keeps the fastest.
+    """A kernel that is autotuned once for every new key: all choices give the same bits.
 
-    What it keeps is the compiled kernel with its grid: Triton's own path from a call to the launch inspects every
-    argument again, which takes longer on the CPU than a small weight takes on the GPU. Every choice gives the same
-    bits; the interpreter and tiny tensors take the first.
+    It caches the compiled kernel with its grid, for the reason of `Direct`. The interpreter and tiny tensors take the
+    first choice.
 
     Args:
-        kernel: What `triton.jit` made; its constants come last.
+        kernel: A `triton.jit` function whose constants come last.
         choices: (meta-parameters, warps), the most promising first.
     """
 
@@ -94,17 +88,16 @@ class Tuned:
         self._launches: dict[Hashable, Launch] = {}
 
     def get(self, key: Hashable) -> Launch | None:
-        """What `tune` made for this key: called with the arguments before the constants, pointers as integers."""
+        """The tuned launch of a key; its arguments are those before the constants, pointers as integers."""
         return self._launches.get(key)
 
     def tune(self, key: Hashable, arguments: tuple[Tensor | int, ...], grid: Grid, **constants: bool) -> None:
-        """Run the kernel, and make the key's launch.
+        """Run the kernel with every choice, and cache the fastest.
 
         Args:
-            key: All that Triton compiles for and all that tells how fast a choice is: data types, sizes, strides,
-                the device, and the pointers' addresses modulo 16.
+            key: Data types, sizes, strides, device, and addresses modulo 16.
             arguments: Those before the constants.
-            grid: Number of programs along each axis, from the meta-parameters.
+            grid: From the meta-parameters.
             constants: Those before the meta-parameters.
         """
         if interpreting():

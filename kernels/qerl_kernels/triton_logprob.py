@@ -1,4 +1,4 @@
-"""Triton kernels over a chunk of logits: one pass for log-probability and entropy, one for their gradient in place."""
+"""Triton kernels over a chunk of logits: log-probability and entropy, and their gradient in place."""
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
 import torch
@@ -70,14 +70,9 @@ def statistics(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Ten
 
 
 def gradient_(
-    logits: Tensor,
-    targets: Tensor,
-    lse: Tensor,
-    entropy: Tensor,
-    grad_logprob: Tensor,
-    grad_entropy: Tensor,
+    logits: Tensor, targets: Tensor, lse: Tensor, entropy: Tensor, grad_logprob: Tensor, grad_entropy: Tensor,
     temperature: float,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Replace logits [M, V] by the gradient of sum(grad_logprob * logprob + grad_entropy * entropy) to them."""
     # The gradient of a sum has stride 0.
     rows = [tensor.contiguous() for tensor in (targets, lse, entropy, grad_logprob, grad_entropy)]

@@ -1,4 +1,4 @@
-"""A tile of a weight in vLLM's Marlin layout as the left operand of a product of few tokens, in registers.
+"""A tile of a weight in vLLM's Marlin layout as the left operand of the decode GEMM, in registers.
 
 Marlin's words lie as the tensor cores read them, so expanding takes bit operations alone and no thread needs another's.
 """
@@ -90,8 +90,7 @@ def expand(word, scale, SPLIT: tl.constexpr, WIDE: tl.constexpr, ON_GPU: tl.cons
 def columns_as_expanded(x):
     """[tokens, columns] with each 16 columns in the order (bits 2, 1, 3 and 0).
 
-    In a warp's own product Triton lets a thread hold four neighbouring columns, and Marlin's word holds two and two
-    that are eight apart.
+    In mma instructions a thread holds four neighbouring columns; Marlin's word holds two and two, eight apart.
     """
     return tl.permute(x.reshape(x.shape[0], x.shape[1] // 16, 2, 4, 2), (0, 1, 3, 2, 4)).reshape(x.shape)
 
@@ -105,11 +104,10 @@ def dot(left, right, acc, ON_GPU: tl.constexpr):
 
 @triton.jit
 def finish_products():
-    """At the beginning of a turn of a loop whose products have left operands from `expand`: wait for the last turn's.
+    """Wait for the last iteration's asynchronous products (wgmma), whose left operands are registers.
 
-    Triton lets some run on into the loop's next turn. Before CUDA 13.3 ptxas takes their registers for free there, and
-    what is written next may reach a product: https://github.com/triton-lang/triton/issues/9433. To the end of their
-    own turn it keeps them, so that the next loads are on their way meanwhile.
+    Before CUDA 13.3 ptxas reuses these registers in the next iteration while products still read them:
+    https://github.com/triton-lang/triton/issues/9433. Waiting at its beginning lets the next loads start before.
     """
     tl.inline_asm_elementwise("wgmma.wait_group.sync.aligned 0; // $0", "=r", [], tl.int32, is_pure=False, pack=1)
 

@@ -1,4 +1,4 @@
-"""Triton kernels of an RMSNorm: a program a row, forward and backward, in float32."""
+"""Triton kernels of RMSNorm, forward and backward, a CTA per row, in float32."""
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
 import functools
@@ -31,7 +31,7 @@ def _gradient_kernel(grad, x, weight, inverse, out, columns: tl.constexpr, BLOCK
     inner *= tl.load(weight + k, mask=inside, other=0.0)
     value = tl.load(x + row * columns + k, mask=inside, other=0.0).to(tl.float32)
     unit = tl.load(inverse + row)
-    # Of the inverse the gradient is this sum, of the mean square half of it times -inverse^3.
+    # This sum is the inverse's gradient; the mean square's is half of it times -inverse^3.
     share = tl.div_rn(tl.sum(inner * value, 0) * (unit * unit * unit), columns * 1.0)
     total = inner * unit - share * value
     tl.store(out + row * columns + k, total.to(out.dtype.element_ty), mask=inside)
@@ -44,7 +44,7 @@ _gradient = Direct(_gradient_kernel, enable_fp_fusion=False)
 
 @functools.cache
 def _shape(columns: int) -> tuple[int, int]:
-    """(elements, warps) of a program. The order of a sum follows from it, so it may not depend on anything else."""
+    """(elements, warps) of a CTA. They fix the order of a sum, so they depend on nothing else."""
     block = triton.next_power_of_2(columns)
     return block, min(max(block // 512, 1), 16)
 
@@ -56,13 +56,7 @@ def _plain(tensor: Tensor) -> Tensor:
 
 
 def scaled(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """weight * (x * inverse) in x's dtype, and the rows' inverse = 1 / sqrt(mean(x^2) + eps), float32 [M].
-
-    Args:
-        x: [..., K], M rows.
-        weight: float32 [K].
-        eps: Added to the mean square.
-    """
+    """weight [K] * (x [..., K] * inverse) in x's dtype, and inverse = 1 / sqrt(mean(x^2) + eps), float32 [M rows]."""
     x, columns = _plain(x), x.shape[-1]
     rows, (block, warps) = x.numel() // columns, _shape(columns)
     out, inverse = torch.empty_like(x), torch.empty(rows, dtype=torch.float32, device=x.device)
@@ -71,7 +65,7 @@ def scaled(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 
 def gradient(grad: Tensor, x: Tensor, weight: Tensor, inverse: Tensor) -> Tensor:
-    """The gradient of `scaled` to x, of the one to its result [..., K]."""
+    """Gradient of `scaled` to x, from that to its result [..., K]."""
     grad, columns = _plain(grad), x.shape[-1]
     out, (block, warps) = torch.empty_like(grad), _shape(columns)
     tensors = (grad, _plain(x), _plain(weight), inverse, out)

@@ -1,4 +1,4 @@
-"""Triton kernel that rounds weights to NVFP4, bit for bit as the reference: every division is IEEE, ties go to even."""
+"""Triton kernel that rounds weights to NVFP4, bit for bit as `reference`: IEEE divisions, ties to even."""
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
 import torch
@@ -7,7 +7,6 @@ import triton.language as tl
 from torch import Tensor
 
 from qerl_kernels.reference import BLOCK, NVFP4Tensor, check_matrix
-from qerl_kernels.triton_launch import Tuned
 
 
 @triton.jit
@@ -57,11 +56,6 @@ def _nvfp4_kernel(weight, global_scale, packed, scales, total, BLOCKS: tl.conste
     tl.store(scales + block, byte.to(tl.uint8), mask=inside)
 
 
-_nvfp4 = Tuned(
-    _nvfp4_kernel, [({"BLOCKS": blocks}, warps) for blocks, warps in ((128, 4), (256, 4), (64, 2), (256, 8))]
-)
-
-
 def quantize_nvfp4(weight: Tensor, global_scale: Tensor) -> NVFP4Tensor:
     """`reference.quantize_nvfp4` with min-max scales: weight [N, K], global_scale float32 of one element."""
     check_matrix(weight, BLOCK, "NVFP4")
@@ -70,12 +64,6 @@ def quantize_nvfp4(weight: Tensor, global_scale: Tensor) -> NVFP4Tensor:
     packed = weight.new_empty((rows, columns // 2), dtype=torch.uint8)
     scale = weight.new_empty((rows, columns // BLOCK), dtype=torch.uint8)
     gs = global_scale.float().reshape(1)
-    total, tensors = scale.numel(), (weight, gs, packed, scale)
-    addresses = [tensor.data_ptr() for tensor in tensors]
-    key = (total, weight.dtype, weight.get_device(), addresses[0] % 16, addresses[1] % 16)
-    launch = _nvfp4.get(key)
-    if launch is None:
-        _nvfp4.tune(key, (*tensors, total), lambda meta: (triton.cdiv(total, meta["BLOCKS"]), 1, 1))
-    else:
-        launch(*addresses, total)
+    total = scale.numel()
+    _nvfp4_kernel[(triton.cdiv(total, 128),)](weight, gs, packed, scale, total, BLOCKS=128, num_warps=4)
     return NVFP4Tensor(packed, scale.view(torch.float8_e4m3fn), gs)

@@ -1,4 +1,4 @@
-"""A Triton kernel that rotates queries and keys, or turns their gradients back, rounding where PyTorch's own do."""
+"""Triton kernel that rotates queries and keys, or their gradients back, rounding where PyTorch's operations do."""
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
 import torch
@@ -28,7 +28,7 @@ def _turn(
     first = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(x + at + HALF, mask=inside, other=0.0).to(tl.float32)
     of_first, of_second = _rounded(first * cosines[0], KIND, ON_GPU), _rounded(second * cosines[1], KIND, ON_GPU)
-    if BACK:  # a channel's gradient has a third part, which slicing made: zero, that makes -0 a 0
+    if BACK:  # a third addend of a channel's gradient, from slicing, is zero: it makes -0 a 0
         of_first = of_first + _rounded(second * sines[1], KIND, ON_GPU) + 0.0
         of_second = of_second - _rounded(first * sines[0], KIND, ON_GPU) + 0.0
     else:
@@ -62,7 +62,7 @@ def _kernel(
     _turn(key + at, out_key + at, cosines, sines, KEYS, PADDED_KEYS, HALF, BLOCK, BACK, ON_GPU)
 
 
-# A sum of two products is not to become one rounding.
+# No fused multiply-add: each product rounds.
 _direct = Direct(_kernel, enable_fp_fusion=False)
 
 
@@ -80,10 +80,10 @@ def _launch(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, back: bool) ->
 
 
 def rotated(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Of queries [S, heads, size] and keys [S, key-value heads, size] by contiguous cos and sin [S, size]."""
+    """Rotated queries [S, heads, size] and keys [S, key-value heads, size]; cos and sin [S, size] are contiguous."""
     return _launch(query, key, cos, sin, back=False)
 
 
 def gradient(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of what `rotated` was given, of those of what it gave."""
+    """Gradients to the inputs of `rotated`, from those to its results."""
     return _launch(query, key, cos, sin, back=True)

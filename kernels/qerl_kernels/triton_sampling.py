@@ -1,4 +1,4 @@
-"""Triton kernels that draw one token a row: seeds, then blocks of the vocabulary, then the best of a row's blocks."""
+"""Triton kernels of Gumbel-max sampling: seeds, then blocks of the vocabulary, then the best of a row's blocks."""
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
 import torch
@@ -12,14 +12,14 @@ from qerl_kernels.sampling import SMALLEST_UNIFORM
 from qerl_kernels.triton_launch import Direct
 
 BLOCK = 2048
-"""Tokens of a program: the same for every batch, for a row's sum of exponentials is one of its blocks' sums."""
+"""Tokens of a CTA: the same for every batch, for it fixes the order of a row's sum of exponentials."""
 WARPS = 4
 _SMALLEST = tl.constexpr(SMALLEST_UNIFORM)
 
 
 @triton.jit
 def _sample_seeds_kernel(temperatures, seeds, positions, requests, last, row_temperatures, row_seeds):
-    """What all blocks of a row would look up; vLLM's temperatures and seeds lie in the host's memory."""
+    """Gather what all blocks of a row need: vLLM's temperatures and seeds lie in host memory."""
     row = tl.program_id(0)
     request, at = tl.load(requests + row).to(tl.int64), tl.load(last + row).to(tl.int64)
     tl.store(row_temperatures + row, tl.load(temperatures + request))
@@ -49,23 +49,23 @@ def _sample_blocks_kernel(
     logits, row_temperatures, row_seeds, best, best_token, top, mass, stride, vocabulary: tl.constexpr,
     blocks: tl.constexpr, BLOCK: tl.constexpr, ON_GPU: tl.constexpr,
 ):  # fmt: skip
-    program = tl.program_id(0)
-    row = program // blocks
-    token = (program % blocks) * BLOCK + tl.arange(0, BLOCK)
+    cta = tl.program_id(0)
+    row = cta // blocks
+    token = (cta % blocks) * BLOCK + tl.arange(0, BLOCK)
     inside = token < vocabulary
     at = logits + row.to(tl.int64) * stride + token
     temperature = tl.load(row_temperatures + row)
     z = _scaled(tl.load(at, mask=inside, other=float("-inf")).to(tl.float32), temperature)
     largest = tl.max(z, axis=0)
     shift = tl.where(largest == float("-inf"), 0.0, largest)
-    tl.store(top + program, largest)
-    tl.store(mass + program, tl.sum(tl.exp(z - shift), axis=0))
+    tl.store(top + cta, largest)
+    tl.store(mass + cta, tl.sum(tl.exp(z - shift), axis=0))
     if temperature != 0.0:
         noise = _noise(tl.load(row_seeds + row), token, ON_GPU)
         z = tl.where(inside, z + noise, float("-inf"))
-    value, place = tl.max(z, axis=0, return_indices=True)
-    tl.store(best + program, value)
-    tl.store(best_token + program, (program % blocks) * BLOCK + place)
+    value, index = tl.max(z, axis=0, return_indices=True)
+    tl.store(best + cta, value)
+    tl.store(best_token + cta, (cta % blocks) * BLOCK + index)
 
 
 @triton.jit
@@ -78,7 +78,7 @@ def _sample_rows_kernel(
     inside, at = block < blocks, row * blocks + block
     value = tl.load(best + at, mask=inside, other=float("-inf"))
     _, first = tl.max(value, axis=0, return_indices=True)  # the lowest of equal ones
-    # Not a number among the logits must not lead out of the row.
+    # NaN among the logits must not lead out of the row.
     token = tl.minimum(tl.load(best_token + row * blocks + tl.minimum(first, blocks - 1)), vocabulary - 1)
     tops = tl.load(top + at, mask=inside, other=float("-inf"))
     largest = tl.max(tops, axis=0)
@@ -106,9 +106,9 @@ def sampled(
     best, top, mass = (logits.new_empty(rows, blocks, dtype=torch.float32) for _ in range(3))
     best_token = logits.new_empty(rows, blocks, dtype=torch.int32)
     _seeds(rows, 1, (temperatures, seeds, positions, requests, last, row_temperatures, row_seeds))
-    found, sizes = (best, best_token, top, mass), {"vocabulary": vocabulary, "blocks": blocks}
+    partial, sizes = (best, best_token, top, mass), {"vocabulary": vocabulary, "blocks": blocks}
     constants = {**sizes, "BLOCK": BLOCK, "ON_GPU": not interpreting()}
-    _blocks(rows * blocks, WARPS, (logits, row_temperatures, row_seeds, *found), logits.stride(0), **constants)
+    _blocks(rows * blocks, WARPS, (logits, row_temperatures, row_seeds, *partial), logits.stride(0), **constants)
     constants = {**sizes, "PADDED": triton.next_power_of_2(blocks)}
-    _rows(rows, 1, (logits, row_temperatures, *found, tokens, logprobs), logits.stride(0), **constants)
+    _rows(rows, 1, (logits, row_temperatures, *partial, tokens, logprobs), logits.stride(0), **constants)
     return tokens, logprobs
