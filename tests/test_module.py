@@ -77,7 +77,7 @@ def test_settings_are_taken_and_bad_ones_refused() -> None:
     full = PolicyConfig(finetune="full", quantization="none")  # its reference is loaded for a loss alone
     assert QeRLModule(policy=full, monitor_kl=True).update.reference_share == 0.0
     for share in (-0.1, 1.5, float("nan")):
-        with pytest.raises(UserError, match=f"monitor_kl must be true, false or .*found {share}"):
+        with pytest.raises(UserError, match=f"monitor_kl must be true, false or .*got {share}"):
             QeRLModule(monitor_kl=share)
     for ratio in (-0.1, 1.1):
         with pytest.raises(UserError, match=r"warmup_ratio must be in \[0, 1\]"):
@@ -270,7 +270,7 @@ def test_what_a_run_chose_to_recompute_goes_with_its_checkpoints(
     chosen: list[Any] = []
     checkpoint: dict[str, Any] = {}
     choice = SimpleNamespace(state=lambda: "selective", load=chosen.append)
-    monkeypatch.setattr(module.policy, "recomputation", choice)
+    monkeypatch.setattr(module.policy, "checkpointing", choice)
     module.on_save_checkpoint(checkpoint)
     assert checkpoint["qerl"]["recomputation"] == "selective"
     module.on_load_checkpoint({"qerl": saved | {"recomputation": "true"}})
