@@ -219,7 +219,7 @@ def test_sizes_that_do_not_divide_are_named(
 ) -> None:
     settings = settings_of(tiny_policy_dir, tmp_path / "run")
     settings["model"]["minibatches"] = 3
-    with pytest.raises(UserError, match="minibatches must divide the completions of a rollout; found 3 and 4"):
+    with pytest.raises(UserError, match="minibatches must divide the completions of a rollout; got 3 and 4"):
         fit(settings, monkeypatch)
 
 

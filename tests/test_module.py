@@ -77,7 +77,7 @@ def test_settings_are_taken_and_bad_ones_refused() -> None:
     full = PolicyConfig(finetune="full", quantization="none")  # its reference is loaded for a loss alone
     assert QeRLModule(policy=full, monitor_kl=True).update.reference_share == 0.0
     for share in (-0.1, 1.5, float("nan")):
-        with pytest.raises(UserError, match=f"monitor_kl must be true, false or .*found {share}"):
+        with pytest.raises(UserError, match=f"monitor_kl must be true, false or .*got {share}"):
             QeRLModule(monitor_kl=share)
     for ratio in (-0.1, 1.1):
         with pytest.raises(UserError, match=r"warmup_ratio must be in \[0, 1\]"):

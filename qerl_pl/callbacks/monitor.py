@@ -4,7 +4,6 @@ import logging
 import resource
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,61 +16,9 @@ from qerl_pl.engines.base import SharedWeights
 from qerl_pl.memory import GIB, held_gib
 from qerl_pl.modules.qerl import BEFORE_TRAINING, QeRLModule
 
-
-@dataclass(frozen=True)
-class DeviceMemory:
-    """A GPU's memory after an update, in GiB."""
-
-    activations: float
-    """Peak of activations and logits in the update."""
-    driver: float
-    """In use on the whole GPU, by the driver's count."""
-    total: float
-
-
-@dataclass(frozen=True)
-class MemoryReport:
-    """Memory between two steps by purpose, in GiB."""
-
-    weights: float
-    """Frozen weights: every copy of the base, shared ones once."""
-    adapter: float
-    """Trained parameters, and the engine's copy of the adapter."""
-    gradients: float
-    optimizer: float
-    kv_cache: float
-    """The engine's key/value cache while it samples."""
-    released: float = 0.0
-    """Share of `kv_cache` that a sleeping engine has released."""
-    device: DeviceMemory | None = None
-    """None without a GPU."""
-
-    def metrics(self) -> dict[str, float]:
-        """Logged metrics by tag."""
-        metrics = {
-            "memory/base_gib": self.weights,
-            "memory/adapter_gib": self.adapter,
-            "memory/optimizer_gib": self.optimizer,
-            "memory/kv_cache_gib": self.kv_cache,
-        }
-        if self.device is None:
-            return metrics
-        return metrics | {
-            "memory/activations_gib": self.device.activations,
-            "memory/driver_gib": self.device.driver,
-        }
-
-    def table(self) -> str:
-        """A line for each purpose; with a GPU also its total use while the engine samples."""
-        rows = {
-            "frozen weights": self.weights,
-            "trained weights and optimizer": self.adapter + self.gradients + self.optimizer,
-            "key/value cache": self.kv_cache,
-        }
-        if self.device is not None:
-            rows["activations (peak)"] = self.device.activations
-            rows[f"in use, of {self.device.total:.1f} GiB"] = self.device.driver + self.released
-        return "\n".join(f"  {name:<33}{size:9.3f} GiB" for name, size in rows.items())
+LOGGED = ("base", "adapter", "optimizer", "kv_cache")
+LOGGED_ON_GPU = ("activations", "driver")
+"""Items of the report that are logged each step as `memory/<item>_gib`."""
 
 
 def measure_memory(
@@ -79,16 +26,14 @@ def measure_memory(
     shared: SharedWeights | None,
     optimizers: Iterable[torch.optim.Optimizer],
     engine: Mapping[str, float],
-    device: DeviceMemory | None = None,
-) -> MemoryReport:
-    """Measure what trainer and engine hold between two steps.
+) -> dict[str, float]:
+    """GiB that trainer and engine hold between two steps, by item; "base" counts every copy, shared weights once.
 
     Args:
         policy: Base and trained weights.
         shared: Weights that the policy shares with the engine.
         optimizers: Of the trained weights.
         engine: `RolloutEngine.memory_gib`.
-        device: Of the GPU.
     """
     shared_tensors: list[Tensor] = []
     if shared is not None:
@@ -96,15 +41,28 @@ def measure_memory(
         shared_tensors += [tensor for weight in shared.linears.values() for tensor in weight.tensors().values()]
     frozen = [p for p in policy.parameters() if not p.requires_grad] + list(policy.buffers())
     states = (state for optimizer in optimizers for state in optimizer.state.values())
-    return MemoryReport(
-        weights=held_gib([*frozen, *shared_tensors]) + max(engine.get("weights", 0.0) - held_gib(shared_tensors), 0.0),
-        adapter=held_gib(p for p in policy.parameters() if p.requires_grad) + engine.get("adapter", 0.0),
-        gradients=gradient_gib(policy),
-        optimizer=held_gib(value for state in states for value in state.values() if isinstance(value, Tensor)),
-        kv_cache=engine.get("kv_cache", 0.0),
-        released=engine.get("released", 0.0),
-        device=device,
-    )
+    engine_only = max(engine.get("weights", 0.0) - held_gib(shared_tensors), 0.0)
+    return {
+        "base": held_gib([*frozen, *shared_tensors]) + engine_only,
+        "adapter": held_gib(p for p in policy.parameters() if p.requires_grad) + engine.get("adapter", 0.0),
+        "gradients": gradient_gib(policy),
+        "optimizer": held_gib(value for state in states for value in state.values() if isinstance(value, Tensor)),
+        "kv_cache": engine.get("kv_cache", 0.0),
+        "released": engine.get("released", 0.0),  # of the cache, by a sleeping engine
+    }
+
+
+def memory_table(gib: Mapping[str, float]) -> str:
+    """A line for each purpose; on a GPU also its total use while the engine samples."""
+    rows = {
+        "frozen weights": gib["base"],
+        "trained weights and optimizer": gib["adapter"] + gib["gradients"] + gib["optimizer"],
+        "key/value cache": gib["kv_cache"],
+    }
+    if "driver" in gib:
+        rows["activations (peak)"] = gib["activations"]
+        rows[f"in use, of {gib['device']:.1f} GiB"] = gib["driver"] + gib["released"]
+    return "\n".join(f"  {name:<33}{size:9.3f} GiB" for name, size in rows.items())
 
 
 def gradient_gib(policy: nn.Module) -> float:
@@ -163,7 +121,7 @@ class Monitor(Callback):
         assert isinstance(pl_module, QeRLModule)
         if pl_module.device.type == "cuda":
             self._begin_peak(pl_module)
-        log.info("memory before the first rollout:\n%s", self._measure(trainer, pl_module).table())
+        log.info("memory before the first rollout:\n%s", memory_table(self._measure(trainer, pl_module)))
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Begin the update's peak."""
@@ -181,14 +139,15 @@ class Monitor(Callback):
     ) -> None:
         """Log the step's memory and begin a new peak."""
         assert isinstance(pl_module, QeRLModule)
-        report = self._measure(trainer, pl_module)
+        gib = self._measure(trainer, pl_module)
         device = pl_module.device
-        peak = max(_peak_gib(device), self._sampling_peak)
-        pl_module.log_dict(report.metrics() | {"memory/peak_gib": peak}, batch_size=1)
+        metrics = {f"memory/{name}_gib": gib[name] for name in LOGGED + LOGGED_ON_GPU if name in gib}
+        metrics["memory/peak_gib"] = max(_peak_gib(device), self._sampling_peak)
+        pl_module.log_dict(metrics, batch_size=1)
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         if not self._shown:
-            log.info("memory after the first update:\n%s", report.table())
+            log.info("memory after the first update:\n%s", memory_table(gib))
             self._shown = True
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -198,15 +157,15 @@ class Monitor(Callback):
             for logger in trainer.loggers:
                 logger.log_metrics(measured, step=BEFORE_TRAINING)
 
-    def _measure(self, trainer: Trainer, module: QeRLModule) -> MemoryReport:
+    def _measure(self, trainer: Trainer, module: QeRLModule) -> dict[str, float]:
         engine = rollout_callback(trainer, "Monitor").engine.memory_gib()
-        gpu = None
+        gib = measure_memory(module.policy, module.shared_weights, trainer.optimizers, engine)
         if module.device.type == "cuda":
             free, total = torch.cuda.mem_get_info(module.device)
-            held = self._held + gradient_gib(module.policy)  # during the update
+            held = self._held + gib["gradients"]  # during the update
             activations = torch.cuda.max_memory_allocated(module.device) / GIB - held
-            gpu = DeviceMemory(activations, driver=(total - free) / GIB, total=total / GIB)
-        return measure_memory(module.policy, module.shared_weights, trainer.optimizers, engine, gpu)
+            gib |= {"activations": activations, "driver": (total - free) / GIB, "device": total / GIB}
+        return gib
 
 
 def _peak_gib(device: torch.device) -> float:

@@ -6,15 +6,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import peft
 import torch
-from peft import PeftModel, get_peft_model_state_dict
+from peft import get_peft_model_state_dict
 from peft.utils import ModulesToSaveWrapper
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
 from qerl_pl.errors import UserError
-from qerl_pl.modules.lora import ADAPTER, LoraConfig, LoraLinear, attach_lora, can_fuse_lora
+from qerl_pl.formats.architecture import LAYER_NORMS
+from qerl_pl.modules.lora import ADAPTER, FrozenLinear, LoraConfig, LoraLinear, can_fuse_lora, check_targets
 from qerl_pl.modules.packed_layers import GatedMLP, PackedAttention
 from qerl_pl.persistence.random_state import stream_seed
 
@@ -104,9 +106,12 @@ class LoraAdapter:
 
     Args:
         base: The frozen causal LM; the adapter is attached to it in place.
-        config: Of the factors; A is drawn from PyTorch's generator.
-        train_norms: Train the layers' norms too.
+        config: Of the factors; A is drawn from PyTorch's generator, B is zero: the policy starts as its base.
+        train_norms: Train copies of the layers' norms too; PEFT saves them with the adapter.
         base_name: Folder or hub name of the base, as the user gave it.
+
+    Raises:
+        UserError: As `check_targets`.
     """
 
     result = "adapter"
@@ -114,9 +119,20 @@ class LoraAdapter:
     full_finetuning = False
 
     def __init__(self, base: PreTrainedModel, config: LoraConfig, train_norms: bool, base_name: str) -> None:
-        self.config = config
-        self.base = base
-        self.model: PeftModel = attach_lora(base, config, train_norms)
+        check_targets(base, config)
+        self.config, self.base = config, base
+        peft_config = peft.LoraConfig(
+            r=config.rank,
+            lora_alpha=config.alpha,  # type: ignore[arg-type]
+            lora_dropout=config.dropout,
+            target_modules=list(config.targets),
+            modules_to_save=list(LAYER_NORMS) if train_norms else None,
+            bias="none",
+            task_type="CAUSAL_LM",
+        )
+        peft_config._register_custom_module(dict.fromkeys((FrozenLinear, nn.Linear), LoraLinear))
+        # Float32 factors over a 16-bit base: AdamW steps are below the resolution of bfloat16.
+        self.model = peft.PeftModelForCausalLM(base, peft_config, adapter_name=ADAPTER, autocast_adapter_dtype=True)
         self.model.peft_config[ADAPTER].base_model_name_or_path = base_name
         self._linears = {name: module for name, module in base.named_modules() if isinstance(module, LoraLinear)}
         self._blocks = [module for module in base.modules() if isinstance(module, PackedAttention | GatedMLP)]

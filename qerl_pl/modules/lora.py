@@ -20,7 +20,6 @@ from qerl_kernels import (
 from torch import Tensor, nn
 
 from qerl_pl.errors import UserError
-from qerl_pl.formats.architecture import LAYER_NORMS
 
 
 def parameter_name(name: str) -> str:
@@ -219,29 +218,3 @@ def check_targets(model: nn.Module, config: LoraConfig) -> None:
                 f"a LoRA rank must not be above the smaller side of a weight; got rank {config.rank} for {smallest} "
                 f"with {sides[smallest]}; lower model.policy.lora.rank, or leave {target} out of its targets"
             )
-
-
-def attach_lora(model: nn.Module, config: LoraConfig, train_norms: bool = False) -> peft.PeftModel:
-    """Wrap the target linears of a causal LM with adapters; A is random, B zero, so that the policy equals its base.
-
-    Args:
-        model: The frozen base.
-        config: Rank, scaling, targets.
-        train_norms: Train copies of the layers' norms too; PEFT saves them with the adapter.
-
-    Raises:
-        UserError: As `check_targets`.
-    """
-    check_targets(model, config)
-    peft_config = peft.LoraConfig(
-        r=config.rank,
-        lora_alpha=config.alpha,  # type: ignore[arg-type]
-        lora_dropout=config.dropout,
-        target_modules=list(config.targets),
-        modules_to_save=list(LAYER_NORMS) if train_norms else None,
-        bias="none",
-        task_type="CAUSAL_LM",
-    )
-    peft_config._register_custom_module(dict.fromkeys((FrozenLinear, nn.Linear), LoraLinear))
-    # autocast_adapter_dtype keeps the factors in float32 over a 16-bit base: AdamW steps are below bf16's resolution.
-    return peft.PeftModelForCausalLM(model, peft_config, adapter_name=ADAPTER, autocast_adapter_dtype=True)

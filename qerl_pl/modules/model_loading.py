@@ -14,8 +14,9 @@ from qerl_pl.engines.base import SharedWeights
 from qerl_pl.errors import UserError
 from qerl_pl.formats.base import BaseFormat, format_of
 from qerl_pl.formats.model_folder import TensorFiles, load_config
+from qerl_pl.formats.norm import use_float32_norms
 from qerl_pl.modules.lora import FrozenLinear, parameter_name
-from qerl_pl.modules.packed_layers import ATTENTION
+from qerl_pl.modules.packed_layers import ATTENTION, use_gated_mlps, use_packed_attention
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +61,9 @@ def load_base(
             f"the weight files must fit config.json; {folder} lacks {missing[:3]} and has {unexpected[:3]} besides; "
             "check that both come from the same model"
         )
+    use_float32_norms(model)
+    use_gated_mlps(model)
+    use_packed_attention(model)
     model.to(device)  # type: ignore[arg-type]
     return model.requires_grad_(False)
 

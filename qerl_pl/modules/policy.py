@@ -13,7 +13,6 @@ import torch
 from qerl_kernels import chunked_token_logprobs
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from transformers import PreTrainedModel
 
 from qerl_pl.algorithm.noise import NormNoise
 from qerl_pl.engines.base import SharedWeights
@@ -21,7 +20,6 @@ from qerl_pl.errors import UserError
 from qerl_pl.formats.base import Quantization
 from qerl_pl.formats.dense_checkpoint import validate_checkpoint
 from qerl_pl.formats.model_folder import TensorFiles, load_tokenizer, read_config
-from qerl_pl.formats.norm import use_float32_norms
 from qerl_pl.formats.quantize import in_format, local_folder
 from qerl_pl.memory import GIB, free_bytes, optimizer_bytes, training_bytes
 from qerl_pl.modules.activation_checkpointing import ActivationCheckpointing, Checkpointing
@@ -29,7 +27,7 @@ from qerl_pl.modules.adapter import LoraAdapter
 from qerl_pl.modules.full_finetuning import FullWeights
 from qerl_pl.modules.lora import LoraConfig, check_targets
 from qerl_pl.modules.model_loading import load_base
-from qerl_pl.modules.packed_layers import Packing, use_gated_mlps, use_packed_attention
+from qerl_pl.modules.packed_layers import Packing
 from qerl_pl.toy import POSITIONS, ToyConfig, build_toy_policy
 from qerl_pl.types import PolicyWeights
 
@@ -194,19 +192,11 @@ class Policy(nn.Module):
     ) -> None:
         super().__init__()
         self.config, self.folder = config, folder
-
-        def load(shared: SharedWeights | None) -> PreTrainedModel:
-            model = load_base(folder, config.torch_dtype, device, shared)
-            use_float32_norms(model)
-            use_gated_mlps(model)
-            use_packed_attention(model)
-            return model
-
-        self.base = load(shared if config.adapter else None)
+        self.base = load_base(folder, config.torch_dtype, device, shared if config.adapter else None)
         """The causal LM, trained weights included."""
         self.trained: LoraAdapter | FullWeights
         if config.adapter is None:
-            reference = load(None).to(device).eval() if with_reference else None  # type: ignore[arg-type]
+            reference = load_base(folder, config.torch_dtype, device).eval() if with_reference else None
             self.trained = FullWeights(self.base, folder, config.torch_dtype, reference)
         else:
             self.trained = self._attach_adapter(folder, config.adapter, seed)
