@@ -1,4 +1,4 @@
-"""How a question becomes the token ids of a prompt."""
+"""Rendering of questions to prompt token ids by the tokenizer's chat template."""
 
 import re
 from collections.abc import Sequence
@@ -10,30 +10,25 @@ from transformers import PreTrainedTokenizerBase
 from qerl_pl.errors import UserError
 
 SYSTEM_PROMPT = "Think inside <think></think>, then give only the final answer inside <answer></answer>."
-
-"""Asks for exactly the format that the rewards check."""
-
+"""Requests the format that the rewards check."""
 TEMPLATE_DATE = datetime(2024, 7, 26)
-
-"""What templates that name the day are told (Llama's do), so that prompts are the same on every day of a run."""
-
+"""Date in templates that have one, such as Llama's, so that prompts are the same on every day of a run."""
 _TODAY = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")
-
-"""A template's own way to ask for the day, which takes no argument from outside."""
+"""A template's call for the current date, which no argument replaces."""
 
 
 def render_prompts(
     tokenizer: PreTrainedTokenizerBase, questions: Sequence[str], system_prompt: str | None = SYSTEM_PROMPT
 ) -> list[list[int]]:
-    """Token ids of the chats [system, user], each with the generation prompt that opens the answer.
+    """Token ids of the chats [system, user], each with the generation prompt.
 
     Args:
-        tokenizer: has a chat template.
-        questions: what the user says, one chat each.
-        system_prompt: the system message; None or "" sends none.
+        tokenizer: Has a chat template.
+        questions: User messages, one per chat.
+        system_prompt: System message; None or "" sends none.
 
     Raises:
-        UserError: the tokenizer has no chat template, or one that refuses the chat.
+        UserError: The tokenizer has no chat template, or it refuses the chat.
     """
     if not questions:
         return []

@@ -1,4 +1,4 @@
-"""Where prompts and their references come from."""
+"""Data modules: prompts with reference answers."""
 
 from qerl_pl.datamodules.datasets import ArithmeticDataModule, BigMathDataModule, GSM8KDataModule
 from qerl_pl.datamodules.prompts import PromptDataModule

@@ -1,4 +1,4 @@
-"""Grade-school word problems (GSM8K, arXiv 2110.14168)."""
+"""Data modules of GSM8K (arXiv 2110.14168), Big-Math and synthetic sums."""
 
 import logging
 import math
@@ -13,22 +13,24 @@ from qerl_pl.datamodules.tables import Row, TableConfig, local_file, read_table
 from qerl_pl.errors import UserError, require_at_least
 from qerl_pl.toy.task import ArithmeticTask, Split
 
+log = logging.getLogger("qerl_pl")
+
 _MARK = "####"
+_LEVELS = 5
+_RATE = "llama8b_solve_rate"
 
 
 class GSM8KDataModule(PromptDataModule):
     """GSM8K: columns `question` and `answer`, whose number after #### is the reference.
 
     Args:
-        path: Hub name, or a folder with train.jsonl and test.jsonl (or parquet), or one such file, which is
-            trained on.
+        path: Hub name, a folder with train.jsonl and test.jsonl (or parquet), or a single file to train on.
         subset: Configuration of the hub's data set; local files have none.
-        val_split: Split to take val_size prompts to validate on from, such as test; null holds them out of the training
-            split.
+        val_split: Split of the validation prompts, such as test; null splits them off the training split.
         batch_size: Prompts a training batch, over all devices.
         val_size: Prompts to validate on; 0 for none.
         val_batch_size: Prompts a validation batch; null takes batch_size.
-        max_prompt_tokens: Longer prompts, chat template included, are dropped.
+        max_prompt_tokens: Limit of tokens, chat template included; longer prompts are dropped.
         system_prompt: The system message; null sends none.
         seed: Seed of the split and of the order.
         tokenizer: Folder or hub name of a tokenizer; null takes the policy's.
@@ -60,7 +62,7 @@ class GSM8KDataModule(PromptDataModule):
     def val_rows(self) -> Sequence[Row] | None:
         if self.val_split is None:
             return None
-        # A slice, such as train[:5%], or a sum of splits is the hub's way to name rows that are trained on, too.
+        # On the hub a slice, such as train[:5%], or a sum of splits may have training rows, too.
         if {"train", "all"} & set(re.findall(r"\w+", self.val_split)) or self._is_file:
             raise UserError(
                 f"val_split must be another split than is trained on; got val_split={self.val_split} of {self.path}; "
@@ -89,17 +91,10 @@ class GSM8KDataModule(PromptDataModule):
         return rows
 
 
-log = logging.getLogger("qerl_pl")
-
-_LEVELS = 5
-
-_RATE = "llama8b_solve_rate"
-
-
 def level_of(row: Mapping[str, Any]) -> int | None:
-    """Difficulty of a row, 1 to 5: its column `level` (3 or "Level 3") where there is one, else by its solve rate.
+    """Difficulty of a row, 1 to 5: its column `level` (3 or "Level 3"), else by its solve rate; None without both.
 
-    By solve rate, level 1 is [0.8, 1], 2 is [0.6, 0.8), and so on to 5, which is [0, 0.2). None where neither is known.
+    By solve rate, level 1 is [0.8, 1], 2 is [0.6, 0.8), and so on to 5, which is [0, 0.2).
     """
     if row.get("level") is not None:
         digits = re.search(r"\d+", str(row["level"]))
@@ -109,7 +104,7 @@ def level_of(row: Mapping[str, Any]) -> int | None:
 
 
 def solve_rate_of(row: Mapping[str, Any]) -> float | None:
-    """Share of Llama-3.1-8B's tries that were right, 0 to 1; None where the row has no such number."""
+    """Fraction of correct answers of Llama-3.1-8B, 0 to 1; None if the row has no such number."""
     try:
         rate = float(row.get(_RATE, math.nan))
     except (TypeError, ValueError):
@@ -120,21 +115,21 @@ def solve_rate_of(row: Mapping[str, Any]) -> float | None:
 class BigMathDataModule(PromptDataModule):
     """Big-Math: columns `problem` and `answer`; `source`, `llama8b_solve_rate` and `level` for the filters.
 
-    A filter that is set drops the rows of which it cannot tell. Rows to train on whose answer is empty are left out.
+    A filter also drops rows without its column. Training rows with an empty answer are dropped.
 
     Args:
-        path: Hub name, or a folder with train.jsonl or train.parquet, or one such file.
-        min_solve_rate: Least share of Llama-3.1-8B's tries that were right, 0 to 1; null for no bound.
-        max_solve_rate: Largest such share; null for no bound.
-        levels: Difficulties to keep, 1 (easy) to 5: the column level where there is one, else fifths of the solve rate
-            (5 is below 0.2); null keeps all.
+        path: Hub name, a folder with train.jsonl or train.parquet, or a single file.
+        min_solve_rate: Least fraction of Llama-3.1-8B's answers that were correct, 0 to 1; null for no bound.
+        max_solve_rate: Largest such fraction; null for no bound.
+        levels: Difficulties to keep, 1 (easy) to 5: the column level, or without it fifths of the solve rate (5 is
+            below 0.2); null keeps all.
         sources: Values of the column source to keep; null keeps all.
         val_path: Table to validate on, with columns problem and answer (a file, or a hub name with a split test, such
-            as HuggingFaceH4/MATH-500); null holds val_size prompts out of the training rows.
+            as HuggingFaceH4/MATH-500); null splits val_size prompts off the training rows.
         batch_size: Prompts a training batch, over all devices.
         val_size: Prompts to validate on; 0 for none.
         val_batch_size: Prompts a validation batch; null takes batch_size.
-        max_prompt_tokens: Longer prompts, chat template included, are dropped.
+        max_prompt_tokens: Limit of tokens, chat template included; longer prompts are dropped.
         system_prompt: The system message; null sends none.
         seed: Seed of the split and of the order.
         tokenizer: Folder or hub name of a tokenizer; null takes the policy's.
@@ -176,13 +171,13 @@ class BigMathDataModule(PromptDataModule):
                 "widen them."
             )
         log.info("%d of %d rows of %s pass %s", len(rows), len(table), self.path, self._filters() or "(no filter)")
-        return _answered(rows, self.path)
+        return _with_answers(rows, self.path)
 
     def val_rows(self) -> Sequence[Row] | None:
         if self.val_path is None:
             return None
-        file, trained = local_file(self.val_path, "test"), local_file(self.path, "train")
-        if file is not None and trained is not None and file.samefile(trained):
+        val_file, train_file = local_file(self.val_path, "test"), local_file(self.path, "train")
+        if val_file is not None and train_file is not None and val_file.samefile(train_file):
             raise UserError(
                 f"val_path must be another table than is trained on; got val_path={self.val_path} and "
                 f"path={self.path}; name another, or set it to null to hold prompts out."
@@ -229,7 +224,7 @@ class BigMathDataModule(PromptDataModule):
 
 
 def _rows(table: Sequence[Mapping[str, Any]], split: str, keeps: Callable[[Mapping[str, Any]], bool]) -> list[Row]:
-    """Rows that a filter keeps; their names count those it does not."""
+    """Rows that pass a filter, with the ids of the unfiltered table."""
     return [
         Row(f"{split}-{index}", str(row["problem"]), str(row["answer"]))
         for index, row in enumerate(table)
@@ -237,38 +232,38 @@ def _rows(table: Sequence[Mapping[str, Any]], split: str, keeps: Callable[[Mappi
     ]
 
 
-def _answered(rows: Sequence[Row], path: str) -> list[Row]:
-    """Rows that have an answer: no completion is right where there is none."""
-    kept = [row for row in rows if row.reference.strip()]
-    if not kept:
+def _with_answers(rows: Sequence[Row], path: str) -> list[Row]:
+    """Rows with an answer: without a reference no completion is correct."""
+    answered = [row for row in rows if row.reference.strip()]
+    if not answered:
         raise UserError(
             f"an answer must not be empty; none of {len(rows)} rows of {path} has one; correct the column, or `path`."
         )
-    if len(kept) < len(rows):
+    if len(answered) < len(rows):
         first = next(row for row in rows if not row.reference.strip())
         log.warning(
             "%d of %d rows of %s have an empty answer, row %d the first: they are left out",
-            len(rows) - len(kept),
+            len(rows) - len(answered),
             len(rows),
             path,
             int(first.id.rpartition("-")[2]) + 1,
         )
-    return kept
+    return answered
 
 
 class ArithmeticDataModule(PromptDataModule):
-    """Word problems whose answer is a sum; no validation sum is ever trained on.
+    """Word problems whose answer is a sum; training and validation have no sum in common.
 
     Args:
-        task: How hard the problems are.
+        task: Difficulty of the problems.
         train_size: Problems of the training set.
-        test_size: Problems of the test set, other draws of the kind validated on.
+        test_size: Problems of the test set, from the validation split.
         batch_size: Prompts a training batch, over all devices.
         val_size: Prompts to validate on; 0 for none.
         val_batch_size: Prompts a validation batch; null takes batch_size.
-        max_prompt_tokens: Longer prompts, chat template included, are dropped.
+        max_prompt_tokens: Limit of tokens, chat template included; longer prompts are dropped.
         system_prompt: The system message; null sends none.
-        seed: Seed of the order; the problems have their own, in the task.
+        seed: Seed of the order; task has the seed of the problems.
         tokenizer: Folder or hub name of a tokenizer; null takes the policy's.
         sets: Tables to validate and test on, by name, in place of its own; see PromptDataModule.
     """

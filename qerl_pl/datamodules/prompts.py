@@ -1,8 +1,9 @@
-"""The order of the training prompts, kept in checkpoints."""
+"""Base class of the data modules: batches of prompts in a seeded order that resumes from checkpoints."""
 
 import hashlib
 import logging
 import random
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, cast
 
@@ -20,8 +21,6 @@ from qerl_pl.datamodules.tables import (
     check_sizes,
     checked_rows,
     draw,
-    require_different_ids,
-    require_prompts,
     sets_by_name,
     warn_of_repeats,
 )
@@ -30,18 +29,17 @@ from qerl_pl.persistence.random_state import stream_seed
 from qerl_pl.start_checks import check_first
 from qerl_pl.types import Prompt, PromptBatch
 
+log = logging.getLogger("qerl_pl")
+
+FixedLoaders = DataLoader[PromptBatch] | list[DataLoader[PromptBatch]]
+
 
 class PromptSampler(DistributedSampler[int]):
-    """Indices of the prompts in the order of (seed, epoch), whole batches only, resumable at any of them.
+    """Indices of the training prompts, shuffled by (seed, epoch) and resumable; the last batch is complete.
 
-    A `DistributedSampler`, so that Lightning sets its epoch and does not put its own in its place; but every rank sees
-    the whole batch, and what samples deals it out: a run may go on with another number of ranks. Nothing is decided
-    before the first index is asked for: loaders are restored before Lightning tells them their epoch.
-
-    Args:
-        size: number of prompts of the training set.
-        batch_size: prompts of a batch; the rest of an epoch is left out.
-        seed: of the order.
+    A `DistributedSampler`, so that Lightning sets its epoch and does not replace it; but every rank gets the full
+    batch, which the rollout partitions: a run may resume with another number of ranks. It shuffles at the first index,
+    as loaders are restored before Lightning sets the epoch.
     """
 
     def __init__(self, size: int, batch_size: int, seed: int) -> None:
@@ -64,16 +62,16 @@ class PromptSampler(DistributedSampler[int]):
             yield int(order[position])
 
     def set_epoch(self, epoch: int) -> None:
-        """Shuffle anew for another epoch; the same one goes on where it is."""
+        """Start another epoch; the current epoch goes on at its position."""
         if epoch != self.epoch:
             self.epoch, self._yielded, self._start = epoch, 0, 0
 
     def state_dict(self) -> dict[str, int]:
-        """The epoch, and how many of its indices were seen."""
+        """The epoch, and how many of its indices were yielded."""
         return {"epoch": self.epoch, "yielded": self._yielded}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on at a saved position."""
+        """Resume at a saved position."""
         self.epoch, self._yielded, self._start = state["epoch"], state["yielded"], state["yielded"]
 
 
@@ -91,15 +89,15 @@ def require_planned_end(trainer: Trainer) -> None:
 
 
 def check_intervals(trainer: Trainer, batches: int) -> None:
-    """Refuse what Lightning refuses in other words, after an engine has been started, or not at all.
+    """Check the trainer's limits and intervals before an engine is started.
 
     Args:
-        trainer: What has the intervals.
+        trainer: The run's trainer.
         batches: Training batches of an epoch, within the trainer's limit.
 
     Raises:
-        UserError: The run has no step or epoch, an epoch has no batch, or validation would come never, by the clock, or
-            after the epoch's end.
+        UserError: The run has no step or epoch, an epoch has no batch, or the validation interval is zero, a time, or
+            longer than an epoch.
     """
     if trainer.max_steps == 0:
         raise UserError(
@@ -126,27 +124,22 @@ def check_intervals(trainer: Trainer, batches: int) -> None:
         )
 
 
-log = logging.getLogger("qerl_pl")
-
-FixedLoaders = DataLoader[PromptBatch] | list[DataLoader[PromptBatch]]
-
-
 class PromptDataModule(LightningDataModule):
-    """Yields batches (lists) of prompts; a subclass says where the questions come from, in `train_rows`.
+    """Batches (lists) of prompts; subclasses return the questions in `train_rows`.
 
-    Training batches are shuffled by (seed, epoch), keep their position in checkpoints, and draw nothing from the global
-    random state.
+    Training batches are shuffled by (seed, epoch), independently of the global random state, and their position is
+    saved in checkpoints.
 
     Args:
         batch_size: Prompts a training batch, over all devices.
         val_size: Prompts to validate on; 0 for none.
         val_batch_size: Prompts a validation batch; null takes batch_size.
-        max_prompt_tokens: Longer prompts, chat template included, are dropped.
+        max_prompt_tokens: Limit of tokens, chat template included; longer prompts are dropped.
         system_prompt: The system message; null sends none.
         seed: Seed of the split and of the order.
         tokenizer: Folder or hub name of a tokenizer; null takes the policy's.
         sets: Tables to validate (`val_size` rows of each) and test on (all rows), by name, in place of the module's
-            own. With them, validating and testing needs no training rows.
+            own; `qerl validate` and `qerl test` then read no training rows.
     """
 
     prepare_data_per_node = True  # asked for before `setup` says that a subclass has not called the constructor
@@ -179,8 +172,6 @@ class PromptDataModule(LightningDataModule):
         self._test: dict[str, list[Prompt]] = {}
         self._digest = ""
 
-    # What a subclass says ------------------------------------------------------------------------------------------
-
     def train_rows(self) -> Sequence[Row]:
         """All rows to train on."""
         raise UserError(
@@ -188,7 +179,7 @@ class PromptDataModule(LightningDataModule):
         )
 
     def val_rows(self) -> Sequence[Row] | None:
-        """Rows of a validation set, of which `val_size` are used; None holds them out of the training rows."""
+        """Rows of a validation set, of which `val_size` are used; None splits them off the training rows."""
         return None
 
     def test_rows(self) -> Sequence[Row] | None:
@@ -196,87 +187,75 @@ class PromptDataModule(LightningDataModule):
         return None
 
     def val_sets(self) -> Mapping[str, Sequence[Row]]:
-        """Several validation sets by name, `val_size` rows of each, in place of `val_rows`; none: that one.
+        """Several validation sets by name, `val_size` rows of each, in place of `val_rows`.
 
-        Each is measured by itself, as `val/<name>/accuracy`; a single one as `val/accuracy`.
+        Each has its own metrics, as `val/<name>/accuracy`; a single set has `val/accuracy`.
         """
         return {}
 
     def test_sets(self) -> Mapping[str, Sequence[Row]]:
-        """Several test sets by name, all rows used, in place of `test_rows`; as for `val_sets`."""
+        """Several test sets by name, all rows used, in place of `test_rows`; see `val_sets`."""
         return {}
 
-    # Lightning's hooks ---------------------------------------------------------------------------------------------
-
     def prepare_data(self) -> None:
-        """The same as `setup`: a run that is refused there ends before its loggers write."""
+        """The same as `setup`, before the loggers write: a refused run leaves no files."""
         if self.trainer is not None and self.trainer.state.fn is not None:
             self.setup(self.trainer.state.fn.value)
 
     def setup(self, stage: str) -> None:
-        """Read, render and split, once.
+        """Read, render and split the rows, once per stage.
 
         Raises:
-            UserError: data is missing, malformed or too little for one batch, none is held out where that is measured,
-                or the tokenizer has no chat template.
+            UserError: Data is missing, malformed or smaller than a batch, there is no set to validate or test on, or
+                the tokenizer has no chat template.
         """
         if "_train" not in vars(self):
             raise UserError(
                 f"a data module's constructor calls that of PromptDataModule; {type(self).__name__}'s does not"
             )
-        # Rows come first: a wrong path is told before a tokenizer is downloaded, or a model made for it.
-        new, owner = not self._train and (stage == "fit" or not self._tables), type(self).__name__
-        rows = checked_rows(self.train_rows(), f"{owner}.train_rows") if new else []
-        unread = new or (stage == "validate" and not self._val)
-        held_out = (
-            sets_by_name(self._given(self.val_sets), self.val_rows, owner, bool(self._tables)) if unread else None
-        )
-        tested: Mapping[str, Sequence[Row]] | None = None
-        if stage == "test" and not self._test:
-            tested = sets_by_name(self._given(self.test_sets), self.test_rows, owner, bool(self._tables))
-        kept_back = self.val_size if held_out is None else 0
-        if rows:
-            check_sizes(len(rows), kept_back, self.batch_size)
-        if self.trainer is not None:
-            if stage == "fit" and rows:  # some rows may yet prove too long
-                check_intervals(self.trainer, self._batches(len(rows) - kept_back))
-            check_first(self.trainer, stage)
+        # Rows are read first: a wrong path is reported before a tokenizer or model is loaded.
+        reads_train, owner = not self._train and (stage == "fit" or not self._tables), type(self).__name__
+        rows = checked_rows(self.train_rows(), f"{owner}.train_rows") if reads_train else []
+        reads_val = reads_train or (stage == "validate" and not self._val)
+        held_out = self._held_out(self.val_sets, self.val_rows) if reads_val else None
+        reads_test = stage == "test" and not self._test
+        test_sets = self._held_out(self.test_sets, self.test_rows) if reads_test else None
+        self._check_settings(stage, len(rows), self.val_size if held_out is None else 0)
         tokenizer = self._load_tokenizer()
         if held_out is not None:
-            drawn = self._render_sets(tokenizer, held_out, "validation") if self.val_size else {"": []}
-            self._val = {name: draw(prompts, self.val_size, self.seed) for name, prompts in drawn.items()}
-        if new:
-            train = self._render(tokenizer, rows, "training")
-            check_sizes(len(train), kept_back, self.batch_size)
-            if held_out is None:
-                self._val = {"": draw(train, self.val_size, self.seed)}
-                chosen = {prompt.id for prompt in self._val[""]}
-                train = [prompt for prompt in train if prompt.id not in chosen]
-            self._train = train
-            self._digest = hashlib.sha256("".join(map(repr, train)).encode()).hexdigest()
-            warn_of_repeats(train, self._val, "validation")
+            rendered = self._render_sets(tokenizer, held_out, "validation") if self.val_size else {"": []}
+            self._val = {name: draw(prompts, self.val_size, self.seed) for name, prompts in rendered.items()}
+        if reads_train:
+            self._train = self._split(self._render(tokenizer, rows, "training"), held_out is None)
+            self._digest = hashlib.sha256("".join(map(repr, self._train)).encode()).hexdigest()
+            warn_of_repeats(self._train, self._val, "validation")
         if stage == "fit" and self.trainer is not None:
             check_intervals(self.trainer, self.batches_per_epoch)
-        if stage == "test" and not self._test:
-            self._test = self._val if tested is None else self._render_sets(tokenizer, tested, "test")
-            warn_of_repeats(self._train, {} if tested is None else self._test, "test")
-        if stage in ("validate", "test"):
-            require_prompts(stage, self._val if stage == "validate" else self._test, self.val_size)
+        if reads_test:
+            self._test = self._val if test_sets is None else self._render_sets(tokenizer, test_sets, "test")
+            warn_of_repeats(self._train, {} if test_sets is None else self._test, "test")
+        # Lightning would end without a message.
+        if stage in ("validate", "test") and not any((self._val if stage == "validate" else self._test).values()):
+            no_test_set = ", and there is no test set" if stage == "test" else ""
+            raise UserError(
+                f"to {stage} takes prompts that are held out; found none, for data.val_size is {self.val_size}"
+                f"{no_test_set}; raise it, or name sets by data.sets"
+            )
 
     def train_dataloader(self) -> StatefulDataLoader[PromptBatch]:
-        """Batches of `batch_size` prompts, the same on every rank; the rest of an epoch is left out."""
+        """Batches of `batch_size` prompts, the same on every rank, without an incomplete last batch."""
         return StatefulDataLoader(
             self._train,
             batch_size=self.batch_size,
             sampler=PromptSampler(len(self._train), self.batch_size, self.seed),
             drop_last=True,
             collate_fn=PromptBatch,
-            generator=torch.Generator(),  # loaders draw a seed for workers, even without any
+            generator=torch.Generator(),  # loaders draw a seed, also without workers
         )
 
     @property
     def batches_per_epoch(self) -> int:
-        """Training batches of an epoch, within the trainer's limit, counted without making a loader."""
+        """Training batches of an epoch, within the trainer's limit."""
         return self._batches(len(self._train))
 
     def _batches(self, prompts: int) -> int:
@@ -287,26 +266,26 @@ class PromptDataModule(LightningDataModule):
         return batches if limit is None else min(batches, limit)
 
     def val_dataloader(self) -> FixedLoaders:
-        """The validation prompts, in one order; of several sets a loader each."""
+        """The validation prompts, in fixed order; a loader per set if there are several."""
         return self._fixed_loaders(self._val)
 
     def test_dataloader(self) -> FixedLoaders:
-        """The test prompts, in one order; of several sets a loader each."""
+        """The test prompts, in fixed order; a loader per set if there are several."""
         return self._fixed_loaders(self._test)
 
     @property
     def val_names(self) -> tuple[str, ...]:
-        """Name of each loader's validation set; of a single one ""."""
+        """Name of each loader's validation set; "" for a single set."""
         return tuple(self._val)
 
     @property
     def test_names(self) -> tuple[str, ...]:
-        """Name of each loader's test set; of a single one ""."""
+        """Name of each loader's test set; "" for a single set."""
         return tuple(self._test)
 
     @property
     def references(self) -> dict[str, str]:
-        """Reference of each prompt that was read, by the id of its row, after the name of its set where it has one."""
+        """References of all prompts, by "[name of the set ]id of the row"."""
         sets = [("", self._train), *self._val.items(), *self._test.items()]
         return {f"{name} {prompt.id}".strip(): prompt.reference for name, prompts in sets for prompt in prompts}
 
@@ -315,14 +294,14 @@ class PromptDataModule(LightningDataModule):
         return batch
 
     def state_dict(self) -> dict[str, Any]:
-        """What the order of the training prompts depends on; the loader itself keeps the position in it."""
+        """Seed, batch size and digest of the training prompts; the loader saves its position."""
         return {"seed": self.seed, "batch_size": self.batch_size, "training prompts": self._digest}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Check that a resumed run trains on the prompts that the checkpoint's run did.
+        """Check that a resumed run has the checkpoint's order of prompts.
 
         Raises:
-            UserError: the seed or the prompts are others.
+            UserError: Seed, batch size or prompts differ.
         """
         if self.trainer is None or self.trainer.state.fn != TrainerFn.FITTING:
             return  # a checkpoint may be evaluated on anything
@@ -333,17 +312,15 @@ class PromptDataModule(LightningDataModule):
                     f"{state_dict[name]!s:.12} in the checkpoint; restore the data's options, or start a new run."
                 )
 
-    # What the rollout asks for -------------------------------------------------------------------------------------
-
     def replacement_prompts(self, key: Sequence[int | str], count: int, exclude: Collection[str]) -> list[Prompt]:
         """Training prompts to sample in place of others, drawn without replacement.
 
-        A draw depends only on the data, the seed and the arguments, never on earlier draws.
+        A draw depends on the data, the seed and the arguments only, not on earlier draws.
 
         Args:
-            key: what the draw is for, such as ("resample", policy version, attempt).
-            count: how many; fewer come back where fewer are left.
-            exclude: ids that must not come.
+            key: Name of the draw, such as ("resample", policy version, attempt).
+            count: Number of prompts; fewer are returned if fewer are left.
+            exclude: Ids of prompts that are not drawn.
         """
         excluded = set(exclude)
         candidates = [prompt for prompt in self._train if prompt.id not in excluded]
@@ -351,11 +328,37 @@ class PromptDataModule(LightningDataModule):
             candidates, min(count, len(candidates))
         )
 
-    # -----------------------------------------------------------------------------------------------------------------
+    def _held_out(
+        self, sets: Callable[[], Mapping[str, Sequence[Row]]], single: Callable[[], Sequence[Row] | None]
+    ) -> Mapping[str, Sequence[Row]] | None:
+        """The configuration's sets, or else the module's own."""
+        tables = self._tables or {}
+        named = {name: table.rows(name) for name, table in tables.items()} or sets()
+        return sets_by_name(named, single, type(self).__name__, keep_name=bool(tables))
 
-    def _given(self, own: Callable[[], Mapping[str, Sequence[Row]]]) -> Mapping[str, Sequence[Row]]:
-        """The sets of the configuration, or else the module's own."""
-        return {name: table.rows(name) for name, table in self._tables.items()} if self._tables else own()
+    def _check_settings(self, stage: str, rows: int, held_out: int) -> None:
+        """Check sizes, intervals and the trainer's other settings before a tokenizer or model is loaded.
+
+        Args:
+            stage: fit, validate or test.
+            rows: Training rows; 0 if none were read. Some may be longer than `max_prompt_tokens`.
+            held_out: Rows of these that validation takes.
+        """
+        if rows:
+            check_sizes(rows, held_out, self.batch_size)
+        if self.trainer is not None:
+            if stage == "fit" and rows:
+                check_intervals(self.trainer, self._batches(rows - held_out))
+            check_first(self.trainer, stage)
+
+    def _split(self, train: list[Prompt], holds_out: bool) -> list[Prompt]:
+        """Training prompts, after validation prompts are split off if there is no validation set."""
+        check_sizes(len(train), self.val_size if holds_out else 0, self.batch_size)
+        if not holds_out:
+            return train
+        self._val = {"": draw(train, self.val_size, self.seed)}
+        drawn = {prompt.id for prompt in self._val[""]}
+        return [prompt for prompt in train if prompt.id not in drawn]
 
     def _fixed_loaders(self, sets: Mapping[str, list[Prompt]]) -> FixedLoaders:
         loaders: list[DataLoader[PromptBatch]] = [
@@ -385,8 +388,13 @@ class PromptDataModule(LightningDataModule):
         return {name: self._render(tokenizer, rows, f"{use} on {name}" if name else use) for name, rows in sets.items()}
 
     def _render(self, tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], use: str) -> list[Prompt]:
-        """Prompts of the rows that are short enough."""
-        require_different_ids(rows, use)
+        """Prompts of at most `max_prompt_tokens` tokens."""
+        repeated, count = next(iter(Counter(row.id for row in rows).most_common(1)), ("", 0))
+        if count > 1:
+            raise UserError(
+                f"rows must have different ids, which seed their completions; {use} has {repeated!r} {count} times; "
+                "number them"
+            )
         token_ids = render_prompts(tokenizer, [row.question for row in rows], self.system_prompt)
         prompts = [
             Prompt(id=row.id, token_ids=tuple(ids), text=row.question, reference=row.reference)

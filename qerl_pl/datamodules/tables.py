@@ -1,9 +1,8 @@
-"""Reading tables of questions and answers, from the hub or from local files."""
+"""Tables of questions and answers, from the hub or from local files, and sets of rows by name."""
 
 import json
 import logging
 import re
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,12 +12,17 @@ from qerl_pl.errors import UserError, require_at_least
 from qerl_pl.persistence.random_state import stream_seed
 from qerl_pl.types import Prompt
 
+log = logging.getLogger("qerl_pl")
+
 _SUFFIXES = (".jsonl", ".json", ".parquet")
+_MARK = "####"
+_THOUSANDS = re.compile(r"[-+$]*\d{1,3}(?:,\d{2,3})*,\d{3}(?:\.\d+)?\s*%?")
+"""A number with separators of thousands; other commas separate answers."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """A question of a data set, before it is rendered."""
+    """A question of a data set, before rendering."""
 
     id: str
     """Stable name, such as "train-17" for the split's 18th row."""
@@ -26,57 +30,30 @@ class Row:
     reference: str
 
 
-def checked_rows(given: Any, source: str) -> list[Row]:
-    """Rows that a data module gives, of whatever kind of sequence or generator, as a list.
-
-    Args:
-        given: What its method returned.
-        source: The method, such as "MyData.train_rows".
-
-    Raises:
-        UserError: These are no rows.
-    """
+def checked_rows(rows: Any, source: str) -> list[Row]:
+    """The rows that a data module's method `source` returned, as a list; UserError for anything else."""
     rule = f"{source} must return rows (qerl_pl.datamodules.Row) whose id, question and reference are text"
-    if not isinstance(given, Iterable) or isinstance(given, str | Mapping):
-        raise UserError(f"{rule}; found {given!r:.60}; return a list of them")
-    rows = list(given)
-    for number, row in enumerate(rows, start=1):
+    if not isinstance(rows, Iterable) or isinstance(rows, str | Mapping):
+        raise UserError(f"{rule}; found {rows!r:.60}; return a list of them")
+    checked = list(rows)
+    for number, row in enumerate(checked, start=1):
         if not isinstance(row, Row) or not all(isinstance(text, str) for text in (row.id, row.question, row.reference)):
             raise UserError(f"{rule}; row {number} is {row!r:.80}; return such rows")
-    return rows
-
-
-def require_different_ids(rows: Iterable[Row], use: str) -> None:
-    """Refuse rows of one name.
-
-    Args:
-        rows: Those of one set.
-        use: What it is for.
-
-    Raises:
-        UserError: An id comes twice.
-    """
-    names = Counter(row.id for row in rows)
-    if repeated := [name for name, count in names.items() if count > 1]:
-        raise UserError(
-            f"rows must have different ids, which seed their completions; {use} has {repeated[0]!r} "
-            f"{names[repeated[0]]} times; number them"
-        )
+    return checked
 
 
 def read_table(path: str, split: str, columns: Collection[str], subset: str | None = None) -> list[Mapping[str, Any]]:
     """All rows of a table, in its order.
 
     Args:
-        path: a JSONL or parquet file; a folder with one such file a split, named after it; or a hub data set. A local
-            file is taken for the split asked for.
-        split: such as "train".
-        columns: what every row must have: text or a number, not null.
-        subset: configuration of the hub data set; local tables have none.
+        path: A JSONL or parquet file, read whatever the split; a folder with a file per split; or a hub data set.
+        split: Such as "train".
+        columns: Columns with text or a number in every row.
+        subset: Configuration of the hub data set.
 
     Raises:
-        UserError: nothing is there, it cannot be read (with file and line where JSON is malformed), it is empty, or
-            columns are missing or hold lists.
+        UserError: The table is missing, unreadable (with file and line of malformed JSON) or empty, or columns are
+            missing or hold lists.
     """
     file = local_file(path, split)
     if file is not None:
@@ -92,10 +69,10 @@ def read_table(path: str, split: str, columns: Collection[str], subset: str | No
     for number, row in enumerate(rows, start=1):
         missing = [column for column in columns if _absent(row.get(column))]
         if missing:
-            found = ", ".join(key for key, value in row.items() if not _absent(value))
+            present = ", ".join(key for key, value in row.items() if not _absent(value))
             raise UserError(
                 f"data needs the columns {', '.join(columns)}; row {number} of {source} has no {', '.join(missing)}, "
-                f"found {found or 'nothing'}; rename the columns or choose another data module."
+                f"found {present or 'nothing'}; rename the columns or choose another data module."
             )
         for column in columns:
             if isinstance(row[column], list | dict):
@@ -107,42 +84,38 @@ def read_table(path: str, split: str, columns: Collection[str], subset: str | No
 
 
 def local_file(path: str, split: str) -> Path | None:
-    """The file of a local table, or None where there is none: a hub name, or a mistake.
+    """The file of a local table; None for any other path, such as a hub name.
 
     Raises:
-        UserError: it is a folder without a file of that split.
+        UserError: `path` is a folder without a file of that split.
     """
     local = Path(path).expanduser()
-    if not local.exists():
-        return None
-    return local if local.is_file() else _split_file(local, split)
-
-
-def _absent(value: Any) -> bool:
-    return value is None or value != value  # what a table of numbers lacks is not a number
-
-
-def _split_file(folder: Path, split: str) -> Path:
+    if not local.is_dir():
+        return local if local.exists() else None
     names = [split + suffix for suffix in _SUFFIXES]
     for name in names:
-        if (folder / name).is_file():
-            return folder / name
-    found = sorted(entry.name for entry in folder.iterdir())[:10]
+        if (local / name).is_file():
+            return local / name
+    entries = sorted(entry.name for entry in local.iterdir())[:10]
     raise UserError(
-        f"a data folder needs one of {', '.join(names)}; {folder} holds {', '.join(found) or 'nothing'}; "
+        f"a data folder needs one of {', '.join(names)}; {local} holds {', '.join(entries) or 'nothing'}; "
         "name the file itself as `path`."
     )
 
 
+def _absent(value: Any) -> bool:
+    return value is None or value != value  # NaN: a missing number
+
+
 def _read_file(file: Path) -> Iterator[Mapping[str, Any]]:
     if file.suffix not in _SUFFIXES:
-        raise UserError(f"a data file ends in {', '.join(_SUFFIXES)}; found {file}; convert it to JSONL.")
-    return _read_parquet(file) if file.suffix == ".parquet" else _read_lines(file)
+        raise UserError(f"a data file ends in {', '.join(_SUFFIXES)}; got {file}; convert it to JSONL.")
+    return _read_parquet(file) if file.suffix == ".parquet" else _read_json_lines(file)
 
 
 def _read_parquet(file: Path) -> Iterator[Mapping[str, Any]]:
-    """Rows of this one file: `datasets` would take its path for a pattern, and read any other that fits it, or none."""
-    import pyarrow  # other data modules do without
+    """Rows of a file by its literal path, which `datasets` would read as a pattern."""
+    import pyarrow  # slow, and only for parquet
     from pyarrow.parquet import ParquetFile
 
     try:
@@ -153,15 +126,15 @@ def _read_parquet(file: Path) -> Iterator[Mapping[str, Any]]:
         raise UserError(f"cannot read {file} as parquet: {_first_line(error)}; check the file.") from error
 
 
-def _read_lines(file: Path) -> Iterator[Mapping[str, Any]]:
-    """Rows of one file, each as it is written there: a table's reader would guess types, and turn text into dates."""
+def _read_json_lines(file: Path) -> Iterator[Mapping[str, Any]]:
+    """Rows of a file with their own types: `datasets` would infer types of columns, and turn text into dates."""
     with file.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
             try:
                 row = json.loads(line)
-            except ValueError as error:  # malformed JSON, or bytes that are not UTF-8
+            except ValueError as error:  # malformed JSON or UTF-8
                 raise UserError(
                     f"each line must be a JSON object; {file}, line {number}: {_first_line(error)}; correct the line."
                 ) from error
@@ -189,26 +162,17 @@ def _first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
-log = logging.getLogger("qerl_pl")
-
-_MARK = "####"
-
-_THOUSANDS = re.compile(r"[-+$]*\d{1,3}(?:,\d{2,3})*,\d{3}(?:\.\d+)?\s*%?")
-
-"""One number whose thousands are told apart; other commas tell answers apart."""
-
-
 @dataclass(frozen=True)
 class TableConfig:
     """A table of questions and answers to validate and test on.
 
     Args:
         path: Hub name, a JSONL or parquet file, or a folder with one such file a split.
-        split: Split of it; a single file is taken as it is.
+        split: Split of the table; a single file has none.
         subset: Configuration of the hub's data set; local files have none.
         question: Column of the question.
-        answer: Column of the answer; of one with a #### what follows the last counts.
-        limit: Take the first so many rows; null takes all.
+        answer: Column of the answer; the text after its last ####, if it has one, is the reference.
+        limit: Number of rows, from the first; null takes all.
     """
 
     path: str
@@ -222,10 +186,10 @@ class TableConfig:
         require_at_least(1, {"a set's limit": self.limit})
 
     def rows(self, name: str) -> list[Row]:
-        """Its rows, called after the set's name.
+        """Rows of the table, with ids after the set's `name`.
 
         Raises:
-            UserError: It cannot be read, lacks a column, or an answer is empty.
+            UserError: The table cannot be read, lacks a column, or an answer is empty.
         """
         table = read_table(self.path, self.split, (self.question, self.answer), self.subset)[: self.limit]
         rows = []
@@ -240,31 +204,11 @@ class TableConfig:
         return rows
 
 
-def require_prompts(stage: str, sets: Mapping[str, Sequence[object]], val_size: int) -> None:
-    """Refuse to measure nothing: Lightning would end as if all were well.
-
-    Raises:
-        UserError: No set has a prompt.
-    """
-    if not any(sets.values()):
-        others = ", and there is no test set" if stage == "test" else ""
-        raise UserError(
-            f"to {stage} takes prompts that are held out; found none, for data.val_size is {val_size}{others}; "
-            "raise it, or name sets by data.sets"
-        )
-
-
 def warn_of_repeats(train: Sequence[Prompt], sets: Mapping[str, Sequence[Prompt]], use: str) -> None:
-    """Tell how many held-out questions are trained on, too: by their text, for each set numbers its own rows.
-
-    Args:
-        train: What is trained on.
-        sets: What is held out, by name.
-        use: What for.
-    """
-    known = {prompt.text for prompt in train}
+    """Warn of held-out questions (`sets`, by name) that are trained on, compared by text: ids differ between sets."""
+    train_texts = {prompt.text for prompt in train}
     for name, prompts in sets.items():
-        shared = [prompt.id for prompt in prompts if prompt.text in known]
+        shared = [prompt.id for prompt in prompts if prompt.text in train_texts]
         if shared:
             log.warning(
                 "%d of %d %s questions (the first is that of %s) are trained on, too: accuracy there is not that of "
@@ -305,16 +249,16 @@ def sets_by_name(
     owner: str,
     keep_name: bool = False,
 ) -> Mapping[str, Sequence[Row]] | None:
-    """The sets of a data module; where there is only one its name is empty, for its metrics need none.
+    """The held-out sets of a data module; the name of a single set is empty, as its metrics need none.
 
     Args:
-        named: what the data module has by name.
-        single: gives the one set where there are none; None: it has none either.
-        owner: the data module's class.
-        keep_name: whether one set alone keeps its name.
+        named: Sets by name.
+        single: Returns the only set if `named` is empty, or None.
+        owner: Class of the data module.
+        keep_name: Whether a single set of `named` keeps its name.
 
     Raises:
-        UserError: a name cannot be part of a metric's, or what is given are no rows.
+        UserError: A name cannot be part of a metric's name, or a set has other things than rows.
     """
     if not isinstance(named, Mapping):
         raise UserError(f"{owner} must give its sets by name; found {named!r:.60}; return a dictionary of rows.")
@@ -329,6 +273,6 @@ def sets_by_name(
 
 
 def draw(prompts: Sequence[Prompt], count: int, seed: int) -> list[Prompt]:
-    """So many prompts by seed and id, so that another token limit or filter keeps most of the set."""
+    """Draw prompts by seed and id, so that another token limit or filter changes few of them."""
     drawn = sorted(prompts, key=lambda prompt: stream_seed(seed, "held out", prompt.id))[:count]
     return sorted(drawn, key=lambda prompt: (len(prompt.id), prompt.id))

@@ -1,4 +1,4 @@
-"""Teach a small Qwen2 the arithmetic task on demonstrations of mixed quality, and cache it."""
+"""The toy policy: a small Qwen2, fine-tuned on demonstrations of mixed quality, and cached."""
 
 import hashlib
 import json
@@ -44,10 +44,10 @@ class ToyConfig:
         layers: Transformer layers.
         width: Hidden size, a multiple of 128.
         intermediate: Width of the MLP, a multiple of 128.
-        heads: Attention heads, as many for keys and values; width / heads is 32, 64 or 128.
-        careless_fraction: Share of the demonstrations that guess instead of adding with care.
+        heads: Attention heads, also of keys and values; width / heads is 32, 64 or 128.
+        careless_fraction: Fraction of the demonstrations that guess instead of adding column by column.
         steps: Optimizer steps of the warm-up; a task with more digits or operands needs more.
-        batch_size: Demonstrations a step.
+        batch_size: Demonstrations per step.
         learning_rate: Peak rate of AdamW, after a linear warm-up and before a cosine decay to zero.
         seed: Seed of initial weights and demonstrations.
     """
@@ -78,20 +78,20 @@ class ToyConfig:
 
     @property
     def digest(self) -> str:
-        """Name of the checkpoint that this configuration and this version of the code build."""
+        """Digest of this configuration and `FORMAT`."""
         text = json.dumps({"format": FORMAT, **asdict(self)}, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def build_toy_policy(config: ToyConfig | None = None, cache_dir: str | Path | None = None) -> Path:
-    """Folder of the toy policy in Hugging Face format; trained on the first call, found in the cache on later ones.
+    """Folder of the toy policy in Hugging Face format, trained on the first call and cached.
 
-    The same configuration gives the same weights, bit for bit, with the same library versions and kind of processor.
-    The global random state is left as it was. The default takes about 80 seconds of one core.
+    The weights are the same, bit for bit, with the same library versions and kind of processor. The global random state
+    does not change. The default takes about 80 seconds of one core.
 
     Args:
-        config: what to build; the default policy if None.
-        cache_dir: folder of cached policies; $QERL_CACHE, or else ~/.cache/qerl_pl, if None.
+        config: Configuration; the default policy if None.
+        cache_dir: Folder of cached policies; $QERL_CACHE, or else ~/.cache/qerl_pl, if None.
 
     Raises:
         UserError: The cache folder cannot be written.
@@ -118,7 +118,7 @@ def _teach(config: ToyConfig, folder: Path) -> None:
 
 
 def _save(model: Qwen2ForCausalLM, folder: Path) -> None:
-    """What `save_pretrained` writes; in a run of several processes that writes on rank 0 only, and any may be here."""
+    """Write what `save_pretrained` does, which writes on rank 0 only; any rank may be the first to build the policy."""
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(folder)
     assert model.generation_config is not None
@@ -129,8 +129,7 @@ def _save(model: Qwen2ForCausalLM, folder: Path) -> None:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Compute on one thread: products this small gain little from a second one, lose much where another program keeps
-    it busy, and differ in their last bits with the number of threads."""
+    """Compute on one thread: the last bits depend on the number of threads, and more gain little."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -140,7 +139,7 @@ def _one_thread() -> Iterator[None]:
 
 
 def _warm_up(config: ToyConfig, tokenizer: Qwen2Tokenizer) -> Qwen2ForCausalLM:
-    """Train from scratch on demonstrations, with the loss on their tokens only."""
+    """Train from scratch on demonstrations, with the loss on completion tokens only."""
     rng = random.Random(stream_seed(config.seed, "toy demonstrations"))
     model = _new_model(config, tokenizer).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
@@ -163,7 +162,7 @@ def _warm_up(config: ToyConfig, tokenizer: Qwen2Tokenizer) -> Qwen2ForCausalLM:
 def _new_model(config: ToyConfig, tokenizer: Qwen2Tokenizer) -> Qwen2ForCausalLM:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(stream_seed(config.seed, "toy weights"))
-        model: Qwen2ForCausalLM = AutoModelForCausalLM.from_config(  # in this type, whatever the default one is
+        model: Qwen2ForCausalLM = AutoModelForCausalLM.from_config(  # whatever the default dtype
             Qwen2Config(
                 vocab_size=VOCABULARY,
                 hidden_size=config.width,
@@ -197,10 +196,10 @@ def demonstration_batch(
     """The demonstrations of one step of the warm-up.
 
     Args:
-        config: names the task, the batch size and the share of careless demonstrations.
-        tokenizer: the toy tokenizer.
-        rng: draws which demonstrations are careless, and their guesses.
-        step: which problems of the training split.
+        config: Task, batch size and fraction of careless demonstrations.
+        tokenizer: The toy tokenizer.
+        rng: Draws which demonstrations are careless, and their guesses.
+        step: Selects the problems of the training split.
 
     Returns:
         Token ids and labels, both [batch_size, T], right-padded; labels of prompts and padding are -100.
@@ -219,7 +218,7 @@ def demonstration_batch(
 
 
 def _rate(step: int, steps: int) -> float:
-    """Share of the peak learning rate at a step: linear over the first tenth, then half a cosine down to zero."""
+    """Factor of the peak learning rate: linear over the first tenth, then half a cosine down to zero."""
     warm = max(1, steps // 10)
     if step < warm:
         return (step + 1) / warm

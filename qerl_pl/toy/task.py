@@ -1,4 +1,4 @@
-"""Arithmetic word problems, and demonstrations that solve them with care or without."""
+"""Arithmetic word problems, and careful and careless demonstrations of their solution."""
 
 import random
 from dataclasses import dataclass
@@ -17,9 +17,9 @@ STORIES = (
     ("{name} found {first} {things} today and {second} before", "How many {things} did {name} find?"),
     ("A shop sold {first} {things} on Monday and {second} on Tuesday", "How many {things} did it sell?"),
 )
-PLACES = ("ones", "tens", "hundreds", "thousands", "ten thousands", "hundred thousands")
+COLUMNS = ("ones", "tens", "hundreds", "thousands", "ten thousands", "hundred thousands")
 MOST_OPERANDS = 6
-_VALIDATION_SHARE = 0.2
+_VALIDATION_FRACTION = 0.2
 _GUESS_ERROR = 12
 
 
@@ -29,22 +29,22 @@ class Problem:
 
     question: str
     operands: tuple[int, ...]
-    """The numbers of the question in the order it names them."""
+    """The numbers of the question, in its order."""
     answer: int
     """Their sum."""
 
 
 @dataclass(frozen=True)
 class ArithmeticTask:
-    """Word problems whose answer is the sum of the numbers they name.
+    """Word problems whose answer is the sum of their numbers.
 
-    Whether a problem is for training or validation depends on its numbers alone, whatever their order and the seed, so
-    no validation sum is ever trained on.
+    The split of a problem depends on its numbers alone, not on their order or the seed, so that training and validation
+    have no sum in common.
 
     Args:
         digits: Decimal digits of every number, 1 to 6.
-        operands: How many numbers are added, 2 to 6.
-        seed: Seed of the problems drawn.
+        operands: Numbers to add, 2 to 6.
+        seed: Seed of the problems.
     """
 
     digits: int = 2
@@ -52,13 +52,13 @@ class ArithmeticTask:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not 1 <= self.digits <= len(PLACES):
-            raise UserError(f"digits must be 1 to {len(PLACES)}, got {self.digits}: set it in that range.")
+        if not 1 <= self.digits <= len(COLUMNS):
+            raise UserError(f"digits must be 1 to {len(COLUMNS)}, got {self.digits}: set it in that range.")
         if not 2 <= self.operands <= MOST_OPERANDS:
             raise UserError(f"operands must be 2 to {MOST_OPERANDS}, got {self.operands}: set it in that range.")
 
     def problem(self, index: int, split: Split) -> Problem:
-        """The problem at `index` of an endless split, the same on every machine for (seed, split, index)."""
+        """Problem `index` of an unlimited split, the same on every machine."""
         rng = random.Random(stream_seed(self.seed, "arithmetic", split, index))
         low, high = 10 ** (self.digits - 1), 10**self.digits - 1
         operands = tuple(rng.randint(low, high) for _ in range(self.operands))
@@ -72,20 +72,20 @@ class ArithmeticTask:
 
 
 def split_of(operands: tuple[int, ...]) -> Split:
-    """The split that problems with these numbers belong to, in whatever order."""
-    share = stream_seed("arithmetic split", *sorted(operands)) / 2**63
-    return "validation" if share < _VALIDATION_SHARE else "train"
+    """The split of problems with these numbers, in any order."""
+    fraction = stream_seed("arithmetic split", *sorted(operands)) / 2**63
+    return "validation" if fraction < _VALIDATION_FRACTION else "train"
 
 
 def careful_demonstration(problem: Problem) -> str:
-    """A completion that adds column by column with carries, and is right.
+    """A correct completion that adds column by column with carries.
 
     47 + 38 reads "<think>ones: 7+8=15. tens: 4+3+1=8.</think><answer>85</answer>".
     """
     columns, carry = [], 0
     digits = max(len(str(number)) for number in problem.operands)
-    for place, name in enumerate(PLACES[:digits]):
-        terms = [number // 10**place % 10 for number in problem.operands]
+    for column, name in enumerate(COLUMNS[:digits]):
+        terms = [number // 10**column % 10 for number in problem.operands]
         if carry:
             terms.append(carry)
         columns.append(f"{name}: {'+'.join(map(str, terms))}={sum(terms)}.")
@@ -94,6 +94,6 @@ def careful_demonstration(problem: Problem) -> str:
 
 
 def careless_demonstration(problem: Problem, rng: random.Random) -> str:
-    """A completion that guesses near the answer: a short thought, right about once in 25 times."""
+    """A completion that guesses near the answer and is correct about once in 25 times."""
     guess = max(0, problem.answer + rng.randint(-_GUESS_ERROR, _GUESS_ERROR))
     return f"<think>Roughly {round(guess, -1)}.</think><answer>{guess}</answer>"

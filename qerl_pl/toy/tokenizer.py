@@ -1,4 +1,4 @@
-"""A small byte-level BPE tokenizer that knows the words of the arithmetic task and can encode any text."""
+"""A small byte-level BPE tokenizer, trained on the arithmetic task."""
 
 import random
 import re
@@ -26,12 +26,11 @@ CHAT_TEMPLATE = (
 
 
 def build_tokenizer() -> Qwen2Tokenizer:
-    """Train the toy tokenizer, the same one each time.
+    """Train the toy tokenizer, which is deterministic.
 
-    It has 512 tokens: every byte, so that any text encodes, and decodes to its NFC form; one a digit; one for most
-    words of the task, so that its prompts are short; one for each of the tags, which are ordinary tokens and stay in
-    decoded text when special tokens are skipped. It is of Qwen2's class, which transformers loads for any Qwen2 model
-    whatever class its folder names.
+    Its 512 tokens are: every byte, so that any text encodes, and decodes to its NFC form; digits; most words of the
+    task; and the tags, which are no special tokens, so that decoding keeps them. Its class is Qwen2's, which
+    transformers loads for any Qwen2 model.
     """
     blank = Qwen2Tokenizer(
         unk_token=PAD,
@@ -49,7 +48,7 @@ def build_tokenizer() -> Qwen2Tokenizer:
 
 
 def _corpus() -> Iterator[str]:
-    """Text of small and large tasks, cut at its tags, and common words of other word problems."""
+    """Text of small and large tasks without tags, and common words of other word problems."""
     rng = random.Random(0)
     yield from [SENTENCES] * 10
     for task in (ArithmeticTask(), ArithmeticTask(digits=6, operands=3)):
