@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 KINDS = {
-    "4-bit product of few tokens, adapter inside": r"^_partial_kernel|^_?combine_kernel",
+    "decode GEMM, adapter included": r"^_partial_kernel|^_?combine_kernel",
     "dequantize": r"^_marlin_kernel",
     "Marlin": r"(?i)marlin",
     "Humming": r"(?i)humming",
