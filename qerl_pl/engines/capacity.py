@@ -1,4 +1,4 @@
-"""Sizes: what tensors and files take, and what a model's config says before an engine spends minutes on starting."""
+"""Sizes of tensors, files and the key/value cache, and the checks of them before an engine starts."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -13,7 +13,7 @@ GIB = 2**30
 
 
 def held_gib(tensors: Iterable[Tensor]) -> float:
-    """GiB of tensors, views of the same memory (by its first address) counted once."""
+    """GiB of tensors; views of the same memory (by its first address) count once."""
     sizes: dict[int, int] = {}
     for tensor in tensors:
         sizes[tensor.data_ptr()] = max(tensor.nbytes, sizes.get(tensor.data_ptr(), 0))
@@ -25,15 +25,15 @@ def files_gib(folder: Path) -> float:
     return sum(path.stat().st_size for path in folder.glob("*.safetensors")) / GIB
 
 
-def kv_cache_size(asked: float | None, share: float | None, device: torch.device) -> float | None:
-    """GiB of the key/value cache; None where vLLM works it out from its share of the memory."""
-    if asked is None and share is None:
+def kv_cache_size(gib: float | None, memory_share: float | None, device: torch.device) -> float | None:
+    """GiB of the key/value cache; None where vLLM computes it from its share of the memory."""
+    if gib is None and memory_share is None:
         return 4.0 if device.type == "cuda" else 0.5
-    return asked
+    return gib
 
 
 def kv_bytes_per_token(config: PretrainedConfig, dtype: torch.dtype) -> int:
-    """Bytes of key and value that one token takes in all layers."""
+    """Bytes of key and value of a token in all layers."""
     heads = config.num_attention_heads
     head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
@@ -41,13 +41,13 @@ def kv_bytes_per_token(config: PretrainedConfig, dtype: torch.dtype) -> int:
 
 
 def check_length(length: int, needed: int, kv_gib: float | None, bytes_per_token: int) -> None:
-    """Reject an engine that could not finish one sequence.
+    """Reject an engine whose cache could not hold a sequence.
 
     Args:
-        length: Longest sequence the engine prepares for, in tokens.
+        length: Longest sequence that the engine prepares for, in tokens.
         needed: Longest sequence the run can ask for, in tokens.
         kv_gib: Size of the key/value cache; None when the engine chooses it.
-        bytes_per_token: Size of one token in the cache.
+        bytes_per_token: Of a token in the cache.
 
     Raises:
         UserError: The length or the cache is too small.
