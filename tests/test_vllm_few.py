@@ -6,23 +6,18 @@ import pytest
 import torch
 import torch._dynamo
 from qerl_kernels import (
-    MarlinRows,
     decode_gemm_linear,
     decode_gemm_sizes,
     select_backend,
-    widened_linear,
 )
 from test_vllm_marlin import BIAS, COLUMNS, ROWS, dense, linear
 from torch import Tensor, nn
 
 from qerl_pl.engines.vllm.linear_methods import (
-    DecodeGemmMethod,
-    MarlinOrDenseMethod,
-    adapted_linear,
+    FP4Method,
     attach_all,
-    attach_decode_gemm,
-    attach_dense,
     check_decode_gemm,
+    fp4_linear,
     marlin_tensor,
 )
 from qerl_pl.errors import UserError
@@ -76,7 +71,7 @@ def test_the_number_of_tokens_chooses_and_the_adapter_always_counts(compiled: bo
     layer, attached = fused()
     slots = attached.lora
     assert attached.decode_gemm == 1
-    assert isinstance(layer.quant_method, DecodeGemmMethod) and layer.quant_method.starts == (64, 128)
+    assert isinstance(layer.quant_method, FP4Method) and layer.quant_method.starts == (64, 128)
     pointers = [factor.data_ptr() for pair in slots.values() for factor in pair]
 
     def forward(x: Tensor) -> Tensor:
@@ -107,52 +102,23 @@ def test_the_number_of_tokens_chooses_and_the_adapter_always_counts(compiled: bo
 def test_a_bias_comes_in_plain_order_and_without_an_adapter_there_is_none() -> None:
     layer = linear(True)
     assert attach_all({"a.o_proj": (layer, [("a.o_proj", 0, ROWS)])}, CONFIG, torch.bfloat16) == ({}, 1)
-    assert isinstance(layer.quant_method, DecodeGemmMethod) and layer.quant_method.starts == ()
+    assert isinstance(layer.quant_method, FP4Method) and layer.quant_method.starts == ()
     with torch.inference_mode():
         y = layer.quant_method.apply(layer, tokens_of(2), layer.bias)
     expected = tokens_of(2).float() @ dense(layer).T + BIAS.float()
     torch.testing.assert_close(y.float(), expected, rtol=8e-3, atol=1e-3)
 
 
-WIDE = {
-    "dense_above": DENSE_ABOVE,
-    "decode_gemm_max_tokens": FEW,
-    "rank": 8,
-    "targets": ["gate_proj", "up_proj"],
-}
-
-
-def gate_up() -> Any:
-    """Twice as many rows as columns, two adapters with 16 ranks in all."""
-    layer = linear(False, rows=2 * COLUMNS)
-    slices = [("a.gate_proj", 0, COLUMNS), ("a.up_proj", COLUMNS, 2 * COLUMNS)]
-    for pair in attach_all({"a.gate_up_proj": (layer, slices)}, WIDE, torch.bfloat16).lora.values():
-        for factor in pair:
-            factor.copy_(torch.randn(factor.shape, generator=torch.Generator().manual_seed(2)))
-    return layer
-
-
-def test_many_tokens_of_many_rows_take_one_product_with_the_adapter() -> None:
-    layer, x = gate_up(), tokens_of(DENSE_ABOVE + 1)
-    delta = x.float() @ layer.qerl_a.float().T @ layer.qerl_b.float().T
-    with torch.inference_mode():
-        many, marlin = layer.quant_method.apply(layer, x), layer.quant_method.apply(layer, x[:DENSE_ABOVE])
-        own = widened_linear(x, MarlinRows(marlin_tensor(layer)), None, layer.qerl_a, layer.qerl_b)
-    assert torch.equal(many, own)
-    torch.testing.assert_close(many.float(), x.float() @ dense(layer).T + delta, rtol=2e-2, atol=0.5)
-    torch.testing.assert_close(marlin.float(), (7.0 + delta)[:DENSE_ABOVE], rtol=2e-2, atol=0.5)
-
-
 def test_rank_0_makes_room_for_no_adapter() -> None:
     layer, attached = fused(CONFIG | {"rank": 0})
-    assert attached.lora == {} and not hasattr(layer, "qerl_a") and isinstance(layer.quant_method, DecodeGemmMethod)
+    assert attached.lora == {} and not hasattr(layer, "qerl_a") and isinstance(layer.quant_method, FP4Method)
 
 
 @pytest.mark.parametrize("decode_gemm_max_tokens", [FEW, None])
 def test_where_the_kernels_do_not_run_linears_multiply_as_before(decode_gemm_max_tokens: int | None) -> None:
     select_backend("torch")
     layer, attached = fused(CONFIG | {"decode_gemm_max_tokens": decode_gemm_max_tokens})
-    assert isinstance(layer.quant_method.base, MarlinOrDenseMethod)
+    assert isinstance(layer.quant_method, FP4Method) and layer.quant_method.decode_gemm_max_tokens == 0
     assert len(attached.lora) == 2 and attached.decode_gemm == 0
 
 
@@ -166,18 +132,19 @@ def test_without_a_dense_way_marlin_takes_all_above() -> None:
 def test_other_linears_are_left_alone() -> None:
     other: Any = nn.Linear(2, 2)
     method = other.quant_method = object()
-    assert not attach_decode_gemm(other, [], FEW) and other.quant_method is method
+    assert attach_all({"a.o_proj": (other, [("a.o_proj", 0, 2)])}, CONFIG, torch.bfloat16) == ({}, 0)
+    assert other.quant_method is method
 
 
 def test_a_wrong_product_of_few_tokens_is_refused_at_the_start() -> None:
     layer, _ = fused()
-    check_decode_gemm([layer], FEW)
+    check_decode_gemm([layer])
     with torch.inference_mode():
         layer.qerl_alpha.mul_(1.02)  # what it is compared with
     with pytest.raises(
         UserError, match="for 1 tokens and a weight 192 x 128 they differ by .* decode_gemm_max_tokens to null"
     ):
-        check_decode_gemm([layer], FEW)
+        check_decode_gemm([layer])
 
 
 def test_every_plan_has_run_before_a_graph_is_captured() -> None:
@@ -186,21 +153,11 @@ def test_every_plan_has_run_before_a_graph_is_captured() -> None:
     assert held is not None and decode_gemm_sizes(held, 8, 128)[:4] == [1, 9, 17, 33]
 
 
-@pytest.mark.parametrize(
-    ("tokens", "wide"), [(FEW, False), (FEW + 1, False), (DENSE_ABOVE + 1, False), (DENSE_ABOVE + 1, True)]
-)
-def test_the_operator_is_as_pytorch_wants_it(tokens: int, wide: bool) -> None:
-    layer = gate_up() if wide else fused()[0]
+@pytest.mark.parametrize("tokens", [FEW, FEW + 1, DENSE_ABOVE + 1])
+def test_the_operator_is_as_pytorch_wants_it(tokens: int) -> None:
+    layer, _ = fused()
     held = (layer.weight, layer.weight_scale.view(torch.uint8), layer.weight_global_scale)  # for it compares inputs
-    adapter = (layer.qerl_a, layer.qerl_b, [0, COLUMNS] if wide else [64, 128], FEW, DENSE_ABOVE)
+    adapter = (layer.qerl_a, layer.qerl_b, [64, 128], FEW, DENSE_ABOVE)
     arguments = (tokens_of(tokens), *held, layer.workspace, None, None, layer.qerl_alpha, *adapter)
     checks = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
-    torch.library.opcheck(adapted_linear, arguments, test_utils=checks)
-
-
-def test_attach_decode_gemm_needs_attach_dense_first() -> None:
-    layer = linear(False)
-    with pytest.raises(AssertionError, match="attach_dense comes first"):
-        attach_decode_gemm(layer, [], FEW)
-    attach_dense(layer, DENSE_ABOVE)
-    assert attach_decode_gemm(layer, [], FEW)
+    torch.library.opcheck(fp4_linear, arguments, test_utils=checks)

@@ -9,7 +9,7 @@ from qerl_kernels.marlin import to_marlin
 from qerl_kernels.reference import quantize_nvfp4
 from torch import Tensor, nn
 
-from qerl_pl.engines.vllm.linear_methods import DecodeGemmMethod, attach_all
+from qerl_pl.engines.vllm.linear_methods import FP4Method, attach_all
 
 pytestmark = [pytest.mark.gpu, pytest.mark.vllm]
 ROWS, COLUMNS, RANK = 4608, 3584, 32
@@ -61,7 +61,7 @@ def layer() -> Any:
 
 @torch.inference_mode()
 def test_all_three_ways_give_the_same_product(layer: Any) -> None:
-    assert isinstance(layer.quant_method, DecodeGemmMethod)
+    assert isinstance(layer.quant_method, FP4Method)
     x = torch.randn(600, COLUMNS, device="cuda").bfloat16()
     many = layer.quant_method.apply(layer, x)
     for tokens in (1, 8, 16, 33, 64, 65, 128, 129, 192, 512):

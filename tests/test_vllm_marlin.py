@@ -10,11 +10,11 @@ from qerl_kernels.marlin import to_marlin
 from torch import Tensor, nn
 
 from qerl_pl.engines.vllm.linear_methods import (
-    MarlinOrDenseMethod,
+    FP4Method,
     attach_adapter,
     attach_all,
-    attach_dense,
-    marlin_or_dense,
+    attach_fp4,
+    fp4_linear,
     marlin_tensor,
     shared_rows,
     why_not_shared,
@@ -95,7 +95,7 @@ def test_few_tokens_go_to_marlin_and_many_to_the_dense_weight(
     marlin_calls: list[tuple[Any, ...]], biased: bool, mx: bool, compiled: bool
 ) -> None:
     layer = linear(biased, mx=mx)
-    attach_dense(layer, DENSE_ABOVE)
+    attach_fp4(layer, DENSE_ABOVE)
 
     def forward(x: Tensor) -> Tensor:
         y: Tensor = layer.quant_method.apply(layer, x, layer.bias)
@@ -122,17 +122,18 @@ def test_few_tokens_go_to_marlin_and_many_to_the_dense_weight(
 @pytest.mark.parametrize("tokens", [DENSE_ABOVE, DENSE_ABOVE + 1])
 def test_the_operator_is_as_pytorch_wants_it(marlin_calls: list[tuple[Any, ...]], tokens: int) -> None:
     layer = linear(True)
-    attach_dense(layer, DENSE_ABOVE)
+    attach_fp4(layer, DENSE_ABOVE)
     weight = (layer.weight, layer.weight_scale.view(torch.uint8), layer.weight_global_scale)  # for it compares inputs
-    arguments = (torch.zeros(tokens, COLUMNS).bfloat16(), *weight, layer.workspace, layer.bias, layer.qerl_bias)
+    biases = (layer.bias, layer.qerl_bias, layer.qerl_alpha, None, None, [], 0, DENSE_ABOVE)
+    arguments = (torch.zeros(tokens, COLUMNS).bfloat16(), *weight, layer.workspace, *biases)
     checks = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
-    torch.library.opcheck(marlin_or_dense, (*arguments, layer.qerl_alpha, DENSE_ABOVE), test_utils=checks)
+    torch.library.opcheck(fp4_linear, arguments, test_utils=checks)
 
 
 @pytest.mark.parametrize("tokens", [DENSE_ABOVE, DENSE_ABOVE + 1])
 def test_the_adapter_counts_whoever_computes(marlin_calls: list[tuple[Any, ...]], tokens: int) -> None:
     layer = linear(False)
-    attach_dense(layer, DENSE_ABOVE)
+    attach_fp4(layer, DENSE_ABOVE)
     buffers = attach_adapter(layer, [("all", 0, ROWS)], 1, torch.bfloat16)  # in the order of the worker
     x = torch.ones(tokens, COLUMNS).bfloat16()
     with torch.inference_mode():
@@ -153,7 +154,7 @@ def test_a_layout_that_is_read_otherwise_is_refused() -> None:
 
     layer.quant_method = Other()
     with pytest.raises(UserError, match="must give the same product; they differ by .* dense_above to null"):
-        attach_dense(layer, DENSE_ABOVE)
+        attach_fp4(layer, DENSE_ABOVE)
 
 
 @pytest.mark.parametrize("mx", [False, True])
@@ -209,11 +210,11 @@ def test_a_linear_that_marlin_has_not_prepared_or_has_padded_is_left_alone() -> 
     dense_one.quant_method = Method()
     for layer in (other, padded, dense_one):
         method = layer.quant_method
-        attach_dense(layer, DENSE_ABOVE)
+        attach_fp4(layer, DENSE_ABOVE)
         assert marlin_tensor(layer) is None and layer.quant_method is method
     complete = linear(False)
-    attach_dense(complete, DENSE_ABOVE)
-    assert isinstance(complete.quant_method, MarlinOrDenseMethod) and marlin_tensor(complete) is not None
+    attach_fp4(complete, DENSE_ABOVE)
+    assert isinstance(complete.quant_method, FP4Method) and marlin_tensor(complete) is not None
 
 
 def test_linears_stay_as_they_are_where_vllm_lacks_marlins_product(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Methods of vLLM's linears: the adapter as two plain GEMMs, Marlin or the dense weight, and the decode GEMM.
+"""Methods of vLLM's linears: the adapter as two plain GEMMs; for 4-bit weights decode GEMM, Marlin or dense weight.
 
 vLLM's own LoRA kernels serve many adapters at once and sum with atomics, so that no rollout repeats bit for bit. One
 adapter takes two plain GEMMs, which repeat and round as the trainer's do.
@@ -17,8 +17,6 @@ from qerl_kernels import (
     decode_gemm_sizes,
     decode_gemm_supported,
     frozen_linear,
-    widened_linear,
-    widening_pays,
 )
 from qerl_kernels.marlin import TILE
 from torch import Tensor
@@ -70,8 +68,8 @@ def attach_adapter(linear: Any, slices: Sequence[FusedSlice], rank: int, dtype: 
     two GEMMs too.
 
     Args:
-        linear: vLLM's.
-        slices: Its slices with an adapter.
+        linear: vLLM's; a 4-bit one after `attach_fp4`.
+        slices: Its slices with an adapter, ascending.
         rank: Of the adapter.
         dtype: Of activations.
 
@@ -83,7 +81,10 @@ def attach_adapter(linear: Any, slices: Sequence[FusedSlice], rank: int, dtype: 
     # Buffers of the module are inputs of vLLM's compiled graphs, which therefore see what is written.
     linear.register_buffer("qerl_a", torch.zeros(len(slices) * rank, columns, dtype=dtype, device=device), False)
     linear.register_buffer("qerl_b", torch.zeros(rows, len(slices) * rank, dtype=dtype, device=device), False)
-    linear.quant_method = LoraMethod(linear.quant_method)
+    if isinstance(linear.quant_method, FP4Method):
+        linear.quant_method.starts = tuple(start for _, start, _ in slices)
+    else:
+        linear.quant_method = LoraMethod(linear.quant_method)
     buffers = {}
     for index, (name, start, stop) in enumerate(slices):
         ranks = slice(index * rank, (index + 1) * rank)
@@ -103,7 +104,7 @@ _KERNEL = re.compile("marlin(nv|mx)fp4", re.IGNORECASE)
 def kernel_name(linear: Any) -> str:
     """Class name of the kernel that multiplies by a vLLM linear, or of its method where that has none."""
     method = linear.quant_method
-    while isinstance(method, LoraMethod | MarlinOrDenseMethod | DecodeGemmMethod | weight_map.PlainMethod):
+    while isinstance(method, LoraMethod | FP4Method | weight_map.PlainMethod):
         method = method.base
     return type(getattr(getattr(linear, "scheme", None), "kernel", method)).__name__
 
@@ -183,7 +184,8 @@ def why_not_shared(kernels: Sequence[str], dtype: torch.dtype) -> str | None:
     return None
 
 
-def product_by_tokens(
+@torch.library.custom_op("qerl::fp4_linear", mutates_args=())
+def fp4_linear(
     x: Tensor,
     weight: Tensor,
     scale: Tensor,
@@ -192,9 +194,16 @@ def product_by_tokens(
     permuted_bias: Tensor | None,
     bias: Tensor | None,
     alpha: Tensor,
+    a: Tensor | None,
+    b: Tensor | None,
+    starts: Sequence[int],
+    decode_gemm_max_tokens: int,
     dense_above: int,
 ) -> Tensor:
-    """x [tokens, K] W^T + bias -> [tokens, N], by Marlin up to `dense_above` tokens, by the dense weight above.
+    """x [tokens, K] W^T + bias + (x a^T) b^T -> [tokens, N], by the decode GEMM up to `decode_gemm_max_tokens` tokens.
+
+    Above `dense_above` tokens by the dense weight, between them by Marlin. An operator, for the choice depends on the
+    number of tokens, which vLLM's compiled graphs leave open.
 
     Args:
         x: bfloat16.
@@ -206,39 +215,46 @@ def product_by_tokens(
         bias: [N], in plain order.
         alpha: That of `MarlinRows`, float32 [1] in the host's memory, where reading it does not wait for the
             device. A number would make every layer a compiled graph of its own.
+        a: [r, K], of all fused slices stacked; None without an adapter.
+        b: [N, r], each slice's in the block of its rows and ranks.
+        starts: First row of each slice with an adapter; empty without one.
+        decode_gemm_max_tokens: Tokens; 0 for none.
         dense_above: Tokens, or NEVER.
     """
+    held = MarlinTensor(weight, scale, global_scale)
+    if len(x) <= decode_gemm_max_tokens:
+        return decode_gemm_linear(x, held, bias, a=a, b=b, starts=starts or (0,))
     if len(x) > dense_above:
-        held = MarlinTensor(weight, scale, global_scale)
-        return frozen_linear(x, MarlinRows(held, alpha=alpha.item()), bias)
-    from vllm.model_executor.layers.quantization.utils.marlin_utils_fp4 import apply_fp4_marlin_linear
+        y = frozen_linear(x, MarlinRows(held, alpha=alpha.item()), bias)
+    else:
+        from vllm.model_executor.layers.quantization.utils.marlin_utils_fp4 import apply_fp4_marlin_linear
 
-    sizes = {"size_n": weight.shape[1] // 2, "size_k": 16 * len(weight)}
-    y: Tensor = apply_fp4_marlin_linear(x, weight, scale, global_scale, workspace, bias=permuted_bias, **sizes)
-    return y
-
-
-# An operator, for the choice depends on the number of tokens, which vLLM's compiled graphs leave open.
-marlin_or_dense = torch.library.custom_op("qerl::marlin_or_dense", product_by_tokens, mutates_args=())
+        sizes = {"size_n": weight.shape[1] // 2, "size_k": 16 * len(weight)}
+        y = apply_fp4_marlin_linear(x, *held, workspace, bias=permuted_bias, **sizes)
+    return y if a is None or b is None else add_lora(y, x, a, b)  # y is no input of the operator: in place is allowed
 
 
-@marlin_or_dense.register_fake
+@fp4_linear.register_fake
 def _(x: Tensor, weight: Tensor, *rest: object) -> Tensor:
     return x.new_empty(x.shape[0], weight.shape[1] // 2)  # len() would fix the number of tokens
 
 
-class MarlinOrDenseMethod:
-    """The `quant_method` of a vLLM 4-bit linear: Marlin for few tokens, the dense weight for many."""
+class FP4Method:
+    """The `quant_method` of a vLLM 4-bit linear in Marlin's layout, with its adapter: see `fp4_linear`."""
 
     def __init__(self, base: Any, dense_above: int) -> None:
         self.base = base
+        self.starts: tuple[int, ...] = ()
+        self.decode_gemm_max_tokens = 0
         self.dense_above = dense_above
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [tokens, in] -> [tokens, out]; `bias` is the layer's own, in Marlin's order, or None."""
         weight = (layer.weight, layer.weight_scale, _global_scale(layer))
         plain = None if bias is None else layer.qerl_bias
-        y: Tensor = marlin_or_dense(x, *weight, layer.workspace, bias, plain, layer.qerl_alpha, self.dense_above)
+        a, b = (layer.qerl_a, layer.qerl_b) if self.starts else (None, None)
+        limits = (list(self.starts), self.decode_gemm_max_tokens, self.dense_above)
+        y: Tensor = fp4_linear(x, *weight, layer.workspace, bias, plain, layer.qerl_alpha, a, b, *limits)
         return y
 
 
@@ -254,10 +270,12 @@ def relative_difference(actual: Tensor, expected: Tensor) -> float:
 
 
 @torch.inference_mode()
-def attach_dense(linear: Any, dense_above: int) -> None:
-    """Have a vLLM linear multiply more than `dense_above` tokens by its dense weight, before vLLM compiles it.
+def attach_fp4(linear: Any, dense_above: int) -> None:
+    """Give a vLLM linear an `FP4Method`, before vLLM compiles it, if its weight is in Marlin's layout.
 
-    A linear without a 4-bit weight in Marlin's layout stays as it is.
+    Args:
+        linear: vLLM's, before `attach_adapter`.
+        dense_above: Tokens above which it multiplies by the dense weight, or NEVER.
 
     Raises:
         UserError: The two GEMMs differ.
@@ -277,96 +295,7 @@ def attach_dense(linear: Any, dense_above: int) -> None:
     # The product of zeros is the bias, in plain order.
     bias = None if linear.bias is None else linear.quant_method.apply(linear, torch.zeros_like(x), linear.bias)[0]
     linear.register_buffer("qerl_bias", bias, False)
-    linear.quant_method = MarlinOrDenseMethod(linear.quant_method, dense_above)
-
-
-@torch.library.custom_op("qerl::adapted_linear", mutates_args=())
-def adapted_linear(
-    x: Tensor,
-    weight: Tensor,
-    scale: Tensor,
-    global_scale: Tensor,
-    workspace: Tensor,
-    permuted_bias: Tensor | None,
-    bias: Tensor | None,
-    alpha: Tensor,
-    a: Tensor | None,
-    b: Tensor | None,
-    starts: Sequence[int],
-    decode_gemm_max_tokens: int,
-    dense_above: int,
-) -> Tensor:
-    """x [tokens, K] W^T + bias + (x a^T) b^T -> [tokens, N], by the decode GEMM up to `decode_gemm_max_tokens` tokens.
-
-    Above, `product_by_tokens` and two plain GEMMs, or for many tokens and rows `widened_linear`. An operator, for the
-    choice depends on the number of tokens, which vLLM's compiled graphs leave open.
-
-    Args:
-        x: bfloat16.
-        weight: See `product_by_tokens`, as up to `alpha` and for `dense_above`.
-        scale: See weight.
-        global_scale: See weight.
-        workspace: See weight.
-        permuted_bias: See weight.
-        bias: See weight.
-        alpha: See weight.
-        a: [r, K], of all fused slices stacked; None without an adapter.
-        b: [N, r], each slice's in the block of its rows and ranks.
-        starts: First row of each slice with an adapter; empty without one.
-        decode_gemm_max_tokens: Tokens.
-        dense_above: Tokens.
-    """
-    held = MarlinTensor(weight, scale, global_scale)
-    if len(x) <= decode_gemm_max_tokens:
-        return decode_gemm_linear(x, held, bias, a=a, b=b, starts=starts or (0,))
-    if a is not None and b is not None and len(x) > dense_above and widening_pays(a, b):
-        return widened_linear(x, MarlinRows(held, alpha=alpha.item()), bias, a, b)
-    y = product_by_tokens(x, *held, workspace, permuted_bias, bias, alpha, dense_above)
-    return y if a is None or b is None else add_lora(y, x, a, b)  # y is no input of the operator: in place is allowed
-
-
-@adapted_linear.register_fake
-def _(x: Tensor, weight: Tensor, *rest: object) -> Tensor:
-    return x.new_empty(x.shape[0], weight.shape[1] // 2)  # len() would fix the number of tokens
-
-
-class DecodeGemmMethod:
-    """The `quant_method` of a vLLM NVFP4 linear and its adapter: the decode GEMM for few tokens, `base` above."""
-
-    def __init__(self, base: Any, starts: Sequence[int], decode_gemm_max_tokens: int, dense_above: int) -> None:
-        self.base = base
-        self.starts = tuple(starts)
-        self.decode_gemm_max_tokens = decode_gemm_max_tokens
-        self.dense_above = dense_above
-
-    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x [tokens, in] -> [tokens, out]; `bias` is the layer's own, in Marlin's order, or None."""
-        weight = (layer.weight, layer.weight_scale, layer.weight_global_scale)
-        plain = None if bias is None else layer.qerl_bias
-        a, b = (layer.qerl_a, layer.qerl_b) if self.starts else (None, None)
-        limits = (list(self.starts), self.decode_gemm_max_tokens, self.dense_above)
-        y: Tensor = adapted_linear(x, *weight, layer.workspace, bias, plain, layer.qerl_alpha, a, b, *limits)
-        return y
-
-
-def attach_decode_gemm(linear: Any, starts: Sequence[int], decode_gemm_max_tokens: int) -> bool:
-    """Have a vLLM linear run few tokens, adapter included, by the decode GEMM, before vLLM compiles it.
-
-    Args:
-        linear: After `attach_dense`, and after `attach_adapter` where it has an adapter.
-        starts: First row of each slice with an adapter, ascending.
-        decode_gemm_max_tokens: Tokens.
-
-    Returns:
-        Whether it does: not without an NVFP4 weight in Marlin's layout, or where the kernels do not run.
-    """
-    held, method = marlin_tensor(linear), linear.quant_method
-    if held is None or not decode_gemm_supported(held):
-        return False
-    base = method.base if isinstance(method, LoraMethod) else method
-    assert isinstance(base, MarlinOrDenseMethod), "attach_dense comes first"
-    linear.quant_method = DecodeGemmMethod(method, starts, decode_gemm_max_tokens, base.dense_above)
-    return True
+    linear.quant_method = FP4Method(linear.quant_method, dense_above)
 
 
 class Attached(NamedTuple):
@@ -398,26 +327,26 @@ def attach_all(
         above = max_tokens = None
     for linear, slices in linears.values():
         if above is not None or max_tokens is not None:
-            attach_dense(linear, NEVER if above is None else above)
+            attach_fp4(linear, NEVER if above is None else above)
         adapted = [piece for piece in slices if config["rank"] and piece[0].rpartition(".")[2] in config["targets"]]
         if adapted:
             buffers |= attach_adapter(linear, adapted, config["rank"], dtype)
-        if max_tokens is not None and attach_decode_gemm(linear, [start for _, start, _ in adapted], max_tokens):
+        held = marlin_tensor(linear)
+        if max_tokens is not None and held is not None and decode_gemm_supported(held):
+            linear.quant_method.decode_gemm_max_tokens = max_tokens
             with_decode_gemm.append(linear)
-    if max_tokens is not None:
-        check_decode_gemm(with_decode_gemm, max_tokens)
+    check_decode_gemm(with_decode_gemm)
     return Attached(buffers, len(with_decode_gemm))
 
 
 @torch.inference_mode()
-def check_decode_gemm(linears: Sequence[Any], decode_gemm_max_tokens: int) -> None:
+def check_decode_gemm(linears: Sequence[Any]) -> None:
     """Compare the decode GEMM with the dense weight, for each kind of linear and each number of tokens that compiles.
 
     So nothing compiles while a CUDA graph is captured, and no wrong GEMM decodes.
 
     Args:
-        linears: After `attach_decode_gemm`.
-        decode_gemm_max_tokens: Tokens.
+        linears: With an `FP4Method` that has the decode GEMM.
 
     Raises:
         UserError: The two differ.
@@ -427,10 +356,10 @@ def check_decode_gemm(linears: Sequence[Any], decode_gemm_max_tokens: int) -> No
         kinds.setdefault((linear.weight.shape, linear.quant_method.starts, linear.bias is None), linear)
     for linear in kinds.values():
         method, held = linear.quant_method, marlin_tensor(linear)
-        assert isinstance(method, DecodeGemmMethod) and held is not None
+        assert isinstance(method, FP4Method) and held is not None
         weight = MarlinRows(held, alpha=linear.qerl_alpha.item())
         rank = len(linear.qerl_a) if method.starts else 0
-        for tokens in decode_gemm_sizes(held, rank, decode_gemm_max_tokens):
+        for tokens in decode_gemm_sizes(held, rank, method.decode_gemm_max_tokens):
             x = probe(tokens, held)
             actual, expected = method.apply(linear, x, linear.bias), frozen_linear(x, weight, linear.qerl_bias)
             difference = relative_difference(actual, expected)
