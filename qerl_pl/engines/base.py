@@ -154,7 +154,7 @@ def check_tensor(name: str, target: Tensor | None, tensor: Tensor) -> Tensor:
     if target is None or target.shape != tensor.shape:
         shape = "none" if target is None else str(tuple(target.shape))
         raise UserError(
-            f"a trained weight must be the engine's too; {name} {tuple(tensor.shape)} is {shape} there: train an "
+            f"a trained weight must be the engine's too; {name} {tuple(tensor.shape)} is {shape} there; train an "
             "adapter instead"
         )
     return target

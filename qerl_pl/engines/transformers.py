@@ -1,7 +1,7 @@
 """`TransformersEngine`: batched decoding with transformers, the readable reference of every engine."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch
@@ -254,50 +254,40 @@ class TransformersEngine:
                 keep = running.nonzero()[:, 0]
                 batch.select(keep)
                 sampled.rows, token = sampled.rows[keep], token[keep]
-            self._forward(batch, token)
+            self._forward(batch, token[:, None])
         return sampled.completions()
 
     def _prefill(self, prompts: list[tuple[int, ...]], owner: Tensor) -> "_Batch":
         """Run each prompt once and copy its cache to every row that continues it; owner [B] indexes prompts."""
         assert self._model is not None and self._spec is not None
+        device = self._spec.device
         lengths = torch.tensor([len(prompt) for prompt in prompts])
         width = int(lengths.max())
         ids = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts])
         mask = torch.arange(width) >= (width - lengths)[:, None]
-        positions = (mask.cumsum(-1) - 1).clamp(min=0)
-        device = self._spec.device
-        padded = bool((lengths < width).any())
         batch = _Batch(
             cache=DynamicCache(config=self._model.config),
-            mask=mask.long().to(device) if padded else None,
-            position=lengths.to(device),
-            logits=torch.empty(0),
+            mask=mask.long().to(device) if bool((lengths < width).any()) else None,
+            position=(mask.cumsum(-1) - 1).clamp(min=0).to(device),
         )
+        self._forward(batch, ids.to(device))
+        batch.select(owner.to(device))
+        return batch
+
+    def _forward(self, batch: "_Batch", ids: Tensor) -> None:
+        """Run the next tokens of each row, [B, T], and store logits and position of the token after them."""
+        assert self._model is not None
         out = self._model(
-            input_ids=ids.to(device),
+            input_ids=ids,
             attention_mask=batch.mask,
-            position_ids=positions.to(device),
+            position_ids=batch.position,
             past_key_values=batch.cache,
             use_cache=True,
             logits_to_keep=1,
         )
-        batch.logits = out.logits[:, -1]
-        batch.select(owner.to(device))
-        return batch
-
-    def _forward(self, batch: "_Batch", token: Tensor) -> None:
-        """Append a token to each row, [B], and store the next logits in the batch."""
-        assert self._model is not None
-        if batch.mask is not None:
-            batch.mask = torch.cat([batch.mask, batch.mask.new_ones(len(token), 1)], dim=1)
-        out = self._model(
-            input_ids=token[:, None],
-            attention_mask=batch.mask,
-            position_ids=batch.position[:, None],
-            past_key_values=batch.cache,
-            use_cache=True,
-        )
-        batch.logits, batch.position = out.logits[:, -1], batch.position + 1
+        batch.logits, batch.position = out.logits[:, -1], batch.position[:, -1:] + 1
+        if batch.mask is not None:  # of the token after them
+            batch.mask = torch.cat([batch.mask, batch.mask.new_ones(len(ids), 1)], dim=1)
 
     def _stop_string_seen(self, sampled: "_Sampled", step: int, stop: Sequence[str]) -> Tensor:
         assert self._tokenizer is not None
@@ -332,8 +322,8 @@ class _Batch:
     mask: Tensor | None
     """int64 [B, T], 0 at left padding; None when no prompt is padded."""
     position: Tensor
-    """int64 [B], position of the next token."""
-    logits: Tensor
+    """int64 [B, T] of the next tokens."""
+    logits: Tensor = field(init=False)
     """[B, V] of the next token."""
 
     def select(self, rows: Tensor) -> None:
