@@ -18,7 +18,7 @@ from qerl_kernels import marlin_alpha, quantize_nvfp4, select_backend
 from qerl_kernels.marlin import to_marlin
 from torch import Tensor
 
-from qerl_pl.engines.vllm.linear_methods import TOLERANCE, marlin_or_dense
+from qerl_pl.engines.vllm.linear_methods import TOLERANCE, fp4_linear
 
 REPEATS = 20
 
@@ -69,7 +69,7 @@ def main() -> None:
             x = torch.randn(tokens, inputs, device=device, dtype=torch.bfloat16)
 
             def product(above: int, x: Tensor = x, workspace: Tensor = workspace) -> Callable[[], Tensor]:
-                return lambda: marlin_or_dense(x, *held, workspace, None, None, alpha, above)  # noqa: B023
+                return lambda: fp4_linear(x, *held, workspace, None, None, alpha, None, None, [], 0, above)  # noqa: B023
 
             with torch.inference_mode():
                 one, other = product(tokens)().float(), product(0)().float()

@@ -29,17 +29,18 @@ ROUNDS = 5
 
 
 class SixteenBitNorms(worker.PolicyWorker):
-    """The worker, with the scales it has widened rounded back before anything is compiled."""
+    """The worker, with its float32 scales rounded to bfloat16 before anything is compiled."""
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         worker.PolicyWorker.load_model(self, load_dummy_weights=load_dummy_weights)
         for name in self._qerl_noisy:
             norm = self._qerl_norms[name]
             norm.weight = nn.Parameter(norm.weight.data.bfloat16(), requires_grad=False)
-            self._qerl_base[name] = self._qerl_base[name].bfloat16()
+            self._qerl_clean[name] = self._qerl_base[name].bfloat16()
 
 
 def GPUSixteenBitNorms() -> Any:
+    """The class, over vLLM's worker for GPUs."""
     from vllm.v1.worker.gpu_worker import Worker
 
     return type("GPUSixteenBitNorms", (SixteenBitNorms, Worker), {"__module__": __name__})
@@ -49,8 +50,7 @@ def measure(kind: str, base: Path, batches: list[int], tokens: int) -> dict[int,
     """Decode tokens a second, `ROUNDS` times a batch size."""
     device = torch.device("cuda")
     if kind == "bfloat16":
-        worker = GPUSixteenBitNorms()
-        worker.GPUPolicyWorker = worker  # type: ignore[attr-defined]
+        worker.GPUPolicyWorker = GPUSixteenBitNorms()  # vLLM imports the worker by this name
     spec = EngineSpec(base, torch.bfloat16, device, engine_h200.RANK, engine_h200.TARGETS, 64 + tokens)
     engine = VLLMEngine(kv_cache_gib=6.0, max_num_seqs=max(batches), prefix_caching=False)
     engine.launch(spec)

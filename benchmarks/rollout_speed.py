@@ -10,7 +10,6 @@ own; they start at once and are measured one after the other, the others idle. T
 
 import argparse
 import json
-import math
 import os
 import subprocess
 import sys
@@ -28,7 +27,6 @@ from report import correct
 from stock_engine import StockEngine
 
 from qerl_pl.engines import EngineSpec, VLLMEngine
-from qerl_pl.engines.vllm import sampler, worker
 from qerl_pl.types import PolicyWeights, SamplingConfig
 
 GATE = (
@@ -41,12 +39,9 @@ PARTS: dict[str, tuple[str, int, dict[str, Any]]] = {  # name, rank, settings of
     "nvfp4": ("NVFP4", RANK, {}),
     "nvfp4_bare": ("NVFP4", 0, {}),
     "stock": ("BF16, plain vLLM and its LoRA", RANK, {}),
-    "before": ("NVFP4, Marlin for few tokens", RANK, {"decode_gemm_max_tokens": None}),
-    "before_bare": ("NVFP4, Marlin for few tokens", 0, {"decode_gemm_max_tokens": None}),
-    "vllm_sampler": ("NVFP4, vLLM's own sampler", RANK, {}),
-    "cut": ("NVFP4, attention in parts for any number", RANK, {}),
-    "uncut": ("NVFP4, attention in one part for any number", RANK, {}),
-    "few_256": ("NVFP4, own product up to 256 tokens", RANK, {"decode_gemm_max_tokens": 256}),
+    "before": ("NVFP4, Marlin without decode GEMM", RANK, {"decode_gemm_max_tokens": None}),
+    "before_bare": ("NVFP4, Marlin without decode GEMM", 0, {"decode_gemm_max_tokens": None}),
+    "decode_gemm_256": ("NVFP4, decode GEMM up to 256 tokens", RANK, {"decode_gemm_max_tokens": 256}),
     "humming": ("NVFP4, Humming, two copies", RANK, {"linear_backend": "humming"}),
     "bf16": ("BF16, same engine", RANK, {}),
     "bf16_bare": ("BF16, same engine", 0, {}),
@@ -59,8 +54,6 @@ def started(part: str, args: argparse.Namespace) -> tuple[VLLMEngine | StockEngi
     """The engine of a part, with a random adapter, and what its start took."""
     device = torch.device(args.device)
     _, rank, settings = PARTS[part]
-    # Every part has a process of its own.
-    worker.ENOUGH = {"cut": math.inf, "uncut": 0.0}.get(part, worker.ENOUGH)
     base = args.folder / ("nvfp4" if part in QUANTIZED else part)
     if part not in QUANTIZED:
         base.mkdir()
@@ -72,7 +65,6 @@ def started(part: str, args: argparse.Namespace) -> tuple[VLLMEngine | StockEngi
         assert weights.adapter is not None
         engine: VLLMEngine | StockEngine = StockEngine(base, spec, weights.adapter, max(args.batches), args.kv_gib)
     else:
-        sampler.OWN_SAMPLER = part != "vllm_sampler"
         engine = VLLMEngine(
             kv_cache_gib=args.kv_gib,
             max_num_seqs=max(args.batches),

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from qerl_pl.engines import EngineSpec
 from qerl_pl.engines.vllm.engine import completion_of, request_params
-from qerl_pl.engines.vllm.startup import import_vllm, process_state_kept
+from qerl_pl.engines.vllm.startup import import_vllm, process_state_restored
 from qerl_pl.types import RolloutRequest, SamplingConfig
 
 Adapter = Mapping[str, tuple[Tensor, Tensor]]
@@ -33,7 +33,7 @@ class StockEngine:
         }
         save_file(tensors, folder / "adapter_model.safetensors")
         self._adapter = LoRARequest("policy", 1, str(folder))
-        with process_state_kept():
+        with process_state_restored():
             self._llm = LLM(
                 model=str(base),
                 dtype="bfloat16",

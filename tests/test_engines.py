@@ -9,7 +9,6 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
@@ -32,7 +31,7 @@ from qerl_pl.engines.transformers import pick_tokens, sampling_log_probs
 from qerl_pl.engines.vllm import worker as vllm_worker
 from qerl_pl.engines.vllm.engine import request_params
 from qerl_pl.engines.vllm.linear_methods import check_marlin_shapes
-from qerl_pl.engines.vllm.startup import refusals_told
+from qerl_pl.engines.vllm.startup import vllm_errors_as_user_errors
 from qerl_pl.errors import UserError
 from qerl_pl.formats.dense_checkpoint import load_dense_state, write_dense_checkpoint
 from qerl_pl.types import Completion, PolicyWeights, RolloutRequest, SamplingConfig
@@ -147,6 +146,18 @@ def test_a_yaml_file_can_name_the_engine(name: str) -> None:
     assert found.engine.class_path == f"qerl_pl.engines.{name}"
 
 
+@pytest.mark.vllm
+def test_the_start_is_told_in_one_line(base: Path, caplog: pytest.LogCaptureFixture) -> None:
+    engine = make_engine("vllm")
+    with caplog.at_level(logging.INFO, logger="qerl_pl.engines"):
+        engine.launch(spec_of(base))
+        engine.close()
+    (line,) = [message for message in caplog.messages if message.startswith("vLLM")]
+    method = "UnquantizedLinearMethod"
+    off = f"without shared weights: only Marlin's layout can be shared, and vLLM's kernels are {method}"
+    assert re.fullmatch(rf"vLLM [\d.]+ \({method}\): LoRA on 14 linears; {off}; started in \d+ s", line)
+
+
 def test_memory_is_that_of_the_weights_the_adapter_and_the_cache(engine: RolloutEngine, reference: PeftModel) -> None:
     sizes = {"weights": 0.0, "adapter": 0.0}
     for name, parameter in reference.named_parameters():
@@ -160,14 +171,14 @@ def test_memory_is_that_of_the_weights_the_adapter_and_the_cache(engine: Rollout
     assert expected <= sum(found.values()) < 1.2 * expected  # rotary tables and copies of the norms besides
 
 
-def test_an_engine_that_lends_nothing_says_what_that_costs(
+def test_an_engine_that_shares_nothing_says_what_that_costs(
     engine: RolloutEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
     """361600 weights in float32, and the file's header: 0.00135 GiB."""
     caplog.set_level(logging.INFO)
     assert engine.shared_weights() is None
     if isinstance(engine, VLLMEngine):  # the other has a dense copy of its own by design
-        assert re.search(r"own copy of the base, 0\.00135 GiB: only Marlin's layout can be lent", caplog.text)
+        assert re.search(r"own copy of the base, 0\.00135 GiB: only Marlin's layout can be shared", caplog.text)
 
 
 @torch.no_grad()
@@ -546,34 +557,8 @@ def test_what_vllm_cannot_run_is_refused_in_one_line(base: Path) -> None:
     with pytest.raises(UserError, match=r"refuses the sampling settings: temperature must be in \[0, 2\]"):
         request_params(SamplingConfig(temperature=3.0), seed=0, ends=())
     with pytest.raises(UserError, match=r"must fit on the GPU; .* \(tried to allocate 9 GiB\): lower kv_cache_gib"):
-        with refusals_told():
+        with vllm_errors_as_user_errors():
             raise torch.OutOfMemoryError("tried to allocate\n9 GiB")
-
-
-@pytest.mark.vllm
-def test_names_that_another_vllm_lacks_are_named(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm_worker, "_NEEDED_OF_LINEARS", ("quant_method.multiply",))
-    with pytest.raises(UserError, match=r"vLLM [\d.]+ lacks: MergedColumn\w+\.quant_method\.multiply, QKVParallel"):
-        VLLMEngine(kv_cache_gib=0.25).launch(spec_of(base))
-
-
-@pytest.mark.vllm
-@pytest.mark.parametrize("method", ["_maybe_get_memory_pool_context", "compile_or_warm_up_model"])
-def test_a_method_that_vllm_has_renamed_is_named_though_our_worker_has_it(
-    method: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    own = vllm_worker.__getattr__("CPUPolicyWorker")
-    worker: Any = object.__new__(own)
-    config = {vllm_worker.CONFIG_KEY: {"dense_above": None, "decode_gemm_max_tokens": None}}
-    worker.vllm_config = SimpleNamespace(additional_config=config)
-    worker.model_runner = SimpleNamespace(kv_caches=[], get_model=torch.nn.Module)
-    worker.distributed_init_method = "tcp://localhost:0"
-    assert worker.qerl_missing() == []
-    for base in own.__mro__:
-        if base.__module__.startswith("vllm.") and method in vars(base):
-            monkeypatch.setattr(base, f"{method}_renamed", vars(base)[method], raising=False)
-            monkeypatch.delattr(base, method)
-    assert worker.qerl_missing() == [method]
 
 
 @pytest.mark.vllm

@@ -19,12 +19,10 @@ from fit_helpers import configuration
 from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from tqdm import tqdm
 
 from qerl_pl.cli import terminal
 from qerl_pl.cli.main import QeRLCLI
 from qerl_pl.cli.terminal import StandardError, configure_terminal
-from qerl_pl.engines.vllm.startup import without_bars
 
 
 def on_a_terminal(*words: str) -> tuple[int, str]:
@@ -183,17 +181,6 @@ def test_bars_of_weights_are_not_drawn_and_others_are(
     assert capsys.readouterr().err == ""
     list(bar(range(3), desc="Downloading"))
     assert "Downloading" in capsys.readouterr().err
-
-
-def test_vllms_bars_of_cuda_graphs_are_not_drawn_and_what_else_it_writes_is(capsys: pytest.CaptureFixture[str]) -> None:
-    with without_bars():
-        print("before", file=sys.stderr)
-        for _ in tqdm(range(3), desc="Capturing CUDA graphs (FULL)", mininterval=0):
-            pass
-        print("after", file=sys.stderr)
-        list(tqdm(range(3), desc="Downloading"))
-    written = capsys.readouterr().err
-    assert written.startswith("before\nafter\n") and "Downloading" in written and "Capturing" not in written
 
 
 def test_log_lines_go_where_standard_error_is_now(capsys: pytest.CaptureFixture[str]) -> None:

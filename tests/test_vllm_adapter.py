@@ -1,4 +1,4 @@
-"""The adapter of vLLM's linears by itself: its operator and its places in a fused projection."""
+"""The adapter of vLLM's linears by itself: its operator and its blocks in a fused projection."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from qerl_pl.engines.vllm.linear_methods import AdaptedMethod, attach_adapter
+from qerl_pl.engines.vllm.linear_methods import LoraMethod, attach_adapter
 
 
 class Base:
@@ -26,10 +26,10 @@ def fused() -> Any:
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_each_part_of_a_fused_projection_gets_its_own_adapter(compiled: bool) -> None:
+def test_each_slice_of_a_fused_projection_gets_its_own_adapter(compiled: bool) -> None:
     linear = fused()
-    slots = attach_adapter(linear, [("gate", 0, 2), ("up", 2, 3)], 1, torch.float32)
-    assert isinstance(linear.quant_method, AdaptedMethod)
+    buffers = attach_adapter(linear, [("gate", 0, 2), ("up", 2, 3)], 1, torch.float32)
+    assert isinstance(linear.quant_method, LoraMethod)
 
     def forward(x: Tensor) -> Tensor:
         result: Tensor = linear.quant_method.apply(linear, x)
@@ -39,10 +39,10 @@ def test_each_part_of_a_fused_projection_gets_its_own_adapter(compiled: bool) ->
     x = torch.tensor([[1.0, 2.0]])
     with torch.inference_mode():
         assert torch.equal(run(x), torch.tensor([[1.0, 2.0, 3.0]]))  # an adapter of zeros
-        slots["gate"][0].copy_(torch.tensor([[3.0, -1.0]]))  # x A^T = 1
-        slots["gate"][1].copy_(torch.tensor([[1.0], [-2.0]]))
-        slots["up"][0].copy_(torch.tensor([[0.0, 2.0]]))  # x A^T = 4
-        slots["up"][1].copy_(torch.tensor([[0.5]]))
+        buffers["gate"][0].copy_(torch.tensor([[3.0, -1.0]]))  # x A^T = 1
+        buffers["gate"][1].copy_(torch.tensor([[1.0], [-2.0]]))
+        buffers["up"][0].copy_(torch.tensor([[0.0, 2.0]]))  # x A^T = 4
+        buffers["up"][1].copy_(torch.tensor([[0.5]]))
         assert torch.equal(run(x), torch.tensor([[2.0, 0.0, 5.0]]))
 
 

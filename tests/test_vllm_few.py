@@ -14,13 +14,10 @@ from test_vllm_marlin import BIAS, COLUMNS, ROWS, dense, linear
 from torch import Tensor, nn
 
 from qerl_pl.engines.vllm.linear_methods import (
-    DecodeGemmMethod,
-    MarlinOrDenseMethod,
-    adapted_linear,
+    FP4Method,
     attach_all,
-    attach_decode_gemm,
-    attach_dense,
     check_decode_gemm,
+    fp4_linear,
     marlin_tensor,
 )
 from qerl_pl.errors import UserError
@@ -32,7 +29,7 @@ CONFIG = {
     "rank": RANK,
     "targets": ["k_proj", "v_proj"],
 }
-PARTS = [("a.q_proj", 0, 64), ("a.k_proj", 64, 128), ("a.v_proj", 128, 192)]
+SLICES = [("a.q_proj", 0, 64), ("a.k_proj", 64, 128), ("a.v_proj", 128, 192)]
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +37,16 @@ def in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> Any:
     """And vLLM's Marlin answers with sevens: it needs a GPU."""
     from vllm.model_executor.layers.quantization.utils import marlin_utils_fp4
 
-    def sevens(input: Tensor, *_: Tensor, size_n: int, size_k: int, bias: Tensor | None) -> Tensor:
+    def sevens(
+        input: Tensor,
+        weight: Tensor,
+        weight_scale: Tensor,
+        weight_global_scale: Tensor | None,
+        workspace: Tensor,
+        size_n: int,
+        size_k: int,
+        bias: Tensor | None = None,
+    ) -> Tensor:
         return input.new_full((len(input), size_n), 7.0)
 
     monkeypatch.setattr(marlin_utils_fp4, "apply_fp4_marlin_linear", sevens)
@@ -50,10 +56,10 @@ def in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def fused(config: dict[str, Any] = CONFIG) -> tuple[Any, Any]:
-    """Three projections in one linear, of which two have an adapter; and the adapter's places."""
+    """Three projections in one linear, of which two have an adapter; and what was attached."""
     layer = linear(False, rows=192)
-    slots = attach_all({"a.qkv_proj": (layer, PARTS)}, config, torch.bfloat16)
-    return layer, slots
+    attached = attach_all({"a.qkv_proj": (layer, SLICES)}, config, torch.bfloat16)
+    return layer, attached
 
 
 def tokens_of(count: int) -> Tensor:
@@ -62,8 +68,10 @@ def tokens_of(count: int) -> Tensor:
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_the_number_of_tokens_chooses_and_the_adapter_always_counts(compiled: bool) -> None:
-    layer, slots = fused()
-    assert isinstance(layer.quant_method, DecodeGemmMethod) and layer.quant_method.starts == (64, 128)
+    layer, attached = fused()
+    slots = attached.lora
+    assert attached.decode_gemm == 1
+    assert isinstance(layer.quant_method, FP4Method) and layer.quant_method.starts == (64, 128)
     pointers = [factor.data_ptr() for pair in slots.values() for factor in pair]
 
     def forward(x: Tensor) -> Tensor:
@@ -93,8 +101,8 @@ def test_the_number_of_tokens_chooses_and_the_adapter_always_counts(compiled: bo
 
 def test_a_bias_comes_in_plain_order_and_without_an_adapter_there_is_none() -> None:
     layer = linear(True)
-    assert attach_all({"a.o_proj": (layer, [("a.o_proj", 0, ROWS)])}, CONFIG, torch.bfloat16) == {}
-    assert isinstance(layer.quant_method, DecodeGemmMethod) and layer.quant_method.starts == ()
+    assert attach_all({"a.o_proj": (layer, [("a.o_proj", 0, ROWS)])}, CONFIG, torch.bfloat16) == ({}, 1)
+    assert isinstance(layer.quant_method, FP4Method) and layer.quant_method.starts == ()
     with torch.inference_mode():
         y = layer.quant_method.apply(layer, tokens_of(2), layer.bias)
     expected = tokens_of(2).float() @ dense(layer).T + BIAS.float()
@@ -102,19 +110,16 @@ def test_a_bias_comes_in_plain_order_and_without_an_adapter_there_is_none() -> N
 
 
 def test_rank_0_makes_room_for_no_adapter() -> None:
-    layer, slots = fused(CONFIG | {"rank": 0})
-    assert slots == {} and not hasattr(layer, "qerl_a") and isinstance(layer.quant_method, DecodeGemmMethod)
+    layer, attached = fused(CONFIG | {"rank": 0})
+    assert attached.lora == {} and not hasattr(layer, "qerl_a") and isinstance(layer.quant_method, FP4Method)
 
 
 @pytest.mark.parametrize("decode_gemm_max_tokens", [FEW, None])
-def test_what_cannot_take_it_multiplies_as_before(
-    decode_gemm_max_tokens: int | None, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_where_the_kernels_do_not_run_linears_multiply_as_before(decode_gemm_max_tokens: int | None) -> None:
     select_backend("torch")
-    with caplog.at_level("INFO"):
-        layer, slots = fused(CONFIG | {"decode_gemm_max_tokens": decode_gemm_max_tokens})
-    assert isinstance(layer.quant_method.base, MarlinOrDenseMethod) and len(slots) == 2
-    assert ("0 of 1 linears" in caplog.text) == (decode_gemm_max_tokens is not None)
+    layer, attached = fused(CONFIG | {"decode_gemm_max_tokens": decode_gemm_max_tokens})
+    assert isinstance(layer.quant_method, FP4Method) and layer.quant_method.decode_gemm_max_tokens == 0
+    assert len(attached.lora) == 2 and attached.decode_gemm == 0
 
 
 def test_without_a_dense_way_marlin_takes_all_above() -> None:
@@ -127,18 +132,19 @@ def test_without_a_dense_way_marlin_takes_all_above() -> None:
 def test_other_linears_are_left_alone() -> None:
     other: Any = nn.Linear(2, 2)
     method = other.quant_method = object()
-    assert not attach_decode_gemm(other, [], FEW) and other.quant_method is method
+    assert attach_all({"a.o_proj": (other, [("a.o_proj", 0, 2)])}, CONFIG, torch.bfloat16) == ({}, 0)
+    assert other.quant_method is method
 
 
 def test_a_wrong_product_of_few_tokens_is_refused_at_the_start() -> None:
     layer, _ = fused()
-    check_decode_gemm([layer], FEW)
+    check_decode_gemm([layer])
     with torch.inference_mode():
         layer.qerl_alpha.mul_(1.02)  # what it is compared with
     with pytest.raises(
-        UserError, match="product of 1 tokens must be .* 192 x 128 they differ by .* decode_gemm_max_tokens to null"
+        UserError, match="for 1 tokens and a weight 192 x 128 they differ by .* decode_gemm_max_tokens to null"
     ):
-        check_decode_gemm([layer], FEW)
+        check_decode_gemm([layer])
 
 
 def test_every_plan_has_run_before_a_graph_is_captured() -> None:
@@ -149,17 +155,9 @@ def test_every_plan_has_run_before_a_graph_is_captured() -> None:
 
 @pytest.mark.parametrize("tokens", [FEW, FEW + 1, DENSE_ABOVE + 1])
 def test_the_operator_is_as_pytorch_wants_it(tokens: int) -> None:
-    layer = fused()[0]
+    layer, _ = fused()
     held = (layer.weight, layer.weight_scale.view(torch.uint8), layer.weight_global_scale)  # for it compares inputs
     adapter = (layer.qerl_a, layer.qerl_b, [64, 128], FEW, DENSE_ABOVE)
     arguments = (tokens_of(tokens), *held, layer.workspace, None, None, layer.qerl_alpha, *adapter)
     checks = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
-    torch.library.opcheck(adapted_linear, arguments, test_utils=checks)
-
-
-def test_attach_few_needs_attach_dense_first() -> None:
-    layer = linear(False)
-    with pytest.raises(AssertionError, match="attach_dense comes first"):
-        attach_decode_gemm(layer, [], FEW)
-    attach_dense(layer, DENSE_ABOVE)
-    assert attach_decode_gemm(layer, [], FEW)
+    torch.library.opcheck(fp4_linear, arguments, test_utils=checks)

@@ -9,11 +9,11 @@ from qerl_kernels.marlin import to_marlin
 from qerl_kernels.reference import quantize_nvfp4
 from torch import Tensor, nn
 
-from qerl_pl.engines.vllm.linear_methods import DecodeGemmMethod, attach_all
+from qerl_pl.engines.vllm.linear_methods import FP4Method, attach_all
 
 pytestmark = [pytest.mark.gpu, pytest.mark.vllm]
 ROWS, COLUMNS, RANK = 4608, 3584, 32
-PARTS = [("a.q_proj", 0, 3584), ("a.k_proj", 3584, 4096), ("a.v_proj", 4096, 4608)]
+SLICES = [("a.q_proj", 0, 3584), ("a.k_proj", 3584, 4096), ("a.v_proj", 4096, 4608)]
 
 
 class MarlinNvFp4LinearKernel:
@@ -33,7 +33,7 @@ class Marlin:
 
 @pytest.fixture
 def layer() -> Any:
-    """A fused projection as vLLM holds it; random adapters on all three parts."""
+    """A fused projection as vLLM holds it; random adapters on all three slices."""
     if not torch.cuda.is_available():
         pytest.skip("needs an NVIDIA GPU")
     from vllm.model_executor.layers.quantization.utils.marlin_utils import marlin_make_workspace_new
@@ -50,8 +50,9 @@ def layer() -> Any:
     one.quant_method = Marlin()
     targets = ["q_proj", "k_proj", "v_proj"]
     config = {"dense_above": 512, "decode_gemm_max_tokens": 128, "rank": RANK, "targets": targets}
-    slots = attach_all({"a.qkv_proj": (one, PARTS)}, config, torch.bfloat16)
-    for pair in slots.values():
+    attached = attach_all({"a.qkv_proj": (one, SLICES)}, config, torch.bfloat16)
+    assert attached.decode_gemm == 1
+    for pair in attached.lora.values():
         for factor in pair:
             factor.normal_(std=0.02)
     yield one
@@ -60,7 +61,7 @@ def layer() -> Any:
 
 @torch.inference_mode()
 def test_all_three_ways_give_the_same_product(layer: Any) -> None:
-    assert isinstance(layer.quant_method, DecodeGemmMethod)
+    assert isinstance(layer.quant_method, FP4Method)
     x = torch.randn(600, COLUMNS, device="cuda").bfloat16()
     many = layer.quant_method.apply(layer, x)
     for tokens in (1, 8, 16, 33, 64, 65, 128, 129, 192, 512):

@@ -1,40 +1,37 @@
-"""CUDA graphs keep the workspaces of their products."""
-
-from typing import Any
+"""CUDA graphs own the cuBLAS workspaces of their GEMMs."""
 
 import pytest
 import torch
+from torch import nn
 
-from qerl_pl.engines.vllm.worker import workspaces_in_graphs
+from qerl_pl.engines.vllm.worker import graphs_own_cublas_workspaces
 
 
-def test_a_capture_begins_without_the_workspaces_of_the_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    done: list[Any] = []
-    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: done.append("cleared"), raising=False)
-    monkeypatch.setattr(
-        torch.cuda.CUDAGraph, "capture_begin", lambda self, *args, **kwargs: done.append((args, kwargs))
-    )
-    before = torch.cuda.CUDAGraph.capture_begin
-    graph: Any = object()
-    with pytest.raises(KeyError), workspaces_in_graphs():
-        torch.cuda.CUDAGraph.capture_begin(graph, 1, pool=2)
+def test_workspaces_are_freed_before_each_forward_pass_until_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    freed: list[str] = []
+    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: freed.append("freed"), raising=False)
+    model = nn.Linear(2, 2)
+    with pytest.raises(KeyError), graphs_own_cublas_workspaces(model):
+        model(torch.zeros(1, 2))
+        model(torch.zeros(1, 2))
         raise KeyError
-    assert done == ["cleared", ((1,), {"pool": 2})]
-    assert torch.cuda.CUDAGraph.capture_begin is before
+    model(torch.zeros(1, 2))
+    assert freed == ["freed", "freed"]
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 def test_a_graph_survives_that_all_workspaces_are_freed() -> None:
-    """As Lightning frees them; what a product of a graph without its own would write to is unmapped then."""
+    """As Lightning frees them; the GEMM of a graph that uses the warm-up's workspace would write to unmapped memory."""
     torch.manual_seed(0)
-    x, weight = (torch.randn(size, device="cuda", dtype=torch.bfloat16) for size in ((64, 8192), (256, 8192)))
-    expected, graph, stream = x @ weight.T, torch.cuda.CUDAGraph(), torch.cuda.Stream()
-    with workspaces_in_graphs(), torch.cuda.stream(stream):
+    model = nn.Linear(8192, 256, bias=False, device="cuda", dtype=torch.bfloat16).requires_grad_(False)
+    x = torch.randn(64, 8192, device="cuda", dtype=torch.bfloat16)
+    expected, graph, stream = model(x), torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with graphs_own_cublas_workspaces(model), torch.cuda.stream(stream):
         for _ in range(2):
-            torch.mm(x, weight.T)  # warm-up, on the stream of the capture
+            model(x)  # warm-up, on the stream of the capture
         with torch.cuda.graph(graph, stream=stream):
-            y = torch.mm(x, weight.T)
+            y = model(x)
     torch._C._cuda_clearCublasWorkspaces()
     torch.cuda.empty_cache()
     y.zero_()

@@ -9,16 +9,17 @@ from qerl_kernels import MarlinTensor, dequantize_marlin, marlin_alpha, quantize
 from qerl_kernels.marlin import to_marlin
 from torch import Tensor, nn
 
-from qerl_pl.engines.vllm import linear_methods
 from qerl_pl.engines.vllm.linear_methods import (
-    MarlinOrDenseMethod,
+    FP4Method,
     attach_adapter,
-    attach_dense,
-    marlin_or_dense,
+    attach_all,
+    attach_fp4,
+    fp4_linear,
     marlin_tensor,
     shared_rows,
     why_not_shared,
 )
+from qerl_pl.engines.vllm.weight_map import fused_slices
 from qerl_pl.engines.vllm.worker import PolicyWorker
 from qerl_pl.errors import UserError
 
@@ -94,7 +95,7 @@ def test_few_tokens_go_to_marlin_and_many_to_the_dense_weight(
     marlin_calls: list[tuple[Any, ...]], biased: bool, mx: bool, compiled: bool
 ) -> None:
     layer = linear(biased, mx=mx)
-    attach_dense(layer, DENSE_ABOVE)
+    attach_fp4(layer, DENSE_ABOVE)
 
     def forward(x: Tensor) -> Tensor:
         y: Tensor = layer.quant_method.apply(layer, x, layer.bias)
@@ -121,22 +122,23 @@ def test_few_tokens_go_to_marlin_and_many_to_the_dense_weight(
 @pytest.mark.parametrize("tokens", [DENSE_ABOVE, DENSE_ABOVE + 1])
 def test_the_operator_is_as_pytorch_wants_it(marlin_calls: list[tuple[Any, ...]], tokens: int) -> None:
     layer = linear(True)
-    attach_dense(layer, DENSE_ABOVE)
+    attach_fp4(layer, DENSE_ABOVE)
     weight = (layer.weight, layer.weight_scale.view(torch.uint8), layer.weight_global_scale)  # for it compares inputs
-    arguments = (torch.zeros(tokens, COLUMNS).bfloat16(), *weight, layer.workspace, layer.bias, layer.qerl_bias)
+    biases = (layer.bias, layer.qerl_bias, layer.qerl_alpha, None, None, [], 0, DENSE_ABOVE)
+    arguments = (torch.zeros(tokens, COLUMNS).bfloat16(), *weight, layer.workspace, *biases)
     checks = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
-    torch.library.opcheck(marlin_or_dense, (*arguments, layer.qerl_alpha, DENSE_ABOVE), test_utils=checks)
+    torch.library.opcheck(fp4_linear, arguments, test_utils=checks)
 
 
 @pytest.mark.parametrize("tokens", [DENSE_ABOVE, DENSE_ABOVE + 1])
 def test_the_adapter_counts_whoever_computes(marlin_calls: list[tuple[Any, ...]], tokens: int) -> None:
     layer = linear(False)
-    attach_dense(layer, DENSE_ABOVE)
-    slots = attach_adapter(layer, [("all", 0, ROWS)], 1, torch.bfloat16)  # in the order of the worker
+    attach_fp4(layer, DENSE_ABOVE)
+    buffers = attach_adapter(layer, [("all", 0, ROWS)], 1, torch.bfloat16)  # in the order of the worker
     x = torch.ones(tokens, COLUMNS).bfloat16()
     with torch.inference_mode():
         without = layer.quant_method.apply(layer, x)
-        for factor in slots["all"]:
+        for factor in buffers["all"]:
             factor.fill_(1.0)
         delta = layer.quant_method.apply(layer, x) - without
     torch.testing.assert_close(delta, torch.full_like(delta, COLUMNS), rtol=8e-3, atol=0)
@@ -152,12 +154,12 @@ def test_a_layout_that_is_read_otherwise_is_refused() -> None:
 
     layer.quant_method = Other()
     with pytest.raises(UserError, match="must give the same product; they differ by .* dense_above to null"):
-        attach_dense(layer, DENSE_ABOVE)
+        attach_fp4(layer, DENSE_ABOVE)
 
 
 @pytest.mark.parametrize("mx", [False, True])
-@pytest.mark.parametrize(("sizes", "lent"), [([64, 64, 64], True), ([128, 32, 32], False)])
-def test_only_whole_tiles_are_lent(sizes: list[int], shared: bool, mx: bool) -> None:
+@pytest.mark.parametrize(("sizes", "shared"), [([64, 64, 64], True), ([128, 32, 32], False)])
+def test_only_full_tiles_are_shared(sizes: list[int], shared: bool, mx: bool) -> None:
     fused = linear(False, rows=192, mx=mx)
     fused.output_partition_sizes = sizes
     model: Any = nn.Module()
@@ -168,34 +170,34 @@ def test_only_whole_tiles_are_lent(sizes: list[int], shared: bool, mx: bool) -> 
             return model
 
         def _linears(self) -> dict[str, Any]:
-            return {"a.qkv_proj": fused}
+            return {"a.qkv_proj": (fused, fused_slices(model, "a.qkv_proj", fused))}
 
-    weights = Worker().qerl_lend()
+    weights = Worker().qerl_shared_weights()
     assert (weights is not None) == shared
     if weights is not None:
-        parts = [rows.alpha * rows.dense(torch.float32) for rows in weights.linears.values()]
-        assert torch.equal(torch.cat(parts), dense(fused))
-        assert {name: (one.start, one.stop) for name, one in weights.linears.items()} == {
+        slices = [rows.alpha * rows.dense(torch.float32) for rows in weights.linears.values()]
+        assert torch.equal(torch.cat(slices), dense(fused))
+        assert {name: (rows.start, rows.stop) for name, rows in weights.linears.items()} == {
             "a.q_proj": (0, 64),
             "a.k_proj": (64, 128),
             "a.v_proj": (128, 192),
         }
 
 
-def test_a_16_bit_linear_lends_nothing_and_a_padded_one_keeps_all_from_being_lent() -> None:
-    parts = [("a.o_proj", 0, ROWS)]
-    assert shared_rows(nn.Linear(COLUMNS, ROWS), parts) == {}
+def test_a_16_bit_linear_shares_nothing_and_a_padded_one_cannot_be_shared() -> None:
+    slices = [("a.o_proj", 0, ROWS)]
+    assert shared_rows(nn.Linear(COLUMNS, ROWS), slices) == {}
     padded = linear(False)
     padded.output_size_per_partition = ROWS - 8
-    assert shared_rows(padded, parts) is None
+    assert shared_rows(padded, slices) is None
 
 
-def test_why_nothing_is_lent() -> None:
+def test_why_nothing_is_shared() -> None:
     marlin = MarlinNvFp4LinearKernel.__name__
     for kernel in (marlin, MarlinMxFp4LinearKernel.__name__, "MarlinMxfp4LinearKernel"):  # as releases spell it
         assert why_not_shared([kernel, "UnquantizedLinearMethod"], torch.bfloat16) is None
     assert why_not_shared(["HummingNvFp4LinearKernel"], torch.bfloat16) == (
-        "only Marlin's layout can be lent, and vLLM's kernels are HummingNvFp4LinearKernel"
+        "only Marlin's layout can be shared, and vLLM's kernels are HummingNvFp4LinearKernel"
     )
     assert "torch.float16" in (why_not_shared([marlin], torch.float16) or "")
 
@@ -204,19 +206,20 @@ def test_a_linear_that_marlin_has_not_prepared_or_has_padded_is_left_alone() -> 
     other, padded = linear(False), linear(False)
     other.scheme.kernel = object()
     padded.output_size_per_partition = ROWS - 8
-    for layer in (other, padded, nn.Linear(4, 4)):
-        method = getattr(layer, "quant_method", None)
-        attach_dense(layer, DENSE_ABOVE)
-        assert marlin_tensor(layer) is None and getattr(layer, "quant_method", None) is method
-    full_finetuning = linear(False)
-    attach_dense(full_finetuning, DENSE_ABOVE)
-    assert isinstance(full_finetuning.quant_method, MarlinOrDenseMethod) and marlin_tensor(full_finetuning) is not None
+    dense_one: Any = nn.Linear(4, 4)
+    dense_one.quant_method = Method()
+    for layer in (other, padded, dense_one):
+        method = layer.quant_method
+        attach_fp4(layer, DENSE_ABOVE)
+        assert marlin_tensor(layer) is None and layer.quant_method is method
+    complete = linear(False)
+    attach_fp4(complete, DENSE_ABOVE)
+    assert isinstance(complete.quant_method, FP4Method) and marlin_tensor(complete) is not None
 
 
-def test_a_vllm_without_marlins_product_is_named(
-    monkeypatch: pytest.MonkeyPatch, marlin_calls: list[tuple[Any, ...]]
-) -> None:
-    assert linear_methods.missing() == []
+def test_linears_stay_as_they_are_where_vllm_lacks_marlins_product(monkeypatch: pytest.MonkeyPatch) -> None:
     name = "vllm.model_executor.layers.quantization.utils.marlin_utils_fp4"
     monkeypatch.delattr(f"{name}.apply_fp4_marlin_linear")
-    assert linear_methods.missing() == [f"{name}.apply_fp4_marlin_linear"]
+    layer, config = linear(False), {"dense_above": 4, "decode_gemm_max_tokens": 2, "rank": 0, "targets": []}
+    attached = attach_all({"a.o_proj": (layer, [("a.o_proj", 0, ROWS)])}, config, torch.bfloat16)
+    assert attached.decode_gemm == 0 and isinstance(layer.quant_method, Method)

@@ -1,6 +1,7 @@
 """Which batches this package samples in vLLM's place, beside vLLM's own names."""
 
 import inspect
+import operator
 import re
 from types import SimpleNamespace
 from typing import Any
@@ -12,9 +13,9 @@ from poisoned import triton_on_poisoned_memory
 from qerl_kernels import sample_tokens, select_backend
 from torch import Tensor
 
+from qerl_pl.engines.vllm import compat
 from qerl_pl.engines.vllm import sampler as vllm_sampler
-from qerl_pl.engines.vllm.compat import look_up
-from qerl_pl.engines.vllm.sampler import TemperatureSampler, attach_sampler, why_not
+from qerl_pl.engines.vllm.sampler import TritonSampler, attach_sampler, why_not
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures(triton_on_poisoned_memory.__name__)]
 REQUESTS, VOCABULARY = 6, 40
@@ -75,15 +76,13 @@ def counted(ones: Tensor, lengths: Tensor, logits: Tensor, places: Tensor, promp
 
 
 @pytest.fixture
-def sampler() -> TemperatureSampler:
-    import vllm.v1.worker.gpu.sample.sampler  # noqa: F401 - as vLLM's runner does
-
-    made = TemperatureSampler(Sampler(), torch.device("cpu"))
-    made.count_rejected = counted
+def sampler() -> TritonSampler:
+    made = TritonSampler(Sampler(), torch.device("cpu"))
+    made.num_sampled_and_rejected = counted
     return made
 
 
-def test_a_batch_with_temperatures_only_is_sampled_in_one_pass(sampler: TemperatureSampler) -> None:
+def test_a_batch_with_temperatures_only_is_sampled_in_one_pass(sampler: TritonSampler) -> None:
     torch.manual_seed(0)
     logits, batch, states = torch.randn(3, VOCABULARY), batch_of(), sampler.base.sampling_states
     output = sampler(logits, batch)
@@ -114,15 +113,15 @@ def test_a_batch_with_temperatures_only_is_sampled_in_one_pass(sampler: Temperat
         ("sampling_states.num_logprobs", 1),
     ],
 )
-def test_what_else_a_request_asks_for_is_left_to_vllm(sampler: TemperatureSampler, path: str, value: float) -> None:
-    logits, array = torch.randn(3, VOCABULARY), look_up(sampler.base, path)
+def test_what_else_a_request_asks_for_is_left_to_vllm(sampler: TritonSampler, path: str, value: float) -> None:
+    logits, array = torch.randn(3, VOCABULARY), operator.attrgetter(path)(sampler.base)
     array[2] = value  # a request that is not in the batch
     assert sampler(logits, batch_of()) != "vLLM's"
     array[3] = value
     assert sampler(logits, batch_of()) == "vLLM's"
 
 
-def test_drafted_tokens_and_another_backend_are_left_to_vllm(sampler: TemperatureSampler) -> None:
+def test_drafted_tokens_and_another_backend_are_left_to_vllm(sampler: TritonSampler) -> None:
     assert sampler(torch.randn(4, VOCABULARY), batch_of()) == "vLLM's"
     select_backend("torch")
     assert sampler(torch.randn(3, VOCABULARY), batch_of()) == "vLLM's"
@@ -137,17 +136,17 @@ def runner_of(sampler: Any) -> Any:
 
 
 def test_a_sampler_as_read_is_replaced_and_keeps_its_attributes(
-    sampler: TemperatureSampler, monkeypatch: pytest.MonkeyPatch
+    sampler: TritonSampler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner, base = runner_of(Sampler()), sampler.base
     assert why_not(runner) is None
     zeros = torch.zeros
     monkeypatch.setattr(torch, "zeros", lambda *size, **kind: zeros(*size, **kind | {"device": "cpu"}))
-    assert attach_sampler(runner)
-    assert isinstance(runner.sampler, TemperatureSampler)
+    assert attach_sampler(runner) is None
+    assert isinstance(runner.sampler, TritonSampler)
     assert runner.ran == [((1, 8), runner.sampler)]  # compiled
     assert runner.sampler.add_request(3) == "added 3" and runner.sampler.sampling_states is not base.sampling_states
-    assert not attach_sampler(runner)  # it is ours already
+    assert attach_sampler(runner) == "it is a TritonSampler of qerl_pl.engines.vllm.sampler"  # ours already
 
 
 @pytest.mark.parametrize(
@@ -158,32 +157,27 @@ def test_a_sampler_as_read_is_replaced_and_keeps_its_attributes(
         ({"return_sampling_mask": True}, "it is set up with return_sampling_mask"),
         ({"trace_replay_state": object()}, "it is set up with trace_replay_state"),
         ({"thinking_budget_state": SimpleNamespace(enabled=True)}, "it is set up with thinking_budget_state.enabled"),
-        ({"penalties_state": SimpleNamespace()}, "this vLLM lacks penalties_state.use_penalty"),
-        ({"watermark": None}, "this vLLM's has what this package does not know: watermark"),
+        ({"watermark": None}, "vLLM's has attributes that this package does not know: watermark"),
     ],
 )
-def test_a_sampler_that_is_not_as_read_stays(
-    sampler: TemperatureSampler, caplog: pytest.LogCaptureFixture, changes: dict[str, Any], reason: str
-) -> None:
+def test_a_sampler_that_is_not_as_read_stays(changes: dict[str, Any], reason: str) -> None:
     base = Sampler()
     vars(base).update(changes)
     runner = runner_of(base)
-    with caplog.at_level("INFO", logger="qerl_pl"):
-        assert not attach_sampler(runner)
-    assert runner.sampler is base and caplog.messages == [f"vLLM's own sampler draws the tokens: {reason}"]
+    assert attach_sampler(runner) == reason
+    assert runner.sampler is base
 
 
-def test_other_runners_stay_as_they_are(sampler: TemperatureSampler, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_runners_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "it is a dict of builtins" in str(why_not(runner_of({})))
     speculative = runner_of(Sampler())
     speculative.rejection_sampler = object()
     assert why_not(speculative) == "it decodes speculatively"
-    monkeypatch.setattr("vllm.v1.worker.gpu.input_batch.get_num_sampled_and_rejected", lambda num_sampled, seq: None)
-    assert "get_num_sampled_and_rejected" in str(why_not(runner_of(Sampler())))
-    assert not attach_sampler(SimpleNamespace())
     on_cpu = runner_of(Sampler())
     on_cpu.device = torch.device("cpu")
-    assert not attach_sampler(on_cpu) and why_not(on_cpu) is not None
+    assert attach_sampler(on_cpu) == "it needs a GPU"
+    monkeypatch.setattr("vllm.v1.worker.gpu.input_batch.get_num_sampled_and_rejected", lambda num_sampled, seq: None)
+    assert "get_num_sampled_and_rejected(num_sampled, seq_lens," in str(why_not(runner_of(Sampler())))
 
 
 def test_vllms_sampler_has_the_attributes_that_are_known() -> None:
@@ -191,4 +185,4 @@ def test_vllms_sampler_has_the_attributes_that_are_known() -> None:
 
     held = set(re.findall(r"^        self\.(\w+) = ", inspect.getsource(Real.__init__), re.MULTILINE))
     assert {"sampling_states", "penalties_state"} <= held <= vllm_sampler._KNOWN
-    assert (Real.__module__, Real.__name__) == vllm_sampler._SAMPLER
+    assert f"{Real.__module__}.{Real.__name__}" == compat.SAMPLER_CLASS

@@ -1,4 +1,4 @@
-"""Samplers: `RolloutEngine` is the seam, `TransformersEngine` the readable oracle, `VLLMEngine` the fast one."""
+"""Rollout engines: the protocol `RolloutEngine`, the readable `TransformersEngine`, the fast `VLLMEngine`."""
 
 from qerl_pl.engines.base import EngineSpec, RolloutEngine
 from qerl_pl.engines.transformers import TransformersEngine

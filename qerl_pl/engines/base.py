@@ -1,4 +1,4 @@
-"""The seam between trainer and sampler."""
+"""The protocol of rollout engines, and the checks they share."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,20 +18,20 @@ class EngineSpec:
     """What an engine must know to load the policy's base model."""
 
     base: Path
-    """Folder of the base model in Hugging Face format: any of the base formats."""
+    """Folder of the base model in Hugging Face format, in any base format."""
     dtype: torch.dtype
     """Data type of activations, embeddings and norms."""
     device: torch.device
     lora_rank: int
-    """Rank of the adapter; 0 makes room for none."""
+    """Rank of the adapter; 0 for none."""
     lora_targets: tuple[str, ...]
-    """Last parts of the adapted linears' names, such as ("q_proj", "up_proj")."""
+    """Last components of the adapted linears' names, such as ("q_proj", "up_proj")."""
     max_tokens: int
-    """Longest sequence, prompt and completion together, that will be asked for."""
+    """Longest sequence, prompt and completion together, that the run can ask for."""
     full_finetuning: bool = False
-    """Every weight trains, without an adapter, and comes with each sync; a 16-bit base."""
+    """Every weight trains, without an adapter, and comes with each sync; needs a 16-bit base."""
     ranks: int = 1
-    """Processes of the run, each with an engine of its own; they launch together."""
+    """Processes of the run, each with its own engine; they launch together."""
 
     def adapts(self, linear: str) -> bool:
         """Whether the base's linear of this name has an adapter."""
@@ -40,7 +40,7 @@ class EngineSpec:
 
 @dataclass(frozen=True)
 class SharedWeights:
-    """What of the base model the trainer may use without a copy of its own; mapped as long as the engine lives."""
+    """Weights of the base model that engine and trainer share; valid as long as the engine lives."""
 
     linears: Mapping[str, FrozenWeight]
     """By module name in the base model, such as "model.layers.0.self_attn.q_proj"."""
@@ -54,27 +54,27 @@ class RolloutEngine(Protocol):
 
     The order of calls is `launch`, then any number of (`wake`, `sync`, `generate`..., `sleep`), then `close`.
     A sync takes effect for every later `generate`. A completion's tokens depend on the synced weights, its prompt and
-    its seed, not on what else is in the batch (up to floating-point differences between batch shapes).
+    its seed, not on the rest of the batch (up to floating-point differences between batch shapes).
     """
 
     def launch(self, spec: EngineSpec) -> None:
         """Load the base model. Called once, before any other method."""
 
     def shared_weights(self) -> SharedWeights | None:
-        """Weights of the base model for the trainer to borrow; None where it must load its own copy."""
+        """Weights of the base model for the trainer to use; None where it must load its own copy."""
 
     def sync(self, weights: PolicyWeights) -> SyncReport:
-        """Take over adapter, what is trained whole, and noise.
+        """Load adapter, trained weights and noise.
 
         Noise is written as clean scale + noise, so repeated syncs never accumulate. A norm that is not among
-        `weights.tensors` is the base's again; any other weight stays as it was written last.
+        `weights.tensors` is reset to the base's; any other weight keeps its last value.
 
         Raises:
-            UserError: The engine has no such weight, or no place for such an adapter.
+            UserError: The engine has no such weight, or no room for such an adapter.
         """
 
     def generate(self, requests: Sequence[RolloutRequest], sampling: SamplingConfig) -> list[list[Completion]]:
-        """Sample len(request.seeds) completions for each request, in the order asked.
+        """Sample len(request.seeds) completions for each request, in the requests' order.
 
         Raises:
             UserError: As `check_requests`.
@@ -84,12 +84,13 @@ class RolloutEngine(Protocol):
         """Release memory that only generation needs."""
 
     def wake(self) -> None:
-        """Take that memory back; a no-op when awake."""
+        """Allocate that memory again; a no-op when awake."""
 
     def memory_gib(self) -> Mapping[str, float]:
-        """GiB that the engine holds: "weights", those lent included, "adapter" where apart, "kv_cache" as while
-        sampling, "releasable", what of the cache `sleep` gives back, and "released", what it has. What an engine cannot
-        tell it leaves out.
+        """GiB of the engine: "weights", shared ones included, "adapter" if separate, "kv_cache" while sampling.
+
+        Also "releasable", what `sleep` releases of the cache, and "released", what it has. A size that the engine does
+        not know is left out.
         """
 
     def close(self) -> None:
@@ -97,37 +98,27 @@ class RolloutEngine(Protocol):
 
 
 def check_targets(spec: EngineSpec, linears: Collection[str]) -> None:
-    """Reject an adapter that would be nowhere.
-
-    Args:
-        spec: What the engine was launched with.
-        linears: Names of the base's linears.
+    """Reject LoRA targets that match none of the base's linears.
 
     Raises:
-        UserError: There is to be an adapter, and no linear is called as its targets say.
+        UserError: There is to be an adapter, and no linear matches its targets.
     """
     if spec.lora_rank and not any(spec.adapts(name) for name in linears):
-        there = sorted({name.rpartition(".")[2] for name in linears} - {"lm_head"})  # which takes no adapter
+        choices = sorted({name.rpartition(".")[2] for name in linears} - {"lm_head"})  # which takes no adapter
         raise UserError(
             f"LoRA targets must name linears of the base; {', '.join(spec.lora_targets)} match none: choose "
-            f"model.policy.lora.targets among {', '.join(there)}"
+            f"model.policy.lora.targets among {', '.join(choices)}"
         )
 
 
 def check_requests(
     requests: Sequence[RolloutRequest], sampling: SamplingConfig, spec: EngineSpec, has_tokenizer: bool
 ) -> None:
-    """Reject what no engine can sample.
-
-    Args:
-        requests: What `RolloutEngine.generate` was asked for.
-        sampling: The same call's sampling settings.
-        spec: What the engine was launched with.
-        has_tokenizer: Whether the base has one, without which tokens are no text.
+    """Reject requests that no engine can sample.
 
     Raises:
-        UserError: A prompt is empty, prompt and new tokens exceed `EngineSpec.max_tokens`, or there is no tokenizer to
-            find stop strings with.
+        UserError: A prompt is empty, prompt and new tokens exceed `EngineSpec.max_tokens`, or there are stop strings
+            without a tokenizer to detect them.
     """
     max_tokens = spec.max_tokens
     for index, request in enumerate(requests):
@@ -144,43 +135,43 @@ def check_requests(
 
 
 def regroup(requests: Sequence[RolloutRequest], completions: Sequence[Completion]) -> list[list[Completion]]:
-    """Completions in the order of (request, seed), as one list a request."""
+    """Completions in the order of (request, seed), as a list for each request."""
     iterator = iter(completions)
     return [[next(iterator) for _ in request.seeds] for request in requests]
 
 
-def check_tensor(name: str, held: Tensor | None, tensor: Tensor) -> Tensor:
-    """Where a weight that is trained whole goes, or UserError.
+def check_tensor(name: str, target: Tensor | None, tensor: Tensor) -> Tensor:
+    """The engine's weight that a trained weight is copied into.
 
     Args:
-        name: Its checkpoint name.
-        held: The engine's; None where it has none by that name.
-        tensor: What is to be written.
+        name: Checkpoint name.
+        target: The engine's weight of that name, if any.
+        tensor: The trained weight.
 
     Raises:
-        UserError: The engine has no such weight to write to.
+        UserError: The engine has no such weight, or one of another shape.
     """
-    if held is None or held.shape != tensor.shape:
-        found = "none" if held is None else str(tuple(held.shape))
+    if target is None or target.shape != tensor.shape:
+        shape = "none" if target is None else str(tuple(target.shape))
         raise UserError(
-            f"what is trained whole must be the engine's too; {name} {tuple(tensor.shape)} is {found} there; train an "
+            f"a trained weight must be the engine's too; {name} {tuple(tensor.shape)} is {shape} there; train an "
             "adapter instead"
         )
-    return held
+    return target
 
 
 def check_adapter(
     adapter: Mapping[str, tuple[Tensor, Tensor]], shapes: Mapping[str, tuple[int, int]], rank: int
 ) -> None:
-    """Reject an adapter that the engine has no place for.
+    """Reject an adapter that does not fit the engine's.
 
     Args:
         adapter: `PolicyWeights.adapter`.
-        shapes: (out, in) of each linear that the engine adapts, by name.
+        shapes: (out, in) of each adapted linear of the engine, by name.
         rank: `EngineSpec.lora_rank`.
 
     Raises:
-        UserError: The adapter names another linear, or one of its matrices has another shape.
+        UserError: The adapter names another linear, or a matrix has another shape.
     """
     for name, (a, b) in adapter.items():
         if name not in shapes:

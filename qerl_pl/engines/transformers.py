@@ -1,7 +1,7 @@
-"""Sampling of one token a row from logits, with a random number of the row's own stream."""
+"""`TransformersEngine`: batched decoding with transformers, the readable reference of every engine."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch
@@ -28,15 +28,15 @@ from qerl_pl.types import Completion, PolicyWeights, RolloutRequest, SamplingCon
 
 
 def uniforms(seed: int, count: int) -> Tensor:
-    """The random numbers of one completion, one a token: float64 [count] in [0, 1) on the CPU."""
+    """The random numbers of a completion's tokens: float64 [count] in [0, 1) on the CPU."""
     return torch.rand(count, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 def sampling_log_probs(logits: Tensor, sampling: SamplingConfig) -> Tensor:
     """Log-probabilities of the distribution that tokens are sampled from.
 
-    The filters apply in the order temperature, min-p, top-k, top-p, each to what the one before has left. Temperature
-    0 gives the distribution at temperature 1 without filters: what greedy decoding reports.
+    The filters apply in the order temperature, min-p, top-k, top-p. Temperature 0 gives the distribution at temperature
+    1 without filters, as greedy decoding reports.
 
     Args:
         logits: [B, V], any floating-point type.
@@ -65,7 +65,7 @@ def sampling_log_probs(logits: Tensor, sampling: SamplingConfig) -> Tensor:
 
 
 def pick_tokens(log_probs: Tensor, uniform: Tensor | None) -> Tensor:
-    """One token a row by inverting the cumulative distribution, or the most likely one.
+    """A token for each row by inverting the cumulative distribution, or the most likely token.
 
     Args:
         log_probs: [B, V].
@@ -97,7 +97,7 @@ class SyncedLoraLinear(nn.Module):
 
     @torch.no_grad()
     def write(self, a: Tensor, b: Tensor, scaling: float) -> None:
-        """Take over an adapter's A [r, in] and B [out, r] as copies."""
+        """Copy an adapter's A [r, in] and B [out, r]."""
         self.a.copy_(a)
         self.b.copy_(b * scaling)
         self.enabled = True
@@ -109,7 +109,7 @@ class SyncedLoraLinear(nn.Module):
 
 
 class SyncedRMSNorm(Float32RMSNorm):
-    """The sampler's norm: its scale is a clean one plus noise, both in float32."""
+    """RMSNorm whose scale is a clean scale plus noise, both in float32."""
 
     def __init__(self, scale: Tensor, eps: float) -> None:
         super().__init__(scale, eps)
@@ -120,7 +120,7 @@ class SyncedRMSNorm(Float32RMSNorm):
 
     @property
     def scale(self) -> Tensor:
-        """[hidden], float32: what the norm multiplies by now."""
+        """[hidden], float32: clean scale plus noise."""
         return self.weight.data
 
     @torch.no_grad()
@@ -136,8 +136,8 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 class TransformersEngine:
     """Batched decoding with a key/value cache on a dense copy of the base model.
 
-    The prompt of a request is run once for all its completions. Every completion draws from a random stream seeded by
-    its own seed, so that neither its neighbours nor the batch's order change it.
+    Prefill runs once for all completions of a request. Every completion draws from a random stream with its own seed,
+    so that neither its neighbours nor the batch's order change it.
 
     Args:
         max_batch: Completions decoded at once; more use more memory and are faster.
@@ -155,10 +155,10 @@ class TransformersEngine:
         self._ends: tuple[int, ...] = ()
 
     def launch(self, spec: EngineSpec) -> None:
-        """Load the base model with dense weights and put LoRA and float32 norms in place.
+        """Load the base model with dense weights; add LoRA and float32 norms.
 
         Raises:
-            UserError: No model in the folder, or no linear is called as `spec.lora_targets` say.
+            UserError: No model in the folder, or no linear matches `spec.lora_targets`.
         """
         model = load_dense_model(spec.base, spec.dtype)
         nn.Module.to(model, device=spec.device)
@@ -174,16 +174,15 @@ class TransformersEngine:
         self._tokenizer, self._ends = load_tokenizer(spec.base), end_token_ids(spec.base)
 
     def shared_weights(self) -> SharedWeights | None:
-        """Nothing: its copy is dense, and in the engine's own modules."""
+        """None: the engine's weights are dense, in modules of its own."""
         return None
 
     @torch.no_grad()
     def sync(self, weights: PolicyWeights) -> SyncReport:
-        """Copy adapter and what is trained whole, and set the noise.
+        """Copy adapter and trained weights, and set the noise.
 
         Raises:
-            UserError: The adapter names a linear, or has a rank, that the engine was not launched with; or it has no
-                such weight.
+            UserError: As `check_adapter` and `check_tensor`.
         """
         assert self._model is not None and self._spec is not None, "launch comes first"
         adapter = weights.adapter or {}
@@ -200,7 +199,7 @@ class TransformersEngine:
         return SyncReport(version=weights.version, noise_std=self._measured_std())
 
     def _write_all_but_norms(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Copy what is trained whole, but for norms: their trained scales by module name."""
+        """Copy trained weights but for norms; return the norms' scales by module name."""
         assert self._model is not None
         held, modules = dict(self._model.named_parameters()), dict(self._model.named_modules())
         norms: dict[str, Tensor] = {}
@@ -220,10 +219,10 @@ class TransformersEngine:
 
     @torch.inference_mode()
     def generate(self, requests: Sequence[RolloutRequest], sampling: SamplingConfig) -> list[list[Completion]]:
-        """Sample one completion a seed of each request.
+        """Sample a completion for each seed of each request.
 
         Raises:
-            UserError: A prompt is empty or too long, or stop strings are asked of a model without tokenizer.
+            UserError: As `check_requests`.
         """
         assert self._spec is not None, "launch comes first"
         check_requests(requests, sampling, self._spec, has_tokenizer=self._tokenizer is not None)
@@ -239,82 +238,72 @@ class TransformersEngine:
     def _decode(
         self, prompts: list[tuple[int, ...]], owner: list[int], seeds: list[int], sampling: SamplingConfig
     ) -> list[Completion]:
-        """Completions of one batch; row i continues prompts[owner[i]]."""
+        """Completions of a batch; row i continues prompts[owner[i]]."""
         batch = self._prefill(prompts, torch.tensor(owner))
-        written = _Written(seeds, sampling, batch.logits.device)
+        sampled = _Sampled(seeds, sampling, batch.logits.device)
         for step in range(sampling.max_tokens):
-            token = written.sample(batch.logits, step)
+            token = sampled.sample(batch.logits, step)
             ended = torch.isin(token, torch.tensor(self._ends, device=token.device, dtype=token.dtype))
             if sampling.stop:
-                ended |= self._stop_string_seen(written, step, sampling.stop)
-            written.end(ended, step)
-            running = written.running()
+                ended |= self._stop_string_seen(sampled, step, sampling.stop)
+            sampled.end(ended, step)
+            running = sampled.running()
             if step + 1 == sampling.max_tokens or not running.any():
                 break
             if running.sum() <= 0.9 * len(running):  # worth a copy of the cache
                 keep = running.nonzero()[:, 0]
                 batch.select(keep)
-                written.rows, token = written.rows[keep], token[keep]
-            self._forward(batch, token)
-        return written.completions()
+                sampled.rows, token = sampled.rows[keep], token[keep]
+            self._forward(batch, token[:, None])
+        return sampled.completions()
 
     def _prefill(self, prompts: list[tuple[int, ...]], owner: Tensor) -> "_Batch":
-        """Run each prompt once and hand its cache to every row that continues it; owner [B] indexes prompts."""
+        """Run each prompt once and copy its cache to every row that continues it; owner [B] indexes prompts."""
         assert self._model is not None and self._spec is not None
+        device = self._spec.device
         lengths = torch.tensor([len(prompt) for prompt in prompts])
         width = int(lengths.max())
         ids = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts])
         mask = torch.arange(width) >= (width - lengths)[:, None]
-        positions = (mask.cumsum(-1) - 1).clamp(min=0)
-        device = self._spec.device
-        padded = bool((lengths < width).any())
         batch = _Batch(
             cache=DynamicCache(config=self._model.config),
-            mask=mask.long().to(device) if padded else None,
-            position=lengths.to(device),
-            logits=torch.empty(0),
+            mask=mask.long().to(device) if bool((lengths < width).any()) else None,
+            position=(mask.cumsum(-1) - 1).clamp(min=0).to(device),
         )
+        self._forward(batch, ids.to(device))
+        batch.select(owner.to(device))
+        return batch
+
+    def _forward(self, batch: "_Batch", ids: Tensor) -> None:
+        """Run the next tokens of each row, [B, T], and store logits and position of the token after them."""
+        assert self._model is not None
         out = self._model(
-            input_ids=ids.to(device),
+            input_ids=ids,
             attention_mask=batch.mask,
-            position_ids=positions.to(device),
+            position_ids=batch.position,
             past_key_values=batch.cache,
             use_cache=True,
             logits_to_keep=1,
         )
-        batch.logits = out.logits[:, -1]
-        batch.select(owner.to(device))
-        return batch
+        batch.logits, batch.position = out.logits[:, -1], batch.position[:, -1:] + 1
+        if batch.mask is not None:  # of the token after them
+            batch.mask = torch.cat([batch.mask, batch.mask.new_ones(len(ids), 1)], dim=1)
 
-    def _forward(self, batch: "_Batch", token: Tensor) -> None:
-        """Append one token [B] a row and leave the next logits in the batch."""
-        assert self._model is not None
-        if batch.mask is not None:
-            batch.mask = torch.cat([batch.mask, batch.mask.new_ones(len(token), 1)], dim=1)
-        out = self._model(
-            input_ids=token[:, None],
-            attention_mask=batch.mask,
-            position_ids=batch.position[:, None],
-            past_key_values=batch.cache,
-            use_cache=True,
-        )
-        batch.logits, batch.position = out.logits[:, -1], batch.position + 1
-
-    def _stop_string_seen(self, written: "_Written", step: int, stop: Sequence[str]) -> Tensor:
+    def _stop_string_seen(self, sampled: "_Sampled", step: int, stop: Sequence[str]) -> Tensor:
         assert self._tokenizer is not None
         window = max(len(string.encode()) for string in stop) + 1  # a token has at least one byte
-        recent = written.tokens[written.rows, max(0, step + 1 - window) : step + 1].tolist()
+        recent = sampled.tokens[sampled.rows, max(0, step + 1 - window) : step + 1].tolist()
         texts = self._tokenizer.batch_decode(recent, skip_special_tokens=True)
-        return torch.tensor([any(s in text for s in stop) for text in texts], device=written.rows.device)
+        return torch.tensor([any(s in text for s in stop) for text in texts], device=sampled.rows.device)
 
     def sleep(self) -> None:
         """Nothing to release: the cache lives only inside `generate`."""
 
     def wake(self) -> None:
-        """Nothing to take back."""
+        """Nothing to allocate."""
 
     def memory_gib(self) -> Mapping[str, float]:
-        """Its dense copy of the base, adapter and norms included; the cache lives only inside `generate`."""
+        """GiB of the dense model, adapter and norms included; the cache lives only inside `generate`."""
         assert self._model is not None, "launch comes first"
         return {"weights": held_gib((*self._model.parameters(), *self._model.buffers()))}
 
@@ -327,14 +316,14 @@ class TransformersEngine:
 
 @dataclass
 class _Batch:
-    """What the next forward pass needs, for the rows still in the batch."""
+    """Inputs of the next forward pass, for the rows still in the batch."""
 
     cache: DynamicCache
     mask: Tensor | None
     """int64 [B, T], 0 at left padding; None when no prompt is padded."""
     position: Tensor
-    """int64 [B], position of the next token."""
-    logits: Tensor
+    """int64 [B, T] of the next tokens."""
+    logits: Tensor = field(init=False)
     """[B, V] of the next token."""
 
     def select(self, rows: Tensor) -> None:
@@ -343,8 +332,8 @@ class _Batch:
         self.position, self.logits = self.position[rows], self.logits[rows]
 
 
-class _Written:
-    """Tokens sampled so far, for all rows of a batch: those still running (`rows`) and those ended."""
+class _Sampled:
+    """Sampled tokens of all rows of a batch, running (`rows`) and ended."""
 
     def __init__(self, seeds: list[int], sampling: SamplingConfig, device: torch.device) -> None:
         count, length = len(seeds), sampling.max_tokens
@@ -358,7 +347,7 @@ class _Written:
         self._ended = torch.zeros(count, dtype=torch.bool, device=device)
 
     def sample(self, logits: Tensor, step: int) -> Tensor:
-        """Token [B] of each row from logits [B, V], written down as the row's token number `step`."""
+        """Sample the token number `step` of each row, [B], from logits [B, V]."""
         log_probs = sampling_log_probs(logits, self._sampling)
         token = pick_tokens(log_probs, None if self._uniforms is None else self._uniforms[self.rows, step])
         self.tokens[self.rows, step] = token
@@ -366,17 +355,17 @@ class _Written:
         return token
 
     def running(self) -> Tensor:
-        """bool [B]: which rows of the batch have not ended."""
+        """bool [B]: rows of the batch that have not ended."""
         return ~self._ended[self.rows]
 
     def end(self, ended: Tensor, step: int) -> None:
-        """End the rows of the batch where ended [B] is true, unless they have ended before."""
+        """End the rows of the batch where ended [B] is true, unless they ended before."""
         rows = self.rows[ended & self.running()]
         self._ended[rows] = True
         self._lengths[rows] = step + 1
 
     def completions(self) -> list[Completion]:
-        """What every row wrote, in the order of the seeds."""
+        """The completion of every row, in the order of the seeds."""
         tokens, logprobs = self.tokens.tolist(), self._logprobs.tolist()
         return [
             Completion(tuple(ids[:length]), tuple(values[:length]), "stop" if ended else "length")

@@ -1,4 +1,4 @@
-"""Between this package's requests and completions and vLLM's."""
+"""`VLLMEngine`: vLLM in the trainer's process, with the policy's worker."""
 
 import logging
 import tempfile
@@ -12,8 +12,14 @@ import torch
 from qerl_kernels import DECODE_GEMM_MAX_TOKENS, select_backend
 
 from qerl_pl.engines.base import EngineSpec, SharedWeights, check_adapter, check_requests, check_targets, regroup
-from qerl_pl.engines.vllm import linear_methods, worker
-from qerl_pl.engines.vllm.startup import check_start, import_vllm, process_state_kept, refusals_told, release_memory
+from qerl_pl.engines.vllm import compat, linear_methods, worker
+from qerl_pl.engines.vllm.startup import (
+    import_vllm,
+    process_state_restored,
+    release_memory,
+    vllm_errors_as_user_errors,
+)
+from qerl_pl.engines.vllm.worker import WorkerReport
 from qerl_pl.errors import UserError, require_at_least
 from qerl_pl.formats.architecture import linear_shapes
 from qerl_pl.formats.base import format_of
@@ -23,12 +29,20 @@ from qerl_pl.formats.model_folder import end_token_ids, load_config, load_tokeni
 from qerl_pl.memory import GIB, check_length, files_gib, kv_bytes_per_token, kv_cache_size
 from qerl_pl.types import Completion, PolicyWeights, RolloutRequest, SamplingConfig, SyncReport
 
+log = logging.getLogger(__name__)
+
+CPU_BATCH = 4096
+"""Tokens of a forward pass on a CPU."""
+
+REPEATABLE = {"deterministic": True, "combo_kernels": False, "benchmark_combo_kernel": False}
+"""Settings of PyTorch's compiler: reductions are chosen by rule, not by timing, which differs between runs."""
+
 
 def request_params(sampling: SamplingConfig, seed: int, ends: Sequence[int]) -> Any:
-    """vLLM's `SamplingParams` of one completion.
+    """vLLM's `SamplingParams` of a completion.
 
     Args:
-        sampling: What was asked for.
+        sampling: Settings of the call.
         seed: The completion's own seed.
         ends: Token ids that end it.
 
@@ -50,14 +64,14 @@ def request_params(sampling: SamplingConfig, seed: int, ends: Sequence[int]) -> 
             stop_token_ids=list(ends),
             detokenize=bool(sampling.stop),
             logprobs=0,  # the sampled token's only
-            flat_logprobs=True,  # in lists of a request: no object a token, which takes time that small models wait for
+            flat_logprobs=True,  # lists for each request: an object for each token would slow small models down
         )
     except (ValueError, VLLMValidationError) as error:
         raise UserError(f"vLLM refuses the sampling settings: {' '.join(str(error).split())}") from error
 
 
 def completion_of(output: Any) -> Completion:
-    """vLLM's output of one request, which has the end token or the token that completed a stop string as its last."""
+    """The completion of vLLM's output, whose last token ends it or completes a stop string."""
     tokens = tuple(output.token_ids)
     if tokens != tuple(output.logprobs.token_ids):
         raise RuntimeError(f"vLLM must give the log-probabilities of the {len(tokens)} sampled tokens; it gave others'")
@@ -66,39 +80,30 @@ def completion_of(output: Any) -> Completion:
     return Completion(tokens, tuple(output.logprobs.logprobs), output.finish_reason)
 
 
-log = logging.getLogger(__name__)
-
-CPU_BATCH = 4096  # tokens of one forward pass
-
-REPEATABLE = {"deterministic": True, "combo_kernels": False, "benchmark_combo_kernel": False}
-
-"""Settings of PyTorch's compiler: kernels that add up are chosen by rule, not by timing, which differs between runs."""
-
-
 class VLLMEngine:
-    """vLLM, colocated with the trainer: adapter and norms are written into its memory, noise into its norms' scales.
+    """vLLM, colocated with the trainer: adapter, norms and noise are written into its memory.
 
-    On a GPU a 4-bit base goes to vLLM as it is; on a CPU (vLLM's CPU build) its dequantized weights do. Log-
-    probabilities are those of the sampler's real distribution, temperature and filters included.
+    On a GPU vLLM gets a 4-bit base as it is; on a CPU (vLLM's CPU build) it gets dequantized weights. Log-probabilities
+    are those of the distribution that is sampled from, temperature and filters included.
 
     Args:
         kv_cache_gib: GiB for the key/value cache. By default 4 on a GPU and 0.5 on a CPU.
-        gpu_memory_utilization: Share of the GPU's memory for vLLM altogether, instead of kv_cache_gib. What the
-            trainer holds counts as taken. The cache then has what is free at the start, which may differ when a run
-            is resumed; where it fills up, sequences are batched otherwise and results are not the same bits.
-        max_model_len: Longest sequence vLLM prepares for; left out, the longest the run can ask for.
+        gpu_memory_utilization: Share of the GPU's memory for vLLM altogether, instead of kv_cache_gib; the trainer's
+            memory counts as used. The cache takes what is free at the start, which may differ when a run is resumed;
+            a cache that fills up changes the batches, and with them the last bits of results.
+        max_model_len: Longest sequence that vLLM prepares for; by default the longest that the run can ask for.
         max_num_seqs: Sequences decoded at once.
-        max_num_batched_tokens: Tokens of one forward pass; more speeds up prompts and needs more memory. Left out,
+        max_num_batched_tokens: Tokens of a forward pass; more speeds up prefill and needs more memory. By default
             vLLM chooses.
-        linear_backend: Kernels of 4-bit linears. humming cannot lend its weights, so the GPU holds two copies, and
+        linear_backend: Kernels of 4-bit linears. humming cannot share its weights, so the GPU holds two copies, and
             needs a CUDA compiler at run time; auto lets vLLM choose. Not used on a CPU.
-        decode_gemm_max_tokens: Tokens of one forward pass up to which Marlin's linears, adapter included, run in this package's own
-            product, which decodes faster (Hopper GPUs, bfloat16; elsewhere Marlin does). null leaves all to Marlin.
-        dense_above: Tokens of one forward pass above which Marlin's linears multiply by their dequantized weight, as
-            while prompts are read: twice as fast (bfloat16 only). null leaves all to Marlin.
+        decode_gemm_max_tokens: Tokens of a forward pass up to which NVFP4 linears, adapter included, run by this
+            package's decode GEMM, which is faster than Marlin (Hopper GPUs, bfloat16). null leaves all to Marlin.
+        dense_above: Tokens of a forward pass above which 4-bit linears multiply by their dequantized weight, as in
+            prefill: twice as fast (bfloat16 only). null leaves all to Marlin.
         enforce_eager: Run without compilation and CUDA graphs: starts a minute sooner and decodes slower. A CPU always
             does.
-        sleep_mode: Give the key/value cache's memory back during the update (GPU only).
+        sleep_mode: Release the key/value cache's memory during the update (GPU only).
         share_weights: Let the trainer use vLLM's 4-bit weights instead of loading the base a second time (GPU, marlin).
             Equal but for NVFP4's blocks below 3.5e-5 of a matrix's largest weight, which Marlin takes for zero.
         prefix_caching: Compute the prompt once for all its completions.
@@ -125,14 +130,8 @@ class VLLMEngine:
     ) -> None:
         if kv_cache_gib is not None and gpu_memory_utilization is not None:
             raise UserError("set one of kv_cache_gib and gpu_memory_utilization; both are set: leave one out")
-        require_at_least(
-            1,
-            {
-                "max_num_seqs": max_num_seqs,
-                "dense_above": dense_above,
-                "decode_gemm_max_tokens": decode_gemm_max_tokens,
-            },
-        )
+        limits = {"max_num_seqs": max_num_seqs, "dense_above": dense_above}
+        require_at_least(1, limits | {"decode_gemm_max_tokens": decode_gemm_max_tokens})
         self.kv_cache_gib = kv_cache_gib
         self.gpu_memory_utilization = gpu_memory_utilization
         self.max_model_len = max_model_len
@@ -148,12 +147,15 @@ class VLLMEngine:
         self.load_format = load_format
         self.kernels: list[str] = []
         """Class names of the kernels that vLLM has chosen for the linears."""
+        self.inactive: dict[str, str] = {}
+        """Optional features that the settings ask for and that are off, each with the reason."""
         self._spec: EngineSpec | None = None
         self._llm: Any = None
         self._asleep = False
         self._shapes: dict[str, tuple[int, int]] = {}
         self._ends: tuple[int, ...] = ()
         self._has_tokenizer = False
+        self._missing: dict[str, str] = {}
 
     @property
     def _on_gpu(self) -> bool:
@@ -162,15 +164,15 @@ class VLLMEngine:
 
     @property
     def _sleeps(self) -> bool:
-        """Whether `sleep` gives the cache's memory back: vLLM's CPU build cannot."""
+        """Whether `sleep` releases the cache's memory: vLLM's CPU build cannot."""
         return self.sleep_mode and self._on_gpu
 
     def launch(self, spec: EngineSpec) -> None:
         """Start vLLM, with room for the adapter.
 
         Raises:
-            UserError: vLLM is absent, of an unknown release or a build for another device, or refuses to start; the
-                kernel or the length asked for cannot be had; a LoRA target is no linear of vLLM's model.
+            UserError: vLLM is absent, of an unknown release or a build for another device, or refuses to start; it does
+                not run the requested kernel or length; a LoRA target is no linear of vLLM's model.
         """
         base_format = format_of(spec.base)
         served = base_format if spec.device.type in base_format.vllm_devices else DENSE
@@ -188,19 +190,66 @@ class VLLMEngine:
         import_vllm()
         self._spec, self._ends = spec, end_token_ids(spec.base)
         self._has_tokenizer = load_tokenizer(spec.base) is not None
-        with tempfile.TemporaryDirectory(prefix="qerl-vllm-") as folder, process_state_kept():
+        with tempfile.TemporaryDirectory(prefix="qerl-vllm-") as folder, process_state_restored():
             base = spec.base
             if served is not base_format:
-                log.info("vLLM gets dense weights, for it does not run %s here", base_format.name.upper())
+                log.info("vLLM gets dense weights: it does not run %s here", base_format.name.upper())
                 base = write_dense_checkpoint(spec.base, Path(folder) / "dense", spec.dtype)
             self._llm = self._start(spec, base, backend, length, kv_gib)
             VLLMEngine._alive += 1
             try:
-                self.kernels = check_start(self._call, self._shapes, backend)
+                active = self._check_start(backend)
             except UserError:
                 self.close()
                 raise
-        log.info("vLLM runs with %s; started in %.0f s", ", ".join(self.kernels), time.perf_counter() - start)
+        log.info("%s; started in %.0f s", active, time.perf_counter() - start)
+
+    def _check_start(self, backend: str | None) -> str:
+        """A line that says what is active.
+
+        Args:
+            backend: Requested kernels; None where there is no choice.
+
+        Raises:
+            UserError: vLLM's model lacks its noisy norms or an adapted linear, or other kernels run.
+        """
+        import vllm
+
+        assert self._spec is not None, "launch comes first"
+        report: WorkerReport = self._call("qerl_report")
+        self.kernels = report.kernels
+        kernels = ", ".join(report.kernels)
+        if not report.noisy_norms:
+            raise UserError(
+                "the model's layers must have RMSNorms called input_layernorm and post_attention_layernorm; vLLM's has "
+                "none: use a Llama, Mistral, Qwen2 or Qwen3 model"
+            )
+        if left_out := sorted(set(self._shapes) - set(report.adapted)):
+            raise UserError(
+                f"LoRA targets must be linears in vLLM's model; {left_out[0]} is none: take it out of the targets"
+            )
+        if backend not in (None, "auto") and not any(backend in kernel.lower() for kernel in report.kernels):
+            raise UserError(f"linear_backend is {backend}; vLLM runs {kernels}: choose auto")
+        features, off = [], dict[str, str]()
+        if backend is not None and self.decode_gemm_max_tokens is not None:
+            features.append(f"decode GEMM on {report.decode_gemm} of {report.linears} linears")
+            if report.decode_gemm < report.linears:
+                needs = "it needs NVFP4 in Marlin's layout, bfloat16 and a Hopper GPU"
+                off[compat.DECODE_GEMM] = self._missing.get(compat.DECODE_GEMM, needs)
+        if report.adapted:
+            fused = report.decode_gemm == report.linears
+            features.append("fused LoRA" if fused else f"LoRA on {len(report.adapted)} linears")
+        if self._on_gpu and report.sampler:
+            off[compat.SAMPLER] = report.sampler
+        elif self._on_gpu:
+            features.append(compat.SAMPLER)
+        if self.share_weights and (reason := self._share()[1]):
+            off["shared weights"] = reason
+        elif self.share_weights:
+            features.append("shared weights")
+        self.inactive = off
+        line = f"vLLM {vllm.__version__} ({kernels}): {', '.join(features) or 'no optional feature'}"
+        return line + "".join(f"; without {name}: {reason}" for name, reason in off.items())
 
     def _start(self, spec: EngineSpec, base: Path, backend: str | None, length: int, kv_gib: float | None) -> Any:
         from vllm import LLM
@@ -208,14 +257,15 @@ class VLLMEngine:
         ours = backend is not None and spec.dtype == torch.bfloat16
         dense_above, decode_gemm_max_tokens = (self.dense_above, self.decode_gemm_max_tokens) if ours else (None, None)
         worker_cls = worker.worker_class(spec.device, spec.ranks)
-        if self._on_gpu:  # whatever the base: what vLLM compiles and warms up now is what it will sample with
+        self._missing = compat.check_names(spec.device.type)
+        if self._on_gpu:  # for every base: vLLM samples with what it compiles and warms up now
             select_backend("triton")
-        with refusals_told():
+        with vllm_errors_as_user_errors():
             return LLM(
                 model=str(base),
                 dtype=str(spec.dtype).removeprefix("torch."),
                 worker_cls=worker_cls,
-                # Several ranks: on this rank's own GPU, beside the process group that the trainer has made.
+                # Several ranks: on this rank's own GPU, beside the trainer's process group.
                 distributed_executor_backend="external_launcher" if spec.ranks > 1 else None,
                 **{"load_format": self.load_format, **format_of(base).vllm_options},
                 skip_tokenizer_init=not self._has_tokenizer,
@@ -227,11 +277,11 @@ class VLLMEngine:
                 or (None if self._on_gpu else max(length, CPU_BATCH)),
                 # A seeded request whose prompt is split over two passes fails on a CPU.
                 enable_chunked_prefill=self._on_gpu,
-                use_tqdm_on_load=False,  # how long it took is logged
+                use_tqdm_on_load=False,
                 enable_prefix_caching=self.prefix_caching,
                 enforce_eager=self.enforce_eager or not self._on_gpu,
                 enable_sleep_mode=self._sleeps,
-                # With a given cache vLLM still wants this share free at the start, so it is small then.
+                # Also with a given cache vLLM wants this share free at the start.
                 gpu_memory_utilization=0.01 if kv_gib is not None else self.gpu_memory_utilization,
                 kv_cache_memory_bytes=None if kv_gib is None else int(kv_gib * GIB),
                 linear_backend=backend or "auto",
@@ -240,28 +290,29 @@ class VLLMEngine:
             )
 
     def shared_weights(self) -> SharedWeights | None:
-        """The linears, embeddings and lm_head, so that the GPU holds the base once; None with other kernels."""
+        """Linears, embeddings and lm_head, so that the GPU holds the base once; None with other kernels."""
         assert self._spec is not None, "launch comes first"
-        shared: SharedWeights | None = None
-        reason: str | None = "share_weights is off"
-        if self.share_weights:
-            reason = linear_methods.why_not_shared(self.kernels, self._spec.dtype)
-        if reason is None:
-            shared, reason = self._call("qerl_lend"), "a weight is padded, or shares one of Marlin's tiles with another"
+        shared, reason = self._share()
         if shared is None:
             log.info("the trainer loads its own copy of the base, %.3g GiB: %s", files_gib(self._spec.base), reason)
-        else:
-            log.info(
-                "the trainer borrows vLLM's weights: %d linears, %s", len(shared.linears), ", ".join(shared.tensors)
-            )
         return shared
+
+    def _share(self) -> tuple[SharedWeights | None, str | None]:
+        """The shared weights, or why there are none."""
+        assert self._spec is not None, "launch comes first"
+        if not self.share_weights:
+            return None, "share_weights is off"
+        if reason := linear_methods.why_not_shared(self.kernels, self._spec.dtype):
+            return None, reason
+        shared: SharedWeights | None = self._call("qerl_shared_weights")
+        return shared, None if shared else "a weight is padded, or shares one of Marlin's tiles with another"
 
     def _call(self, method: str, *args: object) -> Any:
         assert self._llm is not None, "launch comes first"
         return self._llm.collective_rpc(method, args=args)[0]
 
     def sync(self, weights: PolicyWeights) -> SyncReport:
-        """Write adapter, what is trained whole and noise into vLLM's memory, and forget what older weights have cached.
+        """Write adapter, trained weights and noise into vLLM's memory, and reset its prefix cache.
 
         Raises:
             UserError: The adapter names a linear, or has a rank, that the engine was not launched with; or vLLM's model
@@ -277,10 +328,10 @@ class VLLMEngine:
         return SyncReport(version=weights.version, noise_std=noise_std)
 
     def generate(self, requests: Sequence[RolloutRequest], sampling: SamplingConfig) -> list[list[Completion]]:
-        """Sample one completion a seed of each request, each as a vLLM request of its own with its own seed.
+        """Sample a completion for each seed of each request, as a vLLM request with that seed.
 
         Raises:
-            UserError: A prompt is empty or too long, or stop strings are asked of a model without tokenizer.
+            UserError: As `check_requests`.
         """
         assert self._spec is not None and self._llm is not None, "launch comes first"
         check_requests(requests, sampling, self._spec, self._has_tokenizer)
@@ -295,15 +346,15 @@ class VLLMEngine:
         return regroup(requests, [completion_of(output.outputs[0]) for output in outputs])
 
     def sleep(self) -> None:
-        """Give the key/value cache's memory back. Weights, norms and adapter stay. On a CPU nothing happens."""
+        """Release the key/value cache's memory. Weights, norms and adapter stay. On a CPU nothing happens."""
         if self._sleeps and not self._asleep:
             self._llm.sleep(level=1)
             self._asleep = True
 
     def wake(self) -> None:
-        """Take the cache's memory back; a no-op when awake.
+        """Allocate the cache's memory again; a no-op when awake.
 
-        What PyTorch has kept of the update's memory goes back to the driver first, for the cache comes from there.
+        It comes from the driver, to which PyTorch first returns the update's cached memory.
         """
         if self._asleep:
             torch.cuda.empty_cache()
@@ -311,10 +362,10 @@ class VLLMEngine:
             self._asleep = False
 
     def memory_gib(self) -> Mapping[str, float]:
-        """Adapter and key/value cache, what sleep unmaps of it and has, and on a GPU the model."""
+        """See `RolloutEngine`; without the model's weights on a CPU, whose build repacks linears out of sight."""
         held: dict[str, float] = self._call("qerl_memory_gib")
         if not self._on_gpu:
-            del held["weights"]  # the CPU build repacks linears out of sight
+            del held["weights"]
         releasable = held["kv_cache"] if self._sleeps else 0.0
         return held | {"releasable": releasable, "released": releasable if self._asleep else 0.0}
 

@@ -1,4 +1,4 @@
-"""Where the base model's weights are in vLLM's model, which fuses linears on one input and pads the vocabulary."""
+"""Map of the base model's weights into vLLM's model, which fuses shared-input linears and pads the vocabulary."""
 
 import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -9,33 +9,31 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qerl_pl.engines.base import check_tensor
-from qerl_pl.engines.vllm.compat import look_up
 from qerl_pl.formats.nf4 import NF4_BLOCK, NF4Weight
 
-Part = tuple[str, int, int]
-
-"""One of the base model's linears in one of vLLM's: its name, rows [start, stop)."""
+FusedSlice = tuple[str, int, int]
+"""A linear of the base model in one of vLLM's: its name, rows [start, stop)."""
 
 _VOCABULARY = ("model.embed_tokens", "lm_head")
 
 
-def parts_of(model: Any, name: str, linear: Any) -> list[Part]:
+def fused_slices(model: Any, name: str, linear: Any) -> list[FusedSlice]:
     """The base model's linears that are fused into the linear `name` of vLLM's model."""
     stem, _, last = name.rpartition(".")
-    packed: Mapping[str, list[str]] = look_up(model, "packed_modules_mapping") or {}
+    packed: Mapping[str, list[str]] = getattr(model, "packed_modules_mapping", {})
     sizes = linear.output_partition_sizes if last in packed else [linear.output_size_per_partition]
     stops = list(itertools.accumulate(sizes))
-    names = [f"{stem}.{part}" for part in packed.get(last, [last])]
-    return [(part, stop - size, stop) for part, size, stop in zip(names, sizes, stops, strict=True)]
+    names = [f"{stem}.{member}" for member in packed.get(last, [last])]
+    return [(member, stop - size, stop) for member, size, stop in zip(names, sizes, stops, strict=True)]
 
 
 def vocabulary(model: Any) -> dict[str, Tensor]:
-    """Weights with a row for every token of the base model, by checkpoint name: embeddings and lm_head."""
-    found: dict[str, Tensor] = {}
-    for name, module in model.named_modules():
-        if name in _VOCABULARY and isinstance(look_up(module, "weight"), Tensor):
-            found[f"{name}.weight"] = module.weight.data[: model.config.vocab_size]
-    return found
+    """Embeddings and lm_head by checkpoint name, without vLLM's padding rows."""
+    return {
+        f"{name}.weight": module.weight.data[: model.config.vocab_size]
+        for name, module in model.named_modules()
+        if name in _VOCABULARY and isinstance(getattr(module, "weight", None), Tensor)
+    }
 
 
 METHOD = "BitsAndBytesLinearMethod"
@@ -45,10 +43,10 @@ METHOD = "BitsAndBytesLinearMethod"
 
 def is_nf4(linear: Any) -> bool:
     """Whether one of vLLM's linears has such a weight."""
-    return look_up(linear, "weight.bnb_quant_state") is not None
+    return getattr(getattr(linear, "weight", None), "bnb_quant_state", None) is not None
 
 
-def shared_rows(linear: Any, parts: Sequence[Part]) -> dict[str, NF4Weight] | None:
+def shared_rows(linear: Any, parts: Sequence[FusedSlice]) -> dict[str, NF4Weight] | None:
     """What one of vLLM's linears lends: a frozen weight for each of the base model's linears that it holds.
 
     vLLM undoes the double quantization when it loads; the weights are the same.
@@ -77,11 +75,7 @@ def shared_rows(linear: Any, parts: Sequence[Part]) -> dict[str, NF4Weight] | No
 
 
 class PlainMethod:
-    """Stands in for the `quant_method` of a linear whose weight vLLM's CPU build has repacked out of reach.
-
-    Args:
-        base: What it stands for.
-    """
+    """The `quant_method` of a linear whose weight vLLM's CPU build has repacked: a plain product by `weight`."""
 
     def __init__(self, base: Any) -> None:
         self.base = base
@@ -97,16 +91,16 @@ class PlainMethod:
 
 
 def make_writable(modules: Iterable[Any], dtype: torch.dtype) -> None:
-    """Have linears and the layer to the vocabulary multiply by their `weight`, whatever is written there.
+    """Have linears and lm_head of the CPU build multiply by their `weight`, which `write` changes, as GPU builds do.
 
     Args:
-        modules: vLLM's model's. Elsewhere than on a CPU they do so already.
+        modules: vLLM's model's.
         dtype: Of their weights.
     """
     for module in modules:
         if "cpu_linear" not in vars(module):
             continue
-        if module.weight.numel() == 0:  # it comes with the first sync, which comes before the first token
+        if module.weight.numel() == 0:  # the first sync, which comes before the first token, fills it
             shape = module.output_size_per_partition, module.input_size_per_partition
             module.weight = nn.Parameter(torch.zeros(shape, dtype=dtype), requires_grad=False)
         module.quant_method = PlainMethod(module.quant_method)
@@ -114,33 +108,27 @@ def make_writable(modules: Iterable[Any], dtype: torch.dtype) -> None:
 
 def write(
     tensors: Mapping[str, Tensor],
-    linears: Iterable[tuple[Any, Sequence[Part]]],
+    linears: Iterable[tuple[Any, Sequence[FusedSlice]]],
     model: Any,
     norms: Collection[str],
 ) -> None:
-    """Copy weights to their places, rounded to what those hold.
+    """Copy trained weights into vLLM's model, rounded to its data types.
 
     Args:
         tensors: By checkpoint name.
-        linears: vLLM's, each with the base model's that it holds.
+        linears: vLLM's, each with all its slices.
         model: vLLM's.
-        norms: Modules that are left out.
+        norms: Modules to leave out.
 
     Raises:
         UserError: vLLM's model has no such weight.
     """
-    places = _places(linears, model)
+    targets = vocabulary(model)
+    for linear, slices in linears:
+        for name, start, stop in slices:
+            targets[f"{name}.weight"] = linear.weight.data[start:stop]
+            if linear.bias is not None:
+                targets[f"{name}.bias"] = linear.bias.data[start:stop]
     for name, tensor in tensors.items():
         if name.removesuffix(".weight") not in norms:
-            check_tensor(name, places.get(name), tensor).copy_(tensor)
-
-
-def _places(linears: Iterable[tuple[Any, Sequence[Part]]], model: Any) -> dict[str, Tensor]:
-    """Where each weight of the base model is in vLLM's, by checkpoint name."""
-    found = vocabulary(model)
-    for linear, parts in linears:
-        for name, start, stop in parts:
-            found[f"{name}.weight"] = linear.weight.data[start:stop]
-            if linear.bias is not None:
-                found[f"{name}.bias"] = linear.bias.data[start:stop]
-    return found
+            check_tensor(name, targets.get(name), tensor).copy_(tensor)

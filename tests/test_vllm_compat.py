@@ -1,0 +1,100 @@
+"""The table of vLLM's private names: every import of the package stands in it, and a missing name is reported."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import qerl_pl.engines.vllm
+from qerl_pl.engines.vllm import compat
+from qerl_pl.engines.vllm.compat import TABLE, PrivateName, check_names, missing_names
+from qerl_pl.errors import UserError
+
+PUBLIC = {"vllm.LLM", "vllm.SamplingParams", "vllm.platforms.current_platform"}
+WORKER = "vllm.v1.worker.cpu_worker.CPUWorker"
+
+
+def imports() -> Iterator[str]:
+    for path in Path(qerl_pl.engines.vllm.__file__).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "vllm":
+                yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def test_every_import_is_public_or_in_the_table() -> None:
+    names = set(imports())
+    assert "vllm.v1.worker.gpu_worker.Worker" in names
+    assert names <= PUBLIC | {entry.path for entry in TABLE}
+
+
+@pytest.mark.vllm
+def test_this_vllm_has_every_required_name_and_every_name_of_the_sampler() -> None:
+    assert check_names("cpu") == {}
+    for entry in TABLE:
+        assert not (entry.required and entry.missing())
+    assert missing_names(compat.SAMPLER) == missing_names(compat.DECODE_GEMM) == missing_names(compat.SHARED_FP4) == ()
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("method", ["_maybe_get_memory_pool_context", "compile_or_warm_up_model"])
+def test_a_required_method_that_vllm_has_renamed_is_named(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.worker.cpu_worker import CPUWorker
+
+    for base in CPUWorker.__mro__:
+        if method in vars(base):
+            monkeypatch.setattr(base, f"{method}_renamed", vars(base)[method], raising=False)
+            monkeypatch.delattr(base, method)
+    with pytest.raises(UserError, match=rf"vLLM [\d.]+ lacks: {WORKER}\.{method}: install 0\.25\.1"):
+        check_names("cpu")
+
+
+@pytest.mark.vllm
+def test_a_missing_optional_name_turns_its_feature_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = [
+        PrivateName(WORKER, "speed", ("load_model", "load_faster"), without="slow"),
+        PrivateName("vllm.sampling_params.SamplingParams", "speed", parameters=("temperature",), without="slow"),
+        PrivateName("vllm.no_such_module.Name", "beauty", without="ugly"),
+        PrivateName("vllm.LLM", "size", ("generate",), without="small"),
+        PrivateName("vllm.no_such_module.Name", "size", without="small", device="cuda"),
+    ]
+    monkeypatch.setattr(compat, "TABLE", table)
+    off = check_names("cpu")
+    assert set(off) == {"speed", "beauty"}
+    assert off["speed"].endswith(f" lacks {WORKER}.load_faster, vllm.sampling_params.SamplingParams(temperature)")
+    assert set(check_names("cuda")) == {"speed", "beauty", "size"}
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize(("version", "known"), [("0.24.9", False), ("0.25.1", True), ("0.30.0", True), ("0.31", False)])
+def test_releases_whose_names_were_not_checked_are_refused(
+    version: str, known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import vllm
+
+    monkeypatch.setattr(vllm, "__version__", version)
+    if known:
+        assert check_names("cpu") == {}
+    else:
+        with pytest.raises(UserError, match=f"0.25 to 0.30; found {version}: install one of those"):
+            check_names("cpu")
+
+
+@pytest.mark.vllm
+def test_the_script_prints_each_name_and_fails_where_a_required_one_is_missing(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = [sys.executable, "-m", "qerl_pl.engines.vllm.compat"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert any(line.startswith("vLLM 0.") for line in lines)
+    assert any(line.startswith(f"ok       {WORKER}.load_model  required (") for line in lines)
+    assert sum(" required (" in line or " optional (" in line for line in lines) == sum(
+        len(entry.names()) for entry in TABLE
+    )
+    monkeypatch.setattr(compat, "TABLE", [PrivateName("vllm.no_such_module.Name", "beauty")])
+    assert compat.main() == 1
+    assert "missing  vllm.no_such_module.Name  required (beauty)" in capsys.readouterr().out
