@@ -30,7 +30,7 @@ class RolloutCallback(Callback):
     draws the samples that an uninterrupted one would have drawn.
 
     Args:
-        rewards: What scores a completion; the total is the weighted sum.
+        rewards: What scores a completion, by name (or a list); the total is the weighted sum.
         engine: What samples.
         group_size: Completions a prompt (G), at least 2.
         sampling: How training completions are sampled. Evaluation samples at temperature 1 and greedily, with the
@@ -53,7 +53,7 @@ class RolloutCallback(Callback):
 
     def __init__(
         self,
-        rewards: list[Reward],
+        rewards: dict[str, Reward] | list[Reward],
         engine: RolloutEngine | None = None,
         group_size: int = 8,
         sampling: SamplingConfig = SamplingConfig(),  # noqa: B008 - frozen, and jsonargparse reads the default
@@ -65,6 +65,10 @@ class RolloutCallback(Callback):
         eval_sampling: EvalSampling | None = None,
         eval_batch: int | None = None,
     ) -> None:
+        if isinstance(rewards, dict):
+            for name, reward in rewards.items():
+                reward.name = name
+            rewards = list(rewards.values())
         self.config = CollectorConfig(
             rewards,
             group_size,
