@@ -60,12 +60,15 @@ class CollectorConfig:
         if self.accuracy_reward is not None and self.accuracy_reward not in names:
             raise UserError(f"accuracy_reward must name a reward; found {self.accuracy_reward!r}; choose among {names}")
         for reward in self.rewards:
-            if isinstance(reward, OverlongPenalty) and reward.max_length > self.sampling.max_tokens:
-                log.warning(
-                    "OverlongPenalty is full at %d tokens, which no completion of at most %d reaches: lower max_length",
-                    reward.max_length,
-                    self.sampling.max_tokens,
-                )
+            if isinstance(reward, OverlongPenalty):
+                longest = reward.set_limit(self.sampling.max_tokens)
+                if longest > self.sampling.max_tokens:
+                    log.warning(
+                        "OverlongPenalty is full at %d tokens, which no completion of at most %d reaches: "
+                        "lower max_length",
+                        longest,
+                        self.sampling.max_tokens,
+                    )
 
     def evaluation_sampling(self) -> SamplingConfig:
         """How held-out prompts are sampled, beside greedily."""

@@ -11,7 +11,15 @@ from typing import Any, ClassVar, Literal
 import torch
 from qerl_kernels import DECODE_GEMM_MAX_TOKENS, select_backend
 
-from qerl_pl.engines.base import EngineSpec, SharedWeights, check_adapter, check_requests, check_targets, regroup
+from qerl_pl.engines.base import (
+    EngineSpec,
+    RolloutEngine,
+    SharedWeights,
+    check_adapter,
+    check_requests,
+    check_targets,
+    regroup,
+)
 from qerl_pl.engines.capacity import GIB, check_length, files_gib, kv_bytes_per_token, kv_cache_size
 from qerl_pl.engines.vllm import linear_methods, worker
 from qerl_pl.engines.vllm.startup import check_start, import_vllm, process_state_kept, refusals_told, release_memory
@@ -75,7 +83,7 @@ REPEATABLE = {"deterministic": True, "combo_kernels": False, "benchmark_combo_ke
 """Settings of PyTorch's compiler: kernels that add up are chosen by rule, not by timing, which differs between runs."""
 
 
-class VLLMEngine:
+class VLLMEngine(RolloutEngine):
     """vLLM, colocated with the trainer: adapter and norms are written into its memory, noise into its norms' scales.
 
     On a GPU a 4-bit base goes to vLLM as it is; on a CPU (vLLM's CPU build) its dequantized weights do. Log-
