@@ -30,7 +30,7 @@ class GSM8KDataModule(PromptDataModule):
         val_batch_size: Prompts a validation batch; null takes batch_size.
         max_prompt_tokens: Longer prompts, chat template included, are dropped.
         system_prompt: The system message; null sends none.
-        seed: Seed of the split and of the order.
+        seed: Seed of the split and of the order; null takes the run's.
         tokenizer: Folder or hub name of a tokenizer; null takes the policy's.
         sets: Tables to validate and test on, by name, in place of its own; see PromptDataModule.
     """
@@ -45,7 +45,7 @@ class GSM8KDataModule(PromptDataModule):
         val_batch_size: int | None = None,
         max_prompt_tokens: int = 256,
         system_prompt: str | None = SYSTEM_PROMPT,
-        seed: int = 0,
+        seed: int | None = None,
         tokenizer: str | None = None,
         sets: dict[str, TableConfig] | None = None,
     ) -> None:
@@ -136,7 +136,7 @@ class BigMathDataModule(PromptDataModule):
         val_batch_size: Prompts a validation batch; null takes batch_size.
         max_prompt_tokens: Longer prompts, chat template included, are dropped.
         system_prompt: The system message; null sends none.
-        seed: Seed of the split and of the order.
+        seed: Seed of the split and of the order; null takes the run's.
         tokenizer: Folder or hub name of a tokenizer; null takes the policy's.
         sets: Tables to validate and test on, by name, in place of its own; see PromptDataModule.
     """
@@ -154,7 +154,7 @@ class BigMathDataModule(PromptDataModule):
         val_batch_size: int | None = None,
         max_prompt_tokens: int = 1024,
         system_prompt: str | None = SYSTEM_PROMPT,
-        seed: int = 0,
+        seed: int | None = None,
         tokenizer: str | None = None,
         sets: dict[str, TableConfig] | None = None,
     ) -> None:
@@ -268,7 +268,7 @@ class ArithmeticDataModule(PromptDataModule):
         val_batch_size: Prompts a validation batch; null takes batch_size.
         max_prompt_tokens: Longer prompts, chat template included, are dropped.
         system_prompt: The system message; null sends none.
-        seed: Seed of the order; the problems have their own, in the task.
+        seed: Seed of the order; null takes the run's. The problems have their own, in the task.
         tokenizer: Folder or hub name of a tokenizer; null takes the policy's.
         sets: Tables to validate and test on, by name, in place of its own; see PromptDataModule.
     """
@@ -283,7 +283,7 @@ class ArithmeticDataModule(PromptDataModule):
         val_batch_size: int | None = None,
         max_prompt_tokens: int = 256,
         system_prompt: str | None = SYSTEM_PROMPT,
-        seed: int = 0,
+        seed: int | None = None,
         tokenizer: str | None = None,
         sets: dict[str, TableConfig] | None = None,
     ) -> None:
