@@ -194,7 +194,7 @@ def test_a_reward_of_ones_own_is_taken_and_scores(place: Path, monkeypatch: pyte
     (block,) = pages.fences(ROOT / "docs" / "your-own-reward.md", "yaml")
     parser = ArgumentParser(exit_on_error=False)
     parser.add_class_arguments(RolloutCallback, "rollout")
-    rollout = parser.instantiate_classes(parser.parse_object({"rollout": yaml.safe_load(block)})).rollout
+    rollout = parser.instantiate_classes(parser.parse_object(yaml.safe_load(block))).rollout
     answer, brief = rollout.config.rewards
     samples = [RewardSample("1 + 1?", text, "2", False, 5) for text in ("<answer>2</answer>", "x" * 61)]
     assert list(answer(samples)) == [1.0, 0.0] and list(brief(samples)) == [1.0, 0.0]

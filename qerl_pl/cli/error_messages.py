@@ -1,47 +1,45 @@
-"""What a user's mistake prints: one line, after the traceback of the user's own code where that is what raised."""
+"""The line that a user's mistake prints."""
 
 import errno
 import os
 import re
-import sys
-import traceback
 from collections.abc import Collection, Iterator
-from importlib.metadata import packages_distributions
-from types import TracebackType
 
 import jsonargparse
+import yaml
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from qerl_pl.errors import UserError
 from qerl_pl.persistence.atomic_files import FULL_DISK
 
-_UNTELLING = re.compile(
-    r"Does not validate against|Subtypes:|Errors:|Expected a <class 'NoneType'>|Expected a path but"
+_NOISE = re.compile(
+    r"Does not validate against|Subtypes:|Errors:|Expected a <class '(NoneType|list)'>$|Expected a path but"
     r"|Not a valid subclass|Subclass types expect|a class path|a dict with"
-    r"|Given value type:|Given value: (\[|.{80})|tip:|usage:"
+    r"|Given value type:|Given value: ([\[{]|.{80})|tip:|usage:"
 )
+"""Lines of jsonargparse's messages that say which types it tried, or repeat a long value."""
 
-"""Lines of jsonargparse's messages that say what it tried, or repeat a long value."""
+_PARSING = (
+    jsonargparse.ArgumentError,
+    TypeError,
+    ValueError,
+    ImportError,
+    AttributeError,
+    LookupError,
+    OSError,
+    yaml.YAMLError,
+)
+"""What jsonargparse raises; any other cause comes from a module of the user's, and keeps its traceback."""
 
-_OURS = ("qerl_pl", "qerl_kernels")
-
-_TOLD = (UserError, MisconfigurationException, ModuleNotFoundError)
-
-"""Errors whose message is the whole story: ours, Lightning's of its settings, a class whose package is missing."""
-
-_REFUSED = {
+_FILE_SYSTEM = {
     getattr(errno, name)
     for name in ("EACCES", "EPERM", "EROFS", "EISDIR", "ENOTDIR", "ENAMETOOLONG", "ELOOP", "ENOSPC", "EDQUOT", "EEXIST")
 }
-
-"""What a file system says of the user's files. A missing file is not among them: ours to look for before it is read."""
+"""What a file system refuses for the user's files. ENOENT is absent: this package checks a file before it reads it."""
 
 
 def explain(error: Exception, argv: list[str], commands: Collection[str]) -> str | None:
-    """The line that a user's mistake ends with, or None where the error is no user's mistake.
-
-    Where a class of the user's own raised, its traceback goes to standard error first, without the frames that lead
-    there.
+    """The line for a user's mistake, or None for any other error, which keeps its traceback.
 
     Args:
         error: What stopped the program.
@@ -51,26 +49,18 @@ def explain(error: Exception, argv: list[str], commands: Collection[str]) -> str
     causes = list(_causes(error))
     for cause in causes:
         if isinstance(cause, UserError):
-            return _joined(cause)
-    installed = {*sys.stdlib_module_names, *packages_distributions(), *_OURS}
-    for cause in causes:
-        if (own := _users_part(cause.__traceback__, installed)) is not None:
-            return _report(cause, own)
-    if isinstance(error, jsonargparse.ArgumentError):
+            return _one_line(cause)
+    if isinstance(error, jsonargparse.ArgumentError) and all(isinstance(cause, _PARSING) for cause in causes):
         return _parsing(error, argv, commands)
     for cause in causes:
-        if isinstance(cause, _TOLD):
-            return _joined(cause)
-        if (name := _refusing_class(cause.__traceback__)) is not None:
-            return f"a class must take the init_args that it is given; {name} says: {_joined(cause):.200}; correct them"
-    if isinstance(error, OSError) and error.errno in _REFUSED and error.filename is not None:
-        where = os.fsdecode(error.filename)
-        return f"files must be open to the run; {where}: {error.strerror}; correct that, or name another place"
-    if any(
-        isinstance(cause, OSError) and cause.errno in FULL_DISK for cause in causes
-    ):  # a write that fails names no file
+        if isinstance(cause, MisconfigurationException | ModuleNotFoundError):
+            return _one_line(cause)
+    if isinstance(error, OSError) and error.errno in _FILE_SYSTEM and error.filename is not None:
+        path = os.fsdecode(error.filename)
+        return f"files must be open to the run; {path}: {error.strerror}; correct that, or name another place"
+    if any(isinstance(cause, OSError) and cause.errno in FULL_DISK for cause in causes):  # a write names no file
         return (
-            f"saving needs free disk space; a write found none ({_joined(error):.80}); free some and give the command "
+            f"saving needs free disk space; a write found none ({_one_line(error):.80}); free some and give the command "
             "again, a training with --resume auto"
         )
     return None
@@ -84,43 +74,13 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
         cause = cause.__cause__
 
 
-def _joined(error: BaseException) -> str:
+def _one_line(error: BaseException) -> str:
     return " ".join(str(error).split())
 
 
 def _parsing(error: jsonargparse.ArgumentError, argv: list[str], commands: Collection[str]) -> str:
-    """jsonargparse's errors spread over many lines: the key and what is wrong with it stay."""
+    """Of jsonargparse's many lines the key and what is wrong with it."""
     lines = [" ".join(line.split()).removeprefix("- ").rstrip(".") for line in str(error).splitlines()]
-    telling = [line for line in lines if line and not _UNTELLING.match(line)] or lines[:1]
+    useful = [line for line in lines if line and not _NOISE.match(line)] or lines[:1]
     command = f"qerl {argv[0]}" if argv and argv[0] in commands else "qerl"
-    return "; ".join([*telling, f"see {command} --help"]).replace(":; ", ": ")
-
-
-def _users_part(trace: TracebackType | None, installed: Collection[str]) -> TracebackType | None:
-    """The traceback from the first frame of a module that is of no installed package; None where there is none."""
-    while trace is not None:
-        module = trace.tb_frame.f_globals.get("__name__")  # a compiled template has none
-        if module is not None and module.partition(".")[0] not in installed:
-            return trace
-        trace = trace.tb_next
-    return None
-
-
-def _refusing_class(trace: TracebackType | None) -> str | None:
-    """The class of another package that raised when jsonargparse called its constructor; None where none did."""
-    caller = ""
-    while trace is not None:
-        module, code = trace.tb_frame.f_globals.get("__name__", ""), trace.tb_frame.f_code
-        if caller == "jsonargparse" and code.co_name == "__init__":
-            found = f"{module}.{code.co_qualname}".removesuffix(".__init__")
-            return None if found.startswith((*_OURS, "jsonargparse")) else found
-        caller = module.partition(".")[0]
-        trace = trace.tb_next
-    return None
-
-
-def _report(error: BaseException, trace: TracebackType) -> str:
-    traceback.print_exception(type(error), error, trace, chain=error.__cause__ is not None, file=sys.stderr)
-    where = f"{trace.tb_frame.f_globals['__name__']}.{trace.tb_frame.f_code.co_qualname}"
-    said = f"{type(error).__name__}: {_joined(error)}".removesuffix(": ")
-    return f"code of your own must not raise; {where} raised {said:.150}; correct it (QERL_DEBUG=1 shows who called it)"
+    return "; ".join([*useful, f"see {command} --help"]).replace(":; ", ": ")

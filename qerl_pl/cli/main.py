@@ -1,10 +1,8 @@
-"""Values that jsonargparse lets pass: null for a key that takes none, and for one that has keys of its own."""
+"""`qerl fit`, `validate` and `test`, LightningCLI with a run's callbacks as top-level keys; `quantize` and `export`."""
 
 import inspect
-import json
 import logging
 import os
-import re
 import signal
 import sys
 from argparse import ArgumentError
@@ -17,15 +15,23 @@ from types import FrameType
 from typing import Any
 
 import jsonargparse
-import yaml
-from jsonargparse import ArgumentParser, Namespace, set_parsing_settings
+from jsonargparse import ActionConfigFile, ArgumentParser, Namespace, set_parsing_settings
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from qerl_pl.callbacks import EvaluationReport, Preempted, RolloutCallback
+from qerl_pl.callbacks import (
+    AdaptiveQuantizationNoise,
+    CompletionLog,
+    EvaluationReport,
+    Monitor,
+    Preempted,
+    ResumeCheckpoint,
+    RolloutCallback,
+    RunSummary,
+)
 from qerl_pl.cli.error_messages import explain
 from qerl_pl.cli.export import export, take_adapter
 from qerl_pl.cli.terminal import configure_terminal
@@ -51,21 +57,19 @@ from qerl_pl.persistence.checkpoint_io import (
     verify,
 )
 from qerl_pl.persistence.signals import StopSignals
+from qerl_pl.rewards import Reward
 
 
 def check_values(parser: ArgumentParser, config: Namespace) -> None:
-    """Refuse null, which an empty place in a YAML file is, where a key does not take it.
-
-    Args:
-        parser: The main parser.
-        config: What it has parsed.
+    """Refuse null, which an empty value in a YAML file is, where a key does not take it.
 
     Raises:
         ArgumentError: A key has null for a value.
         UserError: A key that has keys of its own has another value in their place.
     """
     run = config[config["subcommand"]]
-    _check_groups(QeRLModule, run["model"], "model")
+    for key, kind in {"model": QeRLModule, "rollout": RolloutCallback, "trainer": Trainer}.items():
+        _check_group(kind, run[key], key)
     _check_classes(run, "")
     set_parsing_settings(unset_sentinel=True)  # or null means that nothing was given, whatever the type
     try:
@@ -78,105 +82,23 @@ def check_values(parser: ArgumentParser, config: Namespace) -> None:
 
 def _check_classes(value: Any, key: str) -> None:
     """Check the arguments of every class that is named somewhere in `value`."""
-    if isinstance(value, list):
-        for item in value:
-            name = item.get("class_path", "") if isinstance(item, Namespace) else ""
-            _check_classes(item, f"{key}.{name.rpartition('.')[2]}".removesuffix("."))
+    for item in value if isinstance(value, list) else []:
+        name = item.get("class_path", "") if isinstance(item, Namespace) else ""
+        _check_classes(item, f"{key}.{name.rpartition('.')[2]}".removesuffix("."))
+    if isinstance(value, Namespace):
+        if "class_path" in value and "init_args" in value:
+            _check_group(resolve_name(value["class_path"]), value["init_args"], key)
+        for name, item in vars(value).items():
+            _check_classes(item, f"{key}.{name}".removesuffix(".init_args").removeprefix("."))
+
+
+def _check_group(kind: type, value: Any, key: str) -> None:
+    """Check that the keys of a class, and of each dataclass among its arguments, have not been replaced."""
     if not isinstance(value, Namespace):
-        return
-    if "class_path" in value and "init_args" in value:
-        _check_groups(resolve_name(value["class_path"]), value["init_args"], key)
-    for name, item in vars(value).items():
-        _check_classes(item, f"{key}.{name}".removesuffix(".init_args").removeprefix("."))
-
-
-def _check_groups(class_type: type, given: Namespace, key: str) -> None:
-    for name, parameter in inspect.signature(class_type).parameters.items():
-        if not is_dataclass(parameter.annotation) or not isinstance(parameter.annotation, type):
-            continue
-        if not isinstance(found := given.get(name), Namespace):
-            raise UserError(f"{key}.{name} has keys of its own; found {found!r}; set them, or leave it out")
-        _check_groups(parameter.annotation, found, f"{key}.{name}")
-
-
-_ITEM = re.compile(r"^--([a-z_.]+)\.([A-Z]\w*(?:\.\w+)+)(?:=(.*))?$", re.DOTALL)
-
-_SHOWS_ONLY = ("--print_config", "--help", "-h")
-
-
-def expand_item_overrides(parser: ArgumentParser, args: list[str]) -> list[str]:
-    """Replace overrides of list items by overrides of the whole lists, as the parser understands them.
-
-    Args:
-        parser: The main parser, with subcommands.
-        args: The command line.
-
-    Returns:
-        The command line without `--LIST.Class.key value`, each such list appended whole as `--LIST JSON`.
-
-    Raises:
-        UserError: The list has no item of that class, or the override has no value.
-    """
-    plain: list[str] = []
-    overrides: list[tuple[str, list[str], Any]] = []
-    rest = iter(args)
-    for arg in rest:
-        match = _ITEM.match(arg)
-        if match is None:
-            plain.append(arg)
-            continue
-        text = match[3] if match[3] is not None else next(rest, None)
-        if text is None:
-            raise UserError(f"an override needs a value; found {arg} alone; write {arg} VALUE")
-        overrides.append((match[1], match[2].split("."), _value(arg, text)))
-    if not overrides:
-        return plain
-    config = parser.parse_args([arg for arg in plain if not arg.startswith(_SHOWS_ONLY)]).as_dict()
-    config = config[config["subcommand"]]
-    changed: dict[str, Any] = {}
-    for key, path, value in overrides:
-        if key not in changed:
-            changed[key] = _lookup(config, key)
-        _assign(changed[key], path, value, key)
-    return [*plain, *(part for key, items in changed.items() for part in (f"--{key}", json.dumps(items)))]
-
-
-def _value(arg: str, text: str) -> Any:
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        problem = getattr(error, "problem", None) or type(error).__name__
-        raise UserError(f"an override's value is YAML; that of {arg} is {text!r}: {problem}; quote it") from error
-
-
-def _lookup(config: dict[str, Any], key: str) -> Any:
-    value: Any = config
-    for part in key.split("."):
-        if not isinstance(value, dict) or part not in value:
-            raise UserError(f"an override names a key of the configuration; --{key} is none; see --help")
-        value = value[part]
-    return value
-
-
-def _assign(node: Any, path: list[str], value: Any, where: str) -> None:
-    """Set the value at `path` below `node`, through lists by class name and through init_args."""
-    head, *tail = path
-    if isinstance(node, list):
-        for item in node:
-            if isinstance(item, dict) and str(item.get("class_path", "")).rpartition(".")[2] == head:
-                return _assign(item, tail, value, f"{where}.{head}")
-        found = [str(item.get("class_path", "?")).rpartition(".")[2] for item in node if isinstance(item, dict)]
-        raise UserError(f"an override names an item of the list by its class; --{where} has {found} and no {head}")
-    if isinstance(node, dict) and "class_path" in node and head not in ("class_path", "init_args"):
-        node = node.setdefault("init_args", {})
-    if not isinstance(node, dict):
-        raise UserError(f"an override names a key of the configuration; --{where} has no keys; set it whole")
-    if not tail:
-        node[head] = value
-        return None
-    if isinstance(node.get(head), str):  # a class given by its path alone
-        node[head] = {"class_path": node[head]}
-    return _assign(node.setdefault(head, {}), tail, value, f"{where}.{head}")
+        raise UserError(f"{key} has keys of its own; found {value!r}; set them, or leave it out")
+    for name, parameter in inspect.signature(kind).parameters.items():
+        if isinstance(parameter.annotation, type) and is_dataclass(parameter.annotation):
+            _check_group(parameter.annotation, value.get(name), f"{key}.{name}")
 
 
 class StopsAtOnce(Callback):
@@ -212,15 +134,54 @@ log = logging.getLogger(__name__)
 COMMANDS: dict[str, Callable[..., None]] = {"quantize": quantize_checkpoint, "export": export}
 
 DESCRIPTION = """Reinforcement learning of 4-bit language models with LoRA and adaptive quantization noise.
-fit, validate and test take -c CONFIG.yaml and any key of it as --key value; an item of a list is named by its class, as
-in --trainer.callbacks.AdaptiveQuantizationNoise.sigma_start 0.02. Besides them: `qerl quantize --help` (write a 4-bit
-checkpoint) and `qerl export --help` (write an adapter or merged weights)."""
+fit, validate and test take -c CONFIG.yaml, also several times (the later one overrides), and any key of it as
+--key value, such as --rollout.group_size 16. Besides them: `qerl quantize --help` (write a 4-bit checkpoint) and
+`qerl export --help` (write an adapter or merged weights)."""
+
+CALLBACKS: dict[str, tuple[type[Callback], dict[str, Any] | None, str]] = {
+    "noise": (AdaptiveQuantizationNoise, None, "Adaptive quantization noise of the rollouts. null samples without."),
+    "best": (
+        ModelCheckpoint,
+        # Not step=N, the name of a checkpoint that --resume auto takes.
+        {"monitor": "val/accuracy", "mode": "max", "filename": "best-{rollouts:.0f}"},
+        "Saves the checkpoint of the best validation. null saves none.",
+    ),
+    "checkpoint": (ResumeCheckpoint, {}, "Saves the checkpoints that --resume auto goes on from. null saves none."),
+    "monitor": (Monitor, {}, "TensorBoard's layout and the peak of memory. null logs neither."),
+    "completions": (CompletionLog, {}, "Shows completions in TensorBoard, or writes all of them. null does neither."),
+    "summary": (RunSummary, {}, "Writes summary.json and run.png, and prints a table at the end. null does none of it."),
+    "report": (EvaluationReport, None, "Report of `qerl test` and `qerl validate`, with every sample. null writes none."),
+}
+"""Top-level keys for callbacks: class, arguments by default or None for a callback that is off, help."""
+
+DEFAULTS = {
+    "model.policy.gradient_checkpointing": "auto",
+    "model.micro_batch_tokens": 16384,
+    "trainer.log_every_n_steps": 1,
+    "trainer.enable_model_summary": False,
+    "trainer.num_sanity_val_steps": -1,
+    "rollout.engine": {"class_path": "qerl_pl.engines.VLLMEngine"},
+}
+"""Of the command line, for a model of billions of parameters on a GPU, where a class or Lightning has others."""
 
 USAGE_ERROR = 2
 
 VALIDATE = "validate"
 
 """The command, and the folder under the run's where its curves go, each time a new `version_N`."""
+
+
+class ConfigFile(ActionConfigFile):
+    """A configuration file whose rewards are added, by name, to those of the files before it."""
+
+    @staticmethod
+    def apply_config(parser: ArgumentParser, cfg: Namespace, dest: str, value: str) -> None:
+        """Merge a file into what is parsed; jsonargparse by itself replaces a dictionary."""
+        earlier = cfg.get("rollout.rewards")
+        ActionConfigFile.apply_config(parser, cfg, dest, value)
+        rewards = cfg.get("rollout.rewards")
+        if isinstance(earlier, dict) and isinstance(rewards, dict):
+            cfg["rollout.rewards"] = earlier | rewards
 
 
 class SaveFitConfig(SaveConfigCallback):
@@ -261,6 +222,19 @@ class QeRLCLI(LightningCLI):
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.link_arguments("seed_everything", "model.seed", compute_fn=_run_seed)
+        # Not instantiated by the parser: a configuration that lists its callbacks has no rewards here.
+        parser.add_class_arguments(RolloutCallback, "rollout", instantiate=False, skip={"rewards"})
+        parser.add_argument(
+            "--rollout.rewards",
+            type=dict[str, Reward] | list[Reward],
+            default={},
+            help="What scores a completion, by name; the total is the weighted sum.",
+        )
+        for key, (kind, settings, text) in CALLBACKS.items():
+            class_path = f"{kind.__module__}.{kind.__qualname__}"
+            default = None if settings is None else {"class_path": class_path, "init_args": settings}
+            parser.add_argument(f"--{key}", type=kind | None, default=default, help=text)
+        parser.set_defaults(DEFAULTS)
         parser.add_argument(
             "--resume",
             type=str | None,
@@ -272,31 +246,37 @@ class QeRLCLI(LightningCLI):
 
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
         """Subcommands report errors as the main parser does: by an exception that `main` prints."""
-        return super().init_parser(**{**kwargs, "exit_on_error": False})
+        parser = LightningArgumentParser(**{**kwargs, "exit_on_error": False})
+        parser.add_argument("-c", "--config", action=ConfigFile, help="A YAML file; of several, later ones override.")
+        return parser
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
-        """Parse, after items of lists that are named by their class have been looked up."""
+        """Parse; the run's folder is named for its configuration files, and its seed orders the data, by default."""
+        parse = parser.parse_object if isinstance(args, dict | Namespace) else parser.parse_args
         try:
-            if not isinstance(args, dict | jsonargparse.Namespace):
-                args = expand_item_overrides(parser, sys.argv[1:] if args is None else list(args))
-                self.config = parser.parse_args(args)
-            else:
-                self.config = parser.parse_object(args)
+            self.config = parse(args)
         except UnicodeDecodeError as error:
             raise UserError(
                 f"a configuration is text in UTF-8; it holds {error.object[:40]!r}; save it as such"
             ) from error
         check_values(parser, self.config)
         command = self.config["subcommand"]
-        self._adapter = take_adapter(self.config[command].model.policy, command, self.config[command].get("resume"))
-        checkpoint = self.config[self.config["subcommand"]].get("ckpt_path")
-        if checkpoint is not None:
-            verify(Path(checkpoint))
+        config = self.config[command]
+        if config.model.objective is None:  # no default of the key's, or one that is named would take its beta
+            config.model.objective = Namespace(class_path="qerl_pl.algorithm.GRPO", init_args=Namespace(beta=0.0))
+        if config.data.get("init_args", {}).get("seed", 0) is None:
+            config.data.init_args.seed = config.model.seed
+        if config.trainer.default_root_dir is None:
+            stems = [Path(path).stem for path in config.get("config") or [] if path is not None]
+            config.trainer.default_root_dir = f"runs/{'_'.join(stems) or 'default'}"
+        self._adapter = take_adapter(config.model.policy, command, config.get("resume"))
+        if config.get("ckpt_path") is not None:
+            verify(Path(config.ckpt_path))
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """The trainer with whole checkpoints, and TensorBoard in the run folder unless the YAML names a logger."""
         config = self._get(self.config_init, "trainer")
-        root = os.path.expanduser(config["default_root_dir"] or "runs/default")
+        root = os.path.expanduser(config["default_root_dir"])
         kwargs["default_root_dir"] = root
         try:
             Path(root).mkdir(parents=True, exist_ok=True)
@@ -324,15 +304,33 @@ class QeRLCLI(LightningCLI):
     def _trainer(self, given: dict[str, Any], config: Any) -> Trainer:
         # Lightning puts its own beside those it is given.
         ours = [*([] if self.subcommand == "fit" else [StopsAtOnce()]), *([self._adapter] if self._adapter else [])]
-        callbacks = [*ours, *(config["callbacks"] or [])]
         try:
-            trainer: Trainer = super().instantiate_trainer(**given, callbacks=callbacks)
+            trainer: Trainer = super().instantiate_trainer(**given, callbacks=[*ours, *self._callbacks(config)])
         except (RuntimeError, TypeError, ValueError) as error:
             said = " ".join(str(error).split())
             raise UserError(
                 f"Lightning's Trainer refuses a key of trainer: {said:.180}; see qerl fit --help"
             ) from error
         return trainer
+
+    def _callbacks(self, trainer: Namespace) -> list[Callback]:
+        """The callbacks of the top-level keys around those of `trainer.callbacks`, noise before the rollout.
+
+        A list that has a RolloutCallback is complete: to it nothing is added.
+        """
+        listed = trainer["callbacks"] or []
+        listed = [*listed] if isinstance(listed, list) else [listed]
+        if not any(isinstance(callback, RolloutCallback) for callback in listed):
+            rollout = self._get(self.config_init, "rollout")
+            if not rollout.rewards:
+                raise UserError("a run needs rewards; rollout.rewards names none; set it to {accuracy: GSM8KAnswer}, say")
+            others = {key: self._get(self.config_init, key) for key in CALLBACKS}
+            if trainer["enable_checkpointing"] is False:
+                others |= {"best": None, "checkpoint": None}
+            taken = {type(callback) for callback in listed}
+            added = [one for one in others.values() if one is not None and type(one) not in taken]
+            listed = [RolloutCallback(**rollout), *listed, *added]
+        return sorted(listed, key=lambda callback: not isinstance(callback, AdaptiveQuantizationNoise))
 
     def fit(self, model: LightningModule, datamodule: LightningDataModule, **kwargs: Any) -> None:
         """Train, from a checkpoint where `--resume` or `--ckpt_path` names one."""
