@@ -166,11 +166,9 @@ def task(args: argparse.Namespace, part: str) -> dict[str, Any]:
     settings["data"]["init_args"]["train_size"] = 16 * args.rollouts
     settings["trainer"] |= {"default_root_dir": str(args.out / f"formats-task-{part}"), "enable_progress_bar": False}
     settings["trainer"]["val_check_interval"] = args.rollouts
-    callbacks = settings["trainer"]["callbacks"]
     engine = {"kv_cache_gib": 1.0, "enforce_eager": True, "sleep_mode": False}  # vLLM measures the whole GPU
-    callbacks[0]["init_args"]["engine"] = {"class_path": "qerl_pl.engines.VLLMEngine", "init_args": engine}
-    kept = ("RolloutCallback", "AdaptiveQuantizationNoise", "RunSummary")
-    settings["trainer"]["callbacks"] = [one for one in callbacks if one["class_path"].endswith(kept)]
+    settings["rollout"]["engine"] = {"class_path": "qerl_pl.engines.VLLMEngine", "init_args": engine}
+    settings |= dict.fromkeys(("best", "checkpoint", "monitor", "completions"))
     sys.argv = sys.argv[:1]
     cli = QeRLCLI({"subcommand": "fit", "fit": settings})
     (rollout,) = (one for one in cli.trainer.callbacks if isinstance(one, RolloutCallback))

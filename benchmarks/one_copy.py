@@ -33,19 +33,17 @@ ENGINES = {"vllm": "qerl_pl.engines.VLLMEngine", "transformers": "qerl_pl.engine
 CURVES = ("val/pass@1", "val/accuracy", "reward/mean", "policy/entropy", "mismatch/logprob_abs_mean")
 ENDS = {"held-out pass@1": ("accuracy_before", "accuracy_after"), "reward": ("reward_first", "reward_last")}
 CACHES = ("VLLM_CACHE_ROOT", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
-CALLBACKS = "--trainer.callbacks"
 
 
 def command(run: Path, share: bool, args: argparse.Namespace) -> list[str]:
     """The quickstart on this device and engine, into `run`."""
-    engine = f"{CALLBACKS}.RolloutCallback.engine"
     words = [sys.executable, "-m", "qerl_pl", "fit", "-c", str(ROOT / "configs" / "quickstart.yaml"), "--resume=auto"]
     words += ["--model.policy.dtype=bfloat16", f"--trainer.accelerator={args.accelerator}"]
     words += [f"--trainer.default_root_dir={run}", f"--trainer.max_steps={args.rollouts}"]
     words += [f"--trainer.val_check_interval={args.rollouts // 2}"]
-    words += [f"{CALLBACKS}.ResumeCheckpoint.every_n_rollouts={args.every}", "--trainer.enable_progress_bar=false"]
-    words += [f"{engine}={ENGINES[args.engine]}"]
-    return words + ([f"{engine}.init_args.share_weights={str(share).lower()}"] if args.engine == "vllm" else [])
+    words += [f"--checkpoint.every_n_rollouts={args.every}", "--trainer.enable_progress_bar=false"]
+    words += [f"--rollout.engine={ENGINES[args.engine]}"]
+    return words + ([f"--rollout.engine.share_weights={str(share).lower()}"] if args.engine == "vllm" else [])
 
 
 def train(words: list[str], environment: dict[str, str]) -> float:

@@ -54,13 +54,13 @@ def launch(words: list[str], torchrun: int | None = None) -> "subprocess.Popen[b
 
 def toy(run: Path, devices: int, args: argparse.Namespace) -> list[str]:
     """The quickstart on so many devices."""
-    callbacks, steps = "--trainer.callbacks", args.rollouts
+    steps = args.rollouts
     words = ["-c", str(ROOT / "configs" / "quickstart.yaml"), "--resume=auto", "--model.policy.dtype=bfloat16"]
     words += [f"--trainer.accelerator={args.accelerator}", f"--trainer.devices={devices}"]
     words += [f"--trainer.default_root_dir={run}", f"--trainer.max_steps={steps}"]
     words += [f"--trainer.val_check_interval={steps // 2}", "--trainer.enable_progress_bar=false"]
-    words += [f"{callbacks}.ResumeCheckpoint.every_n_rollouts={steps // 4}"]
-    return [*words, f"{callbacks}.RolloutCallback.engine={ENGINES[args.engine]}"]
+    words += [f"--checkpoint.every_n_rollouts={steps // 4}"]
+    return [*words, f"--rollout.engine={ENGINES[args.engine]}"]
 
 
 def part_toy(args: argparse.Namespace) -> dict[str, Any]:

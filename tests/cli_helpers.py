@@ -3,6 +3,7 @@
 import pytest
 from jsonargparse import Namespace
 
+from qerl_pl.callbacks import RolloutCallback
 from qerl_pl.cli.main import QeRLCLI
 
 
@@ -15,7 +16,10 @@ class Built(Exception):
 
 class Builder(QeRLCLI):
     def before_instantiate_classes(self) -> None:
-        raise Built(self.parser.instantiate_classes(self.config)[self.config["subcommand"]])
+        settings = self.parser.instantiate_classes(self.config)[self.config["subcommand"]]
+        if settings.rollout.rewards:
+            settings.rollout = RolloutCallback(**settings.rollout)
+        raise Built(settings)
 
 
 def built(*args: str) -> Namespace:

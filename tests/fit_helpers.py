@@ -48,7 +48,7 @@ def configuration(base: Path, run: Path) -> dict[str, Any]:
         },
         "data": {
             "class_path": "qerl_pl.datamodules.ArithmeticDataModule",
-            "init_args": {"train_size": 9, "batch_size": 2, "val_size": 3, "max_prompt_tokens": 96},
+            "init_args": {"train_size": 9, "batch_size": 2, "val_size": 3, "max_prompt_tokens": 96, "seed": 0},
         },
         "trainer": {
             "default_root_dir": str(run),
@@ -68,6 +68,25 @@ def configuration(base: Path, run: Path) -> dict[str, Any]:
             ],
         },
     }
+
+
+KEYS = {
+    "RolloutCallback": "rollout",
+    "AdaptiveQuantizationNoise": "noise",
+    "ModelCheckpoint": "best",
+    "ResumeCheckpoint": "checkpoint",
+    "Monitor": "monitor",
+    "CompletionLog": "completions",
+    "RunSummary": "summary",
+}
+
+
+def with_keys(settings: dict[str, Any]) -> dict[str, Any]:
+    """The same run with its callbacks under top-level keys, as the files in configs/ have them."""
+    trainer = dict(settings["trainer"])
+    listed = {KEYS[one["class_path"].rpartition(".")[2]]: one.get("init_args", {}) for one in trainer.pop("callbacks")}
+    listed["rollout"] |= {"engine": "TransformersEngine"}
+    return settings | {"trainer": trainer} | dict.fromkeys(KEYS.values()) | listed
 
 
 class Vowels:

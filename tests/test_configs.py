@@ -11,36 +11,23 @@ from typing import Any
 import pytest
 import yaml
 from cli_helpers import built
-from jsonargparse import ArgumentParser, Namespace
+from jsonargparse import ArgumentParser
 
 import qerl_pl.algorithm.objectives
 import qerl_pl.callbacks
 import qerl_pl.datamodules
 import qerl_pl.engines
 import qerl_pl.rewards
-from qerl_pl.algorithm.objectives import Objective
-from qerl_pl.callbacks import AdaptiveQuantizationNoise, RolloutCallback
-from qerl_pl.cli.main import COMMANDS, main
+from qerl_pl.algorithm.objectives import DAPO, GRPO, Objective
+from qerl_pl.callbacks import AdaptiveQuantizationNoise
+from qerl_pl.cli.main import COMMANDS, QeRLCLI, main
 from qerl_pl.datamodules import PromptDataModule
 from qerl_pl.types import SamplingConfig
 
 ROOT = Path(__file__).parents[1]
 SHIPPED = sorted((ROOT / "configs").glob("*.yaml"))
 QUICKSTART = ROOT / "configs" / "quickstart.yaml"
-SIZES = ("3b", "7b", "14b", "32b")
-BASELINES = {
-    "bf16": {".model.policy.quantization": "none"},
-    "mxfp4": {".model.policy.quantization": "mxfp4"},
-    "nf4": {".model.policy.quantization": "nf4"},
-    "full": {
-        ".model.policy.quantization": "none",
-        ".model.policy.finetune": "full",
-        ".model.optimizer.class_path": "bitsandbytes.optim.AdamW8bit",
-        ".model.optimizer.init_args.lr": 1e-6,
-    },
-}
-"""What each changes of gsm8k_grpo_7b.yaml, besides its folder and the noise that it leaves out."""
-FAMILIES = ("gsm8k_grpo", "gsm8k_dapo", "bigmath_grpo", "bigmath_dapo")
+SIZES = {"3b": "3B", "7b": "7B", "14b": "14B", "32b": "32B"}
 
 
 @pytest.mark.parametrize("objective", [one for one in Objective.__subclasses__() if one.__module__ != __name__])
@@ -52,90 +39,230 @@ def test_an_objective_that_is_named_has_its_own_numbers(tmp_path: Path, objectiv
     assert built("fit", "-c", str(path)).model.objective == objective()
 
 
-def callback(settings: Namespace, kind: type) -> Any:
-    return next((found for found in settings.trainer.callbacks if isinstance(found, kind)), None)
+def config(*names: str) -> list[str]:
+    """Options that name shipped files."""
+    return [word for name in names for word in ("-c", str(ROOT / "configs" / f"{name}.yaml"))]
 
 
-def flat(node: Any, path: str = "") -> dict[str, Any]:
-    """Leaves of a YAML document by path; items of a list under their class."""
-    if isinstance(node, dict):
-        return {p: v for key, value in node.items() for p, v in flat(value, f"{path}.{key}").items()}
-    if isinstance(node, list) and node and isinstance(node[0], dict):
-        return {p: v for item in node for p, v in flat(item, f"{path}.{item['class_path'].rpartition('.')[2]}").items()}
-    return {path: node}
+def parsed(*args: str) -> dict[str, Any]:
+    """What `qerl fit ARGS` resolves every key to."""
+    return Parser(["fit", *args]).config["fit"].as_dict()
 
 
-def document(name: str) -> dict[str, Any]:
-    return flat(yaml.safe_load((ROOT / "configs" / f"{name}.yaml").read_text()))
+class Starter(QeRLCLI):
+    """Stops before it trains."""
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        pass
 
 
-def different(one: str, other: str) -> set[str]:
-    a, b = document(one), document(other)
-    return {key.rpartition(".")[2] for key in a.keys() | b.keys() if a.get(key) != b.get(key)}
+class Parser(Starter):
+    """Stops after parsing."""
+
+    def instantiate_classes(self) -> None:
+        self.trainer = self.model = self.datamodule = None
 
 
 # Shipped files --------------------------------------------------------------------------------------------------------
 
+COMBINATIONS = {
+    "quickstart": ["quickstart"],
+    "gsm8k_cpu": ["gsm8k_cpu"],
+    "evaluate": ["evaluate"],
+    "gsm8k_qwen2.5_7b_full_finetuning": ["gsm8k", "qwen2.5_7b", "full_finetuning"],
+} | {
+    "_".join([*data, f"qwen2.5_{size}"]): [*data, f"qwen2.5_{size}"]
+    for data in (["gsm8k"], ["gsm8k", "dapo"], ["bigmath"], ["bigmath", "dapo"])
+    for size in SIZES
+}
 
-def test_every_family_and_size_is_shipped() -> None:
-    expected = {"quickstart", "gsm8k_cpu", "evaluate"} | {f"{f}_{size}" for f in FAMILIES for size in SIZES}
-    expected |= {f"gsm8k_grpo_{baseline}_7b" for baseline in BASELINES}
-    assert {path.stem for path in SHIPPED} == expected
+
+def test_every_shipped_file_is_among_the_combinations() -> None:
+    assert {path.stem for path in SHIPPED} == {name for names in COMBINATIONS.values() for name in names}
 
 
-@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
-def test_a_shipped_file_builds_what_it_names(path: Path) -> None:
-    if path.stem == "gsm8k_grpo_full_7b":
+@pytest.mark.parametrize("folder", COMBINATIONS)
+def test_shipped_files_build_what_they_name(folder: str) -> None:
+    names = COMBINATIONS[folder]
+    if "full_finetuning" in names:
         pytest.importorskip("bitsandbytes")  # its optimizer's
-    settings = built("fit", "-c", str(path))
-    sampler = callback(settings, RolloutCallback)
-    rollout = sampler.config
-    assert isinstance(settings.data, PromptDataModule) and isinstance(settings.model.objective, Objective)
-    assert settings.trainer.default_root_dir == f"runs/{path.stem}"
+    settings = built("fit", *config(*names))
+    rollout = settings.rollout.config
+    assert isinstance(settings.data, PromptDataModule)
+    assert isinstance(settings.model.objective, DAPO if "dapo" in names else GRPO)
+    assert settings.trainer.default_root_dir == f"runs/{folder}"
     completions = settings.data.batch_size * rollout.group_size
     assert completions % settings.model.update.minibatches == 0
     longest = settings.data.max_prompt_tokens + rollout.sampling.max_tokens
     assert settings.model.update.micro_batch_tokens is None or settings.model.update.micro_batch_tokens >= longest
     for reward in rollout.rewards:
         if reward.name == "overlong":
-            assert reward.max_length == rollout.sampling.max_tokens
-    if path.stem not in ("quickstart", "gsm8k_cpu", "evaluate"):
-        assert isinstance(sampler.engine, qerl_pl.engines.VLLMEngine)
-        assert settings.model.policy_config.path.lower() == f"qwen/qwen2.5-{path.stem.rpartition('_')[2]}-instruct"
+            assert (reward.max_length, reward.buffer, reward.weight) == (
+                rollout.sampling.max_tokens,
+                rollout.sampling.max_tokens // 4,
+                0.5,
+            )
+    assert [reward.name for reward in rollout.rewards] == ["accuracy", *["format"] * (names != ["evaluate"])] + [
+        "overlong"
+    ] * ("dapo" in names)
+    if (size := re.search(r"qwen2.5_(\d+b)", folder)) is not None:
+        assert isinstance(settings.rollout.engine, qerl_pl.engines.VLLMEngine)
+        assert settings.model.policy_config.path == f"Qwen/Qwen2.5-{SIZES[size[1]]}-Instruct"
 
 
-@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
-def test_every_key_of_a_shipped_file_has_a_comment(path: Path) -> None:
-    keys = re.compile(r"\s+(- )?[a-z_]+: \S")  # of a value; a key that only opens a block has none
-    bare = [line for line in path.read_text().splitlines() if keys.match(line) and "#" not in line]
-    assert [line for line in bare if "class_path:" not in line] == []
+SETTINGS_OF_7B = """
+seed_everything: 0
+model:
+  policy: {quantization: nvfp4, dtype: bfloat16, finetune: lora, gradient_checkpointing: auto, train_norms: false,
+           path: Qwen/Qwen2.5-7B-Instruct, lora: {rank: 32, alpha: 32.0, dropout: 0.0}}
+  objective: {class_path: qerl_pl.algorithm.GRPO, init_args: {beta: 0.0, epsilon_low: 0.2, epsilon_high: 0.28}}
+  optimizer: {class_path: torch.optim.AdamW, init_args: {lr: 1.0e-5, betas: [0.9, 0.99], weight_decay: 0.1}}
+  lr_scheduler: cosine
+  warmup_ratio: 0.1
+  max_grad_norm: 0.2
+  update_epochs: 1
+  minibatches: 4
+  micro_batch_tokens: 16384
+  monitor_kl: 0.125
+data:
+  class_path: qerl_pl.datamodules.GSM8KDataModule
+  init_args: {path: openai/gsm8k, batch_size: 16, val_size: 256, val_batch_size: 256, max_prompt_tokens: 256, seed: 0}
+trainer:
+  {default_root_dir: runs/gsm8k_qwen2.5_7b, accelerator: gpu, devices: 1, max_epochs: 1, max_steps: -1,
+   val_check_interval: 50, num_sanity_val_steps: -1, log_every_n_steps: 1, enable_model_summary: false}
+rollout:
+  group_size: 8
+  sampling: {max_tokens: 2048, temperature: 1.0}
+  resample_rounds: 0
+  rewards:
+    accuracy: {class_path: qerl_pl.rewards.GSM8KAnswer, init_args: {weight: 1.0}}
+    format: {class_path: qerl_pl.rewards.Format, init_args: {weight: 0.1}}
+  engine: {class_path: qerl_pl.engines.VLLMEngine, init_args: {kv_cache_gib: 16.0, max_num_seqs: 128,
+           linear_backend: marlin, enforce_eager: false, sleep_mode: true}}
+noise: {class_path: qerl_pl.callbacks.AdaptiveQuantizationNoise,
+        init_args: {sigma_start: 0.01, sigma_end: 0.0005, stages: 10, decay: exponential}}
+best: {class_path: lightning.pytorch.callbacks.ModelCheckpoint,
+       init_args: {monitor: val/accuracy, mode: max, filename: "best-{rollouts:.0f}"}}
+checkpoint: {class_path: qerl_pl.callbacks.ResumeCheckpoint, init_args: {every_n_rollouts: 10}}
+monitor: {class_path: qerl_pl.callbacks.Monitor}
+completions: {class_path: qerl_pl.callbacks.CompletionLog}
+summary: {class_path: qerl_pl.callbacks.RunSummary}
+"""
+"""The paper's section 4.1 and table 4, and the project's own choices where it has none."""
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("size", [size for size in SIZES if size != "7b"])
-def test_sizes_of_a_family_differ_only_where_size_matters(family: str, size: str) -> None:
-    allowed = {"path", "default_root_dir", "micro_batch_tokens", "kv_cache_gib", "max_num_seqs"}
-    if family.startswith("bigmath") and size == "32b":
-        allowed |= {"levels"}  # the paper's 32B learns from harder problems
-    assert {"path", "default_root_dir"} <= different(f"{family}_7b", f"{family}_{size}") <= allowed
+def leaves(node: Any, path: str = "") -> dict[str, Any]:
+    """Values of nested dictionaries by path."""
+    if isinstance(node, dict):
+        return {p: value for key, item in node.items() for p, value in leaves(item, f"{path}.{key}").items()}
+    return {path: list(node) if isinstance(node, tuple) else node}
 
 
-@pytest.mark.parametrize("name", BASELINES)
-def test_a_baseline_differs_only_in_what_it_is_named_for_and_noise(name: str) -> None:
-    a, b = document("gsm8k_grpo_7b"), document(f"gsm8k_grpo_{name}_7b")
-    changed = {key: b.get(key) for key in a.keys() | b.keys() if a.get(key) != b.get(key)}
-    noise = {key for key in a if ".AdaptiveQuantizationNoise." in key}
-    assert noise and not noise & b.keys()
-    assert changed == BASELINES[name] | {".trainer.default_root_dir": f"runs/gsm8k_grpo_{name}_7b"} | dict.fromkeys(
-        noise
-    )
+def changes(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """What of `one` has another value in `other`."""
+    values = leaves(other)
+    return {key: values.get(key) for key, value in leaves(one).items() if values.get(key) != value}
+
+
+def test_data_and_size_combine_to_the_papers_7b_on_gsm8k() -> None:
+    assert changes(yaml.safe_load(SETTINGS_OF_7B), parsed(*config("gsm8k", "qwen2.5_7b"))) == {}
+
+
+def test_the_other_files_change_what_they_are_named_for() -> None:
+    expected = yaml.safe_load(SETTINGS_OF_7B)
+    bigmath = changes(expected, parsed(*config("bigmath", "qwen2.5_32b"), "--data.levels", "[4,5]"))
+    assert bigmath == {
+        ".model.policy.path": "Qwen/Qwen2.5-32B-Instruct",
+        ".model.minibatches": 1,
+        ".model.micro_batch_tokens": 8192,
+        ".data.class_path": "qerl_pl.datamodules.BigMathDataModule",
+        ".data.init_args.path": "SynthLabsAI/Big-Math-RL-Verified",
+        ".data.init_args.batch_size": 8,
+        ".data.init_args.max_prompt_tokens": 1024,
+        ".trainer.default_root_dir": "runs/bigmath_qwen2.5_32b",
+        ".trainer.max_steps": 1000,
+        ".rollout.group_size": 16,
+        ".rollout.sampling.max_tokens": 4096,
+        ".rollout.rewards.accuracy.class_path": "qerl_pl.rewards.MathAnswer",
+        ".rollout.engine.init_args.kv_cache_gib": 12.0,
+        ".rollout.engine.init_args.max_num_seqs": 64,
+    }
+    full = changes(expected, parsed(*config("gsm8k", "qwen2.5_7b", "full_finetuning")))
+    assert {key: value for key, value in full.items() if not key.startswith(".noise")} == {
+        ".model.policy.quantization": "none",
+        ".model.policy.finetune": "full",
+        ".model.optimizer.class_path": "bitsandbytes.optim.AdamW8bit",
+        ".model.optimizer.init_args.lr": 1e-6,
+        ".trainer.default_root_dir": "runs/gsm8k_qwen2.5_7b_full_finetuning",
+    }
+    assert len(full) - 5 == len([key for key in leaves(expected) if key.startswith(".noise")])
 
 
 @pytest.mark.parametrize("name", ["nvfp4", "mxfp4", "nf4", "none"])
-def test_one_line_changes_the_format(name: str) -> None:
-    settings = built("fit", "-c", str(ROOT / "configs" / "gsm8k_grpo_7b.yaml"), "--model.policy.quantization", name)
+def test_one_option_changes_the_format_and_one_the_noise(name: str) -> None:
+    settings = built("fit", *config("gsm8k", "qwen2.5_7b"), "--model.policy.quantization", name)
     assert settings.model.policy_config.quantization == name
-    assert callback(settings, AdaptiveQuantizationNoise) is not None  # with noise, whatever the format
+    assert isinstance(settings.noise, AdaptiveQuantizationNoise)  # with noise, whatever the format
+    assert built("fit", *config("gsm8k", "qwen2.5_7b"), "--noise", "null").noise is None
+
+
+def test_the_runs_seed_orders_the_data_unless_another_is_set() -> None:
+    for more, seed in (([], 0), (["--seed_everything", "5"], 5), (["--seed_everything", "5", "--data.seed", "0"], 0)):
+        assert built("fit", "-c", str(QUICKSTART), *more).data.seed == seed
+
+
+EVERY_RUN = ["ModelCheckpoint", "ResumeCheckpoint", "Monitor", "CompletionLog", "RunSummary"]
+
+
+def callbacks(*args: str) -> list[str]:
+    """Names of a trainer's callbacks, without those of the command line and Lightning."""
+    ours = {"AdaptiveQuantizationNoise", "RolloutCallback", "EvaluationReport", *EVERY_RUN}
+    names = [type(callback).__name__ for callback in Starter(["fit", "-c", str(QUICKSTART), *args]).trainer.callbacks]
+    return [name for name in names if name in ours]
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ([], ["AdaptiveQuantizationNoise", "RolloutCallback", *EVERY_RUN]),
+        (["--noise=null", "--report={}"], ["RolloutCallback", *EVERY_RUN, "EvaluationReport"]),
+        (["--best=null"], ["AdaptiveQuantizationNoise", "RolloutCallback", *EVERY_RUN[1:]]),
+        (["--checkpoint=null", "--monitor=null"], ["AdaptiveQuantizationNoise", "RolloutCallback", "ModelCheckpoint", *EVERY_RUN[3:]]),
+        (["--trainer.enable_checkpointing=false"], ["AdaptiveQuantizationNoise", "RolloutCallback", *EVERY_RUN[2:]]),
+        (["--trainer.callbacks=[{class_path: CompletionLog, init_args: {jsonl: true}}]"], ["AdaptiveQuantizationNoise", "RolloutCallback", *EVERY_RUN]),
+        (
+            ["--trainer.callbacks=[{class_path: RolloutCallback, init_args: {rewards: [Format]}}, AdaptiveQuantizationNoise, Monitor]"],
+            ["AdaptiveQuantizationNoise", "RolloutCallback", "Monitor", "ModelCheckpoint"],  # Lightning's own default
+        ),
+    ],
+)  # fmt: skip
+def test_the_callbacks_of_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: list[str], expected: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = callbacks(*given)
+    assert sorted(found) == sorted(expected)
+    if "AdaptiveQuantizationNoise" in expected:  # which says how strong the noise of the rollout is
+        assert found.index("AdaptiveQuantizationNoise") < found.index("RolloutCallback")
+
+
+def test_a_reward_is_changed_and_added_by_its_name(tmp_path: Path) -> None:
+    path = tmp_path / "more.yaml"
+    path.write_text("rollout: {rewards: {mine: {class_path: fit_helpers.Vowels, init_args: {weight: 0.5}}}}")
+    settings = built("fit", "-c", str(QUICKSTART), "-c", str(path), "--rollout.rewards.format.weight", "0.2")
+    assert [(reward.name, reward.weight) for reward in settings.rollout.config.rewards] == [
+        ("accuracy", 1.0),
+        ("format", 0.2),
+        ("mine", 0.5),
+    ]
+
+
+def test_the_objective_that_is_not_named_is_grpo_without_a_kl_penalty(tmp_path: Path) -> None:
+    path = tmp_path / "least.yaml"
+    path.write_text("{data: GSM8KDataModule, rollout: {rewards: {accuracy: GSM8KAnswer}}}")
+    settings = built("fit", "-c", str(path))
+    assert settings.model.objective == GRPO(beta=0.0)
+    assert isinstance(settings.rollout.engine, qerl_pl.engines.VLLMEngine)
 
 
 # The command line -----------------------------------------------------------------------------------------------------
@@ -167,15 +294,25 @@ def test_the_sampling_of_held_out_prompts_may_be_given_in_part(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """As model cards advise it; read again from what is printed, which a run's folder keeps, it is the same."""
-    rollout, path = "--trainer.callbacks.RolloutCallback", tmp_path / "printed.yaml"
-    given = [f"{rollout}.sampling", "{max_tokens: 900, stop: [END]}"]
-    given += [f"{rollout}.eval_sampling", "{temperature: 0.6, top_p: 0.95}"]
+    path = tmp_path / "printed.yaml"
+    given = ["--rollout.sampling", "{max_tokens: 900, stop: [END]}"]
+    given += ["--rollout.eval_sampling", "{temperature: 0.6, top_p: 0.95}"]
     path.write_text(printed(capsys, "test", "-c", str(QUICKSTART), *given, "--print_config"))
     expected = SamplingConfig(max_tokens=900, temperature=0.6, top_p=0.95, stop=["END"])
     for settings in (built("test", "-c", str(QUICKSTART), *given), built("validate", "-c", str(path))):
-        assert callback(settings, RolloutCallback).eval_config.sampling == expected
-    one = built("test", "-c", str(ROOT / "configs" / "evaluate.yaml"), f"{rollout}.eval_sampling.temperature", "0.6")
-    assert callback(one, RolloutCallback).eval_config.sampling == SamplingConfig(4096, 0.6, stop=[])
+        assert settings.rollout.eval_config.sampling == expected
+    one = built("test", *config("evaluate"), "--rollout.eval_sampling.temperature", "0.6")
+    assert one.rollout.eval_config.sampling == SamplingConfig(4096, 0.6, stop=[])
+
+
+def test_the_printed_configuration_explains_every_key(capsys: pytest.CaptureFixture[str]) -> None:
+    text = printed(capsys, "fit", *config("gsm8k", "qwen2.5_7b"), "--print_config=comments")
+    lines = [line.strip() for line in text.splitlines()]
+    keys = [
+        (before, line) for before, line in zip(lines, lines[1:], strict=False) if re.match(r"(?!class_path)\w+:", line)
+    ]
+    bare = [line for before, line in keys if not before.startswith("#") and line != "init_args:"]
+    assert len(keys) > 150 and bare == ["accuracy:", "format:"]  # names that the file chose
 
 
 def unexplained(text: str) -> list[str]:

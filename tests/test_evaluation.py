@@ -46,7 +46,7 @@ def sets(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def run_on_cpu(policy: Path, run: Path, sets: str, *more: str, command: str = "test") -> int:
     """Run the shipped configuration; its exit status."""
-    rollout = "--trainer.callbacks.RolloutCallback"
+    rollout = "--rollout"
     options = {
         "--model.policy.path": policy,
         "--model.policy.dtype": "float32",
@@ -174,7 +174,7 @@ def test_an_evaluation_that_is_asked_to_stop_does_so_at_once(
         return grade(self, sample)
 
     monkeypatch.setattr(GSM8KAnswer, "_value", asked)
-    rewards = ["--trainer.callbacks.RolloutCallback.rewards", "[{class_path: qerl_pl.rewards.GSM8KAnswer}]"]
+    rewards = ["--rollout.rewards", "[{class_path: qerl_pl.rewards.GSM8KAnswer}]"]
     assert run_on_cpu(tiny_policy_dir, tmp_path, sets, *rewards) == 128 + number
     assert capsys.readouterr().err.splitlines()[-1] == f"qerl: stopped by {number.name}; give the same command again"
     assert {line["set"] for line in lines(tmp_path)} == {"easy"} and not (tmp_path / "evaluation.json").exists()

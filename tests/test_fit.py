@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from fit_helpers import configuration, train
+from fit_helpers import KEYS, configuration, train, with_keys
 from lightning.pytorch import Trainer
 from safetensors.torch import load_file
 from short_run import data, module_of, rollout_of
@@ -96,8 +96,8 @@ OPTIONAL = ("AdaptiveQuantizationNoise", "ResumeCheckpoint", "Monitor", "Complet
 def test_trains_without_each_optional_callback(
     finished: Path, tiny_policy_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    settings = settings_of(tiny_policy_dir, tmp_path / "run")
-    settings["trainer"]["callbacks"].remove(callback_of(settings, name))
+    settings = with_keys(settings_of(tiny_policy_dir, tmp_path / "run"))
+    settings[KEYS[name]] = None
     fit(settings, monkeypatch)
     same = equal(adapter(tmp_path / "run"), adapter(finished))
     assert same == (name != "AdaptiveQuantizationNoise")  # only noise is part of what is learned
@@ -108,7 +108,7 @@ def test_without_the_rollout_callback_fit_stops_with_the_remedy(
 ) -> None:
     settings = settings_of(tiny_policy_dir, tmp_path / "run")
     settings["trainer"]["callbacks"].remove(callback_of(settings, "RolloutCallback"))
-    with pytest.raises(UserError, match="add qerl_pl.callbacks.RolloutCallback"):
+    with pytest.raises(UserError, match="a run needs rewards; rollout.rewards names none"):
         fit(settings, monkeypatch)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 from cli_helpers import built
-from fit_helpers import configuration
+from fit_helpers import configuration, with_keys
 from matplotlib.figure import Figure
 from torch.utils.tensorboard import SummaryWriter
 
@@ -33,11 +33,11 @@ STUDY = ROOT / "benchmarks" / "study"
 
 def tiny(folder: Path, base: Path) -> Path:
     """A study of two runs of eight rollouts of a policy of two layers: with noise and without."""
-    settings = configuration(base, folder / "unused")
+    settings = with_keys(configuration(base, folder / "unused"))
     settings["trainer"] |= {"num_sanity_val_steps": -1, "val_check_interval": 4}
     settings["model"] |= {"update_epochs": 1, "minibatches": 1, "micro_batch_tokens": None}
     (folder / "base.yaml").write_text(yaml.safe_dump(settings | {"seed_everything": 0}))
-    noise = "trainer.callbacks.AdaptiveQuantizationNoise"
+    noise = "noise"
     study = {
         "config": str(folder / "base.yaml"),
         "values": {"policy": None},
@@ -132,7 +132,7 @@ def plan_of(folder: Path, **changes: Any) -> Plan:
             "seed": {"keys": ["seed_everything", "data.seed"]},
             "policy": {"levels": {"toy": {}, "other": {"set": {"model.policy.path": "${where}"}}}},
             "lr": {"levels": {"small": {}, "own": {}, "large": {"set": {"model.optimizer.lr": 0.1}}}},
-            "decay": {"keys": ["trainer.callbacks.AdaptiveQuantizationNoise.decay"]},
+            "decay": {"keys": ["noise.decay"]},
             "method": {
                 "levels": {
                     "lora16": {"set": {"model.policy.dtype": "float32", "model.policy.quantization": "none"}},
@@ -164,7 +164,7 @@ def test_a_plan_has_every_combination_once(tmp_path: Path) -> None:
     assert first.words(Path("runs/x"), plan.values) == [
         *("fit", "-c", str(ROOT / "configs" / "quickstart.yaml"), "--resume=auto"),
         *("--data.batch_size=8", "--model.policy.dtype=float32", "--seed_everything=0", "--data.seed=0"),
-        "--trainer.callbacks.AdaptiveQuantizationNoise.decay=exponential",
+        "--noise.decay=exponential",
         *("--model.policy.quantization=none", "--trainer.default_root_dir=runs/x"),
     ]
     assert last.levels == {"seed": 2, "policy": "toy", "lr": "own", "decay": "linear", "method": "nvfp4_aqn"}
@@ -264,7 +264,7 @@ def test_the_shipped_studies_are_understood() -> None:
     assert [len(plan.runs) for plan in (*plans, ranks)] == [20, 215, 40]
     for run in ranks.runs[:8]:
         settings = built(*run.words(Path("runs/x"), ranks.values))
-        noise = settings.trainer.callbacks[1]
+        noise = settings.noise
         assert int(settings.trainer.devices) == run.devices == run.levels["ranks"]
         assert noise.schedule.sigma_start == run.levels["sigma"]
         assert noise.per_rank == (run.levels["method"] == "nvfp4_aqn_own")
@@ -273,15 +273,15 @@ def test_the_shipped_studies_are_understood() -> None:
         for policy in {run.levels["policy"] for run in plan.runs}:
             run = next(run for run in plan.runs if run.levels["policy"] == policy and run.levels["method"] == "lora16")
             settings = built(*run.words(Path("runs/x"), values))
-            noise = settings.trainer.callbacks[1].schedule
+            noise = settings.noise.schedule
             assert settings.model.policy_config.quantization == "none" and noise.sigma_start == noise.sigma_end == 0
-            assert settings.trainer.callbacks[0].config.eval_samples == 4
+            assert settings.rollout.config.eval_samples == 4
     dapo = next(
         run for run in plans[1].runs if run.levels["objective"] == "dapo" and run.levels["method"] == "nvfp4_aqn"
     )
     settings = built(*dapo.words(Path("runs/x"), plans[1].values))
     assert isinstance(settings.model.objective, DAPO) and settings.model.objective.mask_truncated
-    assert settings.trainer.callbacks[0].config.resample_rounds == 2
+    assert settings.rollout.config.resample_rounds == 2
     assert settings.model.policy_config.toy.width == 256 and settings.data.task.digits == 3
 
 

@@ -34,7 +34,7 @@ class RolloutCallback(Callback, ChecksFirst):
     the samples of an uninterrupted one.
 
     Args:
-        rewards: Rewards of a completion; the total is their weighted sum.
+        rewards: Rewards of a completion, by name or as a list; the total is their weighted sum.
         engine: Rollout engine.
         group_size: Completions a prompt (G), at least 2.
         sampling: Sampling parameters of training completions. Evaluation samples greedily and at temperature 1, with
@@ -61,7 +61,7 @@ class RolloutCallback(Callback, ChecksFirst):
 
     def __init__(
         self,
-        rewards: list[Reward],
+        rewards: dict[str, Reward] | list[Reward],
         engine: RolloutEngine | None = None,
         group_size: int = 8,
         sampling: SamplingConfig = SamplingConfig(),  # noqa: B008 - frozen, and jsonargparse reads the default
@@ -73,6 +73,10 @@ class RolloutCallback(Callback, ChecksFirst):
         eval_sampling: EvalSampling | None = None,
         eval_batch: int | None = None,
     ) -> None:
+        if isinstance(rewards, dict):
+            for name, reward in rewards.items():
+                reward.name = name
+            rewards = list(rewards.values())
         self.config = CollectorConfig(
             rewards, group_size, sampling, resample_rounds, mismatch_bound, check_every, accuracy_reward
         )

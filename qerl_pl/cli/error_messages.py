@@ -1,148 +1,88 @@
-"""What a user may have meant who misspelt a key, or named no class where one is asked for."""
+"""The line that a user's mistake prints, with the nearest key for a misspelt one."""
 
 import errno
 import inspect
 import os
 import re
-import sys
-import traceback
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import is_dataclass
 from difflib import get_close_matches
-from importlib.metadata import packages_distributions
 from pkgutil import resolve_name
-from types import TracebackType
 
 import jsonargparse
+import yaml
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
 
 from qerl_pl import algorithm
 from qerl_pl.algorithm.objectives import Objective
+from qerl_pl.callbacks import RolloutCallback
 from qerl_pl.datamodules import PromptDataModule
 from qerl_pl.errors import UserError
 from qerl_pl.modules import QeRLModule
 from qerl_pl.persistence.atomic_files import FULL_DISK
 
-_ROOTS: dict[str, type | None] = {
-    "model": QeRLModule,
-    "data": PromptDataModule,
-    "trainer": Trainer,
-    "seed_everything": None,
-    "resume": None,
-    "ckpt_path": None,
-    "config": None,
-}
-
-"""Keys of the command line, and the classes whose arguments are below them."""
-
-_KEY = re.compile(r"unrecognized arguments: --([\w.]+)|Subcommand '\w+' does not accept option '([\w.]+)'")
-
-_OPTION = re.compile(r"Option '(\w+)' is not accepted|Group '\w+' does not accept option '(\w+)'")
-
-_CLASS = re.compile(r"class_path[ =]'([\w.]+)'")
-
-_NO_OBJECTIVE = re.compile(r"\"model\.objective\".*(Expected a dot import path string|has no attribute)", re.DOTALL)
-
-
-def hint(message: str) -> str | None:
-    """What may have been meant, for the line that tells a mistake; None where nothing is near.
-
-    Args:
-        message: What jsonargparse says of a configuration.
-    """
-    if _NO_OBJECTIVE.search(message):
-        return f"objectives are {', '.join(_objectives())}"
-    found = None
-    if key := _KEY.search(message):
-        found = _nearest_key(key[1] or key[2])
-    elif (option := _OPTION.search(message)) and (owner := _CLASS.search(message)):
-        found = _nearest(option[1] or option[2], _arguments(resolve_name(owner[1])))
-    return None if found is None else f"did you mean {found}?"
-
-
-def _objectives() -> list[str]:
-    classes = (one for one in vars(algorithm).values() if isinstance(one, type))
-    return sorted(one.__name__ for one in classes if issubclass(one, Objective) and one is not Objective)
-
-
-def _nearest_key(key: str) -> str | None:
-    """The key with its first unknown part replaced; None where no part is, or nothing is near it."""
-    parts, below = key.split("."), dict(_ROOTS)
-    for index, part in enumerate(parts):
-        if part not in below:
-            near = _nearest(part, below)
-            return None if near is None else ".".join([*parts[:index], near, *parts[index + 1 :]])
-        if (owner := below[part]) is None:
-            return None
-        kinds = _arguments(owner).items()
-        below = {name: kind if isinstance(kind, type) and is_dataclass(kind) else None for name, kind in kinds}
-    return None
-
-
-def _arguments(owner: type) -> dict[str, type | None]:
-    """Names and types of what a class's constructor takes, and those of its bases that it passes them on to."""
-    found: dict[str, type | None] = {}
-    for one in owner.__mro__[:-1]:
-        for name, parameter in inspect.signature(one).parameters.items():
-            found.setdefault(name, parameter.annotation)
-        if not any(given.kind is given.VAR_KEYWORD for given in inspect.signature(one).parameters.values()):
-            break
-    return found
-
-
-def _nearest(name: str, known: Iterable[str]) -> str | None:
-    return next(iter(get_close_matches(name, [*known], n=1)), None)
-
-
-_UNTELLING = re.compile(
-    r"Does not validate against|Subtypes:|Errors:|Expected a <class 'NoneType'>|Expected a path but"
+_NOISE = re.compile(
+    r"Does not validate against|Subtypes:|Errors:|Expected a <class '(NoneType|list)'>$|Expected a path but"
     r"|Not a valid subclass|Subclass types expect|a class path|a dict with"
-    r"|Given value type:|Given value: (\[|.{80})|tip:|usage:"
+    r"|Given value type:|Given value: ([\[{]|.{80})|tip:|usage:"
 )
+"""Lines of jsonargparse's messages that say which types it tried, or repeat a long value."""
 
-"""Lines of jsonargparse's messages that say what it tried, or repeat a long value."""
-
-_OURS = ("qerl_pl", "qerl_kernels")
-
-_TOLD = (UserError, MisconfigurationException, ModuleNotFoundError)
-
-"""Errors whose message is the whole story: ours, Lightning's of its settings, a class whose package is missing."""
-
-_LIGHTNINGS = (
-    (
-        "No supported gpu backend",
-        "trainer.accelerator gpu needs a GPU that PyTorch sees",
-        "set trainer.accelerator to cpu and RolloutCallback's engine to qerl_pl.engines.TransformersEngine, or check "
-        "the driver and CUDA_VISIBLE_DEVICES",
-    ),
-    (
-        "Automatic gradient clipping",
-        "the module clips its gradients itself",
-        "leave it out and set model.max_grad_norm",
-    ),
-    (
-        "Automatic gradient accumulation",
-        "the module accumulates gradients itself",
-        "leave it out and set model.micro_batch_tokens, or data.batch_size and model.minibatches for another step size",
-    ),
+_PARSING = (
+    jsonargparse.ArgumentError,
+    TypeError,
+    ValueError,
+    ImportError,
+    AttributeError,
+    LookupError,
+    OSError,
+    yaml.YAMLError,
 )
+"""What jsonargparse raises; any other cause comes from a module of the user's, and keeps its traceback."""
 
-"""How Lightning's messages start that need our own keys, with the rule and the remedy."""
-
-_REFUSED = {
+_FILE_SYSTEM = {
     getattr(errno, name)
     for name in ("EACCES", "EPERM", "EROFS", "EISDIR", "ENOTDIR", "ENAMETOOLONG", "ELOOP", "ENOSPC", "EDQUOT", "EEXIST")
 }
+"""What a file system refuses for the user's files. ENOENT is absent: this package checks a file before it reads it."""
 
-"""What a file system says of the user's files. A missing file is not among them: ours to look for before it is read."""
+
+_KEYS: dict[str, type | None] = {
+    "model": QeRLModule,
+    "data": PromptDataModule,
+    "rollout": RolloutCallback,
+    "trainer": Trainer,
+    **dict.fromkeys(("seed_everything", "resume", "ckpt_path", "config")),
+    **dict.fromkeys(("noise", "best", "checkpoint", "monitor", "completions", "summary", "report")),
+}
+"""Top-level keys, and the classes whose arguments are the keys below them."""
+
+_UNKNOWN_KEY = re.compile(r"unrecognized arguments: --([\w.]+)|Subcommand '\w+' does not accept option '([\w.]+)'")
+_UNKNOWN_ARGUMENT = re.compile(r"Option '(\w+)' is not accepted|Group '\w+' does not accept option '(\w+)'")
+_CLASS_PATH = re.compile(r"class_path[ =]'([\w.]+)'")
+_NO_OBJECTIVE = re.compile(r"\"model\.objective\".*(Expected a dot import path string|has no attribute)", re.DOTALL)
+
+_LIGHTNING = {
+    "No supported gpu backend": (
+        "trainer.accelerator gpu needs a GPU that PyTorch sees",
+        "set trainer.accelerator to cpu and rollout.engine to TransformersEngine, or check the driver and "
+        "CUDA_VISIBLE_DEVICES",
+    ),
+    "Automatic gradient clipping": (
+        "the module clips its gradients itself",
+        "leave it out and set model.max_grad_norm",
+    ),
+    "Automatic gradient accumulation": (
+        "the module accumulates gradients itself",
+        "leave it out and set model.micro_batch_tokens, or data.batch_size and model.minibatches for another step size",
+    ),
+}
+"""First words of Lightning's messages about its own keys -> rule and remedy in this package's keys."""
 
 
 def explain(error: Exception, argv: list[str], commands: Collection[str]) -> str | None:
-    """The line that a user's mistake ends with, or None where the error is no user's mistake.
-
-    Where a class of the user's own raised, its traceback goes to standard error first, without the frames that lead
-    there.
+    """The line for a user's mistake, or None for any other error, which keeps its traceback.
 
     Args:
         error: What stopped the program.
@@ -152,38 +92,21 @@ def explain(error: Exception, argv: list[str], commands: Collection[str]) -> str
     causes = list(_causes(error))
     for cause in causes:
         if isinstance(cause, UserError):
-            return _joined(cause)
-    installed = {*sys.stdlib_module_names, *packages_distributions(), *_OURS}
-    for cause in causes:
-        if (own := _users_part(cause.__traceback__, installed)) is not None:
-            return _report(cause, own)
-    if isinstance(error, jsonargparse.ArgumentError):
+            return _one_line(cause)
+    if isinstance(error, jsonargparse.ArgumentError) and all(isinstance(cause, _PARSING) for cause in causes):
         return _parsing(error, argv, commands)
     for cause in causes:
-        if isinstance(cause, _TOLD):
-            return _in_our_keys(_joined(cause))
-        if (name := _refusing_class(cause.__traceback__)) is not None:
-            return f"a class must take the init_args that it is given; {name} says: {_joined(cause):.200}; correct them"
-    if isinstance(error, OSError) and error.errno in _REFUSED and error.filename is not None:
-        where = os.fsdecode(error.filename)
-        return f"files must be open to the run; {where}: {error.strerror}; correct that, or name another place"
-    if any(
-        isinstance(cause, OSError) and cause.errno in FULL_DISK for cause in causes
-    ):  # a write that fails names no file
+        if isinstance(cause, MisconfigurationException | ModuleNotFoundError):
+            return _with_own_keys(_one_line(cause))
+    if isinstance(error, OSError) and error.errno in _FILE_SYSTEM and error.filename is not None:
+        path = os.fsdecode(error.filename)
+        return f"files must be open to the run; {path}: {error.strerror}; correct that, or name another place"
+    if any(isinstance(cause, OSError) and cause.errno in FULL_DISK for cause in causes):  # a write names no file
         return (
-            f"saving needs free disk space; a write found none ({_joined(error):.80}); free some and give the command "
-            "again, a training with --resume auto"
+            f"saving needs free disk space; a write found none ({_one_line(error):.80}); free some and give the "
+            "command again, a training with --resume auto"
         )
     return None
-
-
-def _in_our_keys(said: str) -> str:
-    """What Lightning says of its keys, with ours that take their place."""
-    for start, rule, remedy in _LIGHTNINGS:
-        if said.startswith(start):
-            found = re.search(r"Trainer\((\w+)=(\S+)\)", said)
-            return f"{rule}; found {f'trainer.{found[1]} {found[2]}' if found else 'none'}; {remedy}"
-    return said
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
@@ -194,44 +117,67 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
         cause = cause.__cause__
 
 
-def _joined(error: BaseException) -> str:
+def _one_line(error: BaseException) -> str:
     return " ".join(str(error).split())
 
 
 def _parsing(error: jsonargparse.ArgumentError, argv: list[str], commands: Collection[str]) -> str:
-    """jsonargparse's errors spread over many lines: the key and what is wrong with it stay."""
+    """Of jsonargparse's many lines the key and what is wrong with it."""
     lines = [" ".join(line.split()).removeprefix("- ").rstrip(".") for line in str(error).splitlines()]
-    telling = [line for line in lines if line and not _UNTELLING.match(line)] or lines[:1]
+    useful = [line for line in lines if line and not _NOISE.match(line)] or lines[:1]
     command = f"qerl {argv[0]}" if argv and argv[0] in commands else "qerl"
-    meant = [found] if (found := hint(str(error))) else []
-    return "; ".join([*telling, *meant, f"see {command} --help"]).replace(":; ", ": ")
+    hints = [text] if (text := _hint(str(error))) else []
+    return "; ".join([*useful, *hints, f"see {command} --help"]).replace(":; ", ": ")
 
 
-def _users_part(trace: TracebackType | None, installed: Collection[str]) -> TracebackType | None:
-    """The traceback from the first frame of a module that is of no installed package; None where there is none."""
-    while trace is not None:
-        module = trace.tb_frame.f_globals.get("__name__")  # a compiled template has none
-        if module is not None and module.partition(".")[0] not in installed:
-            return trace
-        trace = trace.tb_next
+def _with_own_keys(message: str) -> str:
+    """Lightning's message about one of its keys, or the remedy by this package's keys."""
+    for start, (rule, remedy) in _LIGHTNING.items():
+        if message.startswith(start):
+            setting = re.search(r"Trainer\((\w+)=(\S+)\)", message)
+            return f"{rule}; found {f'trainer.{setting[1]} {setting[2]}' if setting else 'none'}; {remedy}"
+    return message
+
+
+def _hint(message: str) -> str | None:
+    """The objectives, or the nearest key or argument, for what jsonargparse did not know; None if nothing is near."""
+    if _NO_OBJECTIVE.search(message):
+        classes = (value for value in vars(algorithm).values() if isinstance(value, type))
+        names = sorted(kind.__name__ for kind in classes if issubclass(kind, Objective) and kind is not Objective)
+        return f"objectives are {', '.join(names)}"
+    nearest = None
+    if key := _UNKNOWN_KEY.search(message):
+        nearest = _nearest_key(key[1] or key[2])
+    elif (option := _UNKNOWN_ARGUMENT.search(message)) and (owner := _CLASS_PATH.search(message)):
+        nearest = _nearest(option[1] or option[2], _arguments(resolve_name(owner[1])))
+    return None if nearest is None else f"did you mean {nearest}?"
+
+
+def _nearest_key(key: str) -> str | None:
+    """The key with its first unknown name replaced by the nearest; None if all are known or none is near."""
+    names, below = key.split("."), dict(_KEYS)
+    for index, name in enumerate(names):
+        if name not in below:
+            nearest = _nearest(name, below)
+            return None if nearest is None else ".".join([*names[:index], nearest, *names[index + 1 :]])
+        if (owner := below[name]) is None:
+            return None
+        kinds = _arguments(owner).items()
+        below = {name: kind if isinstance(kind, type) and is_dataclass(kind) else None for name, kind in kinds}
     return None
 
 
-def _refusing_class(trace: TracebackType | None) -> str | None:
-    """The class of another package that raised when jsonargparse called its constructor; None where none did."""
-    caller = ""
-    while trace is not None:
-        module, code = trace.tb_frame.f_globals.get("__name__", ""), trace.tb_frame.f_code
-        if caller == "jsonargparse" and code.co_name == "__init__":
-            found = f"{module}.{code.co_qualname}".removesuffix(".__init__")
-            return None if found.startswith((*_OURS, "jsonargparse")) else found
-        caller = module.partition(".")[0]
-        trace = trace.tb_next
-    return None
+def _arguments(owner: type) -> dict[str, type | None]:
+    """Names and types of a constructor's arguments, and of its bases' where it passes keyword arguments on."""
+    arguments: dict[str, type | None] = {}
+    for base in owner.__mro__[:-1]:
+        parameters = inspect.signature(base).parameters
+        for name, parameter in parameters.items():
+            arguments.setdefault(name, parameter.annotation)
+        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+            break
+    return arguments
 
 
-def _report(error: BaseException, trace: TracebackType) -> str:
-    traceback.print_exception(type(error), error, trace, chain=error.__cause__ is not None, file=sys.stderr)
-    where = f"{trace.tb_frame.f_globals['__name__']}.{trace.tb_frame.f_code.co_qualname}"
-    said = f"{type(error).__name__}: {_joined(error)}".removesuffix(": ")
-    return f"code of your own must not raise; {where} raised {said:.150}; correct it (QERL_DEBUG=1 shows who called it)"
+def _nearest(name: str, names: Iterable[str]) -> str | None:
+    return next(iter(get_close_matches(name, [*names], n=1)), None)

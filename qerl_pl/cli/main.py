@@ -1,10 +1,8 @@
-"""Values that jsonargparse lets pass: null for a key that takes none, and for one that has keys of its own."""
+"""`qerl fit`, `validate` and `test`, LightningCLI with a run's callbacks as top-level keys; `quantize` and `export`."""
 
 import inspect
-import json
 import logging
 import os
-import re
 import signal
 import sys
 from argparse import ArgumentError
@@ -17,15 +15,28 @@ from types import FrameType
 from typing import Any
 
 import jsonargparse
-import yaml
-from jsonargparse import ArgumentParser, Namespace, set_parsing_settings
+from jsonargparse import (  # type: ignore[attr-defined]  # ActionConfigFile is missing from its __all__
+    ActionConfigFile,
+    ArgumentParser,
+    Namespace,
+    set_parsing_settings,
+)
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from qerl_pl.callbacks import EvaluationReport, Preempted
+from qerl_pl.callbacks import (
+    AdaptiveQuantizationNoise,
+    CompletionLog,
+    EvaluationReport,
+    Monitor,
+    Preempted,
+    ResumeCheckpoint,
+    RolloutCallback,
+    RunSummary,
+)
 from qerl_pl.cli.error_messages import explain
 from qerl_pl.cli.export import export, take_adapter
 from qerl_pl.cli.terminal import configure_terminal
@@ -51,21 +62,19 @@ from qerl_pl.persistence.checkpoint_io import (
     verify,
 )
 from qerl_pl.persistence.signals import StopSignals
+from qerl_pl.rewards import Reward
 
 
 def check_values(parser: ArgumentParser, config: Namespace) -> None:
-    """Refuse null, which an empty place in a YAML file is, where a key does not take it.
-
-    Args:
-        parser: The main parser.
-        config: What it has parsed.
+    """Refuse null, which an empty value in a YAML file is, where a key does not take it.
 
     Raises:
         ArgumentError: A key has null for a value.
-        UserError: A key that has keys of its own has another value in their place.
+        UserError: A key with keys of its own has another value.
     """
     run = config[config["subcommand"]]
-    _check_groups(QeRLModule, run["model"], "model")
+    for key, kind in {"model": QeRLModule, "rollout": RolloutCallback, "trainer": Trainer}.items():
+        _check_group(kind, run[key], key)
     _check_classes(run, "")
     set_parsing_settings(unset_sentinel=True)  # or null means that nothing was given, whatever the type
     try:
@@ -78,139 +87,44 @@ def check_values(parser: ArgumentParser, config: Namespace) -> None:
 
 def _check_classes(value: Any, key: str) -> None:
     """Check the arguments of every class that is named somewhere in `value`."""
-    if isinstance(value, list):
-        for item in value:
-            name = item.get("class_path", "") if isinstance(item, Namespace) else ""
-            _check_classes(item, f"{key}.{name.rpartition('.')[2]}".removesuffix("."))
+    for item in value if isinstance(value, list) else []:
+        name = item.get("class_path", "") if isinstance(item, Namespace) else ""
+        _check_classes(item, f"{key}.{name.rpartition('.')[2]}".removesuffix("."))
+    if isinstance(value, Namespace):
+        if "class_path" in value and "init_args" in value:
+            _check_group(resolve_name(value["class_path"]), value["init_args"], key)
+        for name, item in vars(value).items():
+            _check_classes(item, f"{key}.{name}".removesuffix(".init_args").removeprefix("."))
+
+
+def _check_group(kind: type, value: Any, key: str) -> None:
+    """Check that the keys of a class, and of each dataclass among its arguments, have not been replaced."""
     if not isinstance(value, Namespace):
-        return
-    if "class_path" in value and "init_args" in value:
-        _check_groups(resolve_name(value["class_path"]), value["init_args"], key)
-    for name, item in vars(value).items():
-        _check_classes(item, f"{key}.{name}".removesuffix(".init_args").removeprefix("."))
+        raise UserError(f"{key} has keys of its own; found {value!r}; set them, or leave it out")
+    for name, parameter in inspect.signature(kind).parameters.items():
+        if isinstance(parameter.annotation, type) and is_dataclass(parameter.annotation):
+            _check_group(parameter.annotation, value.get(name), f"{key}.{name}")
 
 
-def _check_groups(class_type: type, given: Namespace, key: str) -> None:
-    for name, parameter in inspect.signature(class_type).parameters.items():
-        if not is_dataclass(parameter.annotation) or not isinstance(parameter.annotation, type):
-            continue
-        if not isinstance(found := given.get(name), Namespace):
-            raise UserError(f"{key}.{name} has keys of its own; found {found!r}; set them, or leave it out")
-        _check_groups(parameter.annotation, found, f"{key}.{name}")
+def stop_at_once() -> Callback:
+    """A callback that ends an evaluation on SIGTERM or SIGINT at any point of it.
 
-
-_ITEM = re.compile(r"^--([a-z_.]+)\.([A-Z]\w*(?:\.\w+)+)(?:=(.*))?$", re.DOTALL)
-
-_SHOWS_ONLY = ("--print_config", "--help", "-h")
-
-
-def expand_item_overrides(parser: ArgumentParser, args: list[str]) -> list[str]:
-    """Replace overrides of list items by overrides of the whole lists, as the parser understands them.
-
-    Args:
-        parser: The main parser, with subcommands.
-        args: The command line.
-
-    Returns:
-        The command line without `--LIST.Class.key value`, each such list appended whole as `--LIST JSON`.
-
-    Raises:
-        UserError: The list has no item of that class, or the override has no value.
-    """
-    plain: list[str] = []
-    overrides: list[tuple[str, list[str], Any]] = []
-    rest = iter(args)
-    for arg in rest:
-        match = _ITEM.match(arg)
-        if match is None:
-            plain.append(arg)
-            continue
-        text = match[3] if match[3] is not None else next(rest, None)
-        if text is None:
-            raise UserError(f"an override needs a value; found {arg} alone; write {arg} VALUE")
-        overrides.append((match[1], match[2].split("."), _value(arg, text)))
-    if not overrides:
-        return plain
-    config = parser.parse_args([arg for arg in plain if not arg.startswith(_SHOWS_ONLY)]).as_dict()
-    config = config[config["subcommand"]]
-    changed: dict[str, Any] = {}
-    for key, path, value in overrides:
-        if key not in changed:
-            changed[key] = _lookup(config, key)
-        _assign(changed[key], path, value, key)
-    return [*plain, *(part for key, items in changed.items() for part in (f"--{key}", json.dumps(items)))]
-
-
-def _value(arg: str, text: str) -> Any:
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        problem = getattr(error, "problem", None) or type(error).__name__
-        raise UserError(f"an override's value is YAML; that of {arg} is {text!r}: {problem}; quote it") from error
-
-
-def _lookup(config: dict[str, Any], key: str) -> Any:
-    value: Any = config
-    for part in key.split("."):
-        if not isinstance(value, dict) or part not in value:
-            raise UserError(f"an override names a key of the configuration; --{key} is none; see --help")
-        value = value[part]
-    return value
-
-
-def _assign(node: Any, path: list[str], value: Any, where: str) -> None:
-    """Set the value at `path` below `node`, through lists by class name and through init_args."""
-    head, *tail = path
-    if isinstance(node, dict) and _class_name(node) == head:  # one item where a list may be
-        node = [node]
-    if isinstance(node, list):
-        for item in node:
-            if isinstance(item, dict) and _class_name(item) == head:
-                return _assign(item, tail, value, f"{where}.{head}")
-        found = [_class_name(item) or "?" for item in node if isinstance(item, dict)]
-        raise UserError(f"an override names an item of the list by its class; --{where} has {found} and no {head}")
-    if isinstance(node, dict) and "class_path" in node and head not in ("class_path", "init_args"):
-        node = node.setdefault("init_args", {})
-    if not isinstance(node, dict):
-        raise UserError(f"an override names a key of the configuration; --{where} has no keys; set it whole")
-    if not tail:
-        node[head] = value
-        return None
-    if isinstance(node.get(head), str):  # a class given by its path alone
-        node[head] = {"class_path": node[head]}
-    return _assign(node.setdefault(head, {}), tail, value, f"{where}.{head}")
-
-
-def _class_name(item: dict[str, Any]) -> str:
-    return str(item.get("class_path", "")).rpartition(".")[2]
-
-
-class StopsAtOnce(Callback):
-    """Ends an evaluation on SIGTERM or SIGINT, wherever it is.
-
-    Lightning itself heeds SIGTERM between batches alone, and a whole set may be one; on SIGINT its status is 1.
+    Lightning itself checks for SIGTERM between batches alone, and a set may be one batch; on SIGINT its status is 1.
     """
 
-    def __init__(self) -> None:
-        self._signals = StopSignals(_stop)
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise Stopped(number)
 
-    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Listen, in place of Lightning's own handlers."""
-        self._signals.take()
+    signals = StopSignals(stop)
 
-    on_validation_start = on_test_start
+    def take(*_: Any) -> None:
+        signals.take()
 
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Give the signals back."""
-        self._signals.give_back()
+    def give_back(*_: Any, **__: Any) -> None:
+        signals.give_back()
 
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """The same where it breaks off: Lightning tears no callback down then."""
-        self.teardown(trainer, pl_module, "")
-
-
-def _stop(number: int, frame: FrameType | None) -> None:
-    raise Stopped(number)
+    # After an exception Lightning tears no callback down.
+    return LambdaCallback(on_test_start=take, on_validation_start=take, teardown=give_back, on_exception=give_back)
 
 
 log = logging.getLogger(__name__)
@@ -218,25 +132,67 @@ log = logging.getLogger(__name__)
 COMMANDS: dict[str, Callable[..., None]] = {"quantize": quantize_checkpoint, "export": export}
 
 DESCRIPTION = """Reinforcement learning of 4-bit language models with LoRA and adaptive quantization noise.
-fit, validate and test take -c CONFIG.yaml and any key of it as --key value; an item of a list is named by its class, as
-in --trainer.callbacks.AdaptiveQuantizationNoise.sigma_start 0.02. Besides them: `qerl quantize --help` (write a 4-bit
-checkpoint) and `qerl export --help` (write an adapter or merged weights)."""
+fit, validate and test take -c CONFIG.yaml, also several times (the later one overrides), and any key of it as
+--key value, such as --rollout.group_size 16. Besides them: `qerl quantize --help` (write a 4-bit checkpoint) and
+`qerl export --help` (write an adapter or merged weights)."""
+
+CALLBACKS: dict[str, tuple[type[Callback], dict[str, Any] | None, str]] = {
+    "noise": (AdaptiveQuantizationNoise, None, "Adaptive quantization noise of the rollouts. null samples without."),
+    "best": (
+        ModelCheckpoint,
+        # Not step=N, the name of a checkpoint that --resume auto takes.
+        {"monitor": "val/accuracy", "mode": "max", "filename": "best-{rollouts:.0f}"},
+        "Saves the checkpoint of the best validation. null saves none.",
+    ),
+    "checkpoint": (ResumeCheckpoint, {}, "Saves the checkpoints that --resume auto goes on from. null saves none."),
+    "monitor": (Monitor, {}, "TensorBoard's layout and the peak of memory. null logs neither."),
+    "completions": (CompletionLog, {}, "Shows completions in TensorBoard, or writes all of them. null does neither."),
+    "summary": (RunSummary, {}, "Writes summary.json and run.png, and prints a table at the end. null does neither."),
+    "report": (
+        EvaluationReport,
+        None,
+        "Report of `qerl test` and `qerl validate`, with all samples. null: none.",
+    ),
+}
+"""Top-level keys for callbacks: class, arguments by default or None for a callback that is off, help."""
+
+DEFAULTS = {
+    "model.policy.gradient_checkpointing": "auto",
+    "model.micro_batch_tokens": 16384,
+    "trainer.log_every_n_steps": 1,
+    "trainer.enable_model_summary": False,
+    "trainer.num_sanity_val_steps": -1,
+    "rollout.engine": {"class_path": "qerl_pl.engines.VLLMEngine"},
+}
+"""Of the command line, for a model of billions of parameters on a GPU, where a class or Lightning has others."""
 
 USAGE_ERROR = 2
 
 VALIDATE = "validate"
+"""The command, and the folder under the run's for its curves, each time a new `version_N`."""
 
-"""The command, and the folder under the run's where its curves go, each time a new `version_N`."""
+
+class ConfigFile(ActionConfigFile):
+    """A configuration file whose rewards are added, by name, to those of the files before it."""
+
+    @staticmethod
+    def apply_config(parser: ArgumentParser, cfg: Namespace, dest: str, value: str) -> None:
+        """Merge a file into the configuration; jsonargparse by itself replaces a dictionary."""
+        earlier = cfg.get("rollout.rewards")
+        ActionConfigFile.apply_config(parser, cfg, dest, value)
+        rewards = cfg.get("rollout.rewards")
+        if isinstance(earlier, dict) and isinstance(rewards, dict):
+            cfg["rollout.rewards"] = earlier | rewards
 
 
 class SaveFitConfig(SaveConfigCallback):
-    """Keeps RUN/config.yaml as it was trained with: saved once training begins, and the checkpoint is accepted."""
+    """Saves RUN/config.yaml when training begins, and a checkpoint has been accepted."""
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Save nothing yet."""
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save, whatever folder the logger has."""
+        """Save to the run's folder, whichever the logger has."""
         if writes_files(trainer):
             text = self.parser.dump(self.config, skip_unset=False)
             atomic_write(Path(trainer.default_root_dir) / self.config_filename, text.encode())
@@ -261,48 +217,67 @@ class QeRLCLI(LightningCLI):
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
-        """The trainer's methods that make sense here, each with the arguments that the CLI gives itself."""
-        given = {"model", "dataloaders", "datamodule"}
-        return {"fit": given | {"train_dataloaders", "val_dataloaders"}, "validate": given, "test": given}
+        """Methods of the trainer, each with the arguments that the CLI passes itself."""
+        own = {"model", "dataloaders", "datamodule"}
+        return {"fit": own | {"train_dataloaders", "val_dataloaders"}, "validate": own, "test": own}
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.link_arguments("seed_everything", "model.seed", compute_fn=_run_seed)
+        # Not instantiated by the parser: a configuration that lists its RolloutCallback has no rewards here.
+        parser.add_class_arguments(RolloutCallback, "rollout", instantiate=False, skip={"rewards"})
+        parser.add_argument(
+            "--rollout.rewards",
+            type=dict[str, Reward] | list[Reward],
+            default={},
+            help="What scores a completion, by name; the total is the weighted sum.",
+        )
+        for key, (kind, settings, text) in CALLBACKS.items():
+            class_path = f"{kind.__module__}.{kind.__qualname__}"
+            default = None if settings is None else {"class_path": class_path, "init_args": settings}
+            parser.add_argument(f"--{key}", type=kind | None, default=default, help=text)
+        parser.set_defaults(DEFAULTS)
         parser.add_argument(
             "--resume",
             type=str | None,
             default=None,
-            help="`auto` takes the newest whole checkpoint under trainer.default_root_dir, a path takes that one: fit "
-            "goes on from it (and starts fresh where there is none at all), validate and test evaluate it. null "
-            "starts fresh, in a folder without any, and evaluates the policy before training.",
+            help="`auto` loads the newest complete checkpoint under trainer.default_root_dir, a path that checkpoint: "
+            "fit goes on from it (and starts fresh if there is none), validate and test evaluate it. null starts "
+            "fresh, in a folder without any, and evaluates the policy before training.",
         )
 
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
-        """Subcommands report errors as the main parser does: by an exception that `main` prints."""
-        return super().init_parser(**{**kwargs, "exit_on_error": False})
+        """A parser, also of a subcommand, that reports errors by an exception, which `main` prints."""
+        parser = LightningArgumentParser(**{**kwargs, "exit_on_error": False})
+        parser.add_argument("-c", "--config", action=ConfigFile, help="A YAML file; of several, later ones override.")
+        return parser
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
-        """Parse, after items of lists that are named by their class have been looked up."""
+        """Parse, and set what follows from other keys: the objective, the data's seed, the run's folder."""
         try:
-            if not isinstance(args, dict | jsonargparse.Namespace):
-                args = expand_item_overrides(parser, sys.argv[1:] if args is None else list(args))
-                self.config = parser.parse_args(args)
-            else:
-                self.config = parser.parse_object(args)
+            is_parsed = isinstance(args, dict | Namespace)
+            self.config = parser.parse_object(args) if is_parsed else parser.parse_args(args)  # type: ignore[arg-type]
         except UnicodeDecodeError as error:
             raise UserError(
                 f"a configuration is text in UTF-8; it holds {error.object[:40]!r}; save it as such"
             ) from error
         check_values(parser, self.config)
         command = self.config["subcommand"]
-        self._adapter = take_adapter(self.config[command].model.policy, command, self.config[command].get("resume"))
-        checkpoint = self.config[self.config["subcommand"]].get("ckpt_path")
-        if checkpoint is not None:
-            verify(Path(checkpoint))
+        config = self.config[command]
+        if config.model.objective is None:  # as the key's default, its beta would pass to an objective that is named
+            config.model.objective = Namespace(class_path="qerl_pl.algorithm.GRPO", init_args=Namespace(beta=0.0))
+        if config.data.get("init_args", {}).get("seed", 0) is None:
+            config.data.init_args.seed = config.model.seed
+        if config.trainer.default_root_dir is None:
+            stems = [Path(path).stem for path in config.get("config") or [] if path is not None]
+            config.trainer.default_root_dir = f"runs/{'_'.join(stems) or 'default'}"
+        self._adapter = take_adapter(config.model.policy, command, config.get("resume"))
+        if config.get("ckpt_path") is not None:
+            verify(Path(config.ckpt_path))
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        """The trainer with whole checkpoints, and TensorBoard in the run folder unless the YAML names a logger."""
+        """The trainer with atomic checkpoints, and TensorBoard in the run's folder unless the YAML names a logger."""
         config = self._get(self.config_init, "trainer")
-        root = os.path.expanduser(config["default_root_dir"] or "runs/default")
+        root = os.path.expanduser(config["default_root_dir"])
         kwargs["default_root_dir"] = root
         try:
             Path(root).mkdir(parents=True, exist_ok=True)
@@ -314,10 +289,10 @@ class QeRLCLI(LightningCLI):
         kwargs["plugins"] = [*_listed(config["plugins"]), AtomicCheckpointIO()]
         self._logger: TensorBoardLogger | None = None
         if config["logger"] in (None, True):
-            # A validation by itself is no point of the run's curve, which has one of that step, or another's settings.
+            # The run's curve has a validation of that step already, or one with other settings.
             own: dict[str, Any] = {"name": VALIDATE} if self.subcommand == VALIDATE else {"name": "", "version": ""}
             kwargs["logger"] = self._logger = TensorBoardLogger(save_dir=root, **own)
-        kwargs["use_distributed_sampler"] = False  # every rank sees the whole batch
+        kwargs["use_distributed_sampler"] = False  # every rank sees the complete batch
         trainer = self._trainer(kwargs, config)
         check_strategy(trainer)
         if planned_ranks(trainer) > 1:
@@ -328,20 +303,34 @@ class QeRLCLI(LightningCLI):
         return trainer
 
     def _trainer(self, given: dict[str, Any], config: Any) -> Trainer:
-        # Lightning puts its own beside those it is given.
-        ours = [*([] if self.subcommand == "fit" else [StopsAtOnce()]), *([self._adapter] if self._adapter else [])]
-        callbacks = [*ours, *_listed(config["callbacks"])]
+        own = [*([] if self.subcommand == "fit" else [stop_at_once()]), *([self._adapter] if self._adapter else [])]
         try:
-            trainer: Trainer = super().instantiate_trainer(**given, callbacks=callbacks)
+            return super().instantiate_trainer(**given, callbacks=[*own, *self._callbacks(config)])
         except (RuntimeError, TypeError, ValueError) as error:
-            said = " ".join(str(error).split())
+            text = " ".join(str(error).split())
             raise UserError(
-                f"Lightning's Trainer refuses a key of trainer: {said:.180}; see qerl fit --help"
+                f"Lightning's Trainer refuses a key of trainer: {text:.180}; see qerl fit --help"
             ) from error
-        return trainer
+
+    def _callbacks(self, trainer: Namespace) -> list[Callback]:
+        """`trainer.callbacks` and those of the top-level keys; a list with a RolloutCallback is complete."""
+        listed = trainer["callbacks"] or []
+        callbacks = [*listed] if isinstance(listed, list) else [listed]
+        if not any(isinstance(callback, RolloutCallback) for callback in callbacks):
+            rollout = self._get(self.config_init, "rollout")
+            if not rollout.rewards:
+                raise UserError(
+                    "a run needs rewards; rollout.rewards names none; set it to {accuracy: GSM8KAnswer}, say"
+                )
+            off = ("best", "checkpoint") if trainer["enable_checkpointing"] is False else ()
+            added = [self._get(self.config_init, key) for key in CALLBACKS if key not in off]
+            types = {type(None), *map(type, callbacks)}
+            callbacks = [RolloutCallback(**rollout), *callbacks, *(each for each in added if type(each) not in types)]
+        # The noise of a rollout is set before it samples.
+        return sorted(callbacks, key=lambda callback: not isinstance(callback, AdaptiveQuantizationNoise))
 
     def fit(self, model: LightningModule, datamodule: LightningDataModule, **kwargs: Any) -> None:
-        """Train, from a checkpoint where `--resume` or `--ckpt_path` names one."""
+        """Train, from the checkpoint of `--resume` or `--ckpt_path`."""
         root = Path(self.trainer.default_root_dir)
         if (ranks := planned_ranks(self.trainer)) > 1:
             assert isinstance(datamodule, PromptDataModule)
@@ -359,51 +348,51 @@ class QeRLCLI(LightningCLI):
             self.trainer.fit(model, datamodule=datamodule, **kwargs)
 
     def _log_from(self, checkpoint: str | Path | None) -> None:
-        """Have TensorBoard show one curve: its readers drop what a killed run logged beyond the checkpoint."""
+        """Have TensorBoard show one curve: its readers drop the steps that a killed run logged after the checkpoint."""
         if self._logger is not None and self.trainer.logger is self._logger:  # a trial run has another
             first = BEFORE_TRAINING if checkpoint is None else finished_rollouts(Path(checkpoint))
             self.trainer.logger = TensorBoardLogger(self._logger.save_dir, name="", version="", purge_step=first)
 
     def validate(self, model: LightningModule, datamodule: LightningDataModule, **kwargs: Any) -> None:
-        """Evaluate on the validation prompts, a checkpoint where one is named."""
+        """Evaluate on the validation prompts."""
         self.trainer.validate(model, datamodule=datamodule, **kwargs | self._evaluated(kwargs))
 
     def test(self, model: LightningModule, datamodule: LightningDataModule, **kwargs: Any) -> None:
-        """Evaluate on the test prompts, a checkpoint where one is named."""
+        """Evaluate on the test prompts."""
         self.trainer.test(model, datamodule=datamodule, **kwargs | self._evaluated(kwargs))
 
     def _checkpoint(self, given: dict[str, Any]) -> dict[str, Path | None]:
-        """`ckpt_path` by `--resume`, as Lightning takes it; nothing where that is not set."""
+        """Lightning's `ckpt_path` by `--resume`; empty if that is not set."""
         resume = self._get(self.config, "resume")
         if resume is None:
             return {}
         if given.get("ckpt_path") is not None:
             raise UserError(f"one checkpoint is taken; --resume is {resume} and --ckpt_path is set too; leave one out")
         if resume == "auto":
-            found = newest_checkpoint(Path(self.trainer.default_root_dir))
+            path = newest_checkpoint(Path(self.trainer.default_root_dir))
         else:
-            found = Path(resume)
-            verify(found)
-        if found is not None:
-            log.info("resuming from %s", found)
-        return {"ckpt_path": found}
+            path = Path(resume)
+            verify(path)
+        if path is not None:
+            log.info("resuming from %s", path)
+        return {"ckpt_path": path}
 
     def _evaluated(self, given: dict[str, Any]) -> dict[str, Any]:
-        taken: dict[str, Any] = self._checkpoint(given)
-        if "ckpt_path" in taken and taken["ckpt_path"] is None:
+        options: dict[str, Any] = self._checkpoint(given)
+        if options.get("ckpt_path", "") is None:
             raise UserError(
                 f"--resume auto needs a checkpoint; {self.trainer.default_root_dir} has none; name the run's folder by "
                 "trainer.default_root_dir, or leave --resume out to evaluate the policy before training"
             )
-        if not taken and given.get("ckpt_path") is None and self._adapter is None:
+        if not options and given.get("ckpt_path") is None and self._adapter is None:
             log.info("no checkpoint is named: this evaluates the policy before training")
         if any(isinstance(callback, EvaluationReport) for callback in self.trainer.callbacks):  # type: ignore[attr-defined]
-            taken["verbose"] = False  # the report has a table
-        return taken
+            options["verbose"] = False  # the report has a table
+        return options
 
 
 def _listed(given: Any) -> list[Any]:
-    """What Lightning takes alone, in a list, or not at all."""
+    """A list of callbacks or plugins, which Lightning also takes as a single object or None."""
     if given is None:
         return []
     return list(given) if isinstance(given, list | tuple) else [given]
@@ -428,9 +417,9 @@ def main(argv: list[str] | None = None) -> int:
     """
     argv = sys.argv[1:] if argv is None else argv
     configure_terminal()
-    # What PyTorch asks for where results must repeat, and the size it takes anyway; read when cuBLAS starts.
+    # PyTorch requires it for deterministic results; its own default size; read when cuBLAS starts.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    sys.path.insert(0, str(Path.cwd()))  # a user's own reward or data module lies where the command is run
+    sys.path.insert(0, str(Path.cwd()))  # for a user's own reward or data module
     try:
         if argv and argv[0] in COMMANDS:
             jsonargparse.auto_cli(
@@ -444,26 +433,20 @@ def main(argv: list[str] | None = None) -> int:
             return 0
         sys.argv = [sys.argv[0], *argv]
         cli = QeRLCLI()
-        if isinstance(
-            cli.trainer.strategy, UnwrappedDDPStrategy
-        ):  # last: the engines have been closed within the group
+        if isinstance(cli.trainer.strategy, UnwrappedDDPStrategy):  # last: closing the engines needs the group
             return cli.trainer.strategy.finish()
+        return 0
     except Preempted as stop:
-        if is_first_process():
-            print(f"qerl: {stop}; go on with the same command and --resume auto", file=sys.stderr)
-        return 128 + stop.signal_number
+        status, message = 128 + stop.signal_number, f"{stop}; go on with the same command and --resume auto"
     except Stopped as stop:
-        if is_first_process():
-            print(f"qerl: {stop}; give the same command again", file=sys.stderr)
-        return stop.status
-    except SIGTERMException:  # Lightning's own end on SIGTERM, where no ResumeCheckpoint listens
+        status, message = stop.status, f"{stop}; give the same command again"
+    except SIGTERMException:  # Lightning's own end on SIGTERM, without a ResumeCheckpoint
         return 128 + signal.SIGTERM
-    except Exception as error:  # a user's class may raise anything; what is no user's mistake goes on
-        debugging = os.environ.get("QERL_DEBUG") == "1"
-        message = None if debugging else explain(error, argv, {*COMMANDS, *QeRLCLI.subcommands()})
-        if message is None:
+    except Exception as error:  # a user's class may raise anything
+        line = explain(error, argv, {*COMMANDS, *QeRLCLI.subcommands()})
+        if line is None or os.environ.get("QERL_DEBUG") == "1":
             raise
-        if is_first_process():
-            print(f"qerl: {message}", file=sys.stderr)
-        return USAGE_ERROR
-    return 0
+        status, message = USAGE_ERROR, line
+    if is_first_process():
+        print(f"qerl: {message}", file=sys.stderr)
+    return status

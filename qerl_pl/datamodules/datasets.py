@@ -32,7 +32,7 @@ class GSM8KDataModule(PromptDataModule):
         val_batch_size: Prompts a validation batch; null takes batch_size.
         max_prompt_tokens: Limit of tokens, chat template included; longer prompts are dropped.
         system_prompt: The system message; null sends none.
-        seed: Seed of the split and of the order.
+        seed: Seed of the split and of the order; null takes the run's.
         tokenizer: Folder or hub name of a tokenizer; null takes the policy's.
         sets: Tables to validate and test on, by name, in place of its own; see PromptDataModule.
     """
@@ -47,7 +47,7 @@ class GSM8KDataModule(PromptDataModule):
         val_batch_size: int | None = None,
         max_prompt_tokens: int = 256,
         system_prompt: str | None = SYSTEM_PROMPT,
-        seed: int = 0,
+        seed: int | None = None,
         tokenizer: str | None = None,
         sets: dict[str, TableConfig] | None = None,
     ) -> None:
@@ -131,7 +131,7 @@ class BigMathDataModule(PromptDataModule):
         val_batch_size: Prompts a validation batch; null takes batch_size.
         max_prompt_tokens: Limit of tokens, chat template included; longer prompts are dropped.
         system_prompt: The system message; null sends none.
-        seed: Seed of the split and of the order.
+        seed: Seed of the split and of the order; null takes the run's.
         tokenizer: Folder or hub name of a tokenizer; null takes the policy's.
         sets: Tables to validate and test on, by name, in place of its own; see PromptDataModule.
     """
@@ -149,7 +149,7 @@ class BigMathDataModule(PromptDataModule):
         val_batch_size: int | None = None,
         max_prompt_tokens: int = 1024,
         system_prompt: str | None = SYSTEM_PROMPT,
-        seed: int = 0,
+        seed: int | None = None,
         tokenizer: str | None = None,
         sets: dict[str, TableConfig] | None = None,
     ) -> None:
@@ -263,7 +263,7 @@ class ArithmeticDataModule(PromptDataModule):
         val_batch_size: Prompts a validation batch; null takes batch_size.
         max_prompt_tokens: Limit of tokens, chat template included; longer prompts are dropped.
         system_prompt: The system message; null sends none.
-        seed: Seed of the order; task has the seed of the problems.
+        seed: Seed of the order; null takes the run's. The problems have their own, in the task.
         tokenizer: Folder or hub name of a tokenizer; null takes the policy's.
         sets: Tables to validate and test on, by name, in place of its own; see PromptDataModule.
     """
@@ -278,7 +278,7 @@ class ArithmeticDataModule(PromptDataModule):
         val_batch_size: int | None = None,
         max_prompt_tokens: int = 256,
         system_prompt: str | None = SYSTEM_PROMPT,
-        seed: int = 0,
+        seed: int | None = None,
         tokenizer: str | None = None,
         sets: dict[str, TableConfig] | None = None,
     ) -> None:

@@ -136,7 +136,7 @@ class PromptDataModule(LightningDataModule):
         val_batch_size: Prompts a validation batch; null takes batch_size.
         max_prompt_tokens: Limit of tokens, chat template included; longer prompts are dropped.
         system_prompt: The system message; null sends none.
-        seed: Seed of the split and of the order.
+        seed: Seed of the split and of the order; null takes the run's, or 0 without the command line.
         tokenizer: Folder or hub name of a tokenizer; null takes the policy's.
         sets: Tables to validate (`val_size` rows of each) and test on (all rows), by name, in place of the module's
             own; `qerl validate` and `qerl test` then read no training rows.
@@ -151,7 +151,7 @@ class PromptDataModule(LightningDataModule):
         val_batch_size: int | None = None,
         max_prompt_tokens: int = 256,
         system_prompt: str | None = SYSTEM_PROMPT,
-        seed: int = 0,
+        seed: int | None = None,
         tokenizer: str | None = None,
         sets: dict[str, TableConfig] | None = None,
     ) -> None:
@@ -164,7 +164,7 @@ class PromptDataModule(LightningDataModule):
         self.val_batch_size = batch_size if val_batch_size is None else val_batch_size
         self.max_prompt_tokens = max_prompt_tokens
         self.system_prompt = system_prompt
-        self.seed = seed
+        self.seed = 0 if seed is None else seed
         self.tokenizer = tokenizer
         self._tables = sets
         self._train: list[Prompt] = []

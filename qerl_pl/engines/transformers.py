@@ -11,6 +11,7 @@ from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from qerl_pl.engines.base import (
     EngineSpec,
+    RolloutEngine,
     SharedWeights,
     check_adapter,
     check_requests,
@@ -133,7 +134,7 @@ class SyncedRMSNorm(Float32RMSNorm):
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
-class TransformersEngine:
+class TransformersEngine(RolloutEngine):
     """Batched decoding with a key/value cache on a dense copy of the base model.
 
     Prefill runs once for all completions of a request. Every completion draws from a random stream with its own seed,

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from decimal import Decimal
 
 from qerl_pl.errors import UserError
-from qerl_pl.rewards.base import RewardSample, refuse_empty_references
+from qerl_pl.rewards.base import Reward, RewardSample, refuse_empty_references
 
 
 def last_tagged(text: str, tag: str) -> str | None:
@@ -15,7 +15,7 @@ def last_tagged(text: str, tag: str) -> str | None:
     return content.strip() if closing and opening else None
 
 
-class Format:
+class Format(Reward):
     """1 if the completion consists of one non-empty block for each tag, in order, and white space; else 0.
 
     Args:
@@ -40,30 +40,40 @@ class Format:
         return [float(match is not None and all(block.strip() for block in match.groups())) for match in matches]
 
 
-class OverlongPenalty:
+class OverlongPenalty(Reward):
     """0 up to max_length - buffer tokens, then falling linearly to -1 at max_length: DAPO's soft over-long punishment.
 
     arXiv 2503.14476, equation 13.
 
     Args:
-        max_length: Tokens at which the penalty is full; the sampling limit, or less.
-        buffer: Tokens before max_length over which the penalty grows.
+        max_length: Tokens at which the penalty is full; the sampling limit (null takes it), or less.
+        buffer: Tokens before max_length over which the penalty grows; null takes a quarter of max_length.
         weight: Factor of this reward in the total.
     """
 
     name = "overlong"
 
-    def __init__(self, max_length: int, buffer: int, weight: float = 1.0) -> None:
+    def __init__(self, max_length: int | None = None, buffer: int | None = None, weight: float = 1.0) -> None:
+        self.weight = weight
+        self.max_length = max_length
+        self.buffer = buffer
+        if max_length is not None:
+            self.set_limit(max_length)
+
+    def set_limit(self, max_tokens: int) -> int:
+        """Fill in what was left null from the sampling limit; returns max_length."""
+        max_length = max_tokens if self.max_length is None else self.max_length
+        buffer = max(1, max_length // 4) if self.buffer is None else self.buffer
         if not 0 < buffer <= max_length:
             raise UserError(
                 f"OverlongPenalty needs 0 < buffer <= max_length; got buffer={buffer}, max_length={max_length}; "
                 "choose a buffer of about a fifth of max_length."
             )
-        self.weight = weight
-        self.max_length = max_length
-        self.buffer = buffer
+        self.max_length, self.buffer = max_length, buffer
+        return max_length
 
     def __call__(self, samples: Sequence[RewardSample]) -> Sequence[float]:
+        assert self.max_length is not None and self.buffer is not None, "set_limit comes first"
         free = self.max_length - self.buffer
         return [-min(1.0, max(0.0, (sample.num_tokens - free) / self.buffer)) for sample in samples]
 
@@ -176,7 +186,7 @@ def parse_number(text: str) -> Decimal | None:
     return Decimal(plain.replace(",", "")) if _PLAIN_NUMBER.fullmatch(plain) else None
 
 
-class GSM8KAnswer:
+class GSM8KAnswer(Reward):
     """1 if the last <answer>...</answer> is exactly the reference's number, else 0.
 
     Args:

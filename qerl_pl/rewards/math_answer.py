@@ -17,7 +17,7 @@ from pathlib import Path
 from qerl_pl.distributed.communicator import warn_of_this_rank
 from qerl_pl.errors import UserError, require_at_least
 from qerl_pl.rewards.answers import answer_of, only_text, same_prose, same_text
-from qerl_pl.rewards.base import RewardSample, refuse_empty_references
+from qerl_pl.rewards.base import Reward, RewardSample, refuse_empty_references
 
 log = logging.getLogger("qerl_pl")
 
@@ -219,7 +219,7 @@ def cores() -> int:
     return max(1, available // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
-class MathAnswer:
+class MathAnswer(Reward):
     """1 if the answer equals the reference as mathematics (math-verify), else 0.
 
     The answer is LaTeX or plain text, such as \\frac{1}{2}, 0.5, 1/2 or $x = 3$; of several \\boxed{} the last counts.

@@ -66,10 +66,13 @@ class CollectorConfig:
         check_rewards(self.rewards)
         accuracy_reward(self.rewards, self.accuracy_reward)
         for reward in self.rewards:
-            if isinstance(reward, OverlongPenalty) and reward.max_length > self.sampling.max_tokens:
+            if not isinstance(reward, OverlongPenalty):
+                continue
+            longest = reward.set_limit(self.sampling.max_tokens)
+            if longest > self.sampling.max_tokens:
                 log.warning(
                     "OverlongPenalty is full at %d tokens, which no completion of at most %d reaches: lower max_length",
-                    reward.max_length,
+                    longest,
                     self.sampling.max_tokens,
                 )
 

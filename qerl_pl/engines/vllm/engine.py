@@ -11,7 +11,15 @@ from typing import Any, ClassVar, Literal
 import torch
 from qerl_kernels import DECODE_GEMM_MAX_TOKENS, select_backend
 
-from qerl_pl.engines.base import EngineSpec, SharedWeights, check_adapter, check_requests, check_targets, regroup
+from qerl_pl.engines.base import (
+    EngineSpec,
+    RolloutEngine,
+    SharedWeights,
+    check_adapter,
+    check_requests,
+    check_targets,
+    regroup,
+)
 from qerl_pl.engines.vllm import compat, linear_methods, worker
 from qerl_pl.engines.vllm.startup import (
     import_vllm,
@@ -80,7 +88,7 @@ def completion_of(output: Any) -> Completion:
     return Completion(tokens, tuple(output.logprobs.logprobs), output.finish_reason)
 
 
-class VLLMEngine:
+class VLLMEngine(RolloutEngine):
     """vLLM, colocated with the trainer: adapter, norms and noise are written into its memory.
 
     On a GPU vLLM gets a 4-bit base as it is; on a CPU (vLLM's CPU build) it gets dequantized weights. Log-probabilities
