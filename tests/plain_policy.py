@@ -171,14 +171,14 @@ class PlainPolicy:
 
     def noise(self, sigma: float, seed: int, version: int) -> dict[str, Tensor]:
         """Noise of every norm before q, k, v and before gate, up: Gaussian, its root mean square exactly sigma."""
-        found = {}
+        result = {}
         for number in range(self.config["num_hidden_layers"]):
             for norm in NOISY:
                 name = f"model.layers.{number}.{norm}"
                 generator = torch.Generator().manual_seed(stream_seed(seed, "aqn", version, name))
                 draw = torch.randn(self.config["hidden_size"], generator=generator).double()
-                found[name] = sigma * draw / torch.sqrt((draw * draw).mean())
-        return found
+                result[name] = sigma * draw / torch.sqrt((draw * draw).mean())
+        return result
 
     @torch.no_grad()
     def sample(

@@ -80,11 +80,11 @@ def test_packed_sequences_have_the_bits_of_the_layer_that_was_there(name: str) -
         gradients.append({name: parameter.grad for name, parameter in model.get_decoder().named_parameters()})
     assert torch.equal(*outputs) and gradients[0].keys() == gradients[1].keys()
     for parameter, expected in gradients[0].items():
-        found = gradients[1][parameter]
+        result = gradients[1][parameter]
         if parameter.endswith(("q_norm.weight", "k_norm.weight")):  # a sum over tokens and heads in another order
-            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
         else:
-            assert torch.equal(found, expected), parameter
+            assert torch.equal(result, expected), parameter
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -95,10 +95,10 @@ def test_packed_sequences_are_those_of_a_plain_model_one_at_a_time(name: str, ba
     expected = torch.cat([run(plain, one, None) for one in ids.split(LENGTHS.tolist())])
     select_backend(backend)
     try:
-        found = run(make(name)[1], ids, Packing.of(LENGTHS, 12))
+        result = run(make(name)[1], ids, Packing.of(LENGTHS, 12))
     finally:
         select_backend("torch")
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_a_packing_takes_no_dropout_of_weights() -> None:
@@ -172,7 +172,7 @@ def test_a_real_layer_on_a_gpu_has_the_bits_of_the_one_that_was_there(name: str,
     hidden, direction = torch.randn(2, 1, 4048, 3584, device="cuda").to(dtype)
     angles = model.model.rotary_emb(hidden, packing.positions[None])
     hidden.requires_grad_()
-    found = []
+    result = []
     select_backend("triton")
     try:
         with deterministic():
@@ -180,9 +180,9 @@ def test_a_real_layer_on_a_gpu_has_the_bits_of_the_one_that_was_there(name: str,
                 out, _ = model.model.layers[0].self_attn(
                     hidden, position_embeddings=angles, attention_mask=None, packing=packing
                 )
-                found.append((out, *torch.autograd.grad(out, hidden, direction)))
+                result.append((out, *torch.autograd.grad(out, hidden, direction)))
                 use_packed_attention(model)
     finally:
         select_backend("torch")
     assert isinstance(model.model.layers[0].self_attn, PackedAttention)
-    assert all(map(torch.equal, *found))
+    assert all(map(torch.equal, *result))

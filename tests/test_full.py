@@ -36,8 +36,8 @@ def logprobs(policy: Policy, reference: bool = False) -> Tensor:
 
 
 def plain_logprobs(model: torch.nn.Module) -> Tensor:
-    found = model(TOKENS).logits[0, :-1].float().log_softmax(-1)
-    return found.gather(1, TOKENS[0, 1:, None])[:, 0][MASK[0, 1:]]
+    result = model(TOKENS).logits[0, :-1].float().log_softmax(-1)
+    return result.gather(1, TOKENS[0, 1:, None])[:, 0][MASK[0, 1:]]
 
 
 def perturb(policy: Policy) -> None:
@@ -68,8 +68,8 @@ def test_gradients_are_those_of_a_plain_model_for_every_weight(
     plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     policy = make(base, gradient_checkpointing=checkpointing).train()
     assert (policy.base.lm_head.weight is policy.base.model.embed_tokens.weight) == tied
-    for found in (plain_logprobs(plain), logprobs(policy)):
-        found.sum().backward()
+    for result in (plain_logprobs(plain), logprobs(policy)):
+        result.sum().backward()
     expected = dict(plain.named_parameters())
     trained = dict(policy.base.named_parameters())
     assert trained.keys() == expected.keys() == policy.trained_state().keys()
@@ -144,11 +144,9 @@ def test_every_weight_reaches_the_engine_in_place(untied: Path, kind: str) -> No
     try:
         before = parity_check.measure_full_finetuning_parity(engine, policy, prompts, 0, 5, 16)
         perturb(policy)
-        after = parity_check.measure_full_finetuning_parity(
-            engine, policy, prompts, 1, 6, 16
-        )  # seeds 5 and 6 probe one layer each
-        for found in (before, after):
-            assert found.adapter_on < 1e-4 and found.adapter_off < 1e-4 < 0.01 < found.adapter_effect
+        after = parity_check.measure_full_finetuning_parity(engine, policy, prompts, 1, 6, 16)
+        for result in (before, after):  # seeds 5 and 6 perturb a layer each
+            assert result.adapter_on < 1e-4 and result.adapter_off < 1e-4 < 0.01 < result.adapter_effect
         own = policy.trained_state()
         for name in own:  # each alone: a weight that never arrives shows
             changed = own | {name: own[name] + 0.1 * torch.randn_like(own[name])}
@@ -240,12 +238,12 @@ def test_memory_of_a_7b_by_hand(
     monkeypatch.setattr("qerl_pl.modules.policy.TensorFiles", lambda folder: TensorsOf7B())
     config = PolicyConfig(quantization="none", finetune="full")
     for make, held, optimizer in ((torch.optim.AdamW, 113.2, 56.6), (optim.AdamW8bit, 71.0, 14.4)):
-        parts = rf"weights 28.3, gradients 28.3, optimizer {optimizer}"
+        table = rf"weights 28.3, gradients 28.3, optimizer {optimizer}"
         monkeypatch.setattr("qerl_pl.modules.policy.free_bytes", lambda device, held=held: round((held + 0.2) * GIB))
         require_memory(tmp_path, config, make, CPU, False, 0.0)
-        assert f"holds {held:.3g} GiB: {parts}; cpu" in caplog.text
+        assert f"holds {held:.3g} GiB: {table}; cpu" in caplog.text
         monkeypatch.setattr("qerl_pl.modules.policy.free_bytes", lambda device, held=held: round((held - 0.2) * GIB))
-        with pytest.raises(UserError, match=rf"of 7.6 billion weights needs {held:.3g} GiB \({parts}\)"):
+        with pytest.raises(UserError, match=rf"of 7.6 billion weights needs {held:.3g} GiB \({table}\)"):
             require_memory(tmp_path, config, make, CPU, False, 0.0)
 
 

@@ -78,6 +78,6 @@ def test_two_ranks_that_are_killed_go_on_bit_for_bit(two: Path, tiny_policy_dir:
     assert statuses == [0, 0], printed
     expected = learned(two)
     for file in ("rank0", "rank1"):
-        found = load_file(tmp_path / "run" / f"{file}.safetensors")
-        assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+        result = load_file(tmp_path / "run" / f"{file}.safetensors")
+        assert result.keys() == expected.keys() and all(torch.equal(result[name], expected[name]) for name in result)
     assert completions(tmp_path / "run") == completions(two)

@@ -47,8 +47,8 @@ def test_an_adapter_is_scaled_forward_and_backward(kind: str, mode: str, alpha: 
 
     torch.manual_seed(13)
     leaf = x.clone().requires_grad_()
-    found = linear(leaf)
-    found.backward(upstream)
+    result = linear(leaf)
+    result.backward(upstream)
 
     mask = torch.ones(15, COLUMNS, dtype=torch.float64)
     if mode == "train with dropout":  # the inputs that the same seed keeps, scaled up for those it drops
@@ -66,7 +66,7 @@ def test_an_adapter_is_scaled_forward_and_backward(kind: str, mode: str, alpha: 
         scaling * outs.T @ (seen @ a.T),
     )
     measured = (leaf.grad, *(factor.grad for factor in linear.factors()))
-    for one, truth in zip((found.detach(), *measured), (expected, *gradients), strict=True):
+    for one, truth in zip((result.detach(), *measured), (expected, *gradients), strict=True):
         assert one is not None
         torch.testing.assert_close(one.double(), truth.view(one.shape), rtol=1e-5, atol=1e-5 * float(truth.abs().max()))
 

@@ -41,11 +41,11 @@ def learn(policy: Policy) -> tuple[Tensor, dict[str, Tensor]]:
     mask = torch.zeros(2, 9, dtype=torch.bool)
     mask[:, 3:7] = True
     torch.manual_seed(5)
-    found = policy.token_logprobs(tokens, torch.tensor([9, 7]), mask, 1.0)[0]
-    found.sum().backward()
+    result = policy.token_logprobs(tokens, torch.tensor([9, 7]), mask, 1.0)[0]
+    result.sum().backward()
     gradients = {name: p.grad for name, p in policy.named_parameters() if p.grad is not None}
     policy.zero_grad()
-    return found.detach(), gradients
+    return result.detach(), gradients
 
 
 def learn_one_by_one(policy: Policy) -> tuple[Tensor, dict[str, Tensor]]:
@@ -59,8 +59,8 @@ def learn_one_by_one(policy: Policy) -> tuple[Tensor, dict[str, Tensor]]:
 def test_a_policy_learns_what_it_learns_one_by_one(quantized: Path, checkpointing: Any, lora: LoraConfig) -> None:
     """In float32: no more than the order of the sums differs. o's adapter, and down's or its base, are alone."""
     policy = make(quantized, dtype="float32", lora=lora, gradient_checkpointing=checkpointing)
-    (expected, before), (found, after) = learn_one_by_one(policy), learn(policy)
-    torch.testing.assert_close(found, expected)
+    (expected, before), (result, after) = learn_one_by_one(policy), learn(policy)
+    torch.testing.assert_close(result, expected)
     assert before.keys() == after.keys() and len(after) == LAYERS * 2 * len(lora.targets)
     for name, gradient in before.items():
         assert gradient.any()
@@ -69,10 +69,10 @@ def test_a_policy_learns_what_it_learns_one_by_one(quantized: Path, checkpointin
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_all_that_can_be_recomputed_gives_the_same_bits(quantized: Path, dtype: Any) -> None:
-    found, gradients = learn(make(quantized, dtype=dtype))
+    result, gradients = learn(make(quantized, dtype=dtype))
     for mode in MODES[1:]:
         again, others = learn(make(quantized, dtype=dtype, gradient_checkpointing=mode))
-        assert torch.equal(again, found) and others.keys() == gradients.keys()
+        assert torch.equal(again, result) and others.keys() == gradients.keys()
         assert all(torch.equal(others[name], gradient) for name, gradient in gradients.items())
 
 
@@ -156,8 +156,8 @@ def test_dropout_16_bits_and_an_adapter_that_is_off_are_computed_one_by_one(
 ) -> None:
     dropping = make(quantized, lora=LoraConfig(rank=4, dropout=0.5))
     for policy in (dropping, make(tiny_policy_dir, "none"), make(tiny_policy_dir, "none", finetune="full")):
-        (found, after), (expected, before) = learn(policy), learn_one_by_one(policy)
-        assert torch.equal(found, expected) and after.keys() == before.keys()
+        (result, after), (expected, before) = learn(policy), learn_one_by_one(policy)
+        assert torch.equal(result, expected) and after.keys() == before.keys()
         assert all(torch.equal(after[name], gradient) for name, gradient in before.items())
     mlps = [module for module in dropping.eval().modules() if isinstance(module, GatedMLP)]
     assert all(can_fuse_lora(mlp.shared_input) for mlp in mlps)

@@ -44,12 +44,12 @@ def test_attention_and_its_gradient_are_those_of_loops(window: int | None, scali
     tensors = [torch.randn(1, heads, 9, 2, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2)]
     packing, direction = Packing.of(LENGTHS, 6), torch.randn(1, 9, 4, 2, dtype=torch.float64)
     expected = plain_attention(*tensors, scaling or 1 / math.sqrt(2), window)
-    found, weights = packed_attention(
+    result, weights = packed_attention(
         nn.Module(), *tensors, None, scaling=scaling, sliding_window=window, packing=packing
     )
     assert weights is None
-    torch.testing.assert_close(found, expected)
-    gradients = [torch.autograd.grad((out * direction).sum(), tensors) for out in (found, expected)]
+    torch.testing.assert_close(result, expected)
+    gradients = [torch.autograd.grad((out * direction).sum(), tensors) for out in (result, expected)]
     torch.testing.assert_close(gradients[0], gradients[1])
 
 
@@ -100,7 +100,7 @@ def test_sixteen_bits_flash_attention_take_its_own_operation(
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", operation)
     torch.manual_seed(0)
     tensors = [torch.randn(1, heads, 9, 8).to(dtype) for heads in (4, 2, 2)]
-    found, _ = packed_attention(
+    result, _ = packed_attention(
         nn.Module(),
         *(tensor.as_subclass(OnGPU) for tensor in tensors),
         None,
@@ -109,7 +109,7 @@ def test_sixteen_bits_flash_attention_take_its_own_operation(
         packing=Packing.of(LENGTHS, 6),
     )
     expected = plain_attention(*(tensor.float() for tensor in tensors), scaling or 1 / math.sqrt(8), window)
-    torch.testing.assert_close(found.as_subclass(Tensor).float(), expected, rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(result.as_subclass(Tensor).float(), expected, rtol=1e-2, atol=1e-2)
     assert called == ([] if dtype == torch.float32 else [2])
 
 
@@ -145,13 +145,13 @@ def test_a_gpus_operation_gives_what_pytorchs_function_gives_for_repeated_keys(
     inputs, direction = [tensor.requires_grad_() for tensor in drawn], torch.randn_like(drawn[0])
     bounds = (packing.boundaries, packing.boundaries, packing.longest, packing.longest)
     with deterministic():
-        found = attention_of_rows(*inputs, packing, scaling, window)
+        result = attention_of_rows(*inputs, packing, scaling, window)
         repeated = [tensor.repeat_interleave(heads // keys, dim=1) for tensor in inputs[1:]]
         sight = (-1 if window is None else window - 1, 0)
         expected: Any = varlen_attn(inputs[0], *repeated, *bounds, scale=scaling, window_size=sight)
-        ours = torch.autograd.grad(found, inputs, direction)
+        ours = torch.autograd.grad(result, inputs, direction)
         theirs = torch.autograd.grad(strictly_deterministic_gradient(expected), inputs, direction)
-    assert torch.equal(found, expected) and torch.equal(ours[0], theirs[0])
+    assert torch.equal(result, expected) and torch.equal(ours[0], theirs[0])
     for one, other in zip(ours[1:], theirs[1:], strict=True):  # sums over the heads of a group
         torch.testing.assert_close(one, other, rtol=2**-6, atol=2**-6)
 

@@ -83,8 +83,8 @@ def test_exported_adapter_gives_the_same_logprobs_in_plain_peft(
     plain = peft.PeftModel.from_pretrained(plain, tmp_path).eval()
     tokens, lengths, mask = batch()
     with torch.no_grad():
-        found = policy.token_logprobs(tokens, lengths, mask, temperature=0.7)
-    for ours, theirs in zip(found, plain_logprobs(plain, 0.7), strict=True):
+        result = policy.token_logprobs(tokens, lengths, mask, temperature=0.7)
+    for ours, theirs in zip(result, plain_logprobs(plain, 0.7), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
@@ -300,11 +300,11 @@ def test_attention_that_its_config_has_drop_weights_drops_none(
     described = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(described | {"attention_dropout": 0.5}))
     tokens, lengths, mask = batch()
-    expected, found = (
+    expected, result = (
         make(one, quantization=quantization).train().token_logprobs(tokens, lengths, mask, 1.0)
         for one in (plain, folder)
     )
-    assert all(map(torch.equal, found, expected))
+    assert all(map(torch.equal, result, expected))
 
 
 def test_a_sliding_window_hides_what_lies_before_it(dense: Path, tmp_path: Path) -> None:
@@ -315,26 +315,26 @@ def test_a_sliding_window_hides_what_lies_before_it(dense: Path, tmp_path: Path)
     type(config).from_dict(config.to_dict() | settings).save_pretrained(windowed)
     tokens, lengths, mask = batch()
     with torch.no_grad():
-        found = make(windowed, quantization="none").token_logprobs(tokens, lengths, mask, 0.7)
+        result = make(windowed, quantization="none").token_logprobs(tokens, lengths, mask, 0.7)
     model = AutoModelForCausalLM.from_pretrained(windowed, dtype=torch.float32).eval()
-    for ours, theirs in zip(found, plain_logprobs(model, 0.7), strict=True):
+    for ours, theirs in zip(result, plain_logprobs(model, 0.7), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
     everything = plain_logprobs(AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float32).eval(), 0.7)
-    assert (found[0] - everything[0]).abs().max() > 0.01
+    assert (result[0] - everything[0]).abs().max() > 0.01
 
 
 def shared_weights(base: Path) -> SharedWeights:
     """What an engine with Marlin kernels would lend: fused matrices in its layout."""
     tensors = load_file(base / "model.safetensors")
     linears: dict[str, FrozenWeight] = {}
-    for stem, parts in (
+    for stem, projections in (
         ("self_attn", ("q_proj", "k_proj", "v_proj")),
         ("self_attn", ("o_proj",)),
         ("mlp", ("gate_proj", "up_proj")),
         ("mlp", ("down_proj",)),
     ):
         for layer in range(2):
-            names = [f"model.layers.{layer}.{stem}.{part}" for part in parts]
+            names = [f"model.layers.{layer}.{stem}.{name}" for name in projections]
             packed, scale = (torch.cat([tensors[f"{n}.weight_{kind}"] for n in names]) for kind in ("packed", "scale"))
             fused = to_marlin(NVFP4Tensor(packed, scale, tensors[f"{names[0]}.weight_global_scale"]))
             start = 0

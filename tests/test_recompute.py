@@ -38,7 +38,7 @@ def make(folder: Path, checkpointing: Any, dropout: float = 0.0) -> Policy:
 
 
 @pytest.mark.parametrize(
-    ("lengths", "most", "dealt"),
+    ("lengths", "max_tokens", "partition"),
     [
         ([5, 5, 5], None, [[0, 1, 2]]),
         ([], 4, [[]]),
@@ -48,20 +48,20 @@ def make(folder: Path, checkpointing: Any, dropout: float = 0.0) -> Policy:
         ([4] * 9, 16, [[0, 3, 6], [1, 4, 7], [2, 5, 8]]),  # in order it were 16, 16 and 4
     ],
 )
-def test_sequences_are_dealt_to_few_and_even_micro_batches(
-    lengths: list[int], most: int | None, dealt: list[list[int]]
+def test_sequences_are_partitioned_into_few_and_even_micro_batches(
+    lengths: list[int], max_tokens: int | None, partition: list[list[int]]
 ) -> None:
-    assert partition_micro_batches(lengths, most) == dealt
+    assert partition_micro_batches(lengths, max_tokens) == partition
 
 
 def test_micro_batches_hold_each_sequence_once_and_no_more_tokens_than_allowed() -> None:
     draw = torch.Generator().manual_seed(0)
     for rows in range(1, 60):
         lengths = torch.randint(1, 100, (rows,), generator=draw).tolist()
-        parts = partition_micro_batches(lengths, 150)
-        sizes = [sum(lengths[index] for index in part) for part in parts]
-        assert sorted(sum(parts, [])) == list(range(rows)) and max(sizes) <= 150
-        assert sizes == sorted(sizes, reverse=True) and len(parts) <= 1 + sum(lengths) / 75
+        micro_batches = partition_micro_batches(lengths, 150)
+        sizes = [sum(lengths[index] for index in micro_batch) for micro_batch in micro_batches]
+        assert sorted(sum(micro_batches, [])) == list(range(rows)) and max(sizes) <= 150
+        assert sizes == sorted(sizes, reverse=True) and len(micro_batches) <= 1 + sum(lengths) / 75
 
 
 @pytest.mark.parametrize(("free", "mode"), [(10**12, False), (2 * 10**9, False), (None, False), (1, True)])
@@ -104,8 +104,8 @@ def test_estimates_are_a_little_above_what_is_kept() -> None:
     attention = 2 * 3584 + 2 * 512  # queries and result, keys and values
     everything = 28 * 2 * (4 * 3584 + attention + 3 * 18944)
     assert products == pytest.approx(2.8e6, rel=0.01) and everything == pytest.approx(4.44e6, rel=0.01)
-    for found, kept in zip(needs, (everything, products, inputs), strict=True):
-        assert 1.1 * kept * 6144 / 2**30 < found < 1.1 * kept * 6144 / 2**30 + 4.5
+    for result, kept in zip(needs, (everything, products, inputs), strict=True):
+        assert 1.1 * kept * 6144 / 2**30 < result < 1.1 * kept * 6144 / 2**30 + 4.5
 
 
 def test_what_is_yet_to_come_is_counted_once_and_at_its_size() -> None:
@@ -142,9 +142,9 @@ def test_what_is_yet_to_come_is_counted_once_and_at_its_size() -> None:
     for (
         mode
     ) in activation_checkpointing.MODES:  # activations are in 16 bits over float32 masters, too, but in the norms
-        found, plain = (one.needed_bytes(mode, 6144) - one.needed_bytes(mode, 0) for one in (full, lora))
+        result, plain = (one.needed_bytes(mode, 6144) - one.needed_bytes(mode, 0) for one in (full, lora))
         norms = 1.1 * 6144 * 16 * 3584 * (28 if mode is False else 1)
-        assert found == pytest.approx(plain + norms, rel=1e-6)
+        assert result == pytest.approx(plain + norms, rel=1e-6)
 
 
 def test_a_state_that_a_checkpoint_has_brought_is_not_to_come() -> None:
@@ -219,12 +219,12 @@ def test_memory_that_runs_out_costs_a_step_down_and_no_bit(
 
     monkeypatch.setattr(activation_checkpointing, "free_bytes", lambda device: 10**12)
     expected, _ = learn(False, [])
-    found, policy = learn("auto", [2, 3][:failures])  # the second micro-batch, and again when it is repeated
+    result, policy = learn("auto", [2, 3][:failures])  # the second micro-batch, and again when it is repeated
     assert policy.checkpointing.mode == activation_checkpointing.MODES[failures]
-    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
-    for asked, fail_at in ((False, [2]), ("auto", [2, 3, 4])):
+    assert all(torch.equal(one, other) for one, other in zip(result, expected, strict=True))
+    for requested, fail_at in ((False, [2]), ("auto", [2, 3, 4])):
         with pytest.raises(torch.OutOfMemoryError):
-            learn(asked, fail_at)
+            learn(requested, fail_at)
 
 
 @pytest.mark.gpu

@@ -46,8 +46,8 @@ def learn(policy: Policy) -> tuple[Tensor, list[Tensor]]:
     """Log-probabilities of two forward passes, and the gradients of both."""
     torch.manual_seed(5)
     both = [policy.token_logprobs(*batch())[0] for _ in range(2)]
-    for found in both:
-        found.sum().backward()
+    for result in both:
+        result.sum().backward()
     gradients = [p.grad for p in policy.parameters() if p.grad is not None]
     for parameter in policy.parameters():
         parameter.grad = None
@@ -83,8 +83,8 @@ def test_log_probabilities_and_gradients_are_those_of_linears_that_round_alone(
     policy = make(folders, quantization, dropout, gradient_checkpointing=checkpointing)
     with rounding_alone(policy):
         expected, gradients = learn(policy)
-    found, ours = learn(policy)
-    assert torch.equal(found, expected) and len(ours) == len(gradients) == 2 * 7 * 2
+    result, ours = learn(policy)
+    assert torch.equal(result, expected) and len(ours) == len(gradients) == 2 * 7 * 2
     for one, other in zip(ours, gradients, strict=True):
         assert one.dtype == torch.float32 and one.any() and torch.equal(one, other)
 
@@ -138,8 +138,8 @@ def test_gradients_of_copies_by_hand() -> None:
     copies = cast_master_weights([[master] for master in masters], torch.bfloat16)
     assert all(copy.dtype == torch.bfloat16 and copy.tolist() == [1.0, 3.0] for copy in copies)
     (2 * copies[0] + 5 * copies[2]).sum().backward()  # the second is not used
-    found = [None if m.grad is None else (m.grad.dtype, m.grad.tolist()) for m in masters]
-    assert found == [(torch.float32, [2.0, 2.0]), None, (torch.float32, [5.0, 5.0])]
+    result = [None if m.grad is None else (m.grad.dtype, m.grad.tolist()) for m in masters]
+    assert result == [(torch.float32, [2.0, 2.0]), None, (torch.float32, [5.0, 5.0])]
 
 
 def test_copies_have_the_bits_of_one_at_a_time_on_a_gpu_too() -> None:
@@ -149,6 +149,6 @@ def test_copies_have_the_bits_of_one_at_a_time_on_a_gpu_too() -> None:
     masters = [b.int().view(torch.float32).nan_to_num(3.0).to(device).requires_grad_() for b in bits]
     copies = cast_master_weights([[master] for master in masters], torch.bfloat16)
     grads = [torch.randn(copy.shape, generator=draw).bfloat16().to(device) for copy in copies]
-    found = torch.autograd.grad(copies, masters, grads)
-    for master, copy, grad, ours in zip(masters, copies, grads, found, strict=True):
+    result = torch.autograd.grad(copies, masters, grads)
+    for master, copy, grad, ours in zip(masters, copies, grads, result, strict=True):
         assert torch.equal(copy, master.bfloat16()) and torch.equal(ours, grad.float())

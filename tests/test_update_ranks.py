@@ -43,11 +43,11 @@ def ragged(rows: int) -> Experience:
     )
 
 
-def share(full_finetuning: Experience, indices: list[int]) -> Experience:
-    """What a rank holds that has the rows at `places`."""
+def share(experience: Experience, indices: list[int]) -> Experience:
+    """What a rank holds that has the rows at `indices`."""
     rows = torch.tensor(indices, dtype=torch.int64)
     names = ("tokens", "lengths", "mask", "sampler_logprobs", "advantages", "truncated")
-    return replace(full_finetuning, indices=rows, **{name: getattr(full_finetuning, name)[rows] for name in names})
+    return replace(experience, indices=rows, **{name: getattr(experience, name)[rows] for name in names})
 
 
 def learn(
@@ -67,7 +67,7 @@ def learn(
     return [parameter.detach() for parameter in trained], metrics
 
 
-@pytest.mark.parametrize("dealt", [[[0, 1, 4, 5], [2, 3, 6, 7, 8, 9]], [[8, 9], [], [0, 1, 2, 3, 4, 5, 6, 7]]])
+@pytest.mark.parametrize("partition", [[[0, 1, 4, 5], [2, 3, 6, 7, 8, 9]], [[8, 9], [], [0, 1, 2, 3, 4, 5, 6, 7]]])
 @pytest.mark.parametrize(
     "objective",
     [
@@ -81,39 +81,41 @@ def learn(
     ],
     ids=lambda objective: type(objective).__name__,
 )
-def test_ranks_take_the_steps_of_one_process(policy: Policy, objective: Objective, dealt: list[list[int]]) -> None:
-    full_finetuning = ragged(10)
+def test_ranks_take_the_steps_of_one_process(policy: Policy, objective: Objective, partition: list[list[int]]) -> None:
+    experience = ragged(10)
     update = PolicyUpdate(objective, 2, 3, 20, 0.5, reference_share=1.0, seed=0)
-    alone, expected = learn(policy, update, full_finetuning, SINGLE_PROCESS)
+    alone, expected = learn(policy, update, experience, SINGLE_PROCESS)
     before = [parameter.detach() for parameter in policy.parameters() if parameter.requires_grad]
     assert not torch.equal(alone[1], before[1])
-    found = on_ranks(len(dealt), lambda ranks: learn(policy, update, share(full_finetuning, dealt[ranks.rank]), ranks))
-    for trained, metrics in found:
-        for one, other, first in zip(alone, trained, found[0][0], strict=True):
+    result = on_ranks(
+        len(partition), lambda ranks: learn(policy, update, share(experience, partition[ranks.rank]), ranks)
+    )
+    for trained, metrics in result:
+        for one, other, first in zip(alone, trained, result[0][0], strict=True):
             torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-6)
             assert torch.equal(other, first)
         assert metrics == pytest.approx(expected, rel=1e-4, abs=1e-6)
 
 
 def test_ranks_measure_the_same_sample_of_the_kl(policy: Policy) -> None:
-    full_finetuning, update = (
+    experience, update = (
         ragged(10),
         PolicyUpdate(DAPO(kl_estimator="k1"), 3, 2, 20, 0.5, reference_share=0.3, seed=0),
     )
-    expected = learn(policy, update, full_finetuning, SINGLE_PROCESS)[1]["policy/kl"]
-    dealt = [[0, 5, 6], [1, 2, 3, 4, 7, 8, 9]]
-    found = on_ranks(
-        2, lambda ranks: learn(policy, update, share(full_finetuning, dealt[ranks.rank]), ranks)[1]["policy/kl"]
+    expected = learn(policy, update, experience, SINGLE_PROCESS)[1]["policy/kl"]
+    partition = [[0, 5, 6], [1, 2, 3, 4, 7, 8, 9]]
+    result = on_ranks(
+        2, lambda ranks: learn(policy, update, share(experience, partition[ranks.rank]), ranks)[1]["policy/kl"]
     )
-    assert abs(expected) > 1e-3 and found == pytest.approx([expected] * 2, rel=1e-4)
+    assert abs(expected) > 1e-3 and result == pytest.approx([expected] * 2, rel=1e-4)
 
 
 def test_one_all_reduce_a_step_and_none_without_a_token_that_trains(policy: Policy) -> None:
-    full_finetuning = replace(ragged(4), truncated=torch.tensor([True, True, True, False]))
+    experience = replace(ragged(4), truncated=torch.tensor([True, True, True, False]))
     update = PolicyUpdate(DAPO(), 1, 4, None, 0.5, reference_share=0.0, seed=0)
 
     def work(ranks: Communicator) -> int:
-        learn(policy, update, share(full_finetuning, [[0, 1], [2, 3]][ranks.rank]), ranks)
+        learn(policy, update, share(experience, [[0, 1], [2, 3]][ranks.rank]), ranks)
         return ranks.exchange.exchanges  # type: ignore[attr-defined]
 
     assert on_ranks(2, work) == [1, 1]

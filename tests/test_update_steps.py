@@ -129,8 +129,8 @@ class Plain:
             sums["loss"] += self.loss(odds, rows)
             for row in rows:
                 for token in COMPLETIONS[row]:
-                    found = self.token(odds, token, ADVANTAGES[row])[1:]
-                    for name, value in zip(("ratio", "kl", "weight"), found, strict=True):
+                    result = self.token(odds, token, ADVANTAGES[row])[1:]
+                    for name, value in zip(("ratio", "kl", "weight"), result, strict=True):
                         sums[name] += value
                     tokens += 1
             slopes = []
@@ -156,8 +156,8 @@ def steps_of(epochs: int, minibatches: int) -> list[list[int]]:
             generator = torch.Generator().manual_seed(stream_seed(SEED, "minibatches", VERSION, epoch))
             rows = torch.randperm(6, generator=generator).tolist()
         size, more = divmod(6, minibatches)
-        for part in range(minibatches):
-            end = size + (part < more)
+        for number in range(minibatches):
+            end = size + (number < more)
             steps.append(rows[:end])
             rows = rows[end:]
     return steps
@@ -210,22 +210,22 @@ def test_kl_of_a_sample_is_that_of_all_on_average() -> None:
         )
         return metrics["policy/kl"], [rows for rows, *_, reference in policy.calls if reference]
 
-    full_finetuning, rows = kl(1.0, 0)
+    exact, rows = kl(1.0, 0)
     assert sorted(sum(rows, [])) == [3, 3, 3, 3, 4, 7]
     # One of three, by version: two of six completions, whose KL counts three times.
     token = [Plain("", 0.0, 1.0).token(ODDS, number, 0.0)[2] for number in range(4)]
     sums = [sum(token[number] for number in completion) for completion in COMPLETIONS]
-    found = []
+    result = []
     for version in range(60):
         generator = torch.Generator().manual_seed(stream_seed(SEED, "kl", version))
         drawn = sorted(torch.randperm(6, generator=generator)[:2].tolist())
         sampled, rows = kl(1 / 3, version)
         assert sorted(sum(rows, [])) == sorted(PROMPTS[row] + len(COMPLETIONS[row]) for row in drawn)
         assert sampled == pytest.approx(3 * sum(sums[row] for row in drawn) / 13)
-        found.append(sampled)
-    assert full_finetuning == pytest.approx(sum(sums) / 13)
-    spread = torch.tensor(found).std().item() / math.sqrt(len(found))
-    assert abs(sum(found) / len(found) - full_finetuning) < 3 * spread
+        result.append(sampled)
+    assert exact == pytest.approx(sum(sums) / 13)
+    spread = torch.tensor(result).std().item() / math.sqrt(len(result))
+    assert abs(sum(result) / len(result) - exact) < 3 * spread
 
 
 @pytest.mark.parametrize(

@@ -62,12 +62,7 @@ class ActivationCheckpointing:
             self._pending_state_bytes = measure()
 
     def choose_mode(self, tokens: int, ranks: Communicator) -> None:
-        """Choose the fastest mode that fits the free memory of every rank, in the first call only. Collective.
-
-        Args:
-            tokens: Of this rank's largest micro-batch.
-            ranks: All training processes.
-        """
+        """Choose, once, the fastest mode for which a micro-batch of so many tokens fits every rank. Collective."""
         if self.chosen:
             return
         gathered = ranks.gather((tokens, free_bytes(self._base.device)))
@@ -91,12 +86,8 @@ class ActivationCheckpointing:
                 self._set_mode(mode)
 
     def needed_bytes(self, mode: Checkpointing, tokens: int) -> int:
-        """Estimate of what an update will allocate: activations, and gradients and optimizer states not yet held.
-
-        Args:
-            mode: One of `MODES`.
-            tokens: Of a micro-batch.
-        """
+        """Bytes that an update will allocate for micro-batches of so many tokens, estimated: activations, and gradients
+        and optimizer states not yet held."""
         config = self._base.config
         norms = (module for module in self._base.modules() if isinstance(module, Float32RMSNorm))
         train_norms = any(norm.weight.requires_grad for norm in norms)

@@ -21,24 +21,24 @@ from qerl_pl.modules.packed_layers import GatedMLP, PackedAttention
 from qerl_pl.persistence.random_state import stream_seed
 
 
-def load_in_place(own: Mapping[str, Tensor], state: Mapping[str, Tensor], what: str, keys: str) -> None:
-    """Copy a checkpoint's tensors into a policy's, in place; nothing is copied if any name or shape differs.
+def load_in_place(own: Mapping[str, Tensor], state: Mapping[str, Tensor], content: str, keys: str) -> None:
+    """Copy a checkpoint's tensors into a policy's detached ones, in place; all or none.
 
     Args:
-        own: Detached tensors by checkpoint name.
-        state: The checkpoint's.
-        what: The trained thing, for the error message.
-        keys: Configuration keys that determine names and shapes, for the error message.
+        own: Tensors of the policy by checkpoint name.
+        state: Tensors of the checkpoint.
+        content: Of the state, for the error message.
+        keys: Configuration keys that determine it.
 
     Raises:
         UserError: Names or shapes differ.
     """
     here, there = ({name: tuple(tensor.shape) for name, tensor in tensors.items()} for tensors in (own, state))
     if wrong := sorted(name for name in here.keys() | there.keys() if here.get(name) != there.get(name)):
+        first, got, needed = wrong[0], there.get(wrong[0], "nothing"), here.get(wrong[0], "nothing")
         raise UserError(
-            f"a checkpoint must hold this policy's {what}; got other names or shapes, {len(wrong)} in all: {wrong[0]} "
-            f"is {there.get(wrong[0], 'nothing')} there and {here.get(wrong[0], 'nothing')} here; set {keys} as in the "
-            "run that wrote it"
+            f"a checkpoint must hold this policy's {content}; got other names or shapes, {len(wrong)} in all: {first} "
+            f"is {got} there and {needed} here; set {keys} as in the run that wrote it"
         )
     with torch.no_grad():
         for name, tensor in own.items():
@@ -60,11 +60,11 @@ def restored_parameters(parameters: Collection[Tensor]) -> Iterator[None]:
 def cast_master_weights(groups: Sequence[Sequence[Tensor]], dtype: torch.dtype) -> tuple[Tensor, ...]:
     """Low-precision copies, bit-equal to `to(dtype)`, in a few kernels forward and backward.
 
-    The gradients of all master weights are computed together, once the backward pass has reached every copy.
+    The gradients of all master weights are computed once the backward pass has reached every copy.
 
     Args:
-        groups: Master weights of one device and data type; those of a group differ in their rows only.
-        dtype: Of the copies; differs from the master weights'.
+        groups: Master weights of one device and one data type; the members of a group differ in their rows only.
+        dtype: Another data type.
 
     Returns:
         The copies of each group, concatenated by rows.
@@ -116,6 +116,8 @@ class LoraAdapter:
 
     result = "adapter"
     """Folder of a run's result."""
+    state_description = ("adapter", "model.policy.lora and train_norms")
+    """Content of the state, and the configuration keys that determine it, for error messages."""
     full_finetuning = False
 
     def __init__(self, base: PreTrainedModel, config: LoraConfig, train_norms: bool, base_name: str) -> None:
@@ -200,10 +202,6 @@ class LoraAdapter:
         # Not "auto", which asks the hub whether the embeddings are the base's own.
         state = get_peft_model_state_dict(self.model, adapter_name=ADAPTER, save_embedding_layers=False)
         return {name: tensor.detach() for name, tensor in state.items()}
-
-    def load(self, state: dict[str, Tensor]) -> None:
-        """Load what `state` returned; UserError where names or shapes differ."""
-        load_in_place(self.state(), state, "adapter", "model.policy.lora and train_norms")
 
     def save(self, folder: Path) -> None:
         """Write the adapter in PEFT's format."""

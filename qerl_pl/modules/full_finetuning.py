@@ -19,17 +19,12 @@ from transformers import PreTrainedModel
 from qerl_pl.errors import UserError
 from qerl_pl.formats.dense_checkpoint import fill_dense_folder
 from qerl_pl.formats.norm import Float32RMSNorm
-from qerl_pl.modules.adapter import load_in_place, restored_parameters
+from qerl_pl.modules.adapter import restored_parameters
 from qerl_pl.persistence.random_state import stream_seed
 
 
 class MasterLinear(nn.Module):
-    """y = x W^T + b with trained master weights.
-
-    Args:
-        linear: The linear that it replaces.
-        weight: W [N, K], if tied to another layer; by default a float32 copy of the linear's.
-    """
+    """y = x W^T + b with trained master weights; `weight` [N, K] is given where another layer shares it."""
 
     def __init__(self, linear: nn.Linear, weight: nn.Parameter | None = None) -> None:
         super().__init__()
@@ -132,6 +127,7 @@ class FullWeights:
 
     result = "model"
     """Folder of a run's result."""
+    state_description = ("weights", "model.policy")
     full_finetuning = True
     has_dropout = False
 
@@ -180,10 +176,6 @@ class FullWeights:
     def state(self) -> dict[str, Tensor]:
         """Trained tensors by checkpoint name, detached."""
         return {name: parameter.detach() for name, parameter in self.tensors().items()}
-
-    def load(self, state: dict[str, Tensor]) -> None:
-        """Load what `state` returned; UserError where names or shapes differ."""
-        load_in_place(self.state(), state, "weights", "model.policy")
 
     def save(self, folder: Path) -> None:
         """Write the full model for plain transformers, a few GiB in memory at a time."""

@@ -188,11 +188,7 @@ def shared_input_linears(linears: Sequence[nn.Module], x: Tensor) -> tuple[Tenso
 
 
 def check_targets(model: nn.Module, config: LoraConfig) -> None:
-    """Reject an adapter that does not fit the model.
-
-    Args:
-        model: The base; a meta model serves.
-        config: Of the adapter.
+    """Reject an adapter that does not fit the model, which may be on the meta device.
 
     Raises:
         UserError: A target matches no linear of the model (the output layer takes no adapter), or the rank exceeds the

@@ -55,22 +55,7 @@ def packed_attention(
     packing: Packing | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """`attention_of_rows` with the signature of a transformers attention function.
-
-    Args:
-        module: The attention layer.
-        query: [1, heads, S, head size].
-        key: [1, key-value heads, S, head size].
-        value: As `key`.
-        attention_mask: Ignored; `packing` has the sequence boundaries.
-        scaling: As in `attention_of_rows`.
-        dropout: Not supported.
-        sliding_window: As in `attention_of_rows`.
-        packing: Required.
-
-    Returns:
-        ([1, S, heads, head size], None).
-    """
+    """`attention_of_rows` as a transformers attention function: query [1, heads, S, head size], and so on."""
     assert packing is not None and dropout == 0.0
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     return attention_of_rows(q, k, v, packing, scaling, sliding_window).unsqueeze(0), None
@@ -118,8 +103,7 @@ def _flash_attention(
 ) -> Tensor:
     """`torch.nn.attention.varlen.varlen_attn` by the ATen operation that it calls.
 
-    The operation's gradient needs no Python, and it accepts fewer key-value heads than query heads, which the function
-    does not document before PyTorch 2.12.
+    Its gradient needs no Python, and it accepts fewer key-value heads (not documented for the function before 2.12).
     """
     bounds = (packing.boundaries, packing.boundaries, packing.longest, packing.longest)
     no_dropout, causal, no_debugging = 0.0, sliding_window is None, False
@@ -140,8 +124,7 @@ MLP_CLASSES = ("LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen3MLP")
 class GatedMLP(nn.Module):
     """down(silu(gate(x)) * up(x)), with fused LoRA products and activation.
 
-    Args:
-        mlp: The transformers MLP that it replaces; its linears become this module's, under the same names.
+    The linears of the replaced transformers MLP become this module's, under the same names.
     """
 
     gate_proj: nn.Module
@@ -186,8 +169,7 @@ the same without norms; others are not replaced."""
 class PackedAttention(nn.Module):
     """Attention over packed sequences, [S, heads, head size] throughout instead of transposed views.
 
-    Args:
-        attention: The transformers attention that it replaces; its layers become this module's, under the same names.
+    The layers of the replaced transformers attention become this module's, under the same names.
     """
 
     q_proj: nn.Module
@@ -211,19 +193,9 @@ class PackedAttention(nn.Module):
         return self.q_proj, self.k_proj, self.v_proj
 
     def forward(
-        self,
-        hidden_states: Tensor,
-        position_embeddings: tuple[Tensor, Tensor],
-        packing: Packing,
-        **_: Any,
+        self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], packing: Packing, **_: Any
     ) -> tuple[Tensor, None]:
-        """hidden_states [1, S, hidden] of packed sequences -> (the same shape, None).
-
-        Args:
-            hidden_states: Of the tokens.
-            position_embeddings: Cosines and sines [1, S, head size].
-            packing: Layout of the sequences.
-        """
+        """hidden_states [1, S, hidden], cosines and sines [1, S, head size] each -> ([1, S, hidden], None)."""
         assert len(hidden_states) == 1 and not (self.training and self._dropout)
         x, (cos, sin) = hidden_states.view(hidden_states.shape[1:]), position_embeddings
         query, key, value = (

@@ -23,7 +23,7 @@ from qerl_pl.formats.model_folder import TensorFiles, load_tokenizer, read_confi
 from qerl_pl.formats.quantize import in_format, local_folder
 from qerl_pl.memory import GIB, free_bytes, optimizer_bytes, training_bytes
 from qerl_pl.modules.activation_checkpointing import ActivationCheckpointing, Checkpointing
-from qerl_pl.modules.adapter import LoraAdapter
+from qerl_pl.modules.adapter import LoraAdapter, load_in_place
 from qerl_pl.modules.full_finetuning import FullWeights
 from qerl_pl.modules.lora import LoraConfig, check_targets
 from qerl_pl.modules.model_loading import load_base
@@ -111,9 +111,7 @@ class PolicyConfig:
         return None if known is None else int(known * max(1.0, scaling.get("factor") or 1.0))
 
     def base_folder(self) -> Path:
-        """Local folder of the base model in the requested format, for trainer and engine.
-
-        Trains the toy policy, downloads from the hub, or quantizes 16-bit weights, once each: the results are cached.
+        """Local folder of the base in the requested format; toy training, download or quantization are cached.
 
         Raises:
             UserError: `path` is neither a folder nor a model of the hub, its files disagree, the adapter does not fit
@@ -134,13 +132,13 @@ def require_memory(
     with_reference: bool,
     cache_gib: float,
 ) -> None:
-    """Log what full fine-tuning holds on its device beside the engine, and reject what cannot fit, before loading.
+    """Before loading, log the memory of full fine-tuning beside the engine, and reject what cannot fit.
 
     Args:
         folder: Of the model.
-        config: Of the policy; nothing is checked for an adapter.
+        config: Of the policy; an adapter is not checked.
         make: Builds the optimizer; None where nothing trains.
-        device: Of policy and engine. On a CPU memory that other programs could release counts as free.
+        device: Of policy and engine.
         with_reference: Whether a reference policy is loaded.
         cache_gib: KV cache that the engine releases during an update; gradients exist only then.
 
@@ -282,18 +280,14 @@ class Policy(nn.Module):
         assert adapter or not self.full_finetuning
         factors = {name: (a.detach(), b.detach()) for name, (a, b) in self.trained.factors().items()}
         tensors = {name: tensor.detach() for name, tensor in self.trained.tensors().items()}
-        return PolicyWeights(
-            version=version,
-            adapter=factors if adapter else None,
-            scaling=self.config.scaling,
-            tensors=tensors if adapter else {},
-            noise=noise,
-        )
+        if not adapter:
+            return PolicyWeights(version, None, self.config.scaling, {}, noise)
+        return PolicyWeights(version, factors, self.config.scaling, tensors, noise)
 
     def perturbed(self, seed: int) -> AbstractContextManager[None]:
-        """Inside the block the adapter is random by `seed`, and large; in full fine-tuning one layer's weights are.
+        """Inside the block the adapter, or in full fine-tuning a layer, is randomly changed by much.
 
-        A new adapter has no effect, and a young one little: an engine that lost it would seem to agree.
+        A new adapter has little effect: an engine that lost it would seem to agree.
         """
         return self.trained.perturbed(seed)
 
@@ -302,12 +296,8 @@ class Policy(nn.Module):
         return self.trained.state()
 
     def load_trained_state(self, state: dict[str, Tensor]) -> None:
-        """Load what `trained_state` returned.
-
-        Raises:
-            UserError: Names or shapes differ.
-        """
-        self.trained.load(state)
+        """Load what `trained_state` returned; UserError where names or shapes differ."""
+        load_in_place(self.trained.state(), state, *self.trained.state_description)
 
     def save(self, folder: Path) -> None:
         """Write adapter and trained norms in PEFT's format, with the tokenizer, or the full model.

@@ -21,9 +21,8 @@ from qerl_pl.types import Experience
 def partition_micro_batches(lengths: Sequence[int], max_tokens: int | None) -> list[list[int]]:
     """Partition sequences into few micro-batches with balanced numbers of tokens.
 
-    First-fit decreasing bounds the number of micro-batches. Longest processing time first (each sequence, by decreasing
-    length, goes to the micro-batch with the fewest tokens) balances them, if it fits `max_tokens` with as many or
-    fewer. Depends on the lengths alone.
+    "First-fit decreasing" bounds the number of micro-batches; "longest processing time first" balances them where it
+    fits `max_tokens` with as many or fewer. Depends on the lengths alone.
 
     Args:
         lengths: Tokens of each sequence.
@@ -107,13 +106,7 @@ def sampled_indices(share: float, completions: int, seed: int) -> Tensor:
 
 
 def local_rows(wanted: Tensor, indices: Tensor, completions: int) -> Tensor:
-    """This rank's rows of the wanted completions, in their order.
-
-    Args:
-        wanted: Indices among all ranks' completions.
-        indices: Of this rank's rows among them [B].
-        completions: Of all ranks.
-    """
+    """Rows of the `wanted` completions on this rank, in their order; `indices` [B] are its rows' among all ranks'."""
     row_of = torch.full((completions,), -1, device=indices.device)
     row_of[indices] = torch.arange(len(indices), device=indices.device)
     rows = row_of[wanted.to(indices.device)]
@@ -195,16 +188,15 @@ class PolicyUpdate:
         """Update the policy. Collective: the steps equal those of one process with all ranks' completions.
 
         Args:
-            policy: Trained policy.
+            policy: In training.
             experience: This rank's completions, on the policy's device.
             optimizer: Of the policy's trained parameters.
             schedule: Learning rate by optimizer steps.
-            backward: Runs a loss's backward pass (`LightningModule.manual_backward`).
+            backward: `LightningModule.manual_backward`.
             ranks: All training processes.
 
         Returns:
-            Means over all ranks' tokens by TensorBoard tag, NaN where no token trained; learning rate, loss and
-            gradient norm.
+            Metrics by TensorBoard tag: means over all ranks' tokens, NaN where no token trained, and over steps.
 
         Raises:
             NonFiniteLossError: Loss or gradient is not finite.
@@ -214,19 +206,18 @@ class PolicyUpdate:
         torch.manual_seed(stream_seed(self.seed, "update", experience.version, *own_stream))  # dropout
         mask = self.objective.training_mask(experience.mask, experience.truncated)
         indices, token_counts = self._gather_indices(experience, mask, ranks)
-        minibatches = [
-            (minibatch, local_rows(minibatch, indices, len(token_counts)))
-            for minibatch in self._minibatches(experience.version, len(token_counts))
-        ]
-        precomputed = self._precompute_logprobs(policy, experience, mask, minibatches[0][1], indices, len(token_counts))
+        completions = len(token_counts)
+        minibatches = list(self._minibatches(experience.version, completions))
+        local = [local_rows(minibatch, indices, completions) for minibatch in minibatches]
+        precomputed = self._precompute_logprobs(policy, experience, mask, local[0], indices, completions)
         parameters = [parameter for parameter in policy.parameters() if parameter.requires_grad]
         totals: dict[str, float] = defaultdict(float)
         policy.train()
-        for step, (minibatch, rows) in enumerate(minibatches):
+        for step, (minibatch, rows) in enumerate(zip(minibatches, local, strict=True)):
             optimizer.zero_grad()
             tokens = token_counts[minibatch].sum().item()
-            completions = float(len(minibatch))
-            weights = self.objective.weights(mask[rows], experience.max_tokens, completions, max(tokens, 1.0))
+            sizes = float(len(minibatch)), max(tokens, 1.0)
+            weights = self.objective.weights(mask[rows], experience.max_tokens, *sizes)
             on_policy = step == 0 and not policy.trained.has_dropout
             sums = self._accumulate(policy, precomputed, rows, weights, backward, parameters, on_policy)
             if tokens > 0:  # else no rank has a gradient
@@ -262,10 +253,7 @@ class PolicyUpdate:
         parameters: list[nn.Parameter],
         on_policy: bool,
     ) -> dict[str, float]:
-        """Accumulate the gradient of this rank's rows of a minibatch; returns sums over their tokens.
-
-        `on_policy`: the policy is still the old one, so that its log-probabilities are saved as the old ones.
-        """
+        """Accumulate the gradient of this rank's rows of a minibatch; returns sums over their tokens."""
         micro_batches = self._micro_batches(precomputed.experience.lengths[rows])
 
         def work() -> list[dict[str, Tensor]]:
@@ -288,9 +276,9 @@ class PolicyUpdate:
         self, policy: Policy, precomputed: PrecomputedLogprobs, rows: Tensor, weights: Tensor, on_policy: bool
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Loss of a micro-batch, and sums over its tokens."""
-        experience, reference = precomputed.experience, precomputed.reference
-        logprobs, entropy = self._logprobs(policy, experience, precomputed.mask, rows)
-        if on_policy:
+        experience, mask, reference = precomputed.experience, precomputed.mask, precomputed.reference
+        logprobs, entropy = self._logprobs(policy, experience, mask, rows)
+        if on_policy:  # the policy is still the old one
             precomputed.old[rows] = logprobs.detach()
         ref_logprobs = None
         if reference is not None:  # the KL of completions outside the sample is 0
@@ -300,7 +288,7 @@ class PolicyUpdate:
             old_logprobs=precomputed.old[rows],
             sampler_logprobs=experience.sampler_logprobs[rows],
             advantages=experience.advantages[rows],
-            mask=precomputed.mask[rows],
+            mask=mask[rows],
             weights=weights,
             ref_logprobs=ref_logprobs,
             entropy=entropy,
@@ -317,10 +305,7 @@ class PolicyUpdate:
         indices: Tensor,
         completions: int,
     ) -> PrecomputedLogprobs:
-        """Compute old and reference log-probabilities.
-
-        Without dropout the first step's forward pass gives the old ones of its rows, `first_rows`.
-        """
+        """Old and reference log-probabilities; without dropout the first step computes its rows' old ones itself."""
         needs_old = torch.ones(len(experience), dtype=torch.bool, device=mask.device)
         if not policy.trained.has_dropout:
             needs_old[first_rows] = False
