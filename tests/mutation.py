@@ -79,9 +79,8 @@ ROOMS = {
             "qerl_pl/rollout/parity_check.py",
             "qerl_pl/rollout/collector.py",
             "qerl_pl/rollout/experience.py",
-            "qerl_pl/rollout/experience.py",
         ),
-        ("collecting", "collecting_ranks", "agreement", "held_out"),
+        ("collecting", "collecting_ranks", "parity_check", "evaluator"),
     ),
     "update": Room(
         tuple(f"qerl_pl/modules/{name}.py" for name in ("update", "packing", "known", "micro_batches")),

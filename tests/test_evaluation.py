@@ -156,7 +156,7 @@ def test_a_killed_evaluation_goes_on(
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_an_evaluation_that_is_asked_to_stop_does_so_at_once(
+def test_a_signal_stops_an_evaluation_at_once(
     tiny_policy_dir: Path,
     tmp_path: Path,
     sets: str,

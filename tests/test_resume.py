@@ -386,7 +386,7 @@ def test_a_resumed_run_keeps_its_optimizer(uninterrupted: Path, tiny_policy_dir:
     settings = configuration(tiny_policy_dir, tmp_path / "run")
     settings["model"]["optimizer"] = {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.1, "momentum": 0.9}}
     status, output = fit(settings, "--resume", str(uninterrupted / "checkpoints" / "step=6.ckpt"))
-    assert status == 2 and "keeps its optimizer; found SGD for AdamW" in output, output
+    assert status == 2 and "keeps its optimizer; got SGD for AdamW" in output, output
 
 
 def test_two_runs_in_one_folder_are_refused(tiny_policy_dir: Path, tmp_path: Path) -> None:

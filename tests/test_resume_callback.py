@@ -69,7 +69,7 @@ def test_by_default_every_tenth_is_saved_and_two_are_kept(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_asked_to_stop_it_finishes_the_step_saves_and_goes_on_from_there(tmp_path: Path, number: int) -> None:
+def test_a_signal_finishes_the_step_saves_and_the_run_resumes_from_there(tmp_path: Path, number: int) -> None:
     module = Tiny({2: number})
     with pytest.raises(Preempted) as stopped:
         trainer_of(tmp_path, ResumeCheckpoint(4)).fit(module)
@@ -94,7 +94,7 @@ class Kept(DummyLogger):
 
 
 @pytest.mark.parametrize(("stopped_at", "epochs"), [(2, 1), (5, 2), (5, 1)])
-def test_asked_to_stop_it_logs_the_step_and_begins_no_other(tmp_path: Path, stopped_at: int, epochs: int) -> None:
+def test_a_signal_logs_the_step_and_starts_no_other(tmp_path: Path, stopped_at: int, epochs: int) -> None:
     class Logs(Tiny):
         def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
             self.log("weight", self.weight)
@@ -161,7 +161,7 @@ def test_a_run_that_breaks_off_gives_the_signals_back_and_leaves_nothing_to_the_
         with pytest.raises(Preempted if stops else UserError):
             broken.fit(Tiny({2: signal.SIGTERM} if stops else {}))
         assert signal.getsignal(signal.SIGTERM) == before
-        assert not [one for one in broken.callbacks if one is callback._front]  # type: ignore[attr-defined]
+        assert not [one for one in broken.callbacks if one is callback._stopper]  # type: ignore[attr-defined]
         again = Tiny()
         trainer_of(tmp_path, callback).fit(again)
         assert again.events == [*range(6)]
@@ -182,13 +182,13 @@ def test_what_a_kill_in_a_save_has_left_goes_when_the_run_goes_on(tmp_path: Path
     assert not any(path.exists() for path in left) and all(path.is_file() for path in others)
 
 
-def test_asked_twice_it_goes_at_once() -> None:
+def test_a_second_signal_ends_the_run_at_once() -> None:
     trainer: Any = SimpleNamespace(world_size=1, callbacks=[])
     callback = ResumeCheckpoint()
     callback.on_sanity_check_start(trainer, Tiny())
     try:
         signal.raise_signal(signal.SIGTERM)
-        assert callback._asked_to_stop(trainer) == signal.SIGTERM
+        assert callback._stop_signal(trainer) == signal.SIGTERM
         child = os.fork()
         if child == 0:
             try:
@@ -201,7 +201,7 @@ def test_asked_twice_it_goes_at_once() -> None:
 
 
 @pytest.mark.parametrize(("own", "others", "found"), [(None, 0, None), (None, 15, 15), (2, 15, 15), (2, 0, 2)])
-def test_all_processes_stop_where_one_was_asked(own: int | None, others: int, found: int | None) -> None:
+def test_all_ranks_stop_at_a_signal_to_one_rank(own: int | None, others: int, found: int | None) -> None:
     def reduce(number: Tensor, reduce_op: str) -> Tensor:
         assert number.device == torch.device("cpu")
         return {"max": torch.maximum}[reduce_op](number, torch.tensor(others))
@@ -210,7 +210,7 @@ def test_all_processes_stop_where_one_was_asked(own: int | None, others: int, fo
     callback = ResumeCheckpoint()
     callback._signal = own
     trainer: Any = SimpleNamespace(world_size=2, strategy=strategy)
-    assert callback._asked_to_stop(trainer) == found
+    assert callback._stop_signal(trainer) == found
 
 
 @pytest.mark.parametrize("event", [1, VALIDATED, VALIDATED + 1])

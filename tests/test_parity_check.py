@@ -20,7 +20,7 @@ from qerl_pl.types import Prompt, RolloutRequest, SamplingConfig
 PROMPTS = [Prompt("p0", (10,), "question 0", "0"), Prompt("p1", (10, 11), "question 1", "1")]
 
 
-def test_agreement_worked_out() -> None:
+def test_parity_worked_out() -> None:
     policy = Watched()
     assert measure_logprob_parity(Scripted(error=0.125), policy, PROMPTS, 3, 3) == LogprobParity(
         pytest.approx(0.125), pytest.approx(0.125), pytest.approx(0.25)
@@ -55,7 +55,7 @@ def test_agreement_worked_out() -> None:
         (0.0, math.nan, 0.0, True, False),
     ],
 )
-def test_agreement_at_its_bounds(on: float, off: float, effect: float, perturbed: bool, agrees: bool) -> None:
+def test_parity_at_its_bounds(on: float, off: float, effect: float, perturbed: bool, agrees: bool) -> None:
     if agrees:
         require_logprob_parity(LogprobParity(on, off, effect), 0.25, perturbed)
     else:

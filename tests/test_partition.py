@@ -1,11 +1,11 @@
-"""Dealing prompts to ranks, by hand."""
+"""Partitions of a batch over the ranks, worked by hand."""
 
 import pytest
 
 from qerl_pl.rollout.collector import partition_prompts
 
 
-def test_unknown_lengths_are_dealt_in_turn() -> None:
+def test_unknown_lengths_are_partitioned_round_robin() -> None:
     assert partition_prompts(["a", "b", "c", "d", "e"], {}, 2) == [[0, 2, 4], [1, 3]]
     assert partition_prompts(["a"], {}, 3) == [[0], [], []]
     assert partition_prompts(["a", "b", "c"], {"z": 100.0}, 1) == [[0, 1, 2]]
@@ -22,8 +22,8 @@ def test_the_longest_first_to_the_rank_with_the_fewest_tokens() -> None:
 
 
 @pytest.mark.parametrize(("prompts", "size"), [(7, 3), (8, 3), (9, 3), (2, 4)])
-def test_counts_differ_by_one_at_most_and_every_prompt_is_dealt_once(prompts: int, size: int) -> None:
+def test_counts_differ_by_one_at_most_and_every_prompt_is_in_one_shard(prompts: int, size: int) -> None:
     names = [str(number) for number in range(prompts)]
-    hands = partition_prompts(names, {name: float(int(name) ** 3) for name in names}, size)
-    assert sorted(place for hand in hands for place in hand) == list(range(prompts))
-    assert max(map(len, hands)) - min(map(len, hands)) <= 1
+    shards = partition_prompts(names, {name: float(int(name) ** 3) for name in names}, size)
+    assert sorted(index for shard in shards for index in shard) == list(range(prompts))
+    assert max(map(len, shards)) - min(map(len, shards)) <= 1
