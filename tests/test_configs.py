@@ -227,15 +227,24 @@ def callbacks(*args: str) -> list[str]:
         ([], ["AdaptiveQuantizationNoise", "RolloutCallback", *EVERY_RUN]),
         (["--noise=null", "--report={}"], ["RolloutCallback", *EVERY_RUN, "EvaluationReport"]),
         (["--best=null"], ["AdaptiveQuantizationNoise", "RolloutCallback", *EVERY_RUN[1:]]),
-        (["--checkpoint=null", "--monitor=null"], ["AdaptiveQuantizationNoise", "RolloutCallback", "ModelCheckpoint", *EVERY_RUN[3:]]),
-        (["--trainer.enable_checkpointing=false"], ["AdaptiveQuantizationNoise", "RolloutCallback", *EVERY_RUN[2:]]),
-        (["--trainer.callbacks=[{class_path: CompletionLog, init_args: {jsonl: true}}]"], ["AdaptiveQuantizationNoise", "RolloutCallback", *EVERY_RUN]),
         (
-            ["--trainer.callbacks=[{class_path: RolloutCallback, init_args: {rewards: [Format]}}, AdaptiveQuantizationNoise, Monitor]"],
+            ["--checkpoint=null", "--monitor=null"],
+            ["AdaptiveQuantizationNoise", "RolloutCallback", "ModelCheckpoint", *EVERY_RUN[3:]],
+        ),
+        (["--trainer.enable_checkpointing=false"], ["AdaptiveQuantizationNoise", "RolloutCallback", *EVERY_RUN[2:]]),
+        (
+            ["--trainer.callbacks=[{class_path: CompletionLog, init_args: {jsonl: true}}]"],
+            ["AdaptiveQuantizationNoise", "RolloutCallback", *EVERY_RUN],
+        ),
+        (
+            [
+                "--trainer.callbacks=[{class_path: RolloutCallback, init_args: {rewards: [Format]}}, "
+                "AdaptiveQuantizationNoise, Monitor]"
+            ],
             ["AdaptiveQuantizationNoise", "RolloutCallback", "Monitor", "ModelCheckpoint"],  # Lightning's own default
         ),
     ],
-)  # fmt: skip
+)
 def test_the_callbacks_of_a_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: list[str], expected: list[str]
 ) -> None:

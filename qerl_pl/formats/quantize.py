@@ -9,10 +9,9 @@ import json
 import logging
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -128,15 +127,6 @@ def _start_worker(device: torch.device) -> None:
         torch.cuda.set_device(device)
 
 
-def _groups(tensors: Iterable[str], quantized: set[str]) -> Iterator[tuple[str, ...]]:
-    seen: set[str] = set()
-    for name in tensors:
-        if name in quantized and name not in seen:
-            group = tuple(member for member in fused_group(name) if member in quantized)
-            seen.update(group)
-            yield group
-
-
 def _quantize(
     tensors: TensorFiles, quantized: set[str], quantizer: Quantizer, device: torch.device, writer: ShardWriter
 ) -> dict[str, float]:
@@ -150,7 +140,12 @@ def _quantize(
         ThreadPoolExecutor(workers, initializer=_start_worker, initargs=(device,)) as pool,
         tqdm(total=len(quantized), desc="quantizing", unit="matrix", mininterval=1.0, leave=False) as bar,
     ):
-        for group in _groups(tensors, quantized):
+        groups = (
+            tuple(member for member in fused_group(name) if member in quantized)
+            for name in tensors
+            if name in quantized
+        )
+        for group in dict.fromkeys(groups):
             weights = {name: tensors.read(name).to(device) for name in group}
             _check(weights, quantizer)
             # On the pool, for its threads are single-threaded.
@@ -175,14 +170,6 @@ def _check(weights: dict[str, Tensor], quantizer: Quantizer) -> None:
         raise UserError(f"matrices that share a global scale must have one data type; got {types}; convert the model")
 
 
-def _squares(
-    quantizer: Quantizer, global_scale: Tensor | None, rows: Tensor, codes: Tensor, scales: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Sum of squared errors, and of squared weights, of some rows."""
-    dense, exact = quantizer.decode(codes, scales, global_scale), rows.float()
-    return dense.sub_(exact).square_().sum(), exact.square().sum()
-
-
 def _quantize_matrix(
     name: str,
     weight: Tensor,
@@ -197,7 +184,12 @@ def _quantize_matrix(
     stored, stored_scales = quantizer.store(torch.cat(codes), torch.cat(scales), global_scale, weight.dtype)
     for suffix, tensor in stored.items():
         writer.add(f"{name}{suffix}", tensor)
-    squares = partial(_squares, quantizer, global_scale)
+
+    def squares(rows: Tensor, row_codes: Tensor, row_scales: Tensor) -> tuple[Tensor, Tensor]:
+        """Sums of the squared errors and of the squared weights."""
+        dense, exact = quantizer.decode(row_codes, row_scales, global_scale), rows.float()
+        return dense.sub_(exact).square_().sum(), exact.square().sum()
+
     sums = pool.map(squares, chunks, codes, stored_scales.split([len(chunk) for chunk in chunks]))
     error, square = zip(*sums, strict=True)
     total = torch.stack(square).double().sum().item()
