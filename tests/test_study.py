@@ -373,7 +373,7 @@ def test_claims_of_a_study_worked_out_by_hand(tmp_path: Path) -> None:
     rows = rows_of(plan, ENDS)
     found = {claim.name: claim for claim in findings(plan, rows)}
     start, half = found["entropy"].findings[0], found["entropy"].findings[2]
-    assert (start.part.statistic, half.part.statistic) == (FIRST_ENTROPY, ENTROPY)
+    assert (start.contrast.statistic, half.contrast.statistic) == (FIRST_ENTROPY, ENTROPY)
     assert start.stratum == half.stratum == {"policy": "toy"} and start.difference is not None
     assert (start.difference.mean, start.difference.count) == (pytest.approx(0.1), 3)  # shifts by seed cancel
     assert ENTROPY.of(rows[0], plan.measure) == pytest.approx((rows[0]["curves"]["sampler_entropy"][0] + 0.2) / 2)
@@ -394,7 +394,7 @@ def test_claims_of_a_study_worked_out_by_hand(tmp_path: Path) -> None:
     assert beside.difference is not None and beside.difference.mean == pytest.approx((0.59 + 0.615 + 0.605) / 3)
     assert beside.difference.count == 3 and beside.verdict == "holds"
     (rate,) = found["learning rate"].findings  # it loses 0.01, 0.005 and 0.005
-    assert rate.part.first == {"method": "nvfp4", "lr": "large"} and found["learning rate"].verdict == "holds"
+    assert rate.contrast.first == {"method": "nvfp4", "lr": "large"} and found["learning rate"].verdict == "holds"
     assert "full fine-tuning" not in found and "noise by rank" not in found  # the plan has no runs of them
     rows[0]["ended"] = "diverged"
     assert ACCURACY.of(rows[0], plan.measure) == 0.0 and GAIN.of(rows[0], plan.measure) == -0.4

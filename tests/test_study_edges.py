@@ -28,7 +28,7 @@ def test_rates_that_are_values_alone_rise_as_numbers(tmp_path: Path) -> None:
     block = {"method": ["lora16", "nvfp4"], "seed": 0, "lr": [0.5, 0.1, 1.0]}
     plan = plan_of(tmp_path, factors=factors, defaults={"lr": 0.5}, strata=[], blocks=[block])
     found = {claim.name: claim for claim in claims(plan)}
-    assert [part.first["lr"] for part in found["learning rate"].parts] == [1.0]
+    assert [contrast.first["lr"] for contrast in found["learning rate"].contrasts] == [1.0]
 
 
 def test_accuracies_are_averaged_at_the_rollout_that_they_were_measured_at(

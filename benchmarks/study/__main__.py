@@ -43,13 +43,13 @@ def arguments(words: list[str] | None) -> argparse.Namespace:
 
 def pairs(words: list[str]) -> dict[str, Any]:
     """Parse NAME=VALUE pairs; values are YAML."""
-    found = {}
+    values = {}
     for word in words:
         name, sign, value = word.partition("=")
         if not sign:
             raise UserError(f"an option takes NAME=VALUE; got {word}; write it so")
-        found[name] = yaml.safe_load(value)
-    return found
+        values[name] = yaml.safe_load(value)
+    return values
 
 
 def chosen(plan: Plan, only: dict[str, Any]) -> list[Run]:
@@ -60,9 +60,9 @@ def chosen(plan: Plan, only: dict[str, Any]) -> list[Run]:
     """
     wanted = {factor: levels if isinstance(levels, list) else [levels] for factor, levels in only.items()}
     for factor, levels in wanted.items():
-        known = list(dict.fromkeys(run.levels[factor] for run in plan.runs if factor in run.levels))
-        if missing := [level for level in levels if level not in known]:
-            have = ", ".join(map(str, known)) or "nowhere"
+        levels_of_runs = list(dict.fromkeys(run.levels[factor] for run in plan.runs if factor in run.levels))
+        if missing := [level for level in levels if level not in levels_of_runs]:
+            have = ", ".join(map(str, levels_of_runs)) or "nowhere"
             raise UserError(
                 f"--only names levels that runs have; {plan.path} has {factor} {have} and not {missing[0]!r}; choose "
                 "among them"
@@ -76,13 +76,13 @@ def values_of(plan: Plan, words: list[str]) -> dict[str, Any]:
     Raises:
         UserError: The plan has no such placeholder.
     """
-    given, known = pairs(words), {*plan.values, *(name for run in plan.runs for name in run.needs)}
-    if unknown := set(given) - known:
+    options, names = pairs(words), {*plan.values, *(name for run in plan.runs for name in run.needs)}
+    if unknown := set(options) - names:
         raise UserError(
-            f"--set gives what {plan.path} has a place for: {', '.join(sorted(known)) or 'nothing'}; found "
+            f"--set gives what {plan.path} has a place for: {', '.join(sorted(names)) or 'nothing'}; found "
             f"{sorted(unknown)[0]}; name one of them"
         )
-    return plan.values | given
+    return plan.values | options
 
 
 def run(plan: Plan, args: argparse.Namespace) -> int:

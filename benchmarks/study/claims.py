@@ -28,14 +28,14 @@ class Statistic:
     def of(self, row: Row, measure: str) -> float | None:
         """The metric of a row, None if the row lacks it. A diverged run has accuracy 0."""
         if self.curve in ("held out", "gain"):
-            found = row["held_out"].get(measure, [])
-            before = found[0][1] if self.curve == "gain" and found else 0.0
+            points = row["held_out"].get(measure, [])
+            before = points[0][1] if self.curve == "gain" and points else 0.0
             if row["ended"] == "diverged":
                 return 0.0 - before
-            return found[-1][1] - before if found and found[-1][0] > 0 else None
+            return points[-1][1] - before if points and points[-1][0] > 0 else None
         curve = row["curves"].get(self.curve, [])
-        known = [value for value in curve[: max(1, round(self.share * len(curve)))] if value is not None]
-        return statistics.fmean(known) if known else None
+        values = [value for value in curve[: max(1, round(self.share * len(curve)))] if value is not None]
+        return statistics.fmean(values) if values else None
 
 
 FIRST_ENTROPY = Statistic("sampler entropy, first tenth (nats)", "sampler_entropy", 0.1, ", first tenth")
@@ -47,7 +47,7 @@ GAIN = Statistic("gain in held-out accuracy", "gain", when=", gain")
 
 
 @dataclass(frozen=True)
-class Part:
+class Contrast:
     """One difference that a claim is tested on: first minus second, all other factors equal."""
 
     first: Mapping[str, Level]
@@ -61,9 +61,9 @@ class Part:
 
 @dataclass(frozen=True)
 class Finding:
-    """The measured difference of a part within one stratum."""
+    """The measured difference of a contrast within one stratum."""
 
-    part: Part
+    contrast: Contrast
     stratum: dict[str, Level]
     difference: Interval | None
     """First minus second, paired by seed; None if no seed has both."""
@@ -71,7 +71,7 @@ class Finding:
     @property
     def verdict(self) -> Verdict:
         """The verdict of its interval."""
-        return verdict(self.difference, self.part.rule, self.part.margin)
+        return verdict(self.difference, self.contrast.rule, self.contrast.margin)
 
 
 @dataclass(frozen=True)
@@ -80,17 +80,17 @@ class Claim:
 
     name: str
     text: str
-    parts: Sequence[Part]
+    contrasts: Sequence[Contrast]
     findings: list[Finding] = field(default_factory=list)
 
     @property
     def verdict(self) -> Verdict:
-        """Over all parts and strata."""
+        """Over all contrasts and strata."""
         return together([finding.verdict for finding in self.findings])
 
 
-def _method(first: str, second: str, statistic: Statistic, rule: Rule = "above", margin: float = 0.0) -> Part:
-    return Part({"method": first}, {"method": second}, statistic, rule, margin)
+def _method(first: str, second: str, statistic: Statistic, rule: Rule = "above", margin: float = 0.0) -> Contrast:
+    return Contrast({"method": first}, {"method": second}, statistic, rule, margin)
 
 
 def claims(plan: Plan) -> list[Claim]:
@@ -101,13 +101,13 @@ def claims(plan: Plan) -> list[Claim]:
     rising = rising or [str(rate) for rate in sorted(_levels(plan, "lr"))]  # levels that are values alone
     larger = [rate for rate in _levels(plan, "lr") if str(base) in rising[: rising.index(str(rate))]]
     decays = [
-        Part({"method": aqn, "decay": "exponential"}, {"method": aqn, "decay": decay}, ACCURACY) for decay in others
+        Contrast({"method": aqn, "decay": "exponential"}, {"method": aqn, "decay": decay}, ACCURACY) for decay in others
     ]
     rates = [
-        Part({"method": quantized, "lr": rate}, {"method": quantized, "lr": base}, ACCURACY, "not below", MARGIN)
+        Contrast({"method": quantized, "lr": rate}, {"method": quantized, "lr": base}, ACCURACY, "not below", MARGIN)
         for rate in larger
     ]
-    beside = [replace(part, rule="above", margin=0.0, beside={"method": lora}) for part in rates]
+    beside = [replace(contrast, rule="above", margin=0.0, beside={"method": lora}) for contrast in rates]
     entropy = [_method(quantized, lora, statistic) for statistic in (FIRST_ENTROPY, ENTROPY)]
     found = [
         Claim("entropy", "Quantization increases the entropy of the policy.", entropy),
@@ -156,17 +156,22 @@ def _levels(plan: Plan, factor: str) -> list[Any]:
 
 def findings(plan: Plan, rows: Sequence[Row]) -> list[Claim]:
     """The claims that the plan can test, with their measured differences."""
-    made = [claim for claim in claims(plan) if any(_compared(plan, part) for part in claim.parts)]
+    made = [claim for claim in claims(plan) if any(_compared(plan, contrast) for contrast in claim.contrasts)]
     for claim in made:
-        for part in claim.parts:
-            for stratum in _compared(plan, part) or [{}]:
-                claim.findings.append(Finding(part, stratum, difference(plan, rows, part, stratum)))
+        for contrast in claim.contrasts:
+            for stratum in _compared(plan, contrast) or [{}]:
+                claim.findings.append(Finding(contrast, stratum, difference(plan, rows, contrast, stratum)))
     return made
 
 
-def _compared(plan: Plan, part: Part) -> list[dict[str, Level]]:
-    """The strata in which the plan has all runs of a part."""
-    wanted = [part.first, part.second, {**part.first, **part.beside}, {**part.second, **part.beside}]
+def _compared(plan: Plan, contrast: Contrast) -> list[dict[str, Level]]:
+    """The strata in which the plan has all runs of a contrast."""
+    wanted = [
+        contrast.first,
+        contrast.second,
+        {**contrast.first, **contrast.beside},
+        {**contrast.second, **contrast.beside},
+    ]
     sides = [[run.levels.items() for run in plan.runs if levels.items() <= run.levels.items()] for levels in wanted]
     return [one for one in strata(plan) if all(any(one.items() <= run for run in side) for side in sides)]
 
@@ -178,28 +183,30 @@ def strata(plan: Plan) -> Iterator[dict[str, Level]]:
         yield dict(zip(plan.strata, levels, strict=True))
 
 
-def difference(plan: Plan, rows: Sequence[Row], part: Part, stratum: Mapping[str, Level]) -> Interval | None:
-    """A part's difference within a stratum over the seeds that all its runs have; other factors at their defaults."""
-    found = _pairs(plan, rows, part, stratum)
-    if part.beside:
-        others = _pairs(plan, rows, part, {**stratum, **part.beside})
-        found = {seed: found[seed] - others[seed] for seed in found if seed in others}
-    return interval(list(found.values())) if found else None
+def difference(plan: Plan, rows: Sequence[Row], contrast: Contrast, stratum: Mapping[str, Level]) -> Interval | None:
+    """A contrast's difference within a stratum over the seeds that all its runs have; other factors at defaults."""
+    pairs = _pairs(plan, rows, contrast, stratum)
+    if contrast.beside:
+        others = _pairs(plan, rows, contrast, {**stratum, **contrast.beside})
+        pairs = {seed: pairs[seed] - others[seed] for seed in pairs if seed in others}
+    return interval(list(pairs.values())) if pairs else None
 
 
-def _pairs(plan: Plan, rows: Sequence[Row], part: Part, levels: Mapping[str, Level]) -> dict[Level, float]:
-    """First minus second by seed at these levels, which override the part's own."""
-    first, second = (by_seed(plan, rows, {**side, **levels}, part.statistic) for side in (part.first, part.second))
+def _pairs(plan: Plan, rows: Sequence[Row], contrast: Contrast, levels: Mapping[str, Level]) -> dict[Level, float]:
+    """First minus second by seed at these levels, which override the contrast's own."""
+    first, second = (
+        by_seed(plan, rows, {**side, **levels}, contrast.statistic) for side in (contrast.first, contrast.second)
+    )
     return {seed: first[seed] - second[seed] for seed in first if seed in second}
 
 
 def by_seed(plan: Plan, rows: Sequence[Row], levels: Mapping[str, Level], statistic: Statistic) -> dict[Level, float]:
     """The metric by seed at these levels; factors that are not named are at their defaults."""
     wanted = {**plan.defaults, **levels}
-    found: dict[Level, float] = {}
+    values: dict[Level, float] = {}
     for row in rows:
         others = {factor: level for factor, level in row["levels"].items() if factor != "seed"}
         value = statistic.of(row, plan.measure)
         if value is not None and all(wanted.get(factor) == level for factor, level in others.items()):
-            found[row["levels"]["seed"]] = value
-    return found
+            values[row["levels"]["seed"]] = value
+    return values

@@ -30,10 +30,10 @@ def write_evidence(plan: Plan, rows: Sequence[Row], pages: Path, raw: Path) -> P
     rows = [row for row in rows if row["run"] in names]
     if not rows:
         raise UserError(f"a report needs finished runs; {raw} has none of {plan.path}; run the study first")
-    found = findings(plan, rows)
+    claims = findings(plan, rows)
     stem = "evidence" if plan.path.stem == "study" else f"evidence-{plan.path.stem}"
     title = "Differences with 95 % intervals; green: the claim holds, red: it does not hold"
-    differences = _image(title, pictures.forest(plan, found, pages / f"{stem}-claims.png"))
+    differences = _image(title, pictures.forest(plan, claims, pages / f"{stem}-claims.png"))
     curves = []
     for stratum in strata(plan):
         path = pages / ("-".join([stem, *map(str, stratum.values())]) + ".png")
@@ -41,7 +41,7 @@ def write_evidence(plan: Plan, rows: Sequence[Row], pages: Path, raw: Path) -> P
         curves += _image(title, pictures.curves(plan, rows, stratum, path))
     sweeps = pictures.sweeps(plan, rows, pages / f"{stem}-sweeps.png")
     curves += _image("Sweeps with 95 % intervals over seeds", sweeps)
-    text = [_head(plan, rows, pages, raw), _verdicts(found), *differences, _differences(plan, found)]
+    text = [_head(plan, rows, pages, raw), _verdicts(claims), *differences, _differences(plan, claims)]
     text += ["## Curves", *curves, "## Methods", _methods(plan, rows), "## Hardware and versions", _where(rows)]
     page = pages / f"{stem}.md"
     atomic_write(page, ("\n\n".join(text) + "\n").encode())
@@ -80,23 +80,23 @@ def _stopped(plan: Plan, rows: Sequence[Row]) -> int:
     for row in rows:
         if row["ended"] == "done":
             lengths.setdefault(tuple(row["levels"][factor] for factor in plan.strata), []).append(row["rollouts"])
-    return sum(length < max(found) for found in lengths.values() for length in found)
+    return sum(length < max(counts) for counts in lengths.values() for length in counts)
 
 
-def _verdicts(found: Sequence[Claim]) -> str:
-    rows = [[claim.text, f"**{claim.verdict}**"] for claim in found]
+def _verdicts(claims: Sequence[Claim]) -> str:
+    rows = [[claim.text, f"**{claim.verdict}**"] for claim in claims]
     return "## Verdicts\n\n" + report.markdown(["claim", "verdict"], rows)
 
 
-def _differences(plan: Plan, found: Sequence[Claim]) -> str:
+def _differences(plan: Plan, claims: Sequence[Claim]) -> str:
     rows, unmeasured = list[list[str]](), dict[str, int]()
-    for claim in found:
+    for claim in claims:
         for one in claim.findings:
             if one.difference is None:
                 unmeasured[claim.name] = unmeasured.get(claim.name, 0) + 1
             else:
-                name = pictures.sides(plan, one.part) + pictures.of(plan, one.stratum)
-                difference = [one.part.statistic.label, str(one.difference), str(one.difference.count)]
+                name = pictures.sides(plan, one.contrast) + pictures.of(plan, one.stratum)
+                difference = [one.contrast.statistic.label, str(one.difference), str(one.difference.count)]
                 rows.append([claim.name, name, *difference, one.verdict])
     text = "## Differences"
     if rows:
@@ -117,23 +117,23 @@ def _methods(plan: Plan, rows: Sequence[Row]) -> str:
     table = []
     for stratum in strata(plan):
         for method in pictures.methods(plan):
-            found = pictures.at(plan, rows, {**stratum, "method": method})
-            if found:
+            measured = pictures.at(plan, rows, {**stratum, "method": method})
+            if measured:
                 name = plan.label("method", method) + pictures.of(plan, stratum)
-                table.append([name, len(found), *_measured(plan, found, measures)])
+                table.append([name, len(measured), *_measured(plan, measured, measures)])
     return report.markdown(headers, table)
 
 
-def _measured(plan: Plan, found: Sequence[Row], measures: Sequence[str]) -> list[str]:
+def _measured(plan: Plan, measured: Sequence[Row], measures: Sequence[str]) -> list[str]:
     cells = []
     for measure in measures:
-        before = [(row["held_out"].get(measure) or [[None, None]])[0][1] for row in found]
-        cells += [_mean(before), *(_mean([one.of(row, measure) for row in found]) for one in (ACCURACY, GAIN))]
-    cells += [_mean([statistic.of(row, plan.measure) for row in found]) for statistic in (REWARD, ENTROPY)]
-    silent = [[value for value in row["curves"].get("without_signal", []) if value is not None] for row in found]
+        before = [(row["held_out"].get(measure) or [[None, None]])[0][1] for row in measured]
+        cells += [_mean(before), *(_mean([one.of(row, measure) for row in measured]) for one in (ACCURACY, GAIN))]
+    cells += [_mean([statistic.of(row, plan.measure) for row in measured]) for statistic in (REWARD, ENTROPY)]
+    silent = [[value for value in row["curves"].get("without_signal", []) if value is not None] for row in measured]
     cells.append(_mean([statistics.fmean(values) if values else None for values in silent]))
-    cells.append(_mean([row["seconds"][-1] if row["seconds"] else None for row in found], 0))
-    return [*cells, _mean([row["peak_gib"] for row in found], 2)]
+    cells.append(_mean([row["seconds"][-1] if row["seconds"] else None for row in measured], 0))
+    return [*cells, _mean([row["peak_gib"] for row in measured], 2)]
 
 
 def _largest_k(plan: Plan, rows: Sequence[Row]) -> list[str]:
@@ -144,12 +144,12 @@ def _largest_k(plan: Plan, rows: Sequence[Row]) -> list[str]:
 
 
 def _mean(values: Sequence[float | None], digits: int = 3) -> str:
-    known = [value for value in values if value is not None]
-    if not known:
+    finite = [value for value in values if value is not None]
+    if not finite:
         return "-"
-    found = interval(known)
-    spread = f" ± {found.high - found.mean:.{digits}f}" if found.count > 1 else ""
-    return f"{found.mean:.{digits}f}{spread}"
+    mean = interval(finite)
+    spread = f" ± {mean.high - mean.mean:.{digits}f}" if mean.count > 1 else ""
+    return f"{mean.mean:.{digits}f}{spread}"
 
 
 def _where(rows: Sequence[Row]) -> str:

@@ -52,20 +52,20 @@ def solutions(base: Path, data: Path, count: int) -> list[tuple[list[int], int]]
 @torch.no_grad()
 def nats(policy: Policy, rows: Sequence[tuple[list[int], int]], at_once: int = 8) -> list[float]:
     """Mean negative log-likelihood of each row's solution, nats per token."""
-    device, found = next(policy.parameters()).device, list[float]()
+    device, losses = next(policy.parameters()).device, list[float]()
     for first in range(0, len(rows), at_once):
-        part = rows[first : first + at_once]
-        prompts = [Prompt("", tuple(ids[:start]), "", "") for ids, start in part]
-        given = [[Completion(tuple(ids[start:]), (0.0,) * (len(ids) - start), "stop")] for ids, start in part]
-        tokens, lengths, mask, _ = (tensor.to(device) for tensor in pad_completions(prompts, given, 0))
+        batch = rows[first : first + at_once]
+        prompts = [Prompt("", tuple(ids[:start]), "", "") for ids, start in batch]
+        completions = [[Completion(tuple(ids[start:]), (0.0,) * (len(ids) - start), "stop")] for ids, start in batch]
+        tokens, lengths, mask, _ = (tensor.to(device) for tensor in pad_completions(prompts, completions, 0))
         logprobs: Tensor = policy.token_logprobs(tokens, lengths, mask, 1.0)[0]
-        found += (-(logprobs * mask).sum(1) / mask.sum(1)).tolist()
-    return found
+        losses += (-(logprobs * mask).sum(1) / mask.sum(1)).tolist()
+    return losses
 
 
 def measure(args: argparse.Namespace) -> list[dict[str, list[float]]]:
     """Loss of each row, by channel order and base format; 16-bit only in the first order."""
-    rows, found = solutions(args.model, args.data, args.rows), list[dict[str, list[float]]]()
+    rows, losses = solutions(args.model, args.data, args.rows), list[dict[str, list[float]]]()
     for order in range(args.orders):
         with tempfile.TemporaryDirectory() as scratch:
             source = args.model
@@ -74,8 +74,8 @@ def measure(args: argparse.Namespace) -> list[dict[str, list[float]]]:
                 source.mkdir()
                 reorder_checkpoint(args.model, source, order)
             ways = [way for way in args.ways if way != "none" or not order]
-            found.append({way: one_way(source, way, rows, args.device) for way in ways})
-    return found
+            losses.append({way: one_way(source, way, rows, args.device) for way in ways})
+    return losses
 
 
 def one_way(source: Path, way: str, rows: Sequence[tuple[list[int], int]], device: Device) -> list[float]:
@@ -90,27 +90,27 @@ def one_way(source: Path, way: str, rows: Sequence[tuple[list[int], int]], devic
         return nats(Policy(base, config, torch.device(device), seed=0).eval(), rows)
 
 
-def tables(found: dict[str, list[float]]) -> str:
+def tables(losses: dict[str, list[float]]) -> str:
     """Loss by format as Markdown."""
     lines = []
-    for way, values in found.items():
+    for way, values in losses.items():
         cells = [WAYS[way][0], f"{statistics.fmean(values):.3f}"]
-        if way != "none" and "none" in found:
-            more = [value - least for value, least in zip(values, found["none"], strict=True)]
+        if way != "none" and "none" in losses:
+            more = [value - least for value, least in zip(values, losses["none"], strict=True)]
             half = f" ± {1.96 * statistics.stdev(more) / math.sqrt(len(more)):.3f}" if len(more) > 1 else ""
             cells.append(f"{statistics.fmean(more):.3f}{half}")
         lines.append([*cells, "–"][:3])
     return report.markdown(["base", "nats per token", "above 16-bit"], lines)
 
 
-def order_tables(found: Sequence[dict[str, list[float]]]) -> str:
+def order_tables(losses: Sequence[dict[str, list[float]]]) -> str:
     """Loss above 16-bit by format and channel order, as Markdown."""
-    least, lines = statistics.fmean(found[0]["none"]), []
-    for way in found[1]:
-        costs = [statistics.fmean(one[way]) - least for one in found]
+    least, lines = statistics.fmean(losses[0]["none"]), []
+    for way in losses[1]:
+        costs = [statistics.fmean(one[way]) - least for one in losses]
         spread = f"{statistics.fmean(costs):.3f} ± {statistics.stdev(costs):.3f}"
         lines.append([WAYS[way][0], *(f"{cost:.3f}" for cost in costs), spread])
-    orders = [f"order {number}" for number in range(1, len(found))]
+    orders = [f"order {number}" for number in range(1, len(losses))]
     return report.markdown(["base", "original", *orders, "mean ± standard deviation"], lines)
 
 
@@ -126,12 +126,12 @@ def main(words: Sequence[str] | None = None) -> None:
     args = parser.parse_args(words)
     if args.orders > 1 and "none" not in args.ways:
         parser.error("--orders compares with 16-bit; keep none in --ways")
-    found = measure(args)
-    results: dict[str, Any] = {"rows": args.rows, "nats": found[0]}
+    losses = measure(args)
+    results: dict[str, Any] = {"rows": args.rows, "nats": losses[0]}
     if args.orders > 1:
-        report.write(args.out, "format_cost_orders", order_tables(found), results | {"reordered": found[1:]})
+        report.write(args.out, "format_cost_orders", order_tables(losses), results | {"reordered": losses[1:]})
     else:
-        report.write(args.out, "format_cost", tables(found[0]), results)
+        report.write(args.out, "format_cost", tables(losses[0]), results)
 
 
 if __name__ == "__main__":

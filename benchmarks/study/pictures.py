@@ -9,7 +9,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks.study.claims import ACCURACY, Claim, Finding, Part, Row, Statistic, by_seed, strata
+from benchmarks.study.claims import ACCURACY, Claim, Contrast, Finding, Row, Statistic, by_seed, strata
 from benchmarks.study.intervals import Interval, interval
 from benchmarks.study.plan import Level, Plan
 from qerl_pl.persistence.atomic_files import atomic_write
@@ -48,22 +48,23 @@ def curves(plan: Plan, rows: Sequence[Row], stratum: Mapping[str, Level], path: 
     axes = figure.subplots(2, 2).flatten()
     drawn = False
     for colour, method in zip(itertools.cycle(COLOURS), methods(plan), strict=False):
-        found = at(plan, rows, {**stratum, "method": method})
-        if not found:
+        measured = at(plan, rows, {**stratum, "method": method})
+        if not measured:
             continue
         drawn, label = True, plan.label("method", method)
-        longest = max(row["rollouts"] for row in found)
+        longest = max(row["rollouts"] for row in measured)
         for axis, name in ((axes[0], "reward"), (axes[1], "sampler_entropy")):
-            values = [row["curves"].get(name, []) for row in found]
+            values = [row["curves"].get(name, []) for row in measured]
             count = max(map(len, values))
-            places = [longest * (point + 0.5) / count for point in range(count)]
-            _band(axis, places, values, colour, label)
-        points = [dict(row["held_out"].get(plan.measure, [])) for row in found]
+            positions = [longest * (point + 0.5) / count for point in range(count)]
+            _band(axis, positions, values, colour, label)
+        points = [dict(row["held_out"].get(plan.measure, [])) for row in measured]
         steps = sorted(set().union(*points))
         _band(axes[2], steps, [[one.get(step) for step in steps] for one in points], colour, label)
-        seconds = [row["seconds"] for row in found]
-        places = [_mean([one[point] for one in seconds if point < len(one)]) for point in range(max(map(len, seconds)))]
-        _band(axes[3], places, [row["curves"].get("reward", []) for row in found], colour, label)
+        seconds = [row["seconds"] for row in measured]
+        count = max(map(len, seconds))
+        positions = [_mean([one[point] for one in seconds if point < len(one)]) for point in range(count)]
+        _band(axes[3], positions, [row["curves"].get("reward", []) for row in measured], colour, label)
     titles = ("reward", "sampler entropy (nats per token)", f"held-out {plan.measure}", "reward over time")
     for axis, title in zip(axes, titles, strict=True):
         axis.set(title=title, xlabel="seconds of rollouts and updates" if title == "reward over time" else "rollouts")
@@ -75,29 +76,30 @@ def curves(plan: Plan, rows: Sequence[Row], stratum: Mapping[str, Level], path: 
 
 
 def _mean(values: Sequence[float | None]) -> float:
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else float("nan")
+    finite = [value for value in values if value is not None]
+    return sum(finite) / len(finite) if finite else float("nan")
 
 
-def _band(axis: Axes, places: Sequence[float], curves: Sequence[Sequence[Any]], colour: str, label: str) -> None:
+def _band(axis: Axes, positions: Sequence[float], curves: Sequence[Sequence[Any]], colour: str, label: str) -> None:
     """Plot the mean of the curves and its 95 % interval at every point that all of them have."""
-    found: list[tuple[float, Interval]] = []
-    for index, place in enumerate(places):
+    intervals: list[tuple[float, Interval]] = []
+    for index, position in enumerate(positions):
         values = [curve[index] for curve in curves if index < len(curve) and curve[index] is not None]
         if len(values) == len(curves):  # a mean over fewer seeds is not comparable
-            found.append((place, interval(values)))
-    xs = [place for place, _ in found]
+            intervals.append((position, interval(values)))
+    xs = [position for position, _ in intervals]
     marker = "o" if len(xs) < 12 else None
-    axis.plot(xs, [one.mean for _, one in found], color=colour, label=label, marker=marker, markersize=3)
-    axis.fill_between(xs, [one.low for _, one in found], [one.high for _, one in found], color=colour, alpha=0.15, lw=0)
+    axis.plot(xs, [one.mean for _, one in intervals], color=colour, label=label, marker=marker, markersize=3)
+    lows, highs = [one.low for _, one in intervals], [one.high for _, one in intervals]
+    axis.fill_between(xs, lows, highs, color=colour, alpha=0.15, lw=0)
 
 
-def forest(plan: Plan, found: Sequence[Claim], path: Path) -> str | None:
+def forest(plan: Plan, claims: Sequence[Claim], path: Path) -> str | None:
     """Plot every difference with its interval, grouped by unit; None without data."""
-    entries = [(claim, one) for claim in found for one in claim.findings if one.difference is not None]
+    entries = [(claim, one) for claim in claims for one in claim.findings if one.difference is not None]
     by_unit: dict[str, list[tuple[Claim, Finding]]] = {}
     for unit in dict.fromkeys(UNITS.values()):
-        if group := [entry for entry in entries if UNITS[entry[1].part.statistic.curve] == unit]:
+        if group := [entry for entry in entries if UNITS[entry[1].contrast.statistic.curve] == unit]:
             by_unit[unit] = group
     if not by_unit:
         return None
@@ -105,15 +107,15 @@ def forest(plan: Plan, found: Sequence[Claim], path: Path) -> str | None:
     figure = Figure(figsize=(10, 0.32 * sum(heights) + 0.8), layout="constrained")
     axes = figure.subplots(len(by_unit), 1, squeeze=False, height_ratios=heights)[:, 0]
     for axis, (unit, group) in zip(axes, by_unit.items(), strict=True):
-        for place, (_, one) in enumerate(group):
+        for row, (_, one) in enumerate(group):
             difference, colour = one.difference, OF_VERDICT[one.verdict]
             assert difference is not None
             if difference.count > 1:
-                axis.plot([difference.low, difference.high], [place, place], color=colour, lw=2)
-            axis.plot(difference.mean, place, "o", color=colour, markersize=5)
-            if one.part.margin:
-                axis.plot(-one.part.margin, place, "|", color="black", markersize=9)
-        names = [f"{sides(plan, one.part)}{one.part.statistic.when}{of(plan, one.stratum)}" for _, one in group]
+                axis.plot([difference.low, difference.high], [row, row], color=colour, lw=2)
+            axis.plot(difference.mean, row, "o", color=colour, markersize=5)
+            if one.contrast.margin:
+                axis.plot(-one.contrast.margin, row, "|", color="black", markersize=9)
+        names = [f"{sides(plan, one.contrast)}{one.contrast.statistic.when}{of(plan, one.stratum)}" for _, one in group]
         axis.set_yticks(range(len(group)), names, fontsize=8)
         axis.set(title=f"difference, {unit}", ylim=(len(group) - 0.4, -0.6))
         axis.axvline(0, color="black", lw=0.8)
@@ -121,10 +123,10 @@ def forest(plan: Plan, found: Sequence[Claim], path: Path) -> str | None:
     return save(figure, path)
 
 
-def sides(plan: Plan, part: Part) -> str:
+def sides(plan: Plan, contrast: Contrast) -> str:
     """Name of a difference, such as "NVFP4 − 16-bit LoRA"; factors that both runs share are named once."""
-    first, second = part.first, part.second
-    others = ", ".join(plan.label(*level) for level in part.beside.items())
+    first, second = contrast.first, contrast.second
+    others = ", ".join(plan.label(*level) for level in contrast.beside.items())
     less = f", minus the same for {others}" if others else ""
     names = [[plan.label(factor, level) for factor, level in side.items()] for side in (first, second)]
     changed = [factor for factor in first if first[factor] != second.get(factor)]
@@ -173,7 +175,7 @@ def _sweep(plan: Plan, rows: Sequence[Row], factor: str, statistic: Statistic) -
                 level: list(by_seed(plan, rows, {**stratum, "method": method, factor: level}, statistic).values())
                 for level in levels
             }
-            points = {level: interval(found) for level, found in values.items() if found}
+            points = {level: interval(measured) for level, measured in values.items() if measured}
             if len(points) > 1:
                 lines[plan.label("method", method) + of(plan, stratum)] = points
     return lines

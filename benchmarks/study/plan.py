@@ -74,10 +74,10 @@ class Run:
             return value if isinstance(value, str) else json.dumps(value)
 
         def replaced(value: Any) -> str:
-            return _VALUE.sub(lambda found: text(values[found[1]]), text(value))
+            return _VALUE.sub(lambda match: text(values[match[1]]), text(value))
 
-        given = {**self.overrides, "trainer.default_root_dir": str(folder)}
-        options = [f"--{key}={replaced(value)}" for key, value in given.items()]
+        overrides = {**self.overrides, "trainer.default_root_dir": str(folder)}
+        options = [f"--{key}={replaced(value)}" for key, value in overrides.items()]
         return ["fit", "-c", str(self.config), "--resume=auto", *options]
 
 
@@ -112,14 +112,14 @@ def read_plan(path: Path) -> Plan:
     Raises:
         UserError: The file uses an undefined name or an unknown key.
     """
-    given = yaml.safe_load(path.read_text())
-    if unknown := set(given) - KEYS:
+    study = yaml.safe_load(path.read_text())
+    if unknown := set(study) - KEYS:
         raise UserError(f"a study has the keys {', '.join(sorted(KEYS))}; {path} has {sorted(unknown)[0]}; take it out")
-    factors, defaults = given["factors"], given.get("defaults", {})
+    factors, defaults = study["factors"], study.get("defaults", {})
     runs: dict[str, Run] = {}
-    for block in given["blocks"]:
+    for block in study["blocks"]:
         for levels in _combinations(path, block, factors, defaults):
-            run = _run(path, given, factors, levels)
+            run = _run(path, study, factors, levels)
             runs.setdefault(run.name, run)
     labels = {
         factor: {str(level): one.get("label", str(level)) for level, one in about.get("levels", {}).items()}
@@ -128,13 +128,13 @@ def read_plan(path: Path) -> Plan:
     return Plan(
         path=path,
         runs=list(runs.values()),
-        values=given.get("values", {}),
+        values=study.get("values", {}),
         labels=labels,
         defaults=defaults,
-        strata=tuple(given.get("strata", ())),
-        measure=given.get("measure", "val/pass@1"),
-        title=given.get("title", "The paper's claims, put to the test"),
-        note=given.get("note", ""),
+        strata=tuple(study.get("strata", ())),
+        measure=study.get("measure", "val/pass@1"),
+        title=study.get("title", "A study of the paper's claims"),
+        note=study.get("note", ""),
     )
 
 
@@ -152,18 +152,18 @@ def _combinations(
         yield dict(zip(factors, levels, strict=True))
 
 
-def _run(path: Path, given: Mapping[str, Any], factors: Mapping[str, Any], levels: dict[str, Level]) -> Run:
-    overrides, config = dict(given.get("set", {})), given["config"]
+def _run(path: Path, study: Mapping[str, Any], factors: Mapping[str, Any], levels: dict[str, Level]) -> Run:
+    overrides, config = dict(study.get("set", {})), study["config"]
     for factor, level in levels.items():
         about = factors[factor]
         if "keys" in about:
             overrides |= dict.fromkeys(about["keys"], level)
         elif level in about["levels"]:
-            said = about["levels"][level]
-            overrides |= said.get("set", {})
-            for other, sets in said.get("with", {}).items():
+            settings = about["levels"][level]
+            overrides |= settings.get("set", {})
+            for other, sets in settings.get("with", {}).items():
                 overrides |= sets.get(levels[other], {})
-            config = said.get("config", config)
+            config = settings.get("config", config)
         else:
             raise UserError(f"a block names levels of a factor; {path} has {level} as {factor}; define it there")
     return Run(levels, ROOT / config, overrides)

@@ -60,8 +60,8 @@ def row_of(run: Run, folder: Path, wall_seconds: float, where: dict[str, Any]) -
     """
     scalars = _scalars(folder)
     times = [scalars[f"time/{name}_s"] for name in SECONDS if f"time/{name}_s" in scalars]
-    known = scalars.get("reward/mean", {})
-    steps = range(max(known, default=-1) + 1)  # a step that an interruption lost is a gap
+    rewards = scalars.get("reward/mean", {})
+    steps = range(max(rewards, default=-1) + 1)  # a step that an interruption lost is a gap
     seconds, total = [], 0.0
     for step in steps:
         total += sum(time.get(step, 0.0) for time in times)
@@ -73,7 +73,7 @@ def row_of(run: Run, folder: Path, wall_seconds: float, where: dict[str, Any]) -
         "levels": run.levels,
         "digest": run.digest,
         "ended": "diverged" if (folder / "failed").is_dir() else "done",
-        "rollouts": len(known),
+        "rollouts": len(rewards),
         "curves": {
             name: compact([scalars[tag].get(step, math.nan) for step in steps])
             for name, tag in CURVES.items()
@@ -81,7 +81,7 @@ def row_of(run: Run, folder: Path, wall_seconds: float, where: dict[str, Any]) -
         },
         "seconds": compact(seconds, last=True),
         "held_out": {
-            tag: [[step + 1, _short(value)] for step, value in found.items()] for tag, found in held_out.items()
+            tag: [[step + 1, _short(value)] for step, value in points.items()] for tag, points in held_out.items()
         },
         "peak_gib": _short(max(peak.values(), default=math.nan)),
         "wall_s": round(wall_seconds, 1),
@@ -103,11 +103,11 @@ def compact(values: Sequence[float], points: int = POINTS, last: bool = False) -
     """
     length = -(-len(values) // points) or 1
     intervals = [values[start : start + length] for start in range(0, len(values), length)]
-    found: list[float | None] = []
+    means: list[float | None] = []
     for interval in intervals:
-        known = [value for value in interval if math.isfinite(value)]
-        found.append(_short((known[-1] if last else sum(known) / len(known)) if known else math.nan))
-    return found
+        finite = [value for value in interval if math.isfinite(value)]
+        means.append(_short((finite[-1] if last else sum(finite) / len(finite)) if finite else math.nan))
+    return means
 
 
 def _short(value: float) -> float | None:

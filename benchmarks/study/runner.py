@@ -149,13 +149,13 @@ class Runner:
 
     def _check(self, run: Run) -> None:
         """Reject a run whose settings differ from those of its row or folder."""
-        found = self._rows.get(run.name) or _notes(self.folder / run.name)
-        if found and found["digest"] != run.digest:
+        notes = self._rows.get(run.name) or _notes(self.folder / run.name)
+        if notes and notes["digest"] != run.digest:
             raise UserError(
-                f"a study's runs keep what they are made of; {run.name} was made otherwise, as {found['digest']} and "
+                f"a study's runs keep what they are made of; {run.name} was made otherwise, as {notes['digest']} and "
                 f"not {run.digest}; name other files by --out and --folder, or remove that run from them"
             )
-        began = found["where"]["values"] if "where" in found else self._digests
+        began = notes["where"]["values"] if "where" in notes else self._digests
         for name in run.needs:
             if self._digests.get(name) and began.get(name) != self._digests[name]:
                 raise UserError(
@@ -176,8 +176,8 @@ class Runner:
     def _where_of(self, run: Run) -> dict[str, Any]:
         """GPU, versions, commit and values; a policy's folder is replaced by its digest, other folders are omitted."""
         digests = {name: digest for name, digest in self._digests.items() if digest and name in run.needs}
-        given = {name: value for name, value in self.values.items() if self.plan.values.get(name) is not None}
-        return self._where | {"values": given | digests}
+        values = {name: value for name, value in self.values.items() if self.plan.values.get(name) is not None}
+        return self._where | {"values": values | digests}
 
     def _start(self, run: Run, slot: tuple[str, int]) -> _Process:
         folder = self.folder / run.name
@@ -244,8 +244,8 @@ class Runner:
 
 def _read_json(path: Path) -> dict[str, Any]:
     """Contents of a JSON file; empty if it does not exist."""
-    found: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
-    return found
+    contents: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
+    return contents
 
 
 def _digest(value: Any) -> str | None:

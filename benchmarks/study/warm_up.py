@@ -51,13 +51,13 @@ def demonstration(answer: str) -> tuple[str, str]:
 def examples(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Any], longest: int) -> list[dict[str, list[int]]]:
     """Token ids and labels of all rows of up to `longest` tokens; labels of the prompt are -100."""
     prompts = render_prompts(tokenizer, [str(row["question"]) for row in rows])
-    found = []
+    encoded = []
     for prompt, row in zip(prompts, rows, strict=True):
         text, _ = demonstration(str(row["answer"]))
         completion = [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
         if len(prompt) + len(completion) <= longest:
-            found.append({"input_ids": prompt + completion, "labels": [IGNORED] * len(prompt) + completion})
-    return found
+            encoded.append({"input_ids": prompt + completion, "labels": [IGNORED] * len(prompt) + completion})
+    return encoded
 
 
 def padded(batch: Sequence[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
@@ -84,16 +84,16 @@ def accuracy(
     samples, was_training, device = [], model.training, model.device
     model.eval()
     for start in range(0, len(rows), at_once):
-        part = prompts[start : start + at_once]
-        longest = max(map(len, part))
-        ids = torch.tensor([[0] * (longest - len(one)) + one for one in part], device=device)
-        mask = torch.tensor([[0] * (longest - len(one)) + [1] * len(one) for one in part], device=device)
+        batch = prompts[start : start + at_once]
+        longest = max(map(len, batch))
+        ids = torch.tensor([[0] * (longest - len(one)) + one for one in batch], device=device)
+        mask = torch.tensor([[0] * (longest - len(one)) + [1] * len(one) for one in batch], device=device)
         pad = tokenizer.eos_token_id
         sampling = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
-        found = model.generate(  # type: ignore[operator]
+        generated = model.generate(  # type: ignore[operator]
             ids, attention_mask=mask, max_new_tokens=tokens, pad_token_id=pad, eos_token_id=pad, **sampling
         )
-        texts = tokenizer.batch_decode(found[:, longest:], skip_special_tokens=True)
+        texts = tokenizer.batch_decode(generated[:, longest:], skip_special_tokens=True)
         for row, text in zip(rows[start : start + at_once], texts, strict=True):
             samples.append(RewardSample(str(row["question"]), text, demonstration(str(row["answer"]))[1], False, 0))
     model.train(was_training)
@@ -102,10 +102,10 @@ def accuracy(
 
 def digest(model: torch.nn.Module) -> str:
     """Hash of the weights."""
-    found = hashlib.sha256()
+    sha256 = hashlib.sha256()
     for name, weight in sorted(model.named_parameters()):
-        found.update(name.encode() + weight.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()[:12]
+        sha256.update(name.encode() + weight.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return sha256.hexdigest()[:12]
 
 
 class Probe(TrainerCallback):
@@ -157,7 +157,7 @@ def warm_up(args: argparse.Namespace) -> list[tuple[int, float]]:
     # Gradients of PyTorch's fused attention with a mask are not deterministic.
     model: Any = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32, attn_implementation="eager")
     rows = read_table(str(args.data), "train", ("question", "answer"))
-    asked, shown = rows[: args.problems], examples(tokenizer, rows[args.problems :], args.longest)
+    problems, demonstrations = rows[: args.problems], examples(tokenizer, rows[args.problems :], args.longest)
     with tempfile.TemporaryDirectory() as scratch:
         settings = TrainingArguments(
             scratch,
@@ -175,8 +175,8 @@ def warm_up(args: argparse.Namespace) -> list[tuple[int, float]]:
             remove_unused_columns=False,
             disable_tqdm=True,
         )
-        probe = Probe(model, tokenizer, asked, args.tokens, args.every, args.until)
-        trainer = Trainer(model, settings, data_collator=padded, train_dataset=shown, callbacks=[probe])
+        probe = Probe(model, tokenizer, problems, args.tokens, args.every, args.until)
+        trainer = Trainer(model, settings, data_collator=padded, train_dataset=demonstrations, callbacks=[probe])
         model.to(settings.device)
         with deterministic():
             if probe.look(0) < args.until:
@@ -184,9 +184,14 @@ def warm_up(args: argparse.Namespace) -> list[tuple[int, float]]:
     with atomic_directory(args.out) as folder:
         model.to(dtype=torch.bfloat16).save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-        told = {"solved": probe.seen, "demonstrations": len(shown), "digest": digest(model), **report.environment()}
-        told |= {name: getattr(args, name) for name in ("steps", "batch_size", "lr", "until", "seed")}
-        (folder / "warm_up.json").write_text(json.dumps(told, indent=1) + "\n")
+        summary = {
+            "solved": probe.seen,
+            "demonstrations": len(demonstrations),
+            "digest": digest(model),
+            **report.environment(),
+        }
+        summary |= {name: getattr(args, name) for name in ("steps", "batch_size", "lr", "until", "seed")}
+        (folder / "warm_up.json").write_text(json.dumps(summary, indent=1) + "\n")
     return probe.seen
 
 

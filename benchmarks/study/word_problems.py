@@ -42,12 +42,12 @@ class WordProblem:
     @property
     def lines(self) -> list[str]:
         """The solution, step by step."""
-        found, number = [], self.first
+        lines, number = [], self.first
         for kind, other in self.steps:
             result = applied(number, kind, other)
-            found.append(f"{number} {SYMBOLS[kind]} {other} = {result}.")
+            lines.append(f"{number} {SYMBOLS[kind]} {other} = {result}.")
             number = result
-        return found
+        return lines
 
     @property
     def answer(self) -> int:
@@ -60,7 +60,7 @@ class WordProblem:
     @property
     def split(self) -> str:
         """The split, "train" or "test"."""
-        share = stream_seed("word problem split", self.first, *(part for step in self.steps for part in step)) / 2**63
+        share = stream_seed("word problem split", self.first, *(value for step in self.steps for value in step)) / 2**63
         return "test" if share < TEST_SHARE else "train"
 
 
@@ -87,9 +87,9 @@ def _drawn(rng: random.Random) -> WordProblem:
         steps.append((kind, other))
         number = applied(number, kind, other)
     name, things = rng.choice(NAMES), rng.choice(THINGS)
-    told = [f"{name} has {first} {things}"]
-    told += [rng.choice(TELLING[kind]).format(they=name, n=other) for kind, other in steps]
-    sentences = ". ".join(sentence[0].upper() + sentence[1:] for sentence in told)
+    clauses = [f"{name} has {first} {things}"]
+    clauses += [rng.choice(TELLING[kind]).format(they=name, n=other) for kind, other in steps]
+    sentences = ". ".join(sentence[0].upper() + sentence[1:] for sentence in clauses)
     return WordProblem(first, tuple(steps), f"{sentences}. How many {things} does {name} have now?")
 
 
