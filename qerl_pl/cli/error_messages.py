@@ -60,8 +60,8 @@ def explain(error: Exception, argv: list[str], commands: Collection[str]) -> str
         return f"files must be open to the run; {path}: {error.strerror}; correct that, or name another place"
     if any(isinstance(cause, OSError) and cause.errno in FULL_DISK for cause in causes):  # a write names no file
         return (
-            f"saving needs free disk space; a write found none ({_one_line(error):.80}); free some and give the command "
-            "again, a training with --resume auto"
+            f"saving needs free disk space; a write found none ({_one_line(error):.80}); free some and give the "
+            "command again, a training with --resume auto"
         )
     return None
 

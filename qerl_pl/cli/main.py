@@ -15,9 +15,14 @@ from types import FrameType
 from typing import Any
 
 import jsonargparse
-from jsonargparse import ActionConfigFile, ArgumentParser, Namespace, set_parsing_settings
+from jsonargparse import (  # type: ignore[attr-defined]  # ActionConfigFile is missing from its __all__
+    ActionConfigFile,
+    ArgumentParser,
+    Namespace,
+    set_parsing_settings,
+)
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -65,7 +70,7 @@ def check_values(parser: ArgumentParser, config: Namespace) -> None:
 
     Raises:
         ArgumentError: A key has null for a value.
-        UserError: A key that has keys of its own has another value in their place.
+        UserError: A key with keys of its own has another value.
     """
     run = config[config["subcommand"]]
     for key, kind in {"model": QeRLModule, "rollout": RolloutCallback, "trainer": Trainer}.items():
@@ -101,32 +106,25 @@ def _check_group(kind: type, value: Any, key: str) -> None:
             _check_group(parameter.annotation, value.get(name), f"{key}.{name}")
 
 
-class StopsAtOnce(Callback):
-    """Ends an evaluation on SIGTERM or SIGINT, wherever it is.
+def stop_at_once() -> Callback:
+    """A callback that ends an evaluation on SIGTERM or SIGINT at any point of it.
 
-    Lightning itself heeds SIGTERM between batches alone, and a whole set may be one; on SIGINT its status is 1.
+    Lightning itself checks for SIGTERM between batches alone, and a set may be one batch; on SIGINT its status is 1.
     """
 
-    def __init__(self) -> None:
-        self._signals = StopSignals(_stop)
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise Stopped(number)
 
-    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Listen, in place of Lightning's own handlers."""
-        self._signals.take()
+    signals = StopSignals(stop)
 
-    on_validation_start = on_test_start
+    def take(*_: Any) -> None:
+        signals.take()
 
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Give the signals back."""
-        self._signals.give_back()
+    def give_back(*_: Any, **__: Any) -> None:
+        signals.give_back()
 
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """The same where it breaks off: Lightning tears no callback down then."""
-        self.teardown(trainer, pl_module, "")
-
-
-def _stop(number: int, frame: FrameType | None) -> None:
-    raise Stopped(number)
+    # After an exception Lightning tears no callback down.
+    return LambdaCallback(on_test_start=take, on_validation_start=take, teardown=give_back, on_exception=give_back)
 
 
 log = logging.getLogger(__name__)
@@ -149,8 +147,12 @@ CALLBACKS: dict[str, tuple[type[Callback], dict[str, Any] | None, str]] = {
     "checkpoint": (ResumeCheckpoint, {}, "Saves the checkpoints that --resume auto goes on from. null saves none."),
     "monitor": (Monitor, {}, "TensorBoard's layout and the peak of memory. null logs neither."),
     "completions": (CompletionLog, {}, "Shows completions in TensorBoard, or writes all of them. null does neither."),
-    "summary": (RunSummary, {}, "Writes summary.json and run.png, and prints a table at the end. null does none of it."),
-    "report": (EvaluationReport, None, "Report of `qerl test` and `qerl validate`, with every sample. null writes none."),
+    "summary": (RunSummary, {}, "Writes summary.json and run.png, and prints a table at the end. null does neither."),
+    "report": (
+        EvaluationReport,
+        None,
+        "Report of `qerl test` and `qerl validate`, with all samples. null: none.",
+    ),
 }
 """Top-level keys for callbacks: class, arguments by default or None for a callback that is off, help."""
 
@@ -167,8 +169,7 @@ DEFAULTS = {
 USAGE_ERROR = 2
 
 VALIDATE = "validate"
-
-"""The command, and the folder under the run's where its curves go, each time a new `version_N`."""
+"""The command, and the folder under the run's for its curves, each time a new `version_N`."""
 
 
 class ConfigFile(ActionConfigFile):
@@ -176,7 +177,7 @@ class ConfigFile(ActionConfigFile):
 
     @staticmethod
     def apply_config(parser: ArgumentParser, cfg: Namespace, dest: str, value: str) -> None:
-        """Merge a file into what is parsed; jsonargparse by itself replaces a dictionary."""
+        """Merge a file into the configuration; jsonargparse by itself replaces a dictionary."""
         earlier = cfg.get("rollout.rewards")
         ActionConfigFile.apply_config(parser, cfg, dest, value)
         rewards = cfg.get("rollout.rewards")
@@ -185,13 +186,13 @@ class ConfigFile(ActionConfigFile):
 
 
 class SaveFitConfig(SaveConfigCallback):
-    """Keeps RUN/config.yaml as it was trained with: saved once training begins, and the checkpoint is accepted."""
+    """Saves RUN/config.yaml when training begins, and a checkpoint has been accepted."""
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Save nothing yet."""
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save, whatever folder the logger has."""
+        """Save to the run's folder, whichever the logger has."""
         if writes_files(trainer):
             text = self.parser.dump(self.config, skip_unset=False)
             atomic_write(Path(trainer.default_root_dir) / self.config_filename, text.encode())
@@ -216,13 +217,13 @@ class QeRLCLI(LightningCLI):
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
-        """The trainer's methods that make sense here, each with the arguments that the CLI gives itself."""
-        given = {"model", "dataloaders", "datamodule"}
-        return {"fit": given | {"train_dataloaders", "val_dataloaders"}, "validate": given, "test": given}
+        """Methods of the trainer, each with the arguments that the CLI passes itself."""
+        own = {"model", "dataloaders", "datamodule"}
+        return {"fit": own | {"train_dataloaders", "val_dataloaders"}, "validate": own, "test": own}
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.link_arguments("seed_everything", "model.seed", compute_fn=_run_seed)
-        # Not instantiated by the parser: a configuration that lists its callbacks has no rewards here.
+        # Not instantiated by the parser: a configuration that lists its RolloutCallback has no rewards here.
         parser.add_class_arguments(RolloutCallback, "rollout", instantiate=False, skip={"rewards"})
         parser.add_argument(
             "--rollout.rewards",
@@ -239,22 +240,22 @@ class QeRLCLI(LightningCLI):
             "--resume",
             type=str | None,
             default=None,
-            help="`auto` takes the newest whole checkpoint under trainer.default_root_dir, a path takes that one: fit "
-            "goes on from it (and starts fresh where there is none at all), validate and test evaluate it. null "
-            "starts fresh, in a folder without any, and evaluates the policy before training.",
+            help="`auto` loads the newest complete checkpoint under trainer.default_root_dir, a path that checkpoint: "
+            "fit goes on from it (and starts fresh if there is none), validate and test evaluate it. null starts "
+            "fresh, in a folder without any, and evaluates the policy before training.",
         )
 
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
-        """Subcommands report errors as the main parser does: by an exception that `main` prints."""
+        """A parser, also of a subcommand, that reports errors by an exception, which `main` prints."""
         parser = LightningArgumentParser(**{**kwargs, "exit_on_error": False})
         parser.add_argument("-c", "--config", action=ConfigFile, help="A YAML file; of several, later ones override.")
         return parser
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
-        """Parse; the run's folder is named for its configuration files, and its seed orders the data, by default."""
-        parse = parser.parse_object if isinstance(args, dict | Namespace) else parser.parse_args
+        """Parse, and set what follows from other keys: the objective, the data's seed, the run's folder."""
         try:
-            self.config = parse(args)
+            is_parsed = isinstance(args, dict | Namespace)
+            self.config = parser.parse_object(args) if is_parsed else parser.parse_args(args)  # type: ignore[arg-type]
         except UnicodeDecodeError as error:
             raise UserError(
                 f"a configuration is text in UTF-8; it holds {error.object[:40]!r}; save it as such"
@@ -262,7 +263,7 @@ class QeRLCLI(LightningCLI):
         check_values(parser, self.config)
         command = self.config["subcommand"]
         config = self.config[command]
-        if config.model.objective is None:  # no default of the key's, or one that is named would take its beta
+        if config.model.objective is None:  # as the key's default, its beta would pass to an objective that is named
             config.model.objective = Namespace(class_path="qerl_pl.algorithm.GRPO", init_args=Namespace(beta=0.0))
         if config.data.get("init_args", {}).get("seed", 0) is None:
             config.data.init_args.seed = config.model.seed
@@ -274,7 +275,7 @@ class QeRLCLI(LightningCLI):
             verify(Path(config.ckpt_path))
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        """The trainer with whole checkpoints, and TensorBoard in the run folder unless the YAML names a logger."""
+        """The trainer with atomic checkpoints, and TensorBoard in the run's folder unless the YAML names a logger."""
         config = self._get(self.config_init, "trainer")
         root = os.path.expanduser(config["default_root_dir"])
         kwargs["default_root_dir"] = root
@@ -288,10 +289,10 @@ class QeRLCLI(LightningCLI):
         kwargs["plugins"] = [*(config["plugins"] or []), AtomicCheckpointIO()]
         self._logger: TensorBoardLogger | None = None
         if config["logger"] in (None, True):
-            # A validation by itself is no point of the run's curve, which has one of that step, or another's settings.
+            # The run's curve has a validation of that step already, or one with other settings.
             own: dict[str, Any] = {"name": VALIDATE} if self.subcommand == VALIDATE else {"name": "", "version": ""}
             kwargs["logger"] = self._logger = TensorBoardLogger(save_dir=root, **own)
-        kwargs["use_distributed_sampler"] = False  # every rank sees the whole batch
+        kwargs["use_distributed_sampler"] = False  # every rank sees the complete batch
         trainer = self._trainer(kwargs, config)
         check_strategy(trainer)
         if planned_ranks(trainer) > 1:
@@ -302,38 +303,34 @@ class QeRLCLI(LightningCLI):
         return trainer
 
     def _trainer(self, given: dict[str, Any], config: Any) -> Trainer:
-        # Lightning puts its own beside those it is given.
-        ours = [*([] if self.subcommand == "fit" else [StopsAtOnce()]), *([self._adapter] if self._adapter else [])]
+        own = [*([] if self.subcommand == "fit" else [stop_at_once()]), *([self._adapter] if self._adapter else [])]
         try:
-            trainer: Trainer = super().instantiate_trainer(**given, callbacks=[*ours, *self._callbacks(config)])
+            return super().instantiate_trainer(**given, callbacks=[*own, *self._callbacks(config)])
         except (RuntimeError, TypeError, ValueError) as error:
-            said = " ".join(str(error).split())
+            text = " ".join(str(error).split())
             raise UserError(
-                f"Lightning's Trainer refuses a key of trainer: {said:.180}; see qerl fit --help"
+                f"Lightning's Trainer refuses a key of trainer: {text:.180}; see qerl fit --help"
             ) from error
-        return trainer
 
     def _callbacks(self, trainer: Namespace) -> list[Callback]:
-        """The callbacks of the top-level keys around those of `trainer.callbacks`, noise before the rollout.
-
-        A list that has a RolloutCallback is complete: to it nothing is added.
-        """
+        """`trainer.callbacks` and those of the top-level keys; a list with a RolloutCallback is complete."""
         listed = trainer["callbacks"] or []
-        listed = [*listed] if isinstance(listed, list) else [listed]
-        if not any(isinstance(callback, RolloutCallback) for callback in listed):
+        callbacks = [*listed] if isinstance(listed, list) else [listed]
+        if not any(isinstance(callback, RolloutCallback) for callback in callbacks):
             rollout = self._get(self.config_init, "rollout")
             if not rollout.rewards:
-                raise UserError("a run needs rewards; rollout.rewards names none; set it to {accuracy: GSM8KAnswer}, say")
-            others = {key: self._get(self.config_init, key) for key in CALLBACKS}
-            if trainer["enable_checkpointing"] is False:
-                others |= {"best": None, "checkpoint": None}
-            taken = {type(callback) for callback in listed}
-            added = [one for one in others.values() if one is not None and type(one) not in taken]
-            listed = [RolloutCallback(**rollout), *listed, *added]
-        return sorted(listed, key=lambda callback: not isinstance(callback, AdaptiveQuantizationNoise))
+                raise UserError(
+                    "a run needs rewards; rollout.rewards names none; set it to {accuracy: GSM8KAnswer}, say"
+                )
+            off = ("best", "checkpoint") if trainer["enable_checkpointing"] is False else ()
+            added = [self._get(self.config_init, key) for key in CALLBACKS if key not in off]
+            types = {type(None), *map(type, callbacks)}
+            callbacks = [RolloutCallback(**rollout), *callbacks, *(each for each in added if type(each) not in types)]
+        # The noise of a rollout is set before it samples.
+        return sorted(callbacks, key=lambda callback: not isinstance(callback, AdaptiveQuantizationNoise))
 
     def fit(self, model: LightningModule, datamodule: LightningDataModule, **kwargs: Any) -> None:
-        """Train, from a checkpoint where `--resume` or `--ckpt_path` names one."""
+        """Train, from the checkpoint of `--resume` or `--ckpt_path`."""
         root = Path(self.trainer.default_root_dir)
         if (ranks := planned_ranks(self.trainer)) > 1:
             assert isinstance(datamodule, PromptDataModule)
@@ -351,47 +348,47 @@ class QeRLCLI(LightningCLI):
             self.trainer.fit(model, datamodule=datamodule, **kwargs)
 
     def _log_from(self, checkpoint: str | Path | None) -> None:
-        """Have TensorBoard show one curve: its readers drop what a killed run logged beyond the checkpoint."""
+        """Have TensorBoard show one curve: its readers drop the steps that a killed run logged after the checkpoint."""
         if self._logger is not None and self.trainer.logger is self._logger:  # a trial run has another
             first = BEFORE_TRAINING if checkpoint is None else finished_rollouts(Path(checkpoint))
             self.trainer.logger = TensorBoardLogger(self._logger.save_dir, name="", version="", purge_step=first)
 
     def validate(self, model: LightningModule, datamodule: LightningDataModule, **kwargs: Any) -> None:
-        """Evaluate on the validation prompts, a checkpoint where one is named."""
+        """Evaluate on the validation prompts."""
         self.trainer.validate(model, datamodule=datamodule, **kwargs | self._evaluated(kwargs))
 
     def test(self, model: LightningModule, datamodule: LightningDataModule, **kwargs: Any) -> None:
-        """Evaluate on the test prompts, a checkpoint where one is named."""
+        """Evaluate on the test prompts."""
         self.trainer.test(model, datamodule=datamodule, **kwargs | self._evaluated(kwargs))
 
     def _checkpoint(self, given: dict[str, Any]) -> dict[str, Path | None]:
-        """`ckpt_path` by `--resume`, as Lightning takes it; nothing where that is not set."""
+        """Lightning's `ckpt_path` by `--resume`; empty if that is not set."""
         resume = self._get(self.config, "resume")
         if resume is None:
             return {}
         if given.get("ckpt_path") is not None:
             raise UserError(f"one checkpoint is taken; --resume is {resume} and --ckpt_path is set too; leave one out")
         if resume == "auto":
-            found = newest_checkpoint(Path(self.trainer.default_root_dir))
+            path = newest_checkpoint(Path(self.trainer.default_root_dir))
         else:
-            found = Path(resume)
-            verify(found)
-        if found is not None:
-            log.info("resuming from %s", found)
-        return {"ckpt_path": found}
+            path = Path(resume)
+            verify(path)
+        if path is not None:
+            log.info("resuming from %s", path)
+        return {"ckpt_path": path}
 
     def _evaluated(self, given: dict[str, Any]) -> dict[str, Any]:
-        taken: dict[str, Any] = self._checkpoint(given)
-        if "ckpt_path" in taken and taken["ckpt_path"] is None:
+        options: dict[str, Any] = self._checkpoint(given)
+        if options.get("ckpt_path", "") is None:
             raise UserError(
                 f"--resume auto needs a checkpoint; {self.trainer.default_root_dir} has none; name the run's folder by "
                 "trainer.default_root_dir, or leave --resume out to evaluate the policy before training"
             )
-        if not taken and given.get("ckpt_path") is None and self._adapter is None:
+        if not options and given.get("ckpt_path") is None and self._adapter is None:
             log.info("no checkpoint is named: this evaluates the policy before training")
         if any(isinstance(callback, EvaluationReport) for callback in self.trainer.callbacks):  # type: ignore[attr-defined]
-            taken["verbose"] = False  # the report has a table
-        return taken
+            options["verbose"] = False  # the report has a table
+        return options
 
 
 def _run_seed(seed: bool | int | None) -> int:
@@ -413,9 +410,9 @@ def main(argv: list[str] | None = None) -> int:
     """
     argv = sys.argv[1:] if argv is None else argv
     configure_terminal()
-    # What PyTorch asks for where results must repeat, and the size it takes anyway; read when cuBLAS starts.
+    # PyTorch requires it for deterministic results; its own default size; read when cuBLAS starts.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    sys.path.insert(0, str(Path.cwd()))  # a user's own reward or data module lies where the command is run
+    sys.path.insert(0, str(Path.cwd()))  # for a user's own reward or data module
     try:
         if argv and argv[0] in COMMANDS:
             jsonargparse.auto_cli(
@@ -434,22 +431,18 @@ def main(argv: list[str] | None = None) -> int:
                 callback.close()
         if isinstance(cli.trainer.strategy, UnwrappedDDPStrategy):
             return cli.trainer.strategy.finish()
+        return 0
     except Preempted as stop:
-        if is_first_process():
-            print(f"qerl: {stop}; go on with the same command and --resume auto", file=sys.stderr)
-        return 128 + stop.signal_number
+        status, message = 128 + stop.signal_number, f"{stop}; go on with the same command and --resume auto"
     except Stopped as stop:
-        if is_first_process():
-            print(f"qerl: {stop}; give the same command again", file=sys.stderr)
-        return stop.status
-    except SIGTERMException:  # Lightning's own end on SIGTERM, where no ResumeCheckpoint listens
+        status, message = stop.status, f"{stop}; give the same command again"
+    except SIGTERMException:  # Lightning's own end on SIGTERM, without a ResumeCheckpoint
         return 128 + signal.SIGTERM
-    except Exception as error:  # a user's class may raise anything; what is no user's mistake goes on
-        debugging = os.environ.get("QERL_DEBUG") == "1"
-        message = None if debugging else explain(error, argv, {*COMMANDS, *QeRLCLI.subcommands()})
-        if message is None:
+    except Exception as error:  # a user's class may raise anything
+        line = explain(error, argv, {*COMMANDS, *QeRLCLI.subcommands()})
+        if line is None or os.environ.get("QERL_DEBUG") == "1":
             raise
-        if is_first_process():
-            print(f"qerl: {message}", file=sys.stderr)
-        return USAGE_ERROR
-    return 0
+        status, message = USAGE_ERROR, line
+    if is_first_process():
+        print(f"qerl: {message}", file=sys.stderr)
+    return status
