@@ -211,12 +211,14 @@ def test_the_runs_seed_orders_the_data_unless_another_is_set() -> None:
         assert built("fit", "-c", str(QUICKSTART), *more).data.seed == seed
 
 
+NOISE, ROLLOUT = "AdaptiveQuantizationNoise", "RolloutCallback"
 EVERY_RUN = ["ModelCheckpoint", "ResumeCheckpoint", "Monitor", "CompletionLog", "RunSummary"]
+LISTED = f"--trainer.callbacks=[{{class_path: RolloutCallback, init_args: {{rewards: [Format]}}}}, {NOISE}, Monitor]"
 
 
 def callbacks(*args: str) -> list[str]:
     """Names of a trainer's callbacks, without those of the command line and Lightning."""
-    ours = {"AdaptiveQuantizationNoise", "RolloutCallback", "EvaluationReport", *EVERY_RUN}
+    ours = {NOISE, ROLLOUT, "EvaluationReport", *EVERY_RUN}
     names = [type(callback).__name__ for callback in Starter(["fit", "-c", str(QUICKSTART), *args]).trainer.callbacks]
     return [name for name in names if name in ours]
 
@@ -224,25 +226,13 @@ def callbacks(*args: str) -> list[str]:
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        ([], ["AdaptiveQuantizationNoise", "RolloutCallback", *EVERY_RUN]),
-        (["--noise=null", "--report={}"], ["RolloutCallback", *EVERY_RUN, "EvaluationReport"]),
-        (["--best=null"], ["AdaptiveQuantizationNoise", "RolloutCallback", *EVERY_RUN[1:]]),
-        (
-            ["--checkpoint=null", "--monitor=null"],
-            ["AdaptiveQuantizationNoise", "RolloutCallback", "ModelCheckpoint", *EVERY_RUN[3:]],
-        ),
-        (["--trainer.enable_checkpointing=false"], ["AdaptiveQuantizationNoise", "RolloutCallback", *EVERY_RUN[2:]]),
-        (
-            ["--trainer.callbacks=[{class_path: CompletionLog, init_args: {jsonl: true}}]"],
-            ["AdaptiveQuantizationNoise", "RolloutCallback", *EVERY_RUN],
-        ),
-        (
-            [
-                "--trainer.callbacks=[{class_path: RolloutCallback, init_args: {rewards: [Format]}}, "
-                "AdaptiveQuantizationNoise, Monitor]"
-            ],
-            ["AdaptiveQuantizationNoise", "RolloutCallback", "Monitor", "ModelCheckpoint"],  # Lightning's own default
-        ),
+        ([], [NOISE, ROLLOUT, *EVERY_RUN]),
+        (["--noise=null", "--report={}"], [ROLLOUT, *EVERY_RUN, "EvaluationReport"]),
+        (["--best=null"], [NOISE, ROLLOUT, *EVERY_RUN[1:]]),
+        (["--checkpoint=null", "--monitor=null"], [NOISE, ROLLOUT, "ModelCheckpoint", *EVERY_RUN[3:]]),
+        (["--trainer.enable_checkpointing=false"], [NOISE, ROLLOUT, *EVERY_RUN[2:]]),
+        (["--trainer.callbacks=[{class_path: CompletionLog, init_args: {jsonl: true}}]"], [NOISE, ROLLOUT, *EVERY_RUN]),
+        ([LISTED], [NOISE, ROLLOUT, "Monitor", "ModelCheckpoint"]),  # the last is Lightning's own default
     ],
 )
 def test_the_callbacks_of_a_run(
@@ -251,8 +241,8 @@ def test_the_callbacks_of_a_run(
     monkeypatch.chdir(tmp_path)
     found = callbacks(*given)
     assert sorted(found) == sorted(expected)
-    if "AdaptiveQuantizationNoise" in expected:  # which says how strong the noise of the rollout is
-        assert found.index("AdaptiveQuantizationNoise") < found.index("RolloutCallback")
+    if NOISE in expected:  # which sets the noise of the rollout
+        assert found.index(NOISE) < found.index(ROLLOUT)
 
 
 def test_a_reward_is_changed_and_added_by_its_name(tmp_path: Path) -> None:

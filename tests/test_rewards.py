@@ -69,6 +69,12 @@ def test_overlong_penalty() -> None:
     assert values == [0, 0, 0, -0.25, -0.5, -1, -1, -1]
 
 
+def test_overlong_penalty_takes_the_sampling_limit_and_a_quarter_of_it() -> None:
+    reward = OverlongPenalty()
+    assert reward.set_limit(400) == 400
+    assert reward([sample("", num_tokens=tokens) for tokens in (300, 350, 400)]) == [0, -0.5, -1]
+
+
 @pytest.mark.parametrize("buffer", [0, 101])
 def test_overlong_penalty_refuses_its_buffer(buffer: int) -> None:
     with pytest.raises(UserError, match=f"buffer={buffer}"):

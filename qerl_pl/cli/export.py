@@ -1,6 +1,7 @@
-"""An exported adapter in place of a model: its base is evaluated with it."""
+"""`qerl export`, and the evaluation of an exported adapter."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,57 +19,57 @@ from qerl_pl.modules.policy import BASE_FILE, Policy, PolicyConfig
 from qerl_pl.persistence.atomic_files import atomic_directory, folder_identity
 from qerl_pl.persistence.checkpoint_io import CHECKPOINT_KEY, check_fits, load_saved, saved_checkpoint
 from qerl_pl.toy import build_toy_policy
+from qerl_pl.types import PolicyWeights
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 _NOT_PLAIN = ("use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "fan_in_fan_out")
 
-"""Keys of PEFT that scale or add something else; `qerl export` sets none."""
+"""Keys of PEFT for other adapters than alpha / rank * B A."""
 
 
 def base_of(folder: str | Path) -> Path:
-    """Local folder of the base that an adapter was trained on, in its format; made again where the cache has none.
+    """Local folder of an exported adapter's base, in its format; downloaded or quantized again if it is not cached.
 
     Args:
-        folder: What `qerl export`, or the end of a run, has written.
+        folder: Output of `qerl export`, or RUN/adapter.
 
     Raises:
-        UserError: It does not say, or the base is gone.
+        UserError: The folder does not name its base, or the base is gone.
     """
-    kept = _kept_base(Path(folder))
-    if kept is None:
+    saved = _saved_base(Path(folder))
+    if saved is None:
         raise UserError(f"an exported adapter names its base in {BASE_FILE}; {folder} has none; export it again")
     parser = ArgumentParser(exit_on_error=False)
     parser.add_argument("--policy", type=PolicyConfig)
-    given = {name: value for name, value in kept.items() if value is not None}
-    config: PolicyConfig = parser.instantiate_classes(parser.parse_object({"policy": given})).policy
+    settings = {name: value for name, value in saved.items() if value is not None}
+    config: PolicyConfig = parser.instantiate_classes(parser.parse_object({"policy": settings})).policy
     source = build_toy_policy(config.toy) if config.path is None else local_folder(config.path)
     return in_format(source, config.quantization)
 
 
-def _kept_base(folder: Path) -> dict[str, Any] | None:
-    """What the adapter says of its base; None of one that was exported by an earlier version."""
+def _saved_base(folder: Path) -> dict[str, Any] | None:
+    """The contents of `BASE_FILE`; None for an adapter of an earlier version, which has none."""
     path = folder / BASE_FILE
     if not path.is_file():
         return None
     try:
-        found = json.loads(path.read_bytes())
-        return {name: found[name] for name in ("path", "toy", "quantization")}
+        saved = json.loads(path.read_bytes())
+        return {name: saved[name] for name in ("path", "toy", "quantization")}
     except (ValueError, TypeError, KeyError) as error:
         raise UserError(f"{BASE_FILE} must say what the base is; {path} fails ({error!r}); export it again") from error
 
 
 def take_adapter(policy: Any, command: str, resume: object) -> ExportedAdapter | None:
-    """Where `path` of a policy is an exported adapter, put its base and shape there, and give what loads it.
+    """If a policy's path is an exported adapter, set its base and shape instead, and return what loads it.
 
     Args:
         policy: Configuration under model.policy; changed.
         command: The subcommand.
-        resume: A checkpoint that is asked for besides, or None.
+        resume: The value of --resume.
 
     Raises:
-        UserError: The adapter is to be trained, a checkpoint is named too, its files are not whole, or it is no plain
-            LoRA.
+        UserError: The adapter is to be trained, --resume is set too, files are missing, or it is no plain LoRA.
     """
     folder = None if policy.path is None else Path(policy.path).expanduser()
     if folder is None or not (folder / _CONFIG).is_file():
@@ -81,20 +82,20 @@ def take_adapter(policy: Any, command: str, resume: object) -> ExportedAdapter |
     if not (folder / _WEIGHTS).is_file():
         raise UserError(f"an exported adapter needs {_WEIGHTS}; {folder} has none; export it again")
     try:
-        found = json.loads((folder / _CONFIG).read_bytes())
-        base, rank, alpha = str(found["base_model_name_or_path"]), int(found["r"]), float(found["lora_alpha"])
-        targets, full_finetuning = tuple(sorted(found["target_modules"])), found.get("modules_to_save") or []
+        saved = json.loads((folder / _CONFIG).read_bytes())
+        base, rank, alpha = str(saved["base_model_name_or_path"]), int(saved["r"]), float(saved["lora_alpha"])
+        targets, full_finetuning = tuple(sorted(saved["target_modules"])), saved.get("modules_to_save") or []
     except (ValueError, TypeError, KeyError) as error:
         raise UserError(
             f"{_CONFIG} must be PEFT's of a LoRA; {folder} has another ({error!r}); export it again"
         ) from error
-    if others := [key for key in _NOT_PLAIN if found.get(key)]:
+    if others := [key for key in _NOT_PLAIN if saved.get(key)]:
         raise UserError(
             f"an adapter adds alpha / rank times B A, of one rank and alpha; {folder / _CONFIG} sets {others[0]}; "
             "merge it into its base with PEFT, and name that model"
         )
     policy.path = base
-    if (kept := _kept_base(folder)) is not None:
+    if (kept := _saved_base(folder)) is not None:
         policy.path, policy.quantization = kept["path"], kept["quantization"]
         if kept["toy"] is not None:
             policy.toy = dict_to_namespace(kept["toy"])
@@ -105,15 +106,15 @@ def take_adapter(policy: Any, command: str, resume: object) -> ExportedAdapter |
 
 
 def export(run: Path, dst: Path, merge: bool = False, checkpoint: Path | None = None) -> None:
-    """Write what a run has learned, also of one that is not finished.
+    """Write the adapter or model of a run, finished or not.
 
     Args:
-        run: The run's folder (`trainer.default_root_dir`), which holds config.yaml and checkpoints; of a run by Python
-            Lightning's checkpoints alone.
-        dst: Folder to write; must not exist. An adapter in PEFT's format, or with `merge` a whole model.
-        merge: Write bf16 weights with the adapter merged in instead of the adapter. After full fine-tuning, where there
-            is none, the model is written in any case, in `model.policy.dtype`.
-        checkpoint: Which checkpoint; by default the newest whole one.
+        run: The run's folder (`trainer.default_root_dir`), which holds config.yaml and checkpoints; for a run from
+            Python, Lightning's checkpoints.
+        dst: Folder to write; must not exist. An adapter in PEFT's format, or with `merge` a model.
+        merge: Write bf16 weights with the adapter merged in. After full fine-tuning the model is written in any case,
+            in `model.policy.dtype`.
+        checkpoint: Which checkpoint; by default the newest complete one.
     """
     if dst.exists():
         raise UserError(f"the destination must not exist; {dst} does; choose another name or remove it")
@@ -130,7 +131,7 @@ def export(run: Path, dst: Path, merge: bool = False, checkpoint: Path | None = 
     policy = Policy(base, config, torch.device("cpu"), seed=0)
     policy.load_trained_state(state["trained"])
     if merge and not policy.full_finetuning:
-        write_dense_checkpoint(base, dst, torch.bfloat16, _Merge(policy))
+        write_dense_checkpoint(base, dst, torch.bfloat16, partial(_merged, policy.weights(version=0)))
     else:
         with atomic_directory(dst) as folder:
             policy.save(folder)
@@ -152,18 +153,13 @@ def _size(folder: Path) -> str:
     return f"{len(sizes)} files of {sum(sizes) / 2**20:.1f} MiB"
 
 
-class _Merge:
-    """Adds the adapter to a weight, or puts a tensor that was trained whole in its place."""
-
-    def __init__(self, policy: Policy) -> None:
-        self.weights = policy.weights(version=0)
-
-    def __call__(self, name: str, tensor: Tensor) -> Tensor:
-        factors = (self.weights.adapter or {}).get(name.removesuffix(".weight"))
-        if factors is not None:
-            a, b = factors
-            return tensor + self.weights.scaling * (b.float() @ a.float())
-        return self.weights.tensors.get(name, tensor)
+def _merged(weights: PolicyWeights, name: str, tensor: Tensor) -> Tensor:
+    """A tensor of the base with its adapter added, or its trained value."""
+    factors = (weights.adapter or {}).get(name.removesuffix(".weight"))
+    if factors is None:
+        return weights.tensors.get(name, tensor)
+    a, b = factors
+    return tensor + weights.scaling * (b.float() @ a.float())
 
 
 def _policy_config(run: Path, state: dict[str, Any]) -> PolicyConfig:
@@ -176,8 +172,8 @@ def _policy_config(run: Path, state: dict[str, Any]) -> PolicyConfig:
     try:
         document = yaml.safe_load(path.read_bytes())
     except yaml.YAMLError as error:
-        found = " ".join(str(error).split())
-        raise UserError(f"a run's config.yaml must be YAML; {path} is not ({found:.150}); restore it") from error
+        reason = " ".join(str(error).split())
+        raise UserError(f"a run's config.yaml must be YAML; {path} is not ({reason:.150}); restore it") from error
     model = document.get("model") if isinstance(document, dict) else None
     policy = model.get("policy") if isinstance(model, dict) else None
     if not isinstance(policy, dict) or not {"path", "lora"} <= policy.keys():
