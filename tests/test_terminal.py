@@ -241,7 +241,7 @@ if distributed.get_rank() == 1:
         if len(attempts) == 1:
             raise torch.OutOfMemoryError("no room")
 
-    choice.attempt(work, [])
+    choice.run_with_oom_fallback(work, [])
     MathPool(0.3, 0.3, 1).equivalent([("1", "5^{9^{9^9}}")])
 distributed.barrier()
 """
