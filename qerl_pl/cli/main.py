@@ -314,8 +314,7 @@ class QeRLCLI(LightningCLI):
 
     def _callbacks(self, trainer: Namespace) -> list[Callback]:
         """`trainer.callbacks` and those of the top-level keys; a list with a RolloutCallback is complete."""
-        listed = trainer["callbacks"] or []
-        callbacks = [*listed] if isinstance(listed, list) else [listed]
+        callbacks = _listed(trainer["callbacks"])
         if not any(isinstance(callback, RolloutCallback) for callback in callbacks):
             rollout = self._get(self.config_init, "rollout")
             if not rollout.rewards:
