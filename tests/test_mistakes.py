@@ -102,7 +102,7 @@ PARSED = {
     "adapter of nothing": (["--model.policy.lora.alpha", "0"], "finite alpha > 0; got 0.0; set model.policy.lora"),
     "negative adapter": (["--model.policy.lora.alpha", "-1"], "finite alpha > 0; got -1"),
     "adapter that is none": (["--model.policy.lora.alpha", ".nan"], "finite alpha > 0; got nan"),
-    "adapter on nothing": (["--model.policy.lora.targets", "[]"], "linears to adapt; found no targets; set model"),
+    "adapter on nothing": (["--model.policy.lora.targets", "[]"], "linears to adapt; got no targets; set model"),
     "negative seed": (["--seed_everything", "-1"], "a seed from 0 to 4294967295; found -1; set seed_everything"),
     "large seed": (["--seed_everything", "4294967296"], "a seed from 0 to 4294967295; found 4294967296"),
     "no seed": (["--seed_everything", "true"], "a seed from 0 to 4294967295; found True"),
