@@ -118,6 +118,8 @@ def locked(folder: Path) -> Iterator[None]:
                 "trainer.default_root_dir"
             ) from error
         except OSError as error:
+            if error.filename is not None:  # the file cannot be opened; only the lock is optional
+                raise
             log.warning("%s cannot be locked (%s): let no other process train in it", folder, error.strerror)
         try:
             yield
