@@ -276,7 +276,7 @@ def test_a_disk_that_fills_up_within_a_checkpoint_is_named(tmp_path: Path) -> No
         pytest.raises(UserError, match=r"free disk space; .*step=1.*--resume auto"),
         explain_full_disk(path),
     ):
-        torch.save({"state": torch.zeros(10**5)}, checkpoint_io._Hashing(NearlyFull()))
+        torch.save({"state": torch.zeros(10**5)}, checkpoint_io._HashingWriter(NearlyFull()))
     with pytest.raises(RuntimeError, match="another"), explain_full_disk(path):
         raise RuntimeError("another")
 

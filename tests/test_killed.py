@@ -221,4 +221,8 @@ def test_artefacts_that_are_written_again_are_whole_when_the_process_dies_in_the
         ".lock",
         "hparams.yaml",
         "adapter/adapter_config.json",
+        "adapter/chat_template.jinja",
+        "adapter/qerl_base.json",
+        "adapter/tokenizer.json",
+        "adapter/tokenizer_config.json",
     }

@@ -77,7 +77,7 @@ PARSED = {
     "no tokens": (["--rollout.sampling.max_tokens", "0"], "max_tokens must be at least 1"),
     "empty stop": (
         ["--rollout.sampling.stop", "['']"],
-        "none of them empty; found .*; correct the list",
+        "none of them empty; got .*; correct the list",
     ),
     "nothing likely of a held-out prompt": (
         ["--rollout.eval_sampling", "{top_p: 0}"],
@@ -249,13 +249,13 @@ FOUND_LATER: dict[str, tuple[list[str] | None, list[str], str]] = {
     ),
     "endless completions": (
         GSM8K,
-        ["--trainer.callbacks.RolloutCallback.sampling.max_tokens", "1000000000"],
-        r"prompt and completion .* the model's 4096 positions; found 1000000\d+ \(data.max_prompt_tokens and .*max_tok",
+        ["--rollout.sampling.max_tokens", "1000000000"],
+        r"prompt and completion .* the model's 4096 positions; got 1000000\d+ \(data.max_prompt_tokens and .*max_tok",
     ),
     "endless evaluations": (
         GSM8K,
-        ["--trainer.callbacks.RolloutCallback.eval_sampling", '{"max_tokens": 5000}'],
-        r"the model's 4096 positions; found \d+ ",
+        ["--rollout.eval_sampling", '{"max_tokens": 5000}'],
+        r"the model's 4096 positions; got \d+ ",
     ),
     "validation after nothing": (GSM8K, ["--trainer.val_check_interval", "0"], "found val_check_interval=0 "),
     "no validation's share": (GSM8K, ["--trainer.val_check_interval", "0.0"], "found val_check_interval=0.0 "),
@@ -288,14 +288,13 @@ def test_a_mistake_found_while_starting_is_one_line(
     assert re.search(message, complaint(capsys, *starting(tmp_path, tiny_policy_dir, rows), *extra))
 
 
-ROLLOUT = "--trainer.callbacks.RolloutCallback"
 FOUND_FIRST = {
     "rare validation": (["--trainer.val_check_interval", "999"], "an epoch's 40 batches; found 999"),
-    "odd minibatches": (["--model.minibatches", "3"], "minibatches must divide .* found 3 and 128"),
-    "endless completions": ([f"{ROLLOUT}.sampling.max_tokens", "1000000000"], "4096 positions; found 1000000096 "),
+    "odd minibatches": (["--model.minibatches", "3"], "minibatches must divide .* got 3 and 128"),
+    "endless completions": (["--rollout.sampling.max_tokens", "1000000000"], "4096 positions; got 1000000096 "),
     "no end": (["--trainer.max_epochs", "-1"], "need a planned end; found none; set trainer.max_epochs"),
     "precision": (["--trainer.precision", "bf16-true"], "sets its own precision; trainer.precision is bf16-true"),
-    "nothing samples": (["--trainer.callbacks", "[]"], "add qerl_pl.callbacks.RolloutCallback"),
+    "nothing scores": (["--rollout.rewards", "{}"], "rollout.rewards names none"),
 }
 
 
@@ -587,16 +586,15 @@ def test_another_programs_checkpoint_is_named(capsys: pytest.CaptureFixture[str]
 def test_one_callback_or_plugin_needs_no_list(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, tiny_policy_dir: Path, command: str
 ) -> None:
-    """As Lightning has it: the report, which finds nothing that samples, is reached."""
+    """As Lightning has it: the check of the rewards, which comes after, is reached."""
     settings = yaml.safe_load((ROOT / "configs" / "gsm8k_cpu.yaml").read_text())
     settings["trainer"]["callbacks"] = {"class_path": "qerl_pl.callbacks.EvaluationReport"}
     settings["trainer"]["plugins"] = {"class_path": "lightning.pytorch.plugins.environments.LightningEnvironment"}
+    settings["rollout"]["rewards"] = {}
     path = tmp_path / "one.yaml"
     path.write_text(yaml.safe_dump(settings))
     _, _, _, *rest = starting(tmp_path, tiny_policy_dir, GSM8K)
-    changed = ("--trainer.callbacks.EvaluationReport.resamples", "7")
-    line = complaint(capsys, command, "-c", str(path), *rest, *changed)
-    assert re.search("EvaluationReport needs .*; trainer.callbacks has none; add qerl_pl.callbacks.Rollout", line)
+    assert "rollout.rewards names none" in complaint(capsys, command, "-c", str(path), *rest)
 
 
 def test_a_state_that_cannot_be_saved_is_named(tmp_path: Path) -> None:

@@ -362,7 +362,7 @@ def test_a_mismatch_above_its_bound_is_warned_of(bound: float, warned: bool, cap
 
 
 def test_sizes_that_do_not_divide_are_refused_in_training_alone(tiny_policy_dir: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="found 3 and 4"):
+    with pytest.raises(UserError, match="got 3 and 4"):
         trainer_of(tmp_path).fit(module_of(tiny_policy_dir, minibatches=3), datamodule=data())
     trainer_of(tmp_path).validate(module_of(tiny_policy_dir, minibatches=3), datamodule=data(), verbose=False)
 

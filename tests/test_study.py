@@ -275,7 +275,7 @@ def test_the_shipped_studies_are_understood() -> None:
             settings = built(*run.words(Path("runs/x"), values))
             noise = settings.noise.schedule
             assert settings.model.policy_config.quantization == "none" and noise.sigma_start == noise.sigma_end == 0
-            assert settings.rollout.config.eval_samples == 4
+            assert settings.rollout.eval_config.samples == 4
     dapo = next(
         run for run in plans[1].runs if run.levels["objective"] == "dapo" and run.levels["method"] == "nvfp4_aqn"
     )
