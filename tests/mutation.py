@@ -60,7 +60,6 @@ ROOMS = {
         (
             "qerl_pl/persistence/checkpoint_io.py",
             "qerl_pl/persistence/random_state.py",
-            "qerl_pl/persistence/random_state.py",
             "qerl_pl/callbacks/resume.py",
         ),
         ("files", "random_state", "resume_callback"),
@@ -79,11 +78,12 @@ ROOMS = {
             "qerl_pl/rollout/parity_check.py",
             "qerl_pl/rollout/collector.py",
             "qerl_pl/rollout/experience.py",
+            "qerl_pl/evaluation/evaluator.py",
         ),
         ("collecting", "collecting_ranks", "parity_check", "evaluator"),
     ),
     "update": Room(
-        tuple(f"qerl_pl/modules/{name}.py" for name in ("update", "packing", "known", "micro_batches")),
+        tuple(f"qerl_pl/modules/{name}.py" for name in ("update", "packed_layers")),
         ("update_steps", "packing", "update", "update_ranks", "recompute"),
     ),
 }
