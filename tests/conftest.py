@@ -19,6 +19,15 @@ os.environ.setdefault("TRITON_INTERPRET", str(int(not torch.cuda.is_available())
 torch.set_num_threads(1)
 
 
+SLOW_FILES = ("test_ranks", "test_resume", "test_watch", "test_every_way", "test_fit", "test_study", "test_engines")
+"""Files that take longest, most of them for the processes that they start."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Start the slow files first: a file runs on one worker, and the other would wait for the last one."""
+    items.sort(key=lambda item: SLOW_FILES.index(item.path.stem) if item.path.stem in SLOW_FILES else len(SLOW_FILES))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _empty_cache() -> Iterator[None]:
     yield
