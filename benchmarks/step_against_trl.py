@@ -33,7 +33,7 @@ GIB = 2**30
 PARTS = {"ours": "step_ours.py", "trl": "step_trl.py", "trl_sleep": "step_trl.py"}
 
 
-class FailureDetector:
+class StepTimer:
     """Seconds of each step and the GPU's largest memory in use, by a label that may change between steps."""
 
     def __init__(self, warmup: int) -> None:

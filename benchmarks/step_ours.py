@@ -47,7 +47,7 @@ class Steps(Callback):
 
     def __init__(self, modes: list[str], steps: int, warmup: int, out: str) -> None:
         self.modes, self.count, self.out = modes, steps, Path(out)
-        self.watch = step_against_trl.FailureDetector(warmup)
+        self.watch = step_against_trl.StepTimer(warmup)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self._begin(pl_module)

@@ -26,7 +26,7 @@ class Steps(TrainerCallback):
         out: File for what was found.
     """
 
-    def __init__(self, watch: step_against_trl.FailureDetector, label: str, out: Path) -> None:
+    def __init__(self, watch: step_against_trl.StepTimer, label: str, out: Path) -> None:
         self.watch, self.label, self.out = watch, label, out
         self.phases: dict[str, float] = {}
 
@@ -104,7 +104,7 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     texts = json.loads((args.out / "questions.json").read_text())
     rows = [{"prompt": step_against_trl.rendered(tokenizer, text)} for text in texts]
-    watch = step_against_trl.FailureDetector(args.warmup)
+    watch = step_against_trl.StepTimer(args.warmup)
     label = "TRL, BF16, vLLM asleep in the update" if part == "trl_sleep" else "TRL, BF16"
     steps = Steps(watch, label, args.out / f"step_{part}.json")
     trainer = GRPOTrainer(

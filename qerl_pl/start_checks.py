@@ -1,4 +1,4 @@
-"""What is checked before anything is made for a run: a policy, an engine, a file."""
+"""Checks of a run's settings before a policy, an engine or a file is made."""
 
 from lightning.pytorch import Trainer
 
@@ -7,10 +7,10 @@ class ChecksFirst:
     """A module or callback that can refuse a run by its settings alone."""
 
     fills_batches = False
-    """Whether it samples what training, validation and test steps read from their batch."""
+    """Whether it fills in the batches that training, validation and test steps read."""
 
     def check_first(self, trainer: Trainer, stage: str) -> None:
-        """Refuse what needs no policy and no engine to be seen; may be called more than once.
+        """Check the settings without a policy or an engine; may be called more than once.
 
         Args:
             trainer: With all of its callbacks, its module and its data module.
@@ -23,7 +23,7 @@ class ChecksFirst:
 
 
 def check_first(trainer: Trainer, stage: str) -> None:
-    """Have callbacks and module check, the module last: what it needs of callbacks they have said by then."""
+    """Call `check_first` of all callbacks, then of the module."""
     for hook in (*trainer.callbacks, trainer.lightning_module):  # type: ignore[attr-defined]
         if isinstance(hook, ChecksFirst):
             hook.check_first(trainer, stage)

@@ -14,12 +14,14 @@ from fit_helpers import configuration
 from lightning.pytorch import Trainer
 from scripted import Scripted, evaluator_of
 from shared_data import DATA, needs_data
+from short_run import data, module_of
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from qerl_pl.callbacks import EvaluationReport
 from qerl_pl.callbacks.evaluation import _ProgressCache, _reward_settings
 from qerl_pl.cli.main import QeRLCLI, main
 from qerl_pl.engines import TransformersEngine
+from qerl_pl.errors import UserError
 from qerl_pl.modules import QeRLModule
 from qerl_pl.rewards import GSM8KAnswer, MathAnswer, RewardSample
 from qerl_pl.types import Completion, RolloutRequest, SamplingConfig
@@ -225,3 +227,11 @@ def test_real_questions_are_asked_and_graded(tiny_policy_dir: Path, tmp_path: Pa
     assert {name: one["prompts"] for name, one in report["sets"].items()} == {"GSM8K": 5, "MATH-500": 5}
     found = {line["prompt_id"]: line["reference"] for line in lines(tmp_path)}
     assert found["GSM8K-0"] == "18" and found["MATH-500-0"] == "\\left( 3, \\frac{\\pi}{2} \\right)"
+
+
+@pytest.mark.parametrize("stage", ["validate", "test"])
+def test_a_report_without_a_rollout_callback_is_refused(tiny_policy_dir: Path, tmp_path: Path, stage: str) -> None:
+    trainer = Trainer(default_root_dir=tmp_path, accelerator="cpu", logger=False, callbacks=EvaluationReport())
+    message = "EvaluationReport needs .*; trainer.callbacks has none; add qerl_pl.callbacks.Rollout"
+    with pytest.raises(UserError, match=message):
+        getattr(trainer, stage)(module_of(tiny_policy_dir), datamodule=data(), verbose=False)
