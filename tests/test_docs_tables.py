@@ -13,7 +13,7 @@ from pages import ROOT
 
 import qerl_pl.algorithm
 from qerl_pl.algorithm import Objective
-from qerl_pl.formats.quantize import quantize_checkpoint
+from qerl_pl.cli.quantize import quantize
 from qerl_pl.memory import GIB, GRADIENT, MASTER, optimizer_bytes
 
 README = ROOT / "README.md"
@@ -85,7 +85,7 @@ def test_memory_of_full_fine_tuning_is_what_the_check_before_a_run_counts() -> N
 def test_options_of_quantize_are_those_of_the_page() -> None:
     rows = pages.rows(pages.sections(ROOT / "docs" / "your-own-model.md")["Quantizing"])[1:]
     options = {option.strip("`-"): values for option, values in rows}
-    parameters = inspect.signature(quantize_checkpoint).parameters
+    parameters = inspect.signature(quantize).parameters
     assert set(options) == set(parameters) - {"src", "dst"}
     for name, text in options.items():
         default = str(parameters[name].default).lower()

@@ -109,7 +109,7 @@ def test_a_format_that_nobody_knows_is_named(tiny_policy_dir: Path, tmp_path: Pa
     folder = shutil.copytree(tiny_policy_dir, tmp_path / "awq")
     config = read_config(folder) | {"quantization_config": {"quant_method": "awq"}}
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match=r"as `qerl quantize` writes it, nvfp4, .*; .* has awq: quantize the 16-bit"):
+    with pytest.raises(UserError, match=r"nvfp4, .*, and 16-bit activations; .* has awq: quantize the 16-bit"):
         format_of(folder)
 
 

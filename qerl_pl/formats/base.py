@@ -135,6 +135,11 @@ def format_of(folder: Path) -> BaseFormat:
             return base_format
     name = quantization.get("format") or quantization.get("quant_method")
     raise UserError(
-        f"a quantized base must be as `qerl quantize` writes it, {', '.join(QUANTIZERS)}; {folder} has {name}: "
-        "quantize the 16-bit model"
+        f"a quantized base has 4-bit weights, {', '.join(QUANTIZERS)}, and 16-bit activations; {folder} has {name}"
+        f"{_activations(quantization)}: quantize the 16-bit model"
     )
+
+
+def _activations(quantization: Mapping[str, Any]) -> str:
+    groups = quantization.get("config_groups", {})
+    return " with quantized activations" if any(group.get("input_activations") for group in groups.values()) else ""

@@ -40,7 +40,10 @@ class PackedFormat(ABC):
         return self.weight(stored).dense(dtype)
 
     def recognises(self, quantization: Mapping[str, Any] | None) -> bool:
-        return quantization is not None and quantization.get("format") == self.compression.value
+        if quantization is None or quantization.get("format") != self.compression.value:
+            return False
+        groups = quantization.get("config_groups", {}).values()
+        return not any(group.get("input_activations") or group.get("output_activations") for group in groups)
 
     def tensor_names(self, linear: str) -> tuple[str, ...]:
         return tuple(f"{linear}.{suffix}" for suffix in self.suffixes)

@@ -138,7 +138,7 @@ def _quantize(
     with (
         backend_for(device),
         ThreadPoolExecutor(workers, initializer=_start_worker, initargs=(device,)) as pool,
-        tqdm(total=len(quantized), desc="quantizing", unit="matrix", mininterval=1.0, leave=False) as bar,
+        tqdm(total=len(quantized), desc="quantizing", unit="matrix", mininterval=1.0, leave=False, disable=None) as bar,
     ):
         groups = (
             tuple(member for member in fused_group(name) if member in quantized)
@@ -208,8 +208,12 @@ def _report(settings: dict[str, Any], errors: dict[str, float], path: Path) -> N
     )
 
 
-def local_folder(path: str) -> Path:
-    """The folder of a model, by its path or by its name on the hub, which is downloaded once.
+def local_folder(path: str, key: str = "model.policy.path") -> Path:
+    """The folder of a model or adapter, by its path or by its name on the hub, which is downloaded once.
+
+    Args:
+        path: Folder or hub name.
+        key: Configuration key of the path, for error messages.
 
     Raises:
         UserError: The path is neither a folder nor a model of the hub.
@@ -222,12 +226,12 @@ def local_folder(path: str) -> Path:
     except LocalEntryNotFoundError as error:
         why = "HF_HUB_OFFLINE is set" if HF_HUB_OFFLINE else "the hub cannot be reached"
         raise UserError(
-            f"model.policy.path must be a folder or a model of the hub; {path!r} is no folder here, was not downloaded "
+            f"{key} must be a folder or a model of the hub; {path!r} is no folder here, was not downloaded "
             f"before, and {why}; connect this machine to the network, or give the folder of the downloaded model"
         ) from error
     except (HfHubHTTPError, HFValidationError) as error:
         raise UserError(
-            f"model.policy.path must be a folder or a model of the hub; {path!r} is neither "
+            f"{key} must be a folder or a model of the hub; {path!r} is neither "
             f"({type(error).__name__}); check the spelling, or download the model and give its folder"
         ) from error
 

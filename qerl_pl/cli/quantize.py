@@ -1,0 +1,83 @@
+"""`qerl quantize`: a 4-bit checkpoint by rounding to nearest, or calibrated on data."""
+
+from pathlib import Path
+from typing import Any, cast
+
+from qerl_kernels import BlockScales
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from qerl_pl.datamodules.tables import TableConfig, read_table
+from qerl_pl.errors import UserError, require_at_least
+from qerl_pl.formats.base import QuantizedFormat
+from qerl_pl.formats.calibration import Method, calibrate_checkpoint
+from qerl_pl.formats.quantize import Device, quantize_checkpoint
+
+
+def quantize(
+    src: Path,
+    dst: Path,
+    format: QuantizedFormat = "nvfp4",
+    scales: BlockScales = "minmax",
+    power_of_two: bool = False,
+    device: Device = "auto",
+    calibration: str | None = None,
+    method: Method = "gptq",
+    samples: int = 256,
+    max_length: int = 1024,
+) -> None:
+    """Quantize a 16-bit checkpoint to 4 bits.
+
+    Without --calibration, every `*_proj.weight` of the decoder layers is rounded to nearest, and
+    `quantization_report.json` in DST holds their relative squared errors: the sum of (quantized - weight)**2 over the
+    sum of weight**2. With it, llm-compressor quantizes every linear but lm_head.
+
+    Args:
+        src: Folder of a causal LM in Hugging Face format, 16 or 32 bits.
+        dst: Folder to write; must not exist, and appears only when it is complete.
+        format: `nvfp4` (blocks of 16 with an E4M3 scale) and `mxfp4` (blocks of 32 with a power of two), in the layout
+            of compressed-tensors; `nf4` (blocks of 64, double quantization), in that of bitsandbytes.
+        scales: NVFP4 only, how block scales are chosen. `minmax` takes each block's largest weight, bit for bit as
+            llm-compressor's NVFP4A16 scheme; `search` takes the E4M3 value of least squared error around it (same
+            format, about a quarter less error).
+        power_of_two: NVFP4 only, round global scales to powers of two, which makes dequantized weights exact in
+            bfloat16 and costs no accuracy.
+        device: Device of the arithmetic. `auto` is the GPU where there is one. llm-compressor chooses its own.
+        calibration: Table of texts (a column text) or of conversations (prompt, messages or question, and answer): a
+            JSONL, CSV or parquet file, or a hub name; null rounds to nearest.
+        method: How llm-compressor quantizes: GPTQ or AWQ.
+        samples: Rows of the table that are used, from the first.
+        max_length: Tokens of each; the rest is cut off.
+
+    Raises:
+        UserError: `dst` exists, `src` is no model folder, is inconsistent or already quantized, has no matrix to
+            quantize or one that the format cannot store, the format lacks an option, there is no GPU for `device`, or
+            llm-compressor is not installed.
+    """
+    if calibration is None:
+        quantize_checkpoint(src, dst, format, scales, power_of_two, device)
+        return
+    if scales != "minmax" or power_of_two:
+        raise UserError("llm-compressor chooses the scales; leave out --scales and --power_of_two, or --calibration")
+    require_at_least(1, {"--samples": samples, "--max_length": max_length})
+    tokenizer = AutoTokenizer.from_pretrained(src)
+    calibrate_checkpoint(
+        src, dst, calibration_texts(calibration, tokenizer, samples), tokenizer, format, method, max_length
+    )
+
+
+def calibration_texts(path: str, tokenizer: PreTrainedTokenizerBase, samples: int) -> list[str]:
+    """Texts of a table's first rows: the column `text`, or the rendered conversation with its answer.
+
+    Raises:
+        UserError: The table cannot be read, or has neither.
+    """
+    table = read_table(path, "train")[:samples]
+    if "text" in table[0]:
+        return [str(row["text"]) for row in table]
+    texts = []
+    for row in TableConfig(cast(Any, table)).rows("calibration"):
+        chat = [dict(turn) for turn in row.messages or [{"role": "user", "content": row.question}]]
+        answer = str(row.columns.get("answer") or row.reference)
+        chat += [{"role": "assistant", "content": answer}] if answer else []
+        texts.append(cast(str, tokenizer.apply_chat_template(chat, tokenize=False)))
+    return texts
