@@ -1,62 +1,179 @@
-"""Rendering of questions to prompt token ids by the tokenizer's chat template."""
+"""Rendering of questions and conversations to prompt token ids by the tokenizer's chat template."""
 
+import hashlib
+import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
+from typing import Any
 
+import torch
+import transformers
 from jinja2 import TemplateError
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerBase
 
 from qerl_pl.errors import UserError
+from qerl_pl.persistence.atomic_files import atomic_directory, build_once, cache_root
 
 SYSTEM_PROMPT = "Think inside <think></think>, then give only the final answer inside <answer></answer>."
 """Requests the format that the rewards check."""
 TEMPLATE_DATE = datetime(2024, 7, 26)
 """Date in templates that have one, such as Llama's, so that prompts are the same on every day of a run."""
+CACHED_PROMPTS = 1000
+"""From this many prompts on, rendering takes longer than to look it up."""
 _TODAY = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")
 """A template's call for the current date, which no argument replaces."""
+_OWN = ("add_generation_prompt", "chat_template", "continue_final_message", "conversation", "return_dict", "tokenize")
+
+Chat = str | Sequence[Mapping[str, str]]
+"""A user's message, or a conversation: messages with `role` and `content`."""
+
+
+def check_template_kwargs(kwargs: Mapping[str, Any]) -> None:
+    """Refuse arguments of chat templates that the rendering sets itself.
+
+    Raises:
+        UserError: There is such an argument.
+    """
+    own = sorted(set(kwargs) & set(_OWN))
+    if own:
+        raise UserError(
+            "chat_template_kwargs are variables of the chat template, such as enable_thinking; found "
+            f"{', '.join(own)}, which rendering sets itself; take it out"
+        )
 
 
 def render_prompts(
-    tokenizer: PreTrainedTokenizerBase, questions: Sequence[str], system_prompt: str | None = SYSTEM_PROMPT
+    tokenizer: PreTrainedTokenizerBase,
+    chats: Sequence[Chat],
+    system_prompt: str | None = SYSTEM_PROMPT,
+    template_kwargs: Mapping[str, Any] | None = None,
 ) -> list[list[int]]:
-    """Token ids of the chats [system, user], each with the generation prompt.
+    """Token ids of chats, each with the generation prompt.
 
     Args:
         tokenizer: Has a chat template.
-        questions: User messages, one per chat.
-        system_prompt: System message; None or "" sends none.
+        chats: User messages, or conversations.
+        system_prompt: System message of chats without their own; None or "" sends none.
+        template_kwargs: Variables of the template, such as `enable_thinking`.
 
     Raises:
         UserError: The tokenizer has no chat template, or it refuses the chat.
     """
-    if not questions:
+    if not chats:
         return []
-    if tokenizer.chat_template is None:
-        raise UserError(
-            f"prompts need a chat template; the tokenizer of {tokenizer.name_or_path or 'the policy'} has none; "
-            "use an instruct model, or add chat_template.jinja to the model's folder."
-        )
-    system = [{"role": "system", "content": system_prompt}] if system_prompt else []
-    chats = [[*system, {"role": "user", "content": question}] for question in questions]
-    try:
-        texts = tokenizer.apply_chat_template(
-            chats,
-            tokenize=False,
-            add_generation_prompt=True,
-            chat_template=_TODAY.sub(lambda call: repr(TEMPLATE_DATE.strftime(call[2])), tokenizer.get_chat_template()),
-            date_string=TEMPLATE_DATE.strftime("%d %b %Y"),
-        )
-    except TemplateError as error:
-        raise UserError(
-            f"the chat template of {tokenizer.name_or_path or 'the policy'} refuses the prompt: {error}; "
-            "where it knows no system message, set data.init_args.system_prompt to null and ask in the question."
-        ) from error
+    texts = _texts(tokenizer, [_messages(chat, system_prompt) for chat in chats], template_kwargs)
     return [list(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
 
 
+def _texts(
+    tokenizer: PreTrainedTokenizerBase,
+    chats: Sequence[Sequence[Mapping[str, Any]]],
+    template_kwargs: Mapping[str, Any] | None,
+    generation_prompt: bool = True,
+) -> list[str]:
+    name = tokenizer.name_or_path or "the policy"
+    if tokenizer.chat_template is None:
+        raise UserError(
+            f"prompts need a chat template; the tokenizer of {name} has none; use an instruct model, or add "
+            "chat_template.jinja to the model's folder."
+        )
+    try:
+        texts = tokenizer.apply_chat_template(
+            [[dict(message) for message in chat] for chat in chats],
+            tokenize=False,
+            add_generation_prompt=generation_prompt,
+            chat_template=_TODAY.sub(lambda call: repr(TEMPLATE_DATE.strftime(call[2])), tokenizer.get_chat_template()),
+            **{"date_string": TEMPLATE_DATE.strftime("%d %b %Y"), **(template_kwargs or {})},
+        )
+    except TemplateError as error:
+        raise UserError(
+            f"the chat template of {name} refuses the messages: {error}; "
+            "correct them; where it knows no system message, set data.init_args.system_prompt to null and ask in the question."
+        ) from error
+    return [str(text) for text in texts]
+
+
+def _messages(chat: Chat, system_prompt: str | None) -> list[dict[str, str]]:
+    messages = [{"role": "user", "content": chat}] if isinstance(chat, str) else [dict(message) for message in chat]
+    if system_prompt and messages[0]["role"] != "system":
+        return [{"role": "system", "content": system_prompt}, *messages]
+    return messages
+
+
 def render_prompt(
-    tokenizer: PreTrainedTokenizerBase, question: str, system_prompt: str | None = SYSTEM_PROMPT
+    tokenizer: PreTrainedTokenizerBase, chat: Chat, system_prompt: str | None = SYSTEM_PROMPT
 ) -> list[int]:
     """Token ids of one chat, see `render_prompts`."""
-    return render_prompts(tokenizer, [question], system_prompt)[0]
+    return render_prompts(tokenizer, [chat], system_prompt)[0]
+
+
+def cached_prompts(
+    tokenizer: PreTrainedTokenizerBase,
+    chats: Sequence[Chat],
+    system_prompt: str | None,
+    template_kwargs: Mapping[str, Any],
+) -> list[list[int]]:
+    """As `render_prompts`, but one process of a machine renders, and later runs read what it cached."""
+    if len(chats) < CACHED_PROMPTS or not tokenizer.is_fast or tokenizer.chat_template is None:
+        return render_prompts(tokenizer, chats, system_prompt, template_kwargs)
+    described = [
+        transformers.__version__,
+        tokenizer.backend_tokenizer.to_str(),
+        tokenizer.get_chat_template(),
+        tokenizer.special_tokens_map,
+        TEMPLATE_DATE.isoformat(),
+        system_prompt,
+        dict(template_kwargs),
+        [chat if isinstance(chat, str) else [dict(message) for message in chat] for chat in chats],
+    ]
+    digest = hashlib.sha256(json.dumps(described, sort_keys=True, default=str).encode())
+    folder = cache_root() / f"prompts-{digest.hexdigest()[:32]}"
+    file = folder / "prompts.safetensors"
+    with build_once(folder) as missing:
+        if missing:
+            rendered = render_prompts(tokenizer, chats, system_prompt, template_kwargs)
+            lengths = torch.tensor([len(ids) for ids in rendered])
+            tokens = torch.tensor([token for ids in rendered for token in ids], dtype=torch.int32)
+            with atomic_directory(folder) as unfinished:
+                save_file({"tokens": tokens, "lengths": lengths}, unfinished / file.name)
+    saved = load_file(file)
+    return [ids.tolist() for ids in saved["tokens"].split(saved["lengths"].tolist())]
+
+
+def render_conversation(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Mapping[str, Any]],
+    template_kwargs: Mapping[str, Any] | None = None,
+) -> list[tuple[str, int | None]]:
+    """Text of a conversation in parts: of each the text, and the index of the assistant's message that it is, or None.
+
+    The assistant's parts begin where its generation prompt ends, as sampled completions do.
+
+    Args:
+        tokenizer: Has a chat template.
+        messages: Dictionaries with `role` and `content`.
+        template_kwargs: Variables of the template, such as `enable_thinking`.
+
+    Raises:
+        UserError: The tokenizer has no chat template, it refuses the messages, or it writes a turn in another way once
+            more turns follow, so that there is no text to train on.
+    """
+    done = ""
+    parts: list[tuple[str, int | None]] = []
+    for index, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        prompt = _texts(tokenizer, [messages[:index]], template_kwargs)[0]
+        text = _texts(tokenizer, [messages[: index + 1]], template_kwargs, generation_prompt=False)[0]
+        if not (prompt.startswith(done) and text.startswith(prompt)):
+            raise UserError(
+                "a chat template must continue a conversation's text with each turn; that of "
+                f"{tokenizer.name_or_path or 'the policy'} changes what stands before message {index + 1}; give each "
+                "assistant's turn its own row, or set chat_template_kwargs"
+            )
+        parts += [(prompt[len(done) :], None), (text[len(prompt) :], index)]
+        done = text
+    text = _texts(tokenizer, [messages], template_kwargs, generation_prompt=False)[0]
+    return [*parts, (text[len(done) :], None)] if len(text) > len(done) else parts

@@ -27,7 +27,11 @@ class Prompt:
     text: str
     """The question as the user reads it."""
     reference: str
-    """Reference answer, for the rewards."""
+    """Reference answer, for the rewards; empty where the data has none."""
+    messages: tuple[Mapping[str, str], ...] | None = field(default=None, hash=False)
+    """The conversation of a row that has one, in place of a question."""
+    columns: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    """The row's other columns, for the rewards."""
 
 
 @dataclass(frozen=True)
@@ -162,8 +166,8 @@ class CompletionRecord:
     prompt: str
     completion: str
     reference: str
-    rewards: dict[str, float]
-    """Each reward by name, before its weight, and their weighted sum under "total"."""
+    rewards: dict[str, float | None]
+    """Each reward by name, before its weight, and their weighted sum under "total"; None where one does not apply."""
     truncated: bool
     tokens: int
     trained: bool = True

@@ -99,8 +99,8 @@ class Watched:
         self.probes: list[int] = []
         self.evaluates = False
 
-    def weights(self, version: int, noise: NormNoise | None = None, *, adapter: bool = True) -> Any:
-        return SimpleNamespace(version=version, adapter={} if adapter else None, noise=noise)
+    def weights(self, version: int, noise: NormNoise | None = None, *, reference: bool = False) -> Any:
+        return SimpleNamespace(version=version, adapter=None if reference else {}, noise=noise)
 
     def token_logprobs(
         self, tokens: Tensor, lengths: Tensor, mask: Tensor, temperature: float, *, reference: bool = False

@@ -1,9 +1,11 @@
 """Advantages against numbers worked by hand."""
 
+import math
+
 import pytest
 import torch
 
-from qerl_pl.algorithm.advantages import group_advantages, informative_groups
+from qerl_pl.algorithm.advantages import group_advantages, informative_groups, normalized_then_summed
 from qerl_pl.errors import UserError
 
 # Group one: mean 1, deviations -1 -1 -1 3, unbiased std sqrt(12 / 3) = 2. Group two: all equal.
@@ -54,3 +56,65 @@ def test_sizes_that_cannot_be_grouped_are_a_user_error(group_size, found) -> Non
         group_advantages(REWARDS, group_size, "group")
     with pytest.raises(UserError, match=found):
         informative_groups(REWARDS, REWARDS > 0.5, group_size)
+
+
+# NaN: no reward applies ----------------------------------------------------------------------------------------------
+
+# Group one: 1 and 3 apply, mean 2, unbiased std sqrt(2). Group two: 6 alone. Group three: none. Group four: 0, 2, 4.
+PARTIAL = torch.tensor([1, math.nan, 3, 6, math.nan, math.nan, *[math.nan] * 3, 0, 2, 4], dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("normalize", "stds"),
+    [
+        ("group", (2**0.5 + 1e-4, 2 + 1e-4)),
+        # 1, 3, 6, 0, 2, 4: mean 16 / 6, sum of squares 66, variance (66 - 256 / 6) / 5 = 14 / 3.
+        ("batch", ((14 / 3) ** 0.5 + 1e-4,) * 2),
+        ("none", (1, 1)),
+    ],
+)
+def test_a_completion_without_a_reward_counts_for_nothing(normalize, stds) -> None:
+    found = group_advantages(PARTIAL, 3, normalize).tolist()
+    expected = [-1 / stds[0], 0, 1 / stds[0], *[0] * 6, -2 / stds[1], 0, 2 / stds[1]]
+    assert found == pytest.approx(expected, abs=1e-12)
+    assert group_advantages(torch.full((4,), torch.nan), 2, normalize).tolist() == [0.0] * 4
+
+
+def test_a_group_is_informative_by_the_rewards_that_apply() -> None:
+    rewards = torch.tensor([1, math.nan, 0, 1, math.nan, 1, math.nan, math.nan, math.nan])
+    right = torch.tensor([1, 0, 0, 1, 0, 1, 0, 0, 0], dtype=torch.bool)
+    assert informative_groups(rewards, right, 3).tolist() == [True, False, False]
+
+
+# GDPO ----------------------------------------------------------------------------------------------------------------
+
+
+def test_each_reward_is_normalized_in_its_group_before_the_sum_which_is_normalized_over_the_batch() -> None:
+    # Of "a": 0, 2 are -+ 1 / sqrt(2), 5, 5 are 0. Of "b", however large its scale: 100, 300 and 300, 100 the same.
+    rewards = {"a": torch.tensor([0.0, 2.0, 5.0, 5.0]), "b": torch.tensor([100.0, 300.0, 300.0, 100.0])}
+    rewards = {name: values.double() for name, values in rewards.items()}
+    a, b = 1 / (2**0.5 + 1e-4), 100 / (100 * 2**0.5 + 1e-4)
+    summed = [-2 * a - b / 2, 2 * a + b / 2, b / 2, -b / 2]  # mean 0
+    std = (sum(value**2 for value in summed) / 3) ** 0.5
+    found = normalized_then_summed(rewards, {"a": 2.0, "b": 0.5}, 2).tolist()
+    assert found == pytest.approx([value / (std + 1e-4) for value in summed], abs=1e-9)
+
+
+def test_a_reward_that_does_not_apply_leaves_the_others_their_advantages() -> None:
+    # "a" applies to the first group, "b" to the first three completions; to the fourth none, and it counts nowhere.
+    rewards = {
+        "a": torch.tensor([0.0, 2.0, math.nan, math.nan], dtype=torch.float64),
+        "b": torch.tensor([3.0, 1.0, 7.0, math.nan], dtype=torch.float64),
+    }
+    a = 1 / (2**0.5 + 1e-4)
+    summed = [-3 * a + a, 3 * a - a, 0.0]  # mean 0, unbiased std sqrt((4 a^2 + 4 a^2) / 2) = 2 a
+    expected = [value / (2 * a + 1e-4) for value in summed] + [0.0]
+    assert normalized_then_summed(rewards, {"a": 3.0, "b": 1.0}, 2).tolist() == pytest.approx(expected, abs=1e-12)
+
+
+def test_without_differences_or_groups_gdpo_has_no_advantages() -> None:
+    equal = {"a": torch.tensor([1.0, 1.0, 2.0, 2.0]), "b": torch.full((4,), torch.nan)}
+    assert normalized_then_summed(equal, {"a": 1.0, "b": 1.0}, 2).tolist() == [0.0] * 4
+    assert normalized_then_summed({"a": torch.zeros(0)}, {"a": 1.0}, 2).shape == (0,)
+    with pytest.raises(UserError, match="got group size 1"):
+        normalized_then_summed({"a": REWARDS}, {"a": 1.0}, 1)

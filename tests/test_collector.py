@@ -53,7 +53,8 @@ def policy(tiny_policy_dir: Path) -> Policy:
 @pytest.fixture(scope="module")
 def engine(tiny_policy_dir: Path, policy: Policy) -> Iterator[TransformersEngine]:
     engine = TransformersEngine()
-    lora = policy.config.lora
+    lora = policy.config.lora_spec
+    assert lora is not None
     engine.launch(EngineSpec(tiny_policy_dir, torch.float32, torch.device("cpu"), lora.rank, lora.targets, 128))
     yield engine
     engine.close()

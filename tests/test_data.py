@@ -331,7 +331,7 @@ def test_values_of_json_lines_stay_as_they_are_written(tmp_path: Path, tokenizer
         ('{"question": "a", "answer": ["1"]}\n', r"hold text or numbers; answer of row 1 of .* is \['1'\]; write its"),
         (
             '{"question": [{"role": "user"}], "answer": "1"}\n',
-            r"question of row 1 of .* is \[{'role': 'user'}\]; write",
+            r"with a role and a content, which are text; row 1 of .* has \[{'role': 'user'}\]; correct",
         ),
         ('{"question": "a", "answer": "#### 1"}\n{"question": "b", "answer": "so 1"}\n', "row 2 .* ends in 'so 1'"),
     ],

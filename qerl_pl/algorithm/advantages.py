@@ -3,6 +3,7 @@
 Rewards are [B] with the G completions of each prompt next to each other, so that B = prompts * G.
 """
 
+from collections.abc import Mapping
 from typing import Literal
 
 import torch
@@ -23,7 +24,8 @@ def group_advantages(rewards: Tensor, group_size: int, normalize: AdvantageNorm)
     - "batch": by (std of all B rewards + 1e-4). Lite PPO (arXiv 2508.08221).
     - "none": not divided, so that easy and hard prompts do not weigh more. Dr. GRPO (arXiv 2503.20783).
 
-    The standard deviation is unbiased (n - 1), which the papers leave open.
+    The standard deviation is unbiased (n - 1), which the papers leave open. A NaN, where no reward applies, counts
+    neither in the mean nor in the standard deviation, and its advantage is 0.
 
     Returns:
         [B], floating point; exactly 0 in a group whose rewards are all equal. B may be 0.
@@ -34,13 +36,56 @@ def group_advantages(rewards: Tensor, group_size: int, normalize: AdvantageNorm)
     groups = _grouped(rewards, group_size)
     if not len(groups):
         return groups.flatten()
+    if groups.isnan().any():
+        return _of_those_that_apply(groups, normalize)
     centered = groups - groups.mean(dim=1, keepdim=True)
     if normalize == "group":
         centered = centered / (groups.std(dim=1, keepdim=True) + STD_EPSILON)
     elif normalize == "batch":
         centered = centered / (groups.std() + STD_EPSILON)
     # The mean of equal numbers may be off by rounding, which the division would amplify.
-    return torch.where(_has_differences(groups)[:, None], centered, 0.0).flatten()
+    return torch.where(have_differences(groups)[:, None], centered, 0.0).flatten()
+
+
+def _of_those_that_apply(groups: Tensor, normalize: AdvantageNorm) -> Tensor:
+    """`group_advantages` [B] of groups [B / G, G] with NaN."""
+    applies = ~groups.isnan()
+    advantages = torch.zeros_like(groups)
+    for group, mask, row in zip(groups, applies, advantages, strict=True):
+        known = group[mask]
+        if (known != known[:1]).any():
+            row[mask] = known - known.mean()
+            if normalize == "group":
+                row[mask] /= known.std() + STD_EPSILON
+    if normalize == "batch" and applies.sum() > 1:
+        advantages /= groups[applies].std() + STD_EPSILON
+    return advantages.flatten()
+
+
+def normalized_then_summed(rewards: Mapping[str, Tensor], weights: Mapping[str, float], group_size: int) -> Tensor:
+    """Advantages of several rewards, each normalized within its groups first: GDPO (arXiv 2601.05242).
+
+    The weighted sum of the rewards' group advantages is normalized over the batch: minus its mean, divided by its
+    standard deviation + 1e-4.
+
+    Args:
+        rewards: Each reward [B] by name; NaN where it does not apply.
+        weights: Factor of each reward, by name.
+        group_size: G.
+
+    Returns:
+        [B], floating point; 0 where no reward applies. B may be 0.
+
+    Raises:
+        UserError: As `group_advantages`.
+    """
+    summed = sum(weights[name] * group_advantages(values, group_size, "group") for name, values in rewards.items())
+    assert isinstance(summed, Tensor)
+    applies = torch.stack([~values.isnan() for values in rewards.values()]).any(dim=0)
+    known = summed[applies]
+    if not (known != known[:1]).any():
+        return torch.zeros_like(summed)
+    return torch.where(applies, (summed - known.mean()) / (known.std() + STD_EPSILON), 0.0)
 
 
 def informative_groups(rewards: Tensor, correct: Tensor, group_size: int) -> Tensor:
@@ -59,7 +104,7 @@ def informative_groups(rewards: Tensor, correct: Tensor, group_size: int) -> Ten
     Raises:
         UserError: G < 2, or G does not divide B.
     """
-    return _has_differences(_grouped(correct, group_size)) & _has_differences(_grouped(rewards, group_size))
+    return have_differences(_grouped(correct, group_size)) & have_differences(_grouped(rewards, group_size))
 
 
 def _grouped(rewards: Tensor, group_size: int) -> Tensor:
@@ -77,5 +122,7 @@ def _grouped(rewards: Tensor, group_size: int) -> Tensor:
     return groups if groups.is_floating_point() else groups.float()
 
 
-def _has_differences(groups: Tensor) -> Tensor:
-    return (groups != groups[:, :1]).any(dim=1)
+def have_differences(groups: Tensor) -> Tensor:
+    """Whether each group of [groups, G] has different values, bool [groups]; NaN does not count."""
+    largest, smallest = (torch.where(groups.isnan(), bound, groups) for bound in (-torch.inf, torch.inf))
+    return largest.amax(dim=1) > smallest.amin(dim=1)

@@ -2,6 +2,7 @@
 
 import logging
 import signal
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -12,12 +13,23 @@ from lightning.pytorch.callbacks import Callback, Checkpoint, LambdaCallback
 from lightning.pytorch.trainer.states import TrainerFn
 
 from qerl_pl.distributed.communicator import writes_files
-from qerl_pl.errors import Preempted, require_at_least
+from qerl_pl.errors import Preempted, UserError, require_at_least
 from qerl_pl.persistence.atomic_files import atomic_write, remove_unwritten
 from qerl_pl.persistence.checkpoint_io import FOLDER, digest_path, resume_files
+from qerl_pl.persistence.random_state import random_state, set_random_state
 from qerl_pl.persistence.signals import StopSignals
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _StepEnd:
+    """What a rollout changes before it may fail, as it was at the end of the last step."""
+
+    epoch: int
+    loops: dict[str, Any]
+    """State of Lightning's loops and of the data loader."""
+    random_state: dict[str, Any]
 
 
 class ResumeCheckpoint(Checkpoint):
@@ -27,6 +39,9 @@ class ResumeCheckpoint(Checkpoint):
     it at once. Lightning runs checkpoint callbacks after all others, so that a checkpoint includes their state after
     its step; list ModelCheckpoint before this one. A step that is validated is saved, and the run stopped, after its
     validation: a run killed while validating resumes before the step and repeats the validation.
+
+    If a UserError ends a rollout, such as that of a reward, the state before the rollout is saved, and the error has a
+    note that says so. Several ranks save nothing then: only the ranks that fail know of it.
 
     Args:
         every_n_rollouts: Rollouts between checkpoints.
@@ -42,6 +57,8 @@ class ResumeCheckpoint(Checkpoint):
         # Installed after Lightning's own handler, which interrupts validations and ends the process with success.
         self._signals = StopSignals(self._on_signal)
         self._stop: Preempted | None = None
+        self._step_end: _StepEnd | None = None
+        self._rollout_failed = False
         self._stopper = LambdaCallback(on_train_batch_start=self._raise_stop, on_train_epoch_end=self._raise_stop)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -68,13 +85,34 @@ class ResumeCheckpoint(Checkpoint):
         self._restore(trainer)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """The same after an exception, when Lightning calls no teardown."""
-        self._restore(trainer)
+        """Save the state before a rollout that a UserError has ended; restore the signal handlers, as `teardown`."""
+        try:
+            if isinstance(exception, UserError) and (path := self._save_before_rollout(trainer)) is not None:
+                exception.add_note(f"the state is saved in {path}; go on with the same command and --resume auto")
+        finally:
+            self._restore(trainer)
+
+    def _save_before_rollout(self, trainer: Trainer) -> Path | None:
+        """The checkpoint of the state before the present rollout; None if no rollout runs, or several ranks do."""
+        batches = trainer.fit_loop.epoch_loop.batch_progress.total
+        in_rollout = batches.ready > batches.started  # type: ignore[attr-defined]
+        if trainer.state.fn != TrainerFn.FITTING or trainer.world_size > 1 or not in_rollout:
+            return None
+        done = trainer.fit_loop.total_batch_idx
+        for path, (rollouts, _) in resume_files(_folder(trainer)).items():
+            if rollouts == done:
+                return path
+        if self._step_end is None or trainer.fast_dev_run:  # type: ignore[attr-defined]
+            return None
+        set_random_state(self._step_end.random_state)
+        self._rollout_failed = True
+        return self._save(trainer, done)
 
     def _restore(self, trainer: Trainer) -> None:
         trainer.callbacks = _without(trainer, self._stopper)  # type: ignore[attr-defined]
         self._signals.give_back()
-        self._signal = self._stop = None
+        self._signal = self._stop = self._step_end = None
+        self._rollout_failed = False
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self._signal is not None:  # the second signal
@@ -88,19 +126,26 @@ class ResumeCheckpoint(Checkpoint):
     ) -> None:
         """Save if due, unless the step is validated first."""
         if not _is_validated(trainer, batch_idx):
-            self._save_if_due(trainer)
+            self._end_step(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save a validated step if due."""
         if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
-            self._save_if_due(trainer)
+            self._end_step(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save the end of the run; with higher limits, it can resume from there."""
         self._save(trainer, trainer.fit_loop.total_batch_idx + 1, ".end")
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Count an epoch as unfinished if a limit on steps or time ended it: Lightning counts it as completed."""
+        """Save the end of the last step in place of a rollout that failed.
+
+        Otherwise count an epoch as unfinished if a limit on steps or time ended it: Lightning counts it as completed.
+        """
+        if self._rollout_failed and self._step_end is not None:
+            checkpoint["epoch"] = self._step_end.epoch
+            checkpoint["loops"]["fit_loop"] = self._step_end.loops
+            return
         loop, epochs = trainer.fit_loop.epoch_loop, trainer.fit_loop.epoch_progress
         counted = epochs.current.completed and epochs.total.completed == epochs.total.ready
         if counted and not loop.batch_progress.is_last_batch:
@@ -108,7 +153,9 @@ class ResumeCheckpoint(Checkpoint):
                 count["processed"] -= 1
                 count["completed"] -= 1
 
-    def _save_if_due(self, trainer: Trainer) -> None:
+    def _end_step(self, trainer: Trainer) -> None:
+        """Remember this moment for a rollout that fails, and save if due."""
+        self._step_end = _StepEnd(trainer.current_epoch, trainer.fit_loop.state_dict(), random_state())
         done = trainer.fit_loop.total_batch_idx + 1
         stop = self._stop_signal(trainer)
         if stop or done % self.every_n_rollouts == 0:

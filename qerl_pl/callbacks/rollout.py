@@ -13,8 +13,8 @@ from qerl_pl.errors import UserError
 from qerl_pl.evaluation.evaluator import Evaluator, EvaluatorConfig
 from qerl_pl.modules.qerl import QeRLModule
 from qerl_pl.openmp import let_waiting_threads_sleep
-from qerl_pl.rewards import Reward, check_references
-from qerl_pl.rollout.collector import Collector, CollectorConfig
+from qerl_pl.rewards import Reward, as_rewards, check_references
+from qerl_pl.rollout.collector import Aggregation, Collector, CollectorConfig
 from qerl_pl.start_checks import ChecksFirst
 from qerl_pl.types import EvalSampling, PromptBatch, SamplingConfig
 
@@ -34,7 +34,8 @@ class RolloutCallback(Callback, ChecksFirst):
     the samples of an uninterrupted one.
 
     Args:
-        rewards: Rewards of a completion, by name or as a list; the total is their weighted sum.
+        rewards: Rewards of a completion, by name or as a list: classes such as those of `qerl_pl.rewards`, functions
+            with TRL's signature, or the names of such functions (`my_rewards.exact`, `my_rewards.py:exact`).
         engine: Rollout engine.
         group_size: Completions a prompt (G), at least 2.
         sampling: Sampling parameters of training completions. Evaluation samples greedily and at temperature 1, with
@@ -55,13 +56,15 @@ class RolloutCallback(Callback, ChecksFirst):
             stop strings of `sampling`.
         eval_batch: Most completions of held-out prompts in one call of the engine; null passes a batch of prompts at
             once.
+        multi_objective_aggregation: `sum_then_normalize` computes advantages of the rewards' weighted sum.
+            `normalize_then_sum` (GDPO) normalizes each reward within its group, sums, and normalizes over the batch.
     """
 
     fills_batches = True
 
     def __init__(
         self,
-        rewards: dict[str, Reward] | list[Reward],
+        rewards: dict[str, Reward | str] | list[Reward | str],
         engine: RolloutEngine | None = None,
         group_size: int = 8,
         sampling: SamplingConfig = SamplingConfig(),  # noqa: B008 - frozen, and jsonargparse reads the default
@@ -72,16 +75,21 @@ class RolloutCallback(Callback, ChecksFirst):
         accuracy_reward: str | None = None,
         eval_sampling: EvalSampling | None = None,
         eval_batch: int | None = None,
+        multi_objective_aggregation: Aggregation = "sum_then_normalize",
     ) -> None:
-        if isinstance(rewards, dict):
-            for name, reward in rewards.items():
-                reward.name = name
-            rewards = list(rewards.values())
+        scored_by = as_rewards(rewards)
         self.config = CollectorConfig(
-            rewards, group_size, sampling, resample_rounds, mismatch_bound, check_every, accuracy_reward
+            scored_by,
+            group_size,
+            sampling,
+            resample_rounds,
+            mismatch_bound,
+            check_every,
+            accuracy_reward,
+            multi_objective_aggregation,
         )
         self.eval_config = EvaluatorConfig(
-            rewards, (eval_sampling or POLICY_DISTRIBUTION).over(sampling), eval_samples, eval_batch, accuracy_reward
+            scored_by, (eval_sampling or POLICY_DISTRIBUTION).over(sampling), eval_samples, eval_batch, accuracy_reward
         )
         self.engine: RolloutEngine = engine if engine is not None else TransformersEngine()
         self._collector: Collector | None = None
@@ -136,15 +144,15 @@ class RolloutCallback(Callback, ChecksFirst):
         module.use_engine_weights(*self._engine_weights)
 
     def _launch(self, trainer: Trainer, module: QeRLModule, data: PromptDataModule) -> None:
-        adapter, ranks = module.policy_config.adapter, communicator_of(trainer)
+        lora, ranks = module.policy_config.lora_spec, communicator_of(trainer)
         spec = EngineSpec(
             base=module.base_folder,
             dtype=module.policy_config.torch_dtype,
             device=trainer.strategy.root_device,
-            lora_rank=0 if adapter is None else adapter.rank,
-            lora_targets=() if adapter is None else adapter.targets,
+            lora_rank=0 if lora is None else lora.rank,
+            lora_targets=() if lora is None else lora.targets,
             max_tokens=self._longest(data),
-            full_finetuning=adapter is None,
+            full_finetuning=lora is None,
             ranks=ranks.size,
         )
         let_waiting_threads_sleep()
@@ -185,7 +193,11 @@ class RolloutCallback(Callback, ChecksFirst):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Refuse ranks that have read different files."""
         module = _module(pl_module)
-        facts = {"base model": module.base_identity, "number of finished rollouts": module.policy_version}
+        facts = {
+            "base model": module.base_identity,
+            "adapter to start from": module.start_identity,
+            "number of finished rollouts": module.policy_version,
+        }
         communicator_of(trainer).require_same(facts | _data(trainer).state_dict())
 
     def on_train_batch_start(

@@ -1,17 +1,19 @@
-"""Data modules of GSM8K (arXiv 2110.14168), Big-Math and synthetic sums."""
+"""Data modules of any table, of GSM8K (arXiv 2110.14168), Big-Math and synthetic sums."""
 
 import logging
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from qerl_pl.chat_template import SYSTEM_PROMPT
 from qerl_pl.datamodules.prompts import PromptDataModule
-from qerl_pl.datamodules.tables import Row, TableConfig, local_file, read_table
+from qerl_pl.datamodules.tables import Row, TableConfig, draw, local_file, read_table
 from qerl_pl.errors import UserError, require_at_least
 from qerl_pl.toy.task import ArithmeticTask, Split
+from qerl_pl.types import Prompt
 
 log = logging.getLogger("qerl_pl")
 
@@ -20,7 +22,125 @@ _LEVELS = 5
 _RATE = "llama8b_solve_rate"
 
 
-class GSM8KDataModule(PromptDataModule):
+class TableDataModule(PromptDataModule):
+    """Any table with a column of prompts, from the hub, a local file or a list of dictionaries.
+
+    A prompt is text or a list of messages. The columns of a row reach the rewards.
+
+    Args:
+        path: Hub name; a JSONL, CSV or parquet file; a folder with one such file a split; a list of rows; or several
+            tables by name, each with its own options and weight. Those that follow are the options of a single table.
+        split: Split to train on; a single file has none.
+        val_split: Split to validate on, such as validation; null splits prompts off the training split.
+        test_split: Split to test on; null tests on the validation prompts.
+        subset: Configuration of the hub's data set; local files have none.
+        question: Column of the prompt; null takes prompt, messages, question or problem.
+        answer: Column of the reference answer, see TableConfig; null takes answer or solution if there is one.
+        batch_size: Prompts a training batch, over all devices.
+        val_size: Prompts to validate on; 0 for none. Of a table that would leave too few prompts to train on, a fifth
+            is taken.
+        val_batch_size: Prompts a validation batch; null takes batch_size.
+        max_prompt_tokens: Limit of tokens, chat template included; longer prompts are dropped.
+        system_prompt: The system message of prompts without their own; null sends none.
+        seed: Seed of the split and of the order; null takes the run's.
+        tokenizer: Folder or hub name of a tokenizer; null takes the policy's.
+        sets: Tables to validate and test on, by name, in place of its own; see PromptDataModule.
+        chat_template_kwargs: Variables of the chat template, such as `enable_thinking`.
+    """
+
+    def __init__(
+        self,
+        path: str | list[dict[str, Any]] | dict[str, TableConfig],
+        split: str = "train",
+        val_split: str | None = None,
+        test_split: str | None = None,
+        subset: str | None = None,
+        question: str | None = None,
+        answer: str | None = None,
+        batch_size: int = 8,
+        val_size: int = 64,
+        val_batch_size: int | None = None,
+        max_prompt_tokens: int = 1024,
+        system_prompt: str | None = SYSTEM_PROMPT,
+        seed: int | None = None,
+        tokenizer: str | None = None,
+        sets: dict[str, TableConfig] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__(
+            batch_size,
+            val_size,
+            val_batch_size,
+            max_prompt_tokens,
+            system_prompt,
+            seed,
+            tokenizer,
+            sets,
+            chat_template_kwargs,
+        )
+        self.path = path
+        self.split = split
+        self.val_split = val_split
+        self.test_split = test_split
+        self.subset = subset
+        self.question = question
+        self.answer = answer
+
+    def train_rows(self) -> Sequence[Row]:
+        if isinstance(self.path, Mapping):
+            return [row for name, table in self.path.items() for row in table.rows(name, self.split)]
+        return self.rows_of(self.split)
+
+    def val_rows(self) -> Sequence[Row] | None:
+        if self.val_split is None:
+            return None
+        names, trained = (set(re.findall(r"[a-zA-Z]\w*", split)) for split in (self.val_split, self.split))
+        # On the hub a slice, such as train[:5%], or a sum of splits may have training rows, too.
+        if self._has_one_split or ((names & (trained | {"all"})) and "[" not in self.split):
+            raise UserError(
+                f"val_split must be another split than is trained on; got val_split={self.val_split} of {self._name}; "
+                "name a folder with both splits, or set val_split to null."
+            )
+        return self.rows_of(self.val_split)
+
+    def test_rows(self) -> Sequence[Row] | None:
+        return None if self.test_split is None or self._has_one_split else self.rows_of(self.test_split)
+
+    def rows_of(self, split: str) -> list[Row]:
+        """Rows of a split of the single table."""
+        table = TableConfig(cast(Any, self.path), split, self.subset, self.question, self.answer)
+        return table.rows(split)
+
+    def val_count(self, rows: int) -> int:
+        """`val_size`, or a fifth of the rows where that leaves less than half of them, or less than a batch."""
+        if rows - self.val_size >= max(self.batch_size, rows / 2):
+            return self.val_size
+        log.info("%d of %d rows are held out for validation: val_size=%d is too many", rows // 5, rows, self.val_size)
+        return rows // 5
+
+    def weighted(self, prompts: list[Prompt]) -> list[Prompt]:
+        """Prompts of each table as often as its weight says; the n-th time their ids end in `#n`."""
+        if not isinstance(self.path, Mapping):
+            return prompts
+        taken = []
+        for name, table in self.path.items():
+            own = [prompt for prompt in prompts if prompt.id.rpartition("-")[0] == name]
+            count = round(table.weight * len(own))
+            for repeat in range(1, math.ceil(count / len(own)) + 1 if own else 1):
+                drawn = draw(own, count - (repeat - 1) * len(own), self.seed)
+                taken += [replace(one, id=f"{one.id}#{repeat}") if repeat > 1 else one for one in drawn]
+        return taken
+
+    @property
+    def _has_one_split(self) -> bool:
+        return not isinstance(self.path, str) or Path(self.path).expanduser().is_file()
+
+    @property
+    def _name(self) -> str:
+        return self.path if isinstance(self.path, str) else "rows without splits"
+
+
+class GSM8KDataModule(TableDataModule):
     """GSM8K: columns `question` and `answer`, whose number after #### is the reference.
 
     Args:
@@ -35,6 +155,7 @@ class GSM8KDataModule(PromptDataModule):
         seed: Seed of the split and of the order; null takes the run's.
         tokenizer: Folder or hub name of a tokenizer; null takes the policy's.
         sets: Tables to validate and test on, by name, in place of its own; see PromptDataModule.
+        chat_template_kwargs: Variables of the chat template, such as `enable_thinking`.
     """
 
     def __init__(
@@ -50,45 +171,40 @@ class GSM8KDataModule(PromptDataModule):
         seed: int | None = None,
         tokenizer: str | None = None,
         sets: dict[str, TableConfig] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
     ) -> None:
-        super().__init__(batch_size, val_size, val_batch_size, max_prompt_tokens, system_prompt, seed, tokenizer, sets)
-        self.path = path
-        self.subset = subset
-        self.val_split = val_split
+        super().__init__(
+            path,
+            "train",
+            val_split,
+            "test",
+            subset,
+            "question",
+            "answer",
+            batch_size,
+            val_size,
+            val_batch_size,
+            max_prompt_tokens,
+            system_prompt,
+            seed,
+            tokenizer,
+            sets,
+            chat_template_kwargs,
+        )
 
-    def train_rows(self) -> Sequence[Row]:
-        return self._rows("train")
-
-    def val_rows(self) -> Sequence[Row] | None:
-        if self.val_split is None:
-            return None
-        # On the hub a slice, such as train[:5%], or a sum of splits may have training rows, too.
-        if {"train", "all"} & set(re.findall(r"\w+", self.val_split)) or self._is_file:
-            raise UserError(
-                f"val_split must be another split than is trained on; got val_split={self.val_split} of {self.path}; "
-                "name a folder with both splits, or set val_split to null."
-            )
-        return self._rows(self.val_split)
-
-    def test_rows(self) -> Sequence[Row] | None:
-        return None if self._is_file else self._rows("test")
-
-    @property
-    def _is_file(self) -> bool:
-        return Path(self.path).expanduser().is_file()
-
-    def _rows(self, split: str) -> list[Row]:
-        table = read_table(self.path, split, ("question", "answer"), self.subset)
-        rows = []
-        for index, row in enumerate(table):
-            answer, mark, number = str(row["answer"]).rpartition(_MARK)
-            if not mark or not number.strip():
+    def rows_of(self, split: str) -> list[Row]:
+        rows = super().rows_of(split)
+        for number, row in enumerate(rows, start=1):
+            answer = str(row.columns["answer"])
+            if _MARK not in answer:
                 raise UserError(
-                    f"a GSM8K answer ends in {_MARK} and a number; row {index + 1} of {self.path} ({split}) ends in "
-                    f"{str(row['answer'])[-40:]!r}; correct it."
+                    f"a GSM8K answer ends in {_MARK} and a number; row {number} of {self.path} ({split}) ends in "
+                    f"{answer[-40:]!r}; correct it, or read plain answers by `--data TableDataModule`."
                 )
-            rows.append(Row(f"{split}-{index}", str(row["question"]), number.replace(",", "").strip()))
         return rows
+
+    def val_count(self, rows: int) -> int:
+        return self.val_size
 
 
 def level_of(row: Mapping[str, Any]) -> int | None:
@@ -134,6 +250,7 @@ class BigMathDataModule(PromptDataModule):
         seed: Seed of the split and of the order; null takes the run's.
         tokenizer: Folder or hub name of a tokenizer; null takes the policy's.
         sets: Tables to validate and test on, by name, in place of its own; see PromptDataModule.
+        chat_template_kwargs: Variables of the chat template, such as `enable_thinking`.
     """
 
     def __init__(
@@ -152,8 +269,19 @@ class BigMathDataModule(PromptDataModule):
         seed: int | None = None,
         tokenizer: str | None = None,
         sets: dict[str, TableConfig] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
     ) -> None:
-        super().__init__(batch_size, val_size, val_batch_size, max_prompt_tokens, system_prompt, seed, tokenizer, sets)
+        super().__init__(
+            batch_size,
+            val_size,
+            val_batch_size,
+            max_prompt_tokens,
+            system_prompt,
+            seed,
+            tokenizer,
+            sets,
+            chat_template_kwargs,
+        )
         self.path = path
         self.min_solve_rate = min_solve_rate
         self.max_solve_rate = max_solve_rate
@@ -226,7 +354,7 @@ class BigMathDataModule(PromptDataModule):
 def _rows(table: Sequence[Mapping[str, Any]], split: str, keeps: Callable[[Mapping[str, Any]], bool]) -> list[Row]:
     """Rows that pass a filter, with the ids of the unfiltered table."""
     return [
-        Row(f"{split}-{index}", str(row["problem"]), str(row["answer"]))
+        Row(f"{split}-{index}", str(row["problem"]), str(row["answer"]), columns=row)
         for index, row in enumerate(table)
         if keeps(row)
     ]
@@ -266,6 +394,7 @@ class ArithmeticDataModule(PromptDataModule):
         seed: Seed of the order; null takes the run's. The problems have their own, in the task.
         tokenizer: Folder or hub name of a tokenizer; null takes the policy's.
         sets: Tables to validate and test on, by name, in place of its own; see PromptDataModule.
+        chat_template_kwargs: Variables of the chat template, such as `enable_thinking`.
     """
 
     def __init__(
@@ -281,8 +410,19 @@ class ArithmeticDataModule(PromptDataModule):
         seed: int | None = None,
         tokenizer: str | None = None,
         sets: dict[str, TableConfig] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
     ) -> None:
-        super().__init__(batch_size, val_size, val_batch_size, max_prompt_tokens, system_prompt, seed, tokenizer, sets)
+        super().__init__(
+            batch_size,
+            val_size,
+            val_batch_size,
+            max_prompt_tokens,
+            system_prompt,
+            seed,
+            tokenizer,
+            sets,
+            chat_template_kwargs,
+        )
         require_at_least(1, {"data.train_size": train_size, "data.test_size": test_size})
         self.task = task
         self.train_size = train_size

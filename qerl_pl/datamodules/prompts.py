@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from qerl_pl.chat_template import SYSTEM_PROMPT, render_prompts
+from qerl_pl.chat_template import SYSTEM_PROMPT, cached_prompts, check_template_kwargs
 from qerl_pl.datamodules.tables import (
     Row,
     TableConfig,
@@ -88,6 +88,14 @@ def require_planned_end(trainer: Trainer) -> None:
         )
 
 
+def within_limit(trainer: Trainer | None, batches: int) -> int:
+    """Training batches of an epoch within the trainer's `limit_train_batches`."""
+    limit = trainer.limit_train_batches if trainer else None
+    if isinstance(limit, float):
+        return int(batches * limit)
+    return batches if limit is None else min(batches, limit)
+
+
 def check_intervals(trainer: Trainer, batches: int) -> None:
     """Check the trainer's limits and intervals before an engine is started.
 
@@ -124,6 +132,29 @@ def check_intervals(trainer: Trainer, batches: int) -> None:
         )
 
 
+def load_tokenizer(trainer: Trainer | None, path: str | None) -> PreTrainedTokenizerBase:
+    """The tokenizer of a data module.
+
+    Args:
+        trainer: The run's trainer; None outside of one.
+        path: Folder or hub name; None takes the policy's.
+
+    Raises:
+        UserError: It cannot be loaded, or there is no policy.
+    """
+    if path is None:
+        if trainer is None:
+            raise UserError("outside of a Trainer there is no policy to take the tokenizer of; set tokenizer.")
+        return cast(PreTrainedTokenizerBase, trainer.lightning_module.tokenizer)
+    try:
+        return AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"tokenizer must be a folder or hub name; {path} cannot be loaded: "
+            f"{str(error).partition(chr(10))[0]}; correct it, or set null to take the policy's."
+        ) from error
+
+
 class PromptDataModule(LightningDataModule):
     """Batches (lists) of prompts; subclasses return the questions in `train_rows`.
 
@@ -135,11 +166,12 @@ class PromptDataModule(LightningDataModule):
         val_size: Prompts to validate on; 0 for none.
         val_batch_size: Prompts a validation batch; null takes batch_size.
         max_prompt_tokens: Limit of tokens, chat template included; longer prompts are dropped.
-        system_prompt: The system message; null sends none.
+        system_prompt: The system message of prompts without their own; null sends none.
         seed: Seed of the split and of the order; null takes the run's, or 0 without the command line.
         tokenizer: Folder or hub name of a tokenizer; null takes the policy's.
         sets: Tables to validate (`val_size` rows of each) and test on (all rows), by name, in place of the module's
             own; `qerl validate` and `qerl test` then read no training rows.
+        chat_template_kwargs: Variables of the chat template, such as `enable_thinking`.
     """
 
     prepare_data_per_node = True  # asked for before `setup` says that a subclass has not called the constructor
@@ -154,6 +186,7 @@ class PromptDataModule(LightningDataModule):
         seed: int | None = None,
         tokenizer: str | None = None,
         sets: dict[str, TableConfig] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
     ) -> None:
         super().__init__()
         sizes = {"batch_size": batch_size, "val_batch_size": val_batch_size, "max_prompt_tokens": max_prompt_tokens}
@@ -164,6 +197,8 @@ class PromptDataModule(LightningDataModule):
         self.val_batch_size = batch_size if val_batch_size is None else val_batch_size
         self.max_prompt_tokens = max_prompt_tokens
         self.system_prompt = system_prompt
+        self.chat_template_kwargs = chat_template_kwargs or {}
+        check_template_kwargs(self.chat_template_kwargs)
         self.seed = 0 if seed is None else seed
         self.tokenizer = tokenizer
         self._tables = sets
@@ -197,6 +232,14 @@ class PromptDataModule(LightningDataModule):
         """Several test sets by name, all rows used, in place of `test_rows`; see `val_sets`."""
         return {}
 
+    def val_count(self, rows: int) -> int:
+        """How many of the training rows to validate on where there is no validation set: `val_size`."""
+        return self.val_size
+
+    def weighted(self, prompts: list[Prompt]) -> list[Prompt]:
+        """An epoch's training prompts; a subclass may repeat prompts under other ids, or leave some out."""
+        return prompts
+
     def prepare_data(self) -> None:
         """The same as `setup`, before the loggers write: a refused run leaves no files."""
         if self.trainer is not None and self.trainer.state.fn is not None:
@@ -220,13 +263,14 @@ class PromptDataModule(LightningDataModule):
         held_out = self._held_out(self.val_sets, self.val_rows) if reads_val else None
         reads_test = stage == "test" and not self._test
         test_sets = self._held_out(self.test_sets, self.test_rows) if reads_test else None
-        self._check_settings(stage, len(rows), self.val_size if held_out is None else 0)
-        tokenizer = self._load_tokenizer()
+        self._check_settings(stage, len(rows), self.val_count(len(rows)) if held_out is None else 0)
+        tokenizer = load_tokenizer(self.trainer, self.tokenizer)
         if held_out is not None:
             rendered = self._render_sets(tokenizer, held_out, "validation") if self.val_size else {"": []}
             self._val = {name: draw(prompts, self.val_size, self.seed) for name, prompts in rendered.items()}
         if reads_train:
-            self._train = self._split(self._render(tokenizer, rows, "training"), held_out is None)
+            self._train = self.weighted(self._split(self._render(tokenizer, rows, "training"), held_out is None))
+            check_sizes(len(self._train), 0, self.batch_size)
             self._digest = hashlib.sha256("".join(map(repr, self._train)).encode()).hexdigest()
             warn_of_repeats(self._train, self._val, "validation")
         if stage == "fit" and self.trainer is not None:
@@ -259,11 +303,7 @@ class PromptDataModule(LightningDataModule):
         return self._batches(len(self._train))
 
     def _batches(self, prompts: int) -> int:
-        batches = prompts // self.batch_size
-        limit = self.trainer.limit_train_batches if self.trainer else None
-        if isinstance(limit, float):
-            return int(batches * limit)
-        return batches if limit is None else min(batches, limit)
+        return within_limit(self.trainer, prompts // self.batch_size)
 
     def val_dataloader(self) -> FixedLoaders:
         """The validation prompts, in fixed order; a loader per set if there are several."""
@@ -353,10 +393,11 @@ class PromptDataModule(LightningDataModule):
 
     def _split(self, train: list[Prompt], holds_out: bool) -> list[Prompt]:
         """Training prompts, after validation prompts are split off if there is no validation set."""
-        check_sizes(len(train), self.val_size if holds_out else 0, self.batch_size)
+        count = self.val_count(len(train)) if holds_out else 0
+        check_sizes(len(train), count, self.batch_size)
         if not holds_out:
             return train
-        self._val = {"": draw(train, self.val_size, self.seed)}
+        self._val = {"": draw(train, count, self.seed)}
         drawn = {prompt.id for prompt in self._val[""]}
         return [prompt for prompt in train if prompt.id not in drawn]
 
@@ -368,19 +409,6 @@ class PromptDataModule(LightningDataModule):
             for prompts in sets.values()
         ]
         return loaders if len(loaders) > 1 else loaders[0]
-
-    def _load_tokenizer(self) -> PreTrainedTokenizerBase:
-        if self.tokenizer is None:
-            if self.trainer is None:
-                raise UserError("outside of a Trainer there is no policy to take the tokenizer of; set tokenizer.")
-            return cast(PreTrainedTokenizerBase, self.trainer.lightning_module.tokenizer)
-        try:
-            return AutoTokenizer.from_pretrained(self.tokenizer)
-        except (OSError, ValueError) as error:
-            raise UserError(
-                f"tokenizer must be a folder or hub name; {self.tokenizer} cannot be loaded: "
-                f"{str(error).partition(chr(10))[0]}; correct it, or set null to take the policy's."
-            ) from error
 
     def _render_sets(
         self, tokenizer: PreTrainedTokenizerBase, sets: Mapping[str, Sequence[Row]], use: str
@@ -395,9 +423,10 @@ class PromptDataModule(LightningDataModule):
                 f"rows must have different ids, which seed their completions; {use} has {repeated!r} {count} times; "
                 "number them"
             )
-        token_ids = render_prompts(tokenizer, [row.question for row in rows], self.system_prompt)
+        chats = [row.question if row.messages is None else row.messages for row in rows]
+        token_ids = cached_prompts(tokenizer, chats, self.system_prompt, self.chat_template_kwargs)
         prompts = [
-            Prompt(id=row.id, token_ids=tuple(ids), text=row.question, reference=row.reference)
+            Prompt(row.id, tuple(ids), row.question, row.reference, row.messages, row.columns)
             for row, ids in zip(rows, token_ids, strict=True)
             if len(ids) <= self.max_prompt_tokens
         ]

@@ -1,10 +1,12 @@
-"""Tables of questions and answers, from the hub or from local files, and sets of rows by name."""
+"""Tables of prompts and reference answers: from the hub, local files or memory; and sets of rows by name."""
 
+import csv
 import json
 import logging
+import math
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,11 @@ from qerl_pl.types import Prompt
 
 log = logging.getLogger("qerl_pl")
 
-_SUFFIXES = (".jsonl", ".json", ".parquet")
+_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
+_PROMPTS = ("prompt", "messages", "question", "problem")
+_ANSWERS = ("answer", "solution")
+"""Columns that are looked for, in this order, where none is named."""
+_MESSAGE = ("role", "content")
 _MARK = "####"
 _THOUSANDS = re.compile(r"[-+$]*\d{1,3}(?:,\d{2,3})*,\d{3}(?:\.\d+)?\s*%?")
 """A number with separators of thousands; other commas separate answers."""
@@ -22,12 +28,18 @@ _THOUSANDS = re.compile(r"[-+$]*\d{1,3}(?:,\d{2,3})*,\d{3}(?:\.\d+)?\s*%?")
 
 @dataclass(frozen=True)
 class Row:
-    """A question of a data set, before rendering."""
+    """A prompt of a data set, before rendering."""
 
     id: str
     """Stable name, such as "train-17" for the split's 18th row."""
     question: str
-    reference: str
+    """The prompt as the user reads it."""
+    reference: str = ""
+    """Reference answer; empty if there is none."""
+    messages: tuple[Mapping[str, str], ...] | None = field(default=None, hash=False)
+    """A conversation to render in place of the question: messages with `role` and `content`."""
+    columns: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    """Columns for the rewards, by name."""
 
 
 def checked_rows(rows: Any, source: str) -> list[Row]:
@@ -42,11 +54,14 @@ def checked_rows(rows: Any, source: str) -> list[Row]:
     return checked
 
 
-def read_table(path: str, split: str, columns: Collection[str], subset: str | None = None) -> list[Mapping[str, Any]]:
+def read_table(
+    path: str | Sequence[Mapping[str, Any]], split: str, columns: Collection[str] = (), subset: str | None = None
+) -> list[Mapping[str, Any]]:
     """All rows of a table, in its order.
 
     Args:
-        path: A JSONL or parquet file, read whatever the split; a folder with a file per split; or a hub data set.
+        path: A JSONL, CSV or parquet file, read whatever the split; a folder with a file per split; a hub data set; or
+            the rows themselves.
         split: Such as "train".
         columns: Columns with text or a number in every row.
         subset: Configuration of the hub data set.
@@ -55,17 +70,31 @@ def read_table(path: str, split: str, columns: Collection[str], subset: str | No
         UserError: The table is missing, unreadable (with file and line of malformed JSON) or empty, or columns are
             missing or hold lists.
     """
-    file = local_file(path, split)
-    if file is not None:
-        rows = list(_read_file(file))
-        source = str(file)
-    elif path.count("/") == 1 and not path.startswith((".", "/", "~")) and not path.endswith(_SUFFIXES):
-        rows = _read_hub(path, split, subset)
-        source = f"{path} ({split})"
-    else:
-        raise UserError(f"data must be a local file or folder or a hub name; no such file: {path}; correct `path`.")
+    rows, source = _read(path, split, subset)
     if not rows:
         raise UserError(f"data must have rows; {source} has none; correct `path`.")
+    _check_columns(rows, source, columns)
+    return rows
+
+
+def _read(
+    path: str | Sequence[Mapping[str, Any]], split: str, subset: str | None
+) -> tuple[list[Mapping[str, Any]], str]:
+    """Rows, and what they are called in errors."""
+    if not isinstance(path, str):
+        for number, row in enumerate(path, start=1):
+            if not isinstance(row, Mapping):
+                raise UserError(f"rows are dictionaries of columns; row {number} is {row!r:.60}; write one")
+        return list(path), "the list of rows"
+    file = local_file(path, split)
+    if file is not None:
+        return list(_read_file(file)), str(file)
+    if path.count("/") == 1 and not path.startswith((".", "/", "~")) and not path.endswith(_SUFFIXES):
+        return _read_hub(path, split, subset), f"{path} ({split})"
+    raise UserError(f"data must be a local file or folder or a hub name; no such file: {path}; correct `path`.")
+
+
+def _check_columns(rows: Sequence[Mapping[str, Any]], source: str, columns: Collection[str]) -> None:
     for number, row in enumerate(rows, start=1):
         missing = [column for column in columns if _absent(row.get(column))]
         if missing:
@@ -80,7 +109,6 @@ def read_table(path: str, split: str, columns: Collection[str], subset: str | No
                     f"the columns {', '.join(columns)} hold text or numbers; {column} of row {number} of {source} is "
                     f"{row[column]!r:.60}; write its text, or choose another column."
                 )
-    return rows
 
 
 def local_file(path: str, split: str) -> Path | None:
@@ -110,7 +138,28 @@ def _absent(value: Any) -> bool:
 def _read_file(file: Path) -> Iterator[Mapping[str, Any]]:
     if file.suffix not in _SUFFIXES:
         raise UserError(f"a data file ends in {', '.join(_SUFFIXES)}; got {file}; convert it to JSONL.")
+    if file.suffix == ".csv":
+        return _read_csv(file)
     return _read_parquet(file) if file.suffix == ".parquet" else _read_json_lines(file)
+
+
+def _read_csv(file: Path) -> Iterator[Mapping[str, Any]]:
+    """Rows of a file whose first line names the columns; every value is text."""
+    with file.open(newline="", encoding="utf-8-sig") as lines:
+        reader = csv.DictReader(lines, strict=True, restkey="")
+        try:
+            for row in reader:
+                if "" in row or None in row.values():
+                    raise UserError(
+                        f"each line has a value for each of the columns {', '.join(reader.fieldnames or ())}; {file}, "
+                        f"line {reader.line_num} has {'more' if '' in row else 'fewer'}; quote values with commas"
+                    )
+                yield row
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise UserError(
+                f"a .csv file is comma-separated UTF-8; {file}, line {reader.line_num + 1}: {_first_line(error)}; "
+                "correct the line."
+            ) from error
 
 
 def _read_parquet(file: Path) -> Iterator[Mapping[str, Any]]:
@@ -164,44 +213,95 @@ def _first_line(error: Exception) -> str:
 
 @dataclass(frozen=True)
 class TableConfig:
-    """A table of questions and answers to validate and test on.
+    """A table of prompts, with or without reference answers.
 
     Args:
-        path: Hub name, a JSONL or parquet file, or a folder with one such file a split.
-        split: Split of the table; a single file has none.
+        path: Hub name; a JSONL, CSV or parquet file; a folder with one such file a split; or a list of rows.
+        split: Split of the table; null takes train to train on and test to evaluate on. A single file has none.
         subset: Configuration of the hub's data set; local files have none.
-        question: Column of the question.
-        answer: Column of the answer; the text after its last ####, if it has one, is the reference.
+        question: Column of the prompt, text or a list of messages; null takes prompt, messages, question or problem.
+        answer: Column of the answer; the text after its last ####, if it has one, is the reference. null takes answer
+            or solution, or else an assistant's message that ends the conversation; without any there is no reference.
         limit: Number of rows, from the first; null takes all.
+        weight: How often each row occurs in an epoch of training; 0.5 takes every second row, drawn by the seed.
     """
 
-    path: str
-    split: str = "test"
+    path: str | list[dict[str, Any]]
+    split: str | None = None
     subset: str | None = None
-    question: str = "question"
-    answer: str = "answer"
+    question: str | None = None
+    answer: str | None = None
     limit: int | None = None
+    weight: float = 1.0
 
     def __post_init__(self) -> None:
         require_at_least(1, {"a set's limit": self.limit})
+        if not 0 < self.weight < math.inf:
+            raise UserError(f"a set's weight must be above 0; got {self.weight}; leave the set out instead")
 
-    def rows(self, name: str) -> list[Row]:
-        """Rows of the table, with ids after the set's `name`.
+    def rows(self, name: str, split: str = "test") -> list[Row]:
+        """Rows of the table, with ids after the set's `name`; their columns are those of the table.
+
+        Args:
+            name: Name of the set.
+            split: Split to read unless the table names its own.
 
         Raises:
             UserError: The table cannot be read, lacks a column, or an answer is empty.
         """
-        table = read_table(self.path, self.split, (self.question, self.answer), self.subset)[: self.limit]
+        table = read_table(self.path, self.split or split, subset=self.subset)[: self.limit]
+        source = self.path if isinstance(self.path, str) else "the list of rows"
+        question = self.question or _first_column(table[0], _PROMPTS)
+        answer = self.answer or _first_column(table[0], _ANSWERS)
+        if question is None:
+            raise UserError(
+                f"a prompt is in a column {', '.join(_PROMPTS)}; {source} has {', '.join(table[0])}; "
+                "name its column by `question`"
+            )
+        conversations = isinstance(table[0].get(question), list)
+        columns = [column for column in (None if conversations else question, answer) if column is not None]
+        _check_columns(table, source, columns)
         rows = []
         for index, row in enumerate(table):
-            _, mark, rest = str(row[self.answer]).rpartition(_MARK)
-            reference = rest.strip()
-            if mark and _THOUSANDS.fullmatch(reference):
-                reference = reference.replace(",", "")
-            if not reference:
-                raise UserError(f"an answer must not be empty; row {index + 1} of {self.path} has none; correct it.")
-            rows.append(Row(f"{name}-{index}", str(row[self.question]), reference))
+            messages, last = _conversation(row.get(question), index + 1, source) if conversations else (None, "")
+            text = _text(messages) if messages else str(row[question])
+            reference = last if answer is None else _reference(str(row[answer]), index + 1, source)
+            rows.append(Row(f"{name}-{index}", text, reference, messages, row))
         return rows
+
+
+def _first_column(row: Mapping[str, Any], names: Sequence[str]) -> str | None:
+    return next((name for name in names if not _absent(row.get(name))), None)
+
+
+def _reference(answer: str, number: int, source: str) -> str:
+    """The text after the last ####, or all of it."""
+    _, mark, rest = answer.rpartition(_MARK)
+    reference = rest.strip()
+    if mark and _THOUSANDS.fullmatch(reference):
+        reference = reference.replace(",", "")
+    if not reference:
+        raise UserError(f"an answer must not be empty; row {number} of {source} has none; correct it.")
+    return reference
+
+
+def _conversation(value: Any, number: int, source: str) -> tuple[tuple[Mapping[str, str], ...], str]:
+    """Messages up to the last that is not the assistant's, and the assistant's answer to it, or ""."""
+    messages = [message for message in value or () if isinstance(message, Mapping)] if isinstance(value, list) else []
+    if not messages or any(not isinstance(message.get(key), str) for message in messages for key in _MESSAGE):
+        raise UserError(
+            f"a conversation is a list of messages with a role and a content, which are text; row {number} of {source} "
+            f"has {value!r:.80}; correct it"
+        )
+    turns = [{key: text for key, text in message.items() if text is not None} for message in messages]
+    last = turns.pop()["content"] if turns[-1]["role"] == "assistant" else ""
+    if not turns:
+        raise UserError(f"a conversation starts with its user; row {number} of {source} has an answer only; correct it")
+    return tuple(turns), last
+
+
+def _text(messages: Sequence[Mapping[str, str]]) -> str:
+    return "\n\n".join(message["content"] for message in messages if message["role"] != "system")
 
 
 def warn_of_repeats(train: Sequence[Prompt], sets: Mapping[str, Sequence[Prompt]], use: str) -> None:

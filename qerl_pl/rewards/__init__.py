@@ -13,19 +13,24 @@ from qerl_pl.rewards.base import (
     extract_answers,
     score,
 )
+from qerl_pl.rewards.functions import RewardFunction, as_rewards
+from qerl_pl.rewards.judge import JudgeReward
 from qerl_pl.rewards.math_answer import MathAnswer
 
 __all__ = [
     "AnswerReward",
     "Format",
     "GSM8KAnswer",
+    "JudgeReward",
     "MathAnswer",
     "OverlongPenalty",
     "ReferenceReward",
     "Reward",
+    "RewardFunction",
     "RewardSample",
     "ScoredBatch",
     "accuracy_reward",
+    "as_rewards",
     "check_references",
     "check_rewards",
     "extract_answers",

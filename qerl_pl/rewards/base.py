@@ -1,9 +1,13 @@
 """The reward interface, and the weighted sum of several rewards."""
 
+import asyncio
+import inspect
 import math
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -28,6 +32,14 @@ class RewardSample:
     """Whether the token limit ended the completion."""
     num_tokens: int
     """Sampled tokens, the end-of-sequence token included."""
+    prompt_id: str = ""
+    """Name of the data set's row."""
+    token_ids: Sequence[int] = ()
+    """The sampled tokens."""
+    messages: Sequence[Mapping[str, str]] | None = None
+    """The conversation that was completed, for rows that have one in place of a question."""
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    """The data set's other columns."""
 
 
 class Reward(Protocol):
@@ -41,7 +53,8 @@ class Reward(Protocol):
     # jsonargparse accepts a class as a reward only if its annotations equal these; Any also allows list[float], or no
     # annotation. `score` checks the values.
     def __call__(self, samples: Any, /) -> Any:
-        """One finite value for each sample: Sequence[RewardSample] -> Sequence[float], in the same order."""
+        """One finite value for each sample, None where the reward does not apply: Sequence[RewardSample] ->
+        Sequence[float | None], in the same order. With `async def`, it runs while other rewards do."""
         ...
 
 
@@ -68,9 +81,9 @@ class ScoredBatch:
     """Rewards of B completions."""
 
     total: Tensor
-    """Weighted sum, float32 [B]."""
+    """Weighted sum of the rewards that apply, float32 [B]; NaN where none does."""
     rewards: dict[str, Tensor]
-    """Each reward before its weight, float32 [B], by name."""
+    """Each reward before its weight, float32 [B], by name; NaN where it does not apply."""
 
 
 def check_rewards(rewards: Sequence[Reward]) -> None:
@@ -130,35 +143,80 @@ def check_references(rewards: Sequence[Reward], references: Mapping[str, str]) -
 
 
 def score(rewards: Sequence[Reward], samples: Sequence[RewardSample]) -> ScoredBatch:
-    """Score B completions with every reward.
+    """Score B completions with every reward; asynchronous rewards run beside the others.
 
     Raises:
-        UserError: `check_rewards` refuses the list, or a reward raises or does not return B finite numbers; names the
-            reward and, if possible, the sample. A UserError that a reward raises is passed on.
+        UserError: `check_rewards` refuses the list, or a reward raises or does not return B values, each a finite
+            number or None; names the reward and, if possible, the row. A UserError that a reward raises is passed on.
     """
     check_rewards(rewards)
     scored: dict[str, Tensor] = {}
     total = torch.zeros(len(samples), dtype=torch.float64)
-    for reward in rewards:
-        values = torch.tensor(_checked_values(reward, samples), dtype=torch.float64)
-        scored[reward.name] = values.float()
-        total += reward.weight * values
+    applies = torch.zeros(len(samples), dtype=torch.bool)
+    with _started(rewards, samples) as started:
+        for reward in rewards:
+            checked = _checked_values(reward, samples, started.get(reward.name))
+            values = torch.tensor([math.nan if value is None else value for value in checked], dtype=torch.float64)
+            scored[reward.name] = values.float()
+            total += reward.weight * values.nan_to_num(0.0)
+            applies |= ~values.isnan()
     if not total.float().isfinite().all():
         raise UserError(f"the sum of all rewards must be a float32 number; got {total.tolist()}; lower the weights.")
-    return ScoredBatch(total.float(), scored)
+    return ScoredBatch(total.float().masked_fill(~applies, math.nan), scored)
 
 
-def _checked_values(reward: Reward, samples: Sequence[RewardSample]) -> list[float]:
+def is_async(reward: Reward) -> bool:
+    """Whether a reward, or the function that it calls, is defined by `async def`."""
+    functions = type(reward).__call__, getattr(reward, "function", None)
+    return any(map(inspect.iscoroutinefunction, functions))
+
+
+@contextmanager
+def _started(rewards: Sequence[Reward], samples: Sequence[RewardSample]) -> Iterator[dict[str, "Future[Any]"]]:
+    """Start the asynchronous rewards in the event loop of a thread; what still runs at the end is cancelled."""
+    waiting = [reward for reward in rewards if is_async(reward)]
+    if not waiting:
+        yield {}
+        return
+    running: Future[asyncio.AbstractEventLoop] = Future()
+    ended: Future[None] = Future()
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(asyncio.run, _run_until(ended, running))
+        try:
+            loop = running.result()
+            yield {reward.name: asyncio.run_coroutine_threadsafe(_called(reward, samples), loop) for reward in waiting}
+        finally:
+            ended.set_result(None)
+
+
+async def _run_until(ended: "Future[None]", running: "Future[asyncio.AbstractEventLoop]") -> None:
+    """Keep an event loop running until `ended` is set."""
+    running.set_result(asyncio.get_running_loop())
+    await asyncio.wrap_future(ended)
+
+
+async def _called(reward: Reward, samples: Sequence[RewardSample]) -> Any:
+    """The values of an asynchronous reward; what the call itself raises comes with them."""
+    return await reward(samples)
+
+
+def _checked_values(
+    reward: Reward, samples: Sequence[RewardSample], started: "Future[Any] | None"
+) -> list[float | None]:
     try:
-        returned = list(reward(samples))
+        returned = list(reward(samples) if started is None else started.result())
         # Text is left to the check below: float("1.0") would pass, and list("01") be two values.
-        values = [math.nan if isinstance(value, str | bytes) else float(value) for value in returned]
+        values = [
+            None if value is None else math.nan if isinstance(value, str | bytes) else float(value)
+            for value in returned
+        ]
     except UserError:
         raise
     except Exception as error:  # a user's code may raise anything
+        failing = f"a batch of {len(samples)} samples" if started else _failing_sample(reward, samples)
         raise UserError(
             f"reward {reward.name!r} raised {type(error).__name__}: {_shorten(str(error))} "
-            f"on {_failing_sample(reward, samples)}; make it return a number for every completion."
+            f"on {failing}; make it return a number for every completion."
         ) from error
     if len(values) != len(samples):
         raise UserError(
@@ -171,10 +229,10 @@ def _checked_values(reward: Reward, samples: Sequence[RewardSample]) -> list[flo
                 f"reward {reward.name!r} must return numbers; got {raw!r:.40}, a {type(raw).__name__}, on "
                 f"{_describe(sample)}; return float of it."
             )
-        if not abs(value) <= _LARGEST:  # NaN fails this too
+        if value is not None and not abs(value) <= _LARGEST:  # NaN fails this too
             raise UserError(
                 f"reward {reward.name!r} must return finite numbers; got {value} on {_describe(sample)}; "
-                "return 0 where there is nothing to score."
+                "return 0 where there is nothing to score, or None where the reward does not apply."
             )
     return values
 
@@ -183,14 +241,15 @@ def _failing_sample(reward: Reward, samples: Sequence[RewardSample]) -> str:
     """The first sample on which the reward raises when called with it alone."""
     for sample in samples:
         try:
-            list(map(float, reward([sample])))
+            [value is None or float(value) for value in reward([sample])]
         except Exception:
             return _describe(sample)
     return f"a batch of {len(samples)} samples, though on none of them alone"
 
 
 def _describe(sample: RewardSample) -> str:
-    return f"prompt {_shorten(sample.prompt)!r}, completion {_shorten(sample.completion)!r}"
+    row = f"row {sample.prompt_id}, " if sample.prompt_id else ""
+    return f"{row}prompt {_shorten(sample.prompt)!r}, completion {_shorten(sample.completion)!r}"
 
 
 def _shorten(text: str, limit: int = 120) -> str:

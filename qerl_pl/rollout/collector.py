@@ -6,11 +6,12 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from qerl_pl.algorithm.advantages import informative_groups
+from qerl_pl.algorithm.advantages import informative_groups, normalized_then_summed
 from qerl_pl.algorithm.objectives import Objective
 from qerl_pl.distributed.communicator import SINGLE_PROCESS, Communicator
 from qerl_pl.engines.base import RolloutEngine
@@ -34,6 +35,8 @@ log = logging.getLogger("qerl_pl")
 WAIT_WARNING = 0.25
 """Mean time that ranks wait for the slowest, as a fraction of its rollout, above which the log warns."""
 
+Aggregation = Literal["sum_then_normalize", "normalize_then_sum"]
+
 ReplacementPrompts = Callable[[Sequence[int | str], int, Collection[str]], Sequence[Prompt]]
 """Draws prompts to replace dropped groups: (key of the draw, how many, ids to exclude) -> as many or fewer."""
 
@@ -53,6 +56,7 @@ class CollectorConfig:
     mismatch_bound: float
     check_every: int
     accuracy_reward: str | None = None
+    multi_objective_aggregation: Aggregation = "sum_then_normalize"
 
     def __post_init__(self) -> None:
         if self.group_size < 2:
@@ -274,7 +278,7 @@ class Collector:
             lengths=lengths,
             mask=mask,
             sampler_logprobs=logprobs,
-            advantages=self.objective.advantages(totals(training), size)[rows],
+            advantages=self._advantages(training)[rows],
             truncated=truncated[rows],
             sampled_tokens=sampled_tokens,
             seconds=seconds,
@@ -284,6 +288,15 @@ class Collector:
             metrics=metrics,
             records=tuple(record for group in groups for record in group.records()),
         )
+
+    def _advantages(self, groups: Sequence[Group]) -> torch.Tensor:
+        """Advantages [B] of all ranks' completions."""
+        config = self.config
+        if config.multi_objective_aggregation == "sum_then_normalize" or not groups:
+            return self.objective.advantages(totals(groups), config.group_size)
+        rewards = {name: torch.cat([group.rewards[name] for group in groups]) for name in groups[0].rewards}
+        weights = {reward.name: reward.weight for reward in config.rewards}
+        return normalized_then_summed(rewards, weights, config.group_size)
 
     def _sampler_entropy(self, groups: Sequence[Group]) -> float:
         """Mean of -log p over the sampled tokens of all ranks: an unbiased estimate of the sampler's entropy, nats."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from qerl_pl.algorithm.advantages import have_differences
 from qerl_pl.distributed.communicator import Communicator
 from qerl_pl.errors import UserError
 from qerl_pl.rewards import Reward, RewardSample, score
@@ -27,9 +28,9 @@ class Group:
     texts: Sequence[str]
     """Decoded completions, without special tokens."""
     total: Tensor
-    """Weighted sums of the rewards, float32 [G]."""
+    """Weighted sums of the rewards that apply, float32 [G]; NaN where none does."""
     rewards: Mapping[str, Tensor]
-    """Each reward before its weight, float32 [G], by name."""
+    """Each reward before its weight, float32 [G], by name; NaN where it does not apply."""
     lengths: Sequence[int]
     """Tokens of each completion."""
     truncated: Sequence[bool]
@@ -45,8 +46,10 @@ class Group:
                 prompt=self.prompt.text,
                 completion=text,
                 reference=self.prompt.reference,
-                rewards={name: values[row].item() for name, values in self.rewards.items()}
-                | {"total": self.total[row].item()},
+                rewards={
+                    name: None if values[row].isnan() else values[row].item()
+                    for name, values in {**self.rewards, "total": self.total}.items()
+                },
                 truncated=self.truncated[row],
                 tokens=self.lengths[row],
                 trained=self.trains,
@@ -73,6 +76,10 @@ def score_groups(
             reference=prompt.reference,
             truncated=completion.truncated,
             num_tokens=len(completion.token_ids),
+            prompt_id=prompt.id,
+            token_ids=completion.token_ids,
+            messages=prompt.messages,
+            columns=prompt.columns,
         )
         for (prompt, completion), text in zip(pairs, texts, strict=True)
     ]
@@ -106,11 +113,12 @@ def totals(groups: Sequence[Group]) -> Tensor:
 def reward_metrics(groups: Sequence[Group]) -> dict[str, float]:
     """Mean and standard deviation of the rewards of all sampled completions, dropped groups included."""
     total = totals(groups)
-    metrics = {"reward/mean": total.mean().item(), "reward/std": total.std().item()}
-    without_signal = sum(bool((group.total == group.total[0]).all()) for group in groups)
+    applies = total[~total.isnan()]
+    metrics = {"reward/mean": applies.mean().item(), "reward/std": applies.std().item()}
+    without_signal = sum(not have_differences(group.total[None]).item() for group in groups)
     metrics["completions/groups_without_signal_frac"] = without_signal / len(groups)
     for name in groups[0].rewards:
-        metrics[f"reward/{name}"] = torch.cat([group.rewards[name] for group in groups]).mean().item()
+        metrics[f"reward/{name}"] = torch.cat([group.rewards[name] for group in groups]).nanmean().item()
     return metrics
 
 

@@ -29,8 +29,8 @@ class CheckedPolicy(Protocol):
     def full_finetuning(self) -> bool:
         """Whether every weight trains; then there is no adapter to switch off."""
 
-    def weights(self, version: int, *, adapter: bool = True) -> PolicyWeights:
-        """Weights for an engine; without `adapter` those of the reference policy."""
+    def weights(self, version: int, *, reference: bool = False) -> PolicyWeights:
+        """Weights for an engine, or those of the reference policy."""
 
     def token_logprobs(
         self, tokens: Tensor, lengths: Tensor, mask: Tensor, temperature: float, *, reference: bool = False
@@ -54,9 +54,9 @@ class LogprobParity:
     adapter_on: float
     """Engine against trainer, both with the adapter."""
     adapter_off: float
-    """Engine against trainer, both without the adapter: the effect of rounding alone."""
+    """Engine against trainer, both the reference policy: the effect of rounding alone."""
     adapter_effect: float
-    """The trainer's policy with the adapter against without it."""
+    """The trainer's policy against the reference policy, its own start or the base."""
 
 
 def check_logprob_parity(
@@ -108,8 +108,8 @@ def measure_logprob_parity(
     Leaves the engine synced to the reference policy. Arguments as for `check_logprob_parity`.
     """
     comparison = _Comparison(engine, policy, prompts, max_tokens)
-    with_adapter = comparison.sample(policy.weights(version, adapter=True))
-    without = comparison.sample(policy.weights(version, adapter=False))
+    with_adapter = comparison.sample(policy.weights(version))
+    without = comparison.sample(policy.weights(version, reference=True))
     on, logprobs = comparison.difference(with_adapter)
     _, reference_logprobs = comparison.difference(with_adapter, reference=True)
     off, _ = comparison.difference(without, reference=True)

@@ -1,0 +1,386 @@
+"""Conversations for supervised fine-tuning (SFT): rows in TRL's formats, rendered, with the tokens that are trained."""
+
+import hashlib
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, cast
+
+import torch
+from lightning.pytorch import LightningDataModule
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import DataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
+from transformers import PreTrainedTokenizerBase
+
+from qerl_pl.chat_template import SYSTEM_PROMPT, render_conversation
+from qerl_pl.datamodules.prompts import PromptSampler, check_intervals, load_tokenizer, within_limit
+from qerl_pl.datamodules.tables import check_sizes, read_table
+from qerl_pl.errors import UserError, require_at_least
+from qerl_pl.persistence.random_state import stream_seed
+from qerl_pl.start_checks import check_first
+from qerl_pl.toy.task import ArithmeticTask, Split, careful_demonstration
+
+log = logging.getLogger("qerl_pl")
+
+_MARK = "####"
+_FORMATS = "prompt and completion, messages, or question and answer"
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """One row of a data set, rendered."""
+
+    id: str
+    token_ids: tuple[int, ...]
+    trained: tuple[bool, ...]
+    """Of each token, whether the loss counts it; False for the first, which nothing predicts."""
+
+
+@dataclass(frozen=True)
+class ConversationBatch:
+    """The conversations of a batch, of all ranks."""
+
+    conversations: Sequence[Conversation]
+
+    @cached_property
+    def trained_tokens(self) -> int:
+        """Tokens that the loss counts."""
+        return sum(sum(conversation.trained) for conversation in self.conversations)
+
+    def share(self, rank: int, ranks: int) -> list[Conversation]:
+        """The conversations of one rank: every n-th by length."""
+        by_length = sorted(self.conversations, key=lambda conversation: -len(conversation.token_ids))
+        return by_length[rank::ranks]
+
+
+def padded(conversations: Sequence[Conversation], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Token ids int64 [B, T], right-padded, lengths int64 [B], and the trained tokens bool [B, T]."""
+    tokens = [torch.tensor(conversation.token_ids) for conversation in conversations]
+    masks = [torch.tensor(conversation.trained) for conversation in conversations]
+    lengths = torch.tensor([len(row) for row in tokens])
+    return pad_sequence(tokens, True).to(device), lengths.to(device), pad_sequence(masks, True).to(device)
+
+
+class ConversationDataModule(LightningDataModule):
+    """Conversations to learn by supervised fine-tuning, from a table in one of TRL's formats.
+
+    A row has `prompt` and `completion`, both text, which is taken as it is, or both lists of messages; or `messages`;
+    or `question` and `answer`, which follow the system prompt as in reinforcement learning, where an answer with ####
+    becomes `<think>what stands before</think><answer>what stands behind</answer>`. Messages are rendered by the chat
+    template. A completion ends with the end-of-sequence token, which ends sampling, too.
+
+    Args:
+        path: JSONL or parquet file, folder with a file per split, hub name, or a list of rows (dictionaries).
+        split: Split of the table; a single file has none.
+        subset: Configuration of the hub's data set; local files have none.
+        batch_size: Conversations an optimizer step, over all devices.
+        val_size: Conversations held out to validate on; 0 for none.
+        val_batch_size: Conversations a validation batch; null takes batch_size.
+        max_length: Limit of tokens; longer conversations are dropped, and counted in the log.
+        completion_only_loss: Train on the completion alone, of `messages` on the last message; false trains on the
+            whole conversation.
+        assistant_only_loss: Train on each message of the assistant instead.
+        system_prompt: The system message of rows with `question` and `answer`; null sends none.
+        chat_template_kwargs: More arguments of the chat template, such as `enable_thinking: false`.
+        seed: Seed of the split and of the order; null takes the run's, or 0 without the command line.
+        tokenizer: Folder or hub name of a tokenizer; null takes the policy's.
+    """
+
+    prepare_data_per_node = True
+
+    def __init__(
+        self,
+        path: str | list[dict[str, Any]],
+        split: str = "train",
+        subset: str | None = None,
+        batch_size: int = 8,
+        val_size: int = 64,
+        val_batch_size: int | None = None,
+        max_length: int = 1024,
+        completion_only_loss: bool = True,
+        assistant_only_loss: bool = False,
+        system_prompt: str | None = SYSTEM_PROMPT,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        seed: int | None = None,
+        tokenizer: str | None = None,
+    ) -> None:
+        super().__init__()
+        sizes = {"batch_size": batch_size, "val_batch_size": val_batch_size, "max_length": max_length}
+        require_at_least(1, {f"data.{name}": size for name, size in sizes.items()})
+        require_at_least(0, {"data.val_size": val_size, "data.seed": seed})
+        self.path = path
+        self.split = split
+        self.subset = subset
+        self.batch_size = batch_size
+        self.val_size = val_size
+        self.val_batch_size = batch_size if val_batch_size is None else val_batch_size
+        self.max_length = max_length
+        self.completion_only_loss = completion_only_loss
+        self.assistant_only_loss = assistant_only_loss
+        self.system_prompt = system_prompt
+        self.chat_template_kwargs = chat_template_kwargs
+        self.seed = 0 if seed is None else seed
+        self.tokenizer = tokenizer
+        self._train: list[Conversation] = []
+        self._val: list[Conversation] = []
+        self._digest = ""
+
+    def train_rows(self) -> Sequence[Mapping[str, Any]]:
+        """All rows to train on, in one of the formats above."""
+        return self.path if isinstance(self.path, list) else read_table(self.path, self.split, (), self.subset)
+
+    def val_rows(self) -> Sequence[Mapping[str, Any]] | None:
+        """Rows to validate on; None splits `val_size` rows off the training rows."""
+        return None
+
+    def prepare_data(self) -> None:
+        """The same as `setup`, before the loggers write: a refused run leaves no files."""
+        if self.trainer is not None and self.trainer.state.fn is not None:
+            self.setup(self.trainer.state.fn.value)
+
+    def setup(self, stage: str) -> None:
+        """Read, render and split the rows, once.
+
+        Raises:
+            UserError: Data is missing, malformed or smaller than a batch, or there is nothing to validate on.
+        """
+        if stage == "validate" and not self.val_size:
+            raise UserError("to validate takes rows that are held out; found none, for data.val_size is 0; raise it")
+        if self._train:
+            return
+        rows, val_rows = self.train_rows(), self.val_rows()
+        held_out = self.val_size if val_rows is None else 0
+        check_sizes(len(rows), held_out, self.batch_size)
+        if self.trainer is not None:
+            if stage == "fit":
+                check_intervals(self.trainer, within_limit(self.trainer, (len(rows) - held_out) // self.batch_size))
+            check_first(self.trainer, stage)
+        tokenizer = load_tokenizer(self.trainer, self.tokenizer)
+        train = self._render(tokenizer, rows, "training")
+        check_sizes(len(train), held_out, self.batch_size)
+        if val_rows is None:
+            drawn = sorted(train, key=lambda row: stream_seed(self.seed, "held out", row.id))[: self.val_size]
+            ids = {conversation.id for conversation in drawn}
+            self._val = [conversation for conversation in train if conversation.id in ids]
+            train = [conversation for conversation in train if conversation.id not in ids]
+        elif self.val_size:
+            self._val = self._render(tokenizer, val_rows[: self.val_size], "validation")
+        self._train = train
+        self._digest = hashlib.sha256("".join(map(repr, train)).encode()).hexdigest()
+        if stage == "fit" and self.trainer is not None:
+            check_intervals(self.trainer, self.batches_per_epoch)
+
+    @property
+    def batches_per_epoch(self) -> int:
+        """Training batches of an epoch, within the trainer's limit."""
+        return within_limit(self.trainer, len(self._train) // self.batch_size)
+
+    def train_dataloader(self) -> StatefulDataLoader[ConversationBatch]:
+        """Batches of `batch_size` conversations, the same on every rank, without an incomplete last batch."""
+        return StatefulDataLoader(
+            self._train,
+            batch_size=self.batch_size,
+            sampler=PromptSampler(len(self._train), self.batch_size, self.seed),
+            drop_last=True,
+            collate_fn=ConversationBatch,
+            generator=torch.Generator(),  # loaders draw a seed, also without workers
+        )
+
+    def val_dataloader(self) -> DataLoader[ConversationBatch]:
+        """The held-out conversations, in fixed order."""
+        rows = cast(Any, self._val)
+        options: dict[str, Any] = {"collate_fn": ConversationBatch, "generator": torch.Generator()}
+        return DataLoader(rows, batch_size=self.val_batch_size, **options)
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        """The same object; the module moves each micro-batch."""
+        return batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """Seed, batch size and digest of the training conversations; the loader saves its position."""
+        return {"seed": self.seed, "batch_size": self.batch_size, "training conversations": self._digest}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Check that a resumed run has the checkpoint's order of conversations.
+
+        Raises:
+            UserError: Seed, batch size or conversations differ.
+        """
+        if self.trainer is None or self.trainer.state.fn != TrainerFn.FITTING:
+            return
+        for name, value in self.state_dict().items():
+            if state_dict[name] != value:
+                raise UserError(
+                    f"a resumed run goes on in the same order; the {name} (or their digest) are {value!s:.12}, "
+                    f"{state_dict[name]!s:.12} in the checkpoint; restore the data's options, or start a new run."
+                )
+
+    # Rendering -----------------------------------------------------------------------------------------------------
+
+    def _render(
+        self, tokenizer: PreTrainedTokenizerBase, rows: Sequence[Mapping[str, Any]], use: str
+    ) -> list[Conversation]:
+        """Conversations of at most `max_length` tokens."""
+        parts = []
+        for number, row in enumerate(rows, start=1):
+            try:
+                parts.append(self._parts(tokenizer, row))
+            except UserError as error:
+                raise UserError(f"row {number} of the {use} data: {error}") from error
+        texts = [text for row_parts in parts for text, _ in row_parts]
+        ids = iter(tokenizer(texts, add_special_tokens=False)["input_ids"])
+        conversations = []
+        for index, row_parts in enumerate(parts):
+            begins = _beginning(tokenizer) if _is_text(rows[index]) else []
+            encoded = [(list(next(ids)), trained) for _, trained in row_parts]
+            conversations.append(_conversation(f"{use}-{index}", begins, encoded, tokenizer.eos_token_id))
+        kept = [conversation for conversation in conversations if len(conversation.token_ids) <= self.max_length]
+        if not kept:
+            shortest = min(len(conversation.token_ids) for conversation in conversations)
+            raise UserError(
+                f"{use} needs conversations of at most max_length={self.max_length} tokens; none of {len(rows)} is, "
+                f"the shortest has {shortest}; raise it."
+            )
+        counts = len(kept), use, len(rows) - len(kept), self.max_length
+        log.info("%d %s conversations; %d longer than max_length=%d dropped", *counts)
+        return kept
+
+    def _parts(self, tokenizer: PreTrainedTokenizerBase, row: Mapping[str, Any]) -> list[tuple[str, bool]]:
+        """Text of a row in parts, each with whether it is trained; the last part is."""
+        whole = not (self.completion_only_loss or self.assistant_only_loss)
+        if _is_text(row):
+            if self.assistant_only_loss:
+                raise UserError("assistant_only_loss needs messages; found a prompt that is text; set it to false")
+            return [(row["prompt"], whole), (row["completion"], True)]
+        messages, prompts = self._messages(row)
+        parts = render_conversation(tokenizer, messages, self.chat_template_kwargs)
+        assistant = [
+            index for _, index in parts if index is not None and (index >= prompts or self.assistant_only_loss)
+        ]
+        if not assistant:
+            raise UserError(
+                f"a conversation needs an assistant's message to learn; found {messages[-1]!r:.60}; add one"
+            )
+        if self.completion_only_loss and not self.assistant_only_loss and "messages" in row:
+            assistant = assistant[-1:]
+        trained = [whole or index in assistant for _, index in parts]
+        last = max(position for position, one in enumerate(trained) if one)
+        return [(text, one) for (text, _), one in zip(parts, trained, strict=True)][: last + 1]
+
+    def _messages(self, row: Mapping[str, Any]) -> tuple[list[Mapping[str, Any]], int]:
+        """A row's messages, and how many of them are its prompt."""
+        if row.get("messages") is not None:
+            return _checked(row["messages"], "messages"), 0
+        if row.get("prompt") is not None and row.get("completion") is not None:
+            prompt = _checked(row["prompt"], "prompt")
+            return [*prompt, *_checked(row["completion"], "completion")], len(prompt)
+        if row.get("question") is None or row.get("answer") is None:
+            columns = ", ".join(name for name, value in row.items() if value is not None)
+            raise UserError(f"conversations have the columns {_FORMATS}; found {columns or 'nothing'}; rename them")
+        system = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
+        question = {"role": "user", "content": str(row["question"])}
+        return [*system, question, {"role": "assistant", "content": _taught(str(row["answer"]))}], len(system) + 1
+
+
+def _checked(messages: Any, column: str) -> list[Mapping[str, Any]]:
+    """A list of messages; UserError for anything else."""
+    if not isinstance(messages, list) or not messages or not all(_is_message(message) for message in messages):
+        raise UserError(
+            f"the column {column} must have a list of messages with role and content, or prompt and completion text; "
+            f"found {messages!r:.60}; correct it"
+        )
+    return messages
+
+
+def _is_text(row: Mapping[str, Any]) -> bool:
+    """Whether a row's prompt and completion are text, which no chat template renders."""
+    return isinstance(row.get("prompt"), str) and isinstance(row.get("completion"), str)
+
+
+def _is_message(message: Any) -> bool:
+    return isinstance(message, Mapping) and isinstance(message.get("role"), str) and "content" in message
+
+
+def _taught(answer: str) -> str:
+    """An answer as the policy is to give it: thoughts and number of GSM8K's format in the tags that rewards read."""
+    thought, mark, number = answer.rpartition(_MARK)
+    if not mark:
+        return answer
+    return f"<think>{thought.strip()}</think><answer>{number.replace(',', '').strip()}</answer>"
+
+
+def _beginning(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The begin-of-sequence token if the tokenizer puts it before a text."""
+    return [tokenizer.bos_token_id] if list(tokenizer("")["input_ids"])[:1] == [tokenizer.bos_token_id] else []
+
+
+def _conversation(id: str, begins: list[int], parts: list[tuple[list[int], bool]], eos: int) -> Conversation:
+    """Join the parts' tokens; a trained part ends with its end-of-sequence token, which the last one always has."""
+    tokens, trained = list(begins), [False] * len(begins)
+    for position, (ids, learned) in enumerate(parts):
+        end = len(ids) - ids[::-1].index(eos) if eos in ids else len(ids)
+        if position == len(parts) - 1:
+            ids = ids[:end] if eos in ids else [*ids, eos]
+            end = len(ids)
+        tokens += ids
+        trained += [learned and place < end for place in range(len(ids))]
+    return Conversation(id, tuple(tokens), (False, *trained[1:]))
+
+
+class ArithmeticConversations(ConversationDataModule):
+    """Word problems whose answer is a sum, with careful solutions; training and validation have no sum in common.
+
+    Args:
+        task: Difficulty of the problems.
+        train_size: Problems of the training set.
+        batch_size: Conversations an optimizer step, over all devices.
+        val_size: Conversations to validate on; 0 for none.
+        val_batch_size: Conversations a validation batch; null takes batch_size.
+        max_length: Limit of tokens; longer conversations are dropped, and counted in the log.
+        completion_only_loss: Train on the solution alone; false trains on the problem, too.
+        system_prompt: The system message; null sends none.
+        seed: Seed of the order; null takes the run's. The problems have their own, in the task.
+        tokenizer: Folder or hub name of a tokenizer; null takes the policy's.
+    """
+
+    def __init__(
+        self,
+        task: ArithmeticTask = ArithmeticTask(),  # noqa: B008 - frozen, and jsonargparse reads the default
+        train_size: int = 4096,
+        batch_size: int = 8,
+        val_size: int = 64,
+        val_batch_size: int | None = None,
+        max_length: int = 256,
+        completion_only_loss: bool = True,
+        system_prompt: str | None = SYSTEM_PROMPT,
+        seed: int | None = None,
+        tokenizer: str | None = None,
+    ) -> None:
+        super().__init__(
+            [],
+            batch_size=batch_size,
+            val_size=val_size,
+            val_batch_size=val_batch_size,
+            max_length=max_length,
+            completion_only_loss=completion_only_loss,
+            system_prompt=system_prompt,
+            seed=seed,
+            tokenizer=tokenizer,
+        )
+        require_at_least(1, {"data.train_size": train_size})
+        self.task = task
+        self.train_size = train_size
+
+    def train_rows(self) -> Sequence[Mapping[str, Any]]:
+        return self._rows("train", self.train_size)
+
+    def val_rows(self) -> Sequence[Mapping[str, Any]]:
+        return self._rows("validation", self.val_size)
+
+    def _rows(self, split: Split, size: int) -> list[dict[str, str]]:
+        problems = (self.task.problem(index, split) for index in range(size))
+        return [{"question": problem.question, "answer": careful_demonstration(problem)} for problem in problems]

@@ -1,0 +1,120 @@
+"""Reward functions with TRL's signature, named by import path or file."""
+
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import Any
+
+from qerl_pl.errors import UserError
+from qerl_pl.rewards.base import Reward, RewardSample
+
+Function = Callable[..., Any]
+
+_RULE = "a reward is a class of rewards, or a function named module.function or file.py:function"
+
+
+class RewardFunction(Reward):
+    """Scores completions with a function as TRL's GRPOTrainer takes it.
+
+    It is called as `function(prompts=..., completions=..., completion_ids=..., **columns)` and returns a number for
+    each completion, or None where it does not apply. Each argument is a list of B items; a column of the data is passed
+    by its name, the reference answer as `answer` (and as `solution`) unless the data has such a column. Arguments that
+    the function does not take are left out. Prompts are text, or lists of messages where the data has conversations;
+    then a completion is a list of one message. `async def` functions run beside the other rewards.
+
+    Args:
+        function: The function, or its name: `my_rewards.exact`, `my_rewards:exact` or `folder/my_rewards.py:exact`.
+        weight: Factor of this reward in the total.
+        name: Logged as `reward/<name>`; null takes the function's.
+    """
+
+    def __init__(self, function: str | Function, weight: float = 1.0, name: str | None = None) -> None:
+        self.function = load_function(function) if isinstance(function, str) else function
+        self.weight = weight
+        self.name = getattr(self.function, "__name__", type(self.function).__name__) if name is None else name
+        parameters = inspect.signature(self.function).parameters.values()
+        self._takes = None if any(p.kind is p.VAR_KEYWORD for p in parameters) else {p.name for p in parameters}
+
+    def __call__(self, samples: Sequence[RewardSample]) -> Any:
+        arguments = trl_arguments(samples)
+        if self._takes is not None:
+            arguments = {name: values for name, values in arguments.items() if name in self._takes}
+        return self.function(**arguments)
+
+
+def trl_arguments(samples: Sequence[RewardSample]) -> dict[str, list[Any]]:
+    """The arguments of a TRL reward function, each a list of as many items as there are samples."""
+    columns = dict.fromkeys(name for sample in samples for name in sample.columns)
+    references = [sample.reference for sample in samples]
+    return {
+        "answer": references,
+        "solution": references,
+        **{name: [sample.columns.get(name) for sample in samples] for name in columns},
+        "prompts": [sample.prompt if sample.messages is None else list(sample.messages) for sample in samples],
+        "completions": [
+            sample.completion if sample.messages is None else [{"role": "assistant", "content": sample.completion}]
+            for sample in samples
+        ],
+        "completion_ids": [list(sample.token_ids) for sample in samples],
+    }
+
+
+def load_function(name: str) -> Function:
+    """Import a function by `module.function`, `module:function` or `file.py:function`.
+
+    Raises:
+        UserError: There is no such module, file or function, or it is no function.
+    """
+    module, colon, attribute = name.rpartition(":")
+    try:
+        if module.endswith(".py"):
+            function = getattr(_load_file(Path(module).expanduser()), attribute)
+        elif colon or "." in name:
+            function = resolve_name(name)
+        else:
+            raise UserError(f"{_RULE}; found {name!r}; choose one of qerl_pl.rewards, or name the function's module")
+    except (ImportError, AttributeError, OSError) as error:
+        raise UserError(f"{_RULE}; {name!r} cannot be imported ({error}); correct the name") from error
+    if not callable(function) or inspect.isclass(function):
+        raise UserError(f"{_RULE}; {name!r} is a {type(function).__name__}; name a function")
+    return function
+
+
+def _load_file(path: Path) -> Any:
+    """The module of a file, imported once."""
+    name = f"qerl_reward_{path.stem}"
+    loaded = sys.modules.get(name)
+    if loaded is not None and loaded.__file__ == str(path.absolute()):
+        return loaded
+    spec = importlib.util.spec_from_file_location(name, path.absolute())
+    if spec is None or spec.loader is None or not path.is_file():
+        raise ImportError(f"no file {path}")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def as_rewards(given: Mapping[str, Any] | Sequence[Any]) -> list[Reward]:
+    """Rewards of a dictionary, whose keys name them, or of a list; functions and their names become `RewardFunction`.
+
+    Raises:
+        UserError: As `load_function`, or `given` is neither.
+    """
+    if isinstance(given, Mapping):
+        rewards = [_as_reward(item) for item in given.values()]
+        for name, reward in zip(given, rewards, strict=True):
+            reward.name = name
+        return rewards
+    if isinstance(given, str) or not isinstance(given, Sequence):
+        raise UserError(f"rewards must be a list of them; got {given!r:.60}; put what it names in a list")
+    return [_as_reward(item) for item in given]
+
+
+def _as_reward(item: Any) -> Reward:
+    is_function = isinstance(item, str | partial) or inspect.isroutine(item)
+    return RewardFunction(item) if is_function else item

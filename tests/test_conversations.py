@@ -1,0 +1,271 @@
+"""Conversations for SFT: what is trained of each format, by hand and by transformers' own mask, and what is refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from qerl_pl.chat_template import render_prompt
+from qerl_pl.datamodules import ArithmeticConversations, ConversationDataModule
+from qerl_pl.datamodules.conversations import Conversation, ConversationBatch, padded
+from qerl_pl.errors import UserError
+from qerl_pl.toy.task import split_of
+
+CHATML = (
+    "{% for message in messages %}{{ '<|user|>' + message['role'] + ': ' + message['content'] + '<|eos|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}<|user|>assistant: {% endif %}"
+)
+"""A template that puts a line break behind the end-of-sequence token, as many models' do."""
+DIALOGUE = [
+    {"role": "user", "content": "What is 1+1?"},
+    {"role": "assistant", "content": "2"},
+    {"role": "user", "content": "And 2+2?"},
+    {"role": "assistant", "content": "It is 4."},
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_policy_dir: Path) -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(tiny_policy_dir)
+
+
+def conversations(tokenizer: PreTrainedTokenizerBase, *rows: dict[str, Any], **settings: Any) -> list[Conversation]:
+    """The rows as a data module renders them, in their order."""
+    data = ConversationDataModule([*rows], batch_size=1, val_size=0, **settings)
+    return data._render(tokenizer, data.train_rows(), "training")
+
+
+def texts(tokenizer: PreTrainedTokenizerBase, conversation: Conversation) -> tuple[str, str]:
+    """The whole conversation, and what is trained of it."""
+    pairs = zip(conversation.token_ids, conversation.trained, strict=True)
+    learned = [token for token, trained in pairs if trained]
+    return tokenizer.decode(conversation.token_ids), tokenizer.decode(learned)
+
+
+def test_an_answer_is_learned_behind_the_prompt_that_rollouts_have(tokenizer: PreTrainedTokenizerBase) -> None:
+    rows = [
+        {"question": "What is 1 + 1,000?", "answer": "Add them. #### 1,001"},
+        {"question": "Why?", "answer": "Because."},
+    ]
+    number, reason = conversations(tokenizer, *rows)
+    prompt = render_prompt(tokenizer, "What is 1 + 1,000?")
+    answer = tokenizer("<think>Add them.</think><answer>1001</answer>")["input_ids"]
+    assert number.token_ids == (*prompt, *answer, tokenizer.eos_token_id)
+    assert number.trained == (False,) * len(prompt) + (True,) * (len(answer) + 1)
+    assert texts(tokenizer, reason)[1] == "Because.<|eos|>"
+    (bare,) = conversations(tokenizer, rows[1], system_prompt=None)
+    assert texts(tokenizer, bare)[0] == "<|bos|><|user|>Why?<|assistant|>Because.<|eos|>"
+
+
+FORMATS: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
+    "text": (
+        {"prompt": "The sky is", "completion": " blue."},
+        {},
+        "The sky is blue.<|eos|>",
+        " blue.<|eos|>",
+    ),
+    "whole text": (
+        {"prompt": "The sky is", "completion": " blue."},
+        {"completion_only_loss": False},
+        "The sky is blue.<|eos|>",
+        "e sky is blue.<|eos|>",  # nothing predicts the first token, which is Th
+    ),
+    "prompt and completion": (
+        {"prompt": DIALOGUE[:1], "completion": DIALOGUE[1:]},
+        {},
+        "<|bos|><|user|>What is 1+1?<|assistant|>2<|eos|><|user|>And 2+2?<|assistant|>It is 4.<|eos|>",
+        "2<|eos|>It is 4.<|eos|>",
+    ),
+    "a prompt with turns": (
+        {"prompt": DIALOGUE[:3], "completion": DIALOGUE[3:]},
+        {},
+        "<|bos|><|user|>What is 1+1?<|assistant|>2<|eos|><|user|>And 2+2?<|assistant|>It is 4.<|eos|>",
+        "It is 4.<|eos|>",
+    ),
+    "messages": (
+        {"messages": DIALOGUE},
+        {},
+        "<|bos|><|user|>What is 1+1?<|assistant|>2<|eos|><|user|>And 2+2?<|assistant|>It is 4.<|eos|>",
+        "It is 4.<|eos|>",
+    ),
+    "messages that end with a question": (
+        {"messages": DIALOGUE[:3]},
+        {},
+        "<|bos|><|user|>What is 1+1?<|assistant|>2<|eos|>",
+        "2<|eos|>",
+    ),
+    "every message of the assistant": (
+        {"messages": DIALOGUE},
+        {"assistant_only_loss": True},
+        "<|bos|><|user|>What is 1+1?<|assistant|>2<|eos|><|user|>And 2+2?<|assistant|>It is 4.<|eos|>",
+        "2<|eos|>It is 4.<|eos|>",
+    ),
+    "a whole conversation": (
+        {"messages": DIALOGUE[:3]},
+        {"completion_only_loss": False},
+        "<|bos|><|user|>What is 1+1?<|assistant|>2<|eos|><|user|>And 2+2?<|eos|>",
+        "<|user|>What is 1+1?<|assistant|>2<|eos|><|user|>And 2+2?<|eos|>",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_what_is_learned_of_each_format(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
+    row, settings, whole, learned = FORMATS[name]
+    (conversation,) = conversations(tokenizer, row, **settings)
+    assert texts(tokenizer, conversation) == (whole, learned)
+
+
+def test_a_completion_ends_where_sampling_would(tiny_policy_dir: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tiny_policy_dir)
+    tokenizer.chat_template = CHATML
+    row = {"messages": DIALOGUE}
+    (every,) = conversations(tokenizer, row, assistant_only_loss=True)
+    whole, learned = texts(tokenizer, every)
+    assert whole.endswith("assistant: It is 4.<|eos|>") and learned == "2<|eos|>It is 4.<|eos|>"
+    tokenizer.chat_template = CHATML.replace("<|eos|>", "")  # without an end, one is added
+    (last,) = conversations(tokenizer, row)
+    assert texts(tokenizer, last)[1] == "It is 4.\n<|eos|>"
+
+
+def test_the_assistants_tokens_are_those_of_transformers(tiny_policy_dir: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tiny_policy_dir)
+    marked = (
+        "{{ bos_token }}{% for message in messages %}{{ '<|' + message['role'] + '|>' }}"
+        "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] + eos_token }}{% endgeneration %}"
+        "{% else %}{{ message['content'] }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    tokenizer.chat_template = marked
+    theirs = tokenizer.apply_chat_template(DIALOGUE, return_dict=True, return_assistant_tokens_mask=True)
+    (conversation,) = conversations(tokenizer, {"messages": DIALOGUE}, assistant_only_loss=True)
+    assert list(conversation.token_ids) == theirs["input_ids"]
+    assert list(conversation.trained) == [bool(one) for one in theirs["assistant_masks"]]
+
+
+def test_arguments_of_the_chat_template_reach_it(tiny_policy_dir: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tiny_policy_dir)
+    tokenizer.chat_template = "{% if think %}think {% endif %}" + tokenizer.chat_template
+    for kwargs, start in (({"think": True}, "think <|bos|>"), ({}, "<|bos|>")):
+        (conversation,) = conversations(tokenizer, {"messages": DIALOGUE}, chat_template_kwargs=kwargs)
+        assert texts(tokenizer, conversation)[0].startswith(start)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "no format": ({"text": "a"}, {}, "row 1 of the training data: conversations have the columns .*; found text; ren"),
+    "half a format": ({"prompt": "a"}, {}, "found prompt; rename"),
+    "mixed": ({"prompt": "a", "completion": DIALOGUE}, {}, "column prompt must have a list of messages .* found 'a'"),
+    "no messages": ({"messages": []}, {}, "column messages must have a list of messages"),
+    "no role": ({"messages": [{"content": "a"}]}, {}, "messages with role and content"),
+    "nobody answers": ({"messages": DIALOGUE[:1]}, {}, "needs an assistant's message to learn; found .*user"),
+    "text without roles": (
+        {"prompt": "a", "completion": "b"},
+        {"assistant_only_loss": True},
+        "assistant_only_loss needs messages",
+    ),
+    "too long": (
+        {"prompt": "a", "completion": "b"},
+        {"max_length": 2},
+        "at most max_length=2 tokens; none of 1 is, the shortest has 3; raise",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_rows_without_something_to_learn_are_refused(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
+    row, settings, message = REFUSED[name]
+    with pytest.raises(UserError, match=message):
+        conversations(tokenizer, row, **settings)
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (None, "prompts need a chat template; .* has none"),
+        ("{{ messages | length }}" + CHATML, "must continue .* changes what stands before message 2"),
+        ("{{ raise_exception('no') }}", "refuses the messages: no; correct them"),
+    ],
+)
+def test_templates_that_give_no_text_to_learn_are_refused(
+    tiny_policy_dir: Path, template: str | None, message: str
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tiny_policy_dir)
+    tokenizer.chat_template = template
+    with pytest.raises(UserError, match=message):
+        conversations(tokenizer, {"messages": DIALOGUE})
+    (conversation,) = conversations(tokenizer, {"prompt": "a", "completion": "b"})  # text needs none
+    assert texts(tokenizer, conversation) == ("ab<|eos|>", "b<|eos|>")
+
+
+def rows_of(count: int) -> list[dict[str, Any]]:
+    return [{"prompt": f"{number} and 1 is", "completion": f" {number + 1}"} for number in range(count)]
+
+
+def test_rows_are_held_out_and_come_once_an_epoch(tiny_policy_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows_of(11)))
+    data = ConversationDataModule(str(tmp_path), batch_size=2, val_size=3, tokenizer=str(tiny_policy_dir))
+    data.setup("fit")
+    held_out = [conversation.id for batch in data.val_dataloader() for conversation in batch.conversations]
+    batches = [[conversation.id for conversation in batch.conversations] for batch in data.train_dataloader()]
+    assert [len(batch) for batch in batches] == [2] * 4 and data.batches_per_epoch == 4 and len(held_out) == 3
+    assert {id for batch in batches for id in batch} | {*held_out} == {f"training-{number}" for number in range(11)}
+    other = ConversationDataModule(rows_of(11), batch_size=2, val_size=3, seed=1, tokenizer=str(tiny_policy_dir))
+    other.setup("fit")
+    assert [conversation.id for conversation in other._val] != held_out
+    assert other.state_dict()["training conversations"] != data.state_dict()["training conversations"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "stage", "message"),
+    [
+        ({"val_size": 4}, "fit", "val_size=4 of 4 prompts; lower it"),
+        ({"batch_size": 5, "val_size": 0}, "fit", "batch_size=5 for 4 prompts; lower"),
+        ({"val_size": 0}, "validate", "found none, for data.val_size is 0; raise it"),
+    ],
+)
+def test_data_that_leave_nothing_to_do_are_refused(
+    tiny_policy_dir: Path, settings: dict[str, Any], stage: str, message: str
+) -> None:
+    data = ConversationDataModule(rows_of(4), tokenizer=str(tiny_policy_dir), **{"batch_size": 1} | settings)
+    with pytest.raises(UserError, match=message):
+        data.setup(stage)
+    with pytest.raises(UserError, match="data.max_length must be at least 1; got 0"):
+        ConversationDataModule(rows_of(4), max_length=0)
+
+
+def test_a_checkpoint_of_other_conversations_is_refused(tiny_policy_dir: Path) -> None:
+    data = ConversationDataModule(rows_of(6), batch_size=2, val_size=0, tokenizer=str(tiny_policy_dir))
+    data.setup("fit")
+    state = data.state_dict()
+    data.trainer = Trainer(logger=False, enable_progress_bar=False)
+    data.load_state_dict(state | {"seed": 9})  # to validate is free
+    data.trainer.state.fn = "fit"  # type: ignore[assignment]
+    data.load_state_dict(state)
+    for name in state:
+        with pytest.raises(UserError, match=f"goes on in the same order; the {name} "):
+            data.load_state_dict(state | {name: 9})
+
+
+def test_ranks_share_a_batch_by_length_and_pad_it() -> None:
+    lengths = (3, 9, 5, 2, 7)
+    rows = [Conversation(str(size), tuple(range(size)), (False,) + (True,) * (size - 1)) for size in lengths]
+    batch = ConversationBatch(rows)
+    assert batch.trained_tokens == sum(lengths) - 5
+    assert [[row.id for row in batch.share(rank, 2)] for rank in (0, 1)] == [["9", "5", "2"], ["7", "3"]]
+    tokens, sizes, mask = padded(batch.share(1, 2), torch.device("cpu"))
+    assert tokens.tolist() == [[0, 1, 2, 3, 4, 5, 6], [0, 1, 2, 0, 0, 0, 0]] and sizes.tolist() == [7, 3]
+    assert mask.tolist() == [[False] + [True] * 6, [False, True, True] + [False] * 4]
+
+
+def test_generated_sums_differ_between_training_and_validation(tokenizer: PreTrainedTokenizerBase) -> None:
+    data = ArithmeticConversations(train_size=9, val_size=5)
+    assert (len(data.train_rows()), len(data.val_rows())) == (9, 5)
+    for split, rows in (("train", data.train_rows()), ("validation", data.val_rows())):
+        for row in rows:
+            words = row["question"].replace(".", " ").replace("?", " ").split()
+            numbers = tuple(int(word) for word in words if word.isdigit())
+            assert split_of(numbers) == split and row["answer"].endswith(f"<answer>{sum(numbers)}</answer>")

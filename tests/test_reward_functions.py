@@ -1,0 +1,321 @@
+"""Reward functions with TRL's signature: what they are given, what they may return, and what happens otherwise."""
+
+import asyncio
+import functools
+import math
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cli_helpers import built
+
+from qerl_pl.errors import UserError
+from qerl_pl.rewards import Format, Reward, RewardFunction, RewardSample, as_rewards, score
+
+ROOT = Path(__file__).parents[1]
+
+
+def sample(completion: str, row: str = "row-0", **settings: Any) -> RewardSample:
+    given: dict[str, Any] = {"prompt": "2 + 2?", "reference": "4", "truncated": False, "num_tokens": 2}
+    return RewardSample(completion=completion, prompt_id=row, **given | settings)
+
+
+SAMPLES = [sample("four", "row-1"), sample("4", "row-2"), sample("", "row-3")]
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A user's file of functions, in a folder that is on the path."""
+    path = tmp_path / "trl_rewards.py"
+    path.write_text(
+        "loaded = []\n"
+        "loaded.append(1)\n"
+        "def exact(completions, answer, **kwargs):\n"
+        "    return [float(text == right) for text, right in zip(completions, answer)]\n"
+        "async def shout(prompts, completions, **kwargs):\n"
+        "    return [float(text.isupper()) for text in completions]\n"
+        "class Other:\n"
+        "    pass\n"
+        "number = 3\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield path
+    for name in ("trl_rewards", "qerl_reward_trl_rewards"):
+        sys.modules.pop(name, None)
+
+
+# Arguments -----------------------------------------------------------------------------------------------------------
+
+
+def arguments(samples: Sequence[RewardSample]) -> dict[str, Any]:
+    """What a function that takes everything is given."""
+    found: dict[str, Any] = {}
+
+    def takes(**given: Any) -> list[float]:
+        found.update(given)
+        return [0.0] * len(samples)
+
+    score([RewardFunction(takes)], samples)
+    return found
+
+
+def test_a_function_is_given_lists_by_name_as_trl_has_them() -> None:
+    rows = [
+        sample("four", token_ids=(7, 8), columns={"level": 3, "tags": ["a"]}),
+        sample("4", prompt="3 + 1?", reference="IV", token_ids=(9,), columns={"tags": []}),
+    ]
+    assert arguments(rows) == {
+        "prompts": ["2 + 2?", "3 + 1?"],
+        "completions": ["four", "4"],
+        "completion_ids": [[7, 8], [9]],
+        "answer": ["4", "IV"],
+        "solution": ["4", "IV"],
+        "level": [3, None],
+        "tags": [["a"], []],
+    }
+
+
+def test_a_column_of_the_data_comes_before_the_reference_but_not_before_the_completions() -> None:
+    found = arguments([sample("four", columns={"solution": "2 + 2 = 4", "completions": "old"})])
+    assert (found["solution"], found["answer"], found["completions"]) == (["2 + 2 = 4"], ["4"], ["four"])
+
+
+def test_conversations_come_as_messages() -> None:
+    conversation = ({"role": "system", "content": "Add."}, {"role": "user", "content": "2 + 2?"})
+    found = arguments([sample("four", messages=conversation), sample("4")])
+    assert found["prompts"] == [[*conversation], "2 + 2?"]
+    assert found["completions"] == [[{"role": "assistant", "content": "four"}], "4"]
+
+
+def test_arguments_that_a_function_does_not_take_are_left_out() -> None:
+    def length(completions: list[str], level: list[int]) -> list[float]:
+        return [len(text) / one for text, one in zip(completions, level, strict=True)]
+
+    def keyword_only(*, completions: list[str]) -> list[float]:
+        return [float(len(text)) for text in completions]
+
+    samples = [sample("four", columns={"level": 2, "topic": "sums"})]
+    scored = score([RewardFunction(length), RewardFunction(keyword_only)], samples)
+    assert {name: values.tolist() for name, values in scored.rewards.items()} == {"length": [2], "keyword_only": [4]}
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_column_that_the_data_lacks_is_one_line(asynchronous: bool) -> None:
+    def needs(completions: list[str], level: list[int]) -> list[float]:
+        return []
+
+    async def needs_async(completions: list[str], level: list[int]) -> list[float]:
+        return []
+
+    with pytest.raises(UserError, match="raised TypeError: .*missing 1 required positional argument: 'level'") as found:
+        score([RewardFunction(needs_async if asynchronous else needs, name="mine")], SAMPLES)
+    assert str(found.value).startswith("reward 'mine'") and "\n" not in str(found.value)
+
+
+# Values --------------------------------------------------------------------------------------------------------------
+
+
+def returns(values: object, name: str = "mine", weight: float = 1.0, asynchronous: bool = False) -> RewardFunction:
+    def function(completions: list[str]) -> object:
+        return values
+
+    async def later(completions: list[str]) -> object:
+        await asyncio.sleep(0)
+        return values
+
+    return RewardFunction(later if asynchronous else function, weight, name)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_values_are_weighted_and_summed_and_none_counts_for_nothing(asynchronous: bool) -> None:
+    first = returns([1, None, None], "first", 2.0, asynchronous)
+    second = returns(torch.tensor([0.5, -1.0, 3.0]).tolist()[:2] + [None], "second", 0.5)
+    scored = score([first, second], SAMPLES)
+    assert scored.total[:2].tolist() == [2.25, -0.5] and scored.total[2].isnan()
+    assert scored.rewards["first"][0] == 1 and scored.rewards["first"][1:].isnan().all()
+    assert scored.rewards["first"].nanmean() == 1  # as it is logged
+    assert scored.rewards["second"][:2].tolist() == [0.5, -1.0]
+
+
+def test_a_reward_that_applies_nowhere_has_a_mean_of_nan_and_changes_nothing() -> None:
+    scored = score([returns([None] * 3, "none", 5.0), returns([1.0, 2.0, 3.0])], SAMPLES)
+    assert scored.total.tolist() == [1, 2, 3] and math.isnan(scored.rewards["none"].nanmean())
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (
+            [1.0, 2.0],
+            "reward 'mine' must return one value a sample; got 2 for 3 samples, the first of which is row row",
+        ),
+        ([1.0] * 4, "reward 'mine' must return one value a sample; got 4 for 3 samples"),
+        ([1.0, math.nan, 1.0], "reward 'mine' must return finite numbers; got nan on row row-2, prompt '2 + 2?', "),
+        ([1.0, 1.0, math.inf], "reward 'mine' must return finite numbers; got inf on row row-3"),
+        (["good", 1.0, 1.0], "reward 'mine' must return numbers; got 'good', a str, on row row-1, prompt '2 + 2?', "),
+        ([1.0, "1.0", 1.0], "reward 'mine' must return numbers; got '1.0', a str, on row row-2"),
+        (None, "reward 'mine' raised TypeError: "),
+        (1.0, "reward 'mine' raised TypeError: "),
+    ],
+)
+def test_other_values_are_one_line_that_names_reward_and_row(values: object, message: str, asynchronous: bool) -> None:
+    with pytest.raises(UserError) as raised:
+        score([returns(values, asynchronous=asynchronous)], SAMPLES)
+    assert str(raised.value).startswith(message) and "\n" not in str(raised.value)
+
+
+def picky(completions: list[str]) -> list[float]:
+    if "4" in completions:
+        raise KeyError("no\nsuch key")
+    return [0.0] * len(completions)
+
+
+async def picky_async(completions: list[str]) -> list[float]:
+    return picky(completions)
+
+
+def test_an_exception_is_one_line_that_names_reward_and_row() -> None:
+    with pytest.raises(UserError) as raised:
+        score([RewardFunction(picky)], SAMPLES)
+    assert str(raised.value) == (
+        "reward 'picky' raised KeyError: 'no\\nsuch key' on row row-2, prompt '2 + 2?', completion '4'; "
+        "make it return a number for every completion."
+    )
+    assert isinstance(raised.value.__cause__, KeyError)
+
+
+def test_an_exception_of_an_asynchronous_function_names_the_reward() -> None:
+    with pytest.raises(UserError) as raised:
+        score([RewardFunction(picky_async)], SAMPLES)
+    assert str(raised.value).startswith("reward 'picky_async' raised KeyError: 'no\\nsuch key' on a batch of 3 samples")
+
+
+def test_a_user_error_is_passed_on() -> None:
+    async def away(completions: list[str]) -> list[float]:
+        raise UserError("the judge is away")
+
+    with pytest.raises(UserError, match="^the judge is away$"):
+        score([RewardFunction(away)], SAMPLES)
+
+
+# Asynchronous functions ----------------------------------------------------------------------------------------------
+
+
+def test_asynchronous_functions_run_beside_each_other_and_beside_the_rest() -> None:
+    started = [threading.Event() for _ in range(3)]
+
+    async def one(completions: list[str]) -> list[float]:
+        started[0].set()
+        while not all(event.is_set() for event in started):
+            await asyncio.sleep(0.001)
+        return [1.0] * len(completions)
+
+    async def two(completions: list[str]) -> list[float]:
+        started[1].set()
+        while not all(event.is_set() for event in started):
+            await asyncio.sleep(0.001)
+        return [2.0] * len(completions)
+
+    def plain(completions: list[str]) -> list[float]:
+        assert all(event.wait(timeout=30) for event in started[:2])  # both are on their way
+        started[2].set()
+        return [3.0] * len(completions)
+
+    scored = score([RewardFunction(plain), RewardFunction(one), RewardFunction(two)], SAMPLES)
+    assert scored.total.tolist() == [6, 6, 6] and list(scored.rewards) == ["plain", "one", "two"]
+
+
+@pytest.mark.parametrize("error", [UserError("no"), KeyboardInterrupt()])
+def test_what_still_waits_is_cancelled_when_another_reward_fails(error: BaseException) -> None:
+    events: list[str] = []
+    waiting = threading.Event()
+
+    async def endless(completions: list[str]) -> list[float]:
+        waiting.set()
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            events.append("cancelled")
+        return []
+
+    def fails(completions: list[str]) -> list[float]:
+        assert waiting.wait(timeout=30)
+        raise error
+
+    with pytest.raises(type(error)):
+        score([RewardFunction(fails), RewardFunction(endless)], SAMPLES)
+    assert events == ["cancelled"]
+
+
+# Names ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["trl_rewards.exact", "trl_rewards:exact", "{file}:exact"])
+def test_a_function_goes_by_import_path_or_file(module: Path, name: str) -> None:
+    (reward,) = as_rewards([name.format(file=module)])
+    assert (reward.name, reward.weight) == ("exact", 1.0)
+    assert score([reward], SAMPLES).total.tolist() == [0, 1, 0]
+
+
+def test_a_file_is_loaded_once_and_relative_to_the_working_directory(
+    module: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(module.parent)
+    rewards = as_rewards({"a": "trl_rewards.py:exact", "b": f"{module}:shout"})
+    assert [type(reward) for reward in rewards] == [RewardFunction] * 2 and [one.name for one in rewards] == ["a", "b"]
+    functions = [one.function for one in rewards if isinstance(one, RewardFunction)]
+    assert functions[0].__globals__ is functions[1].__globals__ and functions[0].__globals__["loaded"] == [1]
+    assert score(rewards, [sample("A", reference="A")]).total.tolist() == [2.0]
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("exact", "found 'exact'; choose one of qerl_pl.rewards, or name the function's module"),
+        ("trl_rewards.missing", "'trl_rewards.missing' cannot be imported .*; correct the name"),
+        ("no_such_module.exact", "'no_such_module.exact' cannot be imported .*; correct the name"),
+        ("{file}:missing", "'.*' cannot be imported .*'missing'.*; correct the name"),
+        ("{file}x.py:exact", "'.*' cannot be imported .no file .*x.py.; correct the name"),
+        ("trl_rewards.Other", "'trl_rewards.Other' is a type; name a function"),
+        ("trl_rewards.number", "'trl_rewards.number' is a int; name a function"),
+    ],
+)
+def test_other_names_are_one_line(module: Path, name: str, found: str) -> None:
+    with pytest.raises(UserError, match=f"a reward is a class of rewards, or a function named .*; {found}"):
+        as_rewards([name.format(file=module)])
+
+
+def test_rewards_of_a_dictionary_are_named_by_its_keys() -> None:
+    def short(completions: list[str], limit: int = 3) -> list[float]:
+        return [float(len(text) <= limit) for text in completions]
+
+    rewards: list[Reward] = as_rewards({"form": Format(), "brief": short, "briefer": functools.partial(short, limit=1)})
+    assert [reward.name for reward in rewards] == ["form", "brief", "briefer"]
+    assert score(rewards, SAMPLES).rewards["briefer"].tolist() == [0, 1, 1]
+    for given in ("trl_rewards.exact", 3):
+        with pytest.raises(UserError, match="rewards must be a list of them; got"):
+            as_rewards(given)  # type: ignore[arg-type]
+
+
+def test_functions_and_weights_in_a_configuration(module: Path) -> None:
+    config = module.with_name("rewards.yaml")
+    config.write_text(
+        "rollout:\n"
+        "  rewards:\n"
+        f"    accuracy: {module}:exact\n"
+        "    shout:\n"
+        "      class_path: RewardFunction\n"
+        f"      init_args: {{function: '{module}:shout', weight: 0.25}}\n"
+        "  multi_objective_aggregation: normalize_then_sum\n"
+    )
+    settings = built("fit", "-c", str(ROOT / "configs" / "quickstart.yaml"), "-c", str(config))
+    rewards = {reward.name: reward for reward in settings.rollout.config.rewards}
+    assert {name: reward.weight for name, reward in rewards.items()} == {"accuracy": 1, "format": 0.1, "shout": 0.25}
+    assert settings.rollout.config.multi_objective_aggregation == "normalize_then_sum"
+    scored = score([rewards["accuracy"], rewards["shout"]], [sample("IV", reference="IV"), sample("x")])
+    assert scored.total.tolist() == [1.25, 0.0]

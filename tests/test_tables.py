@@ -1,0 +1,230 @@
+"""Any table trains: what TableDataModule reads, renders, caches, weighs and holds out, and the page's example."""
+
+import csv
+import json
+import logging
+import runpy
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pytest
+from pages import ROOT, commands, fences
+from pyarrow.parquet import write_table
+from safetensors.torch import load_file, save_file
+from test_data import make_tokenizer, prompts_of, write_jsonl
+from transformers import AutoTokenizer
+
+from qerl_pl.chat_template import CACHED_PROMPTS, render_prompts
+from qerl_pl.cli.main import main
+from qerl_pl.datamodules import Row, TableConfig, TableDataModule
+from qerl_pl.errors import UserError
+
+ROWS = [{"question": f"How many are {n} ?", "answer": str(n), "level": "easy"} for n in range(20)]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
+    template = (
+        "{% for m in messages %}{{ '<' + m['role'] + '> ' + m['content'] + ' ' }}{% endfor %}"
+        "{% if enable_thinking is false %}How {% endif %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    return make_tokenizer(tmp_path_factory.mktemp("tokenizer"), template)
+
+
+def write_csv(file: Path, rows: list[dict[str, Any]]) -> Path:
+    with file.open("w", newline="") as lines:
+        writer = csv.DictWriter(lines, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    return file
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet", "list"])
+def test_a_table_is_a_file_or_a_list(tmp_path: Path, kind: str) -> None:
+    path: Any = tmp_path / f"table.{kind}"
+    if kind == "jsonl":
+        write_jsonl(path, ROWS)
+    elif kind == "csv":
+        write_csv(path, ROWS)
+    elif kind == "parquet":
+        write_table(pyarrow.Table.from_pylist(ROWS), path)
+    rows = TableDataModule(ROWS if kind == "list" else str(path)).train_rows()
+    assert [(row.id, row.question, row.reference, row.messages) for row in rows] == [
+        (f"train-{n}", f"How many are {n} ?", str(n), None) for n in range(20)
+    ]
+    assert [dict(row.columns) for row in rows] == ROWS
+
+
+@pytest.mark.parametrize(
+    ("row", "question", "reference"),
+    [
+        ({"prompt": "Why?"}, "Why?", ""),
+        ({"problem": "1 + 1", "solution": "so #### 2"}, "1 + 1", "2"),
+        ({"question": "Why?", "answer": 3}, "Why?", "3"),
+        ({"prompt": [{"role": "user", "content": "Why?"}], "answer": "so"}, "Why?", "so"),
+        (
+            {
+                "messages": [
+                    {"role": "system", "content": "Be brief."},
+                    {"role": "user", "content": "A?"},
+                    {"role": "assistant", "content": "a"},
+                    {"role": "user", "content": "B?"},
+                    {"role": "assistant", "content": "b"},
+                ]
+            },
+            "A?\n\na\n\nB?",
+            "b",
+        ),
+    ],
+)
+def test_columns_that_are_found(row: dict[str, Any], question: str, reference: str) -> None:
+    (found,) = TableConfig([row]).rows("set")
+    assert (found.question, found.reference) == (question, reference)
+    value = next(iter(row.values()))
+    turns = value if isinstance(value, list) and value[-1]["role"] == "user" else value[:-1]
+    assert found.messages == (tuple(turns) if isinstance(value, list) else None)
+
+
+def test_columns_of_other_names() -> None:
+    rows = TableDataModule([{"prompt": "no", "q": "Why?", "answer": "no", "a": "so"}], question="q", answer="a")
+    assert [(row.question, row.reference) for row in rows.train_rows()] == [("Why?", "so")]
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        (
+            [{"text": "a", "label": "b"}],
+            "a prompt is in a column prompt, messages, .* has text, label; name its column",
+        ),
+        (["Why?"], "rows are dictionaries of columns; row 1 is 'Why\\?'"),
+        ([], "data must have rows; the list of rows has none"),
+        ([{"prompt": "a"}, {"question": "b"}], "needs the columns prompt; row 2 of the list of rows has no prompt"),
+        ([{"messages": [{"role": "assistant", "content": "a"}]}], "starts with its user; row 1"),
+        ([{"messages": [{"role": "user", "content": ["a"]}]}], "which are text; row 1 of the list of rows has"),
+        ([{"prompt": "a", "answer": "#### "}], "an answer must not be empty; row 1"),
+        ("more.csv", "has a value for each of the columns question, answer; .*more.csv, line 3 has more"),
+        ("fewer.csv", "more.csv|fewer.csv, line 2 has fewer; quote"),
+        ("quote.csv", "comma-separated UTF-8; .*quote.csv, line 2"),
+    ],
+)
+def test_tables_that_are_refused(tmp_path: Path, table: Any, message: str) -> None:
+    (tmp_path / "more.csv").write_text("question,answer\na,b\nc,d,e\n")
+    (tmp_path / "fewer.csv").write_text("question,answer\na\n")
+    (tmp_path / "quote.csv").write_text('question,answer\na,"b" c\n')
+    with pytest.raises(UserError, match=message):
+        TableDataModule(str(tmp_path / table) if isinstance(table, str) else table).train_rows()
+
+
+def test_conversations_and_template_variables_are_rendered(tokenizer: str) -> None:
+    system = [{"role": "system", "content": "are"}, {"role": "user", "content": "How"}]
+    rows = [{"prompt": [{"role": "user", "content": "many"}]}, {"prompt": system}]
+    variables = {"enable_thinking": False}
+    data = TableDataModule(
+        rows, batch_size=2, val_size=0, system_prompt="?", tokenizer=tokenizer, chat_template_kwargs=variables
+    )
+    data.setup("fit")
+    rendered = {prompt.id: prompt.token_ids for prompt in prompts_of(data, "train")}
+    assert rendered == {"train-0": (1, 8, 2, 5, 4, 3), "train-1": (1, 6, 2, 4, 4, 3)}  # the last 4: no thinking
+    with pytest.raises(UserError, match="variables of the chat template, .* found tokenize, which"):
+        TableDataModule(rows, chat_template_kwargs={"tokenize": True})
+
+
+@pytest.mark.parametrize(
+    ("rows", "asked", "batch", "held_out"),
+    [(20, 16, 8, 4), (20, 4, 8, 4), (20, 10, 10, 10), (20, 10, 11, 4), (100, 50, 8, 50), (100, 51, 8, 20)],
+)
+def test_a_small_table_holds_out_a_fifth(tokenizer: str, rows: int, asked: int, batch: int, held_out: int) -> None:
+    table = [{"question": f"How many are {n} ?", "answer": str(n)} for n in range(rows)]
+    data = TableDataModule(table, batch_size=batch, val_size=asked, tokenizer=tokenizer)
+    data.setup("fit")
+    assert len(prompts_of(data, "val")) == held_out
+    assert len(prompts_of(data, "train")) == (rows - held_out) // batch * batch
+
+
+def test_weights_say_how_often_a_row_occurs_in_an_epoch(tokenizer: str) -> None:
+    tables = {
+        "twice": TableConfig(ROWS[:4], weight=2.5),
+        "half": TableConfig(ROWS[:10], weight=0.5),
+        "once": TableConfig(ROWS[10:13]),
+    }
+    data = TableDataModule(tables, batch_size=1, val_size=0, tokenizer=tokenizer)
+    data.setup("fit")
+    prompts = prompts_of(data, "train")
+    assert len({prompt.id for prompt in prompts}) == len(prompts) == 10 + 5 + 3  # ids seed completions
+    times = Counter(prompt.id.partition("#")[0] for prompt in prompts)
+    assert sorted(times[f"twice-{n}"] for n in range(4)) == [2, 2, 3, 3]
+    assert sorted(times[f"half-{n}"] for n in range(10)) == [0] * 5 + [1] * 5
+    assert [times[f"once-{n}"] for n in range(3)] == [1, 1, 1]
+    with pytest.raises(UserError, match="a set's weight must be above 0; got 0"):
+        TableConfig(ROWS, weight=0)
+
+
+def test_splits_of_a_folder(tmp_path: Path, tokenizer: str) -> None:
+    for split, rows in (("first", ROWS[:8]), ("second", ROWS[8:12]), ("third", ROWS[12:])):
+        write_csv(tmp_path / f"{split}.csv", rows)
+    splits = {"split": "first", "val_split": "second", "test_split": "third"}
+    data = TableDataModule(str(tmp_path), **splits, batch_size=8, val_size=4, tokenizer=tokenizer)
+    data.setup("fit")
+    data.setup("test")
+    for use, numbers in (("train", range(8)), ("val", range(8, 12)), ("test", range(12, 20))):
+        assert sorted(int(prompt.reference) for prompt in prompts_of(data, use)) == list(numbers)
+    with pytest.raises(UserError, match="val_split must be another split"):
+        TableDataModule(str(tmp_path), split="first", val_split="first").val_rows()
+
+
+def test_rendered_prompts_are_cached(
+    tmp_path: Path, tokenizer: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("QERL_CACHE", str(tmp_path))
+    rows = [{"question": "How " * (n % 7 + 1), "answer": str(n)} for n in range(CACHED_PROMPTS)]
+
+    def rendered(**settings: Any) -> dict[str, tuple[int, ...]]:
+        data = TableDataModule(rows, batch_size=1, val_size=0, tokenizer=tokenizer, **settings)
+        data.setup("fit")
+        return {prompt.id: prompt.token_ids for prompt in prompts_of(data, "train")}
+
+    first = rendered()
+    loaded = AutoTokenizer.from_pretrained(tokenizer)
+    expected = render_prompts(loaded, [row["question"] for row in rows])
+    assert first == {f"train-{n}": tuple(ids) for n, ids in enumerate(expected)}
+    (cached,) = tmp_path.glob("prompts-*/prompts.safetensors")
+    assert rendered() == first
+    rendered(system_prompt="How")
+    rendered(chat_template_kwargs={"enable_thinking": False})
+    assert len([*tmp_path.glob("prompts-*")]) == 3
+    saved = load_file(cached)
+    saved["tokens"][0] = 77
+    save_file(saved, cached)
+    assert rendered()["train-0"] == (77, *first["train-0"][1:])  # read, not rendered
+    with caplog.at_level(logging.INFO, "qerl_pl"):
+        TableDataModule(rows[:-1], batch_size=1, val_size=0, tokenizer=tokenizer).setup("fit")
+    assert len([*tmp_path.glob("prompts-*")]) == 3  # few prompts are rendered sooner than looked up
+
+
+def test_the_page_s_example_trains(
+    tmp_path: Path, tiny_policy_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As written, from a folder with the repository's configs; only the policy is smaller."""
+    page = ROOT / "docs" / "your-own-data.md"
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    for block in fences(page, "python")[:2]:
+        name = block.partition("\n")[0].removeprefix("# ")
+        Path(name).write_text(block)
+    script, train, *_ = commands(page)
+    runpy.run_path(script.removeprefix("python "))
+    assert len(Path("my_questions.jsonl").read_text().splitlines()) == 20
+    words = train.split()
+    assert main([*words[1:], "--model.policy.path", str(tiny_policy_dir)]) == 0
+    output = capsys.readouterr()
+    assert "batch" not in output.err.lower(), output.err
+    records = [json.loads(line) for line in next(Path("runs").rglob("completions*.jsonl")).read_text().splitlines()]
+    assert {record["prompt_id"].partition("-")[0] for record in records} == {"train"}
+    assert all(record["rewards"]["accuracy"] in (0.0, 1.0) for record in records)
+
+
+def test_a_row_is_a_question_without_more() -> None:
+    assert Row("a", "b") == Row("a", "b", "", None, {})
