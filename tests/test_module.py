@@ -20,6 +20,7 @@ from qerl_pl.callbacks import ResumeCheckpoint
 from qerl_pl.engines.base import SharedWeights
 from qerl_pl.errors import UserError
 from qerl_pl.modules import Policy, PolicyConfig, QeRLModule
+from qerl_pl.modules.lora import PROJECTIONS
 from qerl_pl.modules.qerl import BEFORE_TRAINING
 from qerl_pl.persistence.random_state import random_state, stream_seed
 from qerl_pl.types import EvaluatedPrompt, Evaluation, GradedAnswer, PromptBatch
@@ -140,10 +141,10 @@ def test_a_policy_is_on_the_trainers_device_with_the_weights_that_are_lent(
     device: str, backends: list[str], stage: TrainerFn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[str] = []
-    monkeypatch.setattr("qerl_pl.modules.qerl.select_backend", asked.append)
-    monkeypatch.setattr("qerl_pl.modules.qerl.Policy", lambda *given: given)
+    monkeypatch.setattr("qerl_pl.modules.policy_module.select_backend", asked.append)
+    monkeypatch.setattr("qerl_pl.modules.policy_module.Policy", lambda *given: given)
     asked_for: list[Any] = []
-    monkeypatch.setattr("qerl_pl.modules.qerl.require_memory", lambda *given: asked_for.append(given))
+    monkeypatch.setattr("qerl_pl.modules.policy_module.require_memory", lambda *given: asked_for.append(given))
     for shared, releasable_gib in ((None, 0.0), (SharedWeights({}, {}), 2.0)):
         module, asked[:] = module_of(tmp_path), []
         module.base_folder = tmp_path  # type: ignore[misc]
@@ -205,7 +206,9 @@ def test_a_checkpoint_holds_what_training_changes_and_what_it_fits(uninterrupted
     found = {name: value for name, value in state.items() if name not in ("trained", "random_states")}
     expected = {"policy_version": 4, "base": module.base_identity, "scaling": 2.0, "optimizer": "AdamW"}
     policy = asdict(module.policy_config)  # so that a run by Python can be exported
-    assert found == expected | {"finetune": "lora", "policy": policy, "recomputation": None}
+    lora = {"rank": 4, "alpha": 8.0, "targets": PROJECTIONS, "use_rslora": False, "dropout": 0.0}
+    started = {"kind": "reinforcement learning", "lora": lora, "start": None}
+    assert found == expected | started | {"finetune": "lora", "policy": policy, "recomputation": None}
     assert (run / "adapter" / "adapter_model.safetensors").is_file()
 
 
@@ -251,8 +254,8 @@ def test_each_rank_takes_its_own_random_state_where_as_many_are_there(
         for seed in (1, 2):
             random.seed(seed)
             states.append(random_state())
-        trainer, ranks = module._trainer, SimpleNamespace(global_rank=rank, world_size=size)
-        module._trainer = ranks  # type: ignore[assignment]
+        trainer, state = module._trainer, SimpleNamespace(fn=TrainerFn.FITTING)
+        module._trainer = SimpleNamespace(global_rank=rank, world_size=size, state=state)  # type: ignore[assignment]
         module.on_load_checkpoint({"qerl": saved["qerl"] | {"random_states": states}})
         module._trainer = trainer
         module.sampling_weights()
@@ -338,7 +341,8 @@ def test_what_is_logged_shown_and_tested(
     seconds = sum(value for name, value in metrics.items() if name.startswith("time/"))
     assert metrics["perf/tokens_per_s"] == pytest.approx(metrics["completions/sampled_tokens"] / seconds, rel=1e-4)
     assert metrics["time/update_s"] == 1 and metrics["rollouts"] == 4  # a clock that ticks when it is looked at
-    assert set(trainer.progress_bar_metrics) == {"reward/mean", "policy/entropy", "val/accuracy"}
+    shown = {"reward/mean", "policy/entropy", "completions/length_mean", "val/accuracy"}
+    assert set(trainer.progress_bar_metrics) == shown
     assert "step" not in metrics
     for stage, run in (("val", trainer.validate), ("test", trainer.test)):
         (found,) = run(module, datamodule=data(), verbose=False)

@@ -112,9 +112,9 @@ class Whole(Watched):
         super().__init__()
         self.adapter, self.moves, self.asked = False, moves, list[int]()
 
-    def weights(self, version: int, noise: Any = None, *, adapter: bool = True) -> Any:
+    def weights(self, version: int, noise: Any = None, *, reference: bool = False) -> Any:
         self.asked.append(version)
-        return super().weights(version, noise, adapter=adapter and self.adapter)
+        return super().weights(version, noise, reference=reference or not self.adapter)
 
     @contextmanager
     def perturbed(self, seed: int) -> Iterator[None]:

@@ -104,7 +104,7 @@ def test_reference_is_the_base_whatever_was_trained(base: Path, dense: Path, tra
 def test_an_engine_gets_what_was_trained_and_of_the_reference_nothing(base: Path) -> None:
     policy = make(base, train_norms=True)
     perturb(policy)
-    trained, reference = policy.weights(3), policy.weights(3, adapter=False)
+    trained, reference = policy.weights(3), policy.weights(3, reference=True)
     assert trained.adapter is not None and len(trained.adapter) == 2 * 7 and len(trained.tensors) == 2 * 2
     assert reference.adapter is None and reference.tensors == {}  # the engine's norms are then the base's
 
@@ -187,7 +187,7 @@ def test_weights_for_the_engine_name_modules_of_the_base_model(base: Path, dense
     assert weights.version == 3 and weights.adapter is not None
     assert len(weights.adapter) == 14 and set(weights.adapter) <= set(modules)
     assert set(weights.tensors) == {f"{name}.weight" for name in modules if name.endswith("layernorm")}
-    assert policy.weights(version=3, adapter=False).adapter is None
+    assert policy.weights(version=3, reference=True).adapter is None
 
 
 @pytest.mark.parametrize("path", ["~/nvfp4", "nvfp4", "somebody/model"])

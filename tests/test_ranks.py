@@ -4,17 +4,17 @@ import json
 import math
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import yaml
-from fit_helpers import configuration
+from fit_helpers import configuration, ended, fit, fit_on_ranks, free_port, start, start_ranks
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -50,26 +50,31 @@ def settings(base: Path, run: Path, devices: int) -> dict[str, Any]:
     return config
 
 
-def start(
-    config: dict[str, Any], *extra: str, launcher: tuple[str, ...] = (), variables: dict[str, str] | None = None
-) -> "subprocess.Popen[str]":
+def launch(config: dict[str, Any], *extra: str, launcher: tuple[str, ...] = ()) -> "subprocess.Popen[str]":
+    """Start `qerl fit` as a user does, by Lightning's launcher or another one."""
     run = Path(config["trainer"]["default_root_dir"])
     run.parent.mkdir(parents=True, exist_ok=True)
     path = run.with_suffix(".yaml")
     path.write_text(yaml.safe_dump(config))
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1", **(variables or {})}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
     words = [sys.executable, *launcher, "-m", "qerl_pl", "fit", "-c", str(path), *extra]
     with run.with_suffix(".log").open("a") as output:
         return subprocess.Popen(words, env=environment, stdout=output, stderr=output, text=True)
 
 
 def printed(config: dict[str, Any]) -> str:
+    """What a launched run has printed."""
     return Path(config["trainer"]["default_root_dir"]).with_suffix(".log").read_text()
 
 
 def train(config: dict[str, Any], *extra: str) -> Path:
-    process = start(config, *extra)
-    assert process.wait(timeout=240) == 0, printed(config)
+    """A whole run on `trainer.devices` ranks."""
+    if config["trainer"]["devices"] == 1:
+        status, output = fit(config, *extra)
+        statuses = [status]
+    else:
+        statuses, output = fit_on_ranks(config, *extra)
+    assert not any(statuses), output
     return Path(config["trainer"]["default_root_dir"])
 
 
@@ -143,10 +148,10 @@ def children(process: "subprocess.Popen[str]") -> list[int]:
     return found
 
 
-def wait_for_checkpoint(process: "subprocess.Popen[str]", run: Path, config: dict[str, Any]) -> None:
+def wait_for_checkpoint(run: Path, alive: Callable[[], bool], output: Callable[[], str]) -> None:
     until = time.monotonic() + 120
     while not list((run / "checkpoints").glob("step=*.ckpt")):
-        assert process.poll() is None and time.monotonic() < until, printed(config)
+        assert alive() and time.monotonic() < until, output()
         time.sleep(0.05)
 
 
@@ -155,8 +160,8 @@ def test_a_killed_rank_ends_the_run_with_its_reason_and_the_run_goes_on_bit_for_
 ) -> None:
     config = settings(tiny_policy_dir, tmp_path / "run", 2)
     run = tmp_path / "run"
-    process = start(config)
-    wait_for_checkpoint(process, run, config)
+    process = launch(config)
+    wait_for_checkpoint(run, lambda: process.poll() is None, lambda: printed(config))
     os.kill(children(process)[0], signal.SIGKILL)
     assert process.wait(timeout=60) not in (0, -signal.SIGKILL)
     assert printed(config).splitlines()[-1].startswith("qerl: rank 1: its process was ended by SIGKILL")
@@ -167,17 +172,13 @@ def test_a_killed_rank_ends_the_run_with_its_reason_and_the_run_goes_on_bit_for_
 
 
 def test_a_killed_first_rank_ends_the_run_with_a_line_of_the_others(tiny_policy_dir: Path, tmp_path: Path) -> None:
-    config = settings(tiny_policy_dir, tmp_path / "run", 2)
-    process = start(config)
-    wait_for_checkpoint(process, tmp_path / "run", config)
-    (other,) = children(process)
-    process.kill()
-    process.wait(timeout=60)
-    until = time.monotonic() + 120
-    while Path(f"/proc/{other}").exists():  # nobody here is its parent
-        assert time.monotonic() < until, printed(config)
-        time.sleep(0.05)
-    (line,) = (line for line in printed(config).splitlines() if line.startswith("qerl:"))
+    started = start_ranks(settings(tiny_policy_dir, tmp_path / "run", 2))
+    first, _ = started[0]
+    wait_for_checkpoint(tmp_path / "run", first.is_alive, lambda: ended(started)[1])
+    first.kill()
+    statuses, output = ended(started)
+    assert statuses == [-signal.SIGKILL, 1], output
+    (line,) = (line for line in output.splitlines() if line.startswith("qerl:"))
     assert line.startswith("qerl: rank 0: it is gone: killed, or its machine or network is lost; ")
     assert line.endswith("give the command again, a training with --resume auto")
 
@@ -186,11 +187,14 @@ def test_a_signal_to_any_rank_saves_everywhere_and_the_run_goes_on_on_another_nu
     alone: Path, tiny_policy_dir: Path, tmp_path: Path
 ) -> None:
     config = settings(tiny_policy_dir, tmp_path / "run", 2)
-    process = start(config)
-    wait_for_checkpoint(process, tmp_path / "run", config)
-    os.kill(children(process)[0], signal.SIGTERM)
-    assert process.wait(timeout=60) == 128 + signal.SIGTERM, printed(config)
-    last = printed(config).splitlines()[-1]
+    started = start_ranks(config)
+    (first, _), (second, _) = started
+    wait_for_checkpoint(tmp_path / "run", first.is_alive, lambda: ended(started)[1])
+    assert second.pid is not None
+    os.kill(second.pid, signal.SIGTERM)
+    statuses, output = ended(started)
+    assert statuses == [128 + signal.SIGTERM] * 2, output
+    (last,) = (line for line in output.splitlines() if line.startswith("qerl:"))
     assert "stopped by SIGTERM; state saved in" in last
     stopped_at = int(last.partition("step=")[2].partition(".ckpt")[0]) - 1
     config["trainer"]["devices"] = 3
@@ -203,26 +207,28 @@ def short(base: Path, run: Path, devices: int) -> dict[str, Any]:
     return config
 
 
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
-
-
 def test_torchrun_and_slurm_start_the_same_run(tiny_policy_dir: Path, tmp_path: Path) -> None:
     """SLURM by what it tells each task; two machines of one process each, and one machine of two."""
     lightning = train(short(tiny_policy_dir, tmp_path / "lightning", 2))
     config = short(tiny_policy_dir, tmp_path / "torchrun", 2)
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    assert start(config, launcher=torchrun).wait(timeout=240) == 0, printed(config)
+    assert launch(config, launcher=torchrun).wait(timeout=240) == 0, printed(config)
     config = short(tiny_policy_dir, tmp_path / "slurm", 1)
     config["trainer"]["num_nodes"] = 2
+    path = tmp_path / "slurm.yaml"
+    path.write_text(yaml.safe_dump(config))
     job = {"SLURM_JOB_ID": "1", "SLURM_JOB_NAME": "qerl", "SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "1"}
     job |= {"SLURM_NODELIST": "127.0.0.1", "MASTER_PORT": str(free_port()), "SLURM_LOCALID": "0"}
     tasks = [
-        start(config, variables={**job, "SLURM_PROCID": str(rank), "SLURM_NODEID": str(rank)}) for rank in range(2)
+        start(
+            ["fit", "-c", str(path)],
+            tmp_path / f"task{rank}.log",
+            {**job, "SLURM_PROCID": rank, "SLURM_NODEID": rank},
+        )
+        for rank in range(2)
     ]
-    assert [task.wait(timeout=240) for task in tasks] == [0, 0], printed(config)
+    statuses, output = ended(tasks)
+    assert statuses == [0, 0], output
     for run in (tmp_path / "torchrun", tmp_path / "slurm"):
         assert completions(run) == completions(lightning)
         for name, tensor in adapter(lightning).items():
@@ -244,9 +250,9 @@ def test_an_engine_a_rank_with_noise_of_its_own(tiny_policy_dir: Path, tmp_path:
 
 
 def test_mistakes_get_one_line_once(tiny_policy_dir: Path, tmp_path: Path) -> None:
-    config = settings(tiny_policy_dir, tmp_path / "run", 4)
-    assert start(config).wait(timeout=60) == 2
-    lines = [line for line in printed(config).splitlines() if line.startswith("qerl:")]
+    status, output = fit(settings(tiny_policy_dir, tmp_path / "run", 4))
+    assert status == 2
+    lines = [line for line in output.splitlines() if line.startswith("qerl:")]
     assert lines == [
         "qerl: data.batch_size must be a multiple of the number of devices; found 6 for 4; change one of them"
     ]
@@ -255,6 +261,7 @@ def test_mistakes_get_one_line_once(tiny_policy_dir: Path, tmp_path: Path) -> No
 def test_a_rank_that_raises_ends_the_run_with_its_reason(tiny_policy_dir: Path, tmp_path: Path) -> None:
     config = settings(tiny_policy_dir, tmp_path / "run", 2)
     config["trainer"]["callbacks"][0]["init_args"]["rewards"] = [{"class_path": "fit_helpers.FailsOnRankOne"}]
-    assert start(config).wait(timeout=90) == 2
-    assert printed(config).splitlines()[-1].startswith("qerl: rank 1: ")
-    assert "FailsOnRankOne" in printed(config).splitlines()[-1] or "failing" in printed(config).splitlines()[-1]
+    statuses, output = fit_on_ranks(config)
+    assert statuses == [2, 2], output
+    (line,) = (line for line in output.splitlines() if line.startswith("qerl:"))
+    assert line.startswith("qerl: rank 1: ") and ("FailsOnRankOne" in line or "failing" in line)

@@ -23,6 +23,7 @@ from qerl_pl.modules import LoraConfig, Policy, PolicyConfig, activation_checkpo
 from qerl_pl.modules.activation_checkpointing import ActivationCheckpointing
 from qerl_pl.modules.adapter import LoraAdapter
 from qerl_pl.modules.full_finetuning import use_master_weights
+from qerl_pl.modules.lora import LoraSpec
 from qerl_pl.modules.update import PolicyUpdate, partition_micro_batches
 from qerl_pl.persistence.random_state import deterministic
 
@@ -120,7 +121,7 @@ def test_what_is_yet_to_come_is_counted_once_and_at_its_size() -> None:
         use_float32_norms(model)
         use_master_weights(model)
         adapted = model_of_7b()
-        LoraAdapter(adapted, LoraConfig(rank=32), False, "")
+        LoraAdapter(adapted, LoraSpec(rank=32), False, "")
     full = ActivationCheckpointing(model, "auto", False, torch.bfloat16)
     lora = ActivationCheckpointing(adapted, "auto", False, torch.bfloat16)
 

@@ -352,26 +352,36 @@ def test_a_fresh_run_does_not_mix_its_checkpoints_with_anothers(uninterrupted: P
     assert status == 2 and "step=8.end.ckpt; add --resume auto" in output and "Traceback" not in output, output
 
 
-@pytest.mark.parametrize("rollouts", [2, 5])
-def test_a_run_that_a_limit_ends_inside_an_epoch_goes_on_bit_for_bit_when_the_limit_is_raised(
-    uninterrupted: Path, tiny_policy_dir: Path, tmp_path: Path, rollouts: int
-) -> None:
-    settings = configuration(tiny_policy_dir, tmp_path / "run")
-    constant = {"lr_scheduler": "constant", "warmup_ratio": 0.0}
-    settings["model"] |= constant  # other schedules stretch over the planned steps
+def without_a_plan(base: Path, run: Path) -> dict[str, Any]:
+    """A run whose rate and noise do not depend on how many rollouts are planned."""
+    settings = configuration(base, run)
+    settings["model"] |= {"lr_scheduler": "constant", "warmup_ratio": 0.0}
     callbacks = settings["trainer"]["callbacks"]
     settings["trainer"]["callbacks"] = [one for one in callbacks if "Noise" not in one["class_path"]]
-    full_finetuning = settings | {"trainer": settings["trainer"] | {"default_root_dir": str(tmp_path / "whole")}}
-    status, output = fit(full_finetuning)
+    return settings
+
+
+@pytest.fixture(scope="module")
+def planless(tiny_policy_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("planless") / "whole"
+    status, output = fit(without_a_plan(tiny_policy_dir, run))
     assert status == 0, output
+    return run
+
+
+@pytest.mark.parametrize("rollouts", [2, 5])
+def test_a_run_that_a_limit_ends_inside_an_epoch_goes_on_bit_for_bit_when_the_limit_is_raised(
+    planless: Path, tiny_policy_dir: Path, tmp_path: Path, rollouts: int
+) -> None:
+    settings = without_a_plan(tiny_policy_dir, tmp_path / "run")
     status, output = fit(settings, "--trainer.max_steps", str(4 * rollouts))  # four optimizer steps a rollout
     assert status == 0 and f"step={rollouts}.end.ckpt" in " ".join(checkpoints(tmp_path / "run")), output
     status, output = fit(settings, "--resume", "auto")
     assert status == 0, output
     assert checkpoint(tmp_path / "run", "step=8.end.ckpt")["qerl"]["policy_version"] == 8
-    ends = [adapter(tmp_path / name) for name in ("whole", "run")]
+    ends = [adapter(each) for each in (planless, tmp_path / "run")]
     assert all(torch.equal(tensor, ends[1][name]) for name, tensor in ends[0].items())
-    written = [(tmp_path / name / "completions.jsonl").read_text() for name in ("whole", "run")]
+    written = [(each / "completions.jsonl").read_text() for each in (planless, tmp_path / "run")]
     assert written[0] == written[1]
 
 

@@ -1,6 +1,7 @@
 """`qerl export`, and the evaluation of an exported adapter."""
 
 import json
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,22 +11,17 @@ import yaml
 from jsonargparse import ArgumentParser, dict_to_namespace
 from torch import Tensor
 
-from qerl_pl.callbacks.evaluation import ExportedAdapter
+from qerl_pl.cli.model_card import STEP, write_model_card
 from qerl_pl.errors import UserError
-from qerl_pl.formats.architecture import LAYER_NORMS
-from qerl_pl.formats.dense_checkpoint import write_dense_checkpoint
+from qerl_pl.formats.dense_checkpoint import fill_dense_folder
 from qerl_pl.formats.quantize import in_format, local_folder
+from qerl_pl.modules.lora import LoraConfig
 from qerl_pl.modules.policy import BASE_FILE, Policy, PolicyConfig
+from qerl_pl.modules.saved_adapter import is_adapter, read_adapter
 from qerl_pl.persistence.atomic_files import atomic_directory, folder_identity
 from qerl_pl.persistence.checkpoint_io import CHECKPOINT_KEY, check_fits, load_saved, saved_checkpoint
 from qerl_pl.toy import build_toy_policy
 from qerl_pl.types import PolicyWeights
-
-_CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-
-_NOT_PLAIN = ("use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "fan_in_fan_out")
-
-"""Keys of PEFT for other adapters than alpha / rank * B A."""
 
 
 def base_of(folder: str | Path) -> Path:
@@ -60,8 +56,8 @@ def _saved_base(folder: Path) -> dict[str, Any] | None:
         raise UserError(f"{BASE_FILE} must say what the base is; {path} fails ({error!r}); export it again") from error
 
 
-def take_adapter(policy: Any, command: str, resume: object) -> ExportedAdapter | None:
-    """If a policy's path is an exported adapter, set its base and shape instead, and return what loads it.
+def take_adapter(policy: Any, command: str, resume: object) -> None:
+    """If a policy's path is an exported adapter, set its base instead, and the adapter as what to start from.
 
     Args:
         policy: Configuration under model.policy; changed.
@@ -72,41 +68,25 @@ def take_adapter(policy: Any, command: str, resume: object) -> ExportedAdapter |
         UserError: The adapter is to be trained, --resume is set too, files are missing, or it is no plain LoRA.
     """
     folder = None if policy.path is None else Path(policy.path).expanduser()
-    if folder is None or not (folder / _CONFIG).is_file():
-        return None
+    if folder is None or not is_adapter(folder):
+        return
     if command == "fit" or resume is not None:
         raise UserError(
             f"an exported adapter is evaluated by itself; found {folder} as model.policy.path with "
-            f"{'qerl fit' if command == 'fit' else '--resume'}; name its base model there, and a checkpoint by --resume"
+            f"{'qerl fit' if command == 'fit' else '--resume'}; name its base model there, and "
+            f"{'the adapter as model.policy.adapter' if command == 'fit' else 'a checkpoint by --resume'}"
         )
-    if not (folder / _WEIGHTS).is_file():
-        raise UserError(f"an exported adapter needs {_WEIGHTS}; {folder} has none; export it again")
-    try:
-        saved = json.loads((folder / _CONFIG).read_bytes())
-        base, rank, alpha = str(saved["base_model_name_or_path"]), int(saved["r"]), float(saved["lora_alpha"])
-        targets, full_finetuning = tuple(sorted(saved["target_modules"])), saved.get("modules_to_save") or []
-    except (ValueError, TypeError, KeyError) as error:
-        raise UserError(
-            f"{_CONFIG} must be PEFT's of a LoRA; {folder} has another ({error!r}); export it again"
-        ) from error
-    if others := [key for key in _NOT_PLAIN if saved.get(key)]:
-        raise UserError(
-            f"an adapter adds alpha / rank times B A, of one rank and alpha; {folder / _CONFIG} sets {others[0]}; "
-            "merge it into its base with PEFT, and name that model"
-        )
-    policy.path = base
+    policy.path, policy.adapter = read_adapter(str(folder), "model.policy.path").base, str(folder)
     if (kept := _saved_base(folder)) is not None:
         policy.path, policy.quantization = kept["path"], kept["quantization"]
         if kept["toy"] is not None:
             policy.toy = dict_to_namespace(kept["toy"])
-    policy.lora.rank, policy.lora.alpha = rank, alpha
-    policy.lora.targets = targets
-    policy.train_norms = bool(set(LAYER_NORMS).intersection(full_finetuning))
-    return ExportedAdapter(folder)
+    policy.lora.rank = policy.lora.alpha = policy.lora.targets = policy.lora.use_rslora = None
+    policy.train_norms = False
 
 
 def export(run: Path, dst: Path, merge: bool = False, checkpoint: Path | None = None) -> None:
-    """Write the adapter or model of a run, finished or not.
+    """Write the adapter or model of a run, finished or not, with its tokenizer and a model card.
 
     Args:
         run: The run's folder (`trainer.default_root_dir`), which holds config.yaml and checkpoints; for a run from
@@ -126,26 +106,30 @@ def export(run: Path, dst: Path, merge: bool = False, checkpoint: Path | None = 
         )
     state = load_saved(path)[CHECKPOINT_KEY]
     config = _policy_config(run, state)
+    if state.get("lora") is not None:  # what the run started from may be gone
+        trains_norms = config.train_norms or any(".lora_" not in name for name in state["trained"])
+        config = replace(config, adapter=None, lora=LoraConfig(**state["lora"]), train_norms=trains_norms)
     base = config.base_folder()
     check_fits(state, folder_identity(base), config.finetune, config.scaling)
     policy = Policy(base, config, torch.device("cpu"), seed=0)
     policy.load_trained_state(state["trained"])
-    if merge and not policy.full_finetuning:
-        write_dense_checkpoint(base, dst, torch.bfloat16, partial(_merged, policy.weights(version=0)))
-    else:
-        with atomic_directory(dst) as folder:
+    steps, kind = state["policy_version"], state["kind"]
+    with atomic_directory(dst) as folder:
+        if merge and not policy.full_finetuning:
+            fill_dense_folder(base, folder, torch.bfloat16, partial(_merged, policy.weights(version=0)))
+        else:
             policy.save(folder)
-    rollouts = state["policy_version"]
-    print(f"wrote {_described(config, merge)} to {dst}, {_size(dst)}; after {rollouts} rollouts, from {path}")
+        write_model_card(folder, run, policy, merge, steps, kind)
+    print(f"wrote {_described(config, merge)} to {dst}, {_size(dst)}; after {steps} {STEP[kind]}, from {path}")
 
 
 def _described(config: PolicyConfig, merge: bool) -> str:
-    if config.adapter is None:
+    if config.lora_spec is None:
         return f"the whole model ({config.dtype})"
     if merge:
         return "the whole model (adapter merged in, bfloat16)"
     held = "" if config.quantization == "none" else f" in {config.quantization.upper()}"
-    return f"the adapter (rank {config.adapter.rank}, base {config.base_name}{held})"
+    return f"the adapter (rank {config.lora_spec.rank}, base {config.base_name}{held})"
 
 
 def _size(folder: Path) -> str:

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from qerl_pl.errors import UserError
 from qerl_pl.formats.architecture import LAYER_NORMS
-from qerl_pl.modules.lora import ADAPTER, FrozenLinear, LoraConfig, LoraLinear, can_fuse_lora, check_targets
+from qerl_pl.modules.lora import ADAPTER, FrozenLinear, LoraLinear, LoraSpec, can_fuse_lora, check_targets
 from qerl_pl.modules.packed_layers import GatedMLP, PackedAttention
 from qerl_pl.persistence.random_state import stream_seed
 
@@ -120,7 +120,7 @@ class LoraAdapter:
     """Content of the state, and the configuration keys that determine it, for error messages."""
     full_finetuning = False
 
-    def __init__(self, base: PreTrainedModel, config: LoraConfig, train_norms: bool, base_name: str) -> None:
+    def __init__(self, base: PreTrainedModel, config: LoraSpec, train_norms: bool, base_name: str) -> None:
         check_targets(base, config)
         self.config, self.base = config, base
         peft_config = peft.LoraConfig(
@@ -128,6 +128,7 @@ class LoraAdapter:
             lora_alpha=config.alpha,  # type: ignore[arg-type]
             lora_dropout=config.dropout,
             target_modules=list(config.targets),
+            use_rslora=config.use_rslora,
             modules_to_save=list(LAYER_NORMS) if train_norms else None,
             bias="none",
             task_type="CAUSAL_LM",
@@ -138,6 +139,7 @@ class LoraAdapter:
         self.model.peft_config[ADAPTER].base_model_name_or_path = base_name
         self._linears = {name: module for name, module in base.named_modules() if isinstance(module, LoraLinear)}
         self._blocks = [module for module in base.modules() if isinstance(module, PackedAttention | GatedMLP)]
+        self._start: list[Tensor] = []
 
     @property
     def has_dropout(self) -> bool:
@@ -153,11 +155,46 @@ class LoraAdapter:
         norms = {name: m for name, m in self.base.named_modules() if isinstance(m, ModulesToSaveWrapper)}
         return {f"{name}.weight": norm.modules_to_save[ADAPTER].get_parameter("weight") for name, norm in norms.items()}
 
+    def start_from(self, start: Mapping[str, Tensor]) -> None:
+        """Load a saved adapter, and keep a copy as the reference policy. Norms that it lacks start as the base's.
+
+        Args:
+            start: Its tensors by PEFT's names.
+
+        Raises:
+            UserError: Names or shapes differ.
+        """
+        own = self.state()
+        norms = {name: tensor for name, tensor in own.items() if ".lora_" not in name}
+        load_in_place(own, norms | dict(start), self.state_description[0], "model.policy.adapter and model.policy.path")
+        self._start = [parameter.detach().clone() for parameter in self._parameters()]
+
+    @property
+    def has_start(self) -> bool:
+        """Whether the reference policy is a saved adapter, which training started from; or else the base."""
+        return bool(self._start)
+
     @contextmanager
     def reference(self) -> Iterator[PreTrainedModel]:
-        """Inside the block adapter and trained norms are disabled in the model it returns."""
-        with self.model.disable_adapter():
-            yield self.base
+        """Inside the block the model it returns is the reference policy, without gradients if that has an adapter."""
+        if not self._start:
+            with self.model.disable_adapter():
+                yield self.base
+            return
+        self._exchange_with_start()
+        try:
+            with torch.no_grad():
+                yield self.base
+        finally:
+            self._exchange_with_start()
+
+    def _exchange_with_start(self) -> None:
+        """Exchange the memory of the trained parameters and of their start; nothing is copied."""
+        for index, parameter in enumerate(self._parameters()):
+            parameter.data, self._start[index] = self._start[index], parameter.data
+
+    def _parameters(self) -> list[Tensor]:
+        return [*(factor for pair in self.factors().values() for factor in pair), *self.tensors().values()]
 
     @contextmanager
     def low_precision_copies(self, dtype: torch.dtype) -> Iterator[None]:

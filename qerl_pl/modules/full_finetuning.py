@@ -129,6 +129,7 @@ class FullWeights:
     """Folder of a run's result."""
     state_description = ("weights", "model.policy")
     full_finetuning = True
+    has_start = False
     has_dropout = False
 
     def __init__(

@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeGuard
 
 import peft
@@ -70,37 +70,55 @@ PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "
 
 
 @dataclass(frozen=True)
-class LoraConfig:
-    """The trainable low-rank adapter.
-
-    Args:
-        rank: Rank r of the adapter's matrices A [r, in] and B [out, r].
-        alpha: The adapter adds alpha / rank * B A to a weight. A power-of-two ratio is exact in 16 bits.
-        dropout: Probability of dropping an input of A in training.
-        targets: Names of the adapted linears within their layer.
-    """
+class LoraSpec:
+    """A low-rank adapter with all of its settings known; `LoraConfig` explains them."""
 
     rank: int = 16
     alpha: float = 16.0
-    dropout: float = 0.0
     targets: tuple[str, ...] = PROJECTIONS
+    use_rslora: bool = False
+    dropout: float = 0.0
+
+    @property
+    def scaling(self) -> float:
+        """Factor of B A."""
+        return self.alpha / (math.sqrt(self.rank) if self.use_rslora else self.rank)
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    """The trainable low-rank adapter. Null takes the value of `model.policy.adapter`, or without one the default.
+
+    Args:
+        rank: Rank r of the adapter's matrices A [r, in] and B [out, r]; 16 by default.
+        alpha: The adapter adds alpha / rank * B A to a weight; 16 by default. A power-of-two ratio is exact in 16 bits.
+        dropout: Probability of dropping an input of A in training.
+        targets: Names of the adapted linears within their layer; all projections by default.
+        use_rslora: Add alpha / sqrt(rank) * B A instead (rank-stabilized LoRA); false by default.
+    """
+
+    rank: int | None = None
+    alpha: float | None = None
+    dropout: float = 0.0
+    targets: tuple[str, ...] | None = None
+    use_rslora: bool | None = None
 
     def __post_init__(self) -> None:
-        if self.rank < 1:
+        if self.rank is not None and self.rank < 1:
             raise UserError(f"LoRA needs rank >= 1; got {self.rank}; set model.policy.lora.rank")
-        if not 0.0 < self.alpha < math.inf:
+        if self.alpha is not None and not 0.0 < self.alpha < math.inf:
             raise UserError(
                 f"LoRA needs a finite alpha > 0; got {self.alpha}; set model.policy.lora.alpha, to 2 * rank, say"
             )
         if not 0.0 <= self.dropout < 1.0:
             raise UserError(f"LoRA needs 0 <= dropout < 1; got {self.dropout}; set model.policy.lora.dropout")
-        if not self.targets:
+        if self.targets is not None and not self.targets:
             raise UserError("LoRA needs linears to adapt; got no targets; set model.policy.lora.targets")
 
-    @property
-    def scaling(self) -> float:
-        """Factor of B A."""
-        return self.alpha / self.rank
+    def spec(self, default: LoraSpec) -> LoraSpec:
+        """The settings, those of `default` where they are null."""
+        given = {name: value for name, value in vars(self).items() if value is not None}
+        return replace(default, **given)
 
 
 class LoraLinear(nn.Module, LoraLayer):
@@ -187,7 +205,7 @@ def shared_input_linears(linears: Sequence[nn.Module], x: Tensor) -> tuple[Tenso
     return frozen_linears(x, list(a), adapted)
 
 
-def check_targets(model: nn.Module, config: LoraConfig) -> None:
+def check_targets(model: nn.Module, config: LoraSpec) -> None:
     """Reject an adapter that does not fit the model, which may be on the meta device.
 
     Raises:

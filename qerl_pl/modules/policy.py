@@ -5,12 +5,14 @@ import logging
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
 import psutil
 import torch
 from qerl_kernels import chunked_token_logprobs
+from qerl_kernels.logprob import default_chunk
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -25,9 +27,10 @@ from qerl_pl.memory import GIB, free_bytes, optimizer_bytes, training_bytes
 from qerl_pl.modules.activation_checkpointing import ActivationCheckpointing, Checkpointing
 from qerl_pl.modules.adapter import LoraAdapter, load_in_place
 from qerl_pl.modules.full_finetuning import FullWeights
-from qerl_pl.modules.lora import LoraConfig, check_targets
+from qerl_pl.modules.lora import LoraConfig, LoraSpec, check_targets
 from qerl_pl.modules.model_loading import load_base
 from qerl_pl.modules.packed_layers import Packing
+from qerl_pl.modules.saved_adapter import SavedAdapter, read_adapter
 from qerl_pl.toy import POSITIONS, ToyConfig, build_toy_policy
 from qerl_pl.types import PolicyWeights
 
@@ -53,7 +56,9 @@ class PolicyConfig:
         finetune: `lora` trains an adapter over the frozen base. `full` trains float32 master weights of a base without
             quantization; `lora` and `train_norms` below mean nothing then.
         lora: The adapter.
-        train_norms: Train the RMSNorm scales too.
+        adapter: Folder or hub name of an adapter in PEFT's format, of `qerl export`, PEFT or TRL, that training goes on
+            from; it is the reference policy, too. Null starts a new one.
+        train_norms: Train the RMSNorm scales too; those that `adapter` has train in any case.
         gradient_checkpointing: What the backward pass recomputes: `true` each layer, `selective` all but the linears'
             products, `false` nothing. `auto` takes the fastest of them that fits the free memory in the first update,
             keeps to it when resumed, and recomputes more where the memory runs out after all. Gradients are the same.
@@ -65,6 +70,7 @@ class PolicyConfig:
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     finetune: Literal["lora", "full"] = "lora"
     lora: LoraConfig = field(default_factory=LoraConfig)
+    adapter: str | None = None
     train_norms: bool = False
     gradient_checkpointing: Checkpointing = False
 
@@ -74,16 +80,33 @@ class PolicyConfig:
                 f"full fine-tuning trains weights that are not quantized; got quantization {self.quantization}; set "
                 "model.policy.quantization to none, or model.policy.finetune to lora"
             )
+        if self.finetune == "full" and self.adapter is not None:
+            raise UserError(
+                f"full fine-tuning has no adapter to go on from; got model.policy.adapter {self.adapter}; set "
+                "model.policy.finetune to lora, or merge the adapter by `qerl export` or PEFT and name that model as "
+                "model.policy.path"
+            )
 
-    @property
-    def adapter(self) -> LoraConfig | None:
-        """The adapter; None in full fine-tuning."""
-        return self.lora if self.finetune == "lora" else None
+    @cached_property
+    def start(self) -> SavedAdapter | None:
+        """What `adapter` names."""
+        return None if self.adapter is None else read_adapter(self.adapter)
+
+    @cached_property
+    def lora_spec(self) -> LoraSpec | None:
+        """The adapter that trains; None in full fine-tuning.
+
+        Raises:
+            UserError: `adapter` cannot be read, or contradicts `lora`.
+        """
+        if self.finetune == "full":
+            return None
+        return self.lora.spec(LoraSpec()) if self.start is None else self.start.spec(self.lora)
 
     @property
     def scaling(self) -> float:
         """Factor of the adapter; 1 in full fine-tuning."""
-        return 1.0 if self.adapter is None else self.adapter.scaling
+        return 1.0 if self.lora_spec is None else self.lora_spec.scaling
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -117,10 +140,13 @@ class PolicyConfig:
             UserError: `path` is neither a folder nor a model of the hub, its files disagree, the adapter does not fit
                 it, or its weights are quantized in another format.
         """
+        lora = self.lora_spec
+        if self.start is not None and self.start.base != self.base_name:
+            log.warning("%s was trained on %s and goes on with %s", self.adapter, self.start.base, self.base_name)
         source = build_toy_policy(self.toy) if self.path is None else local_folder(self.path)
         model = validate_checkpoint(source)
-        if self.adapter is not None:
-            check_targets(model, self.adapter)
+        if lora is not None:
+            check_targets(model, lora)
         return in_format(source, self.quantization)
 
 
@@ -145,7 +171,7 @@ def require_memory(
     Raises:
         UserError: It does not fit, even without activations.
     """
-    if config.adapter is not None:
+    if config.finetune == "lora":
         return
     weights = sum(torch.Size(shape).numel() for shape in TensorFiles(folder).shapes().values())
     optimizer = None if make is None else optimizer_bytes(make, device)
@@ -190,24 +216,28 @@ class Policy(nn.Module):
     ) -> None:
         super().__init__()
         self.config, self.folder = config, folder
-        self.base = load_base(folder, config.torch_dtype, device, shared if config.adapter else None)
+        lora = config.lora_spec
+        self.base = load_base(folder, config.torch_dtype, device, shared if lora else None)
         """The causal LM, trained weights included."""
         self.trained: LoraAdapter | FullWeights
-        if config.adapter is None:
+        if lora is None:
             reference = load_base(folder, config.torch_dtype, device).eval() if with_reference else None
             self.trained = FullWeights(self.base, folder, config.torch_dtype, reference)
         else:
-            self.trained = self._attach_adapter(folder, config.adapter, seed)
+            self.trained = self._attach_adapter(lora, seed)
         self.base.to(device)  # type: ignore[arg-type]
+        if config.start is not None and isinstance(self.trained, LoraAdapter):
+            self.trained.start_from(config.start.tensors())
         self.checkpointing = ActivationCheckpointing(
             self.base, config.gradient_checkpointing, self.trained.has_dropout, config.torch_dtype
         )
 
-    def _attach_adapter(self, folder: Path, lora: LoraConfig, seed: int) -> LoraAdapter:
+    def _attach_adapter(self, lora: LoraSpec, seed: int) -> LoraAdapter:
         config = self.config
+        train_norms = config.train_norms or (config.start is not None and config.start.train_norms)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            return LoraAdapter(self.base, lora, config.train_norms, config.base_name)
+            return LoraAdapter(self.base, lora, train_norms, config.base_name)
 
     @property
     def device(self) -> torch.device:
@@ -237,8 +267,8 @@ class Policy(nn.Module):
                 are skipped.
             temperature: Divides the logits, as in the sampler.
             entropy_gradient: Whether the entropies have a gradient; it costs another product with the output layer.
-            reference: Compute with the reference policy: adapter off, norm scales as in the base model; or the second
-                model of full fine-tuning.
+            reference: Compute with the reference policy, without gradients: the adapter that training started from, or
+                else the base model, adapter off; or the second model of full fine-tuning.
 
         Returns:
             (natural log-probabilities, entropies in nats), float32 [B, T] each, 0 where the mask is False.
@@ -247,9 +277,34 @@ class Policy(nn.Module):
             UserError: Full fine-tuning has loaded no reference policy.
         """
         empty = torch.zeros(tokens.shape, dtype=torch.float32, device=tokens.device)
-        rows = mask.any(dim=1)
-        if not rows.any():
+        if not mask.any():
             return empty, empty
+        hidden, head = self._predicting(tokens, lengths, mask, reference)
+        logprobs, entropies = chunked_token_logprobs(
+            hidden, head, tokens[mask], temperature, entropy_gradient=entropy_gradient
+        )
+        return empty.masked_scatter(mask, logprobs.float()), empty.masked_scatter(mask, entropies.float())
+
+    @torch.no_grad()
+    def token_predictions(self, tokens: Tensor, lengths: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        """Log-probability of each masked token, and whether it is the most likely one.
+
+        Args:
+            tokens: As for `token_logprobs`, like the others.
+            lengths: [B].
+            mask: [B, T], with at least one token.
+
+        Returns:
+            (natural log-probabilities float32 [M], bool [M]) of the M masked tokens, in row-major order.
+        """
+        hidden, head = self._predicting(tokens, lengths, mask, reference=False)
+        logprobs, _ = chunked_token_logprobs(hidden, head, tokens[mask])
+        likeliest = [(chunk @ head.t()).argmax(-1) for chunk in hidden.split(default_chunk(hidden, head))]
+        return logprobs.float(), torch.cat(likeliest) == tokens[mask]
+
+    def _predicting(self, tokens: Tensor, lengths: Tensor, mask: Tensor, reference: bool) -> tuple[Tensor, Tensor]:
+        """Hidden states [M, D] that predict the masked tokens, and the output layer's weight [V, D]."""
+        rows = mask.any(dim=1)
         packing = Packing.of(lengths[rows], tokens.shape[1])
         model = self.trained.reference() if reference else nullcontext(self.base)
         with model as base, self.trained.low_precision_copies(self.config.torch_dtype):
@@ -260,28 +315,25 @@ class Policy(nn.Module):
                 packing=packing,
             ).last_hidden_state[0]
         predicting = mask[rows][packing.mask].nonzero().squeeze(1) - 1
-        logprobs, entropies = chunked_token_logprobs(
-            hidden[predicting],
-            base.get_output_embeddings().weight.to(hidden.dtype),
-            tokens[mask],
-            temperature,
-            entropy_gradient=entropy_gradient,
-        )
-        return empty.masked_scatter(mask, logprobs.float()), empty.masked_scatter(mask, entropies.float())
+        return hidden[predicting], base.get_output_embeddings().weight.to(hidden.dtype)
 
-    def weights(self, version: int, noise: NormNoise | None = None, adapter: bool = True) -> PolicyWeights:
+    def weights(self, version: int, noise: NormNoise | None = None, reference: bool = False) -> PolicyWeights:
         """Weights for an engine to sample with: views of the parameters, not copies.
 
         Args:
             version: Number of updates so far.
             noise: Noise of the sampler's norms.
-            adapter: False for the reference policy, which an engine has only beside an adapter.
+            reference: Of the reference policy, which an engine has only beside an adapter.
         """
-        assert adapter or not self.full_finetuning
+        assert not (reference and self.full_finetuning)
+        if reference and not self.trained.has_start:
+            return PolicyWeights(version, None, self.config.scaling, {}, noise)
+        with self.trained.reference() if reference else nullcontext():
+            return self._trained_weights(version, noise)
+
+    def _trained_weights(self, version: int, noise: NormNoise | None) -> PolicyWeights:
         factors = {name: (a.detach(), b.detach()) for name, (a, b) in self.trained.factors().items()}
         tensors = {name: tensor.detach() for name, tensor in self.trained.tensors().items()}
-        if not adapter:
-            return PolicyWeights(version, None, self.config.scaling, {}, noise)
         return PolicyWeights(version, factors, self.config.scaling, tensors, noise)
 
     def perturbed(self, seed: int) -> AbstractContextManager[None]:

@@ -221,7 +221,7 @@ class PolicyUpdate:
             on_policy = step == 0 and not policy.trained.has_dropout
             sums = self._accumulate(policy, precomputed, rows, weights, backward, parameters, on_policy)
             if tokens > 0:  # else no rank has a gradient
-                ranks.sum(_gradients(parameters, ranks))
+                ranks.sum(gradients(parameters, ranks))
             for rank_sums in ranks.gather(dict(sums)):
                 for name, value in rank_sums.items():
                     totals[name] += value
@@ -376,7 +376,7 @@ class PolicyUpdate:
             yield from indices.tensor_split(self.minibatches)
 
 
-def _gradients(parameters: list[nn.Parameter], ranks: Communicator) -> list[Tensor]:
+def gradients(parameters: list[nn.Parameter], ranks: Communicator) -> list[Tensor]:
     """Gradients to reduce; zeros on a rank whose completions have none."""
     if ranks.size > 1:
         for parameter in parameters:

@@ -276,3 +276,21 @@ def check_fits(state: dict[str, Any], base: str, finetune: str, scaling: float) 
             f"an adapter keeps the alpha / rank it was trained with; the checkpoint has {state['scaling']:g} and the "
             f"policy {scaling:g}; set model.policy.lora as in that run, or start another run"
         )
+
+
+def check_start(state: dict[str, Any], start: str | None) -> None:
+    """Refuse a checkpoint of a run that started from another adapter, its reference policy.
+
+    Args:
+        state: The checkpoint's entry `CHECKPOINT_KEY`.
+        start: SHA-256 of the weights of `model.policy.adapter`; None without.
+
+    Raises:
+        UserError: It differs.
+    """
+    if (saved := state.get("start")) != start:
+        raise UserError(
+            f"a run keeps the adapter that it started from; the SHA-256 of its weights is {str(saved):.12} in the "
+            f"checkpoint and {str(start):.12} of model.policy.adapter; set that as in the checkpoint's run, or start "
+            "another run"
+        )

@@ -144,7 +144,8 @@ def _warm_up(config: ToyConfig, tokenizer: Qwen2Tokenizer) -> Qwen2ForCausalLM:
     model = _new_model(config, tokenizer).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, config.steps))
-    progress = tqdm(range(config.steps), desc="Teaching the toy policy", unit="step", leave=False)
+    # disable=None: no bar where standard error is no terminal
+    progress = tqdm(range(config.steps), desc="Teaching the toy policy", unit="step", leave=False, disable=None)
     for step in progress:
         input_ids, labels = demonstration_batch(config, tokenizer, rng, step)
         hidden = model.model(input_ids=input_ids, use_cache=False).last_hidden_state

@@ -1,0 +1,338 @@
+"""Supervised fine-tuning: steps and losses of plain PEFT and transformers, ranks, resuming, the command line."""
+
+import math
+import os
+import re
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from cli_helpers import built
+from fit_helpers import configuration, fit, fit_on_ranks
+from lightning.pytorch import Trainer
+from safetensors.torch import load_file
+from short_run import rollout_of
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from qerl_pl.cli.main import main
+from qerl_pl.datamodules import ArithmeticDataModule, ConversationDataModule
+from qerl_pl.errors import UserError
+from qerl_pl.modules import LoraConfig, PolicyConfig, SFTModule
+from qerl_pl.persistence.checkpoint_io import AtomicCheckpointIO
+
+ROOT = Path(__file__).parents[1]
+ROWS = [
+    {"prompt": "1 and 1 is", "completion": " 2"},
+    {"prompt": "She has", "completion": " 12 pens and 3 books, more than before."},
+    {"prompt": "How many days", "completion": " make a week? Seven."},
+    {"prompt": "ones:", "completion": " 7+8=15."},
+]
+
+
+def module_of(base: Path, **settings: Any) -> SFTModule:
+    policy = PolicyConfig(path=str(base), quantization="none", dtype="float32", lora=LoraConfig(rank=4, alpha=8.0))
+    given: dict[str, Any] = {"policy": policy, "lr_scheduler": "constant", "warmup_ratio": 0.0, "max_grad_norm": 0.5}
+    return SFTModule(**given | {"optimizer": lambda params: torch.optim.SGD(params, lr=0.5)} | settings)
+
+
+def trainer_of(run: Path, **settings: Any) -> Trainer:
+    off = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    return Trainer(
+        default_root_dir=run,
+        accelerator="cpu",
+        num_sanity_val_steps=0,
+        plugins=[AtomicCheckpointIO()],
+        **{**off, "max_epochs": 1, **settings},
+    )
+
+
+def data_of(rows: list[dict[str, Any]] = ROWS, **settings: Any) -> ConversationDataModule:
+    return ConversationDataModule(rows, **{"batch_size": 4, "val_size": 0} | settings)
+
+
+# One step -------------------------------------------------------------------------------------------------------------
+
+
+def labelled(base: Path, row: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """Token ids [1, T] of a row and its labels, -100 in the prompt."""
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    prompt, completion = (
+        tokenizer(row[name], add_special_tokens=False)["input_ids"] for name in ("prompt", "completion")
+    )
+    completion = [*completion, tokenizer.eos_token_id]
+    return torch.tensor([prompt + completion]), torch.tensor([[-100] * len(prompt) + completion])
+
+
+def plain_step(model: nn.Module, base: Path) -> float:
+    """One step on all rows, by transformers' own loss; returns the mean over their tokens."""
+    batch = [labelled(base, row) for row in ROWS]
+    total = sum(int((labels != -100).sum()) for _, labels in batch)
+    nll = sum(model(input_ids=ids, labels=labels).loss * (labels != -100).sum() for ids, labels in batch)
+    (nll / total).backward()
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    torch.nn.utils.clip_grad_norm_(trained, 0.5)
+    torch.optim.SGD(trained, lr=0.5).step()
+    return float(nll) / total
+
+
+@pytest.mark.parametrize("micro_batch_tokens", [None, 12])
+def test_a_step_on_an_adapter_is_that_of_peft(
+    tiny_policy_dir: Path, tmp_path: Path, micro_batch_tokens: int | None
+) -> None:
+    module = module_of(tiny_policy_dir, micro_batch_tokens=micro_batch_tokens)
+    trainer = trainer_of(tmp_path)
+    start: dict[str, Tensor] = {}
+    module.on_train_batch_start = lambda *_: start.update(
+        {n: t.clone() for n, t in module.policy.trained_state().items()}
+    )  # type: ignore[method-assign]
+    trainer.fit(module, datamodule=data_of())
+    model = AutoModelForCausalLM.from_pretrained(tiny_policy_dir, dtype=torch.float32)
+    theirs = peft.get_peft_model(model, peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear"))
+    peft.set_peft_model_state_dict(theirs, start)
+    loss = plain_step(theirs, tiny_policy_dir)
+    assert float(trainer.callback_metrics["optim/loss"]) == pytest.approx(loss, rel=1e-5)
+    expected = peft.get_peft_model_state_dict(theirs, save_embedding_layers=False)
+    found = module.policy.trained_state()
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-6)
+    assert any((found[name] - start[name]).abs().max() > 1e-3 for name in found)
+
+
+def test_a_step_on_all_weights_is_that_of_transformers(tiny_policy_dir: Path, tmp_path: Path) -> None:
+    policy = PolicyConfig(path=str(tiny_policy_dir), quantization="none", dtype="float32", finetune="full")
+    trainer = trainer_of(tmp_path)
+    trainer.fit(module_of(tiny_policy_dir, policy=policy), datamodule=data_of())
+    model = AutoModelForCausalLM.from_pretrained(tiny_policy_dir, dtype=torch.float32)
+    loss = plain_step(model, tiny_policy_dir)
+    assert float(trainer.callback_metrics["optim/loss"]) == pytest.approx(loss, rel=1e-5)
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    for (name, found), (_, expected) in zip(saved.named_parameters(), model.named_parameters(), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_validation_measures_every_held_out_token(tiny_policy_dir: Path, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny_policy_dir, dtype=torch.float32).eval()
+    nll, right, tokens = 0.0, 0, 0
+    for row in ROWS:
+        ids, labels = labelled(tiny_policy_dir, row)
+        with torch.no_grad():
+            logits = model(ids).logits[0, :-1].log_softmax(-1)
+        taught = labels[0, 1:] != -100
+        nll -= logits[taught].gather(1, ids[0, 1:][taught, None]).sum().item()
+        right += int((logits.argmax(-1) == ids[0, 1:])[taught].sum())
+        tokens += int(taught.sum())
+
+    class HeldOut(ConversationDataModule):
+        def val_rows(self) -> list[dict[str, Any]]:
+            return ROWS
+
+    trainer = trainer_of(tmp_path)
+    data = HeldOut(ROWS, batch_size=1, val_size=4, val_batch_size=3)
+    (found,) = trainer.validate(module_of(tiny_policy_dir, micro_batch_tokens=20), datamodule=data, verbose=False)
+    assert found["val/loss"] == pytest.approx(nll / tokens, rel=1e-5)
+    assert found["val/perplexity"] == pytest.approx(math.exp(nll / tokens), rel=1e-5)
+    assert found["val/mean_token_accuracy"] == pytest.approx(right / tokens) and 0 < right < tokens
+
+
+# Settings that are refused --------------------------------------------------------------------------------------------
+
+
+def test_what_does_not_fit_sft_is_refused(tiny_policy_dir: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="needs a ConversationDataModule; got ArithmeticDataModule"):
+        trainer_of(tmp_path).fit(module_of(tiny_policy_dir), datamodule=ArithmeticDataModule(train_size=8, val_size=2))
+    with pytest.raises(UserError, match="RolloutCallback drives a QeRLModule; got a SFTModule"):
+        trainer_of(tmp_path, callbacks=rollout_of()).fit(module_of(tiny_policy_dir), datamodule=data_of())
+    with pytest.raises(UserError, match="must fit the model's 4096 positions; got data.max_length 5000; lower it"):
+        trainer_of(tmp_path).fit(module_of(tiny_policy_dir), datamodule=data_of(max_length=5000))
+    with pytest.raises(UserError, match="the policy sets its own precision; trainer.precision is bf16-true"):
+        trainer_of(tmp_path, precision="bf16-true").fit(module_of(tiny_policy_dir), datamodule=data_of())
+    with pytest.raises(UserError, match="val_check_interval must not exceed an epoch's 1 batch"):
+        trainer_of(tmp_path, val_check_interval=2).fit(module_of(tiny_policy_dir), datamodule=data_of())
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_with_its_state_saved(tiny_policy_dir: Path, tmp_path: Path) -> None:
+    module = module_of(tiny_policy_dir, max_grad_norm=math.inf, optimizer=lambda p: torch.optim.SGD(p, lr=1e30))
+    with pytest.raises(UserError, match="at policy version . they are not .* the state then is in .*version-"):
+        trainer_of(tmp_path, max_epochs=5).fit(module, datamodule=data_of())
+    assert len([*tmp_path.glob("failed/version-*.ckpt")]) == 1
+
+
+SFT = ROOT / "configs" / "sft.yaml"
+MISTAKES = {
+    "objective": (["--model.objective", "DAPO"], "without an objective; found model.objective qerl_pl.algorithm.*DAPO"),
+    "minibatches": (
+        ["--model.minibatches", "2"],
+        "one step a batch on conversations, .* found model.minibatches 2; le",
+    ),
+    "noise": (["--noise.sigma_start", "0.02"], "samples nothing; found the key noise; set it to null"),
+    "no path": (["--data", "ConversationDataModule"], "data.path|path"),
+    "a test": (["test"], "validated on, not tested; got qerl test; use qerl validate"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_keys_of_reinforcement_learning_are_refused(
+    tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", ["qerl"])
+    words, message = MISTAKES[name]
+    command, words = ("test", []) if words == ["test"] else ("fit", words)
+    assert main([command, "-c", str(SFT), "--trainer.default_root_dir", str(tmp_path / "run"), *words]) == 2
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("qerl: ")]
+    assert len(lines) == 1 and re.search(message, lines[0]), lines
+
+
+def test_the_configuration_builds_an_sft_run() -> None:
+    settings = built("fit", "-c", str(SFT), "--model.max_grad_norm", "0.7", "--seed_everything", "4")
+    assert isinstance(settings.model, SFTModule) and isinstance(settings.data, ConversationDataModule)
+    assert (settings.model.max_grad_norm, settings.model.seed, settings.data.seed) == (0.7, 4, 4)
+    assert (settings.best.monitor, settings.best.mode) == ("val/loss", "min")
+    other = built("fit", "-c", str(SFT), "--best.monitor", "val/perplexity")
+    assert other.best.monitor == "val/perplexity"
+
+
+# Runs of the command line ---------------------------------------------------------------------------------------------
+
+
+def sft_settings(base: Path, run: Path, dropout: float = 0.1) -> dict[str, Any]:
+    """Eight steps over two epochs, with a validation at each end and a checkpoint every third step."""
+    settings = configuration(base, run)
+    settings["model"] = {name: settings["model"][name] for name in ("policy", "optimizer")} | {
+        "micro_batch_tokens": 150
+    }
+    settings["model"]["policy"]["lora"]["dropout"] = dropout
+    settings["data"] = {
+        "class_path": "qerl_pl.datamodules.ArithmeticConversations",
+        "init_args": {"train_size": 16, "batch_size": 4, "val_size": 5, "val_batch_size": 2},
+    }
+    settings["trainer"] = {name: value for name, value in settings["trainer"].items() if name != "callbacks"}
+    settings["trainer"]["num_sanity_val_steps"] = -1
+    return settings | {"checkpoint": {"class_path": "ResumeCheckpoint", "init_args": {"every_n_rollouts": 3}}}
+
+
+@pytest.fixture(scope="module")
+def whole(tiny_policy_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("sft") / "whole"
+    status, output = fit(sft_settings(tiny_policy_dir, run))
+    assert status == 0, output
+    return run
+
+
+def adapter(run: Path) -> dict[str, Tensor]:
+    return load_file(run / "adapter" / "adapter_model.safetensors")
+
+
+def curve(run: Path, tag: str) -> list[tuple[int, float]]:
+    return [(event.step, event.value) for event in EventAccumulator(str(run)).Reload().Scalars(tag)]
+
+
+class DieIn:
+    """SIGKILL at one call of a method: an update, or a validation's batch."""
+
+    def __init__(self, method: str, number: int) -> None:
+        self.method, self.number = method, number
+
+    def __call__(self) -> None:
+        plain, calls = getattr(SFTModule, self.method), iter(range(100))
+
+        def dying(*args: Any, **kwargs: Any) -> Any:
+            if next(calls) == self.number:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return plain(*args, **kwargs)
+
+        setattr(SFTModule, self.method, dying)
+
+
+def stop_in_the_fifth_step() -> None:
+    """SIGTERM, as a preemptible machine's end is announced."""
+    plain, calls = SFTModule._update, iter(range(100))
+
+    def update(self, *args):  # type: ignore[no-untyped-def]
+        if next(calls) == 4:
+            signal.raise_signal(signal.SIGTERM)
+        return plain(self, *args)
+
+    SFTModule._update = update  # type: ignore[method-assign]
+
+
+def test_a_run_learns_and_writes_what_reinforcement_learning_starts_from(whole: Path) -> None:
+    loss, validated = curve(whole, "optim/loss"), curve(whole, "val/loss")
+    assert [step for step, _ in loss] == [*range(8)] and [step for step, _ in validated] == [-1, 3, 7]
+    assert validated[-1][1] < loss[0][1] - 0.5
+    assert curve(whole, "val/perplexity")[-1][1] == pytest.approx(math.exp(validated[-1][1]), rel=1e-5)
+    names = {path.name for path in (whole / "checkpoints").glob("*.ckpt")}
+    assert names == {"best-step=8.ckpt", "step=6.ckpt", "step=8.end.ckpt"}
+    assert not (whole / "completions.jsonl").exists() and (whole / "config.yaml").is_file()
+    assert any("layernorm" in name for name in adapter(whole))
+
+
+def test_an_export_is_the_runs_adapter(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["export", str(whole), str(tmp_path / "exported")]) == 0
+    assert "the adapter (rank 4, base " in (said := capsys.readouterr().out) and "after 8 steps, from " in said
+    exported = load_file(tmp_path / "exported" / "adapter_model.safetensors")
+    assert all(torch.equal(tensor, exported[name]) for name, tensor in adapter(whole).items())
+
+
+@pytest.mark.parametrize(
+    ("die", "status"),
+    [
+        (DieIn("_accumulate", 4), -signal.SIGKILL),
+        (DieIn("validation_step", 4), -signal.SIGKILL),
+        (stop_in_the_fifth_step, 128 + signal.SIGTERM),
+    ],
+    ids=["killed in a step", "killed in a validation", "asked to stop"],
+)
+def test_an_interrupted_run_resumes_bit_for_bit(
+    tiny_policy_dir: Path, whole: Path, tmp_path: Path, die: Callable[[], None], status: int
+) -> None:
+    settings = sft_settings(tiny_policy_dir, tmp_path / "run")
+    found, output = fit(settings, "--resume", "auto", prepare=die)
+    assert found == status, output
+    found, output = fit(settings, "--resume", "auto")
+    assert found == 0 and "resuming from" in output, output
+    expected, resumed = adapter(whole), adapter(tmp_path / "run")
+    assert expected.keys() == resumed.keys() and all(torch.equal(expected[name], resumed[name]) for name in expected)
+    for tag in ("optim/loss", "optim/lr", "val/loss", "val/mean_token_accuracy"):
+        assert curve(tmp_path / "run", tag) == curve(whole, tag)
+
+
+def test_a_run_refuses_other_data_and_another_kind_of_training(
+    tiny_policy_dir: Path, whole: Path, tmp_path: Path
+) -> None:
+    run = shutil.copytree(whole, tmp_path / "run")
+    settings = sft_settings(tiny_policy_dir, run)
+    status, output = fit(settings, "--resume", "auto", "--data.train_size", "12")
+    assert status == 2 and "goes on in the same order; the training conversations (or their digest)" in output, output
+    learning = configuration(tiny_policy_dir, run)
+    status, output = fit(learning, "--resume", "auto")
+    assert status == 2 and "the checkpoint is of supervised fine-tuning and this is reinforcement learning" in output
+
+
+def test_ranks_take_the_steps_of_one_process(tiny_policy_dir: Path, tmp_path: Path) -> None:
+    single = sft_settings(tiny_policy_dir, tmp_path / "one", dropout=0.0)
+    status, output = fit(single)
+    assert status == 0, output
+    several = sft_settings(tiny_policy_dir, tmp_path / "two", dropout=0.0)
+    several["trainer"]["devices"] = 2
+    several["data"]["init_args"]["val_batch_size"] = 1  # of which one rank has nothing
+    several["trainer"]["callbacks"] = [{"class_path": "fit_helpers.KeepsEachRank"}]
+    statuses, output = fit_on_ranks(several)
+    assert statuses == [0, 0], output
+    for tag in ("optim/loss", "optim/grad_norm", "policy/entropy", "val/loss", "val/mean_token_accuracy"):
+        one, two = (curve(tmp_path / run, tag) for run in ("one", "two"))
+        assert [step for step, _ in one] == [step for step, _ in two]
+        assert [value for _, value in two] == pytest.approx([value for _, value in one], rel=1e-3)
+    ranks = [load_file(tmp_path / "two" / f"rank{rank}.safetensors") for rank in (0, 1)]
+    expected = adapter(tmp_path / "one")
+    for name, tensor in ranks[0].items():
+        assert torch.equal(tensor, ranks[1][name])
+        torch.testing.assert_close(tensor, expected[name], rtol=0, atol=2e-3)

@@ -1,0 +1,264 @@
+"""Training that goes on from a saved adapter: PEFT's policy, its own KL reference, the same bits when resumed."""
+
+import os
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from fit_helpers import KeepsEachRank, configuration, fit, fit_on_ranks
+from safetensors.torch import load_file, save_file
+from short_run import data, rollout_of, trainer_of
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from qerl_pl.cli.main import main
+from qerl_pl.errors import UserError
+from qerl_pl.formats.dense_checkpoint import write_dense_checkpoint
+from qerl_pl.modules import LoraConfig, Policy, PolicyConfig, QeRLModule
+from qerl_pl.modules.saved_adapter import read_adapter
+
+CPU = torch.device("cpu")
+NORMS = ["input_layernorm", "post_attention_layernorm"]
+
+
+def peft_adapter(base: Path, folder: Path, **settings: Any) -> Path:
+    """An adapter that PEFT has made and saved, every number of it random."""
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    given = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"], "task_type": "CAUSAL_LM"}
+    adapted = peft.get_peft_model(model, peft.LoraConfig(**given | settings))
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in adapted.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+    adapted.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def taught(tiny_policy_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An adapter with trained norms of all linears, as the tests below go on from."""
+    folder = tmp_path_factory.mktemp("taught") / "adapter"
+    return peft_adapter(tiny_policy_dir, folder, target_modules="all-linear", modules_to_save=NORMS)
+
+
+def config_of(base: Path, adapter: Path, **settings: Any) -> PolicyConfig:
+    return PolicyConfig(path=str(base), dtype="float32", adapter=str(adapter), **settings)
+
+
+def policy_of(config: PolicyConfig) -> Policy:
+    return Policy(config.base_folder(), config, CPU, seed=1).eval()
+
+
+def logprobs(policy: Policy, tokens: Tensor, reference: bool = False) -> Tensor:
+    mask = torch.ones(tokens.shape, dtype=torch.bool)
+    mask[:, 0] = False
+    lengths = torch.full((len(tokens),), tokens.shape[1])
+    with torch.no_grad():
+        return policy.token_logprobs(tokens, lengths, mask, 1.0, reference=reference)[0][:, 1:]
+
+
+TOKENS = torch.randint(5, 300, (2, 12), generator=torch.Generator().manual_seed(3))
+SHAPES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "rank-stabilized": {"use_rslora": True, "init_lora_weights": "gaussian"},
+    "a pattern, and norms": {"target_modules": r".*\.(up|gate)_proj", "modules_to_save": NORMS},
+}
+
+
+@pytest.mark.parametrize("quantization", ["nvfp4", "none"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_policy_starts_as_peft_loads_the_adapter(
+    tiny_policy_dir: Path, tmp_path: Path, shape: str, quantization: Any
+) -> None:
+    folder = peft_adapter(tiny_policy_dir, tmp_path / "adapter", **SHAPES[shape])
+    config = config_of(tiny_policy_dir, folder, quantization=quantization)
+    policy = policy_of(config)
+    dense = write_dense_checkpoint(config.base_folder(), tmp_path / "dense", torch.float32)
+    theirs = AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float32).eval()
+    found, plain = logprobs(policy, TOKENS), expected(theirs)
+    with torch.no_grad():
+        torch.testing.assert_close(found, expected(peft.PeftModel.from_pretrained(theirs, folder)), atol=1e-4, rtol=0)
+    assert (found - plain).abs().mean() > 0.01  # the adapter does something
+    policy.save(tmp_path / "again")
+    assert read_adapter(str(tmp_path / "again")).lora == read_adapter(str(folder)).lora == config.lora_spec
+    again, start = (load_file(at / "adapter_model.safetensors") for at in (tmp_path / "again", folder))
+    assert again.keys() == start.keys() and all(torch.equal(again[name], start[name]) for name in start)
+
+
+def expected(model: torch.nn.Module) -> Tensor:
+    with torch.no_grad():
+        logits = model(TOKENS).logits[:, :-1].log_softmax(-1)
+    return logits.gather(-1, TOKENS[:, 1:, None]).squeeze(-1)
+
+
+def test_the_reference_stays_the_start_whatever_is_trained(tiny_policy_dir: Path, taught: Path) -> None:
+    policy = policy_of(config_of(tiny_policy_dir, taught))
+    before, start = logprobs(policy, TOKENS), policy.weights(0, reference=True)
+    assert torch.equal(logprobs(policy, TOKENS, reference=True), before)
+    state = {name: tensor + 0.1 for name, tensor in policy.trained_state().items()}
+    policy.load_trained_state(state)
+    assert torch.equal(logprobs(policy, TOKENS, reference=True), before)
+    assert (logprobs(policy, TOKENS) - before).abs().mean() > 0.01
+    assert all(torch.equal(tensor, state[name]) for name, tensor in policy.trained_state().items())
+    trained, reference = policy.weights(3), policy.weights(3, reference=True)
+    assert trained.adapter is not None and reference.adapter is not None and start.adapter is not None
+    for name, (a, b) in reference.adapter.items():
+        assert torch.equal(a, start.adapter[name][0]) and torch.equal(a + 0.1, trained.adapter[name][0])
+        assert torch.equal(b, start.adapter[name][1]) and torch.equal(b + 0.1, trained.adapter[name][1])
+    assert len(reference.tensors) == 2 * 2
+    assert all(torch.equal(t + 0.1, trained.tensors[name]) for name, t in reference.tensors.items())
+
+
+def test_norms_may_train_from_an_adapter_that_has_none(tiny_policy_dir: Path, tmp_path: Path) -> None:
+    folder = peft_adapter(tiny_policy_dir, tmp_path / "adapter")
+    policy = policy_of(config_of(tiny_policy_dir, folder, train_norms=True))
+    plain = policy_of(config_of(tiny_policy_dir, folder))
+    assert len(policy.trained_state()) == len(plain.trained_state()) + 4
+    torch.testing.assert_close(logprobs(policy, TOKENS), logprobs(plain, TOKENS), atol=1e-5, rtol=0)
+
+
+CONTRADICTIONS: dict[str, tuple[Any, str]] = {
+    "rank": (8, "has rank 4 and model.policy.lora.rank is 8; leave it out or set it to null"),
+    "alpha": (16.0, "has alpha 8.0 and model.policy.lora.alpha is 16.0"),
+    "targets": (("q_proj",), "has targets down_proj, .* and model.policy.lora.targets is q_proj"),
+    "use_rslora": (True, "has use_rslora False and model.policy.lora.use_rslora is True"),
+}
+
+
+@pytest.mark.parametrize("name", CONTRADICTIONS)
+def test_a_shape_that_contradicts_the_adapter_is_refused(tiny_policy_dir: Path, taught: Path, name: str) -> None:
+    value, message = CONTRADICTIONS[name]
+    with pytest.raises(UserError, match=message):
+        config_of(tiny_policy_dir, taught, lora=LoraConfig(**{name: value})).base_folder()
+    saved = read_adapter(str(taught)).lora
+    same: Any = vars(saved)[name]
+    same = same[::-1] if name == "targets" else same  # in any order
+    assert config_of(tiny_policy_dir, taught, lora=LoraConfig(**{name: same}, dropout=0.5)).lora_spec.dropout == 0.5  # type: ignore[union-attr]
+
+
+def test_what_is_no_adapter_to_start_from_is_refused(tiny_policy_dir: Path, taught: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no adapter to go on from; got model.policy.adapter .* or merge the adapter"):
+        config_of(tiny_policy_dir, taught, finetune="full", quantization="none")
+    with pytest.raises(UserError, match="model.policy.adapter must be a folder or a model of the hub; 'no/adapter' is"):
+        config_of(tiny_policy_dir, Path("no/adapter")).base_folder()
+    with pytest.raises(UserError, match="has adapter_config.json; .* has none"):
+        config_of(tiny_policy_dir, tiny_policy_dir).base_folder()
+    broken = shutil.copytree(taught, tmp_path / "broken")
+    weights = broken / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:50])
+    with pytest.raises(UserError, match="weights must be whole; .*broken"):
+        config_of(tiny_policy_dir, broken).base_folder()
+    some = {name: tensor for name, tensor in load_file(taught / "adapter_model.safetensors").items() if ".0." in name}
+    save_file(some, weights)
+    with pytest.raises(UserError, match="must hold this policy's adapter; .* set model.policy.adapter and model.poli"):
+        policy_of(config_of(tiny_policy_dir, broken))
+
+
+def test_the_divergence_from_the_reference_is_zero_at_the_start(
+    tiny_policy_dir: Path, taught: Path, tmp_path: Path
+) -> None:
+    kl: list[float] = []
+
+    class Watch(KeepsEachRank):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            kl.append(float(trainer.callback_metrics["policy/kl"]))
+
+    module = QeRLModule(
+        config_of(tiny_policy_dir, taught),
+        optimizer=lambda params: torch.optim.AdamW(params, lr=0.05),
+        monitor_kl=True,
+        warmup_ratio=0.0,
+        seed=5,
+    )
+    trainer_of(tmp_path, Watch(), rollout=rollout_of()).fit(module, datamodule=data())
+    assert abs(kl[0]) < 1e-6 and min(kl[1:]) > 1e-3
+    start, trained = (
+        load_file(path) for path in (taught / "adapter_model.safetensors", tmp_path / "rank0.safetensors")
+    )
+    assert trained.keys() == start.keys() and all(not torch.equal(trained[name], start[name]) for name in start)
+
+
+# Resuming -------------------------------------------------------------------------------------------------------------
+
+
+def from_adapter(base: Path, adapter: Path, run: Path) -> dict[str, Any]:
+    """A run of four rollouts from an adapter, with a KL term."""
+    settings = configuration(base, run)
+    policy = {"path": str(base), "dtype": "float32", "adapter": str(adapter), "lora": {"dropout": 0.1}}
+    settings["model"] |= {"policy": policy}
+    settings["model"]["objective"]["init_args"] = {"beta": 0.1}
+    settings["trainer"] |= {"max_epochs": 1}
+    return settings
+
+
+def die_in_the_fourth_update() -> None:
+    """SIGKILL after the checkpoint of the third rollout."""
+    from qerl_pl.modules import update
+
+    plain, calls = update.PolicyUpdate.run, iter(range(100))
+
+    def run(self, *args):  # type: ignore[no-untyped-def]
+        if next(calls) == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return plain(self, *args)
+
+    update.PolicyUpdate.run = run  # type: ignore[method-assign]
+
+
+def adapter_of(run: Path) -> dict[str, Tensor]:
+    return load_file(run / "adapter" / "adapter_model.safetensors")
+
+
+@pytest.fixture(scope="module")
+def whole(tiny_policy_dir: Path, taught: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("start") / "whole"
+    status, output = fit(from_adapter(tiny_policy_dir, taught, run))
+    assert status == 0, output
+    return run
+
+
+def test_a_killed_run_resumes_bit_for_bit_and_refuses_another_start(
+    tiny_policy_dir: Path, taught: Path, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = shutil.copytree(taught, tmp_path / "own")
+    settings = from_adapter(tiny_policy_dir, own, tmp_path / "run")
+    status, output = fit(settings, "--resume", "auto", prepare=die_in_the_fourth_update)
+    assert status == -signal.SIGKILL, output
+    other = shutil.copytree(taught, tmp_path / "other")
+    save_file(
+        {name: t + 1 for name, t in load_file(other / "adapter_model.safetensors").items()},
+        other / "adapter_model.safetensors",
+    )
+    for start in (str(other), "null"):
+        shape = [] if start != "null" else ["--model.policy.lora.rank=4", "--model.policy.lora.alpha=8"]
+        status, output = fit(settings, "--resume", "auto", "--model.policy.adapter", start, *shape)
+        assert status == 2 and "a run keeps the adapter that it started from" in output, output
+    status, output = fit(settings, "--resume", "auto")
+    assert status == 0 and "resuming from" in output, output
+    expected, resumed = adapter_of(whole), adapter_of(tmp_path / "run")
+    assert expected.keys() == resumed.keys() and all(torch.equal(expected[name], resumed[name]) for name in expected)
+    shutil.rmtree(own)  # an export needs the checkpoint alone
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "exported")]) == 0
+    assert "rank 4" in capsys.readouterr().out
+    exported = load_file(tmp_path / "exported" / "adapter_model.safetensors")
+    assert all(torch.equal(expected[name], exported[name]) for name in expected)
+
+
+def test_two_ranks_start_from_the_same_adapter(tiny_policy_dir: Path, taught: Path, tmp_path: Path) -> None:
+    settings = from_adapter(tiny_policy_dir, taught, tmp_path / "run")
+    settings["trainer"] |= {"devices": 2}
+    settings["trainer"]["callbacks"].append({"class_path": "fit_helpers.KeepsEachRank"})
+    settings["model"]["policy"]["lora"] = {"dropout": 0.0}
+    settings["model"] |= {"update_epochs": 1, "minibatches": 1}
+    statuses, output = fit_on_ranks(settings)
+    assert statuses == [0, 0], output
+    ranks = [load_file(tmp_path / "run" / f"rank{rank}.safetensors") for rank in (0, 1)]
+    assert all(torch.equal(tensor, ranks[1][name]) for name, tensor in ranks[0].items())
+    kl = [event.value for event in EventAccumulator(str(tmp_path / "run")).Reload().Scalars("policy/kl")]
+    assert abs(kl[0]) < 1e-6 and len(kl) == 4 and min(kl[1:]) > 1e-4
