@@ -4,8 +4,6 @@ import logging
 import os
 import pty
 import re
-import socket
-import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
@@ -15,7 +13,7 @@ import pytest
 import torch
 import transformers
 import yaml
-from fit_helpers import configuration
+from fit_helpers import configuration, free_port, processes
 from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -23,6 +21,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from qerl_pl.cli import terminal
 from qerl_pl.cli.main import QeRLCLI
 from qerl_pl.cli.terminal import StandardError, configure_terminal
+from qerl_pl.modules.activation_checkpointing import ActivationCheckpointing
+from qerl_pl.rewards.math_answer import MathPool
 
 
 def on_a_terminal(*words: str) -> tuple[int, str]:
@@ -87,6 +87,8 @@ def test_a_run_shows_what_is_loading_one_bar_and_the_table_last(tiny_policy_dir:
     assert status == 0, screen
     bar = [number for number, line in enumerate(lines) if "it/s" in line]
     assert len(bar) == 1 and lines[bar[0]].startswith("Epoch 1/1 "), screen
+    metrics = r" reward: \d\.\d{3} entropy: \d\.\d{3} length: 6 greedy accuracy: \d\.\d{3} run left: 0:00:00$"
+    assert re.search(metrics, lines[bar[0]]), screen
     before, after = lines[: bar[0]], lines[bar[0] + 1 :]
     assert all(re.match(OURS, line) for line in before), screen
     for said in ("quantizing ", "starting TransformersEngine on cpu", "loading the trainer's base on cpu"):
@@ -207,52 +209,42 @@ def test_lightning_asks_for_nothing_of_ours_where_vllm_has_a_process_group(
     assert "mine" in str(configured[-1].message)
 
 
-WARNING_RANKS = """
-import os, sys
-import torch
-from torch import distributed
-from transformers import AutoModelForCausalLM
-from qerl_pl.cli.terminal import configure_terminal
-from qerl_pl.modules.activation_checkpointing import ActivationCheckpointing
-from qerl_pl.rewards.math_answer import MathPool
+def warn_on_the_second_rank(policy: Path, rank: int, port: int, errors: Path) -> None:
+    """One of two ranks, the second of which runs out of memory, and meets an answer that takes too long to grade."""
+    descriptor = os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(descriptor, sys.stderr.fileno())
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "RANK": str(rank)}
+    configure_terminal()
+    torch.distributed.init_process_group("gloo")
+    if rank == 1:
+        model = transformers.AutoModelForCausalLM.from_pretrained(policy)
+        choice = ActivationCheckpointing(model, "auto", False, torch.float32)
+        choice.load("false")
+        attempts = iter([torch.OutOfMemoryError("no room")])
 
-configure_terminal()
-distributed.init_process_group("gloo")
-if distributed.get_rank() == 1:
-    choice = ActivationCheckpointing(AutoModelForCausalLM.from_pretrained(sys.argv[1]), "auto", False, torch.float32)
-    choice.load("false")
-    attempts = []
+        def work() -> None:
+            for error in attempts:
+                raise error
 
-    def work():
-        attempts.append(1)
-        if len(attempts) == 1:
-            raise torch.OutOfMemoryError("no room")
-
-    choice.run_with_oom_fallback(work, [])
-    MathPool(0.3, 0.3, 1).equivalent([("1", "5^{9^{9^9}}")])
-distributed.barrier()
-"""
+        choice.run_with_oom_fallback(work, [])
+        MathPool(0.3, 0.3, 1).equivalent([("1", "5^{9^{9^9}}")])
+    torch.distributed.barrier()
 
 
 def test_what_only_one_rank_has_met_is_told_by_that_rank_once(tiny_policy_dir: Path, tmp_path: Path) -> None:
-    script = tmp_path / "ranks.py"
-    script.write_text(WARNING_RANKS)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2"}
-    place |= {"PYTHONPATH": os.pathsep.join(sys.path)}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(script), str(tiny_policy_dir)],
-            env={**os.environ, **place, "RANK": str(rank)},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+    port, errors = free_port(), [tmp_path / f"rank{rank}.log" for rank in range(2)]
+    ranks = [
+        processes().Process(target=warn_on_the_second_rank, args=(tiny_policy_dir, rank, port, errors[rank]))
         for rank in range(2)
     ]
-    said = [process.communicate(timeout=120)[1] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], said
-    warned = [[line for line in one.splitlines() if "qerl_pl" in line and "WARNING" in line] for one in said]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(timeout=120)
+        process.kill()
+    printed = [path.read_text() for path in errors]
+    assert [process.exitcode for process in ranks] == [0, 0], printed
+    warned = [[line for line in text.splitlines() if "qerl_pl" in line and "WARNING" in line] for text in printed]
     assert warned == [
         [],
         [

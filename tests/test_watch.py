@@ -1,106 +1,115 @@
 """A rank that fails ends all ranks, with its reason as the last line. Real processes over gloo."""
 
 import os
-import socket
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable, Iterator
+from itertools import chain
 from pathlib import Path
 
-import pytest
-
-SCRIPT = """
-import os, signal, sys, time
 import psutil
+import pytest
 import torch
+from fit_helpers import free_port, processes
 from torch import distributed
-from qerl_pl.errors import Stopped, UserError
-from qerl_pl.distributed.communicator import Communicator
+
 from qerl_pl.distributed import failure_detector
+from qerl_pl.distributed.communicator import Communicator
 from qerl_pl.distributed.failure_detector import FailureDetector
-
-rank, fault = int(os.environ["RANK"]), sys.argv[1]
-if fault.startswith("freeze"):  # else a rank that nobody tells of is waited for longer than the test does
-    failure_detector.PATIENCE = 6.0
-
-def listening():
-    return {one.laddr.port for one in psutil.Process().net_connections("tcp") if one.status == psutil.CONN_LISTEN}
-
-distributed.init_process_group("gloo", rank=rank, world_size=3)
-communicator = Communicator(rank, 3, distributed.new_group(backend="gloo"))
-ports = listening()
-detector = FailureDetector(communicator, rank, [])
-assert fault != "none" or listening() == ports, "a cluster may open MASTER_PORT alone"
-assert communicator.gather(rank) == [0, 1, 2] and communicator.concatenate([rank] * rank) == [1, 2, 2]
-try:
-    communicator.require_same({"base model": "x", "data": rank // 2})
-    raise AssertionError("rank 2 has other data")
-except UserError as error:
-    assert str(error).startswith("every rank must have the same data; found 1 on rank 2 and 0 on rank 0;")
-a, b = torch.full((2,), float(rank)), torch.full((3, 1), 10.0 * rank)
-communicator.sum([a, b])
-assert a.tolist() == [3.0, 3.0] and b.flatten().tolist() == [30.0] * 3
-alone = torch.full((2,), float(rank))  # summed where it is, without a copy
-communicator.sum([alone])
-assert alone.tolist() == [3.0, 3.0]
-try:
-    if fault == f"raise{rank}":
-        raise UserError("a rule; found something; a remedy")
-    if fault == f"stop{rank}":
-        raise Stopped(signal.SIGTERM)
-    if fault == f"bug{rank}":
-        raise ZeroDivisionError("division by zero")
-    if fault == f"word{rank}":
-        raise RuntimeError("a gloomy reward of gloo")
-    if fault == f"kill{rank}":
-        os.kill(os.getpid(), signal.SIGKILL)
-    if fault == f"freeze{rank}":
-        os.kill(os.getpid(), signal.SIGSTOP)
-    if fault == "none":
-        detector.stop(communicator)
-        assert not detector._thread.is_alive()  # or Python's end may find it within the store, and abort
-        time.sleep(2 * (rank == 1))  # the first rank and its store are gone then
-        sys.exit(0)
-    communicator.wait()  # one rank never comes
-except (Exception, Stopped) as error:
-    detector.failed(error)
-    print(f"qerl: {error}", file=sys.stderr)
-    sys.exit(2)
-"""
+from qerl_pl.errors import Stopped, UserError
 
 
-def run(folder: Path, fault: str) -> tuple[list[int], list[str]]:
-    """Exit statuses and what each rank printed on standard error."""
-    script = folder / "ranks.py"
-    script.write_text(SCRIPT)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    common = {
-        **os.environ,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "PYTHONPATH": os.pathsep.join(sys.path),
-    }
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(script), fault], env={**common, "RANK": str(rank)}, stderr=subprocess.PIPE, text=True
-        )
-        for rank in range(3)
-    ]
-    printed = {}
+def end_with_a_fault(rank: int, fault: str, port: int, errors: Path) -> None:
+    """One of three ranks: every collective of a Communicator once, then the fault."""
+    descriptor = os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(descriptor, sys.stderr.fileno())
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank)}
+    if fault.startswith("freeze"):  # else a rank that nobody tells of is waited for longer than the test does
+        failure_detector.PATIENCE = 6.0
+
+    def listening() -> set[int]:
+        connections = psutil.Process().net_connections("tcp")
+        return {connection.laddr.port for connection in connections if connection.status == psutil.CONN_LISTEN}
+
+    distributed.init_process_group("gloo", rank=rank, world_size=3)
+    communicator = Communicator(rank, 3, distributed.new_group(backend="gloo"))
+    ports = listening()
+    detector = FailureDetector(communicator, rank, [])
+    assert fault != "none" or listening() == ports, "a cluster may open MASTER_PORT alone"
+    assert communicator.gather(rank) == [0, 1, 2] and communicator.concatenate([rank] * rank) == [1, 2, 2]
+    with pytest.raises(UserError) as caught:
+        communicator.require_same({"base model": "x", "data": rank // 2})
+    assert str(caught.value).startswith("every rank must have the same data; found 1 on rank 2 and 0 on rank 0;")
+    a, b = torch.full((2,), float(rank)), torch.full((3, 1), 10.0 * rank)
+    communicator.sum([a, b])
+    assert a.tolist() == [3.0, 3.0] and b.flatten().tolist() == [30.0] * 3
+    alone = torch.full((2,), float(rank))  # summed where it is, without a copy
+    communicator.sum([alone])
+    assert alone.tolist() == [3.0, 3.0]
     try:
+        if fault == "none":
+            detector.stop(communicator)
+            assert not detector._thread.is_alive()  # or Python's end may find it within the store, and abort
+            time.sleep(2 * (rank == 1))  # the first rank and its store are gone then
+            return
+        if fault.endswith(str(rank)):
+            act(fault[:-1])
+        communicator.wait()  # one rank never comes
+    except (Exception, Stopped) as error:
+        detector.failed(error)
+        print(f"qerl: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def act(fault: str) -> None:
+    """The fault of one rank."""
+    if fault in ("kill", "freeze"):
+        os.kill(os.getpid(), {"kill": signal.SIGKILL, "freeze": signal.SIGSTOP}[fault])
+        return
+    raise {
+        "raise": UserError("a rule; found something; a remedy"),
+        "stop": Stopped(signal.SIGTERM),
+        "bug": ZeroDivisionError("division by zero"),
+        "word": RuntimeError("a gloomy reward of gloo"),
+    }[fault]
+
+
+Run = Callable[[str], tuple[list[int | None], list[str]]]
+
+FAULTS = ("none", "raise1", "raise0", "stop1", "bug2", "word1", "kill2", "kill0", "freeze2", "freeze0")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    """Exit statuses of three ranks by their fault, and what each printed on standard error.
+
+    All run at once, as they wait most of the time.
+    """
+    ranks, errors = {}, {}
+    for fault in FAULTS:
+        folder, port = tmp_path_factory.mktemp(fault), free_port()
+        errors[fault] = [folder / f"rank{rank}.log" for rank in range(3)]
+        arguments = [(rank, fault, port, errors[fault][rank]) for rank in range(3)]
+        ranks[fault] = [processes().Process(target=end_with_a_fault, args=one) for one in arguments]
+        for process in ranks[fault]:
+            process.start()
+
+    def of(fault: str) -> tuple[list[int | None], list[str]]:
         for rank in sorted(range(3), key=lambda rank: fault == f"freeze{rank}"):  # that one ends when it is killed
             if fault == f"freeze{rank}":
-                processes[rank].kill()
-            printed[rank] = processes[rank].communicate(timeout=60)[1]
-    finally:
-        for process in processes:
-            process.kill()
-    return [process.returncode for process in processes], [printed[rank] for rank in range(3)]
+                ranks[fault][rank].kill()
+            ranks[fault][rank].join(timeout=60)
+        return [process.exitcode for process in ranks[fault]], [path.read_text() for path in errors[fault]]
+
+    yield of
+    for process in chain(*ranks.values()):
+        process.kill()
 
 
-def test_ranks_that_end_together_are_no_failure(tmp_path: Path) -> None:
-    statuses, printed = run(tmp_path, "none")
+def test_ranks_that_end_together_are_no_failure(run: Run) -> None:
+    statuses, printed = run("none")
     assert statuses == [0, 0, 0], printed
 
 
@@ -114,8 +123,8 @@ def test_ranks_that_end_together_are_no_failure(tmp_path: Path) -> None:
         ("word1", "qerl: rank 1: RuntimeError: a gloomy reward of gloo", [1, 1, 1]),
     ],
 )
-def test_a_rank_that_raises_ends_all_with_its_reason(tmp_path: Path, fault: str, last: str, found: list[int]) -> None:
-    statuses, printed = run(tmp_path, fault)
+def test_a_rank_that_raises_ends_all_with_its_reason(run: Run, fault: str, last: str, found: list[int]) -> None:
+    statuses, printed = run(fault)
     assert statuses == found, printed
     assert printed[0].splitlines()[-1].startswith(last)
 
@@ -133,9 +142,9 @@ REMEDY = "; give the command again, a training with --resume auto"
     ],
 )
 def test_a_rank_that_is_lost_ends_all_with_one_line_that_says_how_to_go_on(
-    tmp_path: Path, fault: str, lost: int, last: str
+    run: Run, fault: str, lost: int, last: str
 ) -> None:
-    statuses, printed = run(tmp_path, fault)
+    statuses, printed = run(fault)
     assert statuses == [-9 if rank == lost else 1 for rank in range(3)], printed
     told = [[line for line in one.splitlines() if line.startswith("qerl:")] for one in printed]
     line = f"qerl: rank {lost}: {last}{REMEDY}"
@@ -143,21 +152,19 @@ def test_a_rank_that_is_lost_ends_all_with_one_line_that_says_how_to_go_on(
     assert told == ([[], [line], [line]] if lost == 0 else [[line], [], []])
 
 
-CHILD = """
-import subprocess, sys, time
-from torch import distributed
-from qerl_pl.distributed.communicator import Communicator
-from qerl_pl.distributed import failure_detector
-
-failure_detector.GRACE = 2.0
-distributed.init_process_group("gloo", rank=0, world_size=1)
-communicator = Communicator(0, 1, distributed.new_group(backend="gloo"))
-child = subprocess.Popen([sys.executable, "-c", f"raise SystemExit({sys.argv[1]})"])
-detector = failure_detector.FailureDetector(communicator, 0, [child])
-time.sleep(float(sys.argv[2]))
-detector.stop(communicator)
-sys.exit(detector.join())
-"""
+def watch_a_process(status: int, seconds: float, port: int, errors: Path) -> None:
+    """The first rank, which has started a process that ends with `status`; the run ends after `seconds`."""
+    descriptor = os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(descriptor, sys.stderr.fileno())
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    failure_detector.GRACE = 2.0
+    distributed.init_process_group("gloo", rank=0, world_size=1)
+    communicator = Communicator(0, 1, distributed.new_group(backend="gloo"))
+    child = subprocess.Popen([sys.executable, "-c", f"raise SystemExit({status})"])
+    detector = FailureDetector(communicator, 0, [child])
+    time.sleep(seconds)
+    detector.stop(communicator)
+    sys.exit(detector.join())
 
 
 @pytest.mark.parametrize(
@@ -171,14 +178,11 @@ sys.exit(detector.join())
 def test_a_process_that_ends_before_the_run_ends_it(
     tmp_path: Path, status: int, seconds: int, last: str | None, found: int
 ) -> None:
-    script = tmp_path / "parent.py"
-    script.write_text(CHILD)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
-    words = [sys.executable, str(script), str(status), str(seconds)]
-    ended = subprocess.run(words, env=environment, stderr=subprocess.PIPE, text=True, timeout=50)
-    said = [line for line in ended.stderr.splitlines() if line.startswith("qerl:")]
-    assert ended.returncode == found and said == ([f"{last}{REMEDY}"] if last else []), ended.stderr
+    errors = tmp_path / "parent.log"
+    process = processes().Process(target=watch_a_process, args=(status, seconds, free_port(), errors))
+    process.start()
+    process.join(timeout=50)
+    process.kill()
+    printed = errors.read_text()
+    lines = [line for line in printed.splitlines() if line.startswith("qerl:")]
+    assert process.exitcode == found and lines == ([f"{last}{REMEDY}"] if last else []), printed

@@ -4,6 +4,7 @@ from qerl_pl.callbacks.aqn import AdaptiveQuantizationNoise
 from qerl_pl.callbacks.completions import CompletionLog
 from qerl_pl.callbacks.evaluation import EvaluationReport
 from qerl_pl.callbacks.monitor import Monitor
+from qerl_pl.callbacks.progress import RolloutLines, RunBar
 from qerl_pl.callbacks.resume import ResumeCheckpoint
 from qerl_pl.callbacks.rollout import RolloutCallback
 from qerl_pl.callbacks.summary import RunSummary
@@ -17,5 +18,7 @@ __all__ = [
     "Preempted",
     "ResumeCheckpoint",
     "RolloutCallback",
+    "RolloutLines",
+    "RunBar",
     "RunSummary",
 ]

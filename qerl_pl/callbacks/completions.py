@@ -1,6 +1,7 @@
-"""Completions for reading: a text panel in TensorBoard and, optionally, a JSON Lines file of all."""
+"""Completions for reading: texts and tables in the loggers and, optionally, a JSON Lines file of all."""
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from html import escape
@@ -8,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.loggers import TensorBoardLogger
 
+from qerl_pl.callbacks.loggers import log_table
 from qerl_pl.distributed.communicator import writes_files
 from qerl_pl.errors import require_at_least
 from qerl_pl.modules.qerl import QeRLModule
@@ -17,11 +18,13 @@ from qerl_pl.types import CompletionRecord, PromptBatch
 
 
 class CompletionLog(Callback):
-    """Logs some completions with their rewards to TensorBoard, and optionally all of them to a file.
+    """Logs some completions with rewards and answers, the last rollout's too, and optionally writes all to a file.
+
+    TensorBoard and MLflow show them as text, W&B as a table.
 
     Args:
-        every_n_rollouts: Rollouts between two text panels.
-        panel_size: Completions in a panel.
+        every_n_rollouts: Rollouts between two that are logged.
+        panel_size: Completions of a rollout that are logged, of as many prompts.
         jsonl: Write all completions to RUN/completions.jsonl, those that dynamic sampling drops with
             `"trained": false`. A resumed run first removes the rollouts that it repeats, a new run all.
     """
@@ -33,6 +36,7 @@ class CompletionLog(Callback):
         self.every_n_rollouts = every_n_rollouts
         self.panel_size = panel_size
         self.jsonl = jsonl
+        self._unlogged: tuple[int, Sequence[CompletionRecord]] | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Remove the rollouts that will be repeated."""
@@ -52,11 +56,20 @@ class CompletionLog(Callback):
             with _path(trainer).open("a") as file:
                 for record in experience.records:
                     file.write(json.dumps({"version": experience.version, **asdict(record)}) + "\n")
+        self._unlogged = experience.version, _of_several_prompts(experience.records, self.panel_size)
         if experience.version % self.every_n_rollouts == 0:
-            table = _table(experience.records[: self.panel_size])
-            for logger in trainer.loggers:
-                if isinstance(logger, TensorBoardLogger):
-                    logger.experiment.add_text("completions", table, experience.version)
+            self._log(trainer)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Log the last rollout."""
+        self._log(trainer)
+
+    def _log(self, trainer: Trainer) -> None:
+        if self._unlogged is not None:
+            version, records = self._unlogged
+            rows = [_row(version, record) for record in records]
+            log_table(trainer.loggers, "completions", COLUMNS, rows, _markdown(version, records), version)
+            self._unlogged = None
 
 
 def _path(trainer: Trainer) -> Path:
@@ -76,12 +89,48 @@ def _truncate(path: Path, version: int) -> None:
         file.truncate(end)
 
 
-def _table(records: Sequence[CompletionRecord]) -> str:
-    def cell(text: str) -> str:
-        return escape(text).replace("\n", "<br>").replace("|", "&#124;")
+COLUMNS = ["rollout", "prompt_id", "prompt", "completion", "reference", "reward", "rewards", "tokens", "truncated"]
 
-    lines = ["| prompt | completion | reference | rewards |", "|---|---|---|---|"]
+
+def _of_several_prompts(records: Sequence[CompletionRecord], size: int) -> list[CompletionRecord]:
+    """The first completion of each prompt, then the second of each, and so on."""
+    seen: Counter[str] = Counter()
+    order = []
+    for index, record in enumerate(records):
+        order.append((seen[record.prompt_id], index))
+        seen[record.prompt_id] += 1
+    return [records[index] for _, index in sorted(order)[:size]]
+
+
+def _row(version: int, record: CompletionRecord) -> list[Any]:
+    parts = [record.prompt_id, record.prompt, record.completion, record.reference, record.rewards["total"]]
+    return [version, *parts, _parts(record), record.tokens, record.truncated]
+
+
+def _parts(record: CompletionRecord) -> str:
+    named = ((name, value) for name, value in record.rewards.items() if name != "total")
+    return ", ".join(f"{name} {_number(value)}" for name, value in named)
+
+
+def _number(value: float | None) -> str:
+    return "not applicable" if value is None else f"{value:.3g}"
+
+
+def _markdown(version: int, records: Sequence[CompletionRecord]) -> str:
+    """A section for each completion: reward and reference answer, then prompt and completion as they are."""
+
+    def quoted(text: str) -> str:
+        return "> " + (escape(text).replace("|", "&#124;").replace("\n", "<br>") or "(empty)")
+
+    sections = [f"## Rollout {version}"]
     for record in records:
-        rewards = ", ".join(f"{name} {value:.2f}" for name, value in record.rewards.items())
-        lines.append(f"| {cell(record.prompt)} | {cell(record.completion)} | {cell(record.reference)} | {rewards} |")
-    return "\n".join(lines)
+        cut = ", truncated" if record.truncated else ""
+        sections += [
+            f"### Reward {_number(record.rewards['total'])} ({_parts(record)})",
+            f"Reference answer **{escape(record.reference)}**, {record.tokens} tokens{cut}, prompt {record.prompt_id}",
+            "Prompt:",
+            quoted(record.prompt),
+            "Completion:",
+            quoted(record.completion),
+        ]
+    return "\n\n".join(sections)

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
-from peft.utils import SAFETENSORS_WEIGHTS_NAME
-from safetensors.torch import load_file
+from torch import Tensor
 from tqdm import tqdm
 
 from qerl_pl.callbacks.rollout import RolloutCallback, rollout_callback
@@ -38,24 +37,6 @@ LABELS = {
     "unanswered_frac": "no answer found",
 }
 PACKAGES = ("qerl-pl", "torch", "transformers", "lightning", "math-verify")
-
-
-class ExportedAdapter(Callback):
-    """Evaluates the policy with an exported adapter.
-
-    Args:
-        folder: Adapter in PEFT's format, as `qerl export` or the end of a run writes it.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Load the adapter."""
-        assert isinstance(pl_module, QeRLModule)
-        pl_module.policy.load_trained_state(load_file(self.folder / SAFETENSORS_WEIGHTS_NAME))
-
-    on_validation_start = on_test_start
 
 
 class EvaluationReport(Callback, ChecksFirst):
@@ -133,14 +114,12 @@ class EvaluationReport(Callback, ChecksFirst):
 
     def _start(self, trainer: Trainer, module: LightningModule, loaders: Any) -> None:
         assert isinstance(module, QeRLModule) and isinstance(trainer.datamodule, PromptDataModule)  # type: ignore[attr-defined]
-        callbacks = trainer.callbacks  # type: ignore[attr-defined]
         self._prompts, self._tells_answers = {}, True
         rollout = rollout_callback(trainer, "EvaluationReport")
         self._settings = _settings(module, rollout, trainer.datamodule)  # type: ignore[attr-defined]
         digest = _sha256(json.dumps(self._settings, sort_keys=True).encode())[:12]
         # Not in the digest, which has the adapter's weights.
-        adapters = [str(callback.folder) for callback in callbacks if isinstance(callback, ExportedAdapter)]
-        self._settings["adapter"] = adapters[0] if adapters else None
+        self._settings["adapter"] = None if module.policy_version else module.policy_config.adapter
         if trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
         ranks, folder = communicator_of(trainer), Path(trainer.default_root_dir) / FOLDER
@@ -201,7 +180,27 @@ class _ProgressCache(SampleCache):
 
 
 def report_table(report: Mapping[str, Any]) -> str:
-    """The contents of evaluation.json as a Markdown table: a column for each set, a row for each metric."""
+    """The contents of evaluation.json as `metrics_table`, with the model and the sampling below it."""
+    adapter = report["adapter"]  # an exported adapter does not record its rollouts
+    learned = f"after {report['rollouts']} rollouts" if adapter is None else f"with the adapter in {adapter}"
+    return "\n".join(
+        [
+            metrics_table(report),
+            "",
+            f"{report['model']}, {report['quantization']}, {report['dtype']}, {learned}; {sampling_line(report)}",
+            "",
+        ]
+    )
+
+
+def sampling_line(report: Mapping[str, Any]) -> str:
+    """How the answers of evaluation.json were sampled, and what the brackets of `metrics_table` are."""
+    sampling = ", ".join(f"{name} {value}" for name, value in report["sampling"].items())
+    return f"sampled with {sampling}, seed {report['seed']}. In brackets 95 %, by bootstrap over prompts."
+
+
+def metrics_table(report: Mapping[str, Any]) -> str:
+    """The metrics of evaluation.json as a Markdown table: a column for each set, a row for each metric."""
     sets = report["sets"]
     metrics = list(dict.fromkeys(name for results in sets.values() for name in results["metrics"]))
     rows = [["", *sets]]
@@ -214,16 +213,15 @@ def report_table(report: Mapping[str, Any]) -> str:
         rows.append(row)
     lines = ["| " + " | ".join(row) + " |" for row in rows]
     lines.insert(1, "|" + "---|" * len(rows[0]))
-    adapter = report["adapter"]  # an exported adapter does not record its rollouts
-    learned = f"after {report['rollouts']} rollouts" if adapter is None else f"with the adapter in {adapter}"
-    sampling = ", ".join(f"{name} {value}" for name, value in report["sampling"].items())
-    lines += [
-        "",
-        f"{report['model']}, {report['quantization']}, {report['dtype']}, {learned}; "
-        f"sampled with {sampling}, seed {report['seed']}. In brackets 95 %, by bootstrap over prompts.",
-        "",
-    ]
     return "\n".join(lines)
+
+
+def weights_digest(trained: Mapping[str, Tensor]) -> str:
+    """SHA-256 of names and values of the trained weights, by which a report says what it is of."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(trained.items()):
+        digest.update(name.encode() + tensor.contiguous().cpu().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def _sha256(data: bytes) -> str:
@@ -233,16 +231,13 @@ def _sha256(data: bytes) -> str:
 def _settings(module: QeRLModule, rollout: RolloutCallback, data: PromptDataModule) -> dict[str, Any]:
     """Everything that a sample and its grade depend on, except the question."""
     config, policy = rollout.eval_config, module.policy_config
-    trained = hashlib.sha256()
-    for name, tensor in sorted(module.policy.trained_state().items()):
-        trained.update(name.encode() + tensor.contiguous().cpu().view(torch.uint8).numpy().tobytes())
     return {
         "format": FORMAT,
         "model": "toy policy" if policy.path is None else policy.path,
         "base": module.base_identity,
         "quantization": policy.quantization,
         "dtype": policy.dtype,
-        "trained": trained.hexdigest(),
+        "trained": weights_digest(module.policy.trained_state()),
         "rollouts": module.policy_version,
         "engine": type(rollout.engine).__name__,
         "seed": module.seed,

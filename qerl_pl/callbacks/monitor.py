@@ -74,21 +74,25 @@ log = logging.getLogger(__name__)
 
 LAYOUT = {
     "Learning": {
-        "reward": ["Multiline", ["reward/mean", "val/(.+/)?accuracy", "val/(.+/)?pass@1"]],
-        "entropy": ["Multiline", ["policy/entropy"]],
+        "reward": ["Multiline", ["reward/mean$"]],
+        "held-out accuracy (greedy)": ["Multiline", ["val/(.+/)?accuracy$"]],
+        "held-out pass@1 (sampled)": ["Multiline", ["val/(.+/)?pass@1$"]],
+        "entropy": ["Multiline", ["policy/entropy$"]],
+        "KL from the reference": ["Multiline", ["policy/kl$"]],
+        "clip fraction": ["Multiline", ["policy/clip_frac_low$", "policy/clip_frac_high$"]],
+        "completion length": ["Multiline", ["completions/length_mean$"]],
+        "truncated completions": ["Multiline", ["completions/truncated_frac$"]],
     },
-    "Policy": {
-        "distance": ["Multiline", ["policy/kl", "mismatch/logprob_abs_mean"]],
-        "clipping": ["Multiline", ["policy/clip_frac_low", "policy/clip_frac_high"]],
-        "noise": ["Multiline", ["aqn/sigma", "aqn/measured_std"]],
+    "Sampler": {
+        "difference from the trainer": ["Multiline", ["mismatch/logprob_abs_mean$"]],
+        "noise": ["Multiline", ["aqn/sigma$", "aqn/measured_std$"]],
     },
     "Cost": {
-        "seconds": ["Multiline", ["time/sync_s", "time/rollout_s", "time/reward_s", "time/update_s"]],
-        "completions": ["Multiline", ["completions/length_mean", "completions/truncated_frac"]],
-        "memory": ["Multiline", ["memory/peak_gib", "memory/driver_gib", "memory/base_gib", "memory/kv_cache_gib"]],
+        "seconds": ["Multiline", ["time/sync_s$", "time/rollout_s$", "time/reward_s$", "time/update_s$"]],
+        "memory": ["Multiline", ["memory/peak_gib$", "memory/driver_gib$", "memory/base_gib$", "memory/kv_cache_gib$"]],
     },
 }
-"""TensorBoard's custom scalars: reward and entropy first."""
+"""TensorBoard's custom scalars: what is learned first. A chart has one color for each run, so few curves."""
 
 
 class Monitor(Callback):

@@ -1,4 +1,4 @@
-"""Summary of a run: a table, a plot and summary.json."""
+"""Summary of a run: a table, a plot and summary.json, in the loggers too."""
 
 import io
 import json
@@ -14,6 +14,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from rich.console import Console
 from rich.table import Table
 
+from qerl_pl.callbacks.loggers import log_result, where_to_look
 from qerl_pl.distributed.communicator import writes_files
 from qerl_pl.modules.qerl import QeRLModule
 from qerl_pl.persistence.atomic_files import atomic_write
@@ -25,7 +26,7 @@ AVERAGED = 3
 
 
 class RunSummary(Callback):
-    """Writes RUN/summary.json and RUN/run.png and prints a table when a run ends.
+    """Writes RUN/summary.json and RUN/run.png, logs both, and prints a table when a run ends.
 
     `accuracy_before` is pass@1 of the sanity check, if that covers all validation prompts
     (`trainer.num_sanity_val_steps: -1`), `accuracy_after` that of the last validation; with several validation sets
@@ -89,10 +90,11 @@ class RunSummary(Callback):
         summary = self._summary(pl_module, folder)
         atomic_write(folder / "summary.json", (json.dumps(summary, indent=2) + "\n").encode())
         self._plot(folder / "run.png")
+        log_result(trainer.loggers, summary, folder / "run.png", pl_module.policy_version - 1)
         bar = trainer.progress_bar_callback
         if isinstance(bar, RichProgressBar) and bar.progress is not None:
             bar.progress.stop()  # or it is drawn again below the table
-        self._print(summary, folder)
+        self._print(summary, folder, [place for logger in trainer.loggers if (place := where_to_look(logger))])
 
     def _summary(self, module: QeRLModule, folder: Path) -> dict[str, Any]:
         reward, entropy, sigma = (self.curves[name] for name in ("reward/mean", "policy/entropy", "aqn/sigma"))
@@ -140,7 +142,7 @@ class RunSummary(Callback):
         figure.savefig(image, dpi=120)
         atomic_write(path, image.getvalue())
 
-    def _print(self, summary: dict[str, Any], folder: Path) -> None:
+    def _print(self, summary: dict[str, Any], folder: Path, places: list[str]) -> None:
         before, after = summary["accuracy_before"], summary["accuracy_after"]
         rows = [("reward (mean of the first and the last rollouts)", summary["reward_first"], summary["reward_last"])]
         if isinstance(before, dict):
@@ -157,9 +159,10 @@ class RunSummary(Callback):
         seconds = ", ".join(f"{phase} {summary[f'{phase}_seconds']:.0f}" for phase in PHASES)
         console = Console()
         console.print(table)
-        console.print(f"{summary['train_seconds']:.0f} s of training: {seconds}")
-        console.print(f"plot {folder / 'run.png'}, numbers {folder / 'summary.json'}, adapter {folder / 'adapter'}")
-        console.print(f"watch it: tensorboard --logdir {folder.parent}")
+        lines = [f"{summary['train_seconds']:.0f} s of training: {seconds}"]
+        lines.append(f"plot {folder / 'run.png'}, numbers {folder / 'summary.json'}, adapter {folder / 'adapter'}")
+        for line in (*lines, *(f"watch it: {place}" for place in places)):
+            console.print(line, soft_wrap=True)  # a path or address can be copied
 
 
 def _mean(values: list[float]) -> float | None:

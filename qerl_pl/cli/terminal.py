@@ -13,7 +13,7 @@ from qerl_pl.distributed.communicator import is_first_process
 
 LEVELS = {
     name: logging.WARNING
-    for name in ("httpx", "matplotlib", "datasets", "absl", "lightning.pytorch", "lightning.fabric")
+    for name in ("httpx", "httpx2", "matplotlib", "datasets", "absl", "lightning.pytorch", "lightning.fabric")
 }
 """Level of other libraries' loggers, by name: requests, fonts, seeds, devices, advertisements."""
 

@@ -1,0 +1,140 @@
+"""What a terminal shows of a run: a bar with its metrics, or a line for each rollout where there is no terminal."""
+
+import logging
+import re
+import time
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ProgressBar, RichProgressBar
+from lightning.pytorch.trainer.states import TrainerFn
+from rich import get_console
+
+from qerl_pl.modules.qerl import QeRLModule
+
+log = logging.getLogger(__name__)
+
+LABELS = {"reward/mean": "reward", "policy/entropy": "entropy", "completions/length_mean": "length"}
+"""Tags of a rollout's metrics, and how a terminal names them."""
+
+
+def progress_bar() -> ProgressBar:
+    """A `RunBar` on a terminal or in a notebook, elsewhere `RolloutLines`."""
+    console = get_console()
+    return RunBar() if console.is_terminal or console.is_jupyter else RolloutLines()
+
+
+def held_out_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Greedy accuracy and sampled pass@1 of each validation set, by label.
+
+    Args:
+        metrics: Values by tag.
+    """
+    found = {}
+    kinds = {"accuracy": "greedy accuracy", "pass@1": "sampled pass@1"}
+    for tag, value in metrics.items():
+        if match := re.fullmatch(r"val/(?:(.+)/)?(accuracy|pass@1)", tag):
+            found[kinds[match[2]] + (f" on {match[1]}" if match[1] else "")] = float(value)
+    return found
+
+
+class TimeLeft:
+    """Estimates the rest of a run from the mean time of this process's rollouts, validations included."""
+
+    def __init__(self) -> None:
+        self._began = 0.0
+        self._first = 0
+
+    def start(self, module: QeRLModule) -> None:
+        """Start the clock before the first rollout."""
+        self._began = time.perf_counter()
+        self._first = module.policy_version
+
+    def text(self, module: QeRLModule) -> str:
+        """Hours, minutes and seconds after a rollout, as in 1:02:03."""
+        mean = (time.perf_counter() - self._began) / (module.policy_version - self._first)
+        return str(timedelta(seconds=round(mean * (module.planned_rollouts() - module.policy_version))))
+
+
+class RunBar(RichProgressBar):
+    """Lightning's bar with reward, entropy, completion length in tokens, greedy accuracy and the run's time left."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._time_left = TimeLeft()
+        self._left: str | None = None
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Start the clock."""
+        super().on_train_start(trainer, pl_module)
+        if isinstance(pl_module, QeRLModule):
+            self._time_left.start(pl_module)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Estimate the time left, and draw the bar."""
+        if isinstance(pl_module, QeRLModule):
+            self._left = self._time_left.text(pl_module)
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+
+    def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
+        """The bar's metrics by their labels."""
+        metrics: dict[str, Any] = super().get_metrics(trainer, pl_module)
+        shown = {LABELS[tag]: metrics.pop(tag) for tag in LABELS if tag in metrics}
+        if "length" in shown:
+            shown["length"] = f"{shown['length']:.0f}"
+        shown |= held_out_metrics(metrics)
+        shown |= {tag: value for tag, value in metrics.items() if not tag.startswith("val/")}
+        return shown | ({"run left": self._left} if self._left else {})
+
+
+class RolloutLines(ProgressBar):
+    """Logs a line for each rollout, with reward, entropy, completion length and time left, and for each validation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._enabled = True
+        self._time_left = TimeLeft()
+
+    def disable(self) -> None:
+        """Log nothing."""
+        self._enabled = False
+
+    def enable(self) -> None:
+        """Log again."""
+        self._enabled = True
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Start the clock."""
+        if isinstance(pl_module, QeRLModule):
+            self._time_left.start(pl_module)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Log the rollout's line."""
+        if not self._enabled or not isinstance(pl_module, QeRLModule):
+            return
+        reward, entropy, length = (float(trainer.callback_metrics[tag]) for tag in LABELS)
+        log.info(
+            "rollout %d/%d: reward %.3f, entropy %.3f, length %.0f tokens, %s left",
+            pl_module.policy_version,
+            pl_module.planned_rollouts(),
+            reward,
+            entropy,
+            length,
+            self._time_left.text(pl_module),
+        )
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Log the validation's line."""
+        partial = trainer.sanity_checking and trainer.num_sanity_val_batches != trainer.num_val_batches
+        if not self._enabled or partial or trainer.state.fn != TrainerFn.FITTING:
+            return
+        found = held_out_metrics(trainer.callback_metrics)
+        if isinstance(pl_module, QeRLModule) and found:
+            values = ", ".join(f"{label} {value:.3f}" for label, value in found.items())
+            log.info("validation after %d rollouts: %s", pl_module.policy_version, values)

@@ -1,0 +1,238 @@
+"""What Lightning's loggers hold after a run, read with their own libraries: TensorBoard, W&B offline, MLflow, CSV."""
+
+import csv
+import io
+import json
+import re
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pages
+import pytest
+import yaml
+from cli_helpers import built
+from fit_helpers import configuration
+from lightning.pytorch import Trainer
+from lightning.pytorch.loggers import CSVLogger, MLFlowLogger, TensorBoardLogger, WandbLogger
+from lightning.pytorch.loggers.logger import DummyLogger
+from pages import ROOT
+from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.custom_scalar import layout_pb2
+from tensorboard.plugins.hparams import plugin_data_pb2
+
+from qerl_pl.callbacks.loggers import flatten, log_hyperparameters, where_to_look
+from qerl_pl.cli.main import QeRLCLI
+
+pytestmark = pytest.mark.skipif(
+    find_spec("wandb") is None or find_spec("mlflow") is None, reason="needs the extra `loggers`"
+)
+LOGGERS = ("TensorBoardLogger", "WandbLogger", "MLFlowLogger", "CSVLogger")
+SETTINGS = {
+    "seed_everything": 3,
+    "model.policy.lora.rank": 4,
+    "model.objective": "GRPO",
+    "model.optimizer.lr": 0.01,
+    "data": "ArithmeticDataModule",
+    "data.val_size": 3,
+    "trainer.max_epochs": 1,
+    "trainer.callbacks.AdaptiveQuantizationNoise.stages": 4,
+    "trainer.callbacks.AdaptiveQuantizationNoise.sigma_start": 0.01,
+    "trainer.callbacks.RolloutCallback.rewards.Vowels.weight": 0.5,
+}
+"""Some of the run's settings, as its configuration has them or by default."""
+
+
+@pytest.fixture(scope="module")
+def run(tiny_policy_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Trainer, Path, str]]:
+    """A run of two rollouts with four loggers: its trainer, its folder, and what it printed."""
+    import wandb
+
+    folder = tmp_path_factory.mktemp("loggers") / "run"
+    settings = configuration(tiny_policy_dir, folder)
+    settings["trainer"] |= {"max_epochs": 1, "limit_train_batches": 2}
+    own: dict[str, dict[str, Any]] = {"WandbLogger": {"offline": True}, "MLFlowLogger": {}}
+    own["MLFlowLogger"]["save_dir"] = str(folder / "mlruns")
+    settings["trainer"]["logger"] = [
+        {"class_path": f"lightning.pytorch.loggers.{name}", "init_args": {"save_dir": str(folder)} | own.get(name, {})}
+        for name in LOGGERS
+    ]
+    printed = io.StringIO()
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(sys, "argv", ["qerl"])
+        monkeypatch.setattr(sys, "stdout", printed)
+        environment = {"MLFLOW_ALLOW_FILE_STORE": "true", "WANDB_SILENT": "true", "WANDB_MODE": "offline"}
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        trainer = QeRLCLI({"subcommand": "fit", "fit": settings}).trainer
+        yield trainer, folder, printed.getvalue()
+        wandb.finish()
+        wandb.teardown()
+
+
+def logger_of(trainer: Trainer, kind: type) -> Any:
+    return next(logger for logger in trainer.loggers if type(logger) is kind)
+
+
+def summary_of(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "summary.json").read_text())
+    return found
+
+
+def rows_of(folder: Path, version: int) -> list[dict[str, Any]]:
+    """What a table has of a rollout's completions, from RUN/completions.jsonl: one of each prompt comes first."""
+    lines = [json.loads(line) for line in (folder / "completions.jsonl").read_text().splitlines()]
+    first, second, third, fourth = (line for line in lines if line["version"] == version)  # two prompts, two of each
+    rows = []
+    for line in (first, third, second, fourth):
+        rewards = line["rewards"]
+        parts = f"accuracy {rewards['accuracy']:.3g}, vowels {rewards['vowels']:.3g}"
+        same = {name: line[name] for name in ("prompt_id", "prompt", "completion", "reference")}
+        row = {"rollout": version, **same, "reward": rewards["total"], "rewards": parts}
+        rows.append(row | {name: line[name] for name in ("tokens", "truncated")})
+    return rows
+
+
+def titles_of(folder: Path, version: int) -> list[str]:
+    """Titles of the same completions in Markdown."""
+    return [f"### Reward {row['reward']:.3g} ({row['rewards']})" for row in rows_of(folder, version)]
+
+
+def titles_in(text: str) -> list[str]:
+    return [line for line in text.splitlines() if line.startswith("### ")]
+
+
+def pixels(file: Any) -> bytes:
+    return Image.open(file).convert("RGB").tobytes()
+
+
+def test_tensorboard_shows_completions_summary_and_picture(run: tuple[Trainer, Path, str]) -> None:
+    trainer, folder, _ = run
+    events = EventAccumulator(logger_of(trainer, TensorBoardLogger).log_dir).Reload()
+    panels = events.Tensors("completions/text_summary")
+    assert [panel.step for panel in panels] == [0, 1]  # every tenth rollout, and the last
+    for panel in panels:
+        text = panel.tensor_proto.string_val[0].decode()
+        assert titles_in(text) == titles_of(folder, panel.step)
+        assert all(f"**{row['reference']}**" in text for row in rows_of(folder, panel.step))
+    (picture,) = events.Images("run")
+    assert picture.step == 1 and pixels(io.BytesIO(picture.encoded_image_string)) == pixels(folder / "run.png")
+    (text,) = events.Tensors("summary/text_summary")
+    assert f"| reward_last | {summary_of(folder)['reward_last']} |" in text.tensor_proto.string_val[0].decode()
+
+
+def test_tensorboard_compares_runs_by_their_settings(run: tuple[Trainer, Path, str]) -> None:
+    logger = logger_of(run[0], TensorBoardLogger)
+    events = EventAccumulator(logger.log_dir).Reload()
+
+    def plugin_data(tag: str) -> Any:
+        return plugin_data_pb2.HParamsPluginData.FromString(events.SummaryMetadata(tag).plugin_data.content)
+
+    settings = plugin_data("_hparams_/session_start_info").session_start_info.hparams
+    shown = {name: settings[name].number_value or settings[name].string_value for name in SETTINGS}
+    assert shown == SETTINGS
+    metrics = {info.name.tag for info in plugin_data("_hparams_/experiment").experiment.metric_infos}
+    assert "reward/mean" in metrics and metrics <= set(events.Tags()["scalars"])
+    assert "hp_metric" not in events.Tags()["scalars"]
+    assert SETTINGS.items() <= yaml.safe_load((Path(logger.log_dir) / "hparams.yaml").read_text()).items()
+
+
+def test_the_layout_begins_with_reward_and_draws_what_is_logged(run: tuple[Trainer, Path, str]) -> None:
+    events = EventAccumulator(logger_of(run[0], TensorBoardLogger).log_dir).Reload()
+    (event,) = events.Tensors("custom_scalars__config__")
+    layout = layout_pb2.Layout.FromString(event.tensor_proto.string_val[0])
+    charts = {chart.title: list(chart.multiline.tag) for part in layout.category for chart in part.chart}
+    first = ["reward", "held-out accuracy (greedy)", "held-out pass@1 (sampled)", "entropy", "KL from the reference"]
+    assert [*charts][:7] == [*first, "clip fraction", "completion length"]
+    assert [len(charts[title]) for title in first] == [1] * 5
+    logged = events.Tags()["scalars"]
+    unseen = {tag for tags in charts.values() for tag in tags if not any(re.match(tag, one) for one in logged)}
+    assert unseen == {"memory/driver_gib$"}  # of a GPU
+
+
+def test_wandb_shows_completions_summary_picture_and_settings(run: tuple[Trainer, Path, str]) -> None:
+    trainer, folder, _ = run
+    experiment = logger_of(trainer, WandbLogger).experiment
+    assert {name: experiment.config[name] for name in SETTINGS} == SETTINGS
+    summary = {name: value for name, value in summary_of(folder).items() if value is not None}
+    assert {name: experiment.summary[name] for name in summary} == summary
+    media = Path(experiment.dir) / "media"
+    assert [pixels(path) for path in media.glob("images/run_*.png")] == [pixels(folder / "run.png")]
+    tables = [json.loads(path.read_text()) for path in media.glob("table/completions_*.table.json")]
+    rows = [[dict(zip(table["columns"], row, strict=True)) for row in table["data"]] for table in tables]
+    assert sorted(rows, key=lambda table: table[0]["rollout"]) == [rows_of(folder, 0), rows_of(folder, 1)]
+
+
+def test_mlflow_shows_completions_summary_picture_and_settings(run: tuple[Trainer, Path, str]) -> None:
+    trainer, folder, _ = run
+    logger = logger_of(trainer, MLFlowLogger)
+    params = logger.experiment.get_run(logger.run_id).data.params
+    assert {name: params[name] for name in SETTINGS} == {name: str(value) for name, value in SETTINGS.items()}
+    artifacts = folder / "mlruns" / logger.experiment_id / logger.run_id / "artifacts"
+    assert pixels(artifacts / "run.png") == pixels(folder / "run.png")
+    assert json.loads((artifacts / "summary.json").read_text()) == summary_of(folder)
+    texts = {path.name: path.read_text() for path in (artifacts / "completions").iterdir()}
+    assert {name: titles_in(text) for name, text in texts.items()} == {
+        f"rollout-00000{version}.md": titles_of(folder, version) for version in (0, 1)
+    }
+    reward = logger.experiment.get_metric_history(logger.run_id, "reward/mean")
+    assert [point.step for point in reward] == [0, 1]
+
+
+def test_a_run_that_mlflow_knows_keeps_its_first_settings(run: tuple[Trainer, Path, str]) -> None:
+    logger = logger_of(run[0], MLFlowLogger)
+    log_hyperparameters([logger], {"seed_everything": 4, "of a resumed run": 1})
+    params = logger.experiment.get_run(logger.run_id).data.params
+    assert (params["seed_everything"], params["of a resumed run"]) == ("3", "1")
+
+
+def test_csv_has_curves_and_settings(run: tuple[Trainer, Path, str]) -> None:
+    logger = logger_of(run[0], CSVLogger)
+    with (Path(logger.log_dir) / "metrics.csv").open() as file:
+        rewards = [row["reward/mean"] for row in csv.DictReader(file) if row["reward/mean"]]
+    assert len(rewards) == 2
+    assert SETTINGS.items() <= yaml.safe_load((Path(logger.log_dir) / "hparams.yaml").read_text()).items()
+
+
+def test_the_closing_hint_names_each_logger(run: tuple[Trainer, Path, str]) -> None:
+    trainer, folder, printed = run
+    hints = [line.removeprefix("watch it: ") for line in printed.splitlines() if line.startswith("watch it: ")]
+    tensorboard, wandb, mlflow, csv_file = hints
+    assert (
+        tensorboard
+        == f"tensorboard --logdir {folder}/lightning_logs, then http://localhost:6006/#custom_scalars&_smoothingWeight=0"
+    )
+    offline = Path(wandb.removeprefix("wandb sync "))
+    assert offline.parent == folder / "wandb" and list(offline.glob("*.wandb"))
+    assert mlflow == f"mlflow ui --backend-store-uri file:{folder}/mlruns"
+    assert Path(csv_file).is_file() and csv_file.endswith("/metrics.csv")
+    assert where_to_look(DummyLogger()) is None
+
+
+def test_the_loggers_of_the_page_are_accepted(tmp_path: Path) -> None:
+    (block,) = pages.fences(ROOT / "docs" / "logged-metrics.md", "yaml")
+    (tmp_path / "loggers.yaml").write_text(block)
+    settings = built("fit", "-c", str(ROOT / "configs" / "quickstart.yaml"), "-c", str(tmp_path / "loggers.yaml"))
+    assert [type(logger) for logger in settings.trainer.logger] == [WandbLogger, CSVLogger]
+
+
+def test_settings_are_named_as_on_the_command_line() -> None:
+    rewards = {"exact": {"class_path": "a.Exact", "init_args": {"weight": 2}}, "mine": "my.py:score"}
+    callbacks = [{"class_path": "b.Watch", "init_args": {"every": 3, "at": None}}, {"class_path": "b.Other"}]
+    settings = {
+        "noise": None,
+        "rollout": {"rewards": rewards, "betas": [0.9, 0.99]},
+        "trainer": {"callbacks": callbacks},
+    }
+    assert flatten(settings) == {
+        "rollout.rewards.exact": "Exact",
+        "rollout.rewards.exact.weight": 2,
+        "rollout.rewards.mine": "my.py:score",
+        "rollout.betas": [0.9, 0.99],
+        "trainer.callbacks.Watch": "Watch",
+        "trainer.callbacks.Watch.every": 3,
+        "trainer.callbacks.Other": "Other",
+    }

@@ -1,0 +1,74 @@
+"""What a terminal, and a file in its place, shows of a run while it trains."""
+
+import csv
+import itertools
+import logging
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ProgressBar
+from lightning.pytorch.loggers import CSVLogger
+from rich.console import Console
+from short_run import data, module_of, rollout_of
+
+from qerl_pl.callbacks import RolloutLines, RunBar
+from qerl_pl.callbacks import progress as progress_module
+from qerl_pl.callbacks.progress import held_out_metrics, progress_bar
+from qerl_pl.toy import ToyConfig, build_toy_policy
+
+
+def fit(base: Path, run: Path, bar: ProgressBar) -> dict[str, list[float]]:
+    """Four rollouts and a validation before and after them: the logged values of each tag."""
+    logger = CSVLogger(str(run), name="", version="")
+    settings = {"accelerator": "cpu", "max_epochs": 1, "enable_model_summary": False, "num_sanity_val_steps": -1}
+    settings |= {"default_root_dir": run, "log_every_n_steps": 1, "enable_checkpointing": False}
+    Trainer(callbacks=[rollout_of(), bar], logger=logger, **settings).fit(module_of(base), datamodule=data())
+    with (run / "metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    return {tag: [float(row[tag]) for row in rows if row[tag]] for tag in rows[0]}
+
+
+def test_a_file_has_a_line_for_each_rollout_and_validation(
+    tiny_policy_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    seconds = itertools.count(50.0)  # the clock ticks when it is looked at: a second a rollout
+    monkeypatch.setattr(progress_module, "time", SimpleNamespace(perf_counter=seconds.__next__))
+    with caplog.at_level(logging.INFO, "qerl_pl"):
+        logged = fit(tiny_policy_dir, tmp_path, RolloutLines())
+    lines = [record.getMessage() for record in caplog.records if record.name == progress_module.__name__]
+    columns = (logged[tag] for tag in ("reward/mean", "policy/entropy", "completions/length_mean"))
+    assert lines[1:5] == [
+        f"rollout {number}/4: reward {reward:.3f}, entropy {entropy:.3f}, length {length:.0f} tokens, "
+        f"0:00:0{4 - number} left"
+        for number, (reward, entropy, length) in enumerate(zip(*columns, strict=True), start=1)
+    ]
+    after = f"greedy accuracy {logged['val/accuracy'][-1]:.3f}, sampled pass@1 {logged['val/pass@1'][-1]:.3f}"
+    assert lines[5:] == [f"validation after 4 rollouts: {after}"]
+    assert re.fullmatch(r"validation after 0 rollouts: greedy accuracy \d\.\d{3}, sampled pass@1 \d\.\d{3}", lines[0])
+
+
+def test_a_disabled_bar_says_nothing(tiny_policy_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    lines = RolloutLines()
+    lines.disable()
+    with caplog.at_level(logging.INFO, "qerl_pl"):
+        fit(tiny_policy_dir, tmp_path, lines)
+    assert not [record for record in caplog.records if record.name == progress_module.__name__]
+
+
+@pytest.mark.parametrize(("terminal", "kind"), [(True, RunBar), (False, RolloutLines)])
+def test_the_bar_is_for_terminals(monkeypatch: pytest.MonkeyPatch, terminal: bool, kind: type) -> None:
+    monkeypatch.setattr(progress_module, "get_console", lambda: Console(force_terminal=terminal))
+    assert type(progress_bar()) is kind
+
+
+def test_held_out_numbers_say_how_they_were_sampled() -> None:
+    metrics = {"val/MATH/accuracy": 0.5, "val/MATH/pass@1": 0.25, "val/pass@8": 1.0, "val/length_mean": 9.0}
+    assert held_out_metrics(metrics) == {"greedy accuracy on MATH": 0.5, "sampled pass@1 on MATH": 0.25}
+
+
+def test_teaching_the_toy_policy_draws_no_bar_in_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    build_toy_policy(ToyConfig(layers=1, intermediate=128, steps=2, batch_size=1), tmp_path)
+    assert capsys.readouterr().err == ""
