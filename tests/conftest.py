@@ -19,7 +19,7 @@ os.environ.setdefault("TRITON_INTERPRET", str(int(not torch.cuda.is_available())
 torch.set_num_threads(1)
 
 
-SLOW_FILES = ("test_ranks", "test_resume", "test_watch", "test_every_way", "test_fit", "test_study", "test_engines")
+SLOW_FILES = ("test_resume", "test_ranks", "test_fit", "test_mistakes", "test_engines", "test_ops_few", "test_watch")
 """Files that take longest, most of them for the processes that they start."""
 
 

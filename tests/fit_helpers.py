@@ -180,25 +180,48 @@ def fit_on_ranks(
     Returns:
         (exit status of each rank; everything that was printed).
     """
-    config, size = _written(settings), settings["trainer"]["devices"]
+    return ended(start_ranks(settings, *extra, prepare=prepare))
+
+
+Started = list[tuple[multiprocessing.process.BaseProcess, Path]]
+"""Processes, and the file that has what each prints."""
+
+
+def start_ranks(settings: dict[str, Any], *extra: str, prepare: Callable[[], None] | None = None) -> Started:
+    """Start the processes of `fit_on_ranks`."""
+    config, size, port = _written(settings), settings["trainer"]["devices"], free_port()
     words, started = ["fit", "-c", str(config), *extra], []
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
     for rank in range(size):
-        ready = partial(_become, rank, size, port, prepare)
-        errors = config.with_suffix(f".rank{rank}.log")
-        process = processes().Process(target=_child, args=(words, ready, errors))
-        process.start()
-        started.append((process, errors))
+        places = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+        job = {"TORCHELASTIC_RUN_ID": "test", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        started.append(start(words, config.with_suffix(f".rank{rank}.log"), places | job, prepare))
+    return started
+
+
+def start(
+    words: list[str], errors: Path, environment: dict[str, Any], prepare: Callable[[], None] | None = None
+) -> tuple[multiprocessing.process.BaseProcess, Path]:
+    """Start `qerl` in a process of its own, with environment variables."""
+    process = processes().Process(target=_child, args=(words, partial(_become, environment, prepare), errors))
+    process.start()
+    return process, errors
+
+
+def ended(started: Started) -> tuple[list[int], str]:
+    """Wait for processes: (exit status of each; everything that was printed)."""
     statuses = [_ended(process, errors) for process, errors in started]
     return statuses, "".join(errors.read_text() for _, errors in started)
 
 
-def _become(rank: int, size: int, port: int, prepare: Callable[[], None] | None) -> None:
-    places = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
-    job = {"TORCHELASTIC_RUN_ID": "test", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    os.environ.update({name: str(value) for name, value in (places | job).items()})
+def free_port() -> int:
+    """A TCP port that nobody listens to."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def _become(environment: dict[str, Any], prepare: Callable[[], None] | None) -> None:
+    os.environ.update({name: str(value) for name, value in environment.items()})
     if prepare is not None:
         prepare()
 

@@ -68,6 +68,7 @@ ROOMS = {
     "module": Room(
         (
             "qerl_pl/modules/qerl.py",
+            "qerl_pl/modules/policy_module.py",
             "qerl_pl/callbacks/aqn.py",
             "qerl_pl/callbacks/rollout.py",
         ),

@@ -4,6 +4,7 @@ import importlib
 import inspect
 import json
 import re
+import runpy
 import shlex
 import sys
 from collections.abc import Iterator
@@ -27,7 +28,8 @@ import qerl_pl.rewards
 from qerl_pl.callbacks import RolloutCallback
 from qerl_pl.callbacks.monitor import LOGGED_ON_GPU
 from qerl_pl.cli.main import CALLBACKS, COMMANDS, QeRLCLI, main
-from qerl_pl.rewards import RewardSample
+from qerl_pl.datamodules import PromptDataModule
+from qerl_pl.rewards import RewardSample, score
 
 README = ROOT / "README.md"
 NAMED = {
@@ -46,7 +48,7 @@ def process_state(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(sys, "argv", ["qerl"])
     monkeypatch.setattr(sys, "path", list(sys.path))
     yield
-    for module in ("my_data", "my_rewards"):
+    for module in ("my_data", "my_rewards", "qerl_reward_my_grader", "qerl_reward_trl_rewards"):
         sys.modules.pop(module, None)
 
 
@@ -63,6 +65,9 @@ def workdir(tiny_policy_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(sys, "argv", ["qerl"])
         QeRLCLI({"subcommand": "fit", "fit": settings})
+        monkeypatch.chdir(workdir)
+        runpy.run_path("my_questions.py")
+    (workdir / "configs").symlink_to(ROOT / "configs")
     return workdir
 
 
@@ -113,7 +118,7 @@ def test_files_that_a_page_names_exist(path: Path, workdir: Path) -> None:
     folders = [ROOT / folder for folder in ("benchmarks", "configs", "docs", "kernels", "qerl_pl", "tests")]
     existing = [f"/{file.relative_to(ROOT).as_posix()}" for folder in folders for file in folder.rglob("*")]
     existing += [f"/{file.name}" for file in (*ROOT.glob("*.*"), *(workdir / "runs" / "quickstart").iterdir())]
-    existing.append("/evaluation.md")  # that `qerl test` writes
+    existing += ["/evaluation.md", "/qerl_config.yaml"]  # that `qerl test` and `qerl export` write
     for name in files(path):
         assert any(file.endswith(f"/{name}") for file in existing), name
 
@@ -142,14 +147,23 @@ def test_imports_point_the_way_that_contributing_says() -> None:
 
 
 @pytest.mark.parametrize(("path", "line"), LINES, ids=[f"{path.stem}: {line}" for path, line in LINES])
-def test_a_command_is_understood(path: Path, line: str, workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_command_is_understood(
+    path: Path, line: str, workdir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     program, command, *args = shlex.split(line)
     if program == "make":
         assert re.search(rf"^{command}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
         return
-    assert program == "qerl"
     monkeypatch.syspath_prepend(str(workdir))
-    monkeypatch.chdir(ROOT)
+    monkeypatch.chdir(workdir)
+    if program == "python":
+        assert Path(command).is_file()
+        return
+    assert program == "qerl"
+    if command == "configs":
+        monkeypatch.chdir(tmp_path)
+        assert main([command, *args]) == 0
+        return
     if command in COMMANDS:
         args.append("--print_config")
     if any(arg.endswith("help") or arg.startswith("--print_config") for arg in args):
@@ -159,8 +173,10 @@ def test_a_command_is_understood(path: Path, line: str, workdir: Path, monkeypat
     else:
         settings = built(command, *args)
         for option, value in zip(args, args[1:], strict=False):
-            if option == "--data":
-                assert f"{type(settings.data).__module__}.{type(settings.data).__name__}" == value
+            if option == "--data" and isinstance(settings.data, PromptDataModule):
+                assert f"qerl_pl.datamodules.datasets.{value}".endswith(
+                    f"{type(settings.data).__module__}.{type(settings.data).__name__}"
+                )
                 assert len({row.id for row in settings.data.train_rows()}) > settings.data.batch_size
 
 
@@ -195,18 +211,32 @@ def test_the_adapter_loads_with_plain_transformers_and_peft(workdir: Path, monke
         assert tensor.any() and torch.equal(loaded[name], tensor)
 
 
-def test_a_reward_of_your_own_is_accepted_and_scores(
+def test_the_rewards_of_the_page_are_accepted_and_score(
     workdir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(workdir))
-    (block,) = pages.fences(ROOT / "docs" / "your-own-reward.md", "yaml")
-    (tmp_path / "rewards.yaml").write_text(block)
-    settings = built("fit", "-c", str(ROOT / "configs" / "quickstart.yaml"), "-c", str(tmp_path / "rewards.yaml"))
-    rewards = {reward.name: reward for reward in settings.rollout.config.rewards}
-    assert rewards.keys() == {"accuracy", "format", "brief"}  # merged by name
-    samples = [RewardSample("1 + 1?", text, "2", False, 5) for text in ("<answer>2</answer>", "x" * 61)]
-    assert all(list(rewards[name](samples)) == [1.0, 0.0] for name in ("accuracy", "brief"))
+    monkeypatch.chdir(workdir)
+    config, rewards = tmp_path / "rewards.yaml", {}
+    names = {"accuracy", "format"}  # those of the quickstart; merged by name
+    for block, added in zip(
+        pages.fences(ROOT / "docs" / "your-own-reward.md", "yaml"), ({"unit"}, {"brief"}, set(), {"judge"}), strict=True
+    ):
+        config.write_text(block)
+        rollout = built("fit", "-c", str(ROOT / "configs" / "quickstart.yaml"), "-c", str(config)).rollout
+        found = {reward.name: reward for reward in rollout.config.rewards}
+        assert found.keys() == names | added
+        assert (rollout.config.multi_objective_aggregation == "normalize_then_sum") == ("normalize_then_sum" in block)
+        samples = [RewardSample("1 + 1?", text, "2", False, 5) for text in ("<answer>2</answer>", "x" * 61)]
+        if "trl_rewards" in block:
+            samples = [RewardSample("1 + 1?", text, "2", False, 5, columns={"unit": "m"}) for text in ("2", "3 m")]
+            assert score([found["unit"]], samples).total.tolist() == pytest.approx([0.0, 0.2])
+        assert list(found["accuracy"](samples)) == [1.0, 0.0]
+        rewards |= found
+    assert list(rewards["brief"](samples)) == [1.0, 0.0]
     assert (rewards["brief"].limit, rewards["brief"].weight) == (60, 0.2)
+    judge = rewards["judge"]
+    assert (judge.url, judge.model, judge.weight) == ("http://localhost:8000/v1", "Qwen/Qwen3-32B", 0.5)
+    assert judge.template.count("{") == 3 and "Score: N" in judge.template
 
 
 def test_the_rewards_of_the_page_of_the_command_line_are_accepted(tmp_path: Path) -> None:

@@ -214,7 +214,7 @@ def test_an_exported_adapter_is_evaluated_as_its_checkpoint_is(
     shutil.copytree(tmp_path / "run" / "adapter", broken)
     (broken / "adapter_model.safetensors").unlink()
     assert main(["test", "-c", str(CONFIG), "--model.policy.path", str(broken)]) == 2
-    assert "an exported adapter needs adapter_model.safetensors" in capsys.readouterr().err
+    assert "an adapter in PEFT's format has adapter_model.safetensors" in capsys.readouterr().err
 
 
 @needs_data

@@ -24,7 +24,7 @@ from qerl_pl.cli.export import take_adapter
 from qerl_pl.cli.main import main
 from qerl_pl.datamodules import PromptDataModule, Row
 from qerl_pl.errors import UserError
-from qerl_pl.modules.qerl import build_optimizer, build_schedule
+from qerl_pl.modules.policy_module import build_optimizer, build_schedule
 from qerl_pl.persistence.checkpoint_io import AtomicCheckpointIO, digest_path
 
 ROOT = Path(__file__).parents[1]
@@ -134,6 +134,8 @@ def test_a_mistake_in_a_file_is_one_line(capsys: pytest.CaptureFixture[str], tmp
     line = complaint(capsys, "fit", "-c", str(path))
     assert "rollout.rewards" in line and "no attribute 'Nothing'" in line and "see qerl fit --help" in line
     assert "does not exist" in complaint(capsys, "fit", "-c", str(tmp_path / "none.yaml"))
+    line = complaint(capsys, "fit", "-c", "gsm8")
+    assert re.search("found neither by the name gsm8; did you mean gsm8k. `qerl configs` lists", line)
     path.write_bytes("# für später".encode("latin-1"))
     assert "text in UTF-8" in complaint(capsys, "fit", "-c", str(path))
 
@@ -181,16 +183,29 @@ def test_a_full_disk_is_told_whoever_writes(number: int) -> None:
         assert line is not None and line.startswith("saving needs free disk space; ") and "--resume auto" in line
 
 
-@pytest.mark.parametrize("key", ["use_rslora", "use_dora", "rank_pattern", None])
+OTHER_ADAPTERS = {
+    "use_dora": True,
+    "rank_pattern": {"q_proj": 2},
+    "alpha_pattern": {"q_proj": 2},
+    "fan_in_fan_out": True,
+    "lora_bias": True,
+    "bias": "all",
+    "peft_type": "LOHA",
+    "init_lora_weights": "pissa",  # which takes from the base what it puts into the adapter
+}
+
+
+@pytest.mark.parametrize("key", [*OTHER_ADAPTERS, None])
 def test_an_adapter_that_adds_something_else_is_not_taken_for_a_plain_one(tmp_path: Path, key: str | None) -> None:
-    plain = {"base_model_name_or_path": "base", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
-    off = {"use_rslora": False, "use_dora": False, "rank_pattern": {}}
-    on = {} if key is None else {key: {"q_proj": 2} if key == "rank_pattern" else True}
+    plain = {"base_model_name_or_path": "base", "r": 4, "lora_alpha": 8, "use_rslora": True}
+    off = {"use_dora": False, "rank_pattern": {}, "bias": "none", "peft_type": "LORA", "init_lora_weights": True}
+    on = {} if key is None else {key: OTHER_ADAPTERS[key]}
     (tmp_path / "adapter_config.json").write_text(json.dumps(plain | off | on))
-    (tmp_path / "adapter_model.safetensors").touch()
+    save_file({"base_model.model.q_proj.lora_A.weight": torch.ones(4, 2)}, tmp_path / "adapter_model.safetensors")
     policy = SimpleNamespace(path=str(tmp_path), lora=SimpleNamespace())
     if key is None:
-        assert take_adapter(policy, "test", None) is not None and policy.path == "base"
+        take_adapter(policy, "test", None)
+        assert (policy.path, policy.adapter) == ("base", str(tmp_path))
         return
     with pytest.raises(UserError, match=f"sets {key}; merge it"):
         take_adapter(policy, "test", None)
@@ -233,7 +248,11 @@ FOUND_LATER: dict[str, tuple[list[str] | None, list[str], str]] = {
         r"batch_size=4 for 2 prompts \(6 of 8 are held out for validation by val_size\); lower one of them",
     ),
     "odd minibatches": (GSM8K, ["--model.minibatches", "3"], "minibatches must divide .* got 3 and"),
-    "rare validation": (GSM8K, ["--trainer.val_check_interval", "4"], "an epoch's 3 batches; found 4"),
+    "rare validation": (
+        GSM8K,
+        ["--trainer.val_check_interval", "4", "--trainer.check_val_every_n_epoch", "1"],
+        "an epoch's 3 batches; found 4",
+    ),
     "adapter on the vocabulary": (GSM8K, ["--model.policy.lora.targets", "[lm_head]"], "'lm_head' matches none"),
     "a folder to resume from": (GSM8K, ["--resume", "."], "no such file; name another with --resume"),
     "no such LoRA target": (GSM8K, ["--model.policy.lora.targets", "[nothing]"], "LoRA targets? must name"),
@@ -258,7 +277,11 @@ FOUND_LATER: dict[str, tuple[list[str] | None, list[str], str]] = {
         r"the model's 4096 positions; got \d+ ",
     ),
     "validation after nothing": (GSM8K, ["--trainer.val_check_interval", "0"], "found val_check_interval=0 "),
-    "no validation's share": (GSM8K, ["--trainer.val_check_interval", "0.0"], "found val_check_interval=0.0 "),
+    "no validation's share": (
+        GSM8K,
+        ["--trainer.val_check_interval", "0.0", "--trainer.check_val_every_n_epoch", "1"],
+        "found val_check_interval=0.0 ",
+    ),
     "validation by the clock": (GSM8K, ["--trainer.val_check_interval", "00:01:00:00"], "not by the clock; found "),
     "validation after no epoch": (GSM8K, ["--trainer.check_val_every_n_epoch", "0"], "check_val_every_n_epoch=0;"),
     "no step": (GSM8K, ["--trainer.max_steps", "0"], "trainer.max_steps=0 leaves none; raise it, or set it to -1"),
@@ -289,7 +312,10 @@ def test_a_mistake_found_while_starting_is_one_line(
 
 
 FOUND_FIRST = {
-    "rare validation": (["--trainer.val_check_interval", "999"], "an epoch's 40 batches; found 999"),
+    "rare validation": (
+        ["--trainer.val_check_interval", "999", "--trainer.check_val_every_n_epoch", "1"],
+        "an epoch's 40 batches; found 999",
+    ),
     "odd minibatches": (["--model.minibatches", "3"], "minibatches must divide .* got 3 and 128"),
     "endless completions": (["--rollout.sampling.max_tokens", "1000000000"], "4096 positions; got 1000000096 "),
     "no end": (["--trainer.max_epochs", "-1"], "need a planned end; found none; set trainer.max_epochs"),

@@ -25,6 +25,7 @@ from qerl_pl.engines.base import SharedWeights
 from qerl_pl.errors import UserError
 from qerl_pl.evaluation.evaluator import EvaluatorConfig
 from qerl_pl.modules import QeRLModule
+from qerl_pl.modules.lora import PROJECTIONS
 from qerl_pl.persistence.checkpoint_io import AtomicCheckpointIO
 from qerl_pl.rewards import GSM8KAnswer, MathAnswer
 from qerl_pl.rollout.collector import Collector, CollectorConfig
@@ -77,7 +78,8 @@ def test_the_engine_lives_for_a_stage_and_is_closed_once(tiny_policy_dir: Path, 
         rollout.load_state_dict({"expected_lengths": known})
         assert rollout.state_dict() == {"expected_lengths": known}
     trainer.fit(module, datamodule=data())
-    lora, shared = module.policy_config.lora, SharedWeights({}, {})
+    lora, shared = module.policy_config.lora_spec, SharedWeights({}, {})
+    assert lora is not None
     spec = EngineSpec(module.base_folder, torch.float32, torch.device("cpu"), 4, lora.targets, max_tokens=256 + 4)
     assert engine.specs == [spec] and seen == [(0, shared, 3.0, 5, module.objective)] * 2
     for _ in range(2):
@@ -276,9 +278,8 @@ def test_an_engine_makes_room_for_an_adapter_or_takes_every_weight(tmp_path: Pat
         module.base_folder, module.tokenizer = tmp_path, Words()  # type: ignore[misc, assignment]
         strategy = SimpleNamespace(root_device=torch.device("cpu"))
         callback.setup(SimpleNamespace(datamodule=TwoSets(), strategy=strategy), module, "fit")  # type: ignore[arg-type]
-    targets = module.policy_config.lora.targets
     assert [(spec.full_finetuning, spec.lora_rank, spec.lora_targets) for spec in specs] == [
-        (False, 4, targets),
+        (False, 4, PROJECTIONS),
         (True, 0, ()),
     ]
 
@@ -335,7 +336,7 @@ def test_ranks_that_read_other_files_are_refused(
         facts: dict[str, object] = {}
         alone = SimpleNamespace(require_same=facts.update)
         callback.on_train_start(SimpleNamespace(datamodule=TwoSets(), strategy=SimpleNamespace(ranks=alone)), module)  # type: ignore[arg-type]
-    own = {"base model": module.base_identity, "number of finished rollouts": 4}
+    own = {"base model": module.base_identity, "adapter to start from": None, "number of finished rollouts": 4}
     assert facts == own | {"seed": 0, "batch_size": 8, "training prompts": ""}
 
 

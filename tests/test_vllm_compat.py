@@ -1,8 +1,6 @@
 """The table of vLLM's private names: every import of the package stands in it, and a missing name is reported."""
 
 import ast
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -86,10 +84,8 @@ def test_releases_whose_names_were_not_checked_are_refused(
 def test_the_script_prints_each_name_and_fails_where_a_required_one_is_missing(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    command = [sys.executable, "-m", "qerl_pl.engines.vllm.compat"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
+    assert compat.main() == 0
+    lines = capsys.readouterr().out.splitlines()
     assert any(line.startswith("vLLM 0.") for line in lines)
     assert any(line.startswith(f"ok       {WORKER}.load_model  required (") for line in lines)
     assert sum(" required (" in line or " optional (" in line for line in lines) == sum(

@@ -118,7 +118,8 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())
+    """The message and its notes."""
+    return " ".join("; ".join([str(error), *getattr(error, "__notes__", [])]).split())
 
 
 def _parsing(error: jsonargparse.ArgumentError, argv: list[str], commands: Collection[str]) -> str:

@@ -1,4 +1,4 @@
-"""`qerl fit`, `validate` and `test`, LightningCLI with a run's callbacks as top-level keys; `quantize` and `export`."""
+"""`qerl fit`, `validate` and `test`, LightningCLI with a run's callbacks as top-level keys; other commands."""
 
 import inspect
 import logging
@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 from argparse import ArgumentError
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import is_dataclass
 from pathlib import Path
@@ -15,15 +15,10 @@ from types import FrameType
 from typing import Any
 
 import jsonargparse
-from jsonargparse import (  # type: ignore[attr-defined]  # ActionConfigFile is missing from its __all__
-    ActionConfigFile,
-    ArgumentParser,
-    Namespace,
-    set_parsing_settings,
-)
+from jsonargparse import ArgumentParser, Namespace, set_parsing_settings
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
-from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI, SaveConfigCallback
+from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint, ProgressBar
+from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
@@ -37,23 +32,26 @@ from qerl_pl.callbacks import (
     RolloutCallback,
     RunSummary,
 )
+from qerl_pl.callbacks.loggers import SaveFitConfig
+from qerl_pl.callbacks.progress import progress_bar
+from qerl_pl.cli import sft
+from qerl_pl.cli.configs import ConfigFile, configs
 from qerl_pl.cli.error_messages import explain
 from qerl_pl.cli.export import export, take_adapter
+from qerl_pl.cli.quantize import quantize
 from qerl_pl.cli.terminal import configure_terminal
-from qerl_pl.datamodules.prompts import PromptDataModule
+from qerl_pl.datamodules import ConversationDataModule, PromptDataModule
 from qerl_pl.distributed.communicator import (
     check_ranks_divide,
     check_strategy,
     is_first_process,
     planned_ranks,
-    writes_files,
 )
 from qerl_pl.distributed.strategy import UnwrappedDDPStrategy
 from qerl_pl.errors import Stopped, UserError
-from qerl_pl.formats.quantize import quantize_checkpoint
 from qerl_pl.modules import QeRLModule
 from qerl_pl.modules.qerl import BEFORE_TRAINING
-from qerl_pl.persistence.atomic_files import atomic_write, locked
+from qerl_pl.persistence.atomic_files import locked
 from qerl_pl.persistence.checkpoint_io import (
     FOLDER,
     AtomicCheckpointIO,
@@ -129,12 +127,13 @@ def stop_at_once() -> Callback:
 
 log = logging.getLogger(__name__)
 
-COMMANDS: dict[str, Callable[..., None]] = {"quantize": quantize_checkpoint, "export": export}
+COMMANDS: dict[str, Callable[..., None]] = {"quantize": quantize, "export": export, "configs": configs}
 
 DESCRIPTION = """Reinforcement learning of 4-bit language models with LoRA and adaptive quantization noise.
 fit, validate and test take -c CONFIG.yaml, also several times (the later one overrides), and any key of it as
---key value, such as --rollout.group_size 16. Besides them: `qerl quantize --help` (write a 4-bit checkpoint) and
-`qerl export --help` (write an adapter or merged weights)."""
+--key value, such as --rollout.group_size 16. Besides them: `qerl configs` (list the configurations that -c takes by
+name), `qerl quantize --help` (write a 4-bit checkpoint) and `qerl export --help` (write an adapter or merged weights).
+"""
 
 CALLBACKS: dict[str, tuple[type[Callback], dict[str, Any] | None, str]] = {
     "noise": (AdaptiveQuantizationNoise, None, "Adaptive quantization noise of the rollouts. null samples without."),
@@ -146,7 +145,7 @@ CALLBACKS: dict[str, tuple[type[Callback], dict[str, Any] | None, str]] = {
     ),
     "checkpoint": (ResumeCheckpoint, {}, "Saves the checkpoints that --resume auto goes on from. null saves none."),
     "monitor": (Monitor, {}, "TensorBoard's layout and the peak of memory. null logs neither."),
-    "completions": (CompletionLog, {}, "Shows completions in TensorBoard, or writes all of them. null does neither."),
+    "completions": (CompletionLog, {}, "Shows completions in the loggers, or writes all of them. null does neither."),
     "summary": (RunSummary, {}, "Writes summary.json and run.png, and prints a table at the end. null does neither."),
     "report": (
         EvaluationReport,
@@ -172,39 +171,13 @@ VALIDATE = "validate"
 """The command, and the folder under the run's for its curves, each time a new `version_N`."""
 
 
-class ConfigFile(ActionConfigFile):
-    """A configuration file whose rewards are added, by name, to those of the files before it."""
-
-    @staticmethod
-    def apply_config(parser: ArgumentParser, cfg: Namespace, dest: str, value: str) -> None:
-        """Merge a file into the configuration; jsonargparse by itself replaces a dictionary."""
-        earlier = cfg.get("rollout.rewards")
-        ActionConfigFile.apply_config(parser, cfg, dest, value)
-        rewards = cfg.get("rollout.rewards")
-        if isinstance(earlier, dict) and isinstance(rewards, dict):
-            cfg["rollout.rewards"] = earlier | rewards
-
-
-class SaveFitConfig(SaveConfigCallback):
-    """Saves RUN/config.yaml when training begins, and a checkpoint has been accepted."""
-
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Save nothing yet."""
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save to the run's folder, whichever the logger has."""
-        if writes_files(trainer):
-            text = self.parser.dump(self.config, skip_unset=False)
-            atomic_write(Path(trainer.default_root_dir) / self.config_filename, text.encode())
-
-
 class QeRLCLI(LightningCLI):
     """LightningCLI with a fixed module, a run folder that holds everything, and `--resume`."""
 
     def __init__(self, args: ArgsType = None) -> None:
         super().__init__(
             QeRLModule,
-            PromptDataModule,
+            LightningDataModule,  # prompts, or conversations for supervised fine-tuning
             subclass_mode_data=True,
             seed_everything_default=0,
             auto_configure_optimizers=False,
@@ -227,9 +200,9 @@ class QeRLCLI(LightningCLI):
         parser.add_class_arguments(RolloutCallback, "rollout", instantiate=False, skip={"rewards"})
         parser.add_argument(
             "--rollout.rewards",
-            type=dict[str, Reward] | list[Reward],
+            type=dict[str, Reward | str] | list[Reward | str],
             default={},
-            help="What scores a completion, by name; the total is the weighted sum.",
+            help="What scores a completion, by name: classes, or functions named module.function or file.py:function.",
         )
         for key, (kind, settings, text) in CALLBACKS.items():
             class_path = f"{kind.__module__}.{kind.__qualname__}"
@@ -248,7 +221,8 @@ class QeRLCLI(LightningCLI):
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
         """A parser, also of a subcommand, that reports errors by an exception, which `main` prints."""
         parser = LightningArgumentParser(**{**kwargs, "exit_on_error": False})
-        parser.add_argument("-c", "--config", action=ConfigFile, help="A YAML file; of several, later ones override.")
+        explained = "A YAML file, or a name that `qerl configs` lists; of several, later ones override."
+        parser.add_argument("-c", "--config", action=ConfigFile, help=explained)
         return parser
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
@@ -263,16 +237,24 @@ class QeRLCLI(LightningCLI):
         check_values(parser, self.config)
         command = self.config["subcommand"]
         config = self.config[command]
-        if config.model.objective is None:  # as the key's default, its beta would pass to an objective that is named
+        self._is_sft = sft.is_sft(config)
+        if self._is_sft:
+            sft.prepare_sft(config, command)
+        elif config.model.objective is None:  # as the key's default, its beta would pass to an objective that is named
             config.model.objective = Namespace(class_path="qerl_pl.algorithm.GRPO", init_args=Namespace(beta=0.0))
         if config.data.get("init_args", {}).get("seed", 0) is None:
             config.data.init_args.seed = config.model.seed
         if config.trainer.default_root_dir is None:
             stems = [Path(path).stem for path in config.get("config") or [] if path is not None]
             config.trainer.default_root_dir = f"runs/{'_'.join(stems) or 'default'}"
-        self._adapter = take_adapter(config.model.policy, command, config.get("resume"))
+        take_adapter(config.model.policy, command, config.get("resume"))
         if config.get("ckpt_path") is not None:
             verify(Path(config.ckpt_path))
+
+    def before_instantiate_classes(self) -> None:
+        """Have the keys under `model` build the module of supervised fine-tuning, if the data are conversations."""
+        if self._is_sft:  # in place of Lightning's own, which keeps hyperparameters
+            self.parser.add_instantiator(sft.sft_module, QeRLModule, subclasses=False, prepend=True)
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """The trainer with atomic checkpoints, and TensorBoard in the run's folder unless the YAML names a logger."""
@@ -303,9 +285,14 @@ class QeRLCLI(LightningCLI):
         return trainer
 
     def _trainer(self, given: dict[str, Any], config: Any) -> Trainer:
-        own = [*([] if self.subcommand == "fit" else [stop_at_once()]), *([self._adapter] if self._adapter else [])]
+        own = [] if self.subcommand == "fit" else [stop_at_once()]
         try:
-            return super().instantiate_trainer(**given, callbacks=[*own, *self._callbacks(config)])
+            callbacks = [*own, *self._callbacks(config)]
+            if config["enable_progress_bar"] is not False and not any(
+                isinstance(one, ProgressBar) for one in callbacks
+            ):
+                callbacks.append(progress_bar())
+            return super().instantiate_trainer(**given, callbacks=callbacks)
         except (RuntimeError, TypeError, ValueError) as error:
             text = " ".join(str(error).split())
             raise UserError(
@@ -315,24 +302,30 @@ class QeRLCLI(LightningCLI):
     def _callbacks(self, trainer: Namespace) -> list[Callback]:
         """`trainer.callbacks` and those of the top-level keys; a list with a RolloutCallback is complete."""
         callbacks = _listed(trainer["callbacks"])
+        if self._is_sft:
+            return [*callbacks, *self._named(sft.CALLBACKS, trainer, callbacks)]
         if not any(isinstance(callback, RolloutCallback) for callback in callbacks):
             rollout = self._get(self.config_init, "rollout")
             if not rollout.rewards:
                 raise UserError(
                     "a run needs rewards; rollout.rewards names none; set it to {accuracy: GSM8KAnswer}, say"
                 )
-            off = ("best", "checkpoint") if trainer["enable_checkpointing"] is False else ()
-            added = [self._get(self.config_init, key) for key in CALLBACKS if key not in off]
-            types = {type(None), *map(type, callbacks)}
-            callbacks = [RolloutCallback(**rollout), *callbacks, *(each for each in added if type(each) not in types)]
+            callbacks = [RolloutCallback(**rollout), *callbacks, *self._named(CALLBACKS, trainer, callbacks)]
         # The noise of a rollout is set before it samples.
         return sorted(callbacks, key=lambda callback: not isinstance(callback, AdaptiveQuantizationNoise))
+
+    def _named(self, keys: Iterable[str], trainer: Namespace, listed: list[Callback]) -> list[Callback]:
+        """The callbacks of top-level keys, but for those of a listed type."""
+        off = ("best", "checkpoint") if trainer["enable_checkpointing"] is False else ()
+        named = [self._get(self.config_init, key) for key in keys if key not in off]
+        types = {type(None), *map(type, listed)}
+        return [callback for callback in named if type(callback) not in types]
 
     def fit(self, model: LightningModule, datamodule: LightningDataModule, **kwargs: Any) -> None:
         """Train, from the checkpoint of `--resume` or `--ckpt_path`."""
         root = Path(self.trainer.default_root_dir)
         if (ranks := planned_ranks(self.trainer)) > 1:
-            assert isinstance(datamodule, PromptDataModule)
+            assert isinstance(datamodule, PromptDataModule | ConversationDataModule)
             check_ranks_divide(datamodule.batch_size, ranks)
         with locked(root) if self.trainer.is_global_zero else nullcontext():
             kwargs |= self._checkpoint(kwargs)
@@ -383,8 +376,9 @@ class QeRLCLI(LightningCLI):
                 f"--resume auto needs a checkpoint; {self.trainer.default_root_dir} has none; name the run's folder by "
                 "trainer.default_root_dir, or leave --resume out to evaluate the policy before training"
             )
-        if not options and given.get("ckpt_path") is None and self._adapter is None:
-            log.info("no checkpoint is named: this evaluates the policy before training")
+        if not options and given.get("ckpt_path") is None:
+            start = self._get(self.config, "model")["policy"]["adapter"]
+            log.info("no checkpoint is named: this evaluates %s", start or "the policy before training")
         if any(isinstance(callback, EvaluationReport) for callback in self.trainer.callbacks):  # type: ignore[attr-defined]
             options["verbose"] = False  # the report has a table
         return options
@@ -420,6 +414,9 @@ def main(argv: list[str] | None = None) -> int:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     sys.path.insert(0, str(Path.cwd()))  # for a user's own reward or data module
     try:
+        if argv and argv[0] == "configs":  # auto_cli takes by position only what is required
+            configs(argv[1:])
+            return 0
         if argv and argv[0] in COMMANDS:
             jsonargparse.auto_cli(
                 COMMANDS[argv[0]],

@@ -114,9 +114,9 @@ class TritonSampler:
             return self.base(logits, batch)
         states, indices = self.base.sampling_states, batch.expanded_idx_mapping
         temperatures, seeds = states.temperature.gpu, states.seeds.gpu
-        tokens, logprobs = sample_tokens(
-            logits, temperatures, seeds, batch.positions, requests=indices, last=batch.logits_indices
-        )
+        # int64 in vLLM's batches, int32 in its dummy one: the warm-up has to compile the kernel that rollouts use.
+        last = batch.logits_indices.long()
+        tokens, logprobs = sample_tokens(logits, temperatures, seeds, batch.positions, requests=indices, last=last)
         reported = None
         if (states.num_logprobs[batch.idx_mapping_np] == 0).any():
             reported = self.logprobs(tokens[:, None], logprobs[:, None], self.ranks[: len(tokens)])

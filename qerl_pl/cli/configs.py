@@ -1,0 +1,101 @@
+"""Configuration files: merged by `-c`, found by name where they come with the package, listed by `qerl configs`."""
+
+import re
+from difflib import get_close_matches
+from pathlib import Path
+
+from jsonargparse import (  # type: ignore[attr-defined]  # ActionConfigFile is missing from its __all__
+    ActionConfigFile,
+    ArgumentParser,
+    Namespace,
+)
+
+from qerl_pl.errors import UserError
+from qerl_pl.persistence.atomic_files import atomic_write
+
+FOLDER = Path(__file__).parents[1] / "configs"
+_NAME = re.compile(r"[\w.-]+")
+
+
+class ConfigFile(ActionConfigFile):
+    """A configuration, a file or the name of a shipped one; its rewards are added, by name, to those before it."""
+
+    @staticmethod
+    def apply_config(parser: ArgumentParser, cfg: Namespace, dest: str, value: str) -> None:
+        """Merge a file into the configuration; jsonargparse by itself replaces a dictionary."""
+        earlier = cfg.get("rollout.rewards")
+        ActionConfigFile.apply_config(parser, cfg, dest, config_path(value))
+        rewards = cfg.get("rollout.rewards")
+        if isinstance(earlier, dict) and isinstance(rewards, dict):
+            cfg["rollout.rewards"] = earlier | rewards
+
+
+def config_path(value: str) -> str:
+    """The file that `-c VALUE` names: one in the working directory, else the shipped configuration of that name.
+
+    Args:
+        value: A path, a name, or YAML. Only a name that is no file here is changed.
+
+    Raises:
+        UserError: No file and no configuration has the name.
+    """
+    if not _NAME.fullmatch(value) or Path(value).is_file():
+        return value
+    return str(_shipped(value))
+
+
+def configs(args: list[str]) -> None:
+    """List the shipped configurations, or copy one.
+
+    Args:
+        args: The command's arguments, a name and a destination, both optional.
+
+    Raises:
+        UserError: There is no configuration of that name, or the destination exists.
+    """
+    parser = ArgumentParser(
+        prog="qerl configs",
+        description="List the configurations that -c takes by name, or copy one to edit it.",
+        exit_on_error=False,
+        allow_abbrev=False,
+    )
+    parser.add_argument("name", type=str, nargs="?", help="Configuration to copy. Without it all are listed.")
+    parser.add_argument("dst", type=Path, nargs="?", help="File or folder to copy it to. By default NAME.yaml here.")
+    given = parser.parse_args(args)
+    if given.name is None:
+        _list()
+    else:
+        _copy(given.name, given.dst)
+
+
+def _list() -> None:
+    files = _files()
+    width = max(map(len, files))
+    for name, path in files.items():
+        first = path.read_text(encoding="utf-8").partition("\n")[0]
+        print(f"{name:{width}}  {first.removeprefix('# ').rstrip(':')}")
+
+
+def _copy(name: str, dst: Path | None) -> None:
+    source = _shipped(name)
+    target = Path(source.name) if dst is None else dst / source.name if dst.is_dir() else dst
+    if target.exists():
+        raise UserError(f"the destination must not exist; {target} does; choose another name or remove it")
+    atomic_write(target, source.read_bytes())
+    print(f"wrote {target}")
+
+
+def _shipped(name: str) -> Path:
+    files = _files()
+    if name not in files:
+        nearest = get_close_matches(name, files, n=1)
+        meant = f"did you mean {nearest[0]}? " if nearest else ""
+        raise UserError(
+            f"a configuration is a YAML file or one that comes with the package; found neither by the name {name}; "
+            f"{meant}`qerl configs` lists those of the package"
+        )
+    return files[name]
+
+
+def _files() -> dict[str, Path]:
+    return {path.stem: path for path in sorted(FOLDER.glob("*.yaml"))}
