@@ -90,7 +90,8 @@ def _texts(
     except TemplateError as error:
         raise UserError(
             f"the chat template of {name} refuses the messages: {error}; "
-            "correct them; where it knows no system message, set data.init_args.system_prompt to null and ask in the question."
+            "correct them; where it knows no system message, set data.init_args.system_prompt to null and ask in the "
+            "question."
         ) from error
     return [str(text) for text in texts]
 

@@ -2,7 +2,9 @@
 
 from qerl_pl.modules.lora import LoraConfig
 from qerl_pl.modules.policy import Policy, PolicyConfig
+from qerl_pl.modules.policy_module import build_schedule
 from qerl_pl.modules.qerl import QeRLModule
 from qerl_pl.modules.sft import SFTModule
+from qerl_pl.modules.update import PolicyUpdate
 
-__all__ = ["LoraConfig", "Policy", "PolicyConfig", "QeRLModule", "SFTModule"]
+__all__ = ["LoraConfig", "Policy", "PolicyConfig", "PolicyUpdate", "QeRLModule", "SFTModule", "build_schedule"]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from qerl_pl.algorithm.objectives import LossInputs, Objective
@@ -149,12 +150,12 @@ class PolicyUpdate:
     """
 
     objective: Objective
-    epochs: int
-    minibatches: int
-    micro_batch_tokens: int | None
-    max_grad_norm: float
-    reference_share: float
-    seed: int
+    epochs: int = 1
+    minibatches: int = 1
+    micro_batch_tokens: int | None = None
+    max_grad_norm: float = 0.2
+    reference_share: float = 0.0
+    seed: int = 0
 
     def __post_init__(self) -> None:
         """Raise UserError if the share is outside [0, 1]."""
@@ -180,9 +181,9 @@ class PolicyUpdate:
         self,
         policy: Policy,
         experience: Experience,
-        optimizer: LightningOptimizer,
+        optimizer: Optimizer | LightningOptimizer,
         schedule: LRScheduler,
-        backward: Callable[[Tensor], None],
+        backward: Callable[[Tensor], None] = Tensor.backward,
         ranks: Communicator = SINGLE_PROCESS,
     ) -> dict[str, float]:
         """Update the policy. Collective: the steps equal those of one process with all ranks' completions.
@@ -192,7 +193,7 @@ class PolicyUpdate:
             experience: This rank's completions, on the policy's device.
             optimizer: Of the policy's trained parameters.
             schedule: Learning rate by optimizer steps.
-            backward: `LightningModule.manual_backward`.
+            backward: Adds a loss's gradients to the parameters'; in a LightningModule its `manual_backward`.
             ranks: All training processes.
 
         Returns:

@@ -1,1 +1,5 @@
-"""Rollouts: sampling, scoring, and the log-probability parity check."""
+"""The rollout: completions of a batch of prompts, their rewards and advantages, as an `Experience`."""
+
+from qerl_pl.rollout.collector import Collector, CollectorConfig
+
+__all__ = ["Collector", "CollectorConfig"]

@@ -41,6 +41,11 @@ ReplacementPrompts = Callable[[Sequence[int | str], int, Collection[str]], Seque
 """Draws prompts to replace dropped groups: (key of the draw, how many, ids to exclude) -> as many or fewer."""
 
 
+def no_replacements(key: Sequence[int | str], count: int, exclude: Collection[str]) -> Sequence[Prompt]:
+    """Replaces no group."""
+    return []
+
+
 @dataclass(frozen=True)
 class CollectorConfig:
     """Settings of training rollouts; see `RolloutCallback`.
@@ -50,11 +55,11 @@ class CollectorConfig:
     """
 
     rewards: Sequence[Reward]
-    group_size: int
-    sampling: SamplingConfig
-    resample_rounds: int
-    mismatch_bound: float
-    check_every: int
+    group_size: int = 8
+    sampling: SamplingConfig = SamplingConfig()
+    resample_rounds: int = 0
+    mismatch_bound: float = 0.25
+    check_every: int = 50
     accuracy_reward: str | None = None
     multi_objective_aggregation: Aggregation = "sum_then_normalize"
 
@@ -147,7 +152,7 @@ class Collector:
         prompts: Sequence[Prompt],
         weights: PolicyWeights,
         policy: CheckedPolicy,
-        replacements: ReplacementPrompts,
+        replacements: ReplacementPrompts = no_replacements,
     ) -> Experience:
         """Sample and score completions of a batch.
 
@@ -155,7 +160,7 @@ class Collector:
             prompts: The batch of all ranks.
             weights: The sampler's weights, with its noise.
             policy: The trained policy, for the log-probability parity check.
-            replacements: Draws the prompts that replace dropped groups.
+            replacements: Draws the prompts that replace dropped groups; by default there are none.
 
         Raises:
             UserError: Engine and policy disagree, a reward fails, or a log-probability is not finite.
