@@ -34,6 +34,19 @@ def uninterrupted(tiny_policy_dir: Path, tmp_path_factory: pytest.TempPathFactor
     return module, run
 
 
+def test_a_validation_before_changes_nothing(tiny_policy_dir: Path, tmp_path: Path) -> None:
+    """Lightning validates in inference mode, whose tensors training cannot update."""
+    states = []
+    for validated in (False, True):
+        module, trainer = module_of(tiny_policy_dir), trainer_of(tmp_path / str(validated))
+        if validated:
+            trainer.validate(module, datamodule=data(), verbose=False)
+        random.seed(0)  # of the reward
+        trainer.fit(module, datamodule=data())
+        states.append(module.policy.trained_state())
+    assert all(torch.equal(tensor, states[1][name]) for name, tensor in states[0].items())
+
+
 def resumed(base: Path, uninterrupted: tuple[QeRLModule, Path], run: Path, **settings: Any) -> QeRLModule:
     module, path = module_of(base, **settings), str(uninterrupted[1] / "checkpoints" / "step=2.ckpt")
     trainer_of(run).fit(module, datamodule=data(), ckpt_path=path, weights_only=True)

@@ -101,6 +101,10 @@ class QeRLModule(PolicyModule):
                 "add qerl_pl.callbacks.RolloutCallback"
             )
 
+    def setup(self, stage: str) -> None:
+        """Drop the metrics of an earlier stage, whose tensors `trainer.validate` makes in inference mode."""
+        self._means.clear()
+
     def use_engine_weights(self, shared: SharedWeights | None, releasable_gib: float) -> None:
         """Have the policy, which `configure_model` loads, share weights with the engine.
 
