@@ -196,6 +196,7 @@ class RolloutCallback(Callback, ChecksFirst):
         facts = {
             "base model": module.base_identity,
             "adapter to start from": module.start_identity,
+            "teacher": module.teacher_identity,
             "number of finished rollouts": module.policy_version,
         }
         communicator_of(trainer).require_same(facts | _data(trainer).state_dict())
