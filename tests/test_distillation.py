@@ -308,8 +308,15 @@ def test_a_teacher_with_a_smaller_output_layer_is_refused(base: Path, tmp_path: 
 
 
 @pytest.fixture(scope="module")
+def student_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny policy of 16 bits, barely trained; not the fixture of all tests, which a benchmark runs these without."""
+    config = ToyConfig(layers=2, intermediate=128, steps=2, batch_size=2)
+    return build_toy_policy(config, tmp_path_factory.mktemp("student"))
+
+
+@pytest.fixture(scope="module")
 def teacher_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Another tiny policy: that of the tests, trained for longer."""
+    """The same, trained for longer."""
     config = ToyConfig(layers=2, intermediate=128, steps=12, batch_size=2)
     return build_toy_policy(config, tmp_path_factory.mktemp("teacher"))
 
@@ -320,9 +327,9 @@ def distilling(base: Path, teacher: Path, **settings: Any) -> Any:
 
 
 def test_a_run_comes_closer_to_its_teacher_without_a_reward(
-    tiny_policy_dir: Path, teacher_dir: Path, tmp_path: Path
+    student_dir: Path, teacher_dir: Path, tmp_path: Path
 ) -> None:
-    module = distilling(tiny_policy_dir, teacher_dir, max_grad_norm=1.0)
+    module = distilling(student_dir, teacher_dir, max_grad_norm=1.0)
     rollout = rollout_of(group_size=16, sampling=SamplingConfig(max_tokens=8))
     trainer = trainer_of(tmp_path / "run", rollout=rollout, noise=False, max_epochs=4)
     found = []
@@ -339,10 +346,10 @@ def test_a_run_comes_closer_to_its_teacher_without_a_reward(
 
 
 def test_a_resumed_run_has_the_bits_of_one_that_went_through(
-    tiny_policy_dir: Path, teacher_dir: Path, tmp_path: Path
+    student_dir: Path, teacher_dir: Path, tmp_path: Path
 ) -> None:
     def run(name: str, **settings: Any) -> Any:
-        module = distilling(tiny_policy_dir, teacher_dir)
+        module = distilling(student_dir, teacher_dir)
         trainer = trainer_of(tmp_path / name, ResumeCheckpoint(1, keep=9))
         trainer.fit(module, datamodule=data(), **settings)
         return load_file(tmp_path / name / "adapter" / "adapter_model.safetensors")
@@ -353,13 +360,13 @@ def test_a_resumed_run_has_the_bits_of_one_that_went_through(
     assert whole.keys() == resumed.keys()
     assert all(torch.equal(tensor, resumed[name]) for name, tensor in whole.items())
     assert "teacher" in torch.load(path, weights_only=True)[CHECKPOINT_KEY]
-    other = distilling(tiny_policy_dir, tiny_policy_dir)
+    other = distilling(student_dir, student_dir)
     with pytest.raises(UserError, match="a run keeps its teacher"):
         trainer_of(tmp_path / "other").fit(other, datamodule=data(), ckpt_path=str(path), weights_only=True)
 
 
-def test_without_distillation_no_teacher_is_loaded(tiny_policy_dir: Path, tmp_path: Path) -> None:
-    module = module_of(tiny_policy_dir, teacher=TeacherConfig(path="no/such/model"))
+def test_without_distillation_no_teacher_is_loaded(student_dir: Path, tmp_path: Path) -> None:
+    module = module_of(student_dir, teacher=TeacherConfig(path="no/such/model"))
     trainer = trainer_of(tmp_path / "run", limit_train_batches=1)
     trainer.fit(module, datamodule=data())
     assert module.teacher is None and module.teacher_identity is None
