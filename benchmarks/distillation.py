@@ -2,10 +2,11 @@
 
     python benchmarks/distillation.py --out benchmarks/results    # about half an hour of one CPU core
 
-`configs/distill.yaml` trains, with another format or objective. Every policy is merged by `qerl export`, or dequantized,
-and measured by transformers in float32: nats per token of correct solutions to held-out problems, greedy and sampled
-accuracy, and the exact KL divergence to the 16-bit policy on the policy's own samples. Intervals are 95 %: of nats
-bootstrapped over problems, of accuracy Wilson's. What is left is the gap to 16 bits divided by that before training.
+`configs/distill.yaml` trains, with another format or objective. Every policy is merged by `qerl export`, or else
+dequantized, and measured by transformers in float32: nats per token of correct solutions to held-out problems, greedy
+and sampled accuracy, and the exact KL divergence to the 16-bit policy on the policy's own samples. Intervals are 95
+%: of nats bootstrapped over problems, of accuracy Wilson's. What is left is the gap to 16 bits divided by that before
+training.
 """
 
 import argparse
