@@ -239,6 +239,8 @@ class EvaluatedPrompt:
     greedy: GradedAnswer
     samples: Sequence[GradedAnswer]
     """S samples."""
+    extra: Mapping[str, Sequence[GradedAnswer]] = field(default_factory=dict, hash=False)
+    """S samples by each of `rollout.extra_eval_sampling`, by name."""
 
 
 @dataclass(frozen=True)
