@@ -10,6 +10,7 @@ training.
 """
 
 import argparse
+import itertools
 import os
 import statistics
 import tempfile
@@ -35,6 +36,13 @@ TOY = ToyConfig(task=ArithmeticTask(digits=3, operands=3), careless_fraction=0.0
 FIRST = 256
 """Problems that CONFIG validates on; those after them are measured."""
 MAX_TOKENS = 96
+BATCH = 32
+"""Prompts of a rollout, by CONFIG."""
+WAYS = {
+    "distilled": ["--trainer.val_check_interval", "10"],
+    "GRPO": ["--trainer.val_check_interval", "10", "--model.objective", "GRPO", "--model.objective.beta", "0"],
+}
+"""Options of qerl fit: the teacher alone, and rewards alone."""
 
 
 def held_out(count: int) -> list[Problem]:
@@ -140,8 +148,8 @@ def table(results: dict[str, dict[str, Any]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--formats", nargs="+", default=["mxfp4", "nvfp4"])
+    parser.add_argument("--rollouts", type=int, nargs="+", default=[10, 60], help="lengths of the runs")
     parser.add_argument("--problems", type=int, default=512, help="held-out problems")
-    parser.add_argument("--options", nargs="*", default=[], help="options of qerl fit, for every run")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -154,14 +162,11 @@ def main() -> None:
         for name in args.formats:
             label = name.upper()
             results[label] = measured(in_format(source, name), source, args.problems)
-            runs = {
-                "distilled": (),
-                "GRPO on rewards, same rollouts": ("--model.objective", "GRPO", "--model.objective.beta", "0"),
-            }
-            for way, options in runs.items():
-                merged, seconds = train(Path(scratch) / f"{name}-{way.split()[0]}", name, *options, *args.options)
+            for rollouts, (way, options) in itertools.product(args.rollouts, WAYS.items()):
+                run = Path(scratch) / f"{name}-{way}-{rollouts}"
+                merged, seconds = train(run, name, "--data.train_size", str(BATCH * rollouts), *options)
                 found = measured(merged, source, args.problems) | {"before": label, "seconds": seconds}
-                results[f"{label}, {way}"] = found
+                results[f"{label}, {way}, {rollouts} rollouts"] = found
                 report.write(args.out, "distillation_toy", table(results), {"toy": TOY.digest, "policies": results})
 
 
