@@ -200,6 +200,8 @@ class Experience:
     """The sampler's temperature; the trainer divides its logits by it too."""
     max_tokens: int
     """Token limit of a completion."""
+    teacher_logprobs: Tensor | None = None
+    """Log-probabilities by the teacher of on-policy distillation, float32 [B, T]; 0 outside the tokens that train."""
     indices: Tensor | None = None
     """Index of each row among the completions of all ranks, int64 [B], on the CPU; None with a single rank."""
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -237,6 +239,8 @@ class EvaluatedPrompt:
     greedy: GradedAnswer
     samples: Sequence[GradedAnswer]
     """S samples."""
+    extra: Mapping[str, Sequence[GradedAnswer]] = field(default_factory=dict, hash=False)
+    """S samples by each of `rollout.extra_eval_sampling`, by name."""
 
 
 @dataclass(frozen=True)

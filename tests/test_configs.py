@@ -18,7 +18,7 @@ import qerl_pl.callbacks
 import qerl_pl.datamodules
 import qerl_pl.engines
 import qerl_pl.rewards
-from qerl_pl.algorithm.objectives import DAPO, GRPO, Objective
+from qerl_pl.algorithm.objectives import DAPO, GRPO, Objective, OnPolicyDistillation
 from qerl_pl.callbacks import AdaptiveQuantizationNoise
 from qerl_pl.cli.main import COMMANDS, QeRLCLI, main
 from qerl_pl.datamodules import PromptDataModule
@@ -69,6 +69,7 @@ COMBINATIONS = {
     "quickstart": ["quickstart"],
     "gsm8k_cpu": ["gsm8k_cpu"],
     "evaluate": ["evaluate"],
+    "distill": ["distill"],
     "gsm8k_qwen2.5_7b_full_finetuning": ["gsm8k", "qwen2.5_7b", "full_finetuning"],
 } | {
     "_".join([*data, f"qwen2.5_{size}"]): [*data, f"qwen2.5_{size}"]
@@ -89,7 +90,8 @@ def test_shipped_files_build_what_they_name(folder: str) -> None:
     settings = built("fit", *config(*names))
     rollout = settings.rollout.config
     assert isinstance(settings.data, PromptDataModule)
-    assert isinstance(settings.model.objective, DAPO if "dapo" in names else GRPO)
+    objective = {"dapo": DAPO, "distill": OnPolicyDistillation}.get(names[min(1, len(names) - 1)], GRPO)
+    assert isinstance(settings.model.objective, objective)
     assert settings.trainer.default_root_dir == f"runs/{folder}"
     completions = settings.data.batch_size * rollout.group_size
     assert completions % settings.model.update.minibatches == 0

@@ -1,11 +1,14 @@
 """What answers come to, against numbers worked by hand and plain enumeration."""
 
+import io
 import itertools
 import math
 
 import pytest
 import torch
+from PIL import Image
 
+from qerl_pl.callbacks.evaluation import pass_at_k_curves, pass_at_k_plot
 from qerl_pl.evaluation.metrics import (
     bootstrap_interval,
     evaluation_tag,
@@ -82,6 +85,50 @@ def test_metrics_of_prompts() -> None:
         "unanswered_frac": [0.5, 0],
     }
     assert found.keys() - prompt_metrics(prompts, tells_answers=False).keys() == {"maj@2", "unanswered_frac"}
+
+
+def test_extra_samplings_have_metrics_of_their_own() -> None:
+    prompts = [
+        EvaluatedPrompt("a", SEVEN, [SEVEN, SEVEN], {"card": [RIGHT, SEVEN], "hot-1": [NONE, EIGHT]}),
+        EvaluatedPrompt("b", RIGHT, [RIGHT, SEVEN], {"card": [RIGHT, ALSO], "hot-1": [RIGHT, NONE]}),
+    ]
+    found = {name: values.tolist() for name, values in prompt_metrics(prompts).items()}
+    usual = ["pass@1", "pass@2", "maj@2", "length_mean", "truncated_frac", "unanswered_frac"]
+    assert list(found) == ["accuracy", *usual, *(f"card_{one}" for one in usual), *(f"hot-1_{one}" for one in usual)]
+    assert (found["accuracy"], found["pass@1"], found["pass@2"]) == ([0, 1], [0, 0.5], [0, 1])
+    assert (found["card_pass@1"], found["card_pass@2"], found["card_maj@2"]) == ([0.5, 1], [1, 1], [0.5, 1])
+    assert (found["hot-1_pass@1"], found["hot-1_unanswered_frac"]) == ([0, 0.5], [0.5, 0.5])
+
+
+def test_pass_at_large_k_is_exact() -> None:
+    """One right of 256: k / 256. 3 right, 64 of 256 drawn: 1 - (192 * 191 * 190) / (256 * 255 * 254)."""
+    assert sizes(256) == [1, 2, 4, 8, 16, 32, 64, 128, 256]
+    assert [pass_at_k(256, 1, k) for k in (1, 64, 128, 256)] == [1 / 256, 1 / 4, 1 / 2, 1.0]
+    assert pass_at_k(256, 3, 64) == pytest.approx(1 - 192 * 191 * 190 / (256 * 255 * 254), rel=1e-12)
+
+
+def test_the_curve_of_pass_at_k_has_the_intervals_of_the_metrics() -> None:
+    draw = torch.Generator().manual_seed(0)
+    right = torch.rand(40, generator=draw)[:, None] > torch.rand(40, 12, generator=draw)
+    prompts = [
+        EvaluatedPrompt(f"p{row}", RIGHT, [RIGHT if one else SEVEN for one in samples], {"card": [SEVEN] * 12})
+        for row, samples in enumerate(right.tolist())
+    ]
+    metrics = {}
+    for name, values in prompt_metrics(prompts).items():
+        low, high = bootstrap_interval(values, seed=1, resamples=200)
+        metrics[name] = {"value": values.mean().item(), "low": low, "high": high}
+    curves = pass_at_k_curves(metrics, 12, ["card"])
+    assert curves.keys() == {"samples", "card"} and not any(curves["card"]["high"])
+    assert curves["samples"]["k"] == [1, 2, 4, 8, 12]
+    values, low, high = (curves["samples"][key] for key in ("value", "low", "high"))
+    assert values == sorted(values)
+    assert (values[0], values[-1]) == pytest.approx((right.double().mean().item(), right.any(1).double().mean().item()))
+    assert all(below < value < above for below, value, above in zip(low, values, high, strict=True))
+    image = pass_at_k_plot(
+        {"one": {"pass@k": curves, "metrics": metrics}, "two": {"pass@k": curves, "metrics": metrics}}
+    )
+    assert Image.open(io.BytesIO(image)).size == (1008, 408)  # of two panels, 120 dots an inch
 
 
 def test_the_interval_is_that_of_a_binomial() -> None:

@@ -1,6 +1,17 @@
 """Advantages, losses, objectives, and the noise schedule."""
 
 from qerl_pl.algorithm.noise import NoiseSchedule, NormNoise
-from qerl_pl.algorithm.objectives import BNPO, CISPO, DAPO, GRPO, GSPO, DrGRPO, Objective
+from qerl_pl.algorithm.objectives import BNPO, CISPO, DAPO, GRPO, GSPO, DrGRPO, Objective, OnPolicyDistillation
 
-__all__ = ["BNPO", "CISPO", "DAPO", "GRPO", "GSPO", "DrGRPO", "NoiseSchedule", "NormNoise", "Objective"]
+__all__ = [
+    "BNPO",
+    "CISPO",
+    "DAPO",
+    "GRPO",
+    "GSPO",
+    "DrGRPO",
+    "NoiseSchedule",
+    "NormNoise",
+    "Objective",
+    "OnPolicyDistillation",
+]

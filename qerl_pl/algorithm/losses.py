@@ -48,12 +48,12 @@ def sequence_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tens
 
 
 def clipped_surrogate(ratio: Tensor, advantages: Tensor, epsilon_low: float, epsilon_high: float) -> Surrogate:
-    """min(r A, clip(r, 1 - epsilon_low, 1 + epsilon_high) A), of ratios [B, T] and advantages [B].
+    """min(r A, clip(r, 1 - epsilon_low, 1 + epsilon_high) A), of ratios [B, T] and advantages [B] or [B, T].
 
     PPO (arXiv 1707.06347), eq. 7; separate bounds ("clip-higher") from DAPO (arXiv 2503.14476), sec. 3.1. The minimum
     drops the gradient of exactly those tokens that are past the bound towards which the advantage pushes them.
     """
-    advantage = advantages[:, None]
+    advantage = _by_token(advantages)
     clipped = ratio.clamp(1 - epsilon_low, 1 + epsilon_high)
     value = torch.minimum(ratio * advantage, clipped * advantage)
     low, high = ratio.detach() < 1 - epsilon_low, ratio.detach() > 1 + epsilon_high
@@ -66,12 +66,30 @@ def cispo_surrogate(
     """sg[clip(r, 1 - epsilon_low, 1 + epsilon_high)] A log pi, where sg stops the gradient.
 
     CISPO (MiniMax-M1, arXiv 2506.13585), sec. 3.1: the clip bounds a token's weight but never drops its gradient. An
-    `epsilon_low` of 1 or more is no bound. Shapes: advantages [B], others [B, T].
+    `epsilon_low` of 1 or more is no bound. Shapes: advantages [B] or [B, T], others [B, T].
     """
     ratio = ratio.detach()
     low, high = 1 - epsilon_low, 1 + epsilon_high
-    value = ratio.clamp(low, high) * advantages[:, None] * logprobs
+    value = ratio.clamp(low, high) * _by_token(advantages) * logprobs
     return Surrogate(value, ratio < low, ratio > high)
+
+
+def _by_token(advantages: Tensor) -> Tensor:
+    """Advantages of completions [B] as [B, 1], of tokens [B, T] as they are."""
+    return advantages[:, None] if advantages.dim() == 1 else advantages
+
+
+def distillation_advantages(old_logprobs: Tensor, teacher_logprobs: Tensor) -> Tensor:
+    """log teacher - log old at each sampled token, [B, T]: minus the sampled-token estimate of KL(old || teacher).
+
+    The policy gradient with these advantages, E[A_t grad log pi_t], is minus the gradient of the reverse KL divergence
+    of the next-token distributions, summed over the positions of the policy's own samples; a token gets no credit for
+    later ones. Its variance vanishes with the divergence itself: where the policies agree, every advantage is 0.
+
+    Source: Kevin Lu and Thinking Machines Lab, "On-Policy Distillation" (2025). Reverse KL on samples of the student:
+    MiniLLM (arXiv 2306.08543), GKD (arXiv 2306.13649).
+    """
+    return (teacher_logprobs - old_logprobs).detach()
 
 
 def kl_divergence(logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator) -> Tensor:

@@ -38,6 +38,8 @@ class LossInputs:
     """[B, T], reference policy (adapter off), detached."""
     entropy: Tensor | None = None
     """[B, T], entropy of the current next-token distribution in nats; with gradient if there is an entropy bonus."""
+    teacher_logprobs: Tensor | None = None
+    """[B, T], teacher of on-policy distillation, detached."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ class LossOutputs:
     """Scalar to call backward on."""
     metrics: dict[str, Tensor] = field(default_factory=dict)
     """Sums over the masked tokens, detached; divided by `tokens` they are means. Keys: tokens, ratio, clip_low,
-    clip_high, is_weight, logprob_abs (|old - sampler|) and, if their inputs are present, kl and entropy."""
+    clip_high, is_weight, logprob_abs (|old - sampler|), and kl, entropy and teacher_kl if their inputs are present."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,8 @@ class Objective(ABC):
             null switches the correction off.
         mask_truncated: Leave completions that the token limit cut off out of the loss.
         entropy_coefficient: Coefficient of an entropy bonus; 0 leaves it out.
+        distillation_coefficient: Factor of log teacher - log policy, which each token's advantage gets in addition
+            (on-policy distillation from `model.teacher`); 0 leaves it out.
 
     Raises:
         UserError: A number is negative or not finite, the cap is 0, or a choice is unknown.
@@ -80,9 +84,10 @@ class Objective(ABC):
     importance_cap: float | None = 2.0
     mask_truncated: bool = False
     entropy_coefficient: float = 0.0
+    distillation_coefficient: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("beta", "epsilon_low", "epsilon_high", "entropy_coefficient"):
+        for name in ("beta", "epsilon_low", "epsilon_high", "entropy_coefficient", "distillation_coefficient"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
                 raise UserError(f"{name} must be a number of at least 0; got {value}; set it to 0 or more.")
@@ -107,6 +112,11 @@ class Objective(ABC):
         """Whether the loss needs `LossInputs.entropy`, with its gradient."""
         return self.entropy_coefficient != 0
 
+    @property
+    def needs_teacher(self) -> bool:
+        """Whether the loss needs `LossInputs.teacher_logprobs`."""
+        return self.distillation_coefficient != 0
+
     def advantages(self, rewards: Tensor, group_size: int) -> Tensor:
         """Advantages [B] of rewards [B], see `qerl_pl.algorithm.advantages.group_advantages`."""
         return group_advantages(rewards, group_size, self.advantage_norm)
@@ -125,7 +135,7 @@ class Objective(ABC):
         """Loss and metrics of one micro-batch.
 
         Raises:
-            ValueError: The KL penalty or the entropy bonus is on and its input is missing.
+            ValueError: The KL penalty, the entropy bonus or distillation is on and its input is missing.
         """
         mask = batch.mask
 
@@ -134,7 +144,8 @@ class Objective(ABC):
 
         logprobs, old, sampler = masked(batch.logprobs), masked(batch.old_logprobs), masked(batch.sampler_logprobs)
         ratio = self._ratio(logprobs, old, mask)
-        surrogate = self._surrogate(ratio, logprobs, batch.advantages)
+        teacher = None if batch.teacher_logprobs is None else masked(batch.teacher_logprobs)
+        surrogate = self._surrogate(ratio, logprobs, self._advantages(batch.advantages, old, teacher))
         if self.importance_cap is None:
             importance = torch.ones_like(old)
         else:
@@ -152,6 +163,8 @@ class Objective(ABC):
             sums["kl"] = losses.kl_divergence(logprobs, masked(batch.ref_logprobs), self.kl_estimator)
         if batch.entropy is not None:
             sums["entropy"] = masked(batch.entropy)
+        if teacher is not None:
+            sums["teacher_kl"] = losses.kl_divergence(old, teacher, self.kl_estimator)
         if self.needs_reference:
             if "kl" not in sums:
                 raise ValueError(f"beta={self.beta} needs ref_logprobs; got None; pass them or set beta to 0.")
@@ -164,6 +177,15 @@ class Objective(ABC):
             per_token = per_token - self.entropy_coefficient * sums["entropy"]
         metrics = {name: masked(values.detach()).sum() for name, values in sums.items()}
         return LossOutputs((batch.weights * masked(per_token)).sum(), metrics)
+
+    def _advantages(self, advantages: Tensor, old_logprobs: Tensor, teacher_logprobs: Tensor | None) -> Tensor:
+        """Advantages of the completions [B], or with distillation of their tokens [B, T]."""
+        if not self.needs_teacher:
+            return advantages
+        if teacher_logprobs is None:
+            raise ValueError("distillation needs teacher_logprobs; got None; pass them or set its coefficient to 0.")
+        distilled = losses.distillation_advantages(old_logprobs, teacher_logprobs)
+        return advantages[:, None] + self.distillation_coefficient * distilled
 
     def _ratio(self, logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
         return losses.token_ratio(logprobs, old_logprobs)
@@ -236,3 +258,22 @@ class CISPO(Objective):
 
     def _surrogate(self, ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> Surrogate:
         return losses.cispo_surrogate(ratio, logprobs, advantages, self.epsilon_low, self.epsilon_high)
+
+
+@dataclass(frozen=True)
+class OnPolicyDistillation(Objective):
+    """The teacher alone: reverse KL to it on the policy's own samples, without rewards (MiniLLM, arXiv 2306.08543).
+
+    Rewards are logged and do not train. `Objective.distillation_coefficient` of the others adds the teacher to rewards.
+    """
+
+    aggregation = "token_mean"
+    distillation_coefficient: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.needs_teacher:
+            raise UserError("OnPolicyDistillation needs a distillation_coefficient above 0; got 0; leave it at 1")
+
+    def _advantages(self, advantages: Tensor, old_logprobs: Tensor, teacher_logprobs: Tensor | None) -> Tensor:
+        return super()._advantages(torch.zeros_like(advantages), old_logprobs, teacher_logprobs)

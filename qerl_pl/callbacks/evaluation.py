@@ -1,8 +1,9 @@
 """The report of `qerl test` and `qerl validate`: metrics with confidence intervals, and every sample."""
 
 import hashlib
+import io
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -14,13 +15,14 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from tqdm import tqdm
 
+from qerl_pl.callbacks.loggers import log_image
 from qerl_pl.callbacks.rollout import RolloutCallback, rollout_callback
 from qerl_pl.datamodules.prompts import PromptDataModule
-from qerl_pl.distributed.communicator import writes_files
+from qerl_pl.distributed.communicator import Communicator, writes_files
 from qerl_pl.distributed.strategy import communicator_of
 from qerl_pl.errors import require_at_least
 from qerl_pl.evaluation.evaluator import FORMAT, Evaluator, SampleCache, SampleRecord
-from qerl_pl.evaluation.metrics import bootstrap_interval, evaluation_tag, prompt_metrics
+from qerl_pl.evaluation.metrics import bootstrap_interval, evaluation_tag, extra_metric, prompt_metrics, sizes
 from qerl_pl.modules.qerl import BEFORE_TRAINING, QeRLModule
 from qerl_pl.persistence.atomic_files import atomic_write
 from qerl_pl.persistence.random_state import stream_seed
@@ -43,9 +45,10 @@ class EvaluationReport(Callback, ChecksFirst):
     """Writes the metrics of `qerl test` and `qerl validate` with confidence intervals, and every sample.
 
     RUN/evaluation.json has each metric of each set with its 95 % interval (bootstrap over prompts), RUN/evaluation.md
-    the same as a table; loggers get the bounds as `<metric>_low` and `<metric>_high`. Every graded sample is a line of
-    RUN/evaluation/DIGEST.jsonl, where the digest covers everything that a sample depends on: weights, sampling, prompt
-    format and rewards. After a kill, the same command continues from these samples.
+    the same as a table, RUN/evaluation.png pass@k over k; loggers get the plot, and the bounds as `<metric>_low` and
+    `<metric>_high`. Every graded sample is a line of RUN/evaluation/DIGEST.jsonl, where the digest covers everything
+    that a sample depends on: weights, sampling, prompt format and rewards; an extra sampling has its own DIGEST. After
+    a kill, the same command continues from these samples.
 
     Args:
         resamples: Bootstrap resamples of an interval.
@@ -117,21 +120,33 @@ class EvaluationReport(Callback, ChecksFirst):
         self._prompts, self._tells_answers = {}, True
         rollout = rollout_callback(trainer, "EvaluationReport")
         self._settings = _settings(module, rollout, trainer.datamodule)  # type: ignore[attr-defined]
-        digest = _sha256(json.dumps(self._settings, sort_keys=True).encode())[:12]
+        samplings = {name: asdict(sampling) for name, sampling in rollout.eval_config.extra.items()}
+        digest, *extra = [
+            _sha256(json.dumps(self._settings | {"sampling": sampling}, sort_keys=True).encode())[:12]
+            for sampling in (self._settings["sampling"], *samplings.values())
+        ]
         # Not in the digest, which has the adapter's weights.
         self._settings["adapter"] = None if module.policy_version else module.policy_config.adapter
         if trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
         ranks, folder = communicator_of(trainer), Path(trainer.default_root_dir) / FOLDER
-        files = [folder / f"{digest}{f'.{rank}' if rank else ''}.jsonl" for rank in range(ranks.size)]
-        others = {*folder.glob(f"{digest}.*jsonl"), *files} - {files[ranks.rank]}
         prompts = sum(len(loader.dataset) for loader in (loaders if isinstance(loaders, list) else [loaders]))
-        total = -(-prompts * (1 + rollout.eval_config.samples) // ranks.size)
-        self._cache = _ProgressCache(files[ranks.rank], sorted(others), total, show=trainer.is_global_zero)
+        total = -(-prompts * (1 + rollout.eval_config.samples * (1 + len(extra))) // ranks.size)
+        file, others = _sample_files(folder, digest, ranks)
+        self._cache = _ProgressCache(file, others, total, show=trainer.is_global_zero)
+        caches = {
+            name: _ProgressCache(*_sample_files(folder, own, ranks), total, show=False, bar=self._cache.bar)
+            for name, own in zip(samplings, extra, strict=True)
+        }
         ranks.wait()  # no rank may write before all have read
         self._evaluator = rollout.evaluator
-        self._evaluator.use_cache(self._cache)
-        self._settings["samples"] = str(files[0].relative_to(folder.parent))
+        self._evaluator.use_cache(self._cache, caches)
+        self._settings["samples"] = f"{FOLDER}/{digest}.jsonl"
+        if samplings:
+            self._settings["extra_sampling"] = {
+                name: {"sampling": sampling, "samples": f"{FOLDER}/{own}.jsonl"}
+                for (name, sampling), own in zip(samplings.items(), extra, strict=True)
+            }
 
     def _report(self, stage: str, trainer: Trainer, module: LightningModule) -> None:
         assert isinstance(module, QeRLModule)
@@ -145,7 +160,9 @@ class EvaluationReport(Callback, ChecksFirst):
                 seed = stream_seed(module.seed, "bootstrap", name, metric)
                 low, high = bootstrap_interval(values, seed, self.resamples)
                 metrics[metric] = {"value": values.mean().item(), "low": low, "high": high}
-            sets[name or stage] = {"prompts": len(prompts), "samples": len(prompts[0].samples), "metrics": metrics}
+            samples = len(prompts[0].samples)
+            curves = pass_at_k_curves(metrics, samples, prompts[0].extra)
+            sets[name or stage] = {"prompts": len(prompts), "samples": samples, "metrics": metrics, "pass@k": curves}
             bounds = {
                 f"{evaluation_tag(stage, name, metric)}_{end}": result[end]
                 for metric, result in metrics.items()
@@ -156,18 +173,23 @@ class EvaluationReport(Callback, ChecksFirst):
         folder = Path(trainer.default_root_dir)
         versions = {package: version(package) for package in PACKAGES}
         report = {"sets": sets, "resamples": self.resamples, **self._settings, "versions": versions}
-        text, json_file = report_table(report), folder / "evaluation.json"
+        text, json_file, plot = report_table(report), folder / "evaluation.json", folder / "evaluation.png"
         atomic_write(json_file, (json.dumps(report, indent=2) + "\n").encode())
         atomic_write(folder / "evaluation.md", text.encode())
+        atomic_write(plot, pass_at_k_plot(sets))
+        log_image(trainer.loggers, f"{stage}/pass@k", plot, module.policy_version + BEFORE_TRAINING)
         print(f"\n{text}\n{json_file} has all numbers, {folder / self._settings['samples']} all samples")
 
 
 class _ProgressCache(SampleCache):
-    """A sample cache with a progress bar."""
+    """A sample cache with a progress bar, its own or a given one."""
 
-    def __init__(self, path: Path, others: Sequence[Path], total: int, show: bool) -> None:
+    def __init__(
+        self, path: Path, others: Sequence[Path], total: int, show: bool, bar: "tqdm[Any] | None" = None
+    ) -> None:
         super().__init__(path, others)
-        self.bar = tqdm(desc="evaluating", total=total, unit="completion", disable=None if show else True)
+        own = {"desc": "evaluating", "total": total, "unit": "completion", "disable": None if show else True}
+        self.bar = tqdm(**own) if bar is None else bar
 
     def get(self, name: str, prompt: Prompt, sample: int | None) -> GradedAnswer | None:
         answer = super().get(name, prompt, sample)
@@ -177,6 +199,51 @@ class _ProgressCache(SampleCache):
     def put(self, records: Sequence[SampleRecord]) -> None:
         super().put(records)
         self.bar.update(len(records))
+
+
+def _sample_files(folder: Path, digest: str, ranks: Communicator) -> tuple[Path, list[Path]]:
+    """The file of samples that this rank writes, and those that others have written."""
+    files = [folder / f"{digest}{f'.{rank}' if rank else ''}.jsonl" for rank in range(ranks.size)]
+    others = {*folder.glob(f"{digest}.*jsonl"), *files} - {files[ranks.rank]}
+    return files[ranks.rank], sorted(others)
+
+
+def pass_at_k_curves(
+    metrics: Mapping[str, Mapping[str, float]], samples: int, extra: Iterable[str]
+) -> dict[str, dict[str, list[float]]]:
+    """pass@k over k with its interval, of the usual samples under "samples" and of each extra sampling by name.
+
+    Args:
+        metrics: Value, low and high by metric, as in evaluation.json.
+        samples: S, the largest k.
+        extra: Names of the extra samplings.
+    """
+    ks = sizes(samples)
+    curves = {}
+    for name in ("samples", *extra):
+        own = [f"pass@{k}" if name == "samples" else extra_metric(name, f"pass@{k}") for k in ks]
+        curves[name] = {"k": ks, **{key: [metrics[one][key] for one in own] for key in ("value", "low", "high")}}
+    return curves
+
+
+def pass_at_k_plot(sets: Mapping[str, Any]) -> bytes:
+    """PNG of pass@k over k, a panel for each set of evaluation.json; greedy accuracy is a dashed line."""
+    from matplotlib.figure import Figure  # slow to import, needed once
+
+    figure = Figure(figsize=(4.2 * len(sets), 3.4), layout="constrained")
+    for axis, (name, results) in zip(figure.subplots(1, len(sets), squeeze=False)[0], sets.items(), strict=True):
+        for label, curve in results["pass@k"].items():
+            (line,) = axis.plot(curve["k"], curve["value"], "o-", label=label)
+            axis.fill_between(curve["k"], curve["low"], curve["high"], color=line.get_color(), alpha=0.2, lw=0)
+        axis.axhline(results["metrics"]["accuracy"]["value"], color="black", ls="--", lw=1, label="greedy")
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(curve["k"], labels=[str(k) for k in curve["k"]])
+        axis.set(title=name, xlabel="k", ylabel="pass@k", ylim=(-0.02, 1.02))
+        axis.grid(alpha=0.3)
+        axis.legend()
+    image = io.BytesIO()
+    figure.savefig(image, dpi=120)
+    return image.getvalue()
 
 
 def report_table(report: Mapping[str, Any]) -> str:
@@ -195,18 +262,28 @@ def report_table(report: Mapping[str, Any]) -> str:
 
 def sampling_line(report: Mapping[str, Any]) -> str:
     """How the answers of evaluation.json were sampled, and what the brackets of `metrics_table` are."""
-    sampling = ", ".join(f"{name} {value}" for name, value in report["sampling"].items())
-    return f"sampled with {sampling}, seed {report['seed']}. In brackets 95 %, by bootstrap over prompts."
+    samplings = {"": report["sampling"]}
+    samplings |= {f"; {name}: ": one["sampling"] for name, one in report.get("extra_sampling", {}).items()}
+    text = "".join(
+        f"{label}{', '.join(f'{name} {value}' for name, value in sampling.items())}"
+        for label, sampling in samplings.items()
+    )
+    return f"sampled with {text}, seed {report['seed']}. In brackets 95 %, by bootstrap over prompts."
 
 
 def metrics_table(report: Mapping[str, Any]) -> str:
     """The metrics of evaluation.json as a Markdown table: a column for each set, a row for each metric."""
     sets = report["sets"]
     metrics = list(dict.fromkeys(name for results in sets.values() for name in results["metrics"]))
+    labels = LABELS | {
+        extra_metric(name, metric): f"{name}: {LABELS.get(metric, metric)}"
+        for name in report.get("extra_sampling", {})
+        for metric in metrics + list(LABELS)
+    }
     rows = [["", *sets]]
     rows += [[label, *(str(results[label]) for results in sets.values())] for label in ("prompts", "samples")]
     for metric in metrics:
-        row, digits = [LABELS.get(metric, metric)], 1 if metric == "length_mean" else 3
+        row, digits = [labels.get(metric, metric)], 1 if metric.endswith("length_mean") else 3
         for results in sets.values():
             result = results["metrics"].get(metric)
             row.append("" if result is None else "{value:.{d}f} [{low:.{d}f}, {high:.{d}f}]".format(**result, d=digits))

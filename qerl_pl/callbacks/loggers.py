@@ -129,13 +129,29 @@ def log_result(loggers: Iterable[Logger], summary: Mapping[str, Any], plot: Path
         if isinstance(logger, TensorBoardLogger):
             rows = "\n".join(f"| {name} | {value} |" for name, value in summary.items())
             logger.experiment.add_text("summary", f"| | |\n|---|---|\n{rows}", step)
-            with Image.open(plot) as image:
-                logger.experiment.add_image("run", np.asarray(image.convert("RGB")), step, dataformats="HWC")
         elif isinstance(logger, WandbLogger):
             logger.experiment.summary.update(dict(summary))
-            logger.log_image("run", [str(plot)], step)
         elif isinstance(logger, MLFlowLogger):
             logger.experiment.log_dict(logger.run_id, dict(summary), "summary.json")
+        log_image([logger], "run", plot, step)
+
+
+def log_image(loggers: Iterable[Logger], name: str, plot: Path, step: int) -> None:
+    """Show a plot in TensorBoard, W&B and MLflow.
+
+    Args:
+        loggers: The trainer's.
+        name: Of the panel.
+        plot: PNG file.
+        step: Rollout that it belongs to.
+    """
+    for logger in loggers:
+        if isinstance(logger, TensorBoardLogger):
+            with Image.open(plot) as image:
+                logger.experiment.add_image(name, np.asarray(image.convert("RGB")), step, dataformats="HWC")
+        elif isinstance(logger, WandbLogger):
+            logger.log_image(name, [str(plot)], step)
+        elif isinstance(logger, MLFlowLogger):
             logger.experiment.log_artifact(logger.run_id, str(plot))
 
 

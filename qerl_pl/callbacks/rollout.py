@@ -56,6 +56,9 @@ class RolloutCallback(Callback, ChecksFirst):
             stop strings of `sampling`.
         eval_batch: Most completions of held-out prompts in one call of the engine; null passes a batch of prompts at
             once.
+        extra_eval_sampling: More sampling parameters of held-out prompts, by name, each for `eval_samples` further
+            samples in the same evaluation, such as `{card: {temperature: 0.6, top_p: 0.95}}`; missing keys are those
+            of `eval_sampling`. Their metrics have the name in front, as in `val/card_pass@1`.
         multi_objective_aggregation: `sum_then_normalize` computes advantages of the rewards' weighted sum.
             `normalize_then_sum` (GDPO) normalizes each reward within its group, sums, and normalizes over the batch.
     """
@@ -76,6 +79,7 @@ class RolloutCallback(Callback, ChecksFirst):
         eval_sampling: EvalSampling | None = None,
         eval_batch: int | None = None,
         multi_objective_aggregation: Aggregation = "sum_then_normalize",
+        extra_eval_sampling: dict[str, EvalSampling] | None = None,
     ) -> None:
         scored_by = as_rewards(rewards)
         self.config = CollectorConfig(
@@ -88,9 +92,9 @@ class RolloutCallback(Callback, ChecksFirst):
             accuracy_reward,
             multi_objective_aggregation,
         )
-        self.eval_config = EvaluatorConfig(
-            scored_by, (eval_sampling or POLICY_DISTRIBUTION).over(sampling), eval_samples, eval_batch, accuracy_reward
-        )
+        held_out = (eval_sampling or POLICY_DISTRIBUTION).over(sampling)
+        extra = {name: given.over(held_out) for name, given in (extra_eval_sampling or {}).items()}
+        self.eval_config = EvaluatorConfig(scored_by, held_out, eval_samples, eval_batch, accuracy_reward, extra)
         self.engine: RolloutEngine = engine if engine is not None else TransformersEngine()
         self._collector: Collector | None = None
         self._evaluator: Evaluator | None = None
@@ -128,12 +132,14 @@ class RolloutCallback(Callback, ChecksFirst):
         if positions is not None and self._longest(data) > positions:
             raise UserError(
                 f"prompt and completion must fit the model's {positions} positions; got {self._longest(data)} "
-                "(data.max_prompt_tokens and the larger max_tokens of sampling and eval_sampling); lower them"
+                "(data.max_prompt_tokens and the largest max_tokens of sampling, eval_sampling and "
+                "extra_eval_sampling); lower them"
             )
 
     def _longest(self, data: PromptDataModule) -> int:
         """Longest sequence in tokens, prompt and completion."""
-        return data.max_prompt_tokens + max(self.config.sampling.max_tokens, self.eval_config.sampling.max_tokens)
+        samplings = (self.config.sampling, self.eval_config.sampling, *self.eval_config.extra.values())
+        return data.max_prompt_tokens + max(sampling.max_tokens for sampling in samplings)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Launch the engine: before the policy is loaded, which may share the engine's weights."""
@@ -196,6 +202,7 @@ class RolloutCallback(Callback, ChecksFirst):
         facts = {
             "base model": module.base_identity,
             "adapter to start from": module.start_identity,
+            "teacher": module.teacher_identity,
             "number of finished rollouts": module.policy_version,
         }
         communicator_of(trainer).require_same(facts | _data(trainer).state_dict())

@@ -2,8 +2,9 @@
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from qerl_pl.distributed.communicator import SINGLE_PROCESS, Communicator
 from qerl_pl.engines.base import RolloutEngine
-from qerl_pl.errors import require_at_least
+from qerl_pl.errors import UserError, require_at_least
 from qerl_pl.persistence.random_state import sample_seeds
 from qerl_pl.rewards import AnswerReward, Reward, accuracy_reward, extract_answers
 from qerl_pl.rollout.experience import gather_by_index, score_groups
@@ -118,7 +119,7 @@ class EvaluatorConfig:
     """Settings of an evaluation.
 
     Raises:
-        UserError: A size is below 1.
+        UserError: A size is below 1, or a name cannot be part of a metric's.
     """
 
     rewards: Sequence[Reward]
@@ -130,15 +131,23 @@ class EvaluatorConfig:
     """Most completions of a call of the engine; None for all of a batch of prompts."""
     accuracy_reward: str | None = None
     """Name of the reward whose value above 0.5 means that a completion is right; None takes the first reward."""
+    extra: Mapping[str, SamplingConfig] = field(default_factory=dict)
+    """Sampling parameters of as many further samples, by name."""
 
     def __post_init__(self) -> None:
         require_at_least(1, {"eval_samples": self.samples, "eval_batch": self.batch})
+        for name in self.extra:
+            if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", name):
+                raise UserError(
+                    f"extra_eval_sampling needs names of letters, digits, '_', '.' and '-'; got {name!r}; rename it"
+                )
 
 
 class Evaluator:
     """Samples and grades held-out prompts.
 
-    Seeds depend only on (run seed, set, prompt, sample index): evaluations of different policies draw alike.
+    Seeds depend only on (run seed, set, prompt, sample index): evaluations of different policies, and samplings of one,
+    draw alike.
 
     Args:
         config: Settings.
@@ -163,10 +172,16 @@ class Evaluator:
         self.ranks = ranks
         self.accuracy_reward = accuracy_reward(config.rewards, config.accuracy_reward)
         self._cache: SampleCache | None = None
+        self._extra_caches: Mapping[str, SampleCache] = {}
 
-    def use_cache(self, cache: SampleCache | None) -> None:
-        """Take samples from a cache, and add new ones to it; None stops that."""
-        self._cache = cache
+    def use_cache(self, cache: SampleCache | None, extra: Mapping[str, SampleCache] | None = None) -> None:
+        """Take samples from a cache, and add new ones to it; None stops that.
+
+        Args:
+            cache: Of the greedy and the usual samples.
+            extra: Caches of the extra samplings, by name.
+        """
+        self._cache, self._extra_caches = cache, extra or {}
 
     def evaluate(self, prompts: Sequence[Prompt], weights: PolicyWeights, name: str = "") -> Evaluation:
         """Sample greedily and randomly, and grade.
@@ -185,30 +200,57 @@ class Evaluator:
         return Evaluation(evaluated, name, isinstance(self.accuracy_reward, AnswerReward))
 
     def _evaluate(self, prompts: Sequence[Prompt], name: str) -> list[EvaluatedPrompt]:
-        count, sampling = self.config.samples, self.config.sampling
-        jobs = [(index, sample) for index in range(len(prompts)) for sample in (GREEDY, *range(count))]
+        config, samples, indices = self.config, range(self.config.samples), range(len(prompts))
+        jobs = [(index, sample) for index in indices for sample in (GREEDY, *samples)]
+        answers = self._answers(prompts, jobs, config.sampling, self._cache, name)
+        jobs = [(index, sample) for index in indices for sample in samples]
+        extra = {
+            key: self._answers(prompts, jobs, sampling, self._extra_caches.get(key), name)
+            for key, sampling in config.extra.items()
+        }
+        return [
+            EvaluatedPrompt(
+                prompt.id,
+                answers[index, GREEDY],
+                [answers[index, sample] for sample in samples],
+                {key: [found[index, sample] for sample in samples] for key, found in extra.items()},
+            )
+            for index, prompt in enumerate(prompts)
+        ]
+
+    def _answers(
+        self,
+        prompts: Sequence[Prompt],
+        jobs: Sequence[Job],
+        sampling: SamplingConfig,
+        cache: SampleCache | None,
+        name: str,
+    ) -> dict[Job, GradedAnswer]:
+        """Graded answers from the cache or the engine."""
         answers: dict[Job, GradedAnswer] = {}
-        if self._cache is not None:
+        if cache is not None:
             for index, sample in jobs:
-                if (answer := self._cache.get(name, prompts[index], sample)) is not None:
+                if (answer := cache.get(name, prompts[index], sample)) is not None:
                     answers[index, sample] = answer
         missing = [job for job in jobs if job not in answers]
         greedy = SamplingConfig(sampling.max_tokens, temperature=0.0, stop=sampling.stop)
         for batch in self._batches([job for job in missing if job[1] is GREEDY]):
-            answers |= self._sample(prompts, batch, greedy, name)
+            answers |= self._sample(prompts, batch, greedy, cache, name)
         for batch in self._batches([job for job in missing if job[1] is not GREEDY]):
-            answers |= self._sample(prompts, batch, sampling, name)
-        return [
-            EvaluatedPrompt(prompt.id, answers[index, GREEDY], [answers[index, sample] for sample in range(count)])
-            for index, prompt in enumerate(prompts)
-        ]
+            answers |= self._sample(prompts, batch, sampling, cache, name)
+        return answers
 
     def _batches(self, jobs: Sequence[Job]) -> Iterator[Sequence[Job]]:
         size = self.config.batch or max(1, len(jobs))
         return (jobs[start : start + size] for start in range(0, len(jobs), size))
 
     def _sample(
-        self, prompts: Sequence[Prompt], jobs: Sequence[Job], sampling: SamplingConfig, name: str
+        self,
+        prompts: Sequence[Prompt],
+        jobs: Sequence[Job],
+        sampling: SamplingConfig,
+        cache: SampleCache | None,
+        name: str,
     ) -> dict[Job, GradedAnswer]:
         stream = ("evaluation", name) if name else ("evaluation",)
         requests = []
@@ -228,6 +270,6 @@ class Evaluator:
             del completion["trained"]
             correct = bool(group.rewards[self.accuracy_reward.name][0] > 0.5)
             records.append(SampleRecord(set=name, sample=sample, correct=correct, answer=answer, **completion))
-        if self._cache is not None:
-            self._cache.put(records)
+        if cache is not None:
+            cache.put(records)
         return {job: record.graded for job, record in zip(jobs, records, strict=True)}

@@ -5,6 +5,16 @@ from qerl_pl.modules.policy import Policy, PolicyConfig
 from qerl_pl.modules.policy_module import build_schedule
 from qerl_pl.modules.qerl import QeRLModule
 from qerl_pl.modules.sft import SFTModule
+from qerl_pl.modules.teacher import TeacherConfig
 from qerl_pl.modules.update import PolicyUpdate
 
-__all__ = ["LoraConfig", "Policy", "PolicyConfig", "PolicyUpdate", "QeRLModule", "SFTModule", "build_schedule"]
+__all__ = [
+    "LoraConfig",
+    "Policy",
+    "PolicyConfig",
+    "PolicyUpdate",
+    "QeRLModule",
+    "SFTModule",
+    "TeacherConfig",
+    "build_schedule",
+]

@@ -15,6 +15,7 @@ from qerl_kernels import chunked_token_logprobs
 from qerl_kernels.logprob import default_chunk
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from transformers import PreTrainedModel
 
 from qerl_pl.algorithm.noise import NormNoise
 from qerl_pl.engines.base import SharedWeights
@@ -133,6 +134,14 @@ class PolicyConfig:
         known, scaling = config.get("max_position_embeddings"), config.get("rope_scaling") or {}
         return None if known is None else int(known * max(1.0, scaling.get("factor") or 1.0))
 
+    def source_folder(self) -> Path:
+        """Local folder of the model as it is stored; the toy policy's training and downloads are cached.
+
+        Raises:
+            UserError: `path` is neither a folder nor a model of the hub.
+        """
+        return build_toy_policy(self.toy) if self.path is None else local_folder(self.path)
+
     def base_folder(self) -> Path:
         """Local folder of the base in the requested format; toy training, download or quantization are cached.
 
@@ -143,7 +152,7 @@ class PolicyConfig:
         lora = self.lora_spec
         if self.start is not None and self.start.base != self.base_name:
             log.warning("%s was trained on %s and goes on with %s", self.adapter, self.start.base, self.base_name)
-        source = build_toy_policy(self.toy) if self.path is None else local_folder(self.path)
+        source = self.source_folder()
         model = validate_checkpoint(source)
         if lora is not None:
             check_targets(model, lora)
@@ -191,6 +200,27 @@ def require_memory(
             f"has {free_in_update / GIB:.3g} free in an update and {free / GIB:.3g} beside the engine's cache; use an "
             "optimizer with states in 8 bits such as bitsandbytes.optim.AdamW8bit, or set model.policy.finetune to lora"
         )
+
+
+def predicting_states(base: PreTrainedModel, tokens: Tensor, lengths: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Hidden states [M, D] that predict the M masked tokens, without padding, and the output layer's weight [V, D].
+
+    Args:
+        base: Of `load_base`.
+        tokens: Right-padded token ids, int64 [B, T].
+        lengths: Real tokens of each row, int64 [B].
+        mask: bool [B, T], with a token, and False at position 0; rows without a token are skipped.
+    """
+    rows = mask.any(dim=1)
+    packing = Packing.of(lengths[rows], tokens.shape[1])
+    hidden = base.get_decoder()(
+        input_ids=tokens[rows][packing.mask].unsqueeze(0),
+        position_ids=packing.positions.unsqueeze(0),
+        use_cache=False,
+        packing=packing,
+    ).last_hidden_state[0]
+    predicting = mask[rows][packing.mask].nonzero().squeeze(1) - 1
+    return hidden[predicting], base.get_output_embeddings().weight.to(hidden.dtype)
 
 
 class Policy(nn.Module):
@@ -304,18 +334,9 @@ class Policy(nn.Module):
 
     def _predicting(self, tokens: Tensor, lengths: Tensor, mask: Tensor, reference: bool) -> tuple[Tensor, Tensor]:
         """Hidden states [M, D] that predict the masked tokens, and the output layer's weight [V, D]."""
-        rows = mask.any(dim=1)
-        packing = Packing.of(lengths[rows], tokens.shape[1])
         model = self.trained.reference() if reference else nullcontext(self.base)
         with model as base, self.trained.low_precision_copies(self.config.torch_dtype):
-            hidden = base.get_decoder()(
-                input_ids=tokens[rows][packing.mask].unsqueeze(0),
-                position_ids=packing.positions.unsqueeze(0),
-                use_cache=False,
-                packing=packing,
-            ).last_hidden_state[0]
-        predicting = mask[rows][packing.mask].nonzero().squeeze(1) - 1
-        return hidden[predicting], base.get_output_embeddings().weight.to(hidden.dtype)
+            return predicting_states(base, tokens, lengths, mask)
 
     def weights(self, version: int, noise: NormNoise | None = None, reference: bool = False) -> PolicyWeights:
         """Weights for an engine to sample with: views of the parameters, not copies.

@@ -1,6 +1,9 @@
 """The LightningModule that trains the policy by reinforcement learning."""
 
 import time
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -19,7 +22,10 @@ from qerl_pl.errors import UserError, require_at_least
 from qerl_pl.evaluation.metrics import evaluation_tag, prompt_metrics
 from qerl_pl.modules.policy import PolicyConfig
 from qerl_pl.modules.policy_module import PolicyModule
+from qerl_pl.modules.teacher import Teacher, TeacherConfig
 from qerl_pl.modules.update import PolicyUpdate
+from qerl_pl.persistence.atomic_files import folder_identity
+from qerl_pl.persistence.checkpoint_io import CHECKPOINT_KEY, check_teacher
 from qerl_pl.start_checks import ChecksFirst
 from qerl_pl.types import Experience, PolicyWeights, PromptBatch
 
@@ -50,6 +56,7 @@ class QeRLModule(PolicyModule):
         max_grad_norm: Largest gradient norm; larger gradients are scaled down.
         monitor_kl: Share of a rollout's completions on which `policy/kl` is measured if the loss has no KL term and an
             adapter trains; costs that share of a forward pass, and is unbiased. `true` takes all, `false` none.
+        teacher: Model that on-policy distillation learns from, if the objective has it.
         seed: Seed of the run: adapter initialisation, sampling, noise, dropout.
     """
 
@@ -70,6 +77,7 @@ class QeRLModule(PolicyModule):
         max_grad_norm: float = 0.2,
         monitor_kl: bool | float = 0.125,
         seed: int = 0,
+        teacher: TeacherConfig = TeacherConfig(),  # noqa: B008 - frozen, and jsonargparse reads the default
     ) -> None:
         super().__init__(policy, optimizer, lr_scheduler, warmup_ratio, micro_batch_tokens, max_grad_norm, seed)
         require_at_least(1, {"model.update_epochs": update_epochs, "model.minibatches": minibatches})
@@ -79,6 +87,8 @@ class QeRLModule(PolicyModule):
         self.update = PolicyUpdate(
             self.objective, update_epochs, minibatches, micro_batch_tokens, max_grad_norm, measured, seed
         )
+        self.teacher_config = teacher
+        self.teacher: Teacher | None = None
         self._means: dict[str, MeanMetric] = {}
 
     @property
@@ -92,8 +102,10 @@ class QeRLModule(PolicyModule):
         return self.objective.needs_reference
 
     def check_first(self, trainer: Trainer, stage: str) -> None:
-        """Refuse another precision, a run without an end, and a trainer without a callback that samples."""
+        """Refuse another precision, a run without an end, no callback that samples, and another kind of teacher."""
         super().check_first(trainer, stage)
+        if stage == "fit" and self.objective.needs_teacher:
+            self.teacher_config.check(self.policy_config)
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
         if not any(isinstance(callback, ChecksFirst) and callback.fills_batches for callback in callbacks):
             raise UserError(
@@ -104,6 +116,35 @@ class QeRLModule(PolicyModule):
     def setup(self, stage: str) -> None:
         """Drop the metrics of an earlier stage, whose tensors `trainer.validate` makes in inference mode."""
         self._means.clear()
+
+    def configure_model(self) -> None:
+        """Load the policy and, for training, its teacher, once."""
+        super().configure_model()
+        if self.trainer.state.fn == TrainerFn.FITTING and self.objective.needs_teacher and self.teacher is None:
+            dtype, device = self.policy_config.torch_dtype, self.trainer.strategy.root_device
+            self.teacher = Teacher(self.teacher_config, self.teacher_folder, dtype, device)
+
+    @cached_property
+    def teacher_folder(self) -> Path:
+        """Local folder of the teacher."""
+        return self.teacher_config.folder(self.policy_config)
+
+    @cached_property
+    def teacher_identity(self) -> str | None:
+        """Digest of the teacher, saved in checkpoints; None where the objective has none."""
+        return folder_identity(self.teacher_folder) if self.objective.needs_teacher else None
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Save what training changes, and which teacher it has."""
+        super().on_save_checkpoint(checkpoint)
+        if self.teacher_identity is not None:
+            checkpoint[CHECKPOINT_KEY]["teacher"] = self.teacher_identity
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Load weights, version and random states; UserError if the checkpoint is of another policy or teacher."""
+        super().on_load_checkpoint(checkpoint)
+        if self.trainer.state.fn == TrainerFn.FITTING and self.teacher_identity is not None:
+            check_teacher(checkpoint[CHECKPOINT_KEY], self.teacher_identity)
 
     def use_engine_weights(self, shared: SharedWeights | None, releasable_gib: float) -> None:
         """Have the policy, which `configure_model` loads, share weights with the engine.
@@ -131,12 +172,20 @@ class QeRLModule(PolicyModule):
         experience = _filled_in(batch.experience, "training")
         assert experience.version == self.policy_version
         start = time.perf_counter()
-        metrics = {**experience.metrics, **self._run_update(experience.to(self.device))}
+        experience, metrics = experience.to(self.device), dict(experience.metrics)
+        if self.teacher is not None:
+            experience = self._with_teacher(self.teacher, experience)
+            metrics["time/teacher_s"] = time.perf_counter() - start
+        metrics |= self._run_update(experience)
         self.policy_version += 1
         metrics["time/update_s"] = seconds = time.perf_counter() - start
         metrics["perf/tokens_per_s"] = experience.sampled_tokens / (experience.seconds + seconds)
         for name, value in metrics.items():
             self.log(name, value, batch_size=1, prog_bar=name in PROGRESS_BAR)
+
+    def _with_teacher(self, teacher: Teacher, experience: Experience) -> Experience:
+        mask = self.objective.training_mask(experience.mask, experience.truncated)
+        return replace(experience, teacher_logprobs=teacher.logprobs(experience, mask, self.update.micro_batch_tokens))
 
     def _run_update(self, experience: Experience) -> dict[str, float]:
         optimizer, schedule = self.optimizers(), self.lr_schedulers()

@@ -120,6 +120,7 @@ TOKEN_METRICS = {
     "policy/clip_frac_high": "clip_high",
     "policy/kl": "kl",
     "policy/entropy": "entropy",
+    "distill/kl": "teacher_kl",
     "mismatch/logprob_abs_mean": "logprob_abs",
     "mismatch/is_weight_mean": "is_weight",
 }
@@ -293,6 +294,7 @@ class PolicyUpdate:
             weights=weights,
             ref_logprobs=ref_logprobs,
             entropy=entropy,
+            teacher_logprobs=None if experience.teacher_logprobs is None else experience.teacher_logprobs[rows],
         )
         outputs = self.objective.loss(inputs)
         return outputs.loss, outputs.metrics

@@ -278,6 +278,23 @@ def check_fits(state: dict[str, Any], base: str, finetune: str, scaling: float) 
         )
 
 
+def check_teacher(state: dict[str, Any], teacher: str) -> None:
+    """Refuse a checkpoint of a run with another teacher.
+
+    Args:
+        state: The checkpoint's entry `CHECKPOINT_KEY`.
+        teacher: Identity of the teacher's folder (`folder_identity`).
+
+    Raises:
+        UserError: It differs.
+    """
+    if (saved := state.get("teacher", teacher)) != teacher:
+        raise UserError(
+            f"a run keeps its teacher; the checkpoint has {saved} and model.teacher is {teacher}; set model.teacher as "
+            "in that run, or start another run"
+        )
+
+
 def check_start(state: dict[str, Any], start: str | None) -> None:
     """Refuse a checkpoint of a run that started from another adapter, its reference policy.
 
