@@ -155,7 +155,7 @@ class SyncReport:
 
     version: int
     noise_std: float
-    """Standard deviation of (the engine's scale - clean scale) over all elements of the noisy norms."""
+    """Standard deviation of (the engine's scale - clean scale) over all elements of the norms that have noise."""
 
 
 @dataclass(frozen=True)

@@ -235,6 +235,24 @@ def test_noise_goes_by_the_plan_that_a_run_began_with(per_rank: bool, rank: int,
     assert AdaptiveQuantizationNoise().per_rank is False
 
 
+@pytest.mark.parametrize(("layers", "indices"), [("all", None), ("last_half", (1,)), ([-2], (0,))])
+def test_noise_of_a_run_is_relative_and_on_some_layers(
+    layers: Any, indices: tuple[int, ...] | None, tiny_policy_dir: Path, tmp_path: Path
+) -> None:
+    seen, module = [], module_of(tiny_policy_dir)
+    noise = AdaptiveQuantizationNoise(0.02, 0.02, 1, noiseless_first_stage=False, relative=True, layers=layers)
+    watch = LambdaCallback(on_train_batch_end=lambda trainer, module, outputs, batch, index: seen.append(batch.noise))
+    trainer_of(tmp_path, noise, watch, noise=False, max_steps=2, limit_val_batches=0).fit(module, datamodule=data())
+    assert seen == [NormNoise(0.02, 5, 0, relative=True, layers=indices)]
+
+
+def test_layers_that_the_model_lacks_are_refused_at_the_start(tiny_policy_dir: Path, tmp_path: Path) -> None:
+    noise, engine = AdaptiveQuantizationNoise(layers=[2]), Recording()
+    trainer = trainer_of(tmp_path, noise, rollout=rollout_of(engine), noise=False)
+    with pytest.raises(UserError, match=r"different layers of the model's 2, from 0 to 1; got \[2\];"):
+        trainer.fit(module_of(tiny_policy_dir), datamodule=data())
+
+
 class TwoSets(PromptDataModule):
     """Held-out sets by name, and nothing read from anywhere."""
 

@@ -6,8 +6,9 @@ from typing import Any, Literal
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from qerl_pl.algorithm.feedback import Feedback, logged_value
-from qerl_pl.algorithm.noise import Decay, NoiseSchedule, NormNoise
+from qerl_pl.algorithm.noise import Decay, NoiseSchedule, NoisyLayers, NormNoise, layer_indices
 from qerl_pl.errors import UserError
+from qerl_pl.formats.model_folder import load_config
 from qerl_pl.modules.qerl import QeRLModule
 from qerl_pl.types import PromptBatch
 
@@ -38,6 +39,10 @@ class AdaptiveQuantizationNoise(Callback):
         gain: Of `feedback`: sigma changes by a factor of at most exp(gain) per rollout.
         sigma_min: Of `feedback`: smallest sigma.
         sigma_max: Of `feedback`: largest sigma.
+        relative: Sigma is a fraction of the root mean square of each norm's own scale, instead of an absolute number
+            that perturbs norms with small scales more.
+        layers: Decoder layers whose norms have noise: `all`, `first_half`, `last_half`, or a list of their indices from
+            0, or from the end if negative.
     """
 
     def __init__(
@@ -53,6 +58,8 @@ class AdaptiveQuantizationNoise(Callback):
         gain: float = 0.2,
         sigma_min: float = 1e-4,
         sigma_max: float = 5e-2,
+        relative: bool = False,
+        layers: NoisyLayers = "all",
     ) -> None:
         if (decay == "feedback") != (target is not None):
             raise UserError(
@@ -67,13 +74,20 @@ class AdaptiveQuantizationNoise(Callback):
             self._sigma = self.feedback.clip(sigma_start)
         else:
             self.schedule = NoiseSchedule(sigma_start, sigma_end, stages, decay, noiseless_first_stage)
-        self.per_rank = per_rank
+        self.per_rank, self.relative, self.layers = per_rank, relative, layers
+        self._layers: tuple[int, ...] | None = None
         self.planned_rollouts: int | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Move to the front of the callbacks: the noise must be set before `RolloutCallback` samples."""
+        """Move to the front of the callbacks, as the noise must be set before `RolloutCallback` samples.
+
+        Raises:
+            UserError: `layers` names layers that the model lacks.
+        """
         if not isinstance(pl_module, QeRLModule):
             raise UserError(f"AQN needs a QeRLModule; got a {type(pl_module).__name__}; train that instead")
+        if self.layers != "all":
+            self._layers = layer_indices(self.layers, load_config(pl_module.base_folder).num_hidden_layers)
         others = [callback for callback in trainer.callbacks if callback is not self]  # type: ignore[attr-defined]
         trainer.callbacks = [self, *others]  # type: ignore[attr-defined]
 
@@ -82,9 +96,13 @@ class AdaptiveQuantizationNoise(Callback):
     ) -> None:
         """Set the noise of this batch's rollout."""
         assert isinstance(pl_module, QeRLModule)
-        version = pl_module.policy_version
         batch.noise = NormNoise(
-            self._sigma_of(trainer, pl_module), pl_module.seed, version, trainer.global_rank * self.per_rank
+            self._sigma_of(trainer, pl_module),
+            pl_module.seed,
+            pl_module.policy_version,
+            draw_number=trainer.global_rank * self.per_rank,
+            relative=self.relative,
+            layers=self._layers,
         )
 
     def _sigma_of(self, trainer: Trainer, module: QeRLModule) -> float:
