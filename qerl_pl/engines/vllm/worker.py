@@ -213,10 +213,11 @@ class PolicyWorker(Worker):
             weight_map.write(tensors, self._linears().values(), self.get_model(), norms)
         device = self._qerl_clean[self._qerl_noisy[0]].device
         draws: dict[str, Tensor] = {}
-        for name in self._qerl_noisy if noise is not None else ():
-            drawn = noise.of_norm(name, norms.get(name, self._qerl_clean[name]))
-            if drawn is not None:
-                draws[name] = drawn
+        if noise is not None:
+            for name in self._qerl_noisy:
+                drawn = noise.of_norm(name, norms.get(name, self._qerl_clean[name]))
+                if drawn is not None:
+                    draws[name] = drawn
         if draws:  # one copy to the device
             sizes = [drawn.numel() for drawn in draws.values()]
             draws = dict(zip(draws, torch.cat([*draws.values()]).to(device).split(sizes), strict=True))
