@@ -202,6 +202,8 @@ class Experience:
     """Token limit of a completion."""
     indices: Tensor | None = None
     """Index of each row among the completions of all ranks, int64 [B], on the CPU; None with a single rank."""
+    draws: Tensor | None = None
+    """Index of the draw of noise that sampled each row, int64 [B], on the CPU; None with a single draw."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """The rollout's metrics, by TensorBoard tag."""
     records: Sequence[CompletionRecord] = ()

@@ -7,7 +7,7 @@ scales that feed the quantized projections, in the sampler only: RMSNorm(x) = (w
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 import torch
@@ -24,7 +24,7 @@ _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 @dataclass(frozen=True)
 class NormNoise:
-    """Noise of one rollout: the same numbers in every process."""
+    """Noise of one rollout: the same numbers in every process. Of several draws, the methods take the first."""
 
     sigma: float
     """Standard deviation, in units of the norm scale, or of its root mean square if `relative`."""
@@ -32,11 +32,18 @@ class NormNoise:
     version: int
     """Policy version of the rollout."""
     draw_number: int = 0
-    """Index of the draw, if each rank has its own."""
+    """Index of the first draw, if each rank has its own."""
     relative: bool = False
     """Whether the noise is proportional to each norm's scale w: Z ~ N(0, (sigma * rms(w))^2)."""
     layers: tuple[int, ...] | None = None
     """Indices of the decoder layers that have noise; None for all."""
+    draws: int = 1
+    """Independent draws of the rollout, between which its prompts are divided."""
+
+    def each_draw(self) -> tuple["NormNoise", ...]:
+        """The draws, each by itself; only one where sigma is 0."""
+        count = self.draws if self.sigma > 0 else 1
+        return tuple(replace(self, draw_number=self.draw_number + index, draws=1) for index in range(count))
 
     def of_norm(self, name: str, clean: Tensor) -> Tensor | None:
         """Noise to add to a norm's scale.

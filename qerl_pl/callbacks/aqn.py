@@ -7,7 +7,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from qerl_pl.algorithm.feedback import Feedback, logged_value
 from qerl_pl.algorithm.noise import Decay, NoiseSchedule, NoisyLayers, NormNoise, layer_indices
-from qerl_pl.errors import UserError
+from qerl_pl.errors import UserError, require_at_least
 from qerl_pl.formats.model_folder import load_config
 from qerl_pl.modules.qerl import QeRLModule
 from qerl_pl.types import PromptBatch
@@ -41,6 +41,9 @@ class AdaptiveQuantizationNoise(Callback):
         sigma_max: Of `feedback`: largest sigma.
         relative: Sigma is a fraction of the root mean square of each norm's own scale, instead of an absolute number
             that perturbs norms with small scales more.
+        draws: Independent draws of noise in a rollout (3PO, arXiv 2608.09805): the prompts of a batch are dealt out to
+            as many perturbed policies, all completions of a prompt from the same one. Costs a sync and a generation
+            with fewer prompts for each draw.
         layers: Decoder layers whose norms have noise: `all`, `first_half`, `last_half`, or a list of their indices from
             0, or from the end if negative.
     """
@@ -59,8 +62,10 @@ class AdaptiveQuantizationNoise(Callback):
         sigma_min: float = 1e-4,
         sigma_max: float = 5e-2,
         relative: bool = False,
+        draws: int = 1,
         layers: NoisyLayers = "all",
     ) -> None:
+        require_at_least(1, {"noise.draws": draws})
         if (decay == "feedback") != (target is not None):
             raise UserError(
                 f"noise.decay feedback, and no other, needs a target; got {decay} and {target}; set noise.target to "
@@ -74,7 +79,7 @@ class AdaptiveQuantizationNoise(Callback):
             self._sigma = self.feedback.clip(sigma_start)
         else:
             self.schedule = NoiseSchedule(sigma_start, sigma_end, stages, decay, noiseless_first_stage)
-        self.per_rank, self.relative, self.layers = per_rank, relative, layers
+        self.per_rank, self.relative, self.draws, self.layers = per_rank, relative, draws, layers
         self._layers: tuple[int, ...] | None = None
         self.planned_rollouts: int | None = None
 
@@ -100,9 +105,10 @@ class AdaptiveQuantizationNoise(Callback):
             self._sigma_of(trainer, pl_module),
             pl_module.seed,
             pl_module.policy_version,
-            draw_number=trainer.global_rank * self.per_rank,
+            draw_number=trainer.global_rank * self.draws * self.per_rank,
             relative=self.relative,
             layers=self._layers,
+            draws=self.draws,
         )
 
     def _sigma_of(self, trainer: Trainer, module: QeRLModule) -> float:
