@@ -204,6 +204,8 @@ class Experience:
     """Index of each row among the completions of all ranks, int64 [B], on the CPU; None with a single rank."""
     draws: Tensor | None = None
     """Index of the draw of noise that sampled each row, int64 [B], on the CPU; None with a single draw."""
+    noise: NormNoise | None = None
+    """Noise of the sampler that the trainer adds, too; None for a trainer without noise."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """The rollout's metrics, by TensorBoard tag."""
     records: Sequence[CompletionRecord] = ()

@@ -39,6 +39,8 @@ class NormNoise:
     """Indices of the decoder layers that have noise; None for all."""
     draws: int = 1
     """Independent draws of the rollout, between which its prompts are divided."""
+    in_trainer: bool = False
+    """Whether the trainer computes old and current log-probabilities under the noise, too."""
 
     def each_draw(self) -> tuple["NormNoise", ...]:
         """The draws, each by itself; only one where sigma is 0."""

@@ -44,6 +44,9 @@ class AdaptiveQuantizationNoise(Callback):
         draws: Independent draws of noise in a rollout (3PO, arXiv 2608.09805): the prompts of a batch are dealt out to
             as many perturbed policies, all completions of a prompt from the same one. Costs a sync and a generation
             with fewer prompts for each draw.
+        trainer: The trainer computes the old and current log-probabilities of the update under the same noise (ALP,
+            arXiv 2603.19470): probability ratios, importance weights and entropies are then those of the perturbed
+            policy, which is the one that sampled. The reference policy stays without noise.
         layers: Decoder layers whose norms have noise: `all`, `first_half`, `last_half`, or a list of their indices from
             0, or from the end if negative.
     """
@@ -63,6 +66,7 @@ class AdaptiveQuantizationNoise(Callback):
         sigma_max: float = 5e-2,
         relative: bool = False,
         draws: int = 1,
+        trainer: bool = False,
         layers: NoisyLayers = "all",
     ) -> None:
         require_at_least(1, {"noise.draws": draws})
@@ -80,6 +84,7 @@ class AdaptiveQuantizationNoise(Callback):
         else:
             self.schedule = NoiseSchedule(sigma_start, sigma_end, stages, decay, noiseless_first_stage)
         self.per_rank, self.relative, self.draws, self.layers = per_rank, relative, draws, layers
+        self.in_trainer = trainer
         self._layers: tuple[int, ...] | None = None
         self.planned_rollouts: int | None = None
 
@@ -109,6 +114,7 @@ class AdaptiveQuantizationNoise(Callback):
             relative=self.relative,
             layers=self._layers,
             draws=self.draws,
+            in_trainer=self.in_trainer,
         )
 
     def _sigma_of(self, trainer: Trainer, module: QeRLModule) -> float:

@@ -277,6 +277,7 @@ class Collector:
         self, groups: Sequence[Group], weights: PolicyWeights, seconds: float, metrics: dict[str, float]
     ) -> Experience:
         training, size = [group for group in groups if group.trains], self.config.group_size
+        noise = weights.noise
         local = [index for index, group in enumerate(training) if group.completions]
         rows = torch.tensor([index * size + sample for index in local for sample in range(size)], dtype=torch.int64)
         draws = torch.tensor([training[index].draw for index in local], dtype=torch.int64).repeat_interleave(size)
@@ -311,6 +312,7 @@ class Collector:
             max_tokens=self.config.sampling.max_tokens,
             indices=rows,
             draws=None if len(_draws(weights)) == 1 else draws,
+            noise=noise if noise is not None and noise.in_trainer and noise.sigma > 0 else None,
             metrics=metrics,
             records=tuple(record for group in groups for record in group.records()),
         )
