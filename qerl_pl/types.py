@@ -155,7 +155,7 @@ class SyncReport:
 
     version: int
     noise_std: float
-    """Standard deviation of (the engine's scale - clean scale) over all elements of the noisy norms."""
+    """Standard deviation of (the engine's scale - clean scale) over all elements of the norms that have noise."""
 
 
 @dataclass(frozen=True)
@@ -204,6 +204,10 @@ class Experience:
     """Log-probabilities by the teacher of on-policy distillation, float32 [B, T]; 0 outside the tokens that train."""
     indices: Tensor | None = None
     """Index of each row among the completions of all ranks, int64 [B], on the CPU; None with a single rank."""
+    draws: Tensor | None = None
+    """Index of the draw of noise that sampled each row, int64 [B], on the CPU; None with a single draw."""
+    noise: NormNoise | None = None
+    """Noise of the sampler that the trainer adds, too; None for a trainer without noise."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """The rollout's metrics, by TensorBoard tag."""
     records: Sequence[CompletionRecord] = ()

@@ -235,6 +235,38 @@ def test_noise_goes_by_the_plan_that_a_run_began_with(per_rank: bool, rank: int,
     assert AdaptiveQuantizationNoise().per_rank is False
 
 
+@pytest.mark.parametrize(("layers", "indices"), [("all", None), ("last_half", (1,)), ([-2], (0,))])
+def test_noise_of_a_run_is_relative_and_on_some_layers(
+    layers: Any, indices: tuple[int, ...] | None, tiny_policy_dir: Path, tmp_path: Path
+) -> None:
+    seen, module = [], module_of(tiny_policy_dir)
+    noise = AdaptiveQuantizationNoise(0.02, 0.02, 1, noiseless_first_stage=False, relative=True, layers=layers)
+    watch = LambdaCallback(on_train_batch_end=lambda trainer, module, outputs, batch, index: seen.append(batch.noise))
+    trainer_of(tmp_path, noise, watch, noise=False, max_steps=2, limit_val_batches=0).fit(module, datamodule=data())
+    assert seen == [NormNoise(0.02, 5, 0, relative=True, layers=indices)]
+
+
+@pytest.mark.parametrize(("per_rank", "first"), [(False, 0), (True, 12)])
+def test_draws_of_noise_are_numbered_over_the_ranks(per_rank: bool, first: int) -> None:
+    module, trainer = module_of(Path("nowhere")), SimpleNamespace(max_steps=-1, max_epochs=2, global_rank=3)
+    trainer.datamodule = SimpleNamespace(batches_per_epoch=3)
+    module._trainer = trainer  # type: ignore[assignment]
+    noise = AdaptiveQuantizationNoise(0.4, 0.1, 2, "linear", True, per_rank, draws=4)
+    assert noise_of(noise, trainer, module, 5) == NormNoise(0.4, 5, 5, first, draws=4)
+    each = noise_of(noise, trainer, module, 5).each_draw()
+    assert each == tuple(NormNoise(0.4, 5, 5, first + index) for index in range(4))
+    assert noise_of(noise, trainer, module, 0).each_draw() == (NormNoise(0.0, 5, 0, first),)  # without noise
+    with pytest.raises(UserError, match="noise.draws must be at least 1; got 0;"):
+        AdaptiveQuantizationNoise(draws=0)
+
+
+def test_layers_that_the_model_lacks_are_refused_at_the_start(tiny_policy_dir: Path, tmp_path: Path) -> None:
+    noise, engine = AdaptiveQuantizationNoise(layers=[2]), Recording()
+    trainer = trainer_of(tmp_path, noise, rollout=rollout_of(engine), noise=False)
+    with pytest.raises(UserError, match=r"different layers of the model's 2, from 0 to 1; got \[2\];"):
+        trainer.fit(module_of(tiny_policy_dir), datamodule=data())
+
+
 class TwoSets(PromptDataModule):
     """Held-out sets by name, and nothing read from anywhere."""
 

@@ -5,7 +5,9 @@ scales that feed the quantized projections, in the sampler only: RMSNorm(x) = (w
 """
 
 import math
-from dataclasses import dataclass
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 import torch
@@ -15,22 +17,55 @@ from qerl_pl.errors import UserError, require_one_of
 from qerl_pl.persistence.random_state import stream_seed
 
 Decay = Literal["exponential", "linear", "cosine", "logarithmic"]
+NoisyLayers = Literal["all", "first_half", "last_half"] | list[int]
+"""Decoder layers whose norms have noise: a half of them, or indices from 0, or from the end if negative."""
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
 @dataclass(frozen=True)
 class NormNoise:
-    """Noise of one rollout: the same numbers in every process."""
+    """Noise of one rollout: the same numbers in every process. Of several draws, the methods take the first."""
 
     sigma: float
-    """Standard deviation, in units of the norm scale."""
+    """Standard deviation, in units of the norm scale, or of its root mean square if `relative`."""
     seed: int
     version: int
     """Policy version of the rollout."""
     draw_number: int = 0
-    """Index of the draw, if each rank has its own."""
+    """Index of the first draw, if each rank has its own."""
+    relative: bool = False
+    """Whether the noise is proportional to each norm's scale w: Z ~ N(0, (sigma * rms(w))^2)."""
+    layers: tuple[int, ...] | None = None
+    """Indices of the decoder layers that have noise; None for all."""
+    draws: int = 1
+    """Independent draws of the rollout, between which its prompts are divided."""
+    in_trainer: bool = False
+    """Whether the trainer computes old and current log-probabilities under the noise, too."""
+
+    def each_draw(self) -> tuple["NormNoise", ...]:
+        """The draws, each by itself; only one where sigma is 0."""
+        count = self.draws if self.sigma > 0 else 1
+        return tuple(replace(self, draw_number=self.draw_number + index, draws=1) for index in range(count))
+
+    def of_norm(self, name: str, clean: Tensor) -> Tensor | None:
+        """Noise to add to a norm's scale.
+
+        Args:
+            name: As for `draw`.
+            clean: Scale without noise [size], on any device.
+
+        Returns:
+            float32 [size] on the CPU; None if the norm's layer has no noise.
+        """
+        layer = _LAYER.search(name)
+        if self.layers is not None and (layer is None or int(layer[1]) not in self.layers):
+            return None
+        noise = self.draw(name, clean.numel())
+        # In float64, so that trainer and engines compute one number whatever their order of summation.
+        return noise * clean.double().square().mean().sqrt().item() if self.relative else noise
 
     def draw(self, name: str, size: int) -> Tensor:
-        """Noise of one norm.
+        """Absolute noise of one norm.
 
         Args:
             name: The norm's module name in the base model, such as "model.layers.0.input_layernorm".
@@ -44,6 +79,30 @@ class NormNoise:
         generator = torch.Generator().manual_seed(stream_seed(self.seed, "aqn", self.version, name, *draw))
         noise = torch.randn(size, generator=generator, dtype=torch.float32)
         return noise * (self.sigma / noise.square().mean().sqrt())
+
+
+def layer_indices(layers: NoisyLayers, count: int) -> tuple[int, ...] | None:
+    """`NormNoise.layers` of a model with `count` decoder layers; of an odd number, the last half has one more.
+
+    Raises:
+        UserError: The list is empty or names a layer twice, or one that the model lacks.
+    """
+    if isinstance(layers, str):
+        halves = {"all": None, "first_half": range(count // 2), "last_half": range(count // 2, count)}
+        require_one_of(list(halves), "noise.layers", layers)
+        half = halves[layers]
+        return None if half is None else tuple(half)
+    return _checked_layers(layers, count)
+
+
+def _checked_layers(layers: Sequence[int], count: int) -> tuple[int, ...]:
+    indices = sorted({layer % count for layer in layers if -count <= layer < count})
+    if not layers or len(indices) < len(layers):
+        raise UserError(
+            f"noise.layers must name different layers of the model's {count}, from 0 to {count - 1}; got {layers}; "
+            "correct the list, or set all"
+        )
+    return tuple(indices)
 
 
 def noise_sigma(stage: int, stages: int, sigma_start: float, sigma_end: float, decay: Decay) -> float:

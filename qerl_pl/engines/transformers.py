@@ -1,6 +1,6 @@
 """`TransformersEngine`: batched decoding with transformers, the readable reference of every engine."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -125,9 +125,9 @@ class SyncedRMSNorm(Float32RMSNorm):
         return self.weight.data
 
     @torch.no_grad()
-    def write(self, trained: Tensor | None, noise: Tensor | None) -> None:
-        """Set the scale [hidden] to (the trained scale, or the base's) + noise."""
-        self.clean.copy_(self.base if trained is None else trained)
+    def write(self, clean: Tensor, noise: Tensor | None) -> None:
+        """Set the scale [hidden] to a clean scale + noise."""
+        self.clean.copy_(clean)
         self.scale.copy_(self.clean if noise is None else self.clean + noise.to(self.clean.device))
 
 
@@ -194,10 +194,14 @@ class TransformersEngine(RolloutEngine):
             if name in adapter:
                 linear.write(*adapter[name], weights.scaling)
         norms = self._write_all_but_norms(weights.tensors)
+        draws: dict[str, Tensor] = {}
         for name, held in self._norms.items():
-            noisy = weights.noise if name in self._noisy else None
-            held.write(norms.get(name), None if noisy is None else noisy.draw(name, held.scale.numel()))
-        return SyncReport(version=weights.version, noise_std=self._measured_std())
+            clean = norms.get(name, held.base)
+            noise = None if weights.noise is None or name not in self._noisy else weights.noise.of_norm(name, clean)
+            held.write(clean, noise)
+            if noise is not None:
+                draws[name] = noise
+        return SyncReport(version=weights.version, noise_std=self._measured_std(draws or self._noisy))
 
     def _write_all_but_norms(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Copy trained weights but for norms; return the norms' scales by module name."""
@@ -214,8 +218,8 @@ class TransformersEngine(RolloutEngine):
                 check_tensor(name, held.get(name), tensor).copy_(tensor)
         return norms
 
-    def _measured_std(self) -> float:
-        differences = [self._norms[name].scale.double() - self._norms[name].clean.double() for name in self._noisy]
+    def _measured_std(self, names: Iterable[str]) -> float:
+        differences = [self._norms[name].scale.double() - self._norms[name].clean.double() for name in names]
         return torch.cat(differences).std(correction=0).item() if differences else 0.0
 
     @torch.inference_mode()

@@ -27,6 +27,8 @@ class Float32RMSNorm(nn.Module):
         super().__init__()
         self.eps = eps
         self.weight = nn.Parameter(scale.detach().float(), requires_grad=False)
+        self.noise: Tensor | None = None
+        """Added to the scale in the forward pass, float32 [hidden]."""
 
     @classmethod
     def of(cls, name: str, norm: nn.Module) -> Self:
@@ -45,7 +47,7 @@ class Float32RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., hidden] -> the same shape and data type."""
-        return rms_norm(x, self.weight, self.eps)
+        return rms_norm(x, self.weight if self.noise is None else self.weight + self.noise, self.eps)
 
 
 def use_float32_norms(model: nn.Module) -> None:

@@ -15,7 +15,8 @@ from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
 from qerl_pl.errors import UserError
-from qerl_pl.formats.architecture import LAYER_NORMS
+from qerl_pl.formats.architecture import LAYER_NORMS, noisy_norm_names
+from qerl_pl.formats.norm import Float32RMSNorm
 from qerl_pl.modules.lora import ADAPTER, FrozenLinear, LoraLinear, LoraSpec, can_fuse_lora, check_targets
 from qerl_pl.modules.packed_layers import GatedMLP, PackedAttention
 from qerl_pl.persistence.random_state import stream_seed
@@ -154,6 +155,17 @@ class LoraAdapter:
         """Trained norm scales [hidden] by checkpoint name."""
         norms = {name: m for name, m in self.base.named_modules() if isinstance(m, ModulesToSaveWrapper)}
         return {f"{name}.weight": norm.modules_to_save[ADAPTER].get_parameter("weight") for name, norm in norms.items()}
+
+    def norms(self) -> dict[str, Float32RMSNorm]:
+        """The layers' norms that a forward pass uses, by module name in the base."""
+        modules = dict(self.base.named_modules())
+        found = {}
+        for name in noisy_norm_names(modules):
+            norm = modules[name]
+            norm = norm.modules_to_save[ADAPTER] if isinstance(norm, ModulesToSaveWrapper) else norm
+            assert isinstance(norm, Float32RMSNorm)
+            found[name] = norm
+        return found
 
     def start_from(self, start: Mapping[str, Tensor]) -> None:
         """Load a saved adapter, and keep a copy as the reference policy. Norms that it lacks start as the base's.

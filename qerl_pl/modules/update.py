@@ -3,6 +3,7 @@
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +16,7 @@ from qerl_pl.algorithm.objectives import LossInputs, Objective
 from qerl_pl.distributed.communicator import SINGLE_PROCESS, Communicator
 from qerl_pl.errors import UserError
 from qerl_pl.modules.policy import Policy
+from qerl_pl.modules.trainer_noise import TrainerNoise
 from qerl_pl.persistence.random_state import stream_seed
 from qerl_pl.types import Experience
 
@@ -97,6 +99,7 @@ class PrecomputedLogprobs:
     old: Tensor
     """Of the policy before the update [B, T]; the first step fills in its own rows."""
     reference: ReferenceLogprobs | None
+    noise: TrainerNoise
 
 
 def sampled_indices(share: float, completions: int, seed: int) -> Tensor:
@@ -211,7 +214,9 @@ class PolicyUpdate:
         completions = len(token_counts)
         minibatches = list(self._minibatches(experience.version, completions))
         local = [local_rows(minibatch, indices, completions) for minibatch in minibatches]
-        precomputed = self._precompute_logprobs(policy, experience, mask, local[0], indices, completions)
+        norms = {} if experience.noise is None else policy.trained.norms()
+        noise = TrainerNoise(norms, experience.noise, experience.draws)
+        precomputed = self._precompute_logprobs(policy, experience, mask, local[0], indices, completions, noise)
         parameters = [parameter for parameter in policy.parameters() if parameter.requires_grad]
         totals: dict[str, float] = defaultdict(float)
         policy.train()
@@ -256,14 +261,16 @@ class PolicyUpdate:
         on_policy: bool,
     ) -> dict[str, float]:
         """Accumulate the gradient of this rank's rows of a minibatch; returns sums over their tokens."""
-        micro_batches = self._micro_batches(precomputed.experience.lengths[rows])
+        noise = precomputed.noise
+        micro_batches = self._micro_batches(precomputed.experience.lengths[rows], noise.draws_of(rows))
 
         def work() -> list[dict[str, Tensor]]:
             all_sums = []
             for micro_batch in micro_batches:
-                loss, sums = self._loss(policy, precomputed, rows[micro_batch], weights[micro_batch], on_policy)
-                if loss.requires_grad:  # not if every completion of the micro-batch is masked
-                    backward(loss)
+                with noise.added(rows[micro_batch]):  # in backward passes, too, which may recompute layers
+                    loss, sums = self._loss(policy, precomputed, rows[micro_batch], weights[micro_batch], on_policy)
+                    if loss.requires_grad:  # not if every completion of the micro-batch is masked
+                        backward(loss)
                 all_sums.append({"loss": loss.detach(), **sums})
             return all_sums
 
@@ -307,32 +314,36 @@ class PolicyUpdate:
         first_rows: Tensor,
         indices: Tensor,
         completions: int,
+        noise: TrainerNoise,
     ) -> PrecomputedLogprobs:
         """Old and reference log-probabilities; without dropout the first step computes its rows' old ones itself."""
         needs_old = torch.ones(len(experience), dtype=torch.bool, device=mask.device)
         if not policy.trained.has_dropout:
             needs_old[first_rows] = False
-        old = self._frozen_logprobs(policy, experience, mask, needs_old.nonzero().squeeze(1))
+        old = self._frozen_logprobs(policy, experience, mask, needs_old.nonzero().squeeze(1), noise)
         reference = None
         share = 1.0 if self.objective.needs_reference else self.reference_share
         if share > 0:
             sample = sampled_indices(share, completions, stream_seed(self.seed, "kl", experience.version))
             rows = local_rows(sample, indices, completions)
-            logprobs = self._frozen_logprobs(policy, experience, mask, rows, reference=True)
+            logprobs = self._frozen_logprobs(policy, experience, mask, rows, noise=None)
             reference = ReferenceLogprobs(logprobs, torch.zeros_like(needs_old), completions / max(len(sample), 1))
             reference.sampled[rows] = True
-        return PrecomputedLogprobs(experience, mask, old, reference)
+        return PrecomputedLogprobs(experience, mask, old, reference, noise)
 
     @torch.no_grad()
     def _frozen_logprobs(
-        self, policy: Policy, experience: Experience, mask: Tensor, rows: Tensor, reference: bool = False
+        self, policy: Policy, experience: Experience, mask: Tensor, rows: Tensor, noise: TrainerNoise | None
     ) -> Tensor:
-        """Log-probabilities [B, T] of some rows without gradient and dropout, 0 elsewhere."""
+        """Log-probabilities [B, T] of some rows without gradient and dropout, 0 elsewhere; without noise the reference
+        policy's."""
         policy.eval()
         logprobs = torch.zeros_like(experience.sampler_logprobs)
-        for micro_batch in self._micro_batches(experience.lengths[rows]) if len(rows) else []:
+        draws = None if noise is None else noise.draws_of(rows)
+        for micro_batch in self._micro_batches(experience.lengths[rows], draws) if len(rows) else []:
             batch = rows[micro_batch]
-            logprobs[batch] = self._logprobs(policy, experience, mask, batch, reference)[0]
+            with nullcontext() if noise is None else noise.added(batch):
+                logprobs[batch] = self._logprobs(policy, experience, mask, batch, reference=noise is None)[0]
         return logprobs
 
     def _logprobs(
@@ -348,8 +359,12 @@ class PolicyUpdate:
             reference,
         )
 
-    def _micro_batches(self, lengths: Tensor) -> list[Tensor]:
-        """Indices into `lengths` [B] for each micro-batch."""
+    def _micro_batches(self, lengths: Tensor, draws: Tensor | None = None) -> list[Tensor]:
+        """Indices into `lengths` [B] for each micro-batch; rows of a micro-batch have the same of the `draws` [B]."""
+        if draws is not None and len(draws):
+            own = [(draws == draw).nonzero().squeeze(1).to(lengths.device) for draw in draws.unique()]
+            batches = [rows[batch] for rows in own for batch in self._micro_batches(lengths[rows])]
+            return sorted(batches, key=lambda batch: -int(lengths[batch].sum()))
         partition = partition_micro_batches(lengths.tolist(), self.micro_batch_tokens)
         return [torch.tensor(indices, dtype=torch.int64, device=lengths.device) for indices in partition]
 

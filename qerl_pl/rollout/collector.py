@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from qerl_pl.algorithm.advantages import informative_groups, normalized_then_summed
+from qerl_pl.algorithm.noise import NormNoise
 from qerl_pl.algorithm.objectives import Objective
 from qerl_pl.distributed.communicator import SINGLE_PROCESS, Communicator
 from qerl_pl.engines.base import RolloutEngine
@@ -28,7 +29,7 @@ from qerl_pl.rollout.experience import (
     totals,
 )
 from qerl_pl.rollout.parity_check import CheckedPolicy, check_logprob_parity
-from qerl_pl.types import Experience, PolicyWeights, Prompt, RolloutRequest, SamplingConfig
+from qerl_pl.types import Completion, Experience, PolicyWeights, Prompt, RolloutRequest, SamplingConfig
 
 log = logging.getLogger("qerl_pl")
 
@@ -146,6 +147,7 @@ class Collector:
         self.expected_lengths: dict[str, float] = {}
         """Mean tokens of each prompt's last completions, by id; `partition_prompts` balances by them."""
         self._rollouts = 0
+        self._synced_noise: NormNoise | None = None
 
     def collect(
         self,
@@ -177,24 +179,29 @@ class Collector:
         metrics: dict[str, float] = {}
         with _timed(seconds, "sync"):
             report = self.engine.sync(weights)
+        self._synced_noise = _draws(weights)[0]
         if weights.noise is not None:
             measured = sum(self.ranks.gather(report.noise_std)) / self.ranks.size
             metrics |= {"aqn/sigma": weights.noise.sigma, "aqn/measured_std": measured}
-        groups = self._sample_informative(prompts, weights.version, replacements, seconds)
+        groups = self._sample_informative(prompts, weights, replacements, seconds)
         with _timed(seconds, "sleep"):
             self.engine.sleep()
         slowest = self._reduce_seconds(seconds, weights.version)
         metrics |= {f"time/{phase}_s": value for phase, value in slowest.items()}
-        return self._experience(groups, weights.version, sum(seconds.values()), metrics)
+        return self._experience(groups, weights, sum(seconds.values()), metrics)
 
     def _sample_informative(
-        self, prompts: Sequence[Prompt], version: int, replacements: ReplacementPrompts, seconds: dict[str, float]
+        self,
+        prompts: Sequence[Prompt],
+        weights: PolicyWeights,
+        replacements: ReplacementPrompts,
+        seconds: dict[str, float],
     ) -> list[Group]:
         """All sampled groups; with dynamic sampling, uninformative groups are marked and replaced."""
-        config, wanted = self.config, len(prompts)
+        config, wanted, version = self.config, len(prompts), weights.version
         groups: list[Group] = []
         for attempt in range(config.resample_rounds + 1):
-            sampled = self._sample(prompts, version, seconds)
+            sampled = self._sample(prompts, weights, seconds)
             if config.resample_rounds > 0:
                 accuracy = accuracy_reward(config.rewards, config.accuracy_reward).name
                 correct = torch.cat([group.rewards[accuracy] > 0.5 for group in sampled])
@@ -213,20 +220,15 @@ class Collector:
             )
         return groups
 
-    def _sample(self, prompts: Sequence[Prompt], version: int, seconds: dict[str, float]) -> list[Group]:
+    def _sample(self, prompts: Sequence[Prompt], weights: PolicyWeights, seconds: dict[str, float]) -> list[Group]:
         """Scored groups of all prompts; other ranks' groups come without completions."""
         config, ranks = self.config, self.ranks
         indices = partition_prompts([prompt.id for prompt in prompts], self.expected_lengths, ranks.size)[ranks.rank]
-        local = [prompts[index] for index in indices]
-        with _timed(seconds, "rollout"):
-            samples = range(config.group_size)
-            requests = [
-                RolloutRequest(prompt.token_ids, sample_seeds(self.seed, ("rollout", version), prompt.id, samples))
-                for prompt in local
-            ]
-            completions = self.engine.generate(requests, config.sampling)
+        local, draws = [prompts[index] for index in indices], [index % len(_draws(weights)) for index in indices]
+        completions = self._generate(local, draws, weights, seconds)
         with _timed(seconds, "reward"):
             groups = score_groups(config.rewards, self.tokenizer, local, completions)
+        groups = [replace(group, draw=draw) for group, draw in zip(groups, draws, strict=True)]
         if ranks.size == 1:
             return groups
         with _timed(seconds, "wait"):
@@ -236,6 +238,28 @@ class Collector:
             gathered[index] = group
         self.expected_lengths |= {group.prompt.id: sum(group.lengths) / len(group.lengths) for group in gathered}
         return gathered
+
+    def _generate(
+        self, prompts: Sequence[Prompt], draws: Sequence[int], weights: PolicyWeights, seconds: dict[str, float]
+    ) -> list[Sequence[Completion]]:
+        """Completions of each prompt, sampled with its draw of the noise: one call of the engine for each draw."""
+        completions: dict[int, Sequence[Completion]] = {}
+        with _timed(seconds, "rollout"):
+            samples, stream = range(self.config.group_size), ("rollout", weights.version)
+            requests = [
+                RolloutRequest(prompt.token_ids, sample_seeds(self.seed, stream, prompt.id, samples))
+                for prompt in prompts
+            ]
+        for draw, noise in enumerate(_draws(weights)):
+            own = [index for index, number in enumerate(draws) if number == draw]
+            if own and noise != self._synced_noise:
+                with _timed(seconds, "sync"):
+                    self.engine.sync(replace(weights, noise=noise))
+                self._synced_noise = noise
+            with _timed(seconds, "rollout"):
+                sampled = self.engine.generate([requests[index] for index in own], self.config.sampling) if own else []
+            completions |= zip(own, sampled, strict=True)
+        return [completions[index] for index in range(len(prompts))]
 
     def _reduce_seconds(self, seconds: dict[str, float], version: int) -> dict[str, float]:
         """Each phase's time on its slowest rank, and the mean time that ranks waited."""
@@ -255,14 +279,16 @@ class Collector:
         return slowest
 
     def _experience(
-        self, groups: Sequence[Group], version: int, seconds: float, metrics: dict[str, float]
+        self, groups: Sequence[Group], weights: PolicyWeights, seconds: float, metrics: dict[str, float]
     ) -> Experience:
         training, size = [group for group in groups if group.trains], self.config.group_size
+        noise = weights.noise
         local = [index for index, group in enumerate(training) if group.completions]
         rows = torch.tensor([index * size + sample for index in local for sample in range(size)], dtype=torch.int64)
+        draws = torch.tensor([training[index].draw for index in local], dtype=torch.int64).repeat_interleave(size)
         prompts = [training[index].prompt for index in local]
         completions = [training[index].completions for index in local]
-        require_finite_logprobs(prompts, completions, type(self.engine).__name__, version)
+        require_finite_logprobs(prompts, completions, type(self.engine).__name__, weights.version)
         pad = self.tokenizer.pad_token_id
         tokens, lengths, mask, logprobs = pad_completions(prompts, completions, 0 if pad is None else int(pad))
         sampled = torch.tensor([float(length) for group in training for length in group.lengths])
@@ -278,7 +304,7 @@ class Collector:
             "completions/sampler_entropy": self._sampler_entropy(groups),
         }
         return Experience(
-            version=version,
+            version=weights.version,
             tokens=tokens,
             lengths=lengths,
             mask=mask,
@@ -290,6 +316,8 @@ class Collector:
             temperature=self.config.sampling.temperature,
             max_tokens=self.config.sampling.max_tokens,
             indices=rows,
+            draws=None if len(_draws(weights)) == 1 else draws,
+            noise=noise if noise is not None and noise.in_trainer and noise.sigma > 0 else None,
             metrics=metrics,
             records=tuple(record for group in groups for record in group.records()),
         )
@@ -309,6 +337,11 @@ class Collector:
         sums = self.ranks.gather((-math.fsum(map(math.fsum, logprobs)), sum(map(len, logprobs))))
         tokens = sum(count for _, count in sums)
         return sum(nats for nats, _ in sums) / tokens if tokens else math.nan
+
+
+def _draws(weights: PolicyWeights) -> Sequence[NormNoise | None]:
+    """The draws of the sampler's noise; a single None without noise."""
+    return (None,) if weights.noise is None else weights.noise.each_draw()
 
 
 @contextmanager

@@ -37,6 +37,8 @@ class Group:
     """Whether the token limit ended each completion."""
     trains: bool = True
     """False if dynamic sampling drops the group."""
+    draw: int = 0
+    """Index of the draw of noise that it was sampled with."""
 
     def records(self) -> list[CompletionRecord]:
         """One record for each completion."""

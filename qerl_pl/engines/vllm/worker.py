@@ -206,7 +206,7 @@ class PolicyWorker(Worker):
         """Write trained weights; every noisy norm becomes (trained scale, or the base's) + noise.
 
         Returns:
-            Standard deviation of (written scale - clean scale) over all noisy norms.
+            Standard deviation of (written scale - clean scale) over the norms that have noise.
         """
         norms = {name: tensors[f"{name}.weight"] for name in self._qerl_norms if f"{name}.weight" in tensors}
         if len(norms) < len(tensors):
@@ -214,9 +214,13 @@ class PolicyWorker(Worker):
         device = self._qerl_clean[self._qerl_noisy[0]].device
         draws: dict[str, Tensor] = {}
         if noise is not None:
-            sizes = [self._qerl_clean[name].numel() for name in self._qerl_noisy]
-            drawn = torch.cat([noise.draw(name, size) for name, size in zip(self._qerl_noisy, sizes, strict=True)])
-            draws = dict(zip(self._qerl_noisy, drawn.to(device).split(sizes), strict=True))  # one copy to the device
+            for name in self._qerl_noisy:
+                drawn = noise.of_norm(name, norms.get(name, self._qerl_clean[name]))
+                if drawn is not None:
+                    draws[name] = drawn
+        if draws:  # one copy to the device
+            sizes = [drawn.numel() for drawn in draws.values()]
+            draws = dict(zip(draws, torch.cat([*draws.values()]).to(device).split(sizes), strict=True))
         for name in set(norms) - set(self._qerl_clean):
             self._qerl_clean[name] = self._qerl_norms[name].weight.data.clone()
         differences = []
@@ -224,7 +228,7 @@ class PolicyWorker(Worker):
             scale = self._qerl_norms[name].weight.data
             clean = norms[name].to(device, base.dtype) if name in norms else base
             scale.copy_(clean + draws[name] if name in draws else clean)
-            if name in self._qerl_noisy:
+            if name in (draws or self._qerl_noisy):
                 differences.append(scale - clean)
         return torch.cat(differences).double().std(correction=0).item()
 

@@ -1,0 +1,85 @@
+"""Feedback control: a multiplicative controller that holds a logged metric at a target."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from qerl_pl.errors import UserError, require_one_of
+
+EXPLORATION_EFFECT: Mapping[str, int] = {
+    "completions/sampler_entropy": 1,
+    "policy/entropy": 1,
+    "mismatch/ess": -1,
+    "completions/groups_without_signal_frac": -1,
+}
+"""Metrics that can be held: +1 where more noise, or a higher temperature, raises the metric, -1 where it lowers it."""
+
+
+@dataclass(frozen=True)
+class Feedback:
+    """Steers a positive value, such as the noise's sigma, so that a metric stays at its target.
+
+    With the relative error e = (target - measured) / target, clipped to [-1, 1], and the sign s of the value's effect
+    on the metric, the next value is value * exp(gain * s * e), clipped to [minimum, maximum]: an integral controller on
+    the logarithm, after the adaptive scale of parameter noise (arXiv 1706.01905, section 3) and PSN-RLVR (arXiv
+    2602.02555), which also steer noise by what it does and not by a clock.
+
+    Args:
+        target: Value of the metric to hold, above 0.
+        metric: A key of `EXPLORATION_EFFECT`.
+        minimum: Smallest value, above 0.
+        maximum: Largest value.
+        gain: Largest change of a step: the value changes by a factor of at most exp(gain).
+        name: Configuration key of the value, for errors.
+
+    Raises:
+        UserError: A number is out of range, or the metric is unknown.
+    """
+
+    target: float
+    metric: str
+    minimum: float
+    maximum: float
+    gain: float
+    name: str
+
+    def __post_init__(self) -> None:
+        require_one_of(list(EXPLORATION_EFFECT), "metric", self.metric)
+        for what, value in (("its target", self.target), ("gain", self.gain), ("its minimum", self.minimum)):
+            if not (math.isfinite(value) and value > 0):
+                raise UserError(f"{self.name} under feedback needs {what} above 0; got {value}; raise it")
+        if not self.minimum <= self.maximum < math.inf:
+            raise UserError(
+                f"{self.name} needs a minimum that is at most its maximum; got {self.minimum} and {self.maximum}; "
+                "swap them"
+            )
+
+    def clip(self, value: float) -> float:
+        """The nearest value in [minimum, maximum]."""
+        return min(max(value, self.minimum), self.maximum)
+
+    def next(self, value: float, measured: float) -> float:
+        """The value for the next rollout.
+
+        Args:
+            value: Of the rollout that was measured.
+            measured: The metric there; NaN, where no token trained, changes nothing.
+        """
+        if math.isnan(measured):
+            return self.clip(value)
+        error = min(max((self.target - measured) / self.target, -1.0), 1.0)
+        return self.clip(value * math.exp(self.gain * EXPLORATION_EFFECT[self.metric] * error))
+
+
+def logged_value(metrics: Mapping[str, object], metric: str) -> float:
+    """The value of a metric among those that a step logged.
+
+    Raises:
+        UserError: It is not among them.
+    """
+    if metric not in metrics:
+        raise UserError(
+            f"feedback needs a metric that the run logs; {metric} is not logged; choose one of "
+            f"{', '.join(name for name in EXPLORATION_EFFECT if name in metrics)}"
+        )
+    return float(metrics[metric])  # type: ignore[arg-type]

@@ -1,0 +1,127 @@
+"""Feedback control by numbers worked by hand, and the noise that it steers in runs that stop and go on."""
+
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import LambdaCallback
+from short_run import data, module_of, trainer_of
+
+from qerl_pl.algorithm.feedback import EXPLORATION_EFFECT, Feedback, logged_value
+from qerl_pl.callbacks import AdaptiveQuantizationNoise, ResumeCheckpoint
+from qerl_pl.errors import UserError
+
+
+def feedback_of(**changes: Any) -> Feedback:
+    given = {"target": 0.5, "metric": "policy/entropy", "minimum": 1e-4, "maximum": 0.05, "gain": 0.4}
+    return Feedback(**given | {"name": "noise.sigma"} | changes)
+
+
+@pytest.mark.parametrize(
+    ("metric", "measured", "factor"),
+    [
+        ("policy/entropy", 0.5, 1.0),
+        ("policy/entropy", 0.25, math.exp(0.4 * 0.5)),  # half of the target is missing
+        ("policy/entropy", 0.75, math.exp(-0.4 * 0.5)),
+        ("completions/sampler_entropy", 0.25, math.exp(0.4 * 0.5)),
+        ("mismatch/ess", 0.25, math.exp(-0.4 * 0.5)),  # noise lowers it
+        ("completions/groups_without_signal_frac", 1.0, math.exp(0.4)),
+        ("policy/entropy", 0.0, math.exp(0.4)),
+        ("policy/entropy", 9.0, math.exp(-0.4)),  # no step is larger
+        ("policy/entropy", math.nan, 1.0),
+    ],
+)
+def test_next_value_by_hand(metric: str, measured: float, factor: float) -> None:
+    assert feedback_of(metric=metric).next(0.01, measured) == pytest.approx(0.01 * factor, rel=1e-15)
+
+
+def test_the_value_stays_in_its_bounds() -> None:
+    feedback = feedback_of()
+    assert feedback.next(0.049, 0.0) == 0.05 and feedback.next(1.1e-4, 9.0) == 1e-4
+    assert [feedback.clip(value) for value in (1e-9, 0.01, 3.0)] == [1e-4, 0.01, 0.05]
+    assert feedback.next(3.0, math.nan) == 0.05  # of a checkpoint with other bounds
+
+
+def test_a_metric_that_follows_the_value_reaches_its_target() -> None:
+    # An entropy of 0.2 + 20 sigma nats: 0.5 at sigma 0.015; and an effective sample size of exp(-60 sigma).
+    rising, falling = feedback_of(), feedback_of(metric="mismatch/ess", target=0.4)
+    first = second = 1e-3
+    for _ in range(200):
+        first = rising.next(first, 0.2 + 20 * first)
+        second = falling.next(second, math.exp(-60 * second))
+    assert first == pytest.approx(0.015, rel=1e-6) and second == pytest.approx(-math.log(0.4) / 60, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"target": 0.0}, "noise.sigma under feedback needs its target above 0; got 0.0;"),
+        ({"gain": math.nan}, "needs gain above 0; got nan;"),
+        ({"minimum": 0.0}, "needs its minimum above 0; got 0.0;"),
+        ({"minimum": 0.2}, "a minimum that is at most its maximum; got 0.2 and 0.05;"),
+        ({"metric": "reward/mean"}, f"metric must be one of {', '.join(EXPLORATION_EFFECT)}; got 'reward/mean';"),
+    ],
+)
+def test_bad_settings_are_a_user_error(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=re.escape(message)):
+        feedback_of(**changes)
+
+
+def test_a_metric_that_is_not_logged_is_refused() -> None:
+    metrics = {"policy/entropy": torch.tensor(0.25), "lr": 1.0}
+    assert logged_value(metrics, "policy/entropy") == 0.25
+    with pytest.raises(UserError, match=r"mismatch/ess is not logged; choose one of policy/entropy$"):
+        logged_value(metrics, "mismatch/ess")
+
+
+@pytest.mark.parametrize("arguments", [{"decay": "feedback"}, {"target": 0.5}, {"decay": "linear", "target": 0.5}])
+def test_a_target_belongs_to_feedback(arguments: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match="noise.decay feedback, and no other, needs a target"):
+        AdaptiveQuantizationNoise(**arguments)
+
+
+def steered(metric: str = "completions/sampler_entropy", target: float = 1.0) -> AdaptiveQuantizationNoise:
+    return AdaptiveQuantizationNoise(0.02, decay="feedback", metric=metric, target=target, gain=0.5, sigma_max=0.04)
+
+
+def run(base: Path, folder: Path, noise: AdaptiveQuantizationNoise, *callbacks: Any, **options: Any) -> Any:
+    """A run of four rollouts, and (sigma, metric) of each."""
+    seen: list[tuple[float, float]] = []
+
+    def note(trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
+        seen.append((batch.noise.sigma, float(trainer.callback_metrics["completions/sampler_entropy"])))
+
+    module = module_of(base)
+    watch = LambdaCallback(on_train_batch_end=note)
+    trainer = trainer_of(folder, watch, *callbacks, noise, noise=False, limit_val_batches=0)
+    trainer.fit(module, datamodule=data(), weights_only=True, **options)
+    return module, seen
+
+
+def test_sigma_follows_the_metric_of_a_run_and_a_resumed_run_goes_on_bit_for_bit(
+    tiny_policy_dir: Path, tmp_path: Path
+) -> None:
+    noise = steered()
+    # The checkpoint's callback comes first, but sigma is steered before it saves.
+    module, seen = run(tiny_policy_dir, tmp_path, noise, ResumeCheckpoint(2, keep=9))
+    sigma = 0.02
+    for used, entropy in seen:
+        assert used == sigma
+        sigma = min(max(sigma * math.exp(0.5 * min(max(1.0 - entropy, -1.0), 1.0)), 1e-4), 0.04)
+    assert noise.state_dict() == {"planned_rollouts": None, "sigma": sigma}
+    assert len({used for used, _ in seen}) == 4
+    resumed, second = run(tiny_policy_dir, tmp_path / "on", steered(), ckpt_path=tmp_path / "checkpoints/step=2.ckpt")
+    assert second == seen[2:]
+    for name, tensor in module.policy.trained_state().items():
+        assert torch.equal(resumed.policy.trained_state()[name], tensor), name
+
+
+def test_a_checkpoint_of_another_decay_starts_feedback_at_sigma_start() -> None:
+    noise, clock = steered(), AdaptiveQuantizationNoise()
+    noise.load_state_dict({"planned_rollouts": 4})
+    assert noise.state_dict() == {"planned_rollouts": 4, "sigma": 0.02}
+    clock.load_state_dict(noise.state_dict())
+    assert clock.state_dict() == {"planned_rollouts": 4}
