@@ -200,6 +200,8 @@ class Experience:
     """The sampler's temperature; the trainer divides its logits by it too."""
     max_tokens: int
     """Token limit of a completion."""
+    noise_widening: float = 1.0
+    """Mean |log ratio| of trainer and sampler with the noise divided by that without, at least 1; 1 if not measured."""
     indices: Tensor | None = None
     """Index of each row among the completions of all ranks, int64 [B], on the CPU; None with a single rank."""
     metrics: Mapping[str, float] = field(default_factory=dict)

@@ -142,7 +142,8 @@ def test_micro_batches_add_up_to_the_whole_batch(objective, split) -> None:
     outputs = objective.loss(full_finetuning)
     outputs.loss.backward()
     parts = make_batch(objective)
-    rows = {item.name: getattr(parts, item.name).split(split) for item in fields(parts)}
+    tensors = {item.name: value for item in fields(parts) if isinstance(value := getattr(parts, item.name), Tensor)}
+    rows = {name: value.split(split) for name, value in tensors.items()}
     loss, metrics = 0.0, dict.fromkeys(outputs.metrics, 0.0)
     for index in range(len(split)):
         part = objective.loss(LossInputs(**{name: values[index] for name, values in rows.items()}))

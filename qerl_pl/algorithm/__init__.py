@@ -2,5 +2,17 @@
 
 from qerl_pl.algorithm.noise import NoiseSchedule, NormNoise
 from qerl_pl.algorithm.objectives import BNPO, CISPO, DAPO, GRPO, GSPO, DrGRPO, Objective
+from qerl_pl.algorithm.off_policy import RolloutCorrection
 
-__all__ = ["BNPO", "CISPO", "DAPO", "GRPO", "GSPO", "DrGRPO", "NoiseSchedule", "NormNoise", "Objective"]
+__all__ = [
+    "BNPO",
+    "CISPO",
+    "DAPO",
+    "GRPO",
+    "GSPO",
+    "DrGRPO",
+    "NoiseSchedule",
+    "NormNoise",
+    "Objective",
+    "RolloutCorrection",
+]

@@ -15,7 +15,10 @@ from torch import Tensor
 from qerl_pl.algorithm import losses
 from qerl_pl.algorithm.advantages import AdvantageNorm, group_advantages
 from qerl_pl.algorithm.losses import Aggregation, KLEstimator, Surrogate
+from qerl_pl.algorithm.off_policy import PRESETS, CorrectionPreset, RolloutCorrection, correction_weights
 from qerl_pl.errors import UserError, require_one_of
+
+DEFAULT_IMPORTANCE_CAP = 2.0
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,8 @@ class LossInputs:
     """[B, T], reference policy (adapter off), detached."""
     entropy: Tensor | None = None
     """[B, T], entropy of the current next-token distribution in nats; with gradient if there is an entropy bonus."""
+    noise_widening: float = 1.0
+    """Power to which bounds of the correction are raised if it widens them, see `RolloutCorrection`."""
 
 
 @dataclass(frozen=True)
@@ -64,12 +69,15 @@ class Objective(ABC):
         epsilon_high: Distance of the upper clip bound of the policy ratio from 1.
         advantage_norm: Divides a reward minus its group's mean: the std of the group, that of the batch, or none.
         importance_cap: Largest importance weight between the sampler and the trainer (truncated importance sampling);
-            null switches the correction off.
+            null switches the correction off. Short for a `correction`, which replaces it.
+        correction: Importance weights and rejection between the sampler and the trainer, the name of a preset or their
+            settings; null truncates token weights at `importance_cap`.
         mask_truncated: Leave completions that the token limit cut off out of the loss.
         entropy_coefficient: Coefficient of an entropy bonus; 0 leaves it out.
 
     Raises:
-        UserError: A number is negative or not finite, the cap is 0, or a choice is unknown.
+        UserError: A number is negative or not finite, the cap is 0, a choice is unknown, or both an importance cap and
+            a correction are set.
     """
 
     beta: float = 0.0
@@ -77,9 +85,10 @@ class Objective(ABC):
     epsilon_low: float = 0.2
     epsilon_high: float = 0.2
     advantage_norm: AdvantageNorm = "group"
-    importance_cap: float | None = 2.0
+    importance_cap: float | None = DEFAULT_IMPORTANCE_CAP
     mask_truncated: bool = False
     entropy_coefficient: float = 0.0
+    correction: CorrectionPreset | RolloutCorrection | None = None
 
     def __post_init__(self) -> None:
         for name in ("beta", "epsilon_low", "epsilon_high", "entropy_coefficient"):
@@ -89,6 +98,13 @@ class Objective(ABC):
         cap = self.importance_cap
         if cap is not None and not cap > 0:
             raise UserError(f"importance_cap must be above 0; got {cap}; use null to switch the correction off.")
+        if self.correction is not None and cap != DEFAULT_IMPORTANCE_CAP:
+            raise UserError(
+                f"a correction has its own cap; got importance_cap={cap} and a correction; set correction.cap instead, "
+                f"and leave importance_cap at {DEFAULT_IMPORTANCE_CAP}."
+            )
+        if isinstance(self.correction, str):
+            require_one_of(get_args(CorrectionPreset), "correction", self.correction)
         require_one_of(get_args(KLEstimator), "kl_estimator", self.kl_estimator)
         require_one_of(get_args(AdvantageNorm), "advantage_norm", self.advantage_norm)
 
@@ -96,6 +112,17 @@ class Objective(ABC):
     @abstractmethod
     def aggregation(self) -> Aggregation:
         """Aggregation of token losses, see `qerl_pl.algorithm.losses.token_weights`."""
+
+    @property
+    def rollout_correction(self) -> RolloutCorrection:
+        """The correction between sampler and trainer that `correction` or `importance_cap` sets."""
+        if isinstance(self.correction, RolloutCorrection):
+            return self.correction
+        if self.correction is not None:
+            return PRESETS[self.correction]
+        if self.importance_cap is None:
+            return PRESETS["off"]
+        return RolloutCorrection(cap=self.importance_cap if math.isfinite(self.importance_cap) else None)
 
     @property
     def needs_reference(self) -> bool:
@@ -135,17 +162,14 @@ class Objective(ABC):
         logprobs, old, sampler = masked(batch.logprobs), masked(batch.old_logprobs), masked(batch.sampler_logprobs)
         ratio = self._ratio(logprobs, old, mask)
         surrogate = self._surrogate(ratio, logprobs, batch.advantages)
-        if self.importance_cap is None:
-            importance = torch.ones_like(old)
-        else:
-            importance = losses.truncated_importance_weights(old, sampler, self.importance_cap)
-        per_token = -importance * surrogate.value
+        correction = correction_weights(self.rollout_correction, old, sampler, mask, batch.noise_widening)
+        per_token = -correction.weights * surrogate.value
         sums = {
             "tokens": torch.ones_like(old),
             "ratio": ratio,
             "clip_low": surrogate.clipped_low,
             "clip_high": surrogate.clipped_high,
-            "is_weight": importance,
+            "is_weight": correction.weights,
             "logprob_abs": (old - sampler).abs(),
         }
         if batch.ref_logprobs is not None:

@@ -292,6 +292,7 @@ class PolicyUpdate:
             weights=weights,
             ref_logprobs=ref_logprobs,
             entropy=entropy,
+            noise_widening=experience.noise_widening,
         )
         outputs = self.objective.loss(inputs)
         return outputs.loss, outputs.metrics

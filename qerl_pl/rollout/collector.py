@@ -27,13 +27,16 @@ from qerl_pl.rollout.experience import (
     score_groups,
     totals,
 )
-from qerl_pl.rollout.parity_check import CheckedPolicy, check_logprob_parity
+from qerl_pl.rollout.parity_check import CheckedPolicy, check_logprob_parity, measure_noise_widening
 from qerl_pl.types import Experience, PolicyWeights, Prompt, RolloutRequest, SamplingConfig
 
 log = logging.getLogger("qerl_pl")
 
 WAIT_WARNING = 0.25
 """Mean time that ranks wait for the slowest, as a fraction of its rollout, above which the log warns."""
+
+WIDENING_PROMPTS = 4
+"""Prompts by which the effect of the noise is measured."""
 
 Aggregation = Literal["sum_then_normalize", "normalize_then_sum"]
 
@@ -140,6 +143,8 @@ class Collector:
         self.ranks = ranks
         self.expected_lengths: dict[str, float] = {}
         """Mean tokens of each prompt's last completions, by id; `partition_prompts` balances by them."""
+        self.noise_widening: dict[str, float] = {}
+        """The noise's sigma and the widening measured with it, see `measure_noise_widening`; empty if not measured."""
         self._rollouts = 0
 
     def collect(
@@ -169,7 +174,9 @@ class Collector:
                 longest, bound = config.sampling.max_tokens, config.mismatch_bound
                 check_logprob_parity(self.engine, policy, prompts[:2], weights.version, seed, longest, bound)
         self._rollouts += 1
-        metrics: dict[str, float] = {}
+        with _timed(seconds, "check"):
+            widening = self._widening(prompts, weights, policy)
+        metrics: dict[str, float] = {"mismatch/noise_widening": widening}
         with _timed(seconds, "sync"):
             report = self.engine.sync(weights)
         if weights.noise is not None:
@@ -180,7 +187,21 @@ class Collector:
             self.engine.sleep()
         slowest = self._reduce_seconds(seconds, weights.version)
         metrics |= {f"time/{phase}_s": value for phase, value in slowest.items()}
-        return self._experience(groups, weights.version, sum(seconds.values()), metrics)
+        experience = self._experience(groups, weights.version, sum(seconds.values()), metrics)
+        return replace(experience, noise_widening=widening)
+
+    def _widening(self, prompts: Sequence[Prompt], weights: PolicyWeights, policy: CheckedPolicy) -> float:
+        """How far the noise widens the bounds of the correction; measured in the first rollout of each sigma."""
+        sigma = 0.0 if weights.noise is None else weights.noise.sigma
+        if sigma == 0 or not self.objective.rollout_correction.widen_with_noise:
+            return 1.0
+        if self.noise_widening.get("sigma") != sigma:
+            some = prompts[:WIDENING_PROMPTS]
+            seeds = [stream_seed(self.seed, "widening", weights.version, prompt.id) for prompt in some]
+            sampling = self.config.sampling
+            widening = measure_noise_widening(self.engine, policy, some, weights, sampling, seeds, self.ranks)
+            self.noise_widening |= {"sigma": sigma, "widening": widening}
+        return self.noise_widening["widening"]
 
     def _sample_informative(
         self, prompts: Sequence[Prompt], version: int, replacements: ReplacementPrompts, seconds: dict[str, float]
