@@ -53,7 +53,11 @@ class LossOutputs:
     """Scalar to call backward on."""
     metrics: dict[str, Tensor] = field(default_factory=dict)
     """Sums over the masked tokens, detached; divided by `tokens` they are means. Keys: tokens, ratio, clip_low,
-    clip_high, is_weight, logprob_abs (|old - sampler|) and, if their inputs are present, kl and entropy."""
+    clip_high, is_weight, is_weight_squared, rejected, capped (of the correction), logprob_abs (|old - sampler|),
+    mismatch_k3 (k3 of KL(sampler || old)), mismatch_ratio_squared ((old / sampler)^2) and, if their inputs are present,
+    kl and entropy."""
+    completion_sums: dict[str, Tensor] = field(default_factory=dict)
+    """Sums over each completion's masked tokens, [B] each: tokens, clipped, rejected, mismatch_k3."""
 
 
 @dataclass(frozen=True)
@@ -170,7 +174,12 @@ class Objective(ABC):
             "clip_low": surrogate.clipped_low,
             "clip_high": surrogate.clipped_high,
             "is_weight": correction.weights,
+            "is_weight_squared": correction.weights.square(),
+            "rejected": correction.rejected,
+            "capped": correction.capped,
             "logprob_abs": (old - sampler).abs(),
+            "mismatch_k3": losses.kl_divergence(sampler, old, "k3"),
+            "mismatch_ratio_squared": losses.token_ratio(old, sampler).square(),
         }
         if batch.ref_logprobs is not None:
             sums["kl"] = losses.kl_divergence(logprobs, masked(batch.ref_logprobs), self.kl_estimator)
@@ -187,7 +196,10 @@ class Objective(ABC):
                 )
             per_token = per_token - self.entropy_coefficient * sums["entropy"]
         metrics = {name: masked(values.detach()).sum() for name, values in sums.items()}
-        return LossOutputs((batch.weights * masked(per_token)).sum(), metrics)
+        by_completion = {name: sums[name] for name in ("tokens", "rejected", "mismatch_k3")}
+        by_completion["clipped"] = surrogate.clipped_low | surrogate.clipped_high
+        completion_sums = {name: masked(values.detach()).sum(dim=1) for name, values in by_completion.items()}
+        return LossOutputs((batch.weights * masked(per_token)).sum(), metrics, completion_sums)
 
     def _ratio(self, logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
         return losses.token_ratio(logprobs, old_logprobs)

@@ -1,8 +1,7 @@
 """The update: old and reference log-probabilities, minibatches, micro-batches and optimizer steps."""
 
-import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +13,7 @@ from qerl_pl.algorithm.objectives import LossInputs, Objective
 from qerl_pl.distributed.communicator import SINGLE_PROCESS, Communicator
 from qerl_pl.errors import UserError
 from qerl_pl.modules.policy import Policy
+from qerl_pl.modules.update_metrics import length_quartiles, quartile_sums, update_metrics
 from qerl_pl.persistence.random_state import stream_seed
 from qerl_pl.types import Experience
 
@@ -96,6 +96,8 @@ class PrecomputedLogprobs:
     old: Tensor
     """Of the policy before the update [B, T]; the first step fills in its own rows."""
     reference: ReferenceLogprobs | None
+    quartiles: Tensor
+    """Quarter of all ranks' completions to which each row belongs by its length, int64 [B]."""
 
 
 def sampled_indices(share: float, completions: int, seed: int) -> Tensor:
@@ -111,18 +113,6 @@ def local_rows(wanted: Tensor, indices: Tensor, completions: int) -> Tensor:
     row_of[indices] = torch.arange(len(indices), device=indices.device)
     rows = row_of[wanted.to(indices.device)]
     return rows[rows >= 0]
-
-
-TOKEN_METRICS = {
-    "policy/ratio_mean": "ratio",
-    "policy/clip_frac_low": "clip_low",
-    "policy/clip_frac_high": "clip_high",
-    "policy/kl": "kl",
-    "policy/entropy": "entropy",
-    "mismatch/logprob_abs_mean": "logprob_abs",
-    "mismatch/is_weight_mean": "is_weight",
-}
-"""TensorBoard tag of each metric that the objective sums over tokens."""
 
 
 class NonFiniteLossError(ArithmeticError):
@@ -209,7 +199,8 @@ class PolicyUpdate:
         completions = len(token_counts)
         minibatches = list(self._minibatches(experience.version, completions))
         local = [local_rows(minibatch, indices, completions) for minibatch in minibatches]
-        precomputed = self._precompute_logprobs(policy, experience, mask, local[0], indices, completions)
+        quartiles = length_quartiles(token_counts)[indices]
+        precomputed = self._precompute_logprobs(policy, experience, mask, local[0], indices, completions, quartiles)
         parameters = [parameter for parameter in policy.parameters() if parameter.requires_grad]
         totals: dict[str, float] = defaultdict(float)
         policy.train()
@@ -235,13 +226,7 @@ class PolicyUpdate:
         if precomputed.reference is not None and "kl" in totals:
             totals["kl"] *= precomputed.reference.scale
         policy.checkpointing.synchronize_mode(ranks)
-        return self._metrics(totals)
-
-    def _metrics(self, totals: Mapping[str, float]) -> dict[str, float]:
-        """Means per token and per step by TensorBoard tag, from sums over all steps and ranks."""
-        tokens = totals["tokens"] or math.nan
-        metrics = {tag: totals[name] / tokens for tag, name in TOKEN_METRICS.items() if name in totals}
-        return metrics | {f"optim/{name}": totals[name] / self.steps for name in ("grad_norm", "loss", "lr")}
+        return update_metrics(totals, self.steps)
 
     def _accumulate(
         self,
@@ -295,7 +280,8 @@ class PolicyUpdate:
             noise_widening=experience.noise_widening,
         )
         outputs = self.objective.loss(inputs)
-        return outputs.loss, outputs.metrics
+        by_length = quartile_sums(outputs.completion_sums, precomputed.quartiles[rows])
+        return outputs.loss, outputs.metrics | dict(by_length)
 
     def _precompute_logprobs(
         self,
@@ -305,6 +291,7 @@ class PolicyUpdate:
         first_rows: Tensor,
         indices: Tensor,
         completions: int,
+        quartiles: Tensor,
     ) -> PrecomputedLogprobs:
         """Old and reference log-probabilities; without dropout the first step computes its rows' old ones itself."""
         needs_old = torch.ones(len(experience), dtype=torch.bool, device=mask.device)
@@ -319,7 +306,7 @@ class PolicyUpdate:
             logprobs = self._frozen_logprobs(policy, experience, mask, rows, reference=True)
             reference = ReferenceLogprobs(logprobs, torch.zeros_like(needs_old), completions / max(len(sample), 1))
             reference.sampled[rows] = True
-        return PrecomputedLogprobs(experience, mask, old, reference)
+        return PrecomputedLogprobs(experience, mask, old, reference, quartiles)
 
     @torch.no_grad()
     def _frozen_logprobs(

@@ -22,6 +22,7 @@ from qerl_pl.rollout.experience import (
     Group,
     gather_by_index,
     pad_completions,
+    repeats_itself,
     require_finite_logprobs,
     reward_metrics,
     score_groups,
@@ -292,6 +293,7 @@ class Collector:
             "completions/length_max": sampled.max().item() if len(sampled) else math.nan,
             "completions/truncated_frac": truncated.float().mean().item(),
             "completions/sampler_entropy": self._sampler_entropy(groups),
+            "completions/repetitive_frac": self._repetitive_share(groups),
         }
         return Experience(
             version=version,
@@ -325,6 +327,12 @@ class Collector:
         sums = self.ranks.gather((-math.fsum(map(math.fsum, logprobs)), sum(map(len, logprobs))))
         tokens = sum(count for _, count in sums)
         return sum(nats for nats, _ in sums) / tokens if tokens else math.nan
+
+    def _repetitive_share(self, groups: Sequence[Group]) -> float:
+        """Share of the sampled completions of all ranks that repeat themselves."""
+        repetitive = [repeats_itself(completion.token_ids) for group in groups for completion in group.completions]
+        counts = self.ranks.gather((sum(repetitive), len(repetitive)))
+        return sum(count for count, _ in counts) / (sum(size for _, size in counts) or math.nan)
 
 
 @contextmanager
