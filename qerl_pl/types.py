@@ -202,6 +202,8 @@ class Experience:
     """Token limit of a completion."""
     teacher_logprobs: Tensor | None = None
     """Log-probabilities by the teacher of on-policy distillation, float32 [B, T]; 0 outside the tokens that train."""
+    noise_widening: float = 1.0
+    """Mean |log ratio| of trainer and sampler with the noise divided by that without, at least 1; 1 if not measured."""
     indices: Tensor | None = None
     """Index of each row among the completions of all ranks, int64 [B], on the CPU; None with a single rank."""
     draws: Tensor | None = None

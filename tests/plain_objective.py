@@ -78,6 +78,8 @@ class Member:
     old: list[float] = field(default_factory=list)
     """Log-probabilities of the clean policy when the rollout was sampled."""
     reference: list[float] = field(default_factory=list)
+    quarter: int = 0
+    """Of the completions that train by their length, 1 for the shortest."""
 
 
 def advantages(totals: Sequence[float], algorithm: str) -> list[float]:
@@ -121,6 +123,12 @@ def minibatch_loss(
             loss = loss + weight * (recipe.beta * kl - importance * value)
             measured |= {"policy/kl": kl.item(), "policy/entropy": entropy, "tokens": 1}
             measured |= {"mismatch/is_weight_mean": importance, "mismatch/logprob_abs_mean": abs(old - sampler)}
+            mismatch = math.exp(old - sampler)
+            measured |= {"mismatch/k3": mismatch - 1 - math.log(mismatch), "mismatch/chi2": mismatch**2 - 1}
+            measured |= {"mismatch/capped_frac": cap is not None and mismatch > cap, "weights squared": importance**2}
+            clipped = measured["policy/clip_frac_low"] + measured["policy/clip_frac_high"]
+            of_quarter = {"mismatch/k3": measured["mismatch/k3"], "policy/clip_frac": clipped, "tokens": 1}
+            measured |= {f"{name}_q{member.quarter}": number for name, number in of_quarter.items()}
             for name, number in measured.items():
                 sums[name] += number
     return loss

@@ -148,6 +148,10 @@ class PlainTrainer:
             with torch.no_grad():
                 member.old = self.token_logprobs(member)[0].tolist()
                 member.reference = self.token_logprobs(member, adapter=False)[0].tolist()
+        trained = [member for member in members if not (recipe.mask_truncated and member.sample.truncated)]
+        by_length = sorted(trained, key=lambda member: len(member.sample.tokens))  # of equal ones the first is first
+        for number, member in enumerate(by_length):
+            member.quarter = 1 + 4 * number // len(by_length)
         for epoch in range(recipe.update_epochs):
             order = shuffled(len(members), stream_seed(recipe.seed, "minibatches", self.version, epoch))
             for rows in parts(order, recipe.minibatches):
@@ -157,7 +161,14 @@ class PlainTrainer:
                 self.step += 1
                 steps.append({"optim/loss": loss.item(), "optim/lr": rate, "optim/grad_norm": norm})
         metrics = {tag: fmean(step[tag] for step in steps) for tag in steps[0]}
-        return metrics | {tag: value / sums["tokens"] for tag, value in sums.items() if tag != "tokens"}
+        squares = sums.pop("weights squared")
+        metrics["mismatch/ess"] = sums["mismatch/is_weight_mean"] ** 2 / (sums["tokens"] * squares)
+        tokens = sums.pop("tokens")
+        for quarter in ("_q1", "_q2", "_q3", "_q4"):
+            count = sums.pop(f"tokens{quarter}", math.nan)  # of few completions some quarters have none
+            for tag in ("mismatch/k3", "mismatch/rejected_frac", "policy/clip_frac"):
+                metrics[tag + quarter] = sums.pop(tag + quarter, 0.0) / count
+        return metrics | {tag: value / tokens for tag, value in sums.items()}
 
     def token_logprobs(self, member: Member, adapter: bool = True) -> tuple[Tensor, Tensor]:
         """Log-probabilities and entropies of a completion's tokens at the temperature of the sampling."""

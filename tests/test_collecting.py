@@ -6,15 +6,24 @@ from typing import Any
 
 import pytest
 import torch
+from rank_helpers import on_ranks
 from scripted import PROMPTS, SAMPLING, Even, Scripted, Watched, Words, config_of, evaluator_of, nobody, own, said
 
 from qerl_pl.algorithm import DrGRPO, NormNoise
+from qerl_pl.distributed.communicator import Communicator
 from qerl_pl.errors import UserError
 from qerl_pl.persistence.random_state import stream_seed
 from qerl_pl.rewards import OverlongPenalty
 from qerl_pl.rollout.collector import Collector
-from qerl_pl.rollout.experience import Group, pad_completions, require_finite_logprobs, reward_metrics, score_groups
-from qerl_pl.types import Completion, Prompt, SamplingConfig
+from qerl_pl.rollout.experience import (
+    Group,
+    pad_completions,
+    repeats_itself,
+    require_finite_logprobs,
+    reward_metrics,
+    score_groups,
+)
+from qerl_pl.types import Completion, Prompt, RolloutRequest, SamplingConfig
 
 
 def collector_of(engine: Any, tokenizer: Any = None, **changes: Any) -> Collector:
@@ -74,8 +83,10 @@ def test_an_experience_worked_out(pad: int | None) -> None:
         "completions/groups_without_signal_frac": sum(len(set(total[i : i + 4])) == 1 for i in (0, 4, 8)) / 3,
         "completions/sampler_entropy": -sum(own(True, token) for _, tokens in rows for token in tokens) / sum(counts),
         "completions/sampled_tokens": sum(counts),
+        "completions/repetitive_frac": 0.0,
         "aqn/sigma": 0.01,
         "aqn/measured_std": 0.125,
+        "mismatch/noise_widening": 1.0,
     }
     times = {name: value for name, value in found.metrics.items() if name.startswith("time/")}
     assert found.metrics == pytest.approx(expected | times, abs=1e-6)
@@ -296,3 +307,40 @@ def test_a_group_whose_rewards_are_all_alike_has_no_signal() -> None:
 
     groups = [group(1.0, 1.0, 1.0), group(0.0, 1.0, 1.0), group(0.5, 0.5, 0.5), group(1.0, 1.0, 0.0)]
     assert reward_metrics(groups)["completions/groups_without_signal_frac"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("tokens", "repeats"),
+    [
+        ([], False),
+        ([1, 1, 1], False),  # no 4-gram
+        ([1, 1, 1, 1], False),
+        ([1, 1, 1, 1, 1], False),  # one of two is a repetition
+        ([1, 1, 1, 1, 1, 1], True),  # two of three
+        ([1, 2, 3, 4] * 2, False),  # 1 of 5
+        ([1, 2, 3, 4] * 3, True),  # 5 of 9
+        (list(range(50)), False),
+        ([0, *[1, 2] * 3, 9, 8, 7, 6], False),  # 1 of 8
+    ],
+)
+def test_a_completion_repeats_itself_by_its_4_grams(tokens: list[int], repeats: bool) -> None:
+    assert repeats_itself(tokens) == repeats
+
+
+class Stuck(Scripted):
+    """An engine whose first completion of the first prompt says one token for ever."""
+
+    def generate(self, requests: Sequence[RolloutRequest], sampling: SamplingConfig) -> list[list[Completion]]:
+        groups = super().generate(requests, sampling)
+        stuck = Completion((1,) * 9, (own(True, 1),) * 9, "length")
+        first = [request.prompt_ids == PROMPTS[0].token_ids and len(request.seeds) > 1 for request in requests]
+        return [[stuck, *group[1:]] if at_first else group for at_first, group in zip(first, groups, strict=True)]
+
+
+def test_the_share_of_completions_that_repeat_themselves_is_that_of_all_ranks() -> None:
+    def work(ranks: Communicator) -> float:
+        collector = Collector(config_of(), Stuck(), Words(), DrGRPO(), 7, ranks)  # type: ignore[arg-type]
+        policy = Watched()
+        return collector.collect(PROMPTS[:3], policy.weights(4), policy, nobody).metrics["completions/repetitive_frac"]
+
+    assert on_ranks(1, work) == [1 / 12] and on_ranks(2, work) == [1 / 12] * 2

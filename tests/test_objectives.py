@@ -8,6 +8,7 @@ import torch
 from jsonargparse import auto_cli
 from torch import Tensor
 
+from qerl_pl.algorithm import RolloutCorrection
 from qerl_pl.algorithm.objectives import BNPO, CISPO, DAPO, GRPO, GSPO, DrGRPO, LossInputs, Objective
 from qerl_pl.errors import UserError
 
@@ -18,6 +19,8 @@ OBJECTIVES = [
     BNPO(entropy_coefficient=0.01),
     GSPO(epsilon_low=0.1, epsilon_high=0.1),
     CISPO(epsilon_high=0.3),
+    GRPO(correction="sequence_tis"),
+    DAPO(correction=RolloutCorrection("geometric", 1.1, "token", 0.4, 4.0, 0.1)),
 ]
 MASK = torch.tensor([[0, 1, 1, 1, 0], [0, 0, 1, 0, 0], [0, 1, 1, 0, 0], [0, 0, 0, 0, 0]], dtype=torch.bool)
 
@@ -142,7 +145,8 @@ def test_micro_batches_add_up_to_the_whole_batch(objective, split) -> None:
     outputs = objective.loss(full_finetuning)
     outputs.loss.backward()
     parts = make_batch(objective)
-    rows = {item.name: getattr(parts, item.name).split(split) for item in fields(parts)}
+    tensors = {item.name: value for item in fields(parts) if isinstance(value := getattr(parts, item.name), Tensor)}
+    rows = {name: value.split(split) for name, value in tensors.items()}
     loss, metrics = 0.0, dict.fromkeys(outputs.metrics, 0.0)
     for index in range(len(split)):
         part = objective.loss(LossInputs(**{name: values[index] for name, values in rows.items()}))
@@ -184,13 +188,31 @@ def test_metrics_are_sums_over_masked_tokens() -> None:
         "ratio": 2 + 1 + 0.5,
         "clip_low": 1,
         "clip_high": 1,
-        "is_weight": 2 + 1 + 0.5,
+        "is_weight": 2 + 1 + 0.5,  # ratios of trainer to sampler: 4, 1, 0.5
+        "is_weight_squared": 4 + 1 + 0.25,
+        "rejected": 0,
+        "capped": 1,
+        "mismatch_k3": (4 - 1 - math.log(4)) + (0.5 - 1 + math.log(2)),
+        "mismatch_ratio_squared": 16 + 1 + 0.25,
         "logprob_abs": math.log(4) + math.log(2),
         "kl": (0.5 - 1 + math.log(2)) + (2 - 1 - math.log(2)),
         "entropy": 1.5,
     }
-    metrics = objective.loss(inputs).metrics
-    assert {name: value.item() for name, value in metrics.items()} == pytest.approx(expected)
+    outputs = objective.loss(inputs)
+    assert {name: value.item() for name, value in outputs.metrics.items()} == pytest.approx(expected)
+    by_completion = {
+        "tokens": [2, 1],
+        "clipped": [1, 1],
+        "rejected": [0, 0],
+        "mismatch_k3": [4 - 1 - math.log(4), 0.5 - 1 + math.log(2)],
+    }
+    found = {name: values.tolist() for name, values in outputs.completion_sums.items()}
+    assert found == {name: pytest.approx(values) for name, values in by_completion.items()}
+    rejecting = replace(objective, correction=RolloutCorrection(rejection="token", low=0.6, high=3.0))
+    outputs = rejecting.loss(inputs)
+    names = ("rejected", "capped", "is_weight", "is_weight_squared")
+    assert [outputs.metrics[name].item() for name in names] == [2, 0, 1, 1]
+    assert outputs.completion_sums["rejected"].tolist() == [1, 1]
 
 
 def test_entropy_bonus_lowers_the_loss_of_uncertain_tokens() -> None:

@@ -69,14 +69,17 @@ def test_the_engine_lives_for_a_stage_and_is_closed_once(tiny_policy_dir: Path, 
     def note(*_: Any) -> None:  # while the stage goes on
         given = module.shared_weights, module._releasable_gib
         seen.append((engine.closed, *given, rollout.collector.seed, rollout.collector.objective))
+        assert rollout.collector.noise_widening is rollout._noise_widening
 
     watch = LambdaCallback(on_fit_start=note, on_fit_end=note, on_validation_start=note, on_validation_end=note)
     trainer = trainer_of(tmp_path, watch, rollout=rollout, limit_val_batches=0)
     rollout.close()
     assert engine.closed == 0
-    for known in ({"p1": 5.0}, {"p2": 6.0}):  # of a checkpoint
+    for known in ({"p1": 5.0}, {"p2": 6.0}):  # of a checkpoint; earlier versions had no widening
+        rollout.load_state_dict({"expected_lengths": known, "noise_widening": {"sigma": 0.5}})
+        assert rollout.state_dict() == {"expected_lengths": known, "noise_widening": {"sigma": 0.5}}
         rollout.load_state_dict({"expected_lengths": known})
-        assert rollout.state_dict() == {"expected_lengths": known}
+        assert rollout.state_dict() == {"expected_lengths": known, "noise_widening": {}}
     trainer.fit(module, datamodule=data())
     lora, shared = module.policy_config.lora_spec, SharedWeights({}, {})
     assert lora is not None
@@ -90,7 +93,7 @@ def test_the_engine_lives_for_a_stage_and_is_closed_once(tiny_policy_dir: Path, 
     trainer.validate(module, datamodule=data(), verbose=False)
     assert engine.specs == [spec] * 2 and engine.closed == 2
     assert seen == [(1, None, 3.0, 5, module.objective)] * 2  # the policy is loaded already
-    assert rollout.state_dict() == {"expected_lengths": rollout.state_dict()["expected_lengths"] | {"p2": 6.0}}
+    assert rollout.state_dict()["expected_lengths"]["p2"] == 6.0
 
 
 def test_a_reward_sees_the_references_of_the_data_before_the_engine_starts(
@@ -368,7 +371,8 @@ def test_ranks_that_read_other_files_are_refused(
         facts: dict[str, object] = {}
         alone = SimpleNamespace(require_same=facts.update)
         callback.on_train_start(SimpleNamespace(datamodule=TwoSets(), strategy=SimpleNamespace(ranks=alone)), module)  # type: ignore[arg-type]
-    own = {"base model": module.base_identity, "adapter to start from": None, "number of finished rollouts": 4}
+    own = {"base model": module.base_identity, "adapter to start from": None, "teacher": None}
+    own["number of finished rollouts"] = 4
     assert facts == own | {"seed": 0, "batch_size": 8, "training prompts": ""}
 
 

@@ -10,7 +10,7 @@ from rank_helpers import on_ranks
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
-from qerl_pl.algorithm import BNPO, CISPO, DAPO, GRPO, GSPO, DrGRPO, Objective
+from qerl_pl.algorithm import BNPO, CISPO, DAPO, GRPO, GSPO, DrGRPO, Objective, RolloutCorrection
 from qerl_pl.distributed.communicator import SINGLE_PROCESS, Communicator
 from qerl_pl.modules import LoraConfig, Policy, PolicyConfig
 from qerl_pl.modules.update import PolicyUpdate
@@ -78,6 +78,7 @@ def learn(
         CISPO(),
         GSPO(epsilon_low=0.1, epsilon_high=0.1),
         GRPO(mask_truncated=True, entropy_coefficient=0.1),
+        DAPO(correction=RolloutCorrection("geometric", 0.3, "geometric", 0.25, 1.0)),
     ],
     ids=lambda objective: type(objective).__name__,
 )
@@ -94,7 +95,7 @@ def test_ranks_take_the_steps_of_one_process(policy: Policy, objective: Objectiv
         for one, other, first in zip(alone, trained, result[0][0], strict=True):
             torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-6)
             assert torch.equal(other, first)
-        assert metrics == pytest.approx(expected, rel=1e-4, abs=1e-6)
+        assert metrics == pytest.approx(expected, rel=1e-4, abs=1e-6, nan_ok=True)
 
 
 def test_ranks_measure_the_same_sample_of_the_kl(policy: Policy) -> None:

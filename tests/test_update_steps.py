@@ -11,11 +11,12 @@ import torch
 from rank_helpers import on_ranks
 from torch import Tensor, nn
 
-from qerl_pl.algorithm import BNPO, GRPO, DrGRPO, Objective
+from qerl_pl.algorithm import BNPO, GRPO, DrGRPO, Objective, RolloutCorrection
 from qerl_pl.algorithm.objectives import LossInputs, LossOutputs
 from qerl_pl.distributed.communicator import SINGLE_PROCESS, Communicator
 from qerl_pl.errors import UserError
 from qerl_pl.modules.update import NonFiniteLossError, PolicyUpdate, local_rows, sampled_indices
+from qerl_pl.modules.update_metrics import length_quartiles
 from qerl_pl.persistence.random_state import stream_seed
 from qerl_pl.types import Experience
 
@@ -330,7 +331,7 @@ def test_ranks_take_together_the_steps_of_one(dealt: list[list[int]], minibatche
         return policy.odds.tolist(), metrics
 
     for odds, metrics in on_ranks(len(dealt), work):
-        assert odds == pytest.approx(alone.odds.tolist()) and metrics == pytest.approx(expected)
+        assert odds == pytest.approx(alone.odds.tolist()) and metrics == pytest.approx(expected, nan_ok=True)
 
 
 @pytest.mark.parametrize(("objective", "moves"), [(GRPO(), False), (GRPO(entropy_coefficient=0.5), True)])
@@ -377,6 +378,53 @@ def test_completions_that_were_all_cut_off_teach_nothing_and_have_no_means() -> 
     assert (metrics["optim/loss"], metrics["optim/grad_norm"]) == (0.0, 0.0)
     assert metrics["optim/lr"] == pytest.approx(0.5 * (1 + 0.8 + 0.64 + 0.512) / 4)
     assert all(math.isnan(value) for name, value in metrics.items() if not name.startswith("optim/"))
+
+
+def test_metrics_of_the_mismatch_by_hand() -> None:
+    policy = FourNumbers()
+    correction = RolloutCorrection(cap=1.1, rejection="token", low=0.5, high=2.0)
+    update = PolicyUpdate(BNPO(correction=correction), 2, 3, 6, 1.0, True, SEED)
+    metrics = updated(policy, update, experience_of())
+    ratios = [[math.exp(logprob(ODDS, token) - SAMPLER) for token in completion] for completion in COMPLETIONS]
+    flat = [ratio for completion in ratios for ratio in completion]
+    weights = [min(ratio, 1.1) if 0.5 <= ratio <= 2.0 else 0.0 for ratio in flat]
+    assert 0 < weights.count(0.0) < len(weights) and weights.count(1.1) > 0
+    assert metrics["mismatch/chi2"] == pytest.approx(sum(ratio**2 for ratio in flat) / 13 - 1)
+    assert metrics["mismatch/k3"] == pytest.approx(sum(ratio - 1 - math.log(ratio) for ratio in flat) / 13)
+    assert metrics["mismatch/ess"] == pytest.approx(sum(weights) ** 2 / (13 * sum(weight**2 for weight in weights)))
+    assert metrics["mismatch/rejected_frac"] == pytest.approx(weights.count(0.0) / 13)
+    assert metrics["mismatch/capped_frac"] == pytest.approx(weights.count(1.1) / 13)
+    # Lengths 3, 1, 2, 4, 1, 2: from the shortest on, those at 1, 4, 2, 5, 0, 3; of six, quarters of 2, 1, 2, 1.
+    for quarter, rows in enumerate(([1, 4], [2], [5, 0], [3]), start=1):
+        of_quarter = [ratio for row in rows for ratio in ratios[row]]
+        k3 = sum(ratio - 1 - math.log(ratio) for ratio in of_quarter) / len(of_quarter)
+        assert metrics[f"mismatch/k3_q{quarter}"] == pytest.approx(k3)
+        rejected = sum(not 0.5 <= ratio <= 2.0 for ratio in of_quarter) / len(of_quarter)
+        assert metrics[f"mismatch/rejected_frac_q{quarter}"] == pytest.approx(rejected)
+    shares = [metrics[f"policy/clip_frac_q{quarter}"] for quarter in range(1, 5)]
+    clipped = metrics["policy/clip_frac_low"] + metrics["policy/clip_frac_high"]
+    lengths = [sum(len(COMPLETIONS[row]) for row in rows) for rows in ([1, 4], [2], [5, 0], [3])]
+    assert clipped > 0
+    assert sum(share * length for share, length in zip(shares, lengths, strict=True)) / 13 == pytest.approx(clipped)
+
+
+def test_quarters_by_length() -> None:
+    quarters = length_quartiles(torch.tensor([5, 0, 9, 7, 7, 0, 1, 8, 2, 3]))
+    # Without the empty ones, from the shortest on: 1, 2, 3, 5, 7, 7, 8, 9.
+    assert quarters.tolist() == [1, 0, 3, 2, 2, 0, 0, 3, 0, 1]
+    assert length_quartiles(torch.tensor([4, 4])).tolist() == [0, 2]
+    assert length_quartiles(torch.tensor([0, 0])).tolist() == [0, 0]
+    assert length_quartiles(torch.zeros(0, dtype=torch.int64)).tolist() == []
+
+
+def test_bounds_are_widened_as_the_rollout_measured() -> None:
+    correction = RolloutCorrection(cap=1.1, widen_with_noise=True)
+    update = PolicyUpdate(BNPO(correction=correction), 1, 1, None, 1.0, False, SEED)
+    for widening, cap in ((1.0, 1.1), (3.0, 1.331)):
+        metrics = updated(FourNumbers(), update, experience_of(noise_widening=widening))
+        ratios = [math.exp(logprob(ODDS, token) - SAMPLER) for completion in COMPLETIONS for token in completion]
+        assert metrics["mismatch/is_weight_mean"] == pytest.approx(sum(min(ratio, cap) for ratio in ratios) / 13)
+        assert metrics["mismatch/capped_frac"] == pytest.approx(sum(ratio > cap for ratio in ratios) / 13)
 
 
 def test_minibatches_that_do_not_divide_a_rollout_are_refused() -> None:

@@ -2,6 +2,7 @@
 
 from qerl_pl.algorithm.noise import NoiseSchedule, NormNoise
 from qerl_pl.algorithm.objectives import BNPO, CISPO, DAPO, GRPO, GSPO, DrGRPO, Objective, OnPolicyDistillation
+from qerl_pl.algorithm.off_policy import RolloutCorrection
 
 __all__ = [
     "BNPO",
@@ -14,4 +15,5 @@ __all__ = [
     "NormNoise",
     "Objective",
     "OnPolicyDistillation",
+    "RolloutCorrection",
 ]

@@ -115,15 +115,6 @@ def kl_divergence(logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator
             assert_never(estimator)
 
 
-def truncated_importance_weights(old_logprobs: Tensor, sampler_logprobs: Tensor, cap: float) -> Tensor:
-    """min(pi_old / pi_sampler, cap) at each token, [B, T], without gradient: corrects for sampling by the sampler.
-
-    Source: truncated importance sampling (TIS), Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy
-    RL Training" (2025). The cap trades a little bias for bounded variance.
-    """
-    return torch.exp(old_logprobs - sampler_logprobs).clamp(max=cap).detach()
-
-
 def token_weights(mask: Tensor, kind: Aggregation, *, completions: float, tokens: float, max_tokens: int) -> Tensor:
     """Weight of each token, so that loss = sum(weights * per-token loss).
 

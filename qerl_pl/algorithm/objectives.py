@@ -15,7 +15,10 @@ from torch import Tensor
 from qerl_pl.algorithm import losses
 from qerl_pl.algorithm.advantages import AdvantageNorm, group_advantages
 from qerl_pl.algorithm.losses import Aggregation, KLEstimator, Surrogate
+from qerl_pl.algorithm.off_policy import PRESETS, CorrectionPreset, RolloutCorrection, correction_weights
 from qerl_pl.errors import UserError, require_one_of
+
+DEFAULT_IMPORTANCE_CAP = 2.0
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,8 @@ class LossInputs:
     """[B, T], entropy of the current next-token distribution in nats; with gradient if there is an entropy bonus."""
     teacher_logprobs: Tensor | None = None
     """[B, T], teacher of on-policy distillation, detached."""
+    noise_widening: float = 1.0
+    """Power to which bounds of the correction are raised if it widens them, see `RolloutCorrection`."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +55,11 @@ class LossOutputs:
     """Scalar to call backward on."""
     metrics: dict[str, Tensor] = field(default_factory=dict)
     """Sums over the masked tokens, detached; divided by `tokens` they are means. Keys: tokens, ratio, clip_low,
-    clip_high, is_weight, logprob_abs (|old - sampler|), and kl, entropy and teacher_kl if their inputs are present."""
+    clip_high, is_weight, is_weight_squared, rejected, capped (of the correction), logprob_abs (|old - sampler|),
+    mismatch_k3 (k3 of KL(sampler || old)), mismatch_ratio_squared ((old / sampler)^2), and kl, entropy and teacher_kl
+    if their inputs are present."""
+    completion_sums: dict[str, Tensor] = field(default_factory=dict)
+    """Sums over each completion's masked tokens, [B] each: tokens, clipped, rejected, mismatch_k3."""
 
 
 @dataclass(frozen=True)
@@ -66,14 +75,17 @@ class Objective(ABC):
         epsilon_high: Distance of the upper clip bound of the policy ratio from 1.
         advantage_norm: Divides a reward minus its group's mean: the std of the group, that of the batch, or none.
         importance_cap: Largest importance weight between the sampler and the trainer (truncated importance sampling);
-            null switches the correction off.
+            null switches the correction off. Short for a `correction`, which replaces it.
+        correction: Importance weights and rejection between the sampler and the trainer, the name of a preset or their
+            settings; null truncates token weights at `importance_cap`.
         mask_truncated: Leave completions that the token limit cut off out of the loss.
         entropy_coefficient: Coefficient of an entropy bonus; 0 leaves it out.
         distillation_coefficient: Factor of log teacher - log policy, which each token's advantage gets in addition
             (on-policy distillation from `model.teacher`); 0 leaves it out.
 
     Raises:
-        UserError: A number is negative or not finite, the cap is 0, or a choice is unknown.
+        UserError: A number is negative or not finite, the cap is 0, a choice is unknown, or both an importance cap and
+            a correction are set.
     """
 
     beta: float = 0.0
@@ -81,10 +93,11 @@ class Objective(ABC):
     epsilon_low: float = 0.2
     epsilon_high: float = 0.2
     advantage_norm: AdvantageNorm = "group"
-    importance_cap: float | None = 2.0
+    importance_cap: float | None = DEFAULT_IMPORTANCE_CAP
     mask_truncated: bool = False
     entropy_coefficient: float = 0.0
     distillation_coefficient: float = 0.0
+    correction: CorrectionPreset | RolloutCorrection | None = None
 
     def __post_init__(self) -> None:
         for name in ("beta", "epsilon_low", "epsilon_high", "entropy_coefficient", "distillation_coefficient"):
@@ -94,6 +107,13 @@ class Objective(ABC):
         cap = self.importance_cap
         if cap is not None and not cap > 0:
             raise UserError(f"importance_cap must be above 0; got {cap}; use null to switch the correction off.")
+        if self.correction is not None and cap != DEFAULT_IMPORTANCE_CAP:
+            raise UserError(
+                f"a correction has its own cap; got importance_cap={cap} and a correction; set correction.cap instead, "
+                f"and leave importance_cap at {DEFAULT_IMPORTANCE_CAP}."
+            )
+        if isinstance(self.correction, str):
+            require_one_of(get_args(CorrectionPreset), "correction", self.correction)
         require_one_of(get_args(KLEstimator), "kl_estimator", self.kl_estimator)
         require_one_of(get_args(AdvantageNorm), "advantage_norm", self.advantage_norm)
 
@@ -101,6 +121,17 @@ class Objective(ABC):
     @abstractmethod
     def aggregation(self) -> Aggregation:
         """Aggregation of token losses, see `qerl_pl.algorithm.losses.token_weights`."""
+
+    @property
+    def rollout_correction(self) -> RolloutCorrection:
+        """The correction between sampler and trainer that `correction` or `importance_cap` sets."""
+        if isinstance(self.correction, RolloutCorrection):
+            return self.correction
+        if self.correction is not None:
+            return PRESETS[self.correction]
+        if self.importance_cap is None:
+            return PRESETS["off"]
+        return RolloutCorrection(cap=self.importance_cap if math.isfinite(self.importance_cap) else None)
 
     @property
     def needs_reference(self) -> bool:
@@ -146,18 +177,20 @@ class Objective(ABC):
         ratio = self._ratio(logprobs, old, mask)
         teacher = None if batch.teacher_logprobs is None else masked(batch.teacher_logprobs)
         surrogate = self._surrogate(ratio, logprobs, self._advantages(batch.advantages, old, teacher))
-        if self.importance_cap is None:
-            importance = torch.ones_like(old)
-        else:
-            importance = losses.truncated_importance_weights(old, sampler, self.importance_cap)
-        per_token = -importance * surrogate.value
+        correction = correction_weights(self.rollout_correction, old, sampler, mask, batch.noise_widening)
+        per_token = -correction.weights * surrogate.value
         sums = {
             "tokens": torch.ones_like(old),
             "ratio": ratio,
             "clip_low": surrogate.clipped_low,
             "clip_high": surrogate.clipped_high,
-            "is_weight": importance,
+            "is_weight": correction.weights,
+            "is_weight_squared": correction.weights.square(),
+            "rejected": correction.rejected,
+            "capped": correction.capped,
             "logprob_abs": (old - sampler).abs(),
+            "mismatch_k3": losses.kl_divergence(sampler, old, "k3"),
+            "mismatch_ratio_squared": losses.token_ratio(old, sampler).square(),
         }
         if batch.ref_logprobs is not None:
             sums["kl"] = losses.kl_divergence(logprobs, masked(batch.ref_logprobs), self.kl_estimator)
@@ -176,7 +209,10 @@ class Objective(ABC):
                 )
             per_token = per_token - self.entropy_coefficient * sums["entropy"]
         metrics = {name: masked(values.detach()).sum() for name, values in sums.items()}
-        return LossOutputs((batch.weights * masked(per_token)).sum(), metrics)
+        by_completion = {name: sums[name] for name in ("tokens", "rejected", "mismatch_k3")}
+        by_completion["clipped"] = surrogate.clipped_low | surrogate.clipped_high
+        completion_sums = {name: masked(values.detach()).sum(dim=1) for name, values in by_completion.items()}
+        return LossOutputs((batch.weights * masked(per_token)).sum(), metrics, completion_sums)
 
     def _advantages(self, advantages: Tensor, old_logprobs: Tensor, teacher_logprobs: Tensor | None) -> Tensor:
         """Advantages of the completions [B], or with distillation of their tokens [B, T]."""

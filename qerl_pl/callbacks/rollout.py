@@ -100,17 +100,19 @@ class RolloutCallback(Callback, ChecksFirst):
         self._evaluator: Evaluator | None = None
         self._engine_weights: tuple[SharedWeights | None, float] = None, 0.0
         self._expected_lengths: dict[str, float] = {}
+        self._noise_widening: dict[str, float] = {}
 
     # Checkpoints ---------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The expected lengths, by which prompts are partitioned over the ranks."""
-        return {"expected_lengths": dict(self._expected_lengths)}
+        """The expected lengths, by which prompts are partitioned over the ranks, and the effect of the noise."""
+        return {"expected_lengths": dict(self._expected_lengths), "noise_widening": dict(self._noise_widening)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the expected lengths; the collector shares the dictionary."""
-        self._expected_lengths.clear()
-        self._expected_lengths.update(state_dict["expected_lengths"])
+        """Load both; the collector shares the dictionaries. Checkpoints of earlier versions lack the second."""
+        for state, name in ((self._expected_lengths, "expected_lengths"), (self._noise_widening, "noise_widening")):
+            state.clear()
+            state.update(state_dict.get(name, {}))
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Save the data's state too: Lightning restores it only into a data module of the same class."""
@@ -169,6 +171,7 @@ class RolloutCallback(Callback, ChecksFirst):
         self._engine_weights = shared, self.engine.memory_gib().get("releasable", 0.0)
         self._collector = Collector(self.config, self.engine, module.tokenizer, module.objective, module.seed, ranks)
         self._collector.expected_lengths = self._expected_lengths
+        self._collector.noise_widening = self._noise_widening
         self._evaluator = Evaluator(self.eval_config, self.engine, module.tokenizer, module.seed, ranks)
 
     @property

@@ -1,8 +1,7 @@
 """The update: old and reference log-probabilities, minibatches, micro-batches and optimizer steps."""
 
-import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -17,6 +16,7 @@ from qerl_pl.distributed.communicator import SINGLE_PROCESS, Communicator
 from qerl_pl.errors import UserError
 from qerl_pl.modules.policy import Policy
 from qerl_pl.modules.trainer_noise import TrainerNoise
+from qerl_pl.modules.update_metrics import length_quartiles, quartile_sums, update_metrics
 from qerl_pl.persistence.random_state import stream_seed
 from qerl_pl.types import Experience
 
@@ -100,6 +100,8 @@ class PrecomputedLogprobs:
     """Of the policy before the update [B, T]; the first step fills in its own rows."""
     reference: ReferenceLogprobs | None
     noise: TrainerNoise
+    quartiles: Tensor
+    """Quarter of all ranks' completions to which each row belongs by its length, int64 [B]."""
 
 
 def sampled_indices(share: float, completions: int, seed: int) -> Tensor:
@@ -115,19 +117,6 @@ def local_rows(wanted: Tensor, indices: Tensor, completions: int) -> Tensor:
     row_of[indices] = torch.arange(len(indices), device=indices.device)
     rows = row_of[wanted.to(indices.device)]
     return rows[rows >= 0]
-
-
-TOKEN_METRICS = {
-    "policy/ratio_mean": "ratio",
-    "policy/clip_frac_low": "clip_low",
-    "policy/clip_frac_high": "clip_high",
-    "policy/kl": "kl",
-    "policy/entropy": "entropy",
-    "distill/kl": "teacher_kl",
-    "mismatch/logprob_abs_mean": "logprob_abs",
-    "mismatch/is_weight_mean": "is_weight",
-}
-"""TensorBoard tag of each metric that the objective sums over tokens."""
 
 
 class NonFiniteLossError(ArithmeticError):
@@ -216,7 +205,10 @@ class PolicyUpdate:
         local = [local_rows(minibatch, indices, completions) for minibatch in minibatches]
         norms = {} if experience.noise is None else policy.trained.norms()
         noise = TrainerNoise(norms, experience.noise, experience.draws)
-        precomputed = self._precompute_logprobs(policy, experience, mask, local[0], indices, completions, noise)
+        quartiles = length_quartiles(token_counts)[indices]
+        precomputed = self._precompute_logprobs(
+            policy, experience, mask, local[0], indices, completions, noise, quartiles
+        )
         parameters = [parameter for parameter in policy.parameters() if parameter.requires_grad]
         totals: dict[str, float] = defaultdict(float)
         policy.train()
@@ -242,13 +234,7 @@ class PolicyUpdate:
         if precomputed.reference is not None and "kl" in totals:
             totals["kl"] *= precomputed.reference.scale
         policy.checkpointing.synchronize_mode(ranks)
-        return self._metrics(totals)
-
-    def _metrics(self, totals: Mapping[str, float]) -> dict[str, float]:
-        """Means per token and per step by TensorBoard tag, from sums over all steps and ranks."""
-        tokens = totals["tokens"] or math.nan
-        metrics = {tag: totals[name] / tokens for tag, name in TOKEN_METRICS.items() if name in totals}
-        return metrics | {f"optim/{name}": totals[name] / self.steps for name in ("grad_norm", "loss", "lr")}
+        return update_metrics(totals, self.steps)
 
     def _accumulate(
         self,
@@ -302,9 +288,11 @@ class PolicyUpdate:
             ref_logprobs=ref_logprobs,
             entropy=entropy,
             teacher_logprobs=None if experience.teacher_logprobs is None else experience.teacher_logprobs[rows],
+            noise_widening=experience.noise_widening,
         )
         outputs = self.objective.loss(inputs)
-        return outputs.loss, outputs.metrics
+        by_length = quartile_sums(outputs.completion_sums, precomputed.quartiles[rows])
+        return outputs.loss, outputs.metrics | dict(by_length)
 
     def _precompute_logprobs(
         self,
@@ -315,6 +303,7 @@ class PolicyUpdate:
         indices: Tensor,
         completions: int,
         noise: TrainerNoise,
+        quartiles: Tensor,
     ) -> PrecomputedLogprobs:
         """Old and reference log-probabilities; without dropout the first step computes its rows' old ones itself."""
         needs_old = torch.ones(len(experience), dtype=torch.bool, device=mask.device)
@@ -329,7 +318,7 @@ class PolicyUpdate:
             logprobs = self._frozen_logprobs(policy, experience, mask, rows, noise=None)
             reference = ReferenceLogprobs(logprobs, torch.zeros_like(needs_old), completions / max(len(sample), 1))
             reference.sampled[rows] = True
-        return PrecomputedLogprobs(experience, mask, old, reference, noise)
+        return PrecomputedLogprobs(experience, mask, old, reference, noise, quartiles)
 
     @torch.no_grad()
     def _frozen_logprobs(

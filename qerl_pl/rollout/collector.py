@@ -23,18 +23,22 @@ from qerl_pl.rollout.experience import (
     Group,
     gather_by_index,
     pad_completions,
+    repeats_itself,
     require_finite_logprobs,
     reward_metrics,
     score_groups,
     totals,
 )
-from qerl_pl.rollout.parity_check import CheckedPolicy, check_logprob_parity
+from qerl_pl.rollout.parity_check import CheckedPolicy, check_logprob_parity, measure_noise_widening
 from qerl_pl.types import Completion, Experience, PolicyWeights, Prompt, RolloutRequest, SamplingConfig
 
 log = logging.getLogger("qerl_pl")
 
 WAIT_WARNING = 0.25
 """Mean time that ranks wait for the slowest, as a fraction of its rollout, above which the log warns."""
+
+WIDENING_PROMPTS = 4
+"""Prompts by which the effect of the noise is measured."""
 
 Aggregation = Literal["sum_then_normalize", "normalize_then_sum"]
 
@@ -146,6 +150,8 @@ class Collector:
         self.ranks = ranks
         self.expected_lengths: dict[str, float] = {}
         """Mean tokens of each prompt's last completions, by id; `partition_prompts` balances by them."""
+        self.noise_widening: dict[str, float] = {}
+        """The noise's sigma and the widening measured with it, see `measure_noise_widening`; empty if not measured."""
         self._rollouts = 0
         self._synced_noise: NormNoise | None = None
 
@@ -176,7 +182,9 @@ class Collector:
                 longest, bound = config.sampling.max_tokens, config.mismatch_bound
                 check_logprob_parity(self.engine, policy, prompts[:2], weights.version, seed, longest, bound)
         self._rollouts += 1
-        metrics: dict[str, float] = {}
+        with _timed(seconds, "check"):
+            widening = self._widening(prompts, weights, policy)
+        metrics: dict[str, float] = {"mismatch/noise_widening": widening}
         with _timed(seconds, "sync"):
             report = self.engine.sync(weights)
         self._synced_noise = _draws(weights)[0]
@@ -188,7 +196,21 @@ class Collector:
             self.engine.sleep()
         slowest = self._reduce_seconds(seconds, weights.version)
         metrics |= {f"time/{phase}_s": value for phase, value in slowest.items()}
-        return self._experience(groups, weights, sum(seconds.values()), metrics)
+        experience = self._experience(groups, weights, sum(seconds.values()), metrics)
+        return replace(experience, noise_widening=widening)
+
+    def _widening(self, prompts: Sequence[Prompt], weights: PolicyWeights, policy: CheckedPolicy) -> float:
+        """How far the noise widens the bounds of the correction; measured in the first rollout of each sigma."""
+        noise, widens = weights.noise, self.objective.rollout_correction.widen_with_noise
+        if noise is None or noise.sigma == 0 or noise.in_trainer or not widens:
+            return 1.0
+        if self.noise_widening.get("sigma") != noise.sigma:
+            some = prompts[:WIDENING_PROMPTS]
+            seeds = [stream_seed(self.seed, "widening", weights.version, prompt.id) for prompt in some]
+            sampling = self.config.sampling
+            widening = measure_noise_widening(self.engine, policy, some, weights, sampling, seeds, self.ranks)
+            self.noise_widening |= {"sigma": noise.sigma, "widening": widening}
+        return self.noise_widening["widening"]
 
     def _sample_informative(
         self,
@@ -302,6 +324,7 @@ class Collector:
             "completions/length_max": sampled.max().item() if len(sampled) else math.nan,
             "completions/truncated_frac": truncated.float().mean().item(),
             "completions/sampler_entropy": self._sampler_entropy(groups),
+            "completions/repetitive_frac": self._repetitive_share(groups),
         }
         return Experience(
             version=weights.version,
@@ -337,6 +360,12 @@ class Collector:
         sums = self.ranks.gather((-math.fsum(map(math.fsum, logprobs)), sum(map(len, logprobs))))
         tokens = sum(count for _, count in sums)
         return sum(nats for nats, _ in sums) / tokens if tokens else math.nan
+
+    def _repetitive_share(self, groups: Sequence[Group]) -> float:
+        """Share of the sampled completions of all ranks that repeat themselves."""
+        repetitive = [repeats_itself(completion.token_ids) for group in groups for completion in group.completions]
+        counts = self.ranks.gather((sum(repetitive), len(repetitive)))
+        return sum(count for count, _ in counts) / (sum(size for _, size in counts) or math.nan)
 
 
 def _draws(weights: PolicyWeights) -> Sequence[NormNoise | None]:

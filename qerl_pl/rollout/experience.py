@@ -17,6 +17,10 @@ from qerl_pl.types import Completion, CompletionRecord, Prompt
 
 T = TypeVar("T")
 
+REPEATED_NGRAM = 4
+REPEATED_SHARE = 0.5
+"""A completion repeats itself if more than this share of its n-grams occur earlier in it."""
+
 
 @dataclass(frozen=True)
 class Group:
@@ -122,6 +126,12 @@ def reward_metrics(groups: Sequence[Group]) -> dict[str, float]:
     for name in groups[0].rewards:
         metrics[f"reward/{name}"] = torch.cat([group.rewards[name] for group in groups]).nanmean().item()
     return metrics
+
+
+def repeats_itself(token_ids: Sequence[int]) -> bool:
+    """Whether more than half of a completion's 4-grams occur earlier in it: seq-rep-4 (arXiv 1908.04319, sec. 6)."""
+    ngrams = list(zip(*(token_ids[start:] for start in range(REPEATED_NGRAM)), strict=False))
+    return len(ngrams) - len(set(ngrams)) > REPEATED_SHARE * len(ngrams)
 
 
 def pad_completions(

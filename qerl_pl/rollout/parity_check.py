@@ -3,12 +3,13 @@
 import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from qerl_pl.distributed.communicator import Communicator
 from qerl_pl.engines.base import RolloutEngine
 from qerl_pl.errors import UserError
 from qerl_pl.rollout.experience import pad_completions
@@ -16,6 +17,13 @@ from qerl_pl.types import Completion, PolicyWeights, Prompt, RolloutRequest, Sam
 
 MAX_COMPARED_TOKENS = 16
 """Tokens of each completion that the check compares."""
+
+MAX_SHIFT_TOKENS = 64
+"""Tokens of each completion by which the effect of the noise is measured."""
+
+MIN_SHIFT = 1e-3
+"""Least mean difference without noise, nats a token, to which noise is compared: that of quantized kernels, for which
+bounds are made. An engine that agrees better, as the reference engine does, would widen them without limit."""
 
 
 class CheckedPolicy(Protocol):
@@ -180,3 +188,43 @@ def require_logprob_parity(parity: LogprobParity, bound: float, perturbed: bool 
             f"being {parity.adapter_effect:.2g}; the engine runs another base or adapter: check that both load the "
             "same folder, and restart with --resume auto"
         )
+
+
+def measure_noise_widening(
+    engine: RolloutEngine,
+    policy: CheckedPolicy,
+    prompts: Sequence[Prompt],
+    weights: PolicyWeights,
+    sampling: SamplingConfig,
+    seeds: Sequence[int],
+    ranks: Communicator,
+) -> float:
+    """How much the noise raises the mean absolute difference of log-probabilities, sampler against trainer; at least 1.
+
+    One completion of each prompt is sampled with the noise and one without, as training samples, by each rank with its
+    own noise. Collective; leaves the engine synced without noise.
+
+    Args:
+        engine: Rollout engine.
+        policy: Trained policy.
+        prompts: Prompts to sample on, the same on all ranks.
+        weights: The sampler's weights, with its noise.
+        sampling: Of the training rollouts.
+        seeds: One for each prompt.
+        ranks: All ranks; they return the same number.
+    """
+    sampling = replace(sampling, max_tokens=min(MAX_SHIFT_TOKENS, sampling.max_tokens))
+    requests = [RolloutRequest(prompt.token_ids, (seed,)) for prompt, seed in zip(prompts, seeds, strict=True)]
+
+    def shift(weights: PolicyWeights) -> float:
+        engine.sync(weights)
+        padded = pad_completions(prompts, engine.generate(requests, sampling), 0)
+        tokens, lengths, mask, sampled = (tensor.to(policy.device) for tensor in padded)
+        policy.eval()
+        with torch.no_grad():
+            logprobs = policy.token_logprobs(tokens, lengths, mask, sampling.temperature)[0]
+        sums = ranks.gather(((logprobs - sampled)[mask].abs().sum().item(), int(mask.sum())))
+        return math.fsum(total for total, _ in sums) / sum(count for _, count in sums)
+
+    with_noise = shift(weights)
+    return max(with_noise / max(shift(replace(weights, noise=None)), MIN_SHIFT), 1.0)

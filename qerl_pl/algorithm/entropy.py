@@ -1,0 +1,86 @@
+"""Entropy of the policy as a control: an adaptive bonus, and training on the tokens of highest entropy."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from qerl_pl.errors import UserError
+
+
+@dataclass(frozen=True)
+class AdaptiveEntropy:
+    """An entropy bonus whose coefficient rises while the entropy is below a target, and falls while it is above.
+
+    After a rollout of entropy e, the coefficient c becomes c + step if e < target, c - step if e > target, within
+    [minimum, maximum]. The next rollout's bonus has the coefficient c if e <= target, and 0 otherwise.
+
+    Source: Skywork-OR1 (arXiv 2505.22312), adaptive entropy control. The entropy is that of the rollout before.
+
+    Args:
+        target: Entropy in nats per token; one below what the first rollouts log as policy/entropy.
+        step: Change of the coefficient after each rollout.
+        minimum: Smallest coefficient.
+        maximum: Largest coefficient.
+
+    Raises:
+        UserError: A number is negative or not finite, or the minimum exceeds the maximum.
+    """
+
+    target: float
+    step: float = 0.005
+    minimum: float = 0.0
+    maximum: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not (math.isfinite(value) and value >= 0):
+                raise UserError(f"adaptive_entropy.{name} must be a number of at least 0; got {value}; correct it.")
+        if self.minimum > self.maximum:
+            raise UserError(
+                "adaptive_entropy.minimum must be at most adaptive_entropy.maximum; got "
+                f"{self.minimum} and {self.maximum}; swap them."
+            )
+
+
+@dataclass(frozen=True)
+class EntropyState:
+    """State of an entropy bonus between two rollouts."""
+
+    coefficient: float
+    """c, see `AdaptiveEntropy`."""
+    entropy: float | None = None
+    """Entropy of the last rollout that trained a token, in nats per token; None before the first."""
+
+    def applied(self, control: AdaptiveEntropy | None) -> float:
+        """Coefficient of the next rollout's bonus; constant without a control."""
+        above = control is not None and self.entropy is not None and self.entropy > control.target
+        return 0.0 if above else self.coefficient
+
+    def after(self, control: AdaptiveEntropy | None, entropy: float) -> "EntropyState":
+        """State after a rollout of this entropy; NaN, if no token trained, changes nothing."""
+        if control is None or math.isnan(entropy):
+            return self
+        direction = (entropy < control.target) - (entropy > control.target)
+        coefficient = min(max(self.coefficient + direction * control.step, control.minimum), control.maximum)
+        return EntropyState(coefficient, entropy)
+
+
+def top_entropy_threshold(entropies: Tensor, share: float) -> float:
+    """Entropy of the last token among the `share` of tokens of highest entropy, at least one.
+
+    "Beyond the 80/20 Rule" (arXiv 2506.01939), sec. 5: the policy gradient of these tokens alone trains as well as that
+    of all.
+
+    Args:
+        entropies: Of all tokens that train, [N]; N may be 0.
+        share: In (0, 1].
+
+    Returns:
+        Nats; the tokens with at least this entropy are `share` of all, rounded, or more if some are equal.
+    """
+    if not len(entropies):
+        return -math.inf
+    count = min(max(round(share * len(entropies)), 1), len(entropies))
+    return float(torch.topk(entropies, count).values[-1].item())

@@ -1,0 +1,184 @@
+"""Corrections of the difference between sampler and trainer: importance weights and rejection.
+
+The sampler is quantized, noisy, and computed by other kernels than the trainer, so that what it samples is off-policy.
+With rho_t = pi_old(y_t) / pi_sampler(y_t), the ratio of the clean trainer at the time of the rollout to the sampler, a
+completion's ratio is, at three levels:
+
+- "token": rho_t at each token. A biased correction of the completion's distribution, of low variance.
+- "sequence": the product of its rho_t at every token. Unbiased; its variance grows with the length.
+- "geometric": the geometric mean of its rho_t at every token, independent of the length.
+
+Sources: truncated importance sampling (TIS), Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL
+Training" (2025); sequence level and geometric masks, Liu et al., "When Speed Kills Stability: Demystifying RL Collapse
+from the Training-Inference Mismatch" (2025); IcePop (Ring-1T, arXiv 2510.18855).
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, assert_never, get_args
+
+import torch
+from torch import Tensor
+
+from qerl_pl.algorithm.losses import MAX_LOG_RATIO
+from qerl_pl.errors import UserError, require_one_of
+
+Level = Literal["token", "sequence", "geometric"]
+CorrectionPreset = Literal[
+    "off",
+    "token_tis",
+    "sequence_tis",
+    "token_mask",
+    "sequence_mask",
+    "geometric_mask",
+    "geometric_mask_token_tis",
+    "icepop",
+]
+
+
+@dataclass(frozen=True)
+class RolloutCorrection:
+    """Importance weights between sampler and trainer, and what is rejected; the two are independent.
+
+    A rejected token has weight 0 and keeps its place in the denominators of the loss. KL penalty and entropy bonus have
+    no weights.
+
+    Args:
+        weights: Level of the importance weights: token, sequence or geometric; null leaves every weight at 1.
+        cap: Largest importance weight (truncated importance sampling); null is no limit.
+        rejection: Level of the ratio that must lie in [low, high]: token rejects tokens, the others completions; null
+            rejects nothing.
+        low: Smallest ratio that is not rejected; 0 is no limit.
+        high: Largest ratio that is not rejected; null is no limit.
+        outlier_low: Rejects a completion if one of its tokens has a smaller ratio; null is no limit.
+        outlier_high: Rejects a completion if one of its tokens has a larger ratio; null is no limit.
+        widen_with_noise: The bounds hold for a sampler without noise. With noise they are raised to the power of
+            (mean |log ratio| with noise / without), measured when the noise changes.
+
+    Raises:
+        UserError: A bound is not positive, a range is empty, or a level is unknown.
+    """
+
+    weights: Level | None = "token"
+    cap: float | None = 2.0
+    rejection: Level | None = None
+    low: float = 0.5
+    high: float | None = 2.0
+    outlier_low: float | None = None
+    outlier_high: float | None = None
+    widen_with_noise: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("weights", "rejection"):
+            if getattr(self, name) is not None:
+                require_one_of(get_args(Level), f"correction.{name}", getattr(self, name))
+        for name in ("cap", "high", "outlier_low", "outlier_high"):
+            value = getattr(self, name)
+            if value is not None and not (math.isfinite(value) and value > 0):
+                raise UserError(f"correction.{name} must be a number above 0; got {value}; use null for no limit.")
+        if not (math.isfinite(self.low) and self.low >= 0):
+            raise UserError(f"correction.low must be a number of at least 0; got {self.low}; use 0 for no limit.")
+        for low, high in (("low", "high"), ("outlier_low", "outlier_high")):
+            if (getattr(self, low) or 0) >= (getattr(self, high) or math.inf):
+                raise UserError(
+                    f"correction.{low} must be below correction.{high}; got {getattr(self, low)} and "
+                    f"{getattr(self, high)}; swap them."
+                )
+        self._check_widening()
+
+    def _check_widening(self) -> None:
+        """The range must contain 1, from which it is widened; a cap below 1 would shrink."""
+        if not self.widen_with_noise:
+            return
+        lower = {"low": self.low if self.rejection else None, "outlier_low": self.outlier_low}
+        upper = {"high": self.high if self.rejection else None, "outlier_high": self.outlier_high}
+        upper["cap"] = self.cap if self.weights else None
+        wrong = [name for name, value in lower.items() if value is not None and value > 1]
+        wrong += [name for name, value in upper.items() if value is not None and value < 1]
+        if wrong:
+            raise UserError(
+                f"correction.widen_with_noise needs ranges around 1; got {wrong[0]}={getattr(self, wrong[0])}; move "
+                "that bound to the other side of 1, or set widen_with_noise to false."
+            )
+
+
+PRESETS: dict[CorrectionPreset, RolloutCorrection] = {
+    "off": RolloutCorrection(weights=None),
+    "token_tis": RolloutCorrection(),
+    "sequence_tis": RolloutCorrection(weights="sequence"),
+    "token_mask": RolloutCorrection(cap=None, rejection="token", low=0.0),
+    "sequence_mask": RolloutCorrection(weights="sequence", cap=None, rejection="sequence", low=0.0),
+    "geometric_mask": RolloutCorrection(weights=None, rejection="geometric", low=0.99, high=1.01, outlier_low=1e-4),
+    "geometric_mask_token_tis": RolloutCorrection(rejection="geometric", low=0.99, high=1.01, outlier_low=1e-4),
+    "icepop": RolloutCorrection(cap=None, rejection="token", low=0.5, high=5.0),
+}
+"""Corrections by name. `token_tis` is the default; `sequence_mask` is the masked importance sampling of Liu et al.; the
+range of the geometric masks is SkyRL's, the threshold of outliers verl's; that of `icepop` is the paper's."""
+
+
+class CorrectionWeights(NamedTuple):
+    """What a correction makes of each token, [B, T] each; arbitrary outside the mask."""
+
+    weights: Tensor
+    """Importance weights, 0 where rejected, without gradient."""
+    rejected: Tensor
+    """bool."""
+    capped: Tensor
+    """Whether the cap decided the weight, bool."""
+
+
+def level_log_ratio(log_ratio: Tensor, mask: Tensor, level: Level) -> Tensor:
+    """Log of a completion's ratio at each of its tokens, [B, T].
+
+    Args:
+        log_ratio: log rho_t, [B, T].
+        mask: Tokens that train, bool [B, T]; a completion without one has log ratio 0 at the levels of completions.
+        level: See the module.
+    """
+    match level:
+        case "token":
+            return log_ratio
+        case "sequence":
+            return torch.where(mask, log_ratio, 0.0).sum(dim=1, keepdim=True).expand_as(log_ratio)
+        case "geometric":
+            total = torch.where(mask, log_ratio, 0.0).sum(dim=1, keepdim=True)
+            return (total / mask.sum(dim=1, keepdim=True).clamp(min=1)).expand_as(log_ratio)
+        case _:
+            assert_never(level)
+
+
+def correction_weights(
+    correction: RolloutCorrection, old_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor, widening: float = 1.0
+) -> CorrectionWeights:
+    """Importance weights of a micro-batch whose rows are complete completions.
+
+    Args:
+        correction: See there.
+        old_logprobs: Of the clean trainer, [B, T].
+        sampler_logprobs: [B, T].
+        mask: Tokens that train, bool [B, T]; other tokens count nowhere.
+        widening: Power to which bounds are raised if the correction widens them; 1 leaves them as they are.
+    """
+    power = widening if correction.widen_with_noise else 1.0
+    log_ratio = (old_logprobs - sampler_logprobs).detach()
+    weights, capped = torch.ones_like(log_ratio), torch.zeros_like(mask)
+    if correction.weights is not None:
+        weights = torch.exp(level_log_ratio(log_ratio, mask, correction.weights).clamp(max=MAX_LOG_RATIO))
+        if correction.cap is not None:
+            cap = correction.cap**power
+            weights, capped = weights.clamp(max=cap), weights > cap
+    rejected = torch.zeros_like(mask)
+    if correction.rejection is not None:
+        of_level = level_log_ratio(log_ratio, mask, correction.rejection)
+        rejected = _outside(of_level, correction.low, correction.high, power)
+    if correction.outlier_low is not None or correction.outlier_high is not None:
+        outliers = _outside(log_ratio, correction.outlier_low, correction.outlier_high, power) & mask
+        rejected = rejected | outliers.any(dim=1, keepdim=True)
+    return CorrectionWeights(torch.where(rejected, 0.0, weights), rejected, capped & ~rejected)
+
+
+def _outside(log_ratio: Tensor, low: float | None, high: float | None, power: float) -> Tensor:
+    """Whether ratios lie outside [low ** power, high ** power], bool [B, T]."""
+    lowest = math.log(low) * power if low else -math.inf
+    highest = math.inf if high is None else math.log(high) * power
+    return (log_ratio < lowest) | (log_ratio > highest)
