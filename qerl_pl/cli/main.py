@@ -311,8 +311,7 @@ class QeRLCLI(LightningCLI):
                     "a run needs rewards; rollout.rewards names none; set it to {accuracy: GSM8KAnswer}, say"
                 )
             callbacks = [RolloutCallback(**rollout), *callbacks, *self._named(CALLBACKS, trainer, callbacks)]
-        # The noise of a rollout is set before it samples.
-        return sorted(callbacks, key=lambda callback: not isinstance(callback, AdaptiveQuantizationNoise))
+        return callbacks
 
     def _named(self, keys: Iterable[str], trainer: Namespace, listed: list[Callback]) -> list[Callback]:
         """The callbacks of top-level keys, but for those of a listed type."""
