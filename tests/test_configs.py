@@ -356,6 +356,18 @@ def test_help_explains_every_key_of_fit(capsys: pytest.CaptureFixture[str], monk
     assert unexplained(text) == []
 
 
+def test_only_the_subcommand_that_is_called_gets_its_keys(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "all.yaml"
+    path.write_text(yaml.safe_dump({"fit": yaml.safe_load(QUICKSTART.read_text())}))
+    found = Parser(["-c", str(path), "fit"]).config["fit"].as_dict()  # options may come before it
+    assert changes(parsed("-c", str(QUICKSTART)), found).keys() <= {".config", ".trainer.default_root_dir"}
+    parsers = Parser(["fit", "-c", str(QUICKSTART)])._subcommand_parsers
+    keys = {name: set(one.get_defaults().as_dict()) for name, one in parsers.items()}
+    assert {"model", "data"} < keys["fit"] and keys["validate"] == keys["test"] == {"config"}
+    listed = printed(capsys, "--help")
+    assert all(f"\n    {name} " in listed for name in keys)
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_shows_a_command_as_it_is_typed(capsys: pytest.CaptureFixture[str], command: str) -> None:
     assert printed(capsys, command, "--help").startswith(f"usage: qerl {command} ")

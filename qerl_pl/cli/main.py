@@ -175,6 +175,7 @@ class QeRLCLI(LightningCLI):
     """LightningCLI with a fixed module, a run folder that holds everything, and `--resume`."""
 
     def __init__(self, args: ArgsType = None) -> None:
+        self._only = _named_first(sys.argv[1:] if args is None else args)
         super().__init__(
             QeRLModule,
             LightningDataModule,  # prompts, or conversations for supervised fine-tuning
@@ -193,6 +194,12 @@ class QeRLCLI(LightningCLI):
         """Methods of the trainer, each with the arguments that the CLI passes itself."""
         own = {"model", "dataloaders", "datamodule"}
         return {"fit": own | {"train_dataloaders", "val_dataloaders"}, "validate": own, "test": own}
+
+    def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
+        """Only the subcommand that is called gets its hundreds of keys: those of each take a tenth of a second."""
+        if self._only in (None, subcommand):
+            return super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
+        return self.init_parser(**kwargs)
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.link_arguments("seed_everything", "model.seed", compute_fn=_run_seed)
@@ -388,6 +395,12 @@ def _listed(given: Any) -> list[Any]:
     if given is None:
         return []
     return list(given) if isinstance(given, list | tuple) else [given]
+
+
+def _named_first(args: Any) -> str | None:
+    """The subcommand that arguments begin with, or that a parsed configuration has; None if options precede it."""
+    word = args.get("subcommand") if isinstance(args, dict | Namespace) else next(iter(args), None)
+    return word if word in QeRLCLI.subcommands() else None
 
 
 def _run_seed(seed: bool | int | None) -> int:
