@@ -210,7 +210,7 @@ def _sample_files(folder: Path, digest: str, ranks: Communicator) -> tuple[Path,
 
 def pass_at_k_curves(
     metrics: Mapping[str, Mapping[str, float]], samples: int, extra: Iterable[str]
-) -> dict[str, dict[str, list[float]]]:
+) -> dict[str, dict[str, Sequence[float]]]:
     """pass@k over k with its interval, of the usual samples under "samples" and of each extra sampling by name.
 
     Args:
@@ -219,7 +219,7 @@ def pass_at_k_curves(
         extra: Names of the extra samplings.
     """
     ks = sizes(samples)
-    curves = {}
+    curves: dict[str, dict[str, Sequence[float]]] = {}
     for name in ("samples", *extra):
         own = [f"pass@{k}" if name == "samples" else extra_metric(name, f"pass@{k}") for k in ks]
         curves[name] = {"k": ks, **{key: [metrics[one][key] for one in own] for key in ("value", "low", "high")}}
