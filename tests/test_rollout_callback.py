@@ -336,7 +336,8 @@ def test_ranks_that_read_other_files_are_refused(
         facts: dict[str, object] = {}
         alone = SimpleNamespace(require_same=facts.update)
         callback.on_train_start(SimpleNamespace(datamodule=TwoSets(), strategy=SimpleNamespace(ranks=alone)), module)  # type: ignore[arg-type]
-    own = {"base model": module.base_identity, "adapter to start from": None, "number of finished rollouts": 4}
+    own = {"base model": module.base_identity, "adapter to start from": None, "teacher": None}
+    own["number of finished rollouts"] = 4
     assert facts == own | {"seed": 0, "batch_size": 8, "training prompts": ""}
 
 
