@@ -104,9 +104,10 @@ def test_shipped_files_build_what_they_name(folder: str) -> None:
                 rollout.sampling.max_tokens // 4,
                 0.5,
             )
-    assert [reward.name for reward in rollout.rewards] == ["accuracy", *["format"] * (names != ["evaluate"])] + [
-        "overlong"
-    ] * ("dapo" in names)
+    assert [reward.name for reward in rollout.rewards] == [
+        "accuracy",
+        *["format"] * (names[0] not in ("distill", "evaluate")),
+    ] + ["overlong"] * ("dapo" in names)
     if (size := re.search(r"qwen2.5_(\d+b)", folder)) is not None:
         assert isinstance(settings.rollout.engine, qerl_pl.engines.VLLMEngine)
         assert settings.model.policy_config.path == f"Qwen/Qwen2.5-{SIZES[size[1]]}-Instruct"

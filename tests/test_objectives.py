@@ -9,7 +9,17 @@ from jsonargparse import auto_cli
 from torch import Tensor
 
 from qerl_pl.algorithm import RolloutCorrection
-from qerl_pl.algorithm.objectives import BNPO, CISPO, DAPO, GRPO, GSPO, DrGRPO, LossInputs, Objective
+from qerl_pl.algorithm.objectives import (
+    BNPO,
+    CISPO,
+    DAPO,
+    GRPO,
+    GSPO,
+    DrGRPO,
+    LossInputs,
+    Objective,
+    OnPolicyDistillation,
+)
 from qerl_pl.errors import UserError
 
 OBJECTIVES = [
@@ -21,6 +31,7 @@ OBJECTIVES = [
     CISPO(epsilon_high=0.3),
     GRPO(correction="sequence_tis"),
     DAPO(correction=RolloutCorrection("geometric", 1.1, "token", 0.4, 4.0, 0.1)),
+    OnPolicyDistillation(epsilon_low=0.1),
 ]
 MASK = torch.tensor([[0, 1, 1, 1, 0], [0, 0, 1, 0, 0], [0, 1, 1, 0, 0], [0, 0, 0, 0, 0]], dtype=torch.bool)
 
@@ -47,6 +58,7 @@ def make_batch(objective: Objective, mask: Tensor = MASK) -> LossInputs:
         weights=weights,
         ref_logprobs=old + normal(0.3),
         entropy=normal(1.0).abs().requires_grad_(),
+        teacher_logprobs=old + normal(0.5),
     )
 
 
@@ -163,7 +175,7 @@ def test_micro_batches_add_up_to_the_whole_batch(objective, split) -> None:
 @pytest.mark.parametrize("objective", OBJECTIVES, ids=lambda objective: type(objective).__name__)
 def test_what_lies_outside_the_mask_has_no_effect(objective) -> None:
     clean, spoiled = make_batch(objective), make_batch(objective)
-    for name in ("logprobs", "old_logprobs", "sampler_logprobs", "ref_logprobs", "entropy"):
+    for name in ("logprobs", "old_logprobs", "sampler_logprobs", "ref_logprobs", "entropy", "teacher_logprobs"):
         getattr(spoiled, name).data[~MASK] = float("nan")
     first, second = objective.loss(clean), objective.loss(spoiled)
     first.loss.backward()

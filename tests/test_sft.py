@@ -169,6 +169,10 @@ def test_a_loss_that_is_not_finite_ends_the_run_with_its_state_saved(tiny_policy
 SFT = ROOT / "configs" / "sft.yaml"
 MISTAKES = {
     "objective": (["--model.objective", "DAPO"], "without an objective; found model.objective qerl_pl.algorithm.*DAPO"),
+    "teacher": (
+        ["--model.teacher.offload", "false"],
+        "objective; found model.teacher {.*'offload': False}; leave it out",
+    ),
     "minibatches": (
         ["--model.minibatches", "2"],
         "one step a batch on conversations, .* found model.minibatches 2; le",

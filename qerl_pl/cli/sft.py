@@ -1,6 +1,7 @@
 """`qerl fit` and `validate` on conversations: supervised fine-tuning in place of reinforcement learning."""
 
 import inspect
+from dataclasses import asdict, is_dataclass
 from pkgutil import resolve_name
 from typing import Any
 
@@ -40,7 +41,7 @@ def prepare_sft(config: Namespace, command: str) -> None:
             "model.policy.path of a configuration with prompts"
         )
     for name, parameter in inspect.signature(QeRLModule).parameters.items():
-        if name not in KEYS and (value := config.model[name]) != parameter.default:
+        if name not in KEYS and _plain(value := config.model[name]) != _plain(parameter.default):
             raise UserError(
                 "supervised fine-tuning takes one step a batch on conversations, without an objective; found "
                 f"model.{name} {_text(value)}; leave it out"
@@ -52,8 +53,15 @@ def prepare_sft(config: Namespace, command: str) -> None:
         config.best.init_args.update(Namespace(BEST))
 
 
+def _plain(value: object) -> object:
+    """A dataclass, or its keys as the parser has them, as a dictionary; else the value."""
+    if isinstance(value, Namespace):
+        return value.as_dict()
+    return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
+
+
 def _text(value: object) -> str:
-    return str(value.class_path) if isinstance(value, Namespace) and "class_path" in value else str(value)
+    return str(value.class_path) if isinstance(value, Namespace) and "class_path" in value else str(_plain(value))
 
 
 def sft_module(kind: type[QeRLModule], **settings: Any) -> SFTModule:
