@@ -1,6 +1,7 @@
 """The LightningModule that trains the policy by reinforcement learning."""
 
 import time
+from dataclasses import asdict, replace
 from typing import Any, TypeVar
 
 import torch
@@ -11,6 +12,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim.lr_scheduler import LRScheduler
 from torchmetrics import MeanMetric
 
+from qerl_pl.algorithm.entropy import EntropyState
 from qerl_pl.algorithm.noise import NormNoise
 from qerl_pl.algorithm.objectives import GRPO, Objective
 from qerl_pl.distributed.strategy import communicator_of
@@ -20,6 +22,7 @@ from qerl_pl.evaluation.metrics import evaluation_tag, prompt_metrics
 from qerl_pl.modules.policy import PolicyConfig
 from qerl_pl.modules.policy_module import PolicyModule
 from qerl_pl.modules.update import PolicyUpdate
+from qerl_pl.persistence.checkpoint_io import CHECKPOINT_KEY
 from qerl_pl.start_checks import ChecksFirst
 from qerl_pl.types import Experience, PolicyWeights, PromptBatch
 
@@ -79,6 +82,7 @@ class QeRLModule(PolicyModule):
         self.update = PolicyUpdate(
             self.objective, update_epochs, minibatches, micro_batch_tokens, max_grad_norm, measured, seed
         )
+        self.entropy_state = EntropyState(self.objective.entropy_coefficient)
         self._means: dict[str, MeanMetric] = {}
 
     @property
@@ -138,8 +142,28 @@ class QeRLModule(PolicyModule):
         optimizer, schedule = self.optimizers(), self.lr_schedulers()
         assert isinstance(optimizer, LightningOptimizer) and isinstance(schedule, LRScheduler)
         with self.failing_state_saved():
-            ranks = communicator_of(self.trainer)
-            return self.update.run(self.policy, experience, optimizer, schedule, self.manual_backward, ranks)
+            ranks, control, update = communicator_of(self.trainer), self.objective.adaptive_entropy, self.update
+            coefficient = self.entropy_state.applied(control)
+            if control is not None:
+                update = replace(update, objective=self.objective.with_entropy_coefficient(coefficient))
+            metrics = update.run(self.policy, experience, optimizer, schedule, self.manual_backward, ranks)
+        self.entropy_state = self.entropy_state.after(control, metrics["policy/entropy"])
+        return metrics | {"policy/entropy_coefficient": coefficient}
+
+    # Checkpoints ---------------------------------------------------------------------------------------------------
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Save the state of an adaptive entropy bonus too."""
+        super().on_save_checkpoint(checkpoint)
+        if self.objective.adaptive_entropy is not None:
+            checkpoint[CHECKPOINT_KEY]["entropy_state"] = asdict(self.entropy_state)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Load the state of an adaptive entropy bonus too; one that is new in this run starts."""
+        super().on_load_checkpoint(checkpoint)
+        state = checkpoint[CHECKPOINT_KEY].get("entropy_state")
+        if state is not None and self.objective.adaptive_entropy is not None:
+            self.entropy_state = EntropyState(**state)
 
     # Evaluation ----------------------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from qerl_pl.algorithm.entropy import top_entropy_threshold
 from qerl_pl.algorithm.objectives import LossInputs, Objective
 from qerl_pl.distributed.communicator import SINGLE_PROCESS, Communicator
 from qerl_pl.errors import UserError
@@ -96,6 +97,8 @@ class PrecomputedLogprobs:
     old: Tensor
     """Of the policy before the update [B, T]; the first step fills in its own rows."""
     reference: ReferenceLogprobs | None
+    surrogate_mask: Tensor | None
+    """Tokens whose surrogate trains, bool [B, T]; None takes all of the mask."""
     quartiles: Tensor
     """Quarter of all ranks' completions to which each row belongs by its length, int64 [B]."""
 
@@ -199,8 +202,7 @@ class PolicyUpdate:
         completions = len(token_counts)
         minibatches = list(self._minibatches(experience.version, completions))
         local = [local_rows(minibatch, indices, completions) for minibatch in minibatches]
-        quartiles = length_quartiles(token_counts)[indices]
-        precomputed = self._precompute_logprobs(policy, experience, mask, local[0], indices, completions, quartiles)
+        precomputed = self._precompute_logprobs(policy, experience, mask, local[0], indices, token_counts, ranks)
         parameters = [parameter for parameter in policy.parameters() if parameter.requires_grad]
         totals: dict[str, float] = defaultdict(float)
         policy.train()
@@ -277,6 +279,7 @@ class PolicyUpdate:
             weights=weights,
             ref_logprobs=ref_logprobs,
             entropy=entropy,
+            surrogate_mask=None if precomputed.surrogate_mask is None else precomputed.surrogate_mask[rows],
             noise_widening=experience.noise_widening,
         )
         outputs = self.objective.loss(inputs)
@@ -290,35 +293,46 @@ class PolicyUpdate:
         mask: Tensor,
         first_rows: Tensor,
         indices: Tensor,
-        completions: int,
-        quartiles: Tensor,
+        token_counts: Tensor,
+        ranks: Communicator,
     ) -> PrecomputedLogprobs:
-        """Old and reference log-probabilities; without dropout the first step computes its rows' old ones itself."""
+        """Old and reference log-probabilities; without dropout the first step computes its rows' old ones itself.
+
+        Tokens of highest entropy, if these alone train, are those of the old policy, and all old ones computed for it.
+        """
         needs_old = torch.ones(len(experience), dtype=torch.bool, device=mask.device)
-        if not policy.trained.has_dropout:
+        share_of_tokens = self.objective.top_entropy_quantile
+        if not policy.trained.has_dropout and share_of_tokens == 1:
             needs_old[first_rows] = False
-        old = self._frozen_logprobs(policy, experience, mask, needs_old.nonzero().squeeze(1))
+        old, entropy = self._frozen_logprobs(policy, experience, mask, needs_old.nonzero().squeeze(1))
+        surrogate_mask = None
+        if share_of_tokens < 1:
+            of_all_ranks = torch.cat(ranks.gather(entropy[mask].cpu()))
+            surrogate_mask = entropy >= top_entropy_threshold(of_all_ranks, share_of_tokens)
         reference = None
         share = 1.0 if self.objective.needs_reference else self.reference_share
         if share > 0:
+            completions = len(token_counts)
             sample = sampled_indices(share, completions, stream_seed(self.seed, "kl", experience.version))
             rows = local_rows(sample, indices, completions)
-            logprobs = self._frozen_logprobs(policy, experience, mask, rows, reference=True)
+            logprobs, _ = self._frozen_logprobs(policy, experience, mask, rows, reference=True)
             reference = ReferenceLogprobs(logprobs, torch.zeros_like(needs_old), completions / max(len(sample), 1))
             reference.sampled[rows] = True
-        return PrecomputedLogprobs(experience, mask, old, reference, quartiles)
+        quartiles = length_quartiles(token_counts)[indices]
+        return PrecomputedLogprobs(experience, mask, old, reference, surrogate_mask, quartiles)
 
     @torch.no_grad()
     def _frozen_logprobs(
         self, policy: Policy, experience: Experience, mask: Tensor, rows: Tensor, reference: bool = False
-    ) -> Tensor:
-        """Log-probabilities [B, T] of some rows without gradient and dropout, 0 elsewhere."""
+    ) -> tuple[Tensor, Tensor]:
+        """Log-probabilities and entropies [B, T] of some rows without gradient and dropout, 0 elsewhere."""
         policy.eval()
         logprobs = torch.zeros_like(experience.sampler_logprobs)
+        entropy = torch.zeros_like(logprobs)
         for micro_batch in self._micro_batches(experience.lengths[rows]) if len(rows) else []:
             batch = rows[micro_batch]
-            logprobs[batch] = self._logprobs(policy, experience, mask, batch, reference)[0]
-        return logprobs
+            logprobs[batch], entropy[batch] = self._logprobs(policy, experience, mask, batch, reference)
+        return logprobs, entropy
 
     def _logprobs(
         self, policy: Policy, experience: Experience, mask: Tensor, rows: Tensor, reference: bool = False
