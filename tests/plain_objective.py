@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, stdev
+from typing import Any
 
 import torch
 from plain_policy import Sample, Sampling
@@ -18,6 +19,9 @@ AGGREGATION = {
     "DAPO": "token_mean",
     "CISPO": "token_mean",
     "DrGRPO": "constant",
+    "BNPO": "token_mean",
+    "SAPO": "sequence_mean",
+    "DPPO": "token_mean",
 }
 STD_EPSILON = 1e-4
 
@@ -64,6 +68,9 @@ class Recipe:
     eval_samples: int = 2
     seed: int = 3
     data_seed: int = 5
+    more: Mapping[str, Any] = field(default_factory=dict)
+    """Further settings of the objective: correction (all of its settings), delta, advantage_norm,
+    top_entropy_quantile, entropy_coefficient, adaptive_entropy (likewise)."""
 
 
 @dataclass
@@ -80,13 +87,59 @@ class Member:
     reference: list[float] = field(default_factory=list)
     quarter: int = 0
     """Of the completions that train by their length, 1 for the shortest."""
+    chosen: list[bool] = field(default_factory=list)
+    """Tokens whose surrogate trains."""
 
 
-def advantages(totals: Sequence[float], algorithm: str) -> list[float]:
-    """Reward minus the group's mean, divided by the group's standard deviation; Dr. GRPO does not divide."""
+def advantages(totals: Sequence[float], algorithm: str, norm: str = "group") -> list[float]:
+    """Reward minus the group's mean, divided by the group's standard deviation; Dr. GRPO does not divide.
+
+    RLOO: reward minus the mean of the others. MaxRL: reward divided by the group's mean, minus 1.
+    """
     mean = fmean(totals)
+    if all(other == totals[0] for other in totals):
+        return [0.0] * len(totals)
+    if norm == "rloo":
+        return [total - (sum(totals) - total) / (len(totals) - 1) for total in totals]
+    if norm == "maxrl":
+        return [total / mean - 1 for total in totals]
     divisor = 1.0 if algorithm == "DrGRPO" else stdev(totals) + STD_EPSILON
-    return [(total - mean) / divisor if any(other != total for other in totals) else 0.0 for total in totals]
+    return [(total - mean) / divisor for total in totals]
+
+
+def importance_weights(
+    correction: Mapping[str, Any], log_ratios: Sequence[float], widening: float
+) -> list[tuple[float, bool, bool]]:
+    """Of one completion's tokens: importance weight, whether it is rejected, and whether it was capped.
+
+    Args:
+        correction: All settings of a `RolloutCorrection`.
+        log_ratios: Trainer's log-probability minus sampler's, of each token.
+        widening: Power to which bounds are raised where they widen.
+    """
+    power = widening if correction["widen_with_noise"] else 1.0
+    total = sum(log_ratios)
+
+    def ratio(level: str | None, token: float) -> float:
+        return math.exp({None: 0.0, "token": token, "sequence": total, "geometric": total / len(log_ratios)}[level])
+
+    def inside(value: float, low: float | None, high: float | None) -> bool:
+        return (low or 0.0) ** power <= value <= (math.inf if high is None else high) ** power
+
+    outlier = any(
+        not inside(math.exp(token), correction["outlier_low"], correction["outlier_high"]) for token in log_ratios
+    )
+    found = []
+    for token in log_ratios:
+        weight, capped = ratio(correction["weights"], token), False
+        if correction["weights"] is not None and correction["cap"] is not None:
+            capped = weight > correction["cap"] ** power
+            weight = min(weight, correction["cap"] ** power)
+        rejected = outlier
+        if correction["rejection"] is not None:
+            rejected |= not inside(ratio(correction["rejection"], token), correction["low"], correction["high"])
+        found.append((0.0, True, False) if rejected else (weight, False, capped))
+    return found
 
 
 def minibatch_loss(
@@ -94,15 +147,24 @@ def minibatch_loss(
     minibatch: Sequence[Member],
     token_logprobs: Callable[[Member], tuple[Tensor, Tensor]],
     sums: dict[str, float],
+    widening: float = 1.0,
+    entropy_coefficient: float = 0.0,
 ) -> Tensor:
-    """Sum over tokens of weight * (-importance weight * surrogate + beta * KL).
+    """Sum over tokens of weight * (-importance weight * surrogate + beta * KL - coefficient * entropy).
 
     Args:
         recipe: Names the algorithm and its numbers.
         minibatch: The completions of one optimizer step.
         token_logprobs: Log-probabilities, with gradient, and entropies of a completion's tokens.
         sums: What is measured is added to it.
+        widening: Power to which the noise raises the bounds of the importance weights.
+        entropy_coefficient: Of the entropy bonus.
     """
+    correction = recipe.more.get("correction") or {
+        "weights": None if recipe.importance_cap is None else "token",
+        "cap": recipe.importance_cap,
+        **dict.fromkeys(("rejection", "outlier_low", "outlier_high", "widen_with_noise")),
+    }
     learned = [member for member in minibatch if not (recipe.mask_truncated and member.sample.truncated)]
     tokens = sum(len(member.sample.tokens) for member in learned)
     loss = torch.zeros((), dtype=torch.float64)
@@ -114,20 +176,24 @@ def minibatch_loss(
         }[AGGREGATION[recipe.algorithm]]
         logprobs, entropies = token_logprobs(member)
         drift = fmean(now - old for now, old in zip(logprobs.tolist(), member.old, strict=True))
-        rows = zip(logprobs, member.old, member.reference, member.sample.logprobs, entropies.tolist(), strict=True)
-        for logprob, old, reference, sampler, entropy in rows:
-            value, measured = surrogate(recipe, logprob, old, drift, member.advantage)
-            cap = recipe.importance_cap
-            importance = 1.0 if cap is None else min(math.exp(old - sampler), cap)
+        ratios = [old - sampler for old, sampler in zip(member.old, member.sample.logprobs, strict=True)]
+        corrected = importance_weights(correction, ratios, widening)
+        rows = zip(logprobs, member.old, member.reference, member.sample.logprobs, entropies, strict=True)
+        for number, (logprob, old, reference, sampler, entropy) in enumerate(rows):
+            value, measured = surrogate(recipe, logprob, old, sampler, drift, member.advantage)
+            importance, rejected, capped = corrected[number]
             kl = torch.exp(reference - logprob) - (reference - logprob) - 1
-            loss = loss + weight * (recipe.beta * kl - importance * value)
-            measured |= {"policy/kl": kl.item(), "policy/entropy": entropy, "tokens": 1}
+            gain = importance * value if not member.chosen or member.chosen[number] else 0.0
+            loss = loss + weight * (recipe.beta * kl - gain - entropy_coefficient * entropy)
+            measured |= {"policy/kl": kl.item(), "policy/entropy": entropy.item(), "tokens": 1}
             measured |= {"mismatch/is_weight_mean": importance, "mismatch/logprob_abs_mean": abs(old - sampler)}
             mismatch = math.exp(old - sampler)
             measured |= {"mismatch/k3": mismatch - 1 - math.log(mismatch), "mismatch/chi2": mismatch**2 - 1}
-            measured |= {"mismatch/capped_frac": cap is not None and mismatch > cap, "weights squared": importance**2}
+            measured |= {"mismatch/capped_frac": capped, "mismatch/rejected_frac": rejected}
+            measured |= {"weights squared": importance**2}
             clipped = measured["policy/clip_frac_low"] + measured["policy/clip_frac_high"]
             of_quarter = {"mismatch/k3": measured["mismatch/k3"], "policy/clip_frac": clipped, "tokens": 1}
+            of_quarter["mismatch/rejected_frac"] = rejected
             measured |= {f"{name}_q{member.quarter}": number for name, number in of_quarter.items()}
             for name, number in measured.items():
                 sums[name] += number
@@ -135,12 +201,13 @@ def minibatch_loss(
 
 
 def surrogate(
-    recipe: Recipe, logprob: Tensor, old: float, drift: float, advantage: float
+    recipe: Recipe, logprob: Tensor, old: float, sampler: float, drift: float, advantage: float
 ) -> tuple[Tensor, dict[str, float]]:
     """What one token's policy ratio r makes of its advantage A, and what is measured of it.
 
     min(r A, clip(r) A), where r is the token's. GSPO: r is the whole completion's, exp(drift), its gradient that of the
-    token. CISPO: clip(r) A log pi, of which only log pi has a gradient.
+    token. CISPO: clip(r) A log pi, of which only log pi has a gradient. SAPO: 4 / tau / (1 + exp(-tau (r - 1))) A.
+    DPPO: r A unless the probability has moved too far from the sampler's. Dual clip: r is at most delta where A < 0.
     """
     low, high = 1 - recipe.epsilon_low, 1 + recipe.epsilon_high
     ratio = torch.exp(logprob - old)
@@ -150,6 +217,16 @@ def surrogate(
     below, above = r < low, r > high
     if recipe.algorithm == "CISPO":
         value = min(max(r, low), high) * advantage * logprob
+    elif recipe.algorithm == "DPPO":
+        moved = math.exp(logprob.item()) - math.exp(sampler)
+        below, above = moved < -recipe.epsilon_low and advantage < 0, moved > recipe.epsilon_high and advantage > 0
+        value = 0.0 * ratio if below or above else ratio * advantage
+    elif recipe.algorithm == "SAPO":
+        below, above = below and advantage < 0, above and advantage > 0
+        tau = 1.0 if advantage > 0 else 1.05
+        value = 4 / tau / (1 + torch.exp(-tau * (ratio - 1))) * advantage
+    elif advantage < 0 and r > recipe.more.get("delta", math.inf):
+        value, below, above = 0.0 * ratio + recipe.more["delta"] * advantage, False, True
     else:
         below, above = below and advantage < 0, above and advantage > 0
         value = torch.min(ratio * advantage, ratio.clamp(low, high) * advantage)

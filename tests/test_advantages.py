@@ -1,15 +1,18 @@
 """Advantages against numbers worked by hand."""
 
 import math
+from typing import get_args
 
 import pytest
 import torch
 
-from qerl_pl.algorithm.advantages import group_advantages, informative_groups, normalized_then_summed
+from qerl_pl.algorithm.advantages import AdvantageNorm, group_advantages, informative_groups, normalized_then_summed
 from qerl_pl.errors import UserError
 
 # Group one: mean 1, deviations -1 -1 -1 3, unbiased std sqrt(12 / 3) = 2. Group two: all equal.
 REWARDS = torch.tensor([0, 0, 0, 4, 0.1, 0.1, 0.1, 0.1], dtype=torch.float64)
+
+NORMS = get_args(AdvantageNorm)
 
 
 def test_group_divides_by_the_unbiased_std_of_the_group() -> None:
@@ -28,13 +31,27 @@ def test_none_only_subtracts_the_mean_of_the_group() -> None:
     assert group_advantages(torch.tensor([0, 1, 5, 2]), 2, "none").tolist() == [-0.5, 0.5, 1.5, -1.5]
 
 
-@pytest.mark.parametrize("normalize", ["group", "batch", "none"])
+def test_rloo_subtracts_the_mean_of_the_others() -> None:
+    # Others' means of 0 0 0 4: 4/3, 4/3, 4/3, 0.
+    expected = [-4 / 3, -4 / 3, -4 / 3, 4, 0, 0, 0, 0]
+    assert group_advantages(REWARDS, 4, "rloo").tolist() == pytest.approx(expected, abs=1e-12)
+
+
+def test_maxrl_divides_by_the_mean_of_the_group() -> None:
+    rewards = torch.tensor([0, 0, 0, 1, 1, 1, 0, 1, 0, 0, 0, 0])  # means 1/4, 3/4, 0
+    expected = [-1, -1, -1, 3, 1 / 3, 1 / 3, -1, 1 / 3, 0, 0, 0, 0]
+    assert group_advantages(rewards, 4, "maxrl").tolist() == pytest.approx(expected, abs=1e-6)
+    with pytest.raises(UserError, match="advantage_norm maxrl .* must be at least 0; got -0.5; use another"):
+        group_advantages(torch.tensor([1.0, -0.5, 0.0, torch.nan]), 2, "maxrl")
+
+
+@pytest.mark.parametrize("normalize", NORMS)
 @pytest.mark.filterwarnings("error")
 def test_without_groups_there_are_no_advantages(normalize) -> None:
     assert group_advantages(torch.zeros(0), 4, normalize).shape == (0,)
 
 
-@pytest.mark.parametrize("normalize", ["group", "batch", "none"])
+@pytest.mark.parametrize("normalize", NORMS)
 def test_equal_rewards_give_exactly_zero(normalize) -> None:
     # In float32 the mean of seven times 0.1 is not 0.1.
     rewards = torch.full((7,), 0.1)
@@ -71,6 +88,8 @@ PARTIAL = torch.tensor([1, math.nan, 3, 6, math.nan, math.nan, *[math.nan] * 3, 
         # 1, 3, 6, 0, 2, 4: mean 16 / 6, sum of squares 66, variance (66 - 256 / 6) / 5 = 14 / 3.
         ("batch", ((14 / 3) ** 0.5 + 1e-4,) * 2),
         ("none", (1, 1)),
+        ("rloo", (1 / 2, 2 / 3)),
+        ("maxrl", (2, 2)),
     ],
 )
 def test_a_completion_without_a_reward_counts_for_nothing(normalize, stds) -> None:

@@ -67,6 +67,61 @@ def test_cispo_keeps_the_gradient_of_clipped_tokens() -> None:
     assert surrogate.clipped_high.tolist() == [[False, False, True]] * 2
 
 
+def test_delta_bounds_a_large_ratio_of_a_negative_advantage() -> None:
+    ratio = f64([[0.5, 0.9, 1.5, 3.5], [0.5, 0.9, 1.5, 3.5]]).requires_grad_()
+    surrogate = losses.clipped_surrogate(ratio, f64([2.0, -2.0]), epsilon_low=0.2, epsilon_high=0.28, delta=3.0)
+    assert surrogate.value[0].tolist() == pytest.approx([1.0, 1.8, 2.56, 2.56])
+    assert surrogate.value[1].tolist() == pytest.approx([-1.6, -1.8, -3.0, -6.0])
+    surrogate.value.sum().backward()
+    assert ratio.grad.tolist() == [[2, 2, 0, 0], [0, -2, -2, 0]]
+    no, yes = False, True
+    assert surrogate.clipped_high.tolist() == [[no, no, yes, yes], [no, no, no, yes]]
+    assert surrogate.clipped_low.tolist() == [[no] * 4, [yes, no, no, no]]
+
+
+def test_delta_is_the_dual_clip_and_the_two_sided_clip() -> None:
+    draw = torch.Generator().manual_seed(2)
+    ratio = 2 * torch.randn(40, 30, generator=draw, dtype=torch.float64).exp()
+    advantages = torch.randn(40, generator=draw, dtype=torch.float64)
+    found = losses.clipped_surrogate(ratio, advantages, 0.2, 0.3, delta=1.8).value
+    for row, advantage in enumerate(advantages.tolist()):
+        for column, r in enumerate(ratio[row].tolist()):
+            clipped = min(max(r, 0.8), 1.3)
+            clip = min(r * advantage, clipped * advantage)
+            dual = max(clip, 1.8 * advantage) if advantage < 0 else clip
+            two_sided = min(min(r, 1.8) * advantage, clipped * advantage)
+            assert found[row, column].item() == pytest.approx(dual) == pytest.approx(two_sided)
+    assert (ratio > 1.8).any() and (ratio < 0.8).any()
+
+
+def test_sapo_by_hand() -> None:
+    # sigmoid(ln 3) = 3/4 and sigmoid(-ln 3) = 1/4; the slope is sigmoid * (1 - sigmoid) * 4 A.
+    far = math.log(3)
+    ratio = f64([[1.0, 1 + far, 1 - far], [1.0, 1 + far / 2, 1 - far / 2]]).requires_grad_()
+    surrogate = losses.sapo_surrogate(ratio, f64([0.5, -2.0]), 1.0, 2.0, 0.2, 0.3)
+    assert surrogate.value.flatten().tolist() == pytest.approx([1.0, 1.5, 0.5, -2.0, -3.0, -1.0])
+    surrogate.value.sum().backward()
+    assert ratio.grad.flatten().tolist() == pytest.approx([0.5, 0.375, 0.375, -2.0, -1.5, -1.5])
+    assert surrogate.clipped_high.flatten().tolist() == [False, True, False, False, False, False]
+    assert surrogate.clipped_low.flatten().tolist() == [False, False, False, False, False, True]
+
+
+def test_dppo_masks_by_the_change_of_probability() -> None:
+    # From 0.5 to 0.8, 0.6 and 0.2; and from 0.001 to 0.01: a ratio of 10 that hardly moves anything.
+    sampler = f64([[0.5, 0.5, 0.5, 0.001]]).log().repeat(3, 1)
+    logprobs = f64([[0.8, 0.6, 0.2, 0.01]]).log().repeat(3, 1).requires_grad_()
+    ratio = torch.exp(logprobs - sampler)
+    surrogate = losses.dppo_surrogate(ratio, logprobs, sampler, f64([2.0, -2.0, 0.0]), 0.25, 0.2)
+    assert surrogate.value[0].tolist() == pytest.approx([0.0, 2.4, 0.8, 20.0])
+    assert surrogate.value[1].tolist() == pytest.approx([-3.2, -2.4, 0.0, -20.0])
+    surrogate.value.sum().backward()
+    assert logprobs.grad[0].tolist() == pytest.approx([0.0, 2.4, 0.8, 20.0])
+    assert logprobs.grad[1].tolist() == pytest.approx([-3.2, -2.4, 0.0, -20.0])
+    no, yes = False, True
+    assert surrogate.clipped_high.tolist() == [[yes, no, no, no], [no] * 4, [no] * 4]
+    assert surrogate.clipped_low.tolist() == [[no] * 4, [no, no, yes, no], [no] * 4]
+
+
 def test_kl_estimators_by_hand() -> None:
     # Reference twice as likely: d = ln 2; k3 = 2 - 1 - ln 2. Half as likely: d = -ln 2; k3 = 1/2 - 1 + ln 2.
     logprobs, ref, two = f64([[-2.0, -2.0]]), f64([[-2.0 + math.log(2), -2.0 - math.log(2)]]), math.log(2)

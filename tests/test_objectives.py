@@ -8,13 +8,15 @@ import torch
 from jsonargparse import auto_cli
 from torch import Tensor
 
-from qerl_pl.algorithm import RolloutCorrection
+from qerl_pl.algorithm import AdaptiveEntropy, RolloutCorrection
 from qerl_pl.algorithm.objectives import (
     BNPO,
     CISPO,
     DAPO,
+    DPPO,
     GRPO,
     GSPO,
+    SAPO,
     DrGRPO,
     LossInputs,
     Objective,
@@ -30,6 +32,9 @@ OBJECTIVES = [
     GSPO(epsilon_low=0.1, epsilon_high=0.1),
     CISPO(epsilon_high=0.3),
     GRPO(correction="sequence_tis"),
+    GRPO(delta=1.3, correction="off"),
+    SAPO(),
+    DPPO(epsilon_low=0.02, epsilon_high=0.03),
     DAPO(correction=RolloutCorrection("geometric", 1.1, "token", 0.4, 4.0, 0.1)),
     OnPolicyDistillation(epsilon_low=0.1),
 ]
@@ -40,7 +45,7 @@ def f64(values: list) -> Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 
-def make_batch(objective: Objective, mask: Tensor = MASK) -> LossInputs:
+def make_batch(objective: Objective, mask: Tensor = MASK, masked: bool = False) -> LossInputs:
     """Random float64 inputs whose ratios reach beyond every clip bound, weighted as the objective asks."""
     generator = torch.Generator().manual_seed(7)
 
@@ -59,6 +64,7 @@ def make_batch(objective: Objective, mask: Tensor = MASK) -> LossInputs:
         ref_logprobs=old + normal(0.3),
         entropy=normal(1.0).abs().requires_grad_(),
         teacher_logprobs=old + normal(0.5),
+        surrogate_mask=torch.rand(mask.shape, generator=generator) < 0.8 if masked else None,
     )
 
 
@@ -153,10 +159,10 @@ def test_dapo_is_the_mean_over_the_tokens_of_the_global_batch() -> None:
 @pytest.mark.parametrize("objective", OBJECTIVES, ids=lambda objective: type(objective).__name__)
 @pytest.mark.parametrize("split", [[1, 1, 1, 1], [3, 1], [1, 2, 1]], ids=str)
 def test_micro_batches_add_up_to_the_whole_batch(objective, split) -> None:
-    full_finetuning = make_batch(objective)
+    full_finetuning = make_batch(objective, masked=True)
     outputs = objective.loss(full_finetuning)
     outputs.loss.backward()
-    parts = make_batch(objective)
+    parts = make_batch(objective, masked=True)
     tensors = {item.name: value for item in fields(parts) if isinstance(value := getattr(parts, item.name), Tensor)}
     rows = {name: value.split(split) for name, value in tensors.items()}
     loss, metrics = 0.0, dict.fromkeys(outputs.metrics, 0.0)
@@ -236,6 +242,38 @@ def test_entropy_bonus_lowers_the_loss_of_uncertain_tokens() -> None:
     torch.testing.assert_close(batch.entropy.grad, -0.5 / 20 * MASK.double(), rtol=1e-6, atol=0)
 
 
+def test_a_surrogate_mask_leaves_penalty_bonus_and_denominators() -> None:
+    objective = GRPO(beta=0.3, entropy_coefficient=0.2)
+    batch = make_batch(objective)
+    chosen = torch.tensor([[1, 0, 1, 0, 1], [0, 1, 0, 1, 0], [1, 1, 0, 0, 0], [1, 1, 1, 1, 1]], dtype=torch.bool)
+    advantages = torch.where(chosen, batch.advantages[:, None], 0.0)
+    found = objective.loss(replace(batch, surrogate_mask=chosen))
+    (gradient,) = torch.autograd.grad(found.loss, batch.logprobs, retain_graph=True)
+    # Column by column, each with its own advantages: those of tokens that are not chosen are 0.
+    expected, slopes = 0.0, torch.zeros_like(batch.logprobs)
+    for column in range(5):
+        only = torch.zeros_like(MASK)
+        only[:, column] = MASK[:, column]
+        part = objective.loss(replace(batch, mask=only, advantages=advantages[:, column], weights=batch.weights))
+        expected += part.loss.item()
+        slopes += torch.autograd.grad(part.loss, batch.logprobs, retain_graph=True)[0]
+    assert found.loss.item() == pytest.approx(expected) != pytest.approx(objective.loss(batch).loss.item())
+    torch.testing.assert_close(gradient, slopes)
+    assert found.metrics["tokens"] == MASK.sum()
+
+
+@pytest.mark.parametrize("kind", [CISPO, SAPO, DPPO])
+def test_delta_is_refused_without_a_ratio_clip(kind) -> None:
+    with pytest.raises(UserError, match=f"delta bounds a ratio clip; got 9.0 for {kind.__name__}; leave delta out"):
+        kind(delta=9.0)
+
+
+@pytest.mark.parametrize("arguments", [{"tau_positive": 0.0}, {"tau_negative": math.nan}])
+def test_a_temperature_that_is_none_is_refused(arguments) -> None:
+    with pytest.raises(UserError, match=f"{next(iter(arguments))} must be a number above 0; got"):
+        SAPO(**arguments)
+
+
 def test_truncated_completions_leave_the_mask_where_asked() -> None:
     truncated = torch.tensor([True, False, False, True])
     assert DAPO().training_mask(MASK, truncated).any(dim=1).tolist() == [False, True, True, False]
@@ -246,6 +284,7 @@ def test_advantages_follow_the_norm_of_the_objective() -> None:
     rewards = torch.tensor([0.0, 0.0, 0.0, 4.0])
     assert GRPO().advantages(rewards, 4).tolist() == pytest.approx([-0.5, -0.5, -0.5, 1.5], rel=1e-3)
     assert DrGRPO().advantages(rewards, 4).tolist() == [-1.0, -1.0, -1.0, 3.0]
+    assert GRPO(advantage_norm="maxrl").advantages(rewards, 4).tolist() == [-1.0, -1.0, -1.0, 3.0]
 
 
 def test_missing_inputs_are_named() -> None:
@@ -265,7 +304,15 @@ def test_missing_inputs_are_named() -> None:
         ({"importance_cap": 0.0}, "importance_cap must be above 0; got 0.0"),
         (
             {"advantage_norm": "std"},
-            "advantage_norm must be one of group, batch, none; got 'std'; choose one of them",
+            "advantage_norm must be one of group, batch, none, rloo, maxrl; got 'std'; choose one of them",
+        ),
+        ({"delta": 1.2}, "delta must be a number above 1 .*=1.2; got 1.2; set it to 4, say"),
+        ({"delta": math.inf}, "delta must be a number above 1 .*=1.2; got inf"),
+        ({"top_entropy_quantile": 0.0}, "top_entropy_quantile must be above 0 and at most 1; got 0.0"),
+        ({"top_entropy_quantile": 1.1}, "top_entropy_quantile must be above 0 and at most 1; got 1.1"),
+        (
+            {"adaptive_entropy": AdaptiveEntropy(0.3, minimum=0.01)},
+            "entropy_coefficient must be within adaptive_entropy's .*; got 0.0; set it to 0.01",
         ),
         ({"kl_estimator": "k4"}, "kl_estimator must be one of k1, k2, k3; got 'k4'; choose one of them"),
     ],

@@ -2,12 +2,13 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
 import torch
 from jsonargparse import auto_cli
+from plain_objective import importance_weights
 from rank_helpers import on_ranks
 from scripted import PROMPTS, SAMPLING, Scripted, Watched, Words, config_of, nobody, own, said
 from torch import Tensor
@@ -37,25 +38,7 @@ def f64(values: list) -> Tensor:
 
 
 def plain_weights(correction: RolloutCorrection, log_ratios: Sequence[float], widening: float) -> list[float]:
-    """Importance weights of one completion's tokens, token by token."""
-    power = widening if correction.widen_with_noise else 1.0
-    total = sum(log_ratios)
-
-    def of_level(level: str | None, token: float) -> float:
-        return {None: 0.0, "token": token, "sequence": total, "geometric": total / max(len(log_ratios), 1)}[level]
-
-    low, high = correction.outlier_low or 0.0, correction.outlier_high or math.inf
-    outlier = any(not low**power <= math.exp(token) <= high**power for token in log_ratios)
-    weights = []
-    for token in log_ratios:
-        weight = math.exp(of_level(correction.weights, token))
-        if correction.weights is not None and correction.cap is not None:
-            weight = min(weight, correction.cap**power)
-        ratio = math.exp(of_level(correction.rejection, token))
-        high = math.inf if correction.high is None else correction.high
-        rejected = correction.rejection is not None and not correction.low**power <= ratio <= high**power
-        weights.append(0.0 if rejected or outlier else weight)
-    return weights
+    return [weight for weight, _, _ in importance_weights(asdict(correction), log_ratios, widening)]
 
 
 def ragged() -> tuple[Tensor, Tensor, Tensor]:

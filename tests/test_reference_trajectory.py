@@ -12,7 +12,7 @@ seed.
 
 import json
 import math
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ from reference_run import (
 from safetensors.torch import load_file
 from torch import Tensor
 
+from qerl_pl.algorithm import RolloutCorrection
 from qerl_pl.cli.main import QeRLCLI
 
 
@@ -65,6 +66,13 @@ DAPO = replace(
     max_grad_norm=math.inf,
     seed=30,
 )
+
+
+def correction(**changes: Any) -> dict[str, Any]:
+    """All settings of a correction."""
+    return asdict(RolloutCorrection(**{"widen_with_noise": True} | changes))
+
+
 # One epoch of two rollouts, without dynamic sampling.
 SHORT = replace(GRPO, max_epochs=1, stages=2, resample_rounds=0, max_grad_norm=math.inf)
 RECIPES = {
@@ -80,6 +88,39 @@ RECIPES = {
     ),
     "GSPO": replace(SHORT, algorithm="GSPO", epsilon_low=0.03, epsilon_high=0.02),
     "CISPO": replace(SHORT, algorithm="CISPO", epsilon_low=0.15, epsilon_high=0.1, beta=0.0),
+    # Weights of completions, whose cap the noise widens; leave-one-out advantages.
+    "SAPO": replace(
+        SHORT,
+        algorithm="SAPO",
+        more={"correction": correction(weights="sequence", cap=1.003), "advantage_norm": "rloo"},
+    ),
+    # Tokens and completions are rejected; advantages divided by the mean reward, which no penalty makes negative.
+    "DPPO": replace(
+        SHORT,
+        algorithm="DPPO",
+        epsilon_low=0.02,
+        epsilon_high=0.03,
+        rewards={name: REWARDS[name] for name in ("right", "vowels")},
+        more={
+            "correction": correction(
+                cap=None, rejection="token", low=0.8, high=1.2, outlier_low=0.6, widen_with_noise=False
+            ),
+            "advantage_norm": "maxrl",
+        },
+    ),
+    # A dual clip; the upper half of the tokens by their entropy trains; an entropy bonus that comes and goes.
+    "BNPO": replace(
+        SHORT,
+        algorithm="BNPO",
+        max_epochs=2,
+        more={
+            "correction": correction(cap=1.15, rejection="geometric", low=0.95, high=1.08, widen_with_noise=False),
+            "delta": 1.2,
+            "top_entropy_quantile": 0.5,
+            "entropy_coefficient": 0.05,
+            "adaptive_entropy": {"target": 3.3, "step": 0.03, "minimum": 0.01, "maximum": 0.1},
+        },
+    ),
 }
 POLICIES: dict[str, dict[str, Any]] = {"GRPO": {"train_norms": True}, "GSPO": {"gradient_checkpointing": True}}
 """More of `model.policy`, by recipe."""
@@ -203,6 +244,18 @@ def test_a_recipe_meets_what_it_is_for(both: Both) -> None:
     for tag in ("policy/clip_frac_low", "policy/clip_frac_high"):
         assert any(found[tag] > 0.05 for found in metrics) == (recipe.update_epochs > 1)
     assert all(found["optim/grad_norm"] > 2 * recipe.max_grad_norm for found in metrics) == (recipe.algorithm == "GRPO")
+
+
+def test_a_recipe_meets_its_options(both: Both) -> None:
+    recipe, metrics = both.recipe, both.plain.metrics
+    correction = recipe.more.get("correction", {})
+    assert any(found["mismatch/rejected_frac"] > 0 for found in metrics) == (correction.get("rejection") is not None)
+    assert all(found["mismatch/is_weight_mean"] > 0.2 for found in metrics)
+    capped = recipe.importance_cap if not correction else correction["weights"] and correction["cap"]
+    assert any(found["mismatch/capped_frac"] > 0.05 for found in metrics) == (capped is not None)
+    assert all(found["mismatch/noise_widening"] > 2 for found in metrics) == (recipe.algorithm == "SAPO")
+    coefficients = [found["policy/entropy_coefficient"] for found in metrics]
+    assert (0.0 in coefficients and max(coefficients) > 0) == ("adaptive_entropy" in recipe.more)
 
 
 @pytest.mark.parametrize("both", list(WRITTEN), indirect=True)

@@ -10,7 +10,7 @@ from rank_helpers import on_ranks
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
-from qerl_pl.algorithm import BNPO, CISPO, DAPO, GRPO, GSPO, DrGRPO, Objective, RolloutCorrection
+from qerl_pl.algorithm import BNPO, CISPO, DAPO, DPPO, GRPO, GSPO, SAPO, DrGRPO, Objective, RolloutCorrection
 from qerl_pl.distributed.communicator import SINGLE_PROCESS, Communicator
 from qerl_pl.modules import LoraConfig, Policy, PolicyConfig
 from qerl_pl.modules.update import PolicyUpdate
@@ -78,6 +78,9 @@ def learn(
         CISPO(),
         GSPO(epsilon_low=0.1, epsilon_high=0.1),
         GRPO(mask_truncated=True, entropy_coefficient=0.1),
+        BNPO(top_entropy_quantile=0.4, delta=1.5),
+        SAPO(),
+        DPPO(epsilon_low=0.0005, epsilon_high=0.0005),
         DAPO(correction=RolloutCorrection("geometric", 0.3, "geometric", 0.25, 1.0)),
     ],
     ids=lambda objective: type(objective).__name__,

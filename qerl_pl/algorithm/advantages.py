@@ -11,7 +11,7 @@ from torch import Tensor
 
 from qerl_pl.errors import UserError
 
-AdvantageNorm = Literal["group", "batch", "none"]
+AdvantageNorm = Literal["group", "batch", "none", "rloo", "maxrl"]
 
 STD_EPSILON = 1e-4
 """Added to the standard deviation, which is tiny in a group whose rewards almost agree."""
@@ -23,6 +23,9 @@ def group_advantages(rewards: Tensor, group_size: int, normalize: AdvantageNorm)
     - "group": by (std of the group + 1e-4). GRPO (DeepSeekMath, arXiv 2402.03300, sec. 4.1.2).
     - "batch": by (std of all B rewards + 1e-4). Lite PPO (arXiv 2508.08221).
     - "none": not divided, so that easy and hard prompts do not weigh more. Dr. GRPO (arXiv 2503.20783).
+    - "rloo": by 1 - 1/G, which leaves the reward minus the mean of the others. RLOO (arXiv 2402.14740), sec. 2.
+    - "maxrl": by the group's mean reward, so that hard prompts weigh more. MaxRL (arXiv 2602.02710), for rewards that
+      are 0 or 1; others must be at least 0.
 
     The standard deviation is unbiased (n - 1), which the papers leave open. A NaN, where no reward applies, counts
     neither in the mean nor in the standard deviation, and its advantage is 0.
@@ -31,9 +34,14 @@ def group_advantages(rewards: Tensor, group_size: int, normalize: AdvantageNorm)
         [B], floating point; exactly 0 in a group whose rewards are all equal. B may be 0.
 
     Raises:
-        UserError: G < 2, or G does not divide B.
+        UserError: G < 2, or G does not divide B; or for "maxrl", a reward is negative.
     """
     groups = _grouped(rewards, group_size)
+    if normalize == "maxrl" and (groups < 0).any():
+        raise UserError(
+            "advantage_norm maxrl divides by the mean reward of a group, so rewards must be at least 0; got "
+            f"{groups[groups < 0].min().item():g}; use another advantage_norm, or rewards without penalties."
+        )
     if not len(groups):
         return groups.flatten()
     if groups.isnan().any():
@@ -43,6 +51,10 @@ def group_advantages(rewards: Tensor, group_size: int, normalize: AdvantageNorm)
         centered = centered / (groups.std(dim=1, keepdim=True) + STD_EPSILON)
     elif normalize == "batch":
         centered = centered / (groups.std() + STD_EPSILON)
+    elif normalize == "rloo":
+        centered = centered / (1 - 1 / group_size)
+    elif normalize == "maxrl":
+        centered = centered / groups.mean(dim=1, keepdim=True)
     # The mean of equal numbers may be off by rounding, which the division would amplify.
     return torch.where(have_differences(groups)[:, None], centered, 0.0).flatten()
 
@@ -57,6 +69,10 @@ def _of_those_that_apply(groups: Tensor, normalize: AdvantageNorm) -> Tensor:
             row[mask] = known - known.mean()
             if normalize == "group":
                 row[mask] /= known.std() + STD_EPSILON
+            elif normalize == "rloo":
+                row[mask] /= 1 - 1 / len(known)
+            elif normalize == "maxrl":
+                row[mask] /= known.mean()
     if normalize == "batch" and applies.sum() > 1:
         advantages /= groups[applies].std() + STD_EPSILON
     return advantages.flatten()

@@ -8,6 +8,10 @@ from torch import Tensor
 
 from qerl_pl.errors import UserError
 
+TIE = 1e-4
+"""Nats by which equal entropies may differ by rounding. The first tokens of a group are equal: rounding, by which
+micro-batches and ranks differ, must not choose between them."""
+
 
 @dataclass(frozen=True)
 class AdaptiveEntropy:
@@ -68,7 +72,7 @@ class EntropyState:
 
 
 def top_entropy_threshold(entropies: Tensor, share: float) -> float:
-    """Entropy of the last token among the `share` of tokens of highest entropy, at least one.
+    """Entropy at least of the `share` of tokens of highest entropy, at least one, and of those that tie with the last.
 
     "Beyond the 80/20 Rule" (arXiv 2506.01939), sec. 5: the policy gradient of these tokens alone trains as well as that
     of all.
@@ -78,9 +82,9 @@ def top_entropy_threshold(entropies: Tensor, share: float) -> float:
         share: In (0, 1].
 
     Returns:
-        Nats; the tokens with at least this entropy are `share` of all, rounded, or more if some are equal.
+        Nats; the tokens with at least this entropy are `share` of all, rounded, or more if some tie.
     """
     if not len(entropies):
         return -math.inf
     count = min(max(round(share * len(entropies)), 1), len(entropies))
-    return float(torch.topk(entropies, count).values[-1].item())
+    return float(torch.topk(entropies, count).values[-1].item()) - TIE

@@ -47,17 +47,61 @@ def sequence_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tens
     return torch.exp(mean + (logprobs - logprobs.detach()))
 
 
-def clipped_surrogate(ratio: Tensor, advantages: Tensor, epsilon_low: float, epsilon_high: float) -> Surrogate:
+def clipped_surrogate(
+    ratio: Tensor, advantages: Tensor, epsilon_low: float, epsilon_high: float, delta: float | None = None
+) -> Surrogate:
     """min(r A, clip(r, 1 - epsilon_low, 1 + epsilon_high) A), of ratios [B, T] and advantages [B] or [B, T].
 
     PPO (arXiv 1707.06347), eq. 7; separate bounds ("clip-higher") from DAPO (arXiv 2503.14476), sec. 3.1. The minimum
     drops the gradient of exactly those tokens that are past the bound towards which the advantage pushes them.
+
+    The minimum does not bound a negative advantage times a large ratio; `delta` does. max(minimum, delta A) where A < 0
+    is the dual clip of arXiv 1912.09729, eq. 5; min(min(r, delta) A, clip(r) A) is the two-sided clip of INTELLECT-2
+    (arXiv 2505.07291). For delta > 1 + epsilon_high they are the same.
     """
     advantage = _by_token(advantages)
     clipped = ratio.clamp(1 - epsilon_low, 1 + epsilon_high)
     value = torch.minimum(ratio * advantage, clipped * advantage)
     low, high = ratio.detach() < 1 - epsilon_low, ratio.detach() > 1 + epsilon_high
-    return Surrogate(value, low & (advantage < 0), high & (advantage > 0))
+    low, high = low & (advantage < 0), high & (advantage > 0)
+    if delta is not None:
+        above = (ratio.detach() > delta) & (advantage < 0)
+        value, high = torch.where(above, delta * advantage, value), high | above
+    return Surrogate(value, low, high)
+
+
+def sapo_surrogate(
+    ratio: Tensor, advantages: Tensor, tau_positive: float, tau_negative: float, epsilon_low: float, epsilon_high: float
+) -> Surrogate:
+    """4 / tau * sigmoid(tau (r - 1)) A, where tau depends on the sign of A: a soft clip, of slope A at r = 1.
+
+    SAPO (arXiv 2511.20347), eq. 5 and 6. Tokens count as clipped where `clipped_surrogate` clips; nothing else depends
+    on the epsilons. Shapes: ratios [B, T], advantages [B].
+    """
+    advantage = _by_token(advantages)
+    tau = torch.where(advantage > 0, tau_positive, tau_negative).to(ratio.dtype)
+    hard = clipped_surrogate(ratio.detach(), advantages, epsilon_low, epsilon_high)
+    return hard._replace(value=4 / tau * torch.sigmoid(tau * (ratio - 1)) * advantage)
+
+
+def dppo_surrogate(
+    ratio: Tensor,
+    logprobs: Tensor,
+    sampler_logprobs: Tensor,
+    advantages: Tensor,
+    epsilon_low: float,
+    epsilon_high: float,
+) -> Surrogate:
+    """r A where the probability of the sampled token is within its bounds, else 0.
+
+    The bounds are those of pi - pi_sampler, at most epsilon_high where A > 0 and at least -epsilon_low where A < 0: the
+    total variation of the sampled token against all others. DPPO (arXiv 2602.04879), Binary-TV. Shapes: advantages [B],
+    others [B, T].
+    """
+    advantage = _by_token(advantages)
+    change = (logprobs.exp() - sampler_logprobs.exp()).detach()
+    low, high = (change < -epsilon_low) & (advantage < 0), (change > epsilon_high) & (advantage > 0)
+    return Surrogate(torch.where(low | high, 0.0, ratio * advantage), low, high)
 
 
 def cispo_surrogate(

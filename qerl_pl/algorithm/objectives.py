@@ -6,14 +6,15 @@ A new objective is a subclass of `Objective` that sets `aggregation`, its defaul
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
-from typing import get_args
+from dataclasses import dataclass, field, replace
+from typing import Self, get_args
 
 import torch
 from torch import Tensor
 
 from qerl_pl.algorithm import losses
 from qerl_pl.algorithm.advantages import AdvantageNorm, group_advantages
+from qerl_pl.algorithm.entropy import AdaptiveEntropy
 from qerl_pl.algorithm.losses import Aggregation, KLEstimator, Surrogate
 from qerl_pl.algorithm.off_policy import PRESETS, CorrectionPreset, RolloutCorrection, correction_weights
 from qerl_pl.errors import UserError, require_one_of
@@ -43,6 +44,8 @@ class LossInputs:
     """[B, T], entropy of the current next-token distribution in nats; with gradient if there is an entropy bonus."""
     teacher_logprobs: Tensor | None = None
     """[B, T], teacher of on-policy distillation, detached."""
+    surrogate_mask: Tensor | None = None
+    """bool [B, T], tokens of the mask whose surrogate trains; None takes all."""
     noise_widening: float = 1.0
     """Power to which bounds of the correction are raised if it widens them, see `RolloutCorrection`."""
 
@@ -73,19 +76,26 @@ class Objective(ABC):
         kl_estimator: Estimator of the KL divergence, k1, k2 or k3; k3 is never negative and of low variance.
         epsilon_low: Distance of the lower clip bound of the policy ratio from 1.
         epsilon_high: Distance of the upper clip bound of the policy ratio from 1.
-        advantage_norm: Divides a reward minus its group's mean: the std of the group, that of the batch, or none.
+        advantage_norm: Divides a reward minus its group's mean: group, its standard deviation; batch, that of the
+            batch; none, nothing; rloo, 1 - 1/G (leave-one-out); maxrl, the group's mean reward.
         importance_cap: Largest importance weight between the sampler and the trainer (truncated importance sampling);
             null switches the correction off. Short for a `correction`, which replaces it.
         correction: Importance weights and rejection between the sampler and the trainer, the name of a preset or their
             settings; null truncates token weights at `importance_cap`.
+        delta: Upper bound of the policy ratio where the advantage is negative (dual clip, two-sided clip), above
+            1 + epsilon_high; null is no bound. Objectives without a ratio clip have none.
+        top_entropy_quantile: Share of a rollout's tokens whose surrogate trains, those of highest entropy under the
+            policy before the update; 1 takes all. KL penalty, entropy bonus and denominators keep all tokens.
+        adaptive_entropy: Moves the coefficient of the entropy bonus, from `entropy_coefficient` on, towards a target
+            entropy; null keeps it constant.
         mask_truncated: Leave completions that the token limit cut off out of the loss.
         entropy_coefficient: Coefficient of an entropy bonus; 0 leaves it out.
         distillation_coefficient: Factor of log teacher - log policy, which each token's advantage gets in addition
             (on-policy distillation from `model.teacher`); 0 leaves it out.
 
     Raises:
-        UserError: A number is negative or not finite, the cap is 0, a choice is unknown, or both an importance cap and
-            a correction are set.
+        UserError: A number is outside its range, a choice is unknown, both an importance cap and a correction are set,
+            or the objective has no ratio clip for `delta`.
     """
 
     beta: float = 0.0
@@ -98,6 +108,12 @@ class Objective(ABC):
     entropy_coefficient: float = 0.0
     distillation_coefficient: float = 0.0
     correction: CorrectionPreset | RolloutCorrection | None = None
+    delta: float | None = None
+    top_entropy_quantile: float = 1.0
+    adaptive_entropy: AdaptiveEntropy | None = None
+
+    clips_ratio = True
+    """Whether the surrogate is `clipped_surrogate`, for which `delta` is."""
 
     def __post_init__(self) -> None:
         for name in ("beta", "epsilon_low", "epsilon_high", "entropy_coefficient", "distillation_coefficient"):
@@ -114,8 +130,27 @@ class Objective(ABC):
             )
         if isinstance(self.correction, str):
             require_one_of(get_args(CorrectionPreset), "correction", self.correction)
+        self._check_surrogate()
+        control, start = self.adaptive_entropy, self.entropy_coefficient
+        if control is not None and not control.minimum <= start <= control.maximum:
+            raise UserError(
+                "entropy_coefficient must be within adaptive_entropy's minimum and maximum, where it starts; got "
+                f"{start}; set it to {control.minimum}, say."
+            )
         require_one_of(get_args(KLEstimator), "kl_estimator", self.kl_estimator)
         require_one_of(get_args(AdvantageNorm), "advantage_norm", self.advantage_norm)
+
+    def _check_surrogate(self) -> None:
+        delta, share = self.delta, self.top_entropy_quantile
+        if delta is not None and not self.clips_ratio:
+            raise UserError(f"delta bounds a ratio clip; got {delta} for {type(self).__name__}; leave delta out.")
+        if delta is not None and not (math.isfinite(delta) and delta > 1 + self.epsilon_high):
+            raise UserError(
+                f"delta must be a number above 1 + epsilon_high={1 + self.epsilon_high:g}; got {delta}; set it to 4, "
+                "say, or to null for no bound."
+            )
+        if not 0 < share <= 1:
+            raise UserError(f"top_entropy_quantile must be above 0 and at most 1; got {share}; use 1 for all tokens.")
 
     @property
     @abstractmethod
@@ -132,6 +167,10 @@ class Objective(ABC):
         if self.importance_cap is None:
             return PRESETS["off"]
         return RolloutCorrection(cap=self.importance_cap if math.isfinite(self.importance_cap) else None)
+
+    def with_entropy_coefficient(self, coefficient: float) -> Self:
+        """This objective with a constant coefficient of the entropy bonus."""
+        return replace(self, entropy_coefficient=coefficient, adaptive_entropy=None)
 
     @property
     def needs_reference(self) -> bool:
@@ -176,9 +215,11 @@ class Objective(ABC):
         logprobs, old, sampler = masked(batch.logprobs), masked(batch.old_logprobs), masked(batch.sampler_logprobs)
         ratio = self._ratio(logprobs, old, mask)
         teacher = None if batch.teacher_logprobs is None else masked(batch.teacher_logprobs)
-        surrogate = self._surrogate(ratio, logprobs, self._advantages(batch.advantages, old, teacher))
+        surrogate = self._surrogate(ratio, logprobs, sampler, self._advantages(batch.advantages, old, teacher))
         correction = correction_weights(self.rollout_correction, old, sampler, mask, batch.noise_widening)
         per_token = -correction.weights * surrogate.value
+        if batch.surrogate_mask is not None:
+            per_token = torch.where(batch.surrogate_mask, per_token, 0.0)
         sums = {
             "tokens": torch.ones_like(old),
             "ratio": ratio,
@@ -226,8 +267,8 @@ class Objective(ABC):
     def _ratio(self, logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
         return losses.token_ratio(logprobs, old_logprobs)
 
-    def _surrogate(self, ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> Surrogate:
-        return losses.clipped_surrogate(ratio, advantages, self.epsilon_low, self.epsilon_high)
+    def _surrogate(self, ratio: Tensor, logprobs: Tensor, sampler: Tensor, advantages: Tensor) -> Surrogate:
+        return losses.clipped_surrogate(ratio, advantages, self.epsilon_low, self.epsilon_high, self.delta)
 
 
 @dataclass(frozen=True)
@@ -289,10 +330,11 @@ class CISPO(Objective):
     """
 
     aggregation = "token_mean"
+    clips_ratio = False
     epsilon_low: float = 1.0
     epsilon_high: float = 4.0
 
-    def _surrogate(self, ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> Surrogate:
+    def _surrogate(self, ratio: Tensor, logprobs: Tensor, sampler: Tensor, advantages: Tensor) -> Surrogate:
         return losses.cispo_surrogate(ratio, logprobs, advantages, self.epsilon_low, self.epsilon_high)
 
 
@@ -313,3 +355,46 @@ class OnPolicyDistillation(Objective):
 
     def _advantages(self, advantages: Tensor, old_logprobs: Tensor, teacher_logprobs: Tensor | None) -> Tensor:
         return super()._advantages(torch.zeros_like(advantages), old_logprobs, teacher_logprobs)
+
+
+@dataclass(frozen=True)
+class SAPO(Objective):
+    """Soft Adaptive Policy Optimization (arXiv 2511.20347): a sigmoid of the ratio instead of a clip.
+
+    The clip fractions count the tokens that GRPO would clip at epsilon_low and epsilon_high, which act on nothing else.
+
+    Args:
+        tau_positive: Steepness of the soft clip where the advantage is positive; larger is nearer to a hard clip.
+        tau_negative: The same where it is negative; the paper's is larger than `tau_positive`.
+    """
+
+    aggregation = "sequence_mean"
+    clips_ratio = False
+    tau_positive: float = 1.0
+    tau_negative: float = 1.05
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("tau_positive", "tau_negative"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value > 0):
+                raise UserError(f"{name} must be a number above 0; got {value}; the paper's is about 1.")
+
+    def _surrogate(self, ratio: Tensor, logprobs: Tensor, sampler: Tensor, advantages: Tensor) -> Surrogate:
+        taus, epsilons = (self.tau_positive, self.tau_negative), (self.epsilon_low, self.epsilon_high)
+        return losses.sapo_surrogate(ratio, advantages, *taus, *epsilons)
+
+
+@dataclass(frozen=True)
+class DPPO(Objective):
+    """Divergence Proximal Policy Optimization (arXiv 2602.04879), Binary-TV: a mask by the change of probability.
+
+    epsilon_low and epsilon_high bound the change of a sampled token's probability since the sampler, not the ratio,
+    which is large for rare tokens that hardly move. 0.2 is the default of prime-rl.
+    """
+
+    aggregation = "token_mean"
+    clips_ratio = False
+
+    def _surrogate(self, ratio: Tensor, logprobs: Tensor, sampler: Tensor, advantages: Tensor) -> Surrogate:
+        return losses.dppo_surrogate(ratio, logprobs, sampler, advantages, self.epsilon_low, self.epsilon_high)

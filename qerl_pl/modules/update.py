@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from qerl_pl.algorithm.entropy import top_entropy_threshold
 from qerl_pl.algorithm.objectives import LossInputs, Objective
 from qerl_pl.distributed.communicator import SINGLE_PROCESS, Communicator
 from qerl_pl.errors import UserError
@@ -100,6 +101,8 @@ class PrecomputedLogprobs:
     """Of the policy before the update [B, T]; the first step fills in its own rows."""
     reference: ReferenceLogprobs | None
     noise: TrainerNoise
+    surrogate_mask: Tensor | None
+    """Tokens whose surrogate trains, bool [B, T]; None takes all of the mask."""
     quartiles: Tensor
     """Quarter of all ranks' completions to which each row belongs by its length, int64 [B]."""
 
@@ -205,10 +208,7 @@ class PolicyUpdate:
         local = [local_rows(minibatch, indices, completions) for minibatch in minibatches]
         norms = {} if experience.noise is None else policy.trained.norms()
         noise = TrainerNoise(norms, experience.noise, experience.draws)
-        quartiles = length_quartiles(token_counts)[indices]
-        precomputed = self._precompute_logprobs(
-            policy, experience, mask, local[0], indices, completions, noise, quartiles
-        )
+        precomputed = self._precompute_logprobs(policy, experience, mask, local[0], indices, token_counts, noise, ranks)
         parameters = [parameter for parameter in policy.parameters() if parameter.requires_grad]
         totals: dict[str, float] = defaultdict(float)
         policy.train()
@@ -288,6 +288,7 @@ class PolicyUpdate:
             ref_logprobs=ref_logprobs,
             entropy=entropy,
             teacher_logprobs=None if experience.teacher_logprobs is None else experience.teacher_logprobs[rows],
+            surrogate_mask=None if precomputed.surrogate_mask is None else precomputed.surrogate_mask[rows],
             noise_widening=experience.noise_widening,
         )
         outputs = self.objective.loss(inputs)
@@ -301,39 +302,52 @@ class PolicyUpdate:
         mask: Tensor,
         first_rows: Tensor,
         indices: Tensor,
-        completions: int,
+        token_counts: Tensor,
         noise: TrainerNoise,
-        quartiles: Tensor,
+        ranks: Communicator,
     ) -> PrecomputedLogprobs:
-        """Old and reference log-probabilities; without dropout the first step computes its rows' old ones itself."""
+        """Old and reference log-probabilities; without dropout the first step computes its rows' old ones itself.
+
+        Tokens of highest entropy, if these alone train, are those of the old policy, and all old ones computed for it.
+        """
         needs_old = torch.ones(len(experience), dtype=torch.bool, device=mask.device)
-        if not policy.trained.has_dropout:
+        share_of_tokens = self.objective.top_entropy_quantile
+        if not policy.trained.has_dropout and share_of_tokens == 1:
             needs_old[first_rows] = False
-        old = self._frozen_logprobs(policy, experience, mask, needs_old.nonzero().squeeze(1), noise)
+        old, entropy = self._frozen_logprobs(policy, experience, mask, needs_old.nonzero().squeeze(1), noise)
+        surrogate_mask = None
+        if share_of_tokens < 1:
+            of_all_ranks = torch.cat(ranks.gather(entropy[mask].cpu()))
+            surrogate_mask = entropy >= top_entropy_threshold(of_all_ranks, share_of_tokens)
         reference = None
         share = 1.0 if self.objective.needs_reference else self.reference_share
         if share > 0:
+            completions = len(token_counts)
             sample = sampled_indices(share, completions, stream_seed(self.seed, "kl", experience.version))
             rows = local_rows(sample, indices, completions)
-            logprobs = self._frozen_logprobs(policy, experience, mask, rows, noise=None)
+            logprobs, _ = self._frozen_logprobs(policy, experience, mask, rows, noise=None)
             reference = ReferenceLogprobs(logprobs, torch.zeros_like(needs_old), completions / max(len(sample), 1))
             reference.sampled[rows] = True
-        return PrecomputedLogprobs(experience, mask, old, reference, noise, quartiles)
+        quartiles = length_quartiles(token_counts)[indices]
+        return PrecomputedLogprobs(experience, mask, old, reference, noise, surrogate_mask, quartiles)
 
     @torch.no_grad()
     def _frozen_logprobs(
         self, policy: Policy, experience: Experience, mask: Tensor, rows: Tensor, noise: TrainerNoise | None
-    ) -> Tensor:
-        """Log-probabilities [B, T] of some rows without gradient and dropout, 0 elsewhere; without noise the reference
-        policy's."""
+    ) -> tuple[Tensor, Tensor]:
+        """Log-probabilities and entropies [B, T] of some rows without gradient and dropout, 0 elsewhere; without noise
+        the reference policy's."""
         policy.eval()
         logprobs = torch.zeros_like(experience.sampler_logprobs)
+        entropy = torch.zeros_like(logprobs)
         draws = None if noise is None else noise.draws_of(rows)
         for micro_batch in self._micro_batches(experience.lengths[rows], draws) if len(rows) else []:
             batch = rows[micro_batch]
             with nullcontext() if noise is None else noise.added(batch):
-                logprobs[batch] = self._logprobs(policy, experience, mask, batch, reference=noise is None)[0]
-        return logprobs
+                logprobs[batch], entropy[batch] = self._logprobs(
+                    policy, experience, mask, batch, reference=noise is None
+                )
+        return logprobs, entropy
 
     def _logprobs(
         self, policy: Policy, experience: Experience, mask: Tensor, rows: Tensor, reference: bool = False
