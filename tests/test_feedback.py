@@ -161,8 +161,8 @@ def heated(base: Path, folder: Path, *before: Any, **options: Any) -> Any:
     module, sampling = module_of(base), SamplingConfig(max_tokens=4, temperature=0.9)
     rollout = rollout_of(sampling=sampling, entropy_target=1.5, temperature_bounds=(0.6, 1.2))
     watch = LambdaCallback(on_train_batch_end=note)
-    trainer = trainer_of(folder, rollout, watch, rollout=[*before, rollout][0], noise=False, limit_val_batches=0)
-    trainer.callbacks = list(dict.fromkeys(trainer.callbacks))
+    callbacks = [*before, rollout, watch]
+    trainer = trainer_of(folder, *callbacks[1:], rollout=callbacks[0], noise=False, limit_val_batches=0)
     trainer.fit(module, datamodule=data(), weights_only=True, **options)
     return module, rollout, seen
 
