@@ -152,6 +152,8 @@ class Collector:
         """Mean tokens of each prompt's last completions, by id; `partition_prompts` balances by them."""
         self.noise_widening: dict[str, float] = {}
         """The noise's sigma and the widening measured with it, see `measure_noise_widening`; empty if not measured."""
+        self.sampling = config.sampling
+        """Sampling parameters of the next rollout."""
         self._rollouts = 0
         self._synced_noise: NormNoise | None = None
 
@@ -207,8 +209,7 @@ class Collector:
         if self.noise_widening.get("sigma") != noise.sigma:
             some = prompts[:WIDENING_PROMPTS]
             seeds = [stream_seed(self.seed, "widening", weights.version, prompt.id) for prompt in some]
-            sampling = self.config.sampling
-            widening = measure_noise_widening(self.engine, policy, some, weights, sampling, seeds, self.ranks)
+            widening = measure_noise_widening(self.engine, policy, some, weights, self.sampling, seeds, self.ranks)
             self.noise_widening |= {"sigma": noise.sigma, "widening": widening}
         return self.noise_widening["widening"]
 
@@ -279,7 +280,7 @@ class Collector:
                     self.engine.sync(replace(weights, noise=noise))
                 self._synced_noise = noise
             with _timed(seconds, "rollout"):
-                sampled = self.engine.generate([requests[index] for index in own], self.config.sampling) if own else []
+                sampled = self.engine.generate([requests[index] for index in own], self.sampling) if own else []
             completions |= zip(own, sampled, strict=True)
         return [completions[index] for index in range(len(prompts))]
 
@@ -336,8 +337,8 @@ class Collector:
             truncated=truncated[rows],
             sampled_tokens=sampled_tokens,
             seconds=seconds,
-            temperature=self.config.sampling.temperature,
-            max_tokens=self.config.sampling.max_tokens,
+            temperature=self.sampling.temperature,
+            max_tokens=self.sampling.max_tokens,
             indices=rows,
             draws=None if len(_draws(weights)) == 1 else draws,
             noise=noise if noise is not None and noise.in_trainer and noise.sigma > 0 else None,
