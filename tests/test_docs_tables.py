@@ -2,17 +2,21 @@
 
 import inspect
 import re
-from dataclasses import fields
+from dataclasses import asdict, fields
 from decimal import Decimal
 from pathlib import Path
+from typing import get_args
 
 import pages
 import pytest
 import torch
+import yaml
 from pages import ROOT
 
 import qerl_pl.algorithm
-from qerl_pl.algorithm import Objective
+from qerl_pl.algorithm import Objective, RolloutCorrection
+from qerl_pl.algorithm.advantages import AdvantageNorm
+from qerl_pl.algorithm.off_policy import PRESETS
 from qerl_pl.cli.quantize import quantize
 from qerl_pl.memory import GIB, GRADIENT, MASTER, optimizer_bytes
 
@@ -64,6 +68,22 @@ def test_objectives_have_the_defaults_that_the_page_gives() -> None:
         for key, cell in zip(header[1:], cells, strict=True):
             value = getattr(objective, key)
             assert cell == str(value).lower() or (isinstance(value, float) and float(cell) == value), (name, key)
+
+
+def test_presets_of_the_correction_are_those_of_the_page() -> None:
+    header, *rows = pages.rows(pages.sections(ROOT / "docs" / "off-policy.md")["The correction"])
+    assert {name.strip("`") for name, *_ in rows} == set(PRESETS)
+    shown = set(header[1:])
+    for name, *cells in rows:
+        found = asdict(PRESETS[name.strip("`")])
+        given = dict(zip(header[1:], map(yaml.safe_load, cells), strict=True))
+        assert given == {key: found[key] for key in shown}, name
+        assert RolloutCorrection(**given) == PRESETS[name.strip("`")]
+
+
+def test_norms_of_the_advantages_are_those_of_the_page() -> None:
+    rows = pages.rows(pages.sections(ROOT / "docs" / "off-policy.md")["Advantages"])[1:]
+    assert [name.strip("`") for name, *_ in rows] == list(get_args(AdvantageNorm))
 
 
 def test_memory_of_full_fine_tuning_is_what_the_check_before_a_run_counts() -> None:
