@@ -139,7 +139,7 @@ def table(results: dict[str, dict[str, Any]]) -> str:
         back = []
         for kind in ("nats", "greedy", "sampled") if "before" in found else ():
             before, after, best = (statistics.fmean(one[kind]) for one in (results[found["before"]], found, full))
-            back.append(f"{(after - best) / (before - best):.3f}")
+            back.append(f"{(after - best) / (before - best) + 0.0:.3f}")  # no -0
         lines.append([*line, *(back or [""] * 3)])
     headers = ["policy", "nats per token", "KL to 16-bit", "greedy accuracy", "sampled accuracy"]
     return report.markdown([*headers, "nats left", "greedy left", "sampled left"], lines)

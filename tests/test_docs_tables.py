@@ -35,7 +35,10 @@ def sources(path: Path, text: str) -> str:
     return "\n".join((path.parent / target).read_text() for target in targets)
 
 
-SECTIONS = [(MEASURED, title) for title in pages.sections(MEASURED)] + [(README, "Results")]
+SECTIONS = [(MEASURED, title) for title in pages.sections(MEASURED)] + [
+    (README, "Results"),
+    (ROOT / "docs" / "distillation.md", "What comes back"),
+]
 
 
 @pytest.mark.parametrize(("path", "title"), SECTIONS, ids=[f"{path.stem}: {title}" for path, title in SECTIONS])
