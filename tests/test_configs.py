@@ -19,6 +19,7 @@ import qerl_pl.datamodules
 import qerl_pl.engines
 import qerl_pl.rewards
 from qerl_pl.algorithm.objectives import DAPO, GRPO, Objective
+from qerl_pl.algorithm.feedback import Feedback
 from qerl_pl.callbacks import AdaptiveQuantizationNoise
 from qerl_pl.cli.main import COMMANDS, QeRLCLI, main
 from qerl_pl.datamodules import PromptDataModule
@@ -223,12 +224,29 @@ def test_the_other_files_change_what_they_are_named_for() -> None:
     assert len(full) - 5 == len([key for key in leaves(expected) if key.startswith(".noise")])
 
 
-@pytest.mark.parametrize("name", ["nvfp4", "mxfp4", "nf4", "none"])
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp4", "nf4", "gaussian", "none"])
 def test_one_option_changes_the_format_and_one_the_noise(name: str) -> None:
     settings = built("fit", *config("gsm8k", "qwen2.5_7b"), "--model.policy.quantization", name)
     assert settings.model.policy_config.quantization == name
     assert isinstance(settings.noise, AdaptiveQuantizationNoise)  # with noise, whatever the format
     assert built("fit", *config("gsm8k", "qwen2.5_7b"), "--noise", "null").noise is None
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["--noise.layers", "[0, -1]"], {"layers": [0, -1]}),
+        (["--noise.layers", "first_half", "--noise.relative", "true"], {"layers": "first_half", "relative": True}),
+        (["--noise.draws", "4", "--noise.trainer", "true"], {"draws": 4, "in_trainer": True}),
+        (
+            ["--noise.decay", "feedback", "--noise.target", "0.4", "--noise.metric", "mismatch/ess"],
+            {"feedback": Feedback(0.4, "mismatch/ess", 1e-4, 5e-2, 0.2, "noise.sigma"), "schedule": None},
+        ),
+    ],
+)
+def test_the_noise_has_its_options_on_the_command_line(options: list[str], expected: dict[str, Any]) -> None:
+    noise = built("fit", "-c", str(QUICKSTART), *options).noise
+    assert {name: getattr(noise, name) for name in expected} == expected
 
 
 def test_the_runs_seed_orders_the_data_unless_another_is_set() -> None:

@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.callbacks import LambdaCallback
-from short_run import data, module_of, trainer_of
+from short_run import data, module_of, rollout_of, trainer_of
 
 from qerl_pl.algorithm.feedback import EXPLORATION_EFFECT, Feedback, logged_value
 from qerl_pl.callbacks import AdaptiveQuantizationNoise, ResumeCheckpoint
 from qerl_pl.errors import UserError
+from qerl_pl.rollout.temperature import TemperatureControl
+from qerl_pl.types import SamplingConfig
 
 
 def feedback_of(**changes: Any) -> Feedback:
@@ -125,3 +127,62 @@ def test_a_checkpoint_of_another_decay_starts_feedback_at_sigma_start() -> None:
     assert noise.state_dict() == {"planned_rollouts": 4, "sigma": 0.02}
     clock.load_state_dict(noise.state_dict())
     assert clock.state_dict() == {"planned_rollouts": 4}
+
+
+def control_of(temperature: float = 0.9) -> TemperatureControl:
+    given = {"metric": "completions/sampler_entropy", "minimum": 0.5, "maximum": 2.0}
+    return TemperatureControl(feedback_of(**given), temperature)
+
+
+def test_a_repeated_rollout_has_the_temperature_that_it_had() -> None:
+    control = control_of()
+    assert control.of(3) == 0.9 and control_of(7.0).of(0) == 2.0
+    control.measured(3, 0.25)
+    second = 0.9 * math.exp(0.4 * 0.5)
+    assert control.of(3) == 0.9 and control.of(4) == pytest.approx(second, rel=1e-15)
+    control.measured(3, 0.4)  # sampled again
+    assert control.of(3) == 0.9 and control.of(4) == pytest.approx(0.9 * math.exp(0.4 * 0.2), rel=1e-15)
+    control.measured(4, 0.5)
+    loaded = control_of()
+    loaded.load_state_dict(control.state_dict())
+    assert loaded.of(5) == control.of(5) == control.of(4)
+
+
+def heated(base: Path, folder: Path, *before: Any, **options: Any) -> Any:
+    """A run of four rollouts with a steered temperature: module, callback and (temperature, entropy) of each."""
+    seen: list[tuple[float, float]] = []
+
+    def note(trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
+        metrics = trainer.callback_metrics
+        assert float(metrics["completions/temperature"]) == pytest.approx(batch.experience.temperature)
+        seen.append((batch.experience.temperature, batch.experience.metrics["completions/sampler_entropy"]))
+        assert float(metrics["mismatch/logprob_abs_mean"]) < 1e-4  # the trainer divides by the same
+
+    module, sampling = module_of(base), SamplingConfig(max_tokens=4, temperature=0.9)
+    rollout = rollout_of(sampling=sampling, entropy_target=1.5, temperature_bounds=(0.6, 1.2))
+    watch = LambdaCallback(on_train_batch_end=note)
+    callbacks = [*before, rollout, watch]
+    trainer = trainer_of(folder, *callbacks[1:], rollout=callbacks[0], noise=False, limit_val_batches=0)
+    trainer.fit(module, datamodule=data(), weights_only=True, **options)
+    return module, rollout, seen
+
+
+def test_the_temperature_follows_the_entropy_and_a_resumed_run_goes_on_bit_for_bit(
+    tiny_policy_dir: Path, tmp_path: Path
+) -> None:
+    # The checkpoint's callback comes before the one that samples.
+    module, rollout, seen = heated(tiny_policy_dir, tmp_path, ResumeCheckpoint(2, keep=9))
+    temperature = 0.9
+    for used, entropy in seen:
+        assert used == pytest.approx(temperature, rel=1e-12)
+        temperature = min(max(used * math.exp(0.2 * min(max((1.5 - entropy) / 1.5, -1.0), 1.0)), 0.6), 1.2)
+    assert len({used for used, _ in seen}) == 4
+    resumed, other, second = heated(tiny_policy_dir, tmp_path / "on", ckpt_path=tmp_path / "checkpoints/step=2.ckpt")
+    assert second == seen[2:] and other.state_dict() == rollout.state_dict()
+    for name, tensor in module.policy.trained_state().items():
+        assert torch.equal(resumed.policy.trained_state()[name], tensor), name
+
+
+def test_an_entropy_target_out_of_range_is_a_user_error() -> None:
+    with pytest.raises(UserError, match=r"rollout.sampling.temperature under feedback needs its target above 0; got 0"):
+        rollout_of(entropy_target=0.0)

@@ -10,7 +10,7 @@ from rank_helpers import on_ranks
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
-from qerl_pl.algorithm import BNPO, CISPO, DAPO, GRPO, GSPO, DrGRPO, Objective
+from qerl_pl.algorithm import BNPO, CISPO, DAPO, GRPO, GSPO, DrGRPO, NormNoise, Objective
 from qerl_pl.distributed.communicator import SINGLE_PROCESS, Communicator
 from qerl_pl.modules import LoraConfig, Policy, PolicyConfig
 from qerl_pl.modules.update import PolicyUpdate
@@ -47,7 +47,8 @@ def share(experience: Experience, indices: list[int]) -> Experience:
     """What a rank holds that has the rows at `indices`."""
     rows = torch.tensor(indices, dtype=torch.int64)
     names = ("tokens", "lengths", "mask", "sampler_logprobs", "advantages", "truncated")
-    return replace(experience, indices=rows, **{name: getattr(experience, name)[rows] for name in names})
+    draws = None if experience.draws is None else experience.draws[rows]
+    return replace(experience, indices=rows, draws=draws, **{name: getattr(experience, name)[rows] for name in names})
 
 
 def learn(
@@ -94,6 +95,24 @@ def test_ranks_take_the_steps_of_one_process(policy: Policy, objective: Objectiv
         for one, other, first in zip(alone, trained, result[0][0], strict=True):
             torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-6)
             assert torch.equal(other, first)
+        assert metrics == pytest.approx(expected, rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize("partition", [[[0, 1, 4, 5], [2, 3, 6, 7, 8, 9]], [[8, 9], [], [0, 1, 2, 3, 4, 5, 6, 7]]])
+def test_ranks_take_the_steps_of_one_process_under_several_draws_of_noise(
+    policy: Policy, partition: list[list[int]]
+) -> None:
+    noise = NormNoise(0.2, seed=3, version=0, draws=3, in_trainer=True)
+    experience = replace(ragged(10), noise=noise, draws=torch.arange(10) // 2 % 3)
+    update = PolicyUpdate(GRPO(beta=0.1), 2, 3, 20, 0.5, reference_share=1.0, seed=0)
+    alone, expected = learn(policy, update, experience, SINGLE_PROCESS)
+    clean, _ = learn(policy, update, replace(experience, noise=None), SINGLE_PROCESS)
+    assert not any(torch.allclose(one, other, rtol=1e-3) for one, other in zip(alone, clean, strict=True))
+    for trained, metrics in on_ranks(
+        len(partition), lambda ranks: learn(policy, update, share(experience, partition[ranks.rank]), ranks)
+    ):
+        for one, other in zip(alone, trained, strict=True):
+            torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-6)
         assert metrics == pytest.approx(expected, rel=1e-4, abs=1e-6)
 
 

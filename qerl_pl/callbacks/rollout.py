@@ -1,10 +1,12 @@
 """The rollout callback: samples and scores each batch before the step, training and evaluation alike."""
 
 import logging
+from dataclasses import replace
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from qerl_pl.algorithm.feedback import Feedback
 from qerl_pl.datamodules.prompts import PromptDataModule
 from qerl_pl.distributed.strategy import communicator_of
 from qerl_pl.engines.base import EngineSpec, RolloutEngine, SharedWeights
@@ -15,6 +17,7 @@ from qerl_pl.modules.qerl import QeRLModule
 from qerl_pl.openmp import let_waiting_threads_sleep
 from qerl_pl.rewards import Reward, as_rewards, check_references
 from qerl_pl.rollout.collector import Aggregation, Collector, CollectorConfig
+from qerl_pl.rollout.temperature import TemperatureControl
 from qerl_pl.start_checks import ChecksFirst
 from qerl_pl.types import EvalSampling, PromptBatch, SamplingConfig
 
@@ -22,6 +25,12 @@ log = logging.getLogger(__name__)
 
 PROMPTS_KEY = "qerl_prompts"
 """Checkpoint key of the state of the training prompts."""
+
+ENTROPY, TEMPERATURE = "completions/sampler_entropy", "completions/temperature"
+"""Tags of the metric that a steered temperature holds, and of the temperature."""
+
+TEMPERATURE_GAIN = 0.2
+"""Largest change of the logarithm of a steered temperature from rollout to rollout."""
 
 POLICY_DISTRIBUTION = EvalSampling(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0)
 """Default sampling of held-out prompts: without filters, with training's token limit and stop strings."""
@@ -58,6 +67,10 @@ class RolloutCallback(Callback, ChecksFirst):
             once.
         multi_objective_aggregation: `sum_then_normalize` computes advantages of the rewards' weighted sum.
             `normalize_then_sum` (GDPO) normalizes each reward within its group, sums, and normalizes over the batch.
+        entropy_target: Entropy of the sampler, in nats per token, at which each rollout's temperature is steered;
+            `sampling.temperature` is that of the first rollout. The trainer divides its logits by the same. null keeps
+            the temperature.
+        temperature_bounds: Lowest and highest temperature under `entropy_target`.
     """
 
     fills_batches = True
@@ -76,6 +89,8 @@ class RolloutCallback(Callback, ChecksFirst):
         eval_sampling: EvalSampling | None = None,
         eval_batch: int | None = None,
         multi_objective_aggregation: Aggregation = "sum_then_normalize",
+        entropy_target: float | None = None,
+        temperature_bounds: tuple[float, float] = (0.5, 2.0),
     ) -> None:
         scored_by = as_rewards(rewards)
         self.config = CollectorConfig(
@@ -91,6 +106,11 @@ class RolloutCallback(Callback, ChecksFirst):
         self.eval_config = EvaluatorConfig(
             scored_by, (eval_sampling or POLICY_DISTRIBUTION).over(sampling), eval_samples, eval_batch, accuracy_reward
         )
+        self._temperature: TemperatureControl | None = None
+        if entropy_target is not None:
+            low, high = temperature_bounds
+            feedback = Feedback(entropy_target, ENTROPY, low, high, TEMPERATURE_GAIN, "rollout.sampling.temperature")
+            self._temperature = TemperatureControl(feedback, sampling.temperature)
         self.engine: RolloutEngine = engine if engine is not None else TransformersEngine()
         self._collector: Collector | None = None
         self._evaluator: Evaluator | None = None
@@ -100,13 +120,16 @@ class RolloutCallback(Callback, ChecksFirst):
     # Checkpoints ---------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The expected lengths, by which prompts are partitioned over the ranks."""
-        return {"expected_lengths": dict(self._expected_lengths)}
+        """The expected lengths, by which prompts are partitioned over the ranks, and a steered temperature."""
+        state: dict[str, Any] = {"expected_lengths": dict(self._expected_lengths)}
+        return state if self._temperature is None else state | {"temperature": self._temperature.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the expected lengths; the collector shares the dictionary."""
+        """Load the expected lengths, a dictionary that the collector shares, and a steered temperature."""
         self._expected_lengths.clear()
         self._expected_lengths.update(state_dict["expected_lengths"])
+        if self._temperature is not None and "temperature" in state_dict:
+            self._temperature.load_state_dict(state_dict["temperature"])
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Save the data's state too: Lightning restores it only into a data module of the same class."""
@@ -208,7 +231,14 @@ class RolloutCallback(Callback, ChecksFirst):
         module.zero_grad()  # frees the last update's gradients for the waking engine's cache
         weights = module.sampling_weights(batch.noise)
         replacements = _data(trainer).replacement_prompts
-        batch.experience = self.collector.collect(batch.prompts, weights, module.policy, replacements)
+        if self._temperature is not None:
+            heat = self._temperature.of(module.policy_version)
+            self.collector.sampling = replace(self.config.sampling, temperature=heat)
+        experience = self.collector.collect(batch.prompts, weights, module.policy, replacements)
+        if self._temperature is not None:
+            self._temperature.measured(experience.version, experience.metrics[ENTROPY])
+            experience = replace(experience, metrics={**experience.metrics, TEMPERATURE: experience.temperature})
+        batch.experience = experience
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: PromptBatch, batch_idx: int

@@ -35,7 +35,8 @@ def quantize(
         src: Folder of a causal LM in Hugging Face format, 16 or 32 bits.
         dst: Folder to write; must not exist, and appears only when it is complete.
         format: `nvfp4` (blocks of 16 with an E4M3 scale) and `mxfp4` (blocks of 32 with a power of two), in the layout
-            of compressed-tensors; `nf4` (blocks of 64, double quantization), in that of bitsandbytes.
+            of compressed-tensors; `nf4` (blocks of 64, double quantization), in that of bitsandbytes. `gaussian` is a
+            16-bit placebo: a Gaussian error of the size of NVFP4's, to compare with.
         scales: NVFP4 only, how block scales are chosen. `minmax` takes each block's largest weight, bit for bit as
             llm-compressor's NVFP4A16 scheme; `search` takes the E4M3 value of least squared error around it (same
             format, about a quarter less error).

@@ -16,12 +16,13 @@ from torch import Tensor
 
 from qerl_pl.errors import UserError
 from qerl_pl.formats.dense import DENSE
+from qerl_pl.formats.gaussian import GaussianFormat, GaussianQuantizer
 from qerl_pl.formats.model_folder import TensorFiles, read_config
 from qerl_pl.formats.mxfp4 import MXFP4Format, MXFP4Quantizer
 from qerl_pl.formats.nf4 import NF4Format, NF4Quantizer
 from qerl_pl.formats.nvfp4 import NVFP4Format, NVFP4Quantizer
 
-QuantizedFormat = Literal["nvfp4", "mxfp4", "nf4"]
+QuantizedFormat = Literal["nvfp4", "mxfp4", "nf4", "gaussian"]
 """Formats that `qerl quantize` writes."""
 Quantization = Literal[QuantizedFormat, "none"]
 """Values of `model.policy.quantization`."""
@@ -113,12 +114,13 @@ class Quantizer(Protocol):
         """Dequantize rows from codes and stored scales: float32 [n, K]."""
 
 
-FORMATS: tuple[BaseFormat, ...] = (NVFP4Format(), MXFP4Format(), NF4Format(), DENSE)
+FORMATS: tuple[BaseFormat, ...] = (NVFP4Format(), MXFP4Format(), NF4Format(), GaussianFormat(), DENSE)
 """Formats of a policy's base."""
 QUANTIZERS: Mapping[str, Callable[[BlockScales, bool], Quantizer]] = {
     "nvfp4": NVFP4Quantizer,
     "mxfp4": MXFP4Quantizer,
     "nf4": NF4Quantizer,
+    "gaussian": GaussianQuantizer,
 }
 """Quantizers of `qerl quantize --format`, made from its `scales` and `power_of_two`."""
 
@@ -135,7 +137,7 @@ def format_of(folder: Path) -> BaseFormat:
             return base_format
     name = quantization.get("format") or quantization.get("quant_method")
     raise UserError(
-        f"a quantized base has 4-bit weights, {', '.join(QUANTIZERS)}, and 16-bit activations; {folder} has {name}"
+        f"a quantized base has weights in {', '.join(QUANTIZERS)}, and 16-bit activations; {folder} has {name}"
         f"{_activations(quantization)}: quantize the 16-bit model"
     )
 

@@ -14,7 +14,7 @@ class DenseFormat:
     """The base in `PolicyConfig.dtype`, with `nn.Linear` layers."""
 
     name = "none"
-    vllm_devices = ("cuda", "cpu")
+    vllm_devices: tuple[str, ...] = ("cuda", "cpu")
     vllm_options: Mapping[str, str] = {}
 
     def recognises(self, quantization: Mapping[str, Any] | None) -> bool:

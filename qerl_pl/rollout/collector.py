@@ -141,6 +141,8 @@ class Collector:
         self.ranks = ranks
         self.expected_lengths: dict[str, float] = {}
         """Mean tokens of each prompt's last completions, by id; `partition_prompts` balances by them."""
+        self.sampling = config.sampling
+        """Sampling parameters of the next rollout."""
         self._rollouts = 0
         self._synced_noise: NormNoise | None = None
 
@@ -252,7 +254,7 @@ class Collector:
                     self.engine.sync(replace(weights, noise=noise))
                 self._synced_noise = noise
             with _timed(seconds, "rollout"):
-                sampled = self.engine.generate([requests[index] for index in own], self.config.sampling) if own else []
+                sampled = self.engine.generate([requests[index] for index in own], self.sampling) if own else []
             completions |= zip(own, sampled, strict=True)
         return [completions[index] for index in range(len(prompts))]
 
@@ -308,8 +310,8 @@ class Collector:
             truncated=truncated[rows],
             sampled_tokens=sampled_tokens,
             seconds=seconds,
-            temperature=self.config.sampling.temperature,
-            max_tokens=self.config.sampling.max_tokens,
+            temperature=self.sampling.temperature,
+            max_tokens=self.sampling.max_tokens,
             indices=rows,
             draws=None if len(_draws(weights)) == 1 else draws,
             noise=noise if noise is not None and noise.in_trainer and noise.sigma > 0 else None,
