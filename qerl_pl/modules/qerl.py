@@ -1,5 +1,6 @@
 """The LightningModule that trains the policy by reinforcement learning."""
 
+import math
 import time
 from dataclasses import asdict, replace
 from functools import cached_property
@@ -186,7 +187,7 @@ class QeRLModule(PolicyModule):
             if control is not None:
                 update = replace(update, objective=self.objective.with_entropy_coefficient(coefficient))
             metrics = update.run(self.policy, experience, optimizer, schedule, self.manual_backward, ranks)
-        self.entropy_state = self.entropy_state.after(control, metrics["policy/entropy"])
+        self.entropy_state = self.entropy_state.after(control, metrics.get("policy/entropy", math.nan))
         return metrics | {"policy/entropy_coefficient": coefficient}
 
     # Checkpoints ---------------------------------------------------------------------------------------------------
