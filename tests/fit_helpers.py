@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import random
+import signal
 import socket
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -118,7 +119,6 @@ def _child(words: list[str], prepare: Callable[[], None] | None, errors: Path) -
     if prepare is not None:
         prepare()
     status = main(words)
-    os.sync()
     os._exit(status)
 
 
@@ -180,22 +180,17 @@ def fit_on_ranks(
     Returns:
         (exit status of each rank; everything that was printed).
     """
-    return ended(start_ranks(settings, *extra, prepare=prepare))
-
-
-Started = list[tuple[multiprocessing.process.BaseProcess, Path]]
-"""Processes, and the file that has what each prints."""
-
-
-def start_ranks(settings: dict[str, Any], *extra: str, prepare: Callable[[], None] | None = None) -> Started:
-    """Start the processes of `fit_on_ranks`."""
     config, size, port = _written(settings), settings["trainer"]["devices"], free_port()
     words, started = ["fit", "-c", str(config), *extra], []
     for rank in range(size):
         places = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
         job = {"TORCHELASTIC_RUN_ID": "test", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         started.append(start(words, config.with_suffix(f".rank{rank}.log"), places | job, prepare))
-    return started
+    return ended(started)
+
+
+Started = list[tuple[multiprocessing.process.BaseProcess, Path]]
+"""Processes, and the file that has what each prints."""
 
 
 def start(
@@ -317,3 +312,22 @@ class KeepsEachRank(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
         path = Path(trainer.default_root_dir) / f"rank{trainer.global_rank}.safetensors"
         save_file(pl_module.policy.trained_state(), path)
+
+
+class SignalsItself(Callback):
+    """A signal to one rank's own process, between the rollout of a policy version and its update.
+
+    Args:
+        rank: The rank.
+        number: The signal.
+        version: The policy version.
+    """
+
+    def __init__(self, rank: int, number: int, version: int) -> None:
+        self.rank = rank
+        self.number = number
+        self.version = version
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if (trainer.global_rank, pl_module.policy_version) == (self.rank, self.version):
+            signal.raise_signal(self.number)

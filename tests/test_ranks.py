@@ -6,19 +6,17 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import yaml
-from fit_helpers import configuration, ended, fit, fit_on_ranks, free_port, start, start_ranks
+from fit_helpers import configuration, ended, fit, fit_on_ranks, free_port, start
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-ROLLOUTS = 20
+ROLLOUTS = 8
 COMPARED = (
     "reward/mean",
     "optim/loss",
@@ -36,14 +34,14 @@ COMPARED = (
 
 
 def settings(base: Path, run: Path, devices: int) -> dict[str, Any]:
-    """Twenty rollouts of six prompts, dynamic sampling and noise on, no dropout; five prompts to validate on."""
+    """Two epochs of four rollouts of six prompts: dynamic sampling, noise, no dropout; five prompts to validate on."""
     config = configuration(base, run)
     config["model"]["policy"]["lora"]["dropout"] = 0.0
     config["model"]["objective"]["init_args"] = {"beta": 0.1}
     config["model"]["optimizer"]["init_args"] = {"lr": 0.002}
     config["model"]["micro_batch_tokens"] = 200
-    config["data"]["init_args"] |= {"train_size": 65, "batch_size": 6, "val_size": 5, "val_batch_size": 4}
-    config["trainer"] |= {"devices": devices, "max_epochs": None, "max_steps": 4 * ROLLOUTS, "val_check_interval": 5}
+    config["data"]["init_args"] |= {"train_size": 29, "batch_size": 6, "val_size": 5, "val_batch_size": 4}
+    config["trainer"] |= {"devices": devices, "max_epochs": None, "max_steps": 4 * ROLLOUTS, "val_check_interval": 2}
     rollout = config["trainer"]["callbacks"][0]["init_args"]
     rollout["resample_rounds"] = 1
     rollout["rewards"] = [{"class_path": "fit_helpers.EvenVowels"}, {"class_path": "fit_helpers.Letters"}]
@@ -137,83 +135,43 @@ def test_three_ranks_are_one_run(alone: Path, tiny_policy_dir: Path, tmp_path: P
     same_run(alone, train(settings(tiny_policy_dir, tmp_path / "run", 3)))
 
 
-def children(process: "subprocess.Popen[str]") -> list[int]:
-    """Processes that a run has started for its other ranks."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and (entry / "stat").is_file():
-            fields = (entry / "stat").read_text().rpartition(")")[2].split()
-            if int(fields[1]) == process.pid and b"qerl_pl" in (entry / "cmdline").read_bytes():
-                found.append(int(entry.name))
-    return found
+def signalled(base: Path, run: Path, rank: int, number: int) -> dict[str, Any]:
+    """A run on two ranks, one of which gets a signal in its fourth rollout, the first after a checkpoint."""
+    config = settings(base, run, 2)
+    init_args = {"rank": rank, "number": int(number), "version": 3}
+    config["trainer"]["callbacks"].append({"class_path": "fit_helpers.SignalsItself", "init_args": init_args})
+    return config
 
 
-def wait_for_checkpoint(run: Path, alive: Callable[[], bool], output: Callable[[], str]) -> None:
-    until = time.monotonic() + 120
-    while not list((run / "checkpoints").glob("step=*.ckpt")):
-        assert alive() and time.monotonic() < until, output()
-        time.sleep(0.05)
+def same_bits(one: Path, other: Path) -> None:
+    first, second = adapter(one), adapter(other)
+    assert first.keys() == second.keys() and all(torch.equal(second[name], first[name]) for name in first)
+    assert completions(one) == completions(other)
 
 
-def test_a_killed_rank_ends_the_run_with_its_reason_and_the_run_goes_on_bit_for_bit(
+def test_a_killed_rank_ends_the_run_with_its_reason_and_torchrun_goes_on_bit_for_bit(
     two: Path, tiny_policy_dir: Path, tmp_path: Path
 ) -> None:
-    config = settings(tiny_policy_dir, tmp_path / "run", 2)
-    run = tmp_path / "run"
-    process = launch(config)
-    wait_for_checkpoint(run, lambda: process.poll() is None, lambda: printed(config))
-    os.kill(children(process)[0], signal.SIGKILL)
-    assert process.wait(timeout=60) not in (0, -signal.SIGKILL)
+    config = signalled(tiny_policy_dir, tmp_path / "run", 1, signal.SIGKILL)
+    assert launch(config).wait(timeout=240) not in (0, -signal.SIGKILL), printed(config)
     assert printed(config).splitlines()[-1].startswith("qerl: rank 1: its process was ended by SIGKILL")
-    train(config, "--resume", "auto")
-    for name, tensor in adapter(two).items():
-        assert torch.equal(adapter(run)[name], tensor), name
-    assert completions(run) == completions(two)
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    config = settings(tiny_policy_dir, tmp_path / "run", 2)
+    assert launch(config, "--resume", "auto", launcher=torchrun).wait(timeout=240) == 0, printed(config)
+    assert "step=3.ckpt" in printed(config)
+    same_bits(tmp_path / "run", two)
 
 
-def test_a_killed_first_rank_ends_the_run_with_a_line_of_the_others(tiny_policy_dir: Path, tmp_path: Path) -> None:
-    started = start_ranks(settings(tiny_policy_dir, tmp_path / "run", 2))
-    first, _ = started[0]
-    wait_for_checkpoint(tmp_path / "run", first.is_alive, lambda: ended(started)[1])
-    first.kill()
-    statuses, output = ended(started)
+def test_a_killed_first_rank_ends_the_run_with_a_line_of_the_others_and_slurm_goes_on_bit_for_bit(
+    two: Path, tiny_policy_dir: Path, tmp_path: Path
+) -> None:
+    """SLURM by what it tells each task; two machines of one process each, and one machine of two."""
+    statuses, output = fit_on_ranks(signalled(tiny_policy_dir, tmp_path / "run", 0, signal.SIGKILL))
     assert statuses == [-signal.SIGKILL, 1], output
     (line,) = (line for line in output.splitlines() if line.startswith("qerl:"))
     assert line.startswith("qerl: rank 0: it is gone: killed, or its machine or network is lost; ")
     assert line.endswith("give the command again, a training with --resume auto")
-
-
-def test_a_signal_to_any_rank_saves_everywhere_and_the_run_goes_on_on_another_number_of_ranks(
-    alone: Path, tiny_policy_dir: Path, tmp_path: Path
-) -> None:
-    config = settings(tiny_policy_dir, tmp_path / "run", 2)
-    started = start_ranks(config)
-    (first, _), (second, _) = started
-    wait_for_checkpoint(tmp_path / "run", first.is_alive, lambda: ended(started)[1])
-    assert second.pid is not None
-    os.kill(second.pid, signal.SIGTERM)
-    statuses, output = ended(started)
-    assert statuses == [128 + signal.SIGTERM] * 2, output
-    (last,) = (line for line in output.splitlines() if line.startswith("qerl:"))
-    assert "stopped by SIGTERM; state saved in" in last
-    stopped_at = int(last.partition("step=")[2].partition(".ckpt")[0]) - 1
-    config["trainer"]["devices"] = 3
-    same_run(alone, train(config, "--resume", "auto"), stopped_at)
-
-
-def short(base: Path, run: Path, devices: int) -> dict[str, Any]:
-    config = settings(base, run, devices)
-    config["trainer"] |= {"max_steps": 8, "val_check_interval": 2}
-    return config
-
-
-def test_torchrun_and_slurm_start_the_same_run(tiny_policy_dir: Path, tmp_path: Path) -> None:
-    """SLURM by what it tells each task; two machines of one process each, and one machine of two."""
-    lightning = train(short(tiny_policy_dir, tmp_path / "lightning", 2))
-    config = short(tiny_policy_dir, tmp_path / "torchrun", 2)
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    assert launch(config, launcher=torchrun).wait(timeout=240) == 0, printed(config)
-    config = short(tiny_policy_dir, tmp_path / "slurm", 1)
+    config = settings(tiny_policy_dir, tmp_path / "run", 1)
     config["trainer"]["num_nodes"] = 2
     path = tmp_path / "slurm.yaml"
     path.write_text(yaml.safe_dump(config))
@@ -221,18 +179,31 @@ def test_torchrun_and_slurm_start_the_same_run(tiny_policy_dir: Path, tmp_path: 
     job |= {"SLURM_NODELIST": "127.0.0.1", "MASTER_PORT": str(free_port()), "SLURM_LOCALID": "0"}
     tasks = [
         start(
-            ["fit", "-c", str(path)],
+            ["fit", "-c", str(path), "--resume", "auto"],
             tmp_path / f"task{rank}.log",
             {**job, "SLURM_PROCID": rank, "SLURM_NODEID": rank},
         )
         for rank in range(2)
     ]
     statuses, output = ended(tasks)
-    assert statuses == [0, 0], output
-    for run in (tmp_path / "torchrun", tmp_path / "slurm"):
-        assert completions(run) == completions(lightning)
-        for name, tensor in adapter(lightning).items():
-            assert torch.equal(adapter(run)[name], tensor), name
+    assert statuses == [0, 0] and "step=3.ckpt" in output, output
+    same_bits(tmp_path / "run", two)
+
+
+def test_a_signal_to_any_rank_saves_everywhere_and_the_run_goes_on_on_another_number_of_ranks(
+    alone: Path, tiny_policy_dir: Path, tmp_path: Path
+) -> None:
+    statuses, output = fit_on_ranks(signalled(tiny_policy_dir, tmp_path / "run", 1, signal.SIGTERM))
+    assert statuses == [128 + signal.SIGTERM] * 2, output
+    (last,) = (line for line in output.splitlines() if line.startswith("qerl:"))
+    assert "stopped by SIGTERM; state saved in" in last and "step=4.ckpt" in last
+    same_run(alone, train(settings(tiny_policy_dir, tmp_path / "run", 3), "--resume", "auto"), stopped_at=3)
+
+
+def short(base: Path, run: Path, devices: int) -> dict[str, Any]:
+    config = settings(base, run, devices)
+    config["trainer"] |= {"max_steps": 8, "val_check_interval": 2}
+    return config
 
 
 @pytest.mark.vllm

@@ -113,7 +113,7 @@ def die_while_writing_the_second_checkpoint() -> None:
     checkpoint_io.writing = write
 
 
-def ask_to_stop_in_generation(number: int, rollout: int = 5) -> Callable[[], None]:
+def ask_to_stop_in_generation(number: int, rollout: int) -> Callable[[], None]:
     return AskToStop(number, rollout)
 
 
@@ -128,25 +128,28 @@ class AskToStop:
         in_generation(is_rollout, self.rollout - 1, lambda: signal.raise_signal(self.number))
 
 
-@pytest.mark.parametrize(
-    ("die", "found"),
-    [
-        (die_in_generation, ["step=3.ckpt", "step=3.ckpt.sha256"]),
-        (die_before_the_first_checkpoint, []),
-        (die_while_writing_the_second_checkpoint, [".step=6.ckpt.tmp", "step=3.ckpt", "step=3.ckpt.sha256"]),
-    ],
-)
-def test_killed_run_resumes_bit_for_bit(
-    uninterrupted: Path, tiny_policy_dir: Path, tmp_path: Path, die: Callable[[], None], found: list[str]
+KILLS: list[tuple[Callable[[], None], list[str]]] = [
+    (die_before_the_first_checkpoint, []),
+    (die_in_generation, ["step=3.ckpt", "step=3.ckpt.sha256"]),
+    (die_while_writing_the_second_checkpoint, [".step=6.ckpt.tmp", "step=3.ckpt", "step=3.ckpt.sha256"]),
+]
+"""Where a run is killed, one after the other, and the checkpoints that are there afterwards."""
+
+
+def test_a_run_that_is_killed_again_and_again_resumes_bit_for_bit(
+    uninterrupted: Path, tiny_policy_dir: Path, tmp_path: Path
 ) -> None:
-    settings = configuration(tiny_policy_dir, tmp_path / "run")
+    settings, kept = configuration(tiny_policy_dir, tmp_path / "run"), False
     settings["trainer"]["num_sanity_val_steps"] = -1
-    status, output = fit(settings, "--resume", "auto", prepare=die)
-    assert status == -signal.SIGKILL, output
-    assert [name for name in checkpoints(tmp_path / "run") if name != "step=6.ckpt.sha256"] == found
+    for die, found in KILLS:
+        status, output = fit(settings, "--resume", "auto", prepare=die)
+        assert status == -signal.SIGKILL and ("resuming from" in output) == kept, output
+        assert [name for name in checkpoints(tmp_path / "run") if name != "step=6.ckpt.sha256"] == found
+        kept = bool(found)
+    (tmp_path / "run/checkpoints/step=4.ckpt").write_bytes(b"not a checkpoint")
+    (tmp_path / "run/checkpoints/step=4.ckpt.sha256").write_text("0" * 64)
     status, output = fit(settings, "--resume", "auto")
-    assert status == 0, output
-    assert ("resuming from" in output) == bool(found)
+    assert status == 0 and "skipping a damaged checkpoint" in output and "step=3.ckpt" in output, output
     full_finetuning, resumed = adapter(uninterrupted), adapter(tmp_path / "run")
     assert full_finetuning.keys() == resumed.keys() and any("layernorm" in name for name in full_finetuning)
     assert all(torch.equal(full_finetuning[name], resumed[name]) for name in full_finetuning)
@@ -168,21 +171,21 @@ def curve(run: Path, tag: str) -> list[tuple[int, float]]:
     return points
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_asked_to_stop_saves_says_how_to_resume_and_resumes_bit_for_bit(
-    uninterrupted: Path, tiny_policy_dir: Path, tmp_path: Path, number: int
+    uninterrupted: Path, tiny_policy_dir: Path, tmp_path: Path
 ) -> None:
     settings = configuration(tiny_policy_dir, tmp_path / "run")
-    status, output = fit(settings, prepare=ask_to_stop_in_generation(number))
-    assert status == 128 + number, output
-    assert "step=5.ckpt" in output and "--resume auto" in output and "Traceback" not in output
-    with (tmp_path / "run" / "completions.jsonl").open("a") as file:
-        file.write('{"version": 0, "prompt": "half a')  # as a kill may leave a line
+    for number, rollout, left in ((signal.SIGTERM, 5, "step=5.ckpt"), (signal.SIGINT, 2, "step=7.ckpt")):
+        status, output = fit(settings, "--resume", "auto", prepare=ask_to_stop_in_generation(number, rollout))
+        assert status == 128 + number, output
+        assert left in output and "--resume auto" in output and "Traceback" not in output
+        with (tmp_path / "run" / "completions.jsonl").open("a") as file:
+            file.write('{"version": 0, "prompt": "half a')  # as a kill may leave a line
     status, output = fit(settings, "--resume", "auto")
     assert status == 0, output
     written = [(run / "completions.jsonl").read_text() for run in (uninterrupted, tmp_path / "run")]
     assert written[0] == written[1]
-    assert points(tmp_path / "run") == points(uninterrupted)  # that of the rollout in which it stopped, too
+    assert points(tmp_path / "run") == points(uninterrupted)  # those of the rollouts in which it stopped, too
     assert all(torch.equal(tensor, adapter(tmp_path / "run")[name]) for name, tensor in adapter(uninterrupted).items())
 
 
@@ -214,16 +217,18 @@ def validated(run: Path) -> list[int]:
     return [version for version, *_ in accuracies if version]
 
 
-@pytest.mark.parametrize(("stopped_in", "every"), [(4, 3), (8, 3), (5, 5)])
+@pytest.mark.parametrize(("stopped_in", "every"), [((4, 8), 3), ((5,), 5)])
 def test_a_stop_at_a_validation_loses_neither_it_nor_a_bit(
-    uninterrupted: Path, tiny_policy_dir: Path, tmp_path: Path, stopped_in: int, every: int
+    uninterrupted: Path, tiny_policy_dir: Path, tmp_path: Path, stopped_in: tuple[int, ...], every: int
 ) -> None:
     settings = configuration(tiny_policy_dir, tmp_path / "run")
     settings["trainer"] |= {"val_check_interval": 2, "check_val_every_n_epoch": None, "num_sanity_val_steps": 1}
     callbacks = settings["trainer"]["callbacks"]
     next(one for one in callbacks if "Resume" in one["class_path"])["init_args"] = {"every_n_rollouts": every}
-    status, output = fit(settings, prepare=ask_to_stop_in_generation(signal.SIGTERM, stopped_in))
-    assert status == 128 + signal.SIGTERM and f"step={stopped_in}.ckpt" in output, output
+    for before, rollout in zip((0, *stopped_in), stopped_in, strict=False):
+        stop = ask_to_stop_in_generation(signal.SIGTERM, rollout - before)
+        status, output = fit(settings, "--resume", "auto", prepare=stop)
+        assert status == 128 + signal.SIGTERM and f"step={rollout}.ckpt" in output, output
     status, output = fit(settings, "--resume", "auto")
     assert status == 0, output
     full_finetuning = adapter(uninterrupted)  # validation draws from streams of its own
@@ -259,14 +264,14 @@ def die_in_the_second_validation() -> None:
     )
 
 
-@pytest.mark.parametrize("die", [die_in_the_second_validation, die_while_writing_the_second_checkpoint])
 def test_killed_before_a_validation_is_kept_it_is_made_as_if_nothing_had_happened(
-    validated_whole: Path, tiny_policy_dir: Path, tmp_path: Path, die: Callable[[], None]
+    validated_whole: Path, tiny_policy_dir: Path, tmp_path: Path
 ) -> None:
     settings, run = with_validations(tiny_policy_dir, tmp_path / "run"), tmp_path / "run"
-    status, output = fit(settings, "--resume", "auto", prepare=die)
-    assert status == -signal.SIGKILL, output
-    assert newest_checkpoint(run) == run / "checkpoints/step=3.ckpt"
+    for die in (die_in_the_second_validation, die_while_writing_the_second_checkpoint):
+        status, output = fit(settings, "--resume", "auto", prepare=die)
+        assert status == -signal.SIGKILL, output
+        assert newest_checkpoint(run) == run / "checkpoints/step=3.ckpt"
     status, output = fit(settings, "--resume", "auto")
     assert status == 0 and "step=3.ckpt" in output, output
     assert [step for step, _ in curve(run, "val/pass@1")] == [-1, 2, 5]
@@ -323,19 +328,6 @@ def test_an_adapter_keeps_its_scaling(uninterrupted: Path, tiny_policy_dir: Path
     assert status == 2 and "the checkpoint has 2 and the policy 20" in output and "Traceback" not in output, output
 
 
-def test_damaged_newest_checkpoint_is_skipped_with_a_warning(
-    uninterrupted: Path, tiny_policy_dir: Path, tmp_path: Path
-) -> None:
-    settings = configuration(tiny_policy_dir, tmp_path / "run")
-    status, output = fit(settings, prepare=die_in_generation)
-    assert status == -signal.SIGKILL, output
-    (tmp_path / "run/checkpoints/step=4.ckpt").write_bytes(b"not a checkpoint")
-    (tmp_path / "run/checkpoints/step=4.ckpt.sha256").write_text("0" * 64)
-    status, output = fit(settings, "--resume", "auto")
-    assert status == 0 and "skipping a damaged checkpoint" in output and "step=3.ckpt" in output, output
-    assert all(torch.equal(tensor, adapter(tmp_path / "run")[name]) for name, tensor in adapter(uninterrupted).items())
-
-
 def test_checkpoint_of_another_base_model_is_refused(
     uninterrupted: Path, tiny_policy_dir: Path, tmp_path: Path
 ) -> None:
@@ -369,13 +361,13 @@ def planless(tiny_policy_dir: Path, tmp_path_factory: pytest.TempPathFactory) ->
     return run
 
 
-@pytest.mark.parametrize("rollouts", [2, 5])
 def test_a_run_that_a_limit_ends_inside_an_epoch_goes_on_bit_for_bit_when_the_limit_is_raised(
-    planless: Path, tiny_policy_dir: Path, tmp_path: Path, rollouts: int
+    planless: Path, tiny_policy_dir: Path, tmp_path: Path
 ) -> None:
     settings = without_a_plan(tiny_policy_dir, tmp_path / "run")
-    status, output = fit(settings, "--trainer.max_steps", str(4 * rollouts))  # four optimizer steps a rollout
-    assert status == 0 and f"step={rollouts}.end.ckpt" in " ".join(checkpoints(tmp_path / "run")), output
+    for rollouts in (2, 5):  # of four optimizer steps each
+        status, output = fit(settings, "--resume", "auto", "--trainer.max_steps", str(4 * rollouts))
+        assert status == 0 and f"step={rollouts}.end.ckpt" in " ".join(checkpoints(tmp_path / "run")), output
     status, output = fit(settings, "--resume", "auto")
     assert status == 0, output
     assert checkpoint(tmp_path / "run", "step=8.end.ckpt")["qerl"]["policy_version"] == 8
@@ -429,11 +421,15 @@ def test_checkpoint_holds_no_base_weights(uninterrupted: Path) -> None:
     assert noise == {"planned_rollouts": 8}
 
 
-def test_a_finished_run_that_is_resumed_only_ends_again(tiny_policy_dir: Path, tmp_path: Path) -> None:
-    settings = configuration(tiny_policy_dir, tmp_path / "run")
-    outputs = [fit(settings, "--resume", "auto") for _ in range(2)]
-    assert [status for status, _ in outputs] == [0, 0] and "step=8.end.ckpt" in outputs[1][1]
-    versions = [json.loads(line)["version"] for line in (tmp_path / "run/completions.jsonl").read_text().splitlines()]
+def test_a_finished_run_that_is_resumed_only_ends_again(
+    uninterrupted: Path, tiny_policy_dir: Path, tmp_path: Path
+) -> None:
+    run = shutil.copytree(uninterrupted, tmp_path / "run")
+    written = [run / "summary.json", run / "adapter/adapter_model.safetensors"]
+    for path in written:
+        path.unlink()
+    status, output = fit(configuration(tiny_policy_dir, run), "--resume", "auto")
+    assert status == 0 and "step=8.end.ckpt" in output, output
+    versions = [json.loads(line)["version"] for line in (run / "completions.jsonl").read_text().splitlines()]
     assert versions == sorted([*range(8)] * 4)  # nothing was sampled twice
-    for name in ("summary.json", "adapter/adapter_model.safetensors"):
-        assert (tmp_path / "run" / name).stat().st_size > 0
+    assert all(path.stat().st_size > 0 for path in written)
