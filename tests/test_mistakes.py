@@ -54,6 +54,11 @@ PARSED = {
     "unknown key of the trainer": (["--trainer.max_epoch", "3"], r"did you mean trainer.max_epochs\?"),
     "unknown key of the data": (["--data.batchsize", "4"], r"did you mean batch_size\?"),
     "nothing like it": (["--model.zzz", "4"], "arguments: --model.zzz 4; see qerl"),
+    "correction of no cap": (
+        ["--model.objective.correction.cap", "-1"],
+        "correction.cap must be a number above 0; got -1.0; use null for no limit",
+    ),
+    "no correction": (["--model.objective.correction", "tis"], "'off', 'token_tis', .*'icepop'"),
     "no objective": (["--model.objective", "PPO"], "objectives are BNPO, CISPO, DAPO, DPPO, DrGRPO, GRPO, GSPO, SAPO; see"),
     "abbreviated key": (["--model.lr", "1"], "unrecognized arguments: --model.lr 1"),
     "unknown class": (["--model.objective", "qerl_pl.algorithm.objectives.PPO"], "no attribute 'PPO'"),

@@ -102,7 +102,7 @@ class Objective(ABC):
     importance_cap: float | None = DEFAULT_IMPORTANCE_CAP
     mask_truncated: bool = False
     entropy_coefficient: float = 0.0
-    correction: CorrectionPreset | RolloutCorrection | None = None
+    correction: RolloutCorrection | CorrectionPreset | None = None  # jsonargparse tells the first type's error
     delta: float | None = None
     top_entropy_quantile: float = 1.0
     adaptive_entropy: AdaptiveEntropy | None = None
