@@ -59,7 +59,7 @@ PARSED = {
         "correction.cap must be a number above 0; got -1.0; use null for no limit",
     ),
     "no correction": (["--model.objective.correction", "tis"], "'off', 'token_tis', .*'icepop'"),
-    "no objective": (["--model.objective", "PPO"], "objectives are BNPO, CISPO, DAPO, DPPO, DrGRPO, GRPO, GSPO, SAPO; see"),
+    "no objective": (["--model.objective", "PPO"], "objectives are BNPO, CISPO, DAPO, DPPO, .*GSPO, SAPO; see"),
     "abbreviated key": (["--model.lr", "1"], "unrecognized arguments: --model.lr 1"),
     "unknown class": (["--model.objective", "qerl_pl.algorithm.objectives.PPO"], "no attribute 'PPO'"),
     "unknown module": (["--data", "nowhere.Data"], "No module named 'nowhere'"),
