@@ -58,7 +58,10 @@ PARSED = {
         ["--model.objective.correction.cap", "-1"],
         "correction.cap must be a number above 0; got -1.0; use null for no limit",
     ),
-    "no correction": (["--model.objective.correction", "tis"], "'off', 'token_tis', .*'icepop'"),
+    "no correction": (
+        ["--model.objective.correction", "tis"],
+        "correction must be one of off, token_tis, .*icepop; got 'tis'; choose",
+    ),
     "no objective": (["--model.objective", "PPO"], "objectives are BNPO, CISPO, DAPO, DPPO, .*GSPO, SAPO; see"),
     "abbreviated key": (["--model.lr", "1"], "unrecognized arguments: --model.lr 1"),
     "unknown class": (["--model.objective", "qerl_pl.algorithm.objectives.PPO"], "no attribute 'PPO'"),
