@@ -54,7 +54,15 @@ PARSED = {
     "unknown key of the trainer": (["--trainer.max_epoch", "3"], r"did you mean trainer.max_epochs\?"),
     "unknown key of the data": (["--data.batchsize", "4"], r"did you mean batch_size\?"),
     "nothing like it": (["--model.zzz", "4"], "arguments: --model.zzz 4; see qerl"),
-    "no objective": (["--model.objective", "PPO"], "objectives are BNPO, .*, GSPO, OnPolicyDistillation, SAPO; see"),
+    "correction of no cap": (
+        ["--model.objective.correction.cap", "-1"],
+        "correction.cap must be a number above 0; got -1.0; use null for no limit",
+    ),
+    "no correction": (
+        ["--model.objective.correction", "tis"],
+        "correction must be one of off, token_tis, .*icepop; got 'tis'; choose",
+    ),
+    "no objective": (["--model.objective", "PPO"], "objectives are BNPO, CISPO, DAPO, DPPO, .*OnPolicyDistillation, SAPO; see"),
     "abbreviated key": (["--model.lr", "1"], "unrecognized arguments: --model.lr 1"),
     "unknown class": (["--model.objective", "qerl_pl.algorithm.objectives.PPO"], "no attribute 'PPO'"),
     "unknown module": (["--data", "nowhere.Data"], "No module named 'nowhere'"),

@@ -181,7 +181,7 @@ def test_a_correction_and_another_cap_contradict_each_other() -> None:
         with pytest.raises(UserError, match=f"a correction has its own cap; got importance_cap={cap} and a correction"):
             DAPO(importance_cap=cap, correction="icepop")
     with pytest.raises(UserError, match="correction must be one of off, token_tis, .*; got 'tis'"):
-        DAPO(correction="tis")  # type: ignore[arg-type]
+        DAPO(correction="tis")
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from qerl_pl.algorithm import losses
 from qerl_pl.algorithm.advantages import AdvantageNorm, group_advantages
 from qerl_pl.algorithm.entropy import AdaptiveEntropy
 from qerl_pl.algorithm.losses import Aggregation, KLEstimator, Surrogate
-from qerl_pl.algorithm.off_policy import PRESETS, CorrectionPreset, RolloutCorrection, correction_weights
+from qerl_pl.algorithm.off_policy import PRESETS, RolloutCorrection, correction_weights
 from qerl_pl.errors import UserError, require_one_of
 
 DEFAULT_IMPORTANCE_CAP = 2.0
@@ -107,7 +107,7 @@ class Objective(ABC):
     mask_truncated: bool = False
     entropy_coefficient: float = 0.0
     distillation_coefficient: float = 0.0
-    correction: CorrectionPreset | RolloutCorrection | None = None
+    correction: RolloutCorrection | str | None = None  # jsonargparse tells the first type's error
     delta: float | None = None
     top_entropy_quantile: float = 1.0
     adaptive_entropy: AdaptiveEntropy | None = None
@@ -129,7 +129,7 @@ class Objective(ABC):
                 f"and leave importance_cap at {DEFAULT_IMPORTANCE_CAP}."
             )
         if isinstance(self.correction, str):
-            require_one_of(get_args(CorrectionPreset), "correction", self.correction)
+            require_one_of([*PRESETS], "correction", self.correction)
         self._check_surrogate()
         control, start = self.adaptive_entropy, self.entropy_coefficient
         if control is not None and not control.minimum <= start <= control.maximum:

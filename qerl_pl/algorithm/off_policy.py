@@ -24,16 +24,6 @@ from qerl_pl.algorithm.losses import MAX_LOG_RATIO
 from qerl_pl.errors import UserError, require_one_of
 
 Level = Literal["token", "sequence", "geometric"]
-CorrectionPreset = Literal[
-    "off",
-    "token_tis",
-    "sequence_tis",
-    "token_mask",
-    "sequence_mask",
-    "geometric_mask",
-    "geometric_mask_token_tis",
-    "icepop",
-]
 
 
 @dataclass(frozen=True)
@@ -102,7 +92,7 @@ class RolloutCorrection:
             )
 
 
-PRESETS: dict[CorrectionPreset, RolloutCorrection] = {
+PRESETS: dict[str, RolloutCorrection] = {
     "off": RolloutCorrection(weights=None),
     "token_tis": RolloutCorrection(),
     "sequence_tis": RolloutCorrection(weights="sequence"),
