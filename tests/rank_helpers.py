@@ -32,23 +32,23 @@ class ThreadRanks(Communicator):
 
     exchange: Exchange = field(default_factory=lambda: Exchange(1))
 
-    def gather(self, value: T) -> list[T]:
+    def all_gather(self, value: T) -> list[T]:
         self.exchange.slots[self.rank] = value
         self.exchange.barrier.wait(timeout=60)
         found = list(self.exchange.slots)
         self.exchange.barrier.wait(timeout=60)
         return found
 
-    def sum(self, tensors: Iterable[Tensor]) -> None:
+    def all_reduce(self, tensors: Iterable[Tensor]) -> None:
         own = list(tensors)
-        parts = self.gather([tensor.clone() for tensor in own])
+        parts = self.all_gather([tensor.clone() for tensor in own])
         for index, tensor in enumerate(own):
             tensor.zero_()
             for part in parts:
                 tensor += part[index]
         self.exchange.exchanges += self.rank == 0
 
-    def wait(self) -> None:
+    def barrier(self) -> None:
         self.exchange.barrier.wait(timeout=60)
 
 

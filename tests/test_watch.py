@@ -38,15 +38,15 @@ def end_with_a_fault(rank: int, fault: str, port: int, errors: Path) -> None:
     ports = listening()
     detector = FailureDetector(communicator, rank, [])
     assert fault != "none" or listening() == ports, "a cluster may open MASTER_PORT alone"
-    assert communicator.gather(rank) == [0, 1, 2] and communicator.concatenate([rank] * rank) == [1, 2, 2]
+    assert communicator.all_gather(rank) == [0, 1, 2] and communicator.concatenate([rank] * rank) == [1, 2, 2]
     with pytest.raises(UserError) as caught:
         communicator.require_same({"base model": "x", "data": rank // 2})
     assert str(caught.value).startswith("every rank must have the same data; found 1 on rank 2 and 0 on rank 0;")
     a, b = torch.full((2,), float(rank)), torch.full((3, 1), 10.0 * rank)
-    communicator.sum([a, b])
+    communicator.all_reduce([a, b])
     assert a.tolist() == [3.0, 3.0] and b.flatten().tolist() == [30.0] * 3
     alone = torch.full((2,), float(rank))  # summed where it is, without a copy
-    communicator.sum([alone])
+    communicator.all_reduce([alone])
     assert alone.tolist() == [3.0, 3.0]
     try:
         if fault == "none":
@@ -56,7 +56,7 @@ def end_with_a_fault(rank: int, fault: str, port: int, errors: Path) -> None:
             return
         if fault.endswith(str(rank)):
             act(fault[:-1])
-        communicator.wait()  # one rank never comes
+        communicator.barrier()  # one rank never comes
     except (Exception, Stopped) as error:
         detector.failed(error)
         print(f"qerl: {error}", file=sys.stderr)

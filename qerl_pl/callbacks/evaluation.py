@@ -138,7 +138,7 @@ class EvaluationReport(Callback, ChecksFirst):
             name: _ProgressCache(*_sample_files(folder, own, ranks), total, show=False, bar=self._cache.bar)
             for name, own in zip(samplings, extra, strict=True)
         }
-        ranks.wait()  # no rank may write before all have read
+        ranks.barrier()  # no rank may write before all have read
         self._evaluator = rollout.evaluator
         self._evaluator.use_cache(self._cache, caches)
         self._settings["samples"] = f"{FOLDER}/{digest}.jsonl"

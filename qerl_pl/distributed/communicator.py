@@ -36,8 +36,8 @@ class Communicator:
     objects: Any = None
     """Process group of Python objects, over gloo."""
 
-    def gather(self, value: T) -> list[T]:
-        """All-gather: the values of all ranks, by rank."""
+    def all_gather(self, value: T) -> list[T]:
+        """The values of all ranks, by rank."""
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
@@ -45,11 +45,11 @@ class Communicator:
         return values
 
     def concatenate(self, values: Iterable[T]) -> list[T]:
-        """All-gather lists and concatenate them, by rank."""
-        return [value for gathered in self.gather(list(values)) for value in gathered]
+        """The lists of all ranks, concatenated by rank."""
+        return [value for gathered in self.all_gather(list(values)) for value in gathered]
 
-    def sum(self, tensors: Iterable[Tensor]) -> None:
-        """All-reduce tensors in place, in flat buckets of at most `BUCKET` bytes.
+    def all_reduce(self, tensors: Iterable[Tensor]) -> None:
+        """Sum tensors over all ranks in place, in flat buckets of at most `BUCKET` bytes.
 
         Args:
             tensors: Float32 and on one device, of the same shapes on all ranks.
@@ -63,8 +63,8 @@ class Communicator:
             for tensor, total in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
                 tensor.copy_(total.view_as(tensor))
 
-    def wait(self) -> None:
-        """Barrier."""
+    def barrier(self) -> None:
+        """Wait until all ranks are here."""
         if self.size > 1:
             distributed.barrier(group=self.objects)
 
@@ -77,7 +77,7 @@ class Communicator:
         Raises:
             UserError: A value differs.
         """
-        first, *others = self.gather(dict(facts))
+        first, *others = self.all_gather(dict(facts))
         for rank, values in enumerate(others, start=1):
             for name, value in values.items():
                 if value != first[name]:

@@ -57,7 +57,7 @@ class FailureDetector:
             timeout=timedelta(seconds=PATIENCE),
         )
         # A launcher's server may outlive a run that it restarts: each run has its own keys.
-        self._store = PrefixStore(f"qerl/{communicator.gather(uuid.uuid4().hex)[0]}", store)
+        self._store = PrefixStore(f"qerl/{communicator.all_gather(uuid.uuid4().hex)[0]}", store)
         self._ending, self._suspected, self._giving_up = threading.Event(), threading.Event(), threading.Lock()
         monitored = range(1, self._size) if self._rank == 0 else [0]
         self._last_heartbeat = {rank: (0, time.monotonic()) for rank in monitored}
@@ -97,9 +97,9 @@ class FailureDetector:
     def stop(self, communicator: Communicator) -> None:
         """End detection on all ranks, so that no rank takes another's normal exit for a failure."""
         if not self._ending.is_set():
-            communicator.wait()
+            communicator.barrier()
             self._end()
-            communicator.wait()  # no rank reads the store when rank 0, which may serve it, exits
+            communicator.barrier()  # no rank reads the store when rank 0, which may serve it, exits
 
     def join(self) -> int:
         """Wait for the launched processes; the first exit status that is not 0."""

@@ -65,7 +65,7 @@ class ActivationCheckpointing:
         """Choose, once, the fastest mode for which a micro-batch of so many tokens fits every rank. Collective."""
         if self.chosen:
             return
-        gathered = ranks.gather((tokens, free_bytes(self._base.device)))
+        gathered = ranks.all_gather((tokens, free_bytes(self._base.device)))
         tokens = max(count for count, _ in gathered)
         free = min((size for _, size in gathered if size is not None), default=None)
         needs = {mode: self.needed_bytes(mode, tokens) for mode in MODES}
@@ -81,7 +81,7 @@ class ActivationCheckpointing:
     def synchronize_mode(self, ranks: Communicator) -> None:
         """After a fallback on one rank, all ranks use its mode. Collective."""
         if self.automatic and ranks.size > 1:
-            mode = MODES[max(ranks.gather(MODES.index(self.mode)))]
+            mode = MODES[max(ranks.all_gather(MODES.index(self.mode)))]
             if mode != self.mode:
                 self._set_mode(mode)
 

@@ -268,7 +268,7 @@ class PolicyModule(LightningModule, ChecksFirst):
             "start": self.start_identity,
             "optimizer": type(self.trainer.optimizers[0]).__name__,
             # A checkpoint before the first batch of a resumed run has the states that are not set yet.
-            "random_states": communicator_of(self.trainer).gather(self._random_state or random_state()),
+            "random_states": communicator_of(self.trainer).all_gather(self._random_state or random_state()),
             "recomputation": self.policy.checkpointing.state(),
         }
 

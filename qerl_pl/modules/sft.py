@@ -110,8 +110,8 @@ class SFTModule(PolicyModule):
         sums = policy.checkpointing.run_with_oom_fallback(
             lambda: self._accumulate(micro_batches, batch.trained_tokens), parameters
         )
-        ranks.sum(gradients(parameters, ranks))
-        nll, entropy = (math.fsum(parts) for parts in zip(*ranks.gather(sums), strict=True))
+        ranks.all_reduce(gradients(parameters, ranks))
+        nll, entropy = (math.fsum(parts) for parts in zip(*ranks.all_gather(sums), strict=True))
         norm = self._step(optimizer, parameters, nll)
         lr = optimizer.param_groups[0]["lr"]
         schedule.step()
@@ -160,7 +160,7 @@ class SFTModule(PolicyModule):
 
     def on_validation_epoch_end(self) -> None:
         """Log the means over all ranks' trained tokens; those of a complete sanity check are from before training."""
-        gathered = communicator_of(self.trainer).gather(self._sums)
+        gathered = communicator_of(self.trainer).all_gather(self._sums)
         nll, right, tokens = (math.fsum(parts) for parts in zip(*gathered, strict=True))
         loss = nll / tokens
         metrics: dict[str, Any] = {

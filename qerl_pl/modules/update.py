@@ -220,8 +220,8 @@ class PolicyUpdate:
             on_policy = step == 0 and not policy.trained.has_dropout
             sums = self._accumulate(policy, precomputed, rows, weights, backward, parameters, on_policy)
             if tokens > 0:  # else no rank has a gradient
-                ranks.sum(gradients(parameters, ranks))
-            for rank_sums in ranks.gather(dict(sums)):
+                ranks.all_reduce(gradients(parameters, ranks))
+            for rank_sums in ranks.all_gather(dict(sums)):
                 for name, value in rank_sums.items():
                     totals[name] += value
             norm = torch.nn.utils.clip_grad_norm_(parameters, self.max_grad_norm).item()
@@ -317,7 +317,7 @@ class PolicyUpdate:
         old, entropy = self._frozen_logprobs(policy, experience, mask, needs_old.nonzero().squeeze(1), noise)
         surrogate_mask = None
         if share_of_tokens < 1:
-            of_all_ranks = torch.cat(ranks.gather(entropy[mask].cpu()))
+            of_all_ranks = torch.cat(ranks.all_gather(entropy[mask].cpu()))
             surrogate_mask = entropy >= top_entropy_threshold(of_all_ranks, share_of_tokens)
         reference = None
         share = 1.0 if self.objective.needs_reference else self.reference_share
@@ -381,7 +381,7 @@ class PolicyUpdate:
     def _gather_indices(self, experience: Experience, mask: Tensor, ranks: Communicator) -> tuple[Tensor, Tensor]:
         """Indices of this rank's rows among all ranks' completions [B], and trained tokens of all completions [N]."""
         own = torch.arange(len(experience)) if experience.indices is None else experience.indices.cpu()
-        gathered = ranks.gather((own, mask.sum(dim=1).cpu()))
+        gathered = ranks.all_gather((own, mask.sum(dim=1).cpu()))
         token_counts = torch.zeros(sum(len(indices) for indices, _ in gathered), dtype=torch.int64)
         for indices, counts in gathered:
             token_counts[indices] = counts

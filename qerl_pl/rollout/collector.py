@@ -191,7 +191,7 @@ class Collector:
             report = self.engine.sync(weights)
         self._synced_noise = _draws(weights)[0]
         if weights.noise is not None:
-            measured = sum(self.ranks.gather(report.noise_std)) / self.ranks.size
+            measured = sum(self.ranks.all_gather(report.noise_std)) / self.ranks.size
             metrics |= {"aqn/sigma": weights.noise.sigma, "aqn/measured_std": measured}
         groups = self._sample_informative(prompts, weights, replacements, seconds)
         with _timed(seconds, "sleep"):
@@ -255,7 +255,7 @@ class Collector:
         if ranks.size == 1:
             return groups
         with _timed(seconds, "wait"):
-            ranks.wait()
+            ranks.barrier()
         gathered = gather_by_index(ranks, indices, [replace(group, completions=()) for group in groups])
         for index, group in zip(indices, groups, strict=True):
             gathered[index] = group
@@ -286,7 +286,7 @@ class Collector:
 
     def _reduce_seconds(self, seconds: dict[str, float], version: int) -> dict[str, float]:
         """Each phase's time on its slowest rank, and the mean time that ranks waited."""
-        gathered = self.ranks.gather(seconds)
+        gathered = self.ranks.all_gather(seconds)
         slowest = {phase: max(times[phase] for times in gathered) for phase in seconds}
         if self.ranks.size > 1:
             slowest["wait"] = sum(times["wait"] for times in gathered) / len(gathered)
@@ -358,14 +358,14 @@ class Collector:
     def _sampler_entropy(self, groups: Sequence[Group]) -> float:
         """Mean of -log p over the sampled tokens of all ranks: an unbiased estimate of the sampler's entropy, nats."""
         logprobs = [completion.logprobs for group in groups for completion in group.completions]
-        sums = self.ranks.gather((-math.fsum(map(math.fsum, logprobs)), sum(map(len, logprobs))))
+        sums = self.ranks.all_gather((-math.fsum(map(math.fsum, logprobs)), sum(map(len, logprobs))))
         tokens = sum(count for _, count in sums)
         return sum(nats for nats, _ in sums) / tokens if tokens else math.nan
 
     def _repetitive_share(self, groups: Sequence[Group]) -> float:
         """Share of the sampled completions of all ranks that repeat themselves."""
         repetitive = [repeats_itself(completion.token_ids) for group in groups for completion in group.completions]
-        counts = self.ranks.gather((sum(repetitive), len(repetitive)))
+        counts = self.ranks.all_gather((sum(repetitive), len(repetitive)))
         return sum(count for count, _ in counts) / (sum(size for _, size in counts) or math.nan)
 
 

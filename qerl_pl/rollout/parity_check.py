@@ -223,7 +223,7 @@ def measure_noise_widening(
         policy.eval()
         with torch.no_grad():
             logprobs = policy.token_logprobs(tokens, lengths, mask, sampling.temperature)[0]
-        sums = ranks.gather(((logprobs - sampled)[mask].abs().sum().item(), int(mask.sum())))
+        sums = ranks.all_gather(((logprobs - sampled)[mask].abs().sum().item(), int(mask.sum())))
         return math.fsum(total for total, _ in sums) / sum(count for _, count in sums)
 
     with_noise = shift(weights)
