@@ -180,7 +180,7 @@ def test_the_slowest_rank_is_named_where_others_wait_long(
     def waits_by_the_clock(ranks: ThreadRanks) -> None:
         clock.now += waits[ranks.rank]
 
-    monkeypatch.setattr(ThreadRanks, "wait", waits_by_the_clock)
+    monkeypatch.setattr(ThreadRanks, "barrier", waits_by_the_clock)
 
     def work(ranks: Communicator) -> dict[str, float]:
         policy = Watched()

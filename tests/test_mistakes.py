@@ -62,7 +62,10 @@ PARSED = {
         ["--model.objective.correction", "tis"],
         "correction must be one of off, token_tis, .*icepop; got 'tis'; choose",
     ),
-    "no objective": (["--model.objective", "PPO"], "objectives are BNPO, CISPO, DAPO, DPPO, .*OnPolicyDistillation, SAPO; see"),
+    "no objective": (
+        ["--model.objective", "PPO"],
+        "objectives are BNPO, CISPO, DAPO, DPPO, .*OnPolicyDistillation, SAPO; see",
+    ),
     "abbreviated key": (["--model.lr", "1"], "unrecognized arguments: --model.lr 1"),
     "unknown class": (["--model.objective", "qerl_pl.algorithm.objectives.PPO"], "no attribute 'PPO'"),
     "unknown module": (["--data", "nowhere.Data"], "No module named 'nowhere'"),

@@ -126,6 +126,7 @@ def _parsing(error: jsonargparse.ArgumentError, argv: list[str], commands: Colle
     """Of jsonargparse's many lines the key and what is wrong with it."""
     lines = [" ".join(line.split()).removeprefix("- ").rstrip(".") for line in str(error).splitlines()]
     useful = [line for line in lines if line and not _NOISE.match(line)] or lines[:1]
+    useful = [line for line in useful if line.removeprefix("Given value: ") not in "".join(useful).replace(line, "")]
     command = f"qerl {argv[0]}" if argv and argv[0] in commands else "qerl"
     hints = [text] if (text := _hint(str(error))) else []
     return "; ".join([*useful, *hints, f"see {command} --help"]).replace(":; ", ": ")
