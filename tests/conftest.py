@@ -5,6 +5,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,13 +20,33 @@ os.environ.setdefault("TRITON_INTERPRET", str(int(not torch.cuda.is_available())
 torch.set_num_threads(1)
 
 
-SLOW_FILES = ("test_resume", "test_ranks", "test_fit", "test_mistakes", "test_engines", "test_ops_few", "test_watch")
-"""Files that take longest, most of them for the processes that they start."""
+VLLM_FILES = ("test_engines", "test_full", "test_ports", "test_terminal", "test_vllm_compat", "test_vllm_sampler")
+"""Files that import vLLM, which takes ten seconds: one worker runs them all."""
+
+SLOW_FILES = (
+    *("test_ranks", *VLLM_FILES, "test_resume", "test_fit", "test_study", "test_mistakes", "test_ops_few"),
+    *("test_math_answer", "test_docs", "test_every_way", "test_configs", "test_sft", "test_start", "test_few_compiled"),
+)
+"""Files that take longest, in that order."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Start the slow files first: a file runs on one worker, and the other would wait for the last one."""
     items.sort(key=lambda item: SLOW_FILES.index(item.path.stem) if item.path.stem in SLOW_FILES else len(SLOW_FILES))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Files go to workers whole, and in the order of their tests above."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Files(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file: str = super()._split_scope(nodeid)
+            return "vllm" if Path(file).stem in VLLM_FILES else file
+
+    config.option.loadscopereorder = False
+    return Files(config, log)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,7 +1,5 @@
 """The collector by itself: a policy, an engine, rewards, and no trainer."""
 
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -143,16 +141,6 @@ def test_each_prompt_is_sampled_under_its_draw_of_the_noise(
     assert single.draws is None and single.metrics["aqn/measured_std"] == found.metrics["aqn/measured_std"]
     assert torch.equal(single.sampler_logprobs[:3][single.mask[:3]], found.sampler_logprobs[:3][found.mask[:3]])
     assert not torch.equal(single.tokens[3:6], found.tokens[3:6])
-
-
-def test_the_rollout_knows_nothing_of_what_comes_after_it() -> None:
-    packages = ("evaluation", "modules", "callbacks", "datamodules", "cli")
-    later = tuple(f"qerl_pl.{package}" for package in packages)
-    program = (
-        f"import sys, qerl_pl.rollout.collector; print([name for name in sys.modules if name.startswith({later})])"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout == "[]\n"
 
 
 class Marked(Letters):

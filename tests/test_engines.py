@@ -122,10 +122,35 @@ def weights_of(peft: PeftModel, version: int = 1) -> PolicyWeights:
     return PolicyWeights(version, {k: (a.detach(), b.detach()) for k, (a, b) in adapter.items()}, ALPHA / RANK)
 
 
+class Ear(logging.Handler):
+    """Keeps the messages that it hears."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
+@pytest.fixture(scope="module")
+def said() -> dict[type[RolloutEngine], list[str]]:
+    """What the package has logged while each engine started."""
+    return {}
+
+
 @pytest.fixture(scope="module", params=ENGINES)
-def engine(request: pytest.FixtureRequest, base: Path) -> Iterator[RolloutEngine]:
-    made = make_engine(request.param)
+def engine(
+    request: pytest.FixtureRequest, base: Path, said: dict[type[RolloutEngine], list[str]]
+) -> Iterator[RolloutEngine]:
+    made, ear, logger = make_engine(request.param), Ear(), logging.getLogger("qerl_pl.engines")
+    level = logger.level
+    logger.addHandler(ear)
+    logger.setLevel(logging.INFO)
     made.launch(spec_of(base))
+    logger.removeHandler(ear)
+    logger.setLevel(level)
+    said[type(made)] = ear.messages
     yield made
     made.close()
 
@@ -146,16 +171,14 @@ def test_a_yaml_file_can_name_the_engine(name: str) -> None:
     assert found.engine.class_path == f"qerl_pl.engines.{name}"
 
 
-@pytest.mark.vllm
-def test_the_start_is_told_in_one_line(base: Path, caplog: pytest.LogCaptureFixture) -> None:
-    engine = make_engine("vllm")
-    with caplog.at_level(logging.INFO, logger="qerl_pl.engines"):
-        engine.launch(spec_of(base))
-        engine.close()
-    (line,) = [message for message in caplog.messages if message.startswith("vLLM")]
+def test_the_start_of_vllm_is_told_in_one_line(
+    engine: RolloutEngine, said: dict[type[RolloutEngine], list[str]]
+) -> None:
+    lines = [message for message in said[type(engine)] if message.startswith("vLLM")]
     method = "UnquantizedLinearMethod"
     off = f"without shared weights: only Marlin's layout can be shared, and vLLM's kernels are {method}"
-    assert re.fullmatch(rf"vLLM [\d.]+ \({method}\): LoRA on 14 linears; {off}; started in \d+ s", line)
+    told = rf"vLLM [\d.]+ \({method}\): LoRA on 14 linears; {off}; started in \d+ s"
+    assert len(lines) == isinstance(engine, VLLMEngine) and all(re.fullmatch(told, line) for line in lines)
 
 
 def test_memory_is_that_of_the_weights_the_adapter_and_the_cache(engine: RolloutEngine, reference: PeftModel) -> None:

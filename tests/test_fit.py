@@ -254,7 +254,7 @@ def test_evaluation_takes_the_newest_checkpoint_and_logs_where_the_runs_curve_ha
     finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = shutil.copytree(finished, tmp_path / "run")
-    where = ("-c", str(run / "config.yaml"), "--trainer.default_root_dir", str(run))
+    where = ("-c", str(run / "config.yaml"), "--trainer.default_root_dir", str(run), "--data.test_size", "4")
     assert main(["test", *where, "--resume", "auto"]) == 0
     assert "test/pass@1" in capsys.readouterr().out
     events = EventAccumulator(str(run)).Reload()

@@ -1,4 +1,4 @@
-"""The wheel by itself: it is built, unpacked, and used from a folder outside the repository."""
+"""The wheel with the core dependencies alone: it is built, unpacked, and used from a folder outside the repository."""
 
 import os
 import shutil
@@ -12,7 +12,54 @@ import yaml
 
 ROOT = Path(__file__).parents[1]
 USE = """
+import importlib, pkgutil, sys
+from importlib.machinery import PathFinder
+from importlib.metadata import PackageNotFoundError, packages_distributions, requires
+from packaging.requirements import Requirement
+
+def needed(name, extras=frozenset(), seen=None):
+    seen = set() if seen is None else seen
+    try:
+        lines = requires(name) or []
+    except PackageNotFoundError:
+        return seen
+    seen.add((name, extras))
+    for requirement in map(Requirement, lines):
+        marker = requirement.marker
+        if marker is None or any(marker.evaluate({"extra": extra}) for extra in extras or ("",)):
+            key = (requirement.name.lower().replace("_", "-"), frozenset(requirement.extras))
+            if key not in seen:
+                needed(*key, seen)
+    return seen
+
+core = {name for name, _ in needed("qerl-pl")}
+hidden = {
+    module for module, owners in packages_distributions().items()
+    if not any(owner.lower().replace("_", "-") in core for owner in owners)
+} | {"vllm", "triton"}
+
+class Hiding(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return None if name.partition(".")[0] in hidden else super().find_spec(name, path, target)
+
+sys.meta_path = [Hiding if finder is PathFinder else finder for finder in sys.meta_path]
+assert "pytest" in hidden and "torch" not in hidden
+import qerl_pl.rollout.collector
+later = tuple(f"qerl_pl.{package}" for package in ("evaluation", "modules", "callbacks", "datamodules", "cli"))
+print([name for name in sys.modules if name.startswith(later)])
+
 import qerl_kernels, qerl_pl
+count = 0
+for package in (qerl_pl, qerl_kernels):
+    for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+        short = module.name.rpartition(".")[2]
+        if short == "__main__" or short.startswith("triton_"):
+            continue  # a program; kernels, imported where a GPU asks for them
+        importlib.import_module(module.name)
+        count += 1
+print(count)
+
 from qerl_pl.cli.main import main
 print(qerl_pl.__file__, qerl_kernels.__file__, sep="\\n")
 assert main(["configs"]) == 0
@@ -50,18 +97,33 @@ def test_the_wheel_holds_code_types_and_configurations(unpacked: Path) -> None:
     assert {path.name: path.read_bytes() for path in (unpacked / "qerl_pl" / "configs").iterdir()} == shipped
 
 
-def test_the_wheel_is_enough(unpacked: Path, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def used(unpacked: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+    """The folder where a new process has used the wheel, and the lines that it printed."""
+    folder = tmp_path_factory.mktemp("elsewhere")
     environment = os.environ | {"PYTHONPATH": str(unpacked), "HF_HUB_OFFLINE": "1"}
-    options = {"cwd": tmp_path, "env": environment, "capture_output": True, "text": True, "timeout": 180}
+    options = {"cwd": folder, "env": environment, "capture_output": True, "text": True, "timeout": 300}
     done = subprocess.run([sys.executable, "-c", USE], **options)
     assert done.returncode == 0, done.stderr[-2000:]
-    ours, kernels, *lines = done.stdout.splitlines()
+    return folder, done.stdout.splitlines()
+
+
+def test_the_rollout_imports_nothing_of_what_comes_after_it(used: tuple[Path, list[str]]) -> None:
+    assert used[1][0] == "[]"
+
+
+def test_every_module_imports_with_the_core_dependencies_alone(used: tuple[Path, list[str]]) -> None:
+    assert int(used[1][1]) > 50
+
+
+def test_the_wheel_is_enough(unpacked: Path, used: tuple[Path, list[str]]) -> None:
+    folder, (ours, kernels, *lines) = used[0], used[1][2:]
     assert Path(ours).parents[1] == Path(kernels).parents[1] == unpacked
     names = sorted(path.stem for path in (ROOT / "configs").iterdir())
     listed = dict(line.split(maxsplit=1) for line in lines[: len(names)])
     assert list(listed) == names
     assert listed["dapo"].startswith("DAPO (arXiv 2503.14476) in place of GRPO, with a file")
-    assert (tmp_path / "mine.yaml").read_bytes() == (ROOT / "configs" / "quickstart.yaml").read_bytes()
+    assert (folder / "mine.yaml").read_bytes() == (ROOT / "configs" / "quickstart.yaml").read_bytes()
     settings = yaml.safe_load("\n".join(lines[len(names) + 1 :]))
     assert settings["trainer"]["default_root_dir"] is None and settings["rollout"]["rewards"].keys() >= {"overlong"}
     assert settings["model"]["optimizer"]["init_args"]["lr"] == 0.002

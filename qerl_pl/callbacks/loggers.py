@@ -31,14 +31,14 @@ class SaveFitConfig(SaveConfigCallback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the hyperparameters."""
         if writes_files(trainer):
-            settings = yaml.safe_load(self.parser.dump(self.config, skip_unset=False))
+            self._text = self.parser.dump(self.config, skip_unset=False)
+            settings = yaml.safe_load(self._text)
             log_hyperparameters(trainer.loggers, flatten({key: settings.get(key) for key in LOGGED}))
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save to the run's folder, whichever the logger has: a checkpoint has been accepted."""
         if writes_files(trainer):
-            text = self.parser.dump(self.config, skip_unset=False)
-            atomic_write(Path(trainer.default_root_dir) / self.config_filename, text.encode())
+            atomic_write(Path(trainer.default_root_dir) / self.config_filename, self._text.encode())
 
 
 def flatten(settings: Any, key: str = "") -> dict[str, Any]:
