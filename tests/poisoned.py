@@ -4,6 +4,7 @@ Buffers start poisoned (deterministic mode fills them with NaN), so an element t
 """
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -18,3 +19,11 @@ def triton_on_poisoned_memory() -> Iterator[None]:
     yield
     torch.use_deterministic_algorithms(False)
     select_backend("torch")
+
+
+@contextmanager
+def in_pytorch() -> Iterator[None]:
+    """Inside the block, what prepares a test or is compared with is PyTorch's: the interpreter is slow."""
+    select_backend("triton" if torch.cuda.is_available() else "torch")
+    yield
+    select_backend("triton")
