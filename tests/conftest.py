@@ -8,16 +8,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-os.environ["HF_HUB_OFFLINE"] = "1"
-os.environ["TOKENIZERS_PARALLELISM"] = "false"
-# What the package caches (quantized bases) stays out of the user's cache.
-os.environ["QERL_CACHE"] = tempfile.mkdtemp(prefix="qerl-tests-")
-# Triton reads this when it is first imported: without a GPU its kernels run in its interpreter.
-os.environ.setdefault("TRITON_INTERPRET", str(int(not torch.cuda.is_available())))
-# Small tensors: more threads only wait for each other, and sums come out the same on every machine.
-torch.set_num_threads(1)
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Set the environment, but for the process that hands out tests to workers: it would import torch first."""
+    if config.getoption("dist", "no") != "no":
+        return
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    # What the package caches (quantized bases) stays out of the user's cache.
+    os.environ["QERL_CACHE"] = tempfile.mkdtemp(prefix="qerl-tests-")
+    import torch
+
+    # Triton reads this when it is first imported: without a GPU its kernels run in its interpreter.
+    os.environ.setdefault("TRITON_INTERPRET", str(int(not torch.cuda.is_available())))
+    # Small tensors: more threads only wait for each other, and sums come out the same on every machine.
+    torch.set_num_threads(1)
 
 
 VLLM_FILES = ("test_engines", "test_full", "test_ports", "test_terminal", "test_vllm_compat", "test_vllm_sampler")
