@@ -31,7 +31,7 @@ quickstart: $(VENV)/.installed ## train the embedded toy policy and show what it
 
 # At once: what checks the code and the pages needs one core for a minute, and tests that wait leave one free.
 test: $(VENV)/.installed-vllm $(VENV)/.installed-docs ## lint, types, documentation, and the whole suite with both engines
-	$(MAKE) --no-print-directory --jobs 3 --output-sync=line lint docs suite
+	$(MAKE) --no-print-directory --jobs 3 lint docs suite
 
 suite: $(VENV)/.installed-vllm
 	$(BIN)/python -m pytest -q --numprocesses 2 --dist loadfile
