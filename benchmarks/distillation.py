@@ -20,7 +20,7 @@ from typing import Any
 
 import report
 import torch
-from quantization_table import dense_model, wilson
+from quantization_table import dense_model
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from qerl_pl.chat_template import render_prompt
@@ -134,7 +134,7 @@ def table(results: dict[str, dict[str, Any]]) -> str:
         low, high = bootstrap_interval(torch.tensor(found["nats"], dtype=torch.float64), seed=0)
         line = [name, f"{statistics.fmean(found['nats']):.4f} [{low:.4f}, {high:.4f}]", f"{found['kl']:.4f}"]
         for kind in ("greedy", "sampled"):
-            bounds = wilson(sum(found[kind]), len(found[kind]))
+            bounds = report.wilson(sum(found[kind]), len(found[kind]))
             line.append("{:.3f} [{:.3f}, {:.3f}]".format(statistics.fmean(found[kind]), *bounds))
         back = []
         for kind in ("nats", "greedy", "sampled") if "before" in found else ():

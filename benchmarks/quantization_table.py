@@ -85,20 +85,12 @@ def right(
     return [value > 0.5 for value in MathAnswer(tag=None)(samples)]
 
 
-def wilson(successes: int, count: int) -> tuple[float, float]:
-    """95 % interval of a proportion."""
-    z, share = 1.96, successes / count
-    middle = (share + z * z / (2 * count)) / (1 + z * z / count)
-    half = z * math.sqrt(share * (1 - share) / count + z * z / (4 * count**2)) / (1 + z * z / count)
-    return middle - half, middle + half
-
-
 def table(results: dict[str, dict[str, Any]]) -> str:
     lines = []
     for way, found in results.items():
         more = [own - least for own, least in zip(found["nats"], results["16-bit"]["nats"], strict=True)]
         half = 1.96 * statistics.stdev(more) / math.sqrt(len(more))
-        low, high = wilson(sum(found["right"]), len(found["right"]))
+        low, high = report.wilson(sum(found["right"]), len(found["right"]))
         share = statistics.fmean(found["right"])
         above = "" if way == "16-bit" else f"{statistics.fmean(more):.4f} ± {half:.4f}"
         lines.append([way, f"{statistics.fmean(found['nats']):.4f}", above, f"{share:.3f} [{low:.3f}, {high:.3f}]"])

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import math
 import os
 import subprocess
 import sys
@@ -42,6 +43,14 @@ def _commit() -> str:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (FileNotFoundError, subprocess.CalledProcessError):
         return ""
+
+
+def wilson(successes: int, count: int) -> tuple[float, float]:
+    """95 % interval of a proportion."""
+    z, share = 1.96, successes / count
+    middle = (share + z * z / (2 * count)) / (1 + z * z / count)
+    half = z * math.sqrt(share * (1 - share) / count + z * z / (4 * count**2)) / (1 + z * z / count)
+    return middle - half, middle + half
 
 
 def markdown(headers: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:

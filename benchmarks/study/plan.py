@@ -9,8 +9,9 @@
     defaults: {method: plain, seed: 0}       # levels of factors that a block does not name
     blocks: [{method: [plain, nvfp4], seed: [0, 1, 2]}, …]         # all combinations of each block, without duplicates
 
-A level may also set its own `config`, and later factors override earlier ones. `with: {policy: {toy:
-{model.optimizer.lr: 0.001}}}` beside `set` applies only in combination with that level of another factor.
+`${factor}` is the level of a factor. A level may also set its own `config`, and later factors override earlier ones.
+`with: {policy: {toy: {model.optimizer.lr: 0.001}}}` beside `set` applies only in combination with that level of another
+factor.
 """
 
 import hashlib
@@ -166,4 +167,11 @@ def _run(path: Path, study: Mapping[str, Any], factors: Mapping[str, Any], level
             config = settings.get("config", config)
         else:
             raise UserError(f"a block names levels of a factor; {path} has {level} as {factor}; define it there")
-    return Run(levels, ROOT / config, overrides)
+    return Run(levels, ROOT / config, {key: _with_levels(value, levels) for key, value in overrides.items()})
+
+
+def _with_levels(value: Any, levels: Mapping[str, Level]) -> Any:
+    """A text with the levels of factors in place of their `${name}`; other values as they are."""
+    if not isinstance(value, str):
+        return value
+    return _VALUE.sub(lambda match: str(levels.get(match[1], match[0])), value)

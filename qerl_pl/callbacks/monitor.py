@@ -157,9 +157,9 @@ class Monitor(Callback):
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the accuracy before training, which Lightning drops as a sanity check."""
         if trainer.sanity_checking and trainer.num_sanity_val_batches == trainer.num_val_batches:
-            measured = {tag: float(value) for tag, value in trainer.callback_metrics.items() if tag.startswith("val/")}
+            assert isinstance(pl_module, QeRLModule)
             for logger in trainer.loggers:
-                logger.log_metrics(measured, step=BEFORE_TRAINING)
+                logger.log_metrics(pl_module.validation_metrics(), step=BEFORE_TRAINING)
 
     def _measure(self, trainer: Trainer, module: QeRLModule) -> dict[str, float]:
         engine = rollout_callback(trainer, "Monitor").engine.memory_gib()

@@ -134,7 +134,6 @@ class RolloutLines(ProgressBar):
         partial = trainer.sanity_checking and trainer.num_sanity_val_batches != trainer.num_val_batches
         if not self._enabled or partial or trainer.state.fn != TrainerFn.FITTING:
             return
-        found = held_out_metrics(trainer.callback_metrics)
-        if isinstance(pl_module, QeRLModule) and found:
+        if isinstance(pl_module, QeRLModule) and (found := held_out_metrics(pl_module.validation_metrics())):
             values = ", ".join(f"{label} {value:.3f}" for label, value in found.items())
             log.info("validation after %d rollouts: %s", pl_module.policy_version, values)

@@ -70,10 +70,10 @@ class RunSummary(Callback):
             return  # a sanity check of fewer prompts
         if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
             self._count_time()
-        metrics = trainer.callback_metrics
+        metrics = pl_module.validation_metrics()
         for tag in metrics:
             if match := re.fullmatch(r"(val/(?:(.+)/)?)pass@1", tag):
-                sampled, greedy = float(metrics[tag]), float(metrics[f"{match[1]}accuracy"])
+                sampled, greedy = metrics[tag], metrics[f"{match[1]}accuracy"]
                 self.accuracies.setdefault(match[2] or "", []).append((pl_module.policy_version, sampled, greedy))
 
     def _count_time(self) -> None:

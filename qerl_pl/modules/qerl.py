@@ -219,6 +219,16 @@ class QeRLModule(PolicyModule):
         """Log the metrics of the batch's evaluation."""
         self._log_evaluation("test", batch, dataloader_idx)
 
+    def validation_metrics(self) -> dict[str, float]:
+        """Metrics of the validation that has just ended, by tag; also of a sanity check on several sets of prompts.
+
+        Lightning has the latter neither among `callback_metrics` nor for its loggers.
+        """
+        logged = {tag: float(value) for tag, value in self.trainer.callback_metrics.items() if tag.startswith("val/")}
+        if not self.trainer.sanity_checking:
+            return logged
+        return logged | {tag: mean.compute().item() for tag, mean in self._means.items() if mean.update_called}
+
     def _log_evaluation(self, stage: str, batch: PromptBatch, loader: int) -> None:
         evaluation = _filled_in(batch.evaluation, "validation")
         # Tags have the set's name; Lightning would add the loader's index.

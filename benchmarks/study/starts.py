@@ -1,0 +1,167 @@
+"""Where the runs of a study start: adapters that teach a policy, as it is quantized, GSM8K in the rewards' format.
+
+    python -m benchmarks.study.starts train MODEL STARTS --data GSM8K --format nvfp4 --rounding 0     # STARTS/nvfp4-0
+    python -m benchmarks.study.starts choose STARTS     # STARTS/nvfp4-0/start: of each, the adapter nearest to a target
+
+`train` writes BASE, a copy of MODEL whose channels are reordered unless the rounding is 0, fine-tunes an adapter on the
+quantized BASE with the first rows of the training split, and measures its accuracy on the next rows at intervals.
+`choose` takes the lowest of the best accuracies as the target, unless it is given, so that every policy starts alike.
+Neither sees the test split. Reinforcement learning trains on the remaining rows, which `train` writes to STARTS/data.
+"""
+
+import argparse
+import json
+import shutil
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning import Trainer
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.utilities.types import STEP_OUTPUT
+
+from benchmarks import report
+from benchmarks.study.pretrained import Measurement, read_rows
+from benchmarks.study.reordered import reorder_checkpoint
+from qerl_pl.datamodules import ConversationDataModule
+from qerl_pl.modules import LoraConfig, PolicyConfig, SFTModule
+from qerl_pl.persistence.atomic_files import atomic_directory
+
+FORMATS = ("none", "nvfp4", "mxfp4", "nf4", "gaussian")
+RESULTS = "start.json"
+
+
+class Snapshots(Callback):
+    """Saves the adapter to FOLDER/step=N every so many steps."""
+
+    def __init__(self, folder: Path, every: int) -> None:
+        self.folder = folder
+        self.every = every
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
+    ) -> None:
+        assert isinstance(pl_module, SFTModule)
+        if pl_module.policy_version % self.every == 0:
+            path = self.folder / f"step={pl_module.policy_version}"
+            path.mkdir(parents=True)
+            pl_module.policy.save(path)
+
+
+def split_rows(data: Path, taught: int, held_out: int) -> tuple[list[dict[str, str]], ...]:
+    """Training rows of GSM8K: those of the fine-tuning, those held out to choose by, and the remaining ones."""
+    rows = read_rows(data / "train.jsonl")
+    return rows[:taught], rows[taught : taught + held_out], rows[taught + held_out :]
+
+
+def write_data(data: Path, folder: Path, held_out: Sequence[dict[str, str]], rows: Sequence[dict[str, str]]) -> None:
+    """GSM8K for reinforcement learning: the rows to train on, those to choose settings by, and the test split."""
+    if folder.exists():
+        return
+    test = read_rows(data / "test.jsonl")
+    with atomic_directory(folder, replace=True) as out:
+        for split, split_rows in (("train", rows), ("held_out", held_out), ("test", test)):
+            (out / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in split_rows))
+
+
+def train(args: argparse.Namespace) -> None:
+    folder = args.starts / f"{args.format}-{args.rounding}"
+    if (folder / RESULTS).is_file():
+        print(f"{folder} is finished")
+        return
+    shutil.rmtree(folder, ignore_errors=True)
+    taught, held_out, others = split_rows(args.data, args.taught, args.held_out)
+    write_data(args.data, args.starts / "data", held_out, others)
+    base = args.starts / f"base-{args.rounding}"
+    if not base.exists():
+        with atomic_directory(base, replace=True) as out:
+            if args.rounding:
+                reorder_checkpoint(args.model, out, args.rounding)
+            else:
+                shutil.copytree(args.model, out, dirs_exist_ok=True)
+    lora = LoraConfig(args.rank, args.alpha)
+    module = SFTModule(
+        PolicyConfig(path=str(base), quantization=args.format, dtype=args.dtype, lora=lora),
+        optimizer=lambda weights: torch.optim.AdamW(weights, lr=args.lr, betas=(0.9, 0.99), weight_decay=0.0),
+        lr_scheduler="constant_with_warmup",
+        micro_batch_tokens=16384,
+        max_grad_norm=1.0,
+        seed=args.rounding,  # another adapter and another order of the rows for each rounding
+    )
+    data = ConversationDataModule(list(taught), batch_size=args.batch_size, val_size=0, seed=args.rounding)
+    trainer = Trainer(
+        devices=1,
+        max_steps=args.steps,
+        logger=False,
+        callbacks=[Snapshots(folder, args.every)],
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+    )
+    trainer.fit(module, data)
+    shutil.rmtree(folder / "adapter", ignore_errors=True)  # the last of the snapshots
+    del module, trainer
+    policy = Measurement(base, args.format, lora, args.max_tokens, args.engine, args.dtype)
+    steps = []
+    for step in range(args.every, args.steps + 1, args.every):
+        policy.use(folder / f"step={step}")
+        found = policy.accuracy(held_out, "tags", args.samples)
+        summary = {kind: statistics.fmean(found[kind]) for kind in ("greedy", "sampled")}
+        steps.append({"step": step, **summary, "tokens": found["tokens"], "truncated": found["truncated"]})
+        print(args.format, args.rounding, steps[-1], flush=True)
+    policy.engine.close()
+    settings = {name: getattr(args, name) for name in ("format", "rounding", "taught", "held_out", "samples", "lr")}
+    results = {**settings, "model": args.model.name, "steps": steps, "environment": report.environment()}
+    (folder / RESULTS).write_text(json.dumps(results, indent=1) + "\n")
+
+
+def choose(args: argparse.Namespace) -> None:
+    found = {path.parent: json.loads(path.read_text()) for path in sorted(args.starts.glob(f"*-*/{RESULTS}"))}
+    best = {folder: max(step["sampled"] for step in start["steps"]) for folder, start in found.items()}
+    target, rows, results = args.target or min(best.values()), [], []
+    for folder, start in found.items():
+        step = min(start["steps"], key=lambda step: (abs(step["sampled"] - target), step["step"]))
+        shutil.rmtree(folder / "start", ignore_errors=True)
+        shutil.copytree(folder / f"step={step['step']}", folder / "start")
+        accuracies = [f"{value:.3f}" for value in (best[folder], step["sampled"], step["greedy"])]
+        rows.append([folder.name, step["step"], *accuracies])
+        results.append({**start, "chosen": step["step"]})
+    headers = ["format and rounding", "steps", "best sampled accuracy", "sampled accuracy", "greedy accuracy"]
+    report.write(args.out, args.name, report.markdown(headers, rows), {"target": target, "starts": results})
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    one = commands.add_parser("train")
+    one.add_argument("model", type=Path, help="folder of a 16-bit model with a chat template")
+    one.add_argument("starts", type=Path)
+    one.add_argument("--data", type=Path, required=True, help="folder with GSM8K's train.jsonl and test.jsonl")
+    one.add_argument("--format", choices=FORMATS, required=True)
+    one.add_argument("--rounding", type=int, default=0, help="seed of the channels' order; 0 is the model's own")
+    one.add_argument("--taught", type=int, default=2048, help="rows that are taught")
+    one.add_argument("--held-out", type=int, default=1024, help="rows that the accuracy is measured on")
+    one.add_argument("--steps", type=int, default=96)
+    one.add_argument("--every", type=int, default=16, help="steps between two measurements")
+    one.add_argument("--batch-size", type=int, default=32)
+    one.add_argument("--lr", type=float, default=2e-4)
+    one.add_argument("--rank", type=int, default=32)
+    one.add_argument("--alpha", type=float, default=32.0)
+    one.add_argument("--samples", type=int, default=2, help="samples a question, beside the greedy one")
+    one.add_argument("--max-tokens", type=int, default=320)
+    one.add_argument("--engine", choices=["vllm", "transformers"], default="vllm")
+    one.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
+    two = commands.add_parser("choose")
+    two.add_argument("starts", type=Path)
+    two.add_argument("--target", type=float, help="sampled accuracy; default: the lowest of the best")
+    two.add_argument("--name", default="starts", help="of the table")
+    two.add_argument("--out", type=Path, default=report.ROOT / "benchmarks" / "results")
+    args = parser.parse_args(words)
+    train(args) if args.command == "train" else choose(args)
+
+
+if __name__ == "__main__":
+    main()
