@@ -38,14 +38,15 @@ CORRECTIONS = {**PRESETS, WIDENED: RolloutCorrection(**vars(PRESETS["geometric_m
 
 
 def endless(source: Path, folder: Path) -> Path:
-    """A copy of a model whose completions end at the token limit: a special token that it never samples ends them."""
+    """A copy of a model whose completions end at the token limit: a token that it hardly ever samples ends them."""
     shutil.copytree(source, folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     ends = set(end_token_ids(folder))
-    other = next(token for token in reversed(tokenizer.all_special_tokens) if tokenizer.vocab[token] not in ends)
+    last = max(set(tokenizer.vocab.values()) - ends)
+    other = tokenizer.convert_ids_to_tokens(last)
     for name in ("config.json", "generation_config.json"):
         if (path := folder / name).is_file():
-            path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": tokenizer.vocab[other]}))
+            path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": last}))
     tokenizer.eos_token = other
     tokenizer.save_pretrained(folder)
     return folder
