@@ -1,1 +1,1 @@
-"""Scripts that measure; `python -m benchmarks.study` is the one that takes a list of runs."""
+"""Scripts that measure; `python -m benchmarks.study` runs a list of runs, `-m benchmarks.loss_parity` compares losses."""

@@ -1,21 +1,12 @@
-"""Losses, corrections and advantages of this package beside TRL's and verl's own code, on the same random batch.
+"""What this package computes of a random batch, by the pieces that TRL or verl have too.
 
-    pip install --no-deps --target peers trl==1.16.0 verl==0.9.1 tensordict omegaconf hydra-core codetiming \
-        antlr4-python3-runtime==4.9.3 pyvers orjson
-    PYTHONPATH=.:kernels:peers python benchmarks/loss_parity.py --out benchmarks/results
-
-TRL and verl are needed by `loss_parity_peers.py` only. The JSON holds the batch and what their functions return, from
-which `tests/test_loss_parity.py` compares this package's functions without them. All values are float64, but for this
-package's token weights (`token_weights`), which are float32.
+All values are float64, but for the token weights (`qerl_pl.algorithm.losses.token_weights`), which are float32.
 """
 
-import argparse
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
 from typing import Self
 
-import report
 import torch
 from torch import Tensor
 
@@ -220,6 +211,8 @@ def controlled(first: bool) -> Callable[[Batch], Results]:
     return compute
 
 
+dppo = loss_of(DPPO(correction=OFF, epsilon_low=0.1, epsilon_high=0.1), sampler_is_old=True)
+
 OURS: dict[str, Callable[[Batch], Results]] = {
     "GRPO with KL penalty k3": loss_of(GRPO(correction=OFF)),
     "GRPO with KL penalty k3, defaults of both": loss_of(GRPO(correction=OFF)),
@@ -243,7 +236,8 @@ OURS: dict[str, Callable[[Batch], Results]] = {
     "SAPO": loss_of(SAPO(correction=OFF)),
     "CISPO": loss_of(CISPO(correction=OFF, epsilon_high=0.5)),
     "CISPO, both bounds": loss_of(CISPO(correction=OFF, epsilon_low=0.3, epsilon_high=0.5)),
-    "DPPO, Binary-TV": loss_of(DPPO(correction=OFF, epsilon_low=0.1, epsilon_high=0.1), sampler_is_old=True),
+    "DPPO, Binary-TV": dppo,
+    "DPPO, Binary-TV, gradient": lambda batch: {"gradient": dppo(batch)["gradient"]},
     "top-entropy mask, a quarter of 36 tokens": loss_of(GRPO(correction=OFF, top_entropy_quantile=0.25)),
     "top-entropy mask, a fifth of 36 tokens": loss_of(GRPO(correction=OFF, top_entropy_quantile=0.2)),
     "entropy bonus of a token mean": loss_of(BNPO(correction=OFF, entropy_coefficient=0.01)),
@@ -279,6 +273,19 @@ OURS: dict[str, Callable[[Batch], Results]] = {
 """What this package computes of a batch, by piece."""
 
 
+@dataclass(frozen=True)
+class Peer:
+    """A function to compare with."""
+
+    piece: str
+    """Key of `OURS`."""
+    package: str
+    function: str
+    call: Callable[[Batch], Results]
+    differs: str = ""
+    """Why its result differs by definition; empty if it must agree."""
+
+
 def largest_difference(found: Results, expected: Results) -> tuple[float, bool]:
     """Largest absolute difference, and whether each is within the tolerance.
 
@@ -290,39 +297,3 @@ def largest_difference(found: Results, expected: Results) -> tuple[float, bool]:
     size = max(float((value - expected[name]).abs().max()) for name, value in found.items())
     close = (torch.allclose(value, expected[name], TOLERANCE, TOLERANCE) for name, value in found.items())
     return size, all(close)
-
-
-def main() -> None:
-    from loss_parity_peers import PEERS, peer_versions
-
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--out", type=Path, default=Path("results"))
-    out = parser.parse_args().out
-    batch = Batch.random()
-    recorded, rows, notes = [], [], []
-    for peer in PEERS:
-        expected = peer.call(batch)
-        size, close = largest_difference(OURS[peer.piece](batch), expected)
-        if close == bool(peer.differs):
-            raise SystemExit(f"{peer.piece} beside {peer.function}: difference {size:.3g}; expected {peer.differs!r}")
-        if peer.differs:
-            notes.append(f"{len(notes) + 1}. {peer.piece}, {peer.package}: {peer.differs}")
-        verdict = f"differs, note {len(notes)}" if peer.differs else "same"
-        rows.append([peer.piece, f"{peer.package} `{peer.function}`", f"{size:.1e}", verdict])
-        recorded.append(
-            {
-                "piece": peer.piece,
-                "peer": f"{peer.package} {peer.function}",
-                "differs": peer.differs,
-                "difference": size,
-                "results": {name: as_lists(value) for name, value in expected.items()},
-            }
-        )
-    versions = peer_versions()
-    tables = report.markdown(["piece", "compared with", "largest absolute difference", "verdict"], rows)
-    tables += "\n\n" + "\n".join(notes) + "\n\n" + ", ".join(f"{name} {number}" for name, number in versions.items())
-    report.write(out, "loss_parity", tables, {"versions": versions, "batch": batch.json(), "pieces": recorded})
-
-
-if __name__ == "__main__":
-    main()
