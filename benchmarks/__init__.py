@@ -1,1 +1,1 @@
-"""Scripts that measure; `python -m benchmarks.study` runs a list of runs, `-m benchmarks.loss_parity` compares losses."""
+"""Scripts that measure. Packages: `python -m benchmarks.study` takes a list of runs, `.loss_parity` compares losses."""

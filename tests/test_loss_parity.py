@@ -10,7 +10,7 @@ import pytest
 import torch
 from pages import ROOT
 
-from benchmarks.loss_parity.pieces import OURS, Batch, from_lists, largest_difference
+from benchmarks.loss_parity.pieces import CORRECTIONS, OURS, Batch, from_lists, largest_difference
 
 RECORDED = json.loads((ROOT / "benchmarks" / "results" / "loss_parity.json").read_text())["results"]
 BATCH = Batch.from_json(RECORDED["batch"])
@@ -30,18 +30,35 @@ def test_every_piece_is_compared() -> None:
     assert {one["peer"].split()[0] for one in PIECES} == {"TRL", "verl"} and len(PIECES) > 60
 
 
-def test_the_batch_tells_the_pieces_apart() -> None:
-    """Every setting changes something: no bound is without tokens on both sides."""
-    found = [OURS[piece](BATCH) for piece in OURS]
-    for name in ("gradient", "weights", "advantages", "kl"):
-        of_name = [results[name] for results in found if name in results]
-        assert len(of_name) > 2
-    kept = [results["kept"] for results in found if "kept" in results]
-    assert sum(0 < one.sum() < BATCH.mask.sum() for one in kept) == 3
-    same = {"two-sided clip, delta 1.5": "dual clip, delta 1.5", "DPPO, Binary-TV": "DPPO, Binary-TV, gradient"}
-    pieces = [piece for piece in OURS if piece not in same.values() and "defaults of both" not in piece]
-    for number, piece in enumerate(pieces):
-        for other in pieces[:number]:
-            mine, others = OURS[piece](BATCH), OURS[other](BATCH)
-            if mine.keys() == others.keys() and "coefficient" not in mine:
-                assert any(not torch.allclose(mine[name], others[name], 1e-4, 1e-4) for name in mine), (piece, other)
+GRPO, BNPO = "GRPO with KL penalty k3", "BNPO"
+CHANGES = {
+    "DAPO, clip-higher": BNPO,
+    "Dr. GRPO": BNPO,
+    "two-sided clip, delta 1.5": BNPO,
+    "top-entropy mask, a quarter of 36 tokens": GRPO,
+    "advantages over the batch's standard deviation, in the loss": GRPO,
+    "GSPO with token truncation": "GSPO",
+    "GSPO with sequence truncation": "GSPO",
+    "CISPO, both bounds": "CISPO",
+    **{f"loss with {name}": GRPO for name in CORRECTIONS},
+    **{f"loss of a token mean with {name}": BNPO for name in CORRECTIONS},
+    "advantages, group, with unscored completions": "advantages, group",
+    "advantages, rloo": "advantages, none",
+    "entropy bonus of a token mean": BNPO,
+}
+"""Pieces with a setting that changes the loss of another."""
+
+
+@pytest.mark.parametrize("piece", CHANGES)
+def test_a_setting_changes_the_result_so_that_the_batch_can_tell(piece: str) -> None:
+    found, without = OURS[piece](BATCH), OURS[CHANGES[piece]](BATCH)
+    first = next(iter(found))
+    assert not torch.allclose(found[first], without[first], 1e-3, 1e-3)
+
+
+def test_each_correction_keeps_some_tokens_and_changes_some_weights() -> None:
+    for name, correction in CORRECTIONS.items():
+        found = OURS[name](BATCH)
+        weights, kept = found["weights"][BATCH.mask], found["kept"][BATCH.mask]
+        assert 0 < kept.sum() and (kept.sum() < len(kept)) == (correction.rejection is not None)
+        assert ((weights == correction.cap).any() and (weights < correction.cap).any()) if correction.cap else True

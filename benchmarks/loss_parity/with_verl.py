@@ -228,6 +228,12 @@ VERL = [
         verl_loss(vanilla, correction=TOKEN_TIS),
     ),
     Peer(
+        "loss of a token mean with sequence truncation",
+        "verl",
+        "compute_policy_loss_vanilla",
+        verl_loss(vanilla, correction=SEQUENCE_TIS),
+    ),
+    Peer(
         "loss of a token mean with token mask",
         "verl",
         "compute_policy_loss_vanilla",
