@@ -55,7 +55,7 @@ def killed(path: Path) -> None:
 def with_widened_correction(path: Path) -> Path:
     """The same file with a correction that the noise widens, of one sigma in all rollouts: the first measures it."""
     settings = yaml.safe_load(path.read_text())
-    correction = {"cap": 1.02, "rejection": "token", "low": 0.96, "high": 1.04, "widen_with_noise": True}
+    correction = {"cap": 1.0005, "rejection": "token", "low": 0.998, "high": 1.002, "widen_with_noise": True}
     settings["model"]["objective"]["init_args"] = {"correction": correction}
     noise = {"sigma_start": 0.05, "sigma_end": 0.05, "stages": 1, "noiseless_first_stage": False}
     settings["trainer"]["callbacks"][1]["init_args"] = noise
