@@ -1,1 +1,1 @@
-"""Scripts that measure; `python -m benchmarks.study` is the one that takes a list of runs."""
+"""Scripts that measure. Packages: `python -m benchmarks.study` takes a list of runs, `.loss_parity` compares losses."""

@@ -132,13 +132,26 @@ class OptimizerBytes:
     """In addition during a step: on a GPU `torch.optim.AdamW` takes the roots of all second moments at once."""
 
 
-def training_bytes(weights: int, optimizer: OptimizerBytes | None, reference: torch.dtype | None) -> dict[str, float]:
+@dataclass(frozen=True)
+class TeacherBytes:
+    """Memory of a teacher's weights on the policy's device, in bytes."""
+
+    held: float = 0
+    """During the run."""
+    computing: float = 0
+    """In addition while the teacher computes: before an update, while there are no gradients and the engine sleeps."""
+
+
+def training_bytes(
+    weights: int, optimizer: OptimizerBytes | None, reference: torch.dtype | None, teacher: float = 0
+) -> dict[str, float]:
     """Bytes that full fine-tuning holds between two steps, by purpose.
 
     Args:
         weights: Number of weights.
         optimizer: None where nothing trains.
         reference: Data type of the reference policy; None without one.
+        teacher: Bytes of a teacher's weights.
     """
     sizes = {
         "weights": MASTER,
@@ -146,7 +159,8 @@ def training_bytes(weights: int, optimizer: OptimizerBytes | None, reference: to
         "optimizer": 0 if optimizer is None else optimizer.state,
         "reference policy": 0 if reference is None else reference.itemsize,
     }
-    return {name: size * weights for name, size in sizes.items() if size}
+    held = {name: size * weights for name, size in sizes.items()} | {"teacher": teacher}
+    return {name: size for name, size in held.items() if size}
 
 
 def optimizer_bytes(make: Callable[[Iterable[nn.Parameter]], Optimizer], device: torch.device) -> OptimizerBytes:

@@ -128,8 +128,10 @@ def test_each_prompt_is_sampled_under_its_draw_of_the_noise(
     collector, expected = collector_of(tiny_policy_dir, engine), []
     noise = NormNoise(0.5, seed=7, version=4, draw_number=6, draws=2)
     found = collector.collect(prompts[:3], policy.weights(4, noise), policy, nobody)
+    stds = {}
     for index, prompt in enumerate(prompts[:3]):
-        engine.sync(policy.weights(4, NormNoise(0.5, seed=7, version=4, draw_number=6 + index % 2)))
+        report = engine.sync(policy.weights(4, NormNoise(0.5, seed=7, version=4, draw_number=6 + index % 2)))
+        stds[index % 2] = report.noise_std
         seeds = tuple(stream_seed(7, "rollout", 4, prompt.id, sample) for sample in range(3))
         expected += engine.generate([RolloutRequest(prompt.token_ids, seeds)], SAMPLING)[0]
     logprobs = [found.sampler_logprobs[row][found.mask[row]].tolist() for row in range(9)]
@@ -138,7 +140,8 @@ def test_each_prompt_is_sampled_under_its_draw_of_the_noise(
     assert tokens == [[*one.token_ids] for one in expected]
     assert found.draws is not None and found.draws.tolist() == [0] * 3 + [1] * 3 + [0] * 3
     single = collector.collect(prompts[:3], policy.weights(4, replace(noise, draws=1)), policy, nobody)
-    assert single.draws is None and single.metrics["aqn/measured_std"] == found.metrics["aqn/measured_std"]
+    assert stds[0] != stds[1] and found.metrics["aqn/measured_std"] == (stds[0] + stds[1]) / 2
+    assert single.draws is None and single.metrics["aqn/measured_std"] == stds[0]
     assert torch.equal(single.sampler_logprobs[:3][single.mask[:3]], found.sampler_logprobs[:3][found.mask[:3]])
     assert not torch.equal(single.tokens[3:6], found.tokens[3:6])
 

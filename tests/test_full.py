@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM
 
 from qerl_pl.engines import EngineSpec, RolloutEngine, TransformersEngine, VLLMEngine
 from qerl_pl.errors import UserError
-from qerl_pl.memory import GIB, OptimizerBytes, optimizer_bytes
-from qerl_pl.modules import Policy, PolicyConfig
+from qerl_pl.memory import GIB, OptimizerBytes, TeacherBytes, optimizer_bytes
+from qerl_pl.modules import Policy, PolicyConfig, TeacherConfig
 from qerl_pl.modules.policy import require_memory
 from qerl_pl.rollout import parity_check
 from qerl_pl.types import PolicyWeights, Prompt, RolloutRequest, SamplingConfig
@@ -224,6 +224,43 @@ def test_memory_is_worked_out_before_anything_is_loaded(
     for free, cache in ((16 * weights, 8 * weights - 9), (16 * weights - 1, 9 * weights)):
         with pytest.raises(UserError, match="and while the optimizer steps"):
             require(free, cache_gib=cache / GIB)
+
+
+def test_a_teacher_takes_memory_too(
+    tiny_policy_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Beside 4 + 4 + 8 bytes a weight: 2 for a teacher in 16 bits, always on a CPU, and on a GPU if it stays there.
+
+    Otherwise it comes while there are no gradients, which take 4, so that only one of 5 bytes a weight would matter.
+    """
+    weights = sum(tensor.numel() for tensor in load_file(tiny_policy_dir / "model.safetensors").values())
+    config, gpu = PolicyConfig(quantization="none", finetune="full"), torch.device("cuda")
+    monkeypatch.setattr("qerl_pl.modules.policy.optimizer_bytes", lambda make, device: OptimizerBytes(8, 0))
+    caplog.set_level("INFO")
+    for offload, device, held, computing in ((True, CPU, 2, 0), (False, gpu, 2, 0), (True, gpu, 0, 2)):
+        teacher = TeacherConfig(offload=offload).memory(tiny_policy_dir, torch.bfloat16, device)
+        assert teacher == TeacherBytes(held * weights, computing * weights)
+        for free, fits in (((16 + held) * weights, True), ((16 + held) * weights - 1, False)):
+            monkeypatch.setattr("qerl_pl.modules.policy.free_bytes", lambda device, free=free: free)
+            arguments = tiny_policy_dir, config, torch.optim.AdamW, device, False, 0.0, teacher
+            if fits:
+                require_memory(*arguments)
+                assert ("teacher computes" if computing else "teacher") in caplog.messages[-1]
+                continue
+            with pytest.raises(UserError, match="teacher") as error:
+                require_memory(*arguments)
+            assert ("set model.teacher.offload to true" in str(error.value)) == (held > 0 and device == gpu)
+    assert TeacherConfig(dtype="float32").memory(tiny_policy_dir, torch.bfloat16, CPU) == TeacherBytes(4 * weights)
+    # One of 5 bytes a weight needs 12 + 5: more than the update, and in the room of the engine's cache.
+    large = TeacherBytes(computing=5 * weights)
+    for free, cache, fits in ((12, 5, True), (12, 4, False), (11, 6, False)):
+        monkeypatch.setattr("qerl_pl.modules.policy.free_bytes", lambda device, free=free: free * weights)
+        arguments = tiny_policy_dir, config, torch.optim.AdamW, gpu, False, cache * weights / GIB, large
+        if fits:
+            require_memory(*arguments)
+            continue
+        with pytest.raises(UserError, match="and while the teacher computes"):
+            require_memory(*arguments)
 
 
 def test_memory_of_a_7b_by_hand(

@@ -19,6 +19,7 @@ from qerl_pl.algorithm import GRPO, DrGRPO
 from qerl_pl.callbacks import ResumeCheckpoint
 from qerl_pl.engines.base import SharedWeights
 from qerl_pl.errors import UserError
+from qerl_pl.memory import TeacherBytes
 from qerl_pl.modules import Policy, PolicyConfig, QeRLModule
 from qerl_pl.modules.lora import PROJECTIONS
 from qerl_pl.modules.qerl import BEFORE_TRAINING
@@ -170,7 +171,7 @@ def test_a_policy_is_on_the_trainers_device_with_the_weights_that_are_lent(
         assert module.policy == (*expected, shared, reference) and asked == backends
         make = module.make_optimizer if stage == TrainerFn.FITTING else None
         needed = (tmp_path, module.policy_config, make, place.root_device, reference)
-        assert asked_for.pop() == (*needed, releasable_gib) and not asked_for
+        assert asked_for.pop() == (*needed, releasable_gib, TeacherBytes()) and not asked_for
 
 
 @pytest.mark.parametrize(("stage", "fitting"), [("val", True), ("val", False), ("test", False)])

@@ -24,7 +24,7 @@ from qerl_pl.formats.base import Quantization
 from qerl_pl.formats.dense_checkpoint import validate_checkpoint
 from qerl_pl.formats.model_folder import TensorFiles, load_tokenizer, read_config
 from qerl_pl.formats.quantize import in_format, local_folder
-from qerl_pl.memory import GIB, free_bytes, optimizer_bytes, training_bytes
+from qerl_pl.memory import GIB, TeacherBytes, free_bytes, optimizer_bytes, training_bytes
 from qerl_pl.modules.activation_checkpointing import ActivationCheckpointing, Checkpointing
 from qerl_pl.modules.adapter import LoraAdapter, load_in_place
 from qerl_pl.modules.full_finetuning import FullWeights
@@ -37,6 +37,7 @@ from qerl_pl.types import PolicyWeights
 
 log = logging.getLogger(__name__)
 
+NO_TEACHER = TeacherBytes()
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}  # float16's gradients underflow in large batches
 
 BASE_FILE = "qerl_base.json"
@@ -167,6 +168,7 @@ def require_memory(
     device: torch.device,
     with_reference: bool,
     cache_gib: float,
+    teacher: TeacherBytes = NO_TEACHER,
 ) -> None:
     """Before loading, log the memory of full fine-tuning beside the engine, and reject what cannot fit.
 
@@ -177,6 +179,7 @@ def require_memory(
         device: Of policy and engine.
         with_reference: Whether a reference policy is loaded.
         cache_gib: KV cache that the engine releases during an update; gradients exist only then.
+        teacher: Of on-policy distillation.
 
     Raises:
         UserError: It does not fit, even without activations.
@@ -185,21 +188,26 @@ def require_memory(
         return
     weights = sum(torch.Size(shape).numel() for shape in TensorFiles(folder).shapes().values())
     optimizer = None if make is None else optimizer_bytes(make, device)
-    sizes = training_bytes(weights, optimizer, config.torch_dtype if with_reference else None)
+    sizes = training_bytes(weights, optimizer, config.torch_dtype if with_reference else None, teacher.held)
     step = 0 if optimizer is None else optimizer.step * weights
     held, gradients = sum(sizes.values()), sizes.get("gradients", 0)
     table = ", ".join(f"{name} {size / GIB:.3g}" for name, size in sizes.items())
     if step:
         table += f", and while the optimizer steps {step / GIB:.3g}"
+    if teacher.computing:
+        table += f", and while the teacher computes {teacher.computing / GIB:.3g}"
     on_gpu = free_bytes(device)
     free = psutil.virtual_memory().available if on_gpu is None else on_gpu
     free_in_update = free + cache_gib * GIB
     log.info("full fine-tuning holds %.3g GiB: %s; %s has %.3g free", held / GIB, table, device, free_in_update / GIB)
-    if held - gradients > free or held + step > free_in_update:
+    before_update = held - gradients + teacher.computing
+    if held - gradients > free or max(held + step, before_update) > free_in_update:
+        offload = "set model.teacher.offload to true, " if teacher.held and device.type != "cpu" else ""
         raise UserError(
             f"full fine-tuning of {weights / 1e9:.3g} billion weights needs {held / GIB:.3g} GiB ({table}); {device} "
-            f"has {free_in_update / GIB:.3g} free in an update and {free / GIB:.3g} beside the engine's cache; use an "
-            "optimizer with states in 8 bits such as bitsandbytes.optim.AdamW8bit, or set model.policy.finetune to lora"
+            f"has {free_in_update / GIB:.3g} free in an update and {free / GIB:.3g} beside the engine's cache; "
+            f"{offload}use an optimizer with states in 8 bits such as bitsandbytes.optim.AdamW8bit, or set "
+            "model.policy.finetune to lora"
         )
 
 

@@ -24,7 +24,7 @@ from qerl_pl.distributed.communicator import writes_files
 from qerl_pl.distributed.strategy import communicator_of
 from qerl_pl.engines.base import SharedWeights
 from qerl_pl.errors import UserError, require_at_least
-from qerl_pl.memory import pending_state_bytes
+from qerl_pl.memory import TeacherBytes, pending_state_bytes
 from qerl_pl.modules.policy import Policy, PolicyConfig, require_memory
 from qerl_pl.modules.update import NonFiniteLossError
 from qerl_pl.persistence.atomic_files import atomic_directory, folder_identity
@@ -154,6 +154,10 @@ class PolicyModule(LightningModule, ChecksFirst):
         """Whether the loss needs a reference policy."""
         return False
 
+    def teacher_memory(self, device: torch.device) -> TeacherBytes:
+        """Memory that a teacher takes on the policy's device."""
+        return TeacherBytes()
+
     # The policy ----------------------------------------------------------------------------------------------------
 
     @cached_property
@@ -193,7 +197,8 @@ class PolicyModule(LightningModule, ChecksFirst):
                 select_backend("triton")
             base, config, reference = self.base_folder, self.policy_config, self.needs_reference
             make = self.make_optimizer if self.trainer.state.fn == TrainerFn.FITTING else None
-            require_memory(base, config, make, device, reference, self._releasable_gib)
+            teacher = self.teacher_memory(device)
+            require_memory(base, config, make, device, reference, self._releasable_gib, teacher)
             seed = stream_seed(self.seed, "adapter")
             self.policy = Policy(base, config, device, seed, self.shared_weights, reference)
 

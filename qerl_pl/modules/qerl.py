@@ -22,6 +22,7 @@ from qerl_pl.distributed.strategy import communicator_of
 from qerl_pl.engines.base import SharedWeights
 from qerl_pl.errors import UserError, require_at_least
 from qerl_pl.evaluation.metrics import evaluation_tag, prompt_metrics
+from qerl_pl.memory import TeacherBytes
 from qerl_pl.modules.policy import PolicyConfig
 from qerl_pl.modules.policy_module import PolicyModule
 from qerl_pl.modules.teacher import Teacher, TeacherConfig
@@ -123,9 +124,19 @@ class QeRLModule(PolicyModule):
     def configure_model(self) -> None:
         """Load the policy and, for training, its teacher, once."""
         super().configure_model()
-        if self.trainer.state.fn == TrainerFn.FITTING and self.objective.needs_teacher and self.teacher is None:
+        if self._learns_from_teacher and self.teacher is None:
             dtype, device = self.policy_config.torch_dtype, self.trainer.strategy.root_device
             self.teacher = Teacher(self.teacher_config, self.teacher_folder, dtype, device)
+
+    @property
+    def _learns_from_teacher(self) -> bool:
+        return self.trainer.state.fn == TrainerFn.FITTING and self.objective.needs_teacher
+
+    def teacher_memory(self, device: torch.device) -> TeacherBytes:
+        """Memory that the teacher takes on the policy's device."""
+        if not self._learns_from_teacher:
+            return super().teacher_memory(device)
+        return self.teacher_config.memory(self.teacher_folder, self.policy_config.torch_dtype, device)
 
     @cached_property
     def teacher_folder(self) -> Path:

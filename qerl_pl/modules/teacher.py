@@ -14,8 +14,9 @@ from qerl_pl.errors import UserError
 from qerl_pl.formats.base import format_of
 from qerl_pl.formats.dense import DENSE
 from qerl_pl.formats.dense_checkpoint import validate_checkpoint
-from qerl_pl.formats.model_folder import load_config, load_tokenizer
+from qerl_pl.formats.model_folder import TensorFiles, load_config, load_tokenizer
 from qerl_pl.formats.quantize import local_folder
+from qerl_pl.memory import GIB, TeacherBytes, files_gib
 from qerl_pl.modules.model_loading import load_base
 from qerl_pl.modules.policy import DTYPES, PolicyConfig, predicting_states
 from qerl_pl.modules.update import partition_micro_batches
@@ -45,6 +46,26 @@ class TeacherConfig:
             UserError: `path` is neither a folder nor a model of the hub.
         """
         return policy.source_folder() if self.path is None else local_folder(self.path, "model.teacher.path")
+
+    def torch_dtype(self, policy: torch.dtype) -> torch.dtype:
+        """Data type of the teacher of a policy of this data type."""
+        return DTYPES[self.dtype] if self.dtype else policy
+
+    def memory(self, folder: Path, dtype: torch.dtype, device: torch.device) -> TeacherBytes:
+        """Memory of the teacher's weights on a device; those of a quantized model count by the size of its files.
+
+        Args:
+            folder: Of the teacher.
+            dtype: Of the policy.
+            device: On which policy and teacher compute.
+        """
+        if format_of(folder) is DENSE:
+            weights = sum(torch.Size(shape).numel() for shape in TensorFiles(folder).shapes().values())
+            size: float = weights * self.torch_dtype(dtype).itemsize
+        else:
+            size = files_gib(folder) * GIB
+        stays = not self.offload or device.type == "cpu"
+        return TeacherBytes(held=size) if stays else TeacherBytes(computing=size)
 
     def check(self, policy: PolicyConfig) -> None:
         """Check that a policy can learn from the teacher; no weight is read.
@@ -106,7 +127,7 @@ class Teacher:
     def __init__(self, config: TeacherConfig, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
         self.device = device
         held = torch.device("cpu") if config.offload else device
-        self._model = load_base(folder, DTYPES[config.dtype] if config.dtype else dtype, held).eval()
+        self._model = load_base(folder, config.torch_dtype(dtype), held).eval()
 
     @torch.no_grad()
     def logprobs(self, experience: Experience, mask: Tensor, micro_batch_tokens: int | None) -> Tensor:

@@ -156,6 +156,8 @@ class Collector:
         """Sampling parameters of the next rollout."""
         self._rollouts = 0
         self._synced_noise: NormNoise | None = None
+        self._noise_stds: dict[int, float] = {}
+        """Measured standard deviation of each draw that this rank has synced in this rollout."""
 
     def collect(
         self,
@@ -188,12 +190,13 @@ class Collector:
             widening = self._widening(prompts, weights, policy)
         metrics: dict[str, float] = {"mismatch/noise_widening": widening}
         with _timed(seconds, "sync"):
-            report = self.engine.sync(weights)
+            self._noise_stds = {0: self.engine.sync(weights).noise_std}
         self._synced_noise = _draws(weights)[0]
-        if weights.noise is not None:
-            measured = sum(self.ranks.all_gather(report.noise_std)) / self.ranks.size
-            metrics |= {"aqn/sigma": weights.noise.sigma, "aqn/measured_std": measured}
         groups = self._sample_informative(prompts, weights, replacements, seconds)
+        if weights.noise is not None:
+            of_draws = sum(self._noise_stds.values()) / len(self._noise_stds)
+            measured = sum(self.ranks.all_gather(of_draws)) / self.ranks.size
+            metrics |= {"aqn/sigma": weights.noise.sigma, "aqn/measured_std": measured}
         with _timed(seconds, "sleep"):
             self.engine.sleep()
         slowest = self._reduce_seconds(seconds, weights.version)
@@ -277,7 +280,7 @@ class Collector:
             own = [index for index, number in enumerate(draws) if number == draw]
             if own and noise != self._synced_noise:
                 with _timed(seconds, "sync"):
-                    self.engine.sync(replace(weights, noise=noise))
+                    self._noise_stds[draw] = self.engine.sync(replace(weights, noise=noise)).noise_std
                 self._synced_noise = noise
             with _timed(seconds, "rollout"):
                 sampled = self.engine.generate([requests[index] for index in own], self.sampling) if own else []
