@@ -111,7 +111,7 @@ class Watched:
         return torch.tensor(values), torch.zeros(mask.shape)
 
     @contextmanager
-    def perturbed(self, seed: int) -> Iterator[None]:
+    def perturbed(self, seed: int, strength: float = 1.0) -> Iterator[None]:
         self.probes.append(seed)
         yield
 

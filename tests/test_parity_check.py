@@ -9,6 +9,7 @@ import pytest
 from scripted import Scripted, Watched
 
 from qerl_pl.errors import UserError
+from qerl_pl.rollout import parity_check
 from qerl_pl.rollout.parity_check import (
     LogprobParity,
     check_logprob_parity,
@@ -86,9 +87,9 @@ class Probing(Watched):
         self.engine = engine
 
     @contextmanager
-    def perturbed(self, seed: int) -> Iterator[None]:
+    def perturbed(self, seed: int, strength: float = 1.0) -> Iterator[None]:
         self.engine.perturbed = True
-        with super().perturbed(seed):
+        with super().perturbed(seed, strength):
             yield
         self.engine.perturbed = False
 
@@ -101,6 +102,37 @@ def test_a_probe_may_be_rounded_more_than_the_policy_itself() -> None:
     assert policy.probes == [1] and engine.error == 0
     with pytest.raises(UserError, match="must agree within 0.05 nats"):
         check_logprob_parity(Scripted(error=0.1), Watched(), PROMPTS, 3, 1, 3, 0.05)
+
+
+class Sensitive(Watched):
+    """A policy that notes how strongly it is perturbed; 0 where it is not."""
+
+    strength = 0.0
+
+    @contextmanager
+    def perturbed(self, seed: int, strength: float = 1.0) -> Iterator[None]:
+        self.strength = strength
+        with super().perturbed(seed, strength):
+            yield
+        self.strength = 0.0
+
+
+def test_a_random_adapter_is_as_strong_as_the_policy_bears(monkeypatch: pytest.MonkeyPatch) -> None:
+    # At strength 1 rounding changes this policy by more than half of the adapter's effect, as it does a pretrained one.
+    measured = {0.0: (0.004, 0.0), 1.0: (5.0, 8.8), 0.25: (0.02, 1.5), 0.0625: (0.01, 0.1)}
+    seen: list[float] = []
+
+    def parity(engine: Any, policy: Sensitive, *_: Any) -> LogprobParity:
+        seen.append(policy.strength)
+        on, effect = measured[policy.strength]
+        return LogprobParity(on, 0.004, effect)
+
+    monkeypatch.setattr(parity_check, "measure_logprob_parity", parity)
+    check_logprob_parity(Scripted(), Sensitive(), PROMPTS, 3, 1, 3, 0.25)
+    assert seen == [0.0, 1.0, 0.25]
+    measured[0.25] = (1.5, 1.5)  # the engine has lost the adapter
+    with pytest.raises(UserError, match="got 1.5 with the adapter, 0.004 without it, the adapter's effect being 1.5"):
+        check_logprob_parity(Scripted(), Sensitive(), PROMPTS, 3, 1, 3, 0.25)
 
 
 class Whole(Watched):
@@ -117,8 +149,8 @@ class Whole(Watched):
         return super().weights(version, noise, reference=reference or not self.adapter)
 
     @contextmanager
-    def perturbed(self, seed: int) -> Iterator[None]:
-        with super().perturbed(seed):
+    def perturbed(self, seed: int, strength: float = 1.0) -> Iterator[None]:
+        with super().perturbed(seed, strength):
             self.adapter = self.moves
             yield
         self.adapter = False

@@ -236,10 +236,14 @@ class LoraAdapter:
                 linear.low_precision_factors = None
 
     @contextmanager
-    def perturbed(self, seed: int) -> Iterator[None]:
-        """Inside the block every B is random by `seed`, and changes its linear's output by about half of it."""
+    def perturbed(self, seed: int, strength: float = 1.0) -> Iterator[None]:
+        """Inside the block every B is random by `seed`.
+
+        At strength 1 it changes the output of a linear with random weights by about half of it, and with pretrained
+        ones, where some activations are very large, by more.
+        """
         matrices = {name: b for name, (_, b) in self.factors().items()}
-        std = 1 / (self.config.scaling * math.sqrt(self.config.rank))
+        std = strength / (self.config.scaling * math.sqrt(self.config.rank))
         with restored_parameters(matrices.values()):
             with torch.no_grad():
                 for name, b in matrices.items():

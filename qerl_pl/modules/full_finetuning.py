@@ -168,8 +168,9 @@ class FullWeights:
         yield
 
     @contextmanager
-    def perturbed(self, seed: int) -> Iterator[None]:
-        """Inside the block the weights of one decoder layer, chosen by `seed`, change at random by half of them."""
+    def perturbed(self, seed: int, strength: float = 1.0) -> Iterator[None]:
+        """Inside the block the weights of one decoder layer, chosen by `seed`, change at random by half of them times
+        the strength."""
         layer = f".layers.{seed % self.base.config.num_hidden_layers}."
         weights = {name: weight for name, weight in self.tensors().items() if layer in name}
         with restored_parameters(weights.values()):
@@ -177,7 +178,7 @@ class FullWeights:
                 for name, weight in weights.items():
                     generator = torch.Generator(weight.device).manual_seed(stream_seed(seed, name))
                     noise = torch.randn(weight.shape, generator=generator, device=weight.device)
-                    weight.add_(noise, alpha=0.5 * weight.square().mean().sqrt().item())
+                    weight.add_(noise, alpha=0.5 * strength * weight.square().mean().sqrt().item())
             yield
 
     def state(self) -> dict[str, Tensor]:

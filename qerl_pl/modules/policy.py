@@ -366,12 +366,12 @@ class Policy(nn.Module):
         tensors = {name: tensor.detach() for name, tensor in self.trained.tensors().items()}
         return PolicyWeights(version, factors, self.config.scaling, tensors, noise)
 
-    def perturbed(self, seed: int) -> AbstractContextManager[None]:
-        """Inside the block the adapter, or in full fine-tuning a layer, is randomly changed by much.
+    def perturbed(self, seed: int, strength: float = 1.0) -> AbstractContextManager[None]:
+        """Inside the block the adapter, or in full fine-tuning a layer, is randomly changed, at strength 1 by much.
 
         A new adapter has little effect: an engine that lost it would seem to agree.
         """
-        return self.trained.perturbed(seed)
+        return self.trained.perturbed(seed, strength)
 
     def trained_state(self) -> dict[str, Tensor]:
         """Trained tensors: adapter and trained norm scales by PEFT's names, or all weights by checkpoint name."""
