@@ -15,6 +15,8 @@ from transformers import (
     MistralForCausalLM,
     OlmoConfig,
     OlmoForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -38,10 +40,16 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 64,
 }
 WINDOW = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
+PHI: dict[str, Any] = SIZES | {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+HALF_TURNED = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 MODELS = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, attention_bias=True)),
     "mistral": lambda: MistralForCausalLM(MistralConfig(**SIZES, sliding_window=None)),
     "mistral, window": lambda: MistralForCausalLM(MistralConfig(**SIZES, sliding_window=5)),
+    "phi3": lambda: Phi3ForCausalLM(Phi3Config(**PHI)),
+    "phi3, window, a part of each head turned": lambda: Phi3ForCausalLM(
+        Phi3Config(**PHI, sliding_window=5, rope_parameters=HALF_TURNED)
+    ),
     "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES)),
     "qwen2, window in one layer": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES, **WINDOW)),
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES)),

@@ -9,7 +9,7 @@ import torch
 
 from qerl_pl.algorithm.noise import NoiseSchedule, NormNoise, layer_indices, noise_sigma
 from qerl_pl.errors import UserError
-from qerl_pl.formats.architecture import noisy_norm_names
+from qerl_pl.formats.architecture import family_of, noisy_norm_names
 from qerl_pl.persistence.random_state import stream_seed
 
 BY_HAND = {
@@ -134,7 +134,7 @@ def test_draw_is_of_its_own_stream_and_exactly_as_large_as_asked_for() -> None:
 def test_noisy_norms_are_those_before_quantized_linears() -> None:
     noisy = ["model.layers.0.input_layernorm", "model.layers.11.post_attention_layernorm"]
     quiet = ["model.norm", "model.layers.0.self_attn.q_norm", "model.layers.0.input_layernorm.weight"]
-    assert noisy_norm_names([quiet[0], noisy[0], *quiet[1:], noisy[1]]) == noisy
+    assert noisy_norm_names([quiet[0], noisy[0], *quiet[1:], noisy[1]], family_of("qwen2")) == noisy
 
 
 def test_both_ends_at_zero_are_no_noise() -> None:

@@ -14,7 +14,7 @@ def silu_product(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up, the first factor rounded to its dtype as PyTorch's own operations round it.
 
     Args:
-        gate: Any shape, contiguous.
+        gate: Any shape.
         up: As `gate`.
     """
     if runs_triton(gate):

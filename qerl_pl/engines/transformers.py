@@ -20,10 +20,10 @@ from qerl_pl.engines.base import (
     regroup,
 )
 from qerl_pl.errors import require_at_least
-from qerl_pl.formats.architecture import noisy_norm_names
+from qerl_pl.formats.architecture import family_of, family_of_class, noisy_norm_names
 from qerl_pl.formats.dense_checkpoint import load_dense_model
 from qerl_pl.formats.model_folder import end_token_ids, load_tokenizer
-from qerl_pl.formats.norm import NORM_CLASSES, Float32RMSNorm
+from qerl_pl.formats.norm import Float32RMSNorm
 from qerl_pl.memory import held_gib
 from qerl_pl.types import Completion, PolicyWeights, RolloutRequest, SamplingConfig, SyncReport
 
@@ -110,10 +110,10 @@ class SyncedLoraLinear(nn.Module):
 
 
 class SyncedRMSNorm(Float32RMSNorm):
-    """RMSNorm whose scale is a clean scale plus noise, both in float32."""
+    """RMSNorm whose weight is a clean weight plus noise, both in float32."""
 
-    def __init__(self, scale: Tensor, eps: float) -> None:
-        super().__init__(scale, eps)
+    def __init__(self, weight: Tensor, eps: float, offset: float = 0.0) -> None:
+        super().__init__(weight, eps, offset)
         self.register_buffer("base", self.weight.detach().clone())
         self.register_buffer("clean", self.base.clone())
         self.base: Tensor
@@ -121,12 +121,12 @@ class SyncedRMSNorm(Float32RMSNorm):
 
     @property
     def scale(self) -> Tensor:
-        """[hidden], float32: clean scale plus noise."""
+        """[hidden], float32: clean weight plus noise."""
         return self.weight.data
 
     @torch.no_grad()
     def write(self, clean: Tensor, noise: Tensor | None) -> None:
-        """Set the scale [hidden] to a clean scale + noise."""
+        """Set the weight [hidden] to a clean weight + noise."""
         self.clean.copy_(clean)
         self.scale.copy_(self.clean if noise is None else self.clean + noise.to(self.clean.device))
 
@@ -159,11 +159,12 @@ class TransformersEngine(RolloutEngine):
         """Load the base model with dense weights; add LoRA and float32 norms.
 
         Raises:
-            UserError: No model in the folder, or no linear matches `spec.lora_targets`.
+            UserError: No model of a known family in the folder, or no linear matches `spec.lora_targets`.
         """
         model = load_dense_model(spec.base, spec.dtype)
         nn.Module.to(model, device=spec.device)
-        for name in noisy_norm_names([name for name, _ in model.named_modules()]):
+        family = family_of(model.config.model_type)
+        for name in noisy_norm_names([name for name, _ in model.named_modules()], family):
             self._norms[name] = _replace(model, name, SyncedRMSNorm.of(name, model.get_submodule(name)))
         self._noisy = list(self._norms)
         linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
@@ -197,7 +198,9 @@ class TransformersEngine(RolloutEngine):
         draws: dict[str, Tensor] = {}
         for name, held in self._norms.items():
             clean = norms.get(name, held.base)
-            noise = None if weights.noise is None or name not in self._noisy else weights.noise.of_norm(name, clean)
+            noise = None
+            if weights.noise is not None and name in self._noisy:
+                noise = weights.noise.of_norm(name, held.multiplier(clean))
             held.write(clean, noise)
             if noise is not None:
                 draws[name] = noise
@@ -210,7 +213,7 @@ class TransformersEngine(RolloutEngine):
         norms: dict[str, Tensor] = {}
         for name, tensor in tensors.items():
             module = name.removesuffix(".weight")
-            if type(modules.get(module)).__name__ in NORM_CLASSES:
+            if family_of_class(type(modules.get(module)).__name__, "RMSNorm"):
                 self._norms[module] = _replace(self._model, module, SyncedRMSNorm.of(module, modules[module]))
             if module in self._norms:
                 norms[module] = tensor

@@ -1,23 +1,111 @@
-"""Names of norms and projections in a decoder, and shapes of its linears: what this package needs of a model."""
+"""Families of decoders: names of norms and projections, and what differs between their layers.
+
+To add a family, append a `Family` to `FAMILIES`; docs/adding-a-family.md adds one as the example. All other code asks a
+family by its fields and names none.
+"""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
+from qerl_pl.errors import UserError
+
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Projections that engines run as one matrix; in NVFP4 they share one global scale."""
-LAYER_NORMS = ("input_layernorm", "post_attention_layernorm")
-"""Norms of each layer, before q, k, v and before gate, up: AQN perturbs them, and `train_norms` trains them. The final
-norm and the q/k norms of Qwen3 feed no quantized linear."""
-_LAYER_NORM = re.compile(rf"(^|\.)layers\.\d+\.({'|'.join(LAYER_NORMS)})$")
 
 
-def noisy_norm_names(names: Iterable[str]) -> list[str]:
+@dataclass(frozen=True)
+class Family:
+    """Decoders of one `model_type` of transformers; the defaults are Llama's."""
+
+    model_type: str
+    """In config.json."""
+    classes: str
+    """Prefix of transformers' classes: "Qwen3" for Qwen3Attention, Qwen3MLP and Qwen3RMSNorm."""
+    projections: tuple[str, ...] = PROJECTIONS
+    """Linears of a layer in the order of its forward pass: q, k, v (or all in one), o, gate, up (or both in one), down.
+    LoRA adapts them by default."""
+    noisy_norms: tuple[str, str] = ("input_layernorm", "post_attention_layernorm")
+    """Norms of a layer before q, k, v and before gate, up: AQN perturbs them, and `train_norms` trains them. The final
+    norm and norms of queries, keys and outputs feed no quantized linear."""
+    norm_offset: float = 0.0
+    """What the norm adds to its weight: 1 if it multiplies by 1 + weight. Noise is added to the weight."""
+    norm_eps: str = "variance_epsilon"
+    """The norm's attribute that is added to the mean square."""
+    window: Callable[[Any], int | None] = lambda attention: None
+    """Sliding window of an attention layer of transformers, in tokens; None for full attention."""
+    dropouts: tuple[str, ...] = ("attention_dropout",)
+    """Keys of config.json for pretraining's dropout, which is off in the policy."""
+    unsupported: tuple[str, ...] = ()
+    """Keys of config.json that must be null or false: the policy does not compute what they turn on."""
+
+
+FAMILIES = (
+    Family("llama", "Llama"),
+    Family("mistral", "Mistral", window=lambda attention: attention.config.sliding_window),
+    Family("qwen2", "Qwen2", window=lambda attention: attention.sliding_window),
+    Family("qwen3", "Qwen3", window=lambda attention: attention.sliding_window),
+    Family(  # Phi-3, Phi-3.5 mini, Phi-4, Phi-4 mini
+        "phi3",
+        "Phi3",
+        projections=("qkv_proj", "o_proj", "gate_up_proj", "down_proj"),
+        window=lambda attention: attention.config.sliding_window,
+        dropouts=("attention_dropout", "resid_pdrop", "embd_pdrop"),
+    ),
+)
+
+
+def family_of(model_type: str, source: object = "the model") -> Family:
+    """The family of a `model_type`.
+
+    Args:
+        model_type: Of a transformers config.
+        source: Where it is from, for the error message.
+
+    Raises:
+        UserError: It is of no family in `FAMILIES`.
+    """
+    for family in FAMILIES:
+        if family.model_type == model_type:
+            return family
+    known = ", ".join(family.model_type for family in FAMILIES)
+    raise UserError(
+        f"a base model must be of a known family; model_type in config.json of {source} is {model_type!r}, none of "
+        f"{known}: describe it in qerl_pl/formats/architecture.py as docs/adding-a-family.md shows, or take another"
+    )
+
+
+def family_of_class(name: str, kind: str) -> Family | None:
+    """The family that has a class of transformers, such as "Qwen3RMSNorm", of a kind, such as "RMSNorm"."""
+    return next((family for family in FAMILIES if name == f"{family.classes}{kind}"), None)
+
+
+def check_family(config: Mapping[str, Any], source: object) -> Family:
+    """The family of a model's config.json.
+
+    Raises:
+        UserError: As `family_of`, or the model has a part that the policy does not compute.
+    """
+    family = family_of(config.get("model_type", ""), source)
+    for key in family.unsupported:
+        if config.get(key):
+            raise UserError(
+                f"a {family.model_type} model must have {key} null or false; config.json of {source} has "
+                f"{config[key]}: take a model without it"
+            )
+    return family
+
+
+def noisy_norm_names(names: Iterable[str], family: Family) -> list[str]:
     """The module names that AQN perturbs, in the order of `names`."""
-    return [name for name in names if _LAYER_NORM.search(name)]
+    noisy = re.compile(rf"(^|\.)layers\.\d+\.({'|'.join(family.noisy_norms)})$")
+    return [name for name in names if noisy.search(name)]
 
 
 def fused_group(name: str) -> tuple[str, ...]:

@@ -4,31 +4,30 @@ from typing import Self
 
 from qerl_kernels import rms_norm
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from qerl_pl.errors import UserError
-from qerl_pl.formats.architecture import noisy_norm_names
-
-NORM_CLASSES = ("LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm")
-"""Norms that compute scale * x / sqrt(mean(x^2) + eps). Others, such as Gemma's (1 + scale), are not these."""
+from qerl_pl.formats.architecture import FAMILIES, family_of, family_of_class, noisy_norm_names
 
 
 class Float32RMSNorm(nn.Module):
-    """scale * x / sqrt(mean(x^2) + eps), computed in float32 and rounded once to x's data type.
+    """(weight + offset) * x / sqrt(mean(x^2) + eps), computed in float32 and rounded once to x's data type.
 
     The engines compute their norms in this way too (their scales carry noise below 16-bit resolution), so trainer and
     sampler round alike; and a trained scale moves by steps that 16 bits would swallow.
 
     Args:
-        scale: [hidden].
+        weight: [hidden].
         eps: Added to the mean square.
+        offset: Of the family: 0, or 1 where the norm multiplies by 1 + weight.
     """
 
-    def __init__(self, scale: Tensor, eps: float) -> None:
+    def __init__(self, weight: Tensor, eps: float, offset: float = 0.0) -> None:
         super().__init__()
-        self.eps = eps
-        self.weight = nn.Parameter(scale.detach().float(), requires_grad=False)
+        self.eps, self.offset = eps, offset
+        self.weight = nn.Parameter(weight.detach().float(), requires_grad=False)
         self.noise: Tensor | None = None
-        """Added to the scale in the forward pass, float32 [hidden]."""
+        """Added to the weight in the forward pass, float32 [hidden]."""
 
     @classmethod
     def of(cls, name: str, norm: nn.Module) -> Self:
@@ -37,31 +36,32 @@ class Float32RMSNorm(nn.Module):
         Raises:
             UserError: The module is no RMSNorm that this class computes.
         """
-        if type(norm).__name__ not in NORM_CLASSES:
+        family = family_of_class(type(norm).__name__, "RMSNorm")
+        if family is None:
+            known = ", ".join(f"{family.classes}RMSNorm" for family in FAMILIES)
             raise UserError(
-                f"noise and trained norms need an RMSNorm of {', '.join(NORM_CLASSES)}; {name} is a "
-                f"{type(norm).__name__}; use a Llama, Mistral, Qwen2 or Qwen3 model"
+                f"noise and trained norms need an RMSNorm of {known}; {name} is a {type(norm).__name__}: describe its "
+                "family as docs/adding-a-family.md shows, or use another model"
             )
-        assert isinstance(norm.variance_epsilon, float)
-        return cls(norm.get_parameter("weight"), norm.variance_epsilon)
+        return cls(norm.get_parameter("weight"), float(getattr(norm, family.norm_eps)), family.norm_offset)
+
+    def multiplier(self, weight: Tensor) -> Tensor:
+        """The scale of a weight [hidden], which noise can be relative to."""
+        return weight.float() + self.offset if self.offset else weight
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., hidden] -> the same shape and data type."""
-        return rms_norm(x, self.weight if self.noise is None else self.weight + self.noise, self.eps)
+        return rms_norm(x, self.multiplier(self.weight if self.noise is None else self.weight + self.noise), self.eps)
 
 
-def use_float32_norms(model: nn.Module) -> None:
+def use_float32_norms(model: PreTrainedModel) -> None:
     """Replace the norms that AQN perturbs (those before q, k, v and before gate, up) by `Float32RMSNorm`.
 
     Raises:
-        UserError: The model has none, or they are no RMSNorm of a known class.
+        UserError: The model is of no known family, has none, or they are no RMSNorm of its family.
     """
     modules = dict(model.named_modules())
-    names = noisy_norm_names(modules)
-    if not names:
-        raise UserError(
-            "the base model must have input_layernorm and post_attention_layernorm in its layers; "
-            f"{type(model).__name__} has none; use a Llama, Mistral, Qwen2 or Qwen3 model"
-        )
+    names = noisy_norm_names(modules, family_of(model.config.model_type))
+    assert names, f"{type(model).__name__} has no layers"
     for name in names:
         model.set_submodule(name, Float32RMSNorm.of(name, modules[name]))

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from huggingface_hub import snapshot_download
+from huggingface_hub import hf_hub_download, snapshot_download
 from huggingface_hub.constants import HF_HUB_OFFLINE
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from qerl_kernels import BlockScales, select_backend, selected_backend, triton_available
@@ -235,6 +235,17 @@ def local_folder(path: str, key: str = "model.policy.path") -> Path:
             f"{key} must be a folder or a model of the hub; {path!r} is neither "
             f"({type(error).__name__}); check the spelling, or download the model and give its folder"
         ) from error
+
+
+def config_in_reach(path: str) -> dict[str, Any]:
+    """config.json of a folder or of a model of the hub, without its weights; empty where there is none in reach."""
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        try:
+            folder = Path(hf_hub_download(path, "config.json")).parent
+        except (LocalEntryNotFoundError, HfHubHTTPError, HFValidationError):
+            return {}
+    return read_config(folder) if (folder / "config.json").is_file() else {}
 
 
 def in_format(source: Path, quantization: Quantization) -> Path:

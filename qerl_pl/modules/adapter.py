@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
 from qerl_pl.errors import UserError
-from qerl_pl.formats.architecture import LAYER_NORMS, noisy_norm_names
+from qerl_pl.formats.architecture import family_of, noisy_norm_names
 from qerl_pl.formats.norm import Float32RMSNorm
 from qerl_pl.modules.lora import ADAPTER, FrozenLinear, LoraLinear, LoraSpec, can_fuse_lora, check_targets
 from qerl_pl.modules.packed_layers import GatedMLP, PackedAttention
@@ -123,14 +123,14 @@ class LoraAdapter:
 
     def __init__(self, base: PreTrainedModel, config: LoraSpec, train_norms: bool, base_name: str) -> None:
         check_targets(base, config)
-        self.config, self.base = config, base
+        self.config, self.base, self._family = config, base, family_of(base.config.model_type)
         peft_config = peft.LoraConfig(
             r=config.rank,
             lora_alpha=config.alpha,  # type: ignore[arg-type]
             lora_dropout=config.dropout,
             target_modules=list(config.targets),
             use_rslora=config.use_rslora,
-            modules_to_save=list(LAYER_NORMS) if train_norms else None,
+            modules_to_save=list(self._family.noisy_norms) if train_norms else None,
             bias="none",
             task_type="CAUSAL_LM",
         )
@@ -160,7 +160,7 @@ class LoraAdapter:
         """The layers' norms that a forward pass uses, by module name in the base."""
         modules = dict(self.base.named_modules())
         found = {}
-        for name in noisy_norm_names(modules):
+        for name in noisy_norm_names(modules, self._family):
             norm = modules[name]
             norm = norm.modules_to_save[ADAPTER] if isinstance(norm, ModulesToSaveWrapper) else norm
             assert isinstance(norm, Float32RMSNorm)

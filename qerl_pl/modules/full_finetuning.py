@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from qerl_pl.errors import UserError
-from qerl_pl.formats.architecture import noisy_norm_names
+from qerl_pl.formats.architecture import family_of, noisy_norm_names
 from qerl_pl.formats.dense_checkpoint import fill_dense_folder
 from qerl_pl.formats.norm import Float32RMSNorm
 from qerl_pl.modules.adapter import restored_parameters
@@ -150,7 +150,7 @@ class FullWeights:
     def norms(self) -> dict[str, Float32RMSNorm]:
         """The layers' norms by module name."""
         norms = {name: module for name, module in self.base.named_modules() if isinstance(module, Float32RMSNorm)}
-        return {name: norms[name] for name in noisy_norm_names(norms)}
+        return {name: norms[name] for name in noisy_norm_names(norms, family_of(self.base.config.model_type))}
 
     @contextmanager
     def reference(self) -> Iterator[PreTrainedModel]:

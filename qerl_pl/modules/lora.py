@@ -20,6 +20,7 @@ from qerl_kernels import (
 from torch import Tensor, nn
 
 from qerl_pl.errors import UserError
+from qerl_pl.formats.architecture import PROJECTIONS
 
 
 def parameter_name(name: str) -> str:
@@ -65,8 +66,6 @@ class FrozenLinear(nn.Module):
 
 
 ADAPTER = "default"
-
-PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
 @dataclass(frozen=True)

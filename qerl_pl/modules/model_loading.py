@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from qerl_pl.engines.base import SharedWeights
 from qerl_pl.errors import UserError
+from qerl_pl.formats.architecture import check_family
 from qerl_pl.formats.base import BaseFormat, format_of
 from qerl_pl.formats.model_folder import TensorFiles, load_config
 from qerl_pl.formats.norm import use_float32_norms
@@ -35,13 +36,14 @@ def load_base(
         shared: Weights of an engine that has loaded the same folder.
 
     Raises:
-        UserError: The folder holds no such model, tensors are missing or unexpected, or fused projections have
-            different global scales.
+        UserError: The folder holds no model of a known family, tensors are missing or unexpected, or fused
+            projections have different global scales.
     """
     log.info("loading the trainer's base on %s: %s", device, folder)
     base_format, tensors = format_of(folder), TensorFiles(folder)
     config = load_config(folder)
-    config.attention_dropout = 0.0  # of pretraining; neither engines nor packed attention have it
+    for name in check_family(config.to_dict(), folder).dropouts:  # neither engines nor packed attention have it
+        setattr(config, name, 0.0)
     base_format.check(tensors)
     with init_empty_weights(include_buffers=False):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=ATTENTION)

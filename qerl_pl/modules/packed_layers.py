@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AttentionInterface
 
+from qerl_pl.formats.architecture import Family, family_of_class
 from qerl_pl.modules.lora import shared_input_linears
 from qerl_pl.persistence.random_state import strictly_deterministic_gradient
 
@@ -117,80 +118,88 @@ def _flash_attention(
 
 AttentionInterface.register(ATTENTION, packed_attention)
 
-MLP_CLASSES = ("LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen3MLP")
-"""transformers' MLPs that compute down(act(gate(x)) * up(x)); others are not replaced."""
+ACTIVATIONS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "SiLU": silu_product,
+    "SiLUActivation": silu_product,
+}
+"""act(gate) * up by class of the activation; MLPs with others are not replaced."""
 
 
 class GatedMLP(nn.Module):
-    """down(silu(gate(x)) * up(x)), with fused LoRA products and activation.
+    """down(act(gate(x)) * up(x)), with fused LoRA products and activation.
 
     The linears of the replaced transformers MLP become this module's, under the same names.
+
+    Args:
+        mlp: Its linears are gate, up and down, or gate and up in one, and down.
+        product: Of `ACTIVATIONS`.
     """
 
-    gate_proj: nn.Module
-    up_proj: nn.Module
     down_proj: nn.Module
 
-    def __init__(self, mlp: nn.Module) -> None:
+    def __init__(self, mlp: nn.Module, product: Callable[[Tensor, Tensor], Tensor]) -> None:
         super().__init__()
-        for name, child in mlp.named_children():
-            if name.endswith("_proj"):
-                self.add_module(name, child)
+        linears = {name: child for name, child in mlp.named_children() if name.endswith("_proj")}
+        for name, child in linears.items():
+            self.add_module(name, child)
+        self._shared_input = tuple(name for name in linears if name != "down_proj")
+        self._product = product
 
     @property
     def shared_input(self) -> tuple[nn.Module, ...]:
         """The linears on the block's input."""
-        return self.gate_proj, self.up_proj
+        return tuple(getattr(self, name) for name in self._shared_input)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., hidden] -> the same shape."""
-        return self.down_proj(silu_product(*shared_input_linears(self.shared_input, x)))
+        outputs = shared_input_linears(self.shared_input, x)
+        gate, up = outputs if len(outputs) == 2 else outputs[0].chunk(2, dim=-1)
+        return self.down_proj(self._product(gate, up))
 
 
 def use_gated_mlps(model: nn.Module) -> None:
-    """Replace the MLPs of `MLP_CLASSES` by `GatedMLP`, in place."""
+    """Replace the MLPs of known families and `ACTIVATIONS` by `GatedMLP`, in place."""
     for name, module in list(model.named_modules()):
-        if type(module).__name__ in MLP_CLASSES and type(module.act_fn).__name__ in ("SiLU", "SiLUActivation"):
-            model.set_submodule(name, GatedMLP(module))
+        if family_of_class(type(module).__name__, "MLP"):
+            (activation,) = (child for child_name, child in module.named_children() if not child_name.endswith("_proj"))
+            product = ACTIVATIONS.get(type(activation).__name__)
+            if product is not None:
+                model.set_submodule(name, GatedMLP(module, product))
 
 
-PROJECTIONS = {"q_proj", "k_proj", "v_proj", "o_proj"}
-NORMS = {"q_norm", "k_norm"}
-WINDOWS: Mapping[str, Callable[[Any], int | None]] = {
-    "LlamaAttention": lambda attention: None,
-    "MistralAttention": lambda attention: attention.config.sliding_window,
-    "Qwen2Attention": lambda attention: attention.sliding_window,
-    "Qwen3Attention": lambda attention: attention.sliding_window,
-}
-"""Sliding window of transformers' attentions that compute o(attend(rotary(norm(q(x))), rotary(norm(k(x))), v(x))), or
-the same without norms; others are not replaced."""
+NORMS = ("q_norm", "k_norm")
 
 
 class PackedAttention(nn.Module):
     """Attention over packed sequences, [S, heads, head size] throughout instead of transposed views.
 
+    o(attend(rotary(norm(q(x))), rotary(norm(k(x))), v(x))), or the same without norms; q, k and v may be one linear.
     The layers of the replaced transformers attention become this module's, under the same names.
     """
 
-    q_proj: nn.Module
-    k_proj: nn.Module
-    v_proj: nn.Module
     o_proj: nn.Module
     q_norm: nn.Module
     k_norm: nn.Module
 
-    def __init__(self, attention: Any) -> None:
+    def __init__(self, attention: Any, family: Family) -> None:
         super().__init__()
-        for name, child in attention.named_children():
+        children = dict(attention.named_children())
+        for name, child in children.items():
             self.add_module(name, child)
+        self._shared_input = tuple(name for name in family.projections if name in children and name != "o_proj")
         self._has_norms = "q_norm" in self._modules
         self._head_size, self._scaling = attention.head_dim, attention.scaling
-        self._dropout, self._window = attention.attention_dropout, WINDOWS[type(attention).__name__](attention)
+        self._dropout, self._window = attention.attention_dropout, family.window(attention)
+        config = attention.config
+        self._sizes = [
+            heads * self._head_size
+            for heads in (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads)
+        ]
 
     @property
     def shared_input(self) -> tuple[nn.Module, ...]:
         """The linears on the block's input."""
-        return self.q_proj, self.k_proj, self.v_proj
+        return tuple(getattr(self, name) for name in self._shared_input)
 
     def forward(
         self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], packing: Packing, **_: Any
@@ -198,19 +207,36 @@ class PackedAttention(nn.Module):
         """hidden_states [1, S, hidden], cosines and sines [1, S, head size] each -> ([1, S, hidden], None)."""
         assert len(hidden_states) == 1 and not (self.training and self._dropout)
         x, (cos, sin) = hidden_states.view(hidden_states.shape[1:]), position_embeddings
-        query, key, value = (
-            projected.view(len(x), -1, self._head_size) for projected in shared_input_linears(self.shared_input, x)
-        )
+        outputs = shared_input_linears(self.shared_input, x)
+        projected = outputs if len(outputs) == 3 else outputs[0].split(self._sizes, dim=-1)
+        query, key, value = (part.view(len(x), -1, self._head_size) for part in projected)
         if self._has_norms:
             query, key = self.q_norm(query), self.k_norm(key)
-        query, key = rotary(query, key, cos.view(cos.shape[1:]), sin.view(sin.shape[1:]))
+        query, key = _rotated(query, key, cos.view(cos.shape[1:]), sin.view(sin.shape[1:]))
         attended = attention_of_rows(query, key, value, packing, self._scaling, self._window)
         return self.o_proj(attended.flatten(1)).view(hidden_states.shape), None
 
 
+def _rotated(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """`rotary` of the first channels of a head, as many as cos and sin [S, size] have."""
+    size = cos.shape[-1]
+    if size == query.shape[-1]:
+        return rotary(query, key, cos, sin)
+    turned = rotary(query[..., :size], key[..., :size], cos, sin)
+    whole = (torch.cat((part, x[..., size:]), dim=-1) for part, x in zip(turned, (query, key), strict=True))
+    return next(whole), next(whole)
+
+
 def use_packed_attention(model: nn.Module) -> None:
-    """Replace the attentions of `WINDOWS` by `PackedAttention`, in place."""
+    """Replace the attentions of known families by `PackedAttention`, in place."""
     for name, module in list(model.named_modules()):
-        children = dict(module.named_children()).keys()
-        if type(module).__name__ in WINDOWS and children in (PROJECTIONS, PROJECTIONS | NORMS):
-            model.set_submodule(name, PackedAttention(module))
+        family = family_of_class(type(module).__name__, "Attention")
+        if family is not None and _is_plain(module, family):
+            model.set_submodule(name, PackedAttention(module, family))
+
+
+def _is_plain(attention: nn.Module, family: Family) -> bool:
+    """Whether an attention has nothing but the family's projections, and norms of queries and keys or none."""
+    children = [name for name, _ in attention.named_children()]
+    projections = {name for name in children if name in family.projections}
+    return "o_proj" in projections and set(children) - projections in (set(), set(NORMS))

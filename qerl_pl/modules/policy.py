@@ -20,10 +20,11 @@ from transformers import PreTrainedModel
 from qerl_pl.algorithm.noise import NormNoise
 from qerl_pl.engines.base import SharedWeights
 from qerl_pl.errors import UserError
+from qerl_pl.formats.architecture import FAMILIES, PROJECTIONS, check_family
 from qerl_pl.formats.base import Quantization
 from qerl_pl.formats.dense_checkpoint import validate_checkpoint
 from qerl_pl.formats.model_folder import TensorFiles, load_tokenizer, read_config
-from qerl_pl.formats.quantize import in_format, local_folder
+from qerl_pl.formats.quantize import config_in_reach, in_format, local_folder
 from qerl_pl.memory import GIB, TeacherBytes, free_bytes, optimizer_bytes, training_bytes
 from qerl_pl.modules.activation_checkpointing import ActivationCheckpointing, Checkpointing
 from qerl_pl.modules.adapter import LoraAdapter, load_in_place
@@ -104,7 +105,13 @@ class PolicyConfig:
         """
         if self.finetune == "full":
             return None
-        return self.lora.spec(LoraSpec()) if self.start is None else self.start.spec(self.lora)
+        if self.start is not None:
+            return self.start.spec(self.lora)
+        if self.path is None or self.lora.targets is not None:
+            return self.lora.spec(LoraSpec())
+        model_type = config_in_reach(self.path).get("model_type")
+        targets = (family.projections for family in FAMILIES if family.model_type == model_type)
+        return self.lora.spec(LoraSpec(targets=next(targets, PROJECTIONS)))  # `base_folder` refuses other families
 
     @property
     def scaling(self) -> float:
@@ -134,6 +141,11 @@ class PolicyConfig:
             return POSITIONS
         config = read_config(local_folder(self.path))
         known, scaling = config.get("max_position_embeddings"), config.get("rope_scaling") or {}
+        rope = config.get("rope_parameters") or scaling
+        if "longrope" in (rope.get("rope_type"), rope.get("type")):
+            # Beyond these another set of frequencies applies, to a whole batch in transformers, to all in vLLM.
+            original = rope.get("original_max_position_embeddings", config.get("original_max_position_embeddings"))
+            return known if original is None else int(original)
         return None if known is None else int(known * max(1.0, scaling.get("factor") or 1.0))
 
     def source_folder(self) -> Path:
@@ -148,14 +160,15 @@ class PolicyConfig:
         """Local folder of the base in the requested format; toy training, download or quantization are cached.
 
         Raises:
-            UserError: `path` is neither a folder nor a model of the hub, its files disagree, the adapter does not fit
-                it, or its weights are quantized in another format.
+            UserError: `path` is neither a folder nor a model of the hub, its files disagree, it is of no known family,
+                the adapter does not fit it, or its weights are quantized in another format.
         """
         lora = self.lora_spec
         if self.start is not None and self.start.base != self.base_name:
             log.warning("%s was trained on %s and goes on with %s", self.adapter, self.start.base, self.base_name)
         source = self.source_folder()
         model = validate_checkpoint(source)
+        check_family(read_config(source), source)
         if lora is not None:
             check_targets(model, lora)
         return in_format(source, self.quantization)

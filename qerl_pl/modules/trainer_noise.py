@@ -24,7 +24,7 @@ class TrainerNoise:
         self._draws = None if noise is None else draws
         self._added: list[list[tuple[Float32RMSNorm, Tensor]]] = []
         for draw in () if noise is None else noise.each_draw():
-            drawn = ((norm, draw.of_norm(name, norm.weight.detach())) for name, norm in norms.items())
+            drawn = ((norm, draw.of_norm(name, norm.multiplier(norm.weight.detach()))) for name, norm in norms.items())
             self._added.append([(norm, added.to(norm.weight.device)) for norm, added in drawn if added is not None])
 
     def draws_of(self, rows: Tensor) -> Tensor | None:

@@ -97,6 +97,7 @@ TABLE = (
     PrivateName("vllm.v1.worker.gpu_worker.Worker", "adapter and norms written in place", _WORKER, device="cuda"),
     PrivateName("vllm.v1.worker.cpu_worker.CPUWorker", "adapter and norms written in place", _WORKER, device="cpu"),
     PrivateName("vllm.model_executor.layers.layernorm.RMSNorm", "noise in the norms", ("weight",)),
+    PrivateName("vllm.model_executor.layers.layernorm.GemmaRMSNorm", "noise in the norms", ("weight",)),
     PrivateName(f"{_LINEAR}.LinearBase", "adapter", ("quant_method",)),
     PrivateName(f"{_LINEAR}.ColumnParallelLinear", "adapter", _SHARD),
     PrivateName(f"{_LINEAR}.RowParallelLinear", "adapter", _SHARD),

@@ -229,8 +229,8 @@ class VLLMEngine(RolloutEngine):
         kernels = ", ".join(report.kernels)
         if not report.noisy_norms:
             raise UserError(
-                "the model's layers must have RMSNorms called input_layernorm and post_attention_layernorm; vLLM's has "
-                "none: use a Llama, Mistral, Qwen2 or Qwen3 model"
+                "the model's layers must have the norms that its family names; vLLM's has none: use "
+                "TransformersEngine, or another model"
             )
         if left_out := sorted(set(self._shapes) - set(report.adapted)):
             raise UserError(

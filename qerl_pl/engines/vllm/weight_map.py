@@ -21,9 +21,10 @@ def fused_slices(model: Any, name: str, linear: Any) -> list[FusedSlice]:
     """The base model's linears that are fused into the linear `name` of vLLM's model."""
     stem, _, last = name.rpartition(".")
     packed: Mapping[str, list[str]] = getattr(model, "packed_modules_mapping", {})
-    sizes = linear.output_partition_sizes if last in packed else [linear.output_size_per_partition]
+    members = packed.get(last, [last])  # a single one where the base model's linear is fused, too
+    sizes = linear.output_partition_sizes if len(members) > 1 else [linear.output_size_per_partition]
     stops = list(itertools.accumulate(sizes))
-    names = [f"{stem}.{member}" for member in packed.get(last, [last])]
+    names = [f"{stem}.{member}" for member in members]
     return [(member, stop - size, stop) for member, size, stop in zip(names, sizes, stops, strict=True)]
 
 

@@ -16,7 +16,7 @@ from qerl_pl.engines.vllm import linear_methods, weight_map
 from qerl_pl.engines.vllm.sampler import attach_sampler
 from qerl_pl.engines.vllm.weight_map import FusedSlice
 from qerl_pl.errors import UserError
-from qerl_pl.formats.architecture import noisy_norm_names
+from qerl_pl.formats.architecture import family_of, noisy_norm_names
 from qerl_pl.memory import held_gib
 
 if TYPE_CHECKING:
@@ -119,12 +119,16 @@ class PolicyWorker(Worker):
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         """Load the model, add the adapter, cast the noisy norms to float32: before vLLM compiles and captures them."""
-        from vllm.model_executor.layers.layernorm import RMSNorm
+        from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 
         super().load_model(load_dummy_weights=load_dummy_weights)
         modules = dict(self.get_model().named_modules())
-        self._qerl_norms = {name: module for name, module in modules.items() if isinstance(module, RMSNorm)}
-        self._qerl_noisy = noisy_norm_names(self._qerl_norms)
+        self._qerl_norms = {
+            name: module for name, module in modules.items() if isinstance(module, RMSNorm | GemmaRMSNorm)
+        }
+        family = family_of(self.vllm_config.model_config.hf_config.model_type)
+        self._qerl_norm_offset = family.norm_offset
+        self._qerl_noisy = noisy_norm_names(self._qerl_norms, family)
         for name in self._qerl_noisy:
             norm = self._qerl_norms[name]
             norm.weight = nn.Parameter(norm.weight.data.float(), requires_grad=False)
@@ -215,7 +219,8 @@ class PolicyWorker(Worker):
         draws: dict[str, Tensor] = {}
         if noise is not None:
             for name in self._qerl_noisy:
-                drawn = noise.of_norm(name, norms.get(name, self._qerl_clean[name]))
+                clean = norms.get(name, self._qerl_clean[name])
+                drawn = noise.of_norm(name, clean.float() + self._qerl_norm_offset)
                 if drawn is not None:
                     draws[name] = drawn
         if draws:  # one copy to the device

@@ -1,0 +1,250 @@
+"""Families of models: each is quantized, trained, resumed, evaluated, exported, and engines agree with the trainer."""
+
+import json
+import signal
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file
+from test_every_way import killed, process_state, written  # noqa: F401  (a fixture)
+from test_killed import in_a_fork
+from tiny_families import MODELS, write_checkpoint
+from torch import Tensor
+from transformers import AutoModelForCausalLM, OlmoConfig, OlmoForCausalLM
+
+from qerl_pl.algorithm import NormNoise
+from qerl_pl.cli.main import main
+from qerl_pl.engines import EngineSpec, RolloutEngine, TransformersEngine, VLLMEngine
+from qerl_pl.errors import UserError
+from qerl_pl.formats.architecture import FAMILIES, family_of
+from qerl_pl.formats.dense_checkpoint import write_dense_checkpoint
+from qerl_pl.formats.model_folder import read_config
+from qerl_pl.formats.quantize import quantize_checkpoint
+from qerl_pl.modules import LoraConfig, Policy, PolicyConfig
+from qerl_pl.modules.lora import FrozenLinear
+from qerl_pl.modules.packed_layers import GatedMLP, PackedAttention
+from qerl_pl.modules.trainer_noise import TrainerNoise
+from qerl_pl.rollout.experience import pad_completions
+from qerl_pl.types import Completion, Prompt, RolloutRequest, SamplingConfig
+
+CPU = torch.device("cpu")
+LOGPROB_BOUND = 2e-5  # of float32, as in test_engines.py
+NOISE = NormNoise(0.05, seed=3, version=1)
+PROMPTS = [Prompt(str(i), tuple(range(20 + 9 * i, 23 + 40 * i)), "", "") for i in range(3)]  # of 3, 34 and 65 tokens
+ENGINES = ["transformers", pytest.param("vllm", marks=pytest.mark.vllm)]
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A 16-bit checkpoint."""
+    return write_checkpoint(request.param, tmp_path_factory.mktemp("family") / request.param)
+
+
+@pytest.fixture(scope="module")
+def base(source: Path) -> Path:
+    """The same in NVFP4."""
+    folder = source.with_name(f"{source.name}-nvfp4")
+    quantize_checkpoint(source, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def dense(base: Path) -> Path:
+    """What NVFP4 left, in float32."""
+    return write_dense_checkpoint(base, base.with_name(f"{base.name}-dense"), torch.float32)
+
+
+def policy_of(base: Path, **settings: Any) -> Policy:
+    config = PolicyConfig(path=str(base), dtype="float32", lora=LoraConfig(rank=8, alpha=16.0), **settings)
+    return Policy(base, config, CPU, seed=1).eval()
+
+
+def changed(policy: Policy) -> Policy:
+    """The policy with a random adapter, and with norms that are not the base's if they train."""
+    generator = torch.Generator().manual_seed(7)
+    policy.load_trained_state(
+        {name: t + 0.05 * torch.randn(t.shape, generator=generator) for name, t in policy.trained_state().items()}
+    )
+    return policy
+
+
+def spec_of(policy: Policy) -> EngineSpec:
+    lora = policy.config.lora_spec
+    assert lora is not None
+    return EngineSpec(policy.folder, torch.float32, CPU, lora.rank, lora.targets, 96)
+
+
+def every_linear(folder: Path) -> set[str]:
+    """Names of the layers' linears, by the files alone."""
+    names = (name.removesuffix(".weight_packed") for name in load_file(folder / "model.safetensors"))
+    return {name for name in names if name.endswith("_proj")}
+
+
+def test_every_linear_is_packed_adapted_and_four_bits(base: Path) -> None:
+    policy = policy_of(base)
+    linears = every_linear(base)
+    layers = read_config(base)["num_hidden_layers"]
+    per_layer = len(family_of(read_config(base)["model_type"]).projections)
+    assert set(policy.weights(0).adapter or {}) == linears and len(linears) == layers * per_layer
+    assert sum(isinstance(module, FrozenLinear) for module in policy.modules()) == len(linears)
+    for kind in (PackedAttention, GatedMLP):
+        assert sum(isinstance(module, kind) for module in policy.modules()) == layers
+
+
+@pytest.fixture(scope="module", params=ENGINES)
+def sampled(request: pytest.FixtureRequest, base: Path) -> Iterator[tuple[Policy, RolloutEngine]]:
+    """A policy with a random adapter and changed norms, and an engine of its base."""
+    policy = changed(policy_of(base, train_norms=True))
+    engine = TransformersEngine() if request.param == "transformers" else VLLMEngine(kv_cache_gib=0.25, max_num_seqs=16)
+    engine.launch(spec_of(policy))
+    yield policy, engine
+    engine.close()
+
+
+def completions_of(engine: RolloutEngine) -> list[list[Completion]]:
+    requests = [RolloutRequest(prompt.token_ids, (index, index + 9)) for index, prompt in enumerate(PROMPTS)]
+    return engine.generate(requests, SamplingConfig(max_tokens=24))
+
+
+def trainer_gap(policy: Policy, completions: list[list[Completion]], noise: NormNoise | None) -> float:
+    """Largest difference between the engine's log-probabilities and the trainer's, nats."""
+    tokens, lengths, mask, said = pad_completions(PROMPTS, completions, 0)
+    rows = torch.arange(len(tokens))
+    with torch.no_grad(), TrainerNoise(policy.trained.norms(), noise, None).added(rows):
+        found = policy.token_logprobs(tokens, lengths, mask, 1.0)[0]
+    return (found - said)[mask].abs().max().item()
+
+
+@pytest.mark.parametrize("noise", [None, NOISE, replace(NOISE, relative=True, layers=(1,))])
+def test_trainer_and_engine_agree_with_an_adapter_on_every_linear_and_with_noise(
+    sampled: tuple[Policy, RolloutEngine], noise: NormNoise | None
+) -> None:
+    policy, engine = sampled
+    engine.sync(policy.weights(0, noise))
+    completions = completions_of(engine)
+    gap = trainer_gap(policy, completions, noise)
+    assert gap < LOGPROB_BOUND
+    if noise is not None:
+        assert trainer_gap(policy, completions, None) > 1e-3, "the noise must matter, or this test shows nothing"
+    else:
+        engine.sync(replace(policy.weights(0), adapter=None))
+        assert trainer_gap(policy, completions_of(engine), None) > 0.1, "and so must the adapter"
+
+
+def plain_gap(model: torch.nn.Module, completions: list[list[Completion]]) -> float:
+    """As `trainer_gap`, with a plain model of transformers, one sequence at a time."""
+    gaps = []
+    for prompt, group in zip(PROMPTS, completions, strict=True):
+        for completion in group:
+            ids = torch.tensor([prompt.token_ids + completion.token_ids])
+            with torch.no_grad():
+                logits: Tensor = model(input_ids=ids).logits[0, len(prompt.token_ids) - 1 : -1]
+            found = logits.log_softmax(-1).gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0]
+            gaps.append((found - torch.tensor(completion.logprobs)).abs().max().item())
+    return max(gaps)
+
+
+def test_noise_is_the_drawn_numbers_on_the_weights_of_the_norms_before_quantized_linears(
+    sampled: tuple[Policy, RolloutEngine], dense: Path, tmp_path: Path
+) -> None:
+    """A plain model whose stored norm weights have the drawn numbers added says what the engine says."""
+    policy, engine = sampled
+    policy.save(tmp_path)
+    plain = AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float32)
+    model = peft.PeftModel.from_pretrained(plain, tmp_path).eval()
+    report = engine.sync(policy.weights(0, NOISE))
+    completions = completions_of(engine)
+    assert plain_gap(model, completions) > 1e-3
+    parameters = {
+        name.replace("base_model.model.", "").replace(".modules_to_save.default", ""): parameter
+        for name, parameter in model.named_parameters()
+    }
+    before_quantized = NOISY[read_config(dense)["model_type"]]
+    drawn = [NOISE.draw(f"model.layers.{layer}.{norm}", 128) for layer in range(2) for norm in before_quantized]
+    with torch.no_grad():
+        for layer in range(2):
+            for norm in before_quantized:
+                name = f"model.layers.{layer}.{norm}"
+                parameters[f"{name}.weight"] += NOISE.draw(name, 128)
+    assert plain_gap(model, completions) < LOGPROB_BOUND
+    assert report.noise_std == pytest.approx(torch.cat(drawn).std(correction=0).item(), rel=1e-4)
+
+
+NOISY = dict.fromkeys(("mistral", "qwen3", "phi3"), ("input_layernorm", "post_attention_layernorm"))
+
+
+def test_gradients_are_those_of_a_plain_model(base: Path, dense: Path, tmp_path: Path) -> None:
+    policy = changed(policy_of(base, train_norms=True))
+    policy.save(tmp_path)
+    plain = AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float32)
+    model = peft.PeftModel.from_pretrained(plain, tmp_path, is_trainable=True).eval()
+    ids = torch.randint(5, 500, (2, 40), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    mask[:, 0] = False
+    policy.token_logprobs(ids, torch.tensor([40, 40]), mask, 1.0)[0].sum().backward()
+    model(input_ids=ids).logits[:, :-1].log_softmax(-1).gather(2, ids[:, 1:, None]).sum().backward()
+    expected = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    found = {f"base_model.model.{n}": p.grad for n, p in policy.base.named_parameters() if p.requires_grad}
+    assert expected.keys() == found.keys() and len(found) == 2 * len(every_linear(base)) + 4
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-3, atol=2e-4 * gradient.abs().max().item())
+
+
+@pytest.mark.usefixtures("process_state")
+def test_a_run_is_killed_goes_on_bit_for_bit_and_exports(
+    source: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = written(source, tmp_path / "whole", "nvfp4")
+    assert main(["fit", "-c", str(path)]) == 0
+    learned = load_file(tmp_path / "whole" / "adapter" / "adapter_model.safetensors")
+    broken = written(source, tmp_path / "broken", "nvfp4")
+    assert in_a_fork(partial(killed, broken)) == -signal.SIGKILL
+    assert main(["fit", "-c", str(broken), "--resume", "auto"]) == 0
+    found = load_file(tmp_path / "broken" / "adapter" / "adapter_model.safetensors")
+    assert found.keys() == learned.keys() and all(torch.equal(found[name], learned[name]) for name in learned)
+    assert all(tensor.any() for name, tensor in learned.items())  # B, too: everything has moved
+
+    run = tmp_path / "whole"
+    assert main(["validate", "-c", str(run / "config.yaml"), "--resume", "auto"]) == 0
+    assert "val/accuracy" in capfd.readouterr().out
+    assert main(["export", str(run), str(tmp_path / "exported")]) == 0
+    assert main(["export", str(run), str(tmp_path / "merged"), "--merge", "true"]) == 0
+    base = PolicyConfig(path=str(source)).base_folder()
+    dense = write_dense_checkpoint(base, tmp_path / "dense", torch.float32)
+    plain = AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float32)
+    ids = torch.arange(40, 90)[None]
+    with torch.no_grad():
+        before = plain(ids).logits
+        adapted = peft.PeftModel.from_pretrained(plain, tmp_path / "exported").eval()(ids).logits
+        merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)(ids).logits
+    assert (adapted - before).abs().max() > 0.05
+    assert (merged - adapted).abs().max() < 0.2 * (adapted - before).abs().max()  # merged weights are bfloat16
+
+
+def test_an_unknown_family_is_refused_before_anything_is_made(tmp_path: Path) -> None:
+    source = write_checkpoint("mistral", tmp_path / "source")
+    config = OlmoConfig(vocab_size=512, hidden_size=64, intermediate_size=64, num_hidden_layers=1)
+    OlmoForCausalLM(config).save_pretrained(source)
+    message = (
+        rf"known family; model_type in config.json of {source} is 'olmo', none of llama, .*: describe it in "
+        r"qerl_pl/formats/architecture.py as docs/adding-a-family.md shows"
+    )
+    with pytest.raises(UserError, match=message):
+        PolicyConfig(path=str(source), quantization="none").base_folder()
+    assert len({family.model_type for family in FAMILIES}) == len(FAMILIES)
+
+
+def test_the_longest_sequence_of_a_longrope_model_is_that_of_its_short_frequencies(tmp_path: Path) -> None:
+    folder = write_checkpoint("phi-4-mini", tmp_path / "mini")
+    assert PolicyConfig(path=str(folder)).positions() == 160
+    old = read_config(folder)
+    rope = {"type": "longrope"} | {key: old["rope_parameters"][key] for key in ("short_factor", "long_factor")}
+    del old["rope_parameters"]
+    (folder / "config.json").write_text(json.dumps(old | {"rope_scaling": rope}))
+    assert PolicyConfig(path=str(folder)).positions() == 160

@@ -1,0 +1,66 @@
+"""A tiny random checkpoint of each family, written by transformers, whose every part shows in the output."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, MistralConfig, Phi3Config, PretrainedConfig, Qwen3Config
+
+from qerl_pl.toy.tokenizer import build_tokenizer
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 512,
+    "hidden_size": 128,
+    "intermediate_size": 192,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 256,
+}
+LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0 + 0.1 * i for i in range(12)],
+    "long_factor": [2.0 + 0.3 * i for i in range(12)],
+    "original_max_position_embeddings": 160,
+    "partial_rotary_factor": 0.75,
+}
+CONFIGS: dict[str, type[PretrainedConfig]] = {
+    "mistral": MistralConfig,
+    "qwen3": Qwen3Config,
+    "phi-4": Phi3Config,
+    "phi-4-mini": Phi3Config,
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": 24},
+    "qwen3": {"tie_word_embeddings": True},
+    "phi-4": {},
+    "phi-4-mini": {
+        "sliding_window": 24,
+        "rope_parameters": LONG,
+        "original_max_position_embeddings": 160,
+        "tie_word_embeddings": True,
+    },
+}
+"""What each has besides SIZES; phi-4-mini stands for Phi-3 mini's window, too."""
+MODELS = tuple(CONFIGS)
+
+
+def write_checkpoint(name: str, folder: Path) -> Path:
+    """Write the checkpoint of one of MODELS, in float32, with the toy policy's tokenizer."""
+    tokenizer = build_tokenizer()
+    special = {name: getattr(tokenizer, name) for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
+    config = CONFIGS[name](**(SIZES | special | OPTIONS[name]))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        with torch.no_grad():
+            for parameter_name, parameter in model.named_parameters():
+                if "norm" in parameter_name:
+                    parameter.add_(torch.empty_like(parameter).uniform_(-0.5, 0.5))
+                else:
+                    parameter.normal_(std=0.08 if "_proj" in parameter_name else 0.15)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
