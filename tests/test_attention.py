@@ -9,6 +9,8 @@ import torch
 from qerl_kernels import select_backend
 from torch import Tensor, nn
 from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -40,9 +42,11 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 64,
 }
 WINDOW = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
+LOCAL: dict[str, Any] = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"], "pad_token_id": 0}
 PHI: dict[str, Any] = SIZES | {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 HALF_TURNED = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 MODELS = {
+    "gemma3, window in one layer": lambda: Gemma3ForCausalLM(Gemma3TextConfig(**SIZES, **LOCAL)),
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, attention_bias=True)),
     "mistral": lambda: MistralForCausalLM(MistralConfig(**SIZES, sliding_window=None)),
     "mistral, window": lambda: MistralForCausalLM(MistralConfig(**SIZES, sliding_window=5)),

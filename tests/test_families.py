@@ -128,8 +128,7 @@ def test_trainer_and_engine_agree_with_an_adapter_on_every_linear_and_with_noise
     policy, engine = sampled
     engine.sync(policy.weights(0, noise))
     completions = completions_of(engine)
-    gap = trainer_gap(policy, completions, noise)
-    assert gap < LOGPROB_BOUND
+    assert trainer_gap(policy, completions, noise) < LOGPROB_BOUND
     if noise is not None:
         assert trainer_gap(policy, completions, None) > 1e-3, "the noise must matter, or this test shows nothing"
     else:
@@ -177,10 +176,11 @@ def test_noise_is_the_drawn_numbers_on_the_weights_of_the_norms_before_quantized
 
 
 NOISY = dict.fromkeys(("mistral", "qwen3", "phi3"), ("input_layernorm", "post_attention_layernorm"))
+NOISY["gemma3_text"] = ("input_layernorm", "pre_feedforward_layernorm")
 
 
-def test_gradients_are_those_of_a_plain_model(base: Path, dense: Path, tmp_path: Path) -> None:
-    policy = changed(policy_of(base, train_norms=True))
+def test_gradients_are_those_of_a_plain_model_without_dropout(base: Path, dense: Path, tmp_path: Path) -> None:
+    policy = changed(policy_of(base, train_norms=True)).train()
     policy.save(tmp_path)
     plain = AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float32)
     model = peft.PeftModel.from_pretrained(plain, tmp_path, is_trainable=True).eval()
@@ -194,6 +194,49 @@ def test_gradients_are_those_of_a_plain_model(base: Path, dense: Path, tmp_path:
     assert expected.keys() == found.keys() and len(found) == 2 * len(every_linear(base)) + 4
     for name, gradient in expected.items():
         torch.testing.assert_close(found[name], gradient, rtol=1e-3, atol=2e-4 * gradient.abs().max().item())
+
+
+def full_policy(source: Path) -> Policy:
+    """A policy whose every weight trains, and differs from the base's."""
+    config = PolicyConfig(path=str(source), dtype="float32", quantization="none", finetune="full")
+    policy, generator = Policy(source, config, CPU, seed=1).eval(), torch.Generator().manual_seed(7)
+    policy.load_trained_state(
+        {name: t + 0.02 * torch.randn(t.shape, generator=generator) for name, t in policy.trained_state().items()}
+    )
+    return policy
+
+
+def test_full_fine_tuning_has_the_gradients_of_a_plain_model_and_saves_one(source: Path, tmp_path: Path) -> None:
+    policy = full_policy(source)
+    policy.save(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    ids = torch.randint(5, 500, (2, 40), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    mask[:, 0] = False
+    policy.token_logprobs(ids, torch.tensor([40, 40]), mask, 1.0)[0].sum().backward()
+    model(input_ids=ids).logits[:, :-1].log_softmax(-1).gather(2, ids[:, 1:, None]).sum().backward()
+    expected, found = dict(model.named_parameters()), dict(policy.base.named_parameters())
+    assert expected.keys() == found.keys()
+    for name, parameter in expected.items():
+        gradient = parameter.grad
+        assert gradient is not None
+        torch.testing.assert_close(found[name].grad, gradient, rtol=1e-3, atol=2e-4 * gradient.abs().max().item())
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+def test_every_weight_of_full_fine_tuning_reaches_the_engine_with_its_noise(source: Path, kind: str) -> None:
+    policy = full_policy(source)
+    engine: RolloutEngine = (
+        TransformersEngine() if kind == "transformers" else VLLMEngine(kv_cache_gib=0.25, max_num_seqs=16)
+    )
+    engine.launch(EngineSpec(source, torch.float32, CPU, 0, (), 96, full_finetuning=True))
+    engine.sync(policy.weights(0, NOISE))
+    completions = completions_of(engine)
+    engine.close()
+    assert trainer_gap(policy, completions, NOISE) < LOGPROB_BOUND
+    assert trainer_gap(policy, completions, None) > 1e-3
+    config = PolicyConfig(path=str(source), dtype="float32", quantization="none", lora=LoraConfig(rank=1))
+    assert trainer_gap(Policy(source, config, CPU, seed=1).eval(), completions, NOISE) > 0.1  # the base's weights
 
 
 @pytest.mark.usefixtures("process_state")
@@ -238,6 +281,20 @@ def test_an_unknown_family_is_refused_before_anything_is_made(tmp_path: Path) ->
     with pytest.raises(UserError, match=message):
         PolicyConfig(path=str(source), quantization="none").base_folder()
     assert len({family.model_type for family in FAMILIES}) == len(FAMILIES)
+
+
+UNSUPPORTED = {"attn_logit_softcapping": 30.0, "final_logit_softcapping": 30.0, "use_bidirectional_attention": True}
+
+
+@pytest.mark.parametrize("key", UNSUPPORTED)
+def test_what_a_policy_does_not_compute_is_refused_by_its_name(tmp_path: Path, key: str) -> None:
+    folder, value = write_checkpoint("gemma-3", tmp_path / "gemma"), UNSUPPORTED[key]
+    PolicyConfig(path=str(folder), quantization="none").base_folder()
+    (folder / "config.json").write_text(json.dumps(read_config(folder) | {key: value}))
+    with pytest.raises(
+        UserError, match=rf"gemma3_text model must have {key} null or false; .* {folder} has {value}: take"
+    ):
+        PolicyConfig(path=str(folder), quantization="none").base_folder()
 
 
 def test_the_longest_sequence_of_a_longrope_model_is_that_of_its_short_frequencies(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from poisoned import triton_on_poisoned_memory
-from qerl_kernels import silu_product
+from qerl_kernels import gelu_tanh_product, silu_product
 from torch.nn import functional
 
 pytestmark = pytest.mark.usefixtures(triton_on_poisoned_memory.__name__)
@@ -46,6 +46,13 @@ def test_the_activation_is_rounded_before_it_is_multiplied():
     # 134.51, to 135.
     gate, up = torch.tensor([[1.0], [1.4375]], device=DEVICE).bfloat16()
     assert silu_product(gate, up).item() == 134 / 128
+
+
+def test_gelu_is_its_tanh_approximation():
+    # 0.5 (1 + tanh(sqrt(2 / pi) (1 + 0.044715))) = 0.8411920; the exact GELU of 1 is 0.8413447.
+    gate, up = torch.tensor([[1.0, -1.0], [2.0, 3.0]], device=DEVICE)
+    expected = torch.tensor([2 * 0.8411920, 3 * (0.8411920 - 1)], device=DEVICE)
+    torch.testing.assert_close(gelu_tanh_product(gate, up), expected, rtol=1e-6, atol=0)
 
 
 def everything(gate, up, direction):

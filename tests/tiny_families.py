@@ -4,7 +4,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, MistralConfig, Phi3Config, PretrainedConfig, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    MistralConfig,
+    Phi3Config,
+    PretrainedConfig,
+    Qwen3Config,
+)
 
 from qerl_pl.toy.tokenizer import build_tokenizer
 
@@ -17,6 +24,7 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 2,
     "head_dim": 32,
     "max_position_embeddings": 256,
+    "attention_dropout": 0.1,  # of pretraining: a policy has none
 }
 LONG = {
     "rope_type": "longrope",
@@ -31,16 +39,26 @@ CONFIGS: dict[str, type[PretrainedConfig]] = {
     "qwen3": Qwen3Config,
     "phi-4": Phi3Config,
     "phi-4-mini": Phi3Config,
+    "gemma-3": Gemma3TextConfig,
 }
 OPTIONS: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 24},
     "qwen3": {"tie_word_embeddings": True},
-    "phi-4": {},
+    "phi-4": {"resid_pdrop": 0.1, "embd_pdrop": 0.1},
     "phi-4-mini": {
         "sliding_window": 24,
         "rope_parameters": LONG,
         "original_max_position_embeddings": 160,
         "tie_word_embeddings": True,
+    },
+    "gemma-3": {
+        "query_pre_attn_scalar": 50,
+        "sliding_window": 24,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
+            "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0},
+        },
     },
 }
 """What each has besides SIZES; phi-4-mini stands for Phi-3 mini's window, too."""
@@ -60,7 +78,9 @@ def write_checkpoint(name: str, folder: Path) -> Path:
                 if "norm" in parameter_name:
                     parameter.add_(torch.empty_like(parameter).uniform_(-0.5, 0.5))
                 else:
-                    parameter.normal_(std=0.08 if "_proj" in parameter_name else 0.15)
+                    # Gemma multiplies embeddings by 11: larger ones would repeat the last token, whatever layers do.
+                    small = "_proj" in parameter_name or name == "gemma-3"
+                    parameter.normal_(std=0.08 if small else 0.15)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder

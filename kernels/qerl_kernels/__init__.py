@@ -3,7 +3,7 @@
 `reference` holds plain PyTorch versions; `select_backend` selects PyTorch or Triton for all ops.
 """
 
-from qerl_kernels.activation import silu_product
+from qerl_kernels.activation import gelu_tanh_product, silu_product
 from qerl_kernels.backend import Backend, select_backend, selected_backend, triton_available
 from qerl_kernels.decode_gemm import (
     DECODE_GEMM_MAX_TOKENS,
@@ -35,7 +35,8 @@ __all__ = [
     "MXFP4Tensor", "MXFP4Weight", "MarlinRows", "MarlinTensor", "NVFP4Tensor", "NVFP4Weight",
     "chunked_token_logprobs", "decode_gemm_linear", "decode_gemm_linear_reference", "decode_gemm_sizes",
     "decode_gemm_supported", "dense_linear", "dequantize_marlin", "dequantize_mxfp4", "dequantize_nvfp4",
-    "dequantize_nvfp4_unscaled", "frozen_linear", "frozen_linears", "marlin_alpha", "nvfp4_global_scale",
+    "dequantize_nvfp4_unscaled", "frozen_linear", "frozen_linears", "gelu_tanh_product", "marlin_alpha",
+    "nvfp4_global_scale",
     "quantize_mxfp4", "quantize_nvfp4", "rms_norm", "rotary", "sample_tokens", "saves_products", "select_backend",
     "selected_backend", "selective_checkpoint_contexts", "silu_product", "triton_available",
 ]  # fmt: skip

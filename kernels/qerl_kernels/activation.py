@@ -1,4 +1,4 @@
-"""SwiGLU activation of a decoder's MLP: one kernel forward, one backward; only its inputs are saved."""
+"""Gated activations of a decoder's MLP; SwiGLU is one kernel forward, one backward, and saves only its inputs."""
 
 from typing import Any
 
@@ -20,6 +20,16 @@ def silu_product(gate: Tensor, up: Tensor) -> Tensor:
     if runs_triton(gate):
         return _SiluProduct.apply(gate, up)
     return functional.silu(gate) * up
+
+
+def gelu_tanh_product(gate: Tensor, up: Tensor) -> Tensor:
+    """gelu(gate) * up, GELU by its tanh approximation: PyTorch's two operations on every backend.
+
+    Args:
+        gate: Any shape.
+        up: As `gate`.
+    """
+    return functional.gelu(gate, approximate="tanh") * up
 
 
 class _SiluProduct(Function):

@@ -38,6 +38,8 @@ class Family:
     """What the norm adds to its weight: 1 if it multiplies by 1 + weight. Noise is added to the weight."""
     norm_eps: str = "variance_epsilon"
     """The norm's attribute that is added to the mean square."""
+    embedding_scale: str | None = None
+    """The embedding's attribute that multiplies its rows, if any."""
     window: Callable[[Any], int | None] = lambda attention: None
     """Sliding window of an attention layer of transformers, in tokens; None for full attention."""
     dropouts: tuple[str, ...] = ("attention_dropout",)
@@ -57,6 +59,16 @@ FAMILIES = (
         projections=("qkv_proj", "o_proj", "gate_up_proj", "down_proj"),
         window=lambda attention: attention.config.sliding_window,
         dropouts=("attention_dropout", "resid_pdrop", "embd_pdrop"),
+    ),
+    Family(  # the text models of Gemma 3
+        "gemma3_text",
+        "Gemma3",
+        noisy_norms=("input_layernorm", "pre_feedforward_layernorm"),
+        norm_offset=1.0,
+        norm_eps="eps",
+        embedding_scale="embed_scale",
+        window=lambda attention: attention.sliding_window,
+        unsupported=("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"),
     ),
 )
 

@@ -61,33 +61,45 @@ class _LowPrecisionLinear(torch.autograd.Function):
 
 
 class MasterEmbedding(nn.Module):
-    """Embedding with a trained master weight; the result has the replaced embedding's data type."""
+    """Embedding with a trained master weight; the result has the replaced embedding's data type.
 
-    def __init__(self, embedding: nn.Embedding) -> None:
+    Args:
+        embedding: To be replaced.
+        scale: Multiplies the rows; None for 1.
+    """
+
+    def __init__(self, embedding: nn.Embedding, scale: Tensor | None) -> None:
         super().__init__()
+        self.register_buffer("scale", None if scale is None else scale.to(embedding.weight.dtype), persistent=False)
+        self.scale: Tensor | None
         self.dtype, self.padding_idx = embedding.weight.dtype, embedding.padding_idx
         self.weight = _master(embedding.weight)
 
     def forward(self, ids: Tensor) -> Tensor:
         """ids [...] -> [..., D]."""
-        return F.embedding(ids, self.weight, self.padding_idx).to(self.dtype)
+        rows = F.embedding(ids, self.weight, self.padding_idx).to(self.dtype)
+        return rows if self.scale is None else rows * self.scale
 
 
 class MasterRMSNorm(Float32RMSNorm):
-    """A trained norm without noise: casts before it multiplies, as an engine with a 16-bit scale does."""
+    """A trained norm without noise: casts before it multiplies, as an engine with a 16-bit scale does.
+
+    One with an offset casts its weight only, as transformers' and vLLM's do.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., hidden] -> the same shape and data type."""
         wide = x.float()
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        return self.weight.to(x.dtype) * wide.to(x.dtype)
+        low = self.weight.to(x.dtype)
+        return (self.multiplier(low) * wide).to(x.dtype) if self.offset else low * wide.to(x.dtype)
 
 
 def _master(tensor: Tensor) -> nn.Parameter:
     return nn.Parameter(tensor.detach().float(), requires_grad=True)
 
 
-def use_master_weights(model: nn.Module) -> None:
+def use_master_weights(model: PreTrainedModel) -> None:
     """Replace every layer of a causal LM that has weights by one with trained master weights, in place.
 
     Args:
@@ -96,10 +108,11 @@ def use_master_weights(model: nn.Module) -> None:
     Raises:
         UserError: A layer of another kind has weights.
     """
+    scale = family_of(model.config.model_type).embedding_scale
     tied: dict[int, nn.Parameter] = {}  # embeddings that the output layer may share
     for name, module in list(model.named_modules()):
         if isinstance(module, nn.Embedding):
-            embedding = MasterEmbedding(module)
+            embedding = MasterEmbedding(module, None if scale is None else getattr(module, scale))
             tied[id(module.weight)] = embedding.weight
             model.set_submodule(name, embedding)
     for name, module in list(model.named_modules()):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from qerl_kernels import rotary, silu_product
+from qerl_kernels import gelu_tanh_product, rotary, silu_product
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AttentionInterface
@@ -121,6 +121,7 @@ AttentionInterface.register(ATTENTION, packed_attention)
 ACTIVATIONS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
     "SiLU": silu_product,
     "SiLUActivation": silu_product,
+    "GELUTanh": gelu_tanh_product,
 }
 """act(gate) * up by class of the activation; MLPs with others are not replaced."""
 
