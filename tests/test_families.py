@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 from test_every_way import killed, process_state, written  # noqa: F401  (a fixture)
 from test_killed import in_a_fork
-from tiny_families import MODELS, write_checkpoint
+from tiny_families import MODELS, write_checkpoint, write_wrapped
 from torch import Tensor
 from transformers import AutoModelForCausalLM, OlmoConfig, OlmoForCausalLM
 
@@ -24,7 +24,7 @@ from qerl_pl.engines import EngineSpec, RolloutEngine, TransformersEngine, VLLME
 from qerl_pl.errors import UserError
 from qerl_pl.formats.architecture import FAMILIES, family_of
 from qerl_pl.formats.dense_checkpoint import write_dense_checkpoint
-from qerl_pl.formats.model_folder import read_config
+from qerl_pl.formats.model_folder import end_token_ids, read_config
 from qerl_pl.formats.quantize import quantize_checkpoint
 from qerl_pl.modules import LoraConfig, Policy, PolicyConfig
 from qerl_pl.modules.lora import FrozenLinear
@@ -37,6 +37,9 @@ CPU = torch.device("cpu")
 LOGPROB_BOUND = 2e-5  # of float32, as in test_engines.py
 NOISE = NormNoise(0.05, seed=3, version=1)
 PROMPTS = [Prompt(str(i), tuple(range(20 + 9 * i, 23 + 40 * i)), "", "") for i in range(3)]  # of 3, 34 and 65 tokens
+NOISY = dict.fromkeys(("mistral", "qwen3", "phi3"), ("input_layernorm", "post_attention_layernorm"))
+NOISY["gemma3_text"] = ("input_layernorm", "pre_feedforward_layernorm")
+"""Norms before quantized linears, by `model_type`."""
 ENGINES = ["transformers", pytest.param("vllm", marks=pytest.mark.vllm)]
 
 
@@ -86,13 +89,19 @@ def every_linear(folder: Path) -> set[str]:
     return {name for name in names if name.endswith("_proj")}
 
 
-def test_every_linear_is_packed_adapted_and_four_bits(base: Path) -> None:
+def test_every_linear_is_packed_adapted_and_four_bits_and_norms_before_them_train(base: Path) -> None:
     policy = policy_of(base)
     linears = every_linear(base)
     layers = read_config(base)["num_hidden_layers"]
     per_layer = len(family_of(read_config(base)["model_type"]).projections)
     assert set(policy.weights(0).adapter or {}) == linears and len(linears) == layers * per_layer
     assert sum(isinstance(module, FrozenLinear) for module in policy.modules()) == len(linears)
+    norms = [
+        f"model.layers.{layer}.{norm}" for layer in range(layers) for norm in NOISY[read_config(base)["model_type"]]
+    ]
+    policy = policy_of(base, train_norms=True)
+    assert set(policy.weights(0).tensors) == {f"{name}.weight" for name in norms}
+    assert list(policy.trained.norms()) == norms
     for kind in (PackedAttention, GatedMLP):
         assert sum(isinstance(module, kind) for module in policy.modules()) == layers
 
@@ -173,10 +182,6 @@ def test_noise_is_the_drawn_numbers_on_the_weights_of_the_norms_before_quantized
                 parameters[f"{name}.weight"] += NOISE.draw(name, 128)
     assert plain_gap(model, completions) < LOGPROB_BOUND
     assert report.noise_std == pytest.approx(torch.cat(drawn).std(correction=0).item(), rel=1e-4)
-
-
-NOISY = dict.fromkeys(("mistral", "qwen3", "phi3"), ("input_layernorm", "post_attention_layernorm"))
-NOISY["gemma3_text"] = ("input_layernorm", "pre_feedforward_layernorm")
 
 
 def test_gradients_are_those_of_a_plain_model_without_dropout(base: Path, dense: Path, tmp_path: Path) -> None:
@@ -281,6 +286,29 @@ def test_an_unknown_family_is_refused_before_anything_is_made(tmp_path: Path) ->
     with pytest.raises(UserError, match=message):
         PolicyConfig(path=str(source), quantization="none").base_folder()
     assert len({family.model_type for family in FAMILIES}) == len(FAMILIES)
+
+
+def test_the_text_model_of_a_model_with_images_is_taken_out_by_quantizing(tmp_path: Path) -> None:
+    source = write_checkpoint("gemma-3", tmp_path / "gemma")
+    wrapped = write_wrapped(source, tmp_path / "wrapped")
+    stored = load_file(wrapped / "model.safetensors")
+    assert "language_model.model.layers.1.self_attn.q_proj.weight" in stored and any(
+        "vision" in name for name in stored
+    )
+    with pytest.raises(UserError, match=rf"of text alone; {wrapped} has a gemma3_text in a gemma3: .*`qerl quantize`"):
+        PolicyConfig(path=str(wrapped), quantization="nvfp4").base_folder()
+    folders = {"text": source, "text of wrapped": wrapped}
+    for name, folder in folders.items():
+        assert main(["quantize", str(folder), str(tmp_path / name)]) == 0
+    expected, found = (load_file(tmp_path / name / "model.safetensors") for name in folders)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name].view(torch.uint8), expected[name].view(torch.uint8)) for name in expected)
+    assert end_token_ids(tmp_path / "text of wrapped") == tuple(sorted({7, *end_token_ids(source)}))
+    policies = [policy_of(tmp_path / name) for name in folders]
+    ids, mask = torch.arange(40, 80)[None], (torch.arange(40) > 0)[None]
+    results = [policy.token_logprobs(ids, torch.tensor([40]), mask, 1.0)[0] for policy in policies]
+    assert torch.equal(*results)
+    PolicyConfig(path=str(tmp_path / "text of wrapped")).base_folder()
 
 
 UNSUPPORTED = {"attn_logit_softcapping": 30.0, "final_logit_softcapping": 30.0, "use_bidirectional_attention": True}

@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
     Gemma3TextConfig,
     MistralConfig,
     Phi3Config,
@@ -63,6 +65,24 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 """What each has besides SIZES; phi-4-mini stands for Phi-3 mini's window, too."""
 MODELS = tuple(CONFIGS)
+
+
+def write_wrapped(text_model: Path, folder: Path) -> Path:
+    """Write a model of text and images around the weights of a Gemma 3 checkpoint."""
+    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    inner = AutoModelForCausalLM.from_pretrained(text_model, dtype=torch.float32)
+    config = Gemma3Config(
+        text_config=inner.config.to_dict(),
+        vision_config=vision | {"image_size": 28, "patch_size": 14},
+        mm_tokens_per_image=4,
+        **{key: getattr(inner.config, key) for key in ("pad_token_id", "bos_token_id")},
+        eos_token_id=[inner.config.eos_token_id, 7],
+    )
+    wrapped = Gemma3ForConditionalGeneration(config)
+    wrapped.model.language_model.load_state_dict(inner.model.state_dict())
+    wrapped.save_pretrained(folder)
+    build_tokenizer().save_pretrained(folder)
+    return folder
 
 
 def write_checkpoint(name: str, folder: Path) -> Path:

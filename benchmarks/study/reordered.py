@@ -9,8 +9,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from qerl_pl.errors import UserError
 from qerl_pl.formats.model_folder import ShardWriter, TensorFiles, copy_other_files, load_config, read_config
 from qerl_pl.persistence.random_state import stream_seed
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+"""`model_type` of decoders with the layers that `_reordered` knows."""
 
 
 class Channels(NamedTuple):
@@ -42,6 +46,10 @@ def reorder_checkpoint(src: Path, dst: Path, seed: int) -> None:
     the same function as `src` up to the order of sums.
     """
     config, tensors, writer = load_config(src), TensorFiles(src), ShardWriter(dst)
+    if config.model_type not in FAMILIES:
+        raise UserError(
+            f"channels can be permuted in {', '.join(FAMILIES)}; {src} is {config.model_type}: take another"
+        )
     for name in tensors:
         writer.add(name, _reordered(name, tensors.read(name), config, seed))
     writer.finish()

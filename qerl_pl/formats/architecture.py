@@ -102,8 +102,14 @@ def check_family(config: Mapping[str, Any], source: object) -> Family:
     """The family of a model's config.json.
 
     Raises:
-        UserError: As `family_of`, or the model has a part that the policy does not compute.
+        UserError: As `family_of`, or the model has a part that the policy does not compute, or is of images, too.
     """
+    inner = config.get("text_config")
+    if isinstance(inner, Mapping) and any(family.model_type == inner.get("model_type") for family in FAMILIES):
+        raise UserError(
+            f"a base model must be of text alone; {source} has a {inner['model_type']} in a "
+            f"{config.get('model_type')}: take the text model out by `qerl quantize`, and name what that writes"
+        )
     family = family_of(config.get("model_type", ""), source)
     for key in family.unsupported:
         if config.get(key):
@@ -112,6 +118,20 @@ def check_family(config: Mapping[str, Any], source: object) -> Family:
                 f"{config[key]}: take a model without it"
             )
     return family
+
+
+def text_config(config: Mapping[str, Any], source: object) -> dict[str, Any] | None:
+    """config.json of the text model in a model of text and images; None for a model of text.
+
+    Raises:
+        UserError: The text model is of no known family.
+    """
+    if not isinstance(inner := config.get("text_config"), Mapping):
+        return None
+    family = check_family(inner, source)
+    kept = ("bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings", "dtype", "torch_dtype")
+    own = {key: config[key] for key in kept if key in config}
+    return {**inner, **own, "architectures": [f"{family.classes}ForCausalLM"]}
 
 
 def noisy_norm_names(names: Iterable[str], family: Family) -> list[str]:

@@ -89,11 +89,17 @@ def _open(path: Path) -> Iterator[Any]:
 
 
 class TensorFiles:
-    """Tensors of a model folder by name, read one at a time."""
+    """Tensors of a model folder by name, read one at a time.
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._files = weight_map(folder)
+    Args:
+        folder: Of the model.
+        prefix: Of the names in the files that are meant, without which they are known here; others are left out.
+    """
+
+    def __init__(self, folder: Path, prefix: str = "") -> None:
+        self._folder, self._prefix = folder, prefix
+        files = weight_map(folder)
+        self._files = {name.removeprefix(prefix): file for name, file in files.items() if name.startswith(prefix)}
 
     def __iter__(self) -> Iterator[str]:
         """Names in the order of the files, so that a reader goes through each file once."""
@@ -111,7 +117,8 @@ class TensorFiles:
         shapes: dict[str, tuple[int, ...]] = {}
         for file_name in sorted(set(self._files.values())):
             with _open(self._folder / file_name) as file:
-                shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in list(file.keys())}
+                stored = [name for name in file.keys() if name.startswith(self._prefix)]
+                shapes |= {name.removeprefix(self._prefix): tuple(file.get_slice(name).get_shape()) for name in stored}
         if missing := sorted(self._files.keys() - shapes):
             raise UserError(
                 f"weight files must hold what their index says; {self._folder} lacks {missing[0]}: download it again"
@@ -128,7 +135,7 @@ class TensorFiles:
             raise UserError(f"every quantized weight needs its scales; {self._folder} lacks {name}; quantize it again")
         # An open file would keep every page that was read in the process's memory.
         with _open(self._folder / self._files[name]) as file:
-            tensor: Tensor = file.get_tensor(name)
+            tensor: Tensor = file.get_tensor(f"{self._prefix}{name}")
         return tensor
 
 

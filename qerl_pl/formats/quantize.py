@@ -24,7 +24,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from qerl_pl.errors import UserError
-from qerl_pl.formats.architecture import fused_group
+from qerl_pl.formats.architecture import fused_group, text_config
 from qerl_pl.formats.base import QUANTIZERS, Quantization, QuantizedFormat, Quantizer, format_of
 from qerl_pl.formats.dense import DENSE
 from qerl_pl.formats.dense_checkpoint import validate_checkpoint
@@ -40,6 +40,8 @@ from qerl_pl.persistence.atomic_files import atomic_directory, build_once, cache
 
 log = logging.getLogger(__name__)
 
+TEXT_MODEL = "language_model."
+"""Prefix of the text model's tensors in a model of text and images."""
 CHUNK = 1 << 20
 """Weights that a CPU thread rounds at a time."""
 Device = Literal["auto", "cpu", "cuda"]
@@ -56,7 +58,8 @@ def quantize_checkpoint(
     """Quantize a 16-bit checkpoint to 4 bits, and report the error of each matrix.
 
     Every `*_proj.weight` of the decoder layers is quantized without data. `quantization_report.json` in DST holds their
-    relative squared errors: the sum of (quantized - weight)**2 over the sum of weight**2.
+    relative squared errors: the sum of (quantized - weight)**2 over the sum of weight**2. Of a model of text and images
+    DST is the text model alone.
 
     Args:
         src: Folder of a causal LM in Hugging Face format, 16 or 32 bits.
@@ -72,8 +75,9 @@ def quantize_checkpoint(
         device: Device of the arithmetic. `auto` is the GPU where there is one.
 
     Raises:
-        UserError: `dst` exists, `src` is no model folder, is inconsistent or already quantized, has no matrix to
-            quantize or one that the format cannot store, the format lacks an option, or there is no GPU for `device`.
+        UserError: `dst` exists, `src` is no model folder, is inconsistent or already quantized, has images and a text
+            model of no known family, has no matrix to quantize or one that the format cannot store, the format lacks an
+            option, or there is no GPU for `device`.
     """
     quantizer, torch_device = QUANTIZERS[format](scales, power_of_two), _device(device)
     config, source = read_config(src), format_of(src)
@@ -84,7 +88,8 @@ def quantize_checkpoint(
     if dst.exists():
         raise UserError(f"the destination must not exist; {dst} does; choose another name or remove it")
     validate_checkpoint(src)
-    tensors = TensorFiles(src)
+    inner = text_config(config, src)
+    config, tensors = (config, TensorFiles(src)) if inner is None else (inner, TensorFiles(src, TEXT_MODEL))
     with atomic_directory(dst) as folder:
         quantized = {name for name in tensors if re.search(r"\.layers\.\d+\..*_proj\.weight$", name)}
         if not quantized:
