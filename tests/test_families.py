@@ -25,6 +25,7 @@ from qerl_pl.errors import UserError
 from qerl_pl.formats.architecture import FAMILIES, family_of
 from qerl_pl.formats.dense_checkpoint import write_dense_checkpoint
 from qerl_pl.formats.model_folder import end_token_ids, read_config
+from qerl_pl.formats.norm import Float32RMSNorm
 from qerl_pl.formats.quantize import quantize_checkpoint
 from qerl_pl.modules import LoraConfig, Policy, PolicyConfig
 from qerl_pl.modules.lora import FrozenLinear
@@ -102,6 +103,8 @@ def test_every_linear_is_packed_adapted_and_four_bits_and_norms_before_them_trai
     policy = policy_of(base, train_norms=True)
     assert set(policy.weights(0).tensors) == {f"{name}.weight" for name in norms}
     assert list(policy.trained.norms()) == norms
+    float32 = sum(isinstance(module, Float32RMSNorm) for module in policy_of(base).modules())
+    assert float32 == (13 if "gemma" in base.name else 4)  # of Gemma all: six a layer, and the last
     for kind in (PackedAttention, GatedMLP):
         assert sum(isinstance(module, kind) for module in policy.modules()) == layers
 
@@ -201,6 +204,18 @@ def test_gradients_are_those_of_a_plain_model_without_dropout(base: Path, dense:
         torch.testing.assert_close(found[name], gradient, rtol=1e-3, atol=2e-4 * gradient.abs().max().item())
 
 
+def test_what_is_recomputed_changes_no_bit_of_a_gradient(base: Path) -> None:
+    ids, mask = torch.arange(60)[None] + 20, (torch.arange(60) > 0)[None]
+    gradients = []
+    for checkpointing in (False, True, "selective"):
+        policy = changed(policy_of(base, train_norms=True, gradient_checkpointing=checkpointing)).train()
+        policy.token_logprobs(ids, torch.tensor([60]), mask, 1.0)[0].sum().backward()
+        gradients.append([p.grad for p in policy.parameters() if p.requires_grad])
+    assert all(gradient is not None and gradient.any() for gradient in gradients[0])
+    for other in gradients[1:]:
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(gradients[0], other, strict=True))
+
+
 def full_policy(source: Path) -> Policy:
     """A policy whose every weight trains, and differs from the base's."""
     config = PolicyConfig(path=str(source), dtype="float32", quantization="none", finetune="full")
@@ -291,6 +306,7 @@ def test_an_unknown_family_is_refused_before_anything_is_made(tmp_path: Path) ->
 def test_the_text_model_of_a_model_with_images_is_taken_out_by_quantizing(tmp_path: Path) -> None:
     source = write_checkpoint("gemma-3", tmp_path / "gemma")
     wrapped = write_wrapped(source, tmp_path / "wrapped")
+    (wrapped / "generation_config.json").unlink()  # it has the end tokens, too
     stored = load_file(wrapped / "model.safetensors")
     assert "language_model.model.layers.1.self_attn.q_proj.weight" in stored and any(
         "vision" in name for name in stored

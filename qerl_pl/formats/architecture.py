@@ -35,7 +35,7 @@ class Family:
     """Norms of a layer before q, k, v and before gate, up: AQN perturbs them, and `train_norms` trains them. The final
     norm and norms of queries, keys and outputs feed no quantized linear."""
     norm_offset: float = 0.0
-    """What the norm adds to its weight: 1 if it multiplies by 1 + weight. Noise is added to the weight."""
+    """What the norm adds to its weight: 1 if it multiplies by 1 + weight, in float32. Noise is added to the weight."""
     norm_eps: str = "variance_epsilon"
     """The norm's attribute that is added to the mean square."""
     embedding_scale: str | None = None

@@ -57,11 +57,16 @@ class Float32RMSNorm(nn.Module):
 def use_float32_norms(model: PreTrainedModel) -> None:
     """Replace the norms that AQN perturbs (those before q, k, v and before gate, up) by `Float32RMSNorm`.
 
+    Of a family whose norms compute in float32 as it does, all are replaced: the same numbers by a fused kernel.
+
     Raises:
         UserError: The model is of no known family, has none, or they are no RMSNorm of its family.
     """
     modules = dict(model.named_modules())
-    names = noisy_norm_names(modules, family_of(model.config.model_type))
+    family = family_of(model.config.model_type)
+    names = noisy_norm_names(modules, family)
     assert names, f"{type(model).__name__} has no layers"
+    if family.norm_offset:
+        names = [name for name, module in modules.items() if type(module).__name__ == f"{family.classes}RMSNorm"]
     for name in names:
         model.set_submodule(name, Float32RMSNorm.of(name, modules[name]))

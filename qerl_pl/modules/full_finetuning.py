@@ -108,7 +108,8 @@ def use_master_weights(model: PreTrainedModel) -> None:
     Raises:
         UserError: A layer of another kind has weights.
     """
-    scale = family_of(model.config.model_type).embedding_scale
+    family = family_of(model.config.model_type)
+    scale, noisy = family.embedding_scale, noisy_norm_names([name for name, _ in model.named_modules()], family)
     tied: dict[int, nn.Parameter] = {}  # embeddings that the output layer may share
     for name, module in list(model.named_modules()):
         if isinstance(module, nn.Embedding):
@@ -118,8 +119,11 @@ def use_master_weights(model: PreTrainedModel) -> None:
     for name, module in list(model.named_modules()):
         if isinstance(module, nn.Linear):
             model.set_submodule(name, MasterLinear(module, tied.get(id(module.weight))))
-        elif isinstance(module, Float32RMSNorm):
+        elif isinstance(module, Float32RMSNorm) and name in noisy:
             module.requires_grad_(True)
+        elif isinstance(module, Float32RMSNorm):
+            norm = MasterRMSNorm(module.weight, module.eps, module.offset)
+            model.set_submodule(name, norm.requires_grad_(True))
         elif "weight" in module._parameters and not isinstance(module, MasterEmbedding):
             model.set_submodule(name, MasterRMSNorm.of(name, module).requires_grad_(True))
     if frozen := [name for name, parameter in model.named_parameters() if not parameter.requires_grad]:
