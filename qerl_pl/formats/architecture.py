@@ -38,6 +38,9 @@ class Family:
     """What the norm adds to its weight: 1 if it multiplies by 1 + weight, in float32. Noise is added to the weight."""
     norm_eps: str = "variance_epsilon"
     """The norm's attribute that is added to the mean square."""
+    normed_outputs: bool = False
+    """Whether a norm follows the layer's last linear, so that selective activation checkpointing must save its product.
+    """
     embedding_scale: str | None = None
     """The embedding's attribute that multiplies its rows, if any."""
     window: Callable[[Any], int | None] = lambda attention: None
@@ -66,6 +69,7 @@ FAMILIES = (
         noisy_norms=("input_layernorm", "pre_feedforward_layernorm"),
         norm_offset=1.0,
         norm_eps="eps",
+        normed_outputs=True,
         embedding_scale="embed_scale",
         window=lambda attention: attention.sliding_window,
         unsupported=("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"),

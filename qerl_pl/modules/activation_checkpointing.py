@@ -15,6 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from qerl_pl.distributed.communicator import Communicator, warn_of_this_rank
+from qerl_pl.formats.architecture import family_of
 from qerl_pl.formats.norm import Float32RMSNorm
 from qerl_pl.memory import GIB, activation_bytes, free_bytes, temporary_bytes
 from qerl_pl.modules.lora import LoraLinear
@@ -148,9 +149,8 @@ class ActivationCheckpointing:
         self._enabled = True
         settings: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": self._has_dropout}
         if self.mode == "selective":
-            settings["context_fn"] = partial(
-                selective_checkpoint_contexts, last_is_added=_saves_all_products(self._base)
-            )
+            added = not family_of(self._base.config.model_type).normed_outputs and _saves_all_products(self._base)
+            settings["context_fn"] = partial(selective_checkpoint_contexts, last_is_added=added)
         self._base.gradient_checkpointing_enable(settings)
         self._base.disable_input_require_grads()  # only reentrant checkpoints need it, and it costs products
 
