@@ -9,6 +9,7 @@ from transformers import (
     Gemma3Config,
     Gemma3ForConditionalGeneration,
     Gemma3TextConfig,
+    LlamaConfig,
     MistralConfig,
     Phi3Config,
     PretrainedConfig,
@@ -36,7 +37,16 @@ LONG = {
     "original_max_position_embeddings": 160,
     "partial_rotary_factor": 0.75,
 }
+STRETCHED = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 128,
+}
 CONFIGS: dict[str, type[PretrainedConfig]] = {
+    "llama-3": LlamaConfig,
     "mistral": MistralConfig,
     "qwen3": Qwen3Config,
     "phi-4": Phi3Config,
@@ -44,6 +54,7 @@ CONFIGS: dict[str, type[PretrainedConfig]] = {
     "gemma-3": Gemma3TextConfig,
 }
 OPTIONS: dict[str, dict[str, Any]] = {
+    "llama-3": {"rope_parameters": STRETCHED},
     "mistral": {"sliding_window": 24},
     "qwen3": {"tie_word_embeddings": True},
     "phi-4": {"resid_pdrop": 0.1, "embd_pdrop": 0.1},
