@@ -3,6 +3,7 @@
 from qerl_pl.rewards.answers import Format, GSM8KAnswer, OverlongPenalty
 from qerl_pl.rewards.base import (
     AnswerReward,
+    EnvironmentReward,
     ReferenceReward,
     Reward,
     RewardSample,
@@ -19,6 +20,7 @@ from qerl_pl.rewards.math_answer import MathAnswer
 
 __all__ = [
     "AnswerReward",
+    "EnvironmentReward",
     "Format",
     "GSM8KAnswer",
     "JudgeReward",
