@@ -1,15 +1,12 @@
 """Reward functions with TRL's signature, named by import path or file."""
 
-import importlib.util
 import inspect
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
-from pkgutil import resolve_name
 from typing import Any
 
 from qerl_pl.errors import UserError
+from qerl_pl.import_path import load_named
 from qerl_pl.rewards.base import Reward, RewardSample
 
 Function = Callable[..., Any]
@@ -72,34 +69,10 @@ def load_function(name: str) -> Function:
     Raises:
         UserError: There is no such module, file or function, or it is no function.
     """
-    module, colon, attribute = name.rpartition(":")
-    try:
-        if module.endswith(".py"):
-            function = getattr(_load_file(Path(module).expanduser()), attribute)
-        elif colon or "." in name:
-            function = resolve_name(name)
-        else:
-            raise UserError(f"{_RULE}; found {name!r}; choose one of qerl_pl.rewards, or name the function's module")
-    except (ImportError, AttributeError, OSError) as error:
-        raise UserError(f"{_RULE}; {name!r} cannot be imported ({error}); correct the name") from error
+    function = load_named(name, _RULE, "choose one of qerl_pl.rewards, or name the function's module", "reward")
     if not callable(function) or inspect.isclass(function):
         raise UserError(f"{_RULE}; {name!r} is a {type(function).__name__}; name a function")
     return function
-
-
-def _load_file(path: Path) -> Any:
-    """The module of a file, imported once."""
-    name = f"qerl_reward_{path.stem}"
-    loaded = sys.modules.get(name)
-    if loaded is not None and loaded.__file__ == str(path.absolute()):
-        return loaded
-    spec = importlib.util.spec_from_file_location(name, path.absolute())
-    if spec is None or spec.loader is None or not path.is_file():
-        raise ImportError(f"no file {path}")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def as_rewards(given: Mapping[str, Any] | Sequence[Any]) -> list[Reward]:

@@ -1,0 +1,6 @@
+"""Environments of dialogues: their contract, the processes that run them, and the tools that come with the package."""
+
+from qerl_pl.environments.contract import Opening, ToolAnswer
+from qerl_pl.environments.pool import EnvironmentPool, Session
+
+__all__ = ["EnvironmentPool", "Opening", "Session", "ToolAnswer"]
