@@ -96,9 +96,7 @@ class ChatContinuation:
         limit = None if max_tokens is None else max_tokens * CHARACTERS_PER_TOKEN
         texts = [_encodable(str(answer["content"])[:limit]) for answer in answers]
         begin, end = self._marks(texts)
-        marked = [
-            {**answer, "content": begin + text + end} for answer, text in zip(answers, texts, strict=True)
-        ]
+        marked = [{**answer, "content": begin + text + end} for answer, text in zip(answers, texts, strict=True)]
         said = f"{begin}said{end}"
         conversation = [{"role": "user", "content": "Go on."}, {"role": "assistant", "content": said}, *marked]
         text = template_texts(self.tokenizer, [conversation], self.template_kwargs, tools=tools)[0]

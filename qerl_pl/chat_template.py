@@ -123,10 +123,11 @@ def cached_prompts(
     chats: Sequence[Chat],
     system_prompt: str | None,
     template_kwargs: Mapping[str, Any],
+    tools: Sequence[Mapping[str, Any]] = (),
 ) -> list[list[int]]:
     """As `render_prompts`, but one process of a machine renders, and later runs read what it cached."""
     if len(chats) < CACHED_PROMPTS or not tokenizer.is_fast or tokenizer.chat_template is None:
-        return render_prompts(tokenizer, chats, system_prompt, template_kwargs)
+        return render_prompts(tokenizer, chats, system_prompt, template_kwargs, tools)
     described = [
         transformers.__version__,
         tokenizer.backend_tokenizer.to_str(),
@@ -136,13 +137,14 @@ def cached_prompts(
         system_prompt,
         dict(template_kwargs),
         [chat if isinstance(chat, str) else [dict(message) for message in chat] for chat in chats],
+        *([list(tools)] if tools else []),
     ]
     digest = hashlib.sha256(json.dumps(described, sort_keys=True, default=str).encode())
     folder = cache_root() / f"prompts-{digest.hexdigest()[:32]}"
     file = folder / "prompts.safetensors"
     with build_once(folder) as missing:
         if missing:
-            rendered = render_prompts(tokenizer, chats, system_prompt, template_kwargs)
+            rendered = render_prompts(tokenizer, chats, system_prompt, template_kwargs, tools)
             lengths = torch.tensor([len(ids) for ids in rendered])
             tokens = torch.tensor([token for ids in rendered for token in ids], dtype=torch.int32)
             with atomic_directory(folder) as unfinished:

@@ -347,9 +347,7 @@ class _Batch:
 class _Sampled:
     """Sampled tokens of all rows of a batch, running (`rows`) and ended."""
 
-    def __init__(
-        self, seeds: list[int], limits: list[int], sampling: SamplingConfig, device: torch.device
-    ) -> None:
+    def __init__(self, seeds: list[int], limits: list[int], sampling: SamplingConfig, device: torch.device) -> None:
         count, length = len(seeds), max(limits)
         self._sampling = sampling
         self._uniforms: Tensor | None = None

@@ -127,9 +127,7 @@ class Dialogue:
 
     def completion(self, reward: float | None) -> Completion:
         """The dialogue so far, with the environment's reward."""
-        facts = DialogueFacts(
-            self._turns, self._calls, self._failed, self._seconds, tuple(self._messages), reward
-        )
+        facts = DialogueFacts(self._turns, self._calls, self._failed, self._seconds, tuple(self._messages), reward)
         return Completion(
             tuple(self._ids),
             tuple(self._logprobs),

@@ -22,6 +22,7 @@ from qerl_pl.types import Completion, Prompt, RolloutRequest, SamplingConfig
 
 log = logging.getLogger("qerl_pl")
 
+
 class OpenSession(Protocol):
     """The methods of `qerl_pl.environments.pool.Session`."""
 
@@ -176,7 +177,9 @@ class DialogueSampler:
             self._parse = tool_format_of(self.config.tool_format, str(tokenizer.chat_template))
             asked = [{"role": "user", "content": "Go on."}]
             kwargs = self.continuation.template_kwargs
-            plain, offered = (template_texts(tokenizer, [asked], kwargs, tools=tools)[0] for tools in ((), opening.tools))
+            plain, offered = (
+                template_texts(tokenizer, [asked], kwargs, tools=tools)[0] for tools in ((), opening.tools)
+            )
             if plain == offered:
                 log.warning(
                     "the chat template of %s does not mention tools: describe them in the system prompt",
@@ -284,7 +287,7 @@ class _Running(RequestSource):
             future.add_done_callback(lambda _: self._done.put(key))
 
     def _advance(self, timeout: float | None = 0.0) -> None:
-        """Take up the dialogues whose futures are done; wait up to `timeout` seconds, or without limit, for the first."""
+        """Take up the dialogues whose futures are done; wait for the first up to `timeout` seconds, None for ever."""
         try:
             key = self._done.get(timeout=timeout) if timeout is None or timeout > 0 else self._done.get_nowait()
             while True:

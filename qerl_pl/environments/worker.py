@@ -5,6 +5,7 @@ it answers whatever its forks do; at the end of COMMANDS, when the trainer ends 
 """
 
 import asyncio
+import gc
 import inspect
 import json
 import os
@@ -336,7 +337,8 @@ def main(commands: socket.socket, notices: socket.socket) -> None:
 
     try:
         factory = load_factory(pickle.loads(setup["factory"]))
-        import transformers.utils.chat_template_utils  # noqa: F401 - once, and not in each fork
+        import torch  # noqa: F401 - what schemas of tools need, imported once and not in each fork
+        import transformers.utils.chat_template_utils  # noqa: F401
     except UserError as error:
         send(notices, {"error": str(error), "refused": True})
         return
@@ -344,6 +346,7 @@ def main(commands: socket.socket, notices: socket.socket) -> None:
         send(notices, {"error": one_line(error)})
         return
     signal.alarm(0)
+    gc.freeze()  # collections in forks would copy its pages
     send(notices, {})
     Forks(commands, notices, setup).run(factory)
 

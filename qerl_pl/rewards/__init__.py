@@ -13,6 +13,7 @@ from qerl_pl.rewards.base import (
     check_rewards,
     extract_answers,
     score,
+    with_environment_reward,
 )
 from qerl_pl.rewards.functions import RewardFunction, as_rewards
 from qerl_pl.rewards.judge import JudgeReward
@@ -37,4 +38,5 @@ __all__ = [
     "check_rewards",
     "extract_answers",
     "score",
+    "with_environment_reward",
 ]

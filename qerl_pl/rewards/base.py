@@ -78,6 +78,18 @@ class EnvironmentReward(Reward):
         return [sample.environment_reward for sample in samples]
 
 
+def with_environment_reward(rewards: Sequence[Reward], environment: bool, weight: float) -> list[Reward]:
+    """The rewards of a run, with the environment's own behind them if it has one and it is not listed.
+
+    Raises:
+        UserError: The environment's reward is listed without an environment.
+    """
+    listed = any(isinstance(reward, EnvironmentReward) for reward in rewards)
+    if listed and not environment:
+        raise UserError("EnvironmentReward is what an environment gives; the run has none; set rollout.environment")
+    return [*rewards, EnvironmentReward(weight)] if environment and not listed else [*rewards]
+
+
 @runtime_checkable
 class AnswerReward(Protocol):
     """A reward that also extracts answers, which evaluation needs for majority votes."""

@@ -21,7 +21,8 @@ class RewardFunction(Reward):
     each completion, or None where it does not apply. Each argument is a list of B items; a column of the data is passed
     by its name, the reference answer as `answer` (and as `solution`) unless the data has such a column. Arguments that
     the function does not take are left out. Prompts are text, or lists of messages where the data has conversations;
-    then a completion is a list of one message. With an environment it is the list of the dialogue's messages. `async def` functions run beside the other rewards.
+    then a completion is a list of one message. With an environment a completion is the list of the dialogue's messages.
+    `async def` functions run beside the other rewards.
 
     Args:
         function: The function, or its name: `my_rewards.exact`, `my_rewards:exact` or `folder/my_rewards.py:exact`.

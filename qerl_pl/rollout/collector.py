@@ -256,6 +256,11 @@ class Collector:
         completions = self._generate(local, draws, weights, seconds)
         with _timed(seconds, "reward"):
             groups = score_groups(config.rewards, self.tokenizer, local, completions)
+        if any(group.dialogues for group in groups) and totals(groups).isnan().all():
+            raise UserError(
+                "a run needs rewards; of all completions of a rollout none has one: give the environment get_reward, "
+                "or set rollout.rewards"
+            )
         groups = [replace(group, draw=draw) for group, draw in zip(groups, draws, strict=True)]
         if ranks.size == 1:
             return groups

@@ -48,9 +48,7 @@ REPEATABLE = {"deterministic": True, "combo_kernels": False, "benchmark_combo_ke
 """Settings of PyTorch's compiler: reductions are chosen by rule, not by timing, which differs between runs."""
 
 
-def request_params(
-    sampling: SamplingConfig, seed: int, ends: Sequence[int], max_tokens: int | None = None
-) -> Any:
+def request_params(sampling: SamplingConfig, seed: int, ends: Sequence[int], max_tokens: int | None = None) -> Any:
     """vLLM's `SamplingParams` of a completion.
 
     Args:
