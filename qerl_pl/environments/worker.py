@@ -5,6 +5,7 @@ it answers whatever its forks do; at the end of COMMANDS, when the trainer ends 
 """
 
 import asyncio
+import ctypes
 import gc
 import inspect
 import json
@@ -23,9 +24,12 @@ import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import psutil
+
 Frame = struct.Struct("!I")
 """The length of a message in bytes."""
 _ERROR_CHARS = 400
+_PR_SET_CHILD_SUBREAPER = 36
 
 
 def read_exactly(connection: socket.socket, size: int) -> bytes:
@@ -91,7 +95,7 @@ class Worker:
         """Make the environment, and answer requests until the trainer closes the connection."""
         send(self.connection, {"pid": self.process})
         reply: dict[str, Any] = {} if self.from_row else self._guarded(self._make)
-        self.threads = threading.active_count()
+        self.left = _left()
         send(self.connection, reply)
         while (message := receive(self.connection)) is not None:
             kind, *arguments = pickle.loads(message)
@@ -183,8 +187,8 @@ class Worker:
         return {"reward": None if reward is None else float(reward)}
 
     def answer_close(self) -> dict[str, Any]:
-        """End the dialogue; a worker in which a tool left threads serves no other."""
-        return {"reusable": threading.active_count() <= self.threads}
+        """End the dialogue; a worker in which a tool left threads or processes serves no other."""
+        return {"reusable": all(now <= made for now, made in zip(_left(), self.left, strict=True))}
 
     def _text(self, value: Any) -> dict[str, Any]:
         """An answer as text: JSON for what is none, cut at the limit."""
@@ -197,6 +201,15 @@ class Worker:
         if len(text) > self.chars:
             text = f"{text[: self.chars]}\n[cut after {self.chars} of {len(text)} characters]"
         return {"text": text, "done": getattr(self.environment, "dialogue_done", False) is True}
+
+
+def _left() -> tuple[int, bool]:
+    """Number of threads, and whether there are child processes."""
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return threading.active_count(), False
+    return threading.active_count(), True
 
 
 async def _awaited(value: Any) -> Any:
@@ -246,8 +259,7 @@ class Forks:
                             os.close(wakes)
                             self.become_worker(sockets[0], factory)
         finally:
-            for pid in self.alive:
-                _kill_group(pid)
+            self.kill_descendants(os.getpid())
 
     def fork(self, descriptor: int) -> bool:
         """Whether this is the new process."""
@@ -283,29 +295,34 @@ class Forks:
     def kill(self, pid: int) -> None:
         """Kill a worker and the processes that its tools started."""
         if pid in self.alive:
-            import psutil
-
-            try:
-                started = psutil.Process(pid).children(recursive=True)
-            except psutil.NoSuchProcess:
-                started = []
+            self.kill_descendants(pid)
             _kill_group(pid)
-            for process in started:
-                try:
-                    process.kill()
-                except psutil.NoSuchProcess:
-                    pass
+
+    def kill_descendants(self, pid: int) -> None:
+        """Kill the processes that a process started, also those in sessions of their own."""
+        for process in psutil.Process(pid).children(recursive=True):
+            _kill_group(process.pid)
 
     def reap(self) -> None:
         """Collect the workers that ended, with what is left of their groups, and report them."""
-        while self.alive and (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
-            _kill_group(ended.si_pid)  # before its number is free for others
-            status = os.waitstatus_to_exitcode(os.waitpid(ended.si_pid, 0)[1])
-            self.alive.discard(ended.si_pid)
-            try:
-                send(self.notices, {"pid": ended.si_pid, "status": status})
-            except (BrokenPipeError, ConnectionResetError):
-                return  # the trainer is gone, as COMMANDS will say
+        while (ended := _ended_child()) is not None:
+            _kill_group(ended)  # before its number is free for others
+            status = os.waitstatus_to_exitcode(os.waitpid(ended, 0)[1])
+            if ended in self.alive:
+                self.alive.remove(ended)
+                try:
+                    send(self.notices, {"pid": ended, "status": status})
+                except (BrokenPipeError, ConnectionResetError):
+                    return  # the trainer is gone, as COMMANDS will say
+
+
+def _ended_child() -> int | None:
+    """A child that ended and is not yet collected."""
+    try:
+        ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return None
+    return None if ended is None else ended.si_pid
 
 
 def _kill_group(pid: int) -> None:
@@ -346,6 +363,8 @@ def main(commands: socket.socket, notices: socket.socket) -> None:
         send(notices, {"error": one_line(error)})
         return
     signal.alarm(0)
+    if sys.platform == "linux":  # processes whose parents ended become children of this one, which kills them
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
     gc.freeze()  # collections in forks would copy its pages
     send(notices, {})
     Forks(commands, notices, setup).run(factory)
