@@ -73,7 +73,7 @@ LLAMA3 = """<|begin|>
 {{ message.content | tojson }}<|eot_id|>
 {%- else %}<|start_header_id|>{{ message.role }}<|end_header_id|>
 {{- '\\n\\n' }}
-{%- if loop.first and tools %}{{ 'Write {"name": ..., "parameters": ...} to call ' + (tools | tojson) + '\\n' }}{% endif %}
+{%- if loop.first and tools %}{{ 'Call by {"name": ..., "parameters": ...} ' + (tools | tojson) + '\\n' }}{% endif %}
 {{- message.content | trim }}<|eot_id|>
 {%- endif %}
 {%- endfor %}

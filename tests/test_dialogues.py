@@ -33,7 +33,15 @@ ANSWERS = [
 CALL = '<tool_call>{"name": "look", "arguments": {"at": 3}}</tool_call>'
 BROKEN = "<tool_call>{look</tool_call>"
 LLAMA_CALL = '{"name": "look", "parameters": {"at": 3}}'
-SAID = [CALL] * 4 + [CALL * 2, BROKEN, "<think>so</think>\n" + CALL, CALL + BROKEN, "no call", "<think>x</think>done", ""]
+SAID = [CALL] * 4 + [
+    CALL * 2,
+    BROKEN,
+    "<think>so</think>\n" + CALL,
+    CALL + BROKEN,
+    "no call",
+    "<think>x</think>done",
+    "",
+]
 LLAMA_SAID = [LLAMA_CALL] * 4 + [f"{LLAMA_CALL}; {LLAMA_CALL}", '{"name": 3}', "{broken", "no call", ""]
 SAMPLING = SamplingConfig(max_tokens=700)
 FORMATS = {"qwen2.5": "auto", "qwen3": "auto", "llama3": "llama3_json", "toy": "hermes"}
