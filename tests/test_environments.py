@@ -237,10 +237,21 @@ def test_every_way_to_name_an_environment(tmp_path: Path, factory: Any, expected
         factory = factory.replace("FILE", str(path))
     elif isinstance(factory, dict):
         factory = {**factory, "class_path": factory["class_path"].replace("FILE", str(path))}
-    pool = EnvironmentPool(factory)
-    assert (pool.check() is None) == takes_row(load_factory(factory))
     row = {"word": "ab", "secret": 1, "kind": "guess"}
-    assert [pool.open(row).opened.result().observation for _ in range(2)] == [expected] * 2
+    made = load_factory(factory)
+    environment = made(row) if takes_row(made) else made()
+    assert environment.reset(**row) == expected
+
+
+@pytest.mark.parametrize("name", ["Game", "of_row"])
+def test_a_file_is_loaded_in_the_workers(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "my_game.py"
+    path.write_text(FILE)
+    pool = EnvironmentPool(f"{path}:{name}")
+    assert (pool.check() is None) == (name == "of_row")
+    session = pool.open({"word": "ab"})
+    assert session.opened.result().observation == session.call("say", {}).result().text
+    assert session.call("say", {}).result().text == {"Game": "x", "of_row": "ab"}[name]
     pool.close()
 
 
@@ -329,7 +340,7 @@ class FailsToReset(Guess):
             os._exit(4)
         if secret == 3:
             time.sleep(100)
-        return "fine"
+        return super().reset(secret)
 
     def get_reward(self) -> float:
         return "much"  # type: ignore[return-value]
@@ -362,15 +373,29 @@ def two_rows(row: Any, other: Any) -> Any:
         (StepOfTwo, r"step takes the text; environment StepOfTwo has step\(text: str, more: str\) -> str; take one"),
         (RewardOfOne, r"takes no argument; environment RewardOfOne has get_reward\(answer: str\) -> float; take none"),
         (ResetIsNoMethod, r"has a method reset\(\*\*row\); environment ResetIsNoMethod has none"),
-        (FailsToStart, "must not fail in __init__; FailsToStart: OSError: no server at all; correct it"),
         (lambda: 3, r"has a method reset\(\*\*row\); environment int has none"),
     ],
 )
-def test_what_breaks_the_contract_is_refused_at_the_start(factory: Any, message: str) -> None:
-    pool = EnvironmentPool(factory)
+def test_what_breaks_the_contract_is_refused(factory: Any, message: str) -> None:
     with pytest.raises(UserError, match=message) as caught:
-        pool.check()
+        methods_of(load_factory(factory)())
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("factory", "message"),
+    [
+        ("no_module.Guess", "'no_module.Guess' cannot be imported .*; correct the name"),
+        (NoHints, "NoHints's tool: Argument number is missing a type hint .*; complete it"),
+        (FailsToStart, "must not fail in __init__; FailsToStart: OSError: no server at all; correct it"),
+    ],
+)
+def test_a_run_is_refused_at_its_start(factory: Any, message: str) -> None:
+    pool = EnvironmentPool(factory)
+    for _ in range(2):
+        with pytest.raises(UserError, match=message) as caught:
+            pool.check()
+        assert "\n" not in str(caught.value)
     pool.close()
 
 
@@ -446,7 +471,7 @@ def worker_of(session: Any) -> list[int]:
 
 
 def test_workers_are_reused_and_dialogues_share_none() -> None:
-    pool = EnvironmentPool(Guess)
+    pool = EnvironmentPool(Guess, workers=2)
     first, second = pool.open({"secret": 1}), pool.open({"secret": 2})
     (one, _), (other, _) = worker_of(first), worker_of(second)
     assert len({one, other, os.getpid()}) == 3

@@ -147,9 +147,22 @@ def test_errors_are_one_line_and_the_dialogue_goes_on(
     goes_on(session)
 
 
+@pytest.fixture(scope="module")
+def ending(pool: EnvironmentPool, neighbours: list[Session]) -> dict[str, tuple[Session, ToolAnswer]]:
+    """Dialogues that hang and crash, all at the same time."""
+    sessions = {kind: pool.open({"start": 0}) for kind in (*ENDS, *HANGS)}
+    for session in sessions.values():
+        session.opened.result()
+    answers = {kind: session.call("harm", {"kind": kind}) for kind, session in sessions.items()}
+    for _ in answers:
+        for neighbour in neighbours:
+            assert not neighbour.call("add", {"number": 1}).result().failed
+    return {kind: (sessions[kind], answer.result()) for kind, answer in answers.items()}
+
+
 @pytest.mark.parametrize("kind", [*ENDS, *HANGS])
-def test_a_dialogue_whose_process_ends_is_over(pool: EnvironmentPool, neighbours: list[Session], kind: str) -> None:
-    session, answer = harmed(pool, neighbours, kind)
+def test_a_dialogue_whose_process_ends_is_over(ending: dict[str, tuple[Session, ToolAnswer]], kind: str) -> None:
+    session, answer = ending[kind]
     if kind in HANGS:
         assert answer.text == TIMED_OUT and answer.seconds >= LIMIT_S
     else:

@@ -78,7 +78,7 @@ class EnvironmentPool:
         Raises:
             UserError: It cannot be imported or made, or breaks the contract.
         """
-        return self._running().submit(self._running().check()).result()
+        return self.running().submit(self.running().check()).result()
 
     def open(self, row: Mapping[str, Any], seed: int | None = None) -> "Session":
         """Begin a dialogue: `reset(**row)` in a worker. Does not block.
@@ -87,7 +87,7 @@ class EnvironmentPool:
             row: Columns of the data, which `reset` takes by name.
             seed: Of the worker's `random` and `numpy.random`, so that the environment does not depend on the worker.
         """
-        return Session(self._running(), dict(row), seed)
+        return Session(self, dict(row), seed)
 
     def close(self) -> None:
         """Kill all workers; open dialogues are lost. A later `open` starts anew."""
@@ -95,9 +95,11 @@ class EnvironmentPool:
             self._loop.close()
             self._loop = None
 
-    def _running(self) -> "_Loop":
+    def running(self) -> "_Loop":
+        """The processes, started on first use."""
         if self._loop is None:
             self._loop = _Loop(self)
+            weakref.finalize(self, self._loop.close)
         return self._loop
 
 
@@ -105,7 +107,7 @@ class Session:
     """One dialogue's environment. Calls are answered one after the other.
 
     Args:
-        loop: The pool's thread.
+        pool: Its pool.
         row: Columns of the data.
         seed: Of the worker's random numbers.
 
@@ -113,11 +115,12 @@ class Session:
         opened: What `reset` gave. A UserError if it raised, took too long, or the environment breaks the contract.
     """
 
-    def __init__(self, loop: "_Loop", row: Mapping[str, Any], seed: int | None) -> None:
-        self._loop = loop
+    def __init__(self, pool: EnvironmentPool, row: Mapping[str, Any], seed: int | None) -> None:
+        self._pool = pool  # which ends when nobody holds it
+        self._loop = pool.running()
         self._worker: _Worker | None = None
         self._lock = asyncio.Lock()
-        self.opened: Future[Opening] = loop.submit(self._in_turn(self._open(row, seed)))
+        self.opened: Future[Opening] = self._loop.submit(self._in_turn(self._open(row, seed)))
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> Future[ToolAnswer]:
         """Call a tool."""
@@ -233,18 +236,50 @@ class _Loop:
         }
         self._setup = pickle.dumps(setup)
         self.loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self.loop.run_forever, name="environments", daemon=True)
+        self._closed = False
+        self._writer: asyncio.StreamWriter | None = None
+        self._thread = threading.Thread(target=self._run, name="environments", daemon=True)
         self._thread.start()
-        self._finalizer = weakref.finalize(self, _end, self._process, self._commands, self.loop, self._thread)
         self._started = self.submit(self._start())
 
     def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         """Run a coroutine in the thread."""
         return asyncio.run_coroutine_threadsafe(work, self.loop)
 
+    def _run(self) -> None:
+        self.loop.run_forever()
+        self.loop.close()
+
     def close(self) -> None:
         """Kill the processes, and end the thread; what is under way is cancelled."""
-        self._finalizer()
+        if self._closed:
+            return
+        self._closed = True
+        ending = threading.Thread(target=self._end, name="end of environments")
+        ending.start()
+        if threading.current_thread() is not self._thread:  # which may collect the pool as garbage
+            ending.join()
+
+    def _end(self) -> None:
+        self.submit(self._cancel_all()).result()
+        self._commands.close()
+        try:
+            self._process.wait(_END_TIMEOUT_S)
+        except subprocess.TimeoutExpired:  # in the import of the environment's module
+            self._process.kill()
+            self._process.wait()
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join()
+
+    async def _cancel_all(self) -> None:
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for worker in self._workers:
+            worker.disconnect()
+        if self._writer is not None:
+            self._writer.close()
 
     async def _start(self) -> None:
         """Wait until the first process has loaded the factory.
@@ -256,8 +291,7 @@ class _Loop:
             self._commands.sendall(Frame.pack(len(self._setup)) + self._setup)
         except BrokenPipeError:
             pass  # the notices end, too
-        reader, writer = await asyncio.open_connection(sock=self._notices)
-        self._notices_writer = writer  # or it would be closed
+        reader, self._writer = await asyncio.open_connection(sock=self._notices)
         reply = await _read(reader)
         if reply is None:
             reply = {"error": f"its process ended, or took longer than {_START_TIMEOUT_S} s"}
@@ -271,7 +305,8 @@ class _Loop:
             worker = self._by_pid.pop(notice["pid"], None)
             if worker is not None:
                 worker.note_end(notice["status"])
-        for worker in list(self._workers):  # the first process is gone, and nobody else reports
+        for worker in list(self._workers):  # the first process is gone, and nobody else kills or reports
+            self.kill(worker)
             worker.note_end(None)
 
     async def check(self) -> Opening | None:
@@ -419,29 +454,3 @@ def _done(answer: ToolAnswer) -> Future[ToolAnswer]:
     future: Future[ToolAnswer] = Future()
     future.set_result(answer)
     return future
-
-
-def _end(
-    process: "subprocess.Popen[bytes]",
-    commands: socket.socket,
-    loop: asyncio.AbstractEventLoop,
-    thread: threading.Thread,
-) -> None:
-    """End the first process, which kills its workers, and the thread."""
-    commands.close()
-    try:
-        process.wait(_END_TIMEOUT_S)
-    except subprocess.TimeoutExpired:  # in the import of the environment's module
-        process.kill()
-        process.wait()
-    asyncio.run_coroutine_threadsafe(_cancel_all(), loop).result(_END_TIMEOUT_S)
-    loop.call_soon_threadsafe(loop.stop)
-    thread.join(_END_TIMEOUT_S)
-    loop.close()
-
-
-async def _cancel_all() -> None:
-    tasks = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
