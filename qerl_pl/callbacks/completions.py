@@ -14,6 +14,7 @@ from qerl_pl.callbacks.loggers import log_table
 from qerl_pl.distributed.communicator import writes_files
 from qerl_pl.errors import require_at_least
 from qerl_pl.modules.qerl import QeRLModule
+from qerl_pl.rollout.experience import without_none
 from qerl_pl.types import CompletionRecord, PromptBatch
 
 
@@ -55,7 +56,8 @@ class CompletionLog(Callback):
         if self.jsonl:
             with _path(trainer).open("a") as file:
                 for record in experience.records:
-                    file.write(json.dumps({"version": experience.version, **asdict(record)}) + "\n")
+                    fields = without_none(asdict(record), "messages")
+                    file.write(json.dumps({"version": experience.version, **fields}) + "\n")
         self._unlogged = experience.version, _of_several_prompts(experience.records, self.panel_size)
         if experience.version % self.every_n_rollouts == 0:
             self._log(trainer)

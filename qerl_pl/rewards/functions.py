@@ -21,7 +21,8 @@ class RewardFunction(Reward):
     each completion, or None where it does not apply. Each argument is a list of B items; a column of the data is passed
     by its name, the reference answer as `answer` (and as `solution`) unless the data has such a column. Arguments that
     the function does not take are left out. Prompts are text, or lists of messages where the data has conversations;
-    then a completion is a list of one message. `async def` functions run beside the other rewards.
+    then a completion is a list of one message. With an environment a completion is the list of the dialogue's messages.
+    `async def` functions run beside the other rewards.
 
     Args:
         function: The function, or its name: `my_rewards.exact`, `my_rewards:exact` or `folder/my_rewards.py:exact`.
@@ -52,12 +53,15 @@ def trl_arguments(samples: Sequence[RewardSample]) -> dict[str, list[Any]]:
         "solution": references,
         **{name: [sample.columns.get(name) for sample in samples] for name in columns},
         "prompts": [sample.prompt if sample.messages is None else list(sample.messages) for sample in samples],
-        "completions": [
-            sample.completion if sample.messages is None else [{"role": "assistant", "content": sample.completion}]
-            for sample in samples
-        ],
+        "completions": [_completion(sample) for sample in samples],
         "completion_ids": [list(sample.token_ids) for sample in samples],
     }
+
+
+def _completion(sample: RewardSample) -> Any:
+    if sample.dialogue is not None:
+        return [dict(message) for message in sample.dialogue]
+    return sample.completion if sample.messages is None else [{"role": "assistant", "content": sample.completion}]
 
 
 def load_function(name: str) -> Function:
