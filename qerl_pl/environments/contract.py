@@ -13,6 +13,8 @@ Factory = str | Mapping[str, Any] | Callable[..., Any]
 """A name, a name with arguments (`class_path`, `init_args`), a class, or a function."""
 
 _RULE = "an environment is a class, or a function from a row to one, named module.Class or file.py:Class"
+_SCHEMA = "json_schema"
+"""Attribute of a tool whose schema another library made."""
 _RESERVED = ("reset", "get_reward")
 
 
@@ -145,7 +147,36 @@ def row_arguments(reset: Callable[..., Any], row: Mapping[str, Any]) -> dict[str
     return {p.name: row[p.name] for p in parameters if p.name in row}
 
 
+def with_tools(environment: Any, tools: Mapping[str, Callable[..., Any]], schemas: Sequence[Mapping[str, Any]]) -> None:
+    """Give an environment of another library its tools, which are known when it is made.
+
+    Args:
+        environment: Its class becomes one with these tools as methods.
+        tools: Functions of the arguments, by name.
+        schemas: For each tool the name, description and parameters as JSON schema.
+
+    Raises:
+        UserError: A tool has the name of another method of the environment.
+    """
+    kind = type(environment)
+    methods = {}
+    for schema in schemas:
+        name = schema["name"]
+        if name.startswith("_") or name in (*_RESERVED, "step", *vars(kind)):
+            raise UserError(f"a tool has a name of its own, and is no {name}; {kind.__qualname__} has it; rename it")
+
+        def call(self: Any, *, _call: Callable[..., Any] = tools[name], **arguments: Any) -> Any:
+            return _call(**arguments)
+
+        call.__name__ = name
+        vars(call)[_SCHEMA] = {"type": "function", "function": dict(schema)}
+        methods[name] = call
+    environment.__class__ = type(kind.__name__, (kind,), methods)
+
+
 def _schema(name: str, tool: Callable[..., Any]) -> Mapping[str, Any]:
+    if (schema := getattr(tool, _SCHEMA, None)) is not None:
+        return schema
     from transformers.utils.chat_template_utils import (
         DocstringParsingException,
         TypeHintParsingException,
