@@ -18,7 +18,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
-		--editable '.[dev,baselines,loggers]'
+		--editable '.[dev,baselines,loggers,search]'
 	touch $@
 
 # The engine tests run vLLM's CPU build; without its dependencies, for they name a PyTorch with CUDA.
