@@ -26,7 +26,15 @@ def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)
 
 
-VLLM_FILES = ("test_continued", "test_engines", "test_full", "test_ports", "test_terminal", "test_vllm_compat", "test_vllm_sampler")
+VLLM_FILES = (
+    "test_continued",
+    "test_engines",
+    "test_full",
+    "test_ports",
+    "test_terminal",
+    "test_vllm_compat",
+    "test_vllm_sampler",
+)
 """Files that import vLLM, which takes ten seconds: one worker runs them all."""
 
 SLOW_FILES = (
