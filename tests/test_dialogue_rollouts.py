@@ -15,6 +15,7 @@ from test_environment_runs import PATTERN
 
 from qerl_pl.algorithm import DrGRPO
 from qerl_pl.callbacks import RolloutCallback
+from qerl_pl.callbacks.completions import _markdown, _row
 from qerl_pl.datamodules import GuessingDataModule
 from qerl_pl.engines import TransformersEngine
 from qerl_pl.environments.contract import ToolAnswer
@@ -29,6 +30,7 @@ from qerl_pl.rollout.experience import last_turn, pad_completions, score_groups
 from qerl_pl.toy import GuessingGame, GuessNumber
 from qerl_pl.types import (
     Completion,
+    CompletionRecord,
     DialogueFacts,
     PolicyWeights,
     Prompt,
@@ -335,3 +337,12 @@ def test_a_template_that_cannot_go_on_is_refused_at_the_start(template: str, rol
             sampler.continuation.check(role)
     finally:
         tokenizer.chat_template = kept
+
+
+def test_a_dialogue_is_shown_with_what_trains_marked() -> None:
+    messages = ({"role": "assistant", "content": "guess 4"}, {"role": "tool", "name": "guess", "content": "<b>|\n"})
+    record = CompletionRecord("p", "question", "last turn", "7", {"total": 1.0}, False, 3, messages=messages)
+    assert _row(2, record)[3] == "[assistant, trained] guess 4\n[tool guess] <b>|\n"
+    shown = _markdown(2, [record])
+    assert "> *assistant, trained*<br><strong>guess 4</strong>\n\n> *tool guess*<br>&lt;b&gt;&#124;<br>" in shown
+    assert "last turn" not in shown and "last turn" in _markdown(2, [replace(record, messages=None)])
