@@ -63,7 +63,7 @@ def test_requests_of_a_source_are_sampled_as_by_themselves(engine: RolloutEngine
     generate_from(engine, source, SAMPLING)
     assert not source.running
     assert [sum(key == of for of, _, _ in source.log) for key in range(4)] == [3, 1, 4, 2]
-    for key, request, completion in source.log:
+    for _, request, completion in source.log:
         assert request.max_tokens is not None and len(completion.token_ids) <= request.max_tokens
         alone = engine.generate([request], SAMPLING)[0][0]
         assert alone.token_ids == completion.token_ids and alone.finish_reason == completion.finish_reason

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, GenerationConfig, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
-from transformers.utils import get_json_schema
+from transformers.utils.chat_template_utils import get_json_schema
 
 from qerl_pl.chat_continuation import ChatContinuation
 from qerl_pl.chat_template import render_prompt
