@@ -70,6 +70,8 @@ COMBINATIONS = {
     "gsm8k_cpu": ["gsm8k_cpu"],
     "evaluate": ["evaluate"],
     "distill": ["distill"],
+    "gsm8k_gsm8k_calculator_qwen2.5_7b": ["gsm8k", "gsm8k_calculator", "qwen2.5_7b"],
+    "search_qwen2.5_7b": ["search", "qwen2.5_7b"],
     "gsm8k_qwen2.5_7b_full_finetuning": ["gsm8k", "qwen2.5_7b", "full_finetuning"],
 } | {
     "_".join([*data, f"qwen2.5_{size}"]): [*data, f"qwen2.5_{size}"]

@@ -277,7 +277,7 @@ class _Running(RequestSource):
         return answer
 
     def _finish(self, key: int) -> None:
-        self._rewards[key] = self._sessions[key].reward()
+        self._rewards[key] = self._sessions[key].reward(self._dialogues[key].messages)
         self._await(key, [self._rewards[key]])
 
     def _await(self, key: int, futures: Sequence["Future[Any]"]) -> None:

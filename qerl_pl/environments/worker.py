@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import psutil
@@ -179,11 +179,14 @@ class Worker:
             return {**self._text(value[0]), "done": bool(value[1])}
         return self._text(value)
 
-    def answer_reward(self) -> dict[str, Any]:
+    def answer_reward(self, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """The environment's reward."""
-        if self.methods.get_reward is None:
+        from qerl_pl.environments.contract import takes_messages
+
+        get_reward = self.methods.get_reward
+        if get_reward is None:
             return {"reward": None}
-        reward = self._result(self.methods.get_reward())
+        reward = self._result(get_reward(messages=messages) if takes_messages(get_reward) else get_reward())
         return {"reward": None if reward is None else float(reward)}
 
     def answer_close(self) -> dict[str, Any]:
