@@ -117,9 +117,9 @@ def methods_of(environment: Any) -> Methods:
         raise UserError(f"an environment's step takes the text; {name} has step{inspect.signature(step)}; take one")
     get_reward = environment.get_reward if "get_reward" in functions else None
     if get_reward is not None and not (_accepts(get_reward) or takes_messages(get_reward)):
-        found = inspect.signature(get_reward)
         raise UserError(
-            f"an environment's get_reward takes no argument, or messages; {name} has get_reward{found}; take none"
+            f"an environment's get_reward takes no argument, or messages; {name} has "
+            f"get_reward{inspect.signature(get_reward)}; take none"
         )
     if step is not None:
         return Methods(environment.reset, {}, [], step, get_reward)

@@ -36,7 +36,7 @@ class OpenSession(Protocol):
     def step(self, text: str) -> "Future[ToolAnswer]":
         """Give the policy's text to the environment."""
 
-    def reward(self) -> "Future[float | None]":
+    def reward(self, messages: Sequence[Mapping[str, Any]] = ()) -> "Future[float | None]":
         """The environment's own reward."""
 
     def close(self) -> None:

@@ -118,7 +118,8 @@ class Worker:
                 return {"error": f"{type(error).__name__}: its message raises {type(second).__name__}"}
 
     def _make(self, *row: Mapping[str, Any]) -> dict[str, Any]:
-        from qerl_pl.environments.contract import UserError, methods_of
+        from qerl_pl.environments.contract import methods_of
+        from qerl_pl.errors import UserError
 
         self.environment = self._result(self.factory(*row))
         try:
@@ -133,7 +134,8 @@ class Worker:
 
     def answer_open(self, pickled: bytes, seed: int | None) -> dict[str, Any]:
         """Begin a dialogue: reset the environment for a row."""
-        from qerl_pl.environments.contract import UserError, row_arguments
+        from qerl_pl.environments.contract import row_arguments
+        from qerl_pl.errors import UserError
 
         os.chdir(self.folder)
         signal.setitimer(signal.ITIMER_REAL, 0)
@@ -353,7 +355,8 @@ def main(commands: socket.socket, notices: socket.socket) -> None:
         for descriptor in range(3):
             os.dup2(null, descriptor)
         os.close(null)
-    from qerl_pl.environments.contract import UserError, load_factory
+    from qerl_pl.environments.contract import load_factory
+    from qerl_pl.errors import UserError
 
     try:
         factory = load_factory(pickle.loads(setup["factory"]))
