@@ -157,7 +157,7 @@ class LocalSession:
     def step(self, text: str) -> Future[ToolAnswer]:
         return self.thread.submit(self.environment.step, text)
 
-    def reward(self) -> Future[float | None]:
+    def reward(self, messages: Sequence[Mapping[str, Any]] = ()) -> Future[float | None]:
         return self.thread.submit(lambda: float(self.environment.get_reward()))
 
     def close(self) -> None:

@@ -371,7 +371,10 @@ def two_rows(row: Any, other: Any) -> Any:
         (NoDocstring, "NoDocstring's tool: .* because it has no docstring!; complete it"),
         (NoArgument, "NoArgument's tool: .* has no description for the argument 'number'; complete it"),
         (StepOfTwo, r"step takes the text; environment StepOfTwo has step\(text: str, more: str\) -> str; take one"),
-        (RewardOfOne, r"takes no argument; environment RewardOfOne has get_reward\(answer: str\) -> float; take none"),
+        (
+            RewardOfOne,
+            r"takes no argument, or messages; environment RewardOfOne has get_reward\(answer: str\) -> ",
+        ),
         (ResetIsNoMethod, r"has a method reset\(\*\*row\); environment ResetIsNoMethod has none"),
         (lambda: 3, r"has a method reset\(\*\*row\); environment int has none"),
     ],

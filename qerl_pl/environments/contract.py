@@ -116,9 +116,11 @@ def methods_of(environment: Any) -> Methods:
     if step is not None and not _accepts(step, "text"):
         raise UserError(f"an environment's step takes the text; {name} has step{inspect.signature(step)}; take one")
     get_reward = environment.get_reward if "get_reward" in functions else None
-    if get_reward is not None and not _accepts(get_reward):
-        found = inspect.signature(get_reward)
-        raise UserError(f"an environment's get_reward takes no argument; {name} has get_reward{found}; take none")
+    if get_reward is not None and not (_accepts(get_reward) or takes_messages(get_reward)):
+        raise UserError(
+            f"an environment's get_reward takes no argument, or messages; {name} has "
+            f"get_reward{inspect.signature(get_reward)}; take none"
+        )
     if step is not None:
         return Methods(environment.reset, {}, [], step, get_reward)
     public = [tool for tool in functions if tool not in _RESERVED and not tool.startswith("_")]
@@ -126,6 +128,11 @@ def methods_of(environment: Any) -> Methods:
         raise UserError(f"an environment has public methods, which are its tools, or step(text); {name} has none; add")
     tools = {tool: getattr(environment, tool) for tool in public}
     return Methods(environment.reset, tools, [_schema(name, tools[tool]) for tool in tools], None, get_reward)
+
+
+def takes_messages(get_reward: Callable[..., Any]) -> bool:
+    """Whether `get_reward` takes the messages of the dialogue, as TRL's does not."""
+    return _required(get_reward) in ([], ["messages"]) and "messages" in inspect.signature(get_reward).parameters
 
 
 def row_arguments(reset: Callable[..., Any], row: Mapping[str, Any]) -> dict[str, Any]:

@@ -59,7 +59,7 @@ class Dialogue:
         self._logprobs: list[float] = []
         self._sampled: list[bool] = []
         self._turn: tuple[int, ...] = ()
-        self._messages: list[dict[str, Any]] = []
+        self.messages: list[dict[str, Any]] = []
         self._turns = self._calls = self._failed = 0
         self._seconds = 0.0
         self._truncated = False
@@ -85,7 +85,7 @@ class Dialogue:
         self._truncated = turn.truncated
         text = self._continuation.text(turn.token_ids)
         message: dict[str, Any] = {"role": "assistant", "content": text}
-        self._messages.append(message)
+        self.messages.append(message)
         if turn.truncated:
             return []
         if self.opening.steps:
@@ -109,7 +109,7 @@ class Dialogue:
             UserError: The chat template cannot go on after a turn.
         """
         messages = [_message(call, answer.text) for call, answer in zip(asked, answers, strict=True)]
-        self._messages += messages
+        self.messages += messages
         self._calls += len(answers)
         self._failed += sum(answer.failed for answer in answers)
         self._seconds += sum(answer.seconds for answer in answers)
@@ -127,7 +127,7 @@ class Dialogue:
 
     def completion(self, reward: float | None) -> Completion:
         """The dialogue so far, with the environment's reward."""
-        facts = DialogueFacts(self._turns, self._calls, self._failed, self._seconds, tuple(self._messages), reward)
+        facts = DialogueFacts(self._turns, self._calls, self._failed, self._seconds, tuple(self.messages), reward)
         return Completion(
             tuple(self._ids),
             tuple(self._logprobs),

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
@@ -134,12 +134,15 @@ class Session:
         """Give the policy's text to an environment with `step`."""
         return self._loop.submit(self._in_turn(self._answer("step", text)))
 
-    def reward(self) -> Future[float | None]:
+    def reward(self, messages: Sequence[Mapping[str, Any]] = ()) -> Future[float | None]:
         """The environment's `get_reward`; None if it has none, or is gone.
 
         The future has a UserError if `get_reward` raised or returned no number.
+
+        Args:
+            messages: The dialogue after its prompt, for a `get_reward` that takes `messages`.
         """
-        return self._loop.submit(self._in_turn(self._reward()))
+        return self._loop.submit(self._in_turn(self._reward(list(messages))))
 
     def close(self) -> None:
         """End the dialogue, after the calls under way. Does not block."""
@@ -169,10 +172,10 @@ class Session:
             return ToolAnswer(f"Error: {reply['error']}", True, seconds, done=gone)
         return ToolAnswer(reply["text"], False, seconds, done=reply["done"])
 
-    async def _reward(self) -> float | None:
+    async def _reward(self, messages: list[Mapping[str, Any]]) -> float | None:
         if self._worker is None:
             return None
-        reply = await self._worker.ask(self._loop.limit, "reward")
+        reply = await self._worker.ask(self._loop.limit, "reward", messages)
         if self._gone(reply):
             log.warning("a dialogue has no reward of its environment: get_reward: %s", reply["error"])
             return None

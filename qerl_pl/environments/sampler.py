@@ -36,7 +36,7 @@ class OpenSession(Protocol):
     def step(self, text: str) -> "Future[ToolAnswer]":
         """Give the policy's text to the environment."""
 
-    def reward(self) -> "Future[float | None]":
+    def reward(self, messages: Sequence[Mapping[str, Any]] = ()) -> "Future[float | None]":
         """The environment's own reward."""
 
     def close(self) -> None:
@@ -277,7 +277,7 @@ class _Running(RequestSource):
         return answer
 
     def _finish(self, key: int) -> None:
-        self._rewards[key] = self._sessions[key].reward()
+        self._rewards[key] = self._sessions[key].reward(self._dialogues[key].messages)
         self._await(key, [self._rewards[key]])
 
     def _await(self, key: int, futures: Sequence["Future[Any]"]) -> None:

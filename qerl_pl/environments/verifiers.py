@@ -1,5 +1,6 @@
 """Tasks of verifiers (`verifiers.v1`): the tools of their toolsets, and their rewards."""
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ from qerl_pl.import_path import load_named
 try:  # here, and not when it is used: once before workers are forked, for it takes seconds
     import verifiers.v1 as vf
     from mcp.server.mcpserver import MCPServer
+    from verifiers.v1.utils.decorators import discover_decorated
 except ImportError as _error:
     vf, _MISSING = None, str(_error)
 
@@ -34,15 +36,15 @@ class Verifiers:
         kind: Any = load_named(task, _RULE, "name its module or file", "environment") if isinstance(task, str) else task
         if not (isinstance(kind, type) and issubclass(kind, vf.Task)):
             raise UserError(f"{_RULE}; {task!r} is none; name one")
-        self._kind = kind
-        self._config = kind.config_type()(**(config or {}))
+        self._kind: Any = kind
+        self._config = self._kind.config_type()(**(config or {}))
         self._state: Any = None
-        self._toolsets = [self._sharing_state(toolset) for toolset in kind.toolsets(self._config)]
+        self._toolsets = [self._sharing_state(toolset) for toolset in self._kind.toolsets(self._config)]
         self._server = MCPServer("tools")
         self._ready = False
         names = []
         for toolset in self._toolsets:
-            for function in _tools_of(toolset):
+            for function in discover_decorated(toolset, "tool"):
                 names.append(getattr(function, "tool_name", None) or function.__name__)
                 self._server.add_tool(function, name=names[-1], description=(function.__doc__ or "").strip() or None)
         self._offer(names)
@@ -86,8 +88,6 @@ class Verifiers:
         if not names:
             self.__class__ = type("Verifiers", (type(self),), {"step": _answered})
             return
-        import asyncio
-
         listed = asyncio.run(self._server.list_tools())
         schemas = [
             {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
@@ -113,9 +113,3 @@ class Verifiers:
 
 def _answered(self: Any, text: str) -> tuple[str, bool]:
     return "", True
-
-
-def _tools_of(toolset: Any) -> list[Any]:
-    from verifiers.v1.utils.decorators import discover_decorated
-
-    return discover_decorated(toolset, "tool")

@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import psutil
@@ -118,7 +118,8 @@ class Worker:
                 return {"error": f"{type(error).__name__}: its message raises {type(second).__name__}"}
 
     def _make(self, *row: Mapping[str, Any]) -> dict[str, Any]:
-        from qerl_pl.environments.contract import UserError, methods_of
+        from qerl_pl.environments.contract import methods_of
+        from qerl_pl.errors import UserError
 
         self.environment = self._result(self.factory(*row))
         try:
@@ -133,7 +134,8 @@ class Worker:
 
     def answer_open(self, pickled: bytes, seed: int | None) -> dict[str, Any]:
         """Begin a dialogue: reset the environment for a row."""
-        from qerl_pl.environments.contract import UserError, row_arguments
+        from qerl_pl.environments.contract import row_arguments
+        from qerl_pl.errors import UserError
 
         os.chdir(self.folder)
         signal.setitimer(signal.ITIMER_REAL, 0)
@@ -179,11 +181,14 @@ class Worker:
             return {**self._text(value[0]), "done": bool(value[1])}
         return self._text(value)
 
-    def answer_reward(self) -> dict[str, Any]:
+    def answer_reward(self, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """The environment's reward."""
-        if self.methods.get_reward is None:
+        from qerl_pl.environments.contract import takes_messages
+
+        get_reward = self.methods.get_reward
+        if get_reward is None:
             return {"reward": None}
-        reward = self._result(self.methods.get_reward())
+        reward = self._result(get_reward(messages=messages) if takes_messages(get_reward) else get_reward())
         return {"reward": None if reward is None else float(reward)}
 
     def answer_close(self) -> dict[str, Any]:
@@ -350,7 +355,8 @@ def main(commands: socket.socket, notices: socket.socket) -> None:
         for descriptor in range(3):
             os.dup2(null, descriptor)
         os.close(null)
-    from qerl_pl.environments.contract import UserError, load_factory
+    from qerl_pl.environments.contract import load_factory
+    from qerl_pl.errors import UserError
 
     try:
         factory = load_factory(pickle.loads(setup["factory"]))
