@@ -245,7 +245,7 @@ def test_a_group_without_any_reward_is_refused() -> None:
     class NoReward(LocalPool):
         def open(self, row: Mapping[str, Any], seed: int | None = None) -> Any:
             session = super().open(row, seed)
-            session.reward = lambda: self.thread.submit(lambda: None)
+            session.reward = lambda messages=(): self.thread.submit(lambda: None)
             return session
 
     engine = Playing(7)
