@@ -109,7 +109,7 @@ def test_shipped_files_build_what_they_name(folder: str) -> None:
     assert [reward.name for reward in rollout.rewards] == [
         "accuracy",
         *["format"] * (names[0] not in ("distill", "evaluate")),
-    ] + ["overlong"] * ("dapo" in names)
+    ] + ["overlong"] * ("dapo" in names) + ["environment"] * ({"gsm8k_calculator", "search"} & {*names} != set())
     if (size := re.search(r"qwen2.5_(\d+b)", folder)) is not None:
         assert isinstance(settings.rollout.engine, qerl_pl.engines.VLLMEngine)
         assert settings.model.policy_config.path == f"Qwen/Qwen2.5-{SIZES[size[1]]}-Instruct"
