@@ -67,6 +67,7 @@ class Parser(Starter):
 
 COMBINATIONS = {
     "quickstart": ["quickstart"],
+    "quickstart_tools": ["quickstart_tools"],
     "gsm8k_cpu": ["gsm8k_cpu"],
     "evaluate": ["evaluate"],
     "distill": ["distill"],
@@ -106,6 +107,9 @@ def test_shipped_files_build_what_they_name(folder: str) -> None:
                 rollout.sampling.max_tokens // 4,
                 0.5,
             )
+    if names == ["quickstart_tools"]:
+        assert [reward.name for reward in rollout.rewards] == ["environment"]
+        return
     assert [reward.name for reward in rollout.rewards] == [
         "accuracy",
         *["format"] * (names[0] not in ("distill", "evaluate")),

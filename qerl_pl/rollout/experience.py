@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from qerl_pl.algorithm.advantages import have_differences
 from qerl_pl.distributed.communicator import Communicator
 from qerl_pl.errors import UserError
-from qerl_pl.rewards import Reward, RewardSample, score
+from qerl_pl.rewards import EnvironmentReward, Reward, RewardSample, score
 from qerl_pl.types import Completion, CompletionRecord, DialogueFacts, Prompt
 
 T = TypeVar("T")
@@ -145,7 +145,9 @@ def reward_metrics(groups: Sequence[Group]) -> dict[str, float]:
     without_signal = sum(not have_differences(group.total[None]).item() for group in groups)
     metrics["completions/groups_without_signal_frac"] = without_signal / len(groups)
     for name in groups[0].rewards:
-        metrics[f"reward/{name}"] = torch.cat([group.rewards[name] for group in groups]).nanmean().item()
+        values = torch.cat([group.rewards[name] for group in groups])
+        if name != EnvironmentReward.name or not values.isnan().all():  # which an environment need not have
+            metrics[f"reward/{name}"] = values.nanmean().item()
     return metrics
 
 
