@@ -33,10 +33,12 @@ class Verifiers:
     def __init__(self, task: str | type, config: Mapping[str, Any] | None = None) -> None:
         if vf is None:
             raise UserError(f"Verifiers needs the package verifiers; {_MISSING}; install verifiers>=0.4")
-        kind: Any = load_named(task, _RULE, "name its module or file", "environment") if isinstance(task, str) else task
-        if not (isinstance(kind, type) and issubclass(kind, vf.Task)):
+        named: Any = task
+        if isinstance(task, str):
+            named = load_named(task, _RULE, "name its module or file", "environment")
+        self._kind: Any = named
+        if not (isinstance(named, type) and issubclass(named, vf.Task)):
             raise UserError(f"{_RULE}; {task!r} is none; name one")
-        self._kind: Any = kind
         self._config = self._kind.config_type()(**(config or {}))
         self._state: Any = None
         self._toolsets = [self._sharing_state(toolset) for toolset in self._kind.toolsets(self._config)]
