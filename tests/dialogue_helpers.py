@@ -149,7 +149,7 @@ class LocalSession:
     def _open(self, row: dict[str, Any]) -> Opening:
         observation = self.environment.reset(**row)
         steps = callable(getattr(self.environment, "step", None))
-        return Opening(observation, [] if steps else TOOLS, steps)
+        return Opening(observation, [] if steps else getattr(self.environment, "tools", TOOLS), steps)
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> Future[ToolAnswer]:
         return self.thread.submit(self.environment.called, name, dict(arguments))

@@ -12,6 +12,7 @@ from dialogue_helpers import Answering, LocalPool, Talking, end_of, tokenizer_of
 from lightning.pytorch import Callback, LightningModule, Trainer
 from short_run import module_of, trainer_of
 from test_environment_runs import PATTERN
+from transformers.utils.chat_template_utils import get_json_schema
 
 from qerl_pl.algorithm import DrGRPO
 from qerl_pl.callbacks import RolloutCallback
@@ -125,6 +126,8 @@ class Playing(Talking):
 
 class Game:
     """The guessing game in this process."""
+
+    tools = (get_json_schema(GuessNumber().guess),)
 
     def __init__(self, row: Mapping[str, Any]) -> None:
         self.game = GuessNumber()
@@ -346,3 +349,19 @@ def test_a_dialogue_is_shown_with_what_trains_marked() -> None:
     shown = _markdown(2, [record])
     assert "> *assistant, trained*<br><strong>guess 4</strong>\n\n> *tool guess*<br>&lt;b&gt;&#124;<br>" in shown
     assert "last turn" not in shown and "last turn" in _markdown(2, [replace(record, messages=None)])
+
+
+def test_a_call_of_an_unknown_tool_is_answered_by_a_message_of_no_ones_name() -> None:
+    class Shouting(Playing):
+        def _plays(self, request: RolloutRequest) -> tuple[list[int], bool]:
+            return [*self.tokenizer('{"name": "\\ud800<|eos|>"}')["input_ids"], self.end], True
+
+    class Refusing(Game):
+        def called(self, name: str, arguments: dict[str, Any]) -> ToolAnswer:
+            return ToolAnswer("Error: there is no such tool", True, 0.0)
+
+    sampler = sampler_of(LocalPool(Refusing), tool_format="llama3_json", max_turns=2)
+    (found,) = sampler.sample(Shouting(7), [DialogueJob(PROMPTS[0], 0)], SAMPLING, 7)  # type: ignore[arg-type]
+    assert found.dialogue is not None and found.dialogue.failed_calls == 2
+    assert [message["role"] for message in found.dialogue.messages] == ["assistant", "tool"] * 2
+    assert {message.get("name") for message in found.dialogue.messages[1::2]} == {"unknown"}

@@ -32,6 +32,7 @@ def calls(name: str, text: str) -> list[ToolCall | None]:
         ('<tool_call>{"name": 3, "arguments": {}}</tool_call>', [None]),
         ('<tool_call>{"name": "add", "arguments": [1]}</tool_call>', [None]),
         (f"<tool_call>{DEEP}</tool_call>", [None]),
+        (f'<tool_call>{{"name": "add", "arguments": {{"a": {"[" * 63}{"]" * 63}}}}}</tool_call>', [None]),
         ("<tool_call></tool_call>", [None]),
     ],
 )
@@ -66,6 +67,7 @@ def test_llama3(text: str, expected: list[ToolCall | None]) -> None:
         (r"(?P<name>\w+)\((?P<arguments>.*?)\)", 'add({"a": 1, "b": [2]})', [ADD]),
         (r"(?P<name>\w+)\((?P<arguments>.*?)\)", "add(1)", [None]),
         (r"(?P<name>\w+)!(?P<at>\d)?", "stop!", [ToolCall("stop", {})]),
+        (GUESS, "guess null", [ToolCall("guess", {"number": None})]),
     ],
 )  # fmt: skip
 def test_a_pattern_of_ones_own(pattern: str, text: str, expected: list[ToolCall | None]) -> None:

@@ -1,6 +1,6 @@
 """One dialogue of the policy with an environment: tokens in, tokens out."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,7 +108,8 @@ class Dialogue:
         Raises:
             UserError: The chat template cannot go on after a turn.
         """
-        messages = [_message(call, answer.text) for call, answer in zip(asked, answers, strict=True)]
+        offered = {tool["function"]["name"] for tool in self.opening.tools}
+        messages = [_message(call, answer.text, offered) for call, answer in zip(asked, answers, strict=True)]
         self.messages += messages
         self._calls += len(answers)
         self._failed += sum(answer.failed for answer in answers)
@@ -138,8 +139,9 @@ class Dialogue:
         )
 
 
-def _message(asked: str | ToolCall | MalformedCall, text: str) -> dict[str, Any]:
+def _message(asked: str | ToolCall | MalformedCall, text: str, offered: Collection[str]) -> dict[str, Any]:
+    """The environment's answer as a message; its name is that of a tool, whatever the policy wrote."""
     if isinstance(asked, str):
         return {"role": "user", "content": text}
-    name = asked.name if isinstance(asked, ToolCall) else "unknown"
-    return {"role": "tool", "name": name, "content": text}
+    name = asked.name if isinstance(asked, ToolCall) else ""
+    return {"role": "tool", "name": name if name in offered else "unknown", "content": text}

@@ -36,6 +36,8 @@ _HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 _LLAMA_TAG = "<|python_tag|>"
 _REASONING_END = "</think>"
 _OTHER_GROUPS = ("name", "arguments")
+_DEPTH = 64
+"""Most levels of lists and objects in a call: what copies or writes deeper ones may run out of stack."""
 
 
 def tool_format_of(name: str, chat_template: str) -> ToolFormat:
@@ -95,6 +97,7 @@ def parse_llama3(text: str) -> list[ToolCall | MalformedCall]:
             value, end = json.JSONDecoder().raw_decode(rest)
         except (ValueError, RecursionError):
             return [*calls, _call_of(rest, None)]
+        value = None if _too_deep(rest[:end]) else value
         calls.append(_call_of(rest[:end], value))
         rest = rest[end:].lstrip().removeprefix(";").lstrip()
     return calls
@@ -143,15 +146,23 @@ def _malformed(written: str) -> MalformedCall:
 
 
 def _decoded(text: str) -> Any:
-    """The JSON value of a text; None where it has none."""
+    """The JSON value of a text; None where it has none, or one that is nested too deeply."""
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError):  # RecursionError of values nested too deeply
+        return None if _too_deep(text) else json.loads(text)
+    except (ValueError, RecursionError):
         return None
 
 
 def _value_of(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return text
+    """The JSON value of a text, or else the text."""
+    value = _decoded(text)
+    return text if value is None and text.strip() != "null" else value
+
+
+def _too_deep(text: str) -> bool:
+    """Whether brackets, those in strings included, are nested more deeply than `_DEPTH`."""
+    depth = deepest = 0
+    for character in text:
+        depth += (character in "[{") - (character in "]}")
+        deepest = max(deepest, depth)
+    return deepest > _DEPTH
