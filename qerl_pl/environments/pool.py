@@ -240,6 +240,7 @@ class _Loop:
         self._setup = pickle.dumps(setup)
         self.loop = asyncio.new_event_loop()
         self._closed = False
+        self._owner = os.getpid()
         self._writer: asyncio.StreamWriter | None = None
         self._thread = threading.Thread(target=self._run, name="environments", daemon=True)
         self._thread.start()
@@ -255,7 +256,7 @@ class _Loop:
 
     def close(self) -> None:
         """Kill the processes, and end the thread; what is under way is cancelled."""
-        if self._closed:
+        if self._closed or os.getpid() != self._owner:  # in a fork of the trainer there is no thread
             return
         self._closed = True
         ending = threading.Thread(target=self._end, name="end of environments")
