@@ -418,18 +418,16 @@ class _Worker:
         return await self.receive(seconds)
 
     async def receive(self, seconds: float) -> Mapping[str, Any]:
-        """The next reply. After `seconds`, or if the process ended, an error with `gone`: it is killed."""
+        """The next reply. After `seconds`, or if the process ended, an error with `gone`: it is to be released."""
         reading = asyncio.ensure_future(_read(self.reader))
         await asyncio.wait({reading, self.ended}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
         if reading.done() and (reply := reading.result()) is not None:
             return reply
         if not reading.done() and not self.ended.done():
             reading.cancel()
-            self.loop.kill(self)
             return {"error": f"ended after its time limit of {seconds:g} s", "gone": True}
         reading.cancel()
         await asyncio.wait({self.ended}, timeout=_END_TIMEOUT_S)
-        self.loop.kill(self)  # it closed the connection, but lives
         status = self.ended.result() if self.ended.done() else None
         return {"error": f"the environment's process ended ({_status(status)})", "gone": True}
 
