@@ -549,6 +549,13 @@ def test_many_dialogues_leave_no_process_and_no_file() -> None:
         assert session.call("wait", {"seconds": 60}).result().done
         session.close()
     assert abs(used()[1] - descriptors) <= 1
+    assert pool._loop is not None
+    first = psutil.Process(pool._loop._process.pid)
+    for _ in range(200):
+        if not (left := first.children()):
+            break
+        time.sleep(0.05)
+    assert left == []  # all of them were killed at their limit, and collected
     pool.close()
     assert used() == before
 

@@ -240,6 +240,7 @@ class _Loop:
         self._setup = pickle.dumps(setup)
         self.loop = asyncio.new_event_loop()
         self._closed = False
+        self._owner = os.getpid()
         self._writer: asyncio.StreamWriter | None = None
         self._thread = threading.Thread(target=self._run, name="environments", daemon=True)
         self._thread.start()
@@ -255,7 +256,7 @@ class _Loop:
 
     def close(self) -> None:
         """Kill the processes, and end the thread; what is under way is cancelled."""
-        if self._closed:
+        if self._closed or os.getpid() != self._owner:  # in a fork of the trainer there is no thread
             return
         self._closed = True
         ending = threading.Thread(target=self._end, name="end of environments")
@@ -417,18 +418,16 @@ class _Worker:
         return await self.receive(seconds)
 
     async def receive(self, seconds: float) -> Mapping[str, Any]:
-        """The next reply. After `seconds`, or if the process ended, an error with `gone`: it is killed."""
+        """The next reply. After `seconds`, or if the process ended, an error with `gone`: it is to be released."""
         reading = asyncio.ensure_future(_read(self.reader))
         await asyncio.wait({reading, self.ended}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
         if reading.done() and (reply := reading.result()) is not None:
             return reply
         if not reading.done() and not self.ended.done():
             reading.cancel()
-            self.loop.kill(self)
             return {"error": f"ended after its time limit of {seconds:g} s", "gone": True}
         reading.cancel()
         await asyncio.wait({self.ended}, timeout=_END_TIMEOUT_S)
-        self.loop.kill(self)  # it closed the connection, but lives
         status = self.ended.result() if self.ended.done() else None
         return {"error": f"the environment's process ended ({_status(status)})", "gone": True}
 
