@@ -48,7 +48,7 @@ class Dialogues(RequestSource):
         self.ready = dict.fromkeys(range(len(self.ids)), 0.0)
         self.sampled = 0
 
-    def take(self, wait: bool) -> Sequence[tuple[int, RolloutRequest]]:
+    def take(self, wait: bool, gather: bool = False) -> Sequence[tuple[int, RolloutRequest]]:
         """The turns whose tool has answered."""
         if wait and self.ready:
             time.sleep(max(0.0, min(self.ready.values()) - time.perf_counter()))

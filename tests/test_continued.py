@@ -42,7 +42,7 @@ class Growing:
         self.running: dict[int, RolloutRequest] = {}
         self.taken: list[tuple[bool, int]] = []
 
-    def take(self, wait: bool) -> Sequence[tuple[int, RolloutRequest]]:
+    def take(self, wait: bool, gather: bool = False) -> Sequence[tuple[int, RolloutRequest]]:
         ready, self.ready = self.ready, []
         self.taken.append((wait, len(ready)))
         for key in ready:

@@ -1,6 +1,7 @@
 """Rollouts and evaluations of dialogues: log-probabilities, limits, seeds, rewards, samples that are kept."""
 
 import random
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -210,8 +211,6 @@ def test_no_more_environments_are_open_than_allowed(workers: int) -> None:
 
 
 def test_dialogues_whose_tools_have_answered_go_on_while_others_wait() -> None:
-    import threading
-
     release = threading.Event()
 
     class Slow(Game):
@@ -365,3 +364,29 @@ def test_a_call_of_an_unknown_tool_is_answered_by_a_message_of_no_ones_name() ->
     assert found.dialogue is not None and found.dialogue.failed_calls == 2
     assert [message["role"] for message in found.dialogue.messages] == ["assistant", "tool"] * 2
     assert {message.get("name") for message in found.dialogue.messages[1::2]} == {"unknown"}
+
+
+def test_an_engine_that_takes_turns_as_they_are_ready_waits_for_no_tool() -> None:
+    release = threading.Event()
+
+    class Opening(Game):
+        def reset(self, **row: Any) -> None:
+            if row["id"] == "p3":
+                release.wait(timeout=60)
+            super().reset(**row)
+
+    class AtOnce(Playing):
+        def generate_from(self, source: Any, sampling: SamplingConfig) -> None:
+            first = source.take(wait=True)
+            assert first and not release.is_set()  # though one environment has not opened
+            release.set()
+            self.taken = len(first)
+            ready = list(first)
+            while ready or (ready := list(source.take(wait=True))):
+                key, request = ready.pop(0)
+                source.put(key, self._completion(request))
+
+    engine, jobs = AtOnce(7), [DialogueJob(prompt, 0) for prompt in PROMPTS]
+    found = sampler_of(LocalPool(Opening, threads=8)).sample(engine, jobs, SAMPLING, 7)  # type: ignore[arg-type]
+    expected = sampler_of(LocalPool(Game)).sample(Playing(7), jobs, SAMPLING, 7)  # type: ignore[arg-type]
+    assert [one.token_ids for one in found] == [one.token_ids for one in expected] and engine.taken < 7

@@ -100,11 +100,12 @@ class RolloutEngine(Protocol):
 class RequestSource(Protocol):
     """Requests that are not all known at the start, as those of dialogues, whose turns follow answers of tools."""
 
-    def take(self, wait: bool) -> Sequence[tuple[int, RolloutRequest]]:
+    def take(self, wait: bool, gather: bool = False) -> Sequence[tuple[int, RolloutRequest]]:
         """Requests that are ready, each with its key and a single seed.
 
         Args:
             wait: Block until there are some; then an empty answer means that no more will come.
+            gather: Block longer, within limits, until there are all that may become ready now.
         """
 
     def put(self, key: int, completion: Completion) -> None:
@@ -132,7 +133,7 @@ def generate_from(engine: RolloutEngine, source: RequestSource, sampling: Sampli
     if isinstance(engine, ContinuousEngine):
         engine.generate_from(source, sampling)
         return
-    while ready := source.take(wait=True):
+    while ready := source.take(wait=True, gather=True):
         completions = engine.generate([request for _, request in ready], sampling)
         for (key, _), (completion,) in zip(ready, completions, strict=True):
             source.put(key, completion)

@@ -239,10 +239,10 @@ class _Running(RequestSource):
         for session in self._sessions.values():
             session.close()
 
-    def take(self, wait: bool) -> Sequence[tuple[int, RolloutRequest]]:
-        """Requests of the dialogues that have their answers; with `wait`, the others get `tool_wait` seconds."""
+    def take(self, wait: bool, gather: bool = False) -> Sequence[tuple[int, RolloutRequest]]:
+        """Requests of the dialogues that have their answers; with `gather`, the others get `tool_wait` seconds."""
         self._advance()
-        deadline = time.monotonic() + self._sampler.config.tool_wait
+        deadline = time.monotonic() + self._sampler.config.tool_wait * gather
         while wait and self._pending:
             left = deadline - time.monotonic()
             if self._ready and (left <= 0 or not self._left and self._rewards.keys() >= self._pending.keys()):
