@@ -79,6 +79,16 @@ def test_a_limit_of_its_own_cuts_a_completion_and_changes_no_token(engine: Rollo
     assert 5 < len(other[0].token_ids) <= 17
 
 
+def test_what_would_come_after_a_limit_changes_nothing(engine: RolloutEngine) -> None:
+    """Of 200 completions that are sampled beside a longer one, some would end after their limit."""
+    prompt = (3, 10, 20, 30)
+    requests = [RolloutRequest(prompt, tuple(range(200)), 1), RolloutRequest(prompt, (500,), 40)]
+    short, _ = engine.generate(requests, SAMPLING)
+    whole = engine.generate([RolloutRequest(prompt, tuple(range(200)))], SAMPLING)[0]
+    assert [one.token_ids for one in short] == [one.token_ids[:1] for one in whole]
+    assert sum(1 < len(one.token_ids) < 40 for one in whole) > 3
+
+
 def test_a_turn_that_is_ready_does_not_wait_for_others(engine: RolloutEngine) -> None:
     source = Growing([[40], [1, 1, 1, 1]])
     generate_from(engine, source, SAMPLING)

@@ -216,7 +216,7 @@ def test_dialogues_whose_tools_have_answered_go_on_while_others_wait() -> None:
     class Slow(Game):
         def called(self, name: str, arguments: dict[str, Any]) -> ToolAnswer:
             if self.game._number == 3:
-                release.wait(timeout=60)
+                release.wait(timeout=20)
             return super().called(name, arguments)
 
     class Last(Playing):
@@ -372,7 +372,7 @@ def test_an_engine_that_takes_turns_as_they_are_ready_waits_for_no_tool() -> Non
     class Opening(Game):
         def reset(self, **row: Any) -> None:
             if row["id"] == "p3":
-                release.wait(timeout=60)
+                release.wait(timeout=20)
             super().reset(**row)
 
     class AtOnce(Playing):
