@@ -28,6 +28,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 VLLM_FILES = (
     "test_continued",
+    "test_dialogue_rollouts",
     "test_engines",
     "test_full",
     "test_ports",

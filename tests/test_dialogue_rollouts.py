@@ -19,7 +19,7 @@ from qerl_pl.algorithm import DrGRPO
 from qerl_pl.callbacks import RolloutCallback
 from qerl_pl.callbacks.completions import _markdown, _row
 from qerl_pl.datamodules import GuessingDataModule
-from qerl_pl.engines import TransformersEngine
+from qerl_pl.engines import RolloutEngine, TransformersEngine, VLLMEngine
 from qerl_pl.environments.contract import ToolAnswer
 from qerl_pl.environments.sampler import DialogueConfig, DialogueJob, DialogueSampler, environment_row
 from qerl_pl.errors import UserError
@@ -67,14 +67,20 @@ class Compared(Callback):
             self.holes.append(int(spans) - 1)
 
 
-@pytest.mark.parametrize("max_turn_tokens", [None, 12])
+@pytest.mark.parametrize(
+    ("kind", "max_turn_tokens"),
+    [("transformers", None), ("transformers", 12), pytest.param("vllm", 12, marks=pytest.mark.vllm)],
+)
 def test_the_trainers_logprobs_are_the_samplers_on_every_sampled_token(
-    game_policy_dir: Path, tmp_path: Path, max_turn_tokens: int | None
+    game_policy_dir: Path, tmp_path: Path, kind: str, max_turn_tokens: int | None
 ) -> None:
     compared = Compared()
+    engine: RolloutEngine = TransformersEngine()
+    if kind == "vllm":
+        engine = VLLMEngine(kv_cache_gib=0.25, max_num_seqs=16, prefix_caching=True)
     rollout = RolloutCallback(
         {},
-        TransformersEngine(),
+        engine,
         group_size=4,
         sampling=SAMPLING,
         environment=GuessNumber,
