@@ -39,7 +39,16 @@ VLLM_FILES = (
 """Files that import vLLM, which takes ten seconds: one worker runs them all."""
 
 SLOW_FILES = (
-    *("test_ranks", *VLLM_FILES, "test_resume", "test_fit", "test_study", "test_mistakes", "test_ops_few"),
+    *(
+        "test_ranks",
+        "test_environment_runs",
+        *VLLM_FILES,
+        "test_resume",
+        "test_fit",
+        "test_study",
+        "test_mistakes",
+        "test_ops_few",
+    ),
     *("test_math_answer", "test_docs", "test_every_way", "test_configs", "test_sft", "test_start", "test_few_compiled"),
 )
 """Files that take longest, in that order."""
