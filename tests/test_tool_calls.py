@@ -82,6 +82,11 @@ def test_auto_chooses_by_the_template() -> None:
     assert llama(text) == [ToolCall("add", {})]
 
 
+def test_auto_takes_no_format_of_xml_for_hermes() -> None:
+    with pytest.raises(UserError, match="this template has neither"):
+        tool_format_of("auto", "<tool_call>\n<function=add>\n<parameter=a>")
+
+
 @pytest.mark.parametrize(
     ("name", "error"),
     [

@@ -52,7 +52,7 @@ def tool_format_of(name: str, chat_template: str) -> ToolFormat:
         UserError: The name is no format, or the chat template has none of the known ones.
     """
     if name == "auto":
-        if "<tool_call>" in chat_template:
+        if "<tool_call>" in chat_template and "<function=" not in chat_template:  # which Qwen 3.5 writes within
             return parse_hermes
         if '"parameters"' in chat_template and "ipython" in chat_template:
             return parse_llama3
