@@ -107,3 +107,9 @@ def test_starts_are_taught_measured_and_chosen(tiny_policy_dir: Path, gsm8k: Pat
     for folder, step in (("none-0", 1), ("nvfp4-1", 2)):
         start, snapshot = (tmp_path / folder / name / "adapter_model.safetensors" for name in ("start", f"step={step}"))
         assert start.read_bytes() == snapshot.read_bytes()
+    base, merged = (load_file(tmp_path / folder / "model.safetensors") for folder in ("base-0", "none-0/merged"))
+    adapter = load_file(tmp_path / "none-0" / "start" / "adapter_model.safetensors")
+    a, b = (adapter[f"base_model.model.{name.removesuffix('weight')}lora_{factor}.weight"] for factor in "AB")
+    scaling = 32.0 / 2  # alpha by rank
+    assert merged[name].allclose(base[name] + scaling * b @ a, atol=1e-6) and not merged[name].equal(base[name])
+    assert (tmp_path / "none-0" / "merged" / "tokenizer.json").is_file()
