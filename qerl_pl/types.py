@@ -112,18 +112,51 @@ class RolloutRequest:
     prompt_ids: tuple[int, ...]
     seeds: tuple[int, ...]
     """One seed in [0, 2**63) for each completion to sample."""
+    max_tokens: int | None = None
+    """Most tokens of each completion, in place of the sampling parameters'."""
+
+
+@dataclass(frozen=True)
+class DialogueFacts:
+    """What happened in a dialogue with an environment."""
+
+    turns: int
+    """Sampled turns."""
+    calls: int
+    """Tool calls, or steps of the environment."""
+    failed_calls: int
+    """Those that were malformed, raised, or took too long."""
+    tool_seconds: float
+    """Time of all calls."""
+    messages: tuple[Mapping[str, Any], ...]
+    """Messages after the prompt: the policy's, with role assistant, and the environment's."""
+    reward: float | None
+    """The environment's own reward; None where it gives none."""
 
 
 @dataclass(frozen=True)
 class Completion:
-    """A sampled completion."""
+    """A sampled completion; with an environment, all of a dialogue after its prompt."""
 
     token_ids: tuple[int, ...]
-    """Sampled tokens, including the end-of-sequence token if one was sampled."""
+    """Tokens after the prompt, including the end-of-sequence token if one was sampled."""
     logprobs: tuple[float, ...]
     """Natural log of each token's probability under the distribution it was sampled from, after temperature, top-p,
-    top-k and min-p. Greedy decoding reports the distribution at temperature 1."""
+    top-k and min-p; 0 for a token that was not sampled. Greedy decoding reports the distribution at temperature 1."""
     finish_reason: Literal["stop", "length"]
+    sampled: tuple[bool, ...] | None = None
+    """Whether each token was sampled, and not written by an environment; None where all were."""
+    prompt_ids: tuple[int, ...] | None = None
+    """Prompt of a dialogue, with the environment's tools and observation; None for the row's own."""
+    dialogue: DialogueFacts | None = None
+    """Facts of a dialogue; None without an environment."""
+
+    @property
+    def sampled_ids(self) -> tuple[int, ...]:
+        """The tokens that were sampled."""
+        if self.sampled is None:
+            return self.token_ids
+        return tuple(token for token, own in zip(self.token_ids, self.sampled, strict=True) if own)
 
     @property
     def truncated(self) -> bool:
@@ -172,6 +205,8 @@ class CompletionRecord:
     tokens: int
     trained: bool = True
     """False if dynamic sampling dropped the completion's group."""
+    messages: tuple[Mapping[str, Any], ...] | None = None
+    """Messages of a dialogue with an environment, of which those of role assistant train; None without one."""
 
 
 @dataclass(frozen=True)

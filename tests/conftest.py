@@ -27,6 +27,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 VLLM_FILES = (
+    "test_continued",
+    "test_dialogue_rollouts",
     "test_engines",
     "test_families",
     "test_full",
@@ -38,7 +40,16 @@ VLLM_FILES = (
 """Files that import vLLM, which takes ten seconds: one worker runs them all."""
 
 SLOW_FILES = (
-    *("test_ranks", *VLLM_FILES, "test_resume", "test_fit", "test_study", "test_mistakes", "test_ops_few"),
+    *(
+        "test_ranks",
+        "test_environment_runs",
+        *VLLM_FILES,
+        "test_resume",
+        "test_fit",
+        "test_study",
+        "test_mistakes",
+        "test_ops_few",
+    ),
     *("test_math_answer", "test_docs", "test_every_way", "test_configs", "test_sft", "test_start", "test_few_compiled"),
 )
 """Files that take longest, in that order."""
@@ -76,3 +87,13 @@ def tiny_policy_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     config = ToyConfig(layers=2, intermediate=128, steps=2, batch_size=2)
     return build_toy_policy(config, tmp_path_factory.mktemp("toy"))
+
+
+@pytest.fixture(scope="session")
+def game_policy_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A one-layer toy checkpoint that plays the guessing game, mostly badly; tests must not write into it."""
+    from qerl_pl.toy import GuessingGame, ToyConfig, build_toy_policy
+
+    game = GuessingGame(highest=7, turns=3)
+    config = ToyConfig(game=game, layers=1, intermediate=128, steps=100, batch_size=8, careless_fraction=0.7)
+    return build_toy_policy(config, tmp_path_factory.mktemp("game"))

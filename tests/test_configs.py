@@ -67,9 +67,12 @@ class Parser(Starter):
 
 COMBINATIONS = {
     "quickstart": ["quickstart"],
+    "quickstart_tools": ["quickstart_tools"],
     "gsm8k_cpu": ["gsm8k_cpu"],
     "evaluate": ["evaluate"],
     "distill": ["distill"],
+    "gsm8k_gsm8k_calculator_qwen2.5_7b": ["gsm8k", "gsm8k_calculator", "qwen2.5_7b"],
+    "search_qwen2.5_7b": ["search", "qwen2.5_7b"],
     "gsm8k_qwen2.5_7b_full_finetuning": ["gsm8k", "qwen2.5_7b", "full_finetuning"],
 } | {
     "_".join([*data, f"qwen2.5_{size}"]): [*data, f"qwen2.5_{size}"]
@@ -104,10 +107,14 @@ def test_shipped_files_build_what_they_name(folder: str) -> None:
                 rollout.sampling.max_tokens // 4,
                 0.5,
             )
+    if names == ["quickstart_tools"]:
+        assert [reward.name for reward in rollout.rewards] == ["environment"]
+        return
+    has_environment = settings.rollout.environment is not None
     assert [reward.name for reward in rollout.rewards] == [
         "accuracy",
         *["format"] * (names[0] not in ("distill", "evaluate")),
-    ] + ["overlong"] * ("dapo" in names)
+    ] + ["overlong"] * ("dapo" in names) + ["environment"] * has_environment
     if (size := re.search(r"qwen2.5_(\d+b)", folder)) is not None:
         assert isinstance(settings.rollout.engine, qerl_pl.engines.VLLMEngine)
         assert settings.model.policy_config.path == f"Qwen/Qwen2.5-{SIZES[size[1]]}-Instruct"

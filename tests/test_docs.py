@@ -24,6 +24,7 @@ import qerl_pl.algorithm
 import qerl_pl.callbacks
 import qerl_pl.datamodules
 import qerl_pl.engines
+import qerl_pl.environments
 import qerl_pl.rewards
 from qerl_pl.callbacks import RolloutCallback
 from qerl_pl.callbacks.monitor import LOGGED_ON_GPU
@@ -34,7 +35,10 @@ from qerl_pl.rewards import RewardSample, score
 README = ROOT / "README.md"
 NAMED = {
     name: getattr(module, name)
-    for module in (qerl_pl.algorithm, qerl_pl.callbacks, qerl_pl.datamodules, qerl_pl.engines, qerl_pl.rewards)
+    for module in (
+        *(qerl_pl.algorithm, qerl_pl.callbacks, qerl_pl.datamodules),
+        *(qerl_pl.engines, qerl_pl.environments, qerl_pl.rewards),
+    )
     for name in module.__all__
 }
 KEYS: dict[str, type] = {"rollout": RolloutCallback, **{key: kind for key, (kind, *_) in CALLBACKS.items()}}
@@ -299,6 +303,7 @@ def test_every_class_that_a_configuration_can_name_is_on_a_page() -> None:
     classes = {name for name, kind in NAMED.items() if inspect.isclass(kind)}
     inner = {"AnswerReward", "EngineSpec", "NoiseSchedule", "NormNoise", "Objective", "Preempted", "Reward"}
     inner |= {"ReferenceReward", "RewardSample", "RolloutEngine", "Row", "ScoredBatch"}
+    inner |= {"EnvironmentPool", "Opening", "Session", "ToolAnswer"}
     assert classes - inner - told == set()
 
 

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from qerl_pl.callbacks import RunSummary
 from qerl_pl.engines import EngineSpec, RolloutEngine, TransformersEngine, VLLMEngine
 from qerl_pl.errors import UserError
 from qerl_pl.memory import GIB, OptimizerBytes, TeacherBytes, optimizer_bytes
@@ -171,6 +172,14 @@ def test_an_engine_that_keeps_old_weights_is_found_out(tiny_policy_dir: Path, tm
     policy = {"path": str(tiny_policy_dir), "dtype": "float32", "quantization": "none", "finetune": "full"}
     with pytest.raises(UserError, match="engine and trainer must agree within"):
         train(tiny_policy_dir, tmp_path, Stale(), policy=policy)
+
+
+def test_a_run_says_where_its_model_is(
+    tiny_policy_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    policy = {"path": str(tiny_policy_dir), "dtype": "float32", "quantization": "none", "finetune": "full"}
+    train(tiny_policy_dir, tmp_path, TransformersEngine(), watch=RunSummary(), beta=0.0, policy=policy)
+    assert f"model {tmp_path / 'model'}" in capsys.readouterr().out and (tmp_path / "model" / "config.json").is_file()
 
 
 def test_a_probe_changes_one_layer_and_leaves_no_trace(tiny_policy_dir: Path) -> None:

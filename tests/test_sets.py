@@ -7,13 +7,18 @@ from typing import Any
 
 import pytest
 from fit_helpers import Vowels, train
+from lightning.pytorch import Trainer
+from lightning.pytorch.loggers import TensorBoardLogger
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.data import DataLoader
 
-from qerl_pl.callbacks import RunSummary
+from qerl_pl.callbacks import Monitor, RolloutCallback, RunSummary
 from qerl_pl.datamodules import ArithmeticDataModule, PromptDataModule, Row, TableConfig
 from qerl_pl.engines import TransformersEngine
 from qerl_pl.errors import UserError
-from qerl_pl.types import Evaluation
+from qerl_pl.modules import PolicyConfig, QeRLModule
+from qerl_pl.modules.qerl import BEFORE_TRAINING
+from qerl_pl.types import Evaluation, SamplingConfig
 
 
 def rows(count: int, reference: str) -> list[Row]:
@@ -100,6 +105,33 @@ def test_each_set_has_its_own_metrics(
         "test/MATH-500/accuracy": 0.0,
         "test/MATH-500/pass@1": 0.0,
     }
+
+
+def test_accuracies_before_training_are_those_of_each_set(tiny_policy_dir: Path, tmp_path: Path) -> None:
+    data, seen = Sets({"easy": 2, "MATH-500": 5}, tokenizer=str(tiny_policy_dir)), Seen()
+    module = QeRLModule(PolicyConfig(path=str(tiny_policy_dir), dtype="float32"))
+    rollout = RolloutCallback([RightReferences("easy")], TransformersEngine(), 2, SamplingConfig(max_tokens=2))
+    trainer = Trainer(
+        default_root_dir=tmp_path,
+        accelerator="cpu",
+        max_epochs=1,
+        limit_train_batches=1,
+        num_sanity_val_steps=-1,
+        logger=TensorBoardLogger(tmp_path, name=None, version=""),
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        callbacks=[rollout, Monitor(), seen],
+    )
+    trainer.fit(module, data)
+    assert seen.accuracies == {
+        "easy": [(0, 1.0, 1.0), (1, 1.0, 1.0)],
+        "MATH-500": [(0, 0.0, 0.0), (1, 0.0, 0.0)],
+    }
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    for tag, accuracy in (("val/easy/accuracy", 1.0), ("val/MATH-500/accuracy", 0.0)):
+        first = events.Scalars(tag)[0]
+        assert (first.step, first.value) == (BEFORE_TRAINING, accuracy)
 
 
 def test_a_single_set_needs_no_name(tiny_policy_dir: Path) -> None:

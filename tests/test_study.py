@@ -154,6 +154,14 @@ def plan_of(folder: Path, **changes: Any) -> Plan:
     return read_plan(path)
 
 
+def test_a_setting_may_use_the_level_of_a_factor(tmp_path: Path) -> None:
+    settings = {"model.policy.path": "${where}/base-${seed}", "model.policy.dtype": "${method}", "data.batch_size": 4}
+    run = plan_of(tmp_path, set=settings).runs[1]
+    assert run.name == "seed=0,policy=toy,lr=own,decay=exponential,method=nvfp4"
+    assert [run.overrides[key] for key in settings] == ["${where}/base-0", "nvfp4", 4]
+    assert run.needs == {"where"} and "--model.policy.path=x/base-0" in run.words(tmp_path, {"where": "x"})
+
+
 def test_a_plan_has_every_combination_once(tmp_path: Path) -> None:
     plan = plan_of(tmp_path)
     assert (

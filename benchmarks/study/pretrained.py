@@ -4,7 +4,8 @@
     python -m benchmarks.study.pretrained table 16-bit=bf16.json NVFP4=nvfp4.json    # each compared with the first
 
 FOLDER has GSM8K's test.jsonl. Completions are sampled by this package's vLLM engine, greedily and at temperature 1.
-Nats are the trainer's, of the reference solutions, as --style writes them: `boxed` asks an instruct model for a
+Nats are the trainer's, of the reference solutions, and with --teacher FILE of another policy's samples, which
+--write-samples wrote, one a question. --style says how solutions are written: `boxed` asks an instruct model for a
 \\boxed{} answer, `tags` for the tags that supervised fine-tuning here teaches. Intervals are 95 %: of greedy accuracy
 Wilson's, of the others, and of differences paired by question, bootstrapped over questions.
 """
@@ -27,7 +28,7 @@ from qerl_pl.chat_template import SYSTEM_PROMPT
 from qerl_pl.datamodules import ConversationDataModule, GSM8KDataModule
 from qerl_pl.datamodules.conversations import padded
 from qerl_pl.engines import EngineSpec, RolloutEngine, TransformersEngine, VLLMEngine
-from qerl_pl.evaluation.evaluator import Evaluator, EvaluatorConfig
+from qerl_pl.evaluation.evaluator import Evaluator, EvaluatorConfig, SampleCache
 from qerl_pl.evaluation.metrics import bootstrap_interval
 from qerl_pl.modules import LoraConfig, Policy, PolicyConfig
 from qerl_pl.modules.saved_adapter import read_adapter
@@ -38,6 +39,7 @@ from qerl_pl.types import Prompt, SamplingConfig
 MAX_PROMPT_TOKENS = 384
 INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."
 SYSTEM_PROMPTS = {"boxed": INSTRUCTION, "tags": SYSTEM_PROMPT}
+NATS = {"nats": "nats per token", "teacher_nats": "nats per token of the teacher's samples"}
 REWARDS: dict[str, Reward] = {"boxed": MathAnswer(tag=None), "tags": GSM8KAnswer()}
 
 
@@ -66,6 +68,19 @@ def prompts_of(rows: list[dict[str, str]], style: str, tokenizer: str) -> list[P
     return prompts
 
 
+def conversation(question: str, style: str, completion: str) -> dict[str, Any]:
+    """A question and its completion in TRL's format."""
+    prompt = [{"role": "system", "content": SYSTEM_PROMPTS[style]}, {"role": "user", "content": question}]
+    return {"prompt": prompt, "completion": [{"role": "assistant", "content": completion}]}
+
+
+def sampled_completions(file: Path, style: str) -> list[dict[str, Any]]:
+    """The first sample of each question in a file that `SampleCache` wrote, without truncated ones."""
+    samples = [json.loads(line) for line in file.read_text().splitlines()]
+    chosen = [sample for sample in samples if sample["sample"] == 0 and not sample["truncated"]]
+    return [conversation(sample["prompt"], style, sample["completion"]) for sample in chosen]
+
+
 def solutions(rows: list[dict[str, str]], style: str) -> list[dict[str, Any]]:
     """The rows' reference solutions as conversations of TRL's format, or for the tags as questions and answers."""
     if style == "tags":
@@ -73,9 +88,8 @@ def solutions(rows: list[dict[str, str]], style: str) -> list[dict[str, Any]]:
     written = []
     for row in rows:
         thought, _, number = row["answer"].rpartition("####")
-        prompt = [{"role": "system", "content": INSTRUCTION}, {"role": "user", "content": row["question"]}]
-        answer = {"role": "assistant", "content": f"{thought.strip()}\nThe answer is \\boxed{{{number.strip()}}}."}
-        written.append({"prompt": prompt, "completion": [answer]})
+        answer = f"{thought.strip()}\nThe answer is \\boxed{{{number.strip()}}}."
+        written.append(conversation(row["question"], style, answer))
     return written
 
 
@@ -117,10 +131,17 @@ class Measurement:
         """Load an adapter; None has no effect on the base, as a new one."""
         self.policy.load_trained_state(self._initial if adapter is None else read_adapter(str(adapter)).tensors())
 
-    def accuracy(self, rows: list[dict[str, str]], style: str, samples: int) -> dict[str, Any]:
-        """Whether each greedy answer is right, and how many of each question's samples; lengths and truncations."""
+    def accuracy(
+        self, rows: list[dict[str, str]], style: str, samples: int, file: Path | None = None
+    ) -> dict[str, Any]:
+        """Whether each greedy answer is right, and how many of each question's samples; lengths and truncations.
+
+        All completions go to `file`, if there is one.
+        """
         config = EvaluatorConfig([REWARDS[style]], SamplingConfig(max_tokens=self.max_tokens), samples)
         evaluator = Evaluator(config, self.engine, AutoTokenizer.from_pretrained(self.tokenizer_folder), seed=0)
+        if file is not None:
+            evaluator.use_cache(SampleCache(file))
         prompts = prompts_of(rows, style, self.tokenizer_folder)
         evaluated = evaluator.evaluate(prompts, self.policy.weights(0)).prompts
         greedy = [prompt.greedy for prompt in evaluated]
@@ -133,18 +154,17 @@ class Measurement:
         }
 
     @torch.no_grad()
-    def nats(self, rows: list[dict[str, str]], style: str) -> list[float]:
-        """Negative log-likelihood of each row's solution, mean over its tokens."""
-        data = ConversationDataModule(
-            solutions(rows, style), batch_size=len(rows), val_size=0, tokenizer=self.tokenizer_folder
-        )
+    def nats(self, conversations: list[dict[str, Any]]) -> list[float]:
+        """Negative log-likelihood of each conversation's completion, mean over its tokens."""
+        count = len(conversations)
+        data = ConversationDataModule(conversations, batch_size=count, val_size=0, tokenizer=self.tokenizer_folder)
         data.setup("fit")
         batch = next(iter(data.train_dataloader()))
-        conversations = sorted(batch.conversations, key=lambda row: int(row.id.rpartition("-")[2]))
-        losses = [0.0] * len(conversations)
+        rendered = sorted(batch.conversations, key=lambda row: int(row.id.rpartition("-")[2]))
+        losses = [0.0] * len(rendered)
         self.policy.eval()
-        for indices in partition_micro_batches([len(row.token_ids) for row in conversations], 16384):
-            tokens, lengths, mask = padded([conversations[index] for index in indices], self.device)
+        for indices in partition_micro_batches([len(row.token_ids) for row in rendered], 16384):
+            tokens, lengths, mask = padded([rendered[index] for index in indices], self.device)
             logprobs = self.policy.token_logprobs(tokens, lengths, mask, temperature=1.0)[0]
             for index, total, count in zip(indices, logprobs.sum(1).tolist(), mask.sum(1).tolist(), strict=True):
                 losses[index] = -total / count
@@ -172,13 +192,14 @@ def table(measured: dict[str, dict[str, Any]]) -> str:
             less = [float(own) - float(other) for own, other in zip(found[kind], first[kind], strict=True)]
             kept = share / (statistics.fmean(first[kind]) or math.nan)
             cells.append("" if label == name else f"{with_interval(less, 3)}, {kept:.0%}")
-        if "nats" in first:
-            more = [own - other for own, other in zip(found["nats"], first["nats"], strict=True)]
-            cells += [f"{statistics.fmean(found['nats']):.4f}", "" if label == name else with_interval(more, 4)]
+        for kind in (kind for kind in NATS if kind in first):
+            more = [own - other for own, other in zip(found[kind], first[kind], strict=True)]
+            cells += [f"{statistics.fmean(found[kind]):.4f}", "" if label == name else with_interval(more, 4)]
         rows.append([*cells, f"{found['tokens']:.0f}", f"{found['truncated']:.1%}"])
     difference = f"less {name}, share kept"
     headers = ["policy", "greedy accuracy", difference, "sampled accuracy", difference]
-    headers += ["nats per token", f"above {name}"] if "nats" in first else []
+    for kind in (kind for kind in NATS if kind in first):
+        headers += [NATS[kind], f"above {name}"]
     return report.markdown([*headers, "tokens", "truncated"], rows)
 
 
@@ -193,6 +214,8 @@ def main() -> None:
     measure.add_argument("--style", choices=SYSTEM_PROMPTS, default="boxed")
     measure.add_argument("--questions", type=int, default=1319)
     measure.add_argument("--samples", type=int, default=4, help="samples a question")
+    measure.add_argument("--write-samples", type=Path, help="file of all completions")
+    measure.add_argument("--teacher", type=Path, help="such a file of another policy: nats of its samples, too")
     measure.add_argument("--max-tokens", type=int, default=512)
     measure.add_argument("--engine", choices=["vllm", "transformers"], default="vllm")
     measure.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
@@ -217,7 +240,10 @@ def main() -> None:
         lora = LoraConfig(saved.rank, saved.alpha, targets=saved.targets)
     policy = Measurement(args.model, args.format, lora, args.max_tokens, args.engine, args.dtype)
     policy.use(args.adapter)
-    found = policy.accuracy(rows, args.style, args.samples) | {"nats": policy.nats(rows, args.style)}
+    found = policy.accuracy(rows, args.style, args.samples, args.write_samples)
+    found["nats"] = policy.nats(solutions(rows, args.style))
+    if args.teacher:
+        found["teacher_nats"] = policy.nats(sampled_completions(args.teacher, args.style))
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(found | {"environment": report.environment()}))
     policy.engine.close()

@@ -5,8 +5,9 @@
 
 `train` writes BASE, a copy of MODEL whose channels are reordered unless the rounding is 0, fine-tunes an adapter on the
 quantized BASE with the first rows of the training split, and measures its accuracy on the next rows at intervals.
-`choose` takes the lowest of the best accuracies as the target, unless it is given, so that every policy starts alike.
-Neither sees the test split. Reinforcement learning trains on the remaining rows, which `train` writes to STARTS/data.
+`choose` takes the lowest of the best accuracies as the target, unless it is given, so that every policy starts alike;
+full fine-tuning starts from STARTS/none-0/merged. Neither sees the test split. Reinforcement learning trains on the
+remaining rows, which `train` writes to STARTS/data.
 """
 
 import argparse
@@ -21,11 +22,14 @@ import torch
 from lightning import Trainer
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.utilities.types import STEP_OUTPUT
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
 
 from benchmarks import report
 from benchmarks.study.pretrained import Measurement, read_rows
 from benchmarks.study.reordered import reorder_checkpoint
 from qerl_pl.datamodules import ConversationDataModule
+from qerl_pl.formats.model_folder import copy_other_files, read_config
 from qerl_pl.modules import LoraConfig, PolicyConfig, SFTModule
 from qerl_pl.persistence.atomic_files import atomic_directory
 
@@ -118,6 +122,14 @@ def train(args: argparse.Namespace) -> None:
     (folder / RESULTS).write_text(json.dumps(results, indent=1) + "\n")
 
 
+def merge(base: Path, adapter: Path, merged: Path) -> None:
+    """Write a 16-bit base with its adapter merged into it, from which full fine-tuning starts."""
+    with atomic_directory(merged, replace=True) as out:
+        model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype="auto"), adapter)
+        model.merge_and_unload().save_pretrained(out)
+        copy_other_files(base, out, read_config(base))
+
+
 def choose(args: argparse.Namespace) -> None:
     found = {path.parent: json.loads(path.read_text()) for path in sorted(args.starts.glob(f"*-*/{RESULTS}"))}
     best = {folder: max(step["sampled"] for step in start["steps"]) for folder, start in found.items()}
@@ -126,6 +138,8 @@ def choose(args: argparse.Namespace) -> None:
         step = min(start["steps"], key=lambda step: (abs(step["sampled"] - target), step["step"]))
         shutil.rmtree(folder / "start", ignore_errors=True)
         shutil.copytree(folder / f"step={step['step']}", folder / "start")
+        if start["format"] == "none":
+            merge(args.starts / f"base-{start['rounding']}", folder / "start", folder / "merged")
         accuracies = [f"{value:.3f}" for value in (best[folder], step["sampled"], step["greedy"])]
         rows.append([folder.name, step["step"], *accuracies])
         results.append({**start, "chosen": step["step"]})

@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from html import escape
 from pathlib import Path
@@ -14,6 +14,7 @@ from qerl_pl.callbacks.loggers import log_table
 from qerl_pl.distributed.communicator import writes_files
 from qerl_pl.errors import require_at_least
 from qerl_pl.modules.qerl import QeRLModule
+from qerl_pl.rollout.experience import without_none
 from qerl_pl.types import CompletionRecord, PromptBatch
 
 
@@ -55,7 +56,8 @@ class CompletionLog(Callback):
         if self.jsonl:
             with _path(trainer).open("a") as file:
                 for record in experience.records:
-                    file.write(json.dumps({"version": experience.version, **asdict(record)}) + "\n")
+                    fields = without_none(asdict(record), "messages")
+                    file.write(json.dumps({"version": experience.version, **fields}) + "\n")
         self._unlogged = experience.version, _of_several_prompts(experience.records, self.panel_size)
         if experience.version % self.every_n_rollouts == 0:
             self._log(trainer)
@@ -102,8 +104,34 @@ def _of_several_prompts(records: Sequence[CompletionRecord], size: int) -> list[
     return [records[index] for _, index in sorted(order)[:size]]
 
 
+def dialogue_text(messages: Sequence[Mapping[str, Any]]) -> str:
+    """A dialogue as text: a line for each message, which says whether its tokens train."""
+    return "\n".join(f"[{_origin(message)}] {message['content']}" for message in messages)
+
+
+def _origin(message: Mapping[str, Any]) -> str:
+    return (
+        "assistant, trained"
+        if message["role"] == "assistant"
+        else f"{message['role']} {message.get('name', '')}".strip()
+    )
+
+
+def _completion(record: CompletionRecord) -> list[str]:
+    """A completion in Markdown; of a dialogue a block for each message, bold where its tokens train."""
+    if record.messages is None:
+        return ["Completion:", _quoted(record.completion)]
+    blocks = ["Dialogue (what trains is bold):"]
+    for message in record.messages:
+        text = _escaped(str(message["content"]))
+        trains = message["role"] == "assistant"
+        blocks.append(f"> *{escape(_origin(message))}*<br>{f'<strong>{text}</strong>' if trains else text}")
+    return blocks
+
+
 def _row(version: int, record: CompletionRecord) -> list[Any]:
-    parts = [record.prompt_id, record.prompt, record.completion, record.reference, record.rewards["total"]]
+    completion = record.completion if record.messages is None else dialogue_text(record.messages)
+    parts = [record.prompt_id, record.prompt, completion, record.reference, record.rewards["total"]]
     return [version, *parts, _parts(record), record.tokens, record.truncated]
 
 
@@ -116,12 +144,16 @@ def _number(value: float | None) -> str:
     return "not applicable" if value is None else f"{value:.3g}"
 
 
+def _quoted(text: str) -> str:
+    return f"> {_escaped(text)}"
+
+
+def _escaped(text: str) -> str:
+    return escape(text).replace("|", "&#124;").replace("\n", "<br>") or "(empty)"
+
+
 def _markdown(version: int, records: Sequence[CompletionRecord]) -> str:
     """A section for each completion: reward and reference answer, then prompt and completion as they are."""
-
-    def quoted(text: str) -> str:
-        return "> " + (escape(text).replace("|", "&#124;").replace("\n", "<br>") or "(empty)")
-
     sections = [f"## Rollout {version}"]
     for record in records:
         cut = ", truncated" if record.truncated else ""
@@ -129,8 +161,7 @@ def _markdown(version: int, records: Sequence[CompletionRecord]) -> str:
             f"### Reward {_number(record.rewards['total'])} ({_parts(record)})",
             f"Reference answer **{escape(record.reference)}**, {record.tokens} tokens{cut}, prompt {record.prompt_id}",
             "Prompt:",
-            quoted(record.prompt),
-            "Completion:",
-            quoted(record.completion),
+            _quoted(record.prompt),
+            *_completion(record),
         ]
     return "\n\n".join(sections)

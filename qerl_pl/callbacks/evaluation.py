@@ -324,7 +324,21 @@ def _settings(module: QeRLModule, rollout: RolloutCallback, data: PromptDataModu
         "accuracy_reward": rollout.evaluator.accuracy_reward.name,
         "system_prompt": data.system_prompt,
         "chat_template": _sha256(str(module.tokenizer.chat_template).encode()),
+        **environment_settings(rollout),
     }
+
+
+def environment_settings(rollout: RolloutCallback) -> dict[str, Any]:
+    """What samples depend on in a run with an environment; empty without one."""
+    environment = rollout.environment
+    if environment is None:
+        return {}
+    named = (
+        environment if isinstance(environment, str | dict) else f"{environment.__module__}.{environment.__qualname__}"
+    )
+    dialogues = asdict(rollout.dialogue_config)
+    del dialogues["tool_wait"], dialogues["workers"]
+    return {"environment": {"environment": named, **dialogues}}
 
 
 def _reward_settings(reward: Reward) -> dict[str, Any]:

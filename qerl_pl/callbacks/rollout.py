@@ -1,6 +1,7 @@
 """The rollout callback: samples and scores each batch before the step, training and evaluation alike."""
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -11,11 +12,14 @@ from qerl_pl.datamodules.prompts import PromptDataModule
 from qerl_pl.distributed.strategy import communicator_of
 from qerl_pl.engines.base import EngineSpec, RolloutEngine, SharedWeights
 from qerl_pl.engines.transformers import TransformersEngine
+from qerl_pl.environments.pool import EnvironmentPool
+from qerl_pl.environments.sampler import DialogueConfig, DialogueSampler
 from qerl_pl.errors import UserError
 from qerl_pl.evaluation.evaluator import Evaluator, EvaluatorConfig
+from qerl_pl.formats.model_folder import end_token_ids
 from qerl_pl.modules.qerl import QeRLModule
 from qerl_pl.openmp import let_waiting_threads_sleep
-from qerl_pl.rewards import Reward, as_rewards, check_references
+from qerl_pl.rewards import Reward, as_rewards, check_references, with_environment_reward
 from qerl_pl.rollout.collector import Aggregation, Collector, CollectorConfig
 from qerl_pl.rollout.temperature import TemperatureControl
 from qerl_pl.start_checks import ChecksFirst
@@ -74,6 +78,22 @@ class RolloutCallback(Callback, ChecksFirst):
             `sampling.temperature` is that of the first rollout. The trainer divides its logits by the same. null keeps
             the temperature.
         temperature_bounds: Lowest and highest temperature under `entropy_target`.
+        environment: Environment of each completion, which then is a dialogue: a class that keeps to TRL's contract, or
+            a function from a row to such an object, by name (`my_games.Guess`, `my_games.py:Guess`) or as
+            `{class_path: ..., init_args: ...}`. `sampling.max_tokens` then bounds the tokens after the prompt, the
+            environment's included. null samples one turn.
+        environment_weight: Weight of the environment's own reward (`get_reward`), named `environment`. `rewards` may
+            then be empty.
+        tool_format: How the policy writes tool calls: `hermes` (also Qwen 2.5 and 3), `llama3_json`, or a regular
+            expression with the group `name`, and `arguments` (JSON) or a group for each argument. auto chooses by the
+            chat template.
+        max_turns: Most turns of a dialogue.
+        max_turn_tokens: Most tokens of a turn; null takes what is left of the dialogue.
+        max_tool_response_tokens: Most tokens of an environment's answer, which is cut there; null leaves it whole.
+        tool_time_limit: Seconds after which a tool, a step, `reset` or `get_reward` is ended.
+        tool_wait: Seconds for which an engine that samples in rounds (TransformersEngine) waits for tools that have
+            not answered, before it goes on with the dialogues whose tools have. vLLM goes on at once.
+        environment_workers: Most environments that are open at once, each in its process.
     """
 
     fills_batches = True
@@ -95,8 +115,25 @@ class RolloutCallback(Callback, ChecksFirst):
         extra_eval_sampling: dict[str, EvalSampling] | None = None,
         entropy_target: float | None = None,
         temperature_bounds: tuple[float, float] = (0.5, 2.0),
+        environment: str | dict[str, Any] | Callable[..., Any] | None = None,
+        environment_weight: float = 1.0,
+        tool_format: str = "auto",
+        max_turns: int = 8,
+        max_turn_tokens: int | None = None,
+        max_tool_response_tokens: int | None = 256,
+        tool_time_limit: float = 30.0,
+        tool_wait: float = 10.0,
+        environment_workers: int = 256,
     ) -> None:
-        scored_by = as_rewards(rewards)
+        scored_by = with_environment_reward(as_rewards(rewards), environment is not None, environment_weight)
+        self.environment = environment
+        self.dialogue_config = DialogueConfig(
+            tool_format, max_turns, max_turn_tokens, max_tool_response_tokens, tool_wait, environment_workers
+        )
+        self._pool: EnvironmentPool | None = None
+        if environment is not None:
+            self._pool = EnvironmentPool(environment, tool_time_limit, environment_workers)
+        self._dialogues: DialogueSampler | None = None
         self.config = CollectorConfig(
             scored_by,
             group_size,
@@ -161,6 +198,25 @@ class RolloutCallback(Callback, ChecksFirst):
                 "(data.max_prompt_tokens and the largest max_tokens of sampling, eval_sampling and "
                 "extra_eval_sampling); lower them"
             )
+        if self._pool is not None and self._dialogues is None:
+            self._dialogues = self._start_environments(self._pool, module, data)
+
+    def _start_environments(self, pool: EnvironmentPool, module: QeRLModule, data: PromptDataModule) -> DialogueSampler:
+        """Check environment, chat template and tool format, and have the data's prompts offer the tools."""
+        dialogues = DialogueSampler(
+            self.dialogue_config,
+            pool,
+            module.tokenizer,
+            end_token_ids(module.base_folder),
+            data.max_prompt_tokens,
+            data.system_prompt,
+            data.chat_template_kwargs,
+        )
+        opening = pool.check()
+        if opening is not None:
+            dialogues.check(opening)
+            data.tools = opening.tools
+        return dialogues
 
     def _longest(self, data: PromptDataModule) -> int:
         """Longest sequence in tokens, prompt and completion."""
@@ -193,10 +249,13 @@ class RolloutCallback(Callback, ChecksFirst):
         # The policy of an earlier stage is still loaded, on the weights that it shared then.
         shared = None if "policy" in dict(module.named_children()) else self.engine.shared_weights()
         self._engine_weights = shared, self.engine.memory_gib().get("releasable", 0.0)
-        self._collector = Collector(self.config, self.engine, module.tokenizer, module.objective, module.seed, ranks)
+        tokenizer, dialogues = module.tokenizer, self._dialogues
+        self._collector = Collector(
+            self.config, self.engine, tokenizer, module.objective, module.seed, ranks, dialogues
+        )
         self._collector.expected_lengths = self._expected_lengths
         self._collector.noise_widening = self._noise_widening
-        self._evaluator = Evaluator(self.eval_config, self.engine, module.tokenizer, module.seed, ranks)
+        self._evaluator = Evaluator(self.eval_config, self.engine, tokenizer, module.seed, ranks, dialogues)
 
     @property
     def collector(self) -> Collector:
@@ -215,7 +274,9 @@ class RolloutCallback(Callback, ChecksFirst):
         self.close()
 
     def close(self) -> None:
-        """Free the engine; a no-op if it is not running."""
+        """Free the engine and the environments; a no-op if they are not running."""
+        if self._pool is not None:
+            self._pool.close()
         if self._collector is not None:
             self._collector = self._evaluator = None
             self._engine_weights = None, 0.0

@@ -2,6 +2,7 @@
 
 from qerl_pl.datamodules.conversations import ArithmeticConversations, ConversationDataModule
 from qerl_pl.datamodules.datasets import ArithmeticDataModule, BigMathDataModule, GSM8KDataModule, TableDataModule
+from qerl_pl.datamodules.games import GuessingDataModule
 from qerl_pl.datamodules.prompts import PromptDataModule
 from qerl_pl.datamodules.tables import Row, TableConfig
 
@@ -11,6 +12,7 @@ __all__ = [
     "BigMathDataModule",
     "ConversationDataModule",
     "GSM8KDataModule",
+    "GuessingDataModule",
     "PromptDataModule",
     "Row",
     "TableConfig",

@@ -201,6 +201,8 @@ class PromptDataModule(LightningDataModule):
         check_template_kwargs(self.chat_template_kwargs)
         self.seed = 0 if seed is None else seed
         self.tokenizer = tokenizer
+        self.tools: Sequence[Mapping[str, Any]] = ()
+        """JSON schemas of the tools that prompts offer; set by `RolloutCallback` where all rows have the same."""
         self._tables = sets
         self._train: list[Prompt] = []
         self._val: dict[str, list[Prompt]] = {}
@@ -424,7 +426,7 @@ class PromptDataModule(LightningDataModule):
                 "number them"
             )
         chats = [row.question if row.messages is None else row.messages for row in rows]
-        token_ids = cached_prompts(tokenizer, chats, self.system_prompt, self.chat_template_kwargs)
+        token_ids = cached_prompts(tokenizer, chats, self.system_prompt, self.chat_template_kwargs, self.tools)
         prompts = [
             Prompt(row.id, tuple(ids), row.question, row.reference, row.messages, row.columns)
             for row, ids in zip(rows, token_ids, strict=True)

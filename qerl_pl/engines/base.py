@@ -97,6 +97,53 @@ class RolloutEngine(Protocol):
         """Free everything; the engine cannot be used afterwards."""
 
 
+class RequestSource(Protocol):
+    """Requests that are not all known at the start, as those of dialogues, whose turns follow answers of tools."""
+
+    def take(self, wait: bool, gather: bool = False) -> Sequence[tuple[int, RolloutRequest]]:
+        """Requests that are ready, each with its key and a single seed.
+
+        Args:
+            wait: Block until there are some; then an empty answer means that no more will come.
+            gather: Block longer, within limits, until there are all that may become ready now.
+        """
+
+    def put(self, key: int, completion: Completion) -> None:
+        """The completion of a request that was taken, after which others may become ready."""
+
+
+@runtime_checkable
+class ContinuousEngine(Protocol):
+    """A rollout engine that takes up requests while others run."""
+
+    def generate_from(self, source: RequestSource, sampling: SamplingConfig) -> None:
+        """Sample all requests of a source, each as soon as it is ready.
+
+        Raises:
+            UserError: As `check_requests`.
+        """
+
+
+def generate_from(engine: RolloutEngine, source: RequestSource, sampling: SamplingConfig) -> None:
+    """Sample all requests of a source: at once where the engine can, or else in rounds of `generate`.
+
+    Raises:
+        UserError: As `check_requests`.
+    """
+    if isinstance(engine, ContinuousEngine):
+        engine.generate_from(source, sampling)
+        return
+    while ready := source.take(wait=True, gather=True):
+        completions = engine.generate([request for _, request in ready], sampling)
+        for (key, _), (completion,) in zip(ready, completions, strict=True):
+            source.put(key, completion)
+
+
+def token_limit(request: RolloutRequest, sampling: SamplingConfig) -> int:
+    """Most tokens of each of the request's completions."""
+    return sampling.max_tokens if request.max_tokens is None else request.max_tokens
+
+
 def check_targets(spec: EngineSpec, linears: Collection[str]) -> None:
     """Reject LoRA targets that match none of the base's linears.
 
@@ -125,10 +172,11 @@ def check_requests(
         length = len(request.prompt_ids)
         if length == 0:
             raise UserError(f"a prompt needs at least one token; prompt {index} of the batch has none: drop such rows")
-        if length + sampling.max_tokens > max_tokens:
+        limit = token_limit(request, sampling)
+        if length + limit > max_tokens:
             raise UserError(
                 f"prompt and completion together may have {max_tokens} tokens; prompt {index} of the batch has {length}"
-                f" and sampling.max_tokens is {sampling.max_tokens}: raise the engine's length or shorten one of them"
+                f" and sampling.max_tokens is {limit}: raise the engine's length or shorten one of them"
             )
     if sampling.stop and not has_tokenizer:
         raise UserError(f"stop strings need a tokenizer; {spec.base} has none: leave sampling.stop empty")

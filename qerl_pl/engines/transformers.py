@@ -18,6 +18,7 @@ from qerl_pl.engines.base import (
     check_targets,
     check_tensor,
     regroup,
+    token_limit,
 )
 from qerl_pl.errors import require_at_least
 from qerl_pl.formats.architecture import family_of, family_of_class, noisy_norm_names
@@ -240,23 +241,29 @@ class TransformersEngine(RolloutEngine):
             chunk = rows[start : start + self.max_batch]
             first = chunk[0][0]
             prompts = [request.prompt_ids for request in requests[first : chunk[-1][0] + 1]]
-            completions += self._decode(prompts, [row[0] - first for row in chunk], [row[1] for row in chunk], sampling)
+            seeds, limits = [row[1] for row in chunk], [token_limit(requests[row[0]], sampling) for row in chunk]
+            completions += self._decode(prompts, [row[0] - first for row in chunk], seeds, limits, sampling)
         return regroup(requests, completions)
 
     def _decode(
-        self, prompts: list[tuple[int, ...]], owner: list[int], seeds: list[int], sampling: SamplingConfig
+        self,
+        prompts: list[tuple[int, ...]],
+        owner: list[int],
+        seeds: list[int],
+        limits: list[int],
+        sampling: SamplingConfig,
     ) -> list[Completion]:
-        """Completions of a batch; row i continues prompts[owner[i]]."""
+        """Completions of a batch; row i continues prompts[owner[i]] by at most limits[i] tokens."""
         batch = self._prefill(prompts, torch.tensor(owner))
-        sampled = _Sampled(seeds, sampling, batch.logits.device)
-        for step in range(sampling.max_tokens):
+        sampled = _Sampled(seeds, limits, sampling, batch.logits.device)
+        for step in range(max(limits)):
             token = sampled.sample(batch.logits, step)
             ended = torch.isin(token, torch.tensor(self._ends, device=token.device, dtype=token.dtype))
             if sampling.stop:
                 ended |= self._stop_string_seen(sampled, step, sampling.stop)
             sampled.end(ended, step)
             running = sampled.running()
-            if step + 1 == sampling.max_tokens or not running.any():
+            if not running.any():
                 break
             if running.sum() <= 0.9 * len(running):  # worth a copy of the cache
                 keep = running.nonzero()[:, 0]
@@ -343,16 +350,20 @@ class _Batch:
 class _Sampled:
     """Sampled tokens of all rows of a batch, running (`rows`) and ended."""
 
-    def __init__(self, seeds: list[int], sampling: SamplingConfig, device: torch.device) -> None:
-        count, length = len(seeds), sampling.max_tokens
+    def __init__(self, seeds: list[int], limits: list[int], sampling: SamplingConfig, device: torch.device) -> None:
+        count, length = len(seeds), max(limits)
         self._sampling = sampling
-        greedy = sampling.temperature == 0
-        self._uniforms = None if greedy else torch.stack([uniforms(seed, length) for seed in seeds]).to(device)
+        self._uniforms: Tensor | None = None
+        if sampling.temperature > 0:
+            drawn = [uniforms(seed, limit) for seed, limit in zip(seeds, limits, strict=True)]
+            self._uniforms = nn.utils.rnn.pad_sequence(drawn, batch_first=True).to(device)
         self.rows = torch.arange(count, device=device)
         self.tokens = torch.zeros(count, length, dtype=torch.long, device=device)
         self._logprobs = torch.zeros(count, length, device=device)
-        self._lengths = torch.full((count,), length, device=device)
+        self._lengths = torch.tensor(limits, device=device)
+        self._limits = self._lengths.clone()
         self._ended = torch.zeros(count, dtype=torch.bool, device=device)
+        self._running = torch.ones(count, dtype=torch.bool, device=device)
 
     def sample(self, logits: Tensor, step: int) -> Tensor:
         """Sample the token number `step` of each row, [B], from logits [B, V]."""
@@ -363,14 +374,15 @@ class _Sampled:
         return token
 
     def running(self) -> Tensor:
-        """bool [B]: rows of the batch that have not ended."""
-        return ~self._ended[self.rows]
+        """bool [B]: rows of the batch that have not ended, and have room for another token."""
+        return self._running[self.rows]
 
     def end(self, ended: Tensor, step: int) -> None:
-        """End the rows of the batch where ended [B] is true, unless they ended before."""
+        """End the rows of the batch where ended [B] is true, unless they ended before, and those at their limit."""
         rows = self.rows[ended & self.running()]
         self._ended[rows] = True
         self._lengths[rows] = step + 1
+        self._running &= ~self._ended & (self._limits > step + 1)
 
     def completions(self) -> list[Completion]:
         """The completion of every row, in the order of the seeds."""

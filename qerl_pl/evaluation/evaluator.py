@@ -7,17 +7,20 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 from lightning.pytorch.utilities.seed import isolate_rng
 from transformers import PreTrainedTokenizerBase
 
 from qerl_pl.distributed.communicator import SINGLE_PROCESS, Communicator
 from qerl_pl.engines.base import RolloutEngine
+from qerl_pl.environments.sampler import DialogueJob, DialogueSampler
 from qerl_pl.errors import UserError, require_at_least
 from qerl_pl.persistence.random_state import sample_seeds
 from qerl_pl.rewards import AnswerReward, Reward, accuracy_reward, extract_answers
-from qerl_pl.rollout.experience import gather_by_index, score_groups
+from qerl_pl.rollout.experience import gather_by_index, score_groups, without_none
 from qerl_pl.types import (
+    Completion,
     EvaluatedPrompt,
     Evaluation,
     GradedAnswer,
@@ -49,6 +52,8 @@ class SampleRecord:
     rewards: dict[str, float]
     prompt: str
     completion: str
+    messages: Sequence[Mapping[str, Any]] | None = None
+    """Messages of a dialogue with an environment; without one, the line leaves them out."""
 
     @property
     def graded(self) -> GradedAnswer:
@@ -81,7 +86,7 @@ class SampleCache:
 
     def put(self, records: Sequence[SampleRecord]) -> None:
         """Append lines and flush them to the disk."""
-        lines = "".join(json.dumps(asdict(record)) + "\n" for record in records)
+        lines = "".join(json.dumps(without_none(asdict(record), "messages")) + "\n" for record in records)
         with self._path.open("ab") as file:
             file.write(lines.encode())
             file.flush()
@@ -155,6 +160,7 @@ class Evaluator:
         tokenizer: The policy's tokenizer.
         seed: Seed of the run.
         ranks: Ranks that share each batch; all return the same evaluation.
+        dialogues: Samples dialogues with environments; None samples one completion of each prompt.
     """
 
     def __init__(
@@ -164,12 +170,14 @@ class Evaluator:
         tokenizer: PreTrainedTokenizerBase,
         seed: int,
         ranks: Communicator = SINGLE_PROCESS,
+        dialogues: DialogueSampler | None = None,
     ) -> None:
         self.config = config
         self.engine = engine
         self.tokenizer = tokenizer
         self.seed = seed
         self.ranks = ranks
+        self.dialogues = dialogues
         self.accuracy_reward = accuracy_reward(config.rewards, config.accuracy_reward)
         self._cache: SampleCache | None = None
         self._extra_caches: Mapping[str, SampleCache] = {}
@@ -252,13 +260,7 @@ class Evaluator:
         cache: SampleCache | None,
         name: str,
     ) -> dict[Job, GradedAnswer]:
-        stream = ("evaluation", name) if name else ("evaluation",)
-        requests = []
-        for index, prompt_jobs in groupby(jobs, lambda job: job[0]):
-            samples = [sample or 0 for _, sample in prompt_jobs]
-            seeds = sample_seeds(self.seed, stream, prompts[index].id, samples)
-            requests.append(RolloutRequest(prompts[index].token_ids, seeds))
-        completions = [[completion] for group in self.engine.generate(requests, sampling) for completion in group]
+        completions = [[completion] for completion in self._completions(prompts, jobs, sampling, name)]
         with isolate_rng():  # a reward may draw, and evaluating more often must not change training
             groups = score_groups(
                 self.config.rewards, self.tokenizer, [prompts[index] for index, _ in jobs], completions
@@ -273,3 +275,18 @@ class Evaluator:
         if cache is not None:
             cache.put(records)
         return {job: record.graded for job, record in zip(jobs, records, strict=True)}
+
+    def _completions(
+        self, prompts: Sequence[Prompt], jobs: Sequence[Job], sampling: SamplingConfig, name: str
+    ) -> list[Completion]:
+        """A completion, or a dialogue, for each job."""
+        stream = ("evaluation", name) if name else ("evaluation",)
+        if self.dialogues is not None:
+            wanted = [DialogueJob(prompts[index], sample or 0) for index, sample in jobs]
+            return self.dialogues.sample(self.engine, wanted, sampling, self.seed, *stream)
+        requests = []
+        for index, prompt_jobs in groupby(jobs, lambda job: job[0]):
+            samples = [sample or 0 for _, sample in prompt_jobs]
+            seeds = sample_seeds(self.seed, stream, prompts[index].id, samples)
+            requests.append(RolloutRequest(prompts[index].token_ids, seeds))
+        return [completion for group in self.engine.generate(requests, sampling) for completion in group]

@@ -4,7 +4,7 @@ import json
 import logging
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Literal
@@ -404,6 +404,6 @@ class Policy(nn.Module):
             return
         if (tokenizer := load_tokenizer(self.folder)) is not None:
             tokenizer.save_pretrained(str(folder))
-        toy = asdict(self.config.toy) if self.config.path is None else None
+        toy = self.config.toy.settings if self.config.path is None else None
         found = {"path": None if toy else self.config.base_name, "toy": toy, "quantization": self.config.quantization}
         (folder / BASE_FILE).write_text(json.dumps(found, indent=2) + "\n")

@@ -3,6 +3,7 @@
 from qerl_pl.rewards.answers import Format, GSM8KAnswer, OverlongPenalty
 from qerl_pl.rewards.base import (
     AnswerReward,
+    EnvironmentReward,
     ReferenceReward,
     Reward,
     RewardSample,
@@ -12,6 +13,7 @@ from qerl_pl.rewards.base import (
     check_rewards,
     extract_answers,
     score,
+    with_environment_reward,
 )
 from qerl_pl.rewards.functions import RewardFunction, as_rewards
 from qerl_pl.rewards.judge import JudgeReward
@@ -19,6 +21,7 @@ from qerl_pl.rewards.math_answer import MathAnswer
 
 __all__ = [
     "AnswerReward",
+    "EnvironmentReward",
     "Format",
     "GSM8KAnswer",
     "JudgeReward",
@@ -35,4 +38,5 @@ __all__ = [
     "check_rewards",
     "extract_answers",
     "score",
+    "with_environment_reward",
 ]

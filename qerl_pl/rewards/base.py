@@ -25,7 +25,7 @@ class RewardSample:
     prompt: str
     """The question as the user reads it, without the chat template."""
     completion: str
-    """The completion's text without special tokens."""
+    """The completion's text without special tokens; of a dialogue the last turn."""
     reference: str
     """The data set's answer."""
     truncated: bool
@@ -40,6 +40,10 @@ class RewardSample:
     """The conversation that was completed, for rows that have one in place of a question."""
     columns: Mapping[str, Any] = field(default_factory=dict)
     """The data set's other columns."""
+    dialogue: Sequence[Mapping[str, Any]] | None = None
+    """Messages after the prompt of a dialogue with an environment."""
+    environment_reward: float | None = None
+    """The environment's own reward."""
 
 
 class Reward(Protocol):
@@ -56,6 +60,34 @@ class Reward(Protocol):
         """One finite value for each sample, None where the reward does not apply: Sequence[RewardSample] ->
         Sequence[float | None], in the same order. With `async def`, it runs while other rewards do."""
         ...
+
+
+class EnvironmentReward(Reward):
+    """The environment's own reward, what its `get_reward` returned; does not apply where it has none.
+
+    Args:
+        weight: Factor of this reward in the total.
+    """
+
+    name = "environment"
+
+    def __init__(self, weight: float = 1.0) -> None:
+        self.weight = weight
+
+    def __call__(self, samples: Sequence[RewardSample]) -> Sequence[float | None]:
+        return [sample.environment_reward for sample in samples]
+
+
+def with_environment_reward(rewards: Sequence[Reward], environment: bool, weight: float) -> list[Reward]:
+    """The rewards of a run, with the environment's own behind them if it has one and it is not listed.
+
+    Raises:
+        UserError: The environment's reward is listed without an environment.
+    """
+    listed = any(isinstance(reward, EnvironmentReward) for reward in rewards)
+    if listed and not environment:
+        raise UserError("EnvironmentReward is what an environment gives; the run has none; set rollout.environment")
+    return [*rewards, EnvironmentReward(weight)] if environment and not listed else [*rewards]
 
 
 @runtime_checkable

@@ -1,15 +1,12 @@
 """Reward functions with TRL's signature, named by import path or file."""
 
-import importlib.util
 import inspect
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
-from pkgutil import resolve_name
 from typing import Any
 
 from qerl_pl.errors import UserError
+from qerl_pl.import_path import load_named
 from qerl_pl.rewards.base import Reward, RewardSample
 
 Function = Callable[..., Any]
@@ -24,7 +21,8 @@ class RewardFunction(Reward):
     each completion, or None where it does not apply. Each argument is a list of B items; a column of the data is passed
     by its name, the reference answer as `answer` (and as `solution`) unless the data has such a column. Arguments that
     the function does not take are left out. Prompts are text, or lists of messages where the data has conversations;
-    then a completion is a list of one message. `async def` functions run beside the other rewards.
+    then a completion is a list of one message. With an environment a completion is the list of the dialogue's messages.
+    `async def` functions run beside the other rewards.
 
     Args:
         function: The function, or its name: `my_rewards.exact`, `my_rewards:exact` or `folder/my_rewards.py:exact`.
@@ -55,12 +53,15 @@ def trl_arguments(samples: Sequence[RewardSample]) -> dict[str, list[Any]]:
         "solution": references,
         **{name: [sample.columns.get(name) for sample in samples] for name in columns},
         "prompts": [sample.prompt if sample.messages is None else list(sample.messages) for sample in samples],
-        "completions": [
-            sample.completion if sample.messages is None else [{"role": "assistant", "content": sample.completion}]
-            for sample in samples
-        ],
+        "completions": [_completion(sample) for sample in samples],
         "completion_ids": [list(sample.token_ids) for sample in samples],
     }
+
+
+def _completion(sample: RewardSample) -> Any:
+    if sample.dialogue is not None:
+        return [dict(message) for message in sample.dialogue]
+    return sample.completion if sample.messages is None else [{"role": "assistant", "content": sample.completion}]
 
 
 def load_function(name: str) -> Function:
@@ -69,34 +70,10 @@ def load_function(name: str) -> Function:
     Raises:
         UserError: There is no such module, file or function, or it is no function.
     """
-    module, colon, attribute = name.rpartition(":")
-    try:
-        if module.endswith(".py"):
-            function = getattr(_load_file(Path(module).expanduser()), attribute)
-        elif colon or "." in name:
-            function = resolve_name(name)
-        else:
-            raise UserError(f"{_RULE}; found {name!r}; choose one of qerl_pl.rewards, or name the function's module")
-    except (ImportError, AttributeError, OSError) as error:
-        raise UserError(f"{_RULE}; {name!r} cannot be imported ({error}); correct the name") from error
+    function = load_named(name, _RULE, "choose one of qerl_pl.rewards, or name the function's module", "reward")
     if not callable(function) or inspect.isclass(function):
         raise UserError(f"{_RULE}; {name!r} is a {type(function).__name__}; name a function")
     return function
-
-
-def _load_file(path: Path) -> Any:
-    """The module of a file, imported once."""
-    name = f"qerl_reward_{path.stem}"
-    loaded = sys.modules.get(name)
-    if loaded is not None and loaded.__file__ == str(path.absolute()):
-        return loaded
-    spec = importlib.util.spec_from_file_location(name, path.absolute())
-    if spec is None or spec.loader is None or not path.is_file():
-        raise ImportError(f"no file {path}")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def as_rewards(given: Mapping[str, Any] | Sequence[Any]) -> list[Reward]:

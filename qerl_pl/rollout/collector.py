@@ -16,11 +16,13 @@ from qerl_pl.algorithm.noise import NormNoise
 from qerl_pl.algorithm.objectives import Objective
 from qerl_pl.distributed.communicator import SINGLE_PROCESS, Communicator
 from qerl_pl.engines.base import RolloutEngine
+from qerl_pl.environments.sampler import DialogueJob, DialogueSampler
 from qerl_pl.errors import UserError, require_at_least
 from qerl_pl.persistence.random_state import sample_seeds, stream_seed
 from qerl_pl.rewards import OverlongPenalty, Reward, accuracy_reward, check_rewards
 from qerl_pl.rollout.experience import (
     Group,
+    environment_metrics,
     gather_by_index,
     pad_completions,
     repeats_itself,
@@ -131,6 +133,7 @@ class Collector:
         objective: Computes the advantages.
         seed: Seed of the run.
         ranks: Ranks that share each batch; all return the same metrics.
+        dialogues: Samples dialogues with environments; None samples one completion of each prompt.
     """
 
     def __init__(
@@ -141,6 +144,7 @@ class Collector:
         objective: Objective,
         seed: int,
         ranks: Communicator = SINGLE_PROCESS,
+        dialogues: DialogueSampler | None = None,
     ) -> None:
         self.config = config
         self.engine = engine
@@ -148,6 +152,7 @@ class Collector:
         self.objective = objective
         self.seed = seed
         self.ranks = ranks
+        self.dialogues = dialogues
         self.expected_lengths: dict[str, float] = {}
         """Mean tokens of each prompt's last completions, by id; `partition_prompts` balances by them."""
         self.noise_widening: dict[str, float] = {}
@@ -254,6 +259,11 @@ class Collector:
         completions = self._generate(local, draws, weights, seconds)
         with _timed(seconds, "reward"):
             groups = score_groups(config.rewards, self.tokenizer, local, completions)
+        if any(group.dialogues for group in groups) and totals(groups).isnan().all():
+            raise UserError(
+                "a run needs rewards; of all completions of a rollout none has one: give the environment get_reward, "
+                "or set rollout.rewards"
+            )
         groups = [replace(group, draw=draw) for group, draw in zip(groups, draws, strict=True)]
         if ranks.size == 1:
             return groups
@@ -270,12 +280,6 @@ class Collector:
     ) -> list[Sequence[Completion]]:
         """Completions of each prompt, sampled with its draw of the noise: one call of the engine for each draw."""
         completions: dict[int, Sequence[Completion]] = {}
-        with _timed(seconds, "rollout"):
-            samples, stream = range(self.config.group_size), ("rollout", weights.version)
-            requests = [
-                RolloutRequest(prompt.token_ids, sample_seeds(self.seed, stream, prompt.id, samples))
-                for prompt in prompts
-            ]
         for draw, noise in enumerate(_draws(weights)):
             own = [index for index, number in enumerate(draws) if number == draw]
             if own and noise != self._synced_noise:
@@ -283,9 +287,22 @@ class Collector:
                     self._noise_stds[draw] = self.engine.sync(replace(weights, noise=noise)).noise_std
                 self._synced_noise = noise
             with _timed(seconds, "rollout"):
-                sampled = self.engine.generate([requests[index] for index in own], self.sampling) if own else []
+                sampled = self._completions([prompts[index] for index in own], weights.version) if own else []
             completions |= zip(own, sampled, strict=True)
         return [completions[index] for index in range(len(prompts))]
+
+    def _completions(self, prompts: Sequence[Prompt], version: int) -> list[list[Completion]]:
+        """G completions, or dialogues, of each prompt."""
+        size, stream = self.config.group_size, ("rollout", version)
+        if self.dialogues is None:
+            requests = [
+                RolloutRequest(prompt.token_ids, sample_seeds(self.seed, stream, prompt.id, range(size)))
+                for prompt in prompts
+            ]
+            return self.engine.generate(requests, self.sampling)
+        jobs = [DialogueJob(prompt, sample) for prompt in prompts for sample in range(size)]
+        sampled = self.dialogues.sample(self.engine, jobs, self.sampling, self.seed, *stream)
+        return [sampled[start : start + size] for start in range(0, len(sampled), size)]
 
     def _reduce_seconds(self, seconds: dict[str, float], version: int) -> dict[str, float]:
         """Each phase's time on its slowest rank, and the mean time that ranks waited."""
@@ -320,7 +337,7 @@ class Collector:
         sampled = torch.tensor([float(length) for group in training for length in group.lengths])
         truncated = torch.tensor([ended for group in training for ended in group.truncated], dtype=torch.bool)
         sampled_tokens = sum(length for group in groups for length in group.lengths)
-        metrics |= reward_metrics(groups)
+        metrics |= reward_metrics(groups) | environment_metrics(groups)
         metrics |= {
             "completions/groups_dropped_frac": (len(groups) - len(training)) / len(groups),
             "completions/sampled_tokens": sampled_tokens,
@@ -361,13 +378,14 @@ class Collector:
     def _sampler_entropy(self, groups: Sequence[Group]) -> float:
         """Mean of -log p over the sampled tokens of all ranks: an unbiased estimate of the sampler's entropy, nats."""
         logprobs = [completion.logprobs for group in groups for completion in group.completions]
-        sums = self.ranks.all_gather((-math.fsum(map(math.fsum, logprobs)), sum(map(len, logprobs))))
+        counts = [len(completion.sampled_ids) for group in groups for completion in group.completions]
+        sums = self.ranks.all_gather((-math.fsum(map(math.fsum, logprobs)), sum(counts)))
         tokens = sum(count for _, count in sums)
         return sum(nats for nats, _ in sums) / tokens if tokens else math.nan
 
     def _repetitive_share(self, groups: Sequence[Group]) -> float:
         """Share of the sampled completions of all ranks that repeat themselves."""
-        repetitive = [repeats_itself(completion.token_ids) for group in groups for completion in group.completions]
+        repetitive = [repeats_itself(completion.sampled_ids) for group in groups for completion in group.completions]
         counts = self.ranks.all_gather((sum(repetitive), len(repetitive)))
         return sum(count for count, _ in counts) / (sum(size for _, size in counts) or math.nan)
 

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,8 +12,8 @@ from transformers import PreTrainedTokenizerBase
 from qerl_pl.algorithm.advantages import have_differences
 from qerl_pl.distributed.communicator import Communicator
 from qerl_pl.errors import UserError
-from qerl_pl.rewards import Reward, RewardSample, score
-from qerl_pl.types import Completion, CompletionRecord, Prompt
+from qerl_pl.rewards import EnvironmentReward, Reward, RewardSample, score
+from qerl_pl.types import Completion, CompletionRecord, DialogueFacts, Prompt
 
 T = TypeVar("T")
 
@@ -30,19 +30,21 @@ class Group:
     completions: Sequence[Completion]
     """Empty if another rank sampled them."""
     texts: Sequence[str]
-    """Decoded completions, without special tokens."""
+    """Decoded completions, without special tokens; of a dialogue the last turn."""
     total: Tensor
     """Weighted sums of the rewards that apply, float32 [G]; NaN where none does."""
     rewards: Mapping[str, Tensor]
     """Each reward before its weight, float32 [G], by name; NaN where it does not apply."""
     lengths: Sequence[int]
-    """Tokens of each completion."""
+    """Sampled tokens of each completion."""
     truncated: Sequence[bool]
     """Whether the token limit ended each completion."""
     trains: bool = True
     """False if dynamic sampling drops the group."""
     draw: int = 0
     """Index of the draw of noise that it was sampled with."""
+    dialogues: Sequence[DialogueFacts] = ()
+    """Facts of each dialogue; empty without an environment."""
 
     def records(self) -> list[CompletionRecord]:
         """One record for each completion."""
@@ -59,6 +61,7 @@ class Group:
                 truncated=self.truncated[row],
                 tokens=self.lengths[row],
                 trained=self.trains,
+                messages=self.dialogues[row].messages if self.dialogues else None,
             )
             for row, text in enumerate(self.texts)
         ]
@@ -74,18 +77,20 @@ def score_groups(
     if not prompts:
         return []
     pairs = [(prompt, completion) for prompt, group in zip(prompts, completions, strict=True) for completion in group]
-    texts = tokenizer.batch_decode([list(completion.token_ids) for _, completion in pairs], skip_special_tokens=True)
+    texts = tokenizer.batch_decode([last_turn(completion) for _, completion in pairs], skip_special_tokens=True)
     samples = [
         RewardSample(
             prompt=prompt.text,
             completion=text,
             reference=prompt.reference,
             truncated=completion.truncated,
-            num_tokens=len(completion.token_ids),
+            num_tokens=len(completion.sampled_ids),
             prompt_id=prompt.id,
-            token_ids=completion.token_ids,
+            token_ids=completion.sampled_ids,
             messages=prompt.messages,
             columns=prompt.columns,
+            dialogue=None if completion.dialogue is None else completion.dialogue.messages,
+            environment_reward=None if completion.dialogue is None else completion.dialogue.reward,
         )
         for (prompt, completion), text in zip(pairs, texts, strict=True)
     ]
@@ -96,13 +101,29 @@ def score_groups(
             prompt=prompt,
             completions=group,
             texts=texts[start : start + size],
-            lengths=[len(completion.token_ids) for completion in group],
+            lengths=[len(completion.sampled_ids) for completion in group],
             truncated=[completion.truncated for completion in group],
             total=scored.total[start : start + size],
             rewards={name: values[start : start + size] for name, values in scored.rewards.items()},
+            dialogues=[completion.dialogue for completion in group if completion.dialogue is not None],
         )
         for prompt, group, start in zip(prompts, completions, range(0, len(pairs), size), strict=True)
     ]
+
+
+def without_none(fields: dict[str, Any], name: str) -> dict[str, Any]:
+    """The fields but the named one if it is None."""
+    return {key: value for key, value in fields.items() if key != name or value is not None}
+
+
+def last_turn(completion: Completion) -> list[int]:
+    """The tokens that were sampled last without an environment's between them."""
+    if completion.sampled is None:
+        return list(completion.token_ids)
+    start = len(completion.sampled)
+    while start and completion.sampled[start - 1]:
+        start -= 1
+    return list(completion.token_ids[start:])
 
 
 def gather_by_index(ranks: Communicator, indices: Sequence[int], values: Sequence[T]) -> list[T]:
@@ -124,8 +145,24 @@ def reward_metrics(groups: Sequence[Group]) -> dict[str, float]:
     without_signal = sum(not have_differences(group.total[None]).item() for group in groups)
     metrics["completions/groups_without_signal_frac"] = without_signal / len(groups)
     for name in groups[0].rewards:
-        metrics[f"reward/{name}"] = torch.cat([group.rewards[name] for group in groups]).nanmean().item()
+        values = torch.cat([group.rewards[name] for group in groups])
+        if name != EnvironmentReward.name or not values.isnan().all():  # which an environment need not have
+            metrics[f"reward/{name}"] = values.nanmean().item()
     return metrics
+
+
+def environment_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """Means over all dialogues; the share of failed calls is of all calls. Empty without an environment."""
+    dialogues = [dialogue for group in groups for dialogue in group.dialogues]
+    if not dialogues:
+        return {}
+    calls = sum(dialogue.calls for dialogue in dialogues)
+    return {
+        "environment/turns": sum(dialogue.turns for dialogue in dialogues) / len(dialogues),
+        "environment/calls": calls / len(dialogues),
+        "environment/failed_calls_frac": sum(dialogue.failed_calls for dialogue in dialogues) / (calls or math.nan),
+        "environment/tool_s": math.fsum(dialogue.tool_seconds for dialogue in dialogues) / len(dialogues),
+    }
 
 
 def repeats_itself(token_ids: Sequence[int]) -> bool:
@@ -140,18 +177,23 @@ def pad_completions(
     """Right-pad P prompts with their completions, B in all.
 
     Returns:
-        (tokens int64 [B, T], lengths int64 [B], mask bool [B, T], sampler_logprobs float32 [B, T]).
+        (tokens int64 [B, T], lengths int64 [B], mask of the sampled tokens bool [B, T], sampler_logprobs float32
+        [B, T]).
     """
-    rows = [(prompt, completion) for prompt, group in zip(prompts, completions, strict=True) for completion in group]
-    sizes = [len(prompt.token_ids) + len(completion.token_ids) for prompt, completion in rows]
+    rows = [
+        (prompt.token_ids if completion.prompt_ids is None else completion.prompt_ids, completion)
+        for prompt, group in zip(prompts, completions, strict=True)
+        for completion in group
+    ]
+    sizes = [len(prompt_ids) + len(completion.token_ids) for prompt_ids, completion in rows]
     lengths = torch.tensor(sizes, dtype=torch.int64)
     tokens = torch.full((len(rows), max(sizes, default=0)), pad_id, dtype=torch.int64)
     mask = torch.zeros_like(tokens, dtype=torch.bool)
     logprobs = torch.zeros_like(tokens, dtype=torch.float32)
-    for row, (prompt, completion) in enumerate(rows):
-        start, end = len(prompt.token_ids), sizes[row]
-        tokens[row, :end] = torch.tensor(prompt.token_ids + completion.token_ids)
-        mask[row, start:end] = True
+    for row, (prompt_ids, completion) in enumerate(rows):
+        start, end = len(prompt_ids), sizes[row]
+        tokens[row, :end] = torch.tensor(prompt_ids + completion.token_ids)
+        mask[row, start:end] = True if completion.sampled is None else torch.tensor(completion.sampled)
         logprobs[row, start:end] = torch.tensor(completion.logprobs)
     return tokens, lengths, mask, logprobs
 

@@ -5,10 +5,11 @@ import json
 import logging
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -16,13 +17,16 @@ from torch import Tensor
 from torch.nn import functional
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, GenerationConfig, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
+from transformers.utils.chat_template_utils import get_json_schema
 
+from qerl_pl.chat_continuation import ChatContinuation
 from qerl_pl.chat_template import render_prompt
 from qerl_pl.errors import UserError, require_at_least
 from qerl_pl.persistence.atomic_files import atomic_directory, build_once, cache_root
 from qerl_pl.persistence.random_state import stream_seed
+from qerl_pl.toy.game import GuessingGame, GuessNumber
 from qerl_pl.toy.task import ArithmeticTask, careful_demonstration, careless_demonstration
-from qerl_pl.toy.tokenizer import VOCABULARY, build_tokenizer
+from qerl_pl.toy.tokenizer import TOOLS_TEMPLATE, VOCABULARY, build_tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +54,7 @@ class ToyConfig:
         batch_size: Demonstrations per step.
         learning_rate: Peak rate of AdamW, after a linear warm-up and before a cosine decay to zero.
         seed: Seed of initial weights and demonstrations.
+        game: A game that it is taught in place of the problems; null teaches the problems.
     """
 
     task: ArithmeticTask = field(default_factory=ArithmeticTask)
@@ -62,6 +67,7 @@ class ToyConfig:
     batch_size: int = 16
     learning_rate: float = 1.5e-3
     seed: int = 0
+    game: GuessingGame | None = None
 
     def __post_init__(self) -> None:
         for name in ("width", "intermediate"):
@@ -77,9 +83,14 @@ class ToyConfig:
             raise UserError(f"careless_fraction must be in [0, 1], got {self.careless_fraction}: set it in that range.")
 
     @property
+    def settings(self) -> dict[str, Any]:
+        """The configuration by name, without a game if there is none."""
+        return {name: value for name, value in asdict(self).items() if name != "game" or value is not None}
+
+    @property
     def digest(self) -> str:
         """Digest of this configuration and `FORMAT`."""
-        text = json.dumps({"format": FORMAT, **asdict(self)}, sort_keys=True)
+        text = json.dumps({"format": FORMAT, **self.settings}, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -110,7 +121,7 @@ def build_toy_policy(config: ToyConfig | None = None, cache_dir: str | Path | No
 def _teach(config: ToyConfig, folder: Path) -> None:
     log.info("teaching the toy policy (once): %s", folder)
     with atomic_directory(folder) as unfinished:
-        tokenizer = build_tokenizer()
+        tokenizer = build_tokenizer() if config.game is None else build_tokenizer(TOOLS_TEMPLATE)
         with _one_thread():
             model = _warm_up(config, tokenizer)
         _save(model, unfinished)
@@ -206,9 +217,15 @@ def demonstration_batch(
         Token ids and labels, both [batch_size, T], right-padded; labels of prompts and padding are -100.
     """
     rows, labels = [], []
+    game = None if config.game is None else game_demonstrator(config.game, tokenizer)
     for index in range(step * config.batch_size, (step + 1) * config.batch_size):
-        problem = config.task.problem(index, "train")
         careless = rng.random() < config.careless_fraction
+        if game is not None:
+            ids, taught = game(index, careless)
+            rows.append(torch.tensor(ids))
+            labels.append(torch.tensor(taught))
+            continue
+        problem = config.task.problem(index, "train")
         text = careless_demonstration(problem, rng) if careless else careful_demonstration(problem)
         prompt = render_prompt(tokenizer, problem.question)
         completion = tokenizer(text)["input_ids"] + [tokenizer.eos_token_id]
@@ -216,6 +233,32 @@ def demonstration_batch(
         labels.append(torch.tensor([_IGNORED] * len(prompt) + completion))
     pad = torch.nn.utils.rnn.pad_sequence
     return pad(rows, True, float(tokenizer.pad_token_id)), pad(labels, True, float(_IGNORED))
+
+
+def game_demonstrator(
+    game: GuessingGame, tokenizer: Qwen2Tokenizer
+) -> Callable[[int, bool], tuple[list[int], list[int]]]:
+    """Token ids and labels of a game's demonstrations, by index and whether they are careless.
+
+    They are those of a dialogue with the environment; labels of what is not the policy's are -100.
+    """
+    ends = [int(tokenizer.eos_token_id)]
+    continuation = ChatContinuation(tokenizer, ends)
+    tools = [get_json_schema(GuessNumber().guess)]
+
+    def demonstrate(index: int, careless: bool) -> tuple[list[int], list[int]]:
+        question, number = game.problem(index, "train")
+        ids = list(continuation.prompt(question, tools))
+        labels = [_IGNORED] * len(ids)
+        for turn, (text, answer) in enumerate(turns := game.play(number, careless)):
+            said = [*tokenizer(text)["input_ids"], *ends]
+            ids, labels = ids + said, labels + said
+            if turn + 1 < len(turns):
+                suffix = continuation.suffix(said, [{"role": "tool", "name": "guess", "content": answer}], tools)
+                ids, labels = ids + [*suffix], labels + [_IGNORED] * len(suffix)
+        return ids, labels
+
+    return demonstrate
 
 
 def _rate(step: int, steps: int) -> float:

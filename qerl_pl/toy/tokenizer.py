@@ -24,8 +24,19 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 
+TOOLS_TEMPLATE = (
+    "{{ bos_token }}{% if tools %}<|system|>Tools:"
+    "{% for tool in tools %} {{ tool['function']['name'] }} {{ tool['function']['parameters']['properties'] | join }}"
+    "{% endfor %}{% endif %}"
+    "{% for message in messages %}"
+    "{{ '<|' + ('user' if message['role'] == 'tool' else message['role']) + '|>' + message['content'] }}"
+    "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+"""Chat template with tools, whose answers have the user's role."""
 
-def build_tokenizer() -> Qwen2Tokenizer:
+
+def build_tokenizer(chat_template: str = CHAT_TEMPLATE) -> Qwen2Tokenizer:
     """Train the toy tokenizer, which is deterministic.
 
     Its 512 tokens are: every byte, so that any text encodes, and decodes to its NFC form; digits; most words of the
@@ -38,7 +49,7 @@ def build_tokenizer() -> Qwen2Tokenizer:
         bos_token=BOS,
         eos_token=EOS,
         extra_special_tokens=list(ROLES),
-        chat_template=CHAT_TEMPLATE,
+        chat_template=chat_template,
         clean_up_tokenization_spaces=False,
     )
     tokenizer = blank.train_new_from_iterator(_corpus(), vocab_size=VOCABULARY - len(TAGS), show_progress=False)

@@ -1,5 +1,6 @@
 """`VLLMEngine`: vLLM in the trainer's process, with the policy's worker."""
 
+import itertools
 import logging
 import tempfile
 import time
@@ -13,6 +14,7 @@ from qerl_kernels import DECODE_GEMM_MAX_TOKENS, select_backend
 
 from qerl_pl.engines.base import (
     EngineSpec,
+    RequestSource,
     RolloutEngine,
     SharedWeights,
     check_adapter,
@@ -46,13 +48,14 @@ REPEATABLE = {"deterministic": True, "combo_kernels": False, "benchmark_combo_ke
 """Settings of PyTorch's compiler: reductions are chosen by rule, not by timing, which differs between runs."""
 
 
-def request_params(sampling: SamplingConfig, seed: int, ends: Sequence[int]) -> Any:
+def request_params(sampling: SamplingConfig, seed: int, ends: Sequence[int], max_tokens: int | None = None) -> Any:
     """vLLM's `SamplingParams` of a completion.
 
     Args:
         sampling: Settings of the call.
         seed: The completion's own seed.
         ends: Token ids that end it.
+        max_tokens: Most tokens; None takes those of the settings.
 
     Raises:
         UserError: vLLM does not take these settings.
@@ -62,7 +65,7 @@ def request_params(sampling: SamplingConfig, seed: int, ends: Sequence[int]) -> 
 
     try:
         return SamplingParams(
-            max_tokens=sampling.max_tokens,
+            max_tokens=sampling.max_tokens if max_tokens is None else max_tokens,
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
@@ -347,11 +350,52 @@ class VLLMEngine(RolloutEngine):
         prompts = [{"prompt_token_ids": list(request.prompt_ids)} for request in requests for _ in request.seeds]
         if not prompts:
             return regroup(requests, [])
-        params = [request_params(sampling, seed, self._ends) for request in requests for seed in request.seeds]
+        params = [
+            request_params(sampling, seed, self._ends, request.max_tokens)
+            for request in requests
+            for seed in request.seeds
+        ]
         # Small helpers that vLLM compiles even in eager mode would need a C++ compiler on a CPU.
         with nullcontext() if self._on_gpu else torch.compiler.set_stance("force_eager"):
             outputs = self._llm.generate(prompts, params, use_tqdm=False)
         return regroup(requests, [completion_of(output.outputs[0]) for output in outputs])
+
+    def generate_from(self, source: RequestSource, sampling: SamplingConfig) -> None:
+        """Sample all requests of a source, each as soon as it is ready, while others run.
+
+        Raises:
+            UserError: As `check_requests`.
+        """
+        assert self._spec is not None and self._llm is not None, "launch comes first"
+        self.wake()
+        engine, running = self._llm.llm_engine, dict[str, int]()
+        number = itertools.count()
+        try:
+            while True:
+                for key, request in source.take(wait=not running):
+                    check_requests([request], sampling, self._spec, self._has_tokenizer)
+                    (seed,) = request.seeds
+                    name, prompt = f"turn-{next(number)}", {"prompt_token_ids": list(request.prompt_ids)}
+                    engine.add_request(name, prompt, self._final_params(sampling, seed, request))
+                    running[name] = key
+                if not running:
+                    return
+                with nullcontext() if self._on_gpu else torch.compiler.set_stance("force_eager"):
+                    outputs = engine.step()
+                for output in outputs:
+                    if output.finished:
+                        source.put(running.pop(output.request_id), completion_of(output.outputs[0]))
+        finally:
+            if running:  # an error: the next sync needs an engine without requests
+                engine.abort_request(list(running))
+
+    def _final_params(self, sampling: SamplingConfig, seed: int, request: RolloutRequest) -> Any:
+        """Sampling parameters of a request whose only output is the finished completion."""
+        from vllm.sampling_params import RequestOutputKind
+
+        params = request_params(sampling, seed, self._ends, request.max_tokens)
+        params.output_kind = RequestOutputKind.FINAL_ONLY
+        return params
 
     def sleep(self) -> None:
         """Release the key/value cache's memory. Weights, norms and adapter stay. On a CPU nothing happens."""

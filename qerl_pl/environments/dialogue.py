@@ -1,0 +1,147 @@
+"""One dialogue of the policy with an environment: tokens in, tokens out."""
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from qerl_pl.chat_continuation import ChatContinuation
+from qerl_pl.environments.contract import Opening, ToolAnswer
+from qerl_pl.environments.tool_calls import MalformedCall, ToolCall, ToolFormat
+from qerl_pl.types import Completion, DialogueFacts, RolloutRequest
+
+
+@dataclass(frozen=True)
+class DialogueLimits:
+    """Limits of a dialogue."""
+
+    max_tokens: int
+    """Tokens after the prompt, the environment's included."""
+    max_turns: int
+    """Sampled turns."""
+    max_turn_tokens: int | None = None
+    """Tokens of a turn; None for what is left of the dialogue."""
+    max_tool_response_tokens: int | None = None
+    """Tokens of an answer's own text, which is cut there."""
+
+
+class Dialogue:
+    """A dialogue's tokens and messages.
+
+    The prompt of a turn is all tokens so far; nothing is tokenized twice. A turn that a token limit ends, and an answer
+    after which there is no room for another turn, end the dialogue as truncated. Calls of the last turn run too, though
+    the policy sees no answer: they may decide the reward.
+
+    Args:
+        prompt_ids: The rendered prompt.
+        opening: What the environment's reset gave.
+        continuation: Renders what follows a turn.
+        parse: Finds the tool calls of a turn.
+        limits: Of turns and tokens.
+        seed_of: Seed of each turn, by its number from 0.
+    """
+
+    def __init__(
+        self,
+        prompt_ids: Sequence[int],
+        opening: Opening,
+        continuation: ChatContinuation,
+        parse: ToolFormat | None,
+        limits: DialogueLimits,
+        seed_of: Callable[[int], int],
+    ) -> None:
+        self.prompt_ids = tuple(prompt_ids)
+        self.opening = opening
+        self.limits = limits
+        self._continuation = continuation
+        self._parse = parse
+        self._seed_of = seed_of
+        self._ids: list[int] = []
+        self._logprobs: list[float] = []
+        self._sampled: list[bool] = []
+        self._turn: tuple[int, ...] = ()
+        self.messages: list[dict[str, Any]] = []
+        self._turns = self._calls = self._failed = 0
+        self._seconds = 0.0
+        self._truncated = False
+
+    def request(self) -> RolloutRequest:
+        """The next turn: a prompt of all tokens so far."""
+        left = self.limits.max_tokens - len(self._ids)
+        limit = left if self.limits.max_turn_tokens is None else min(left, self.limits.max_turn_tokens)
+        return RolloutRequest(self.prompt_ids + tuple(self._ids), (self._seed_of(self._turns),), limit)
+
+    def add_turn(self, turn: Completion) -> list[str | ToolCall | MalformedCall]:
+        """Add a sampled turn.
+
+        Returns:
+            What the environment is asked: the calls of the turn, or its text where the environment steps; empty where
+            the dialogue is over.
+        """
+        self._ids += turn.token_ids
+        self._logprobs += turn.logprobs
+        self._sampled += [True] * len(turn.token_ids)
+        self._turn = turn.token_ids
+        self._turns += 1
+        self._truncated = turn.truncated
+        text = self._continuation.text(turn.token_ids)
+        message: dict[str, Any] = {"role": "assistant", "content": text}
+        self.messages.append(message)
+        if turn.truncated:
+            return []
+        if self.opening.steps:
+            return [text]
+        calls = [] if self._parse is None else self._parse(text)
+        named = [call for call in calls if isinstance(call, ToolCall)]
+        if named:
+            message["tool_calls"] = [
+                {"type": "function", "function": {"name": call.name, "arguments": dict(call.arguments)}}
+                for call in named
+            ]
+        return [*calls]
+
+    def add_answers(self, asked: Sequence[str | ToolCall | MalformedCall], answers: Sequence[ToolAnswer]) -> bool:
+        """Add the environment's answers to what `add_turn` returned.
+
+        Returns:
+            Whether there is another turn.
+
+        Raises:
+            UserError: The chat template cannot go on after a turn.
+        """
+        offered = {tool["function"]["name"] for tool in self.opening.tools}
+        messages = [_message(call, answer.text, offered) for call, answer in zip(asked, answers, strict=True)]
+        self.messages += messages
+        self._calls += len(answers)
+        self._failed += sum(answer.failed for answer in answers)
+        self._seconds += sum(answer.seconds for answer in answers)
+        if self._turns >= self.limits.max_turns or any(answer.done for answer in answers):
+            return False
+        limit = self.limits.max_tool_response_tokens
+        suffix = self._continuation.suffix(self._turn, messages, self.opening.tools, limit)
+        if len(self._ids) + len(suffix) >= self.limits.max_tokens:
+            self._truncated = True
+            return False
+        self._ids += suffix
+        self._logprobs += [0.0] * len(suffix)
+        self._sampled += [False] * len(suffix)
+        return True
+
+    def completion(self, reward: float | None) -> Completion:
+        """The dialogue so far, with the environment's reward."""
+        facts = DialogueFacts(self._turns, self._calls, self._failed, self._seconds, tuple(self.messages), reward)
+        return Completion(
+            tuple(self._ids),
+            tuple(self._logprobs),
+            "length" if self._truncated else "stop",
+            tuple(self._sampled),
+            self.prompt_ids,
+            facts,
+        )
+
+
+def _message(asked: str | ToolCall | MalformedCall, text: str, offered: Collection[str]) -> dict[str, Any]:
+    """The environment's answer as a message; its name is that of a tool, whatever the policy wrote."""
+    if isinstance(asked, str):
+        return {"role": "user", "content": text}
+    name = asked.name if isinstance(asked, ToolCall) else ""
+    return {"role": "tool", "name": name if name in offered else "unknown", "content": text}

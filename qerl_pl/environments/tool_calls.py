@@ -1,0 +1,168 @@
+"""Tool calls in a turn's text: Qwen's and Hermes' JSON, Llama 3's JSON, or a regular expression."""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+from qerl_pl.errors import UserError
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A call that a turn asks for."""
+
+    name: str
+    arguments: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class MalformedCall:
+    """A call that cannot be read; the error goes back to the policy as the tool's answer."""
+
+    error: str
+
+
+class ToolFormat(Protocol):
+    """Finds the calls in a turn's text, in their order."""
+
+    def __call__(self, text: str, /) -> list[ToolCall | MalformedCall]:
+        """The calls; none if the text has none."""
+
+
+_HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+_LLAMA_TAG = "<|python_tag|>"
+_REASONING_END = "</think>"
+_OTHER_GROUPS = ("name", "arguments")
+_DEPTH = 64
+"""Most levels of lists and objects in a call: what copies or writes deeper ones may run out of stack."""
+
+
+def tool_format_of(name: str, chat_template: str) -> ToolFormat:
+    """The parser of a tool format.
+
+    Args:
+        name: `hermes`, `llama3_json`, or a regular expression with named groups, see `parse_pattern`; `auto` chooses
+            one of the first two by the chat template.
+        chat_template: Of the policy.
+
+    Raises:
+        UserError: The name is no format, or the chat template has none of the known ones.
+    """
+    if name == "auto":
+        if "<tool_call>" in chat_template and "<function=" not in chat_template:  # which Qwen 3.5 writes within
+            return parse_hermes
+        if '"parameters"' in chat_template and "ipython" in chat_template:
+            return parse_llama3
+        raise UserError(
+            "rollout.tool_format auto takes the chat template's format, hermes or llama3_json; this template has "
+            "neither; set rollout.tool_format to one of them, or to a regular expression with the group name"
+        )
+    if name == "hermes":
+        return parse_hermes
+    if name == "llama3_json":
+        return parse_llama3
+    try:
+        pattern = re.compile(name, re.DOTALL)
+    except re.error as error:
+        raise UserError(
+            f"rollout.tool_format is auto, hermes, llama3_json or a regular expression; {name!r} is none ({error}); "
+            "correct it"
+        ) from error
+    if "name" not in pattern.groupindex:
+        raise UserError(
+            f"a regular expression for tool calls names the tool by a group called name; {name!r} has none; write "
+            "(?P<name>...) around it"
+        )
+    return partial(parse_pattern, pattern)
+
+
+def parse_hermes(text: str) -> list[ToolCall | MalformedCall]:
+    """Calls as Qwen 2.5, Qwen 3 and Hermes write them: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`."""
+    return [_call_of(block, _decoded(block)) for block in _HERMES.findall(_answer_of(text))]
+
+
+def parse_llama3(text: str) -> list[ToolCall | MalformedCall]:
+    """Calls as Llama 3 writes them: a turn that is `{"name": ..., "parameters": {...}}`, or several, separated by ;."""
+    rest = _answer_of(text).strip()
+    is_call = rest.startswith(_LLAMA_TAG)
+    rest = rest.removeprefix(_LLAMA_TAG).strip()
+    if not is_call and not rest.startswith("{"):
+        return []
+    calls: list[ToolCall | MalformedCall] = []
+    while rest:
+        try:
+            value, end = json.JSONDecoder().raw_decode(rest)
+        except (ValueError, RecursionError):
+            return [*calls, _call_of(rest, None)]
+        value = None if _too_deep(rest[:end]) else value
+        calls.append(_call_of(rest[:end], value))
+        rest = rest[end:].lstrip().removeprefix(";").lstrip()
+    return calls
+
+
+def parse_pattern(pattern: re.Pattern[str], text: str) -> list[ToolCall | MalformedCall]:
+    """Calls by a regular expression.
+
+    The group `name` is the tool's name. A group `arguments` holds the arguments as a JSON object; any other named group
+    is the argument of its name, as JSON, or else as text.
+    """
+    calls: list[ToolCall | MalformedCall] = []
+    for match in pattern.finditer(_answer_of(text)):
+        groups = {name: value for name, value in match.groupdict().items() if value is not None}
+        arguments = {name: _value_of(value) for name, value in groups.items() if name not in _OTHER_GROUPS}
+        if "arguments" in groups:
+            given = _decoded(groups["arguments"])
+            if not isinstance(given, dict):
+                calls.append(_malformed(groups["arguments"]))
+                continue
+            arguments = {**given, **arguments}
+        calls.append(ToolCall(groups.get("name", ""), arguments))
+    return calls
+
+
+def _answer_of(text: str) -> str:
+    """The text after the reasoning, in which a call is only considered."""
+    return text.rpartition(_REASONING_END)[2]
+
+
+def _call_of(written: str, value: Any) -> ToolCall | MalformedCall:
+    """The call of a JSON value."""
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        return _malformed(written)
+    arguments = value.get("arguments", value.get("parameters", {}))
+    if isinstance(arguments, str):
+        arguments = _decoded(arguments)
+    return ToolCall(value["name"], arguments) if isinstance(arguments, dict) else _malformed(written)
+
+
+def _malformed(written: str) -> MalformedCall:
+    found = " ".join(written.split())
+    return MalformedCall(
+        f'error: a tool call is a JSON object with "name" and "arguments"; got {found:.80}; write it again'
+    )
+
+
+def _decoded(text: str) -> Any:
+    """The JSON value of a text; None where it has none, or one that is nested too deeply."""
+    try:
+        return None if _too_deep(text) else json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _value_of(text: str) -> Any:
+    """The JSON value of a text, or else the text."""
+    value = _decoded(text)
+    return text if value is None and text.strip() != "null" else value
+
+
+def _too_deep(text: str) -> bool:
+    """Whether brackets, those in strings included, are nested more deeply than `_DEPTH`."""
+    depth = deepest = 0
+    for character in text:
+        depth += (character in "[{") - (character in "]}")
+        deepest = max(deepest, depth)
+    return deepest > _DEPTH

@@ -1,0 +1,47 @@
+"""Functions and classes named by import path or file."""
+
+import importlib.util
+import sys
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import Any
+
+from qerl_pl.errors import UserError
+
+
+def load_named(name: str, rule: str, remedy: str, kind: str) -> Any:
+    """The object of `module.object`, `module:object` or `file.py:object`.
+
+    Args:
+        name: Its name.
+        rule: What names are allowed, for the error.
+        remedy: What to write in place of a name without a module, for the error.
+        kind: A file becomes the module `qerl_<kind>_<file>`.
+
+    Raises:
+        UserError: There is no such module, file or object.
+    """
+    module, colon, attribute = name.rpartition(":")
+    try:
+        if module.endswith(".py"):
+            return getattr(_load_file(Path(module).expanduser(), kind), attribute)
+        if colon or "." in name:
+            return resolve_name(name)
+    except (ImportError, AttributeError, OSError) as error:
+        raise UserError(f"{rule}; {name!r} cannot be imported ({error}); correct the name") from error
+    raise UserError(f"{rule}; found {name!r}; {remedy}")
+
+
+def _load_file(path: Path, kind: str) -> Any:
+    """The module of a file, imported once."""
+    name = f"qerl_{kind}_{path.stem}"
+    loaded = sys.modules.get(name)
+    if loaded is not None and loaded.__file__ == str(path.absolute()):
+        return loaded
+    spec = importlib.util.spec_from_file_location(name, path.absolute())
+    if spec is None or spec.loader is None or not path.is_file():
+        raise ImportError(f"no file {path}")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module

@@ -1,0 +1,117 @@
+"""Engines that take up requests while others run: the same completions as those of one call, and nobody waits."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from qerl_pl.engines import EngineSpec, RolloutEngine, TransformersEngine, VLLMEngine
+from qerl_pl.engines.base import ContinuousEngine, generate_from
+from qerl_pl.errors import UserError
+from qerl_pl.types import Completion, PolicyWeights, RolloutRequest, SamplingConfig
+
+SAMPLING = SamplingConfig(max_tokens=40)
+ENGINES = ["transformers", pytest.param("vllm", marks=pytest.mark.vllm)]
+
+
+@pytest.fixture(scope="module", params=ENGINES)
+def engine(request: pytest.FixtureRequest, tiny_policy_dir: Path) -> Iterator[RolloutEngine]:
+    engine: RolloutEngine = TransformersEngine()
+    if request.param == "vllm":
+        engine = VLLMEngine(kv_cache_gib=0.25, max_num_seqs=8, max_num_batched_tokens=256)
+    engine.launch(EngineSpec(tiny_policy_dir, torch.float32, torch.device("cpu"), 0, (), 256))
+    engine.sync(PolicyWeights(0, None, 1.0))
+    yield engine
+    engine.close()
+
+
+class Growing:
+    """Dialogues of several turns without an environment: the prompt of a turn is all tokens so far and a suffix.
+
+    Args:
+        limits: Tokens of each turn of each dialogue.
+    """
+
+    def __init__(self, limits: Sequence[Sequence[int]]) -> None:
+        self.limits = limits
+        self.prompts = [[3, 10 + key, 20, 30] for key in range(len(limits))]
+        self.turns = [0] * len(limits)
+        self.ready = list(range(len(limits)))
+        self.log: list[tuple[int, RolloutRequest, Completion]] = []
+        self.running: dict[int, RolloutRequest] = {}
+        self.taken: list[tuple[bool, int]] = []
+
+    def take(self, wait: bool, gather: bool = False) -> Sequence[tuple[int, RolloutRequest]]:
+        ready, self.ready = self.ready, []
+        self.taken.append((wait, len(ready)))
+        for key in ready:
+            limit = self.limits[key][self.turns[key]]
+            self.running[key] = RolloutRequest(tuple(self.prompts[key]), (1000 * key + self.turns[key],), limit)
+        return [(key, self.running[key]) for key in ready]
+
+    def put(self, key: int, completion: Completion) -> None:
+        self.log.append((key, self.running.pop(key), completion))
+        self.prompts[key] += [*completion.token_ids, 7, 8]
+        self.turns[key] += 1
+        if self.turns[key] < len(self.limits[key]):
+            self.ready.append(key)
+
+
+def test_requests_of_a_source_are_sampled_as_by_themselves(engine: RolloutEngine) -> None:
+    source = Growing([[3, 9, 2], [12], [1, 1, 1, 8], [5, 5]])
+    generate_from(engine, source, SAMPLING)
+    assert not source.running
+    assert [sum(key == of for of, _, _ in source.log) for key in range(4)] == [3, 1, 4, 2]
+    for _, request, completion in source.log:
+        assert request.max_tokens is not None and len(completion.token_ids) <= request.max_tokens
+        alone = engine.generate([request], SAMPLING)[0][0]
+        assert alone.token_ids == completion.token_ids and alone.finish_reason == completion.finish_reason
+        assert alone.logprobs == pytest.approx(completion.logprobs, abs=2e-5)
+
+
+def test_a_limit_of_its_own_cuts_a_completion_and_changes_no_token(engine: RolloutEngine) -> None:
+    prompt = (3, 10, 20, 30)
+    whole = engine.generate([RolloutRequest(prompt, (4,))], SAMPLING)[0][0]
+    cut, other = engine.generate([RolloutRequest(prompt, (4,), 5), RolloutRequest(prompt, (9,), 17)], SAMPLING)
+    assert len(whole.token_ids) > 5 and cut[0].token_ids == whole.token_ids[:5]
+    assert cut[0].logprobs == pytest.approx(whole.logprobs[:5], abs=2e-5) and cut[0].finish_reason == "length"
+    assert 5 < len(other[0].token_ids) <= 17
+
+
+def test_what_would_come_after_a_limit_changes_nothing(engine: RolloutEngine) -> None:
+    """Of 200 completions that are sampled beside a longer one, some would end after their limit."""
+    prompt = (3, 10, 20, 30)
+    requests = [RolloutRequest(prompt, tuple(range(200)), 1), RolloutRequest(prompt, (500,), 40)]
+    short, _ = engine.generate(requests, SAMPLING)
+    whole = engine.generate([RolloutRequest(prompt, tuple(range(200)))], SAMPLING)[0]
+    assert [one.token_ids for one in short] == [one.token_ids[:1] for one in whole]
+    assert sum(1 < len(one.token_ids) < 40 for one in whole) > 3
+
+
+def test_a_turn_that_is_ready_does_not_wait_for_others(engine: RolloutEngine) -> None:
+    source = Growing([[40], [1, 1, 1, 1]])
+    generate_from(engine, source, SAMPLING)
+    order = [key for key, _, _ in source.log]
+    if isinstance(engine, ContinuousEngine):
+        assert order == [1, 1, 1, 1, 0]  # four turns while the first dialogue's only turn is sampled
+        assert source.taken[0] == (True, 2) and source.taken[-1] == (True, 0)
+        assert {wait for wait, _ in source.taken[1:-1]} == {False}
+    else:
+        assert order == [0, 1, 1, 1, 1] and [count for _, count in source.taken] == [2, 1, 1, 1, 0]
+
+
+def test_after_an_error_the_engine_is_as_before(engine: RolloutEngine) -> None:
+    class Failing(Growing):
+        def put(self, key: int, completion: Completion) -> None:
+            raise RuntimeError("a tool")
+
+    with pytest.raises(RuntimeError, match="a tool"):
+        generate_from(engine, Failing([[1], [30]]), SAMPLING)
+    too_long = Growing([[300]])
+    with pytest.raises(UserError, match="prompt and completion together may have 256 tokens"):
+        generate_from(engine, too_long, SAMPLING)
+    engine.sync(PolicyWeights(1, None, 1.0))  # vLLM refuses it while a request runs
+    source = Growing([[4]])
+    generate_from(engine, source, SAMPLING)
+    assert len(source.log) == 1

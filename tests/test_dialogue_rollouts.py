@@ -1,0 +1,398 @@
+"""Rollouts and evaluations of dialogues: log-probabilities, limits, seeds, rewards, samples that are kept."""
+
+import random
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from dialogue_helpers import Answering, LocalPool, Talking, end_of, tokenizer_of
+from lightning.pytorch import Callback, LightningModule, Trainer
+from short_run import module_of, trainer_of
+from test_environment_runs import PATTERN
+from transformers.utils.chat_template_utils import get_json_schema
+
+from qerl_pl.algorithm import DrGRPO
+from qerl_pl.callbacks import RolloutCallback
+from qerl_pl.callbacks.completions import _markdown, _row
+from qerl_pl.datamodules import GuessingDataModule
+from qerl_pl.engines import RolloutEngine, TransformersEngine, VLLMEngine
+from qerl_pl.environments.contract import ToolAnswer
+from qerl_pl.environments.sampler import DialogueConfig, DialogueJob, DialogueSampler, environment_row
+from qerl_pl.errors import UserError
+from qerl_pl.evaluation.evaluator import Evaluator, EvaluatorConfig, SampleCache
+from qerl_pl.modules.qerl import QeRLModule
+from qerl_pl.persistence.random_state import stream_seed
+from qerl_pl.rewards import EnvironmentReward, RewardFunction, RewardSample, with_environment_reward
+from qerl_pl.rollout.collector import Collector, CollectorConfig
+from qerl_pl.rollout.experience import last_turn, pad_completions, score_groups
+from qerl_pl.toy import GuessingGame, GuessNumber
+from qerl_pl.types import (
+    Completion,
+    CompletionRecord,
+    DialogueFacts,
+    PolicyWeights,
+    Prompt,
+    PromptBatch,
+    RolloutRequest,
+    SamplingConfig,
+    SyncReport,
+)
+
+SAMPLING = SamplingConfig(max_tokens=120)
+
+
+class Compared(Callback):
+    """Compares the trainer's log-probabilities with the sampler's before each update."""
+
+    def __init__(self) -> None:
+        self.differences: list[float] = []
+        self.holes: list[int] = []
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: PromptBatch, batch_idx: int
+    ) -> None:
+        assert isinstance(pl_module, QeRLModule) and batch.experience is not None
+        found = batch.experience
+        pl_module.policy.eval()
+        with torch.no_grad():
+            own, _ = pl_module.policy.token_logprobs(found.tokens, found.lengths, found.mask, found.temperature)
+        self.differences.append((own - found.sampler_logprobs)[found.mask].abs().max().item())
+        assert torch.equal(found.sampler_logprobs[~found.mask], torch.zeros(int((~found.mask).sum())))
+        for row in found.mask:
+            spans = torch.diff(row.int(), prepend=torch.zeros(1)).eq(1).sum()
+            self.holes.append(int(spans) - 1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "max_turn_tokens"),
+    [("transformers", None), ("transformers", 12), pytest.param("vllm", 12, marks=pytest.mark.vllm)],
+)
+def test_the_trainers_logprobs_are_the_samplers_on_every_sampled_token(
+    game_policy_dir: Path, tmp_path: Path, kind: str, max_turn_tokens: int | None
+) -> None:
+    compared = Compared()
+    engine: RolloutEngine = TransformersEngine()
+    if kind == "vllm":
+        engine = VLLMEngine(kv_cache_gib=0.25, max_num_seqs=16, prefix_caching=True)
+    rollout = RolloutCallback(
+        {},
+        engine,
+        group_size=4,
+        sampling=SAMPLING,
+        environment=GuessNumber,
+        tool_format=PATTERN,
+        max_turns=3,
+        max_turn_tokens=max_turn_tokens,
+    )
+    trainer = trainer_of(tmp_path, compared, rollout=rollout, noise=False, max_steps=6)
+    module = module_of(game_policy_dir)
+    data = GuessingDataModule(GuessingGame(highest=7, turns=3), train_size=12, batch_size=4, val_size=3)
+    trainer.fit(module, datamodule=data)
+    assert len(compared.differences) == 3 and max(compared.differences) < 2e-5
+    assert max(compared.holes) == 2 and sum(compared.holes) > 24
+
+
+class Playing(Talking):
+    """An engine that plays the guessing game, well at an even seed and by counting at an odd one.
+
+    Args:
+        highest: Of the numbers.
+    """
+
+    def __init__(self, highest: int) -> None:
+        self.tokenizer = tokenizer_of("toy")
+        self.end = self.tokenizer.convert_tokens_to_ids(end_of("toy"))
+        self.highest = highest
+        self.weights: list[int] = []
+        super().__init__(self._plays)
+
+    def _plays(self, request: RolloutRequest) -> tuple[list[int], bool]:
+        text = self.tokenizer.decode(request.prompt_ids)
+        low, high = 1, self.highest
+        for part in text.split("guess ")[1:]:
+            guess = int(part.split("<|eos|>")[0])
+            low, high = (guess + 1, high) if "higher" in part else (low, guess - 1)
+        guess = (low + high) // 2 if self.good(request) else low
+        return [*self.tokenizer(f"guess {guess}")["input_ids"], self.end], True
+
+    def good(self, request: RolloutRequest) -> bool:
+        return self.tokenizer.decode(request.prompt_ids).count("even") > 0
+
+    def wake(self) -> None: ...
+
+    def sleep(self) -> None: ...
+
+    def sync(self, weights: PolicyWeights) -> SyncReport:
+        self.weights.append(weights.version)
+        return SyncReport(weights.version, 0.0)
+
+
+class Game:
+    """The guessing game in this process."""
+
+    tools = (get_json_schema(GuessNumber().guess),)
+
+    def __init__(self, row: Mapping[str, Any]) -> None:
+        self.game = GuessNumber()
+
+    def reset(self, **row: Any) -> None:
+        self.game.reset(**row)
+
+    def called(self, name: str, arguments: dict[str, Any]) -> ToolAnswer:
+        return ToolAnswer(self.game.guess(**arguments), False, 0.5, self.game.dialogue_done)
+
+    def get_reward(self) -> float:
+        return self.game.get_reward()
+
+
+PROMPTS = [Prompt(f"p{n}", (1, 2), f"{'even' if n % 2 == 0 else 'odd'} {n}", str(n)) for n in range(1, 8)]
+
+
+def sampler_of(pool: Any, **settings: Any) -> DialogueSampler:
+    tokenizer = tokenizer_of("toy")
+    end = tokenizer.convert_tokens_to_ids(end_of("toy"))
+    config = DialogueConfig(**{"tool_format": PATTERN, "max_turns": 3} | settings)
+    return DialogueSampler(config, pool, tokenizer, [end], 200)
+
+
+def evaluator_of(engine: Playing, pool: LocalPool) -> Evaluator:
+    config = EvaluatorConfig([EnvironmentReward()], SAMPLING, samples=2)
+    return Evaluator(config, engine, engine.tokenizer, 7, dialogues=sampler_of(pool))  # type: ignore[arg-type]
+
+
+def test_an_evaluation_plays_every_prompt_and_keeps_its_dialogues(tmp_path: Path) -> None:
+    pool, engine = LocalPool(Game), Playing(7)
+    evaluator = evaluator_of(engine, pool)
+    evaluator.use_cache(SampleCache(tmp_path / "samples.jsonl"))
+    weights = PolicyWeights(0, None, 1.0)
+    found = evaluator.evaluate(PROMPTS, weights).prompts
+    # Halving finds 2, 4 and 6 in up to three guesses; counting from 1 finds 1 and 3, and neither 5 nor 7.
+    right = {"p2", "p4", "p6", "p1", "p3"}
+    assert {prompt.prompt_id for prompt in found if prompt.greedy.correct} == right
+    assert all([sample.correct for sample in prompt.samples] == [prompt.greedy.correct] * 2 for prompt in found)
+    turns, rounds = {"p4": 1, "p1": 1, "p2": 2, "p6": 2}, len(engine.log)
+    for prompt in found:
+        question = next(one.text for one in PROMPTS if one.id == prompt.prompt_id)
+        said = [turn for request, turn in engine.log if question in engine.tokenizer.decode(request.prompt_ids)]
+        assert prompt.greedy.tokens * 3 == sum(len(turn.token_ids) for turn in said)
+        assert len(said) == 3 * turns.get(prompt.prompt_id, 3) and not prompt.greedy.truncated
+    lines = (tmp_path / "samples.jsonl").read_text().splitlines()
+    assert len(lines) == 21 and '"role": "tool", "name": "guess", "content": "higher"' in "".join(lines)
+    again = evaluator_of(engine, pool)
+    again.use_cache(SampleCache(tmp_path / "samples.jsonl"))
+    assert again.evaluate(PROMPTS, weights).prompts == found and len(engine.log) == rounds
+
+
+def test_turns_and_environments_have_seeds_by_row_completion_and_turn() -> None:
+    pool, engine = LocalPool(Game), Playing(7)
+    jobs = [DialogueJob(prompt, sample) for prompt in PROMPTS for sample in (0, 3)]
+    sampler_of(pool).sample(engine, jobs, SAMPLING, 7, "rollout", 5)  # type: ignore[arg-type]
+    seeds = {request.seeds[0] for request, _ in engine.log}
+    assert len(seeds) == len(engine.log)
+    turns = {stream_seed(7, "rollout", 5, prompt.id, s, t) for prompt in PROMPTS for s in (0, 3) for t in range(3)}
+    assert seeds <= turns and all(stream_seed(7, "rollout", 5, p.id, 3, 0) in seeds for p in PROMPTS)
+    assert pool.seeds == [stream_seed(7, "rollout", 5, job.prompt.id, "environment") for job in jobs]
+
+
+@pytest.mark.parametrize("workers", [1, 3, 256])
+def test_no_more_environments_are_open_than_allowed(workers: int) -> None:
+    class Counting(LocalPool):
+        most = 0
+
+        def open(self, row: Mapping[str, Any], seed: int | None = None) -> Any:
+            session = super().open(row, seed)
+            self.most = max(self.most, sum(not session.closed for session in self.sessions))
+            return session
+
+    pool, engine = Counting(Game), Playing(7)
+    jobs = [DialogueJob(prompt, 0) for prompt in PROMPTS]
+    found = sampler_of(pool, workers=workers).sample(engine, jobs, SAMPLING, 7)  # type: ignore[arg-type]
+    expected = sampler_of(LocalPool(Game)).sample(Playing(7), jobs, SAMPLING, 7)  # type: ignore[arg-type]
+    assert pool.most == min(workers, 7) and [one.token_ids for one in found] == [one.token_ids for one in expected]
+    assert engine.rounds == ([1] * len(engine.log) if workers == 1 else engine.rounds)
+
+
+def test_dialogues_whose_tools_have_answered_go_on_while_others_wait() -> None:
+    release = threading.Event()
+
+    class Slow(Game):
+        def called(self, name: str, arguments: dict[str, Any]) -> ToolAnswer:
+            if self.game._number == 3:
+                release.wait(timeout=20)
+            return super().called(name, arguments)
+
+    class Last(Playing):
+        """Lets the slow tool answer when all other dialogues are over."""
+
+        def _completion(self, request: RolloutRequest) -> Completion:
+            completion = super()._completion(request)
+            if sum("odd 3" in self.tokenizer.decode(asked.prompt_ids) for asked, _ in self.log) == 1:
+                others = len(self.log) - 1
+                if others == 1 + 2 + 1 + 3 + 2 + 3:
+                    release.set()
+            return completion
+
+    engine = Last(7)
+    jobs = [DialogueJob(prompt, 0) for prompt in PROMPTS]
+    waits = sampler_of(LocalPool(Slow, threads=8), tool_wait=0.0)
+    found = waits.sample(engine, jobs, SAMPLING, 7)  # type: ignore[arg-type]
+    assert release.is_set()  # or the slow one had been waited for
+    expected = sampler_of(LocalPool(Game)).sample(Playing(7), jobs, SAMPLING, 7)  # type: ignore[arg-type]
+    assert [one.token_ids for one in found] == [one.token_ids for one in expected]
+
+
+def test_a_group_without_any_reward_is_refused() -> None:
+    class Silent(Game):
+        def get_reward(self) -> float:
+            return float("nan")
+
+    class NoReward(LocalPool):
+        def open(self, row: Mapping[str, Any], seed: int | None = None) -> Any:
+            session = super().open(row, seed)
+            session.reward = lambda messages=(): self.thread.submit(lambda: None)
+            return session
+
+    engine = Playing(7)
+    config = CollectorConfig([EnvironmentReward()], group_size=2, sampling=SAMPLING)
+    tokenizer, dialogues = engine.tokenizer, sampler_of(NoReward(Silent))
+    collector = Collector(config, engine, tokenizer, DrGRPO(), 7, dialogues=dialogues)  # type: ignore[arg-type]
+    with pytest.raises(
+        UserError, match="of all completions of a rollout none has one: give the environment get_reward"
+    ):
+        collector._sample(PROMPTS[:2], PolicyWeights(0, None, 1.0), {})
+
+
+def completion_by_hand() -> Completion:
+    """Two turns of two tokens with three of an environment between them."""
+    facts = DialogueFacts(2, 1, 0, 0.5, ({"role": "assistant", "content": "a"},), 0.75)
+    sampled = (True, True, False, False, False, True, True)
+    return Completion((5, 6, 90, 91, 92, 7, 8), (-1.0, -2.0, 0, 0, 0, -3.0, -4.0), "stop", sampled, (40, 41, 42), facts)
+
+
+def test_tensors_and_rewards_of_a_dialogue_by_hand() -> None:
+    completion, prompt = completion_by_hand(), Prompt("p", (1, 2), "question", "answer")
+    assert completion.sampled_ids == (5, 6, 7, 8) and last_turn(completion) == [7, 8]
+    plain = Completion((3, 4), (-0.5, -0.25), "length")
+    tokens, lengths, mask, logprobs = pad_completions([prompt], [[completion, plain]], 0)
+    assert tokens.tolist() == [[40, 41, 42, 5, 6, 90, 91, 92, 7, 8], [1, 2, 3, 4, 0, 0, 0, 0, 0, 0]]
+    assert lengths.tolist() == [10, 4]
+    assert mask.nonzero().tolist() == [[0, 3], [0, 4], [0, 8], [0, 9], [1, 2], [1, 3]]
+    assert logprobs[0].tolist() == [0, 0, 0, -1, -2, 0, 0, 0, -3, -4] and logprobs[1, 2:4].tolist() == [-0.5, -0.25]
+    seen: list[RewardSample] = []
+
+    class Seeing(EnvironmentReward):
+        def __call__(self, samples: Sequence[RewardSample]) -> Sequence[float | None]:
+            seen.extend(samples)
+            return super().__call__(samples)
+
+    tokenizer = tokenizer_of("toy")
+    (group,) = score_groups([Seeing(2.0)], tokenizer, [prompt], [[completion, plain]])
+    assert group.rewards["environment"][0] == 0.75 and group.total[0] == 1.5 and group.total[1].isnan()
+    assert group.lengths == [4, 2] and seen[0].num_tokens == 4 and seen[0].token_ids == (5, 6, 7, 8)
+    assert seen[0].completion == tokenizer.decode([7, 8]) and seen[0].dialogue == completion.dialogue.messages  # type: ignore[union-attr]
+    function = RewardFunction(lambda completions: [len(messages) for messages in completions], name="messages")
+    assert function(seen[:1]) == [1]
+
+
+def test_the_environments_reward_comes_behind_others_and_only_with_an_environment() -> None:
+    (own,) = with_environment_reward([], True, 0.5)
+    assert (own.name, own.weight) == ("environment", 0.5)
+    listed = EnvironmentReward(3.0)
+    assert with_environment_reward([listed], True, 0.5) == [listed] and with_environment_reward([], False, 1.0) == []
+    with pytest.raises(UserError, match="the run has none; set rollout.environment"):
+        with_environment_reward([listed], False, 1.0)
+
+
+def test_a_row_as_reset_takes_it() -> None:
+    prompt = Prompt("p", (1,), "question", "7", columns={"level": 3, "answer": "own"})
+    row = {"prompt": [{"role": "user", "content": "question"}], "id": "p", "answer": "own", "solution": "7", "level": 3}
+    assert environment_row(prompt) == row
+    chat = replace(prompt, messages=({"role": "user", "content": "hi"},), columns={})
+    assert (
+        environment_row(chat)["prompt"] == [{"role": "user", "content": "hi"}]
+        and environment_row(chat)["answer"] == "7"
+    )
+
+
+def test_a_prompt_with_a_long_observation_is_refused() -> None:
+    rng = random.Random(0)
+    pool = LocalPool(lambda row: Answering({"number": rng.random()}, ["word " * 300]))
+    jobs = [DialogueJob(prompt, 0) for prompt in PROMPTS * 3]
+    with pytest.raises(UserError, match="may have data.max_prompt_tokens=200 tokens; that of row p"):
+        sampler_of(pool).sample(Playing(7), jobs, SAMPLING, 7)  # type: ignore[arg-type]
+    assert all(session.closed for session in pool.sessions)
+
+
+EACH = "{% for m in messages %}<|user|>{{ m.content }}"
+REFUSES = EACH + "{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}{% endfor %}<|assistant|>"
+LEAVES_OUT = "{% for m in messages if m.role == 'user' %}<|user|>{{ m.content }}{% endfor %}<|assistant|>"
+ASKS_ONCE = EACH + "{% endfor %}{% if add_generation_prompt and messages|length < 2 %}<|assistant|>{% endif %}"
+
+
+@pytest.mark.parametrize(("template", "role"), [(REFUSES, "tool"), (LEAVES_OUT, "tool"), (ASKS_ONCE, "user")])
+def test_a_template_that_cannot_go_on_is_refused_at_the_start(template: str, role: str) -> None:
+    sampler = sampler_of(LocalPool(Game))
+    sampler.continuation.check(role)
+    tokenizer = sampler.continuation.tokenizer
+    kept = tokenizer.chat_template
+    try:
+        tokenizer.chat_template = template
+        with pytest.raises(UserError, match=f"goes on after a turn with a message of role '{role}'"):
+            sampler.continuation.check(role)
+    finally:
+        tokenizer.chat_template = kept
+
+
+def test_a_dialogue_is_shown_with_what_trains_marked() -> None:
+    messages = ({"role": "assistant", "content": "guess 4"}, {"role": "tool", "name": "guess", "content": "<b>|\n"})
+    record = CompletionRecord("p", "question", "last turn", "7", {"total": 1.0}, False, 3, messages=messages)
+    assert _row(2, record)[3] == "[assistant, trained] guess 4\n[tool guess] <b>|\n"
+    shown = _markdown(2, [record])
+    assert "> *assistant, trained*<br><strong>guess 4</strong>\n\n> *tool guess*<br>&lt;b&gt;&#124;<br>" in shown
+    assert "last turn" not in shown and "last turn" in _markdown(2, [replace(record, messages=None)])
+
+
+def test_a_call_of_an_unknown_tool_is_answered_by_a_message_of_no_ones_name() -> None:
+    class Shouting(Playing):
+        def _plays(self, request: RolloutRequest) -> tuple[list[int], bool]:
+            return [*self.tokenizer('{"name": "\\ud800<|eos|>"}')["input_ids"], self.end], True
+
+    class Refusing(Game):
+        def called(self, name: str, arguments: dict[str, Any]) -> ToolAnswer:
+            return ToolAnswer("Error: there is no such tool", True, 0.0)
+
+    sampler = sampler_of(LocalPool(Refusing), tool_format="llama3_json", max_turns=2)
+    (found,) = sampler.sample(Shouting(7), [DialogueJob(PROMPTS[0], 0)], SAMPLING, 7)  # type: ignore[arg-type]
+    assert found.dialogue is not None and found.dialogue.failed_calls == 2
+    assert [message["role"] for message in found.dialogue.messages] == ["assistant", "tool"] * 2
+    assert {message.get("name") for message in found.dialogue.messages[1::2]} == {"unknown"}
+
+
+def test_an_engine_that_takes_turns_as_they_are_ready_waits_for_no_tool() -> None:
+    release = threading.Event()
+
+    class Opening(Game):
+        def reset(self, **row: Any) -> None:
+            if row["id"] == "p3":
+                release.wait(timeout=20)
+            super().reset(**row)
+
+    class AtOnce(Playing):
+        def generate_from(self, source: Any, sampling: SamplingConfig) -> None:
+            first = source.take(wait=True)
+            assert first and not release.is_set()  # though one environment has not opened
+            release.set()
+            self.taken = len(first)
+            ready = list(first)
+            while ready or (ready := list(source.take(wait=True))):
+                key, request = ready.pop(0)
+                source.put(key, self._completion(request))
+
+    engine, jobs = AtOnce(7), [DialogueJob(prompt, 0) for prompt in PROMPTS]
+    found = sampler_of(LocalPool(Opening, threads=8)).sample(engine, jobs, SAMPLING, 7)  # type: ignore[arg-type]
+    expected = sampler_of(LocalPool(Game)).sample(Playing(7), jobs, SAMPLING, 7)  # type: ignore[arg-type]
+    assert [one.token_ids for one in found] == [one.token_ids for one in expected] and engine.taken < 7

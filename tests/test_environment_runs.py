@@ -1,0 +1,156 @@
+"""Runs with an environment: by the command line, with real processes, killed, and on several ranks."""
+
+import json
+import os
+import random
+import signal
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fit_helpers import configuration, fit, fit_on_ranks
+from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from test_ranks import same_run
+
+ROLLOUTS = 22
+KILLS = 20
+PATTERN = r"(?P<name>guess) (?P<number>\d+)"
+
+
+def game(base: Path, run: Path, **rollout: Any) -> dict[str, Any]:
+    """The run of `fit_helpers` with the guessing game, its own reward, and a checkpoint after each rollout."""
+    config = configuration(base, run)
+    config["model"]["policy"]["lora"]["dropout"] = 0.0
+    config["data"] = {
+        "class_path": "qerl_pl.datamodules.GuessingDataModule",
+        "init_args": {
+            "game": {"highest": 7, "turns": 3},
+            "train_size": 2 * ROLLOUTS,
+            "batch_size": 2,
+            "val_size": 3,
+            "max_prompt_tokens": 64,
+        },
+    }
+    callbacks = {one["class_path"].rpartition(".")[2]: one for one in config["trainer"]["callbacks"]}
+    callbacks["ResumeCheckpoint"]["init_args"] = {"every_n_rollouts": 1}
+    callbacks["RolloutCallback"]["init_args"] = {
+        "rewards": [],
+        "environment": "qerl_pl.toy.GuessNumber",
+        "group_size": 4,
+        "sampling": {"max_tokens": 90},
+        "tool_format": PATTERN,
+        "max_turns": 3,
+        "max_turn_tokens": 12,
+        "tool_wait": 60.0,
+    } | rollout
+    config["trainer"] |= {"max_epochs": 1, "val_check_interval": 11}
+    return config
+
+
+def lines(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "completions.jsonl").read_text().splitlines()]
+
+
+def adapter(run: Path) -> dict[str, torch.Tensor]:
+    return load_file(run / "adapter" / "adapter_model.safetensors")
+
+
+@pytest.fixture(scope="module")
+def whole(game_policy_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("game") / "whole"
+    status, output = fit(game(game_policy_dir, run))
+    assert status == 0, output
+    return run
+
+
+def test_a_run_trains_on_dialogues_with_the_environments_reward(whole: Path) -> None:
+    rows = lines(whole)
+    assert len(rows) == 8 * ROLLOUTS and {row["rewards"]["environment"] for row in rows} == {0.0, 1.0}
+    for row in rows:
+        turns = [message for message in row["messages"] if message["role"] == "assistant"]
+        answers = [message["content"] for message in row["messages"] if message["role"] == "tool"]
+        assert 1 <= len(turns) <= 3 and turns[-1]["content"] == row["completion"]
+        assert row["rewards"]["total"] == row["rewards"]["environment"] == float("found" in answers)
+        guesses = [call["function"]["arguments"]["number"] for turn in turns for call in turn.get("tool_calls", [])]
+        number = int(row["reference"])
+        expected = ["found" if guess == number else "higher" if number > guess else "lower" for guess in guesses]
+        assert answers == expected
+    assert max(len(row["messages"]) for row in rows) == 6
+    events = EventAccumulator(str(whole))
+    events.Reload()
+    curves = {
+        tag: [event.value for event in events.Scalars(f"environment/{tag}")]
+        for tag in ("turns", "calls", "failed_calls_frac", "tool_s")
+    }
+    for version in range(ROLLOUTS):
+        dialogues = [row["messages"] for row in rows if row["version"] == version]
+        said = [message["role"] for messages in dialogues for message in messages]
+        assert curves["turns"][version] == pytest.approx(said.count("assistant") / 8)
+        assert curves["calls"][version] == pytest.approx(said.count("tool") / 8)
+    assert set(curves["failed_calls_frac"]) == {0.0} and min(curves["tool_s"]) > 0
+    lengths = [sum(row["tokens"] for row in rows if row["version"] == version) for version in range(ROLLOUTS)]
+    assert [event.value for event in events.Scalars("completions/sampled_tokens")] == lengths
+
+
+def die_at(moment: int) -> None:
+    """SIGKILL at the event number `moment`: a round of sampling, a finished turn, a gradient, a checkpoint."""
+    from qerl_pl.engines.transformers import TransformersEngine
+    from qerl_pl.environments.sampler import _Running
+    from qerl_pl.modules.update import PolicyUpdate
+    from qerl_pl.persistence.checkpoint_io import AtomicCheckpointIO
+
+    left = [moment]
+
+    def counted(owner: Any, name: str) -> None:
+        plain = getattr(owner, name)
+
+        def count(*args: Any, **kwargs: Any) -> Any:
+            left[0] -= 1
+            if left[0] == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return plain(*args, **kwargs)
+
+        setattr(owner, name, count)
+
+    counted(TransformersEngine, "_decode")
+    counted(_Running, "put")
+    counted(PolicyUpdate, "_accumulate")
+    counted(AtomicCheckpointIO, "save_checkpoint")
+
+
+def test_killed_twenty_times_at_random_moments_a_run_ends_with_the_same_bits(
+    whole: Path, game_policy_dir: Path, tmp_path: Path
+) -> None:
+    rng, kills = random.Random(0), 0
+    config = game(game_policy_dir, tmp_path / "run")
+    while True:
+        prepare: Callable[[], None] | None = partial(die_at, rng.randrange(15, 50)) if kills < KILLS else None
+        status, output = fit(config, "--resume", "auto", prepare=prepare)
+        if status == 0:
+            break
+        assert status == -signal.SIGKILL, output
+        kills += 1
+    assert kills == KILLS
+    assert lines(tmp_path / "run") == lines(whole)
+    first, second = adapter(whole), adapter(tmp_path / "run")
+    assert first.keys() == second.keys() and all(torch.equal(second[name], first[name]) for name in first)
+
+
+def test_two_ranks_are_one_run(game_policy_dir: Path, tmp_path: Path) -> None:
+    runs = []
+    for devices in (1, 2):
+        config = game(game_policy_dir, tmp_path / str(devices) / "run")
+        config["model"]["optimizer"]["init_args"] = {"lr": 0.002}
+        config["trainer"] |= {"devices": devices, "max_steps": 4 * 5, "val_check_interval": 2}
+        if devices == 1:
+            status, output = fit(config)
+            assert status == 0, output
+        else:
+            statuses, output = fit_on_ranks(config)
+            assert statuses == [0, 0], output
+        runs.append(tmp_path / str(devices) / "run")
+    same_run(*runs)

@@ -1,0 +1,642 @@
+"""Environments: what the contract takes and refuses, and the processes that run them."""
+
+import asyncio
+import os
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy
+import psutil
+import pytest
+
+from qerl_pl.environments import EnvironmentPool, Opening, ToolAnswer
+from qerl_pl.environments.contract import load_factory, methods_of, row_arguments, takes_row
+from qerl_pl.errors import UserError
+
+ROOT = Path(__file__).parents[1]
+
+
+class Guess:
+    """TRL's contract: a number is guessed by asking."""
+
+    def __init__(self, highest: int = 10) -> None:
+        self.highest = highest
+        self.resets = 0
+
+    def reset(self, secret: int, **row: Any) -> str:
+        self.secret, self.guesses = secret, 0
+        self.resets += 1
+        return f"Guess a number up to {self.highest}."
+
+    def guess(self, number: int) -> str:
+        """Guess the number.
+
+        Args:
+            number: The guess.
+
+        Returns:
+            higher, lower or right.
+        """
+        self.guesses += 1
+        return "right" if number == self.secret else "higher" if number < self.secret else "lower"
+
+    def _private(self) -> str:
+        return "not a tool"
+
+    def process(self) -> list[int]:
+        """The process, and how often the environment was reset."""
+        return [os.getpid(), self.resets]
+
+    async def wait(self, seconds: float = 0.0) -> dict[str, float]:
+        """Wait.
+
+        Args:
+            seconds: How long.
+        """
+        await asyncio.sleep(seconds)
+        return {"waited": seconds}
+
+    def get_reward(self) -> float:
+        return 1 / self.guesses if self.guesses else 0.0
+
+
+GUESS_SCHEMA = {
+    "type": "function",
+    "function": {
+        "name": "guess",
+        "description": "Guess the number.",
+        "parameters": {
+            "type": "object",
+            "properties": {"number": {"type": "integer", "description": "The guess."}},
+            "required": ["number"],
+        },
+        "return": {"type": "string", "description": "higher, lower or right."},
+    },
+}
+
+
+class Echo:
+    """Answers text, three times."""
+
+    def reset(self, row_id: str = "none") -> None:
+        self.left, self.row_id = 3, row_id
+
+    def helper(self, untyped: Any = None) -> None:  # public, and no tool: there is `step`
+        pass
+
+    async def step(self, text: str) -> tuple[str, bool]:
+        self.left -= 1
+        return f"{self.row_id}: {text}", self.left == 0
+
+
+class EndsByItself(Guess):
+    """Ends the dialogue by a tool."""
+
+    dialogue_done = False
+
+    def reset(self, secret: int, **row: Any) -> str:
+        self.dialogue_done = False
+        return super().reset(secret)
+
+    def guess(self, number: int) -> str:
+        """Guess.
+
+        Args:
+            number: The guess.
+        """
+        self.dialogue_done = number == self.secret
+        return super().guess(number)
+
+
+class Dice:
+    """Draws random numbers of `random` and of NumPy."""
+
+    def reset(self, **row: Any) -> str:
+        return f"{random.random()} {numpy.random.random()}"
+
+    def roll(self) -> float:
+        """Draw a number."""
+        return random.random()
+
+
+def by_row(row: Mapping[str, Any], highest: int = 5) -> Any:
+    """An environment by the row's kind."""
+    return Echo() if row["kind"] == "echo" else Guess(highest)
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[EnvironmentPool]:
+    pool = EnvironmentPool(Guess, time_limit=20.0)
+    yield pool
+    pool.close()
+
+
+# The contract ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_dialogue_by_calls(pool: EnvironmentPool) -> None:
+    session = pool.open({"secret": 7, "question": "?"})
+    opening = session.opened.result()
+    assert (opening.observation, opening.steps) == ("Guess a number up to 10.", False)
+    assert [tool["function"]["name"] for tool in opening.tools] == ["guess", "process", "wait"]
+    assert opening.tools[0] == GUESS_SCHEMA
+    answers = [session.call("guess", {"number": number}) for number in (5, 8, 7)]  # in turn, though not awaited
+    assert [(answer.result().text, answer.result().done) for answer in answers] == [
+        *[("higher", False), ("lower", False), ("right", False)]
+    ]
+    assert session.call("wait", {"seconds": 0.01}).result().text == '{"waited": 0.01}'
+    assert session.reward().result() == pytest.approx(1 / 3)
+    assert session.step("7").result().text == "Error: the environment answers tool calls, and has no step"
+    session.close()
+
+
+def test_check_gives_what_opening_gives(pool: EnvironmentPool) -> None:
+    session = pool.open({"secret": 1})
+    opening = session.opened.result()
+    assert pool.check() == Opening(None, opening.tools, False)
+    session.close()
+
+
+def test_a_dialogue_by_steps() -> None:
+    pool = EnvironmentPool(Echo)
+    session = pool.open({"row_id": "a", "other": 1})
+    assert session.opened.result() == Opening(None, [], True)
+    answers = [session.step(text).result() for text in ("one", "two", "three")]
+    assert [(answer.text, answer.done) for answer in answers] == [
+        ("a: one", False),
+        ("a: two", False),
+        ("a: three", True),
+    ]
+    assert session.call("helper", {}).result().text == "Error: there is no tool helper; the tools are none"
+    assert session.reward().result() is None
+    pool.close()
+
+
+def test_a_tool_may_end_the_dialogue() -> None:
+    pool = EnvironmentPool(EndsByItself)
+    for _ in range(2):
+        session = pool.open({"secret": 2})
+        assert [session.call("guess", {"number": number}).result().done for number in (1, 2)] == [False, True]
+        assert session.reward().result() == 0.5
+        session.close()
+    pool.close()
+
+
+FILE = """
+class Game:
+    def __init__(self, word='x'):
+        self.word = word
+
+    def reset(self, **row):
+        return self.word
+
+    def say(self) -> str:
+        "Say the word."
+        return self.word
+
+
+def of_row(row, times=1):
+    return Game(row['word'] * times)
+
+
+def trl_factory():
+    return Game('made')
+
+
+number = 3
+"""
+
+
+@pytest.mark.parametrize(
+    ("factory", "expected"),
+    [
+        ("FILE:Game", "x"),
+        ({"class_path": "FILE:Game", "init_args": {"word": "y"}}, "y"),
+        ("FILE:of_row", "ab"),
+        ({"class_path": "FILE:of_row", "init_args": {"times": 2}}, "abab"),
+        ("FILE:trl_factory", "made"),
+        ("test_environments.Guess", "Guess a number up to 10."),
+        (partial(Guess, highest=3), "Guess a number up to 3."),
+        (lambda: Guess(4), "Guess a number up to 4."),
+        ({"class_path": "test_environments:by_row", "init_args": {"highest": 6}}, "Guess a number up to 6."),
+    ],
+)
+def test_every_way_to_name_an_environment(tmp_path: Path, factory: Any, expected: str) -> None:
+    path = tmp_path / "my_game.py"
+    path.write_text(FILE)
+    if isinstance(factory, str):
+        factory = factory.replace("FILE", str(path))
+    elif isinstance(factory, dict):
+        factory = {**factory, "class_path": factory["class_path"].replace("FILE", str(path))}
+    row = {"word": "ab", "secret": 1, "kind": "guess"}
+    made = load_factory(factory)
+    environment = made(row) if takes_row(made) else made()
+    assert environment.reset(**row) == expected
+
+
+@pytest.mark.parametrize("name", ["Game", "of_row"])
+def test_a_file_is_loaded_in_the_workers(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "my_game.py"
+    path.write_text(FILE)
+    pool = EnvironmentPool(f"{path}:{name}")
+    assert (pool.check() is None) == (name == "of_row")
+    session = pool.open({"word": "ab"})
+    assert session.opened.result().observation == session.call("say", {}).result().text
+    assert session.call("say", {}).result().text == {"Game": "x", "of_row": "ab"}[name]
+    pool.close()
+
+
+def test_a_function_makes_an_environment_for_each_row() -> None:
+    pool = EnvironmentPool(by_row, workers=1)
+    for row, steps in (({"kind": "echo"}, True), ({"kind": "guess", "secret": 2}, False)) * 2:
+        session = pool.open(row)
+        assert session.opened.result().steps is steps
+        if not steps:
+            assert session.call("process", {}).result().text.endswith(", 1]")  # the first reset of a new one
+        session.close()
+    pool.close()
+
+
+class NoReset:
+    def tool(self) -> str:
+        """A tool."""
+        return ""
+
+
+class NoTools:
+    def reset(self) -> None:
+        pass
+
+
+class NoHints(NoTools):
+    def tool(self, number) -> str:  # type: ignore[no-untyped-def]
+        """A tool.
+
+        Args:
+            number: A number.
+        """
+        return ""
+
+
+class NoDocstring(NoTools):
+    def tool(self) -> str:
+        return ""
+
+
+class NoArgument(NoTools):
+    def tool(self, number: int) -> str:
+        """A tool."""
+        return ""
+
+
+class StepOfTwo(NoTools):
+    def step(self, text: str, more: str) -> str:
+        return text
+
+
+class RewardOfOne(NoTools):
+    def get_reward(self, answer: str) -> float:
+        return 1.0
+
+    def tool(self) -> str:
+        """A tool."""
+        return ""
+
+
+class ResetIsNoMethod:
+    reset = 3
+
+    def tool(self) -> str:
+        """A tool."""
+        return ""
+
+
+class NeedsPath(NoArgument):
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+
+class FailsToStart(Guess):
+    def __init__(self) -> None:
+        raise OSError("no server\nat all")
+
+
+class FailsToReset(Guess):
+    def reset(self, secret: int, **row: Any) -> str:
+        if secret == 0:
+            raise KeyError("secret")
+        if secret == 1:
+            return 3  # type: ignore[return-value]
+        if secret == 2:
+            os._exit(4)
+        if secret == 3:
+            time.sleep(100)
+        return super().reset(secret)
+
+    def get_reward(self) -> float:
+        return "much"  # type: ignore[return-value]
+
+
+def two_rows(row: Any, other: Any) -> Any:
+    """Not a factory."""
+
+
+@pytest.mark.parametrize(
+    ("factory", "message"),
+    [
+        ("Guess", "an environment is a class, .*; found 'Guess'; name its module or file"),
+        ("no_module.Guess", "'no_module.Guess' cannot be imported .*; correct the name"),
+        ("no_file.py:Guess", r"'no_file.py:Guess' cannot be imported \(no file no_file.py\); correct the name"),
+        ("test_environments.ROOT", "'test_environments.ROOT' is a PosixPath; name a class or a function"),
+        ({}, "found no key; set class_path"),
+        ({"class_path": "test_environments.Guess", "args": {}}, "found the keys class_path, args; set class_path"),
+        (
+            {"class_path": "test_environments.Guess", "init_args": {"low": 1}},
+            "Guess does not take its init_args .*'low'",
+        ),
+        (NeedsPath, "made without further arguments; NeedsPath needs path; give them in init_args"),
+        (two_rows, "two_rows needs row, other; leave one argument, the row"),
+        (NoReset, r"has a method reset\(\*\*row\); environment NoReset has none; add one"),
+        (NoTools, r"public methods, which are its tools, or step\(text\); environment NoTools has none; add"),
+        (NoHints, "NoHints's tool: Argument number is missing a type hint .*; complete it"),
+        (NoDocstring, "NoDocstring's tool: .* because it has no docstring!; complete it"),
+        (NoArgument, "NoArgument's tool: .* has no description for the argument 'number'; complete it"),
+        (StepOfTwo, r"step takes the text; environment StepOfTwo has step\(text: str, more: str\) -> str; take one"),
+        (
+            RewardOfOne,
+            r"takes no argument, or messages; environment RewardOfOne has get_reward\(answer: str\) -> ",
+        ),
+        (ResetIsNoMethod, r"has a method reset\(\*\*row\); environment ResetIsNoMethod has none"),
+        (lambda: 3, r"has a method reset\(\*\*row\); environment int has none"),
+    ],
+)
+def test_what_breaks_the_contract_is_refused(factory: Any, message: str) -> None:
+    with pytest.raises(UserError, match=message) as caught:
+        methods_of(load_factory(factory)())
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("factory", "message"),
+    [
+        ("no_module.Guess", "'no_module.Guess' cannot be imported .*; correct the name"),
+        (NoHints, "NoHints's tool: Argument number is missing a type hint .*; complete it"),
+        (FailsToStart, "must not fail in __init__; FailsToStart: OSError: no server at all; correct it"),
+    ],
+)
+def test_a_run_is_refused_at_its_start(factory: Any, message: str) -> None:
+    pool = EnvironmentPool(factory)
+    for _ in range(2):
+        with pytest.raises(UserError, match=message) as caught:
+            pool.check()
+        assert "\n" not in str(caught.value)
+    pool.close()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"time_limit": 0.0}, "time limit of a tool is a positive number of seconds; got 0.0"),
+        ({"time_limit": float("nan")}, "got nan"),
+        ({"workers": 0}, "environment workers must be at least 1; got 0"),
+        ({"max_chars": 0}, "max_chars of an environment must be at least 1"),
+        ({"memory_gib": -1.0}, "positive number of GiB; got -1.0"),
+    ],
+)
+def test_limits_are_positive(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        EnvironmentPool(Guess, **settings)
+
+
+def test_the_module_of_an_environment_may_fail(tmp_path: Path) -> None:
+    for code, message in (
+        ("raise SystemExit('not today')", "must not fail in import; .*SystemExit: not today; correct it"),
+        ("import os; os._exit(3)", "must not fail in import; .*its process ended"),
+    ):
+        path = tmp_path / f"broken_{len(code)}.py"
+        path.write_text(code)
+        pool = EnvironmentPool(f"{path}:Game")
+        with pytest.raises(UserError, match=message):
+            pool.check()
+        with pytest.raises(UserError, match=message):
+            pool.open({}).opened.result()
+        pool.close()
+
+
+def test_reset_and_get_reward_must_not_fail() -> None:
+    pool = EnvironmentPool(FailsToReset, time_limit=1.0)
+    for secret, message in enumerate(
+        (
+            "must not fail in reset; FailsToReset: KeyError: 'secret'; correct it",
+            "reset returns text or None; it returned a value of type int",
+            r"the environment's process ended \(exit status 4\)",
+            "ended after its time limit of 1 s",
+        )
+    ):
+        session = pool.open({"secret": secret})
+        with pytest.raises(UserError, match=message):
+            session.opened.result()
+        assert session.call("guess", {"number": 1}).result().done
+        assert session.reward().result() is None
+        session.close()
+    session = pool.open({"other": 1})
+    with pytest.raises(UserError, match="it needs secret, the row has other; rename it, or give it a default"):
+        session.opened.result()
+    session = pool.open({"secret": 9})
+    with pytest.raises(UserError, match="must not fail in get_reward; FailsToReset: ValueError: could not convert"):
+        session.reward().result()
+    assert session.call("guess", {"number": 9}).result().text == "right"
+    pool.close()
+
+
+def test_columns_that_reset_does_not_take_are_left_out() -> None:
+    row = {"secret": 1, "x": 2}
+    assert row_arguments(methods_of(Guess()).reset, row) == row
+    assert row_arguments(methods_of(Echo()).reset, {"row_id": "a", "x": 2}) == {"row_id": "a"}
+
+
+# Processes ------------------------------------------------------------------------------------------------------------
+
+
+def worker_of(session: Any) -> list[int]:
+    """Process id, and number of resets."""
+    text = session.call("process", {}).result().text
+    return [int(part) for part in text.strip("[]").split(",")]
+
+
+def test_workers_are_reused_and_dialogues_share_none() -> None:
+    pool = EnvironmentPool(Guess, workers=2)
+    first, second = pool.open({"secret": 1}), pool.open({"secret": 2})
+    (one, _), (other, _) = worker_of(first), worker_of(second)
+    assert len({one, other, os.getpid()}) == 3
+    first.close()
+    third = pool.open({"secret": 3})
+    third.opened.result()
+    assert worker_of(third) == [one, 2]
+    pool.close()
+
+
+def test_dialogues_beyond_the_workers_wait() -> None:
+    pool = EnvironmentPool(Guess, workers=2)
+    sessions = [pool.open({"secret": index}) for index in range(5)]
+    for session in sessions[:2]:
+        session.opened.result()
+    with pytest.raises(TimeoutError):
+        sessions[2].opened.result(timeout=0.3)
+    waiting: Future[ToolAnswer] = sessions[4].call("guess", {"number": 4})
+    seen = set()
+    for session in sessions:
+        seen.add(worker_of(session)[0])
+        session.close()
+    assert waiting.result().text == "right" and len(seen) == 2
+    pool.close()
+
+
+def test_random_numbers_go_by_the_seed_and_not_by_the_worker() -> None:
+    pool = EnvironmentPool(Dice)
+    drawn = {}
+    for round_ in range(2):
+        sessions = [pool.open({}, seed=seed) for seed in (1, 2, 2**70)]
+        drawn[round_] = [
+            (session.opened.result().observation, session.call("roll", {}).result().text) for session in sessions
+        ]
+        for session in sessions[round_:]:
+            session.close()
+    assert drawn[0] == drawn[1] and len(set(drawn[0])) == 3
+    expected = random.Random(1)
+    assert [drawn[0][0][0].split()[0], drawn[0][0][1]] == [str(expected.random()), str(expected.random())]
+    pool.close()
+
+
+def test_many_dialogues_leave_no_process_and_no_file() -> None:
+    def used() -> tuple[int, int]:
+        this = psutil.Process()
+        return len(this.children(recursive=True)), this.num_fds()
+
+    before = used()
+    for _ in range(2):
+        pool = EnvironmentPool(Guess, workers=20)
+        sessions = [pool.open({"secret": index % 10}) for index in range(300)]
+        answers = []
+        for session in sessions:
+            answers.append(session.call("guess", {"number": 3}))
+            session.close()
+        assert [answer.result().text for answer in answers] == [
+            "higher" if index % 10 > 3 else "lower" if index % 10 < 3 else "right" for index in range(300)
+        ]
+        during = used()
+        assert during[0] == before[0] + 21
+        pool.close()
+        assert used() == before
+    pool = EnvironmentPool(Guess, workers=2, time_limit=0.3)
+    for _ in range(5):
+        session = pool.open({"secret": 1})
+        assert session.call("wait", {"seconds": 60}).result().done
+        session.close()
+        assert used()[1] <= during[1]
+    descriptors = used()[1]
+    for _ in range(5):
+        session = pool.open({"secret": 1})
+        assert session.call("wait", {"seconds": 60}).result().done
+        session.close()
+    assert abs(used()[1] - descriptors) <= 1
+    assert pool._loop is not None
+    first = psutil.Process(pool._loop._process.pid)
+    for _ in range(200):
+        if not (left := first.children()):
+            break
+        time.sleep(0.05)
+    assert left == []  # all of them were killed at their limit, and collected
+    pool.close()
+    assert used() == before
+
+
+def test_a_pool_closes_with_dialogues_open_and_starts_anew() -> None:
+    pool = EnvironmentPool(Guess)
+    session = pool.open({"secret": 1})
+    session.opened.result()
+    under_way = session.call("wait", {"seconds": 60})
+    pool.close()
+    assert under_way.cancelled()
+    assert pool.open({"secret": 1}).opened.result().observation == "Guess a number up to 10."
+    pool.close()
+
+
+def test_the_first_process_may_be_killed() -> None:
+    pool = EnvironmentPool(Guess, time_limit=5.0)
+    pool.check()
+    session = pool.open({"secret": 1})
+    worker, _ = worker_of(session)
+    assert pool._loop is not None
+    pool._loop._process.kill()
+    session.call("guess", {"number": 1}).result()
+    with pytest.raises(UserError, match="must not fail in __init__; Guess: the environment's process ended"):
+        for _ in range(2):  # the first may take the worker that is idle
+            pool.open({"secret": 1}).opened.result()
+    pool.close()
+    assert gone(worker)
+
+
+def gone(pid: int) -> bool:
+    """Whether a process ends, which may take the system a moment."""
+    for _ in range(200):
+        if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+TRAINER = """
+    import sys
+    from qerl_pl.environments import EnvironmentPool
+
+    class Here:  # a class of the main module, as in a notebook
+        def reset(self): pass
+        def process(self) -> int:
+            "The process."
+            import os
+            return os.getpid()
+        def hang(self) -> str:
+            "Hang, and hold the interpreter's lock."
+            return str(10**10**10)
+
+    pool = EnvironmentPool(Here, time_limit=1000.0)
+    sessions = [pool.open({}) for _ in range(3)]
+    print(*[session.call("process", {}).result().text for session in sessions], pool._loop._process.pid, flush=True)
+    sessions[0].call("hang", {})
+    sessions[1].call("hang", {})
+    sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM, None])
+def test_no_worker_outlives_the_trainer(tmp_path: Path, number: signal.Signals | None) -> None:
+    path = tmp_path / "trainer.py"
+    path.write_text(textwrap.dedent(TRAINER))
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'kernels'}"}
+    with subprocess.Popen(
+        [sys.executable, path],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env=environment,
+        cwd=tmp_path,
+    ) as trainer:
+        assert trainer.stdin is not None and trainer.stdout is not None
+        pids = [int(pid) for pid in trainer.stdout.readline().split()]
+        assert len(pids) == 4 and all(psutil.pid_exists(pid) for pid in pids)
+        if number is None:
+            trainer.stdin.close()  # its end
+        else:
+            trainer.send_signal(number)
+        trainer.wait(timeout=60)
+    assert all(gone(pid) for pid in pids)

@@ -1,0 +1,107 @@
+"""Tool calls in a turn's text."""
+
+import json
+
+import pytest
+
+from qerl_pl.environments.tool_calls import MalformedCall, ToolCall, tool_format_of
+from qerl_pl.errors import UserError
+
+ADD = ToolCall("add", {"a": 1, "b": [2]})
+GUESS = r"(?P<name>guess) (?P<number>\S+)"
+DEEP = "[" * 100_000
+
+
+def calls(name: str, text: str) -> list[ToolCall | None]:
+    """The calls, None for a malformed one."""
+    found = tool_format_of(name, "")(text)
+    for call in found:
+        assert isinstance(call, ToolCall) or (call.error.startswith("error: a tool call is") and "\n" not in call.error)
+    return [call if isinstance(call, ToolCall) else None for call in found]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("no call", []),
+        ('<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": [2]}}\n</tool_call>', [ADD]),
+        ('Let me.<tool_call>{"name": "add", "arguments": "{\\"a\\": 1, \\"b\\": [2]}"}', [ADD]),  # cut by a stop string
+        ('<tool_call>{"name": "now"}</tool_call> and <tool_call>{</tool_call>', [ToolCall("now", {}), None]),
+        ('<think><tool_call>{"name": "now"}</tool_call></think>no', []),
+        ('<tool_call>["add"]</tool_call>', [None]),
+        ('<tool_call>{"name": 3, "arguments": {}}</tool_call>', [None]),
+        ('<tool_call>{"name": "add", "arguments": [1]}</tool_call>', [None]),
+        (f"<tool_call>{DEEP}</tool_call>", [None]),
+        (f'<tool_call>{{"name": "add", "arguments": {{"a": {"[" * 63}{"]" * 63}}}}}</tool_call>', [None]),
+        ("<tool_call></tool_call>", [None]),
+    ],
+)
+def test_hermes(text: str, expected: list[ToolCall | None]) -> None:
+    assert calls("hermes", text) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("no call {", []),
+        ('{"name": "add", "parameters": {"a": 1, "b": [2]}}', [ADD]),
+        (
+            '<|python_tag|>{"name": "now"}; {"name": "add", "parameters": {"a": 1, "b": [2]}}',
+            [ToolCall("now", {}), ADD],
+        ),
+        ('{"name": "now"} {"name": 3}', [ToolCall("now", {}), None]),
+        ('{"name": "now"', [None]),
+        ("<|python_tag|>print(1)", [None]),
+        ("{" + DEEP, [None]),
+    ],
+)
+def test_llama3(text: str, expected: list[ToolCall | None]) -> None:
+    assert calls("llama3_json", text) == expected
+
+
+@pytest.mark.parametrize(
+    ("pattern", "text", "expected"),
+    [
+        (GUESS, "guess 7", [ToolCall("guess", {"number": 7})]),
+        (GUESS, "guess x, guess 1e2", [ToolCall("guess", {"number": "x,"}), ToolCall("guess", {"number": 100.0})]),
+        (r"(?P<name>\w+)\((?P<arguments>.*?)\)", 'add({"a": 1, "b": [2]})', [ADD]),
+        (r"(?P<name>\w+)\((?P<arguments>.*?)\)", "add(1)", [None]),
+        (r"(?P<name>\w+)!(?P<at>\d)?", "stop!", [ToolCall("stop", {})]),
+        (GUESS, "guess null", [ToolCall("guess", {"number": None})]),
+    ],
+)  # fmt: skip
+def test_a_pattern_of_ones_own(pattern: str, text: str, expected: list[ToolCall | None]) -> None:
+    assert calls(pattern, text) == expected
+
+
+def test_auto_chooses_by_the_template() -> None:
+    text = json.dumps({"name": "add", "arguments": {}})
+    hermes = tool_format_of("auto", "... <tool_call> ...")
+    assert hermes(f"<tool_call>{text}") == [ToolCall("add", {})] and hermes(text) == []
+    llama = tool_format_of("auto", '{"name": function name, "parameters": ...} ... ipython')
+    assert llama(text) == [ToolCall("add", {})]
+
+
+def test_auto_takes_no_format_of_xml_for_hermes() -> None:
+    with pytest.raises(UserError, match="this template has neither"):
+        tool_format_of("auto", "<tool_call>\n<function=add>\n<parameter=a>")
+
+
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [
+        ("auto", "this template has neither; set rollout.tool_format"),
+        ("hermes2", "names the tool by a group called name; 'hermes2' has none"),
+        ("(", "auto, hermes, llama3_json or a regular expression"),
+    ],
+)
+def test_unknown_formats_are_refused(name: str, error: str) -> None:
+    with pytest.raises(UserError, match=error):
+        tool_format_of(name, "{{ messages }}")
+
+
+def test_a_malformed_call_shows_its_beginning() -> None:
+    (found,) = tool_format_of("hermes", "")("<tool_call>{look\n at}</tool_call>")
+    assert found == MalformedCall(
+        'error: a tool call is a JSON object with "name" and "arguments"; got {look at}; write it again'
+    )
