@@ -93,8 +93,9 @@ def findings(plan: Plan, rows: Sequence[Row]) -> list[Result]:
                 at_ceiling=at_ceiling(plan, rows, stratum),
             )
             for contrast in claim.contrasts
-            for stratum in _compared(plan, contrast) or [{}]
+            for stratum in _compared(plan, contrast)
         ]
+        made += [Finding(contrast, {}, None) for contrast in claim.contrasts if not _compared(plan, contrast)]
         if not all(one.contrast.statistic.tag and one.difference is None for one in made):
             results.append(Result(claim, made))
     return _adjusted(plan, results)
