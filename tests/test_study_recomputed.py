@@ -206,6 +206,14 @@ def test_sweeps() -> None:
         assert quiet == (factor != "lr")
 
 
+def test_what_you_may_want_to_know_has_the_figures_of_the_differences() -> None:
+    cells = [found for _, found in pages.rows(pages.sections(PAGE)["What you may want to know"])[1:]]
+    entries = [entry for cell in cells for entry in cell.split("<br>")[1:]]
+    known = {f"{name}: {mean}" for _, name, _, mean, *_ in DIFFERENCES}
+    known |= {f"{name}, {label}: {mean}" for _, name, label, mean, *_ in DIFFERENCES}
+    assert len(entries) == sum("toy policy" not in row[1] for row in DIFFERENCES) and set(entries) <= known
+
+
 def test_the_answer_has_the_differences_of_starts_and_ends() -> None:
     question, _, table = PAGE.read_text().partition("## ")
     lines = [line for line in question.splitlines()[1:] if line]

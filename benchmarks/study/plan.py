@@ -10,7 +10,11 @@
     blocks: [{method: [plain, nvfp4], seed: [0, 1, 2]}, …]         # all combinations of each block, without duplicates
 
 `${factor}` is the level of a factor. A level may also set its own `config`, and later factors override earlier ones.
-What its page says is set by
+`with: {policy: {toy: {model.optimizer.lr: 0.001}}}` beside `set` applies only in combination with that level of another
+factor.
+
+Its page is set by
+
     question: Should I train on 4 bits?      # answered by the difference of two methods in `measure`:
     compare: [nvfp4_aqn, lora16]             # first minus second; the second is the reference of pictures and ceilings
     answer: One sentence.                    # shown beside what the rows say
@@ -19,9 +23,6 @@ What its page says is set by
     negligible: 0.01                         # accuracy; a smaller difference is none
     units: [rounding, seed]                  # random factors: differences are paired by all, averaged within the first
     strata: [policy]                         # factors whose levels are never compared; the first names the policy
-
-`with: {policy: {toy: {model.optimizer.lr: 0.001}}}` beside `set` applies only in combination with that level of another
-factor.
 """
 
 import hashlib
