@@ -76,6 +76,7 @@ def _head(plan: Plan, rows: Sequence[Row], pages: Path, raw: Path) -> str:
 that is not finite).{gaps} This page is generated from {link(raw)}, one line per run, by
 `python -m benchmarks.study report`; `python -m benchmarks.study run` trains the runs that are missing.
 
+Held-out accuracy is `{plan.measure}`.
 Differences are paired by {" and ".join(plan.units)}: the two runs of a pair share adapter initialization, sampling
 seeds, noise seeds and data order. Intervals are 95 % Student's t intervals over {plan.units[0]}s{averaged}. Beside them
 stand those of Holm's procedure over all differences of the page{_exempt(plan)}, each at the confidence of its step: one

@@ -35,6 +35,8 @@ def answer(plan: Plan, rows: Sequence[Row]) -> list[str]:
             continue
         kinds.append(answer_kind(end, start, plan.negligible))
         before = f"; before training {start}" if start else ""
+        if kinds[-1] == "undecided" and end.count > 1:
+            before += f"; {end.smallest_effect:.3f} would have been seen"
         lines.append(f"- {name_of(plan, stratum)}: {end} in {ACCURACY.label}{before}")
     names = [plan.label("method", method) for method in plan.compare]
     summary = " ".join([*_summary(kinds, names, plan.negligible), plan.answer]).strip()
