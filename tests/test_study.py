@@ -18,9 +18,10 @@ from matplotlib.figure import Figure
 from torch.utils.tensorboard import SummaryWriter
 
 from benchmarks.study.__main__ import chosen, main
-from benchmarks.study.claims import ACCURACY, ENTROPY, FIRST_ENTROPY, GAIN, findings
+from benchmarks.study.claims import ACCURACY, ENTROPY, FIRST_ENTROPY, GAIN
 from benchmarks.study.evidence import write_evidence
-from benchmarks.study.intervals import Interval, interval, student_cdf, student_quantile, together, verdict
+from benchmarks.study.findings import findings
+from benchmarks.study.intervals import Interval, interval, student_cdf, student_quantile, verdict, within_policy
 from benchmarks.study.pictures import _band
 from benchmarks.study.plan import ROOT, Plan, read_plan
 from benchmarks.study.rows import compact, read_rows, row_of
@@ -285,7 +286,9 @@ def test_the_shipped_studies_are_understood() -> None:
             assert settings.model.policy_config.quantization == "none" and noise.sigma_start == noise.sigma_end == 0
             assert settings.rollout.eval_config.samples == 4
     dapo = next(
-        run for run in plans[1].runs if run.levels["objective"] == "dapo" and run.levels["method"] == "nvfp4_aqn"
+        run
+        for run in plans[1].runs
+        if {"policy": "toy", "objective": "dapo", "method": "nvfp4_aqn"}.items() <= run.levels.items()
     )
     settings = built(*dapo.words(Path("runs/x"), plans[1].values))
     assert isinstance(settings.model.objective, DAPO) and settings.model.objective.mask_truncated
@@ -317,9 +320,9 @@ def test_intervals_and_verdicts_by_hand() -> None:
     assert verdict(Interval(-0.05, -0.06, -0.04, 5), "not below", 0.03) == "does not hold"
     assert verdict(Interval(-0.02, -0.025, -0.015, 5), "not below", 0.02) == "undecided"
     assert verdict(None, "above") == "not measured"
-    assert together(["holds", "holds"]) == "holds" and together(["holds", "not measured"]) == "undecided"
-    assert together(["holds", "undecided", "does not hold"]) == "does not hold"
-    assert together(["not measured"]) == together([]) == "not measured"
+    assert within_policy(["holds", "holds"]) == "holds" and within_policy(["holds", "not measured"]) == "undecided"
+    assert within_policy(["holds", "undecided", "does not hold"]) == "does not hold"
+    assert within_policy(["not measured"]) == within_policy([]) == "not measured"
 
 
 def test_curves_are_averaged_over_stretches() -> None:
@@ -341,7 +344,9 @@ def test_a_rollout_whose_numbers_were_lost_leaves_a_gap(tmp_path: Path) -> None:
 
 def test_a_band_ends_where_not_all_curves_have_a_value() -> None:
     axis = Figure().subplots()
-    _band(axis, [1, 2, 3, 4], [[0.1, None, 0.3, 0.4], [0.3, 0.4, 0.5]], "#000000", "both")
+    curves: dict[tuple[str | int | float | bool, ...], dict[float, float]]
+    curves = {(0,): {1: 0.1, 3: 0.3, 4: 0.4}, (1,): {1: 0.3, 2: 0.4, 3: 0.5}}
+    _band(read_plan(STUDY / "pilot.yaml"), axis, curves, "#000000", "both")
     assert list(axis.lines[0].get_xdata()) == [1, 3] and list(axis.lines[0].get_ydata()) == pytest.approx([0.2, 0.4])
 
 
@@ -379,7 +384,7 @@ ENDS = {
 def test_claims_of_a_study_worked_out_by_hand(tmp_path: Path) -> None:
     plan = plan_of(tmp_path)
     rows = rows_of(plan, ENDS)
-    found = {claim.name: claim for claim in findings(plan, rows)}
+    found = {result.claim.name: result for result in findings(plan, rows)}
     start, half = found["entropy"].findings[0], found["entropy"].findings[2]
     assert (start.contrast.statistic, half.contrast.statistic) == (FIRST_ENTROPY, ENTROPY)
     assert start.stratum == half.stratum == {"policy": "toy"} and start.difference is not None
@@ -414,9 +419,11 @@ def test_noise_by_rank_worked_out_by_hand(tmp_path: Path) -> None:
     for row in rows:
         own = row["levels"]["method"] == "nvfp4_aqn_own"
         row["curves"]["without_signal"] = [0.4, 0.1 if own else 0.3]
-    (claim,) = findings(plan, rows)
-    means = [one.difference.mean for one in claim.findings if one.difference is not None]
-    assert claim.name == "noise by rank" and means == pytest.approx([0.1, 0.0, 0.03])  # signal, reward, accuracy
+    (result, *others) = findings(plan, rows)
+    means = [one.difference.mean for one in result.findings if one.difference is not None]
+    assert (
+        result.claim.name == "noise by rank" and not others and means == pytest.approx([0.1, 0.0, 0.03])
+    )  # signal, reward, accuracy
 
 
 def test_the_page_is_written_from_rows_alone(tmp_path: Path) -> None:
@@ -425,21 +432,25 @@ def test_the_page_is_written_from_rows_alone(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="has none of"):
         write_evidence(plan, [], tmp_path, raw)
     page = write_evidence(plan, rows_of(plan, ENDS), tmp_path / "docs", raw).read_text()
-    assert page.startswith("# A study\n\nSmall.\n")
+    assert page.startswith("# A study\n\n## What you may want to know\n") and "\n\nSmall.\n" in page
     assert "18 of 27 runs of [plan.yaml](../plan.yaml) have finished, with 3 seeds; 0 diverged" in page
     assert "| NVFP4 is stable at larger learning rates: at most 0.03 below" in page
-    difference = "NVFP4 + AQN − lora16 (toy) | final held-out accuracy | +0.100 [+0.075, +0.125] | 3 | holds |"
-    assert f"| accuracy | {difference}" in page
+    difference = "| accuracy | NVFP4 + AQN − lora16 (toy) | final held-out accuracy | +0.100 [+0.075, +0.125] |"
+    (line,) = [line for line in page.splitlines() if line.startswith(difference)]
+    assert line.endswith("| 3 | 0.033 | holds | holds |")  # 5.6535 standard errors of 0.01 / sqrt(3)
     rates = (
         "| learning rate, vs 16-bit | nvfp4: large − own, minus the same for lora16 (toy) | final held-out accuracy |"
     )
-    assert f"{rates} +0.603 [+0.572, +0.635] | 3 | holds |" in page
-    cells = "0.400 ± 0.000 | 0.810 ± 0.043 | 0.410 ± 0.043 | 0.300 ± 0.000 | 0.355 ± 0.012 | - | 4 ± 0 |"
+    assert f"{rates} +0.603 [+0.572, +0.635] | " in page
+    cells = "0.400 ± 0.000 | 0.810 ± 0.043 | 0.410 ± 0.043 | 0.300 ± 0.000 | 10.000 ± 0.000 | 0.355 ± 0.012 | - |"
     assert f"| NVFP4 + AQN (toy) | 3 | {cells}" in page
-    assert "\nNot measured: 2 of entropy, " in page and "were interrupted" not in page
+    assert "\nNot measured: 2 of accuracy, " in page and "were interrupted" not in page
     assert "- 18 runs: gpu none" in page
     pictures = {path.name for path in (tmp_path / "docs").glob("*.png")}
-    assert pictures == {"evidence-plan-claims.png", "evidence-plan-toy.png", "evidence-plan-sweeps.png"}
+    assert pictures == {"evidence-plan-claims.png", "evidence-plan-toy.png"}
+    assert "| lora16 (toy) | large | 3 | 0.100 [0.100, 0.100] | -0.610 [-0.635, -0.585] |" in page
+    assert "| NVFP4 + AQN (toy) | without noise (nvfp4) | 3 | 0.760 [0.735, 0.785] | -0.050 [-0.100, -0.000] |" in page
+    assert "GPU to itself" in page and "seconds |" not in page
     assert all(f"({name})" in page for name in pictures)
     rows = rows_of(plan, ENDS)
     rows[2]["rollouts"] = 3

@@ -34,11 +34,31 @@ def test_rates_that_are_values_alone_rise_as_numbers(tmp_path: Path) -> None:
 def test_accuracies_are_averaged_at_the_rollout_that_they_were_measured_at(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan, drawn = plan_of(tmp_path), list[tuple[Any, Any]]()
+    plan, drawn = plan_of(tmp_path), list[Any]()
     rows = [row for row in rows_of(plan, ENDS) if row["levels"]["method"] == "nvfp4_aqn"][:2]
     for row, points in zip(rows, ([[0, 0.4], [4, 0.8]], [[0, 0.4], [2, 0.5], [4, 0.8]]), strict=True):
         row["held_out"]["val/pass@1"] = points
         row["levels"] = {**row["levels"], "decay": "exponential"}
-    monkeypatch.setattr(pictures, "_band", lambda axis, places, curves, *_: drawn.append((places, curves)))
+    monkeypatch.setattr(pictures, "_band", lambda plan, axis, curves, *_, **rest: drawn.append(curves))
     pictures.curves(plan, rows, {"policy": "toy"}, tmp_path / "one.png")
-    assert drawn[2] == ([0, 2, 4], [[0.4, None, 0.8], [0.4, 0.5, 0.8]])
+    assert drawn[2] == {(0,): {0: 0.4, 4: 0.8}, (1,): {0: 0.4, 2: 0.5, 4: 0.8}}
+
+
+def test_bands_are_of_differences_paired_by_seed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, drawn = plan_of(tmp_path), dict[str, Any]()
+    rows = [row for row in rows_of(plan, ENDS) if row["levels"]["seed"] < 2 and row["levels"]["lr"] == "own"]
+    rows = [row for row in rows if row["levels"]["decay"] == "exponential"]
+    shaded = []
+
+    def band(plan: Any, axis: Any, curves: Any, colour: str, label: str, shade: bool = True) -> None:
+        shaded.append(shade)
+        if shade:
+            drawn.setdefault(label, []).append(curves)
+
+    monkeypatch.setattr(pictures, "_band", band)
+    pictures.curves(plan, rows, {"policy": "toy"}, tmp_path / "one.png")
+    assert shaded.count(False) == 9 and set(drawn) == {"nvfp4", "NVFP4 + AQN"}  # less lora16, the reference
+    reward, entropy, accuracy = drawn["NVFP4 + AQN"]
+    assert reward == {(seed,): dict.fromkeys([0.5, 1.5, 2.5, 3.5], 0.0) for seed in (0, 1)}
+    assert entropy[(1,)] == pytest.approx({0.5: 0.15, 1.5: 0.15, 2.5: 0.0})
+    assert accuracy[(0,)] == pytest.approx({0: 0.0, 4: 0.1}) and accuracy[(1,)] == pytest.approx({0: 0.0, 4: 0.11})

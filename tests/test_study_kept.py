@@ -76,15 +76,17 @@ def test_a_run_that_was_cut_off_goes_on_with_its_own_policy(
         (tmp_path / name / "warm_up.json").write_text(json.dumps({"digest": f"of {name}"}))
     run = next(run for run in plan.runs if run.levels["policy"] == "other")
     first = str(tmp_path / "first")
+    assert runner(plan, tmp_path, Limits(at_once=3), where=first).work([run]).left == [run.name]
     assert runner(plan, tmp_path, where=first).work([run]).left == [run.name]
     with pytest.raises(UserError, match="began with a where of digest of first, and that of .*second is of second"):
         runner(plan, tmp_path, where=str(tmp_path / "second")).work([run])
-    assert len(processes) == 1
+    assert len(processes) == 2
     end(tmp_path, run)
     monkeypatch.setenv("QERL_COMMIT", "def")  # where it ended is not where its row is taken
     assert runner(plan, tmp_path, where=first).work([run]).finished == [run.name]
     where = read_rows(tmp_path / "rows.jsonl")[run.name]["where"]
     assert where["values"] == {"size": 8, "where": "of first"} and where["commit"] == "abc"
+    assert where["at_once"] == 3  # the run had company once
 
 
 def test_every_run_is_asked_to_stop_when_the_signal_comes_between_two_starts(

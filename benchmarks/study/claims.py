@@ -1,11 +1,11 @@
-"""The claims of QeRL (arXiv 2510.11696) as differences between runs, and their verdicts."""
+"""The claims of QeRL (arXiv 2510.11696), and what users ask beside them, as differences between runs."""
 
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from benchmarks.study.intervals import Interval, Rule, Verdict, interval, together, verdict
+from benchmarks.study.intervals import Rule
 from benchmarks.study.plan import Level, Plan
 
 MARGIN = 0.03
@@ -19,30 +19,64 @@ class Statistic:
 
     label: str
     curve: str
-    """A curve of the row; "held out" is the held-out accuracy, "gain" its increase over the run."""
+    """A curve of the row; "held out" is the held-out accuracy, "start" its first value, "gain" its increase."""
     share: float = 1.0
-    """Fraction of the rollouts that is averaged, from the first one."""
+    """Fraction of the rollouts that is used, from the first one."""
     when: str = ""
     """The same, as a suffix in plots."""
+    growth: bool = False
+    """The least-squares slope of the curve instead of its mean."""
+    tag: str = ""
+    """Another held-out accuracy than the study's measure: "accuracy" (greedy) or "pass@1" (sampled)."""
 
     def of(self, row: Row, measure: str) -> float | None:
         """The metric of a row, None if the row lacks it. A diverged run has accuracy 0."""
-        if self.curve in ("held out", "gain"):
-            points = row["held_out"].get(measure, [])
-            before = points[0][1] if self.curve == "gain" and points else 0.0
-            if row["ended"] == "diverged":
-                return 0.0 - before
-            return points[-1][1] - before if points and points[-1][0] > 0 else None
+        if self.curve in ("held out", "start", "gain"):
+            return self._accuracy(row, other(measure, self.tag) if self.tag else measure)
         curve = row["curves"].get(self.curve, [])
-        values = [value for value in curve[: max(1, round(self.share * len(curve)))] if value is not None]
-        return statistics.fmean(values) if values else None
+        values = list(enumerate(curve[: max(1, round(self.share * len(curve)))]))
+        values = [(point, value) for point, value in values if value is not None]
+        if not self.growth:
+            return statistics.fmean(value for _, value in values) if values else None
+        if len(values) < 2:
+            return None
+        slope = statistics.linear_regression(*zip(*values, strict=True)).slope
+        return slope / rollouts_of_point(row, curve) * 100
+
+    def _accuracy(self, row: Row, measure: str) -> float | None:
+        points = row["held_out"].get(measure, [])
+        before = points[0][1] if points and points[0][0] == 0 else None
+        if self.curve == "start":
+            return before
+        if row["ended"] == "diverged":
+            after: float | None = 0.0
+        else:
+            after = points[-1][1] if points and points[-1][0] > 0 else None
+        if self.curve == "gain":
+            return None if after is None or before is None else after - before
+        return after
+
+
+def rollouts_of_point(row: Row, curve: Sequence[float | None]) -> int:
+    """Number of rollouts that a point of a row's curve is the mean of."""
+    return -(-int(row["rollouts"]) // len(curve))
+
+
+def other(measure: str, metric: str) -> str:
+    """The tag of another metric of the same questions, such as val/test/pass@1 for val/test/accuracy."""
+    return f"{measure.rpartition('/')[0]}/{metric}"
 
 
 FIRST_ENTROPY = Statistic("sampler entropy, first tenth (nats)", "sampler_entropy", 0.1, ", first tenth")
 ENTROPY = Statistic("sampler entropy, first half (nats)", "sampler_entropy", 0.5, ", first half")
 REWARD = Statistic("mean reward", "reward")
+GROWTH = Statistic("reward growth, first half (per 100 rollouts)", "reward", 0.5, ", growth", growth=True)
+"""Rewards flatten in the second half. A slope uses every rollout of the first; differences of its ends use few."""
 SILENT = Statistic("mean share of groups without signal", "without_signal")
 ACCURACY = Statistic("final held-out accuracy", "held out")
+START = Statistic("held-out accuracy at the start", "start", when=", start")
+GREEDY = Statistic("final greedy accuracy", "held out", when=", greedy", tag="accuracy")
+SAMPLED = Statistic("final sampled accuracy", "held out", when=", sampled", tag="pass@1")
 GAIN = Statistic("gain in held-out accuracy", "gain", when=", gain")
 
 
@@ -60,33 +94,14 @@ class Contrast:
 
 
 @dataclass(frozen=True)
-class Finding:
-    """The measured difference of a contrast within one stratum."""
-
-    contrast: Contrast
-    stratum: dict[str, Level]
-    difference: Interval | None
-    """First minus second, paired by seed; None if no seed has both."""
-
-    @property
-    def verdict(self) -> Verdict:
-        """The verdict of its interval."""
-        return verdict(self.difference, self.contrast.rule, self.contrast.margin)
-
-
-@dataclass(frozen=True)
 class Claim:
     """A claim and the differences that test it."""
 
     name: str
     text: str
+    asks: str
+    """What a user may want to know."""
     contrasts: Sequence[Contrast]
-    findings: list[Finding] = field(default_factory=list)
-
-    @property
-    def verdict(self) -> Verdict:
-        """Over all contrasts and strata."""
-        return together([finding.verdict for finding in self.findings])
 
 
 def _method(first: str, second: str, statistic: Statistic, rule: Rule = "above", margin: float = 0.0) -> Contrast:
@@ -109,104 +124,88 @@ def claims(plan: Plan) -> list[Claim]:
     ]
     beside = [replace(contrast, rule="above", margin=0.0, beside={"method": lora}) for contrast in rates]
     entropy = [_method(quantized, lora, statistic) for statistic in (FIRST_ENTROPY, ENTROPY)]
+    beaten = (lora, "nf4")
+    greedy = plan.measure == other(plan.measure, "accuracy")
+    second, name = (SAMPLED, "sampled accuracy") if greedy else (GREEDY, "greedy accuracy")
     found = [
-        Claim("entropy", "Quantization increases the entropy of the policy.", entropy),
-        Claim("AQN entropy", "Adaptive noise increases it further.", [_method(aqn, quantized, ENTROPY)]),
-        Claim(
-            "AQN reward",
-            "Adaptive noise makes the reward grow faster.",
-            [_method(aqn, quantized, REWARD), _method(aqn, lora, REWARD)],
-        ),
         Claim(
             "accuracy",
             "NVFP4 with adaptive noise reaches a higher accuracy than 16-bit LoRA and QLoRA (NF4).",
-            [_method(aqn, other, ACCURACY) for other in (lora, "nf4")],
+            "Does NVFP4 with noise end higher than 16-bit LoRA and QLoRA?",
+            [_method(aqn, method, ACCURACY) for method in beaten],
         ),
         Claim(
-            "full fine-tuning",
-            f"NVFP4 with adaptive noise matches full fine-tuning: at most {MARGIN} below its accuracy.",
-            [_method(aqn, "full", ACCURACY, "not below", MARGIN)],
+            name,
+            f"The same in {name}.",
+            f"And in {name}?",
+            [_method(aqn, method, second) for method in beaten],
+        ),
+        Claim(
+            "AQN accuracy",
+            "Our addition: adaptive noise raises the accuracy of NVFP4 and of 16-bit LoRA.",
+            "Does the noise raise accuracy, on 4 bits and on 16?",
+            [_method(aqn, quantized, ACCURACY), _method(f"{lora}_aqn", lora, ACCURACY)],
         ),
         Claim(
             "gain",
             "Our addition: NVFP4 with adaptive noise gains more accuracy over its start than 16-bit LoRA and QLoRA.",
-            [_method(aqn, other, GAIN) for other in (lora, "nf4")],
+            "Does NVFP4 with noise gain more over its start?",
+            [_method(aqn, method, GAIN) for method in beaten],
         ),
-        Claim("decay", "Exponential decay of the noise beats linear, cosine and logarithmic decay.", decays),
+        Claim(
+            "full fine-tuning",
+            f"NVFP4 with adaptive noise matches full fine-tuning: at most {MARGIN} below its accuracy.",
+            f"Does NVFP4 with noise match full fine-tuning (within {MARGIN})?",
+            [_method(aqn, "full", ACCURACY, "not below", MARGIN)],
+        ),
+        Claim("entropy", "Quantization increases the entropy of the policy.", "Does NVFP4 raise entropy?", entropy),
+        Claim(
+            "AQN entropy",
+            "Adaptive noise increases it further.",
+            "Does the noise raise it further?",
+            [_method(aqn, quantized, ENTROPY)],
+        ),
+        Claim(
+            "AQN reward",
+            "Adaptive noise makes the reward grow faster.",
+            "Does the reward grow faster with noise?",
+            [_method(aqn, quantized, GROWTH), _method(aqn, lora, GROWTH)],
+        ),
+        Claim(
+            "decay",
+            "Exponential decay of the noise beats linear, cosine and logarithmic decay.",
+            "Is exponential decay of the noise the best?",
+            decays,
+        ),
         Claim(
             "learning rate",
             f"NVFP4 is stable at larger learning rates: at most {MARGIN} below its accuracy at the default rate.",
+            "Is NVFP4 stable at larger learning rates?",
             rates,
         ),
-        Claim("learning rate, vs 16-bit", "NVFP4 tolerates larger learning rates better than 16-bit LoRA.", beside),
+        Claim(
+            "learning rate, vs 16-bit",
+            "NVFP4 tolerates larger learning rates better than 16-bit LoRA.",
+            "Does it tolerate them better than 16 bits?",
+            beside,
+        ),
         Claim(
             "noise by rank",
             "3PO (arXiv 2608.09805): separate noise per rank leaves fewer groups without signal and reaches a higher "
             "reward and accuracy.",
+            "Is separate noise per rank better?",
             [_method(aqn, own, SILENT), _method(own, aqn, REWARD), _method(own, aqn, ACCURACY)],
         ),
     ]
-    return found
+    compared = [contrast for claim in found for contrast in claim.contrasts]
+    reference = plan.compare[1]
+    rest = [_method(str(method), reference, ACCURACY, "not below", MARGIN) for method in _levels(plan, "method")]
+    rest = [one for one in rest if one.first != one.second and replace(one, rule="above", margin=0.0) not in compared]
+    label = plan.label("method", reference)
+    text = f"Our addition: every other method ends at most {MARGIN} below {label}."
+    return [*found, Claim("other methods", text, f"Do all other methods end near {label} (within {MARGIN})?", rest)]
 
 
 def _levels(plan: Plan, factor: str) -> list[Any]:
     """Distinct levels of a factor in the plan's runs, in order."""
     return list(dict.fromkeys(run.levels[factor] for run in plan.runs if factor in run.levels))
-
-
-def findings(plan: Plan, rows: Sequence[Row]) -> list[Claim]:
-    """The claims that the plan can test, with their measured differences."""
-    made = [claim for claim in claims(plan) if any(_compared(plan, contrast) for contrast in claim.contrasts)]
-    for claim in made:
-        for contrast in claim.contrasts:
-            for stratum in _compared(plan, contrast) or [{}]:
-                claim.findings.append(Finding(contrast, stratum, difference(plan, rows, contrast, stratum)))
-    return made
-
-
-def _compared(plan: Plan, contrast: Contrast) -> list[dict[str, Level]]:
-    """The strata in which the plan has all runs of a contrast."""
-    wanted = [
-        contrast.first,
-        contrast.second,
-        {**contrast.first, **contrast.beside},
-        {**contrast.second, **contrast.beside},
-    ]
-    sides = [[run.levels.items() for run in plan.runs if levels.items() <= run.levels.items()] for levels in wanted]
-    return [one for one in strata(plan) if all(any(one.items() <= run for run in side) for side in sides)]
-
-
-def strata(plan: Plan) -> Iterator[dict[str, Level]]:
-    """Every combination of the stratum factors' levels; runs are compared only within a stratum."""
-    seen = dict.fromkeys(tuple(run.levels[factor] for factor in plan.strata) for run in plan.runs)
-    for levels in seen:
-        yield dict(zip(plan.strata, levels, strict=True))
-
-
-def difference(plan: Plan, rows: Sequence[Row], contrast: Contrast, stratum: Mapping[str, Level]) -> Interval | None:
-    """A contrast's difference within a stratum over the seeds that all its runs have; other factors at defaults."""
-    pairs = _pairs(plan, rows, contrast, stratum)
-    if contrast.beside:
-        others = _pairs(plan, rows, contrast, {**stratum, **contrast.beside})
-        pairs = {seed: pairs[seed] - others[seed] for seed in pairs if seed in others}
-    return interval(list(pairs.values())) if pairs else None
-
-
-def _pairs(plan: Plan, rows: Sequence[Row], contrast: Contrast, levels: Mapping[str, Level]) -> dict[Level, float]:
-    """First minus second by seed at these levels, which override the contrast's own."""
-    first, second = (
-        by_seed(plan, rows, {**side, **levels}, contrast.statistic) for side in (contrast.first, contrast.second)
-    )
-    return {seed: first[seed] - second[seed] for seed in first if seed in second}
-
-
-def by_seed(plan: Plan, rows: Sequence[Row], levels: Mapping[str, Level], statistic: Statistic) -> dict[Level, float]:
-    """The metric by seed at these levels; factors that are not named are at their defaults."""
-    wanted = {**plan.defaults, **levels}
-    values: dict[Level, float] = {}
-    for row in rows:
-        others = {factor: level for factor, level in row["levels"].items() if factor != "seed"}
-        value = statistic.of(row, plan.measure)
-        if value is not None and all(wanted.get(factor) == level for factor, level in others.items()):
-            values[row["levels"]["seed"]] = value
-    return values

@@ -1,21 +1,20 @@
-"""Plots of a study: learning curves, differences with intervals, sweeps."""
+"""Plots of a study: learning curves of methods, their paired differences, differences of claims."""
 
 import io
 import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks.study.claims import ACCURACY, Claim, Contrast, Finding, Row, Statistic, by_seed, strata
-from benchmarks.study.intervals import Interval, interval
+from benchmarks.study.claims import Contrast, Row, Statistic, rollouts_of_point
+from benchmarks.study.findings import Finding, Result, Unit, at, interval_of, methods, unit_of
 from benchmarks.study.plan import Level, Plan
 from qerl_pl.persistence.atomic_files import atomic_write
 
 COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#777777")  # colour-blind safe
-OF_VERDICT = {"holds": "#228833", "does not hold": "#ee6677", "undecided": "#777777"}
+OF_VERDICT = {"holds": "#228833", "does not hold": "#ee6677", "undecided": "#777777", "at its ceiling": "#cccccc"}
 UNITS = {
     **{"held out": "accuracy", "gain": "accuracy", "reward": "reward"},
     **{"sampler_entropy": "nats", "without_signal": "share of groups"},
@@ -30,84 +29,87 @@ def save(figure: Figure, path: Path) -> str:
     return path.name
 
 
-def methods(plan: Plan) -> list[Level]:
-    """The plan's methods, in its order."""
-    return list(dict.fromkeys(run.levels["method"] for run in plan.runs))
-
-
-def at(plan: Plan, rows: Sequence[Row], levels: Mapping[str, Level]) -> list[Row]:
-    """Rows at these levels, other factors at their defaults: one per seed."""
-    wanted = {**plan.defaults, **levels}
-    wanted.pop("seed", None)
-    return [row for row in rows if wanted.items() <= row["levels"].items()]
-
-
 def curves(plan: Plan, rows: Sequence[Row], stratum: Mapping[str, Level], path: Path) -> str | None:
-    """Plot reward, entropy and held-out accuracy of every method; None without data."""
-    figure = Figure(figsize=(11, 7), layout="constrained")
-    axes = figure.subplots(2, 2).flatten()
-    drawn = False
-    for colour, method in zip(itertools.cycle(COLOURS), methods(plan), strict=False):
-        measured = at(plan, rows, {**stratum, "method": method})
-        if not measured:
-            continue
-        drawn, label = True, plan.label("method", method)
-        longest = max(row["rollouts"] for row in measured)
-        for axis, name in ((axes[0], "reward"), (axes[1], "sampler_entropy")):
-            values = [row["curves"].get(name, []) for row in measured]
-            count = max(map(len, values))
-            positions = [longest * (point + 0.5) / count for point in range(count)]
-            _band(axis, positions, values, colour, label)
-        points = [dict(row["held_out"].get(plan.measure, [])) for row in measured]
-        steps = sorted(set().union(*points))
-        _band(axes[2], steps, [[one.get(step) for step in steps] for one in points], colour, label)
-        seconds = [row["seconds"] for row in measured]
-        count = max(map(len, seconds))
-        positions = [_mean([one[point] for one in seconds if point < len(one)]) for point in range(count)]
-        _band(axes[3], positions, [row["curves"].get("reward", []) for row in measured], colour, label)
-    titles = ("reward", "sampler entropy (nats per token)", f"held-out {plan.measure}", "reward over time")
-    for axis, title in zip(axes, titles, strict=True):
-        axis.set(title=title, xlabel="seconds of rollouts and updates" if title == "reward over time" else "rollouts")
-        axis.grid(alpha=0.3)
-    if not drawn:
+    """Plot reward, entropy and held-out accuracy: means of methods, and below their paired differences.
+
+    The differences are to the reference, `plan.compare[1]`, with 95 % intervals over the units that both have.
+    None without data.
+    """
+    found = {method: at(plan, rows, {**stratum, "method": method}) for method in methods(plan)}
+    found = {method: measured for method, measured in found.items() if measured}
+    if not found:
         return None
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
+    figure = Figure(figsize=(14, 7), layout="constrained")
+    axes, reference = figure.subplots(2, 3), plan.compare[1]
+    titles = {"reward": "reward", "sampler_entropy": "sampler entropy (nats per token)", "": f"held-out {plan.measure}"}
+    for column, (curve, title) in enumerate(titles.items()):
+        points = {method: _points(plan, measured, curve) for method, measured in found.items()}
+        for colour, method in zip(itertools.cycle(COLOURS), methods(plan), strict=False):
+            if method in points:
+                label = plan.label("method", method)
+                _band(plan, axes[0, column], points[method], colour, label, shade=False)
+                if method != reference and reference in points:
+                    _band(plan, axes[1, column], _less(points[method], points[reference]), colour, label)
+        axes[0, column].set(title=title)
+        axes[1, column].set(title=f"less {plan.label('method', reference)}", xlabel="rollouts")
+        axes[1, column].axhline(0, color="black", lw=0.8)
+    for axis in axes.flat:
+        axis.grid(alpha=0.3)
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
     return save(figure, path)
 
 
-def _mean(values: Sequence[float | None]) -> float:
-    finite = [value for value in values if value is not None]
-    return sum(finite) / len(finite) if finite else float("nan")
+Curve = dict[float, float]
 
 
-def _band(axis: Axes, positions: Sequence[float], curves: Sequence[Sequence[Any]], colour: str, label: str) -> None:
-    """Plot the mean of the curves and its 95 % interval at every point that all of them have."""
-    intervals: list[tuple[float, Interval]] = []
-    for index, position in enumerate(positions):
-        values = [curve[index] for curve in curves if index < len(curve) and curve[index] is not None]
-        if len(values) == len(curves):  # a mean over fewer seeds is not comparable
-            intervals.append((position, interval(values)))
-    xs = [position for position, _ in intervals]
-    marker = "o" if len(xs) < 12 else None
-    axis.plot(xs, [one.mean for _, one in intervals], color=colour, label=label, marker=marker, markersize=3)
-    lows, highs = [one.low for _, one in intervals], [one.high for _, one in intervals]
-    axis.fill_between(xs, lows, highs, color=colour, alpha=0.15, lw=0)
+def _points(plan: Plan, measured: Sequence[Row], name: str) -> dict[Unit, Curve]:
+    """A curve of each run, by rollout; an empty name is the held-out accuracy."""
+    curves = {}
+    for row in measured:
+        values = row["curves"].get(name, [])
+        width = rollouts_of_point(row, values) if values else 0
+        places = [(width * (point + 0.5), value) for point, value in enumerate(values)]
+        if not name:
+            places = row["held_out"].get(plan.measure, [])
+        curves[unit_of(plan, row)] = {place: value for place, value in places if value is not None}
+    return curves
 
 
-def forest(plan: Plan, claims: Sequence[Claim], path: Path) -> str | None:
+def _less(first: Mapping[Unit, Curve], second: Mapping[Unit, Curve]) -> dict[Unit, Curve]:
+    """The first curve less the second at their common points, of the units that both have."""
+    pairs = [(unit, first[unit], second[unit]) for unit in first if unit in second]
+    return {unit: {place: one[place] - two[place] for place in one if place in two} for unit, one, two in pairs}
+
+
+def _band(plan: Plan, axis: Axes, curves: Mapping[Unit, Curve], colour: str, label: str, *, shade: bool = True) -> None:
+    """Plot the mean of the curves, and its 95 % interval, at every point that all of them have."""
+    places = sorted(set.intersection(*map(set, curves.values()))) if curves else []  # fewer seeds are not comparable
+    found = [interval_of(plan, {unit: curve[place] for unit, curve in curves.items()}) for place in places]
+    intervals = [one for one in found if one is not None]
+    marker = "o" if len(places) < 12 else None
+    axis.plot(places, [one.mean for one in intervals], color=colour, label=label, marker=marker, markersize=3)
+    if shade:
+        lows, highs = [one.low for one in intervals], [one.high for one in intervals]
+        axis.fill_between(places, lows, highs, color=colour, alpha=0.15, lw=0)
+
+
+def _unit(statistic: Statistic) -> str:
+    return UNITS[statistic.curve] + (" per 100 rollouts" if statistic.growth else "")
+
+
+def forest(plan: Plan, results: Sequence[Result], path: Path) -> str | None:
     """Plot every difference with its interval, grouped by unit; None without data."""
-    entries = [(claim, one) for claim in claims for one in claim.findings if one.difference is not None]
-    by_unit: dict[str, list[tuple[Claim, Finding]]] = {}
-    for unit in dict.fromkeys(UNITS.values()):
-        if group := [entry for entry in entries if UNITS[entry[1].contrast.statistic.curve] == unit]:
-            by_unit[unit] = group
+    entries = [one for result in results for one in result.findings if one.difference is not None]
+    by_unit: dict[str, list[Finding]] = {}
+    for unit in dict.fromkeys(_unit(one.contrast.statistic) for one in entries):
+        by_unit[unit] = [one for one in entries if _unit(one.contrast.statistic) == unit]
     if not by_unit:
         return None
     heights = [len(group) + 1.2 for group in by_unit.values()]
     figure = Figure(figsize=(10, 0.32 * sum(heights) + 0.8), layout="constrained")
     axes = figure.subplots(len(by_unit), 1, squeeze=False, height_ratios=heights)[:, 0]
     for axis, (unit, group) in zip(axes, by_unit.items(), strict=True):
-        for row, (_, one) in enumerate(group):
+        for row, one in enumerate(group):
             difference, colour = one.difference, OF_VERDICT[one.verdict]
             assert difference is not None
             if difference.count > 1:
@@ -115,7 +117,7 @@ def forest(plan: Plan, claims: Sequence[Claim], path: Path) -> str | None:
             axis.plot(difference.mean, row, "o", color=colour, markersize=5)
             if one.contrast.margin:
                 axis.plot(-one.contrast.margin, row, "|", color="black", markersize=9)
-        names = [f"{sides(plan, one.contrast)}{one.contrast.statistic.when}{of(plan, one.stratum)}" for _, one in group]
+        names = [f"{sides(plan, one.contrast)}{one.contrast.statistic.when}{of(plan, one.stratum)}" for one in group]
         axis.set_yticks(range(len(group)), names, fontsize=8)
         axis.set(title=f"difference, {unit}", ylim=(len(group) - 0.4, -0.6))
         axis.axvline(0, color="black", lw=0.8)
@@ -142,46 +144,7 @@ def of(plan: Plan, stratum: Mapping[str, Level]) -> str:
     return f" ({', '.join(plan.label(*pair) for pair in stratum.items())})" if stratum else ""
 
 
-def sweeps(plan: Plan, rows: Sequence[Row], path: Path, statistic: Statistic = ACCURACY) -> str | None:
-    """Plot the final accuracy by level of each swept factor and method; None without sweeps."""
-    swept = [factor for factor in plan.defaults if factor not in ("seed", "method", *plan.strata)]
-    panels = {factor: _sweep(plan, rows, factor, statistic) for factor in swept}
-    panels = {factor: lines for factor, lines in panels.items() if lines}
-    if not panels:
-        return None
-    figure = Figure(figsize=(5.5 * len(panels), 4), layout="constrained")
-    for axis, (factor, lines) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
-        levels = _ordered(plan, factor, {level for points in lines.values() for level in points})
-        for number, (label, points) in enumerate(lines.items()):
-            xs = [levels.index(level) + 0.06 * number for level in points]
-            means = [one.mean for one in points.values()]
-            spread = [[one.mean - one.low for one in points.values()], [one.high - one.mean for one in points.values()]]
-            axis.errorbar(xs, means, spread, fmt="o-", color=COLOURS[number % len(COLOURS)], label=label, capsize=3)
-        names = plan.labels.get(factor, {})
-        axis.set_xticks(range(len(levels)), [names.get(str(level), str(level)) for level in levels])
-        axis.set(title=factor, ylabel=statistic.label)
-        axis.grid(alpha=0.3)
-        axis.legend(fontsize=8)
-    return save(figure, path)
-
-
-def _sweep(plan: Plan, rows: Sequence[Row], factor: str, statistic: Statistic) -> dict[str, dict[Level, Interval]]:
-    """Intervals by level of each method and stratum with more than one level of the factor."""
-    levels = _ordered(plan, factor, {run.levels[factor] for run in plan.runs})
-    lines = {}
-    for stratum in strata(plan):
-        for method in methods(plan):
-            values = {
-                level: list(by_seed(plan, rows, {**stratum, "method": method, factor: level}, statistic).values())
-                for level in levels
-            }
-            points = {level: interval(measured) for level, measured in values.items() if measured}
-            if len(points) > 1:
-                lines[plan.label("method", method) + of(plan, stratum)] = points
-    return lines
-
-
-def _ordered(plan: Plan, factor: str, levels: set[Level]) -> list[Level]:
+def ordered(plan: Plan, factor: str, levels: set[Level]) -> list[Level]:
     """The levels in the order of the plan's labels, or ascending if it has none."""
     listed = list(plan.labels.get(factor, {}))
     return sorted(levels, key=lambda level: listed.index(str(level)) if listed else level)

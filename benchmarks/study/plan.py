@@ -12,13 +12,24 @@
 `${factor}` is the level of a factor. A level may also set its own `config`, and later factors override earlier ones.
 `with: {policy: {toy: {model.optimizer.lr: 0.001}}}` beside `set` applies only in combination with that level of another
 factor.
+
+Its page is set by
+
+    question: Should I train on 4 bits?      # answered by the difference of two methods in `measure`:
+    compare: [nvfp4_aqn, lora16]             # first minus second; the second is the reference of pictures and ceilings
+    answer: One sentence.                    # shown beside what the rows say
+    limits: [What the study cannot say, …]
+    preregistered: ../../docs/plan.md        # written before the runs; exempts the answer's difference from Holm's
+    negligible: 0.01                         # accuracy; a smaller difference is none
+    units: [rounding, seed]                  # random factors: differences are paired by all, averaged within the first
+    strata: [policy]                         # factors whose levels are never compared; the first names the policy
 """
 
 import hashlib
 import itertools
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +39,9 @@ import yaml
 from qerl_pl.errors import UserError
 
 ROOT = Path(__file__).parents[2]
-KEYS = {"config", "values", "set", "factors", "defaults", "blocks", "strata", "measure", "title", "note"}
+KEYS = {"config", "values", "set", "factors", "defaults", "blocks", "strata", "measure", "title", "note"} | {
+    *("question", "answer", "limits", "compare", "preregistered", "units", "negligible"),
+}
 _VALUE = re.compile(r"\$\{(\w+)\}")
 Level = str | int | float | bool
 
@@ -101,6 +114,20 @@ class Plan:
     """Title of its page."""
     note: str
     """Introduction of its page."""
+    question: str = ""
+    """What the page answers first."""
+    answer: str = ""
+    """A sentence beside the answer that the rows give."""
+    limits: tuple[str, ...] = ()
+    """What the study cannot say."""
+    compare: tuple[str, str] = ("nvfp4_aqn", "lora16")
+    """Methods whose difference answers the question; the second is the reference."""
+    preregistered: str = ""
+    """Page that was written before the runs; its link, relative to the study's file."""
+    units: tuple[str, ...] = ("seed",)
+    """Factors that are drawn at random; values are averaged within levels of the first."""
+    negligible: float = 0.0
+    """Accuracy below which a difference counts as none."""
 
     def label(self, factor: str, level: Level) -> str:
         """Display name of a level."""
@@ -136,7 +163,20 @@ def read_plan(path: Path) -> Plan:
         measure=study.get("measure", "val/pass@1"),
         title=study.get("title", "A study of the paper's claims"),
         note=study.get("note", ""),
+        question=study.get("question", ""),
+        answer=study.get("answer", ""),
+        limits=tuple(study.get("limits", ())),
+        compare=_two(path, study.get("compare", Plan.compare)),
+        preregistered=study.get("preregistered", ""),
+        units=tuple(study.get("units", ("seed",))),
+        negligible=study.get("negligible", 0.0),
     )
+
+
+def _two(path: Path, methods: Sequence[str]) -> tuple[str, str]:
+    if len(methods) != 2:
+        raise UserError(f"a study compares two methods; {path} has {len(methods)} in compare; name two")
+    return methods[0], methods[1]
 
 
 def _combinations(

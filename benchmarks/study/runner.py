@@ -184,6 +184,8 @@ class Runner:
         folder.mkdir(parents=True, exist_ok=True)
         device, slots = slot[0], len(self.limits.devices) * self.limits.at_once
         where = self._where_of(run) | ({"gpu": "none"} if device == "cpu" else {})
+        before = _notes(folder).get("where", {}).get("at_once", 1)  # a run that goes on keeps its busiest time
+        where["at_once"] = max(self.limits.at_once, before)
         _note(folder, {"digest": run.digest, "where": where}, 0.0)
         paths = [str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")]
         environment = {
