@@ -148,8 +148,8 @@ def weights_of(correction: RolloutCorrection) -> Callable[[Batch], Results]:
     """Importance weights of the tokens that train, and whether they are kept, 0 at others."""
 
     def compute(batch: Batch) -> Results:
-        found = correction_weights(correction, batch.old, batch.sampler, batch.mask)
-        return {"weights": found.weights * batch.mask, "kept": (~found.rejected & batch.mask).double()}
+        ours = correction_weights(correction, batch.old, batch.sampler, batch.mask)
+        return {"weights": ours.weights * batch.mask, "kept": (~ours.rejected & batch.mask).double()}
 
     return compute
 
@@ -286,14 +286,14 @@ class Peer:
     """Why its result differs by definition; empty if it must agree."""
 
 
-def largest_difference(found: Results, expected: Results) -> tuple[float, bool]:
+def largest_difference(ours: Results, expected: Results) -> tuple[float, bool]:
     """Largest absolute difference, and whether each is within the tolerance.
 
     Raises:
         ValueError: Names or shapes differ.
     """
-    if {name: value.shape for name, value in found.items()} != {name: value.shape for name, value in expected.items()}:
-        raise ValueError(f"results must have the same names and shapes; got {found} and {expected}")
-    size = max(float((value - expected[name]).abs().max()) for name, value in found.items())
-    close = (torch.allclose(value, expected[name], TOLERANCE, TOLERANCE) for name, value in found.items())
+    if {name: value.shape for name, value in ours.items()} != {name: value.shape for name, value in expected.items()}:
+        raise ValueError(f"results must have the same names and shapes; got {ours} and {expected}")
+    size = max(float((value - expected[name]).abs().max()) for name, value in ours.items())
+    close = (torch.allclose(value, expected[name], TOLERANCE, TOLERANCE) for name, value in ours.items())
     return size, all(close)

@@ -139,8 +139,8 @@ def trl_coefficients(first: bool) -> Callable[[Batch], Results]:
         control |= {"entropy_coef_min": CONTROL.minimum, "entropy_coef_max": CONTROL.maximum}
         settings = {"use_adaptive_entropy": True, "entropy_coef": START, "loss_type": "bnpo"} | control
         with float64():
-            found = torch.stack(GRPO(batch, batch.rewards[:, :1], [1.0], **settings).coefficients())
-        return {"coefficient": found[:1] if first else found[1:]}
+            coefficients = torch.stack(GRPO(batch, batch.rewards[:, :1], [1.0], **settings).coefficients())
+        return {"coefficient": coefficients[:1] if first else coefficients[1:]}
 
     return call
 

@@ -85,8 +85,8 @@ def verl_loss(
         )(batch)["advantages"]
         mask, weights = batch.mask.double(), None
         if correction is not None:
-            found = corrected(batch, **correction)
-            mask, weights = found["kept"], found["weights"]
+            corrections = corrected(batch, **correction)
+            mask, weights = corrections["kept"], corrections["weights"]
         return policy_loss(function, batch, advantages[:, None].expand_as(mask), mask, weights, aggregation, **settings)
 
     return call
@@ -119,8 +119,8 @@ def corrected(batch: Batch, **settings: Any) -> Results:
 
 def rejecting(batch: Batch, **settings: Any) -> Results:
     """As `corrected`, with weight 0 where rejected."""
-    found = corrected(batch, **settings)
-    return {"weights": found["weights"] * found["kept"], "kept": found["kept"]}
+    corrections = corrected(batch, **settings)
+    return {"weights": corrections["weights"] * corrections["kept"], "kept": corrections["kept"]}
 
 
 def weighting(batch: Batch, **settings: Any) -> Results:
@@ -138,9 +138,9 @@ def verl_mismatch(batch: Batch) -> Results:
     """Measures of the difference of sampler and trainer."""
     settings = {"rollout_is": "token", "rollout_is_threshold": 1.2}
     mask = batch.mask.double()
-    _, _, found = corr.compute_rollout_correction_and_rejection_mask(batch.old, batch.sampler, mask, **settings)
+    _, _, corrections = corr.compute_rollout_correction_and_rejection_mask(batch.old, batch.sampler, mask, **settings)
     names = {"k3": "k3_kl", "chi2": "chi2_token", "ess": "rollout_is_eff_sample_size"}
-    return {name: torch.tensor([found[f"rollout_corr/{theirs}"]]).double() for name, theirs in names.items()}
+    return {name: torch.tensor([corrections[f"rollout_corr/{theirs}"]]).double() for name, theirs in names.items()}
 
 
 def verl_distilled(batch: Batch) -> Results:

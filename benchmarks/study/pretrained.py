@@ -183,19 +183,19 @@ def with_interval(values: Sequence[float], digits: int, bounds: tuple[float, flo
 def table(measured: dict[str, dict[str, Any]]) -> str:
     """A row for each policy; differences are from the first, paired by question."""
     (name, first), rows = next(iter(measured.items())), list[list[str]]()
-    for label, found in measured.items():
+    for label, result in measured.items():
         cells = [label]
         for kind in ("greedy", "sampled"):
-            share = statistics.fmean(found[kind])
-            bounds = report.wilson(sum(found[kind]), len(found[kind])) if kind == "greedy" else None
-            cells.append(with_interval([float(value) for value in found[kind]], 3, bounds))
-            less = [float(own) - float(other) for own, other in zip(found[kind], first[kind], strict=True)]
+            share = statistics.fmean(result[kind])
+            bounds = report.wilson(sum(result[kind]), len(result[kind])) if kind == "greedy" else None
+            cells.append(with_interval([float(value) for value in result[kind]], 3, bounds))
+            less = [float(own) - float(other) for own, other in zip(result[kind], first[kind], strict=True)]
             kept = share / (statistics.fmean(first[kind]) or math.nan)
             cells.append("" if label == name else f"{with_interval(less, 3)}, {kept:.0%}")
         for kind in (kind for kind in NATS if kind in first):
-            more = [own - other for own, other in zip(found[kind], first[kind], strict=True)]
-            cells += [f"{statistics.fmean(found[kind]):.4f}", "" if label == name else with_interval(more, 4)]
-        rows.append([*cells, f"{found['tokens']:.0f}", f"{found['truncated']:.1%}"])
+            more = [own - other for own, other in zip(result[kind], first[kind], strict=True)]
+            cells += [f"{statistics.fmean(result[kind]):.4f}", "" if label == name else with_interval(more, 4)]
+        rows.append([*cells, f"{result['tokens']:.0f}", f"{result['truncated']:.1%}"])
     difference = f"less {name}, share kept"
     headers = ["policy", "greedy accuracy", difference, "sampled accuracy", difference]
     for kind in (kind for kind in NATS if kind in first):
@@ -240,12 +240,12 @@ def main() -> None:
         lora = LoraConfig(saved.rank, saved.alpha, targets=saved.targets)
     policy = Measurement(args.model, args.format, lora, args.max_tokens, args.engine, args.dtype)
     policy.use(args.adapter)
-    found = policy.accuracy(rows, args.style, args.samples, args.write_samples)
-    found["nats"] = policy.nats(solutions(rows, args.style))
+    result = policy.accuracy(rows, args.style, args.samples, args.write_samples)
+    result["nats"] = policy.nats(solutions(rows, args.style))
     if args.teacher:
-        found["teacher_nats"] = policy.nats(sampled_completions(args.teacher, args.style))
+        result["teacher_nats"] = policy.nats(sampled_completions(args.teacher, args.style))
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(found | {"environment": report.environment()}))
+    args.out.write_text(json.dumps(result | {"environment": report.environment()}))
     policy.engine.close()
 
 

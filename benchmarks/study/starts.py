@@ -112,9 +112,9 @@ def train(args: argparse.Namespace) -> None:
     steps = []
     for step in range(args.every, args.steps + 1, args.every):
         policy.use(folder / f"step={step}")
-        found = policy.accuracy(held_out, "tags", args.samples)
-        summary = {kind: statistics.fmean(found[kind]) for kind in ("greedy", "sampled")}
-        steps.append({"step": step, **summary, "tokens": found["tokens"], "truncated": found["truncated"]})
+        result = policy.accuracy(held_out, "tags", args.samples)
+        summary = {kind: statistics.fmean(result[kind]) for kind in ("greedy", "sampled")}
+        steps.append({"step": step, **summary, "tokens": result["tokens"], "truncated": result["truncated"]})
         print(args.format, args.rounding, steps[-1], flush=True)
     policy.engine.close()
     settings = {name: getattr(args, name) for name in ("format", "rounding", "taught", "held_out", "samples", "lr")}
@@ -131,10 +131,10 @@ def merge(base: Path, adapter: Path, merged: Path) -> None:
 
 
 def choose(args: argparse.Namespace) -> None:
-    found = {path.parent: json.loads(path.read_text()) for path in sorted(args.starts.glob(f"*-*/{RESULTS}"))}
-    best = {folder: max(step["sampled"] for step in start["steps"]) for folder, start in found.items()}
+    starts = {path.parent: json.loads(path.read_text()) for path in sorted(args.starts.glob(f"*-*/{RESULTS}"))}
+    best = {folder: max(step["sampled"] for step in start["steps"]) for folder, start in starts.items()}
     target, rows, results = args.target or min(best.values()), [], []
-    for folder, start in found.items():
+    for folder, start in starts.items():
         step = min(start["steps"], key=lambda step: (abs(step["sampled"] - target), step["step"]))
         shutil.rmtree(folder / "start", ignore_errors=True)
         shutil.copytree(folder / f"step={step['step']}", folder / "start")

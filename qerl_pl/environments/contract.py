@@ -74,17 +74,17 @@ def load_factory(factory: Factory) -> Callable[..., Any]:
     try:
         inspect.signature(loaded).bind_partial(**arguments)
     except TypeError as error:
-        raise UserError(f"{_RULE}; {_name_of(loaded)} does not take its init_args ({error}); correct them") from error
+        raise UserError(f"{_RULE}; {name_of(loaded)} does not take its init_args ({error}); correct them") from error
     made = partial(loaded, **arguments) if arguments else loaded
     missing = _required(made)
     if inspect.isclass(loaded) and missing:
         raise UserError(
-            f"an environment class is made without further arguments; {_name_of(loaded)} needs {', '.join(missing)}; "
+            f"an environment class is made without further arguments; {name_of(loaded)} needs {', '.join(missing)}; "
             "give them in init_args"
         )
     if len(missing) > 1:
         raise UserError(
-            f"{_RULE}; {_name_of(loaded)} needs {', '.join(missing)}; leave one argument, the row, and give the others "
+            f"{_RULE}; {name_of(loaded)} needs {', '.join(missing)}; leave one argument, the row, and give the others "
             "in init_args"
         )
     return made
@@ -217,5 +217,8 @@ def _accepts(function: Callable[..., Any], *arguments: Any) -> bool:
     return True
 
 
-def _name_of(factory: Any) -> str:
-    return getattr(factory, "__qualname__", type(factory).__qualname__)
+def name_of(factory: Any) -> str:
+    """Name of a class or function, or of what is named."""
+    if isinstance(factory, Mapping):
+        return str(factory.get("class_path"))
+    return factory if isinstance(factory, str) else getattr(factory, "__qualname__", type(factory).__qualname__)

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 import cloudpickle
 
-from qerl_pl.environments.contract import Factory, Opening, ToolAnswer
+from qerl_pl.environments.contract import Factory, Opening, ToolAnswer, name_of
 from qerl_pl.environments.worker import Frame
 from qerl_pl.errors import UserError, require_at_least
 
@@ -208,7 +208,7 @@ class _Loop:
 
     def __init__(self, pool: EnvironmentPool) -> None:
         self.limit = pool.time_limit
-        self.name = _name(pool.factory)
+        self.name = name_of(pool.factory)
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
         self._most = asyncio.Semaphore(most if pool.workers is None else pool.workers)
         self._idle: list[_Worker] = []
@@ -444,12 +444,6 @@ def _status(status: int | None) -> str:
     if status is None:
         return "no exit status"
     return f"exit status {status}" if status >= 0 else f"signal {signal.Signals(-status).name}"
-
-
-def _name(factory: Factory) -> str:
-    if isinstance(factory, Mapping):
-        return str(factory.get("class_path"))
-    return factory if isinstance(factory, str) else getattr(factory, "__qualname__", type(factory).__qualname__)
 
 
 def _done(answer: ToolAnswer) -> Future[ToolAnswer]:

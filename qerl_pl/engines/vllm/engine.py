@@ -5,7 +5,7 @@ import logging
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -355,8 +355,7 @@ class VLLMEngine(RolloutEngine):
             for request in requests
             for seed in request.seeds
         ]
-        # Small helpers that vLLM compiles even in eager mode would need a C++ compiler on a CPU.
-        with nullcontext() if self._on_gpu else torch.compiler.set_stance("force_eager"):
+        with self._without_compiler():
             outputs = self._llm.generate(prompts, params, use_tqdm=False)
         return regroup(requests, [completion_of(output.outputs[0]) for output in outputs])
 
@@ -380,7 +379,7 @@ class VLLMEngine(RolloutEngine):
                     running[name] = key
                 if not running:
                     return
-                with nullcontext() if self._on_gpu else torch.compiler.set_stance("force_eager"):
+                with self._without_compiler():
                     outputs = engine.step()
                 for output in outputs:
                     if output.finished:
@@ -388,6 +387,10 @@ class VLLMEngine(RolloutEngine):
         finally:
             if running:  # an error: the next sync needs an engine without requests
                 engine.abort_request(list(running))
+
+    def _without_compiler(self) -> AbstractContextManager[Any]:
+        """On a CPU: small helpers that vLLM compiles even in eager mode would need a C++ compiler."""
+        return nullcontext() if self._on_gpu else torch.compiler.set_stance("force_eager")
 
     def _final_params(self, sampling: SamplingConfig, seed: int, request: RolloutRequest) -> Any:
         """Sampling parameters of a request whose only output is the finished completion."""
