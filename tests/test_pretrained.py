@@ -76,8 +76,14 @@ def test_the_table_pairs_questions() -> None:
 def test_starts_are_taught_measured_and_chosen(tiny_policy_dir: Path, gsm8k: Path, tmp_path: Path) -> None:
     common = ["--data", str(gsm8k), "--taught", "4", "--held-out", "3", "--steps", "2", "--every", "1", "--rank", "2"]
     common += ["--batch-size", "2", "--max-tokens", "4", "--engine", "transformers", "--dtype", "float32"]
-    for kind, rounding in (("none", "0"), ("nvfp4", "1")):
-        starts(["train", str(tiny_policy_dir), str(tmp_path), "--format", kind, "--rounding", rounding, *common])
+    tested = ["--test-samples", "2", "--boxed-tokens", "6"]
+    for kind, rounding, more in (("none", "0", []), ("nvfp4", "1", tested)):
+        starts(["train", str(tiny_policy_dir), str(tmp_path), "--format", kind, "--rounding", rounding, *common, *more])
+    before, after = (json.loads((tmp_path / "nvfp4-1" / f"{name}.json").read_text()) for name in ("before", "after"))
+    assert (before["tokens"], after["tokens"]) == (6, 4)  # a random policy does not stop
+    assert len(before["greedy"]) == len(after["greedy"]) == 4 and after["samples"] == 2
+    assert pretrained.table({"before": before, "after": after}).count("\n") == 3
+    assert not (tmp_path / "none-0" / "before.json").exists()
     taught = {
         split: len((tmp_path / "data" / f"{split}.jsonl").read_text().splitlines())
         for split in ("train", "held_out", "test")

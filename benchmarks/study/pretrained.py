@@ -132,13 +132,18 @@ class Measurement:
         self.policy.load_trained_state(self._initial if adapter is None else read_adapter(str(adapter)).tensors())
 
     def accuracy(
-        self, rows: list[dict[str, str]], style: str, samples: int, file: Path | None = None
+        self,
+        rows: list[dict[str, str]],
+        style: str,
+        samples: int,
+        file: Path | None = None,
+        max_tokens: int | None = None,
     ) -> dict[str, Any]:
         """Whether each greedy answer is right, and how many of each question's samples; lengths and truncations.
 
-        All completions go to `file`, if there is one.
+        All completions, of up to `max_tokens` tokens (the measurement's by default), go to `file`, if there is one.
         """
-        config = EvaluatorConfig([REWARDS[style]], SamplingConfig(max_tokens=self.max_tokens), samples)
+        config = EvaluatorConfig([REWARDS[style]], SamplingConfig(max_tokens=max_tokens or self.max_tokens), samples)
         evaluator = Evaluator(config, self.engine, AutoTokenizer.from_pretrained(self.tokenizer_folder), seed=0)
         if file is not None:
             evaluator.use_cache(SampleCache(file))

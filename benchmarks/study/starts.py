@@ -6,8 +6,10 @@
 `train` writes BASE, a copy of MODEL whose channels are reordered unless the rounding is 0, fine-tunes an adapter on the
 quantized BASE with the first rows of the training split, and measures its accuracy on the next rows at intervals.
 `choose` takes the lowest of the best accuracies as the target, unless it is given, so that every policy starts alike;
-full fine-tuning starts from STARTS/none-0/merged. Neither sees the test split. Reinforcement learning trains on the
-remaining rows, which `train` writes to STARTS/data.
+full fine-tuning starts from STARTS/none-0/merged. Neither sees the test split, but for `train --test-samples N`, which
+writes what the policy can do on it before fine-tuning, asked for a boxed answer, and after it to before.json and
+after.json for `benchmarks.study.pretrained table`. Reinforcement learning trains on the remaining rows, which `train`
+writes to STARTS/data.
 """
 
 import argparse
@@ -108,14 +110,22 @@ def train(args: argparse.Namespace) -> None:
     trainer.fit(module, data)
     shutil.rmtree(folder / "adapter", ignore_errors=True)  # the last of the snapshots
     del module, trainer
-    policy = Measurement(base, args.format, lora, args.max_tokens, args.engine, args.dtype)
+    longest = max(args.max_tokens, args.boxed_tokens if args.test_samples else 0)
+    policy = Measurement(base, args.format, lora, longest, args.engine, args.dtype)
     steps = []
     for step in range(args.every, args.steps + 1, args.every):
         policy.use(folder / f"step={step}")
-        result = policy.accuracy(held_out, "tags", args.samples)
+        result = policy.accuracy(held_out, "tags", args.samples, max_tokens=args.max_tokens)
         summary = {kind: statistics.fmean(result[kind]) for kind in ("greedy", "sampled")}
         steps.append({"step": step, **summary, "tokens": result["tokens"], "truncated": result["truncated"]})
         print(args.format, args.rounding, steps[-1], flush=True)
+    if args.test_samples:
+        test, last = read_rows(args.data / "test.jsonl"), folder / f"step={steps[-1]['step']}"
+        ways = (("before", None, "boxed", args.boxed_tokens), ("after", last, "tags", args.max_tokens))
+        for name, adapter, style, tokens in ways:
+            policy.use(adapter)
+            result = policy.accuracy(test, style, args.test_samples, max_tokens=tokens)
+            (folder / f"{name}.json").write_text(json.dumps({**result, "environment": report.environment()}))
     policy.engine.close()
     settings = {name: getattr(args, name) for name in ("format", "rounding", "taught", "held_out", "samples", "lr")}
     results = {**settings, "model": args.model.name, "steps": steps, "environment": report.environment()}
@@ -166,6 +176,8 @@ def main(words: Sequence[str] | None = None) -> None:
     one.add_argument("--alpha", type=float, default=32.0)
     one.add_argument("--samples", type=int, default=2, help="samples a question, beside the greedy one")
     one.add_argument("--max-tokens", type=int, default=320)
+    one.add_argument("--test-samples", type=int, default=0, help="samples a question of the test split; 0: no test")
+    one.add_argument("--boxed-tokens", type=int, default=512, help="tokens of a boxed answer")
     one.add_argument("--engine", choices=["vllm", "transformers"], default="vllm")
     one.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
     two = commands.add_parser("choose")
