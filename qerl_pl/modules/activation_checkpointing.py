@@ -1,4 +1,4 @@
-"""Activation checkpointing by layer, selective or none: chosen by free memory, with a fallback when that runs out.
+"""Activation checkpointing: none, selective, by layer, offloaded; chosen by free memory, with a fallback.
 
 All modes give the same gradients, bit for bit: the choice trades time for memory.
 """
@@ -6,6 +6,7 @@ All modes give the same gradients, bit for bit: the choice trades time for memor
 import gc
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Literal, TypeVar
 
@@ -18,6 +19,7 @@ from qerl_pl.distributed.communicator import Communicator, warn_of_this_rank
 from qerl_pl.formats.architecture import family_of
 from qerl_pl.formats.norm import Float32RMSNorm
 from qerl_pl.memory import GIB, activation_bytes, free_bytes, temporary_bytes
+from qerl_pl.modules.activation_offload import ActivationOffload
 from qerl_pl.modules.lora import LoraLinear
 from qerl_pl.persistence.random_state import random_state, set_random_state
 
@@ -25,9 +27,9 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-Checkpointing = bool | Literal["selective", "auto"]
+Checkpointing = bool | Literal["selective", "offload", "auto"]
 MODES: tuple[Checkpointing, ...] = (False, "selective", True)
-"""From the fastest to the one that needs the least memory."""
+"""Those that "auto" takes, from the fastest to the one that needs the least memory. "offload" takes the CPU's, too."""
 
 
 class ActivationCheckpointing:
@@ -35,7 +37,7 @@ class ActivationCheckpointing:
 
     Args:
         base: The causal LM, its adapter attached.
-        requested: One of `MODES`, or "auto": every layer is checkpointed until `choose_mode` is called.
+        requested: One of `MODES`, "offload", or "auto": every layer is checkpointed until `choose_mode` is called.
         has_dropout: Whether recomputation must restore random states.
         dtype: Of activations; the parameters may be float32 master weights.
     """
@@ -46,7 +48,12 @@ class ActivationCheckpointing:
         self.automatic = requested == "auto"
         self.chosen = not self.automatic
         self.mode: Checkpointing = True if requested == "auto" else requested
+        self._offload = ActivationOffload(base.config.hidden_size, dtype) if requested == "offload" else None
         self._apply()
+
+    def saved_activations(self) -> AbstractContextManager[object]:
+        """Context of the decoder's forward pass, for what the layers' checkpoints save."""
+        return nullcontext() if self._offload is None else self._offload
 
     def state(self) -> str | None:
         """The mode that "auto" chose, for a checkpoint; None before the choice and for other settings."""

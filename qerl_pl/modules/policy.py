@@ -65,7 +65,8 @@ class PolicyConfig:
         train_norms: Train the RMSNorm scales too; those that `adapter` has train in any case.
         gradient_checkpointing: What the backward pass recomputes: `true` each layer, `selective` all but the linears'
             products, `false` nothing. `auto` takes the fastest of them that fits the free memory in the first update,
-            keeps to it when resumed, and recomputes more where the memory runs out after all. Gradients are the same.
+            keeps to it when resumed, and recomputes more where the memory runs out after all. `offload` is `true` with
+            the layers' inputs in pinned CPU memory until the backward pass needs them. Gradients are the same.
     """
 
     path: str | None = None
@@ -357,7 +358,11 @@ class Policy(nn.Module):
     def _predicting(self, tokens: Tensor, lengths: Tensor, mask: Tensor, reference: bool) -> tuple[Tensor, Tensor]:
         """Hidden states [M, D] that predict the masked tokens, and the output layer's weight [V, D]."""
         model = self.trained.reference() if reference else nullcontext(self.base)
-        with model as base, self.trained.low_precision_copies(self.config.torch_dtype):
+        copies, saved = (
+            self.trained.low_precision_copies(self.config.torch_dtype),
+            self.checkpointing.saved_activations(),
+        )
+        with model as base, copies, saved:
             return predicting_states(base, tokens, lengths, mask)
 
     def weights(self, version: int, noise: NormNoise | None = None, reference: bool = False) -> PolicyWeights:
