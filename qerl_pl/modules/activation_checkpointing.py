@@ -21,6 +21,7 @@ from qerl_pl.formats.norm import Float32RMSNorm
 from qerl_pl.memory import GIB, activation_bytes, free_bytes, temporary_bytes
 from qerl_pl.modules.activation_offload import ActivationOffload
 from qerl_pl.modules.lora import LoraLinear
+from qerl_pl.modules.tiled_mlp import leaving_out_contexts
 from qerl_pl.persistence.random_state import random_state, set_random_state
 
 log = logging.getLogger(__name__)
@@ -40,10 +41,19 @@ class ActivationCheckpointing:
         requested: One of `MODES`, "offload", or "auto": every layer is checkpointed until `choose_mode` is called.
         has_dropout: Whether recomputation must restore random states.
         dtype: Of activations; the parameters may be float32 master weights.
+        mlp_tile_tokens: Of the layers' MLPs; None where they are not tiled.
     """
 
-    def __init__(self, base: PreTrainedModel, requested: Checkpointing, has_dropout: bool, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        base: PreTrainedModel,
+        requested: Checkpointing,
+        has_dropout: bool,
+        dtype: torch.dtype,
+        mlp_tile_tokens: int | None = None,
+    ) -> None:
         self._base, self._has_dropout, self._dtype, self._enabled = base, has_dropout, dtype, False
+        self._mlp_tile_tokens = mlp_tile_tokens
         self._pending_state_bytes = 8.0  # of AdamW in float32
         self.automatic = requested == "auto"
         self.chosen = not self.automatic
@@ -155,9 +165,13 @@ class ActivationCheckpointing:
             return
         self._enabled = True
         settings: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": self._has_dropout}
+        is_added = not family_of(self._base.config.model_type).normed_outputs
         if self.mode == "selective":
-            added = not family_of(self._base.config.model_type).normed_outputs and _saves_all_products(self._base)
+            # Products of tiled MLPs are not saved: the last one is then no addend of the result.
+            added = is_added and self._mlp_tile_tokens is None and _saves_all_products(self._base)
             settings["context_fn"] = partial(selective_checkpoint_contexts, last_is_added=added)
+        elif is_added and self._mlp_tile_tokens is not None:
+            settings["context_fn"] = leaving_out_contexts
         self._base.gradient_checkpointing_enable(settings)
         self._base.disable_input_require_grads()  # only reentrant checkpoints need it, and it costs products
 
