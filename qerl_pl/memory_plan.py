@@ -1,10 +1,11 @@
 """What a run needs of a GPU's memory, by purpose, computed from the model's shape before anything is loaded.
 
-Tensors are counted as the code allocates them. What others allocate (CUDA, cuBLAS, vLLM) is measured: see the constants.
+Tensors are counted as the code allocates them. What others allocate (CUDA, cuBLAS, vLLM) is measured, see the
+constants.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from qerl_kernels.logprob import CHUNK_BYTES
@@ -19,16 +20,17 @@ MASTER = GRADIENT = 4
 BITS = {"nvfp4": 4.5, "mxfp4": 4.25, "nf4": 4.5, "none": 16.0, "gaussian": 16.0}
 """Bits of a weight of the layers' linears in a base format, scales included; vLLM undoes NF4's double quantization."""
 SMS = 132
-"""Streaming multiprocessors of an H100 or H200: flash attention's deterministic backward pass has a partial sum for each
-group of sequences and heads that leaves some idle."""
+"""Streaming multiprocessors of an H100 or H200. Flash attention's deterministic backward pass sums in as many parts as
+keep them busy: this number over sequences times heads, rounded up."""
 CUDA_CONTEXT_GIB = 0.81
-"""CUDA's context and libraries. Measured: rl_step_7b_nvfp4_1.json 0.809, rl_step_32b_nvfp4_1.json 0.872."""
+"""CUDA's context and libraries. Measured: rl_step_7b_nvfp4_1.md 0.809, rl_step_32b_nvfp4_1.md 0.872."""
 ENGINE_BUFFERS_GIB = 0.2
-"""Inputs, workspaces and the rotary table of vLLM, cuBLAS workspaces. Measured: "other tensors" of rl_step_7b_nvfp4_1.json
-0.199, of rl_step_32b_nvfp4_1.json 0.286."""
+"""Inputs, workspaces and the rotary table of vLLM, cuBLAS workspaces. Measured: "other tensors" of
+rl_step_7b_nvfp4_1.md 0.199, of rl_step_32b_nvfp4_1.md 0.286."""
 CUDA_GRAPHS_GIB = 0.31
-"""CUDA graphs' private memory and cached blocks. Measured, for 8 sequences: rl_step_7b_nvfp4_1.json 0.311,
-rl_step_32b_nvfp4_1.json 0.419."""
+"""CUDA graphs' private memory and cached blocks. Measured, for 8 sequences: rl_step_7b_nvfp4_1.md 0.311,
+rl_step_32b_nvfp4_1.md 0.419."""
+CONTEXT = "CUDA context"
 PREFILL_TOKENS = 8192
 """Most tokens of vLLM's forward pass by default, on GPUs of less than 70 GiB and, at 16384, above."""
 
@@ -107,7 +109,8 @@ def _parts(targets: Sequence[str]) -> list[str]:
     names = [name for target in targets for name in fused.get(target, (target,))]
     if unknown := sorted(set(names) - set(PROJECTIONS)):
         raise UserError(
-            f"memory is estimated for adapters on {', '.join(PROJECTIONS)}; model.policy.lora.targets names {unknown[0]}"
+            f"memory is estimated for adapters on {', '.join(PROJECTIONS)}; model.policy.lora.targets names "
+            f"{unknown[0]}: leave it out of them to see an estimate"
         )
     return names
 
@@ -253,7 +256,9 @@ def run_memory(plan: RunPlan) -> RunMemory:
     full = batch.full_finetuning
     dense = size * (shape.linear_weights + shape.embedding_weights)
     base = shape.linear_weights * BITS[plan.quantization] / 8 + size * shape.embedding_weights
-    trained = shape.linear_weights + shape.embedding_weights if full else shape.adapter_weights(batch.rank, plan.targets)
+    trained = (
+        shape.linear_weights + shape.embedding_weights if full else shape.adapter_weights(batch.rank, plan.targets)
+    )
     gradients = GRADIENT * trained
     held: dict[str, float] = {"base model": dense if full else base}
     if not plan.engine:
@@ -266,7 +271,7 @@ def run_memory(plan: RunPlan) -> RunMemory:
     if plan.reference:
         held["reference policy"] = dense
     held["optimizer states"] = plan.state_bytes * trained
-    cuda = {"CUDA context": CUDA_CONTEXT_GIB * GIB}
+    cuda = {CONTEXT: CUDA_CONTEXT_GIB * GIB}
     kv = {"keys and values": plan.kv_cache_gib * GIB} if plan.engine else {}
     buffers = {"engine: buffers, CUDA graphs": (ENGINE_BUFFERS_GIB + CUDA_GRAPHS_GIB) * GIB} if plan.engine else {}
     prefill = {"engine: prefill and logits": _prefill(plan)} if plan.engine else {}
@@ -277,7 +282,12 @@ def run_memory(plan: RunPlan) -> RunMemory:
     activations = before + saved + working
     last = gradients + max(0 if full else size * trained, plan.step_bytes * trained)
     if activations >= last:
-        update = {**held, "gradients": before, "layer inputs and products": saved, "working memory of the update": working}
+        update = {
+            **held,
+            "gradients": before,
+            "layer inputs and products": saved,
+            "working memory of the update": working,
+        }
     else:
         update = {**held, "gradients": gradients, "optimizer step": last - gradients}
     update |= {} if plan.sleeps else kv
@@ -285,6 +295,12 @@ def run_memory(plan: RunPlan) -> RunMemory:
     if batch.checkpointing == "offload":
         cpu["layer inputs"] = float(shape.layers * size * shape.hidden * batch.tokens)
     return RunMemory(rollout, {**update, **buffers, **cuda}, cpu)
+
+
+def update_memory(plan: RunPlan) -> float:
+    """Bytes of PyTorch's tensors at the peak of an update, without an engine's: CUDA's context is not among them."""
+    update = run_memory(replace(plan, engine=False)).update
+    return sum(size for name, size in update.items() if name != CONTEXT)
 
 
 def _prefill(plan: RunPlan) -> float:
