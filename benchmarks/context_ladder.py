@@ -140,7 +140,7 @@ def alive_at_peak(policy: Any, length: int, vocabulary: int) -> list[tuple[str, 
     memory = torch.cuda.memory
     memory._record_memory_history(max_entries=2_000_000, stacks="python")
     try:
-        update_speed.measure(policy, length, length, vocabulary, 0)
+        update_speed.measure(policy, length, length, vocabulary, 1)
         events = memory._snapshot()["device_traces"][0]
     finally:
         memory._record_memory_history(enabled=None)
