@@ -13,10 +13,10 @@ from transformers import PretrainedConfig
 
 from qerl_pl.errors import UserError
 from qerl_pl.formats.architecture import PROJECTIONS
+from qerl_pl.memory import GIB, GRADIENT, MASTER
 
-GIB = 2**30
-MASTER = GRADIENT = 4
-"""Bytes of a float32 master weight, and of its gradient."""
+SAFETY_FACTOR = 1.1
+"""Of activations where a mode is chosen by them: for fragmentation and small tensors."""
 BITS = {"nvfp4": 4.5, "mxfp4": 4.25, "nf4": 4.5, "none": 16.0, "gaussian": 16.0}
 """Bits of a weight of the layers' linears in a base format, scales included; vLLM undoes NF4's double quantization."""
 SMS = 132
@@ -87,6 +87,10 @@ class Shape:
     def embedding_weights(self) -> int:
         """Embedding and output layer."""
         return (1 if self.tied else 2) * self.vocabulary * self.hidden
+
+    def kv_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes of a token's keys and values in all layers."""
+        return 2 * self.layers * self.keys * dtype.itemsize
 
     def adapter_weights(self, rank: int, targets: Sequence[str] = PROJECTIONS) -> int:
         """Of A and B on these projections of all layers."""
@@ -166,6 +170,11 @@ def _attention(shape: Shape, size: int) -> int:
     return size * (2 * shape.queries + 2 * shape.keys) + norms + 4 * shape.heads
 
 
+def activation_bytes(shape: Shape, batch: MicroBatch) -> int:
+    """Peak of a micro-batch's activations and their gradients, with logits, and with weights cast for a product."""
+    return saved_bytes(shape, batch) + max(working_bytes(shape, batch).values())
+
+
 def working_bytes(shape: Shape, batch: MicroBatch) -> dict[str, int]:
     """What is alive beside `saved_bytes` at the peak of each part of the update, by part.
 
@@ -192,7 +201,7 @@ def working_bytes(shape: Shape, batch: MicroBatch) -> dict[str, int]:
     attention = size * tokens * (2 * hidden + 2 * shape.queries + expanded + 2 * shape.keys)
     attention += tokens * _attention(shape, size) + 4 * splits * rounded * shape.queries + weight
     # The last norm's input in float32 and its results; the predicting states and their gradients.
-    head = (4 + 4 * size) * hidden * tokens + CHUNK_BYTES
+    head = (4 + 4 * size) * hidden * tokens + min(CHUNK_BYTES, size * shape.vocabulary * tokens)
     if batch.full_finetuning:  # the output layer's copy, its gradient in float32, and a chunk's
         head += (2 * size + 4) * shape.vocabulary * hidden
     return {"MLP": mlp, "attention": attention, "logits": head}
@@ -309,8 +318,3 @@ def _prefill(plan: RunPlan) -> float:
     tokens = min(plan.prompt_tokens, PREFILL_TOKENS)
     dense = 0 if plan.quantization == "none" else size * 2 * shape.inner * shape.hidden
     return tokens * size * (3 * shape.inner + 4 * shape.hidden) + dense + plan.max_num_seqs * shape.vocabulary * size
-
-
-def kv_gib(shape: Shape, dtype: torch.dtype, tokens: int) -> float:
-    """GiB of so many tokens' keys and values."""
-    return 2 * shape.layers * shape.keys * dtype.itemsize * tokens / GIB
