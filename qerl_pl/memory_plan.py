@@ -249,6 +249,8 @@ class RunPlan:
     engine: bool = True
     shares_weights: bool = True
     """Whether trainer and engine hold one copy of the base."""
+    engine_is_dense: bool = False
+    """Whether the engine's copy has 16 bits (`TransformersEngine`)."""
     kv_cache_gib: float = 4.0
     sleeps: bool = True
     """Whether the engine releases keys and values during the update."""
@@ -273,7 +275,7 @@ def run_memory(plan: RunPlan) -> RunMemory:
     if not plan.engine:
         held["base model"] = 0 if full else base
     elif not full and not plan.shares_weights:
-        held["base model, the trainer's copy"] = base
+        held["base model, the engine's copy"] = dense if plan.engine_is_dense else base
     held["trained weights"] = MASTER * trained
     if plan.engine and not full:
         held["trained weights"] += size * shape.engine_adapter_weights(batch.rank, plan.targets)
@@ -284,7 +286,7 @@ def run_memory(plan: RunPlan) -> RunMemory:
     kv = {"keys and values": plan.kv_cache_gib * GIB} if plan.engine else {}
     buffers = {"engine: buffers, CUDA graphs": (ENGINE_BUFFERS_GIB + CUDA_GRAPHS_GIB) * GIB} if plan.engine else {}
     prefill = {"engine: prefill and logits": _prefill(plan)} if plan.engine else {}
-    rollout = {**held, "gradients": gradients, **kv, **prefill, **buffers, **cuda}
+    rollout = {**held, **kv, **prefill, **buffers, **cuda}  # the gradients are freed before it
     saved, working = saved_bytes(shape, batch), max(working_bytes(shape, batch).values())
     # Gradients of earlier micro-batches; at the end low-precision ones beside them, and the optimizer's temporaries.
     before = gradients if plan.micro_batches > 1 else 0.0
@@ -318,3 +320,29 @@ def _prefill(plan: RunPlan) -> float:
     tokens = min(plan.prompt_tokens, PREFILL_TOKENS)
     dense = 0 if plan.quantization == "none" else size * 2 * shape.inner * shape.hidden
     return tokens * size * (3 * shape.inner + 4 * shape.hidden) + dense + plan.max_num_seqs * shape.vocabulary * size
+
+
+def longest_completion(plan: RunPlan, prompt: int, gib: float) -> int:
+    """Tokens of the longest completion that is a micro-batch of its own and fits; 0 where none does.
+
+    The engine's cache is as set, or holds one such sequence where that is more.
+
+    Args:
+        plan: With any batch.
+        prompt: Tokens of its prompt.
+        gib: Of the GPU.
+    """
+    sequence_gib = plan.shape.kv_bytes(plan.batch.dtype) / GIB
+
+    def fits(length: int) -> bool:
+        batch = replace(plan.batch, tokens=prompt + length, sequences=1)
+        cache = max(plan.kv_cache_gib, (prompt + length) * sequence_gib)
+        return run_memory(replace(plan, batch=batch, kv_cache_gib=cache)).peak <= gib * GIB
+
+    low, high = 0, 1
+    while fits(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low

@@ -57,13 +57,13 @@ def test_what_is_held_between_steps_is_what_was_measured(name: str, shape: Shape
     for purpose, tag in (("base model", "base"), ("trained weights", "adapter"), ("optimizer states", "optimizer")):
         within(held[purpose] / GIB, median[f"memory/{tag}_gib"], 0.005)
     two = run_memory(RunPlan(shape, MicroBatch(4432, 8, rank=32), shares_weights=False)).rollout
-    assert two["base model, the trainer's copy"] == two["base model"]
+    assert two["base model, the engine's copy"] == two["base model"]
 
 
 def test_a_second_copy_is_what_was_measured() -> None:
     measured = record("rl_step_7b_nvfp4_2.json")["median"]["memory/base_gib"]
     held = run_memory(RunPlan(QWEN, MicroBatch(4432, 8, rank=32), shares_weights=False)).rollout
-    within((held["base model"] + held["base model, the trainer's copy"]) / GIB, measured, 0.005)
+    within((held["base model"] + held["base model, the engine's copy"]) / GIB, measured, 0.005)
 
 
 @pytest.mark.parametrize("part", ["nvfp4", "mxfp4", "nf4", "none", "full"])
@@ -75,7 +75,7 @@ def test_formats_hold_what_was_measured_and_their_activations_peak_where_they_di
     state = 2.03125 if full else 8.0
     plan = RunPlan(QWEN, batch, 3, quantization, state_bytes=state, kv_cache_gib=8.0, shares_weights=part != "none")
     held = run_memory(plan).rollout
-    base = held["base model"] + held.get("base model, the trainer's copy", 0)
+    base = held["base model"] + held.get("base model, the engine's copy", 0)
     within(base / GIB, step["memory/base_gib"], 0.005)
     within(held["trained weights"] / GIB, step["memory/adapter_gib"], 0.005)
     within(held["optimizer states"] / GIB, step["memory/optimizer_gib"], 0.005)
@@ -149,7 +149,7 @@ def test_phases_of_a_run_hold_what_they_should() -> None:
     assert memory.rollout["keys and values"] == 3 * GIB and "keys and values" not in memory.update
     assert run_memory(replace(plan, sleeps=False)).update["keys and values"] == 3 * GIB
     adapter = 28 * 32 * 90112
-    assert memory.rollout["gradients"] == memory.update["gradients"] == 4 * adapter
+    assert memory.update["gradients"] == 4 * adapter and "gradients" not in memory.rollout
     assert run_memory(replace(plan, micro_batches=1)).update["gradients"] == 0
     assert memory.peak == max(sum(memory.rollout.values()), sum(memory.update.values()))
     rows = memory.table()
@@ -178,6 +178,20 @@ def test_fused_targets_count_as_their_parts_and_unknown_ones_are_refused() -> No
     )
     with pytest.raises(UserError, match="names lm_head"):
         QWEN.adapter_weights(8, ("lm_head",))
+
+
+def test_the_longest_completion_fits_and_a_longer_one_does_not() -> None:
+    plan = RunPlan(QWEN, MicroBatch(1, mlp_tile_tokens=4096, rank=32), kv_cache_gib=1.0)
+    found = [memory_plan.longest_completion(plan, 100, gib) for gib in (6, 12, 24, 48)]
+    assert found[0] == 0 < found[1] < found[2] < found[3]
+
+    def peak(length: int) -> float:
+        cache = max(1.0, (length + 100) * 57344 / GIB)
+        return run_memory(replace(plan, batch=replace(plan.batch, tokens=length + 100), kv_cache_gib=cache)).peak
+
+    assert peak(found[2]) <= 24 * GIB < peak(found[2] + 1)
+    offload = replace(plan, batch=replace(plan.batch, checkpointing="offload"))
+    assert memory_plan.longest_completion(offload, 100, 24) > 1.4 * found[2]
 
 
 # Tensors counted ------------------------------------------------------------------------------------------------------
