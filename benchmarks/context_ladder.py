@@ -5,7 +5,7 @@
     python benchmarks/context_ladder.py --shape tiny --device cpu --cards 1 --lengths 64 128 --out results  # runs?
     python benchmarks/context_ladder.py --update-only --shape tiny --device cpu --lengths 64 128 --out results
 
-The first takes about a minute and a half on an H200 with a model of random NVFP4 weights (written once, below --base):
+The first takes about two minutes on an H200 with a model of random NVFP4 weights (written once, below --base):
 the update alone, of one completion of each length, in each of --ways (`true`, `offload`, and both with MLPs in tiles of
 4096 tokens): seconds, tokens/s, the peak of PyTorch's tensors beside the estimate, and bytes a token between one length
 and the next. --snapshot prints which lines hold what is alive at the peak of the longest one that fits.
