@@ -183,8 +183,10 @@ def working_bytes(shape: Shape, batch: MicroBatch) -> dict[str, int]:
     size, tokens, inner, hidden = batch.dtype.itemsize, batch.tokens, shape.inner, shape.hidden
     recomputed = 0 if batch.checkpointing is False else _recomputed(shape, batch)
     largest = max(rows * columns for rows, columns in shape.linears.values())
-    # A dequantized weight; in full fine-tuning the low-precision copy, its gradient, and that in float32.
-    weight = largest * (2 * size + 4 if batch.full_finetuning else size)
+    # A dequantized weight; in full fine-tuning the low-precision copy, its gradient, and that in float32. Tiles add up
+    # the gradients of all three of the MLP's weights.
+    sums = 6 if _tiles(batch) else 1
+    weight = largest * (2 * size + 4 * sums if batch.full_finetuning else size)
     if _tiles(batch):
         assert batch.mlp_tile_tokens is not None
         # The gradient to the MLP's result and to its input; a tile's gate and up, gradients, and its own ends.
