@@ -54,13 +54,13 @@ def plain_rope(theta: float) -> dict[str, Any]:
     return {"rope_type": "default", "rope_theta": theta}
 
 
-def long_rope(pairs: int) -> dict[str, Any]:
+def long_rope(pairs: int, original: int = 4096) -> dict[str, Any]:
     """Phi-4 mini's kind, with factors of this size for so many pairs of channels."""
     factors: dict[str, Any] = {
         "short_factor": [1 + 0.01 * i for i in range(pairs)],
         "long_factor": [1 + i for i in range(pairs)],
     }
-    rest = {"original_max_position_embeddings": 4096, "partial_rotary_factor": 0.75}
+    rest = {"original_max_position_embeddings": original, "partial_rotary_factor": 0.75}
     return {"rope_type": "longrope", "rope_theta": 10000.0, **factors, **rest}
 
 
@@ -81,7 +81,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "Llama-3.1-8B",
         {
             **layers_of(4096, 14336, 4, 32, 8, 128),
-            "rope_parameters": LLAMA_3 | {"rope_theta": 5e5, "original_max_position_embeddings": 8192},
+            "rope_parameters": LLAMA_3 | {"rope_theta": 5e5, "original_max_position_embeddings": 4096},
         },
     ),
     "mistral": (
@@ -125,14 +125,19 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 def config_of(name: str, shape: str) -> dict[str, Any]:
     """config.json; no token ends a completion, so that every one has its full length."""
-    config = {"vocab_size": 32768, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "attention_dropout": 0.0}
+    config: dict[str, Any] = {
+        "vocab_size": 32768,
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-5,
+        "attention_dropout": 0.0,
+    }
     config |= {"tie_word_embeddings": False} | MODELS[name][1]
     if shape == "tiny":
         config |= TINY | ({"sliding_window": 24} if "sliding_window" in config else {})
         if "layer_types" in config:
             config["layer_types"] = config["layer_types"][-2:]
         if "original_max_position_embeddings" in config:
-            config["rope_parameters"] = long_rope(24)
+            config |= {"rope_parameters": long_rope(24, 128), "original_max_position_embeddings": 128}
     model_type = "phi3" if name.startswith("phi3") else name
     config |= {"model_type": model_type, "architectures": [f"{family_of(model_type).classes}ForCausalLM"]}
     return config | {"dtype": "bfloat16", "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
