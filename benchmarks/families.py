@@ -45,6 +45,8 @@ from qerl_pl.types import Completion, Prompt, RolloutRequest, SamplingConfig
 
 BOUND = 1.7e-3
 """Mean difference of trainer and engine on trained weights, nats a token: `results/agreement_vllm_cuda.md`."""
+GRADIENT_BOUND = 0.1
+"""Of bfloat16's gradient from float32's, relative: rounding makes a few hundredths, a wrong backward pass one."""
 NOISE = NormNoise(SIGMA, seed=0, version=0)
 RANK = 32
 LLAMA_3: dict[str, Any] = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -274,6 +276,24 @@ def differences(
     }
 
 
+def gradient_difference(policy: Policy, exact: Policy, prompts: Sequence[Prompt], max_tokens: int) -> float:
+    """Relative difference of the adapter's gradient from that in float32, norm by norm over all of its matrices.
+
+    Of the sum of log-probabilities of random tokens after packed prompts.
+    """
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(10, 500, (len(prompts), max_tokens), generator=generator).tolist()
+    completions = [[Completion(tuple(row), (0.0,) * max_tokens, "length")] for row in ids]
+    tokens, lengths, mask, _ = (t.to(policy.device) for t in pad_completions(prompts, completions, 0))
+    gradients = []
+    for one in (policy, exact):
+        one.token_logprobs(tokens, lengths, mask, 1.0)[0][mask].sum().backward()
+        trained = (parameter for parameter in one.parameters() if parameter.requires_grad)
+        gradients.append(torch.cat([p.grad.flatten().double() for p in trained if p.grad is not None]))
+        one.zero_grad()
+    return ((gradients[0] - gradients[1]).norm() / gradients[1].norm()).item()
+
+
 def speed(engine: VLLMEngine | TransformersEngine, vocabulary: int, sequences: int, max_tokens: int) -> float:
     """Rollout tokens/s of so many sequences of distinct prompts of 64 tokens, the faster of two."""
     ids = torch.randint(10, vocabulary, (sequences, 64), generator=torch.Generator().manual_seed(2)).tolist()
@@ -325,6 +345,7 @@ def measure(name: str, base: Path, config: Mapping[str, Any], args: argparse.Nam
         synced = engine.sync(policy.weights(0, noise, reference=not adapter))
         rows[row] = differences(engine, policy, exact, prompts, args.tokens, adapter, noise)
     by_tensor = noise_by_tensor(engine, base, config["model_type"]) | {"std_reported": synced.noise_std}
+    gradient = gradient_difference(policy, exact, prompts[:-1], args.tokens)
     tokens_per_s = speed(engine, config["vocab_size"], 64, args.tokens)
     worker = engine._call("qerl_report") if isinstance(engine, VLLMEngine) else None
     result = {
@@ -339,6 +360,7 @@ def measure(name: str, base: Path, config: Mapping[str, Any], args: argparse.Nam
         "inactive": engine.inactive if isinstance(engine, VLLMEngine) else {},
         "start_s": started,
         "tokens_per_s": tokens_per_s,
+        "gradient_from_float32": gradient,
         "noise": by_tensor,
         "rows": rows,
     }
@@ -359,6 +381,8 @@ def failures(result: Mapping[str, Any], on_gpu: bool) -> list[str]:
         found.append(f"noise of up to {noise['others_max']:.3e} in other norms")
     if noise["off_the_draw"] > 1e-6:
         found.append(f"noise up to {noise['off_the_draw']:.3e} from the drawn numbers")
+    if not result["gradient_from_float32"] < GRADIENT_BOUND:
+        found.append(f"the gradient differs from that in float32 by {result['gradient_from_float32']:.2g} of its size")
     for name, row in result["rows"].items():
         bound = max(BOUND, 2 * row["trainer_from_float32"])
         found += [
@@ -387,6 +411,7 @@ def table(results: Sequence[Mapping[str, Any]], at_once: int) -> str:
                 f"{noise['noisy']} of {noise['norms']}",
                 f"{noise['rms_min']:.3e} to {noise['rms_max']:.3e}",
                 f"{noise['others_max']:.0e}",
+                f"{result['gradient_from_float32']:.3f}",
                 f"{result['tokens_per_s']:.0f}",
                 "; ".join(result["failures"]) or "ok",
             ]
@@ -396,7 +421,12 @@ def table(results: Sequence[Mapping[str, Any]], at_once: int) -> str:
     text = "Log-probabilities of trainer and engine, absolute difference in nats a token\n\n"
     text += report.markdown(headers, agreement)
     headers = ["family", "shape of", "kernels", "linears lent", "decode GEMM", "norms with noise", "its size (rms)"]
-    headers += ["largest change of other norms", f"tokens/s, {at_once} at once on the machine", "verdict"]
+    headers += [
+        "largest change of other norms",
+        "gradient from float32",
+        f"tokens/s, {at_once} at once on the machine",
+        "verdict",
+    ]
     return f"{text}\n\nNoise of {SIGMA} and features\n\n{report.markdown(headers, features)}"
 
 
