@@ -28,19 +28,20 @@ from typing import Any
 import report
 import torch
 from agreement import SIGMA, move_adapter
+from family_models import MODELS, config_of, prompts_of, write_source
 from qerl_kernels import select_backend
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from qerl_pl.algorithm.noise import NormNoise
 from qerl_pl.engines import EngineSpec, TransformersEngine, VLLMEngine
+from qerl_pl.engines.vllm.compat import DECODE_GEMM
 from qerl_pl.formats.architecture import family_of, noisy_norm_names
-from qerl_pl.formats.model_folder import ShardWriter, TensorFiles
+from qerl_pl.formats.model_folder import TensorFiles
 from qerl_pl.formats.quantize import quantize_checkpoint
 from qerl_pl.modules import LoraConfig, Policy, PolicyConfig
 from qerl_pl.modules.trainer_noise import TrainerNoise
+from qerl_pl.persistence.atomic_files import atomic_write
 from qerl_pl.rollout.experience import pad_completions
-from qerl_pl.toy.tokenizer import build_tokenizer
 from qerl_pl.types import Completion, Prompt, RolloutRequest, SamplingConfig
 
 BOUND = 1.7e-3
@@ -49,136 +50,6 @@ GRADIENT_BOUND = 0.1
 """Of bfloat16's gradient from float32's, relative: rounding makes a few hundredths, a wrong backward pass one."""
 NOISE = NormNoise(SIGMA, seed=0, version=0)
 RANK = 32
-LLAMA_3: dict[str, Any] = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-
-
-def plain_rope(theta: float) -> dict[str, Any]:
-    return {"rope_type": "default", "rope_theta": theta}
-
-
-def long_rope(pairs: int, original: int = 4096) -> dict[str, Any]:
-    """Phi-4 mini's kind, with factors of this size for so many pairs of channels."""
-    factors: dict[str, Any] = {
-        "short_factor": [1 + 0.01 * i for i in range(pairs)],
-        "long_factor": [1 + i for i in range(pairs)],
-    }
-    rest = {"original_max_position_embeddings": original, "partial_rotary_factor": 0.75}
-    return {"rope_type": "longrope", "rope_theta": 10000.0, **factors, **rest}
-
-
-def layers_of(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, head_dim: int) -> dict[str, Any]:
-    return {
-        "hidden_size": hidden,
-        "intermediate_size": intermediate,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "head_dim": head_dim,
-    }
-
-
-TINY = {**layers_of(256, 512, 2, 4, 2, 64), "vocab_size": 512, "max_position_embeddings": 256}
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": (
-        "Llama-3.1-8B",
-        {
-            **layers_of(4096, 14336, 4, 32, 8, 128),
-            "rope_parameters": LLAMA_3 | {"rope_theta": 5e5, "original_max_position_embeddings": 4096},
-        },
-    ),
-    "mistral": (
-        "Mistral-7B-v0.1",
-        {**layers_of(4096, 14336, 4, 32, 8, 128), "sliding_window": 4096, "rope_parameters": plain_rope(1e4)},
-    ),
-    "qwen2": ("Qwen2.5-7B", {**layers_of(3584, 18944, 4, 28, 4, 128), "rope_parameters": plain_rope(1e6)}),
-    "qwen3": ("Qwen3-8B", {**layers_of(4096, 12288, 4, 32, 8, 128), "rope_parameters": plain_rope(1e6)}),
-    "phi3": (
-        "Phi-4-mini",
-        {
-            **layers_of(3072, 8192, 4, 24, 8, 128),
-            "sliding_window": 262144,
-            "original_max_position_embeddings": 4096,
-            "rope_parameters": long_rope(48),
-            "tie_word_embeddings": True,
-        },
-    ),
-    "phi3_mini": (
-        "Phi-3-mini-4k",
-        {**layers_of(3072, 8192, 4, 32, 32, 96), "sliding_window": 2047, "rope_parameters": plain_rope(1e4)},
-    ),
-    "gemma3_text": (
-        "Gemma-3-4B",
-        {
-            **layers_of(2560, 10240, 6, 8, 4, 256),
-            "query_pre_attn_scalar": 256,
-            "sliding_window": 1024,
-            "layer_types": 5 * ["sliding_attention"] + ["full_attention"],
-            "rope_parameters": {
-                "sliding_attention": plain_rope(1e4),
-                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
-            },
-            "hidden_activation": "gelu_pytorch_tanh",
-            "tie_word_embeddings": True,
-        },
-    ),
-}
-"""By family, the model whose layers they are and config.json; phi3_mini has heads of 96 channels and a window."""
-
-
-def config_of(name: str, shape: str) -> dict[str, Any]:
-    """config.json; no token ends a completion, so that every one has its full length."""
-    config: dict[str, Any] = {
-        "vocab_size": 32768,
-        "max_position_embeddings": 8192,
-        "rms_norm_eps": 1e-5,
-        "attention_dropout": 0.0,
-    }
-    config |= {"tie_word_embeddings": False} | MODELS[name][1]
-    if shape == "tiny":
-        config |= TINY | ({"sliding_window": 24} if "sliding_window" in config else {})
-        if "layer_types" in config:
-            config["layer_types"] = config["layer_types"][-2:]
-        if "original_max_position_embeddings" in config:
-            config |= {"rope_parameters": long_rope(24, 128), "original_max_position_embeddings": 128}
-    model_type = "phi3" if name.startswith("phi3") else name
-    config |= {"model_type": model_type, "architectures": [f"{family_of(model_type).classes}ForCausalLM"]}
-    return config | {"dtype": "bfloat16", "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-
-
-def write_source(folder: Path, config: Mapping[str, Any], device: torch.device) -> None:
-    """A 16-bit checkpoint of random weights, whose norms and biases show, with the toy tokenizer."""
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    build_tokenizer().save_pretrained(folder)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
-    writer, generator = ShardWriter(folder), torch.Generator(device).manual_seed(0)
-    family = family_of(config["model_type"])
-    # Scaled embeddings that are the output layer, too, repeat the last token unless they are small beside the layers.
-    scaled = family.embedding_scale is not None
-    for name, parameter in model.named_parameters():
-        values = torch.empty(parameter.shape, dtype=torch.bfloat16, device=device)
-        if "norm" in name:
-            middle = 5.0 if scaled and name == "model.norm.weight" else 1.0  # multiplies the logits
-            values.uniform_(middle - 0.25, middle + 0.25, generator=generator).sub_(family.norm_offset)
-        else:
-            values.normal_(std=0.004 if scaled and "embed" in name else 0.02, generator=generator)
-        writer.add(name, values)
-    writer.finish()
-
-
-def prompts_of(config: Mapping[str, Any], count: int) -> list[Prompt]:
-    """Random prompts of 16 to 256 tokens (a tenth of it in the tiny shape), the last one longer than the window."""
-    vocabulary, known = config["vocab_size"], config["max_position_embeddings"]
-    generator = torch.Generator().manual_seed(1)
-    longest = 256 if known > 256 else 26
-    window = config.get("sliding_window") or known
-    lengths = torch.randint(longest // 16, longest + 1, (count,), generator=generator).tolist()
-    lengths[-1] = window + longest // 2 if window < known else 3 * longest
-    return [
-        Prompt(str(index), tuple(torch.randint(10, vocabulary, (length,), generator=generator).tolist()), "", "")
-        for index, length in enumerate(lengths)
-    ]
 
 
 @torch.no_grad()
@@ -318,6 +189,8 @@ def run_family(name: str, args: argparse.Namespace) -> dict[str, Any]:
         write_source(source, config, device)
         quantize_checkpoint(source, base, args.format, device="cuda" if device.type == "cuda" else "cpu")
         shutil.rmtree(source)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
         return measure(name, base, config, args) | {"seconds": time.perf_counter() - start}
 
 
@@ -351,6 +224,7 @@ def measure(name: str, base: Path, config: Mapping[str, Any], args: argparse.Nam
     result = {
         "family": name,
         "model": MODELS[name][0],
+        "format": args.format,
         "layers": config["num_hidden_layers"],
         "linears": len(policy.weights(0).adapter or {}),
         "kernels": [] if worker is None else worker.kernels,
@@ -370,7 +244,9 @@ def measure(name: str, base: Path, config: Mapping[str, Any], args: argparse.Nam
 
 def failures(result: Mapping[str, Any], on_gpu: bool) -> list[str]:
     """What must not be; on a GPU also where an optional feature of vLLM is off."""
-    found = [f"without {feature}: {reason}" for feature, reason in result["inactive"].items() if on_gpu]
+    without = (DECODE_GEMM,) if result["format"] == "mxfp4" else ()
+    inactive = result["inactive"].items() if on_gpu else ()
+    found = [f"without {feature}: {reason}" for feature, reason in inactive if feature not in without]
     if on_gpu and result["lent"] != result["linears"]:
         found.append(f"{result['lent']} of {result['linears']} linears are lent")
     noise = result["noise"]
@@ -404,7 +280,7 @@ def table(results: Sequence[Mapping[str, Any]], at_once: int) -> str:
         features.append(
             [
                 result["family"],
-                f"{result['model']}, {result['layers']} layers",
+                f"{result['model']}, {result['layers']} layers, {result['format']}",
                 ", ".join(result["kernels"]) or "–",
                 f"{result['lent']} of {result['linears']}",
                 "–" if linears is None else f"{result['decode_gemm']} of {linears}",
@@ -430,16 +306,12 @@ def table(results: Sequence[Mapping[str, Any]], at_once: int) -> str:
     return f"{text}\n\nNoise of {SIGMA} and features\n\n{report.markdown(headers, features)}"
 
 
-def result_file(out: Path, name: str) -> Path:
-    return out / f"families_{name}.json"
-
-
-def write_table(out: Path, at_once: int) -> list[str]:
-    """Join the table of all families that have a JSON file in a folder; returns what failed."""
-    files = [result_file(out, name) for name in MODELS]
-    results = [json.loads(file.read_text())["results"] for file in files if file.is_file()]
+def write_table(out: Path, at_once: int) -> dict[str, list[str]]:
+    """Join the table of all families that have a result in a folder; returns the failures of each."""
+    files = [out / "families" / f"{name}.json" for name in MODELS]
+    results = [json.loads(file.read_text()) for file in files if file.is_file()]
     report.write(out, "families", table(results, at_once), results)
-    return [f"{result['family']}: {failure}" for result in results for failure in result["failures"]]
+    return {result["family"]: result["failures"] for result in results}
 
 
 def main() -> None:
@@ -456,25 +328,25 @@ def main() -> None:
     parser.add_argument("--kv-gib", type=float, default=1.0)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    at_once = args.at_once or (len(MODELS) if args.device == "cuda" else 1)
+    at_once, results = args.at_once or (len(MODELS) if args.device == "cuda" else 1), args.out / "families"
     if args.family:
         result = run_family(args.family, args)
-        report.write(args.out, f"families_{args.family}", table([result], at_once), result)
+        atomic_write(results / f"{args.family}.json", json.dumps(result).encode())
+        write_table(args.out, at_once)
         sys.exit(1 if result["failures"] else 0)
 
-    def run(name: str) -> int:
-        return subprocess.run([sys.executable, *sys.argv, "--family", name], check=False).returncode
+    def run(name: str) -> str:
+        """What a family's process wrote to the standard error."""
+        words = [sys.executable, *sys.argv, "--family", name]
+        return subprocess.run(words, check=False, capture_output=True, text=True).stderr
 
-    for name in MODELS:
-        result_file(args.out, name).unlink(missing_ok=True)
+    shutil.rmtree(results, ignore_errors=True)
     with ThreadPoolExecutor(at_once) as pool:
-        statuses = dict(zip(MODELS, pool.map(run, MODELS), strict=True))
-    failed = write_table(args.out, at_once)
-    failed += [
-        f"{name}: status {status} and no result"
-        for name, status in statuses.items()
-        if not result_file(args.out, name).is_file()
-    ]
+        errors = dict(zip(MODELS, pool.map(run, MODELS), strict=True))
+    found = write_table(args.out, at_once)
+    shutil.rmtree(results)  # families.json has them all
+    failed = [f"{name}: {failure}" for name, lines in found.items() for failure in lines]
+    failed += [f"{name} has no result: {error[-2000:]}" for name, error in errors.items() if name not in found]
     print("\n".join(failed))
     sys.exit(1 if failed else 0)
 
