@@ -295,12 +295,42 @@ def test_an_unknown_family_is_refused_before_anything_is_made(tmp_path: Path) ->
     config = OlmoConfig(vocab_size=512, hidden_size=64, intermediate_size=64, num_hidden_layers=1)
     OlmoForCausalLM(config).save_pretrained(source)
     message = (
-        rf"known family; model_type in config.json of {source} is 'olmo', none of llama, .*: describe it in "
-        r"qerl_pl/formats/architecture.py as docs/adding-a-family.md shows"
+        rf"known family; model_type in config.json of {source} is 'olmo', none of llama, .*: add it as "
+        r"docs/adding-a-family.md shows"
     )
     with pytest.raises(UserError, match=message):
         PolicyConfig(path=str(source), quantization="none").base_folder()
     assert len({family.model_type for family in FAMILIES}) == len(FAMILIES)
+
+
+LACKS = {
+    "gemma2": "soft caps of attention scores",
+    "gpt_oss": "attention sinks, .*, and experts with biases",
+    "qwen3_next": "gated delta nets: the update lacks their scan of packed sequences with a backward pass",
+    "qwen3_5": "gated delta nets",
+    "qwen3_5_text": "gated delta nets",
+}
+
+
+@pytest.mark.parametrize("model_type", LACKS)
+def test_a_family_that_needs_more_than_an_entry_is_refused_by_what_it_has(tmp_path: Path, model_type: str) -> None:
+    """As shipped: gpt-oss in a 4-bit layout of its own, Qwen3.5 with an image encoder."""
+    shipped: dict[str, dict[str, Any]] = {
+        "gpt_oss": {"quantization_config": {"quant_method": "mxfp4"}},
+        "qwen3_5": {"text_config": {"model_type": "qwen3_5_text"}},
+    }
+    folder = tmp_path / "source"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"model_type": model_type} | shipped.get(model_type, {})))
+    message = (
+        rf"trains; model_type in config.json of {folder} is '{model_type}.*', which has {LACKS[model_type]}.*; take"
+    )
+    for quantization in ("nvfp4", "mxfp4", "none"):
+        with pytest.raises(UserError, match=f"{message} one of docs/your-own-model.md"):
+            PolicyConfig(path=str(folder), quantization=quantization).base_folder()  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=message):
+        quantize_checkpoint(folder, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_text_model_of_a_model_with_images_is_taken_out_by_quantizing(tmp_path: Path) -> None:
