@@ -76,6 +76,15 @@ FAMILIES = (
     ),
 )
 
+_NOT_IN_FLASH = "which PyTorch's variable-length flash attention lacks"
+_DELTA_NETS = "gated delta nets: the update lacks their scan of packed sequences with a backward pass"
+NOT_COMPUTED: Mapping[str, str] = {
+    "gemma2": f"soft caps of attention scores, {_NOT_IN_FLASH}",
+    "gpt_oss": f"attention sinks, {_NOT_IN_FLASH}, and experts with biases",
+    **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), _DELTA_NETS),
+}
+"""By `model_type`, what the update would have to compute for a family, so that an entry in `FAMILIES` is not enough."""
+
 
 def family_of(model_type: str, source: object = "the model") -> Family:
     """The family of a `model_type`.
@@ -90,10 +99,15 @@ def family_of(model_type: str, source: object = "the model") -> Family:
     for family in FAMILIES:
         if family.model_type == model_type:
             return family
+    if model_type in NOT_COMPUTED:
+        raise UserError(
+            f"a base model must be of a family that trains; model_type in config.json of {source} is {model_type!r}, "
+            f"which has {NOT_COMPUTED[model_type]}; take one of docs/your-own-model.md"
+        )
     known = ", ".join(family.model_type for family in FAMILIES)
     raise UserError(
         f"a base model must be of a known family; model_type in config.json of {source} is {model_type!r}, none of "
-        f"{known}: describe it in qerl_pl/formats/architecture.py as docs/adding-a-family.md shows, or take another"
+        f"{known}: add it as docs/adding-a-family.md shows, or take another"
     )
 
 

@@ -167,8 +167,8 @@ class PolicyConfig:
         if self.start is not None and self.start.base != self.base_name:
             log.warning("%s was trained on %s and goes on with %s", self.adapter, self.start.base, self.base_name)
         source = self.source_folder()
+        check_family(read_config(source), source)  # first: a format of another family's own is beside the point
         model = validate_checkpoint(source)
-        check_family(read_config(source), source)
         if lora is not None:
             check_targets(model, lora)
         return in_format(source, self.quantization)
