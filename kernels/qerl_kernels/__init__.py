@@ -28,7 +28,11 @@ from qerl_kernels.reference import (
 )
 from qerl_kernels.rope import rotary
 from qerl_kernels.sampling import sample_tokens
-from qerl_kernels.selective_checkpointing import saves_products, selective_checkpoint_contexts
+from qerl_kernels.selective_checkpointing import (
+    saves_products,
+    selective_checkpoint_contexts,
+    without_saving_products,
+)
 
 __all__ = [
     "AdaptedWeight", "Backend", "BlockScales", "DECODE_GEMM_MAX_TOKENS", "DenseWeight", "FrozenWeight", "LoraFactors",
@@ -39,4 +43,5 @@ __all__ = [
     "nvfp4_global_scale",
     "quantize_mxfp4", "quantize_nvfp4", "rms_norm", "rotary", "sample_tokens", "saves_products", "select_backend",
     "selected_backend", "selective_checkpoint_contexts", "silu_product", "triton_available",
+    "without_saving_products",
 ]  # fmt: skip

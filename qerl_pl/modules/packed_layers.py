@@ -16,6 +16,7 @@ from transformers import AttentionInterface
 
 from qerl_pl.formats.architecture import Family, family_of_class
 from qerl_pl.modules.lora import shared_input_linears
+from qerl_pl.modules.tiled_mlp import tiled
 from qerl_pl.persistence.random_state import strictly_deterministic_gradient
 
 ATTENTION = "qerl_packed"
@@ -145,6 +146,8 @@ class GatedMLP(nn.Module):
             self.add_module(name, child)
         self._shared_input = tuple(name for name in linears if name != "down_proj")
         self._product = product
+        self.tile_tokens: int | None = None
+        """Most tokens computed at once; None for all of them."""
 
     @property
     def shared_input(self) -> tuple[nn.Module, ...]:
@@ -152,10 +155,17 @@ class GatedMLP(nn.Module):
         return tuple(getattr(self, name) for name in self._shared_input)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., hidden] -> the same shape."""
+        """x [..., tokens, hidden] -> the same shape."""
+        if self.tile_tokens is None or x.shape[-2] <= self.tile_tokens:
+            return self._whole(x)
+        trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        return tiled(self._whole, x, self.tile_tokens, trained)
+
+    def _whole(self, x: Tensor) -> Tensor:
         outputs = shared_input_linears(self.shared_input, x)
         gate, up = outputs if len(outputs) == 2 else outputs[0].chunk(2, dim=-1)
-        return self.down_proj(self._product(gate, up))
+        result: Tensor = self.down_proj(self._product(gate, up))
+        return result
 
 
 def use_gated_mlps(model: nn.Module) -> None:
@@ -166,6 +176,13 @@ def use_gated_mlps(model: nn.Module) -> None:
             product = ACTIVATIONS.get(type(activation).__name__)
             if product is not None:
                 model.set_submodule(name, GatedMLP(module, product))
+
+
+def tile_mlps(model: nn.Module, tokens: int | None) -> None:
+    """Have every `GatedMLP` compute in tiles of so many tokens; None for all at once."""
+    for module in model.modules():
+        if isinstance(module, GatedMLP):
+            module.tile_tokens = tokens
 
 
 NORMS = ("q_norm", "k_norm")

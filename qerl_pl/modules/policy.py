@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from qerl_pl.algorithm.noise import NormNoise
 from qerl_pl.engines.base import SharedWeights
-from qerl_pl.errors import UserError
+from qerl_pl.errors import UserError, require_at_least
 from qerl_pl.formats.architecture import FAMILIES, PROJECTIONS, check_family
 from qerl_pl.formats.base import Quantization
 from qerl_pl.formats.dense_checkpoint import validate_checkpoint
@@ -31,7 +31,7 @@ from qerl_pl.modules.adapter import LoraAdapter, load_in_place
 from qerl_pl.modules.full_finetuning import FullWeights
 from qerl_pl.modules.lora import LoraConfig, LoraSpec, check_targets
 from qerl_pl.modules.model_loading import load_base
-from qerl_pl.modules.packed_layers import Packing
+from qerl_pl.modules.packed_layers import Packing, tile_mlps
 from qerl_pl.modules.saved_adapter import SavedAdapter, read_adapter
 from qerl_pl.toy import POSITIONS, ToyConfig, build_toy_policy
 from qerl_pl.types import PolicyWeights
@@ -65,7 +65,10 @@ class PolicyConfig:
         train_norms: Train the RMSNorm scales too; those that `adapter` has train in any case.
         gradient_checkpointing: What the backward pass recomputes: `true` each layer, `selective` all but the linears'
             products, `false` nothing. `auto` takes the fastest of them that fits the free memory in the first update,
-            keeps to it when resumed, and recomputes more where the memory runs out after all. Gradients are the same.
+            keeps to it when resumed, and recomputes more where the memory runs out after all. `offload` is `true` with
+            the layers' inputs in pinned CPU memory until the backward pass needs them. Gradients are the same.
+        mlp_tile_tokens: Compute the MLPs of longer micro-batches in tiles of so many tokens, at most, in both passes:
+            bounds their memory. Changes the rounding of gradients. Null computes all tokens at once.
     """
 
     path: str | None = None
@@ -77,8 +80,16 @@ class PolicyConfig:
     adapter: str | None = None
     train_norms: bool = False
     gradient_checkpointing: Checkpointing = False
+    mlp_tile_tokens: int | None = None
 
     def __post_init__(self) -> None:
+        require_at_least(1, {"model.policy.mlp_tile_tokens": self.mlp_tile_tokens})
+        if self.mlp_tile_tokens is not None and self.lora.dropout > 0 and self.finetune == "lora":
+            raise UserError(
+                f"an MLP in tiles is computed again in the backward pass, which dropout would change; got dropout "
+                f"{self.lora.dropout:g} and mlp_tile_tokens {self.mlp_tile_tokens}; set one of "
+                "model.policy.lora.dropout to 0 and model.policy.mlp_tile_tokens to null"
+            )
         if self.finetune == "full" and self.quantization != "none":
             raise UserError(
                 f"full fine-tuning trains weights that are not quantized; got quantization {self.quantization}; set "
@@ -274,14 +285,21 @@ class Policy(nn.Module):
         self.trained: LoraAdapter | FullWeights
         if lora is None:
             reference = load_base(folder, config.torch_dtype, device).eval() if with_reference else None
+            if reference is not None:
+                tile_mlps(reference, config.mlp_tile_tokens)
             self.trained = FullWeights(self.base, folder, config.torch_dtype, reference)
         else:
             self.trained = self._attach_adapter(lora, seed)
         self.base.to(device)  # type: ignore[arg-type]
+        tile_mlps(self.base, config.mlp_tile_tokens)
         if config.start is not None and isinstance(self.trained, LoraAdapter):
             self.trained.start_from(config.start.tensors())
         self.checkpointing = ActivationCheckpointing(
-            self.base, config.gradient_checkpointing, self.trained.has_dropout, config.torch_dtype
+            self.base,
+            config.gradient_checkpointing,
+            self.trained.has_dropout,
+            config.torch_dtype,
+            config.mlp_tile_tokens,
         )
 
     def _attach_adapter(self, lora: LoraSpec, seed: int) -> LoraAdapter:
@@ -357,7 +375,11 @@ class Policy(nn.Module):
     def _predicting(self, tokens: Tensor, lengths: Tensor, mask: Tensor, reference: bool) -> tuple[Tensor, Tensor]:
         """Hidden states [M, D] that predict the masked tokens, and the output layer's weight [V, D]."""
         model = self.trained.reference() if reference else nullcontext(self.base)
-        with model as base, self.trained.low_precision_copies(self.config.torch_dtype):
+        copies, saved = (
+            self.trained.low_precision_copies(self.config.torch_dtype),
+            self.checkpointing.saved_activations(),
+        )
+        with model as base, copies, saved:
             return predicting_states(base, tokens, lengths, mask)
 
     def weights(self, version: int, noise: NormNoise | None = None, reference: bool = False) -> PolicyWeights:
