@@ -1,12 +1,12 @@
 """The protocol of rollout engines, and the checks they share."""
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 import torch
-from qerl_kernels import FrozenWeight
+from qerl_kernels import FrozenWeight, StackedWeight
 from torch import Tensor
 
 from qerl_pl.errors import UserError
@@ -46,6 +46,8 @@ class SharedWeights:
     """By module name in the base model, such as "model.layers.0.self_attn.q_proj"."""
     tensors: Mapping[str, Tensor]
     """16-bit tensors by their checkpoint name: embeddings and lm_head, not the norms, which carry noise."""
+    experts: Mapping[str, StackedWeight] = field(default_factory=dict)
+    """Experts' matrices of a layer by module name, such as "model.layers.0.mlp.experts.gate_up_proj"."""
 
 
 @runtime_checkable
