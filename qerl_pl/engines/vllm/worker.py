@@ -146,11 +146,11 @@ class PolicyWorker(Worker):
             return super().compile_or_warm_up_model()
 
     def _linears(self) -> dict[str, tuple[Any, list[FusedSlice]]]:
-        """vLLM's linears by name, each with all its slices."""
-        from vllm.model_executor.layers.linear import LinearBase
+        """vLLM's linears by name, each with all its slices; a router, which is replicated and frozen, is none."""
+        from vllm.model_executor.layers.linear import ColumnParallelLinear, RowParallelLinear
 
-        model = self.get_model()
-        linears = {name: module for name, module in model.named_modules() if isinstance(module, LinearBase)}
+        model, kinds = self.get_model(), (ColumnParallelLinear, RowParallelLinear)
+        linears = {name: module for name, module in model.named_modules() if isinstance(module, kinds)}
         return {name: (linear, weight_map.fused_slices(model, name, linear)) for name, linear in linears.items()}
 
     def _maybe_get_memory_pool_context(self, tag: str) -> AbstractContextManager[None]:
