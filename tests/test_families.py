@@ -39,7 +39,9 @@ CPU = torch.device("cpu")
 LOGPROB_BOUND = 2e-5  # of float32, as in test_engines.py
 NOISE = NormNoise(0.05, seed=3, version=1)
 PROMPTS = [Prompt(str(i), tuple(range(20 + 9 * i, 23 + 40 * i)), "", "") for i in range(3)]  # of 3, 34 and 65 tokens
-NOISY = dict.fromkeys(("llama", "mistral", "qwen3", "phi3", "qwen3_moe"), ("input_layernorm", "post_attention_layernorm"))
+NOISY = dict.fromkeys(
+    ("llama", "mistral", "qwen3", "phi3", "qwen3_moe"), ("input_layernorm", "post_attention_layernorm")
+)
 NOISY["gemma3_text"] = ("input_layernorm", "pre_feedforward_layernorm")
 """Norms before quantized linears, by `model_type`."""
 ENGINES = ["transformers", pytest.param("vllm", marks=pytest.mark.vllm)]
