@@ -1,6 +1,7 @@
 """Layers with a mixture of experts, whose frozen weights stay packed: `qerl_kernels.mixture_of_experts` multiplies."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from qerl_kernels import StackedWeight, mixture_of_experts
@@ -54,7 +55,7 @@ class PackedExperts(nn.Module):
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Shares float32 [S, k] and numbers int64 [S, k] of the experts of tokens x [S, hidden]."""
-        router = self.get_submodule(self._router)
+        router: Any = self.get_submodule(self._router)
         probabilities = functional.linear(x, router.get_parameter("weight")).softmax(-1, dtype=torch.float32)
         chosen = probabilities.topk(router.top_k, dim=-1).indices
         share = probabilities.gather(-1, chosen)
@@ -105,7 +106,7 @@ def use_packed_experts(
         stacked = f"{name}.{family.experts.stacked}"
         inner = block.get_submodule(family.experts.stacked)
         count = inner.get_parameter(GATE_UP).shape[0]
-        members = {
+        members: dict[str, Sequence[Sequence[str]]] = {
             GATE_UP: [(f"{stacked}.{expert}.gate_proj", f"{stacked}.{expert}.up_proj") for expert in range(count)],
             DOWN: [(f"{stacked}.{expert}.down_proj",) for expert in range(count)],
         }
