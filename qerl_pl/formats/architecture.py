@@ -34,10 +34,8 @@ class Experts:
     """Its submodule with all experts: the stacks `gate_up_proj` [experts, 2 * inner, hidden] and `down_proj`."""
     router: str = "gate"
     """Its submodule with `weight` [experts, hidden], `top_k` and `norm_topk_prob`. It stays in 16 bits."""
-    number: str = "num_experts"
-    """Key of config.json for the number of experts."""
     chosen: str = "num_experts_per_tok"
-    """Key for the experts of a token."""
+    """Key of config.json for the number of experts of a token."""
     inner: str = "moe_intermediate_size"
     """Key for the width of an expert."""
 
@@ -78,6 +76,13 @@ class Family:
     def unquantized(self) -> tuple[str, ...]:
         """Linears of a layer that a 4-bit checkpoint stores in 16 bits, as vLLM reads such a list."""
         return () if self.experts is None else (rf"re:.*{self.experts.module}\.{self.experts.router}$",)
+
+    def mlp_widths(self, config: Any) -> tuple[int, int]:
+        """Elements of a token's gates (or ups) in one layer of a transformers config, and its experts, 0 for none."""
+        if self.experts is None:
+            return int(config.intermediate_size), 0
+        chosen = int(getattr(config, self.experts.chosen))
+        return chosen * int(getattr(config, self.experts.inner)), chosen
 
 
 FAMILIES = (
@@ -169,6 +174,23 @@ def unquantized(config: Mapping[str, Any]) -> tuple[str, ...]:
 def has_experts(config: Mapping[str, Any]) -> bool:
     """Whether the layers of a model, by its config.json, are a mixture of experts of a known family."""
     return any(family.experts is not None for family in FAMILIES if family.model_type == config.get("model_type"))
+
+
+def check_expert_names(config: Mapping[str, Any], names: Iterable[str], source: object) -> None:
+    """Reject a checkpoint whose experts are stored in stacks: formats and engines know them one by one.
+
+    Raises:
+        UserError: A tensor of `names` is such a stack.
+    """
+    if not has_experts(config):
+        return
+    stack = next((name for name in names if re.search(r"\.experts\.\D", name)), None)
+    if stack is not None:
+        raise UserError(
+            f"experts must be stored one by one, as published models have them; {source} has them stacked in {stack}: "
+            "take the published files, or save a model that AutoModelForCausalLM.from_config has made and that has "
+            "loaded its state dict"
+        )
 
 
 def text_config(config: Mapping[str, Any], source: object) -> dict[str, Any] | None:

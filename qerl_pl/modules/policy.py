@@ -161,14 +161,19 @@ class PolicyConfig:
 
         Raises:
             UserError: `path` is neither a folder nor a model of the hub, its files disagree, it is of no known family,
-                the adapter does not fit it, or its weights are quantized in another format.
+                the adapter does not fit it, its experts cannot train, or its weights are quantized in another format.
         """
         lora = self.lora_spec
         if self.start is not None and self.start.base != self.base_name:
             log.warning("%s was trained on %s and goes on with %s", self.adapter, self.start.base, self.base_name)
         source = self.source_folder()
         model = validate_checkpoint(source)
-        check_family(read_config(source), source)
+        family = check_family(read_config(source), source)
+        if family.experts is not None and lora is None:
+            raise UserError(
+                f"a mixture of experts trains an adapter, its experts are frozen; got model.policy.finetune full for "
+                f"{source}: set it to lora"
+            )
         if lora is not None:
             check_targets(model, lora)
         return in_format(source, self.quantization)
