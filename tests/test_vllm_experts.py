@@ -4,7 +4,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from qerl_kernels import MarlinStack, mixture_reference, silu_product
 from test_ops_experts import EXPERTS, HIDDEN, INNER, matrices, stacks
 from torch import Tensor, nn

@@ -32,6 +32,8 @@ class EngineSpec:
     """Every weight trains, without an adapter, and comes with each sync; needs a 16-bit base."""
     ranks: int = 1
     """Processes of the run, each with its own engine; they launch together."""
+    record_routing: bool = False
+    """Whether completions say which experts were chosen; needs a mixture of experts."""
 
     def adapts(self, linear: str) -> bool:
         """Whether the base's linear of this name has an adapter."""

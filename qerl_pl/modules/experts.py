@@ -1,6 +1,8 @@
 """Layers with a mixture of experts, whose frozen weights stay packed: `qerl_kernels.mixture_of_experts` multiplies."""
 
+import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,6 +44,8 @@ class PackedExperts(nn.Module):
         self._router = experts.router
         self.add_module(experts.router, block.get_submodule(experts.router))
         self._gate_up, self._down, self._product = weights[GATE_UP], weights[DOWN], product
+        self.replayed: Tensor | None = None
+        """Experts of the tokens of the next forward pass, int64 [S, k], -1 where the router chooses."""
         if own:
             for name, tensor in own_parameters(weights).items():
                 assert isinstance(tensor, nn.Parameter)
@@ -58,10 +62,39 @@ class PackedExperts(nn.Module):
         router: Any = self.get_submodule(self._router)
         probabilities = functional.linear(x, router.get_parameter("weight")).softmax(-1, dtype=torch.float32)
         chosen = probabilities.topk(router.top_k, dim=-1).indices
+        if self.replayed is not None:
+            chosen = torch.where(self.replayed < 0, chosen, self.replayed)
         share = probabilities.gather(-1, chosen)
         if router.norm_topk_prob:
             share = share / share.sum(-1, keepdim=True)
         return share, chosen
+
+
+def hand_over_routing(model: nn.Module) -> None:
+    """Have each layer's attention, which knows the `Packing`, hand replayed experts over to the layer's mixture.
+
+    A hook of the attention runs whenever the layer is recomputed, one of the layer itself does not with all releases of
+    transformers. Call it after `use_packed_attention`.
+    """
+    for name, experts in model.named_modules():
+        if isinstance(experts, PackedExperts):
+            layer = model.get_submodule(name.rpartition(".")[0])
+            attention = layer.get_submodule("self_attn")
+            attention.register_forward_pre_hook(partial(_hand_over, experts, _number(name)), with_kwargs=True)
+
+
+def _number(name: str) -> int:
+    """A layer's, from the name of one of its modules."""
+    match = re.search(r"\.layers\.(\d+)\.", name)
+    assert match is not None
+    return int(match[1])
+
+
+def _hand_over(
+    experts: PackedExperts, layer: int, attention: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    routing = kwargs["packing"].routing
+    experts.replayed = None if routing is None else routing[layer]
 
 
 def own_parameters(weights: Mapping[str, StackedWeight]) -> dict[str, Tensor]:

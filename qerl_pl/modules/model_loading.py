@@ -17,7 +17,7 @@ from qerl_pl.formats.architecture import check_family
 from qerl_pl.formats.base import BaseFormat, format_of
 from qerl_pl.formats.model_folder import TensorFiles, load_config
 from qerl_pl.formats.norm import use_float32_norms
-from qerl_pl.modules.experts import use_packed_experts
+from qerl_pl.modules.experts import hand_over_routing, use_packed_experts
 from qerl_pl.modules.lora import FrozenLinear, parameter_name
 from qerl_pl.modules.packed_layers import ATTENTION, use_gated_mlps, use_packed_attention
 
@@ -73,6 +73,7 @@ def load_base(
     use_float32_norms(model)
     use_gated_mlps(model)
     use_packed_attention(model)
+    hand_over_routing(model)
     model.to(device)  # type: ignore[arg-type]
     return model.requires_grad_(False)
 

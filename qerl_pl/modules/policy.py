@@ -4,7 +4,7 @@ import json
 import logging
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Literal
@@ -66,6 +66,8 @@ class PolicyConfig:
         gradient_checkpointing: What the backward pass recomputes: `true` each layer, `selective` all but the linears'
             products, `false` nothing. `auto` takes the fastest of them that fits the free memory in the first update,
             keeps to it when resumed, and recomputes more where the memory runs out after all. Gradients are the same.
+        replay_routing: The update gives each token of a mixture of experts to the experts that the sampler chose, with
+            its own router's shares of them (R3, arXiv 2510.11370), and does not choose anew.
     """
 
     path: str | None = None
@@ -77,6 +79,7 @@ class PolicyConfig:
     adapter: str | None = None
     train_norms: bool = False
     gradient_checkpointing: Checkpointing = False
+    replay_routing: bool = False
 
     def __post_init__(self) -> None:
         if self.finetune == "full" and self.quantization != "none":
@@ -161,7 +164,8 @@ class PolicyConfig:
 
         Raises:
             UserError: `path` is neither a folder nor a model of the hub, its files disagree, it is of no known family,
-                the adapter does not fit it, its experts cannot train, or its weights are quantized in another format.
+                the adapter does not fit it, its experts cannot train or there are none to
+                replay, or its weights are quantized in another format.
         """
         lora = self.lora_spec
         if self.start is not None and self.start.base != self.base_name:
@@ -169,6 +173,11 @@ class PolicyConfig:
         source = self.source_folder()
         model = validate_checkpoint(source)
         family = check_family(read_config(source), source)
+        if family.experts is None and self.replay_routing:
+            raise UserError(
+                f"replay_routing needs a mixture of experts; {source} is a {family.model_type}: set "
+                "model.policy.replay_routing to false"
+            )
         if family.experts is not None and lora is None:
             raise UserError(
                 f"a mixture of experts trains an adapter, its experts are frozen; got model.policy.finetune full for "
@@ -229,7 +238,9 @@ def require_memory(
         )
 
 
-def predicting_states(base: PreTrainedModel, tokens: Tensor, lengths: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+def predicting_states(
+    base: PreTrainedModel, tokens: Tensor, lengths: Tensor, mask: Tensor, routing: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Hidden states [M, D] that predict the M masked tokens, without padding, and the output layer's weight [V, D].
 
     Args:
@@ -237,9 +248,12 @@ def predicting_states(base: PreTrainedModel, tokens: Tensor, lengths: Tensor, ma
         tokens: Right-padded token ids, int64 [B, T].
         lengths: Real tokens of each row, int64 [B].
         mask: bool [B, T], with a token, and False at position 0; rows without a token are skipped.
+        routing: As for `Policy.token_logprobs`.
     """
     rows = mask.any(dim=1)
     packing = Packing.of(lengths[rows], tokens.shape[1])
+    if routing is not None:
+        packing = replace(packing, routing=routing[rows][packing.mask].transpose(0, 1).long())
     hidden = base.get_decoder()(
         input_ids=tokens[rows][packing.mask].unsqueeze(0),
         position_ids=packing.positions.unsqueeze(0),
@@ -314,6 +328,7 @@ class Policy(nn.Module):
         temperature: float,
         entropy_gradient: bool = False,
         reference: bool = False,
+        routing: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Log-probabilities and entropies of the masked tokens, computed without padding.
 
@@ -326,6 +341,8 @@ class Policy(nn.Module):
             entropy_gradient: Whether the entropies have a gradient; it costs another product with the output layer.
             reference: Compute with the reference policy, without gradients: the adapter that training started from, or
                 else the base model, adapter off; or the second model of full fine-tuning.
+            routing: Experts that the sampler chose, int [B, T, layers, k], -1 where the router chooses; their shares
+                are the router's. None lets it choose everywhere.
 
         Returns:
             (natural log-probabilities, entropies in nats), float32 [B, T] each, 0 where the mask is False.
@@ -336,7 +353,7 @@ class Policy(nn.Module):
         empty = torch.zeros(tokens.shape, dtype=torch.float32, device=tokens.device)
         if not mask.any():
             return empty, empty
-        hidden, head = self._predicting(tokens, lengths, mask, reference)
+        hidden, head = self._predicting(tokens, lengths, mask, reference, routing)
         logprobs, entropies = chunked_token_logprobs(
             hidden, head, tokens[mask], temperature, entropy_gradient=entropy_gradient
         )
@@ -359,11 +376,13 @@ class Policy(nn.Module):
         likeliest = [(chunk @ head.t()).argmax(-1) for chunk in hidden.split(default_chunk(hidden, head))]
         return logprobs.float(), torch.cat(likeliest) == tokens[mask]
 
-    def _predicting(self, tokens: Tensor, lengths: Tensor, mask: Tensor, reference: bool) -> tuple[Tensor, Tensor]:
+    def _predicting(
+        self, tokens: Tensor, lengths: Tensor, mask: Tensor, reference: bool, routing: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Hidden states [M, D] that predict the masked tokens, and the output layer's weight [V, D]."""
         model = self.trained.reference() if reference else nullcontext(self.base)
         with model as base, self.trained.low_precision_copies(self.config.torch_dtype):
-            return predicting_states(base, tokens, lengths, mask)
+            return predicting_states(base, tokens, lengths, mask, routing)
 
     def weights(self, version: int, noise: NormNoise | None = None, reference: bool = False) -> PolicyWeights:
         """Weights for an engine to sample with: views of the parameters, not copies.
