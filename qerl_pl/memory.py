@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from qerl_kernels.experts import GROUP_BYTES
 from qerl_kernels.logprob import CHUNK_BYTES
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -86,18 +87,26 @@ def check_length(length: int, needed: int, kv_gib: float | None, bytes_per_token
 
 
 def activation_bytes(
-    config: PretrainedConfig, dtype: torch.dtype, checkpointing: bool | str, tokens: int, train_norms: bool
+    config: PretrainedConfig,
+    dtype: torch.dtype,
+    checkpointing: bool | str,
+    tokens: int,
+    train_norms: bool,
+    inner: int = 0,
+    chosen: int = 0,
 ) -> int:
     """Estimated peak of a micro-batch's activations and their gradients, logits not included.
 
     Args:
-        config: Of a Llama-like model.
+        config: Of a model of a known family.
         dtype: Of activations.
         checkpointing: False, "selective" or True, as `PolicyConfig.gradient_checkpointing`.
         tokens: Of the micro-batch.
         train_norms: Whether the layers' norms train; they then save float32 activations.
+        inner: Elements of a token's gates (or ups) in one layer; 0 takes those of a dense MLP.
+        chosen: Experts of a token; 0 for a dense MLP.
     """
-    size, hidden, inner = dtype.itemsize, config.hidden_size, config.intermediate_size
+    size, hidden, inner = dtype.itemsize, config.hidden_size, inner or config.intermediate_size
     queries, keys = attention_widths(config)
     # Inputs and outputs of both norms, queries, keys, values and output of attention, and three of the MLP, as the
     # GPU ops save them.
@@ -106,13 +115,17 @@ def activation_bytes(
         layer += 2 * 2 * 4 * hidden
     products = size * (hidden + queries + 2 * keys + 2 * inner)  # of all linears but the last
     saved = {False: layer, "selective": size * hidden + products, True: size * hidden}[checkpointing]
-    working = (0 if checkpointing is False else layer) + size * (4 * inner + 6 * hidden)  # one layer, and gradients
+    # Of one layer, and gradients; experts also copy the input, and sum up the output, of each token they are given.
+    copies = size * 2 * chosen * hidden
+    working = (0 if checkpointing is False else layer) + size * (4 * inner + 6 * hidden) + copies
     return int(SAFETY_FACTOR * tokens * (config.num_hidden_layers * saved + working))
 
 
-def temporary_bytes(config: PretrainedConfig, dtype: torch.dtype, full_finetuning: bool) -> int:
+def temporary_bytes(config: PretrainedConfig, dtype: torch.dtype, full_finetuning: bool, experts: bool = False) -> int:
     """Estimated logits and copies of weights that live for one product, independent of the number of tokens."""
     size, largest = dtype.itemsize, config.hidden_size * config.intermediate_size
+    if experts:
+        return 2 * CHUNK_BYTES + GROUP_BYTES
     if not full_finetuning:
         return 2 * CHUNK_BYTES + size * largest
     # Copy and gradient in the activations' type, and the float32 gradient; the output layer beside any other.

@@ -150,6 +150,9 @@ class Completion:
     """Prompt of a dialogue, with the environment's tools and observation; None for the row's own."""
     dialogue: DialogueFacts | None = None
     """Facts of a dialogue; None without an environment."""
+    routing: Tensor | None = field(default=None, compare=False)
+    """Experts that the sampler chose for each token of prompt and completion but the last one, which was not computed:
+    int16 [tokens, layers, k]; None where they were not recorded."""
 
     @property
     def sampled_ids(self) -> tuple[int, ...]:
@@ -245,6 +248,8 @@ class Experience:
     """Index of the draw of noise that sampled each row, int64 [B], on the CPU; None with a single draw."""
     noise: NormNoise | None = None
     """Noise of the sampler that the trainer adds, too; None for a trainer without noise."""
+    routing: Tensor | None = None
+    """Experts that the sampler chose, int16 [B, T, layers, k], -1 for none; None where the trainer's router chooses."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """The rollout's metrics, by TensorBoard tag."""
     records: Sequence[CompletionRecord] = ()
@@ -256,7 +261,8 @@ class Experience:
     def to(self, device: torch.device) -> "Experience":
         """The same experience with its tensors on `device`."""
         names = ("tokens", "lengths", "mask", "sampler_logprobs", "advantages", "truncated")
-        return replace(self, **{name: getattr(self, name).to(device) for name in names})
+        moved = {name: getattr(self, name).to(device) for name in names}
+        return replace(self, routing=None if self.routing is None else self.routing.to(device), **moved)
 
 
 @dataclass(frozen=True)

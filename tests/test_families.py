@@ -32,6 +32,7 @@ from qerl_pl.formats.model_folder import end_token_ids, read_config
 from qerl_pl.formats.norm import Float32RMSNorm
 from qerl_pl.formats.quantize import quantize_checkpoint
 from qerl_pl.modules import LoraConfig, Policy, PolicyConfig
+from qerl_pl.modules.experts import PackedExperts
 from qerl_pl.modules.lora import FrozenLinear
 from qerl_pl.modules.packed_layers import GatedMLP, PackedAttention
 from qerl_pl.modules.trainer_noise import TrainerNoise
@@ -42,7 +43,9 @@ CPU = torch.device("cpu")
 LOGPROB_BOUND = 2e-5  # of float32, as in test_engines.py
 NOISE = NormNoise(0.05, seed=3, version=1)
 PROMPTS = [Prompt(str(i), tuple(range(20 + 9 * i, 23 + 40 * i)), "", "") for i in range(3)]  # of 3, 34 and 65 tokens
-NOISY = dict.fromkeys(("llama", "mistral", "qwen3", "phi3"), ("input_layernorm", "post_attention_layernorm"))
+NOISY = dict.fromkeys(
+    ("llama", "mistral", "qwen3", "phi3", "qwen3_moe"), ("input_layernorm", "post_attention_layernorm")
+)
 NOISY["gemma3_text"] = ("input_layernorm", "pre_feedforward_layernorm")
 """Norms before quantized linears, by `model_type`."""
 ENGINES = ["transformers", pytest.param("vllm", marks=pytest.mark.vllm)]
@@ -89,9 +92,9 @@ def spec_of(policy: Policy) -> EngineSpec:
 
 
 def every_linear(folder: Path) -> set[str]:
-    """Names of the layers' linears, by the files alone."""
+    """Names of the layers' linears but those of experts, by the files alone."""
     names = (name.removesuffix(".weight_packed") for name in load_file(folder / "model.safetensors"))
-    return {name for name in names if name.endswith("_proj")}
+    return {name for name in names if name.endswith("_proj") and ".experts." not in name}
 
 
 def test_every_linear_is_packed_adapted_and_four_bits_and_norms_before_them_train(base: Path) -> None:
@@ -109,7 +112,7 @@ def test_every_linear_is_packed_adapted_and_four_bits_and_norms_before_them_trai
     assert list(policy.trained.norms()) == norms
     float32 = sum(isinstance(module, Float32RMSNorm) for module in policy_of(base).modules())
     assert float32 == (13 if "gemma" in base.name else 4)  # of Gemma all: six a layer, and the last
-    for kind in (PackedAttention, GatedMLP):
+    for kind in (PackedAttention, PackedExperts if "moe" in base.name else GatedMLP):
         assert sum(isinstance(module, kind) for module in policy.modules()) == layers
 
 
@@ -269,6 +272,12 @@ def test_what_is_recomputed_changes_no_bit_of_a_gradient(base: Path) -> None:
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(gradients[0], other, strict=True))
 
 
+@pytest.fixture(scope="module", params=[name for name in MODELS if name != "qwen3-moe"])
+def dense_source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A 16-bit checkpoint whose every weight can train: experts are frozen."""
+    return write_checkpoint(request.param, tmp_path_factory.mktemp("dense") / request.param)
+
+
 def full_policy(source: Path) -> Policy:
     """A policy whose every weight trains, and differs from the base's."""
     config = PolicyConfig(path=str(source), dtype="float32", quantization="none", finetune="full")
@@ -279,8 +288,8 @@ def full_policy(source: Path) -> Policy:
     return policy
 
 
-def test_full_fine_tuning_has_the_gradients_of_a_plain_model_and_saves_one(source: Path, tmp_path: Path) -> None:
-    policy = full_policy(source)
+def test_full_fine_tuning_has_the_gradients_of_a_plain_model_and_saves_one(dense_source: Path, tmp_path: Path) -> None:
+    policy = full_policy(dense_source)
     policy.save(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
     ids = torch.randint(5, 500, (2, 40), generator=torch.Generator().manual_seed(1))
@@ -297,8 +306,8 @@ def test_full_fine_tuning_has_the_gradients_of_a_plain_model_and_saves_one(sourc
 
 
 @pytest.mark.parametrize("kind", ENGINES)
-def test_every_weight_of_full_fine_tuning_reaches_the_engine_with_its_noise(source: Path, kind: str) -> None:
-    policy = full_policy(source)
+def test_every_weight_of_full_fine_tuning_reaches_the_engine_with_its_noise(dense_source: Path, kind: str) -> None:
+    source, policy = dense_source, full_policy(dense_source)
     engine: RolloutEngine = (
         TransformersEngine() if kind == "transformers" else VLLMEngine(kv_cache_gib=0.25, max_num_seqs=16)
     )

@@ -14,6 +14,7 @@ from transformers import (
     Phi3Config,
     PretrainedConfig,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 from qerl_pl.toy.tokenizer import build_tokenizer
@@ -52,6 +53,7 @@ CONFIGS: dict[str, type[PretrainedConfig]] = {
     "phi-4": Phi3Config,
     "phi-4-mini": Phi3Config,
     "gemma-3": Gemma3TextConfig,
+    "qwen3-moe": Qwen3MoeConfig,
 }
 OPTIONS: dict[str, dict[str, Any]] = {
     "llama-3": {"rope_parameters": STRETCHED},
@@ -73,6 +75,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
             "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0},
         },
     },
+    "qwen3-moe": {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True},
 }
 """What each has besides SIZES; phi-4-mini stands for Phi-3 mini's window, too."""
 MODELS = tuple(CONFIGS)

@@ -21,6 +21,26 @@ FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 @dataclass(frozen=True)
+class Experts:
+    """The mixture of experts in place of a layer's MLP: y = sum over the chosen experts e of p_e(x) expert_e(x).
+
+    Checkpoints store every expert as an MLP of its own, `experts.E.gate_proj.weight` and so on; transformers stacks
+    them on loading.
+    """
+
+    module: str = "mlp"
+    """The mixture's name in its layer; transformers' class is the family's `classes` and "SparseMoeBlock"."""
+    stacked: str = "experts"
+    """Its submodule with all experts: the stacks `gate_up_proj` [experts, 2 * inner, hidden] and `down_proj`."""
+    router: str = "gate"
+    """Its submodule with `weight` [experts, hidden], `top_k` and `norm_topk_prob`. It stays in 16 bits."""
+    chosen: str = "num_experts_per_tok"
+    """Key of config.json for the number of experts of a token."""
+    inner: str = "moe_intermediate_size"
+    """Key for the width of an expert."""
+
+
+@dataclass(frozen=True)
 class Family:
     """Decoders of one `model_type` of transformers; the defaults are Llama's."""
 
@@ -49,6 +69,20 @@ class Family:
     """Keys of config.json for pretraining's dropout, which is off in the policy."""
     unsupported: tuple[str, ...] = ()
     """Keys of config.json that must be null or false: the policy does not compute what they turn on."""
+    experts: Experts | None = None
+    """Of a mixture of experts. Its linears are frozen: they are not among `projections`."""
+
+    @property
+    def unquantized(self) -> tuple[str, ...]:
+        """Linears of a layer that a 4-bit checkpoint stores in 16 bits, as vLLM reads such a list."""
+        return () if self.experts is None else (rf"re:.*{self.experts.module}\.{self.experts.router}$",)
+
+    def mlp_widths(self, config: Any) -> tuple[int, int]:
+        """Elements of a token's gates (or ups) in one layer of a transformers config, and its experts, 0 for none."""
+        if self.experts is None:
+            return int(config.intermediate_size), 0
+        chosen = int(getattr(config, self.experts.chosen))
+        return chosen * int(getattr(config, self.experts.inner)), chosen
 
 
 FAMILIES = (
@@ -73,6 +107,13 @@ FAMILIES = (
         embedding_scale="embed_scale",
         window=lambda attention: attention.sliding_window,
         unsupported=("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"),
+    ),
+    Family(  # Qwen3-30B-A3B and its like
+        "qwen3_moe",
+        "Qwen3Moe",
+        projections=("q_proj", "k_proj", "v_proj", "o_proj"),
+        window=lambda attention: attention.sliding_window,
+        experts=Experts(),
     ),
 )
 
@@ -136,6 +177,34 @@ def check_family(config: Mapping[str, Any], source: object) -> Family:
                 f"{config[key]}: take a model without it"
             )
     return family
+
+
+def unquantized(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Linears of the layers that a 4-bit checkpoint stores in 16 bits, as vLLM reads such a list; none by default."""
+    families = (family for family in FAMILIES if family.model_type == config.get("model_type"))
+    return next((family.unquantized for family in families), ())
+
+
+def has_experts(config: Mapping[str, Any]) -> bool:
+    """Whether the layers of a model, by its config.json, are a mixture of experts of a known family."""
+    return any(family.experts is not None for family in FAMILIES if family.model_type == config.get("model_type"))
+
+
+def check_expert_names(config: Mapping[str, Any], names: Iterable[str], source: object) -> None:
+    """Reject a checkpoint whose experts are stored in stacks: formats and engines know them one by one.
+
+    Raises:
+        UserError: A tensor of `names` is such a stack.
+    """
+    if not has_experts(config):
+        return
+    stack = next((name for name in names if re.search(r"\.experts\.\D", name)), None)
+    if stack is not None:
+        raise UserError(
+            f"experts must be stored one by one, as published models have them; {source} has them stacked in {stack}: "
+            "take the published files, or save a model that AutoModelForCausalLM.from_config has made and that has "
+            "loaded its state dict"
+        )
 
 
 def text_config(config: Mapping[str, Any], source: object) -> dict[str, Any] | None:

@@ -15,7 +15,7 @@ from compressed_tensors.quantization import (
     QuantizationStrategy,
     QuantizationType,
 )
-from qerl_kernels import FrozenWeight
+from qerl_kernels import FrozenWeight, StackedWeight
 from torch import Tensor
 
 from qerl_pl.formats.model_folder import TensorFiles, in_dtype
@@ -64,6 +64,26 @@ class PackedFormat(ABC):
         names = self.tensor_names(linear)
         return self.weight([place(tensors.read(name)) for name in names]) if names[0] in tensors else None
 
+    @abstractmethod
+    def stack(self, stored: Sequence[Tensor]) -> StackedWeight:
+        """The frozen weights of a layer's experts, from their tensors [E, ...] in the order of `suffixes`."""
+
+    def stacked_weight(
+        self,
+        experts: Sequence[Sequence[str]],
+        tensors: TensorFiles,
+        dtype: torch.dtype,
+        place: Callable[[Tensor], Tensor],
+    ) -> StackedWeight:
+        stored = []
+        for suffix in self.suffixes:
+            held = tensors.read_all([f"{name}.{suffix}" for names in experts for name in names])
+            parts = [[held[f"{name}.{suffix}"] for name in names] for names in experts]
+            # `check` has seen that the linears of an expert share their global scale.
+            matrices = [part[0].reshape(()) if part[0].numel() == 1 else _by_rows(part) for part in parts]
+            stored.append(place(_stacked(matrices)))
+        return self.stack(stored)
+
     def iterate_dense(self, tensors: TensorFiles, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         for name in tensors:
             linear, _, suffix = name.rpartition(".")
@@ -75,6 +95,17 @@ class PackedFormat(ABC):
 
     def vllm_linear_backend(self, asked: str) -> str | None:
         return asked
+
+
+def _by_rows(parts: Sequence[Tensor]) -> Tensor:
+    """`torch.cat` of bytes in any data type: 8-bit floats cannot be concatenated everywhere."""
+    return torch.cat([part.view(torch.uint8) for part in parts]).view(parts[0].dtype)
+
+
+def _stacked(matrices: Sequence[Tensor]) -> Tensor:
+    if matrices[0].dim() == 0:
+        return torch.stack(list(matrices))
+    return torch.stack([matrix.view(torch.uint8) for matrix in matrices]).view(matrices[0].dtype)
 
 
 def quantization_config(

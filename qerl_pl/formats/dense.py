@@ -1,10 +1,10 @@
 """No quantization: every tensor in 16 or 32 bits, under its own name."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from qerl_kernels import FrozenWeight
+from qerl_kernels import DenseStack, FrozenWeight, StackedWeight
 from torch import Tensor
 
 from qerl_pl.formats.model_folder import TensorFiles, in_dtype
@@ -33,6 +33,17 @@ class DenseFormat:
         self, linear: str, tensors: TensorFiles, place: Callable[[Tensor], Tensor]
     ) -> FrozenWeight | None:
         return None
+
+    def stacked_weight(
+        self,
+        experts: Sequence[Sequence[str]],
+        tensors: TensorFiles,
+        dtype: torch.dtype,
+        place: Callable[[Tensor], Tensor],
+    ) -> StackedWeight:
+        held = tensors.read_all([f"{name}.weight" for names in experts for name in names])
+        rows = (torch.cat([held[f"{name}.weight"] for name in names]) for names in experts)
+        return DenseStack(place(torch.stack([in_dtype(matrix, dtype) for matrix in rows])))
 
     def iterate_dense(self, tensors: TensorFiles, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         return ((name, in_dtype(tensors.read(name), dtype)) for name in tensors)

@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import NoneType
@@ -137,6 +137,21 @@ class TensorFiles:
         with _open(self._folder / self._files[name]) as file:
             tensor: Tensor = file.get_tensor(f"{self._prefix}{name}")
         return tensor
+
+    def read_all(self, names: Collection[str]) -> dict[str, Tensor]:
+        """As `read`, of several tensors; each file is opened once, for its header has an entry for every expert.
+
+        Raises:
+            UserError: As `read`.
+        """
+        if missing := [name for name in names if name not in self._files]:
+            self.read(missing[0])
+        found: dict[str, Tensor] = {}
+        for file_name in sorted({self._files[name] for name in names}):
+            with _open(self._folder / file_name) as file:
+                here = (name for name in names if self._files[name] == file_name)
+                found |= {name: file.get_tensor(f"{self._prefix}{name}") for name in here}
+        return found
 
 
 def in_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:

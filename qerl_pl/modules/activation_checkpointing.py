@@ -113,8 +113,10 @@ class ActivationCheckpointing:
         trained = [parameter for parameter in self._base.parameters() if parameter.requires_grad]
         gradients = sum(parameter.nbytes for parameter in trained if parameter.grad is None)
         states = int(self._pending_state_bytes * sum(parameter.numel() for parameter in trained))
-        activations = activation_bytes(config, self._dtype, mode, tokens, train_norms)
-        return activations + temporary_bytes(config, self._dtype, full_finetuning) + gradients + states
+        inner, chosen = family_of(config.model_type).mlp_widths(config)
+        activations = activation_bytes(config, self._dtype, mode, tokens, train_norms, inner, chosen)
+        temporary = temporary_bytes(config, self._dtype, full_finetuning, experts=chosen > 0)
+        return activations + temporary + gradients + states
 
     def run_with_oom_fallback(self, work: Callable[[], T], parameters: Sequence[nn.Parameter]) -> T:
         """Run forward and backward passes; if they run out of memory in "auto", repeat them in the next mode.

@@ -35,6 +35,8 @@ class Packing:
     """Cumulative sequence lengths, int32 [B + 1]."""
     longest: int
     """Tokens of the longest sequence."""
+    routing: Tensor | None = None
+    """Experts that the sampler chose in each layer, int64 [layers, S, k], -1 for none; None to choose anew."""
 
     @classmethod
     def of(cls, lengths: Tensor, width: int) -> "Packing":

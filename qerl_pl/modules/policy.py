@@ -4,7 +4,7 @@ import json
 import logging
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Literal
@@ -69,6 +69,8 @@ class PolicyConfig:
             the layers' inputs in pinned CPU memory until the backward pass needs them. Gradients are the same.
         mlp_tile_tokens: Compute the MLPs of longer micro-batches in tiles of so many tokens, at most, in both passes:
             bounds their memory. Changes the rounding of gradients. Null computes all tokens at once.
+        replay_routing: The update gives each token of a mixture of experts to the experts that the sampler chose, with
+            its own router's shares of them (R3, arXiv 2510.11370), and does not choose anew.
     """
 
     path: str | None = None
@@ -81,6 +83,7 @@ class PolicyConfig:
     train_norms: bool = False
     gradient_checkpointing: Checkpointing = False
     mlp_tile_tokens: int | None = None
+    replay_routing: bool = False
 
     def __post_init__(self) -> None:
         require_at_least(1, {"model.policy.mlp_tile_tokens": self.mlp_tile_tokens})
@@ -172,14 +175,28 @@ class PolicyConfig:
 
         Raises:
             UserError: `path` is neither a folder nor a model of the hub, its files disagree, it is of no known family,
-                the adapter does not fit it, or its weights are quantized in another format.
+                the adapter does not fit it, its experts cannot train or there are none to
+                replay, or its weights are quantized in another format.
         """
         lora = self.lora_spec
         if self.start is not None and self.start.base != self.base_name:
             log.warning("%s was trained on %s and goes on with %s", self.adapter, self.start.base, self.base_name)
         source = self.source_folder()
-        check_family(read_config(source), source)  # first: a format of another family's own is beside the point
+        # First: a format of another family's own is beside the point.
+        family = check_family(
+            read_config(source), source
+        )  # first: a format of another family's own is beside the point
         model = validate_checkpoint(source)
+        if family.experts is None and self.replay_routing:
+            raise UserError(
+                f"replay_routing needs a mixture of experts; {source} is a {family.model_type}: set "
+                "model.policy.replay_routing to false"
+            )
+        if family.experts is not None and lora is None:
+            raise UserError(
+                f"a mixture of experts trains an adapter, its experts are frozen; got model.policy.finetune full for "
+                f"{source}: set it to lora"
+            )
         if lora is not None:
             check_targets(model, lora)
         return in_format(source, self.quantization)
@@ -235,7 +252,9 @@ def require_memory(
         )
 
 
-def predicting_states(base: PreTrainedModel, tokens: Tensor, lengths: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+def predicting_states(
+    base: PreTrainedModel, tokens: Tensor, lengths: Tensor, mask: Tensor, routing: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Hidden states [M, D] that predict the M masked tokens, without padding, and the output layer's weight [V, D].
 
     Args:
@@ -243,9 +262,12 @@ def predicting_states(base: PreTrainedModel, tokens: Tensor, lengths: Tensor, ma
         tokens: Right-padded token ids, int64 [B, T].
         lengths: Real tokens of each row, int64 [B].
         mask: bool [B, T], with a token, and False at position 0; rows without a token are skipped.
+        routing: As for `Policy.token_logprobs`.
     """
     rows = mask.any(dim=1)
     packing = Packing.of(lengths[rows], tokens.shape[1])
+    if routing is not None:
+        packing = replace(packing, routing=routing[rows][packing.mask].transpose(0, 1).long())
     hidden = base.get_decoder()(
         input_ids=tokens[rows][packing.mask].unsqueeze(0),
         position_ids=packing.positions.unsqueeze(0),
@@ -327,6 +349,7 @@ class Policy(nn.Module):
         temperature: float,
         entropy_gradient: bool = False,
         reference: bool = False,
+        routing: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Log-probabilities and entropies of the masked tokens, computed without padding.
 
@@ -339,6 +362,8 @@ class Policy(nn.Module):
             entropy_gradient: Whether the entropies have a gradient; it costs another product with the output layer.
             reference: Compute with the reference policy, without gradients: the adapter that training started from, or
                 else the base model, adapter off; or the second model of full fine-tuning.
+            routing: Experts that the sampler chose, int [B, T, layers, k], -1 where the router chooses; their shares
+                are the router's. None lets it choose everywhere.
 
         Returns:
             (natural log-probabilities, entropies in nats), float32 [B, T] each, 0 where the mask is False.
@@ -349,7 +374,7 @@ class Policy(nn.Module):
         empty = torch.zeros(tokens.shape, dtype=torch.float32, device=tokens.device)
         if not mask.any():
             return empty, empty
-        hidden, head = self._predicting(tokens, lengths, mask, reference)
+        hidden, head = self._predicting(tokens, lengths, mask, reference, routing)
         logprobs, entropies = chunked_token_logprobs(
             hidden, head, tokens[mask], temperature, entropy_gradient=entropy_gradient
         )
@@ -372,7 +397,9 @@ class Policy(nn.Module):
         likeliest = [(chunk @ head.t()).argmax(-1) for chunk in hidden.split(default_chunk(hidden, head))]
         return logprobs.float(), torch.cat(likeliest) == tokens[mask]
 
-    def _predicting(self, tokens: Tensor, lengths: Tensor, mask: Tensor, reference: bool) -> tuple[Tensor, Tensor]:
+    def _predicting(
+        self, tokens: Tensor, lengths: Tensor, mask: Tensor, reference: bool, routing: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Hidden states [M, D] that predict the masked tokens, and the output layer's weight [V, D]."""
         model = self.trained.reference() if reference else nullcontext(self.base)
         copies, saved = (
@@ -380,7 +407,7 @@ class Policy(nn.Module):
             self.checkpointing.saved_activations(),
         )
         with model as base, copies, saved:
-            return predicting_states(base, tokens, lengths, mask)
+            return predicting_states(base, tokens, lengths, mask, routing)
 
     def weights(self, version: int, noise: NormNoise | None = None, reference: bool = False) -> PolicyWeights:
         """Weights for an engine to sample with: views of the parameters, not copies.

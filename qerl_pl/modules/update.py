@@ -353,6 +353,7 @@ class PolicyUpdate:
         self, policy: Policy, experience: Experience, mask: Tensor, rows: Tensor, reference: bool = False
     ) -> tuple[Tensor, Tensor]:
         """Log-probabilities and entropies [len(rows), T]."""
+        replay = {} if experience.routing is None else {"routing": experience.routing[rows]}
         return policy.token_logprobs(
             experience.tokens[rows],
             experience.lengths[rows],
@@ -360,6 +361,7 @@ class PolicyUpdate:
             experience.temperature,
             self.objective.needs_entropy,
             reference,
+            **replay,
         )
 
     def _micro_batches(self, lengths: Tensor, draws: Tensor | None = None) -> list[Tensor]:
