@@ -93,7 +93,7 @@ def config_of(name: str, shape: str) -> dict[str, Any]:
     """config.json; no token ends a completion, so that every one has its full length."""
     config: dict[str, Any] = {
         "vocab_size": 32768,
-        "max_position_embeddings": 8192,
+        "max_position_embeddings": 16384,
         "rms_norm_eps": 1e-5,
         "attention_dropout": 0.0,
     }
@@ -132,13 +132,13 @@ def write_source(folder: Path, config: Mapping[str, Any], device: torch.device) 
 
 
 def prompts_of(config: Mapping[str, Any], count: int) -> list[Prompt]:
-    """Random prompts of 16 to 256 tokens (a tenth of it in the tiny shape), the last one longer than the window."""
+    """Random prompts of 16 to 256 tokens (a tenth of it in the tiny shape), the last one twice the window."""
     vocabulary, known = config["vocab_size"], config["max_position_embeddings"]
     generator = torch.Generator().manual_seed(1)
     longest = 256 if known > 256 else 26
     window = config.get("sliding_window") or known
     lengths = torch.randint(longest // 16, longest + 1, (count,), generator=generator).tolist()
-    lengths[-1] = window + longest // 2 if window < known else 3 * longest
+    lengths[-1] = 2 * window if window < known else 3 * longest
     return [
         Prompt(str(index), tuple(torch.randint(10, vocabulary, (length,), generator=generator).tolist()), "", "")
         for index, length in enumerate(lengths)
