@@ -125,7 +125,8 @@ def _capped_attention(
     key, value = (x.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for x in (key, value))
     scores = query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
     scores = soft_cap * (scores / soft_cap).tanh()
-    return scores.masked_fill(~seen, -torch.inf).softmax(-1, dtype=torch.float32).to(query.dtype) @ value
+    precise = torch.promote_types(scores.dtype, torch.float32)
+    return scores.masked_fill(~seen, -torch.inf).softmax(-1, dtype=precise).to(query.dtype) @ value
 
 
 def _flash_attention(
