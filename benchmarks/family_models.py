@@ -70,6 +70,20 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "Phi-3-mini-4k",
         {**layers_of(3072, 8192, 4, 32, 32, 96), "sliding_window": 2047, "rope_parameters": plain_rope(1e4)},
     ),
+    "gemma2": (
+        "Gemma-2-2B",
+        {
+            **layers_of(2304, 9216, 4, 8, 4, 256),
+            "query_pre_attn_scalar": 256,
+            "sliding_window": 1024,
+            "layer_types": 2 * ["sliding_attention", "full_attention"],
+            "rope_parameters": plain_rope(1e4),
+            "hidden_activation": "gelu_pytorch_tanh",
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 4.0,
+            "tie_word_embeddings": True,
+        },
+    ),
     "gemma3_text": (
         "Gemma-3-4B",
         {
@@ -86,7 +100,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-"""By family, the model whose layers they are and config.json; phi3_mini has heads of 96 channels and a window."""
+"""By family, the model whose layers they are and config.json.
+
+phi3_mini has heads of 96 channels and a window. gemma2's window is a quarter of the real one, and its soft caps are of
+the size of random scores and logits.
+"""
 
 
 def config_of(name: str, shape: str) -> dict[str, Any]:

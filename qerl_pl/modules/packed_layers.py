@@ -123,10 +123,11 @@ def _capped_attention(
         [B, heads, T, head size].
     """
     key, value = (x.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for x in (key, value))
-    scores = query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    precise = torch.promote_types(query.dtype, torch.float32)  # as flash attention's scores are
+    scores = query.to(precise) @ key.to(precise).transpose(-1, -2)
+    scores = scores * (query.shape[-1] ** -0.5 if scaling is None else scaling)
     scores = soft_cap * (scores / soft_cap).tanh()
-    precise = torch.promote_types(scores.dtype, torch.float32)
-    return scores.masked_fill(~seen, -torch.inf).softmax(-1, dtype=precise).to(query.dtype) @ value
+    return scores.masked_fill(~seen, -torch.inf).softmax(-1).to(query.dtype) @ value
 
 
 def _flash_attention(
