@@ -49,6 +49,8 @@ BOUND = 1.7e-3
 GRADIENT_BOUND = 0.1
 """Of bfloat16's gradient from float32's, relative: rounding makes a few hundredths, a wrong backward pass one."""
 NOISE = NormNoise(SIGMA, seed=0, version=0)
+STRONG = replace(NOISE, sigma=0.2)
+"""Noise whose effect is far above that of rounding, to show that the engine's graphs compute with it."""
 RANK = 32
 
 
@@ -214,10 +216,18 @@ def measure(name: str, base: Path, config: Mapping[str, Any], args: argparse.Nam
     exact = Policy(base, replace(settings, dtype="float32"), device, seed=0).eval()
     exact.load_trained_state(policy.trained_state())
     rows: dict[str, Any] = {}
-    for row, adapter, noise in (("adapter", True, None), ("no adapter", False, None), ("noise", True, NOISE)):
-        synced = engine.sync(policy.weights(0, noise, reference=not adapter))
+    kinds = (
+        ("adapter", True, None),
+        ("no adapter", False, None),
+        ("noise", True, NOISE),
+        ("strong noise", True, STRONG),
+    )
+    by_tensor: dict[str, Any] = {}
+    for row, adapter, noise in kinds:
+        engine.sync(policy.weights(0, noise, reference=not adapter))
+        if noise is NOISE:
+            by_tensor = noise_by_tensor(engine, base, config["model_type"])
         rows[row] = differences(engine, policy, exact, prompts, args.tokens, adapter, noise)
-    by_tensor = noise_by_tensor(engine, base, config["model_type"]) | {"std_reported": synced.noise_std}
     gradient = gradient_difference(policy, exact, prompts[:-1], args.tokens)
     tokens_per_s = speed(engine, config["vocab_size"], 64, args.tokens)
     worker = engine._call("qerl_report") if isinstance(engine, VLLMEngine) else None
@@ -266,6 +276,8 @@ def failures(result: Mapping[str, Any], on_gpu: bool) -> list[str]:
             for key, where in (("mean", "all tokens"), ("mean_after_last_prompt", "those after the longest prompt"))
             if row[key] > bound
         ]
+        if name != "noise" and row["effect"] < 3 * row["mean"]:
+            found.append(f"{name}: without it log-probabilities change by {row['effect']:.2e}, too little to show it")
     return found
 
 

@@ -70,6 +70,20 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "Phi-3-mini-4k",
         {**layers_of(3072, 8192, 4, 32, 32, 96), "sliding_window": 2047, "rope_parameters": plain_rope(1e4)},
     ),
+    "gemma2": (
+        "Gemma-2-2B",
+        {
+            **layers_of(2304, 9216, 4, 8, 4, 256),
+            "query_pre_attn_scalar": 256,
+            "sliding_window": 1024,
+            "layer_types": 2 * ["sliding_attention", "full_attention"],
+            "rope_parameters": plain_rope(1e4),
+            "hidden_activation": "gelu_pytorch_tanh",
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 4.0,
+            "tie_word_embeddings": True,
+        },
+    ),
     "gemma3_text": (
         "Gemma-3-4B",
         {
@@ -86,14 +100,18 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-"""By family, the model whose layers they are and config.json; phi3_mini has heads of 96 channels and a window."""
+"""By family, the model whose layers they are and config.json.
+
+phi3_mini has heads of 96 channels and a window. gemma2's window is a quarter of the real one, and its soft caps are of
+the size of random scores and logits.
+"""
 
 
 def config_of(name: str, shape: str) -> dict[str, Any]:
     """config.json; no token ends a completion, so that every one has its full length."""
     config: dict[str, Any] = {
         "vocab_size": 32768,
-        "max_position_embeddings": 8192,
+        "max_position_embeddings": 16384,
         "rms_norm_eps": 1e-5,
         "attention_dropout": 0.0,
     }
@@ -132,13 +150,13 @@ def write_source(folder: Path, config: Mapping[str, Any], device: torch.device) 
 
 
 def prompts_of(config: Mapping[str, Any], count: int) -> list[Prompt]:
-    """Random prompts of 16 to 256 tokens (a tenth of it in the tiny shape), the last one longer than the window."""
+    """Random prompts of 16 to 256 tokens (a tenth of it in the tiny shape), the last one twice the window."""
     vocabulary, known = config["vocab_size"], config["max_position_embeddings"]
     generator = torch.Generator().manual_seed(1)
     longest = 256 if known > 256 else 26
     window = config.get("sliding_window") or known
     lengths = torch.randint(longest // 16, longest + 1, (count,), generator=generator).tolist()
-    lengths[-1] = window + longest // 2 if window < known else 3 * longest
+    lengths[-1] = 2 * window if window < known else 3 * longest
     return [
         Prompt(str(index), tuple(torch.randint(10, vocabulary, (length,), generator=generator).tolist()), "", "")
         for index, length in enumerate(lengths)

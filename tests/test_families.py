@@ -46,7 +46,7 @@ PROMPTS = [Prompt(str(i), tuple(range(20 + 9 * i, 23 + 40 * i)), "", "") for i i
 NOISY = dict.fromkeys(
     ("llama", "mistral", "qwen3", "phi3", "qwen3_moe"), ("input_layernorm", "post_attention_layernorm")
 )
-NOISY["gemma3_text"] = ("input_layernorm", "pre_feedforward_layernorm")
+NOISY |= dict.fromkeys(("gemma2", "gemma3_text"), ("input_layernorm", "pre_feedforward_layernorm"))
 """Norms before quantized linears, by `model_type`."""
 ENGINES = ["transformers", pytest.param("vllm", marks=pytest.mark.vllm)]
 
@@ -111,7 +111,8 @@ def test_every_linear_is_packed_adapted_and_four_bits_and_norms_before_them_trai
     assert set(policy.weights(0).tensors) == {f"{name}.weight" for name in norms}
     assert list(policy.trained.norms()) == norms
     float32 = sum(isinstance(module, Float32RMSNorm) for module in policy_of(base).modules())
-    assert float32 == (13 if "gemma" in base.name else 4)  # of Gemma all: six a layer, and the last
+    # Of Gemma all: four a layer, two of queries and keys in Gemma 3, and the last.
+    assert float32 == {"gemma-2-nvfp4": 9, "gemma-3-nvfp4": 13}.get(base.name, 4)
     for kind in (PackedAttention, PackedExperts if "moe" in base.name else GatedMLP):
         assert sum(isinstance(module, kind) for module in policy.modules()) == layers
 
@@ -366,7 +367,6 @@ def test_an_unknown_family_is_refused_before_anything_is_made(tmp_path: Path) ->
 
 
 LACKS = {
-    "gemma2": "soft caps of attention scores",
     "gpt_oss": "attention sinks, .*, and experts with biases",
     "qwen3_next": "gated delta nets: the update lacks their scan of packed sequences with a backward pass",
     "qwen3_5": "gated delta nets",

@@ -65,6 +65,10 @@ class Family:
     """The embedding's attribute that multiplies its rows, if any."""
     window: Callable[[Any], int | None] = lambda attention: None
     """Sliding window of an attention layer of transformers, in tokens; None for full attention."""
+    score_cap: str | None = None
+    """The attention's attribute with the soft cap of its scores, if any; such layers attend in plain PyTorch."""
+    logit_cap: str | None = None
+    """Key of config.json with the soft cap of the logits, if any."""
     dropouts: tuple[str, ...] = ("attention_dropout",)
     """Keys of config.json for pretraining's dropout, which is off in the policy."""
     unsupported: tuple[str, ...] = ()
@@ -97,6 +101,19 @@ FAMILIES = (
         window=lambda attention: attention.config.sliding_window,
         dropouts=("attention_dropout", "resid_pdrop", "embd_pdrop"),
     ),
+    Family(
+        "gemma2",
+        "Gemma2",
+        noisy_norms=("input_layernorm", "pre_feedforward_layernorm"),
+        norm_offset=1.0,
+        norm_eps="eps",
+        normed_outputs=True,
+        embedding_scale="embed_scale",
+        window=lambda attention: attention.sliding_window,
+        score_cap="attn_logit_softcapping",
+        logit_cap="final_logit_softcapping",
+        unsupported=("use_bidirectional_attention",),
+    ),
     Family(  # the text models of Gemma 3
         "gemma3_text",
         "Gemma3",
@@ -117,11 +134,9 @@ FAMILIES = (
     ),
 )
 
-_NOT_IN_FLASH = "which PyTorch's variable-length flash attention lacks"
 _DELTA_NETS = "gated delta nets: the update lacks their scan of packed sequences with a backward pass"
 NOT_COMPUTED: Mapping[str, str] = {
-    "gemma2": f"soft caps of attention scores, {_NOT_IN_FLASH}",
-    "gpt_oss": f"attention sinks, {_NOT_IN_FLASH}, and experts with biases",
+    "gpt_oss": "attention sinks, which PyTorch's variable-length flash attention lacks, and experts with biases",
     **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), _DELTA_NETS),
 }
 """By `model_type`, what the update would have to compute for a family, so that an entry in `FAMILIES` is not enough."""
@@ -150,6 +165,18 @@ def family_of(model_type: str, source: object = "the model") -> Family:
         f"a base model must be of a known family; model_type in config.json of {source} is {model_type!r}, none of "
         f"{known}: add it as docs/adding-a-family.md shows, or take another"
     )
+
+
+def has_score_cap(config: PretrainedConfig) -> bool:
+    """Whether a model, of any family, caps the scores of its attention."""
+    capped = (family.model_type for family in FAMILIES if family.score_cap is not None)
+    return config.model_type in capped
+
+
+def logit_cap(config: PretrainedConfig) -> float | None:
+    """Soft cap of the logits of a model of a known family; None where they have none."""
+    key = family_of(config.model_type).logit_cap
+    return None if key is None else getattr(config, key)
 
 
 def family_of_class(name: str, kind: str) -> Family | None:

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from qerl_pl.algorithm.noise import NormNoise
 from qerl_pl.engines.base import SharedWeights
 from qerl_pl.errors import UserError, require_at_least
-from qerl_pl.formats.architecture import FAMILIES, PROJECTIONS, check_family
+from qerl_pl.formats.architecture import FAMILIES, PROJECTIONS, check_family, logit_cap
 from qerl_pl.formats.base import Quantization
 from qerl_pl.formats.dense_checkpoint import validate_checkpoint
 from qerl_pl.formats.model_folder import TensorFiles, load_tokenizer, read_config
@@ -304,6 +304,7 @@ class Policy(nn.Module):
         lora = config.lora_spec
         self.base = load_base(folder, config.torch_dtype, device, shared if lora else None)
         """The causal LM, trained weights included."""
+        self._logit_cap = logit_cap(self.base.config)
         self.trained: LoraAdapter | FullWeights
         if lora is None:
             reference = load_base(folder, config.torch_dtype, device).eval() if with_reference else None
@@ -376,7 +377,7 @@ class Policy(nn.Module):
             return empty, empty
         hidden, head = self._predicting(tokens, lengths, mask, reference, routing)
         logprobs, entropies = chunked_token_logprobs(
-            hidden, head, tokens[mask], temperature, entropy_gradient=entropy_gradient
+            hidden, head, tokens[mask], temperature, entropy_gradient=entropy_gradient, soft_cap=self._logit_cap
         )
         return empty.masked_scatter(mask, logprobs.float()), empty.masked_scatter(mask, entropies.float())
 
@@ -393,7 +394,7 @@ class Policy(nn.Module):
             (natural log-probabilities float32 [M], bool [M]) of the M masked tokens, in row-major order.
         """
         hidden, head = self._predicting(tokens, lengths, mask, reference=False)
-        logprobs, _ = chunked_token_logprobs(hidden, head, tokens[mask])
+        logprobs, _ = chunked_token_logprobs(hidden, head, tokens[mask], soft_cap=self._logit_cap)
         likeliest = [(chunk @ head.t()).argmax(-1) for chunk in hidden.split(default_chunk(hidden, head))]
         return logprobs.float(), torch.cat(likeliest) == tokens[mask]
 

@@ -11,6 +11,7 @@ from qerl_kernels import chunked_token_logprobs
 from torch import Tensor
 
 from qerl_pl.errors import UserError
+from qerl_pl.formats.architecture import logit_cap
 from qerl_pl.formats.base import format_of
 from qerl_pl.formats.dense import DENSE
 from qerl_pl.formats.dense_checkpoint import validate_checkpoint
@@ -150,7 +151,8 @@ class Teacher:
                 batch = rows[torch.tensor(indices, device=rows.device)]
                 tokens, masked = experience.tokens[batch], mask[batch]
                 hidden, head = predicting_states(self._model, tokens, experience.lengths[batch], masked)
-                values, _ = chunked_token_logprobs(hidden, head, tokens[masked], experience.temperature)
+                cap = logit_cap(self._model.config)
+                values, _ = chunked_token_logprobs(hidden, head, tokens[masked], experience.temperature, soft_cap=cap)
                 logprobs[batch] = torch.zeros_like(logprobs[batch]).masked_scatter(masked, values.float())
         return logprobs
 
