@@ -36,7 +36,8 @@ import torch
 from qerl_kernels import select_backend
 from transformers import AutoConfig
 
-from qerl_pl.memory_plan import GIB, MicroBatch, RunPlan, Shape, kv_gib, run_memory, update_memory
+from qerl_pl.memory import GIB
+from qerl_pl.memory_plan import MicroBatch, RunPlan, Shape, run_memory, update_memory
 
 WAYS: dict[str, tuple[Any, int | None]] = {
     "true": (True, None),
@@ -140,7 +141,7 @@ def alive_at_peak(policy: Any, length: int, vocabulary: int) -> list[tuple[str, 
     memory = torch.cuda.memory
     memory._record_memory_history(max_entries=2_000_000, stacks="python")
     try:
-        update_speed.measure(policy, length, length, vocabulary, 0)
+        update_speed.measure(policy, length, length, vocabulary, 1)
         events = memory._snapshot()["device_traces"][0]
     finally:
         memory._record_memory_history(enabled=None)
@@ -179,9 +180,14 @@ def step_plan(args: argparse.Namespace, length: int, kv: float) -> RunPlan:
     return RunPlan(shape_of(args), batch, micro_batches=GROUP, kv_cache_gib=kv, **seqs)  # type: ignore[arg-type]
 
 
+def sequence_gib(args: argparse.Namespace, length: int) -> float:
+    """GiB of a sequence's keys and values, whole blocks."""
+    return (length + PROMPT + 32) * shape_of(args).kv_bytes(torch.bfloat16) / GIB
+
+
 def kv_for(args: argparse.Namespace, card: float, length: int) -> float:
     """GiB for keys and values: of 8 completions, or what a card has room for; 0 where not even one fits."""
-    sequence = kv_gib(shape_of(args), torch.bfloat16, length + PROMPT + 32)
+    sequence = sequence_gib(args, length)
     plan = step_plan(args, length, 0.0)
     room = card - args.margin - sum(run_memory(plan).rollout.values()) / GIB
     return min(GROUP * sequence, room) if room >= sequence else 0.0
@@ -219,7 +225,7 @@ def ladder(args: argparse.Namespace) -> None:
 
 def step(args: argparse.Namespace, card: float, length: int) -> dict[str, Any]:
     """Steps of one length in a process of its own: what it measured, or that it does not fit, and why."""
-    kv = max(kv_for(args, card, length), kv_gib(shape_of(args), torch.bfloat16, length + PROMPT + 32))
+    kv = max(kv_for(args, card, length), sequence_gib(args, length))
     estimate = run_memory(step_plan(args, length, kv))
     told = {"card": card, "length": length, "kv": kv}
     out = args.out / "step.json"

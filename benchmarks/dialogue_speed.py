@@ -26,7 +26,8 @@ from random_model import SHAPES, write_model
 from qerl_pl.engines import EngineSpec, VLLMEngine
 from qerl_pl.engines.base import RequestSource
 from qerl_pl.formats.model_folder import load_config
-from qerl_pl.memory import GIB, kv_bytes_per_token
+from qerl_pl.memory import GIB
+from qerl_pl.memory_plan import Shape
 from qerl_pl.types import Completion, RolloutRequest, SamplingConfig
 
 GATE = ("tests/test_continued.py",)
@@ -89,11 +90,6 @@ def measure(engine: VLLMEngine, turns: int, weights: Any, args: argparse.Namespa
     return {"turns": turns, "tokens_per_s": statistics.median(rates), "slowest": min(rates), "fastest": max(rates)}
 
 
-def kv_gib(base: Path, longest: int, dialogues: int) -> float:
-    """Key/value cache for so many dialogues of the longest length, and blocks that are not full."""
-    return 1.1 * dialogues * longest * kv_bytes_per_token(load_config(base), torch.bfloat16) / GIB
-
-
 def main() -> int:
     """Measure, and write the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -118,9 +114,8 @@ def main() -> int:
         write_model(base, args.shape, device)
         longest = args.prompt + args.tokens + args.answer * max(args.turns)
         spec = EngineSpec(base, torch.bfloat16, device, RANK, TARGETS, longest)
-        engine = VLLMEngine(
-            kv_cache_gib=args.kv_gib or kv_gib(base, longest, args.dialogues), max_num_seqs=args.dialogues
-        )
+        room = 1.1 * args.dialogues * longest * Shape.of(load_config(base)).kv_bytes(torch.bfloat16) / GIB
+        engine = VLLMEngine(kv_cache_gib=args.kv_gib or room, max_num_seqs=args.dialogues)
         engine.launch(spec)
         weights = random_policy(base, spec, None)
         rows = [measure(engine, turns, weights, args) for turns in (1, *args.turns)]

@@ -8,15 +8,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
+from qerl_kernels.experts import GROUP_BYTES
 from qerl_kernels.logprob import CHUNK_BYTES
 from transformers import PretrainedConfig
 
 from qerl_pl.errors import UserError
-from qerl_pl.formats.architecture import PROJECTIONS
+from qerl_pl.formats.architecture import PROJECTIONS, family_of
+from qerl_pl.memory import GIB, GRADIENT, MASTER
 
-GIB = 2**30
-MASTER = GRADIENT = 4
-"""Bytes of a float32 master weight, and of its gradient."""
+SAFETY_FACTOR = 1.1
+"""Of activations where a mode is chosen by them: for fragmentation and small tensors."""
 BITS = {"nvfp4": 4.5, "mxfp4": 4.25, "nf4": 4.5, "none": 16.0, "gaussian": 16.0}
 """Bits of a weight of the layers' linears in a base format, scales included; vLLM undoes NF4's double quantization."""
 SMS = 132
@@ -41,6 +42,7 @@ class Shape:
 
     hidden: int
     inner: int
+    """Elements of a token's gates (or ups) in a layer: of a mixture, of the experts that it is given to, together."""
     layers: int
     heads: int
     queries: int
@@ -52,27 +54,35 @@ class Shape:
     """Whether the output layer is the embedding."""
     head_norms: bool
     """Whether queries and keys have norms, in plain PyTorch."""
+    experts: int = 0
+    """Of a layer; 0 for a dense MLP."""
+    chosen: int = 0
+    """Experts that a token is given to; 0 for a dense MLP."""
 
     @classmethod
     def of(cls, config: PretrainedConfig) -> "Shape":
         """That of config.json."""
         heads = config.num_attention_heads
         size = getattr(config, "head_dim", None) or config.hidden_size // heads
+        family = family_of(config.model_type)
+        inner, chosen = family.mlp_widths(config)
         return cls(
             hidden=config.hidden_size,
-            inner=config.intermediate_size,
+            inner=inner,
             layers=config.num_hidden_layers,
             heads=heads,
             queries=heads * size,
             keys=(getattr(config, "num_key_value_heads", None) or heads) * size,
             vocabulary=config.vocab_size,
             tied=bool(config.tie_word_embeddings),
-            head_norms=config.model_type in ("qwen3", "gemma3_text"),
+            head_norms=config.model_type in ("qwen3", "qwen3_moe", "gemma3_text"),
+            experts=0 if family.experts is None else getattr(config, family.experts.count),
+            chosen=chosen,
         )
 
     @property
     def linears(self) -> dict[str, tuple[int, int]]:
-        """(out, in) of a layer's projections; fused ones as their parts."""
+        """(out, in) of a layer's projections; fused ones as their parts, the chosen experts' as one of their width."""
         queries, keys = (self.queries, self.hidden), (self.keys, self.hidden)
         mlp = (self.inner, self.hidden)
         sizes = (queries, keys, keys, (self.hidden, self.queries), mlp, mlp, (self.hidden, self.inner))
@@ -80,13 +90,21 @@ class Shape:
 
     @property
     def linear_weights(self) -> int:
-        """Of all layers."""
-        return self.layers * sum(rows * columns for rows, columns in self.linears.values())
+        """Of all layers, with all experts."""
+        sizes = {name: rows * columns for name, (rows, columns) in self.linears.items()}
+        mlp = sum(sizes.pop(name) for name in PROJECTIONS[4:])
+        if self.experts:
+            mlp = mlp // self.chosen * self.experts
+        return self.layers * (sum(sizes.values()) + mlp)
 
     @property
     def embedding_weights(self) -> int:
         """Embedding and output layer."""
         return (1 if self.tied else 2) * self.vocabulary * self.hidden
+
+    def kv_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes of a token's keys and values in all layers."""
+        return 2 * self.layers * self.keys * dtype.itemsize
 
     def adapter_weights(self, rank: int, targets: Sequence[str] = PROJECTIONS) -> int:
         """Of A and B on these projections of all layers."""
@@ -166,6 +184,11 @@ def _attention(shape: Shape, size: int) -> int:
     return size * (2 * shape.queries + 2 * shape.keys) + norms + 4 * shape.heads
 
 
+def activation_bytes(shape: Shape, batch: MicroBatch) -> int:
+    """Peak of a micro-batch's activations and their gradients, with logits, and with weights cast for a product."""
+    return saved_bytes(shape, batch) + max(working_bytes(shape, batch).values())
+
+
 def working_bytes(shape: Shape, batch: MicroBatch) -> dict[str, int]:
     """What is alive beside `saved_bytes` at the peak of each part of the update, by part.
 
@@ -174,8 +197,9 @@ def working_bytes(shape: Shape, batch: MicroBatch) -> dict[str, int]:
     size, tokens, inner, hidden = batch.dtype.itemsize, batch.tokens, shape.inner, shape.hidden
     recomputed = 0 if batch.checkpointing is False else _recomputed(shape, batch)
     largest = max(rows * columns for rows, columns in shape.linears.values())
-    # A dequantized weight; in full fine-tuning the low-precision copy, its gradient, and that in float32.
-    weight = largest * (2 * size + 4 if batch.full_finetuning else size)
+    # A dequantized weight, or a group of experts'; in full fine-tuning the low-precision copy, its gradient, and that
+    # in float32.
+    weight = GROUP_BYTES if shape.experts else largest * (2 * size + 4 if batch.full_finetuning else size)
     if _tiles(batch):
         assert batch.mlp_tile_tokens is not None
         # The gradient to the MLP's result and to its input; a tile's gate and up, gradients, and its own ends.
@@ -185,6 +209,7 @@ def working_bytes(shape: Shape, batch: MicroBatch) -> dict[str, int]:
         # Gradients of gate, up and their product, which itself is free by then; of the layer's result.
         gate_up = 2 if batch.checkpointing == "selective" else 0  # are among what is saved
         gradients = recomputed + size * (hidden + (2 - gate_up) * inner) * tokens
+        gradients += 2 * size * shape.chosen * hidden * tokens  # inputs copied for experts, and their results
         mlp = max(gradients, gradients - size * inner * tokens + weight)
     splits = -(-SMS // (batch.sequences * shape.heads))
     rounded = tokens + 128 * batch.sequences
@@ -192,7 +217,7 @@ def working_bytes(shape: Shape, batch: MicroBatch) -> dict[str, int]:
     attention = size * tokens * (2 * hidden + 2 * shape.queries + expanded + 2 * shape.keys)
     attention += tokens * _attention(shape, size) + 4 * splits * rounded * shape.queries + weight
     # The last norm's input in float32 and its results; the predicting states and their gradients.
-    head = (4 + 4 * size) * hidden * tokens + CHUNK_BYTES
+    head = (4 + 4 * size) * hidden * tokens + min(CHUNK_BYTES, size * shape.vocabulary * tokens)
     if batch.full_finetuning:  # the output layer's copy, its gradient in float32, and a chunk's
         head += (2 * size + 4) * shape.vocabulary * hidden
     return {"MLP": mlp, "attention": attention, "logits": head}
@@ -240,6 +265,8 @@ class RunPlan:
     engine: bool = True
     shares_weights: bool = True
     """Whether trainer and engine hold one copy of the base."""
+    engine_is_dense: bool = False
+    """Whether the engine's copy has 16 bits (`TransformersEngine`)."""
     kv_cache_gib: float = 4.0
     sleeps: bool = True
     """Whether the engine releases keys and values during the update."""
@@ -264,7 +291,7 @@ def run_memory(plan: RunPlan) -> RunMemory:
     if not plan.engine:
         held["base model"] = 0 if full else base
     elif not full and not plan.shares_weights:
-        held["base model, the trainer's copy"] = base
+        held["base model, the engine's copy"] = dense if plan.engine_is_dense else base
     held["trained weights"] = MASTER * trained
     if plan.engine and not full:
         held["trained weights"] += size * shape.engine_adapter_weights(batch.rank, plan.targets)
@@ -275,7 +302,7 @@ def run_memory(plan: RunPlan) -> RunMemory:
     kv = {"keys and values": plan.kv_cache_gib * GIB} if plan.engine else {}
     buffers = {"engine: buffers, CUDA graphs": (ENGINE_BUFFERS_GIB + CUDA_GRAPHS_GIB) * GIB} if plan.engine else {}
     prefill = {"engine: prefill and logits": _prefill(plan)} if plan.engine else {}
-    rollout = {**held, "gradients": gradients, **kv, **prefill, **buffers, **cuda}
+    rollout = {**held, **kv, **prefill, **buffers, **cuda}  # the gradients are freed before it
     saved, working = saved_bytes(shape, batch), max(working_bytes(shape, batch).values())
     # Gradients of earlier micro-batches; at the end low-precision ones beside them, and the optimizer's temporaries.
     before = gradients if plan.micro_batches > 1 else 0.0
@@ -311,6 +338,27 @@ def _prefill(plan: RunPlan) -> float:
     return tokens * size * (3 * shape.inner + 4 * shape.hidden) + dense + plan.max_num_seqs * shape.vocabulary * size
 
 
-def kv_gib(shape: Shape, dtype: torch.dtype, tokens: int) -> float:
-    """GiB of so many tokens' keys and values."""
-    return 2 * shape.layers * shape.keys * dtype.itemsize * tokens / GIB
+def longest_completion(plan: RunPlan, prompt: int, gib: float) -> int:
+    """Tokens of the longest completion that is a micro-batch of its own and fits; 0 where none does.
+
+    The engine's cache is as set, or holds one such sequence where that is more.
+
+    Args:
+        plan: With any batch.
+        prompt: Tokens of its prompt.
+        gib: Of the GPU.
+    """
+    sequence_gib = plan.shape.kv_bytes(plan.batch.dtype) / GIB
+
+    def fits(length: int) -> bool:
+        batch = replace(plan.batch, tokens=prompt + length, sequences=1)
+        cache = max(plan.kv_cache_gib, (prompt + length) * sequence_gib)
+        return run_memory(replace(plan, batch=batch, kv_cache_gib=cache)).peak <= gib * GIB
+
+    low, high = 0, 1
+    while fits(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low

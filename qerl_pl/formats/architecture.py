@@ -34,8 +34,10 @@ class Experts:
     """Its submodule with all experts: the stacks `gate_up_proj` [experts, 2 * inner, hidden] and `down_proj`."""
     router: str = "gate"
     """Its submodule with `weight` [experts, hidden], `top_k` and `norm_topk_prob`. It stays in 16 bits."""
+    count: str = "num_experts"
+    """Key of config.json for the number of experts."""
     chosen: str = "num_experts_per_tok"
-    """Key of config.json for the number of experts of a token."""
+    """Key for the number of experts of a token."""
     inner: str = "moe_intermediate_size"
     """Key for the width of an expert."""
 

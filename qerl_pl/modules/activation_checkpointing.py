@@ -18,7 +18,8 @@ from transformers import PreTrainedModel
 from qerl_pl.distributed.communicator import Communicator, warn_of_this_rank
 from qerl_pl.formats.architecture import family_of
 from qerl_pl.formats.norm import Float32RMSNorm
-from qerl_pl.memory import GIB, activation_bytes, free_bytes, temporary_bytes
+from qerl_pl.memory import GIB, free_bytes
+from qerl_pl.memory_plan import SAFETY_FACTOR, MicroBatch, Shape, activation_bytes
 from qerl_pl.modules.activation_offload import ActivationOffload
 from qerl_pl.modules.lora import LoraLinear
 from qerl_pl.modules.tiled_mlp import leaving_out_contexts
@@ -106,17 +107,22 @@ class ActivationCheckpointing:
     def needed_bytes(self, mode: Checkpointing, tokens: int) -> int:
         """Bytes that an update will allocate for micro-batches of so many tokens, estimated: activations, and gradients
         and optimizer states not yet held."""
-        config = self._base.config
-        norms = (module for module in self._base.modules() if isinstance(module, Float32RMSNorm))
-        train_norms = any(norm.weight.requires_grad for norm in norms)
-        full_finetuning = self._base.get_output_embeddings().weight.requires_grad
+        modules = list(self._base.modules())
+        norms = (module for module in modules if isinstance(module, Float32RMSNorm))
         trained = [parameter for parameter in self._base.parameters() if parameter.requires_grad]
+        batch = MicroBatch(
+            tokens,
+            dtype=self._dtype,
+            checkpointing=mode,
+            mlp_tile_tokens=self._mlp_tile_tokens,
+            train_norms=any(norm.weight.requires_grad for norm in norms),
+            rank=max((len(module.factors()[0]) for module in modules if isinstance(module, LoraLinear)), default=0),
+            full_finetuning=self._base.get_output_embeddings().weight.requires_grad,
+        )
         gradients = sum(parameter.nbytes for parameter in trained if parameter.grad is None)
         states = int(self._pending_state_bytes * sum(parameter.numel() for parameter in trained))
-        inner, chosen = family_of(config.model_type).mlp_widths(config)
-        activations = activation_bytes(config, self._dtype, mode, tokens, train_norms, inner, chosen)
-        temporary = temporary_bytes(config, self._dtype, full_finetuning, experts=chosen > 0)
-        return activations + temporary + gradients + states
+        activations = activation_bytes(Shape.of(self._base.config), batch)
+        return int(SAFETY_FACTOR * activations) + gradients + states
 
     def run_with_oom_fallback(self, work: Callable[[], T], parameters: Sequence[nn.Parameter]) -> T:
         """Run forward and backward passes; if they run out of memory in "auto", repeat them in the next mode.
