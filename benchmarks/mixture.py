@@ -1,7 +1,7 @@
 """A mixture of experts on one GPU: does the trainer compute what vLLM's fused experts do, and how fast are both?
 
     python benchmarks/mixture.py --out results  # eight layers of Qwen3-30B-A3B's shape, under two and a half minutes
-    python benchmarks/mixture.py --shape tiny --device cpu --prompt 16 --tokens 16 --batches 4 --update 256 --out results
+    python benchmarks/mixture.py --shape tiny --device cpu --prompt 16 --tokens 16 --batches 4 --update 256 --out out
 
 Random weights in NVFP4, an adapter on attention, bfloat16. "agreement" samples with and without noise; the trainer then
 computes the same tokens with the same noise, choosing experts anew or those of the sampler (R3). "update" is a forward
