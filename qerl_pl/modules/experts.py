@@ -158,7 +158,8 @@ def use_packed_experts(
         activation = type(inner.act_fn).__name__
         if activation not in ACTIVATIONS:
             raise UserError(
-                f"experts must have an activation of {', '.join(ACTIVATIONS)}; {name} has {activation}: take another model"
+                f"experts must have an activation of {', '.join(ACTIVATIONS)}; {name} has {activation}: take another "
+                "model"
             )
         product = ACTIVATIONS[activation]
         model.set_submodule(name, PackedExperts(block, family.experts, weights, own, product))
