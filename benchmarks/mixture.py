@@ -1,15 +1,17 @@
 """A mixture of experts on one GPU: does the trainer compute what vLLM's fused experts do, and how fast are both?
 
     python benchmarks/mixture.py --out results  # eight layers of Qwen3-30B-A3B's shape, under two and a half minutes
-    python benchmarks/mixture.py --shape tiny --device cpu --batches 4 --update 256 --out results
+    python benchmarks/mixture.py --shape tiny --device cpu --prompt 16 --tokens 16 --batches 4 --update 256 --out out
 
 Random weights in NVFP4, an adapter on attention, bfloat16. "agreement" samples with and without noise; the trainer then
 computes the same tokens with the same noise, choosing experts anew or those of the sampler (R3). "update" is a forward
 and a backward pass over packed sequences of 512 tokens, and an AdamW step, by the engine's memory. "rollout" starts
-vLLM again with CUDA graphs and without recorded routing. Each part writes what has been measured so far.
+vLLM again with CUDA graphs and without recorded routing. `--parts rollout stock` compares with plain vLLM in BF16, with
+its own LoRA on attention, which needs a GPU. Each part writes what has been measured so far.
 """
 
 import argparse
+import json
 import os
 import statistics
 import tempfile
@@ -22,9 +24,10 @@ import random_model
 import report
 import torch
 from agreement import move_adapter
-from engine_h200 import prompts_of, timed, used_gib
+from engine_h200 import prompts_of, random_policy, timed, used_gib
 from qerl_kernels import experts as kernels
 from qerl_kernels import mixture_of_experts, select_backend, silu_product
+from stock_engine import StockEngine
 from torch import Tensor
 from update_speed import measure
 
@@ -38,9 +41,10 @@ from qerl_pl.modules.trainer_noise import TrainerNoise
 from qerl_pl.rollout.experience import pad_completions, pad_routing
 from qerl_pl.types import Completion, Prompt, SamplingConfig
 
-PARTS = ("agreement", "update", "rollout")
+PARTS = ("agreement", "update", "rollout", "stock")
 SIGMA = 1e-2
 RANK = 32
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
 def launch(base: Path, config: PolicyConfig, args: argparse.Namespace, record: bool) -> tuple[VLLMEngine, str | None]:
@@ -170,9 +174,32 @@ def rollout(engine: VLLMEngine, args: argparse.Namespace) -> list[dict[str, Any]
         requests = prompts_of(count, args.prompt, vocabulary)
         engine.generate(requests, SamplingConfig(max_tokens=4))
         sampling = SamplingConfig(max_tokens=args.tokens)
-        seconds = [timed(device, lambda: engine.generate(requests, sampling)) for _ in range(2)]  # noqa: B023
-        rows.append({"sequences": count, "tokens_per_s": count * args.tokens / min(seconds), "seconds": seconds})
+        speeds = []
+        for _ in range(2):
+            sampled: list[list[list[Completion]]] = []
+            seconds = timed(device, lambda: sampled.append(engine.generate(requests, sampling)))  # noqa: B023
+            speeds.append(sum(len(group[0].token_ids) for group in sampled[0]) / seconds)
+        rows.append({"sequences": count, "tokens_per_s": max(speeds), "all": speeds})
         print(rows[-1], flush=True)
+    return rows
+
+
+def stock(folder: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """The same by plain vLLM in BF16, with random weights of its own, and its LoRA on attention."""
+    device, vocabulary = torch.device(args.device), random_model.MIXTURES[args.shape][-1]
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(random_model.mixture_config(args.shape, args.layers)))
+    spec = EngineSpec(folder, torch.bfloat16, device, RANK, ATTENTION, args.prompt + args.tokens)
+    adapter = random_policy(folder, spec, None).adapter
+    assert adapter is not None
+    kv_gib = 4.0 if device.type == "cuda" else 0.25
+    engine = StockEngine(folder, spec, adapter, max(*args.batches, 8), kv_gib)
+    rows = []
+    for count in args.batches:
+        requests, sampling = prompts_of(count, args.prompt, vocabulary), SamplingConfig(max_tokens=args.tokens)
+        engine.generate(requests, SamplingConfig(max_tokens=4))
+        seconds = min(timed(device, lambda: engine.generate(requests, sampling)) for _ in range(2))  # noqa: B023
+        rows.append({"sequences": count, "tokens_per_s": count * args.tokens / seconds})
     return rows
 
 
@@ -192,9 +219,10 @@ def write(found: dict[str, Any], args: argparse.Namespace) -> None:
         names = ("tokens", "seconds", "tokens_per_s", "peak_gib", "used_gib")
         cells = [[f"{row[name]:.4g}" for name in names] for row in rows]
         tables.append(report.markdown(["tokens", "s an update", "tokens/s", "peak GiB", "GPU's GiB"], cells))
-    if rows := found.get("rollout"):
-        cells = [[row["sequences"], f"{row['tokens_per_s']:.0f}"] for row in rows]
-        tables.append(report.markdown(["sequences", "tokens/s"], cells))
+    for part, base in (("rollout", "NVFP4"), ("stock", "BF16, plain vLLM")):
+        if rows := found.get(part):
+            cells = [[base, row["sequences"], f"{row['tokens_per_s']:.0f}"] for row in rows]
+            tables.append(report.markdown(["base", "sequences", "tokens/s"], cells))
     about = {name: value for name, value in found.items() if name not in PARTS}
     tables.append(", ".join(f"{name}: {value}" for name, value in about.items()))
     settings = {name: str(value) for name, value in vars(args).items() if name != "out"}
@@ -213,7 +241,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=random_model.MIXTURES, default="30b-a3b")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS[:3]))
     parser.add_argument("--prompt", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=256, help="of a completion")
     parser.add_argument("--compared", type=int, default=16, help="completions that trainer and engine are compared on")
@@ -260,6 +288,9 @@ def run(base: Path, config: PolicyConfig, device: torch.device, args: argparse.N
         found["rollout"] = rollout(engine, args)
         write(found, args)
         engine.close()
+    if "stock" in args.parts:
+        found["stock"] = stock(base.with_name("bf16"), args)
+        write(found, args)
 
 
 if __name__ == "__main__":

@@ -11,10 +11,11 @@ from transformers import AutoModelForCausalLM
 
 from qerl_pl.cli.main import main
 from qerl_pl.errors import UserError
+from qerl_pl.formats import model_folder
 from qerl_pl.formats.architecture import family_of
 from qerl_pl.formats.calibration import calibrate_checkpoint
 from qerl_pl.formats.dense_checkpoint import write_dense_checkpoint
-from qerl_pl.formats.model_folder import read_config
+from qerl_pl.formats.model_folder import TensorFiles, read_config
 from qerl_pl.formats.quantize import quantize_checkpoint
 from qerl_pl.modules import LoraConfig, Policy, PolicyConfig
 from qerl_pl.memory_plan import MicroBatch, Shape, working_bytes
@@ -24,6 +25,7 @@ from qerl_pl.modules.packed_layers import GatedMLP
 from qerl_pl.toy.tokenizer import build_tokenizer
 
 CPU = torch.device("cpu")
+own = model_folder._open
 IDS = torch.arange(40, 90)[None]
 
 
@@ -94,6 +96,30 @@ def test_a_model_with_dense_layers_in_between_is_computed_by_both_kinds(source: 
     settings = PolicyConfig(path=str(tmp_path / "nvfp4"), dtype="float32")
     modules = list(Policy(tmp_path / "nvfp4", settings, CPU, seed=1).modules())
     assert [sum(isinstance(module, kind) for module in modules) for kind in (GatedMLP, PackedExperts)] == [1, 1]
+
+
+def test_many_small_tensors_are_read_at_once_and_large_ones_one_by_one(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quantize_checkpoint(source, tmp_path / "base")
+    expected = load_file(tmp_path / "base" / "model.safetensors")
+    groups = [tuple(name for name in expected if f"experts.{expert}." in name) for expert in range(6)]
+    opened: list[Path] = []
+    monkeypatch.setattr(model_folder, "_open", lambda path: (opened.append(path), own(path))[1])
+    for elements, files in ((2**26, 1), (1, len(groups))):
+        monkeypatch.setattr(model_folder, "BATCH_ELEMENTS", elements)
+        tensors = TensorFiles(tmp_path / "base")
+        tensors.shapes()
+        shapes = len(opened)
+        found = list(tensors.read_groups(groups))
+        assert len(opened) - shapes == 1 + files  # the first is for the shapes
+        assert all(
+            torch.equal(tensor.view(torch.uint8), expected[name].view(torch.uint8))
+            for group, read in zip(groups, found, strict=True)
+            for name, tensor in zip(group, read, strict=True)
+        )
+    with pytest.raises(UserError, match="every quantized weight needs its scales; .* lacks model.nothing"):
+        list(tensors.read_groups([("model.nothing",)]))
 
 
 def test_stacked_experts_are_refused_with_the_way_to_store_them(source: Path, tmp_path: Path) -> None:

@@ -62,7 +62,10 @@ class PackedFormat(ABC):
         self, linear: str, tensors: TensorFiles, place: Callable[[Tensor], Tensor]
     ) -> FrozenWeight | None:
         names = self.tensor_names(linear)
-        return self.weight([place(tensors.read(name)) for name in names]) if names[0] in tensors else None
+        if names[0] not in tensors:
+            return None
+        held = tensors.read_all(names)
+        return self.weight([place(held[name]) for name in names])
 
     @abstractmethod
     def stack(self, stored: Sequence[Tensor]) -> StackedWeight:
@@ -76,22 +79,26 @@ class PackedFormat(ABC):
         place: Callable[[Tensor], Tensor],
     ) -> StackedWeight:
         stored = []
+        held = tensors.read_all([stored for names in experts for name in names for stored in self.tensor_names(name)])
         for suffix in self.suffixes:
-            held = tensors.read_all([f"{name}.{suffix}" for names in experts for name in names])
-            parts = [[held[f"{name}.{suffix}"] for name in names] for names in experts]
+            parts = [[held.pop(f"{name}.{suffix}") for name in names] for names in experts]
             # `check` has seen that the linears of an expert share their global scale.
             matrices = [part[0].reshape(()) if part[0].numel() == 1 else _by_rows(part) for part in parts]
             stored.append(place(_stacked(matrices)))
         return self.stack(stored)
 
     def iterate_dense(self, tensors: TensorFiles, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        names, groups = list[str](), list[tuple[str, ...]]()
         for name in tensors:
             linear, _, suffix = name.rpartition(".")
             if suffix == self.suffixes[0]:
-                stored = [tensors.read(stored_name) for stored_name in self.tensor_names(linear)]
-                yield f"{linear}.weight", self.dense(stored, dtype)
+                names.append(f"{linear}.weight")
+                groups.append(self.tensor_names(linear))
             elif suffix not in self.suffixes:
-                yield name, in_dtype(tensors.read(name), dtype)
+                names.append(name)
+                groups.append((name,))
+        for name, group, stored in zip(names, groups, tensors.read_groups(groups), strict=True):
+            yield name, in_dtype(stored[0], dtype) if group == (name,) else self.dense(stored, dtype)
 
     def vllm_linear_backend(self, asked: str) -> str | None:
         return asked

@@ -46,7 +46,9 @@ class DenseFormat:
         return DenseStack(place(torch.stack([in_dtype(matrix, dtype) for matrix in rows])))
 
     def iterate_dense(self, tensors: TensorFiles, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        return ((name, in_dtype(tensors.read(name), dtype)) for name in tensors)
+        names = list(tensors)
+        read = tensors.read_groups([(name,) for name in names])
+        return ((name, in_dtype(tensor, dtype)) for name, (tensor,) in zip(names, read, strict=True))
 
     def vllm_linear_backend(self, asked: str) -> str | None:
         return None

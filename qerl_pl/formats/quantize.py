@@ -165,8 +165,9 @@ def _quantize(
             for name in tensors
             if name in quantized
         )
-        for group in dict.fromkeys(groups):
-            weights = {name: tensors.read(name).to(device) for name in group}
+        unique = list(dict.fromkeys(groups))
+        for group, read in zip(unique, tensors.read_groups(unique), strict=True):
+            weights = {name: weight.to(device) for name, weight in zip(group, read, strict=True)}
             _check(weights, quantizer)
             # On the pool, for its threads are single-threaded.
             global_scale = pool.submit(quantizer.global_scale, weights.values()).result()

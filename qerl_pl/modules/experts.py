@@ -10,6 +10,7 @@ from qerl_kernels import StackedWeight, mixture_of_experts
 from torch import Tensor, nn
 from torch.nn import functional
 
+from qerl_pl.errors import UserError
 from qerl_pl.formats.architecture import Experts, Family
 from qerl_pl.formats.base import BaseFormat
 from qerl_pl.formats.model_folder import TensorFiles
@@ -128,6 +129,9 @@ def use_packed_experts(
 
     Returns:
         The loaded tensors by parameter name, and the names of the checkpoint's tensors that they, or the engine's, are.
+
+    Raises:
+        UserError: The experts' activation is unknown, or the format stores no experts.
     """
     if family.experts is None:
         return {}, set()
@@ -151,6 +155,12 @@ def use_packed_experts(
             for matrix, linears in members.items():
                 weights[matrix] = base_format.stacked_weight(linears, tensors, dtype, place)
             state |= {f"{name}.{key}": tensor for key, tensor in own_parameters(weights).items()}
-        product = ACTIVATIONS[type(inner.act_fn).__name__]
+        activation = type(inner.act_fn).__name__
+        if activation not in ACTIVATIONS:
+            raise UserError(
+                f"experts must have an activation of {', '.join(ACTIVATIONS)}; {name} has {activation}: take another "
+                "model"
+            )
+        product = ACTIVATIONS[activation]
         model.set_submodule(name, PackedExperts(block, family.experts, weights, own, product))
     return state, loaded

@@ -58,10 +58,10 @@ def load_base(
     state = {**shared.tensors, **experts, **linears}
     frozen = [name for name, module in model.named_modules() if isinstance(module, FrozenLinear)]
     loaded = {name for linear in frozen for name in base_format.tensor_names(linear)} | state.keys() | loaded_experts
-    for name in tensors:
-        # Old Llama files store inv_freq, which the model computes from its config.
-        if name not in loaded and not name.endswith(".inv_freq"):
-            state[name] = tensors.read(name).to(device, dtype)
+    # Old Llama files store inv_freq, which the model computes from its config.
+    others = [name for name in tensors if name not in loaded and not name.endswith(".inv_freq")]
+    for name, (tensor,) in zip(others, tensors.read_groups([(name,) for name in others]), strict=True):
+        state[name] = tensor.to(device, dtype)
     missing, unexpected = model.load_state_dict(state, strict=False, assign=True)
     model.tie_weights()
     missing = [name for name in missing if name != "lm_head.weight" or not config.tie_word_embeddings]
