@@ -217,8 +217,9 @@ def ladder(args: argparse.Namespace) -> None:
                 write_ladder(found, args)
             up = known[str(length)]["fits"]
             following = index + (1 if up else -1)
-            if 0 <= following < len(lengths) and str(lengths[following]) in known:
-                break  # its neighbour has the other result
+            neighbour = known.get(str(lengths[following])) if 0 <= following < len(lengths) else None
+            if neighbour is not None and neighbour["fits"] is not up:
+                break
             index = following
     write_ladder(found, args)
 
