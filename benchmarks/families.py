@@ -1,6 +1,6 @@
 """Every dense family at a middle size: trainer against engine, noise by tensor, active features, tokens/s.
 
-    python benchmarks/families.py --out results                        # a GPU with vLLM: all families, six at once
+    python benchmarks/families.py --out results                        # a GPU with vLLM: all families at once
     python benchmarks/families.py --family phi3 --out results          # one of them, in this process
     python benchmarks/families.py --shape tiny --device cpu --out results
 
@@ -328,8 +328,8 @@ def write_table(out: Path, at_once: int) -> dict[str, list[str]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--family", choices=MODELS, help="by default all, each in a process of its own")
-    parser.add_argument("--at-once", type=int, help="processes; by default all on a GPU and one on a CPU")
+    parser.add_argument("--family", nargs="+", choices=MODELS, help="by default all; several in a process each")
+    parser.add_argument("--at-once", type=int, help="processes; by default as many on a GPU and one on a CPU")
     parser.add_argument("--shape", choices=("middle", "tiny"), default="middle")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--engine", choices=("vllm", "transformers"), default="vllm")
@@ -340,21 +340,22 @@ def main() -> None:
     parser.add_argument("--kv-gib", type=float, default=1.0)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    at_once, results = args.at_once or (len(MODELS) if args.device == "cuda" else 1), args.out / "families"
-    if args.family:
-        result = run_family(args.family, args)
-        atomic_write(results / f"{args.family}.json", json.dumps(result).encode())
+    names, results = args.family or list(MODELS), args.out / "families"
+    at_once = args.at_once or (len(names) if args.device == "cuda" else 1)
+    if len(names) == 1:
+        result = run_family(names[0], args)
+        atomic_write(results / f"{names[0]}.json", json.dumps(result).encode())
         write_table(args.out, at_once)
         sys.exit(1 if result["failures"] else 0)
 
     def run(name: str) -> str:
         """What a family's process wrote to the standard error."""
-        words = [sys.executable, *sys.argv, "--family", name]
+        words = [sys.executable, *sys.argv, "--at-once", str(at_once), "--family", name]
         return subprocess.run(words, check=False, capture_output=True, text=True).stderr
 
     shutil.rmtree(results, ignore_errors=True)
     with ThreadPoolExecutor(at_once) as pool:
-        errors = dict(zip(MODELS, pool.map(run, MODELS), strict=True))
+        errors = dict(zip(names, pool.map(run, names), strict=True))
     found = write_table(args.out, at_once)
     shutil.rmtree(results)  # families.json has them all
     failed = [f"{name}: {failure}" for name, lines in found.items() for failure in lines]

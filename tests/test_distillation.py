@@ -15,6 +15,7 @@ from rank_helpers import on_ranks
 from reference_run import SCALING, build_base, plain_name
 from safetensors.torch import load_file
 from short_run import data, module_of, rollout_of, trainer_of
+from tiny_families import write_checkpoint
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -163,6 +164,18 @@ def test_log_probabilities_are_those_of_transformers(base: Path, micro_batch_tok
     found = teacher.logprobs(experience, experience.mask, micro_batch_tokens)
     torch.testing.assert_close(found.double(), plain_logprobs(base / "dense", experience), rtol=1e-5, atol=1e-5)
     assert found.dtype == torch.float32 and not found.requires_grad
+
+
+def test_a_teacher_with_soft_caps_has_the_log_probabilities_of_transformers(tmp_path: Path) -> None:
+    experience, folder = ragged(9), write_checkpoint("gemma-2", tmp_path / "gemma")
+    found = Teacher(TeacherConfig(), folder, torch.float32, CPU).logprobs(experience, experience.mask, None)
+    torch.testing.assert_close(found.double(), plain_logprobs(folder, experience), rtol=1e-5, atol=2e-5)
+
+
+def test_a_teacher_of_an_unknown_family_is_refused(base: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}}')
+    with pytest.raises(UserError, match="is 'gpt_oss', which has attention sinks"):
+        TeacherConfig(path=str(tmp_path)).check(PolicyConfig(path=str(base / "dense"), quantization="none"))
 
 
 def test_completions_that_do_not_train_cost_nothing(base: Path) -> None:

@@ -11,11 +11,11 @@ from qerl_kernels import chunked_token_logprobs
 from torch import Tensor
 
 from qerl_pl.errors import UserError
-from qerl_pl.formats.architecture import logit_cap
+from qerl_pl.formats.architecture import check_family, logit_cap
 from qerl_pl.formats.base import format_of
 from qerl_pl.formats.dense import DENSE
 from qerl_pl.formats.dense_checkpoint import validate_checkpoint
-from qerl_pl.formats.model_folder import TensorFiles, load_config, load_tokenizer
+from qerl_pl.formats.model_folder import TensorFiles, load_config, load_tokenizer, read_config
 from qerl_pl.formats.quantize import local_folder
 from qerl_pl.memory import GIB, TeacherBytes, files_gib
 from qerl_pl.modules.model_loading import load_base
@@ -72,11 +72,12 @@ class TeacherConfig:
         """Check that a policy can learn from the teacher; no weight is read.
 
         Raises:
-            UserError: There is no such model, its files disagree, the policy's own base is stored in 4 bits alone, or
-                the tokenizers differ.
+            UserError: There is no such model, it is of no known family, its files disagree, the policy's own base is
+                stored in 4 bits alone, or the tokenizers differ.
         """
         folder, student = self.folder(policy), policy.source_folder()
         if self.path is not None:
+            check_family(read_config(folder), folder)
             validate_checkpoint(folder)
             check_same_tokens(folder, student)
         elif format_of(folder) is not DENSE:
