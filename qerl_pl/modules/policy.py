@@ -7,11 +7,11 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import psutil
 import torch
-from qerl_kernels import chunked_token_logprobs
+from qerl_kernels import chunked_reverse_kl, chunked_token_logprobs
 from qerl_kernels.logprob import default_chunk
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -34,7 +34,7 @@ from qerl_pl.modules.model_loading import load_base
 from qerl_pl.modules.packed_layers import Packing, tile_mlps
 from qerl_pl.modules.saved_adapter import SavedAdapter, read_adapter
 from qerl_pl.toy import POSITIONS, ToyConfig, build_toy_policy
-from qerl_pl.types import PolicyWeights
+from qerl_pl.types import PolicyWeights, TeacherStates
 
 log = logging.getLogger(__name__)
 
@@ -278,6 +278,17 @@ def predicting_states(
     return hidden[predicting], base.get_output_embeddings().weight.to(hidden.dtype)
 
 
+class TokenValues(NamedTuple):
+    """What a policy says about the tokens of B sequences, float32 [B, T] each, 0 for tokens that were not asked for."""
+
+    logprobs: Tensor
+    """Natural log-probabilities."""
+    entropies: Tensor
+    """Of the next-token distributions, in nats."""
+    teacher_kl: Tensor | None = None
+    """KL(policy || teacher) of the next-token distributions, in nats; None without a teacher."""
+
+
 class Policy(nn.Module):
     """Base model and its trained weights; knows nothing of rewards or objectives.
 
@@ -352,7 +363,21 @@ class Policy(nn.Module):
         reference: bool = False,
         routing: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Log-probabilities and entropies of the masked tokens, computed without padding.
+        """Log-probabilities and entropies as `token_values`, which describes the arguments."""
+        return self.token_values(tokens, lengths, mask, temperature, entropy_gradient, reference, routing)[:2]
+
+    def token_values(
+        self,
+        tokens: Tensor,
+        lengths: Tensor,
+        mask: Tensor,
+        temperature: float,
+        entropy_gradient: bool = False,
+        reference: bool = False,
+        routing: Tensor | None = None,
+        teacher: TeacherStates | None = None,
+    ) -> TokenValues:
+        """Log-probabilities and entropies of the masked tokens, and a divergence, computed without padding.
 
         Args:
             tokens: Right-padded token ids, int64 [B, T].
@@ -365,21 +390,30 @@ class Policy(nn.Module):
                 else the base model, adapter off; or the second model of full fine-tuning.
             routing: Experts that the sampler chose, int [B, T, layers, k], -1 where the router chooses; their shares
                 are the router's. None lets it choose everywhere.
+            teacher: To which the KL divergence is computed; its index is of these rows.
 
         Returns:
-            (natural log-probabilities, entropies in nats), float32 [B, T] each, 0 where the mask is False.
+            Float32 [B, T] each, 0 where the mask is False.
 
         Raises:
             UserError: Full fine-tuning has loaded no reference policy.
         """
         empty = torch.zeros(tokens.shape, dtype=torch.float32, device=tokens.device)
         if not mask.any():
-            return empty, empty
+            return TokenValues(empty, empty, None if teacher is None else empty)
         hidden, head = self._predicting(tokens, lengths, mask, reference, routing)
         logprobs, entropies = chunked_token_logprobs(
             hidden, head, tokens[mask], temperature, entropy_gradient=entropy_gradient, soft_cap=self._logit_cap
         )
-        return empty.masked_scatter(mask, logprobs.float()), empty.masked_scatter(mask, entropies.float())
+        values = TokenValues(
+            empty.masked_scatter(mask, logprobs.float()), empty.masked_scatter(mask, entropies.float())
+        )
+        if teacher is None:
+            return values
+        theirs = teacher.hidden[teacher.index[mask]]
+        caps = self._logit_cap, teacher.soft_cap
+        kl = chunked_reverse_kl(hidden, head, theirs, teacher.head, temperature, *caps)
+        return values._replace(teacher_kl=empty.masked_scatter(mask, kl.float()))
 
     @torch.no_grad()
     def token_predictions(self, tokens: Tensor, lengths: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
