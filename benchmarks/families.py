@@ -46,7 +46,7 @@ from qerl_pl.types import Completion, Prompt, RolloutRequest, SamplingConfig
 
 BOUND = 1.7e-3
 """Mean difference of trainer and engine on trained weights, nats a token: `results/agreement_vllm_cuda.md`."""
-GRADIENT_BOUND = 0.1
+GRADIENT_BOUND = 0.2
 """Of bfloat16's gradient from float32's, relative: rounding makes a few hundredths, a wrong backward pass one."""
 NOISE = NormNoise(SIGMA, seed=0, version=0)
 STRONG = replace(NOISE, sigma=0.2)
@@ -270,12 +270,12 @@ def failures(result: Mapping[str, Any], on_gpu: bool) -> list[str]:
     if not result["gradient_from_float32"] < GRADIENT_BOUND:
         found.append(f"the gradient differs from that in float32 by {result['gradient_from_float32']:.2g} of its size")
     for name, row in result["rows"].items():
-        bound = max(BOUND, 2 * row["trainer_from_float32"])
-        found += [
-            f"{name}: {where} differ by {row[key]:.2e} nats a token, above {bound:.2e}"
-            for key, where in (("mean", "all tokens"), ("mean_after_last_prompt", "those after the longest prompt"))
-            if row[key] > bound
-        ]
+        floor = row["trainer_from_float32"]
+        compared = (("mean", "all tokens", 2), ("mean_after_last_prompt", "those after the longest prompt", 3))
+        for key, where, factor in compared:  # few tokens follow the longest prompt
+            bound = max(BOUND, factor * floor)
+            if row[key] > bound:
+                found.append(f"{name}: {where} differ by {row[key]:.2e} nats a token, above {bound:.2e}")
         if name != "noise" and row["effect"] < 3 * row["mean"]:
             found.append(f"{name}: without it log-probabilities change by {row['effect']:.2e}, too little to show it")
     return found

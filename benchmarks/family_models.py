@@ -79,7 +79,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": 2 * ["sliding_attention", "full_attention"],
             "rope_parameters": plain_rope(1e4),
             "hidden_activation": "gelu_pytorch_tanh",
-            "attn_logit_softcapping": 2.0,
+            "attn_logit_softcapping": 6.0,
             "final_logit_softcapping": 4.0,
             "tie_word_embeddings": True,
         },
@@ -134,17 +134,25 @@ def write_source(folder: Path, config: Mapping[str, Any], device: torch.device) 
     build_tokenizer().save_pretrained(folder)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
-    writer, generator = ShardWriter(folder), torch.Generator(device).manual_seed(0)
-    family = family_of(config["model_type"])
+    writer, family = ShardWriter(folder), family_of(config["model_type"])
+    generator = torch.Generator(device).manual_seed(0)
     # Scaled embeddings that are the output layer, too, repeat the last token unless they are small beside the layers.
     scaled = family.embedding_scale is not None
+    queries_and_keys = (config["num_attention_heads"] + config["num_key_value_heads"]) * config["head_dim"]
     for name, parameter in model.named_parameters():
         values = torch.empty(parameter.shape, dtype=torch.bfloat16, device=device)
         if "norm" in name:
             middle = 5.0 if scaled and name == "model.norm.weight" else 1.0  # multiplies the logits
+            if name.endswith(("q_norm.weight", "k_norm.weight")):
+                middle = 2.0
             values.uniform_(middle - 0.25, middle + 0.25, generator=generator).sub_(family.norm_offset)
         else:
             values.normal_(std=0.004 if scaled and "embed" in name else 0.02, generator=generator)
+        # Scores with a deviation of 4: nearly all attention is on a few tokens, so that a wrong window shows.
+        if name.endswith(("q_proj.weight", "k_proj.weight")):
+            values.mul_(100 / config["hidden_size"] ** 0.5)
+        elif name.endswith("qkv_proj.weight"):
+            values[:queries_and_keys].mul_(100 / config["hidden_size"] ** 0.5)
         writer.add(name, values)
     writer.finish()
 

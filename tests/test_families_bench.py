@@ -34,7 +34,7 @@ def test_tables_of_a_family_are_filled(families: Any, tmp_path: Path, monkeypatc
     assert result["linears"] == 14 and (result["noise"]["noisy"], result["noise"]["norms"]) == (4, 13)
     assert all(row["tokens"] == 64 and 0 < row["mean"] < row["effect"] for row in result["rows"].values())
     assert len(result["rows"]) == 4
-    assert 0 < result["gradient_from_float32"] < 0.05 and result["tokens_per_s"] > 0
+    assert 0 < result["gradient_from_float32"] < 0.1 and result["tokens_per_s"] > 0
     text = (tmp_path / "families.md").read_text()
     assert text.count("| gemma3_text |") == 5 and "| ok |" in text
 
