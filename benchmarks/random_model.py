@@ -8,7 +8,7 @@ import torch
 from qerl_kernels import nvfp4_global_scale, quantize_nvfp4
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from qerl_pl.formats.architecture import fused_group
+from qerl_pl.formats.architecture import fused_group, unquantized
 from qerl_pl.formats.model_folder import ShardWriter
 from qerl_pl.formats.nvfp4 import CONFIG
 from qerl_pl.toy.tokenizer import build_tokenizer
@@ -56,16 +56,72 @@ def config_of(shape: str, positions: int = 32768) -> dict[str, Any]:
     }
 
 
-def write_model(folder: Path, shape: str, device: torch.device, nvfp4: bool = True, positions: int = 32768) -> None:
-    """A checkpoint of random weights, quantized group by group on `device`, or in bfloat16; with the toy tokenizer."""
-    folder.mkdir(parents=True)
-    config = config_of(shape, positions)
-    quantization = {"quantization_config": CONFIG} if nvfp4 else {}
-    (folder / "config.json").write_text(json.dumps(config | quantization))
-    build_tokenizer().save_pretrained(folder)
+MIXTURES = {  # hidden, inner of an expert, layers, heads, key/value heads, head size, experts, chosen, vocabulary
+    "tiny": (128, 64, 2, 4, 2, 32, 6, 2, 512),
+    "30b-a3b": (2048, 768, 48, 32, 4, 128, 128, 8, 151936),
+}
+
+
+def mixture_config(shape: str, layers: int | None = None) -> dict[str, Any]:
+    """config.json of a Qwen3 mixture of experts of this shape, with so many layers; no token ends a completion."""
+    hidden, inner, own_layers, heads, kv_heads, head_size, experts, chosen, vocabulary = MIXTURES[shape]
+    return {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "hidden_size": hidden,
+        "intermediate_size": 8 * inner,
+        "moe_intermediate_size": inner,
+        "num_hidden_layers": layers or own_layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_size,
+        "num_experts": experts,
+        "num_experts_per_tok": chosen,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "vocab_size": vocabulary,
+        "max_position_embeddings": 40960,
+        "rope_theta": 1000000.0,
+        "rms_norm_eps": 1e-6,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "dtype": "bfloat16",
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+
+
+def published_sizes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Shapes of a model's tensors by their names in a checkpoint, where each expert has matrices of its own."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
-    sizes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    sizes: dict[str, tuple[int, ...]] = {}
+    for name, parameter in model.named_parameters():
+        stem, _, matrix = name.rpartition(".")
+        if not stem.endswith(".experts"):
+            sizes[name] = tuple(parameter.shape)
+            continue
+        experts, rows, columns = parameter.shape
+        members, rows = (("gate_proj", "up_proj"), rows // 2) if matrix == "gate_up_proj" else ((matrix,), rows)
+        names = (f"{stem}.{expert}.{member}.weight" for expert in range(experts) for member in members)
+        sizes |= dict.fromkeys(names, (rows, columns))
+    return sizes
+
+
+def write_model(folder: Path, shape: str, device: torch.device, nvfp4: bool = True, positions: int = 32768) -> None:
+    """A checkpoint of random weights, quantized group by group on `device`, or in bfloat16; with the toy tokenizer."""
+    write_random(folder, config_of(shape, positions), device, nvfp4)
+
+
+def write_random(folder: Path, config: dict[str, Any], device: torch.device, nvfp4: bool = True) -> None:
+    """`write_model` for any config.json."""
+    folder.mkdir(parents=True)
+    ignored = {"ignore": [*CONFIG["ignore"], *unquantized(config)]}
+    quantization = {"quantization_config": CONFIG | ignored} if nvfp4 else {}
+    (folder / "config.json").write_text(json.dumps(config | quantization))
+    build_tokenizer().save_pretrained(folder)
+    sizes = published_sizes(config)
     writer = ShardWriter(folder)
     generator = torch.Generator(device).manual_seed(0)
 

@@ -8,11 +8,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
+from qerl_kernels.experts import GROUP_BYTES
 from qerl_kernels.logprob import CHUNK_BYTES
 from transformers import PretrainedConfig
 
 from qerl_pl.errors import UserError
-from qerl_pl.formats.architecture import PROJECTIONS
+from qerl_pl.formats.architecture import PROJECTIONS, family_of
 from qerl_pl.memory import GIB, GRADIENT, MASTER
 
 SAFETY_FACTOR = 1.1
@@ -41,6 +42,7 @@ class Shape:
 
     hidden: int
     inner: int
+    """Elements of a token's gates (or ups) in a layer: of a mixture, of the experts that it is given to, together."""
     layers: int
     heads: int
     queries: int
@@ -52,27 +54,35 @@ class Shape:
     """Whether the output layer is the embedding."""
     head_norms: bool
     """Whether queries and keys have norms, in plain PyTorch."""
+    experts: int = 0
+    """Of a layer; 0 for a dense MLP."""
+    chosen: int = 0
+    """Experts that a token is given to; 0 for a dense MLP."""
 
     @classmethod
     def of(cls, config: PretrainedConfig) -> "Shape":
         """That of config.json."""
         heads = config.num_attention_heads
         size = getattr(config, "head_dim", None) or config.hidden_size // heads
+        family = family_of(config.model_type)
+        inner, chosen = family.mlp_widths(config)
         return cls(
             hidden=config.hidden_size,
-            inner=config.intermediate_size,
+            inner=inner,
             layers=config.num_hidden_layers,
             heads=heads,
             queries=heads * size,
             keys=(getattr(config, "num_key_value_heads", None) or heads) * size,
             vocabulary=config.vocab_size,
             tied=bool(config.tie_word_embeddings),
-            head_norms=config.model_type in ("qwen3", "gemma3_text"),
+            head_norms=config.model_type in ("qwen3", "qwen3_moe", "gemma3_text"),
+            experts=0 if family.experts is None else getattr(config, family.experts.count),
+            chosen=chosen,
         )
 
     @property
     def linears(self) -> dict[str, tuple[int, int]]:
-        """(out, in) of a layer's projections; fused ones as their parts."""
+        """(out, in) of a layer's projections; fused ones as their parts, the chosen experts' as one of their width."""
         queries, keys = (self.queries, self.hidden), (self.keys, self.hidden)
         mlp = (self.inner, self.hidden)
         sizes = (queries, keys, keys, (self.hidden, self.queries), mlp, mlp, (self.hidden, self.inner))
@@ -80,8 +90,12 @@ class Shape:
 
     @property
     def linear_weights(self) -> int:
-        """Of all layers."""
-        return self.layers * sum(rows * columns for rows, columns in self.linears.values())
+        """Of all layers, with all experts."""
+        sizes = {name: rows * columns for name, (rows, columns) in self.linears.items()}
+        mlp = sum(sizes.pop(name) for name in PROJECTIONS[4:])
+        if self.experts:
+            mlp = mlp // self.chosen * self.experts
+        return self.layers * (sum(sizes.values()) + mlp)
 
     @property
     def embedding_weights(self) -> int:
@@ -183,10 +197,10 @@ def working_bytes(shape: Shape, batch: MicroBatch) -> dict[str, int]:
     size, tokens, inner, hidden = batch.dtype.itemsize, batch.tokens, shape.inner, shape.hidden
     recomputed = 0 if batch.checkpointing is False else _recomputed(shape, batch)
     largest = max(rows * columns for rows, columns in shape.linears.values())
-    # A dequantized weight; in full fine-tuning the low-precision copy, its gradient, and that in float32. Tiles add up
-    # the gradients of all three of the MLP's weights.
+    # A dequantized weight, or a group of experts'; in full fine-tuning the low-precision copy, its gradient, and that
+    # in float32. Tiles add up the gradients of all three of the MLP's weights.
     sums = 6 if _tiles(batch) else 1
-    weight = largest * (2 * size + 4 * sums if batch.full_finetuning else size)
+    weight = GROUP_BYTES if shape.experts else largest * (2 * size + 4 * sums if batch.full_finetuning else size)
     if _tiles(batch):
         assert batch.mlp_tile_tokens is not None
         # The gradient to the MLP's result and to its input; a tile's gate and up, gradients, and its own ends.
@@ -196,6 +210,7 @@ def working_bytes(shape: Shape, batch: MicroBatch) -> dict[str, int]:
         # Gradients of gate, up and their product, which itself is free by then; of the layer's result.
         gate_up = 2 if batch.checkpointing == "selective" else 0  # are among what is saved
         gradients = recomputed + size * (hidden + (2 - gate_up) * inner) * tokens
+        gradients += 2 * size * shape.chosen * hidden * tokens  # inputs copied for experts, and their results
         mlp = max(gradients, gradients - size * inner * tokens + weight)
     splits = -(-SMS // (batch.sequences * shape.heads))
     rounded = tokens + 128 * batch.sequences

@@ -150,6 +150,9 @@ class Completion:
     """Prompt of a dialogue, with the environment's tools and observation; None for the row's own."""
     dialogue: DialogueFacts | None = None
     """Facts of a dialogue; None without an environment."""
+    routing: Tensor | None = field(default=None, compare=False)
+    """Experts that the sampler chose for each token of prompt and completion but the last one, which was not computed:
+    int16 [tokens, layers, k]; None where they were not recorded."""
 
     @property
     def sampled_ids(self) -> tuple[int, ...]:
@@ -210,6 +213,20 @@ class CompletionRecord:
 
 
 @dataclass(frozen=True)
+class TeacherStates:
+    """What a teacher's next-token distributions are computed from, at the M tokens that train."""
+
+    hidden: Tensor
+    """Its last hidden states [M, D] at the positions that predict them, row by row."""
+    index: Tensor
+    """Row of `hidden` for each token, int64 [B, T]; -1 for those that do not train."""
+    head: Tensor
+    """Its output layer [V, D]."""
+    soft_cap: float | None = None
+    """Of its logits; None for none."""
+
+
+@dataclass(frozen=True)
 class Experience:
     """The completions of one rollout that this rank trains on, the G of each prompt next to each other; B may be 0."""
 
@@ -237,6 +254,9 @@ class Experience:
     """Token limit of a completion."""
     teacher_logprobs: Tensor | None = None
     """Log-probabilities by the teacher of on-policy distillation, float32 [B, T]; 0 outside the tokens that train."""
+    teacher_states: TeacherStates | None = None
+    """From which the teacher's distributions are computed, if the objective needs them in place of `teacher_logprobs`.
+    """
     noise_widening: float = 1.0
     """Mean |log ratio| of trainer and sampler with the noise divided by that without, at least 1; 1 if not measured."""
     indices: Tensor | None = None
@@ -245,6 +265,8 @@ class Experience:
     """Index of the draw of noise that sampled each row, int64 [B], on the CPU; None with a single draw."""
     noise: NormNoise | None = None
     """Noise of the sampler that the trainer adds, too; None for a trainer without noise."""
+    routing: Tensor | None = None
+    """Experts that the sampler chose, int16 [B, T, layers, k], -1 for none; None where the trainer's router chooses."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """The rollout's metrics, by TensorBoard tag."""
     records: Sequence[CompletionRecord] = ()
@@ -256,7 +278,8 @@ class Experience:
     def to(self, device: torch.device) -> "Experience":
         """The same experience with its tensors on `device`."""
         names = ("tokens", "lengths", "mask", "sampler_logprobs", "advantages", "truncated")
-        return replace(self, **{name: getattr(self, name).to(device) for name in names})
+        moved = {name: getattr(self, name).to(device) for name in names}
+        return replace(self, routing=None if self.routing is None else self.routing.to(device), **moved)
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Gemma2Config,
     Gemma3Config,
     Gemma3ForConditionalGeneration,
     Gemma3TextConfig,
@@ -14,6 +15,7 @@ from transformers import (
     Phi3Config,
     PretrainedConfig,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 from qerl_pl.toy.tokenizer import build_tokenizer
@@ -51,7 +53,9 @@ CONFIGS: dict[str, type[PretrainedConfig]] = {
     "qwen3": Qwen3Config,
     "phi-4": Phi3Config,
     "phi-4-mini": Phi3Config,
+    "gemma-2": Gemma2Config,
     "gemma-3": Gemma3TextConfig,
+    "qwen3-moe": Qwen3MoeConfig,
 }
 OPTIONS: dict[str, dict[str, Any]] = {
     "llama-3": {"rope_parameters": STRETCHED},
@@ -64,6 +68,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "original_max_position_embeddings": 160,
         "tie_word_embeddings": True,
     },
+    "gemma-2": {
+        "query_pre_attn_scalar": 50,
+        "sliding_window": 24,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "attn_logit_softcapping": 2.0,  # of the size of what they cap, or they would not show
+        "final_logit_softcapping": 4.0,
+    },
     "gemma-3": {
         "query_pre_attn_scalar": 50,
         "sliding_window": 24,
@@ -73,6 +84,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
             "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0},
         },
     },
+    "qwen3-moe": {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True},
 }
 """What each has besides SIZES; phi-4-mini stands for Phi-3 mini's window, too."""
 MODELS = tuple(CONFIGS)
@@ -110,7 +122,7 @@ def write_checkpoint(name: str, folder: Path) -> Path:
                     parameter.add_(torch.empty_like(parameter).uniform_(-0.5, 0.5))
                 else:
                     # Gemma multiplies embeddings by 11: larger ones would repeat the last token, whatever layers do.
-                    small = "_proj" in parameter_name or name == "gemma-3"
+                    small = "_proj" in parameter_name or name.startswith("gemma")
                     parameter.normal_(std=0.08 if small else 0.15)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

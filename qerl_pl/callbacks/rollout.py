@@ -242,6 +242,7 @@ class RolloutCallback(Callback, ChecksFirst):
             max_tokens=self.longest(data),
             full_finetuning=lora is None,
             ranks=ranks.size,
+            record_routing=module.policy_config.replay_routing,
         )
         let_waiting_threads_sleep()
         log.info("starting %s on %s", type(self.engine).__name__, spec.device)

@@ -1,12 +1,12 @@
 """The protocol of rollout engines, and the checks they share."""
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 import torch
-from qerl_kernels import FrozenWeight
+from qerl_kernels import FrozenWeight, StackedWeight
 from torch import Tensor
 
 from qerl_pl.errors import UserError
@@ -32,6 +32,8 @@ class EngineSpec:
     """Every weight trains, without an adapter, and comes with each sync; needs a 16-bit base."""
     ranks: int = 1
     """Processes of the run, each with its own engine; they launch together."""
+    record_routing: bool = False
+    """Whether completions say which experts were chosen; needs a mixture of experts."""
 
     def adapts(self, linear: str) -> bool:
         """Whether the base's linear of this name has an adapter."""
@@ -46,6 +48,8 @@ class SharedWeights:
     """By module name in the base model, such as "model.layers.0.self_attn.q_proj"."""
     tensors: Mapping[str, Tensor]
     """16-bit tensors by their checkpoint name: embeddings and lm_head, not the norms, which carry noise."""
+    experts: Mapping[str, StackedWeight] = field(default_factory=dict)
+    """Experts' matrices of a layer by module name, such as "model.layers.0.mlp.experts.gate_up_proj"."""
 
 
 @runtime_checkable

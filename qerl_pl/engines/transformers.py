@@ -20,6 +20,7 @@ from qerl_pl.engines.base import (
     regroup,
     token_limit,
 )
+from qerl_pl.engines.routing import RoutingRecorder
 from qerl_pl.errors import require_at_least
 from qerl_pl.formats.architecture import family_of, family_of_class, noisy_norm_names
 from qerl_pl.formats.dense_checkpoint import load_dense_model
@@ -154,6 +155,7 @@ class TransformersEngine(RolloutEngine):
         self._linears: dict[str, SyncedLoraLinear] = {}
         self._norms: dict[str, SyncedRMSNorm] = {}
         self._noisy: list[str] = []
+        self._recorder: RoutingRecorder | None = None
         self._ends: tuple[int, ...] = ()
 
     def launch(self, spec: EngineSpec) -> None:
@@ -168,6 +170,7 @@ class TransformersEngine(RolloutEngine):
         for name in noisy_norm_names([name for name, _ in model.named_modules()], family):
             self._norms[name] = _replace(model, name, SyncedRMSNorm.of(name, model.get_submodule(name)))
         self._noisy = list(self._norms)
+        self._recorder = RoutingRecorder(model, family) if spec.record_routing else None
         linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
         check_targets(spec, linears)
         for name, linear in linears.items():
@@ -256,6 +259,8 @@ class TransformersEngine(RolloutEngine):
         """Completions of a batch; row i continues prompts[owner[i]] by at most limits[i] tokens."""
         batch = self._prefill(prompts, torch.tensor(owner))
         sampled = _Sampled(seeds, limits, sampling, batch.logits.device)
+        if batch.routing is not None:
+            sampled.start_recording(self._prompt_routing(batch.routing, prompts, owner))
         for step in range(max(limits)):
             token = sampled.sample(batch.logits, step)
             ended = torch.isin(token, torch.tensor(self._ends, device=token.device, dtype=token.dtype))
@@ -270,6 +275,7 @@ class TransformersEngine(RolloutEngine):
                 batch.select(keep)
                 sampled.rows, token = sampled.rows[keep], token[keep]
             self._forward(batch, token[:, None])
+            sampled.record(batch.routing, step)
         return sampled.completions()
 
     def _prefill(self, prompts: list[tuple[int, ...]], owner: Tensor) -> "_Batch":
@@ -289,6 +295,12 @@ class TransformersEngine(RolloutEngine):
         batch.select(owner.to(device))
         return batch
 
+    @staticmethod
+    def _prompt_routing(routing: Tensor, prompts: list[tuple[int, ...]], owner: list[int]) -> list[Tensor]:
+        """Experts of each row's prompt [tokens, layers, k], from those of the left-padded prompts."""
+        own = [experts[len(experts) - len(prompt) :] for experts, prompt in zip(routing, prompts, strict=True)]
+        return [own[index] for index in owner]
+
     def _forward(self, batch: "_Batch", ids: Tensor) -> None:
         """Run the next tokens of each row, [B, T], and store logits and position of the token after them."""
         assert self._model is not None
@@ -301,6 +313,7 @@ class TransformersEngine(RolloutEngine):
             logits_to_keep=1,
         )
         batch.logits, batch.position = out.logits[:, -1], batch.position[:, -1:] + 1
+        batch.routing = None if self._recorder is None else self._recorder.take(*ids.shape)
         if batch.mask is not None:  # of the token after them
             batch.mask = torch.cat([batch.mask, batch.mask.new_ones(len(ids), 1)], dim=1)
 
@@ -340,6 +353,8 @@ class _Batch:
     """int64 [B, T] of the next tokens."""
     logits: Tensor = field(init=False)
     """[B, V] of the next token."""
+    routing: Tensor | None = field(init=False, default=None)
+    """Experts of the tokens of the last forward pass, int16 [its B, its T, layers, k]; None if not recorded."""
 
     def select(self, rows: Tensor) -> None:
         self.cache.batch_select_indices(rows)
@@ -364,6 +379,8 @@ class _Sampled:
         self._limits = self._lengths.clone()
         self._ended = torch.zeros(count, dtype=torch.bool, device=device)
         self._running = torch.ones(count, dtype=torch.bool, device=device)
+        self._prompts: list[Tensor] = []
+        self._experts: Tensor
 
     def sample(self, logits: Tensor, step: int) -> Tensor:
         """Sample the token number `step` of each row, [B], from logits [B, V]."""
@@ -372,6 +389,16 @@ class _Sampled:
         self.tokens[self.rows, step] = token
         self._logprobs[self.rows, step] = log_probs.gather(1, token[:, None])[:, 0]
         return token
+
+    def start_recording(self, prompts: list[Tensor]) -> None:
+        """Keep the experts of each row's prompt [tokens, layers, k], and make room for those of its tokens."""
+        self._prompts = prompts
+        self._experts = prompts[0].new_zeros(*self.tokens.shape, *prompts[0].shape[1:])
+
+    def record(self, routing: Tensor | None, step: int) -> None:
+        """Keep the experts [B, 1, layers, k] of the token number `step` of each row of the batch."""
+        if routing is not None:
+            self._experts[self.rows, step] = routing[:, 0]
 
     def running(self) -> Tensor:
         """bool [B]: rows of the batch that have not ended, and have room for another token."""
@@ -387,11 +414,14 @@ class _Sampled:
     def completions(self) -> list[Completion]:
         """The completion of every row, in the order of the seeds."""
         tokens, logprobs = self.tokens.tolist(), self._logprobs.tolist()
+        lengths, ended = self._lengths.tolist(), self._ended.tolist()
+        routing: list[Tensor | None] = [None] * len(tokens)
+        if self._prompts:
+            parts = zip(self._prompts, self._experts, lengths, strict=True)
+            routing = [torch.cat((prompt, experts[: length - 1])).cpu() for prompt, experts, length in parts]
         return [
-            Completion(tuple(ids[:length]), tuple(values[:length]), "stop" if ended else "length")
-            for ids, values, length, ended in zip(
-                tokens, logprobs, self._lengths.tolist(), self._ended.tolist(), strict=True
-            )
+            Completion(tuple(ids[:length]), tuple(values[:length]), "stop" if end else "length", routing=experts)
+            for ids, values, length, end, experts in zip(tokens, logprobs, lengths, ended, routing, strict=True)
         ]
 
 

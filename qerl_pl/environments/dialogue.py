@@ -4,6 +4,8 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
 from qerl_pl.chat_continuation import ChatContinuation
 from qerl_pl.environments.contract import Opening, ToolAnswer
 from qerl_pl.environments.tool_calls import MalformedCall, ToolCall, ToolFormat
@@ -63,6 +65,7 @@ class Dialogue:
         self._turns = self._calls = self._failed = 0
         self._seconds = 0.0
         self._truncated = False
+        self._routing: Tensor | None = None
 
     def request(self) -> RolloutRequest:
         """The next turn: a prompt of all tokens so far."""
@@ -81,6 +84,7 @@ class Dialogue:
         self._logprobs += turn.logprobs
         self._sampled += [True] * len(turn.token_ids)
         self._turn = turn.token_ids
+        self._routing = turn.routing  # its prompt is all that came before
         self._turns += 1
         self._truncated = turn.truncated
         text = self._continuation.text(turn.token_ids)
@@ -136,6 +140,7 @@ class Dialogue:
             tuple(self._sampled),
             self.prompt_ids,
             facts,
+            self._routing,
         )
 
 

@@ -21,6 +21,28 @@ FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 @dataclass(frozen=True)
+class Experts:
+    """The mixture of experts in place of a layer's MLP: y = sum over the chosen experts e of p_e(x) expert_e(x).
+
+    Checkpoints store every expert as an MLP of its own, `experts.E.gate_proj.weight` and so on; transformers stacks
+    them on loading.
+    """
+
+    module: str = "mlp"
+    """The mixture's name in its layer; transformers' class is the family's `classes` and "SparseMoeBlock"."""
+    stacked: str = "experts"
+    """Its submodule with all experts: the stacks `gate_up_proj` [experts, 2 * inner, hidden] and `down_proj`."""
+    router: str = "gate"
+    """Its submodule with `weight` [experts, hidden], `top_k` and `norm_topk_prob`. It stays in 16 bits."""
+    count: str = "num_experts"
+    """Key of config.json for the number of experts."""
+    chosen: str = "num_experts_per_tok"
+    """Key for the number of experts of a token."""
+    inner: str = "moe_intermediate_size"
+    """Key for the width of an expert."""
+
+
+@dataclass(frozen=True)
 class Family:
     """Decoders of one `model_type` of transformers; the defaults are Llama's."""
 
@@ -45,10 +67,28 @@ class Family:
     """The embedding's attribute that multiplies its rows, if any."""
     window: Callable[[Any], int | None] = lambda attention: None
     """Sliding window of an attention layer of transformers, in tokens; None for full attention."""
+    score_cap: str | None = None
+    """The attention's attribute with the soft cap of its scores, if any; such layers attend in plain PyTorch."""
+    logit_cap: str | None = None
+    """Key of config.json with the soft cap of the logits, if any."""
     dropouts: tuple[str, ...] = ("attention_dropout",)
     """Keys of config.json for pretraining's dropout, which is off in the policy."""
     unsupported: tuple[str, ...] = ()
     """Keys of config.json that must be null or false: the policy does not compute what they turn on."""
+    experts: Experts | None = None
+    """Of a mixture of experts. Its linears are frozen: they are not among `projections`."""
+
+    @property
+    def unquantized(self) -> tuple[str, ...]:
+        """Linears of a layer that a 4-bit checkpoint stores in 16 bits, as vLLM reads such a list."""
+        return () if self.experts is None else (rf"re:.*{self.experts.module}\.{self.experts.router}$",)
+
+    def mlp_widths(self, config: Any) -> tuple[int, int]:
+        """Elements of a token's gates (or ups) in one layer of a transformers config, and its experts, 0 for none."""
+        if self.experts is None:
+            return int(config.intermediate_size), 0
+        chosen = int(getattr(config, self.experts.chosen))
+        return chosen * int(getattr(config, self.experts.inner)), chosen
 
 
 FAMILIES = (
@@ -63,6 +103,19 @@ FAMILIES = (
         window=lambda attention: attention.config.sliding_window,
         dropouts=("attention_dropout", "resid_pdrop", "embd_pdrop"),
     ),
+    Family(
+        "gemma2",
+        "Gemma2",
+        noisy_norms=("input_layernorm", "pre_feedforward_layernorm"),
+        norm_offset=1.0,
+        norm_eps="eps",
+        normed_outputs=True,
+        embedding_scale="embed_scale",
+        window=lambda attention: attention.sliding_window,
+        score_cap="attn_logit_softcapping",
+        logit_cap="final_logit_softcapping",
+        unsupported=("use_bidirectional_attention",),
+    ),
     Family(  # the text models of Gemma 3
         "gemma3_text",
         "Gemma3",
@@ -74,7 +127,21 @@ FAMILIES = (
         window=lambda attention: attention.sliding_window,
         unsupported=("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"),
     ),
+    Family(  # Qwen3-30B-A3B and its like
+        "qwen3_moe",
+        "Qwen3Moe",
+        projections=("q_proj", "k_proj", "v_proj", "o_proj"),
+        window=lambda attention: attention.sliding_window,
+        experts=Experts(),
+    ),
 )
+
+_DELTA_NETS = "gated delta nets: the update lacks their scan of packed sequences with a backward pass"
+NOT_COMPUTED: Mapping[str, str] = {
+    "gpt_oss": "attention sinks, which PyTorch's variable-length flash attention lacks, and experts with biases",
+    **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), _DELTA_NETS),
+}
+"""By `model_type`, what the update would have to compute for a family, so that an entry in `FAMILIES` is not enough."""
 
 
 def family_of(model_type: str, source: object = "the model") -> Family:
@@ -90,11 +157,28 @@ def family_of(model_type: str, source: object = "the model") -> Family:
     for family in FAMILIES:
         if family.model_type == model_type:
             return family
+    if model_type in NOT_COMPUTED:
+        raise UserError(
+            f"a base model must be of a family that trains; model_type in config.json of {source} is {model_type!r}, "
+            f"which has {NOT_COMPUTED[model_type]}; take one of docs/your-own-model.md"
+        )
     known = ", ".join(family.model_type for family in FAMILIES)
     raise UserError(
         f"a base model must be of a known family; model_type in config.json of {source} is {model_type!r}, none of "
-        f"{known}: describe it in qerl_pl/formats/architecture.py as docs/adding-a-family.md shows, or take another"
+        f"{known}: add it as docs/adding-a-family.md shows, or take another"
     )
+
+
+def has_score_cap(config: PretrainedConfig) -> bool:
+    """Whether a model, of any family, caps the scores of its attention."""
+    capped = (family.model_type for family in FAMILIES if family.score_cap is not None)
+    return config.model_type in capped
+
+
+def logit_cap(config: PretrainedConfig) -> float | None:
+    """Soft cap of the logits of a model of a known family; None where they have none."""
+    key = family_of(config.model_type).logit_cap
+    return None if key is None else getattr(config, key)
 
 
 def family_of_class(name: str, kind: str) -> Family | None:
@@ -122,6 +206,34 @@ def check_family(config: Mapping[str, Any], source: object) -> Family:
                 f"{config[key]}: take a model without it"
             )
     return family
+
+
+def unquantized(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Linears of the layers that a 4-bit checkpoint stores in 16 bits, as vLLM reads such a list; none by default."""
+    families = (family for family in FAMILIES if family.model_type == config.get("model_type"))
+    return next((family.unquantized for family in families), ())
+
+
+def has_experts(config: Mapping[str, Any]) -> bool:
+    """Whether the layers of a model, by its config.json, are a mixture of experts of a known family."""
+    return any(family.experts is not None for family in FAMILIES if family.model_type == config.get("model_type"))
+
+
+def check_expert_names(config: Mapping[str, Any], names: Iterable[str], source: object) -> None:
+    """Reject a checkpoint whose experts are stored in stacks: formats and engines know them one by one.
+
+    Raises:
+        UserError: A tensor of `names` is such a stack.
+    """
+    if not has_experts(config):
+        return
+    stack = next((name for name in names if re.search(r"\.experts\.\D", name)), None)
+    if stack is not None:
+        raise UserError(
+            f"experts must be stored one by one, as published models have them; {source} has them stacked in {stack}: "
+            "take the published files, or save a model that AutoModelForCausalLM.from_config has made and that has "
+            "loaded its state dict"
+        )
 
 
 def text_config(config: Mapping[str, Any], source: object) -> dict[str, Any] | None:

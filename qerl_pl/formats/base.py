@@ -6,12 +6,12 @@ To add a format, write one file with a class that has the methods of `BaseFormat
 other code asks a format by these methods and names none.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import torch
-from qerl_kernels import BlockScales, FrozenWeight
+from qerl_kernels import BlockScales, FrozenWeight, StackedWeight
 from torch import Tensor
 
 from qerl_pl.errors import UserError
@@ -69,6 +69,25 @@ class BaseFormat(Protocol):
             None for a linear that the checkpoint stores in 16 bits.
         """
 
+    def stacked_weight(
+        self,
+        experts: Sequence[Sequence[str]],
+        tensors: TensorFiles,
+        dtype: torch.dtype,
+        place: Callable[[Tensor], Tensor],
+    ) -> StackedWeight:
+        """Load linears of a layer's experts for the trainer.
+
+        Args:
+            experts: Names of each expert's linears, stacked by rows, such as gate and up.
+            tensors: The checkpoint.
+            dtype: Of weights that are not quantized.
+            place: Moves a tensor to its device.
+
+        Raises:
+            UserError: The format stores no experts.
+        """
+
     def iterate_dense(self, tensors: TensorFiles, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """(name, tensor) of the equivalent dense checkpoint, floating-point tensors as `dtype`, on the CPU."""
 
@@ -94,6 +113,10 @@ class Quantizer(Protocol):
     @property
     def remedy(self) -> str:
         """What a user can do about a matrix whose input dimension `block` does not divide."""
+
+    @property
+    def stores_experts(self) -> bool:
+        """Whether the format holds a mixture of experts."""
 
     def global_scale(self, weights: Iterable[Tensor]) -> Tensor | None:
         """Scale that the matrices of a fused group share, float32 [1]; None where the format has no such scale."""

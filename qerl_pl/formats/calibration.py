@@ -8,6 +8,7 @@ from typing import Literal
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from qerl_pl.errors import UserError
+from qerl_pl.formats.architecture import has_experts
 from qerl_pl.formats.base import format_of
 from qerl_pl.formats.model_folder import TensorFiles, copy_other_files, read_config
 from qerl_pl.persistence.atomic_files import atomic_directory
@@ -40,11 +41,16 @@ def calibrate_checkpoint(
         max_length: Tokens of a text; the rest is cut off.
 
     Raises:
-        UserError: llm-compressor is not installed or cannot read the model, the format has no such scheme, or `dst`
-            exists.
+        UserError: llm-compressor is not installed or cannot read the model, the format has no such scheme, the
+            model is a mixture of experts, or `dst` exists.
     """
     if format not in SCHEMES:
         raise UserError(f"calibration is for {' and '.join(SCHEMES)}; got {format}; leave out --calibration")
+    if has_experts(read_config(src)):
+        raise UserError(
+            f"calibration quantizes linears, and transformers has a mixture's experts in none; {src} is a mixture of "
+            "experts; leave out --calibration"
+        )
     if dst.exists():
         raise UserError(f"the destination must not exist; {dst} does; choose another name or remove it")
     try:

@@ -15,7 +15,7 @@ from compressed_tensors.quantization import (
     QuantizationStrategy,
     QuantizationType,
 )
-from qerl_kernels import FrozenWeight
+from qerl_kernels import FrozenWeight, StackedWeight
 from torch import Tensor
 
 from qerl_pl.formats.model_folder import TensorFiles, in_dtype
@@ -62,19 +62,57 @@ class PackedFormat(ABC):
         self, linear: str, tensors: TensorFiles, place: Callable[[Tensor], Tensor]
     ) -> FrozenWeight | None:
         names = self.tensor_names(linear)
-        return self.weight([place(tensors.read(name)) for name in names]) if names[0] in tensors else None
+        if names[0] not in tensors:
+            return None
+        held = tensors.read_all(names)
+        return self.weight([place(held[name]) for name in names])
+
+    @abstractmethod
+    def stack(self, stored: Sequence[Tensor]) -> StackedWeight:
+        """The frozen weights of a layer's experts, from their tensors [E, ...] in the order of `suffixes`."""
+
+    def stacked_weight(
+        self,
+        experts: Sequence[Sequence[str]],
+        tensors: TensorFiles,
+        dtype: torch.dtype,
+        place: Callable[[Tensor], Tensor],
+    ) -> StackedWeight:
+        stored = []
+        held = tensors.read_all([stored for names in experts for name in names for stored in self.tensor_names(name)])
+        for suffix in self.suffixes:
+            parts = [[held.pop(f"{name}.{suffix}") for name in names] for names in experts]
+            # `check` has seen that the linears of an expert share their global scale.
+            matrices = [part[0].reshape(()) if part[0].numel() == 1 else _by_rows(part) for part in parts]
+            stored.append(place(_stacked(matrices)))
+        return self.stack(stored)
 
     def iterate_dense(self, tensors: TensorFiles, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        names, groups = list[str](), list[tuple[str, ...]]()
         for name in tensors:
             linear, _, suffix = name.rpartition(".")
             if suffix == self.suffixes[0]:
-                stored = [tensors.read(stored_name) for stored_name in self.tensor_names(linear)]
-                yield f"{linear}.weight", self.dense(stored, dtype)
+                names.append(f"{linear}.weight")
+                groups.append(self.tensor_names(linear))
             elif suffix not in self.suffixes:
-                yield name, in_dtype(tensors.read(name), dtype)
+                names.append(name)
+                groups.append((name,))
+        for name, group, stored in zip(names, groups, tensors.read_groups(groups), strict=True):
+            yield name, in_dtype(stored[0], dtype) if group == (name,) else self.dense(stored, dtype)
 
     def vllm_linear_backend(self, asked: str) -> str | None:
         return asked
+
+
+def _by_rows(parts: Sequence[Tensor]) -> Tensor:
+    """`torch.cat` of bytes in any data type: 8-bit floats cannot be concatenated everywhere."""
+    return torch.cat([part.view(torch.uint8) for part in parts]).view(parts[0].dtype)
+
+
+def _stacked(matrices: Sequence[Tensor]) -> Tensor:
+    if matrices[0].dim() == 0:
+        return torch.stack(list(matrices))
+    return torch.stack([matrix.view(torch.uint8) for matrix in matrices]).view(matrices[0].dtype)
 
 
 def quantization_config(

@@ -1,10 +1,10 @@
 """No quantization: every tensor in 16 or 32 bits, under its own name."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from qerl_kernels import FrozenWeight
+from qerl_kernels import DenseStack, FrozenWeight, StackedWeight
 from torch import Tensor
 
 from qerl_pl.formats.model_folder import TensorFiles, in_dtype
@@ -34,8 +34,21 @@ class DenseFormat:
     ) -> FrozenWeight | None:
         return None
 
+    def stacked_weight(
+        self,
+        experts: Sequence[Sequence[str]],
+        tensors: TensorFiles,
+        dtype: torch.dtype,
+        place: Callable[[Tensor], Tensor],
+    ) -> StackedWeight:
+        held = tensors.read_all([f"{name}.weight" for names in experts for name in names])
+        rows = (torch.cat([held[f"{name}.weight"] for name in names]) for names in experts)
+        return DenseStack(place(torch.stack([in_dtype(matrix, dtype) for matrix in rows])))
+
     def iterate_dense(self, tensors: TensorFiles, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        return ((name, in_dtype(tensors.read(name), dtype)) for name in tensors)
+        names = list(tensors)
+        read = tensors.read_groups([(name,) for name in names])
+        return ((name, in_dtype(tensor, dtype)) for name, (tensor,) in zip(names, read, strict=True))
 
     def vllm_linear_backend(self, asked: str) -> str | None:
         return None

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedModel
 
 from qerl_pl.errors import UserError
+from qerl_pl.formats.architecture import check_expert_names, has_score_cap
 from qerl_pl.formats.base import format_of
 from qerl_pl.formats.dense import DENSE
 from qerl_pl.formats.model_folder import (
@@ -31,14 +32,15 @@ def validate_checkpoint(folder: Path) -> PreTrainedModel:
     """Load a checkpoint's shapes into its model on the meta device; no weight is read.
 
     Raises:
-        UserError: config.json is of no causal language model, the weights do not fit it, the tokenizer is missing or
-            larger than the vocabulary, or an end token is no token id.
+        UserError: config.json is of no causal language model, the weights do not fit it, experts are stored in stacks,
+            the tokenizer is missing or larger than the vocabulary, or an end token is no token id.
     """
     base_format, tensors = format_of(folder), TensorFiles(folder)
     with _transformers_errors(folder, "config.json"):
         config = load_config(folder)
     model_class = _causal_lm_class(folder, config)
     shapes = base_format.dense_shapes(tensors)
+    check_expert_names(config.to_dict(), shapes, folder)
     with _transformers_errors(folder, "config.json"):
         state = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
         options: dict[str, Any] = {"output_loading_info": True, "ignore_mismatched_sizes": True}
@@ -141,7 +143,7 @@ def load_dense_model(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
         config=config,
         state_dict=dict(base_format.iterate_dense(TensorFiles(folder), dtype)),
         dtype=dtype,
-        attn_implementation="sdpa",
+        attn_implementation="eager" if has_score_cap(config) else "sdpa",  # which would leave the caps out
     )
     return model.eval().requires_grad_(False)
 

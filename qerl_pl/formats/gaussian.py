@@ -60,6 +60,7 @@ class GaussianQuantizer:
     power_of_two: bool
     label = "The placebo of NVFP4"
     config = CONFIG
+    stores_experts = True
 
     @cached_property
     def nvfp4(self) -> NVFP4Quantizer:

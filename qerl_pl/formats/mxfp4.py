@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from compressed_tensors.config import CompressionFormat
 from compressed_tensors.quantization import QuantizationStrategy
-from qerl_kernels import BlockScales, MXFP4Tensor, MXFP4Weight, quantize_mxfp4
+from qerl_kernels import BlockScales, MXFP4Stack, MXFP4Tensor, MXFP4Weight, quantize_mxfp4
 from torch import Tensor
 
 from qerl_pl.errors import UserError
@@ -31,6 +31,9 @@ class MXFP4Format(PackedFormat):
     def weight(self, stored: Sequence[Tensor]) -> MXFP4Weight:
         return MXFP4Weight(MXFP4Tensor(*stored))
 
+    def stack(self, stored: Sequence[Tensor]) -> MXFP4Stack:
+        return MXFP4Stack(MXFP4Tensor(*stored))
+
     def check(self, tensors: TensorFiles) -> None:
         """Nothing to check: no scale is shared."""
 
@@ -49,6 +52,7 @@ class MXFP4Quantizer:
     block = 32
     config = CONFIG
     remedy = "use nvfp4, or none"
+    stores_experts = True
 
     def __post_init__(self) -> None:
         if self.scales != "minmax" or self.power_of_two:

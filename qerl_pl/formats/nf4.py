@@ -9,12 +9,12 @@ import copy
 import importlib
 import importlib.util
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from qerl_kernels import BlockScales
+from qerl_kernels import BlockScales, StackedWeight
 from torch import Tensor
 
 from qerl_pl.errors import UserError
@@ -131,6 +131,15 @@ class NF4Format:
         state |= {suffix: place(state[suffix]) for suffix in ("absmax", "nested_absmax")}
         return NF4Weight(packed, _functional().QuantState.from_dict(state, packed.device))
 
+    def stacked_weight(
+        self,
+        experts: Sequence[Sequence[str]],
+        tensors: TensorFiles,
+        dtype: torch.dtype,
+        place: Callable[[Tensor], Tensor],
+    ) -> StackedWeight:
+        raise UserError(f"NF4 holds no mixture of experts; the base has {experts[0][0]}: use nvfp4, or none")
+
     def iterate_dense(self, tensors: TensorFiles, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         for name in tensors:
             linear, _, suffix = name.rpartition(".weight")
@@ -145,9 +154,13 @@ class NF4Format:
 
 
 def _code_books() -> tuple[Tensor, Tensor]:
-    """The 16 values of NF4 and the 256 of the magnitudes' codes, on the CPU."""
+    """The 16 values of NF4 and the 256 of the magnitudes' codes, on the CPU, as files are read.
+
+    Lightning makes the GPU the default device while a module is configured, which bitsandbytes' map would follow.
+    """
     functional = _functional()
-    return functional.get_4bit_type("nf4", "cpu"), functional.create_dynamic_map()
+    with torch.device("cpu"):
+        return functional.get_4bit_type("nf4", "cpu"), functional.create_dynamic_map()
 
 
 @dataclass(frozen=True)
@@ -164,6 +177,7 @@ class NF4Quantizer:
     block = NF4_BLOCK
     config = CONFIG
     remedy = "use nvfp4, or none"
+    stores_experts = False
 
     def __post_init__(self) -> None:
         if self.scales != "minmax" or self.power_of_two:

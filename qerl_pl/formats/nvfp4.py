@@ -13,6 +13,7 @@ from compressed_tensors.config import CompressionFormat
 from compressed_tensors.quantization import QuantizationStrategy
 from qerl_kernels import (
     BlockScales,
+    NVFP4Stack,
     NVFP4Tensor,
     NVFP4Weight,
     dequantize_nvfp4,
@@ -45,13 +46,16 @@ class NVFP4Format(PackedFormat):
     def dense(self, stored: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
         return dequantize_nvfp4(*NVFP4Tensor(*stored), dtype)
 
+    def stack(self, stored: Sequence[Tensor]) -> NVFP4Stack:
+        return NVFP4Stack(NVFP4Tensor(*stored))
+
     def check(self, tensors: TensorFiles) -> None:
         """Refuse global scales that differ within a fused group: vLLM would use one of them for all."""
-        for name in tensors:
-            if not name.endswith(".weight_global_scale"):
-                continue
-            group = fused_group(name.removesuffix("_global_scale"))
-            scales = {member: tensors.read(f"{member}_global_scale").item() for member in group}
+        names = [name for name in tensors if name.endswith(".weight_global_scale")]
+        groups = dict.fromkeys(fused_group(name.removesuffix("_global_scale")) for name in names)
+        held = tensors.read_all([f"{member}_global_scale" for group in groups for member in group])
+        for group in groups:
+            scales = {member: held[f"{member}_global_scale"].item() for member in group}
             if len(set(scales.values())) > 1:
                 values = ", ".join(f"{key}={value:g}" for key, value in scales.items())
                 raise UserError(
@@ -70,6 +74,7 @@ class NVFP4Quantizer:
     block = 16
     config = CONFIG
     remedy = "set model.policy.quantization to none"
+    stores_experts = True
 
     def global_scale(self, weights: Iterable[Tensor]) -> Tensor | None:
         return nvfp4_global_scale(*weights, block_scales=self.scales, power_of_two=self.power_of_two)

@@ -24,7 +24,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from qerl_pl.errors import UserError
-from qerl_pl.formats.architecture import fused_group, text_config
+from qerl_pl.formats.architecture import check_family, fused_group, has_experts, text_config, unquantized
 from qerl_pl.formats.base import QUANTIZERS, Quantization, QuantizedFormat, Quantizer, format_of
 from qerl_pl.formats.dense import DENSE
 from qerl_pl.formats.dense_checkpoint import validate_checkpoint
@@ -75,12 +75,16 @@ def quantize_checkpoint(
         device: Device of the arithmetic. `auto` is the GPU where there is one.
 
     Raises:
-        UserError: `dst` exists, `src` is no model folder, is inconsistent or already quantized, has images and a text
-            model of no known family, has no matrix to quantize or one that the format cannot store, the format lacks an
-            option, or there is no GPU for `device`.
+        UserError: `dst` exists, `src` is no model folder, is of no known family, inconsistent or already quantized, has
+            no matrix to quantize, or one or experts that the format cannot store, the format lacks an option, or there
+            is no GPU for `device`.
     """
     quantizer, torch_device = QUANTIZERS[format](scales, power_of_two), _device(device)
-    config, source = read_config(src), format_of(src)
+    config = read_config(src)
+    inner = text_config(config, src)
+    if inner is None:
+        check_family(config, src)
+    source = format_of(src)
     if source is not DENSE:
         raise UserError(
             f"only 16-bit weights can be quantized; {src} is {source.name.upper()} already; use it as it is"
@@ -88,8 +92,12 @@ def quantize_checkpoint(
     if dst.exists():
         raise UserError(f"the destination must not exist; {dst} does; choose another name or remove it")
     validate_checkpoint(src)
-    inner = text_config(config, src)
     config, tensors = (config, TensorFiles(src)) if inner is None else (inner, TensorFiles(src, TEXT_MODEL))
+    if has_experts(config) and not quantizer.stores_experts:
+        raise UserError(
+            f"{quantizer.label} holds no mixture of experts, which transformers and vLLM read in other layouts; {src} "
+            f"has one; {quantizer.remedy}"
+        )
     with atomic_directory(dst) as folder:
         quantized = {name for name in tensors if re.search(r"\.layers\.\d+\..*_proj\.weight$", name)}
         if not quantized:
@@ -100,7 +108,7 @@ def quantize_checkpoint(
             if name not in quantized:
                 writer.add(name, tensors.read(name))
         writer.finish()
-        copy_other_files(src, folder, config | {"quantization_config": quantizer.config})
+        copy_other_files(src, folder, config | {"quantization_config": _quantization_config(quantizer, config)})
         settings = {"format": format, "scales": scales, "power_of_two": power_of_two}
         _report(settings, errors, folder / QUANTIZATION_REPORT)
     log.info("wrote %s checkpoint %s", format.upper(), dst)
@@ -124,6 +132,12 @@ def _device(name: Device) -> torch.device:
     if not available:
         raise UserError("--device cuda needs a GPU; PyTorch finds none here; use --device cpu or auto")
     return torch.device("cuda", torch.cuda.current_device())
+
+
+def _quantization_config(quantizer: Quantizer, config: dict[str, Any]) -> dict[str, Any]:
+    """That of the quantizer; where it lists linears that stay in 16 bits, with those of the model's family."""
+    document = quantizer.config
+    return document | {"ignore": [*document["ignore"], *unquantized(config)]} if "ignore" in document else document
 
 
 def _start_worker(device: torch.device) -> None:
@@ -151,8 +165,9 @@ def _quantize(
             for name in tensors
             if name in quantized
         )
-        for group in dict.fromkeys(groups):
-            weights = {name: tensors.read(name).to(device) for name in group}
+        unique = list(dict.fromkeys(groups))
+        for group, read in zip(unique, tensors.read_groups(unique), strict=True):
+            weights = {name: weight.to(device) for name, weight in zip(group, read, strict=True)}
             _check(weights, quantizer)
             # On the pool, for its threads are single-threaded.
             global_scale = pool.submit(quantizer.global_scale, weights.values()).result()

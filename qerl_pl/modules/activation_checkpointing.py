@@ -173,12 +173,13 @@ class ActivationCheckpointing:
             return
         self._enabled = True
         settings: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": self._has_dropout}
-        is_added = not family_of(self._base.config.model_type).normed_outputs
+        family = family_of(self._base.config.model_type)
+        is_added = not family.normed_outputs
         if self.mode == "selective":
             # Products of tiled MLPs are not saved: the last one is then no addend of the result.
             added = is_added and self._mlp_tile_tokens is None and _saves_all_products(self._base)
             settings["context_fn"] = partial(selective_checkpoint_contexts, last_is_added=added)
-        elif is_added:
+        elif is_added and family.experts is None:  # a shared expert's result may be multiplied before it is added
             settings["context_fn"] = leaving_out_contexts
         self._base.gradient_checkpointing_enable(settings)
         self._base.disable_input_require_grads()  # only reentrant checkpoints need it, and it costs products

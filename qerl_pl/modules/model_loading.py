@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,6 +17,7 @@ from qerl_pl.formats.architecture import check_family
 from qerl_pl.formats.base import BaseFormat, format_of
 from qerl_pl.formats.model_folder import TensorFiles, load_config
 from qerl_pl.formats.norm import use_float32_norms
+from qerl_pl.modules.experts import hand_over_routing, use_packed_experts
 from qerl_pl.modules.lora import FrozenLinear, parameter_name
 from qerl_pl.modules.packed_layers import ATTENTION, use_gated_mlps, use_packed_attention
 
@@ -42,19 +44,24 @@ def load_base(
     log.info("loading the trainer's base on %s: %s", device, folder)
     base_format, tensors = format_of(folder), TensorFiles(folder)
     config = load_config(folder)
-    for name in check_family(config.to_dict(), folder).dropouts:  # neither engines nor packed attention have it
+    family = check_family(config.to_dict(), folder)
+    for name in family.dropouts:  # neither engines nor packed attention have it
         setattr(config, name, 0.0)
     base_format.check(tensors)
     with init_empty_weights(include_buffers=False):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=ATTENTION)
     shared = SharedWeights({}, {}) if shared is None else shared
-    state = {**shared.tensors, **_use_frozen_linears(model, base_format, tensors, device, shared.linears)}
+    experts, loaded_experts = use_packed_experts(
+        model, family, base_format, tensors, dtype, partial(_frozen_parameter, device=device), shared.experts
+    )
+    linears = _use_frozen_linears(model, base_format, tensors, device, shared.linears)
+    state = {**shared.tensors, **experts, **linears}
     frozen = [name for name, module in model.named_modules() if isinstance(module, FrozenLinear)]
-    loaded = {name for linear in frozen for name in base_format.tensor_names(linear)} | state.keys()
-    for name in tensors:
-        # Old Llama files store inv_freq, which the model computes from its config.
-        if name not in loaded and not name.endswith(".inv_freq"):
-            state[name] = tensors.read(name).to(device, dtype)
+    loaded = {name for linear in frozen for name in base_format.tensor_names(linear)} | state.keys() | loaded_experts
+    # Old Llama files store inv_freq, which the model computes from its config.
+    others = [name for name in tensors if name not in loaded and not name.endswith(".inv_freq")]
+    for name, (tensor,) in zip(others, tensors.read_groups([(name,) for name in others]), strict=True):
+        state[name] = tensor.to(device, dtype)
     missing, unexpected = model.load_state_dict(state, strict=False, assign=True)
     model.tie_weights()
     missing = [name for name in missing if name != "lm_head.weight" or not config.tie_word_embeddings]
@@ -66,8 +73,13 @@ def load_base(
     use_float32_norms(model)
     use_gated_mlps(model)
     use_packed_attention(model)
+    hand_over_routing(model)
     model.to(device)  # type: ignore[arg-type]
     return model.requires_grad_(False)
+
+
+def _frozen_parameter(tensor: Tensor, device: torch.device) -> Tensor:
+    return nn.Parameter(tensor.to(device), requires_grad=False)
 
 
 def _use_frozen_linears(
@@ -78,17 +90,13 @@ def _use_frozen_linears(
     shared: Mapping[str, FrozenWeight],
 ) -> dict[str, Tensor]:
     """Replace shared and quantized linears by `FrozenLinear`; returns the loaded tensors by parameter name."""
-
-    def to_parameter(tensor: Tensor) -> Tensor:
-        return nn.Parameter(tensor.to(device), requires_grad=False)
-
     state: dict[str, Tensor] = {}
     for name, module in list(model.named_modules()):
         if not isinstance(module, nn.Linear):
             continue
         weight = shared.get(name)
         if weight is None:
-            weight = base_format.frozen_weight(name, tensors, to_parameter)
+            weight = base_format.frozen_weight(name, tensors, partial(_frozen_parameter, device=device))
             if weight is None:
                 continue
             state |= {f"{name}.{parameter_name(key)}": tensor for key, tensor in weight.tensors().items()}

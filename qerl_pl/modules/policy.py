@@ -4,14 +4,14 @@ import json
 import logging
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import psutil
 import torch
-from qerl_kernels import chunked_token_logprobs
+from qerl_kernels import chunked_reverse_kl, chunked_token_logprobs
 from qerl_kernels.logprob import default_chunk
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from qerl_pl.algorithm.noise import NormNoise
 from qerl_pl.engines.base import SharedWeights
 from qerl_pl.errors import UserError, require_at_least
-from qerl_pl.formats.architecture import FAMILIES, PROJECTIONS, check_family
+from qerl_pl.formats.architecture import FAMILIES, PROJECTIONS, check_family, logit_cap
 from qerl_pl.formats.base import Quantization
 from qerl_pl.formats.dense_checkpoint import validate_checkpoint
 from qerl_pl.formats.model_folder import TensorFiles, load_tokenizer, read_config
@@ -34,7 +34,7 @@ from qerl_pl.modules.model_loading import load_base
 from qerl_pl.modules.packed_layers import Packing, tile_mlps
 from qerl_pl.modules.saved_adapter import SavedAdapter, read_adapter
 from qerl_pl.toy import POSITIONS, ToyConfig, build_toy_policy
-from qerl_pl.types import PolicyWeights
+from qerl_pl.types import PolicyWeights, TeacherStates
 
 log = logging.getLogger(__name__)
 
@@ -69,6 +69,8 @@ class PolicyConfig:
             the layers' inputs in pinned CPU memory until the backward pass needs them. Gradients are the same.
         mlp_tile_tokens: Compute the MLPs of longer micro-batches in tiles of so many tokens, at most, in both passes:
             bounds their memory. Changes the rounding of gradients. Null computes all tokens at once.
+        replay_routing: The update gives each token of a mixture of experts to the experts that the sampler chose, with
+            its own router's shares of them (R3, arXiv 2510.11370), and does not choose anew.
     """
 
     path: str | None = None
@@ -81,6 +83,7 @@ class PolicyConfig:
     train_norms: bool = False
     gradient_checkpointing: Checkpointing = False
     mlp_tile_tokens: int | None = None
+    replay_routing: bool = False
 
     def __post_init__(self) -> None:
         require_at_least(1, {"model.policy.mlp_tile_tokens": self.mlp_tile_tokens})
@@ -172,14 +175,28 @@ class PolicyConfig:
 
         Raises:
             UserError: `path` is neither a folder nor a model of the hub, its files disagree, it is of no known family,
-                the adapter does not fit it, or its weights are quantized in another format.
+                the adapter does not fit it, its experts cannot train or there are none to
+                replay, or its weights are quantized in another format.
         """
         lora = self.lora_spec
         if self.start is not None and self.start.base != self.base_name:
             log.warning("%s was trained on %s and goes on with %s", self.adapter, self.start.base, self.base_name)
         source = self.source_folder()
+        # First: a format of another family's own is beside the point.
+        family = check_family(
+            read_config(source), source
+        )  # first: a format of another family's own is beside the point
         model = validate_checkpoint(source)
-        check_family(read_config(source), source)
+        if family.experts is None and self.replay_routing:
+            raise UserError(
+                f"replay_routing needs a mixture of experts; {source} is a {family.model_type}: set "
+                "model.policy.replay_routing to false"
+            )
+        if family.experts is not None and lora is None:
+            raise UserError(
+                f"a mixture of experts trains an adapter, its experts are frozen; got model.policy.finetune full for "
+                f"{source}: set it to lora"
+            )
         if lora is not None:
             check_targets(model, lora)
         return in_format(source, self.quantization)
@@ -235,7 +252,9 @@ def require_memory(
         )
 
 
-def predicting_states(base: PreTrainedModel, tokens: Tensor, lengths: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+def predicting_states(
+    base: PreTrainedModel, tokens: Tensor, lengths: Tensor, mask: Tensor, routing: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Hidden states [M, D] that predict the M masked tokens, without padding, and the output layer's weight [V, D].
 
     Args:
@@ -243,9 +262,12 @@ def predicting_states(base: PreTrainedModel, tokens: Tensor, lengths: Tensor, ma
         tokens: Right-padded token ids, int64 [B, T].
         lengths: Real tokens of each row, int64 [B].
         mask: bool [B, T], with a token, and False at position 0; rows without a token are skipped.
+        routing: As for `Policy.token_logprobs`.
     """
     rows = mask.any(dim=1)
     packing = Packing.of(lengths[rows], tokens.shape[1])
+    if routing is not None:
+        packing = replace(packing, routing=routing[rows][packing.mask].transpose(0, 1).long())
     hidden = base.get_decoder()(
         input_ids=tokens[rows][packing.mask].unsqueeze(0),
         position_ids=packing.positions.unsqueeze(0),
@@ -254,6 +276,17 @@ def predicting_states(base: PreTrainedModel, tokens: Tensor, lengths: Tensor, ma
     ).last_hidden_state[0]
     predicting = mask[rows][packing.mask].nonzero().squeeze(1) - 1
     return hidden[predicting], base.get_output_embeddings().weight.to(hidden.dtype)
+
+
+class TokenValues(NamedTuple):
+    """What a policy says about the tokens of B sequences, float32 [B, T] each, 0 for tokens that were not asked for."""
+
+    logprobs: Tensor
+    """Natural log-probabilities."""
+    entropies: Tensor
+    """Of the next-token distributions, in nats."""
+    teacher_kl: Tensor | None = None
+    """KL(policy || teacher) of the next-token distributions, in nats; None without a teacher."""
 
 
 class Policy(nn.Module):
@@ -282,6 +315,7 @@ class Policy(nn.Module):
         lora = config.lora_spec
         self.base = load_base(folder, config.torch_dtype, device, shared if lora else None)
         """The causal LM, trained weights included."""
+        self._logit_cap = logit_cap(self.base.config)
         self.trained: LoraAdapter | FullWeights
         if lora is None:
             reference = load_base(folder, config.torch_dtype, device).eval() if with_reference else None
@@ -327,8 +361,23 @@ class Policy(nn.Module):
         temperature: float,
         entropy_gradient: bool = False,
         reference: bool = False,
+        routing: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Log-probabilities and entropies of the masked tokens, computed without padding.
+        """Log-probabilities and entropies as `token_values`, which describes the arguments."""
+        return self.token_values(tokens, lengths, mask, temperature, entropy_gradient, reference, routing)[:2]
+
+    def token_values(
+        self,
+        tokens: Tensor,
+        lengths: Tensor,
+        mask: Tensor,
+        temperature: float,
+        entropy_gradient: bool = False,
+        reference: bool = False,
+        routing: Tensor | None = None,
+        teacher: TeacherStates | None = None,
+    ) -> TokenValues:
+        """Log-probabilities and entropies of the masked tokens, and a divergence, computed without padding.
 
         Args:
             tokens: Right-padded token ids, int64 [B, T].
@@ -339,21 +388,32 @@ class Policy(nn.Module):
             entropy_gradient: Whether the entropies have a gradient; it costs another product with the output layer.
             reference: Compute with the reference policy, without gradients: the adapter that training started from, or
                 else the base model, adapter off; or the second model of full fine-tuning.
+            routing: Experts that the sampler chose, int [B, T, layers, k], -1 where the router chooses; their shares
+                are the router's. None lets it choose everywhere.
+            teacher: To which the KL divergence is computed; its index is of these rows.
 
         Returns:
-            (natural log-probabilities, entropies in nats), float32 [B, T] each, 0 where the mask is False.
+            Float32 [B, T] each, 0 where the mask is False.
 
         Raises:
             UserError: Full fine-tuning has loaded no reference policy.
         """
         empty = torch.zeros(tokens.shape, dtype=torch.float32, device=tokens.device)
         if not mask.any():
-            return empty, empty
-        hidden, head = self._predicting(tokens, lengths, mask, reference)
+            return TokenValues(empty, empty, None if teacher is None else empty)
+        hidden, head = self._predicting(tokens, lengths, mask, reference, routing)
         logprobs, entropies = chunked_token_logprobs(
-            hidden, head, tokens[mask], temperature, entropy_gradient=entropy_gradient
+            hidden, head, tokens[mask], temperature, entropy_gradient=entropy_gradient, soft_cap=self._logit_cap
         )
-        return empty.masked_scatter(mask, logprobs.float()), empty.masked_scatter(mask, entropies.float())
+        values = TokenValues(
+            empty.masked_scatter(mask, logprobs.float()), empty.masked_scatter(mask, entropies.float())
+        )
+        if teacher is None:
+            return values
+        theirs = teacher.hidden[teacher.index[mask]]
+        caps = self._logit_cap, teacher.soft_cap
+        kl = chunked_reverse_kl(hidden, head, theirs, teacher.head, temperature, *caps)
+        return values._replace(teacher_kl=empty.masked_scatter(mask, kl.float()))
 
     @torch.no_grad()
     def token_predictions(self, tokens: Tensor, lengths: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
@@ -368,11 +428,13 @@ class Policy(nn.Module):
             (natural log-probabilities float32 [M], bool [M]) of the M masked tokens, in row-major order.
         """
         hidden, head = self._predicting(tokens, lengths, mask, reference=False)
-        logprobs, _ = chunked_token_logprobs(hidden, head, tokens[mask])
+        logprobs, _ = chunked_token_logprobs(hidden, head, tokens[mask], soft_cap=self._logit_cap)
         likeliest = [(chunk @ head.t()).argmax(-1) for chunk in hidden.split(default_chunk(hidden, head))]
         return logprobs.float(), torch.cat(likeliest) == tokens[mask]
 
-    def _predicting(self, tokens: Tensor, lengths: Tensor, mask: Tensor, reference: bool) -> tuple[Tensor, Tensor]:
+    def _predicting(
+        self, tokens: Tensor, lengths: Tensor, mask: Tensor, reference: bool, routing: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Hidden states [M, D] that predict the masked tokens, and the output layer's weight [V, D]."""
         model = self.trained.reference() if reference else nullcontext(self.base)
         copies, saved = (
@@ -380,7 +442,7 @@ class Policy(nn.Module):
             self.checkpointing.saved_activations(),
         )
         with model as base, copies, saved:
-            return predicting_states(base, tokens, lengths, mask)
+            return predicting_states(base, tokens, lengths, mask, routing)
 
     def weights(self, version: int, noise: NormNoise | None = None, reference: bool = False) -> PolicyWeights:
         """Weights for an engine to sample with: views of the parameters, not copies.

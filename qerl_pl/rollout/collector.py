@@ -25,6 +25,7 @@ from qerl_pl.rollout.experience import (
     environment_metrics,
     gather_by_index,
     pad_completions,
+    pad_routing,
     repeats_itself,
     require_finite_logprobs,
     reward_metrics,
@@ -362,6 +363,7 @@ class Collector:
             indices=rows,
             draws=None if len(_draws(weights)) == 1 else draws,
             noise=noise if noise is not None and noise.in_trainer and noise.sigma > 0 else None,
+            routing=pad_routing(prompts, completions, tokens.shape),
             metrics=metrics,
             records=tuple(record for group in groups for record in group.records()),
         )

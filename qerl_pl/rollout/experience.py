@@ -198,6 +198,29 @@ def pad_completions(
     return tokens, lengths, mask, logprobs
 
 
+def pad_routing(
+    prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]], shape: Sequence[int]
+) -> Tensor | None:
+    """The experts that the sampler chose for the tokens that `pad_completions` padded.
+
+    Args:
+        prompts: P prompts.
+        completions: The completions of each, B in all.
+        shape: (B, T).
+
+    Returns:
+        int16 [B, T, layers, k], -1 for tokens that the sampler did not compute; None where experts were not recorded.
+    """
+    recorded = [completion.routing for group in completions for completion in group]
+    if not recorded or recorded[0] is None:
+        return None
+    routing = recorded[0].new_full((*shape, *recorded[0].shape[1:]), -1)
+    for row, experts in zip(routing, recorded, strict=True):
+        assert experts is not None
+        row[: len(experts)] = experts
+    return routing
+
+
 def require_finite_logprobs(
     prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]], engine: str, version: int
 ) -> None:

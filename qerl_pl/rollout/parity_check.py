@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch import Tensor
 from qerl_pl.distributed.communicator import Communicator
 from qerl_pl.engines.base import RolloutEngine
 from qerl_pl.errors import UserError
-from qerl_pl.rollout.experience import pad_completions
+from qerl_pl.rollout.experience import pad_completions, pad_routing
 from qerl_pl.types import Completion, PolicyWeights, Prompt, RolloutRequest, SamplingConfig
 
 MAX_COMPARED_TOKENS = 16
@@ -47,7 +47,14 @@ class CheckedPolicy(Protocol):
         """Weights for an engine, or those of the reference policy."""
 
     def token_logprobs(
-        self, tokens: Tensor, lengths: Tensor, mask: Tensor, temperature: float, *, reference: bool = False
+        self,
+        tokens: Tensor,
+        lengths: Tensor,
+        mask: Tensor,
+        temperature: float,
+        *,
+        reference: bool = False,
+        routing: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Log-probabilities and entropies at the tokens of the mask, float32 [B, T] each; or the reference policy's."""
 
@@ -152,6 +159,12 @@ def measure_full_finetuning_parity(
     return LogprobParity(on, off, (logprobs - unperturbed_logprobs).abs().mean().item())
 
 
+def _replay(prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]], tokens: Tensor) -> dict[str, Any]:
+    """The argument of `token_logprobs` that replays the sampler's experts for tokens [B, T], if they were recorded."""
+    routing = pad_routing(prompts, completions, tokens.shape)
+    return {} if routing is None else {"routing": routing.to(tokens.device)}
+
+
 class _Comparison:
     """One greedy completion a prompt by the engine, and the trainer's log-probabilities of its tokens."""
 
@@ -169,9 +182,10 @@ class _Comparison:
         """Mean absolute difference in nats a token, and the trainer's log-probabilities, float32 [tokens]."""
         device = self.policy.device
         tokens, lengths, mask, sampled = (t.to(device) for t in pad_completions(self.prompts, completions, 0))
+        replay = _replay(self.prompts, completions, tokens)
         self.policy.eval()
         with torch.no_grad():
-            logprobs = self.policy.token_logprobs(tokens, lengths, mask, 1.0, reference=reference)[0]
+            logprobs = self.policy.token_logprobs(tokens, lengths, mask, 1.0, reference=reference, **replay)[0]
         return (logprobs - sampled)[mask].abs().mean().item(), logprobs[mask]
 
 
@@ -233,11 +247,13 @@ def measure_noise_widening(
 
     def shift(weights: PolicyWeights) -> float:
         engine.sync(weights)
-        padded = pad_completions(prompts, engine.generate(requests, sampling), 0)
+        completions = engine.generate(requests, sampling)
+        padded = pad_completions(prompts, completions, 0)
         tokens, lengths, mask, sampled = (tensor.to(policy.device) for tensor in padded)
+        replay = _replay(prompts, completions, tokens)
         policy.eval()
         with torch.no_grad():
-            logprobs = policy.token_logprobs(tokens, lengths, mask, sampling.temperature)[0]
+            logprobs = policy.token_logprobs(tokens, lengths, mask, sampling.temperature, **replay)[0]
         sums = ranks.all_gather(((logprobs - sampled)[mask].abs().sum().item(), int(mask.sum())))
         return math.fsum(total for total, _ in sums) / sum(count for _, count in sums)
 

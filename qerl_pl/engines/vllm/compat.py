@@ -120,6 +120,8 @@ TABLE = (
     _fp4(f"{_QUANT}.compressed_tensors.schemes.compressed_tensors_w4a4_mxfp4.CompressedTensorsW4A4Mxfp4", "kernel"),
     _fp4("vllm.model_executor.kernels.linear.nvfp4.marlin.MarlinNvFp4LinearKernel"),
     _fp4("vllm.model_executor.kernels.linear.mxfp4.marlin.MarlinMxFp4LinearKernel"),
+    _fp4("vllm.model_executor.layers.fused_moe.routed_experts.RoutedExperts", "quant_method"),
+    _fp4("vllm.model_executor.layers.fused_moe.experts.marlin_moe.MarlinExperts"),
     _optional(SHARED_NF4, "the trainer loads a copy of the base", f"{_QUANT}.bitsandbytes.BitsAndBytesLinearMethod"),
     _sampler(f"{_GPU}.model_runner.GPUModelRunner", "sampler", "rejection_sampler", "_dummy_sampler_run"),
     _sampler(

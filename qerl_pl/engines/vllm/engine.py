@@ -31,11 +31,11 @@ from qerl_pl.engines.vllm.startup import (
 )
 from qerl_pl.engines.vllm.worker import WorkerReport
 from qerl_pl.errors import UserError, require_at_least
-from qerl_pl.formats.architecture import linear_shapes
+from qerl_pl.formats.architecture import has_experts, linear_shapes
 from qerl_pl.formats.base import format_of
 from qerl_pl.formats.dense import DENSE
 from qerl_pl.formats.dense_checkpoint import write_dense_checkpoint
-from qerl_pl.formats.model_folder import end_token_ids, load_config, load_tokenizer
+from qerl_pl.formats.model_folder import end_token_ids, load_config, load_tokenizer, read_config
 from qerl_pl.memory import GIB, check_length, files_gib, kv_cache_size
 from qerl_pl.memory_plan import Shape
 from qerl_pl.types import Completion, PolicyWeights, RolloutRequest, SamplingConfig, SyncReport
@@ -82,14 +82,28 @@ def request_params(sampling: SamplingConfig, seed: int, ends: Sequence[int], max
         raise UserError(f"vLLM refuses the sampling settings: {' '.join(str(error).split())}") from error
 
 
-def completion_of(output: Any) -> Completion:
-    """The completion of vLLM's output, whose last token ends it or completes a stop string."""
+def completion_of(output: Any, prompt_length: int | None = None) -> Completion:
+    """The completion of vLLM's output, whose last token ends it or completes a stop string.
+
+    Args:
+        output: vLLM's.
+        prompt_length: Tokens of the prompt, where the chosen experts were recorded.
+    """
     tokens = tuple(output.token_ids)
     if tokens != tuple(output.logprobs.token_ids):
         raise RuntimeError(f"vLLM must give the log-probabilities of the {len(tokens)} sampled tokens; it gave others'")
     if output.finish_reason not in ("stop", "length"):
         raise RuntimeError(f"vLLM must finish every completion; it ended one with {output.finish_reason!r}")
-    return Completion(tokens, tuple(output.logprobs.logprobs), output.finish_reason)
+    routing = None
+    if prompt_length is not None:
+        recorded = output.routed_experts
+        if recorded is None or len(recorded) != prompt_length + len(tokens) - 1:
+            raise RuntimeError(
+                f"vLLM must say which experts {prompt_length} + {len(tokens)} - 1 tokens had; it told those of "
+                f"{0 if recorded is None else len(recorded)}: set model.policy.replay_routing to false"
+            )
+        routing = torch.from_numpy(recorded.astype("int16"))
+    return Completion(tokens, tuple(output.logprobs.logprobs), output.finish_reason, routing=routing)
 
 
 class VLLMEngine(RolloutEngine):
@@ -107,8 +121,8 @@ class VLLMEngine(RolloutEngine):
         max_num_seqs: Sequences decoded at once.
         max_num_batched_tokens: Tokens of a forward pass; more speeds up prefill and needs more memory. By default
             vLLM chooses.
-        linear_backend: Kernels of 4-bit linears. humming cannot share its weights, so the GPU holds two copies, and
-            needs a CUDA compiler at run time; auto lets vLLM choose. Not used on a CPU.
+        linear_backend: Kernels of 4-bit linears and experts. humming cannot share its weights, so the GPU holds two
+            copies, and needs a CUDA compiler at run time; auto lets vLLM choose. Not used on a CPU.
         decode_gemm_max_tokens: Tokens of a forward pass up to which NVFP4 linears, adapter included, run by this
             package's decode GEMM, which is faster than Marlin (Hopper GPUs, bfloat16). null leaves all to Marlin.
         dense_above: Tokens of a forward pass above which 4-bit linears multiply by their dequantized weight, as in
@@ -230,7 +244,7 @@ class VLLMEngine(RolloutEngine):
         assert self._spec is not None, "launch comes first"
         report: WorkerReport = self._call("qerl_report")
         self.kernels = report.kernels
-        kernels = ", ".join(report.kernels)
+        kernels = ", ".join(report.kernels + report.experts)
         if not report.noisy_norms:
             raise UserError(
                 "the model's layers must have the norms that its family names; vLLM's has none: use "
@@ -240,8 +254,9 @@ class VLLMEngine(RolloutEngine):
             raise UserError(
                 f"LoRA targets must be linears in vLLM's model; {left_out[0]} is none: take it out of the targets"
             )
-        if backend not in (None, "auto") and not any(backend in kernel.lower() for kernel in report.kernels):
-            raise UserError(f"linear_backend is {backend}; vLLM runs {kernels}: choose auto")
+        for names in (report.kernels, report.experts):
+            if backend not in (None, "auto") and names and not any(backend in kernel.lower() for kernel in names):
+                raise UserError(f"linear_backend is {backend}; vLLM runs {kernels}: choose auto")
         features, off = [], dict[str, str]()
         if backend is not None and self.decode_gemm_max_tokens is not None:
             features.append(f"decode GEMM on {report.decode_gemm} of {report.linears} linears")
@@ -272,6 +287,7 @@ class VLLMEngine(RolloutEngine):
         self._missing = compat.check_names(spec.device.type)
         if self._on_gpu:  # for every base: vLLM samples with what it compiles and warms up now
             select_backend("triton")
+        config = read_config(base)
         with vllm_errors_as_user_errors():
             return LLM(
                 model=str(base),
@@ -297,6 +313,8 @@ class VLLMEngine(RolloutEngine):
                 gpu_memory_utilization=0.01 if kv_gib is not None else self.gpu_memory_utilization,
                 kv_cache_memory_bytes=None if kv_gib is None else int(kv_gib * GIB),
                 linear_backend=backend or "auto",
+                enable_return_routed_experts=spec.record_routing,
+                moe_backend=(backend if has_experts(config) else None) or "auto",
                 additional_config=worker.engine_config(spec, dense_above, decode_gemm_max_tokens),
                 compilation_config={"inductor_compile_config": REPEATABLE} if self._on_gpu else None,
             )
@@ -358,7 +376,7 @@ class VLLMEngine(RolloutEngine):
         ]
         with self._without_compiler():
             outputs = self._llm.generate(prompts, params, use_tqdm=False)
-        return regroup(requests, [completion_of(output.outputs[0]) for output in outputs])
+        return regroup(requests, [self._completion(output) for output in outputs])
 
     def generate_from(self, source: RequestSource, sampling: SamplingConfig) -> None:
         """Sample all requests of a source, each as soon as it is ready, while others run.
@@ -384,10 +402,14 @@ class VLLMEngine(RolloutEngine):
                     outputs = engine.step()
                 for output in outputs:
                     if output.finished:
-                        source.put(running.pop(output.request_id), completion_of(output.outputs[0]))
+                        source.put(running.pop(output.request_id), self._completion(output))
         finally:
             if running:  # an error: the next sync needs an engine without requests
                 engine.abort_request(list(running))
+
+    def _completion(self, output: Any) -> Completion:
+        assert self._spec is not None
+        return completion_of(output.outputs[0], len(output.prompt_token_ids) if self._spec.record_routing else None)
 
     def _without_compiler(self) -> AbstractContextManager[Any]:
         """On a CPU: small helpers that vLLM compiles even in eager mode would need a C++ compiler."""

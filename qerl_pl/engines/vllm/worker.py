@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from qerl_pl.algorithm.noise import NormNoise
 from qerl_pl.engines.base import EngineSpec, SharedWeights
-from qerl_pl.engines.vllm import linear_methods, weight_map
+from qerl_pl.engines.vllm import fused_experts, linear_methods, weight_map
 from qerl_pl.engines.vllm.sampler import attach_sampler
 from qerl_pl.engines.vllm.weight_map import FusedSlice
 from qerl_pl.errors import UserError
@@ -87,6 +87,8 @@ class WorkerReport:
 
     kernels: list[str]
     """Class names of the kernels that multiply by the model's linears."""
+    experts: list[str]
+    """The same of its experts; empty where it has none."""
     linears: int
     decode_gemm: int
     """Linears with the decode GEMM."""
@@ -146,11 +148,11 @@ class PolicyWorker(Worker):
             return super().compile_or_warm_up_model()
 
     def _linears(self) -> dict[str, tuple[Any, list[FusedSlice]]]:
-        """vLLM's linears by name, each with all its slices."""
-        from vllm.model_executor.layers.linear import LinearBase
+        """vLLM's linears by name, each with all its slices; a router, which is replicated and frozen, is none."""
+        from vllm.model_executor.layers.linear import ColumnParallelLinear, RowParallelLinear
 
-        model = self.get_model()
-        linears = {name: module for name, module in model.named_modules() if isinstance(module, LinearBase)}
+        model, kinds = self.get_model(), (ColumnParallelLinear, RowParallelLinear)
+        linears = {name: module for name, module in model.named_modules() if isinstance(module, kinds)}
         return {name: (linear, weight_map.fused_slices(model, name, linear)) for name, linear in linears.items()}
 
     def _maybe_get_memory_pool_context(self, tag: str) -> AbstractContextManager[None]:
@@ -166,6 +168,7 @@ class PolicyWorker(Worker):
         linears = [linear for linear, _ in self._linears().values()]
         return WorkerReport(
             kernels=sorted({linear_methods.kernel_name(linear) for linear in linears}),
+            experts=fused_experts.kernel_names(self.get_model()),
             linears=len(linears),
             decode_gemm=self._qerl_attached.decode_gemm,
             adapted=list(self._qerl_attached.lora),
@@ -174,14 +177,19 @@ class PolicyWorker(Worker):
         )
 
     def qerl_shared_weights(self) -> SharedWeights | None:
-        """The 4-bit linears by name in the base model, embeddings and lm_head; None where a linear cannot be shared."""
+        """The 4-bit linears and experts by name in the base model, embeddings and lm_head; None where one cannot be.
+
+        Raises:
+            UserError: As `fused_experts.shared_experts`.
+        """
         shared: dict[str, FrozenWeight] = {}
         for linear, slices in self._linears().values():
             rows = linear_methods.shared_rows(linear, slices)
             if rows is None:
                 return None
             shared |= rows
-        return SharedWeights(shared, weight_map.vocabulary(self.get_model()))
+        experts = fused_experts.shared_experts(self.get_model())
+        return None if experts is None else SharedWeights(shared, weight_map.vocabulary(self.get_model()), experts)
 
     def qerl_memory_gib(self) -> dict[str, float]:
         """GiB of the model, of its adapter and of the key/value cache, mapped or not."""

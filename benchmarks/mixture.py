@@ -1,0 +1,297 @@
+"""A mixture of experts on one GPU: does the trainer compute what vLLM's fused experts do, and how fast are both?
+
+    python benchmarks/mixture.py --out results  # eight layers of Qwen3-30B-A3B's shape, under two and a half minutes
+    python benchmarks/mixture.py --shape tiny --device cpu --prompt 16 --tokens 16 --batches 4 --update 256 --out out
+
+Random weights in NVFP4, an adapter on attention, bfloat16. "agreement" samples with and without noise; the trainer then
+computes the same tokens with the same noise, choosing experts anew or those of the sampler (R3). "update" is a forward
+and a backward pass over packed sequences of 512 tokens, and an AdamW step, by the engine's memory. "rollout" starts
+vLLM again with CUDA graphs and without recorded routing. `--parts rollout stock` compares with plain vLLM in BF16, with
+its own LoRA on attention, which needs a GPU. Each part writes what has been measured so far.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import random_model
+import report
+import torch
+from agreement import move_adapter
+from engine_h200 import prompts_of, random_policy, timed, used_gib
+from qerl_kernels import experts as kernels
+from qerl_kernels import mixture_of_experts, select_backend, silu_product
+from stock_engine import StockEngine
+from torch import Tensor
+from update_speed import measure
+
+from qerl_pl.algorithm.noise import NormNoise
+from qerl_pl.engines import EngineSpec, VLLMEngine
+from qerl_pl.engines.base import SharedWeights
+from qerl_pl.errors import UserError
+from qerl_pl.modules import LoraConfig, Policy, PolicyConfig
+from qerl_pl.modules.experts import PackedExperts
+from qerl_pl.modules.trainer_noise import TrainerNoise
+from qerl_pl.rollout.experience import pad_completions, pad_routing
+from qerl_pl.types import Completion, Prompt, SamplingConfig
+
+PARTS = ("agreement", "update", "rollout", "stock")
+SIGMA = 1e-2
+RANK = 32
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+
+
+def launch(base: Path, config: PolicyConfig, args: argparse.Namespace, record: bool) -> tuple[VLLMEngine, str | None]:
+    """An engine, and why it shares no weights where it should and does not."""
+    lora = config.lora_spec
+    assert lora is not None
+    device = torch.device(args.device)
+    spec = EngineSpec(
+        base, config.torch_dtype, device, lora.rank, lora.targets, args.prompt + args.tokens, record_routing=record
+    )
+    kv_gib = 4.0 if device.type == "cuda" else 0.25
+    settings = {"kv_cache_gib": kv_gib, "max_num_seqs": max(*args.batches, 8), "enforce_eager": record}
+    start = time.perf_counter()
+    engine, reason = VLLMEngine(**settings), None
+    try:
+        engine.launch(spec)
+    except UserError as error:
+        if device.type != "cuda":
+            raise
+        reason = str(error)
+        print("starts again without shared weights:", reason, flush=True)
+        engine = VLLMEngine(**settings, share_weights=False)
+        engine.launch(spec)
+    print(f"vLLM started in {time.perf_counter() - start:.0f} s: {engine.kernels}, off: {engine.inactive}", flush=True)
+    return engine, reason
+
+
+def chosen_by_trainer(policy: Policy, batch: Sequence[Tensor], routing: Tensor) -> float:
+    """Share of (token, layer) whose set of experts the trainer's router chooses otherwise than the sampler's."""
+    tokens, lengths, mask, _ = batch
+    chosen: list[Tensor] = []
+    blocks = [module for module in policy.modules() if isinstance(module, PackedExperts)]
+    for block in blocks:
+        block.route = _watched(block.route, chosen)  # type: ignore[method-assign]
+    policy.token_logprobs(tokens, lengths, mask, 1.0)
+    for block in blocks:
+        del block.route
+    real = torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None]
+    own = torch.stack(chosen, dim=1).sort(-1).values
+    theirs = routing[real].long().sort(-1).values
+    recorded = theirs[:, 0, 0] >= 0
+    return (own != theirs)[recorded].any(-1).float().mean().item()
+
+
+def _watched(route: Any, chosen: list[Tensor]) -> Any:
+    def watched(x: Tensor) -> tuple[Tensor, Tensor]:
+        found = route(x)
+        chosen.append(found[1])
+        return found
+
+    return watched
+
+
+@torch.no_grad()
+def agreement(engine: VLLMEngine, policy: Policy, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Differences of log-probabilities of trainer and engine, nats a token."""
+    device, vocabulary = torch.device(args.device), random_model.MIXTURES[args.shape][-1]
+    requests = prompts_of(args.compared, args.prompt, vocabulary)
+    prompts = [Prompt(str(index), request.prompt_ids, "", "") for index, request in enumerate(requests)]
+    rows = []
+    for noise in (None, NormNoise(SIGMA, seed=0, version=0)):
+        engine.sync(policy.weights(0, noise))
+        completions: list[list[Completion]] = engine.generate(requests, SamplingConfig(max_tokens=args.tokens))
+        batch = [tensor.to(device) for tensor in pad_completions(prompts, completions, 0)]
+        tokens, lengths, mask, said = batch
+        recorded = pad_routing(prompts, completions, tokens.shape)
+        assert recorded is not None
+        routing = recorded.to(device)
+        added = TrainerNoise(policy.trained.norms(), noise, None).added(torch.arange(len(tokens)))
+        with added:
+            flipped = chosen_by_trainer(policy, batch, routing)
+            for replay in (False, True):
+                own = policy.token_logprobs(tokens, lengths, mask, 1.0, routing=routing if replay else None)[0]
+                gap = (own - said)[mask].abs()
+                rows.append(
+                    {
+                        "sigma": noise.sigma if noise else 0.0,
+                        "replay": replay,
+                        "tokens": len(gap),
+                        "mean": gap.mean().item(),
+                        "p99": gap.quantile(0.99).item(),
+                        "max": gap.max().item(),
+                        "other_experts": flipped,
+                    }
+                )
+        base = policy.token_logprobs(tokens, lengths, mask, 1.0, reference=True, routing=routing)[0]
+        rows[-1]["adapter_effect"] = (base - said)[mask].abs().mean().item()
+    return rows
+
+
+@torch.no_grad()
+def grouped_against_loop(policy: Policy, device: torch.device) -> dict[str, float]:
+    """Relative difference of the grouped product from a loop over experts, and seconds of each, for one layer."""
+    block = next(module for module in policy.modules() if isinstance(module, PackedExperts))
+    stacks = (block._gate_up, block._down)
+    dtype = torch.bfloat16
+    x = torch.randn(4096, stacks[0].shape[2], generator=torch.Generator().manual_seed(0)).to(device, dtype)
+    share, chosen = block.route(x)
+    found, has_kernel = {}, kernels._has_kernel
+    for name, choice in (("grouped", has_kernel), ("loop", lambda rows: False)):
+        kernels._has_kernel = choice
+        y = mixture_of_experts(x, share, chosen, *stacks, silu_product)
+        seconds = [timed(device, lambda: mixture_of_experts(x, share, chosen, *stacks, silu_product)) for _ in range(3)]
+        found[name] = (y, statistics.median(seconds))
+    kernels._has_kernel = has_kernel
+    (one, one_s), (other, other_s) = found["grouped"], found["loop"]
+    difference = ((one - other).float().norm() / other.float().norm()).item()
+    return {"difference": difference, "grouped_s": one_s, "loop_s": other_s}
+
+
+def update(policy: Policy, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Speed and memory of the update by the number of tokens; the memory includes the engine's."""
+    vocabulary = random_model.MIXTURES[args.shape][-1]
+    rows = []
+    for tokens in args.update:
+        found = measure(policy, tokens, 512, vocabulary, 2)
+        rows.append({"tokens": tokens, "used_gib": used_gib(torch.device(args.device)), **found})
+        print(rows[-1], flush=True)
+    return rows
+
+
+def rollout(engine: VLLMEngine, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Tokens a second by the number of sequences."""
+    device, vocabulary = torch.device(args.device), random_model.MIXTURES[args.shape][-1]
+    rows = []
+    for count in args.batches:
+        requests = prompts_of(count, args.prompt, vocabulary)
+        engine.generate(requests, SamplingConfig(max_tokens=4))
+        sampling = SamplingConfig(max_tokens=args.tokens)
+        speeds = []
+        for _ in range(2):
+            sampled: list[list[list[Completion]]] = []
+            seconds = timed(device, lambda: sampled.append(engine.generate(requests, sampling)))  # noqa: B023
+            speeds.append(sum(len(group[0].token_ids) for group in sampled[0]) / seconds)
+        rows.append({"sequences": count, "tokens_per_s": max(speeds), "all": speeds})
+        print(rows[-1], flush=True)
+    return rows
+
+
+def stock(folder: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """The same by plain vLLM in BF16, with random weights of its own, and its LoRA on attention."""
+    device, vocabulary = torch.device(args.device), random_model.MIXTURES[args.shape][-1]
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(random_model.mixture_config(args.shape, args.layers)))
+    spec = EngineSpec(folder, torch.bfloat16, device, RANK, ATTENTION, args.prompt + args.tokens)
+    adapter = random_policy(folder, spec, None).adapter
+    assert adapter is not None
+    kv_gib = 4.0 if device.type == "cuda" else 0.25
+    engine = StockEngine(folder, spec, adapter, max(*args.batches, 8), kv_gib)
+    rows = []
+    for count in args.batches:
+        requests, sampling = prompts_of(count, args.prompt, vocabulary), SamplingConfig(max_tokens=args.tokens)
+        engine.generate(requests, SamplingConfig(max_tokens=4))
+        seconds = min(timed(device, lambda: engine.generate(requests, sampling)) for _ in range(2))  # noqa: B023
+        rows.append({"sequences": count, "tokens_per_s": count * args.tokens / seconds})
+    return rows
+
+
+def write(found: dict[str, Any], args: argparse.Namespace) -> None:
+    """Write and print what has been measured so far."""
+    tables = []
+    if rows := found.get("agreement"):
+        headers = ["noise", "experts", "tokens", "mean", "99 %", "max", "other experts chosen", "adapter's effect"]
+        cells = [
+            [row["sigma"], "the sampler's" if row["replay"] else "chosen anew", row["tokens"]]
+            + [f"{row.get(name, float('nan')):.2e}" for name in ("mean", "p99", "max", "other_experts")]
+            + [f"{row['adapter_effect']:.2e}" if "adapter_effect" in row else ""]
+            for row in rows
+        ]
+        tables.append("Differences of log-probabilities, nats a token:\n\n" + report.markdown(headers, cells))
+    if rows := found.get("update"):
+        names = ("tokens", "seconds", "tokens_per_s", "peak_gib", "used_gib")
+        cells = [[f"{row[name]:.4g}" for name in names] for row in rows]
+        tables.append(report.markdown(["tokens", "s an update", "tokens/s", "peak GiB", "GPU's GiB"], cells))
+    for part, base in (("rollout", "NVFP4"), ("stock", "BF16, plain vLLM")):
+        if rows := found.get(part):
+            cells = [[base, row["sequences"], f"{row['tokens_per_s']:.0f}"] for row in rows]
+            tables.append(report.markdown(["base", "sequences", "tokens/s"], cells))
+    about = {name: value for name, value in found.items() if name not in PARTS}
+    tables.append(", ".join(f"{name}: {value}" for name, value in about.items()))
+    settings = {name: str(value) for name, value in vars(args).items() if name != "out"}
+    report.write(args.out, f"mixture_{args.shape}", "\n\n".join(tables), {"settings": settings, **found})
+
+
+def trained_policy(base: Path, config: PolicyConfig, device: torch.device, shared: SharedWeights | None) -> Policy:
+    """The policy, its adapter moved away from zero."""
+    policy = Policy(base, config, device, seed=0, shared=shared)
+    move_adapter(policy, 0.02)
+    return policy
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=random_model.MIXTURES, default="30b-a3b")
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS[:3]))
+    parser.add_argument("--prompt", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=256, help="of a completion")
+    parser.add_argument("--compared", type=int, default=16, help="completions that trainer and engine are compared on")
+    parser.add_argument("--batches", type=int, nargs="+", default=[8, 128], help="sequences of a rollout")
+    parser.add_argument("--update", type=int, nargs="+", default=[4096, 16384], help="packed tokens of an update")
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # as the command line does
+    device, start = torch.device(args.device), time.perf_counter()
+    if device.type == "cuda":
+        select_backend("triton")
+    with tempfile.TemporaryDirectory(prefix="qerl-mixture-") as folder:
+        base = Path(folder) / "base"
+        random_model.write_random(base, random_model.mixture_config(args.shape, args.layers), device)
+        print(f"wrote the model in {time.perf_counter() - start:.0f} s", flush=True)
+        config = PolicyConfig(
+            path=str(base), lora=LoraConfig(rank=RANK, alpha=float(RANK)), gradient_checkpointing=True
+        )
+        run(base, config, device, args)
+    print(f"{time.perf_counter() - start:.0f} s in all")
+
+
+def run(base: Path, config: PolicyConfig, device: torch.device, args: argparse.Namespace) -> None:
+    """All parts, each written when it is done."""
+    found: dict[str, Any] = {}
+    if {"agreement", "update"} & set(args.parts):
+        engine, reason = launch(base, config, args, record=True)
+        shared = engine.shared_weights()
+        found |= {"not_shared": reason, "borrowed": 0 if shared is None else len(shared.linears) + len(shared.experts)}
+        policy = trained_policy(base, config, device, shared).eval()
+        found["layer"] = grouped_against_loop(policy, device)
+        if "agreement" in args.parts:
+            found["agreement"] = agreement(engine, policy, args)
+            write(found, args)
+        if "update" in args.parts:
+            engine.sleep()
+            found["update"] = update(policy.train(), args)
+            write(found, args)
+        del policy, shared
+        engine.close()
+    if "rollout" in args.parts:
+        engine, _ = launch(base, config, args, record=False)
+        found["engine_gib"] = dict(engine.memory_gib())
+        found["rollout"] = rollout(engine, args)
+        write(found, args)
+        engine.close()
+    if "stock" in args.parts:
+        found["stock"] = stock(base.with_name("bf16"), args)
+        write(found, args)
+
+
+if __name__ == "__main__":
+    main()

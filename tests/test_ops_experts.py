@@ -1,0 +1,137 @@
+"""`mixture_of_experts` against plain PyTorch, forward and backward, for every layout of frozen experts."""
+
+from typing import Any
+
+import pytest
+import torch
+from qerl_kernels import (
+    DenseStack,
+    MarlinStack,
+    MarlinTensor,
+    MXFP4Stack,
+    MXFP4Tensor,
+    NVFP4Stack,
+    NVFP4Tensor,
+    StackedWeight,
+    dequantize_nvfp4,
+    experts,
+    mixture_of_experts,
+    mixture_reference,
+    quantize_mxfp4,
+    quantize_nvfp4,
+    selective_checkpoint_contexts,
+    silu_product,
+)
+from qerl_kernels.marlin import to_marlin
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+EXPERTS, HIDDEN, INNER, TOKENS, CHOSEN = 5, 128, 64, 23, 2
+
+
+def matrices(rows: int, columns: int, seed: int) -> Tensor:
+    """Weights [E, rows, columns] whose size differs by expert, so that global scales do."""
+    weights = torch.randn(EXPERTS, rows, columns, generator=torch.Generator().manual_seed(seed))
+    return weights * torch.logspace(-2, 0, EXPERTS)[:, None, None]
+
+
+def stacks(layout: str, weights: Tensor) -> tuple[StackedWeight, Tensor]:
+    """Weights in a layout, and what it holds in plain numbers [E, N, K]."""
+    if layout == "dense":
+        return DenseStack(weights), weights
+    if layout == "mxfp4":
+        packed, scale = (torch.stack(part) for part in zip(*map(quantize_mxfp4, weights), strict=True))
+        stack = MXFP4Stack(MXFP4Tensor(packed, scale))
+        return stack, stack.dense(0, EXPERTS, torch.float32)
+    tensors = [quantize_nvfp4(weight) for weight in weights]
+    plain = torch.stack([dequantize_nvfp4(*tensor, torch.float32) for tensor in tensors])
+    if layout == "nvfp4":
+        packed, scale, global_scale = (torch.stack(part) for part in zip(*tensors, strict=True))
+        return NVFP4Stack(NVFP4Tensor(packed, scale, global_scale.flatten())), plain
+    held = [to_marlin(tensor) for tensor in tensors]
+    scales = torch.stack([tensor.scale.view(torch.uint8) for tensor in held])
+    global_scales = torch.stack([tensor.global_scale for tensor in held if tensor.global_scale is not None])
+    return MarlinStack(MarlinTensor(torch.stack([tensor.weight for tensor in held]), scales, global_scales)), plain
+
+
+def inputs(seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens, shares and experts; expert 3 has no token."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(TOKENS, HIDDEN, generator=generator)
+    logits = torch.randn(TOKENS, EXPERTS, generator=generator)
+    logits[:, 3] = -torch.inf
+    share, chosen = logits.softmax(-1).topk(CHOSEN, dim=-1)
+    return x.requires_grad_(), share.detach().requires_grad_(), chosen
+
+
+LAYOUTS = ("dense", "nvfp4", "mxfp4", "marlin")
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_mixture_and_its_gradients_are_those_of_plain_pytorch(
+    layout: str, grouped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if grouped:  # two experts a group, and PyTorch's grouped product, which has a slow CPU version
+        monkeypatch.setattr(experts, "_has_kernel", lambda rows: True)
+        monkeypatch.setattr(experts, "GROUP_BYTES", 3 * 4 * HIDDEN * INNER)
+    (gate_up, plain_gate_up), (down, plain_down) = (
+        stacks(layout, matrices(*shape, seed)) for seed, shape in enumerate([(2 * INNER, HIDDEN), (HIDDEN, INNER)])
+    )
+    assert gate_up.shape == (EXPERTS, 2 * INNER, HIDDEN) and down.shape == (EXPERTS, HIDDEN, INNER)
+    x, share, chosen = inputs()
+    y = mixture_of_experts(x, share, chosen, gate_up, down, silu_product)
+    expected = mixture_reference(x, share, chosen, plain_gate_up, plain_down, silu_product)
+    torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-4 * expected.abs().max().item())
+    direction = torch.randn(y.shape, generator=torch.Generator().manual_seed(5))
+    found = torch.autograd.grad(y, (x, share), direction)
+    for ours, theirs in zip(found, torch.autograd.grad(expected, (x, share), direction), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4 * theirs.abs().max().item())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_group_of_experts_is_a_slice_of_the_stack(layout: str) -> None:
+    stack, plain = stacks(layout, matrices(128, 192, 0))
+    alphas = torch.ones(EXPERTS) if stack.alphas is None else stack.alphas
+    whole = stack.dense(0, EXPERTS, torch.float32) * alphas[:, None, None]
+    torch.testing.assert_close(whole, plain, rtol=1e-5, atol=1e-6)
+    assert torch.equal(stack.dense(1, 4, torch.float32), stack.dense(0, EXPERTS, torch.float32)[1:4])
+
+
+def test_backward_keeps_neither_dense_weights_nor_the_second_product() -> None:
+    gate_up, down = (stacks("nvfp4", matrices(*shape, 0))[0] for shape in [(2 * INNER, HIDDEN), (HIDDEN, INNER)])
+    saved: list[Any] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        saved.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        mixture_of_experts(*inputs(), gate_up, down, silu_product)
+    rows = TOKENS * CHOSEN
+    sizes = sorted(tensor.numel() for tensor in saved if tensor.is_floating_point())
+    assert sizes == sorted([TOKENS * HIDDEN, rows, rows * 2 * INNER])  # input, shares, gates and ups
+
+
+@pytest.mark.parametrize("last_is_added", [False, True])
+def test_selective_checkpointing_gives_the_same_bits_and_repeats_no_grouped_product(
+    last_is_added: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate_up, down = (stacks("nvfp4", matrices(*shape, 0))[0] for shape in [(2 * INNER, HIDDEN), (HIDDEN, INNER)])
+    calls: list[bool] = []
+    product = experts.grouped_product
+    monkeypatch.setattr(experts, "grouped_product", lambda *args, back: (calls.append(back), product(*args, back))[1])
+
+    def block(x: Tensor, share: Tensor, chosen: Tensor) -> Tensor:
+        return x + mixture_of_experts(x, share, chosen, gate_up, down, silu_product)
+
+    x, share, chosen = inputs()
+    expected = torch.autograd.grad(block(x, share, chosen).square().sum(), (x, share))
+    calls.clear()
+    result = checkpoint(
+        block, x, share, chosen, use_reentrant=False, context_fn=lambda: selective_checkpoint_contexts(last_is_added)
+    )
+    assert isinstance(result, Tensor)
+    found = torch.autograd.grad(result.square().sum(), (x, share))
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
+    assert calls == [False, False, True, True]
