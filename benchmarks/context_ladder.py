@@ -5,7 +5,7 @@
     python benchmarks/context_ladder.py --shape tiny --device cpu --cards 1 --lengths 64 128 --out results  # runs?
     python benchmarks/context_ladder.py --update-only --shape tiny --device cpu --lengths 64 128 --out results
 
-The first takes about a minute and a half on an H200 with a model of random NVFP4 weights (written once, below --base):
+The first takes about two minutes on an H200 with a model of random NVFP4 weights (written once, below --base):
 the update alone, of one completion of each length, in each of --ways (`true`, `offload`, and both with MLPs in tiles of
 4096 tokens): seconds, tokens/s, the peak of PyTorch's tensors beside the estimate, and bytes a token between one length
 and the next. --snapshot prints which lines hold what is alive at the peak of the longest one that fits.
@@ -260,7 +260,7 @@ def one_step(args: argparse.Namespace) -> None:
         select_backend("triton")
         held = max(int(torch.cuda.mem_get_info()[1] - told["card"] * GIB), 0)
         rest = torch.empty(held, dtype=torch.uint8, device="cuda")
-    given = {"kv_gib": told["kv"], "group": GROUP, "copies": 1, "eager": False, "tokens": told["length"]}
+    given = {"kv_gib": told["kv"], "group": GROUP, "copies": 1, "eager": args.eager, "tokens": told["length"]}
     given |= {"precision": "nvfp4", "steps": args.steps, "micro_batch_tokens": 1, "out": args.out}
     settings = rl_step.settings(argparse.Namespace(**given), base_of(args))
     settings["model"]["policy"] |= {
@@ -269,6 +269,7 @@ def one_step(args: argparse.Namespace) -> None:
         "mlp_tile_tokens": args.tile,
     }
     rollout = settings["trainer"]["callbacks"][0]["init_args"]
+    settings["data"]["init_args"]["max_prompt_tokens"] = PROMPT
     rollout["check_every"] = 10**6
     rollout["engine"]["init_args"]["max_num_batched_tokens"] = 2048  # at its start vLLM runs so many
     if not on_gpu:
@@ -324,6 +325,9 @@ def main() -> None:
     full.add_argument("--checkpointing", choices=("true", "offload"), default="offload")
     full.add_argument("--tile", type=int, default=4096, help="mlp_tile_tokens")
     full.add_argument("--steps", type=int, default=2)
+    full.add_argument(
+        "--eager", action="store_true", help="start vLLM without compiling: a minute sooner, slower steps"
+    )
     full.add_argument("--margin", type=float, default=0.3, help="GiB of a card that the estimate leaves free")
     full.add_argument("--limit", type=float, default=400.0, help="seconds of a length")
     full.add_argument("--minutes", type=float, default=25.0, help="begin no length after so many")

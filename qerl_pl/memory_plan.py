@@ -198,8 +198,9 @@ def working_bytes(shape: Shape, batch: MicroBatch) -> dict[str, int]:
     recomputed = 0 if batch.checkpointing is False else _recomputed(shape, batch)
     largest = max(rows * columns for rows, columns in shape.linears.values())
     # A dequantized weight, or a group of experts'; in full fine-tuning the low-precision copy, its gradient, and that
-    # in float32.
-    weight = GROUP_BYTES if shape.experts else largest * (2 * size + 4 if batch.full_finetuning else size)
+    # in float32. Tiles add up the gradients of all three of the MLP's weights.
+    sums = 6 if _tiles(batch) else 1
+    weight = GROUP_BYTES if shape.experts else largest * (2 * size + 4 * sums if batch.full_finetuning else size)
     if _tiles(batch):
         assert batch.mlp_tile_tokens is not None
         # The gradient to the MLP's result and to its input; a tile's gate and up, gradients, and its own ends.

@@ -68,13 +68,14 @@ def test_a_run_with_an_adapter_is_described_by_purpose(capsys: pytest.CaptureFix
     sums = [sum(float(row[phase]) for row in parts) for phase in (0, 1)]
     assert len(parts) == 10 and [float(cell) for cell in table["in all"]] == pytest.approx(sums, abs=0.05)
     longest = [int(cell.replace(",", "")) if cell != "none" else 0 for cell in table["48 GiB"]]
-    assert 0 < longest[0] < longest[1] and table["16 GiB"][0] == "none" != table["16 GiB"][1]
+    assert 0 < longest[0] == longest[1]  # the update decides
+    assert table["16 GiB"][0] == "none" != table["16 GiB"][1]  # the cache does
     less = run(
         capsys, *words, "--model.policy.gradient_checkpointing", "offload", "--model.policy.mlp_tile_tokens=4096"
     )
     assert float(less["in all"][1]) < float(table["in all"][1]) - 4
     assert int(less["24 GiB"][1].replace(",", "")) > int(table["24 GiB"][1].replace(",", ""))
-    assert float(less["pinned on the CPU: layer inputs"][-1]) == pytest.approx(4.5)
+    assert less["pinned on the CPU: layer"] == ["inputs", "4.50"]
 
 
 def test_full_fine_tuning_and_eight_bit_states_are_counted(capsys: pytest.CaptureFixture[str], qwen3_8b: Path) -> None:

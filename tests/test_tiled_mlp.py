@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from live_bytes import LiveBytes
+from qerl_kernels import NVFP4Weight
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, Qwen2Config
@@ -58,6 +59,27 @@ def test_a_recomputation_leaves_it_out_and_nothing_else() -> None:
     with recomputation:
         assert tiled(run, x, 2, []).isnan().all() and calls == [2, 2]
     assert tiled(run, x, 3, []).eq(2).all() and calls == [2, 2, 2, 2]
+
+
+@pytest.mark.parametrize(("mode", "tile"), [(True, None), ("offload", None), (True, 50)])
+def test_a_recomputation_makes_no_product_that_is_only_added(
+    mode: Any, tile: int | None, tiny_policy_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A layer's seven weights in the forward pass, six when it is recomputed, seven in the backward pass but for those
+    of the first layer's input. In three tiles, the recomputation has q, k, v and o alone, and each tile 3, 2 and 3."""
+    quantize_checkpoint(tiny_policy_dir, tmp_path / "nvfp4")
+    calls: list[int] = []
+    dense = NVFP4Weight.dense
+
+    def counted(self: NVFP4Weight, dtype: torch.dtype) -> Tensor:
+        calls.append(1)
+        return dense(self, dtype)
+
+    monkeypatch.setattr(NVFP4Weight, "dense", counted)
+    _, found, _ = gradients(tmp_path / "nvfp4", "nvfp4", mode, tile)
+    assert all(one.isfinite().all() for one in found)
+    per_layer = 7 + 6 + 7 if tile is None else (4 + 3 * 3) + 4 + (4 + 3 * (2 + 3))
+    assert len(calls) == 2 * per_layer - 3  # nothing needs the gradient of the embedding
 
 
 def folder_of(kind: str, tiny: Path, tmp_path: Path) -> Path:

@@ -31,6 +31,7 @@ from qerl_kernels.reference import (
 from qerl_kernels.rope import rotary
 from qerl_kernels.sampling import sample_tokens
 from qerl_kernels.selective_checkpointing import (
+    graph_only,
     saves_products,
     selective_checkpoint_contexts,
     without_saving_products,
@@ -44,7 +45,7 @@ __all__ = [
     "chunked_reverse_kl", "chunked_token_logprobs", "decode_gemm_linear", "decode_gemm_linear_reference",
     "decode_gemm_sizes",
     "decode_gemm_supported", "dense_linear", "dequantize_marlin", "dequantize_mxfp4", "dequantize_nvfp4",
-    "dequantize_nvfp4_unscaled", "frozen_linear", "frozen_linears", "gelu_tanh_product", "marlin_alpha",
+    "dequantize_nvfp4_unscaled", "frozen_linear", "frozen_linears", "gelu_tanh_product", "graph_only", "marlin_alpha",
     "mixture_of_experts", "mixture_reference", "nvfp4_global_scale",
     "quantize_mxfp4", "quantize_nvfp4", "rms_norm", "rotary", "sample_tokens", "saves_products", "select_backend",
     "selected_backend", "selective_checkpoint_contexts", "silu_product", "triton_available",

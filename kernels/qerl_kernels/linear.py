@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from qerl_kernels.frozen_weights import FrozenWeight
-from qerl_kernels.selective_checkpointing import save_products
+from qerl_kernels.selective_checkpointing import computes_graph_only, save_products
 
 
 class LoraFactors(NamedTuple):
@@ -52,7 +52,7 @@ def frozen_linear(
     """
     # The weight's tensors travel inside a closure: autograd neither saves them nor checks their versions.
     if lora is None:
-        return _FrozenLinear.apply(x, weight.dense, weight.alpha, bias)
+        return _FrozenLinear.apply(x, weight.dense, weight.alpha, bias, weight.shape[0])
     return frozen_linears(x, [lora.a], [AdaptedWeight(weight, bias, lora.b, lora.scaling)])[0]
 
 
@@ -122,8 +122,10 @@ class _DenseLinear(torch.autograd.Function):
 
 class _FrozenLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dense: Dense, alpha: float, bias: Tensor | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, dense: Dense, alpha: float, bias: Tensor | None, rows: int) -> Tensor:
         ctx.dense, ctx.alpha = dense, alpha
+        if computes_graph_only():
+            return x.new_full((), torch.nan).expand(*x.shape[:-1], rows)
         return _shaped(save_products(lambda: (_product(_flat(x), dense(x.dtype).t(), alpha, bias),))[0], x)
 
     @staticmethod
@@ -132,7 +134,7 @@ class _FrozenLinear(torch.autograd.Function):
         dx = None
         if ctx.needs_input_grad[0]:
             dx = _shaped(_product(_flat(grad), ctx.dense(grad.dtype), ctx.alpha, None), grad)
-        return dx, None, None, None
+        return dx, None, None, None, None
 
 
 # Views and concatenations cost CPU time: a single tensor needs none.
@@ -156,6 +158,9 @@ class _FrozenLoraLinears(torch.autograd.Function):
             low_a = _cat(factors[:-count], 0).to(x.dtype)
             low_b = [b.to(x.dtype) for b in factors[-count:]]
             hidden = torch.mm(flat, low_a.t())
+            if computes_graph_only():
+                nothing = x.new_full((), torch.nan)
+                return *(nothing.expand(len(flat), len(b)) for b in low_b), hidden, low_a, *low_b
             results = []
             for (dense, alpha, bias, scaling), b, own in zip(frozen, low_b, _split(hidden, ranks, 1), strict=True):
                 y = _product(flat, dense(x.dtype).t(), alpha, bias)

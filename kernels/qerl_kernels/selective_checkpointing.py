@@ -21,6 +21,7 @@ Products = tuple[Tensor, ...]
 
 class _Thread(threading.local):  # backward passes run in threads of their own
     context: "_Context | None" = None
+    graph_only: bool = False
 
 
 _thread = _Thread()
@@ -101,3 +102,21 @@ def save_products(compute: Callable[[], Products]) -> Products:
         compute: Returns the products, new tensors, then small ones, which may be older.
     """
     return compute() if _thread.context is None else _thread.context.run(compute)
+
+
+@contextmanager
+def graph_only() -> Iterator[None]:
+    """Inside the block a frozen linear's product is left out, and what its backward pass needs is computed and saved.
+
+    For a recomputation whose result no gradient needs. Were it ever otherwise, the gradient would not be a number.
+    """
+    outer, _thread.graph_only = _thread.graph_only, True
+    try:
+        yield
+    finally:
+        _thread.graph_only = outer
+
+
+def computes_graph_only() -> bool:
+    """Whether this thread is inside `graph_only`."""
+    return _thread.graph_only

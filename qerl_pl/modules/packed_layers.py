@@ -5,18 +5,19 @@ rounding.
 """
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from qerl_kernels import gelu_tanh_product, rotary, silu_product
+from qerl_kernels import gelu_tanh_product, graph_only, rotary, silu_product
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AttentionInterface
 
 from qerl_pl.formats.architecture import Family, family_of_class
 from qerl_pl.modules.lora import shared_input_linears
-from qerl_pl.modules.tiled_mlp import tiled
+from qerl_pl.modules.tiled_mlp import results_needed, tiled
 from qerl_pl.persistence.random_state import strictly_deterministic_gradient
 
 ATTENTION = "qerl_packed"
@@ -197,7 +198,8 @@ class GatedMLP(nn.Module):
     def _whole(self, x: Tensor) -> Tensor:
         outputs = shared_input_linears(self.shared_input, x)
         gate, up = outputs if len(outputs) == 2 else outputs[0].chunk(2, dim=-1)
-        result: Tensor = self.down_proj(self._product(gate, up))
+        with nullcontext() if results_needed() else graph_only():
+            result: Tensor = self.down_proj(self._product(gate, up))
         return result
 
 

@@ -1,4 +1,4 @@
-"""An MLP in tiles of tokens: its working memory is that of a tile, however long the sequence.
+"""MLPs in tiles of tokens, whose working memory is that of a tile; and recomputations without results of MLPs.
 
 The forward pass saves the input alone; the backward pass computes each tile again and sums the gradients of weights
 over the tiles in their own data type, float32. In a checkpointed layer the recomputation before the backward pass can
@@ -17,27 +17,32 @@ from torch.autograd.function import once_differentiable
 
 
 class _Thread(threading.local):  # backward passes run in threads of their own
-    leaves_out: bool = False
+    results_needed: bool = True
 
 
 _thread = _Thread()
 
 
+def results_needed() -> bool:
+    """Whether something uses an MLP's result: not in a recomputation, where it is only added and sums save nothing."""
+    return _thread.results_needed
+
+
 @contextmanager
-def _left_out() -> Iterator[None]:
-    before, _thread.leaves_out = _thread.leaves_out, True
+def _results_not_needed() -> Iterator[None]:
+    before, _thread.results_needed = _thread.results_needed, False
     try:
         yield
     finally:
-        _thread.leaves_out = before
+        _thread.results_needed = before
 
 
 def leaving_out_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Contexts of a checkpointed layer's forward pass and of its recomputation, which leaves tiled MLPs out.
+    """Contexts of a checkpointed layer's forward pass and of its recomputation, which leaves results of MLPs out.
 
     For `torch.utils.checkpoint`'s `context_fn`, where the layer's result is a sum with the MLP's as last addend.
     """
-    return nullcontext(), _left_out()
+    return nullcontext(), _results_not_needed()
 
 
 def tiled(run: Callable[[Tensor], Tensor], x: Tensor, tokens: int, parameters: Sequence[Tensor]) -> Tensor:
@@ -57,7 +62,7 @@ class _Tiled(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, run: Callable[[Tensor], Tensor], tiles: int, *parameters: Tensor) -> Tensor:
         ctx.save_for_backward(x, *parameters)
         ctx.run, ctx.tiles = run, tiles
-        if _thread.leaves_out:  # were it ever needed, the gradient would not be a number
+        if not results_needed():  # were it ever needed, the gradient would not be a number
             return x.new_full((), torch.nan).expand(x.shape)
         y = torch.empty_like(x)
         with without_saving_products():
@@ -75,7 +80,7 @@ class _Tiled(torch.autograd.Function):
         for index, (tile, dy) in enumerate(
             zip(x.tensor_split(ctx.tiles, -2), grad.tensor_split(ctx.tiles, -2), strict=True)
         ):
-            with torch.enable_grad():
+            with torch.enable_grad(), _results_not_needed():
                 piece = tile.detach().requires_grad_(dx is not None)
                 y = ctx.run(piece)
             inputs = trained if dx is None else [piece, *trained]
