@@ -4,8 +4,9 @@
 
 Random weights of the model's shape in NVFP4 with an adapter, vLLM with prefix caching. Each dialogue samples the same
 number of tokens in equal turns; a tool answers each turn but the last with `--answer` tokens after `--tool-s` seconds.
-The contract of `generate_from` is tested first. `--shape tiny --device cpu --no-tests` tries the script on the CPU
-build.
+The key/value cache has room for all dialogues: with less, dialogues of more turns, which are longer, would be computed
+again more often. The contract of `generate_from` is tested first. `--shape tiny --device cpu --no-tests` tries the
+script on the CPU build.
 """
 
 import argparse
@@ -24,6 +25,9 @@ from random_model import SHAPES, write_model
 
 from qerl_pl.engines import EngineSpec, VLLMEngine
 from qerl_pl.engines.base import RequestSource
+from qerl_pl.formats.model_folder import load_config
+from qerl_pl.memory import GIB
+from qerl_pl.memory_plan import Shape
 from qerl_pl.types import Completion, RolloutRequest, SamplingConfig
 
 GATE = ("tests/test_continued.py",)
@@ -98,7 +102,7 @@ def main() -> int:
     parser.add_argument("--answer", type=int, default=64, help="tokens of a tool's answer")
     parser.add_argument("--tool-s", type=float, default=0.05, help="seconds of a tool")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--kv-gib", type=float, default=None)
+    parser.add_argument("--kv-gib", type=float, help="key/value cache; by default room for all dialogues")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--no-tests", action="store_true")
     args = parser.parse_args()
@@ -110,7 +114,8 @@ def main() -> int:
         write_model(base, args.shape, device)
         longest = args.prompt + args.tokens + args.answer * max(args.turns)
         spec = EngineSpec(base, torch.bfloat16, device, RANK, TARGETS, longest)
-        engine = VLLMEngine(kv_cache_gib=args.kv_gib, max_num_seqs=args.dialogues)
+        room = 1.1 * args.dialogues * longest * Shape.of(load_config(base)).kv_bytes(torch.bfloat16) / GIB
+        engine = VLLMEngine(kv_cache_gib=args.kv_gib or room, max_num_seqs=args.dialogues)
         engine.launch(spec)
         weights = random_policy(base, spec, None)
         rows = [measure(engine, turns, weights, args) for turns in (1, *args.turns)]

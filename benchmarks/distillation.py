@@ -40,9 +40,13 @@ BATCH = 32
 """Prompts of a rollout, by CONFIG."""
 WAYS = {
     "distilled": ["--trainer.val_check_interval", "10"],
+    "distilled, full vocabulary": [
+        *("--trainer.val_check_interval", "10"),
+        *("--model.objective.distillation_divergence", "full_vocabulary"),
+    ],
     "GRPO": ["--trainer.val_check_interval", "10", "--model.objective", "GRPO", "--model.objective.beta", "0"],
 }
-"""Options of qerl fit: the teacher alone, and rewards alone."""
+"""Options of qerl fit: the teacher alone, by sampled tokens or all, and rewards alone."""
 
 
 def held_out(count: int) -> list[Problem]:

@@ -17,25 +17,34 @@ SHAPES = {  # hidden, intermediate, layers, heads, key/value heads, vocabulary
     "tiny": (256, 512, 2, 4, 2, 512),
     "3b": (2048, 11008, 36, 16, 2, 151936),
     "7b": (3584, 18944, 28, 28, 4, 152064),
+    "8b": (4096, 12288, 36, 32, 8, 151936),
     "14b": (5120, 13824, 48, 40, 8, 152064),
     "32b": (5120, 27648, 64, 40, 8, 152064),
     "72b": (8192, 29568, 80, 64, 8, 152064),
 }
+QWEN3 = ("8b",)
+"""Shapes of Qwen3, which has norms of queries and keys; the others are Qwen2's."""
 
 
-def config_of(shape: str) -> dict[str, Any]:
-    """config.json of a Qwen2 of this shape; no token ends a completion, so that every one has its full length."""
+def config_of(shape: str, positions: int = 32768) -> dict[str, Any]:
+    """config.json of a Qwen2 or Qwen3 of this shape; no token ends a completion, so that every one has its full length.
+
+    Args:
+        shape: Of `SHAPES`.
+        positions: Longest sequence that it knows, in tokens.
+    """
     hidden, intermediate, layers, heads, kv_heads, vocabulary = SHAPES[shape]
+    kind = "Qwen3" if shape in QWEN3 else "Qwen2"
     return {
-        "architectures": ["Qwen2ForCausalLM"],
-        "model_type": "qwen2",
+        "architectures": [f"{kind}ForCausalLM"],
+        "model_type": kind.lower(),
         "hidden_size": hidden,
         "intermediate_size": intermediate,
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
         "vocab_size": vocabulary,
-        "max_position_embeddings": 32768,
+        "max_position_embeddings": positions,
         "rope_theta": 1000000.0,
         "rms_norm_eps": 1e-6,
         "hidden_act": "silu",
@@ -43,6 +52,7 @@ def config_of(shape: str) -> dict[str, Any]:
         "dtype": "bfloat16",
         "bos_token_id": None,
         "eos_token_id": None,
+        **({"head_dim": hidden // heads} if kind == "Qwen3" else {}),
     }
 
 
@@ -99,9 +109,9 @@ def published_sizes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     return sizes
 
 
-def write_model(folder: Path, shape: str, device: torch.device, nvfp4: bool = True) -> None:
+def write_model(folder: Path, shape: str, device: torch.device, nvfp4: bool = True, positions: int = 32768) -> None:
     """A checkpoint of random weights, quantized group by group on `device`, or in bfloat16; with the toy tokenizer."""
-    write_random(folder, config_of(shape), device, nvfp4)
+    write_random(folder, config_of(shape, positions), device, nvfp4)
 
 
 def write_random(folder: Path, config: dict[str, Any], device: torch.device, nvfp4: bool = True) -> None:

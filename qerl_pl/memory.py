@@ -1,23 +1,18 @@
-"""Memory of a run: what tensors and files hold, what a device has free, and estimates from a model's shapes."""
+"""Memory of a run: what tensors, files and optimizers hold, what a device has free. memory_plan.py has estimates."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from qerl_kernels.experts import GROUP_BYTES
-from qerl_kernels.logprob import CHUNK_BYTES
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from transformers import PretrainedConfig
 
 from qerl_pl.errors import UserError
 
 GIB = 2**30
 MASTER = GRADIENT = 4
 """Bytes of a float32 master weight, and of its gradient."""
-SAFETY_FACTOR = 1.1
-"""For fragmentation and small tensors that the estimate of activations leaves out."""
 SAMPLE = 512
 """Side of the matrices that an optimizer is measured on: 8-bit ones keep small ones in 32 bits, paged ones unpaged."""
 
@@ -43,19 +38,7 @@ def free_bytes(device: torch.device) -> int | None:
     return torch.cuda.mem_get_info(device)[0]
 
 
-# Keys and values, activations -----------------------------------------------------------------------------------------
-
-
-def attention_widths(config: PretrainedConfig) -> tuple[int, int]:
-    """Elements of a token's queries, and of its keys (or values), in one layer."""
-    heads = config.num_attention_heads
-    head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return heads * head_size, (getattr(config, "num_key_value_heads", None) or heads) * head_size
-
-
-def kv_bytes_per_token(config: PretrainedConfig, dtype: torch.dtype) -> int:
-    """Bytes of a token's keys and values in all layers."""
-    return int(2 * config.num_hidden_layers * attention_widths(config)[1] * dtype.itemsize)
+# Keys and values ------------------------------------------------------------------------------------------------------
 
 
 def kv_cache_size(requested: float | None, share: float | None, device: torch.device) -> float | None:
@@ -72,7 +55,7 @@ def check_length(length: int, needed: int, kv_gib: float | None, bytes_per_token
         length: Longest sequence the engine prepares for, in tokens.
         needed: Longest sequence the run can request, in tokens.
         kv_gib: Size of the key/value cache; None where the engine chooses it.
-        bytes_per_token: `kv_bytes_per_token`.
+        bytes_per_token: Of a token's keys and values in all layers.
 
     Raises:
         UserError: The length or the cache is too small.
@@ -84,52 +67,6 @@ def check_length(length: int, needed: int, kv_gib: float | None, bytes_per_token
             f"the key/value cache must hold one sequence of {length} tokens, {bytes_per_token * length / GIB:.3g} GiB; "
             f"got kv_cache_gib {kv_gib:g}: raise it or shorten the sequences"
         )
-
-
-def activation_bytes(
-    config: PretrainedConfig,
-    dtype: torch.dtype,
-    checkpointing: bool | str,
-    tokens: int,
-    train_norms: bool,
-    inner: int = 0,
-    chosen: int = 0,
-) -> int:
-    """Estimated peak of a micro-batch's activations and their gradients, logits not included.
-
-    Args:
-        config: Of a model of a known family.
-        dtype: Of activations.
-        checkpointing: False, "selective" or True, as `PolicyConfig.gradient_checkpointing`.
-        tokens: Of the micro-batch.
-        train_norms: Whether the layers' norms train; they then save float32 activations.
-        inner: Elements of a token's gates (or ups) in one layer; 0 takes those of a dense MLP.
-        chosen: Experts of a token; 0 for a dense MLP.
-    """
-    size, hidden, inner = dtype.itemsize, config.hidden_size, inner or config.intermediate_size
-    queries, keys = attention_widths(config)
-    # Inputs and outputs of both norms, queries, keys, values and output of attention, and three of the MLP, as the
-    # GPU ops save them.
-    layer = size * (4 * hidden + 2 * queries + 2 * keys + 3 * inner)
-    if train_norms:
-        layer += 2 * 2 * 4 * hidden
-    products = size * (hidden + queries + 2 * keys + 2 * inner)  # of all linears but the last
-    saved = {False: layer, "selective": size * hidden + products, True: size * hidden}[checkpointing]
-    # Of one layer, and gradients; experts also copy the input, and sum up the output, of each token they are given.
-    copies = size * 2 * chosen * hidden
-    working = (0 if checkpointing is False else layer) + size * (4 * inner + 6 * hidden) + copies
-    return int(SAFETY_FACTOR * tokens * (config.num_hidden_layers * saved + working))
-
-
-def temporary_bytes(config: PretrainedConfig, dtype: torch.dtype, full_finetuning: bool, experts: bool = False) -> int:
-    """Estimated logits and copies of weights that live for one product, independent of the number of tokens."""
-    size, largest = dtype.itemsize, config.hidden_size * config.intermediate_size
-    if experts:
-        return 2 * CHUNK_BYTES + GROUP_BYTES
-    if not full_finetuning:
-        return 2 * CHUNK_BYTES + size * largest
-    # Copy and gradient in the activations' type, and the float32 gradient; the output layer beside any other.
-    return 2 * CHUNK_BYTES + (2 * size + 4) * (largest + config.vocab_size * config.hidden_size)
 
 
 # Weights, gradients, optimizer states ---------------------------------------------------------------------------------

@@ -213,6 +213,20 @@ class CompletionRecord:
 
 
 @dataclass(frozen=True)
+class TeacherStates:
+    """What a teacher's next-token distributions are computed from, at the M tokens that train."""
+
+    hidden: Tensor
+    """Its last hidden states [M, D] at the positions that predict them, row by row."""
+    index: Tensor
+    """Row of `hidden` for each token, int64 [B, T]; -1 for those that do not train."""
+    head: Tensor
+    """Its output layer [V, D]."""
+    soft_cap: float | None = None
+    """Of its logits; None for none."""
+
+
+@dataclass(frozen=True)
 class Experience:
     """The completions of one rollout that this rank trains on, the G of each prompt next to each other; B may be 0."""
 
@@ -240,6 +254,9 @@ class Experience:
     """Token limit of a completion."""
     teacher_logprobs: Tensor | None = None
     """Log-probabilities by the teacher of on-policy distillation, float32 [B, T]; 0 outside the tokens that train."""
+    teacher_states: TeacherStates | None = None
+    """From which the teacher's distributions are computed, if the objective needs them in place of `teacher_logprobs`.
+    """
     noise_widening: float = 1.0
     """Mean |log ratio| of trainer and sampler with the noise divided by that without, at least 1; 1 if not measured."""
     indices: Tensor | None = None

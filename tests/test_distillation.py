@@ -6,22 +6,25 @@ import math
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 from plain_policy import PlainPolicy
+from qerl_kernels import chunked_reverse_kl
 from rank_helpers import on_ranks
 from reference_run import SCALING, build_base, plain_name
 from safetensors.torch import load_file
 from short_run import data, module_of, rollout_of, trainer_of
+from tiny_families import write_checkpoint
 from torch import Tensor
+from torch.nn import functional
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from qerl_pl.algorithm import GRPO, Objective, OnPolicyDistillation
 from qerl_pl.algorithm.losses import distillation_advantages
-from qerl_pl.algorithm.objectives import LossInputs
+from qerl_pl.algorithm.objectives import Divergence, LossInputs
 from qerl_pl.callbacks import ResumeCheckpoint
 from qerl_pl.distributed.communicator import SINGLE_PROCESS, Communicator
 from qerl_pl.errors import UserError
@@ -104,6 +107,49 @@ def test_the_expected_gradient_is_that_of_the_reverse_kl() -> None:
     assert exact.norm() > 0.1
 
 
+def test_the_full_vocabulary_adds_the_divergence_to_the_loss_by_hand() -> None:
+    """Advantages are 0 without rewards; three tokens of 0.3, 0.6 and 0.9 nats, token mean, twice."""
+    objective = OnPolicyDistillation(distillation_coefficient=2.0, distillation_divergence="full_vocabulary")
+    kl = torch.tensor([[0.3, 0.6], [0.9, math.nan]], dtype=torch.float64).requires_grad_()
+    batch = inputs(objective, teacher_logprobs=None, teacher_kl=kl)
+    outputs = objective.loss(batch)
+    outputs.loss.backward()
+    assert outputs.loss.item() == pytest.approx(2 * 0.6, rel=1e-6)
+    third = torch.tensor([[2 / 3, 2 / 3], [2 / 3, 0.0]], dtype=torch.float64)
+    torch.testing.assert_close(kl.grad, third, rtol=1e-6, atol=1e-9)
+    assert not batch.logprobs.grad.any() and outputs.metrics["teacher_kl"].item() == pytest.approx(1.8)
+    added = replace(GRPO(beta=0.0, distillation_coefficient=2.0), distillation_divergence="full_vocabulary")
+    weights = torch.tensor([[0.25, 0.25], [0.5, 0.0]], dtype=torch.float64)  # GRPO's; advantages are 1 and -1
+    expected = -(0.5 * 1 - 0.5 * 1) + 2 * (weights * kl.detach().nan_to_num()).sum().item()
+    assert added.loss(replace(batch, weights=weights)).loss.item() == pytest.approx(expected, rel=1e-6)
+    with pytest.raises(ValueError, match="full_vocabulary needs teacher_kl"):
+        objective.loss(replace(batch, teacher_kl=None))
+    with pytest.raises(UserError, match="distillation_divergence"):
+        OnPolicyDistillation(distillation_divergence="forward")  # type: ignore[arg-type]
+
+
+def test_the_divergence_worked_out_and_its_gradients() -> None:
+    """Two tokens of probabilities 3/4 and 1/4 against 1/2 and 1/2, then random ones in chunks of any size."""
+    hidden, head = torch.tensor([[math.log(3.0)]], dtype=torch.float64), torch.tensor([[1.0], [0.0]]).double()
+    teacher = torch.zeros(1, 1, dtype=torch.float64)
+    by_hand = 0.75 * math.log(1.5) + 0.25 * math.log(0.5)
+    larger = torch.cat([head, torch.full((1, 1), 9.0).double()])  # a row that is no token of the policy
+    assert chunked_reverse_kl(hidden, head, teacher, larger).item() == pytest.approx(by_hand)
+    draw = torch.Generator().manual_seed(0)
+    shapes = ((7, 4), (11, 4), (7, 5), (11, 5))
+    own, head, theirs, their_head = (torch.randn(shape, generator=draw, dtype=torch.float64) for shape in shapes)
+    own.requires_grad_(), head.requires_grad_()
+    logits = 2.0 * torch.tanh(own @ head.t() / 2.0) / 0.7
+    target = (3.0 * torch.tanh(theirs @ their_head.t() / 3.0) / 0.7).log_softmax(-1)
+    expected = functional.kl_div(target, logits.log_softmax(-1), reduction="none", log_target=True).sum(-1)
+    gradients = torch.autograd.grad(expected.square().sum(), (own, head))
+    for chunk in (1, 3, 7, 100):
+        found = chunked_reverse_kl(own, head, theirs, their_head, 0.7, 2.0, 3.0, chunk=chunk)
+        torch.testing.assert_close(found, expected)
+        for one, other in zip(torch.autograd.grad(found.square().sum(), (own, head)), gradients, strict=True):
+            torch.testing.assert_close(one, other)
+
+
 def test_missing_log_probabilities_and_a_coefficient_of_zero_are_refused() -> None:
     objective = OnPolicyDistillation()
     with pytest.raises(ValueError, match="needs teacher_logprobs"):
@@ -165,6 +211,18 @@ def test_log_probabilities_are_those_of_transformers(base: Path, micro_batch_tok
     assert found.dtype == torch.float32 and not found.requires_grad
 
 
+def test_a_teacher_with_soft_caps_has_the_log_probabilities_of_transformers(tmp_path: Path) -> None:
+    experience, folder = ragged(9), write_checkpoint("gemma-2", tmp_path / "gemma")
+    found = Teacher(TeacherConfig(), folder, torch.float32, CPU).logprobs(experience, experience.mask, None)
+    torch.testing.assert_close(found.double(), plain_logprobs(folder, experience), rtol=1e-5, atol=2e-5)
+
+
+def test_a_teacher_of_an_unknown_family_is_refused(base: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}}')
+    with pytest.raises(UserError, match="is 'gpt_oss', which has attention sinks"):
+        TeacherConfig(path=str(tmp_path)).check(PolicyConfig(path=str(base / "dense"), quantization="none"))
+
+
 def test_completions_that_do_not_train_cost_nothing(base: Path) -> None:
     experience = ragged(9)
     teacher = Teacher(TeacherConfig(dtype="bfloat16"), base / "dense", torch.float32, CPU)
@@ -173,6 +231,20 @@ def test_completions_that_do_not_train_cost_nothing(base: Path) -> None:
     found = teacher.logprobs(experience, mask, 20)
     assert torch.equal(found != 0, mask)
     assert not teacher.logprobs(experience, torch.zeros_like(mask), 20).any()
+
+
+@pytest.mark.parametrize(("micro_batch_tokens", "offload"), [(None, True), (20, False)])
+def test_distributions_are_those_of_transformers(base: Path, micro_batch_tokens: int | None, offload: bool) -> None:
+    experience = ragged(9)
+    mask = experience.mask & ~experience.truncated[:, None]
+    teacher = Teacher(TeacherConfig(offload=offload), base / "dense", torch.float32, CPU)
+    states = teacher.states(experience, mask, micro_batch_tokens)
+    assert torch.equal(states.index >= 0, mask) and len(states.hidden) == mask.sum() and not states.head.requires_grad
+    logits = states.hidden[states.index[mask]] @ states.head.t() / experience.temperature
+    found = logits.log_softmax(-1).gather(-1, experience.tokens[mask][:, None]).squeeze(-1)
+    expected = plain_logprobs(base / "dense", experience)[mask]
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+    assert not len(teacher.states(experience, torch.zeros_like(mask), None).hidden)
 
 
 def learn(
@@ -247,15 +319,55 @@ def test_the_update_is_that_of_plain_loops(base: Path, start: Policy, objective:
         torch.testing.assert_close(tensor.double(), plain[plain_name(name)].detach(), rtol=0, atol=1e-3 * moved)
 
 
-def test_ranks_take_the_steps_of_one_process(base: Path, start: Policy) -> None:
+def test_the_update_over_the_full_vocabulary_is_that_of_plain_loops(base: Path, start: Policy) -> None:
+    """Two steps of gradient descent on the mean divergence of all tokens, without rewards and importance weights."""
+    experience, tokens = ragged(6), 0
+    objective = OnPolicyDistillation(distillation_coefficient=0.5, distillation_divergence="full_vocabulary")
+    teacher = Teacher(TeacherConfig(), base / "dense", torch.float32, CPU)
+    given = replace(experience, teacher_states=teacher.states(experience, experience.mask, None))
+    real, metrics = learn(start, PolicyUpdate(objective, 2, 1, 25, math.inf, reference_share=0.0, seed=0), given)
+    before = start.trained_state()
+    policy = PlainPolicy(base / "nvfp4", {plain_name(name): tensor for name, tensor in before.items()}, SCALING)
+    model = AutoModelForCausalLM.from_pretrained(base / "dense", dtype=torch.float64).eval()
+    tokens, mean = int(experience.mask.sum()), 0.0
+    for _ in range(2):
+        loss = torch.zeros((), dtype=torch.float64)
+        for row, length in enumerate(experience.lengths.tolist()):
+            ids = experience.tokens[row, :length].tolist()
+            own = (policy.logits(ids, True)[4:-1] / experience.temperature).log_softmax(-1)
+            with torch.no_grad():
+                theirs = (model(torch.tensor([ids])).logits[0, 4:-1] / experience.temperature).log_softmax(-1)
+            loss = loss + (own.exp() * (own - theirs)).sum() / tokens
+        mean += loss.item() / 2
+        gradients = torch.autograd.grad(0.5 * loss, list(policy.trained.values()))
+        pairs = zip(policy.trained.items(), gradients, strict=True)
+        policy.trained = {name: (value - gradient).detach().requires_grad_() for (name, value), gradient in pairs}
+    assert metrics["distill/kl"] == pytest.approx(mean, rel=1e-4)
+    for name, tensor in real.items():
+        moved = (policy.trained[plain_name(name)] - before[name]).abs().max().item()
+        assert moved > 1e-4
+        torch.testing.assert_close(
+            tensor.double(), policy.trained[plain_name(name)].detach(), rtol=0, atol=1e-3 * moved
+        )
+
+
+@pytest.mark.parametrize("divergence", get_args(Divergence))
+def test_ranks_take_the_steps_of_one_process(base: Path, start: Policy, divergence: Divergence) -> None:
     experience = with_teacher(base, ragged(8))
-    update = PolicyUpdate(OnPolicyDistillation(), 1, 2, 25, 0.5, reference_share=0.0, seed=0)
+    teacher = Teacher(TeacherConfig(), base / "dense", torch.float32, CPU)
+    states = teacher.states(experience, experience.mask, None)
+    if divergence == "full_vocabulary":
+        experience = replace(experience, teacher_states=states)
+    objective = OnPolicyDistillation(distillation_divergence=divergence)
+    update = PolicyUpdate(objective, 1, 2, 25, 0.5, reference_share=0.0, seed=0)
     alone, expected = learn(start, update, experience)
     names = ("tokens", "lengths", "mask", "sampler_logprobs", "advantages", "truncated", "teacher_logprobs")
 
     def work(ranks: Communicator) -> tuple[dict[str, Tensor], dict[str, float]]:
         rows = torch.tensor([[0, 3, 4], [1, 2, 5, 6, 7]][ranks.rank])
         own = replace(experience, indices=rows, **{name: getattr(experience, name)[rows] for name in names})
+        if own.teacher_states is not None:
+            own = replace(own, teacher_states=teacher.states(own, own.mask, 25))
         return learn(start, update, own, ranks)
 
     for trained, metrics in on_ranks(2, work):
@@ -327,10 +439,12 @@ def distilling(base: Path, teacher: Path, **settings: Any) -> Any:
     return module_of(base, **given | settings)
 
 
+@pytest.mark.parametrize("divergence", get_args(Divergence))
 def test_a_run_comes_closer_to_its_teacher_without_a_reward(
-    student_dir: Path, teacher_dir: Path, tmp_path: Path
+    student_dir: Path, teacher_dir: Path, tmp_path: Path, divergence: Divergence
 ) -> None:
-    module = distilling(student_dir, teacher_dir, max_grad_norm=1.0)
+    objective = OnPolicyDistillation(distillation_divergence=divergence)
+    module = distilling(student_dir, teacher_dir, objective=objective, max_grad_norm=1.0)
     rollout = rollout_of(group_size=16, sampling=SamplingConfig(max_tokens=8))
     trainer = trainer_of(tmp_path / "run", rollout=rollout, noise=False, max_epochs=4)
     found = []

@@ -175,7 +175,7 @@ def test_a_command_is_understood(
             main([command, *args])
         assert stop.value.code == 0
     else:
-        settings = built(command, *args)
+        settings = built(command, *(arg for arg in args if arg != "--dry-run"))
         for option, value in zip(args, args[1:], strict=False):
             if option == "--data" and isinstance(settings.data, PromptDataModule):
                 assert f"qerl_pl.datamodules.datasets.{value}".endswith(

@@ -19,6 +19,7 @@ from qerl_pl.algorithm.advantages import AdvantageNorm
 from qerl_pl.algorithm.off_policy import PRESETS
 from qerl_pl.cli.quantize import quantize
 from qerl_pl.memory import GIB, GRADIENT, MASTER, optimizer_bytes
+from qerl_pl.memory_plan import MicroBatch, RunPlan, Shape, longest_completion, working_bytes
 
 README = ROOT / "README.md"
 MEASURED = ROOT / "docs" / "measured.md"
@@ -103,6 +104,45 @@ def test_memory_of_full_fine_tuning_is_what_the_check_before_a_run_counts() -> N
             for name, cell in zip(header[4:6], left, strict=True):
                 free = float(name.removeprefix("left of ")) - 2 * weights - needed
                 assert cell == "none" if free < 0 else float(cell) == pytest.approx(free, abs=0.06)
+
+
+SHAPES = {  # layers, hidden size, MLP, heads, elements of keys, norms of heads
+    "3B": (36, 2048, 11008, 16, 256, False),
+    "7B": (28, 3584, 18944, 28, 512, False),
+    "8B (Qwen3)": (36, 4096, 12288, 32, 1024, True),
+    "14B": (48, 5120, 13824, 40, 1024, False),
+    "32B": (64, 5120, 27648, 40, 1024, False),
+}
+
+
+def shape_of(name: str) -> Shape:
+    layers, hidden, inner, heads, keys, norms = SHAPES[name]
+    vocabulary = 152064 if name in ("7B", "14B", "32B") else 151936
+    return Shape(hidden, inner, layers, heads, hidden, keys, vocabulary, False, norms)
+
+
+def test_completions_that_fit_are_those_that_the_estimate_says() -> None:
+    header, *rows = pages.rows(pages.sections(ROOT / "docs" / "memory.md")["What fits where"])
+    assert [row[0] for row in rows] == list(SHAPES)
+    for name, *cells in rows:
+        for size, cell in zip(header[1:], cells, strict=True):
+            for mode, shown in zip(("offload", True), cell.split(" / "), strict=True):
+                batch = MicroBatch(1, checkpointing=mode, mlp_tile_tokens=4096, rank=32)
+                plan = RunPlan(shape_of(name), batch, 8, kv_cache_gib=0.0, prompt_tokens=256, max_num_seqs=8)
+                longest = longest_completion(plan, 256, float(size.removesuffix(" GiB")) - 0.3)
+                assert shown == (str(longest // 1000) if longest >= 1000 else "–"), (name, size, mode)
+
+
+def test_bytes_of_a_token_in_an_update_are_those_of_the_page() -> None:
+    rows = pages.rows(pages.sections(ROOT / "docs" / "memory.md")["What an update needs"])[1:]
+    shown = [float(row[2].removesuffix("k")) for row in rows]
+    shape, tokens = shape_of("7B"), 10**6
+    batch = MicroBatch(tokens)
+    parts = working_bytes(shape, batch)
+    tiled = working_bytes(shape, MicroBatch(tokens, mlp_tile_tokens=1))["MLP"]
+    expected = [2 * 3584 * 28, 4 * 3584, parts["MLP"] / tokens, tiled / tokens, parts["attention"] / tokens]
+    expected.append(parts["logits"] / tokens)
+    assert shown == pytest.approx([size / 1000 for size in expected], abs=0.9)
 
 
 def test_options_of_quantize_are_those_of_the_page() -> None:

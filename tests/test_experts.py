@@ -17,6 +17,7 @@ from qerl_pl.formats.calibration import calibrate_checkpoint
 from qerl_pl.formats.dense_checkpoint import write_dense_checkpoint
 from qerl_pl.formats.model_folder import TensorFiles, read_config
 from qerl_pl.formats.quantize import quantize_checkpoint
+from qerl_pl.memory_plan import MicroBatch, Shape, working_bytes
 from qerl_pl.modules import LoraConfig, Policy, PolicyConfig
 from qerl_pl.modules.activation_checkpointing import ActivationCheckpointing
 from qerl_pl.modules.experts import PackedExperts
@@ -157,11 +158,15 @@ def test_memory_of_experts_is_that_of_the_chosen_ones(source: Path) -> None:
     base = AutoModelForCausalLM.from_pretrained(source)
     config = base.config
     assert family_of(config.model_type).mlp_widths(config) == (2 * 64, 2)
-    needs = {}
+    needs, mlp = {}, {}
     for chosen in (2, 4):
         config.num_experts_per_tok = chosen
         checkpointing = ActivationCheckpointing(base, False, False, torch.bfloat16)
         needs[chosen] = checkpointing.needed_bytes(False, 4096) - checkpointing.needed_bytes(False, 0)
-    # Gates, ups and products of two layers, their gradients in one, and copies of the input and output.
-    more = 2 * 2 * 64 * (3 * 2 + 4) + 2 * 2 * 2 * 128
-    assert needs[4] - needs[2] == pytest.approx(1.1 * 4096 * more, rel=1e-6)
+        mlp[chosen] = working_bytes(Shape.of(config), MicroBatch(4096, checkpointing=False))["MLP"]
+    # Gates, ups and products of two layers; in one, gradients of gates or ups beside a group's dense weights, and
+    # copies of the input and results.
+    assert needs[4] - needs[2] == pytest.approx(1.1 * 4096 * 2 * 3 * 2 * (2 * 64), rel=1e-6)
+    assert mlp[4] - mlp[2] == 4096 * 2 * (2 * 64 + 2 * 2 * 128)
+    shape = Shape.of(config)
+    assert shape.linear_weights == sum(weight.numel() for name, weight in base.named_parameters() if "_proj" in name)

@@ -1,5 +1,6 @@
 """Families of models: each is quantized, trained, resumed, evaluated, exported, and engines agree with the trainer."""
 
+import itertools
 import json
 import signal
 from collections.abc import Iterator
@@ -11,6 +12,8 @@ from typing import Any
 import peft
 import pytest
 import torch
+from qerl_kernels import FrozenWeight, MarlinRows, NVFP4Tensor, select_backend
+from qerl_kernels.marlin import to_marlin
 from safetensors.torch import load_file
 from test_every_way import killed, process_state, written  # noqa: F401  (a fixture)
 from test_killed import in_a_fork
@@ -21,8 +24,9 @@ from transformers import AutoModelForCausalLM, OlmoConfig, OlmoForCausalLM
 from qerl_pl.algorithm import NormNoise
 from qerl_pl.cli.main import main
 from qerl_pl.engines import EngineSpec, RolloutEngine, TransformersEngine, VLLMEngine
+from qerl_pl.engines.base import SharedWeights
 from qerl_pl.errors import UserError
-from qerl_pl.formats.architecture import FAMILIES, family_of
+from qerl_pl.formats.architecture import FAMILIES, family_of, fused_group
 from qerl_pl.formats.dense_checkpoint import write_dense_checkpoint
 from qerl_pl.formats.model_folder import end_token_ids, read_config
 from qerl_pl.formats.norm import Float32RMSNorm
@@ -42,7 +46,7 @@ PROMPTS = [Prompt(str(i), tuple(range(20 + 9 * i, 23 + 40 * i)), "", "") for i i
 NOISY = dict.fromkeys(
     ("llama", "mistral", "qwen3", "phi3", "qwen3_moe"), ("input_layernorm", "post_attention_layernorm")
 )
-NOISY["gemma3_text"] = ("input_layernorm", "pre_feedforward_layernorm")
+NOISY |= dict.fromkeys(("gemma2", "gemma3_text"), ("input_layernorm", "pre_feedforward_layernorm"))
 """Norms before quantized linears, by `model_type`."""
 ENGINES = ["transformers", pytest.param("vllm", marks=pytest.mark.vllm)]
 
@@ -107,7 +111,8 @@ def test_every_linear_is_packed_adapted_and_four_bits_and_norms_before_them_trai
     assert set(policy.weights(0).tensors) == {f"{name}.weight" for name in norms}
     assert list(policy.trained.norms()) == norms
     float32 = sum(isinstance(module, Float32RMSNorm) for module in policy_of(base).modules())
-    assert float32 == (13 if "gemma" in base.name else 4)  # of Gemma all: six a layer, and the last
+    # Of Gemma all: four a layer, two of queries and keys in Gemma 3, and the last.
+    assert float32 == {"gemma-2-nvfp4": 9, "gemma-3-nvfp4": 13}.get(base.name, 4)
     for kind in (PackedAttention, PackedExperts if "moe" in base.name else GatedMLP):
         assert sum(isinstance(module, kind) for module in policy.modules()) == layers
 
@@ -207,6 +212,55 @@ def test_gradients_are_those_of_a_plain_model_without_dropout(base: Path, dense:
         torch.testing.assert_close(found[name], gradient, rtol=1e-3, atol=2e-4 * gradient.abs().max().item())
 
 
+@pytest.fixture
+def triton() -> Iterator[None]:
+    """Triton's interpreter where there is no GPU."""
+    select_backend("triton")
+    yield
+    select_backend("torch")
+
+
+def lent(base: Path) -> SharedWeights:
+    """What vLLM lends on a GPU: linears fused in Marlin's layout; tied matrices by one name or by both."""
+    tensors = load_file(base / "model.safetensors")
+    linears: dict[str, FrozenWeight] = {}
+    for name in sorted(every_linear(base)):
+        members = [member.removesuffix(".weight") for member in fused_group(name)]
+        if name != members[0]:
+            continue
+        packed, scale = (torch.cat([tensors[f"{n}.weight_{kind}"] for n in members]) for kind in ("packed", "scale"))
+        weight = to_marlin(NVFP4Tensor(packed, scale, tensors[f"{name}.weight_global_scale"]))
+        rows = [0, *itertools.accumulate(len(tensors[f"{member}.weight_packed"]) for member in members)]
+        linears |= {n: MarlinRows(weight, *bounds) for n, bounds in zip(members, itertools.pairwise(rows), strict=True)}
+    embeddings = tensors["model.embed_tokens.weight"]
+    head = {"lm_head.weight": tensors.get("lm_head.weight", embeddings)}
+    by_both_names = "lm_head.weight" in tensors or "gemma" in base.name
+    return SharedWeights(linears, {"model.embed_tokens.weight": embeddings} | (head if by_both_names else {}))
+
+
+def results_of(policy: Policy) -> tuple[Tensor, list[Tensor]]:
+    """Log-probabilities of two packed sequences, one longer than the windows, and the adapter's gradients."""
+    ids = torch.randint(5, 500, (2, 30), generator=torch.Generator().manual_seed(1))
+    lengths = torch.tensor([30, 7])
+    mask = (torch.arange(30) > 0) & (torch.arange(30) < lengths[:, None])
+    logprobs = policy.token_logprobs(ids, lengths, mask, 1.0)[0][mask]
+    logprobs.sum().backward()
+    return logprobs.detach(), [p.grad for p in policy.parameters() if p.requires_grad and p.grad is not None]
+
+
+def test_lent_weights_and_triton_kernels_compute_what_the_own_copy_and_pytorch_do(base: Path, triton: None) -> None:
+    config = PolicyConfig(path=str(base), dtype="float32", lora=LoraConfig(rank=8, alpha=16.0))
+    borrowed = changed(Policy(base, config, CPU, seed=1, shared=lent(base)).eval())
+    logprobs, gradients = results_of(borrowed)
+    assert not any("weight_packed" in name for name, _ in borrowed.named_parameters())
+    select_backend("torch")
+    expected, expected_gradients = results_of(changed(policy_of(base)))
+    torch.testing.assert_close(logprobs, expected, rtol=0, atol=LOGPROB_BOUND)
+    assert len(gradients) == len(expected_gradients) == 2 * len(every_linear(base))
+    for gradient, other in zip(gradients, expected_gradients, strict=True):
+        torch.testing.assert_close(gradient, other, rtol=1e-3, atol=2e-4 * other.abs().max().item())
+
+
 def test_what_is_recomputed_changes_no_bit_of_a_gradient(base: Path) -> None:
     ids, mask = torch.arange(60)[None] + 20, (torch.arange(60) > 0)[None]
     gradients = []
@@ -304,12 +358,41 @@ def test_an_unknown_family_is_refused_before_anything_is_made(tmp_path: Path) ->
     config = OlmoConfig(vocab_size=512, hidden_size=64, intermediate_size=64, num_hidden_layers=1)
     OlmoForCausalLM(config).save_pretrained(source)
     message = (
-        rf"known family; model_type in config.json of {source} is 'olmo', none of llama, .*: describe it in "
-        r"qerl_pl/formats/architecture.py as docs/adding-a-family.md shows"
+        rf"known family; model_type in config.json of {source} is 'olmo', none of llama, .*: add it as "
+        r"docs/adding-a-family.md shows"
     )
     with pytest.raises(UserError, match=message):
         PolicyConfig(path=str(source), quantization="none").base_folder()
     assert len({family.model_type for family in FAMILIES}) == len(FAMILIES)
+
+
+LACKS = {
+    "gpt_oss": "attention sinks, .*, and experts with biases",
+    "qwen3_next": "gated delta nets: the update lacks their scan of packed sequences with a backward pass",
+    "qwen3_5": "gated delta nets",
+    "qwen3_5_text": "gated delta nets",
+}
+
+
+@pytest.mark.parametrize("model_type", LACKS)
+def test_a_family_that_needs_more_than_an_entry_is_refused_by_what_it_has(tmp_path: Path, model_type: str) -> None:
+    """As shipped: gpt-oss in a 4-bit layout of its own, Qwen3.5 with an image encoder."""
+    shipped: dict[str, dict[str, Any]] = {
+        "gpt_oss": {"quantization_config": {"quant_method": "mxfp4"}},
+        "qwen3_5": {"text_config": {"model_type": "qwen3_5_text"}},
+    }
+    folder = tmp_path / "source"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"model_type": model_type} | shipped.get(model_type, {})))
+    message = (
+        rf"trains; model_type in config.json of {folder} is '{model_type}.*', which has {LACKS[model_type]}.*; take"
+    )
+    for quantization in ("nvfp4", "mxfp4", "none"):
+        with pytest.raises(UserError, match=f"{message} one of docs/your-own-model.md"):
+            PolicyConfig(path=str(folder), quantization=quantization).base_folder()  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=message):
+        quantize_checkpoint(folder, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_text_model_of_a_model_with_images_is_taken_out_by_quantizing(tmp_path: Path) -> None:

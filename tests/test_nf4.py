@@ -95,6 +95,11 @@ def test_bitsandbytes_and_transformers_read_a_checkpoint(nf4: Path) -> None:
         torch.testing.assert_close(model(tokens).logits, plain(tokens).logits, rtol=0.05, atol=0.05)  # computes in bf16
 
 
+def test_a_checkpoint_is_checked_whatever_the_default_device(nf4: Path) -> None:
+    with torch.device("meta"):  # as Lightning makes the GPU the default device in configure_model
+        format_of(nf4).check(TensorFiles(nf4))
+
+
 def test_the_error_is_that_of_what_is_stored(tiny_policy_dir: Path, nf4: Path) -> None:
     source = load_file(tiny_policy_dir / "model.safetensors")[f"{UP}.weight"]
     dense = load_dense_state(nf4, torch.float32)[f"{UP}.weight"]

@@ -185,13 +185,17 @@ def test_log_probability_and_entropy_worked_by_hand():
         assert entropy.item() == pytest.approx(0.5623351, abs=1e-6)
         # At temperature 1/2 the odds 1 : 3 become 1 : 9.
         assert op(hidden, head, torch.tensor([1]), 0.5)[0].item() == pytest.approx(-0.1053605, abs=1e-6)
+        # tanh(ln 3) is 0.8: with a soft cap of 1 the odds become 1 : e^0.8.
+        capped = op(hidden, head, torch.tensor([1]), soft_cap=1.0)[0].item()
+        assert capped == pytest.approx(-0.3711007, abs=1e-6)
 
 
 @pytest.mark.parametrize("chunk", [1, 4, 11, 64])
-def test_chunked_log_probabilities_and_gradients_equal_the_plain_ones(chunk):
+@pytest.mark.parametrize("soft_cap", [None, 1.5])
+def test_chunked_log_probabilities_and_gradients_equal_the_plain_ones(chunk, soft_cap):
     x, head, targets, bias = head_inputs(torch.float64)
-    plain = reference.token_logprobs(x, head, targets, 0.7, bias)
-    chunked = chunked_token_logprobs(x, head, targets, 0.7, bias, chunk=chunk)
+    plain = reference.token_logprobs(x, head, targets, 0.7, bias, soft_cap)
+    chunked = chunked_token_logprobs(x, head, targets, 0.7, bias, chunk=chunk, soft_cap=soft_cap)
     torch.testing.assert_close(chunked, plain)
     torch.manual_seed(2)
     weights = torch.randn(2, 11, dtype=torch.float64)
@@ -200,10 +204,12 @@ def test_chunked_log_probabilities_and_gradients_equal_the_plain_ones(chunk):
     torch.testing.assert_close(actual, expected)
 
 
-def test_chunked_log_probabilities_pass_gradcheck():
+@pytest.mark.parametrize("soft_cap", [None, 1.5])
+def test_chunked_log_probabilities_pass_gradcheck(soft_cap):
     x, head, targets, bias = head_inputs(torch.float64, tokens=5)
+    options = {"chunk": 2, "soft_cap": soft_cap}
     assert torch.autograd.gradcheck(
-        lambda x, head, bias: chunked_token_logprobs(x, head, targets, 1.3, bias, chunk=2), (x, head, bias)
+        lambda x, head, bias: chunked_token_logprobs(x, head, targets, 1.3, bias, **options), (x, head, bias)
     )
 
 
@@ -234,11 +240,13 @@ def test_temperature_zero_is_refused():
         chunked_token_logprobs(x, head, targets, 0.0)
 
 
-def test_without_the_entropys_gradient_the_log_probabilitys_is_the_same():
+@pytest.mark.parametrize("soft_cap", [None, 1.5])
+def test_without_the_entropys_gradient_the_log_probabilitys_is_the_same(soft_cap):
     x, head, targets, bias = head_inputs(torch.float64)
     head, bias = head.detach(), bias.detach()
-    logprob, entropy = chunked_token_logprobs(x, head, targets, 0.7, bias, chunk=4, entropy_gradient=False)
-    plain, plain_entropy = reference.token_logprobs(x, head, targets, 0.7, bias)
+    options = {"chunk": 4, "entropy_gradient": False, "soft_cap": soft_cap}
+    logprob, entropy = chunked_token_logprobs(x, head, targets, 0.7, bias, **options)
+    plain, plain_entropy = reference.token_logprobs(x, head, targets, 0.7, bias, soft_cap)
     torch.testing.assert_close((logprob, entropy), (plain, plain_entropy))
     assert not entropy.requires_grad
     weights = torch.linspace(-1, 1, 11, dtype=torch.float64)

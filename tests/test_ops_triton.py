@@ -159,10 +159,11 @@ def head(dtype, tokens, vocabulary, width=32):
 
 @pytest.mark.parametrize("temperature", [0.6, 1.0])
 @pytest.mark.parametrize(("tokens", "vocabulary", "chunk"), [(1, 17, 8), (9, 5000, 4), (7, 4096, 7)])
-def test_log_probabilities_and_gradients_equal_the_plain_ones(tokens, vocabulary, chunk, temperature):
+@pytest.mark.parametrize("soft_cap", [None, 5.0])
+def test_log_probabilities_and_gradients_equal_the_plain_ones(tokens, vocabulary, chunk, temperature, soft_cap):
     hidden, lm_head, targets, bias = head(torch.float32, tokens, vocabulary)
-    plain = reference.token_logprobs(hidden, lm_head, targets, temperature, bias)
-    ours = chunked_token_logprobs(hidden, lm_head, targets, temperature, bias, chunk=chunk)
+    plain = reference.token_logprobs(hidden, lm_head, targets, temperature, bias, soft_cap)
+    ours = chunked_token_logprobs(hidden, lm_head, targets, temperature, bias, chunk=chunk, soft_cap=soft_cap)
     torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-4)
     torch.manual_seed(2)
     weights = torch.randn(2, 1, device=DEVICE)  # broadcast: gradients arrive with stride 0
@@ -186,7 +187,8 @@ def test_a_chunk_of_log_probabilities_holds_nothing_beside_its_logits():
     assert default_chunk(hidden, lm_head) == 2048  # 320 MiB / (2 * 81920)
 
 
-def test_half_precision_log_probabilities_err_at_most_twice_as_much_as_the_plain_way():
+@pytest.mark.parametrize("soft_cap", [None, 5.0])
+def test_half_precision_log_probabilities_err_at_most_twice_as_much_as_the_plain_way(soft_cap):
     hidden, lm_head, targets, _ = head(torch.bfloat16, 16, 700)
     lm_head = lm_head.detach()
     results = []
@@ -197,7 +199,7 @@ def test_half_precision_log_probabilities_err_at_most_twice_as_much_as_the_plain
         (chunked_token_logprobs, torch.bfloat16, {"chunk": 5, "entropy_gradient": False}),
     ):
         x = hidden.detach().to(cast).requires_grad_()
-        logprob, entropy = op(x, lm_head.to(cast), targets, 0.9, **options)
+        logprob, entropy = op(x, lm_head.to(cast), targets, 0.9, soft_cap=soft_cap, **options)
         results.append([t.double() for t in (logprob, entropy, torch.autograd.grad(logprob.sum(), x)[0])])
     truth, low, *ours = results
     for result in ours:

@@ -23,7 +23,9 @@ def test_a_packing_knows_where_its_tokens_stand() -> None:
     assert packing.longest == 5
 
 
-def plain_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None) -> Tensor:
+def plain_attention(
+    query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None, cap: float | None = None
+) -> Tensor:
     """[1, heads, S, size] to [1, S, heads, size]: every token looks back in its own sequence, so far as the window."""
     heads, tokens, repeats = query.shape[1], query.shape[2], query.shape[1] // key.shape[1]
     starts = [0] * 3 + [3] + [4] * 5
@@ -32,20 +34,24 @@ def plain_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float, w
         first = starts[now] if window is None else max(starts[now], now - window + 1)
         for head in range(heads):
             keys, values = key[0, head // repeats, first : now + 1], value[0, head // repeats, first : now + 1]
-            weights = torch.stack([(query[0, head, now] * one).sum() * scaling for one in keys]).softmax(0)
+            scores = torch.stack([(query[0, head, now] * one).sum() * scaling for one in keys])
+            weights = (scores if cap is None else cap * torch.tanh(scores / cap)).softmax(0)
             rows.append(sum(weight * one for weight, one in zip(weights, values, strict=True)))
     return torch.stack(rows).view(1, tokens, heads, -1)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("window", [None, 1, 2, 4, 5, 9])
 @pytest.mark.parametrize("scaling", [None, 0.3])
-def test_attention_and_its_gradient_are_those_of_loops(window: int | None, scaling: float | None) -> None:
+@pytest.mark.parametrize("cap", [None, 0.5])
+def test_attention_and_its_gradient_are_those_of_loops(
+    window: int | None, scaling: float | None, cap: float | None
+) -> None:
     torch.manual_seed(0)
     tensors = [torch.randn(1, heads, 9, 2, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2)]
     packing, direction = Packing.of(LENGTHS, 6), torch.randn(1, 9, 4, 2, dtype=torch.float64)
-    expected = plain_attention(*tensors, scaling or 1 / math.sqrt(2), window)
+    expected = plain_attention(*tensors, scaling or 1 / math.sqrt(2), window, cap)
     result, weights = packed_attention(
-        nn.Module(), *tensors, None, scaling=scaling, sliding_window=window, packing=packing
+        nn.Module(), *tensors, None, scaling=scaling, sliding_window=window, softcap=cap, packing=packing
     )
     assert weights is None
     torch.testing.assert_close(result, expected)
@@ -113,6 +119,16 @@ def test_sixteen_bits_flash_attention_take_its_own_operation(
     assert called == ([] if dtype == torch.float32 else [2])
 
 
+def test_a_soft_cap_keeps_sixteen_bits_from_the_operation_which_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch.ops.aten, "_flash_attention_forward", raising=False)
+    torch.manual_seed(0)
+    tensors = [torch.randn(1, heads, 9, 8).bfloat16() for heads in (4, 2, 2)]
+    given = [tensor.as_subclass(OnGPU) for tensor in tensors]
+    result, _ = packed_attention(nn.Module(), *given, None, softcap=0.5, packing=Packing.of(LENGTHS, 6))
+    expected = plain_attention(*(tensor.float() for tensor in tensors), 1 / math.sqrt(8), None, 0.5)
+    torch.testing.assert_close(result.as_subclass(Tensor).float(), expected, rtol=1e-2, atol=1e-2)
+
+
 def test_pytorchs_operation_takes_what_it_is_given() -> None:
     """Names of the stand-in's arguments, and the tensors that have a gradient."""
     schema = torch.ops.aten._flash_attention_forward.default._schema
@@ -131,7 +147,9 @@ def test_its_gradients_are_pytorchs_and_have_the_shapes_of_what_it_was_given() -
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
-@pytest.mark.parametrize(("heads", "keys", "size"), [(28, 4, 128), (40, 8, 128), (32, 32, 96), (14, 2, 64), (8, 2, 80)])
+@pytest.mark.parametrize(
+    ("heads", "keys", "size"), [(28, 4, 128), (40, 8, 128), (32, 32, 96), (14, 2, 64), (8, 2, 80), (8, 4, 256)]
+)
 @pytest.mark.parametrize("window", [None, 256])
 @pytest.mark.parametrize("scaling", [None, 0.05])
 def test_a_gpus_operation_gives_what_pytorchs_function_gives_for_repeated_keys(

@@ -15,7 +15,7 @@ from qerl_kernels import (
     selected_backend,
 )
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from qerl_pl.cli.main import main
 from qerl_pl.errors import UserError
@@ -220,7 +220,7 @@ def test_matrices_of_several_types_cannot_share_a_scale(tiny_policy_dir: Path, t
 def test_refuses_a_model_without_projections(tiny_policy_dir: Path, tmp_path: Path) -> None:
     source = tmp_path / "other"
     shutil.copytree(tiny_policy_dir, source)
-    GPT2LMHeadModel(GPT2Config(vocab_size=512, n_embd=16, n_layer=1, n_head=1)).save_pretrained(source)
+    Qwen2ForCausalLM(Qwen2Config(vocab_size=512, hidden_size=16, num_hidden_layers=0)).save_pretrained(source)
     with pytest.raises(UserError, match=r"named model.layers.N.\*_proj.weight; .*other has none"):
         quantize_checkpoint(source, tmp_path / "out")
 

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Gemma2Config,
     Gemma3Config,
     Gemma3ForConditionalGeneration,
     Gemma3TextConfig,
@@ -52,6 +53,7 @@ CONFIGS: dict[str, type[PretrainedConfig]] = {
     "qwen3": Qwen3Config,
     "phi-4": Phi3Config,
     "phi-4-mini": Phi3Config,
+    "gemma-2": Gemma2Config,
     "gemma-3": Gemma3TextConfig,
     "qwen3-moe": Qwen3MoeConfig,
 }
@@ -65,6 +67,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "rope_parameters": LONG,
         "original_max_position_embeddings": 160,
         "tie_word_embeddings": True,
+    },
+    "gemma-2": {
+        "query_pre_attn_scalar": 50,
+        "sliding_window": 24,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "attn_logit_softcapping": 2.0,  # of the size of what they cap, or they would not show
+        "final_logit_softcapping": 4.0,
     },
     "gemma-3": {
         "query_pre_attn_scalar": 50,
@@ -113,7 +122,7 @@ def write_checkpoint(name: str, folder: Path) -> Path:
                     parameter.add_(torch.empty_like(parameter).uniform_(-0.5, 0.5))
                 else:
                     # Gemma multiplies embeddings by 11: larger ones would repeat the last token, whatever layers do.
-                    small = "_proj" in parameter_name or name == "gemma-3"
+                    small = "_proj" in parameter_name or name.startswith("gemma")
                     parameter.normal_(std=0.08 if small else 0.15)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

@@ -10,6 +10,9 @@ full fine-tuning starts from STARTS/none-0/merged. Neither sees the test split, 
 writes what the policy can do on it before fine-tuning, asked for a boxed answer, and after it to before.json and
 after.json for `benchmarks.study.pretrained table`. Reinforcement learning trains on the remaining rows, which `train`
 writes to STARTS/data.
+
+On one kind of GPU the same command writes the same adapter again, so `train --steps N --unmeasured` makes a start on
+another machine that was measured and chosen before.
 """
 
 import argparse
@@ -109,6 +112,9 @@ def train(args: argparse.Namespace) -> None:
     )
     trainer.fit(module, data)
     shutil.rmtree(folder / "adapter", ignore_errors=True)  # the last of the snapshots
+    if args.unmeasured:
+        begin(folder, args.steps)
+        return
     del module, trainer
     longest = max(args.max_tokens, args.boxed_tokens if args.test_samples else 0)
     policy = Measurement(base, args.format, lora, longest, args.engine, args.dtype)
@@ -132,6 +138,15 @@ def train(args: argparse.Namespace) -> None:
     (folder / RESULTS).write_text(json.dumps(results, indent=1) + "\n")
 
 
+def begin(folder: Path, step: int) -> None:
+    """Let the runs of STARTS/FORMAT-ROUNDING begin with the adapter of a step; full fine-tuning with it merged."""
+    shutil.rmtree(folder / "start", ignore_errors=True)
+    shutil.copytree(folder / f"step={step}", folder / "start")
+    name, _, rounding = folder.name.rpartition("-")
+    if name == "none":
+        merge(folder.parent / f"base-{rounding}", folder / "start", folder / "merged")
+
+
 def merge(base: Path, adapter: Path, merged: Path) -> None:
     """Write a 16-bit base with its adapter merged into it, from which full fine-tuning starts."""
     with atomic_directory(merged, replace=True) as out:
@@ -146,10 +161,7 @@ def choose(args: argparse.Namespace) -> None:
     target, rows, results = args.target or min(best.values()), [], []
     for folder, start in starts.items():
         step = min(start["steps"], key=lambda step: (abs(step["sampled"] - target), step["step"]))
-        shutil.rmtree(folder / "start", ignore_errors=True)
-        shutil.copytree(folder / f"step={step['step']}", folder / "start")
-        if start["format"] == "none":
-            merge(args.starts / f"base-{start['rounding']}", folder / "start", folder / "merged")
+        begin(folder, step["step"])
         accuracies = [f"{value:.3f}" for value in (best[folder], step["sampled"], step["greedy"])]
         rows.append([folder.name, step["step"], *accuracies])
         results.append({**start, "chosen": step["step"]})
@@ -170,6 +182,7 @@ def main(words: Sequence[str] | None = None) -> None:
     one.add_argument("--held-out", type=int, default=1024, help="rows that the accuracy is measured on")
     one.add_argument("--steps", type=int, default=96)
     one.add_argument("--every", type=int, default=16, help="steps between two measurements")
+    one.add_argument("--unmeasured", action="store_true", help="start from the last step, whatever its accuracy")
     one.add_argument("--batch-size", type=int, default=32)
     one.add_argument("--lr", type=float, default=2e-4)
     one.add_argument("--rank", type=int, default=32)

@@ -23,6 +23,7 @@ def chunked_token_logprobs(
     *,
     entropy_gradient: bool = True,
     chunk: int | None = None,
+    soft_cap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each target token and entropy of its distribution, as `reference.token_logprobs`.
 
@@ -38,6 +39,7 @@ def chunked_token_logprobs(
         bias: [V].
         entropy_gradient: Whether the entropy has a gradient; without it the entropy is detached.
         chunk: Tokens in a chunk; by default as many as fit CHUNK_BYTES.
+        soft_cap: The logits z become soft_cap * tanh(z / soft_cap), before the temperature; None leaves them.
 
     Returns:
         Log-probability and entropy in nats, each float32 [M] (float64 for float64 input).
@@ -46,18 +48,18 @@ def chunked_token_logprobs(
         raise ValueError(f"The temperature must be above 0, got {temperature}; use 1.0 for greedy completions.")
     frozen = not lm_head.requires_grad and (bias is None or not bias.requires_grad)
     wants_gradient = torch.is_grad_enabled() and hidden.requires_grad
-    chunk = chunk or default_chunk(hidden, lm_head)
-    inputs = (hidden, lm_head, targets, float(temperature), bias, chunk)
+    chunk = chunk or default_chunk(hidden, lm_head, soft_cap)
+    inputs = (hidden, lm_head, targets, float(temperature), bias, chunk, soft_cap)
     if frozen and not entropy_gradient and wants_gradient:
         return _EagerLogprobs.apply(*inputs)
     logprob, entropy = _RecomputedLogprobs.apply(*inputs)
     return logprob, entropy if entropy_gradient else entropy.detach()
 
 
-def default_chunk(hidden: Tensor, lm_head: Tensor) -> int:
+def default_chunk(hidden: Tensor, lm_head: Tensor, soft_cap: float | None = None) -> int:
     """Tokens whose logits fit CHUNK_BYTES, a multiple of 128 where that many fit."""
-    # The plain path holds the logits, their float32 copy and two temporaries of it.
-    held = hidden.element_size() if runs_triton(hidden) else hidden.element_size() + 12
+    # The plain path holds the logits, their float32 copy and two temporaries of it; a soft cap needs its slope.
+    held = hidden.element_size() * (1 if soft_cap is None else 2) + (0 if runs_triton(hidden) else 12)
     tokens = CHUNK_BYTES // (held * lm_head.shape[0])
     return int(max(1, tokens // 128 * 128 or tokens))
 
@@ -66,10 +68,17 @@ class _Chunks:
     """Logits of a chunk of tokens, their statistics and gradient, on the selected backend."""
 
     def __init__(
-        self, hidden: Tensor, lm_head: Tensor, targets: Tensor, temperature: float, bias: Tensor | None, chunk: int
+        self,
+        hidden: Tensor,
+        lm_head: Tensor,
+        targets: Tensor,
+        temperature: float,
+        bias: Tensor | None,
+        chunk: int,
+        soft_cap: float | None,
     ) -> None:
         self.hidden, self.lm_head, self.targets, self.bias = hidden, lm_head, targets, bias
-        self.temperature, self.chunk = temperature, chunk
+        self.temperature, self.chunk, self.soft_cap = temperature, chunk, soft_cap
         self.triton = runs_triton(hidden)
         self.buffer = hidden.new_empty(min(chunk, len(hidden)), len(lm_head)) if self.triton else None
 
@@ -80,9 +89,10 @@ class _Chunks:
         """Logits before the temperature in the dtype of the hidden states; valid until the next call."""
         hidden, weight = self.hidden[rows], self.lm_head.t()
         out = None if self.buffer is None else self.buffer[: len(hidden)]
-        if self.bias is None:
-            return torch.mm(hidden, weight, out=out)
-        return torch.addmm(self.bias, hidden, weight, out=out)
+        logits = (
+            torch.mm(hidden, weight, out=out) if self.bias is None else torch.addmm(self.bias, hidden, weight, out=out)
+        )
+        return logits if self.soft_cap is None else logits.div_(self.soft_cap).tanh_().mul_(self.soft_cap)
 
     def statistics(self, logits: Tensor, rows: slice) -> tuple[Tensor, Tensor, Tensor]:
         """Log-probability, log-partition and entropy of these rows."""
@@ -100,7 +110,19 @@ class _Chunks:
     def gradient(
         self, logits: Tensor, rows: slice, lse: Tensor, entropy: Tensor, grad_logprob: Tensor, grad_entropy: Tensor
     ) -> Tensor:
-        """Gradient of sum(grad_logprob * logprob + grad_entropy * entropy) to the logits; may overwrite them."""
+        """Gradient of sum(grad_logprob * logprob + grad_entropy * entropy) to the logits before their soft cap.
+
+        May overwrite the logits.
+        """
+        statistics = (lse, entropy, grad_logprob, grad_entropy)
+        if self.soft_cap is None:
+            return self._gradient(logits, rows, *statistics)
+        slope = (logits / self.soft_cap).square_().neg_().add_(1.0)
+        return self._gradient(logits, rows, *statistics).mul_(slope)
+
+    def _gradient(
+        self, logits: Tensor, rows: slice, lse: Tensor, entropy: Tensor, grad_logprob: Tensor, grad_entropy: Tensor
+    ) -> Tensor:
         if self.triton:
             from qerl_kernels import triton_logprob
 
@@ -129,9 +151,16 @@ class _EagerLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, lm_head: Tensor, targets: Tensor, temperature: float, bias: Tensor | None, chunk: int
+        ctx: Any,
+        hidden: Tensor,
+        lm_head: Tensor,
+        targets: Tensor,
+        temperature: float,
+        bias: Tensor | None,
+        chunk: int,
+        soft_cap: float | None,
     ) -> tuple[Tensor, Tensor]:
-        chunks = _Chunks(hidden, lm_head, targets, temperature, bias, chunk)
+        chunks = _Chunks(hidden, lm_head, targets, temperature, bias, chunk, soft_cap)
         logprob, entropy, jacobian = _empty(hidden), _empty(hidden), torch.empty_like(hidden)
         ones, zeros = torch.ones_like(logprob), torch.zeros_like(logprob)
         for rows in chunks.rows():
@@ -149,7 +178,7 @@ class _EagerLogprobs(torch.autograd.Function):
         (jacobian,) = ctx.saved_tensors
         # `out` avoids a float32 product.
         grad_hidden = torch.mul(jacobian, grad_logprob[:, None], out=torch.empty_like(jacobian))
-        return grad_hidden, None, None, None, None, None
+        return grad_hidden, None, None, None, None, None, None
 
 
 class _RecomputedLogprobs(torch.autograd.Function):
@@ -157,22 +186,29 @@ class _RecomputedLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, lm_head: Tensor, targets: Tensor, temperature: float, bias: Tensor | None, chunk: int
+        ctx: Any,
+        hidden: Tensor,
+        lm_head: Tensor,
+        targets: Tensor,
+        temperature: float,
+        bias: Tensor | None,
+        chunk: int,
+        soft_cap: float | None,
     ) -> tuple[Tensor, Tensor]:
-        chunks = _Chunks(hidden, lm_head, targets, temperature, bias, chunk)
+        chunks = _Chunks(hidden, lm_head, targets, temperature, bias, chunk, soft_cap)
         logprob, lse, entropy = _empty(hidden), _empty(hidden), _empty(hidden)
         for rows in chunks.rows():
             logprob[rows], lse[rows], entropy[rows] = chunks.statistics(chunks.logits(rows), rows)
         ctx.save_for_backward(hidden, lm_head, targets, bias, lse, entropy)
-        ctx.temperature, ctx.chunk = temperature, chunk
+        ctx.temperature, ctx.chunk, ctx.soft_cap = temperature, chunk, soft_cap
         return logprob, entropy
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_logprob: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
         hidden, lm_head, targets, bias, lse, entropy = ctx.saved_tensors
-        wants_hidden, wants_head, _, _, wants_bias, _ = ctx.needs_input_grad
-        chunks = _Chunks(hidden, lm_head, targets, ctx.temperature, bias, ctx.chunk)
+        wants_hidden, wants_head, _, _, wants_bias, *_ = ctx.needs_input_grad
+        chunks = _Chunks(hidden, lm_head, targets, ctx.temperature, bias, ctx.chunk, ctx.soft_cap)
         grad_hidden = torch.empty_like(hidden) if wants_hidden else None
         # Sums over chunks have the statistics' precision.
         grad_head = torch.zeros_like(lm_head, dtype=lse.dtype) if wants_head else None
@@ -192,5 +228,6 @@ class _RecomputedLogprobs(torch.autograd.Function):
             None,
             None,
             None if grad_bias is None else grad_bias.to(bias.dtype),
+            None,
             None,
         )

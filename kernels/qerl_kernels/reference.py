@@ -178,7 +178,12 @@ def dequantize_mxfp4(packed: Tensor, scale: Tensor, dtype: torch.dtype) -> Tenso
 
 
 def token_logprobs(
-    hidden: Tensor, lm_head: Tensor, targets: Tensor, temperature: float = 1.0, bias: Tensor | None = None
+    hidden: Tensor,
+    lm_head: Tensor,
+    targets: Tensor,
+    temperature: float = 1.0,
+    bias: Tensor | None = None,
+    soft_cap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each target token and entropy of its distribution, with [M, V] logits in memory.
 
@@ -187,6 +192,8 @@ def token_logprobs(
     Arguments and results are those of `chunked_token_logprobs`.
     """
     logits = torch.nn.functional.linear(hidden, lm_head, bias)
+    if soft_cap is not None:
+        logits = soft_cap * (logits / soft_cap).tanh()
     logp = (logits.to(torch.promote_types(hidden.dtype, torch.float32)) / temperature).log_softmax(-1)
     entropy = -torch.xlogy(logp.exp(), logp.exp()).sum(-1)
     return logp.gather(-1, targets.unsqueeze(-1)).squeeze(-1), entropy

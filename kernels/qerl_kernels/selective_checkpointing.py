@@ -10,8 +10,8 @@ refused as mutated; a block's last product would be saved or computed again; and
 """
 
 import threading
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import Tensor
@@ -82,6 +82,16 @@ def selective_checkpoint_contexts(
 def saves_products() -> bool:
     """Whether this thread runs a selectively checkpointed block or its recomputation."""
     return _thread.context is not None
+
+
+@contextmanager
+def without_saving_products() -> Iterator[None]:
+    """Inside the block a selectively checkpointed block saves no products: its recomputation computes them anew."""
+    outer, _thread.context = _thread.context, None
+    try:
+        yield
+    finally:
+        _thread.context = outer
 
 
 def save_products(compute: Callable[[], Products]) -> Products:

@@ -7,7 +7,7 @@ A new objective is a subclass of `Objective` that sets `aggregation`, its defaul
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, replace
-from typing import Self, get_args
+from typing import Literal, Self, get_args
 
 import torch
 from torch import Tensor
@@ -20,6 +20,8 @@ from qerl_pl.algorithm.off_policy import PRESETS, RolloutCorrection, correction_
 from qerl_pl.errors import UserError, require_one_of
 
 DEFAULT_IMPORTANCE_CAP = 2.0
+
+Divergence = Literal["sampled_token", "full_vocabulary"]
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,8 @@ class LossInputs:
     """[B, T], entropy of the current next-token distribution in nats; with gradient if there is an entropy bonus."""
     teacher_logprobs: Tensor | None = None
     """[B, T], teacher of on-policy distillation, detached."""
+    teacher_kl: Tensor | None = None
+    """[B, T], KL(current policy || teacher) over the vocabulary in nats, with gradient."""
     surrogate_mask: Tensor | None = None
     """bool [B, T], tokens of the mask whose surrogate trains; None takes all."""
     noise_widening: float = 1.0
@@ -69,7 +73,8 @@ class LossOutputs:
 class Objective(ABC):
     """Policy-gradient loss over groups of completions.
 
-    loss = sum over tokens of weight * (-importance weight * surrogate + beta * KL - entropy_coefficient * entropy)
+    loss = sum over tokens of weight * (-importance weight * surrogate + beta * KL - entropy_coefficient * entropy
+    + distillation_coefficient * KL to the teacher), the last for `full_vocabulary`
 
     Args:
         beta: Coefficient of the KL penalty against the policy with its adapter off; 0 leaves the penalty out.
@@ -92,6 +97,9 @@ class Objective(ABC):
         entropy_coefficient: Coefficient of an entropy bonus; 0 leaves it out.
         distillation_coefficient: Factor of log teacher - log policy, which each token's advantage gets in addition
             (on-policy distillation from `model.teacher`); 0 leaves it out.
+        distillation_divergence: How the reverse KL divergence to the teacher is computed: sampled_token estimates it by
+            the sampled token, as an advantage; full_vocabulary sums over all tokens, without variance from sampling
+            them, and adds it to the loss in place of the advantage, neither clipped nor with importance weights.
 
     Raises:
         UserError: A number is outside its range, a choice is unknown, both an importance cap and a correction are set,
@@ -111,6 +119,7 @@ class Objective(ABC):
     delta: float | None = None
     top_entropy_quantile: float = 1.0
     adaptive_entropy: AdaptiveEntropy | None = None
+    distillation_divergence: Divergence = "sampled_token"
 
     clips_ratio = True
     """Whether the surrogate is `clipped_surrogate`, for which `delta` is."""
@@ -139,6 +148,7 @@ class Objective(ABC):
             )
         require_one_of(get_args(KLEstimator), "kl_estimator", self.kl_estimator)
         require_one_of(get_args(AdvantageNorm), "advantage_norm", self.advantage_norm)
+        require_one_of(get_args(Divergence), "distillation_divergence", self.distillation_divergence)
 
     def _check_surrogate(self) -> None:
         delta, share = self.delta, self.top_entropy_quantile
@@ -184,8 +194,13 @@ class Objective(ABC):
 
     @property
     def needs_teacher(self) -> bool:
-        """Whether the loss needs `LossInputs.teacher_logprobs`."""
+        """Whether the loss needs `LossInputs.teacher_logprobs` or, for the full vocabulary, `teacher_kl`."""
         return self.distillation_coefficient != 0
+
+    @property
+    def needs_teacher_kl(self) -> bool:
+        """Whether the loss needs `LossInputs.teacher_kl`, with its gradient."""
+        return self.needs_teacher and self.distillation_divergence == "full_vocabulary"
 
     def advantages(self, rewards: Tensor, group_size: int) -> Tensor:
         """Advantages [B] of rewards [B], see `qerl_pl.algorithm.advantages.group_advantages`."""
@@ -239,6 +254,8 @@ class Objective(ABC):
             sums["entropy"] = masked(batch.entropy)
         if teacher is not None:
             sums["teacher_kl"] = losses.kl_divergence(old, teacher, self.kl_estimator)
+        elif batch.teacher_kl is not None:
+            sums["teacher_kl"] = masked(batch.teacher_kl)
         if self.needs_reference:
             if "kl" not in sums:
                 raise ValueError(f"beta={self.beta} needs ref_logprobs; got None; pass them or set beta to 0.")
@@ -249,6 +266,10 @@ class Objective(ABC):
                     "entropy_coefficient needs the entropy; got None; pass it or set the coefficient to 0."
                 )
             per_token = per_token - self.entropy_coefficient * sums["entropy"]
+        if self.needs_teacher_kl:
+            if batch.teacher_kl is None:
+                raise ValueError("full_vocabulary needs teacher_kl; got None; pass it or choose sampled_token.")
+            per_token = per_token + self.distillation_coefficient * sums["teacher_kl"]
         metrics = {name: masked(values.detach()).sum() for name, values in sums.items()}
         by_completion = {name: sums[name] for name in ("tokens", "rejected", "mismatch_k3")}
         by_completion["clipped"] = surrogate.clipped_low | surrogate.clipped_high
@@ -257,7 +278,7 @@ class Objective(ABC):
 
     def _advantages(self, advantages: Tensor, old_logprobs: Tensor, teacher_logprobs: Tensor | None) -> Tensor:
         """Advantages of the completions [B], or with distillation of their tokens [B, T]."""
-        if not self.needs_teacher:
+        if not self.needs_teacher or self.needs_teacher_kl:
             return advantages
         if teacher_logprobs is None:
             raise ValueError("distillation needs teacher_logprobs; got None; pass them or set its coefficient to 0.")

@@ -192,9 +192,9 @@ class RolloutCallback(Callback, ChecksFirst):
         positions = module.policy_config.positions()
         if stage == "fit":
             module.update.check_divides(data.batch_size * self.config.group_size)
-        if positions is not None and self._longest(data) > positions:
+        if positions is not None and self.longest(data) > positions:
             raise UserError(
-                f"prompt and completion must fit the model's {positions} positions; got {self._longest(data)} "
+                f"prompt and completion must fit the model's {positions} positions; got {self.longest(data)} "
                 "(data.max_prompt_tokens and the largest max_tokens of sampling, eval_sampling and "
                 "extra_eval_sampling); lower them"
             )
@@ -218,7 +218,7 @@ class RolloutCallback(Callback, ChecksFirst):
             data.tools = opening.tools
         return dialogues
 
-    def _longest(self, data: PromptDataModule) -> int:
+    def longest(self, data: PromptDataModule) -> int:
         """Longest sequence in tokens, prompt and completion."""
         samplings = (self.config.sampling, self.eval_config.sampling, *self.eval_config.extra.values())
         return data.max_prompt_tokens + max(sampling.max_tokens for sampling in samplings)
@@ -239,7 +239,7 @@ class RolloutCallback(Callback, ChecksFirst):
             device=trainer.strategy.root_device,
             lora_rank=0 if lora is None else lora.rank,
             lora_targets=() if lora is None else lora.targets,
-            max_tokens=self._longest(data),
+            max_tokens=self.longest(data),
             full_finetuning=lora is None,
             ranks=ranks.size,
             record_routing=module.policy_config.replay_routing,

@@ -36,6 +36,7 @@ from qerl_pl.callbacks.loggers import SaveFitConfig
 from qerl_pl.callbacks.progress import progress_bar
 from qerl_pl.cli import sft
 from qerl_pl.cli.configs import ConfigFile, configs
+from qerl_pl.cli.dry_run import DryRun, describe
 from qerl_pl.cli.error_messages import explain
 from qerl_pl.cli.export import export, take_adapter
 from qerl_pl.cli.quantize import quantize
@@ -217,6 +218,11 @@ class QeRLCLI(LightningCLI):
             parser.add_argument(f"--{key}", type=kind | None, default=default, help=text)
         parser.set_defaults(DEFAULTS)
         parser.add_argument(
+            "--dry-run",
+            action="store_true",
+            help="Print what the run needs of memory, estimated, and the longest completion that fits; load nothing.",
+        )
+        parser.add_argument(
             "--resume",
             type=str | None,
             default=None,
@@ -259,9 +265,20 @@ class QeRLCLI(LightningCLI):
             verify(Path(config.ckpt_path))
 
     def before_instantiate_classes(self) -> None:
-        """Have the keys under `model` build the module of supervised fine-tuning, if the data are conversations."""
+        """Have the keys under `model` build the module of supervised fine-tuning, if the data are conversations.
+
+        Raises:
+            DryRun: The run is not to start.
+        """
         if self._is_sft:  # in place of Lightning's own, which keeps hyperparameters
             self.parser.add_instantiator(sft.sft_module, QeRLModule, subclasses=False, prepend=True)
+        if self._get(self.config, "dry_run"):
+            settings = self.parser.instantiate_classes(self.config)[self.config["subcommand"]]
+            callbacks = _listed(settings.trainer.callbacks)
+            rollouts = [callback for callback in callbacks if isinstance(callback, RolloutCallback)]
+            if not rollouts and not self._is_sft:
+                rollouts = [RolloutCallback(**settings.rollout)]
+            raise DryRun(describe(settings.model, settings.data, rollouts[0] if rollouts else None))
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """The trainer with atomic checkpoints, and TensorBoard in the run's folder unless the YAML names a logger."""
@@ -443,6 +460,9 @@ def main(argv: list[str] | None = None) -> int:
         cli = QeRLCLI()
         if isinstance(cli.trainer.strategy, UnwrappedDDPStrategy):  # last: closing the engines needs the group
             return cli.trainer.strategy.finish()
+        return 0
+    except DryRun as done:
+        print(done)
         return 0
     except Preempted as stop:
         status, message = 128 + stop.signal_number, f"{stop}; go on with the same command and --resume auto"

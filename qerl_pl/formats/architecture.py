@@ -34,8 +34,10 @@ class Experts:
     """Its submodule with all experts: the stacks `gate_up_proj` [experts, 2 * inner, hidden] and `down_proj`."""
     router: str = "gate"
     """Its submodule with `weight` [experts, hidden], `top_k` and `norm_topk_prob`. It stays in 16 bits."""
+    count: str = "num_experts"
+    """Key of config.json for the number of experts."""
     chosen: str = "num_experts_per_tok"
-    """Key of config.json for the number of experts of a token."""
+    """Key for the number of experts of a token."""
     inner: str = "moe_intermediate_size"
     """Key for the width of an expert."""
 
@@ -65,6 +67,10 @@ class Family:
     """The embedding's attribute that multiplies its rows, if any."""
     window: Callable[[Any], int | None] = lambda attention: None
     """Sliding window of an attention layer of transformers, in tokens; None for full attention."""
+    score_cap: str | None = None
+    """The attention's attribute with the soft cap of its scores, if any; such layers attend in plain PyTorch."""
+    logit_cap: str | None = None
+    """Key of config.json with the soft cap of the logits, if any."""
     dropouts: tuple[str, ...] = ("attention_dropout",)
     """Keys of config.json for pretraining's dropout, which is off in the policy."""
     unsupported: tuple[str, ...] = ()
@@ -97,6 +103,19 @@ FAMILIES = (
         window=lambda attention: attention.config.sliding_window,
         dropouts=("attention_dropout", "resid_pdrop", "embd_pdrop"),
     ),
+    Family(
+        "gemma2",
+        "Gemma2",
+        noisy_norms=("input_layernorm", "pre_feedforward_layernorm"),
+        norm_offset=1.0,
+        norm_eps="eps",
+        normed_outputs=True,
+        embedding_scale="embed_scale",
+        window=lambda attention: attention.sliding_window,
+        score_cap="attn_logit_softcapping",
+        logit_cap="final_logit_softcapping",
+        unsupported=("use_bidirectional_attention",),
+    ),
     Family(  # the text models of Gemma 3
         "gemma3_text",
         "Gemma3",
@@ -117,6 +136,13 @@ FAMILIES = (
     ),
 )
 
+_DELTA_NETS = "gated delta nets: the update lacks their scan of packed sequences with a backward pass"
+NOT_COMPUTED: Mapping[str, str] = {
+    "gpt_oss": "attention sinks, which PyTorch's variable-length flash attention lacks, and experts with biases",
+    **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), _DELTA_NETS),
+}
+"""By `model_type`, what the update would have to compute for a family, so that an entry in `FAMILIES` is not enough."""
+
 
 def family_of(model_type: str, source: object = "the model") -> Family:
     """The family of a `model_type`.
@@ -131,11 +157,28 @@ def family_of(model_type: str, source: object = "the model") -> Family:
     for family in FAMILIES:
         if family.model_type == model_type:
             return family
+    if model_type in NOT_COMPUTED:
+        raise UserError(
+            f"a base model must be of a family that trains; model_type in config.json of {source} is {model_type!r}, "
+            f"which has {NOT_COMPUTED[model_type]}; take one of docs/your-own-model.md"
+        )
     known = ", ".join(family.model_type for family in FAMILIES)
     raise UserError(
         f"a base model must be of a known family; model_type in config.json of {source} is {model_type!r}, none of "
-        f"{known}: describe it in qerl_pl/formats/architecture.py as docs/adding-a-family.md shows, or take another"
+        f"{known}: add it as docs/adding-a-family.md shows, or take another"
     )
+
+
+def has_score_cap(config: PretrainedConfig) -> bool:
+    """Whether a model, of any family, caps the scores of its attention."""
+    capped = (family.model_type for family in FAMILIES if family.score_cap is not None)
+    return config.model_type in capped
+
+
+def logit_cap(config: PretrainedConfig) -> float | None:
+    """Soft cap of the logits of a model of a known family; None where they have none."""
+    key = family_of(config.model_type).logit_cap
+    return None if key is None else getattr(config, key)
 
 
 def family_of_class(name: str, kind: str) -> Family | None:

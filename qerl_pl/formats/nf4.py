@@ -154,9 +154,13 @@ class NF4Format:
 
 
 def _code_books() -> tuple[Tensor, Tensor]:
-    """The 16 values of NF4 and the 256 of the magnitudes' codes, on the CPU."""
+    """The 16 values of NF4 and the 256 of the magnitudes' codes, on the CPU, as files are read.
+
+    Lightning makes the GPU the default device while a module is configured, which bitsandbytes' map would follow.
+    """
     functional = _functional()
-    return functional.get_4bit_type("nf4", "cpu"), functional.create_dynamic_map()
+    with torch.device("cpu"):
+        return functional.get_4bit_type("nf4", "cpu"), functional.create_dynamic_map()
 
 
 @dataclass(frozen=True)

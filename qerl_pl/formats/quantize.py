@@ -24,7 +24,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from qerl_pl.errors import UserError
-from qerl_pl.formats.architecture import fused_group, has_experts, text_config, unquantized
+from qerl_pl.formats.architecture import check_family, fused_group, has_experts, text_config, unquantized
 from qerl_pl.formats.base import QUANTIZERS, Quantization, QuantizedFormat, Quantizer, format_of
 from qerl_pl.formats.dense import DENSE
 from qerl_pl.formats.dense_checkpoint import validate_checkpoint
@@ -75,12 +75,16 @@ def quantize_checkpoint(
         device: Device of the arithmetic. `auto` is the GPU where there is one.
 
     Raises:
-        UserError: `dst` exists, `src` is no model folder, is inconsistent or already quantized, has images and a text
-            model of no known family, has no matrix to quantize, or one or experts that the format cannot store, the
-            format lacks an option, or there is no GPU for `device`.
+        UserError: `dst` exists, `src` is no model folder, is of no known family, inconsistent or already quantized, has
+            no matrix to quantize, or one or experts that the format cannot store, the format lacks an option, or there
+            is no GPU for `device`.
     """
     quantizer, torch_device = QUANTIZERS[format](scales, power_of_two), _device(device)
-    config, source = read_config(src), format_of(src)
+    config = read_config(src)
+    inner = text_config(config, src)
+    if inner is None:
+        check_family(config, src)
+    source = format_of(src)
     if source is not DENSE:
         raise UserError(
             f"only 16-bit weights can be quantized; {src} is {source.name.upper()} already; use it as it is"
@@ -88,7 +92,6 @@ def quantize_checkpoint(
     if dst.exists():
         raise UserError(f"the destination must not exist; {dst} does; choose another name or remove it")
     validate_checkpoint(src)
-    inner = text_config(config, src)
     config, tensors = (config, TensorFiles(src)) if inner is None else (inner, TensorFiles(src, TEXT_MODEL))
     if has_experts(config) and not quantizer.stores_experts:
         raise UserError(

@@ -1,4 +1,4 @@
-"""Activation checkpointing by layer, selective or none: chosen by free memory, with a fallback when that runs out.
+"""Activation checkpointing: none, selective, by layer, offloaded; chosen by free memory, with a fallback.
 
 All modes give the same gradients, bit for bit: the choice trades time for memory.
 """
@@ -6,6 +6,7 @@ All modes give the same gradients, bit for bit: the choice trades time for memor
 import gc
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Literal, TypeVar
 
@@ -17,17 +18,20 @@ from transformers import PreTrainedModel
 from qerl_pl.distributed.communicator import Communicator, warn_of_this_rank
 from qerl_pl.formats.architecture import family_of
 from qerl_pl.formats.norm import Float32RMSNorm
-from qerl_pl.memory import GIB, activation_bytes, free_bytes, temporary_bytes
+from qerl_pl.memory import GIB, free_bytes
+from qerl_pl.memory_plan import SAFETY_FACTOR, MicroBatch, Shape, activation_bytes
+from qerl_pl.modules.activation_offload import ActivationOffload
 from qerl_pl.modules.lora import LoraLinear
+from qerl_pl.modules.tiled_mlp import leaving_out_contexts
 from qerl_pl.persistence.random_state import random_state, set_random_state
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-Checkpointing = bool | Literal["selective", "auto"]
+Checkpointing = bool | Literal["selective", "offload", "auto"]
 MODES: tuple[Checkpointing, ...] = (False, "selective", True)
-"""From the fastest to the one that needs the least memory."""
+"""Those that "auto" takes, from the fastest to the one that needs the least memory. "offload" takes the CPU's, too."""
 
 
 class ActivationCheckpointing:
@@ -35,18 +39,32 @@ class ActivationCheckpointing:
 
     Args:
         base: The causal LM, its adapter attached.
-        requested: One of `MODES`, or "auto": every layer is checkpointed until `choose_mode` is called.
+        requested: One of `MODES`, "offload", or "auto": every layer is checkpointed until `choose_mode` is called.
         has_dropout: Whether recomputation must restore random states.
         dtype: Of activations; the parameters may be float32 master weights.
+        mlp_tile_tokens: Of the layers' MLPs; None where they are not tiled.
     """
 
-    def __init__(self, base: PreTrainedModel, requested: Checkpointing, has_dropout: bool, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        base: PreTrainedModel,
+        requested: Checkpointing,
+        has_dropout: bool,
+        dtype: torch.dtype,
+        mlp_tile_tokens: int | None = None,
+    ) -> None:
         self._base, self._has_dropout, self._dtype, self._enabled = base, has_dropout, dtype, False
+        self._mlp_tile_tokens = mlp_tile_tokens
         self._pending_state_bytes = 8.0  # of AdamW in float32
         self.automatic = requested == "auto"
         self.chosen = not self.automatic
         self.mode: Checkpointing = True if requested == "auto" else requested
+        self._offload = ActivationOffload(base.config.hidden_size, dtype) if requested == "offload" else None
         self._apply()
+
+    def saved_activations(self) -> AbstractContextManager[object]:
+        """Context of the decoder's forward pass, for what the layers' checkpoints save."""
+        return nullcontext() if self._offload is None else self._offload
 
     def state(self) -> str | None:
         """The mode that "auto" chose, for a checkpoint; None before the choice and for other settings."""
@@ -89,17 +107,22 @@ class ActivationCheckpointing:
     def needed_bytes(self, mode: Checkpointing, tokens: int) -> int:
         """Bytes that an update will allocate for micro-batches of so many tokens, estimated: activations, and gradients
         and optimizer states not yet held."""
-        config = self._base.config
-        norms = (module for module in self._base.modules() if isinstance(module, Float32RMSNorm))
-        train_norms = any(norm.weight.requires_grad for norm in norms)
-        full_finetuning = self._base.get_output_embeddings().weight.requires_grad
+        modules = list(self._base.modules())
+        norms = (module for module in modules if isinstance(module, Float32RMSNorm))
         trained = [parameter for parameter in self._base.parameters() if parameter.requires_grad]
+        batch = MicroBatch(
+            tokens,
+            dtype=self._dtype,
+            checkpointing=mode,
+            mlp_tile_tokens=self._mlp_tile_tokens,
+            train_norms=any(norm.weight.requires_grad for norm in norms),
+            rank=max((len(module.factors()[0]) for module in modules if isinstance(module, LoraLinear)), default=0),
+            full_finetuning=self._base.get_output_embeddings().weight.requires_grad,
+        )
         gradients = sum(parameter.nbytes for parameter in trained if parameter.grad is None)
         states = int(self._pending_state_bytes * sum(parameter.numel() for parameter in trained))
-        inner, chosen = family_of(config.model_type).mlp_widths(config)
-        activations = activation_bytes(config, self._dtype, mode, tokens, train_norms, inner, chosen)
-        temporary = temporary_bytes(config, self._dtype, full_finetuning, experts=chosen > 0)
-        return activations + temporary + gradients + states
+        activations = activation_bytes(Shape.of(self._base.config), batch)
+        return int(SAFETY_FACTOR * activations) + gradients + states
 
     def run_with_oom_fallback(self, work: Callable[[], T], parameters: Sequence[nn.Parameter]) -> T:
         """Run forward and backward passes; if they run out of memory in "auto", repeat them in the next mode.
@@ -150,9 +173,13 @@ class ActivationCheckpointing:
             return
         self._enabled = True
         settings: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": self._has_dropout}
+        is_added = not family_of(self._base.config.model_type).normed_outputs
         if self.mode == "selective":
-            added = not family_of(self._base.config.model_type).normed_outputs and _saves_all_products(self._base)
+            # Products of tiled MLPs are not saved: the last one is then no addend of the result.
+            added = is_added and self._mlp_tile_tokens is None and _saves_all_products(self._base)
             settings["context_fn"] = partial(selective_checkpoint_contexts, last_is_added=added)
+        elif is_added and self._mlp_tile_tokens is not None:
+            settings["context_fn"] = leaving_out_contexts
         self._base.gradient_checkpointing_enable(settings)
         self._base.disable_input_require_grads()  # only reentrant checkpoints need it, and it costs products
 

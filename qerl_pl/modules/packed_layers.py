@@ -16,6 +16,7 @@ from transformers import AttentionInterface
 
 from qerl_pl.formats.architecture import Family, family_of_class
 from qerl_pl.modules.lora import shared_input_linears
+from qerl_pl.modules.tiled_mlp import tiled
 from qerl_pl.persistence.random_state import strictly_deterministic_gradient
 
 ATTENTION = "qerl_packed"
@@ -55,13 +56,14 @@ def packed_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
+    softcap: float | None = None,
     packing: Packing | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """`attention_of_rows` as a transformers attention function: query [1, heads, S, head size], and so on."""
     assert packing is not None and dropout == 0.0
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    return attention_of_rows(q, k, v, packing, scaling, sliding_window).unsqueeze(0), None
+    return attention_of_rows(q, k, v, packing, scaling, sliding_window, softcap).unsqueeze(0), None
 
 
 def attention_of_rows(
@@ -71,10 +73,12 @@ def attention_of_rows(
     packing: Packing,
     scaling: float | None = None,
     sliding_window: int | None = None,
+    soft_cap: float | None = None,
 ) -> Tensor:
     """Causal attention within each packed sequence.
 
-    16-bit tensors on a GPU use PyTorch's variable-length flash attention; others are padded for SDPA.
+    16-bit tensors on a GPU use PyTorch's variable-length flash attention; others are padded for SDPA. Neither has soft
+    caps: with one, the scores of the padded sequences are in memory.
 
     Args:
         query: [S, heads, head size].
@@ -83,22 +87,50 @@ def attention_of_rows(
         packing: Layout of the sequences.
         scaling: Softmax scale; by default 1 / sqrt(head size).
         sliding_window: Tokens that each attends to, itself included; None for full causal attention.
+        soft_cap: Scores s become soft_cap * tanh(s / soft_cap); None leaves them.
 
     Returns:
         [S, heads, head size].
     """
-    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
+    if soft_cap is None and query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
         return strictly_deterministic_gradient(_flash_attention(query, key, value, packing, scaling, sliding_window))
     query, key, value = (
         tensor.new_zeros(*packing.mask.shape, *tensor.shape[1:]).index_put((packing.mask,), tensor).transpose(1, 2)
         for tensor in (query, key, value)
     )
     visible: dict[str, Any] = {"is_causal": True}
-    if sliding_window is not None and sliding_window < query.shape[2]:
+    if soft_cap is not None or (sliding_window is not None and sliding_window < query.shape[2]):
         seen = torch.ones(query.shape[2], query.shape[2], dtype=torch.bool, device=query.device).tril()
-        visible = {"attn_mask": seen.triu(1 - sliding_window)}
+        visible = {"attn_mask": seen if sliding_window is None else seen.triu(1 - sliding_window)}
+    if soft_cap is not None:
+        attended = _capped_attention(query, key, value, scaling, visible["attn_mask"], soft_cap)
+        return strictly_deterministic_gradient(attended).transpose(1, 2)[packing.mask]
     attended = functional.scaled_dot_product_attention(query, key, value, scale=scaling, enable_gqa=True, **visible)
     return strictly_deterministic_gradient(attended).transpose(1, 2)[packing.mask]
+
+
+def _capped_attention(
+    query: Tensor, key: Tensor, value: Tensor, scaling: float | None, seen: Tensor, soft_cap: float
+) -> Tensor:
+    """Attention with a soft cap in plain PyTorch.
+
+    Args:
+        query: [B, heads, T, head size].
+        key: [B, key-value heads, T, head size].
+        value: As `key`.
+        scaling: As for `attention_of_rows`.
+        seen: bool [T, T], by query and key.
+        soft_cap: As for `attention_of_rows`.
+
+    Returns:
+        [B, heads, T, head size].
+    """
+    key, value = (x.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for x in (key, value))
+    precise = torch.promote_types(query.dtype, torch.float32)  # as flash attention's scores are
+    scores = query.to(precise) @ key.to(precise).transpose(-1, -2)
+    scores = scores * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    scores = soft_cap * (scores / soft_cap).tanh()
+    return scores.masked_fill(~seen, -torch.inf).softmax(-1).to(query.dtype) @ value
 
 
 def _flash_attention(
@@ -147,6 +179,8 @@ class GatedMLP(nn.Module):
             self.add_module(name, child)
         self._shared_input = tuple(name for name in linears if name != "down_proj")
         self._product = product
+        self.tile_tokens: int | None = None
+        """Most tokens computed at once; None for all of them."""
 
     @property
     def shared_input(self) -> tuple[nn.Module, ...]:
@@ -154,10 +188,17 @@ class GatedMLP(nn.Module):
         return tuple(getattr(self, name) for name in self._shared_input)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., hidden] -> the same shape."""
+        """x [..., tokens, hidden] -> the same shape."""
+        if self.tile_tokens is None or x.shape[-2] <= self.tile_tokens:
+            return self._whole(x)
+        trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        return tiled(self._whole, x, self.tile_tokens, trained)
+
+    def _whole(self, x: Tensor) -> Tensor:
         outputs = shared_input_linears(self.shared_input, x)
         gate, up = outputs if len(outputs) == 2 else outputs[0].chunk(2, dim=-1)
-        return self.down_proj(self._product(gate, up))
+        result: Tensor = self.down_proj(self._product(gate, up))
+        return result
 
 
 def use_gated_mlps(model: nn.Module) -> None:
@@ -168,6 +209,13 @@ def use_gated_mlps(model: nn.Module) -> None:
             product = ACTIVATIONS.get(type(activation).__name__)
             if product is not None:
                 model.set_submodule(name, GatedMLP(module, product))
+
+
+def tile_mlps(model: nn.Module, tokens: int | None) -> None:
+    """Have every `GatedMLP` compute in tiles of so many tokens; None for all at once."""
+    for module in model.modules():
+        if isinstance(module, GatedMLP):
+            module.tile_tokens = tokens
 
 
 NORMS = ("q_norm", "k_norm")
@@ -193,6 +241,7 @@ class PackedAttention(nn.Module):
         self._has_norms = "q_norm" in self._modules
         self._head_size, self._scaling = attention.head_dim, attention.scaling
         self._dropout, self._window = attention.attention_dropout, family.window(attention)
+        self._soft_cap = None if family.score_cap is None else getattr(attention, family.score_cap)
         config = attention.config
         self._sizes = [
             heads * self._head_size
@@ -216,7 +265,7 @@ class PackedAttention(nn.Module):
         if self._has_norms:
             query, key = self.q_norm(query), self.k_norm(key)
         query, key = _rotated(query, key, cos.view(cos.shape[1:]), sin.view(sin.shape[1:]))
-        attended = attention_of_rows(query, key, value, packing, self._scaling, self._window)
+        attended = attention_of_rows(query, key, value, packing, self._scaling, self._window, self._soft_cap)
         return self.o_proj(attended.flatten(1)).view(hidden_states.shape), None
 
 

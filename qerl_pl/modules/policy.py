@@ -7,11 +7,11 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import psutil
 import torch
-from qerl_kernels import chunked_token_logprobs
+from qerl_kernels import chunked_reverse_kl, chunked_token_logprobs
 from qerl_kernels.logprob import default_chunk
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -19,8 +19,8 @@ from transformers import PreTrainedModel
 
 from qerl_pl.algorithm.noise import NormNoise
 from qerl_pl.engines.base import SharedWeights
-from qerl_pl.errors import UserError
-from qerl_pl.formats.architecture import FAMILIES, PROJECTIONS, check_family
+from qerl_pl.errors import UserError, require_at_least
+from qerl_pl.formats.architecture import FAMILIES, PROJECTIONS, check_family, logit_cap
 from qerl_pl.formats.base import Quantization
 from qerl_pl.formats.dense_checkpoint import validate_checkpoint
 from qerl_pl.formats.model_folder import TensorFiles, load_tokenizer, read_config
@@ -31,10 +31,10 @@ from qerl_pl.modules.adapter import LoraAdapter, load_in_place
 from qerl_pl.modules.full_finetuning import FullWeights
 from qerl_pl.modules.lora import LoraConfig, LoraSpec, check_targets
 from qerl_pl.modules.model_loading import load_base
-from qerl_pl.modules.packed_layers import Packing
+from qerl_pl.modules.packed_layers import Packing, tile_mlps
 from qerl_pl.modules.saved_adapter import SavedAdapter, read_adapter
 from qerl_pl.toy import POSITIONS, ToyConfig, build_toy_policy
-from qerl_pl.types import PolicyWeights
+from qerl_pl.types import PolicyWeights, TeacherStates
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +65,10 @@ class PolicyConfig:
         train_norms: Train the RMSNorm scales too; those that `adapter` has train in any case.
         gradient_checkpointing: What the backward pass recomputes: `true` each layer, `selective` all but the linears'
             products, `false` nothing. `auto` takes the fastest of them that fits the free memory in the first update,
-            keeps to it when resumed, and recomputes more where the memory runs out after all. Gradients are the same.
+            keeps to it when resumed, and recomputes more where the memory runs out after all. `offload` is `true` with
+            the layers' inputs in pinned CPU memory until the backward pass needs them. Gradients are the same.
+        mlp_tile_tokens: Compute the MLPs of longer micro-batches in tiles of so many tokens, at most, in both passes:
+            bounds their memory. Changes the rounding of gradients. Null computes all tokens at once.
         replay_routing: The update gives each token of a mixture of experts to the experts that the sampler chose, with
             its own router's shares of them (R3, arXiv 2510.11370), and does not choose anew.
     """
@@ -79,9 +82,17 @@ class PolicyConfig:
     adapter: str | None = None
     train_norms: bool = False
     gradient_checkpointing: Checkpointing = False
+    mlp_tile_tokens: int | None = None
     replay_routing: bool = False
 
     def __post_init__(self) -> None:
+        require_at_least(1, {"model.policy.mlp_tile_tokens": self.mlp_tile_tokens})
+        if self.mlp_tile_tokens is not None and self.lora.dropout > 0 and self.finetune == "lora":
+            raise UserError(
+                f"an MLP in tiles is computed again in the backward pass, which dropout would change; got dropout "
+                f"{self.lora.dropout:g} and mlp_tile_tokens {self.mlp_tile_tokens}; set one of "
+                "model.policy.lora.dropout to 0 and model.policy.mlp_tile_tokens to null"
+            )
         if self.finetune == "full" and self.quantization != "none":
             raise UserError(
                 f"full fine-tuning trains weights that are not quantized; got quantization {self.quantization}; set "
@@ -171,8 +182,11 @@ class PolicyConfig:
         if self.start is not None and self.start.base != self.base_name:
             log.warning("%s was trained on %s and goes on with %s", self.adapter, self.start.base, self.base_name)
         source = self.source_folder()
+        # First: a format of another family's own is beside the point.
+        family = check_family(
+            read_config(source), source
+        )  # first: a format of another family's own is beside the point
         model = validate_checkpoint(source)
-        family = check_family(read_config(source), source)
         if family.experts is None and self.replay_routing:
             raise UserError(
                 f"replay_routing needs a mixture of experts; {source} is a {family.model_type}: set "
@@ -264,6 +278,17 @@ def predicting_states(
     return hidden[predicting], base.get_output_embeddings().weight.to(hidden.dtype)
 
 
+class TokenValues(NamedTuple):
+    """What a policy says about the tokens of B sequences, float32 [B, T] each, 0 for tokens that were not asked for."""
+
+    logprobs: Tensor
+    """Natural log-probabilities."""
+    entropies: Tensor
+    """Of the next-token distributions, in nats."""
+    teacher_kl: Tensor | None = None
+    """KL(policy || teacher) of the next-token distributions, in nats; None without a teacher."""
+
+
 class Policy(nn.Module):
     """Base model and its trained weights; knows nothing of rewards or objectives.
 
@@ -290,17 +315,25 @@ class Policy(nn.Module):
         lora = config.lora_spec
         self.base = load_base(folder, config.torch_dtype, device, shared if lora else None)
         """The causal LM, trained weights included."""
+        self._logit_cap = logit_cap(self.base.config)
         self.trained: LoraAdapter | FullWeights
         if lora is None:
             reference = load_base(folder, config.torch_dtype, device).eval() if with_reference else None
+            if reference is not None:
+                tile_mlps(reference, config.mlp_tile_tokens)
             self.trained = FullWeights(self.base, folder, config.torch_dtype, reference)
         else:
             self.trained = self._attach_adapter(lora, seed)
         self.base.to(device)  # type: ignore[arg-type]
+        tile_mlps(self.base, config.mlp_tile_tokens)
         if config.start is not None and isinstance(self.trained, LoraAdapter):
             self.trained.start_from(config.start.tensors())
         self.checkpointing = ActivationCheckpointing(
-            self.base, config.gradient_checkpointing, self.trained.has_dropout, config.torch_dtype
+            self.base,
+            config.gradient_checkpointing,
+            self.trained.has_dropout,
+            config.torch_dtype,
+            config.mlp_tile_tokens,
         )
 
     def _attach_adapter(self, lora: LoraSpec, seed: int) -> LoraAdapter:
@@ -330,7 +363,21 @@ class Policy(nn.Module):
         reference: bool = False,
         routing: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Log-probabilities and entropies of the masked tokens, computed without padding.
+        """Log-probabilities and entropies as `token_values`, which describes the arguments."""
+        return self.token_values(tokens, lengths, mask, temperature, entropy_gradient, reference, routing)[:2]
+
+    def token_values(
+        self,
+        tokens: Tensor,
+        lengths: Tensor,
+        mask: Tensor,
+        temperature: float,
+        entropy_gradient: bool = False,
+        reference: bool = False,
+        routing: Tensor | None = None,
+        teacher: TeacherStates | None = None,
+    ) -> TokenValues:
+        """Log-probabilities and entropies of the masked tokens, and a divergence, computed without padding.
 
         Args:
             tokens: Right-padded token ids, int64 [B, T].
@@ -343,21 +390,30 @@ class Policy(nn.Module):
                 else the base model, adapter off; or the second model of full fine-tuning.
             routing: Experts that the sampler chose, int [B, T, layers, k], -1 where the router chooses; their shares
                 are the router's. None lets it choose everywhere.
+            teacher: To which the KL divergence is computed; its index is of these rows.
 
         Returns:
-            (natural log-probabilities, entropies in nats), float32 [B, T] each, 0 where the mask is False.
+            Float32 [B, T] each, 0 where the mask is False.
 
         Raises:
             UserError: Full fine-tuning has loaded no reference policy.
         """
         empty = torch.zeros(tokens.shape, dtype=torch.float32, device=tokens.device)
         if not mask.any():
-            return empty, empty
+            return TokenValues(empty, empty, None if teacher is None else empty)
         hidden, head = self._predicting(tokens, lengths, mask, reference, routing)
         logprobs, entropies = chunked_token_logprobs(
-            hidden, head, tokens[mask], temperature, entropy_gradient=entropy_gradient
+            hidden, head, tokens[mask], temperature, entropy_gradient=entropy_gradient, soft_cap=self._logit_cap
         )
-        return empty.masked_scatter(mask, logprobs.float()), empty.masked_scatter(mask, entropies.float())
+        values = TokenValues(
+            empty.masked_scatter(mask, logprobs.float()), empty.masked_scatter(mask, entropies.float())
+        )
+        if teacher is None:
+            return values
+        theirs = teacher.hidden[teacher.index[mask]]
+        caps = self._logit_cap, teacher.soft_cap
+        kl = chunked_reverse_kl(hidden, head, theirs, teacher.head, temperature, *caps)
+        return values._replace(teacher_kl=empty.masked_scatter(mask, kl.float()))
 
     @torch.no_grad()
     def token_predictions(self, tokens: Tensor, lengths: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
@@ -372,7 +428,7 @@ class Policy(nn.Module):
             (natural log-probabilities float32 [M], bool [M]) of the M masked tokens, in row-major order.
         """
         hidden, head = self._predicting(tokens, lengths, mask, reference=False)
-        logprobs, _ = chunked_token_logprobs(hidden, head, tokens[mask])
+        logprobs, _ = chunked_token_logprobs(hidden, head, tokens[mask], soft_cap=self._logit_cap)
         likeliest = [(chunk @ head.t()).argmax(-1) for chunk in hidden.split(default_chunk(hidden, head))]
         return logprobs.float(), torch.cat(likeliest) == tokens[mask]
 
@@ -381,7 +437,11 @@ class Policy(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Hidden states [M, D] that predict the masked tokens, and the output layer's weight [V, D]."""
         model = self.trained.reference() if reference else nullcontext(self.base)
-        with model as base, self.trained.low_precision_copies(self.config.torch_dtype):
+        copies, saved = (
+            self.trained.low_precision_copies(self.config.torch_dtype),
+            self.checkpointing.saved_activations(),
+        )
+        with model as base, copies, saved:
             return predicting_states(base, tokens, lengths, mask, routing)
 
     def weights(self, version: int, noise: NormNoise | None = None, reference: bool = False) -> PolicyWeights:

@@ -136,7 +136,8 @@ class QeRLModule(PolicyModule):
         """Memory that the teacher takes on the policy's device."""
         if not self._learns_from_teacher:
             return super().teacher_memory(device)
-        return self.teacher_config.memory(self.teacher_folder, self.policy_config.torch_dtype, device)
+        keeps_head = self.objective.needs_teacher_kl
+        return self.teacher_config.memory(self.teacher_folder, self.policy_config.torch_dtype, device, keeps_head)
 
     @cached_property
     def teacher_folder(self) -> Path:
@@ -187,7 +188,10 @@ class QeRLModule(PolicyModule):
 
     def _with_teacher(self, teacher: Teacher, experience: Experience) -> Experience:
         mask = self.objective.training_mask(experience.mask, experience.truncated)
-        return replace(experience, teacher_logprobs=teacher.logprobs(experience, mask, self.update.micro_batch_tokens))
+        limit = self.update.micro_batch_tokens
+        if self.objective.needs_teacher_kl:
+            return replace(experience, teacher_states=teacher.states(experience, mask, limit))
+        return replace(experience, teacher_logprobs=teacher.logprobs(experience, mask, limit))
 
     def _run_update(self, experience: Experience) -> dict[str, float]:
         optimizer, schedule = self.optimizers(), self.lr_schedulers()

@@ -11,16 +11,17 @@ from qerl_kernels import chunked_token_logprobs
 from torch import Tensor
 
 from qerl_pl.errors import UserError
+from qerl_pl.formats.architecture import check_family, logit_cap
 from qerl_pl.formats.base import format_of
 from qerl_pl.formats.dense import DENSE
 from qerl_pl.formats.dense_checkpoint import validate_checkpoint
-from qerl_pl.formats.model_folder import TensorFiles, load_config, load_tokenizer
+from qerl_pl.formats.model_folder import TensorFiles, load_config, load_tokenizer, read_config
 from qerl_pl.formats.quantize import local_folder
 from qerl_pl.memory import GIB, TeacherBytes, files_gib
 from qerl_pl.modules.model_loading import load_base
 from qerl_pl.modules.policy import DTYPES, PolicyConfig, predicting_states
 from qerl_pl.modules.update import partition_micro_batches
-from qerl_pl.types import Experience
+from qerl_pl.types import Experience, TeacherStates
 
 
 @dataclass(frozen=True)
@@ -51,13 +52,14 @@ class TeacherConfig:
         """Data type of the teacher of a policy of this data type."""
         return DTYPES[self.dtype] if self.dtype else policy
 
-    def memory(self, folder: Path, dtype: torch.dtype, device: torch.device) -> TeacherBytes:
+    def memory(self, folder: Path, dtype: torch.dtype, device: torch.device, keeps_head: bool = False) -> TeacherBytes:
         """Memory of the teacher's weights on a device; those of a quantized model count by the size of its files.
 
         Args:
             folder: Of the teacher.
             dtype: Of the policy.
             device: On which policy and teacher compute.
+            keeps_head: Whether the output layer stays there during the update, as `Teacher.states` has it.
         """
         if format_of(folder) is DENSE:
             weights = sum(torch.Size(shape).numel() for shape in TensorFiles(folder).shapes().values())
@@ -65,17 +67,22 @@ class TeacherConfig:
         else:
             size = files_gib(folder) * GIB
         stays = not self.offload or device.type == "cpu"
-        return TeacherBytes(held=size) if stays else TeacherBytes(computing=size)
+        if stays:
+            return TeacherBytes(held=size)
+        config = load_config(folder).get_text_config()
+        head = config.vocab_size * config.hidden_size * self.torch_dtype(dtype).itemsize if keeps_head else 0
+        return TeacherBytes(held=head, computing=size - head)
 
     def check(self, policy: PolicyConfig) -> None:
         """Check that a policy can learn from the teacher; no weight is read.
 
         Raises:
-            UserError: There is no such model, its files disagree, the policy's own base is stored in 4 bits alone, or
-                the tokenizers differ.
+            UserError: There is no such model, it is of no known family, its files disagree, the policy's own base is
+                stored in 4 bits alone, or the tokenizers differ.
         """
         folder, student = self.folder(policy), policy.source_folder()
         if self.path is not None:
+            check_family(read_config(folder), folder)
             validate_checkpoint(folder)
             check_same_tokens(folder, student)
         elif format_of(folder) is not DENSE:
@@ -115,7 +122,7 @@ def check_same_tokens(teacher: Path, student: Path) -> None:
 
 
 class Teacher:
-    """A frozen model that computes log-probabilities of sampled tokens.
+    """A frozen model that computes log-probabilities of sampled tokens, or next-token distributions.
 
     Args:
         config: Where it is held.
@@ -142,17 +149,44 @@ class Teacher:
             Natural logs, float32 [B, T], 0 where the mask is False.
         """
         logprobs = torch.zeros(mask.shape, dtype=torch.float32, device=mask.device)
-        rows = mask.any(dim=1).nonzero().squeeze(1)
-        if not len(rows):
-            return logprobs
         with self._on_device():
-            for indices in partition_micro_batches(experience.lengths[rows].tolist(), micro_batch_tokens):
-                batch = rows[torch.tensor(indices, device=rows.device)]
+            for batch, hidden, head in self._states(experience, mask, micro_batch_tokens):
                 tokens, masked = experience.tokens[batch], mask[batch]
-                hidden, head = predicting_states(self._model, tokens, experience.lengths[batch], masked)
-                values, _ = chunked_token_logprobs(hidden, head, tokens[masked], experience.temperature)
+                cap = logit_cap(self._model.config)
+                values, _ = chunked_token_logprobs(hidden, head, tokens[masked], experience.temperature, soft_cap=cap)
                 logprobs[batch] = torch.zeros_like(logprobs[batch]).masked_scatter(masked, values.float())
         return logprobs
+
+    @torch.no_grad()
+    def states(self, experience: Experience, mask: Tensor, micro_batch_tokens: int | None) -> TeacherStates:
+        """What the next-token distributions of the tokens that train are computed from; see `logprobs`.
+
+        The hidden states take [M, D] of the device's memory, and so does the output layer, wherever the model is held.
+        """
+        index = torch.full(mask.shape, -1, dtype=torch.int64, device=mask.device)
+        found, count = [], 0
+        with self._on_device():
+            for batch, hidden, _ in self._states(experience, mask, micro_batch_tokens):
+                own = torch.full_like(index[batch], -1)
+                numbers = torch.arange(count, count + len(hidden), device=mask.device)
+                index[batch] = own.masked_scatter(mask[batch], numbers)
+                found.append(hidden)
+                count += len(hidden)
+            head = self._model.get_output_embeddings().weight.detach()
+        hidden = torch.cat(found) if found else head.new_zeros(0, head.shape[1])
+        return TeacherStates(hidden, index, head, logit_cap(self._model.config))
+
+    def _states(
+        self, experience: Experience, mask: Tensor, micro_batch_tokens: int | None
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """(rows, hidden states that predict their masked tokens, output layer) of each micro-batch."""
+        rows = mask.any(dim=1).nonzero().squeeze(1)
+        if not len(rows):
+            return
+        for indices in partition_micro_batches(experience.lengths[rows].tolist(), micro_batch_tokens):
+            batch = rows[torch.tensor(indices, device=rows.device)]
+            states = predicting_states(self._model, experience.tokens[batch], experience.lengths[batch], mask[batch])
+            yield batch, *states
 
     @contextmanager
     def _on_device(self) -> Iterator[None]:

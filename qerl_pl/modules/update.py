@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
@@ -15,11 +15,11 @@ from qerl_pl.algorithm.entropy import top_entropy_threshold
 from qerl_pl.algorithm.objectives import LossInputs, Objective
 from qerl_pl.distributed.communicator import SINGLE_PROCESS, Communicator
 from qerl_pl.errors import UserError
-from qerl_pl.modules.policy import Policy
+from qerl_pl.modules.policy import Policy, TokenValues
 from qerl_pl.modules.trainer_noise import TrainerNoise
 from qerl_pl.modules.update_metrics import length_quartiles, quartile_sums, update_metrics
 from qerl_pl.persistence.random_state import stream_seed
-from qerl_pl.types import Experience
+from qerl_pl.types import Experience, TeacherStates
 
 
 def partition_micro_batches(lengths: Sequence[int], max_tokens: int | None) -> list[list[int]]:
@@ -272,7 +272,9 @@ class PolicyUpdate:
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Loss of a micro-batch, and sums over its tokens."""
         experience, mask, reference = precomputed.experience, precomputed.mask, precomputed.reference
-        logprobs, entropy = self._logprobs(policy, experience, mask, rows)
+        teacher = experience.teacher_states
+        teacher = None if teacher is None else replace(teacher, index=teacher.index[rows])
+        logprobs, entropy, teacher_kl = self._token_values(policy, experience, mask, rows, teacher=teacher)
         if on_policy:  # the policy is still the old one
             precomputed.old[rows] = logprobs.detach()
         ref_logprobs = None
@@ -288,6 +290,7 @@ class PolicyUpdate:
             ref_logprobs=ref_logprobs,
             entropy=entropy,
             teacher_logprobs=None if experience.teacher_logprobs is None else experience.teacher_logprobs[rows],
+            teacher_kl=teacher_kl,
             surrogate_mask=None if precomputed.surrogate_mask is None else precomputed.surrogate_mask[rows],
             noise_widening=experience.noise_widening,
         )
@@ -344,23 +347,30 @@ class PolicyUpdate:
         for micro_batch in self._micro_batches(experience.lengths[rows], draws) if len(rows) else []:
             batch = rows[micro_batch]
             with nullcontext() if noise is None else noise.added(batch):
-                logprobs[batch], entropy[batch] = self._logprobs(
+                logprobs[batch], entropy[batch], _ = self._token_values(
                     policy, experience, mask, batch, reference=noise is None
                 )
         return logprobs, entropy
 
-    def _logprobs(
-        self, policy: Policy, experience: Experience, mask: Tensor, rows: Tensor, reference: bool = False
-    ) -> tuple[Tensor, Tensor]:
-        """Log-probabilities and entropies [len(rows), T]."""
+    def _token_values(
+        self,
+        policy: Policy,
+        experience: Experience,
+        mask: Tensor,
+        rows: Tensor,
+        reference: bool = False,
+        teacher: TeacherStates | None = None,
+    ) -> TokenValues:
+        """Log-probabilities and entropies [len(rows), T], and the KL divergence to a teacher, if there is one."""
         replay = {} if experience.routing is None else {"routing": experience.routing[rows]}
-        return policy.token_logprobs(
+        return policy.token_values(
             experience.tokens[rows],
             experience.lengths[rows],
             mask[rows],
             experience.temperature,
             self.objective.needs_entropy,
             reference,
+            teacher=teacher,
             **replay,
         )
 

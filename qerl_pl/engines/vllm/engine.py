@@ -36,7 +36,8 @@ from qerl_pl.formats.base import format_of
 from qerl_pl.formats.dense import DENSE
 from qerl_pl.formats.dense_checkpoint import write_dense_checkpoint
 from qerl_pl.formats.model_folder import end_token_ids, load_config, load_tokenizer, read_config
-from qerl_pl.memory import GIB, check_length, files_gib, kv_bytes_per_token, kv_cache_size
+from qerl_pl.memory import GIB, check_length, files_gib, kv_cache_size
+from qerl_pl.memory_plan import Shape
 from qerl_pl.types import Completion, PolicyWeights, RolloutRequest, SamplingConfig, SyncReport
 
 log = logging.getLogger(__name__)
@@ -208,7 +209,7 @@ class VLLMEngine(RolloutEngine):
         self._shapes = {name: size for name, size in linears.items() if spec.adapts(name)}
         length = self.max_model_len or spec.max_tokens
         kv_gib = kv_cache_size(self.kv_cache_gib, self.gpu_memory_utilization, spec.device)
-        check_length(length, spec.max_tokens, kv_gib, kv_bytes_per_token(config, spec.dtype))
+        check_length(length, spec.max_tokens, kv_gib, Shape.of(config).kv_bytes(spec.dtype))
         if backend == "marlin":
             linear_methods.check_marlin_shapes(linears)
         start = time.perf_counter()

@@ -1,0 +1,165 @@
+"""`qerl fit --dry-run`: what a run needs of memory, and the longest completion that fits; loads and starts nothing."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from lightning.pytorch import LightningDataModule
+from torch import nn
+from transformers import AutoConfig
+
+from qerl_pl.callbacks import RolloutCallback
+from qerl_pl.datamodules import ConversationDataModule, PromptDataModule
+from qerl_pl.engines import VLLMEngine
+from qerl_pl.engines.base import RolloutEngine
+from qerl_pl.errors import UserError
+from qerl_pl.formats.architecture import PROJECTIONS, check_family
+from qerl_pl.formats.quantize import config_in_reach
+from qerl_pl.memory import GIB, kv_cache_size, optimizer_bytes
+from qerl_pl.memory_plan import MicroBatch, RunPlan, Shape, longest_completion, run_memory
+from qerl_pl.modules.policy import PolicyConfig
+from qerl_pl.modules.policy_module import PolicyModule
+from qerl_pl.modules.qerl import QeRLModule
+from qerl_pl.modules.sft import SFTModule
+from qerl_pl.toy.tokenizer import VOCABULARY
+
+CARDS = (12, 16, 24, 32, 48, 80)
+"""GiB of the GPUs that the longest completion is said for where there is none."""
+CPU = torch.device("cpu")
+
+
+class DryRun(Exception):
+    """Leaves the command line before anything is loaded; its text is the answer."""
+
+
+def describe(model: PolicyModule, data: LightningDataModule, rollout: RolloutCallback | None) -> str:
+    """Tables of memory by purpose and of completions by the size of a GPU.
+
+    Args:
+        model: Without its policy.
+        data: Before its `setup`.
+        rollout: Before its engine has started; None in supervised fine-tuning.
+
+    Raises:
+        UserError: The model's config.json is not in reach, or its family is unknown.
+    """
+    plan, prompt = plan_of(model, data, rollout)
+    memory = run_memory(plan)
+    rows = [f"{'memory that the run needs, estimated, in GiB':<48}{'rollout':>9}{'update':>9}"]
+    rows += [f"  {name:<46}{first:>9.2f}{second:>9.2f}" for name, first, second in memory.table()]
+    rows += [f"  pinned on the CPU: {name:<27}{'':>9}{size / GIB:>9.2f}" for name, size in memory.cpu.items()]
+    batch, mode = plan.batch, str(plan.batch.checkpointing).lower()
+    chosen = " (the most that auto saves by)" if model.policy_config.gradient_checkpointing == "auto" else ""
+    rows.append(f"of micro-batches of {batch.tokens} tokens, gradient_checkpointing {mode}{chosen}")
+    if torch.cuda.is_available():
+        sizes: Sequence[float] = (torch.cuda.mem_get_info()[1] / GIB,)
+    else:
+        sizes = CARDS
+        rows.append("no GPU is visible here; what one would need:")
+    kind = "conversation" if rollout is None else f"completion after a prompt of {prompt} tokens"
+    rows.append(f"longest {kind} that fits, in tokens:")
+    if rollout is not None:
+        rows.append(f"{'':<11}{'with this cache':>16}{'with one for a single sequence':>32}")
+    for size in sizes:
+        plans = [plan] if rollout is None else [plan, replace(plan, kv_cache_gib=0.0)]
+        found = [longest_completion(one, prompt, size) for one in plans]
+        cells = [f"{longest:,}" if longest else "none" for longest in found]
+        rows.append(
+            f"  {size:>5.4g} GiB" + "".join(f"{cell:>{width}}" for cell, width in zip(cells, (16, 32), strict=False))
+        )
+    return "\n".join(rows)
+
+
+def shape_of(config: PolicyConfig) -> Shape:
+    """The model's sizes by its config.json.
+
+    Raises:
+        UserError: It is not in reach, or of no known family.
+    """
+    if config.path is None:
+        toy = config.toy
+        sizes = {"hidden": toy.width, "inner": toy.intermediate, "queries": toy.width, "keys": toy.width}
+        return Shape(**sizes, layers=toy.layers, heads=toy.heads, vocabulary=VOCABULARY, tied=True, head_norms=False)
+    found = config_in_reach(config.path)
+    if not found:
+        raise UserError(
+            f"a dry run reads the model's config.json; {config.path} has none in reach; name a local folder as "
+            "model.policy.path"
+        )
+    check_family(found, config.path)
+    return Shape.of(AutoConfig.for_model(**found))
+
+
+def plan_of(model: PolicyModule, data: LightningDataModule, rollout: RolloutCallback | None) -> tuple[RunPlan, int]:
+    """The plan of a run, and its prompts' tokens."""
+    policy = model.policy_config
+    lora, shape = policy.lora_spec, shape_of(policy)
+    limit: int | None
+    if rollout is None:
+        assert isinstance(data, ConversationDataModule) and isinstance(model, SFTModule)
+        prompt, longest, limit = 0, data.max_length, model.micro_batch_tokens
+        step_tokens = data.batch_size * longest
+    else:
+        assert isinstance(data, PromptDataModule) and isinstance(model, QeRLModule)
+        update = model.update
+        prompt, limit = data.max_prompt_tokens, update.micro_batch_tokens
+        longest = prompt + rollout.config.sampling.max_tokens
+        step_tokens = max(data.batch_size * rollout.config.group_size // update.minibatches, 1) * longest
+    tokens = step_tokens if limit is None else min(max(limit, longest), step_tokens)
+    mode = policy.gradient_checkpointing
+    batch = MicroBatch(
+        tokens,
+        max(tokens // longest, 1),
+        policy.torch_dtype,
+        True if mode == "auto" else mode,
+        policy.mlp_tile_tokens,
+        policy.train_norms or lora is None,
+        0 if lora is None else lora.rank,
+        lora is None,
+    )
+    plan = RunPlan(
+        shape,
+        batch,
+        -(-step_tokens // tokens),
+        policy.quantization,
+        PROJECTIONS if lora is None else lora.targets,
+        optimizer_bytes(model.make_optimizer, CPU).state,
+        _step_bytes(model),
+        reference=lora is None and model.needs_reference,
+        engine=rollout is not None,
+    )
+    if rollout is None:
+        return plan, 0
+    assert isinstance(data, PromptDataModule)
+    return _with_engine(plan, rollout.engine, rollout.longest(data), data.batch_size * prompt), prompt
+
+
+def _with_engine(plan: RunPlan, engine: RolloutEngine, longest: int, prompts: int) -> RunPlan:
+    """The plan with an engine's part: its cache, and whether it shares the base."""
+    sequence = longest * plan.shape.kv_bytes(plan.batch.dtype) / GIB
+    if not isinstance(engine, VLLMEngine):  # dense weights of its own, and the keys and values of a batch
+        rows = getattr(engine, "max_batch", 1)
+        return replace(
+            plan, shares_weights=False, engine_is_dense=True, kv_cache_gib=rows * sequence, sleeps=True,
+            prompt_tokens=prompts, max_num_seqs=rows,
+        )  # fmt: skip
+    four_bits = plan.quantization in ("nvfp4", "mxfp4", "nf4")
+    cache = kv_cache_size(engine.kv_cache_gib, engine.gpu_memory_utilization, torch.device("cuda"))
+    return replace(
+        plan,
+        shares_weights=four_bits and engine.share_weights and engine.linear_backend == "marlin",
+        kv_cache_gib=sequence if cache is None else cache,  # a share of the GPU takes at least one sequence
+        sleeps=engine.sleep_mode,
+        prompt_tokens=min(prompts, engine.max_num_batched_tokens or prompts),
+        max_num_seqs=engine.max_num_seqs,
+    )
+
+
+def _step_bytes(model: PolicyModule) -> float:
+    """In addition during a step, for each trained weight: Adam of PyTorch takes the roots of all second moments at
+    once, unless it is fused or steps through the weights."""
+    optimizer = model.make_optimizer([nn.Parameter(torch.zeros(1, 1))])
+    if not isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
+        return 0.0
+    settings = optimizer.defaults
+    return 0.0 if settings.get("fused") or settings.get("foreach") is False else 4.0

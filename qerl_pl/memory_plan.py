@@ -1,0 +1,364 @@
+"""What a run needs of a GPU's memory, by purpose, computed from the model's shape before anything is loaded.
+
+Tensors are counted as the code allocates them. What others allocate (CUDA, cuBLAS, vLLM) is measured, see the
+constants.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from qerl_kernels.experts import GROUP_BYTES
+from qerl_kernels.logprob import CHUNK_BYTES
+from transformers import PretrainedConfig
+
+from qerl_pl.errors import UserError
+from qerl_pl.formats.architecture import PROJECTIONS, family_of
+from qerl_pl.memory import GIB, GRADIENT, MASTER
+
+SAFETY_FACTOR = 1.1
+"""Of activations where a mode is chosen by them: for fragmentation and small tensors."""
+BITS = {"nvfp4": 4.5, "mxfp4": 4.25, "nf4": 4.5, "none": 16.0, "gaussian": 16.0}
+"""Bits of a weight of the layers' linears in a base format, scales included; vLLM undoes NF4's double quantization."""
+SMS = 132
+"""Streaming multiprocessors of an H100 or H200. Flash attention's deterministic backward pass sums in as many parts as
+keep them busy: this number over sequences times heads, rounded up."""
+CUDA_CONTEXT_GIB = 0.81
+"""CUDA's context and libraries. Measured: rl_step_7b_nvfp4_1.md 0.809, rl_step_32b_nvfp4_1.md 0.872."""
+ENGINE_BUFFERS_GIB = 0.2
+"""Inputs, workspaces and the rotary table of vLLM, cuBLAS workspaces. Measured: "other tensors" of
+rl_step_7b_nvfp4_1.md 0.199, of rl_step_32b_nvfp4_1.md 0.286."""
+CUDA_GRAPHS_GIB = 0.31
+"""CUDA graphs' private memory and cached blocks. Measured, for 8 sequences: rl_step_7b_nvfp4_1.md 0.311,
+rl_step_32b_nvfp4_1.md 0.419."""
+CONTEXT = "CUDA context"
+PREFILL_TOKENS = 8192
+"""Most tokens of vLLM's forward pass by default, on GPUs of less than 70 GiB and, at 16384, above."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a Llama-like model."""
+
+    hidden: int
+    inner: int
+    """Elements of a token's gates (or ups) in a layer: of a mixture, of the experts that it is given to, together."""
+    layers: int
+    heads: int
+    queries: int
+    """Elements of a token's queries in a layer."""
+    keys: int
+    """Elements of a token's keys, or values, in a layer."""
+    vocabulary: int
+    tied: bool
+    """Whether the output layer is the embedding."""
+    head_norms: bool
+    """Whether queries and keys have norms, in plain PyTorch."""
+    experts: int = 0
+    """Of a layer; 0 for a dense MLP."""
+    chosen: int = 0
+    """Experts that a token is given to; 0 for a dense MLP."""
+
+    @classmethod
+    def of(cls, config: PretrainedConfig) -> "Shape":
+        """That of config.json."""
+        heads = config.num_attention_heads
+        size = getattr(config, "head_dim", None) or config.hidden_size // heads
+        family = family_of(config.model_type)
+        inner, chosen = family.mlp_widths(config)
+        return cls(
+            hidden=config.hidden_size,
+            inner=inner,
+            layers=config.num_hidden_layers,
+            heads=heads,
+            queries=heads * size,
+            keys=(getattr(config, "num_key_value_heads", None) or heads) * size,
+            vocabulary=config.vocab_size,
+            tied=bool(config.tie_word_embeddings),
+            head_norms=config.model_type in ("qwen3", "qwen3_moe", "gemma3_text"),
+            experts=0 if family.experts is None else getattr(config, family.experts.count),
+            chosen=chosen,
+        )
+
+    @property
+    def linears(self) -> dict[str, tuple[int, int]]:
+        """(out, in) of a layer's projections; fused ones as their parts, the chosen experts' as one of their width."""
+        queries, keys = (self.queries, self.hidden), (self.keys, self.hidden)
+        mlp = (self.inner, self.hidden)
+        sizes = (queries, keys, keys, (self.hidden, self.queries), mlp, mlp, (self.hidden, self.inner))
+        return dict(zip(PROJECTIONS, sizes, strict=True))
+
+    @property
+    def linear_weights(self) -> int:
+        """Of all layers, with all experts."""
+        sizes = {name: rows * columns for name, (rows, columns) in self.linears.items()}
+        mlp = sum(sizes.pop(name) for name in PROJECTIONS[4:])
+        if self.experts:
+            mlp = mlp // self.chosen * self.experts
+        return self.layers * (sum(sizes.values()) + mlp)
+
+    @property
+    def embedding_weights(self) -> int:
+        """Embedding and output layer."""
+        return (1 if self.tied else 2) * self.vocabulary * self.hidden
+
+    def kv_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes of a token's keys and values in all layers."""
+        return 2 * self.layers * self.keys * dtype.itemsize
+
+    def adapter_weights(self, rank: int, targets: Sequence[str] = PROJECTIONS) -> int:
+        """Of A and B on these projections of all layers."""
+        sizes = [self.linears[name] for name in _parts(targets)]
+        return self.layers * rank * sum(rows + columns for rows, columns in sizes)
+
+    def engine_adapter_weights(self, rank: int, targets: Sequence[str] = PROJECTIONS) -> int:
+        """As the vLLM engine holds them: each B of a fused projection over all of its ranks, zero outside its own."""
+        names, total = set(_parts(targets)), 0
+        for group in (PROJECTIONS[:3], PROJECTIONS[3:4], PROJECTIONS[4:6], PROJECTIONS[6:]):
+            ranks = rank * len(names.intersection(group))
+            rows = sum(self.linears[name][0] for name in group)
+            total += ranks * (rows + self.linears[group[0]][1])
+        return self.layers * total
+
+
+def _parts(targets: Sequence[str]) -> list[str]:
+    """Projections by their names in Llama; fused ones (Phi-3) stand for their parts."""
+    fused = {"qkv_proj": PROJECTIONS[:3], "gate_up_proj": PROJECTIONS[4:6]}
+    names = [name for target in targets for name in fused.get(target, (target,))]
+    if unknown := sorted(set(names) - set(PROJECTIONS)):
+        raise UserError(
+            f"memory is estimated for adapters on {', '.join(PROJECTIONS)}; model.policy.lora.targets names "
+            f"{unknown[0]}: leave it out of them to see an estimate"
+        )
+    return names
+
+
+# Activations ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What determines the activations of a micro-batch."""
+
+    tokens: int
+    sequences: int = 1
+    dtype: torch.dtype = torch.bfloat16
+    checkpointing: bool | str = True
+    """As `PolicyConfig.gradient_checkpointing`, but not "auto"."""
+    mlp_tile_tokens: int | None = None
+    train_norms: bool = False
+    rank: int = 0
+    """Of the adapter; 0 without one."""
+    full_finetuning: bool = False
+
+
+def saved_bytes(shape: Shape, batch: MicroBatch) -> int:
+    """What all layers save for the backward pass."""
+    size, tokens = batch.dtype.itemsize, batch.tokens
+    if batch.checkpointing == "offload":  # one that is copied away or has come back, and the next
+        return min(2, shape.layers) * size * shape.hidden * tokens
+    if batch.checkpointing == "selective":
+        products = shape.queries + 2 * shape.keys + shape.hidden + (0 if _tiles(batch) else 2 * shape.inner)
+        return shape.layers * size * (shape.hidden + products) * tokens
+    if batch.checkpointing is True:
+        return shape.layers * size * shape.hidden * tokens
+    return shape.layers * (size * shape.hidden * tokens + _recomputed(shape, batch))
+
+
+def _tiles(batch: MicroBatch) -> bool:
+    return batch.mlp_tile_tokens is not None and batch.tokens > batch.mlp_tile_tokens
+
+
+def _recomputed(shape: Shape, batch: MicroBatch) -> int:
+    """What a layer saves besides its input: both norms' results and the second's input, queries, keys, values, the
+    result of attention, gate, up and their product, and the low-rank products of the adapter."""
+    size = batch.dtype.itemsize
+    token = size * (3 * shape.hidden + 7 * batch.rank) + _attention(shape, size) + 8
+    token += 2 * 2 * 4 * shape.hidden if batch.train_norms else 0
+    return batch.tokens * (token + (0 if _tiles(batch) else 3 * size * shape.inner))
+
+
+def _attention(shape: Shape, size: int) -> int:
+    """Queries, keys, values, result and log-sum-exp of a token; norms of heads save queries and keys in float32."""
+    norms = 4 * (shape.queries + shape.keys) if shape.head_norms else 0
+    return size * (2 * shape.queries + 2 * shape.keys) + norms + 4 * shape.heads
+
+
+def activation_bytes(shape: Shape, batch: MicroBatch) -> int:
+    """Peak of a micro-batch's activations and their gradients, with logits, and with weights cast for a product."""
+    return saved_bytes(shape, batch) + max(working_bytes(shape, batch).values())
+
+
+def working_bytes(shape: Shape, batch: MicroBatch) -> dict[str, int]:
+    """What is alive beside `saved_bytes` at the peak of each part of the update, by part.
+
+    The parts are the MLP's and attention's backward pass in the last layer, and logits and losses.
+    """
+    size, tokens, inner, hidden = batch.dtype.itemsize, batch.tokens, shape.inner, shape.hidden
+    recomputed = 0 if batch.checkpointing is False else _recomputed(shape, batch)
+    largest = max(rows * columns for rows, columns in shape.linears.values())
+    # A dequantized weight, or a group of experts'; in full fine-tuning the low-precision copy, its gradient, and that
+    # in float32.
+    weight = GROUP_BYTES if shape.experts else largest * (2 * size + 4 if batch.full_finetuning else size)
+    if _tiles(batch):
+        assert batch.mlp_tile_tokens is not None
+        # The gradient to the MLP's result and to its input; a tile's gate and up, gradients, and its own ends.
+        tile = size * (5 * inner + 4 * hidden) * batch.mlp_tile_tokens
+        mlp = recomputed + 2 * size * hidden * tokens + tile + weight
+    else:
+        # Gradients of gate, up and their product, which itself is free by then; of the layer's result.
+        gate_up = 2 if batch.checkpointing == "selective" else 0  # are among what is saved
+        gradients = recomputed + size * (hidden + (2 - gate_up) * inner) * tokens
+        gradients += 2 * size * shape.chosen * hidden * tokens  # inputs copied for experts, and their results
+        mlp = max(gradients, gradients - size * inner * tokens + weight)
+    splits = -(-SMS // (batch.sequences * shape.heads))
+    rounded = tokens + 128 * batch.sequences
+    expanded = 2 * shape.queries if shape.keys < shape.queries else 0
+    attention = size * tokens * (2 * hidden + 2 * shape.queries + expanded + 2 * shape.keys)
+    attention += tokens * _attention(shape, size) + 4 * splits * rounded * shape.queries + weight
+    # The last norm's input in float32 and its results; the predicting states and their gradients.
+    head = (4 + 4 * size) * hidden * tokens + min(CHUNK_BYTES, size * shape.vocabulary * tokens)
+    if batch.full_finetuning:  # the output layer's copy, its gradient in float32, and a chunk's
+        head += (2 * size + 4) * shape.vocabulary * hidden
+    return {"MLP": mlp, "attention": attention, "logits": head}
+
+
+# A run ----------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RunMemory:
+    """Bytes of a run by purpose, while the engine samples and while the policy is updated."""
+
+    rollout: Mapping[str, float]
+    update: Mapping[str, float]
+    cpu: Mapping[str, float] = field(default_factory=dict)
+    """Pinned memory of the CPU."""
+
+    @property
+    def peak(self) -> float:
+        """Of the GPU, in bytes."""
+        return max(sum(self.rollout.values()), sum(self.update.values()))
+
+    def table(self) -> list[tuple[str, float, float]]:
+        """(purpose, GiB in the rollout, GiB in the update), the sums last."""
+        names = dict.fromkeys([*self.rollout, *self.update])
+        rows = [(name, self.rollout.get(name, 0.0) / GIB, self.update.get(name, 0.0) / GIB) for name in names]
+        return [*rows, ("in all", sum(row[1] for row in rows), sum(row[2] for row in rows))]
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """What determines a run's memory."""
+
+    shape: Shape
+    batch: MicroBatch
+    """The longest micro-batch."""
+    micro_batches: int = 1
+    """Of an optimizer step."""
+    quantization: str = "nvfp4"
+    targets: tuple[str, ...] = PROJECTIONS
+    state_bytes: float = 8.0
+    """Of the optimizer, for each trained weight."""
+    step_bytes: float = 4.0
+    """In addition during a step: `torch.optim.AdamW` takes the roots of all second moments at once."""
+    engine: bool = True
+    shares_weights: bool = True
+    """Whether trainer and engine hold one copy of the base."""
+    engine_is_dense: bool = False
+    """Whether the engine's copy has 16 bits (`TransformersEngine`)."""
+    kv_cache_gib: float = 4.0
+    sleeps: bool = True
+    """Whether the engine releases keys and values during the update."""
+    prompt_tokens: int = PREFILL_TOKENS
+    """Of a rollout's prompts together."""
+    max_num_seqs: int = 256
+    reference: bool = False
+    """Whether full fine-tuning holds a second model."""
+
+
+def run_memory(plan: RunPlan) -> RunMemory:
+    """Memory of a run: the peak of the rollout, of the update's passes, or of the optimizer's step."""
+    shape, batch, size = plan.shape, plan.batch, plan.batch.dtype.itemsize
+    full = batch.full_finetuning
+    dense = size * (shape.linear_weights + shape.embedding_weights)
+    base = shape.linear_weights * BITS[plan.quantization] / 8 + size * shape.embedding_weights
+    trained = (
+        shape.linear_weights + shape.embedding_weights if full else shape.adapter_weights(batch.rank, plan.targets)
+    )
+    gradients = GRADIENT * trained
+    held: dict[str, float] = {"base model": dense if full else base}
+    if not plan.engine:
+        held["base model"] = 0 if full else base
+    elif not full and not plan.shares_weights:
+        held["base model, the engine's copy"] = dense if plan.engine_is_dense else base
+    held["trained weights"] = MASTER * trained
+    if plan.engine and not full:
+        held["trained weights"] += size * shape.engine_adapter_weights(batch.rank, plan.targets)
+    if plan.reference:
+        held["reference policy"] = dense
+    held["optimizer states"] = plan.state_bytes * trained
+    cuda = {CONTEXT: CUDA_CONTEXT_GIB * GIB}
+    kv = {"keys and values": plan.kv_cache_gib * GIB} if plan.engine else {}
+    buffers = {"engine: buffers, CUDA graphs": (ENGINE_BUFFERS_GIB + CUDA_GRAPHS_GIB) * GIB} if plan.engine else {}
+    prefill = {"engine: prefill and logits": _prefill(plan)} if plan.engine else {}
+    rollout = {**held, **kv, **prefill, **buffers, **cuda}  # the gradients are freed before it
+    saved, working = saved_bytes(shape, batch), max(working_bytes(shape, batch).values())
+    # Gradients of earlier micro-batches; at the end low-precision ones beside them, and the optimizer's temporaries.
+    before = gradients if plan.micro_batches > 1 else 0.0
+    activations = before + saved + working
+    last = gradients + max(0 if full else size * trained, plan.step_bytes * trained)
+    if activations >= last:
+        update = {
+            **held,
+            "gradients": before,
+            "layer inputs and products": saved,
+            "working memory of the update": working,
+        }
+    else:
+        update = {**held, "gradients": gradients, "optimizer step": last - gradients}
+    update |= {} if plan.sleeps else kv
+    cpu = {}
+    if batch.checkpointing == "offload":
+        cpu["layer inputs"] = float(shape.layers * size * shape.hidden * batch.tokens)
+    return RunMemory(rollout, {**update, **buffers, **cuda}, cpu)
+
+
+def update_memory(plan: RunPlan) -> float:
+    """Bytes of PyTorch's tensors at the peak of an update, without an engine's: CUDA's context is not among them."""
+    update = run_memory(replace(plan, engine=False)).update
+    return sum(size for name, size in update.items() if name != CONTEXT)
+
+
+def _prefill(plan: RunPlan) -> float:
+    """The engine's largest forward pass: gate and up, their product, hidden states, a dense weight; sampled logits."""
+    shape, size = plan.shape, plan.batch.dtype.itemsize
+    tokens = min(plan.prompt_tokens, PREFILL_TOKENS)
+    dense = 0 if plan.quantization == "none" else size * 2 * shape.inner * shape.hidden
+    return tokens * size * (3 * shape.inner + 4 * shape.hidden) + dense + plan.max_num_seqs * shape.vocabulary * size
+
+
+def longest_completion(plan: RunPlan, prompt: int, gib: float) -> int:
+    """Tokens of the longest completion that is a micro-batch of its own and fits; 0 where none does.
+
+    The engine's cache is as set, or holds one such sequence where that is more.
+
+    Args:
+        plan: With any batch.
+        prompt: Tokens of its prompt.
+        gib: Of the GPU.
+    """
+    sequence_gib = plan.shape.kv_bytes(plan.batch.dtype) / GIB
+
+    def fits(length: int) -> bool:
+        batch = replace(plan.batch, tokens=prompt + length, sequences=1)
+        cache = max(plan.kv_cache_gib, (prompt + length) * sequence_gib)
+        return run_memory(replace(plan, batch=batch, kv_cache_gib=cache)).peak <= gib * GIB
+
+    low, high = 0, 1
+    while fits(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low

@@ -1,0 +1,111 @@
+"""`qerl fit --dry-run` says what a run needs by its config.json, and loads, starts and writes nothing."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from qerl_pl.cli import dry_run
+from qerl_pl.cli.main import main
+from qerl_pl.engines import VLLMEngine
+from qerl_pl.engines.base import EngineSpec
+from qerl_pl.memory import GIB
+from qerl_pl.modules import Policy
+
+CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "tie_word_embeddings": False,
+}
+
+
+@pytest.fixture
+def qwen3_8b(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with Qwen3-8B's config.json alone; the working directory is empty."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("a dry run loads and starts nothing")
+
+    def launch(self: VLLMEngine, spec: EngineSpec) -> None:
+        refuse()
+
+    monkeypatch.setattr(VLLMEngine, "launch", launch)
+    monkeypatch.setattr(Policy, "__init__", refuse)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    return tmp_path / "model"
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, list[str]]:
+    """The printed rows by their first words, as cells."""
+    assert main(["fit", "--dry-run", *words]) == 0
+    out = capsys.readouterr().out
+    assert not list(Path.cwd().iterdir())
+    rows = [line.rsplit(maxsplit=2) for line in out.splitlines()]
+    return {row[0].strip(): row[1:] for row in rows if len(row) > 1}
+
+
+def test_a_run_with_an_adapter_is_described_by_purpose(capsys: pytest.CaptureFixture[str], qwen3_8b: Path) -> None:
+    words = ["-c", "gsm8k", "-c", "qwen2.5_7b", "--model.policy.path", str(qwen3_8b)]
+    table = run(capsys, *words)
+    linears = 36 * (2 * 4096 * 4096 + 2 * 1024 * 4096 + 3 * 4096 * 12288)
+    base = (linears * 4.5 / 8 + 2 * 2 * 151936 * 4096) / GIB
+    assert table["base model"] == [f"{base:.2f}"] * 2
+    assert table["keys and values"] == ["16.00", "0.00"]
+    assert [float(cell) for cell in table["layer inputs and products"]] == [0, pytest.approx(4.5)]  # 16384 tokens
+    parts = [row for name, row in table.items() if all("." in cell for cell in row) and name != "in all"]
+    sums = [sum(float(row[phase]) for row in parts) for phase in (0, 1)]
+    assert len(parts) == 10 and [float(cell) for cell in table["in all"]] == pytest.approx(sums, abs=0.05)
+    longest = [int(cell.replace(",", "")) if cell != "none" else 0 for cell in table["48 GiB"]]
+    assert 0 < longest[0] < longest[1] and table["16 GiB"][0] == "none" != table["16 GiB"][1]
+    less = run(
+        capsys, *words, "--model.policy.gradient_checkpointing", "offload", "--model.policy.mlp_tile_tokens=4096"
+    )
+    assert float(less["in all"][1]) < float(table["in all"][1]) - 4
+    assert int(less["24 GiB"][1].replace(",", "")) > int(table["24 GiB"][1].replace(",", ""))
+    assert float(less["pinned on the CPU: layer inputs"][-1]) == pytest.approx(4.5)
+
+
+def test_full_fine_tuning_and_eight_bit_states_are_counted(capsys: pytest.CaptureFixture[str], qwen3_8b: Path) -> None:
+    full = ["-c", "gsm8k", "-c", "full_finetuning", "--model.policy.path", str(qwen3_8b)]
+    weights = 36 * (2 * 4096 * 4096 + 2 * 1024 * 4096 + 3 * 4096 * 12288) + 2 * 151936 * 4096
+    table = run(capsys, *full, "--model.optimizer=torch.optim.AdamW")
+    assert table["trained weights"] == [f"{4 * weights / GIB:.2f}"] * 2
+    assert table["optimizer states"] == [f"{8 * weights / GIB:.2f}"] * 2
+    pytest.importorskip("bitsandbytes")
+    eight = run(capsys, *full, "--model.optimizer=bitsandbytes.optim.AdamW8bit")
+    assert float(eight["optimizer states"][0]) == pytest.approx(2.03 * weights / GIB, rel=0.01)
+
+
+def test_the_toy_policy_and_supervised_fine_tuning_have_tables_too(
+    capsys: pytest.CaptureFixture[str], qwen3_8b: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert float(run(capsys, "-c", "quickstart")["in all"][0]) < 3
+    table = run(capsys, "-c", "sft", "--model.policy.path", str(qwen3_8b))
+    assert "keys and values" not in table and table["in all"][0] != table["in all"][1]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1, 40 * GIB))
+    assert main(["fit", "--dry-run", "-c", "quickstart"]) == 0
+    out = capsys.readouterr().out
+    assert " 40 GiB" in out and "48 GiB" not in out and "no GPU" not in out
+
+
+def test_a_model_without_a_config_is_refused(capsys: pytest.CaptureFixture[str], qwen3_8b: Path) -> None:
+    (qwen3_8b / "config.json").unlink()
+    assert main(["fit", "--dry-run", "-c", "gsm8k", "--model.policy.path", str(qwen3_8b)]) == 2
+    assert "a dry run reads the model's config.json" in capsys.readouterr().err
+
+
+def test_cards_are_those_of_the_page() -> None:
+    assert dry_run.CARDS == (12, 16, 24, 32, 48, 80)

@@ -1,0 +1,154 @@
+"""MLPs in tiles of tokens: the numbers of plain ones, the same bits in every mode, memory of a tile."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from live_bytes import LiveBytes
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import AutoModelForCausalLM, Qwen2Config
+
+from qerl_pl.errors import UserError
+from qerl_pl.formats.quantize import quantize_checkpoint
+from qerl_pl.modules import LoraConfig, Policy, PolicyConfig
+from qerl_pl.modules.packed_layers import GatedMLP
+from qerl_pl.modules.tiled_mlp import leaving_out_contexts, tiled
+from qerl_pl.toy.tokenizer import build_tokenizer
+
+LENGTHS = torch.tensor([40, 23, 57])
+MODES: tuple[Any, ...] = (True, False, "selective", "offload")
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 5, 7, 100])
+def test_values_and_gradients_are_those_of_all_rows_at_once(tokens: int) -> None:
+    torch.manual_seed(0)
+    x, a, b, frozen = (torch.randn(shape, dtype=torch.float64) for shape in ((2, 7, 4), (4, 6), (6, 4), (4, 4)))
+    for tensor in (x, a, b):
+        tensor.requires_grad_()
+
+    def run(piece: Tensor) -> Tensor:
+        assert piece.shape[-2] <= tokens
+        return functional.silu(piece @ a) @ b + piece @ frozen
+
+    direction = torch.randn(2, 7, 4, dtype=torch.float64)
+    expected = functional.silu(x @ a) @ b + x @ frozen
+    found = tiled(run, x, tokens, [a, b])
+    torch.testing.assert_close(found, expected)
+    of_x, of_a, of_b = torch.autograd.grad(expected, (x, a, b), direction)
+    for one, other in zip(torch.autograd.grad(found, (x, a, b), direction), (of_x, of_a, of_b), strict=True):
+        torch.testing.assert_close(one, other)
+    (only,) = torch.autograd.grad(tiled(run, x.detach(), tokens, [a, b.detach()]), (a,), direction)
+    torch.testing.assert_close(only, of_a)
+
+
+def test_a_recomputation_leaves_it_out_and_nothing_else() -> None:
+    calls = []
+
+    def run(piece: Tensor) -> Tensor:
+        calls.append(len(piece))
+        return 2 * piece
+
+    x = torch.ones(4, 3)
+    forward, recomputation = leaving_out_contexts()
+    with forward:
+        assert tiled(run, x, 2, []).eq(2).all() and calls == [2, 2]
+    with recomputation:
+        assert tiled(run, x, 2, []).isnan().all() and calls == [2, 2]
+    assert tiled(run, x, 3, []).eq(2).all() and calls == [2, 2, 2, 2]
+
+
+def folder_of(kind: str, tiny: Path, tmp_path: Path) -> Path:
+    if kind != "nvfp4":
+        return tiny
+    quantize_checkpoint(tiny, tmp_path / "nvfp4")
+    return tmp_path / "nvfp4"
+
+
+def gradients(folder: Path, kind: str, mode: Any, tile: int | None) -> tuple[Tensor, list[Tensor], Policy]:
+    """Log-probabilities and gradients of a ragged batch of 120 tokens."""
+    config = PolicyConfig(
+        path=str(folder),
+        quantization="nvfp4" if kind == "nvfp4" else "none",
+        dtype="float32",
+        finetune="full" if kind == "full" else "lora",
+        lora=LoraConfig(rank=4),
+        gradient_checkpointing=mode,
+        mlp_tile_tokens=tile,
+    )
+    policy = Policy(folder, config, torch.device("cpu"), seed=1).train()
+    tokens = torch.randint(5, 300, (3, 57), generator=torch.Generator().manual_seed(3))
+    mask = (torch.arange(57) >= 9) & (torch.arange(57) < LENGTHS[:, None])
+    with policy.perturbed(3):
+        logprobs, _ = policy.token_logprobs(tokens, LENGTHS, mask, 1.0)
+        logprobs.sum().backward()
+    return logprobs.detach(), [p.grad for p in policy.parameters() if p.grad is not None], policy
+
+
+@pytest.mark.parametrize("kind", ["nvfp4", "none", "full"])
+def test_a_policy_in_tiles_has_the_gradients_of_a_plain_one_and_the_same_bits_in_every_mode(
+    kind: str, tiny_policy_dir: Path, tmp_path: Path
+) -> None:
+    folder = folder_of(kind, tiny_policy_dir, tmp_path)
+    expected, plain, _ = gradients(folder, kind, True, None)
+    reference, first, policy = gradients(folder, kind, True, 50)
+    assert all(module.tile_tokens == 50 for module in policy.modules() if isinstance(module, GatedMLP))
+    torch.testing.assert_close(reference, expected, rtol=1e-5, atol=1e-5)
+    assert len(first) == len(plain) > 0
+    for one, other in zip(first, plain, strict=True):
+        assert (one - other).norm() <= 1e-4 * other.norm()
+    for mode in MODES[1:]:
+        logprobs, found, _ = gradients(folder, kind, mode, 50)
+        assert torch.equal(logprobs, reference)
+        assert all(torch.equal(one, other) for one, other in zip(found, first, strict=True)), mode
+    _, shorter, _ = gradients(folder, kind, True, 120)  # one tile: nothing is tiled
+    assert all(torch.equal(one, other) for one, other in zip(shorter, plain, strict=True))
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A policy whose MLP is ten times as wide as its layers."""
+    config = Qwen2Config(
+        vocab_size=64, hidden_size=32, intermediate_size=320, num_hidden_layers=3, num_attention_heads=2,
+        num_key_value_heads=1, tie_word_embeddings=False,
+    )  # fmt: skip
+    folder = tmp_path_factory.mktemp("wide")
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    build_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("mode", [True, "selective"])
+def test_no_tensor_of_all_tokens_is_as_wide_as_the_mlp(wide: Path, mode: Any) -> None:
+    config = PolicyConfig(path=str(wide), quantization="none", dtype="float32", lora=LoraConfig(rank=2))
+    tokens = torch.randint(5, 60, (1, 1024))
+    row, peaks = 4 * 320 * 1024, []
+    for tile in (None, 64):
+        held = dataclasses.replace(config, gradient_checkpointing=mode, mlp_tile_tokens=tile)
+        policy = Policy(wide, held, torch.device("cpu"), seed=1).train()
+        with LiveBytes() as live:
+            policy.token_logprobs(tokens, torch.tensor([1024]), torch.arange(1024)[None] > 0, 1.0)[0].sum().backward()
+        assert any(size >= row for size in live.at_peak) is (tile is None)
+        peaks.append(live.peak)
+    assert peaks[0] - peaks[1] > 4 * row  # gate, up, the gradients of both and of their product
+
+
+def test_dropout_and_tiles_exclude_each_other() -> None:
+    with pytest.raises(UserError, match=r"dropout 0\.1 and mlp_tile_tokens 4096"):
+        PolicyConfig(lora=LoraConfig(dropout=0.1), mlp_tile_tokens=4096)
+    with pytest.raises(UserError, match="mlp_tile_tokens must be at least 1; got 0"):
+        PolicyConfig(mlp_tile_tokens=0)
+
+
+def test_a_gated_mlp_tiles_only_what_is_longer() -> None:
+    class Plain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate_proj, self.up_proj, self.down_proj = nn.Linear(4, 6), nn.Linear(4, 6), nn.Linear(6, 4)
+
+    mlp = GatedMLP(Plain(), lambda gate, up: functional.silu(gate) * up)
+    mlp.tile_tokens = 8
+    kinds = [type(mlp(torch.randn(1, tokens, 4)).grad_fn).__name__ for tokens in (8, 9)]
+    assert "_Tiled" not in kinds[0] and "_Tiled" in kinds[1]
