@@ -17,8 +17,8 @@ def arguments(out: Path, **changes: Any) -> argparse.Namespace:
     given: dict[str, Any] = {
         "shape": "8b", "device": "cpu", "lengths": [1024, 4096, 16384, 65536], "rank": 32, "base": out / "base",
         "out": out, "cards": [16.0], "checkpointing": "offload", "tile": 4096, "steps": 2, "margin": 0.3,
-        "limit": 60.0, "minutes": 5.0, "snapshot": False, "eager": False, "repeats": 1,
-        "ways": list(context_ladder.WAYS),
+        "limit": 60.0, "minutes": 5.0, "ways": list(context_ladder.WAYS), "repeats": 1, "snapshot": False,
+        "eager": False,
     }  # fmt: skip
     return argparse.Namespace(**given | changes)
 

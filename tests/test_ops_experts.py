@@ -98,6 +98,39 @@ def test_a_group_of_experts_is_a_slice_of_the_stack(layout: str) -> None:
     assert torch.equal(stack.dense(1, 4, torch.float32), stack.dense(0, EXPERTS, torch.float32)[1:4])
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("back", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_gpus_grouped_product_is_that_of_each_expert(layout: str, back: bool) -> None:
+    stack, plain = stacks(layout, matrices(2 * INNER, HIDDEN, 0).cuda())
+    sizes = torch.tensor([100, 0, 33, 1, 250])
+    stops, bounds = sizes.cumsum(0).int().cuda(), [0, *sizes.cumsum(0).tolist()]
+    rows = torch.randn(bounds[-1], 2 * INNER if back else HIDDEN, generator=torch.Generator().manual_seed(1))
+    rows = rows.cuda().bfloat16()
+    grouped = experts._by_groups(rows, stops, bounds, stack, back)
+    loop = experts._by_experts(rows, stops, bounds, stack, back)
+    assert experts._has_kernel(rows) == (torch.cuda.get_device_capability()[0] >= 9)
+    torch.testing.assert_close(grouped, loop, rtol=1.6e-2, atol=1e-2 * loop.abs().max().item())
+    alphas = torch.ones(EXPERTS).cuda() if stack.alphas is None else stack.alphas
+    owner = torch.arange(EXPERTS).repeat_interleave(sizes).cuda()
+    weights = plain if back else plain.transpose(1, 2)
+    expected = torch.stack([row.float() @ weights[expert] for row, expert in zip(rows, owner, strict=True)])
+    torch.testing.assert_close(grouped.float() * alphas[owner, None], expected, rtol=2e-2, atol=2e-2)
+
+
+def test_weights_follow_their_tensors_where_a_module_moves_them() -> None:
+    """As it does from one device to another: it gives a parameter other data."""
+    stack = stacks("nvfp4", matrices(64, 64, 0))[0]
+    before, dense = stack.alphas, stack.dense(0, EXPERTS, torch.float32)
+    assert before is not None
+    tensors = stack.tensors()
+    tensors["weight_global_scale"].data = tensors["weight_global_scale"] / 2
+    tensors["weight_packed"].data = tensors["weight_packed"].roll(1, 0)
+    assert stack.alphas is not None and torch.equal(stack.alphas, 2 * before)
+    assert not torch.equal(stack.dense(0, EXPERTS, torch.float32), dense)
+
+
 def test_backward_keeps_neither_dense_weights_nor_the_second_product() -> None:
     gate_up, down = (stacks("nvfp4", matrices(*shape, 0))[0] for shape in [(2 * INNER, HIDDEN), (HIDDEN, INNER)])
     saved: list[Any] = []

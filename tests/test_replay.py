@@ -1,5 +1,6 @@
 """Replayed routing (R3): the update gives each token to the experts that the sampler chose."""
 
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -7,20 +8,28 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from safetensors.torch import load_file, save_file
+from short_run import trainer_of
 from test_every_way import process_state, written  # noqa: F401  (a fixture)
 from test_families import CPU, LOGPROB_BOUND, NOISE, PROMPTS, changed, completions_of, policy_of
 from tiny_families import write_checkpoint
 from torch import Tensor
 
+from qerl_pl.callbacks import RolloutCallback
 from qerl_pl.cli.main import main
+from qerl_pl.datamodules import GuessingDataModule
 from qerl_pl.engines import EngineSpec, RolloutEngine, TransformersEngine, VLLMEngine
 from qerl_pl.errors import UserError
+from qerl_pl.formats.model_folder import end_token_ids
 from qerl_pl.formats.quantize import quantize_checkpoint
-from qerl_pl.modules import Policy, PolicyConfig
+from qerl_pl.modules import LoraConfig, Policy, PolicyConfig
 from qerl_pl.modules.experts import PackedExperts
+from qerl_pl.modules.qerl import QeRLModule
 from qerl_pl.modules.trainer_noise import TrainerNoise
 from qerl_pl.rollout.experience import pad_completions, pad_routing
-from qerl_pl.types import Completion
+from qerl_pl.toy import GuessingGame
+from qerl_pl.types import Completion, PromptBatch, SamplingConfig
 
 LAYERS, CHOSEN, EXPERTS = 2, 2, 6
 
@@ -156,6 +165,70 @@ def test_a_run_replays_what_its_sampler_chose(base: Path, tmp_path: Path, monkey
     path = written(base, tmp_path / "run", "nvfp4")
     assert main(["fit", "-c", str(path), "--model.policy.replay_routing", "true"]) == 0
     assert replayed and all(same.numel() and same.all() for same in replayed)
+
+
+class Echo:
+    """An environment that answers whatever is said."""
+
+    def reset(self, **row: Any) -> None:
+        """Begin a dialogue."""
+        self.length = 0
+
+    def step(self, text: str) -> tuple[str, bool]:
+        """An answer, and whether the dialogue is over."""
+        self.length = len(text)
+        return "go on", False
+
+    def get_reward(self) -> float:
+        """One that differs between dialogues."""
+        return float(self.length)
+
+
+class Watched(Callback):
+    """Compares, before each update, the trainer's log-probabilities with the sampler's, routing replayed."""
+
+    def __init__(self) -> None:
+        self.gaps: list[float] = []
+        self.turns: list[int] = []
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: PromptBatch, batch_idx: int
+    ) -> None:
+        found = batch.experience
+        assert isinstance(pl_module, QeRLModule) and found is not None and found.routing is not None
+        recorded = found.routing[..., 0, 0] >= 0
+        assert torch.equal(recorded.sum(1), found.lengths - 1)  # turns and the environment's answers between them
+        policy = pl_module.policy.eval()
+        with torch.no_grad():
+            tokens = found.tokens, found.lengths, found.mask, found.temperature
+            own, _ = policy.token_logprobs(*tokens, routing=found.routing)
+        self.gaps.append((own - found.sampler_logprobs)[found.mask].abs().max().item())
+        self.turns += [int(torch.diff(row.int(), prepend=torch.zeros(1)).eq(1).sum()) for row in found.mask]
+
+
+@pytest.mark.parametrize("kind", ["transformers", pytest.param("vllm", marks=pytest.mark.vllm)])
+def test_the_routing_of_a_dialogue_is_that_of_all_its_tokens(base: Path, tmp_path: Path, kind: str) -> None:
+    ending = shutil.copytree(base, tmp_path / "base")
+    tensors = load_file(ending / "model.safetensors")
+    tensors["lm_head.weight"][end_token_ids(base)[0]] *= 8  # turns end often
+    save_file(tensors, ending / "model.safetensors", metadata={"format": "pt"})
+    watched, engine = Watched(), TransformersEngine() if kind == "transformers" else VLLMEngine(kv_cache_gib=0.25)
+    rollout = RolloutCallback(
+        {},
+        engine,
+        group_size=6,
+        sampling=SamplingConfig(max_tokens=120),
+        environment=Echo,
+        max_turns=3,
+        max_turn_tokens=30,
+    )
+    trainer = trainer_of(tmp_path, watched, rollout=rollout, noise=False, max_steps=2)
+    data = GuessingDataModule(
+        GuessingGame(highest=7, turns=3), train_size=8, batch_size=2, val_size=2, max_prompt_tokens=130
+    )
+    policy = PolicyConfig(path=str(ending), dtype="float32", lora=LoraConfig(rank=4, alpha=8.0), replay_routing=True)
+    trainer.fit(QeRLModule(policy, optimizer=lambda params: torch.optim.AdamW(params, lr=0.01)), datamodule=data)
+    assert max(watched.gaps) < LOGPROB_BOUND and max(watched.turns) > 1
 
 
 def test_a_model_without_experts_has_no_routing_to_replay(tmp_path: Path) -> None:

@@ -56,7 +56,10 @@ class NVFP4Stack:
         self._tensor = tensor
         experts, rows, half = tensor.packed.shape
         self.shape = (experts, rows, 2 * half)
-        self.alphas = tensor.global_scale.float().reciprocal()
+
+    @property
+    def alphas(self) -> Tensor:  # read anew, for a module may have moved its tensors to another device
+        return self._tensor.global_scale.float().reciprocal()
 
     def dense(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
         packed, scale = (tensor[start:stop].flatten(0, 1) for tensor in self._tensor[:2])
