@@ -78,39 +78,47 @@ def update_plan(args: argparse.Namespace, way: str, length: int) -> RunPlan:
     return RunPlan(shape_of(args), batch, engine=False)
 
 
-def updates(args: argparse.Namespace) -> None:
-    """Measure every length in every way; writes after each."""
-    import update_speed
-
+def policy_of(args: argparse.Namespace, way: str) -> Any:
+    """The policy that trains in a way."""
     from qerl_pl.modules import LoraConfig, Policy, PolicyConfig
 
-    device, base = torch.device(args.device), base_of(args)
+    mode, tile = WAYS[way]
+    lora, base = LoraConfig(rank=args.rank, alpha=float(args.rank)), base_of(args)
+    config = PolicyConfig(path=str(base), lora=lora, gradient_checkpointing=mode, mlp_tile_tokens=tile)
+    return Policy(base, config, torch.device(args.device), seed=0).train()
+
+
+def free_memory(args: argparse.Namespace) -> None:
+    gc.collect()
+    if args.device == "cuda":
+        torch.cuda.empty_cache()
+
+
+def updates(args: argparse.Namespace) -> None:
+    """Measure every length in every way; writes after each. What is alive at the peak comes last."""
+    import update_speed
+
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # as the command line does
+    vocabulary = shape_of(args).vocabulary
     found: dict[str, dict[int, dict[str, float]]] = {}
-    alive: dict[str, Any] = {}
     for way in args.ways:
-        mode, tile = WAYS[way]
-        lora = LoraConfig(rank=args.rank, alpha=float(args.rank))
-        config = PolicyConfig(path=str(base), lora=lora, gradient_checkpointing=mode, mlp_tile_tokens=tile)
-        policy = Policy(base, config, device, seed=0).train()
-        found[way] = {}
+        policy, found[way] = policy_of(args, way), {}
         for length in sorted(args.lengths):
             try:
-                one = update_speed.measure(policy, length, length, shape_of(args).vocabulary, args.repeats)
+                one = update_speed.measure(policy, length, length, vocabulary, args.repeats)
             except torch.OutOfMemoryError:
-                policy.zero_grad()
                 break
-            finally:
-                gc.collect()
             found[way][length] = one | {"estimate_gib": update_memory(update_plan(args, way, length)) / GIB}
-            write_updates(found, alive, args)
-        if args.snapshot and found[way] and device.type == "cuda":
-            alive[way] = alive_at_peak(policy, max(found[way]), shape_of(args).vocabulary)
-            write_updates(found, alive, args)
+            write_updates(found, {}, args)
         del policy
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+        free_memory(args)
+    alive: dict[str, Any] = {}
+    for way in args.ways if args.snapshot and args.device == "cuda" else ():
+        policy = policy_of(args, way)
+        alive[way] = alive_at_peak(policy, max(found[way]), vocabulary)
+        write_updates(found, alive, args)
+        del policy
+        free_memory(args)
 
 
 def write_updates(

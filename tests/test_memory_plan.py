@@ -109,6 +109,21 @@ def test_an_update_without_an_engine_is_what_was_measured(way: str, mode: Any) -
     within(update_memory(plan) / GIB, float(row[1]), 0.02)
 
 
+def test_an_update_of_one_long_completion_is_what_was_measured() -> None:
+    """Of Qwen3-8B's shape, by `benchmarks/context_ladder.py --update-only`."""
+    shape = Shape(4096, 12288, 36, 32, 4096, 1024, 151936, False, True)
+    ways = {"true": (True, None), "true, tiles": (True, 4096)}
+    ways |= {"offload": ("offload", None), "offload, tiles": ("offload", 4096)}  # type: ignore[dict-item]
+    found = record("context_update_8b.json")["found"]
+    assert "true" in found
+    for way, lengths in found.items():
+        mode, tile = ways[way]
+        for length, one in lengths.items():
+            batch = MicroBatch(int(length), 1, checkpointing=mode, mlp_tile_tokens=tile, rank=32)
+            share = 0.02 if way == "true" else 0.07
+            within(update_memory(RunPlan(shape, batch, engine=False)) / GIB, one["peak_gib"], share)
+
+
 # By hand --------------------------------------------------------------------------------------------------------------
 
 
