@@ -158,15 +158,16 @@ def saved_bytes(shape: Shape, batch: MicroBatch) -> int:
     if batch.checkpointing == "offload":  # one that is copied away or has come back, and the next
         return min(2, shape.layers) * size * shape.hidden * tokens
     if batch.checkpointing == "selective":
-        products = shape.queries + 2 * shape.keys + shape.hidden + (0 if _tiles(batch) else 2 * shape.inner)
+        products = shape.queries + 2 * shape.keys + shape.hidden + (0 if _tiles(shape, batch) else 2 * shape.inner)
         return shape.layers * size * (shape.hidden + products) * tokens
     if batch.checkpointing is True:
         return shape.layers * size * shape.hidden * tokens
     return shape.layers * (size * shape.hidden * tokens + _recomputed(shape, batch))
 
 
-def _tiles(batch: MicroBatch) -> bool:
-    return batch.mlp_tile_tokens is not None and batch.tokens > batch.mlp_tile_tokens
+def _tiles(shape: Shape, batch: MicroBatch) -> bool:
+    """Whether the MLPs are in tiles; a mixture of experts never is."""
+    return batch.mlp_tile_tokens is not None and batch.tokens > batch.mlp_tile_tokens and not shape.experts
 
 
 def _recomputed(shape: Shape, batch: MicroBatch) -> int:
@@ -175,7 +176,7 @@ def _recomputed(shape: Shape, batch: MicroBatch) -> int:
     size = batch.dtype.itemsize
     token = size * (3 * shape.hidden + 7 * batch.rank) + _attention(shape, size) + 8
     token += 2 * 2 * 4 * shape.hidden if batch.train_norms else 0
-    return batch.tokens * (token + (0 if _tiles(batch) else 3 * size * shape.inner))
+    return batch.tokens * (token + (0 if _tiles(shape, batch) else 3 * size * shape.inner))
 
 
 def _attention(shape: Shape, size: int) -> int:
@@ -199,9 +200,9 @@ def working_bytes(shape: Shape, batch: MicroBatch) -> dict[str, int]:
     largest = max(rows * columns for rows, columns in shape.linears.values())
     # A dequantized weight, or a group of experts'; in full fine-tuning the low-precision copy, its gradient, and that
     # in float32. Tiles add up the gradients of all three of the MLP's weights.
-    sums = 6 if _tiles(batch) else 1
+    sums = 6 if _tiles(shape, batch) else 1
     weight = GROUP_BYTES if shape.experts else largest * (2 * size + 4 * sums if batch.full_finetuning else size)
-    if _tiles(batch):
+    if _tiles(shape, batch):
         assert batch.mlp_tile_tokens is not None
         # The gradient to the MLP's result and to its input; a tile's gate and up, gradients, and its own ends.
         tile = size * (5 * inner + 4 * hidden) * batch.mlp_tile_tokens

@@ -152,6 +152,8 @@ def test_what_an_update_saves_and_works_with_is_counted_by_tensors() -> None:
         (5 + 2 * keys + 2) * token + small + (5 * inner + 4) * token / 10 + 2 * 3584 * 18944
     )
     assert working_bytes(QWEN, replace(tiled, mlp_tile_tokens=1000)) == working_bytes(QWEN, batch)
+    mixture = replace(QWEN, experts=64, chosen=4)  # is never in tiles
+    assert working_bytes(mixture, tiled) == working_bytes(mixture, batch)
     assert working_bytes(QWEN, batch)["logits"] == 12 * 3584 * 1000 + 2 * 152064 * 1000
     longest = MicroBatch(131072, mlp_tile_tokens=4096, checkpointing="offload")
     assert working_bytes(QWEN, longest)["logits"] == 12 * 3584 * 131072 + logprob.CHUNK_BYTES

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 from qerl_pl.errors import UserError
 from qerl_pl.formats.quantize import quantize_checkpoint
 from qerl_pl.modules import LoraConfig, Policy, PolicyConfig
-from qerl_pl.modules.packed_layers import GatedMLP
+from qerl_pl.modules.packed_layers import GatedMLP, tile_mlps
 from qerl_pl.modules.tiled_mlp import leaving_out_contexts, tiled
 from qerl_pl.toy.tokenizer import build_tokenizer
 
@@ -162,6 +162,12 @@ def test_dropout_and_tiles_exclude_each_other() -> None:
         PolicyConfig(lora=LoraConfig(dropout=0.1), mlp_tile_tokens=4096)
     with pytest.raises(UserError, match="mlp_tile_tokens must be at least 1; got 0"):
         PolicyConfig(mlp_tile_tokens=0)
+
+
+def test_a_model_without_such_mlps_refuses_tiles() -> None:
+    tile_mlps(nn.Linear(2, 2), None)
+    with pytest.raises(UserError, match="mlp_tile_tokens is 64; set it to null"):
+        tile_mlps(nn.Linear(2, 2), 64)
 
 
 def test_a_gated_mlp_tiles_only_what_is_longer() -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AttentionInterface
 
+from qerl_pl.errors import UserError
 from qerl_pl.formats.architecture import Family, family_of_class
 from qerl_pl.modules.lora import shared_input_linears
 from qerl_pl.modules.tiled_mlp import results_needed, tiled
@@ -214,10 +215,19 @@ def use_gated_mlps(model: nn.Module) -> None:
 
 
 def tile_mlps(model: nn.Module, tokens: int | None) -> None:
-    """Have every `GatedMLP` compute in tiles of so many tokens; None for all at once."""
-    for module in model.modules():
-        if isinstance(module, GatedMLP):
-            module.tile_tokens = tokens
+    """Have every `GatedMLP` compute in tiles of so many tokens; None for all at once.
+
+    Raises:
+        UserError: The model has none.
+    """
+    mlps = [module for module in model.modules() if isinstance(module, GatedMLP)]
+    if tokens is not None and not mlps:
+        raise UserError(
+            f"tiles need MLPs of gate, up and down; the model has none (its layers are mixtures of experts, or their "
+            f"activation is unknown), and model.policy.mlp_tile_tokens is {tokens}; set it to null"
+        )
+    for mlp in mlps:
+        mlp.tile_tokens = tokens
 
 
 NORMS = ("q_norm", "k_norm")
