@@ -31,6 +31,7 @@ from qerl_kernels import experts as kernels
 from qerl_kernels import mixture_of_experts, select_backend, silu_product
 from stock_engine import StockEngine
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 from update_speed import measure
 
 from qerl_pl.algorithm.noise import NormNoise
@@ -165,6 +166,12 @@ def update(policy: Policy, args: argparse.Namespace) -> list[dict[str, Any]]:
         found = measure(policy, tokens, 512, vocabulary, 2)
         rows.append({"tokens": tokens, "used_gib": used_gib(torch.device(args.device)), **found})
         print(rows[-1], flush=True)
+    if args.profile:
+        activity = ProfilerActivity.CUDA if args.device == "cuda" else ProfilerActivity.CPU
+        with profile(activities=[activity]) as measured:
+            measure(policy, args.update[-1], 512, vocabulary, 1)
+        key = f"self_{args.device}_time_total"
+        print(measured.key_averages().table(sort_by=key, row_limit=30, max_name_column_width=80), flush=True)
     return rows
 
 
@@ -250,6 +257,7 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[8, 128], help="sequences of a rollout")
     parser.add_argument("--update", type=int, nargs="+", default=[4096, 16384], help="packed tokens of an update")
     parser.add_argument("--power_of_two", action="store_true", help="global scales that leave bfloat16's weights exact")
+    parser.add_argument("--profile", action="store_true", help="print the kernels of two updates, by their time")
     parser.add_argument("--base", type=Path, help="a folder with a model that this script wrote there; None writes one")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
