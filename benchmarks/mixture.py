@@ -14,6 +14,8 @@ import argparse
 import json
 import os
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -29,6 +31,7 @@ from qerl_kernels import experts as kernels
 from qerl_kernels import mixture_of_experts, select_backend, silu_product
 from stock_engine import StockEngine
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 from update_speed import measure
 
 from qerl_pl.algorithm.noise import NormNoise
@@ -163,6 +166,12 @@ def update(policy: Policy, args: argparse.Namespace) -> list[dict[str, Any]]:
         found = measure(policy, tokens, 512, vocabulary, 2)
         rows.append({"tokens": tokens, "used_gib": used_gib(torch.device(args.device)), **found})
         print(rows[-1], flush=True)
+    if args.profile:
+        activity = ProfilerActivity.CUDA if args.device == "cuda" else ProfilerActivity.CPU
+        with profile(activities=[activity]) as measured:
+            measure(policy, args.update[-1], 512, vocabulary, 1)
+        key = f"self_{args.device}_time_total"
+        print(measured.key_averages().table(sort_by=key, row_limit=30, max_name_column_width=80), flush=True)
     return rows
 
 
@@ -225,7 +234,7 @@ def write(found: dict[str, Any], args: argparse.Namespace) -> None:
             tables.append(report.markdown(["base", "sequences", "tokens/s"], cells))
     about = {name: value for name, value in found.items() if name not in PARTS}
     tables.append(", ".join(f"{name}: {value}" for name, value in about.items()))
-    settings = {name: str(value) for name, value in vars(args).items() if name != "out"}
+    settings = {name: str(value) for name, value in vars(args).items() if name not in ("base", "out")}
     report.write(args.out, f"mixture_{args.shape}", "\n\n".join(tables), {"settings": settings, **found})
 
 
@@ -247,26 +256,45 @@ def main() -> None:
     parser.add_argument("--compared", type=int, default=16, help="completions that trainer and engine are compared on")
     parser.add_argument("--batches", type=int, nargs="+", default=[8, 128], help="sequences of a rollout")
     parser.add_argument("--update", type=int, nargs="+", default=[4096, 16384], help="packed tokens of an update")
+    parser.add_argument("--power_of_two", action="store_true", help="global scales that leave bfloat16's weights exact")
+    parser.add_argument("--profile", action="store_true", help="print the kernels of two updates, by their time")
+    parser.add_argument("--base", type=Path, help="a folder with a model that this script wrote there; None writes one")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # as the command line does
     device, start = torch.device(args.device), time.perf_counter()
     if device.type == "cuda":
         select_backend("triton")
+    if args.base is not None:
+        run(args.base, device, args)
+        return
     with tempfile.TemporaryDirectory(prefix="qerl-mixture-") as folder:
-        base = Path(folder) / "base"
-        random_model.write_random(base, random_model.mixture_config(args.shape, args.layers), device)
+        base, failed = Path(folder) / "base", list[str]()
+        config = random_model.mixture_config(args.shape, args.layers)
+        random_model.write_random(base, config, device, power_of_two=args.power_of_two)
         print(f"wrote the model in {time.perf_counter() - start:.0f} s", flush=True)
-        config = PolicyConfig(
-            path=str(base), lora=LoraConfig(rank=RANK, alpha=float(RANK)), gradient_checkpointing=True
-        )
-        run(base, config, device, args)
-    print(f"{time.perf_counter() - start:.0f} s in all")
+        # An engine in a process of its own: memory is its own, and parts after one that fails still run.
+        for parts in (["agreement", "update"], ["rollout"], ["stock"]):
+            if own := [part for part in parts if part in args.parts]:
+                command = [sys.executable, __file__, *sys.argv[1:], "--base", str(base), "--parts", *own]
+                if subprocess.run(command, check=False).returncode:
+                    failed += own
+                print(f"{', '.join(own)}: {time.perf_counter() - start:.0f} s since the start", flush=True)
+    if failed:
+        raise SystemExit(f"failed: {', '.join(failed)}")
 
 
-def run(base: Path, config: PolicyConfig, device: torch.device, args: argparse.Namespace) -> None:
-    """All parts, each written when it is done."""
-    found: dict[str, Any] = {}
+def run(base: Path, device: torch.device, args: argparse.Namespace) -> None:
+    """Parts of one process, each written, with those of earlier ones, when it is done."""
+    record = base.with_name("found.json")
+    found: dict[str, Any] = json.loads(record.read_text()) if record.is_file() else {}
+
+    def save(**results: Any) -> None:
+        found.update(results)
+        record.write_text(json.dumps(found))
+        write(found, args)
+
+    config = PolicyConfig(path=str(base), lora=LoraConfig(rank=RANK, alpha=float(RANK)), gradient_checkpointing=True)
     if {"agreement", "update"} & set(args.parts):
         engine, reason = launch(base, config, args, record=True)
         shared = engine.shared_weights()
@@ -274,23 +302,17 @@ def run(base: Path, config: PolicyConfig, device: torch.device, args: argparse.N
         policy = trained_policy(base, config, device, shared).eval()
         found["layer"] = grouped_against_loop(policy, device)
         if "agreement" in args.parts:
-            found["agreement"] = agreement(engine, policy, args)
-            write(found, args)
+            save(agreement=agreement(engine, policy, args))
         if "update" in args.parts:
             engine.sleep()
-            found["update"] = update(policy.train(), args)
-            write(found, args)
-        del policy, shared
+            save(update=update(policy.train(), args))
         engine.close()
     if "rollout" in args.parts:
         engine, _ = launch(base, config, args, record=False)
-        found["engine_gib"] = dict(engine.memory_gib())
-        found["rollout"] = rollout(engine, args)
-        write(found, args)
+        save(engine_gib=dict(engine.memory_gib()), rollout=rollout(engine, args))
         engine.close()
     if "stock" in args.parts:
-        found["stock"] = stock(base.with_name("bf16"), args)
-        write(found, args)
+        save(stock=stock(base.with_name("bf16"), args))
 
 
 if __name__ == "__main__":

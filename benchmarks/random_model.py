@@ -114,7 +114,9 @@ def write_model(folder: Path, shape: str, device: torch.device, nvfp4: bool = Tr
     write_random(folder, config_of(shape, positions), device, nvfp4)
 
 
-def write_random(folder: Path, config: dict[str, Any], device: torch.device, nvfp4: bool = True) -> None:
+def write_random(
+    folder: Path, config: dict[str, Any], device: torch.device, nvfp4: bool = True, power_of_two: bool = False
+) -> None:
     """`write_model` for any config.json."""
     folder.mkdir(parents=True)
     ignored = {"ignore": [*CONFIG["ignore"], *unquantized(config)]}
@@ -139,7 +141,7 @@ def write_random(folder: Path, config: dict[str, Any], device: torch.device, nvf
             continue
         done.update(group)
         weights = {member: random(member) for member in group}
-        scale = nvfp4_global_scale(*weights.values())
+        scale = nvfp4_global_scale(*weights.values(), power_of_two=power_of_two)
         for member, weight in weights.items():
             stem, packed = member.removesuffix(".weight"), quantize_nvfp4(weight, scale)
             writer.add(f"{stem}.weight_packed", packed.packed)

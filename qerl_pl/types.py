@@ -266,7 +266,8 @@ class Experience:
     noise: NormNoise | None = None
     """Noise of the sampler that the trainer adds, too; None for a trainer without noise."""
     routing: Tensor | None = None
-    """Experts that the sampler chose, int16 [B, T, layers, k], -1 for none; None where the trainer's router chooses."""
+    """Experts that the sampler chose, int16 [B, T, layers, k], -1 for none, on the CPU: of many long completions they
+    are GiBs. None where the trainer's router chooses."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """The rollout's metrics, by TensorBoard tag."""
     records: Sequence[CompletionRecord] = ()
@@ -276,10 +277,9 @@ class Experience:
         return self.tokens.shape[0]
 
     def to(self, device: torch.device) -> "Experience":
-        """The same experience with its tensors on `device`."""
+        """The same experience with its tensors on `device`, but those that stay on the CPU."""
         names = ("tokens", "lengths", "mask", "sampler_logprobs", "advantages", "truncated")
-        moved = {name: getattr(self, name).to(device) for name in names}
-        return replace(self, routing=None if self.routing is None else self.routing.to(device), **moved)
+        return replace(self, **{name: getattr(self, name).to(device) for name in names})
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import Any
 import peft
 import pytest
 import torch
-from qerl_kernels import FrozenWeight, MarlinRows, NVFP4Tensor, select_backend
+from qerl_kernels import FrozenWeight, MarlinRows, MarlinStack, MarlinTensor, NVFP4Tensor, StackedWeight, select_backend
 from qerl_kernels.marlin import to_marlin
 from safetensors.torch import load_file
 from test_every_way import killed, process_state, written  # noqa: F401  (a fixture)
@@ -28,7 +28,7 @@ from qerl_pl.engines.base import SharedWeights
 from qerl_pl.errors import UserError
 from qerl_pl.formats.architecture import FAMILIES, family_of, fused_group
 from qerl_pl.formats.dense_checkpoint import write_dense_checkpoint
-from qerl_pl.formats.model_folder import end_token_ids, read_config
+from qerl_pl.formats.model_folder import end_token_ids, load_config, read_config
 from qerl_pl.formats.norm import Float32RMSNorm
 from qerl_pl.formats.quantize import quantize_checkpoint
 from qerl_pl.modules import LoraConfig, Policy, PolicyConfig
@@ -221,7 +221,7 @@ def triton() -> Iterator[None]:
 
 
 def lent(base: Path) -> SharedWeights:
-    """What vLLM lends on a GPU: linears fused in Marlin's layout; tied matrices by one name or by both."""
+    """What vLLM lends on a GPU: linears fused in Marlin's layout, stacks of experts; tied matrices by one or both names."""
     tensors = load_file(base / "model.safetensors")
     linears: dict[str, FrozenWeight] = {}
     for name in sorted(every_linear(base)):
@@ -232,10 +232,22 @@ def lent(base: Path) -> SharedWeights:
         weight = to_marlin(NVFP4Tensor(packed, scale, tensors[f"{name}.weight_global_scale"]))
         rows = [0, *itertools.accumulate(len(tensors[f"{member}.weight_packed"]) for member in members)]
         linears |= {n: MarlinRows(weight, *bounds) for n, bounds in zip(members, itertools.pairwise(rows), strict=True)}
+    config = load_config(base)
+    experts: dict[str, StackedWeight] = {}
+    for layer in range(config.num_hidden_layers if "moe" in base.name else 0):
+        name = f"model.layers.{layer}.mlp.experts"
+        for matrix, members in (("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",))):
+            held = []
+            for expert in range(config.num_experts):
+                names = [f"{name}.{expert}.{member}.weight" for member in members]
+                packed, scale = (torch.cat([tensors[f"{n}_{kind}"] for n in names]) for kind in ("packed", "scale"))
+                held.append(to_marlin(NVFP4Tensor(packed, scale, tensors[f"{names[0]}_global_scale"])))
+            stacked = [torch.stack([getattr(one, field) for one in held]) for field in MarlinTensor._fields]
+            experts[f"{name}.{matrix}"] = MarlinStack(MarlinTensor(*stacked))
     embeddings = tensors["model.embed_tokens.weight"]
     head = {"lm_head.weight": tensors.get("lm_head.weight", embeddings)}
     by_both_names = "lm_head.weight" in tensors or "gemma" in base.name
-    return SharedWeights(linears, {"model.embed_tokens.weight": embeddings} | (head if by_both_names else {}))
+    return SharedWeights(linears, {"model.embed_tokens.weight": embeddings} | (head if by_both_names else {}), experts)
 
 
 def results_of(policy: Policy) -> tuple[Tensor, list[Tensor]]:

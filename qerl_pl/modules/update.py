@@ -362,7 +362,8 @@ class PolicyUpdate:
         teacher: TeacherStates | None = None,
     ) -> TokenValues:
         """Log-probabilities and entropies [len(rows), T], and the KL divergence to a teacher, if there is one."""
-        replay = {} if experience.routing is None else {"routing": experience.routing[rows]}
+        routing = experience.routing
+        replay = {} if routing is None else {"routing": routing[rows.to(routing.device)].to(rows.device)}
         return policy.token_values(
             experience.tokens[rows],
             experience.lengths[rows],
