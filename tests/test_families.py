@@ -221,7 +221,7 @@ def triton() -> Iterator[None]:
 
 
 def lent(base: Path) -> SharedWeights:
-    """What vLLM lends on a GPU: linears fused in Marlin's layout, stacks of experts; tied matrices by a name or two."""
+    """What vLLM lends on a GPU: linears and experts in Marlin's layout; tied matrices by one name or by both."""
     tensors = load_file(base / "model.safetensors")
     linears: dict[str, FrozenWeight] = {}
     for name in sorted(every_linear(base)):
