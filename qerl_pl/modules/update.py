@@ -363,17 +363,12 @@ class PolicyUpdate:
     ) -> TokenValues:
         """Log-probabilities and entropies [len(rows), T], and the KL divergence to a teacher, if there is one."""
         routing = experience.routing
-        replay = {} if routing is None else {"routing": routing[rows.to(routing.device)].to(rows.device)}
-        return policy.token_values(
-            experience.tokens[rows],
-            experience.lengths[rows],
-            mask[rows],
-            experience.temperature,
-            self.objective.needs_entropy,
-            reference,
-            teacher=teacher,
-            **replay,
-        )
+        chosen = None if routing is None else routing[rows.to(routing.device)].to(rows.device)
+        sequences = experience.tokens[rows], experience.lengths[rows], mask[rows], experience.temperature
+        needs_entropy = self.objective.needs_entropy
+        if chosen is None and teacher is None:
+            return TokenValues(*policy.token_logprobs(*sequences, needs_entropy, reference))
+        return policy.token_values(*sequences, needs_entropy, reference, chosen, teacher)
 
     def _micro_batches(self, lengths: Tensor, draws: Tensor | None = None) -> list[Tensor]:
         """Indices into `lengths` [B] for each micro-batch; rows of a micro-batch have the same of the `draws` [B]."""
