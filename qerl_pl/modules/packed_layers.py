@@ -192,11 +192,11 @@ class GatedMLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x [..., tokens, hidden] -> the same shape."""
         if self.tile_tokens is None or x.shape[-2] <= self.tile_tokens:
-            return self._whole(x)
+            return self._at_once(x)
         trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
-        return tiled(self._whole, x, self.tile_tokens, trained)
+        return tiled(self._at_once, x, self.tile_tokens, trained)
 
-    def _whole(self, x: Tensor) -> Tensor:
+    def _at_once(self, x: Tensor) -> Tensor:
         outputs = shared_input_linears(self.shared_input, x)
         gate, up = outputs if len(outputs) == 2 else outputs[0].chunk(2, dim=-1)
         with nullcontext() if results_needed() else graph_only():
