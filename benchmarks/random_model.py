@@ -26,8 +26,20 @@ QWEN3 = ("8b",)
 """Shapes of Qwen3, which has norms of queries and keys; the others are Qwen2's."""
 
 
+COMMON = {
+    "rope_theta": 1000000.0,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "dtype": "bfloat16",
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+"""Of every config.json here; no token ends a completion, so that every one has its full length."""
+
+
 def config_of(shape: str, positions: int = 32768) -> dict[str, Any]:
-    """config.json of a Qwen2 or Qwen3 of this shape; no token ends a completion, so that every one has its full length.
+    """config.json of a Qwen2 or Qwen3 of this shape.
 
     Args:
         shape: Of `SHAPES`.
@@ -45,13 +57,7 @@ def config_of(shape: str, positions: int = 32768) -> dict[str, Any]:
         "num_key_value_heads": kv_heads,
         "vocab_size": vocabulary,
         "max_position_embeddings": positions,
-        "rope_theta": 1000000.0,
-        "rms_norm_eps": 1e-6,
-        "hidden_act": "silu",
-        "tie_word_embeddings": False,
-        "dtype": "bfloat16",
-        "bos_token_id": None,
-        "eos_token_id": None,
+        **COMMON,
         **({"head_dim": hidden // heads} if kind == "Qwen3" else {}),
     }
 
@@ -63,7 +69,7 @@ MIXTURES = {  # hidden, inner of an expert, layers, heads, key/value heads, head
 
 
 def mixture_config(shape: str, layers: int | None = None) -> dict[str, Any]:
-    """config.json of a Qwen3 mixture of experts of this shape, with so many layers; no token ends a completion."""
+    """config.json of a Qwen3 mixture of experts of this shape, with so many layers."""
     hidden, inner, own_layers, heads, kv_heads, head_size, experts, chosen, vocabulary = MIXTURES[shape]
     return {
         "architectures": ["Qwen3MoeForCausalLM"],
@@ -82,13 +88,7 @@ def mixture_config(shape: str, layers: int | None = None) -> dict[str, Any]:
         "mlp_only_layers": [],
         "vocab_size": vocabulary,
         "max_position_embeddings": 40960,
-        "rope_theta": 1000000.0,
-        "rms_norm_eps": 1e-6,
-        "hidden_act": "silu",
-        "tie_word_embeddings": False,
-        "dtype": "bfloat16",
-        "bos_token_id": None,
-        "eos_token_id": None,
+        **COMMON,
     }
 
 

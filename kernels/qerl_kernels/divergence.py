@@ -5,6 +5,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from qerl_kernels.logprob import CHUNK_BYTES
+from qerl_kernels.reference import log_distributions
 
 LOGITS_HELD = 8
 """Float32 tensors of a chunk's logits that are alive at once in the backward pass."""
@@ -59,14 +60,6 @@ def reverse_kl(
     teacher_soft_cap: float | None = None,
 ) -> Tensor:
     """`chunked_reverse_kl` in plain PyTorch: sum over the vocabulary of p (log p - log q), [M]."""
-    own = _log_probabilities(hidden, lm_head, temperature, soft_cap)
-    theirs = _log_probabilities(teacher_hidden, teacher_head, temperature, teacher_soft_cap)
+    own = log_distributions(hidden, lm_head, temperature, soft_cap=soft_cap)
+    theirs = log_distributions(teacher_hidden, teacher_head, temperature, soft_cap=teacher_soft_cap)
     return (own.exp() * (own - theirs)).sum(-1)
-
-
-def _log_probabilities(hidden: Tensor, head: Tensor, temperature: float, soft_cap: float | None) -> Tensor:
-    logits = torch.nn.functional.linear(hidden, head)
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    if soft_cap is not None:
-        logits = soft_cap * torch.tanh(logits / soft_cap)
-    return (logits / temperature).log_softmax(-1)

@@ -7,6 +7,7 @@ family by its fields and names none.
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -91,6 +92,16 @@ class Family:
         return chosen * int(getattr(config, self.experts.inner)), chosen
 
 
+_gemma = partial(
+    Family,
+    noisy_norms=("input_layernorm", "pre_feedforward_layernorm"),
+    norm_offset=1.0,
+    norm_eps="eps",
+    normed_outputs=True,
+    embedding_scale="embed_scale",
+    window=lambda attention: attention.sliding_window,
+)
+
 FAMILIES = (
     Family("llama", "Llama"),
     Family("mistral", "Mistral", window=lambda attention: attention.config.sliding_window),
@@ -103,28 +114,16 @@ FAMILIES = (
         window=lambda attention: attention.config.sliding_window,
         dropouts=("attention_dropout", "resid_pdrop", "embd_pdrop"),
     ),
-    Family(
+    _gemma(
         "gemma2",
         "Gemma2",
-        noisy_norms=("input_layernorm", "pre_feedforward_layernorm"),
-        norm_offset=1.0,
-        norm_eps="eps",
-        normed_outputs=True,
-        embedding_scale="embed_scale",
-        window=lambda attention: attention.sliding_window,
         score_cap="attn_logit_softcapping",
         logit_cap="final_logit_softcapping",
         unsupported=("use_bidirectional_attention",),
     ),
-    Family(  # the text models of Gemma 3
+    _gemma(  # the text models of Gemma 3
         "gemma3_text",
         "Gemma3",
-        noisy_norms=("input_layernorm", "pre_feedforward_layernorm"),
-        norm_offset=1.0,
-        norm_eps="eps",
-        normed_outputs=True,
-        embedding_scale="embed_scale",
-        window=lambda attention: attention.sliding_window,
         unsupported=("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"),
     ),
     Family(  # Qwen3-30B-A3B and its like
