@@ -59,8 +59,8 @@ for case in sys.argv[1:]:
         run = [tools / "cuobjdump", "-sass", file.name]
         print(f"case {case}:", subprocess.run(run, stdout=subprocess.PIPE, text=True, check=True).stdout)
 """
-CASES = ["8x4608", "16x4608", "32x4608", "64x4608", "64x37888", "128x37888", "192x37888", "192x37888 shared"]
-REDUCED = [f"{tokens}x37888" for tokens in (8, 16, 32, 64, 128, 192)]
+CASES = ["8x4608", "16x4608", "32x4608", "64x4608", "64x37888", "128x37888", "192x37888", "192x37888 shared", "384x37888"]
+REDUCED = [f"{tokens}x37888" for tokens in (8, 16, 32, 64, 128, 192, 384)]
 WIDTHS = {".128": 4, ".64": 2, ".WIDE": 2, "CS2R": 2, "LDSM.16.M88.4": 4, "LDSM.16.M88.2": 2}
 
 
@@ -163,8 +163,8 @@ def test_nothing_is_written_to_registers_that_a_product_may_still_read(case):
 
 
 @pytest.mark.parametrize("case", REDUCED)
-def test_the_reduce_kernel_multiplies_on_tensor_cores_and_spills_one_register_at_most(case):
+def test_the_reduce_kernel_multiplies_on_tensor_cores_and_spills_two_registers_at_most(case):
     code = [text for _, text in machine_code()[f"{case} reduced"]]
     assert any("MMA" in text for text in code)
     spills = [text for text in code if text.startswith(("STL", "LDL"))]
-    assert len(spills) <= (2 if case.startswith("192x") else 0)
+    assert len(spills) <= 2 * {"192x37888": 1, "384x37888": 2}.get(case, 0)  # a store and a load each

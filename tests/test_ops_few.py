@@ -33,6 +33,7 @@ TILES = [
     Tile(64, 32, n_tiles=2, use_tma=True),
     Tile(128, n_tiles=2),
     Tile(128, n_tiles=2, use_tma=True),
+    Tile(128, n_tiles=2, data_parallel=True, use_tma=True),
     Tile(128, 64, n_tiles=2, k_tiles=2),
     Tile(128, 64, n_tiles=2, k_tiles=2, data_parallel=True, use_tma=True),
 ]
@@ -217,7 +218,7 @@ def test_tokens_of_an_address_that_cannot_be_copied_from_give_the_same_product()
 def test_a_schedule_covers_the_weight_and_its_splits_fit(sms, tile):
     shapes = [(*shape, 24) for shape in SHAPES] + [(rows, columns, 32 * len(s)) for rows, columns, s in REAL.values()]
     for rows, columns, rank in shapes:
-        for tokens in (1, 8, 17, 64, 65, 256):
+        for tokens in (1, 8, 17, 64, 65, 256, 385, 896):
             plan = triton_decode_gemm.schedule(tokens, rows, columns, rank, sms, tile)
             steps, tiles = columns // plan.tile.columns, -(-rows // plan.tile.rows) - plan.waves * plan.ctas
             assert plan.tile.width * plan.token_blocks >= tokens and tiles >= 0

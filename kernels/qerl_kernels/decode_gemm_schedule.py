@@ -95,7 +95,7 @@ class Schedule(NamedTuple):
 
 
 def best_tile(tokens: int, rows: int, columns: int) -> Tile:
-    """The fastest tile on an H200 for M tokens, up to 256, N rows and K columns of a 7B model's layers."""
+    """The fastest tile on an H200 for M tokens, up to 1024, N rows and K columns of a 7B model's layers."""
     if tokens <= 32:
         return Tile(max(8, 2 ** (tokens - 1).bit_length() if tokens else 8))
     if tokens <= 64 or (tokens <= 192 and max(rows, columns) <= 8192):
@@ -103,7 +103,7 @@ def best_tile(tokens: int, rows: int, columns: int) -> Tile:
         return Tile(64, n_tiles=2, k_tiles=k_tiles, stages=stages, ctas_per_sm=3, use_tma=True)
     if 128 < tokens <= 192:
         return Tile(128, 64, n_tiles=2, k_tiles=2, data_parallel=True, use_tma=True)
-    return Tile(128, n_tiles=2, use_tma=True)
+    return Tile(128, n_tiles=2, data_parallel=tokens > 192, use_tma=True)
 
 
 @functools.cache

@@ -147,7 +147,7 @@ class VLLMEngine(RolloutEngine):
         max_num_batched_tokens: int | None = None,
         linear_backend: Literal["marlin", "humming", "auto"] = "marlin",
         decode_gemm_max_tokens: int | None = DECODE_GEMM_MAX_TOKENS,
-        dense_above: int | None = 512,
+        dense_above: int | None = 256,
         enforce_eager: bool = False,
         sleep_mode: bool = True,
         share_weights: bool = True,
