@@ -30,8 +30,8 @@ from qerl_pl.engines import EngineSpec, VLLMEngine
 from qerl_pl.types import PolicyWeights, SamplingConfig
 
 GATE = (
-    "tests/test_ops_few.py",
-    "tests/test_vllm_few_gpu.py",
+    "tests/test_decode_gemm.py",
+    "tests/test_vllm_decode_gemm_gpu.py",
     "tests/test_ops_sampling.py",
     "tests/test_vllm_sampler_gpu.py",
 )

@@ -48,9 +48,17 @@ SLOW_FILES = (
         "test_fit",
         "test_study",
         "test_mistakes",
-        "test_ops_few",
+        "test_decode_gemm",
     ),
-    *("test_math_answer", "test_docs", "test_every_way", "test_configs", "test_sft", "test_start", "test_few_compiled"),
+    *(
+        "test_math_answer",
+        "test_docs",
+        "test_every_way",
+        "test_configs",
+        "test_sft",
+        "test_start",
+        "test_decode_gemm_compiled",
+    ),
 )
 """Files that take longest, in that order."""
 

@@ -2,7 +2,7 @@
 
 import json
 
-import bench_few
+import bench_decode_gemm
 import bench_ops
 import bench_tiles
 import pytest
@@ -42,18 +42,18 @@ def test_a_red_gate_reports_no_speed(tmp_path, capsys):
     assert "no op is timed" in capsys.readouterr().err
 
 
-def test_the_product_of_few_tokens_has_its_tables(tmp_path, torch_again):
-    assert bench_few.run(tmp_path / "out", bench_few.TINY, gate(tmp_path, True), commit="abc") == 0
-    results = json.loads((tmp_path / "out/few_tokens.json").read_text())
+def test_the_decode_gemm_has_its_tables(tmp_path, torch_again):
+    assert bench_decode_gemm.run(tmp_path / "out", bench_decode_gemm.TINY, gate(tmp_path, True), commit="abc") == 0
+    results = json.loads((tmp_path / "out/decode_gemm.json").read_text())
     layers, linears = (rows for rows in results.values() if isinstance(rows, list))
     assert results["environment"]["commit"] == "abc" and len(layers) == 2 and len(linears) == 4 * 2
     assert all(row["ours"]["p50_us"] > 0 and row["ours_base"]["p50_us"] > 0 for row in layers + linears)
-    assert (tmp_path / "out/few_tokens.md").read_text().count("| gate_up 256x64 |") == 2
-    assert bench_few.run(tmp_path / "red", bench_few.TINY, gate(tmp_path, False)) == 1
+    assert (tmp_path / "out/decode_gemm.md").read_text().count("| gate_up 256x64 |") == 2
+    assert bench_decode_gemm.run(tmp_path / "red", bench_decode_gemm.TINY, gate(tmp_path, False)) == 1
     assert not (tmp_path / "red").exists()
 
 
 def test_16_bits_are_timed_on_weights_that_rotate_like_the_others():
-    product = bench_tiles.references((64, 32, (0,)), bench_few.TINY)["bf16"]
+    product = bench_tiles.references((64, 32, (0,)), bench_decode_gemm.TINY)["bf16"]
     x = torch.randn(3, 32).bfloat16()
     assert not torch.equal(product(None, x), product(None, x))

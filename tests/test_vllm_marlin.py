@@ -91,7 +91,7 @@ def marlin_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize(("biased", "mx"), [(False, False), (True, False), (True, True)])
-def test_few_tokens_go_to_marlin_and_many_to_the_dense_weight(
+def test_up_to_dense_above_marlin_multiplies_and_the_dense_weight_beyond(
     marlin_calls: list[tuple[Any, ...]], biased: bool, mx: bool, compiled: bool
 ) -> None:
     layer = linear(biased, mx=mx)
@@ -107,8 +107,8 @@ def test_few_tokens_go_to_marlin_and_many_to_the_dense_weight(
     with torch.inference_mode():
         many = run(x)
         assert not marlin_calls
-        few = run(x[:DENSE_ABOVE])
-    assert few.shape == (DENSE_ABOVE, ROWS) and (few == 7.0).all()
+        by_marlin = run(x[:DENSE_ABOVE])
+    assert by_marlin.shape == (DENSE_ABOVE, ROWS) and (by_marlin == 7.0).all()
     (call,) = marlin_calls
     held = (layer.weight, layer.weight_scale, None if mx else layer.weight_global_scale, layer.workspace)
     for found, own in zip(call, held, strict=False):

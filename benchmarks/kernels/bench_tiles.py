@@ -4,8 +4,8 @@ Shapes are a 7B model's, others by `--shapes 3b 14b 32b`.
 
 Every tile's product is compared with the plain one, on the shapes and numbers of tokens that are timed, by processes
 that compile for the timing: one that differs, or whose bits do not repeat, is not timed, and the tests of the products
-run first. Calls are in a CUDA graph on rotating weights, as in `bench_few.py`; the adapter has rank 32 on every part.
-Writes DIR/tiles.md and DIR/tiles.json after every row.
+run first. Calls are in a CUDA graph on rotating weights, as in `bench_decode_gemm.py`; the adapter has rank 32 on every
+projection. Writes DIR/tiles.md and DIR/tiles.json after every row.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_few import GATE, Linear, Sizes, Theirs, random_linear, rotating_linears
+from bench_decode_gemm import GATE, Linear, Sizes, Theirs, random_linear, rotating_linears
 from bench_ops import vllm_marlin
 from bench_report import Row, correct, environment, replayed, table
 

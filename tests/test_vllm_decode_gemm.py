@@ -22,10 +22,10 @@ from qerl_pl.engines.vllm.linear_methods import (
 )
 from qerl_pl.errors import UserError
 
-FEW, DENSE_ABOVE, RANK = 3, 5, 2
+MAX_TOKENS, DENSE_ABOVE, RANK = 3, 5, 2
 CONFIG = {
     "dense_above": DENSE_ABOVE,
-    "decode_gemm_max_tokens": FEW,
+    "decode_gemm_max_tokens": MAX_TOKENS,
     "rank": RANK,
     "targets": ["k_proj", "v_proj"],
 }
@@ -89,13 +89,15 @@ def test_the_number_of_tokens_chooses_and_the_adapter_always_counts(compiled: bo
         slots["a.v_proj"][1].fill_(1.0)
         delta = (x[:, :RANK].float().sum(1, keepdim=True) * torch.tensor([0.0, k, 1.0])).repeat_interleave(64, dim=1)
         with torch.inference_mode():
-            dense_way, few, marlin = run(x), run(x[:FEW]), run(x[: FEW + 1])
+            dense_way, by_decode_gemm, marlin = run(x), run(x[:MAX_TOKENS]), run(x[: MAX_TOKENS + 1])
         torch.testing.assert_close(dense_way.float(), exact + delta, rtol=2e-2, atol=2e-2)
-        torch.testing.assert_close(few.float(), (exact + delta)[:FEW], rtol=2e-2, atol=2e-2)
-        torch.testing.assert_close(marlin.float(), (7.0 + delta)[: FEW + 1], rtol=2e-2, atol=2e-2)
+        torch.testing.assert_close(by_decode_gemm.float(), (exact + delta)[:MAX_TOKENS], rtol=2e-2, atol=2e-2)
+        torch.testing.assert_close(marlin.float(), (7.0 + delta)[: MAX_TOKENS + 1], rtol=2e-2, atol=2e-2)
         with torch.inference_mode():
-            own = decode_gemm_linear(x[:FEW], marlin_tensor(layer), a=layer.qerl_a, b=layer.qerl_b, starts=(64, 128))
-        assert torch.equal(few, own)
+            own = decode_gemm_linear(
+                x[:MAX_TOKENS], marlin_tensor(layer), a=layer.qerl_a, b=layer.qerl_b, starts=(64, 128)
+            )
+        assert torch.equal(by_decode_gemm, own)
     assert pointers == [factor.data_ptr() for pair in slots.values() for factor in pair]
 
 
@@ -114,7 +116,7 @@ def test_rank_0_makes_room_for_no_adapter() -> None:
     assert attached.lora == {} and not hasattr(layer, "qerl_a") and isinstance(layer.quant_method, FP4Method)
 
 
-@pytest.mark.parametrize("decode_gemm_max_tokens", [FEW, None])
+@pytest.mark.parametrize("decode_gemm_max_tokens", [MAX_TOKENS, None])
 def test_where_the_kernels_do_not_run_linears_multiply_as_before(decode_gemm_max_tokens: int | None) -> None:
     select_backend("torch")
     layer, attached = fused(CONFIG | {"decode_gemm_max_tokens": decode_gemm_max_tokens})
@@ -126,7 +128,7 @@ def test_without_a_dense_way_marlin_takes_all_above() -> None:
     layer, _ = fused(CONFIG | {"dense_above": None})
     with torch.inference_mode():
         assert (layer.quant_method.apply(layer, tokens_of(9)) == 7.0).all()
-        assert (layer.quant_method.apply(layer, tokens_of(FEW)) != 7.0).any()
+        assert (layer.quant_method.apply(layer, tokens_of(MAX_TOKENS)) != 7.0).any()
 
 
 def test_other_linears_are_left_alone() -> None:
@@ -136,7 +138,7 @@ def test_other_linears_are_left_alone() -> None:
     assert other.quant_method is method
 
 
-def test_a_wrong_product_of_few_tokens_is_refused_at_the_start() -> None:
+def test_a_wrong_decode_gemm_is_refused_at_the_start() -> None:
     layer, _ = fused()
     check_decode_gemm([layer])
     with torch.inference_mode():
@@ -153,11 +155,11 @@ def test_every_plan_has_run_before_a_graph_is_captured() -> None:
     assert held is not None and decode_gemm_sizes(held, 8, 128)[:4] == [1, 9, 17, 33]
 
 
-@pytest.mark.parametrize("tokens", [FEW, FEW + 1, DENSE_ABOVE + 1])
+@pytest.mark.parametrize("tokens", [MAX_TOKENS, MAX_TOKENS + 1, DENSE_ABOVE + 1])
 def test_the_operator_is_as_pytorch_wants_it(tokens: int) -> None:
     layer, _ = fused()
     held = (layer.weight, layer.weight_scale.view(torch.uint8), layer.weight_global_scale)  # for it compares inputs
-    adapter = (layer.qerl_a, layer.qerl_b, [64, 128], FEW, DENSE_ABOVE)
+    adapter = (layer.qerl_a, layer.qerl_b, [64, 128], MAX_TOKENS, DENSE_ABOVE)
     arguments = (tokens_of(tokens), *held, layer.workspace, None, None, layer.qerl_alpha, *adapter)
     checks = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
     torch.library.opcheck(fp4_linear, arguments, test_utils=checks)

@@ -2,7 +2,7 @@
 
 Its tests run first, on the same machine; if one fails, nothing is timed. Every call is in a CUDA graph and finds the
 caches cold, for the weights rotate. A layer is its four linears with copies, a sum and SiLU between them, by ordinary
-launches as in an engine; the time of those alone is taken off. Writes DIR/few_tokens.md and DIR/few_tokens.json.
+launches as in an engine; the time of those alone is taken off. Writes DIR/decode_gemm.md and DIR/decode_gemm.json.
 `--tiny` runs the same code on small shapes, on a CPU in Triton's interpreter: its numbers mean nothing.
 """
 
@@ -20,7 +20,7 @@ import torch
 from bench_ops import vllm_marlin
 from bench_report import Row, copy_time, correct, environment, micro, parser, replayed, table
 
-GATE = ("tests/test_ops_few.py",)
+GATE = ("tests/test_decode_gemm.py",)
 NVFP4_BYTES = 0.5625
 
 Apply = Callable[["Linear", torch.Tensor], torch.Tensor]
@@ -217,8 +217,8 @@ def run(out: Path, sizes: Sizes, gate: tuple[str, ...] = GATE, commit: str | Non
         text += [f"## {title}", table(results[title], COLUMNS)]
         sys.stdout.write(f"\n## {title}\n\n{text[-1]}\n")
         sys.stdout.flush()
-        (out / "few_tokens.md").write_text("\n\n".join(text) + "\n")
-        (out / "few_tokens.json").write_text(json.dumps(results, indent=1) + "\n")
+        (out / "decode_gemm.md").write_text("\n\n".join(text) + "\n")
+        (out / "decode_gemm.json").write_text(json.dumps(results, indent=1) + "\n")
     return 0
 
 
@@ -247,7 +247,7 @@ COLUMNS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = parser(__doc__, "few_tokens").parse_args(arguments)
+    options = parser(__doc__, "decode_gemm").parse_args(arguments)
     os.environ["TRITON_INTERPRET"] = "1" if options.tiny else "0"
     return run(options.out, TINY if options.tiny else Sizes(), commit=options.commit)
 

@@ -151,17 +151,19 @@ def test_a_tile_of_any_form_gives_the_same_product(tile):
     assert (actual - expected).float().norm() <= 4e-3 * expected.float().norm()
 
 
-FEW_CTAS = Tile(64, n_tiles=1, ctas_per_sm=1, data_parallel=True)  # as few CTAs as small weights have row blocks for
+ONE_CTA_PER_SM = Tile(
+    64, n_tiles=1, ctas_per_sm=1, data_parallel=True
+)  # as few CTAs as small weights have row blocks for
 
 
 @pytest.mark.parametrize(
     ("tile", "shape", "starts", "cut"),
     [
-        (FEW_CTAS, (576, 320), (0, 320), (1, 256, 1, 1, 8)),  # four blocks alone, five among all
-        (FEW_CTAS, (704, 384), (0,), (2, 512, 1, 0, 6)),  # eight alone, three among all but who multiplies by A
-        (FEW_CTAS, (512, 384), (0,), (2, 512, 3, 0, 0)),  # nothing is left to share
-        (FEW_CTAS, (320, 320), (0,), (0, 0, 1, 1, 8)),  # too little would be
-        (FEW_CTAS._replace(extra_tokens=32), (576, 320), (0,), (1, 256, 3, 0, 25)),
+        (ONE_CTA_PER_SM, (576, 320), (0, 320), (1, 256, 1, 1, 8)),  # four blocks alone, five among all
+        (ONE_CTA_PER_SM, (704, 384), (0,), (2, 512, 1, 0, 6)),  # eight alone, three among all but who multiplies by A
+        (ONE_CTA_PER_SM, (512, 384), (0,), (2, 512, 3, 0, 0)),  # nothing is left to share
+        (ONE_CTA_PER_SM, (320, 320), (0,), (0, 0, 1, 1, 8)),  # too little would be
+        (ONE_CTA_PER_SM._replace(extra_tokens=32), (576, 320), (0,), (1, 256, 3, 0, 25)),
     ],
 )
 def test_data_parallel_waves_and_tiles_that_are_split(tile, shape, starts, cut):
@@ -179,7 +181,7 @@ def test_data_parallel_waves_and_tiles_that_are_split(tile, shape, starts, cut):
 def test_data_parallel_rows_without_an_adapter_need_no_reduce_kernel(rows, alone):
     weight, _, _, _ = linear(rows, 384)
     x = tokens_of(70, 384)  # two blocks of tokens: two CTAs each
-    tile = FEW_CTAS._replace(ctas_per_sm=2)
+    tile = ONE_CTA_PER_SM._replace(ctas_per_sm=2)
     assert triton_decode_gemm.schedule(70, rows, 384, 0, 4, tile).data_parallel_rows == alone
     actual = triton_decode_gemm.decode_gemm_linear(x, weight, None, None, None, (0,), tile)
     expected = plain(x, weight, None, None, None)
