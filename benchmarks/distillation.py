@@ -27,7 +27,7 @@ from qerl_pl.chat_template import render_prompt
 from qerl_pl.cli.main import main as qerl
 from qerl_pl.evaluation.metrics import bootstrap_interval
 from qerl_pl.formats.quantize import in_format
-from qerl_pl.toy import ToyConfig, build_toy_policy
+from qerl_pl.toy.policy import ToyConfig, build_toy_policy
 from qerl_pl.toy.task import ArithmeticTask, Problem, careful_demonstration
 
 CONFIG = report.ROOT / "configs" / "distill.yaml"

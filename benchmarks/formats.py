@@ -92,7 +92,7 @@ def prepare(args: argparse.Namespace) -> None:
     from report import correct
 
     from qerl_pl.formats.quantize import quantize_checkpoint
-    from qerl_pl.toy import ToyConfig, build_toy_policy
+    from qerl_pl.toy.policy import ToyConfig, build_toy_policy
 
     if not args.no_tests and not correct(GATE):
         sys.exit("a kernel is wrong: nothing is timed")

@@ -91,7 +91,7 @@ def _empty_cache() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def tiny_policy_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A two-layer toy checkpoint in Hugging Face format, barely trained; tests must not write into it."""
-    from qerl_pl.toy import ToyConfig, build_toy_policy
+    from qerl_pl.toy.policy import ToyConfig, build_toy_policy
 
     config = ToyConfig(layers=2, intermediate=128, steps=2, batch_size=2)
     return build_toy_policy(config, tmp_path_factory.mktemp("toy"))
@@ -100,7 +100,8 @@ def tiny_policy_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def game_policy_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A one-layer toy checkpoint that plays the guessing game, mostly badly; tests must not write into it."""
-    from qerl_pl.toy import GuessingGame, ToyConfig, build_toy_policy
+    from qerl_pl.toy.game import GuessingGame
+    from qerl_pl.toy.policy import ToyConfig, build_toy_policy
 
     game = GuessingGame(highest=7, turns=3)
     config = ToyConfig(game=game, layers=1, intermediate=128, steps=100, batch_size=8, careless_fraction=0.7)

@@ -29,7 +29,7 @@ from qerl_pl.persistence.random_state import stream_seed
 from qerl_pl.rewards import EnvironmentReward, RewardFunction, RewardSample, with_environment_reward
 from qerl_pl.rollout.collector import Collector, CollectorConfig
 from qerl_pl.rollout.experience import last_turn, pad_completions, score_groups
-from qerl_pl.toy import GuessingGame, GuessNumber
+from qerl_pl.toy.game import GuessingGame, GuessNumber
 from qerl_pl.types import (
     Completion,
     CompletionRecord,

@@ -33,7 +33,7 @@ from qerl_pl.modules import LoraConfig, Policy, PolicyConfig, QeRLModule, Teache
 from qerl_pl.modules.teacher import Teacher, check_same_tokens
 from qerl_pl.modules.update import PolicyUpdate
 from qerl_pl.persistence.checkpoint_io import CHECKPOINT_KEY
-from qerl_pl.toy import ToyConfig, build_toy_policy
+from qerl_pl.toy.policy import ToyConfig, build_toy_policy
 from qerl_pl.types import Experience, SamplingConfig
 
 CPU = torch.device("cpu")

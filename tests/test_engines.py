@@ -633,6 +633,25 @@ def test_vllm_starts_on_the_kernels_that_it_will_sample_with_whatever_the_base(
     assert found == ["triton"]
 
 
+@pytest.mark.vllm
+def test_vllm_inspects_the_models_class_in_this_process(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import vllm
+    from vllm.model_executor.models import registry
+
+    inspected: list[bool] = []
+
+    def start(**settings: Any) -> None:
+        inspected.append(registry.ModelRegistry.models["Qwen2ForCausalLM"].inspect_model_cls().is_text_generation_model)
+        raise ValueError("inspected")
+
+    monkeypatch.setattr(vllm, "LLM", start)
+    monkeypatch.delattr(registry, "_run_in_subprocess")
+    monkeypatch.setattr(registry._LazyRegisteredModel, "_load_modelinfo_from_cache", lambda *_: None)
+    with pytest.raises(UserError, match="inspected"):
+        VLLMEngine().launch(spec_of(base))
+    assert inspected == [True]
+
+
 @pytest.fixture(scope="module")
 def quantized(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The base with NVFP4 linears, in two files, one of which lacks the scales of the other's weights."""

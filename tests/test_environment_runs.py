@@ -42,7 +42,7 @@ def game(base: Path, run: Path, **rollout: Any) -> dict[str, Any]:
     callbacks["ResumeCheckpoint"]["init_args"] = {"every_n_rollouts": 1}
     callbacks["RolloutCallback"]["init_args"] = {
         "rewards": [],
-        "environment": "qerl_pl.toy.GuessNumber",
+        "environment": "qerl_pl.toy.game.GuessNumber",
         "group_size": 4,
         "sampling": {"max_tokens": 90},
         "tool_format": PATTERN,

@@ -12,8 +12,9 @@ from test_dialogue_rollouts import PATTERN, Game
 from qerl_pl.datamodules import GuessingDataModule
 from qerl_pl.environments.sampler import DialogueConfig, DialogueJob, DialogueSampler
 from qerl_pl.errors import UserError
-from qerl_pl.toy import ArithmeticTask, GuessingGame, GuessNumber, ToyConfig
-from qerl_pl.toy.policy import FORMAT, game_demonstrator
+from qerl_pl.toy.game import GuessingGame, GuessNumber
+from qerl_pl.toy.policy import FORMAT, ToyConfig, game_demonstrator
+from qerl_pl.toy.task import ArithmeticTask
 from qerl_pl.toy.tokenizer import TOOLS_TEMPLATE, build_tokenizer
 from qerl_pl.types import Prompt, RolloutRequest, SamplingConfig
 

@@ -18,7 +18,7 @@ from qerl_pl.cli.main import main
 from qerl_pl.persistence import atomic_files
 from qerl_pl.persistence.atomic_files import atomic_directory
 from qerl_pl.persistence.checkpoint_io import CHECKPOINT_KEY, AtomicCheckpointIO
-from qerl_pl.toy import ToyConfig, build_toy_policy
+from qerl_pl.toy.policy import ToyConfig, build_toy_policy
 
 TOY = ToyConfig(layers=1, intermediate=128, steps=1, batch_size=2)
 

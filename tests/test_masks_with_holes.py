@@ -90,9 +90,9 @@ def test_every_part_of_a_run_takes_dialogues(game_policy_dir: Path, tmp_path: Pa
 
 def test_an_evaluations_digest_covers_the_environment() -> None:
     def of(**settings: Any) -> dict[str, Any]:
-        return environment_settings(RolloutCallback([], environment="qerl_pl.toy.GuessNumber", **settings))
+        return environment_settings(RolloutCallback([], environment="qerl_pl.toy.game.GuessNumber", **settings))
 
     plain = of(tool_format=PATTERN)
-    assert plain["environment"]["environment"] == "qerl_pl.toy.GuessNumber"
+    assert plain["environment"]["environment"] == "qerl_pl.toy.game.GuessNumber"
     assert plain != of(tool_format=PATTERN, max_turns=3) and plain != of()
     assert plain == of(tool_format=PATTERN, tool_wait=1.0, environment_workers=2, tool_time_limit=1.0)

@@ -11,7 +11,7 @@ from nbclient import NotebookClient
 from pages import ROOT
 
 from qerl_pl.engines import VLLMEngine
-from qerl_pl.toy import ToyConfig
+from qerl_pl.toy.policy import ToyConfig
 
 NOTEBOOKS = ROOT / "notebooks"
 

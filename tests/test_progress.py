@@ -17,7 +17,7 @@ from short_run import data, module_of, rollout_of
 from qerl_pl.callbacks import RolloutLines, RunBar
 from qerl_pl.callbacks import progress as progress_module
 from qerl_pl.callbacks.progress import held_out_metrics, progress_bar
-from qerl_pl.toy import ToyConfig, build_toy_policy
+from qerl_pl.toy.policy import ToyConfig, build_toy_policy
 
 
 def fit(base: Path, run: Path, bar: ProgressBar) -> dict[str, list[float]]:

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from qerl_pl.modules import PolicyUpdate, QeRLModule
 from qerl_pl.rewards import RewardFunction
-from qerl_pl.toy import ToyConfig
+from qerl_pl.toy.policy import ToyConfig
 from qerl_pl.types import Experience
 
 TRAIN, VALIDATE, EXPORT, LOOP = fences(ROOT / "docs" / "python.md", "python")

@@ -28,7 +28,7 @@ from qerl_pl.modules.experts import PackedExperts
 from qerl_pl.modules.qerl import QeRLModule
 from qerl_pl.modules.trainer_noise import TrainerNoise
 from qerl_pl.rollout.experience import pad_completions, pad_routing
-from qerl_pl.toy import GuessingGame
+from qerl_pl.toy.game import GuessingGame
 from qerl_pl.types import Completion, PromptBatch, SamplingConfig
 
 LAYERS, CHOSEN, EXPERTS = 2, 2, 6

@@ -29,7 +29,7 @@ from qerl_pl.modules.lora import PROJECTIONS
 from qerl_pl.persistence.checkpoint_io import AtomicCheckpointIO
 from qerl_pl.rewards import GSM8KAnswer, MathAnswer
 from qerl_pl.rollout.collector import Collector, CollectorConfig
-from qerl_pl.toy import ArithmeticTask
+from qerl_pl.toy.task import ArithmeticTask
 from qerl_pl.types import EvalSampling, Prompt, PromptBatch, SamplingConfig
 
 

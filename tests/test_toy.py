@@ -14,9 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Tokenizer
 
 from qerl_pl.chat_template import SYSTEM_PROMPT, render_prompt
 from qerl_pl.errors import UserError
-from qerl_pl.toy import ArithmeticTask, ToyConfig, build_toy_policy
-from qerl_pl.toy.policy import demonstration_batch
-from qerl_pl.toy.task import Problem, careful_demonstration, careless_demonstration
+from qerl_pl.toy.policy import ToyConfig, build_toy_policy, demonstration_batch
+from qerl_pl.toy.task import ArithmeticTask, Problem, careful_demonstration, careless_demonstration
 from qerl_pl.toy.tokenizer import build_tokenizer
 
 TASKS = [ArithmeticTask(), ArithmeticTask(digits=1, operands=3, seed=4), ArithmeticTask(digits=6, operands=6, seed=9)]

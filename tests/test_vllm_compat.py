@@ -11,7 +11,7 @@ from qerl_pl.engines.vllm import compat
 from qerl_pl.engines.vllm.compat import TABLE, PrivateName, check_names, missing_names
 from qerl_pl.errors import UserError
 
-PUBLIC = {"vllm.LLM", "vllm.SamplingParams", "vllm.platforms.current_platform"}
+PUBLIC = {"vllm.LLM", "vllm.ModelRegistry", "vllm.SamplingParams", "vllm.platforms.current_platform"}
 WORKER = "vllm.v1.worker.cpu_worker.CPUWorker"
 
 

@@ -15,7 +15,7 @@ from vllm_features import assert_active
 from qerl_pl.engines import EngineSpec, VLLMEngine
 from qerl_pl.engines.vllm.sampler import TritonSampler, why_not
 from qerl_pl.engines.vllm.startup import import_vllm
-from qerl_pl.toy import ToyConfig, build_toy_policy
+from qerl_pl.toy.policy import ToyConfig, build_toy_policy
 from qerl_pl.types import PolicyWeights, RolloutRequest, SamplingConfig
 
 pytestmark = [

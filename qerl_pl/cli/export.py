@@ -20,7 +20,7 @@ from qerl_pl.modules.policy import BASE_FILE, Policy, PolicyConfig
 from qerl_pl.modules.saved_adapter import is_adapter, read_adapter
 from qerl_pl.persistence.atomic_files import atomic_directory, folder_identity
 from qerl_pl.persistence.checkpoint_io import CHECKPOINT_KEY, check_fits, load_saved, saved_checkpoint
-from qerl_pl.toy import build_toy_policy
+from qerl_pl.toy.policy import build_toy_policy
 from qerl_pl.types import PolicyWeights
 
 

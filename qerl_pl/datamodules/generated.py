@@ -98,7 +98,7 @@ class ArithmeticDataModule(_GeneratedDataModule):
 
 
 class GuessingDataModule(_GeneratedDataModule):
-    """Numbers to guess, for `qerl_pl.toy.GuessNumber`; the reference answer is the number.
+    """Numbers to guess, for `qerl_pl.toy.game.GuessNumber`; the reference answer is the number.
 
     Args:
         game: Range of the numbers.

@@ -33,7 +33,7 @@ from qerl_pl.modules.lora import LoraConfig, LoraSpec, check_targets
 from qerl_pl.modules.model_loading import load_base
 from qerl_pl.modules.packed_layers import Packing, tile_mlps
 from qerl_pl.modules.saved_adapter import SavedAdapter, read_adapter
-from qerl_pl.toy import POSITIONS, ToyConfig, build_toy_policy
+from qerl_pl.toy.policy import POSITIONS, ToyConfig, build_toy_policy
 from qerl_pl.types import PolicyWeights, TeacherStates
 
 log = logging.getLogger(__name__)

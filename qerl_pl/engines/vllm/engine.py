@@ -26,6 +26,7 @@ from qerl_pl.engines.vllm import compat, linear_methods, worker
 from qerl_pl.engines.vllm.startup import (
     import_vllm,
     process_state_restored,
+    register_architecture,
     release_memory,
     vllm_errors_as_user_errors,
 )
@@ -289,6 +290,7 @@ class VLLMEngine(RolloutEngine):
             select_backend("triton")
         config = read_config(base)
         with vllm_errors_as_user_errors():
+            register_architecture(config)
             return LLM(
                 model=str(base),
                 dtype=str(spec.dtype).removeprefix("torch."),

@@ -3,8 +3,9 @@
 import gc
 import importlib.util
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from lightning.pytorch.utilities.seed import isolate_rng
@@ -29,6 +30,22 @@ def import_vllm() -> None:
     if importlib.util.find_spec("flashinfer") is None:
         os.environ["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
     importlib.import_module("vllm")
+
+
+def register_architecture(config: Mapping[str, Any]) -> None:
+    """Register vLLM's class of a model by the class itself.
+
+    Otherwise vLLM starts a second Python process, which imports vLLM and the class to learn what it supports: ten
+    seconds, unless its cache on disk has the answer.
+
+    Args:
+        config: Of the model's config.json. An architecture that vLLM does not know is left for it to refuse.
+    """
+    from vllm import ModelRegistry
+
+    for name in config.get("architectures") or ():
+        if name in ModelRegistry.models:
+            ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
 
 
 @contextmanager
