@@ -41,8 +41,9 @@ quickstart: $(VENV)/.installed ## train the embedded toy policy and show what it
 test: $(VENV)/.installed-vllm $(VENV)/.installed-docs $(VENV)/.installed-environments ## lint, types, documentation, and the whole suite with both engines
 	$(MAKE) --no-print-directory --jobs 3 lint docs suite
 
+# Three workers for two cores: many tests wait for processes that they have started or killed.
 suite: $(VENV)/.installed-vllm $(VENV)/.installed-environments
-	$(BIN)/python -m pytest -q --numprocesses 2 --dist loadfile
+	$(BIN)/python -m pytest -q --numprocesses 3 --dist loadfile
 
 $(VENV)/.installed-mutants: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
