@@ -596,8 +596,10 @@ def gone(pid: int) -> bool:
 
 
 TRAINER = """
-    import sys
+    import signal, sys
     from qerl_pl.environments import EnvironmentPool
+
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background inherits that it is ignored
 
     class Here:  # a class of the main module, as in a notebook
         def reset(self): pass
