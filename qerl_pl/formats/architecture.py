@@ -70,6 +70,11 @@ class Family:
     """Sliding window of an attention layer of transformers, in tokens; None for full attention."""
     score_cap: str | None = None
     """The attention's attribute with the soft cap of its scores, if any; such layers attend in plain PyTorch."""
+    sinks: str | None = None
+    """The attention's parameter with its sinks, if any: a score of each head that takes part in the softmax and has no
+    value. Frozen."""
+    half_angles: bool = False
+    """Whether transformers' rotary embedding has an angle for each pair of channels, not one for each channel."""
     logit_cap: str | None = None
     """Key of config.json with the soft cap of the logits, if any."""
     dropouts: tuple[str, ...] = ("attention_dropout",)
@@ -125,6 +130,14 @@ FAMILIES = (
         "gemma3_text",
         "Gemma3",
         unsupported=("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"),
+    ),
+    Family(
+        "gpt_oss",
+        "GptOss",
+        projections=("q_proj", "k_proj", "v_proj", "o_proj"),
+        window=lambda attention: attention.sliding_window,
+        sinks="sinks",
+        half_angles=True,
     ),
     Family(  # Qwen3-30B-A3B and its like
         "qwen3_moe",
