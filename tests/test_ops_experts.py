@@ -102,7 +102,8 @@ def test_biases_alternating_rows_and_a_clamped_activation_are_gpt_osss_experts(l
         stacks(layout, 4 * matrices(*shape, seed)) for seed, shape in enumerate([(2 * INNER, HIDDEN), (HIDDEN, INNER)])
     )
     sizes = {"hidden_size": HIDDEN, "intermediate_size": INNER, "num_local_experts": EXPERTS}
-    theirs = GptOssExperts(GptOssConfig(**sizes, swiglu_limit=2.0, experts_implementation="eager"))
+    theirs = GptOssExperts(GptOssConfig(**sizes, experts_implementation="eager"))
+    theirs.limit = 2.0
     generator = torch.Generator().manual_seed(9)
     with torch.no_grad():
         theirs.gate_up_proj.copy_(plain_gate_up.transpose(1, 2))

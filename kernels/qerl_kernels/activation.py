@@ -34,7 +34,7 @@ def gelu_tanh_product(gate: Tensor, up: Tensor) -> Tensor:
     return functional.gelu(gate, approximate="tanh") * up
 
 
-TILE_ELEMENTS = 2**24
+TILE_ELEMENTS = 2**22
 """Of gates that the clamped SwiGLU has in float32 at once."""
 
 

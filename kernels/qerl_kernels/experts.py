@@ -209,8 +209,8 @@ class _Mixture(torch.autograd.Function):
             return None, of_share, *[None] * 6
         factor = share.flatten()[order, None]
         factor = factor if down_alpha is None else factor * down_alpha
-        gradients = torch.autograd.grad(inner, (gate, up), (of_inner * factor).to(inner.dtype))
-        of_hidden = _as_rows(*gradients, ctx.alternating)
+        of_gate, of_up = torch.autograd.grad(inner, (gate, up), (of_inner * factor).to(inner.dtype))
+        of_hidden = _as_rows(of_gate, of_up, ctx.alternating)
         of_rows = grouped_product(of_hidden, stops, ctx.bounds, gate_up, back=True)
         return _sum_of_rows(of_rows, gate_alpha, order, count), of_share, *[None] * 6
 
