@@ -262,13 +262,17 @@ def unquantized(config: Mapping[str, Any]) -> tuple[str, ...]:
 
 def has_experts(config: Mapping[str, Any]) -> bool:
     """Whether the layers of a model, by its config.json, are a mixture of experts of a known family."""
-    return any(family.experts is not None for family in FAMILIES if family.model_type == config.get("model_type"))
+    return _experts(config) is not None
 
 
 def stores_stacks(config: Mapping[str, Any]) -> bool:
     """Whether checkpoints of a model, by its config.json, store experts in stacks."""
-    families = (family for family in FAMILIES if family.model_type == config.get("model_type"))
-    return any(family.experts is not None and family.experts.stored_in_stacks for family in families)
+    experts = _experts(config)
+    return experts is not None and experts.stored_in_stacks
+
+
+def _experts(config: Mapping[str, Any]) -> Experts | None:
+    return next((family.experts for family in FAMILIES if family.model_type == config.get("model_type")), None)
 
 
 def check_expert_names(config: Mapping[str, Any], names: Iterable[str], source: object) -> None:
