@@ -58,6 +58,8 @@ class Shape:
     """Of a layer; 0 for a dense MLP."""
     chosen: int = 0
     """Experts that a token is given to; 0 for a dense MLP."""
+    dense_attention: bool = False
+    """Whether attention's linears have 16 bits beside 4-bit experts."""
 
     @classmethod
     def of(cls, config: PretrainedConfig) -> "Shape":
@@ -78,6 +80,7 @@ class Shape:
             head_norms=config.model_type in ("qwen3", "qwen3_moe", "gemma3_text"),
             experts=0 if family.experts is None else getattr(config, family.experts.count),
             chosen=chosen,
+            dense_attention=family.experts is not None and family.experts.stored_in_stacks,
         )
 
     @property
@@ -91,11 +94,26 @@ class Shape:
     @property
     def linear_weights(self) -> int:
         """Of all layers, with all experts."""
-        sizes = {name: rows * columns for name, (rows, columns) in self.linears.items()}
-        mlp = sum(sizes.pop(name) for name in PROJECTIONS[4:])
-        if self.experts:
-            mlp = mlp // self.chosen * self.experts
-        return self.layers * (sum(sizes.values()) + mlp)
+        return self.attention_weights + self.mlp_weights
+
+    @property
+    def attention_weights(self) -> int:
+        """Of the linears of all layers' attention."""
+        sizes = self.linears
+        return self.layers * sum(sizes[name][0] * sizes[name][1] for name in PROJECTIONS[:4])
+
+    @property
+    def mlp_weights(self) -> int:
+        """Of all layers' MLPs, or of all experts."""
+        sizes = self.linears
+        mlp = sum(sizes[name][0] * sizes[name][1] for name in PROJECTIONS[4:])
+        return self.layers * (mlp // self.chosen * self.experts if self.experts else mlp)
+
+    def base_bytes(self, quantization: str, dtype: torch.dtype) -> float:
+        """Bytes of a base in a format, embeddings and what stays in 16 bits as `dtype`."""
+        packed = self.mlp_weights if self.dense_attention else self.linear_weights
+        dense = self.linear_weights - packed + self.embedding_weights
+        return packed * BITS[quantization] / 8 + dtype.itemsize * dense
 
     @property
     def embedding_weights(self) -> int:
@@ -284,7 +302,7 @@ def run_memory(plan: RunPlan) -> RunMemory:
     shape, batch, size = plan.shape, plan.batch, plan.batch.dtype.itemsize
     full = batch.full_finetuning
     dense = size * (shape.linear_weights + shape.embedding_weights)
-    base = shape.linear_weights * BITS[plan.quantization] / 8 + size * shape.embedding_weights
+    base = shape.base_bytes(plan.quantization, batch.dtype)
     trained = (
         shape.linear_weights + shape.embedding_weights if full else shape.adapter_weights(batch.rank, plan.targets)
     )

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from transformers import (
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -45,8 +47,15 @@ WINDOW = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 
 LOCAL: dict[str, Any] = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"], "pad_token_id": 0}
 PHI: dict[str, Any] = SIZES | {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 HALF_TURNED = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+YARN = {
+    **{"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 16},
+    **{"beta_fast": 4.0, "beta_slow": 0.2, "truncate": False},
+}
 MODELS = {
     "gemma3, window in one layer": lambda: Gemma3ForCausalLM(Gemma3TextConfig(**SIZES, **LOCAL)),
+    "gpt_oss, window in one layer, sinks, yarn": lambda: GptOssForCausalLM(
+        GptOssConfig(**SIZES, num_local_experts=3, num_experts_per_tok=2, sliding_window=4, rope_parameters=YARN)
+    ),
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, attention_bias=True)),
     "mistral": lambda: MistralForCausalLM(MistralConfig(**SIZES, sliding_window=None)),
     "mistral, window": lambda: MistralForCausalLM(MistralConfig(**SIZES, sliding_window=5)),

@@ -17,7 +17,7 @@ from qerl_kernels.marlin import to_marlin
 from safetensors.torch import load_file
 from test_every_way import killed, process_state, written  # noqa: F401  (a fixture)
 from test_killed import in_a_fork
-from tiny_families import MODELS, write_checkpoint, write_wrapped
+from tiny_families import EXPERTS, MODELS, STORED, write_checkpoint, write_wrapped
 from torch import Tensor
 from transformers import AutoModelForCausalLM, OlmoConfig, OlmoForCausalLM
 
@@ -44,7 +44,7 @@ LOGPROB_BOUND = 2e-5  # of float32, as in test_engines.py
 NOISE = NormNoise(0.05, seed=3, version=1)
 PROMPTS = [Prompt(str(i), tuple(range(20 + 9 * i, 23 + 40 * i)), "", "") for i in range(3)]  # of 3, 34 and 65 tokens
 NOISY = dict.fromkeys(
-    ("llama", "mistral", "qwen3", "phi3", "qwen3_moe"), ("input_layernorm", "post_attention_layernorm")
+    ("llama", "mistral", "qwen3", "phi3", "qwen3_moe", "gpt_oss"), ("input_layernorm", "post_attention_layernorm")
 )
 NOISY |= dict.fromkeys(("gemma2", "gemma3_text"), ("input_layernorm", "pre_feedforward_layernorm"))
 """Norms before quantized linears, by `model_type`."""
@@ -59,15 +59,15 @@ def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture(scope="module")
 def base(source: Path) -> Path:
-    """The same in NVFP4."""
+    """The same in 4 bits."""
     folder = source.with_name(f"{source.name}-nvfp4")
-    quantize_checkpoint(source, folder)
+    quantize_checkpoint(source, folder, STORED[source.name])  # type: ignore[arg-type]
     return folder
 
 
 @pytest.fixture(scope="module")
 def dense(base: Path) -> Path:
-    """What NVFP4 left, in float32."""
+    """What 4 bits left, in float32."""
     return write_dense_checkpoint(base, base.with_name(f"{base.name}-dense"), torch.float32)
 
 
@@ -93,7 +93,7 @@ def spec_of(policy: Policy) -> EngineSpec:
 
 def every_linear(folder: Path) -> set[str]:
     """Names of the layers' linears but those of experts, by the files alone."""
-    names = (name.removesuffix(".weight_packed") for name in load_file(folder / "model.safetensors"))
+    names = (name.removesuffix("_packed").removesuffix(".weight") for name in load_file(folder / "model.safetensors"))
     return {name for name in names if name.endswith("_proj") and ".experts." not in name}
 
 
@@ -103,7 +103,8 @@ def test_every_linear_is_packed_adapted_and_four_bits_and_norms_before_them_trai
     layers = read_config(base)["num_hidden_layers"]
     per_layer = len(family_of(read_config(base)["model_type"]).projections)
     assert set(policy.weights(0).adapter or {}) == linears and len(linears) == layers * per_layer
-    assert sum(isinstance(module, FrozenLinear) for module in policy.modules()) == len(linears)
+    packed = 0 if base.name.startswith("gpt-oss") else len(linears)  # which has experts alone in 4 bits
+    assert sum(isinstance(module, FrozenLinear) for module in policy.modules()) == packed
     norms = [
         f"model.layers.{layer}.{norm}" for layer in range(layers) for norm in NOISY[read_config(base)["model_type"]]
     ]
@@ -113,7 +114,8 @@ def test_every_linear_is_packed_adapted_and_four_bits_and_norms_before_them_trai
     float32 = sum(isinstance(module, Float32RMSNorm) for module in policy_of(base).modules())
     # Of Gemma all: four a layer, two of queries and keys in Gemma 3, and the last.
     assert float32 == {"gemma-2-nvfp4": 9, "gemma-3-nvfp4": 13}.get(base.name, 4)
-    for kind in (PackedAttention, PackedExperts if "moe" in base.name else GatedMLP):
+    experts = base.name.removesuffix("-nvfp4") in EXPERTS
+    for kind in (PackedAttention, PackedExperts if experts else GatedMLP):
         assert sum(isinstance(module, kind) for module in policy.modules()) == layers
 
 
@@ -262,9 +264,10 @@ def results_of(policy: Policy) -> tuple[Tensor, list[Tensor]]:
 
 def test_lent_weights_and_triton_kernels_compute_what_the_own_copy_and_pytorch_do(base: Path, triton: None) -> None:
     config = PolicyConfig(path=str(base), dtype="float32", lora=LoraConfig(rank=8, alpha=16.0))
-    borrowed = changed(Policy(base, config, CPU, seed=1, shared=lent(base)).eval())
+    shared = None if base.name.startswith("gpt-oss") else lent(base)  # vLLM lends no part of it
+    borrowed = changed(Policy(base, config, CPU, seed=1, shared=shared).eval())
     logprobs, gradients = results_of(borrowed)
-    assert not any("weight_packed" in name for name, _ in borrowed.named_parameters())
+    assert shared is None or not any("weight_packed" in name for name, _ in borrowed.named_parameters())
     select_backend("torch")
     expected, expected_gradients = results_of(changed(policy_of(base)))
     torch.testing.assert_close(logprobs, expected, rtol=0, atol=LOGPROB_BOUND)
@@ -285,7 +288,7 @@ def test_what_is_recomputed_changes_no_bit_of_a_gradient(base: Path) -> None:
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(gradients[0], other, strict=True))
 
 
-@pytest.fixture(scope="module", params=[name for name in MODELS if name != "qwen3-moe"])
+@pytest.fixture(scope="module", params=[name for name in MODELS if name not in EXPERTS])
 def dense_source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A 16-bit checkpoint whose every weight can train: experts are frozen."""
     return write_checkpoint(request.param, tmp_path_factory.mktemp("dense") / request.param)
@@ -338,10 +341,10 @@ def test_every_weight_of_full_fine_tuning_reaches_the_engine_with_its_noise(dens
 def test_a_run_is_killed_goes_on_bit_for_bit_and_exports(
     source: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    path = written(source, tmp_path / "whole", "nvfp4")
+    path = written(source, tmp_path / "whole", STORED[source.name])
     assert main(["fit", "-c", str(path)]) == 0
     learned = load_file(tmp_path / "whole" / "adapter" / "adapter_model.safetensors")
-    broken = written(source, tmp_path / "broken", "nvfp4")
+    broken = written(source, tmp_path / "broken", STORED[source.name])
     assert in_a_fork(partial(killed, broken)) == -signal.SIGKILL
     assert main(["fit", "-c", str(broken), "--resume", "auto"]) == 0
     found = load_file(tmp_path / "broken" / "adapter" / "adapter_model.safetensors")
@@ -353,7 +356,7 @@ def test_a_run_is_killed_goes_on_bit_for_bit_and_exports(
     assert "val/accuracy" in capfd.readouterr().out
     assert main(["export", str(run), str(tmp_path / "exported")]) == 0
     assert main(["export", str(run), str(tmp_path / "merged"), "--merge", "true"]) == 0
-    base = PolicyConfig(path=str(source)).base_folder()
+    base = PolicyConfig(path=str(source), quantization=STORED[source.name]).base_folder()  # type: ignore[arg-type]
     dense = write_dense_checkpoint(base, tmp_path / "dense", torch.float32)
     plain = AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float32)
     ids = torch.arange(40, 90)[None]
@@ -379,7 +382,6 @@ def test_an_unknown_family_is_refused_before_anything_is_made(tmp_path: Path) ->
 
 
 LACKS = {
-    "gpt_oss": "attention sinks, .*, and experts with biases",
     "qwen3_next": "gated delta nets: the update lacks their scan of packed sequences with a backward pass",
     "qwen3_5": "gated delta nets",
     "qwen3_5_text": "gated delta nets",
@@ -388,11 +390,8 @@ LACKS = {
 
 @pytest.mark.parametrize("model_type", LACKS)
 def test_a_family_that_needs_more_than_an_entry_is_refused_by_what_it_has(tmp_path: Path, model_type: str) -> None:
-    """As shipped: gpt-oss in a 4-bit layout of its own, Qwen3.5 with an image encoder."""
-    shipped: dict[str, dict[str, Any]] = {
-        "gpt_oss": {"quantization_config": {"quant_method": "mxfp4"}},
-        "qwen3_5": {"text_config": {"model_type": "qwen3_5_text"}},
-    }
+    """As shipped: Qwen3.5 with an image encoder."""
+    shipped: dict[str, dict[str, Any]] = {"qwen3_5": {"text_config": {"model_type": "qwen3_5_text"}}}
     folder = tmp_path / "source"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({"model_type": model_type} | shipped.get(model_type, {})))

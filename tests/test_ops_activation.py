@@ -1,9 +1,11 @@
 """The gated activation against plain PyTorch: on a GPU, or on a CPU in Triton's interpreter."""
 
+import math
+
 import pytest
 import torch
 from poisoned import triton_on_poisoned_memory
-from qerl_kernels import gelu_tanh_product, silu_product
+from qerl_kernels import activation, clamped_swiglu, clamped_swiglu_reference, gelu_tanh_product, silu_product
 from torch.nn import functional
 
 pytestmark = pytest.mark.usefixtures(triton_on_poisoned_memory.__name__)
@@ -53,6 +55,42 @@ def test_gelu_is_its_tanh_approximation():
     gate, up = torch.tensor([[1.0, -1.0], [2.0, 3.0]], device=DEVICE)
     expected = torch.tensor([2 * 0.8411920, 3 * (0.8411920 - 1)], device=DEVICE)
     torch.testing.assert_close(gelu_tanh_product(gate, up), expected, rtol=1e-6, atol=0)
+
+
+def test_the_clamped_swiglu_is_worked_out_by_hand():
+    # sigmoid(1.702) = 0.8457958; a gate of 9 counts as 7, ups of 8 and -9 as 7 and -7; a gate of -9 is not cut off.
+    gate = torch.tensor([[1.0, 9.0, 1.0, -9.0]], dtype=torch.float64, requires_grad=True)
+    up = torch.tensor([[2.0, 2.0, 8.0, -9.0]], dtype=torch.float64, requires_grad=True)
+    y = clamped_swiglu(gate, up, 1.702, 7.0)
+    tail = 9 / (1 + math.exp(1.702 * 9))
+    expected = torch.tensor([[3 * 0.8457958, 21 / (1 + math.exp(-11.914)), 8 * 0.8457958, 6 * tail]])
+    torch.testing.assert_close(y, expected.double(), rtol=1e-6, atol=0)
+    of_gate, of_up = torch.autograd.grad(y.sum(), (gate, up))
+    assert of_gate[0, 1] == 0 and of_up[0, 2] == 0 and of_up[0, 3] == 0
+    slope = 0.8457958 * (1 + 1.702 * (1 - 0.8457958))
+    torch.testing.assert_close(of_gate[0, [0, 2]], slope * torch.tensor([3.0, 8.0]).double(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(of_up[0, 0].item(), 0.8457958, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_clamped_swiglu_errs_less_than_pytorchs_single_operations(dtype, monkeypatch):
+    monkeypatch.setattr(activation, "TILE_ELEMENTS", 2000)  # four tiles
+    hidden = (8 * torch.randn(11, 1400, generator=torch.Generator().manual_seed(0))).to(dtype).to(DEVICE)
+    direction = torch.randn(11, 700, generator=torch.Generator().manual_seed(1)).to(dtype).to(DEVICE)
+
+    def values(function, precise):
+        inputs = [part.to(precise).requires_grad_() for part in (hidden[:, ::2], hidden[:, 1::2])]
+        y = function(*inputs, 1.702, 7.0)
+        return y, *torch.autograd.grad(y, inputs, direction.to(precise))
+
+    exact = values(clamped_swiglu_reference, torch.float64)
+    assert all((gradient == 0).sum() > 100 for gradient in exact[1:])
+    for found, plain, true in zip(
+        values(clamped_swiglu, dtype), values(clamped_swiglu_reference, dtype), exact, strict=True
+    ):
+        assert found.dtype == dtype and found.is_contiguous()
+        errors = [(result.double() - true).norm() for result in (found, plain)]
+        assert errors[0] <= 1.01 * errors[1] and errors[0] < (2**-8 if dtype == torch.bfloat16 else 1e-6) * true.norm()
 
 
 def everything(gate, up, direction):

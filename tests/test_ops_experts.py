@@ -1,11 +1,13 @@
 """`mixture_of_experts` against plain PyTorch, forward and backward, for every layout of frozen experts."""
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from qerl_kernels import (
     DenseStack,
+    ExpertBiases,
     MarlinStack,
     MarlinTensor,
     MXFP4Stack,
@@ -13,6 +15,8 @@ from qerl_kernels import (
     NVFP4Stack,
     NVFP4Tensor,
     StackedWeight,
+    clamped_swiglu,
+    clamped_swiglu_reference,
     dequantize_nvfp4,
     experts,
     mixture_of_experts,
@@ -25,6 +29,8 @@ from qerl_kernels import (
 from qerl_kernels.marlin import to_marlin
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
+from transformers import GptOssConfig
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 EXPERTS, HIDDEN, INNER, TOKENS, CHOSEN = 5, 128, 64, 23, 2
 
@@ -87,6 +93,37 @@ def test_mixture_and_its_gradients_are_those_of_plain_pytorch(
     found = torch.autograd.grad(y, (x, share), direction)
     for ours, theirs in zip(found, torch.autograd.grad(expected, (x, share), direction), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4 * theirs.abs().max().item())
+
+
+@pytest.mark.parametrize("layout", ["dense", "mxfp4", "marlin"])
+def test_biases_alternating_rows_and_a_clamped_activation_are_gpt_osss_experts(layout: str) -> None:
+    """Against transformers' own layer, which has its weights transposed; Marlin's has scales by expert, too."""
+    (gate_up, plain_gate_up), (down, plain_down) = (
+        stacks(layout, 4 * matrices(*shape, seed)) for seed, shape in enumerate([(2 * INNER, HIDDEN), (HIDDEN, INNER)])
+    )
+    sizes = {"hidden_size": HIDDEN, "intermediate_size": INNER, "num_local_experts": EXPERTS}
+    theirs = GptOssExperts(GptOssConfig(**sizes, experts_implementation="eager"))
+    theirs.limit = 2.0
+    generator = torch.Generator().manual_seed(9)
+    with torch.no_grad():
+        theirs.gate_up_proj.copy_(plain_gate_up.transpose(1, 2))
+        theirs.down_proj.copy_(plain_down.transpose(1, 2))
+        for bias in (theirs.gate_up_proj_bias, theirs.down_proj_bias):
+            bias.copy_(2 * torch.randn(bias.shape, generator=generator))
+    biases = ExpertBiases(theirs.gate_up_proj_bias.detach(), theirs.down_proj_bias.detach())
+    x, share, chosen = inputs()
+    expected = theirs(x, chosen, share)
+    direction = torch.randn(expected.shape, generator=torch.Generator().manual_seed(5))
+    gradients = torch.autograd.grad(expected, (x, share), direction)
+    plain = (plain_gate_up, plain_down, partial(clamped_swiglu_reference, alpha=1.702, limit=2.0))
+    packed = (gate_up, down, partial(clamped_swiglu, alpha=1.702, limit=2.0))
+    for y in (
+        mixture_reference(x, share, chosen, *plain, biases, alternating=True),
+        mixture_of_experts(x, share, chosen, *packed, biases, alternating=True),
+    ):
+        torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-4 * expected.abs().max().item())
+        for ours, other in zip(torch.autograd.grad(y, (x, share), direction), gradients, strict=True):
+            torch.testing.assert_close(ours, other, rtol=1e-4, atol=1e-4 * other.abs().max().item())
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -9,10 +9,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from qerl_pl.modules.packed_layers import Packing, _flash_attention, attention_of_rows, packed_attention
+from qerl_pl.modules.packed_layers import (
+    Packing,
+    _flash_arguments,
+    _flash_attention,
+    attention_of_rows,
+    packed_attention,
+)
 from qerl_pl.persistence.random_state import deterministic, strictly_deterministic_gradient
 
 LENGTHS = torch.tensor([3, 1, 5])
+SINKS = torch.tensor([0.7, -1.5, 3.0, 0.0], dtype=torch.float64)
 
 
 def test_a_packing_knows_where_its_tokens_stand() -> None:
@@ -24,7 +31,13 @@ def test_a_packing_knows_where_its_tokens_stand() -> None:
 
 
 def plain_attention(
-    query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None, cap: float | None = None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float,
+    window: int | None,
+    cap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """[1, heads, S, size] to [1, S, heads, size]: every token looks back in its own sequence, so far as the window."""
     heads, tokens, repeats = query.shape[1], query.shape[2], query.shape[1] // key.shape[1]
@@ -35,24 +48,24 @@ def plain_attention(
         for head in range(heads):
             keys, values = key[0, head // repeats, first : now + 1], value[0, head // repeats, first : now + 1]
             scores = torch.stack([(query[0, head, now] * one).sum() * scaling for one in keys])
-            weights = (scores if cap is None else cap * torch.tanh(scores / cap)).softmax(0)
+            weights = (scores if cap is None else cap * torch.tanh(scores / cap)).exp()
+            weights = weights / (weights.sum() + (0 if sinks is None else sinks[head].exp()))
             rows.append(sum(weight * one for weight, one in zip(weights, values, strict=True)))
     return torch.stack(rows).view(1, tokens, heads, -1)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("window", [None, 1, 2, 4, 5, 9])
 @pytest.mark.parametrize("scaling", [None, 0.3])
-@pytest.mark.parametrize("cap", [None, 0.5])
+@pytest.mark.parametrize(("cap", "sinks"), [(None, None), (0.5, None), (None, SINKS), (0.5, SINKS)])
 def test_attention_and_its_gradient_are_those_of_loops(
-    window: int | None, scaling: float | None, cap: float | None
+    window: int | None, scaling: float | None, cap: float | None, sinks: Tensor | None
 ) -> None:
     torch.manual_seed(0)
     tensors = [torch.randn(1, heads, 9, 2, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2)]
     packing, direction = Packing.of(LENGTHS, 6), torch.randn(1, 9, 4, 2, dtype=torch.float64)
-    expected = plain_attention(*tensors, scaling or 1 / math.sqrt(2), window, cap)
-    result, weights = packed_attention(
-        nn.Module(), *tensors, None, scaling=scaling, sliding_window=window, softcap=cap, packing=packing
-    )
+    expected = plain_attention(*tensors, scaling or 1 / math.sqrt(2), window, cap, sinks)
+    options: dict[str, Any] = {"scaling": scaling, "sliding_window": window, "softcap": cap, "s_aux": sinks}
+    result, weights = packed_attention(nn.Module(), *tensors, None, **options, packing=packing)
     assert weights is None
     torch.testing.assert_close(result, expected)
     gradients = [torch.autograd.grad((out * direction).sum(), tensors) for out in (result, expected)]
@@ -129,12 +142,93 @@ def test_a_soft_cap_keeps_sixteen_bits_from_the_operation_which_has_none(monkeyp
     torch.testing.assert_close(result.as_subclass(Tensor).float(), expected, rtol=1e-2, atol=1e-2)
 
 
-def test_pytorchs_operation_takes_what_it_is_given() -> None:
-    """Names of the stand-in's arguments, and the tensors that have a gradient."""
-    schema = torch.ops.aten._flash_attention_forward.default._schema
-    names = [argument.name for argument in schema.arguments]
-    expected = list(inspect.signature(flash_attention).parameters)
-    assert names[: len(expected)] == expected and schema.returns[0].name == "output"
+def scores_of(query: Tensor, key: Tensor, scale: float, window: int | None) -> Tensor:
+    """[heads, S, S], -inf where a token does not see another."""
+    sequence = torch.tensor([0] * 3 + [1] + [2] * 5)
+    behind = torch.arange(9)[:, None] - torch.arange(9)
+    seen = (sequence[:, None] == sequence) & (behind >= 0) & (behind < (9 if window is None else window))
+    keys = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
+    return (torch.einsum("qhd,khd->hqk", query, keys) * scale).masked_fill(~seen, -torch.inf)
+
+
+def flash_attention_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    cum_seq_q: Tensor,
+    cum_seq_k: Tensor,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    rng_state: Tensor,
+    unused: Tensor,
+    *,
+    scale: float | None = None,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients as flash attention's paper (arXiv 2205.14135, algorithm 4) has them, in float64."""
+    assert cum_seq_q.tolist() == cum_seq_k.tolist() == [0, 3, 4, 9] and max_q == max_k == 5 and dropout_p == 0
+    assert rng_state.tolist() == [7] and unused.tolist() == [8] and window_size_right == 0
+    assert window_size_left is not None and is_causal == (window_size_left == -1)
+    dtype, repeats, factor = query.dtype, query.shape[1] // key.shape[1], scale or query.shape[2] ** -0.5
+    grad_out, query, key, value, out = (t.as_subclass(Tensor).double() for t in (grad_out, query, key, value, out))
+    scores = scores_of(query, key, factor, None if is_causal else window_size_left + 1)
+    weights = (scores - logsumexp.double()[:, :, None]).exp()
+    of_weights = torch.einsum("qhd,khd->hqk", grad_out, value.repeat_interleave(repeats, dim=1))
+    of_scores = weights * (of_weights - (grad_out * out).sum(-1).t()[:, :, None])
+    of_query = factor * torch.einsum("hqk,khd->qhd", of_scores, key.repeat_interleave(repeats, dim=1))
+    of_key = factor * torch.einsum("hqk,qhd->khd", of_scores, query)
+    of_value = torch.einsum("hqk,qhd->khd", weights, grad_out)
+    of_key, of_value = (t.unflatten(1, (-1, repeats)).sum(2) for t in (of_key, of_value))
+    return of_query.to(dtype), of_key.to(dtype), of_value.to(dtype)
+
+
+@pytest.mark.parametrize("window", [None, 1, 3])
+@pytest.mark.parametrize("scaling", [None, 0.3])
+def test_flash_attention_with_sinks_and_its_gradients_are_those_of_loops(
+    window: int | None, scaling: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By stand-ins for PyTorch's two operations, which know no sinks and run on a GPU alone."""
+
+    def forward(*args: Any, **options: Any) -> tuple[Tensor, ...]:
+        out, _ = flash_attention(*args, **options)
+        query, key = (tensor.as_subclass(Tensor).float() for tensor in args[:2])
+        scale = options["scale"] or 1 / math.sqrt(8)
+        return out, scores_of(query, key, scale, window).logsumexp(-1), torch.tensor([7]), torch.tensor([8]), None  # type: ignore[return-value]
+
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", forward)
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", flash_attention_backward)
+    torch.manual_seed(0)
+    tensors = [torch.randn(9, heads, 8).half() for heads in (4, 2, 2)]
+    given = [tensor.as_subclass(OnGPU).requires_grad_() for tensor in tensors]
+    packing, direction, sinks = Packing.of(LENGTHS, 6), torch.randn(9, 4, 8).half(), SINKS.half()
+    result = attention_of_rows(*given, packing, scaling, window, sinks=sinks)
+    inputs = [tensor.double().requires_grad_() for tensor in tensors]
+    rows = [tensor.transpose(0, 1)[None] for tensor in inputs]
+    expected = plain_attention(*rows, scaling or 1 / math.sqrt(8), window, sinks=sinks.double())[0]
+    assert result.dtype == torch.float16
+    torch.testing.assert_close(result.as_subclass(Tensor).double(), expected, rtol=2e-3, atol=2e-3)
+    ours = torch.autograd.grad(result, given, direction.as_subclass(OnGPU))
+    for one, other in zip(ours, torch.autograd.grad(expected, inputs, direction.double()), strict=True):
+        torch.testing.assert_close(one.as_subclass(Tensor).double(), other, rtol=5e-3, atol=5e-3)
+    with pytest.raises(AssertionError, match="sinks are frozen"):
+        attention_of_rows(*given, packing, scaling, window, sinks=nn.Parameter(sinks))
+
+
+def test_pytorchs_operations_take_what_they_are_given() -> None:
+    """Names of the stand-ins' arguments, and the tensors that have a gradient."""
+    operations = (torch.ops.aten._flash_attention_forward, torch.ops.aten._flash_attention_backward)
+    for operation, stand_in in zip(operations, (flash_attention, flash_attention_backward), strict=True):
+        names = [argument.name for argument in operation.default._schema.arguments]
+        expected = list(inspect.signature(stand_in).parameters)
+        assert names[: len(expected)] == expected
+    names = [returned.name for returned in operations[0].default._schema.returns]
+    assert names[:4] == ["output", "softmax_logsumexp", "rng_state", "unused"]
 
 
 def test_its_gradients_are_pytorchs_and_have_the_shapes_of_what_it_was_given() -> None:
@@ -143,6 +237,35 @@ def test_its_gradients_are_pytorchs_and_have_the_shapes_of_what_it_was_given() -
     out = _flash_attention(*inputs, replace(packing, boundaries=packing.boundaries.to("meta")), None, None)
     gradients = torch.autograd.grad(out, inputs, torch.empty_like(out))
     assert out.shape == inputs[0].shape and [one.shape for one in gradients] == [one.shape for one in inputs]
+
+
+def test_the_log_sum_of_exponentials_that_sinks_change_has_a_row_for_each_head() -> None:
+    inputs = [torch.randn(9, heads, 64, device="meta") for heads in (4, 2, 2)]
+    packing = Packing.of(LENGTHS, 6)
+    packing = replace(packing, boundaries=packing.boundaries.to("meta"))
+    arguments, options = _flash_arguments(packing, None, 3)
+    results = torch.ops.aten._flash_attention_forward(*inputs, *arguments, False, **options)
+    assert results[1].shape == (4, 9) and results[1].dtype == torch.float32
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("window", [None, 128])
+def test_a_gpus_flash_attention_with_sinks_errs_little_more_than_that_without(window: int | None) -> None:
+    """gpt-oss-20b's heads, bfloat16 against float32 in plain PyTorch."""
+    torch.manual_seed(0)
+    packing = Packing.of(torch.tensor([300, 1, 700], device="cuda"), 700)
+    inputs = [torch.randn(1001, heads, 64, device="cuda") for heads in (64, 8, 8)]
+    direction, errors = torch.randn_like(inputs[0]), []
+    for sinks in (None, torch.randn(64, device="cuda")):
+        values = []
+        for dtype in (torch.bfloat16, torch.float32):
+            given = [tensor.bfloat16().to(dtype).requires_grad_() for tensor in inputs]
+            with deterministic():
+                out = attention_of_rows(*given, packing, None, window, sinks=sinks)
+                values.append([out, *torch.autograd.grad(out, given, direction.bfloat16().to(dtype))])
+        errors.append([((one - other).norm() / other.norm()).item() for one, other in zip(*values, strict=True)])
+    assert all(sunk <= 2 * plain for plain, sunk in zip(*errors, strict=True)), errors
 
 
 @pytest.mark.gpu

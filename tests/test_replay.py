@@ -1,5 +1,6 @@
 """Replayed routing (R3): the update gives each token to the experts that the sampler chose."""
 
+import itertools
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,7 +14,8 @@ from safetensors.torch import load_file, save_file
 from short_run import trainer_of
 from test_every_way import process_state, written  # noqa: F401  (a fixture)
 from test_families import CPU, LOGPROB_BOUND, NOISE, PROMPTS, changed, completions_of, policy_of
-from tiny_families import write_checkpoint
+from tiny_families import EXPERTS as MIXTURES
+from tiny_families import STORED, write_checkpoint
 from torch import Tensor
 
 from qerl_pl.callbacks import RolloutCallback
@@ -35,18 +37,34 @@ LAYERS, CHOSEN, EXPERTS = 2, 2, 6
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint in NVFP4."""
+def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A checkpoint in 4 bits of each mixture of experts."""
     folder = tmp_path_factory.mktemp("replay")
-    quantize_checkpoint(write_checkpoint("qwen3-moe", folder / "source"), folder / "nvfp4")
-    return folder / "nvfp4"
+    for name in MIXTURES:
+        quantize_checkpoint(write_checkpoint(name, folder / "source" / name), folder / name, STORED[name])  # type: ignore[arg-type]
+    return {name: folder / name for name in MIXTURES}
 
 
-@pytest.fixture(scope="module", params=["transformers", pytest.param("vllm", marks=pytest.mark.vllm)])
-def sampled(request: pytest.FixtureRequest, base: Path) -> Iterator[tuple[Policy, RolloutEngine]]:
+@pytest.fixture(scope="module")
+def base(bases: dict[str, Path]) -> Path:
+    """Qwen3's, in NVFP4."""
+    return bases["qwen3-moe"]
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        *itertools.product(["transformers"], MIXTURES),
+        *(pytest.param(("vllm", name), marks=pytest.mark.vllm) for name in MIXTURES),
+    ],
+    ids="-".join,
+)
+def sampled(request: pytest.FixtureRequest, bases: dict[str, Path]) -> Iterator[tuple[Policy, RolloutEngine]]:
     """A policy with a random adapter, and an engine that records its routing."""
+    base = bases[request.param[1]]
     policy = changed(policy_of(base, replay_routing=True))
-    engine = TransformersEngine() if request.param == "transformers" else VLLMEngine(kv_cache_gib=0.25, max_num_seqs=16)
+    kind = request.param[0]
+    engine = TransformersEngine() if kind == "transformers" else VLLMEngine(kv_cache_gib=0.25, max_num_seqs=16)
     lora = policy.config.lora_spec
     assert lora is not None
     engine.launch(EngineSpec(base, torch.float32, CPU, lora.rank, lora.targets, 96, record_routing=True))
@@ -118,7 +136,11 @@ def test_replayed_routing_makes_up_for_a_router_that_chooses_otherwise(sampled: 
     assert with_replay < 0.9 * without
 
 
-def test_gradients_are_of_the_replayed_experts_and_recomputing_changes_no_bit(base: Path) -> None:
+@pytest.mark.parametrize("name", MIXTURES)
+def test_gradients_are_of_the_replayed_experts_and_recomputing_changes_no_bit(
+    bases: dict[str, Path], name: str
+) -> None:
+    base = bases[name]
     ids, mask = torch.arange(60)[None] + 20, (torch.arange(60) > 0)[None]
     generator = torch.Generator().manual_seed(3)
     routing = torch.rand(1, 60, LAYERS, EXPERTS, generator=generator).topk(CHOSEN, dim=-1).indices.short()
@@ -139,8 +161,9 @@ def test_gradients_are_of_the_replayed_experts_and_recomputing_changes_no_bit(ba
         assert all(torch.equal(a, b) for a, b in pairs)  # type: ignore[arg-type]
 
 
-def test_replaying_the_routers_own_choice_changes_no_bit(base: Path) -> None:
-    policy = changed(policy_of(base))
+@pytest.mark.parametrize("name", MIXTURES)
+def test_replaying_the_routers_own_choice_changes_no_bit(bases: dict[str, Path], name: str) -> None:
+    policy = changed(policy_of(bases[name]))
     completions = [[Completion((31, 32, 33), (-1.0,) * 3, "stop")] for _ in PROMPTS]
     tokens, lengths, mask, _ = pad_completions(PROMPTS, completions, 0)
     with torch.no_grad():

@@ -1,15 +1,19 @@
 """A tiny random checkpoint of each family, written by transformers, whose every part shows in the output."""
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
     Gemma3Config,
     Gemma3ForConditionalGeneration,
     Gemma3TextConfig,
+    GptOssConfig,
     LlamaConfig,
     MistralConfig,
     Phi3Config,
@@ -47,6 +51,15 @@ STRETCHED = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 128,
 }
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 64,
+}
 CONFIGS: dict[str, type[PretrainedConfig]] = {
     "llama-3": LlamaConfig,
     "mistral": MistralConfig,
@@ -56,6 +69,7 @@ CONFIGS: dict[str, type[PretrainedConfig]] = {
     "gemma-2": Gemma2Config,
     "gemma-3": Gemma3TextConfig,
     "qwen3-moe": Qwen3MoeConfig,
+    "gpt-oss": GptOssConfig,
 }
 OPTIONS: dict[str, dict[str, Any]] = {
     "llama-3": {"rope_parameters": STRETCHED},
@@ -85,9 +99,20 @@ OPTIONS: dict[str, dict[str, Any]] = {
         },
     },
     "qwen3-moe": {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True},
+    "gpt-oss": {
+        "num_local_experts": 6,
+        "num_experts_per_tok": 2,
+        "intermediate_size": 64,
+        "sliding_window": 24,
+        "rope_parameters": YARN,
+    },
 }
 """What each has besides SIZES; phi-4-mini stands for Phi-3 mini's window, too."""
 MODELS = tuple(CONFIGS)
+STORED = {name: "mxfp4" if name == "gpt-oss" else "nvfp4" for name in MODELS}
+"""The 4-bit format of each in tests: gpt-oss has one alone."""
+EXPERTS = ("qwen3-moe", "gpt-oss")
+"""Mixtures of experts, which are frozen."""
 
 
 def write_wrapped(text_model: Path, folder: Path) -> Path:
@@ -108,6 +133,50 @@ def write_wrapped(text_model: Path, folder: Path) -> Path:
     return folder
 
 
+PUBLISHED = {  # config.json of openai/gpt-oss-20b, but for its tokens and its layers' list
+    **{"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "attention_bias": True, "head_dim": 64},
+    **{"experts_per_token": 4, "num_experts_per_tok": 4, "num_local_experts": 32, "hidden_size": 2880},
+    **{"intermediate_size": 2880, "num_attention_heads": 64, "num_key_value_heads": 8, "num_hidden_layers": 24},
+    **{"hidden_act": "silu", "swiglu_limit": 7.0, "rms_norm_eps": 1e-05, "tie_word_embeddings": False},
+    **{"initial_context_length": 4096, "max_position_embeddings": 131072, "vocab_size": 201088},
+    **{"sliding_window": 128, "rope_theta": 150000, "router_aux_loss_coef": 0.9, "use_cache": True},
+    "rope_scaling": {
+        **{"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
+        "original_max_position_embeddings": 4096,
+    },
+    "quantization_config": {
+        "quant_method": "mxfp4",
+        "modules_to_not_convert": [
+            *("model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"),
+        ],
+    },
+}
+
+
+def write_published(source: Path, folder: Path) -> Path:
+    """Write a tiny gpt-oss as the published ones are: experts in MXFP4, packed here by looking up the nearest value."""
+    values = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    stored: dict[str, torch.Tensor] = {}
+    for name, tensor in load_file(source / "model.safetensors").items():
+        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            stored[name] = tensor.bfloat16()
+            continue
+        blocks = tensor.transpose(1, 2).unflatten(-1, (-1, 32))  # [experts, rows, blocks, 32]
+        exponent = blocks.abs().amax(-1, keepdim=True).log2().floor() - 2  # 4 is the largest power of two of a code
+        size = (blocks.abs() / 2**exponent).clamp(max=6)
+        codes = (size[..., None] - values).abs().argmin(-1) + 8 * (blocks < 0)
+        stored[f"{name}_blocks"] = (codes[..., ::2] + 16 * codes[..., 1::2]).to(torch.uint8)  # the first code is low
+        stored[f"{name}_scales"] = (exponent[..., 0] + 127).to(torch.uint8)
+    shutil.copytree(source, folder)
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((source / "config.json").read_text())
+    yarn = dict(config.pop("rope_parameters"))
+    config |= {"rope_theta": yarn.pop("rope_theta"), "rope_scaling": yarn, "dtype": "bfloat16"}
+    config |= {"quantization_config": PUBLISHED["quantization_config"]}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
 def write_checkpoint(name: str, folder: Path) -> Path:
     """Write the checkpoint of one of MODELS, in float32, with the toy policy's tokenizer."""
     tokenizer = build_tokenizer()
@@ -124,6 +193,12 @@ def write_checkpoint(name: str, folder: Path) -> Path:
                     # Gemma multiplies embeddings by 11: larger ones would repeat the last token, whatever layers do.
                     small = "_proj" in parameter_name or name.startswith("gemma")
                     parameter.normal_(std=0.08 if small else 0.15)
+                if parameter_name.endswith("sinks"):  # of the size of scores, and as published ones in bfloat16
+                    parameter.mul_(10.0).copy_(parameter.bfloat16())
+                elif name == "gpt-oss" and parameter_name.endswith(
+                    "gate_up_proj"
+                ):  # gates and ups that are cut off, at 7
+                    parameter.mul_(4.0)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder

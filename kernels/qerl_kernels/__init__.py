@@ -3,7 +3,7 @@
 `reference` holds plain PyTorch versions; `select_backend` selects PyTorch or Triton for all ops.
 """
 
-from qerl_kernels.activation import gelu_tanh_product, silu_product
+from qerl_kernels.activation import clamped_swiglu, clamped_swiglu_reference, gelu_tanh_product, silu_product
 from qerl_kernels.backend import Backend, select_backend, selected_backend, triton_available
 from qerl_kernels.decode_gemm import (
     DECODE_GEMM_MAX_TOKENS,
@@ -13,7 +13,7 @@ from qerl_kernels.decode_gemm import (
     decode_gemm_supported,
 )
 from qerl_kernels.divergence import chunked_reverse_kl
-from qerl_kernels.experts import mixture_of_experts, mixture_reference
+from qerl_kernels.experts import ExpertBiases, mixture_of_experts, mixture_reference
 from qerl_kernels.frozen_weights import DenseWeight, FrozenWeight, MarlinRows, MXFP4Weight, NVFP4Weight
 from qerl_kernels.linear import AdaptedWeight, LoraFactors, dense_linear, frozen_linear, frozen_linears
 from qerl_kernels.logprob import chunked_token_logprobs
@@ -39,15 +39,14 @@ from qerl_kernels.selective_checkpointing import (
 from qerl_kernels.stacked_weights import DenseStack, MarlinStack, MXFP4Stack, NVFP4Stack, StackedWeight
 
 __all__ = [
-    "AdaptedWeight", "Backend", "BlockScales", "DECODE_GEMM_MAX_TOKENS", "DenseStack", "DenseWeight", "FrozenWeight",
-    "LoraFactors", "MXFP4Stack", "MXFP4Tensor", "MXFP4Weight", "MarlinRows", "MarlinStack", "MarlinTensor",
-    "NVFP4Stack", "NVFP4Tensor", "NVFP4Weight", "StackedWeight",
-    "chunked_reverse_kl", "chunked_token_logprobs", "decode_gemm_linear", "decode_gemm_linear_reference",
-    "decode_gemm_sizes",
-    "decode_gemm_supported", "dense_linear", "dequantize_marlin", "dequantize_mxfp4", "dequantize_nvfp4",
-    "dequantize_nvfp4_unscaled", "frozen_linear", "frozen_linears", "gelu_tanh_product", "graph_only", "marlin_alpha",
-    "mixture_of_experts", "mixture_reference", "nvfp4_global_scale",
-    "quantize_mxfp4", "quantize_nvfp4", "rms_norm", "rotary", "sample_tokens", "saves_products", "select_backend",
-    "selected_backend", "selective_checkpoint_contexts", "silu_product", "triton_available",
+    "AdaptedWeight", "Backend", "BlockScales", "DECODE_GEMM_MAX_TOKENS", "DenseStack", "DenseWeight", "ExpertBiases",
+    "FrozenWeight", "LoraFactors", "MXFP4Stack", "MXFP4Tensor", "MXFP4Weight", "MarlinRows", "MarlinStack",
+    "MarlinTensor", "NVFP4Stack", "NVFP4Tensor", "NVFP4Weight", "StackedWeight", "chunked_reverse_kl",
+    "chunked_token_logprobs", "clamped_swiglu", "clamped_swiglu_reference", "decode_gemm_linear",
+    "decode_gemm_linear_reference", "decode_gemm_sizes", "decode_gemm_supported", "dense_linear", "dequantize_marlin",
+    "dequantize_mxfp4", "dequantize_nvfp4", "dequantize_nvfp4_unscaled", "frozen_linear", "frozen_linears",
+    "gelu_tanh_product", "graph_only", "marlin_alpha", "mixture_of_experts", "mixture_reference",
+    "nvfp4_global_scale", "quantize_mxfp4", "quantize_nvfp4", "rms_norm", "rotary", "sample_tokens", "saves_products",
+    "select_backend", "selected_backend", "selective_checkpoint_contexts", "silu_product", "triton_available",
     "without_saving_products",
 ]  # fmt: skip

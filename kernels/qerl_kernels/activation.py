@@ -1,7 +1,9 @@
 """Gated activations of a decoder's MLP; SwiGLU is one kernel forward, one backward, and saves only its inputs."""
 
+from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
@@ -30,6 +32,67 @@ def gelu_tanh_product(gate: Tensor, up: Tensor) -> Tensor:
         up: As `gate`.
     """
     return functional.gelu(gate, approximate="tanh") * up
+
+
+TILE_ELEMENTS = 2**22
+"""Of gates that the clamped SwiGLU has in float32 at once."""
+
+
+def clamped_swiglu_reference(gate: Tensor, up: Tensor, alpha: float, limit: float) -> Tensor:
+    """`clamped_swiglu` by PyTorch's single operations, each rounded to the arguments' dtype."""
+    gate, up = gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
+    return (up + 1) * gate * (alpha * gate).sigmoid()
+
+
+def clamped_swiglu(gate: Tensor, up: Tensor, alpha: float, limit: float) -> Tensor:
+    """gpt-oss's (up + 1) * gate * sigmoid(alpha * gate), the gate cut off above `limit`, up beyond both of +-`limit`.
+
+    Computed in float32 (float64 for float64), a tile of rows at a time, and rounded once, forward and backward; saves
+    only its inputs. What is cut off has no gradient.
+
+    Args:
+        gate: [rows, size], any strides.
+        up: As `gate`.
+        alpha: Factor of the gate in the sigmoid.
+        limit: Positive.
+    """
+    return _ClampedSwiGLU.apply(gate, up, alpha, limit)
+
+
+def _tiles(*tensors: Tensor) -> Iterator[list[Tensor]]:
+    """The same rows of each tensor at a time, those of `TILE_ELEMENTS` elements."""
+    rows = max(1, TILE_ELEMENTS // max(1, tensors[0].shape[-1]))
+    return (list(parts) for parts in zip(*(tensor.split(rows) for tensor in tensors), strict=True))
+
+
+def _precise(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+class _ClampedSwiGLU(Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor, alpha: float, limit: float) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        ctx.alpha, ctx.limit = alpha, limit
+        result = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+        for out, g, u in _tiles(result, gate, up):
+            out.copy_(clamped_swiglu_reference(_precise(g), _precise(u), alpha, limit))
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        gate, up = ctx.saved_tensors
+        of_gate, of_up = (torch.empty(gate.shape, dtype=gate.dtype, device=gate.device) for _ in range(2))
+        for to_gate, to_up, of_result, g, u in _tiles(of_gate, of_up, grad, gate, up):
+            g, u, of_result = _precise(g), _precise(u), _precise(of_result)
+            uncut_gate, uncut_up = g <= ctx.limit, u.abs() <= ctx.limit
+            g, u = g.clamp(max=ctx.limit), u.clamp(min=-ctx.limit, max=ctx.limit)
+            sigmoid = (ctx.alpha * g).sigmoid()
+            to_up.copy_(of_result * g * sigmoid * uncut_up)
+            slope = sigmoid * (1 + ctx.alpha * g * (1 - sigmoid))
+            to_gate.copy_(of_result * (u + 1) * slope * uncut_gate)
+        return of_gate, of_up, None, None
 
 
 class _SiluProduct(Function):

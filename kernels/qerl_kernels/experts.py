@@ -5,7 +5,8 @@ the input and to the experts' weights in the sum, and to nothing else.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,21 +23,45 @@ GROUP_BYTES = 2**28
 """Dense weights of a group of experts, at most, unless a single expert has more."""
 
 
+class ExpertBiases(NamedTuple):
+    """Frozen biases of all experts, in the dtype of the activations."""
+
+    gate_up: Tensor
+    """[E, 2 I], in the order of the rows of the weights."""
+    down: Tensor
+    """[E, D]."""
+
+
 def mixture_reference(
-    x: Tensor, share: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor, product: Product
+    x: Tensor,
+    share: Tensor,
+    chosen: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    product: Product,
+    biases: ExpertBiases | None = None,
+    alternating: bool = False,
 ) -> Tensor:
     """`mixture_of_experts` in plain PyTorch, by dense weights gate_up [E, 2 I, D] and down [E, D, I]."""
     out = torch.zeros_like(x)
     for expert in range(len(gate_up)):
+        bias, last_bias = (None, None) if biases is None else (biases.gate_up[expert], biases.down[expert])
         tokens, slots = (chosen == expert).nonzero(as_tuple=True)
-        gate, up = functional.linear(x[tokens], gate_up[expert]).chunk(2, dim=-1)
-        y = functional.linear(product(gate, up), down[expert])
+        hidden = functional.linear(x[tokens], gate_up[expert], bias)
+        y = functional.linear(product(*_gates_and_ups(hidden, alternating)), down[expert], last_bias)
         out = out.index_add(0, tokens, (share[tokens, slots, None] * y).to(x.dtype))
     return out
 
 
 def mixture_of_experts(
-    x: Tensor, share: Tensor, chosen: Tensor, gate_up: StackedWeight, down: StackedWeight, product: Product
+    x: Tensor,
+    share: Tensor,
+    chosen: Tensor,
+    gate_up: StackedWeight,
+    down: StackedWeight,
+    product: Product,
+    biases: ExpertBiases | None = None,
+    alternating: bool = False,
 ) -> Tensor:
     """Sum over each token's experts e of share * down_e(product(gate_e(x), up_e(x))).
 
@@ -47,11 +72,30 @@ def mixture_of_experts(
         gate_up: Gates above ups, [2 I, D] each.
         down: [D, I] each.
         product: act(gate) * up.
+        biases: Of both, frozen; None where there are none.
+        alternating: Rows of gates and ups take turns, a gate's first, as gpt-oss stores them.
 
     Returns:
         [S, D] in x's dtype. The sum's order is that of `chosen`, so that a run repeats bit for bit.
     """
-    return _Mixture.apply(x, share, chosen, gate_up, down, product)
+    return _Mixture.apply(x, share, chosen, gate_up, down, product, biases, alternating)
+
+
+def _gates_and_ups(hidden: Tensor, alternating: bool) -> tuple[Tensor, Tensor]:
+    """Views of rows [R, 2 I]."""
+    gate, up = (hidden[..., ::2], hidden[..., 1::2]) if alternating else hidden.chunk(2, dim=-1)
+    return gate, up
+
+
+def _as_rows(gate: Tensor, up: Tensor, alternating: bool) -> Tensor:
+    """Inverse of `_gates_and_ups`."""
+    return torch.stack((gate, up), dim=-1).flatten(-2) if alternating else torch.cat((gate, up), dim=-1)
+
+
+def _add_biases(rows: Tensor, bounds: Sequence[int], biases: Tensor) -> None:
+    """Add to the rows of each expert its bias, in place: a gather of all biases would take as much memory as rows."""
+    for bias, (start, stop) in zip(biases, pairwise(bounds), strict=True):
+        rows[start:stop] += bias
 
 
 def grouped_product(rows: Tensor, stops: Tensor, bounds: Sequence[int], weight: StackedWeight, back: bool) -> Tensor:
@@ -108,6 +152,8 @@ class _Mixture(torch.autograd.Function):
         gate_up: StackedWeight,
         down: StackedWeight,
         product: Product,
+        biases: ExpertBiases | None,
+        alternating: bool,
     ) -> Tensor:
         count = chosen.shape[1]
         sorted_experts, order = chosen.flatten().sort(stable=True)
@@ -118,29 +164,37 @@ class _Mixture(torch.autograd.Function):
 
         def first() -> tuple[Tensor]:
             result = grouped_product(x[order // count], stops, bounds, gate_up, back=False)
-            return (result if gate_alpha is None else result.mul_(gate_alpha),)
+            result = result if gate_alpha is None else result.mul_(gate_alpha)
+            if biases is not None:
+                _add_biases(result, bounds, biases.gate_up)
+            return (result,)
 
         (hidden,) = save_products(first)
 
         def second() -> tuple[Tensor]:
-            inner = product(*hidden.chunk(2, dim=-1))
+            inner = product(*_gates_and_ups(hidden, alternating))
             y = grouped_product(inner, stops, bounds, down, back=False)
             rows = share.flatten()[order, None]
-            rows = rows if down_alpha is None else rows * down_alpha
+            if biases is not None:
+                y = y if down_alpha is None else y.mul_(down_alpha)
+                _add_biases(y, bounds, biases.down)
+            elif down_alpha is not None:
+                rows = rows * down_alpha
             return (_sum_of_rows(y, rows, order, count),)
 
         (out,) = save_products(second)
-        ctx.save_for_backward(x, share, hidden, order, stops)
+        ctx.save_for_backward(x, share, hidden, order, stops, None if biases is None else chosen)
         ctx.bounds, ctx.weights, ctx.product, ctx.alphas = bounds, (gate_up, down), product, (gate_alpha, down_alpha)
+        ctx.biases, ctx.alternating = biases, alternating
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, share, hidden, order, stops = ctx.saved_tensors
+        x, share, hidden, order, stops, chosen = ctx.saved_tensors
         (gate_up, down), (gate_alpha, down_alpha), count = ctx.weights, ctx.alphas, share.shape[1]
         with torch.enable_grad():
-            gate, up = (part.detach().requires_grad_() for part in hidden.chunk(2, dim=-1))
+            gate, up = (part.detach().requires_grad_() for part in _gates_and_ups(hidden, ctx.alternating))
             inner = ctx.product(gate, up)
         of_inner = grouped_product(grad[order // count], stops, ctx.bounds, down, back=True)  # but for alpha and share
         of_share = None
@@ -149,14 +203,16 @@ class _Mixture(torch.autograd.Function):
             rows = rows if down_alpha is None else rows * down_alpha
             of_share = torch.empty_like(share).view(-1).index_copy_(0, order, rows[:, 0].to(share.dtype))
             of_share = of_share.view_as(share)
+            if ctx.biases is not None:
+                of_share += (grad.float() @ ctx.biases.down.float().t()).gather(1, chosen)
         if not ctx.needs_input_grad[0]:
-            return None, of_share, None, None, None, None
+            return None, of_share, *[None] * 6
         factor = share.flatten()[order, None]
         factor = factor if down_alpha is None else factor * down_alpha
-        gradients = torch.autograd.grad(inner, (gate, up), (of_inner * factor).to(inner.dtype))
-        of_hidden = torch.cat(gradients, dim=-1)
+        of_gate, of_up = torch.autograd.grad(inner, (gate, up), (of_inner * factor).to(inner.dtype))
+        of_hidden = _as_rows(of_gate, of_up, ctx.alternating)
         of_rows = grouped_product(of_hidden, stops, ctx.bounds, gate_up, back=True)
-        return _sum_of_rows(of_rows, gate_alpha, order, count), of_share, None, None, None, None
+        return _sum_of_rows(of_rows, gate_alpha, order, count), of_share, *[None] * 6
 
 
 def _of_rows(alphas: Tensor | None, experts: Tensor) -> Tensor | None:

@@ -79,7 +79,10 @@ def shape_of(config: PolicyConfig) -> Shape:
     if config.path is None:
         toy = config.toy
         sizes = {"hidden": toy.width, "inner": toy.intermediate, "queries": toy.width, "keys": toy.width}
-        return Shape(**sizes, layers=toy.layers, heads=toy.heads, vocabulary=VOCABULARY, tied=True, head_norms=False)
+        return Shape(
+            **sizes, layers=toy.layers, heads=toy.heads, vocabulary=VOCABULARY, tied=True, head_norms=False,
+            dense_attention=False,
+        )  # fmt: skip
     found = config_in_reach(config.path)
     if not found:
         raise UserError(
@@ -143,7 +146,7 @@ def _with_engine(plan: RunPlan, engine: RolloutEngine, longest: int, prompts: in
             plan, shares_weights=False, engine_is_dense=True, kv_cache_gib=rows * sequence, sleeps=True,
             prompt_tokens=prompts, max_num_seqs=rows,
         )  # fmt: skip
-    four_bits = plan.quantization in ("nvfp4", "mxfp4", "nf4")
+    four_bits = plan.quantization in ("nvfp4", "mxfp4", "nf4") and not plan.shape.dense_attention  # no Marlin linears
     cache = kv_cache_size(engine.kv_cache_gib, engine.gpu_memory_utilization, torch.device("cuda"))
     return replace(
         plan,

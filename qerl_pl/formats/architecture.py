@@ -25,16 +25,28 @@ FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 class Experts:
     """The mixture of experts in place of a layer's MLP: y = sum over the chosen experts e of p_e(x) expert_e(x).
 
-    Checkpoints store every expert as an MLP of its own, `experts.E.gate_proj.weight` and so on; transformers stacks
-    them on loading.
+    The defaults are Qwen3's. Its checkpoints store every expert as an MLP of its own, `experts.E.gate_proj.weight` and
+    so on; transformers stacks them on loading.
     """
 
     module: str = "mlp"
-    """The mixture's name in its layer; transformers' class is the family's `classes` and "SparseMoeBlock"."""
+    """The mixture's name in its layer."""
+    block: str = "SparseMoeBlock"
+    """Transformers' class of it, after the family's `classes`."""
     stacked: str = "experts"
     """Its submodule with all experts: the stacks `gate_up_proj` [experts, 2 * inner, hidden] and `down_proj`."""
+    stored_in_stacks: bool = False
+    """Whether checkpoints store these stacks, transposed, with rows of gates and ups in turn, and biases
+    `gate_up_proj_bias` [experts, 2 * inner] and `down_proj_bias`."""
+    clamped: bool = False
+    """Whether act(gate) * up is `qerl_kernels.clamped_swiglu`, with the submodule's `alpha` and `limit`."""
     router: str = "gate"
-    """Its submodule with `weight` [experts, hidden], `top_k` and `norm_topk_prob`. It stays in 16 bits."""
+    """Its submodule with `weight` [experts, hidden] and `top_k`. It stays in 16 bits."""
+    softmax_of_chosen: bool = False
+    """Whether the router has a `bias`, and the shares are the softmax over the chosen experts' scores; else over all,
+    and divided by their sum if the router's `norm_topk_prob` says so."""
+    returns_shares: bool = False
+    """Whether the mixture returns its shares beside its result."""
     count: str = "num_experts"
     """Key of config.json for the number of experts."""
     chosen: str = "num_experts_per_tok"
@@ -70,6 +82,11 @@ class Family:
     """Sliding window of an attention layer of transformers, in tokens; None for full attention."""
     score_cap: str | None = None
     """The attention's attribute with the soft cap of its scores, if any; such layers attend in plain PyTorch."""
+    sinks: str | None = None
+    """The attention's parameter with its sinks, if any: a score of each head that takes part in the softmax and has no
+    value. Frozen."""
+    half_angles: bool = False
+    """Whether transformers' rotary embedding has an angle for each pair of channels, not one for each channel."""
     logit_cap: str | None = None
     """Key of config.json with the soft cap of the logits, if any."""
     dropouts: tuple[str, ...] = ("attention_dropout",)
@@ -78,11 +95,19 @@ class Family:
     """Keys of config.json that must be null or false: the policy does not compute what they turn on."""
     experts: Experts | None = None
     """Of a mixture of experts. Its linears are frozen: they are not among `projections`."""
+    attention_in_vllm: str = "self_attn"
+    """Name of a layer's attention in vLLM's model; here it is self_attn."""
+    fixed_in_vllm: Callable[[Any], Mapping[str, object]] = lambda config: {}
+    """Keys of a transformers config that vLLM's model does not read, with the values that it assumes."""
 
     @property
     def unquantized(self) -> tuple[str, ...]:
         """Linears of a layer that a 4-bit checkpoint stores in 16 bits, as vLLM reads such a list."""
         return () if self.experts is None else (rf"re:.*{self.experts.module}\.{self.experts.router}$",)
+
+    def name_in_base(self, name: str) -> str:
+        """The base model's name of a module in a layer of vLLM's model."""
+        return name.replace(f".{self.attention_in_vllm}.", ".self_attn.")
 
     def mlp_widths(self, config: Any) -> tuple[int, int]:
         """Elements of a token's gates (or ups) in one layer of a transformers config, and its experts, 0 for none."""
@@ -126,6 +151,29 @@ FAMILIES = (
         "Gemma3",
         unsupported=("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"),
     ),
+    Family(
+        "gpt_oss",
+        "GptOss",
+        projections=("q_proj", "k_proj", "v_proj", "o_proj"),
+        window=lambda attention: attention.sliding_window,
+        sinks="sinks",
+        half_angles=True,
+        experts=Experts(
+            block="MLP",
+            stored_in_stacks=True,
+            clamped=True,
+            router="router",
+            softmax_of_chosen=True,
+            returns_shares=True,
+            count="num_local_experts",
+            inner="intermediate_size",
+        ),
+        attention_in_vllm="attn",
+        fixed_in_vllm=lambda config: {
+            **{"swiglu_alpha": 1.702, "swiglu_limit": 7.0, "rms_norm_eps": 1e-5, "attention_bias": True},
+            "layer_types": [("sliding_attention", "full_attention")[i % 2] for i in range(config.num_hidden_layers)],
+        },
+    ),
     Family(  # Qwen3-30B-A3B and its like
         "qwen3_moe",
         "Qwen3Moe",
@@ -137,8 +185,7 @@ FAMILIES = (
 
 _DELTA_NETS = "gated delta nets: the update lacks their scan of packed sequences with a backward pass"
 NOT_COMPUTED: Mapping[str, str] = {
-    "gpt_oss": "attention sinks, which PyTorch's variable-length flash attention lacks, and experts with biases",
-    **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), _DELTA_NETS),
+    name: _DELTA_NETS for name in ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text")
 }
 """By `model_type`, what the update would have to compute for a family, so that an entry in `FAMILIES` is not enough."""
 
@@ -168,10 +215,10 @@ def family_of(model_type: str, source: object = "the model") -> Family:
     )
 
 
-def has_score_cap(config: PretrainedConfig) -> bool:
-    """Whether a model, of any family, caps the scores of its attention."""
-    capped = (family.model_type for family in FAMILIES if family.score_cap is not None)
-    return config.model_type in capped
+def beyond_sdpa(config: PretrainedConfig) -> bool:
+    """Whether a model, of any family, has soft caps or sinks in its attention, which SDPA leaves out."""
+    beyond = (f.model_type for f in FAMILIES if f.score_cap is not None or f.sinks is not None)
+    return config.model_type in beyond
 
 
 def logit_cap(config: PretrainedConfig) -> float | None:
@@ -215,16 +262,26 @@ def unquantized(config: Mapping[str, Any]) -> tuple[str, ...]:
 
 def has_experts(config: Mapping[str, Any]) -> bool:
     """Whether the layers of a model, by its config.json, are a mixture of experts of a known family."""
-    return any(family.experts is not None for family in FAMILIES if family.model_type == config.get("model_type"))
+    return _experts(config) is not None
+
+
+def stores_stacks(config: Mapping[str, Any]) -> bool:
+    """Whether checkpoints of a model, by its config.json, store experts in stacks."""
+    experts = _experts(config)
+    return experts is not None and experts.stored_in_stacks
+
+
+def _experts(config: Mapping[str, Any]) -> Experts | None:
+    return next((family.experts for family in FAMILIES if family.model_type == config.get("model_type")), None)
 
 
 def check_expert_names(config: Mapping[str, Any], names: Iterable[str], source: object) -> None:
-    """Reject a checkpoint whose experts are stored in stacks: formats and engines know them one by one.
+    """Reject a checkpoint whose experts are stored in stacks where formats and engines know them one by one.
 
     Raises:
         UserError: A tensor of `names` is such a stack.
     """
-    if not has_experts(config):
+    if not has_experts(config) or stores_stacks(config):
         return
     stack = next((name for name in names if re.search(r"\.experts\.\D", name)), None)
     if stack is not None:

@@ -18,7 +18,7 @@ from qerl_pl.errors import UserError
 from qerl_pl.formats.dense import DENSE
 from qerl_pl.formats.gaussian import GaussianFormat, GaussianQuantizer
 from qerl_pl.formats.model_folder import TensorFiles, read_config
-from qerl_pl.formats.mxfp4 import MXFP4Format, MXFP4Quantizer
+from qerl_pl.formats.mxfp4 import MXFP4Format, MXFP4Quantizer, MXFP4StacksFormat
 from qerl_pl.formats.nf4 import NF4Format, NF4Quantizer
 from qerl_pl.formats.nvfp4 import NVFP4Format, NVFP4Quantizer
 
@@ -88,6 +88,24 @@ class BaseFormat(Protocol):
             UserError: The format stores no experts.
         """
 
+    def stack_names(self, stack: str) -> tuple[str, ...]:
+        """Checkpoint names of the tensors that store a matrix of all experts, such as "….mlp.experts.down_proj"."""
+
+    def expert_stack(
+        self, stack: str, tensors: TensorFiles, dtype: torch.dtype, place: Callable[[Tensor], Tensor]
+    ) -> StackedWeight:
+        """Load a matrix of a layer's experts that the checkpoint stores in one stack, in 16 bits transposed.
+
+        Args:
+            stack: As for `stack_names`.
+            tensors: The checkpoint.
+            dtype: Of weights that are not quantized.
+            place: Moves a tensor to its device.
+
+        Raises:
+            UserError: The format stores no such stacks.
+        """
+
     def iterate_dense(self, tensors: TensorFiles, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """(name, tensor) of the equivalent dense checkpoint, floating-point tensors as `dtype`, on the CPU."""
 
@@ -118,6 +136,10 @@ class Quantizer(Protocol):
     def stores_experts(self) -> bool:
         """Whether the format holds a mixture of experts."""
 
+    @property
+    def of_stacks(self) -> "Quantizer | None":
+        """The quantizer of experts that checkpoints store in stacks, and of nothing else; None where there is none."""
+
     def global_scale(self, weights: Iterable[Tensor]) -> Tensor | None:
         """Scale that the matrices of a fused group share, float32 [1]; None where the format has no such scale."""
 
@@ -137,7 +159,14 @@ class Quantizer(Protocol):
         """Dequantize rows from codes and stored scales: float32 [n, K]."""
 
 
-FORMATS: tuple[BaseFormat, ...] = (NVFP4Format(), MXFP4Format(), NF4Format(), GaussianFormat(), DENSE)
+FORMATS: tuple[BaseFormat, ...] = (
+    NVFP4Format(),
+    MXFP4Format(),
+    MXFP4StacksFormat(),
+    NF4Format(),
+    GaussianFormat(),
+    DENSE,
+)
 """Formats of a policy's base."""
 QUANTIZERS: Mapping[str, Callable[[BlockScales, bool], Quantizer]] = {
     "nvfp4": NVFP4Quantizer,

@@ -18,6 +18,7 @@ from compressed_tensors.quantization import (
 from qerl_kernels import FrozenWeight, StackedWeight
 from torch import Tensor
 
+from qerl_pl.errors import UserError
 from qerl_pl.formats.model_folder import TensorFiles, in_dtype
 
 
@@ -86,6 +87,17 @@ class PackedFormat(ABC):
             matrices = [part[0].reshape(()) if part[0].numel() == 1 else _by_rows(part) for part in parts]
             stored.append(place(_stacked(matrices)))
         return self.stack(stored)
+
+    def stack_names(self, stack: str) -> tuple[str, ...]:
+        return (stack,)
+
+    def expert_stack(
+        self, stack: str, tensors: TensorFiles, dtype: torch.dtype, place: Callable[[Tensor], Tensor]
+    ) -> StackedWeight:
+        raise UserError(
+            f"{self.compression.value} holds no experts in stacks; the base has {stack}: take the published weights, "
+            "or quantize those in 16 bits to mxfp4"
+        )
 
     def iterate_dense(self, tensors: TensorFiles, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         names, groups = list[str](), list[tuple[str, ...]]()

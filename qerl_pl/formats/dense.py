@@ -45,6 +45,14 @@ class DenseFormat:
         rows = (torch.cat([held[f"{name}.weight"] for name in names]) for names in experts)
         return DenseStack(place(torch.stack([in_dtype(matrix, dtype) for matrix in rows])))
 
+    def stack_names(self, stack: str) -> tuple[str, ...]:
+        return (stack,)
+
+    def expert_stack(
+        self, stack: str, tensors: TensorFiles, dtype: torch.dtype, place: Callable[[Tensor], Tensor]
+    ) -> StackedWeight:
+        return DenseStack(place(in_dtype(tensors.read(stack), dtype).transpose(1, 2)))
+
     def iterate_dense(self, tensors: TensorFiles, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         names = list(tensors)
         read = tensors.read_groups([(name,) for name in names])

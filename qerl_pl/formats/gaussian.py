@@ -61,6 +61,7 @@ class GaussianQuantizer:
     label = "The placebo of NVFP4"
     config = CONFIG
     stores_experts = True
+    of_stacks = None
 
     @cached_property
     def nvfp4(self) -> NVFP4Quantizer:

@@ -140,6 +140,14 @@ class NF4Format:
     ) -> StackedWeight:
         raise UserError(f"NF4 holds no mixture of experts; the base has {experts[0][0]}: use nvfp4, or none")
 
+    def stack_names(self, stack: str) -> tuple[str, ...]:
+        return (stack,)
+
+    def expert_stack(
+        self, stack: str, tensors: TensorFiles, dtype: torch.dtype, place: Callable[[Tensor], Tensor]
+    ) -> StackedWeight:
+        raise UserError(f"NF4 holds no experts in stacks; the base has {stack}: use mxfp4, or none")
+
     def iterate_dense(self, tensors: TensorFiles, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         for name in tensors:
             linear, _, suffix = name.rpartition(".weight")
@@ -178,6 +186,7 @@ class NF4Quantizer:
     config = CONFIG
     remedy = "use nvfp4, or none"
     stores_experts = False
+    of_stacks = None
 
     def __post_init__(self) -> None:
         if self.scales != "minmax" or self.power_of_two:

@@ -75,6 +75,7 @@ class NVFP4Quantizer:
     config = CONFIG
     remedy = "set model.policy.quantization to none"
     stores_experts = True
+    of_stacks = None
 
     def global_scale(self, weights: Iterable[Tensor]) -> Tensor | None:
         return nvfp4_global_scale(*weights, block_scales=self.scales, power_of_two=self.power_of_two)

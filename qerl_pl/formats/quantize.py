@@ -4,6 +4,7 @@ Rounding is in the file of each format. Embeddings, norms, biases and lm_head st
 load the result.
 """
 
+import fnmatch
 import hashlib
 import json
 import logging
@@ -24,7 +25,14 @@ from torch import Tensor
 from tqdm import tqdm
 
 from qerl_pl.errors import UserError
-from qerl_pl.formats.architecture import check_family, fused_group, has_experts, text_config, unquantized
+from qerl_pl.formats.architecture import (
+    check_family,
+    fused_group,
+    has_experts,
+    stores_stacks,
+    text_config,
+    unquantized,
+)
 from qerl_pl.formats.base import QUANTIZERS, Quantization, QuantizedFormat, Quantizer, format_of
 from qerl_pl.formats.dense import DENSE
 from qerl_pl.formats.dense_checkpoint import validate_checkpoint
@@ -57,9 +65,9 @@ def quantize_checkpoint(
 ) -> None:
     """Quantize a 16-bit checkpoint to 4 bits, and report the error of each matrix.
 
-    Every `*_proj.weight` of the decoder layers is quantized without data. `quantization_report.json` in DST holds their
-    relative squared errors: the sum of (quantized - weight)**2 over the sum of weight**2. Of a model of text and images
-    DST is the text model alone.
+    Every `*_proj.weight` of the decoder layers is quantized without data; of gpt-oss the experts, to MXFP4 as it is
+    published. `quantization_report.json` in DST holds their relative squared errors: the sum of (quantized - weight)**2
+    over the sum of weight**2. Of a model of text and images DST is the text model alone.
 
     Args:
         src: Folder of a causal LM in Hugging Face format, 16 or 32 bits.
@@ -93,15 +101,18 @@ def quantize_checkpoint(
         raise UserError(f"the destination must not exist; {dst} does; choose another name or remove it")
     validate_checkpoint(src)
     config, tensors = (config, TensorFiles(src)) if inner is None else (inner, TensorFiles(src, TEXT_MODEL))
+    matrices = "*_proj.weight"
+    if stores_stacks(config):
+        quantizer, matrices = _of_stacks(quantizer, src), "*.experts.*_proj"
     if has_experts(config) and not quantizer.stores_experts:
         raise UserError(
             f"{quantizer.label} holds no mixture of experts, which transformers and vLLM read in other layouts; {src} "
             f"has one; {quantizer.remedy}"
         )
     with atomic_directory(dst) as folder:
-        quantized = {name for name in tensors if re.search(r"\.layers\.\d+\..*_proj\.weight$", name)}
+        quantized = {name for name in tensors if re.search(rf"\.layers\.\d+\.{fnmatch.translate(matrices)}", name)}
         if not quantized:
-            raise UserError(f"quantizing needs weights named model.layers.N.*_proj.weight; {src} has none")
+            raise UserError(f"quantizing needs weights named model.layers.N.{matrices}; {src} has none")
         writer = ShardWriter(folder)
         errors = _quantize(tensors, quantized, quantizer, torch_device, writer)
         for name in tensors:
@@ -112,6 +123,16 @@ def quantize_checkpoint(
         settings = {"format": format, "scales": scales, "power_of_two": power_of_two}
         _report(settings, errors, folder / QUANTIZATION_REPORT)
     log.info("wrote %s checkpoint %s", format.upper(), dst)
+
+
+def _of_stacks(quantizer: Quantizer, source: Path) -> Quantizer:
+    """The quantizer of experts in stacks, of the same format."""
+    if quantizer.of_stacks is None:
+        raise UserError(
+            f"{quantizer.label} holds no experts in stacks, which transformers and vLLM read in 16 bits and in MXFP4; "
+            f"{source} has such; use mxfp4, or none"
+        )
+    return quantizer.of_stacks
 
 
 @contextmanager
@@ -167,14 +188,20 @@ def _quantize(
         )
         unique = list(dict.fromkeys(groups))
         for group, read in zip(unique, tensors.read_groups(unique), strict=True):
-            weights = {name: weight.to(device) for name, weight in zip(group, read, strict=True)}
+            weights = {name: _as_rows(weight.to(device)) for name, weight in zip(group, read, strict=True)}
             _check(weights, quantizer)
             # On the pool, for its threads are single-threaded.
             global_scale = pool.submit(quantizer.global_scale, weights.values()).result()
-            for name, weight in weights.items():
-                errors[name] = _quantize_matrix(name, weight, global_scale, quantizer, pool, writer)
+            for (name, weight), stored in zip(weights.items(), read, strict=True):
+                experts = len(stored) if stored.dim() == 3 else None
+                errors[name] = _quantize_matrix(name, weight, global_scale, quantizer, pool, writer, experts)
             bar.update(len(group))
     return errors
+
+
+def _as_rows(weight: Tensor) -> Tensor:
+    """A matrix [N, K] as it is, a stack of experts [E, K, N] as [E N, K]."""
+    return weight.transpose(1, 2).flatten(0, 1) if weight.dim() == 3 else weight
 
 
 def _check(weights: dict[str, Tensor], quantizer: Quantizer) -> None:
@@ -198,13 +225,14 @@ def _quantize_matrix(
     quantizer: Quantizer,
     pool: ThreadPoolExecutor,
     writer: ShardWriter,
+    experts: int | None,
 ) -> float:
-    """Quantize and write a matrix; return its relative squared error."""
+    """Quantize and write a matrix, or the matrices of so many experts; return its relative squared error."""
     chunks = weight.split(len(weight) if weight.is_cuda else max(1, CHUNK // weight.shape[1]))
     codes, scales = zip(*pool.map(lambda chunk: quantizer.encode(chunk, global_scale), chunks), strict=True)
     stored, stored_scales = quantizer.store(torch.cat(codes), torch.cat(scales), global_scale, weight.dtype)
     for suffix, tensor in stored.items():
-        writer.add(f"{name}{suffix}", tensor)
+        writer.add(f"{name}{suffix}", tensor if experts is None else tensor.unflatten(0, (experts, -1)))
 
     def squares(rows: Tensor, row_codes: Tensor, row_scales: Tensor) -> tuple[Tensor, Tensor]:
         """Sums of the squared errors and of the squared weights."""
@@ -243,7 +271,9 @@ def local_folder(path: str, key: str = "model.policy.path") -> Path:
     if folder.is_dir():
         return folder
     try:
-        return Path(snapshot_download(path, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]))
+        patterns = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
+        # A folder inside holds the weights once more in another layout: gpt-oss's `original`.
+        return Path(snapshot_download(path, allow_patterns=patterns, ignore_patterns=["*/*.safetensors"]))
     except LocalEntryNotFoundError as error:
         why = "HF_HUB_OFFLINE is set" if HF_HUB_OFFLINE else "the hub cannot be reached"
         raise UserError(

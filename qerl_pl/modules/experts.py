@@ -1,12 +1,14 @@
 """Layers with a mixture of experts, whose frozen weights stay packed: `qerl_kernels.mixture_of_experts` multiplies."""
 
+import itertools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from qerl_kernels import StackedWeight, mixture_of_experts
+from qerl_kernels import ExpertBiases, StackedWeight, clamped_swiglu, mixture_of_experts
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -18,6 +20,7 @@ from qerl_pl.modules.lora import parameter_name
 from qerl_pl.modules.packed_layers import ACTIVATIONS
 
 GATE_UP, DOWN = "gate_up_proj", "down_proj"
+BIASES = (f"{GATE_UP}_bias", f"{DOWN}_bias")
 
 
 class PackedExperts(nn.Module):
@@ -30,7 +33,8 @@ class PackedExperts(nn.Module):
         experts: Of the family.
         weights: `gate_up_proj` and `down_proj` of all experts, by those names.
         own: Whether the weights' tensors are registered as parameters; those of an engine are not.
-        product: Of `ACTIVATIONS`.
+        product: act(gate) * up.
+        biases: Frozen parameters by the names in `BIASES`; empty where there are none.
     """
 
     def __init__(
@@ -40,35 +44,47 @@ class PackedExperts(nn.Module):
         weights: Mapping[str, StackedWeight],
         own: bool,
         product: Callable[[Tensor, Tensor], Tensor],
+        biases: Mapping[str, Tensor],
     ) -> None:
         super().__init__()
-        self._router = experts.router
+        self._experts = experts
         self.add_module(experts.router, block.get_submodule(experts.router))
         self._gate_up, self._down, self._product = weights[GATE_UP], weights[DOWN], product
         self.replayed: Tensor | None = None
         """Experts of the tokens of the next forward pass, int64 [S, k], -1 where the router chooses."""
-        if own:
-            for name, tensor in own_parameters(weights).items():
-                assert isinstance(tensor, nn.Parameter)
-                self.register_parameter(name, tensor)
+        self._has_biases = bool(biases)
+        for name, tensor in {**(own_parameters(weights) if own else {}), **biases}.items():
+            assert isinstance(tensor, nn.Parameter)
+            self.register_parameter(name, tensor)
 
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        """hidden_states [..., hidden] -> the same shape."""
+    def forward(self, hidden_states: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        """hidden_states [..., hidden] -> the same shape, and the shares where transformers' block returns them."""
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
         share, chosen = self.route(x)
-        return mixture_of_experts(x, share, chosen, self._gate_up, self._down, self._product).view_as(hidden_states)
+        biases = ExpertBiases(*map(self.get_parameter, BIASES)) if self._has_biases else None
+        weights = self._gate_up, self._down
+        alternating = self._experts.stored_in_stacks
+        out = mixture_of_experts(x, share, chosen, *weights, self._product, biases, alternating).view_as(hidden_states)
+        return (out, share) if self._experts.returns_shares else out
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Shares float32 [S, k] and numbers int64 [S, k] of the experts of tokens x [S, hidden]."""
-        router: Any = self.get_submodule(self._router)
-        probabilities = functional.linear(x, router.get_parameter("weight")).softmax(-1, dtype=torch.float32)
-        chosen = probabilities.topk(router.top_k, dim=-1).indices
-        if self.replayed is not None:
-            chosen = torch.where(self.replayed < 0, chosen, self.replayed)
+        router: Any = self.get_submodule(self._experts.router)
+        weight = router.get_parameter("weight")
+        if self._experts.softmax_of_chosen:
+            scores = functional.linear(x, weight, router.get_parameter("bias"))
+            chosen = self._replayed(scores.topk(router.top_k, dim=-1).indices)
+            return scores.gather(-1, chosen).softmax(-1, dtype=torch.float32), chosen
+        probabilities = functional.linear(x, weight).softmax(-1, dtype=torch.float32)
+        chosen = self._replayed(probabilities.topk(router.top_k, dim=-1).indices)
         share = probabilities.gather(-1, chosen)
         if router.norm_topk_prob:
             share = share / share.sum(-1, keepdim=True)
         return share, chosen
+
+    def _replayed(self, chosen: Tensor) -> Tensor:
+        """The replayed experts, and those that the router has chosen where none are replayed."""
+        return chosen if self.replayed is None else torch.where(self.replayed < 0, chosen, self.replayed)
 
 
 def hand_over_routing(model: nn.Module) -> None:
@@ -138,29 +154,72 @@ def use_packed_experts(
     state: dict[str, Tensor] = {}
     loaded: set[str] = set()
     for name, block in list(model.named_modules()):
-        if type(block).__name__ != f"{family.classes}SparseMoeBlock":
+        if type(block).__name__ != f"{family.classes}{family.experts.block}":
             continue
         stacked = f"{name}.{family.experts.stacked}"
         inner = block.get_submodule(family.experts.stacked)
-        count = inner.get_parameter(GATE_UP).shape[0]
-        members: dict[str, Sequence[Sequence[str]]] = {
-            GATE_UP: [(f"{stacked}.{expert}.gate_proj", f"{stacked}.{expert}.up_proj") for expert in range(count)],
-            DOWN: [(f"{stacked}.{expert}.down_proj",) for expert in range(count)],
-        }
-        names = [linear for experts in members.values() for linears in experts for linear in linears]
-        loaded |= {tensor for linear in names for tensor in base_format.tensor_names(linear)}
-        weights = {matrix: shared[key] for matrix in members if (key := f"{stacked}.{matrix}") in shared}
+        product = _product(family.experts, inner, name)
+        stored = _Stored(family.experts, base_format, tensors, stacked, inner.get_parameter(GATE_UP).shape[0])
+        loaded |= stored.names()
+        weights = {matrix: shared[key] for matrix in (GATE_UP, DOWN) if (key := f"{stacked}.{matrix}") in shared}
         own = not weights
         if own:
-            for matrix, linears in members.items():
-                weights[matrix] = base_format.stacked_weight(linears, tensors, dtype, place)
+            weights = {matrix: stored.weight(matrix, dtype, place) for matrix in (GATE_UP, DOWN)}
             state |= {f"{name}.{key}": tensor for key, tensor in own_parameters(weights).items()}
-        activation = type(inner.act_fn).__name__
-        if activation not in ACTIVATIONS:
-            raise UserError(
-                f"experts must have an activation of {', '.join(ACTIVATIONS)}; {name} has {activation}: take another "
-                "model"
-            )
-        product = ACTIVATIONS[activation]
-        model.set_submodule(name, PackedExperts(block, family.experts, weights, own, product))
+        biases = stored.biases(dtype, place)
+        state |= {f"{name}.{key}": tensor for key, tensor in biases.items()}
+        model.set_submodule(name, PackedExperts(block, family.experts, weights, own, product, biases))
     return state, loaded
+
+
+def _product(experts: Experts, inner: Any, name: str) -> Callable[[Tensor, Tensor], Tensor]:
+    """act(gate) * up of transformers' experts `inner` of the mixture `name`.
+
+    Raises:
+        UserError: The activation is unknown.
+    """
+    if experts.clamped:
+        return partial(clamped_swiglu, alpha=inner.alpha, limit=inner.limit)
+    activation = type(inner.act_fn).__name__
+    if activation not in ACTIVATIONS:
+        raise UserError(
+            f"experts must have an activation of {', '.join(ACTIVATIONS)}; {name} has {activation}: take another model"
+        )
+    return ACTIVATIONS[activation]
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """A layer's experts in a checkpoint."""
+
+    experts: Experts
+    base_format: BaseFormat
+    tensors: TensorFiles
+    stacked: str
+    """Name of transformers' submodule with all of them."""
+    count: int
+
+    def _linears(self, matrix: str) -> list[tuple[str, ...]]:
+        """Linears of each expert that make up its matrix, where experts are stored one by one."""
+        members = ("gate_proj", "up_proj") if matrix == GATE_UP else (DOWN,)
+        return [tuple(f"{self.stacked}.{expert}.{member}" for member in members) for expert in range(self.count)]
+
+    def names(self) -> set[str]:
+        """Of the tensors in the checkpoint."""
+        if self.experts.stored_in_stacks:
+            stacks = [self.base_format.stack_names(f"{self.stacked}.{matrix}") for matrix in (GATE_UP, DOWN)]
+            return {*itertools.chain(*stacks), *(f"{self.stacked}.{bias}" for bias in BIASES)}
+        linears = itertools.chain(*self._linears(GATE_UP), *self._linears(DOWN))
+        return {tensor for linear in linears for tensor in self.base_format.tensor_names(linear)}
+
+    def weight(self, matrix: str, dtype: torch.dtype, place: Callable[[Tensor], Tensor]) -> StackedWeight:
+        """One of GATE_UP and DOWN of all experts; arguments as for `use_packed_experts`."""
+        if self.experts.stored_in_stacks:
+            return self.base_format.expert_stack(f"{self.stacked}.{matrix}", self.tensors, dtype, place)
+        return self.base_format.stacked_weight(self._linears(matrix), self.tensors, dtype, place)
+
+    def biases(self, dtype: torch.dtype, place: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+        """Of both matrices by the names in `BIASES`; empty where experts have none."""
+        if not self.experts.stored_in_stacks:
+            return {}
+        return {bias: place(self.tensors.read(f"{self.stacked}.{bias}").to(dtype)) for bias in BIASES}

@@ -7,11 +7,12 @@ rounding.
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from qerl_kernels import gelu_tanh_product, graph_only, rotary, silu_product
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from transformers import AttentionInterface
 
@@ -59,13 +60,14 @@ def packed_attention(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     packing: Packing | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """`attention_of_rows` as a transformers attention function: query [1, heads, S, head size], and so on."""
     assert packing is not None and dropout == 0.0
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    return attention_of_rows(q, k, v, packing, scaling, sliding_window, softcap).unsqueeze(0), None
+    return attention_of_rows(q, k, v, packing, scaling, sliding_window, softcap, s_aux).unsqueeze(0), None
 
 
 def attention_of_rows(
@@ -76,11 +78,12 @@ def attention_of_rows(
     scaling: float | None = None,
     sliding_window: int | None = None,
     soft_cap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Causal attention within each packed sequence.
 
     16-bit tensors on a GPU use PyTorch's variable-length flash attention; others are padded for SDPA. Neither has soft
-    caps: with one, the scores of the padded sequences are in memory.
+    caps, and SDPA has no sinks: with them, the scores of the padded sequences are in memory.
 
     Args:
         query: [S, heads, head size].
@@ -90,31 +93,43 @@ def attention_of_rows(
         scaling: Softmax scale; by default 1 / sqrt(head size).
         sliding_window: Tokens that each attends to, itself included; None for full causal attention.
         soft_cap: Scores s become soft_cap * tanh(s / soft_cap); None leaves them.
+        sinks: A score of each head [heads] that takes part in the softmax and has no value; frozen. None for none.
 
     Returns:
         [S, heads, head size].
     """
     if soft_cap is None and query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
-        return strictly_deterministic_gradient(_flash_attention(query, key, value, packing, scaling, sliding_window))
+        if sinks is None:
+            attended = _flash_attention(query, key, value, packing, scaling, sliding_window)
+        else:
+            attended = _FlashAttentionWithSinks.apply(query, key, value, sinks, packing, scaling, sliding_window)
+        return strictly_deterministic_gradient(attended)
     query, key, value = (
         tensor.new_zeros(*packing.mask.shape, *tensor.shape[1:]).index_put((packing.mask,), tensor).transpose(1, 2)
         for tensor in (query, key, value)
     )
     visible: dict[str, Any] = {"is_causal": True}
-    if soft_cap is not None or (sliding_window is not None and sliding_window < query.shape[2]):
+    in_memory = soft_cap is not None or sinks is not None
+    if in_memory or (sliding_window is not None and sliding_window < query.shape[2]):
         seen = torch.ones(query.shape[2], query.shape[2], dtype=torch.bool, device=query.device).tril()
         visible = {"attn_mask": seen if sliding_window is None else seen.triu(1 - sliding_window)}
-    if soft_cap is not None:
-        attended = _capped_attention(query, key, value, scaling, visible["attn_mask"], soft_cap)
+    if in_memory:
+        attended = _plain_attention(query, key, value, scaling, visible["attn_mask"], soft_cap, sinks)
         return strictly_deterministic_gradient(attended).transpose(1, 2)[packing.mask]
     attended = functional.scaled_dot_product_attention(query, key, value, scale=scaling, enable_gqa=True, **visible)
     return strictly_deterministic_gradient(attended).transpose(1, 2)[packing.mask]
 
 
-def _capped_attention(
-    query: Tensor, key: Tensor, value: Tensor, scaling: float | None, seen: Tensor, soft_cap: float
+def _plain_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float | None,
+    seen: Tensor,
+    soft_cap: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:
-    """Attention with a soft cap in plain PyTorch.
+    """Attention with a soft cap or sinks in plain PyTorch.
 
     Args:
         query: [B, heads, T, head size].
@@ -123,6 +138,7 @@ def _capped_attention(
         scaling: As for `attention_of_rows`.
         seen: bool [T, T], by query and key.
         soft_cap: As for `attention_of_rows`.
+        sinks: As for `attention_of_rows`.
 
     Returns:
         [B, heads, T, head size].
@@ -131,8 +147,24 @@ def _capped_attention(
     precise = torch.promote_types(query.dtype, torch.float32)  # as flash attention's scores are
     scores = query.to(precise) @ key.to(precise).transpose(-1, -2)
     scores = scores * (query.shape[-1] ** -0.5 if scaling is None else scaling)
-    scores = soft_cap * (scores / soft_cap).tanh()
-    return scores.masked_fill(~seen, -torch.inf).softmax(-1).to(query.dtype) @ value
+    if soft_cap is not None:
+        scores = soft_cap * (scores / soft_cap).tanh()
+    scores = scores.masked_fill(~seen, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.to(precise)[:, None, None].expand(*scores.shape[:-1], 1)), dim=-1)
+    weights = scores.softmax(-1).to(query.dtype)
+    return (weights if sinks is None else weights[..., :-1]) @ value
+
+
+def _flash_arguments(
+    packing: Packing, scaling: float | None, sliding_window: int | None
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Of the forward and the backward operation: what follows the tensors, and the options."""
+    bounds = (packing.boundaries, packing.boundaries, packing.longest, packing.longest)
+    no_dropout, causal = 0.0, sliding_window is None
+    left = -1 if sliding_window is None else sliding_window - 1
+    options = {"scale": scaling, "window_size_left": left, "window_size_right": 0}
+    return (*bounds, no_dropout, causal), options
 
 
 def _flash_attention(
@@ -142,14 +174,52 @@ def _flash_attention(
 
     Its gradient needs no Python, and it accepts fewer key-value heads (not documented for the function before 2.12).
     """
-    bounds = (packing.boundaries, packing.boundaries, packing.longest, packing.longest)
-    no_dropout, causal, no_debugging = 0.0, sliding_window is None, False
-    left = -1 if sliding_window is None else sliding_window - 1
-    options = {"scale": scaling, "window_size_left": left, "window_size_right": 0}
+    arguments, options = _flash_arguments(packing, scaling, sliding_window)
     rows = (tensor.contiguous() for tensor in (query, key, value))
-    flash_attention = torch.ops.aten._flash_attention_forward
-    out: Tensor = flash_attention(*rows, *bounds, no_dropout, causal, no_debugging, **options)[0]
+    no_debugging = False
+    out: Tensor = torch.ops.aten._flash_attention_forward(*rows, *arguments, no_debugging, **options)[0]
     return out
+
+
+class _FlashAttentionWithSinks(torch.autograd.Function):
+    """`_flash_attention` with sinks, which PyTorch's operation lacks.
+
+    With L the log of the sum of a row's exponentials without its sink s, attention with the sink is sigmoid(L - s)
+    times that without, and its weights are exp(score - log(exp(L) + exp(s))). The backward operation computes the
+    weights from the scores and the logarithm, and needs the sum of gradient times output: given both with the sink, its
+    gradients are those of attention with sinks. The sinks have none: they are frozen.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor,
+        packing: Packing,
+        scaling: float | None,
+        sliding_window: int | None,
+    ) -> Tensor:
+        assert not ctx.needs_input_grad[3], "sinks are frozen"
+        arguments, options = _flash_arguments(packing, scaling, sliding_window)
+        rows = [tensor.contiguous() for tensor in (query, key, value)]
+        no_debugging = False
+        flash_attention = torch.ops.aten._flash_attention_forward
+        out, log_sum, rng_state, unused, _ = flash_attention(*rows, *arguments, no_debugging, **options)
+        sinks = sinks.float()[:, None]  # log_sum is float32 [heads, S]
+        out.mul_((log_sum - sinks).sigmoid().t()[:, :, None])  # in float32, rounded once
+        ctx.save_for_backward(*rows, out, torch.logaddexp(log_sum, sinks), rng_state, unused)
+        ctx.arguments, ctx.options = arguments, options
+        return cast(Tensor, out)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        *tensors, rng_state, unused = ctx.saved_tensors
+        flash_attention = torch.ops.aten._flash_attention_backward
+        gradients = flash_attention(grad, *tensors, *ctx.arguments, rng_state, unused, **ctx.options)
+        return *gradients, None, None, None, None
 
 
 AttentionInterface.register(ATTENTION, packed_attention)
@@ -237,7 +307,7 @@ class PackedAttention(nn.Module):
     """Attention over packed sequences, [S, heads, head size] throughout instead of transposed views.
 
     o(attend(rotary(norm(q(x))), rotary(norm(k(x))), v(x))), or the same without norms; q, k and v may be one linear.
-    The layers of the replaced transformers attention become this module's, under the same names.
+    The layers and sinks of the replaced transformers attention become this module's, under the same names.
     """
 
     o_proj: nn.Module
@@ -254,6 +324,9 @@ class PackedAttention(nn.Module):
         self._head_size, self._scaling = attention.head_dim, attention.scaling
         self._dropout, self._window = attention.attention_dropout, family.window(attention)
         self._soft_cap = None if family.score_cap is None else getattr(attention, family.score_cap)
+        self._sinks, self._half_angles = family.sinks, family.half_angles
+        if family.sinks is not None:
+            self.register_parameter(family.sinks, attention.get_parameter(family.sinks))
         config = attention.config
         self._sizes = [
             heads * self._head_size
@@ -271,13 +344,16 @@ class PackedAttention(nn.Module):
         """hidden_states [1, S, hidden], cosines and sines [1, S, head size] each -> ([1, S, hidden], None)."""
         assert len(hidden_states) == 1 and not (self.training and self._dropout)
         x, (cos, sin) = hidden_states.view(hidden_states.shape[1:]), position_embeddings
+        if self._half_angles:
+            cos, sin = (torch.cat((angles, angles), dim=-1) for angles in (cos, sin))
         outputs = shared_input_linears(self.shared_input, x)
         projected = outputs if len(outputs) == 3 else outputs[0].split(self._sizes, dim=-1)
         query, key, value = (part.view(len(x), -1, self._head_size) for part in projected)
         if self._has_norms:
             query, key = self.q_norm(query), self.k_norm(key)
         query, key = _rotated(query, key, cos.view(cos.shape[1:]), sin.view(sin.shape[1:]))
-        attended = attention_of_rows(query, key, value, packing, self._scaling, self._window, self._soft_cap)
+        sinks = None if self._sinks is None else self.get_parameter(self._sinks)
+        attended = attention_of_rows(query, key, value, packing, self._scaling, self._window, self._soft_cap, sinks)
         return self.o_proj(attended.flatten(1)).view(hidden_states.shape), None
 
 

@@ -156,10 +156,13 @@ class PolicyConfig:
         config = read_config(local_folder(self.path))
         known, scaling = config.get("max_position_embeddings"), config.get("rope_scaling") or {}
         rope = config.get("rope_parameters") or scaling
-        if "longrope" in (rope.get("rope_type"), rope.get("type")):
+        kinds = (rope.get("rope_type"), rope.get("type"))
+        original = rope.get("original_max_position_embeddings", config.get("original_max_position_embeddings"))
+        if "longrope" in kinds:
             # Beyond these another set of frequencies applies, to a whole batch in transformers, to all in vLLM.
-            original = rope.get("original_max_position_embeddings", config.get("original_max_position_embeddings"))
             return known if original is None else int(original)
+        if "yarn" in kinds and original is not None and known == original * rope["factor"]:  # gpt-oss: known are all
+            return known
         return None if known is None else int(known * max(1.0, scaling.get("factor") or 1.0))
 
     def source_folder(self) -> Path:

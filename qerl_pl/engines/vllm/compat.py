@@ -90,6 +90,7 @@ def _optional(feature: str, without: str, path: str, *members: str, call: tuple[
 
 
 _sampler = partial(_optional, SAMPLER, "vLLM's own sampler, slower at many sequences")
+_sinks = partial(PrivateName, feature="attention sinks in float32", without="no gpt-oss in float32", device="cpu")
 _fp4 = partial(_optional, SHARED_FP4, "the trainer loads a copy of the base")
 
 
@@ -102,6 +103,8 @@ TABLE = (
     PrivateName(f"{_LINEAR}.LinearBase", "adapter", ("quant_method",)),
     PrivateName(f"{_LINEAR}.ColumnParallelLinear", "adapter", _SHARD),
     PrivateName(f"{_LINEAR}.RowParallelLinear", "adapter", _SHARD),
+    _sinks("vllm.v1.attention.backends.cpu_attn.CPUAttentionBackendImpl", members=("sinks",)),
+    _sinks("vllm.model_executor.layers.attention.Attention", members=("impl",)),
     PrivateName("vllm.logprobs.FlatLogprobs", "log-probabilities", ("token_ids", "logprobs")),
     PrivateName(f"{_GPU}.model_runner.GPUModelRunner", "size of the KV cache", ("kv_caches",), device="cuda"),
     PrivateName("vllm.v1.worker.gpu_model_runner.GPUModelRunner", "size of the KV cache", ("kv_caches",)),

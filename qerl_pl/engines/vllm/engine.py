@@ -22,7 +22,7 @@ from qerl_pl.engines.base import (
     check_targets,
     regroup,
 )
-from qerl_pl.engines.vllm import compat, linear_methods, worker
+from qerl_pl.engines.vllm import compat, linear_methods, weight_map, worker
 from qerl_pl.engines.vllm.startup import (
     import_vllm,
     process_state_restored,
@@ -32,7 +32,7 @@ from qerl_pl.engines.vllm.startup import (
 )
 from qerl_pl.engines.vllm.worker import WorkerReport
 from qerl_pl.errors import UserError, require_at_least
-from qerl_pl.formats.architecture import has_experts, linear_shapes
+from qerl_pl.formats.architecture import family_of, has_experts, linear_shapes
 from qerl_pl.formats.base import format_of
 from qerl_pl.formats.dense import DENSE
 from qerl_pl.formats.dense_checkpoint import write_dense_checkpoint
@@ -199,12 +199,14 @@ class VLLMEngine(RolloutEngine):
 
         Raises:
             UserError: vLLM is absent, of an unknown release or a build for another device, or refuses to start; it does
-                not run the requested kernel or length; a LoRA target is no linear of vLLM's model.
+                not run the requested kernel or length; a LoRA target is no linear of vLLM's model; vLLM does not read a
+                setting of the model.
         """
         base_format = format_of(spec.base)
         served = base_format if spec.device.type in base_format.vllm_devices else DENSE
         backend = served.vllm_linear_backend(self.linear_backend)
         config = load_config(spec.base)
+        weight_map.check_fixed(config, family_of(config.model_type))
         linears = linear_shapes(config)
         check_targets(spec, linears)
         self._shapes = {name: size for name, size in linears.items() if spec.adapts(name)}

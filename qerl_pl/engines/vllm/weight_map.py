@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qerl_pl.engines.base import check_tensor
+from qerl_pl.errors import UserError
+from qerl_pl.formats.architecture import Family
 from qerl_pl.formats.nf4 import NF4_BLOCK, NF4Weight
 
 FusedSlice = tuple[str, int, int]
@@ -18,7 +20,13 @@ _VOCABULARY = ("model.embed_tokens", "lm_head")
 
 
 def fused_slices(model: Any, name: str, linear: Any) -> list[FusedSlice]:
-    """The base model's linears that are fused into the linear `name` of vLLM's model."""
+    """The base model's linears that are fused into a linear of vLLM's model.
+
+    Args:
+        model: vLLM's.
+        name: Of the linear, with the base model's name of its parent.
+        linear: vLLM's.
+    """
     stem, _, last = name.rpartition(".")
     packed: Mapping[str, list[str]] = getattr(model, "packed_modules_mapping", {})
     members = packed.get(last, [last])  # a single one where the base model's linear is fused, too
@@ -26,6 +34,25 @@ def fused_slices(model: Any, name: str, linear: Any) -> list[FusedSlice]:
     stops = list(itertools.accumulate(sizes))
     names = [f"{stem}.{member}" for member in members]
     return [(member, stop - size, stop) for member, size, stop in zip(names, sizes, stops, strict=True)]
+
+
+def check_fixed(config: Any, family: Family) -> None:
+    """Reject a model that vLLM would compute otherwise than its config says.
+
+    Args:
+        config: Of transformers.
+        family: The model's.
+
+    Raises:
+        UserError: A setting differs from what vLLM assumes.
+    """
+    for key, value in family.fixed_in_vllm(config).items():
+        found = getattr(config, key, value)  # releases that lack a setting have vLLM's value in their code
+        if found != value:
+            raise UserError(
+                f"vLLM computes every {family.model_type} with {key} {value}; config.json has {found}: use "
+                "TransformersEngine"
+            )
 
 
 def vocabulary(model: Any) -> dict[str, Tensor]:
@@ -105,6 +132,15 @@ def make_writable(modules: Iterable[Any], dtype: torch.dtype) -> None:
             shape = module.output_size_per_partition, module.input_size_per_partition
             module.weight = nn.Parameter(torch.zeros(shape, dtype=dtype), requires_grad=False)
         module.quant_method = PlainMethod(module.quant_method)
+
+
+def round_sinks(modules: Iterable[Any]) -> None:
+    """Round attention sinks to bfloat16: vLLM's CPU kernel reads them so, whatever the other tensors' data type."""
+    from vllm.model_executor.layers.attention import Attention
+
+    for module in modules:
+        if isinstance(module, Attention) and module.impl.sinks is not None:
+            module.impl.sinks = module.impl.sinks.bfloat16()
 
 
 def write(

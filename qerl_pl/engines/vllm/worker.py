@@ -125,10 +125,12 @@ class PolicyWorker(Worker):
 
         super().load_model(load_dummy_weights=load_dummy_weights)
         modules = dict(self.get_model().named_modules())
+        self._qerl_family = family = family_of(self.vllm_config.model_config.hf_config.model_type)
+        if family.sinks is not None and self.device.type == "cpu":
+            weight_map.round_sinks(modules.values())
         self._qerl_norms = {
             name: module for name, module in modules.items() if isinstance(module, RMSNorm | GemmaRMSNorm)
         }
-        family = family_of(self.vllm_config.model_config.hf_config.model_type)
         self._qerl_norm_offset = family.norm_offset
         self._qerl_noisy = noisy_norm_names(self._qerl_norms, family)
         for name in self._qerl_noisy:
@@ -153,7 +155,10 @@ class PolicyWorker(Worker):
 
         model, kinds = self.get_model(), (ColumnParallelLinear, RowParallelLinear)
         linears = {name: module for name, module in model.named_modules() if isinstance(module, kinds)}
-        return {name: (linear, weight_map.fused_slices(model, name, linear)) for name, linear in linears.items()}
+        base_name = self._qerl_family.name_in_base
+        return {
+            name: (linear, weight_map.fused_slices(model, base_name(name), linear)) for name, linear in linears.items()
+        }
 
     def _maybe_get_memory_pool_context(self, tag: str) -> AbstractContextManager[None]:
         # `sleep` unmaps what is allocated in the pool. Weights, norms and adapter stay outside: the trainer may share
