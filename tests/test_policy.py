@@ -345,6 +345,31 @@ def shared_weights(base: Path) -> SharedWeights:
     return SharedWeights(linears, {"model.embed_tokens.weight": tensors["model.embed_tokens.weight"]})
 
 
+ROPE = {
+    "Llama 3.1": (131072, {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8192}, 131072),
+    "Qwen2.5 with YaRN": (32768, {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}, 131072),
+    "YaRN counted already": (
+        131072,
+        {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096},
+        131072,
+    ),
+    "linear": (4096, {"type": "linear", "factor": 2.0}, 8192),
+    "Gemma 3": (131072, {"rope_type": "linear", "factor": 8.0}, 131072),
+    "no scaling": (32768, None, 32768),
+}
+"""`max_position_embeddings`, the scaling of rotary positions, and the longest sequence that the model card names."""
+
+
+@pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
+@pytest.mark.parametrize("name", ROPE)
+def test_positions_are_those_of_the_model_card(tmp_path: Path, name: str, key: str) -> None:
+    known, rope, positions = ROPE[name]
+    model_type = "gemma3_text" if name == "Gemma 3" else "llama"
+    config = {"model_type": model_type, "max_position_embeddings": known, key: rope}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert PolicyConfig(path=str(tmp_path)).positions() == positions
+
+
 def test_borrowed_marlin_weights_give_the_bits_of_an_own_copy(base: Path) -> None:
     tokens, lengths, mask = batch()
     config = PolicyConfig(path=str(base), dtype="float32")

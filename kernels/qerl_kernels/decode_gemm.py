@@ -15,7 +15,7 @@ from qerl_kernels.backend import interpreting, runs_triton
 from qerl_kernels.marlin import MarlinTensor, marlin_alpha
 
 DECODE_GEMM_MAX_TOKENS = 896
-"""Default limit of engines; the kernels take any number. Rollouts were measured up to 192, beyond them kernels alone."""
+"""Default limit of engines; the kernels take any number. Rollouts were measured up to 192 tokens, above it kernels."""
 
 
 def decode_gemm_linear(

@@ -215,10 +215,10 @@ def family_of(model_type: str, source: object = "the model") -> Family:
     )
 
 
-def beyond_sdpa(config: PretrainedConfig) -> bool:
+def needs_eager_attention(config: PretrainedConfig) -> bool:
     """Whether a model, of any family, has soft caps or sinks in its attention, which SDPA leaves out."""
-    beyond = (f.model_type for f in FAMILIES if f.score_cap is not None or f.sinks is not None)
-    return config.model_type in beyond
+    families = (family for family in FAMILIES if family.score_cap is not None or family.sinks is not None)
+    return any(family.model_type == config.model_type for family in families)
 
 
 def logit_cap(config: PretrainedConfig) -> float | None:

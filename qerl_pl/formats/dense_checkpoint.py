@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedModel
 
 from qerl_pl.errors import UserError
-from qerl_pl.formats.architecture import beyond_sdpa, check_expert_names
+from qerl_pl.formats.architecture import needs_eager_attention, check_expert_names
 from qerl_pl.formats.base import format_of
 from qerl_pl.formats.dense import DENSE
 from qerl_pl.formats.model_folder import (
@@ -143,7 +143,7 @@ def load_dense_model(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
         config=config,
         state_dict=dict(base_format.iterate_dense(TensorFiles(folder), dtype)),
         dtype=dtype,
-        attn_implementation="eager" if beyond_sdpa(config) else "sdpa",
+        attn_implementation="eager" if needs_eager_attention(config) else "sdpa",
     )
     return model.eval().requires_grad_(False)
 

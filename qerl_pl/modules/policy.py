@@ -154,16 +154,17 @@ class PolicyConfig:
         if self.path is None:
             return POSITIONS
         config = read_config(local_folder(self.path))
-        known, scaling = config.get("max_position_embeddings"), config.get("rope_scaling") or {}
-        rope = config.get("rope_parameters") or scaling
-        kinds = (rope.get("rope_type"), rope.get("type"))
-        original = rope.get("original_max_position_embeddings", config.get("original_max_position_embeddings"))
-        if "longrope" in kinds:
-            # Beyond these another set of frequencies applies, to a whole batch in transformers, to all in vLLM.
-            return known if original is None else int(original)
-        if "yarn" in kinds and original is not None and known == original * rope["factor"]:  # gpt-oss: known are all
+        known, rope = config.get("max_position_embeddings"), config.get("rope_parameters") or config.get("rope_scaling")
+        if known is None or rope is None:
             return known
-        return None if known is None else int(known * max(1.0, scaling.get("factor") or 1.0))
+        kind, factor = rope.get("rope_type", rope.get("type")), rope.get("factor") or 1.0
+        original = rope.get("original_max_position_embeddings", config.get("original_max_position_embeddings"))
+        if kind == "longrope":  # beyond these other frequencies apply, to a whole batch in transformers, to all in vLLM
+            return int(original or known)
+        if kind == "yarn" and original is not None:  # max_position_embeddings may count the factor, or not yet
+            return max(known, int(original * factor))
+        counts_factor = config.get("model_type", "").startswith("gemma3")
+        return int(known * factor) if kind in ("linear", "dynamic", "yarn") and not counts_factor else known
 
     def source_folder(self) -> Path:
         """Local folder of the model as it is stored; the toy policy's training and downloads are cached.
