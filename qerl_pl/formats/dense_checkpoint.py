@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedModel
 
 from qerl_pl.errors import UserError
-from qerl_pl.formats.architecture import needs_eager_attention, check_expert_names
+from qerl_pl.formats.architecture import check_expert_names, needs_eager_attention
 from qerl_pl.formats.base import format_of
 from qerl_pl.formats.dense import DENSE
 from qerl_pl.formats.model_folder import (
