@@ -146,7 +146,7 @@ def test_vllm_is_not_given_what_it_would_compute_otherwise(
 
 def test_a_download_leaves_out_the_weights_in_another_layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = ["config.json", "model-00000-of-00002.safetensors", "chat_template.jinja", "tokenizer.json"]
-    others = ["original/model.safetensors", "metal/model.bin", "README.md"]
+    others = ["original/model.safetensors", "metal/model.bin", "README.md", "consolidated.safetensors"]
 
     def download(name: str, **patterns: list[str]) -> str:
         assert name == "openai/gpt-oss-20b"

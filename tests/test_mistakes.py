@@ -200,6 +200,7 @@ OTHER_ADAPTERS = {
     "alpha_pattern": {"q_proj": 2},
     "fan_in_fan_out": True,
     "lora_bias": True,
+    "alora_invocation_tokens": [5, 7],  # before which the adapter is off
     "bias": "all",
     "peft_type": "LOHA",
     "init_lora_weights": "pissa",  # which takes from the base what it puts into the adapter

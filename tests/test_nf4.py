@@ -1,6 +1,7 @@
 """NF4: numbers worked out by hand, and checkpoints that bitsandbytes and transformers read."""
 
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -98,6 +99,20 @@ def test_bitsandbytes_and_transformers_read_a_checkpoint(nf4: Path) -> None:
 def test_a_checkpoint_is_checked_whatever_the_default_device(nf4: Path) -> None:
     with torch.device("meta"):  # as Lightning makes the GPU the default device in configure_model
         format_of(nf4).check(TensorFiles(nf4))
+
+
+def test_a_code_book_that_another_processor_rounded_is_the_same(nf4: Path, tmp_path: Path) -> None:
+    """bitsandbytes makes the map of the magnitudes by `torch.linspace`, whose last bits depend on the CPU."""
+    tensors = load_file(nf4 / "model.safetensors")
+    book = tensors[f"{UP}.weight.nested_quant_map"]
+    book.copy_(torch.nextafter(book, torch.ones(())))
+    shutil.copytree(nf4, tmp_path / "moved")
+    save_file(tensors, tmp_path / "moved" / "model.safetensors")
+    format_of(tmp_path / "moved").check(TensorFiles(tmp_path / "moved"))
+    book *= 1.001
+    save_file(tensors, tmp_path / "moved" / "model.safetensors")
+    with pytest.raises(UserError, match="or other maps"):
+        format_of(tmp_path / "moved").check(TensorFiles(tmp_path / "moved"))
 
 
 def test_the_error_is_that_of_what_is_stored(tiny_policy_dir: Path, nf4: Path) -> None:

@@ -85,6 +85,17 @@ def test_nvfp4_is_bit_for_bit_that_of_compressed_tensors(shape, kind, dtype):
     assert torch.equal(dequantize_nvfp4(*ours, torch.bfloat16), dense)
 
 
+def test_small_float16_weights_have_a_global_scale_above_the_range_of_float16():
+    """llm-compressor divides in float16, where 2688 / amax overflows below 0.041, and stores 1: most codes are 0."""
+    weight = weights("normal", torch.float16, 64, 64) / 20
+    assert weight.abs().max() < 0.011
+    ours, exact = quantize_nvfp4(weight), quantize_nvfp4(weight.float())
+    assert torch.equal(ours.global_scale, exact.global_scale)
+    error = (dequantize_nvfp4(*ours, torch.float32) - weight).square().sum() / weight.square().sum()
+    assert error < 0.01
+    assert nvfp4_global_scale(torch.zeros(1, 16, dtype=torch.float16)).tolist() == [1.0]
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_fused_projections_share_the_global_scale_of_their_largest_weight(dtype):
     q, k = weights("normal", dtype, 32, 64), weights("normal", dtype, 16, 64) * 3

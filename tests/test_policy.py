@@ -7,7 +7,7 @@ from pathlib import Path
 import peft
 import pytest
 import torch
-from qerl_kernels import FrozenWeight, MarlinRows, NVFP4Tensor
+from qerl_kernels import FrozenWeight, MarlinRows, NVFP4Tensor, quantize_nvfp4
 from qerl_kernels.marlin import to_marlin
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from qerl_pl.engines.base import SharedWeights
 from qerl_pl.errors import UserError
 from qerl_pl.formats.dense_checkpoint import write_dense_checkpoint
+from qerl_pl.formats.model_folder import read_config
 from qerl_pl.formats.quantize import quantize_checkpoint
 from qerl_pl.modules import LoraConfig, Policy, PolicyConfig
 from qerl_pl.modules.adapter import LoraAdapter
@@ -228,6 +229,31 @@ def test_refuses_a_folder_that_lacks_a_tensor(base: Path, tmp_path: Path) -> Non
         make(broken)
 
 
+def test_refuses_a_quantized_output_layer(base: Path, tmp_path: Path) -> None:
+    broken = shutil.copytree(base, tmp_path / "broken")
+    (broken / "config.json").write_text(json.dumps(read_config(base) | {"tie_word_embeddings": False}))
+    tensors = load_file(broken / "model.safetensors")
+    head = quantize_nvfp4(tensors["model.embed_tokens.weight"])
+    tensors |= {f"lm_head.weight_{key}": tensor for key, tensor in head._asdict().items()}
+    save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match=f"lm_head must be in 16 bits; {broken} has it in NVFP4: .*ignore"):
+        make(broken)
+
+
+def test_refuses_an_output_layer_that_config_json_ties_to_other_embeddings(base: Path, tmp_path: Path) -> None:
+    """vLLM ties them whatever is stored, transformers does not where the two differ."""
+    tied = shutil.copytree(base, tmp_path / "tied")
+    (tied / "config.json").write_text(json.dumps(read_config(base) | {"tie_word_embeddings": True}))
+    tensors = load_file(tied / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, tied / "model.safetensors", metadata={"format": "pt"})
+    make(tied)
+    tensors["lm_head.weight"][3, 5] += 1
+    save_file(tensors, tied / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match=f"tie_word_embeddings .* {tied} stores .*: set it to false, or delete lm_head"):
+        make(tied)
+
+
 @pytest.mark.parametrize("trained", [False, True])
 def test_a_probe_changes_what_the_policy_says_and_leaves_no_trace(base: Path, trained: bool) -> None:
     policy = make(base, lora=LoraConfig(rank=4, alpha=16.0))
@@ -354,10 +380,12 @@ ROPE = {
         131072,
     ),
     "linear": (4096, {"type": "linear", "factor": 2.0}, 8192),
+    "dynamic": (4096, {"type": "dynamic", "factor": 2.0}, 4096),
     "Gemma 3": (131072, {"rope_type": "linear", "factor": 8.0}, 131072),
     "no scaling": (32768, None, 32768),
 }
-"""`max_position_embeddings`, the scaling of rotary positions, and the longest sequence that the model card names."""
+"""`max_position_embeddings`, the scaling of rotary positions, and the longest sequence that the model card names; of
+dynamic scaling, the longest whose frequencies do not depend on the batch."""
 
 
 @pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])

@@ -47,7 +47,8 @@ class MXFP4Tensor(NamedTuple):
 def nvfp4_global_scale(*weights: Tensor, block_scales: BlockScales = "minmax", power_of_two: bool = False) -> Tensor:
     """Global scale that `weights` share, such as those of q, k and v, which an engine fuses.
 
-    With "minmax" it is llm-compressor's: 448 * 6 / amax in the weights' dtype, 1 where that is not finite.
+    With "minmax" it is llm-compressor's: 448 * 6 / amax in the weights' dtype, 1 for zero weights. Where float16
+    overflows, at amax below 0.041, the division is in float32; llm-compressor's 1 would round most weights to zero.
 
     Args:
         weights: Matrices [N_i, K] of one dtype; the result is float32 [1].
@@ -64,8 +65,9 @@ def nvfp4_global_scale(*weights: Tensor, block_scales: BlockScales = "minmax", p
     if block_scales == "search":
         amax = amax.float()
     largest = SEARCH_SCALE if block_scales == "search" else E4M3_MAX
-    scale = largest * E2M1_MAX / amax.clamp(min=torch.finfo(amax.dtype).tiny)
-    scale = torch.nan_to_num(scale, nan=1.0, posinf=1.0, neginf=1.0).float()
+    scale = (largest * E2M1_MAX / amax.clamp(min=torch.finfo(amax.dtype).tiny)).float()
+    scale = torch.where(scale.isinf(), largest * E2M1_MAX / amax.float(), scale)
+    scale = torch.nan_to_num(scale, nan=1.0, posinf=1.0, neginf=1.0)
     if power_of_two:
         scale = (scale.view(torch.int32) & 0x7F800000).view(torch.float32)  # its exponent alone
     return scale

@@ -272,8 +272,9 @@ def local_folder(path: str, key: str = "model.policy.path") -> Path:
         return folder
     try:
         patterns = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
-        # A folder inside holds the weights once more in another layout: gpt-oss's `original`.
-        return Path(snapshot_download(path, allow_patterns=patterns, ignore_patterns=["*/*.safetensors"]))
+        # The weights once more in another layout: gpt-oss's `original` folder, and Mistral's, which vLLM would prefer.
+        copies = ["*/*.safetensors", "consolidated*.safetensors"]
+        return Path(snapshot_download(path, allow_patterns=patterns, ignore_patterns=copies))
     except LocalEntryNotFoundError as error:
         why = "HF_HUB_OFFLINE is set" if HF_HUB_OFFLINE else "the hub cannot be reached"
         raise UserError(

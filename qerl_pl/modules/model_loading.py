@@ -62,6 +62,7 @@ def load_base(
     others = [name for name in tensors if name not in loaded and not name.endswith(".inv_freq")]
     for name, (tensor,) in zip(others, tensors.read_groups([(name,) for name in others]), strict=True):
         state[name] = tensor.to(device, dtype)
+    _check_output_layer(model, state, base_format, folder)
     missing, unexpected = model.load_state_dict(state, strict=False, assign=True)
     model.tie_weights()
     missing = [name for name in missing if name != "lm_head.weight" or not config.tie_word_embeddings]
@@ -76,6 +77,24 @@ def load_base(
     hand_over_routing(model)
     model.to(device)  # type: ignore[arg-type]
     return model.requires_grad_(False)
+
+
+def _check_output_layer(
+    model: PreTrainedModel, state: Mapping[str, Tensor], base_format: BaseFormat, folder: Path
+) -> None:
+    """Raise UserError if the output layer is quantized, or tied to embeddings that it differs from."""
+    if isinstance(model.get_output_embeddings(), FrozenLinear):
+        raise UserError(
+            f"lm_head must be in 16 bits; {folder} has it in {base_format.name.upper()}: quantize the 16-bit model "
+            "with lm_head among the modules to ignore, as `qerl quantize` does"
+        )
+    head, embeddings = state.get("lm_head.weight"), state.get("model.embed_tokens.weight")
+    if model.config.tie_word_embeddings and head is not None and embeddings is not None:
+        if not torch.equal(head, embeddings):
+            raise UserError(
+                f"with tie_word_embeddings true lm_head must be the embeddings; {folder} stores two different ones: "
+                "set it to false, or delete lm_head.weight, in whichever way the model was trained"
+            )
 
 
 def _frozen_parameter(tensor: Tensor, device: torch.device) -> Tensor:

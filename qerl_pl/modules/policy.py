@@ -159,12 +159,14 @@ class PolicyConfig:
             return known
         kind, factor = rope.get("rope_type", rope.get("type")), rope.get("factor") or 1.0
         original = rope.get("original_max_position_embeddings", config.get("original_max_position_embeddings"))
-        if kind == "longrope":  # beyond these other frequencies apply, to a whole batch in transformers, to all in vLLM
+        # Dynamic scaling is not counted: beyond the known positions it changes the frequencies of all of a batch. So does
+        # longrope beyond the original ones, and in vLLM, which then takes the long factors, even of shorter sequences.
+        if kind == "longrope":
             return int(original or known)
         if kind == "yarn" and original is not None:  # max_position_embeddings may count the factor, or not yet
             return max(known, int(original * factor))
         counts_factor = config.get("model_type", "").startswith("gemma3")
-        return int(known * factor) if kind in ("linear", "dynamic", "yarn") and not counts_factor else known
+        return int(known * factor) if kind in ("linear", "yarn") and not counts_factor else known
 
     def source_folder(self) -> Path:
         """Local folder of the model as it is stored; the toy policy's training and downloads are cached.
@@ -186,10 +188,7 @@ class PolicyConfig:
         if self.start is not None and self.start.base != self.base_name:
             log.warning("%s was trained on %s and goes on with %s", self.adapter, self.start.base, self.base_name)
         source = self.source_folder()
-        # First: a format of another family's own is beside the point.
-        family = check_family(
-            read_config(source), source
-        )  # first: a format of another family's own is beside the point
+        family = check_family(read_config(source), source)  # first: the format of an unknown family does not matter
         model = validate_checkpoint(source)
         if family.experts is None and self.replay_routing:
             raise UserError(

@@ -23,7 +23,7 @@ _PLAIN = {
     "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal"),  # others change the base, too
 }
 """Values that an adapter of the form scaling * B A has under PEFT's keys."""
-_OFF = ("use_dora", "rank_pattern", "alpha_pattern", "fan_in_fan_out", "lora_bias")
+_OFF = ("use_dora", "rank_pattern", "alpha_pattern", "fan_in_fan_out", "lora_bias", "alora_invocation_tokens")
 """Keys of PEFT for other adapters."""
 
 
