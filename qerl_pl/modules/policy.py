@@ -159,7 +159,7 @@ class PolicyConfig:
             return known
         kind, factor = rope.get("rope_type", rope.get("type")), rope.get("factor") or 1.0
         original = rope.get("original_max_position_embeddings", config.get("original_max_position_embeddings"))
-        # Dynamic scaling is not counted: beyond the known positions it changes the frequencies of all of a batch. So does
+        # Dynamic scaling is not counted: beyond the known positions it changes all frequencies of a batch. So does
         # longrope beyond the original ones, and in vLLM, which then takes the long factors, even of shorter sequences.
         if kind == "longrope":
             return int(original or known)
