@@ -18,7 +18,7 @@ from qerl_pl.engines import EngineSpec, RolloutEngine, TransformersEngine, VLLME
 from qerl_pl.errors import UserError
 from qerl_pl.memory import GIB, OptimizerBytes, TeacherBytes, optimizer_bytes
 from qerl_pl.modules import Policy, PolicyConfig, TeacherConfig
-from qerl_pl.modules.policy import require_memory
+from qerl_pl.modules.policy_module import require_memory
 from qerl_pl.rollout import parity_check
 from qerl_pl.types import PolicyWeights, Prompt, RolloutRequest, SamplingConfig
 
@@ -216,7 +216,7 @@ def test_memory_is_worked_out_before_anything_is_loaded(
     caplog.set_level("INFO")
 
     def require(free: int, config: PolicyConfig = config, with_reference: bool = True, cache_gib: float = 0.0) -> None:
-        monkeypatch.setattr("qerl_pl.modules.policy.free_bytes", lambda device: free)
+        monkeypatch.setattr("qerl_pl.modules.policy_module.free_bytes", lambda device: free)
         require_memory(tiny_policy_dir, config, torch.optim.AdamW, CPU, with_reference, cache_gib)
 
     require(20 * weights)
@@ -228,7 +228,7 @@ def test_memory_is_worked_out_before_anything_is_loaded(
     require_memory(tiny_policy_dir, config, None, CPU, True, 0.0)  # an evaluation trains nothing
     assert "gradients" not in caplog.messages[-1]
     # Gradients, and a step that needs 4 more, have the room of a sleeping engine's cache; what stays has not.
-    monkeypatch.setattr("qerl_pl.modules.policy.optimizer_bytes", lambda make, device: OptimizerBytes(8, 4))
+    monkeypatch.setattr("qerl_pl.modules.policy_module.optimizer_bytes", lambda make, device: OptimizerBytes(8, 4))
     require(16 * weights, cache_gib=8 * weights / GIB)
     for free, cache in ((16 * weights, 8 * weights - 9), (16 * weights - 1, 9 * weights)):
         with pytest.raises(UserError, match="and while the optimizer steps"):
@@ -244,13 +244,13 @@ def test_a_teacher_takes_memory_too(
     """
     weights = sum(tensor.numel() for tensor in load_file(tiny_policy_dir / "model.safetensors").values())
     config, gpu = PolicyConfig(quantization="none", finetune="full"), torch.device("cuda")
-    monkeypatch.setattr("qerl_pl.modules.policy.optimizer_bytes", lambda make, device: OptimizerBytes(8, 0))
+    monkeypatch.setattr("qerl_pl.modules.policy_module.optimizer_bytes", lambda make, device: OptimizerBytes(8, 0))
     caplog.set_level("INFO")
     for offload, device, held, computing in ((True, CPU, 2, 0), (False, gpu, 2, 0), (True, gpu, 0, 2)):
         teacher = TeacherConfig(offload=offload).memory(tiny_policy_dir, torch.bfloat16, device)
         assert teacher == TeacherBytes(held * weights, computing * weights)
         for free, fits in (((16 + held) * weights, True), ((16 + held) * weights - 1, False)):
-            monkeypatch.setattr("qerl_pl.modules.policy.free_bytes", lambda device, free=free: free)
+            monkeypatch.setattr("qerl_pl.modules.policy_module.free_bytes", lambda device, free=free: free)
             arguments = tiny_policy_dir, config, torch.optim.AdamW, device, False, 0.0, teacher
             if fits:
                 require_memory(*arguments)
@@ -263,7 +263,7 @@ def test_a_teacher_takes_memory_too(
     # One of 5 bytes a weight needs 12 + 5: more than the update, and in the room of the engine's cache.
     large = TeacherBytes(computing=5 * weights)
     for free, cache, fits in ((12, 5, True), (12, 4, False), (11, 6, False)):
-        monkeypatch.setattr("qerl_pl.modules.policy.free_bytes", lambda device, free=free: free * weights)
+        monkeypatch.setattr("qerl_pl.modules.policy_module.free_bytes", lambda device, free=free: free * weights)
         arguments = tiny_policy_dir, config, torch.optim.AdamW, gpu, False, cache * weights / GIB, large
         if fits:
             require_memory(*arguments)
@@ -281,14 +281,18 @@ def test_memory_of_a_7b_by_hand(
     """
     optim = pytest.importorskip("bitsandbytes.optim")
     caplog.set_level("INFO")
-    monkeypatch.setattr("qerl_pl.modules.policy.TensorFiles", lambda folder: TensorsOf7B())
+    monkeypatch.setattr("qerl_pl.modules.policy_module.TensorFiles", lambda folder: TensorsOf7B())
     config = PolicyConfig(quantization="none", finetune="full")
     for make, held, optimizer in ((torch.optim.AdamW, 113.2, 56.6), (optim.AdamW8bit, 71.0, 14.4)):
         table = rf"weights 28.3, gradients 28.3, optimizer {optimizer}"
-        monkeypatch.setattr("qerl_pl.modules.policy.free_bytes", lambda device, held=held: round((held + 0.2) * GIB))
+        monkeypatch.setattr(
+            "qerl_pl.modules.policy_module.free_bytes", lambda device, held=held: round((held + 0.2) * GIB)
+        )
         require_memory(tmp_path, config, make, CPU, False, 0.0)
         assert f"holds {held:.3g} GiB: {table}; cpu" in caplog.text
-        monkeypatch.setattr("qerl_pl.modules.policy.free_bytes", lambda device, held=held: round((held - 0.2) * GIB))
+        monkeypatch.setattr(
+            "qerl_pl.modules.policy_module.free_bytes", lambda device, held=held: round((held - 0.2) * GIB)
+        )
         with pytest.raises(UserError, match=rf"of 7.6 billion weights needs {held:.3g} GiB \({table}\)"):
             require_memory(tmp_path, config, make, CPU, False, 0.0)
 

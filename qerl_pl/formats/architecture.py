@@ -190,6 +190,11 @@ NOT_COMPUTED: Mapping[str, str] = {
 """By `model_type`, what the update would have to compute for a family, so that an entry in `FAMILIES` is not enough."""
 
 
+def find_family(model_type: str | None) -> Family | None:
+    """The family of a `model_type`; None for an unknown one."""
+    return next((family for family in FAMILIES if family.model_type == model_type), None)
+
+
 def family_of(model_type: str, source: object = "the model") -> Family:
     """The family of a `model_type`.
 
@@ -200,9 +205,8 @@ def family_of(model_type: str, source: object = "the model") -> Family:
     Raises:
         UserError: It is of no family in `FAMILIES`.
     """
-    for family in FAMILIES:
-        if family.model_type == model_type:
-            return family
+    if (family := find_family(model_type)) is not None:
+        return family
     if model_type in NOT_COMPUTED:
         raise UserError(
             f"a base model must be of a family that trains; model_type in config.json of {source} is {model_type!r}, "
@@ -217,8 +221,8 @@ def family_of(model_type: str, source: object = "the model") -> Family:
 
 def needs_eager_attention(config: PretrainedConfig) -> bool:
     """Whether a model, of any family, has soft caps or sinks in its attention, which SDPA leaves out."""
-    families = (family for family in FAMILIES if family.score_cap is not None or family.sinks is not None)
-    return any(family.model_type == config.model_type for family in families)
+    family = find_family(config.model_type)
+    return family is not None and (family.score_cap is not None or family.sinks is not None)
 
 
 def logit_cap(config: PretrainedConfig) -> float | None:
@@ -239,7 +243,7 @@ def check_family(config: Mapping[str, Any], source: object) -> Family:
         UserError: As `family_of`, or the model has a part that the policy does not compute, or is of images, too.
     """
     inner = config.get("text_config")
-    if isinstance(inner, Mapping) and any(family.model_type == inner.get("model_type") for family in FAMILIES):
+    if isinstance(inner, Mapping) and find_family(inner.get("model_type")) is not None:
         raise UserError(
             f"a base model must be of text alone; {source} has a {inner['model_type']} in a "
             f"{config.get('model_type')}: take the text model out by `qerl quantize`, and name what that writes"
@@ -256,8 +260,8 @@ def check_family(config: Mapping[str, Any], source: object) -> Family:
 
 def unquantized(config: Mapping[str, Any]) -> tuple[str, ...]:
     """Linears of the layers that a 4-bit checkpoint stores in 16 bits, as vLLM reads such a list; none by default."""
-    families = (family for family in FAMILIES if family.model_type == config.get("model_type"))
-    return next((family.unquantized for family in families), ())
+    family = find_family(config.get("model_type"))
+    return () if family is None else family.unquantized
 
 
 def has_experts(config: Mapping[str, Any]) -> bool:
@@ -272,7 +276,8 @@ def stores_stacks(config: Mapping[str, Any]) -> bool:
 
 
 def _experts(config: Mapping[str, Any]) -> Experts | None:
-    return next((family.experts for family in FAMILIES if family.model_type == config.get("model_type")), None)
+    family = find_family(config.get("model_type"))
+    return None if family is None else family.experts
 
 
 def check_expert_names(config: Mapping[str, Any], names: Iterable[str], source: object) -> None:

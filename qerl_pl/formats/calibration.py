@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from qerl_pl.errors import UserError
 from qerl_pl.formats.architecture import has_experts
@@ -53,6 +53,19 @@ def calibrate_checkpoint(
         )
     if dst.exists():
         raise UserError(f"the destination must not exist; {dst} does; choose another name or remove it")
+    model = _calibrated(src, texts, tokenizer, format, method, max_length)
+    with atomic_directory(dst) as folder:
+        model.save_pretrained(folder, save_compressed=True)
+        config = read_config(folder)
+        copy_other_files(src, folder, config)
+        format_of(folder).check(TensorFiles(folder))
+    log.info("wrote %s checkpoint %s, calibrated by %s on %d texts", format.upper(), dst, method.upper(), len(texts))
+
+
+def _calibrated(
+    src: Path, texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, format: str, method: Method, max_length: int
+) -> PreTrainedModel:
+    """The model that llm-compressor's `oneshot` has quantized in place; arguments as for `calibrate_checkpoint`."""
     try:
         from llmcompressor import oneshot
         from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
@@ -66,7 +79,7 @@ def calibrate_checkpoint(
 
     rounding = {"targets": "Linear", "scheme": SCHEMES[format], "ignore": ["lm_head"]}
     recipe = [GPTQModifier(**rounding)] if method == "gptq" else [AWQModifier(), QuantizationModifier(**rounding)]
-    model = AutoModelForCausalLM.from_pretrained(src, dtype="auto")
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(src, dtype="auto")
     # Without padding tokens, or their outputs would be calibrated on, too.
     tokens = [tokenizer(text, add_special_tokens=False, truncation=True, max_length=max_length) for text in texts]
     oneshot(
@@ -79,9 +92,4 @@ def calibrate_checkpoint(
         shuffle_calibration_samples=False,
         batch_size=1,
     )
-    with atomic_directory(dst) as folder:
-        model.save_pretrained(folder, save_compressed=True)
-        config = read_config(folder)
-        copy_other_files(src, folder, config)
-        format_of(folder).check(TensorFiles(folder))
-    log.info("wrote %s checkpoint %s, calibrated by %s on %d texts", format.upper(), dst, method.upper(), len(texts))
+    return model

@@ -88,19 +88,7 @@ def quantize_checkpoint(
             is no GPU for `device`.
     """
     quantizer, torch_device = QUANTIZERS[format](scales, power_of_two), _device(device)
-    config = read_config(src)
-    inner = text_config(config, src)
-    if inner is None:
-        check_family(config, src)
-    source = format_of(src)
-    if source is not DENSE:
-        raise UserError(
-            f"only 16-bit weights can be quantized; {src} is {source.name.upper()} already; use it as it is"
-        )
-    if dst.exists():
-        raise UserError(f"the destination must not exist; {dst} does; choose another name or remove it")
-    validate_checkpoint(src)
-    config, tensors = (config, TensorFiles(src)) if inner is None else (inner, TensorFiles(src, TEXT_MODEL))
+    config, tensors = _source(src, dst)
     matrices = "*_proj.weight"
     if stores_stacks(config):
         quantizer, matrices = _of_stacks(quantizer, src), "*.experts.*_proj"
@@ -123,6 +111,27 @@ def quantize_checkpoint(
         settings = {"format": format, "scales": scales, "power_of_two": power_of_two}
         _report(settings, errors, folder / QUANTIZATION_REPORT)
     log.info("wrote %s checkpoint %s", format.upper(), dst)
+
+
+def _source(src: Path, dst: Path) -> tuple[dict[str, Any], TensorFiles]:
+    """Config and tensors of the text model in `src`, checked.
+
+    Raises:
+        UserError: `dst` exists, or `src` is no 16-bit model of a known family, or inconsistent.
+    """
+    config = read_config(src)
+    inner = text_config(config, src)
+    if inner is None:
+        check_family(config, src)
+    source = format_of(src)
+    if source is not DENSE:
+        raise UserError(
+            f"only 16-bit weights can be quantized; {src} is {source.name.upper()} already; use it as it is"
+        )
+    if dst.exists():
+        raise UserError(f"the destination must not exist; {dst} does; choose another name or remove it")
+    validate_checkpoint(src)
+    return (config, TensorFiles(src)) if inner is None else (inner, TensorFiles(src, TEXT_MODEL))
 
 
 def _of_stacks(quantizer: Quantizer, source: Path) -> Quantizer:

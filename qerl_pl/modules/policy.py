@@ -2,30 +2,26 @@
 
 import json
 import logging
-from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-import psutil
 import torch
 from qerl_kernels import chunked_reverse_kl, chunked_token_logprobs
 from qerl_kernels.logprob import default_chunk
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
 from qerl_pl.algorithm.noise import NormNoise
 from qerl_pl.engines.base import SharedWeights
 from qerl_pl.errors import UserError, require_at_least
-from qerl_pl.formats.architecture import FAMILIES, PROJECTIONS, check_family, logit_cap
+from qerl_pl.formats.architecture import check_family, find_family, logit_cap
 from qerl_pl.formats.base import Quantization
 from qerl_pl.formats.dense_checkpoint import validate_checkpoint
-from qerl_pl.formats.model_folder import TensorFiles, load_tokenizer, read_config
+from qerl_pl.formats.model_folder import load_tokenizer, read_config
 from qerl_pl.formats.quantize import config_in_reach, in_format, local_folder
-from qerl_pl.memory import GIB, TeacherBytes, free_bytes, optimizer_bytes, training_bytes
 from qerl_pl.modules.activation_checkpointing import ActivationCheckpointing, Checkpointing
 from qerl_pl.modules.adapter import LoraAdapter, load_in_place
 from qerl_pl.modules.full_finetuning import FullWeights
@@ -38,7 +34,6 @@ from qerl_pl.types import PolicyWeights, TeacherStates
 
 log = logging.getLogger(__name__)
 
-NO_TEACHER = TeacherBytes()
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}  # float16's gradients underflow in large batches
 
 BASE_FILE = "qerl_base.json"
@@ -123,9 +118,8 @@ class PolicyConfig:
             return self.start.spec(self.lora)
         if self.path is None or self.lora.targets is not None:
             return self.lora.spec(LoraSpec())
-        model_type = config_in_reach(self.path).get("model_type")
-        targets = (family.projections for family in FAMILIES if family.model_type == model_type)
-        return self.lora.spec(LoraSpec(targets=next(targets, PROJECTIONS)))  # `base_folder` refuses other families
+        family = find_family(config_in_reach(self.path).get("model_type"))  # `base_folder` refuses an unknown one
+        return self.lora.spec(LoraSpec() if family is None else LoraSpec(targets=family.projections))
 
     @property
     def scaling(self) -> float:
@@ -203,56 +197,6 @@ class PolicyConfig:
         if lora is not None:
             check_targets(model, lora)
         return in_format(source, self.quantization)
-
-
-def require_memory(
-    folder: Path,
-    config: PolicyConfig,
-    make: Callable[[Iterable[nn.Parameter]], Optimizer] | None,
-    device: torch.device,
-    with_reference: bool,
-    cache_gib: float,
-    teacher: TeacherBytes = NO_TEACHER,
-) -> None:
-    """Before loading, log the memory of full fine-tuning beside the engine, and reject what cannot fit.
-
-    Args:
-        folder: Of the model.
-        config: Of the policy; an adapter is not checked.
-        make: Builds the optimizer; None where nothing trains.
-        device: Of policy and engine.
-        with_reference: Whether a reference policy is loaded.
-        cache_gib: KV cache that the engine releases during an update; gradients exist only then.
-        teacher: Of on-policy distillation.
-
-    Raises:
-        UserError: It does not fit, even without activations.
-    """
-    if config.finetune == "lora":
-        return
-    weights = sum(torch.Size(shape).numel() for shape in TensorFiles(folder).shapes().values())
-    optimizer = None if make is None else optimizer_bytes(make, device)
-    sizes = training_bytes(weights, optimizer, config.torch_dtype if with_reference else None, teacher.held)
-    step = 0 if optimizer is None else optimizer.step * weights
-    held, gradients = sum(sizes.values()), sizes.get("gradients", 0)
-    table = ", ".join(f"{name} {size / GIB:.3g}" for name, size in sizes.items())
-    if step:
-        table += f", and while the optimizer steps {step / GIB:.3g}"
-    if teacher.computing:
-        table += f", and while the teacher computes {teacher.computing / GIB:.3g}"
-    on_gpu = free_bytes(device)
-    free = psutil.virtual_memory().available if on_gpu is None else on_gpu
-    free_in_update = free + cache_gib * GIB
-    log.info("full fine-tuning holds %.3g GiB: %s; %s has %.3g free", held / GIB, table, device, free_in_update / GIB)
-    before_update = held - gradients + teacher.computing
-    if held - gradients > free or max(held + step, before_update) > free_in_update:
-        offload = "set model.teacher.offload to true, " if teacher.held and device.type != "cpu" else ""
-        raise UserError(
-            f"full fine-tuning of {weights / 1e9:.3g} billion weights needs {held / GIB:.3g} GiB ({table}); {device} "
-            f"has {free_in_update / GIB:.3g} free in an update and {free / GIB:.3g} beside the engine's cache; "
-            f"{offload}use an optimizer with states in 8 bits such as bitsandbytes.optim.AdamW8bit, or set "
-            "model.policy.finetune to lora"
-        )
 
 
 def predicting_states(

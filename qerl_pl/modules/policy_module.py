@@ -1,6 +1,7 @@
 """What every training of the policy shares: optimizer, learning-rate schedule, checkpoints, the run's result."""
 
 import inspect
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -8,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
@@ -24,17 +26,21 @@ from qerl_pl.distributed.communicator import writes_files
 from qerl_pl.distributed.strategy import communicator_of
 from qerl_pl.engines.base import SharedWeights
 from qerl_pl.errors import UserError, require_at_least
-from qerl_pl.memory import TeacherBytes, pending_state_bytes
-from qerl_pl.modules.policy import Policy, PolicyConfig, require_memory
+from qerl_pl.formats.model_folder import TensorFiles
+from qerl_pl.memory import GIB, TeacherBytes, free_bytes, optimizer_bytes, pending_state_bytes, training_bytes
+from qerl_pl.modules.policy import Policy, PolicyConfig
 from qerl_pl.modules.update import NonFiniteLossError
 from qerl_pl.persistence.atomic_files import atomic_directory, folder_identity
 from qerl_pl.persistence.checkpoint_io import CHECKPOINT_KEY, check_fits, check_start
 from qerl_pl.persistence.random_state import deterministic, random_state, set_random_state, stream_seed
 from qerl_pl.start_checks import ChecksFirst
 
+log = logging.getLogger(__name__)
+
 RATES = ("initial_lr", "weight_decay")
 """Optimizer settings that a resumed run takes from its configuration, not from the checkpoint."""
 
+NO_TEACHER = TeacherBytes()
 LARGEST_RATE = 1e30
 """What Adam divides by its first bias correction, and float32 still holds."""
 
@@ -91,6 +97,56 @@ def build_schedule(name: str, optimizer: Optimizer, warmup: int, steps: int) -> 
             f"{message:.120}; use cosine, linear or constant_with_warmup"
         ) from error
     return schedule
+
+
+def require_memory(
+    folder: Path,
+    config: PolicyConfig,
+    make: Callable[[Iterable[nn.Parameter]], Optimizer] | None,
+    device: torch.device,
+    with_reference: bool,
+    cache_gib: float,
+    teacher: TeacherBytes = NO_TEACHER,
+) -> None:
+    """Before loading, log the memory of full fine-tuning beside the engine, and reject what cannot fit.
+
+    Args:
+        folder: Of the model.
+        config: Of the policy; an adapter is not checked.
+        make: Builds the optimizer; None where nothing trains.
+        device: Of policy and engine.
+        with_reference: Whether a reference policy is loaded.
+        cache_gib: KV cache that the engine releases during an update; gradients exist only then.
+        teacher: Of on-policy distillation.
+
+    Raises:
+        UserError: It does not fit, even without activations.
+    """
+    if config.finetune == "lora":
+        return
+    weights = sum(torch.Size(shape).numel() for shape in TensorFiles(folder).shapes().values())
+    optimizer = None if make is None else optimizer_bytes(make, device)
+    sizes = training_bytes(weights, optimizer, config.torch_dtype if with_reference else None, teacher.held)
+    step = 0 if optimizer is None else optimizer.step * weights
+    held, gradients = sum(sizes.values()), sizes.get("gradients", 0)
+    table = ", ".join(f"{name} {size / GIB:.3g}" for name, size in sizes.items())
+    if step:
+        table += f", and while the optimizer steps {step / GIB:.3g}"
+    if teacher.computing:
+        table += f", and while the teacher computes {teacher.computing / GIB:.3g}"
+    on_gpu = free_bytes(device)
+    free = psutil.virtual_memory().available if on_gpu is None else on_gpu
+    free_in_update = free + cache_gib * GIB
+    log.info("full fine-tuning holds %.3g GiB: %s; %s has %.3g free", held / GIB, table, device, free_in_update / GIB)
+    before_update = held - gradients + teacher.computing
+    if held - gradients > free or max(held + step, before_update) > free_in_update:
+        offload = "set model.teacher.offload to true, " if teacher.held and device.type != "cpu" else ""
+        raise UserError(
+            f"full fine-tuning of {weights / 1e9:.3g} billion weights needs {held / GIB:.3g} GiB ({table}); {device} "
+            f"has {free_in_update / GIB:.3g} free in an update and {free / GIB:.3g} beside the engine's cache; "
+            f"{offload}use an optimizer with states in 8 bits such as bitsandbytes.optim.AdamW8bit, or set "
+            "model.policy.finetune to lora"
+        )
 
 
 class PolicyModule(LightningModule, ChecksFirst):

@@ -9,7 +9,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.cli import OptimizerCallable
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from qerl_pl.datamodules.conversations import Conversation, ConversationBatch, ConversationDataModule, padded
@@ -19,7 +19,7 @@ from qerl_pl.errors import UserError
 from qerl_pl.modules.policy import PolicyConfig
 from qerl_pl.modules.policy_module import PolicyModule
 from qerl_pl.modules.qerl import BEFORE_TRAINING
-from qerl_pl.modules.update import NonFiniteLossError, gradients, partition_micro_batches
+from qerl_pl.modules.update import clip_and_step, gradients, partition_micro_batches
 from qerl_pl.persistence.random_state import stream_seed
 
 Batch = tuple[Tensor, Tensor, Tensor]
@@ -112,21 +112,13 @@ class SFTModule(PolicyModule):
         )
         ranks.all_reduce(gradients(parameters, ranks))
         nll, entropy = (math.fsum(parts) for parts in zip(*ranks.all_gather(sums), strict=True))
-        norm = self._step(optimizer, parameters, nll)
+        norm = clip_and_step(optimizer, parameters, self.max_grad_norm, nll)
         lr = optimizer.param_groups[0]["lr"]
         schedule.step()
         policy.checkpointing.synchronize_mode(ranks)
         tokens = batch.trained_tokens
         means = {"optim/loss": nll / tokens, "policy/entropy": entropy / tokens}
         return means | {"optim/grad_norm": norm, "optim/lr": lr}
-
-    def _step(self, optimizer: LightningOptimizer, parameters: list[nn.Parameter], nll: float) -> float:
-        """Clip the gradient and take the step; returns the gradient's norm before clipping."""
-        norm = torch.nn.utils.clip_grad_norm_(parameters, self.max_grad_norm).item()
-        if not (math.isfinite(nll) and math.isfinite(norm)):
-            raise NonFiniteLossError(f"loss {nll:g}, gradient norm {norm:g}")
-        optimizer.step()
-        return norm
 
     def _accumulate(self, micro_batches: list[Batch], trained_tokens: int) -> tuple[float, float]:
         """Accumulate this rank's gradient; returns its sums of negative log-likelihood and entropy, in nats."""

@@ -1,5 +1,6 @@
 """The update: old and reference log-probabilities, minibatches, micro-batches and optimizer steps."""
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -224,12 +225,8 @@ class PolicyUpdate:
             for rank_sums in ranks.all_gather(dict(sums)):
                 for name, value in rank_sums.items():
                     totals[name] += value
-            norm = torch.nn.utils.clip_grad_norm_(parameters, self.max_grad_norm).item()
-            if not torch.tensor([totals["loss"], norm]).isfinite().all():
-                raise NonFiniteLossError(f"loss {totals['loss']:g}, gradient norm {norm:g}")
-            totals["grad_norm"] += norm
             totals["lr"] += optimizer.param_groups[0]["lr"]
-            optimizer.step()  # skips parameters without a gradient, weight decay and momentum included
+            totals["grad_norm"] += clip_and_step(optimizer, parameters, self.max_grad_norm, totals["loss"])
             schedule.step()
         if precomputed.reference is not None and "kl" in totals:
             totals["kl"] *= precomputed.reference.scale
@@ -403,6 +400,21 @@ class PolicyUpdate:
                 seed = stream_seed(self.seed, "minibatches", version, epoch)
                 indices = torch.randperm(completions, generator=torch.Generator().manual_seed(seed))
             yield from indices.tensor_split(self.minibatches)
+
+
+def clip_and_step(
+    optimizer: Optimizer | LightningOptimizer, parameters: list[nn.Parameter], max_norm: float, loss: float
+) -> float:
+    """Clip the gradient to a norm and take an optimizer step; returns the norm before clipping.
+
+    Raises:
+        NonFiniteLossError: Loss or gradient is not finite; no step is taken.
+    """
+    norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm).item()
+    if not (math.isfinite(loss) and math.isfinite(norm)):
+        raise NonFiniteLossError(f"loss {loss:g}, gradient norm {norm:g}")
+    optimizer.step()  # skips parameters without a gradient, weight decay and momentum included
+    return norm
 
 
 def gradients(parameters: list[nn.Parameter], ranks: Communicator) -> list[Tensor]:
