@@ -4,6 +4,7 @@
 missing.
 """
 
+import functools
 import importlib.util
 import inspect
 import os
@@ -63,9 +64,12 @@ def _has_member(cls: Any, name: str) -> bool:
     bases = [base for base in inspect.getmro(cls) if base.__module__.startswith("vllm.")]
     assigned = re.compile(rf"\bself\.{name}\b\s*(:[^=\n]+)?=[^=]")
     return any(
-        name in vars(base) or name in vars(base).get("__annotations__", {}) or assigned.search(inspect.getsource(base))
+        name in vars(base) or name in vars(base).get("__annotations__", {}) or assigned.search(_source(base))
         for base in bases
     )
+
+
+_source = functools.cache(inspect.getsource)
 
 
 def _accepts(function: Any, names: tuple[str, ...]) -> bool:
