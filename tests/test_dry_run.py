@@ -48,12 +48,16 @@ def qwen3_8b(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def run(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, list[str]]:
-    """The printed rows by their first words, as cells."""
+    """The printed rows by their first words, as cells; and what each choice of "auto" needs in the update."""
     assert main(["fit", "--dry-run", *words]) == 0
     out = capsys.readouterr().out
     assert not list(Path.cwd().iterdir())
     rows = [line.rsplit(maxsplit=2) for line in out.splitlines()]
-    return {row[0].strip(): row[1:] for row in rows if len(row) > 1}
+    table = {row[0].strip(): row[1:] for row in rows if len(row) > 1}
+    for line in out.splitlines():
+        if line.startswith("  false"):
+            table["auto"] = line.strip().split("; ")
+    return table
 
 
 def test_a_run_with_an_adapter_is_described_by_purpose(capsys: pytest.CaptureFixture[str], qwen3_8b: Path) -> None:
@@ -63,19 +67,27 @@ def test_a_run_with_an_adapter_is_described_by_purpose(capsys: pytest.CaptureFix
     base = (linears * 4.5 / 8 + 2 * 2 * 151936 * 4096) / GIB
     assert table["base model"] == [f"{base:.2f}"] * 2
     assert table["keys and values"] == ["16.00", "0.00"]
-    assert [float(cell) for cell in table["layer inputs and products"]] == [0, pytest.approx(4.5)]  # 16384 tokens
-    parts = [row for name, row in table.items() if all("." in cell for cell in row) and name != "in all"]
+    assert [float(cell) for cell in table["layer inputs and products"]] == [0, 0.25]  # of 16384 tokens, two layers'
+    parts = [row for name, row in table.items() if all("." in cell for cell in row) and name not in ("in all", "auto")]
     sums = [sum(float(row[phase]) for row in parts) for phase in (0, 1)]
     assert len(parts) == 10 and [float(cell) for cell in table["in all"]] == pytest.approx(sums, abs=0.05)
     longest = [int(cell.replace(",", "")) if cell != "none" else 0 for cell in table["48 GiB"]]
     assert 0 < longest[0] == longest[1]  # the update decides
     assert table["16 GiB"][0] == "none" != table["16 GiB"][1]  # the cache does
-    less = run(
-        capsys, *words, "--model.policy.gradient_checkpointing", "offload", "--model.policy.mlp_tile_tokens=4096"
-    )
-    assert float(less["in all"][1]) < float(table["in all"][1]) - 4
-    assert int(less["24 GiB"][1].replace(",", "")) > int(table["24 GiB"][1].replace(",", ""))
-    assert less["pinned on the CPU: layer"] == ["inputs", "4.50"]
+    assert table["pinned on the CPU: layer"] == ["inputs", "4.50"]
+    ways = {way.rpartition(" ")[0]: float(way.rpartition(" ")[2]) for way in table["auto"]}
+    assert list(ways) == ["false", "selective", "true", "offload", "offload, mlp_tile_tokens 4096"]
+    assert list(ways.values()) == sorted(ways.values(), reverse=True)
+    assert ways["offload, mlp_tile_tokens 4096"] == float(table["in all"][1])
+    assert ways["true"] - ways["offload"] == pytest.approx(34 / 36 * 4.5, abs=0.01)
+    by_hand = run(capsys, *words, "--model.policy.mlp_tile_tokens=4096")
+    assert [way.rpartition(" ")[0] for way in by_hand["auto"]] == [
+        f"{mode}, mlp_tile_tokens 4096" for mode in ("false", "selective", "true", "offload")
+    ]
+    more = run(capsys, *words, "--model.policy.gradient_checkpointing", "true", "--model.policy.mlp_tile_tokens=auto")
+    assert float(more["in all"][1]) == ways["true"] and "auto" not in more
+    assert int(more["24 GiB"][1].replace(",", "")) < int(table["24 GiB"][1].replace(",", ""))
+    assert "pinned on the CPU: layer" not in more
 
 
 def test_full_fine_tuning_and_eight_bit_states_are_counted(capsys: pytest.CaptureFixture[str], qwen3_8b: Path) -> None:
