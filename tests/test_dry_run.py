@@ -90,6 +90,14 @@ def test_a_run_with_an_adapter_is_described_by_purpose(capsys: pytest.CaptureFix
     assert "pinned on the CPU: layer" not in more
 
 
+def test_keys_and_values_in_fp8_are_counted_as_half(capsys: pytest.CaptureFixture[str], qwen3_8b: Path) -> None:
+    words = ["-c", "gsm8k", "-c", "qwen2.5_7b", "--model.policy.path", str(qwen3_8b)]
+    words += ["--rollout.engine.kv_cache_gib=null", "--rollout.engine.gpu_memory_utilization=0.9"]
+    tables = [run(capsys, *words, f"--rollout.engine.kv_cache_dtype={dtype}") for dtype in ("auto", "fp8")]
+    sequence = (256 + 2048) * 2 * 36 * 1024 / GIB  # in fp8
+    assert [float(table["keys and values"][0]) for table in tables] == pytest.approx([2 * sequence, sequence], abs=0.01)
+
+
 def test_full_fine_tuning_and_eight_bit_states_are_counted(capsys: pytest.CaptureFixture[str], qwen3_8b: Path) -> None:
     full = ["-c", "gsm8k", "-c", "full_finetuning", "--model.policy.path", str(qwen3_8b)]
     weights = 36 * (2 * 4096 * 4096 + 2 * 1024 * 4096 + 3 * 4096 * 12288) + 2 * 151936 * 4096

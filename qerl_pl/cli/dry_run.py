@@ -154,7 +154,9 @@ def plan_of(model: PolicyModule, data: LightningDataModule, rollout: RolloutCall
 
 def _with_engine(plan: RunPlan, engine: RolloutEngine, longest: int, prompts: int) -> RunPlan:
     """The plan with an engine's part: its cache, and whether it shares the base."""
-    sequence = longest * plan.shape.kv_bytes(plan.batch.dtype) / GIB
+    if isinstance(engine, VLLMEngine):
+        plan = replace(plan, kv_dtype=engine.cache_dtype(plan.batch.dtype))
+    sequence = longest * plan.token_kv_bytes / GIB
     if not isinstance(engine, VLLMEngine):  # dense weights of its own, and the keys and values of a batch
         rows = getattr(engine, "max_batch", 1)
         return replace(
