@@ -1,8 +1,10 @@
 """`qerl fit --dry-run` says what a run needs by its config.json, and loads, starts and writes nothing."""
 
 import json
+import re
 from pathlib import Path
 
+import pages
 import pytest
 import torch
 
@@ -126,6 +128,21 @@ def test_a_model_without_a_config_is_refused(capsys: pytest.CaptureFixture[str],
     (qwen3_8b / "config.json").unlink()
     assert main(["fit", "--dry-run", "-c", "gsm8k", "--model.policy.path", str(qwen3_8b)]) == 2
     assert "a dry run reads the model's config.json" in capsys.readouterr().err
+
+
+def test_a_small_card_needs_what_the_page_says(capsys: pytest.CaptureFixture[str], qwen3_8b: Path) -> None:
+    page = (pages.ROOT / "docs" / "memory.md").read_text()
+    shown = re.search(r"Qwen2.5-3B needs ([\d.]+), 7B ([\d.]+) and 14B ([\d.]+) GiB", page)
+    assert shown is not None
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    sizes = {"3b": (2048, 11008, 36, 16, 2), "7b": (3584, 18944, 28, 28, 4), "14b": (5120, 13824, 48, 40, 8)}
+    for (name, numbers), expected in zip(sizes.items(), shown.groups(), strict=True):
+        config = {"model_type": "qwen2", "vocab_size": 151936 if name == "3b" else 152064}
+        config |= {"tie_word_embeddings": name == "3b", **dict(zip(names, numbers, strict=True))}
+        (qwen3_8b / "config.json").write_text(json.dumps(config))
+        words = [word for file in ("gsm8k", f"qwen2.5_{name}", "small_card") for word in ("-c", file)]
+        needed = max(map(float, run(capsys, *words, "--model.policy.path", str(qwen3_8b))["in all"]))
+        assert f"{needed:.1f}" == expected, name
 
 
 def test_cards_are_those_of_the_page() -> None:
