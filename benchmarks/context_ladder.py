@@ -24,7 +24,6 @@ import gc
 import json
 import logging
 import os
-import shutil
 import statistics
 import subprocess
 import sys
@@ -69,10 +68,7 @@ def base_of(args: argparse.Namespace) -> Path:
     folder: Path = args.base / f"{args.shape}-long-nvfp4"
     device = torch.device(args.device)
     if not folder.is_dir():
-        part = folder.with_name(f"{folder.name}.part")  # of a run that was cut off
-        shutil.rmtree(part, ignore_errors=True)
-        random_model.write_model(part, args.shape, device, positions=POSITIONS)
-        part.rename(folder)
+        random_model.write_model(folder, args.shape, device, positions=POSITIONS)
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
@@ -248,7 +244,7 @@ def ladder(args: argparse.Namespace) -> None:
     for card in args.cards:
         lengths, settings = sorted(args.lengths), settings_of(args)
         # Rows that were measured with other settings are not of this table.
-        known = {name: one for name, one in found.get(f"{card:g}", {}).items() if one["settings"] == settings}
+        known = {name: one for name, one in found.get(f"{card:g}", {}).items() if one.get("settings") == settings}
         found[f"{card:g}"] = known
         first = max((index for index, length in enumerate(lengths) if fits(args, card, length)), default=0)
         index = first
@@ -334,7 +330,8 @@ def one_step(told: dict[str, Any]) -> None:
         held = max(int(torch.cuda.mem_get_info()[1] - told["card"] * GIB), 0)
         rest = torch.empty(held, dtype=torch.uint8, device="cuda")
     given = {"kv_gib": told["kv"], "group": GROUP, "copies": 1, "eager": args.eager}
-    given |= {"tokens": args.sampled or told["length"]}
+    sampled = min(args.sampled or told["length"], told["length"])
+    given |= {"tokens": sampled}
     given |= {"precision": "nvfp4", "steps": args.steps, "micro_batch_tokens": 1, "out": args.out}
     settings = rl_step.settings(argparse.Namespace(**given), base_of(args))
     settings["model"]["policy"] |= {
@@ -347,7 +344,7 @@ def one_step(told: dict[str, Any]) -> None:
     rollout = settings["trainer"]["callbacks"][0]["init_args"]
     settings["data"]["init_args"]["max_prompt_tokens"] = PROMPT
     if args.sampled is not None:
-        tokens = {"tokens": told["length"] + PROMPT - args.sampled, "train_size": args.steps}
+        tokens = {"tokens": told["length"] + PROMPT - sampled, "train_size": args.steps}
         settings["data"] = {"class_path": "context_ladder.LongPrompts", "init_args": tokens}
     rollout["check_every"] = 10**6
     engine = {"max_num_batched_tokens": PREFILL, "kv_cache_dtype": args.kv_dtype}
