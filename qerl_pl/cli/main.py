@@ -158,6 +158,7 @@ CALLBACKS: dict[str, tuple[type[Callback], dict[str, Any] | None, str]] = {
 
 DEFAULTS = {
     "model.policy.gradient_checkpointing": "auto",
+    "model.policy.mlp_tile_tokens": "auto",
     "model.micro_batch_tokens": 16384,
     "trainer.log_every_n_steps": 1,
     "trainer.enable_model_summary": False,
