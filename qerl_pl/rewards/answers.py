@@ -80,13 +80,17 @@ class OverlongPenalty(Reward):
 
 _BOX = re.compile(r"\\f?boxed\s*\{")
 _MARK = "####"
-# A formula ends before the next one opens, or each unclosed one would be searched to the end of the text.
+_INSIDE = r"(?:[^$\\\n]|\\[^\n])+"
+# A formula ends before the next one opens, or each unclosed one would be searched to the end of the text. Dollar signs
+# enclose a formula by pandoc's rule: without spaces inside of them, or with one at both ends. "9 * $2 = $18" has none.
 _FORMULA = (
-    r"(?:(?<!\\)\$\$?[^$\n]+(?<!\\)\$\$?|(?<!\\)\\\((?:[^\\\n]|\\[^()\n])+\\\)|(?<!\\)\\\[(?:[^\\]|\\[^\[\]])+\\\])"
+    r"(?:(?<!\\)\$\$(?:[^$\\]|\\[\s\S])+\$\$"
+    rf"|(?<!\\)\$(?=\S){_INSIDE}(?<=\S)\$(?!\d)|(?<!\\)\$(?=\s){_INSIDE}(?<=\s)\$(?!\s?\d)"
+    r"|(?<!\\)\\\((?:[^\\\n]|\\[^()\n])+\\\)|(?<!\\)\\\[(?:[^\\]|\\[^\[\]])+\\\])"
 )
 _FORMULAS = re.compile(rf"{_FORMULA}(?:\s*(?:(?:,\s*(?:and|or)|[,;]|and|or)\s*)?{_FORMULA})*", re.DOTALL)
-_NUMBER = r"-?\$?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+|(?=\.\d))(?:\.\d+)?(?:/\d+)?(?:\s?%)?"
-_NUMBERS = re.compile(rf"{_NUMBER}(?:[.,]?\s+or\s[^\d$.%-]*{_NUMBER})*")  # a number, or alternatives ("5 or 6")
+_NUMBER = r"[-−]?\$?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+|(?=\.\d))(?:\.\d+)?(?:/\d+)?(?:\s?%)?"
+_NUMBERS = re.compile(rf"{_NUMBER}(?:[.,]?\s+or\s[^\d$.%−-]*{_NUMBER})*")  # a number, or alternatives ("5 or 6")
 _TEXT = re.compile(r"\\(?:text|textrm|textbf|textit|mbox|mathrm)\s*\{([^{}]*)\}")
 _LEAD = re.compile(r"^[^\0]*(?:\b(?:is|are|equals)|[=:])\s*(?=\0)")  # "The answer is" before a formula (\0)
 _STATES = re.compile(r"\b(?:is|are|if|when|where|for|such|otherwise)\b", re.IGNORECASE)
