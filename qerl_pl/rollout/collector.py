@@ -240,6 +240,11 @@ class Collector:
                 informative = informative_groups(totals(sampled), correct, config.group_size).tolist()
                 sampled = [replace(group, trains=trains) for group, trains in zip(sampled, informative, strict=True)]
             groups += sampled
+            if any(group.dialogues for group in groups) and totals(groups).isnan().all():
+                raise UserError(
+                    "a run needs rewards; of all completions of a rollout none has one: give the environment "
+                    "get_reward, or set rollout.rewards"
+                )
             missing = wanted - sum(group.trains for group in groups)
             if missing <= 0 or attempt == config.resample_rounds:
                 break
@@ -260,11 +265,6 @@ class Collector:
         completions = self._generate(local, draws, weights, seconds)
         with _timed(seconds, "reward"):
             groups = score_groups(config.rewards, self.tokenizer, local, completions)
-        if any(group.dialogues for group in groups) and totals(groups).isnan().all():
-            raise UserError(
-                "a run needs rewards; of all completions of a rollout none has one: give the environment get_reward, "
-                "or set rollout.rewards"
-            )
         groups = [replace(group, draw=draw) for group, draw in zip(groups, draws, strict=True)]
         if ranks.size == 1:
             return groups
