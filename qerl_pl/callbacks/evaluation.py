@@ -1,10 +1,12 @@
 """The report of `qerl test` and `qerl validate`: metrics with confidence intervals, and every sample."""
 
 import hashlib
+import inspect
 import io
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,7 @@ from qerl_pl.evaluation.metrics import bootstrap_interval, evaluation_tag, extra
 from qerl_pl.modules.qerl import BEFORE_TRAINING, QeRLModule
 from qerl_pl.persistence.atomic_files import atomic_write
 from qerl_pl.persistence.random_state import stream_seed
-from qerl_pl.rewards import Reward
+from qerl_pl.rewards import Reward, RewardFunction
 from qerl_pl.start_checks import ChecksFirst
 from qerl_pl.types import EvaluatedPrompt, GradedAnswer, Prompt, PromptBatch
 
@@ -324,6 +326,7 @@ def _settings(module: QeRLModule, rollout: RolloutCallback, data: PromptDataModu
         "accuracy_reward": rollout.evaluator.accuracy_reward.name,
         "system_prompt": data.system_prompt,
         "chat_template": _sha256(str(module.tokenizer.chat_template).encode()),
+        "chat_template_kwargs": data.chat_template_kwargs,
         **environment_settings(rollout),
     }
 
@@ -342,8 +345,21 @@ def environment_settings(rollout: RolloutCallback) -> dict[str, Any]:
 
 
 def _reward_settings(reward: Reward) -> dict[str, Any]:
+    """Class, settings and, for rewards of the user's own, the function and its source file."""
     settings = {name: value for name, value in vars(reward).items() if not name.startswith("_") and _is_json(value)}
-    return {"class": f"{type(reward).__module__}.{type(reward).__qualname__}", **settings}
+    settings["class"] = f"{type(reward).__module__}.{type(reward).__qualname__}"
+    code: Any = type(reward)
+    if isinstance(reward, RewardFunction):
+        function: Any = inspect.unwrap(reward.function)
+        code = function.func if isinstance(function, partial) else function
+        code = code if inspect.isroutine(code) else type(code)
+        settings["function"] = f"{code.__module__}.{code.__qualname__}"
+    if not code.__module__.startswith("qerl_pl."):  # grading by the package's own is in FORMAT
+        try:
+            settings["source"] = _sha256(Path(inspect.getfile(code)).read_bytes())[:12]
+        except (TypeError, OSError):
+            pass  # a builtin, or code without a file
+    return settings
 
 
 def _is_json(value: Any) -> bool:
