@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from rank_helpers import on_ranks
-from scripted import PROMPTS, SAMPLING, Even, Scripted, Watched, Words, config_of, evaluator_of, nobody, own, said
+from scripted import PROMPTS, SAMPLING, Even, Long, Scripted, Watched, Words, config_of, evaluator_of, nobody, own, said
 
 from qerl_pl.algorithm import DrGRPO, NormNoise
 from qerl_pl.distributed.communicator import Communicator
@@ -197,6 +197,19 @@ def test_dynamic_sampling_replaces_what_teaches_nothing(spare: int, caplog: pyte
     assert found.metrics["completions/groups_dropped_frac"] == pytest.approx(3 / len(sampled))
     assert found.sampled_tokens == sum(len(tokens) for prompt in sampled for tokens in tokens_of(prompt))
     assert "teaches nothing" not in caplog.text
+
+
+def test_an_answer_without_a_grade_is_not_a_wrong_one() -> None:
+    class Graded(Even):
+        """1, or no grade."""
+
+        def __call__(self, samples: Any) -> list[float | None]:  # type: ignore[override]
+            return [value or None for value in super().__call__(samples)]
+
+    policy, collector = Watched(), collector_of(Scripted(), resample_rounds=1, rewards=[Graded(), Long()])
+    found = collector.collect(PROMPTS[:3], policy.weights(4), policy, lambda *_: [])
+    assert any(informative(prompt) for prompt in PROMPTS[:3])  # by wrong answers, where there were such
+    assert not any(record.trained for record in found.records)
 
 
 def test_a_rollout_that_teaches_nothing_says_so(caplog: pytest.LogCaptureFixture) -> None:

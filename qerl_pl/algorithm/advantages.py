@@ -111,7 +111,7 @@ def informative_groups(rewards: Tensor, correct: Tensor, group_size: int) -> Ten
 
     Args:
         rewards: Weighted sums [B].
-        correct: Whether each answer is right, bool [B].
+        correct: Whether each answer is right, [B]; NaN where that is unknown, which counts as neither.
         group_size: G.
 
     Returns:

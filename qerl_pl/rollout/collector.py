@@ -236,7 +236,8 @@ class Collector:
             sampled = self._sample(prompts, weights, seconds)
             if config.resample_rounds > 0:
                 accuracy = accuracy_reward(config.rewards, config.accuracy_reward).name
-                correct = torch.cat([group.rewards[accuracy] > 0.5 for group in sampled])
+                values = torch.cat([group.rewards[accuracy] for group in sampled])
+                correct = torch.where(values.isnan(), values, (values > 0.5).float())
                 informative = informative_groups(totals(sampled), correct, config.group_size).tolist()
                 sampled = [replace(group, trains=trains) for group, trains in zip(sampled, informative, strict=True)]
             groups += sampled
