@@ -1,6 +1,10 @@
-"""Checks of a run's settings before a policy, an engine or a file is made."""
+"""Checks of a run's settings, those of Lightning's Trainer among them, before anything is loaded or written."""
 
 from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+
+from qerl_pl.distributed.communicator import planned_ranks
+from qerl_pl.errors import UserError
 
 
 class ChecksFirst:
@@ -27,3 +31,87 @@ def check_first(trainer: Trainer, stage: str) -> None:
     for hook in (*trainer.callbacks, trainer.lightning_module):  # type: ignore[attr-defined]
         if isinstance(hook, ChecksFirst):
             hook.check_first(trainer, stage)
+
+
+def require_planned_end(trainer: Trainer) -> None:
+    """Refuse a run without an end, by which schedules go.
+
+    Raises:
+        UserError: It has no limit on epochs or steps.
+    """
+    if max(trainer.max_epochs or 0, trainer.max_steps or 0) < 1:
+        raise UserError(
+            "schedules of noise and learning rate need a planned end; found none; "
+            "set trainer.max_epochs or trainer.max_steps"
+        )
+
+
+def within_limit(trainer: Trainer | None, batches: int) -> int:
+    """Training batches of an epoch within the trainer's `limit_train_batches`."""
+    limit = trainer.limit_train_batches if trainer else None
+    if isinstance(limit, float):
+        return int(batches * limit)
+    return batches if limit is None else min(batches, limit)
+
+
+def check_intervals(trainer: Trainer, batches: int) -> None:
+    """Check the trainer's limits and intervals before an engine is started.
+
+    Args:
+        trainer: The run's trainer.
+        batches: Training batches of an epoch, within the trainer's limit.
+
+    Raises:
+        UserError: The run has no step or epoch, an epoch has no batch, or the validation interval is zero, a time, or
+            longer than an epoch.
+    """
+    if trainer.max_steps == 0:
+        raise UserError(
+            "a run needs a step to take; trainer.max_steps=0 leaves none; raise it, or set it to -1 for no limit"
+        )
+    if trainer.max_epochs == 0:
+        raise UserError("a run needs an epoch to train; trainer.max_epochs=0 leaves none; raise it")
+    if batches < 1:
+        raise UserError(
+            f"an epoch needs a batch to train on; trainer.limit_train_batches={trainer.limit_train_batches} leaves "
+            "none; raise it"
+        )
+    epochs, interval = trainer.check_val_every_n_epoch, vars(trainer).get("val_check_interval")  # none by the clock
+    if interval is None or interval <= 0 or (epochs is not None and epochs < 1):
+        raise UserError(
+            "validation comes after so many batches or epochs, not by the clock; found "
+            f"val_check_interval={interval} and check_val_every_n_epoch={epochs}; set them above 0, or "
+            "trainer.limit_val_batches to 0 for none"
+        )
+    if isinstance(interval, int) and epochs is not None and interval > batches:
+        raise UserError(
+            f"val_check_interval must not exceed an epoch's {batches} batches; found {interval}; "
+            "lower it, or set trainer.check_val_every_n_epoch to null, which counts on over epochs"
+        )
+
+
+def check_strategy(trainer: Trainer) -> None:
+    """Refuse strategies that shard the trained weights, and strategies of several devices on a single one.
+
+    Raises:
+        UserError: The trainer has such a strategy.
+    """
+    world_size, strategy = planned_ranks(trainer), trainer.strategy
+    if type(strategy) is not DDPStrategy if world_size > 1 else not isinstance(strategy, SingleDeviceStrategy):
+        raise UserError(
+            f"training is one process a device, each with all that is trained; found the strategy "
+            f"{type(strategy).__name__} for {world_size} devices; leave trainer.strategy at auto"
+        )
+
+
+def check_ranks_divide(batch_size: int, ranks: int) -> None:
+    """Refuse a batch size that the number of ranks does not divide.
+
+    Raises:
+        UserError: It does not.
+    """
+    if batch_size % ranks:
+        raise UserError(
+            f"data.batch_size must be a multiple of the number of devices; found {batch_size} for {ranks}; change one "
+            "of them"
+        )

@@ -13,11 +13,10 @@ from lightning.pytorch.callbacks import Callback, Checkpoint, LambdaCallback
 from lightning.pytorch.trainer.states import TrainerFn
 
 from qerl_pl.distributed.communicator import writes_files
-from qerl_pl.errors import Preempted, UserError, require_at_least
+from qerl_pl.errors import Preempted, StopSignals, UserError, require_at_least
 from qerl_pl.persistence.atomic_files import atomic_write, remove_unwritten
 from qerl_pl.persistence.checkpoint_io import FOLDER, digest_path, resume_files
 from qerl_pl.persistence.random_state import random_state, set_random_state
-from qerl_pl.persistence.signals import StopSignals
 
 log = logging.getLogger(__name__)
 

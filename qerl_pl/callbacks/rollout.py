@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from qerl_pl.algorithm.feedback import Feedback
+from qerl_pl.algorithm.feedback import Feedback, TemperatureControl
 from qerl_pl.datamodules.prompts import PromptDataModule
 from qerl_pl.distributed.strategy import communicator_of
 from qerl_pl.engines.base import EngineSpec, RolloutEngine, SharedWeights
@@ -21,7 +21,6 @@ from qerl_pl.modules.qerl import QeRLModule
 from qerl_pl.openmp import let_waiting_threads_sleep
 from qerl_pl.rewards import Reward, as_rewards, check_references, with_environment_reward
 from qerl_pl.rollout.collector import Aggregation, Collector, CollectorConfig
-from qerl_pl.rollout.temperature import TemperatureControl
 from qerl_pl.start_checks import ChecksFirst
 from qerl_pl.types import EvalSampling, PromptBatch, SamplingConfig
 

@@ -1,21 +1,17 @@
 """`qerl fit`, `validate` and `test`, LightningCLI with a run's callbacks as top-level keys; other commands."""
 
-import inspect
 import logging
 import os
 import signal
 import sys
-from argparse import ArgumentError
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from dataclasses import is_dataclass
 from pathlib import Path
-from pkgutil import resolve_name
 from types import FrameType
 from typing import Any
 
 import jsonargparse
-from jsonargparse import ArgumentParser, Namespace, set_parsing_settings
+from jsonargparse import Namespace
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint, ProgressBar
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
@@ -34,7 +30,7 @@ from qerl_pl.callbacks import (
 )
 from qerl_pl.callbacks.loggers import SaveFitConfig
 from qerl_pl.callbacks.progress import progress_bar
-from qerl_pl.cli import sft
+from qerl_pl.cli.config_checks import SFT_CALLBACKS, check_values, is_sft, prepare_sft, sft_module
 from qerl_pl.cli.configs import ConfigFile, configs
 from qerl_pl.cli.dry_run import DryRun, describe
 from qerl_pl.cli.error_messages import explain
@@ -42,14 +38,9 @@ from qerl_pl.cli.export import export, take_adapter
 from qerl_pl.cli.quantize import quantize
 from qerl_pl.cli.terminal import configure_terminal
 from qerl_pl.datamodules import ConversationDataModule, PromptDataModule
-from qerl_pl.distributed.communicator import (
-    check_ranks_divide,
-    check_strategy,
-    is_first_process,
-    planned_ranks,
-)
+from qerl_pl.distributed.communicator import is_first_process, planned_ranks
 from qerl_pl.distributed.strategy import UnwrappedDDPStrategy
-from qerl_pl.errors import Stopped, UserError
+from qerl_pl.errors import Stopped, StopSignals, UserError
 from qerl_pl.modules import QeRLModule
 from qerl_pl.modules.qerl import BEFORE_TRAINING
 from qerl_pl.persistence.atomic_files import locked
@@ -60,49 +51,8 @@ from qerl_pl.persistence.checkpoint_io import (
     newest_checkpoint,
     verify,
 )
-from qerl_pl.persistence.signals import StopSignals
 from qerl_pl.rewards import Reward
-
-
-def check_values(parser: ArgumentParser, config: Namespace) -> None:
-    """Refuse null, which an empty value in a YAML file is, where a key does not take it.
-
-    Raises:
-        ArgumentError: A key has null for a value.
-        UserError: A key with keys of its own has another value.
-    """
-    run = config[config["subcommand"]]
-    for key, kind in {"model": QeRLModule, "rollout": RolloutCallback, "trainer": Trainer}.items():
-        _check_group(kind, run[key], key)
-    _check_classes(run, "")
-    set_parsing_settings(unset_sentinel=True)  # or null means that nothing was given, whatever the type
-    try:
-        parser.validate(config)
-    except TypeError as error:
-        raise ArgumentError(None, str(error)) from error
-    finally:
-        set_parsing_settings(unset_sentinel=False)
-
-
-def _check_classes(value: Any, key: str) -> None:
-    """Check the arguments of every class that is named somewhere in `value`."""
-    for item in value if isinstance(value, list) else []:
-        name = item.get("class_path", "") if isinstance(item, Namespace) else ""
-        _check_classes(item, f"{key}.{name.rpartition('.')[2]}".removesuffix("."))
-    if isinstance(value, Namespace):
-        if "class_path" in value and "init_args" in value:
-            _check_group(resolve_name(value["class_path"]), value["init_args"], key)
-        for name, item in vars(value).items():
-            _check_classes(item, f"{key}.{name}".removesuffix(".init_args").removeprefix("."))
-
-
-def _check_group(kind: type, value: Any, key: str) -> None:
-    """Check that the keys of a class, and of each dataclass among its arguments, have not been replaced."""
-    if not isinstance(value, Namespace):
-        raise UserError(f"{key} has keys of its own; found {value!r}; set them, or leave it out")
-    for name, parameter in inspect.signature(kind).parameters.items():
-        if isinstance(parameter.annotation, type) and is_dataclass(parameter.annotation):
-            _check_group(parameter.annotation, value.get(name), f"{key}.{name}")
+from qerl_pl.start_checks import check_ranks_divide, check_strategy
 
 
 def stop_at_once() -> Callback:
@@ -250,9 +200,9 @@ class QeRLCLI(LightningCLI):
         check_values(parser, self.config)
         command = self.config["subcommand"]
         config = self.config[command]
-        self._is_sft = sft.is_sft(config)
+        self._is_sft = is_sft(config)
         if self._is_sft:
-            sft.prepare_sft(config, command)
+            prepare_sft(config, command)
         elif config.model.objective is None:  # as the key's default, its beta would pass to an objective that is named
             config.model.objective = Namespace(class_path="qerl_pl.algorithm.GRPO", init_args=Namespace(beta=0.0))
         if config.data.get("init_args", {}).get("seed", 0) is None:
@@ -271,7 +221,7 @@ class QeRLCLI(LightningCLI):
             DryRun: The run is not to start.
         """
         if self._is_sft:  # in place of Lightning's own, which keeps hyperparameters
-            self.parser.add_instantiator(sft.sft_module, QeRLModule, subclasses=False, prepend=True)
+            self.parser.add_instantiator(sft_module, QeRLModule, subclasses=False, prepend=True)
         if self._get(self.config, "dry_run"):
             settings = self.parser.instantiate_classes(self.config)[self.config["subcommand"]]
             callbacks = _listed(settings.trainer.callbacks)
@@ -327,7 +277,7 @@ class QeRLCLI(LightningCLI):
         """`trainer.callbacks` and those of the top-level keys; a list with a RolloutCallback is complete."""
         callbacks = _listed(trainer["callbacks"])
         if self._is_sft:
-            return [*callbacks, *self._named(sft.CALLBACKS, trainer, callbacks)]
+            return [*callbacks, *self._named(SFT_CALLBACKS, trainer, callbacks)]
         if not any(isinstance(callback, RolloutCallback) for callback in callbacks):
             rollout = self._get(self.config_init, "rollout")
             if not rollout.rewards and rollout.environment is None:

@@ -17,11 +17,11 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from transformers import PreTrainedTokenizerBase
 
 from qerl_pl.chat_template import SYSTEM_PROMPT, render_conversation
-from qerl_pl.datamodules.prompts import PromptSampler, check_intervals, load_tokenizer, within_limit
+from qerl_pl.datamodules.prompts import PromptSampler, load_tokenizer
 from qerl_pl.datamodules.tables import check_sizes, read_table
 from qerl_pl.errors import UserError, require_at_least
 from qerl_pl.persistence.random_state import stream_seed
-from qerl_pl.start_checks import check_first
+from qerl_pl.start_checks import check_first, check_intervals, within_limit
 from qerl_pl.toy.task import ArithmeticTask, Split, careful_demonstration
 
 log = logging.getLogger("qerl_pl")

@@ -26,7 +26,7 @@ from qerl_pl.datamodules.tables import (
 )
 from qerl_pl.errors import UserError, require_at_least
 from qerl_pl.persistence.random_state import stream_seed
-from qerl_pl.start_checks import check_first
+from qerl_pl.start_checks import check_first, check_intervals, within_limit
 from qerl_pl.types import Prompt, PromptBatch
 
 log = logging.getLogger("qerl_pl")
@@ -73,63 +73,6 @@ class PromptSampler(DistributedSampler[int]):
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Resume at a saved position."""
         self.epoch, self._yielded, self._start = state["epoch"], state["yielded"], state["yielded"]
-
-
-def require_planned_end(trainer: Trainer) -> None:
-    """Refuse a run without an end, by which schedules go.
-
-    Raises:
-        UserError: It has no limit on epochs or steps.
-    """
-    if max(trainer.max_epochs or 0, trainer.max_steps or 0) < 1:
-        raise UserError(
-            "schedules of noise and learning rate need a planned end; found none; "
-            "set trainer.max_epochs or trainer.max_steps"
-        )
-
-
-def within_limit(trainer: Trainer | None, batches: int) -> int:
-    """Training batches of an epoch within the trainer's `limit_train_batches`."""
-    limit = trainer.limit_train_batches if trainer else None
-    if isinstance(limit, float):
-        return int(batches * limit)
-    return batches if limit is None else min(batches, limit)
-
-
-def check_intervals(trainer: Trainer, batches: int) -> None:
-    """Check the trainer's limits and intervals before an engine is started.
-
-    Args:
-        trainer: The run's trainer.
-        batches: Training batches of an epoch, within the trainer's limit.
-
-    Raises:
-        UserError: The run has no step or epoch, an epoch has no batch, or the validation interval is zero, a time, or
-            longer than an epoch.
-    """
-    if trainer.max_steps == 0:
-        raise UserError(
-            "a run needs a step to take; trainer.max_steps=0 leaves none; raise it, or set it to -1 for no limit"
-        )
-    if trainer.max_epochs == 0:
-        raise UserError("a run needs an epoch to train; trainer.max_epochs=0 leaves none; raise it")
-    if batches < 1:
-        raise UserError(
-            f"an epoch needs a batch to train on; trainer.limit_train_batches={trainer.limit_train_batches} leaves "
-            "none; raise it"
-        )
-    epochs, interval = trainer.check_val_every_n_epoch, vars(trainer).get("val_check_interval")  # none by the clock
-    if interval is None or interval <= 0 or (epochs is not None and epochs < 1):
-        raise UserError(
-            "validation comes after so many batches or epochs, not by the clock; found "
-            f"val_check_interval={interval} and check_val_every_n_epoch={epochs}; set them above 0, or "
-            "trainer.limit_val_batches to 0 for none"
-        )
-    if isinstance(interval, int) and epochs is not None and interval > batches:
-        raise UserError(
-            f"val_check_interval must not exceed an epoch's {batches} batches; found {interval}; "
-            "lower it, or set trainer.check_val_every_n_epoch to null, which counts on over epochs"
-        )
 
 
 def load_tokenizer(trainer: Trainer | None, path: str | None) -> PreTrainedTokenizerBase:
