@@ -224,6 +224,22 @@ def test_a_rollout_that_teaches_nothing_says_so(caplog: pytest.LogCaptureFixture
     assert found.metrics["completions/groups_dropped_frac"] == 1 and not math.isnan(found.metrics["reward/mean"])
 
 
+@pytest.mark.parametrize("value", [0.5, None])
+def test_rewards_that_are_equal_or_missing_everywhere_are_told_of(
+    value: float | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Same(Even):
+        def __call__(self, samples: Any) -> list[float | None]:  # type: ignore[override]
+            return [value] * len(samples)
+
+    policy = Watched()
+    collector_of(Scripted(), rewards=[Same()]).collect(PROMPTS[:2], policy.weights(4), policy, nobody)
+    assert "rollout 4 teaches nothing: each group's rewards are equal or missing" in caplog.text
+    caplog.clear()
+    collector_of(Scripted()).collect(PROMPTS[:2], policy.weights(4), policy, nobody)
+    assert not caplog.text
+
+
 @pytest.mark.parametrize("name", ["", "hard"])
 def test_an_evaluation_worked_out(name: str) -> None:
     engine, policy = Scripted(), Watched()

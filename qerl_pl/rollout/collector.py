@@ -339,6 +339,9 @@ class Collector:
         sampled = torch.tensor([float(length) for group in training for length in group.lengths])
         truncated = torch.tensor([ended for group in training for ended in group.truncated], dtype=torch.bool)
         sampled_tokens = sum(length for group in groups for length in group.lengths)
+        advantages = self._advantages(training)
+        if training and not advantages.any() and not self.objective.needs_teacher:
+            log.warning("rollout %d teaches nothing: each group's rewards are equal or missing", weights.version)
         metrics |= reward_metrics(groups) | environment_metrics(groups)
         metrics |= {
             "completions/groups_dropped_frac": (len(groups) - len(training)) / len(groups),
@@ -355,7 +358,7 @@ class Collector:
             lengths=lengths,
             mask=mask,
             sampler_logprobs=logprobs,
-            advantages=self._advantages(training)[rows],
+            advantages=advantages[rows],
             truncated=truncated[rows],
             sampled_tokens=sampled_tokens,
             seconds=seconds,
