@@ -25,6 +25,7 @@ from qerl_pl.distributed.strategy import communicator_of
 from qerl_pl.errors import require_at_least
 from qerl_pl.evaluation.evaluator import FORMAT, Evaluator, SampleCache, SampleRecord
 from qerl_pl.evaluation.metrics import bootstrap_interval, evaluation_tag, extra_metric, prompt_metrics, sizes
+from qerl_pl.import_path import named_file
 from qerl_pl.modules.qerl import BEFORE_TRAINING, QeRLModule
 from qerl_pl.persistence.atomic_files import atomic_write
 from qerl_pl.persistence.random_state import stream_seed
@@ -40,6 +41,7 @@ LABELS = {
     "truncated_frac": "truncated",
     "unanswered_frac": "no answer found",
 }
+_PACKAGE = Path(__file__).resolve().parents[1]
 PACKAGES = ("qerl-pl", "torch", "transformers", "lightning", "math-verify")
 
 
@@ -336,30 +338,37 @@ def environment_settings(rollout: RolloutCallback) -> dict[str, Any]:
     environment = rollout.environment
     if environment is None:
         return {}
-    named = (
-        environment if isinstance(environment, str | dict) else f"{environment.__module__}.{environment.__qualname__}"
-    )
+    if isinstance(environment, str | dict):
+        name = environment if isinstance(environment, str) else environment["class_path"]
+        settings = {"environment": environment, **_source(named_file(name))}
+    else:
+        settings = _code_settings("environment", environment)
     dialogues = asdict(rollout.dialogue_config)
     del dialogues["tool_wait"], dialogues["workers"]
-    return {"environment": {"environment": named, **dialogues}}
+    return {"environment": {**settings, **dialogues}}
 
 
 def _reward_settings(reward: Reward) -> dict[str, Any]:
-    """Class, settings and, for rewards of the user's own, the function and its source file."""
+    """Class, settings and, of the user's own code, the source file."""
     settings = {name: value for name, value in vars(reward).items() if not name.startswith("_") and _is_json(value)}
-    settings["class"] = f"{type(reward).__module__}.{type(reward).__qualname__}"
-    code: Any = type(reward)
-    if isinstance(reward, RewardFunction):
-        function: Any = inspect.unwrap(reward.function)
-        code = function.func if isinstance(function, partial) else function
-        code = code if inspect.isroutine(code) else type(code)
-        settings["function"] = f"{code.__module__}.{code.__qualname__}"
-    if not code.__module__.startswith("qerl_pl."):  # grading by the package's own is in FORMAT
-        try:
-            settings["source"] = _sha256(Path(inspect.getfile(code)).read_bytes())[:12]
-        except (TypeError, OSError):
-            pass  # a builtin, or code without a file
-    return settings
+    settings |= _code_settings("class", type(reward))
+    return settings | (_code_settings("function", reward.function) if isinstance(reward, RewardFunction) else {})
+
+
+def _code_settings(key: str, code: Any) -> dict[str, Any]:
+    """Name, under `key`, and source of a class or function, or of what a partial or another object calls."""
+    code = inspect.unwrap(code)
+    code = code.func if isinstance(code, partial) else code
+    code = code if inspect.isclass(code) or inspect.isroutine(code) else type(code)
+    source = _source(named_file(f"{code.__module__}:{code.__qualname__}"))
+    return {key: f"{code.__module__}.{code.__qualname__}", **source}
+
+
+def _source(file: Path | None) -> dict[str, str]:
+    """Digest of a source file; empty for this package's own, whose grading is in FORMAT, and without a file."""
+    if file is None or not file.is_file() or file.resolve().is_relative_to(_PACKAGE):
+        return {}
+    return {"source": _sha256(file.read_bytes())[:12]}
 
 
 def _is_json(value: Any) -> bool:
