@@ -266,7 +266,7 @@ def collector_of(pool: LocalPool, **settings: Any) -> Collector:
 def test_a_rollout_without_any_reward_is_refused() -> None:
     collector = collector_of(NoReward(Game))
     with pytest.raises(
-        UserError, match="of all completions of a rollout none has one: give the environment get_reward"
+        UserError, match="none of its completions has one; define get_reward in the environment"
     ):
         collector._sample_informative(PROMPTS[:2], PolicyWeights(0, None, 1.0), lambda *_: [], {})
 
@@ -317,7 +317,7 @@ def test_the_environments_reward_comes_behind_others_and_only_with_an_environmen
     assert (own.name, own.weight) == ("environment", 0.5)
     listed = EnvironmentReward(3.0)
     assert with_environment_reward([listed], True, 0.5) == [listed] and with_environment_reward([], False, 1.0) == []
-    with pytest.raises(UserError, match="the run has none; set rollout.environment"):
+    with pytest.raises(UserError, match="rollout.environment is null; set it"):
         with_environment_reward([listed], False, 1.0)
 
 

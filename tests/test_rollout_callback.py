@@ -218,7 +218,7 @@ def test_an_empty_reference_is_refused_where_a_reward_compares_with_it(
         )
         trainer_of(tmp_path, rollout=rollout, max_steps=1).fit(module_of(tiny_policy_dir), datamodule=given)
 
-    said = f"empty where {type(reward).__name__} compares with it; 2 of 10 prompts have such a one, the first train-3;"
+    said = "compares with references, which must not be empty; 2 of 10 are, the first that of train-3;"
     with pytest.raises(UserError, match=said):
         fit(reward)
     fit(Vowels())  # which reads none

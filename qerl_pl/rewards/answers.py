@@ -61,7 +61,7 @@ class OverlongPenalty(Reward):
             self.set_limit(max_length)
 
     def set_limit(self, max_tokens: int) -> int:
-        """Fill in what was left null from the sampling limit; returns max_length."""
+        """Set the arguments that are null from the sampling limit; returns max_length."""
         max_length = max_tokens if self.max_length is None else self.max_length
         buffer = max(1, max_length // 4) if self.buffer is None else self.buffer
         if not 0 < buffer <= max_length:
@@ -141,7 +141,7 @@ def answer_of(completion: str, tag: str | None) -> str | None:
 
 
 def same_text(answer: str) -> str:
-    """`answer` with spaces, dollar signs, fractions and numbers normalized."""
+    """An answer with spaces, dollar signs, fractions and numbers normalized."""
     text = answer.strip().strip("$*`").strip().rstrip(".").replace("\\!", "")
     text = re.sub(r"\\(?:left|right|displaystyle|,|;|:)(?![A-Za-z])", "", text)
     text = re.sub(r"\\[dt]frac(?![A-Za-z])", r"\\frac", text)
@@ -155,7 +155,7 @@ def same_text(answer: str) -> str:
 
 
 def only_text(reference: str) -> bool:
-    """Whether a reference is prose or several statements, of which any one would be equal to it as mathematics."""
+    """Whether a reference is prose or several statements, which math-verify would reduce to one of its formulas."""
     if _BOX.search(reference):
         return False
     formulas = re.findall(_FORMULA, reference)

@@ -111,7 +111,7 @@ def _deny(event: str, args: tuple[Any, ...]) -> None:
 
 
 def plain(text: str) -> str:
-    """`text` in signs that math-verify reads."""
+    """Text in notation that math-verify parses."""
     text = _LEAD.sub("", text.strip().strip("*`").strip())
     if text.lower() in ("true", "false"):
         return rf"\text{{{text.capitalize()}}}"
@@ -147,7 +147,7 @@ def without_units(text: str) -> str:
 
 
 def formulas(text: str) -> list[str]:
-    """The last formulas of a text that are the answer together; the text as one formula if it has none, or cut ones."""
+    """The last adjacent formulas of a text, together the answer; without complete formulas, all of the text."""
     if "\\boxed" in text:
         return [text]
     inside = [match[match.lastindex or 0].strip().rstrip(".") for match in _FORMULA.finditer(text)]
@@ -164,7 +164,7 @@ def formulas(text: str) -> list[str]:
 
 
 def _read_one(latex: str) -> list[Any]:
-    """A formula parsed by math-verify; of an unreadable one its number, if it has only one."""
+    """A formula parsed by math-verify; if that fails, its number, if it has only one."""
     texts = [match[0] for match in _TEXT.finditer(latex)]
     # math-verify takes everything from the first of several texts on for a unit.
     units = len(texts) < 2 and not any(
@@ -178,7 +178,7 @@ def _read_one(latex: str) -> list[Any]:
 
 
 def read(text: str) -> list[Any]:
-    """`plain` text parsed by math-verify; several formulas as a set, or the text itself if one is unreadable."""
+    """Text after `plain`, parsed by math-verify; several formulas become a set, or the text if one cannot be parsed."""
     each = [_read_one(latex) for latex in formulas(_UNIT_TEXT.sub("", text))]
     if len(each) == 1:
         return each[0]
@@ -196,7 +196,7 @@ def _primes(text: str) -> set[tuple[str, int]]:
 
 
 def doubtful(reference: str, answer: str) -> bool:
-    """Whether `answer` has a sign that the reference lacks and that parsing would lose."""
+    """Whether the answer has a sign that the reference lacks and that math-verify would ignore."""
     if any(sign.search(answer) and not sign.search(reference) for sign in _DOUBTS):
         return True
     if "\\begin" not in answer and _LINES.search(answer):
@@ -208,7 +208,7 @@ def doubtful(reference: str, answer: str) -> bool:
 
 
 def untrue(value: Any, text: str) -> bool:
-    """Whether an equation in the answer is false, such as a link of a chain."""
+    """Whether an equation in the answer is false, also in a chain of equations."""
     links = value.args if isinstance(value, And) else (value,)
     return any(isinstance(link, Eq) and _differ(link.lhs, link.rhs, "." in text) for link in links)
 
