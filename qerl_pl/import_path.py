@@ -33,7 +33,7 @@ def load_named(name: str, rule: str, remedy: str, kind: str) -> Any:
 
 
 def named_file(name: str) -> Path | None:
-    """The source file of a name as `load_named` takes it, whose module is not imported; None if there is none."""
+    """Source file of a name as `load_named` takes it, without importing its module; None if there is none."""
     module, colon, _ = name.rpartition(":")
     if module.endswith(".py"):
         return Path(module).expanduser()

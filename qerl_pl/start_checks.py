@@ -1,4 +1,4 @@
-"""Checks of a run's settings, those of Lightning's Trainer among them, before anything is loaded or written."""
+"""Checks of a run's settings, also of Lightning's Trainer, before anything is loaded or written."""
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
@@ -34,14 +34,14 @@ def check_first(trainer: Trainer, stage: str) -> None:
 
 
 def require_planned_end(trainer: Trainer) -> None:
-    """Refuse a run without an end, by which schedules go.
+    """Refuse a run without a planned end, which schedules need.
 
     Raises:
         UserError: It has no limit on epochs or steps.
     """
     if max(trainer.max_epochs or 0, trainer.max_steps or 0) < 1:
         raise UserError(
-            "schedules of noise and learning rate need a planned end; found none; "
+            "schedules of noise and learning rate need a planned end; the run has none; "
             "set trainer.max_epochs or trainer.max_steps"
         )
 
@@ -67,19 +67,19 @@ def check_intervals(trainer: Trainer, batches: int) -> None:
     """
     if trainer.max_steps == 0:
         raise UserError(
-            "a run needs a step to take; trainer.max_steps=0 leaves none; raise it, or set it to -1 for no limit"
+            "a run needs at least one step; trainer.max_steps=0 allows none; raise it, or set it to -1 for no limit"
         )
     if trainer.max_epochs == 0:
-        raise UserError("a run needs an epoch to train; trainer.max_epochs=0 leaves none; raise it")
+        raise UserError("a run needs at least one epoch; trainer.max_epochs=0 allows none; raise it")
     if batches < 1:
         raise UserError(
-            f"an epoch needs a batch to train on; trainer.limit_train_batches={trainer.limit_train_batches} leaves "
+            f"an epoch needs at least one batch; trainer.limit_train_batches={trainer.limit_train_batches} allows "
             "none; raise it"
         )
     epochs, interval = trainer.check_val_every_n_epoch, vars(trainer).get("val_check_interval")  # none by the clock
     if interval is None or interval <= 0 or (epochs is not None and epochs < 1):
         raise UserError(
-            "validation comes after so many batches or epochs, not by the clock; found "
+            "validation intervals are counted in batches or epochs, not in time; got "
             f"val_check_interval={interval} and check_val_every_n_epoch={epochs}; set them above 0, or "
             "trainer.limit_val_batches to 0 for none"
         )
@@ -99,7 +99,7 @@ def check_strategy(trainer: Trainer) -> None:
     world_size, strategy = planned_ranks(trainer), trainer.strategy
     if type(strategy) is not DDPStrategy if world_size > 1 else not isinstance(strategy, SingleDeviceStrategy):
         raise UserError(
-            f"training is one process a device, each with all that is trained; found the strategy "
+            f"training runs one process per device, each with all trained weights; got the strategy "
             f"{type(strategy).__name__} for {world_size} devices; leave trainer.strategy at auto"
         )
 

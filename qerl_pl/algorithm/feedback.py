@@ -73,7 +73,7 @@ class Feedback:
 
 
 def logged_value(metrics: Mapping[str, object], metric: str) -> float:
-    """The value of a metric among those that a step logged.
+    """The value of a logged metric.
 
     Raises:
         UserError: It is not among them.
@@ -87,7 +87,7 @@ def logged_value(metrics: Mapping[str, object], metric: str) -> float:
 
 
 class TemperatureControl:
-    """Chooses the temperature of each rollout by the entropy of the one before.
+    """Chooses the temperature of each rollout by the sampler's entropy in the previous one.
 
     A rollout that is repeated, after a failure or from a checkpoint, has the temperature that it had.
 
@@ -106,7 +106,7 @@ class TemperatureControl:
         return self._temperature if version <= self._version else self.feedback.next(self._temperature, self._entropy)
 
     def measured(self, version: int, entropy: float) -> None:
-        """Note the sampler's entropy, in nats per token, of the rollout by this policy version."""
+        """Record the sampler's entropy, in nats per token, in the rollout of this policy version."""
         self._version, self._temperature, self._entropy = version, self.of(version), entropy
 
     def state_dict(self) -> dict[str, Any]:

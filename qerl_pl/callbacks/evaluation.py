@@ -68,7 +68,7 @@ class EvaluationReport(Callback, ChecksFirst):
         self._evaluator: Evaluator | None = None
 
     def check_first(self, trainer: Trainer, stage: str) -> None:
-        """Refuse an evaluation that nothing samples for."""
+        """Refuse an evaluation without a RolloutCallback."""
         if stage in ("validate", "test"):
             rollout_callback(trainer, "EvaluationReport")
 
@@ -186,7 +186,7 @@ class EvaluationReport(Callback, ChecksFirst):
 
 
 class _ProgressCache(SampleCache):
-    """A sample cache with a progress bar, its own or a given one."""
+    """A sample cache that updates a progress bar."""
 
     def __init__(
         self, path: Path, others: Sequence[Path], total: int, show: bool, bar: "tqdm[Any] | None" = None
@@ -266,7 +266,7 @@ def report_table(report: Mapping[str, Any]) -> str:
 
 
 def sampling_line(report: Mapping[str, Any]) -> str:
-    """How the answers of evaluation.json were sampled, and what the brackets of `metrics_table` are."""
+    """A line with the sampling parameters of evaluation.json, for below `metrics_table`."""
     samplings = {"": report["sampling"]}
     samplings |= {f"; {name}: ": one["sampling"] for name, one in report.get("extra_sampling", {}).items()}
     text = "".join(
@@ -299,7 +299,7 @@ def metrics_table(report: Mapping[str, Any]) -> str:
 
 
 def weights_digest(trained: Mapping[str, Tensor]) -> str:
-    """SHA-256 of names and values of the trained weights, by which a report says what it is of."""
+    """SHA-256 of names and values of the trained weights, which identifies them in a report."""
     digest = hashlib.sha256()
     for name, tensor in sorted(trained.items()):
         digest.update(name.encode() + tensor.contiguous().cpu().view(torch.uint8).numpy().tobytes())
@@ -311,7 +311,7 @@ def _sha256(data: bytes) -> str:
 
 
 def _settings(module: QeRLModule, rollout: RolloutCallback, data: PromptDataModule) -> dict[str, Any]:
-    """Everything that a sample and its grade depend on, except the question."""
+    """All settings that samples and their grades depend on."""
     config, policy = rollout.eval_config, module.policy_config
     return {
         "format": FORMAT,
@@ -334,7 +334,7 @@ def _settings(module: QeRLModule, rollout: RolloutCallback, data: PromptDataModu
 
 
 def environment_settings(rollout: RolloutCallback) -> dict[str, Any]:
-    """What samples depend on in a run with an environment; empty without one."""
+    """Settings of the environment that samples depend on; empty without an environment."""
     environment = rollout.environment
     if environment is None:
         return {}

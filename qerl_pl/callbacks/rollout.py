@@ -40,7 +40,7 @@ POLICY_DISTRIBUTION = EvalSampling(temperature=1.0, top_p=1.0, top_k=0, min_p=0.
 
 
 class RolloutCallback(Callback, ChecksFirst):
-    """Drives the rollout engine: samples and scores the completions of training, validation and test batches.
+    """Samples and scores the completions of training, validation and test batches.
 
     A completion's seed depends only on (run seed, policy version, prompt, sample index), so that a resumed run draws
     the samples of an uninterrupted one.
@@ -88,7 +88,7 @@ class RolloutCallback(Callback, ChecksFirst):
             chat template.
         max_turns: Most turns of a dialogue.
         max_turn_tokens: Most tokens of a turn; null takes what is left of the dialogue.
-        max_tool_response_tokens: Most tokens of an environment's answer, which is cut there; null leaves it whole.
+        max_tool_response_tokens: Limit of tokens of an environment's answer, longer ones are cut; null does not cut.
         tool_time_limit: Seconds after which a tool, a step, `reset` or `get_reward` is ended.
         tool_wait: Seconds for which an engine that samples in rounds (TransformersEngine) waits for tools that have
             not answered, before it goes on with the dialogues whose tools have. vLLM goes on at once.
@@ -186,7 +186,7 @@ class RolloutCallback(Callback, ChecksFirst):
     # Engine --------------------------------------------------------------------------------------------------------
 
     def check_first(self, trainer: Trainer, stage: str) -> None:
-        """Refuse another module or data module, sizes that do not divide, and sequences too long."""
+        """Refuse other modules and data modules, sizes that do not divide, and too long sequences."""
         module, data = _module(trainer.lightning_module), _data(trainer)
         positions = module.policy_config.positions()
         if stage == "fit":
@@ -285,7 +285,7 @@ class RolloutCallback(Callback, ChecksFirst):
     # Training ------------------------------------------------------------------------------------------------------
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Refuse ranks that have read different files."""
+        """Refuse to train if ranks have read different files."""
         module = _module(pl_module)
         facts = {
             "base model": module.base_identity,

@@ -1,4 +1,4 @@
-"""Checks of a parsed configuration, and what it means for supervised fine-tuning (data of conversations)."""
+"""Checks of a parsed configuration, and its adaptation to supervised fine-tuning."""
 
 import inspect
 from argparse import ArgumentError
@@ -23,7 +23,7 @@ SFT_BEST = {"monitor": "val/loss", "mode": "min", "filename": "best-{step}"}
 
 
 def check_values(parser: ArgumentParser, config: Namespace) -> None:
-    """Refuse null, which an empty value in a YAML file is, where a key does not take it.
+    """Refuse null, as which YAML reads an empty value, for keys that do not take it.
 
     Raises:
         ArgumentError: A key has null for a value.
@@ -55,9 +55,9 @@ def _check_classes(value: Any, key: str) -> None:
 
 
 def _check_group(kind: type, value: Any, key: str) -> None:
-    """Check that the keys of a class, and of each dataclass among its arguments, have not been replaced."""
+    """Refuse a plain value in place of a class's keys, or of those of a dataclass among its arguments."""
     if not isinstance(value, Namespace):
-        raise UserError(f"{key} has keys of its own; found {value!r}; set them, or leave it out")
+        raise UserError(f"{key} is a mapping of keys; got {value!r}; set its keys, or leave it out")
     for name, parameter in inspect.signature(kind).parameters.items():
         if isinstance(parameter.annotation, type) and is_dataclass(parameter.annotation):
             _check_group(parameter.annotation, value.get(name), f"{key}.{name}")
@@ -70,7 +70,7 @@ def is_sft(config: Namespace) -> bool:
 
 
 def prepare_sft(config: Namespace, command: str) -> None:
-    """Refuse keys of reinforcement learning, and have `best` go by the loss where it goes by the accuracy.
+    """Refuse keys of reinforcement learning, and have `best` monitor the loss instead of the accuracy.
 
     Args:
         config: Of the run, changed.
@@ -87,18 +87,18 @@ def prepare_sft(config: Namespace, command: str) -> None:
     for name, parameter in inspect.signature(QeRLModule).parameters.items():
         if name not in SFT_KEYS and _plain(value := config.model[name]) != _plain(parameter.default):
             raise UserError(
-                "supervised fine-tuning takes one step a batch on conversations, without an objective; found "
+                "supervised fine-tuning has no rollouts and no objective; got "
                 f"model.{name} {_text(value)}; leave it out"
             )
     for key in ("noise", "report"):
         if config[key] is not None:
-            raise UserError(f"supervised fine-tuning samples nothing; found the key {key}; set it to null")
+            raise UserError(f"supervised fine-tuning has no rollouts; got the key {key}; set it to null")
     if config.best is not None and config.best.init_args.get("monitor") == "val/accuracy":
         config.best.init_args.update(Namespace(SFT_BEST))
 
 
 def _plain(value: object) -> object:
-    """A dataclass, or its keys as the parser has them, as a dictionary; else the value."""
+    """A dataclass, or the parser's namespace of one, as a dictionary; else the value."""
     if isinstance(value, Namespace):
         return value.as_dict()
     return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
@@ -109,5 +109,5 @@ def _text(value: object) -> str:
 
 
 def sft_module(kind: type[QeRLModule], **settings: Any) -> SFTModule:
-    """An instantiator of jsonargparse: the module of supervised fine-tuning from the keys of `QeRLModule`."""
+    """Instantiator for jsonargparse: builds the SFT module from the keys of `QeRLModule`."""
     return SFTModule(**{name: value for name, value in settings.items() if name in SFT_KEYS})

@@ -1,4 +1,4 @@
-"""`qerl fit`, `validate` and `test`, LightningCLI with a run's callbacks as top-level keys; other commands."""
+"""The program `qerl`: fit, validate and test by LightningCLI, with callbacks as top-level keys; other commands."""
 
 import logging
 import os
@@ -58,7 +58,7 @@ from qerl_pl.start_checks import check_ranks_divide, check_strategy
 def stop_at_once() -> Callback:
     """A callback that ends an evaluation on SIGTERM or SIGINT at any point of it.
 
-    Lightning itself checks for SIGTERM between batches alone, and a set may be one batch; on SIGINT its status is 1.
+    Lightning itself checks for SIGTERM between batches only, and a set may be one batch; on SIGINT it exits with 1.
     """
 
     def stop(number: int, frame: FrameType | None) -> None:
@@ -87,14 +87,14 @@ name), `qerl quantize --help` (write a 4-bit checkpoint) and `qerl export --help
 """
 
 CALLBACKS: dict[str, tuple[type[Callback], dict[str, Any] | None, str]] = {
-    "noise": (AdaptiveQuantizationNoise, None, "Adaptive quantization noise of the rollouts. null samples without."),
+    "noise": (AdaptiveQuantizationNoise, None, "Adaptive quantization noise of the rollouts. null: no noise."),
     "best": (
         ModelCheckpoint,
         # Not step=N, the name of a checkpoint that --resume auto takes.
         {"monitor": "val/accuracy", "mode": "max", "filename": "best-{rollouts:.0f}"},
         "Saves the checkpoint of the best validation. null saves none.",
     ),
-    "checkpoint": (ResumeCheckpoint, {}, "Saves the checkpoints that --resume auto goes on from. null saves none."),
+    "checkpoint": (ResumeCheckpoint, {}, "Saves the checkpoints for --resume auto. null saves none."),
     "monitor": (Monitor, {}, "TensorBoard's layout and the peak of memory. null logs neither."),
     "completions": (CompletionLog, {}, "Shows completions in the loggers, or writes all of them. null does neither."),
     "summary": (RunSummary, {}, "Writes summary.json and run.png, and prints a table at the end. null does neither."),
@@ -104,7 +104,7 @@ CALLBACKS: dict[str, tuple[type[Callback], dict[str, Any] | None, str]] = {
         "Report of `qerl test` and `qerl validate`, with all samples. null: none.",
     ),
 }
-"""Top-level keys for callbacks: class, arguments by default or None for a callback that is off, help."""
+"""Top-level keys of callbacks: class, default arguments (None: off by default), help."""
 
 DEFAULTS = {
     "model.policy.gradient_checkpointing": "auto",
@@ -114,7 +114,7 @@ DEFAULTS = {
     "trainer.num_sanity_val_steps": -1,
     "rollout.engine": {"class_path": "qerl_pl.engines.VLLMEngine"},
 }
-"""Of the command line, for a model of billions of parameters on a GPU, where a class or Lightning has others."""
+"""Defaults of the command line that differ from those of the classes: for models of billions of parameters on a GPU."""
 
 USAGE_ERROR = 2
 
@@ -123,7 +123,7 @@ VALIDATE = "validate"
 
 
 class QeRLCLI(LightningCLI):
-    """LightningCLI with a fixed module, a run folder that holds everything, and `--resume`."""
+    """LightningCLI for this package's modules, with one folder for all files of a run, and `--resume`."""
 
     def __init__(self, args: ArgsType = None) -> None:
         self._only = _named_first(sys.argv[1:] if args is None else args)
@@ -135,7 +135,7 @@ class QeRLCLI(LightningCLI):
             auto_configure_optimizers=False,
             save_config_callback=SaveFitConfig,
             save_config_kwargs={"overwrite": True},  # a resumed run goes on in its folder
-            # A key is taken as it is spelled: abbreviated, --model.lr would set model.lr_scheduler.
+            # No abbreviations: --model.lr would set model.lr_scheduler.
             parser_kwargs={"exit_on_error": False, "allow_abbrev": False, "description": DESCRIPTION},
             args=args,
         )
@@ -147,7 +147,7 @@ class QeRLCLI(LightningCLI):
         return {"fit": own | {"train_dataloaders", "val_dataloaders"}, "validate": own, "test": own}
 
     def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
-        """Only the subcommand that is called gets its hundreds of keys: those of each take a tenth of a second."""
+        """Add the hundreds of keys to the subcommand that is called only, which saves 0.1 s for each other one."""
         if self._only in (None, subcommand):
             return super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
         return self.init_parser(**kwargs)
@@ -182,14 +182,14 @@ class QeRLCLI(LightningCLI):
         )
 
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
-        """A parser, also of a subcommand, that reports errors by an exception, which `main` prints."""
+        """A parser that raises its errors instead of exiting; `main` prints them."""
         parser = LightningArgumentParser(**{**kwargs, "exit_on_error": False})
         explained = "A YAML file, or a name that `qerl configs` lists; of several, later ones override."
         parser.add_argument("-c", "--config", action=ConfigFile, help=explained)
         return parser
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
-        """Parse, and set what follows from other keys: the objective, the data's seed, the run's folder."""
+        """Parse, and set defaults that depend on other keys: the objective, the data's seed, the run's folder."""
         try:
             is_parsed = isinstance(args, dict | Namespace)
             self.config = parser.parse_object(args) if is_parsed else parser.parse_args(args)  # type: ignore[arg-type]
@@ -215,7 +215,7 @@ class QeRLCLI(LightningCLI):
             verify(Path(config.ckpt_path))
 
     def before_instantiate_classes(self) -> None:
-        """Have the keys under `model` build the module of supervised fine-tuning, if the data are conversations.
+        """Build the SFT module from the keys under `model` if the data are conversations; stop a dry run.
 
         Raises:
             DryRun: The run is not to start.
@@ -313,7 +313,7 @@ class QeRLCLI(LightningCLI):
             self.trainer.fit(model, datamodule=datamodule, **kwargs)
 
     def _log_from(self, checkpoint: str | Path | None) -> None:
-        """Have TensorBoard show one curve: its readers drop the steps that a killed run logged after the checkpoint."""
+        """Start TensorBoard's log at the checkpoint, so that steps that a killed run logged after it are hidden."""
         if self._logger is not None and self.trainer.logger is self._logger:  # a trial run has another
             first = BEFORE_TRAINING if checkpoint is None else finished_rollouts(Path(checkpoint))
             self.trainer.logger = TensorBoardLogger(self._logger.save_dir, name="", version="", purge_step=first)
@@ -332,7 +332,7 @@ class QeRLCLI(LightningCLI):
         if resume is None:
             return {}
         if given.get("ckpt_path") is not None:
-            raise UserError(f"one checkpoint is taken; --resume is {resume} and --ckpt_path is set too; leave one out")
+            raise UserError(f"--resume and --ckpt_path exclude each other; got both, --resume {resume}; leave one out")
         if resume == "auto":
             path = newest_checkpoint(Path(self.trainer.default_root_dir))
         else:
@@ -365,7 +365,7 @@ def _listed(given: Any) -> list[Any]:
 
 
 def _named_first(args: Any) -> str | None:
-    """The subcommand that arguments begin with, or that a parsed configuration has; None if options precede it."""
+    """The subcommand if it is the first argument, or of a parsed configuration; else None."""
     word = args.get("subcommand") if isinstance(args, dict | Namespace) else next(iter(args), None)
     return word if word in QeRLCLI.subcommands() else None
 

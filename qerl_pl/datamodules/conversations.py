@@ -149,7 +149,7 @@ class ConversationDataModule(LightningDataModule):
             UserError: Data is missing, malformed or smaller than a batch, or there is nothing to validate on.
         """
         if stage == "validate" and not self.val_size:
-            raise UserError("to validate takes rows that are held out; found none, for data.val_size is 0; raise it")
+            raise UserError("validate needs held-out rows; got none, as data.val_size is 0; raise it")
         if self._train:
             return
         rows, val_rows = self.train_rows(), self.val_rows()
@@ -250,7 +250,7 @@ class ConversationDataModule(LightningDataModule):
         return kept
 
     def _parts(self, tokenizer: PreTrainedTokenizerBase, row: Mapping[str, Any]) -> list[tuple[str, bool]]:
-        """Text of a row in parts, each with whether it is trained; the last part is."""
+        """Segments of a row's text, each with whether it trains; the last one does."""
         whole = not (self.completion_only_loss or self.assistant_only_loss)
         if _is_text(row):
             if self.assistant_only_loss:
@@ -297,7 +297,7 @@ def _checked(messages: Any, column: str) -> list[Mapping[str, Any]]:
 
 
 def _is_text(row: Mapping[str, Any]) -> bool:
-    """Whether a row's prompt and completion are text, which no chat template renders."""
+    """Whether a row's prompt and completion are plain text, to which no chat template is applied."""
     return isinstance(row.get("prompt"), str) and isinstance(row.get("completion"), str)
 
 
@@ -306,7 +306,7 @@ def _is_message(message: Any) -> bool:
 
 
 def _taught(answer: str) -> str:
-    """An answer as the policy is to give it: thoughts and number of GSM8K's format in the tags that rewards read."""
+    """A GSM8K answer in the format that rewards read: reasoning and number in tags."""
     thought, mark, number = answer.rpartition(_MARK)
     if not mark:
         return answer

@@ -87,7 +87,7 @@ def load_tokenizer(trainer: Trainer | None, path: str | None) -> PreTrainedToken
     """
     if path is None:
         if trainer is None:
-            raise UserError("outside of a Trainer there is no policy to take the tokenizer of; set tokenizer.")
+            raise UserError("without a Trainer there is no policy whose tokenizer could be used; set tokenizer.")
         return cast(PreTrainedTokenizerBase, trainer.lightning_module.tokenizer)
     try:
         return AutoTokenizer.from_pretrained(path)
@@ -117,7 +117,7 @@ class PromptDataModule(LightningDataModule):
         chat_template_kwargs: Variables of the chat template, such as `enable_thinking`.
     """
 
-    prepare_data_per_node = True  # asked for before `setup` says that a subclass has not called the constructor
+    prepare_data_per_node = True  # read before `setup` can report that a subclass did not call the constructor
 
     def __init__(
         self,
@@ -145,7 +145,7 @@ class PromptDataModule(LightningDataModule):
         self.seed = 0 if seed is None else seed
         self.tokenizer = tokenizer
         self.tools: Sequence[Mapping[str, Any]] = ()
-        """JSON schemas of the tools that prompts offer; set by `RolloutCallback` where all rows have the same."""
+        """JSON schemas of the tools in the prompts; set by `RolloutCallback` if all rows have the same."""
         self._tables = sets
         self._train: list[Prompt] = []
         self._val: dict[str, list[Prompt]] = {}
@@ -155,7 +155,7 @@ class PromptDataModule(LightningDataModule):
     def train_rows(self) -> Sequence[Row]:
         """All rows to train on."""
         raise UserError(
-            f"a data module gives its rows in train_rows; {type(self).__name__} lacks that method; define it"
+            f"a data module returns its rows in train_rows; {type(self).__name__} has no such method; define it"
         )
 
     def val_rows(self) -> Sequence[Row] | None:
@@ -199,7 +199,7 @@ class PromptDataModule(LightningDataModule):
         """
         if "_train" not in vars(self):
             raise UserError(
-                f"a data module's constructor calls that of PromptDataModule; {type(self).__name__}'s does not"
+                f"a data module's __init__ calls super().__init__(); {type(self).__name__}'s does not; add the call"
             )
         # Rows are read first: a wrong path is reported before a tokenizer or model is loaded.
         reads_train, owner = not self._train and (stage == "fit" or not self._tables), type(self).__name__
@@ -227,8 +227,8 @@ class PromptDataModule(LightningDataModule):
         if stage in ("validate", "test") and not any((self._val if stage == "validate" else self._test).values()):
             no_test_set = ", and there is no test set" if stage == "test" else ""
             raise UserError(
-                f"to {stage} takes prompts that are held out; found none, for data.val_size is {self.val_size}"
-                f"{no_test_set}; raise it, or name sets by data.sets"
+                f"{stage} needs held-out prompts; got none, as data.val_size is {self.val_size}{no_test_set}; "
+                "raise it, or name sets in data.sets"
             )
 
     def train_dataloader(self) -> StatefulDataLoader[PromptBatch]:
@@ -377,7 +377,7 @@ class PromptDataModule(LightningDataModule):
         ]
         if not prompts:
             if not rows:
-                raise UserError(f"{use} needs rows; {type(self).__name__} gives none; have it give some")
+                raise UserError(f"{use} needs rows; {type(self).__name__} returns none; correct its method")
             raise UserError(
                 f"{use} needs prompts of at most max_prompt_tokens={self.max_prompt_tokens} tokens; none of "
                 f"{len(rows)} is, the shortest has {min(map(len, token_ids))}; raise it or change the filters."

@@ -19,11 +19,11 @@ log = logging.getLogger("qerl_pl")
 _SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
 _PROMPTS = ("prompt", "messages", "question", "problem")
 _ANSWERS = ("answer", "solution")
-"""Columns that are looked for, in this order, where none is named."""
+"""Default columns, in order of preference."""
 _MESSAGE = ("role", "content")
 _MARK = "####"
 _THOUSANDS = re.compile(r"[-+$]*\d{1,3}(?:,\d{2,3})*,\d{3}(?:\.\d+)?\s*%?")
-"""A number with separators of thousands; other commas separate answers."""
+"""A number with thousands separators; other commas separate answers."""
 
 
 @dataclass(frozen=True)

@@ -255,13 +255,13 @@ class _Running(RequestSource):
         self._await(key, [self._rewards[key]])
 
     def _await(self, key: int, futures: Sequence["Future[Any]"]) -> None:
-        """Have the dialogue go on when all of these are done."""
+        """Continue the dialogue when all of these are done."""
         self._pending[key] = len(futures)
         for future in futures:
             future.add_done_callback(lambda _: self._done.put(key))
 
     def _advance(self, timeout: float | None = 0.0) -> None:
-        """Take up the dialogues whose futures are done; wait for the first up to `timeout` seconds, None for ever."""
+        """Continue the dialogues whose futures are done; wait up to `timeout` seconds for one, None without limit."""
         try:
             key = self._done.get(timeout=timeout) if timeout is None or timeout > 0 else self._done.get_nowait()
             while True:

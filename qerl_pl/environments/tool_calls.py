@@ -119,7 +119,7 @@ def parse_pattern(pattern: re.Pattern[str], text: str) -> list[ToolCall | Malfor
 
 
 def _answer_of(text: str) -> str:
-    """The text after the reasoning, in which a call is only considered."""
+    """The text after the reasoning; calls inside of that are not made."""
     return text.rpartition(_REASONING_END)[2]
 
 
