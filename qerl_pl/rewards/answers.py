@@ -82,10 +82,11 @@ _BOX = re.compile(r"\\f?boxed\s*\{")
 _MARK = "####"
 _INSIDE = r"(?:[^$\\\n]|\\[^\n])+"
 # A formula ends before the next one opens, or each unclosed one would be searched to the end of the text. Dollar signs
-# enclose a formula by pandoc's rule: without spaces inside of them, or with one at both ends. "9 * $2 = $18" has none.
+# enclose a formula by pandoc's rule: no spaces inside of them, or at both ends; and a formula ends in no operator. So
+# "9 * $2=$18" has none.
 _FORMULA = (
     r"(?:(?<!\\)\$\$(?:[^$\\]|\\[\s\S])+\$\$"
-    rf"|(?<!\\)\$(?=\S){_INSIDE}(?<=\S)\$(?!\d)|(?<!\\)\$(?=\s){_INSIDE}(?<=\s)\$(?!\s?\d)"
+    rf"|(?<!\\)\$(?=\S){_INSIDE}(?<=[^\s=+*/(<-])\$(?!\d)|(?<!\\)\$(?=\s){_INSIDE}(?<=\s)\$(?!\s?\d)"
     r"|(?<!\\)\\\((?:[^\\\n]|\\[^()\n])+\\\)|(?<!\\)\\\[(?:[^\\]|\\[^\[\]])+\\\])"
 )
 _FORMULAS = re.compile(rf"{_FORMULA}(?:\s*(?:(?:,\s*(?:and|or)|[,;]|and|or)\s*)?{_FORMULA})*", re.DOTALL)

@@ -119,6 +119,8 @@ def plain(text: str) -> str:
     for sign, latex in _SIGNS.items():
         text = text.replace(sign, latex)
     text = re.sub(r"√\s*(\w+|\([^()]*\))", r"\\sqrt{\1}", text)
+    text = re.sub(r"(?<![A-Za-z\\])sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}", text)
+    text = re.sub(r"(?<![A-Za-z\\{])pi(?![A-Za-z])", r"\\pi ", text)
     text = _FUNCTION.sub(lambda name: f"\\{name[0]}", text)
     text = _MIXED.sub(r"\1\\frac{\2}{\3}", text)
     text = _REPEATING.sub(_fraction, text)
