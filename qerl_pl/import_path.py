@@ -55,5 +55,9 @@ def _load_file(path: Path, kind: str) -> Any:
         raise ImportError(f"no file {path}")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]  # or it would be taken for the module when it is loaded again
+        raise
     return module
