@@ -125,6 +125,15 @@ class TableDataModule(PromptDataModule):
         for name, table in self.path.items():
             own = [prompt for prompt in prompts if prompt.id.rpartition("-")[0] == name]
             count = round(table.weight * len(own))
+            if not count:
+                log.warning(
+                    "the table %s has no part in training: %d prompts of at most max_prompt_tokens=%d, weight %g; raise "
+                    "one of these, or leave the table out",
+                    name,
+                    len(own),
+                    self.max_prompt_tokens,
+                    table.weight,
+                )
             for repeat in range(1, math.ceil(count / len(own)) + 1 if own else 1):
                 drawn = draw(own, count - (repeat - 1) * len(own), self.seed)
                 taken += [replace(one, id=f"{one.id}#{repeat}") if repeat > 1 else one for one in drawn]
