@@ -168,8 +168,8 @@ def test_a_table_that_gives_no_prompt_is_told_of(tokenizer: str, caplog: pytest.
     data = TableDataModule(tables, batch_size=1, val_size=0, max_prompt_tokens=64, tokenizer=tokenizer)
     data.setup("fit")
     assert {prompt.id.partition("-")[0] for prompt in prompts_of(data, "train")} == {"usual"}
-    told = [line.getMessage() for line in caplog.records if "no part in training" in line.getMessage()]
-    assert [line.partition(" has")[0] for line in told] == ["the table long", "the table rare"]
+    told = [line.getMessage() for line in caplog.records if "is trained on" in line.getMessage()]
+    assert [line.partition(" is")[0] for line in told] == [f"no prompt of table {name}" for name in ("long", "rare")]
 
 
 def test_splits_of_a_folder(tmp_path: Path, tokenizer: str) -> None:
