@@ -265,9 +265,7 @@ def collector_of(pool: LocalPool, **settings: Any) -> Collector:
 
 def test_a_rollout_without_any_reward_is_refused() -> None:
     collector = collector_of(NoReward(Game))
-    with pytest.raises(
-        UserError, match="none of its completions has one; define get_reward in the environment"
-    ):
+    with pytest.raises(UserError, match="none of its completions has one; define get_reward in the environment"):
         collector._sample_informative(PROMPTS[:2], PolicyWeights(0, None, 1.0), lambda *_: [], {})
 
 

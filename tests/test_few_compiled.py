@@ -59,7 +59,17 @@ for case in sys.argv[1:]:
         run = [tools / "cuobjdump", "-sass", file.name]
         print(f"case {case}:", subprocess.run(run, stdout=subprocess.PIPE, text=True, check=True).stdout)
 """
-CASES = ["8x4608", "16x4608", "32x4608", "64x4608", "64x37888", "128x37888", "192x37888", "192x37888 shared", "384x37888"]
+CASES = [
+    "8x4608",
+    "16x4608",
+    "32x4608",
+    "64x4608",
+    "64x37888",
+    "128x37888",
+    "192x37888",
+    "192x37888 shared",
+    "384x37888",
+]
 REDUCED = [f"{tokens}x37888" for tokens in (8, 16, 32, 64, 128, 192, 384)]
 WIDTHS = {".128": 4, ".64": 2, ".WIDE": 2, "CS2R": 2, "LDSM.16.M88.4": 4, "LDSM.16.M88.2": 2}
 

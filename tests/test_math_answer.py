@@ -432,7 +432,10 @@ def test_what_kills_the_grading_is_told_as_itself_and_not_as_a_rewards_mistake()
     with pytest.MonkeyPatch.context() as patch, pytest.raises(UserError) as told:
         patch.setattr(grading._Worker, "send", killed_when_asked)
         score([reward], [answered("36/3"), answered("36/2")])
-    assert re.fullmatch(r"MathAnswer grades in .*; two were killed while grading '36/\d', not by its limits; free memory.*", str(told.value))
+    assert re.fullmatch(
+        r"MathAnswer grades in .*; two were killed while grading '36/\d', not by its limits; free memory.*",
+        str(told.value),
+    )
     assert len(asked) == 2  # and not once more for each sample alone
     assert reward([answered("36/2")]) == [1.0]
 
@@ -463,9 +466,7 @@ def test_a_grading_process_that_does_not_start_is_not_waited_for(
     (tmp_path / "worker.py").write_text("import time\ntime.sleep(5)\n")
     monkeypatch.setattr(grading, "_GRADER", tmp_path / "worker.py")
     monkeypatch.setattr(grading, "_START_TIMEOUT_S", 0.3)
-    with pytest.raises(
-        UserError, match=r"did not start \(exit status -9\); free memory"
-    ):  # killed, and not at its end
+    with pytest.raises(UserError, match=r"did not start \(exit status -9\); free memory"):  # killed, and not at its end
         MathPool(1.0, 1.0, workers=1).equivalent([("18", "36/2")])
 
 

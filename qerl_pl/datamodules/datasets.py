@@ -127,8 +127,8 @@ class TableDataModule(PromptDataModule):
             count = round(table.weight * len(own))
             if not count:
                 log.warning(
-                    "no prompt of table %s is trained on: %d have at most max_prompt_tokens=%d, the weight is %g; raise "
-                    "one of these, or leave the table out",
+                    "no prompt of table %s is trained on: %d have at most max_prompt_tokens=%d, the weight is %g; "
+                    "raise one of these, or leave the table out",
                     name,
                     len(own),
                     self.max_prompt_tokens,
