@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from qerl_pl.chat_template import SYSTEM_PROMPT, render_conversation
 from qerl_pl.datamodules.prompts import PromptSampler, load_tokenizer
-from qerl_pl.datamodules.tables import check_sizes, read_table
+from qerl_pl.datamodules.tables import ANSWER_MARK, check_sizes, read_table
 from qerl_pl.errors import UserError, require_at_least
 from qerl_pl.persistence.random_state import stream_seed
 from qerl_pl.start_checks import check_first, check_intervals, within_limit
@@ -26,7 +26,6 @@ from qerl_pl.toy.task import ArithmeticTask, Split, careful_demonstration
 
 log = logging.getLogger("qerl_pl")
 
-_MARK = "####"
 _FORMATS = "prompt and completion, messages, or question and answer"
 
 
@@ -307,7 +306,7 @@ def _is_message(message: Any) -> bool:
 
 def _taught(answer: str) -> str:
     """A GSM8K answer in the format that rewards read: reasoning and number in tags."""
-    thought, mark, number = answer.rpartition(_MARK)
+    thought, mark, number = answer.rpartition(ANSWER_MARK)
     if not mark:
         return answer
     return f"<think>{thought.strip()}</think><answer>{number.replace(',', '').strip()}</answer>"
