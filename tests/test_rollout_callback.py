@@ -27,7 +27,7 @@ from qerl_pl.evaluation.evaluator import EvaluatorConfig
 from qerl_pl.modules import QeRLModule
 from qerl_pl.modules.lora import PROJECTIONS
 from qerl_pl.persistence.checkpoint_io import AtomicCheckpointIO
-from qerl_pl.rewards import GSM8KAnswer, MathAnswer
+from qerl_pl.rewards import Format, GSM8KAnswer, MathAnswer
 from qerl_pl.rollout.collector import Collector, CollectorConfig
 from qerl_pl.toy import ArithmeticTask
 from qerl_pl.types import EvalSampling, Prompt, PromptBatch, SamplingConfig
@@ -199,6 +199,19 @@ def test_a_run_too_short_for_its_stages_of_noise_is_told(
         assert max(noise_of(noise, trainer, module, version).sigma for version in range(batches)) <= sigma
     warned = [record.getMessage() for record in caplog.records]
     assert warned == ([] if said is None else [f"{said}; lower stages, or plan more rollouts"])
+
+
+@pytest.mark.parametrize(("opened", "warned"), [("", 0), ("<think>\n", 1), ("<answer>", 0)])
+def test_a_template_that_opens_the_first_tag_itself_is_told_of(
+    opened: str, warned: int, tiny_policy_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rollout = RolloutCallback([Format(), Vowels()], Recording(), 2, SamplingConfig(max_tokens=4))
+    module = module_of(tiny_policy_dir)
+    end = "{% if add_generation_prompt %}<|assistant|>"
+    assert end in module.tokenizer.chat_template
+    module.tokenizer.chat_template = module.tokenizer.chat_template.replace(end, end + opened)
+    trainer_of(tmp_path, rollout=rollout, max_steps=2).fit(module, datamodule=data())
+    assert caplog.text.count("reward format is 0 for every completion") == warned
 
 
 @pytest.mark.parametrize("reward", [MathAnswer(), GSM8KAnswer()])

@@ -1,13 +1,14 @@
 """The rollout callback: samples and scores each batch before the step, training and evaluation alike."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from qerl_pl.algorithm.feedback import Feedback, TemperatureControl
+from qerl_pl.chat_template import messages_of, template_texts
 from qerl_pl.datamodules.prompts import PromptDataModule
 from qerl_pl.distributed.strategy import communicator_of
 from qerl_pl.engines.base import EngineSpec, RolloutEngine, SharedWeights
@@ -19,7 +20,7 @@ from qerl_pl.evaluation.evaluator import Evaluator, EvaluatorConfig
 from qerl_pl.formats.model_folder import end_token_ids
 from qerl_pl.modules.qerl import QeRLModule
 from qerl_pl.openmp import let_waiting_threads_sleep
-from qerl_pl.rewards import Reward, as_rewards, check_references, with_environment_reward
+from qerl_pl.rewards import Format, Reward, as_rewards, check_references, with_environment_reward
 from qerl_pl.rollout.collector import Aggregation, Collector, CollectorConfig
 from qerl_pl.start_checks import ChecksFirst
 from qerl_pl.types import EvalSampling, PromptBatch, SamplingConfig
@@ -226,6 +227,7 @@ class RolloutCallback(Callback, ChecksFirst):
         """Launch the engine: before the policy is loaded, which may share the engine's weights."""
         module, data = _module(pl_module), _data(trainer)
         check_references(self.config.rewards, data.references)
+        _warn_of_opened_tags(self.config.rewards, module, data)
         if self._collector is None:
             self._launch(trainer, module, data)
         module.use_engine_weights(*self._engine_weights)
@@ -362,6 +364,23 @@ def rollout_callback(trainer: Trainer, needed_by: str) -> RolloutCallback:
         f"{needed_by} needs a callback that samples completions; trainer.callbacks has none; "
         "add qerl_pl.callbacks.RolloutCallback"
     )
+
+
+def _warn_of_opened_tags(rewards: Sequence[Reward], module: QeRLModule, data: PromptDataModule) -> None:
+    """Log a warning if the chat template opens the first tag of a `Format` reward, so that no completion does."""
+    formats = [reward for reward in rewards if isinstance(reward, Format)]
+    if not formats:
+        return
+    chats = [messages_of("?", data.system_prompt)]
+    (prompt,) = template_texts(module.tokenizer, chats, data.chat_template_kwargs)
+    for reward in formats:
+        if prompt.rstrip().endswith(f"<{reward.tags[0]}>"):
+            log.warning(
+                "reward %s is 0 for every completion: the chat template ends prompts with <%s>, which completions then "
+                "lack; use a reward function of your own instead",
+                reward.name,
+                reward.tags[0],
+            )
 
 
 def _module(module: LightningModule) -> QeRLModule:
