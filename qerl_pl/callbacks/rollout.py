@@ -8,6 +8,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from qerl_pl.algorithm.feedback import Feedback, TemperatureControl
+from qerl_pl.algorithm.off_policy import RolloutCorrection
 from qerl_pl.chat_template import messages_of, template_texts
 from qerl_pl.datamodules.prompts import PromptDataModule
 from qerl_pl.distributed.strategy import communicator_of
@@ -35,6 +36,9 @@ ENTROPY, TEMPERATURE = "completions/sampler_entropy", "completions/temperature"
 
 TEMPERATURE_GAIN = 0.2
 """Largest change of the logarithm of a steered temperature from rollout to rollout."""
+
+REJECTED_WARNING = 0.5
+"""Share of rejected tokens above which the log warns."""
 
 POLICY_DISTRIBUTION = EvalSampling(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0)
 """Default sampling of held-out prompts: without filters, with training's token limit and stop strings."""
@@ -296,6 +300,7 @@ class RolloutCallback(Callback, ChecksFirst):
             "number of finished rollouts": module.policy_version,
         }
         communicator_of(trainer).require_same(facts | _data(trainer).state_dict())
+        _warn_of_filters(self.config.sampling, module.objective.rollout_correction)
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: PromptBatch, batch_idx: int
@@ -317,7 +322,7 @@ class RolloutCallback(Callback, ChecksFirst):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: PromptBatch, batch_idx: int
     ) -> None:
-        """Warn if sampler and trainer differ too much."""
+        """Log a warning if sampler and trainer differ too much, or most tokens are rejected for that."""
         mismatch = float(trainer.callback_metrics["mismatch/logprob_abs_mean"])
         if mismatch > self.config.mismatch_bound:
             log.warning(
@@ -325,6 +330,13 @@ class RolloutCallback(Callback, ChecksFirst):
                 "look for a wrong sync",
                 mismatch,
                 self.config.mismatch_bound,
+            )
+        rejected = float(trainer.callback_metrics.get("mismatch/rejected_frac", 0.0))
+        if rejected > REJECTED_WARNING:
+            log.warning(
+                "model.objective.correction rejects %.0f %% of the tokens, which do not train: widen its range, or "
+                "lower the noise",
+                100 * rejected,
             )
 
     # Evaluation ----------------------------------------------------------------------------------------------------
@@ -364,6 +376,22 @@ def rollout_callback(trainer: Trainer, needed_by: str) -> RolloutCallback:
         f"{needed_by} needs a callback that samples completions; trainer.callbacks has none; "
         "add qerl_pl.callbacks.RolloutCallback"
     )
+
+
+def _warn_of_filters(sampling: SamplingConfig, correction: RolloutCorrection) -> None:
+    """Log a warning if training samples with filters and the objective corrects for the sampler's probabilities.
+
+    A filter divides the probabilities of the remaining tokens by their sum, so that every ratio of trainer to sampler
+    is below 1.
+    """
+    filters = [name for name, off in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)) if getattr(sampling, name) != off]
+    outliers = correction.outlier_low is not None or correction.outlier_high is not None
+    if filters and (correction.weights is not None or correction.rejection is not None or outliers):
+        log.warning(
+            "rollout.sampling.%s raises the sampler's probabilities above the trainer's, which importance weights and "
+            "rejection count as a mismatch: sample without it, or set model.objective.correction to off",
+            filters[0],
+        )
 
 
 def _warn_of_opened_tags(rewards: Sequence[Reward], module: QeRLModule, data: PromptDataModule) -> None:
