@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -238,6 +239,21 @@ def test_rewards_that_are_equal_or_missing_everywhere_are_told_of(
     caplog.clear()
     collector_of(Scripted()).collect(PROMPTS[:2], policy.weights(4), policy, nobody)
     assert not caplog.text
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_completions_that_are_all_truncated_and_masked_are_told_of(
+    masked: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Endless(Scripted):
+        def generate(self, requests: Any, sampling: Any) -> list[list[Completion]]:
+            groups = super().generate(requests, sampling)
+            return [[replace(completion, finish_reason="length") for completion in group] for group in groups]
+
+    policy, objective = Watched(), DrGRPO(mask_truncated=masked)
+    collector = Collector(config_of(), Endless(), Words(), objective, seed=7)  # type: ignore[arg-type]
+    collector.collect(PROMPTS[:2], policy.weights(4), policy, nobody)
+    assert ("rollout 4 trains nothing: mask_truncated leaves out" in caplog.text) == masked
 
 
 @pytest.mark.parametrize("name", ["", "hard"])

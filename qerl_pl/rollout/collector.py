@@ -342,6 +342,13 @@ class Collector:
         advantages = self._advantages(training)
         if training and not advantages.any() and not self.objective.needs_teacher:
             log.warning("rollout %d trains nothing: each group's rewards are equal or missing", weights.version)
+        if training and self.objective.mask_truncated and truncated.all():
+            log.warning(
+                "rollout %d trains nothing: mask_truncated leaves out completions that reach max_tokens=%d, as all do: "
+                "raise rollout.sampling.max_tokens",
+                weights.version,
+                self.sampling.max_tokens,
+            )
         metrics |= reward_metrics(groups) | environment_metrics(groups)
         metrics |= {
             "completions/groups_dropped_frac": (len(groups) - len(training)) / len(groups),
