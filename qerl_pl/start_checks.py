@@ -1,6 +1,9 @@
 """Checks of a run's settings, also of Lightning's Trainer, before anything is loaded or written."""
 
+from collections.abc import Sequence
+
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
 from qerl_pl.distributed.communicator import planned_ranks
@@ -115,3 +118,26 @@ def check_ranks_divide(batch_size: int, ranks: int) -> None:
             f"data.batch_size must be a multiple of the number of devices; found {batch_size} for {ranks}; change one "
             "of them"
         )
+
+
+def check_monitors(trainer: Trainer, sets: Sequence[str]) -> None:
+    """Refuse callbacks that monitor a metric of another validation set: Lightning would stop at the first validation.
+
+    Args:
+        trainer: With its callbacks.
+        sets: Names of the validation sets; "" for a single set.
+
+    Raises:
+        UserError: Such a callback is there.
+    """
+    prefixes = [f"val/{name}/" if name else "val/" for name in sets]
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        monitor = callback.monitor if isinstance(callback, ModelCheckpoint | EarlyStopping) else None
+        if not sets or monitor is None or not monitor.startswith("val/"):
+            continue
+        if not any(monitor.startswith(prefix) and "/" not in monitor.removeprefix(prefix) for prefix in prefixes):
+            raise UserError(
+                f"a monitored metric must be logged; {type(callback).__name__} monitors {monitor}, and the validation "
+                f"sets log {', '.join(f'{prefix}accuracy' for prefix in prefixes)}; set best.monitor to one of these, "
+                "or best to null"
+            )

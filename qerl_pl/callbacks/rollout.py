@@ -23,7 +23,7 @@ from qerl_pl.modules.qerl import QeRLModule
 from qerl_pl.openmp import let_waiting_threads_sleep
 from qerl_pl.rewards import Format, Reward, as_rewards, check_references, with_environment_reward
 from qerl_pl.rollout.collector import Aggregation, Collector, CollectorConfig
-from qerl_pl.start_checks import ChecksFirst
+from qerl_pl.start_checks import ChecksFirst, check_monitors
 from qerl_pl.types import EvalSampling, PromptBatch, SamplingConfig
 
 log = logging.getLogger(__name__)
@@ -230,6 +230,8 @@ class RolloutCallback(Callback, ChecksFirst):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Launch the engine: before the policy is loaded, which may share the engine's weights."""
         module, data = _module(pl_module), _data(trainer)
+        if stage == "fit":
+            check_monitors(trainer, data.val_names)
         check_references(self.config.rewards, data.references)
         _warn_of_opened_tags(self.config.rewards, module, data)
         if self._collector is None:

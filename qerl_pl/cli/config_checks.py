@@ -14,6 +14,8 @@ from qerl_pl.datamodules import ConversationDataModule
 from qerl_pl.errors import UserError
 from qerl_pl.modules import QeRLModule, SFTModule
 
+ACCURACY = "val/accuracy"
+"""Metric that `best` monitors by default."""
 SFT_KEYS = tuple(inspect.signature(SFTModule).parameters)
 """Keys under model that supervised fine-tuning has, too."""
 SFT_CALLBACKS = ("best", "checkpoint")
@@ -63,6 +65,17 @@ def _check_group(kind: type, value: Any, key: str) -> None:
             _check_group(parameter.annotation, value.get(name), f"{key}.{name}")
 
 
+def monitor_first_set(config: Namespace) -> None:
+    """Have `best` monitor the accuracy of the first of `data.sets` instead of `val/accuracy`, which is not logged then.
+
+    Args:
+        config: Of the run, changed.
+    """
+    sets = config.data.get("init_args", Namespace()).get("sets")
+    if sets and config.best is not None and config.best.init_args.get("monitor") == ACCURACY:
+        config.best.init_args.monitor = f"val/{next(iter(sets))}/accuracy"
+
+
 def is_sft(config: Namespace) -> bool:
     """Whether the data of a run are conversations."""
     kind = resolve_name(config.data.class_path)
@@ -93,7 +106,7 @@ def prepare_sft(config: Namespace, command: str) -> None:
     for key in ("noise", "report"):
         if config[key] is not None:
             raise UserError(f"supervised fine-tuning has no rollouts; got the key {key}; set it to null")
-    if config.best is not None and config.best.init_args.get("monitor") == "val/accuracy":
+    if config.best is not None and config.best.init_args.get("monitor") == ACCURACY:
         config.best.init_args.update(Namespace(SFT_BEST))
 
 

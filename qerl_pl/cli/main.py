@@ -30,7 +30,15 @@ from qerl_pl.callbacks import (
 )
 from qerl_pl.callbacks.loggers import SaveFitConfig
 from qerl_pl.callbacks.progress import progress_bar
-from qerl_pl.cli.config_checks import SFT_CALLBACKS, check_values, is_sft, prepare_sft, sft_module
+from qerl_pl.cli.config_checks import (
+    ACCURACY,
+    SFT_CALLBACKS,
+    check_values,
+    is_sft,
+    monitor_first_set,
+    prepare_sft,
+    sft_module,
+)
 from qerl_pl.cli.configs import ConfigFile, configs
 from qerl_pl.cli.dry_run import DryRun, describe
 from qerl_pl.cli.error_messages import explain
@@ -91,7 +99,7 @@ CALLBACKS: dict[str, tuple[type[Callback], dict[str, Any] | None, str]] = {
     "best": (
         ModelCheckpoint,
         # Not step=N, the name of a checkpoint that --resume auto takes.
-        {"monitor": "val/accuracy", "mode": "max", "filename": "best-{rollouts:.0f}"},
+        {"monitor": ACCURACY, "mode": "max", "filename": "best-{rollouts:.0f}"},
         "Saves the checkpoint of the best validation. null saves none.",
     ),
     "checkpoint": (ResumeCheckpoint, {}, "Saves the checkpoints for --resume auto. null saves none."),
@@ -205,6 +213,7 @@ class QeRLCLI(LightningCLI):
             prepare_sft(config, command)
         elif config.model.objective is None:  # as the key's default, its beta would pass to an objective that is named
             config.model.objective = Namespace(class_path="qerl_pl.algorithm.GRPO", init_args=Namespace(beta=0.0))
+        monitor_first_set(config)
         if config.data.get("init_args", {}).get("seed", 0) is None:
             config.data.init_args.seed = config.model.seed
         if config.trainer.default_root_dir is None:
