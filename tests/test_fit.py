@@ -300,7 +300,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_not_started_over(
     assert main([name, *args]) == 2
     error = capsys.readouterr().err
     line = error.splitlines()[-1]
-    assert line.startswith("qerl: ") and "is damaged" in line and "move that folder away to start over" in line
+    assert line.startswith("qerl: ") and "are damaged" in line and "move that folder away to start over" in line
     assert "Traceback" not in error
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
 
