@@ -38,7 +38,7 @@ def sources(path: Path, text: str) -> str:
 
 SECTIONS = [(MEASURED, title) for title in pages.sections(MEASURED)] + [
     (README, "Results"),
-    (ROOT / "docs" / "distillation.md", "What comes back"),
+    (ROOT / "docs" / "distillation.md", "Recovering what quantization lost"),
     (ROOT / "docs" / "distillation.md", "The full vocabulary"),
 ]
 
