@@ -17,7 +17,7 @@ from qerl_pl.algorithm.off_policy import PRESETS
 from qerl_pl.callbacks import RolloutCallback
 from qerl_pl.callbacks.evaluation import environment_settings
 from qerl_pl.modules.update_metrics import length_quartiles
-from qerl_pl.toy import GuessNumber
+from qerl_pl.toy.game import GuessNumber
 
 HOLES = torch.tensor(
     [
