@@ -6,6 +6,8 @@ BIN := $(VENV)/bin
 # Nothing is downloaded from a model hub while testing or in the quickstart.
 export HF_HUB_OFFLINE = 1
 export TOKENIZERS_PARALLELISM = false
+# Processes that tests start would compile the package and vLLM anew, each of them.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help quickstart test suite mutants study lint docs format install-gpu clean
 

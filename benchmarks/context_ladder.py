@@ -14,7 +14,9 @@ The second runs full steps: one prompt, 8 completions of a length, as many of th
 and values. A card of fewer GiB is the rest of this one beside one plain allocation, which the driver counts as used:
 CUDA, vLLM and CUDA graphs have to do with the rest, which `torch.cuda.set_per_process_memory_fraction` does not limit.
 Each step runs in a process of its own. Lengths go up from the longest that is estimated to fit, and down if it does
-not. What has been measured is read from --out/context_ladder_SHAPE.json and not measured again.
+not. Both write their table after every row; what was measured with the same settings is read from the file in --out and
+not measured again. With --sampled 256 all but 256 of a completion's tokens are the prompt's: the memory of a long
+completion in minutes, without the seconds that sampling it takes. `context_bars.py` runs single rows by name.
 """
 
 import argparse
@@ -36,6 +38,7 @@ import torch
 from qerl_kernels import select_backend
 from transformers import AutoConfig
 
+from qerl_pl.datamodules import ArithmeticDataModule
 from qerl_pl.memory import GIB
 from qerl_pl.memory_plan import MicroBatch, RunPlan, Shape, run_memory, update_memory
 
@@ -49,7 +52,14 @@ WAYS: dict[str, tuple[Any, int | None]] = {
 GROUP = 8
 PROMPT = 64
 """Tokens of a prompt, at most."""
+PREFILL = 2048
+"""Most tokens of the engine's forward pass; at its start it runs so many."""
 POSITIONS = 163840
+SETTINGS = ("checkpointing", "tile", "rank", "kv_dtype", "state_bits", "sampled", "steps", "eager")
+"""Of a row of full steps: a row with others is measured again."""
+OUT_OF_MEMORY = ("OutOfMemoryError", "out of memory", "must fit on the GPU", "No available memory", "Free memory on")
+"""What a process says whose step does not fit: PyTorch's, CUDA's and vLLM's words. Anything else is a mistake."""
+EIGHT_BITS = {"class_path": "bitsandbytes.optim.AdamW8bit", "init_args": {"lr": 1e-6}}
 LENGTHS = (512, 1024, 2048, 4096, 8192, 12288, 16384, 20480, 32768, 49152, 65536, 98304, 131072)
 
 
@@ -100,10 +110,11 @@ def updates(args: argparse.Namespace) -> None:
 
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # as the command line does
     vocabulary = shape_of(args).vocabulary
-    found: dict[str, dict[int, dict[str, float]]] = {}
+    found = updates_so_far(args)
     for way in args.ways:
-        policy, found[way] = policy_of(args, way), {}
-        for length in sorted(args.lengths):
+        missing = [length for length in sorted(args.lengths) if length not in found.setdefault(way, {})]
+        policy = policy_of(args, way) if missing else None
+        for length in missing:
             try:
                 one = update_speed.measure(policy, length, length, vocabulary, args.repeats)
             except torch.OutOfMemoryError:
@@ -112,6 +123,7 @@ def updates(args: argparse.Namespace) -> None:
             write_updates(found, {}, args)
         del policy
         free_memory(args)
+    write_updates(found, {}, args)
     alive: dict[str, Any] = {}
     for way in args.ways if args.snapshot and args.device == "cuda" else ():
         policy = policy_of(args, way)
@@ -121,13 +133,21 @@ def updates(args: argparse.Namespace) -> None:
         free_memory(args)
 
 
+def updates_so_far(args: argparse.Namespace) -> dict[str, dict[int, dict[str, float]]]:
+    """What an earlier run has measured with this rank."""
+    path = args.out / f"context_update_{args.shape}.json"
+    results = json.loads(path.read_text())["results"] if path.is_file() else {}
+    found = results.get("found", {}) if results.get("rank") == args.rank else {}
+    return {way: {int(length): one for length, one in lengths.items()} for way, lengths in found.items()}
+
+
 def write_updates(
     found: dict[str, dict[int, dict[str, float]]], alive: dict[str, Any], args: argparse.Namespace
 ) -> None:
     rows: list[list[Any]] = []
     for way, measured in found.items():
         before: tuple[int, float] | None = None
-        for length, one in measured.items():
+        for length, one in sorted(measured.items()):
             peak, estimate = one["peak_gib"], one["estimate_gib"]
             token = "–" if before is None else f"{(peak - before[1]) * GIB / (length - before[0]):.0f}"
             apart = f"{100 * (estimate / peak - 1):+.1f}" if peak else "–"
@@ -184,13 +204,22 @@ def _place(frames: list[dict[str, Any]]) -> str:
 
 def step_plan(args: argparse.Namespace, length: int, kv: float) -> RunPlan:
     batch = MicroBatch(length + PROMPT, 1, checkpointing=args.checkpointing, mlp_tile_tokens=args.tile, rank=args.rank)
-    seqs = {"prompt_tokens": PROMPT, "max_num_seqs": GROUP}
-    return RunPlan(shape_of(args), batch, micro_batches=GROUP, kv_cache_gib=kv, **seqs)  # type: ignore[arg-type]
+    prompt = PROMPT if args.sampled is None else min(PREFILL, PROMPT + length)
+    return RunPlan(
+        shape_of(args),
+        batch,
+        micro_batches=GROUP,
+        kv_cache_gib=kv,
+        kv_dtype=torch.float8_e4m3fn if args.kv_dtype == "fp8" else None,
+        prompt_tokens=prompt,
+        max_num_seqs=GROUP,
+        **{"state_bytes": 2.03125, "step_bytes": 0.0} if args.state_bits == 8 else {},
+    )
 
 
 def sequence_gib(args: argparse.Namespace, length: int) -> float:
     """GiB of a sequence's keys and values, whole blocks."""
-    return (length + PROMPT + 32) * shape_of(args).kv_bytes(torch.bfloat16) / GIB
+    return (length + PROMPT + 32) * step_plan(args, length, 0.0).token_kv_bytes / GIB
 
 
 def kv_for(args: argparse.Namespace, card: float, length: int) -> float:
@@ -213,7 +242,10 @@ def ladder(args: argparse.Namespace) -> None:
     path, began = args.out / f"context_ladder_{args.shape}.json", time.monotonic()
     found: dict[str, dict[str, Any]] = json.loads(path.read_text())["results"] if path.is_file() else {}
     for card in args.cards:
-        lengths, known = sorted(args.lengths), found.setdefault(f"{card:g}", {})
+        lengths, settings = sorted(args.lengths), settings_of(args)
+        # Rows that were measured with other settings are not of this table.
+        known = {name: one for name, one in found.get(f"{card:g}", {}).items() if one.get("settings") == settings}
+        found[f"{card:g}"] = known
         first = max((index for index, length in enumerate(lengths) if fits(args, card, length)), default=0)
         index = first
         while 0 <= index < len(lengths):
@@ -221,7 +253,10 @@ def ladder(args: argparse.Namespace) -> None:
             if str(length) not in known:
                 if time.monotonic() - began > args.minutes * 60:
                     return
-                known[str(length)] = step(args, card, length)
+                measured = step(args, card, length)
+                if measured.get("outcome") == "failed":
+                    raise SystemExit(f"a step of {length} tokens on {card:g} GiB failed: {measured['reason']}")
+                known[str(length)] = measured | {"settings": settings}
                 write_ladder(found, args)
             up = known[str(length)]["fits"]
             following = index + (1 if up else -1)
@@ -232,14 +267,20 @@ def ladder(args: argparse.Namespace) -> None:
     write_ladder(found, args)
 
 
+def settings_of(args: argparse.Namespace) -> dict[str, Any]:
+    """What a row was measured with."""
+    return {name: getattr(args, name) for name in SETTINGS}
+
+
 def step(args: argparse.Namespace, card: float, length: int) -> dict[str, Any]:
     """Steps of one length in a process of its own: what it measured, or that it does not fit, and why."""
     kv = max(kv_for(args, card, length), sequence_gib(args, length))
     estimate = run_memory(step_plan(args, length, kv))
-    told = {"card": card, "length": length, "kv": kv}
+    told = {"card": card, "length": length, "kv": kv, **settings_of(args)}
+    told |= {"shape": args.shape, "device": args.device, "base": str(args.base), "out": str(args.out)}
     out = args.out / "step.json"
     out.unlink(missing_ok=True)
-    command = [sys.executable, __file__, *sys.argv[1:], "--one", json.dumps(told)]
+    command = [sys.executable, __file__, "--out", str(args.out), "--one", json.dumps(told)]
     log = args.out / f"step_{args.shape}_{card:g}_{length}.log"
     with log.open("w") as file:
         try:
@@ -250,17 +291,37 @@ def step(args: argparse.Namespace, card: float, length: int) -> dict[str, Any]:
     common = {"estimate_gib": estimate.peak / GIB, "estimate": rows, "kv_gib": kv}
     if out.is_file():
         return {"fits": True, **json.loads(out.read_text()), **common}
-    lines = [line for line in log.read_text().splitlines() if "memory" in line.lower() or "rror" in line]
-    return {"fits": False, "reason": (lines or ["no message"])[-1][:300], **common}
+    text = log.read_text()
+    lines = [line for line in text.splitlines() if "memory" in line.lower() or line.startswith("stopped after")]
+    outcome = "too slow" if "\nstopped after" in text else "does not fit"
+    if not lines or (outcome == "does not fit" and not any(word in text for word in OUT_OF_MEMORY)):
+        outcome = "failed"
+    return {"fits": False, "outcome": outcome, "reason": (lines or [f"see {log}"])[-1][:300], **common}
 
 
-def one_step(args: argparse.Namespace) -> None:
+class LongPrompts(ArithmeticDataModule):
+    """Prompts of so many tokens that they and what is sampled are as long as a completion.
+
+    Args:
+        tokens: Of a prompt, about: each digit is one.
+        train_size: Prompts.
+    """
+
+    def __init__(self, tokens: int, train_size: int) -> None:
+        super().__init__(train_size=train_size, batch_size=1, val_size=0, max_prompt_tokens=tokens, system_prompt=None)
+        self.tokens = tokens
+
+    def problem(self, index: int, split: Any) -> tuple[str, str]:
+        return str(index % 10) * (self.tokens - 8), "0"  # roles and the first token besides
+
+
+def one_step(told: dict[str, Any]) -> None:
     """In the process of a step: hold the rest of the card, run, write what was measured."""
     import rl_step
 
     from qerl_pl.cli.main import QeRLCLI
 
-    told = json.loads(args.one)
+    args = argparse.Namespace(**told | {"base": Path(told["base"]), "out": Path(told["out"])})
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     on_gpu, held, rest = args.device == "cuda", 0, None
@@ -268,7 +329,9 @@ def one_step(args: argparse.Namespace) -> None:
         select_backend("triton")
         held = max(int(torch.cuda.mem_get_info()[1] - told["card"] * GIB), 0)
         rest = torch.empty(held, dtype=torch.uint8, device="cuda")
-    given = {"kv_gib": told["kv"], "group": GROUP, "copies": 1, "eager": args.eager, "tokens": told["length"]}
+    given = {"kv_gib": told["kv"], "group": GROUP, "copies": 1, "eager": args.eager}
+    sampled = min(args.sampled or told["length"], told["length"])
+    given |= {"tokens": sampled}
     given |= {"precision": "nvfp4", "steps": args.steps, "micro_batch_tokens": 1, "out": args.out}
     settings = rl_step.settings(argparse.Namespace(**given), base_of(args))
     settings["model"]["policy"] |= {
@@ -276,10 +339,16 @@ def one_step(args: argparse.Namespace) -> None:
         "gradient_checkpointing": args.checkpointing,
         "mlp_tile_tokens": args.tile,
     }
+    if args.state_bits == 8:
+        settings["model"]["optimizer"] = EIGHT_BITS
     rollout = settings["trainer"]["callbacks"][0]["init_args"]
     settings["data"]["init_args"]["max_prompt_tokens"] = PROMPT
+    if args.sampled is not None:
+        tokens = {"tokens": told["length"] + PROMPT - sampled, "train_size": args.steps}
+        settings["data"] = {"class_path": "context_ladder.LongPrompts", "init_args": tokens}
     rollout["check_every"] = 10**6
-    rollout["engine"]["init_args"]["max_num_batched_tokens"] = 2048  # at its start vLLM runs so many
+    engine = {"max_num_batched_tokens": PREFILL, "kv_cache_dtype": args.kv_dtype}
+    rollout["engine"]["init_args"] |= engine
     if not on_gpu:
         rollout["engine"] = {"class_path": "qerl_pl.engines.TransformersEngine"}
     sys.argv = sys.argv[:1]
@@ -306,7 +375,7 @@ def write_ladder(found: dict[str, dict[str, Any]], args: argparse.Namespace) -> 
         for length, one in sorted(lengths.items(), key=lambda item: int(item[0])):
             row = [card, length, f"{one['kv_gib']:.1f}"]
             if not one["fits"]:
-                rows.append([*row, "does not fit", "–", f"{one['estimate_gib']:.1f}", "–"])
+                rows.append([*row, one.get("outcome", "does not fit"), "–", f"{one['estimate_gib']:.1f}", "–"])
                 continue
             peak = max(one["peak_gib"].values(), default=0.0)
             apart = f"{100 * (one['estimate_gib'] / peak - 1):+.1f}" if peak else "–"
@@ -332,6 +401,9 @@ def main() -> None:
     full.add_argument("--cards", type=float, nargs="+", default=[12, 16, 24, 32, 48, 80], help="GiB")
     full.add_argument("--checkpointing", choices=("true", "offload"), default="offload")
     full.add_argument("--tile", type=int, default=4096, help="mlp_tile_tokens")
+    full.add_argument("--kv-dtype", choices=("auto", "fp8"), default="auto", help="kv_cache_dtype")
+    full.add_argument("--state-bits", type=int, choices=(32, 8), default=32, help="of the optimizer's states")
+    full.add_argument("--sampled", type=int, help="tokens that are sampled; the rest of a completion is the prompt's")
     full.add_argument("--steps", type=int, default=2)
     full.add_argument(
         "--eager", action="store_true", help="start vLLM without compiling: a minute sooner, slower steps"
@@ -344,7 +416,7 @@ def main() -> None:
     args.checkpointing = True if args.checkpointing == "true" else args.checkpointing
     args.out.mkdir(parents=True, exist_ok=True)
     if args.one:
-        one_step(args)
+        one_step(json.loads(args.one))
         return
     if args.device == "cuda":
         select_backend("triton")

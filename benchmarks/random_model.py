@@ -1,6 +1,7 @@
 """Models of random weights in the shapes of real ones, to measure speed and memory."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -117,8 +118,15 @@ def write_model(folder: Path, shape: str, device: torch.device, nvfp4: bool = Tr
 def write_random(
     folder: Path, config: dict[str, Any], device: torch.device, nvfp4: bool = True, power_of_two: bool = False
 ) -> None:
-    """`write_model` for any config.json."""
-    folder.mkdir(parents=True)
+    """`write_model` for any config.json; the folder is whole or absent."""
+    part = folder.with_name(f"{folder.name}.part")
+    shutil.rmtree(part, ignore_errors=True)  # of a run that was cut off
+    part.mkdir(parents=True)
+    _write(part, config, device, nvfp4, power_of_two)
+    part.rename(folder)
+
+
+def _write(folder: Path, config: dict[str, Any], device: torch.device, nvfp4: bool, power_of_two: bool) -> None:
     ignored = {"ignore": [*CONFIG["ignore"], *unquantized(config)]}
     quantization = {"quantization_config": CONFIG | ignored} if nvfp4 else {}
     (folder / "config.json").write_text(json.dumps(config | quantization))

@@ -104,6 +104,7 @@ def settings(args: argparse.Namespace, base: Path) -> dict[str, Any]:
         "rewards": [{"class_path": "rl_step.Spread"}],
         "mismatch_bound": 1.0,  # random weights: nothing to compare with
     }
+    noise = {"stages": max(args.steps, 2)}
     return {
         "seed_everything": 0,
         "model": {
@@ -132,7 +133,7 @@ def settings(args: argparse.Namespace, base: Path) -> dict[str, Any]:
             "enable_progress_bar": False,
             "callbacks": [
                 {"class_path": "qerl_pl.callbacks.RolloutCallback", "init_args": rollout},
-                {"class_path": "qerl_pl.callbacks.AdaptiveQuantizationNoise", "init_args": {"stages": args.steps}},
+                {"class_path": "qerl_pl.callbacks.AdaptiveQuantizationNoise", "init_args": noise},
                 {"class_path": "qerl_pl.callbacks.Monitor"},
                 {"class_path": "rl_step.DriverMemory"},
             ],

@@ -1,4 +1,4 @@
-"""Token ids by which a chat goes on after a sampled turn: those of a tool's answer, and of the next generation prompt.
+"""Continues a chat after a sampled turn: token ids of tools' answers and of the next generation prompt.
 
 Turns that were sampled are never rendered again. The suffix is what the chat template writes after an assistant's turn
 of a conversation of placeholders, so that a template that rewrites earlier turns, such as one that drops their
@@ -131,10 +131,10 @@ class ChatContinuation:
 
     def text(self, ids: Sequence[int]) -> str:
         """Text of a sampled turn without the tokens that end it; control tokens stay."""
-        kept = list(ids)
-        while kept and kept[-1] in self.ends:
-            del kept[-1]
-        return str(self.tokenizer.decode(kept, skip_special_tokens=False))
+        text_ids = list(ids)
+        while text_ids and text_ids[-1] in self.ends:
+            del text_ids[-1]
+        return str(self.tokenizer.decode(text_ids, skip_special_tokens=False))
 
     @property
     def _name(self) -> str:
@@ -149,7 +149,7 @@ class ChatContinuation:
         )
 
     def _marks(self, texts: Sequence[str]) -> tuple[str, str]:
-        """Two texts that stand around the environment's own, and occur in none of them."""
+        """Marks to put around the environment's texts, which occur in none of them."""
         number = 0
         while any(f"qerlmark{number}" in text for text in texts):
             number += 1
@@ -166,7 +166,7 @@ class ChatContinuation:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"]) if text else []
 
     def _text_ids(self, text: str, max_tokens: int | None) -> list[int]:
-        """Token ids of text without an added token among them, of which it may hold the names."""
+        """Token ids of text without added tokens, also if the text contains their names."""
         pieces, start = [], 0
         for match in self._controls.finditer(text) if self._controls is not None else ():
             pieces.append(text[start : match.start() + 1])
@@ -184,10 +184,10 @@ def _answer(role: str, number: int) -> dict[str, Any]:
 
 
 def _encodable(text: str) -> str:
-    """Text without halves of surrogate pairs, which no tokenizer takes."""
+    """Text without unpaired surrogates, which tokenizers refuse."""
     return text.encode("utf-8", "replace").decode()
 
 
 def _split(text: str, begin: str, end: str) -> list[str]:
-    """Text between, and inside of, marks: the inside is at odd indices."""
+    """Split text at marks: the text inside of them is at odd indices."""
     return re.split(f"{begin}(.*?){end}", text, flags=re.DOTALL)

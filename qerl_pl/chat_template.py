@@ -17,7 +17,7 @@ from qerl_pl.errors import UserError
 from qerl_pl.persistence.atomic_files import atomic_directory, build_once, cache_root
 
 SYSTEM_PROMPT = "Think inside <think></think>, then give only the final answer inside <answer></answer>."
-"""Requests the format that the rewards check."""
+"""Asks for the format that the rewards check."""
 TEMPLATE_DATE = datetime(2024, 7, 26)
 """Date in templates that have one, such as Llama's, so that prompts are the same on every day of a run."""
 CACHED_PROMPTS = 1000
@@ -97,8 +97,8 @@ def template_texts(
     except TemplateError as error:
         raise UserError(
             f"the chat template of {name} refuses the messages: {error}; "
-            "correct them; where it knows no system message, set data.init_args.system_prompt to null and ask in the "
-            "question."
+            "correct them; if it has no system message, set data.init_args.system_prompt to null and put the "
+            "request into the question."
         ) from error
     return [str(text) for text in texts]
 
@@ -125,7 +125,7 @@ def cached_prompts(
     template_kwargs: Mapping[str, Any],
     tools: Sequence[Mapping[str, Any]] = (),
 ) -> list[list[int]]:
-    """As `render_prompts`, but one process of a machine renders, and later runs read what it cached."""
+    """As `render_prompts`, with a cache on disk, which one process of a machine fills."""
     if len(chats) < CACHED_PROMPTS or not tokenizer.is_fast or tokenizer.chat_template is None:
         return render_prompts(tokenizer, chats, system_prompt, template_kwargs, tools)
     described = [
@@ -158,9 +158,9 @@ def render_conversation(
     messages: Sequence[Mapping[str, Any]],
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> list[tuple[str, int | None]]:
-    """Text of a conversation in parts: of each the text, and the index of the assistant's message that it is, or None.
+    """Segments of a conversation's text, each with the index of its assistant's message, or None for other text.
 
-    The assistant's parts begin where its generation prompt ends, as sampled completions do.
+    The assistant's segments begin where the generation prompt ends, as sampled completions do.
 
     Args:
         tokenizer: Has a chat template.

@@ -1,8 +1,10 @@
-"""Errors for the user (`UserError`: one line, exit status 2), checks of settings, and the end by a signal."""
+"""Errors for the user (`UserError`: one line, exit status 2), checks of settings, and ends by a signal."""
 
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 
 class UserError(ValueError):
@@ -52,3 +54,27 @@ class Stopped(SystemExit):
 
     def __str__(self) -> str:
         return f"stopped by {signal.Signals(self.signal_number).name}"
+
+
+class StopSignals:
+    """Installs a handler of SIGTERM and SIGINT until the previous handlers are restored.
+
+    Args:
+        handler: Called with the signal's number and the interrupted frame.
+    """
+
+    def __init__(self, handler: Callable[[int, FrameType | None], None]) -> None:
+        self._handler = handler
+        self._previous: dict[int, Any] = {}
+
+    def take(self) -> None:
+        """Install the handler; repeated calls change nothing."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            if number not in self._previous:
+                self._previous[number] = signal.signal(number, self._handler)
+
+    def give_back(self) -> None:
+        """Restore the previous handlers, if the handler is installed."""
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        self._previous.clear()

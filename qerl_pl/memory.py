@@ -1,9 +1,10 @@
-"""Memory of a run: what tensors, files and optimizers hold, what a device has free. memory_plan.py has estimates."""
+"""Measures memory: of tensors, files and optimizers, and what a device has free. memory_plan.py has estimates."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -36,6 +37,11 @@ def free_bytes(device: torch.device) -> int | None:
         return None
     torch.cuda.empty_cache()
     return torch.cuda.mem_get_info(device)[0]
+
+
+def free_cpu_bytes() -> int:
+    """Bytes that this machine can give a process."""
+    return int(psutil.virtual_memory().available)
 
 
 # Keys and values ------------------------------------------------------------------------------------------------------

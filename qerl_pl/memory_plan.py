@@ -288,6 +288,8 @@ class RunPlan:
     engine_is_dense: bool = False
     """Whether the engine's copy has 16 bits (`TransformersEngine`)."""
     kv_cache_gib: float = 4.0
+    kv_dtype: torch.dtype | None = None
+    """Of keys and values; None for that of the activations."""
     sleeps: bool = True
     """Whether the engine releases keys and values during the update."""
     prompt_tokens: int = PREFILL_TOKENS
@@ -295,6 +297,11 @@ class RunPlan:
     max_num_seqs: int = 256
     reference: bool = False
     """Whether full fine-tuning holds a second model."""
+
+    @property
+    def token_kv_bytes(self) -> int:
+        """Bytes of a token's keys and values in all layers."""
+        return self.shape.kv_bytes(self.kv_dtype or self.batch.dtype)
 
 
 def run_memory(plan: RunPlan) -> RunMemory:
@@ -368,11 +375,11 @@ def longest_completion(plan: RunPlan, prompt: int, gib: float) -> int:
         prompt: Tokens of its prompt.
         gib: Of the GPU.
     """
-    sequence_gib = plan.shape.kv_bytes(plan.batch.dtype) / GIB
+    token_gib = plan.token_kv_bytes / GIB
 
     def fits(length: int) -> bool:
         batch = replace(plan.batch, tokens=prompt + length, sequences=1)
-        cache = max(plan.kv_cache_gib, (prompt + length) * sequence_gib)
+        cache = max(plan.kv_cache_gib, (prompt + length) * token_gib)
         return run_memory(replace(plan, batch=batch, kv_cache_gib=cache)).peak <= gib * GIB
 
     low, high = 0, 1

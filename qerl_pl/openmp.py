@@ -1,4 +1,4 @@
-"""PyTorch's waiting threads sleep, whichever of PyTorch and this package was imported first.
+"""Lets PyTorch's waiting OpenMP threads sleep, also if PyTorch was imported before this package.
 
 Between two operations the threads of libgomp, PyTorch's OpenMP on Linux, spin for milliseconds. Where another program
 has one of the processors, the thread that they wait for does not run meanwhile, and small operations take many times
@@ -13,20 +13,17 @@ import threading
 import torch
 
 _MOST = 8
-
 """Most idle teams; more would be needed only where PyTorch has few of many processors: others are free to spin on."""
 
 _SHARED = 2**20
-
 """Elements of a sum that PyTorch shares among threads."""
 
 _lock = threading.Lock()
-
 _parked: list[threading.Thread] = []
 
 
 def let_waiting_threads_sleep() -> None:
-    """Have libgomp manage more threads than there are processors: idle ones, which cost nothing; once a process.
+    """Start idle threads, once per process, so that libgomp manages more threads than there are processors.
 
     Numbers of threads, and so results, stay as they are. `OMP_WAIT_POLICY=ACTIVE` in the environment is heeded.
     """

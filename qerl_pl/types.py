@@ -1,4 +1,4 @@
-"""Data types of the run's path: prompts, completions, rewards, experience.
+"""Data types of a training step: prompts, completions, rewards, experience.
 
 Shapes, here and in every docstring: B completions in a batch, T token positions (prompt and completion, right-padded),
 V vocabulary, r adapter rank. Token ids are Python ints until `Experience`, where they become tensors.
@@ -60,7 +60,7 @@ class SamplingConfig:
 
 @dataclass(frozen=True)
 class EvalSampling:
-    """Sampling parameters of held-out prompts; null, or leaving one out, takes training's value.
+    """Sampling parameters of held-out prompts; a parameter that is null has training's value.
 
     Args:
         max_tokens: Most tokens of a completion; at this length it is truncated.
@@ -169,7 +169,7 @@ class Completion:
 
 @dataclass(frozen=True)
 class PolicyWeights:
-    """Everything of the policy that training changes, for an engine's `sync`."""
+    """Trained weights of the policy, for an engine's `sync`."""
 
     version: int
     """Number of updates so far."""
@@ -214,7 +214,7 @@ class CompletionRecord:
 
 @dataclass(frozen=True)
 class TeacherStates:
-    """What a teacher's next-token distributions are computed from, at the M tokens that train."""
+    """Hidden states and output layer that give a teacher's next-token distributions at the M tokens that train."""
 
     hidden: Tensor
     """Its last hidden states [M, D] at the positions that predict them, row by row."""

@@ -32,6 +32,7 @@ VLLM_FILES = (
     "test_engines",
     "test_families",
     "test_full",
+    "test_kv_cache_dtype",
     "test_ports",
     "test_terminal",
     "test_vllm_compat",

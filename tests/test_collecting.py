@@ -2,12 +2,13 @@
 
 import math
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from rank_helpers import on_ranks
-from scripted import PROMPTS, SAMPLING, Even, Scripted, Watched, Words, config_of, evaluator_of, nobody, own, said
+from scripted import PROMPTS, SAMPLING, Even, Long, Scripted, Watched, Words, config_of, evaluator_of, nobody, own, said
 
 from qerl_pl.algorithm import DrGRPO, NormNoise
 from qerl_pl.distributed.communicator import Communicator
@@ -196,7 +197,20 @@ def test_dynamic_sampling_replaces_what_teaches_nothing(spare: int, caplog: pyte
     assert len(found) == 4 * len(trained) == (12 if spare else 8)
     assert found.metrics["completions/groups_dropped_frac"] == pytest.approx(3 / len(sampled))
     assert found.sampled_tokens == sum(len(tokens) for prompt in sampled for tokens in tokens_of(prompt))
-    assert "teaches nothing" not in caplog.text
+    assert "trains nothing" not in caplog.text
+
+
+def test_an_answer_without_a_grade_is_not_a_wrong_one() -> None:
+    class Graded(Even):
+        """1, or no grade."""
+
+        def __call__(self, samples: Any) -> list[float | None]:  # type: ignore[override]
+            return [value or None for value in super().__call__(samples)]
+
+    policy, collector = Watched(), collector_of(Scripted(), resample_rounds=1, rewards=[Graded(), Long()])
+    found = collector.collect(PROMPTS[:3], policy.weights(4), policy, lambda *_: [])
+    assert any(informative(prompt) for prompt in PROMPTS[:3])  # by wrong answers, where there were such
+    assert not any(record.trained for record in found.records)
 
 
 def test_a_rollout_that_teaches_nothing_says_so(caplog: pytest.LogCaptureFixture) -> None:
@@ -206,9 +220,40 @@ def test_a_rollout_that_teaches_nothing_says_so(caplog: pytest.LogCaptureFixture
     found = collector_of(Scripted(), resample_rounds=1).collect(bad, policy.weights(4), policy, lambda *_: [])
     assert len(found) == 0 and len(found.records) == 8 and found.tokens.shape == (0, 0)
     assert found.truncated.dtype == torch.bool
-    assert "rollout 4 teaches nothing: none of 2 groups has right and wrong answers" in caplog.text
+    assert "rollout 4 trains nothing: none of 2 groups has both right and wrong answers" in caplog.text
     assert math.isnan(found.metrics["completions/length_max"]) and math.isnan(found.metrics["completions/length_mean"])
     assert found.metrics["completions/groups_dropped_frac"] == 1 and not math.isnan(found.metrics["reward/mean"])
+
+
+@pytest.mark.parametrize("value", [0.5, None])
+def test_rewards_that_are_equal_or_missing_everywhere_are_told_of(
+    value: float | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Same(Even):
+        def __call__(self, samples: Any) -> list[float | None]:  # type: ignore[override]
+            return [value] * len(samples)
+
+    policy = Watched()
+    collector_of(Scripted(), rewards=[Same()]).collect(PROMPTS[:2], policy.weights(4), policy, nobody)
+    assert "rollout 4 trains nothing: each group's rewards are equal or missing" in caplog.text
+    caplog.clear()
+    collector_of(Scripted()).collect(PROMPTS[:2], policy.weights(4), policy, nobody)
+    assert not caplog.text
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_completions_that_are_all_truncated_and_masked_are_told_of(
+    masked: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Endless(Scripted):
+        def generate(self, requests: Any, sampling: Any) -> list[list[Completion]]:
+            groups = super().generate(requests, sampling)
+            return [[replace(completion, finish_reason="length") for completion in group] for group in groups]
+
+    policy, objective = Watched(), DrGRPO(mask_truncated=masked)
+    collector = Collector(config_of(), Endless(), Words(), objective, seed=7)  # type: ignore[arg-type]
+    collector.collect(PROMPTS[:2], policy.weights(4), policy, nobody)
+    assert ("rollout 4 trains nothing: mask_truncated leaves out" in caplog.text) == masked
 
 
 @pytest.mark.parametrize("name", ["", "hard"])
@@ -259,7 +304,7 @@ def test_settings_that_cannot_be_are_refused(caplog: pytest.LogCaptureFixture) -
     for longest, warned in ((3, False), (4, True)):
         caplog.clear()
         config_of(rewards=[Even(), OverlongPenalty(max_length=longest, buffer=1)])
-        assert ("full at 4 tokens, which no completion of at most 3 reaches" in caplog.text) == warned
+        assert ("reaches -1 at 4 tokens, but completions have at most 3" in caplog.text) == warned
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])

@@ -73,6 +73,7 @@ COMBINATIONS = {
     "distill": ["distill"],
     "gsm8k_gsm8k_calculator_qwen2.5_7b": ["gsm8k", "gsm8k_calculator", "qwen2.5_7b"],
     "search_qwen2.5_7b": ["search", "qwen2.5_7b"],
+    "gsm8k_qwen2.5_7b_small_card": ["gsm8k", "qwen2.5_7b", "small_card"],
     "gsm8k_qwen2.5_7b_full_finetuning": ["gsm8k", "qwen2.5_7b", "full_finetuning"],
 } | {
     "_".join([*data, f"qwen2.5_{size}"]): [*data, f"qwen2.5_{size}"]
@@ -221,6 +222,12 @@ def test_the_other_files_change_what_they_are_named_for() -> None:
         ".rollout.rewards.accuracy.class_path": "qerl_pl.rewards.MathAnswer",
         ".rollout.engine.init_args.kv_cache_gib": 12.0,
         ".rollout.engine.init_args.max_num_seqs": 64,
+    }
+    assert changes(expected, parsed(*config("gsm8k", "qwen2.5_7b", "small_card"))) == {
+        ".model.micro_batch_tokens": 4096,
+        ".trainer.default_root_dir": "runs/gsm8k_qwen2.5_7b_small_card",
+        ".rollout.engine.init_args.kv_cache_gib": 2.0,
+        ".rollout.engine.init_args.max_num_seqs": 16,
     }
     full = changes(expected, parsed(*config("gsm8k", "qwen2.5_7b", "full_finetuning")))
     assert {key: value for key, value in full.items() if not key.startswith(".noise")} == {

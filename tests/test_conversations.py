@@ -224,7 +224,7 @@ def test_rows_are_held_out_and_come_once_an_epoch(tiny_policy_dir: Path, tmp_pat
     [
         ({"val_size": 4}, "fit", "val_size=4 of 4 prompts; lower it"),
         ({"batch_size": 5, "val_size": 0}, "fit", "batch_size=5 for 4 prompts; lower"),
-        ({"val_size": 0}, "validate", "found none, for data.val_size is 0; raise it"),
+        ({"val_size": 0}, "validate", "got none, as data.val_size is 0; raise it"),
     ],
 )
 def test_data_that_leave_nothing_to_do_are_refused(

@@ -95,7 +95,7 @@ def test_one_prompt_renders_as_in_a_batch(gsm8k: Path, tokenizer: str) -> None:
 def test_to_measure_on_no_prompts_is_refused(tmp_path: Path, tokenizer: str, stage: str, others: str) -> None:
     (tmp_path / "train.jsonl").write_text(json.dumps({"question": "How many are 1 and 2 ?", "answer": "#### 3"}) + "\n")
     data = GSM8KDataModule(str(tmp_path / "train.jsonl"), batch_size=1, val_size=0, tokenizer=tokenizer)
-    with pytest.raises(UserError, match=f"to {stage} takes prompts .* data.val_size is 0{others} raise it, or name"):
+    with pytest.raises(UserError, match=f"{stage} needs held-out prompts; .*val_size is 0{others} raise it, or name"):
         data.setup(stage)
     data.setup("fit")  # which needs none
 
@@ -373,7 +373,7 @@ def test_a_module_that_gives_no_rows_is_told_so(tokenizer: str, method: str, use
             return [Row("a", "one ?", "1")]
 
     setattr(Empty, method, lambda self: [])
-    with pytest.raises(UserError, match=f"{use} needs rows; Empty gives none; have it give some"):
+    with pytest.raises(UserError, match=f"{use} needs rows; Empty returns none; correct its method"):
         Empty(batch_size=1, val_size=1, tokenizer=tokenizer).setup("fit")
 
 

@@ -245,25 +245,37 @@ def test_dialogues_whose_tools_have_answered_go_on_while_others_wait() -> None:
     assert [one.token_ids for one in found] == [one.token_ids for one in expected]
 
 
-def test_a_group_without_any_reward_is_refused() -> None:
-    class Silent(Game):
-        def get_reward(self) -> float:
-            return float("nan")
+class NoReward(LocalPool):
+    """Environments without a reward, but for the first `rewarded` ones."""
 
-    class NoReward(LocalPool):
-        def open(self, row: Mapping[str, Any], seed: int | None = None) -> Any:
-            session = super().open(row, seed)
+    rewarded = 0
+
+    def open(self, row: Mapping[str, Any], seed: int | None = None) -> Any:
+        session = super().open(row, seed)
+        if len(self.sessions) > self.rewarded:
             session.reward = lambda messages=(): self.thread.submit(lambda: None)
-            return session
+        return session
 
+
+def collector_of(pool: LocalPool, **settings: Any) -> Collector:
     engine = Playing(7)
-    config = CollectorConfig([EnvironmentReward()], group_size=2, sampling=SAMPLING)
-    tokenizer, dialogues = engine.tokenizer, sampler_of(NoReward(Silent))
-    collector = Collector(config, engine, tokenizer, DrGRPO(), 7, dialogues=dialogues)  # type: ignore[arg-type]
-    with pytest.raises(
-        UserError, match="of all completions of a rollout none has one: give the environment get_reward"
-    ):
-        collector._sample(PROMPTS[:2], PolicyWeights(0, None, 1.0), {})
+    config = CollectorConfig([EnvironmentReward()], group_size=2, sampling=SAMPLING, **settings)
+    return Collector(config, engine, engine.tokenizer, DrGRPO(), 7, dialogues=sampler_of(pool))  # type: ignore[arg-type]
+
+
+def test_a_rollout_without_any_reward_is_refused() -> None:
+    collector = collector_of(NoReward(Game))
+    with pytest.raises(UserError, match="none of its completions has one; define get_reward in the environment"):
+        collector._sample_informative(PROMPTS[:2], PolicyWeights(0, None, 1.0), lambda *_: [], {})
+
+
+def test_a_round_of_dynamic_sampling_without_any_reward_is_not_a_rollout_without_any() -> None:
+    pool = NoReward(Game)
+    pool.rewarded = 4  # the tools of the replacement's dialogues were ended by their time limit
+    collector = collector_of(pool, resample_rounds=1)
+    weights = PolicyWeights(0, None, 1.0)
+    groups = collector._sample_informative(PROMPTS[:2], weights, lambda *_: PROMPTS[2:3], {})
+    assert [group.total.isnan().all().item() for group in groups] == [False, False, True]
 
 
 def completion_by_hand() -> Completion:
@@ -303,7 +315,7 @@ def test_the_environments_reward_comes_behind_others_and_only_with_an_environmen
     assert (own.name, own.weight) == ("environment", 0.5)
     listed = EnvironmentReward(3.0)
     assert with_environment_reward([listed], True, 0.5) == [listed] and with_environment_reward([], False, 1.0) == []
-    with pytest.raises(UserError, match="the run has none; set rollout.environment"):
+    with pytest.raises(UserError, match="rollout.environment is null; set it"):
         with_environment_reward([listed], False, 1.0)
 
 

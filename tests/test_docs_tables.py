@@ -2,7 +2,7 @@
 
 import inspect
 import re
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from decimal import Decimal
 from pathlib import Path
 from typing import get_args
@@ -19,7 +19,7 @@ from qerl_pl.algorithm.advantages import AdvantageNorm
 from qerl_pl.algorithm.off_policy import PRESETS
 from qerl_pl.cli.quantize import quantize
 from qerl_pl.memory import GIB, GRADIENT, MASTER, optimizer_bytes
-from qerl_pl.memory_plan import MicroBatch, RunPlan, Shape, longest_completion, working_bytes
+from qerl_pl.memory_plan import MicroBatch, RunPlan, Shape, longest_completion, run_memory, working_bytes
 
 README = ROOT / "README.md"
 MEASURED = ROOT / "docs" / "measured.md"
@@ -38,7 +38,7 @@ def sources(path: Path, text: str) -> str:
 
 SECTIONS = [(MEASURED, title) for title in pages.sections(MEASURED)] + [
     (README, "Results"),
-    (ROOT / "docs" / "distillation.md", "What comes back"),
+    (ROOT / "docs" / "distillation.md", "Recovering what quantization lost"),
     (ROOT / "docs" / "distillation.md", "The full vocabulary"),
 ]
 
@@ -132,6 +132,38 @@ def test_completions_that_fit_are_those_that_the_estimate_says() -> None:
                 plan = RunPlan(shape_of(name), batch, 8, kv_cache_gib=0.0, prompt_tokens=256, max_num_seqs=8)
                 longest = longest_completion(plan, 256, float(size.removesuffix(" GiB")) - 0.3)
                 assert shown == (str(longest // 1000) if longest >= 1000 else "–"), (name, size, mode)
+
+
+def long_plan(shape: str, length: int, rank: int, mode: bool | str, dtype: str, bits: int, at_once: int) -> RunPlan:
+    """A row of the table of long completions."""
+    tokens, sizes = 256 + length, shape_of(shape)
+    batch = MicroBatch(tokens, checkpointing=mode, rank=rank)
+    plan = RunPlan(
+        replace(sizes, tied=True) if shape == "3B" else sizes,
+        batch,
+        8,
+        kv_dtype={"fp8": torch.float8_e4m3fn, "auto": None}[dtype],
+        prompt_tokens=256,
+        max_num_seqs=8,
+        **{32: {}, 8: {"state_bytes": 2.03125, "step_bytes": 0.0}}[bits],
+    )
+    return replace(plan, kv_cache_gib=at_once * tokens * plan.token_kv_bytes / GIB)
+
+
+def test_long_completions_need_what_the_page_says() -> None:
+    header, *rows = pages.rows(pages.sections(ROOT / "docs" / "memory.md")["Long completions, small cards"])
+    assert len(header) == 11 and len(rows) == 7
+    for shape, completion, card, rank, mode, dtype, bits, at_once, *needs in rows:
+        length, gib, count = int(completion.replace(",", "")), float(card), int(at_once)
+        saved = {"true": True, "offload": "offload"}[mode.strip("`")]
+        found = [
+            run_memory(long_plan(shape, length, int(rank), saved, dtype.strip("`"), int(bits), sequences))
+            for sequences in (count, count + 1)
+        ]
+        sums = [sum(phase.values()) / GIB for phase in (found[0].rollout, found[0].update)]
+        left = gib - max(sums)
+        assert [float(cell) for cell in needs] == pytest.approx([*sums, left], abs=0.06), (shape, sums, left)
+        assert left >= 0.3 and (count == 8 or found[1].peak / GIB > gib - 0.3), shape  # no more at once
 
 
 def test_bytes_of_a_token_in_an_update_are_those_of_the_page() -> None:

@@ -1,8 +1,10 @@
 """`qerl fit --dry-run` says what a run needs by its config.json, and loads, starts and writes nothing."""
 
 import json
+import re
 from pathlib import Path
 
+import pages
 import pytest
 import torch
 
@@ -48,12 +50,16 @@ def qwen3_8b(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def run(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, list[str]]:
-    """The printed rows by their first words, as cells."""
+    """The printed rows by their first words, as cells; and what each choice of "auto" needs in the update."""
     assert main(["fit", "--dry-run", *words]) == 0
     out = capsys.readouterr().out
     assert not list(Path.cwd().iterdir())
     rows = [line.rsplit(maxsplit=2) for line in out.splitlines()]
-    return {row[0].strip(): row[1:] for row in rows if len(row) > 1}
+    table = {row[0].strip(): row[1:] for row in rows if len(row) > 1}
+    for line in out.splitlines():
+        if line.startswith("  false"):
+            table["auto"] = line.strip().split("; ")
+    return table
 
 
 def test_a_run_with_an_adapter_is_described_by_purpose(capsys: pytest.CaptureFixture[str], qwen3_8b: Path) -> None:
@@ -63,19 +69,35 @@ def test_a_run_with_an_adapter_is_described_by_purpose(capsys: pytest.CaptureFix
     base = (linears * 4.5 / 8 + 2 * 2 * 151936 * 4096) / GIB
     assert table["base model"] == [f"{base:.2f}"] * 2
     assert table["keys and values"] == ["16.00", "0.00"]
-    assert [float(cell) for cell in table["layer inputs and products"]] == [0, pytest.approx(4.5)]  # 16384 tokens
-    parts = [row for name, row in table.items() if all("." in cell for cell in row) and name != "in all"]
+    assert [float(cell) for cell in table["layer inputs and products"]] == [0, 0.25]  # of 16384 tokens, two layers'
+    parts = [row for name, row in table.items() if all("." in cell for cell in row) and name not in ("in all", "auto")]
     sums = [sum(float(row[phase]) for row in parts) for phase in (0, 1)]
     assert len(parts) == 10 and [float(cell) for cell in table["in all"]] == pytest.approx(sums, abs=0.05)
     longest = [int(cell.replace(",", "")) if cell != "none" else 0 for cell in table["48 GiB"]]
     assert 0 < longest[0] == longest[1]  # the update decides
     assert table["16 GiB"][0] == "none" != table["16 GiB"][1]  # the cache does
-    less = run(
-        capsys, *words, "--model.policy.gradient_checkpointing", "offload", "--model.policy.mlp_tile_tokens=4096"
-    )
-    assert float(less["in all"][1]) < float(table["in all"][1]) - 4
-    assert int(less["24 GiB"][1].replace(",", "")) > int(table["24 GiB"][1].replace(",", ""))
-    assert less["pinned on the CPU: layer"] == ["inputs", "4.50"]
+    assert table["pinned on the CPU: layer"] == ["inputs", "4.50"]
+    ways = {way.rpartition(" ")[0]: float(way.rpartition(" ")[2]) for way in table["auto"]}
+    assert list(ways) == ["false", "selective", "true", "offload", "offload, mlp_tile_tokens 4096"]
+    assert list(ways.values()) == sorted(ways.values(), reverse=True)
+    assert ways["offload, mlp_tile_tokens 4096"] == float(table["in all"][1])
+    assert ways["true"] - ways["offload"] == pytest.approx(34 / 36 * 4.5, abs=0.01)
+    by_hand = run(capsys, *words, "--model.policy.mlp_tile_tokens=4096")
+    assert [way.rpartition(" ")[0] for way in by_hand["auto"]] == [
+        f"{mode}, mlp_tile_tokens 4096" for mode in ("false", "selective", "true", "offload")
+    ]
+    more = run(capsys, *words, "--model.policy.gradient_checkpointing", "true", "--model.policy.mlp_tile_tokens=auto")
+    assert float(more["in all"][1]) == ways["true"] and "auto" not in more
+    assert int(more["24 GiB"][1].replace(",", "")) < int(table["24 GiB"][1].replace(",", ""))
+    assert "pinned on the CPU: layer" not in more
+
+
+def test_keys_and_values_in_fp8_are_counted_as_half(capsys: pytest.CaptureFixture[str], qwen3_8b: Path) -> None:
+    words = ["-c", "gsm8k", "-c", "qwen2.5_7b", "--model.policy.path", str(qwen3_8b)]
+    words += ["--rollout.engine.kv_cache_gib=null", "--rollout.engine.gpu_memory_utilization=0.9"]
+    tables = [run(capsys, *words, f"--rollout.engine.kv_cache_dtype={dtype}") for dtype in ("auto", "fp8")]
+    sequence = (256 + 2048) * 2 * 36 * 1024 / GIB  # in fp8
+    assert [float(table["keys and values"][0]) for table in tables] == pytest.approx([2 * sequence, sequence], abs=0.01)
 
 
 def test_full_fine_tuning_and_eight_bit_states_are_counted(capsys: pytest.CaptureFixture[str], qwen3_8b: Path) -> None:
@@ -106,6 +128,21 @@ def test_a_model_without_a_config_is_refused(capsys: pytest.CaptureFixture[str],
     (qwen3_8b / "config.json").unlink()
     assert main(["fit", "--dry-run", "-c", "gsm8k", "--model.policy.path", str(qwen3_8b)]) == 2
     assert "a dry run reads the model's config.json" in capsys.readouterr().err
+
+
+def test_a_small_card_needs_what_the_page_says(capsys: pytest.CaptureFixture[str], qwen3_8b: Path) -> None:
+    page = (pages.ROOT / "docs" / "memory.md").read_text()
+    shown = re.search(r"Qwen2.5-3B needs ([\d.]+), 7B ([\d.]+) and 14B ([\d.]+) GiB", page)
+    assert shown is not None
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    sizes = {"3b": (2048, 11008, 36, 16, 2), "7b": (3584, 18944, 28, 28, 4), "14b": (5120, 13824, 48, 40, 8)}
+    for (name, numbers), expected in zip(sizes.items(), shown.groups(), strict=True):
+        config = {"model_type": "qwen2", "vocab_size": 151936 if name == "3b" else 152064}
+        config |= {"tie_word_embeddings": name == "3b", **dict(zip(names, numbers, strict=True))}
+        (qwen3_8b / "config.json").write_text(json.dumps(config))
+        words = [word for file in ("gsm8k", f"qwen2.5_{name}", "small_card") for word in ("-c", file)]
+        needed = max(map(float, run(capsys, *words, "--model.policy.path", str(qwen3_8b))["in all"]))
+        assert f"{needed:.1f}" == expected, name
 
 
 def test_cards_are_those_of_the_page() -> None:

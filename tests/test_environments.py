@@ -366,7 +366,7 @@ def two_rows(row: Any, other: Any) -> Any:
         (NeedsPath, "made without further arguments; NeedsPath needs path; give them in init_args"),
         (two_rows, "two_rows needs row, other; leave one argument, the row"),
         (NoReset, r"has a method reset\(\*\*row\); environment NoReset has none; add one"),
-        (NoTools, r"public methods, which are its tools, or step\(text\); environment NoTools has none; add"),
+        (NoTools, r"public methods, which are its tools, or step\(text\); environment NoTools has neither; add one"),
         (NoHints, "NoHints's tool: Argument number is missing a type hint .*; complete it"),
         (NoDocstring, "NoDocstring's tool: .* because it has no docstring!; complete it"),
         (NoArgument, "NoArgument's tool: .* has no description for the argument 'number'; complete it"),

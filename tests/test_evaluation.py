@@ -1,11 +1,13 @@
 """`qerl test` over named sets: the report, its samples, and going on after a kill."""
 
+import hashlib
 import json
 import re
 import shutil
 import signal
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,7 @@ from qerl_pl.cli.main import QeRLCLI, main
 from qerl_pl.engines import TransformersEngine
 from qerl_pl.errors import UserError
 from qerl_pl.modules import QeRLModule
-from qerl_pl.rewards import GSM8KAnswer, MathAnswer, RewardSample
+from qerl_pl.rewards import GSM8KAnswer, MathAnswer, RewardFunction, RewardSample, as_rewards
 from qerl_pl.types import Completion, RolloutRequest, SamplingConfig
 
 CONFIG = Path(__file__).parents[1] / "configs" / "evaluate.yaml"
@@ -155,13 +157,26 @@ def test_a_rewards_settings_are_in_the_digest_of_its_samples() -> None:
         def __init__(self, **settings: Any) -> None:
             vars(self).update(settings)
 
-    mine = {"class": f"{__name__}.{Mine.__qualname__}"}
+    source = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
+    mine = {"class": f"{__name__}.{Mine.__qualname__}", "source": source}
     assert _reward_settings(Mine(words={"a": 1}, signs=["+", None])) == mine | {"words": {"a": 1}, "signs": ["+", None]}
     for not_json in ([re.compile("x")], {"a": re.compile("x")}, {1: 2}):
         assert _reward_settings(Mine(patterns=not_json)) == mine
     limits = ((3, 12), (4, 12), (3, 13))
     found = [_reward_settings(MathAnswer(time_limit_s=one, batch_limit_s=all_together)) for one, all_together in limits]
     assert len({json.dumps(settings) for settings in found}) == 3
+
+
+def test_samples_graded_by_another_function_or_its_earlier_code_are_not_reused(tmp_path: Path) -> None:
+    file = tmp_path / "grading.py"
+    file.write_text("".join(f"def {name}(completions):\n    return [1.0]\n" for name in ("exact", "loose")))
+    (exact,), (loose,) = (as_rewards({"accuracy": f"{file}:{name}"}) for name in ("exact", "loose"))
+    digests = [json.dumps(_reward_settings(reward)) for reward in (exact, loose)]
+    file.write_text(file.read_text().replace("1.0", "0.5"))
+    assert len({*digests, json.dumps(_reward_settings(loose))}) == 3
+    bound = RewardFunction(partial(len, ()), name="bound")  # of code without a file the name alone
+    assert _reward_settings(bound)["function"] == "builtins.len" and "source" not in _reward_settings(bound)
+    assert "source" not in _reward_settings(MathAnswer())
 
 
 def test_a_failed_evaluation_detaches_its_cache(tmp_path: Path) -> None:
@@ -200,6 +215,8 @@ def test_a_killed_evaluation_goes_on(
     assert by_name[0] == by_name[1]
     other = evaluate(tiny_policy_dir, tmp_path / "again", sets, "--seed_everything", "5")
     assert other["samples"] != uninterrupted["samples"] and sum(asked[6:]) == 15  # other streams, other samples
+    thinking = evaluate(tiny_policy_dir, tmp_path / "again", sets, "--data.chat_template_kwargs", "{thinks: true}")
+    assert thinking["samples"] not in (uninterrupted["samples"], other["samples"]) and sum(asked[6:]) == 30
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

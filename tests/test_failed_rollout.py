@@ -98,7 +98,7 @@ def test_a_reward_that_fails_saves_the_state_before_its_rollout_and_the_run_resu
         (line,) = (line for line in capsys.readouterr().err.splitlines() if line.startswith("qerl: "))
         path = run / "checkpoints" / f"step={rollout - 1}.ckpt"
         assert line.startswith("qerl: reward 'flaky' raised RuntimeError: the service is down on ")
-        assert line.endswith(f"; the state is saved in {path}; go on with the same command and --resume auto")
+        assert line.endswith(f"; the state is saved in {path}; continue with the same command and --resume auto")
         saved.append(path.name)
         assert sorted(one.name for one in path.parent.glob("*.ckpt")) == saved
         assert not differences(checkpoint(run, path.name), checkpoint(whole, path.name))
@@ -139,7 +139,7 @@ def test_a_run_of_two_epochs_that_fails_anywhere_does_nothing_twice(tmp_path: Pa
     with pytest.raises(UserError) as raised:
         trainer_of(tmp_path, Fails(step), ResumeCheckpoint(99), **settings).fit(modules[1])
     path = tmp_path / "checkpoints" / f"step={step}.ckpt"
-    assert raised.value.__notes__ == [f"the state is saved in {path}; go on with the same command and --resume auto"]
+    assert raised.value.__notes__ == [f"the state is saved in {path}; continue with the same command and --resume auto"]
     trainer = trainer_of(tmp_path, ResumeCheckpoint(99), **settings)
     trainer.fit(modules[2], ckpt_path=str(path), weights_only=True)
     assert modules[1].events + modules[2].events == modules[0].events

@@ -10,10 +10,9 @@ import torch
 from lightning.pytorch.callbacks import LambdaCallback
 from short_run import data, module_of, rollout_of, trainer_of
 
-from qerl_pl.algorithm.feedback import EXPLORATION_EFFECT, Feedback, logged_value
+from qerl_pl.algorithm.feedback import EXPLORATION_EFFECT, Feedback, TemperatureControl, logged_value
 from qerl_pl.callbacks import AdaptiveQuantizationNoise, ResumeCheckpoint
 from qerl_pl.errors import UserError
-from qerl_pl.rollout.temperature import TemperatureControl
 from qerl_pl.types import SamplingConfig
 
 

@@ -238,7 +238,7 @@ def test_validate_from_a_checkpoint_and_export(
     assert main(["export", str(run), str(tmp_path / "merged"), "--merge", "true"]) == 0
     written = capfd.readouterr().out
     assert f"wrote the adapter (rank 4, base {tiny_policy_dir} in NVFP4) to {tmp_path / 'adapter'}, " in written
-    assert f"the whole model (adapter merged in, bfloat16) to {tmp_path / 'merged'}, " in written
+    assert f"the complete model (adapter merged in, bfloat16) to {tmp_path / 'merged'}, " in written
     assert "MiB; after 3 rollouts" in written and "step=3.end.ckpt" in written
     named = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["base_model_name_or_path"]
     assert named == str(tiny_policy_dir) and format_of(base_of(tmp_path / "adapter")).name == "nvfp4"
@@ -300,7 +300,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_not_started_over(
     assert main([name, *args]) == 2
     error = capsys.readouterr().err
     line = error.splitlines()[-1]
-    assert line.startswith("qerl: ") and "is damaged" in line and "move that folder away to start over" in line
+    assert line.startswith("qerl: ") and "are damaged" in line and "move that folder away to start over" in line
     assert "Traceback" not in error
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
 

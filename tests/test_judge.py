@@ -307,7 +307,7 @@ def test_the_key_is_sent_and_nowhere_else(
     assert KEY not in repr(vars(reward)) and KEY not in caplog.text
     assert all(KEY.encode() not in path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
     monkeypatch.setenv("MY_KEY", "sk-\nsecret")
-    with pytest.raises(UserError, match="that of MY_KEY is none") as raised:
+    with pytest.raises(UserError, match="that in MY_KEY is not") as raised:
         grades(reward, samples("b"))
     assert "secret" not in str(raised.value)
 
@@ -402,7 +402,7 @@ def test_a_cache_that_takes_nothing_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "broken" / "replies.sqlite").write_text("not a database, and long enough to be seen as none" * 99)
     for name, found in (("file", "File exists"), ("broken", "file is not a database")):
         reward = JudgeReward("http://127.0.0.1:1/v1", "grader", cache=str(tmp_path / name))
-        with pytest.raises(UserError, match=rf"{name} does not take them \(.*{found}.*\); set the reward's cache"):
+        with pytest.raises(UserError, match=rf"{name} cannot be used \(.*{found}.*\); set the reward's cache"):
             grades(reward, samples("a"))
 
 

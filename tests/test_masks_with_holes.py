@@ -1,6 +1,7 @@
 """What an environment wrote between turns is nowhere in the loss: with and without those positions it is the same."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from qerl_pl.algorithm.off_policy import PRESETS
 from qerl_pl.callbacks import RolloutCallback
 from qerl_pl.callbacks.evaluation import environment_settings
 from qerl_pl.modules.update_metrics import length_quartiles
+from qerl_pl.toy.game import GuessNumber
 
 HOLES = torch.tensor(
     [
@@ -88,7 +90,15 @@ def test_every_part_of_a_run_takes_dialogues(game_policy_dir: Path, tmp_path: Pa
         assert row["tokens"] < 60
 
 
-def test_an_evaluations_digest_covers_the_environment() -> None:
+def test_an_evaluations_digest_covers_the_environment(tmp_path: Path) -> None:
+    file, found = tmp_path / "my_game.py", []
+    for turns in (3, 4):
+        file.write_text(f"turns = {turns}\n")
+        for named in (f"{file}:Game", {"class_path": f"{file}:Game"}, partial(GuessNumber, turns)):
+            found.append(environment_settings(RolloutCallback([], environment=named))["environment"])
+    assert found[0]["source"] == found[1]["source"] != found[3]["source"] == found[4]["source"]
+    assert found[2] == found[5] and found[2]["environment"] == "qerl_pl.toy.game.GuessNumber"
+
     def of(**settings: Any) -> dict[str, Any]:
         return environment_settings(RolloutCallback([], environment="qerl_pl.toy.game.GuessNumber", **settings))
 

@@ -106,6 +106,22 @@ RIGHT = [
     ("18", "$18$ dollars"),
     ("$C$ is not  invertible.", "$C$ is not invertible"),
     ("No real solutions", "\\text{no real solutions}"),
+    ("The answer is 18.", "18"),
+    ("Final answer: 18", "18"),
+    ("1 1/2", "\\frac{3}{2}"),
+    ("0.1\\overline{6}", "\\frac{1}{6}"),
+    ("\\frac{1}{3}", "0.\\overline{3}"),
+    ("\\varnothing", "\\emptyset"),
+    ("2 ln(3) + sin x", "2\\ln 3 + \\sin x"),
+    ("exp(x)", "e^x"),
+    ("2*pi + 7 sqrt(2)", "2\\pi+7\\sqrt{2}"),
+    ("true", "\\text{True}"),
+    ("18 km/h", "18"),
+    ("18 cm²", "18"),
+    ("18", "18 dollars"),
+    ("$x = 18.$", "18"),
+    ("x < -1 or x > 1", "(-\\infty,-1)\\cup(1,\\infty)"),
+    ("x > 1 \\text{ or } x < -1", "(-\\infty,-1)\\cup(1,\\infty)"),
 ]
 WRONG = [
     ("52_7", "52_8"),
@@ -191,6 +207,15 @@ WRONG = [
     ("C", "C \\text{ is not invertible}"),
     ("(1,2)", "increasing on $(0,1)$, decreasing on $(1,2)$"),
     ("$6$", "$5$ apples and $6$ pears"),
+    ("The answer is 17. No, 18", "18"),
+    ("The answer is not 18.", "18"),
+    ("1 1/2", "1"),
+    ("0.1\\overline{6}", "0.16"),
+    ("sin x", "\\cos x"),
+    ("false", "\\text{True}"),
+    ("18 million", "18 dollars"),
+    ("x < -1 or x > 2", "(-\\infty,-1)\\cup(1,\\infty)"),
+    ("x < -1 or y > 1", "(-\\infty,-1)\\cup(1,\\infty)"),
 ]
 
 
@@ -220,8 +245,8 @@ def test_references_that_can_only_be_compared_as_text_are_told_of(caplog: pytest
     assert not caplog.text
     MathAnswer().check_references(REFERENCES)
     assert [line.getMessage() for line in caplog.records] == [
-        "MathAnswer compares a reference of prose or of several statements as text alone, for any part of it would "
-        "satisfy it as mathematics: 5 of 10 references, such as '$C$ is not invertible' of f; rewrite or drop them"
+        "MathAnswer compares references that are prose or several statements as text only: 5 of 10, such as "
+        "'$C$ is not invertible' of f; rewrite or drop them"
     ]
 
 
@@ -248,6 +273,14 @@ def test_equal_texts_need_no_grading() -> None:
         ("\\[a\n\\[b\n\\] c", "\\[b\n\\]"),
         ("\\(a \\(b\\) c", "\\(b\\)"),
         ("\\\\[a\\\\] so 7", "7"),
+        ("She makes 9 * $2 = $18 every day.", "$18"),
+        ("The profit is $150,000 - $80,000 = $70,000.", "$70,000"),
+        ("It is $15*13=$<<15*13=195>>195.", "195"),
+        ("He pays $5 and gets $2 back, so $ x = 3 $ is left.", "$ x = 3 $"),
+        ("At $5 or $6, it is $ 5 and $ 6", "6"),
+        ("Thus\n$$\nx = \\frac{1}{4}\n$$\nas said.", "$$\nx = \\frac{1}{4}\n$$"),
+        ("So -$\\$ 5000$", "$\\$ 5000$"),
+        ("It falls to −3.", "−3"),
         ("nothing", None),
         ("", None),
     ],
@@ -399,7 +432,10 @@ def test_what_kills_the_grading_is_told_as_itself_and_not_as_a_rewards_mistake()
     with pytest.MonkeyPatch.context() as patch, pytest.raises(UserError) as told:
         patch.setattr(grading._Worker, "send", killed_when_asked)
         score([reward], [answered("36/3"), answered("36/2")])
-    assert re.fullmatch(r"MathAnswer grades in .*; two were killed at '36/\d', by no .*; see that .*", str(told.value))
+    assert re.fullmatch(
+        r"MathAnswer grades in .*; two were killed while grading '36/\d', not by its limits; free memory.*",
+        str(told.value),
+    )
     assert len(asked) == 2  # and not once more for each sample alone
     assert reward([answered("36/2")]) == [1.0]
 
@@ -430,9 +466,7 @@ def test_a_grading_process_that_does_not_start_is_not_waited_for(
     (tmp_path / "worker.py").write_text("import time\ntime.sleep(5)\n")
     monkeypatch.setattr(grading, "_GRADER", tmp_path / "worker.py")
     monkeypatch.setattr(grading, "_START_TIMEOUT_S", 0.3)
-    with pytest.raises(
-        UserError, match=r"did not start \(exit status -9\); see that memory"
-    ):  # killed, and not at its end
+    with pytest.raises(UserError, match=r"did not start \(exit status -9\); free memory"):  # killed, and not at its end
         MathPool(1.0, 1.0, workers=1).equivalent([("18", "36/2")])
 
 

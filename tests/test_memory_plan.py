@@ -207,6 +207,13 @@ def test_the_longest_completion_fits_and_a_longer_one_does_not() -> None:
         return run_memory(replace(plan, batch=replace(plan.batch, tokens=length + 100), kv_cache_gib=cache)).peak
 
     assert peak(found[2]) <= 24 * GIB < peak(found[2] + 1)
+    rollout_bound = replace(
+        plan, shape=replace(QWEN, keys=3584), batch=replace(plan.batch, checkpointing="offload"), kv_cache_gib=0.0
+    )
+    halved = replace(plan, kv_dtype=torch.float8_e4m3fn)
+    assert (plan.token_kv_bytes, halved.token_kv_bytes) == (57344, 28672)
+    many = replace(rollout_bound, kv_dtype=torch.float8_e4m3fn)
+    assert memory_plan.longest_completion(many, 100, 12) > 1.5 * memory_plan.longest_completion(rollout_bound, 100, 12)
     offload = replace(plan, batch=replace(plan.batch, checkpointing="offload"))
     assert memory_plan.longest_completion(offload, 100, 24) > 1.4 * found[2]
 

@@ -154,7 +154,7 @@ def test_a_mistake_in_a_file_is_one_line(capsys: pytest.CaptureFixture[str], tmp
 EMPTY = {
     "number": ({"warmup_ratio": None}, "model.warmup_ratio.*float.*None"),
     "flag": ({"policy": {"train_norms": None}}, "model.policy.train_norms.*bool.*None"),
-    "group": ({"policy": {"lora": None}}, "model.policy.lora has keys of its own; found None"),
+    "group": ({"policy": {"lora": None}}, "model.policy.lora is a mapping of keys; got None"),
 }
 
 
@@ -234,7 +234,7 @@ FROM_LIGHTNING = {
     "shards": (["--trainer.devices", "2", "--trainer.strategy", "deepspeed"], "trainer.strategy|DeepSpeed"),
     "no accelerator": (["--trainer.accelerator", "quantum"], "Trainer refuses .* accelerator name: .*quantum"),
     "no strategy": (["--trainer.strategy", "quantum"], "Trainer refuses .* strategy name: .*quantum"),
-    "processes": (["--trainer.strategy", "ddp"], "found the strategy DDPStrategy for 1 devices; leave .* at auto"),
+    "processes": (["--trainer.strategy", "ddp"], "got the strategy DDPStrategy for 1 devices; leave .* at auto"),
     "two of a kind": (["--trainer.callbacks", "[RunSummary, RunSummary]"], "Trainer refuses .* `RunSummary`"),
     "no place": (["--trainer.default_root_dir", "/proc/nowhere"], "default_root_dir /proc/nowhere cannot be made"),
 }
@@ -266,7 +266,7 @@ FOUND_LATER: dict[str, tuple[list[str] | None, list[str], str]] = {
         "an epoch's 3 batches; found 4",
     ),
     "adapter on the vocabulary": (GSM8K, ["--model.policy.lora.targets", "[lm_head]"], "'lm_head' matches none"),
-    "a folder to resume from": (GSM8K, ["--resume", "."], "no such file; name another with --resume"),
+    "a folder to resume from": (GSM8K, ["--resume", "."], "is not a file; name another with --resume"),
     "no such LoRA target": (GSM8K, ["--model.policy.lora.targets", "[nothing]"], "LoRA targets? must name"),
     "full rank": (
         GSM8K,
@@ -288,17 +288,17 @@ FOUND_LATER: dict[str, tuple[list[str] | None, list[str], str]] = {
         ["--rollout.eval_sampling", '{"max_tokens": 5000}'],
         r"the model's 4096 positions; got \d+ ",
     ),
-    "validation after nothing": (GSM8K, ["--trainer.val_check_interval", "0"], "found val_check_interval=0 "),
+    "validation after nothing": (GSM8K, ["--trainer.val_check_interval", "0"], "got val_check_interval=0 "),
     "no validation's share": (
         GSM8K,
         ["--trainer.val_check_interval", "0.0", "--trainer.check_val_every_n_epoch", "1"],
-        "found val_check_interval=0.0 ",
+        "got val_check_interval=0.0 ",
     ),
-    "validation by the clock": (GSM8K, ["--trainer.val_check_interval", "00:01:00:00"], "not by the clock; found "),
+    "validation by the clock": (GSM8K, ["--trainer.val_check_interval", "00:01:00:00"], "not in time; got "),
     "validation after no epoch": (GSM8K, ["--trainer.check_val_every_n_epoch", "0"], "check_val_every_n_epoch=0;"),
-    "no step": (GSM8K, ["--trainer.max_steps", "0"], "trainer.max_steps=0 leaves none; raise it, or set it to -1"),
-    "no epoch": (GSM8K, ["--trainer.max_epochs", "0"], "trainer.max_epochs=0 leaves none; raise it"),
-    "no batch": (GSM8K, ["--trainer.limit_train_batches", "0"], "limit_train_batches=0 leaves none; raise it"),
+    "no step": (GSM8K, ["--trainer.max_steps", "0"], "trainer.max_steps=0 allows none; raise it, or set it to -1"),
+    "no epoch": (GSM8K, ["--trainer.max_epochs", "0"], "trainer.max_epochs=0 allows none; raise it"),
+    "no batch": (GSM8K, ["--trainer.limit_train_batches", "0"], "limit_train_batches=0 allows none; raise it"),
 }
 
 
@@ -330,7 +330,7 @@ FOUND_FIRST = {
     ),
     "odd minibatches": (["--model.minibatches", "3"], "minibatches must divide .* got 3 and 128"),
     "endless completions": (["--rollout.sampling.max_tokens", "1000000000"], "4096 positions; got 1000000096 "),
-    "no end": (["--trainer.max_epochs", "-1"], "need a planned end; found none; set trainer.max_epochs"),
+    "no end": (["--trainer.max_epochs", "-1"], "need a planned end; the run has none; set trainer.max_epochs"),
     "precision": (["--trainer.precision", "bf16-true"], "sets its own precision; trainer.precision is bf16-true"),
     "nothing scores": (["--rollout.rewards", "{}"], "rollout.rewards names none"),
 }
@@ -361,7 +361,7 @@ def test_a_run_folder_that_takes_no_files_is_one_line(
 ) -> None:
     (tmp_path / "run" / ".lock").mkdir(parents=True)
     line = complaint(capsys, *starting(tmp_path, tiny_policy_dir, GSM8K))
-    assert re.search(r"files must be open to the run; .*run/\.lock: Is a directory", line)
+    assert re.search(r"a run must read and write its files; .*run/\.lock: Is a directory", line)
 
 
 def test_a_run_folder_may_be_below_the_home_folder(
@@ -503,13 +503,13 @@ DATA = {
     "text": ("return 'rows'", "Mine.train_rows must return rows .*; found 'rows'"),
     "another method": (
         "return []\n    train_rows = PromptDataModule.train_rows",
-        "in train_rows; Mine lacks that method",
+        "in train_rows; Mine has no such method",
     ),
     "held out": (f"return {ROWS}\n    def val_rows(self):\n        return [1]", "Mine.val_rows must .*; row 1 is 1"),
     "sets": (f"return {ROWS}\n    def val_sets(self):\n        return [1]", r"Mine must give its sets .* found \[1\]"),
     "no base": (
         "pass\n    def __init__(self) -> None:\n        self.rows = []",
-        "constructor calls .*; Mine's does not",
+        "__init__ calls .*; Mine's does not",
     ),
 }
 
@@ -620,7 +620,7 @@ def test_another_programs_checkpoint_is_named(capsys: pytest.CaptureFixture[str]
     torch.save(content, path)
     digest_path(path).write_text(hashlib.sha256(path.read_bytes()).hexdigest())
     line = complaint(capsys, "export", str(tmp_path), str(tmp_path / "out"), "--checkpoint", str(path))
-    assert re.search(r"one of this trainer's; .*other.ckpt is another program's", line)
+    assert re.search(r"by this trainer; .*other.ckpt was written by another program", line)
 
 
 @pytest.mark.parametrize("command", ["validate", "test"])
@@ -639,5 +639,5 @@ def test_one_callback_or_plugin_needs_no_list(
 
 
 def test_a_state_that_cannot_be_saved_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"plain values only; .*step=1.ckpt would hold others .*lambda"):
+    with pytest.raises(UserError, match=r"plain values only; .*step=1.ckpt would hold other types .*lambda"):
         AtomicCheckpointIO().save_checkpoint({"qerl": {}, "state": lambda: 1}, tmp_path / "step=1.ckpt")

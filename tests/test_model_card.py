@@ -208,5 +208,5 @@ def test_the_evaluation_of_other_weights_is_left_out(
     earlier = run / "checkpoints" / "step=1.ckpt"
     assert main(["export", str(run), str(tmp_path / "adapter"), "--checkpoint", str(earlier)]) == 0
     text = (tmp_path / "adapter" / "README.md").read_text()
-    assert "The adapter after 1 rollouts" in text and "Of the whole run of 2 rollouts." in text
+    assert "The adapter after 1 rollouts" in text and "Of the complete run of 2 rollouts." in text
     assert "## Evaluation" not in text and "evaluation.json is of other weights" in caplog.text

@@ -20,10 +20,11 @@ from qerl_pl.formats.norm import use_float32_norms
 from qerl_pl.formats.quantize import quantize_checkpoint
 from qerl_pl.memory import pending_state_bytes
 from qerl_pl.modules import LoraConfig, Policy, PolicyConfig, activation_checkpointing
-from qerl_pl.modules.activation_checkpointing import ActivationCheckpointing
+from qerl_pl.modules.activation_checkpointing import ActivationCheckpointing, Way, ways_of
 from qerl_pl.modules.adapter import LoraAdapter
 from qerl_pl.modules.full_finetuning import use_master_weights
 from qerl_pl.modules.lora import LoraSpec
+from qerl_pl.modules.packed_layers import GatedMLP, use_gated_mlps
 from qerl_pl.modules.update import PolicyUpdate, partition_micro_batches
 from qerl_pl.persistence.random_state import deterministic
 
@@ -65,7 +66,7 @@ def test_micro_batches_hold_each_sequence_once_and_no_more_tokens_than_allowed()
         assert sizes == sorted(sizes, reverse=True) and len(micro_batches) <= 1 + sum(lengths) / 75
 
 
-@pytest.mark.parametrize(("free", "mode"), [(10**12, False), (2 * 10**9, False), (None, False), (1, True)])
+@pytest.mark.parametrize(("free", "mode"), [(10**12, False), (2 * 10**9, False), (None, False), (1, "offload")])
 def test_auto_takes_the_fastest_that_fits_the_rank_with_least_memory(
     tiny_policy_dir: Path, free: int | None, mode: Any, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
@@ -94,18 +95,94 @@ def model_of_7b() -> Qwen2ForCausalLM:
         return Qwen2ForCausalLM(config).to(torch.bfloat16).requires_grad_(False)
 
 
-def of_7b() -> ActivationCheckpointing:
-    return ActivationCheckpointing(model_of_7b(), "auto", False, torch.bfloat16)
+def of_7b(tiles: Any = None, has_dropout: bool = False) -> ActivationCheckpointing:
+    with torch.device("meta"):
+        model = model_of_7b()
+        use_gated_mlps(model)
+    return ActivationCheckpointing(model, "auto", has_dropout, torch.bfloat16, tiles)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "cpu", "mode", "tile"),
+    [
+        (7.9, 4.0, True, None),
+        (7.8, 4.0, "offload", None),
+        (4.5, 4.0, "offload", None),
+        (4.4, 4.0, "offload", 4096),
+        (2.9, 4.0, "offload", 4096),
+        (1.0, 4.0, "offload", 4096),  # the least there is
+        (7.8, 3.8, True, 4096),
+        (6.2, 3.8, True, 4096),
+        (6.1, 3.8, True, 4096),
+    ],
+)
+def test_auto_goes_on_to_offload_and_to_tiles(
+    gpu: float, cpu: float, mode: Any, tile: int | None, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    """A micro-batch of 16,384 tokens at 7B, in units of 1.1 * 16384 bytes, by tensors of a layer of 3584 and 18944:
+
+    saved: 28 inputs of 7168 bytes, 200,704; by offload two, 14,336. The MLP's backward pass: its layer's saved tensors
+    151,672, gradients 82,944. Attention's: 38,008 - 21,504 saved, gradients 45,056, five partial sums 71,680 and those
+    of 128 rows 560, a weight 8,288: 142,088. In tiles the MLP needs less than attention. So `true` needs 435,320,
+    7.85 GB; `offload` 248,952, 4.49 GB; in tiles `true` 342,792, 6.18 GB; and `offload` 156,424, 2.82 GB. On the CPU
+    offload takes 29 times 4 blocks of 32 MiB, 3.89 GB.
+    """
+    monkeypatch.setattr(activation_checkpointing, "free_bytes", lambda device: int(gpu * 1e9))
+    monkeypatch.setattr(activation_checkpointing, "free_cpu_bytes", lambda: int(cpu * 1e9))
+    chosen = of_7b("auto")
+    with caplog.at_level(logging.INFO):
+        chosen.choose_mode(16384, SINGLE_PROCESS)
+    assert chosen.way == Way(mode, tile) and tiles_of(chosen) == {tile}
+    name = str(mode).lower() + ("" if tile is None else ", mlp_tile_tokens 4096")
+    assert chosen.state() == name and f"auto takes {name}: a micro-batch of 16384 tokens" in caplog.text
+    resumed = of_7b("auto")
+    resumed.load(name)
+    monkeypatch.setattr(activation_checkpointing, "free_bytes", lambda device: 10**12)
+    resumed.choose_mode(16384, SINGLE_PROCESS)
+    assert resumed.way == chosen.way and tiles_of(resumed) == {tile}
+
+
+def tiles_of(checkpointing: ActivationCheckpointing) -> set[int | None]:
+    modules = checkpointing._base.modules()
+    return {module.tile_tokens for module in modules if isinstance(module, GatedMLP)}
+
+
+def test_auto_takes_no_tiles_where_they_would_change_results_or_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(activation_checkpointing, "free_bytes", lambda device: 1)
+    for tiles, has_dropout, tokens in ((None, False, 16384), ("auto", True, 16384), ("auto", False, 4096)):
+        checkpointing = of_7b(tiles, has_dropout)
+        checkpointing.choose_mode(tokens, SINGLE_PROCESS)
+        assert checkpointing.way == Way("offload") and checkpointing._next_way() is None
+    by_hand = of_7b(512)
+    by_hand.choose_mode(16384, SINGLE_PROCESS)
+    assert by_hand.way == Way("offload", 512) and by_hand.state() == "offload" and tiles_of(by_hand) == {512}
+    assert ways_of(True, "auto", True) == (Way(True),)  # what is set by hand stays
+
+
+def test_memory_that_runs_out_goes_on_as_far_as_there_is_memory_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    for on_cpu, expected in (
+        (10**12, ["selective", True, "offload", ("offload", 4096)]),
+        (1, ["selective", True, (True, 4096)]),
+    ):
+        monkeypatch.setattr(activation_checkpointing, "free_bytes", lambda device: 10**12)
+        monkeypatch.setattr(activation_checkpointing, "free_cpu_bytes", lambda size=on_cpu: size)
+        checkpointing = of_7b("auto")
+        checkpointing.choose_mode(16384, SINGLE_PROCESS)
+        taken = [checkpointing.way]
+        while (way := checkpointing._next_way()) is not None:
+            checkpointing._fall_back(way, "for a test")
+            taken.append(checkpointing.way)
+        assert taken == [Way(False), *(Way(*one) if isinstance(one, tuple) else Way(one) for one in expected)]
 
 
 def test_estimates_are_a_little_above_what_is_kept() -> None:
-    needs = [of_7b().needed_bytes(mode, 6144) / 2**30 for mode in activation_checkpointing.MODES]
+    needs = [of_7b().needed_bytes(Way(mode), 6144) / 2**30 for mode in activation_checkpointing.MODES]
     inputs = 28 * 2 * 3584  # bytes a token
     products = inputs + 28 * 2 * (3584 + 3584 + 2 * 512 + 2 * 18944)  # o, q, k, v, gate, up
     attention = 2 * 3584 + 2 * 512  # queries and result, keys and values
     everything = 28 * 2 * (4 * 3584 + attention + 3 * 18944)
     assert products == pytest.approx(2.8e6, rel=0.01) and everything == pytest.approx(4.44e6, rel=0.01)
-    for result, kept in zip(needs, (everything, products, inputs), strict=True):
+    for result, kept in zip(needs, (everything, products, inputs, 2 * 2 * 3584), strict=True):
         assert 1.1 * kept * 6144 / 2**30 < result < 1.1 * kept * 6144 / 2**30 + 4.5
 
 
@@ -126,7 +203,7 @@ def test_what_is_yet_to_come_is_counted_once_and_at_its_size() -> None:
     lora = ActivationCheckpointing(adapted, "auto", False, torch.bfloat16)
 
     def fixed(checkpointing: ActivationCheckpointing) -> float:
-        return checkpointing.needed_bytes(True, 0) / 2**30
+        return checkpointing.needed_bytes(Way(True), 0) / 2**30
 
     assert fixed(lora) == pytest.approx(1.1 * 0.135 + 0.30 + 0.60, abs=0.01)
     assert fixed(full) == pytest.approx(1.1 * 4.06 + 28.37 + 56.74, abs=0.02)
@@ -152,7 +229,7 @@ def test_a_state_that_a_checkpoint_has_brought_is_not_to_come() -> None:
 
 
 def test_ranks_choose_alike_and_all_follow_the_one_that_had_to_fall_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    needs = [of_7b().needed_bytes(mode, 6144) for mode in activation_checkpointing.MODES]
+    needs = [of_7b().needed_bytes(Way(mode), 6144) for mode in activation_checkpointing.MODES]
     monkeypatch.setattr(activation_checkpointing, "free_bytes", lambda device: needs[1])
 
     def work(ranks: Communicator) -> tuple[Any, Any, Any]:
@@ -160,7 +237,7 @@ def test_ranks_choose_alike_and_all_follow_the_one_that_had_to_fall_back(monkeyp
         own.choose_mode(6144 if ranks.rank else 50, ranks)
         chosen = own.mode
         if ranks.rank:
-            own._fall_back("for a test")
+            own._fall_back(Way(True), "for a test")
         own.synchronize_mode(ranks)
         return chosen, own.mode, own.state()
 
@@ -213,11 +290,11 @@ def test_memory_that_runs_out_costs_a_step_down_and_no_bit(
 
     monkeypatch.setattr(activation_checkpointing, "free_bytes", lambda device: 10**12)
     expected, _ = learn(False, [])
-    for failures in (1, 2):  # the second micro-batch, and again when it is repeated
-        result, policy = learn("auto", [2, 3][:failures])
+    for failures in (1, 2, 3):  # the second micro-batch, and again when it is repeated
+        result, policy = learn("auto", [2, 3, 4][:failures])
         assert policy.checkpointing.mode == activation_checkpointing.MODES[failures]
         assert all(torch.equal(one, other) for one, other in zip(result, expected, strict=True))
-    for requested, fail_at in ((False, [2]), ("auto", [2, 3, 4])):
+    for requested, fail_at in ((False, [2]), ("auto", [2, 3, 4, 5])):
         with pytest.raises(torch.OutOfMemoryError):
             learn(requested, fail_at)
 

@@ -396,7 +396,7 @@ def test_two_runs_in_one_folder_are_refused(tiny_policy_dir: Path, tmp_path: Pat
     (tmp_path / "run").mkdir()
     with locked(tmp_path / "run"):
         status, output = fit(settings)
-    assert status == 2 and "one process trains in a folder; another is in" in output, output
+    assert status == 2 and "only one process may train in a folder; another uses" in output, output
 
 
 def test_a_run_that_goes_on_from_an_older_checkpoint_leaves_the_newer_ones(

@@ -319,3 +319,14 @@ def test_functions_and_weights_in_a_configuration(module: Path) -> None:
     assert settings.rollout.config.multi_objective_aggregation == "normalize_then_sum"
     scored = score([rewards["accuracy"], rewards["shout"]], [sample("IV", reference="IV"), sample("x")])
     assert scored.total.tolist() == [1.25, 0.0]
+
+
+def test_a_file_that_fails_half_way_is_not_taken_for_a_module_the_second_time(tmp_path: Path) -> None:
+    file = tmp_path / "half.py"
+    file.write_text("def exact(completions):\n    return [1.0]\n\nraise ValueError('not yet')\n")
+    for _ in range(2):
+        with pytest.raises(ValueError, match="not yet"):
+            as_rewards([f"{file}:exact"])
+    file.write_text("def exact(completions):\n    return [1.0]\n")
+    (reward,) = as_rewards([f"{file}:exact"])
+    assert list(reward([sample("4")])) == [1.0]

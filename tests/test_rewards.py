@@ -261,7 +261,7 @@ def test_bad_values_are_named(values: object, message: str) -> None:
         ([Format(), Format(0.5)], r"\['format', 'format'\]"),
         ([Format(math.nan)], "Format has name='format' and weight=nan"),
         ([Fixed([], name=None)], "Fixed has name=None"),
-        ([Fixed([], name="total")], "total is the name of one"),
+        ([Fixed([], name="total")], "got a reward named total"),
         ([Fixed([3e38]), Fixed([3e38], name="other")], "the sum of all rewards must be a float32 number"),
         ([Fixed([], weight="1")], "weight='1'"),
         ([lambda samples: []], "function has name=None and weight=None"),

@@ -207,7 +207,7 @@ def test_rollouts_without_any_informative_group_change_nothing_but_the_version(
     assert metrics["completions/groups_without_signal_frac"] == 1 and metrics["completions/sampler_entropy"] > 0
     assert metrics["completions/sampled_tokens"] > 0 and metrics["optim/grad_norm"] == 0
     assert [len(experience) for experience in watch.seen] == [0] * 4
-    assert caplog.text.count("teaches nothing: none of 4 groups has right and wrong answers") == 4
+    assert caplog.text.count("trains nothing: none of 4 groups has both right and wrong answers") == 4
 
 
 def test_groups_left_over_when_the_rounds_are_spent_neither_train_nor_count(

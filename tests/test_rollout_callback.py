@@ -15,7 +15,7 @@ from rank_helpers import on_ranks
 from scripted import PROMPTS, Scripted, Watched, Words, config_of, evaluator_of
 from short_run import data, module_of, rollout_of, trainer_of
 
-from qerl_pl.algorithm import DrGRPO, NoiseSchedule, NormNoise
+from qerl_pl.algorithm import GRPO, DrGRPO, NoiseSchedule, NormNoise
 from qerl_pl.callbacks import AdaptiveQuantizationNoise, ResumeCheckpoint, RolloutCallback
 from qerl_pl.callbacks.rollout import PROMPTS_KEY
 from qerl_pl.datamodules import ArithmeticDataModule, PromptDataModule
@@ -27,7 +27,7 @@ from qerl_pl.evaluation.evaluator import EvaluatorConfig
 from qerl_pl.modules import QeRLModule
 from qerl_pl.modules.lora import PROJECTIONS
 from qerl_pl.persistence.checkpoint_io import AtomicCheckpointIO
-from qerl_pl.rewards import GSM8KAnswer, MathAnswer
+from qerl_pl.rewards import Format, GSM8KAnswer, MathAnswer
 from qerl_pl.rollout.collector import Collector, CollectorConfig
 from qerl_pl.toy.task import ArithmeticTask
 from qerl_pl.types import EvalSampling, Prompt, PromptBatch, SamplingConfig
@@ -201,6 +201,19 @@ def test_a_run_too_short_for_its_stages_of_noise_is_told(
     assert warned == ([] if said is None else [f"{said}; lower stages, or plan more rollouts"])
 
 
+@pytest.mark.parametrize(("opened", "warned"), [("", 0), ("<think>\n", 1), ("<answer>", 0)])
+def test_a_template_that_opens_the_first_tag_itself_is_told_of(
+    opened: str, warned: int, tiny_policy_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rollout = RolloutCallback([Format(), Vowels()], Recording(), 2, SamplingConfig(max_tokens=4))
+    module = module_of(tiny_policy_dir)
+    end = "{% if add_generation_prompt %}<|assistant|>"
+    assert end in module.tokenizer.chat_template
+    module.tokenizer.chat_template = module.tokenizer.chat_template.replace(end, end + opened)
+    trainer_of(tmp_path, rollout=rollout, max_steps=2).fit(module, datamodule=data())
+    assert caplog.text.count("reward format is 0 for every completion") == warned
+
+
 @pytest.mark.parametrize("reward", [MathAnswer(), GSM8KAnswer()])
 def test_an_empty_reference_is_refused_where_a_reward_compares_with_it(
     tiny_policy_dir: Path, tmp_path: Path, reward: Any
@@ -218,7 +231,7 @@ def test_an_empty_reference_is_refused_where_a_reward_compares_with_it(
         )
         trainer_of(tmp_path, rollout=rollout, max_steps=1).fit(module_of(tiny_policy_dir), datamodule=given)
 
-    said = f"empty where {type(reward).__name__} compares with it; 2 of 10 prompts have such a one, the first train-3;"
+    said = "compares with references, which must not be empty; 2 of 10 are, the first that of train-3;"
     with pytest.raises(UserError, match=said):
         fit(reward)
     fit(Vowels())  # which reads none
@@ -396,6 +409,29 @@ def test_a_mismatch_above_its_bound_is_warned_of(bound: float, warned: bool, cap
     rollout_of(mismatch_bound=bound).on_train_batch_end(trainer, module_of(Path("nowhere")), None, None, 0)
     assert ("differ by 0.250 nats a token, more than mismatch_bound=0.2:" in caplog.text) == warned
     assert bool(caplog.records) == warned
+
+
+@pytest.mark.parametrize(
+    ("sampling", "objective", "warned"),
+    [
+        ({}, GRPO(), []),
+        ({"top_p": 0.5}, GRPO(importance_cap=None), []),
+        ({"top_p": 0.5}, GRPO(), ["rollout.sampling.top_p raises the sampler's probabilities"]),
+        (
+            {"top_k": 3},
+            GRPO(correction="geometric_mask"),
+            ["rollout.sampling.top_k raises the sampler's probabilities", "correction rejects 100 % of the tokens"],
+        ),
+    ],
+)
+def test_filtered_sampling_and_what_it_makes_of_a_correction_are_told_of(
+    sampling: dict[str, Any], objective: Any, warned: list[str], tiny_policy_dir: Path, tmp_path: Path, caplog: Any
+) -> None:
+    rollout = rollout_of(sampling=SamplingConfig(max_tokens=4, **sampling))
+    module = module_of(tiny_policy_dir, objective=objective, update_epochs=1)
+    trainer_of(tmp_path, rollout=rollout, noise=False, max_steps=1).fit(module, datamodule=data())
+    lines = [line.getMessage() for line in caplog.records if "correction" in line.getMessage()]
+    assert len(lines) == len(warned) and all(text in line for text, line in zip(warned, lines, strict=True))
 
 
 def test_sizes_that_do_not_divide_are_refused_in_training_alone(tiny_policy_dir: Path, tmp_path: Path) -> None:

@@ -6,9 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cli_helpers import built
 from fit_helpers import Vowels, train
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import TensorBoardLogger
+from short_run import module_of, trainer_of
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.data import DataLoader
 
@@ -107,6 +110,30 @@ def test_each_set_has_its_own_metrics(
     }
 
 
+@pytest.mark.parametrize(
+    ("sets", "monitor", "refused"),
+    [
+        (("easy", "hard"), "val/accuracy", True),
+        (("easy", "hard"), "val/hard/accuracy", False),
+        (("easy", "hard"), "reward/mean", False),
+        (("easy",), "val/easy/accuracy", True),  # a single set has no name
+        (("easy",), "val/accuracy", False),
+    ],
+)
+def test_a_monitored_metric_is_that_of_a_set(
+    sets: tuple[str, ...], monitor: str, refused: bool, tiny_policy_dir: Path, tmp_path: Path
+) -> None:
+    kind: Any = EarlyStopping if refused and len(sets) == 1 else ModelCheckpoint
+    trainer = trainer_of(tmp_path, kind(monitor=monitor), noise=False)
+    module, data = module_of(tiny_policy_dir), Sets(dict.fromkeys(sets, 2))
+    if not refused:
+        trainer.fit(module, datamodule=data)  # Lightning would stop in the validation
+        return
+    with pytest.raises(UserError, match=rf"{kind.__name__} monitors {monitor}, .*set best.monitor to one of these"):
+        trainer.fit(module, datamodule=data)
+    assert "policy" not in dict(module.named_children())
+
+
 def test_accuracies_before_training_are_those_of_each_set(tiny_policy_dir: Path, tmp_path: Path) -> None:
     data, seen = Sets({"easy": 2, "MATH-500": 5}, tokenizer=str(tiny_policy_dir)), Seen()
     module = QeRLModule(PolicyConfig(path=str(tiny_policy_dir), dtype="float32"))
@@ -189,7 +216,7 @@ def test_named_tables_are_tested_on_without_a_training_set(tiny_policy_dir: Path
     ]
     assert rows == [("Sums-1-0", "1 + 1", "1002"), ("Sums-1-1", "1 + 2", "3"), ("words-0", "Who?", "\\text{I}")]
     assert [len(list(loader)) for loader in data.val_dataloader()] == [1, 1]
-    with pytest.raises(UserError, match="PromptDataModule lacks that method"):
+    with pytest.raises(UserError, match="PromptDataModule has no such method"):
         PromptDataModule(tokenizer=str(tiny_policy_dir), sets=found).setup("fit")
 
 
@@ -234,3 +261,17 @@ def test_a_table_that_cannot_be_read_is_refused(tmp_path: Path, table: dict[str,
     file.write_text('{"q": "1 + 1", "a": "2", "e": " "}\n')
     with pytest.raises(UserError, match=message):
         TableConfig(**{"path": str(file), "question": "q", "answer": "a"} | table).rows("sums")
+
+
+@pytest.mark.parametrize(
+    ("given", "monitor"),
+    [
+        ([], "val/accuracy"),
+        (["--data.sets", "{hard: {path: a.jsonl}, easy: {path: b.jsonl}}"], "val/hard/accuracy"),
+        (["--data.sets", "{hard: {path: a.jsonl}}", "--best.monitor", "val/hard/pass@1"], "val/hard/pass@1"),
+        (["--data.sets", "{hard: {path: a.jsonl}}", "--best", "null"], None),
+    ],
+)
+def test_the_best_checkpoint_is_that_of_the_first_set(given: list[str], monitor: str | None) -> None:
+    best = built("fit", "-c", "quickstart", *given).best
+    assert (None if best is None else best.monitor) == monitor

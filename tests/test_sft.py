@@ -168,16 +168,16 @@ def test_a_loss_that_is_not_finite_ends_the_run_with_its_state_saved(tiny_policy
 
 SFT = ROOT / "configs" / "sft.yaml"
 MISTAKES = {
-    "objective": (["--model.objective", "DAPO"], "without an objective; found model.objective qerl_pl.algorithm.*DAPO"),
+    "objective": (["--model.objective", "DAPO"], "no objective; got model.objective qerl_pl.algorithm.*DAPO"),
     "teacher": (
         ["--model.teacher.offload", "false"],
-        "objective; found model.teacher {.*'offload': False}; leave it out",
+        "objective; got model.teacher {.*'offload': False}; leave it out",
     ),
     "minibatches": (
         ["--model.minibatches", "2"],
-        "one step a batch on conversations, .* found model.minibatches 2; le",
+        "no rollouts and no objective; got model.minibatches 2; le",
     ),
-    "noise": (["--noise.sigma_start", "0.02"], "samples nothing; found the key noise; set it to null"),
+    "noise": (["--noise.sigma_start", "0.02"], "has no rollouts; got the key noise; set it to null"),
     "no path": (["--data", "ConversationDataModule"], "data.path|path"),
     "a test": (["test"], "validated on, not tested; got qerl test; use qerl validate"),
 }

@@ -162,6 +162,16 @@ def test_weights_say_how_often_a_row_occurs_in_an_epoch(tokenizer: str) -> None:
         TableConfig(ROWS, weight=0)
 
 
+def test_a_table_that_gives_no_prompt_is_told_of(tokenizer: str, caplog: pytest.LogCaptureFixture) -> None:
+    tables = {"long": TableConfig([{**ROWS[0], "question": "word " * 300}]), "rare": TableConfig(ROWS[:2], weight=0.2)}
+    tables["usual"] = TableConfig(ROWS[:4])
+    data = TableDataModule(tables, batch_size=1, val_size=0, max_prompt_tokens=64, tokenizer=tokenizer)
+    data.setup("fit")
+    assert {prompt.id.partition("-")[0] for prompt in prompts_of(data, "train")} == {"usual"}
+    told = [line.getMessage() for line in caplog.records if "is trained on" in line.getMessage()]
+    assert [line.partition(" is")[0] for line in told] == [f"no prompt of table {name}" for name in ("long", "rare")]
+
+
 def test_splits_of_a_folder(tmp_path: Path, tokenizer: str) -> None:
     for split, rows in (("first", ROWS[:8]), ("second", ROWS[8:12]), ("third", ROWS[12:])):
         write_csv(tmp_path / f"{split}.csv", rows)

@@ -251,6 +251,7 @@ def test_what_only_one_rank_has_met_is_told_by_that_rank_once(tiny_policy_dir: P
             "WARNING qerl_pl.modules.activation_checkpointing: rank 1: gradient_checkpointing auto goes on with "
             "selective, for false "
             "ran out of memory: no room",
-            "WARNING qerl_pl: rank 1: counted as wrong, for it cannot be graded within the limits: '5^{9^{9^9}}'",
+            "WARNING qerl_pl: rank 1: an answer counts as wrong, as it cannot be graded within the limits: "
+            "'5^{9^{9^9}}'",
         ],
     ]

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 from qerl_pl.errors import UserError
 from qerl_pl.formats.quantize import quantize_checkpoint
-from qerl_pl.modules import LoraConfig, Policy, PolicyConfig
+from qerl_pl.modules import LoraConfig, Policy, PolicyConfig, activation_checkpointing
 from qerl_pl.modules.packed_layers import GatedMLP, tile_mlps
 from qerl_pl.modules.tiled_mlp import leaving_out_contexts, tiled
 from qerl_pl.toy.tokenizer import build_tokenizer
@@ -89,8 +89,10 @@ def folder_of(kind: str, tiny: Path, tmp_path: Path) -> Path:
     return tmp_path / "nvfp4"
 
 
-def gradients(folder: Path, kind: str, mode: Any, tile: int | None) -> tuple[Tensor, list[Tensor], Policy]:
-    """Log-probabilities and gradients of a ragged batch of 120 tokens."""
+def gradients(
+    folder: Path, kind: str, mode: Any, tile: Any, chosen: str | None = None
+) -> tuple[Tensor, list[Tensor], Policy]:
+    """Log-probabilities and gradients of a ragged batch of 120 tokens; by what "auto" has chosen, if that is given."""
     config = PolicyConfig(
         path=str(folder),
         quantization="nvfp4" if kind == "nvfp4" else "none",
@@ -100,7 +102,8 @@ def gradients(folder: Path, kind: str, mode: Any, tile: int | None) -> tuple[Ten
         gradient_checkpointing=mode,
         mlp_tile_tokens=tile,
     )
-    policy = Policy(folder, config, torch.device("cpu"), seed=1).train()
+    policy = Policy(folder, config, torch.device("cpu"), seed=1, with_reference=kind == "full").train()
+    policy.checkpointing.load(chosen)
     tokens = torch.randint(5, 300, (3, 57), generator=torch.Generator().manual_seed(3))
     mask = (torch.arange(57) >= 9) & (torch.arange(57) < LENGTHS[:, None])
     with policy.perturbed(3):
@@ -127,6 +130,22 @@ def test_a_policy_in_tiles_has_the_gradients_of_a_plain_one_and_the_same_bits_in
         assert all(torch.equal(one, other) for one, other in zip(found, first, strict=True)), mode
     _, shorter, _ = gradients(folder, kind, True, 120)  # one tile: nothing is tiled
     assert all(torch.equal(one, other) for one, other in zip(shorter, plain, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["nvfp4", "full"])
+def test_tiles_that_auto_chose_are_those_that_are_set_by_hand(
+    kind: str, tiny_policy_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(activation_checkpointing, "TILE_TOKENS", 50)
+    folder = folder_of(kind, tiny_policy_dir, tmp_path)
+    expected, by_hand, _ = gradients(folder, kind, "offload", 50)
+    found, chosen, policy = gradients(folder, kind, "auto", "auto", "offload, mlp_tile_tokens 50")
+    assert torch.equal(found, expected) and policy.checkpointing.state() == "offload, mlp_tile_tokens 50"
+    assert all(torch.equal(one, other) for one, other in zip(chosen, by_hand, strict=True))
+    if kind == "full":  # the reference policy's MLPs too: at the start the divergence from it is 0
+        with policy.trained.reference() as reference:
+            mlps = [module for module in reference.modules() if isinstance(module, GatedMLP)]
+        assert mlps and all(module.tile_tokens == 50 for module in mlps)
 
 
 @pytest.fixture(scope="module")

@@ -129,7 +129,7 @@ def test_a_rank_that_raises_ends_all_with_its_reason(run: Run, fault: str, last:
     assert printed[0].splitlines()[-1].startswith(last)
 
 
-REMEDY = "; give the command again, a training with --resume auto"
+REMEDY = "; run the command again, training with --resume auto"
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,8 @@ from typing import Any
 from benchmarks import report
 from benchmarks.study.plan import ROOT, Plan, Run
 from benchmarks.study.rows import add_row, read_rows, row_of
-from qerl_pl.errors import UserError
+from qerl_pl.errors import StopSignals, UserError
 from qerl_pl.persistence.atomic_files import atomic_write
-from qerl_pl.persistence.signals import StopSignals
 
 POLL_SECONDS = 0.2
 NOTES = "study.json"

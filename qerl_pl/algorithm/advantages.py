@@ -1,4 +1,4 @@
-"""Group-relative advantages, and the groups that have any.
+"""Group-relative advantages, and the choice of informative groups.
 
 Rewards are [B] with the G completions of each prompt next to each other, so that B = prompts * G.
 """
@@ -64,15 +64,15 @@ def _of_those_that_apply(groups: Tensor, normalize: AdvantageNorm) -> Tensor:
     applies = ~groups.isnan()
     advantages = torch.zeros_like(groups)
     for group, mask, row in zip(groups, applies, advantages, strict=True):
-        known = group[mask]
-        if (known != known[:1]).any():
-            row[mask] = known - known.mean()
+        rewards = group[mask]
+        if (rewards != rewards[:1]).any():
+            row[mask] = rewards - rewards.mean()
             if normalize == "group":
-                row[mask] /= known.std() + STD_EPSILON
+                row[mask] /= rewards.std() + STD_EPSILON
             elif normalize == "rloo":
-                row[mask] /= 1 - 1 / len(known)
+                row[mask] /= 1 - 1 / len(rewards)
             elif normalize == "maxrl":
-                row[mask] /= known.mean()
+                row[mask] /= rewards.mean()
     if normalize == "batch" and applies.sum() > 1:
         advantages /= groups[applies].std() + STD_EPSILON
     return advantages.flatten()
@@ -98,10 +98,10 @@ def normalized_then_summed(rewards: Mapping[str, Tensor], weights: Mapping[str, 
     summed = sum(weights[name] * group_advantages(values, group_size, "group") for name, values in rewards.items())
     assert isinstance(summed, Tensor)
     applies = torch.stack([~values.isnan() for values in rewards.values()]).any(dim=0)
-    known = summed[applies]
-    if not (known != known[:1]).any():
+    values = summed[applies]
+    if not (values != values[:1]).any():
         return torch.zeros_like(summed)
-    return torch.where(applies, (summed - known.mean()) / (known.std() + STD_EPSILON), 0.0)
+    return torch.where(applies, (summed - values.mean()) / (values.std() + STD_EPSILON), 0.0)
 
 
 def informative_groups(rewards: Tensor, correct: Tensor, group_size: int) -> Tensor:
@@ -111,7 +111,7 @@ def informative_groups(rewards: Tensor, correct: Tensor, group_size: int) -> Ten
 
     Args:
         rewards: Weighted sums [B].
-        correct: Whether each answer is right, bool [B].
+        correct: Whether each answer is right, [B]; NaN where that is unknown, which counts as neither.
         group_size: G.
 
     Returns:

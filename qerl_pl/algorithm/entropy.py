@@ -23,7 +23,7 @@ class AdaptiveEntropy:
     Source: Skywork-OR1 (arXiv 2505.22312), adaptive entropy control. The entropy is that of the rollout before.
 
     Args:
-        target: Entropy in nats per token; one below what the first rollouts log as policy/entropy.
+        target: Entropy in nats per token; choose it below the policy/entropy of the first rollouts.
         step: Change of the coefficient after each rollout.
         minimum: Smallest coefficient.
         maximum: Largest coefficient.
@@ -72,7 +72,7 @@ class EntropyState:
 
 
 def top_entropy_threshold(entropies: Tensor, share: float) -> float:
-    """Entropy at least of the `share` of tokens of highest entropy, at least one, and of those that tie with the last.
+    """Smallest entropy among the `share` of tokens with the highest entropy, less a tolerance for ties.
 
     "Beyond the 80/20 Rule" (arXiv 2506.01939), sec. 5: the policy gradient of these tokens alone trains as well as that
     of all.

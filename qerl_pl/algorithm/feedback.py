@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from qerl_pl.errors import UserError, require_one_of
 
@@ -72,7 +73,7 @@ class Feedback:
 
 
 def logged_value(metrics: Mapping[str, object], metric: str) -> float:
-    """The value of a metric among those that a step logged.
+    """The value of a logged metric.
 
     Raises:
         UserError: It is not among them.
@@ -83,3 +84,36 @@ def logged_value(metrics: Mapping[str, object], metric: str) -> float:
             f"{', '.join(name for name in EXPLORATION_EFFECT if name in metrics)}"
         )
     return float(metrics[metric])  # type: ignore[arg-type]
+
+
+class TemperatureControl:
+    """Chooses the temperature of each rollout by the sampler's entropy in the previous one.
+
+    A rollout that is repeated, after a failure or from a checkpoint, has the temperature that it had.
+
+    Args:
+        feedback: Of `completions/sampler_entropy`.
+        temperature: Of the first rollout.
+    """
+
+    def __init__(self, feedback: Feedback, temperature: float) -> None:
+        self.feedback = feedback
+        self._version, self._temperature = -1, feedback.clip(temperature)
+        self._entropy = math.nan
+
+    def of(self, version: int) -> float:
+        """Temperature of the rollout by this policy version."""
+        return self._temperature if version <= self._version else self.feedback.next(self._temperature, self._entropy)
+
+    def measured(self, version: int, entropy: float) -> None:
+        """Record the sampler's entropy, in nats per token, in the rollout of this policy version."""
+        self._version, self._temperature, self._entropy = version, self.of(version), entropy
+
+    def state_dict(self) -> dict[str, Any]:
+        """The last rollout's version, temperature and entropy."""
+        return {"version": self._version, "temperature": self._temperature, "entropy": self._entropy}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load what `state_dict` returned."""
+        self._version, self._temperature = state["version"], state["temperature"]
+        self._entropy = state["entropy"]

@@ -28,7 +28,7 @@ Level = Literal["token", "sequence", "geometric"]
 
 @dataclass(frozen=True)
 class RolloutCorrection:
-    """Importance weights between sampler and trainer, and what is rejected; the two are independent.
+    """Importance weights and rejection between sampler and trainer; the two are independent.
 
     A rejected token has weight 0 and keeps its place in the denominators of the loss. KL penalty and entropy bonus have
     no weights.
@@ -107,7 +107,7 @@ range of the geometric masks is SkyRL's, the threshold of outliers verl's; that 
 
 
 class CorrectionWeights(NamedTuple):
-    """What a correction makes of each token, [B, T] each; arbitrary outside the mask."""
+    """Importance weights and rejection of each token, [B, T]; arbitrary outside the mask."""
 
     weights: Tensor
     """Importance weights, 0 where rejected, without gradient."""

@@ -1,4 +1,4 @@
-"""Completions for reading: texts and tables in the loggers and, optionally, a JSON Lines file of all."""
+"""Logs completions as text and tables and, optionally, writes all of them to a JSON Lines file."""
 
 import json
 from collections import Counter
@@ -19,7 +19,7 @@ from qerl_pl.types import CompletionRecord, PromptBatch
 
 
 class CompletionLog(Callback):
-    """Logs some completions with rewards and answers, the last rollout's too, and optionally writes all to a file.
+    """Logs some completions with rewards and reference answers, and optionally writes all to a file.
 
     TensorBoard and MLflow show them as text, W&B as a table.
 
@@ -105,7 +105,7 @@ def _of_several_prompts(records: Sequence[CompletionRecord], size: int) -> list[
 
 
 def dialogue_text(messages: Sequence[Mapping[str, Any]]) -> str:
-    """A dialogue as text: a line for each message, which says whether its tokens train."""
+    """A dialogue as text, a line for each message; those of the assistant are marked as trained."""
     return "\n".join(f"[{_origin(message)}] {message['content']}" for message in messages)
 
 
@@ -118,7 +118,7 @@ def _origin(message: Mapping[str, Any]) -> str:
 
 
 def _completion(record: CompletionRecord) -> list[str]:
-    """A completion in Markdown; of a dialogue a block for each message, bold where its tokens train."""
+    """A completion in Markdown; a dialogue has a block for each message, trained ones in bold."""
     if record.messages is None:
         return ["Completion:", _quoted(record.completion)]
     blocks = ["Dialogue (what trains is bold):"]

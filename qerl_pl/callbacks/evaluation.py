@@ -1,10 +1,12 @@
 """The report of `qerl test` and `qerl validate`: metrics with confidence intervals, and every sample."""
 
 import hashlib
+import inspect
 import io
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -23,10 +25,11 @@ from qerl_pl.distributed.strategy import communicator_of
 from qerl_pl.errors import require_at_least
 from qerl_pl.evaluation.evaluator import FORMAT, Evaluator, SampleCache, SampleRecord
 from qerl_pl.evaluation.metrics import bootstrap_interval, evaluation_tag, extra_metric, prompt_metrics, sizes
+from qerl_pl.import_path import named_file
 from qerl_pl.modules.qerl import BEFORE_TRAINING, QeRLModule
 from qerl_pl.persistence.atomic_files import atomic_write
 from qerl_pl.persistence.random_state import stream_seed
-from qerl_pl.rewards import Reward
+from qerl_pl.rewards import Reward, RewardFunction
 from qerl_pl.start_checks import ChecksFirst
 from qerl_pl.types import EvaluatedPrompt, GradedAnswer, Prompt, PromptBatch
 
@@ -38,6 +41,7 @@ LABELS = {
     "truncated_frac": "truncated",
     "unanswered_frac": "no answer found",
 }
+_PACKAGE = Path(__file__).resolve().parents[1]
 PACKAGES = ("qerl-pl", "torch", "transformers", "lightning", "math-verify")
 
 
@@ -64,7 +68,7 @@ class EvaluationReport(Callback, ChecksFirst):
         self._evaluator: Evaluator | None = None
 
     def check_first(self, trainer: Trainer, stage: str) -> None:
-        """Refuse an evaluation that nothing samples for."""
+        """Refuse an evaluation without a RolloutCallback."""
         if stage in ("validate", "test"):
             rollout_callback(trainer, "EvaluationReport")
 
@@ -182,7 +186,7 @@ class EvaluationReport(Callback, ChecksFirst):
 
 
 class _ProgressCache(SampleCache):
-    """A sample cache with a progress bar, its own or a given one."""
+    """A sample cache that updates a progress bar."""
 
     def __init__(
         self, path: Path, others: Sequence[Path], total: int, show: bool, bar: "tqdm[Any] | None" = None
@@ -262,7 +266,7 @@ def report_table(report: Mapping[str, Any]) -> str:
 
 
 def sampling_line(report: Mapping[str, Any]) -> str:
-    """How the answers of evaluation.json were sampled, and what the brackets of `metrics_table` are."""
+    """A line with the sampling parameters of evaluation.json, for below `metrics_table`."""
     samplings = {"": report["sampling"]}
     samplings |= {f"; {name}: ": one["sampling"] for name, one in report.get("extra_sampling", {}).items()}
     text = "".join(
@@ -295,7 +299,7 @@ def metrics_table(report: Mapping[str, Any]) -> str:
 
 
 def weights_digest(trained: Mapping[str, Tensor]) -> str:
-    """SHA-256 of names and values of the trained weights, by which a report says what it is of."""
+    """SHA-256 of names and values of the trained weights, which identifies them in a report."""
     digest = hashlib.sha256()
     for name, tensor in sorted(trained.items()):
         digest.update(name.encode() + tensor.contiguous().cpu().view(torch.uint8).numpy().tobytes())
@@ -307,7 +311,7 @@ def _sha256(data: bytes) -> str:
 
 
 def _settings(module: QeRLModule, rollout: RolloutCallback, data: PromptDataModule) -> dict[str, Any]:
-    """Everything that a sample and its grade depend on, except the question."""
+    """All settings that samples and their grades depend on."""
     config, policy = rollout.eval_config, module.policy_config
     return {
         "format": FORMAT,
@@ -324,26 +328,47 @@ def _settings(module: QeRLModule, rollout: RolloutCallback, data: PromptDataModu
         "accuracy_reward": rollout.evaluator.accuracy_reward.name,
         "system_prompt": data.system_prompt,
         "chat_template": _sha256(str(module.tokenizer.chat_template).encode()),
+        "chat_template_kwargs": data.chat_template_kwargs,
         **environment_settings(rollout),
     }
 
 
 def environment_settings(rollout: RolloutCallback) -> dict[str, Any]:
-    """What samples depend on in a run with an environment; empty without one."""
+    """Settings of the environment that samples depend on; empty without an environment."""
     environment = rollout.environment
     if environment is None:
         return {}
-    named = (
-        environment if isinstance(environment, str | dict) else f"{environment.__module__}.{environment.__qualname__}"
-    )
+    if isinstance(environment, str | dict):
+        name = environment if isinstance(environment, str) else environment["class_path"]
+        settings = {"environment": environment, **_source(named_file(name))}
+    else:
+        settings = _code_settings("environment", environment)
     dialogues = asdict(rollout.dialogue_config)
     del dialogues["tool_wait"], dialogues["workers"]
-    return {"environment": {"environment": named, **dialogues}}
+    return {"environment": {**settings, **dialogues}}
 
 
 def _reward_settings(reward: Reward) -> dict[str, Any]:
+    """Class, settings and, of the user's own code, the source file."""
     settings = {name: value for name, value in vars(reward).items() if not name.startswith("_") and _is_json(value)}
-    return {"class": f"{type(reward).__module__}.{type(reward).__qualname__}", **settings}
+    settings |= _code_settings("class", type(reward))
+    return settings | (_code_settings("function", reward.function) if isinstance(reward, RewardFunction) else {})
+
+
+def _code_settings(key: str, code: Any) -> dict[str, Any]:
+    """Name, under `key`, and source of a class or function, or of what a partial or another object calls."""
+    code = inspect.unwrap(code)
+    code = code.func if isinstance(code, partial) else code
+    code = code if inspect.isclass(code) or inspect.isroutine(code) else type(code)
+    source = _source(named_file(f"{code.__module__}:{code.__qualname__}"))
+    return {key: f"{code.__module__}.{code.__qualname__}", **source}
+
+
+def _source(file: Path | None) -> dict[str, str]:
+    """Digest of a source file; empty for this package's own, whose grading is in FORMAT, and without a file."""
+    if file is None or not file.is_file() or file.resolve().is_relative_to(_PACKAGE):
+        return {}
+    return {"source": _sha256(file.read_bytes())[:12]}
 
 
 def _is_json(value: Any) -> bool:

@@ -1,4 +1,4 @@
-"""What Lightning's loggers show beside curves: hyperparameters, completions, and the summary with its plot."""
+"""Hyperparameters, tables, plots and the summary in TensorBoard, W&B and MLflow."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -36,13 +36,13 @@ class SaveFitConfig(SaveConfigCallback):
             log_hyperparameters(trainer.loggers, flatten({key: settings.get(key) for key in LOGGED}))
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save to the run's folder, whichever the logger has: a checkpoint has been accepted."""
+        """Save to the run's folder, after a checkpoint has been accepted."""
         if writes_files(trainer):
             atomic_write(Path(trainer.default_root_dir) / self.config_filename, self._text.encode())
 
 
 def flatten(settings: Any, key: str = "") -> dict[str, Any]:
-    """Settings by their key on the command line, as `noise.sigma_start`; a class by its name; without null.
+    """Settings by their key on the command line, such as `noise.sigma_start`; classes by name, null left out.
 
     Args:
         settings: Contents of a YAML file.
@@ -84,8 +84,8 @@ def log_hyperparameters(loggers: Iterable[Logger], settings: Mapping[str, Any]) 
                 logger.experiment.file_writer.add_summary(summary)
             continue
         if isinstance(logger, MLFlowLogger):  # which refuses a change, so that a resumed run keeps its first settings
-            known = logger.experiment.get_run(logger.run_id).data.params
-            given = {name: value for name, value in given.items() if name not in known}
+            logged = logger.experiment.get_run(logger.run_id).data.params
+            given = {name: value for name, value in given.items() if name not in logged}
         logger.log_hyperparams(given)
 
 
@@ -156,7 +156,7 @@ def log_image(loggers: Iterable[Logger], name: str, plot: Path, step: int) -> No
 
 
 def where_to_look(logger: Logger) -> str | None:
-    """The command, address or file that shows what a logger has; None for other loggers than those of this file."""
+    """The command, URL or file that shows a logger's content; None for an unknown logger."""
     if isinstance(logger, TensorBoardLogger):
         return f"tensorboard --logdir {Path(logger.log_dir).parent}, then http://localhost:6006/#custom_scalars&_smoothingWeight=0"
     if isinstance(logger, WandbLogger):

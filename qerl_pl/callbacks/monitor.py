@@ -1,4 +1,4 @@
-"""The monitor: TensorBoard's layout, the memory of policy, optimizer and engine, the accuracy before training."""
+"""Logs TensorBoard's layout, the memory of policy, optimizer and engine, and the accuracy before training."""
 
 import logging
 import resource

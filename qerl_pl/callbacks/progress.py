@@ -1,4 +1,4 @@
-"""What a terminal shows of a run: a bar with its metrics, or a line for each rollout where there is no terminal."""
+"""Progress of a run: a bar in a terminal, else a log line for each rollout."""
 
 import logging
 import re

@@ -13,18 +13,17 @@ from lightning.pytorch.callbacks import Callback, Checkpoint, LambdaCallback
 from lightning.pytorch.trainer.states import TrainerFn
 
 from qerl_pl.distributed.communicator import writes_files
-from qerl_pl.errors import Preempted, UserError, require_at_least
+from qerl_pl.errors import Preempted, StopSignals, UserError, require_at_least
 from qerl_pl.persistence.atomic_files import atomic_write, remove_unwritten
 from qerl_pl.persistence.checkpoint_io import FOLDER, digest_path, resume_files
 from qerl_pl.persistence.random_state import random_state, set_random_state
-from qerl_pl.persistence.signals import StopSignals
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class _StepEnd:
-    """What a rollout changes before it may fail, as it was at the end of the last step."""
+    """State at the end of the last step that a failing rollout may have changed."""
 
     epoch: int
     loops: dict[str, Any]
@@ -62,7 +61,7 @@ class ResumeCheckpoint(Checkpoint):
         self._stopper = LambdaCallback(on_train_batch_start=self._raise_stop, on_train_epoch_end=self._raise_stop)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Put a callback first that stops the run after Lightning has logged the step, before any begins another."""
+        """Insert a first callback that stops the run after Lightning has logged the step and before the next one."""
         trainer.callbacks = [self._stopper, *_without(trainer, self._stopper)]  # type: ignore[attr-defined]
 
     def _raise_stop(self, *_: Any) -> None:
@@ -88,12 +87,12 @@ class ResumeCheckpoint(Checkpoint):
         """Save the state before a rollout that a UserError has ended; restore the signal handlers, as `teardown`."""
         try:
             if isinstance(exception, UserError) and (path := self._save_before_rollout(trainer)) is not None:
-                exception.add_note(f"the state is saved in {path}; go on with the same command and --resume auto")
+                exception.add_note(f"the state is saved in {path}; continue with the same command and --resume auto")
         finally:
             self._restore(trainer)
 
     def _save_before_rollout(self, trainer: Trainer) -> Path | None:
-        """The checkpoint of the state before the present rollout; None if no rollout runs, or several ranks do."""
+        """Save the state before the current rollout; None outside of a rollout, or with several ranks."""
         batches = trainer.fit_loop.epoch_loop.batch_progress.total
         in_rollout = batches.ready > batches.started  # type: ignore[attr-defined]
         if trainer.state.fn != TrainerFn.FITTING or trainer.world_size > 1 or not in_rollout:
@@ -119,7 +118,7 @@ class ResumeCheckpoint(Checkpoint):
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
         self._signal = number
-        log.warning("%s: finishing this step, then saving; once more to stop at once", signal.Signals(number).name)
+        log.warning("%s: finishing this step, then saving; send it again to stop at once", signal.Signals(number).name)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -200,7 +199,7 @@ def _set_aside(folder: Path, done: int) -> None:
         aside.parent.mkdir(exist_ok=True)
         path.replace(aside)
         digest.unlink(missing_ok=True)
-        log.warning("this run goes another way than %s: it is in %s now", path.name, aside.parent)
+        log.warning("%s is newer than where this run starts: moved to %s", path.name, aside.parent)
 
 
 def _is_validated(trainer: Trainer, batch_idx: int) -> bool:

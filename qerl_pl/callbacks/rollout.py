@@ -1,13 +1,15 @@
 """The rollout callback: samples and scores each batch before the step, training and evaluation alike."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from qerl_pl.algorithm.feedback import Feedback
+from qerl_pl.algorithm.feedback import Feedback, TemperatureControl
+from qerl_pl.algorithm.off_policy import RolloutCorrection
+from qerl_pl.chat_template import messages_of, template_texts
 from qerl_pl.datamodules.prompts import PromptDataModule
 from qerl_pl.distributed.strategy import communicator_of
 from qerl_pl.engines.base import EngineSpec, RolloutEngine, SharedWeights
@@ -19,10 +21,9 @@ from qerl_pl.evaluation.evaluator import Evaluator, EvaluatorConfig
 from qerl_pl.formats.model_folder import end_token_ids
 from qerl_pl.modules.qerl import QeRLModule
 from qerl_pl.openmp import let_waiting_threads_sleep
-from qerl_pl.rewards import Reward, as_rewards, check_references, with_environment_reward
+from qerl_pl.rewards import Format, Reward, as_rewards, check_references, with_environment_reward
 from qerl_pl.rollout.collector import Aggregation, Collector, CollectorConfig
-from qerl_pl.rollout.temperature import TemperatureControl
-from qerl_pl.start_checks import ChecksFirst
+from qerl_pl.start_checks import ChecksFirst, check_monitors
 from qerl_pl.types import EvalSampling, PromptBatch, SamplingConfig
 
 log = logging.getLogger(__name__)
@@ -36,12 +37,15 @@ ENTROPY, TEMPERATURE = "completions/sampler_entropy", "completions/temperature"
 TEMPERATURE_GAIN = 0.2
 """Largest change of the logarithm of a steered temperature from rollout to rollout."""
 
+REJECTED_WARNING = 0.5
+"""Share of rejected tokens above which the log warns."""
+
 POLICY_DISTRIBUTION = EvalSampling(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0)
 """Default sampling of held-out prompts: without filters, with training's token limit and stop strings."""
 
 
 class RolloutCallback(Callback, ChecksFirst):
-    """Drives the rollout engine: samples and scores the completions of training, validation and test batches.
+    """Samples and scores the completions of training, validation and test batches.
 
     A completion's seed depends only on (run seed, policy version, prompt, sample index), so that a resumed run draws
     the samples of an uninterrupted one.
@@ -89,7 +93,7 @@ class RolloutCallback(Callback, ChecksFirst):
             chat template.
         max_turns: Most turns of a dialogue.
         max_turn_tokens: Most tokens of a turn; null takes what is left of the dialogue.
-        max_tool_response_tokens: Most tokens of an environment's answer, which is cut there; null leaves it whole.
+        max_tool_response_tokens: Limit of tokens of an environment's answer, longer ones are cut; null does not cut.
         tool_time_limit: Seconds after which a tool, a step, `reset` or `get_reward` is ended.
         tool_wait: Seconds for which an engine that samples in rounds (TransformersEngine) waits for tools that have
             not answered, before it goes on with the dialogues whose tools have. vLLM goes on at once.
@@ -187,7 +191,7 @@ class RolloutCallback(Callback, ChecksFirst):
     # Engine --------------------------------------------------------------------------------------------------------
 
     def check_first(self, trainer: Trainer, stage: str) -> None:
-        """Refuse another module or data module, sizes that do not divide, and sequences too long."""
+        """Refuse other modules and data modules, sizes that do not divide, and too long sequences."""
         module, data = _module(trainer.lightning_module), _data(trainer)
         positions = module.policy_config.positions()
         if stage == "fit":
@@ -226,7 +230,10 @@ class RolloutCallback(Callback, ChecksFirst):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Launch the engine: before the policy is loaded, which may share the engine's weights."""
         module, data = _module(pl_module), _data(trainer)
+        if stage == "fit":
+            check_monitors(trainer, data.val_names)
         check_references(self.config.rewards, data.references)
+        _warn_of_opened_tags(self.config.rewards, module, data)
         if self._collector is None:
             self._launch(trainer, module, data)
         module.use_engine_weights(*self._engine_weights)
@@ -286,7 +293,7 @@ class RolloutCallback(Callback, ChecksFirst):
     # Training ------------------------------------------------------------------------------------------------------
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Refuse ranks that have read different files."""
+        """Refuse to train if ranks have read different files."""
         module = _module(pl_module)
         facts = {
             "base model": module.base_identity,
@@ -295,6 +302,7 @@ class RolloutCallback(Callback, ChecksFirst):
             "number of finished rollouts": module.policy_version,
         }
         communicator_of(trainer).require_same(facts | _data(trainer).state_dict())
+        _warn_of_filters(self.config.sampling, module.objective.rollout_correction)
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: PromptBatch, batch_idx: int
@@ -316,7 +324,7 @@ class RolloutCallback(Callback, ChecksFirst):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: PromptBatch, batch_idx: int
     ) -> None:
-        """Warn if sampler and trainer differ too much."""
+        """Log a warning if sampler and trainer differ too much, or most tokens are rejected for that."""
         mismatch = float(trainer.callback_metrics["mismatch/logprob_abs_mean"])
         if mismatch > self.config.mismatch_bound:
             log.warning(
@@ -324,6 +332,13 @@ class RolloutCallback(Callback, ChecksFirst):
                 "look for a wrong sync",
                 mismatch,
                 self.config.mismatch_bound,
+            )
+        rejected = float(trainer.callback_metrics.get("mismatch/rejected_frac", 0.0))
+        if rejected > REJECTED_WARNING:
+            log.warning(
+                "model.objective.correction rejects %.0f %% of the tokens, which do not train: widen its range, or "
+                "lower the noise",
+                100 * rejected,
             )
 
     # Evaluation ----------------------------------------------------------------------------------------------------
@@ -363,6 +378,39 @@ def rollout_callback(trainer: Trainer, needed_by: str) -> RolloutCallback:
         f"{needed_by} needs a callback that samples completions; trainer.callbacks has none; "
         "add qerl_pl.callbacks.RolloutCallback"
     )
+
+
+def _warn_of_filters(sampling: SamplingConfig, correction: RolloutCorrection) -> None:
+    """Log a warning if training samples with filters and the objective corrects for the sampler's probabilities.
+
+    A filter divides the probabilities of the remaining tokens by their sum, so that every ratio of trainer to sampler
+    is below 1.
+    """
+    filters = [name for name, off in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)) if getattr(sampling, name) != off]
+    outliers = correction.outlier_low is not None or correction.outlier_high is not None
+    if filters and (correction.weights is not None or correction.rejection is not None or outliers):
+        log.warning(
+            "rollout.sampling.%s raises the sampler's probabilities above the trainer's, which importance weights and "
+            "rejection count as a mismatch: sample without it, or set model.objective.correction to off",
+            filters[0],
+        )
+
+
+def _warn_of_opened_tags(rewards: Sequence[Reward], module: QeRLModule, data: PromptDataModule) -> None:
+    """Log a warning if the chat template opens the first tag of a `Format` reward, so that no completion does."""
+    formats = [reward for reward in rewards if isinstance(reward, Format)]
+    if not formats:
+        return
+    chats = [messages_of("?", data.system_prompt)]
+    (prompt,) = template_texts(module.tokenizer, chats, data.chat_template_kwargs)
+    for reward in formats:
+        if prompt.rstrip().endswith(f"<{reward.tags[0]}>"):
+            log.warning(
+                "reward %s is 0 for every completion: the chat template ends prompts with <%s>, which completions then "
+                "lack; use a reward function of your own instead",
+                reward.name,
+                reward.tags[0],
+            )
 
 
 def _module(module: LightningModule) -> QeRLModule:

@@ -94,8 +94,8 @@ class RunSummary(Callback):
         bar = trainer.progress_bar_callback
         if isinstance(bar, RichProgressBar) and bar.progress is not None:
             bar.progress.stop()  # or it is drawn again below the table
-        places = [place for logger in trainer.loggers if (place := where_to_look(logger))]
-        self._print(summary, folder, pl_module.policy.trained.result, places)
+        views = [view for logger in trainer.loggers if (view := where_to_look(logger))]
+        self._print(summary, folder, pl_module.policy.trained.result, views)
 
     def _summary(self, module: QeRLModule, folder: Path) -> dict[str, Any]:
         reward, entropy, sigma = (self.curves[name] for name in ("reward/mean", "policy/entropy", "aqn/sigma"))
@@ -143,7 +143,7 @@ class RunSummary(Callback):
         figure.savefig(image, dpi=120)
         atomic_write(path, image.getvalue())
 
-    def _print(self, summary: dict[str, Any], folder: Path, result: str, places: list[str]) -> None:
+    def _print(self, summary: dict[str, Any], folder: Path, result: str, views: list[str]) -> None:
         before, after = summary["accuracy_before"], summary["accuracy_after"]
         rows = [("reward (mean of the first and the last rollouts)", summary["reward_first"], summary["reward_last"])]
         if isinstance(before, dict):
@@ -162,7 +162,7 @@ class RunSummary(Callback):
         console.print(table)
         lines = [f"{summary['train_seconds']:.0f} s of training: {seconds}"]
         lines.append(f"plot {folder / 'run.png'}, numbers {folder / 'summary.json'}, {result} {folder / result}")
-        for line in (*lines, *(f"watch it: {place}" for place in places)):
+        for line in (*lines, *(f"watch it: {view}" for view in views)):
             console.print(line, soft_wrap=True)  # a path or address can be copied
 
 

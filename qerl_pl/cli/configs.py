@@ -1,4 +1,4 @@
-"""Configuration files: merged by `-c`, found by name where they come with the package, listed by `qerl configs`."""
+"""Configuration files: merging by `-c`, shipped ones by name, and the command `qerl configs`."""
 
 import re
 from difflib import get_close_matches
@@ -18,7 +18,7 @@ _NAME = re.compile(r"[\w.-]+")
 
 
 class ConfigFile(ActionConfigFile):
-    """A configuration, a file or the name of a shipped one; its rewards are added, by name, to those before it."""
+    """A configuration file or the name of a shipped one; its rewards are merged by name with earlier ones."""
 
     @staticmethod
     def apply_config(parser: ArgumentParser, cfg: Namespace, dest: str, value: str) -> None:

@@ -17,6 +17,7 @@ from qerl_pl.formats.architecture import PROJECTIONS, check_family
 from qerl_pl.formats.quantize import config_in_reach
 from qerl_pl.memory import GIB, kv_cache_size, optimizer_bytes
 from qerl_pl.memory_plan import MicroBatch, RunPlan, Shape, longest_completion, run_memory
+from qerl_pl.modules.activation_checkpointing import Way, mode_name, ways_of
 from qerl_pl.modules.policy import PolicyConfig
 from qerl_pl.modules.policy_module import PolicyModule
 from qerl_pl.modules.qerl import QeRLModule
@@ -48,9 +49,13 @@ def describe(model: PolicyModule, data: LightningDataModule, rollout: RolloutCal
     rows = [f"{'memory that the run needs, estimated, in GiB':<48}{'rollout':>9}{'update':>9}"]
     rows += [f"  {name:<46}{first:>9.2f}{second:>9.2f}" for name, first, second in memory.table()]
     rows += [f"  pinned on the CPU: {name:<27}{'':>9}{size / GIB:>9.2f}" for name, size in memory.cpu.items()]
-    batch, mode = plan.batch, str(plan.batch.checkpointing).lower()
-    chosen = " (the most that auto saves by)" if model.policy_config.gradient_checkpointing == "auto" else ""
-    rows.append(f"of micro-batches of {batch.tokens} tokens, gradient_checkpointing {mode}{chosen}")
+    ways = _ways(model.policy_config, plan.shape)
+    chosen = " (the most that auto saves by)" if len(ways) > 1 else ""
+    rows.append(f"of micro-batches of {plan.batch.tokens} tokens, gradient_checkpointing {_name(ways[-1])}{chosen}")
+    if len(ways) > 1:
+        saved = {_name(way): run_memory(replace(plan, batch=_saved_by(plan.batch, way))) for way in ways}
+        needs = "; ".join(f"{name} {sum(one.update.values()) / GIB:.2f}" for name, one in saved.items())
+        rows += ["auto takes the first that fits; the update needs in GiB:", f"  {needs}"]
     if torch.cuda.is_available():
         sizes: Sequence[float] = (torch.cuda.mem_get_info()[1] / GIB,)
     else:
@@ -68,6 +73,22 @@ def describe(model: PolicyModule, data: LightningDataModule, rollout: RolloutCal
             f"  {size:>5.4g} GiB" + "".join(f"{cell:>{width}}" for cell, width in zip(cells, (16, 32), strict=False))
         )
     return "\n".join(rows)
+
+
+def _ways(config: PolicyConfig, shape: Shape) -> tuple[Way, ...]:
+    """What gradient_checkpointing and mlp_tile_tokens leave open."""
+    can_tile = not shape.experts and (config.lora_spec is None or config.lora.dropout == 0)
+    ways = ways_of(config.gradient_checkpointing, config.mlp_tile_tokens, can_tile)
+    by_hand = ways[0].tile_tokens
+    return tuple(way for way in ways if way.tile_tokens == by_hand or way.mode == "offload")  # the CPU has the memory
+
+
+def _saved_by(batch: MicroBatch, way: Way) -> MicroBatch:
+    return replace(batch, checkpointing=way.mode, mlp_tile_tokens=way.tile_tokens)
+
+
+def _name(way: Way) -> str:
+    return mode_name(way.mode) + (f", mlp_tile_tokens {way.tile_tokens}" if way.tile_tokens else "")
 
 
 def shape_of(config: PolicyConfig) -> Shape:
@@ -109,20 +130,17 @@ def plan_of(model: PolicyModule, data: LightningDataModule, rollout: RolloutCall
         longest = prompt + rollout.config.sampling.max_tokens
         step_tokens = max(data.batch_size * rollout.config.group_size // update.minibatches, 1) * longest
     tokens = step_tokens if limit is None else min(max(limit, longest), step_tokens)
-    mode = policy.gradient_checkpointing
     batch = MicroBatch(
         tokens,
         max(tokens // longest, 1),
         policy.torch_dtype,
-        True if mode == "auto" else mode,
-        policy.mlp_tile_tokens,
-        policy.train_norms or lora is None,
-        0 if lora is None else lora.rank,
-        lora is None,
+        train_norms=policy.train_norms or lora is None,
+        rank=0 if lora is None else lora.rank,
+        full_finetuning=lora is None,
     )
     plan = RunPlan(
         shape,
-        batch,
+        _saved_by(batch, _ways(policy, shape)[-1]),
         -(-step_tokens // tokens),
         policy.quantization,
         PROJECTIONS if lora is None else lora.targets,
@@ -139,7 +157,9 @@ def plan_of(model: PolicyModule, data: LightningDataModule, rollout: RolloutCall
 
 def _with_engine(plan: RunPlan, engine: RolloutEngine, longest: int, prompts: int) -> RunPlan:
     """The plan with an engine's part: its cache, and whether it shares the base."""
-    sequence = longest * plan.shape.kv_bytes(plan.batch.dtype) / GIB
+    if isinstance(engine, VLLMEngine):
+        plan = replace(plan, kv_dtype=engine.cache_dtype(plan.batch.dtype))
+    sequence = longest * plan.token_kv_bytes / GIB
     if not isinstance(engine, VLLMEngine):  # dense weights of its own, and the keys and values of a batch
         rows = getattr(engine, "max_batch", 1)
         return replace(

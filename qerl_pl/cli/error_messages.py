@@ -1,4 +1,4 @@
-"""The line that a user's mistake prints, with the nearest key for a misspelt one."""
+"""One-line messages for user errors, with the nearest key for a misspelt one."""
 
 import errno
 import inspect
@@ -39,13 +39,13 @@ _PARSING = (
     OSError,
     yaml.YAMLError,
 )
-"""What jsonargparse raises; any other cause comes from a module of the user's, and keeps its traceback."""
+"""Errors that jsonargparse raises; any other cause comes from a user's module and keeps its traceback."""
 
 _FILE_SYSTEM = {
     getattr(errno, name)
     for name in ("EACCES", "EPERM", "EROFS", "EISDIR", "ENOTDIR", "ENAMETOOLONG", "ELOOP", "ENOSPC", "EDQUOT", "EEXIST")
 }
-"""What a file system refuses for the user's files. ENOENT is absent: this package checks a file before it reads it."""
+"""Errors of the file system that a user can correct. Not ENOENT: this package checks files before it reads them."""
 
 
 _KEYS: dict[str, type | None] = {
@@ -82,7 +82,7 @@ _LIGHTNING = {
 
 
 def explain(error: Exception, argv: list[str], commands: Collection[str]) -> str | None:
-    """The line for a user's mistake, or None for any other error, which keeps its traceback.
+    """The message for a user error; None for any other error, which keeps its traceback.
 
     Args:
         error: What stopped the program.
@@ -100,17 +100,17 @@ def explain(error: Exception, argv: list[str], commands: Collection[str]) -> str
             return _with_own_keys(_one_line(cause))
     if isinstance(error, OSError) and error.errno in _FILE_SYSTEM and error.filename is not None:
         path = os.fsdecode(error.filename)
-        return f"files must be open to the run; {path}: {error.strerror}; correct that, or name another place"
+        return f"a run must read and write its files; {path}: {error.strerror}; correct that, or choose another path"
     if any(isinstance(cause, OSError) and cause.errno in FULL_DISK for cause in causes):  # a write names no file
         return (
-            f"saving needs free disk space; a write found none ({_one_line(error):.80}); free some and give the "
-            "command again, a training with --resume auto"
+            f"saving needs free disk space; a write found none ({_one_line(error):.80}); free some and run the "
+            "command again, training with --resume auto"
         )
     return None
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """The error and what it was raised from: jsonargparse wraps an error of a class that it builds in others."""
+    """The error and its chain of causes: jsonargparse wraps errors of the classes that it builds."""
     cause: BaseException | None = error
     while cause is not None:
         yield cause
@@ -123,7 +123,7 @@ def _one_line(error: BaseException) -> str:
 
 
 def _parsing(error: jsonargparse.ArgumentError, argv: list[str], commands: Collection[str]) -> str:
-    """Of jsonargparse's many lines the key and what is wrong with it."""
+    """The key and the reason from jsonargparse's message of many lines."""
     lines = [" ".join(line.split()).removeprefix("- ").rstrip(".") for line in str(error).splitlines()]
     useful = [line for line in lines if line and not _NOISE.match(line)] or lines[:1]
     useful = [line for line in useful if line.removeprefix("Given value: ") not in "".join(useful).replace(line, "")]
@@ -133,7 +133,7 @@ def _parsing(error: jsonargparse.ArgumentError, argv: list[str], commands: Colle
 
 
 def _with_own_keys(message: str) -> str:
-    """Lightning's message about one of its keys, or the remedy by this package's keys."""
+    """Lightning's message, with this package's keys as the remedy where it has such."""
     for start, (rule, remedy) in _LIGHTNING.items():
         if message.startswith(start):
             setting = re.search(r"Trainer\((\w+)=(\S+)\)", message)
@@ -142,7 +142,7 @@ def _with_own_keys(message: str) -> str:
 
 
 def _hint(message: str) -> str | None:
-    """The objectives, or the nearest key or argument, for what jsonargparse did not know; None if nothing is near."""
+    """A suggestion for an unknown objective, key or argument; None if nothing is similar."""
     if _NO_OBJECTIVE.search(message):
         classes = (value for value in vars(algorithm).values() if isinstance(value, type))
         names = sorted(kind.__name__ for kind in classes if issubclass(kind, Objective) and kind is not Objective)
@@ -156,7 +156,7 @@ def _hint(message: str) -> str | None:
 
 
 def _nearest_key(key: str) -> str | None:
-    """The key with its first unknown name replaced by the nearest; None if all are known or none is near."""
+    """The key with its first unknown name replaced by the most similar; None if there is none."""
     names, below = key.split("."), dict(_KEYS)
     for index, name in enumerate(names):
         if name not in below:
@@ -170,7 +170,7 @@ def _nearest_key(key: str) -> str | None:
 
 
 def _arguments(owner: type) -> dict[str, type | None]:
-    """Names and types of a constructor's arguments, and of its bases' where it passes keyword arguments on."""
+    """Names and types of a constructor's arguments, also of the bases that get its **kwargs."""
     arguments: dict[str, type | None] = {}
     for base in owner.__mro__[:-1]:
         parameters = inspect.signature(base).parameters

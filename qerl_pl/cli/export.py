@@ -57,7 +57,7 @@ def _saved_base(folder: Path) -> dict[str, Any] | None:
 
 
 def take_adapter(policy: Any, command: str, resume: object) -> None:
-    """If a policy's path is an exported adapter, set its base instead, and the adapter as what to start from.
+    """If a policy's path is an exported adapter, set the path to its base and `adapter` to the adapter.
 
     Args:
         policy: Configuration under model.policy; changed.
@@ -77,10 +77,10 @@ def take_adapter(policy: Any, command: str, resume: object) -> None:
             f"{'the adapter as model.policy.adapter' if command == 'fit' else 'a checkpoint by --resume'}"
         )
     policy.path, policy.adapter = read_adapter(str(folder), "model.policy.path").base, str(folder)
-    if (kept := _saved_base(folder)) is not None:
-        policy.path, policy.quantization = kept["path"], kept["quantization"]
-        if kept["toy"] is not None:
-            policy.toy = dict_to_namespace(kept["toy"])
+    if (base := _saved_base(folder)) is not None:
+        policy.path, policy.quantization = base["path"], base["quantization"]
+        if base["toy"] is not None:
+            policy.toy = dict_to_namespace(base["toy"])
     policy.lora.rank = policy.lora.alpha = policy.lora.targets = policy.lora.use_rslora = None
     policy.train_norms = False
 
@@ -125,11 +125,11 @@ def export(run: Path, dst: Path, merge: bool = False, checkpoint: Path | None = 
 
 def _described(config: PolicyConfig, merge: bool) -> str:
     if config.lora_spec is None:
-        return f"the whole model ({config.dtype})"
+        return f"the complete model ({config.dtype})"
     if merge:
-        return "the whole model (adapter merged in, bfloat16)"
-    held = "" if config.quantization == "none" else f" in {config.quantization.upper()}"
-    return f"the adapter (rank {config.lora_spec.rank}, base {config.base_name}{held})"
+        return "the complete model (adapter merged in, bfloat16)"
+    form = "" if config.quantization == "none" else f" in {config.quantization.upper()}"
+    return f"the adapter (rank {config.lora_spec.rank}, base {config.base_name}{form})"
 
 
 def _size(folder: Path) -> str:
@@ -147,7 +147,7 @@ def _merged(weights: PolicyWeights, name: str, tensor: Tensor) -> Tensor:
 
 
 def _policy_config(run: Path, state: dict[str, Any]) -> PolicyConfig:
-    """As the command line has written it; of a run by Python as its checkpoint has it."""
+    """The policy's configuration from config.yaml, or for a run from Python from its checkpoint."""
     path = run / "config.yaml"
     if not path.is_file() and "policy" in state:
         return _built(state["policy"])

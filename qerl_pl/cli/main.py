@@ -1,21 +1,17 @@
-"""`qerl fit`, `validate` and `test`, LightningCLI with a run's callbacks as top-level keys; other commands."""
+"""The program `qerl`: fit, validate and test by LightningCLI, with callbacks as top-level keys; other commands."""
 
-import inspect
 import logging
 import os
 import signal
 import sys
-from argparse import ArgumentError
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from dataclasses import is_dataclass
 from pathlib import Path
-from pkgutil import resolve_name
 from types import FrameType
 from typing import Any
 
 import jsonargparse
-from jsonargparse import ArgumentParser, Namespace, set_parsing_settings
+from jsonargparse import Namespace
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint, ProgressBar
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
@@ -34,7 +30,15 @@ from qerl_pl.callbacks import (
 )
 from qerl_pl.callbacks.loggers import SaveFitConfig
 from qerl_pl.callbacks.progress import progress_bar
-from qerl_pl.cli import sft
+from qerl_pl.cli.config_checks import (
+    ACCURACY,
+    SFT_CALLBACKS,
+    check_values,
+    is_sft,
+    monitor_first_set,
+    prepare_sft,
+    sft_module,
+)
 from qerl_pl.cli.configs import ConfigFile, configs
 from qerl_pl.cli.dry_run import DryRun, describe
 from qerl_pl.cli.error_messages import explain
@@ -42,14 +46,9 @@ from qerl_pl.cli.export import export, take_adapter
 from qerl_pl.cli.quantize import quantize
 from qerl_pl.cli.terminal import configure_terminal
 from qerl_pl.datamodules import ConversationDataModule, PromptDataModule
-from qerl_pl.distributed.communicator import (
-    check_ranks_divide,
-    check_strategy,
-    is_first_process,
-    planned_ranks,
-)
+from qerl_pl.distributed.communicator import is_first_process, planned_ranks
 from qerl_pl.distributed.strategy import UnwrappedDDPStrategy
-from qerl_pl.errors import Stopped, UserError
+from qerl_pl.errors import Stopped, StopSignals, UserError
 from qerl_pl.modules import QeRLModule
 from qerl_pl.modules.qerl import BEFORE_TRAINING
 from qerl_pl.persistence.atomic_files import locked
@@ -60,55 +59,14 @@ from qerl_pl.persistence.checkpoint_io import (
     newest_checkpoint,
     verify,
 )
-from qerl_pl.persistence.signals import StopSignals
 from qerl_pl.rewards import Reward
-
-
-def check_values(parser: ArgumentParser, config: Namespace) -> None:
-    """Refuse null, which an empty value in a YAML file is, where a key does not take it.
-
-    Raises:
-        ArgumentError: A key has null for a value.
-        UserError: A key with keys of its own has another value.
-    """
-    run = config[config["subcommand"]]
-    for key, kind in {"model": QeRLModule, "rollout": RolloutCallback, "trainer": Trainer}.items():
-        _check_group(kind, run[key], key)
-    _check_classes(run, "")
-    set_parsing_settings(unset_sentinel=True)  # or null means that nothing was given, whatever the type
-    try:
-        parser.validate(config)
-    except TypeError as error:
-        raise ArgumentError(None, str(error)) from error
-    finally:
-        set_parsing_settings(unset_sentinel=False)
-
-
-def _check_classes(value: Any, key: str) -> None:
-    """Check the arguments of every class that is named somewhere in `value`."""
-    for item in value if isinstance(value, list) else []:
-        name = item.get("class_path", "") if isinstance(item, Namespace) else ""
-        _check_classes(item, f"{key}.{name.rpartition('.')[2]}".removesuffix("."))
-    if isinstance(value, Namespace):
-        if "class_path" in value and "init_args" in value:
-            _check_group(resolve_name(value["class_path"]), value["init_args"], key)
-        for name, item in vars(value).items():
-            _check_classes(item, f"{key}.{name}".removesuffix(".init_args").removeprefix("."))
-
-
-def _check_group(kind: type, value: Any, key: str) -> None:
-    """Check that the keys of a class, and of each dataclass among its arguments, have not been replaced."""
-    if not isinstance(value, Namespace):
-        raise UserError(f"{key} has keys of its own; found {value!r}; set them, or leave it out")
-    for name, parameter in inspect.signature(kind).parameters.items():
-        if isinstance(parameter.annotation, type) and is_dataclass(parameter.annotation):
-            _check_group(parameter.annotation, value.get(name), f"{key}.{name}")
+from qerl_pl.start_checks import check_ranks_divide, check_strategy
 
 
 def stop_at_once() -> Callback:
     """A callback that ends an evaluation on SIGTERM or SIGINT at any point of it.
 
-    Lightning itself checks for SIGTERM between batches alone, and a set may be one batch; on SIGINT its status is 1.
+    Lightning itself checks for SIGTERM between batches only, and a set may be one batch; on SIGINT it exits with 1.
     """
 
     def stop(number: int, frame: FrameType | None) -> None:
@@ -137,14 +95,14 @@ name), `qerl quantize --help` (write a 4-bit checkpoint) and `qerl export --help
 """
 
 CALLBACKS: dict[str, tuple[type[Callback], dict[str, Any] | None, str]] = {
-    "noise": (AdaptiveQuantizationNoise, None, "Adaptive quantization noise of the rollouts. null samples without."),
+    "noise": (AdaptiveQuantizationNoise, None, "Adaptive quantization noise of the rollouts. null: no noise."),
     "best": (
         ModelCheckpoint,
         # Not step=N, the name of a checkpoint that --resume auto takes.
-        {"monitor": "val/accuracy", "mode": "max", "filename": "best-{rollouts:.0f}"},
+        {"monitor": ACCURACY, "mode": "max", "filename": "best-{rollouts:.0f}"},
         "Saves the checkpoint of the best validation. null saves none.",
     ),
-    "checkpoint": (ResumeCheckpoint, {}, "Saves the checkpoints that --resume auto goes on from. null saves none."),
+    "checkpoint": (ResumeCheckpoint, {}, "Saves the checkpoints for --resume auto. null saves none."),
     "monitor": (Monitor, {}, "TensorBoard's layout and the peak of memory. null logs neither."),
     "completions": (CompletionLog, {}, "Shows completions in the loggers, or writes all of them. null does neither."),
     "summary": (RunSummary, {}, "Writes summary.json and run.png, and prints a table at the end. null does neither."),
@@ -154,17 +112,18 @@ CALLBACKS: dict[str, tuple[type[Callback], dict[str, Any] | None, str]] = {
         "Report of `qerl test` and `qerl validate`, with all samples. null: none.",
     ),
 }
-"""Top-level keys for callbacks: class, arguments by default or None for a callback that is off, help."""
+"""Top-level keys of callbacks: class, default arguments (None: off by default), help."""
 
 DEFAULTS = {
     "model.policy.gradient_checkpointing": "auto",
+    "model.policy.mlp_tile_tokens": "auto",
     "model.micro_batch_tokens": 16384,
     "trainer.log_every_n_steps": 1,
     "trainer.enable_model_summary": False,
     "trainer.num_sanity_val_steps": -1,
     "rollout.engine": {"class_path": "qerl_pl.engines.VLLMEngine"},
 }
-"""Of the command line, for a model of billions of parameters on a GPU, where a class or Lightning has others."""
+"""Defaults of the command line that differ from those of the classes: for models of billions of parameters on a GPU."""
 
 USAGE_ERROR = 2
 
@@ -173,7 +132,7 @@ VALIDATE = "validate"
 
 
 class QeRLCLI(LightningCLI):
-    """LightningCLI with a fixed module, a run folder that holds everything, and `--resume`."""
+    """LightningCLI for this package's modules, with one folder for all files of a run, and `--resume`."""
 
     def __init__(self, args: ArgsType = None) -> None:
         self._only = _named_first(sys.argv[1:] if args is None else args)
@@ -185,7 +144,7 @@ class QeRLCLI(LightningCLI):
             auto_configure_optimizers=False,
             save_config_callback=SaveFitConfig,
             save_config_kwargs={"overwrite": True},  # a resumed run goes on in its folder
-            # A key is taken as it is spelled: abbreviated, --model.lr would set model.lr_scheduler.
+            # No abbreviations: --model.lr would set model.lr_scheduler.
             parser_kwargs={"exit_on_error": False, "allow_abbrev": False, "description": DESCRIPTION},
             args=args,
         )
@@ -197,7 +156,7 @@ class QeRLCLI(LightningCLI):
         return {"fit": own | {"train_dataloaders", "val_dataloaders"}, "validate": own, "test": own}
 
     def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
-        """Only the subcommand that is called gets its hundreds of keys: those of each take a tenth of a second."""
+        """Add the hundreds of keys to the subcommand that is called only, which saves 0.1 s for each other one."""
         if self._only in (None, subcommand):
             return super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
         return self.init_parser(**kwargs)
@@ -232,14 +191,14 @@ class QeRLCLI(LightningCLI):
         )
 
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
-        """A parser, also of a subcommand, that reports errors by an exception, which `main` prints."""
+        """A parser that raises its errors instead of exiting; `main` prints them."""
         parser = LightningArgumentParser(**{**kwargs, "exit_on_error": False})
         explained = "A YAML file, or a name that `qerl configs` lists; of several, later ones override."
         parser.add_argument("-c", "--config", action=ConfigFile, help=explained)
         return parser
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
-        """Parse, and set what follows from other keys: the objective, the data's seed, the run's folder."""
+        """Parse, and set defaults that depend on other keys: the objective, the data's seed, the run's folder."""
         try:
             is_parsed = isinstance(args, dict | Namespace)
             self.config = parser.parse_object(args) if is_parsed else parser.parse_args(args)  # type: ignore[arg-type]
@@ -250,11 +209,12 @@ class QeRLCLI(LightningCLI):
         check_values(parser, self.config)
         command = self.config["subcommand"]
         config = self.config[command]
-        self._is_sft = sft.is_sft(config)
+        self._is_sft = is_sft(config)
         if self._is_sft:
-            sft.prepare_sft(config, command)
+            prepare_sft(config, command)
         elif config.model.objective is None:  # as the key's default, its beta would pass to an objective that is named
             config.model.objective = Namespace(class_path="qerl_pl.algorithm.GRPO", init_args=Namespace(beta=0.0))
+        monitor_first_set(config)
         if config.data.get("init_args", {}).get("seed", 0) is None:
             config.data.init_args.seed = config.model.seed
         if config.trainer.default_root_dir is None:
@@ -265,13 +225,13 @@ class QeRLCLI(LightningCLI):
             verify(Path(config.ckpt_path))
 
     def before_instantiate_classes(self) -> None:
-        """Have the keys under `model` build the module of supervised fine-tuning, if the data are conversations.
+        """Build the SFT module from the keys under `model` if the data are conversations; stop a dry run.
 
         Raises:
             DryRun: The run is not to start.
         """
         if self._is_sft:  # in place of Lightning's own, which keeps hyperparameters
-            self.parser.add_instantiator(sft.sft_module, QeRLModule, subclasses=False, prepend=True)
+            self.parser.add_instantiator(sft_module, QeRLModule, subclasses=False, prepend=True)
         if self._get(self.config, "dry_run"):
             settings = self.parser.instantiate_classes(self.config)[self.config["subcommand"]]
             callbacks = _listed(settings.trainer.callbacks)
@@ -327,7 +287,7 @@ class QeRLCLI(LightningCLI):
         """`trainer.callbacks` and those of the top-level keys; a list with a RolloutCallback is complete."""
         callbacks = _listed(trainer["callbacks"])
         if self._is_sft:
-            return [*callbacks, *self._named(sft.CALLBACKS, trainer, callbacks)]
+            return [*callbacks, *self._named(SFT_CALLBACKS, trainer, callbacks)]
         if not any(isinstance(callback, RolloutCallback) for callback in callbacks):
             rollout = self._get(self.config_init, "rollout")
             if not rollout.rewards and rollout.environment is None:
@@ -363,7 +323,7 @@ class QeRLCLI(LightningCLI):
             self.trainer.fit(model, datamodule=datamodule, **kwargs)
 
     def _log_from(self, checkpoint: str | Path | None) -> None:
-        """Have TensorBoard show one curve: its readers drop the steps that a killed run logged after the checkpoint."""
+        """Start TensorBoard's log at the checkpoint, so that steps that a killed run logged after it are hidden."""
         if self._logger is not None and self.trainer.logger is self._logger:  # a trial run has another
             first = BEFORE_TRAINING if checkpoint is None else finished_rollouts(Path(checkpoint))
             self.trainer.logger = TensorBoardLogger(self._logger.save_dir, name="", version="", purge_step=first)
@@ -382,7 +342,7 @@ class QeRLCLI(LightningCLI):
         if resume is None:
             return {}
         if given.get("ckpt_path") is not None:
-            raise UserError(f"one checkpoint is taken; --resume is {resume} and --ckpt_path is set too; leave one out")
+            raise UserError(f"--resume and --ckpt_path exclude each other; got both, --resume {resume}; leave one out")
         if resume == "auto":
             path = newest_checkpoint(Path(self.trainer.default_root_dir))
         else:
@@ -415,7 +375,7 @@ def _listed(given: Any) -> list[Any]:
 
 
 def _named_first(args: Any) -> str | None:
-    """The subcommand that arguments begin with, or that a parsed configuration has; None if options precede it."""
+    """The subcommand if it is the first argument, or of a parsed configuration; else None."""
     word = args.get("subcommand") if isinstance(args, dict | Namespace) else next(iter(args), None)
     return word if word in QeRLCLI.subcommands() else None
 

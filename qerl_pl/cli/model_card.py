@@ -59,7 +59,7 @@ def write_model_card(folder: Path, run: Path, policy: Policy, merged: bool, step
 
 
 def without_folders(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A run's configuration for others: of a path from the root only the name is kept, and no output folder."""
+    """A run's configuration for publication: of absolute paths the last name, and no run folder."""
     trainer = {**config.get("trainer", {}), "default_root_dir": None}
     public: dict[str, Any] = _public({**config, "trainer": trainer})
     return public | _OF_THIS_MACHINE
@@ -102,7 +102,7 @@ def _hub_name(path: str | None) -> str | None:
 
 
 def _data_sets(settings: Any) -> Iterator[str]:
-    """Data sets of the hub that were trained on: every `path`, but not those of the sets to evaluate on."""
+    """Hub data sets that were trained on: each `path`, except those under `sets`, which are for evaluation."""
     for key, value in settings.items() if isinstance(settings, Mapping) else ():
         if key == "path" and isinstance(value, str) and (name := _hub_name(value)) is not None:
             yield name
@@ -188,7 +188,7 @@ def _curves(run: Path, rollouts: int) -> str:
         rows.append(("held-out accuracy (sampled pass@1)", before, after))
     rows.append(("policy entropy, nats", summary["entropy_first"], summary["entropy_last"]))
     lines = [f"| {name} | {_number(first)} | {_number(last)} |" for name, first, last in rows]
-    run_of = "" if summary["steps"] == rollouts else f"Of the whole run of {summary['steps']} rollouts.\n\n"
+    run_of = "" if summary["steps"] == rollouts else f"Of the complete run of {summary['steps']} rollouts.\n\n"
     table = "\n".join(["| | at the start | at the end |", "|---|---|---|", *lines])
     return f"## Curves\n\n{run_of}{plot}\n\n{table}"
 
@@ -248,7 +248,7 @@ def _short(name: str) -> str:
 
 
 def _cell(text: str) -> str:
-    """Text of a table's cell, in which Markdown finds neither columns nor tags."""
+    """Text of a table's cell, with Markdown's column marks and tags escaped."""
     return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
 
 

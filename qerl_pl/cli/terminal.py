@@ -1,4 +1,4 @@
-"""Logging, warnings and progress bars of a terminal: other libraries' messages that a user cannot act on are hidden."""
+"""Logging, warnings and progress bars in a terminal, without other libraries' messages that call for no action."""
 
 import logging
 import re

@@ -17,16 +17,15 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from transformers import PreTrainedTokenizerBase
 
 from qerl_pl.chat_template import SYSTEM_PROMPT, render_conversation
-from qerl_pl.datamodules.prompts import PromptSampler, check_intervals, load_tokenizer, within_limit
-from qerl_pl.datamodules.tables import check_sizes, read_table
+from qerl_pl.datamodules.prompts import PromptSampler, load_tokenizer
+from qerl_pl.datamodules.tables import ANSWER_MARK, check_sizes, read_table
 from qerl_pl.errors import UserError, require_at_least
 from qerl_pl.persistence.random_state import stream_seed
-from qerl_pl.start_checks import check_first
+from qerl_pl.start_checks import check_first, check_intervals, within_limit
 from qerl_pl.toy.task import ArithmeticTask, Split, careful_demonstration
 
 log = logging.getLogger("qerl_pl")
 
-_MARK = "####"
 _FORMATS = "prompt and completion, messages, or question and answer"
 
 
@@ -149,7 +148,7 @@ class ConversationDataModule(LightningDataModule):
             UserError: Data is missing, malformed or smaller than a batch, or there is nothing to validate on.
         """
         if stage == "validate" and not self.val_size:
-            raise UserError("to validate takes rows that are held out; found none, for data.val_size is 0; raise it")
+            raise UserError("validate needs held-out rows; got none, as data.val_size is 0; raise it")
         if self._train:
             return
         rows, val_rows = self.train_rows(), self.val_rows()
@@ -250,7 +249,7 @@ class ConversationDataModule(LightningDataModule):
         return kept
 
     def _parts(self, tokenizer: PreTrainedTokenizerBase, row: Mapping[str, Any]) -> list[tuple[str, bool]]:
-        """Text of a row in parts, each with whether it is trained; the last part is."""
+        """Segments of a row's text, each with whether it trains; the last one does."""
         whole = not (self.completion_only_loss or self.assistant_only_loss)
         if _is_text(row):
             if self.assistant_only_loss:
@@ -297,7 +296,7 @@ def _checked(messages: Any, column: str) -> list[Mapping[str, Any]]:
 
 
 def _is_text(row: Mapping[str, Any]) -> bool:
-    """Whether a row's prompt and completion are text, which no chat template renders."""
+    """Whether a row's prompt and completion are plain text, to which no chat template is applied."""
     return isinstance(row.get("prompt"), str) and isinstance(row.get("completion"), str)
 
 
@@ -306,8 +305,8 @@ def _is_message(message: Any) -> bool:
 
 
 def _taught(answer: str) -> str:
-    """An answer as the policy is to give it: thoughts and number of GSM8K's format in the tags that rewards read."""
-    thought, mark, number = answer.rpartition(_MARK)
+    """A GSM8K answer in the format that rewards read: reasoning and number in tags."""
+    thought, mark, number = answer.rpartition(ANSWER_MARK)
     if not mark:
         return answer
     return f"<think>{thought.strip()}</think><answer>{number.replace(',', '').strip()}</answer>"

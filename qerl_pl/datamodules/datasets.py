@@ -10,13 +10,12 @@ from typing import Any, cast
 
 from qerl_pl.chat_template import SYSTEM_PROMPT
 from qerl_pl.datamodules.prompts import PromptDataModule
-from qerl_pl.datamodules.tables import Row, TableConfig, draw, local_file, read_table
+from qerl_pl.datamodules.tables import ANSWER_MARK, Row, TableConfig, draw, local_file, read_table
 from qerl_pl.errors import UserError
 from qerl_pl.types import Prompt
 
 log = logging.getLogger("qerl_pl")
 
-_MARK = "####"
 _LEVELS = 5
 _RATE = "llama8b_solve_rate"
 
@@ -125,6 +124,15 @@ class TableDataModule(PromptDataModule):
         for name, table in self.path.items():
             own = [prompt for prompt in prompts if prompt.id.rpartition("-")[0] == name]
             count = round(table.weight * len(own))
+            if not count:
+                log.warning(
+                    "no prompt of table %s is trained on: %d have at most max_prompt_tokens=%d, the weight is %g; "
+                    "raise one of these, or leave the table out",
+                    name,
+                    len(own),
+                    self.max_prompt_tokens,
+                    table.weight,
+                )
             for repeat in range(1, math.ceil(count / len(own)) + 1 if own else 1):
                 drawn = draw(own, count - (repeat - 1) * len(own), self.seed)
                 taken += [replace(one, id=f"{one.id}#{repeat}") if repeat > 1 else one for one in drawn]
@@ -195,9 +203,9 @@ class GSM8KDataModule(TableDataModule):
         rows = super().rows_of(split)
         for number, row in enumerate(rows, start=1):
             answer = str(row.columns["answer"])
-            if _MARK not in answer:
+            if ANSWER_MARK not in answer:
                 raise UserError(
-                    f"a GSM8K answer ends in {_MARK} and a number; row {number} of {self.path} ({split}) ends in "
+                    f"a GSM8K answer ends in {ANSWER_MARK} and a number; row {number} of {self.path} ({split}) ends in "
                     f"{answer[-40:]!r}; correct it, or read plain answers by `--data TableDataModule`."
                 )
         return rows

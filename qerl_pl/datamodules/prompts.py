@@ -26,7 +26,7 @@ from qerl_pl.datamodules.tables import (
 )
 from qerl_pl.errors import UserError, require_at_least
 from qerl_pl.persistence.random_state import stream_seed
-from qerl_pl.start_checks import check_first
+from qerl_pl.start_checks import check_first, check_intervals, within_limit
 from qerl_pl.types import Prompt, PromptBatch
 
 log = logging.getLogger("qerl_pl")
@@ -75,63 +75,6 @@ class PromptSampler(DistributedSampler[int]):
         self.epoch, self._yielded, self._start = state["epoch"], state["yielded"], state["yielded"]
 
 
-def require_planned_end(trainer: Trainer) -> None:
-    """Refuse a run without an end, by which schedules go.
-
-    Raises:
-        UserError: It has no limit on epochs or steps.
-    """
-    if max(trainer.max_epochs or 0, trainer.max_steps or 0) < 1:
-        raise UserError(
-            "schedules of noise and learning rate need a planned end; found none; "
-            "set trainer.max_epochs or trainer.max_steps"
-        )
-
-
-def within_limit(trainer: Trainer | None, batches: int) -> int:
-    """Training batches of an epoch within the trainer's `limit_train_batches`."""
-    limit = trainer.limit_train_batches if trainer else None
-    if isinstance(limit, float):
-        return int(batches * limit)
-    return batches if limit is None else min(batches, limit)
-
-
-def check_intervals(trainer: Trainer, batches: int) -> None:
-    """Check the trainer's limits and intervals before an engine is started.
-
-    Args:
-        trainer: The run's trainer.
-        batches: Training batches of an epoch, within the trainer's limit.
-
-    Raises:
-        UserError: The run has no step or epoch, an epoch has no batch, or the validation interval is zero, a time, or
-            longer than an epoch.
-    """
-    if trainer.max_steps == 0:
-        raise UserError(
-            "a run needs a step to take; trainer.max_steps=0 leaves none; raise it, or set it to -1 for no limit"
-        )
-    if trainer.max_epochs == 0:
-        raise UserError("a run needs an epoch to train; trainer.max_epochs=0 leaves none; raise it")
-    if batches < 1:
-        raise UserError(
-            f"an epoch needs a batch to train on; trainer.limit_train_batches={trainer.limit_train_batches} leaves "
-            "none; raise it"
-        )
-    epochs, interval = trainer.check_val_every_n_epoch, vars(trainer).get("val_check_interval")  # none by the clock
-    if interval is None or interval <= 0 or (epochs is not None and epochs < 1):
-        raise UserError(
-            "validation comes after so many batches or epochs, not by the clock; found "
-            f"val_check_interval={interval} and check_val_every_n_epoch={epochs}; set them above 0, or "
-            "trainer.limit_val_batches to 0 for none"
-        )
-    if isinstance(interval, int) and epochs is not None and interval > batches:
-        raise UserError(
-            f"val_check_interval must not exceed an epoch's {batches} batches; found {interval}; "
-            "lower it, or set trainer.check_val_every_n_epoch to null, which counts on over epochs"
-        )
-
-
 def load_tokenizer(trainer: Trainer | None, path: str | None) -> PreTrainedTokenizerBase:
     """The tokenizer of a data module.
 
@@ -144,7 +87,7 @@ def load_tokenizer(trainer: Trainer | None, path: str | None) -> PreTrainedToken
     """
     if path is None:
         if trainer is None:
-            raise UserError("outside of a Trainer there is no policy to take the tokenizer of; set tokenizer.")
+            raise UserError("without a Trainer there is no policy whose tokenizer could be used; set tokenizer.")
         return cast(PreTrainedTokenizerBase, trainer.lightning_module.tokenizer)
     try:
         return AutoTokenizer.from_pretrained(path)
@@ -174,7 +117,7 @@ class PromptDataModule(LightningDataModule):
         chat_template_kwargs: Variables of the chat template, such as `enable_thinking`.
     """
 
-    prepare_data_per_node = True  # asked for before `setup` says that a subclass has not called the constructor
+    prepare_data_per_node = True  # read before `setup` can report that a subclass did not call the constructor
 
     def __init__(
         self,
@@ -202,7 +145,7 @@ class PromptDataModule(LightningDataModule):
         self.seed = 0 if seed is None else seed
         self.tokenizer = tokenizer
         self.tools: Sequence[Mapping[str, Any]] = ()
-        """JSON schemas of the tools that prompts offer; set by `RolloutCallback` where all rows have the same."""
+        """JSON schemas of the tools in the prompts; set by `RolloutCallback` if all rows have the same."""
         self._tables = sets
         self._train: list[Prompt] = []
         self._val: dict[str, list[Prompt]] = {}
@@ -212,7 +155,7 @@ class PromptDataModule(LightningDataModule):
     def train_rows(self) -> Sequence[Row]:
         """All rows to train on."""
         raise UserError(
-            f"a data module gives its rows in train_rows; {type(self).__name__} lacks that method; define it"
+            f"a data module returns its rows in train_rows; {type(self).__name__} has no such method; define it"
         )
 
     def val_rows(self) -> Sequence[Row] | None:
@@ -256,7 +199,7 @@ class PromptDataModule(LightningDataModule):
         """
         if "_train" not in vars(self):
             raise UserError(
-                f"a data module's constructor calls that of PromptDataModule; {type(self).__name__}'s does not"
+                f"a data module's __init__ calls super().__init__(); {type(self).__name__}'s does not; add the call"
             )
         # Rows are read first: a wrong path is reported before a tokenizer or model is loaded.
         reads_train, owner = not self._train and (stage == "fit" or not self._tables), type(self).__name__
@@ -284,8 +227,8 @@ class PromptDataModule(LightningDataModule):
         if stage in ("validate", "test") and not any((self._val if stage == "validate" else self._test).values()):
             no_test_set = ", and there is no test set" if stage == "test" else ""
             raise UserError(
-                f"to {stage} takes prompts that are held out; found none, for data.val_size is {self.val_size}"
-                f"{no_test_set}; raise it, or name sets by data.sets"
+                f"{stage} needs held-out prompts; got none, as data.val_size is {self.val_size}{no_test_set}; "
+                "raise it, or name sets in data.sets"
             )
 
     def train_dataloader(self) -> StatefulDataLoader[PromptBatch]:
@@ -434,7 +377,7 @@ class PromptDataModule(LightningDataModule):
         ]
         if not prompts:
             if not rows:
-                raise UserError(f"{use} needs rows; {type(self).__name__} gives none; have it give some")
+                raise UserError(f"{use} needs rows; {type(self).__name__} returns none; correct its method")
             raise UserError(
                 f"{use} needs prompts of at most max_prompt_tokens={self.max_prompt_tokens} tokens; none of "
                 f"{len(rows)} is, the shortest has {min(map(len, token_ids))}; raise it or change the filters."

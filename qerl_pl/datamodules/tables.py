@@ -19,11 +19,12 @@ log = logging.getLogger("qerl_pl")
 _SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
 _PROMPTS = ("prompt", "messages", "question", "problem")
 _ANSWERS = ("answer", "solution")
-"""Columns that are looked for, in this order, where none is named."""
+"""Default columns, in order of preference."""
 _MESSAGE = ("role", "content")
-_MARK = "####"
+ANSWER_MARK = "####"
+"""Stands before the final answer in GSM8K's format."""
 _THOUSANDS = re.compile(r"[-+$]*\d{1,3}(?:,\d{2,3})*,\d{3}(?:\.\d+)?\s*%?")
-"""A number with separators of thousands; other commas separate answers."""
+"""A number with thousands separators; other commas separate answers."""
 
 
 @dataclass(frozen=True)
@@ -276,7 +277,7 @@ def _first_column(row: Mapping[str, Any], names: Sequence[str]) -> str | None:
 
 def _reference(answer: str, number: int, source: str) -> str:
     """The text after the last ####, or all of it."""
-    _, mark, rest = answer.rpartition(_MARK)
+    _, mark, rest = answer.rpartition(ANSWER_MARK)
     reference = rest.strip()
     if mark and _THOUSANDS.fullmatch(reference):
         reference = reference.replace(",", "")

@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch import Trainer
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import Tensor, distributed
 
 from qerl_pl.errors import UserError
@@ -105,33 +104,6 @@ SINGLE_PROCESS = Communicator()
 def planned_ranks(trainer: Trainer) -> int:
     """World size of the run, also before its processes are started."""
     return trainer.num_devices * trainer.num_nodes
-
-
-def check_strategy(trainer: Trainer) -> None:
-    """Refuse strategies that shard the trained weights, and strategies of several devices on a single one.
-
-    Raises:
-        UserError: The trainer has such a strategy.
-    """
-    world_size, strategy = planned_ranks(trainer), trainer.strategy
-    if type(strategy) is not DDPStrategy if world_size > 1 else not isinstance(strategy, SingleDeviceStrategy):
-        raise UserError(
-            f"training is one process a device, each with all that is trained; found the strategy "
-            f"{type(strategy).__name__} for {world_size} devices; leave trainer.strategy at auto"
-        )
-
-
-def check_ranks_divide(batch_size: int, ranks: int) -> None:
-    """Refuse a batch size that the number of ranks does not divide.
-
-    Raises:
-        UserError: It does not.
-    """
-    if batch_size % ranks:
-        raise UserError(
-            f"data.batch_size must be a multiple of the number of devices; found {batch_size} for {ranks}; change one "
-            "of them"
-        )
 
 
 def warn_of_this_rank(log: logging.Logger, message: str, *arguments: object) -> None:

@@ -31,7 +31,7 @@ GRACE = 10.0
 once a rank has lost its connection to another, as a frozen process keeps its connections."""
 _FAILURE, _SUSPICION = "failure", "suspicion"
 _LOST = "killed, or its machine or network is lost"
-_REMEDY = "give the command again, a training with --resume auto"
+_REMEDY = "run the command again, training with --resume auto"
 
 
 class FailureDetector:

@@ -14,7 +14,7 @@ Factory = str | Mapping[str, Any] | Callable[..., Any]
 
 _RULE = "an environment is a class, or a function from a row to one, named module.Class or file.py:Class"
 _SCHEMA = "json_schema"
-"""Attribute of a tool whose schema another library made."""
+"""Attribute of a tool with the schema of another library."""
 _RESERVED = ("reset", "get_reward")
 
 
@@ -23,7 +23,7 @@ class ToolAnswer:
     """The answer to a tool call or a step."""
 
     text: str
-    """For the model; one line where it failed."""
+    """For the policy; a single line if the call failed."""
     failed: bool
     """Whether the call was wrong, raised, or was ended by its time limit."""
     seconds: float
@@ -46,7 +46,7 @@ class Opening:
 
 @dataclass(frozen=True)
 class Methods:
-    """An environment's methods by their part in the contract."""
+    """An environment's methods by their role in the contract."""
 
     reset: Callable[..., Any]
     tools: Mapping[str, Callable[..., Any]]
@@ -56,7 +56,7 @@ class Methods:
 
 
 def load_factory(factory: Factory) -> Callable[..., Any]:
-    """The callable that makes environments: without arguments, or from a row (`takes_row`).
+    """The callable that creates environments, without arguments or from a row (`takes_row`).
 
     Raises:
         UserError: It cannot be imported, is not callable, or lacks arguments.
@@ -91,12 +91,12 @@ def load_factory(factory: Factory) -> Callable[..., Any]:
 
 
 def takes_row(factory: Callable[..., Any]) -> bool:
-    """Whether the factory makes an environment from a row, and not one for all rows."""
+    """Whether the factory creates an environment for each row, instead of one for all rows."""
     return bool(_required(factory))
 
 
 def methods_of(environment: Any) -> Methods:
-    """The methods of an environment by their part in the contract.
+    """The methods of an environment by their role in the contract.
 
     Tools are the public methods of its class, as in TRL. An environment with `step` offers none.
 
@@ -125,7 +125,9 @@ def methods_of(environment: Any) -> Methods:
         return Methods(environment.reset, {}, [], step, get_reward)
     public = [tool for tool in functions if tool not in _RESERVED and not tool.startswith("_")]
     if not public:
-        raise UserError(f"an environment has public methods, which are its tools, or step(text); {name} has none; add")
+        raise UserError(
+            f"an environment has public methods, which are its tools, or step(text); {name} has neither; add one"
+        )
     tools = {tool: getattr(environment, tool) for tool in public}
     return Methods(environment.reset, tools, [_schema(name, tools[tool]) for tool in tools], None, get_reward)
 
@@ -155,7 +157,7 @@ def row_arguments(reset: Callable[..., Any], row: Mapping[str, Any]) -> dict[str
 
 
 def with_tools(environment: Any, tools: Mapping[str, Callable[..., Any]], schemas: Sequence[Mapping[str, Any]]) -> None:
-    """Give an environment of another library its tools, which are known when it is made.
+    """Add tools as methods to an environment of another library, whose tools are known only when it is created.
 
     Args:
         environment: Its class becomes one with these tools as methods.
@@ -170,7 +172,9 @@ def with_tools(environment: Any, tools: Mapping[str, Callable[..., Any]], schema
     for schema in schemas:
         name = schema["name"]
         if name.startswith("_") or name in (*_RESERVED, "step", *vars(kind)):
-            raise UserError(f"a tool has a name of its own, and is no {name}; {kind.__qualname__} has it; rename it")
+            raise UserError(
+                f"a tool's name must differ from those of methods; {kind.__qualname__} has {name}; rename the tool"
+            )
 
         def call(self: Any, *, _call: Callable[..., Any] = tools[name], **arguments: Any) -> Any:
             return _call(**arguments)

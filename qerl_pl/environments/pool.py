@@ -1,4 +1,4 @@
-"""Environments of dialogues in worker processes, which can be killed."""
+"""Runs environments in worker processes, which can be killed."""
 
 import asyncio
 import json
@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 
 class EnvironmentPool:
-    """Runs each dialogue's environment in a process of its own, and ends a call at its time limit.
+    """Runs each dialogue's environment in a separate process, and ends calls at their time limit.
 
     The first use starts a process that imports the environment's module and forks workers. A worker makes one
     environment, and calls its `reset` for one dialogue after the other; of a function from a row it makes one for each
@@ -70,7 +70,7 @@ class EnvironmentPool:
         self._loop: _Loop | None = None
 
     def check(self) -> Opening | None:
-        """Start, and make one environment to see whether it keeps the contract.
+        """Start, and create an environment to check that it meets the contract.
 
         Returns:
             Its tools, without an observation; None if environments are made from rows.
@@ -81,7 +81,7 @@ class EnvironmentPool:
         return self.running().submit(self.running().check()).result()
 
     def open(self, row: Mapping[str, Any], seed: int | None = None) -> "Session":
-        """Begin a dialogue: `reset(**row)` in a worker. Does not block.
+        """Start a dialogue: `reset(**row)` in a worker. Does not block.
 
         Args:
             row: Columns of the data, which `reset` takes by name.
@@ -304,7 +304,7 @@ class _Loop:
         self._watcher = asyncio.ensure_future(self._watch(reader))
 
     async def _watch(self, reader: asyncio.StreamReader) -> None:
-        """Note the ends of workers."""
+        """Record the exits of workers."""
         while (notice := await _read(reader)) is not None:
             worker = self._by_pid.pop(notice["pid"], None)
             if worker is not None:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -15,39 +15,13 @@ from qerl_pl.chat_template import template_texts
 from qerl_pl.engines.base import RequestSource, RolloutEngine, generate_from
 from qerl_pl.environments.contract import Opening, ToolAnswer
 from qerl_pl.environments.dialogue import Dialogue, DialogueLimits
+from qerl_pl.environments.pool import EnvironmentPool, Session
 from qerl_pl.environments.tool_calls import MalformedCall, ToolCall, ToolFormat, tool_format_of
 from qerl_pl.errors import UserError, require_at_least
 from qerl_pl.persistence.random_state import stream_seed
 from qerl_pl.types import Completion, Prompt, RolloutRequest, SamplingConfig
 
 log = logging.getLogger("qerl_pl")
-
-
-class OpenSession(Protocol):
-    """The methods of `qerl_pl.environments.pool.Session`."""
-
-    @property
-    def opened(self) -> "Future[Opening]":
-        """What reset gave."""
-
-    def call(self, name: str, arguments: Mapping[str, Any]) -> "Future[ToolAnswer]":
-        """Call a tool."""
-
-    def step(self, text: str) -> "Future[ToolAnswer]":
-        """Give the policy's text to the environment."""
-
-    def reward(self, messages: Sequence[Mapping[str, Any]] = ()) -> "Future[float | None]":
-        """The environment's own reward."""
-
-    def close(self) -> None:
-        """End the dialogue."""
-
-
-class Sessions(Protocol):
-    """The methods of `qerl_pl.environments.pool.EnvironmentPool`."""
-
-    def open(self, row: Mapping[str, Any], seed: int | None = None) -> OpenSession:
-        """An environment for a row, with a seed of its random numbers; does not block."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +76,7 @@ class DialogueSampler:
     def __init__(
         self,
         config: DialogueConfig,
-        environments: Sessions,
+        environments: EnvironmentPool,
         tokenizer: PreTrainedTokenizerBase,
         ends: Sequence[int],
         max_prompt_tokens: int,
@@ -210,7 +184,7 @@ class _Running(RequestSource):
         stream: Sequence[int | str],
     ) -> None:
         self._sampler, self._jobs, self._sampling, self._stream = sampler, jobs, sampling, stream
-        self._sessions: dict[int, OpenSession] = {}
+        self._sessions: dict[int, Session] = {}
         self._dialogues: dict[int, Dialogue] = {}
         self._asked: dict[int, tuple[Sequence[str | ToolCall | MalformedCall], list[Future[ToolAnswer]]]] = {}
         self._rewards: dict[int, Future[float | None]] = {}
@@ -267,7 +241,7 @@ class _Running(RequestSource):
         return [self._dialogues[key].completion(self._rewards[key].result()) for key in range(len(self._jobs))]
 
     @staticmethod
-    def _ask(session: OpenSession, item: str | ToolCall | MalformedCall) -> "Future[ToolAnswer]":
+    def _ask(session: Session, item: str | ToolCall | MalformedCall) -> "Future[ToolAnswer]":
         if isinstance(item, str):
             return session.step(item)
         if isinstance(item, ToolCall):
@@ -281,13 +255,13 @@ class _Running(RequestSource):
         self._await(key, [self._rewards[key]])
 
     def _await(self, key: int, futures: Sequence["Future[Any]"]) -> None:
-        """Have the dialogue go on when all of these are done."""
+        """Continue the dialogue when all of these are done."""
         self._pending[key] = len(futures)
         for future in futures:
             future.add_done_callback(lambda _: self._done.put(key))
 
     def _advance(self, timeout: float | None = 0.0) -> None:
-        """Take up the dialogues whose futures are done; wait for the first up to `timeout` seconds, None for ever."""
+        """Continue the dialogues whose futures are done; wait up to `timeout` seconds for one, None without limit."""
         try:
             key = self._done.get(timeout=timeout) if timeout is None or timeout > 0 else self._done.get_nowait()
             while True:

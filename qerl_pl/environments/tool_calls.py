@@ -2,10 +2,10 @@
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from qerl_pl.errors import UserError
 
@@ -25,13 +25,8 @@ class MalformedCall:
     error: str
 
 
-class ToolFormat(Protocol):
-    """Finds the calls in a turn's text, in their order."""
-
-    def __call__(self, text: str, /) -> list[ToolCall | MalformedCall]:
-        """The calls; none if the text has none."""
-
-
+ToolFormat = Callable[[str], list[ToolCall | MalformedCall]]
+"""Finds the calls in a turn's text, in their order."""
 _HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 _LLAMA_TAG = "<|python_tag|>"
 _REASONING_END = "</think>"
@@ -124,7 +119,7 @@ def parse_pattern(pattern: re.Pattern[str], text: str) -> list[ToolCall | Malfor
 
 
 def _answer_of(text: str) -> str:
-    """The text after the reasoning, in which a call is only considered."""
+    """The text after the reasoning; calls inside of that are not made."""
     return text.rpartition(_REASONING_END)[2]
 
 

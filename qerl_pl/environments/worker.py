@@ -1,4 +1,4 @@
-"""Processes of environments: one that loads the factory and forks, and its forks, each of which serves dialogues.
+"""Worker processes of environments: a parent that loads the factory, and its forks, which serve dialogues.
 
 A program, `python -P worker.py COMMANDS NOTICES`, two inherited sockets. The first process runs no environment, so that
 it answers whatever its forks do; at the end of COMMANDS, when the trainer ends in any way, it kills them and ends.
@@ -71,7 +71,7 @@ class _Refused(Exception):
 
 
 class Worker:
-    """Serves dialogues with one environment, one after the other.
+    """Serves dialogues with one environment, sequentially.
 
     Args:
         connection: Socket to the trainer.
@@ -196,7 +196,7 @@ class Worker:
         return {"reusable": all(now <= made for now, made in zip(_left(), self.left, strict=True))}
 
     def _text(self, value: Any) -> dict[str, Any]:
-        """An answer as text: JSON for what is none, cut at the limit."""
+        """An answer as text: JSON unless it is a string, cut at the limit."""
         if not isinstance(value, str):
             try:
                 value = json.dumps(value, ensure_ascii=False)

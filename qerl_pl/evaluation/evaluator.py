@@ -30,7 +30,7 @@ from qerl_pl.types import (
     SamplingConfig,
 )
 
-FORMAT = 1
+FORMAT = 2
 """Version of the sample cache: raise it with every change of its lines or of grading."""
 
 

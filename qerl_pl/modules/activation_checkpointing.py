@@ -1,6 +1,7 @@
 """Activation checkpointing: none, selective, by layer, offloaded; chosen by free memory, with a fallback.
 
-All modes give the same gradients, bit for bit: the choice trades time for memory.
+All modes give the same gradients, bit for bit: the choice trades time for memory. MLPs in tiles, the last resort, round
+gradients otherwise.
 """
 
 import gc
@@ -8,7 +9,7 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from qerl_kernels import selective_checkpoint_contexts
@@ -18,10 +19,11 @@ from transformers import PreTrainedModel
 from qerl_pl.distributed.communicator import Communicator, warn_of_this_rank
 from qerl_pl.formats.architecture import family_of
 from qerl_pl.formats.norm import Float32RMSNorm
-from qerl_pl.memory import GIB, free_bytes
+from qerl_pl.memory import GIB, free_bytes, free_cpu_bytes
 from qerl_pl.memory_plan import SAFETY_FACTOR, MicroBatch, Shape, activation_bytes
-from qerl_pl.modules.activation_offload import ActivationOffload
+from qerl_pl.modules.activation_offload import ActivationOffload, pinned_bytes
 from qerl_pl.modules.lora import LoraLinear
+from qerl_pl.modules.packed_layers import GatedMLP, tile_mlps
 from qerl_pl.modules.tiled_mlp import leaving_out_contexts
 from qerl_pl.persistence.random_state import random_state, set_random_state
 
@@ -30,19 +32,49 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 Checkpointing = bool | Literal["selective", "offload", "auto"]
-MODES: tuple[Checkpointing, ...] = (False, "selective", True)
-"""Those that "auto" takes, from the fastest to the one that needs the least memory. "offload" takes the CPU's, too."""
+Tiles = int | Literal["auto"] | None
+MODES: tuple[Checkpointing, ...] = (False, "selective", True, "offload")
+"""Those that "auto" takes, from the fastest to the one that needs the least memory."""
+TILE_TOKENS = 4096
+"""`mlp_tile_tokens` where "auto" takes tiles."""
+
+
+class Way(NamedTuple):
+    """What an update saves, and how much of its MLPs it computes at once."""
+
+    mode: Checkpointing
+    tile_tokens: int | None = None
+    """As `PolicyConfig.mlp_tile_tokens`, but not "auto"."""
+
+
+def ways_of(mode: Checkpointing, tiles: Tiles, can_tile: bool) -> tuple[Way, ...]:
+    """What settings leave open: in the order in which "auto" takes them, the one that needs the least memory last.
+
+    Args:
+        mode: As `PolicyConfig.gradient_checkpointing`.
+        tiles: As `PolicyConfig.mlp_tile_tokens`.
+        can_tile: Whether "auto" may take tiles: the model has such MLPs, and no dropout.
+    """
+    set_by_hand = None if tiles == "auto" else tiles
+    if mode != "auto":
+        return (Way(mode, set_by_hand),)
+    tiled = [Way(True, TILE_TOKENS), Way("offload", TILE_TOKENS)] if tiles == "auto" and can_tile else []
+    return (*(Way(one, set_by_hand) for one in MODES), *tiled)
 
 
 class ActivationCheckpointing:
-    """Activation checkpointing of a policy's layers.
+    """Activation checkpointing of a policy's layers, and the tiles of their MLPs.
 
     Args:
         base: The causal LM, its adapter attached.
-        requested: One of `MODES`, "offload", or "auto": every layer is checkpointed until `choose_mode` is called.
+        requested: One of `MODES`, or "auto": every layer is checkpointed until `choose_mode` is called.
         has_dropout: Whether recomputation must restore random states.
         dtype: Of activations; the parameters may be float32 master weights.
-        mlp_tile_tokens: Of the layers' MLPs; None where they are not tiled.
+        mlp_tile_tokens: Of the layers' MLPs; None where they are not tiled, "auto" where `requested` may choose tiles.
+        reference: A second model, whose MLPs are tiled alike.
+
+    Raises:
+        UserError: Tiles are asked for and the model has no MLPs for them.
     """
 
     def __init__(
@@ -51,29 +83,45 @@ class ActivationCheckpointing:
         requested: Checkpointing,
         has_dropout: bool,
         dtype: torch.dtype,
-        mlp_tile_tokens: int | None = None,
+        mlp_tile_tokens: Tiles = None,
+        reference: PreTrainedModel | None = None,
     ) -> None:
         self._base, self._has_dropout, self._dtype, self._enabled = base, has_dropout, dtype, False
-        self._mlp_tile_tokens = mlp_tile_tokens
+        self._reference = reference
+        can_tile = not has_dropout and any(isinstance(module, GatedMLP) for module in base.modules())
+        self.ways = ways_of(requested, mlp_tile_tokens, can_tile)
+        """What may be chosen."""
+        self._is_named_by_tiles = mlp_tile_tokens == "auto"
         self._pending_state_bytes = 8.0  # of AdamW in float32
-        self.automatic = requested == "auto"
+        self._tokens, self._ranks = 0, 1
+        self.automatic = len(self.ways) > 1
         self.chosen = not self.automatic
-        self.mode: Checkpointing = True if requested == "auto" else requested
-        self._offload = ActivationOffload(base.config.hidden_size, dtype) if requested == "offload" else None
-        self._apply()
+        self._offload: ActivationOffload | None = None
+        self._use(Way(True, self.ways[0].tile_tokens) if requested == "auto" else self.ways[0])
+
+    @property
+    def mode(self) -> Checkpointing:
+        """That of now."""
+        return self.way.mode
 
     def saved_activations(self) -> AbstractContextManager[object]:
         """Context of the decoder's forward pass, for what the layers' checkpoints save."""
         return nullcontext() if self._offload is None else self._offload
 
     def state(self) -> str | None:
-        """The mode that "auto" chose, for a checkpoint; None before the choice and for other settings."""
-        return mode_name(self.mode) if self.automatic and self.chosen else None
+        """The name of what "auto" chose, for a checkpoint; None before the choice and for other settings."""
+        return self._name(self.way) if self.automatic and self.chosen else None
 
     def load(self, state: str | None) -> None:
-        """Restore what `state` returned; a mode set in the configuration stays."""
-        if self.automatic and state is not None:
-            self._set_mode({mode_name(mode): mode for mode in MODES}[state])
+        """Restore what `state` returned; what is set in the configuration stays."""
+        found = {self._name(way): way for way in self.ways}.get(state or "")
+        if self.automatic and found is not None:
+            self._choose(found)
+
+    def _name(self, way: Way) -> str:
+        """The mode as YAML spells it, with the tiles where "auto" took them."""
+        tiles = f", mlp_tile_tokens {way.tile_tokens}" if self._is_named_by_tiles and way.tile_tokens else ""
+        return mode_name(way.mode) + tiles
 
     def set_state_bytes(self, measure: Callable[[], float]) -> None:
         """Set the bytes per trained weight that the optimizer has still to allocate, measured if a choice is due."""
@@ -81,30 +129,33 @@ class ActivationCheckpointing:
             self._pending_state_bytes = measure()
 
     def choose_mode(self, tokens: int, ranks: Communicator) -> None:
-        """Choose, once, the fastest mode for which a micro-batch of so many tokens fits every rank. Collective."""
+        """Choose, once, the first way for which a micro-batch of so many tokens fits every rank. Collective."""
+        self._tokens, self._ranks = max(self._tokens, tokens), ranks.size
         if self.chosen:
             return
-        gathered = ranks.all_gather((tokens, free_bytes(self._base.device)))
-        tokens = max(count for count, _ in gathered)
-        free = min((size for _, size in gathered if size is not None), default=None)
-        needs = {mode: self.needed_bytes(mode, tokens) for mode in MODES}
-        self._set_mode(next((mode for mode in MODES if free is None or needs[mode] <= free), True))
+        gathered = ranks.all_gather((tokens, free_bytes(self._base.device), free_cpu_bytes()))
+        tokens = self._tokens = max(count for count, *_ in gathered)
+        free = min((size for _, size, _ in gathered if size is not None), default=None)
+        offloads = self._pinned_bytes() <= min(on_cpu for *_, on_cpu in gathered)
+        ways = [way for way in self.ways if (offloads or way.mode != "offload") and self._is_useful(way)]
+        needs = {way: self.needed_bytes(way, tokens) for way in ways}
+        self._choose(next((way for way in ways if free is None or needs[way] <= free), ways[-1]))
         log.info(
             "gradient_checkpointing auto takes %s: a micro-batch of %d tokens needs about (GiB) %s, and %s",
-            mode_name(self.mode),
+            self._name(self.way),
             tokens,
-            ", ".join(f"{mode_name(mode)} {size / GIB:.1f}" for mode, size in needs.items()),
+            "; ".join(f"{self._name(way)} {size / GIB:.1f}" for way, size in needs.items()),
             "what a GPU has free is not known here" if free is None else f"{free / GIB:.1f} GiB are free",
         )
 
     def synchronize_mode(self, ranks: Communicator) -> None:
-        """After a fallback on one rank, all ranks use its mode. Collective."""
+        """After a fallback on one rank, all ranks use its way. Collective."""
         if self.automatic and ranks.size > 1:
-            mode = MODES[max(ranks.all_gather(MODES.index(self.mode)))]
-            if mode != self.mode:
-                self._set_mode(mode)
+            way = self.ways[max(ranks.all_gather(self.ways.index(self.way)))]
+            if way != self.way:
+                self._choose(way)
 
-    def needed_bytes(self, mode: Checkpointing, tokens: int) -> int:
+    def needed_bytes(self, way: Way, tokens: int) -> int:
         """Bytes that an update will allocate for micro-batches of so many tokens, estimated: activations, and gradients
         and optimizer states not yet held."""
         modules = list(self._base.modules())
@@ -113,8 +164,8 @@ class ActivationCheckpointing:
         batch = MicroBatch(
             tokens,
             dtype=self._dtype,
-            checkpointing=mode,
-            mlp_tile_tokens=self._mlp_tile_tokens,
+            checkpointing=way.mode,
+            mlp_tile_tokens=way.tile_tokens,
             train_norms=any(norm.weight.requires_grad for norm in norms),
             rank=max((len(module.factors()[0]) for module in modules if isinstance(module, LoraLinear)), default=0),
             full_finetuning=self._base.get_output_embeddings().weight.requires_grad,
@@ -124,10 +175,19 @@ class ActivationCheckpointing:
         activations = activation_bytes(Shape.of(self._base.config), batch)
         return int(SAFETY_FACTOR * activations) + gradients + states
 
-    def run_with_oom_fallback(self, work: Callable[[], T], parameters: Sequence[nn.Parameter]) -> T:
-        """Run forward and backward passes; if they run out of memory in "auto", repeat them in the next mode.
+    def _pinned_bytes(self) -> int:
+        """Of the CPU's memory that "offload" takes, as if every rank ran on this machine."""
+        config = self._base.config
+        return self._ranks * pinned_bytes(config.num_hidden_layers, config.hidden_size, self._tokens, self._dtype)
 
-        Gradients and random numbers are those of a first attempt.
+    def _is_useful(self, way: Way) -> bool:
+        """Whether the longest micro-batch so far is cut into tiles, if the way has tiles that "auto" takes."""
+        return not self._is_named_by_tiles or way.tile_tokens is None or self._tokens > way.tile_tokens
+
+    def run_with_oom_fallback(self, work: Callable[[], T], parameters: Sequence[nn.Parameter]) -> T:
+        """Run forward and backward passes; if they run out of memory in "auto", repeat them in the next way.
+
+        Gradients and random numbers are those of a first attempt, up to the rounding by tiles.
 
         Args:
             work: All micro-batches of an optimizer step: repeating only the last one would need a second set of
@@ -135,9 +195,9 @@ class ActivationCheckpointing:
             parameters: Receive the gradients; they have none before.
 
         Raises:
-            OutOfMemoryError: Out of memory with every layer checkpointed, or not in "auto".
+            OutOfMemoryError: Out of memory in the last way, or not in "auto".
         """
-        while self.automatic and self.mode is not True:
+        while (following := self._next_way()) is not None:
             state = random_state() if self._has_dropout else None
             warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
             try:
@@ -150,20 +210,41 @@ class ActivationCheckpointing:
                 parameter.grad = None
             if state is not None:
                 set_random_state(state)
-            self._fall_back(reason)
+            self._fall_back(following, reason)
         return work()
 
-    def _fall_back(self, reason: str) -> None:
-        before = self.mode
-        self._set_mode(MODES[MODES.index(before) + 1])
+    def _next_way(self) -> Way | None:
+        """The next one that needs less memory of the GPU and has that of the CPU; None after the last."""
+        later = self.ways[self.ways.index(self.way) + 1 :] if self.automatic else ()
+        offloads = self.mode == "offload" or self._pinned_bytes() <= free_cpu_bytes()
+        allowed = [way for way in later if self._is_useful(way) and (offloads or way.mode != "offload")]
+        if self.mode == "offload":
+            allowed = [way for way in allowed if way.mode == "offload"]
+        return next(iter(allowed), None)
+
+    def _fall_back(self, way: Way, reason: str) -> None:
+        before = self.way
+        self._choose(way)
         message = "gradient_checkpointing auto goes on with %s, for %s ran out of memory: %s"
-        warn_of_this_rank(log, message, mode_name(self.mode), mode_name(before), reason)
+        warn_of_this_rank(log, message, self._name(way), self._name(before), reason)
         gc.collect()
         if self._base.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _set_mode(self, mode: Checkpointing) -> None:
-        self.mode, self.chosen = mode, True
+    def _choose(self, way: Way) -> None:
+        self.chosen = True
+        self._use(way)
+
+    def _use(self, way: Way) -> None:
+        """Set up the layers."""
+        self.way = way
+        if way.mode != "offload":
+            self._offload = None
+        elif self._offload is None:
+            self._offload = ActivationOffload(self._base.config.hidden_size, self._dtype)
+        for model in (self._base, self._reference):
+            if model is not None:
+                tile_mlps(model, way.tile_tokens)
         self._apply()
 
     def _apply(self) -> None:
@@ -177,7 +258,7 @@ class ActivationCheckpointing:
         is_added = not family.normed_outputs
         if self.mode == "selective":
             # Products of tiled MLPs are not saved: the last one is then no addend of the result.
-            added = is_added and self._mlp_tile_tokens is None and _saves_all_products(self._base)
+            added = is_added and self.way.tile_tokens is None and _saves_all_products(self._base)
             settings["context_fn"] = partial(selective_checkpoint_contexts, last_is_added=added)
         elif is_added and family.experts is None:  # a shared expert's result may be multiplied before it is added
             settings["context_fn"] = leaving_out_contexts

@@ -16,6 +16,12 @@ BLOCK_BYTES = 32 * 2**20
 """Of a pinned block, a power of two: PyTorch's allocator of pinned memory rounds up to one."""
 
 
+def pinned_bytes(layers: int, hidden_size: int, tokens: int, dtype: torch.dtype) -> int:
+    """Of the CPU's memory for the inputs of a decoder's layers and of its last norm, in whole blocks."""
+    blocks = -(-hidden_size * tokens * dtype.itemsize // BLOCK_BYTES)
+    return (layers + 1) * blocks * BLOCK_BYTES
+
+
 class PinnedBlocks:
     """Blocks of CPU memory that copies from and to one device use in turn, on one stream.
 

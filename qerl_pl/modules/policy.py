@@ -22,12 +22,12 @@ from qerl_pl.formats.base import Quantization
 from qerl_pl.formats.dense_checkpoint import validate_checkpoint
 from qerl_pl.formats.model_folder import load_tokenizer, read_config
 from qerl_pl.formats.quantize import config_in_reach, in_format, local_folder
-from qerl_pl.modules.activation_checkpointing import ActivationCheckpointing, Checkpointing
+from qerl_pl.modules.activation_checkpointing import ActivationCheckpointing, Checkpointing, Tiles
 from qerl_pl.modules.adapter import LoraAdapter, load_in_place
 from qerl_pl.modules.full_finetuning import FullWeights
 from qerl_pl.modules.lora import LoraConfig, LoraSpec, check_targets
 from qerl_pl.modules.model_loading import load_base
-from qerl_pl.modules.packed_layers import Packing, tile_mlps
+from qerl_pl.modules.packed_layers import Packing
 from qerl_pl.modules.saved_adapter import SavedAdapter, read_adapter
 from qerl_pl.toy.policy import POSITIONS, ToyConfig, build_toy_policy
 from qerl_pl.types import PolicyWeights, TeacherStates
@@ -59,11 +59,12 @@ class PolicyConfig:
             from; it is the reference policy, too. Null starts a new one.
         train_norms: Train the RMSNorm scales too; those that `adapter` has train in any case.
         gradient_checkpointing: What the backward pass recomputes: `true` each layer, `selective` all but the linears'
-            products, `false` nothing. `auto` takes the fastest of them that fits the free memory in the first update,
-            keeps to it when resumed, and recomputes more where the memory runs out after all. `offload` is `true` with
-            the layers' inputs in pinned CPU memory until the backward pass needs them. Gradients are the same.
+            products, `false` nothing. `offload` is `true` with the layers' inputs in pinned CPU memory until the
+            backward pass needs them. `auto` takes the fastest of them that fits the free memory in the first update,
+            keeps to it when resumed, and saves less where the memory runs out after all. Gradients are the same.
         mlp_tile_tokens: Compute the MLPs of longer micro-batches in tiles of so many tokens, at most, in both passes:
-            bounds their memory. Changes the rounding of gradients. Null computes all tokens at once.
+            bounds their memory. Changes the rounding of gradients. Null computes all tokens at once, and so does `auto`
+            unless only tiles, of 4096 tokens, fit the memory; a resumed run keeps to that, too.
         replay_routing: The update gives each token of a mixture of experts to the experts that the sampler chose, with
             its own router's shares of them (R3, arXiv 2510.11370), and does not choose anew.
     """
@@ -77,15 +78,16 @@ class PolicyConfig:
     adapter: str | None = None
     train_norms: bool = False
     gradient_checkpointing: Checkpointing = False
-    mlp_tile_tokens: int | None = None
+    mlp_tile_tokens: Tiles = None
     replay_routing: bool = False
 
     def __post_init__(self) -> None:
-        require_at_least(1, {"model.policy.mlp_tile_tokens": self.mlp_tile_tokens})
-        if self.mlp_tile_tokens is not None and self.lora.dropout > 0 and self.finetune == "lora":
+        tiles = None if self.mlp_tile_tokens == "auto" else self.mlp_tile_tokens
+        require_at_least(1, {"model.policy.mlp_tile_tokens": tiles})
+        if tiles is not None and self.lora.dropout > 0 and self.finetune == "lora":
             raise UserError(
                 f"an MLP in tiles is computed again in the backward pass, which dropout would change; got dropout "
-                f"{self.lora.dropout:g} and mlp_tile_tokens {self.mlp_tile_tokens}; set one of "
+                f"{self.lora.dropout:g} and mlp_tile_tokens {tiles}; set one of "
                 "model.policy.lora.dropout to 0 and model.policy.mlp_tile_tokens to null"
             )
         if self.finetune == "full" and self.quantization != "none":
@@ -264,15 +266,13 @@ class Policy(nn.Module):
         """The causal LM, trained weights included."""
         self._logit_cap = logit_cap(self.base.config)
         self.trained: LoraAdapter | FullWeights
+        reference = None
         if lora is None:
             reference = load_base(folder, config.torch_dtype, device).eval() if with_reference else None
-            if reference is not None:
-                tile_mlps(reference, config.mlp_tile_tokens)
             self.trained = FullWeights(self.base, folder, config.torch_dtype, reference)
         else:
             self.trained = self._attach_adapter(lora, seed)
         self.base.to(device)  # type: ignore[arg-type]
-        tile_mlps(self.base, config.mlp_tile_tokens)
         if config.start is not None and isinstance(self.trained, LoraAdapter):
             self.trained.start_from(config.start.tensors())
         self.checkpointing = ActivationCheckpointing(
@@ -281,6 +281,7 @@ class Policy(nn.Module):
             self.trained.has_dropout,
             config.torch_dtype,
             config.mlp_tile_tokens,
+            reference,
         )
 
     def _attach_adapter(self, lora: LoraSpec, seed: int) -> LoraAdapter:

@@ -9,7 +9,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
@@ -21,19 +20,26 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, get_scheduler
 
-from qerl_pl.datamodules.prompts import require_planned_end
 from qerl_pl.distributed.communicator import writes_files
 from qerl_pl.distributed.strategy import communicator_of
 from qerl_pl.engines.base import SharedWeights
 from qerl_pl.errors import UserError, require_at_least
 from qerl_pl.formats.model_folder import TensorFiles
-from qerl_pl.memory import GIB, TeacherBytes, free_bytes, optimizer_bytes, pending_state_bytes, training_bytes
+from qerl_pl.memory import (
+    GIB,
+    TeacherBytes,
+    free_bytes,
+    free_cpu_bytes,
+    optimizer_bytes,
+    pending_state_bytes,
+    training_bytes,
+)
 from qerl_pl.modules.policy import Policy, PolicyConfig
 from qerl_pl.modules.update import NonFiniteLossError
 from qerl_pl.persistence.atomic_files import atomic_directory, folder_identity
 from qerl_pl.persistence.checkpoint_io import CHECKPOINT_KEY, check_fits, check_start
 from qerl_pl.persistence.random_state import deterministic, random_state, set_random_state, stream_seed
-from qerl_pl.start_checks import ChecksFirst
+from qerl_pl.start_checks import ChecksFirst, require_planned_end
 
 log = logging.getLogger(__name__)
 
@@ -135,7 +141,7 @@ def require_memory(
     if teacher.computing:
         table += f", and while the teacher computes {teacher.computing / GIB:.3g}"
     on_gpu = free_bytes(device)
-    free = psutil.virtual_memory().available if on_gpu is None else on_gpu
+    free = free_cpu_bytes() if on_gpu is None else on_gpu
     free_in_update = free + cache_gib * GIB
     log.info("full fine-tuning holds %.3g GiB: %s; %s has %.3g free", held / GIB, table, device, free_in_update / GIB)
     before_update = held - gradients + teacher.computing

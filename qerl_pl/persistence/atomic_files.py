@@ -1,4 +1,4 @@
-"""Atomic files and folders: a name has its old or its new content at every moment, whenever the process is killed."""
+"""Atomic files and folders: at any moment, also after a kill, a name has its old or its new content."""
 
 import ctypes
 import errno
@@ -57,7 +57,7 @@ def atomic_directory(target: Path, replace: bool = False) -> Iterator[Path]:
         except OSError as error:
             remedy = "set QERL_CACHE to" if target.parent == cache_root() else "choose"
             raise UserError(
-                f"{target.name} needs a folder of its own; {target.parent} takes none ({error.strerror}); "
+                f"{target.name} is written to a folder; {target.parent} does not allow it ({error.strerror}); "
                 f"{remedy} another folder"
             ) from error
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
@@ -114,13 +114,13 @@ def locked(folder: Path) -> Iterator[None]:
             stack.enter_context(FileLock(lock, timeout=0))
         except Timeout as error:
             raise UserError(
-                f"one process trains in a folder; another is in {folder}; wait for its end, or choose another "
+                f"only one process may train in a folder; another uses {folder}; wait for its end, or choose another "
                 "trainer.default_root_dir"
             ) from error
         except OSError as error:
             if error.filename is not None:  # the file cannot be opened; only the lock is optional
                 raise
-            log.warning("%s cannot be locked (%s): let no other process train in it", folder, error.strerror)
+            log.warning("%s cannot be locked (%s): do not let another process train in it", folder, error.strerror)
         try:
             yield
         finally:
@@ -253,7 +253,7 @@ def explain_full_disk(path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, RuntimeError) as error:
-        if not any(isinstance(one, OSError) and one.errno in FULL_DISK for one in _met(error)):
+        if not any(isinstance(one, OSError) and one.errno in FULL_DISK for one in _contexts(error)):
             raise
         free = shutil.disk_usage(path.parent).free / 2**20
         raise UserError(
@@ -262,12 +262,12 @@ def explain_full_disk(path: Path) -> Iterator[None]:
         ) from error
 
 
-def _met(error: BaseException) -> Iterator[BaseException]:
-    """The error, and those that it came over: PyTorch raises one of its own when it closes a half-written archive."""
-    met: BaseException | None = error
-    while met is not None:
-        yield met
-        met = met.__context__
+def _contexts(error: BaseException) -> Iterator[BaseException]:
+    """The error and its chain of contexts: PyTorch raises another when it closes an incomplete archive."""
+    current: BaseException | None = error
+    while current is not None:
+        yield current
+        current = current.__context__
 
 
 def folder_identity(folder: Path) -> str:

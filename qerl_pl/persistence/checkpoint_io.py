@@ -58,7 +58,7 @@ class AtomicCheckpointIO(CheckpointIO):
                 torch.save(checkpoint, cast(BinaryIO, writer))  # tensor by tensor: no second copy in memory
             except (pickle.PicklingError, AttributeError, TypeError) as error:  # raised by pickle
                 raise UserError(
-                    f"a checkpoint holds tensors and plain values only; {path} would hold others ({error}); "
+                    f"a checkpoint holds tensors and plain values only; {path} would hold other types ({error}); "
                     "change the callback or data module whose state it is"
                 ) from error
             if not self._checked_readable:
@@ -111,7 +111,9 @@ def _load_own(path: Path, device: str) -> dict[str, Any]:
 
 def _own(checkpoint: Any, path: Path) -> dict[str, Any]:
     if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get(CHECKPOINT_KEY), dict):
-        raise UserError(f"a checkpoint must be one of this trainer's; {path} is another program's; name another")
+        raise UserError(
+            f"a checkpoint must be written by this trainer; {path} was written by another program; name another"
+        )
     return checkpoint
 
 
@@ -122,11 +124,13 @@ def _load(file: BinaryIO, path: _PATH, device: str) -> dict[str, Any]:
     except pickle.UnpicklingError as error:
         match = re.search(r"GLOBAL (\S+)", str(error))
         raise DamagedCheckpoint(
-            f"a checkpoint holds tensors and plain values only; {path} holds a {match[1] if match else 'foreign one'}; "
+            f"a checkpoint holds tensors and plain values only; {path} holds {match[1] if match else 'another type'}; "
             "change the callback or data module whose state it is, or use another checkpoint"
         ) from error
     except (RuntimeError, EOFError, ValueError, OSError, LookupError) as error:
-        raise DamagedCheckpoint(f"a checkpoint must be whole; {path} cannot be read ({error}); use another") from error
+        raise DamagedCheckpoint(
+            f"a checkpoint must be undamaged; {path} cannot be read ({error}); use another"
+        ) from error
     return checkpoint
 
 
@@ -148,18 +152,18 @@ def opened(path: Path) -> Iterator[BinaryIO]:
             expected = digest_path(path).read_text(errors="replace").split()
         except (FileNotFoundError, IsADirectoryError) as error:
             raise DamagedCheckpoint(
-                f"a checkpoint is a file and its .sha256; {error.filename} is no such file; name another with --resume"
+                f"a checkpoint is a file and its .sha256; {error.filename} is not a file; name another with --resume"
             ) from error
         try:
             digest = _digest(file)
         except OSError as error:
             raise DamagedCheckpoint(
-                f"a checkpoint must be whole; {path} cannot be read ({error}); use another"
+                f"a checkpoint must be undamaged; {path} cannot be read ({error}); use another"
             ) from error
         if digest not in expected:
-            known = " or ".join(digest[:12] for digest in expected)
+            written = " or ".join(digest[:12] for digest in expected)
             raise DamagedCheckpoint(
-                f"a checkpoint must be whole; {path} has digest {digest[:12]}, not {known}; use another"
+                f"a checkpoint must be undamaged; {path} has digest {digest[:12]}, not {written}; use another"
             )
         file.seek(0)
         yield file
@@ -208,27 +212,29 @@ def newest_checkpoint(run_dir: Path) -> Path | None:
         return path
     if files:
         raise UserError(
-            f"a run goes on from a whole checkpoint; every one in {run_dir / FOLDER} is damaged ({len(files)} found); "
-            "put a copy back, or move that folder away to start over"
+            f"a run resumes from an undamaged checkpoint; all {len(files)} in {run_dir / FOLDER} are damaged; restore "
+            "a copy, or move that folder away to start over"
         )
     return None
 
 
 def saved_checkpoint(run_dir: Path) -> Path | None:
-    """The checkpoint of a run with the most rollouts, also where Lightning's own trainer wrote it; None: there is none.
+    """The checkpoint of a run with the most rollouts, also of Lightning's own trainer; None if there is none.
 
     Args:
         run_dir: As for `newest_checkpoint`; or a folder of checkpoints.
     """
     if (found := newest_checkpoint(run_dir)) is not None:
         return found
-    places = ("*.ckpt", f"{FOLDER}/*.ckpt", f"lightning_logs/version_*/{FOLDER}/*.ckpt")
-    paths = sorted((path for place in places for path in run_dir.glob(place)), key=lambda path: path.stat().st_mtime)
+    patterns = ("*.ckpt", f"{FOLDER}/*.ckpt", f"lightning_logs/version_*/{FOLDER}/*.ckpt")
+    paths = sorted(
+        (path for pattern in patterns for path in run_dir.glob(pattern)), key=lambda path: path.stat().st_mtime
+    )
     return max(paths, key=lambda path: int(load_saved(path, "meta")[CHECKPOINT_KEY]["policy_version"]), default=None)
 
 
 def load_saved(path: Path, device: str = "cpu") -> dict[str, Any]:
-    """A checkpoint, of Lightning's own trainer too, which writes no digest: that one is taken as it is.
+    """Load a checkpoint, also of Lightning's own trainer, which writes no digest to compare.
 
     Raises:
         DamagedCheckpoint: It is absent or cannot be read, or its digest differs.

@@ -19,7 +19,7 @@ def stream_seed(*name: int | str) -> int:
     """Seed of a named random stream, equal on every machine and in every process.
 
     Args:
-        name: From the general to the special, such as (run seed, "rollout", version, prompt).
+        name: Parts of the name, such as (run seed, "rollout", version, prompt).
 
     Returns:
         An integer, uniform in [0, 2**63).

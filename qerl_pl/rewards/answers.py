@@ -61,7 +61,7 @@ class OverlongPenalty(Reward):
             self.set_limit(max_length)
 
     def set_limit(self, max_tokens: int) -> int:
-        """Fill in what was left null from the sampling limit; returns max_length."""
+        """Set the arguments that are null from the sampling limit; returns max_length."""
         max_length = max_tokens if self.max_length is None else self.max_length
         buffer = max(1, max_length // 4) if self.buffer is None else self.buffer
         if not 0 < buffer <= max_length:
@@ -80,13 +80,18 @@ class OverlongPenalty(Reward):
 
 _BOX = re.compile(r"\\f?boxed\s*\{")
 _MARK = "####"
-# A formula ends before the next one opens, or each unclosed one would be searched to the end of the text.
+_INSIDE = r"(?:[^$\\\n]|\\[^\n])+"
+# A formula ends before the next one opens, or each unclosed one would be searched to the end of the text. Dollar signs
+# enclose a formula by pandoc's rule: no spaces inside of them, or at both ends; and a formula ends in no operator. So
+# "9 * $2=$18" has none.
 _FORMULA = (
-    r"(?:(?<!\\)\$\$?[^$\n]+(?<!\\)\$\$?|(?<!\\)\\\((?:[^\\\n]|\\[^()\n])+\\\)|(?<!\\)\\\[(?:[^\\]|\\[^\[\]])+\\\])"
+    r"(?:(?<!\\)\$\$(?:[^$\\]|\\[\s\S])+\$\$"
+    rf"|(?<!\\)\$(?=\S){_INSIDE}(?<=[^\s=+*/(<-])\$(?!\d)|(?<!\\)\$(?=\s){_INSIDE}(?<=\s)\$(?!\s?\d)"
+    r"|(?<!\\)\\\((?:[^\\\n]|\\[^()\n])+\\\)|(?<!\\)\\\[(?:[^\\]|\\[^\[\]])+\\\])"
 )
 _FORMULAS = re.compile(rf"{_FORMULA}(?:\s*(?:(?:,\s*(?:and|or)|[,;]|and|or)\s*)?{_FORMULA})*", re.DOTALL)
-_NUMBER = r"-?\$?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+|(?=\.\d))(?:\.\d+)?(?:/\d+)?(?:\s?%)?"
-_NUMBERS = re.compile(rf"{_NUMBER}(?:[.,]?\s+or\s[^\d$.%-]*{_NUMBER})*")  # a number, or alternatives ("5 or 6")
+_NUMBER = r"[-−]?\$?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+|(?=\.\d))(?:\.\d+)?(?:/\d+)?(?:\s?%)?"
+_NUMBERS = re.compile(rf"{_NUMBER}(?:[.,]?\s+or\s[^\d$.%−-]*{_NUMBER})*")  # a number, or alternatives ("5 or 6")
 _TEXT = re.compile(r"\\(?:text|textrm|textbf|textit|mbox|mathrm)\s*\{([^{}]*)\}")
 _LEAD = re.compile(r"^[^\0]*(?:\b(?:is|are|equals)|[=:])\s*(?=\0)")  # "The answer is" before a formula (\0)
 _STATES = re.compile(r"\b(?:is|are|if|when|where|for|such|otherwise)\b", re.IGNORECASE)
@@ -137,7 +142,7 @@ def answer_of(completion: str, tag: str | None) -> str | None:
 
 
 def same_text(answer: str) -> str:
-    """`answer` with spaces, dollar signs, fractions and numbers normalized."""
+    """An answer with spaces, dollar signs, fractions and numbers normalized."""
     text = answer.strip().strip("$*`").strip().rstrip(".").replace("\\!", "")
     text = re.sub(r"\\(?:left|right|displaystyle|,|;|:)(?![A-Za-z])", "", text)
     text = re.sub(r"\\[dt]frac(?![A-Za-z])", r"\\frac", text)
@@ -151,7 +156,7 @@ def same_text(answer: str) -> str:
 
 
 def only_text(reference: str) -> bool:
-    """Whether a reference is prose or several statements, of which any one would be equal to it as mathematics."""
+    """Whether a reference is prose or several statements, which math-verify would reduce to one of its formulas."""
     if _BOX.search(reference):
         return False
     formulas = re.findall(_FORMULA, reference)

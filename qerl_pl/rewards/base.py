@@ -63,7 +63,7 @@ class Reward(Protocol):
 
 
 class EnvironmentReward(Reward):
-    """The environment's own reward, what its `get_reward` returned; does not apply where it has none.
+    """The number that the environment's `get_reward` returned; does not apply if there is none.
 
     Args:
         weight: Factor of this reward in the total.
@@ -79,20 +79,22 @@ class EnvironmentReward(Reward):
 
 
 def with_environment_reward(rewards: Sequence[Reward], environment: bool, weight: float) -> list[Reward]:
-    """The rewards of a run, with the environment's own behind them if it has one and it is not listed.
+    """The rewards of a run; with an environment, its own reward is appended unless it is listed.
 
     Raises:
         UserError: The environment's reward is listed without an environment.
     """
     listed = any(isinstance(reward, EnvironmentReward) for reward in rewards)
     if listed and not environment:
-        raise UserError("EnvironmentReward is what an environment gives; the run has none; set rollout.environment")
+        raise UserError(
+            "EnvironmentReward needs an environment; rollout.environment is null; set it, or leave the reward out"
+        )
     return [*rewards, EnvironmentReward(weight)] if environment and not listed else [*rewards]
 
 
 @runtime_checkable
 class AnswerReward(Protocol):
-    """A reward that also extracts answers, which evaluation needs for majority votes."""
+    """A reward that also extracts answers, for majority voting in evaluations."""
 
     def extract_answer(self, completion: str) -> str | None:
         """The completion's answer, the same text for the same answer; None if there is none."""
@@ -104,7 +106,7 @@ class ReferenceReward(Protocol):
     """A reward that also checks the data's references before the first rollout."""
 
     def check_references(self, references: Mapping[str, str]) -> None:
-        """Warn of references (by row id) that it cannot grade well, or raise a UserError."""
+        """Log a warning about references (by row id) that it cannot grade well, or raise a UserError."""
         ...
 
 
@@ -135,9 +137,11 @@ def check_rewards(rewards: Sequence[Reward]) -> None:
             )
     names = [reward.name for reward in rewards]
     if not names or len(set(names)) < len(names):
-        raise UserError(f"rewards must be at least one, with different names; got {names}; list each once.")
+        raise UserError(f"rewards must be a list of at least one, with different names; got {names}; list each once.")
     if reserved := sorted({"mean", "std", "total"}.intersection(names)):
-        raise UserError(f"mean, std and total are logged of all rewards; {reserved[0]} is the name of one; rename it.")
+        raise UserError(
+            f"mean, std and total are logged for the sum of rewards; got a reward named {reserved[0]}; rename it."
+        )
 
 
 def accuracy_reward(rewards: Sequence[Reward], name: str | None) -> Reward:
@@ -162,13 +166,13 @@ def refuse_empty_references(reward: Reward, references: Mapping[str, str]) -> No
     empty = [name for name, reference in references.items() if not reference.strip()]
     if empty:
         raise UserError(
-            f"a reference must not be empty where {type(reward).__name__} compares with it; {len(empty)} of "
-            f"{len(references)} prompts have such a one, the first {empty[0]}; correct them, or leave them out"
+            f"{type(reward).__name__} compares with references, which must not be empty; {len(empty)} of "
+            f"{len(references)} are, the first that of {empty[0]}; correct these rows, or leave them out"
         )
 
 
 def check_references(rewards: Sequence[Reward], references: Mapping[str, str]) -> None:
-    """Have each `ReferenceReward` check the data's references (by row id)."""
+    """Call `check_references` of each `ReferenceReward` with the data's references (by row id)."""
     for reward in rewards:
         if isinstance(reward, ReferenceReward):
             reward.check_references(references)
@@ -205,7 +209,7 @@ def is_async(reward: Reward) -> bool:
 
 @contextmanager
 def _started(rewards: Sequence[Reward], samples: Sequence[RewardSample]) -> Iterator[dict[str, "Future[Any]"]]:
-    """Start the asynchronous rewards in the event loop of a thread; what still runs at the end is cancelled."""
+    """Run the asynchronous rewards in an event loop in a thread; cancel those that still run at the end."""
     waiting = [reward for reward in rewards if is_async(reward)]
     if not waiting:
         yield {}
@@ -228,7 +232,7 @@ async def _run_until(ended: "Future[None]", running: "Future[asyncio.AbstractEve
 
 
 async def _called(reward: Reward, samples: Sequence[RewardSample]) -> Any:
-    """The values of an asynchronous reward; what the call itself raises comes with them."""
+    """Await an asynchronous reward; also turns an exception of the call itself into the future's."""
     return await reward(samples)
 
 
@@ -237,7 +241,7 @@ def _checked_values(
 ) -> list[float | None]:
     try:
         returned = list(reward(samples) if started is None else started.result())
-        # Text is left to the check below: float("1.0") would pass, and list("01") be two values.
+        # Strings are refused below: float("1.0") would succeed, and list("01") has two values.
         values = [
             None if value is None else math.nan if isinstance(value, str | bytes) else float(value)
             for value in returned
@@ -285,7 +289,7 @@ def _describe(sample: RewardSample) -> str:
 
 
 def _shorten(text: str, limit: int = 120) -> str:
-    """Text on one line of at most `limit` characters; keeps the end, where answers stand."""
+    """Text on one line of at most `limit` characters; the end, with the answer, is not cut."""
     line = re.sub(r"\s+", " ", text).strip()
     return line if len(line) <= limit else f"{line[: limit // 2]} ... {line[-limit // 2 :]}"
 

@@ -51,8 +51,9 @@ PARSER = r"(?i)score[\s:=*]{0,5}(10(?:\.0+)?|\d(?:\.\d+)?)(?![.,]?\d)"
 class JudgeReward(Reward):
     """The grade that a judge gives to each completion: a chat model behind an OpenAI-compatible endpoint.
 
-    It runs while other rewards do. Equal questions are asked once, and replies are kept on disk, so that a resumed run
-    asks none again. A reply without a number is asked for once more; then the reward does not apply (None).
+    It runs concurrently with other rewards. Equal prompts are sent once, and replies are cached on disk, so that a
+    resumed run sends none again. If a reply has no number, the request is sent once more; then the reward does not
+    apply (None).
 
     A request that fails (no connection, time limit, status 429 or 5xx) is repeated after pauses that double from 0.5 s
     to 30 s; when `retries` and `patience_s` are both used up, the run stops. Other statuses stop it at once.
@@ -128,11 +129,11 @@ class JudgeReward(Reward):
     async def __call__(self, samples: Sequence[RewardSample]) -> list[float | None]:
         questions = [self._question(sample) for sample in samples]
         folder = cache_root() / "judge" if self.cache is None else Path(self.cache).expanduser()
-        with closing(_Replies(folder)) as kept:
-            replies = {question: kept.get(self._key(question)) for question in questions}
+        with closing(_Replies(folder)) as cache:
+            replies = {question: cache.get(self._key(question)) for question in questions}
             missing = [question for question, reply in replies.items() if reply is None]
             if missing:
-                replies |= await self._ask(missing, kept)
+                replies |= await self._ask(missing, cache)
         grades = {question: self._grade(reply or "") for question, reply in replies.items()}
         if unread := [question for question, grade in grades.items() if grade is None]:
             log.warning(
@@ -177,8 +178,8 @@ class JudgeReward(Reward):
             return None
         return self.scale * number if math.isfinite(number) else None
 
-    async def _ask(self, questions: Sequence[str], kept: "_Replies") -> dict[str, str]:
-        """The judge's replies, each kept as it comes."""
+    async def _ask(self, questions: Sequence[str], cache: "_Replies") -> dict[str, str]:
+        """The judge's replies, each cached as it arrives."""
         replies: dict[str, str] = {}
 
         async def ask(question: str) -> None:
@@ -186,7 +187,7 @@ class JudgeReward(Reward):
             reply = await endpoint.reply(request)
             if self._grade(reply) is None:
                 reply = await endpoint.reply(request)
-            replies[question] = kept.put(self._key(question), reply)
+            replies[question] = cache.put(self._key(question), reply)
 
         try:
             async with _Endpoint(self) as endpoint, asyncio.TaskGroup() as tasks:
@@ -220,7 +221,7 @@ class _Endpoint:
         self._url = f"{settings.url}/chat/completions"
         self._key = os.environ.get(settings.api_key_env, "").strip()  # never an attribute of the reward, which is saved
         if not (self._key.isascii() and self._key.isprintable()):
-            raise UserError(f"an API key is a word in ASCII; that of {settings.api_key_env} is none; set it again")
+            raise UserError(f"an API key must be printable ASCII; that in {settings.api_key_env} is not; set it again")
         # Requests wait for a connection here, where no time limit runs.
         self._free = asyncio.Semaphore(settings.concurrency)
         self._client = httpx2.AsyncClient(
@@ -273,7 +274,7 @@ class _Endpoint:
                 pause = min(2 * pause, LONGEST_PAUSE_S)
 
     def _warn(self, failure: str) -> None:
-        """Say once that requests are repeated."""
+        """Log once that requests are repeated."""
         if not self._warned:
             self._warned = True
             log.warning(
@@ -317,13 +318,13 @@ class _Replies:
             self._database.execute("CREATE TABLE IF NOT EXISTS replies (key TEXT PRIMARY KEY, reply TEXT NOT NULL)")
 
     def get(self, key: str) -> str | None:
-        """The reply that is kept; None if there is none."""
+        """The cached reply; None if there is none."""
         with self._explained():
             row = self._database.execute("SELECT reply FROM replies WHERE key = ?", (key,)).fetchone()
         return None if row is None else str(row[0])
 
     def put(self, key: str, reply: str) -> str:
-        """Keep a reply, unless another process has kept one; the reply that is kept."""
+        """Cache a reply unless another process has cached one; returns the cached reply."""
         with self._explained():
             self._database.execute("INSERT OR IGNORE INTO replies VALUES (?, ?)", (key, reply))
         return self.get(key) or ""
@@ -338,6 +339,6 @@ class _Replies:
             yield
         except (OSError, sqlite3.Error) as error:
             raise UserError(
-                f"a judge keeps its replies in a folder; {self._folder} does not take them ({error}); "
+                f"a judge caches its replies in a folder; {self._folder} cannot be used ({error}); "
                 "set the reward's cache to another folder"
             ) from error

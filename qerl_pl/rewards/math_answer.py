@@ -33,8 +33,8 @@ _MAX_HOPELESS = 4096
 _BATCH = 128
 """Completions for which a batch's time limit holds once."""
 _MAX_BATCHES = 16
-_OWN = "MathAnswer grades in processes of its own"
-_REMEDY = "see that memory is to be had, or set fewer workers, and go on with --resume auto"
+_OWN = "MathAnswer grades in separate processes"
+_REMEDY = "free memory, or set fewer workers, and continue with --resume auto"
 _VERDICTS = {"true": True, "false": False, "limit": None}
 
 Pair = tuple[str, str]
@@ -73,13 +73,14 @@ class MathPool:
         verdicts |= self._grade([pair for pair in verdicts if pair not in self._hopeless], self.seconds / _FIRST_PASS)
         slow = [pair for pair in verdicts if verdicts[pair] is None]
         batches = min(_MAX_BATCHES, max(1, -(-max(batch, len(pairs)) // _BATCH)))
-        # A hopeless pair uses up its turn: a resumed run, which remembers none, must give the same grades.
+        # A pair known to exceed the limit still counts as one: a resumed run, which has no such memory, must give the
+        # same grades.
         turns = int(batches * self.batch_seconds / self.seconds)
         second_pass = [pair for pair in slow[:turns] if pair not in self._hopeless]
         verdicts |= self._grade(second_pass, self.seconds)
         for pair in slow:
             if verdicts[pair] is None and pair not in self._hopeless:
-                message = "counted as wrong, for it cannot be graded within the limits: %.200r"
+                message = "an answer counts as wrong, as it cannot be graded within the limits: %.200r"
                 warn_of_this_rank(log, message, pair[1])
         self._hopeless |= {pair: None for pair in second_pass if verdicts[pair] is None}
         while len(self._hopeless) > _MAX_HOPELESS:
@@ -111,7 +112,9 @@ class MathPool:
                         if reply in _VERDICTS:
                             verdicts[pair] = _VERDICTS[reply]
                         elif pair in killed:
-                            raise UserError(f"{_OWN}; two were killed at {pair[1]!r:.80}, by no limit of it; {_REMEDY}")
+                            raise UserError(
+                                f"{_OWN}; two were killed while grading {pair[1]!r:.80}, not by its limits; {_REMEDY}"
+                            )
                         else:  # not the answer's doing: try once more
                             killed.add(pair)
                             waiting.appendleft(pair)
@@ -123,7 +126,7 @@ class MathPool:
         return verdicts
 
     def _start_workers(self, count: int) -> None:
-        """Have at least `count` live processes; new ones start concurrently."""
+        """Start processes concurrently until `count` are alive."""
         self.processes = [worker for worker in self.processes if worker.process.poll() is None]
         started = [_Worker() for _ in range(count - len(self.processes))]
         for worker in started:
@@ -173,7 +176,7 @@ class _Worker:
             raise UserError(f"{_OWN}; one did not start (exit status {self.process.returncode}); {_REMEDY}")
 
     def send(self, pair: Pair, seconds: float) -> None:
-        """Have it grade a pair within a CPU time limit."""
+        """Send a pair to grade within a CPU time limit."""
         assert self.process.stdin is not None
         self._pair = pair
         self._deadline = time.monotonic() + 20 * seconds + _OVERDUE_S
@@ -190,7 +193,7 @@ class _Worker:
         return pair, self.process.stdout.readline().decode().strip() if in_time else ""
 
     def overdue(self) -> bool:
-        """Whether it is stuck: its own timers would have ended any grading by now."""
+        """Whether the process hangs: its own timers should have ended the grading."""
         return self._pair is not None and time.monotonic() > self._deadline
 
     def stop(self) -> None:
@@ -223,13 +226,13 @@ class MathAnswer(Reward):
     """1 if the answer equals the reference as mathematics (math-verify), else 0.
 
     The answer is LaTeX or plain text, such as \\frac{1}{2}, 0.5, 1/2 or $x = 3$; of several \\boxed{} the last counts.
-    Wrong is also an answer that cannot be read, or not within the limits on time and memory, and one that is not
-    definite: two values for one, a negation, a chain of equations of which one is false, a prime or a base that the
-    reference does not have. Grading runs in separate processes, which can be killed, and which cannot write files,
+    An answer is wrong, too, if it cannot be parsed within the limits on time and memory, or is ambiguous: two values
+    where the reference has one, a negation, a chain of equations of which one is false, a prime or a number base that
+    the reference does not have. Grading runs in separate processes, which can be killed, and which cannot write files,
     start programs or open sockets.
 
-    A reference of prose or of several statements, such as "$C$ is not invertible", is compared as text, ignoring case
-    and spaces; a warning names such references at the start.
+    References that are prose or several statements, such as "$C$ is not invertible", are compared as text, ignoring
+    case and spaces; a run logs a warning about them at its start.
 
     Args:
         weight: Factor of this reward in the total.
@@ -279,13 +282,13 @@ class MathAnswer(Reward):
         return values
 
     def check_references(self, references: Mapping[str, str]) -> None:
-        """Refuse empty references, and warn of those that can only be compared as text."""
+        """Refuse empty references, and log a warning about those that can only be compared as text."""
         refuse_empty_references(self, references)
         names = [name for name, reference in references.items() if only_text(reference)]
         if names:
             log.warning(
-                "MathAnswer compares a reference of prose or of several statements as text alone, for any part of it "
-                "would satisfy it as mathematics: %d of %d references, such as %.200r of %s; rewrite or drop them",
+                "MathAnswer compares references that are prose or several statements as text only: %d of %d, such as "
+                "%.200r of %s; rewrite or drop them",
                 len(names),
                 len(references),
                 references[names[0]],

@@ -19,7 +19,8 @@ from typing import Any
 
 from latex2sympy2_extended.sets import FiniteSet
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
-from sympy import And, Basic, Eq, Expr, expand
+from sympy import And, Basic, Eq, Expr, Union, expand
+from sympy.core.relational import Relational
 
 # math-verify parses LaTeX by a grammar, and passes plain text to sympy's parser (which evaluates) only if it consists
 # of digits, spaces and + - * / ^ ( ). Should that change, these audit events stay forbidden.
@@ -36,6 +37,15 @@ _NAMED = re.compile(r"^[\s$]*[A-Za-z]{1,2}(?:_\{?\w+\}?)?['′’]+\s*(?:\(\w+\)
 _TEXT = re.compile(r"\\(?:text|textrm|textbf|textit|mbox|mathrm|operatorname)\s*\{[^{}]*\}")
 _NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?(?:/\d+)?")
 _GROUPED = re.compile(r"(?<![\d.,])\d{1,3}(?:(?:\\[,;:! ]|~|\{,\}|[ \u00a0\u202f])\d{3})+(?![\d.,]*\d)")
+_LEAD = re.compile(
+    r"^(?:(?:so|thus|hence|therefore),?\s+)?(?:the\s+)?(?:final\s+|correct\s+)?answer(?:\s+is\b\s*:?|\s*[:=])\s*",
+    re.IGNORECASE,
+)
+_FUNCTION = re.compile(r"(?<![A-Za-z\\{])(?:sin|cos|tan|cot|sec|csc|log|ln|exp)(?=\s*(?:[\d(\\_^]|\s[a-z]\b))")
+"""A function's name without its backslash, which would be a product of letters."""
+_MIXED = re.compile(r"(?<![\w.,/^)}])(\d+)\s+(\d+)/(\d+)(?![\d/])")
+"""A mixed number in plain text, such as 1 1/2, of which math-verify reads the integer alone."""
+_REPEATING = re.compile(r"(?<![\d.])(\d{0,20})\.(\d{0,20})\\overline\s*\{\s*(\d{1,20})\s*\}")
 _OR = re.compile(r"\\(?:lor|vee)(?![A-Za-z])|∨")
 _DOUBTS = (
     re.compile(  # negations
@@ -86,7 +96,11 @@ _TOGETHER = re.compile(
     re.DOTALL,
 )
 """Text between formulas that are the answer together."""
-_UNITS = re.compile(r"((?:\\?\$)?\s*[-+]?[\d,.]+(?:/\d+)?)\s+((?:[A-Za-z]{3,}|of|per|in)(?:(?: |/)[A-Za-z]{2,}){0,4})")
+_UNIT = r"(?:[kcdm]?m|[km]?g|[km]?[lL]|ft|yd|mi|in|lbs?|oz|hr?s?|min|s)(?:\s*\^\s*\{?[23]\}?)?"
+_UNITS = re.compile(
+    r"((?:\\?\$)?\s*[-+]?[\d,.]+(?:/\d+)?)\s+"
+    rf"((?:[A-Za-z]{{3,}}|of|per|{_UNIT})(?:(?: |/)(?:{_UNIT}|[A-Za-z]{{2,}})){{0,4}})"
+)
 
 
 def _deny(event: str, args: tuple[Any, ...]) -> None:
@@ -97,11 +111,19 @@ def _deny(event: str, args: tuple[Any, ...]) -> None:
 
 
 def plain(text: str) -> str:
-    """`text` in signs that math-verify reads."""
-    text = text.strip().strip("*`").strip()
+    """Text in notation that math-verify parses."""
+    text = _LEAD.sub("", text.strip().strip("*`").strip())
+    if text.lower() in ("true", "false"):
+        return rf"\text{{{text.capitalize()}}}"
+    text = text.replace("\\varnothing", "\\emptyset")
     for sign, latex in _SIGNS.items():
         text = text.replace(sign, latex)
     text = re.sub(r"√\s*(\w+|\([^()]*\))", r"\\sqrt{\1}", text)
+    text = re.sub(r"(?<![A-Za-z\\])sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}", text)
+    text = re.sub(r"(?<![A-Za-z\\{])pi(?![A-Za-z])", r"\\pi ", text)
+    text = _FUNCTION.sub(lambda name: f"\\{name[0]}", text)
+    text = _MIXED.sub(r"\1\\frac{\2}{\3}", text)
+    text = _REPEATING.sub(_fraction, text)
     text = _OR.sub(" \\\\text{ or } ", text)
     text = re.sub(r"(?<=\d)\.(?=[-+*/^)}])", "", text)  # 1./3
     for name, indexed in _INDEXED.items():
@@ -113,6 +135,13 @@ def plain(text: str) -> str:
     return text
 
 
+def _fraction(repeating: re.Match[str]) -> str:
+    """The fraction of a repeating decimal: 0.1\\overline{6} is (16 - 1) / 90."""
+    whole, fixed, period = repeating.groups()
+    top = int(whole + fixed + period) - int(whole + fixed or "0")
+    return rf"\frac{{{top}}}{{{(10 ** len(period) - 1) * 10 ** len(fixed)}}}"
+
+
 def without_units(text: str) -> str:
     """A number without the words that follow it, unless one of them may change it."""
     match = _UNITS.fullmatch(text.rstrip(". "))
@@ -120,10 +149,10 @@ def without_units(text: str) -> str:
 
 
 def formulas(text: str) -> list[str]:
-    """The last formulas of a text that are the answer together; the text as one formula if it has none, or cut ones."""
+    """The last adjacent formulas of a text, together the answer; without complete formulas, all of the text."""
     if "\\boxed" in text:
         return [text]
-    inside = [match[match.lastindex or 0].strip() for match in _FORMULA.finditer(text)]
+    inside = [match[match.lastindex or 0].strip().rstrip(".") for match in _FORMULA.finditer(text)]
     outside = _FORMULA.sub("\0", text)
     if not inside or _CUT.search(outside):
         joined = _FORMULA.sub(lambda match: f" {match[match.lastindex or 0]} ", text).strip().rstrip(".")
@@ -137,7 +166,7 @@ def formulas(text: str) -> list[str]:
 
 
 def _read_one(latex: str) -> list[Any]:
-    """A formula parsed by math-verify; of an unreadable one its number, if it has only one."""
+    """A formula parsed by math-verify; if that fails, its number, if it has only one."""
     texts = [match[0] for match in _TEXT.finditer(latex)]
     # math-verify takes everything from the first of several texts on for a unit.
     units = len(texts) < 2 and not any(
@@ -151,7 +180,7 @@ def _read_one(latex: str) -> list[Any]:
 
 
 def read(text: str) -> list[Any]:
-    """`plain` text parsed by math-verify; several formulas as a set, or the text itself if one is unreadable."""
+    """Text after `plain`, parsed by math-verify; several formulas become a set, or the text if one cannot be parsed."""
     each = [_read_one(latex) for latex in formulas(_UNIT_TEXT.sub("", text))]
     if len(each) == 1:
         return each[0]
@@ -169,7 +198,7 @@ def _primes(text: str) -> set[tuple[str, int]]:
 
 
 def doubtful(reference: str, answer: str) -> bool:
-    """Whether `answer` has a sign that the reference lacks and that parsing would lose."""
+    """Whether the answer has a sign that the reference lacks and that math-verify would ignore."""
     if any(sign.search(answer) and not sign.search(reference) for sign in _DOUBTS):
         return True
     if "\\begin" not in answer and _LINES.search(answer):
@@ -181,7 +210,7 @@ def doubtful(reference: str, answer: str) -> bool:
 
 
 def untrue(value: Any, text: str) -> bool:
-    """Whether an equation in the answer is false, such as a link of a chain."""
+    """Whether an equation in the answer is false, also in a chain of equations."""
     links = value.args if isinstance(value, And) else (value,)
     return any(isinstance(link, Eq) and _differ(link.lhs, link.rhs, "." in text) for link in links)
 
@@ -203,6 +232,7 @@ def equivalent(reference: str, answer: str) -> bool:
     reference, answer = plain(reference), plain(answer)
     if doubtful(reference, answer):
         return False
+    reference = without_units(reference)
     if _NUMBER.fullmatch(reference.strip("$\\ ")):
         answer = without_units(answer)
     expected, values = read(reference), read(answer)
@@ -215,6 +245,8 @@ def equivalent(reference: str, answer: str) -> bool:
         return True
     # "1/2 or 0.5" is one value in two forms.
     forms = values[0].args if values and isinstance(values[0], FiniteSet) and re.search(r"\bor\b", answer) else ()
+    if sets and forms and all(isinstance(form, Relational) for form in forms) and len(values[0].free_symbols) == 1:
+        return bool(same([Union(*(form.as_set() for form in forms))]))  # x < 1 or x > 2
     return bool(forms) and all(same([form]) for form in forms)
 
 

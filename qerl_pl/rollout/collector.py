@@ -46,7 +46,7 @@ WIDENING_PROMPTS = 4
 Aggregation = Literal["sum_then_normalize", "normalize_then_sum"]
 
 ReplacementPrompts = Callable[[Sequence[int | str], int, Collection[str]], Sequence[Prompt]]
-"""Draws prompts to replace dropped groups: (key of the draw, how many, ids to exclude) -> as many or fewer."""
+"""Draws prompts to replace dropped groups: (key of the draw, count, ids to exclude) -> up to `count` prompts."""
 
 
 def no_replacements(key: Sequence[int | str], count: int, exclude: Collection[str]) -> Sequence[Prompt]:
@@ -88,7 +88,7 @@ class CollectorConfig:
             longest = reward.set_limit(self.sampling.max_tokens)
             if longest > self.sampling.max_tokens:
                 log.warning(
-                    "OverlongPenalty is full at %d tokens, which no completion of at most %d reaches: lower max_length",
+                    "OverlongPenalty reaches -1 at %d tokens, but completions have at most %d: lower max_length",
                     longest,
                     self.sampling.max_tokens,
                 )
@@ -155,7 +155,7 @@ class Collector:
         self.ranks = ranks
         self.dialogues = dialogues
         self.expected_lengths: dict[str, float] = {}
-        """Mean tokens of each prompt's last completions, by id; `partition_prompts` balances by them."""
+        """Mean tokens of each prompt's last completions, by id, for `partition_prompts`."""
         self.noise_widening: dict[str, float] = {}
         """The noise's sigma and the widening measured with it, see `measure_noise_widening`; empty if not measured."""
         self.sampling = config.sampling
@@ -211,7 +211,7 @@ class Collector:
         return replace(experience, noise_widening=widening)
 
     def _widening(self, prompts: Sequence[Prompt], weights: PolicyWeights, policy: CheckedPolicy) -> float:
-        """How far the noise widens the bounds of the correction; measured in the first rollout of each sigma."""
+        """Factor by which noise widens the bounds of the correction; measured in the first rollout of each sigma."""
         noise, widens = weights.noise, self.objective.rollout_correction.widen_with_noise
         if noise is None or noise.sigma == 0 or noise.in_trainer or not widens:
             return 1.0
@@ -236,10 +236,16 @@ class Collector:
             sampled = self._sample(prompts, weights, seconds)
             if config.resample_rounds > 0:
                 accuracy = accuracy_reward(config.rewards, config.accuracy_reward).name
-                correct = torch.cat([group.rewards[accuracy] > 0.5 for group in sampled])
+                values = torch.cat([group.rewards[accuracy] for group in sampled])
+                correct = torch.where(values.isnan(), values, (values > 0.5).float())
                 informative = informative_groups(totals(sampled), correct, config.group_size).tolist()
                 sampled = [replace(group, trains=trains) for group, trains in zip(sampled, informative, strict=True)]
             groups += sampled
+            if any(group.dialogues for group in groups) and totals(groups).isnan().all():
+                raise UserError(
+                    "a rollout needs rewards; none of its completions has one; define get_reward in the environment, "
+                    "or set rollout.rewards"
+                )
             missing = wanted - sum(group.trains for group in groups)
             if missing <= 0 or attempt == config.resample_rounds:
                 break
@@ -248,7 +254,7 @@ class Collector:
                 break
         if missing == wanted:
             log.warning(
-                "rollout %d teaches nothing: none of %d groups has right and wrong answers", version, len(groups)
+                "rollout %d trains nothing: none of %d groups has both right and wrong answers", version, len(groups)
             )
         return groups
 
@@ -260,11 +266,6 @@ class Collector:
         completions = self._generate(local, draws, weights, seconds)
         with _timed(seconds, "reward"):
             groups = score_groups(config.rewards, self.tokenizer, local, completions)
-        if any(group.dialogues for group in groups) and totals(groups).isnan().all():
-            raise UserError(
-                "a run needs rewards; of all completions of a rollout none has one: give the environment get_reward, "
-                "or set rollout.rewards"
-            )
         groups = [replace(group, draw=draw) for group, draw in zip(groups, draws, strict=True)]
         if ranks.size == 1:
             return groups
@@ -338,6 +339,16 @@ class Collector:
         sampled = torch.tensor([float(length) for group in training for length in group.lengths])
         truncated = torch.tensor([ended for group in training for ended in group.truncated], dtype=torch.bool)
         sampled_tokens = sum(length for group in groups for length in group.lengths)
+        advantages = self._advantages(training)
+        if training and not advantages.any() and not self.objective.needs_teacher:
+            log.warning("rollout %d trains nothing: each group's rewards are equal or missing", weights.version)
+        if training and self.objective.mask_truncated and truncated.all():
+            log.warning(
+                "rollout %d trains nothing: mask_truncated leaves out completions that reach max_tokens=%d, as all do: "
+                "raise rollout.sampling.max_tokens",
+                weights.version,
+                self.sampling.max_tokens,
+            )
         metrics |= reward_metrics(groups) | environment_metrics(groups)
         metrics |= {
             "completions/groups_dropped_frac": (len(groups) - len(training)) / len(groups),
@@ -354,7 +365,7 @@ class Collector:
             lengths=lengths,
             mask=mask,
             sampler_logprobs=logprobs,
-            advantages=self._advantages(training)[rows],
+            advantages=advantages[rows],
             truncated=truncated[rows],
             sampled_tokens=sampled_tokens,
             seconds=seconds,

@@ -112,12 +112,12 @@ def score_groups(
 
 
 def without_none(fields: dict[str, Any], name: str) -> dict[str, Any]:
-    """The fields but the named one if it is None."""
+    """Fields without the named field if that is None."""
     return {key: value for key, value in fields.items() if key != name or value is not None}
 
 
 def last_turn(completion: Completion) -> list[int]:
-    """The tokens that were sampled last without an environment's between them."""
+    """The tokens sampled after the environment's last ones."""
     if completion.sampled is None:
         return list(completion.token_ids)
     start = len(completion.sampled)

@@ -91,9 +91,9 @@ def check_logprob_parity(
 ) -> None:
     """Stop the run if the engine's log-probabilities differ from the policy's, with its own and with a random adapter.
 
-    A new adapter has no effect, so one that never reaches the engine, or is lost in a sleep, would show much later:
-    each check therefore also compares with a random adapter, or with some random weights in full fine-tuning, as strong
-    as the policy bears. One greedy completion of each prompt is compared. Sync the engine afterwards.
+    A new adapter has no effect, so that a failed sync, or an adapter lost in a sleep, would be noticed much later. Each
+    check therefore also compares with a random adapter (some random weights in full fine-tuning), as strong as the
+    policy tolerates. One greedy completion of each prompt is compared. Sync the engine afterwards.
 
     Args:
         engine: Rollout engine.
@@ -160,7 +160,7 @@ def measure_full_finetuning_parity(
 
 
 def _replay(prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]], tokens: Tensor) -> dict[str, Any]:
-    """The argument of `token_logprobs` that replays the sampler's experts for tokens [B, T], if they were recorded."""
+    """Keyword argument of `token_logprobs` with the sampler's experts for tokens [B, T], if they were recorded."""
     routing = pad_routing(prompts, completions, tokens.shape)
     return {} if routing is None else {"routing": routing.to(tokens.device)}
 

@@ -4,6 +4,7 @@
 missing.
 """
 
+import functools
 import importlib.util
 import inspect
 import os
@@ -11,7 +12,6 @@ import pkgutil
 import re
 import sys
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from qerl_pl.errors import UserError
@@ -58,12 +58,18 @@ class PrivateName:
         return [f"{self.path}.{member}" for member in self.members if not _has_member(found, member)]
 
 
+@functools.cache
+def _source(cls: type) -> str:
+    """Source of a class: to find it, Python parses the whole module each time."""
+    return inspect.getsource(cls)
+
+
 def _has_member(cls: Any, name: str) -> bool:
     """Whether a class of vLLM, or a base of it, defines a method or assigns an attribute of its instances."""
     bases = [base for base in inspect.getmro(cls) if base.__module__.startswith("vllm.")]
     assigned = re.compile(rf"\bself\.{name}\b\s*(:[^=\n]+)?=[^=]")
     return any(
-        name in vars(base) or name in vars(base).get("__annotations__", {}) or assigned.search(inspect.getsource(base))
+        name in vars(base) or name in vars(base).get("__annotations__", {}) or assigned.search(_source(base))
         for base in bases
     )
 
@@ -89,9 +95,11 @@ def _optional(feature: str, without: str, path: str, *members: str, call: tuple[
     return PrivateName(path, feature, members, call, without, device="cuda")
 
 
-_sampler = partial(_optional, SAMPLER, "vLLM's own sampler, slower at many sequences")
-_sinks = partial(PrivateName, feature="attention sinks in float32", without="no gpt-oss in float32", device="cpu")
-_fp4 = partial(_optional, SHARED_FP4, "the trainer loads a copy of the base")
+_sampler = functools.partial(_optional, SAMPLER, "vLLM's own sampler, slower at many sequences")
+_sinks = functools.partial(
+    PrivateName, feature="attention sinks in float32", without="no gpt-oss in float32", device="cpu"
+)
+_fp4 = functools.partial(_optional, SHARED_FP4, "the trainer loads a copy of the base")
 
 
 TABLE = (
@@ -179,14 +187,15 @@ def check_names(device: str) -> dict[str, str]:
         first, last = (".".join(map(str, bound)) for bound in (FIRST_VERSION, LAST_VERSION))
         raise UserError(f"VLLMEngine runs on vLLM {first} to {last}; found {vllm.__version__}: install one of those")
     entries = [entry for entry in TABLE if entry.device in (None, device)]
-    if missing := [name for entry in entries if entry.required for name in entry.missing()]:
+    found = [(entry, entry.missing()) for entry in entries]
+    if missing := [name for entry, names in found if entry.required for name in names]:
         raise UserError(
             f"VLLMEngine relies on names that vLLM {vllm.__version__} lacks: {', '.join(missing)}: install 0.25.1"
         )
     off: dict[str, list[str]] = {}
-    for entry in entries:
-        if missing := entry.missing():
-            off.setdefault(entry.feature, []).extend(missing)
+    for entry, names in found:
+        if names:
+            off.setdefault(entry.feature, []).extend(names)
     return {feature: f"vLLM {vllm.__version__} lacks {', '.join(names)}" for feature, names in off.items()}
 
 

@@ -118,6 +118,8 @@ class VLLMEngine(RolloutEngine):
         gpu_memory_utilization: Share of the GPU's memory for vLLM altogether, instead of kv_cache_gib; the trainer's
             memory counts as used. The cache takes what is free at the start, which may differ when a run is resumed;
             a cache that fills up changes the batches, and with them the last bits of results.
+        kv_cache_dtype: fp8 (E4M3) halves the cache, so that it holds twice as many tokens; the sampler's
+            log-probabilities then differ more from the trainer's. auto takes the model's data type.
         max_model_len: Longest sequence that vLLM prepares for; by default the longest that the run can ask for.
         max_num_seqs: Sequences decoded at once.
         max_num_batched_tokens: Tokens of a forward pass; more speeds up prefill and needs more memory. By default
@@ -143,6 +145,7 @@ class VLLMEngine(RolloutEngine):
         self,
         kv_cache_gib: float | None = None,
         gpu_memory_utilization: float | None = None,
+        kv_cache_dtype: Literal["auto", "fp8"] = "auto",
         max_model_len: int | None = None,
         max_num_seqs: int = 256,
         max_num_batched_tokens: int | None = None,
@@ -161,6 +164,7 @@ class VLLMEngine(RolloutEngine):
         require_at_least(1, limits | {"decode_gemm_max_tokens": decode_gemm_max_tokens})
         self.kv_cache_gib = kv_cache_gib
         self.gpu_memory_utilization = gpu_memory_utilization
+        self.kv_cache_dtype = kv_cache_dtype
         self.max_model_len = max_model_len
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
@@ -194,6 +198,10 @@ class VLLMEngine(RolloutEngine):
         """Whether `sleep` releases the cache's memory: vLLM's CPU build cannot."""
         return self.sleep_mode and self._on_gpu
 
+    def cache_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Of keys and values, for a model of this data type."""
+        return torch.float8_e4m3fn if self.kv_cache_dtype == "fp8" else dtype
+
     def launch(self, spec: EngineSpec) -> None:
         """Start vLLM, with room for the adapter.
 
@@ -212,7 +220,7 @@ class VLLMEngine(RolloutEngine):
         self._shapes = {name: size for name, size in linears.items() if spec.adapts(name)}
         length = self.max_model_len or spec.max_tokens
         kv_gib = kv_cache_size(self.kv_cache_gib, self.gpu_memory_utilization, spec.device)
-        check_length(length, spec.max_tokens, kv_gib, Shape.of(config).kv_bytes(spec.dtype))
+        check_length(length, spec.max_tokens, kv_gib, Shape.of(config).kv_bytes(self.cache_dtype(spec.dtype)))
         if backend == "marlin":
             linear_methods.check_marlin_shapes(linears)
         start = time.perf_counter()
@@ -277,6 +285,8 @@ class VLLMEngine(RolloutEngine):
             off["shared weights"] = reason
         elif self.share_weights:
             features.append("shared weights")
+        if self.kv_cache_dtype != "auto":
+            features.append(f"keys and values in {self.kv_cache_dtype}")
         self.inactive = off
         line = f"vLLM {vllm.__version__} ({kernels}): {', '.join(features) or 'no optional feature'}"
         return line + "".join(f"; without {name}: {reason}" for name, reason in off.items())
@@ -291,7 +301,7 @@ class VLLMEngine(RolloutEngine):
         if self._on_gpu:  # for every base: vLLM samples with what it compiles and warms up now
             select_backend("triton")
         config = read_config(base)
-        with vllm_errors_as_user_errors():
+        with vllm_errors_as_user_errors(self.kv_cache_dtype):
             register_architecture(config)
             return LLM(
                 model=str(base),
@@ -316,6 +326,7 @@ class VLLMEngine(RolloutEngine):
                 # Also with a given cache vLLM wants this share free at the start.
                 gpu_memory_utilization=0.01 if kv_gib is not None else self.gpu_memory_utilization,
                 kv_cache_memory_bytes=None if kv_gib is None else int(kv_gib * GIB),
+                kv_cache_dtype=self.kv_cache_dtype,
                 linear_backend=backend or "auto",
                 enable_return_routed_experts=spec.record_routing,
                 moe_backend=(backend if has_experts(config) else None) or "auto",

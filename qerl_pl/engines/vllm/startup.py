@@ -3,6 +3,7 @@
 import gc
 import importlib.util
 import os
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -65,8 +66,11 @@ def process_state_restored() -> Iterator[None]:
 
 
 @contextmanager
-def vllm_errors_as_user_errors() -> Iterator[None]:
+def vllm_errors_as_user_errors(kv_cache_dtype: str = "auto") -> Iterator[None]:
     """Turn an error that stops vLLM's start into a user's mistake.
+
+    Args:
+        kv_cache_dtype: As for `VLLMEngine`; not every attention kernel has it.
 
     Raises:
         UserError: There was one.
@@ -88,6 +92,11 @@ def vllm_errors_as_user_errors() -> Iterator[None]:
             raise UserError(
                 f"vLLM's process group needs a free TCP port of this machine; found none ({reason}): see what holds "
                 "them by `ss -tanp` and end it, widen net.ipv4.ip_local_port_range, or use TransformersEngine"
+            ) from error
+        if kv_cache_dtype != "auto" and re.search("kv_cache_dtype|fp8", reason, re.IGNORECASE):
+            raise UserError(
+                f"vLLM's attention on this device must know the data type of keys and values; got kv_cache_dtype "
+                f"{kv_cache_dtype} ({reason}): set VLLMEngine.kv_cache_dtype to auto"
             ) from error
         raise UserError(f"vLLM refuses the engine's settings: {reason}") from error
 
