@@ -25,6 +25,7 @@ from qerl_pl.cli.main import main
 from qerl_pl.datamodules import PromptDataModule, Row
 from qerl_pl.errors import UserError
 from qerl_pl.modules.policy_module import build_optimizer, build_schedule
+from qerl_pl.modules.saved_adapter import read_adapter
 from qerl_pl.persistence.checkpoint_io import AtomicCheckpointIO, digest_path
 
 ROOT = Path(__file__).parents[1]
@@ -221,6 +222,21 @@ def test_an_adapter_that_adds_something_else_is_not_taken_for_a_plain_one(tmp_pa
         return
     with pytest.raises(UserError, match=f"sets {key}; merge it"):
         take_adapter(policy, "test", None)
+
+
+@pytest.mark.parametrize("other", ["lm_head.weight", "model.embed_tokens.lora_embedding_A"])
+def test_an_adapter_with_other_tensors_is_told_which(tmp_path: Path, other: str) -> None:
+    """As PEFT saves `modules_to_save` with the output layer, and an adapter of embeddings; norms can go on."""
+    (tmp_path / "adapter_config.json").write_text(
+        json.dumps({"base_model_name_or_path": "base", "r": 4, "lora_alpha": 8})
+    )
+    q_proj, norm = (f"base_model.model.model.layers.0.{name}" for name in ("self_attn.q_proj", "input_layernorm"))
+    tensors = {f"{q_proj}.lora_A.weight": torch.ones(4, 2), f"{norm}.weight": torch.ones(2)}
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    assert read_adapter(str(tmp_path)).train_norms
+    save_file(tensors | {f"base_model.model.{other}": torch.ones(2, 2)}, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(UserError, match=f"{tmp_path} has base_model.model.{other}; merge it"):
+        read_adapter(str(tmp_path))
 
 
 FROM_LIGHTNING = {

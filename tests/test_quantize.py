@@ -193,7 +193,7 @@ def test_damaged_weights_are_named(tiny_policy_dir: Path, tmp_path: Path, damage
         (source / "model.safetensors.index.json").write_text(json.dumps(index))
     else:
         weights.write_bytes(weights.read_bytes()[:-100])
-    with pytest.raises(UserError, match=r"whole safetensors files; .*\.safetensors cannot be read"):
+    with pytest.raises(UserError, match=r"intact safetensors files; .*\.safetensors cannot be read"):
         quantize_checkpoint(source, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 

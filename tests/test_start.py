@@ -152,7 +152,7 @@ def test_what_is_no_adapter_to_start_from_is_refused(tiny_policy_dir: Path, taug
     broken = shutil.copytree(taught, tmp_path / "broken")
     weights = broken / "adapter_model.safetensors"
     weights.write_bytes(weights.read_bytes()[:50])
-    with pytest.raises(UserError, match="weights must be whole; .*broken"):
+    with pytest.raises(UserError, match="weights must be an intact safetensors file; .*broken"):
         config_of(tiny_policy_dir, broken).base_folder()
     some = {name: tensor for name, tensor in load_file(taught / "adapter_model.safetensors").items() if ".0." in name}
     save_file(some, weights)

@@ -35,7 +35,7 @@ def decode_gemm_linear(
         x: bfloat16 [tokens, K]; for other types plain PyTorch computes it.
         weight: NVFP4 W, the engine's own tensors.
         bias: [N], in plain order.
-        a: The adapter's A, bfloat16 [r, K]; those of a fused projection's slices one below the other.
+        a: The adapter's A, bfloat16 [r, K]; those of a fused projection's slices concatenated by rows.
         b: Its B times its scaling, bfloat16 [N, r]; block-diagonal for a fused projection.
         starts: First row of each slice that has an adapter, ascending; all adapters have the same rank.
 

@@ -1,7 +1,7 @@
 """A mixture of frozen experts: tokens sorted by expert, dequantization of a group of experts, one grouped product.
 
 The dense weights of a group live as long as its product and are dequantized again in backward, which gives gradients to
-the input and to the experts' weights in the sum, and to nothing else.
+the input and the top-k weights alone.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,8 +34,8 @@ class ExpertBiases(NamedTuple):
 
 def mixture_reference(
     x: Tensor,
-    share: Tensor,
-    chosen: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
     gate_up: Tensor,
     down: Tensor,
     product: Product,
@@ -46,39 +46,39 @@ def mixture_reference(
     out = torch.zeros_like(x)
     for expert in range(len(gate_up)):
         bias, last_bias = (None, None) if biases is None else (biases.gate_up[expert], biases.down[expert])
-        tokens, slots = (chosen == expert).nonzero(as_tuple=True)
+        tokens, slots = (topk_ids == expert).nonzero(as_tuple=True)
         hidden = functional.linear(x[tokens], gate_up[expert], bias)
         y = functional.linear(product(*_gates_and_ups(hidden, alternating)), down[expert], last_bias)
-        out = out.index_add(0, tokens, (share[tokens, slots, None] * y).to(x.dtype))
+        out = out.index_add(0, tokens, (topk_weights[tokens, slots, None] * y).to(x.dtype))
     return out
 
 
 def mixture_of_experts(
     x: Tensor,
-    share: Tensor,
-    chosen: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
     gate_up: StackedWeight,
     down: StackedWeight,
     product: Product,
     biases: ExpertBiases | None = None,
     alternating: bool = False,
 ) -> Tensor:
-    """Sum over each token's experts e of share * down_e(product(gate_e(x), up_e(x))).
+    """Sum over each token's experts e of topk_weights * down_e(product(gate_e(x), up_e(x))).
 
     Args:
         x: [S, D], bfloat16 or float32; the products are computed in its dtype, the sum in float32.
-        share: Weight of each chosen expert, float32 [S, k].
-        chosen: Experts of each token, int64 [S, k].
+        topk_weights: Weight of each token's experts, float32 [S, k].
+        topk_ids: Those experts, int64 [S, k].
         gate_up: Gates above ups, [2 I, D] each.
         down: [D, I] each.
         product: act(gate) * up.
         biases: Of both, frozen; None where there are none.
-        alternating: Rows of gates and ups take turns, a gate's first, as gpt-oss stores them.
+        alternating: Rows of gates and ups are interleaved, a gate first, as gpt-oss stores them.
 
     Returns:
-        [S, D] in x's dtype. The sum's order is that of `chosen`, so that a run repeats bit for bit.
+        [S, D] in x's dtype. The sum's order is that of `topk_ids`, so that a run repeats bit for bit.
     """
-    return _Mixture.apply(x, share, chosen, gate_up, down, product, biases, alternating)
+    return _Mixture.apply(x, topk_weights, topk_ids, gate_up, down, product, biases, alternating)
 
 
 def _gates_and_ups(hidden: Tensor, alternating: bool) -> tuple[Tensor, Tensor]:
@@ -147,16 +147,16 @@ class _Mixture(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: Tensor,
-        share: Tensor,
-        chosen: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
         gate_up: StackedWeight,
         down: StackedWeight,
         product: Product,
         biases: ExpertBiases | None,
         alternating: bool,
     ) -> Tensor:
-        count = chosen.shape[1]
-        sorted_experts, order = chosen.flatten().sort(stable=True)
+        count = topk_ids.shape[1]
+        sorted_experts, order = topk_ids.flatten().sort(stable=True)
         experts = torch.arange(gate_up.shape[0], device=x.device)
         stops = torch.searchsorted(sorted_experts, experts, right=True).int()
         bounds = [0, *stops.tolist()]  # waits for the device: the groups' rows must be known
@@ -174,7 +174,7 @@ class _Mixture(torch.autograd.Function):
         def second() -> tuple[Tensor]:
             inner = product(*_gates_and_ups(hidden, alternating))
             y = grouped_product(inner, stops, bounds, down, back=False)
-            rows = share.flatten()[order, None]
+            rows = topk_weights.flatten()[order, None]
             if biases is not None:
                 y = y if down_alpha is None else y.mul_(down_alpha)
                 _add_biases(y, bounds, biases.down)
@@ -183,7 +183,7 @@ class _Mixture(torch.autograd.Function):
             return (_sum_of_rows(y, rows, order, count),)
 
         (out,) = save_products(second)
-        ctx.save_for_backward(x, share, hidden, order, stops, None if biases is None else chosen)
+        ctx.save_for_backward(x, topk_weights, hidden, order, stops, None if biases is None else topk_ids)
         ctx.bounds, ctx.weights, ctx.product, ctx.alphas = bounds, (gate_up, down), product, (gate_alpha, down_alpha)
         ctx.biases, ctx.alternating = biases, alternating
         return out
@@ -191,28 +191,32 @@ class _Mixture(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, share, hidden, order, stops, chosen = ctx.saved_tensors
-        (gate_up, down), (gate_alpha, down_alpha), count = ctx.weights, ctx.alphas, share.shape[1]
+        x, topk_weights, hidden, order, stops, topk_ids = ctx.saved_tensors
+        (gate_up, down), (gate_alpha, down_alpha), count = ctx.weights, ctx.alphas, topk_weights.shape[1]
         with torch.enable_grad():
             gate, up = (part.detach().requires_grad_() for part in _gates_and_ups(hidden, ctx.alternating))
             inner = ctx.product(gate, up)
-        of_inner = grouped_product(grad[order // count], stops, ctx.bounds, down, back=True)  # but for alpha and share
-        of_share = None
+        of_inner = grouped_product(
+            grad[order // count], stops, ctx.bounds, down, back=True
+        )  # without alpha and top-k weight
+        of_weights = None
         if ctx.needs_input_grad[1]:
             rows = (of_inner.float() * inner.detach().float()).sum(-1, keepdim=True)
             rows = rows if down_alpha is None else rows * down_alpha
-            of_share = torch.empty_like(share).view(-1).index_copy_(0, order, rows[:, 0].to(share.dtype))
-            of_share = of_share.view_as(share)
+            of_weights = (
+                torch.empty_like(topk_weights).view(-1).index_copy_(0, order, rows[:, 0].to(topk_weights.dtype))
+            )
+            of_weights = of_weights.view_as(topk_weights)
             if ctx.biases is not None:
-                of_share += (grad.float() @ ctx.biases.down.float().t()).gather(1, chosen)
+                of_weights += (grad.float() @ ctx.biases.down.float().t()).gather(1, topk_ids)
         if not ctx.needs_input_grad[0]:
-            return None, of_share, *[None] * 6
-        factor = share.flatten()[order, None]
+            return None, of_weights, *[None] * 6
+        factor = topk_weights.flatten()[order, None]
         factor = factor if down_alpha is None else factor * down_alpha
         of_gate, of_up = torch.autograd.grad(inner, (gate, up), (of_inner * factor).to(inner.dtype))
         of_hidden = _as_rows(of_gate, of_up, ctx.alternating)
         of_rows = grouped_product(of_hidden, stops, ctx.bounds, gate_up, back=True)
-        return _sum_of_rows(of_rows, gate_alpha, order, count), of_share, *[None] * 6
+        return _sum_of_rows(of_rows, gate_alpha, order, count), of_weights, *[None] * 6
 
 
 def _of_rows(alphas: Tensor | None, experts: Tensor) -> Tensor | None:
@@ -222,10 +226,10 @@ def _of_rows(alphas: Tensor | None, experts: Tensor) -> Tensor | None:
 
 def _sum_of_rows(rows: Tensor, factor: Tensor | None, order: Tensor, count: int) -> Tensor:
     """Sum of each token's `count` rows [R, D] in the order of its experts, times factor [R, 1]: [R / count, D]."""
-    place = torch.empty_like(order)
-    place[order] = torch.arange(len(order), device=order.device)
+    inverse = torch.empty_like(order)
+    inverse[order] = torch.arange(len(order), device=order.device)
     total = rows.new_zeros(len(order) // count, rows.shape[1], dtype=torch.float32)
-    for rows_of_slot in place.view(-1, count).unbind(1):
+    for rows_of_slot in inverse.view(-1, count).unbind(1):
         if factor is None:
             total += rows[rows_of_slot]
         else:

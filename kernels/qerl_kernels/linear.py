@@ -61,8 +61,8 @@ def frozen_linears(x: Tensor, a: Sequence[Tensor], linears: Sequence[AdaptedWeig
 
     Args:
         x: [..., K], bfloat16, float16 or float32; the products are computed in its dtype.
-        a: Each linear's A [r, K] in their order, or all of them in one tensor, one above the other. They get gradients
-            in their own dtype, and so does each linear's B.
+        a: Each linear's A [r, K] in their order, or all of them concatenated by rows. They get gradients in their own
+            dtype, and so does each linear's B.
         linears: Their weights, biases and B.
     """
     frozen = [(weight.dense, weight.alpha, bias, scaling) for weight, bias, _, scaling in linears]

@@ -10,7 +10,7 @@ from qerl_kernels.backend import runs_triton
 
 
 def rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """x cos + rotate_half(x) sin for queries and keys: channels i and i + size / 2 turn together.
+    """x cos + rotate_half(x) sin for queries and keys: channels i and i + size / 2 form a pair.
 
     Each product rounds to its dtype before the sum does, as PyTorch's single operations round, in both directions.
 
@@ -29,10 +29,10 @@ def rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor
 def plain_rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """`rotary` in plain PyTorch."""
     cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
-    return query * cos + _half_turned(query) * sin, key * cos + _half_turned(key) * sin
+    return query * cos + _rotate_half(query) * sin, key * cos + _rotate_half(key) * sin
 
 
-def _half_turned(x: Tensor) -> Tensor:
+def _rotate_half(x: Tensor) -> Tensor:
     half = x.shape[-1] // 2
     return torch.cat((-x[..., half:], x[..., :half]), dim=-1)
 

@@ -95,8 +95,7 @@ class MXFP4Stack:
 class MarlinStack:
     """Weights in vLLM's Marlin layout, an engine's.
 
-    One above the other they are a single Marlin matrix [N, E K], whose rows hold the experts side by side: a group of
-    experts takes one kernel.
+    Concatenated along K they are a single Marlin matrix [N, E K], so that one kernel dequantizes a group of experts.
 
     Args:
         tensor: As `MarlinTensor`, with the experts in front: int32 [E, K/16, 2N], bytes [E, K/16, N], and for NVFP4

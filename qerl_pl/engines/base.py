@@ -49,12 +49,12 @@ class SharedWeights:
     tensors: Mapping[str, Tensor]
     """16-bit tensors by their checkpoint name: embeddings and lm_head, not the norms, which carry noise."""
     experts: Mapping[str, StackedWeight] = field(default_factory=dict)
-    """Experts' matrices of a layer by module name, such as "model.layers.0.mlp.experts.gate_up_proj"."""
+    """Matrices of a layer's experts by module name, such as "model.layers.0.mlp.experts.gate_up_proj"."""
 
 
 @runtime_checkable
 class RolloutEngine(Protocol):
-    """Samples completions from a policy; deals in token ids only.
+    """Samples completions from a policy; prompts and completions are token ids.
 
     The order of calls is `launch`, then any number of (`wake`, `sync`, `generate`..., `sleep`), then `close`.
     A sync takes effect for every later `generate`. A completion's tokens depend on the synced weights, its prompt and
@@ -102,14 +102,14 @@ class RolloutEngine(Protocol):
 
 
 class RequestSource(Protocol):
-    """Requests that are not all known at the start, as those of dialogues, whose turns follow answers of tools."""
+    """A stream of requests, such as the turns of dialogues, which follow the replies of tools."""
 
     def take(self, wait: bool, gather: bool = False) -> Sequence[tuple[int, RolloutRequest]]:
         """Requests that are ready, each with its key and a single seed.
 
         Args:
-            wait: Block until there are some; then an empty answer means that no more will come.
-            gather: Block longer, within limits, until there are all that may become ready now.
+            wait: Block until requests are ready; an empty result is then the end of the stream.
+            gather: Block longer, within limits, until every request that can become ready is.
         """
 
     def put(self, key: int, completion: Completion) -> None:
@@ -129,7 +129,7 @@ class ContinuousEngine(Protocol):
 
 
 def generate_from(engine: RolloutEngine, source: RequestSource, sampling: SamplingConfig) -> None:
-    """Sample all requests of a source: at once where the engine can, or else in rounds of `generate`.
+    """Sample all requests of a source: continuously with a `ContinuousEngine`, else batch by batch.
 
     Raises:
         UserError: As `check_requests`.
@@ -152,7 +152,7 @@ def check_targets(spec: EngineSpec, linears: Collection[str]) -> None:
     """Reject LoRA targets that match none of the base's linears.
 
     Raises:
-        UserError: There is to be an adapter, and no linear matches its targets.
+        UserError: The spec has an adapter, and no linear matches its targets.
     """
     if spec.lora_rank and not any(spec.adapts(name) for name in linears):
         choices = sorted({name.rpartition(".")[2] for name in linears} - {"lm_head"})  # which takes no adapter

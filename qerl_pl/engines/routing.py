@@ -1,4 +1,4 @@
-"""Chosen experts of the tokens that a model of transformers computes, recorded at its routers."""
+"""Recording of the experts that the routers of a transformers model select."""
 
 import re
 from typing import Any
@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from qerl_pl.formats.architecture import Family
 
 UNRECORDED = -1
-"""In place of an expert's number: the trainer's own router chooses."""
+"""In place of an expert id: the trainer's own router selects."""
 
 
 class RoutingRecorder:
-    """The experts that each router chose in the last forward pass.
+    """The experts that each router selected in the last forward pass.
 
     Args:
         model: Of transformers, a mixture of experts.
@@ -38,11 +38,11 @@ class RoutingRecorder:
         return record
 
     def take(self, rows: int, tokens: int) -> Tensor:
-        """Numbers of the experts, int16 [rows, tokens, layers, k]; UNRECORDED in layers without experts."""
+        """Expert ids, int16 [rows, tokens, layers, k]; UNRECORDED in layers without experts."""
         shape = rows, tokens, self.layers, self.chosen
         device = next(iter(self._last.values())).device
-        found = torch.full(shape, UNRECORDED, dtype=torch.int16, device=device)
+        routing = torch.full(shape, UNRECORDED, dtype=torch.int16, device=device)
         for layer, chosen in self._last.items():
-            found[:, :, layer] = chosen.view(rows, tokens, -1).to(torch.int16)
+            routing[:, :, layer] = chosen.view(rows, tokens, -1).to(torch.int16)
         self._last.clear()
-        return found
+        return routing

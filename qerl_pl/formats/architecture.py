@@ -23,7 +23,7 @@ FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 @dataclass(frozen=True)
 class Experts:
-    """The mixture of experts in place of a layer's MLP: y = sum over the chosen experts e of p_e(x) expert_e(x).
+    """The mixture of experts in place of a layer's MLP: y = sum over the top-k experts e of p_e(x) expert_e(x).
 
     The defaults are Qwen3's. Its checkpoints store every expert as an MLP of its own, `experts.E.gate_proj.weight` and
     so on; transformers stacks them on loading.
@@ -36,17 +36,17 @@ class Experts:
     stacked: str = "experts"
     """Its submodule with all experts: the stacks `gate_up_proj` [experts, 2 * inner, hidden] and `down_proj`."""
     stored_in_stacks: bool = False
-    """Whether checkpoints store these stacks, transposed, with rows of gates and ups in turn, and biases
+    """Whether checkpoints store these stacks, transposed, with interleaved rows of gates and ups, and biases
     `gate_up_proj_bias` [experts, 2 * inner] and `down_proj_bias`."""
     clamped: bool = False
     """Whether act(gate) * up is `qerl_kernels.clamped_swiglu`, with the submodule's `alpha` and `limit`."""
     router: str = "gate"
     """Its submodule with `weight` [experts, hidden] and `top_k`. It stays in 16 bits."""
-    softmax_of_chosen: bool = False
-    """Whether the router has a `bias`, and the shares are the softmax over the chosen experts' scores; else over all,
-    and divided by their sum if the router's `norm_topk_prob` says so."""
-    returns_shares: bool = False
-    """Whether the mixture returns its shares beside its result."""
+    softmax_after_topk: bool = False
+    """Whether the router has a `bias`, and p is the softmax over the top-k experts' logits. Otherwise it is the softmax
+    over all, divided by the top-k sum if the router's `norm_topk_prob` is true."""
+    returns_topk_weights: bool = False
+    """Whether the mixture also returns p."""
     count: str = "num_experts"
     """Key of config.json for the number of experts."""
     chosen: str = "num_experts_per_tok"
@@ -102,7 +102,7 @@ class Family:
 
     @property
     def unquantized(self) -> tuple[str, ...]:
-        """Linears of a layer that a 4-bit checkpoint stores in 16 bits, as vLLM reads such a list."""
+        """Linears of a layer that a 4-bit checkpoint stores in 16 bits, as entries of compressed-tensors' `ignore`."""
         return () if self.experts is None else (rf"re:.*{self.experts.module}\.{self.experts.router}$",)
 
     def name_in_base(self, name: str) -> str:
@@ -163,8 +163,8 @@ FAMILIES = (
             stored_in_stacks=True,
             clamped=True,
             router="router",
-            softmax_of_chosen=True,
-            returns_shares=True,
+            softmax_after_topk=True,
+            returns_topk_weights=True,
             count="num_local_experts",
             inner="intermediate_size",
         ),
@@ -240,7 +240,7 @@ def check_family(config: Mapping[str, Any], source: object) -> Family:
     """The family of a model's config.json.
 
     Raises:
-        UserError: As `family_of`, or the model has a part that the policy does not compute, or is of images, too.
+        UserError: As `family_of`, or the model is multimodal, or uses a feature that the policy does not compute.
     """
     inner = config.get("text_config")
     if isinstance(inner, Mapping) and find_family(inner.get("model_type")) is not None:
@@ -259,7 +259,7 @@ def check_family(config: Mapping[str, Any], source: object) -> Family:
 
 
 def unquantized(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Linears of the layers that a 4-bit checkpoint stores in 16 bits, as vLLM reads such a list; none by default."""
+    """`Family.unquantized` of a model, by its config.json; empty for an unknown family."""
     family = find_family(config.get("model_type"))
     return () if family is None else family.unquantized
 
@@ -281,7 +281,7 @@ def _experts(config: Mapping[str, Any]) -> Experts | None:
 
 
 def check_expert_names(config: Mapping[str, Any], names: Iterable[str], source: object) -> None:
-    """Reject a checkpoint whose experts are stored in stacks where formats and engines know them one by one.
+    """Reject a checkpoint that stores experts in stacks although its family stores them one by one.
 
     Raises:
         UserError: A tensor of `names` is such a stack.
@@ -298,7 +298,7 @@ def check_expert_names(config: Mapping[str, Any], names: Iterable[str], source: 
 
 
 def text_config(config: Mapping[str, Any], source: object) -> dict[str, Any] | None:
-    """config.json of the text model in a model of text and images; None for a model of text.
+    """config.json of the text model in a multimodal model; None for a text model.
 
     Raises:
         UserError: The text model is of no known family.
@@ -306,8 +306,8 @@ def text_config(config: Mapping[str, Any], source: object) -> dict[str, Any] | N
     if not isinstance(inner := config.get("text_config"), Mapping):
         return None
     family = check_family(inner, source)
-    kept = ("bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings", "dtype", "torch_dtype")
-    own = {key: config[key] for key in kept if key in config}
+    inherited = ("bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings", "dtype", "torch_dtype")
+    own = {key: config[key] for key in inherited if key in config}
     return {**inner, **own, "architectures": [f"{family.classes}ForCausalLM"]}
 
 

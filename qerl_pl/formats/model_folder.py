@@ -87,7 +87,7 @@ def _open(path: Path) -> Iterator[Any]:
             yield file
     except (FileNotFoundError, SafetensorError) as error:
         raise UserError(
-            f"weights must be whole safetensors files; {path} cannot be read ({error}): download the model again"
+            f"weights must be intact safetensors files; {path} cannot be read ({error}): download the model again"
         ) from error
 
 
@@ -96,7 +96,7 @@ class TensorFiles:
 
     Args:
         folder: Of the model.
-        prefix: Of the names in the files that are meant, without which they are known here; others are left out.
+        prefix: Only tensors whose names start with it are read; their names here lack it.
     """
 
     def __init__(self, folder: Path, prefix: str = "") -> None:

@@ -26,10 +26,10 @@ BIASES = (f"{GATE_UP}_bias", f"{DOWN}_bias")
 class PackedExperts(nn.Module):
     """A mixture of frozen experts with the router of transformers' block, which it replaces under the same names.
 
-    The shares of the chosen experts stay in float32, as in vLLM.
+    The top-k weights stay in float32, as in vLLM.
 
     Args:
-        block: Of transformers; its router is kept.
+        block: Of transformers; its router is used.
         experts: Of the family.
         weights: `gate_up_proj` and `down_proj` of all experts, by those names.
         own: Whether the weights' tensors are registered as parameters; those of an engine are not.
@@ -51,44 +51,46 @@ class PackedExperts(nn.Module):
         self.add_module(experts.router, block.get_submodule(experts.router))
         self._gate_up, self._down, self._product = weights[GATE_UP], weights[DOWN], product
         self.replayed: Tensor | None = None
-        """Experts of the tokens of the next forward pass, int64 [S, k], -1 where the router chooses."""
+        """Experts of the tokens of the next forward pass, int64 [S, k], -1 where the router selects."""
         self._has_biases = bool(biases)
         for name, tensor in {**(own_parameters(weights) if own else {}), **biases}.items():
             assert isinstance(tensor, nn.Parameter)
             self.register_parameter(name, tensor)
 
     def forward(self, hidden_states: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-        """hidden_states [..., hidden] -> the same shape, and the shares where transformers' block returns them."""
+        """hidden_states [..., hidden] -> the same shape, and the top-k weights where transformers' block returns
+        them."""
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
-        share, chosen = self.route(x)
+        topk_weights, topk_ids = self.route(x)
         biases = ExpertBiases(*map(self.get_parameter, BIASES)) if self._has_biases else None
         weights = self._gate_up, self._down
         alternating = self._experts.stored_in_stacks
-        out = mixture_of_experts(x, share, chosen, *weights, self._product, biases, alternating).view_as(hidden_states)
-        return (out, share) if self._experts.returns_shares else out
+        out = mixture_of_experts(x, topk_weights, topk_ids, *weights, self._product, biases, alternating)
+        out = out.view_as(hidden_states)
+        return (out, topk_weights) if self._experts.returns_topk_weights else out
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Shares float32 [S, k] and numbers int64 [S, k] of the experts of tokens x [S, hidden]."""
+        """Top-k weights float32 [S, k] and expert ids int64 [S, k] of tokens x [S, hidden]."""
         router: Any = self.get_submodule(self._experts.router)
         weight = router.get_parameter("weight")
-        if self._experts.softmax_of_chosen:
+        if self._experts.softmax_after_topk:
             scores = functional.linear(x, weight, router.get_parameter("bias"))
-            chosen = self._replayed(scores.topk(router.top_k, dim=-1).indices)
-            return scores.gather(-1, chosen).softmax(-1, dtype=torch.float32), chosen
+            topk_ids = self._replayed(scores.topk(router.top_k, dim=-1).indices)
+            return scores.gather(-1, topk_ids).softmax(-1, dtype=torch.float32), topk_ids
         probabilities = functional.linear(x, weight).softmax(-1, dtype=torch.float32)
-        chosen = self._replayed(probabilities.topk(router.top_k, dim=-1).indices)
-        share = probabilities.gather(-1, chosen)
+        topk_ids = self._replayed(probabilities.topk(router.top_k, dim=-1).indices)
+        topk_weights = probabilities.gather(-1, topk_ids)
         if router.norm_topk_prob:
-            share = share / share.sum(-1, keepdim=True)
-        return share, chosen
+            topk_weights = topk_weights / topk_weights.sum(-1, keepdim=True)
+        return topk_weights, topk_ids
 
-    def _replayed(self, chosen: Tensor) -> Tensor:
-        """The replayed experts, and those that the router has chosen where none are replayed."""
-        return chosen if self.replayed is None else torch.where(self.replayed < 0, chosen, self.replayed)
+    def _replayed(self, topk_ids: Tensor) -> Tensor:
+        """The sampler's experts, or the router's where none are replayed."""
+        return topk_ids if self.replayed is None else torch.where(self.replayed < 0, topk_ids, self.replayed)
 
 
-def hand_over_routing(model: nn.Module) -> None:
-    """Have each layer's attention, which knows the `Packing`, hand replayed experts over to the layer's mixture.
+def attach_routing_replay(model: nn.Module) -> None:
+    """Set each mixture's replayed experts by a hook of its layer's attention, which is called with the `Packing`.
 
     A hook of the attention runs whenever the layer is recomputed, one of the layer itself does not with all releases of
     transformers. Call it after `use_packed_attention`.
@@ -97,17 +99,17 @@ def hand_over_routing(model: nn.Module) -> None:
         if isinstance(experts, PackedExperts):
             layer = model.get_submodule(name.rpartition(".")[0])
             attention = layer.get_submodule("self_attn")
-            attention.register_forward_pre_hook(partial(_hand_over, experts, _number(name)), with_kwargs=True)
+            attention.register_forward_pre_hook(partial(_set_replayed, experts, _layer_index(name)), with_kwargs=True)
 
 
-def _number(name: str) -> int:
-    """A layer's, from the name of one of its modules."""
+def _layer_index(name: str) -> int:
+    """Index of a module's layer, from its name."""
     match = re.search(r"\.layers\.(\d+)\.", name)
     assert match is not None
     return int(match[1])
 
 
-def _hand_over(
+def _set_replayed(
     experts: PackedExperts, layer: int, attention: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
     routing = kwargs["packing"].routing

@@ -84,7 +84,7 @@ class MasterEmbedding(nn.Module):
 class MasterRMSNorm(Float32RMSNorm):
     """A trained norm without noise: casts before it multiplies, as an engine with a 16-bit scale does.
 
-    One with an offset casts its weight only, as transformers' and vLLM's do.
+    With an offset it casts the weight alone, as transformers' and vLLM's norms do.
     """
 
     def forward(self, x: Tensor) -> Tensor:

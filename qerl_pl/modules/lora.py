@@ -156,7 +156,7 @@ class LoraLinear(nn.Module, LoraLayer):
         if self.disable_adapters:
             return self._base(x)
         a, b = self.factors_for(x)
-        if len(a) != self.r[ADAPTER]:  # A of several linears, and this one is called by itself
+        if len(a) != self.r[ADAPTER]:  # the fused A of several linears, but this one runs alone
             a, b = self.factors()
         scaling = self.scaling[ADAPTER]
         if isinstance(self.base_layer, FrozenLinear) and not self.drops:

@@ -17,7 +17,7 @@ from qerl_pl.formats.architecture import check_family
 from qerl_pl.formats.base import BaseFormat, format_of
 from qerl_pl.formats.model_folder import TensorFiles, load_config
 from qerl_pl.formats.norm import use_float32_norms
-from qerl_pl.modules.experts import hand_over_routing, use_packed_experts
+from qerl_pl.modules.experts import attach_routing_replay, use_packed_experts
 from qerl_pl.modules.lora import FrozenLinear, parameter_name
 from qerl_pl.modules.packed_layers import ATTENTION, use_gated_mlps, use_packed_attention
 
@@ -74,7 +74,7 @@ def load_base(
     use_float32_norms(model)
     use_gated_mlps(model)
     use_packed_attention(model)
-    hand_over_routing(model)
+    attach_routing_replay(model)
     model.to(device)  # type: ignore[arg-type]
     return model.requires_grad_(False)
 
@@ -88,13 +88,13 @@ def _check_output_layer(
             f"lm_head must be in 16 bits; {folder} has it in {base_format.name.upper()}: quantize the 16-bit model "
             "with lm_head among the modules to ignore, as `qerl quantize` does"
         )
-    head, embeddings = state.get("lm_head.weight"), state.get("model.embed_tokens.weight")
-    if model.config.tie_word_embeddings and head is not None and embeddings is not None:
-        if not torch.equal(head, embeddings):
-            raise UserError(
-                f"with tie_word_embeddings true lm_head must be the embeddings; {folder} stores two different ones: "
-                "set it to false, or delete lm_head.weight, in whichever way the model was trained"
-            )
+    head, embeddings = "lm_head.weight", "model.embed_tokens.weight"
+    stored = head in state and embeddings in state
+    if model.config.tie_word_embeddings and stored and not torch.equal(state[head], state[embeddings]):
+        raise UserError(
+            f"with tie_word_embeddings true lm_head must be the embeddings; {folder} stores two different ones: set it "
+            "to false, or delete lm_head.weight, in whichever way the model was trained"
+        )
 
 
 def _frozen_parameter(tensor: Tensor, device: torch.device) -> Tensor:

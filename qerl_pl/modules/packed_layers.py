@@ -39,7 +39,7 @@ class Packing:
     longest: int
     """Tokens of the longest sequence."""
     routing: Tensor | None = None
-    """Experts that the sampler chose in each layer, int64 [layers, S, k], -1 for none; None to choose anew."""
+    """Experts that the sampler chose in each layer, int64 [layers, S, k], -1 for none; None: the router selects."""
 
     @classmethod
     def of(cls, lengths: Tensor, width: int) -> "Packing":
@@ -362,9 +362,9 @@ def _rotated(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tens
     size = cos.shape[-1]
     if size == query.shape[-1]:
         return rotary(query, key, cos, sin)
-    turned = rotary(query[..., :size], key[..., :size], cos, sin)
-    whole = (torch.cat((part, x[..., size:]), dim=-1) for part, x in zip(turned, (query, key), strict=True))
-    return next(whole), next(whole)
+    rotated = rotary(query[..., :size], key[..., :size], cos, sin)
+    query, key = (torch.cat((part, x[..., size:]), dim=-1) for part, x in zip(rotated, (query, key), strict=True))
+    return query, key
 
 
 def use_packed_attention(model: nn.Module) -> None:

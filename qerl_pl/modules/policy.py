@@ -66,7 +66,7 @@ class PolicyConfig:
             bounds their memory. Changes the rounding of gradients. Null computes all tokens at once, and so does `auto`
             unless only tiles, of 4096 tokens, fit the memory; a resumed run keeps to that, too.
         replay_routing: The update gives each token of a mixture of experts to the experts that the sampler chose, with
-            its own router's shares of them (R3, arXiv 2510.11370), and does not choose anew.
+            its own router's weights of them (R3, arXiv 2510.11370).
     """
 
     path: str | None = None
@@ -228,7 +228,7 @@ def predicting_states(
 
 
 class TokenValues(NamedTuple):
-    """What a policy says about the tokens of B sequences, float32 [B, T] each, 0 for tokens that were not asked for."""
+    """Values of the tokens of B sequences by a policy, float32 [B, T] each, 0 for tokens outside the mask."""
 
     logprobs: Tensor
     """Natural log-probabilities."""
@@ -336,8 +336,8 @@ class Policy(nn.Module):
             entropy_gradient: Whether the entropies have a gradient; it costs another product with the output layer.
             reference: Compute with the reference policy, without gradients: the adapter that training started from, or
                 else the base model, adapter off; or the second model of full fine-tuning.
-            routing: Experts that the sampler chose, int [B, T, layers, k], -1 where the router chooses; their shares
-                are the router's. None lets it choose everywhere.
+            routing: Experts that the sampler chose, int [B, T, layers, k], -1 where the router selects; their weights
+                are the router's. None lets it select everywhere.
             teacher: To which the KL divergence is computed; its index is of these rows.
 
         Returns:
@@ -412,9 +412,9 @@ class Policy(nn.Module):
         return PolicyWeights(version, factors, self.config.scaling, tensors, noise)
 
     def perturbed(self, seed: int, strength: float = 1.0) -> AbstractContextManager[None]:
-        """Inside the block the adapter, or in full fine-tuning a layer, is randomly changed, at strength 1 by much.
+        """Inside the block the adapter, or in full fine-tuning a layer, is random; at strength 1 outputs change a lot.
 
-        A new adapter has little effect: an engine that lost it would seem to agree.
+        A new adapter changes nothing: an engine without it would pass the parity check.
         """
         return self.trained.perturbed(seed, strength)
 
@@ -437,5 +437,5 @@ class Policy(nn.Module):
         if (tokenizer := load_tokenizer(self.folder)) is not None:
             tokenizer.save_pretrained(str(folder))
         toy = self.config.toy.settings if self.config.path is None else None
-        found = {"path": None if toy else self.config.base_name, "toy": toy, "quantization": self.config.quantization}
-        (folder / BASE_FILE).write_text(json.dumps(found, indent=2) + "\n")
+        base = {"path": None if toy else self.config.base_name, "toy": toy, "quantization": self.config.quantization}
+        (folder / BASE_FILE).write_text(json.dumps(base, indent=2) + "\n")

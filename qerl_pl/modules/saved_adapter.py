@@ -98,6 +98,11 @@ def read_adapter(path: str, key: str = "model.policy.adapter") -> SavedAdapter:
             "merge it into its base with PEFT, and name that model as model.policy.path"
         )
     names = _names(folder / SAFETENSORS_WEIGHTS_NAME)
+    if others := [name for name in names if not (_FACTOR.search(name) or name.endswith("norm.weight"))]:
+        raise UserError(
+            f"a saved adapter may hold factors of linears, and norm scales; {folder} has {others[0]}; merge it into "
+            "its base with PEFT, and name that model as model.policy.path"
+        )
     targets = {name: match[1] for name in names if (match := _FACTOR.search(name))}
     spec = LoraSpec(rank, alpha, tuple(sorted(set(targets.values()))), bool(saved.get("use_rslora")))
     with (folder / SAFETENSORS_WEIGHTS_NAME).open("rb") as file:
@@ -111,6 +116,6 @@ def _names(file: Path) -> list[str]:
             names: list[Any] = list(tensors.keys())
     except SafetensorError as error:
         raise UserError(
-            f"an adapter's weights must be whole; {file} is not ({error}); copy or export it again"
+            f"an adapter's weights must be an intact safetensors file; {file} is not ({error}); copy or export it again"
         ) from error
     return names

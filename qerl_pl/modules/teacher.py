@@ -59,7 +59,7 @@ class TeacherConfig:
             folder: Of the teacher.
             dtype: Of the policy.
             device: On which policy and teacher compute.
-            keeps_head: Whether the output layer stays there during the update, as `Teacher.states` has it.
+            keeps_head: Whether the output layer stays on the device during the update, for `TeacherStates`.
         """
         if format_of(folder) is DENSE:
             weights = sum(torch.Size(shape).numel() for shape in TensorFiles(folder).shapes().values())
@@ -93,7 +93,7 @@ class TeacherConfig:
 
 
 def check_same_tokens(teacher: Path, student: Path) -> None:
-    """Check that every token id of the student means the same to the teacher.
+    """Check that student and teacher have the same token ids.
 
     The output layer of the teacher may be larger: models of one family pad the same vocabulary differently.
 
@@ -190,7 +190,7 @@ class Teacher:
 
     @contextmanager
     def _on_device(self) -> Iterator[None]:
-        """Inside the block the weights are on the device; afterwards the held ones are taken back, not copied."""
+        """Inside the block the weights are on the device; afterwards they are where they were, without a copy."""
         tensors = [*self._model.parameters(), *self._model.buffers()]
         held = [tensor.data for tensor in tensors]
         for tensor in tensors:

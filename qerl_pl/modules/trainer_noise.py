@@ -10,9 +10,9 @@ from qerl_pl.formats.norm import Float32RMSNorm
 
 
 class TrainerNoise:
-    """The noise of a rollout on a policy's norms; drawn once, when the policy is still the one that sampled.
+    """The noise of a rollout on a policy's norms; drawn once, before the first optimizer step.
 
-    The scales themselves never change, so that nothing has to be restored and trained scales may take steps in between.
+    The scales are not changed: nothing has to be restored, and trained scales may be updated in between.
 
     Args:
         norms: The policy's layer norms by module name in the base model.

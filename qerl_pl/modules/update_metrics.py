@@ -36,7 +36,7 @@ def length_quartiles(token_counts: Tensor) -> Tensor:
 
     Args:
         token_counts: Tokens that train of each completion of all ranks [N]; those without any are in no quarter, and
-            marked 0. Equal lengths are told apart by their order.
+            marked 0. Ties are broken by index.
     """
     order = torch.argsort(token_counts, stable=True)
     rank = torch.empty_like(order)

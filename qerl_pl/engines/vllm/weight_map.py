@@ -65,33 +65,32 @@ def vocabulary(model: Any) -> dict[str, Tensor]:
 
 
 METHOD = "BitsAndBytesLinearMethod"
-
-"""Class name of what multiplies, in vLLM 0.25."""
+"""vLLM's class of linears with bitsandbytes' weights, in 0.25."""
 
 
 def is_nf4(linear: Any) -> bool:
-    """Whether one of vLLM's linears has such a weight."""
+    """Whether a vLLM linear has an NF4 weight."""
     return getattr(getattr(linear, "weight", None), "bnb_quant_state", None) is not None
 
 
-def shared_rows(linear: Any, parts: Sequence[FusedSlice]) -> dict[str, NF4Weight] | None:
-    """What one of vLLM's linears lends: a frozen weight for each of the base model's linears that it holds.
+def shared_rows(linear: Any, slices: Sequence[FusedSlice]) -> dict[str, NF4Weight] | None:
+    """Frozen NF4 weights that the trainer can share, one for each slice of a vLLM linear.
 
-    vLLM undoes the double quantization when it loads; the weights are the same.
+    vLLM dequantizes the blocks' magnitudes when it loads; the weights are the same.
 
     Args:
         linear: vLLM's.
-        parts: Those that it holds.
+        slices: All its slices.
 
     Returns:
-        None where it does not hold each part by itself in NF4's blocks.
+        None where a slice is not stored by itself, in NF4's blocks.
     """
     weight, states = linear.weight, linear.weight.bnb_quant_state
     offsets = [int(offset) for offset in weight.bnb_shard_offsets]
-    if len(states) != len(parts):
+    if len(states) != len(slices):
         return None
     shared: dict[str, NF4Weight] = {}
-    for index, (name, start, stop) in enumerate(parts):
+    for index, (name, start, stop) in enumerate(slices):
         state = states[index]
         shape = (stop - start, linear.input_size_per_partition)
         codes = weight.data.view(-1)[offsets[index] : offsets[index + 1]]
