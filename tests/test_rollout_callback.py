@@ -383,7 +383,7 @@ def test_ranks_that_read_other_files_are_refused(
         other = 0
         on_ranks(2, work)
         other = 1
-        with pytest.raises(UserError, match="every rank must have the same seed; found 1 on rank 1 and 0 on rank 0"):
+        with pytest.raises(UserError, match="every rank must have the same seed; got 1 on rank 1 and 0 on rank 0"):
             on_ranks(2, work)
         facts: dict[str, object] = {}
         alone = SimpleNamespace(require_same=facts.update)
