@@ -100,9 +100,9 @@ class ChatContinuation:
         said = f"{begin}said{end}"
         conversation = [{"role": "user", "content": "Go on."}, {"role": "assistant", "content": said}, *marked]
         text = template_texts(self.tokenizer, [conversation], self.template_kwargs, tools=tools)[0]
-        _, found, after = text.partition(said)
+        _, separator, after = text.partition(said)
         parts = _split(after, begin, end)
-        if not found or len(parts) != 2 * len(texts) + 1:
+        if not separator or len(parts) != 2 * len(texts) + 1:
             raise self._cannot_go_on(answers)
         ids = self._ids(parts, max_tokens)
         ended = bool(turn) and turn[-1] in self.ends

@@ -39,7 +39,7 @@ def check_template_kwargs(kwargs: Mapping[str, Any]) -> None:
     own = sorted(set(kwargs) & set(_OWN))
     if own:
         raise UserError(
-            "chat_template_kwargs are variables of the chat template, such as enable_thinking; found "
+            "chat_template_kwargs are variables of the chat template, such as enable_thinking; got "
             f"{', '.join(own)}, which rendering sets itself; take it out"
         )
 

@@ -29,7 +29,7 @@ def load_named(name: str, rule: str, remedy: str, kind: str) -> Any:
             return resolve_name(name)
     except (ImportError, AttributeError, OSError) as error:
         raise UserError(f"{rule}; {name!r} cannot be imported ({error}); correct the name") from error
-    raise UserError(f"{rule}; found {name!r}; {remedy}")
+    raise UserError(f"{rule}; got {name!r}; {remedy}")
 
 
 def named_file(name: str) -> Path | None:

@@ -88,7 +88,7 @@ def check_intervals(trainer: Trainer, batches: int) -> None:
         )
     if isinstance(interval, int) and epochs is not None and interval > batches:
         raise UserError(
-            f"val_check_interval must not exceed an epoch's {batches} batches; found {interval}; "
+            f"val_check_interval must not exceed an epoch's {batches} batches; got {interval}; "
             "lower it, or set trainer.check_val_every_n_epoch to null, which counts on over epochs"
         )
 
@@ -115,7 +115,7 @@ def check_ranks_divide(batch_size: int, ranks: int) -> None:
     """
     if batch_size % ranks:
         raise UserError(
-            f"data.batch_size must be a multiple of the number of devices; found {batch_size} for {ranks}; change one "
+            f"data.batch_size must be a multiple of the number of devices; got {batch_size} for {ranks}; change one "
             "of them"
         )
 

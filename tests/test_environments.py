@@ -353,7 +353,7 @@ def two_rows(row: Any, other: Any) -> Any:
 @pytest.mark.parametrize(
     ("factory", "message"),
     [
-        ("Guess", "an environment is a class, .*; found 'Guess'; name its module or file"),
+        ("Guess", "an environment is a class, .*; got 'Guess'; name its module or file"),
         ("no_module.Guess", "'no_module.Guess' cannot be imported .*; correct the name"),
         ("no_file.py:Guess", r"'no_file.py:Guess' cannot be imported \(no file no_file.py\); correct the name"),
         ("test_environments.ROOT", "'test_environments.ROOT' is a PosixPath; name a class or a function"),

@@ -140,7 +140,7 @@ def test_different_global_scales_within_an_expert_are_refused(source: Path, tmp_
     tensors = load_file(file)
     tensors["model.layers.0.mlp.experts.3.up_proj.weight_global_scale"] *= 2
     save_file(tensors, file, metadata={"format": "pt"})
-    with pytest.raises(UserError, match=r"share one global scale; found model.layers.0.mlp.experts.3.gate_proj"):
+    with pytest.raises(UserError, match=r"share one global scale; got model.layers.0.mlp.experts.3.gate_proj"):
         said_by(tmp_path / "base", "nvfp4")
 
 

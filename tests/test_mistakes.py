@@ -115,9 +115,9 @@ PARSED = {
     "negative adapter": (["--model.policy.lora.alpha", "-1"], "finite alpha > 0; got -1"),
     "adapter that is none": (["--model.policy.lora.alpha", ".nan"], "finite alpha > 0; got nan"),
     "adapter on nothing": (["--model.policy.lora.targets", "[]"], "linears to adapt; got no targets; set model"),
-    "negative seed": (["--seed_everything", "-1"], "a seed from 0 to 4294967295; found -1; set seed_everything"),
-    "large seed": (["--seed_everything", "4294967296"], "a seed from 0 to 4294967295; found 4294967296"),
-    "no seed": (["--seed_everything", "true"], "a seed from 0 to 4294967295; found True"),
+    "negative seed": (["--seed_everything", "-1"], "a seed from 0 to 4294967295; got -1; set seed_everything"),
+    "large seed": (["--seed_everything", "4294967296"], "a seed from 0 to 4294967295; got 4294967296"),
+    "no seed": (["--seed_everything", "true"], "a seed from 0 to 4294967295; got True"),
     "negative order": (["--data.seed", "-1"], "data.seed must be at least 0; got -1"),
     "toy rate": (["--model.policy.toy.learning_rate", "-1"], "learning_rate must be a number of at least 0, got -1"),
     "null in an item": (["--checkpoint.keep", "null"], "ResumeCheckpoint.*keep.*int.*None"),
@@ -242,11 +242,11 @@ def test_an_adapter_with_other_tensors_is_told_which(tmp_path: Path, other: str)
 FROM_LIGHTNING = {
     "no GPU": (
         ["--trainer.accelerator", "gpu"],
-        "accelerator gpu needs a GPU that PyTorch sees; found none; set trainer.accelerator to cpu",
+        "accelerator gpu needs a GPU that PyTorch sees; got none; set trainer.accelerator to cpu",
     ),
     "accumulation": (["--trainer.accumulate_grad_batches", "2"], "accumulate_grad_batches 2; .* model.micro_batch_tok"),
     "clipping": (["--trainer.gradient_clip_val", "0.5"], "gradient_clip_val 0.5; leave it out and set model.max_grad"),
-    "uneven": (["--trainer.devices", "3"], "multiple of the number of devices; found 16 for 3; change one"),
+    "uneven": (["--trainer.devices", "3"], "multiple of the number of devices; got 16 for 3; change one"),
     "shards": (["--trainer.devices", "2", "--trainer.strategy", "deepspeed"], "trainer.strategy|DeepSpeed"),
     "no accelerator": (["--trainer.accelerator", "quantum"], "Trainer refuses .* accelerator name: .*quantum"),
     "no strategy": (["--trainer.strategy", "quantum"], "Trainer refuses .* strategy name: .*quantum"),
@@ -279,7 +279,7 @@ FOUND_LATER: dict[str, tuple[list[str] | None, list[str], str]] = {
     "rare validation": (
         GSM8K,
         ["--trainer.val_check_interval", "4", "--trainer.check_val_every_n_epoch", "1"],
-        "an epoch's 3 batches; found 4",
+        "an epoch's 3 batches; got 4",
     ),
     "adapter on the vocabulary": (GSM8K, ["--model.policy.lora.targets", "[lm_head]"], "'lm_head' matches none"),
     "a folder to resume from": (GSM8K, ["--resume", "."], "is not a file; name another with --resume"),
@@ -342,7 +342,7 @@ def test_a_mistake_found_while_starting_is_one_line(
 FOUND_FIRST = {
     "rare validation": (
         ["--trainer.val_check_interval", "999", "--trainer.check_val_every_n_epoch", "1"],
-        "an epoch's 40 batches; found 999",
+        "an epoch's 40 batches; got 999",
     ),
     "odd minibatches": (["--model.minibatches", "3"], "minibatches must divide .* got 3 and 128"),
     "endless completions": (["--rollout.sampling.max_tokens", "1000000000"], "4096 positions; got 1000000096 "),
@@ -510,13 +510,13 @@ def test_a_schedule_is_refused_in_its_own_words(name: str, said: str) -> None:
 
 ROWS = "[Row(f'r-{n}', f'What is {n} plus 1?', str(n + 1)) for n in range(6)]"
 DATA = {
-    "nothing": ("return None", "Mine.train_rows must return rows .* are text; found None"),
+    "nothing": ("return None", "Mine.train_rows must return rows .* are text; got None"),
     "dictionaries": ("return [{'question': 'a'}]", r"Mine.train_rows must .*; row 1 is \{'question': 'a'\}"),
     "numbered": (
         "return [Row(n, 'a', 'b') for n in range(6)]",
         r"Mine.train_rows must .*; row 1 is Row\(id=0, question",
     ),
-    "text": ("return 'rows'", "Mine.train_rows must return rows .*; found 'rows'"),
+    "text": ("return 'rows'", "Mine.train_rows must return rows .*; got 'rows'"),
     "another method": (
         "return []\n    train_rows = PromptDataModule.train_rows",
         "in train_rows; Mine has no such method",

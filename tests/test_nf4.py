@@ -133,7 +133,7 @@ def test_other_blocks_and_options_are_refused(tiny_policy_dir: Path, nf4: Path, 
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(UserError, match=rf"blocks of 64, .*; {UP}.weight has blocks of \[128, 256\]"):
         format_of(tmp_path).check(TensorFiles(tmp_path))
-    with pytest.raises(UserError, match="NF4 has one rounding rule; found scales=search"):
+    with pytest.raises(UserError, match="NF4 has one rounding rule; got scales=search"):
         quantize_checkpoint(tiny_policy_dir, tmp_path / "out", "nf4", scales="search")
 
 

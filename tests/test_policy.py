@@ -215,7 +215,7 @@ def test_refuses_unequal_global_scales_of_fused_projections(base: Path, tmp_path
     tensors = load_file(broken / "model.safetensors")
     tensors["model.layers.1.self_attn.k_proj.weight_global_scale"] *= 2
     save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(UserError, match="share one global scale; found .*k_proj"):
+    with pytest.raises(UserError, match="share one global scale; got .*k_proj"):
         make(broken)
 
 

@@ -225,7 +225,7 @@ def test_mistakes_get_one_line_once(tiny_policy_dir: Path, tmp_path: Path) -> No
     assert status == 2
     lines = [line for line in output.splitlines() if line.startswith("qerl:")]
     assert lines == [
-        "qerl: data.batch_size must be a multiple of the number of devices; found 6 for 4; change one of them"
+        "qerl: data.batch_size must be a multiple of the number of devices; got 6 for 4; change one of them"
     ]
 
 

@@ -296,7 +296,11 @@ class TwoSets(PromptDataModule):
 @pytest.fixture
 def scripted() -> tuple[RolloutCallback, QeRLModule, Any]:
     """The callback on an engine that says what a test makes it say, with a module and a trainer to call it with."""
-    callback, module, trainer = rollout_of(), module_of(Path("nowhere")), SimpleNamespace(datamodule=TwoSets())
+    callback, module, trainer = (
+        rollout_of(),
+        module_of(Path("nowhere")),
+        SimpleNamespace(callbacks=[], datamodule=TwoSets()),
+    )
     callback._collector = Collector(config_of(resample_rounds=1), Scripted(), Words(), DrGRPO(), seed=7)  # type: ignore
     callback._evaluator = evaluator_of(Scripted())
     callback.setup(trainer, module, "fit")  # type: ignore[arg-type]
@@ -311,7 +315,7 @@ def test_engine_and_collector_know_how_many_ranks_there_are(tmp_path: Path, monk
     module.base_folder, module.tokenizer = tmp_path, Words()  # type: ignore[misc, assignment]
     monkeypatch.setattr("qerl_pl.callbacks.rollout.communicator_of", lambda trainer: ranks)
     strategy = SimpleNamespace(root_device=torch.device("cpu"))
-    callback.setup(SimpleNamespace(datamodule=TwoSets(), strategy=strategy), module, "fit")  # type: ignore[arg-type]
+    callback.setup(SimpleNamespace(callbacks=[], datamodule=TwoSets(), strategy=strategy), module, "fit")  # type: ignore[arg-type]
     assert module.shared_weights is None and module._releasable_gib == 0
     assert [spec.ranks for spec in specs] == [3] and callback.collector.ranks is callback.evaluator.ranks is ranks
 
@@ -325,7 +329,7 @@ def test_an_engine_makes_room_for_an_adapter_or_takes_every_weight(tmp_path: Pat
         module.policy_config = replace(module.policy_config, finetune=finetune, quantization="none")
         module.base_folder, module.tokenizer = tmp_path, Words()  # type: ignore[misc, assignment]
         strategy = SimpleNamespace(root_device=torch.device("cpu"))
-        callback.setup(SimpleNamespace(datamodule=TwoSets(), strategy=strategy), module, "fit")  # type: ignore[arg-type]
+        callback.setup(SimpleNamespace(callbacks=[], datamodule=TwoSets(), strategy=strategy), module, "fit")  # type: ignore[arg-type]
     assert [(spec.full_finetuning, spec.lora_rank, spec.lora_targets) for spec in specs] == [
         (False, 4, PROJECTIONS),
         (True, 0, ()),
@@ -370,7 +374,7 @@ def test_ranks_that_read_other_files_are_refused(
     module.base_folder = tmp_path  # type: ignore[misc]
 
     def work(ranks: Communicator) -> None:
-        own = SimpleNamespace(datamodule=TwoSets(), strategy=SimpleNamespace(ranks=ranks))
+        own = SimpleNamespace(callbacks=[], datamodule=TwoSets(), strategy=SimpleNamespace(ranks=ranks))
         own.datamodule.seed += ranks.rank * other
         callback.on_train_start(own, module)  # type: ignore[arg-type]
 
@@ -379,11 +383,13 @@ def test_ranks_that_read_other_files_are_refused(
         other = 0
         on_ranks(2, work)
         other = 1
-        with pytest.raises(UserError, match="every rank must have the same seed; found 1 on rank 1 and 0 on rank 0"):
+        with pytest.raises(UserError, match="every rank must have the same seed; got 1 on rank 1 and 0 on rank 0"):
             on_ranks(2, work)
         facts: dict[str, object] = {}
         alone = SimpleNamespace(require_same=facts.update)
-        callback.on_train_start(SimpleNamespace(datamodule=TwoSets(), strategy=SimpleNamespace(ranks=alone)), module)  # type: ignore[arg-type]
+        callback.on_train_start(
+            SimpleNamespace(callbacks=[], datamodule=TwoSets(), strategy=SimpleNamespace(ranks=alone)), module
+        )  # type: ignore[arg-type]
     own = {"base model": module.base_identity, "adapter to start from": None, "teacher": None}
     own["number of finished rollouts"] = 4
     assert facts == own | {"seed": 0, "batch_size": 8, "training prompts": ""}

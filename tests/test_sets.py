@@ -185,7 +185,7 @@ def test_without_validation_no_set_is_drawn(tiny_policy_dir: Path) -> None:
 
 @pytest.mark.parametrize("name", ["", "a/b", "a b"])
 def test_a_name_that_no_metric_can_have_is_refused(tiny_policy_dir: Path, name: str) -> None:
-    with pytest.raises(UserError, match=f"sets are named by letters, .*; found '{name}'"):
+    with pytest.raises(UserError, match=f"sets are named by letters, .*; got '{name}'"):
         Sets({"fine": 1, name: 1}, tokenizer=str(tiny_policy_dir)).setup("fit")
 
 

@@ -140,6 +140,16 @@ def test_the_interval_is_that_of_a_binomial() -> None:
     assert bootstrap_interval(torch.ones(5, dtype=torch.float64), seed=0) == (1.0, 1.0)
 
 
+def test_the_interval_of_equal_fractions_is_clopper_and_pearsons() -> None:
+    """Of 30 prompts none is right: 1 - 0.025^(1/30) = 0.1157, as tables of the exact interval have it."""
+    none = torch.zeros(30, dtype=torch.float64)
+    assert bootstrap_interval(none, seed=0, fractions=True) == pytest.approx((0.0, 0.1157), abs=5e-5)
+    assert bootstrap_interval(1 - none, seed=0, fractions=True) == pytest.approx((0.8843, 1.0), abs=5e-5)
+    assert bootstrap_interval(none + 0.5, seed=0, fractions=True) == (0.5, 0.5)
+    mixed = torch.tensor([1.0] * 100 + [0.0] * 300, dtype=torch.float64)
+    assert bootstrap_interval(mixed, seed=3, fractions=True) == bootstrap_interval(mixed, seed=3)
+
+
 @pytest.mark.parametrize(
     ("stage", "name", "tag"), [("val", "", "val/accuracy"), ("test", "math_500", "test/math_500/accuracy")]
 )

@@ -76,7 +76,7 @@ def test_releases_whose_names_were_not_checked_are_refused(
     if known:
         assert check_names("cpu") == {}
     else:
-        with pytest.raises(UserError, match=f"0.25 to 0.30; found {version}: install one of those"):
+        with pytest.raises(UserError, match=f"0.25 to 0.30; got {version}: install one of those"):
             check_names("cpu")
 
 

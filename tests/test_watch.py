@@ -41,7 +41,7 @@ def end_with_a_fault(rank: int, fault: str, port: int, errors: Path) -> None:
     assert communicator.all_gather(rank) == [0, 1, 2] and communicator.concatenate([rank] * rank) == [1, 2, 2]
     with pytest.raises(UserError) as caught:
         communicator.require_same({"base model": "x", "data": rank // 2})
-    assert str(caught.value).startswith("every rank must have the same data; found 1 on rank 2 and 0 on rank 0;")
+    assert str(caught.value).startswith("every rank must have the same data; got 1 on rank 2 and 0 on rank 0;")
     a, b = torch.full((2,), float(rank)), torch.full((3, 1), 10.0 * rank)
     communicator.all_reduce([a, b])
     assert a.tolist() == [3.0, 3.0] and b.flatten().tolist() == [30.0] * 3
@@ -69,7 +69,7 @@ def act(fault: str) -> None:
         os.kill(os.getpid(), {"kill": signal.SIGKILL, "freeze": signal.SIGSTOP}[fault])
         return
     raise {
-        "raise": UserError("a rule; found something; a remedy"),
+        "raise": UserError("a rule; got something; a remedy"),
         "stop": Stopped(signal.SIGTERM),
         "bug": ZeroDivisionError("division by zero"),
         "word": RuntimeError("a gloomy reward of gloo"),
@@ -116,8 +116,8 @@ def test_ranks_that_end_together_are_no_failure(run: Run) -> None:
 @pytest.mark.parametrize(
     ("fault", "last", "found"),
     [
-        ("raise1", "qerl: rank 1: a rule; found something; a remedy", [2, 2, 2]),
-        ("raise0", "qerl: a rule; found something; a remedy", [2, 2, 2]),
+        ("raise1", "qerl: rank 1: a rule; got something; a remedy", [2, 2, 2]),
+        ("raise0", "qerl: a rule; got something; a remedy", [2, 2, 2]),
         ("stop1", "qerl: rank 1: stopped by SIGTERM", [143, 143, 143]),
         ("bug2", "qerl: rank 2: ZeroDivisionError: division by zero", [1, 1, 1]),
         ("word1", "qerl: rank 1: RuntimeError: a gloomy reward of gloo", [1, 1, 1]),

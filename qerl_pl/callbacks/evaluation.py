@@ -162,7 +162,8 @@ class EvaluationReport(Callback, ChecksFirst):
             metrics = {}
             for metric, values in prompt_metrics(prompts, self._tells_answers).items():
                 seed = stream_seed(module.seed, "bootstrap", name, metric)
-                low, high = bootstrap_interval(values, seed, self.resamples)
+                fractions = not metric.endswith("length_mean")
+                low, high = bootstrap_interval(values, seed, self.resamples, fractions)
                 metrics[metric] = {"value": values.mean().item(), "low": low, "high": high}
             samples = len(prompts[0].samples)
             curves = pass_at_k_curves(metrics, samples, prompts[0].extra)

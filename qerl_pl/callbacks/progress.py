@@ -32,12 +32,12 @@ def held_out_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
     Args:
         metrics: Values by tag.
     """
-    found = {}
+    accuracies = {}
     kinds = {"accuracy": "greedy accuracy", "pass@1": "sampled pass@1"}
     for tag, value in metrics.items():
         if match := re.fullmatch(r"val/(?:(.+)/)?(accuracy|pass@1)", tag):
-            found[kinds[match[2]] + (f" on {match[1]}" if match[1] else "")] = float(value)
-    return found
+            accuracies[kinds[match[2]] + (f" on {match[1]}" if match[1] else "")] = float(value)
+    return accuracies
 
 
 class TimeLeft:
@@ -134,6 +134,6 @@ class RolloutLines(ProgressBar):
         partial = trainer.sanity_checking and trainer.num_sanity_val_batches != trainer.num_val_batches
         if not self._enabled or partial or trainer.state.fn != TrainerFn.FITTING:
             return
-        if isinstance(pl_module, QeRLModule) and (found := held_out_metrics(pl_module.validation_metrics())):
-            values = ", ".join(f"{label} {value:.3f}" for label, value in found.items())
+        if isinstance(pl_module, QeRLModule) and (accuracies := held_out_metrics(pl_module.validation_metrics())):
+            values = ", ".join(f"{label} {value:.3f}" for label, value in accuracies.items())
             log.info("validation after %d rollouts: %s", pl_module.policy_version, values)

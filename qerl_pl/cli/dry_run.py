@@ -67,8 +67,8 @@ def describe(model: PolicyModule, data: LightningDataModule, rollout: RolloutCal
         rows.append(f"{'':<11}{'with this cache':>16}{'with one for a single sequence':>32}")
     for size in sizes:
         plans = [plan] if rollout is None else [plan, replace(plan, kv_cache_gib=0.0)]
-        found = [longest_completion(one, prompt, size) for one in plans]
-        cells = [f"{longest:,}" if longest else "none" for longest in found]
+        lengths = [longest_completion(one, prompt, size) for one in plans]
+        cells = [f"{longest:,}" if longest else "none" for longest in lengths]
         rows.append(
             f"  {size:>5.4g} GiB" + "".join(f"{cell:>{width}}" for cell, width in zip(cells, (16, 32), strict=False))
         )
@@ -104,14 +104,14 @@ def shape_of(config: PolicyConfig) -> Shape:
             **sizes, layers=toy.layers, heads=toy.heads, vocabulary=VOCABULARY, tied=True, head_norms=False,
             dense_attention=False,
         )  # fmt: skip
-    found = config_in_reach(config.path)
-    if not found:
+    settings = config_in_reach(config.path)
+    if not settings:
         raise UserError(
             f"a dry run reads the model's config.json; {config.path} has none in reach; name a local folder as "
             "model.policy.path"
         )
-    check_family(found, config.path)
-    return Shape.of(AutoConfig.for_model(**found))
+    check_family(settings, config.path)
+    return Shape.of(AutoConfig.for_model(**settings))
 
 
 def plan_of(model: PolicyModule, data: LightningDataModule, rollout: RolloutCallback | None) -> tuple[RunPlan, int]:

@@ -137,7 +137,7 @@ def _with_own_keys(message: str) -> str:
     for start, (rule, remedy) in _LIGHTNING.items():
         if message.startswith(start):
             setting = re.search(r"Trainer\((\w+)=(\S+)\)", message)
-            return f"{rule}; found {f'trainer.{setting[1]} {setting[2]}' if setting else 'none'}; {remedy}"
+            return f"{rule}; got {f'trainer.{setting[1]} {setting[2]}' if setting else 'none'}; {remedy}"
     return message
 
 

@@ -72,7 +72,7 @@ def take_adapter(policy: Any, command: str, resume: object) -> None:
         return
     if command == "fit" or resume is not None:
         raise UserError(
-            f"an exported adapter is evaluated by itself; found {folder} as model.policy.path with "
+            f"an exported adapter is evaluated by itself; got {folder} as model.policy.path with "
             f"{'qerl fit' if command == 'fit' else '--resume'}; name its base model there, and "
             f"{'the adapter as model.policy.adapter' if command == 'fit' else 'a checkpoint by --resume'}"
         )

@@ -316,7 +316,7 @@ class QeRLCLI(LightningCLI):
                 log.info("no checkpoint to resume from; starting fresh")
             elif kwargs.get("ckpt_path") is None and (old := newest_checkpoint(root)):
                 raise UserError(
-                    f"a run that starts fresh needs a folder without another run's checkpoints; found {old}; add "
+                    f"a run that starts fresh needs a folder without another run's checkpoints; got {old}; add "
                     "--resume auto to go on, or choose another trainer.default_root_dir"
                 )
             self._log_from(kwargs.get("ckpt_path"))
@@ -383,7 +383,7 @@ def _named_first(args: Any) -> str | None:
 def _run_seed(seed: bool | int | None) -> int:
     """The run's seed by `seed_everything`, in Lightning's bounds."""
     if seed is None or isinstance(seed, bool) or not 0 <= seed < 2**32:
-        raise UserError(f"a run needs a seed from 0 to {2**32 - 1}; found {seed}; set seed_everything to 0, say")
+        raise UserError(f"a run needs a seed from 0 to {2**32 - 1}; got {seed}; set seed_everything to 0, say")
     return seed
 
 

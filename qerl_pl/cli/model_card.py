@@ -170,8 +170,8 @@ def _callback(config: Mapping[str, Any], key: str, name: str) -> Mapping[str, An
     for one in listed if isinstance(listed, list) else [listed]:
         if isinstance(one, Mapping) and _short(str(one.get("class_path"))) == name:
             return one.get("init_args", {})
-    found = config.get(key)
-    return found.get("init_args", found) if isinstance(found, Mapping) else None
+    value = config.get(key)
+    return value.get("init_args", value) if isinstance(value, Mapping) else None
 
 
 def _curves(run: Path, rollouts: int) -> str:
@@ -233,13 +233,13 @@ def _class(value: Any) -> str:
 
 def _settings(values: Mapping[str, Any], prefix: str = "") -> str:
     """Settings in a line, nested ones by their keys, without those that are null or empty."""
-    found = []
+    texts = []
     for name, value in values.items():
         if isinstance(value, Mapping):
-            found.append(_settings(value, f"{prefix}{name}."))
+            texts.append(_settings(value, f"{prefix}{name}."))
         elif value not in (None, [], ""):
-            found.append(f"{prefix}{name} {value}")
-    return ", ".join(text for text in found if text)
+            texts.append(f"{prefix}{name} {value}")
+    return ", ".join(text for text in texts if text)
 
 
 def _short(name: str) -> str:

@@ -253,7 +253,7 @@ class ConversationDataModule(LightningDataModule):
         whole = not (self.completion_only_loss or self.assistant_only_loss)
         if _is_text(row):
             if self.assistant_only_loss:
-                raise UserError("assistant_only_loss needs messages; found a prompt that is text; set it to false")
+                raise UserError("assistant_only_loss needs messages; got a prompt that is text; set it to false")
             return [(row["prompt"], whole), (row["completion"], True)]
         messages, prompts = self._messages(row)
         parts = render_conversation(tokenizer, messages, self.chat_template_kwargs)
@@ -262,7 +262,7 @@ class ConversationDataModule(LightningDataModule):
         ]
         if not assistant:
             raise UserError(
-                f"a conversation needs an assistant's message to learn; found {messages[-1]!r:.60}; add one"
+                f"a conversation needs an assistant's message to learn; got {messages[-1]!r:.60}; add one"
             )
         if self.completion_only_loss and not self.assistant_only_loss and "messages" in row:
             assistant = assistant[-1:]
@@ -279,7 +279,7 @@ class ConversationDataModule(LightningDataModule):
             return [*prompt, *_checked(row["completion"], "completion")], len(prompt)
         if row.get("question") is None or row.get("answer") is None:
             columns = ", ".join(name for name, value in row.items() if value is not None)
-            raise UserError(f"conversations have the columns {_FORMATS}; found {columns or 'nothing'}; rename them")
+            raise UserError(f"conversations have the columns {_FORMATS}; got {columns or 'nothing'}; rename them")
         system = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
         question = {"role": "user", "content": str(row["question"])}
         return [*system, question, {"role": "assistant", "content": _taught(str(row["answer"]))}], len(system) + 1
@@ -290,7 +290,7 @@ def _checked(messages: Any, column: str) -> list[Mapping[str, Any]]:
     if not isinstance(messages, list) or not messages or not all(_is_message(message) for message in messages):
         raise UserError(
             f"the column {column} must have a list of messages with role and content, or prompt and completion text; "
-            f"found {messages!r:.60}; correct it"
+            f"got {messages!r:.60}; correct it"
         )
     return messages
 

@@ -47,7 +47,7 @@ def checked_rows(rows: Any, source: str) -> list[Row]:
     """The rows that a data module's method `source` returned, as a list; UserError for anything else."""
     rule = f"{source} must return rows (qerl_pl.datamodules.Row) whose id, question and reference are text"
     if not isinstance(rows, Iterable) or isinstance(rows, str | Mapping):
-        raise UserError(f"{rule}; found {rows!r:.60}; return a list of them")
+        raise UserError(f"{rule}; got {rows!r:.60}; return a list of them")
     checked = list(rows)
     for number, row in enumerate(checked, start=1):
         if not isinstance(row, Row) or not all(isinstance(text, str) for text in (row.id, row.question, row.reference)):
@@ -102,7 +102,7 @@ def _check_columns(rows: Sequence[Mapping[str, Any]], source: str, columns: Coll
             present = ", ".join(key for key, value in row.items() if not _absent(value))
             raise UserError(
                 f"data needs the columns {', '.join(columns)}; row {number} of {source} has no {', '.join(missing)}, "
-                f"found {present or 'nothing'}; rename the columns or choose another data module."
+                f"got {present or 'nothing'}; rename the columns or choose another data module."
             )
         for column in columns:
             if isinstance(row[column], list | dict):
@@ -362,10 +362,10 @@ def sets_by_name(
         UserError: A name cannot be part of a metric's name, or a set has other things than rows.
     """
     if not isinstance(named, Mapping):
-        raise UserError(f"{owner} must give its sets by name; found {named!r:.60}; return a dictionary of rows.")
+        raise UserError(f"{owner} must give its sets by name; got {named!r:.60}; return a dictionary of rows.")
     for name in named:
         if not isinstance(name, str) or not re.fullmatch(r"[\w.+-]+", name):
-            raise UserError(f"sets are named by letters, digits, and . + - _; found {name!r}; rename it.")
+            raise UserError(f"sets are named by letters, digits, and . + - _; got {name!r}; rename it.")
     sets = {name: checked_rows(rows, f"{owner}'s set {name}") for name, rows in named.items()}
     if len(sets) > 1 or (sets and keep_name):
         return sets

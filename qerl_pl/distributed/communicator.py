@@ -81,7 +81,7 @@ class Communicator:
             for name, value in values.items():
                 if value != first[name]:
                     raise UserError(
-                        f"every rank must have the same {name}; found {value!s:.40} on rank {rank} and "
+                        f"every rank must have the same {name}; got {value!s:.40} on rank {rank} and "
                         f"{first[name]!s:.40} on rank 0; give all the same files, on a shared file system"
                     )
 

@@ -65,8 +65,8 @@ def load_factory(factory: Factory) -> Callable[..., Any]:
     if isinstance(factory, Mapping):
         unknown = sorted(set(factory) - {"class_path", "init_args"})
         if unknown or not isinstance(factory.get("class_path"), str):
-            found = f"the keys {', '.join(map(str, factory))}" if factory else "no key"
-            raise UserError(f"{_RULE}; found {found}; set class_path, and init_args if it takes arguments")
+            got = f"the keys {', '.join(map(str, factory))}" if factory else "no key"
+            raise UserError(f"{_RULE}; got {got}; set class_path, and init_args if it takes arguments")
         name, arguments = factory["class_path"], dict(factory.get("init_args") or {})
     loaded = load_named(name, _RULE, "name its module or file", "environment") if isinstance(name, str) else name
     if not callable(loaded):
@@ -110,8 +110,8 @@ def methods_of(environment: Any) -> Methods:
         raise UserError(f"an environment has a method reset(**row); {name} has none; add one")
     for method in ("reset", "step", "get_reward"):
         if not callable(getattr(kind, method, _required)):
-            found = type(getattr(kind, method)).__name__
-            raise UserError(f"reset, step and get_reward are methods; {name}'s {method} is a {found}; rename it")
+            kind_of_member = type(getattr(kind, method)).__name__
+            raise UserError(f"reset, step and get_reward are methods; {name}'s {method} is a {kind_of_member}; rename it")
     step = getattr(environment, "step") if "step" in functions else None  # noqa: B009
     if step is not None and not _accepts(step, "text"):
         raise UserError(f"an environment's step takes the text; {name} has step{inspect.signature(step)}; take one")
@@ -146,9 +146,9 @@ def row_arguments(reset: Callable[..., Any], row: Mapping[str, Any]) -> dict[str
     parameters = inspect.signature(reset).parameters.values()
     missing = [name for name in _required(reset) if name not in row]
     if missing:
-        found = ", ".join(row) or "no column"
+        columns = ", ".join(row) or "no column"
         raise UserError(
-            f"reset takes the columns of the data; it needs {missing[0]}, the row has {found}; "
+            f"reset takes the columns of the data; it needs {missing[0]}, the row has {columns}; "
             "rename it, or give it a default"
         )
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
@@ -197,10 +197,10 @@ def _schema(name: str, tool: Callable[..., Any]) -> Mapping[str, Any]:
     try:
         return get_json_schema(tool)
     except (DocstringParsingException, TypeHintParsingException, NameError, TypeError) as error:
-        found = " ".join(str(error).split())
+        reason = " ".join(str(error).split())
         raise UserError(
             f"a public method is a tool, with type hints and a docstring that has Args; {name}'s {tool.__name__}: "
-            f"{found:.300}; complete it, or begin its name with an underscore"
+            f"{reason:.300}; complete it, or begin its name with an underscore"
         ) from error
 
 

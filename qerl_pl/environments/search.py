@@ -62,8 +62,8 @@ class Search:
         passages, scores = self._index.retrieve(
             tokens, k=self._k, show_progress=False, n_threads=0, backend_selection="numpy"
         )
-        found = [passage["text"] for passage, score in zip(passages[0], scores[0], strict=True) if score > 0]
-        return "\n\n".join(f"[{number}] {text}" for number, text in enumerate(found, start=1)) or "Nothing found."
+        texts = [passage["text"] for passage, score in zip(passages[0], scores[0], strict=True) if score > 0]
+        return "\n\n".join(f"[{number}] {text}" for number, text in enumerate(texts, start=1)) or "Nothing found."
 
     def _tokens(self, texts: list[str]) -> Any:
         return self._bm25s.tokenize(texts, stopwords="en", show_progress=False)

@@ -134,9 +134,9 @@ def _call_of(written: str, value: Any) -> ToolCall | MalformedCall:
 
 
 def _malformed(written: str) -> MalformedCall:
-    found = " ".join(written.split())
+    call = " ".join(written.split())
     return MalformedCall(
-        f'error: a tool call is a JSON object with "name" and "arguments"; got {found:.80}; write it again'
+        f'error: a tool call is a JSON object with "name" and "arguments"; got {call:.80}; write it again'
     )
 
 

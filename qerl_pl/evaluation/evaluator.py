@@ -221,7 +221,7 @@ class Evaluator:
                 prompt.id,
                 answers[index, GREEDY],
                 [answers[index, sample] for sample in samples],
-                {key: [found[index, sample] for sample in samples] for key, found in extra.items()},
+                {key: [graded[index, sample] for sample in samples] for key, graded in extra.items()},
             )
             for index, prompt in enumerate(prompts)
         ]

@@ -215,7 +215,7 @@ def family_of(model_type: str, source: object = "the model") -> Family:
     known = ", ".join(family.model_type for family in FAMILIES)
     raise UserError(
         f"a base model must be of a known family; model_type in config.json of {source} is {model_type!r}, none of "
-        f"{known}: add it as docs/adding-a-family.md shows, or take another"
+        f"{known}: add it as docs/adding-a-family.md shows"
     )
 
 

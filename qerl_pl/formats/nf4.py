@@ -192,7 +192,7 @@ class NF4Quantizer:
     def __post_init__(self) -> None:
         if self.scales != "minmax" or self.power_of_two:
             raise UserError(
-                "NF4 has one rounding rule; found "
+                "NF4 has one rounding rule; got "
                 f"scales={self.scales}, power_of_two={str(self.power_of_two).lower()}; "
                 "leave them out or use --format nvfp4"
             )

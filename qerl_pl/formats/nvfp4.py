@@ -59,7 +59,7 @@ class NVFP4Format(PackedFormat):
             if len(set(scales.values())) > 1:
                 values = ", ".join(f"{key}={value:g}" for key, value in scales.items())
                 raise UserError(
-                    f"projections that run fused must share one global scale; found {values}; "
+                    f"projections that run fused must share one global scale; got {values}; "
                     "quantize the 16-bit weights with `qerl quantize`"
                 )
 

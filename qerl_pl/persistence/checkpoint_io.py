@@ -224,8 +224,8 @@ def saved_checkpoint(run_dir: Path) -> Path | None:
     Args:
         run_dir: As for `newest_checkpoint`; or a folder of checkpoints.
     """
-    if (found := newest_checkpoint(run_dir)) is not None:
-        return found
+    if (newest := newest_checkpoint(run_dir)) is not None:
+        return newest
     patterns = ("*.ckpt", f"{FOLDER}/*.ckpt", f"lightning_logs/version_*/{FOLDER}/*.ckpt")
     paths = sorted(
         (path for pattern in patterns for path in run_dir.glob(pattern)), key=lambda path: path.stat().st_mtime
@@ -274,7 +274,7 @@ def check_fits(state: dict[str, Any], base: str, finetune: str, scaling: float) 
         )
     if (saved := state.get("finetune", "lora")) != finetune:
         raise UserError(
-            f"a checkpoint holds what was trained, an adapter or all weights; found {saved}, and the policy trains "
+            f"a checkpoint holds what was trained, an adapter or all weights; got {saved}, and the policy trains "
             f"{finetune}; set model.policy.finetune as in that run, or start another run"
         )
     if state["scaling"] != scaling:

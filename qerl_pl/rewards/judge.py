@@ -171,9 +171,9 @@ class JudgeReward(Reward):
 
     def _grade(self, reply: str) -> float | None:
         """The value in a reply; None if there is none."""
-        found = self._pattern.findall(reply)
+        matches = self._pattern.findall(reply)
         try:
-            number = float(found[-1])
+            number = float(matches[-1])
         except (LookupError, ValueError):
             return None
         return self.scale * number if math.isfinite(number) else None
@@ -202,12 +202,12 @@ def _compiled(parser: str) -> re.Pattern[str]:
     """The parser, which has one group."""
     try:
         pattern = re.compile(parser)
-        found = f"{parser!r} with {pattern.groups}"
+        got = f"{parser!r} with {pattern.groups}"
     except re.error as error:
-        pattern, found = None, f"{parser!r} ({error})"
+        pattern, got = None, f"{parser!r} ({error})"
     if pattern is None or pattern.groups != 1:
         raise UserError(
-            f"JudgeReward.parser is a regular expression with one group, the number; got {found}; "
+            f"JudgeReward.parser is a regular expression with one group, the number; got {got}; "
             r"correct it, for example to 'Score: (\d+)'"
         )
     return pattern

@@ -185,7 +185,7 @@ def check_names(device: str) -> dict[str, str]:
     release = re.match(r"(\d+)\.(\d+)", vllm.__version__)
     if release is None or not FIRST_VERSION <= (int(release[1]), int(release[2])) <= LAST_VERSION:
         first, last = (".".join(map(str, bound)) for bound in (FIRST_VERSION, LAST_VERSION))
-        raise UserError(f"VLLMEngine runs on vLLM {first} to {last}; found {vllm.__version__}: install one of those")
+        raise UserError(f"VLLMEngine runs on vLLM {first} to {last}; got {vllm.__version__}: install one of those")
     entries = [entry for entry in TABLE if entry.device in (None, device)]
     found = [(entry, entry.missing()) for entry in entries]
     if missing := [name for entry, names in found if entry.required for name in names]:

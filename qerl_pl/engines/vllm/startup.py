@@ -90,7 +90,7 @@ def vllm_errors_as_user_errors(kv_cache_dtype: str = "auto") -> Iterator[None]:
         reason = " ".join(str(error).split()) or type(error).__name__
         if "EADDRINUSE" in reason:
             raise UserError(
-                f"vLLM's process group needs a free TCP port of this machine; found none ({reason}): see what holds "
+                f"vLLM's process group needs a free TCP port of this machine; got none ({reason}): see what holds "
                 "them by `ss -tanp` and end it, widen net.ipv4.ip_local_port_range, or use TransformersEngine"
             ) from error
         if kv_cache_dtype != "auto" and re.search("kv_cache_dtype|fp8", reason, re.IGNORECASE):
