@@ -142,7 +142,7 @@ def _shrink_splits(tile: Tile, columns: int, iterations: int, waves: int) -> int
     """Split-K of the product with A: few, for the reduce kernel reads them all, but none outlasts `iterations`."""
     steps = ceil(columns / SHRINK_COLUMNS)
     if waves:  # a LoRA-shrink CTA takes part in the data-parallel waves
-        # Measured on an H200, an iteration along A takes between half and 70 % of the time of one along the weight.
+        # Measured on an H200, an iteration along A takes half to about two thirds of the time of one along the weight.
         splits = next((n for n in range(1, 8) if 3 * ceil(steps / n) // 4 + 2 <= iterations), 8)
     elif tile.tokens <= 16:
         splits = min(ceil(columns / 1024), 8)

@@ -196,17 +196,14 @@ class _Mixture(torch.autograd.Function):
         with torch.enable_grad():
             gate, up = (part.detach().requires_grad_() for part in _gates_and_ups(hidden, ctx.alternating))
             inner = ctx.product(gate, up)
-        of_inner = grouped_product(
-            grad[order // count], stops, ctx.bounds, down, back=True
-        )  # without alpha and top-k weight
+        # Alpha and the top-k weights follow, in float32.
+        of_inner = grouped_product(grad[order // count], stops, ctx.bounds, down, back=True)
         of_weights = None
         if ctx.needs_input_grad[1]:
             rows = (of_inner.float() * inner.detach().float()).sum(-1, keepdim=True)
             rows = rows if down_alpha is None else rows * down_alpha
-            of_weights = (
-                torch.empty_like(topk_weights).view(-1).index_copy_(0, order, rows[:, 0].to(topk_weights.dtype))
-            )
-            of_weights = of_weights.view_as(topk_weights)
+            of_weights = torch.empty_like(topk_weights)
+            of_weights.view(-1).index_copy_(0, order, rows[:, 0].to(topk_weights.dtype))
             if ctx.biases is not None:
                 of_weights += (grad.float() @ ctx.biases.down.float().t()).gather(1, topk_ids)
         if not ctx.needs_input_grad[0]:
