@@ -157,8 +157,8 @@ def test_arguments_of_the_chat_template_reach_it(tiny_policy_dir: Path) -> None:
 
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "no format": ({"text": "a"}, {}, "row 1 of the training data: conversations have the columns .*; got text; ren"),
-    "half a format": ({"prompt": "a"}, {}, "found prompt; rename"),
-    "mixed": ({"prompt": "a", "completion": DIALOGUE}, {}, "column prompt must have a list of messages .* found 'a'"),
+    "half a format": ({"prompt": "a"}, {}, "got prompt; rename"),
+    "mixed": ({"prompt": "a", "completion": DIALOGUE}, {}, "column prompt must have a list of messages .* got 'a'"),
     "no messages": ({"messages": []}, {}, "column messages must have a list of messages"),
     "no role": ({"messages": [{"content": "a"}]}, {}, "messages with role and content"),
     "nobody answers": ({"messages": DIALOGUE[:1]}, {}, "needs an assistant's message to learn; got .*user"),

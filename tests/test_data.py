@@ -324,10 +324,10 @@ def test_values_of_json_lines_stay_as_they_are_written(tmp_path: Path, tokenizer
         ('{"question": "a", "answer": "#### 1"}\n{"question": "b", ', r"data\.jsonl, line 2: "),
         ('{"question": "a", "answer": "#### 1"}\n\n[1]\n', r"data\.jsonl, line 3 is a list"),
         ("", "has none"),
-        ('{"problem": "a", "answer": "#### 1"}\n', r"row 1 of .*data\.jsonl has no question, found problem, answer"),
+        ('{"problem": "a", "answer": "#### 1"}\n', r"row 1 of .*data\.jsonl has no question; got problem, answer"),
         ('{"question": "a", "answer": "#### 1"}\n{"question": null, "answer": "1"}\n', "row 2 .* has no question"),
-        ("{}", "row 1 of .* has no question, answer, found nothing; rename"),
-        ('{"question": "a", "answer": NaN}\n', "row 1 of .* has no answer, found question; rename"),
+        ("{}", "row 1 of .* has no question, answer; got nothing; rename"),
+        ('{"question": "a", "answer": NaN}\n', "row 1 of .* has no answer; got question; rename"),
         ('{"question": "a", "answer": ["1"]}\n', r"hold text or numbers; answer of row 1 of .* is \['1'\]; write its"),
         (
             '{"question": [{"role": "user"}], "answer": "1"}\n',

@@ -357,8 +357,8 @@ def two_rows(row: Any, other: Any) -> Any:
         ("no_module.Guess", "'no_module.Guess' cannot be imported .*; correct the name"),
         ("no_file.py:Guess", r"'no_file.py:Guess' cannot be imported \(no file no_file.py\); correct the name"),
         ("test_environments.ROOT", "'test_environments.ROOT' is a PosixPath; name a class or a function"),
-        ({}, "found no key; set class_path"),
-        ({"class_path": "test_environments.Guess", "args": {}}, "found the keys class_path, args; set class_path"),
+        ({}, "got no key; set class_path"),
+        ({"class_path": "test_environments.Guess", "args": {}}, "got the keys class_path, args; set class_path"),
         (
             {"class_path": "test_environments.Guess", "init_args": {"low": 1}},
             "Guess does not take its init_args .*'low'",

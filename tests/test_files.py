@@ -242,7 +242,7 @@ def test_a_checkpoint_fits_its_own_base_and_scaling_alone() -> None:
         check_fits(state, "abd", "lora", 2.0)
     with pytest.raises(UserError, match="the checkpoint has 2 and the policy 0.5;"):
         check_fits(state, "abc", "lora", 0.5)
-    with pytest.raises(UserError, match="found lora, and the policy trains full; set model.policy.finetune"):
+    with pytest.raises(UserError, match="got lora, and the policy trains full; set model.policy.finetune"):
         check_fits(state, "abc", "full", 1.0)
     check_fits(state | {"finetune": "full", "scaling": 1.0}, "abc", "full", 1.0)
 

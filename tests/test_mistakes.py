@@ -147,7 +147,7 @@ def test_a_mistake_in_a_file_is_one_line(capsys: pytest.CaptureFixture[str], tmp
     assert "rollout.rewards" in line and "no attribute 'Nothing'" in line and "see qerl fit --help" in line
     assert "does not exist" in complaint(capsys, "fit", "-c", str(tmp_path / "none.yaml"))
     line = complaint(capsys, "fit", "-c", "gsm8")
-    assert re.search("found neither by the name gsm8; did you mean gsm8k. `qerl configs` lists", line)
+    assert re.search("got gsm8, which is neither; did you mean gsm8k. `qerl configs` lists", line)
     path.write_bytes("# für später".encode("latin-1"))
     assert "text in UTF-8" in complaint(capsys, "fit", "-c", str(path))
 
@@ -267,7 +267,7 @@ GSM8K = [f'{{"question": "What is {n} plus 1?", "answer": "#### {n + 1}"}}' for 
 FOUND_LATER: dict[str, tuple[list[str] | None, list[str], str]] = {
     "no data": (None, [], "no such file: .*rows.jsonl"),
     "malformed line": ([*GSM8K, "{question"], [], "rows.jsonl, line 9"),
-    "missing column": (['{"problem": "1 + 1", "answer": "#### 2"}'], [], "has no question, found problem, answer"),
+    "missing column": (['{"problem": "1 + 1", "answer": "#### 2"}'], [], "has no question; got problem, answer"),
     "nothing short enough": (GSM8K, ["--data.max_prompt_tokens", "5"], "none of 8 is"),
     "batch above the set": (GSM8K, ["--data.batch_size", "9"], "batch_size must not exceed"),
     "batch above what is left": (
@@ -522,7 +522,7 @@ DATA = {
         "in train_rows; Mine has no such method",
     ),
     "held out": (f"return {ROWS}\n    def val_rows(self):\n        return [1]", "Mine.val_rows must .*; row 1 is 1"),
-    "sets": (f"return {ROWS}\n    def val_sets(self):\n        return [1]", r"Mine must give its sets .* found \[1\]"),
+    "sets": (f"return {ROWS}\n    def val_sets(self):\n        return [1]", r"Mine must give its sets .* got \[1\]"),
     "no base": (
         "pass\n    def __init__(self) -> None:\n        self.rows = []",
         "__init__ calls .*; Mine's does not",

@@ -68,9 +68,7 @@ def test_an_engine_starts_where_the_port_that_vllm_has_found_is_taken(
 def test_a_machine_without_a_port_is_no_matter_of_the_engines_settings(
     tiny_policy_dir: Path, taken: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(
-        UserError, match=f"a free TCP port of this machine; got none .*{taken}.*EADDRINUSE.*: see what"
-    ):
+    with pytest.raises(UserError, match=f"a free TCP port of this machine; got none .*{taken}.*EADDRINUSE.*: see what"):
         launch(tiny_policy_dir, monkeypatch, f"tcp://127.0.0.1:{taken}?use_libuv=1")  # not read as a port: left alone
 
 

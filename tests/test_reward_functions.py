@@ -276,7 +276,7 @@ def test_a_file_is_loaded_once_and_relative_to_the_working_directory(
 @pytest.mark.parametrize(
     ("name", "found"),
     [
-        ("exact", "found 'exact'; choose one of qerl_pl.rewards, or name the function's module"),
+        ("exact", "got 'exact'; choose one of qerl_pl.rewards, or name the function's module"),
         ("trl_rewards.missing", "'trl_rewards.missing' cannot be imported .*; correct the name"),
         ("no_such_module.exact", "'no_such_module.exact' cannot be imported .*; correct the name"),
         ("{file}:missing", "'.*' cannot be imported .*'missing'.*; correct the name"),

@@ -128,7 +128,7 @@ def test_conversations_and_template_variables_are_rendered(tokenizer: str) -> No
     data.setup("fit")
     rendered = {prompt.id: prompt.token_ids for prompt in prompts_of(data, "train")}
     assert rendered == {"train-0": (1, 8, 2, 5, 4, 3), "train-1": (1, 6, 2, 4, 4, 3)}  # the last 4: no thinking
-    with pytest.raises(UserError, match="variables of the chat template, .* found tokenize, which"):
+    with pytest.raises(UserError, match="variables of the chat template, .* got tokenize, which"):
         TableDataModule(rows, chat_template_kwargs={"tokenize": True})
 
 

@@ -91,7 +91,7 @@ def _shipped(name: str) -> Path:
         nearest = get_close_matches(name, files, n=1)
         meant = f"did you mean {nearest[0]}? " if nearest else ""
         raise UserError(
-            f"a configuration is a YAML file or one that comes with the package; got neither by the name {name}; "
+            f"a configuration is a YAML file or one that comes with the package; got {name}, which is neither; "
             f"{meant}`qerl configs` lists those of the package"
         )
     return files[name]

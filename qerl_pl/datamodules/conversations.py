@@ -261,9 +261,7 @@ class ConversationDataModule(LightningDataModule):
             index for _, index in parts if index is not None and (index >= prompts or self.assistant_only_loss)
         ]
         if not assistant:
-            raise UserError(
-                f"a conversation needs an assistant's message to learn; got {messages[-1]!r:.60}; add one"
-            )
+            raise UserError(f"a conversation needs an assistant's message to learn; got {messages[-1]!r:.60}; add one")
         if self.completion_only_loss and not self.assistant_only_loss and "messages" in row:
             assistant = assistant[-1:]
         trained = [whole or index in assistant for _, index in parts]

@@ -101,7 +101,7 @@ def _check_columns(rows: Sequence[Mapping[str, Any]], source: str, columns: Coll
         if missing:
             present = ", ".join(key for key, value in row.items() if not _absent(value))
             raise UserError(
-                f"data needs the columns {', '.join(columns)}; row {number} of {source} has no {', '.join(missing)}, "
+                f"data needs the columns {', '.join(columns)}; row {number} of {source} has no {', '.join(missing)}; "
                 f"got {present or 'nothing'}; rename the columns or choose another data module."
             )
         for column in columns:

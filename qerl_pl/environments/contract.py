@@ -111,7 +111,9 @@ def methods_of(environment: Any) -> Methods:
     for method in ("reset", "step", "get_reward"):
         if not callable(getattr(kind, method, _required)):
             kind_of_member = type(getattr(kind, method)).__name__
-            raise UserError(f"reset, step and get_reward are methods; {name}'s {method} is a {kind_of_member}; rename it")
+            raise UserError(
+                f"reset, step and get_reward are methods; {name}'s {method} is a {kind_of_member}; rename it"
+            )
     step = getattr(environment, "step") if "step" in functions else None  # noqa: B009
     if step is not None and not _accepts(step, "text"):
         raise UserError(f"an environment's step takes the text; {name} has step{inspect.signature(step)}; take one")
