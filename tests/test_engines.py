@@ -92,6 +92,11 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     core = Tokenizer(WordLevel(words, unk_token="<pad>"))
     core.pre_tokenizer = WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="<eos>").save_pretrained(folder)
+    # Mistral's repositories have the weights in a second layout, too, which vLLM would take.
+    names = dict.fromkeys(load_file(folder / "model.safetensors"), "model.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    save_file({"output.weight": torch.zeros(1)}, folder / "consolidated.safetensors")
+    (folder / "params.json").write_text(json.dumps({"dim": 128, "n_layers": 2}))
     return folder
 
 

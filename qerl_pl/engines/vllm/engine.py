@@ -107,6 +107,9 @@ def completion_of(output: Any, prompt_length: int | None = None) -> Completion:
     return Completion(tokens, tuple(output.logprobs.logprobs), output.finish_reason, routing=routing)
 
 
+_LOAD_FORMATS = {"auto": "safetensors", "dummy": "dummy"}
+
+
 class VLLMEngine(RolloutEngine):
     """vLLM, colocated with the trainer: adapter, norms and noise are written into its memory.
 
@@ -309,7 +312,9 @@ class VLLMEngine(RolloutEngine):
                 worker_cls=worker_cls,
                 # Several ranks: on this rank's own GPU, beside the trainer's process group.
                 distributed_executor_backend="external_launcher" if spec.ranks > 1 else None,
-                **{"load_format": self.load_format, **format_of(base).vllm_options},
+                # By name: vLLM would prefer a second layout of the weights, which Mistral's repositories have.
+                config_format="hf",
+                **{"load_format": _LOAD_FORMATS[self.load_format], **format_of(base).vllm_options},
                 skip_tokenizer_init=not self._has_tokenizer,
                 generation_config="vllm",
                 logprobs_mode="processed_logprobs",
