@@ -19,7 +19,7 @@ from qerl_pl.formats.model_folder import TensorFiles, read_config
 from qerl_pl.formats.quantize import quantize_checkpoint
 from qerl_pl.memory_plan import MicroBatch, Shape, working_bytes
 from qerl_pl.modules import LoraConfig, Policy, PolicyConfig
-from qerl_pl.modules.activation_checkpointing import ActivationCheckpointing, Way
+from qerl_pl.modules.activation_checkpointing import ActivationCheckpointing, MemorySettings
 from qerl_pl.modules.experts import PackedExperts
 from qerl_pl.modules.packed_layers import GatedMLP
 from qerl_pl.toy.tokenizer import build_tokenizer
@@ -162,7 +162,9 @@ def test_memory_of_experts_is_that_of_the_chosen_ones(source: Path) -> None:
     for chosen in (2, 4):
         config.num_experts_per_tok = chosen
         checkpointing = ActivationCheckpointing(base, False, False, torch.bfloat16)
-        needs[chosen] = checkpointing.needed_bytes(Way(False), 4096) - checkpointing.needed_bytes(Way(False), 0)
+        needs[chosen] = checkpointing.needed_bytes(MemorySettings(False), 4096) - checkpointing.needed_bytes(
+            MemorySettings(False), 0
+        )
         mlp[chosen] = working_bytes(Shape.of(config), MicroBatch(4096, checkpointing=False))["MLP"]
     # Gates, ups and products of two layers; in one, gradients of gates or ups beside a group's dense weights, and
     # copies of the input and results.

@@ -20,7 +20,7 @@ from qerl_pl.formats.norm import use_float32_norms
 from qerl_pl.formats.quantize import quantize_checkpoint
 from qerl_pl.memory import pending_state_bytes
 from qerl_pl.modules import LoraConfig, Policy, PolicyConfig, activation_checkpointing
-from qerl_pl.modules.activation_checkpointing import ActivationCheckpointing, Way, ways_of
+from qerl_pl.modules.activation_checkpointing import ActivationCheckpointing, MemorySettings, candidate_settings
 from qerl_pl.modules.adapter import LoraAdapter
 from qerl_pl.modules.full_finetuning import use_master_weights
 from qerl_pl.modules.lora import LoraSpec
@@ -132,14 +132,14 @@ def test_auto_goes_on_to_offload_and_to_tiles(
     chosen = of_7b("auto")
     with caplog.at_level(logging.INFO):
         chosen.choose_mode(16384, SINGLE_PROCESS)
-    assert chosen.way == Way(mode, tile) and tiles_of(chosen) == {tile}
+    assert chosen.settings == MemorySettings(mode, tile) and tiles_of(chosen) == {tile}
     name = str(mode).lower() + ("" if tile is None else ", mlp_tile_tokens 4096")
     assert chosen.state() == name and f"auto takes {name}: a micro-batch of 16384 tokens" in caplog.text
     resumed = of_7b("auto")
     resumed.load(name)
     monkeypatch.setattr(activation_checkpointing, "free_bytes", lambda device: 10**12)
     resumed.choose_mode(16384, SINGLE_PROCESS)
-    assert resumed.way == chosen.way and tiles_of(resumed) == {tile}
+    assert resumed.settings == chosen.settings and tiles_of(resumed) == {tile}
 
 
 def tiles_of(checkpointing: ActivationCheckpointing) -> set[int | None]:
@@ -152,11 +152,15 @@ def test_auto_takes_no_tiles_where_they_would_change_results_or_nothing(monkeypa
     for tiles, has_dropout, tokens in ((None, False, 16384), ("auto", True, 16384), ("auto", False, 4096)):
         checkpointing = of_7b(tiles, has_dropout)
         checkpointing.choose_mode(tokens, SINGLE_PROCESS)
-        assert checkpointing.way == Way("offload") and checkpointing._next_way() is None
+        assert checkpointing.settings == MemorySettings("offload") and checkpointing._next_settings() is None
     by_hand = of_7b(512)
     by_hand.choose_mode(16384, SINGLE_PROCESS)
-    assert by_hand.way == Way("offload", 512) and by_hand.state() == "offload" and tiles_of(by_hand) == {512}
-    assert ways_of(True, "auto", True) == (Way(True),)  # what is set by hand stays
+    assert (
+        by_hand.settings == MemorySettings("offload", 512)
+        and by_hand.state() == "offload"
+        and tiles_of(by_hand) == {512}
+    )
+    assert candidate_settings(True, "auto", True) == (MemorySettings(True),)  # what is set by hand stays
 
 
 def test_memory_that_runs_out_goes_on_as_far_as_there_is_memory_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,15 +172,18 @@ def test_memory_that_runs_out_goes_on_as_far_as_there_is_memory_of_the_cpu(monke
         monkeypatch.setattr(activation_checkpointing, "free_cpu_bytes", lambda size=on_cpu: size)
         checkpointing = of_7b("auto")
         checkpointing.choose_mode(16384, SINGLE_PROCESS)
-        taken = [checkpointing.way]
-        while (way := checkpointing._next_way()) is not None:
-            checkpointing._fall_back(way, "for a test")
-            taken.append(checkpointing.way)
-        assert taken == [Way(False), *(Way(*one) if isinstance(one, tuple) else Way(one) for one in expected)]
+        taken = [checkpointing.settings]
+        while (settings := checkpointing._next_settings()) is not None:
+            checkpointing._fall_back(settings, "for a test")
+            taken.append(checkpointing.settings)
+        assert taken == [
+            MemorySettings(False),
+            *(MemorySettings(*one) if isinstance(one, tuple) else MemorySettings(one) for one in expected),
+        ]
 
 
 def test_estimates_are_a_little_above_what_is_kept() -> None:
-    needs = [of_7b().needed_bytes(Way(mode), 6144) / 2**30 for mode in activation_checkpointing.MODES]
+    needs = [of_7b().needed_bytes(MemorySettings(mode), 6144) / 2**30 for mode in activation_checkpointing.MODES]
     inputs = 28 * 2 * 3584  # bytes a token
     products = inputs + 28 * 2 * (3584 + 3584 + 2 * 512 + 2 * 18944)  # o, q, k, v, gate, up
     attention = 2 * 3584 + 2 * 512  # queries and result, keys and values
@@ -203,7 +210,7 @@ def test_what_is_yet_to_come_is_counted_once_and_at_its_size() -> None:
     lora = ActivationCheckpointing(adapted, "auto", False, torch.bfloat16)
 
     def fixed(checkpointing: ActivationCheckpointing) -> float:
-        return checkpointing.needed_bytes(Way(True), 0) / 2**30
+        return checkpointing.needed_bytes(MemorySettings(True), 0) / 2**30
 
     assert fixed(lora) == pytest.approx(1.1 * 0.135 + 0.30 + 0.60, abs=0.01)
     assert fixed(full) == pytest.approx(1.1 * 4.06 + 28.37 + 56.74, abs=0.02)
@@ -229,7 +236,7 @@ def test_a_state_that_a_checkpoint_has_brought_is_not_to_come() -> None:
 
 
 def test_ranks_choose_alike_and_all_follow_the_one_that_had_to_fall_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    needs = [of_7b().needed_bytes(Way(mode), 6144) for mode in activation_checkpointing.MODES]
+    needs = [of_7b().needed_bytes(MemorySettings(mode), 6144) for mode in activation_checkpointing.MODES]
     monkeypatch.setattr(activation_checkpointing, "free_bytes", lambda device: needs[1])
 
     def work(ranks: Communicator) -> tuple[Any, Any, Any]:
@@ -237,7 +244,7 @@ def test_ranks_choose_alike_and_all_follow_the_one_that_had_to_fall_back(monkeyp
         own.choose_mode(6144 if ranks.rank else 50, ranks)
         chosen = own.mode
         if ranks.rank:
-            own._fall_back(Way(True), "for a test")
+            own._fall_back(MemorySettings(True), "for a test")
         own.synchronize_mode(ranks)
         return chosen, own.mode, own.state()
 

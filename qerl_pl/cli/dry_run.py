@@ -17,7 +17,7 @@ from qerl_pl.formats.architecture import PROJECTIONS, check_family
 from qerl_pl.formats.quantize import config_in_reach
 from qerl_pl.memory import GIB, kv_cache_size, optimizer_bytes
 from qerl_pl.memory_plan import MicroBatch, RunPlan, Shape, longest_completion, run_memory
-from qerl_pl.modules.activation_checkpointing import Way, mode_name, ways_of
+from qerl_pl.modules.activation_checkpointing import MemorySettings, candidate_settings, mode_name
 from qerl_pl.modules.policy import PolicyConfig
 from qerl_pl.modules.policy_module import PolicyModule
 from qerl_pl.modules.qerl import QeRLModule
@@ -49,11 +49,13 @@ def describe(model: PolicyModule, data: LightningDataModule, rollout: RolloutCal
     rows = [f"{'memory that the run needs, estimated, in GiB':<48}{'rollout':>9}{'update':>9}"]
     rows += [f"  {name:<46}{first:>9.2f}{second:>9.2f}" for name, first, second in memory.table()]
     rows += [f"  pinned on the CPU: {name:<27}{'':>9}{size / GIB:>9.2f}" for name, size in memory.cpu.items()]
-    ways = _ways(model.policy_config, plan.shape)
-    chosen = " (the most that auto saves by)" if len(ways) > 1 else ""
-    rows.append(f"of micro-batches of {plan.batch.tokens} tokens, gradient_checkpointing {_name(ways[-1])}{chosen}")
-    if len(ways) > 1:
-        saved = {_name(way): run_memory(replace(plan, batch=_saved_by(plan.batch, way))) for way in ways}
+    candidates = _candidates(model.policy_config, plan.shape)
+    chosen = " (the most that auto saves by)" if len(candidates) > 1 else ""
+    rows.append(
+        f"of micro-batches of {plan.batch.tokens} tokens, gradient_checkpointing {_name(candidates[-1])}{chosen}"
+    )
+    if len(candidates) > 1:
+        saved = {_name(each): run_memory(replace(plan, batch=_saved_by(plan.batch, each))) for each in candidates}
         needs = "; ".join(f"{name} {sum(one.update.values()) / GIB:.2f}" for name, one in saved.items())
         rows += ["auto takes the first that fits; the update needs in GiB:", f"  {needs}"]
     if torch.cuda.is_available():
@@ -75,20 +77,20 @@ def describe(model: PolicyModule, data: LightningDataModule, rollout: RolloutCal
     return "\n".join(rows)
 
 
-def _ways(config: PolicyConfig, shape: Shape) -> tuple[Way, ...]:
-    """What gradient_checkpointing and mlp_tile_tokens leave open."""
+def _candidates(config: PolicyConfig, shape: Shape) -> tuple[MemorySettings, ...]:
+    """Settings that gradient_checkpointing and mlp_tile_tokens leave to choose from; the CPU has the memory."""
     can_tile = not shape.experts and (config.lora_spec is None or config.lora.dropout == 0)
-    ways = ways_of(config.gradient_checkpointing, config.mlp_tile_tokens, can_tile)
-    by_hand = ways[0].tile_tokens
-    return tuple(way for way in ways if way.tile_tokens == by_hand or way.mode == "offload")  # the CPU has the memory
+    candidates = candidate_settings(config.gradient_checkpointing, config.mlp_tile_tokens, can_tile)
+    by_hand = candidates[0].tile_tokens
+    return tuple(each for each in candidates if each.tile_tokens == by_hand or each.mode == "offload")
 
 
-def _saved_by(batch: MicroBatch, way: Way) -> MicroBatch:
-    return replace(batch, checkpointing=way.mode, mlp_tile_tokens=way.tile_tokens)
+def _saved_by(batch: MicroBatch, settings: MemorySettings) -> MicroBatch:
+    return replace(batch, checkpointing=settings.mode, mlp_tile_tokens=settings.tile_tokens)
 
 
-def _name(way: Way) -> str:
-    return mode_name(way.mode) + (f", mlp_tile_tokens {way.tile_tokens}" if way.tile_tokens else "")
+def _name(settings: MemorySettings) -> str:
+    return mode_name(settings.mode) + (f", mlp_tile_tokens {settings.tile_tokens}" if settings.tile_tokens else "")
 
 
 def shape_of(config: PolicyConfig) -> Shape:
@@ -140,7 +142,7 @@ def plan_of(model: PolicyModule, data: LightningDataModule, rollout: RolloutCall
     )
     plan = RunPlan(
         shape,
-        _saved_by(batch, _ways(policy, shape)[-1]),
+        _saved_by(batch, _candidates(policy, shape)[-1]),
         -(-step_tokens // tokens),
         policy.quantization,
         PROJECTIONS if lora is None else lora.targets,

@@ -39,7 +39,7 @@ TILE_TOKENS = 4096
 """`mlp_tile_tokens` where "auto" takes tiles."""
 
 
-class Way(NamedTuple):
+class MemorySettings(NamedTuple):
     """What an update saves, and how much of its MLPs it computes at once."""
 
     mode: Checkpointing
@@ -47,8 +47,8 @@ class Way(NamedTuple):
     """As `PolicyConfig.mlp_tile_tokens`, but not "auto"."""
 
 
-def ways_of(mode: Checkpointing, tiles: Tiles, can_tile: bool) -> tuple[Way, ...]:
-    """What settings leave open: in the order in which "auto" takes them, the one that needs the least memory last.
+def candidate_settings(mode: Checkpointing, tiles: Tiles, can_tile: bool) -> tuple[MemorySettings, ...]:
+    """Settings to choose from, in the order in which "auto" takes them: the last needs the least memory.
 
     Args:
         mode: As `PolicyConfig.gradient_checkpointing`.
@@ -57,9 +57,13 @@ def ways_of(mode: Checkpointing, tiles: Tiles, can_tile: bool) -> tuple[Way, ...
     """
     set_by_hand = None if tiles == "auto" else tiles
     if mode != "auto":
-        return (Way(mode, set_by_hand),)
-    tiled = [Way(True, TILE_TOKENS), Way("offload", TILE_TOKENS)] if tiles == "auto" and can_tile else []
-    return (*(Way(one, set_by_hand) for one in MODES), *tiled)
+        return (MemorySettings(mode, set_by_hand),)
+    tiled = (
+        [MemorySettings(True, TILE_TOKENS), MemorySettings("offload", TILE_TOKENS)]
+        if tiles == "auto" and can_tile
+        else []
+    )
+    return (*(MemorySettings(one, set_by_hand) for one in MODES), *tiled)
 
 
 class ActivationCheckpointing:
@@ -89,20 +93,20 @@ class ActivationCheckpointing:
         self._base, self._has_dropout, self._dtype, self._enabled = base, has_dropout, dtype, False
         self._reference = reference
         can_tile = not has_dropout and any(isinstance(module, GatedMLP) for module in base.modules())
-        self.ways = ways_of(requested, mlp_tile_tokens, can_tile)
-        """What may be chosen."""
+        self.candidates = candidate_settings(requested, mlp_tile_tokens, can_tile)
+        """Settings to choose from."""
         self._is_named_by_tiles = mlp_tile_tokens == "auto"
         self._pending_state_bytes = 8.0  # of AdamW in float32
         self._tokens, self._ranks = 0, 1
-        self.automatic = len(self.ways) > 1
+        self.automatic = len(self.candidates) > 1
         self.chosen = not self.automatic
         self._offload: ActivationOffload | None = None
-        self._use(Way(True, self.ways[0].tile_tokens) if requested == "auto" else self.ways[0])
+        self._use(MemorySettings(True, self.candidates[0].tile_tokens) if requested == "auto" else self.candidates[0])
 
     @property
     def mode(self) -> Checkpointing:
-        """That of now."""
-        return self.way.mode
+        """Current mode."""
+        return self.settings.mode
 
     def saved_activations(self) -> AbstractContextManager[object]:
         """Context of the decoder's forward pass, for what the layers' checkpoints save."""
@@ -110,18 +114,18 @@ class ActivationCheckpointing:
 
     def state(self) -> str | None:
         """The name of what "auto" chose, for a checkpoint; None before the choice and for other settings."""
-        return self._name(self.way) if self.automatic and self.chosen else None
+        return self._name(self.settings) if self.automatic and self.chosen else None
 
     def load(self, state: str | None) -> None:
         """Restore what `state` returned; what is set in the configuration stays."""
-        found = {self._name(way): way for way in self.ways}.get(state or "")
-        if self.automatic and found is not None:
-            self._choose(found)
+        saved = {self._name(settings): settings for settings in self.candidates}.get(state or "")
+        if self.automatic and saved is not None:
+            self._choose(saved)
 
-    def _name(self, way: Way) -> str:
+    def _name(self, settings: MemorySettings) -> str:
         """The mode as YAML spells it, with the tiles where "auto" took them."""
-        tiles = f", mlp_tile_tokens {way.tile_tokens}" if self._is_named_by_tiles and way.tile_tokens else ""
-        return mode_name(way.mode) + tiles
+        tiles = f", mlp_tile_tokens {settings.tile_tokens}" if self._is_named_by_tiles and settings.tile_tokens else ""
+        return mode_name(settings.mode) + tiles
 
     def set_state_bytes(self, measure: Callable[[], float]) -> None:
         """Set the bytes per trained weight that the optimizer has still to allocate, measured if a choice is due."""
@@ -129,7 +133,7 @@ class ActivationCheckpointing:
             self._pending_state_bytes = measure()
 
     def choose_mode(self, tokens: int, ranks: Communicator) -> None:
-        """Choose, once, the first way for which a micro-batch of so many tokens fits every rank. Collective."""
+        """Choose, once, the first settings for which a micro-batch of so many tokens fits every rank. Collective."""
         self._tokens, self._ranks = max(self._tokens, tokens), ranks.size
         if self.chosen:
             return
@@ -137,25 +141,31 @@ class ActivationCheckpointing:
         tokens = self._tokens = max(count for count, *_ in gathered)
         free = min((size for _, size, _ in gathered if size is not None), default=None)
         offloads = self._pinned_bytes() <= min(on_cpu for *_, on_cpu in gathered)
-        ways = [way for way in self.ways if (offloads or way.mode != "offload") and self._is_useful(way)]
-        needs = {way: self.needed_bytes(way, tokens) for way in ways}
-        self._choose(next((way for way in ways if free is None or needs[way] <= free), ways[-1]))
+        candidates = [
+            settings
+            for settings in self.candidates
+            if (offloads or settings.mode != "offload") and self._is_useful(settings)
+        ]
+        needs = {settings: self.needed_bytes(settings, tokens) for settings in candidates}
+        self._choose(
+            next((settings for settings in candidates if free is None or needs[settings] <= free), candidates[-1])
+        )
         log.info(
             "gradient_checkpointing auto takes %s: a micro-batch of %d tokens needs about (GiB) %s, and %s",
-            self._name(self.way),
+            self._name(self.settings),
             tokens,
-            "; ".join(f"{self._name(way)} {size / GIB:.1f}" for way, size in needs.items()),
+            "; ".join(f"{self._name(settings)} {size / GIB:.1f}" for settings, size in needs.items()),
             "what a GPU has free is not known here" if free is None else f"{free / GIB:.1f} GiB are free",
         )
 
     def synchronize_mode(self, ranks: Communicator) -> None:
-        """After a fallback on one rank, all ranks use its way. Collective."""
+        """After a fallback on one rank, all ranks use its settings. Collective."""
         if self.automatic and ranks.size > 1:
-            way = self.ways[max(ranks.all_gather(self.ways.index(self.way)))]
-            if way != self.way:
-                self._choose(way)
+            settings = self.candidates[max(ranks.all_gather(self.candidates.index(self.settings)))]
+            if settings != self.settings:
+                self._choose(settings)
 
-    def needed_bytes(self, way: Way, tokens: int) -> int:
+    def needed_bytes(self, settings: MemorySettings, tokens: int) -> int:
         """Bytes that an update will allocate for micro-batches of so many tokens, estimated: activations, and gradients
         and optimizer states not yet held."""
         modules = list(self._base.modules())
@@ -164,8 +174,8 @@ class ActivationCheckpointing:
         batch = MicroBatch(
             tokens,
             dtype=self._dtype,
-            checkpointing=way.mode,
-            mlp_tile_tokens=way.tile_tokens,
+            checkpointing=settings.mode,
+            mlp_tile_tokens=settings.tile_tokens,
             train_norms=any(norm.weight.requires_grad for norm in norms),
             rank=max((len(module.factors()[0]) for module in modules if isinstance(module, LoraLinear)), default=0),
             full_finetuning=self._base.get_output_embeddings().weight.requires_grad,
@@ -180,12 +190,12 @@ class ActivationCheckpointing:
         config = self._base.config
         return self._ranks * pinned_bytes(config.num_hidden_layers, config.hidden_size, self._tokens, self._dtype)
 
-    def _is_useful(self, way: Way) -> bool:
-        """Whether the longest micro-batch so far is cut into tiles, if the way has tiles that "auto" takes."""
-        return not self._is_named_by_tiles or way.tile_tokens is None or self._tokens > way.tile_tokens
+    def _is_useful(self, settings: MemorySettings) -> bool:
+        """Whether the longest micro-batch so far is cut into tiles, if "auto" would take these settings for tiles."""
+        return not self._is_named_by_tiles or settings.tile_tokens is None or self._tokens > settings.tile_tokens
 
     def run_with_oom_fallback(self, work: Callable[[], T], parameters: Sequence[nn.Parameter]) -> T:
-        """Run forward and backward passes; if they run out of memory in "auto", repeat them in the next way.
+        """Run forward and backward passes; if they run out of memory in "auto", repeat them in the next settings.
 
         Gradients and random numbers are those of a first attempt, up to the rounding by tiles.
 
@@ -195,9 +205,9 @@ class ActivationCheckpointing:
             parameters: Receive the gradients; they have none before.
 
         Raises:
-            OutOfMemoryError: Out of memory in the last way, or not in "auto".
+            OutOfMemoryError: Out of memory in the last settings, or not in "auto".
         """
-        while (following := self._next_way()) is not None:
+        while (following := self._next_settings()) is not None:
             state = random_state() if self._has_dropout else None
             warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
             try:
@@ -213,38 +223,40 @@ class ActivationCheckpointing:
             self._fall_back(following, reason)
         return work()
 
-    def _next_way(self) -> Way | None:
+    def _next_settings(self) -> MemorySettings | None:
         """The next one that needs less memory of the GPU and has that of the CPU; None after the last."""
-        later = self.ways[self.ways.index(self.way) + 1 :] if self.automatic else ()
+        later = self.candidates[self.candidates.index(self.settings) + 1 :] if self.automatic else ()
         offloads = self.mode == "offload" or self._pinned_bytes() <= free_cpu_bytes()
-        allowed = [way for way in later if self._is_useful(way) and (offloads or way.mode != "offload")]
+        allowed = [
+            settings for settings in later if self._is_useful(settings) and (offloads or settings.mode != "offload")
+        ]
         if self.mode == "offload":
-            allowed = [way for way in allowed if way.mode == "offload"]
+            allowed = [settings for settings in allowed if settings.mode == "offload"]
         return next(iter(allowed), None)
 
-    def _fall_back(self, way: Way, reason: str) -> None:
-        before = self.way
-        self._choose(way)
+    def _fall_back(self, settings: MemorySettings, reason: str) -> None:
+        before = self.settings
+        self._choose(settings)
         message = "gradient_checkpointing auto goes on with %s, for %s ran out of memory: %s"
-        warn_of_this_rank(log, message, self._name(way), self._name(before), reason)
+        warn_of_this_rank(log, message, self._name(settings), self._name(before), reason)
         gc.collect()
         if self._base.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _choose(self, way: Way) -> None:
+    def _choose(self, settings: MemorySettings) -> None:
         self.chosen = True
-        self._use(way)
+        self._use(settings)
 
-    def _use(self, way: Way) -> None:
+    def _use(self, settings: MemorySettings) -> None:
         """Set up the layers."""
-        self.way = way
-        if way.mode != "offload":
+        self.settings = settings
+        if settings.mode != "offload":
             self._offload = None
         elif self._offload is None:
             self._offload = ActivationOffload(self._base.config.hidden_size, self._dtype)
         for model in (self._base, self._reference):
             if model is not None:
-                tile_mlps(model, way.tile_tokens)
+                tile_mlps(model, settings.tile_tokens)
         self._apply()
 
     def _apply(self) -> None:
@@ -258,7 +270,7 @@ class ActivationCheckpointing:
         is_added = not family.normed_outputs
         if self.mode == "selective":
             # Products of tiled MLPs are not saved: the last one is then no addend of the result.
-            added = is_added and self.way.tile_tokens is None and _saves_all_products(self._base)
+            added = is_added and self.settings.tile_tokens is None and _saves_all_products(self._base)
             settings["context_fn"] = partial(selective_checkpoint_contexts, last_is_added=added)
         elif is_added and family.experts is None:  # a shared expert's result may be multiplied before it is added
             settings["context_fn"] = leaving_out_contexts
