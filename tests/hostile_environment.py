@@ -214,7 +214,7 @@ KINDS: dict[str, Callable[[], Any]] = {
     "broken_pipe": lambda: raises(BrokenPipeError()),
     "recursion": exhaust,
     "memory_error": lambda: bytearray(1 << 50),
-    "memory_bomb": lambda: [bytearray(1 << 20) for _ in range(10**6)],
+    "memory_bomb": lambda: [bytes(1 << 26) for _ in range(10**6)],  # untouched pages: the limit comes at once
     # ends of the process
     "os_exit": lambda: os._exit(3),
     "segfault": lambda: ctypes.string_at(0),
