@@ -59,14 +59,14 @@ def arguments(bar: Bar, args: argparse.Namespace) -> argparse.Namespace:
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """All rows that are asked for and not known; written after each."""
+    """Measure the rows that `--bars` names and that have no result with these settings; writes after each."""
     path, began = args.out / "context_bars.json", time.monotonic()
-    found: dict[str, Any] = json.loads(path.read_text())["results"] if path.is_file() else {}
+    results: dict[str, Any] = json.loads(path.read_text())["results"] if path.is_file() else {}
     for name in args.bars:
         bar = BARS[name]
         given, length = arguments(bar, args), 64 if args.device == "cpu" else bar.length
-        known = found.get(name, {})
-        if known.get("settings") == context_ladder.settings_of(given) and known.get("outcome") != "failed":
+        earlier = results.get(name, {})
+        if earlier.get("settings") == context_ladder.settings_of(given) and earlier.get("outcome") != "failed":
             continue
         if time.monotonic() - began > args.minutes * 60:
             break
@@ -74,17 +74,17 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         row = context_ladder.step(given, bar.card, length)
         at_once = int(row["kv_gib"] / context_ladder.sequence_gib(given, length) + 1e-6)
         about = {"shape": given.shape, "length": length, "card": bar.card, "at_once": at_once}
-        found[name] = row | about | {"settings": context_ladder.settings_of(given)}
-        write(found, args.out)
-    return found
+        results[name] = row | about | {"settings": context_ladder.settings_of(given)}
+        write(results, args.out)
+    return results
 
 
-def write(found: dict[str, Any], out: Path) -> None:
+def write(results: dict[str, Any], out: Path) -> None:
     """The table, rows in the order of `BARS`."""
     headers = ["bar", "completion", "sampled", "card GiB", "rank", "checkpointing", "KV", "states, bits", "at once"]
     headers += ["s a step", "peak GiB rollout / update", "estimate GiB", "apart %"]
     rows = []
-    for name, one in sorted(found.items(), key=lambda item: list(BARS).index(item[0])):
+    for name, one in sorted(results.items(), key=lambda item: list(BARS).index(item[0])):
         settings = one["settings"]
         row = [name, one["length"], settings["sampled"] or "all", one["card"], settings["rank"]]
         row += [str(settings["checkpointing"]).lower(), settings["kv_dtype"], settings["state_bits"], one["at_once"]]
@@ -95,7 +95,7 @@ def write(found: dict[str, Any], out: Path) -> None:
         apart = f"{100 * (one['estimate_gib'] / max(peaks) - 1):+.1f}" if max(peaks) else "–"
         shown = " / ".join(f"{peak:.1f}" for peak in peaks)
         rows.append([*row, f"{one['seconds']:.1f}", shown, f"{one['estimate_gib']:.1f}", apart])
-    report.write(out, "context_bars", report.markdown(headers, rows), found)
+    report.write(out, "context_bars", report.markdown(headers, rows), results)
 
 
 def main() -> None:

@@ -47,10 +47,10 @@ def check_fixed(config: Any, family: Family) -> None:
         UserError: A setting differs from what vLLM assumes.
     """
     for key, value in family.fixed_in_vllm(config).items():
-        found = getattr(config, key, value)  # releases that lack a setting have vLLM's value in their code
-        if found != value:
+        actual = getattr(config, key, value)  # releases that lack a setting have vLLM's value in their code
+        if actual != value:
             raise UserError(
-                f"vLLM computes every {family.model_type} with {key} {value}; config.json has {found}: use "
+                f"vLLM computes every {family.model_type} with {key} {value}; config.json has {actual}: use "
                 "TransformersEngine"
             )
 
