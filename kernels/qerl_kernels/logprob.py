@@ -60,24 +60,37 @@ def default_chunk(hidden: Tensor, lm_head: Tensor, soft_cap: float | None = None
     """Tokens whose logits fit CHUNK_BYTES, a multiple of 128 where that many fit."""
     # The plain path holds the logits, their float32 copy and two temporaries of it; a soft cap needs its slope.
     held = hidden.element_size() * (1 if soft_cap is None else 2) + (0 if runs_triton(hidden) else 12)
-    tokens = CHUNK_BYTES // (held * lm_head.shape[0])
-    return int(max(1, tokens // 128 * 128 or tokens))
+    return chunk_of(held * lm_head.shape[0])
 
 
-class _Chunks:
-    """Logits of a chunk of tokens, their statistics and gradient, on the selected backend."""
+def chunk_of(token_bytes: int) -> int:
+    """Tokens that fit CHUNK_BYTES at `token_bytes` each, a multiple of 128 where that many fit."""
+    tokens = CHUNK_BYTES // token_bytes
+    return max(1, tokens // 128 * 128 or tokens)
+
+
+class ChunkedLogits:
+    """Logits of an output layer, a chunk of tokens at a time, on the selected backend.
+
+    Args:
+        hidden: [M, D].
+        lm_head: [V, D].
+        temperature: Divides the logits in `scaled`.
+        bias: [V].
+        chunk: Tokens in a chunk.
+        soft_cap: As for `chunked_token_logprobs`.
+    """
 
     def __init__(
         self,
         hidden: Tensor,
         lm_head: Tensor,
-        targets: Tensor,
         temperature: float,
         bias: Tensor | None,
         chunk: int,
         soft_cap: float | None,
     ) -> None:
-        self.hidden, self.lm_head, self.targets, self.bias = hidden, lm_head, targets, bias
+        self.hidden, self.lm_head, self.bias = hidden, lm_head, bias
         self.temperature, self.chunk, self.soft_cap = temperature, chunk, soft_cap
         self.triton = runs_triton(hidden)
         self.buffer = hidden.new_empty(min(chunk, len(hidden)), len(lm_head)) if self.triton else None
@@ -94,13 +107,38 @@ class _Chunks:
         )
         return logits if self.soft_cap is None else logits.div_(self.soft_cap).tanh_().mul_(self.soft_cap)
 
+    def slope(self, logits: Tensor) -> Tensor | None:
+        """Derivative of capped logits to those before the cap; None without a cap."""
+        return None if self.soft_cap is None else (logits / self.soft_cap).square_().neg_().add_(1.0)
+
+    def scaled(self, logits: Tensor) -> Tensor:
+        """Logits over the temperature in float32, or float64."""
+        return logits.to(torch.promote_types(logits.dtype, torch.float32)) / self.temperature
+
+
+class _Chunks(ChunkedLogits):
+    """With their statistics and gradient, for targets int64 [M]."""
+
+    def __init__(
+        self,
+        hidden: Tensor,
+        lm_head: Tensor,
+        targets: Tensor,
+        temperature: float,
+        bias: Tensor | None,
+        chunk: int,
+        soft_cap: float | None,
+    ) -> None:
+        super().__init__(hidden, lm_head, temperature, bias, chunk, soft_cap)
+        self.targets = targets
+
     def statistics(self, logits: Tensor, rows: slice) -> tuple[Tensor, Tensor, Tensor]:
         """Log-probability, log-partition and entropy of these rows."""
         if self.triton:
             from qerl_kernels import triton_logprob
 
             return triton_logprob.statistics(logits, self.targets[rows], self.temperature)
-        scaled = self._scaled(logits)
+        scaled = self.scaled(logits)
         lse = scaled.logsumexp(-1)
         logp = scaled.sub_(lse[:, None])
         logprob = logp.gather(-1, self.targets[rows, None]).squeeze(-1)
@@ -115,10 +153,9 @@ class _Chunks:
         May overwrite the logits.
         """
         statistics = (lse, entropy, grad_logprob, grad_entropy)
-        if self.soft_cap is None:
-            return self._gradient(logits, rows, *statistics)
-        slope = (logits / self.soft_cap).square_().neg_().add_(1.0)
-        return self._gradient(logits, rows, *statistics).mul_(slope)
+        slope = self.slope(logits)
+        grad = self._gradient(logits, rows, *statistics)
+        return grad if slope is None else grad.mul_(slope)
 
     def _gradient(
         self, logits: Tensor, rows: slice, lse: Tensor, entropy: Tensor, grad_logprob: Tensor, grad_entropy: Tensor
@@ -129,7 +166,7 @@ class _Chunks:
             return triton_logprob.gradient_(
                 logits, self.targets[rows], lse, entropy, grad_logprob, grad_entropy, self.temperature
             )
-        logp = self._scaled(logits).sub_(lse[:, None])
+        logp = self.scaled(logits).sub_(lse[:, None])
         p = logp.exp()
         # d logprob/dz = onehot - p and d entropy/dz = -p (log p + entropy).
         weight = logp.clamp_(min=SMALLEST_LOGP).add_(entropy[:, None])
@@ -138,11 +175,9 @@ class _Chunks:
         grad.scatter_add_(-1, self.targets[rows, None], grad_logprob[:, None].to(grad.dtype))
         return grad.div_(self.temperature).to(self.hidden.dtype)
 
-    def _scaled(self, logits: Tensor) -> Tensor:
-        return logits.to(torch.promote_types(logits.dtype, torch.float32)) / self.temperature
 
-
-def _empty(hidden: Tensor) -> Tensor:
+def per_token(hidden: Tensor) -> Tensor:
+    """An empty tensor of a number for each of the hidden states [M, D], float32 or float64."""
     return hidden.new_empty(len(hidden), dtype=torch.promote_types(hidden.dtype, torch.float32))
 
 
@@ -161,7 +196,7 @@ class _EagerLogprobs(torch.autograd.Function):
         soft_cap: float | None,
     ) -> tuple[Tensor, Tensor]:
         chunks = _Chunks(hidden, lm_head, targets, temperature, bias, chunk, soft_cap)
-        logprob, entropy, jacobian = _empty(hidden), _empty(hidden), torch.empty_like(hidden)
+        logprob, entropy, jacobian = per_token(hidden), per_token(hidden), torch.empty_like(hidden)
         ones, zeros = torch.ones_like(logprob), torch.zeros_like(logprob)
         for rows in chunks.rows():
             logits = chunks.logits(rows)
@@ -196,7 +231,7 @@ class _RecomputedLogprobs(torch.autograd.Function):
         soft_cap: float | None,
     ) -> tuple[Tensor, Tensor]:
         chunks = _Chunks(hidden, lm_head, targets, temperature, bias, chunk, soft_cap)
-        logprob, lse, entropy = _empty(hidden), _empty(hidden), _empty(hidden)
+        logprob, lse, entropy = per_token(hidden), per_token(hidden), per_token(hidden)
         for rows in chunks.rows():
             logprob[rows], lse[rows], entropy[rows] = chunks.statistics(chunks.logits(rows), rows)
         ctx.save_for_backward(hidden, lm_head, targets, bias, lse, entropy)
