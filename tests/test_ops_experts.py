@@ -327,3 +327,22 @@ def test_selective_checkpointing_of_an_adapter_gives_the_same_bits(last_is_added
     result = checkpoint(block, x, share, chosen, use_reentrant=False, context_fn=contexts)
     assert isinstance(result, Tensor)
     assert all(map(torch.equal, torch.autograd.grad(result.square().sum(), wanted), expected))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_a_gpus_grouped_products_of_an_adapter_are_those_of_each_expert(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate_up, down = (
+        stacks("marlin", matrices(*shape, 0).cuda())[0] for shape in [(2 * INNER, HIDDEN), (HIDDEN, INNER)]
+    )
+    plain, _ = adapter(8, 0.5)
+    lora = ExpertLora(*(LoraFactors(one.a.cuda(), one.b.cuda(), 0.5) for one in plain if one is not None))
+    factors = [factor for one in lora if one is not None for factor in one[:2]]
+    x, share, chosen = (tensor.detach().cuda() for tensor in inputs())
+    wanted = (x.bfloat16().requires_grad_(), share.requires_grad_())
+    found = []
+    for _ in range(2):
+        y = mixture_of_experts(*wanted, chosen, gate_up, down, silu_product, lora=lora)
+        found.append((y, *torch.autograd.grad(y.float().square().sum(), (*wanted, *factors))))
+        monkeypatch.setattr(experts, "_has_kernel", lambda rows: False)
+    compared(*found, 2e-2)

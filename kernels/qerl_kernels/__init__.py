@@ -40,8 +40,8 @@ from qerl_kernels.stacked_weights import DenseStack, MarlinStack, MXFP4Stack, NV
 
 __all__ = [
     "AdaptedWeight", "Backend", "BlockScales", "DECODE_GEMM_MAX_TOKENS", "DenseStack", "DenseWeight", "ExpertBiases",
-    "ExpertLora", "FrozenWeight", "LoraFactors", "MXFP4Stack", "MXFP4Tensor", "MXFP4Weight", "MarlinRows", "MarlinStack",
-    "MarlinTensor", "NVFP4Stack", "NVFP4Tensor", "NVFP4Weight", "StackedWeight", "chunked_reverse_kl",
+    "ExpertLora", "FrozenWeight", "LoraFactors", "MXFP4Stack", "MXFP4Tensor", "MXFP4Weight", "MarlinRows",
+    "MarlinStack", "MarlinTensor", "NVFP4Stack", "NVFP4Tensor", "NVFP4Weight", "StackedWeight", "chunked_reverse_kl",
     "chunked_token_logprobs", "clamped_swiglu", "clamped_swiglu_reference", "decode_gemm_linear",
     "decode_gemm_linear_reference", "decode_gemm_sizes", "decode_gemm_supported", "dense_linear", "dequantize_marlin",
     "dequantize_mxfp4", "dequantize_nvfp4", "dequantize_nvfp4_unscaled", "frozen_linear", "frozen_linears",

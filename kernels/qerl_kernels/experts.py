@@ -181,6 +181,7 @@ def grouped_outer(left: Tensor, right: Tensor, stops: Tensor, bounds: Sequence[i
     shape = len(stops), left.shape[1], right.shape[1]
     if _has_kernel(left) and _is_aligned(shape, left.dtype):
         out = torch._grouped_mm(left.t(), right, offs=stops)
+        # Experts without rows: whether the kernel writes their zeros is not documented.
         return out.masked_fill_((stops.diff(prepend=stops.new_zeros(1)) == 0)[:, None, None], 0)
     out = left.new_zeros(shape)
     for expert, (start, stop) in enumerate(pairwise(bounds)):
@@ -208,8 +209,17 @@ class _Adapter(NamedTuple):
         a, b = factors
         if a is None or b is None:
             return None
-        low = (factor.to(dtype, memory_format=torch.contiguous_format) for factor in (a, b))
-        return cls(*low, scaling, stops, bounds)
+        low_a, low_b = (factor.to(dtype, memory_format=torch.contiguous_format) for factor in (a, b))
+        return cls(low_a, low_b, scaling, stops, bounds)
+
+    @classmethod
+    def saved(
+        cls, tensors: list[Tensor], scaling: float, stops: Tensor, bounds: Sequence[int]
+    ) -> tuple["_Adapter", Tensor]:
+        """The last adapter of what forward saved, and its input's product with A; they are taken from the list."""
+        low, a, b = tensors[-3:]
+        del tensors[-3:]
+        return cls(a, b, scaling, stops, bounds), low
 
     def shrink(self, rows: Tensor) -> Tensor:
         """rows A^T, [R, r]."""
@@ -232,10 +242,10 @@ class _Adapter(NamedTuple):
     ) -> tuple[Tensor, Tensor]:
         """Of A and B, where the gradient to y is factor [R, 1] * grad, and `of_low` without the factor."""
         low = low * self.scaling
-        if factor is not None:
-            low, of_low = ((rows * factor).to(rows.dtype) for rows in (low, of_low))
-        of_a, of_b = ((of_low, rows), (grad, low))
-        return grouped_outer(*of_a, self.stops, self.bounds), grouped_outer(*of_b, self.stops, self.bounds)
+        if factor is not None:  # on the low-rank side, which is small
+            low, of_low = (low * factor).to(low.dtype), (of_low * factor).to(of_low.dtype)
+        of_a = grouped_outer(of_low, rows, self.stops, self.bounds)
+        return of_a, grouped_outer(grad, low, self.stops, self.bounds)
 
 
 class _Mixture(torch.autograd.Function):
@@ -250,7 +260,7 @@ class _Mixture(torch.autograd.Function):
         product: Product,
         biases: ExpertBiases | None,
         alternating: bool,
-        scalings: Sequence[float],
+        scalings: Sequence[Any],
         *factors: Tensor | None,
     ) -> Tensor:
         count = topk_ids.shape[1]
@@ -307,8 +317,8 @@ class _Mixture(torch.autograd.Function):
         with torch.enable_grad():
             gate, up = (part.detach().requires_grad_() for part in _gates_and_ups(hidden, ctx.alternating))
             inner = ctx.product(gate, up)
-        second = _saved_adapter(saved, ctx.scalings[1], stops, ctx.bounds) if ctx.adapted[1] else None
-        first = _saved_adapter(saved, ctx.scalings[0], stops, ctx.bounds) if ctx.adapted[0] else None
+        second = _Adapter.saved(saved, ctx.scalings[1], stops, ctx.bounds) if ctx.adapted[1] else None
+        first = _Adapter.saved(saved, ctx.scalings[0], stops, ctx.bounds) if ctx.adapted[0] else None
         of_factors: list[Tensor | None] = [None] * 4
         factor = topk_weights.flatten()[order, None]
         # Alpha and the top-k weights follow, in float32.
@@ -346,15 +356,6 @@ class _Mixture(torch.autograd.Function):
             of_rows, gate_alpha = of_rows if gate_alpha is None else of_rows.mul_(gate_alpha), None
             adapter.add_input_gradient(of_rows, of_low)
         return _gradients(ctx, _sum_of_rows(of_rows, gate_alpha, order, count), of_weights, of_factors)
-
-
-def _saved_adapter(
-    saved: list[Tensor], scaling: float, stops: Tensor, bounds: Sequence[int]
-) -> tuple[_Adapter, Tensor]:
-    """The last adapter of what forward saved, and its input's product with A; they are taken from the list."""
-    low, a, b = saved[-3:]
-    del saved[-3:]
-    return _Adapter(a, b, scaling, stops, bounds), low
 
 
 def _gradients(
