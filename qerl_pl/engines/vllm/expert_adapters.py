@@ -201,13 +201,13 @@ class GroupedLora:
             y.add_(_grouped(low.flatten(0, 1), b[0], rows, 1, (tokens, count), topk_weights))
 
 
-FEW_ROWS = 32
+SMALL_BLOCK_ROWS = 32
 """Rows of an expert, on average, up to which small blocks multiply them."""
 
 
 def _block_rows(rows: int, experts: int) -> int:
     """Rows of an expert that a thread block multiplies."""
-    return 16 if rows <= FEW_ROWS * experts else 64
+    return 16 if rows <= SMALL_BLOCK_ROWS * experts else 64
 
 
 def _grouped(
@@ -310,7 +310,7 @@ def check(model: Any, max_tokens: int) -> None:
             factors.a.normal_(generator=generator).mul_(size)
             factors.b.normal_(generator=generator)
     config = module.moe_config
-    many = FEW_ROWS * config.num_experts // config.experts_per_token + 1
+    many = SMALL_BLOCK_ROWS * config.num_experts // config.experts_per_token + 1
     for tokens in (fused_experts.PROBES, many):
         tokens = min(tokens, max_tokens)
         difference = fused_experts.difference(module, *stacks, tokens, lora)
