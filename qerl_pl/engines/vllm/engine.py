@@ -25,6 +25,7 @@ from qerl_pl.engines.base import (
 from qerl_pl.engines.vllm import compat, linear_methods, weight_map, worker
 from qerl_pl.engines.vllm.startup import (
     import_vllm,
+    position_overrides,
     process_state_restored,
     register_architecture,
     release_memory,
@@ -325,6 +326,7 @@ class VLLMEngine(RolloutEngine):
                 skip_tokenizer_init=not self._has_tokenizer,
                 generation_config="vllm",
                 logprobs_mode="processed_logprobs",
+                hf_overrides=position_overrides(config),
                 max_model_len=length,
                 max_num_seqs=self.max_num_seqs,
                 max_num_batched_tokens=self.max_num_batched_tokens
