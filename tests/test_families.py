@@ -444,6 +444,22 @@ def test_what_a_policy_does_not_compute_is_refused_by_its_name(tmp_path: Path, k
         PolicyConfig(path=str(folder), quantization="none").base_folder()
 
 
+@pytest.mark.vllm
+def test_a_mixture_of_experts_starts_beside_a_dense_model_that_samples_on(tmp_path: Path) -> None:
+    """vLLM's process groups are the process's, and those of a dense model lack the group of experts."""
+    engines, said = [], []
+    for name in ("qwen2", "qwen3-moe"):
+        policy = changed(policy_of(write_checkpoint(name, tmp_path / name), quantization="none"))
+        engines.append(VLLMEngine(kv_cache_gib=0.25, max_num_seqs=16))
+        engines[-1].launch(spec_of(policy))
+        engines[-1].sync(policy.weights(0))
+        said.append(completions_of(engines[-1]))
+        assert trainer_gap(policy, said[-1], None) < LOGPROB_BOUND
+    assert [completions_of(engine) for engine in engines] == said
+    for engine in engines:
+        engine.close()
+
+
 @pytest.mark.parametrize("kind", ENGINES)
 def test_yarn_added_to_config_json_has_the_same_positions_in_trainer_engine_and_transformers(
     tmp_path: Path, kind: str

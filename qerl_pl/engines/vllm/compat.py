@@ -126,6 +126,8 @@ TABLE = (
     PrivateName("vllm.sampling_params.RequestOutputKind", "dialogues"),
     PrivateName("vllm.v1.engine.core_client.EngineCoreClient", "release of memory", ("shutdown",)),
     PrivateName("vllm.distributed.cleanup_dist_env_and_memory", "release of memory", parameters=()),
+    PrivateName("vllm.distributed.destroy_model_parallel", "experts after a dense model", parameters=()),
+    PrivateName("vllm.distributed.get_ep_group", "experts after a dense model", parameters=()),
     PrivateName("vllm.exceptions.VLLMValidationError", "error messages"),
     _optional(
         DECODE_GEMM,

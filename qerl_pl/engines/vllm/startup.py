@@ -65,6 +65,20 @@ def position_overrides(config: Mapping[str, Any]) -> dict[str, int]:
     return {"max_position_embeddings": longest} if yarn and longest is not None else {}
 
 
+def end_groups_without_experts() -> None:
+    """End vLLM's model-parallel groups where an engine of a dense model has made them, so that vLLM makes new ones.
+
+    vLLM keeps them for the whole process while an engine lives, after a start that failed, and on several ranks. Those
+    of a dense model lack the group of experts, without which no mixture of experts starts.
+    """
+    from vllm.distributed import destroy_model_parallel, get_ep_group
+
+    try:
+        get_ep_group()
+    except AssertionError:  # vLLM has no other question for it; without any groups nothing is ended
+        destroy_model_parallel()
+
+
 @contextmanager
 def process_state_restored() -> Iterator[None]:
     """Undo what vLLM's start does to the whole process: seeds, variables, and its CPU worker to `set_num_threads`."""

@@ -14,6 +14,7 @@ from qerl_pl.algorithm.noise import NormNoise
 from qerl_pl.engines.base import EngineSpec, SharedWeights
 from qerl_pl.engines.vllm import expert_adapters, fused_experts, linear_methods, weight_map
 from qerl_pl.engines.vllm.sampler import attach_sampler
+from qerl_pl.engines.vllm.startup import end_groups_without_experts
 from qerl_pl.engines.vllm.weight_map import FusedSlice
 from qerl_pl.errors import UserError
 from qerl_pl.formats.architecture import family_of, noisy_norm_names
@@ -113,11 +114,14 @@ class PolicyWorker(Worker):
     def init_device(self) -> None:
         """As vLLM, but the system chooses the port of the process group when it starts to listen there.
 
-        vLLM 0.25 looks up a free port and listens there later, when another run may have it.
+        vLLM 0.25 looks up a free port and listens there later, when another run may have it. A mixture of experts does
+        not reuse the groups of a dense model.
         """
         address, _, port = self.distributed_init_method.rpartition(":")
         if address.startswith("tcp:") and port.isdecimal():
             self.distributed_init_method = f"{address}:0"
+        if family_of(self.vllm_config.model_config.hf_config.model_type).experts is not None:
+            end_groups_without_experts()
         super().init_device()
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
