@@ -284,6 +284,22 @@ def test_an_evaluation_says_whether_its_accuracy_reward_tells_answers() -> None:
         assert all((one.answer is not None) == tells for prompt in found.prompts for one in prompt.samples)
 
 
+def test_wrong_answers_vote_by_their_normal_form() -> None:
+    class Telling(Even):
+        def extract_answer(self, completion: str) -> str | None:
+            return completion
+
+        def normalize_answers(self, answers: Sequence[str]) -> Sequence[str]:
+            return ["the same"] * len(answers)
+
+    (found,) = (
+        evaluator_of(Scripted(), rewards=[Telling()], samples=8).evaluate(PROMPTS[:1], Watched().weights(5)).prompts
+    )
+    wrong = [one.answer for one in found.samples if not one.correct]
+    right = {one.answer for one in found.samples if one.correct}
+    assert len(wrong) > 1 and set(wrong) == {"the same"} and right and "the same" not in right
+
+
 def test_settings_that_cannot_be_are_refused(caplog: pytest.LogCaptureFixture) -> None:
     for name, value, message in (
         ("group_size", 1, "at least 2 completions; got group_size=1"),
