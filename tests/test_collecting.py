@@ -23,6 +23,7 @@ from qerl_pl.rollout.experience import (
     require_finite_logprobs,
     reward_metrics,
     score_groups,
+    totals,
 )
 from qerl_pl.types import Completion, Prompt, RolloutRequest, SamplingConfig
 
@@ -367,7 +368,27 @@ def test_a_group_whose_rewards_are_all_alike_has_no_signal() -> None:
         )
 
     groups = [group(1.0, 1.0, 1.0), group(0.0, 1.0, 1.0), group(0.5, 0.5, 0.5), group(1.0, 1.0, 0.0)]
-    assert reward_metrics(groups)["completions/groups_without_signal_frac"] == 0.5
+    assert reward_metrics(groups, totals(groups))["completions/groups_without_signal_frac"] == 0.5
+
+
+@pytest.mark.parametrize("aggregation", ["sum_then_normalize", "normalize_then_sum"])
+def test_a_group_with_equal_totals_has_a_signal_where_each_reward_is_normalized_by_itself(aggregation: str) -> None:
+    class Odd(Even):
+        """So much where `Even` is 0 that the weighted sum is 1 everywhere."""
+
+        name, weight = "odd", 0.5
+
+        def __call__(self, samples: Any) -> list[float]:
+            return [2 - 2 * value for value in super().__call__(samples)]
+
+    policy, prompts = Watched(), [Prompt(f"q{i}", (i,) * (1 + i % 3), f"{i}", "") for i in range(30)]
+    mixed = [len({sum(tokens) % 2 for tokens in tokens_of(prompt)}) == 2 for prompt in prompts]
+    settings = {"rewards": [Even(), Odd()], "resample_rounds": 1, "multi_objective_aggregation": aggregation}
+    found = collector_of(Scripted(), **settings).collect(prompts, policy.weights(4), policy, lambda *_: [])
+    signal = mixed if aggregation == "normalize_then_sum" else [False] * 30
+    assert 0 < sum(mixed) < 30 and [record.trained for record in found.records[::4]] == signal
+    assert found.metrics["completions/groups_without_signal_frac"] == signal.count(False) / 30
+    assert len(found) == 4 * sum(signal) and found.advantages.ne(0).all()
 
 
 @pytest.mark.parametrize(
