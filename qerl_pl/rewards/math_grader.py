@@ -50,6 +50,8 @@ _MIXED = re.compile(r"(?<![\w.,/^)}])(\d+)\s+(\d+)/(\d+)(?![\d/])")
 _REPEATING = re.compile(r"(?<![\d.])(\d{0,20})\.(\d{0,20})\\overline\s*\{\s*(\d{1,20})\s*\}")
 _WORD = re.compile(r"(?<![A-Za-z\\])(?!and\b)[A-Za-z]{3,}")
 """A word, which math-verify would read as a product of its letters."""
+_LONGEST_FORM = 1000
+"""Characters of a canonical form."""
 _OR = re.compile(r"\\(?:lor|vee)(?![A-Za-z])|∨")
 _DOUBTS = (
     re.compile(  # negations
@@ -266,7 +268,8 @@ def canonical(answer: str) -> str | None:
     value = next((value for value in read(answer) if not isinstance(value, str)), None)
     if value is None or untrue(value, answer):
         return None
-    return str(_normal(value.rhs if isinstance(value, Eq) and isinstance(value.lhs, Symbol) else value))
+    text = str(_normal(value.rhs if isinstance(value, Eq) and isinstance(value.lhs, Symbol) else value))
+    return text if len(text) <= _LONGEST_FORM else None
 
 
 def _normal(value: Any) -> Any:
