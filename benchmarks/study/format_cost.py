@@ -6,7 +6,8 @@ Prompts are rendered as in training, and everything but the quantized weights is
 with 95 % intervals over rows.
 
 `--orders 5` adds four copies of the policy with permuted and sign-flipped channels, and writes format_cost_orders. They
-compute the same function but round differently, which shows the spread over rounding errors.
+compute the same function but round differently, which shows the spread over rounding errors. `--ways none mxfp4 mxfp4_loftq32`
+measures LoftQ's adapter of rank 32 over MXFP4 beside it.
 """
 
 import argparse
@@ -25,6 +26,7 @@ from benchmarks import report
 from benchmarks.study.reordered import reorder_checkpoint
 from qerl_pl.chat_template import render_prompts
 from qerl_pl.datamodules.tables import read_table
+from qerl_pl.formats.loftq import LOFTQ
 from qerl_pl.formats.quantize import Device, quantize_checkpoint
 from qerl_pl.modules import LoraConfig, Policy, PolicyConfig
 from qerl_pl.rollout.experience import pad_completions
@@ -36,6 +38,12 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "nvfp4_search": ("NVFP4, searched scales", {"scales": "search"}),
     "mxfp4": ("MXFP4", {}),
     "nf4": ("NF4", {}),
+}
+ROUNDED = tuple(WAYS)
+WAYS |= {
+    f"{kind}_loftq{rank}": (f"{WAYS[kind][0]}, LoftQ of rank {rank}", {"loftq_rank": rank})
+    for kind in ("nvfp4", "mxfp4", "nf4")
+    for rank in (32, 128)
 }
 
 
@@ -86,7 +94,9 @@ def one_way(source: Path, way: str, rows: Sequence[tuple[list[int], int]], devic
         if kind != "none":
             base = Path(scratch) / way
             quantize_checkpoint(source, base, kind, device=device, **WAYS[way][1])
-        config = PolicyConfig(path=str(base), quantization=kind, lora=LoraConfig(rank=1, alpha=1.0), dtype="float32")
+        loftq = "loftq_rank" in WAYS[way][1]
+        adapter, lora = (str(base / LOFTQ), LoraConfig()) if loftq else (None, LoraConfig(rank=1, alpha=1.0))
+        config = PolicyConfig(path=str(base), quantization=kind, lora=lora, adapter=adapter, dtype="float32")
         return nats(Policy(base, config, torch.device(device), seed=0).eval(), rows)
 
 
@@ -119,7 +129,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("model", type=Path, help="folder of a 16-bit model with a chat template")
     parser.add_argument("--data", type=Path, required=True, help="folder with test.jsonl")
     parser.add_argument("--rows", type=int, default=128)
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=ROUNDED)
     parser.add_argument("--orders", type=int, default=1, help="channel orders, including the original")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--out", type=Path, required=True)

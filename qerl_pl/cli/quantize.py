@@ -20,6 +20,7 @@ def quantize(
     scales: BlockScales = "minmax",
     power_of_two: bool = False,
     device: Device = "auto",
+    loftq_rank: int | None = None,
     calibration: str | None = None,
     method: Method = "gptq",
     samples: int = 256,
@@ -43,6 +44,8 @@ def quantize(
         power_of_two: NVFP4 only, round global scales to powers of two, which makes dequantized weights exact in
             bfloat16 and costs no accuracy.
         device: Device of the arithmetic. `auto` is the GPU where there is one. llm-compressor chooses its own.
+        loftq_rank: Rank of an adapter in DST/loftq, in PEFT's format, that takes up a part of each linear's error
+            (LoftQ); training starts from it by model.policy.adapter. null writes none.
         calibration: Table of texts (a column text) or of conversations (prompt, messages or question, and answer): a
             JSONL, CSV or parquet file, or a hub name; null rounds to nearest.
         method: How llm-compressor quantizes: GPTQ or AWQ.
@@ -51,12 +54,17 @@ def quantize(
 
     Raises:
         UserError: `dst` exists, `src` is no model folder, is inconsistent or already quantized, has no matrix to
-            quantize or one that the format cannot store, the format lacks an option, there is no GPU for `device`, or
-            llm-compressor is not installed.
+            quantize or one that the format cannot store, the format lacks an option, there is no GPU for `device`,
+            `loftq_rank` does not fit, or llm-compressor is not installed.
     """
     if calibration is None:
-        quantize_checkpoint(src, dst, format, scales, power_of_two, device)
+        quantize_checkpoint(src, dst, format, scales, power_of_two, device, loftq_rank)
         return
+    if loftq_rank is not None:
+        raise UserError(
+            "LoftQ's adapter takes up what rounding to nearest leaves; llm-compressor rounds otherwise; leave out "
+            "--loftq_rank, or --calibration"
+        )
     if scales != "minmax" or power_of_two:
         raise UserError("llm-compressor chooses the scales; leave out --scales and --power_of_two, or --calibration")
     require_at_least(1, {"--samples": samples, "--max_length": max_length})

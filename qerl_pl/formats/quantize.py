@@ -36,6 +36,7 @@ from qerl_pl.formats.architecture import (
 from qerl_pl.formats.base import QUANTIZERS, Quantization, QuantizedFormat, Quantizer, format_of
 from qerl_pl.formats.dense import DENSE
 from qerl_pl.formats.dense_checkpoint import validate_checkpoint
+from qerl_pl.formats.loftq import LOFTQ, LoftQAdapter
 from qerl_pl.formats.model_folder import (
     QUANTIZATION_REPORT,
     ShardWriter,
@@ -62,6 +63,7 @@ def quantize_checkpoint(
     scales: BlockScales = "minmax",
     power_of_two: bool = False,
     device: Device = "auto",
+    loftq_rank: int | None = None,
 ) -> None:
     """Quantize a 16-bit checkpoint to 4 bits, and report the error of each matrix.
 
@@ -81,12 +83,15 @@ def quantize_checkpoint(
         power_of_two: NVFP4 only, round global scales to powers of two, which makes dequantized weights exact in
             bfloat16 and costs no accuracy.
         device: Device of the arithmetic. `auto` is the GPU where there is one.
+        loftq_rank: Rank of an adapter in DST/loftq, in PEFT's format, that takes up a part of each linear's error
+            (LoftQ, arXiv 2310.08659); None writes none.
 
     Raises:
         UserError: `dst` exists, `src` is no model folder, is of no known family, inconsistent or already quantized, has
-            no matrix to quantize, or one or experts that the format cannot store, the format lacks an option, or there
-            is no GPU for `device`.
+            no matrix to quantize, or one or experts that the format cannot store, the format lacks an option, there
+            is no GPU for `device`, or `loftq_rank` does not fit.
     """
+    adapter = None if loftq_rank is None else LoftQAdapter(loftq_rank, dst)
     quantizer, torch_device = QUANTIZERS[format](scales, power_of_two), _device(device)
     config, tensors = _source(src, dst)
     matrices = "*_proj.weight"
@@ -102,7 +107,7 @@ def quantize_checkpoint(
         if not quantized:
             raise UserError(f"quantizing needs weights named model.layers.N.{matrices}; {src} has none")
         writer = ShardWriter(folder)
-        errors = _quantize(tensors, quantized, quantizer, torch_device, writer)
+        errors = _quantize(tensors, quantized, quantizer, torch_device, writer, adapter)
         for name in tensors:
             if name not in quantized:
                 writer.add(name, tensors.read(name))
@@ -110,6 +115,8 @@ def quantize_checkpoint(
         copy_other_files(src, folder, config | {"quantization_config": _quantization_config(quantizer, config)})
         settings = {"format": format, "scales": scales, "power_of_two": power_of_two}
         _report(settings, errors, folder / QUANTIZATION_REPORT)
+        if adapter is not None:
+            adapter.save(folder / LOFTQ)
     log.info("wrote %s checkpoint %s", format.upper(), dst)
 
 
@@ -178,7 +185,12 @@ def _start_worker(device: torch.device) -> None:
 
 
 def _quantize(
-    tensors: TensorFiles, quantized: set[str], quantizer: Quantizer, device: torch.device, writer: ShardWriter
+    tensors: TensorFiles,
+    quantized: set[str],
+    quantizer: Quantizer,
+    device: torch.device,
+    writer: ShardWriter,
+    adapter: LoftQAdapter | None,
 ) -> dict[str, float]:
     """Quantize fused group by fused group; return the relative squared error of each matrix."""
     errors: dict[str, float] = {}
@@ -203,7 +215,12 @@ def _quantize(
             global_scale = pool.submit(quantizer.global_scale, weights.values()).result()
             for (name, weight), stored in zip(weights.items(), read, strict=True):
                 experts = len(stored) if stored.dim() == 3 else None
-                errors[name] = _quantize_matrix(name, weight, global_scale, quantizer, pool, writer, experts)
+                takes_residual = adapter is not None and adapter.wants(name)
+                errors[name], residual = _quantize_matrix(
+                    name, weight, global_scale, quantizer, pool, writer, experts, takes_residual
+                )
+                if adapter is not None and residual is not None:
+                    adapter.add(name, residual)
             bar.update(len(group))
     return errors
 
@@ -235,26 +252,32 @@ def _quantize_matrix(
     pool: ThreadPoolExecutor,
     writer: ShardWriter,
     experts: int | None,
-) -> float:
-    """Quantize and write a matrix, or the matrices of so many experts; return its relative squared error."""
+    wants_residual: bool,
+) -> tuple[float, Tensor | None]:
+    """Quantize and write a matrix, or the matrices of so many experts.
+
+    Returns:
+        Its relative squared error, and if that is wanted the weight less what is stored.
+    """
     chunks = weight.split(len(weight) if weight.is_cuda else max(1, CHUNK // weight.shape[1]))
     codes, scales = zip(*pool.map(lambda chunk: quantizer.encode(chunk, global_scale), chunks), strict=True)
     stored, stored_scales = quantizer.store(torch.cat(codes), torch.cat(scales), global_scale, weight.dtype)
     for suffix, tensor in stored.items():
         writer.add(f"{name}{suffix}", tensor if experts is None else tensor.unflatten(0, (experts, -1)))
 
-    def squares(rows: Tensor, row_codes: Tensor, row_scales: Tensor) -> tuple[Tensor, Tensor]:
-        """Sums of the squared errors and of the squared weights."""
+    def squares(rows: Tensor, row_codes: Tensor, row_scales: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Sums of the squared errors and of the squared weights, and the residual."""
         dense, exact = quantizer.decode(row_codes, row_scales, global_scale), rows.float()
-        return dense.sub_(exact).square_().sum(), exact.square().sum()
+        residual = exact - dense if wants_residual else None
+        return dense.sub_(exact).square_().sum(), exact.square().sum(), residual
 
     sums = pool.map(squares, chunks, codes, stored_scales.split([len(chunk) for chunk in chunks]))
-    error, square = zip(*sums, strict=True)
+    error, square, residuals = zip(*sums, strict=True)
     total = torch.stack(square).double().sum().item()
     relative = torch.stack(error).double().sum().item() / (total or 1.0)
     if not math.isfinite(relative):
         raise UserError(f"weights must be finite numbers; {name} has inf or nan; get the model again")
-    return relative
+    return relative, torch.cat(residuals) if wants_residual else None
 
 
 def _report(settings: dict[str, Any], errors: dict[str, float], path: Path) -> None:
