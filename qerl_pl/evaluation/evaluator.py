@@ -1,10 +1,12 @@
 """Samples and grades held-out prompts, with a cache of samples that outlives the process."""
 
+import hashlib
 import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import lru_cache
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -30,7 +32,7 @@ from qerl_pl.types import (
     SamplingConfig,
 )
 
-FORMAT = 2
+FORMAT = 3
 """Version of the sample cache: raise it with every change of its lines or of grading."""
 
 
@@ -52,6 +54,8 @@ class SampleRecord:
     rewards: dict[str, float]
     prompt: str
     completion: str
+    row: str
+    """`row_digest` of the prompt."""
     messages: Sequence[Mapping[str, Any]] | None = None
     """Messages of a dialogue with an environment; without one, the line leaves them out."""
 
@@ -59,6 +63,12 @@ class SampleRecord:
     def graded(self) -> GradedAnswer:
         """The record without texts and rewards."""
         return GradedAnswer(self.correct, self.answer, self.tokens, self.truncated)
+
+
+@lru_cache(maxsize=1024)  # a prompt has many samples
+def row_digest(prompt: Prompt) -> str:
+    """Digest of all that a sample and its grade take from the row: prompt, reference, and columns for the rewards."""
+    return hashlib.sha256(repr(prompt).encode()).hexdigest()[:12]
 
 
 class SampleCache:
@@ -72,7 +82,7 @@ class SampleCache:
     def __init__(self, path: Path, others: Iterable[Path] = ()) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path = path
-        self._samples: dict[tuple[str, str, int | None], tuple[GradedAnswer, str, str]] = {}
+        self._samples: dict[tuple[str, str, int | None], tuple[GradedAnswer, str]] = {}
         for file in (path, *others):
             self._read(file, repair=file == path)
 
@@ -80,9 +90,9 @@ class SampleCache:
         return len(self._samples)
 
     def get(self, name: str, prompt: Prompt, sample: int | None) -> GradedAnswer | None:
-        """The cached sample; None if there is none, or the question or reference has changed since."""
-        graded, *texts = self._samples.get((name, prompt.id, sample), (None, "", ""))
-        return graded if texts == [prompt.text, prompt.reference] else None
+        """The cached sample; None if there is none, or the row has changed since."""
+        graded, row = self._samples.get((name, prompt.id, sample), (None, ""))
+        return graded if graded is not None and row == row_digest(prompt) else None
 
     def put(self, records: Sequence[SampleRecord]) -> None:
         """Append lines and flush them to the disk."""
@@ -96,7 +106,7 @@ class SampleCache:
 
     def _add(self, record: SampleRecord) -> None:
         # Without completions, of which there may be many.
-        self._samples[record.set, record.prompt_id, record.sample] = (record.graded, record.prompt, record.reference)
+        self._samples[record.set, record.prompt_id, record.sample] = record.graded, record.row
 
     def _read(self, file: Path, repair: bool) -> None:
         if not file.is_file():
@@ -270,8 +280,8 @@ class Evaluator:
         for group, answer, (_, sample) in zip(groups, extracted, jobs, strict=True):
             (completion,) = map(asdict, group.records())
             del completion["trained"]
-            correct = bool(group.rewards[self.accuracy_reward.name][0] > 0.5)
-            records.append(SampleRecord(set=name, sample=sample, correct=correct, answer=answer, **completion))
+            correct, row = bool(group.rewards[self.accuracy_reward.name][0] > 0.5), row_digest(group.prompt)
+            records.append(SampleRecord(set=name, sample=sample, correct=correct, answer=answer, row=row, **completion))
         if cache is not None:
             cache.put(records)
         return {job: record.graded for job, record in zip(jobs, records, strict=True)}
