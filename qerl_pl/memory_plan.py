@@ -60,6 +60,8 @@ class Shape:
     """Experts that a token is given to; 0 for a dense MLP."""
     dense_attention: bool = False
     """Whether attention's linears have 16 bits beside 4-bit experts."""
+    soft_capped: bool = False
+    """Whether attention's scores have a soft cap: they are in memory then, as flash attention has none."""
 
     @classmethod
     def of(cls, config: PretrainedConfig) -> "Shape":
@@ -81,6 +83,7 @@ class Shape:
             experts=0 if family.experts is None else getattr(config, family.experts.count),
             chosen=chosen,
             dense_attention=family.experts is not None and family.experts.stored_in_stacks,
+            soft_capped=family.score_cap is not None and getattr(config, family.score_cap) is not None,
         )
 
     @property
@@ -194,13 +197,25 @@ def _recomputed(shape: Shape, batch: MicroBatch) -> int:
     size = batch.dtype.itemsize
     token = size * (3 * shape.hidden + 7 * batch.rank) + _attention(shape, size) + 8
     token += 2 * 2 * 4 * shape.hidden if batch.train_norms else 0
-    return batch.tokens * (token + (0 if _tiles(shape, batch) else 3 * size * shape.inner))
+    token += 0 if _tiles(shape, batch) else 3 * size * shape.inner
+    return batch.tokens * token + _saved_scores(shape, batch)
 
 
 def _attention(shape: Shape, size: int) -> int:
     """Queries, keys, values, result and log-sum-exp of a token; norms of heads save queries and keys in float32."""
     norms = 4 * (shape.queries + shape.keys) if shape.head_norms else 0
     return size * (2 * shape.queries + 2 * shape.keys) + norms + 4 * shape.heads
+
+
+def _scores(shape: Shape, batch: MicroBatch) -> int:
+    """Scores of a layer's attention that are in memory: of padded sequences, by head, query and key."""
+    return shape.heads * batch.tokens * -(-batch.tokens // batch.sequences) if shape.soft_capped else 0
+
+
+def _saved_scores(shape: Shape, batch: MicroBatch) -> int:
+    """What plain attention saves of them: capped scores and weights in float32, and the weights in 16 bits."""
+    size = batch.dtype.itemsize
+    return _scores(shape, batch) * (8 + (size if size < 4 else 0))
 
 
 def activation_bytes(shape: Shape, batch: MicroBatch) -> int:
@@ -231,11 +246,13 @@ def working_bytes(shape: Shape, batch: MicroBatch) -> dict[str, int]:
         gradients = recomputed + size * (hidden + (2 - gate_up) * inner) * tokens
         gradients += 2 * size * shape.chosen * hidden * tokens  # inputs copied for experts, and their results
         mlp = max(gradients, gradients - size * inner * tokens + weight)
-    splits = -(-SMS // (batch.sequences * shape.heads))
+    splits = 0 if shape.soft_capped else -(-SMS // (batch.sequences * shape.heads))
     rounded = tokens + 128 * batch.sequences
     expanded = 2 * shape.queries if shape.keys < shape.queries else 0
     attention = size * tokens * (2 * hidden + 2 * shape.queries + expanded + 2 * shape.keys)
     attention += tokens * _attention(shape, size) + 4 * splits * rounded * shape.queries + weight
+    # Plain attention's backward pass has four float32 tensors of scores at once, of which some are saved ones.
+    attention += 16 * _scores(shape, batch) - (_saved_scores(shape, batch) if batch.checkpointing is False else 0)
     # The last norm's input in float32 and its results; the predicting states and their gradients.
     head = (4 + 4 * size) * hidden * tokens + min(CHUNK_BYTES, size * shape.vocabulary * tokens)
     if batch.full_finetuning:  # the output layer's copy, its gradient in float32, and a chunk's

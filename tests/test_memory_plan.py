@@ -11,7 +11,7 @@ import torch
 from live_bytes import LiveBytes
 from pages import ROOT
 from qerl_kernels import logprob
-from transformers import AutoModelForCausalLM, Qwen2Config
+from transformers import AutoModelForCausalLM, Gemma2Config, Qwen2Config
 
 from qerl_pl import memory_plan
 from qerl_pl.errors import UserError
@@ -260,3 +260,29 @@ def test_a_counted_update_needs_what_is_estimated(
     wide = 4 * 512 * (tokens if tile is None else tile)
     more = (layers if tile is None else 1) * wide + layers * 8 * 4 * 64 * tokens
     assert estimate * 0.95 < live.peak < (estimate + more) * 1.1
+
+
+@pytest.mark.parametrize("sequences", [1, 2])
+@pytest.mark.parametrize("mode", [True, False])
+def test_scores_with_a_soft_cap_are_counted(tmp_path: Path, mode: Any, sequences: int) -> None:
+    """Gemma 2's attention in plain PyTorch; here they are nearly all that an update needs."""
+    config = Gemma2Config(
+        vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=8,
+        num_key_value_heads=4, head_dim=8, max_position_embeddings=512,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    settings = PolicyConfig(
+        path=str(tmp_path), quantization="none", dtype="float32", lora=LoraConfig(rank=2), gradient_checkpointing=mode
+    )
+    policy = Policy(tmp_path, settings, torch.device("cpu"), seed=1).train()
+    length = 512
+    ids, mask = torch.randint(5, 60, (sequences, length)), torch.arange(length).expand(sequences, length) > 0
+    with LiveBytes() as live:
+        policy.token_logprobs(ids, torch.tensor([length] * sequences), mask, 1.0)[0].sum().backward()
+    shape, batch = Shape.of(policy.base.config), MicroBatch(length * sequences, sequences, torch.float32, mode, rank=2)
+    within(activation_bytes(shape, batch), live.peak, 0.05)
+    assert not Shape.of(Gemma2Config(attn_logit_softcapping=None)).soft_capped
+    # In 16 bits the weights are saved once more, in that precision.
+    low = replace(batch, dtype=torch.bfloat16, checkpointing=False)
+    scores = 3 * 8 * length * length * sequences
+    assert saved_bytes(shape, low) - saved_bytes(replace(shape, soft_capped=False), low) == 10 * scores
