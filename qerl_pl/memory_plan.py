@@ -311,6 +311,8 @@ class RunPlan:
     """Whether the engine releases keys and values during the update."""
     prompt_tokens: int = PREFILL_TOKENS
     """Of a rollout's prompts together."""
+    prefill_tokens: int = PREFILL_TOKENS
+    """Most tokens of the engine's forward pass."""
     max_num_seqs: int = 256
     reference: bool = False
     """Whether full fine-tuning holds a second model."""
@@ -377,7 +379,7 @@ def update_memory(plan: RunPlan) -> float:
 def _prefill(plan: RunPlan) -> float:
     """The engine's largest forward pass: gate and up, their product, hidden states, a dense weight; sampled logits."""
     shape, size = plan.shape, plan.batch.dtype.itemsize
-    tokens = min(plan.prompt_tokens, PREFILL_TOKENS)
+    tokens = min(plan.prompt_tokens, plan.prefill_tokens)
     dense = 0 if plan.quantization == "none" else size * 2 * shape.inner * shape.hidden
     return tokens * size * (3 * shape.inner + 4 * shape.hidden) + dense + plan.max_num_seqs * shape.vocabulary * size
 
