@@ -62,6 +62,8 @@ class Shape:
     """Whether attention's linears have 16 bits beside 4-bit experts."""
     soft_capped: bool = False
     """Whether attention's scores have a soft cap: they are in memory then, as flash attention has none."""
+    normed_outputs: bool = False
+    """Whether norms follow attention and MLP, too, which save the results of their last linears."""
 
     @classmethod
     def of(cls, config: PretrainedConfig) -> "Shape":
@@ -84,6 +86,7 @@ class Shape:
             chosen=chosen,
             dense_attention=family.experts is not None and family.experts.stored_in_stacks,
             soft_capped=family.score_cap is not None and getattr(config, family.score_cap) is not None,
+            normed_outputs=family.normed_outputs,
         )
 
     @property
@@ -180,6 +183,7 @@ def saved_bytes(shape: Shape, batch: MicroBatch) -> int:
         return min(2, shape.layers) * size * shape.hidden * tokens
     if batch.checkpointing == "selective":
         products = shape.queries + 2 * shape.keys + shape.hidden + (0 if _tiles(shape, batch) else 2 * shape.inner)
+        products += shape.hidden if shape.normed_outputs else 0
         return shape.layers * size * (shape.hidden + products) * tokens
     if batch.checkpointing is True:
         return shape.layers * size * shape.hidden * tokens
@@ -193,9 +197,10 @@ def _tiles(shape: Shape, batch: MicroBatch) -> bool:
 
 def _recomputed(shape: Shape, batch: MicroBatch) -> int:
     """What a layer saves besides its input: both norms' results and the second's input, queries, keys, values, the
-    result of attention, gate, up and their product, and the low-rank products of the adapter."""
+    result of attention, gate, up and their product, the low-rank products of the adapter, and inputs of norms of
+    outputs."""
     size = batch.dtype.itemsize
-    token = size * (3 * shape.hidden + 7 * batch.rank) + _attention(shape, size) + 8
+    token = size * ((5 if shape.normed_outputs else 3) * shape.hidden + 7 * batch.rank) + _attention(shape, size) + 8
     token += 2 * 2 * 4 * shape.hidden if batch.train_norms else 0
     token += 0 if _tiles(shape, batch) else 3 * size * shape.inner
     return batch.tokens * token + _saved_scores(shape, batch)

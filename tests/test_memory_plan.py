@@ -11,7 +11,7 @@ import torch
 from live_bytes import LiveBytes
 from pages import ROOT
 from qerl_kernels import logprob
-from transformers import AutoModelForCausalLM, Gemma2Config, Qwen2Config
+from transformers import AutoModelForCausalLM, Gemma2Config, Gemma3TextConfig, Qwen2Config, Qwen3Config
 
 from qerl_pl import memory_plan
 from qerl_pl.errors import UserError
@@ -286,3 +286,25 @@ def test_scores_with_a_soft_cap_are_counted(tmp_path: Path, mode: Any, sequences
     low = replace(batch, dtype=torch.bfloat16, checkpointing=False)
     scores = 3 * 8 * length * length * sequences
     assert saved_bytes(shape, low) - saved_bytes(replace(shape, soft_capped=False), low) == 10 * scores
+
+
+def test_inputs_of_norms_of_outputs_are_counted(tmp_path: Path) -> None:
+    """Two more tensors of hidden states in each layer of Gemma 3 than in one of Qwen 3, whose heads have norms too."""
+    sizes: dict[str, Any] = {"vocab_size": 64, "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 4}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 32, "max_position_embeddings": 512}
+    shapes, peaks, tokens = [], [], 512
+    for config in (Qwen3Config(**sizes), Gemma3TextConfig(**sizes)):
+        folder = tmp_path / config.model_type
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+        settings = PolicyConfig(path=str(folder), quantization="none", dtype="float32", lora=LoraConfig(rank=2))
+        policy = Policy(folder, settings, torch.device("cpu"), seed=1).train()
+        ids, mask = torch.randint(5, 60, (1, tokens)), torch.arange(tokens)[None] > 0
+        with LiveBytes() as live:
+            policy.token_logprobs(ids, torch.tensor([tokens]), mask, 1.0)[0].sum().backward()
+        shapes.append(Shape.of(policy.base.config))
+        peaks.append(live.peak)
+    batch = MicroBatch(tokens, 1, torch.float32, False, rank=2)
+    without, counted = (saved_bytes(shape, batch) for shape in shapes)
+    assert peaks[1] - peaks[0] >= counted - without == 4 * 2 * 4 * 128 * tokens
+    selective = replace(batch, checkpointing="selective")  # which saves the product of the last linear, too
+    assert saved_bytes(shapes[1], selective) - saved_bytes(shapes[0], selective) == 4 * 4 * 128 * tokens
