@@ -320,7 +320,7 @@ class RunPlan:
     """Most tokens of the engine's forward pass."""
     max_num_seqs: int = 256
     reference: bool = False
-    """Whether full fine-tuning holds a second model."""
+    """Whether full fine-tuning holds a second model, or a run that starts from an adapter a copy of it."""
 
     @property
     def token_kv_bytes(self) -> int:
@@ -347,7 +347,7 @@ def run_memory(plan: RunPlan) -> RunMemory:
     if plan.engine and not full:
         held["trained weights"] += size * shape.engine_adapter_weights(batch.rank, plan.targets)
     if plan.reference:
-        held["reference policy"] = dense
+        held["reference policy"] = dense if full else MASTER * trained
     held["optimizer states"] = plan.state_bytes * trained
     cuda = {CONTEXT: CUDA_CONTEXT_GIB * GIB}
     kv = {"keys and values": plan.kv_cache_gib * GIB} if plan.engine else {}

@@ -13,7 +13,7 @@ from qerl_pl.cli.main import main
 from qerl_pl.engines import VLLMEngine
 from qerl_pl.engines.base import EngineSpec
 from qerl_pl.memory import GIB
-from qerl_pl.modules import Policy
+from qerl_pl.modules import LoraConfig, Policy, PolicyConfig
 
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -136,6 +136,18 @@ def test_the_toy_policy_and_supervised_fine_tuning_have_tables_too(
     assert main(["fit", "--dry-run", "-c", "quickstart"]) == 0
     out = capsys.readouterr().out
     assert " 40 GiB" in out and "48 GiB" not in out and "no GPU" not in out
+
+
+def test_the_adapter_that_a_run_starts_from_is_held_twice(
+    capsys: pytest.CaptureFixture[str], qwen3_8b: Path, tiny_policy_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["-c", "quickstart", "--model.policy.path", str(tiny_policy_dir)]
+    assert "reference policy" not in run(capsys, *words)
+    monkeypatch.undo()  # a policy may be made
+    monkeypatch.chdir(qwen3_8b.parent / "work")
+    config = PolicyConfig(path=str(tiny_policy_dir), quantization="none", lora=LoraConfig(rank=4))
+    Policy(tiny_policy_dir, config, torch.device("cpu"), seed=1).save(qwen3_8b / "adapter")
+    assert "reference policy" in run(capsys, *words, "--model.policy.adapter", str(qwen3_8b / "adapter"))
 
 
 def test_a_model_without_a_config_is_refused(capsys: pytest.CaptureFixture[str], qwen3_8b: Path) -> None:

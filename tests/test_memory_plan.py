@@ -178,6 +178,8 @@ def test_phases_of_a_run_hold_what_they_should() -> None:
     alone = run_memory(replace(plan, engine=False))
     assert not [name for name in alone.rollout if "engine" in name or "keys" in name]
     full = run_memory(replace(plan, batch=MicroBatch(8192, full_finetuning=True), quantization="none", reference=True))
+    started = run_memory(replace(plan, reference=True))  # of the adapter that it started from, in float32
+    assert started.rollout["reference policy"] == started.update["reference policy"] == 4 * adapter
     assert full.rollout["trained weights"] == 2 * full.rollout["base model"] == 2 * full.rollout["reference policy"]
 
 

@@ -148,7 +148,7 @@ def plan_of(model: PolicyModule, data: LightningDataModule, rollout: RolloutCall
         PROJECTIONS if lora is None else lora.targets,
         optimizer_bytes(model.make_optimizer, CPU).state,
         _step_bytes(model),
-        reference=lora is None and model.needs_reference,
+        reference=model.needs_reference if lora is None else policy.adapter is not None,
         engine=rollout is not None,
     )
     if rollout is None:
