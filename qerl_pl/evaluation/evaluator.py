@@ -6,7 +6,6 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import lru_cache
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -65,7 +64,6 @@ class SampleRecord:
         return GradedAnswer(self.correct, self.answer, self.tokens, self.truncated)
 
 
-@lru_cache(maxsize=1024)  # a prompt has many samples
 def row_digest(prompt: Prompt) -> str:
     """Digest of all that a sample and its grade take from the row: prompt, reference, and columns for the rewards."""
     return hashlib.sha256(repr(prompt).encode()).hexdigest()[:12]
