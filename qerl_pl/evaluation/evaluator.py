@@ -18,7 +18,7 @@ from qerl_pl.engines.base import RolloutEngine
 from qerl_pl.environments.sampler import DialogueJob, DialogueSampler
 from qerl_pl.errors import UserError, require_at_least
 from qerl_pl.persistence.random_state import sample_seeds
-from qerl_pl.rewards import AnswerReward, Reward, accuracy_reward, extract_answers
+from qerl_pl.rewards import AnswerReward, Reward, accuracy_reward, extract_answers, normalize_answers
 from qerl_pl.rollout.experience import gather_by_index, score_groups, without_none
 from qerl_pl.types import (
     Completion,
@@ -31,7 +31,7 @@ from qerl_pl.types import (
     SamplingConfig,
 )
 
-FORMAT = 3
+FORMAT = 4
 """Version of the sample cache: raise it with every change of its lines or of grading."""
 
 
@@ -46,7 +46,7 @@ class SampleRecord:
     """Index of the sample; null is the greedy one."""
     correct: bool
     answer: str | None
-    """Extracted answer."""
+    """Extracted answer, normalized if it is wrong."""
     reference: str
     tokens: int
     truncated: bool
@@ -274,11 +274,13 @@ class Evaluator:
                 self.config.rewards, self.tokenizer, [prompts[index] for index, _ in jobs], completions
             )
             extracted = extract_answers(self.accuracy_reward, [group.texts[0] for group in groups])
+            right = [bool(group.rewards[self.accuracy_reward.name][0] > 0.5) for group in groups]
+            answers = normalize_answers(self.accuracy_reward, extracted, [not correct for correct in right])
         records = []
-        for group, answer, (_, sample) in zip(groups, extracted, jobs, strict=True):
+        for group, answer, correct, (_, sample) in zip(groups, answers, right, jobs, strict=True):
             (completion,) = map(asdict, group.records())
             del completion["trained"]
-            correct, row = bool(group.rewards[self.accuracy_reward.name][0] > 0.5), row_digest(group.prompt)
+            row = row_digest(group.prompt)
             records.append(SampleRecord(set=name, sample=sample, correct=correct, answer=answer, row=row, **completion))
         if cache is not None:
             cache.put(records)
