@@ -6,8 +6,8 @@ Prompts are rendered as in training, and everything but the quantized weights is
 with 95 % intervals over rows.
 
 `--orders 5` adds four copies of the policy with permuted and sign-flipped channels, and writes format_cost_orders. They
-compute the same function but round differently, which shows the spread over rounding errors. `--ways none mxfp4 mxfp4_loftq32`
-measures LoftQ's adapter of rank 32 over MXFP4 beside it.
+compute the same function but round differently, which shows the spread over rounding errors. `--ways none mxfp4
+mxfp4_loftq32` measures LoftQ's adapter of rank 32 over MXFP4 beside it.
 """
 
 import argparse
