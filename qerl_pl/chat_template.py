@@ -94,7 +94,7 @@ def template_texts(
             chat_template=_TODAY.sub(lambda call: repr(TEMPLATE_DATE.strftime(call[2])), tokenizer.get_chat_template()),
             **{"date_string": TEMPLATE_DATE.strftime("%d %b %Y"), **offered, **(template_kwargs or {})},
         )
-    except TemplateError as error:
+    except (TemplateError, TypeError) as error:  # TypeError: of what the template does with other content than text
         raise UserError(
             f"the chat template of {name} refuses the messages: {error}; "
             "correct them; if it has no system message, set data.init_args.system_prompt to null and put the "
@@ -157,6 +157,7 @@ def render_conversation(
     tokenizer: PreTrainedTokenizerBase,
     messages: Sequence[Mapping[str, Any]],
     template_kwargs: Mapping[str, Any] | None = None,
+    first: int = 0,
 ) -> list[tuple[str, int | None]]:
     """Segments of a conversation's text, each with the index of its assistant's message, or None for other text.
 
@@ -166,10 +167,12 @@ def render_conversation(
         tokenizer: Has a chat template.
         messages: Dictionaries with `role` and `content`.
         template_kwargs: Variables of the template, such as `enable_thinking`.
+        first: Index of the first message of the assistant that needs its own segment; those before it may be part of
+            its prompt.
 
     Raises:
-        UserError: The tokenizer has no chat template, it refuses the messages, or it writes a turn in another way once
-            more turns follow, so that there is no text to train on.
+        UserError: The tokenizer has no chat template, it refuses the messages, or it writes a turn from `first` on in
+            another way once more turns follow, so that there is no text to train on.
     """
     done = ""
     parts: list[tuple[str, int | None]] = []
@@ -178,13 +181,23 @@ def render_conversation(
             continue
         prompt = template_texts(tokenizer, [messages[:index]], template_kwargs)[0]
         text = template_texts(tokenizer, [messages[: index + 1]], template_kwargs, generation_prompt=False)[0]
+        if index <= first and not prompt.startswith(done):  # a template that drops the reasoning of earlier turns, say
+            parts, done = [], ""
+        if index < first and not text.startswith(prompt):
+            continue
         if not (prompt.startswith(done) and text.startswith(prompt)):
-            raise UserError(
-                "a chat template must continue a conversation's text with each turn; that of "
-                f"{tokenizer.name_or_path or 'the policy'} changes what stands before message {index + 1}; give each "
-                "assistant's turn its own row, or set chat_template_kwargs"
-            )
+            raise _rewrites(tokenizer, index + 1)
         parts += [(prompt[len(done) :], None), (text[len(prompt) :], index)]
         done = text
     text = template_texts(tokenizer, [messages], template_kwargs, generation_prompt=False)[0]
+    if not text.startswith(done):
+        raise _rewrites(tokenizer, len(messages))
     return [*parts, (text[len(done) :], None)] if len(text) > len(done) else parts
+
+
+def _rewrites(tokenizer: PreTrainedTokenizerBase, number: int) -> UserError:
+    return UserError(
+        "a chat template must continue a conversation's text with each turn; that of "
+        f"{tokenizer.name_or_path or 'the policy'} changes what stands before message {number}; give each assistant's "
+        "turn its own row, or set chat_template_kwargs"
+    )

@@ -87,6 +87,17 @@ def test_columns_that_are_found(row: dict[str, Any], question: str, reference: s
     assert found.messages == (tuple(turns) if isinstance(value, list) else None)
 
 
+def test_a_csv_file_of_pandas_has_a_column_without_a_name(tmp_path: Path) -> None:
+    (tmp_path / "index.csv").write_text(",question,answer\n0,a,b\n1,c,d\n")
+    rows = TableDataModule(str(tmp_path / "index.csv")).train_rows()
+    assert [(row.question, row.reference) for row in rows] == [("a", "b"), ("c", "d")]
+
+
+def test_pairs_of_surrogates_are_read(tmp_path: Path) -> None:
+    (tmp_path / "pairs.jsonl").write_text(r'{"question": "\ud83d\ude00 \\ud83d", "answer": "a"}')
+    assert TableDataModule(str(tmp_path / "pairs.jsonl")).train_rows()[0].question == "\U0001f600 \\ud83d"
+
+
 def test_columns_of_other_names() -> None:
     rows = TableDataModule([{"prompt": "no", "q": "Why?", "answer": "no", "a": "so"}], question="q", answer="a")
     assert [(row.question, row.reference) for row in rows.train_rows()] == [("Why?", "so")]
@@ -104,16 +115,20 @@ def test_columns_of_other_names() -> None:
         ([{"prompt": "a"}, {"question": "b"}], "needs the columns prompt; row 2 of the list of rows has no prompt"),
         ([{"messages": [{"role": "assistant", "content": "a"}]}], "starts with its user; row 1"),
         ([{"messages": [{"role": "user", "content": ["a"]}]}], "which are text; row 1 of the list of rows has"),
+        ([{"messages": [{"role": "user", "content": "a"}, "b"]}], "which are text; row 1 of the list of rows has"),
         ([{"prompt": "a", "answer": "#### "}], "an answer must not be empty; row 1"),
+        ([{"prompt": "a"}, {"prompt": "b", "answer": "c"}], "row 1 of the list of rows has no answer; got prompt"),
         ("more.csv", "has a value for each of the columns question, answer; .*more.csv, line 3 has more"),
         ("fewer.csv", "more.csv|fewer.csv, line 2 has fewer; quote"),
         ("quote.csv", "comma-separated UTF-8; .*quote.csv, line 2"),
+        ("half.jsonl", r"come in pairs; .*half.jsonl, line 2 has half a pair, \\ud83d; correct the line"),
     ],
 )
 def test_tables_that_are_refused(tmp_path: Path, table: Any, message: str) -> None:
     (tmp_path / "more.csv").write_text("question,answer\na,b\nc,d,e\n")
     (tmp_path / "fewer.csv").write_text("question,answer\na\n")
     (tmp_path / "quote.csv").write_text('question,answer\na,"b" c\n')
+    (tmp_path / "half.jsonl").write_text('{"question": "a"}\n{"question": "b\\uD83D", "answer": "c"}\n')
     with pytest.raises(UserError, match=message):
         TableDataModule(str(tmp_path / table) if isinstance(table, str) else table).train_rows()
 
