@@ -161,6 +161,17 @@ def test_turns_that_do_not_train_may_be_rewritten(tiny_policy_dir: Path) -> None
             conversations(tokenizer, row, **settings)
 
 
+@pytest.mark.parametrize("given", [[{"name": "look"}], '[{"name": "look"}]'])
+def test_the_tools_of_a_row_are_offered(tiny_policy_dir: Path, given: Any) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tiny_policy_dir)
+    tokenizer.chat_template = "{% if tools %}Use {{ tools[0]['name'] }}. {% endif %}" + tokenizer.chat_template
+    with_tools, without = conversations(
+        tokenizer, {"messages": DIALOGUE[:2], "tools": given}, {"messages": DIALOGUE[:2], "tools": None}
+    )
+    assert texts(tokenizer, without)[0] == "<|bos|><|user|>What is 1+1?<|assistant|>2<|eos|>"
+    assert texts(tokenizer, with_tools) == ("Use look. " + texts(tokenizer, without)[0], "2<|eos|>")
+
+
 def test_an_answer_keeps_commas_that_separate(tokenizer: PreTrainedTokenizerBase) -> None:
     (pair,) = conversations(tokenizer, {"question": "Roots?", "answer": "So #### 1, 2"})
     assert texts(tokenizer, pair)[1] == "<think>So</think><answer>1, 2</answer><|eos|>"
@@ -204,6 +215,11 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {"messages": DIALOGUE},
         {"chat_template_kwargs": {"tokenize": True}},
         "got tokenize, which rendering sets itself",
+    ),
+    "tools that are none": (
+        {"messages": DIALOGUE, "tools": "look"},
+        {},
+        "row 1 .*: the column tools has a list of JSON schemas, or its JSON; got 'look'; correct it",
     ),
     "nobody answers": ({"messages": DIALOGUE[:1]}, {}, "needs an assistant's message to learn; got .*user"),
     "text without roles": (

@@ -1,6 +1,7 @@
 """Conversations for supervised fine-tuning (SFT): rows in TRL's formats, rendered, with the tokens that are trained."""
 
 import hashlib
+import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -70,7 +71,8 @@ class ConversationDataModule(LightningDataModule):
     A row has `prompt` and `completion`, both text, which is taken as it is, or both lists of messages; or `messages`;
     or `question` and `answer`, which follow the system prompt as in reinforcement learning, where an answer with ####
     becomes `<think>what stands before</think><answer>what stands behind</answer>`. Messages are rendered by the chat
-    template. A completion ends with the end-of-sequence token, which ends sampling, too.
+    template, which offers the tools of the column `tools` if there is one: a list of JSON schemas, or its JSON text. A
+    completion ends with the end-of-sequence token, which ends sampling, too.
 
     Args:
         path: JSONL or parquet file, folder with a file per split, hub name, or a list of rows (dictionaries).
@@ -272,7 +274,7 @@ class ConversationDataModule(LightningDataModule):
         if whole or (self.completion_only_loss and not self.assistant_only_loss and not prompts):
             assistant = assistant[-1:]
         used = messages if whole else messages[: assistant[-1] + 1]
-        parts = render_conversation(tokenizer, used, self.chat_template_kwargs, first=assistant[0])
+        parts = render_conversation(tokenizer, used, self.chat_template_kwargs, assistant[0], _tools(row))
         trained = [whole or index in assistant for _, index in parts]
         last = max(position for position, one in enumerate(trained) if one)
         return [(text, one) for (text, _), one in zip(parts, trained, strict=True)][: last + 1]
@@ -309,6 +311,19 @@ def _is_text(row: Mapping[str, Any]) -> bool:
 
 def _is_message(message: Any) -> bool:
     return isinstance(message, Mapping) and isinstance(message.get("role"), str) and "content" in message
+
+
+def _tools(row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """JSON schemas of the tools that a row offers; UserError for anything else in its column."""
+    try:
+        tools = json.loads(row["tools"]) if isinstance(row.get("tools"), str) else row.get("tools") or []
+    except ValueError:
+        tools = None
+    if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
+        raise UserError(
+            f"the column tools has a list of JSON schemas, or its JSON; got {row['tools']!r:.60}; correct it"
+        )
+    return tools
 
 
 def _taught(answer: str) -> str:
