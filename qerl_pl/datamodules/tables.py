@@ -141,6 +141,8 @@ def _read_file(file: Path) -> Iterator[Mapping[str, Any]]:
         raise UserError(f"a data file ends in {', '.join(_SUFFIXES)}; got {file}; convert it to JSONL.")
     if file.suffix == ".csv":
         return _read_csv(file)
+    if file.suffix == ".json" and file.read_bytes().lstrip()[:1] == b"[":
+        return iter(_read_json_list(file))
     return _read_parquet(file) if file.suffix == ".parquet" else _read_json_lines(file)
 
 
@@ -194,17 +196,30 @@ def _read_json_lines(file: Path) -> Iterator[Mapping[str, Any]]:
                     "write one object of columns a line."
                 )
             if b"\\ud" in line.lower():  # escaped surrogates, of which tokenizers and loggers take pairs only
-                _check_surrogates(row, file, number)
+                _check_surrogates(row, f"{file}, line {number}")
             yield row
 
 
-def _check_surrogates(row: Mapping[str, Any], file: Path, number: int) -> None:
+def _read_json_list(file: Path) -> Sequence[Mapping[str, Any]]:
+    """Rows of a .json file that is one list."""
+    try:
+        rows = json.loads(file.read_bytes())
+    except ValueError as error:
+        raise UserError(f"a .json file is JSON; {file}: {_first_line(error)}; correct it, or write JSONL.") from error
+    for number, row in enumerate(rows, start=1):
+        if not isinstance(row, dict):
+            raise UserError(f"rows are objects of columns; row {number} of {file} is {row!r:.60}; write one")
+        _check_surrogates(row, f"row {number} of {file}")
+    return rows
+
+
+def _check_surrogates(row: Mapping[str, Any], place: str) -> None:
     try:
         json.dumps(row, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         raise UserError(
-            f"text is Unicode, whose surrogates come in pairs; {file}, line {number} has half a pair, "
-            f"\\u{ord(error.object[error.start]):04x}; correct the line."
+            f"text is Unicode, whose surrogates come in pairs; {place} has half a pair, "
+            f"\\u{ord(error.object[error.start]):04x}; correct it."
         ) from error
 
 
