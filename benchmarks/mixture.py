@@ -3,11 +3,12 @@
     python benchmarks/mixture.py --out results  # eight layers of Qwen3-30B-A3B's shape, under two and a half minutes
     python benchmarks/mixture.py --shape tiny --device cpu --prompt 16 --tokens 16 --batches 4 --update 256 --out out
 
-Random weights in NVFP4, an adapter on attention, bfloat16. "agreement" samples with and without noise; the trainer then
-computes the same tokens with the same noise, choosing experts anew or those of the sampler (R3). "update" is a forward
-and a backward pass over packed sequences of 512 tokens, and an AdamW step, by the engine's memory. "rollout" starts
-vLLM again with CUDA graphs and without recorded routing. `--parts rollout stock` compares with plain vLLM in BF16, with
-its own LoRA on attention, which needs a GPU. Each part writes what has been measured so far.
+Random weights in NVFP4, an adapter on attention, and with `--experts` on experts, bfloat16. "agreement" samples with
+and without noise; the trainer then computes the same tokens with the same noise, choosing experts anew or those of the
+sampler (R3). "update" is a forward and a backward pass over packed sequences of 512 tokens, and an AdamW step, by the
+engine's memory. "rollout" starts vLLM again with CUDA graphs and without recorded routing. `--parts rollout stock`
+compares with plain vLLM in BF16, with its own LoRA on attention, which needs a GPU. Each part writes what has been
+measured so far.
 """
 
 import argparse
@@ -47,6 +48,7 @@ from qerl_pl.types import Completion, Prompt, SamplingConfig
 PARTS = ("agreement", "update", "rollout", "stock")
 SIGMA = 1e-2
 RANK = 32
+EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
@@ -55,8 +57,11 @@ def launch(base: Path, config: PolicyConfig, args: argparse.Namespace, record: b
     lora = config.lora_spec
     assert lora is not None
     device = torch.device(args.device)
+    longest, parameters = args.prompt + args.tokens, lora.target_parameters
     spec = EngineSpec(
-        base, config.torch_dtype, device, lora.rank, lora.targets, args.prompt + args.tokens, record_routing=record
+        *(base, config.torch_dtype, device, lora.rank, lora.targets, longest),
+        record_routing=record,
+        lora_target_parameters=parameters,
     )
     kv_gib = 4.0 if device.type == "cuda" else 0.25
     settings = {"kv_cache_gib": kv_gib, "max_num_seqs": max(*args.batches, 8), "enforce_eager": record}
@@ -235,7 +240,8 @@ def write(found: dict[str, Any], args: argparse.Namespace) -> None:
     about = {name: value for name, value in found.items() if name not in PARTS}
     tables.append(", ".join(f"{name}: {value}" for name, value in about.items()))
     settings = {name: str(value) for name, value in vars(args).items() if name not in ("base", "out")}
-    report.write(args.out, f"mixture_{args.shape}", "\n\n".join(tables), {"settings": settings, **found})
+    name = f"mixture_{args.shape}" + ("_experts" if args.experts else "")
+    report.write(args.out, name, "\n\n".join(tables), {"settings": settings, **found})
 
 
 def trained_policy(base: Path, config: PolicyConfig, device: torch.device, shared: SharedWeights | None) -> Policy:
@@ -251,6 +257,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS[:3]))
+    parser.add_argument("--experts", action="store_true", help="adapters on the experts, too")
     parser.add_argument("--prompt", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=256, help="of a completion")
     parser.add_argument("--compared", type=int, default=16, help="completions that trainer and engine are compared on")
@@ -294,7 +301,8 @@ def run(base: Path, device: torch.device, args: argparse.Namespace) -> None:
         record.write_text(json.dumps(found))
         write(found, args)
 
-    config = PolicyConfig(path=str(base), lora=LoraConfig(rank=RANK, alpha=float(RANK)), gradient_checkpointing=True)
+    lora = LoraConfig(rank=RANK, alpha=float(RANK), target_parameters=EXPERTS if args.experts else None)
+    config = PolicyConfig(path=str(base), lora=lora, gradient_checkpointing=True)
     if {"agreement", "update"} & set(args.parts):
         engine, reason = launch(base, config, args, record=True)
         shared = engine.shared_weights()

@@ -13,7 +13,7 @@ from qerl_kernels.logprob import CHUNK_BYTES
 from transformers import PretrainedConfig
 
 from qerl_pl.errors import UserError
-from qerl_pl.formats.architecture import PROJECTIONS, family_of
+from qerl_pl.formats.architecture import DOWN, GATE_UP, PROJECTIONS, family_of
 from qerl_pl.memory import GIB, GRADIENT, MASTER
 
 SAFETY_FACTOR = 1.1
@@ -129,6 +129,16 @@ class Shape:
         sizes = [self.linears[name] for name in _parts(targets)]
         return self.layers * rank * sum(rows + columns for rows, columns in sizes)
 
+    def expert_adapter_weights(self, rank: int, target_parameters: Sequence[str]) -> int:
+        """Of A and B on these stacks of all layers' experts."""
+        if not self.experts:
+            return 0
+        width = self.inner // self.chosen
+        sizes = {GATE_UP: 2 * width + self.hidden, DOWN: width + self.hidden}
+        names = {target.rpartition(".")[2] for target in target_parameters}
+        sides = sum(size for name, size in sizes.items() if name in names)
+        return self.layers * self.experts * rank * sides
+
     def engine_adapter_weights(self, rank: int, targets: Sequence[str] = PROJECTIONS) -> int:
         """As the vLLM engine holds them: each B of a fused projection over all of its ranks, zero outside its own."""
         names, total = set(_parts(targets)), 0
@@ -168,6 +178,8 @@ class MicroBatch:
     rank: int = 0
     """Of the adapter; 0 without one."""
     full_finetuning: bool = False
+    adapts_experts: bool = False
+    """Whether the adapter is on experts, too."""
 
 
 def saved_bytes(shape: Shape, batch: MicroBatch) -> int:
@@ -177,6 +189,7 @@ def saved_bytes(shape: Shape, batch: MicroBatch) -> int:
         return min(2, shape.layers) * size * shape.hidden * tokens
     if batch.checkpointing == "selective":
         products = shape.queries + 2 * shape.keys + shape.hidden + (0 if _tiles(shape, batch) else 2 * shape.inner)
+        products += _expert_rank(shape, batch)
         return shape.layers * size * (shape.hidden + products) * tokens
     if batch.checkpointing is True:
         return shape.layers * size * shape.hidden * tokens
@@ -192,9 +205,14 @@ def _recomputed(shape: Shape, batch: MicroBatch) -> int:
     """What a layer saves besides its input: both norms' results and the second's input, queries, keys, values, the
     result of attention, gate, up and their product, and the low-rank products of the adapter."""
     size = batch.dtype.itemsize
-    token = size * (3 * shape.hidden + 7 * batch.rank) + _attention(shape, size) + 8
+    token = size * (3 * shape.hidden + 7 * batch.rank + _expert_rank(shape, batch)) + _attention(shape, size) + 8
     token += 2 * 2 * 4 * shape.hidden if batch.train_norms else 0
     return batch.tokens * (token + (0 if _tiles(shape, batch) else 3 * size * shape.inner))
+
+
+def _expert_rank(shape: Shape, batch: MicroBatch) -> int:
+    """Elements of a token's products with the A of its experts."""
+    return 2 * shape.chosen * batch.rank if batch.adapts_experts else 0
 
 
 def _attention(shape: Shape, size: int) -> int:
@@ -229,7 +247,8 @@ def working_bytes(shape: Shape, batch: MicroBatch) -> dict[str, int]:
         # Gradients of gate, up and their product, which itself is free by then; of the layer's result.
         gate_up = 2 if batch.checkpointing == "selective" else 0  # are among what is saved
         gradients = recomputed + size * (hidden + (2 - gate_up) * inner) * tokens
-        gradients += 2 * size * shape.chosen * hidden * tokens  # inputs copied for experts, and their results
+        # Inputs copied for experts, and their results; what an adapter adds to them.
+        gradients += (3 if batch.adapts_experts else 2) * size * shape.chosen * hidden * tokens
         mlp = max(gradients, gradients - size * inner * tokens + weight)
     splits = -(-SMS // (batch.sequences * shape.heads))
     rounded = tokens + 128 * batch.sequences
@@ -278,6 +297,7 @@ class RunPlan:
     """Of an optimizer step."""
     quantization: str = "nvfp4"
     targets: tuple[str, ...] = PROJECTIONS
+    target_parameters: tuple[str, ...] = ()
     state_bytes: float = 8.0
     """Of the optimizer, for each trained weight."""
     step_bytes: float = 4.0
@@ -310,8 +330,11 @@ def run_memory(plan: RunPlan) -> RunMemory:
     full = batch.full_finetuning
     dense = size * (shape.linear_weights + shape.embedding_weights)
     base = shape.base_bytes(plan.quantization, batch.dtype)
+    on_experts = shape.expert_adapter_weights(batch.rank, plan.target_parameters)
     trained = (
-        shape.linear_weights + shape.embedding_weights if full else shape.adapter_weights(batch.rank, plan.targets)
+        shape.linear_weights + shape.embedding_weights
+        if full
+        else shape.adapter_weights(batch.rank, plan.targets) + on_experts
     )
     gradients = GRADIENT * trained
     held: dict[str, float] = {"base model": dense if full else base}
@@ -321,7 +344,7 @@ def run_memory(plan: RunPlan) -> RunMemory:
         held["base model, the engine's copy"] = dense if plan.engine_is_dense else base
     held["trained weights"] = MASTER * trained
     if plan.engine and not full:
-        held["trained weights"] += size * shape.engine_adapter_weights(batch.rank, plan.targets)
+        held["trained weights"] += size * (shape.engine_adapter_weights(batch.rank, plan.targets) + on_experts)
     if plan.reference:
         held["reference policy"] = dense
     held["optimizer states"] = plan.state_bytes * trained
@@ -333,13 +356,14 @@ def run_memory(plan: RunPlan) -> RunMemory:
     saved, working = saved_bytes(shape, batch), max(working_bytes(shape, batch).values())
     # Gradients of earlier micro-batches; at the end low-precision ones beside them, and the optimizer's temporaries.
     before = gradients if plan.micro_batches > 1 else 0.0
-    activations = before + saved + working
+    # Low-precision copies of the factors; those of linears are small.
+    activations = before + saved + working + size * on_experts
     last = gradients + max(0 if full else size * trained, plan.step_bytes * trained)
     if activations >= last:
         update = {
             **held,
             "gradients": before,
-            "layer inputs and products": saved,
+            "layer inputs and products": saved + size * on_experts,
             "working memory of the update": working,
         }
     else:
@@ -362,7 +386,9 @@ def _prefill(plan: RunPlan) -> float:
     shape, size = plan.shape, plan.batch.dtype.itemsize
     tokens = min(plan.prompt_tokens, PREFILL_TOKENS)
     dense = 0 if plan.quantization == "none" else size * 2 * shape.inner * shape.hidden
-    return tokens * size * (3 * shape.inner + 4 * shape.hidden) + dense + plan.max_num_seqs * shape.vocabulary * size
+    adapter = max(2 * shape.inner, shape.chosen * shape.hidden) if plan.batch.adapts_experts else 0
+    rows = 3 * shape.inner + 4 * shape.hidden + adapter
+    return tokens * size * rows + dense + plan.max_num_seqs * shape.vocabulary * size
 
 
 def longest_completion(plan: RunPlan, prompt: int, gib: float) -> int:

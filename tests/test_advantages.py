@@ -6,7 +6,13 @@ from typing import get_args
 import pytest
 import torch
 
-from qerl_pl.algorithm.advantages import AdvantageNorm, group_advantages, informative_groups, normalized_then_summed
+from qerl_pl.algorithm.advantages import (
+    AdvantageNorm,
+    group_advantages,
+    informative_groups,
+    normalized_then_summed,
+    summed_group_advantages,
+)
 from qerl_pl.errors import UserError
 
 # Group one: mean 1, deviations -1 -1 -1 3, unbiased std sqrt(12 / 3) = 2. Group two: all equal.
@@ -129,6 +135,24 @@ def test_a_reward_that_does_not_apply_leaves_the_others_their_advantages() -> No
     summed = [-3 * a + a, 3 * a - a, 0.0]  # mean 0, unbiased std sqrt((4 a^2 + 4 a^2) / 2) = 2 a
     expected = [value / (2 * a + 1e-4) for value in summed] + [0.0]
     assert normalized_then_summed(rewards, {"a": 3.0, "b": 1.0}, 2).tolist() == pytest.approx(expected, abs=1e-12)
+
+
+def test_rewards_with_equal_totals_train_where_their_advantages_differ_and_cancel_exactly_where_not() -> None:
+    right = torch.tensor([1.0, 0.0, 0.0, 0.0, 1.0, 1.0, 0.0, 1.0, 0.0])
+    rewards = {"right": right, "form": 0.1 * (1 - right)}
+    # Totals of weights 1 and 10 are 1 everywhere. "right" is (2, -1, -1) / 3 over its standard deviation 1 / sqrt(3).
+    unit = 1 / 3**0.5
+    size = 1 / (unit + 1e-4) - 10 * 0.1 / (0.1 * unit + 1e-4)
+    found = summed_group_advantages(rewards, {"right": 1.0, "form": 10.0}, 3)
+    assert found[:3].tolist() == pytest.approx([2 / 3 * size, -size / 3, -size / 3], rel=1e-4)
+    assert informative_groups(found, right, 3).tolist() == [True] * 3
+    assert informative_groups(rewards["right"] + 10 * rewards["form"], right, 3).tolist() == [False] * 3
+    # With the same weights and sizes they cancel: here but for rounding.
+    rewards = {"right": right / 3, "form": 0.7 - right / 3, "late": torch.tensor([torch.nan] * 8 + [1.0])}
+    found = summed_group_advantages(rewards, {"right": 1e3, "form": 1e3, "late": 1.0}, 3)
+    assert found.tolist() == [0.0] * 9 and not informative_groups(found, right, 3).any()
+    terms = [group_advantages(rewards[name], 3, "group") for name in ("right", "form")]
+    assert (terms[0] + terms[1]).any()
 
 
 def test_without_differences_or_groups_gdpo_has_no_advantages() -> None:

@@ -23,6 +23,7 @@ from qerl_pl.rollout.experience import (
     require_finite_logprobs,
     reward_metrics,
     score_groups,
+    totals,
 )
 from qerl_pl.types import Completion, Prompt, RolloutRequest, SamplingConfig
 
@@ -284,6 +285,22 @@ def test_an_evaluation_says_whether_its_accuracy_reward_tells_answers() -> None:
         assert all((one.answer is not None) == tells for prompt in found.prompts for one in prompt.samples)
 
 
+def test_wrong_answers_vote_by_their_normal_form() -> None:
+    class Telling(Even):
+        def extract_answer(self, completion: str) -> str | None:
+            return completion
+
+        def normalize_answers(self, answers: Sequence[str]) -> Sequence[str]:
+            return ["the same"] * len(answers)
+
+    (found,) = (
+        evaluator_of(Scripted(), rewards=[Telling()], samples=8).evaluate(PROMPTS[:1], Watched().weights(5)).prompts
+    )
+    wrong = [one.answer for one in found.samples if not one.correct]
+    right = {one.answer for one in found.samples if one.correct}
+    assert len(wrong) > 1 and set(wrong) == {"the same"} and right and "the same" not in right
+
+
 def test_settings_that_cannot_be_are_refused(caplog: pytest.LogCaptureFixture) -> None:
     for name, value, message in (
         ("group_size", 1, "at least 2 completions; got group_size=1"),
@@ -351,7 +368,27 @@ def test_a_group_whose_rewards_are_all_alike_has_no_signal() -> None:
         )
 
     groups = [group(1.0, 1.0, 1.0), group(0.0, 1.0, 1.0), group(0.5, 0.5, 0.5), group(1.0, 1.0, 0.0)]
-    assert reward_metrics(groups)["completions/groups_without_signal_frac"] == 0.5
+    assert reward_metrics(groups, totals(groups))["completions/groups_without_signal_frac"] == 0.5
+
+
+@pytest.mark.parametrize("aggregation", ["sum_then_normalize", "normalize_then_sum"])
+def test_a_group_with_equal_totals_has_a_signal_where_each_reward_is_normalized_by_itself(aggregation: str) -> None:
+    class Odd(Even):
+        """So much where `Even` is 0 that the weighted sum is 1 everywhere."""
+
+        name, weight = "odd", 0.5
+
+        def __call__(self, samples: Any) -> list[float]:
+            return [2 - 2 * value for value in super().__call__(samples)]
+
+    policy, prompts = Watched(), [Prompt(f"q{i}", (i,) * (1 + i % 3), f"{i}", "") for i in range(30)]
+    mixed = [len({sum(tokens) % 2 for tokens in tokens_of(prompt)}) == 2 for prompt in prompts]
+    settings = {"rewards": [Even(), Odd()], "resample_rounds": 1, "multi_objective_aggregation": aggregation}
+    found = collector_of(Scripted(), **settings).collect(prompts, policy.weights(4), policy, lambda *_: [])
+    signal = mixed if aggregation == "normalize_then_sum" else [False] * 30
+    assert 0 < sum(mixed) < 30 and [record.trained for record in found.records[::4]] == signal
+    assert found.metrics["completions/groups_without_signal_frac"] == signal.count(False) / 30
+    assert len(found) == 4 * sum(signal) and found.advantages.ne(0).all()
 
 
 @pytest.mark.parametrize(

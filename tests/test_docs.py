@@ -303,7 +303,7 @@ def test_every_class_that_a_configuration_can_name_is_on_a_page() -> None:
     classes = {name for name, kind in NAMED.items() if inspect.isclass(kind)}
     inner = {"AnswerReward", "EngineSpec", "NoiseSchedule", "NormNoise", "Objective", "Preempted", "Reward"}
     inner |= {"ReferenceReward", "RewardSample", "RolloutEngine", "Row", "ScoredBatch"}
-    inner |= {"EnvironmentPool", "Opening", "Session", "ToolAnswer"}
+    inner |= {"EnvironmentPool", "NormalizingReward", "Opening", "Session", "ToolAnswer"}
     assert classes - inner - told == set()
 
 

@@ -444,6 +444,51 @@ def test_what_a_policy_does_not_compute_is_refused_by_its_name(tmp_path: Path, k
         PolicyConfig(path=str(folder), quantization="none").base_folder()
 
 
+@pytest.mark.vllm
+def test_a_mixture_of_experts_starts_beside_a_dense_model_that_samples_on(tmp_path: Path) -> None:
+    """vLLM's process groups are the process's, and those of a dense model lack the group of experts."""
+    engines, said = [], []
+    for name in ("qwen2", "qwen3-moe"):
+        policy = changed(policy_of(write_checkpoint(name, tmp_path / name), quantization="none"))
+        engines.append(VLLMEngine(kv_cache_gib=0.25, max_num_seqs=16))
+        engines[-1].launch(spec_of(policy))
+        engines[-1].sync(policy.weights(0))
+        said.append(completions_of(engines[-1]))
+        assert trainer_gap(policy, said[-1], None) < LOGPROB_BOUND
+    assert [completions_of(engine) for engine in engines] == said
+    for engine in engines:
+        engine.close()
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+def test_yarn_added_to_config_json_has_the_same_positions_in_trainer_engine_and_transformers(
+    tmp_path: Path, kind: str
+) -> None:
+    """As the cards of Qwen2.5 prescribe it: `max_position_embeddings` stays, and is exceeded."""
+    folder = write_checkpoint("qwen2", tmp_path / "qwen2")
+    stored = read_config(folder)
+    theta = stored.pop("rope_parameters")["rope_theta"]
+    stored |= {"max_position_embeddings": 32, "rope_theta": theta}
+    yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+    (folder / "config.json").write_text(json.dumps(stored | {"rope_scaling": yarn}))
+    policy = changed(policy_of(folder, quantization="none"))
+    assert spec_of(policy).max_tokens == 96 < PolicyConfig(path=str(folder)).positions() == 128
+    engine = TransformersEngine() if kind == "transformers" else VLLMEngine(kv_cache_gib=0.25, max_num_seqs=16)
+    engine.launch(spec_of(policy))
+    engine.sync(policy.weights(0))
+    completions = completions_of(engine)
+    engine.close()
+    lengths = [len(prompt.token_ids) + 24 for prompt in PROMPTS]
+    assert min(lengths) < 32 < 64 < max(lengths), "below and beyond the original positions"
+    assert trainer_gap(policy, completions, None) < LOGPROB_BOUND
+    policy.save(tmp_path / "adapter")
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    assert plain_gap(peft.PeftModel.from_pretrained(plain, tmp_path / "adapter").eval(), completions) < LOGPROB_BOUND
+    (folder / "config.json").write_text(json.dumps(stored | {"max_position_embeddings": 128}))
+    without = changed(policy_of(folder, quantization="none"))
+    assert trainer_gap(without, completions, None) > 0.1, "YaRN must matter, or this test shows nothing"
+
+
 def test_the_longest_sequence_of_a_longrope_model_is_that_of_its_short_frequencies(tmp_path: Path) -> None:
     folder = write_checkpoint("phi-4-mini", tmp_path / "mini")
     assert PolicyConfig(path=str(folder)).positions() == 160

@@ -470,6 +470,33 @@ def test_a_grading_process_that_does_not_start_is_not_waited_for(
         MathPool(1.0, 1.0, workers=1).equivalent([("18", "36/2")])
 
 
+EQUAL = [
+    ("1/2", "0.5", ".50", "\\frac12", "\\dfrac{1}{2}", "$x = 0.50$", "50\\%", "\\frac{2}{4}"),
+    ("-3/2", "-1.5", "-\\frac{3}{2}"),
+    ("1/3", "0.\\overline{3}"),
+    ("1000", "1,000", "1000.0", "1000 miles per hour", "The answer is $1000$."),
+    ("2\\sqrt{2}", "\\sqrt{8}", "√8"),
+    ("(x+1)^2", "x^2 + 2x + 1"),
+    ("1, 2", "\\{2, 1\\}", "2 and 1"),
+    ("\\pi/2", "0.5\\pi"),
+]
+"""Answers that are equal, and differ from those of the other rows."""
+APART = ["0.333", "(1, 2)", "5", "act", "52_8", "52", "x<3", "x>3"]
+"""Answers that differ from all others."""
+UNREADABLE = ["cat", "not 5", "{no way to read this", "5^{9^{9^9}}", "(x+1)^{300}"]
+"""Answers without a definite value, or without one within the limits on time and length."""
+
+
+def test_equal_answers_have_one_normal_form_and_no_other_answer_has_it() -> None:
+    alone = APART + UNREADABLE
+    answers = [answer for row in EQUAL for answer in row] + alone
+    forms = dict(zip(answers, MathAnswer(time_limit_s=2.0, workers=1).normalize_answers(answers), strict=True))
+    rows = [{forms[answer] for answer in row} for row in [*EQUAL, *([answer] for answer in alone)]]
+    assert all(len(row) == 1 for row in rows) and len(set.union(*rows)) == len(rows), rows
+    assert forms["0.5"] == "1/2" and all(forms[answer] == answer for answer in UNREADABLE)
+    assert MathAnswer().normalize_answers([]) == []
+
+
 def test_grades_do_not_depend_on_the_number_of_workers(math_answer: MathAnswer) -> None:
     samples = [answered(*pair) for pair in (RIGHT + WRONG)[::2]]
     many = MathAnswer(workers=3)

@@ -221,6 +221,7 @@ def test_a_checkpoint_holds_what_training_changes_and_what_it_fits(uninterrupted
     expected = {"policy_version": 4, "base": module.base_identity, "scaling": 2.0, "optimizer": "AdamW"}
     policy = asdict(module.policy_config)  # so that a run by Python can be exported
     lora = {"rank": 4, "alpha": 8.0, "targets": PROJECTIONS, "use_rslora": False, "dropout": 0.0}
+    lora |= {"target_parameters": ()}
     started = {"kind": "reinforcement learning", "lora": lora, "start": None}
     assert found == expected | started | {"finetune": "lora", "policy": policy, "recomputation": None}
     assert (run / "adapter" / "adapter_model.safetensors").is_file()

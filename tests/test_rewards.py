@@ -17,6 +17,7 @@ from qerl_pl.rewards import (
     OverlongPenalty,
     RewardSample,
     extract_answers,
+    normalize_answers,
     score,
 )
 from qerl_pl.rewards.answers import last_tagged, parse_number
@@ -168,6 +169,32 @@ def test_an_extraction_that_misbehaves_is_named(returned: object, message: str) 
 
     with pytest.raises(UserError, match=message):
         extract_answers(Own(name="own"), ["so 7"])
+
+
+class Upper(GSM8KAnswer):
+    """Normalizes to upper case, or to what a test says."""
+
+    returned: object = None
+
+    def normalize_answers(self, answers: Sequence[str]) -> Sequence[str]:
+        if isinstance(self.returned, Exception):
+            raise self.returned
+        return [answer.upper() for answer in answers] if self.returned is None else self.returned  # type: ignore
+
+
+def test_wrong_answers_are_normalized_by_rewards_that_do_so() -> None:
+    answers, wrong = ["a", "b", None, "a", "a"], [True, True, True, False, True]
+    assert normalize_answers(Upper(), answers, wrong) == ["A", "B", None, "a", "A"]
+    assert normalize_answers(GSM8KAnswer(), answers, wrong) == answers
+    for returned, message in (
+        (["A"], r"must return a text for each answer; got \['A'\] for 2; return them in order"),
+        ([1, 2], r"must return a text for each answer; got \[1, 2\] for 2"),
+        (KeyError("x"), "raised KeyError: 'x'; make it return a text for each answer"),
+    ):
+        reward = Upper(name="own")
+        reward.returned = returned
+        with pytest.raises(UserError, match=f"normalize_answers of reward 'own' {message}"):
+            normalize_answers(reward, answers, wrong)
 
 
 def test_gsm8k_answer_refuses_other_references() -> None:

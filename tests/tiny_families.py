@@ -18,6 +18,7 @@ from transformers import (
     MistralConfig,
     Phi3Config,
     PretrainedConfig,
+    Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
 )
@@ -109,6 +110,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 """What each has besides SIZES; phi-4-mini stands for Phi-3 mini's window, too."""
 MODELS = tuple(CONFIGS)
+CONFIGS["qwen2"], OPTIONS["qwen2"] = Qwen2Config, {}  # the toy policy's family, which other tests run
 STORED = {name: "mxfp4" if name == "gpt-oss" else "nvfp4" for name in MODELS}
 """The 4-bit format of each in tests: gpt-oss has one alone."""
 EXPERTS = ("qwen3-moe", "gpt-oss")

@@ -16,6 +16,9 @@ AdvantageNorm = Literal["group", "batch", "none", "rloo", "maxrl"]
 STD_EPSILON = 1e-4
 """Added to the standard deviation, which is tiny in a group whose rewards almost agree."""
 
+CANCELLED = 1e-5
+"""Share of the size of its terms below which a sum is rounding."""
+
 
 def group_advantages(rewards: Tensor, group_size: int, normalize: AdvantageNorm) -> Tensor:
     """Reward minus the group's mean reward, divided as `normalize` says.
@@ -78,11 +81,35 @@ def _of_those_that_apply(groups: Tensor, normalize: AdvantageNorm) -> Tensor:
     return advantages.flatten()
 
 
+def summed_group_advantages(rewards: Mapping[str, Tensor], weights: Mapping[str, float], group_size: int) -> Tensor:
+    """Weighted sum of the group advantages of several rewards: GDPO before its normalization over the batch.
+
+    Args:
+        rewards: Each reward [B] by name; NaN where it does not apply.
+        weights: Factor of each reward, by name.
+        group_size: G.
+
+    Returns:
+        [B], floating point; NaN where no reward applies, exactly 0 in a group whose rewards cancel each other. B may be
+        0.
+
+    Raises:
+        UserError: As `group_advantages`.
+    """
+    terms = [weights[name] * group_advantages(values, group_size, "group") for name, values in rewards.items()]
+    summed, size = torch.zeros_like(terms[0]), torch.zeros_like(terms[0])
+    for term in terms:
+        summed, size = summed + term, size + term.abs()
+    largest, scale = (_grouped(values, group_size).amax(dim=1) for values in (summed.abs(), size))
+    cancelled = (largest <= CANCELLED * scale).repeat_interleave(group_size)
+    applies = torch.stack([~values.isnan() for values in rewards.values()]).any(dim=0)
+    return summed.masked_fill(cancelled, 0.0).masked_fill(~applies, torch.nan)
+
+
 def normalized_then_summed(rewards: Mapping[str, Tensor], weights: Mapping[str, float], group_size: int) -> Tensor:
     """Advantages of several rewards, each normalized within its groups first: GDPO (arXiv 2601.05242).
 
-    The weighted sum of the rewards' group advantages is normalized over the batch: minus its mean, divided by its
-    standard deviation + 1e-4.
+    `summed_group_advantages`, normalized over the batch: minus its mean, divided by its standard deviation + 1e-4.
 
     Args:
         rewards: Each reward [B] by name; NaN where it does not apply.
@@ -95,9 +122,8 @@ def normalized_then_summed(rewards: Mapping[str, Tensor], weights: Mapping[str, 
     Raises:
         UserError: As `group_advantages`.
     """
-    summed = sum(weights[name] * group_advantages(values, group_size, "group") for name, values in rewards.items())
-    assert isinstance(summed, Tensor)
-    applies = torch.stack([~values.isnan() for values in rewards.values()]).any(dim=0)
+    summed = summed_group_advantages(rewards, weights, group_size)
+    applies = ~summed.isnan()
     values = summed[applies]
     if not (values != values[:1]).any():
         return torch.zeros_like(summed)
@@ -107,10 +133,10 @@ def normalized_then_summed(rewards: Mapping[str, Tensor], weights: Mapping[str, 
 def informative_groups(rewards: Tensor, correct: Tensor, group_size: int) -> Tensor:
     """Groups that dynamic sampling trains on: 0 < right answers < G (DAPO, arXiv 2503.14476, eq. 11).
 
-    A group whose total rewards are all equal has no advantages and is dropped too.
+    A group whose rewards, as the advantages combine them, are all equal has no advantages and is dropped too.
 
     Args:
-        rewards: Weighted sums [B].
+        rewards: Weighted sums [B], of GDPO those of `summed_group_advantages`; NaN does not count.
         correct: Whether each answer is right, [B]; NaN where that is unknown, which counts as neither.
         group_size: G.
 

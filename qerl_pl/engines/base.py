@@ -10,6 +10,7 @@ from qerl_kernels import FrozenWeight, StackedWeight
 from torch import Tensor
 
 from qerl_pl.errors import UserError
+from qerl_pl.formats.architecture import names_match
 from qerl_pl.types import Completion, PolicyWeights, RolloutRequest, SamplingConfig, SyncReport
 
 
@@ -34,10 +35,16 @@ class EngineSpec:
     """Processes of the run, each with its own engine; they launch together."""
     record_routing: bool = False
     """Whether completions say which experts were chosen; needs a mixture of experts."""
+    lora_target_parameters: tuple[str, ...] = ()
+    """Ends of the names of stacks of experts with an adapter, such as "experts.down_proj"."""
 
     def adapts(self, linear: str) -> bool:
         """Whether the base's linear of this name has an adapter."""
         return self.lora_rank > 0 and linear.rpartition(".")[2] in self.lora_targets
+
+    def adapts_stack(self, stack: str) -> bool:
+        """Whether the base's stack of experts of this name has an adapter."""
+        return self.lora_rank > 0 and names_match(stack, self.lora_target_parameters)
 
 
 @dataclass(frozen=True)
@@ -154,7 +161,7 @@ def check_targets(spec: EngineSpec, linears: Collection[str]) -> None:
     Raises:
         UserError: The spec has an adapter, and no linear matches its targets.
     """
-    if spec.lora_rank and not any(spec.adapts(name) for name in linears):
+    if spec.lora_rank and spec.lora_targets and not any(spec.adapts(name) for name in linears):
         choices = sorted({name.rpartition(".")[2] for name in linears} - {"lm_head"})  # which takes no adapter
         raise UserError(
             f"LoRA targets must name linears of the base; {', '.join(spec.lora_targets)} match none: choose "
@@ -213,13 +220,13 @@ def check_tensor(name: str, target: Tensor | None, tensor: Tensor) -> Tensor:
 
 
 def check_adapter(
-    adapter: Mapping[str, tuple[Tensor, Tensor]], shapes: Mapping[str, tuple[int, int]], rank: int
+    adapter: Mapping[str, tuple[Tensor, Tensor]], shapes: Mapping[str, tuple[int, ...]], rank: int
 ) -> None:
     """Reject an adapter that does not fit the engine's.
 
     Args:
         adapter: `PolicyWeights.adapter`.
-        shapes: (out, in) of each adapted linear of the engine, by name.
+        shapes: (out, in) of each adapted linear of the engine, and (experts, out, in) of each stack, by name.
         rank: `EngineSpec.lora_rank`.
 
     Raises:
@@ -231,9 +238,10 @@ def check_adapter(
                 f"the adapter may hold the engine's LoRA targets only; it also has {name}: give engine and policy the "
                 "same targets"
             )
-        out_features, in_features = shapes[name]
-        if a.shape != (rank, in_features) or b.shape != (out_features, rank):
+        *experts, out_features, in_features = shapes[name]
+        expected = (*experts, rank, in_features), (*experts, out_features, rank)
+        if (tuple(a.shape), tuple(b.shape)) != expected:
             raise UserError(
-                f"A and B of {name} must have shapes {(rank, in_features)} and {(out_features, rank)}; got "
+                f"A and B of {name} must have shapes {expected[0]} and {expected[1]}; got "
                 f"{tuple(a.shape)} and {tuple(b.shape)}: give engine and policy the same rank"
             )

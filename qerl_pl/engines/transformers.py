@@ -6,7 +6,6 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from qerl_pl.engines.base import (
@@ -21,11 +20,19 @@ from qerl_pl.engines.base import (
     token_limit,
 )
 from qerl_pl.engines.routing import RoutingRecorder
+from qerl_pl.engines.synced_layers import SyncedLoraExperts, SyncedLoraLinear, SyncedRMSNorm
 from qerl_pl.errors import require_at_least
-from qerl_pl.formats.architecture import family_of, family_of_class, noisy_norm_names
+from qerl_pl.formats.architecture import (
+    DOWN,
+    GATE_UP,
+    Family,
+    family_of,
+    family_of_class,
+    noisy_norm_names,
+    stack_shapes,
+)
 from qerl_pl.formats.dense_checkpoint import load_dense_model
 from qerl_pl.formats.model_folder import end_token_ids, load_tokenizer
-from qerl_pl.formats.norm import Float32RMSNorm
 from qerl_pl.memory import held_gib
 from qerl_pl.types import Completion, PolicyWeights, RolloutRequest, SamplingConfig, SyncReport
 
@@ -86,53 +93,6 @@ def pick_tokens(log_probs: Tensor, uniform: Tensor | None) -> Tensor:
     return torch.searchsorted(cumulative, target[:, None], right=True)[:, 0]
 
 
-class SyncedLoraLinear(nn.Module):
-    """base(x) + B A x, with the adapter's scaling folded into B; A [r, in], B [out, r] in the base's data type."""
-
-    def __init__(self, base: nn.Linear, rank: int) -> None:
-        super().__init__()
-        self.base = base
-        self.enabled = False
-        self.register_buffer("a", base.weight.new_zeros(rank, base.in_features))
-        self.register_buffer("b", base.weight.new_zeros(base.out_features, rank))
-        self.a: Tensor
-        self.b: Tensor
-
-    @torch.no_grad()
-    def write(self, a: Tensor, b: Tensor, scaling: float) -> None:
-        """Copy an adapter's A [r, in] and B [out, r]."""
-        self.a.copy_(a)
-        self.b.copy_(b * scaling)
-        self.enabled = True
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x [..., in] -> [..., out]."""
-        out: Tensor = self.base(x)
-        return out + F.linear(F.linear(x, self.a), self.b) if self.enabled else out
-
-
-class SyncedRMSNorm(Float32RMSNorm):
-    """RMSNorm whose weight is a clean weight plus noise, both in float32."""
-
-    def __init__(self, weight: Tensor, eps: float, offset: float = 0.0) -> None:
-        super().__init__(weight, eps, offset)
-        self.register_buffer("base", self.weight.detach().clone())
-        self.register_buffer("clean", self.base.clone())
-        self.base: Tensor
-        self.clean: Tensor
-
-    @property
-    def scale(self) -> Tensor:
-        """[hidden], float32: clean weight plus noise."""
-        return self.weight.data
-
-    @torch.no_grad()
-    def write(self, clean: Tensor, noise: Tensor | None) -> None:
-        """Set the weight [hidden] to a clean weight + noise."""
-        self.clean.copy_(clean)
-        self.scale.copy_(self.clean if noise is None else self.clean + noise.to(self.clean.device))
-
-
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
@@ -153,6 +113,8 @@ class TransformersEngine(RolloutEngine):
         self._model: PreTrainedModel | None = None
         self._tokenizer: PreTrainedTokenizerBase | None = None
         self._linears: dict[str, SyncedLoraLinear] = {}
+        self._experts: dict[str, SyncedLoraExperts] = {}
+        self._shapes: dict[str, tuple[int, ...]] = {}
         self._norms: dict[str, SyncedRMSNorm] = {}
         self._noisy: list[str] = []
         self._recorder: RoutingRecorder | None = None
@@ -164,6 +126,7 @@ class TransformersEngine(RolloutEngine):
         Raises:
             UserError: No model of a known family in the folder, or no linear matches `spec.lora_targets`.
         """
+        self._shapes = {}
         model = load_dense_model(spec.base, spec.dtype)
         nn.Module.to(model, device=spec.device)
         family = family_of(model.config.model_type)
@@ -176,8 +139,22 @@ class TransformersEngine(RolloutEngine):
         for name, linear in linears.items():
             if spec.adapts(name):
                 self._linears[name] = _replace(model, name, SyncedLoraLinear(linear, spec.lora_rank))
+                self._shapes[name] = linear.out_features, linear.in_features
+        self._adapt_experts(model, family, spec)
         self._spec, self._model = spec, model
         self._tokenizer, self._ends = load_tokenizer(spec.base), end_token_ids(spec.base)
+
+    def _adapt_experts(self, model: PreTrainedModel, family: Family, spec: EngineSpec) -> None:
+        """Replace the experts of each layer that has an adapted stack."""
+        stacks = stack_shapes(model.config) if spec.lora_target_parameters else {}
+        shapes = {name: shape for name, shape in stacks.items() if spec.adapts_stack(name)}
+        for parent in dict.fromkeys(name.rpartition(".")[0] for name in shapes):
+            assert family.experts is not None
+            adapted = [matrix for matrix in (GATE_UP, DOWN) if f"{parent}.{matrix}" in shapes]
+            experts = SyncedLoraExperts(model.get_submodule(parent), family.experts, adapted, spec.lora_rank)
+            self._experts |= dict.fromkeys((f"{parent}.{matrix}" for matrix in adapted), experts)
+            _replace(model, parent, experts)
+        self._shapes |= shapes
 
     def shared_weights(self) -> SharedWeights | None:
         """None: the engine's weights are dense, in modules of its own."""
@@ -192,12 +169,13 @@ class TransformersEngine(RolloutEngine):
         """
         assert self._model is not None and self._spec is not None, "launch comes first"
         adapter = weights.adapter or {}
-        shapes = {name: (held.base.out_features, held.base.in_features) for name, held in self._linears.items()}
-        check_adapter(adapter, shapes, self._spec.lora_rank)
+        check_adapter(adapter, self._shapes, self._spec.lora_rank)
         for name, linear in self._linears.items():
             linear.enabled = name in adapter
             if name in adapter:
                 linear.write(*adapter[name], weights.scaling)
+        for name, experts in self._experts.items():
+            experts.write(name.rpartition(".")[2], adapter.get(name), weights.scaling)
         norms = self._write_all_but_norms(weights.tensors)
         draws: dict[str, Tensor] = {}
         for name, held in self._norms.items():
@@ -339,6 +317,7 @@ class TransformersEngine(RolloutEngine):
         """Drop the model."""
         self._model = None
         self._linears.clear()
+        self._experts.clear()
         self._norms.clear()
 
 

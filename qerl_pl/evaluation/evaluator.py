@@ -17,7 +17,7 @@ from qerl_pl.engines.base import RolloutEngine
 from qerl_pl.environments.sampler import DialogueJob, DialogueSampler
 from qerl_pl.errors import UserError, require_at_least
 from qerl_pl.persistence.random_state import sample_seeds
-from qerl_pl.rewards import AnswerReward, Reward, accuracy_reward, extract_answers
+from qerl_pl.rewards import AnswerReward, Reward, accuracy_reward, extract_answers, normalize_answers
 from qerl_pl.rollout.experience import gather_by_index, score_groups, without_none
 from qerl_pl.types import (
     Completion,
@@ -30,7 +30,7 @@ from qerl_pl.types import (
     SamplingConfig,
 )
 
-FORMAT = 2
+FORMAT = 3
 """Version of the sample cache: raise it with every change of its lines or of grading."""
 
 
@@ -45,7 +45,7 @@ class SampleRecord:
     """Index of the sample; null is the greedy one."""
     correct: bool
     answer: str | None
-    """Extracted answer."""
+    """Extracted answer, normalized if it is wrong."""
     reference: str
     tokens: int
     truncated: bool
@@ -266,11 +266,12 @@ class Evaluator:
                 self.config.rewards, self.tokenizer, [prompts[index] for index, _ in jobs], completions
             )
             extracted = extract_answers(self.accuracy_reward, [group.texts[0] for group in groups])
+            right = [bool(group.rewards[self.accuracy_reward.name][0] > 0.5) for group in groups]
+            answers = normalize_answers(self.accuracy_reward, extracted, [not correct for correct in right])
         records = []
-        for group, answer, (_, sample) in zip(groups, extracted, jobs, strict=True):
+        for group, answer, correct, (_, sample) in zip(groups, answers, right, jobs, strict=True):
             (completion,) = map(asdict, group.records())
             del completion["trained"]
-            correct = bool(group.rewards[self.accuracy_reward.name][0] > 0.5)
             records.append(SampleRecord(set=name, sample=sample, correct=correct, answer=answer, **completion))
         if cache is not None:
             cache.put(records)

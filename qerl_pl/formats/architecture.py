@@ -16,6 +16,8 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from qerl_pl.errors import UserError
 
+GATE_UP, DOWN = "gate_up_proj", "down_proj"
+"""Stacks of a mixture's experts, in transformers' names and order."""
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Projections that engines run as one matrix; in NVFP4 they share one global scale."""
@@ -94,7 +96,7 @@ class Family:
     unsupported: tuple[str, ...] = ()
     """Keys of config.json that must be null or false: the policy does not compute what they turn on."""
     experts: Experts | None = None
-    """Of a mixture of experts. Its linears are frozen: they are not among `projections`."""
+    """Of a mixture of experts. Its linears are not among `projections`; LoRA adapts its stacks on request."""
     attention_in_vllm: str = "self_attn"
     """Name of a layer's attention in vLLM's model; here it is self_attn."""
     fixed_in_vllm: Callable[[Any], Mapping[str, object]] = lambda config: {}
@@ -328,7 +330,42 @@ def fused_group(name: str) -> tuple[str, ...]:
 
 def linear_shapes(config: PretrainedConfig) -> dict[str, tuple[int, int]]:
     """(out, in) of every linear of a causal language model by name, from its config alone."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    modules = model.named_modules()
+    modules = _meta_model(config).named_modules()
     return {name: (m.out_features, m.in_features) for name, m in modules if isinstance(m, nn.Linear)}
+
+
+def stack_shapes(config: PretrainedConfig) -> dict[str, tuple[int, int, int]]:
+    """(experts, out, in) of every stack of experts of a model by name, from its config alone.
+
+    The names are those of transformers' parameters, "model.layers.0.mlp.experts.gate_up_proj".
+    """
+    family = find_family(config.model_type)
+    if family is None or family.experts is None:
+        return {}
+    shapes = {}
+    for name, block in expert_blocks(_meta_model(config), family).items():
+        for matrix in (GATE_UP, DOWN):
+            stack = f"{family.experts.stacked}.{matrix}"
+            experts, *sides = block.get_parameter(stack).shape
+            rows, columns = reversed(sides) if family.experts.stored_in_stacks else sides
+            shapes[f"{name}.{stack}"] = experts, rows, columns
+    return shapes
+
+
+def expert_blocks(model: nn.Module, family: Family) -> dict[str, nn.Module]:
+    """The mixtures of experts of a transformers model by name."""
+    if family.experts is None:
+        return {}
+    block = f"{family.classes}{family.experts.block}"
+    return {name: module for name, module in model.named_modules() if type(module).__name__ == block}
+
+
+def names_match(name: str, targets: Iterable[str]) -> bool:
+    """Whether one of `targets` is the end of a parameter's name, as PEFT's `target_parameters` are."""
+    return any(name == target or name.endswith(f".{target}") for target in targets)
+
+
+def _meta_model(config: PretrainedConfig) -> nn.Module:
+    with torch.device("meta"):
+        model: nn.Module = AutoModelForCausalLM.from_config(config)
+    return model

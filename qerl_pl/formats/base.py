@@ -89,7 +89,10 @@ class BaseFormat(Protocol):
         """
 
     def stack_names(self, stack: str) -> tuple[str, ...]:
-        """Checkpoint names of the tensors that store a matrix of all experts, such as "….mlp.experts.down_proj"."""
+        """Checkpoint names of the tensors that store a matrix of all experts, such as "….mlp.experts.down_proj".
+
+        `dense.UnpackedStacks` has it for formats that do not pack such stacks.
+        """
 
     def expert_stack(
         self, stack: str, tensors: TensorFiles, dtype: torch.dtype, place: Callable[[Tensor], Tensor]

@@ -19,10 +19,11 @@ from qerl_kernels import FrozenWeight, StackedWeight
 from torch import Tensor
 
 from qerl_pl.errors import UserError
+from qerl_pl.formats.dense import UnpackedStacks
 from qerl_pl.formats.model_folder import TensorFiles, in_dtype
 
 
-class PackedFormat(ABC):
+class PackedFormat(UnpackedStacks, ABC):
     """Base class of NVFP4 and MXFP4: a linear X is stored as `X.weight_packed` and its scales."""
 
     name: ClassVar[str]
@@ -87,9 +88,6 @@ class PackedFormat(ABC):
             matrices = [part[0].reshape(()) if part[0].numel() == 1 else _by_rows(part) for part in parts]
             stored.append(place(_stacked(matrices)))
         return self.stack(stored)
-
-    def stack_names(self, stack: str) -> tuple[str, ...]:
-        return (stack,)
 
     def expert_stack(
         self, stack: str, tensors: TensorFiles, dtype: torch.dtype, place: Callable[[Tensor], Tensor]

@@ -10,7 +10,14 @@ from torch import Tensor
 from qerl_pl.formats.model_folder import TensorFiles, in_dtype
 
 
-class DenseFormat:
+class UnpackedStacks:
+    """Of formats that store no experts in stacks, or store them under their own name: all but one."""
+
+    def stack_names(self, stack: str) -> tuple[str, ...]:
+        return (stack,)
+
+
+class DenseFormat(UnpackedStacks):
     """The base in `PolicyConfig.dtype`, with `nn.Linear` layers."""
 
     name = "none"
@@ -44,9 +51,6 @@ class DenseFormat:
         held = tensors.read_all([f"{name}.weight" for names in experts for name in names])
         rows = (torch.cat([held[f"{name}.weight"] for name in names]) for names in experts)
         return DenseStack(place(torch.stack([in_dtype(matrix, dtype) for matrix in rows])))
-
-    def stack_names(self, stack: str) -> tuple[str, ...]:
-        return (stack,)
 
     def expert_stack(
         self, stack: str, tensors: TensorFiles, dtype: torch.dtype, place: Callable[[Tensor], Tensor]

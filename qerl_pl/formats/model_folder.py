@@ -3,7 +3,7 @@
 import json
 import math
 import shutil
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import NoneType
@@ -50,6 +50,23 @@ def _json_object(path: Path) -> dict[str, Any]:
     if not isinstance(document, dict):
         raise UserError(f"{path.name} must be a JSON object; {path} is a {type(document).__name__}: check the file")
     return document
+
+
+def longest_sequence(config: Mapping[str, Any]) -> int | None:
+    """Longest sequence, in tokens, that a model of this config.json knows; None where it does not say."""
+    known, rope = config.get("max_position_embeddings"), config.get("rope_parameters") or config.get("rope_scaling")
+    if known is None or rope is None:
+        return known
+    kind, factor = rope.get("rope_type", rope.get("type")), rope.get("factor") or 1.0
+    original = rope.get("original_max_position_embeddings", config.get("original_max_position_embeddings"))
+    # Dynamic scaling is not counted: beyond the known positions it changes all frequencies of a batch. So does
+    # longrope beyond the original ones, and in vLLM, which then takes the long factors, even of shorter sequences.
+    if kind == "longrope":
+        return int(original or known)
+    if kind == "yarn" and original is not None:  # max_position_embeddings may count the factor, or not yet
+        return max(known, int(original * factor))
+    counts_factor = config.get("model_type", "").startswith("gemma3")
+    return int(known * factor) if kind in ("linear", "yarn") and not counts_factor else known
 
 
 def load_config(folder: Path) -> PretrainedConfig:

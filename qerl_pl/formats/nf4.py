@@ -18,6 +18,7 @@ from qerl_kernels import BlockScales, StackedWeight
 from torch import Tensor
 
 from qerl_pl.errors import UserError
+from qerl_pl.formats.dense import UnpackedStacks
 from qerl_pl.formats.model_folder import TensorFiles, in_dtype
 
 NF4_BLOCK, NESTED_BLOCK = 64, 256
@@ -80,7 +81,7 @@ class NF4Weight:
         return held | {"weight.nested_absmax": self._state.state2.absmax} if self._state.nested else held
 
 
-class NF4Format:
+class NF4Format(UnpackedStacks):
     """The base in NF4."""
 
     name = "nf4"
@@ -140,9 +141,6 @@ class NF4Format:
         place: Callable[[Tensor], Tensor],
     ) -> StackedWeight:
         raise UserError(f"NF4 holds no mixture of experts; the base has {experts[0][0]}: use nvfp4, or none")
-
-    def stack_names(self, stack: str) -> tuple[str, ...]:
-        return (stack,)
 
     def expert_stack(
         self, stack: str, tensors: TensorFiles, dtype: torch.dtype, place: Callable[[Tensor], Tensor]

@@ -12,6 +12,8 @@ from functools import partial
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
+from peft.tuners.lora import LoraLayer
+from peft.tuners.lora.layer import ParamWrapper
 from qerl_kernels import selective_checkpoint_contexts
 from torch import nn
 from transformers import PreTrainedModel
@@ -22,7 +24,7 @@ from qerl_pl.formats.norm import Float32RMSNorm
 from qerl_pl.memory import GIB, free_bytes, free_cpu_bytes
 from qerl_pl.memory_plan import SAFETY_FACTOR, MicroBatch, Shape, activation_bytes
 from qerl_pl.modules.activation_offload import ActivationOffload, pinned_bytes
-from qerl_pl.modules.lora import LoraLinear
+from qerl_pl.modules.lora import ADAPTER
 from qerl_pl.modules.packed_layers import GatedMLP, tile_mlps
 from qerl_pl.modules.tiled_mlp import leaving_out_contexts
 from qerl_pl.persistence.random_state import random_state, set_random_state
@@ -177,13 +179,18 @@ class ActivationCheckpointing:
             checkpointing=settings.mode,
             mlp_tile_tokens=settings.tile_tokens,
             train_norms=any(norm.weight.requires_grad for norm in norms),
-            rank=max((len(module.factors()[0]) for module in modules if isinstance(module, LoraLinear)), default=0),
+            rank=max((module.r[ADAPTER] for module in modules if isinstance(module, LoraLayer)), default=0),
             full_finetuning=self._base.get_output_embeddings().weight.requires_grad,
+            adapts_experts=any(isinstance(module, ParamWrapper) for module in modules),
         )
         gradients = sum(parameter.nbytes for parameter in trained if parameter.grad is None)
         states = int(self._pending_state_bytes * sum(parameter.numel() for parameter in trained))
+        adapters = (module for module in modules if isinstance(module, ParamWrapper))
+        copies = sum(
+            factor.numel() for one in adapters for layer in (one.lora_A, one.lora_B) for factor in layer.parameters()
+        )
         activations = activation_bytes(Shape.of(self._base.config), batch)
-        return int(SAFETY_FACTOR * activations) + gradients + states
+        return int(SAFETY_FACTOR * activations) + gradients + states + self._dtype.itemsize * copies
 
     def _pinned_bytes(self) -> int:
         """Of the CPU's memory that "offload" takes, as if every rank ran on this machine."""
@@ -285,6 +292,6 @@ def mode_name(mode: Checkpointing) -> str:
 
 def _saves_all_products(base: nn.Module) -> bool:
     """Whether selective checkpointing saves every linear's product: of PyTorch's linears those with an adapter."""
-    adapted = {id(inner) for module in base.modules() if isinstance(module, LoraLinear) for inner in module.modules()}
+    adapted = {id(inner) for module in base.modules() if isinstance(module, LoraLayer) for inner in module.modules()}
     linears = (m for name, m in base.named_modules() if isinstance(m, nn.Linear) and ".layers." in name)
     return all(id(linear) in adapted for linear in linears)

@@ -1,26 +1,23 @@
 """Layers with a mixture of experts, whose frozen weights stay packed: `qerl_kernels.mixture_of_experts` multiplies."""
 
-import itertools
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from qerl_kernels import ExpertBiases, StackedWeight, clamped_swiglu, mixture_of_experts
+from peft.tuners.lora.layer import ParamWrapper
+from qerl_kernels import ExpertBiases, ExpertLora, LoraFactors, StackedWeight, clamped_swiglu, mixture_of_experts
 from torch import Tensor, nn
 from torch.nn import functional
 
 from qerl_pl.errors import UserError
-from qerl_pl.formats.architecture import Experts, Family
+from qerl_pl.formats.architecture import DOWN, GATE_UP, Experts, Family, expert_blocks
 from qerl_pl.formats.base import BaseFormat
 from qerl_pl.formats.model_folder import TensorFiles
-from qerl_pl.modules.lora import parameter_name
+from qerl_pl.formats.stored_experts import BIASES, StoredExperts
+from qerl_pl.modules.lora import ADAPTER, parameter_name
 from qerl_pl.modules.packed_layers import ACTIVATIONS
-
-GATE_UP, DOWN = "gate_up_proj", "down_proj"
-BIASES = (f"{GATE_UP}_bias", f"{DOWN}_bias")
 
 
 class PackedExperts(nn.Module):
@@ -53,6 +50,9 @@ class PackedExperts(nn.Module):
         self.replayed: Tensor | None = None
         """Experts of the tokens of the next forward pass, int64 [S, k], -1 where the router selects."""
         self._has_biases = bool(biases)
+        self._adapters: dict[str, ParamWrapper] = {}
+        self.low_precision_factors: Mapping[str, tuple[Tensor, Tensor]] = {}
+        """Low-precision copies of `factors`, set by `LoraAdapter.low_precision_copies` for one forward pass."""
         for name, tensor in {**(own_parameters(weights) if own else {}), **biases}.items():
             assert isinstance(tensor, nn.Parameter)
             self.register_parameter(name, tensor)
@@ -65,9 +65,62 @@ class PackedExperts(nn.Module):
         biases = ExpertBiases(*map(self.get_parameter, BIASES)) if self._has_biases else None
         weights = self._gate_up, self._down
         alternating = self._experts.stored_in_stacks
-        out = mixture_of_experts(x, topk_weights, topk_ids, *weights, self._product, biases, alternating)
+        lora = ExpertLora(self._lora(GATE_UP, x), self._lora(DOWN, x))
+        out = mixture_of_experts(x, topk_weights, topk_ids, *weights, self._product, biases, alternating, lora)
         out = out.view_as(hidden_states)
         return (out, topk_weights) if self._experts.returns_topk_weights else out
+
+    def add_parameter_shapes(self) -> None:
+        """Add the submodule of transformers' block that has the stacks, for PEFT to find them by their names.
+
+        Its parameters have the stacks' shapes and no memory of their own. `take_adapters` removes them.
+        """
+        device = self.get_submodule(self._experts.router).get_parameter("weight").device
+        stacks = nn.Module()
+        for matrix, weight in ((GATE_UP, self._gate_up), (DOWN, self._down)):
+            expanded = torch.zeros((), device=device).expand(weight.shape)
+            stacks.register_parameter(matrix, nn.Parameter(expanded, requires_grad=False))
+        self.add_module(self._experts.stacked, stacks)
+
+    def take_adapters(self) -> None:
+        """Use the adapters that PEFT has put around the stacks, one around the other."""
+        module = self.get_submodule(self._experts.stacked)
+        while isinstance(module, ParamWrapper):
+            self._adapters[module.parameter_name] = module
+            module = module.base_layer
+        for matrix in (GATE_UP, DOWN):
+            delattr(module, matrix)
+
+    def factors(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """Views A [E, r, in] and B [E, out, r] of the trained parameters of each adapted stack.
+
+        PEFT holds them as [E r, in] and [out, r E].
+        """
+        found = {}
+        for matrix, adapter in self._adapters.items():
+            a, b = (layer[ADAPTER].get_parameter("weight") for layer in (adapter.lora_A, adapter.lora_B))
+            rank = adapter.r[ADAPTER]
+            found[matrix] = a.unflatten(0, (-1, rank)), b.unflatten(1, (rank, -1)).permute(2, 0, 1)
+        return found
+
+    @property
+    def has_enabled_adapters(self) -> bool:
+        """Whether an adapter changes the result; the reference policy switches it off."""
+        return any(not adapter.disable_adapters for adapter in self._adapters.values())
+
+    def parameters_of_adapters(self) -> list[nn.Parameter]:
+        """The trained parameters, in PEFT's layout."""
+        layers = (layer for adapter in self._adapters.values() for layer in (adapter.lora_A, adapter.lora_B))
+        return [layer[ADAPTER].get_parameter("weight") for layer in layers]
+
+    def _lora(self, matrix: str, x: Tensor) -> LoraFactors | None:
+        """The adapter of a stack, in x's data type where there are such copies; None without one."""
+        adapter = self._adapters.get(matrix)
+        if adapter is None or adapter.disable_adapters:
+            return None
+        copies = self.low_precision_factors.get(matrix)
+        a, b = copies if copies is not None and copies[0].dtype == x.dtype else self.factors()[matrix]
+        return LoraFactors(a, b, adapter.scaling[ADAPTER])
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Top-k weights float32 [S, k] and expert ids int64 [S, k] of tokens x [S, hidden]."""
@@ -155,13 +208,11 @@ def use_packed_experts(
         return {}, set()
     state: dict[str, Tensor] = {}
     loaded: set[str] = set()
-    for name, block in list(model.named_modules()):
-        if type(block).__name__ != f"{family.classes}{family.experts.block}":
-            continue
+    for name, block in expert_blocks(model, family).items():
         stacked = f"{name}.{family.experts.stacked}"
         inner = block.get_submodule(family.experts.stacked)
         product = _product(family.experts, inner, name)
-        stored = _Stored(family.experts, base_format, tensors, stacked, inner.get_parameter(GATE_UP).shape[0])
+        stored = StoredExperts(family.experts, base_format, tensors, stacked, inner.get_parameter(GATE_UP).shape[0])
         loaded |= stored.names()
         weights = {matrix: shared[key] for matrix in (GATE_UP, DOWN) if (key := f"{stacked}.{matrix}") in shared}
         own = not weights
@@ -188,40 +239,3 @@ def _product(experts: Experts, inner: Any, name: str) -> Callable[[Tensor, Tenso
             f"experts must have an activation of {', '.join(ACTIVATIONS)}; {name} has {activation}: take another model"
         )
     return ACTIVATIONS[activation]
-
-
-@dataclass(frozen=True)
-class _Stored:
-    """A layer's experts in a checkpoint."""
-
-    experts: Experts
-    base_format: BaseFormat
-    tensors: TensorFiles
-    stacked: str
-    """Name of transformers' submodule with all of them."""
-    count: int
-
-    def _linears(self, matrix: str) -> list[tuple[str, ...]]:
-        """Linears of each expert that make up its matrix, where experts are stored one by one."""
-        members = ("gate_proj", "up_proj") if matrix == GATE_UP else (DOWN,)
-        return [tuple(f"{self.stacked}.{expert}.{member}" for member in members) for expert in range(self.count)]
-
-    def names(self) -> set[str]:
-        """Of the tensors in the checkpoint."""
-        if self.experts.stored_in_stacks:
-            stacks = [self.base_format.stack_names(f"{self.stacked}.{matrix}") for matrix in (GATE_UP, DOWN)]
-            return {*itertools.chain(*stacks), *(f"{self.stacked}.{bias}" for bias in BIASES)}
-        linears = itertools.chain(*self._linears(GATE_UP), *self._linears(DOWN))
-        return {tensor for linear in linears for tensor in self.base_format.tensor_names(linear)}
-
-    def weight(self, matrix: str, dtype: torch.dtype, place: Callable[[Tensor], Tensor]) -> StackedWeight:
-        """One of GATE_UP and DOWN of all experts; arguments as for `use_packed_experts`."""
-        if self.experts.stored_in_stacks:
-            return self.base_format.expert_stack(f"{self.stacked}.{matrix}", self.tensors, dtype, place)
-        return self.base_format.stacked_weight(self._linears(matrix), self.tensors, dtype, place)
-
-    def biases(self, dtype: torch.dtype, place: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-        """Of both matrices by the names in `BIASES`; empty where experts have none."""
-        if not self.experts.stored_in_stacks:
-            return {}
-        return {bias: place(self.tensors.read(f"{self.stacked}.{bias}").to(dtype)) for bias in BIASES}

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeGuard
 
@@ -20,7 +20,7 @@ from qerl_kernels import (
 from torch import Tensor, nn
 
 from qerl_pl.errors import UserError
-from qerl_pl.formats.architecture import PROJECTIONS
+from qerl_pl.formats.architecture import PROJECTIONS, names_match, stack_shapes
 
 
 def parameter_name(name: str) -> str:
@@ -77,6 +77,14 @@ class LoraSpec:
     targets: tuple[str, ...] = PROJECTIONS
     use_rslora: bool = False
     dropout: float = 0.0
+    target_parameters: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.dropout > 0 and self.target_parameters:
+            raise UserError(
+                f"an adapter of experts has no dropout, as in PEFT; got model.policy.lora.dropout {self.dropout:g} "
+                f"with target_parameters {', '.join(self.target_parameters)}; set one of them to 0 or null"
+            )
 
     @property
     def scaling(self) -> float:
@@ -94,6 +102,9 @@ class LoraConfig:
         dropout: Probability of dropping an input of A in training.
         targets: Names of the adapted linears within their layer; all projections by default.
         use_rslora: Add alpha / sqrt(rank) * B A instead (rank-stabilized LoRA); false by default.
+        target_parameters: Stacks of experts with an adapter of each expert, as in PEFT: `experts.gate_up_proj` and
+            `experts.down_proj`; none by default. Rank 32 on both has 1.26 billion factors in Qwen3-30B-A3B, 25.8 GiB
+            with their optimizer's states: look at `qerl fit --dry-run` first.
     """
 
     rank: int | None = None
@@ -101,6 +112,7 @@ class LoraConfig:
     dropout: float = 0.0
     targets: tuple[str, ...] | None = None
     use_rslora: bool | None = None
+    target_parameters: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.rank is not None and self.rank < 1:
@@ -111,7 +123,7 @@ class LoraConfig:
             )
         if not 0.0 <= self.dropout < 1.0:
             raise UserError(f"LoRA needs 0 <= dropout < 1; got {self.dropout}; set model.policy.lora.dropout")
-        if self.targets is not None and not self.targets:
+        if self.targets is not None and not (self.targets or self.target_parameters):
             raise UserError("LoRA needs linears to adapt; got no targets; set model.policy.lora.targets")
 
     def spec(self, default: LoraSpec) -> LoraSpec:
@@ -208,8 +220,8 @@ def check_targets(model: nn.Module, config: LoraSpec) -> None:
     """Reject an adapter that does not fit the model, which may be on the meta device.
 
     Raises:
-        UserError: A target matches no linear of the model (the output layer takes no adapter), or the rank exceeds the
-            smaller side of a weight.
+        UserError: A target matches no linear of the model (the output layer takes no adapter), or no stack of experts,
+            or the rank exceeds the smaller side of a weight.
     """
     head = model.get_output_embeddings()  # type: ignore[operator]
     linears = {
@@ -225,9 +237,24 @@ def check_targets(model: nn.Module, config: LoraSpec) -> None:
                 f"every LoRA target must name linears of the model; {target!r} matches none; "
                 f"choose model.policy.lora.targets among {', '.join(names)}"
             )
-        smallest = min(sides, key=lambda name: sides[name])
-        if config.rank > sides[smallest]:
+        _check_rank(config.rank, sides, target)
+    stacks = stack_shapes(model.config) if config.target_parameters else {}  # type: ignore[arg-type]
+    for target in config.target_parameters:
+        sides = {name: min(shape[1:]) for name, shape in stacks.items() if names_match(name, [target])}
+        if not sides:
+            names = sorted({".".join(name.rsplit(".", 2)[-2:]) for name in stacks})
             raise UserError(
-                f"a LoRA rank must not be above the smaller side of a weight; got rank {config.rank} for {smallest} "
-                f"with {sides[smallest]}; lower model.policy.lora.rank, or leave {target} out of its targets"
+                f"LoRA's target_parameters must name stacks of experts; {target!r} matches none; "
+                + (f"choose among {', '.join(names)}" if names else "leave it out: the model has no experts")
             )
+        _check_rank(config.rank, sides, target)
+
+
+def _check_rank(rank: int, sides: Mapping[str, int], target: str) -> None:
+    """Reject a rank above the smaller side of a weight, by the name of the weights that `target` matches."""
+    smallest = min(sides, key=lambda name: sides[name])
+    if rank > sides[smallest]:
+        raise UserError(
+            f"a LoRA rank must not be above the smaller side of a weight; got rank {rank} for {smallest} "
+            f"with {sides[smallest]}; lower model.policy.lora.rank, or leave {target} out of its targets"
+        )

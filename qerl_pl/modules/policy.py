@@ -20,7 +20,7 @@ from qerl_pl.errors import UserError, require_at_least
 from qerl_pl.formats.architecture import check_family, find_family, logit_cap
 from qerl_pl.formats.base import Quantization
 from qerl_pl.formats.dense_checkpoint import validate_checkpoint
-from qerl_pl.formats.model_folder import load_tokenizer, read_config
+from qerl_pl.formats.model_folder import load_tokenizer, longest_sequence, read_config
 from qerl_pl.formats.quantize import config_in_reach, in_format, local_folder
 from qerl_pl.modules.activation_checkpointing import ActivationCheckpointing, Checkpointing, Tiles
 from qerl_pl.modules.adapter import LoraAdapter, load_in_place
@@ -149,20 +149,7 @@ class PolicyConfig:
         """
         if self.path is None:
             return POSITIONS
-        config = read_config(local_folder(self.path))
-        known, rope = config.get("max_position_embeddings"), config.get("rope_parameters") or config.get("rope_scaling")
-        if known is None or rope is None:
-            return known
-        kind, factor = rope.get("rope_type", rope.get("type")), rope.get("factor") or 1.0
-        original = rope.get("original_max_position_embeddings", config.get("original_max_position_embeddings"))
-        # Dynamic scaling is not counted: beyond the known positions it changes all frequencies of a batch. So does
-        # longrope beyond the original ones, and in vLLM, which then takes the long factors, even of shorter sequences.
-        if kind == "longrope":
-            return int(original or known)
-        if kind == "yarn" and original is not None:  # max_position_embeddings may count the factor, or not yet
-            return max(known, int(original * factor))
-        counts_factor = config.get("model_type", "").startswith("gemma3")
-        return int(known * factor) if kind in ("linear", "yarn") and not counts_factor else known
+        return longest_sequence(read_config(local_folder(self.path)))
 
     def source_folder(self) -> Path:
         """Local folder of the model as it is stored; the toy policy's training and downloads are cached.

@@ -17,6 +17,8 @@ from qerl_pl.formats.quantize import local_folder
 from qerl_pl.modules.lora import LoraConfig, LoraSpec
 
 _FACTOR = re.compile(r"\.(\w+)\.lora_[AB]\.weight$")
+_OF_EXPERTS = re.compile(r"\.experts(\.base_layer)?\.lora_[AB]\.weight$")
+"""Factors of the stacks that PEFT's `target_parameters` name, one around the other where there are two."""
 _PLAIN = {
     "peft_type": ("LORA",),
     "bias": ("none",),
@@ -48,11 +50,11 @@ class SavedAdapter:
         """The adapter's settings, with the dropout of `config`.
 
         Raises:
-            UserError: `config` sets another rank, alpha, targets or use_rslora.
+            UserError: `config` sets another rank, alpha, targets, target_parameters or use_rslora.
         """
-        for name in ("rank", "alpha", "targets", "use_rslora"):
+        for name in ("rank", "alpha", "targets", "target_parameters", "use_rslora"):
             given, saved = vars(config)[name], vars(self.lora)[name]
-            same = given == saved if name != "targets" or given is None else set(given) == set(saved)
+            same = set(given) == set(saved) if isinstance(given, tuple | list) else given == saved
             if given is not None and not same:
                 raise UserError(
                     f"training goes on with the shape that the adapter has; {self.folder} has {name} {_text(saved)} "
@@ -62,7 +64,7 @@ class SavedAdapter:
 
 
 def _text(value: object) -> str:
-    return ", ".join(value) if isinstance(value, tuple | list) else str(value)
+    return (", ".join(value) or "none") if isinstance(value, tuple | list) else str(value)
 
 
 def is_adapter(folder: Path) -> bool:
@@ -87,6 +89,7 @@ def read_adapter(path: str, key: str = "model.policy.adapter") -> SavedAdapter:
     try:
         saved = json.loads((folder / CONFIG_NAME).read_bytes())
         base, rank, alpha = str(saved["base_model_name_or_path"]), int(saved["r"]), float(saved["lora_alpha"])
+        parameters = tuple(sorted(map(str, saved.get("target_parameters") or ())))
         others = [name for name, plain in _PLAIN.items() if saved.get(name, plain[0]) not in plain]
     except (ValueError, TypeError, KeyError) as error:
         raise UserError(
@@ -100,14 +103,16 @@ def read_adapter(path: str, key: str = "model.policy.adapter") -> SavedAdapter:
     names = _names(folder / SAFETENSORS_WEIGHTS_NAME)
     if others := [name for name in names if not (_FACTOR.search(name) or name.endswith("norm.weight"))]:
         raise UserError(
-            f"a saved adapter may hold factors of linears, and norm scales; {folder} has {others[0]}; merge it into "
-            "its base with PEFT, and name that model as model.policy.path"
+            f"a saved adapter may hold factors of linears, of experts, and norm scales; {folder} has {others[0]}; "
+            "merge it into its base with PEFT, and name that model as model.policy.path"
         )
-    targets = {name: match[1] for name in names if (match := _FACTOR.search(name))}
-    spec = LoraSpec(rank, alpha, tuple(sorted(set(targets.values()))), bool(saved.get("use_rslora")))
+    factors = {name: match[1] for name in names if (match := _FACTOR.search(name))}
+    targets = {target for name, target in factors.items() if not (parameters and _OF_EXPERTS.search(name))}
+    use_rslora = bool(saved.get("use_rslora"))
+    spec = LoraSpec(rank, alpha, tuple(sorted(targets)), use_rslora, target_parameters=parameters)
     with (folder / SAFETENSORS_WEIGHTS_NAME).open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return SavedAdapter(folder, base, spec, len(names) > len(targets), digest)
+    return SavedAdapter(folder, base, spec, len(names) > len(factors), digest)
 
 
 def _names(file: Path) -> list[str]:

@@ -4,6 +4,7 @@ from qerl_pl.rewards.answers import Format, GSM8KAnswer, OverlongPenalty
 from qerl_pl.rewards.base import (
     AnswerReward,
     EnvironmentReward,
+    NormalizingReward,
     ReferenceReward,
     Reward,
     RewardSample,
@@ -12,6 +13,7 @@ from qerl_pl.rewards.base import (
     check_references,
     check_rewards,
     extract_answers,
+    normalize_answers,
     score,
     with_environment_reward,
 )
@@ -26,6 +28,7 @@ __all__ = [
     "GSM8KAnswer",
     "JudgeReward",
     "MathAnswer",
+    "NormalizingReward",
     "OverlongPenalty",
     "ReferenceReward",
     "Reward",
@@ -37,6 +40,7 @@ __all__ = [
     "check_references",
     "check_rewards",
     "extract_answers",
+    "normalize_answers",
     "score",
     "with_environment_reward",
 ]

@@ -102,6 +102,15 @@ class AnswerReward(Protocol):
 
 
 @runtime_checkable
+class NormalizingReward(Protocol):
+    """An `AnswerReward` that also normalizes what it extracts, which may cost more than the extraction."""
+
+    def normalize_answers(self, answers: Sequence[str]) -> Sequence[str]:
+        """A text for each answer, the same for equal answers."""
+        ...
+
+
+@runtime_checkable
 class ReferenceReward(Protocol):
     """A reward that also checks the data's references before the first rollout."""
 
@@ -318,3 +327,30 @@ def extract_answers(reward: Reward, completions: Sequence[str]) -> list[str | No
             )
         answers.append(answer)
     return answers
+
+
+def normalize_answers(reward: Reward, answers: Sequence[str | None], wrong: Sequence[bool]) -> list[str | None]:
+    """Answers, of which the wrong ones are normalized for majority voting, if the reward does that.
+
+    Raises:
+        UserError: `normalize_answers` raises, or does not return one text for each answer.
+    """
+    texts = list(dict.fromkeys(answer for answer, is_wrong in zip(answers, wrong, strict=True) if answer and is_wrong))
+    if not texts or not isinstance(reward, NormalizingReward):
+        return list(answers)
+    try:
+        normalized = list(reward.normalize_answers(texts))
+    except UserError:
+        raise
+    except Exception as error:  # a user's code may raise anything
+        raise UserError(
+            f"normalize_answers of reward {reward.name!r} raised {type(error).__name__}: {_shorten(str(error))}; make "
+            "it return a text for each answer."
+        ) from error
+    if len(normalized) != len(texts) or not all(isinstance(text, str) for text in normalized):
+        raise UserError(
+            f"normalize_answers of reward {reward.name!r} must return a text for each answer; got {normalized!r:.80} "
+            f"for {len(texts)}; return them in order."
+        )
+    equal: dict[str | None, str] = dict(zip(texts, normalized, strict=True))
+    return [equal.get(answer, answer) if is_wrong else answer for answer, is_wrong in zip(answers, wrong, strict=True)]

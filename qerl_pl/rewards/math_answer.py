@@ -35,10 +35,14 @@ _BATCH = 128
 _MAX_BATCHES = 16
 _OWN = "MathAnswer grades in separate processes"
 _REMEDY = "free memory, or set fewer workers, and continue with --resume auto"
-_VERDICTS = {"true": True, "false": False, "limit": None}
+_NO_VERDICT = ("", "killed")
+"""Replies of a process that is gone, or whose fork was killed."""
 
-Pair = tuple[str, str]
-"""Reference and answer."""
+Pair = tuple[str | None, str]
+"""Reference and answer; without a reference, the answer's canonical form is asked for."""
+
+Verdict = bool | str | None
+"""Whether both are equal, or the canonical form; None if it took too long, or there is no such form."""
 
 
 class MathPool:
@@ -69,7 +73,7 @@ class MathPool:
             pairs: Pairs to compare.
             batch: Size of the batch that the pairs belong to, if it is larger.
         """
-        verdicts: dict[Pair, bool | None] = dict.fromkeys(pairs)
+        verdicts: dict[Pair, Verdict] = dict.fromkeys(pairs)
         verdicts |= self._grade([pair for pair in verdicts if pair not in self._hopeless], self.seconds / _FIRST_PASS)
         slow = [pair for pair in verdicts if verdicts[pair] is None]
         batches = min(_MAX_BATCHES, max(1, -(-max(batch, len(pairs)) // _BATCH)))
@@ -87,8 +91,13 @@ class MathPool:
             del self._hopeless[next(iter(self._hopeless))]
         return [bool(verdicts[pair]) for pair in pairs]
 
-    def _grade(self, pairs: Sequence[Pair], seconds: float) -> dict[Pair, bool | None]:
-        """The verdict on each pair; None if it took too long.
+    def canonical(self, answers: Sequence[str]) -> list[str]:
+        """A text for each answer that depends on its value alone; the answer itself if it has none within the limit."""
+        forms = self._grade([(None, answer) for answer in dict.fromkeys(answers)], self.seconds / _FIRST_PASS)
+        return [str(forms[None, answer] or answer) for answer in answers]
+
+    def _grade(self, pairs: Sequence[Pair], seconds: float) -> dict[Pair, Verdict]:
+        """The verdict on each pair.
 
         Raises:
             UserError: Workers are killed repeatedly, but not by their limits.
@@ -96,7 +105,7 @@ class MathPool:
         if not pairs:
             return {}
         self._start_workers(min(self.workers, -(-len(pairs) // _PAIRS_PER_WORKER)))
-        waiting, verdicts, killed = deque(pairs), dict[Pair, bool | None](), set[Pair]()
+        waiting, verdicts, killed = deque(pairs), dict[Pair, Verdict](), set[Pair]()
         try:
             with selectors.DefaultSelector() as selector:
                 idle = list(self.processes)
@@ -109,8 +118,8 @@ class MathPool:
                     for worker in [process for process in self.processes if process in ready or process.overdue()]:
                         selector.unregister(worker)
                         pair, reply = worker.receive(in_time=worker in ready)
-                        if reply in _VERDICTS:
-                            verdicts[pair] = _VERDICTS[reply]
+                        if reply not in _NO_VERDICT:
+                            verdicts[pair] = None if reply == "limit" else json.loads(reply)
                         elif pair in killed:
                             raise UserError(
                                 f"{_OWN}; two were killed while grading {pair[1]!r:.80}, not by its limits; {_REMEDY}"
@@ -299,3 +308,7 @@ class MathAnswer(Reward):
         """The normalized answer; None if there is none."""
         answer = answer_of(completion, self.tag)
         return None if answer is None else same_text(answer)
+
+    def normalize_answers(self, answers: Sequence[str]) -> Sequence[str]:
+        """The text of each answer's value, 1/2 for 0.5 and \\frac12; without a definite value, the answer itself."""
+        return self._pool.canonical(answers)

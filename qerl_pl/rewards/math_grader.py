@@ -1,5 +1,7 @@
 """The grading process of `MathAnswer`: reads lines [reference, answer, seconds], writes a verdict for each.
 
+Where the reference is null, it writes the answer's canonical form instead.
+
 A program, `python -P math_grader.py MEGABYTES`, that imports nothing of this package: it starts fast and holds no data
 of the run. It grades in a fork of itself: an answer over its time limit, even inside a C function, ends the fork by the
 default action of the timer's signal, and a new fork takes milliseconds.
@@ -19,7 +21,7 @@ from typing import Any
 
 from latex2sympy2_extended.sets import FiniteSet
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
-from sympy import And, Basic, Eq, Expr, Union, expand
+from sympy import And, Basic, Eq, Expr, Symbol, Union, expand, nsimplify
 from sympy.core.relational import Relational
 
 # math-verify parses LaTeX by a grammar, and passes plain text to sympy's parser (which evaluates) only if it consists
@@ -46,6 +48,10 @@ _FUNCTION = re.compile(r"(?<![A-Za-z\\{])(?:sin|cos|tan|cot|sec|csc|log|ln|exp)(
 _MIXED = re.compile(r"(?<![\w.,/^)}])(\d+)\s+(\d+)/(\d+)(?![\d/])")
 """A mixed number in plain text, such as 1 1/2, of which math-verify reads the integer alone."""
 _REPEATING = re.compile(r"(?<![\d.])(\d{0,20})\.(\d{0,20})\\overline\s*\{\s*(\d{1,20})\s*\}")
+_WORD = re.compile(r"(?<![A-Za-z\\])(?!and\b)[A-Za-z]{3,}")
+"""A word, which math-verify would read as a product of its letters."""
+_LONGEST_FORM = 1000
+"""Characters of a canonical form."""
 _OR = re.compile(r"\\(?:lor|vee)(?![A-Za-z])|∨")
 _DOUBTS = (
     re.compile(  # negations
@@ -250,6 +256,28 @@ def equivalent(reference: str, answer: str) -> bool:
     return bool(forms) and all(same([form]) for form in forms)
 
 
+def canonical(answer: str) -> str | None:
+    """Text of the answer's value, the same for 1/2, 0.5, \\frac12 and $x = 0.50$; None without a definite value.
+
+    Products are expanded and decimals become fractions. Values that only a simplification would show to be equal have
+    different texts.
+    """
+    answer = without_units(plain(answer))
+    if doubtful("", answer) or _WORD.search(_TEXT.sub("", answer)):
+        return None
+    value = next((value for value in read(answer) if not isinstance(value, str)), None)
+    if value is None or untrue(value, answer):
+        return None
+    text = str(_normal(value.rhs if isinstance(value, Eq) and isinstance(value.lhs, Symbol) else value))
+    return text if len(text) <= _LONGEST_FORM else None
+
+
+def _normal(value: Any) -> Any:
+    if isinstance(value, FiniteSet):
+        return FiniteSet(*map(_normal, value.args))
+    return expand(nsimplify(value, rational=True).doit()) if isinstance(value, Expr) else value
+
+
 def next_line(busy: mmap.mmap) -> bytes:
     """One line of standard input, unbuffered: more would be lost to the next fork. Empty at the end."""
     line = b""
@@ -267,7 +295,7 @@ def grade_lines(busy: mmap.mmap, replies: int) -> None:
         # CPU time, or a busy machine would change rewards; wall time guards against a sleep.
         signal.setitimer(signal.ITIMER_PROF, seconds)
         signal.setitimer(signal.ITIMER_REAL, seconds * _WALL_SECONDS_PER_CPU_SECOND)
-        result = equivalent(reference, answer)
+        result = canonical(answer) if reference is None else equivalent(reference, answer)
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.setitimer(signal.ITIMER_REAL, 0)
         busy[0] = 0
@@ -275,7 +303,7 @@ def grade_lines(busy: mmap.mmap, replies: int) -> None:
 
 
 def main(megabytes: int) -> None:
-    """Grade in forks, one after the other; replies are "true", "false", "limit" or "killed"."""
+    """Grade in forks, one after the other; replies are "true", "false", "null", a string, "limit" or "killed"."""
     for number in (signal.SIGINT, signal.SIGTERM):  # the caller finishes its step and closes the pipe
         signal.signal(number, signal.SIG_IGN)
     logging.disable(logging.CRITICAL)  # math-verify warns that we set the time limit ourselves

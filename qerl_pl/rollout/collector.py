@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from qerl_pl.algorithm.advantages import informative_groups, normalized_then_summed
+from qerl_pl.algorithm.advantages import informative_groups, normalized_then_summed, summed_group_advantages
 from qerl_pl.algorithm.noise import NormNoise
 from qerl_pl.algorithm.objectives import Objective
 from qerl_pl.distributed.communicator import SINGLE_PROCESS, Communicator
@@ -238,7 +238,7 @@ class Collector:
                 accuracy = accuracy_reward(config.rewards, config.accuracy_reward).name
                 values = torch.cat([group.rewards[accuracy] for group in sampled])
                 correct = torch.where(values.isnan(), values, (values > 0.5).float())
-                informative = informative_groups(totals(sampled), correct, config.group_size).tolist()
+                informative = informative_groups(self._combined(sampled), correct, config.group_size).tolist()
                 sampled = [replace(group, trains=trains) for group, trains in zip(sampled, informative, strict=True)]
             groups += sampled
             if any(group.dialogues for group in groups) and totals(groups).isnan().all():
@@ -349,7 +349,7 @@ class Collector:
                 weights.version,
                 self.sampling.max_tokens,
             )
-        metrics |= reward_metrics(groups) | environment_metrics(groups)
+        metrics |= reward_metrics(groups, self._combined(groups)) | environment_metrics(groups)
         metrics |= {
             "completions/groups_dropped_frac": (len(groups) - len(training)) / len(groups),
             "completions/sampled_tokens": sampled_tokens,
@@ -384,9 +384,18 @@ class Collector:
         config = self.config
         if config.multi_objective_aggregation == "sum_then_normalize" or not groups:
             return self.objective.advantages(totals(groups), config.group_size)
+        return normalized_then_summed(*self._weighted(groups), config.group_size)
+
+    def _combined(self, groups: Sequence[Group]) -> torch.Tensor:
+        """Rewards [B] of all ranks' completions as the advantages combine them: equal ones of a group train nothing."""
+        if self.config.multi_objective_aggregation == "sum_then_normalize":
+            return totals(groups)
+        return summed_group_advantages(*self._weighted(groups), self.config.group_size)
+
+    def _weighted(self, groups: Sequence[Group]) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+        """Each reward [B] of the completions of some groups, and its weight, by name."""
         rewards = {name: torch.cat([group.rewards[name] for group in groups]) for name in groups[0].rewards}
-        weights = {reward.name: reward.weight for reward in config.rewards}
-        return normalized_then_summed(rewards, weights, config.group_size)
+        return rewards, {reward.name: reward.weight for reward in self.config.rewards}
 
     def _sampler_entropy(self, groups: Sequence[Group]) -> float:
         """Mean of -log p over the sampled tokens of all ranks: an unbiased estimate of the sampler's entropy, nats."""

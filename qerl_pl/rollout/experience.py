@@ -137,13 +137,19 @@ def totals(groups: Sequence[Group]) -> Tensor:
     return torch.cat([torch.zeros(0), *(group.total for group in groups)])
 
 
-def reward_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Mean and standard deviation of the rewards of all sampled completions, dropped groups included."""
+def reward_metrics(groups: Sequence[Group], combined: Tensor) -> dict[str, float]:
+    """Mean and standard deviation of the rewards of all sampled completions, dropped groups included.
+
+    Args:
+        groups: All groups.
+        combined: The rewards of all completions as the advantages combine them, [B]; a group has no signal where they
+            are all equal.
+    """
     total = totals(groups)
     applies = total[~total.isnan()]
     metrics = {"reward/mean": applies.mean().item(), "reward/std": applies.std().item()}
-    without_signal = sum(not have_differences(group.total[None]).item() for group in groups)
-    metrics["completions/groups_without_signal_frac"] = without_signal / len(groups)
+    signal = have_differences(combined.view(len(groups), -1)).tolist()
+    metrics["completions/groups_without_signal_frac"] = signal.count(False) / len(groups)
     for name in groups[0].rewards:
         values = torch.cat([group.rewards[name] for group in groups])
         if name != EnvironmentReward.name or not values.isnan().all():  # which an environment need not have

@@ -25,6 +25,7 @@ from qerl_pl.engines.base import (
 from qerl_pl.engines.vllm import compat, linear_methods, weight_map, worker
 from qerl_pl.engines.vllm.startup import (
     import_vllm,
+    position_overrides,
     process_state_restored,
     register_architecture,
     release_memory,
@@ -32,7 +33,7 @@ from qerl_pl.engines.vllm.startup import (
 )
 from qerl_pl.engines.vllm.worker import WorkerReport
 from qerl_pl.errors import UserError, require_at_least
-from qerl_pl.formats.architecture import family_of, has_experts, linear_shapes
+from qerl_pl.formats.architecture import family_of, has_experts, linear_shapes, stack_shapes
 from qerl_pl.formats.base import format_of
 from qerl_pl.formats.dense import DENSE
 from qerl_pl.formats.dense_checkpoint import write_dense_checkpoint
@@ -186,7 +187,7 @@ class VLLMEngine(RolloutEngine):
         self._spec: EngineSpec | None = None
         self._llm: Any = None
         self._asleep = False
-        self._shapes: dict[str, tuple[int, int]] = {}
+        self._shapes: dict[str, tuple[int, ...]] = {}
         self._ends: tuple[int, ...] = ()
         self._has_tokenizer = False
         self._missing: dict[str, str] = {}
@@ -221,6 +222,8 @@ class VLLMEngine(RolloutEngine):
         linears = linear_shapes(config)
         check_targets(spec, linears)
         self._shapes = {name: size for name, size in linears.items() if spec.adapts(name)}
+        stacks = stack_shapes(config) if spec.lora_target_parameters else {}
+        self._shapes |= {name: size for name, size in stacks.items() if spec.adapts_stack(name)}
         length = self.max_model_len or spec.max_tokens
         kv_gib = kv_cache_size(self.kv_cache_gib, self.gpu_memory_utilization, spec.device)
         check_length(length, spec.max_tokens, kv_gib, Shape.of(config).kv_bytes(self.cache_dtype(spec.dtype)))
@@ -277,9 +280,14 @@ class VLLMEngine(RolloutEngine):
             if report.decode_gemm < report.linears:
                 needs = "it needs NVFP4 in Marlin's layout, bfloat16 and a Hopper GPU"
                 off[compat.DECODE_GEMM] = self._missing.get(compat.DECODE_GEMM, needs)
-        if report.adapted:
+        stacks = [name for name, shape in self._shapes.items() if len(shape) == 3]
+        if linears := len(report.adapted) - len(stacks):
             fused = report.decode_gemm == report.linears
-            features.append("fused LoRA" if fused else f"LoRA on {len(report.adapted)} linears")
+            features.append("fused LoRA" if fused else f"LoRA on {linears} linears")
+        if stacks:
+            features.append(f"LoRA on {len(stacks)} stacks of experts")
+            if self._on_gpu:
+                self._call("qerl_check_expert_adapters")
         if self._on_gpu and report.sampler:
             off[compat.SAMPLER] = report.sampler
         elif self._on_gpu:
@@ -318,6 +326,7 @@ class VLLMEngine(RolloutEngine):
                 skip_tokenizer_init=not self._has_tokenizer,
                 generation_config="vllm",
                 logprobs_mode="processed_logprobs",
+                hf_overrides=position_overrides(config),
                 max_model_len=length,
                 max_num_seqs=self.max_num_seqs,
                 max_num_batched_tokens=self.max_num_batched_tokens

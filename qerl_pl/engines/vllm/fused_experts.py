@@ -7,7 +7,7 @@ each with block scales, and for NVFP4 a global scale for each expert; each exper
 from typing import Any
 
 import torch
-from qerl_kernels import MarlinStack, MarlinTensor, StackedWeight, mixture_of_experts, silu_product
+from qerl_kernels import ExpertLora, MarlinStack, MarlinTensor, StackedWeight, mixture_of_experts, silu_product
 from torch import Tensor
 
 from qerl_pl.errors import UserError
@@ -20,21 +20,28 @@ _FUSED = "RoutedExperts"
 _SUFFIX = ".routed_experts"
 
 
-def _fused(model: Any) -> dict[str, Any]:
-    """Modules with a layer's experts, by the name of the base model's ("model.layers.0.mlp.experts")."""
+def layers(model: Any, subclasses: bool = False) -> dict[str, Any]:
+    """Modules with a layer's experts, by the name of the base model's ("model.layers.0.mlp.experts").
+
+    Args:
+        model: vLLM's.
+        subclasses: Whether modules of a family's own class, as gpt-oss has, are among them.
+    """
     return {
         name.removesuffix(_SUFFIX): module
         for name, module in model.named_modules()
-        if type(module).__name__ == _FUSED and hasattr(module, "w13_weight")
+        if _FUSED in [cls.__name__ for cls in type(module).__mro__[: None if subclasses else 1]]
+        and hasattr(module, "w13_weight")
     }
 
 
 def kernel_names(model: Any) -> list[str]:
     """Class names of the kernels that multiply by a model's experts."""
-    return sorted({_kernel_name(module) for module in _fused(model).values()})
+    return sorted({kernel_name(module) for module in layers(model).values()})
 
 
-def _kernel_name(module: Any) -> str:
+def kernel_name(module: Any) -> str:
+    """Class name of the kernel that multiplies by a layer's experts, or of its method where that has none."""
     method = module.quant_method
     return (getattr(method, "experts_cls", None) or type(method)).__name__
 
@@ -49,8 +56,8 @@ def shared_experts(model: Any) -> dict[str, StackedWeight] | None:
         UserError: The trainer would compute something else with them than vLLM does.
     """
     shared: dict[str, StackedWeight] = {}
-    for name, module in _fused(model).items():
-        stacks = _marlin_stacks(module)
+    for name, module in layers(model).items():
+        stacks = marlin_stacks(module)
         if stacks is None:
             return None
         if not shared:  # all layers are laid out alike
@@ -59,9 +66,9 @@ def shared_experts(model: Any) -> dict[str, StackedWeight] | None:
     return shared
 
 
-def _marlin_stacks(module: Any) -> tuple[StackedWeight, StackedWeight] | None:
+def marlin_stacks(module: Any) -> tuple[StackedWeight, StackedWeight] | None:
     """Gates and ups, and downs; None where they are in another layout than Marlin's, or padded."""
-    if "Marlin" not in _kernel_name(module) or module.w13_weight.dtype != torch.int32:
+    if "Marlin" not in kernel_name(module) or module.w13_weight.dtype != torch.int32:
         return None
     config = module.moe_config
     experts, hidden, inner = config.num_experts, config.hidden_dim, config.intermediate_size_per_partition
@@ -83,23 +90,38 @@ def _data(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.data
 
 
-@torch.inference_mode()
 def _check(name: str, module: Any, gate_up: StackedWeight, down: StackedWeight) -> None:
     """Compare vLLM's fused product with that of the dequantized weights.
 
     Raises:
         UserError: They differ.
     """
-    experts, hidden, _ = down.shape
-    generator, device = torch.Generator().manual_seed(0), module.w13_weight.device
-    x = torch.randn(PROBES, hidden, generator=generator, device="cpu").to(device, torch.bfloat16)
-    logits = torch.randn(PROBES, experts, generator=generator, device="cpu").to(device)
-    share, chosen = logits.softmax(-1).topk(module.moe_config.experts_per_token, dim=-1)
-    expected = mixture_of_experts(x, share, chosen, gate_up, down, silu_product)
-    actual: Tensor = module.quant_method.apply(module, x.clone(), share, chosen.int(), None, None)
-    difference = ((actual - expected).float().norm() / expected.float().norm()).item()
-    if not difference <= TOLERANCE:
+    found = difference(module, gate_up, down, PROBES)
+    if not found <= TOLERANCE:
         raise UserError(
             f"Marlin's fused experts and the dequantized ones must give the same product; those of {name} differ by "
-            f"{difference:.2g} of its size, so this vLLM lays experts out otherwise: set share_weights to false"
+            f"{found:.2g} of its size, so this vLLM lays experts out otherwise: set share_weights to false"
         )
+
+
+@torch.inference_mode()
+def difference(
+    module: Any, gate_up: StackedWeight, down: StackedWeight, tokens: int, lora: ExpertLora | None = None
+) -> float:
+    """Relative difference between vLLM's fused product and that of the dequantized weights.
+
+    Args:
+        module: vLLM's, with an adapter's buffers where `lora` has them.
+        gate_up: Its gates and ups.
+        down: Its downs.
+        tokens: Number of tokens.
+        lora: The adapter.
+    """
+    experts, hidden, _ = down.shape
+    generator, device = torch.Generator().manual_seed(0), module.w13_weight.device
+    x = torch.randn(tokens, hidden, generator=generator, device="cpu").to(device, torch.bfloat16)
+    logits = torch.randn(tokens, experts, generator=generator, device="cpu").to(device)
+    share, chosen = logits.softmax(-1).topk(module.moe_config.experts_per_token, dim=-1)
+    expected = mixture_of_experts(x, share, chosen, gate_up, down, silu_product, lora=lora)
+    actual: Tensor = module.quant_method.apply(module, x.clone(), share, chosen.int(), None, None)
+    return ((actual - expected).float().norm() / expected.float().norm()).item()

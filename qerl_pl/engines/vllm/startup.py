@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch.utilities.seed import isolate_rng
 
 from qerl_pl.errors import UserError
+from qerl_pl.formats.model_folder import longest_sequence
 
 
 def import_vllm() -> None:
@@ -47,6 +48,35 @@ def register_architecture(config: Mapping[str, Any]) -> None:
     for name in config.get("architectures") or ():
         if name in ModelRegistry.models:
             ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
+
+
+def position_overrides(config: Mapping[str, Any]) -> dict[str, int]:
+    """Keys of config.json that vLLM must read otherwise to run a model with YaRN up to its longest sequence.
+
+    Qwen's model cards add `rope_scaling` and leave `max_position_embeddings` as it was. vLLM 0.30 expects that this key
+    counts YaRN's factor, and refuses longer sequences; 0.25 multiplies by itself. Frequencies do not depend on it.
+
+    Args:
+        config: Of the model's config.json.
+    """
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    longest = longest_sequence(config)
+    yarn = rope.get("rope_type", rope.get("type")) == "yarn"
+    return {"max_position_embeddings": longest} if yarn and longest is not None else {}
+
+
+def end_groups_without_experts() -> None:
+    """End vLLM's model-parallel groups where an engine of a dense model has made them, so that vLLM makes new ones.
+
+    vLLM keeps them for the whole process while an engine lives, after a start that failed, and on several ranks. Those
+    of a dense model lack the group of experts, without which no mixture of experts starts.
+    """
+    from vllm.distributed import destroy_model_parallel, get_ep_group
+
+    try:
+        get_ep_group()
+    except AssertionError:  # vLLM has no other question for it; without any groups nothing is ended
+        destroy_model_parallel()
 
 
 @contextmanager

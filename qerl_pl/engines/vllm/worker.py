@@ -12,8 +12,9 @@ from torch.utils.hooks import RemovableHandle
 
 from qerl_pl.algorithm.noise import NormNoise
 from qerl_pl.engines.base import EngineSpec, SharedWeights
-from qerl_pl.engines.vllm import fused_experts, linear_methods, weight_map
+from qerl_pl.engines.vllm import expert_adapters, fused_experts, linear_methods, weight_map
 from qerl_pl.engines.vllm.sampler import attach_sampler
+from qerl_pl.engines.vllm.startup import end_groups_without_experts
 from qerl_pl.engines.vllm.weight_map import FusedSlice
 from qerl_pl.errors import UserError
 from qerl_pl.formats.architecture import family_of, noisy_norm_names
@@ -76,6 +77,7 @@ def engine_config(spec: EngineSpec, dense_above: int | None, decode_gemm_max_tok
             "decode_gemm_max_tokens": decode_gemm_max_tokens,
             "rank": spec.lora_rank,
             "targets": sorted(spec.lora_targets),
+            "target_parameters": sorted(spec.lora_target_parameters),
             "full_finetuning": spec.full_finetuning,
         }
     }
@@ -93,7 +95,7 @@ class WorkerReport:
     decode_gemm: int
     """Linears with the decode GEMM."""
     adapted: list[str]
-    """Linears of the base model with an adapter."""
+    """Linears and stacks of experts of the base model with an adapter."""
     noisy_norms: list[str]
     sampler: str | None
     """Why vLLM's own sampler draws the tokens; None where the Triton sampler does."""
@@ -112,11 +114,14 @@ class PolicyWorker(Worker):
     def init_device(self) -> None:
         """As vLLM, but the system chooses the port of the process group when it starts to listen there.
 
-        vLLM 0.25 looks up a free port and listens there later, when another run may have it.
+        vLLM 0.25 looks up a free port and listens there later, when another run may have it. A mixture of experts does
+        not reuse the groups of a dense model.
         """
         address, _, port = self.distributed_init_method.rpartition(":")
         if address.startswith("tcp:") and port.isdecimal():
             self.distributed_init_method = f"{address}:0"
+        if family_of(self.vllm_config.model_config.hf_config.model_type).experts is not None:
+            end_groups_without_experts()
         super().init_device()
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
@@ -139,6 +144,10 @@ class PolicyWorker(Worker):
         self._qerl_clean = {name: self._qerl_norms[name].weight.data.clone() for name in self._qerl_noisy}
         config, dtype = self.vllm_config.additional_config[CONFIG_KEY], self.vllm_config.model_config.dtype
         self._qerl_attached = linear_methods.attach_all(self._linears(), config, dtype)
+        if config["target_parameters"]:
+            on_gpu, model_config = self.device.type == "cuda", self.vllm_config.model_config
+            attach = expert_adapters.attach_on_gpu if on_gpu else expert_adapters.attach_on_cpu
+            self._qerl_attached.lora.update(attach(self.get_model(), model_config, config))
         if config["full_finetuning"]:
             weight_map.make_writable(modules.values(), dtype)
 
@@ -196,11 +205,15 @@ class PolicyWorker(Worker):
         experts = fused_experts.shared_experts(self.get_model())
         return None if experts is None else SharedWeights(shared, weight_map.vocabulary(self.get_model()), experts)
 
+    def qerl_check_expert_adapters(self) -> None:
+        """Compare vLLM's fused experts, adapters included, with the dequantized ones; UserError where they differ."""
+        expert_adapters.check(self.get_model(), self.vllm_config.scheduler_config.max_num_batched_tokens)
+
     def qerl_memory_gib(self) -> dict[str, float]:
         """GiB of the model, of its adapter and of the key/value cache, mapped or not."""
         model = self.get_model()
         tensors = dict((*model.named_parameters(), *model.named_buffers()))
-        adapter = {name for name in tensors if name.endswith((".qerl_a", ".qerl_b"))}
+        adapter = {name for name in tensors if name.endswith(("qerl_a", "qerl_b"))}
         return {
             "weights": held_gib(tensor for name, tensor in tensors.items() if name not in adapter),
             "adapter": held_gib(tensors[name] for name in adapter),
