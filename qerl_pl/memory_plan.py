@@ -60,6 +60,10 @@ class Shape:
     """Experts that a token is given to; 0 for a dense MLP."""
     dense_attention: bool = False
     """Whether attention's linears have 16 bits beside 4-bit experts."""
+    soft_capped: bool = False
+    """Whether attention's scores have a soft cap: they are in memory then, as flash attention has none."""
+    normed_outputs: bool = False
+    """Whether norms follow attention and MLP, too, which save the results of their last linears."""
 
     @classmethod
     def of(cls, config: PretrainedConfig) -> "Shape":
@@ -81,6 +85,8 @@ class Shape:
             experts=0 if family.experts is None else getattr(config, family.experts.count),
             chosen=chosen,
             dense_attention=family.experts is not None and family.experts.stored_in_stacks,
+            soft_capped=family.score_cap is not None and getattr(config, family.score_cap) is not None,
+            normed_outputs=family.normed_outputs,
         )
 
     @property
@@ -189,7 +195,7 @@ def saved_bytes(shape: Shape, batch: MicroBatch) -> int:
         return min(2, shape.layers) * size * shape.hidden * tokens
     if batch.checkpointing == "selective":
         products = shape.queries + 2 * shape.keys + shape.hidden + (0 if _tiles(shape, batch) else 2 * shape.inner)
-        products += _expert_rank(shape, batch)
+        products += _expert_rank(shape, batch) + (shape.hidden if shape.normed_outputs else 0)
         return shape.layers * size * (shape.hidden + products) * tokens
     if batch.checkpointing is True:
         return shape.layers * size * shape.hidden * tokens
@@ -203,11 +209,14 @@ def _tiles(shape: Shape, batch: MicroBatch) -> bool:
 
 def _recomputed(shape: Shape, batch: MicroBatch) -> int:
     """What a layer saves besides its input: both norms' results and the second's input, queries, keys, values, the
-    result of attention, gate, up and their product, and the low-rank products of the adapter."""
+    result of attention, gate, up and their product, the low-rank products of the adapter, and inputs of norms of
+    outputs."""
     size = batch.dtype.itemsize
-    token = size * (3 * shape.hidden + 7 * batch.rank + _expert_rank(shape, batch)) + _attention(shape, size) + 8
+    rank = 7 * batch.rank + _expert_rank(shape, batch)
+    token = size * ((5 if shape.normed_outputs else 3) * shape.hidden + rank) + _attention(shape, size) + 8
     token += 2 * 2 * 4 * shape.hidden if batch.train_norms else 0
-    return batch.tokens * (token + (0 if _tiles(shape, batch) else 3 * size * shape.inner))
+    token += 0 if _tiles(shape, batch) else 3 * size * shape.inner
+    return batch.tokens * token + _saved_scores(shape, batch)
 
 
 def _expert_rank(shape: Shape, batch: MicroBatch) -> int:
@@ -219,6 +228,17 @@ def _attention(shape: Shape, size: int) -> int:
     """Queries, keys, values, result and log-sum-exp of a token; norms of heads save queries and keys in float32."""
     norms = 4 * (shape.queries + shape.keys) if shape.head_norms else 0
     return size * (2 * shape.queries + 2 * shape.keys) + norms + 4 * shape.heads
+
+
+def _scores(shape: Shape, batch: MicroBatch) -> int:
+    """Scores of a layer's attention that are in memory: of padded sequences, by head, query and key."""
+    return shape.heads * batch.tokens * -(-batch.tokens // batch.sequences) if shape.soft_capped else 0
+
+
+def _saved_scores(shape: Shape, batch: MicroBatch) -> int:
+    """What plain attention saves of them: capped scores and weights in float32, and the weights in 16 bits."""
+    size = batch.dtype.itemsize
+    return _scores(shape, batch) * (8 + (size if size < 4 else 0))
 
 
 def activation_bytes(shape: Shape, batch: MicroBatch) -> int:
@@ -250,11 +270,13 @@ def working_bytes(shape: Shape, batch: MicroBatch) -> dict[str, int]:
         # Inputs copied for experts, and their results; what an adapter adds to them.
         gradients += (3 if batch.adapts_experts else 2) * size * shape.chosen * hidden * tokens
         mlp = max(gradients, gradients - size * inner * tokens + weight)
-    splits = -(-SMS // (batch.sequences * shape.heads))
+    splits = 0 if shape.soft_capped else -(-SMS // (batch.sequences * shape.heads))
     rounded = tokens + 128 * batch.sequences
     expanded = 2 * shape.queries if shape.keys < shape.queries else 0
     attention = size * tokens * (2 * hidden + 2 * shape.queries + expanded + 2 * shape.keys)
     attention += tokens * _attention(shape, size) + 4 * splits * rounded * shape.queries + weight
+    # Plain attention's backward pass has four float32 tensors of scores at once, of which some are saved ones.
+    attention += 16 * _scores(shape, batch) - (_saved_scores(shape, batch) if batch.checkpointing is False else 0)
     # The last norm's input in float32 and its results; the predicting states and their gradients.
     head = (4 + 4 * size) * hidden * tokens + min(CHUNK_BYTES, size * shape.vocabulary * tokens)
     if batch.full_finetuning:  # the output layer's copy, its gradient in float32, and a chunk's
@@ -314,9 +336,11 @@ class RunPlan:
     """Whether the engine releases keys and values during the update."""
     prompt_tokens: int = PREFILL_TOKENS
     """Of a rollout's prompts together."""
+    prefill_tokens: int = PREFILL_TOKENS
+    """Most tokens of the engine's forward pass."""
     max_num_seqs: int = 256
     reference: bool = False
-    """Whether full fine-tuning holds a second model."""
+    """Whether full fine-tuning holds a second model, or a run that starts from an adapter a copy of it."""
 
     @property
     def token_kv_bytes(self) -> int:
@@ -346,7 +370,7 @@ def run_memory(plan: RunPlan) -> RunMemory:
     if plan.engine and not full:
         held["trained weights"] += size * (shape.engine_adapter_weights(batch.rank, plan.targets) + on_experts)
     if plan.reference:
-        held["reference policy"] = dense
+        held["reference policy"] = dense if full else MASTER * trained
     held["optimizer states"] = plan.state_bytes * trained
     cuda = {CONTEXT: CUDA_CONTEXT_GIB * GIB}
     kv = {"keys and values": plan.kv_cache_gib * GIB} if plan.engine else {}
@@ -384,7 +408,7 @@ def update_memory(plan: RunPlan) -> float:
 def _prefill(plan: RunPlan) -> float:
     """The engine's largest forward pass: gate and up, their product, hidden states, a dense weight; sampled logits."""
     shape, size = plan.shape, plan.batch.dtype.itemsize
-    tokens = min(plan.prompt_tokens, PREFILL_TOKENS)
+    tokens = min(plan.prompt_tokens, plan.prefill_tokens)
     dense = 0 if plan.quantization == "none" else size * 2 * shape.inner * shape.hidden
     adapter = max(2 * shape.inner, shape.chosen * shape.hidden) if plan.batch.adapts_experts else 0
     rows = 3 * shape.inner + 4 * shape.hidden + adapter

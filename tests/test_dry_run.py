@@ -13,7 +13,7 @@ from qerl_pl.cli.main import main
 from qerl_pl.engines import VLLMEngine
 from qerl_pl.engines.base import EngineSpec
 from qerl_pl.memory import GIB
-from qerl_pl.modules import Policy
+from qerl_pl.modules import LoraConfig, Policy, PolicyConfig
 
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -114,6 +114,20 @@ def test_keys_and_values_in_fp8_are_counted_as_half(capsys: pytest.CaptureFixtur
     assert [float(table["keys and values"][0]) for table in tables] == pytest.approx([2 * sequence, sequence], abs=0.01)
 
 
+def test_a_forward_pass_of_the_engine_is_as_large_as_it_is_set(
+    capsys: pytest.CaptureFixture[str], qwen3_8b: Path
+) -> None:
+    """Of 128 prompts of 256 tokens: 2 bytes of gate, up and their product, and of four hidden states."""
+    words = ["-c", "gsm8k", "-c", "qwen2.5_7b", "--model.policy.path", str(qwen3_8b), "--data.batch_size", "128"]
+    sizes: list[int | None] = [2048, None, 16384, 65536]
+    tables = [run(capsys, *words, f"--rollout.engine.max_num_batched_tokens={size or 'null'}") for size in sizes]
+    found = [float(table["engine: prefill and logits"][0]) for table in tables]
+    token = 2 * (3 * 12288 + 4 * 4096) / GIB
+    assert [size - found[0] for size in found] == pytest.approx(
+        [(tokens - 2048) * token for tokens in (2048, 8192, 16384, 32768)], abs=0.02
+    )
+
+
 def test_full_fine_tuning_and_eight_bit_states_are_counted(capsys: pytest.CaptureFixture[str], qwen3_8b: Path) -> None:
     full = ["-c", "gsm8k", "-c", "full_finetuning", "--model.policy.path", str(qwen3_8b)]
     weights = 36 * (2 * 4096 * 4096 + 2 * 1024 * 4096 + 3 * 4096 * 12288) + 2 * 151936 * 4096
@@ -136,6 +150,18 @@ def test_the_toy_policy_and_supervised_fine_tuning_have_tables_too(
     assert main(["fit", "--dry-run", "-c", "quickstart"]) == 0
     out = capsys.readouterr().out
     assert " 40 GiB" in out and "48 GiB" not in out and "no GPU" not in out
+
+
+def test_the_adapter_that_a_run_starts_from_is_held_twice(
+    capsys: pytest.CaptureFixture[str], qwen3_8b: Path, tiny_policy_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["-c", "quickstart", "--model.policy.path", str(tiny_policy_dir)]
+    assert "reference policy" not in run(capsys, *words)
+    monkeypatch.undo()  # a policy may be made
+    monkeypatch.chdir(qwen3_8b.parent / "work")
+    config = PolicyConfig(path=str(tiny_policy_dir), quantization="none", lora=LoraConfig(rank=4))
+    Policy(tiny_policy_dir, config, torch.device("cpu"), seed=1).save(qwen3_8b / "adapter")
+    assert "reference policy" in run(capsys, *words, "--model.policy.adapter", str(qwen3_8b / "adapter"))
 
 
 def test_a_model_without_a_config_is_refused(capsys: pytest.CaptureFixture[str], qwen3_8b: Path) -> None:

@@ -21,9 +21,9 @@ from short_run import data, module_of
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from qerl_pl.callbacks import EvaluationReport
-from qerl_pl.callbacks.evaluation import _ProgressCache, _reward_settings
+from qerl_pl.callbacks.evaluation import _ProgressCache, _reward_settings, engine_settings
 from qerl_pl.cli.main import QeRLCLI, main
-from qerl_pl.engines import TransformersEngine
+from qerl_pl.engines import TransformersEngine, VLLMEngine
 from qerl_pl.errors import UserError
 from qerl_pl.modules import QeRLModule
 from qerl_pl.rewards import GSM8KAnswer, MathAnswer, RewardFunction, RewardSample, as_rewards
@@ -165,6 +165,13 @@ def test_a_rewards_settings_are_in_the_digest_of_its_samples() -> None:
     limits = ((3, 12), (4, 12), (3, 13))
     found = [_reward_settings(MathAnswer(time_limit_s=one, batch_limit_s=all_together)) for one, all_together in limits]
     assert len({json.dumps(settings) for settings in found}) == 3
+
+
+def test_samples_of_another_rounding_of_keys_and_values_are_not_reused() -> None:
+    rounded = engine_settings(VLLMEngine(kv_cache_dtype="fp8"))
+    assert rounded == {"engine": "VLLMEngine", "kv_cache_dtype": "fp8"}
+    assert engine_settings(VLLMEngine(kv_cache_gib=2.0)) == rounded | {"kv_cache_dtype": "auto"}
+    assert engine_settings(TransformersEngine()) == {"engine": "TransformersEngine"}
 
 
 def test_samples_graded_by_another_function_or_its_earlier_code_are_not_reused(tmp_path: Path) -> None:

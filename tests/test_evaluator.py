@@ -96,8 +96,11 @@ def test_a_question_that_has_changed_is_asked_again(tmp_path: Path) -> None:
     cache = SampleCache(tmp_path / "samples.jsonl")
     evaluate(Counting(), cache)
     assert cache.get("hard", PROMPTS[0], None) is not None and cache.get("easy", PROMPTS[0], None) is None
-    for other in (replace(PROMPTS[0], text="another"), replace(PROMPTS[0], reference="another")):
-        assert cache.get("hard", other, None) is None
+    changes: list[dict[str, Any]] = [{"text": "another"}, {"reference": "another"}, {"token_ids": (2,)}]
+    # What a row's own system message renders to is not in its text, nor are the columns that rewards read.
+    changes += [{"messages": ({"role": "system", "content": "Be brief."},)}, {"columns": {"tests": "assert True"}}]
+    for change in changes:
+        assert cache.get("hard", replace(PROMPTS[0], **change), None) is None, change
 
 
 def test_samples_of_other_processes_count_and_stay_theirs(tmp_path: Path) -> None:

@@ -236,3 +236,11 @@ def test_settings_are_named_as_on_the_command_line() -> None:
         "trainer.callbacks.Watch.every": 3,
         "trainer.callbacks.Other": "Other",
     }
+    judges = [{"class_path": "a.Judge", "init_args": {"model": model}} for model in ("x", "y")]
+    assert flatten(["my.py:score", *judges], "rewards") == {  # of one class, by their places
+        "rewards.0": "my.py:score",
+        "rewards.Judge.1": "Judge",
+        "rewards.Judge.1.model": "x",
+        "rewards.Judge.2": "Judge",
+        "rewards.Judge.2.model": "y",
+    }

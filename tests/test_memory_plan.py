@@ -11,7 +11,7 @@ import torch
 from live_bytes import LiveBytes
 from pages import ROOT
 from qerl_kernels import logprob
-from transformers import AutoModelForCausalLM, Qwen2Config
+from transformers import AutoModelForCausalLM, Gemma2Config, Gemma3TextConfig, Qwen2Config, Qwen3Config
 
 from qerl_pl import memory_plan
 from qerl_pl.errors import UserError
@@ -178,6 +178,8 @@ def test_phases_of_a_run_hold_what_they_should() -> None:
     alone = run_memory(replace(plan, engine=False))
     assert not [name for name in alone.rollout if "engine" in name or "keys" in name]
     full = run_memory(replace(plan, batch=MicroBatch(8192, full_finetuning=True), quantization="none", reference=True))
+    started = run_memory(replace(plan, reference=True))  # of the adapter that it started from, in float32
+    assert started.rollout["reference policy"] == started.update["reference policy"] == 4 * adapter
     assert full.rollout["trained weights"] == 2 * full.rollout["base model"] == 2 * full.rollout["reference policy"]
 
 
@@ -260,3 +262,51 @@ def test_a_counted_update_needs_what_is_estimated(
     wide = 4 * 512 * (tokens if tile is None else tile)
     more = (layers if tile is None else 1) * wide + layers * 8 * 4 * 64 * tokens
     assert estimate * 0.95 < live.peak < (estimate + more) * 1.1
+
+
+@pytest.mark.parametrize("sequences", [1, 2])
+@pytest.mark.parametrize("mode", [True, False])
+def test_scores_with_a_soft_cap_are_counted(tmp_path: Path, mode: Any, sequences: int) -> None:
+    """Gemma 2's attention in plain PyTorch; here they are nearly all that an update needs."""
+    config = Gemma2Config(
+        vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=8,
+        num_key_value_heads=4, head_dim=8, max_position_embeddings=512,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    settings = PolicyConfig(
+        path=str(tmp_path), quantization="none", dtype="float32", lora=LoraConfig(rank=2), gradient_checkpointing=mode
+    )
+    policy = Policy(tmp_path, settings, torch.device("cpu"), seed=1).train()
+    length = 512
+    ids, mask = torch.randint(5, 60, (sequences, length)), torch.arange(length).expand(sequences, length) > 0
+    with LiveBytes() as live:
+        policy.token_logprobs(ids, torch.tensor([length] * sequences), mask, 1.0)[0].sum().backward()
+    shape, batch = Shape.of(policy.base.config), MicroBatch(length * sequences, sequences, torch.float32, mode, rank=2)
+    within(activation_bytes(shape, batch), live.peak, 0.05)
+    assert not Shape.of(Gemma2Config(attn_logit_softcapping=None)).soft_capped
+    # In 16 bits the weights are saved once more, in that precision.
+    low = replace(batch, dtype=torch.bfloat16, checkpointing=False)
+    scores = 3 * 8 * length * length * sequences
+    assert saved_bytes(shape, low) - saved_bytes(replace(shape, soft_capped=False), low) == 10 * scores
+
+
+def test_inputs_of_norms_of_outputs_are_counted(tmp_path: Path) -> None:
+    """Two more tensors of hidden states in each layer of Gemma 3 than in one of Qwen 3, whose heads have norms too."""
+    sizes: dict[str, Any] = {"vocab_size": 64, "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 4}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 32, "max_position_embeddings": 512}
+    shapes, peaks, tokens = [], [], 512
+    for config in (Qwen3Config(**sizes), Gemma3TextConfig(**sizes)):
+        folder = tmp_path / config.model_type
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+        settings = PolicyConfig(path=str(folder), quantization="none", dtype="float32", lora=LoraConfig(rank=2))
+        policy = Policy(folder, settings, torch.device("cpu"), seed=1).train()
+        ids, mask = torch.randint(5, 60, (1, tokens)), torch.arange(tokens)[None] > 0
+        with LiveBytes() as live:
+            policy.token_logprobs(ids, torch.tensor([tokens]), mask, 1.0)[0].sum().backward()
+        shapes.append(Shape.of(policy.base.config))
+        peaks.append(live.peak)
+    batch = MicroBatch(tokens, 1, torch.float32, False, rank=2)
+    without, counted = (saved_bytes(shape, batch) for shape in shapes)
+    assert peaks[1] - peaks[0] >= counted - without == 4 * 2 * 4 * 128 * tokens
+    selective = replace(batch, checkpointing="selective")  # which saves the product of the last linear, too
+    assert saved_bytes(shapes[1], selective) - saved_bytes(shapes[0], selective) == 4 * 4 * 128 * tokens

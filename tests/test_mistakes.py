@@ -75,7 +75,7 @@ PARSED = {
     "unknown key of the rollout": (["--rollout.grup_size", "4"], r"rollout.grup_size.*mean rollout.group_size\?"),
     "unknown key of a callback": (["--checkpoint.keeps", "4"], "checkpoint.*keeps"),
     "no YAML": (["--rollout.group_size", "[4"], r"rollout.group_size.*\[4"),
-    "small group": (["--rollout.group_size", "1"], "at least 2 completions; got"),
+    "small group": (["--rollout.group_size", "1"], "^qerl: a group needs .*; got group_size=1; set it to 2"),
     "rising noise": (["--noise.sigma_end", "1"], "Noise must not grow"),
     "no clipping": (["--model.max_grad_norm", "0"], "max_grad_norm must be above 0"),
     "long warm-up": (["--model.warmup_ratio", "2"], r"warmup_ratio must be in \[0, 1\]"),

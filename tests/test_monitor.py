@@ -8,14 +8,17 @@ import pytest
 import torch
 from fit_helpers import configuration
 from qerl_kernels import MarlinRows, MarlinTensor
+from short_run import data, trainer_of
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoConfig
 
+from qerl_pl.algorithm import GRPO
+from qerl_pl.callbacks import Monitor
 from qerl_pl.callbacks.monitor import measure_memory, memory_table
 from qerl_pl.cli.main import QeRLCLI
 from qerl_pl.engines.base import SharedWeights
 from qerl_pl.formats.quantize import quantize_checkpoint
-from qerl_pl.modules import LoraConfig, Policy, PolicyConfig
+from qerl_pl.modules import LoraConfig, Policy, PolicyConfig, QeRLModule
 
 CPU = torch.device("cpu")
 GIB = 2**30
@@ -83,6 +86,18 @@ def test_shared_weights_count_once_beside_the_engines_own(base: Path) -> None:
     assert size(all_shared["base"]) == own + LAYERS * 3 * (PACKED - 4) + LAYERS * 4 + embeddings(base)
     assert size(report["adapter"]) == ADAPTER + GIB // 4
     assert (report["kv_cache"], report["released"]) == (2.0, 2.0)
+
+
+def test_the_reference_policy_of_full_finetuning_is_a_copy_of_the_base(tiny_policy_dir: Path, tmp_path: Path) -> None:
+    found = {}
+    for beta in (0.0, 0.1):
+        policy = PolicyConfig(path=str(tiny_policy_dir), quantization="none", dtype="float32", finetune="full")
+        module = QeRLModule(policy, GRPO(beta=beta))
+        trainer = trainer_of(tmp_path / str(beta), Monitor(), max_steps=1, limit_val_batches=0)
+        trainer.fit(module, datamodule=data())
+        found[beta] = float(trainer.callback_metrics["memory/base_gib"])
+    linears = LINEARS * WIDTH * WIDTH * 4
+    assert size(found[0.1] - found[0.0]) == linears + embeddings(tiny_policy_dir) + BIASES + NORMS + ROTARY
 
 
 def test_the_table_has_a_row_for_each_purpose_and_the_total() -> None:

@@ -12,7 +12,7 @@ from rank_helpers import on_ranks
 from test_update_ranks import ragged
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM, Gemma2Config, Qwen2Config, Qwen2ForCausalLM
 
 from qerl_pl.algorithm import DAPO
 from qerl_pl.distributed.communicator import SINGLE_PROCESS, Communicator
@@ -191,6 +191,15 @@ def test_estimates_are_a_little_above_what_is_kept() -> None:
     assert products == pytest.approx(2.8e6, rel=0.01) and everything == pytest.approx(4.44e6, rel=0.01)
     for result, kept in zip(needs, (everything, products, inputs, 2 * 2 * 3584), strict=True):
         assert 1.1 * kept * 6144 / 2**30 < result < 1.1 * kept * 6144 / 2**30 + 4.5
+
+
+def test_scores_with_a_soft_cap_are_those_of_sequences_and_not_of_a_micro_batch() -> None:
+    """8 heads, 8 sequences of 2048 tokens against one of 16,384: 16 bytes each of 8 times as many scores, times 1.1."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(Gemma2Config(num_hidden_layers=2, vocab_size=64))
+    own = ActivationCheckpointing(model, "auto", False, torch.bfloat16)
+    one, eight = (own.needed_bytes(MemorySettings(True), 16384, longest) for longest in (None, 2048))
+    assert one - eight == pytest.approx(1.1 * 16 * 8 * 7 / 8 * 16384**2, rel=0.02)
 
 
 def test_what_is_yet_to_come_is_counted_once_and_at_its_size() -> None:

@@ -41,7 +41,7 @@ class LossInputs:
     weights: Tensor
     """[B, T], the micro-batch's rows of `Objective.weights`."""
     ref_logprobs: Tensor | None = None
-    """[B, T], reference policy (adapter off), detached."""
+    """[B, T], reference policy, detached."""
     entropy: Tensor | None = None
     """[B, T], entropy of the current next-token distribution in nats; with gradient if there is an entropy bonus."""
     teacher_logprobs: Tensor | None = None
@@ -77,7 +77,8 @@ class Objective(ABC):
     + distillation_coefficient * KL to the teacher), the last for `full_vocabulary`
 
     Args:
-        beta: Coefficient of the KL penalty against the policy with its adapter off; 0 leaves the penalty out.
+        beta: Coefficient of the KL penalty against the reference policy: the policy with its adapter off, the adapter
+            that training started from, or the start of full fine-tuning; 0 leaves the penalty out.
         kl_estimator: Estimator of the KL divergence, k1, k2 or k3; k3 is never negative and of low variance.
         epsilon_low: Distance of the lower clip bound of the policy ratio from 1.
         epsilon_high: Distance of the upper clip bound of the policy ratio from 1.

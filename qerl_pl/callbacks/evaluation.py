@@ -22,6 +22,8 @@ from qerl_pl.callbacks.rollout import RolloutCallback, rollout_callback
 from qerl_pl.datamodules.prompts import PromptDataModule
 from qerl_pl.distributed.communicator import Communicator, writes_files
 from qerl_pl.distributed.strategy import communicator_of
+from qerl_pl.engines import VLLMEngine
+from qerl_pl.engines.base import RolloutEngine
 from qerl_pl.errors import require_at_least
 from qerl_pl.evaluation.evaluator import FORMAT, Evaluator, SampleCache, SampleRecord
 from qerl_pl.evaluation.metrics import bootstrap_interval, evaluation_tag, extra_metric, prompt_metrics, sizes
@@ -322,7 +324,7 @@ def _settings(module: QeRLModule, rollout: RolloutCallback, data: PromptDataModu
         "dtype": policy.dtype,
         "trained": weights_digest(module.policy.trained_state()),
         "rollouts": module.policy_version,
-        "engine": type(rollout.engine).__name__,
+        **engine_settings(rollout.engine),
         "seed": module.seed,
         "sampling": asdict(config.sampling),
         "rewards": [_reward_settings(reward) for reward in config.rewards],
@@ -332,6 +334,12 @@ def _settings(module: QeRLModule, rollout: RolloutCallback, data: PromptDataModu
         "chat_template_kwargs": data.chat_template_kwargs,
         **environment_settings(rollout),
     }
+
+
+def engine_settings(engine: RolloutEngine) -> dict[str, str]:
+    """The engine, and how it rounds keys and values, which changes samples by more than other kernels do."""
+    rounded = {"kv_cache_dtype": engine.kv_cache_dtype} if isinstance(engine, VLLMEngine) else {}
+    return {"engine": type(engine).__name__, **rounded}
 
 
 def environment_settings(rollout: RolloutCallback) -> dict[str, Any]:

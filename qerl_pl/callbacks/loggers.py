@@ -50,6 +50,7 @@ def flatten(settings: Any, key: str = "") -> dict[str, Any]:
     """
     if isinstance(settings, list) and any(isinstance(item, dict) for item in settings):
         names = [_class_name(item) or str(index) for index, item in enumerate(settings)]
+        names = [f"{name}.{index}" if names.count(name) > 1 else name for index, name in enumerate(names)]
         settings = dict(zip(names, settings, strict=True))
     if not isinstance(settings, dict):
         return {} if settings is None else {key: settings}

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from qerl_pl.callbacks.rollout import rollout_callback
 from qerl_pl.engines.base import SharedWeights
 from qerl_pl.memory import GIB, held_gib
+from qerl_pl.modules.full_finetuning import FullWeights
 from qerl_pl.modules.qerl import BEFORE_TRAINING, QeRLModule
 
 LOGGED = ("base", "adapter", "optimizer", "kv_cache")
@@ -26,6 +27,7 @@ def measure_memory(
     shared: SharedWeights | None,
     optimizers: Iterable[torch.optim.Optimizer],
     engine: Mapping[str, float],
+    reference: nn.Module | None = None,
 ) -> dict[str, float]:
     """GiB that trainer and engine hold between two steps, by item; "base" counts every copy, shared weights once.
 
@@ -34,12 +36,14 @@ def measure_memory(
         shared: Weights that the policy shares with the engine.
         optimizers: Of the trained weights.
         engine: `RolloutEngine.memory_gib`.
+        reference: Second model of full fine-tuning, the reference policy; None without one.
     """
     shared_tensors: list[Tensor] = []
     if shared is not None:
         shared_tensors = [*shared.tensors.values()]
         shared_tensors += [tensor for weight in shared.linears.values() for tensor in weight.tensors().values()]
     frozen = [p for p in policy.parameters() if not p.requires_grad] + list(policy.buffers())
+    frozen += [] if reference is None else [*reference.parameters(), *reference.buffers()]
     states = (state for optimizer in optimizers for state in optimizer.state.values())
     engine_only = max(engine.get("weights", 0.0) - held_gib(shared_tensors), 0.0)
     return {
@@ -163,7 +167,9 @@ class Monitor(Callback):
 
     def _measure(self, trainer: Trainer, module: QeRLModule) -> dict[str, float]:
         engine = rollout_callback(trainer, "Monitor").engine.memory_gib()
-        gib = measure_memory(module.policy, module.shared_weights, trainer.optimizers, engine)
+        trained = module.policy.trained
+        reference = trained.reference_model if isinstance(trained, FullWeights) else None
+        gib = measure_memory(module.policy, module.shared_weights, trainer.optimizers, engine, reference)
         if module.device.type == "cuda":
             free, total = torch.cuda.mem_get_info(module.device)
             held = self._held + gib["gradients"]  # during the update

@@ -16,7 +16,7 @@ from qerl_pl.errors import UserError
 from qerl_pl.formats.architecture import PROJECTIONS, check_family
 from qerl_pl.formats.quantize import config_in_reach
 from qerl_pl.memory import GIB, kv_cache_size, optimizer_bytes
-from qerl_pl.memory_plan import MicroBatch, RunPlan, Shape, longest_completion, run_memory
+from qerl_pl.memory_plan import PREFILL_TOKENS, MicroBatch, RunPlan, Shape, longest_completion, run_memory
 from qerl_pl.modules.activation_checkpointing import MemorySettings, candidate_settings, mode_name
 from qerl_pl.modules.policy import PolicyConfig
 from qerl_pl.modules.policy_module import PolicyModule
@@ -104,7 +104,7 @@ def shape_of(config: PolicyConfig) -> Shape:
         sizes = {"hidden": toy.width, "inner": toy.intermediate, "queries": toy.width, "keys": toy.width}
         return Shape(
             **sizes, layers=toy.layers, heads=toy.heads, vocabulary=VOCABULARY, tied=True, head_norms=False,
-            dense_attention=False,
+            dense_attention=False, soft_capped=False, normed_outputs=False,
         )  # fmt: skip
     settings = config_in_reach(config.path)
     if not settings:
@@ -150,7 +150,7 @@ def plan_of(model: PolicyModule, data: LightningDataModule, rollout: RolloutCall
         () if lora is None else lora.target_parameters,
         optimizer_bytes(model.make_optimizer, CPU).state,
         _step_bytes(model),
-        reference=lora is None and model.needs_reference,
+        reference=model.needs_reference if lora is None else policy.adapter is not None,
         engine=rollout is not None,
     )
     if rollout is None:
@@ -168,7 +168,7 @@ def _with_engine(plan: RunPlan, engine: RolloutEngine, longest: int, prompts: in
         rows = getattr(engine, "max_batch", 1)
         return replace(
             plan, shares_weights=False, engine_is_dense=True, kv_cache_gib=rows * sequence, sleeps=True,
-            prompt_tokens=prompts, max_num_seqs=rows,
+            prompt_tokens=prompts, prefill_tokens=prompts, max_num_seqs=rows,
         )  # fmt: skip
     four_bits = plan.quantization in ("nvfp4", "mxfp4", "nf4") and not plan.shape.dense_attention  # no Marlin linears
     cache = kv_cache_size(engine.kv_cache_gib, engine.gpu_memory_utilization, torch.device("cuda"))
@@ -177,7 +177,8 @@ def _with_engine(plan: RunPlan, engine: RolloutEngine, longest: int, prompts: in
         shares_weights=four_bits and engine.share_weights and engine.linear_backend == "marlin",
         kv_cache_gib=sequence if cache is None else cache,  # a share of the GPU takes at least one sequence
         sleeps=engine.sleep_mode,
-        prompt_tokens=min(prompts, engine.max_num_batched_tokens or prompts),
+        prompt_tokens=prompts,
+        prefill_tokens=engine.max_num_batched_tokens or PREFILL_TOKENS,
         max_num_seqs=engine.max_num_seqs,
     )
 

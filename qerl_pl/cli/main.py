@@ -279,6 +279,8 @@ class QeRLCLI(LightningCLI):
             ):
                 callbacks.append(progress_bar())
             return super().instantiate_trainer(**given, callbacks=callbacks)
+        except UserError:  # a callback's own, and a ValueError
+            raise
         except (RuntimeError, TypeError, ValueError) as error:
             text = " ".join(str(error).split())
             raise UserError(

@@ -1,5 +1,6 @@
 """Samples and grades held-out prompts, with a cache of samples that outlives the process."""
 
+import hashlib
 import json
 import os
 import re
@@ -30,7 +31,7 @@ from qerl_pl.types import (
     SamplingConfig,
 )
 
-FORMAT = 3
+FORMAT = 4
 """Version of the sample cache: raise it with every change of its lines or of grading."""
 
 
@@ -52,6 +53,8 @@ class SampleRecord:
     rewards: dict[str, float]
     prompt: str
     completion: str
+    row: str
+    """`row_digest` of the prompt."""
     messages: Sequence[Mapping[str, Any]] | None = None
     """Messages of a dialogue with an environment; without one, the line leaves them out."""
 
@@ -59,6 +62,11 @@ class SampleRecord:
     def graded(self) -> GradedAnswer:
         """The record without texts and rewards."""
         return GradedAnswer(self.correct, self.answer, self.tokens, self.truncated)
+
+
+def row_digest(prompt: Prompt) -> str:
+    """Digest of all that a sample and its grade take from the row: prompt, reference, and columns for the rewards."""
+    return hashlib.sha256(repr(prompt).encode()).hexdigest()[:12]
 
 
 class SampleCache:
@@ -72,7 +80,7 @@ class SampleCache:
     def __init__(self, path: Path, others: Iterable[Path] = ()) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path = path
-        self._samples: dict[tuple[str, str, int | None], tuple[GradedAnswer, str, str]] = {}
+        self._samples: dict[tuple[str, str, int | None], tuple[GradedAnswer, str]] = {}
         for file in (path, *others):
             self._read(file, repair=file == path)
 
@@ -80,9 +88,9 @@ class SampleCache:
         return len(self._samples)
 
     def get(self, name: str, prompt: Prompt, sample: int | None) -> GradedAnswer | None:
-        """The cached sample; None if there is none, or the question or reference has changed since."""
-        graded, *texts = self._samples.get((name, prompt.id, sample), (None, "", ""))
-        return graded if texts == [prompt.text, prompt.reference] else None
+        """The cached sample; None if there is none, or the row has changed since."""
+        graded, row = self._samples.get((name, prompt.id, sample), (None, ""))
+        return graded if graded is not None and row == row_digest(prompt) else None
 
     def put(self, records: Sequence[SampleRecord]) -> None:
         """Append lines and flush them to the disk."""
@@ -96,7 +104,7 @@ class SampleCache:
 
     def _add(self, record: SampleRecord) -> None:
         # Without completions, of which there may be many.
-        self._samples[record.set, record.prompt_id, record.sample] = (record.graded, record.prompt, record.reference)
+        self._samples[record.set, record.prompt_id, record.sample] = record.graded, record.row
 
     def _read(self, file: Path, repair: bool) -> None:
         if not file.is_file():
@@ -272,7 +280,8 @@ class Evaluator:
         for group, answer, correct, (_, sample) in zip(groups, answers, right, jobs, strict=True):
             (completion,) = map(asdict, group.records())
             del completion["trained"]
-            records.append(SampleRecord(set=name, sample=sample, correct=correct, answer=answer, **completion))
+            row = row_digest(group.prompt)
+            records.append(SampleRecord(set=name, sample=sample, correct=correct, answer=answer, row=row, **completion))
         if cache is not None:
             cache.put(records)
         return {job: record.graded for job, record in zip(jobs, records, strict=True)}

@@ -102,8 +102,9 @@ class SFTModule(PolicyModule):
         own_stream = (ranks.rank,) if ranks.rank else ()
         torch.manual_seed(stream_seed(self.seed, "update", self.policy_version, *own_stream))  # dropout
         micro_batches = self._micro_batches(batch.share(ranks.rank, ranks.size))
-        longest = max((int(lengths.sum()) for _, lengths, _ in micro_batches), default=0)
-        policy.checkpointing.choose_mode(max(longest, self.micro_batch_tokens or 0), ranks)
+        largest = max((int(lengths.sum()) for _, lengths, _ in micro_batches), default=0)
+        longest = max((int(lengths.max()) for _, lengths, _ in micro_batches), default=1)
+        policy.checkpointing.choose_mode(max(largest, self.micro_batch_tokens or 0), ranks, longest)
         parameters = [parameter for parameter in policy.parameters() if parameter.requires_grad]
         optimizer.zero_grad()
         policy.train()

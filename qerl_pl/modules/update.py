@@ -199,7 +199,8 @@ class PolicyUpdate:
         Raises:
             NonFiniteLossError: Loss or gradient is not finite.
         """
-        policy.checkpointing.choose_mode(self.max_micro_batch_tokens(experience.lengths), ranks)
+        longest = max(experience.lengths.tolist(), default=1)
+        policy.checkpointing.choose_mode(self.max_micro_batch_tokens(experience.lengths), ranks, longest)
         own_stream = (ranks.rank,) if ranks.rank else ()
         torch.manual_seed(stream_seed(self.seed, "update", experience.version, *own_stream))  # dropout
         mask = self.objective.training_mask(experience.mask, experience.truncated)
