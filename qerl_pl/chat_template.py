@@ -86,15 +86,16 @@ def template_texts(
             "chat_template.jinja to the model's folder."
         )
     offered = {"tools": [dict(tool) for tool in tools]} if tools else {}
+    template = tokenizer.get_chat_template(tools=offered.get("tools"))  # of several, such as Hermes', that with tools
     try:
         texts = tokenizer.apply_chat_template(
             [[dict(message) for message in chat] for chat in chats],
             tokenize=False,
             add_generation_prompt=generation_prompt,
-            chat_template=_TODAY.sub(lambda call: repr(TEMPLATE_DATE.strftime(call[2])), tokenizer.get_chat_template()),
+            chat_template=_TODAY.sub(lambda call: repr(TEMPLATE_DATE.strftime(call[2])), template),
             **{"date_string": TEMPLATE_DATE.strftime("%d %b %Y"), **offered, **(template_kwargs or {})},
         )
-    except TemplateError as error:
+    except (TemplateError, TypeError) as error:  # TypeError: of what the template does with other content than text
         raise UserError(
             f"the chat template of {name} refuses the messages: {error}; "
             "correct them; if it has no system message, set data.init_args.system_prompt to null and put the "
@@ -131,7 +132,7 @@ def cached_prompts(
     described = [
         transformers.__version__,
         tokenizer.backend_tokenizer.to_str(),
-        tokenizer.get_chat_template(),
+        tokenizer.get_chat_template(tools=[dict(tool) for tool in tools] or None),
         tokenizer.special_tokens_map,
         TEMPLATE_DATE.isoformat(),
         system_prompt,
@@ -157,6 +158,8 @@ def render_conversation(
     tokenizer: PreTrainedTokenizerBase,
     messages: Sequence[Mapping[str, Any]],
     template_kwargs: Mapping[str, Any] | None = None,
+    first: int = 0,
+    tools: Sequence[Mapping[str, Any]] = (),
 ) -> list[tuple[str, int | None]]:
     """Segments of a conversation's text, each with the index of its assistant's message, or None for other text.
 
@@ -166,25 +169,38 @@ def render_conversation(
         tokenizer: Has a chat template.
         messages: Dictionaries with `role` and `content`.
         template_kwargs: Variables of the template, such as `enable_thinking`.
+        first: Index of the first message of the assistant that needs its own segment; those before it may be part of
+            its prompt.
+        tools: JSON schemas of the tools that the template offers.
 
     Raises:
-        UserError: The tokenizer has no chat template, it refuses the messages, or it writes a turn in another way once
-            more turns follow, so that there is no text to train on.
+        UserError: The tokenizer has no chat template, it refuses the messages, or it writes a turn from `first` on in
+            another way once more turns follow, so that there is no text to train on.
     """
     done = ""
     parts: list[tuple[str, int | None]] = []
     for index, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        prompt = template_texts(tokenizer, [messages[:index]], template_kwargs)[0]
-        text = template_texts(tokenizer, [messages[: index + 1]], template_kwargs, generation_prompt=False)[0]
+        prompt = template_texts(tokenizer, [messages[:index]], template_kwargs, tools=tools)[0]
+        text = template_texts(tokenizer, [messages[: index + 1]], template_kwargs, False, tools)[0]
+        if index <= first and not prompt.startswith(done):  # a template that drops the reasoning of earlier turns, say
+            parts, done = [], ""
+        if index < first and not text.startswith(prompt):
+            continue
         if not (prompt.startswith(done) and text.startswith(prompt)):
-            raise UserError(
-                "a chat template must continue a conversation's text with each turn; that of "
-                f"{tokenizer.name_or_path or 'the policy'} changes what stands before message {index + 1}; give each "
-                "assistant's turn its own row, or set chat_template_kwargs"
-            )
+            raise _rewrites(tokenizer, index + 1)
         parts += [(prompt[len(done) :], None), (text[len(prompt) :], index)]
         done = text
-    text = template_texts(tokenizer, [messages], template_kwargs, generation_prompt=False)[0]
+    text = template_texts(tokenizer, [messages], template_kwargs, False, tools)[0]
+    if not text.startswith(done):
+        raise _rewrites(tokenizer, len(messages))
     return [*parts, (text[len(done) :], None)] if len(text) > len(done) else parts
+
+
+def _rewrites(tokenizer: PreTrainedTokenizerBase, number: int) -> UserError:
+    return UserError(
+        "a chat template must continue a conversation's text with each turn; that of "
+        f"{tokenizer.name_or_path or 'the policy'} changes what stands before message {number}; give each assistant's "
+        "turn its own row, or set chat_template_kwargs"
+    )

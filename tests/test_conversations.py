@@ -127,9 +127,54 @@ def test_a_completion_ends_where_sampling_would(tiny_policy_dir: Path) -> None:
     (every,) = conversations(tokenizer, row, assistant_only_loss=True)
     whole, learned = texts(tokenizer, every)
     assert whole.endswith("assistant: It is 4.<|eos|>") and learned == "2<|eos|>It is 4.<|eos|>"
+    (complete,) = conversations(tokenizer, row, completion_only_loss=False)  # also what stands behind an end
+    text = "user: What is 1+1?<|eos|>\n<|user|>assistant: 2<|eos|>\n<|user|>user: And 2+2?<|eos|>\n"
+    assert texts(tokenizer, complete)[1] == f"{text}<|user|>assistant: It is 4.<|eos|>"
     tokenizer.chat_template = CHATML.replace("<|eos|>", "")  # without an end, one is added
     (last,) = conversations(tokenizer, row)
     assert texts(tokenizer, last)[1] == "It is 4.\n<|eos|>"
+
+
+QWEN3 = CHATML.replace(
+    "message['content'] +",
+    "('<think></think>' if loop.last and message['role'] == 'assistant' else '') + message['content'] +",
+)
+"""A template that writes the reasoning of the last turn alone."""
+
+
+def test_turns_that_do_not_train_may_be_rewritten(tiny_policy_dir: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tiny_policy_dir)
+    tokenizer.chat_template = QWEN3
+    whole = "<|user|>user: What is 1+1?<|eos|>\n<|user|>assistant: 2<|eos|>\n<|user|>user: And 2+2?<|eos|>\n"
+    whole += "<|user|>assistant: <think></think>It is 4.<|eos|>"
+    for row in ({"messages": DIALOGUE}, {"prompt": DIALOGUE[:3], "completion": DIALOGUE[3:]}):
+        (last,) = conversations(tokenizer, row)
+        assert texts(tokenizer, last) == (whole, "<think></think>It is 4.<|eos|>")
+    (complete,) = conversations(tokenizer, {"messages": DIALOGUE}, completion_only_loss=False)
+    assert texts(tokenizer, complete) == (whole, whole.removeprefix("<|user|>"))  # nothing predicts the first token
+    for row, settings, turn in (
+        ({"messages": DIALOGUE}, {"assistant_only_loss": True}, 4),
+        ({"prompt": DIALOGUE[:1], "completion": DIALOGUE[1:]}, {}, 4),
+        ({"messages": DIALOGUE[:3]}, {"completion_only_loss": False}, 3),
+    ):
+        with pytest.raises(UserError, match=f"changes what stands before message {turn}"):
+            conversations(tokenizer, row, **settings)
+
+
+@pytest.mark.parametrize("given", [[{"name": "look"}], '[{"name": "look"}]'])
+def test_the_tools_of_a_row_are_offered(tiny_policy_dir: Path, given: Any) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tiny_policy_dir)
+    tokenizer.chat_template = "{% if tools %}Use {{ tools[0]['name'] }}. {% endif %}" + tokenizer.chat_template
+    with_tools, without = conversations(
+        tokenizer, {"messages": DIALOGUE[:2], "tools": given}, {"messages": DIALOGUE[:2], "tools": None}
+    )
+    assert texts(tokenizer, without)[0] == "<|bos|><|user|>What is 1+1?<|assistant|>2<|eos|>"
+    assert texts(tokenizer, with_tools) == ("Use look. " + texts(tokenizer, without)[0], "2<|eos|>")
+
+
+def test_an_answer_keeps_commas_that_separate(tokenizer: PreTrainedTokenizerBase) -> None:
+    (pair,) = conversations(tokenizer, {"question": "Roots?", "answer": "So #### 1, 2"})
+    assert texts(tokenizer, pair)[1] == "<think>So</think><answer>1, 2</answer><|eos|>"
 
 
 def test_the_assistants_tokens_are_those_of_transformers(tiny_policy_dir: Path) -> None:
@@ -161,6 +206,21 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "mixed": ({"prompt": "a", "completion": DIALOGUE}, {}, "column prompt must have a list of messages .* got 'a'"),
     "no messages": ({"messages": []}, {}, "column messages must have a list of messages"),
     "no role": ({"messages": [{"content": "a"}]}, {}, "messages with role and content"),
+    "content in parts": (
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}, DIALOGUE[1]]},
+        {},
+        "row 1 of the training data: the chat template of .* refuses the messages: .* correct them",
+    ),
+    "own arguments": (
+        {"messages": DIALOGUE},
+        {"chat_template_kwargs": {"tokenize": True}},
+        "got tokenize, which rendering sets itself",
+    ),
+    "tools that are none": (
+        {"messages": DIALOGUE, "tools": "look"},
+        {},
+        "row 1 .*: the column tools has a list of JSON schemas, or its JSON; got 'look'; correct it",
+    ),
     "nobody answers": ({"messages": DIALOGUE[:1]}, {}, "needs an assistant's message to learn; got .*user"),
     "text without roles": (
         {"prompt": "a", "completion": "b"},
@@ -186,7 +246,7 @@ def test_rows_without_something_to_learn_are_refused(tokenizer: PreTrainedTokeni
     ("template", "message"),
     [
         (None, "prompts need a chat template; .* has none"),
-        ("{{ messages | length }}" + CHATML, "must continue .* changes what stands before message 2"),
+        ("{{ messages | length }}" + CHATML, "must continue .* changes what stands before message 4"),
         ("{{ raise_exception('no') }}", "refuses the messages: no; correct them"),
     ],
 )
@@ -235,6 +295,8 @@ def test_data_that_leave_nothing_to_do_are_refused(
         data.setup(stage)
     with pytest.raises(UserError, match="data.max_length must be at least 1; got 0"):
         ConversationDataModule(rows_of(4), max_length=0)
+    with pytest.raises(UserError, match="rows are dictionaries of columns; row 1 is 'a and b'"):
+        ConversationDataModule(["a and b"]).setup("fit")  # type: ignore[list-item]
 
 
 def test_a_checkpoint_of_other_conversations_is_refused(tiny_policy_dir: Path) -> None:

@@ -1,5 +1,6 @@
 """Dialogues: tokens in, tokens out, for any chat template and whatever an environment answers."""
 
+import copy
 import json
 import random
 from collections import Counter
@@ -7,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from dialogue_helpers import Answering, LocalPool, Talking, end_of, expected_suffix, tokenizer_of
+from dialogue_helpers import TOOLS, Answering, LocalPool, Talking, end_of, expected_suffix, tokenizer_of
 
 from qerl_pl.environments.sampler import DialogueConfig, DialogueJob, DialogueSampler
 from qerl_pl.rollout.experience import pad_completions
+from qerl_pl.toy.tokenizer import CHAT_TEMPLATE
 from qerl_pl.types import Completion, Prompt, RolloutRequest, SamplingConfig
 
 ANSWERS = [
@@ -140,6 +142,19 @@ def test_an_answer_is_written_as_the_template_writes_it_without_control_tokens(
         plain = expected_suffix(template, ended, [(role, "")] * len(answers), role == "tool")
         own = [token for token in tokenizer(plain)["input_ids"] if token in added]
         assert [token for token in ids if token in added] == own
+
+
+def test_of_several_templates_that_with_tools_is_taken() -> None:
+    continuation = sampler_of("qwen2.5", LocalPool(dict)).continuation
+    ids, suffix = (
+        continuation.prompt("Why?", TOOLS),
+        continuation.suffix((5,), [{"role": "tool", "content": "7"}], TOOLS),
+    )
+    tokenizer = continuation.tokenizer = copy.deepcopy(continuation.tokenizer)
+    tokenizer.chat_template = {"default": CHAT_TEMPLATE, "tool_use": tokenizer.chat_template}
+    assert continuation.prompt("Why?", TOOLS) == ids and '"look"' in tokenizer.decode(ids)
+    assert continuation.suffix((5,), [{"role": "tool", "content": "7"}], TOOLS) == suffix
+    assert tokenizer.decode(continuation.prompt("Why?")) == "<|bos|><|system|>Be brief.<|user|>Why?<|assistant|>"
 
 
 def test_a_long_answer_is_cut() -> None:

@@ -1,6 +1,7 @@
 """Environments: what the contract takes and refuses, and the processes that run them."""
 
 import asyncio
+import gc
 import os
 import random
 import signal
@@ -8,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 import time
+import warnings
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from functools import partial
@@ -565,8 +567,12 @@ def test_a_pool_closes_with_dialogues_open_and_starts_anew() -> None:
     session = pool.open({"secret": 1})
     session.opened.result()
     under_way = session.call("wait", {"seconds": 60})
-    pool.close()
-    assert under_way.cancelled()
+    session.close()  # waits for the call
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        pool.close()
+        gc.collect()
+    assert under_way.cancelled() and not caught  # such as of coroutines that were never awaited
     assert pool.open({"secret": 1}).opened.result().observation == "Guess a number up to 10."
     pool.close()
 

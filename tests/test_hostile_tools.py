@@ -214,6 +214,7 @@ def test_processes_that_a_tool_left_end_with_the_pool() -> None:
         ("__class__", {}, "there is no tool __class__;"),
         ("", {}, "there is no tool ;"),
         ("n" * 10_000, {}, "there is no tool nnn"),
+        ("\ud83d", {}, "there is no tool ?;"),  # loggers take no half pairs of surrogates
         ("add", {}, "wrong arguments: missing a required argument: 'number'; call add(number: int) -> int"),
         ("add", {"number": 1, "other": 2}, "wrong arguments: got an unexpected keyword argument 'other'; call add("),
         ("add", {"self": 1}, "wrong arguments: "),

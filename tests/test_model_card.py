@@ -152,7 +152,14 @@ def test_nothing_of_this_machine_is_written(run: Path, exported: Path) -> None:
 
 
 def test_of_paths_the_names_are_left_and_other_text_is_whole() -> None:
-    kept = {"system_prompt": "/no_think", "stop": ["/s", "</answer>"], "path": "openai/gsm8k", "lr": 0.1, "none": None}
+    kept = {
+        "system_prompt": "/no_think Answer in <answer></answer>.",
+        "template": "/grade a/b {completion}",
+        "stop": ["/s", "</answer>"],
+        "path": "openai/gsm8k",
+        "lr": 0.1,
+        "none": None,
+    }
     given = {"data": {**kept, "file": "/srv/me/data.jsonl", "rewards": ["~/code/my.py:exact"]}, "resume": "/a/b/c"}
     expected = {"data": {**kept, "file": "data.jsonl", "rewards": ["my.py:exact"]}, "resume": None, "ckpt_path": None}
     assert without_folders(given) == expected | {"trainer": {"default_root_dir": None}}

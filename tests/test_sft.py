@@ -14,6 +14,7 @@ import pytest
 import torch
 from cli_helpers import built
 from fit_helpers import configuration, fit, fit_on_ranks
+from huggingface_hub import ModelCard
 from lightning.pytorch import Trainer
 from safetensors.torch import load_file
 from short_run import rollout_of
@@ -282,6 +283,8 @@ def test_a_run_learns_and_writes_what_reinforcement_learning_starts_from(whole: 
 def test_an_export_is_the_runs_adapter(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["export", str(whole), str(tmp_path / "exported")]) == 0
     assert "the adapter (rank 4, base " in (said := capsys.readouterr().out) and "after 8 steps, from " in said
+    tags = ModelCard.load(tmp_path / "exported" / "README.md").data.tags
+    assert "sft" in tags and "reinforcement-learning" not in tags
     exported = load_file(tmp_path / "exported" / "adapter_model.safetensors")
     assert all(torch.equal(tensor, exported[name]) for name, tensor in adapter(whole).items())
 

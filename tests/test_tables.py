@@ -10,6 +10,7 @@ from typing import Any
 
 import pyarrow
 import pytest
+from cli_helpers import built
 from pages import ROOT, commands, fences
 from pyarrow.parquet import write_table
 from safetensors.torch import load_file, save_file
@@ -41,11 +42,13 @@ def write_csv(file: Path, rows: list[dict[str, Any]]) -> Path:
     return file
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet", "list"])
+@pytest.mark.parametrize("kind", ["jsonl", "json", "csv", "parquet", "list"])
 def test_a_table_is_a_file_or_a_list(tmp_path: Path, kind: str) -> None:
     path: Any = tmp_path / f"table.{kind}"
     if kind == "jsonl":
         write_jsonl(path, ROWS)
+    elif kind == "json":
+        path.write_text(json.dumps(ROWS, indent=1))
     elif kind == "csv":
         write_csv(path, ROWS)
     elif kind == "parquet":
@@ -87,6 +90,27 @@ def test_columns_that_are_found(row: dict[str, Any], question: str, reference: s
     assert found.messages == (tuple(turns) if isinstance(value, list) else None)
 
 
+@pytest.mark.parametrize("name", ["table.csv", "table.json"])
+def test_the_command_line_takes_a_path_for_a_path(tmp_path: Path, name: str) -> None:
+    path = write_csv(tmp_path / name, ROWS) if name == "table.csv" else tmp_path / name
+    if name == "table.json":
+        path.write_text(json.dumps([{"question": "Which agent?", "answer": "007"}]))
+    (tmp_path / "run.yaml").write_text(f"data: {{class_path: TableDataModule, init_args: {{path: {path}}}}}")
+    for given in (["--data", "TableDataModule", "--data.path", str(path)], ["-c", str(tmp_path / "run.yaml")]):
+        assert built("fit", "-c", "quickstart", *given).data.path == str(path)
+
+
+def test_a_csv_file_of_pandas_has_a_column_without_a_name(tmp_path: Path) -> None:
+    (tmp_path / "index.csv").write_text(",question,answer\n0,a,b\n1,c,d\n")
+    rows = TableDataModule(str(tmp_path / "index.csv")).train_rows()
+    assert [(row.question, row.reference) for row in rows] == [("a", "b"), ("c", "d")]
+
+
+def test_pairs_of_surrogates_are_read(tmp_path: Path) -> None:
+    (tmp_path / "pairs.jsonl").write_text(r'{"question": "\ud83d\ude00 \\ud83d", "answer": "a"}')
+    assert TableDataModule(str(tmp_path / "pairs.jsonl")).train_rows()[0].question == "\U0001f600 \\ud83d"
+
+
 def test_columns_of_other_names() -> None:
     rows = TableDataModule([{"prompt": "no", "q": "Why?", "answer": "no", "a": "so"}], question="q", answer="a")
     assert [(row.question, row.reference) for row in rows.train_rows()] == [("Why?", "so")]
@@ -104,16 +128,24 @@ def test_columns_of_other_names() -> None:
         ([{"prompt": "a"}, {"question": "b"}], "needs the columns prompt; row 2 of the list of rows has no prompt"),
         ([{"messages": [{"role": "assistant", "content": "a"}]}], "starts with its user; row 1"),
         ([{"messages": [{"role": "user", "content": ["a"]}]}], "which are text; row 1 of the list of rows has"),
+        ([{"messages": [{"role": "user", "content": "a"}, "b"]}], "which are text; row 1 of the list of rows has"),
         ([{"prompt": "a", "answer": "#### "}], "an answer must not be empty; row 1"),
+        ([{"prompt": "a"}, {"prompt": "b", "answer": "c"}], "row 1 of the list of rows has no answer; got prompt"),
         ("more.csv", "has a value for each of the columns question, answer; .*more.csv, line 3 has more"),
         ("fewer.csv", "more.csv|fewer.csv, line 2 has fewer; quote"),
         ("quote.csv", "comma-separated UTF-8; .*quote.csv, line 2"),
+        ("list.json", r"row 2 of .*list.json is \[\]; write one"),
+        ("broken.json", "a .json file is JSON; .*broken.json: Expecting .* line 2 column 1"),
+        ("half.jsonl", r"come in pairs; .*half.jsonl, line 2 has half a pair, \\ud83d; correct it"),
     ],
 )
 def test_tables_that_are_refused(tmp_path: Path, table: Any, message: str) -> None:
     (tmp_path / "more.csv").write_text("question,answer\na,b\nc,d,e\n")
     (tmp_path / "fewer.csv").write_text("question,answer\na\n")
     (tmp_path / "quote.csv").write_text('question,answer\na,"b" c\n')
+    (tmp_path / "half.jsonl").write_text('{"question": "a"}\n{"question": "b\\uD83D", "answer": "c"}\n')
+    (tmp_path / "list.json").write_text('[{"question": "a"}, []]')
+    (tmp_path / "broken.json").write_text('[{"question": "a"},\n')
     with pytest.raises(UserError, match=message):
         TableDataModule(str(tmp_path / table) if isinstance(table, str) else table).train_rows()
 

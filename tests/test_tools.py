@@ -27,6 +27,8 @@ from qerl_pl.errors import UserError
         ("17 // 5 + 17 % 5", "5"),
         ("-(-3)", "3"),
         ("max(3, min(4, 5)) + abs(-2) + sqrt(16)", "10"),
+        ("max(100,250) - min( 300,250.5 )", "-0.5"),  # not 100250
+        ("max(1,200, 1,300) + sqrt(1,444)", "1338"),
         ("round(2.567, 2)", "2.57"),
         ("1 / 3", "0.333333333333"),
         ("10 ** 400", "1" + "0" * 400),
@@ -141,6 +143,14 @@ def test_a_search_in_dialogues_builds_one_index(corpus: Path) -> None:
         *("[1] Paris", "[1] Berlin", "[1] Banana", "Nothing found.")
     ]
     pool.close()
+
+
+def test_a_line_of_a_corpus_is_what_json_lines_says(tmp_path: Path) -> None:
+    path = tmp_path / "wiki.jsonl"
+    texts = ["one\u2028passage", "another\x85passage", "last"]
+    lines = [json.dumps({"text": text}, ensure_ascii=False) for text in texts]
+    path.write_text("\n\n".join(lines) + "\n\n", encoding="utf-8-sig")
+    assert read_passages(path) == texts
 
 
 @pytest.mark.parametrize(

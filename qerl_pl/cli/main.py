@@ -163,6 +163,8 @@ class QeRLCLI(LightningCLI):
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.link_arguments("seed_everything", "model.seed", compute_fn=_run_seed)
+        # Or jsonargparse reads a table that data.path names as configuration, and takes a .csv's text for the path.
+        parser._option_string_actions["--data"].sub_add_kwargs["sub_configs"] = False  # type: ignore[attr-defined]
         # Not instantiated by the parser: a configuration that lists its RolloutCallback has no rewards here.
         parser.add_class_arguments(RolloutCallback, "rollout", instantiate=False, skip={"rewards"})
         parser.add_argument(

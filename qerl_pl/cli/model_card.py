@@ -23,6 +23,9 @@ PLOT = "run.png"
 STEP = {QeRLModule.kind: "rollouts", SFTModule.kind: "steps"}
 """What a training counts."""
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+(?<!\.json)(?<!\.jsonl)(?<!\.csv)(?<!\.parquet)")
+_TEXTS = ("system_prompt", "template")
+"""Keys of prompts, which may look like paths: /no_think Answer in <answer></answer>."""
+_TAGS = {QeRLModule.kind: "reinforcement-learning", SFTModule.kind: "sft"}
 _OF_THIS_MACHINE = {"resume": None, "ckpt_path": None}
 _NOISE, _ROLLOUT = "AdaptiveQuantizationNoise", "RolloutCallback"
 
@@ -47,7 +50,7 @@ def write_model_card(folder: Path, run: Path, policy: Policy, merged: bool, step
     if (run / PLOT).is_file():
         shutil.copyfile(run / PLOT, folder / PLOT)
     is_adapter = not merged and not policy.full_finetuning
-    data = _metadata(policy.config, config, is_adapter)
+    data = _metadata(policy.config, config, is_adapter, kind)
     sections = [
         _introduction(policy.config, config, is_adapter, f"{steps} {STEP[kind]} of {kind}"),
         _curves(run, steps),
@@ -67,20 +70,20 @@ def without_folders(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _public(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {key: _public(item) for key, item in value.items()}
+        return {key: item if key in _TEXTS else _public(item) for key, item in value.items()}
     if isinstance(value, list):
         return [_public(item) for item in value]
     if isinstance(value, str) and "\n" not in value:
         path = Path(value)
-        # "/no_think" is a prompt.
+        # "/s" is no file.
         if path.is_absolute() and len(path.parts) > 2 or path.parts[:1] == ("~",):
             return path.name
     return value
 
 
-def _metadata(policy: PolicyConfig, config: Mapping[str, Any], is_adapter: bool) -> ModelCardData:
+def _metadata(policy: PolicyConfig, config: Mapping[str, Any], is_adapter: bool, kind: str) -> ModelCardData:
     base = _hub_name(policy.path)
-    tags = ["qerl_pl", "reinforcement-learning", *(["lora"] if policy.finetune == "lora" else [])]
+    tags = ["qerl_pl", _TAGS[kind], *(["lora"] if policy.finetune == "lora" else [])]
     tags += [policy.quantization] if policy.quantization != "none" else []
     if (objective := _at(config, "model", "objective", "class_path")) is not None:
         tags.append(_short(objective).lower())

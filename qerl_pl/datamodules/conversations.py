@@ -1,6 +1,7 @@
 """Conversations for supervised fine-tuning (SFT): rows in TRL's formats, rendered, with the tokens that are trained."""
 
 import hashlib
+import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,9 +17,9 @@ from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 from transformers import PreTrainedTokenizerBase
 
-from qerl_pl.chat_template import SYSTEM_PROMPT, render_conversation
+from qerl_pl.chat_template import SYSTEM_PROMPT, check_template_kwargs, render_conversation
 from qerl_pl.datamodules.prompts import PromptSampler, load_tokenizer
-from qerl_pl.datamodules.tables import ANSWER_MARK, check_sizes, read_table
+from qerl_pl.datamodules.tables import ANSWER_MARK, check_sizes, read_table, without_thousands
 from qerl_pl.errors import UserError, require_at_least
 from qerl_pl.persistence.random_state import stream_seed
 from qerl_pl.start_checks import check_first, check_intervals, within_limit
@@ -70,7 +71,8 @@ class ConversationDataModule(LightningDataModule):
     A row has `prompt` and `completion`, both text, which is taken as it is, or both lists of messages; or `messages`;
     or `question` and `answer`, which follow the system prompt as in reinforcement learning, where an answer with ####
     becomes `<think>what stands before</think><answer>what stands behind</answer>`. Messages are rendered by the chat
-    template. A completion ends with the end-of-sequence token, which ends sampling, too.
+    template, which offers the tools of the column `tools` if there is one: a list of JSON schemas, or its JSON text. A
+    completion ends with the end-of-sequence token, which ends sampling, too.
 
     Args:
         path: JSONL or parquet file, folder with a file per split, hub name, or a list of rows (dictionaries).
@@ -122,6 +124,7 @@ class ConversationDataModule(LightningDataModule):
         self.assistant_only_loss = assistant_only_loss
         self.system_prompt = system_prompt
         self.chat_template_kwargs = chat_template_kwargs
+        check_template_kwargs(chat_template_kwargs or {})
         self.seed = 0 if seed is None else seed
         self.tokenizer = tokenizer
         self._train: list[Conversation] = []
@@ -130,7 +133,7 @@ class ConversationDataModule(LightningDataModule):
 
     def train_rows(self) -> Sequence[Mapping[str, Any]]:
         """All rows to train on, in one of the formats above."""
-        return self.path if isinstance(self.path, list) else read_table(self.path, self.split, (), self.subset)
+        return read_table(self.path, self.split, (), self.subset)
 
     def val_rows(self) -> Sequence[Mapping[str, Any]] | None:
         """Rows to validate on; None splits `val_size` rows off the training rows."""
@@ -236,7 +239,7 @@ class ConversationDataModule(LightningDataModule):
         for index, row_parts in enumerate(parts):
             begins = _beginning(tokenizer) if _is_text(rows[index]) else []
             encoded = [(list(next(ids)), trained) for _, trained in row_parts]
-            conversations.append(_conversation(f"{use}-{index}", begins, encoded, tokenizer.eos_token_id))
+            conversations.append(_conversation(f"{use}-{index}", begins, encoded, tokenizer.eos_token_id, self._whole))
         kept = [conversation for conversation in conversations if len(conversation.token_ids) <= self.max_length]
         if not kept:
             shortest = min(len(conversation.token_ids) for conversation in conversations)
@@ -248,22 +251,30 @@ class ConversationDataModule(LightningDataModule):
         log.info("%d %s conversations; %d longer than max_length=%d dropped", *counts)
         return kept
 
+    @property
+    def _whole(self) -> bool:
+        """Whether the loss counts the complete conversation."""
+        return not (self.completion_only_loss or self.assistant_only_loss)
+
     def _parts(self, tokenizer: PreTrainedTokenizerBase, row: Mapping[str, Any]) -> list[tuple[str, bool]]:
         """Segments of a row's text, each with whether it trains; the last one does."""
-        whole = not (self.completion_only_loss or self.assistant_only_loss)
+        whole = self._whole
         if _is_text(row):
             if self.assistant_only_loss:
                 raise UserError("assistant_only_loss needs messages; got a prompt that is text; set it to false")
             return [(row["prompt"], whole), (row["completion"], True)]
         messages, prompts = self._messages(row)
-        parts = render_conversation(tokenizer, messages, self.chat_template_kwargs)
         assistant = [
-            index for _, index in parts if index is not None and (index >= prompts or self.assistant_only_loss)
+            index
+            for index, message in enumerate(messages)
+            if message["role"] == "assistant" and (index >= prompts or self.assistant_only_loss)
         ]
         if not assistant:
             raise UserError(f"a conversation needs an assistant's message to learn; got {messages[-1]!r:.60}; add one")
-        if self.completion_only_loss and not self.assistant_only_loss and "messages" in row:
+        if whole or (self.completion_only_loss and not self.assistant_only_loss and not prompts):
             assistant = assistant[-1:]
+        used = messages if whole else messages[: assistant[-1] + 1]
+        parts = render_conversation(tokenizer, used, self.chat_template_kwargs, assistant[0], _tools(row))
         trained = [whole or index in assistant for _, index in parts]
         last = max(position for position, one in enumerate(trained) if one)
         return [(text, one) for (text, _), one in zip(parts, trained, strict=True)][: last + 1]
@@ -302,12 +313,25 @@ def _is_message(message: Any) -> bool:
     return isinstance(message, Mapping) and isinstance(message.get("role"), str) and "content" in message
 
 
+def _tools(row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """JSON schemas of the tools that a row offers; UserError for anything else in its column."""
+    try:
+        tools = json.loads(row["tools"]) if isinstance(row.get("tools"), str) else row.get("tools") or []
+    except ValueError:
+        tools = None
+    if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
+        raise UserError(
+            f"the column tools has a list of JSON schemas, or its JSON; got {row['tools']!r:.60}; correct it"
+        )
+    return tools
+
+
 def _taught(answer: str) -> str:
     """A GSM8K answer in the format that rewards read: reasoning and number in tags."""
     thought, mark, number = answer.rpartition(ANSWER_MARK)
     if not mark:
         return answer
-    return f"<think>{thought.strip()}</think><answer>{number.replace(',', '').strip()}</answer>"
+    return f"<think>{thought.strip()}</think><answer>{without_thousands(number.strip())}</answer>"
 
 
 def _beginning(tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -315,8 +339,11 @@ def _beginning(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return [tokenizer.bos_token_id] if list(tokenizer("")["input_ids"])[:1] == [tokenizer.bos_token_id] else []
 
 
-def _conversation(id: str, begins: list[int], parts: list[tuple[list[int], bool]], eos: int) -> Conversation:
-    """Join the parts' tokens; a trained part ends with its end-of-sequence token, which the last one always has."""
+def _conversation(
+    id: str, begins: list[int], parts: list[tuple[list[int], bool]], eos: int, whole: bool
+) -> Conversation:
+    """Join the parts' tokens; unless the whole is trained, a trained part ends with its end-of-sequence token, which
+    the last one always has."""
     tokens, trained = list(begins), [False] * len(begins)
     for position, (ids, learned) in enumerate(parts):
         end = len(ids) - ids[::-1].index(eos) if eos in ids else len(ids)
@@ -324,7 +351,7 @@ def _conversation(id: str, begins: list[int], parts: list[tuple[list[int], bool]
             ids = ids[:end] if eos in ids else [*ids, eos]
             end = len(ids)
         tokens += ids
-        trained += [learned and place < end for place in range(len(ids))]
+        trained += [learned and (whole or place < end) for place in range(len(ids))]
     return Conversation(id, tuple(tokens), (False, *trained[1:]))
 
 

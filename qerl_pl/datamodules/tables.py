@@ -141,19 +141,21 @@ def _read_file(file: Path) -> Iterator[Mapping[str, Any]]:
         raise UserError(f"a data file ends in {', '.join(_SUFFIXES)}; got {file}; convert it to JSONL.")
     if file.suffix == ".csv":
         return _read_csv(file)
+    if file.suffix == ".json" and file.read_bytes().lstrip()[:1] == b"[":
+        return iter(_read_json_list(file))
     return _read_parquet(file) if file.suffix == ".parquet" else _read_json_lines(file)
 
 
 def _read_csv(file: Path) -> Iterator[Mapping[str, Any]]:
     """Rows of a file whose first line names the columns; every value is text."""
     with file.open(newline="", encoding="utf-8-sig") as lines:
-        reader = csv.DictReader(lines, strict=True, restkey="")
+        reader = csv.DictReader(lines, strict=True)
         try:
             for row in reader:
-                if "" in row or None in row.values():
+                if None in row or None in row.values():
                     raise UserError(
                         f"each line has a value for each of the columns {', '.join(reader.fieldnames or ())}; {file}, "
-                        f"line {reader.line_num} has {'more' if '' in row else 'fewer'}; quote values with commas"
+                        f"line {reader.line_num} has {'more' if None in row else 'fewer'}; quote values with commas"
                     )
                 yield row
         except (csv.Error, UnicodeDecodeError) as error:
@@ -193,7 +195,32 @@ def _read_json_lines(file: Path) -> Iterator[Mapping[str, Any]]:
                     f"each line must be a JSON object; {file}, line {number} is a {type(row).__name__}; "
                     "write one object of columns a line."
                 )
+            if b"\\ud" in line.lower():  # escaped surrogates, of which tokenizers and loggers take pairs only
+                _check_surrogates(row, f"{file}, line {number}")
             yield row
+
+
+def _read_json_list(file: Path) -> Sequence[Mapping[str, Any]]:
+    """Rows of a .json file that is one list."""
+    try:
+        rows = json.loads(file.read_bytes())
+    except ValueError as error:
+        raise UserError(f"a .json file is JSON; {file}: {_first_line(error)}; correct it, or write JSONL.") from error
+    for number, row in enumerate(rows, start=1):
+        if not isinstance(row, dict):
+            raise UserError(f"rows are objects of columns; row {number} of {file} is {row!r:.60}; write one")
+        _check_surrogates(row, f"row {number} of {file}")
+    return rows
+
+
+def _check_surrogates(row: Mapping[str, Any], place: str) -> None:
+    try:
+        json.dumps(row, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise UserError(
+            f"text is Unicode, whose surrogates come in pairs; {place} has half a pair, "
+            f"\\u{ord(error.object[error.start]):04x}; correct it."
+        ) from error
 
 
 def _read_hub(name: str, split: str, subset: str | None) -> list[Mapping[str, Any]]:
@@ -252,8 +279,8 @@ class TableConfig:
         """
         table = read_table(self.path, self.split or split, subset=self.subset)[: self.limit]
         source = self.path if isinstance(self.path, str) else "the list of rows"
-        question = self.question or _first_column(table[0], _PROMPTS)
-        answer = self.answer or _first_column(table[0], _ANSWERS)
+        question = self.question or _first_column(table, _PROMPTS)
+        answer = self.answer or _first_column(table, _ANSWERS)
         if question is None:
             raise UserError(
                 f"a prompt is in a column {', '.join(_PROMPTS)}; {source} has {', '.join(table[0])}; "
@@ -271,16 +298,20 @@ class TableConfig:
         return rows
 
 
-def _first_column(row: Mapping[str, Any], names: Sequence[str]) -> str | None:
-    return next((name for name in names if not _absent(row.get(name))), None)
+def _first_column(table: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str | None:
+    """The first of these columns in which any row has a value."""
+    return next((name for name in names if any(not _absent(row.get(name)) for row in table)), None)
+
+
+def without_thousands(answer: str) -> str:
+    """A number without its thousands separators; any other text as it is."""
+    return answer.replace(",", "") if _THOUSANDS.fullmatch(answer) else answer
 
 
 def _reference(answer: str, number: int, source: str) -> str:
     """The text after the last ####, or all of it."""
     _, mark, rest = answer.rpartition(ANSWER_MARK)
-    reference = rest.strip()
-    if mark and _THOUSANDS.fullmatch(reference):
-        reference = reference.replace(",", "")
+    reference = without_thousands(rest.strip()) if mark else rest.strip()
     if not reference:
         raise UserError(f"an answer must not be empty; row {number} of {source} has none; correct it.")
     return reference
@@ -288,8 +319,8 @@ def _reference(answer: str, number: int, source: str) -> str:
 
 def _conversation(value: Any, number: int, source: str) -> tuple[tuple[Mapping[str, str], ...], str]:
     """Messages up to the last that is not the assistant's, and the assistant's answer to it, or ""."""
-    messages = [message for message in value or () if isinstance(message, Mapping)] if isinstance(value, list) else []
-    if not messages or any(not isinstance(message.get(key), str) for message in messages for key in _MESSAGE):
+    messages = value if isinstance(value, list) else []
+    if not messages or not all(_is_message(message) for message in messages):
         raise UserError(
             f"a conversation is a list of messages with a role and a content, which are text; row {number} of {source} "
             f"has {value!r:.80}; correct it"
@@ -299,6 +330,10 @@ def _conversation(value: Any, number: int, source: str) -> tuple[tuple[Mapping[s
     if not turns:
         raise UserError(f"a conversation starts with its user; row {number} of {source} has an answer only; correct it")
     return tuple(turns), last
+
+
+def _is_message(message: Any) -> bool:
+    return isinstance(message, Mapping) and all(isinstance(message.get(key), str) for key in _MESSAGE)
 
 
 def _text(messages: Sequence[Mapping[str, str]]) -> str:

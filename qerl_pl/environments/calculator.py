@@ -22,7 +22,8 @@ _OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
     ast.USub: operator.neg,
 }
 _FUNCTIONS: dict[str, Callable[..., Any]] = {"sqrt": math.sqrt, "abs": abs, "round": round, "min": min, "max": max}
-_COMMAS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])")
+_COMMAS = re.compile(r"m(?:ax|in)\(\s*\d{1,3}(?:,[1-9]\d\d)+(?:\.\d+)?\s*\)|(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])")
+"""Thousands separators; but in max(100,250) commas separate numbers, for of a single one there is no maximum."""
 _SIGNS = str.maketrans({"×": "*", "÷": "/", "−": "-", "^": "**", "$": ""})
 Number = int | float
 
@@ -53,7 +54,10 @@ def evaluate(expression: str) -> Number:
         ArithmeticError: It divides by zero or overflows.
         TypeError: A function has other arguments.
     """
-    text = _COMMAS.sub(lambda match: match[0].replace(",", ""), expression.translate(_SIGNS).strip())
+    text = _COMMAS.sub(
+        lambda match: match[0] if match[0][0] == "m" else match[0].replace(",", ""),
+        expression.translate(_SIGNS).strip(),
+    )
     if len(text) > _LONGEST:
         raise ValueError(f"an expression has up to {_LONGEST} characters; this has {len(text)}")
     try:

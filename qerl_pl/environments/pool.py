@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
@@ -120,7 +120,7 @@ class Session:
         self._loop = pool.running()
         self._worker: _Worker | None = None
         self._lock = asyncio.Lock()
-        self.opened: Future[Opening] = self._loop.submit(self._in_turn(self._open(row, seed)))
+        self.opened: Future[Opening] = self._loop.submit(self._in_turn(self._open, row, seed))
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> Future[ToolAnswer]:
         """Call a tool."""
@@ -128,11 +128,11 @@ class Session:
             encoded = json.dumps(arguments)
         except (TypeError, ValueError, RecursionError) as error:
             return _done(ToolAnswer(f"Error: the arguments are no JSON: {error}", True, 0.0))
-        return self._loop.submit(self._in_turn(self._answer("call", name, encoded)))
+        return self._loop.submit(self._in_turn(self._answer, "call", name, encoded))
 
     def step(self, text: str) -> Future[ToolAnswer]:
         """Give the policy's text to an environment with `step`."""
-        return self._loop.submit(self._in_turn(self._answer("step", text)))
+        return self._loop.submit(self._in_turn(self._answer, "step", text))
 
     def reward(self, messages: Sequence[Mapping[str, Any]] = ()) -> Future[float | None]:
         """The environment's `get_reward`; None if it has none, or is gone.
@@ -142,15 +142,15 @@ class Session:
         Args:
             messages: The dialogue after its prompt, for a `get_reward` that takes `messages`.
         """
-        return self._loop.submit(self._in_turn(self._reward(list(messages))))
+        return self._loop.submit(self._in_turn(self._reward, list(messages)))
 
     def close(self) -> None:
         """End the dialogue, after the calls under way. Does not block."""
-        self._loop.submit(self._in_turn(self._close()))
+        self._loop.submit(self._in_turn(self._close))
 
-    async def _in_turn(self, work: Coroutine[Any, Any, T]) -> T:
-        async with self._lock:
-            return await work
+    async def _in_turn(self, work: Callable[..., Coroutine[Any, Any, T]], *arguments: Any) -> T:
+        async with self._lock:  # a coroutine that was made before, and is cancelled here, would warn
+            return await work(*arguments)
 
     async def _open(self, row: Mapping[str, Any], seed: int | None) -> Opening:
         worker = await self._loop.worker()

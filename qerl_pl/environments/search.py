@@ -76,14 +76,16 @@ def read_passages(path: Path, text: str = "text", title: str = "title") -> list[
         UserError: A line is no object with the text, or there is no passage.
     """
     try:
-        content = path.read_text(encoding="utf-8")
+        content = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise UserError(f"{_RULE}, in UTF-8; {path} is not ({error}); convert it") from error
     if path.suffix != ".jsonl":
         passages = [part.strip() for part in content.split("\n\n") if part.strip()]
     else:
         passages = []
-        for number, line in enumerate(content.splitlines(), start=1):
+        for number, line in enumerate(content.split("\n"), start=1):  # splitlines also splits at breaks within JSON
+            if not line.strip():
+                continue
             try:
                 row = json.loads(line)
                 body = row[text]

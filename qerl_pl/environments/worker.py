@@ -110,7 +110,7 @@ class Worker:
         try:
             return answer(*arguments)
         except _Refused as refused:
-            return {"error": str(refused)[:_ERROR_CHARS]}
+            return {"error": clean(str(refused))[:_ERROR_CHARS]}
         except BaseException as error:  # also SystemExit and KeyboardInterrupt, which a tool may raise
             try:
                 return {"error": one_line(error)}
