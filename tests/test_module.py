@@ -219,6 +219,7 @@ def test_a_checkpoint_holds_what_training_changes_and_what_it_fits(uninterrupted
     assert all(torch.equal(tensor, trained[name]) for name, tensor in state["trained"].items())
     found = {name: value for name, value in state.items() if name not in ("trained", "random_states")}
     expected = {"policy_version": 4, "base": module.base_identity, "scaling": 2.0, "optimizer": "AdamW"}
+    expected["steps_per_batch"] = 2
     policy = asdict(module.policy_config)  # so that a run by Python can be exported
     lora = {"rank": 4, "alpha": 8.0, "targets": PROJECTIONS, "use_rslora": False, "dropout": 0.0}
     lora |= {"target_parameters": ()}
@@ -328,6 +329,22 @@ def test_a_resumed_run_takes_the_rates_it_is_given(
     trainer_of(tmp_path, Rates()).fit(module, datamodule=data(), ckpt_path=path, weights_only=True)
     # Four of eight steps are done; the moments' decays stay the checkpoint's.
     assert found[:2] == [{"lr": 0.25, "weight_decay": 0.25, "betas": (0.9, 0.999)}, {"base": [0.5]}]
+
+
+@pytest.mark.parametrize(("epochs", "warns"), [(2, False), (1, True)])
+def test_other_steps_a_rollout_shift_the_schedule_and_are_said(
+    epochs: int,
+    warns: bool,
+    uninterrupted: tuple[QeRLModule, Path],
+    tiny_policy_dir: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    path = str(uninterrupted[1] / "checkpoints" / "step=2.ckpt")
+    module = module_of(tiny_policy_dir, update_epochs=epochs)
+    trainer_of(tmp_path).fit(module, datamodule=data(), ckpt_path=path, weights_only=True)
+    said = "a batch had 2 of them and has 1 now" in caplog.text
+    assert said == warns
 
 
 def test_what_does_not_fit_a_checkpoint_is_refused(

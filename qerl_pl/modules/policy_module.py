@@ -327,6 +327,7 @@ class PolicyModule(LightningModule, ChecksFirst):
             "trained": self.policy.trained_state(),
             "kind": self.kind,
             "policy_version": self.policy_version,
+            "steps_per_batch": self.steps_per_batch,
             "base": self.base_identity,
             "finetune": self.policy_config.finetune,
             "policy": asdict(self.policy_config),
@@ -351,6 +352,14 @@ class PolicyModule(LightningModule, ChecksFirst):
             )
         check_fits(state, self.base_identity, self.policy_config.finetune, self.policy_config.scaling)
         check_start(state, self.start_identity)
+        steps = state.get("steps_per_batch", self.steps_per_batch)
+        if self.trainer.state.fn == TrainerFn.FITTING and steps != self.steps_per_batch:
+            log.warning(
+                "the learning rate's schedule counts optimizer steps; a batch had %d of them and has %d now, so that "
+                "it goes on at another share of the run: keep model.minibatches and model.update_epochs",
+                steps,
+                self.steps_per_batch,
+            )
         self.policy.load_trained_state(state["trained"])
         self.policy.checkpointing.load(state.get("recomputation"))
         self.policy_version, self._optimizer = state["policy_version"], state["optimizer"]
