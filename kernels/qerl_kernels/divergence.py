@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from qerl_kernels.backend import runs_triton
-from qerl_kernels.logprob import SMALLEST_LOGP, ChunkedLogits, chunk_of, per_token
+from qerl_kernels.logprob import SMALLEST_LOGP, ChunkedLogits, chunk_of, per_token, times_rows
 from qerl_kernels.reference import log_distributions
 
 
@@ -85,8 +85,8 @@ class _Pair:
         teacher_soft_cap: float | None,
         chunk: int,
     ) -> None:
-        self.own = ChunkedLogits(hidden, lm_head, temperature, None, chunk, soft_cap)
-        self.theirs = ChunkedLogits(teacher_hidden, teacher_head, temperature, None, chunk, teacher_soft_cap)
+        self.policy = ChunkedLogits(hidden, lm_head, temperature, None, chunk, soft_cap)
+        self.teacher = ChunkedLogits(teacher_hidden, teacher_head, temperature, None, chunk, teacher_soft_cap)
 
     def divergence(self, rows: slice, factor: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """The divergence at these rows, and factor times its gradient to the policy's logits before their soft cap.
@@ -95,29 +95,31 @@ class _Pair:
             rows: A chunk.
             factor: Of each row, as the divergence; None leaves the gradient out.
         """
-        own, theirs = self.own.logits(rows), self.theirs.logits(rows)
-        slope = None if factor is None else self.own.slope(own)
-        kl, grad = (self._by_triton if self.own.triton else self._by_torch)(own, theirs, factor)
+        logits, teacher_logits = self.policy.logits(rows), self.teacher.logits(rows)
+        slope = None if factor is None else self.policy.slope(logits)
+        kl, grad = (self._by_triton if self.policy.triton else self._by_torch)(logits, teacher_logits, factor)
         return kl, grad if grad is None or slope is None else grad.mul_(slope)
 
-    def _by_torch(self, own: Tensor, theirs: Tensor, factor: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        logp = self.own.scaled(own).log_softmax(-1).clamp_(min=SMALLEST_LOGP)
-        difference = logp - self.theirs.scaled(theirs).log_softmax(-1)
+    def _by_torch(self, logits: Tensor, teacher_logits: Tensor, factor: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        logp = self.policy.scaled(logits).log_softmax(-1).clamp_(min=SMALLEST_LOGP)
+        difference = logp - self.teacher.scaled(teacher_logits).log_softmax(-1)
         p = logp.exp_()
         kl = (p * difference).sum(-1)
         if factor is None:
             return kl, None
         # d KL/dz = p (log p - log q - KL).
-        grad = difference.sub_(kl[:, None]).mul_(p).mul_((factor / self.own.temperature)[:, None])
-        return kl, grad.to(own.dtype)
+        grad = difference.sub_(kl[:, None]).mul_(p).mul_((factor / self.policy.temperature)[:, None])
+        return kl, grad.to(logits.dtype)
 
-    def _by_triton(self, own: Tensor, theirs: Tensor, factor: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def _by_triton(self, logits: Tensor, teacher_logits: Tensor, factor: Tensor | None) -> tuple[Tensor, Tensor | None]:
         from qerl_kernels import triton_divergence
 
-        statistics = triton_divergence.statistics(own, theirs, self.own.temperature)
+        statistics = triton_divergence.statistics(logits, teacher_logits, self.policy.temperature)
         if factor is None:
             return statistics[0], None
-        return statistics[0], triton_divergence.gradient_(own, theirs, *statistics, factor, self.own.temperature)
+        return statistics[0], triton_divergence.gradient_(
+            logits, teacher_logits, *statistics, factor, self.policy.temperature
+        )
 
 
 class _EagerReverseKL(torch.autograd.Function):
@@ -128,7 +130,7 @@ class _EagerReverseKL(torch.autograd.Function):
         pair = _Pair(hidden, lm_head, *rest)
         kl, jacobian = per_token(hidden), torch.empty_like(hidden)
         ones = torch.ones_like(kl)
-        for rows in pair.own.rows():
+        for rows in pair.policy.rows():
             kl[rows], grad = pair.divergence(rows, ones[rows])
             assert grad is not None
             torch.mm(grad, lm_head, out=jacobian[rows])
@@ -139,9 +141,7 @@ class _EagerReverseKL(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_kl: Tensor) -> tuple[Tensor | None, ...]:
         (jacobian,) = ctx.saved_tensors
-        # `out` avoids a float32 product.
-        grad_hidden = torch.mul(jacobian, grad_kl[:, None], out=torch.empty_like(jacobian))
-        return grad_hidden, *[None] * 7
+        return times_rows(jacobian, grad_kl), *[None] * 7
 
 
 class _RecomputedReverseKL(torch.autograd.Function):
@@ -152,7 +152,7 @@ class _RecomputedReverseKL(torch.autograd.Function):
         ctx: Any, hidden: Tensor, lm_head: Tensor, teacher_hidden: Tensor, teacher_head: Tensor, *rest: Any
     ) -> Tensor:
         pair, kl = _Pair(hidden, lm_head, teacher_hidden, teacher_head, *rest), per_token(hidden)
-        for rows in pair.own.rows():
+        for rows in pair.policy.rows():
             kl[rows], _ = pair.divergence(rows, None)
         ctx.save_for_backward(hidden, lm_head, teacher_hidden, teacher_head)
         ctx.rest = rest
@@ -167,7 +167,7 @@ class _RecomputedReverseKL(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden) if wants_hidden else None
         # The sum over chunks has the divergence's precision.
         grad_head = torch.zeros_like(lm_head, dtype=grad_kl.dtype) if wants_head else None
-        for rows in pair.own.rows():
+        for rows in pair.policy.rows():
             _, grad = pair.divergence(rows, grad_kl[rows])
             assert grad is not None
             if grad_hidden is not None:

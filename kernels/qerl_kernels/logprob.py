@@ -181,6 +181,11 @@ def per_token(hidden: Tensor) -> Tensor:
     return hidden.new_empty(len(hidden), dtype=torch.promote_types(hidden.dtype, torch.float32))
 
 
+def times_rows(jacobian: Tensor, factor: Tensor) -> Tensor:
+    """Rows of [M, D] times a float32 factor each, [M], in the dtype of the rows."""
+    return torch.mul(jacobian, factor[:, None], out=torch.empty_like(jacobian))  # `out` avoids a float32 product
+
+
 class _EagerLogprobs(torch.autograd.Function):
     """Frozen lm_head, gradient of the log-probability only: forward computes it, up to a factor per token."""
 
@@ -211,9 +216,7 @@ class _EagerLogprobs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_logprob: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         (jacobian,) = ctx.saved_tensors
-        # `out` avoids a float32 product.
-        grad_hidden = torch.mul(jacobian, grad_logprob[:, None], out=torch.empty_like(jacobian))
-        return grad_hidden, None, None, None, None, None, None
+        return times_rows(jacobian, grad_logprob), None, None, None, None, None, None
 
 
 class _RecomputedLogprobs(torch.autograd.Function):

@@ -239,7 +239,9 @@ class ConversationDataModule(LightningDataModule):
         for index, row_parts in enumerate(parts):
             begins = _beginning(tokenizer) if _is_text(rows[index]) else []
             encoded = [(list(next(ids)), trained) for _, trained in row_parts]
-            conversations.append(_conversation(f"{use}-{index}", begins, encoded, tokenizer.eos_token_id, self._whole))
+            conversations.append(
+                _conversation(f"{use}-{index}", begins, encoded, tokenizer.eos_token_id, self._full_sequence)
+            )
         kept = [conversation for conversation in conversations if len(conversation.token_ids) <= self.max_length]
         if not kept:
             shortest = min(len(conversation.token_ids) for conversation in conversations)
@@ -252,17 +254,17 @@ class ConversationDataModule(LightningDataModule):
         return kept
 
     @property
-    def _whole(self) -> bool:
+    def _full_sequence(self) -> bool:
         """Whether the loss counts the complete conversation."""
         return not (self.completion_only_loss or self.assistant_only_loss)
 
     def _parts(self, tokenizer: PreTrainedTokenizerBase, row: Mapping[str, Any]) -> list[tuple[str, bool]]:
         """Segments of a row's text, each with whether it trains; the last one does."""
-        whole = self._whole
+        full_sequence = self._full_sequence
         if _is_text(row):
             if self.assistant_only_loss:
                 raise UserError("assistant_only_loss needs messages; got a prompt that is text; set it to false")
-            return [(row["prompt"], whole), (row["completion"], True)]
+            return [(row["prompt"], full_sequence), (row["completion"], True)]
         messages, prompts = self._messages(row)
         assistant = [
             index
@@ -271,11 +273,11 @@ class ConversationDataModule(LightningDataModule):
         ]
         if not assistant:
             raise UserError(f"a conversation needs an assistant's message to learn; got {messages[-1]!r:.60}; add one")
-        if whole or (self.completion_only_loss and not self.assistant_only_loss and not prompts):
+        if full_sequence or (self.completion_only_loss and not self.assistant_only_loss and not prompts):
             assistant = assistant[-1:]
-        used = messages if whole else messages[: assistant[-1] + 1]
-        parts = render_conversation(tokenizer, used, self.chat_template_kwargs, assistant[0], _tools(row))
-        trained = [whole or index in assistant for _, index in parts]
+        rendered = messages if full_sequence else messages[: assistant[-1] + 1]
+        parts = render_conversation(tokenizer, rendered, self.chat_template_kwargs, assistant[0], _tools(row))
+        trained = [full_sequence or index in assistant for _, index in parts]
         last = max(position for position, one in enumerate(trained) if one)
         return [(text, one) for (text, _), one in zip(parts, trained, strict=True)][: last + 1]
 
@@ -340,10 +342,10 @@ def _beginning(tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 
 def _conversation(
-    id: str, begins: list[int], parts: list[tuple[list[int], bool]], eos: int, whole: bool
+    id: str, begins: list[int], parts: list[tuple[list[int], bool]], eos: int, full_sequence: bool
 ) -> Conversation:
-    """Join the parts' tokens; unless the whole is trained, a trained part ends with its end-of-sequence token, which
-    the last one always has."""
+    """Join the parts' tokens; unless the full sequence is trained, a trained part ends with its end-of-sequence token,
+    which the last one always has."""
     tokens, trained = list(begins), [False] * len(begins)
     for position, (ids, learned) in enumerate(parts):
         end = len(ids) - ids[::-1].index(eos) if eos in ids else len(ids)
@@ -351,7 +353,7 @@ def _conversation(
             ids = ids[:end] if eos in ids else [*ids, eos]
             end = len(ids)
         tokens += ids
-        trained += [learned and (whole or place < end) for place in range(len(ids))]
+        trained += [learned and (full_sequence or place < end) for place in range(len(ids))]
     return Conversation(id, tuple(tokens), (False, *trained[1:]))
 
 
