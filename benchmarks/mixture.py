@@ -389,7 +389,7 @@ def run(base: Path, device: torch.device, args: argparse.Namespace) -> None:
         if "agreement" in args.parts:
             exact = float32_policy(base, config, policy) if args.float32 else None
             save(agreement=agreement(engine, policy, exact, prompts_for(base, args), args))
-            del exact
+            del exact  # the update's memory is without it
             if device.type == "cuda":
                 torch.cuda.empty_cache()
         if "update" in args.parts:
