@@ -121,6 +121,17 @@ class Shape:
         dense = self.linear_weights - packed + self.embedding_weights
         return packed * BITS[quantization] / 8 + dtype.itemsize * dense
 
+    def unshared_bytes(self, dtype: torch.dtype) -> float:
+        """Bytes of vLLM's base that are no part of the trainer's, where both share 4-bit weights.
+
+        Beside 4-bit experts attention in 16 bits is not shared, and Marlin's experts are padded: see `fused_experts`.
+        """
+        if not self.dense_attention:
+            return 0.0
+        width = self.inner // self.chosen
+        padded = (-(-self.hidden // 256) * 256) * (-(-width // 128) * 128) / (self.hidden * width)
+        return (padded - 1) * self.mlp_weights * BITS["mxfp4"] / 8 + dtype.itemsize * self.attention_weights
+
     @property
     def embedding_weights(self) -> int:
         """Embedding and output layer."""
@@ -366,6 +377,8 @@ def run_memory(plan: RunPlan) -> RunMemory:
         held["base model"] = 0 if full else base
     elif not full and not plan.shares_weights:
         held["base model, the engine's copy"] = dense if plan.engine_is_dense else base
+    elif not full and (unshared := shape.unshared_bytes(batch.dtype)):
+        held["base model, what the engine does not share"] = unshared
     held["trained weights"] = MASTER * trained
     if plan.engine and not full:
         held["trained weights"] += size * (shape.engine_adapter_weights(batch.rank, plan.targets) + on_experts)

@@ -17,6 +17,7 @@ from qerl_kernels.marlin import to_marlin
 from safetensors.torch import load_file
 from test_every_way import killed, process_state, written  # noqa: F401  (a fixture)
 from test_killed import in_a_fork
+from test_ops_experts import padded_stack
 from tiny_families import EXPERTS, MODELS, STORED, write_checkpoint, write_wrapped
 from torch import Tensor
 from transformers import AutoModelForCausalLM, OlmoConfig, OlmoForCausalLM
@@ -25,6 +26,7 @@ from qerl_pl.algorithm import NormNoise
 from qerl_pl.cli.main import main
 from qerl_pl.engines import EngineSpec, RolloutEngine, TransformersEngine, VLLMEngine
 from qerl_pl.engines.base import SharedWeights
+from qerl_pl.engines.vllm import weight_map
 from qerl_pl.errors import UserError
 from qerl_pl.formats.architecture import FAMILIES, family_of, fused_group
 from qerl_pl.formats.dense_checkpoint import write_dense_checkpoint
@@ -156,6 +158,10 @@ def test_trainer_and_engine_agree_with_an_adapter_on_every_linear_and_with_noise
     else:
         engine.sync(replace(policy.weights(0), adapter=None))
         assert trainer_gap(policy, completions_of(engine), None) > 0.1, "and so must the adapter"
+        if isinstance(engine, VLLMEngine):  # on a GPU the trainer shares the embedding
+            (held,) = engine._llm.collective_rpc(lambda worker: weight_map.vocabulary(worker.get_model()))
+            name = "model.embed_tokens.weight"
+            assert torch.equal(held[name], policy.base.get_input_embeddings().get_parameter("weight"))
 
 
 def plain_gap(model: torch.nn.Module, completions: list[list[Completion]]) -> float:
@@ -252,6 +258,19 @@ def lent(base: Path) -> SharedWeights:
     return SharedWeights(linears, {"model.embed_tokens.weight": embeddings} | (head if by_both_names else {}), experts)
 
 
+def lent_by_gpt_oss(base: Path) -> SharedWeights:
+    """What vLLM lends of gpt-oss: experts in Marlin's layout, with sizes rounded up to 256 and 128, and vocabulary."""
+    tensors = load_file(base / "model.safetensors")
+    experts: dict[str, StackedWeight] = {}
+    for name in sorted(name.removesuffix("_blocks") for name in tensors if name.endswith("_blocks")):
+        packed, scale = tensors[f"{name}_blocks"].flatten(-2), tensors[f"{name}_scales"]
+        padding = (2 * 64, 128) if name.endswith("gate_up_proj") else (128, 64)
+        experts[name] = padded_stack(packed, scale, *padding)
+    assert len(experts) == 2 * load_config(base).num_hidden_layers
+    names = ("model.embed_tokens.weight", "lm_head.weight")
+    return SharedWeights({}, {name: tensors[name] for name in names}, experts)
+
+
 def results_of(policy: Policy) -> tuple[Tensor, list[Tensor]]:
     """Log-probabilities of two packed sequences, one longer than the windows, and the adapter's gradients."""
     ids = torch.randint(5, 500, (2, 30), generator=torch.Generator().manual_seed(1))
@@ -264,10 +283,10 @@ def results_of(policy: Policy) -> tuple[Tensor, list[Tensor]]:
 
 def test_lent_weights_and_triton_kernels_compute_what_the_own_copy_and_pytorch_do(base: Path, triton: None) -> None:
     config = PolicyConfig(path=str(base), dtype="float32", lora=LoraConfig(rank=8, alpha=16.0))
-    shared = None if base.name.startswith("gpt-oss") else lent(base)  # vLLM lends no part of it
+    shared = lent_by_gpt_oss(base) if base.name.startswith("gpt-oss") else lent(base)
     borrowed = changed(Policy(base, config, CPU, seed=1, shared=shared).eval())
     logprobs, gradients = results_of(borrowed)
-    assert shared is None or not any("weight_packed" in name for name, _ in borrowed.named_parameters())
+    assert not any("weight_packed" in name for name, _ in borrowed.named_parameters())
     select_backend("torch")
     expected, expected_gradients = results_of(changed(policy_of(base)))
     torch.testing.assert_close(logprobs, expected, rtol=0, atol=LOGPROB_BOUND)

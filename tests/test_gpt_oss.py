@@ -3,10 +3,12 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from huggingface_hub.utils import filter_repo_objects
+from qerl_kernels import select_backend
 from safetensors.torch import load_file, save_file
 from test_experts import said_by, said_by_transformers
 from tiny_families import PUBLISHED, write_checkpoint, write_published
@@ -17,6 +19,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from qerl_pl.cli.dry_run import _with_engine
 from qerl_pl.cli.main import main
 from qerl_pl.engines import EngineSpec, VLLMEngine
+from qerl_pl.engines.vllm import worker
 from qerl_pl.errors import UserError
 from qerl_pl.formats import quantize
 from qerl_pl.formats.architecture import family_of
@@ -144,6 +147,34 @@ def test_vllm_is_not_given_what_it_would_compute_otherwise(
         VLLMEngine().launch(spec)
 
 
+@pytest.mark.vllm
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [({}, "marlin"), ({"share_weights": False}, "auto"), ({"linear_backend": "auto"}, "auto")],
+)
+def test_vllm_is_asked_for_marlins_experts_where_the_trainer_shares_them(
+    published: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], expected: str
+) -> None:
+    import vllm
+
+    asked: list[tuple[str, str]] = []
+
+    def start(**settings: Any) -> None:
+        asked.append((settings["moe_backend"], settings["linear_backend"]))
+        raise ValueError("no GPU")
+
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(vllm, "LLM", start)
+    monkeypatch.setattr(worker, "worker_class", lambda *_: "worker")  # as in a build for GPUs
+    spec = EngineSpec(published, torch.bfloat16, torch.device("cuda"), 4, ("q_proj",), 96)
+    try:
+        with pytest.raises(UserError, match="no GPU"):
+            VLLMEngine(**settings).launch(spec)
+    finally:
+        select_backend("torch")
+    assert asked == [(expected, "auto")]
+
+
 def test_a_download_leaves_out_the_weights_in_another_layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = ["config.json", "model-00000-of-00002.safetensors", "chat_template.jinja", "tokenizer.json"]
     others = ["original/model.safetensors", "metal/model.bin", "README.md", "consolidated.safetensors"]
@@ -184,5 +215,11 @@ def test_the_published_config_says_positions_and_memory(published: Path, tmp_pat
     plan = RunPlan(shape, MicroBatch(4096, rank=32), quantization="mxfp4", targets=("q_proj", "o_proj"))
     expected = 4.25 / 8 * experts + 2 * (attention + embeddings)
     assert run_memory(plan).update["base model"] == pytest.approx(expected)
-    with_engine = _with_engine(plan, VLLMEngine(), 4096, 4096)
-    assert run_memory(with_engine).update["base model, the engine's copy"] == pytest.approx(expected)
+    shared = run_memory(_with_engine(plan, VLLMEngine(), 4096, 4096)).update
+    unshared = 4.25 / 8 * 24 * 32 * 3 * (3072 * 2944 - 2880**2) + 2 * attention
+    assert shared["base model"] == pytest.approx(expected)
+    assert shared["base model, what the engine does not share"] == pytest.approx(unshared)
+    for engine in (VLLMEngine(share_weights=False), VLLMEngine(linear_backend="auto")):
+        found = run_memory(_with_engine(plan, engine, 4096, 4096)).update
+        assert found["base model, the engine's copy"] == pytest.approx(expected)
+        assert "base model, what the engine does not share" not in found

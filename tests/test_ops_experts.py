@@ -51,6 +51,9 @@ def stacks(layout: str, weights: Tensor) -> tuple[StackedWeight, Tensor]:
         packed, scale = (torch.stack(part) for part in zip(*map(quantize_mxfp4, weights), strict=True))
         stack = MXFP4Stack(MXFP4Tensor(packed, scale))
         return stack, stack.dense(0, EXPERTS, torch.float32)
+    if layout == "padded":
+        plain, tensors = stacks("mxfp4", weights)[1], map(quantize_mxfp4, weights)
+        return padded_stack(*map(torch.stack, zip(*tensors, strict=True)), 64, 96), plain
     tensors = [quantize_nvfp4(weight) for weight in weights]
     plain = torch.stack([dequantize_nvfp4(*tensor, torch.float32) for tensor in tensors])
     if layout == "nvfp4":
@@ -60,6 +63,18 @@ def stacks(layout: str, weights: Tensor) -> tuple[StackedWeight, Tensor]:
     scales = torch.stack([tensor.scale.view(torch.uint8) for tensor in held])
     global_scales = torch.stack([tensor.global_scale for tensor in held if tensor.global_scale is not None])
     return MarlinStack(MarlinTensor(torch.stack([tensor.weight for tensor in held]), scales, global_scales)), plain
+
+
+def padded_stack(packed: Tensor, scale: Tensor, more_rows: int, more_columns: int) -> MarlinStack:
+    """MXFP4 weights [E, N, K] in Marlin's layout, padded with zeros at the end of rows and columns."""
+    held = []
+    for codes, scales in zip(packed, scale, strict=True):
+        codes = torch.nn.functional.pad(codes, (0, more_columns // 2, 0, more_rows))
+        held.append(
+            to_marlin(MXFP4Tensor(codes, torch.nn.functional.pad(scales, (0, more_columns // 32, 0, more_rows))))
+        )
+    tensors = (torch.stack(part) for part in zip(*(tensor[:2] for tensor in held), strict=True))
+    return MarlinStack(MarlinTensor(*tensors, None), packed.shape[1], 2 * packed.shape[2])
 
 
 def inputs(seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
@@ -72,7 +87,7 @@ def inputs(seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     return x.requires_grad_(), share.detach().requires_grad_(), chosen
 
 
-LAYOUTS = ("dense", "nvfp4", "mxfp4", "marlin")
+LAYOUTS = ("dense", "nvfp4", "mxfp4", "marlin", "padded")
 
 
 @pytest.mark.parametrize("grouped", [False, True])
@@ -97,7 +112,7 @@ def test_mixture_and_its_gradients_are_those_of_plain_pytorch(
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4 * theirs.abs().max().item())
 
 
-@pytest.mark.parametrize("layout", ["dense", "mxfp4", "marlin"])
+@pytest.mark.parametrize("layout", ["dense", "mxfp4", "marlin", "padded"])
 def test_biases_alternating_rows_and_a_clamped_activation_are_gpt_osss_experts(layout: str) -> None:
     """Against transformers' own layer, which has its weights transposed; Marlin's has scales by expert, too."""
     (gate_up, plain_gate_up), (down, plain_down) = (

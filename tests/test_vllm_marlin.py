@@ -1,5 +1,6 @@
 """Products of vLLM's 4-bit linears: who computes which, and that both see the same weight and bias."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from qerl_pl.engines.vllm.linear_methods import (
 from qerl_pl.engines.vllm.weight_map import fused_slices
 from qerl_pl.engines.vllm.worker import PolicyWorker
 from qerl_pl.errors import UserError
+from qerl_pl.formats.architecture import family_of
 
 COLUMNS, ROWS, DENSE_ABOVE = 128, 64, 4
 BIAS = torch.arange(ROWS).bfloat16() - 20
@@ -166,6 +168,9 @@ def test_only_full_tiles_are_shared(sizes: list[int], shared: bool, mx: bool) ->
     model.packed_modules_mapping = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
 
     class Worker(PolicyWorker):
+        _qerl_family = family_of("qwen3")
+        vllm_config = SimpleNamespace(model_config=SimpleNamespace(hf_config=None))
+
         def get_model(self) -> Any:
             return model
 
@@ -200,6 +205,12 @@ def test_why_nothing_is_shared() -> None:
         "only Marlin's layout can be shared, and vLLM's kernels are HummingNvFp4LinearKernel"
     )
     assert "torch.float16" in (why_not_shared([marlin], torch.float16) or "")
+    dense = ["UnquantizedLinearMethod"]  # gpt-oss's linears
+    assert why_not_shared(dense, torch.bfloat16, ["MarlinExperts"]) is None
+    assert "torch.float32" in (why_not_shared(dense, torch.float32, ["MarlinExperts"]) or "")
+    assert why_not_shared(dense, torch.bfloat16, ["OAITritonExperts"]) == (
+        "only Marlin's layout can be shared, and vLLM's kernels are UnquantizedLinearMethod, OAITritonExperts"
+    )
 
 
 def test_a_linear_that_marlin_has_not_prepared_or_has_padded_is_left_alone() -> None:

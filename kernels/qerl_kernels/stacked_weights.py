@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from qerl_kernels import ops
-from qerl_kernels.marlin import MarlinTensor
+from qerl_kernels.marlin import TILE, MarlinTensor
 from qerl_kernels.reference import MXFP4Tensor, NVFP4Tensor
 
 
@@ -100,19 +100,25 @@ class MarlinStack:
     Args:
         tensor: As `MarlinTensor`, with the experts in front: int32 [E, K/16, 2N], bytes [E, K/16, N], and for NVFP4
             float32 [E].
+        rows: Rows of each matrix; those that follow are padding. None for all N.
+        columns: The same of its columns; None for all K.
     """
 
-    def __init__(self, tensor: MarlinTensor) -> None:
+    def __init__(self, tensor: MarlinTensor, rows: int | None = None, columns: int | None = None) -> None:
         self._tensor = tensor
         experts, tiles, words = tensor.weight.shape
-        self.shape = (experts, words // 2, 16 * tiles)
+        self._padded_columns = 16 * tiles
+        sizes = (words // 2 if rows is None else rows, self._padded_columns if columns is None else columns)
+        self.shape = (experts, *sizes)
         scale = tensor.global_scale
         self.alphas = None if scale is None else scale.float().flatten() * 2.0**-119
 
     def dense(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
         weight, scale = (tensor[start:stop].flatten(0, 1) for tensor in self._tensor[:2])
-        rows = ops.dequantize_marlin(weight, scale, dtype, mx=self._tensor.global_scale is None)
-        return rows.view(self.shape[1], stop - start, self.shape[2]).transpose(0, 1)
+        _, rows, columns = self.shape
+        in_tiles = -(-rows // TILE) * TILE
+        dense = ops.dequantize_marlin(weight, scale, dtype, stop=in_tiles, mx=self._tensor.global_scale is None)
+        return dense.view(in_tiles, stop - start, self._padded_columns)[:rows, :, :columns].transpose(0, 1)
 
     def tensors(self) -> dict[str, Tensor]:
         weight, scale, global_scale = self._tensor

@@ -170,7 +170,7 @@ def _with_engine(plan: RunPlan, engine: RolloutEngine, longest: int, prompts: in
             plan, shares_weights=False, engine_is_dense=True, kv_cache_gib=rows * sequence, sleeps=True,
             prompt_tokens=prompts, prefill_tokens=prompts, max_num_seqs=rows,
         )  # fmt: skip
-    four_bits = plan.quantization in ("nvfp4", "mxfp4", "nf4") and not plan.shape.dense_attention  # no Marlin linears
+    four_bits = plan.quantization in ("nvfp4", "mxfp4", "nf4")
     cache = kv_cache_size(engine.kv_cache_gib, engine.gpu_memory_utilization, torch.device("cuda"))
     return replace(
         plan,

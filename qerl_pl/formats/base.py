@@ -115,6 +115,14 @@ class BaseFormat(Protocol):
     def vllm_linear_backend(self, asked: str) -> str | None:
         """vLLM's `linear_backend` where a user requested `asked`; None where vLLM has no choice for this format."""
 
+    def vllm_moe_backend(self, asked: str, share: bool) -> str | None:
+        """vLLM's `moe_backend`, for experts in this format; None leaves the choice to vLLM.
+
+        Args:
+            asked: The `linear_backend` that a user requested.
+            share: Whether the trainer is to use the engine's experts.
+        """
+
 
 class Quantizer(Protocol):
     """How `qerl quantize` rounds 16-bit matrices to a format; made from its options."""

@@ -113,6 +113,9 @@ class PackedFormat(UnpackedStacks, ABC):
     def vllm_linear_backend(self, asked: str) -> str | None:
         return asked
 
+    def vllm_moe_backend(self, asked: str, share: bool) -> str | None:
+        return asked
+
 
 def _by_rows(parts: Sequence[Tensor]) -> Tensor:
     """`torch.cat` of bytes in any data type: 8-bit floats cannot be concatenated everywhere."""

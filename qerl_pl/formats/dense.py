@@ -65,5 +65,8 @@ class DenseFormat(UnpackedStacks):
     def vllm_linear_backend(self, asked: str) -> str | None:
         return None
 
+    def vllm_moe_backend(self, asked: str, share: bool) -> str | None:
+        return None
+
 
 DENSE = DenseFormat()

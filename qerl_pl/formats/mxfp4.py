@@ -83,6 +83,10 @@ class MXFP4StacksFormat(DenseFormat):
         blocks, scales = (tensors.read(name) for name in self.stack_names(stack))
         return MXFP4Stack(MXFP4Tensor(place(blocks.flatten(-2)), place(scales)))
 
+    def vllm_moe_backend(self, asked: str, share: bool) -> str | None:
+        """Marlin where the trainer uses the engine's experts: vLLM would choose a layout that it cannot read."""
+        return asked if share and asked == "marlin" else None
+
     def iterate_dense(self, tensors: TensorFiles, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         for name in tensors:
             if name.endswith(_STORED[0]):

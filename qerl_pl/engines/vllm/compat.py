@@ -140,7 +140,13 @@ TABLE = (
     _fp4("vllm.model_executor.kernels.linear.nvfp4.marlin.MarlinNvFp4LinearKernel"),
     _fp4("vllm.model_executor.kernels.linear.mxfp4.marlin.MarlinMxFp4LinearKernel"),
     _fp4("vllm.model_executor.layers.fused_moe.routed_experts.RoutedExperts", "quant_method"),
-    _fp4("vllm.model_executor.layers.fused_moe.experts.marlin_moe.MarlinExperts"),
+    _fp4(f"{_MOE}.experts.marlin_moe.MarlinExperts"),
+    _fp4(
+        f"{_MOE}.config.FusedMoEConfig",
+        *("num_experts", "experts_per_token", "hidden_dim", "hidden_dim_unpadded"),
+        *("intermediate_size_per_partition", "intermediate_size_per_partition_unpadded"),
+    ),
+    _fp4(f"{_QUANT}.mxfp4.GptOssMxfp4MoEMethod", "experts_cls"),
     _expert_lora(f"{_MOE}.experts.lora_experts_mixin.LoRAExpertsMixin", "set_lora_context"),
     _expert_lora(
         f"{_MOE}.experts.lora_context.MoELoRAContext",

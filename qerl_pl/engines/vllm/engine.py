@@ -139,6 +139,7 @@ class VLLMEngine(RolloutEngine):
         sleep_mode: Release the key/value cache's memory during the update (GPU only).
         share_weights: Let the trainer use vLLM's 4-bit weights instead of loading the base a second time (GPU, marlin).
             Equal but for NVFP4's blocks below 3.5e-5 of a matrix's largest weight, which Marlin takes for zero.
+            gpt-oss's experts run by Marlin for its sake; false leaves their kernels to vLLM.
         prefix_caching: Compute the prompt once for all its completions.
         load_format: auto reads the weights; dummy makes random ones from config.json alone, to measure speed (not NF4).
     """
@@ -182,6 +183,7 @@ class VLLMEngine(RolloutEngine):
         self.load_format = load_format
         self.kernels: list[str] = []
         """Class names of the kernels that vLLM has chosen for the linears."""
+        self._expert_kernels: list[str] = []
         self.inactive: dict[str, str] = {}
         """Optional features that the settings ask for and that are off, each with the reason."""
         self._spec: EngineSpec | None = None
@@ -260,7 +262,7 @@ class VLLMEngine(RolloutEngine):
 
         assert self._spec is not None, "launch comes first"
         report: WorkerReport = self._call("qerl_report")
-        self.kernels = report.kernels
+        self.kernels, self._expert_kernels = report.kernels, report.experts
         kernels = ", ".join(report.kernels + report.experts)
         if not report.noisy_norms:
             raise UserError(
@@ -311,7 +313,8 @@ class VLLMEngine(RolloutEngine):
         self._missing = compat.check_names(spec.device.type)
         if self._on_gpu:  # for every base: vLLM samples with what it compiles and warms up now
             select_backend("triton")
-        config = read_config(base)
+        config, base_format = read_config(base), format_of(base)
+        moe_backend = base_format.vllm_moe_backend(self.linear_backend, self.share_weights)
         with vllm_errors_as_user_errors(self.kv_cache_dtype):
             register_architecture(config)
             return LLM(
@@ -322,7 +325,7 @@ class VLLMEngine(RolloutEngine):
                 distributed_executor_backend="external_launcher" if spec.ranks > 1 else None,
                 # By name: vLLM would prefer a second layout of the weights, which Mistral's repositories have.
                 config_format="hf",
-                **{"load_format": _LOAD_FORMATS[self.load_format], **format_of(base).vllm_options},
+                **{"load_format": _LOAD_FORMATS[self.load_format], **base_format.vllm_options},
                 skip_tokenizer_init=not self._has_tokenizer,
                 generation_config="vllm",
                 logprobs_mode="processed_logprobs",
@@ -343,7 +346,7 @@ class VLLMEngine(RolloutEngine):
                 kv_cache_dtype=self.kv_cache_dtype,
                 linear_backend=backend or "auto",
                 enable_return_routed_experts=spec.record_routing,
-                moe_backend=(backend if has_experts(config) else None) or "auto",
+                moe_backend=(moe_backend if has_experts(config) else None) or "auto",
                 additional_config=worker.engine_config(spec, dense_above, decode_gemm_max_tokens),
                 compilation_config={"inductor_compile_config": REPEATABLE} if self._on_gpu else None,
             )
@@ -361,7 +364,7 @@ class VLLMEngine(RolloutEngine):
         assert self._spec is not None, "launch comes first"
         if not self.share_weights:
             return None, "share_weights is off"
-        if reason := linear_methods.why_not_shared(self.kernels, self._spec.dtype):
+        if reason := linear_methods.why_not_shared(self.kernels, self._spec.dtype, self._expert_kernels):
             return None, reason
         shared: SharedWeights | None = self._call("qerl_shared_weights")
         return shared, None if shared else "a weight is padded, or shares one of Marlin's tiles with another"

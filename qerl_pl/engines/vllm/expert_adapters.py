@@ -10,20 +10,11 @@ in the trainer, by the checkpoint's weights.
 """
 
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from qerl_kernels import (
-    ExpertBiases,
-    ExpertLora,
-    LoraFactors,
-    StackedWeight,
-    clamped_swiglu,
-    mixture_of_experts,
-    silu_product,
-)
+from qerl_kernels import ExpertBiases, ExpertLora, LoraFactors, StackedWeight, mixture_of_experts
 from torch import Tensor
 
 from qerl_pl.engines.vllm import compat, fused_experts
@@ -84,13 +75,8 @@ class PlainExpertsMethod:
     def __init__(
         self, base: Any, family: Family, config: Any, weights: tuple[StackedWeight, StackedWeight], biases: Any
     ) -> None:
-        assert family.experts is not None
         self.base, self._weights, self._biases = base, weights, biases
-        self._alternating, self._product = family.experts.stored_in_stacks, silu_product
-        if family.experts.clamped:
-            constants: Mapping[str, Any] = family.fixed_in_vllm(config)
-            alpha, limit = constants["swiglu_alpha"], constants["swiglu_limit"]
-            self._product = partial(clamped_swiglu, alpha=alpha, limit=limit)
+        self._product, self._alternating = fused_experts.computation_of(family, config)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.base, name)
@@ -126,7 +112,7 @@ def attach_on_cpu(model: Any, model_config: Any, config: Mapping[str, Any]) -> L
     folder, family, dtype = Path(model_config.model), family_of(model_config.hf_config.model_type), model_config.dtype
     base_format, tensors = format_of(folder), TensorFiles(folder)
     buffers: LoraBuffers = {}
-    for name, module in fused_experts.layers(model, subclasses=True).items():
+    for name, module in fused_experts.layers(model).items():
         if module.quant_method.is_monolithic:
             raise UserError(
                 "an adapter of experts needs vLLM's router apart from its experts; this vLLM has both in one: " + REMEDY
@@ -260,7 +246,7 @@ def attach_on_gpu(model: Any, model_config: Any, config: Mapping[str, Any]) -> L
     from vllm.model_executor.layers.fused_moe.experts.lora_context import MoELoRAContext
 
     buffers: LoraBuffers = {}
-    for name, module in fused_experts.layers(model, subclasses=True).items():
+    for name, module in fused_experts.layers(model).items():
         if fused_experts.marlin_stacks(module) is None or module.moe_config.has_bias:
             raise UserError(
                 "on a GPU an adapter of experts needs Marlin's fused experts, in bfloat16, without biases or padding; "
@@ -298,7 +284,7 @@ def check(model: Any, max_tokens: int) -> None:
     Raises:
         UserError: They differ.
     """
-    layers = fused_experts.layers(model, subclasses=True)
+    layers = fused_experts.layers(model)
     name, module = next((name, module) for name, module in layers.items() if any(_lora(module)))
     stacks, lora = fused_experts.marlin_stacks(module), _lora(module)
     assert stacks is not None
@@ -313,7 +299,7 @@ def check(model: Any, max_tokens: int) -> None:
     many = SMALL_BLOCK_ROWS * config.num_experts // config.experts_per_token + 1
     for tokens in (fused_experts.PROBES, many):
         tokens = min(tokens, max_tokens)
-        difference = fused_experts.difference(module, *stacks, tokens, lora)
+        difference = fused_experts.difference(module, *stacks, tokens, lora=lora)
         if not difference <= fused_experts.TOLERANCE:
             raise UserError(
                 f"fused experts with an adapter must give the dequantized experts' product; those of {name} differ by "

@@ -2,15 +2,33 @@
 
 Read in vLLM 0.25.1: Marlin's fused kernel has gates above ups in `w13_weight` int32 [E, K/16, 2N], and `w2_weight`,
 each with block scales, and for NVFP4 a global scale for each expert; each expert's matrix lies as a linear's does.
+
+gpt-oss's gates and ups are interleaved there, too, as its checkpoints have them. Its matrices are padded with zeros,
+below the last row and right of the last column: the hidden size to a multiple of 256, an expert's width to one of 128.
+Each token is padded before the product, and its result cut off.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
-from qerl_kernels import ExpertLora, MarlinStack, MarlinTensor, StackedWeight, mixture_of_experts, silu_product
+from qerl_kernels import (
+    ExpertLora,
+    MarlinStack,
+    MarlinTensor,
+    StackedWeight,
+    clamped_swiglu,
+    mixture_of_experts,
+    silu_product,
+)
+from qerl_kernels.experts import Product
 from torch import Tensor
+from torch.nn import functional
 
 from qerl_pl.errors import UserError
+from qerl_pl.formats.architecture import Family
 
 TOLERANCE = 0.02
 """Largest relative difference between two ways to compute a mixture: rounding makes a few 1e-3, another layout 1."""
@@ -20,18 +38,16 @@ _FUSED = "RoutedExperts"
 _SUFFIX = ".routed_experts"
 
 
-def layers(model: Any, subclasses: bool = False) -> dict[str, Any]:
-    """Modules with a layer's experts, by the name of the base model's ("model.layers.0.mlp.experts").
+def layers(model: Any) -> dict[str, Any]:
+    """Modules with a layer's experts, of a family's own class, too, by the base model's name "….mlp.experts".
 
     Args:
         model: vLLM's.
-        subclasses: Whether modules of a family's own class, as gpt-oss has, are among them.
     """
     return {
         name.removesuffix(_SUFFIX): module
         for name, module in model.named_modules()
-        if _FUSED in [cls.__name__ for cls in type(module).__mro__[: None if subclasses else 1]]
-        and hasattr(module, "w13_weight")
+        if _FUSED in [cls.__name__ for cls in type(module).__mro__] and hasattr(module, "w13_weight")
     }
 
 
@@ -46,57 +62,96 @@ def kernel_name(module: Any) -> str:
     return (getattr(method, "experts_cls", None) or type(method)).__name__
 
 
-def shared_experts(model: Any) -> dict[str, StackedWeight] | None:
+def is_marlin(kernel: str) -> bool:
+    """Whether experts lie in Marlin's layout, by the class name of their kernel."""
+    return "Marlin" in kernel
+
+
+def computation_of(family: Family, config: Any) -> tuple[Product, bool]:
+    """act(gate) * up as vLLM's model of a family computes it, and whether rows of gates and ups are interleaved.
+
+    Args:
+        family: The model's.
+        config: Of transformers.
+    """
+    if family.experts is None or not family.experts.clamped:
+        return silu_product, family.experts is not None and family.experts.stored_in_stacks
+    constants: Any = family.fixed_in_vllm(config)
+    product = partial(clamped_swiglu, alpha=constants["swiglu_alpha"], limit=constants["swiglu_limit"])
+    return product, family.experts.stored_in_stacks
+
+
+def shared_experts(model: Any, family: Family, config: Any) -> dict[str, StackedWeight] | None:
     """Frozen weights of all experts that the trainer can use, by name in the base model.
 
+    Args:
+        model: vLLM's.
+        family: Of the model.
+        config: Of transformers.
+
     Returns:
-        Empty for a model without experts; None where they are in another layout than Marlin's, or padded.
+        Empty for a model without experts; None where they are in another layout than Marlin's, or padded between gates
+        and ups.
 
     Raises:
         UserError: The trainer would compute something else with them than vLLM does.
     """
     shared: dict[str, StackedWeight] = {}
+    product, alternating = computation_of(family, config)
     for name, module in layers(model).items():
-        stacks = marlin_stacks(module)
+        stacks = marlin_stacks(module, alternating)
         if stacks is None:
             return None
         if not shared:  # all layers are laid out alike
-            _check(name, module, *stacks)
+            _check(name, module, *stacks, product, alternating)
         shared |= {f"{name}.gate_up_proj": stacks[0], f"{name}.down_proj": stacks[1]}
     return shared
 
 
-def marlin_stacks(module: Any) -> tuple[StackedWeight, StackedWeight] | None:
-    """Gates and ups, and downs; None where they are in another layout than Marlin's, or padded."""
-    if "Marlin" not in kernel_name(module) or module.w13_weight.dtype != torch.int32:
+def marlin_stacks(module: Any, alternating: bool = False) -> tuple[StackedWeight, StackedWeight] | None:
+    """Gates and ups, and downs, without their padding.
+
+    Args:
+        module: vLLM's.
+        alternating: Rows of gates and ups are interleaved, so that padding follows both; otherwise it follows each.
+
+    Returns:
+        None where they are in another layout than Marlin's, or padded and not interleaved.
+    """
+    if not is_marlin(kernel_name(module)) or module.w13_weight.dtype != torch.int32:
         return None
     config = module.moe_config
-    experts, hidden, inner = config.num_experts, config.hidden_dim, config.intermediate_size_per_partition
-    stacks = tuple(
-        MarlinStack(
-            MarlinTensor(
-                getattr(module, f"{matrix}_weight").data,
-                getattr(module, f"{matrix}_weight_scale").data,
-                _data(getattr(module, f"{matrix}_weight_scale_2", None)),
-            )
+    experts, padded = config.num_experts, (config.hidden_dim, config.intermediate_size_per_partition)
+    hidden, inner = real = (config.hidden_dim_unpadded, config.intermediate_size_per_partition_unpadded)
+    if real != padded and not alternating:
+        return None
+    tensors = [
+        MarlinTensor(
+            getattr(module, f"{matrix}_weight").data,
+            getattr(module, f"{matrix}_weight_scale").data,
+            _data(getattr(module, f"{matrix}_weight_scale_2", None)),
         )
         for matrix in ("w13", "w2")
-    )
-    fit = [stack.shape for stack in stacks] == [(experts, 2 * inner, hidden), (experts, hidden, inner)]
-    return (stacks[0], stacks[1]) if fit else None
+    ]
+    expected = [(experts, 2 * padded[1], padded[0]), (experts, padded[0], padded[1])]
+    if [MarlinStack(tensor).shape for tensor in tensors] != expected:
+        return None
+    return MarlinStack(tensors[0], 2 * inner, hidden), MarlinStack(tensors[1], hidden, inner)
 
 
 def _data(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.data
 
 
-def _check(name: str, module: Any, gate_up: StackedWeight, down: StackedWeight) -> None:
+def _check(
+    name: str, module: Any, gate_up: StackedWeight, down: StackedWeight, product: Product, alternating: bool
+) -> None:
     """Compare vLLM's fused product with that of the dequantized weights.
 
     Raises:
         UserError: They differ.
     """
-    found = difference(module, gate_up, down, PROBES)
+    found = difference(module, gate_up, down, PROBES, product, alternating)
     if not found <= TOLERANCE:
         raise UserError(
             f"Marlin's fused experts and the dequantized ones must give the same product; those of {name} differ by "
@@ -106,15 +161,23 @@ def _check(name: str, module: Any, gate_up: StackedWeight, down: StackedWeight) 
 
 @torch.inference_mode()
 def difference(
-    module: Any, gate_up: StackedWeight, down: StackedWeight, tokens: int, lora: ExpertLora | None = None
+    module: Any,
+    gate_up: StackedWeight,
+    down: StackedWeight,
+    tokens: int,
+    product: Product = silu_product,
+    alternating: bool = False,
+    lora: ExpertLora | None = None,
 ) -> float:
-    """Relative difference between vLLM's fused product and that of the dequantized weights.
+    """Relative difference between vLLM's fused product and that of the dequantized weights, both without biases.
 
     Args:
         module: vLLM's, with an adapter's buffers where `lora` has them.
         gate_up: Its gates and ups.
         down: Its downs.
         tokens: Number of tokens.
+        product: act(gate) * up.
+        alternating: Rows of gates and ups are interleaved.
         lora: The adapter.
     """
     experts, hidden, _ = down.shape
@@ -122,6 +185,26 @@ def difference(
     x = torch.randn(tokens, hidden, generator=generator, device="cpu").to(device, torch.bfloat16)
     logits = torch.randn(tokens, experts, generator=generator, device="cpu").to(device)
     share, chosen = logits.softmax(-1).topk(module.moe_config.experts_per_token, dim=-1)
-    expected = mixture_of_experts(x, share, chosen, gate_up, down, silu_product, lora=lora)
-    actual: Tensor = module.quant_method.apply(module, x.clone(), share, chosen.int(), None, None)
+    expected = mixture_of_experts(x, share, chosen, gate_up, down, product, alternating=alternating, lora=lora)
+    padded = functional.pad(x, (0, module.moe_config.hidden_dim - hidden))
+    with _without_biases(module):
+        actual: Tensor = module.quant_method.apply(module, padded, share, chosen.int(), None, None)[:, :hidden]
     return ((actual - expected).float().norm() / expected.float().norm()).item()
+
+
+@contextmanager
+def _without_biases(module: Any) -> Iterator[None]:
+    """Zero the biases of a layer's experts in place, as vLLM's kernel has references to them; then restore them.
+
+    They are in an order of Marlin's own. The trainer has its own in plain order.
+    """
+    found = (getattr(module, f"{matrix}_bias", None) for matrix in ("w13", "w2"))
+    biases = [bias.data for bias in found if bias is not None]
+    kept = [bias.clone() for bias in biases]
+    try:
+        for bias in biases:
+            bias.zero_()
+        yield
+    finally:
+        for bias, values in zip(biases, kept, strict=True):
+            bias.copy_(values)

@@ -21,7 +21,7 @@ from qerl_kernels import (
 from qerl_kernels.marlin import TILE
 from torch import Tensor
 
-from qerl_pl.engines.vllm import compat, weight_map
+from qerl_pl.engines.vllm import compat, fused_experts, weight_map
 from qerl_pl.engines.vllm.weight_map import FusedSlice
 from qerl_pl.errors import UserError
 from qerl_pl.formats.architecture import FUSED
@@ -168,17 +168,18 @@ def check_marlin_shapes(linears: dict[str, tuple[int, int]]) -> None:
             )
 
 
-def why_not_shared(kernels: Sequence[str], dtype: torch.dtype) -> str | None:
-    """Why vLLM cannot share the weights of its linears; None where it can.
+def why_not_shared(kernels: Sequence[str], dtype: torch.dtype, experts: Sequence[str] = ()) -> str | None:
+    """Why vLLM can share neither its linears' weights nor its experts'; None where it can.
 
     Args:
         kernels: Class names of the linears' kernels.
         dtype: Of activations.
+        experts: Class names of the experts' kernels.
     """
     if weight_map.METHOD in kernels:
         return None
-    if not any(_KERNEL.match(kernel) for kernel in kernels):
-        return f"only Marlin's layout can be shared, and vLLM's kernels are {', '.join(kernels)}"
+    if not any(map(_KERNEL.match, kernels)) and not any(map(fused_experts.is_marlin, experts)):
+        return f"only Marlin's layout can be shared, and vLLM's kernels are {', '.join([*kernels, *experts])}"
     if dtype != torch.bfloat16:
         return f"vLLM scales weights otherwise for {dtype} than for bfloat16"
     return None

@@ -16,7 +16,12 @@ from qerl_pl.formats.nf4 import NF4_BLOCK, NF4Weight
 FusedSlice = tuple[str, int, int]
 """A linear of the base model in one of vLLM's: its name, rows [start, stop)."""
 
-_VOCABULARY = ("model.embed_tokens", "lm_head")
+_VOCABULARY = {
+    "model.embed_tokens": "model.embed_tokens",
+    "model.embedding": "model.embed_tokens",  # of gpt-oss
+    "lm_head": "lm_head",
+}
+"""The base model's name of a module by vLLM's."""
 
 
 def fused_slices(model: Any, name: str, linear: Any) -> list[FusedSlice]:
@@ -58,7 +63,7 @@ def check_fixed(config: Any, family: Family) -> None:
 def vocabulary(model: Any) -> dict[str, Tensor]:
     """Embeddings and lm_head by checkpoint name, without vLLM's padding rows."""
     return {
-        f"{name}.weight": module.weight.data[: model.config.vocab_size]
+        f"{_VOCABULARY[name]}.weight": module.weight.data[: model.config.vocab_size]
         for name, module in model.named_modules()
         if name in _VOCABULARY and isinstance(getattr(module, "weight", None), Tensor)
     }

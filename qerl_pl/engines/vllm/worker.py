@@ -202,7 +202,8 @@ class PolicyWorker(Worker):
             if rows is None:
                 return None
             shared |= rows
-        experts = fused_experts.shared_experts(self.get_model())
+        config = self.vllm_config.model_config.hf_config
+        experts = fused_experts.shared_experts(self.get_model(), self._qerl_family, config)
         return None if experts is None else SharedWeights(shared, weight_map.vocabulary(self.get_model()), experts)
 
     def qerl_check_expert_adapters(self) -> None:
