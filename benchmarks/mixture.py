@@ -3,15 +3,17 @@
     python benchmarks/mixture.py --out results  # eight layers of Qwen3-30B-A3B's shape, under two and a half minutes
     python benchmarks/mixture.py --shape toy --move 0.05 --compared 64 --parts agreement --out results  # trained
     python benchmarks/mixture.py --shape tiny --device cpu --prompt 16 --tokens 16 --batches 4 --update 256 --out out
+    python benchmarks/mixture.py --shape gpt-oss-20b --layers 4 --parts agreement update --out results
 
-Weights in NVFP4, an adapter on attention, and with `--experts` on experts, bfloat16. The toy's weights are trained: it
-is a small mixture, taught the toy policy's task on the CPU in two minutes. The others are random, and exaggerate
-rounding. "agreement" samples with the adapter on and off, and with noise; the trainer computes the same tokens with the
-same noise, choosing experts anew or those of the sampler (R3). Both are compared, too, with the trainer in float32
-and with the sampler's experts. "update" is a forward and a backward pass over packed sequences of 512 tokens, and an
-AdamW step, by the engine's memory. "rollout" starts vLLM again with CUDA graphs and without recorded routing. `--parts
-rollout stock` compares with plain vLLM in BF16, with random weights and its own LoRA on attention, which needs a GPU.
-The key/value cache is what the largest of `--batches` needs. Each part writes what has been measured so far.
+Weights in NVFP4, of gpt-oss the experts alone in MXFP4 as published, an adapter on attention, and with `--experts` on
+experts, bfloat16. The toy's weights are trained: it is a small mixture, taught the toy policy's task on the CPU in two
+minutes. The others are random, and exaggerate rounding. "agreement" samples with the adapter on and off, and with
+noise; the trainer computes the same tokens with the same noise, choosing experts anew or those of the sampler (R3).
+Both are compared, too, with the trainer in float32 and with the sampler's experts. "update" is a forward and a backward
+pass over packed sequences of 512 tokens, and an AdamW step, by the engine's memory. "rollout" starts vLLM again with
+CUDA graphs and without recorded routing. `--parts rollout stock` compares with plain vLLM in BF16, with random weights
+and its own LoRA on attention, which needs a GPU. The key/value cache is what the largest of `--batches` needs. Each
+part writes what has been measured so far.
 """
 
 import argparse
@@ -34,8 +36,8 @@ import torch
 from agreement import move_adapter
 from agreement import prompts_of as problems_of
 from engine_h200 import prompts_of, random_policy, timed, used_gib
+from qerl_kernels import ExpertBiases, mixture_of_experts, select_backend
 from qerl_kernels import experts as kernels
-from qerl_kernels import mixture_of_experts, select_backend, silu_product
 from stock_engine import StockEngine
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
@@ -48,6 +50,7 @@ from qerl_pl.engines import EngineSpec, RolloutEngine, TransformersEngine, VLLME
 from qerl_pl.engines.base import SharedWeights
 from qerl_pl.errors import UserError
 from qerl_pl.formats.quantize import quantize_checkpoint
+from qerl_pl.formats.stored_experts import BIASES
 from qerl_pl.memory import GIB
 from qerl_pl.memory_plan import Shape
 from qerl_pl.modules import LoraConfig, Policy, PolicyConfig
@@ -200,14 +203,16 @@ def grouped_against_loop(policy: Policy, device: torch.device) -> dict[str, floa
     """Relative difference of the grouped product from a loop over experts, and seconds of each, for one layer."""
     block = next(module for module in policy.modules() if isinstance(module, PackedExperts))
     stacks = (block._gate_up, block._down)
+    biases = ExpertBiases(*map(block.get_parameter, BIASES)) if block._has_biases else None
+    settings = (*stacks, block._product, biases, block._experts.stored_in_stacks)
     dtype = torch.bfloat16
     x = torch.randn(4096, stacks[0].shape[2], generator=torch.Generator().manual_seed(0)).to(device, dtype)
     share, chosen = block.route(x)
     found, has_kernel = {}, kernels._has_kernel
     for name, choice in (("grouped", has_kernel), ("loop", lambda rows: False)):
         kernels._has_kernel = choice
-        y = mixture_of_experts(x, share, chosen, *stacks, silu_product)
-        seconds = [timed(device, lambda: mixture_of_experts(x, share, chosen, *stacks, silu_product)) for _ in range(3)]
+        y = mixture_of_experts(x, share, chosen, *settings)
+        seconds = [timed(device, lambda: mixture_of_experts(x, share, chosen, *settings)) for _ in range(3)]
         found[name] = (y, statistics.median(seconds))
     kernels._has_kernel = has_kernel
     (one, one_s), (other, other_s) = found["grouped"], found["loop"]
@@ -285,7 +290,8 @@ def write(found: dict[str, Any], args: argparse.Namespace) -> None:
         names = ("tokens", "seconds", "tokens_per_s", "peak_gib", "used_gib")
         cells = [[f"{row[name]:.4g}" for name in names] for row in rows]
         tables.append(report.markdown(["tokens", "s an update", "tokens/s", "peak GiB", "GPU's GiB"], cells))
-    for part, base in (("rollout", "NVFP4"), ("stock", "BF16, plain vLLM")):
+    four_bits = "experts in MXFP4" if args.shape in random_model.GPT_OSS else "NVFP4"
+    for part, base in (("rollout", four_bits), ("stock", "BF16, plain vLLM")):
         if rows := found.get(part):
             cells = [[base, row["sequences"], f"{row['tokens_per_s']:.0f}", f"{row['used_gib']:.4g}"] for row in rows]
             tables.append(report.markdown(["base", "sequences", "tokens/s", "GPU's GiB"], cells))
@@ -357,7 +363,7 @@ def main() -> None:
 
 
 def write_base(base: Path, device: torch.device, args: argparse.Namespace) -> None:
-    """Write the model in NVFP4."""
+    """Write the model in 4 bits."""
     if args.shape == "toy":
         source = toy_mixture(ToyConfig(layers=args.layers, steps=args.steps))
         quantize_checkpoint(source, base, power_of_two=args.power_of_two)

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,9 @@ import torch
 from qerl_kernels import nvfp4_global_scale, quantize_nvfp4
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from qerl_pl.formats.architecture import fused_group, unquantized
+from qerl_pl.formats.architecture import DOWN, GATE_UP, fused_group, stores_stacks, unquantized
 from qerl_pl.formats.model_folder import ShardWriter
+from qerl_pl.formats.mxfp4 import STACKS_CONFIG, MXFP4StacksQuantizer
 from qerl_pl.formats.nvfp4 import CONFIG
 from qerl_pl.toy.tokenizer import build_tokenizer
 
@@ -67,12 +69,42 @@ MIXTURES = {  # hidden, inner of an expert, layers, heads, key/value heads, head
     "tiny": (128, 64, 2, 4, 2, 32, 6, 2, 512),
     "toy": (256, 128, 3, 4, 2, 64, 16, 4, 512),  # taught: see toy_mixture.py
     "30b-a3b": (2048, 768, 48, 32, 4, 128, 128, 8, 151936),
+    "gpt-oss-tiny": (128, 64, 2, 4, 2, 32, 6, 2, 512),
+    "gpt-oss-20b": (2880, 2880, 24, 64, 8, 64, 32, 4, 201088),
 }
+GPT_OSS = ("gpt-oss-tiny", "gpt-oss-20b")
+"""Mixtures of gpt-oss, with 4-bit experts alone; the others are Qwen3's."""
+STACKS = (f".experts.{GATE_UP}", f".experts.{DOWN}")
 
 
 def mixture_config(shape: str, layers: int | None = None) -> dict[str, Any]:
-    """config.json of a Qwen3 mixture of experts of this shape, with so many layers."""
+    """config.json of a mixture of experts of this shape, with so many layers, in 16 bits."""
     hidden, inner, own_layers, heads, kv_heads, head_size, experts, chosen, vocabulary = MIXTURES[shape]
+    if shape in GPT_OSS:
+        return {
+            "architectures": ["GptOssForCausalLM"],
+            "model_type": "gpt_oss",
+            "hidden_size": hidden,
+            "intermediate_size": inner,
+            "num_hidden_layers": layers or own_layers,
+            "num_attention_heads": heads,
+            "num_key_value_heads": kv_heads,
+            "head_dim": head_size,
+            "num_local_experts": experts,
+            "num_experts_per_tok": chosen,
+            "vocab_size": vocabulary,
+            "max_position_embeddings": 131072,
+            **COMMON,
+            "attention_bias": True,
+            "swiglu_limit": 7.0,
+            "rms_norm_eps": 1e-5,
+            "sliding_window": 128,
+            "rope_theta": 150000,
+            "rope_scaling": {
+                **{"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
+                "original_max_position_embeddings": 4096,
+            },
+        }
     return {
         "architectures": ["Qwen3MoeForCausalLM"],
         "model_type": "qwen3_moe",
@@ -95,13 +127,14 @@ def mixture_config(shape: str, layers: int | None = None) -> dict[str, Any]:
 
 
 def published_sizes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Shapes of a model's tensors by their names in a checkpoint, where each expert has matrices of its own."""
+    """Shapes of a model's tensors by their names in a checkpoint in 16 bits, which has experts by themselves or, of
+    gpt-oss, in stacks."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
     sizes: dict[str, tuple[int, ...]] = {}
     for name, parameter in model.named_parameters():
         stem, _, matrix = name.rpartition(".")
-        if not stem.endswith(".experts"):
+        if not stem.endswith(".experts") or stores_stacks(config):
             sizes[name] = tuple(parameter.shape)
             continue
         experts, rows, columns = parameter.shape
@@ -119,7 +152,7 @@ def write_model(folder: Path, shape: str, device: torch.device, nvfp4: bool = Tr
 def write_random(
     folder: Path, config: dict[str, Any], device: torch.device, nvfp4: bool = True, power_of_two: bool = False
 ) -> None:
-    """`write_model` for any config.json; the folder is whole or absent."""
+    """`write_model` for any config.json, experts in stacks in MXFP4 instead; the folder is whole or absent."""
     part = folder.with_name(f"{folder.name}.part")
     shutil.rmtree(part, ignore_errors=True)  # of a run that was cut off
     part.mkdir(parents=True)
@@ -128,8 +161,8 @@ def write_random(
 
 
 def _write(folder: Path, config: dict[str, Any], device: torch.device, nvfp4: bool, power_of_two: bool) -> None:
-    ignored = {"ignore": [*CONFIG["ignore"], *unquantized(config)]}
-    quantization = {"quantization_config": CONFIG | ignored} if nvfp4 else {}
+    ignored, stacks = {"ignore": [*CONFIG["ignore"], *unquantized(config)]}, stores_stacks(config)
+    quantization = {"quantization_config": STACKS_CONFIG if stacks else CONFIG | ignored} if nvfp4 else {}
     (folder / "config.json").write_text(json.dumps(config | quantization))
     build_tokenizer().save_pretrained(folder)
     sizes = published_sizes(config)
@@ -138,11 +171,17 @@ def _write(folder: Path, config: dict[str, Any], device: torch.device, nvfp4: bo
 
     def random(name: str) -> torch.Tensor:
         values = torch.empty(sizes[name], dtype=torch.bfloat16, device=device)
-        return values.fill_(1.0) if "norm" in name else values.normal_(std=0.02, generator=generator)
+        # Of a size that shows in the result: biases beside products of a normed input, sinks beside scores.
+        large = stacks and name.endswith(("bias", "sinks"))
+        return values.fill_(1.0) if "norm" in name else values.normal_(std=0.2 if large else 0.02, generator=generator)
 
     done: set[str] = set()
     for name in sizes:
-        if not nvfp4 or not name.endswith("_proj.weight"):
+        if nvfp4 and stacks and name.endswith(STACKS):
+            for suffix, tensor in in_mxfp4(random(name)).items():
+                writer.add(f"{name}{suffix}", tensor)
+            continue
+        if not nvfp4 or stacks or not name.endswith("_proj.weight"):
             writer.add(name, random(name))
             continue
         group = fused_group(name)
@@ -157,3 +196,10 @@ def _write(folder: Path, config: dict[str, Any], device: torch.device, nvfp4: bo
             writer.add(f"{stem}.weight_scale", packed.scale)
             writer.add(f"{stem}.weight_global_scale", packed.global_scale.clone())
     writer.finish()
+
+
+def in_mxfp4(stack: torch.Tensor) -> Mapping[str, torch.Tensor]:
+    """What stores a stack of experts [E, K, N] as gpt-oss is published, by the suffix of its name."""
+    quantizer = MXFP4StacksQuantizer("minmax", False)
+    codes, scales = zip(*(quantizer.encode(matrix.t().contiguous(), None) for matrix in stack), strict=True)
+    return quantizer.store(torch.stack(codes), torch.stack(scales), None, stack.dtype)[0]
