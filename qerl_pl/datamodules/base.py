@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from qerl_pl.datamodules.tables import check_sizes
+from qerl_pl.datamodules.tables import check_sizes, draw
 from qerl_pl.errors import UserError, require_at_least
 from qerl_pl.persistence.random_state import stream_seed
 from qerl_pl.start_checks import check_first, check_intervals, within_limit
@@ -135,6 +135,12 @@ class ResumableDataModule(LightningDataModule, ABC):
             if stage == "fit" and rows is not None:
                 check_intervals(self.trainer, self._batches(rows - held_out))
             check_first(self.trainer, stage)
+
+    def _hold_out(self, rows: list[Any], count: int) -> tuple[list[Any], list[Any]]:
+        """Rows to validate on, drawn by seed and id, and the others."""
+        held_out = draw(rows, count, self.seed)
+        ids = {row.id for row in held_out}
+        return held_out, [row for row in rows if row.id not in ids]
 
     def _set_train(self, rows: list[Any]) -> None:
         self._train = rows

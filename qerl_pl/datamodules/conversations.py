@@ -17,7 +17,6 @@ from qerl_pl.chat_template import SYSTEM_PROMPT, check_template_kwargs, render_c
 from qerl_pl.datamodules.base import ResumableDataModule, load_tokenizer
 from qerl_pl.datamodules.tables import ANSWER_MARK, check_sizes, read_table, without_thousands
 from qerl_pl.errors import UserError, require_at_least
-from qerl_pl.persistence.random_state import stream_seed
 from qerl_pl.start_checks import check_intervals
 from qerl_pl.toy.task import ArithmeticTask, Split, careful_demonstration
 
@@ -145,10 +144,7 @@ class ConversationDataModule(ResumableDataModule):
         train = self._render(tokenizer, rows, "training")
         check_sizes(len(train), held_out, self.batch_size)
         if val_rows is None:
-            drawn = sorted(train, key=lambda row: stream_seed(self.seed, "held out", row.id))[: self.val_size]
-            ids = {conversation.id for conversation in drawn}
-            self._val = [conversation for conversation in train if conversation.id in ids]
-            train = [conversation for conversation in train if conversation.id not in ids]
+            self._val, train = self._hold_out(train, self.val_size)
         elif self.val_size:
             self._val = self._render(tokenizer, val_rows[: self.val_size], "validation")
         self._set_train(train)

@@ -206,9 +206,9 @@ class PromptDataModule(ResumableDataModule):
         check_sizes(len(train), count, self.batch_size)
         if not holds_out:
             return train
-        self._val = {"": draw(train, count, self.seed)}
-        drawn = {prompt.id for prompt in self._val[""]}
-        return [prompt for prompt in train if prompt.id not in drawn]
+        held_out, others = self._hold_out(train, count)
+        self._val = {"": held_out}
+        return others
 
     def _fixed_loaders(self, sets: Mapping[str, list[Prompt]]) -> FixedLoaders:
         loaders = [self._fixed_loader(prompts) for prompts in sets.values()]
