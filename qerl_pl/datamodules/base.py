@@ -94,7 +94,7 @@ class ResumableDataModule(LightningDataModule, ABC):
     """
 
     prepare_data_per_node = True  # read before `setup` can report that a subclass did not call the constructor
-    batch_class: ClassVar[type[Any]]
+    _batch_class: ClassVar[type[Any]]
     """Makes a batch of a list of rows."""
 
     def __init__(
@@ -113,7 +113,7 @@ class ResumableDataModule(LightningDataModule, ABC):
 
     @property
     @abstractmethod
-    def content(self) -> str:
+    def _content(self) -> str:
         """Name of the training rows in checkpoints and messages."""
 
     def prepare_data(self) -> None:
@@ -161,13 +161,13 @@ class ResumableDataModule(LightningDataModule, ABC):
             batch_size=self.batch_size,
             sampler=PromptSampler(len(self._train), self.batch_size, self.seed),
             drop_last=True,
-            collate_fn=self.batch_class,
+            collate_fn=self._batch_class,
             generator=torch.Generator(),  # loaders draw a seed, also without workers
         )
 
     def _fixed_loader(self, rows: Sequence[Any]) -> DataLoader[Any]:
         """Batches of held-out rows, in fixed order."""
-        options: dict[str, Any] = {"collate_fn": self.batch_class, "generator": torch.Generator()}
+        options: dict[str, Any] = {"collate_fn": self._batch_class, "generator": torch.Generator()}
         return DataLoader(cast(Any, rows), batch_size=self.val_batch_size, **options)
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
@@ -176,7 +176,7 @@ class ResumableDataModule(LightningDataModule, ABC):
 
     def state_dict(self) -> dict[str, Any]:
         """Seed, batch size and digest of the training rows; the loader saves its position."""
-        return {"seed": self.seed, "batch_size": self.batch_size, self.content: self._digest}
+        return {"seed": self.seed, "batch_size": self.batch_size, self._content: self._digest}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Check that a resumed run has the checkpoint's order of rows.

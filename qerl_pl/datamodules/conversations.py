@@ -86,8 +86,8 @@ class ConversationDataModule(ResumableDataModule):
         tokenizer: Folder or hub name of a tokenizer; null takes the policy's.
     """
 
-    content = "training conversations"
-    batch_class = ConversationBatch
+    _content = "training conversations"
+    _batch_class = ConversationBatch
     _train: list[Conversation]
 
     def __init__(

@@ -49,8 +49,8 @@ class PromptDataModule(ResumableDataModule):
         chat_template_kwargs: Variables of the chat template, such as `enable_thinking`.
     """
 
-    content = "training prompts"
-    batch_class = PromptBatch
+    _content = "training prompts"
+    _batch_class = PromptBatch
     _train: list[Prompt]
 
     def __init__(

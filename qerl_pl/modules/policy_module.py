@@ -156,7 +156,7 @@ def require_memory(
 
 
 class PolicyModule(LightningModule, ChecksFirst):
-    """A policy with its optimizer and checkpoints; a subclass trains it in `training_step`, and explains the arguments."""
+    """A policy with its optimizer and checkpoints; subclasses train it in `training_step` and explain the arguments."""
 
     kind = ""
     """How checkpoints name the training; a run resumes from its own kind."""
