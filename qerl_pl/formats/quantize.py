@@ -71,7 +71,20 @@ def quantize_checkpoint(
     published. `quantization_report.json` in DST holds their relative squared errors: the sum of (quantized - weight)**2
     over the sum of weight**2. Of a model of text and images DST is the text model alone.
 
-    The arguments are those of `qerl quantize` (cli/quantize.py).
+    Args:
+        src: Folder of a causal LM in Hugging Face format, 16 or 32 bits.
+        dst: Folder to write; must not exist, and appears only when it is complete.
+        format: `nvfp4` (blocks of 16 with an E4M3 scale) and `mxfp4` (blocks of 32 with a power of two), in the layout
+            of compressed-tensors; `nf4` (blocks of 64, double quantization), in that of bitsandbytes. `gaussian` is a
+            16-bit placebo: a Gaussian error of the size of NVFP4's, to compare with.
+        scales: NVFP4 only, how block scales are chosen. `minmax` takes each block's largest weight, bit for bit as
+            llm-compressor's NVFP4A16 scheme; `search` takes the E4M3 value of least squared error around it (same
+            format, about a quarter less error).
+        power_of_two: NVFP4 only, round global scales to powers of two, which makes dequantized weights exact in
+            bfloat16 and costs no accuracy.
+        device: Device of the arithmetic. `auto` is the GPU where there is one.
+        loftq_rank: Rank of an adapter in DST/loftq, in PEFT's format, that takes up a part of each linear's error
+            (LoftQ, arXiv 2310.08659); None writes none.
 
     Raises:
         UserError: `dst` exists, `src` is no model folder, is of no known family, inconsistent or already quantized, has
