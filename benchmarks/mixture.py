@@ -1,18 +1,22 @@
 """A mixture of experts on one GPU: does the trainer compute what vLLM's fused experts do, and how fast are both?
 
     python benchmarks/mixture.py --out results  # eight layers of Qwen3-30B-A3B's shape, under two and a half minutes
+    python benchmarks/mixture.py --shape toy --move 0.05 --compared 64 --parts agreement --out results  # trained
     python benchmarks/mixture.py --shape tiny --device cpu --prompt 16 --tokens 16 --batches 4 --update 256 --out out
 
-Random weights in NVFP4, an adapter on attention, and with `--experts` on experts, bfloat16. "agreement" samples with
-and without noise; the trainer then computes the same tokens with the same noise, choosing experts anew or those of the
-sampler (R3). "update" is a forward and a backward pass over packed sequences of 512 tokens, and an AdamW step, by the
-engine's memory. "rollout" starts vLLM again with CUDA graphs and without recorded routing. `--parts rollout stock`
-compares with plain vLLM in BF16, with its own LoRA on attention, which needs a GPU. Each part writes what has been
-measured so far.
+Weights in NVFP4, an adapter on attention, and with `--experts` on experts, bfloat16. The toy's weights are trained: it
+is a small mixture, taught the toy policy's task on the CPU in two minutes. The others are random, and exaggerate
+rounding. "agreement" samples with the adapter on and off, and with noise; the trainer computes the same tokens with the
+same noise, choosing experts anew or those of the sampler (R3). Both are compared, too, with the trainer in float32
+and with the sampler's experts. "update" is a forward and a backward pass over packed sequences of 512 tokens, and an
+AdamW step, by the engine's memory. "rollout" starts vLLM again with CUDA graphs and without recorded routing. `--parts
+rollout stock` compares with plain vLLM in BF16, with random weights and its own LoRA on attention, which needs a GPU.
+The key/value cache is what the largest of `--batches` needs. Each part writes what has been measured so far.
 """
 
 import argparse
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -20,6 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,32 +32,50 @@ import random_model
 import report
 import torch
 from agreement import move_adapter
+from agreement import prompts_of as problems_of
 from engine_h200 import prompts_of, random_policy, timed, used_gib
 from qerl_kernels import experts as kernels
 from qerl_kernels import mixture_of_experts, select_backend, silu_product
 from stock_engine import StockEngine
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
+from toy_mixture import toy_mixture
+from transformers import AutoConfig
 from update_speed import measure
 
 from qerl_pl.algorithm.noise import NormNoise
-from qerl_pl.engines import EngineSpec, VLLMEngine
+from qerl_pl.engines import EngineSpec, RolloutEngine, TransformersEngine, VLLMEngine
 from qerl_pl.engines.base import SharedWeights
 from qerl_pl.errors import UserError
+from qerl_pl.formats.quantize import quantize_checkpoint
+from qerl_pl.memory import GIB
+from qerl_pl.memory_plan import Shape
 from qerl_pl.modules import LoraConfig, Policy, PolicyConfig
 from qerl_pl.modules.experts import PackedExperts
 from qerl_pl.modules.trainer_noise import TrainerNoise
 from qerl_pl.rollout.experience import pad_completions, pad_routing
-from qerl_pl.types import Completion, Prompt, SamplingConfig
+from qerl_pl.toy.policy import ToyConfig
+from qerl_pl.types import Completion, Prompt, RolloutRequest, SamplingConfig
 
 PARTS = ("agreement", "update", "rollout", "stock")
-SIGMA = 1e-2
+NOISE = NormNoise(1e-2, seed=0, version=0)
+KINDS = ((True, None), (False, None), (True, NOISE))
+"""Adapter and noise of the compared rollouts."""
 RANK = 32
 EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
-def launch(base: Path, config: PolicyConfig, args: argparse.Namespace, record: bool) -> tuple[VLLMEngine, str | None]:
+def kv_gib(args: argparse.Namespace) -> float:
+    """GiB of keys and values of the largest batch, rounded up to eighths: of whole blocks, of up to 128 tokens."""
+    config = AutoConfig.for_model(**random_model.mixture_config(args.shape, args.layers))
+    tokens = max(args.batches) * (args.prompt + args.tokens + 128)
+    return math.ceil(8 * tokens * Shape.of(config).kv_bytes(torch.bfloat16) / GIB) / 8
+
+
+def launch(
+    base: Path, config: PolicyConfig, args: argparse.Namespace, record: bool
+) -> tuple[RolloutEngine, str | None]:
     """An engine, and why it shares no weights where it should and does not."""
     lora = config.lora_spec
     assert lora is not None
@@ -63,8 +86,11 @@ def launch(base: Path, config: PolicyConfig, args: argparse.Namespace, record: b
         record_routing=record,
         lora_target_parameters=parameters,
     )
-    kv_gib = 4.0 if device.type == "cuda" else 0.25
-    settings = {"kv_cache_gib": kv_gib, "max_num_seqs": max(*args.batches, 8), "enforce_eager": record}
+    if args.engine == "transformers":
+        reference = TransformersEngine()
+        reference.launch(spec)
+        return reference, None
+    settings = {"kv_cache_gib": kv_gib(args), "max_num_seqs": max(args.batches), "enforce_eager": record}
     start = time.perf_counter()
     engine, reason = VLLMEngine(**settings), None
     try:
@@ -80,14 +106,26 @@ def launch(base: Path, config: PolicyConfig, args: argparse.Namespace, record: b
     return engine, reason
 
 
-def chosen_by_trainer(policy: Policy, batch: Sequence[Tensor], routing: Tensor) -> float:
-    """Share of (token, layer) whose set of experts the trainer's router chooses otherwise than the sampler's."""
+def logprobs_of(
+    policy: Policy, batch: Sequence[Tensor], adapter: bool, noise: NormNoise | None, routing: Tensor | None
+) -> Tensor:
+    """Log-probabilities of a batch's sampled tokens, float32 [M], with the noise that sampled them."""
     tokens, lengths, mask, _ = batch
+    with TrainerNoise(policy.trained.norms(), noise, None).added(torch.arange(len(tokens))):
+        found = policy.token_logprobs(tokens, lengths, mask, 1.0, reference=not adapter, routing=routing)[0]
+    return found[mask].float()
+
+
+def other_experts(
+    policy: Policy, batch: Sequence[Tensor], adapter: bool, noise: NormNoise | None, routing: Tensor
+) -> float:
+    """Share of (token, layer) whose set of experts the trainer's router chooses otherwise than the sampler's."""
+    tokens, lengths, _, _ = batch
     chosen: list[Tensor] = []
     blocks = [module for module in policy.modules() if isinstance(module, PackedExperts)]
     for block in blocks:
         block.route = _watched(block.route, chosen)  # type: ignore[method-assign]
-    policy.token_logprobs(tokens, lengths, mask, 1.0)
+    logprobs_of(policy, batch, adapter, noise, None)
     for block in blocks:
         del block.route
     real = torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None]
@@ -106,40 +144,54 @@ def _watched(route: Any, chosen: list[Tensor]) -> Any:
     return watched
 
 
+def prompts_for(base: Path, args: argparse.Namespace) -> list[Prompt]:
+    """Problems for a model that was taught some, else random tokens."""
+    if args.shape == "toy":
+        return problems_of(base, args.compared)
+    requests = prompts_of(args.compared, args.prompt, random_model.MIXTURES[args.shape][-1])
+    return [Prompt(str(index), request.prompt_ids, "", "") for index, request in enumerate(requests)]
+
+
 @torch.no_grad()
-def agreement(engine: VLLMEngine, policy: Policy, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Differences of log-probabilities of trainer and engine, nats a token."""
-    device, vocabulary = torch.device(args.device), random_model.MIXTURES[args.shape][-1]
-    requests = prompts_of(args.compared, args.prompt, vocabulary)
-    prompts = [Prompt(str(index), request.prompt_ids, "", "") for index, request in enumerate(requests)]
+def agreement(
+    engine: RolloutEngine, policy: Policy, exact: Policy | None, prompts: Sequence[Prompt], args: argparse.Namespace
+) -> list[dict[str, Any]]:
+    """Differences of log-probabilities of trainer, engine and, of the first completions, the trainer in float32."""
+    requests = [RolloutRequest(prompt.token_ids, (index,)) for index, prompt in enumerate(prompts)]
     rows = []
-    for noise in (None, NormNoise(SIGMA, seed=0, version=0)):
-        engine.sync(policy.weights(0, noise))
+    for adapter, noise in KINDS:
+        engine.sync(policy.weights(0, noise, reference=not adapter))
         completions: list[list[Completion]] = engine.generate(requests, SamplingConfig(max_tokens=args.tokens))
-        batch = [tensor.to(device) for tensor in pad_completions(prompts, completions, 0)]
-        tokens, lengths, mask, said = batch
-        recorded = pad_routing(prompts, completions, tokens.shape)
+        batch = [tensor.to(policy.device) for tensor in pad_completions(prompts, completions, 0)]
+        recorded = pad_routing(prompts, completions, batch[0].shape)
         assert recorded is not None
-        routing = recorded.to(device)
-        added = TrainerNoise(policy.trained.norms(), noise, None).added(torch.arange(len(tokens)))
-        with added:
-            flipped = chosen_by_trainer(policy, batch, routing)
-            for replay in (False, True):
-                own = policy.token_logprobs(tokens, lengths, mask, 1.0, routing=routing if replay else None)[0]
-                gap = (own - said)[mask].abs()
-                rows.append(
-                    {
-                        "sigma": noise.sigma if noise else 0.0,
-                        "replay": replay,
-                        "tokens": len(gap),
-                        "mean": gap.mean().item(),
-                        "p99": gap.quantile(0.99).item(),
-                        "max": gap.max().item(),
-                        "other_experts": flipped,
-                    }
-                )
-        base = policy.token_logprobs(tokens, lengths, mask, 1.0, reference=True, routing=routing)[0]
-        rows[-1]["adapter_effect"] = (base - said)[mask].abs().mean().item()
+        routing = recorded.to(policy.device)
+        said = batch[3][batch[2]]
+        float32 = said[:0]
+        if exact is not None:
+            first = [tensor[: args.float32] for tensor in batch]
+            float32 = logprobs_of(exact, first, adapter, noise, routing[: args.float32])
+        flipped = other_experts(policy, batch, adapter, noise, routing)
+        without = logprobs_of(policy, batch, not adapter, noise, routing)
+        for replay in (False, True):
+            own = logprobs_of(policy, batch, adapter, noise, routing if replay else None)
+            gap = (own - said).abs()
+            rows.append(
+                {
+                    "adapter": "on" if adapter else "off",
+                    "sigma": noise.sigma if noise else 0.0,
+                    "replay": replay,
+                    "tokens": len(gap),
+                    "mean": gap.mean().item(),
+                    "p99": gap.quantile(0.99).item(),
+                    "max": gap.max().item(),
+                    "other_experts": flipped,
+                    "trainer_from_float32": (own[: len(float32)] - float32).abs().mean().item(),
+                    "engine_from_float32": (said[: len(float32)] - float32).abs().mean().item(),
+                    "adapter_effect": (without - said).abs().mean().item(),
+                    "logprob_mean": said.mean().item(),
+                }
+            )
     return rows
 
 
@@ -180,8 +232,8 @@ def update(policy: Policy, args: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
-def rollout(engine: VLLMEngine, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Tokens a second by the number of sequences."""
+def rollout(engine: RolloutEngine, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Tokens a second by the number of sequences, and the GPU's memory, which PyTorch keeps."""
     device, vocabulary = torch.device(args.device), random_model.MIXTURES[args.shape][-1]
     rows = []
     for count in args.batches:
@@ -193,7 +245,7 @@ def rollout(engine: VLLMEngine, args: argparse.Namespace) -> list[dict[str, Any]
             sampled: list[list[list[Completion]]] = []
             seconds = timed(device, lambda: sampled.append(engine.generate(requests, sampling)))  # noqa: B023
             speeds.append(sum(len(group[0].token_ids) for group in sampled[0]) / seconds)
-        rows.append({"sequences": count, "tokens_per_s": max(speeds), "all": speeds})
+        rows.append({"sequences": count, "tokens_per_s": max(speeds), "all": speeds, "used_gib": used_gib(device)})
         print(rows[-1], flush=True)
     return rows
 
@@ -201,19 +253,18 @@ def rollout(engine: VLLMEngine, args: argparse.Namespace) -> list[dict[str, Any]
 def stock(folder: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
     """The same by plain vLLM in BF16, with random weights of its own, and its LoRA on attention."""
     device, vocabulary = torch.device(args.device), random_model.MIXTURES[args.shape][-1]
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)  # of a run that failed
     (folder / "config.json").write_text(json.dumps(random_model.mixture_config(args.shape, args.layers)))
     spec = EngineSpec(folder, torch.bfloat16, device, RANK, ATTENTION, args.prompt + args.tokens)
     adapter = random_policy(folder, spec, None).adapter
     assert adapter is not None
-    kv_gib = 4.0 if device.type == "cuda" else 0.25
-    engine = StockEngine(folder, spec, adapter, max(*args.batches, 8), kv_gib)
+    engine = StockEngine(folder, spec, adapter, max(args.batches), kv_gib(args))
     rows = []
     for count in args.batches:
         requests, sampling = prompts_of(count, args.prompt, vocabulary), SamplingConfig(max_tokens=args.tokens)
         engine.generate(requests, SamplingConfig(max_tokens=4))
         seconds = min(timed(device, lambda: engine.generate(requests, sampling)) for _ in range(2))  # noqa: B023
-        rows.append({"sequences": count, "tokens_per_s": count * args.tokens / seconds})
+        rows.append({"sequences": count, "tokens_per_s": count * args.tokens / seconds, "used_gib": used_gib(device)})
     return rows
 
 
@@ -221,11 +272,12 @@ def write(found: dict[str, Any], args: argparse.Namespace) -> None:
     """Write and print what has been measured so far."""
     tables = []
     if rows := found.get("agreement"):
-        headers = ["noise", "experts", "tokens", "mean", "99 %", "max", "other experts chosen", "adapter's effect"]
+        headers = ["adapter", "noise", "experts", "tokens", "mean", "99 %", "max", "other experts chosen"]
+        headers += ["trainer from float32", "engine from float32", "adapter's effect", "mean log-probability"]
+        names = ("mean", "p99", "max", "other_experts", "trainer_from_float32", "engine_from_float32")
         cells = [
-            [row["sigma"], "the sampler's" if row["replay"] else "chosen anew", row["tokens"]]
-            + [f"{row.get(name, float('nan')):.2e}" for name in ("mean", "p99", "max", "other_experts")]
-            + [f"{row['adapter_effect']:.2e}" if "adapter_effect" in row else ""]
+            [row["adapter"], row["sigma"], "the sampler's" if row["replay"] else "chosen anew", row["tokens"]]
+            + [f"{row[name]:.2e}" for name in (*names, "adapter_effect", "logprob_mean")]
             for row in rows
         ]
         tables.append("Differences of log-probabilities, nats a token:\n\n" + report.markdown(headers, cells))
@@ -235,8 +287,8 @@ def write(found: dict[str, Any], args: argparse.Namespace) -> None:
         tables.append(report.markdown(["tokens", "s an update", "tokens/s", "peak GiB", "GPU's GiB"], cells))
     for part, base in (("rollout", "NVFP4"), ("stock", "BF16, plain vLLM")):
         if rows := found.get(part):
-            cells = [[base, row["sequences"], f"{row['tokens_per_s']:.0f}"] for row in rows]
-            tables.append(report.markdown(["base", "sequences", "tokens/s"], cells))
+            cells = [[base, row["sequences"], f"{row['tokens_per_s']:.0f}", f"{row['used_gib']:.4g}"] for row in rows]
+            tables.append(report.markdown(["base", "sequences", "tokens/s", "GPU's GiB"], cells))
     about = {name: value for name, value in found.items() if name not in PARTS}
     tables.append(", ".join(f"{name}: {value}" for name, value in about.items()))
     settings = {name: str(value) for name, value in vars(args).items() if name not in ("base", "out")}
@@ -244,23 +296,36 @@ def write(found: dict[str, Any], args: argparse.Namespace) -> None:
     report.write(args.out, name, "\n\n".join(tables), {"settings": settings, **found})
 
 
-def trained_policy(base: Path, config: PolicyConfig, device: torch.device, shared: SharedWeights | None) -> Policy:
-    """The policy, its adapter moved away from zero."""
+def trained_policy(
+    base: Path, config: PolicyConfig, device: torch.device, shared: SharedWeights | None, move: float
+) -> Policy:
+    """The policy, its adapter moved away from zero by random numbers of this standard deviation."""
     policy = Policy(base, config, device, seed=0, shared=shared)
-    move_adapter(policy, 0.02)
+    move_adapter(policy, move)
     return policy
+
+
+def float32_policy(base: Path, config: PolicyConfig, policy: Policy) -> Policy:
+    """The policy computed in float32, with a base of its own: on a GPU expert by expert."""
+    exact = Policy(base, replace(config, dtype="float32"), policy.device, seed=0).eval()
+    exact.load_trained_state(policy.trained_state())
+    return exact
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=random_model.MIXTURES, default="30b-a3b")
-    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--layers", type=int, help="by default 8, and 3 of the toy")
+    parser.add_argument("--steps", type=int, default=600, help="of the toy's teaching")
+    parser.add_argument("--engine", choices=("vllm", "transformers"), default="vllm")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS[:3]))
     parser.add_argument("--experts", action="store_true", help="adapters on the experts, too")
     parser.add_argument("--prompt", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=256, help="of a completion")
     parser.add_argument("--compared", type=int, default=16, help="completions that trainer and engine are compared on")
+    parser.add_argument("--float32", type=int, default=16, help="of them, compared in float32, too; 0 for none")
+    parser.add_argument("--move", type=float, default=0.02, help="standard deviation added to the adapter's matrices")
     parser.add_argument("--batches", type=int, nargs="+", default=[8, 128], help="sequences of a rollout")
     parser.add_argument("--update", type=int, nargs="+", default=[4096, 16384], help="packed tokens of an update")
     parser.add_argument("--power_of_two", action="store_true", help="global scales that leave bfloat16's weights exact")
@@ -268,6 +333,7 @@ def main() -> None:
     parser.add_argument("--base", type=Path, help="a folder with a model that this script wrote there; None writes one")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
+    args.layers = args.layers or (3 if args.shape == "toy" else 8)
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # as the command line does
     device, start = torch.device(args.device), time.perf_counter()
     if device.type == "cuda":
@@ -277,8 +343,7 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory(prefix="qerl-mixture-") as folder:
         base, failed = Path(folder) / "base", list[str]()
-        config = random_model.mixture_config(args.shape, args.layers)
-        random_model.write_random(base, config, device, power_of_two=args.power_of_two)
+        write_base(base, device, args)
         print(f"wrote the model in {time.perf_counter() - start:.0f} s", flush=True)
         # An engine in a process of its own: memory is its own, and parts after one that fails still run.
         for parts in (["agreement", "update"], ["rollout"], ["stock"]):
@@ -289,6 +354,16 @@ def main() -> None:
                 print(f"{', '.join(own)}: {time.perf_counter() - start:.0f} s since the start", flush=True)
     if failed:
         raise SystemExit(f"failed: {', '.join(failed)}")
+
+
+def write_base(base: Path, device: torch.device, args: argparse.Namespace) -> None:
+    """Write the model in NVFP4."""
+    if args.shape == "toy":
+        source = toy_mixture(ToyConfig(layers=args.layers, steps=args.steps))
+        quantize_checkpoint(source, base, power_of_two=args.power_of_two)
+        return
+    config = random_model.mixture_config(args.shape, args.layers)
+    random_model.write_random(base, config, device, power_of_two=args.power_of_two)
 
 
 def run(base: Path, device: torch.device, args: argparse.Namespace) -> None:
@@ -307,10 +382,16 @@ def run(base: Path, device: torch.device, args: argparse.Namespace) -> None:
         engine, reason = launch(base, config, args, record=True)
         shared = engine.shared_weights()
         found |= {"not_shared": reason, "borrowed": 0 if shared is None else len(shared.linears) + len(shared.experts)}
-        policy = trained_policy(base, config, device, shared).eval()
+        policy = trained_policy(base, config, device, shared, args.move).eval()
         found["layer"] = grouped_against_loop(policy, device)
+        if (teaching := base / "teaching.json").is_file():
+            found["teaching"] = json.loads(teaching.read_text())
         if "agreement" in args.parts:
-            save(agreement=agreement(engine, policy, args))
+            exact = float32_policy(base, config, policy) if args.float32 else None
+            save(agreement=agreement(engine, policy, exact, prompts_for(base, args), args))
+            del exact  # the update's memory is without it
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
         if "update" in args.parts:
             engine.sleep()
             save(update=update(policy.train(), args))

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from qerl_kernels.backend import runs_triton
 from qerl_kernels.linear import LoraFactors
 from qerl_kernels.selective_checkpointing import save_products
 from qerl_kernels.stacked_weights import DenseStack, StackedWeight
@@ -332,18 +333,19 @@ class _Mixture(torch.autograd.Function):
                 of_factors[2:] = adapter.gradients(inner.detach(), low, of_low, rows_of_grad, factor)
             adapter.add_input_gradient(of_inner, of_low)
         del rows_of_grad
+        if down_alpha is not None:
+            factor = factor * down_alpha
+        products = _scale_rows(of_inner, factor, inner.detach())
         of_weights = None
         if ctx.needs_input_grad[1]:
-            rows = (of_inner.float() * inner.detach().float()).sum(-1, keepdim=True)
-            rows = rows if down_alpha is None else rows * down_alpha
+            products = products if down_alpha is None else products * down_alpha
             of_weights = torch.empty_like(topk_weights)
-            of_weights.view(-1).index_copy_(0, order, rows[:, 0].to(topk_weights.dtype))
+            of_weights.view(-1).index_copy_(0, order, products[:, 0].to(topk_weights.dtype))
             if ctx.biases is not None:
                 of_weights += (grad.float() @ ctx.biases.down.float().t()).gather(1, topk_ids)
         if not (ctx.needs_input_grad[0] or first is not None):
             return _gradients(ctx, None, of_weights, of_factors)
-        factor = factor if down_alpha is None else factor * down_alpha
-        of_gate, of_up = torch.autograd.grad(inner, (gate, up), (of_inner * factor).to(inner.dtype))
+        of_gate, of_up = torch.autograd.grad(inner, (gate, up), of_inner)
         of_hidden = _as_rows(of_gate, of_up, ctx.alternating)
         if first is not None:
             adapter, low = first
@@ -375,10 +377,26 @@ def _sum_of_rows(rows: Tensor, factor: Tensor | None, order: Tensor, count: int)
     """Sum of each token's `count` rows [R, D] in the order of its experts, times factor [R, 1]: [R / count, D]."""
     inverse = torch.empty_like(order)
     inverse[order] = torch.arange(len(order), device=order.device)
-    total = rows.new_zeros(len(order) // count, rows.shape[1], dtype=torch.float32)
-    for rows_of_slot in inverse.view(-1, count).unbind(1):
+    places = inverse.view(-1, count)
+    if runs_triton(rows):
+        from qerl_kernels import triton_experts
+
+        return triton_experts.sum_of_places(rows, factor, places)
+    total = rows.new_zeros(len(places), rows.shape[1], dtype=torch.float32)
+    for rows_of_slot in places.unbind(1):
         if factor is None:
             total += rows[rows_of_slot]
         else:
             total.addcmul_(rows[rows_of_slot].float(), factor[rows_of_slot])
     return total.to(rows.dtype)
+
+
+def _scale_rows(rows: Tensor, factor: Tensor, others: Tensor) -> Tensor:
+    """rows [R, I] *= factor [R, 1], in place, and before it the product of each row with others', float32 [R, 1]."""
+    if runs_triton(rows):
+        from qerl_kernels import triton_experts
+
+        return triton_experts.scale_rows(rows, factor, others)
+    products = (rows.float() * others.float()).sum(-1, keepdim=True)
+    rows.mul_(factor)
+    return products

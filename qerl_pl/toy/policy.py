@@ -122,7 +122,7 @@ def _teach(config: ToyConfig, folder: Path) -> None:
     log.info("teaching the toy policy (once): %s", folder)
     with atomic_directory(folder) as unfinished:
         tokenizer = build_tokenizer() if config.game is None else build_tokenizer(TOOLS_TEMPLATE)
-        with _one_thread():
+        with one_thread():
             model = _warm_up(config, tokenizer)
         _save(model, unfinished)
         tokenizer.save_pretrained(unfinished)
@@ -139,7 +139,7 @@ def _save(model: Qwen2ForCausalLM, folder: Path) -> None:
 
 
 @contextmanager
-def _one_thread() -> Iterator[None]:
+def one_thread() -> Iterator[None]:
     """Compute on one thread: the last bits depend on the number of threads, and more gain little."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -150,25 +150,42 @@ def _one_thread() -> Iterator[None]:
 
 
 def _warm_up(config: ToyConfig, tokenizer: Qwen2Tokenizer) -> Qwen2ForCausalLM:
-    """Train from scratch on demonstrations, with the loss on completion tokens only."""
+    """A new model, trained from scratch."""
+    model = _new_model(config, tokenizer)
+    teach(model, config, tokenizer)
+    return model
+
+
+def teach(model: Any, config: ToyConfig, tokenizer: Qwen2Tokenizer) -> None:
+    """Train a causal LM of transformers on demonstrations, in place, and set it to evaluation.
+
+    Args:
+        model: Of any size: those of the configuration mean nothing here.
+        config: Task, demonstrations, steps and learning rate.
+        tokenizer: The toy tokenizer.
+    """
     rng = random.Random(stream_seed(config.seed, "toy demonstrations"))
-    model = _new_model(config, tokenizer).train()
+    model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, config.steps))
     # disable=None: no bar where standard error is no terminal
     progress = tqdm(range(config.steps), desc="Teaching the toy policy", unit="step", leave=False, disable=None)
     for step in progress:
-        input_ids, labels = demonstration_batch(config, tokenizer, rng, step)
-        hidden = model.model(input_ids=input_ids, use_cache=False).last_hidden_state
-        taught = labels != _IGNORED
-        loss = functional.cross_entropy(model.lm_head(hidden[:, :-1][taught[:, 1:]]), labels[:, 1:][taught[:, 1:]])
+        loss = demonstration_loss(model, *demonstration_batch(config, tokenizer, rng, step))
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
         progress.set_postfix(loss=f"{loss.item():.2f}", refresh=False)
-    return model.eval()
+    model.eval()
+
+
+def demonstration_loss(model: Any, input_ids: Tensor, labels: Tensor) -> Tensor:
+    """Mean cross-entropy of the completions' tokens, in nats, of a `demonstration_batch`."""
+    hidden = model.model(input_ids=input_ids, use_cache=False).last_hidden_state
+    taught = labels != _IGNORED
+    return functional.cross_entropy(model.lm_head(hidden[:, :-1][taught[:, 1:]]), labels[:, 1:][taught[:, 1:]])
 
 
 def _new_model(config: ToyConfig, tokenizer: Qwen2Tokenizer) -> Qwen2ForCausalLM:

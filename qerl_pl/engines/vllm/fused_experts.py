@@ -10,6 +10,7 @@ import torch
 from qerl_kernels import ExpertLora, MarlinStack, MarlinTensor, StackedWeight, mixture_of_experts, silu_product
 from torch import Tensor
 
+from qerl_pl.engines.vllm.linear_methods import relative_difference
 from qerl_pl.errors import UserError
 
 TOLERANCE = 0.02
@@ -124,4 +125,4 @@ def difference(
     share, chosen = logits.softmax(-1).topk(module.moe_config.experts_per_token, dim=-1)
     expected = mixture_of_experts(x, share, chosen, gate_up, down, silu_product, lora=lora)
     actual: Tensor = module.quant_method.apply(module, x.clone(), share, chosen.int(), None, None)
-    return ((actual - expected).float().norm() / expected.float().norm()).item()
+    return relative_difference(actual, expected)
