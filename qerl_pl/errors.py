@@ -1,7 +1,7 @@
 """Errors for the user (`UserError`: one line, exit status 2), checks of settings, and ends by a signal."""
 
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -9,6 +9,14 @@ from typing import Any
 
 class UserError(ValueError):
     """Invalid input; the message is one line: the rule, the input, the remedy."""
+
+
+def chain_of_causes(error: BaseException) -> Iterator[BaseException]:
+    """The error and its chain of causes."""
+    cause: BaseException | None = error
+    while cause is not None:
+        yield cause
+        cause = cause.__cause__
 
 
 def require_at_least(least: int, values: Mapping[str, int | None]) -> None:

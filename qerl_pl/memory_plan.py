@@ -4,6 +4,7 @@ Tensors are counted as the code allocates them. What others allocate (CUDA, cuBL
 constants.
 """
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -445,10 +446,7 @@ def longest_completion(plan: RunPlan, prompt: int, gib: float) -> int:
         cache = max(plan.kv_cache_gib, (prompt + length) * token_gib)
         return run_memory(replace(plan, batch=batch, kv_cache_gib=cache)).peak <= gib * GIB
 
-    low, high = 0, 1
+    high = 1
     while fits(high):
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
+        high *= 2
+    return bisect_left(range(1, high), True, key=lambda length: not fits(length))

@@ -36,6 +36,14 @@ def check_first(trainer: Trainer, stage: str) -> None:
             hook.check_first(trainer, stage)
 
 
+def no_sampling_callback(needed_by: str) -> UserError:
+    """The error of a trainer without a callback that `fills_batches`."""
+    return UserError(
+        f"{needed_by} needs a callback that samples completions; trainer.callbacks has none; "
+        "add qerl_pl.callbacks.RolloutCallback"
+    )
+
+
 def require_planned_end(trainer: Trainer) -> None:
     """Refuse a run without a planned end, which schedules need.
 

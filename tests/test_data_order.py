@@ -9,7 +9,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from transformers import AutoTokenizer
 
 from qerl_pl.datamodules import ArithmeticDataModule, PromptDataModule
-from qerl_pl.datamodules.prompts import PromptSampler
+from qerl_pl.datamodules.base import PromptSampler
 from qerl_pl.errors import UserError
 from qerl_pl.toy.task import ArithmeticTask
 from qerl_pl.toy.tokenizer import build_tokenizer

@@ -11,6 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
 from fit_helpers import free_port
 from test_killed import in_a_fork
@@ -133,6 +134,23 @@ def test_the_default_rubric_shows_everything_and_has_zero_temperature(serve: Cal
     assert [prompt.count(f"<{tag}>\n{text}\n</{tag}>") for tag, text in
             (("question", "2 + 2?"), ("reference", "4"), ("answer", "it is four"))] == [1, 1, 1]  # fmt: skip
     assert (request["temperature"], request["max_tokens"]) == (0.0, 512)
+
+
+def test_its_connections_are_closed_also_after_a_failure(
+    serve: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clients: list[httpx2.AsyncClient] = []
+
+    class Noted(httpx2.AsyncClient):
+        def __init__(self, **options: Any) -> None:
+            super().__init__(**options)
+            clients.append(self)
+
+    monkeypatch.setattr(httpx2, "AsyncClient", Noted)
+    assert grades(JudgeReward(serve().url, "grader"), samples("four")) == [pytest.approx(0.7)]
+    with pytest.raises(UserError, match="status 403"):
+        grades(JudgeReward(serve(lambda number, prompt: (403, "no")).url, "grader"), samples("five"))
+    assert [client.is_closed for client in clients] == [True, True]
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from qerl_pl.engines import EngineSpec, TransformersEngine
 from qerl_pl.formats.base import QUANTIZERS
 from qerl_pl.formats.quantize import in_format
 from qerl_pl.modules import LoraConfig, Policy, PolicyConfig
+from qerl_pl.modules.policy import TokenValues
 from qerl_pl.modules.trainer_noise import TrainerNoise
 from qerl_pl.modules.update import PolicyUpdate
 from qerl_pl.rollout.experience import pad_completions
@@ -144,16 +145,17 @@ def test_an_update_under_noise_has_ratios_of_the_noisy_policy_and_a_clean_refere
 ) -> None:
     references, passes = [0.0], []
     experience = sampled(make(tiny_policy_dir))
-    plain = Policy.token_logprobs
+    plain = Policy.token_values
 
-    def note(self: Policy, tokens: Tensor, lengths: Tensor, mask: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    def note(self: Policy, tokens: Tensor, lengths: Tensor, mask: Tensor, *rest: Any) -> TokenValues:
         found = plain(self, tokens, lengths, mask, *rest)
         passes.append(len(lengths))
-        if rest[-1]:
-            references[-1] += found[0].sum().item()
+        _, _, reference, *_ = rest
+        if reference:
+            references[-1] += found.logprobs.sum().item()
         return found
 
-    monkeypatch.setattr(Policy, "token_logprobs", note)
+    monkeypatch.setattr(Policy, "token_values", note)
     noisy, after = updated(make(tiny_policy_dir), experience, micro_batch_tokens)
     assert sorted(set(passes)) == ([2, 4, 6] if micro_batch_tokens is None else [1, 2])  # six of the reference
     references.append(0.0)

@@ -205,10 +205,10 @@ def test_why_nothing_is_shared() -> None:
         "only Marlin's layout can be shared, and vLLM's kernels are HummingNvFp4LinearKernel"
     )
     assert "torch.float16" in (why_not_shared([marlin], torch.float16) or "")
-    dense = ["UnquantizedLinearMethod"]  # gpt-oss's linears
-    assert why_not_shared(dense, torch.bfloat16, ["MarlinExperts"]) is None
-    assert "torch.float32" in (why_not_shared(dense, torch.float32, ["MarlinExperts"]) or "")
-    assert why_not_shared(dense, torch.bfloat16, ["OAITritonExperts"]) == (
+    dense = "UnquantizedLinearMethod"  # of gpt-oss's linears
+    assert why_not_shared([dense, "MarlinExperts"], torch.bfloat16) is None
+    assert "torch.float32" in (why_not_shared([dense, "MarlinExperts"], torch.float32) or "")
+    assert why_not_shared([dense, "OAITritonExperts"], torch.bfloat16) == (
         "only Marlin's layout can be shared, and vLLM's kernels are UnquantizedLinearMethod, OAITritonExperts"
     )
 

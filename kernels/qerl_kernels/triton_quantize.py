@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from qerl_kernels.reference import BLOCK, NVFP4Tensor, check_matrix
+from qerl_kernels.triton_marlin_tile import rounded
 
 
 @triton.jit
@@ -23,17 +24,6 @@ def _e4m3(x):
 
 
 @triton.jit
-def _rounded(x, dtype: tl.constexpr):
-    """x rounded to dtype, ties to even, as float32; Triton's interpreter truncates to bfloat16, so not by a cast."""
-    if dtype == tl.bfloat16:
-        bits = x.to(tl.int32, bitcast=True)
-        result = ((bits + 0x7FFF + ((bits >> 16) & 1)) & ~0xFFFF).to(tl.float32, bitcast=True)
-    else:
-        result = x.to(dtype).to(tl.float32)
-    return result
-
-
-@triton.jit
 def _nvfp4_kernel(weight, global_scale, packed, scales, total, BLOCKS: tl.constexpr):
     """BLOCKS blocks of 16 weights, flat."""
     block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
@@ -42,7 +32,8 @@ def _nvfp4_kernel(weight, global_scale, packed, scales, total, BLOCKS: tl.conste
     w = tl.load(weight + block[:, None] * 16 + k[None, :], mask=inside[:, None], other=0.0)
     x = w.to(tl.float32)
     gs = tl.load(global_scale)
-    s = _rounded(tl.div_rn(tl.max(tl.abs(x), axis=1), tl.full((BLOCKS,), 6.0, tl.float32)), w.dtype) * gs
+    sixth = tl.div_rn(tl.max(tl.abs(x), axis=1), tl.full((BLOCKS,), 6.0, tl.float32))
+    s = rounded(sixth, w.dtype, False).to(tl.float32) * gs
     unit, byte = _e4m3(tl.minimum(s, 448.0))
     unit = tl.div_rn(unit, tl.zeros((BLOCKS,), tl.float32) + gs)
     x = tl.div_rn(x, tl.broadcast_to(unit[:, None], (BLOCKS, 16)))

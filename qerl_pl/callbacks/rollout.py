@@ -23,7 +23,7 @@ from qerl_pl.modules.qerl import QeRLModule
 from qerl_pl.openmp import let_waiting_threads_sleep
 from qerl_pl.rewards import Format, Reward, as_rewards, check_references, with_environment_reward
 from qerl_pl.rollout.collector import Aggregation, Collector, CollectorConfig
-from qerl_pl.start_checks import ChecksFirst, check_monitors
+from qerl_pl.start_checks import ChecksFirst, check_monitors, no_sampling_callback
 from qerl_pl.types import EvalSampling, PromptBatch, SamplingConfig
 
 log = logging.getLogger(__name__)
@@ -375,10 +375,7 @@ def rollout_callback(trainer: Trainer, needed_by: str) -> RolloutCallback:
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, RolloutCallback):
             return callback
-    raise UserError(
-        f"{needed_by} needs a callback that samples completions; trainer.callbacks has none; "
-        "add qerl_pl.callbacks.RolloutCallback"
-    )
+    raise no_sampling_callback(needed_by)
 
 
 def _warn_of_filters(sampling: SamplingConfig, correction: RolloutCorrection) -> None:

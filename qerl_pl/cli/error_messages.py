@@ -4,7 +4,7 @@ import errno
 import inspect
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from dataclasses import is_dataclass
 from difflib import get_close_matches
 from pkgutil import resolve_name
@@ -18,7 +18,7 @@ from qerl_pl import algorithm
 from qerl_pl.algorithm.objectives import Objective
 from qerl_pl.callbacks import RolloutCallback
 from qerl_pl.datamodules import PromptDataModule
-from qerl_pl.errors import UserError
+from qerl_pl.errors import UserError, chain_of_causes
 from qerl_pl.modules import QeRLModule
 from qerl_pl.persistence.atomic_files import FULL_DISK
 
@@ -89,7 +89,7 @@ def explain(error: Exception, argv: list[str], commands: Collection[str]) -> str
         argv: Arguments after the program's name.
         commands: Names of the program's commands.
     """
-    causes = list(_causes(error))
+    causes = list(chain_of_causes(error))  # jsonargparse wraps errors of the classes that it builds
     for cause in causes:
         if isinstance(cause, UserError):
             return _one_line(cause)
@@ -107,14 +107,6 @@ def explain(error: Exception, argv: list[str], commands: Collection[str]) -> str
             "command again, training with --resume auto"
         )
     return None
-
-
-def _causes(error: BaseException) -> Iterator[BaseException]:
-    """The error and its chain of causes: jsonargparse wraps errors of the classes that it builds."""
-    cause: BaseException | None = error
-    while cause is not None:
-        yield cause
-        cause = cause.__cause__
 
 
 def _one_line(error: BaseException) -> str:

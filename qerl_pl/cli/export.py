@@ -17,13 +17,12 @@ from qerl_pl.cli.model_card import STEP, write_model_card
 from qerl_pl.errors import UserError
 from qerl_pl.formats.architecture import DOWN, GATE_UP
 from qerl_pl.formats.dense_checkpoint import fill_dense_folder
-from qerl_pl.formats.quantize import in_format, local_folder
+from qerl_pl.formats.quantize import in_format
 from qerl_pl.modules.lora import LoraConfig
 from qerl_pl.modules.policy import BASE_FILE, Policy, PolicyConfig
 from qerl_pl.modules.saved_adapter import is_adapter, read_adapter
 from qerl_pl.persistence.atomic_files import atomic_directory, folder_identity
 from qerl_pl.persistence.checkpoint_io import CHECKPOINT_KEY, check_fits, load_saved, saved_checkpoint
-from qerl_pl.toy.policy import build_toy_policy
 from qerl_pl.types import PolicyWeights
 
 
@@ -39,12 +38,8 @@ def base_of(folder: str | Path) -> Path:
     saved = _saved_base(Path(folder))
     if saved is None:
         raise UserError(f"an exported adapter names its base in {BASE_FILE}; {folder} has none; export it again")
-    parser = ArgumentParser(exit_on_error=False)
-    parser.add_argument("--policy", type=PolicyConfig)
-    settings = {name: value for name, value in saved.items() if value is not None}
-    config: PolicyConfig = parser.instantiate_classes(parser.parse_object({"policy": settings})).policy
-    source = build_toy_policy(config.toy) if config.path is None else local_folder(config.path)
-    return in_format(source, config.quantization)
+    config = _built({name: value for name, value in saved.items() if value is not None})
+    return in_format(config.source_folder(), config.quantization)
 
 
 def _saved_base(folder: Path) -> dict[str, Any] | None:

@@ -1,28 +1,23 @@
 """Conversations for supervised fine-tuning (SFT): rows in TRL's formats, rendered, with the tokens that are trained."""
 
-import hashlib
 import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, cast
+from typing import Any
 
 import torch
-from lightning.pytorch import LightningDataModule
-from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
-from torchdata.stateful_dataloader import StatefulDataLoader
 from transformers import PreTrainedTokenizerBase
 
 from qerl_pl.chat_template import SYSTEM_PROMPT, check_template_kwargs, render_conversation
-from qerl_pl.datamodules.prompts import PromptSampler, load_tokenizer
+from qerl_pl.datamodules.base import ResumableDataModule, load_tokenizer
 from qerl_pl.datamodules.tables import ANSWER_MARK, check_sizes, read_table, without_thousands
 from qerl_pl.errors import UserError, require_at_least
-from qerl_pl.persistence.random_state import stream_seed
-from qerl_pl.start_checks import check_first, check_intervals, within_limit
+from qerl_pl.start_checks import check_intervals
 from qerl_pl.toy.task import ArithmeticTask, Split, careful_demonstration
 
 log = logging.getLogger("qerl_pl")
@@ -65,7 +60,7 @@ def padded(conversations: Sequence[Conversation], device: torch.device) -> tuple
     return pad_sequence(tokens, True).to(device), lengths.to(device), pad_sequence(masks, True).to(device)
 
 
-class ConversationDataModule(LightningDataModule):
+class ConversationDataModule(ResumableDataModule):
     """Conversations to learn by supervised fine-tuning, from a table in one of TRL's formats.
 
     A row has `prompt` and `completion`, both text, which is taken as it is, or both lists of messages; or `messages`;
@@ -91,7 +86,9 @@ class ConversationDataModule(LightningDataModule):
         tokenizer: Folder or hub name of a tokenizer; null takes the policy's.
     """
 
-    prepare_data_per_node = True
+    _content = "training conversations"
+    _batch_class = ConversationBatch
+    _train: list[Conversation]
 
     def __init__(
         self,
@@ -109,27 +106,18 @@ class ConversationDataModule(LightningDataModule):
         seed: int | None = None,
         tokenizer: str | None = None,
     ) -> None:
-        super().__init__()
-        sizes = {"batch_size": batch_size, "val_batch_size": val_batch_size, "max_length": max_length}
-        require_at_least(1, {f"data.{name}": size for name, size in sizes.items()})
-        require_at_least(0, {"data.val_size": val_size, "data.seed": seed})
+        super().__init__(batch_size, val_size, val_batch_size, seed, tokenizer)
+        require_at_least(1, {"data.max_length": max_length})
         self.path = path
         self.split = split
         self.subset = subset
-        self.batch_size = batch_size
-        self.val_size = val_size
-        self.val_batch_size = batch_size if val_batch_size is None else val_batch_size
         self.max_length = max_length
         self.completion_only_loss = completion_only_loss
         self.assistant_only_loss = assistant_only_loss
         self.system_prompt = system_prompt
         self.chat_template_kwargs = chat_template_kwargs
         check_template_kwargs(chat_template_kwargs or {})
-        self.seed = 0 if seed is None else seed
-        self.tokenizer = tokenizer
-        self._train: list[Conversation] = []
         self._val: list[Conversation] = []
-        self._digest = ""
 
     def train_rows(self) -> Sequence[Mapping[str, Any]]:
         """All rows to train on, in one of the formats above."""
@@ -138,11 +126,6 @@ class ConversationDataModule(LightningDataModule):
     def val_rows(self) -> Sequence[Mapping[str, Any]] | None:
         """Rows to validate on; None splits `val_size` rows off the training rows."""
         return None
-
-    def prepare_data(self) -> None:
-        """The same as `setup`, before the loggers write: a refused run leaves no files."""
-        if self.trainer is not None and self.trainer.state.fn is not None:
-            self.setup(self.trainer.state.fn.value)
 
     def setup(self, stage: str) -> None:
         """Read, render and split the rows, once.
@@ -156,70 +139,21 @@ class ConversationDataModule(LightningDataModule):
             return
         rows, val_rows = self.train_rows(), self.val_rows()
         held_out = self.val_size if val_rows is None else 0
-        check_sizes(len(rows), held_out, self.batch_size)
-        if self.trainer is not None:
-            if stage == "fit":
-                check_intervals(self.trainer, within_limit(self.trainer, (len(rows) - held_out) // self.batch_size))
-            check_first(self.trainer, stage)
+        self._check_settings(stage, len(rows), held_out)
         tokenizer = load_tokenizer(self.trainer, self.tokenizer)
         train = self._render(tokenizer, rows, "training")
         check_sizes(len(train), held_out, self.batch_size)
         if val_rows is None:
-            drawn = sorted(train, key=lambda row: stream_seed(self.seed, "held out", row.id))[: self.val_size]
-            ids = {conversation.id for conversation in drawn}
-            self._val = [conversation for conversation in train if conversation.id in ids]
-            train = [conversation for conversation in train if conversation.id not in ids]
+            self._val, train = self._hold_out(train, self.val_size)
         elif self.val_size:
             self._val = self._render(tokenizer, val_rows[: self.val_size], "validation")
-        self._train = train
-        self._digest = hashlib.sha256("".join(map(repr, train)).encode()).hexdigest()
+        self._set_train(train)
         if stage == "fit" and self.trainer is not None:
             check_intervals(self.trainer, self.batches_per_epoch)
 
-    @property
-    def batches_per_epoch(self) -> int:
-        """Training batches of an epoch, within the trainer's limit."""
-        return within_limit(self.trainer, len(self._train) // self.batch_size)
-
-    def train_dataloader(self) -> StatefulDataLoader[ConversationBatch]:
-        """Batches of `batch_size` conversations, the same on every rank, without an incomplete last batch."""
-        return StatefulDataLoader(
-            self._train,
-            batch_size=self.batch_size,
-            sampler=PromptSampler(len(self._train), self.batch_size, self.seed),
-            drop_last=True,
-            collate_fn=ConversationBatch,
-            generator=torch.Generator(),  # loaders draw a seed, also without workers
-        )
-
     def val_dataloader(self) -> DataLoader[ConversationBatch]:
         """The held-out conversations, in fixed order."""
-        rows = cast(Any, self._val)
-        options: dict[str, Any] = {"collate_fn": ConversationBatch, "generator": torch.Generator()}
-        return DataLoader(rows, batch_size=self.val_batch_size, **options)
-
-    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """The same object; the module moves each micro-batch."""
-        return batch
-
-    def state_dict(self) -> dict[str, Any]:
-        """Seed, batch size and digest of the training conversations; the loader saves its position."""
-        return {"seed": self.seed, "batch_size": self.batch_size, "training conversations": self._digest}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Check that a resumed run has the checkpoint's order of conversations.
-
-        Raises:
-            UserError: Seed, batch size or conversations differ.
-        """
-        if self.trainer is None or self.trainer.state.fn != TrainerFn.FITTING:
-            return
-        for name, value in self.state_dict().items():
-            if state_dict[name] != value:
-                raise UserError(
-                    f"a resumed run goes on in the same order; the {name} (or their digest) are {value!s:.12}, "
-                    f"{state_dict[name]!s:.12} in the checkpoint; restore the data's options, or start a new run."
-                )
+        return self._fixed_loader(self._val)
 
     # Rendering -----------------------------------------------------------------------------------------------------
 

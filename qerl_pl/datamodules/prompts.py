@@ -1,20 +1,16 @@
-"""Base class of the data modules: batches of prompts in a seeded order that resumes from checkpoints."""
+"""Data modules of prompts: their base class, which renders, splits and batches the rows."""
 
-import hashlib
 import logging
 import random
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
 
-import torch
-from lightning.pytorch import LightningDataModule, Trainer
-from lightning.pytorch.trainer.states import TrainerFn
-from torch.utils.data import DataLoader, DistributedSampler
-from torchdata.stateful_dataloader import StatefulDataLoader
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from torch.utils.data import DataLoader
+from transformers import PreTrainedTokenizerBase
 
 from qerl_pl.chat_template import SYSTEM_PROMPT, cached_prompts, check_template_kwargs
+from qerl_pl.datamodules.base import ResumableDataModule, load_tokenizer
 from qerl_pl.datamodules.tables import (
     Row,
     TableConfig,
@@ -26,7 +22,7 @@ from qerl_pl.datamodules.tables import (
 )
 from qerl_pl.errors import UserError, require_at_least
 from qerl_pl.persistence.random_state import stream_seed
-from qerl_pl.start_checks import check_first, check_intervals, within_limit
+from qerl_pl.start_checks import check_intervals
 from qerl_pl.types import Prompt, PromptBatch
 
 log = logging.getLogger("qerl_pl")
@@ -34,71 +30,7 @@ log = logging.getLogger("qerl_pl")
 FixedLoaders = DataLoader[PromptBatch] | list[DataLoader[PromptBatch]]
 
 
-class PromptSampler(DistributedSampler[int]):
-    """Indices of the training prompts, shuffled by (seed, epoch) and resumable; the last batch is complete.
-
-    A `DistributedSampler`, so that Lightning sets its epoch and does not replace it; but every rank gets the full
-    batch, which the rollout partitions: a run may resume with another number of ranks. It shuffles at the first index,
-    as loaders are restored before Lightning sets the epoch.
-    """
-
-    def __init__(self, size: int, batch_size: int, seed: int) -> None:
-        self.epoch = 0
-        self._size = size
-        self._batch_size = batch_size
-        self._seed = seed
-        self._yielded = 0
-        self._start = 0
-
-    def __len__(self) -> int:
-        return self._size // self._batch_size * self._batch_size
-
-    def __iter__(self) -> Iterator[int]:
-        start, self._start = self._start, 0
-        generator = torch.Generator().manual_seed(stream_seed(self._seed, "order", self.epoch))
-        order = torch.randperm(self._size, generator=generator)
-        for position in range(start, len(self)):
-            self._yielded = position + 1
-            yield int(order[position])
-
-    def set_epoch(self, epoch: int) -> None:
-        """Start another epoch; the current epoch goes on at its position."""
-        if epoch != self.epoch:
-            self.epoch, self._yielded, self._start = epoch, 0, 0
-
-    def state_dict(self) -> dict[str, int]:
-        """The epoch, and how many of its indices were yielded."""
-        return {"epoch": self.epoch, "yielded": self._yielded}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Resume at a saved position."""
-        self.epoch, self._yielded, self._start = state["epoch"], state["yielded"], state["yielded"]
-
-
-def load_tokenizer(trainer: Trainer | None, path: str | None) -> PreTrainedTokenizerBase:
-    """The tokenizer of a data module.
-
-    Args:
-        trainer: The run's trainer; None outside of one.
-        path: Folder or hub name; None takes the policy's.
-
-    Raises:
-        UserError: It cannot be loaded, or there is no policy.
-    """
-    if path is None:
-        if trainer is None:
-            raise UserError("without a Trainer there is no policy whose tokenizer could be used; set tokenizer.")
-        return cast(PreTrainedTokenizerBase, trainer.lightning_module.tokenizer)
-    try:
-        return AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"tokenizer must be a folder or hub name; {path} cannot be loaded: "
-            f"{str(error).partition(chr(10))[0]}; correct it, or set null to take the policy's."
-        ) from error
-
-
-class PromptDataModule(LightningDataModule):
+class PromptDataModule(ResumableDataModule):
     """Batches (lists) of prompts; subclasses return the questions in `train_rows`.
 
     Training batches are shuffled by (seed, epoch), independently of the global random state, and their position is
@@ -117,7 +49,9 @@ class PromptDataModule(LightningDataModule):
         chat_template_kwargs: Variables of the chat template, such as `enable_thinking`.
     """
 
-    prepare_data_per_node = True  # read before `setup` can report that a subclass did not call the constructor
+    _content = "training prompts"
+    _batch_class = PromptBatch
+    _train: list[Prompt]
 
     def __init__(
         self,
@@ -131,26 +65,17 @@ class PromptDataModule(LightningDataModule):
         sets: dict[str, TableConfig] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
     ) -> None:
-        super().__init__()
-        sizes = {"batch_size": batch_size, "val_batch_size": val_batch_size, "max_prompt_tokens": max_prompt_tokens}
-        require_at_least(1, {f"data.{name}": size for name, size in sizes.items()})
-        require_at_least(0, {"data.val_size": val_size, "data.seed": seed})
-        self.batch_size = batch_size
-        self.val_size = val_size
-        self.val_batch_size = batch_size if val_batch_size is None else val_batch_size
+        super().__init__(batch_size, val_size, val_batch_size, seed, tokenizer)
+        require_at_least(1, {"data.max_prompt_tokens": max_prompt_tokens})
         self.max_prompt_tokens = max_prompt_tokens
         self.system_prompt = system_prompt
         self.chat_template_kwargs = chat_template_kwargs or {}
         check_template_kwargs(self.chat_template_kwargs)
-        self.seed = 0 if seed is None else seed
-        self.tokenizer = tokenizer
         self.tools: Sequence[Mapping[str, Any]] = ()
         """JSON schemas of the tools in the prompts; set by `RolloutCallback` if all rows have the same."""
         self._tables = sets
-        self._train: list[Prompt] = []
         self._val: dict[str, list[Prompt]] = {}
         self._test: dict[str, list[Prompt]] = {}
-        self._digest = ""
 
     def train_rows(self) -> Sequence[Row]:
         """All rows to train on."""
@@ -185,11 +110,6 @@ class PromptDataModule(LightningDataModule):
         """An epoch's training prompts; a subclass may repeat prompts under other ids, or leave some out."""
         return prompts
 
-    def prepare_data(self) -> None:
-        """The same as `setup`, before the loggers write: a refused run leaves no files."""
-        if self.trainer is not None and self.trainer.state.fn is not None:
-            self.setup(self.trainer.state.fn.value)
-
     def setup(self, stage: str) -> None:
         """Read, render and split the rows, once per stage.
 
@@ -208,15 +128,16 @@ class PromptDataModule(LightningDataModule):
         held_out = self._held_out(self.val_sets, self.val_rows) if reads_val else None
         reads_test = stage == "test" and not self._test
         test_sets = self._held_out(self.test_sets, self.test_rows) if reads_test else None
-        self._check_settings(stage, len(rows), self.val_count(len(rows)) if held_out is None else 0)
+        # Before a tokenizer or model is loaded; some rows may be longer than `max_prompt_tokens`.
+        self._check_settings(stage, len(rows) or None, self.val_count(len(rows)) if held_out is None else 0)
         tokenizer = load_tokenizer(self.trainer, self.tokenizer)
         if held_out is not None:
             rendered = self._render_sets(tokenizer, held_out, "validation") if self.val_size else {"": []}
             self._val = {name: draw(prompts, self.val_size, self.seed) for name, prompts in rendered.items()}
         if reads_train:
-            self._train = self.weighted(self._split(self._render(tokenizer, rows, "training"), held_out is None))
-            check_sizes(len(self._train), 0, self.batch_size)
-            self._digest = hashlib.sha256("".join(map(repr, self._train)).encode()).hexdigest()
+            train = self.weighted(self._split(self._render(tokenizer, rows, "training"), held_out is None))
+            check_sizes(len(train), 0, self.batch_size)
+            self._set_train(train)
             warn_of_repeats(self._train, self._val, "validation")
         if stage == "fit" and self.trainer is not None:
             check_intervals(self.trainer, self.batches_per_epoch)
@@ -230,25 +151,6 @@ class PromptDataModule(LightningDataModule):
                 f"{stage} needs held-out prompts; got none, as data.val_size is {self.val_size}{no_test_set}; "
                 "raise it, or name sets in data.sets"
             )
-
-    def train_dataloader(self) -> StatefulDataLoader[PromptBatch]:
-        """Batches of `batch_size` prompts, the same on every rank, without an incomplete last batch."""
-        return StatefulDataLoader(
-            self._train,
-            batch_size=self.batch_size,
-            sampler=PromptSampler(len(self._train), self.batch_size, self.seed),
-            drop_last=True,
-            collate_fn=PromptBatch,
-            generator=torch.Generator(),  # loaders draw a seed, also without workers
-        )
-
-    @property
-    def batches_per_epoch(self) -> int:
-        """Training batches of an epoch, within the trainer's limit."""
-        return self._batches(len(self._train))
-
-    def _batches(self, prompts: int) -> int:
-        return within_limit(self.trainer, prompts // self.batch_size)
 
     def val_dataloader(self) -> FixedLoaders:
         """The validation prompts, in fixed order; a loader per set if there are several."""
@@ -274,29 +176,6 @@ class PromptDataModule(LightningDataModule):
         sets = [("", self._train), *self._val.items(), *self._test.items()]
         return {f"{name} {prompt.id}".strip(): prompt.reference for name, prompts in sets for prompt in prompts}
 
-    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """The same object, which callbacks fill in; Lightning would copy a dataclass."""
-        return batch
-
-    def state_dict(self) -> dict[str, Any]:
-        """Seed, batch size and digest of the training prompts; the loader saves its position."""
-        return {"seed": self.seed, "batch_size": self.batch_size, "training prompts": self._digest}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Check that a resumed run has the checkpoint's order of prompts.
-
-        Raises:
-            UserError: Seed, batch size or prompts differ.
-        """
-        if self.trainer is None or self.trainer.state.fn != TrainerFn.FITTING:
-            return  # a checkpoint may be evaluated on anything
-        for name, value in self.state_dict().items():
-            if state_dict[name] != value:
-                raise UserError(
-                    f"a resumed run goes on in the same order; the {name} (or their digest) are {value!s:.12}, "
-                    f"{state_dict[name]!s:.12} in the checkpoint; restore the data's options, or start a new run."
-                )
-
     def replacement_prompts(self, key: Sequence[int | str], count: int, exclude: Collection[str]) -> list[Prompt]:
         """Training prompts to sample in place of others, drawn without replacement.
 
@@ -321,38 +200,18 @@ class PromptDataModule(LightningDataModule):
         named = {name: table.rows(name) for name, table in tables.items()} or sets()
         return sets_by_name(named, single, type(self).__name__, keep_name=bool(tables))
 
-    def _check_settings(self, stage: str, rows: int, held_out: int) -> None:
-        """Check sizes, intervals and the trainer's other settings before a tokenizer or model is loaded.
-
-        Args:
-            stage: fit, validate or test.
-            rows: Training rows; 0 if none were read. Some may be longer than `max_prompt_tokens`.
-            held_out: Rows of these that validation takes.
-        """
-        if rows:
-            check_sizes(rows, held_out, self.batch_size)
-        if self.trainer is not None:
-            if stage == "fit" and rows:
-                check_intervals(self.trainer, self._batches(rows - held_out))
-            check_first(self.trainer, stage)
-
     def _split(self, train: list[Prompt], holds_out: bool) -> list[Prompt]:
         """Training prompts, after validation prompts are split off if there is no validation set."""
         count = self.val_count(len(train)) if holds_out else 0
         check_sizes(len(train), count, self.batch_size)
         if not holds_out:
             return train
-        self._val = {"": draw(train, count, self.seed)}
-        drawn = {prompt.id for prompt in self._val[""]}
-        return [prompt for prompt in train if prompt.id not in drawn]
+        held_out, others = self._hold_out(train, count)
+        self._val = {"": held_out}
+        return others
 
     def _fixed_loaders(self, sets: Mapping[str, list[Prompt]]) -> FixedLoaders:
-        loaders: list[DataLoader[PromptBatch]] = [
-            DataLoader(
-                cast(Any, prompts), batch_size=self.val_batch_size, collate_fn=PromptBatch, generator=torch.Generator()
-            )
-            for prompts in sets.values()
-        ]
+        loaders = [self._fixed_loader(prompts) for prompts in sets.values()]
         return loaders if len(loaders) > 1 else loaders[0]
 
     def _render_sets(

@@ -14,13 +14,13 @@ import threading
 import time
 import traceback
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 
 from torch.distributed import DistError, PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from qerl_pl.distributed.communicator import Communicator
-from qerl_pl.errors import Preempted, Stopped, UserError
+from qerl_pl.errors import Preempted, Stopped, UserError, chain_of_causes
 
 PERIOD = 1.0
 """Seconds between heartbeats."""
@@ -75,7 +75,7 @@ class FailureDetector:
             return
         expected = isinstance(exception, UserError | Stopped)
         status = exception.status if isinstance(exception, Stopped) else 2 if expected else 1
-        if any(_lost_connection(cause) for cause in _causes(exception)):
+        if any(_lost_connection(cause) for cause in chain_of_causes(exception)):
             self._suspect()  # a consequence of another rank's end, whose reason comes first
             time.sleep(self._patience + 5 * PERIOD)  # until the thread ends this process
         elif not expected:
@@ -207,14 +207,6 @@ class FailureDetector:
             except subprocess.TimeoutExpired:
                 child.kill()
                 child.wait()
-
-
-def _causes(error: BaseException) -> Iterator[BaseException]:
-    """The error and its chain of causes."""
-    cause: BaseException | None = error
-    while cause is not None:
-        yield cause
-        cause = cause.__cause__
 
 
 def _lost_connection(error: BaseException) -> bool:

@@ -1,8 +1,8 @@
 """DDP without DistributedDataParallel: one process per device, on Lightning's launchers.
 
 Each rank holds all trained weights and accumulates gradients over its own number of micro-batches; the update
-all-reduces them once an optimizer step (`Communicator.sum`). DistributedDataParallel would broadcast every parameter at
-the start, shared 4-bit weights included, and synchronise the ranks in every backward pass.
+all-reduces them once an optimizer step (`Communicator.all_reduce`). DistributedDataParallel would broadcast every
+parameter at the start, shared 4-bit weights included, and synchronise the ranks in every backward pass.
 """
 
 import os

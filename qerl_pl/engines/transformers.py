@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -93,9 +92,6 @@ def pick_tokens(log_probs: Tensor, uniform: Tensor | None) -> Tensor:
     return torch.searchsorted(cumulative, target[:, None], right=True)[:, 0]
 
 
-ModuleT = TypeVar("ModuleT", bound=nn.Module)
-
-
 class TransformersEngine(RolloutEngine):
     """Batched decoding with a key/value cache on a dense copy of the base model.
 
@@ -131,14 +127,16 @@ class TransformersEngine(RolloutEngine):
         nn.Module.to(model, device=spec.device)
         family = family_of(model.config.model_type)
         for name in noisy_norm_names([name for name, _ in model.named_modules()], family):
-            self._norms[name] = _replace(model, name, SyncedRMSNorm.of(name, model.get_submodule(name)))
+            self._norms[name] = SyncedRMSNorm.of(name, model.get_submodule(name))
+            model.set_submodule(name, self._norms[name])
         self._noisy = list(self._norms)
         self._recorder = RoutingRecorder(model, family) if spec.record_routing else None
         linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
         check_targets(spec, linears)
         for name, linear in linears.items():
             if spec.adapts(name):
-                self._linears[name] = _replace(model, name, SyncedLoraLinear(linear, spec.lora_rank))
+                self._linears[name] = SyncedLoraLinear(linear, spec.lora_rank)
+                model.set_submodule(name, self._linears[name])
                 self._shapes[name] = linear.out_features, linear.in_features
         self._adapt_experts(model, family, spec)
         self._spec, self._model = spec, model
@@ -153,7 +151,7 @@ class TransformersEngine(RolloutEngine):
             adapted = [matrix for matrix in (GATE_UP, DOWN) if f"{parent}.{matrix}" in shapes]
             experts = SyncedLoraExperts(model.get_submodule(parent), family.experts, adapted, spec.lora_rank)
             self._experts |= dict.fromkeys((f"{parent}.{matrix}" for matrix in adapted), experts)
-            _replace(model, parent, experts)
+            model.set_submodule(parent, experts)
         self._shapes |= shapes
 
     def shared_weights(self) -> SharedWeights | None:
@@ -196,7 +194,8 @@ class TransformersEngine(RolloutEngine):
         for name, tensor in tensors.items():
             module = name.removesuffix(".weight")
             if family_of_class(type(modules.get(module)).__name__, "RMSNorm"):
-                self._norms[module] = _replace(self._model, module, SyncedRMSNorm.of(module, modules[module]))
+                self._norms[module] = SyncedRMSNorm.of(module, modules[module])
+                self._model.set_submodule(module, self._norms[module])
             if module in self._norms:
                 norms[module] = tensor
             else:
@@ -402,9 +401,3 @@ class _Sampled:
             Completion(tuple(ids[:length]), tuple(values[:length]), "stop" if end else "length", routing=experts)
             for ids, values, length, end, experts in zip(tokens, logprobs, lengths, ended, routing, strict=True)
         ]
-
-
-def _replace(model: nn.Module, name: str, module: ModuleT) -> ModuleT:
-    parent, _, child = name.rpartition(".")
-    setattr(model.get_submodule(parent), child, module)
-    return module

@@ -127,7 +127,7 @@ class Session:
         try:
             encoded = json.dumps(arguments)
         except (TypeError, ValueError, RecursionError) as error:
-            return _done(ToolAnswer(f"Error: the arguments are no JSON: {error}", True, 0.0))
+            return answered(ToolAnswer(f"Error: the arguments are no JSON: {error}", True, 0.0))
         return self._loop.submit(self._in_turn(self._answer, "call", name, encoded))
 
     def step(self, text: str) -> Future[ToolAnswer]:
@@ -446,7 +446,8 @@ def _status(status: int | None) -> str:
     return f"exit status {status}" if status >= 0 else f"signal {signal.Signals(-status).name}"
 
 
-def _done(answer: ToolAnswer) -> Future[ToolAnswer]:
+def answered(answer: ToolAnswer) -> Future[ToolAnswer]:
+    """A future that has its answer."""
     future: Future[ToolAnswer] = Future()
     future.set_result(answer)
     return future

@@ -15,7 +15,7 @@ from qerl_pl.chat_template import template_texts
 from qerl_pl.engines.base import RequestSource, RolloutEngine, generate_from
 from qerl_pl.environments.contract import Opening, ToolAnswer
 from qerl_pl.environments.dialogue import Dialogue, DialogueLimits
-from qerl_pl.environments.pool import EnvironmentPool, Session
+from qerl_pl.environments.pool import EnvironmentPool, Session, answered
 from qerl_pl.environments.tool_calls import MalformedCall, ToolCall, ToolFormat, tool_format_of
 from qerl_pl.errors import UserError, require_at_least
 from qerl_pl.persistence.random_state import stream_seed
@@ -246,9 +246,7 @@ class _Running(RequestSource):
             return session.step(item)
         if isinstance(item, ToolCall):
             return session.call(item.name, item.arguments)
-        answer: Future[ToolAnswer] = Future()
-        answer.set_result(ToolAnswer(item.error, failed=True, seconds=0.0))
-        return answer
+        return answered(ToolAnswer(item.error, failed=True, seconds=0.0))
 
     def _finish(self, key: int) -> None:
         self._rewards[key] = self._sessions[key].reward(self._dialogues[key].messages)

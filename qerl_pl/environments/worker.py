@@ -89,7 +89,6 @@ class Worker:
         self.runner = asyncio.Runner()
         self.process = os.getpid()
         self.folder = os.getcwd()
-        self.seeded = False
 
     def serve(self) -> None:
         """Make the environment, and answer requests until the trainer closes the connection."""

@@ -118,11 +118,7 @@ def _check_tokenizer(folder: Path, vocabulary: int) -> None:
 
 
 def load_dense_state(folder: Path, dtype: torch.dtype) -> dict[str, Tensor]:
-    """State dict of a base model, dequantized, floating-point tensors as `dtype`.
-
-    Args:
-        folder: A model folder, in any base format.
-        dtype: Data type of floating-point tensors.
+    """State dict of a base model in any base format, dequantized, floating-point tensors as `dtype`.
 
     Raises:
         UserError: There is no such folder, it has no weights, or another quantized format.
@@ -136,43 +132,42 @@ def load_dense_model(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
     Raises:
         UserError: As `load_dense_state`, or the architecture is no causal language model of transformers.
     """
-    base_format = format_of(folder)  # first: it names what is wrong with a folder of no model
+    format_of(folder)  # first: it names what is wrong with a folder of no model
     config = load_config(folder)
     model: PreTrainedModel = _causal_lm_class(folder, config).from_pretrained(
         None,
         config=config,
-        state_dict=dict(base_format.iterate_dense(TensorFiles(folder), dtype)),
+        state_dict=load_dense_state(folder, dtype),
         dtype=dtype,
         attn_implementation="eager" if needs_eager_attention(config) else "sdpa",
     )
     return model.eval().requires_grad_(False)
 
 
-def write_dense_checkpoint(
-    src: Path, dst: Path, dtype: torch.dtype, change: Callable[[str, Tensor], Tensor] | None = None
-) -> Path:
-    """Write a dense copy of a checkpoint, a few GiB in memory at a time.
-
-    Args:
-        src: A model folder, in any base format.
-        dst: Folder of the copy, created atomically. An existing folder is left as it is.
-        dtype: Data type of the copy.
-        change: Maps (name, float32 tensor) to the tensor that is saved, such as a weight with its adapter merged.
+def write_dense_checkpoint(src: Path, dst: Path, dtype: torch.dtype) -> Path:
+    """Write a dense copy of a checkpoint, see `fill_dense_folder`, to a folder that is created atomically.
 
     Returns:
-        `dst`.
+        `dst`; an existing folder is left as it is.
     """
     if dst.is_dir():
         return dst
     with atomic_directory(dst) as folder:
-        fill_dense_folder(src, folder, dtype, change)
+        fill_dense_folder(src, folder, dtype)
     return dst
 
 
 def fill_dense_folder(
     src: Path, folder: Path, dtype: torch.dtype, change: Callable[[str, Tensor], Tensor] | None = None
 ) -> None:
-    """`write_dense_checkpoint` into an existing folder."""
+    """Write a dense copy of a checkpoint into an existing folder, a few GiB in memory at a time.
+
+    Args:
+        src: A model folder, in any base format.
+        folder: Of the copy.
+        dtype: Data type of the copy.
+        change: Maps (name, float32 tensor) to the tensor that is saved, such as a weight with its adapter merged.
+    """
     tensors = format_of(src).iterate_dense(TensorFiles(src), torch.float32 if change else dtype)
     writer = ShardWriter(folder)
     for name, tensor in tensors:

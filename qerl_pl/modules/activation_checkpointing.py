@@ -150,11 +150,7 @@ class ActivationCheckpointing:
         longest = max(length for _, length, *_ in gathered)
         free = min((size for *_, size, _ in gathered if size is not None), default=None)
         offloads = self._pinned_bytes() <= min(on_cpu for *_, on_cpu in gathered)
-        candidates = [
-            settings
-            for settings in self.candidates
-            if (offloads or settings.mode != "offload") and self._is_useful(settings)
-        ]
+        candidates = self._allowed(self.candidates, offloads)
         needs = {settings: self.needed_bytes(settings, tokens, longest) for settings in candidates}
         self._choose(
             next((settings for settings in candidates if free is None or needs[settings] <= free), candidates[-1])
@@ -206,9 +202,14 @@ class ActivationCheckpointing:
         config = self._base.config
         return self._ranks * pinned_bytes(config.num_hidden_layers, config.hidden_size, self._tokens, self._dtype)
 
-    def _is_useful(self, settings: MemorySettings) -> bool:
-        """Whether the longest micro-batch so far is cut into tiles, if "auto" would take these settings for tiles."""
-        return not self._is_named_by_tiles or settings.tile_tokens is None or self._tokens > settings.tile_tokens
+    def _allowed(self, candidates: Sequence[MemorySettings], offloads: bool) -> list[MemorySettings]:
+        """Those that the CPU's memory allows, without tiles of "auto" that cut no micro-batch so far."""
+        cut = [
+            one
+            for one in candidates
+            if not self._is_named_by_tiles or one.tile_tokens is None or self._tokens > one.tile_tokens
+        ]
+        return [one for one in cut if offloads or one.mode != "offload"]
 
     def run_with_oom_fallback(self, work: Callable[[], T], parameters: Sequence[nn.Parameter]) -> T:
         """Run forward and backward passes; if they run out of memory in "auto", repeat them in the next settings.
@@ -243,9 +244,7 @@ class ActivationCheckpointing:
         """The next one that needs less memory of the GPU and has that of the CPU; None after the last."""
         later = self.candidates[self.candidates.index(self.settings) + 1 :] if self.automatic else ()
         offloads = self.mode == "offload" or self._pinned_bytes() <= free_cpu_bytes()
-        allowed = [
-            settings for settings in later if self._is_useful(settings) and (offloads or settings.mode != "offload")
-        ]
+        allowed = self._allowed(later, offloads)
         if self.mode == "offload":
             allowed = [settings for settings in allowed if settings.mode == "offload"]
         return next(iter(allowed), None)

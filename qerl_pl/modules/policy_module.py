@@ -156,17 +156,7 @@ def require_memory(
 
 
 class PolicyModule(LightningModule, ChecksFirst):
-    """A policy with its optimizer and checkpoints; a subclass trains it in `training_step`.
-
-    Args:
-        policy: Base model, number format and adapter.
-        optimizer: Builds the optimizer from the trained parameters.
-        lr_scheduler: Name of a transformers learning-rate schedule.
-        warmup_ratio: Share of the optimizer steps over which the learning rate rises from 0.
-        micro_batch_tokens: Most tokens of a forward pass; None for no limit.
-        max_grad_norm: Largest gradient norm; larger gradients are scaled down.
-        seed: Seed of the run.
-    """
+    """A policy with its optimizer and checkpoints; subclasses train it in `training_step` and explain the arguments."""
 
     kind = ""
     """How checkpoints name the training; a run resumes from its own kind."""

@@ -20,7 +20,7 @@ from qerl_pl.algorithm.noise import NormNoise
 from qerl_pl.algorithm.objectives import GRPO, Objective
 from qerl_pl.distributed.strategy import communicator_of
 from qerl_pl.engines.base import SharedWeights
-from qerl_pl.errors import UserError, require_at_least
+from qerl_pl.errors import require_at_least
 from qerl_pl.evaluation.metrics import evaluation_tag, prompt_metrics
 from qerl_pl.memory import TeacherBytes
 from qerl_pl.modules.policy import PolicyConfig
@@ -29,7 +29,7 @@ from qerl_pl.modules.teacher import Teacher, TeacherConfig
 from qerl_pl.modules.update import PolicyUpdate
 from qerl_pl.persistence.atomic_files import folder_identity
 from qerl_pl.persistence.checkpoint_io import CHECKPOINT_KEY, check_teacher
-from qerl_pl.start_checks import ChecksFirst
+from qerl_pl.start_checks import ChecksFirst, no_sampling_callback
 from qerl_pl.types import Experience, PolicyWeights, PromptBatch
 
 T = TypeVar("T")
@@ -112,10 +112,7 @@ class QeRLModule(PolicyModule):
             self.teacher_config.check(self.policy_config)
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
         if not any(isinstance(callback, ChecksFirst) and callback.fills_batches for callback in callbacks):
-            raise UserError(
-                f"{stage} needs a callback that samples completions; trainer.callbacks has none; "
-                "add qerl_pl.callbacks.RolloutCallback"
-            )
+            raise no_sampling_callback(stage)
 
     def setup(self, stage: str) -> None:
         """Drop the metrics of an earlier stage, whose tensors `trainer.validate` makes in inference mode."""
@@ -261,8 +258,5 @@ class QeRLModule(PolicyModule):
 
 def _filled_in(value: T | None, step: str) -> T:
     if value is None:
-        raise UserError(
-            f"{step} needs a callback that samples completions; trainer.callbacks has none; "
-            "add qerl_pl.callbacks.RolloutCallback"
-        )
+        raise no_sampling_callback(step)
     return value

@@ -363,10 +363,7 @@ class PolicyUpdate:
         routing = experience.routing
         chosen = None if routing is None else routing[rows.to(routing.device)].to(rows.device)
         sequences = experience.tokens[rows], experience.lengths[rows], mask[rows], experience.temperature
-        needs_entropy = self.objective.needs_entropy
-        if chosen is None and teacher is None:
-            return TokenValues(*policy.token_logprobs(*sequences, needs_entropy, reference))
-        return policy.token_values(*sequences, needs_entropy, reference, chosen, teacher)
+        return policy.token_values(*sequences, self.objective.needs_entropy, reference, chosen, teacher)
 
     def _micro_batches(self, lengths: Tensor, draws: Tensor | None = None) -> list[Tensor]:
         """Indices into `lengths` [B] for each micro-batch; rows of a micro-batch have the same of the `draws` [B]."""

@@ -10,9 +10,8 @@ import re
 import sqlite3
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import aclosing, closing, contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import httpx2
@@ -190,7 +189,7 @@ class JudgeReward(Reward):
             replies[question] = cache.put(self._key(question), reply)
 
         try:
-            async with _Endpoint(self) as endpoint, asyncio.TaskGroup() as tasks:
+            async with aclosing(_Endpoint(self)) as endpoint, asyncio.TaskGroup() as tasks:
                 for question in questions:
                     tasks.create_task(ask(question))
         except ExceptionGroup as group:  # the first failure cancels the other requests
@@ -231,14 +230,9 @@ class _Endpoint:
         )
         self._warned = False
 
-    async def __aenter__(self) -> "_Endpoint":
-        await self._client.__aenter__()
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self._client.__aexit__(kind, error, trace)
+    async def aclose(self) -> None:
+        """Close its connections."""
+        await self._client.aclose()
 
     async def reply(self, request: dict[str, Any]) -> str:
         """The text of the reply to a request.

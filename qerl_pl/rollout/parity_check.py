@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -159,10 +159,22 @@ def measure_full_finetuning_parity(
     return LogprobParity(on, off, (logprobs - unperturbed_logprobs).abs().mean().item())
 
 
-def _replay(prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]], tokens: Tensor) -> dict[str, Any]:
-    """Keyword argument of `token_logprobs` with the sampler's experts for tokens [B, T], if they were recorded."""
+def _differences(
+    policy: CheckedPolicy,
+    prompts: Sequence[Prompt],
+    completions: Sequence[Sequence[Completion]],
+    temperature: float,
+    reference: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Absolute differences from the engine in nats, and the trainer's log-probabilities, float32 [tokens] each."""
+    padded = pad_completions(prompts, completions, 0)
+    tokens, lengths, mask, sampled = (tensor.to(policy.device) for tensor in padded)
     routing = pad_routing(prompts, completions, tokens.shape)
-    return {} if routing is None else {"routing": routing.to(tokens.device)}
+    replay = {} if routing is None else {"routing": routing.to(tokens.device)}
+    policy.eval()
+    with torch.no_grad():
+        logprobs, _ = policy.token_logprobs(tokens, lengths, mask, temperature, reference=reference, **replay)
+    return (logprobs - sampled)[mask].abs(), logprobs[mask]
 
 
 class _Comparison:
@@ -180,13 +192,8 @@ class _Comparison:
 
     def difference(self, completions: list[list[Completion]], reference: bool = False) -> tuple[float, Tensor]:
         """Mean absolute difference in nats a token, and the trainer's log-probabilities, float32 [tokens]."""
-        device = self.policy.device
-        tokens, lengths, mask, sampled = (t.to(device) for t in pad_completions(self.prompts, completions, 0))
-        replay = _replay(self.prompts, completions, tokens)
-        self.policy.eval()
-        with torch.no_grad():
-            logprobs = self.policy.token_logprobs(tokens, lengths, mask, 1.0, reference=reference, **replay)[0]
-        return (logprobs - sampled)[mask].abs().mean().item(), logprobs[mask]
+        differences, logprobs = _differences(self.policy, self.prompts, completions, 1.0, reference)
+        return differences.mean().item(), logprobs
 
 
 def require_logprob_parity(parity: LogprobParity, bound: float, perturbed: bool = False) -> None:
@@ -247,14 +254,8 @@ def measure_noise_widening(
 
     def shift(weights: PolicyWeights) -> float:
         engine.sync(weights)
-        completions = engine.generate(requests, sampling)
-        padded = pad_completions(prompts, completions, 0)
-        tokens, lengths, mask, sampled = (tensor.to(policy.device) for tensor in padded)
-        replay = _replay(prompts, completions, tokens)
-        policy.eval()
-        with torch.no_grad():
-            logprobs = policy.token_logprobs(tokens, lengths, mask, sampling.temperature, **replay)[0]
-        sums = ranks.all_gather(((logprobs - sampled)[mask].abs().sum().item(), int(mask.sum())))
+        differences, _ = _differences(policy, prompts, engine.generate(requests, sampling), sampling.temperature)
+        sums = ranks.all_gather((differences.sum().item(), len(differences)))
         return math.fsum(total for total, _ in sums) / sum(count for _, count in sums)
 
     with_noise = shift(weights)

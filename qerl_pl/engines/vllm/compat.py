@@ -123,7 +123,7 @@ TABLE = (
     PrivateName("vllm.v1.worker.gpu_model_runner.GPUModelRunner", "size of the KV cache", ("kv_caches",)),
     PrivateName("vllm.v1.engine.llm_engine.LLMEngine", "release of memory", ("engine_core",)),
     PrivateName("vllm.v1.engine.llm_engine.LLMEngine", "dialogues", ("add_request", "step", "abort_request")),
-    PrivateName("vllm.sampling_params.RequestOutputKind", "dialogues"),
+    PrivateName("vllm.sampling_params.RequestOutputKind", "completions"),
     PrivateName("vllm.v1.engine.core_client.EngineCoreClient", "release of memory", ("shutdown",)),
     PrivateName("vllm.distributed.cleanup_dist_env_and_memory", "release of memory", parameters=()),
     PrivateName("vllm.distributed.destroy_model_parallel", "experts after a dense model", parameters=()),

@@ -65,6 +65,7 @@ def request_params(sampling: SamplingConfig, seed: int, ends: Sequence[int], max
     """
     from vllm import SamplingParams
     from vllm.exceptions import VLLMValidationError  # a ValueError in old releases only
+    from vllm.sampling_params import RequestOutputKind
 
     try:
         return SamplingParams(
@@ -79,6 +80,7 @@ def request_params(sampling: SamplingConfig, seed: int, ends: Sequence[int], max
             detokenize=bool(sampling.stop),
             logprobs=0,  # the sampled token's only
             flat_logprobs=True,  # lists for each request: an object for each token would slow small models down
+            output_kind=RequestOutputKind.FINAL_ONLY,
         )
     except (ValueError, VLLMValidationError) as error:
         raise UserError(f"vLLM refuses the sampling settings: {' '.join(str(error).split())}") from error
@@ -364,7 +366,7 @@ class VLLMEngine(RolloutEngine):
         assert self._spec is not None, "launch comes first"
         if not self.share_weights:
             return None, "share_weights is off"
-        if reason := linear_methods.why_not_shared(self.kernels, self._spec.dtype, self._expert_kernels):
+        if reason := linear_methods.why_not_shared([*self.kernels, *self._expert_kernels], self._spec.dtype):
             return None, reason
         shared: SharedWeights | None = self._call("qerl_shared_weights")
         return shared, None if shared else "a weight is padded, or shares one of Marlin's tiles with another"
@@ -426,7 +428,7 @@ class VLLMEngine(RolloutEngine):
                     check_requests([request], sampling, self._spec, self._has_tokenizer)
                     (seed,) = request.seeds
                     name, prompt = f"turn-{next(number)}", {"prompt_token_ids": list(request.prompt_ids)}
-                    engine.add_request(name, prompt, self._final_params(sampling, seed, request))
+                    engine.add_request(name, prompt, request_params(sampling, seed, self._ends, request.max_tokens))
                     running[name] = key
                 if not running:
                     return
@@ -446,14 +448,6 @@ class VLLMEngine(RolloutEngine):
     def _without_compiler(self) -> AbstractContextManager[Any]:
         """On a CPU: small helpers that vLLM compiles even in eager mode would need a C++ compiler."""
         return nullcontext() if self._on_gpu else torch.compiler.set_stance("force_eager")
-
-    def _final_params(self, sampling: SamplingConfig, seed: int, request: RolloutRequest) -> Any:
-        """Sampling parameters of a request whose only output is the finished completion."""
-        from vllm.sampling_params import RequestOutputKind
-
-        params = request_params(sampling, seed, self._ends, request.max_tokens)
-        params.output_kind = RequestOutputKind.FINAL_ONLY
-        return params
 
     def sleep(self) -> None:
         """Release the key/value cache's memory. Weights, norms and adapter stay. On a CPU nothing happens."""

@@ -27,6 +27,7 @@ from qerl_kernels.experts import Product
 from torch import Tensor
 from torch.nn import functional
 
+from qerl_pl.engines.vllm.linear_methods import relative_difference
 from qerl_pl.errors import UserError
 from qerl_pl.formats.architecture import Family
 
@@ -60,11 +61,6 @@ def kernel_name(module: Any) -> str:
     """Class name of the kernel that multiplies by a layer's experts, or of its method where that has none."""
     method = module.quant_method
     return (getattr(method, "experts_cls", None) or type(method)).__name__
-
-
-def is_marlin(kernel: str) -> bool:
-    """Whether experts lie in Marlin's layout, by the class name of their kernel."""
-    return "Marlin" in kernel
 
 
 def computation_of(family: Family, config: Any) -> tuple[Product, bool]:
@@ -118,7 +114,7 @@ def marlin_stacks(module: Any, alternating: bool = False) -> tuple[StackedWeight
     Returns:
         None where they are in another layout than Marlin's, or padded and not interleaved.
     """
-    if not is_marlin(kernel_name(module)) or module.w13_weight.dtype != torch.int32:
+    if "Marlin" not in kernel_name(module) or module.w13_weight.dtype != torch.int32:
         return None
     config = module.moe_config
     experts, padded = config.num_experts, (config.hidden_dim, config.intermediate_size_per_partition)
@@ -189,7 +185,7 @@ def difference(
     padded = functional.pad(x, (0, module.moe_config.hidden_dim - hidden))
     with _without_biases(module):
         actual: Tensor = module.quant_method.apply(module, padded, share, chosen.int(), None, None)[:, :hidden]
-    return ((actual - expected).float().norm() / expected.float().norm()).item()
+    return relative_difference(actual, expected)
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from qerl_kernels import (
 from qerl_kernels.marlin import TILE
 from torch import Tensor
 
-from qerl_pl.engines.vllm import compat, fused_experts, weight_map
+from qerl_pl.engines.vllm import compat, weight_map
 from qerl_pl.engines.vllm.weight_map import FusedSlice
 from qerl_pl.errors import UserError
 from qerl_pl.formats.architecture import FUSED
@@ -99,6 +99,7 @@ NEVER = torch.iinfo(torch.int32).max
 """As `dense_above`: Marlin for any number of tokens."""
 
 _KERNEL = re.compile("marlin(nv|mx)fp4", re.IGNORECASE)
+_EXPERTS_KERNEL = "MarlinExperts"
 
 
 def kernel_name(linear: Any) -> str:
@@ -168,18 +169,17 @@ def check_marlin_shapes(linears: dict[str, tuple[int, int]]) -> None:
             )
 
 
-def why_not_shared(kernels: Sequence[str], dtype: torch.dtype, experts: Sequence[str] = ()) -> str | None:
+def why_not_shared(kernels: Sequence[str], dtype: torch.dtype) -> str | None:
     """Why vLLM can share neither its linears' weights nor its experts'; None where it can.
 
     Args:
-        kernels: Class names of the linears' kernels.
+        kernels: Class names of the kernels of linears and experts.
         dtype: Of activations.
-        experts: Class names of the experts' kernels.
     """
     if weight_map.METHOD in kernels:
         return None
-    if not any(map(_KERNEL.match, kernels)) and not any(map(fused_experts.is_marlin, experts)):
-        return f"only Marlin's layout can be shared, and vLLM's kernels are {', '.join([*kernels, *experts])}"
+    if not any(_KERNEL.match(kernel) or kernel == _EXPERTS_KERNEL for kernel in kernels):
+        return f"only Marlin's layout can be shared, and vLLM's kernels are {', '.join(kernels)}"
     if dtype != torch.bfloat16:
         return f"vLLM scales weights otherwise for {dtype} than for bfloat16"
     return None

@@ -1,0 +1,194 @@
+"""What the data modules share: batches of rows, the same on all ranks, in a seeded order that checkpoints save."""
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar, cast
+
+import torch
+from lightning.pytorch import LightningDataModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
+from torch.utils.data import DataLoader, DistributedSampler
+from torchdata.stateful_dataloader import StatefulDataLoader
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from qerl_pl.datamodules.tables import check_sizes, draw
+from qerl_pl.errors import UserError, require_at_least
+from qerl_pl.persistence.random_state import stream_seed
+from qerl_pl.start_checks import check_first, check_intervals, within_limit
+
+
+class PromptSampler(DistributedSampler[int]):
+    """Indices of the training rows, shuffled by (seed, epoch) and resumable; the last batch is complete.
+
+    A `DistributedSampler`, so that Lightning sets its epoch and does not replace it; but every rank gets the full
+    batch, which the rollout partitions: a run may resume with another number of ranks. It shuffles at the first index,
+    as loaders are restored before Lightning sets the epoch.
+    """
+
+    def __init__(self, size: int, batch_size: int, seed: int) -> None:
+        self.epoch = 0
+        self._size = size
+        self._batch_size = batch_size
+        self._seed = seed
+        self._yielded = 0
+        self._start = 0
+
+    def __len__(self) -> int:
+        return self._size // self._batch_size * self._batch_size
+
+    def __iter__(self) -> Iterator[int]:
+        start, self._start = self._start, 0
+        generator = torch.Generator().manual_seed(stream_seed(self._seed, "order", self.epoch))
+        order = torch.randperm(self._size, generator=generator)
+        for position in range(start, len(self)):
+            self._yielded = position + 1
+            yield int(order[position])
+
+    def set_epoch(self, epoch: int) -> None:
+        """Start another epoch; the current epoch goes on at its position."""
+        if epoch != self.epoch:
+            self.epoch, self._yielded, self._start = epoch, 0, 0
+
+    def state_dict(self) -> dict[str, int]:
+        """The epoch, and how many of its indices were yielded."""
+        return {"epoch": self.epoch, "yielded": self._yielded}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Resume at a saved position."""
+        self.epoch, self._yielded, self._start = state["epoch"], state["yielded"], state["yielded"]
+
+
+def load_tokenizer(trainer: Trainer | None, path: str | None) -> PreTrainedTokenizerBase:
+    """The tokenizer of a data module.
+
+    Args:
+        trainer: The run's trainer; None outside of one.
+        path: Folder or hub name; None takes the policy's.
+
+    Raises:
+        UserError: It cannot be loaded, or there is no policy.
+    """
+    if path is None:
+        if trainer is None:
+            raise UserError("without a Trainer there is no policy whose tokenizer could be used; set tokenizer.")
+        return cast(PreTrainedTokenizerBase, trainer.lightning_module.tokenizer)
+    try:
+        return AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"tokenizer must be a folder or hub name; {path} cannot be loaded: "
+            f"{str(error).partition(chr(10))[0]}; correct it, or set null to take the policy's."
+        ) from error
+
+
+class ResumableDataModule(LightningDataModule, ABC):
+    """Training rows in batches whose position checkpoints save; a subclass reads the rows in `setup`.
+
+    Args:
+        batch_size: Rows a training batch, over all devices.
+        val_size: Rows to validate on; 0 for none.
+        val_batch_size: Rows a validation batch; None takes batch_size.
+        seed: Of the split and of the order; None takes 0.
+        tokenizer: Folder or hub name of a tokenizer; None takes the policy's.
+    """
+
+    prepare_data_per_node = True  # read before `setup` can report that a subclass did not call the constructor
+    _batch_class: ClassVar[type[Any]]
+    """Makes a batch of a list of rows."""
+
+    def __init__(
+        self, batch_size: int, val_size: int, val_batch_size: int | None, seed: int | None, tokenizer: str | None
+    ) -> None:
+        super().__init__()
+        require_at_least(1, {"data.batch_size": batch_size, "data.val_batch_size": val_batch_size})
+        require_at_least(0, {"data.val_size": val_size, "data.seed": seed})
+        self.batch_size = batch_size
+        self.val_size = val_size
+        self.val_batch_size = batch_size if val_batch_size is None else val_batch_size
+        self.seed = 0 if seed is None else seed
+        self.tokenizer = tokenizer
+        self._train: list[Any] = []
+        self._digest = ""
+
+    @property
+    @abstractmethod
+    def _content(self) -> str:
+        """Name of the training rows in checkpoints and messages."""
+
+    def prepare_data(self) -> None:
+        """The same as `setup`, before the loggers write: a refused run leaves no files."""
+        if self.trainer is not None and self.trainer.state.fn is not None:
+            self.setup(self.trainer.state.fn.value)
+
+    def _check_settings(self, stage: str, rows: int | None, held_out: int) -> None:
+        """Check sizes, intervals and the trainer's other settings.
+
+        Args:
+            stage: fit, validate or test.
+            rows: Training rows, of which some may yet prove too long; None if none were read.
+            held_out: Rows of these that validation takes.
+        """
+        if rows is not None:
+            check_sizes(rows, held_out, self.batch_size)
+        if self.trainer is not None:
+            if stage == "fit" and rows is not None:
+                check_intervals(self.trainer, self._batches(rows - held_out))
+            check_first(self.trainer, stage)
+
+    def _hold_out(self, rows: list[Any], count: int) -> tuple[list[Any], list[Any]]:
+        """Rows to validate on, drawn by seed and id, and the others."""
+        held_out = draw(rows, count, self.seed)
+        ids = {row.id for row in held_out}
+        return held_out, [row for row in rows if row.id not in ids]
+
+    def _set_train(self, rows: list[Any]) -> None:
+        self._train = rows
+        self._digest = hashlib.sha256("".join(map(repr, rows)).encode()).hexdigest()
+
+    @property
+    def batches_per_epoch(self) -> int:
+        """Training batches of an epoch, within the trainer's limit."""
+        return self._batches(len(self._train))
+
+    def _batches(self, rows: int) -> int:
+        return within_limit(self.trainer, rows // self.batch_size)
+
+    def train_dataloader(self) -> StatefulDataLoader[Any]:
+        """Batches of `batch_size` rows, the same on every rank, without an incomplete last batch."""
+        return StatefulDataLoader(
+            self._train,
+            batch_size=self.batch_size,
+            sampler=PromptSampler(len(self._train), self.batch_size, self.seed),
+            drop_last=True,
+            collate_fn=self._batch_class,
+            generator=torch.Generator(),  # loaders draw a seed, also without workers
+        )
+
+    def _fixed_loader(self, rows: Sequence[Any]) -> DataLoader[Any]:
+        """Batches of held-out rows, in fixed order."""
+        options: dict[str, Any] = {"collate_fn": self._batch_class, "generator": torch.Generator()}
+        return DataLoader(cast(Any, rows), batch_size=self.val_batch_size, **options)
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        """The same object: callbacks fill in a batch of prompts, and Lightning would copy a dataclass."""
+        return batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """Seed, batch size and digest of the training rows; the loader saves its position."""
+        return {"seed": self.seed, "batch_size": self.batch_size, self._content: self._digest}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Check that a resumed run has the checkpoint's order of rows.
+
+        Raises:
+            UserError: Seed, batch size or rows differ.
+        """
+        if self.trainer is None or self.trainer.state.fn != TrainerFn.FITTING:
+            return  # a checkpoint may be evaluated on anything
+        for name, value in self.state_dict().items():
+            if state_dict[name] != value:
+                raise UserError(
+                    f"a resumed run goes on in the same order; the {name} (or their digest) are {value!s:.12}, "
+                    f"{state_dict[name]!s:.12} in the checkpoint; restore the data's options, or start a new run."
+                )
