@@ -15,6 +15,7 @@ from qerl_kernels import (
     ExpertLora,
     LoraFactors,
     MarlinStack,
+    MXFP4Tensor,
     clamped_swiglu,
     clamped_swiglu_reference,
     experts,
@@ -23,6 +24,7 @@ from qerl_kernels import (
     quantize_mxfp4,
     silu_product,
 )
+from qerl_kernels.marlin import to_marlin
 from test_ops_experts import EXPERTS, HIDDEN, INNER, matrices, padded_stack, stacks
 from torch import Tensor, nn
 from transformers import GptOssConfig
@@ -175,6 +177,7 @@ class GptOssRoutedExperts(RoutedExperts):
         nn.Module.__init__(self)
         generator = torch.Generator().manual_seed(8)
         self.plain: list[Tensor] = []
+        self.packed: dict[str, tuple[Tensor, Tensor]] = {}
         padded = []
         for matrix, rows, columns, sizes in (
             ("w13", 2 * WIDE, WIDTH, (2 * PADDED[1], PADDED[0])), ("w2", WIDTH, WIDE, PADDED)
@@ -182,7 +185,7 @@ class GptOssRoutedExperts(RoutedExperts):
             weights = torch.randn(EXPERTS, rows, columns, generator=generator) * (0.5 if matrix == "w13" else 0.1)
             packed, scale = map(torch.stack, zip(*map(quantize_mxfp4, weights), strict=True))
             stack = padded_stack(packed, scale, sizes[0] - rows, sizes[1] - columns)
-            self.packed = (packed, scale) if matrix == "w13" else self.packed
+            self.packed[matrix] = packed, scale
             self.plain.append(stacks("mxfp4", weights)[1])
             padded.append(padded_to(self.plain[-1], *sizes))
             bias = padded_to(3 * torch.randn(EXPERTS, rows, generator=generator), sizes[0]).bfloat16()
@@ -241,11 +244,40 @@ def test_gpt_osss_experts_that_lie_or_multiply_otherwise_are_refused(wrong: str)
     else:  # vLLM's own product stays what it was
         method.above, method.gate_up = True, gates_first(method.gate_up)
         sizes = ((2 * PADDED[1], PADDED[0] // 2), (2 * PADDED[1], PADDED[0] // 32))
-        codes = (gates_first(padded_to(part, *size)) for part, size in zip(layer.packed, sizes, strict=True))
+        codes = (gates_first(padded_to(part, *size)) for part, size in zip(layer.packed["w13"], sizes, strict=True))
         for name, tensor in padded_stack(*codes, 0, 0).tensors().items():
             setattr(layer, f"w13_{name}", nn.Parameter(tensor, requires_grad=False))
     with pytest.raises(UserError, match=rf"those of {NAME} differ by .* set share_weights to false"):
         shared_experts(model(layer)[0], *GPT_OSS)
+
+
+@pytest.mark.vllm
+def test_vllm_puts_padded_experts_of_gpt_oss_into_the_layout_that_the_trainer_reads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """vLLM's own preparation, but for its repacking of one matrix, which is a CUDA kernel."""
+    from vllm.model_executor.layers.quantization.utils import marlin_utils_fp4
+
+    def repack(b_q_weight: Tensor, size_k: int, size_n: int, **settings: Any) -> Tensor:
+        codes = b_q_weight.t().contiguous().view(torch.uint8)
+        assert codes.shape == (size_n, size_k // 2)
+        return to_marlin(MXFP4Tensor(codes, torch.zeros(size_n, size_k // 32, dtype=torch.uint8))).weight
+
+    monkeypatch.setattr(marlin_utils_fp4.ops, "gptq_marlin_repack", repack, raising=False)
+    layer, generator = GptOssRoutedExperts(), torch.Generator().manual_seed(3)
+    sizes = {"w13": (2 * PADDED[1], PADDED[0]), "w2": PADDED}
+    codes, scales = (
+        [padded_to(layer.packed[matrix][part], rows, columns // block) for matrix, (rows, columns) in sizes.items()]
+        for part, block in ((0, 2), (1, 32))
+    )
+    biases = [torch.randn(EXPERTS, rows, generator=generator).bfloat16() for rows, _ in sizes.values()]
+    holder = SimpleNamespace(params_dtype=torch.bfloat16)
+    found = marlin_utils_fp4.prepare_moe_mxfp4_layer_for_marlin(holder, *codes, *scales, *biases)
+    held = [getattr(layer, f"{matrix}_{name}") for name in ("weight", "weight_scale") for matrix in sizes]
+    held += [bias.view(-1, 32)[:, BIAS_ORDER].view(EXPERTS, -1) for bias in biases]
+    for ours, theirs in zip(held, found, strict=True):
+        assert ours.shape == theirs.shape and ours.element_size() == theirs.element_size()
+        assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
 
 
 def gates_first(rows: Tensor) -> Tensor:
