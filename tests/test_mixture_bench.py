@@ -114,8 +114,9 @@ def test_gpt_oss_is_written_as_published_and_measured(
     validate_checkpoint(base)
     rows = TensorFiles(base).read("model.layers.0.mlp.experts.gate_up_proj_scales").float() - 127
     assert -9 < rows.mean() < -5  # blocks of 32 weights of 0.02: the largest is 0.05, which 4 to 6 times 2^-7 is
-    args = ["--shape", "gpt-oss-tiny", "--layers", "1", "--parts", "agreement", "update", "--update", "64", *ARGS[4:8]]
-    args += ["--tokens", "8", "--compared", "4", "--base", str(base), "--out", str(tmp_path)]
+    args = ["--shape", "gpt-oss-tiny", "--layers", "1", "--engine", "transformers", "--device", "cpu"]
+    args += ["--parts", "agreement", "update", "--update", "64", "--tokens", "8", "--compared", "4"]
+    args += ["--base", str(base), "--out", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", ["mixture.py", *args])
     mixture.main()
     found = json.loads((tmp_path / "mixture_gpt-oss-tiny.json").read_text())["results"]
