@@ -12,6 +12,8 @@ import peft
 import pytest
 import torch
 import yaml
+from qerl_kernels import DenseStack, experts
+from qerl_kernels.experts import grouped_product
 from safetensors.torch import load_file
 from test_every_way import killed, process_state, written  # noqa: F401  (a fixture)
 from test_families import LOGPROB_BOUND, NOISE, changed, completions_of, trainer_gap
@@ -159,6 +161,28 @@ def test_recomputing_changes_no_bit_of_the_gradients(bases: dict[str, Path], dty
         assert not any(module.low_precision_factors for module in policy.trained._mixtures.values())  # type: ignore[union-attr]
     for other in (True, "selective", "offload"):
         assert all(map(torch.equal, found[False], found[other]))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("name", "adapted"), [("qwen3-moe", None), ("qwen3-moe", BOTH), ("gpt-oss", None)])
+def test_a_recomputation_leaves_out_the_product_that_is_only_added(
+    bases: dict[str, Path], name: str, adapted: tuple[str, ...] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    products: list[str] = []
+
+    def noted(rows: Tensor, stops: Tensor, bounds: Any, weight: Any, back: bool) -> Tensor:
+        if not isinstance(weight, DenseStack):  # an adapter's
+            kind = "gate_up" if weight.shape[2] == policy.base.config.hidden_size else "down"
+            products.append(f"{kind} backward" if back else kind)
+        return grouped_product(rows, stops, bounds, weight, back)
+
+    monkeypatch.setattr(experts, "grouped_product", noted)
+    backward = ["down backward", "gate_up backward"]
+    for recomputed, layer in ((False, backward), (True, ["gate_up", *backward])):
+        products.clear()
+        policy = policy_of(bases[name], adapted, gradient_checkpointing=recomputed).train()
+        policy.token_logprobs(IDS, torch.tensor([40, 40]), MASK, 1.0)[0].sum().backward()
+        assert products == ["gate_up", "down"] * 2 + layer * 2
+        assert all(p.grad is not None and p.grad.isfinite().all() for p in policy.parameters() if p.requires_grad)
 
 
 @pytest.fixture(

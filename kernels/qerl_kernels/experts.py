@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from qerl_kernels.backend import runs_triton
 from qerl_kernels.linear import LoraFactors
-from qerl_kernels.selective_checkpointing import save_products
+from qerl_kernels.selective_checkpointing import computes_graph_only, save_products
 from qerl_kernels.stacked_weights import DenseStack, StackedWeight
 
 Product = Callable[[Tensor, Tensor], Tensor]
@@ -286,10 +286,15 @@ class _Mixture(torch.autograd.Function):
         hidden, *first_saved = save_products(first)
 
         def second() -> tuple[Tensor, ...]:
+            adapter = _Adapter.of(factors[2:], scalings[1], x.dtype, stops, bounds)
+            if computes_graph_only():
+                left_out = x.new_full((), torch.nan).expand(x.shape)
+                if adapter is None:
+                    return (left_out,)
+                return left_out, adapter.shrink(product(*_gates_and_ups(hidden, alternating))), adapter.a, adapter.b
             inner = product(*_gates_and_ups(hidden, alternating))
             y = grouped_product(inner, stops, bounds, down, back=False)
             rows = topk_weights.flatten()[order, None]
-            adapter = _Adapter.of(factors[2:], scalings[1], x.dtype, stops, bounds)
             if biases is not None or adapter is not None:
                 y = y if down_alpha is None else y.mul_(down_alpha)
             elif down_alpha is not None:

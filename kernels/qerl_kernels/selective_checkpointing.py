@@ -106,9 +106,10 @@ def save_products(compute: Callable[[], Products]) -> Products:
 
 @contextmanager
 def graph_only() -> Iterator[None]:
-    """Inside the block a frozen linear's product is left out, and what its backward pass needs is computed and saved.
+    """Inside the block a frozen linear's product is left out, and a mixture of experts' second one.
 
-    For a recomputation whose result no gradient needs. Were it ever otherwise, the gradient would not be a number.
+    What their backward passes need is computed and saved. For a recomputation whose result no gradient needs. Were it
+    ever otherwise, the gradient would not be a number.
     """
     outer, _thread.graph_only = _thread.graph_only, True
     try:

@@ -287,7 +287,7 @@ class ActivationCheckpointing:
             # Products of tiled MLPs are not saved: the last one is then no addend of the result.
             added = is_added and self.settings.tile_tokens is None and _saves_all_products(self._base)
             settings["context_fn"] = partial(selective_checkpoint_contexts, last_is_added=added)
-        elif is_added and family.experts is None:  # a shared expert's result may be multiplied before it is added
+        elif is_added:
             settings["context_fn"] = leaving_out_contexts
         self._base.gradient_checkpointing_enable(settings)
         self._base.disable_input_require_grads()  # only reentrant checkpoints need it, and it costs products

@@ -2,12 +2,21 @@
 
 import re
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from peft.tuners.lora.layer import ParamWrapper
-from qerl_kernels import ExpertBiases, ExpertLora, LoraFactors, StackedWeight, clamped_swiglu, mixture_of_experts
+from qerl_kernels import (
+    ExpertBiases,
+    ExpertLora,
+    LoraFactors,
+    StackedWeight,
+    clamped_swiglu,
+    graph_only,
+    mixture_of_experts,
+)
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -18,6 +27,7 @@ from qerl_pl.formats.model_folder import TensorFiles
 from qerl_pl.formats.stored_experts import BIASES, StoredExperts
 from qerl_pl.modules.lora import ADAPTER, parameter_name
 from qerl_pl.modules.packed_layers import ACTIVATIONS
+from qerl_pl.modules.tiled_mlp import results_needed
 
 
 class PackedExperts(nn.Module):
@@ -66,7 +76,8 @@ class PackedExperts(nn.Module):
         weights = self._gate_up, self._down
         alternating = self._experts.stored_in_stacks
         lora = ExpertLora(self._lora(GATE_UP, x), self._lora(DOWN, x))
-        out = mixture_of_experts(x, topk_weights, topk_ids, *weights, self._product, biases, alternating, lora)
+        with nullcontext() if results_needed() else graph_only():
+            out = mixture_of_experts(x, topk_weights, topk_ids, *weights, self._product, biases, alternating, lora)
         out = out.view_as(hidden_states)
         return (out, topk_weights) if self._experts.returns_topk_weights else out
 
