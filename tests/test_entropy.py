@@ -19,6 +19,7 @@ from qerl_pl.algorithm.entropy import EntropyState, top_entropy_threshold
 from qerl_pl.callbacks import ResumeCheckpoint
 from qerl_pl.distributed.communicator import Communicator
 from qerl_pl.errors import UserError
+from qerl_pl.modules.policy import TokenValues
 from qerl_pl.modules.update import PolicyUpdate
 
 
@@ -113,9 +114,9 @@ def test_the_threshold_leaves_a_share_and_its_ties(share: float, kept: list[floa
 class Uneven(FourNumbers):
     """A policy whose entropy is that of the token's position: larger towards the end."""
 
-    def token_logprobs(self, tokens: Tensor, lengths: Tensor, mask: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
-        logprobs, entropy = super().token_logprobs(tokens, lengths, mask, *args)
-        return logprobs, entropy * torch.where(mask, mask.cumsum(dim=1).to(entropy.dtype), torch.nan)
+    def token_values(self, tokens: Tensor, lengths: Tensor, mask: Tensor, *args: Any) -> TokenValues:
+        logprobs, entropy, _ = super().token_values(tokens, lengths, mask, *args)
+        return TokenValues(logprobs, entropy * torch.where(mask, mask.cumsum(dim=1).to(entropy.dtype), torch.nan))
 
 
 def by_hand(share: float) -> list[float]:

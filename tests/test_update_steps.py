@@ -15,6 +15,7 @@ from qerl_pl.algorithm import BNPO, GRPO, DrGRPO, Objective, RolloutCorrection
 from qerl_pl.algorithm.objectives import LossInputs, LossOutputs
 from qerl_pl.distributed.communicator import SINGLE_PROCESS, Communicator
 from qerl_pl.errors import UserError
+from qerl_pl.modules.policy import TokenValues
 from qerl_pl.modules.update import NonFiniteLossError, PolicyUpdate, local_rows, sampled_indices
 from qerl_pl.modules.update_metrics import length_quartiles
 from qerl_pl.persistence.random_state import stream_seed
@@ -46,16 +47,25 @@ class FourNumbers(nn.Module):
         self.calls: list[tuple[list[int], bool, bool, bool]] = []
         self.drawn: list[float] = []
 
-    def token_logprobs(
-        self, tokens: Tensor, lengths: Tensor, mask: Tensor, temperature: float, entropy_gradient: bool, reference: bool
-    ) -> tuple[Tensor, Tensor]:
+    def token_values(
+        self,
+        tokens: Tensor,
+        lengths: Tensor,
+        mask: Tensor,
+        temperature: float,
+        entropy_gradient: bool,
+        reference: bool,
+        routing: None,
+        teacher: None,
+    ) -> TokenValues:
         self.calls.append((lengths.tolist(), self.training, torch.is_grad_enabled(), reference))
         if self.trained.has_dropout and self.training:
             self.drawn.append(torch.rand(1).item())
         odds = torch.tensor(REFERENCE, dtype=torch.float64) if reference else self.odds
         logp = (odds / temperature).log_softmax(0)
         entropy = -(logp.exp() * logp).sum().expand(mask.shape)
-        return torch.where(mask, logp[tokens], torch.nan), entropy if entropy_gradient else entropy.detach()
+        entropies = entropy if entropy_gradient else entropy.detach()
+        return TokenValues(torch.where(mask, logp[tokens], torch.nan), entropies)
 
 
 def experience_of(rows: Sequence[int] = range(6), **changes: Any) -> Experience:
