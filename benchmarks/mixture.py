@@ -48,6 +48,7 @@ from update_speed import measure
 from qerl_pl.algorithm.noise import NormNoise
 from qerl_pl.engines import EngineSpec, RolloutEngine, TransformersEngine, VLLMEngine
 from qerl_pl.engines.base import SharedWeights
+from qerl_pl.engines.vllm.linear_methods import relative_difference
 from qerl_pl.errors import UserError
 from qerl_pl.formats.quantize import quantize_checkpoint
 from qerl_pl.formats.stored_experts import BIASES
@@ -70,7 +71,7 @@ ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
 def kv_gib(args: argparse.Namespace) -> float:
-    """GiB of keys and values of the largest batch, rounded up to eighths: of whole blocks, of up to 128 tokens."""
+    """Size of the key/value cache for the largest batch, GiB, rounded up: blocks have up to 128 tokens."""
     config = AutoConfig.for_model(**random_model.mixture_config(args.shape, args.layers))
     tokens = max(args.batches) * (args.prompt + args.tokens + 128)
     return math.ceil(8 * tokens * Shape.of(config).kv_bytes(torch.bfloat16) / GIB) / 8
@@ -216,7 +217,7 @@ def grouped_against_loop(policy: Policy, device: torch.device) -> dict[str, floa
         found[name] = (y, statistics.median(seconds))
     kernels._has_kernel = has_kernel
     (one, one_s), (other, other_s) = found["grouped"], found["loop"]
-    difference = ((one - other).float().norm() / other.float().norm()).item()
+    difference = relative_difference(one, other)
     return {"difference": difference, "grouped_s": one_s, "loop_s": other_s}
 
 

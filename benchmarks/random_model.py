@@ -152,7 +152,7 @@ def write_model(folder: Path, shape: str, device: torch.device, nvfp4: bool = Tr
 def write_random(
     folder: Path, config: dict[str, Any], device: torch.device, nvfp4: bool = True, power_of_two: bool = False
 ) -> None:
-    """`write_model` for any config.json, experts in stacks in MXFP4 instead; the folder is whole or absent."""
+    """`write_model` for any config.json; experts in stacks are in MXFP4. The folder appears when it is complete."""
     part = folder.with_name(f"{folder.name}.part")
     shutil.rmtree(part, ignore_errors=True)  # of a run that was cut off
     part.mkdir(parents=True)

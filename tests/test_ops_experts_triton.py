@@ -76,7 +76,7 @@ def test_a_mixture_and_its_gradients_are_those_without_triton(monkeypatch: pytes
     share.requires_grad_()
     direction = torch.randn(tokens, hidden, device=DEVICE)
     launched = []
-    for kernel in ("sum_of_places", "scale_rows"):
+    for kernel in ("sum_indexed_rows", "scale_rows"):
         own = getattr(triton_experts, kernel)
         monkeypatch.setattr(triton_experts, kernel, lambda *a, own=own: launched.append(own.__name__) or own(*a))
 
@@ -85,7 +85,7 @@ def test_a_mixture_and_its_gradients_are_those_without_triton(monkeypatch: pytes
         return y, *torch.autograd.grad(y, (x, share), direction)
 
     found = run()
-    assert launched == ["sum_of_places", "scale_rows", "sum_of_places"]
+    assert launched == ["sum_indexed_rows", "scale_rows", "sum_indexed_rows"]
     monkeypatch.setattr(experts, "runs_triton", lambda tensor: False)
     for one, other in zip(found, run(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)

@@ -382,13 +382,13 @@ def _sum_of_rows(rows: Tensor, factor: Tensor | None, order: Tensor, count: int)
     """Sum of each token's `count` rows [R, D] in the order of its experts, times factor [R, 1]: [R / count, D]."""
     inverse = torch.empty_like(order)
     inverse[order] = torch.arange(len(order), device=order.device)
-    places = inverse.view(-1, count)
+    indices = inverse.view(-1, count)
     if runs_triton(rows):
         from qerl_kernels import triton_experts
 
-        return triton_experts.sum_of_places(rows, factor, places)
-    total = rows.new_zeros(len(places), rows.shape[1], dtype=torch.float32)
-    for rows_of_slot in places.unbind(1):
+        return triton_experts.sum_indexed_rows(rows, factor, indices)
+    total = rows.new_zeros(len(indices), rows.shape[1], dtype=torch.float32)
+    for rows_of_slot in indices.unbind(1):
         if factor is None:
             total += rows[rows_of_slot]
         else:

@@ -17,7 +17,7 @@ WARPS = 4
 def _sum_kernel(
     rows,
     factors,
-    places,
+    indices,
     out,
     size,
     blocks,
@@ -26,13 +26,13 @@ def _sum_kernel(
     ON_GPU: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A block of columns of a token's sum, in the order of its places."""
+    """A block of columns of a token's sum, in the order of its indices."""
     token = (tl.program_id(0) // blocks).to(tl.int64)
     column = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
     inside = column < size
     total = tl.zeros((BLOCK,), tl.float32)
     for j in tl.static_range(COUNT):
-        row = tl.load(places + token * COUNT + j)
+        row = tl.load(indices + token * COUNT + j)
         value = tl.load(rows + row * size + column, mask=inside, other=0.0).to(tl.float32)
         if SCALED:
             value *= tl.load(factors + row)
@@ -56,18 +56,18 @@ def _scale_kernel(rows, factors, others, products, size, ON_GPU: tl.constexpr, B
 _sum, _scale = Direct(_sum_kernel), Direct(_scale_kernel)
 
 
-def sum_of_places(rows: Tensor, factors: Tensor | None, places: Tensor) -> Tensor:
-    """Sum over j of factors[places[i, j]] * rows[places[i, j]], float32 rounded once, [S, D] in the dtype of rows.
+def sum_indexed_rows(rows: Tensor, factors: Tensor | None, indices: Tensor) -> Tensor:
+    """Sum over j of factors[indices[i, j]] * rows[indices[i, j]], float32 rounded once, [S, D] in the dtype of rows.
 
     Args:
         rows: Contiguous [R, D].
         factors: float32 [R], contiguous; None where all are 1.
-        places: Rows of each token, contiguous int64 [S, k].
+        indices: Rows of each token, contiguous int64 [S, k].
     """
-    (tokens, count), size = places.shape, rows.shape[1]
+    (tokens, count), size = indices.shape, rows.shape[1]
     out = rows.new_empty(tokens, size)
     blocks = triton.cdiv(size, BLOCK)
-    tensors = rows, rows if factors is None else factors, places, out
+    tensors = rows, rows if factors is None else factors, indices, out
     constants = {"COUNT": count, "SCALED": factors is not None, "ON_GPU": rows.is_cuda, "BLOCK": BLOCK}
     _sum(tokens * blocks, WARPS, tensors, size, blocks, **constants)
     return out
