@@ -16,6 +16,9 @@ class UnpackedStacks:
     def stack_names(self, stack: str) -> tuple[str, ...]:
         return (stack,)
 
+    def vllm_moe_backend(self, asked: str, share: bool) -> str | None:
+        return None
+
 
 class DenseFormat(UnpackedStacks):
     """The base in `PolicyConfig.dtype`, with `nn.Linear` layers."""
@@ -63,9 +66,6 @@ class DenseFormat(UnpackedStacks):
         return ((name, in_dtype(tensor, dtype)) for name, (tensor,) in zip(names, read, strict=True))
 
     def vllm_linear_backend(self, asked: str) -> str | None:
-        return None
-
-    def vllm_moe_backend(self, asked: str, share: bool) -> str | None:
         return None
 
 

@@ -159,9 +159,6 @@ class NF4Format(UnpackedStacks):
     def vllm_linear_backend(self, asked: str) -> str | None:
         return None
 
-    def vllm_moe_backend(self, asked: str, share: bool) -> str | None:
-        return None
-
 
 def _code_books() -> tuple[Tensor, Tensor]:
     """The 16 values of NF4 and the 256 of the magnitudes' codes, on the CPU, as files are read.

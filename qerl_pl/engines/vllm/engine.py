@@ -316,7 +316,7 @@ class VLLMEngine(RolloutEngine):
         if self._on_gpu:  # for every base: vLLM samples with what it compiles and warms up now
             select_backend("triton")
         config, base_format = read_config(base), format_of(base)
-        moe_backend = base_format.vllm_moe_backend(self.linear_backend, self.share_weights)
+        experts = base_format.vllm_moe_backend(self.linear_backend, self.share_weights) if has_experts(config) else None
         with vllm_errors_as_user_errors(self.kv_cache_dtype):
             register_architecture(config)
             return LLM(
@@ -348,7 +348,7 @@ class VLLMEngine(RolloutEngine):
                 kv_cache_dtype=self.kv_cache_dtype,
                 linear_backend=backend or "auto",
                 enable_return_routed_experts=spec.record_routing,
-                moe_backend=(moe_backend if has_experts(config) else None) or "auto",
+                moe_backend=experts or "auto",
                 additional_config=worker.engine_config(spec, dense_above, decode_gemm_max_tokens),
                 compilation_config={"inductor_compile_config": REPEATABLE} if self._on_gpu else None,
             )
