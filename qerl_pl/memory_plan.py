@@ -54,7 +54,7 @@ class Shape:
     tied: bool
     """Whether the output layer is the embedding."""
     head_norms: bool
-    """Whether queries and keys have norms, in plain PyTorch."""
+    """Whether queries and keys have norms."""
     experts: int = 0
     """Of a layer; 0 for a dense MLP."""
     chosen: int = 0
@@ -225,7 +225,7 @@ def _recomputed(shape: Shape, batch: MicroBatch) -> int:
     outputs."""
     size = batch.dtype.itemsize
     rank = 7 * batch.rank + _expert_rank(shape, batch)
-    token = size * ((5 if shape.normed_outputs else 3) * shape.hidden + rank) + _attention(shape, size) + 8
+    token = size * ((5 if shape.normed_outputs else 3) * shape.hidden + rank) + _attention(shape, batch) + 8
     token += 2 * 2 * 4 * shape.hidden if batch.train_norms else 0
     token += 0 if _tiles(shape, batch) else 3 * size * shape.inner
     return batch.tokens * token + _saved_scores(shape, batch)
@@ -236,9 +236,11 @@ def _expert_rank(shape: Shape, batch: MicroBatch) -> int:
     return 2 * shape.chosen * batch.rank if batch.adapts_experts else 0
 
 
-def _attention(shape: Shape, size: int) -> int:
-    """Queries, keys, values, result and log-sum-exp of a token; norms of heads save queries and keys in float32."""
-    norms = 4 * (shape.queries + shape.keys) if shape.head_norms else 0
+def _attention(shape: Shape, batch: MicroBatch) -> int:
+    """Queries, keys, values, result and log-sum-exp of a token; norms of heads save queries and keys, trained ones in
+    float32."""
+    size = batch.dtype.itemsize
+    norms = (4 if batch.full_finetuning else size) * (shape.queries + shape.keys) if shape.head_norms else 0
     return size * (2 * shape.queries + 2 * shape.keys) + norms + 4 * shape.heads
 
 
@@ -286,7 +288,7 @@ def working_bytes(shape: Shape, batch: MicroBatch) -> dict[str, int]:
     rounded = tokens + 128 * batch.sequences
     expanded = 2 * shape.queries if shape.keys < shape.queries else 0
     attention = size * tokens * (2 * hidden + 2 * shape.queries + expanded + 2 * shape.keys)
-    attention += tokens * _attention(shape, size) + 4 * splits * rounded * shape.queries + weight
+    attention += tokens * _attention(shape, batch) + 4 * splits * rounded * shape.queries + weight
     # Plain attention's backward pass has four float32 tensors of scores at once, of which some are saved ones.
     attention += 16 * _scores(shape, batch) - (_saved_scores(shape, batch) if batch.checkpointing is False else 0)
     # The last norm's input in float32 and its results; the predicting states and their gradients.

@@ -169,11 +169,11 @@ def test_a_recomputation_leaves_out_the_product_that_is_only_added(
 ) -> None:
     products: list[str] = []
 
-    def noted(rows: Tensor, stops: Tensor, bounds: Any, weight: Any, back: bool) -> Tensor:
+    def noted(rows: Tensor, stops: Tensor, bounds: Any, weight: Any, back: bool, **factor: Any) -> Tensor:
         if not isinstance(weight, DenseStack):  # an adapter's
             kind = "gate_up" if weight.shape[2] == policy.base.config.hidden_size else "down"
             products.append(f"{kind} backward" if back else kind)
-        return grouped_product(rows, stops, bounds, weight, back)
+        return grouped_product(rows, stops, bounds, weight, back, **factor)
 
     monkeypatch.setattr(experts, "grouped_product", noted)
     backward = ["down backward", "gate_up backward"]

@@ -162,8 +162,8 @@ def test_a_gpus_grouped_product_is_that_of_each_expert(layout: str, back: bool) 
     stops, bounds = sizes.cumsum(0).int().cuda(), [0, *sizes.cumsum(0).tolist()]
     rows = torch.randn(bounds[-1], 2 * INNER if back else HIDDEN, generator=torch.Generator().manual_seed(1))
     rows = rows.cuda().bfloat16()
-    grouped = experts._by_groups(rows, stops, bounds, stack, back)
-    loop = experts._by_experts(rows, stops, bounds, stack, back)
+    grouped = experts._by_groups(rows, stops, bounds, stack, back, None)
+    loop = experts._by_experts(rows, bounds, stack, back)
     assert experts._has_kernel(rows) == (torch.cuda.get_device_capability()[0] >= 9)
     torch.testing.assert_close(grouped, loop, rtol=1.6e-2, atol=1e-2 * loop.abs().max().item())
     alphas = torch.ones(EXPERTS).cuda() if stack.alphas is None else stack.alphas
@@ -172,6 +172,8 @@ def test_a_gpus_grouped_product_is_that_of_each_expert(layout: str, back: bool) 
     expected = torch.stack([row.float() @ weights[expert] for row, expert in zip(rows, owner, strict=True)])
     found = grouped.float() * alphas[owner, None]
     torch.testing.assert_close(found, expected, rtol=2e-2, atol=5e-3 * expected.abs().max().item())
+    scaled = experts._by_groups(rows, stops, bounds, stack, back, alphas[owner, None])
+    assert torch.equal(scaled, found.bfloat16())
 
 
 def test_weights_follow_their_tensors_where_a_module_moves_them() -> None:
@@ -208,7 +210,11 @@ def test_selective_checkpointing_gives_the_same_bits_and_repeats_no_grouped_prod
     gate_up, down = (stacks("nvfp4", matrices(*shape, 0))[0] for shape in [(2 * INNER, HIDDEN), (HIDDEN, INNER)])
     calls: list[bool] = []
     product = experts.grouped_product
-    monkeypatch.setattr(experts, "grouped_product", lambda *args, back: (calls.append(back), product(*args, back))[1])
+    monkeypatch.setattr(
+        experts,
+        "grouped_product",
+        lambda *args, back, **kwargs: (calls.append(back), product(*args, back, **kwargs))[1],
+    )
 
     def block(x: Tensor, share: Tensor, chosen: Tensor) -> Tensor:
         return x + mixture_of_experts(x, share, chosen, gate_up, down, silu_product)

@@ -60,6 +60,16 @@ def test_rows_are_scaled_in_place_after_their_products(shape: tuple[int, int, in
     torch.testing.assert_close(found.double(), products, rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_rows_are_scaled_into_others(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    rows, factor, _ = rows_of(*shape, dtype)
+    whole = torch.full((len(rows) + 2, rows.shape[1]), 7.0, dtype=dtype, device=DEVICE)
+    experts._scale_into(whole[1:-1], rows, factor)
+    assert torch.equal(whole[1:-1], (rows.float() * factor).to(dtype))
+    assert (whole[0] == 7).all() and (whole[-1] == 7).all()
+
+
 def test_a_mixture_and_its_gradients_are_those_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     count, hidden, inner, tokens = 3, 128, 64, 9

@@ -127,8 +127,15 @@ def _add_biases(rows: Tensor, bounds: Sequence[int], biases: Tensor) -> None:
         rows[start:stop] += bias
 
 
-def grouped_product(rows: Tensor, stops: Tensor, bounds: Sequence[int], weight: StackedWeight, back: bool) -> Tensor:
-    """Rows of each expert times its W^T / alpha, or times W / alpha: [R, N] or [R, K].
+def grouped_product(
+    rows: Tensor,
+    stops: Tensor,
+    bounds: Sequence[int],
+    weight: StackedWeight,
+    back: bool,
+    factor: Tensor | None = None,
+) -> Tensor:
+    """Rows of each expert times its W^T / alpha, or times W / alpha: [R, N] or [R, K], rounded, then times the factor.
 
     Args:
         rows: Sorted by expert, [R, K] or [R, N].
@@ -136,9 +143,12 @@ def grouped_product(rows: Tensor, stops: Tensor, bounds: Sequence[int], weight: 
         bounds: 0 and the same numbers, on the host.
         weight: W of each expert.
         back: Whether the product is with W, as for the input's gradient.
+        factor: Of each row of the result, float32 [R, 1].
     """
-    by_groups = _has_kernel(rows) and _is_aligned(weight.shape, rows.dtype)
-    return (_by_groups if by_groups else _by_experts)(rows, stops, bounds, weight, back)
+    if _has_kernel(rows) and _is_aligned(weight.shape, rows.dtype):
+        return _by_groups(rows, stops, bounds, weight, back, factor)
+    out = _by_experts(rows, bounds, weight, back)
+    return out if factor is None else out.mul_(factor)
 
 
 def _has_kernel(rows: Tensor) -> bool:
@@ -151,7 +161,7 @@ def _is_aligned(shape: Sequence[int], dtype: torch.dtype) -> bool:
     return all(size * dtype.itemsize % 16 == 0 for size in shape[-2:])
 
 
-def _by_experts(rows: Tensor, stops: Tensor, bounds: Sequence[int], weight: StackedWeight, back: bool) -> Tensor:
+def _by_experts(rows: Tensor, bounds: Sequence[int], weight: StackedWeight, back: bool) -> Tensor:
     experts, n, k = weight.shape
     out = rows.new_empty(len(rows), k if back else n)
     for expert in range(experts):
@@ -162,7 +172,9 @@ def _by_experts(rows: Tensor, stops: Tensor, bounds: Sequence[int], weight: Stac
     return out
 
 
-def _by_groups(rows: Tensor, stops: Tensor, bounds: Sequence[int], weight: StackedWeight, back: bool) -> Tensor:
+def _by_groups(
+    rows: Tensor, stops: Tensor, bounds: Sequence[int], weight: StackedWeight, back: bool, factor: Tensor | None
+) -> Tensor:
     experts, n, k = weight.shape
     out = rows.new_empty(len(rows), k if back else n)
     fits = max(1, GROUP_BYTES // (n * k * rows.element_size()))
@@ -173,7 +185,11 @@ def _by_groups(rows: Tensor, stops: Tensor, bounds: Sequence[int], weight: Stack
         if start < stop:
             dense = weight.dense(first, last, rows.dtype)
             right = dense if back else dense.transpose(-2, -1)
-            out[start:stop] = torch._grouped_mm(rows[start:stop], right, offs=stops[first:last] - start)
+            product = torch._grouped_mm(rows[start:stop], right, offs=stops[first:last] - start)
+            if factor is None:
+                out[start:stop] = product
+            else:
+                _scale_into(out[start:stop], product, factor[start:stop])
     return out
 
 
@@ -265,16 +281,15 @@ class _Mixture(torch.autograd.Function):
         *factors: Tensor | None,
     ) -> Tensor:
         count = topk_ids.shape[1]
-        sorted_experts, order = topk_ids.flatten().sort(stable=True)
-        experts = torch.arange(gate_up.shape[0], device=x.device)
+        sorted_experts, order = topk_ids.flatten().to(torch.int16).sort(stable=True)  # a quarter of int64's passes
+        experts = torch.arange(gate_up.shape[0], dtype=torch.int16, device=x.device)
         stops = torch.searchsorted(sorted_experts, experts, right=True).int()
         bounds = [0, *stops.tolist()]  # waits for the device: the groups' rows must be known
         gate_alpha, down_alpha = (_of_rows(weight.alphas, sorted_experts) for weight in (gate_up, down))
 
         def first() -> tuple[Tensor, ...]:
             rows = x[order // count]
-            result = grouped_product(rows, stops, bounds, gate_up, back=False)
-            result = result if gate_alpha is None else result.mul_(gate_alpha)
+            result = grouped_product(rows, stops, bounds, gate_up, back=False, factor=gate_alpha)
             if biases is not None:
                 _add_biases(result, bounds, biases.gate_up)
             adapter = _Adapter.of(factors[:2], scalings[0], x.dtype, stops, bounds)
@@ -293,11 +308,10 @@ class _Mixture(torch.autograd.Function):
                     return (left_out,)
                 return left_out, adapter.shrink(product(*_gates_and_ups(hidden, alternating))), adapter.a, adapter.b
             inner = product(*_gates_and_ups(hidden, alternating))
-            y = grouped_product(inner, stops, bounds, down, back=False)
+            before_sum = None if biases is None and adapter is None else down_alpha
+            y = grouped_product(inner, stops, bounds, down, back=False, factor=before_sum)
             rows = topk_weights.flatten()[order, None]
-            if biases is not None or adapter is not None:
-                y = y if down_alpha is None else y.mul_(down_alpha)
-            elif down_alpha is not None:
+            if down_alpha is not None and before_sum is None:
                 rows = rows * down_alpha
             if biases is not None:
                 _add_biases(y, bounds, biases.down)
@@ -329,10 +343,10 @@ class _Mixture(torch.autograd.Function):
         factor = topk_weights.flatten()[order, None]
         # Alpha and the top-k weights follow, in float32.
         rows_of_grad = grad[order // count]
-        of_inner = grouped_product(rows_of_grad, stops, ctx.bounds, down, back=True)
+        before_adapter, down_alpha = (down_alpha, None) if second is not None else (None, down_alpha)
+        of_inner = grouped_product(rows_of_grad, stops, ctx.bounds, down, back=True, factor=before_adapter)
         if second is not None:
             adapter, low = second
-            of_inner, down_alpha = of_inner if down_alpha is None else of_inner.mul_(down_alpha), None
             of_low = adapter.gradient_of_low(rows_of_grad)
             if any(ctx.needs_input_grad[-2:]):
                 of_factors[2:] = adapter.gradients(inner.detach(), low, of_low, rows_of_grad, factor)
@@ -358,9 +372,9 @@ class _Mixture(torch.autograd.Function):
             of_factors[:2] = adapter.gradients(x[order // count], low, of_low, of_hidden, None)
         if not ctx.needs_input_grad[0]:
             return _gradients(ctx, None, of_weights, of_factors)
-        of_rows = grouped_product(of_hidden, stops, ctx.bounds, gate_up, back=True)
+        before_adapter, gate_alpha = (gate_alpha, None) if first is not None else (None, gate_alpha)
+        of_rows = grouped_product(of_hidden, stops, ctx.bounds, gate_up, back=True, factor=before_adapter)
         if first is not None:
-            of_rows, gate_alpha = of_rows if gate_alpha is None else of_rows.mul_(gate_alpha), None
             adapter.add_input_gradient(of_rows, of_low)
         return _gradients(ctx, _sum_of_rows(of_rows, gate_alpha, order, count), of_weights, of_factors)
 
@@ -375,7 +389,7 @@ def _gradients(
 
 def _of_rows(alphas: Tensor | None, experts: Tensor) -> Tensor | None:
     """The alpha of each row's expert, [R, 1]."""
-    return None if alphas is None else alphas[experts, None]
+    return None if alphas is None else alphas[experts.long(), None]
 
 
 def _sum_of_rows(rows: Tensor, factor: Tensor | None, order: Tensor, count: int) -> Tensor:
@@ -394,6 +408,16 @@ def _sum_of_rows(rows: Tensor, factor: Tensor | None, order: Tensor, count: int)
         else:
             total.addcmul_(rows[rows_of_slot].float(), factor[rows_of_slot])
     return total.to(rows.dtype)
+
+
+def _scale_into(out: Tensor, rows: Tensor, factor: Tensor) -> None:
+    """out = rows [R, N] * factor [R, 1], the product in float32."""
+    if runs_triton(rows):
+        from qerl_kernels import triton_experts
+
+        triton_experts.scale_into(out, rows, factor)
+    else:
+        torch.mul(rows, factor, out=out)
 
 
 def _scale_rows(rows: Tensor, factor: Tensor, others: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""RMSNorm with a frozen float32 scale: one kernel forward, one backward."""
+"""RMSNorm with a frozen scale: one kernel forward, one backward."""
 
 from typing import Any
 
@@ -10,10 +10,13 @@ from qerl_kernels.backend import runs_triton
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """weight * x / sqrt(mean(x^2) + eps), computed in float32 and rounded once to x's dtype [..., K].
+    """weight * x / sqrt(mean(x^2) + eps), computed in float32, in x's dtype [..., K].
 
-    The kernel sums a row's squares in its own order, the same for any number of rows. If `weight`, float32 [K],
-    requires gradients, plain PyTorch runs.
+    With a weight [K] in float32 it is rounded once. With one in the dtype of x it is rounded before the weight
+    multiplies, too, as transformers' and vLLM's norms of Llama, Qwen and Mistral are.
+
+    The kernel sums a row's squares in its own order, the same for any number of rows. If `weight` requires gradients,
+    plain PyTorch runs.
     """
     if weight.requires_grad or not runs_triton(x):
         return plain_rms_norm(x, weight, eps)
@@ -24,7 +27,7 @@ def plain_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`rms_norm` in plain PyTorch."""
     wide = x.float()
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    return (weight * wide).to(x.dtype)
+    return (weight * wide.to(torch.promote_types(weight.dtype, x.dtype))).to(x.dtype)
 
 
 class _FrozenRMSNorm(torch.autograd.Function):

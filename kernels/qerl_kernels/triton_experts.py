@@ -53,7 +53,16 @@ def _scale_kernel(rows, factors, others, products, size, ON_GPU: tl.constexpr, B
     tl.store(rows + row * size + column, scaled, mask=inside)
 
 
-_sum, _scale = Direct(_sum_kernel), Direct(_scale_kernel)
+@triton.jit
+def _scale_into_kernel(rows, factors, out, elements, size: tl.constexpr, ON_GPU: tl.constexpr, BLOCK: tl.constexpr):
+    element = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = element < elements
+    value = tl.load(rows + element, mask=inside, other=0.0).to(tl.float32)
+    value *= tl.load(factors + element // size, mask=inside, other=0.0)
+    tl.store(out + element, rounded(value, out.dtype.element_ty, ON_GPU), mask=inside)
+
+
+_sum, _scale, _scale_into = Direct(_sum_kernel), Direct(_scale_kernel), Direct(_scale_into_kernel)
 
 
 def sum_indexed_rows(rows: Tensor, factors: Tensor | None, indices: Tensor) -> Tensor:
@@ -85,3 +94,17 @@ def scale_rows(rows: Tensor, factors: Tensor, others: Tensor) -> Tensor:
     size, block = rows.shape[1], triton.next_power_of_2(rows.shape[1])
     _scale(len(rows), WARPS, (rows, factors, others, products), size, ON_GPU=rows.is_cuda, BLOCK=block)
     return products
+
+
+def scale_into(out: Tensor, rows: Tensor, factors: Tensor) -> None:
+    """out = rows * factors, in float32, rounded once.
+
+    Args:
+        out: Contiguous [R, N].
+        rows: The same.
+        factors: float32 [R], contiguous.
+    """
+    elements, size = rows.numel(), rows.shape[1]
+    _scale_into(
+        triton.cdiv(elements, BLOCK), WARPS, (rows, factors, out), elements, size=size, ON_GPU=rows.is_cuda, BLOCK=BLOCK
+    )

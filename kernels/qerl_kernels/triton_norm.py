@@ -1,4 +1,4 @@
-"""Triton kernels of RMSNorm, forward and backward, a CTA per row, in float32."""
+"""Triton kernels of RMSNorm, forward and backward, a CTA for one long row or several short ones, in float32."""
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
 import functools
@@ -9,32 +9,64 @@ import triton.language as tl
 from torch import Tensor
 
 from qerl_kernels.triton_launch import Direct
+from qerl_kernels.triton_marlin_tile import rounded
 
 
 @triton.jit
-def _scaled_kernel(x, weight, out, inverse, eps, columns: tl.constexpr, BLOCK: tl.constexpr):
-    row, k = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
-    inside = k < columns
+def _scaled_kernel(
+    x,
+    weight,
+    out,
+    inverse,
+    rows,
+    eps,
+    columns: tl.constexpr,
+    ROUNDS_FIRST: tl.constexpr,
+    ON_GPU: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    k = tl.arange(0, BLOCK)[None, :]
+    inside = (row < rows) & (k < columns)
     value = tl.load(x + row * columns + k, mask=inside, other=0.0).to(tl.float32)
-    mean = tl.div_rn(tl.sum(value * value, 0), columns * 1.0)
+    mean = tl.div_rn(tl.sum(value * value, 1)[:, None], columns * 1.0)
     unit = tl.div_rn(1.0, tl.sqrt_rn(mean + eps))
-    scaled = tl.load(weight + k, mask=inside, other=0.0) * (value * unit)
-    tl.store(out + row * columns + k, scaled.to(out.dtype.element_ty), mask=inside)
-    tl.store(inverse + row, unit)
+    value *= unit
+    if ROUNDS_FIRST:
+        value = rounded(value, out.dtype.element_ty, ON_GPU).to(tl.float32)
+    value *= tl.load(weight + k, mask=k < columns, other=0.0).to(tl.float32)
+    tl.store(out + row * columns + k, rounded(value, out.dtype.element_ty, ON_GPU), mask=inside)
+    tl.store(inverse + row, unit, mask=row < rows)
 
 
 @triton.jit
-def _gradient_kernel(grad, x, weight, inverse, out, columns: tl.constexpr, BLOCK: tl.constexpr):
-    row, k = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
-    inside = k < columns
+def _gradient_kernel(
+    grad,
+    x,
+    weight,
+    inverse,
+    out,
+    rows,
+    columns: tl.constexpr,
+    ROUNDS_FIRST: tl.constexpr,
+    ON_GPU: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    k = tl.arange(0, BLOCK)[None, :]
+    inside = (row < rows) & (k < columns)
     inner = tl.load(grad + row * columns + k, mask=inside, other=0.0).to(tl.float32)
-    inner *= tl.load(weight + k, mask=inside, other=0.0)
+    inner *= tl.load(weight + k, mask=k < columns, other=0.0).to(tl.float32)
+    if ROUNDS_FIRST:
+        inner = rounded(inner, out.dtype.element_ty, ON_GPU).to(tl.float32)
     value = tl.load(x + row * columns + k, mask=inside, other=0.0).to(tl.float32)
-    unit = tl.load(inverse + row)
+    unit = tl.load(inverse + row, mask=row < rows, other=0.0)
     # This sum is the inverse's gradient; the mean square's is half of it times -inverse^3.
-    share = tl.div_rn(tl.sum(inner * value, 0) * (unit * unit * unit), columns * 1.0)
+    share = tl.div_rn(tl.sum(inner * value, 1)[:, None] * (unit * unit * unit), columns * 1.0)
     total = inner * unit - share * value
-    tl.store(out + row * columns + k, total.to(out.dtype.element_ty), mask=inside)
+    tl.store(out + row * columns + k, rounded(total, out.dtype.element_ty, ON_GPU), mask=inside)
 
 
 # Each product rounds to float32, as PyTorch's single operations do.
@@ -43,10 +75,11 @@ _gradient = Direct(_gradient_kernel, enable_fp_fusion=False)
 
 
 @functools.cache
-def _shape(columns: int) -> tuple[int, int]:
-    """(elements, warps) of a CTA. They fix the order of a sum, so they depend on nothing else."""
+def _shape(columns: int) -> tuple[int, int, int]:
+    """(rows, columns, warps) of a CTA. They fix the order of a sum, so they depend on nothing else."""
     block = triton.next_power_of_2(columns)
-    return block, min(max(block // 512, 1), 16)
+    rows = max(1024 // block, 1)  # heads are short: one of them would be too little work
+    return rows, block, min(max(rows * block // 512, 1), 16)
 
 
 def _plain(tensor: Tensor) -> Tensor:
@@ -57,17 +90,32 @@ def _plain(tensor: Tensor) -> Tensor:
 
 def scaled(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """weight [K] * (x [..., K] * inverse) in x's dtype, and inverse = 1 / sqrt(mean(x^2) + eps), float32 [M rows]."""
-    x, columns = _plain(x), x.shape[-1]
-    rows, (block, warps) = x.numel() // columns, _shape(columns)
-    out, inverse = torch.empty_like(x), torch.empty(rows, dtype=torch.float32, device=x.device)
-    _scaled(rows, warps, (x, _plain(weight), out, inverse), eps, columns=columns, BLOCK=block)
+    x = _plain(x)
+    out, inverse = torch.empty_like(x), torch.empty(x.numel() // x.shape[-1], dtype=torch.float32, device=x.device)
+    _launch(_scaled, (x, _plain(weight), out, inverse), weight, x, eps)
     return out, inverse
 
 
 def gradient(grad: Tensor, x: Tensor, weight: Tensor, inverse: Tensor) -> Tensor:
     """Gradient of `scaled` to x, from that to its result [..., K]."""
-    grad, columns = _plain(grad), x.shape[-1]
-    out, (block, warps) = torch.empty_like(grad), _shape(columns)
-    tensors = (grad, _plain(x), _plain(weight), inverse, out)
-    _gradient(inverse.numel(), warps, tensors, columns=columns, BLOCK=block)
+    grad = _plain(grad)
+    out = torch.empty_like(grad)
+    _launch(_gradient, (grad, _plain(x), _plain(weight), inverse, out), weight, x)
     return out
+
+
+def _launch(kernel: Direct, tensors: tuple[Tensor, ...], weight: Tensor, x: Tensor, *numbers: float) -> None:
+    columns = x.shape[-1]
+    count, (rows, block, warps) = x.numel() // columns, _shape(columns)
+    kernel(
+        triton.cdiv(count, rows),
+        warps,
+        tensors,
+        count,
+        *numbers,
+        columns=columns,
+        ROUNDS_FIRST=torch.promote_types(weight.dtype, x.dtype) != torch.float32,
+        ON_GPU=x.is_cuda,
+        ROWS=rows,
+        BLOCK=block,
+    )

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from qerl_kernels import gelu_tanh_product, graph_only, rotary, silu_product
+from qerl_kernels import gelu_tanh_product, graph_only, rms_norm, rotary, silu_product
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
@@ -18,6 +18,7 @@ from transformers import AttentionInterface
 
 from qerl_pl.errors import UserError
 from qerl_pl.formats.architecture import Family, family_of_class
+from qerl_pl.formats.norm import Float32RMSNorm
 from qerl_pl.modules.lora import shared_input_linears
 from qerl_pl.modules.tiled_mlp import results_needed, tiled
 from qerl_pl.persistence.random_state import strictly_deterministic_gradient
@@ -321,6 +322,8 @@ class PackedAttention(nn.Module):
             self.add_module(name, child)
         self._shared_input = tuple(name for name in family.projections if name in children and name != "o_proj")
         self._has_norms = "q_norm" in self._modules
+        self._norm_eps = float(getattr(self.q_norm, family.norm_eps)) if self._has_norms else 0.0
+        self._norm_offset = family.norm_offset
         self._head_size, self._scaling = attention.head_dim, attention.scaling
         self._dropout, self._window = attention.attention_dropout, family.window(attention)
         self._soft_cap = None if family.score_cap is None else getattr(attention, family.score_cap)
@@ -350,11 +353,18 @@ class PackedAttention(nn.Module):
         projected = outputs if len(outputs) == 3 else outputs[0].split(self._sizes, dim=-1)
         query, key, value = (part.view(len(x), -1, self._head_size) for part in projected)
         if self._has_norms:
-            query, key = self.q_norm(query), self.k_norm(key)
+            query, key = self._normed(self.q_norm, query), self._normed(self.k_norm, key)
         query, key = _rotated(query, key, cos.view(cos.shape[1:]), sin.view(sin.shape[1:]))
         sinks = None if self._sinks is None else self.get_parameter(self._sinks)
         attended = attention_of_rows(query, key, value, packing, self._scaling, self._window, self._soft_cap, sinks)
         return self.o_proj(attended.flatten(1)).view(hidden_states.shape), None
+
+    def _normed(self, norm: nn.Module, x: Tensor) -> Tensor:
+        """The norm of heads x [S, heads, head size]; of transformers' norms without an offset the same numbers by a
+        fused kernel."""
+        if isinstance(norm, Float32RMSNorm) or self._norm_offset:
+            return norm(x)
+        return rms_norm(x, norm.get_parameter("weight"), self._norm_eps)
 
 
 def _rotated(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
