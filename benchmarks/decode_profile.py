@@ -5,12 +5,15 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
+import report
 import torch
 
 KINDS = {
     "decode GEMM with LoRA": r"^decode_gemm_stream_k_kernel|^decode_gemm_reduce_kernel",
     "dequantize": r"^_marlin_kernel",
     "Marlin": r"(?i)marlin",
+    "16-bit experts": r"^fused_moe_kernel",
+    "routing, sum over experts": r"(?i)moe|expert|topkgating|router",
     "Humming": r"(?i)humming",
     "vLLM's LoRA": r"(?i)lora",
     "attention and its cache": r"(?i)flash|fmha|attention|attn|reshape_and_cache|kv_cache",
@@ -61,3 +64,13 @@ def of_a_step(generate: Callable[[int], object], steps: int) -> dict[str, Any]:
         held[0], held[1] = held[0] + time, held[1] + calls
     largest = sorted(each.items(), key=lambda one: -one[1][0])[:24]
     return {"kinds": kinds, "largest": [(name[:120], time, calls) for name, (time, calls) in largest]}
+
+
+def tables(profile: dict[str, Any]) -> list[str]:
+    """`of_a_step` as Markdown: by kind, then the largest kernels."""
+    kinds = sorted(profile["kinds"].items(), key=lambda kind: -kind[1][0])
+    rows = [[kind, f"{time:.3f}", f"{calls:.1f}"] for kind, (time, calls) in kinds]
+    rows.append(["all", f"{sum(time for _, (time, _) in kinds):.3f}", ""])
+    largest = [[name, f"{time:.3f}", f"{calls:.1f}"] for name, time, calls in profile["largest"]]
+    headers = ["ms a step", "calls"]
+    return [report.markdown(["kernels", *headers], rows), report.markdown(["kernel", *headers], largest)]

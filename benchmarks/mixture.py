@@ -25,11 +25,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import decode_profile
 import random_model
 import report
 import torch
@@ -253,7 +254,16 @@ def rollout(engine: RolloutEngine, args: argparse.Namespace) -> list[dict[str, A
             speeds.append(sum(len(group[0].token_ids) for group in sampled[0]) / seconds)
         rows.append({"sequences": count, "tokens_per_s": max(speeds), "all": speeds, "used_gib": used_gib(device)})
         print(rows[-1], flush=True)
+        rows[-1] |= decode_step(engine.generate, requests, args)
     return rows
+
+
+def decode_step(generate: Callable[..., object], requests: Sequence[Any], args: argparse.Namespace) -> dict[str, Any]:
+    """With --profile the kernels of a decode step on a GPU."""
+    if not args.profile or args.device == "cpu":
+        return {}
+    steps = min(32, args.tokens - 1)
+    return {"profile": decode_profile.of_a_step(lambda n: generate(requests, SamplingConfig(max_tokens=n)), steps)}
 
 
 def stock(folder: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -271,6 +281,8 @@ def stock(folder: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
         engine.generate(requests, SamplingConfig(max_tokens=4))
         seconds = min(timed(device, lambda: engine.generate(requests, sampling)) for _ in range(2))  # noqa: B023
         rows.append({"sequences": count, "tokens_per_s": count * args.tokens / seconds, "used_gib": used_gib(device)})
+        print(rows[-1], flush=True)
+        rows[-1] |= decode_step(engine.generate, requests, args)
     return rows
 
 
@@ -296,6 +308,10 @@ def write(found: dict[str, Any], args: argparse.Namespace) -> None:
         if rows := found.get(part):
             cells = [[base, row["sequences"], f"{row['tokens_per_s']:.0f}", f"{row['used_gib']:.4g}"] for row in rows]
             tables.append(report.markdown(["base", "sequences", "tokens/s", "GPU's GiB"], cells))
+            for row in rows:
+                if "profile" in row:
+                    tables += [f"{base}, {row['sequences']} sequences, by the profiler"]
+                    tables += decode_profile.tables(row["profile"])
     about = {name: value for name, value in found.items() if name not in PARTS}
     tables.append(", ".join(f"{name}: {value}" for name, value in about.items()))
     settings = {name: str(value) for name, value in vars(args).items() if name not in ("base", "out")}
@@ -336,7 +352,7 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[8, 128], help="sequences of a rollout")
     parser.add_argument("--update", type=int, nargs="+", default=[4096, 16384], help="packed tokens of an update")
     parser.add_argument("--power_of_two", action="store_true", help="global scales that leave bfloat16's weights exact")
-    parser.add_argument("--profile", action="store_true", help="print the kernels of two updates, by their time")
+    parser.add_argument("--profile", action="store_true", help="kernels of two updates, printed, and of a decode step")
     parser.add_argument("--base", type=Path, help="a folder with a model that this script wrote there; None writes one")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()

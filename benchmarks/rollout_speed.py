@@ -131,13 +131,8 @@ def tables(parts: dict[str, Any]) -> str:
     text.append(report.markdown(["base", "rank", "start s, beside the others", "GiB of the GPU, all parts'"], starts))
     for part, one in parts.items():
         for batch, profile in one.get("profile", {}).items():
-            kinds = sorted(profile["kinds"].items(), key=lambda kind: -kind[1][0])
-            found = [[kind, f"{time:.3f}", f"{calls:.1f}"] for kind, (time, calls) in kinds]
-            found.append(["all", f"{sum(time for _, (time, _) in kinds):.3f}", ""])
             text.append(f"{PARTS[part][0]}, rank {PARTS[part][1]}, batch {batch}, by the profiler")
-            text.append(report.markdown(["kernels", "ms a step", "calls"], found))
-            largest = [[name, f"{time:.3f}", f"{calls:.1f}"] for name, time, calls in profile["largest"]]
-            text.append(report.markdown(["kernel", "ms a step", "calls"], largest))
+            text += decode_profile.tables(profile)
     return "\n\n".join(text)
 
 
