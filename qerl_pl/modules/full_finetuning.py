@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from qerl_kernels.norm import plain_rms_norm
 from qerl_kernels.selective_checkpointing import save_products
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
@@ -89,10 +90,7 @@ class MasterRMSNorm(Float32RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., hidden] -> the same shape and data type."""
-        wide = x.float()
-        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        low = self.weight.to(x.dtype)
-        return (self.multiplier(low) * wide).to(x.dtype) if self.offset else low * wide.to(x.dtype)
+        return plain_rms_norm(x, self.multiplier(self.weight.to(x.dtype)), self.eps)
 
 
 def _master(tensor: Tensor) -> nn.Parameter:

@@ -322,8 +322,8 @@ class PackedAttention(nn.Module):
             self.add_module(name, child)
         self._shared_input = tuple(name for name in family.projections if name in children and name != "o_proj")
         self._has_norms = "q_norm" in self._modules
-        self._norm_eps = float(getattr(self.q_norm, family.norm_eps)) if self._has_norms else 0.0
-        self._norm_offset = family.norm_offset
+        fused = self._has_norms and not family.norm_offset
+        self._norm_eps = float(getattr(self.q_norm, family.norm_eps)) if fused else None
         self._head_size, self._scaling = attention.head_dim, attention.scaling
         self._dropout, self._window = attention.attention_dropout, family.window(attention)
         self._soft_cap = None if family.score_cap is None else getattr(attention, family.score_cap)
@@ -360,9 +360,8 @@ class PackedAttention(nn.Module):
         return self.o_proj(attended.flatten(1)).view(hidden_states.shape), None
 
     def _normed(self, norm: nn.Module, x: Tensor) -> Tensor:
-        """The norm of heads x [S, heads, head size]; of transformers' norms without an offset the same numbers by a
-        fused kernel."""
-        if isinstance(norm, Float32RMSNorm) or self._norm_offset:
+        """The norm of heads x [S, heads, head size]; transformers' norms without an offset by the fused kernel."""
+        if self._norm_eps is None or isinstance(norm, Float32RMSNorm):
             return norm(x)
         return rms_norm(x, norm.get_parameter("weight"), self._norm_eps)
 
