@@ -2,11 +2,13 @@
 
 import re
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import report
 import torch
+
+from qerl_pl.types import RolloutRequest, SamplingConfig
 
 KINDS = {
     "decode GEMM with LoRA": r"^decode_gemm_stream_k_kernel|^decode_gemm_reduce_kernel",
@@ -45,13 +47,19 @@ def kernels_of(work: Callable[[], object]) -> Count:
     return {name: (time, int(calls)) for name, (time, calls) in found.items()}
 
 
-def of_a_step(generate: Callable[[int], object], steps: int) -> dict[str, Any]:
-    """Milliseconds a decode step: what `steps` more tokens than one take, less what one token takes.
+def of_a_step(engine: Any, requests: Sequence[RolloutRequest], most: int) -> dict[str, Any]:
+    """Milliseconds a decode step: what up to 32 more tokens than one take, less what one token takes.
 
     Args:
-        generate: Makes completions of so many tokens.
-        steps: Decode steps that are measured.
+        engine: With `generate(requests, sampling)`.
+        requests: Sampled together.
+        most: Tokens of the longest completion that the engine has room for.
     """
+    steps = min(32, most - 1)
+
+    def generate(tokens: int) -> None:
+        engine.generate(requests, SamplingConfig(max_tokens=tokens))
+
     generate(2)
     one, many = kernels_of(lambda: generate(1)), kernels_of(lambda: generate(1 + steps))
     each = {

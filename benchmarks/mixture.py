@@ -25,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -239,7 +239,7 @@ def update(policy: Policy, args: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
-def rollout(engine: RolloutEngine, args: argparse.Namespace) -> list[dict[str, Any]]:
+def rollout(engine: RolloutEngine | StockEngine, args: argparse.Namespace) -> list[dict[str, Any]]:
     """Tokens a second by the number of sequences, and the GPU's memory, which PyTorch keeps."""
     device, vocabulary = torch.device(args.device), random_model.MIXTURES[args.shape][-1]
     rows = []
@@ -254,36 +254,20 @@ def rollout(engine: RolloutEngine, args: argparse.Namespace) -> list[dict[str, A
             speeds.append(sum(len(group[0].token_ids) for group in sampled[0]) / seconds)
         rows.append({"sequences": count, "tokens_per_s": max(speeds), "all": speeds, "used_gib": used_gib(device)})
         print(rows[-1], flush=True)
-        rows[-1] |= decode_step(engine.generate, requests, args)
+        if args.profile and device.type == "cuda":
+            rows[-1]["profile"] = decode_profile.of_a_step(engine, requests, args.tokens)
     return rows
-
-
-def decode_step(generate: Callable[..., object], requests: Sequence[Any], args: argparse.Namespace) -> dict[str, Any]:
-    """With --profile the kernels of a decode step on a GPU."""
-    if not args.profile or args.device == "cpu":
-        return {}
-    steps = min(32, args.tokens - 1)
-    return {"profile": decode_profile.of_a_step(lambda n: generate(requests, SamplingConfig(max_tokens=n)), steps)}
 
 
 def stock(folder: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
     """The same by plain vLLM in BF16, with random weights of its own, and its LoRA on attention."""
-    device, vocabulary = torch.device(args.device), random_model.MIXTURES[args.shape][-1]
+    device = torch.device(args.device)
     folder.mkdir(exist_ok=True)  # of a run that failed
     (folder / "config.json").write_text(json.dumps(random_model.mixture_config(args.shape, args.layers)))
     spec = EngineSpec(folder, torch.bfloat16, device, RANK, ATTENTION, args.prompt + args.tokens)
     adapter = random_policy(folder, spec, None).adapter
     assert adapter is not None
-    engine = StockEngine(folder, spec, adapter, max(args.batches), kv_gib(args))
-    rows = []
-    for count in args.batches:
-        requests, sampling = prompts_of(count, args.prompt, vocabulary), SamplingConfig(max_tokens=args.tokens)
-        engine.generate(requests, SamplingConfig(max_tokens=4))
-        seconds = min(timed(device, lambda: engine.generate(requests, sampling)) for _ in range(2))  # noqa: B023
-        rows.append({"sequences": count, "tokens_per_s": count * args.tokens / seconds, "used_gib": used_gib(device)})
-        print(rows[-1], flush=True)
-        rows[-1] |= decode_step(engine.generate, requests, args)
-    return rows
+    return rollout(StockEngine(folder, spec, adapter, max(args.batches), kv_gib(args)), args)
 
 
 def write(found: dict[str, Any], args: argparse.Namespace) -> None:

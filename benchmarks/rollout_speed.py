@@ -27,7 +27,7 @@ from report import correct
 from stock_engine import StockEngine
 
 from qerl_pl.engines import EngineSpec, VLLMEngine
-from qerl_pl.types import PolicyWeights, SamplingConfig
+from qerl_pl.types import PolicyWeights
 
 GATE = (
     "tests/test_decode_gemm.py",
@@ -92,11 +92,7 @@ def run_part(part: str, args: argparse.Namespace) -> None:
         result["profile"] = {}
         for batch in args.batches:
             requests = prompts_of(batch, args.prompt, SHAPES[args.shape][-1])
-
-            def generate(tokens: int, requests: Any = requests) -> None:
-                engine.generate(requests, SamplingConfig(max_tokens=tokens))
-
-            result["profile"][batch] = decode_profile.of_a_step(generate, min(32, args.tokens - 1))
+            result["profile"][batch] = decode_profile.of_a_step(engine, requests, args.tokens)
     partial = args.folder / f"{part}.json.partial"
     partial.write_text(json.dumps(result))
     partial.rename(args.folder / f"{part}.json")

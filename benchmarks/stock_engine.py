@@ -1,6 +1,6 @@
 """vLLM without this package's worker, for comparison."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from peft import LoraConfig
@@ -10,7 +10,7 @@ from torch import Tensor
 from qerl_pl.engines import EngineSpec
 from qerl_pl.engines.vllm.engine import completion_of, request_params
 from qerl_pl.engines.vllm.startup import import_vllm, process_state_restored
-from qerl_pl.types import RolloutRequest, SamplingConfig
+from qerl_pl.types import Completion, RolloutRequest, SamplingConfig
 
 Adapter = Mapping[str, tuple[Tensor, Tensor]]
 
@@ -52,9 +52,9 @@ class StockEngine:
                 lora_target_modules=targets,
             )
 
-    def generate(self, requests: list[RolloutRequest], sampling: SamplingConfig) -> None:
-        """Sample, and take the samples apart as `VLLMEngine` does."""
+    def generate(self, requests: Sequence[RolloutRequest], sampling: SamplingConfig) -> list[list[Completion]]:
+        """A completion of each request, as `VLLMEngine.generate` returns them."""
         prompts = [{"prompt_token_ids": list(request.prompt_ids)} for request in requests]
         params = [request_params(sampling, seed, ()) for request in requests for seed in request.seeds]
-        for output in self._llm.generate(prompts, params, use_tqdm=False, lora_request=self._adapter):
-            completion_of(output.outputs[0])
+        outputs = self._llm.generate(prompts, params, use_tqdm=False, lora_request=self._adapter)
+        return [[completion_of(output.outputs[0])] for output in outputs]
