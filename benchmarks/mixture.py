@@ -288,10 +288,15 @@ def write(found: dict[str, Any], args: argparse.Namespace) -> None:
         cells = [[f"{row[name]:.4g}" for name in names] for row in rows]
         tables.append(report.markdown(["tokens", "s an update", "tokens/s", "peak GiB", "GPU's GiB"], cells))
     four_bits = "experts in MXFP4" if args.shape in random_model.GPT_OSS else "NVFP4"
+    plain = {row["sequences"]: row["tokens_per_s"] for row in found.get("stock", [])}
     for part, base in (("rollout", four_bits), ("stock", "BF16, plain vLLM")):
         if rows := found.get(part):
-            cells = [[base, row["sequences"], f"{row['tokens_per_s']:.0f}", f"{row['used_gib']:.4g}"] for row in rows]
-            tables.append(report.markdown(["base", "sequences", "tokens/s", "GPU's GiB"], cells))
+            cells = []
+            for row in rows:
+                rate, slow = row["tokens_per_s"], plain.get(row["sequences"])
+                over = f"{rate / slow:.2f}" if slow else "–"
+                cells.append([base, row["sequences"], f"{rate:.0f}", over, f"{row['used_gib']:.4g}"])
+            tables.append(report.markdown(["base", "sequences", "tokens/s", "over plain vLLM", "GPU's GiB"], cells))
             for row in rows:
                 if "profile" in row:
                     tables += [f"{base}, {row['sequences']} sequences, by the profiler"]

@@ -40,6 +40,7 @@ SECTIONS = [(MEASURED, title) for title in pages.sections(MEASURED)] + [
     (README, "Results"),
     (ROOT / "docs" / "distillation.md", "Recovering what quantization lost"),
     (ROOT / "docs" / "distillation.md", "The full vocabulary"),
+    (ROOT / "docs" / "your-own-model.md", "Mixtures of experts"),
 ]
 
 
