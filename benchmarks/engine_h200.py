@@ -93,7 +93,7 @@ def measure_speed(engine: VLLMEngine | StockEngine, args: argparse.Namespace) ->
             return timed(device, lambda: engine.generate(requests, SamplingConfig(max_tokens=tokens)))
 
         run(1)
-        prefill = statistics.median(run(1) for _ in range(args.repeats))
+        prefill = run(1)  # once: of wide batches it takes as long as the rollout's other half
         whole = sorted(run(args.tokens) for _ in range(args.repeats))
         middle = statistics.median(whole)
         rows.append(
@@ -106,6 +106,21 @@ def measure_speed(engine: VLLMEngine | StockEngine, args: argparse.Namespace) ->
                 "prefill_tokens_per_s": batch * args.prompt / prefill,
             }
         )
+    return rows
+
+
+def decode_sweep(engine: VLLMEngine | StockEngine, most: int, args: argparse.Namespace, tokens: int = 64) -> list[Any]:
+    """Milliseconds of a decode step of every 32nd number of sequences up to `most`, after prompts of 16 tokens."""
+    device, rows = torch.device(args.device), []
+    for sequences in range(32, most + 1, 32):
+        requests = prompts_of(sequences, 16, SHAPES[args.shape][-1])
+
+        def run(tokens: int, requests: list[RolloutRequest] = requests) -> float:
+            return timed(device, lambda: engine.generate(requests, SamplingConfig(max_tokens=tokens)))
+
+        run(1)
+        prefill = run(1)
+        rows.append([sequences, 1e3 * (run(tokens) - prefill) / (tokens - 1)])
     return rows
 
 

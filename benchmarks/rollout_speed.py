@@ -21,7 +21,7 @@ from typing import Any
 import decode_profile
 import report
 import torch
-from engine_h200 import RANK, TARGETS, measure_speed, prompts_of, random_policy, used_gib
+from engine_h200 import RANK, TARGETS, decode_sweep, measure_speed, prompts_of, random_policy, used_gib
 from random_model import SHAPES, config_of, write_model
 from report import correct
 from stock_engine import StockEngine
@@ -88,6 +88,8 @@ def run_part(part: str, args: argparse.Namespace) -> None:
             raise SystemExit(f"{part} ends, for what started it has been killed")
         time.sleep(0.5)
     result["speed"] = measure_speed(engine, args)
+    if args.sweep:
+        result["sweep"] = decode_sweep(engine, max(args.batches), args)
     if args.profile:
         result["profile"] = {}
         for batch in args.batches:
@@ -125,6 +127,11 @@ def tables(parts: dict[str, Any]) -> str:
         [PARTS[part][0], PARTS[part][1], f"{one['start_s']:.0f}", f"{one['gib']:.1f}"] for part, one in parts.items()
     ]
     text.append(report.markdown(["base", "rank", "start s, beside the others", "GiB of the GPU, all parts'"], starts))
+    if swept := {part: dict(one["sweep"]) for part, one in parts.items() if "sweep" in one}:
+        text.append("Milliseconds of a decode step after prompts of 16 tokens:")
+        counts = next(iter(swept.values()))
+        rows = [[count, *(f"{steps[count]:.2f}" for steps in swept.values())] for count in counts]
+        text.append(report.markdown(["sequences", *(PARTS[part][0] for part in swept)], rows))
     for part, one in parts.items():
         for batch, profile in one.get("profile", {}).items():
             text.append(f"{PARTS[part][0]}, rank {PARTS[part][1]}, batch {batch}, by the profiler")
@@ -181,6 +188,7 @@ def main() -> int:
     parser.add_argument("--prompt", type=int, default=256, help="tokens of a prompt")
     parser.add_argument("--tokens", type=int, default=512, help="new tokens of a completion")
     parser.add_argument("--kv-gib", type=float, help="by default what the largest batch needs")
+    parser.add_argument("--sweep", action="store_true", help="also a decode step of every 32nd number of sequences")
     parser.add_argument("--one-by-one", action="store_true", help="start a part when the one before has ended")
     parser.add_argument("--profile", action="store_true", help="also a table of a decode step by kind of kernel")
     parser.add_argument("--no-tests", action="store_true", help="leave the tests out that must pass before a timing")

@@ -9,14 +9,17 @@ from torch import Tensor
 
 from qerl_pl.engines import EngineSpec
 from qerl_pl.engines.vllm.engine import completion_of, request_params
-from qerl_pl.engines.vllm.startup import import_vllm, process_state_restored
+from qerl_pl.engines.vllm.startup import compilation_config, import_vllm, process_state_restored
 from qerl_pl.types import Completion, RolloutRequest, SamplingConfig
 
 Adapter = Mapping[str, tuple[Tensor, Tensor]]
 
 
 class StockEngine:
-    """vLLM as it comes: its own LoRA kernels, an adapter from a folder, 16-bit norms. For comparison only."""
+    """vLLM as it comes: its own LoRA kernels, an adapter from a folder, 16-bit norms. For comparison only.
+
+    Above 512 sequences it has `VLLMEngine`'s sizes of CUDA graphs, for by itself it captures none there.
+    """
 
     def __init__(self, base: Path, spec: EngineSpec, adapter: Adapter, sequences: int, kv_gib: float) -> None:
         import_vllm()
@@ -33,6 +36,8 @@ class StockEngine:
         }
         save_file(tensors, folder / "adapter_model.safetensors")
         self._adapter = LoRARequest("policy", 1, str(folder))
+        graphs = compilation_config(sequences)
+        del graphs["inductor_compile_config"]
         with process_state_restored():
             self._llm = LLM(
                 model=str(base),
@@ -43,6 +48,7 @@ class StockEngine:
                 max_num_seqs=sequences,
                 enable_prefix_caching=False,
                 enforce_eager=spec.device.type == "cpu",
+                compilation_config=graphs or None,
                 logprobs_mode="processed_logprobs",
                 gpu_memory_utilization=0.01,
                 kv_cache_memory_bytes=int(kv_gib * 2**30),
