@@ -57,3 +57,16 @@ def test_16_bits_are_timed_on_weights_that_rotate_like_the_others():
     product = bench_tiles.references((64, 32, (0,)), bench_decode_gemm.TINY)["bf16"]
     x = torch.randn(3, 32).bfloat16()
     assert not torch.equal(product(None, x), product(None, x))
+
+
+def test_few_tiles_are_chosen_that_are_fast_for_every_weight(monkeypatch):
+    monkeypatch.setattr(bench_tiles, "TILES", {name: {"tokens": 64} for name in ("a", "b", "c")})
+    times = [
+        (64, {"a": 10.0, "b": 10.2, "c": 12.0}),  # a is the fastest, b within 3 %
+        (128, {"a": 15.0, "b": 13.0, "c": 12.9}),
+        (192, {"a": "wrong", "b": 20.0, "c": 25.0}),
+        (256, {"a": 30.0, "b": None, "c": 29.9}),  # only c and a
+    ]
+    rows = [{"rows": 128, "columns": 64, "tokens": tokens} | found for tokens, found in times]
+    assert bench_tiles.chosen(rows)["tiles"].keys() == {"b", "a"}
+    assert bench_tiles.chosen(rows)["weights"] == [[128, 64, [[64, "a"], [192, "b"], [256, "a"]]]]

@@ -30,12 +30,15 @@ def parser(description: str | None, stem: str, out_required: bool = True) -> arg
     return made
 
 
-def timed(fn: Callable[[], Any], device: str) -> Times:
-    """Seconds a call at the 20th, 50th and 80th percentile, the caches cold; on a CPU those of a single call."""
+def timed(fn: Callable[[], Any], device: str, ms: int = 100) -> Times:
+    """Seconds a call at the 20th, 50th and 80th percentile, the caches cold; on a CPU those of a single call.
+
+    A GPU repeats it for about `ms` milliseconds, after a quarter of them to warm up.
+    """
     if device == "cuda":
         import triton
 
-        p20, p50, p80 = triton.testing.do_bench(fn, warmup=25, rep=100, quantiles=QUANTILES)
+        p20, p50, p80 = triton.testing.do_bench(fn, warmup=ms // 4, rep=ms, quantiles=QUANTILES)
         return p20 / 1e3, p50 / 1e3, p80 / 1e3
     start = time.perf_counter()
     fn()
@@ -43,7 +46,7 @@ def timed(fn: Callable[[], Any], device: str) -> Times:
     return seconds, seconds, seconds
 
 
-def replayed(calls: Sequence[Callable[[], Any]], device: str) -> Times | None:
+def replayed(calls: Sequence[Callable[[], Any]], device: str, ms: int = 100) -> Times | None:
     """Seconds one of `calls` takes the GPU: they are captured in a CUDA graph, so the CPU launches them all at once.
 
     Their results stay alive during a round: with inputs and results of more than the caches hold, each call finds the
@@ -64,7 +67,7 @@ def replayed(calls: Sequence[Callable[[], Any]], device: str) -> Times | None:
     except RuntimeError as error:
         sys.stderr.write(f"a CUDA graph is left out: {error}\n")
         return None
-    low, middle, high = timed(graph.replay, device)
+    low, middle, high = timed(graph.replay, device, ms)
     each = rounds * len(calls)
     return low / each, middle / each, high / each
 

@@ -5,7 +5,8 @@ Shapes are a 7B model's, others by `--shapes 3b 14b 32b`.
 Every tile's product is compared with the plain one, on the shapes and numbers of tokens that are timed, by processes
 that compile for the timing: one that differs, or whose bits do not repeat, is not timed, and the tests of the products
 run first. Calls are in a CUDA graph on rotating weights, as in `bench_decode_gemm.py`; the adapter has rank 32 on every
-projection. Writes DIR/tiles.md and DIR/tiles.json after every row.
+projection. Writes DIR/tiles.md, DIR/tiles.json and DIR/decode_gemm_tiles.json after every row; the last is the file
+that the kernels choose by, kernels/qerl_kernels/decode_gemm_tiles.json.
 """
 
 import argparse
@@ -34,7 +35,7 @@ HIDDEN = {
     "14b": (5120, 13824, 40, 8),
     "32b": (5120, 27648, 40, 8),
 }
-REPEATS = 100
+REPEATS = 30
 """Of a product whose bits are compared, while other processes crowd the GPU."""
 WIDE = {"tokens": 128, "extra_tokens": 64, "k_tiles": 2}
 TWO, TMA = {"n_tiles": 2}, {"use_tma": True}
@@ -112,7 +113,9 @@ def check(layer: Shape, name: str, tokens: list[int], sizes: Sizes) -> list[tupl
         x = torch.randn(count, layer[1], device=sizes.device).bfloat16()
         try:
             y = product(linear, x, name)
-            repeats = all(torch.equal(y, product(linear, x, name)) for _ in range(REPEATS))
+            repeats = all(
+                torch.equal(y, product(linear, x, name)) for _ in range(REPEATS if sizes.device == "cuda" else 1)
+            )
         except (RuntimeError, TritonError, CompilationError) as error:  # a result too
             wrong.append((count, f"{type(error).__name__}: {str(error)[:80]}"))
             continue
@@ -170,17 +173,43 @@ def bench(shape: str, tokens: list[int], sizes: Sizes, out: Path, results: list[
             return
         x = torch.randn(count, layer[1], device=sizes.device).bfloat16()
         row: Row = {"shape": shape, "linear": f"{linear} {layer[0]}x{layer[1]}", "tokens": count}
+        row |= {"rows": layer[0], "columns": layer[1]}
         work = {name: functools.partial(product, name=name) for name in tiles_for(count)}
         for name, apply in {**work, **others[linear]}.items():
             if (linear, name, count) in wrong:
                 row[name] = "wrong"
                 continue
-            times = replayed([functools.partial(apply, copy, x) for copy in rotating[linear]], sizes.device)
+            times = replayed([functools.partial(apply, copy, x) for copy in rotating[linear]], sizes.device, ms=40)
             row[name] = times and times[1] * 1e6
         best = min(((row[name], name) for name in work if isinstance(row[name], float)), default=(math.nan, "none"))
         row["best"] = f"{best[1]}: {best[0]:.1f}"
         results.append(row)
         write(out, results, wrong)
+
+
+def chosen(results: list[Row], within: float = 0.03) -> dict[str, Any]:
+    """The content of decode_gemm_tiles.json: few tiles, of which each weight and number of tokens has a fast one.
+
+    Every tile is a kernel to compile at an engine's start, so tiles are taken one by one, always that which is within
+    `within` of the fastest for most of the weights and numbers of tokens that have none yet.
+    """
+    cases = [(row, {name: row[name] for name in TILES if isinstance(row.get(name), float)}) for row in results]
+    cases = sorted(((row, times) for row, times in cases if times), key=lambda case: case[0]["tokens"])
+    fast = [{name for name, time in times.items() if time <= (1 + within) * min(times.values())} for _, times in cases]
+    taken: list[str] = []
+    while left := [names for names in fast if not names.intersection(taken)]:
+        taken.append(max(TILES, key=lambda name: sum(name in names for names in left)))
+    weights: dict[tuple[int, int], list[list[Any]]] = {}
+    for row, times in cases:
+        fastest = min((name for name in taken if name in times), key=times.__getitem__)
+        tiles = weights.setdefault((row["rows"], row["columns"]), [])
+        if tiles and tiles[-1][1] == fastest:
+            tiles.pop()
+        tiles.append([row["tokens"], fastest])
+    return {
+        "tiles": {name: TILES[name] for name in taken},
+        "weights": [[*key, tiles] for key, tiles in weights.items()],
+    }
 
 
 def write(out: Path, results: list[Row], wrong: dict[tuple[str, str, int], str]) -> None:
@@ -202,13 +231,14 @@ def write(out: Path, results: list[Row], wrong: dict[tuple[str, str, int], str])
     (out / "tiles.md").write_text("\n\n".join(text) + "\n")
     held = {"environment": where, "rows": results, "wrong": [[*key, reason] for key, reason in wrong.items()]}
     (out / "tiles.json").write_text(json.dumps(held, indent=1) + "\n")
+    (out / "decode_gemm_tiles.json").write_text(json.dumps({"measured": where} | chosen(results)) + "\n")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--shapes", nargs="+", choices=HIDDEN, default=["7b"])
-    parser.add_argument("--tokens", type=int, nargs="+", default=[64, 192, 128, 32, 256])
+    parser.add_argument("--tokens", type=int, nargs="+", default=[64, 96, 128, 160, 192, 256, 384, 512, 768, 1024])
     parser.add_argument("--tiles", nargs="+", choices=TILES, default=list(TILES))
     parser.add_argument("--seconds", type=float, default=280, help="of a shape")
     parser.add_argument("--no-tests", action="store_true")

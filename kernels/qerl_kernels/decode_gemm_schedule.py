@@ -5,7 +5,9 @@ After Osama et al., "Stream-K: work-centric parallel decomposition for dense mat
 """
 
 import functools
-from math import ceil
+import json
+from importlib.resources import files
+from math import ceil, log
 from typing import NamedTuple
 
 RANKS, SHRINK_COLUMNS = 32, 128
@@ -94,16 +96,40 @@ class Schedule(NamedTuple):
         return iteration // (self.iterations + 1) if rest < 0 else self.big_ctas + rest // self.iterations
 
 
+class _Measured(NamedTuple):
+    """What `benchmarks/kernels/bench_tiles.py` chose for a weight."""
+
+    rows: int
+    columns: int
+    tiles: tuple[tuple[int, Tile], ...]
+    """The largest number of tokens of each, in rising order."""
+
+    def apart(self, rows: int, columns: int) -> float:
+        """How unlike a weight's shape is: the sum of the two ratios' logarithms."""
+        return abs(log(self.rows / rows)) + abs(log(self.columns / columns))
+
+
+@functools.cache
+def _measured() -> tuple[_Measured, ...]:
+    held = json.loads(files(__package__).joinpath("decode_gemm_tiles.json").read_text())
+    tiles = {name: Tile(**tile) for name, tile in held["tiles"].items()}
+    return tuple(
+        _Measured(rows, columns, tuple((tokens, tiles[name]) for tokens, name in fastest))
+        for rows, columns, fastest in held["weights"]
+    )
+
+
+@functools.cache
 def best_tile(tokens: int, rows: int, columns: int) -> Tile:
-    """The fastest tile on an H200 for M tokens, up to 1024, N rows and K columns of a 7B model's layers."""
+    """The tile for M tokens, N rows and K columns: that of the most similar weight in decode_gemm_tiles.json.
+
+    The file has the fastest tiles on an H200 for the layers of Qwen2.5's 3B, 7B, 14B and 32B models.
+    """
     if tokens <= 32:
         return Tile(max(8, 2 ** (tokens - 1).bit_length() if tokens else 8))
-    if tokens <= 64 or (tokens <= 192 and max(rows, columns) <= 8192):
-        k_tiles, stages = (8, 3) if columns % 128 == 0 else (4, 4)
-        return Tile(64, n_tiles=2, k_tiles=k_tiles, stages=stages, ctas_per_sm=3, use_tma=True)
-    if 128 < tokens <= 192:
-        return Tile(128, 64, n_tiles=2, k_tiles=2, data_parallel=True, use_tma=True)
-    return Tile(128, n_tiles=2, data_parallel=tokens > 192, use_tma=True)
+    measured = min(_measured(), key=lambda one: one.apart(rows, columns)).tiles
+    tile = next((tile for most, tile in measured if tokens <= most), measured[-1][1])
+    return tile if columns % tile.columns == 0 else tile._replace(k_tiles=4)
 
 
 @functools.cache
