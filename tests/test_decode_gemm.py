@@ -38,7 +38,9 @@ TILES = [
     Tile(128, 64, n_tiles=2, k_tiles=2, data_parallel=True, use_tma=True),
     Tile(64, 32, warps=8, ctas_per_sm=1, data_parallel=True, use_tma=True),
     Tile(128, warps=8, ctas_per_sm=1, data_parallel=True, use_tma=True),
+    Tile(128, 64, warps=8, ctas_per_sm=1, data_parallel=True, use_tma=True),
     Tile(256, n_tiles=2, warps=8, ctas_per_sm=1, data_parallel=True, use_tma=True),
+    Tile(64, n_tiles=8, warps=8, ctas_per_sm=1, data_parallel=True, use_tma=True),
 ]
 CASES = [(SHAPES[0], 2), (SHAPES[2], 9), *((SHAPES[1], tokens) for tokens in (1, 3, 8, 17, 64, 100))]
 REAL = {"qkv": (4608, 3584, (0, 3584, 4096)), "o": (3584, 3584, (0,)), "gate_up": (37888, 3584, (0, 18944))}
