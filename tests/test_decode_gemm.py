@@ -12,6 +12,7 @@ from qerl_kernels import (
     MarlinTensor,
     decode_gemm_linear,
     decode_gemm_linear_reference,
+    decode_gemm_schedule,
     decode_gemm_supported,
     marlin,
     quantize_mxfp4,
@@ -154,6 +155,21 @@ def test_a_tile_of_any_form_gives_the_same_product(tile):
     actual = triton_decode_gemm.decode_gemm_linear(x, weight, bias, a, b, (0,), tile)
     expected = plain(x, weight, bias, a, b)
     assert (actual - expected).float().norm() <= 4e-3 * expected.float().norm()
+
+
+def test_the_tile_is_that_of_the_most_similar_weight_and_number_of_tokens(monkeypatch):
+    small, wide = Tile(64, k_tiles=8, use_tma=True), Tile(128, use_tma=True)
+    measured = [
+        decode_gemm_schedule._Measured(1024, 1024, ((128, small), (256, wide))),
+        decode_gemm_schedule._Measured(8192, 1024, ((64, small), (512, wide))),
+    ]
+    monkeypatch.setattr(decode_gemm_schedule, "_measured", lambda: measured)
+    best_tile = decode_gemm_schedule.best_tile.__wrapped__  # without its cache
+    assert best_tile(100, 1536, 1024) == best_tile(128, 1536, 1024) == small and best_tile(129, 1536, 1024) == wide
+    assert best_tile(100, 4096, 1024) == wide  # nearer to 8192 than to 1024, by the ratio
+    assert best_tile(5000, 1024, 1024) == wide  # beyond what was measured
+    assert best_tile(64, 1024, 1088) == small._replace(k_tiles=4)  # 128 columns do not divide 1088
+    assert best_tile(9, 1024, 1024) == Tile(16)
 
 
 ONE_CTA_PER_SM = Tile(
