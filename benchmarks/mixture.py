@@ -30,7 +30,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import decode_profile
+import kernel_profile
 import random_model
 import report
 import torch
@@ -255,7 +255,7 @@ def rollout(engine: RolloutEngine | StockEngine, args: argparse.Namespace) -> li
         rows.append({"sequences": count, "tokens_per_s": max(speeds), "all": speeds, "used_gib": used_gib(device)})
         print(rows[-1], flush=True)
         if args.profile and device.type == "cuda":
-            rows[-1]["profile"] = decode_profile.of_a_step(engine, requests, args.tokens)
+            rows[-1]["profile"] = kernel_profile.of_a_step(engine, requests, args.tokens)
     return rows
 
 
@@ -300,7 +300,7 @@ def write(found: dict[str, Any], args: argparse.Namespace) -> None:
             for row in rows:
                 if "profile" in row:
                     tables += [f"{base}, {row['sequences']} sequences, by the profiler"]
-                    tables += decode_profile.tables(row["profile"])
+                    tables += kernel_profile.tables(row["profile"])
     about = {name: value for name, value in found.items() if name not in PARTS}
     tables.append(", ".join(f"{name}: {value}" for name, value in about.items()))
     settings = {name: str(value) for name, value in vars(args).items() if name not in ("base", "out")}

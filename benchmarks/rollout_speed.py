@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-import decode_profile
+import kernel_profile
 import report
 import torch
 from engine_h200 import RANK, TARGETS, decode_sweep, measure_speed, prompts_of, random_policy, used_gib
@@ -94,7 +94,7 @@ def run_part(part: str, args: argparse.Namespace) -> None:
         result["profile"] = {}
         for batch in args.batches:
             requests = prompts_of(batch, args.prompt, SHAPES[args.shape][-1])
-            result["profile"][batch] = decode_profile.of_a_step(engine, requests, args.tokens)
+            result["profile"][batch] = kernel_profile.of_a_step(engine, requests, args.tokens)
     partial = args.folder / f"{part}.json.partial"
     partial.write_text(json.dumps(result))
     partial.rename(args.folder / f"{part}.json")
@@ -135,7 +135,7 @@ def tables(parts: dict[str, Any]) -> str:
     for part, one in parts.items():
         for batch, profile in one.get("profile", {}).items():
             text.append(f"{PARTS[part][0]}, rank {PARTS[part][1]}, batch {batch}, by the profiler")
-            text += decode_profile.tables(profile)
+            text += kernel_profile.tables(profile)
     return "\n\n".join(text)
 
 

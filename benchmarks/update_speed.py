@@ -13,6 +13,7 @@ Gradients repeat bit for bit, as in a run; "free" is NVFP4 without that.
 
 import argparse
 import gc
+import itertools
 import os
 import statistics
 import time
@@ -20,6 +21,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import kernel_profile
 import random_model
 import report
 import torch
@@ -67,9 +69,18 @@ def load(way: str, base: Path, device: torch.device, rank: int) -> Policy:
 
 
 def measure(
-    policy: Policy, tokens: int, length: int, vocabulary: int, repeats: int, repeatable: bool = True
-) -> dict[str, float]:
-    """Median seconds of an update on `tokens` packed tokens, after one that is not counted, and the peak of memory."""
+    policy: Policy,
+    tokens: int,
+    length: int,
+    vocabulary: int,
+    repeats: int,
+    repeatable: bool = True,
+    profile: bool = False,
+) -> dict[str, Any]:
+    """Median seconds of an update on `tokens` packed tokens, after one that is not counted, and the peak of memory.
+
+    With `profile` also the kernels of one more update, by kind.
+    """
     device = next(policy.parameters()).device
     length = min(length, tokens)
     shape = (tokens // length, length)
@@ -84,30 +95,38 @@ def measure(
     seconds: list[float] = []
     losses: list[float] = []
     norms: list[float] = []
-    for _ in range(repeats + 1):
-        if on_gpu:
-            torch.cuda.synchronize()
-        start = time.perf_counter()
+
+    def update() -> Tensor:
         optimizer.zero_grad()
         with deterministic() if repeatable else nullcontext():
             logprobs, _ = policy.token_logprobs(ids, lengths, mask, 1.0)
-            loss = -logprobs.sum() / mask.sum()
+            loss: Tensor = -logprobs.sum() / mask.sum()
             loss.backward()
             optimizer.step()
         if on_gpu:
             torch.cuda.synchronize()
+        return loss
+
+    for _ in range(repeats + 1):
+        if on_gpu:
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        loss = update()
         seconds.append(time.perf_counter() - start)
         losses.append(loss.item())
         norms.append(torch.nn.utils.get_total_norm(p.grad for p in policy.parameters() if p.grad is not None).item())
+    peak = torch.cuda.max_memory_allocated() / GIB if on_gpu else 0.0
+    profiled = {"profile": kernel_profile.of_an_update(update)} if profile else {}
     optimizer.zero_grad()
     median = statistics.median(seconds[1:])
     return {
         "seconds": median,
         "spread": (max(seconds[1:]) - min(seconds[1:])) / median,
         "tokens_per_s": ids.numel() / median,
-        "peak_gib": torch.cuda.max_memory_allocated() / GIB if on_gpu else 0.0,
+        "peak_gib": peak,
         "loss": losses[0],
         "grad_norm": norms[0],
+        **profiled,
     }
 
 
@@ -120,7 +139,7 @@ def check(ours: dict[str, float], eager: dict[str, float]) -> None:
             )
 
 
-def run_way(way: str, args: argparse.Namespace) -> dict[int, dict[str, float]]:
+def run_way(way: str, args: argparse.Namespace) -> dict[int, dict[str, Any]]:
     """Figures of one way by number of tokens, but for those that do not fit; its memory is free again afterwards."""
     device = torch.device(args.device)
     nvfp4 = way != "bf16"
@@ -132,7 +151,7 @@ def run_way(way: str, args: argparse.Namespace) -> dict[int, dict[str, float]]:
     found = {}
     for count in args.tokens:
         try:
-            found[count] = measure(policy, count, args.length, vocabulary, args.repeats, way != "free")
+            found[count] = measure(policy, count, args.length, vocabulary, args.repeats, way != "free", args.profile)
         except torch.OutOfMemoryError:
             policy.zero_grad()
             gc.collect()
@@ -153,19 +172,20 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=1024, help="tokens of a sequence")
     parser.add_argument("--rank", type=int, default=32)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--profile", action="store_true", help="also a table of an update by kind of kernel")
     parser.add_argument("--base", type=Path, default=Path("/dev/shm/qerl-shapes"), help="keeps the models")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # as the command line does
     if args.device == "cuda":
         select_backend("triton")
-    found: dict[str, dict[int, dict[str, float]]] = {}
+    found: dict[str, dict[int, dict[str, Any]]] = {}
     for way in args.parts:
         found[way] = run_way(way, args)
         write(found, args)
 
 
-def write(found: dict[str, dict[int, dict[str, float]]], args: argparse.Namespace) -> None:
+def write(found: dict[str, dict[int, dict[str, Any]]], args: argparse.Namespace) -> None:
     """Check and write what has been measured so far."""
     rows: list[list[Any]] = []
     for count in args.tokens:
@@ -186,7 +206,11 @@ def write(found: dict[str, dict[int, dict[str, float]]], args: argparse.Namespac
             rows.append([*row, *over, f"{one['peak_gib']:.1f}"])
     headers = ["base", "tokens", "s an update", "spread %", "tokens/s", "over bf16", "over nvfp4", "peak GiB"]
     settings = {name: str(value) for name, value in vars(args).items() if name not in ("base", "out")}
-    report.write(args.out, "update_speed", report.markdown(headers, rows), {"settings": settings, "found": found})
+    text = [report.markdown(headers, rows)]
+    for way, count in itertools.product(found, args.tokens):
+        if profile := found[way].get(count, {}).get("profile"):
+            text += [f"{way}, {count} tokens, by the profiler", *kernel_profile.tables(profile, "an update")]
+    report.write(args.out, "update_speed", "\n\n".join(text), {"settings": settings, "found": found})
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ def _one_plus_exp_minus(x, ON_GPU: tl.constexpr):
 
 
 @triton.jit
-def _product_kernel(gate, up, out, size, width, stride, ON_GPU: tl.constexpr, BLOCK: tl.constexpr):
+def _gated_product_kernel(gate, up, out, size, width, stride, ON_GPU: tl.constexpr, BLOCK: tl.constexpr):
     """A row of gates and ups, `stride` elements after the last; rows of the result have no gaps."""
     row, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     at, source = row * width + column, row * stride + column
@@ -38,7 +38,7 @@ def _product_kernel(gate, up, out, size, width, stride, ON_GPU: tl.constexpr, BL
 
 
 @triton.jit
-def _gradient_kernel(
+def _gated_product_backward_kernel(
     grad, gate, up, grad_gate, grad_up, size, width, stride, ON_GPU: tl.constexpr, BLOCK: tl.constexpr
 ):
     row, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
@@ -57,7 +57,7 @@ def _gradient_kernel(
     tl.store(grad_gate + at, (of_activated * sigmoid * slope).to(kind), mask=inside)
 
 
-_product, _gradient = Direct(_product_kernel), Direct(_gradient_kernel)
+_product, _gradient = Direct(_gated_product_kernel), Direct(_gated_product_backward_kernel)
 
 
 def _launch(kernel: Direct, gate: Tensor, up: Tensor, outputs: tuple[Tensor, ...], *grad: Tensor) -> None:

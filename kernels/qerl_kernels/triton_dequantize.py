@@ -43,7 +43,7 @@ def _unit(byte, MX: tl.constexpr, MARLIN: tl.constexpr):
 
 
 @triton.jit
-def _rows_kernel(words, scales, out, total, MX: tl.constexpr, BLOCK: tl.constexpr):
+def _dequantize_rows_kernel(words, scales, out, total, MX: tl.constexpr, BLOCK: tl.constexpr):
     """out[8i:8i+8] from words[i], flat: rows divide into blocks, so neither words nor scales straddle them."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = i < total
@@ -58,7 +58,7 @@ def _rows_kernel(words, scales, out, total, MX: tl.constexpr, BLOCK: tl.constexp
 
 
 @triton.jit
-def _marlin_kernel(
+def _dequantize_marlin_kernel(
     words, scales, out, k_tiles, stride_words, stride_scales, stride_out, MX: tl.constexpr, TILES: tl.constexpr
 ):
     """A tile of 64 output by 16 * TILES input features: a row of 128 words is 64 x 16 weights.
@@ -87,14 +87,14 @@ def _marlin_kernel(
 
 # Large matrices want much work per CTA, small ones many CTAs: these fill an H200's 132 SMs evenly.
 _rows = Tuned(
-    _rows_kernel,
+    _dequantize_rows_kernel,
     [
         ({"BLOCK": block}, warps)
         for block, warps in ((1024, 4), (512, 4), (2048, 4), (2048, 8), (512, 2), (256, 2), (256, 1))
     ],
 )
 _marlin = Tuned(
-    _marlin_kernel,
+    _dequantize_marlin_kernel,
     # Not two tiles on one warp: Triton 3.6 compiles that to wrong MXFP4 values on sm_90.
     [({"TILES": tiles}, warps) for tiles, warps in ((2, 2), (4, 4), (4, 2), (8, 4), (4, 8), (8, 8), (2, 4))],
 )

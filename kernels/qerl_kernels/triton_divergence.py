@@ -11,7 +11,7 @@ WARPS = 8
 
 
 @triton.jit
-def _statistics_kernel(
+def _divergence_kernel(
     policy, teacher, kl, lse, teacher_lse, temperature, vocabulary: tl.constexpr, BLOCK: tl.constexpr
 ):
     row = tl.program_id(0)
@@ -47,7 +47,7 @@ def _statistics_kernel(
 
 
 @triton.jit
-def _gradient_kernel(
+def _divergence_backward_kernel(
     policy, teacher, kl, lse, teacher_lse, factor, temperature, vocabulary: tl.constexpr, BLOCK: tl.constexpr
 ):
     row = tl.program_id(0)
@@ -66,7 +66,7 @@ def statistics(policy: Tensor, teacher: Tensor, temperature: float) -> tuple[Ten
     """KL(policy || teacher) of each row of logits [M, V], and the logs of both partition functions."""
     kl, lse, teacher_lse = (policy.new_empty(len(policy), dtype=torch.float32) for _ in range(3))
     outputs = (kl, lse, teacher_lse)
-    _statistics_kernel[(len(policy),)](
+    _divergence_kernel[(len(policy),)](
         policy, teacher, *outputs, temperature, policy.shape[1], BLOCK=BLOCK, num_warps=WARPS
     )
     return outputs
@@ -79,5 +79,7 @@ def gradient_(
     # The gradient of a sum has stride 0.
     rows = [tensor.contiguous() for tensor in (kl, lse, teacher_lse, factor)]
     grid = (len(policy), triton.cdiv(policy.shape[1], BLOCK))
-    _gradient_kernel[grid](policy, teacher, *rows, temperature, policy.shape[1], BLOCK=BLOCK, num_warps=WARPS)
+    _divergence_backward_kernel[grid](
+        policy, teacher, *rows, temperature, policy.shape[1], BLOCK=BLOCK, num_warps=WARPS
+    )
     return policy

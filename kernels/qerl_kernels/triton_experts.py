@@ -14,7 +14,7 @@ WARPS = 4
 
 
 @triton.jit
-def _sum_kernel(
+def _expert_sum_kernel(
     rows,
     factors,
     indices,
@@ -41,7 +41,7 @@ def _sum_kernel(
 
 
 @triton.jit
-def _scale_kernel(rows, factors, others, products, size, ON_GPU: tl.constexpr, BLOCK: tl.constexpr):
+def _expert_scale_kernel(rows, factors, others, products, size, ON_GPU: tl.constexpr, BLOCK: tl.constexpr):
     """A row's product with the other row, and the row times its factor in its place."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
@@ -54,7 +54,9 @@ def _scale_kernel(rows, factors, others, products, size, ON_GPU: tl.constexpr, B
 
 
 @triton.jit
-def _scale_into_kernel(rows, factors, out, elements, size: tl.constexpr, ON_GPU: tl.constexpr, BLOCK: tl.constexpr):
+def _expert_scale_into_kernel(
+    rows, factors, out, elements, size: tl.constexpr, ON_GPU: tl.constexpr, BLOCK: tl.constexpr
+):
     element = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = element < elements
     value = tl.load(rows + element, mask=inside, other=0.0).to(tl.float32)
@@ -62,7 +64,7 @@ def _scale_into_kernel(rows, factors, out, elements, size: tl.constexpr, ON_GPU:
     tl.store(out + element, rounded(value, out.dtype.element_ty, ON_GPU), mask=inside)
 
 
-_sum, _scale, _scale_into = Direct(_sum_kernel), Direct(_scale_kernel), Direct(_scale_into_kernel)
+_sum, _scale, _scale_into = Direct(_expert_sum_kernel), Direct(_expert_scale_kernel), Direct(_expert_scale_into_kernel)
 
 
 def sum_indexed_rows(rows: Tensor, factors: Tensor | None, indices: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ WARPS = 8
 
 
 @triton.jit
-def _stats_kernel(logits, targets, logprob, lse, entropy, temperature, vocabulary: tl.constexpr, BLOCK: tl.constexpr):
+def _logprob_kernel(logits, targets, logprob, lse, entropy, temperature, vocabulary: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0)
     base = logits + row.to(tl.int64) * vocabulary
     top = tl.full((), float("-inf"), tl.float32)
@@ -35,7 +35,7 @@ def _stats_kernel(logits, targets, logprob, lse, entropy, temperature, vocabular
 
 
 @triton.jit
-def _gradient_kernel(
+def _logprob_backward_kernel(
     logits,
     targets,
     lse,
@@ -63,7 +63,7 @@ def statistics(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Ten
     """Log-probability of the targets, log of the partition function and entropy of each row of logits [M, V]."""
     logprob, lse, entropy = (logits.new_empty(len(logits), dtype=torch.float32) for _ in range(3))
     outputs = (logprob, lse, entropy)
-    _stats_kernel[(len(logits),)](
+    _logprob_kernel[(len(logits),)](
         logits, targets.contiguous(), *outputs, temperature, logits.shape[1], BLOCK=BLOCK, num_warps=WARPS
     )
     return outputs
@@ -77,5 +77,5 @@ def gradient_(
     # The gradient of a sum has stride 0.
     rows = [tensor.contiguous() for tensor in (targets, lse, entropy, grad_logprob, grad_entropy)]
     grid = (len(logits), triton.cdiv(logits.shape[1], BLOCK))
-    _gradient_kernel[grid](logits, *rows, temperature, logits.shape[1], BLOCK=BLOCK, num_warps=WARPS)
+    _logprob_backward_kernel[grid](logits, *rows, temperature, logits.shape[1], BLOCK=BLOCK, num_warps=WARPS)
     return logits

@@ -13,7 +13,7 @@ from qerl_kernels.triton_marlin_tile import rounded
 
 
 @triton.jit
-def _scaled_kernel(
+def _rms_norm_kernel(
     x,
     weight,
     out,
@@ -41,7 +41,7 @@ def _scaled_kernel(
 
 
 @triton.jit
-def _gradient_kernel(
+def _rms_norm_backward_kernel(
     grad,
     x,
     weight,
@@ -70,8 +70,8 @@ def _gradient_kernel(
 
 
 # Each product rounds to float32, as PyTorch's single operations do.
-_scaled = Direct(_scaled_kernel, enable_fp_fusion=False)
-_gradient = Direct(_gradient_kernel, enable_fp_fusion=False)
+_scaled = Direct(_rms_norm_kernel, enable_fp_fusion=False)
+_gradient = Direct(_rms_norm_backward_kernel, enable_fp_fusion=False)
 
 
 @functools.cache

@@ -24,7 +24,7 @@ def _e4m3(x):
 
 
 @triton.jit
-def _nvfp4_kernel(weight, global_scale, packed, scales, total, BLOCKS: tl.constexpr):
+def _quantize_nvfp4_kernel(weight, global_scale, packed, scales, total, BLOCKS: tl.constexpr):
     """BLOCKS blocks of 16 weights, flat."""
     block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
     inside = block < total
@@ -56,5 +56,5 @@ def quantize_nvfp4(weight: Tensor, global_scale: Tensor) -> NVFP4Tensor:
     scale = weight.new_empty((rows, columns // BLOCK), dtype=torch.uint8)
     gs = global_scale.float().reshape(1)
     total = scale.numel()
-    _nvfp4_kernel[(triton.cdiv(total, 128),)](weight, gs, packed, scale, total, BLOCKS=128, num_warps=4)
+    _quantize_nvfp4_kernel[(triton.cdiv(total, 128),)](weight, gs, packed, scale, total, BLOCKS=128, num_warps=4)
     return NVFP4Tensor(packed, scale.view(torch.float8_e4m3fn), gs)

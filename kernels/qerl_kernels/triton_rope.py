@@ -39,7 +39,7 @@ def _turn(
 
 
 @triton.jit
-def _kernel(
+def _rope_kernel(
     query, key, cos, sin, out_query, out_key, HEADS: tl.constexpr, KEYS: tl.constexpr, HALF: tl.constexpr,
     PADDED_HEADS: tl.constexpr, PADDED_KEYS: tl.constexpr, BLOCK: tl.constexpr, BACK: tl.constexpr,
     ON_GPU: tl.constexpr,
@@ -63,7 +63,7 @@ def _kernel(
 
 
 # No fused multiply-add: each product rounds.
-_direct = Direct(_kernel, enable_fp_fusion=False)
+_direct = Direct(_rope_kernel, enable_fp_fusion=False)
 
 
 def _launch(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, back: bool) -> tuple[Tensor, Tensor]:
