@@ -41,7 +41,6 @@ from qerl_kernels import ExpertBiases, mixture_of_experts, select_backend
 from qerl_kernels import experts as kernels
 from stock_engine import StockEngine
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 from toy_mixture import toy_mixture
 from transformers import AutoConfig
 from update_speed import measure
@@ -227,15 +226,9 @@ def update(policy: Policy, args: argparse.Namespace) -> list[dict[str, Any]]:
     vocabulary = random_model.MIXTURES[args.shape][-1]
     rows = []
     for tokens in args.update:
-        found = measure(policy, tokens, 512, vocabulary, 2)
+        found = measure(policy, tokens, 512, vocabulary, 2, profile=args.profile)
         rows.append({"tokens": tokens, "used_gib": used_gib(torch.device(args.device)), **found})
-        print(rows[-1], flush=True)
-    if args.profile:
-        activity = ProfilerActivity.CUDA if args.device == "cuda" else ProfilerActivity.CPU
-        with profile(activities=[activity]) as measured:
-            measure(policy, args.update[-1], 512, vocabulary, 1)
-        key = f"self_{args.device}_time_total"
-        print(measured.key_averages().table(sort_by=key, row_limit=30, max_name_column_width=80), flush=True)
+        print({name: value for name, value in rows[-1].items() if name != "profile"}, flush=True)
     return rows
 
 
@@ -287,6 +280,10 @@ def write(found: dict[str, Any], args: argparse.Namespace) -> None:
         names = ("tokens", "seconds", "tokens_per_s", "peak_gib", "used_gib")
         cells = [[f"{row[name]:.4g}" for name in names] for row in rows]
         tables.append(report.markdown(["tokens", "s an update", "tokens/s", "peak GiB", "GPU's GiB"], cells))
+        for row in rows:
+            if "profile" in row:
+                tables.append(f"Update of {row['tokens']} tokens, by the profiler")
+                tables += kernel_profile.tables(row["profile"], "an update")
     four_bits = "experts in MXFP4" if args.shape in random_model.GPT_OSS else "NVFP4"
     plain = {row["sequences"]: row["tokens_per_s"] for row in found.get("stock", [])}
     for part, base in (("rollout", four_bits), ("stock", "BF16, plain vLLM")):
