@@ -59,18 +59,19 @@ def test_by_hand():
 def test_values_and_gradients_are_those_of_plain_pytorch(shape, dtype, weight_dtype):
     given = inputs(shape, dtype, weight_dtype)
     assert type(rms_norm(*given[:2], EPS).grad_fn).__name__ == "_FrozenRMSNormBackward"
-    for one, plain, size in zip(both(rms_norm, *given), both(plain_rms_norm, *given), sizes(*given), strict=True):
+    # One step of 8 bits, and only where the float32 numbers have a rounding boundary between them. A 16-bit scale
+    # multiplies what is rounded already: a second step on top of the first. What the gradient sums up is rounded, too.
+    roundings = 1 if weight_dtype == torch.float32 else 2
+    bounds = (roundings * 2**-7, CLOSE), (2**-7, CLOSE if roundings == 1 else 2**-8)
+    found, expected = both(rms_norm, *given), both(plain_rms_norm, *given)
+    for one, plain, size, (of_plain, of_size) in zip(found, expected, sizes(*given), bounds, strict=True):
         assert one.dtype == dtype and one.shape == shape
         apart = (one.double() - plain.double()).abs()
         if dtype == torch.float32:
             assert (apart <= CLOSE * size).all()
             continue
-        # One step of 8 bits for each rounding, and only where the float32 numbers have a rounding boundary between
-        # them. A 16-bit scale multiplies what is rounded already, so that the second step is on top of the first. The
-        # gradient's first rounding is of what is summed up.
-        steps = 1 if weight_dtype == torch.float32 else 2
-        assert (apart <= steps * 2**-7 * plain.double().abs() + (CLOSE if steps == 1 else 2**-8) * size).all()
-        assert (one != plain).sum().item() <= 1 + steps * one.numel() / 1024
+        assert (apart <= of_plain * plain.double().abs() + of_size * size).all()
+        assert (one != plain).sum().item() <= 1 + roundings * one.numel() / 1024
 
 
 @pytest.mark.parametrize("dtype, weight_dtype", DTYPES)
