@@ -13,6 +13,14 @@ from qerl_kernels.triton_marlin_tile import rounded
 
 
 @triton.jit
+def _tile(rows, columns: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """A CTA's rows [ROWS, 1] and columns [1, BLOCK], and which of its elements exist."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    k = tl.arange(0, BLOCK)[None, :]
+    return row, k, (row < rows) & (k < columns)
+
+
+@triton.jit
 def _rms_norm_kernel(
     x,
     weight,
@@ -26,9 +34,7 @@ def _rms_norm_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
-    k = tl.arange(0, BLOCK)[None, :]
-    inside = (row < rows) & (k < columns)
+    row, k, inside = _tile(rows, columns, ROWS, BLOCK)
     value = tl.load(x + row * columns + k, mask=inside, other=0.0).to(tl.float32)
     mean = tl.div_rn(tl.sum(value * value, 1)[:, None], columns * 1.0)
     unit = tl.div_rn(1.0, tl.sqrt_rn(mean + eps))
@@ -54,9 +60,7 @@ def _rms_norm_backward_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
-    k = tl.arange(0, BLOCK)[None, :]
-    inside = (row < rows) & (k < columns)
+    row, k, inside = _tile(rows, columns, ROWS, BLOCK)
     inner = tl.load(grad + row * columns + k, mask=inside, other=0.0).to(tl.float32)
     inner *= tl.load(weight + k, mask=k < columns, other=0.0).to(tl.float32)
     if ROUNDS_FIRST:
