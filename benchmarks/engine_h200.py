@@ -9,6 +9,7 @@ stock` runs the script on the CPU build.
 """
 
 import argparse
+import functools
 import json
 import statistics
 import subprocess
@@ -81,17 +82,20 @@ def prompts_of(count: int, length: int, vocabulary: int) -> list[RolloutRequest]
     return [RolloutRequest(tuple(row), (index,)) for index, row in enumerate(ids.tolist())]
 
 
+def sampling_seconds(
+    engine: VLLMEngine | StockEngine, device: torch.device, requests: list[RolloutRequest], tokens: int
+) -> float:
+    """Seconds that the engine takes to sample completions of so many tokens."""
+    return timed(device, lambda: engine.generate(requests, SamplingConfig(max_tokens=tokens)))
+
+
 def measure_speed(engine: VLLMEngine | StockEngine, args: argparse.Namespace) -> list[dict[str, Any]]:
     """Tokens a second of whole rollouts and of decoding alone, medians and extremes of several runs."""
     device, vocabulary = torch.device(args.device), SHAPES[args.shape][-1]
     engine.generate(prompts_of(args.batches[0], args.prompt, vocabulary), SamplingConfig(max_tokens=8))  # warm up
     rows = []
     for batch in args.batches:
-        requests = prompts_of(batch, args.prompt, vocabulary)
-
-        def run(tokens: int, requests: list[RolloutRequest] = requests) -> float:
-            return timed(device, lambda: engine.generate(requests, SamplingConfig(max_tokens=tokens)))
-
+        run = functools.partial(sampling_seconds, engine, device, prompts_of(batch, args.prompt, vocabulary))
         run(1)
         prefill = run(1)  # once: of wide batches it takes as long as the rollout's other half
         whole = sorted(run(args.tokens) for _ in range(args.repeats))
@@ -113,11 +117,7 @@ def decode_sweep(engine: VLLMEngine | StockEngine, most: int, args: argparse.Nam
     """Milliseconds of a decode step of every 32nd number of sequences up to `most`, after prompts of 16 tokens."""
     device, rows = torch.device(args.device), []
     for sequences in range(32, most + 1, 32):
-        requests = prompts_of(sequences, 16, SHAPES[args.shape][-1])
-
-        def run(tokens: int, requests: list[RolloutRequest] = requests) -> float:
-            return timed(device, lambda: engine.generate(requests, SamplingConfig(max_tokens=tokens)))
-
+        run = functools.partial(sampling_seconds, engine, device, prompts_of(sequences, 16, SHAPES[args.shape][-1]))
         run(1)
         prefill = run(1)
         rows.append([sequences, 1e3 * (run(tokens) - prefill) / (tokens - 1)])

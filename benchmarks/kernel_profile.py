@@ -94,11 +94,12 @@ def _gathered(each: Mapping[str, tuple[float, float]], patterns: Mapping[str, st
     return {"kinds": kinds, "largest": [(name[:120], time, calls) for name, (time, calls) in largest]}
 
 
-def tables(profile: dict[str, Any], unit: str = "a step") -> list[str]:
-    """`of_a_step` or `of_an_update` as Markdown: by kind, then the largest kernels."""
+def tables(title: str, profile: dict[str, Any], unit: str = "a step") -> list[str]:
+    """`of_a_step` or `of_an_update` as Markdown: a title, kernels by kind, and the largest ones."""
     kinds = sorted(profile["kinds"].items(), key=lambda kind: -kind[1][0])
     rows = [[kind, f"{time:.3f}", f"{calls:.1f}"] for kind, (time, calls) in kinds]
     rows.append(["all", f"{sum(time for _, (time, _) in kinds):.3f}", ""])
     largest = [[name, f"{time:.3f}", f"{calls:.1f}"] for name, time, calls in profile["largest"]]
     headers = [f"ms {unit}", "calls"]
-    return [report.markdown(["kernels", *headers], rows), report.markdown(["kernel", *headers], largest)]
+    by_kind, by_kernel = report.markdown(["kernels", *headers], rows), report.markdown(["kernel", *headers], largest)
+    return [f"{title}, by the profiler", by_kind, by_kernel]

@@ -282,8 +282,7 @@ def write(found: dict[str, Any], args: argparse.Namespace) -> None:
         tables.append(report.markdown(["tokens", "s an update", "tokens/s", "peak GiB", "GPU's GiB"], cells))
         for row in rows:
             if "profile" in row:
-                tables.append(f"Update of {row['tokens']} tokens, by the profiler")
-                tables += kernel_profile.tables(row["profile"], "an update")
+                tables += kernel_profile.tables(f"Update of {row['tokens']} tokens", row["profile"], "an update")
     four_bits = "experts in MXFP4" if args.shape in random_model.GPT_OSS else "NVFP4"
     plain = {row["sequences"]: row["tokens_per_s"] for row in found.get("stock", [])}
     for part, base in (("rollout", four_bits), ("stock", "BF16, plain vLLM")):
@@ -296,8 +295,7 @@ def write(found: dict[str, Any], args: argparse.Namespace) -> None:
             tables.append(report.markdown(["base", "sequences", "tokens/s", "over plain vLLM", "GPU's GiB"], cells))
             for row in rows:
                 if "profile" in row:
-                    tables += [f"{base}, {row['sequences']} sequences, by the profiler"]
-                    tables += kernel_profile.tables(row["profile"])
+                    tables += kernel_profile.tables(f"{base}, {row['sequences']} sequences", row["profile"])
     about = {name: value for name, value in found.items() if name not in PARTS}
     tables.append(", ".join(f"{name}: {value}" for name, value in about.items()))
     settings = {name: str(value) for name, value in vars(args).items() if name not in ("base", "out")}
@@ -338,7 +336,9 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[8, 128], help="sequences of a rollout")
     parser.add_argument("--update", type=int, nargs="+", default=[4096, 16384], help="packed tokens of an update")
     parser.add_argument("--power_of_two", action="store_true", help="global scales that leave bfloat16's weights exact")
-    parser.add_argument("--profile", action="store_true", help="kernels of two updates, printed, and of a decode step")
+    parser.add_argument(
+        "--profile", action="store_true", help="also tables of an update and of a decode step by kind of kernel"
+    )
     parser.add_argument("--base", type=Path, help="a folder with a model that this script wrote there; None writes one")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()

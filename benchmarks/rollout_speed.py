@@ -134,8 +134,7 @@ def tables(parts: dict[str, Any]) -> str:
         text.append(report.markdown(["sequences", *(PARTS[part][0] for part in swept)], rows))
     for part, one in parts.items():
         for batch, profile in one.get("profile", {}).items():
-            text.append(f"{PARTS[part][0]}, rank {PARTS[part][1]}, batch {batch}, by the profiler")
-            text += kernel_profile.tables(profile)
+            text += kernel_profile.tables(f"{PARTS[part][0]}, rank {PARTS[part][1]}, batch {batch}", profile)
     return "\n\n".join(text)
 
 

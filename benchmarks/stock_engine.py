@@ -9,7 +9,7 @@ from torch import Tensor
 
 from qerl_pl.engines import EngineSpec
 from qerl_pl.engines.vllm.engine import completion_of, request_params
-from qerl_pl.engines.vllm.startup import compilation_config, import_vllm, process_state_restored
+from qerl_pl.engines.vllm.startup import graph_settings, import_vllm, process_state_restored
 from qerl_pl.types import Completion, RolloutRequest, SamplingConfig
 
 Adapter = Mapping[str, tuple[Tensor, Tensor]]
@@ -36,8 +36,6 @@ class StockEngine:
         }
         save_file(tensors, folder / "adapter_model.safetensors")
         self._adapter = LoRARequest("policy", 1, str(folder))
-        graphs = compilation_config(sequences)
-        del graphs["inductor_compile_config"]
         with process_state_restored():
             self._llm = LLM(
                 model=str(base),
@@ -48,7 +46,7 @@ class StockEngine:
                 max_num_seqs=sequences,
                 enable_prefix_caching=False,
                 enforce_eager=spec.device.type == "cpu",
-                compilation_config=graphs or None,
+                compilation_config=graph_settings(sequences),
                 logprobs_mode="processed_logprobs",
                 gpu_memory_utilization=0.01,
                 kv_cache_memory_bytes=int(kv_gib * 2**30),

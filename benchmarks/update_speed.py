@@ -79,7 +79,7 @@ def measure(
 ) -> dict[str, Any]:
     """Median seconds of an update on `tokens` packed tokens, after one that is not counted, and the peak of memory.
 
-    With `profile` also the kernels of one more update, by kind.
+    With `profile`, on a GPU, also the kernels of one more update, by kind.
     """
     device = next(policy.parameters()).device
     length = min(length, tokens)
@@ -116,7 +116,7 @@ def measure(
         losses.append(loss.item())
         norms.append(torch.nn.utils.get_total_norm(p.grad for p in policy.parameters() if p.grad is not None).item())
     peak = torch.cuda.max_memory_allocated() / GIB if on_gpu else 0.0
-    profiled = {"profile": kernel_profile.of_an_update(update)} if profile else {}
+    profiled = {"profile": kernel_profile.of_an_update(update)} if profile and on_gpu else {}
     optimizer.zero_grad()
     median = statistics.median(seconds[1:])
     return {
@@ -209,7 +209,7 @@ def write(found: dict[str, dict[int, dict[str, Any]]], args: argparse.Namespace)
     text = [report.markdown(headers, rows)]
     for way, count in itertools.product(found, args.tokens):
         if profile := found[way].get(count, {}).get("profile"):
-            text += [f"{way}, {count} tokens, by the profiler", *kernel_profile.tables(profile, "an update")]
+            text += kernel_profile.tables(f"{way}, {count} tokens", profile, "an update")
     report.write(args.out, "update_speed", "\n\n".join(text), {"settings": settings, "found": found})
 
 

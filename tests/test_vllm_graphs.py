@@ -4,13 +4,13 @@ import pytest
 import torch
 from torch import nn
 
-from qerl_pl.engines.vllm.startup import compilation_config
+from qerl_pl.engines.vllm.startup import graph_settings
 from qerl_pl.engines.vllm.worker import graphs_own_cublas_workspaces
 
 
 @pytest.mark.parametrize("max_num_seqs", [513, 576, 600, 1024, 2000])
 def test_every_number_of_sequences_has_a_graph_that_is_little_larger(max_num_seqs: int) -> None:
-    sizes = compilation_config(max_num_seqs)["cudagraph_capture_sizes"]
+    sizes = graph_settings(max_num_seqs)["cudagraph_capture_sizes"]
     assert sizes == sorted(set(sizes)) and sizes[0] == 1 and sizes[-1] == max_num_seqs
     for decoded in range(1, max_num_seqs + 1):
         size = next(size for size in sizes if size >= decoded)
@@ -18,7 +18,7 @@ def test_every_number_of_sequences_has_a_graph_that_is_little_larger(max_num_seq
 
 
 def test_up_to_512_sequences_the_sizes_of_graphs_are_those_of_vllm() -> None:
-    assert "cudagraph_capture_sizes" not in compilation_config(512)
+    assert graph_settings(512) == {}
 
 
 def test_workspaces_are_freed_before_each_forward_pass_until_the_end(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,7 +35,7 @@ HIDDEN = {
     "14b": (5120, 13824, 40, 8),
     "32b": (5120, 27648, 40, 8),
 }
-REPEATS = 30
+REPEATS = 100
 """Of a product whose bits are compared, while other processes crowd the GPU."""
 WIDE = {"tokens": 128, "extra_tokens": 64, "k_tiles": 2}
 TWO, TMA = {"n_tiles": 2}, {"use_tma": True}
@@ -111,15 +111,14 @@ def check(layer: Shape, name: str, tokens: list[int], sizes: Sizes) -> list[tupl
     select_backend("triton")
     torch.manual_seed(0)
     linear, wrong = random_linear(*layer, sizes), []
+    times = REPEATS if sizes.device == "cuda" else 1
     for count in tokens:
         if name not in tiles_for(count):
             continue
         x = torch.randn(count, layer[1], device=sizes.device).bfloat16()
         try:
             y = product(linear, x, name)
-            repeats = all(
-                torch.equal(y, product(linear, x, name)) for _ in range(REPEATS if sizes.device == "cuda" else 1)
-            )
+            repeats = all(torch.equal(y, product(linear, x, name)) for _ in range(times))
         except (RuntimeError, TritonError, CompilationError) as error:  # a result too
             wrong.append((count, f"{type(error).__name__}: {str(error)[:80]}"))
             continue
@@ -176,8 +175,9 @@ def bench(shape: str, tokens: list[int], sizes: Sizes, out: Path, results: list[
             sys.stdout.write("out of time\n")
             return
         x = torch.randn(count, layer[1], device=sizes.device).bfloat16()
-        row: Row = {"shape": shape, "linear": f"{linear} {layer[0]}x{layer[1]}", "tokens": count}
-        row |= {"rows": layer[0], "columns": layer[1]}
+        rows, columns, _ = layer
+        row: Row = {"shape": shape, "linear": f"{linear} {rows}x{columns}", "tokens": count}
+        row |= {"rows": rows, "columns": columns}
         work = {name: functools.partial(product, name=name) for name in tiles_for(count)}
         for name, apply in {**work, **others[linear]}.items():
             if (linear, name, count) in wrong:

@@ -24,7 +24,7 @@ from qerl_pl.engines.base import (
 )
 from qerl_pl.engines.vllm import compat, linear_methods, weight_map, worker
 from qerl_pl.engines.vllm.startup import (
-    compilation_config,
+    graph_settings,
     import_vllm,
     position_overrides,
     process_state_restored,
@@ -47,6 +47,9 @@ log = logging.getLogger(__name__)
 
 CPU_BATCH = 4096
 """Tokens of a forward pass on a CPU."""
+
+REPEATABLE = {"deterministic": True, "combo_kernels": False, "benchmark_combo_kernel": False}
+"""Settings of PyTorch's compiler: reductions are chosen by rule, not by timing, which differs between runs."""
 
 
 def request_params(sampling: SamplingConfig, seed: int, ends: Sequence[int], max_tokens: int | None = None) -> Any:
@@ -348,7 +351,9 @@ class VLLMEngine(RolloutEngine):
                 enable_return_routed_experts=spec.record_routing,
                 moe_backend=experts or "auto",
                 additional_config=worker.engine_config(spec, dense_above, decode_gemm_max_tokens),
-                compilation_config=compilation_config(self.max_num_seqs) if self._on_gpu else None,
+                compilation_config={"inductor_compile_config": REPEATABLE} | graph_settings(self.max_num_seqs)
+                if self._on_gpu
+                else None,
             )
 
     def shared_weights(self) -> SharedWeights | None:

@@ -14,26 +14,23 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from qerl_pl.errors import UserError
 from qerl_pl.formats.model_folder import longest_sequence
 
-REPEATABLE = {"deterministic": True, "combo_kernels": False, "benchmark_combo_kernel": False}
-"""Settings of PyTorch's compiler: reductions are chosen by rule, not by timing, which differs between runs."""
 DEFAULT_GRAPH_TOKENS = 512
 """Tokens of the largest CUDA graph that vLLM captures unasked on Hopper GPUs."""
 
 
-def compilation_config(max_num_seqs: int) -> dict[str, Any]:
-    """vLLM's settings of compilation on a GPU: repeatable kernels, and CUDA graphs for every decode step.
+def graph_settings(max_num_seqs: int) -> dict[str, list[int]]:
+    """vLLM's settings of compilation with which every decode step has a CUDA graph; none where its own suffice.
 
     Without one, a step of 1024 sequences waits for the launches of its kernels: 70 ms in the 7B shape, where one of 512
     takes 24 (docs/measured.md).
 
     Args:
-        max_num_seqs: Sequences decoded at once. Up to 512 the sizes of graphs are vLLM's.
+        max_num_seqs: Sequences decoded at once.
     """
-    config: dict[str, Any] = {"inductor_compile_config": REPEATABLE}
-    if max_num_seqs > DEFAULT_GRAPH_TOKENS:
-        sizes = [1, 2, 4, *range(8, 256, 8), *range(256, DEFAULT_GRAPH_TOKENS, 16)]
-        config["cudagraph_capture_sizes"] = [*sizes, *range(DEFAULT_GRAPH_TOKENS, max_num_seqs, 64), max_num_seqs]
-    return config
+    if max_num_seqs <= DEFAULT_GRAPH_TOKENS:
+        return {}
+    sizes = [1, 2, 4, *range(8, 256, 8), *range(256, DEFAULT_GRAPH_TOKENS, 16)]
+    return {"cudagraph_capture_sizes": [*sizes, *range(DEFAULT_GRAPH_TOKENS, max_num_seqs, 64), max_num_seqs]}
 
 
 def import_vllm() -> None:
