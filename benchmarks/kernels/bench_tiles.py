@@ -39,8 +39,6 @@ REPEATS = 100
 """Of a product whose bits are compared, while other processes crowd the GPU."""
 WIDE = {"tokens": 128, "extra_tokens": 64, "k_tiles": 2}
 TWO, TMA = {"n_tiles": 2}, {"use_tma": True}
-TALL = {"warps": 8, "ctas_per_sm": 1, **TMA, "data_parallel": True}
-"""A CTA of two warp groups has an SM alone: fewer bytes of x and of the weight for each product."""
 TILES: dict[str, dict[str, Any]] = {
     "8": {"tokens": 8},
     "16": {"tokens": 16},
@@ -59,15 +57,6 @@ TILES: dict[str, dict[str, Any]] = {
     "192, 2 of 128 rows, TMA": {**WIDE, **TWO, **TMA},
     "192, 2 of 128 rows, TMA, data-parallel": {**WIDE, **TWO, **TMA, "data_parallel": True},
     "64, 2 of 256 rows, TMA": {"tokens": 64, **TMA},
-    "64, 1 of 512 rows": {"tokens": 64, "n_tiles": 8, **TALL},
-    "96, 1 of 256 rows": {"tokens": 64, "extra_tokens": 32, **TALL},
-    "128, 1 of 256 rows": {"tokens": 128, **TALL},
-    "128, 1 of 256 rows, 6 stages": {"tokens": 128, "stages": 6, **TALL},
-    "128, 1 of 256 rows, 128 columns": {"tokens": 128, "k_tiles": 8, "stages": 3, **TALL},
-    "192, 1 of 256 rows": {"tokens": 128, "extra_tokens": 64, **TALL},
-    "192, 1 of 256 rows, 32 columns": {**WIDE, **TALL},
-    "256, 1 of 128 rows": {"tokens": 256, **TWO, **TALL},
-    "256, 2 of 64 rows": {"tokens": 256, "n_tiles": 1, "stages": 3, **TMA, "data_parallel": True},
 }
 """Keyword arguments of `Tile`; data-parallel waves come first only where there are enough tiles."""
 
