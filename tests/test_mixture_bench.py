@@ -83,7 +83,7 @@ def test_in_float32_only_other_experts_make_a_difference(mixture: Any, base: Pat
     rows = mixture.agreement(engine, policy, policy, prompts, Namespace(tokens=8, float32=COMPARED - 1))
     engine.close()
     for anew, replayed in zip(rows[::2], rows[1::2], strict=True):
-        assert anew["mean"] < 1e-4 and replayed["trainer_from_float32"] == 0
+        assert anew["mean"] < 1e-4 and replayed["trainer_from_float32"] < 1e-6  # rounding alone
         assert anew["adapter_effect"] > 1e-2
         wrong = (
             anew["other_experts"],
