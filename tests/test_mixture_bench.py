@@ -80,10 +80,13 @@ def test_in_float32_only_other_experts_make_a_difference(mixture: Any, base: Pat
     prompts = mixture.prompts_for(base, Namespace(shape="toy", compared=COMPARED))
     engine = Shifted() if shifted else TransformersEngine()
     engine.launch(EngineSpec(base, torch.float32, CPU, 32, mixture.ATTENTION, 64, record_routing=True))
-    rows = mixture.agreement(engine, policy, policy, prompts, Namespace(tokens=8, float32=COMPARED - 1))
+    rows = mixture.agreement(engine, policy, policy, prompts, Namespace(tokens=8, float32=COMPARED))
+    fewer = mixture.agreement(engine, policy, policy, prompts, Namespace(tokens=8, float32=COMPARED - 1))
     engine.close()
+    for row in fewer[1::2]:  # a smaller batch, whose sums some CPUs round otherwise
+        assert row["trainer_from_float32"] < 1e-6
     for anew, replayed in zip(rows[::2], rows[1::2], strict=True):
-        assert anew["mean"] < 1e-4 and replayed["trainer_from_float32"] < 1e-6  # rounding alone
+        assert anew["mean"] < 1e-4 and replayed["trainer_from_float32"] == 0
         assert anew["adapter_effect"] > 1e-2
         wrong = (
             anew["other_experts"],
