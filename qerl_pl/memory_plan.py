@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
+from qerl_kernels.attention import backward_splits, head_groups
 from qerl_kernels.experts import GROUP_BYTES
 from qerl_kernels.logprob import CHUNK_BYTES
 from transformers import PretrainedConfig
@@ -22,8 +23,7 @@ SAFETY_FACTOR = 1.1
 BITS = {"nvfp4": 4.5, "mxfp4": 4.25, "nf4": 4.5, "none": 16.0, "gaussian": 16.0}
 """Bits of a weight of the layers' linears in a base format, scales included; vLLM undoes NF4's double quantization."""
 SMS = 132
-"""Streaming multiprocessors of an H100 or H200. Flash attention's deterministic backward pass sums in as many parts as
-keep them busy: this number over sequences times heads, rounded up."""
+"""Streaming multiprocessors of an H100 or H200, which flash attention's deterministic backward pass fills."""
 CUDA_CONTEXT_GIB = 0.81
 """CUDA's context and libraries. Measured: rl_step_7b_nvfp4_1.md 0.809, rl_step_32b_nvfp4_1.md 0.872."""
 ENGINE_BUFFERS_GIB = 0.2
@@ -207,6 +207,8 @@ def saved_bytes(shape: Shape, batch: MicroBatch) -> int:
         return min(2, shape.layers) * size * shape.hidden * tokens
     if batch.checkpointing == "selective":
         products = shape.queries + 2 * shape.keys + shape.hidden + (0 if _tiles(shape, batch) else 2 * shape.inner)
+        if size == 2 and not shape.soft_capped:  # attention's result and log-sum-exp
+            products += shape.queries + 2 * shape.heads
         products += _expert_rank(shape, batch) + (shape.hidden if shape.normed_outputs else 0)
         return shape.layers * size * (shape.hidden + products) * tokens
     if batch.checkpointing is True:
@@ -242,6 +244,27 @@ def _attention(shape: Shape, batch: MicroBatch) -> int:
     size = batch.dtype.itemsize
     norms = (4 if batch.full_finetuning else size) * (shape.queries + shape.keys) if shape.head_norms else 0
     return size * (2 * shape.queries + 2 * shape.keys) + norms + 4 * shape.heads
+
+
+def _attention_backward(shape: Shape, batch: MicroBatch) -> int:
+    """What flash attention's backward pass adds to its inputs and the queries' gradient; see `varlen_attention`.
+
+    Each call sums the queries' gradient in float32, in parts. Keys and values are shared by several queries: theirs have
+    one for each query first. In groups of heads keys, values and the call's results are copies, and gradients of keys
+    and values are summed in float32.
+    """
+    size, tokens = batch.dtype.itemsize, batch.tokens
+    heads, rounded, element = shape.heads, tokens + 128 * batch.sequences, shape.queries // shape.heads
+    if shape.soft_capped:
+        return size * tokens * 2 * (shape.queries + shape.keys)
+    groups = head_groups(heads, batch.sequences, -(-tokens // batch.sequences), SMS)
+    parts = max(group * backward_splits(batch.sequences * group, SMS) for group in groups)
+    sums = 4 * parts * rounded * element
+    if len(groups) == 1:
+        expanded = 2 * shape.queries if shape.keys < shape.queries else 0
+        return sums + size * tokens * (expanded + 2 * shape.keys)
+    # Gradient and result of attention, keys, values; gradients of queries, keys and values.
+    return sums + tokens * (size * 7 * max(groups) * element + 2 * 4 * shape.keys)
 
 
 def _scores(shape: Shape, batch: MicroBatch) -> int:
@@ -284,11 +307,8 @@ def working_bytes(shape: Shape, batch: MicroBatch) -> dict[str, int]:
         # Inputs copied for experts, and their results; what an adapter adds to them.
         gradients += (3 if batch.adapts_experts else 2) * size * shape.chosen * hidden * tokens
         mlp = max(gradients, gradients - size * inner * tokens + weight)
-    splits = 0 if shape.soft_capped else -(-SMS // (batch.sequences * shape.heads))
-    rounded = tokens + 128 * batch.sequences
-    expanded = 2 * shape.queries if shape.keys < shape.queries else 0
-    attention = size * tokens * (2 * hidden + 2 * shape.queries + expanded + 2 * shape.keys)
-    attention += tokens * _attention(shape, batch) + 4 * splits * rounded * shape.queries + weight
+    attention = size * tokens * (2 * hidden + 2 * shape.queries) + tokens * _attention(shape, batch)
+    attention += _attention_backward(shape, batch) + weight
     # Plain attention's backward pass has four float32 tensors of scores at once, of which some are saved ones.
     attention += 16 * _scores(shape, batch) - (_saved_scores(shape, batch) if batch.checkpointing is False else 0)
     # The last norm's input in float32 and its results; the predicting states and their gradients.

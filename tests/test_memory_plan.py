@@ -133,8 +133,11 @@ def test_what_an_update_saves_and_works_with_is_counted_by_tensors() -> None:
     batch = MicroBatch(1000)
     assert saved_bytes(QWEN, batch) == 28 * token
     assert saved_bytes(QWEN, replace(batch, checkpointing="offload")) == 2 * token
-    products = 28 * (1 + 2 + 2 * keys + 2 * inner)  # the input; o and q, k and v, gate and up
-    assert saved_bytes(QWEN, replace(batch, checkpointing="selective")) == pytest.approx(products * token)
+    products = 28 * (1 + 3 + 2 * keys + 2 * inner) * token  # the input; o, q and attention, k and v, gate and up
+    sums = 28 * 4 * 28 * 1000  # float32, each head's
+    assert saved_bytes(QWEN, replace(batch, checkpointing="selective")) == pytest.approx(products + sums)
+    precise = replace(batch, checkpointing="selective", dtype=torch.float32)  # not by flash attention
+    assert saved_bytes(QWEN, precise) == pytest.approx(2 * (products - 28 * token))
     small = 1000 * (4 * 28 + 8)  # of attention a log-sum-exp a head, of each norm a factor
     layer = 6 + 2 * keys + 3 * inner
     assert saved_bytes(QWEN, replace(batch, checkpointing=False)) == pytest.approx(28 * (layer * token + small))
@@ -144,9 +147,17 @@ def test_what_an_update_saves_and_works_with_is_counted_by_tensors() -> None:
     assert working_bytes(QWEN, replace(batch, tokens=10_000))["MLP"] == pytest.approx(10 * mlp)
     # With few tokens a dense weight is more than the gradient that is not there yet when it is.
     assert working_bytes(QWEN, batch)["MLP"] == pytest.approx(mlp - inner * token + 2 * 3584 * 18944)
-    # Five partial sums in float32 for one sequence of 28 heads, one for eight.
+    # Five partial sums in float32 for one short sequence of 28 heads, one for eight.
     sums = [working_bytes(QWEN, replace(batch, sequences=count))["attention"] for count in (1, 8)]
     assert sums[0] - sums[1] == 4 * 3584 * (5 * 1128 - 2024)
+    # A long one has groups of 12, 12 and 4 heads: eleven sums of twelve, copies of twelve, and keys and values in
+    # float32; whole, it has five sums of 28 heads, and keys' and values' gradients for every head.
+    long = replace(batch, tokens=20480)
+    of_groups = 4 * 11 * (20480 + 128) * 12 * 128 + 20480 * (2 * 7 * 12 * 128 + 2 * 4 * 512)
+    whole = 4 * 5 * 1128 * 3584 + 1000 * 2 * 2 * (3584 + 512)
+    dense = 2 * 3584 * 18944
+    rest = working_bytes(QWEN, batch)["attention"] - whole - dense
+    assert working_bytes(QWEN, long)["attention"] == of_groups + 20.48 * rest + dense
     tiled = replace(batch, mlp_tile_tokens=100)
     assert working_bytes(QWEN, tiled)["MLP"] == pytest.approx(
         (5 + 2 * keys + 2) * token + small + (5 * inner + 4) * token / 10 + 2 * 3584 * 18944

@@ -2,20 +2,17 @@
 
 import inspect
 import math
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from qerl_kernels import attention, varlen_attention
+from qerl_kernels.attention import head_groups
+from qerl_kernels.selective_checkpointing import selective_checkpoint_contexts
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from qerl_pl.modules.packed_layers import (
-    Packing,
-    _flash_arguments,
-    _flash_attention,
-    attention_of_rows,
-    packed_attention,
-)
+from qerl_pl.modules.packed_layers import Packing, attention_of_rows, packed_attention
 from qerl_pl.persistence.random_state import deterministic, strictly_deterministic_gradient
 
 LENGTHS = torch.tensor([3, 1, 5])
@@ -78,7 +75,7 @@ class OnGPU(Tensor):
     is_cuda = True
 
 
-def flash_attention(
+def flash_attention_forward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -93,15 +90,16 @@ def flash_attention(
     scale: float | None = None,
     window_size_left: int | None = None,
     window_size_right: int | None = None,
-) -> tuple[Tensor, None]:
-    """What PyTorch's operation computes, [S, heads, size], by the loops: causal, any window."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, None]:
+    """What PyTorch's operation computes, [S, heads, size] and [heads, S], by the loops: causal, any window."""
     assert query.is_contiguous() and key.is_contiguous() and value.is_contiguous()
     assert cum_seq_q.tolist() == cum_seq_k.tolist() == [0, 3, 4, 9] and max_q == max_k == 5
     assert not (dropout_p or return_debug_mask) and window_size_right == 0 and window_size_left is not None
     assert is_causal == (window_size_left == -1)
-    tensors = (tensor.as_subclass(Tensor).float().transpose(0, 1)[None] for tensor in (query, key, value))
-    window = None if is_causal else window_size_left + 1
-    return plain_attention(*tensors, scale or 1 / math.sqrt(query.shape[2]), window)[0].to(query.dtype), None
+    rows = [tensor.as_subclass(Tensor).float() for tensor in (query, key, value)]
+    scale, window = scale or 1 / math.sqrt(query.shape[2]), None if is_causal else window_size_left + 1
+    out = plain_attention(*(tensor.transpose(0, 1)[None] for tensor in rows), scale, window)[0].to(query.dtype)
+    return out, scores_of(*rows[:2], scale, window).logsumexp(-1), torch.tensor([7]), torch.tensor([8]), None
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -112,9 +110,9 @@ def test_sixteen_bits_flash_attention_take_its_own_operation(
 ) -> None:
     called = []
 
-    def operation(*args: Any, **options: Any) -> tuple[Tensor, None]:
+    def operation(*args: Any, **options: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, None]:
         called.append(args[1].shape[1])
-        return flash_attention(*args, **options)
+        return flash_attention_forward(*args, **options)
 
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", operation)
     torch.manual_seed(0)
@@ -190,40 +188,108 @@ def flash_attention_backward(
 
 @pytest.mark.parametrize("window", [None, 1, 3])
 @pytest.mark.parametrize("scaling", [None, 0.3])
-def test_flash_attention_with_sinks_and_its_gradients_are_those_of_loops(
-    window: int | None, scaling: float | None, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("sinks", [None, SINKS.half()])
+@pytest.mark.parametrize("groups", [(4,), (3, 1), (1, 2, 1)])
+def test_flash_attention_and_its_gradients_are_those_of_loops(
+    window: int | None,
+    scaling: float | None,
+    sinks: Tensor | None,
+    groups: tuple[int, ...],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """By stand-ins for PyTorch's two operations, which know no sinks and run on a GPU alone."""
+    called = []
 
-    def forward(*args: Any, **options: Any) -> tuple[Tensor, ...]:
-        out, _ = flash_attention(*args, **options)
-        query, key = (tensor.as_subclass(Tensor).float() for tensor in args[:2])
-        scale = options["scale"] or 1 / math.sqrt(8)
-        return out, scores_of(query, key, scale, window).logsumexp(-1), torch.tensor([7]), torch.tensor([8]), None  # type: ignore[return-value]
+    def backward(grad_out: Tensor, query: Tensor, *others: Any, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
+        called.append(query.shape[1])
+        return flash_attention_backward(grad_out, query, *others, **options)
+
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", flash_attention_forward)
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", backward)
+    monkeypatch.setattr(attention, "_sms", lambda device: 132)
+    monkeypatch.setattr(attention, "head_groups", lambda heads, sequences, longest, sms: groups)
+    torch.manual_seed(0)
+    tensors = [torch.randn(9, heads, 8).half() for heads in (4, 2, 2)]
+    given = [tensor.as_subclass(OnGPU).requires_grad_() for tensor in tensors]
+    packing, direction = Packing.of(LENGTHS, 6), torch.randn(9, 4, 8).half()
+    inputs = [tensor.double().requires_grad_() for tensor in tensors]
+    rows = [tensor.transpose(0, 1)[None] for tensor in inputs]
+    of_loops = plain_attention(
+        *rows, scaling or 1 / math.sqrt(8), window, sinks=None if sinks is None else sinks.double()
+    )
+    with deterministic():
+        result = attention_of_rows(*given, packing, scaling, window, sinks=sinks)
+        ours = torch.autograd.grad(result, given, direction.as_subclass(OnGPU))
+    assert tuple(called) == groups
+    assert result.dtype == torch.float16 and all(one.dtype == torch.float16 for one in ours)
+    torch.testing.assert_close(result.as_subclass(Tensor).double(), of_loops[0], rtol=2e-3, atol=2e-3)
+    for one, other in zip(ours, torch.autograd.grad(of_loops[0], inputs, direction.double()), strict=True):
+        torch.testing.assert_close(one.as_subclass(Tensor).double(), other, rtol=5e-3, atol=5e-3)
+
+
+def test_sinks_are_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = [torch.randn(9, heads, 8).half().as_subclass(OnGPU) for heads in (4, 2, 2)]
+    with pytest.raises(AssertionError, match="sinks are frozen"):
+        attention_of_rows(*given, Packing.of(LENGTHS, 6), sinks=nn.Parameter(SINKS.half()))
+
+
+@pytest.mark.parametrize(
+    ("heads", "sequences", "longest", "expected"),
+    [
+        (28, 1, 20480, (4, 12, 12)),  # 12 * 11 = 4 * 33 = 132 CTAs of each call, where one for all has 140
+        (32, 1, 20480, (4, 4, 12, 12)),
+        (33, 1, 20480, (33,)),  # 4 * 33 = 132
+        (28, 33, 1024, (28,)),  # 924 = 7 * 132
+        (28, 1, 512, (28,)),  # short: another call would cost more than it saves
+    ],
+)
+def test_groups_of_heads_fill_the_gpu(heads: int, sequences: int, longest: int, expected: tuple[int, ...]) -> None:
+    assert head_groups(heads, sequences, longest, 132) == expected
+
+
+@pytest.mark.parametrize("sms", [108, 128, 132])
+def test_groups_of_heads_cost_no_more_than_one_call_or_any_three(sms: int) -> None:
+    """Of at most half of the heads each; from blocks of keys that each CTA computes, one by one."""
+
+    def cost(heads: int) -> int:
+        ctas = -(-sms // heads)
+        works = [sum(40 - block for block in range(first, 40, ctas)) for first in range(ctas)]
+        return 16 + -(-heads * ctas // sms) * max(works)
+
+    chosen = head_groups(28, 1, 40 * 128, sms)
+    three = [cost(a) + cost(b) + cost(28 - a - b) for a in range(1, 15) for b in range(max(1, 14 - a), 15) if a + b < 28]
+    assert sum(chosen) == 28 and max(chosen) <= 14
+    assert sum(map(cost, chosen)) <= min(cost(28), 2 * cost(14), *three)
+
+
+def test_selective_checkpointing_saves_the_result_of_flash_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    called = []
+
+    def forward(*args: Any, **options: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, None]:
+        called.append(args[1].shape[1])
+        return flash_attention_forward(*args, **options)
 
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", forward)
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", flash_attention_backward)
     torch.manual_seed(0)
-    tensors = [torch.randn(9, heads, 8).half() for heads in (4, 2, 2)]
-    given = [tensor.as_subclass(OnGPU).requires_grad_() for tensor in tensors]
-    packing, direction, sinks = Packing.of(LENGTHS, 6), torch.randn(9, 4, 8).half(), SINKS.half()
-    result = attention_of_rows(*given, packing, scaling, window, sinks=sinks)
-    inputs = [tensor.double().requires_grad_() for tensor in tensors]
-    rows = [tensor.transpose(0, 1)[None] for tensor in inputs]
-    expected = plain_attention(*rows, scaling or 1 / math.sqrt(8), window, sinks=sinks.double())[0]
-    assert result.dtype == torch.float16
-    torch.testing.assert_close(result.as_subclass(Tensor).double(), expected, rtol=2e-3, atol=2e-3)
-    ours = torch.autograd.grad(result, given, direction.as_subclass(OnGPU))
-    for one, other in zip(ours, torch.autograd.grad(expected, inputs, direction.double()), strict=True):
-        torch.testing.assert_close(one.as_subclass(Tensor).double(), other, rtol=5e-3, atol=5e-3)
-    with pytest.raises(AssertionError, match="sinks are frozen"):
-        attention_of_rows(*given, packing, scaling, window, sinks=nn.Parameter(sinks))
+    packing = Packing.of(LENGTHS, 6)
+    inputs = [torch.randn(9, heads, 8).half().requires_grad_() for heads in (4, 2, 2)]
+
+    def attend(*rows: Tensor) -> Tensor:
+        return varlen_attention(*rows, packing.boundaries, packing.longest).sin()  # type: ignore[call-arg]
+
+    expected = torch.autograd.grad(attend(*inputs).sum(), inputs)
+    out = checkpoint(attend, *inputs, use_reentrant=False, context_fn=lambda: selective_checkpoint_contexts(False))
+    ours = torch.autograd.grad(out.sum(), inputs)
+    assert len(called) == 2  # without and with checkpointing, and not in its recomputation
+    assert all(map(torch.equal, ours, expected))
 
 
 def test_pytorchs_operations_take_what_they_are_given() -> None:
     """Names of the stand-ins' arguments, and the tensors that have a gradient."""
     operations = (torch.ops.aten._flash_attention_forward, torch.ops.aten._flash_attention_backward)
-    for operation, stand_in in zip(operations, (flash_attention, flash_attention_backward), strict=True):
+    stand_ins = (flash_attention_forward, flash_attention_backward)
+    for operation, stand_in in zip(operations, stand_ins, strict=True):
         names = [argument.name for argument in operation.default._schema.arguments]
         expected = list(inspect.signature(stand_in).parameters)
         assert names[: len(expected)] == expected
@@ -234,18 +300,47 @@ def test_pytorchs_operations_take_what_they_are_given() -> None:
 def test_its_gradients_are_pytorchs_and_have_the_shapes_of_what_it_was_given() -> None:
     inputs = [torch.randn(9, heads, 64, device="meta", requires_grad=True) for heads in (4, 2, 2)]
     packing = Packing.of(LENGTHS, 6)
-    out = _flash_attention(*inputs, replace(packing, boundaries=packing.boundaries.to("meta")), None, None)
+    out = varlen_attention(*inputs, packing.boundaries.to("meta"), packing.longest)
     gradients = torch.autograd.grad(out, inputs, torch.empty_like(out))
     assert out.shape == inputs[0].shape and [one.shape for one in gradients] == [one.shape for one in inputs]
 
 
-def test_the_log_sum_of_exponentials_that_sinks_change_has_a_row_for_each_head() -> None:
-    inputs = [torch.randn(9, heads, 64, device="meta") for heads in (4, 2, 2)]
+def test_the_log_sum_of_exponentials_has_a_row_for_each_head() -> None:
+    """Sinks change it, and the backward pass takes some of its rows."""
+    inputs = [torch.randn(9, heads, 64, device="meta", requires_grad=True) for heads in (4, 2, 2)]
     packing = Packing.of(LENGTHS, 6)
-    packing = replace(packing, boundaries=packing.boundaries.to("meta"))
-    arguments, options = _flash_arguments(packing, None, 3)
-    results = torch.ops.aten._flash_attention_forward(*inputs, *arguments, False, **options)
-    assert results[1].shape == (4, 9) and results[1].dtype == torch.float32
+    out = varlen_attention(*inputs, packing.boundaries.to("meta"), packing.longest, None, 3)
+    log_sum = out.grad_fn.saved_tensors[4]  # type: ignore[union-attr]
+    assert log_sum.shape == (4, 9) and log_sum.dtype == torch.float32
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize(("heads", "keys", "size"), [(28, 4, 128), (16, 8, 128), (64, 8, 64), (8, 4, 256)])
+@pytest.mark.parametrize("lengths", [[6000], [4096, 5000, 1]])
+def test_a_gpus_gradient_by_groups_of_heads_errs_no_more_than_in_one_call(
+    heads: int, keys: int, size: int, lengths: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """bfloat16 against float32 in plain PyTorch, and the same bits twice."""
+    torch.manual_seed(0)
+    tokens, packing = sum(lengths), Packing.of(torch.tensor(lengths, device="cuda"), max(lengths))
+    inputs = [torch.randn(tokens, count, size, device="cuda") for count in (heads, keys, keys)]
+    direction = torch.randn(tokens, heads, size, device="cuda")
+
+    def gradients(dtype: torch.dtype) -> tuple[Tensor, ...]:
+        given = [tensor.bfloat16().to(dtype).requires_grad_() for tensor in inputs]
+        with deterministic():
+            out = attention_of_rows(*given, packing, None, None)
+            return torch.autograd.grad(out, given, direction.bfloat16().to(dtype))
+
+    precise = gradients(torch.float32)
+    assert len(head_groups(heads, len(lengths), max(lengths), 132)) > 1
+    grouped = gradients(torch.bfloat16)
+    assert all(map(torch.equal, grouped, gradients(torch.bfloat16)))
+    monkeypatch.setattr(attention, "head_groups", lambda heads, *_: (heads,))
+    whole = gradients(torch.bfloat16)
+    for one, other, right in zip(grouped, whole, precise, strict=True):
+        assert (one - right).norm() <= 1.01 * (other - right).norm()
 
 
 @pytest.mark.gpu

@@ -4,6 +4,7 @@
 """
 
 from qerl_kernels.activation import clamped_swiglu, clamped_swiglu_reference, gelu_tanh_product, silu_product
+from qerl_kernels.attention import varlen_attention
 from qerl_kernels.backend import Backend, select_backend, selected_backend, triton_available
 from qerl_kernels.decode_gemm import (
     DECODE_GEMM_MAX_TOKENS,
@@ -48,5 +49,5 @@ __all__ = [
     "gelu_tanh_product", "graph_only", "marlin_alpha", "mixture_of_experts", "mixture_reference",
     "nvfp4_global_scale", "quantize_mxfp4", "quantize_nvfp4", "rms_norm", "rotary", "sample_tokens", "saves_products",
     "select_backend", "selected_backend", "selective_checkpoint_contexts", "silu_product", "triton_available",
-    "without_saving_products",
+    "varlen_attention", "without_saving_products",
 ]  # fmt: skip

@@ -7,12 +7,11 @@ rounding.
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
-from qerl_kernels import gelu_tanh_product, graph_only, rms_norm, rotary, silu_product
+from qerl_kernels import gelu_tanh_product, graph_only, rms_norm, rotary, silu_product, varlen_attention
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from transformers import AttentionInterface
 
@@ -83,7 +82,7 @@ def attention_of_rows(
 ) -> Tensor:
     """Causal attention within each packed sequence.
 
-    16-bit tensors on a GPU use PyTorch's variable-length flash attention; others are padded for SDPA. Neither has soft
+    16-bit tensors on a GPU use `qerl_kernels.varlen_attention`; others are padded for SDPA. Neither has soft
     caps, and SDPA has no sinks: with them, the scores of the padded sequences are in memory.
 
     Args:
@@ -100,11 +99,10 @@ def attention_of_rows(
         [S, heads, head size].
     """
     if soft_cap is None and query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
-        if sinks is None:
-            attended = _flash_attention(query, key, value, packing, scaling, sliding_window)
-        else:
-            attended = _FlashAttentionWithSinks.apply(query, key, value, sinks, packing, scaling, sliding_window)
-        return strictly_deterministic_gradient(attended)
+        bounds = (packing.boundaries, packing.longest)
+        return strictly_deterministic_gradient(
+            varlen_attention(query, key, value, *bounds, scaling, sliding_window, sinks)
+        )
     query, key, value = (
         tensor.new_zeros(*packing.mask.shape, *tensor.shape[1:]).index_put((packing.mask,), tensor).transpose(1, 2)
         for tensor in (query, key, value)
@@ -155,72 +153,6 @@ def _plain_attention(
         scores = torch.cat((scores, sinks.to(precise)[:, None, None].expand(*scores.shape[:-1], 1)), dim=-1)
     weights = scores.softmax(-1).to(query.dtype)
     return (weights if sinks is None else weights[..., :-1]) @ value
-
-
-def _flash_arguments(
-    packing: Packing, scaling: float | None, sliding_window: int | None
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Of the forward and the backward operation: what follows the tensors, and the options."""
-    bounds = (packing.boundaries, packing.boundaries, packing.longest, packing.longest)
-    no_dropout, causal = 0.0, sliding_window is None
-    left = -1 if sliding_window is None else sliding_window - 1
-    options = {"scale": scaling, "window_size_left": left, "window_size_right": 0}
-    return (*bounds, no_dropout, causal), options
-
-
-def _flash_attention(
-    query: Tensor, key: Tensor, value: Tensor, packing: Packing, scaling: float | None, sliding_window: int | None
-) -> Tensor:
-    """`torch.nn.attention.varlen.varlen_attn` by the ATen operation that it calls.
-
-    Its gradient needs no Python, and it accepts fewer key-value heads (not documented for the function before 2.12).
-    """
-    arguments, options = _flash_arguments(packing, scaling, sliding_window)
-    rows = (tensor.contiguous() for tensor in (query, key, value))
-    no_debugging = False
-    out: Tensor = torch.ops.aten._flash_attention_forward(*rows, *arguments, no_debugging, **options)[0]
-    return out
-
-
-class _FlashAttentionWithSinks(torch.autograd.Function):
-    """`_flash_attention` with sinks, which PyTorch's operation lacks.
-
-    With L the log of the sum of a row's exponentials without its sink s, attention with the sink is sigmoid(L - s)
-    times that without, and its weights are exp(score - log(exp(L) + exp(s))). The backward operation computes the
-    weights from the scores and the logarithm, and needs the sum of gradient times output: given both with the sink, its
-    gradients are those of attention with sinks. The sinks have none: they are frozen.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        sinks: Tensor,
-        packing: Packing,
-        scaling: float | None,
-        sliding_window: int | None,
-    ) -> Tensor:
-        assert not ctx.needs_input_grad[3], "sinks are frozen"
-        arguments, options = _flash_arguments(packing, scaling, sliding_window)
-        rows = [tensor.contiguous() for tensor in (query, key, value)]
-        no_debugging = False
-        flash_attention = torch.ops.aten._flash_attention_forward
-        out, log_sum, rng_state, unused, _ = flash_attention(*rows, *arguments, no_debugging, **options)
-        sinks = sinks.float()[:, None]  # log_sum is float32 [heads, S]
-        out.mul_((log_sum - sinks).sigmoid().t()[:, :, None])  # in float32, rounded once
-        ctx.save_for_backward(*rows, out, torch.logaddexp(log_sum, sinks), rng_state, unused)
-        ctx.arguments, ctx.options = arguments, options
-        return cast(Tensor, out)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        *tensors, rng_state, unused = ctx.saved_tensors
-        flash_attention = torch.ops.aten._flash_attention_backward
-        gradients = flash_attention(grad, *tensors, *ctx.arguments, rng_state, unused, **ctx.options)
-        return *gradients, None, None, None, None
 
 
 AttentionInterface.register(ATTENTION, packed_attention)

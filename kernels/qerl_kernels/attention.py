@@ -1,0 +1,169 @@
+"""Causal attention of packed sequences by PyTorch's flash attention, with sinks and a faster deterministic gradient."""
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from qerl_kernels.selective_checkpointing import save_products
+
+KEY_BLOCK = 128
+"""Keys of a block of flash attention's backward pass, for heads of at most 128 elements."""
+_CALL_COST = 16
+"""Of one more call, in pairs of blocks that a streaming multiprocessor (SM) computes: its launches and copies."""
+
+
+def varlen_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    boundaries: Tensor,
+    longest: int,
+    scale: float | None = None,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Causal attention within each packed sequence, on a GPU, with a gradient.
+
+    `torch.nn.attention.varlen.varlen_attn` by the ATen operation that it calls, which accepts fewer key-value heads
+    (not documented for the function before 2.12). Selective checkpointing saves its result.
+
+    Args:
+        query: [S, heads, head size], bfloat16 or float16.
+        key: [S, key-value heads, head size].
+        value: As `key`.
+        boundaries: Cumulative lengths of the B sequences, int32 [B + 1].
+        longest: Tokens of the longest.
+        scale: Softmax scale; by default 1 / sqrt(head size).
+        window: Tokens that each attends to, itself included; None for full causal attention.
+        sinks: A score of each head [heads] that takes part in the softmax and has no value; frozen. None for none.
+
+    Returns:
+        [S, heads, head size].
+    """
+    result: Tensor = _VarlenAttention.apply(query, key, value, sinks, boundaries, longest, scale, window)
+    return result
+
+
+def head_groups(heads: int, sequences: int, longest: int, sms: int) -> tuple[int, ...]:
+    """Heads of each call of the deterministic backward pass, so that calls fill the GPU.
+
+    The operation gives each sequence and head as many CTAs as occupy all SMs, rounded up, and each CTA every so-manieth
+    block of keys. 28 heads of one sequence are 5 * 28 = 140 CTAs on 132 SMs: all but 8 SMs wait half of the time. In
+    groups of 12, 12 and 4 heads, of 11 * 12 and 33 * 4 CTAs, none waits. A group has at most half of the heads: what a
+    call needs beside its inputs grows with its heads.
+
+    Args:
+        heads: Of the queries.
+        sequences: Packed ones.
+        longest: Tokens of the longest.
+        sms: Streaming multiprocessors of the GPU.
+    """
+    return _head_groups(heads, sequences, -(-longest // KEY_BLOCK), sms)
+
+
+@functools.lru_cache(maxsize=4096)
+def _head_groups(heads: int, sequences: int, blocks: int, sms: int) -> tuple[int, ...]:
+    costs = [_CALL_COST + _backward_cost(n * sequences, blocks, sms) for n in range(1, heads + 1)]
+    best: list[tuple[int, tuple[int, ...]]] = [(0, ())]  # by number of heads: cost and groups
+    for n in range(1, heads + 1):
+        last = range(1, min(n, max(1, heads // 2)) + 1)
+        best.append(min((best[n - k][0] + costs[k - 1], (*best[n - k][1], k)) for k in last))
+    return min((costs[-1], (heads,)), best[heads])[1]
+
+
+def backward_splits(rows: int, sms: int) -> int:
+    """CTAs that share a sequence's head in the deterministic backward pass, for `rows` = sequences times heads."""
+    return -(-sms // rows)
+
+
+def _backward_cost(rows: int, blocks: int, sms: int) -> int:
+    """Waves of CTAs times the pairs of blocks of the longest, the first: key block i meets blocks - i of queries."""
+    splits = backward_splits(rows, sms)
+    return -(-rows * splits // sms) * sum(range(blocks, 0, -splits))
+
+
+class _VarlenAttention(torch.autograd.Function):
+    """With L the log of the sum of a row's exponentials without its sink s, attention with the sink is sigmoid(L - s)
+    times that without, and its weights are exp(score - log(exp(L) + exp(s))). The backward operation computes the
+    weights from the scores and the logarithm, and needs the sum of gradient times output: given both with the sink, its
+    gradients are those of attention with sinks. The sinks have none: they are frozen.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor | None,
+        boundaries: Tensor,
+        longest: int,
+        scale: float | None,
+        window: int | None,
+    ) -> Tensor:
+        assert not ctx.needs_input_grad[3], "sinks are frozen"
+        rows = [tensor.contiguous() for tensor in (query, key, value)]
+        left = -1 if window is None else window - 1
+        no_dropout, causal, no_debugging = 0.0, window is None, False
+        ctx.arguments = (boundaries, boundaries, longest, longest, no_dropout, causal)
+        ctx.options = {"scale": scale, "window_size_left": left, "window_size_right": 0}
+
+        def attend() -> tuple[Tensor, ...]:
+            flash_attention = torch.ops.aten._flash_attention_forward
+            out, log_sum, rng_state, unused, _ = flash_attention(*rows, *ctx.arguments, no_debugging, **ctx.options)
+            if sinks is None:
+                return out, log_sum, rng_state, unused
+            scores = sinks.float()[:, None]  # log_sum is float32 [heads, S]
+            out.mul_((log_sum - scores).sigmoid().t()[:, :, None])  # in float32, rounded once
+            return out, torch.logaddexp(log_sum, scores), rng_state, unused
+
+        results = save_products(attend)
+        ctx.save_for_backward(*rows, *results)
+        return results[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, out, log_sum, rng_state, unused = ctx.saved_tensors
+        boundaries, longest, heads = ctx.arguments[0], ctx.arguments[2], query.shape[1]
+        groups: tuple[int, ...] = (heads,)
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        if deterministic and not torch.is_deterministic_algorithms_warn_only_enabled():
+            groups = head_groups(heads, len(boundaries) - 1, longest, _sms(query.device))
+
+        def gradients(query: Tensor, key: Tensor, value: Tensor, part: slice) -> tuple[Tensor, Tensor, Tensor]:
+            tensors = (grad[:, part], query, key, value, out[:, part], log_sum[part])
+            flash_attention_backward = torch.ops.aten._flash_attention_backward
+            results: tuple[Tensor, Tensor, Tensor] = flash_attention_backward(
+                *tensors, *ctx.arguments, rng_state, unused, **ctx.options
+            )
+            return results
+
+        if len(groups) == 1:
+            return *gradients(query, key, value, slice(None)), None, None, None, None, None
+        repeats = heads // key.shape[1]
+        of_query = torch.empty_like(query)
+        of_keys = [torch.zeros_like(tensor, dtype=torch.float32) for tensor in (key, value)]
+        first = 0
+        for count in groups:
+            part = slice(first, first + count)
+            shared = range(first // repeats, (part.stop - 1) // repeats + 1)  # key-value heads
+            skipped = first - shared.start * repeats
+            repeated = [
+                tensor[:, shared.start : shared.stop].repeat_interleave(repeats, dim=1)[:, skipped : skipped + count]
+                for tensor in (key, value)
+            ]
+            of_query[:, part], *of_repeated = gradients(query[:, part], *repeated, part)
+            for head in shared:
+                own = slice(max(head * repeats - first, 0), (head + 1) * repeats - first)
+                for total, one in zip(of_keys, of_repeated, strict=True):
+                    total[:, head] += one[:, own].sum(1, dtype=torch.float32)
+            first = part.stop
+        return of_query, *(total.to(key.dtype) for total in of_keys), None, None, None, None, None
+
+
+def _sms(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
