@@ -249,9 +249,9 @@ def _attention(shape: Shape, batch: MicroBatch) -> int:
 def _attention_backward(shape: Shape, batch: MicroBatch) -> int:
     """What flash attention's backward pass adds to its inputs and the queries' gradient; see `varlen_attention`.
 
-    Each call sums the queries' gradient in float32, in parts. Keys and values are shared by several queries: theirs have
-    one for each query first. In groups of heads keys, values and the call's results are copies, and gradients of keys
-    and values are summed in float32.
+    Each call sums the queries' gradient in float32, in parts. Several queries share keys and values, whose gradients
+    have one for each query first. In groups of heads keys, values and the call's results are copies, and
+    gradients of keys and values are summed in float32.
     """
     size, tokens = batch.dtype.itemsize, batch.tokens
     heads, rounded, element = shape.heads, tokens + 128 * batch.sequences, shape.queries // shape.heads

@@ -152,11 +152,11 @@ class _VarlenAttention(torch.autograd.Function):
             part = slice(first, first + count)
             shared = range(first // repeats, (part.stop - 1) // repeats + 1)  # key-value heads
             skipped = first - shared.start * repeats
-            repeated = [
+            keys, values = (
                 tensor[:, shared.start : shared.stop].repeat_interleave(repeats, dim=1)[:, skipped : skipped + count]
                 for tensor in (key, value)
-            ]
-            of_query[:, part], *of_repeated = gradients(query[:, part], *repeated, part)
+            )
+            of_query[:, part], *of_repeated = gradients(query[:, part], keys, values, part)
             for head in shared:
                 own = slice(max(head * repeats - first, 0), (head + 1) * repeats - first)
                 for total, one in zip(of_keys, of_repeated, strict=True):
