@@ -9,7 +9,6 @@ from qerl_kernels import (
     decode_gemm_linear,
     decode_gemm_sizes,
     select_backend,
-    silu_product,
 )
 from test_vllm_marlin import BIAS, COLUMNS, ROWS, dense, linear
 from torch import Tensor, nn
@@ -59,7 +58,7 @@ def in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> Any:
 def fused(config: dict[str, Any] = CONFIG) -> tuple[Any, Any]:
     """Three projections in one linear, of which two have an adapter; and what was attached."""
     layer = linear(False, rows=192)
-    attached = attach_all(nn.Module(), {"a.qkv_proj": (layer, SLICES)}, config, torch.bfloat16)
+    attached = attach_all({"a.qkv_proj": (layer, SLICES)}, config, torch.bfloat16)
     return layer, attached
 
 
@@ -102,81 +101,9 @@ def test_the_number_of_tokens_chooses_and_the_adapter_always_counts(compiled: bo
     assert pointers == [factor.data_ptr() for pair in slots.values() for factor in pair]
 
 
-class MLP(nn.Module):
-    """As vLLM's: what `gate_up_proj` gives goes through `act_fn`."""
-
-    def __init__(self, activation: str) -> None:
-        from vllm.config import VllmConfig, set_current_vllm_config
-        from vllm.model_executor.layers import activation as activations
-
-        super().__init__()
-        self.gate_up_proj = linear(False, rows=128)
-        with set_current_vllm_config(VllmConfig()):
-            self.act_fn = getattr(activations, activation)()
-
-    def forward(self, x: Tensor) -> Tensor:
-        layer: Any = self.gate_up_proj
-        y: Tensor = self.act_fn(layer.quant_method.apply(layer, x))
-        return y
-
-
-def attach_mlp(mlp: MLP, config: dict[str, Any] = CONFIG) -> Any:
-    slices = [("mlp.gate_proj", 0, 64), ("mlp.up_proj", 64, 128)]
-    config = config | {"targets": ["gate_proj", "up_proj"]}
-    attached = attach_all(
-        nn.ModuleDict({"mlp": mlp}), {"mlp.gate_up_proj": (mlp.gate_up_proj, slices)}, config, torch.bfloat16
-    )
-    torch.manual_seed(1)
-    for a, b in attached.lora.values():
-        a.normal_(std=0.1)
-        b.normal_()
-    return mlp.gate_up_proj
-
-
-def test_a_linear_of_gates_and_ups_also_computes_swiglu() -> None:
-    mlp = MLP("SiluAndMul")
-    layer = attach_mlp(mlp)
-    assert layer.quant_method.gated and type(mlp.act_fn) is nn.Identity
-    x = tokens_of(DENSE_ABOVE + 1)
-    delta = x.float() @ (layer.qerl_b.float() @ layer.qerl_a.float()).T
-    exact = x.float() @ dense(layer).T
-    with torch.inference_mode():
-        for tokens, base in ((MAX_TOKENS, exact), (MAX_TOKENS + 1, 7.0), (DENSE_ABOVE + 1, exact)):
-            expected = silu_product(*(base + delta).chunk(2, dim=1))[:tokens]
-            torch.testing.assert_close(mlp(x[:tokens]).float(), expected, rtol=4e-2, atol=0.2)
-
-
-def test_another_activation_stays_behind_its_linear() -> None:
-    mlp = MLP("GeluAndMul")
-    layer = attach_mlp(mlp)
-    assert not layer.quant_method.gated and type(mlp.act_fn).__name__ == "GeluAndMul"
-    with torch.inference_mode():
-        assert mlp(tokens_of(1)).shape == (1, 64)
-
-
-def test_without_the_decode_gemm_swiglu_stays_behind_its_linear() -> None:
-    mlp = MLP("SiluAndMul")
-    assert not attach_mlp(mlp, CONFIG | {"decode_gemm_max_tokens": None}).quant_method.gated
-    assert type(mlp.act_fn).__name__ == "SiluAndMul"
-
-
-def test_a_wrong_swiglu_is_refused_at_the_start() -> None:
-    mlp = MLP("SiluAndMul")
-    layer = attach_mlp(mlp)
-    layer.qerl_b.zero_()  # as at the start
-    check_decode_gemm([layer])
-    layer.quant_method.gated = False
-    check_decode_gemm([layer])
-    layer.quant_method.gated = True
-    with torch.inference_mode():
-        layer.qerl_alpha.mul_(1.02)
-    with pytest.raises(UserError, match="for 1 tokens and a weight 128 x 128 they differ"):
-        check_decode_gemm([layer])
-
-
 def test_a_bias_comes_in_plain_order_and_without_an_adapter_there_is_none() -> None:
     layer = linear(True)
-    assert attach_all(nn.Module(), {"a.o_proj": (layer, [("a.o_proj", 0, ROWS)])}, CONFIG, torch.bfloat16) == ({}, 1)
+    assert attach_all({"a.o_proj": (layer, [("a.o_proj", 0, ROWS)])}, CONFIG, torch.bfloat16) == ({}, 1)
     assert isinstance(layer.quant_method, FP4Method) and layer.quant_method.starts == ()
     with torch.inference_mode():
         y = layer.quant_method.apply(layer, tokens_of(2), layer.bias)
@@ -207,7 +134,7 @@ def test_without_a_dense_way_marlin_takes_all_above() -> None:
 def test_other_linears_are_left_alone() -> None:
     other: Any = nn.Linear(2, 2)
     method = other.quant_method = object()
-    assert attach_all(nn.Module(), {"a.o_proj": (other, [("a.o_proj", 0, 2)])}, CONFIG, torch.bfloat16) == ({}, 0)
+    assert attach_all({"a.o_proj": (other, [("a.o_proj", 0, 2)])}, CONFIG, torch.bfloat16) == ({}, 0)
     assert other.quant_method is method
 
 
@@ -228,12 +155,11 @@ def test_every_plan_has_run_before_a_graph_is_captured() -> None:
     assert held is not None and decode_gemm_sizes(held, 8, 128)[:4] == [1, 9, 17, 33]
 
 
-@pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("tokens", [MAX_TOKENS, MAX_TOKENS + 1, DENSE_ABOVE + 1])
-def test_the_operator_is_as_pytorch_wants_it(tokens: int, gated: bool) -> None:
+def test_the_operator_is_as_pytorch_wants_it(tokens: int) -> None:
     layer, _ = fused()
     held = (layer.weight, layer.weight_scale.view(torch.uint8), layer.weight_global_scale)  # for it compares inputs
-    adapter = (layer.qerl_a, layer.qerl_b, [64, 128], gated, MAX_TOKENS, DENSE_ABOVE)
+    adapter = (layer.qerl_a, layer.qerl_b, [64, 128], MAX_TOKENS, DENSE_ABOVE)
     arguments = (tokens_of(tokens), *held, layer.workspace, None, None, layer.qerl_alpha, *adapter)
     checks = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
     torch.library.opcheck(fp4_linear, arguments, test_utils=checks)

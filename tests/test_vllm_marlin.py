@@ -126,7 +126,7 @@ def test_the_operator_is_as_pytorch_wants_it(marlin_calls: list[tuple[Any, ...]]
     layer = linear(True)
     attach_fp4(layer, DENSE_ABOVE)
     weight = (layer.weight, layer.weight_scale.view(torch.uint8), layer.weight_global_scale)  # for it compares inputs
-    biases = (layer.bias, layer.qerl_bias, layer.qerl_alpha, None, None, [], False, 0, DENSE_ABOVE)
+    biases = (layer.bias, layer.qerl_bias, layer.qerl_alpha, None, None, [], 0, DENSE_ABOVE)
     arguments = (torch.zeros(tokens, COLUMNS).bfloat16(), *weight, layer.workspace, *biases)
     checks = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
     torch.library.opcheck(fp4_linear, arguments, test_utils=checks)
@@ -232,5 +232,5 @@ def test_linears_stay_as_they_are_where_vllm_lacks_marlins_product(monkeypatch: 
     name = "vllm.model_executor.layers.quantization.utils.marlin_utils_fp4"
     monkeypatch.delattr(f"{name}.apply_fp4_marlin_linear")
     layer, config = linear(False), {"dense_above": 4, "decode_gemm_max_tokens": 2, "rank": 0, "targets": []}
-    attached = attach_all(nn.Module(), {"a.o_proj": (layer, [("a.o_proj", 0, ROWS)])}, config, torch.bfloat16)
+    attached = attach_all({"a.o_proj": (layer, [("a.o_proj", 0, ROWS)])}, config, torch.bfloat16)
     assert attached.decode_gemm == 0 and isinstance(layer.quant_method, Method)

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from qerl_kernels import ops
-from qerl_kernels.activation import silu_product
 from qerl_kernels.backend import interpreting, runs_triton
 from qerl_kernels.marlin import MarlinTensor, marlin_alpha
 
@@ -27,9 +26,8 @@ def decode_gemm_linear(
     a: Tensor | None = None,
     b: Tensor | None = None,
     starts: Sequence[int] = (0,),
-    gated: bool = False,
 ) -> Tensor:
-    """x W^T + bias + (x A^T) B^T, rounded to bfloat16 before the adapter's product is added; or SwiGLU of its halves.
+    """x W^T + bias + (x A^T) B^T, rounded to bfloat16 before the adapter's product is added.
 
     Without gradients or host synchronization: a CUDA graph can capture it. The same call returns the same bits.
 
@@ -40,14 +38,13 @@ def decode_gemm_linear(
         a: The adapter's A, bfloat16 [r, K]; those of a fused projection's slices concatenated by rows.
         b: Its B times its scaling, bfloat16 [N, r]; block-diagonal for a fused projection.
         starts: First row of each slice that has an adapter, ascending; all adapters have the same rank.
-        gated: Whether the rows are gates, then ups: returns silu(gates) * ups, rounded as `silu_product`'s.
 
     Returns:
-        bfloat16 [tokens, N], of gates and ups [tokens, N / 2].
+        bfloat16 [tokens, N].
     """
     if torch.compiler.is_compiling():
-        return torch.ops.qerl.decode_gemm_linear(x, *weight, bias, a, b, list(starts), gated)
-    return _decode_gemm_linear(x, *weight, bias, a, b, starts, gated)
+        return torch.ops.qerl.decode_gemm_linear(x, *weight, bias, a, b, list(starts))
+    return _decode_gemm_linear(x, *weight, bias, a, b, starts)
 
 
 def decode_gemm_supported(weight: MarlinTensor) -> bool:
@@ -91,25 +88,23 @@ def _decode_gemm_linear(
     a: Tensor | None,
     b: Tensor | None,
     starts: Sequence[int],
-    gated: bool,
 ) -> Tensor:
     tensor = MarlinTensor(weight, scale, global_scale)
     if x.dtype != torch.bfloat16 or not decode_gemm_supported(tensor):
-        y = decode_gemm_linear_reference(x, tensor, bias, a, b)
-        return silu_product(*y.chunk(2, dim=1)) if gated else y
+        return decode_gemm_linear_reference(x, tensor, bias, a, b)
     from qerl_kernels import triton_decode_gemm
 
-    return triton_decode_gemm.decode_gemm_linear(x.contiguous(), tensor, bias, a, b, starts, gated=gated)
+    return triton_decode_gemm.decode_gemm_linear(x.contiguous(), tensor, bias, a, b, starts)
 
 
-def _fake(x: Tensor, weight: Tensor, *rest: object) -> Tensor:
-    return x.new_empty((x.shape[0], weight.shape[1] // (4 if rest[-1] else 2)))
+def _fake(x: Tensor, weight: Tensor, *_: object) -> Tensor:
+    return x.new_empty((x.shape[0], weight.shape[1] // 2))
 
 
 _library = torch.library.Library("qerl", "FRAGMENT")
 _library.define(
     "decode_gemm_linear(Tensor x, Tensor weight, Tensor scale, Tensor? global_scale, Tensor? bias, "
-    "Tensor? a, Tensor? b, int[] starts, bool gated) -> Tensor"
+    "Tensor? a, Tensor? b, int[] starts) -> Tensor"
 )
 _library.impl("decode_gemm_linear", _decode_gemm_linear, "CompositeExplicitAutograd")
 torch.library.register_fake("qerl::decode_gemm_linear", _fake, lib=_library)

@@ -12,8 +12,8 @@ from qerl_kernels.triton_marlin_tile import rounded
 
 BLOCK = 2048
 WARPS = 8
-LONGEST_BLOCK = 4096
-"""Elements of a row that a program takes at most."""
+LONGEST_ROW = 4096
+"""Elements of a row that a program takes at once; longer ones are copied and divided."""
 
 
 @triton.jit
@@ -25,35 +25,25 @@ def _one_plus_exp_minus(x, ON_GPU: tl.constexpr):
 
 
 @triton.jit
-def silu_times(gate, up, ON_GPU: tl.constexpr, kind: tl.constexpr = tl.bfloat16):
-    """silu(gate) * up in float32, the first factor rounded to `kind`."""
-    activated = rounded(tl.div_rn(gate, _one_plus_exp_minus(gate, ON_GPU)), kind, ON_GPU).to(tl.float32)
-    return activated * up
-
-
-@triton.jit
-def _part_of_row(size, width, stride, blocks, BLOCK: tl.constexpr):
-    """Offsets of a program's elements: `blocks` programs a row, rows without gaps and `stride` elements apart."""
-    row, column = tl.program_id(0).to(tl.int64) // blocks, tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
-    at = row * width + column
-    return at, row * stride + column, (column < width) & (at < size)
-
-
-@triton.jit
-def _gated_product_kernel(gate, up, out, size, width, stride, blocks, ON_GPU: tl.constexpr, BLOCK: tl.constexpr):
-    """A part of a row of gates and ups; rows of the result have no gaps."""
-    at, source, inside = _part_of_row(size, width, stride, blocks, BLOCK)
+def _gated_product_kernel(gate, up, out, size, width, stride, ON_GPU: tl.constexpr, BLOCK: tl.constexpr):
+    """A row of gates and ups, `stride` elements after the last; rows of the result have no gaps."""
+    row, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    at, source = row * width + column, row * stride + column
+    inside = (column < width) & (at < size)
     kind = out.dtype.element_ty
     x = tl.load(gate + source, mask=inside, other=0.0).to(tl.float32)
     u = tl.load(up + source, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + at, rounded(silu_times(x, u, ON_GPU, kind), kind, ON_GPU), mask=inside)
+    activated = rounded(tl.div_rn(x, _one_plus_exp_minus(x, ON_GPU)), kind, ON_GPU).to(tl.float32)
+    tl.store(out + at, rounded(activated * u, kind, ON_GPU), mask=inside)
 
 
 @triton.jit
 def _gated_product_backward_kernel(
-    grad, gate, up, grad_gate, grad_up, size, width, stride, blocks, ON_GPU: tl.constexpr, BLOCK: tl.constexpr
+    grad, gate, up, grad_gate, grad_up, size, width, stride, ON_GPU: tl.constexpr, BLOCK: tl.constexpr
 ):
-    at, source, inside = _part_of_row(size, width, stride, blocks, BLOCK)
+    row, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    at, source = row * width + column, row * stride + column
+    inside = (column < width) & (at < size)
     kind = grad.dtype.element_ty
     g = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
     x = tl.load(gate + source, mask=inside, other=0.0).to(tl.float32)
@@ -76,17 +66,17 @@ def _launch(kernel: Direct, gate: Tensor, up: Tensor, outputs: tuple[Tensor, ...
     width = stride = block = BLOCK
     if _are_halves(gate, up):
         width, stride = gate.shape[1], gate.stride(0)
-        block = min(triton.next_power_of_2(width), LONGEST_BLOCK)
+        block = triton.next_power_of_2(width)
     else:
         gate, up = gate.contiguous(), up.contiguous()
-    blocks, tensors = triton.cdiv(width, block), (*grad, gate, up, *outputs)
-    kernel(triton.cdiv(size, width) * blocks, WARPS, tensors, size, width, stride, blocks, ON_GPU=on_gpu, BLOCK=block)
+    tensors = *grad, gate, up, *outputs
+    kernel(triton.cdiv(size, width), WARPS, tensors, size, width, stride, ON_GPU=on_gpu, BLOCK=block)
 
 
 def _are_halves(gate: Tensor, up: Tensor) -> bool:
-    """Whether they are rows [R, I] of one matrix, with a gap between rows."""
+    """Whether they are rows [R, I] of one matrix, with a gap between rows, that a program takes at once."""
     alike = gate.dim() == 2 and gate.stride() == up.stride() and gate.stride(1) == 1
-    return alike and gate.shape[1] < gate.stride(0)
+    return alike and gate.shape[1] < gate.stride(0) and gate.shape[1] <= LONGEST_ROW
 
 
 def silu_product(gate: Tensor, up: Tensor) -> Tensor:

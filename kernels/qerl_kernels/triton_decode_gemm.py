@@ -1,10 +1,9 @@
 """Decode GEMM: NVFP4 weights in vLLM's Marlin layout, bfloat16 activations, fused LoRA. Two kernels, repeatable bits.
 
 The Stream-K kernel gives every CTA the same number of K iterations over one or two output tiles; some CTAs compute the
-LoRA shrink x A^T instead. In data-parallel waves a CTA also computes full tiles and stores them. The reduce kernel adds
-the splits of the other tiles in the order of K, and the LoRA expand; of gates and ups it computes SwiGLU, too. Weights
-are the left operand of the tensor cores' product, so that few tokens fill it, and come from registers: Marlin's words
-lie as these read them.
+LoRA shrink x A^T instead. In data-parallel waves a CTA also computes full tiles and stores them. The reduce kernel the
+splits of the other tiles in the order of K and adds the LoRA expand. Weights are the left operand of the tensor cores'
+product, so that few tokens fill it, and come from registers: Marlin's words lie as these read them.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
@@ -21,7 +20,6 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from qerl_kernels.backend import interpreting
 from qerl_kernels.decode_gemm_schedule import BLOCK, RANKS, SHRINK_COLUMNS, Schedule, Tile, schedule
 from qerl_kernels.marlin import MarlinTensor
-from qerl_kernels.triton_activation import silu_times
 from qerl_kernels.triton_marlin_tile import (
     columns_as_expanded,
     dot,
@@ -239,134 +237,73 @@ def _sum(first, stride, count, COUNT: tl.constexpr):
     return acc
 
 
-@triton.jit
-def _factors(
-    b, first, n, RANK: tl.constexpr, STARTS: tl.constexpr, PADDED: tl.constexpr,
+@triton.jit(do_not_specialize=["tokens", "alone", "big_ctas", "iterations"])
+def decode_gemm_reduce_kernel(
+    partial, hidden, b, bias, global_scale, y, tokens, columns, rows, alone, big_ctas, iterations, token_blocks,
+    RANK: tl.constexpr, STARTS: tl.constexpr, PADDED: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr, SPLITS: tl.constexpr, SHRINK_SPLITS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    DATA_PARALLEL: tl.constexpr, BIAS: tl.constexpr, ON_GPU: tl.constexpr,
 ):  # fmt: skip
-    """Rows n, from `first` on, of the B that they belong to, [n, PADDED], and its ranks among all."""
+    """y = bfloat16(bfloat16(alpha * sum of the splits + bias) + h B^T), h in bfloat16.
+
+    With DATA_PARALLEL waves the first `alone` rows of y hold the base product already; without an adapter no CTA
+    visits them. Rows are taken from the last on, for those of several splits take longest. What is read before the wait
+    was complete before the Stream-K kernel let this one start.
+    """
+    blocks = token_blocks * (WIDTH // CHUNK)
+    first, block = rows - BLOCK - tl.program_id(0) // blocks * BLOCK, tl.program_id(0) % blocks
+    token_block, t = block // (WIDTH // CHUNK), block % (WIDTH // CHUNK) * CHUNK + tl.arange(0, CHUNK)
+    alpha = tl.load(global_scale) * 2.0**-112  # 2**-119, and the 2**-7 of `expand`
+    per_tile = columns // COLUMNS
+    n = first + tl.arange(0, BLOCK)
+    if BIAS:
+        shift = tl.load(bias + n).to(tl.float32)[:, None]
     ranks: tl.constexpr = RANK * len(STARTS)
-    adapter = 0
-    for i in tl.static_range(1, len(STARTS)):
-        adapter += (first >= STARTS[i]).to(tl.int32)
-    r = tl.arange(0, PADDED)
-    own = adapter * RANK + r
-    left = tl.load(b + n[:, None] * ranks + own[None, :], mask=(r < RANK)[None, :], other=0.0)
-    return left, tl.minimum(own, ranks - 1)  # beyond, some number that meets a zero of `left`
-
-
-@triton.jit
-def _base(
-    y, partial, first, n, t, token, tokens, rows, alone, splits, stride,
-    SPLITS: tl.constexpr, WIDTH: tl.constexpr, DATA_PARALLEL: tl.constexpr,
-):  # fmt: skip
-    """Sum of the splits [n, t], and what data-parallel waves stored in y: one of both counts for these rows."""
-    own_partial = partial + (n - alone)[:, None] * WIDTH + t[None, :]
-    acc = tl.zeros(own_partial.shape, tl.float32)
-    stored = acc
-    if DATA_PARALLEL:
-        own_y = y + token[None, :].to(tl.int64) * rows + n[:, None]
-        stored = tl.load(own_y, mask=(token < tokens)[None, :] & (first < alone), other=0.0)
-        if first >= alone:
-            acc = _sum(own_partial, stride, splits, SPLITS)
-    else:
-        acc = _sum(own_partial, stride, splits, SPLITS)
-    return acc, stored
-
-
-@triton.jit
-def _splits(first, alone, per_tile, big_ctas, iterations, ROWS: tl.constexpr):
-    """CTAs that share the tile of row `first`."""
+    if RANK > 0:  # only the ranks of the adapter that these rows belong to; B is zero at others
+        adapter = 0
+        for i in tl.static_range(1, len(STARTS)):
+            adapter += (first >= STARTS[i]).to(tl.int32)
+        r = tl.arange(0, PADDED)
+        own = adapter * RANK + r
+        left = tl.load(b + n[:, None] * ranks + own[None, :], mask=(r < RANK)[None, :], other=0.0)
     at = tl.maximum(first - alone, 0) // ROWS * per_tile
-    return _cta_of(at + per_tile - 1, big_ctas, iterations) - _cta_of(at, big_ctas, iterations) + 1
-
-
-@triton.jit
-def _rounded_base(
-    acc, stored, shift, alpha, first, alone, DATA_PARALLEL: tl.constexpr, BIAS: tl.constexpr, ON_GPU: tl.constexpr
-):
-    """The base product, rounded to bfloat16, as float32."""
+    splits = _cta_of(at + per_tile - 1, big_ctas, iterations) - _cta_of(at, big_ctas, iterations) + 1
+    if ON_GPU:
+        gdc_wait()
+        gdc_launch_dependents()
+    token, shared = token_block * WIDTH + t, rows - alone
+    own_y = y + token[None, :].to(tl.int64) * rows + n[:, None]
+    # All loads come before the first wait for a sum.
+    if DATA_PARALLEL:
+        base = tl.load(own_y, mask=(token < tokens)[None, :] & (first < alone), other=0.0)
+    block_partial = partial + (token_block * SPLITS).to(tl.int64) * shared * WIDTH
+    own_partial = block_partial + (n - alone)[:, None] * WIDTH + t[None, :]
+    if DATA_PARALLEL:
+        acc = tl.zeros(own_partial.shape, tl.float32)
+        if first >= alone:
+            acc = _sum(own_partial, shared * WIDTH, splits, SPLITS)
+    else:
+        acc = _sum(own_partial, shared * WIDTH, splits, SPLITS)
+    if RANK > 0:
+        own = tl.minimum(own, ranks - 1)  # beyond, some number that meets a zero of `left`
+        own_hidden = hidden + token_block * SHRINK_SPLITS * ranks * WIDTH + own[:, None] * WIDTH + t[None, :]
+        h = _sum(own_hidden, ranks * WIDTH, SHRINK_SPLITS, SHRINK_SPLITS)
     acc *= alpha
     if BIAS:
         acc += shift
     acc = to_bfloat16(acc, ON_GPU).to(tl.float32)
     if DATA_PARALLEL:
-        acc = tl.where(first < alone, stored.to(tl.float32), acc)
-    return acc
-
-
-@triton.jit(do_not_specialize=["tokens", "alone", "big_ctas", "iterations"])
-def decode_gemm_reduce_kernel(
-    partial, hidden, b, bias, global_scale, y, out, tokens, columns, rows, alone, big_ctas, iterations, token_blocks,
-    RANK: tl.constexpr, STARTS: tl.constexpr, PADDED: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr, SPLITS: tl.constexpr, SHRINK_SPLITS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    DATA_PARALLEL: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr, ON_GPU: tl.constexpr,
-):  # fmt: skip
-    """out = bfloat16(bfloat16(alpha * sum of the splits + bias) + h B^T), h in bfloat16.
-
-    With GATED out = silu of the first half of these rows times the second, and BLOCK are rows of each half. With
-    DATA_PARALLEL waves the first `alone` rows of y hold the base product already; without an adapter and a product no
-    CTA visits them. Rows are taken from the last on, for those of several splits take longest. What is read before the
-    wait was complete before the Stream-K kernel let this one start.
-    """
-    blocks = token_blocks * (WIDTH // CHUNK)
-    width = rows // 2 if GATED else rows
-    first, block = width - BLOCK - tl.program_id(0) // blocks * BLOCK, tl.program_id(0) % blocks
-    token_block, t = block // (WIDTH // CHUNK), block % (WIDTH // CHUNK) * CHUNK + tl.arange(0, CHUNK)
-    alpha = tl.load(global_scale) * 2.0**-112  # 2**-119, and the 2**-7 of `expand`
-    per_tile = columns // COLUMNS
-    n = first + tl.arange(0, BLOCK)
-    shift, shift2 = 0.0, 0.0
-    if BIAS:
-        shift = tl.load(bias + n).to(tl.float32)[:, None]
-        if GATED:
-            shift2 = tl.load(bias + width + n).to(tl.float32)[:, None]
-    ranks: tl.constexpr = RANK * len(STARTS)
-    if RANK > 0:  # only the ranks of the adapter that these rows belong to; B is zero at others
-        left, own = _factors(b, first, n, RANK, STARTS, PADDED)
-        if GATED:
-            left2, own2 = _factors(b, width + first, width + n, RANK, STARTS, PADDED)
-    splits = _splits(first, alone, per_tile, big_ctas, iterations, ROWS)
-    if GATED:
-        splits2 = _splits(width + first, alone, per_tile, big_ctas, iterations, ROWS)
-    if ON_GPU:
-        gdc_wait()
-        gdc_launch_dependents()
-    token, stride = token_block * WIDTH + t, (rows - alone) * WIDTH
-    partial += (token_block * SPLITS).to(tl.int64) * stride
-    # All loads come before the first wait for a sum.
-    acc, stored = _base(
-        y, partial, first, n, t, token, tokens, rows, alone, splits, stride, SPLITS, WIDTH, DATA_PARALLEL
-    )
-    if GATED:
-        acc2, stored2 = _base(
-            y, partial, width + first, width + n, t, token, tokens, rows, alone, splits2, stride, SPLITS, WIDTH,
-            DATA_PARALLEL,
-        )  # fmt: skip
-    if RANK > 0:
-        hidden += token_block * SHRINK_SPLITS * ranks * WIDTH + t[None, :]
-        h = _sum(hidden + own[:, None] * WIDTH, ranks * WIDTH, SHRINK_SPLITS, SHRINK_SPLITS)
-        if GATED:
-            h2 = _sum(hidden + own2[:, None] * WIDTH, ranks * WIDTH, SHRINK_SPLITS, SHRINK_SPLITS)
-    acc = _rounded_base(acc, stored, shift, alpha, first, alone, DATA_PARALLEL, BIAS, ON_GPU)
-    if GATED:
-        acc2 = _rounded_base(acc2, stored2, shift2, alpha, width + first, alone, DATA_PARALLEL, BIAS, ON_GPU)
+        acc = tl.where(first < alone, base.to(tl.float32), acc)
     if RANK > 0:
         acc += dot(left, to_bfloat16(h, ON_GPU), tl.zeros(acc.shape, tl.float32), ON_GPU)
-        if GATED:
-            acc2 += dot(left2, to_bfloat16(h2, ON_GPU), tl.zeros(acc.shape, tl.float32), ON_GPU)
-    if GATED:
-        acc = silu_times(to_bfloat16(acc, ON_GPU).to(tl.float32), to_bfloat16(acc2, ON_GPU).to(tl.float32), ON_GPU)
-    own_out = out + token[None, :].to(tl.int64) * width + n[:, None]
-    tl.store(own_out, to_bfloat16(acc, ON_GPU), mask=(token < tokens)[None, :])
+    tl.store(own_y, to_bfloat16(acc, ON_GPU), mask=(token < tokens)[None, :])
 
 
-def reduce_registers(ctas: int, sms: int, width: int, gated: bool) -> int:
+def reduce_registers(ctas: int, sms: int, width: int) -> int:
     """Registers per thread of the reduce kernel: with a limit the compiler keeps more loads in flight."""
     if ctas <= 2 * sms:
         return 128
-    if width > 16:
-        return 96 if gated else 64
-    return 40 if gated else 32  # narrow: all fit beside the Stream-K kernel's CTAs, and wait there
+    return 64 if width > 16 else 32  # narrow: all fit beside the Stream-K kernel's CTAs, and wait there
 
 
 @functools.cache
@@ -391,15 +328,13 @@ def decode_gemm_linear(
     b: Tensor | None,
     starts: Sequence[int],
     tile: Tile | None = None,
-    gated: bool = False,
 ) -> Tensor:
     """`decode_gemm.decode_gemm_linear` of a weight that `decode_gemm_supported` accepts, with any tile."""
     (tokens, columns), rows = x.shape, weight.weight.shape[1] // 2
     rank, sms = 0 if a is None else len(a), _sms(x.get_device())
     plan = schedule(tokens, rows, columns, rank, sms, tile)
     tile, on_gpu, alone = plan.tile, not interpreting(), plan.data_parallel_rows
-    out = x.new_empty((tokens, rows // 2 if gated else rows))
-    y = x.new_empty((tokens, rows)) if gated and alone else out  # with data-parallel waves' rows
+    y = x.new_empty((tokens, rows))
     partial = x.new_empty((plan.token_blocks, plan.splits, max(0, rows - alone), tile.width), dtype=torch.float32)
     hidden = x.new_empty((plan.token_blocks, plan.shrink_splits, rank, tile.width), dtype=torch.float32)
     scales = weight.scale.view(torch.int32)
@@ -415,21 +350,20 @@ def decode_gemm_linear(
     )  # fmt: skip
     if any(start % BLOCK for start in starts):
         starts = (0,)
-    own, reduced = rank // len(starts), rows if rank or gated else max(0, rows - alone)
-    block = BLOCK // 2 if gated else BLOCK  # of each half
+    own, reduced = rank // len(starts), rows if rank else max(0, rows - alone)
     ctas = reduced // BLOCK * plan.token_blocks * (tile.width // plan.reduce_tokens)
     if not ctas:
-        return out
+        return y
     if on_gpu:
-        options["maxnreg"] = reduce_registers(ctas, sms, tile.width, gated)
+        options["maxnreg"] = reduce_registers(ctas, sms, tile.width)
     decode_gemm_reduce_kernel[(ctas,)](
-        partial, hidden, x if b is None else b, x if bias is None else bias, weight.global_scale, y, out, tokens,
-        columns, rows, alone, plan.big_ctas, plan.iterations, plan.token_blocks, RANK=own, STARTS=tuple(starts),
-        PADDED=max(16, triton.next_power_of_2(own)), WIDTH=tile.width, CHUNK=plan.reduce_tokens, BLOCK=block,
+        partial, hidden, x if b is None else b, x if bias is None else bias, weight.global_scale, y, tokens, columns,
+        rows, alone, plan.big_ctas, plan.iterations, plan.token_blocks, RANK=own, STARTS=tuple(starts),
+        PADDED=max(16, triton.next_power_of_2(own)), WIDTH=tile.width, CHUNK=plan.reduce_tokens, BLOCK=BLOCK,
         SPLITS=plan.splits, SHRINK_SPLITS=plan.shrink_splits, ROWS=tile.rows, COLUMNS=tile.columns,
-        DATA_PARALLEL=plan.waves > 0, BIAS=bias is not None, GATED=gated, ON_GPU=on_gpu, num_warps=8, **options,
+        DATA_PARALLEL=plan.waves > 0, BIAS=bias is not None, ON_GPU=on_gpu, num_warps=8, **options,
     )  # fmt: skip
-    return out
+    return y
 
 
 def _descriptors(x: Tensor, tile: Tile) -> tuple[TensorDescriptor | None, TensorDescriptor | None]:

@@ -17,10 +17,9 @@ from qerl_kernels import (
     decode_gemm_sizes,
     decode_gemm_supported,
     frozen_linear,
-    silu_product,
 )
 from qerl_kernels.marlin import TILE
-from torch import Tensor, nn
+from torch import Tensor
 
 from qerl_pl.engines.vllm import compat, weight_map
 from qerl_pl.engines.vllm.weight_map import FusedSlice
@@ -199,7 +198,6 @@ def fp4_linear(
     a: Tensor | None,
     b: Tensor | None,
     starts: Sequence[int],
-    gated: bool,
     decode_gemm_max_tokens: int,
     dense_above: int,
 ) -> Tensor:
@@ -221,13 +219,12 @@ def fp4_linear(
         a: [r, K], of all fused slices stacked; None without an adapter.
         b: [N, r], each slice's in the block of its rows and ranks.
         starts: First row of each slice with an adapter; empty without one.
-        gated: Whether the rows are gates, then ups: returns silu(gates) * ups, [tokens, N / 2].
         decode_gemm_max_tokens: Tokens; 0 for none.
         dense_above: Tokens, or NEVER.
     """
     held = MarlinTensor(weight, scale, global_scale)
     if len(x) <= decode_gemm_max_tokens:
-        return decode_gemm_linear(x, held, bias, a=a, b=b, starts=starts or (0,), gated=gated)
+        return decode_gemm_linear(x, held, bias, a=a, b=b, starts=starts or (0,))
     if len(x) > dense_above:
         y = frozen_linear(x, MarlinRows(held, alpha=alpha.item()), bias)
     else:
@@ -235,15 +232,12 @@ def fp4_linear(
 
         sizes = {"size_n": weight.shape[1] // 2, "size_k": 16 * len(weight)}
         y = apply_fp4_marlin_linear(x, *held, workspace, bias=permuted_bias, **sizes)
-    if a is not None and b is not None:
-        add_lora(y, x, a, b)  # y is no input of the operator: in place is allowed
-    return silu_product(*y.chunk(2, dim=1)) if gated else y
+    return y if a is None or b is None else add_lora(y, x, a, b)  # y is no input of the operator: in place is allowed
 
 
 @fp4_linear.register_fake
 def _(x: Tensor, weight: Tensor, *rest: object) -> Tensor:
-    gated = rest[-3]
-    return x.new_empty(x.shape[0], weight.shape[1] // (4 if gated else 2))  # len() would fix the number of tokens
+    return x.new_empty(x.shape[0], weight.shape[1] // 2)  # len() would fix the number of tokens
 
 
 class FP4Method:
@@ -252,20 +246,16 @@ class FP4Method:
     def __init__(self, base: Any, dense_above: int) -> None:
         self.base = base
         self.starts: tuple[int, ...] = ()
-        self.gated = False
         self.decode_gemm_max_tokens = 0
         self.dense_above = dense_above
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x [tokens, in] -> [tokens, out], or if gated [tokens, out / 2].
-
-        `bias` is the layer's own, in Marlin's order, or None.
-        """
+        """x [tokens, in] -> [tokens, out]; `bias` is the layer's own, in Marlin's order, or None."""
         weight = (layer.weight, layer.weight_scale, _global_scale(layer))
         plain = None if bias is None else layer.qerl_bias
         a, b = (layer.qerl_a, layer.qerl_b) if self.starts else (None, None)
-        settings = (list(self.starts), self.gated, self.decode_gemm_max_tokens, self.dense_above)
-        y: Tensor = fp4_linear(x, *weight, layer.workspace, bias, plain, layer.qerl_alpha, a, b, *settings)
+        limits = (list(self.starts), self.decode_gemm_max_tokens, self.dense_above)
+        y: Tensor = fp4_linear(x, *weight, layer.workspace, bias, plain, layer.qerl_alpha, a, b, *limits)
         return y
 
 
@@ -318,30 +308,13 @@ class Attached(NamedTuple):
     """Linears with the decode GEMM."""
 
 
-def fuse_swiglu(mlp: Any) -> None:
-    """Let `gate_up_proj` of a vLLM MLP, with the decode GEMM, also compute SwiGLU, before vLLM compiles it.
-
-    vLLM's MLPs pass the product to `act_fn` and its result to the next linear. An MLP with another activation stays as
-    it is.
-    """
-    from vllm.model_executor.layers.activation import SiluAndMul
-
-    if type(getattr(mlp, "act_fn", None)) is SiluAndMul:
-        mlp.gate_up_proj.quant_method.gated = True
-        mlp.act_fn = nn.Identity()
-
-
 def attach_all(
-    model: nn.Module,
-    linears: Mapping[str, tuple[Any, Sequence[FusedSlice]]],
-    config: Mapping[str, Any],
-    dtype: torch.dtype,
+    linears: Mapping[str, tuple[Any, Sequence[FusedSlice]]], config: Mapping[str, Any], dtype: torch.dtype
 ) -> Attached:
     """Give vLLM's linears their methods and adapters, before vLLM compiles them.
 
     Args:
-        model: vLLM's.
-        linears: By name in the model; each with all its slices.
+        linears: By name; each with all its slices.
         config: Of `worker.engine_config`: `rank` and `targets` of the adapter, `decode_gemm_max_tokens`, `dense_above`.
         dtype: Of activations.
 
@@ -353,7 +326,7 @@ def attach_all(
     above, max_tokens = config["dense_above"], config["decode_gemm_max_tokens"]
     if compat.missing_names(compat.DECODE_GEMM):
         above = max_tokens = None
-    for name, (linear, slices) in linears.items():
+    for linear, slices in linears.values():
         if above is not None or max_tokens is not None:
             attach_fp4(linear, NEVER if above is None else above)
         adapted = [piece for piece in slices if config["rank"] and piece[0].rpartition(".")[2] in config["targets"]]
@@ -363,9 +336,6 @@ def attach_all(
         if max_tokens is not None and held is not None and decode_gemm_supported(held):
             linear.quant_method.decode_gemm_max_tokens = max_tokens
             with_decode_gemm.append(linear)
-            parent, _, last = name.rpartition(".")
-            if last == "gate_up_proj":
-                fuse_swiglu(model.get_submodule(parent))
     check_decode_gemm(with_decode_gemm)
     return Attached(buffers, len(with_decode_gemm))
 
@@ -384,8 +354,7 @@ def check_decode_gemm(linears: Sequence[Any]) -> None:
     """
     kinds: dict[tuple[object, ...], Any] = {}
     for linear in linears:
-        method = linear.quant_method
-        kinds.setdefault((linear.weight.shape, method.starts, method.gated, linear.bias is None), linear)
+        kinds.setdefault((linear.weight.shape, linear.quant_method.starts, linear.bias is None), linear)
     for linear in kinds.values():
         method, held = linear.quant_method, marlin_tensor(linear)
         assert isinstance(method, FP4Method) and held is not None
@@ -394,8 +363,6 @@ def check_decode_gemm(linears: Sequence[Any]) -> None:
         for tokens in decode_gemm_sizes(held, rank, method.decode_gemm_max_tokens):
             x = probe(tokens, held)
             actual, expected = method.apply(linear, x, linear.bias), frozen_linear(x, weight, linear.qerl_bias)
-            if method.gated:
-                expected = silu_product(*expected.chunk(2, dim=1))
             difference = relative_difference(actual, expected)
             if not difference <= TOLERANCE:
                 raise UserError(

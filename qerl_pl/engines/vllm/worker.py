@@ -143,7 +143,7 @@ class PolicyWorker(Worker):
             norm.weight = nn.Parameter(norm.weight.data.float(), requires_grad=False)
         self._qerl_clean = {name: self._qerl_norms[name].weight.data.clone() for name in self._qerl_noisy}
         config, dtype = self.vllm_config.additional_config[CONFIG_KEY], self.vllm_config.model_config.dtype
-        self._qerl_attached = linear_methods.attach_all(self.get_model(), self._linears(), config, dtype)
+        self._qerl_attached = linear_methods.attach_all(self._linears(), config, dtype)
         if config["target_parameters"]:
             on_gpu, model_config = self.device.type == "cuda", self.vllm_config.model_config
             attach = expert_adapters.attach_on_gpu if on_gpu else expert_adapters.attach_on_cpu
