@@ -257,7 +257,9 @@ def test_groups_of_heads_cost_no_more_than_one_call_or_any_three(sms: int) -> No
         return 16 + -(-heads * ctas // sms) * max(works)
 
     chosen = head_groups(28, 1, 40 * 128, sms)
-    three = [cost(a) + cost(b) + cost(28 - a - b) for a in range(1, 15) for b in range(max(1, 14 - a), 15) if a + b < 28]
+    three = [
+        cost(a) + cost(b) + cost(28 - a - b) for a in range(1, 15) for b in range(max(1, 14 - a), 15) if a + b < 28
+    ]
     assert sum(chosen) == 28 and max(chosen) <= 14
     assert sum(map(cost, chosen)) <= min(cost(28), 2 * cost(14), *three)
 
