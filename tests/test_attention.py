@@ -183,8 +183,7 @@ def test_a_policy_has_it_in_every_layer(tiny_policy_dir: Path) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 @pytest.mark.parametrize("name", ["qwen2", "qwen3"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_real_layer_on_a_gpu_gives_what_the_one_that_was_there_gave(name: str, dtype: torch.dtype) -> None:
-    """Its bits, unless it has norms of queries and keys: the fused kernel sums in another order."""
+def test_a_real_layer_on_a_gpu_has_the_bits_of_the_one_that_was_there(name: str, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     heads = {"hidden_size": 3584, "num_attention_heads": 28, "num_key_value_heads": 4, "head_dim": 128}
     settings: Any = SIZES | heads | {"num_hidden_layers": 1, "attn_implementation": ATTENTION}
@@ -207,8 +206,4 @@ def test_a_real_layer_on_a_gpu_gives_what_the_one_that_was_there_gave(name: str,
     finally:
         select_backend("torch")
     assert isinstance(model.model.layers[0].self_attn, PackedAttention)
-    for before, now in zip(*result, strict=True):
-        if name == "qwen2":
-            assert torch.equal(now, before)
-        else:
-            assert (now - before).float().norm() <= (1e-2 if dtype == torch.bfloat16 else 1e-5) * before.float().norm()
+    assert all(map(torch.equal, *result))
