@@ -30,6 +30,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -68,12 +69,9 @@ def base_of(args: argparse.Namespace) -> Path:
     """The model of random weights, written where it is not there yet."""
     folder: Path = args.base / f"{args.shape}-long-nvfp4"
     if not folder.is_dir():
-        # In a process that ends: a CUDA context of this one, 0.6 GiB, would count as memory of the steps.
-        writer = multiprocessing.get_context("spawn").Process(target=write_base, args=(folder, args.shape, args.device))
-        writer.start()
-        writer.join()
-        if writer.exitcode != 0:
-            raise RuntimeError(f"the model must be written to {folder}; its process ended with {writer.exitcode}")
+        # In a subprocess: the driver would count the 0.6 GiB of a CUDA context in this process as memory of the steps.
+        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+            pool.submit(write_base, folder, args.shape, args.device).result()
     return folder
 
 
