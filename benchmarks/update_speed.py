@@ -1,13 +1,14 @@
 """Speed and memory of the policy update: NVFP4 by this package, by eager PyTorch dequantization, and in bfloat16.
 
     python benchmarks/update_speed.py --out results  # 7B shape, three to four minutes
-    python benchmarks/update_speed.py --parts nvfp4 selective kept --tokens 6144 --out results  # what is recomputed
+    python benchmarks/update_speed.py --parts nvfp4 selective no_checkpointing --tokens 6144 --out results
     python benchmarks/update_speed.py --shape tiny --device cpu --tokens 256 --out results  # does the script run?
 
 One update is a forward and a backward pass of `Policy.token_logprobs` over packed sequences of 1024 random tokens
-(each layer recomputed, LoRA on all linears) and an AdamW step; "selective" keeps the linears' products, "kept" keeps
-everything: loss and norm of the gradient must then be NVFP4's to the last bit. "eager" is how public code trains on
-NVFP4: every forward dequantizes in plain PyTorch, and autograd keeps the dense weight until the backward pass.
+(activation checkpointing of each layer, LoRA on all linears) and an AdamW step; "selective" saves the linears' products
+and attention's result, "no_checkpointing" everything: loss and norm of the gradient must then be NVFP4's to the last
+bit. "eager" is how public code trains on NVFP4: every forward dequantizes in plain PyTorch, and autograd keeps the
+dense weight until the backward pass.
 Gradients repeat bit for bit, as in a run; "free" is NVFP4 without that.
 """
 
@@ -34,7 +35,7 @@ from qerl_pl.modules.lora import FrozenLinear, LoraLinear
 from qerl_pl.persistence.random_state import deterministic
 
 GIB = 2**30
-WAYS = ("bf16", "nvfp4", "selective", "kept", "eager", "free")
+WAYS = ("bf16", "nvfp4", "selective", "no_checkpointing", "eager", "free")
 
 
 class EagerLinear(FrozenLinear):
@@ -58,7 +59,7 @@ def load(way: str, base: Path, device: torch.device, rank: int) -> Policy:
         path=str(base),
         quantization="none" if way == "bf16" else "nvfp4",
         lora=LoraConfig(rank=rank, alpha=float(rank)),
-        gradient_checkpointing={"selective": "selective", "kept": False}.get(way, True),  # type: ignore[arg-type]
+        gradient_checkpointing={"selective": "selective", "no_checkpointing": False}.get(way, True),  # type: ignore[arg-type]
     )
     policy = Policy(base, config, device, seed=0).train()
     if way == "eager":
@@ -192,7 +193,7 @@ def write(found: dict[str, dict[int, dict[str, Any]]], args: argparse.Namespace)
         have = {way: measured[count] for way, measured in found.items() if count in measured}
         if "nvfp4" in have and "eager" in have:
             check(have["nvfp4"], have["eager"])
-        for way in {"selective", "kept"} & have.keys() if "nvfp4" in have else ():
+        for way in {"selective", "no_checkpointing"} & have.keys() if "nvfp4" in have else ():
             if any(have[way][name] != have["nvfp4"][name] for name in ("loss", "grad_norm")):
                 raise SystemExit(f"{way} must give the bits of nvfp4; got {have[way]} and {have['nvfp4']}")
         for way in found:

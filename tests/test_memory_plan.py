@@ -100,7 +100,7 @@ def test_the_peak_of_a_run_is_what_the_driver_counted(name: str, mode: str, sequ
     within(run_memory(plan).peak / GIB, measured)
 
 
-@pytest.mark.parametrize(("way", "mode"), [("nvfp4", True), ("selective", "selective"), ("kept", False)])
+@pytest.mark.parametrize(("way", "mode"), [("nvfp4", True), ("selective", "selective"), ("no_checkpointing", False)])
 def test_an_update_without_an_engine_is_what_was_measured(way: str, mode: Any) -> None:
     """6 sequences of 1024 tokens; the first table of the page, and of it PyTorch's peak."""
     row = re.search(rf"^\| {way} \| 6144 .*\| ([\d.]+) \|$", (RESULTS / "update_recompute.md").read_text(), re.M)
