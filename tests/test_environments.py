@@ -602,7 +602,7 @@ def gone(pid: int) -> bool:
 
 
 TRAINER = """
-    import signal, sys
+    import select, signal, sys
     from qerl_pl.environments import EnvironmentPool
 
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background inherits that it is ignored
@@ -622,7 +622,9 @@ TRAINER = """
     print(*[session.call("process", {}).result().text for session in sessions], pool._loop._process.pid, flush=True)
     sessions[0].call("hang", {})
     sessions[1].call("hang", {})
-    sys.stdin.read()
+    # A blocking read would not see a signal that comes between Python's last check for signals and the system call.
+    while not select.select([sys.stdin], [], [], 0.1)[0]:
+        pass
 """
 
 
