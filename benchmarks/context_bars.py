@@ -7,7 +7,8 @@
 The rows are those of docs/memory.md. Each is a step of 8 completions in a process of its own, beside one allocation
 that holds the rest of the card (`context_ladder.py`), as many sampled at once as there is room for. The table is
 written after every row, and what was measured with the same settings is not measured again: the same command goes on.
---sampled 256 measures memory alone in rows whose completions would take longer to sample than the machine is there.
+--sampled 256 measures memory alone in rows whose completions would take longer to sample than the machine is there,
+and so does --group 4, as long as no more than 4 completions fit in the cache at once.
 """
 
 import argparse
@@ -55,6 +56,7 @@ def arguments(bar: Bar, args: argparse.Namespace) -> argparse.Namespace:
     given |= {"checkpointing": bar.checkpointing, "kv_dtype": bar.kv_dtype, "state_bits": bar.state_bits, "tile": None}
     given |= {"sampled": None if args.sampled is None or args.sampled >= bar.length else args.sampled}
     given |= {"steps": args.steps, "eager": args.eager, "margin": args.margin, "limit": args.limit}
+    given |= {"group": args.group}
     return argparse.Namespace(**given)
 
 
@@ -72,7 +74,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             break
         context_ladder.base_of(given)
         row = context_ladder.step(given, bar.card, length)
-        at_once = int(row["kv_gib"] / context_ladder.sequence_gib(given, length) + 1e-6)
+        at_once = min(int(row["kv_gib"] / context_ladder.sequence_gib(given, length) + 1e-6), args.group)
         about = {"shape": given.shape, "length": length, "card": bar.card, "at_once": at_once}
         results[name] = row | about | {"settings": context_ladder.settings_of(given)}
         write(results, args.out)
@@ -81,12 +83,12 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 def write(results: dict[str, Any], out: Path) -> None:
     """The table, rows in the order of `BARS`."""
-    headers = ["bar", "completion", "sampled", "card GiB", "rank", "checkpointing", "KV", "states, bits", "at once"]
-    headers += ["s a step", "peak GiB rollout / update", "estimate GiB", "apart %"]
+    headers = ["bar", "tokens", "completions", "sampled", "card GiB", "rank", "checkpointing", "KV", "states, bits"]
+    headers += ["at once", "s a step", "peak GiB rollout / update", "estimate GiB", "apart %"]
     rows = []
     for name, one in sorted(results.items(), key=lambda item: list(BARS).index(item[0])):
         settings = one["settings"]
-        row = [name, one["length"], settings["sampled"] or "all", one["card"], settings["rank"]]
+        row = [name, one["length"], settings["group"], settings["sampled"] or "all", one["card"], settings["rank"]]
         row += [str(settings["checkpointing"]).lower(), settings["kv_dtype"], settings["state_bits"], one["at_once"]]
         if not one["fits"]:
             rows.append([*row, one["outcome"], "–", f"{one['estimate_gib']:.1f}", "–"])
@@ -104,6 +106,7 @@ def main() -> None:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--sampled", type=int, help="tokens that are sampled; the rest of a completion is the prompt's")
     parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--group", type=int, default=context_ladder.GROUP, help="completions of a prompt")
     parser.add_argument("--eager", action="store_true", help="start vLLM without compiling: sooner, slower steps")
     parser.add_argument("--margin", type=float, default=0.3, help="GiB of a card that the estimate leaves free")
     parser.add_argument("--limit", type=float, default=400.0, help="seconds of a row")

@@ -52,12 +52,13 @@ WAYS: dict[str, tuple[Any, int | None]] = {
 }
 """gradient_checkpointing and mlp_tile_tokens."""
 GROUP = 8
+"""Completions of a prompt in the estimate, and in a step unless `--group` says fewer."""
 PROMPT = 64
 """Tokens of a prompt, at most."""
 PREFILL = 2048
 """Most tokens of the engine's forward pass; at its start it runs so many."""
 POSITIONS = 163840
-SETTINGS = ("checkpointing", "tile", "rank", "kv_dtype", "state_bits", "sampled", "steps", "eager")
+SETTINGS = ("checkpointing", "tile", "rank", "kv_dtype", "state_bits", "sampled", "steps", "eager", "group")
 """Of a row of full steps: a row with others is measured again."""
 OUT_OF_MEMORY = ("OutOfMemoryError", "out of memory", "must fit on the GPU", "No available memory", "Free memory on")
 """What a process says whose step does not fit: PyTorch's, CUDA's and vLLM's words. Anything else is a mistake."""
@@ -337,7 +338,7 @@ def one_step(told: dict[str, Any]) -> None:
         select_backend("triton")
         held = max(int(torch.cuda.mem_get_info()[1] - told["card"] * GIB), 0)
         rest = torch.empty(held, dtype=torch.uint8, device="cuda")
-    given = {"kv_gib": told["kv"], "group": GROUP, "copies": 1, "eager": args.eager}
+    given = {"kv_gib": told["kv"], "group": args.group, "copies": 1, "eager": args.eager}
     sampled = min(args.sampled or told["length"], told["length"])
     given |= {"tokens": sampled}
     given |= {"precision": "nvfp4", "steps": args.steps, "micro_batch_tokens": 1, "out": args.out}
@@ -413,6 +414,8 @@ def main() -> None:
     full.add_argument("--state-bits", type=int, choices=(32, 8), default=32, help="of the optimizer's states")
     full.add_argument("--sampled", type=int, help="tokens that are sampled; the rest of a completion is the prompt's")
     full.add_argument("--steps", type=int, default=2)
+    full.add_argument("--group", type=int, default=GROUP, help="completions of a prompt; fewer need the same memory if "
+                      "they are at least as many as are sampled at once")  # fmt: skip
     full.add_argument(
         "--eager", action="store_true", help="start vLLM without compiling: a minute sooner, slower steps"
     )

@@ -22,7 +22,7 @@ def arguments(out: Path, **changes: Any) -> argparse.Namespace:
         "shape": "8b", "device": "cpu", "lengths": [1024, 4096, 16384, 65536], "rank": 32, "base": out / "base",
         "out": out, "cards": [16.0], "checkpointing": "offload", "tile": 4096, "steps": 2, "margin": 0.3,
         "limit": 60.0, "minutes": 5.0, "ways": list(context_ladder.WAYS), "repeats": 1, "snapshot": False,
-        "eager": False, "kv_dtype": "auto", "state_bits": 32, "sampled": None,
+        "eager": False, "kv_dtype": "auto", "state_bits": 32, "sampled": None, "group": 8,
     }  # fmt: skip
     return argparse.Namespace(**given | changes)
 
@@ -110,7 +110,7 @@ def test_rows_by_name_run_in_their_order_are_written_at_once_and_not_measured_ag
     monkeypatch.setattr(context_ladder, "step", step)
     monkeypatch.setattr(context_ladder, "base_of", lambda args: None)
     names = {"device": "cuda", "base": tmp_path, "out": tmp_path, "sampled": None, "steps": 2, "eager": False}
-    args = argparse.Namespace(**names, margin=0.3, limit=60.0, minutes=5.0, bars=["8b-20k", "14b-4k"])
+    args = argparse.Namespace(**names, group=8, margin=0.3, limit=60.0, minutes=5.0, bars=["8b-20k", "14b-4k"])
     context_bars.measure(args)
     assert asked == [("8b", 20480, 30), ("14b", 4096, 23.6)]
     args.bars = ["7b-1k", "8b-20k", "14b-4k"]
@@ -122,9 +122,11 @@ def test_rows_by_name_run_in_their_order_are_written_at_once_and_not_measured_ag
     rows = pages.rows((tmp_path / "context_bars.md").read_text())
     assert [row[0] for row in rows] == ["bar", "7b-1k", "14b-4k", "8b-20k"]
     assert rows[1][-4:] == ["1.0", "9.0 / 10.5", "10.0", "-4.8"] and rows[2][-4:] == ["failed", "–", "10.0", "–"]
+    args.group = 2
+    assert context_bars.measure(args)["7b-1k"]["at_once"] == 2
     args.minutes, args.sampled = -1.0, 128
     context_bars.measure(args)
-    assert len(asked) == 7
+    assert len(asked) == 10
 
 
 def test_rows_by_name_are_those_of_the_page() -> None:
