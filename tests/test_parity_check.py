@@ -34,6 +34,14 @@ def test_parity_worked_out() -> None:
     assert engine.calls[1][2].max_tokens == 16  # longer completions are not compared to their end
 
 
+def test_long_prompts_are_cut_to_their_beginning() -> None:
+    """The trainer's forward pass has little memory: the engine's cache is full of it."""
+    engine, long = Scripted(), tuple(range(1000))
+    measure_logprob_parity(engine, Watched(), [Prompt("p", long, "", "0"), PROMPTS[0]], 3, 3)
+    asked = [call[1] for call in engine.calls if call[0] == "generate"]
+    assert asked == 2 * [[long[:512], (10,)]]
+
+
 @pytest.mark.parametrize(
     ("on", "off", "effect", "perturbed", "agrees"),
     [
