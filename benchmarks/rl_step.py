@@ -37,7 +37,7 @@ class Spread:
     weight = 1.0
 
     def __call__(self, samples: Sequence[RewardSample]) -> Sequence[float]:
-        return [sum(map(ord, sample.completion)) % 97 / 97 for sample in samples]
+        return [sum(sample.token_ids) % 97 / 97 for sample in samples]
 
 
 class DriverMemory(Callback):
@@ -62,6 +62,9 @@ class DriverMemory(Callback):
         """Stop watching: a thread that is inside the driver when Python ends aborts the process."""
         self._stop.set()
         self._watcher.join()
+
+    def on_train_start(self, *_: Any) -> None:
+        self._phase = "rollout"  # the engine has started
 
     def on_train_batch_start(self, *_: Any) -> None:
         self._phase = "update"  # rollouts come from the callback before this one

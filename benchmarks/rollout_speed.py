@@ -4,11 +4,13 @@
     python benchmarks/rollout_speed.py --profile --parts nvfp4 --out DIR
 
 The tests of the products run first; where one fails, nothing is timed. Random weights. Each part has a process of its
-own; they start at once and are measured one after the other, the others idle. Their results are written as they come.
+own; they start at once and are measured one after the other, the others idle. Their results are written as they come,
+with `--sweep` also a picture of decode steps.
 `--shape tiny --device cpu --no-tests` tries the script on the CPU build.
 """
 
 import argparse
+import io
 import json
 import os
 import subprocess
@@ -22,11 +24,13 @@ import kernel_profile
 import report
 import torch
 from engine_h200 import RANK, TARGETS, decode_sweep, measure_speed, prompts_of, random_policy, used_gib
+from matplotlib.figure import Figure
 from random_model import SHAPES, config_of, write_model
 from report import correct
 from stock_engine import StockEngine
 
 from qerl_pl.engines import EngineSpec, VLLMEngine
+from qerl_pl.persistence.atomic_files import atomic_write
 from qerl_pl.types import PolicyWeights
 
 GATE = (
@@ -138,6 +142,21 @@ def tables(parts: dict[str, Any]) -> str:
     return "\n\n".join(text)
 
 
+def plot_sweep(parts: dict[str, Any], path: Path) -> None:
+    """Plot a decode step's milliseconds by the number of sequences, for the parts that have a sweep."""
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axis = figure.subplots()
+    for part, found in parts.items():
+        if "sweep" in found:
+            axis.plot(*zip(*found["sweep"], strict=True), marker=".", label=PARTS[part][0])
+    axis.set(xlabel="sequences", ylabel="ms a decode step", xlim=0, ylim=0)
+    axis.grid(alpha=0.3)
+    axis.legend()
+    image = io.BytesIO()
+    figure.savefig(image, dpi=110, metadata={"Software": None})
+    atomic_write(path, image.getvalue())
+
+
 def adapter_costs(with_it: list[dict[str, Any]], without: list[dict[str, Any]], name: str) -> list[list[object]]:
     """What of a decode step the adapter takes: the step with it less the step without, over the step with it."""
     pairs = zip(with_it, without, strict=True)
@@ -174,6 +193,8 @@ def measure(args: argparse.Namespace, folder: Path) -> int:
             process.wait()
             results[part] = json.loads((folder / f"{part}.json").read_text())
             report.write(args.out, f"rollout_{args.shape}", tables(results), {"settings": settings, "parts": results})
+            if args.sweep:
+                plot_sweep(results, args.out / f"rollout_{args.shape}_sweep.png")
     return 0 if len(results) == len(args.parts) else 1
 
 

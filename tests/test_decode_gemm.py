@@ -214,9 +214,9 @@ def test_data_parallel_rows_without_an_adapter_need_no_reduce_kernel(rows, alone
     ("rows", "columns", "waves"), [(22016, 2048, 0), (37888, 3584, 1), (27648, 5120, 0), (55296, 5120, 1)]
 )
 def test_cuts_of_real_layers_give_every_cta_as_much(rows, columns, waves, rank):
-    tile = triton_decode_gemm.schedule(192, rows, columns, 2 * rank, 132).tile
+    tile = decode_gemm_schedule.best_tile(192, 37888, 3584)
     assert tile.data_parallel and tile.width == 192
-    plan = triton_decode_gemm.schedule(192, rows, columns, 2 * rank, 132)
+    plan = triton_decode_gemm.schedule(192, rows, columns, 2 * rank, 132, tile)
     assert plan.waves == waves and plan.ctas == 2 * 132
     steps, total = columns // 32, -(-rows // 128) * (columns // 32)
     a_steps = math.ceil(math.ceil(columns / 128) / plan.shrink_splits)

@@ -6,7 +6,8 @@ Every tile's product is compared with the plain one, on the shapes and numbers o
 that compile for the timing: one that differs, or whose bits do not repeat, is not timed, and the tests of the products
 run first. Calls are in a CUDA graph on rotating weights, as in `bench_decode_gemm.py`; the adapter has rank 32 on every
 projection. Writes DIR/tiles.md, DIR/tiles.json and DIR/decode_gemm_tiles.json after every row; the last is the file
-that the kernels choose by, kernels/qerl_kernels/decode_gemm_tiles.json.
+that the kernels choose by, kernels/qerl_kernels/decode_gemm_tiles.json. `--earlier` gives it the rows of other runs,
+too: tiles are chosen for all shapes at once.
 """
 
 import argparse
@@ -16,6 +17,7 @@ import json
 import math
 import multiprocessing
 import os
+import statistics
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -152,7 +154,9 @@ def references(layer: Shape, sizes: Sizes) -> dict[str, Any]:
     return where
 
 
-def bench(shape: str, tokens: list[int], sizes: Sizes, out: Path, results: list[Row], seconds: float) -> None:
+def bench(
+    shape: str, tokens: list[int], sizes: Sizes, out: Path, results: list[Row], seconds: float, earlier: list[Row]
+) -> None:
     begin = time.perf_counter()
     layers = layers_of(shape) if sizes.device == "cuda" else sizes.layers
     wrong = checked(layers, tokens, sizes, 14 if sizes.device == "cuda" else 1)
@@ -177,7 +181,7 @@ def bench(shape: str, tokens: list[int], sizes: Sizes, out: Path, results: list[
         best = min(((row[name], name) for name in work if isinstance(row[name], float)), default=(math.nan, "none"))
         row["best"] = f"{best[1]}: {best[0]:.1f}"
         results.append(row)
-        write(out, results, wrong)
+        write(out, results, wrong, earlier)
 
 
 def chosen(results: list[Row], within: float = 0.03) -> dict[str, Any]:
@@ -186,27 +190,34 @@ def chosen(results: list[Row], within: float = 0.03) -> dict[str, Any]:
     Every tile is a kernel to compile at an engine's start, so tiles are taken one by one, always that which is within
     `within` of the fastest for most of the weights and numbers of tokens that have none yet.
     """
-    cases = [(row, {name: row[name] for name in TILES if isinstance(row.get(name), float)}) for row in results]
-    cases = sorted(((row, times) for row, times in cases if times), key=lambda case: case[0]["tokens"])
+    measured: dict[tuple[int, int, int], dict[str, list[float]]] = {}
+    for row in sorted(results, key=lambda row: row["tokens"]):  # a weight that two models share is measured twice
+        times = measured.setdefault((row["rows"], row["columns"], row["tokens"]), {})
+        for name in TILES:
+            if isinstance(row.get(name), float):
+                times.setdefault(name, []).append(row[name])
+    cases = [
+        (key, {name: statistics.fmean(one) for name, one in times.items()}) for key, times in measured.items() if times
+    ]
     fast = [{name for name, time in times.items() if time <= (1 + within) * min(times.values())} for _, times in cases]
     taken: list[str] = []
     while left := [names for names in fast if not names.intersection(taken)]:
         taken.append(max(TILES, key=lambda name: sum(name in names for names in left)))
     weights: dict[tuple[int, int], list[list[Any]]] = {}
-    for row, times in cases:
+    for (rows, columns, tokens), times in cases:
         fastest = min((name for name in taken if name in times), key=times.__getitem__)
-        tiles = weights.setdefault((row["rows"], row["columns"]), [])
+        tiles = weights.setdefault((rows, columns), [])
         if tiles and tiles[-1][1] == fastest:
             tiles.pop()
-        tiles.append([row["tokens"], fastest])
+        tiles.append([tokens, fastest])
     return {
         "tiles": {name: TILES[name] for name in taken},
         "weights": [[*key, tiles] for key, tiles in weights.items()],
     }
 
 
-def write(out: Path, results: list[Row], wrong: dict[tuple[str, str, int], str]) -> None:
-    """All results so far, and for each number of tokens the sum over a layer's linears."""
+def write(out: Path, results: list[Row], wrong: dict[tuple[str, str, int], str], earlier: list[Row]) -> None:
+    """All results so far, and for each number of tokens the sum over a layer's linears; tiles by all rows."""
     names = [*TILES, "dequantized", "marlin", "bf16"]
     sums: list[Row] = []
     for shape, count in dict.fromkeys((row["shape"], row["tokens"]) for row in results):
@@ -224,7 +235,7 @@ def write(out: Path, results: list[Row], wrong: dict[tuple[str, str, int], str])
     (out / "tiles.md").write_text("\n\n".join(text) + "\n")
     held = {"environment": where, "rows": results, "wrong": [[*key, reason] for key, reason in wrong.items()]}
     (out / "tiles.json").write_text(json.dumps(held, indent=1) + "\n")
-    (out / "decode_gemm_tiles.json").write_text(json.dumps({"measured": where} | chosen(results)) + "\n")
+    (out / "decode_gemm_tiles.json").write_text(json.dumps({"measured": where} | chosen([*earlier, *results])) + "\n")
 
 
 def main() -> int:
@@ -234,6 +245,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, nargs="+", default=[64, 96, 128, 160, 192, 256, 384, 512, 768, 1024])
     parser.add_argument("--tiles", nargs="+", choices=TILES, default=list(TILES))
     parser.add_argument("--seconds", type=float, default=280, help="of a shape")
+    parser.add_argument("--earlier", type=Path, nargs="+", default=[], help="tiles.json of other runs with these tiles")
     parser.add_argument("--no-tests", action="store_true")
     parser.add_argument("--tiny", action="store_true", help="a small shape on the CPU, to try the script")
     args = parser.parse_args()
@@ -250,8 +262,9 @@ def main() -> int:
     if args.tiny:
         sizes = replace(sizes, device="cpu", layers={"qkv": (192, 64, (0, 64, 128))}, rank=8, cold_bytes=0)
     results: list[Row] = []
+    earlier = [row for path in args.earlier for row in json.loads(path.read_text())["rows"]]
     for shape in args.shapes:
-        bench(shape, args.tokens, sizes, args.out, results, args.seconds)
+        bench(shape, args.tokens, sizes, args.out, results, args.seconds, earlier)
     sys.stdout.write((args.out / "tiles.md").read_text())
     return 0
 
