@@ -296,6 +296,21 @@ def test_the_shipped_studies_are_understood() -> None:
     assert settings.model.policy_config.toy.width == 256 and settings.data.task.digits == 3
 
 
+def test_the_pretrained_pilot_measures_the_set_that_it_validates_on() -> None:
+    plan = read_plan(STUDY / "gsm8k_pilot.yaml")
+    assert len(plan.runs) == 28 and set(plan.defaults) == {
+        "rounding",
+        "lr",
+    }  # a table for each rate, beside the default
+    run = next(
+        run for run in plan.runs if run.levels["method"] == "nvfp4_aqn" and run.levels["lr"] == plan.defaults["lr"]
+    )
+    settings = built(*run.words(Path("runs/x"), {"starts": "starts"}))
+    (name,) = yaml.safe_load(run.overrides["data.sets"])
+    assert plan.measure == f"val/{name}/accuracy"
+    assert settings.model.policy_config.adapter == "starts/nvfp4-0/start"
+
+
 # Statistics, by hand --------------------------------------------------------------------------------------------------
 
 
