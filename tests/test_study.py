@@ -20,7 +20,7 @@ from torch.utils.tensorboard import SummaryWriter
 from benchmarks.study.__main__ import chosen, main
 from benchmarks.study.claims import ACCURACY, ENTROPY, FIRST_ENTROPY, GAIN
 from benchmarks.study.evidence import write_evidence
-from benchmarks.study.findings import findings
+from benchmarks.study.findings import findings, methods
 from benchmarks.study.intervals import Interval, interval, student_cdf, student_quantile, verdict, within_policy
 from benchmarks.study.pictures import _band
 from benchmarks.study.plan import ROOT, Plan, read_plan
@@ -308,7 +308,28 @@ def test_the_pretrained_pilot_measures_the_set_that_it_validates_on() -> None:
     settings = built(*run.words(Path("runs/x"), {"starts": "starts"}))
     (name,) = yaml.safe_load(run.overrides["data.sets"])
     assert plan.measure == f"val/{name}/accuracy"
-    assert settings.model.policy_config.adapter == "starts/nvfp4-0/start"
+    assert settings.model.policy_config.adapter == "starts/nvfp4-0/start" and settings.data.val_size >= 1319
+
+
+def test_the_pretrained_study_is_the_planned_one() -> None:
+    plan = read_plan(STUDY / "gsm8k.yaml")
+    pairs = {method: set[tuple[Any, Any]]() for method in methods(plan)}
+    for run in plan.runs:
+        pairs[str(run.levels["method"])].add((run.levels["rounding"], run.levels["seed"]))
+    assert len(plan.runs) == 65 and len(pairs) == 11
+    for method, taken in pairs.items():
+        seeds = (0, 1) if method in plan.compare else (0,)
+        assert taken == {(rounding, 2 * rounding + seed) for rounding in range(5) for seed in seeds}
+    assert not [run for run in plan.runs if not run.missing(plan.values)]  # rates are open
+    values = plan.values | {"starts": "starts", "entropy": 0.4}
+    values |= {name: 1e-4 for name in values if name.startswith("rate_")}
+    for run in plan.runs[-9:] + plan.runs[:2]:
+        config, rounding = built(*run.words(Path("runs/x"), values)).model.policy_config, run.levels["rounding"]
+        start = f"starts/{config.quantization}-{rounding}"  # that of the run's own format
+        expected = (f"starts/base-{rounding}", f"{start}/start")
+        assert (str(config.path), config.adapter) == (
+            (f"{start}/merged", None) if run.levels["method"] == "full" else expected
+        )
 
 
 # Statistics, by hand --------------------------------------------------------------------------------------------------

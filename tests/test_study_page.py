@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import pages
 import pytest
 from test_study import ENDS, plan_of, rows_of
 
@@ -11,8 +12,8 @@ from benchmarks.study.evidence import write_evidence
 from benchmarks.study.findings import Result, at_ceiling, findings, interval_of
 from benchmarks.study.intervals import Interval, across_policies, holm, interval, noncentrality, verdict
 from benchmarks.study.opening import answer, answer_kind
-from benchmarks.study.plan import Plan
-from benchmarks.study.tables import alone, cost
+from benchmarks.study.plan import ROOT, Plan, read_plan
+from benchmarks.study.tables import alone, cost, method_table
 from qerl_pl.errors import UserError
 
 BLOCK = {"method": ["lora16", "nvfp4_aqn"], "seed": [0, 1, 2], "policy": ["other", "toy"]}
@@ -130,6 +131,32 @@ def test_growth_and_greedy_accuracy_by_hand(tmp_path: Path) -> None:
     assert GREEDY.of(row, "val/test/pass@1") == 0.5 and GREEDY.of(row, "val/pass@1") is None
     plan = plan_of(tmp_path)
     assert "greedy accuracy" not in {result.claim.name for result in findings(plan, rows_of(plan, ENDS))}
+
+
+def test_the_noise_is_compared_with_its_rivals_where_the_plan_has_them(tmp_path: Path) -> None:
+    plan = read_plan(ROOT / "benchmarks" / "study" / "gsm8k.yaml")
+    rows = []
+    for run in plan.runs:
+        end = {"lora16_aqn": 0.4, "lora16_temperature": 0.3, "placebo": 0.5}.get(str(run.levels["method"]))
+        if end is not None:
+            held_out = {"val/accuracy": [[128, end + 0.001 * int(run.levels["seed"])]]}
+            rows.append({"run": run.name, "levels": run.levels, "ended": "done", "held_out": held_out})
+    found = {str(one.contrast.second["method"]): one for one in result_of(plan, rows, "rivals").findings}
+    assert [found[rival].difference.mean for rival in ("lora16_temperature", "placebo")] == pytest.approx([0.1, -0.1])
+    assert found["lora16_temperature"].verdict == "holds" and found["placebo"].verdict == "does not hold"
+    assert found["lora16_entropy"].difference is None
+    assert "rivals" not in {result.claim.name for result in findings(plan_of(tmp_path), [])}
+
+
+def test_methods_have_columns_of_what_their_runs_measured(tmp_path: Path) -> None:
+    plan = plan_of(tmp_path, blocks=[BLOCK], measure="val/pass@1")
+    rows = rows_with(plan, {"lora16 other": [0.6, 0.61, 0.6]})
+    assert pages.rows(method_table(plan, rows))[0][2:6] == ["val/pass@1 before", "after", "gain", "reward"]
+    for row in rows:
+        row["held_out"] = {"val/pass@1": [[4, 0.6]], "val/cool_pass@1": [[4, 0.7]], "val/x/cool_pass@1": [[4, 0.8]]}
+    header, cells, *_ = pages.rows(method_table(plan, rows))
+    assert header[2:5] == ["val/pass@1", "val/cool_pass@1", "reward"] and cells[2].startswith("0.600")
+    assert cells[3].startswith("0.700")
 
 
 def test_seconds_are_of_runs_that_had_the_gpu_to_themselves(tmp_path: Path) -> None:

@@ -147,6 +147,16 @@ def claims(plan: Plan) -> list[Claim]:
             [_method(aqn, quantized, ACCURACY), _method(f"{lora}_aqn", lora, ACCURACY)],
         ),
         Claim(
+            "rivals",
+            "Our addition: in 16-bit LoRA adaptive noise raises accuracy more than what explores as much without it: a "
+            "temperature or an entropy bonus that keep the entropy, or a fixed error in the weights.",
+            "Does the noise do more than a temperature, an entropy bonus or a fixed error?",
+            [
+                _method(f"{lora}_aqn", rival, ACCURACY)
+                for rival in (f"{lora}_temperature", f"{lora}_entropy", "placebo")
+            ],
+        ),
+        Claim(
             "gain",
             "Our addition: NVFP4 with adaptive noise gains more accuracy over its start than 16-bit LoRA and QLoRA.",
             "Does NVFP4 with noise gain more over its start?",

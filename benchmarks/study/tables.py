@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from benchmarks import report
-from benchmarks.study.claims import ACCURACY, ENTROPY, GAIN, GROWTH, REWARD, SILENT, START, Row, other
+from benchmarks.study.claims import ACCURACY, ENTROPY, GAIN, GROWTH, REWARD, SILENT, START, Row, Statistic, other
 from benchmarks.study.findings import Levels, Result, Unit, at, by_unit, interval_of, less, methods, strata, unit_of
 from benchmarks.study.pictures import of, ordered, sides
 from benchmarks.study.plan import Level, Plan
@@ -79,14 +79,22 @@ def _level(plan: Plan, factor: str, level: Level) -> str:
 
 
 def method_table(plan: Plan, rows: Sequence[Row]) -> str:
-    """Mean of each metric of each method, with the half-width of its interval."""
+    """Mean of each metric of each method, with the half-width of its interval.
+
+    Accuracies have columns of their start and gain where a run was validated before training.
+    """
     tags = [other(plan.measure, metric) for metric in ("accuracy", "pass@1")]
     measured = {tag for row in rows for tag in row["held_out"]}
     measures = [plan.measure, *(tag for tag in tags if tag != plan.measure and tag in measured)]
-    measures += _largest_k(plan, measured)
-    headers = ["method", f"{plan.units[0]}s"]
+    measures += _largest_k(plan, measured) + _other_samplings(plan, measured)
+    headers, accuracies = ["method", f"{plan.units[0]}s"], list[tuple[str, Statistic]]()
     for measure in measures:
-        headers += [f"{measure} before", "after", "gain"]
+        if any(START.of(row, measure) is not None for row in rows):
+            headers += [f"{measure} before", "after", "gain"]
+            accuracies += [(measure, one) for one in (START, ACCURACY, GAIN)]
+        else:
+            headers.append(measure)
+            accuracies.append((measure, ACCURACY))
     headers += ["reward", "growth", "sampler entropy", "groups without signal"]
     timed = any(map(alone, rows))
     headers += ["seconds", "peak GiB"] if timed else []
@@ -99,8 +107,7 @@ def method_table(plan: Plan, rows: Sequence[Row]) -> str:
                 count = len({unit[:1] for unit in found})
                 cells = [
                     mean(plan, {unit: one.of(row, measure) for unit, row in found.items()})
-                    for measure in measures
-                    for one in (START, ACCURACY, GAIN)
+                    for measure, one in accuracies
                 ]
                 cells += [
                     mean(plan, {unit: one.of(row, plan.measure) for unit, row in found.items()})
@@ -116,6 +123,12 @@ def _largest_k(plan: Plan, tags: set[str]) -> list[str]:
     stem = other(plan.measure, "pass@")
     found = {int(tag.removeprefix(stem)) for tag in tags if tag.startswith(stem)} - {1}
     return [f"{stem}{max(found)}"] if found else []
+
+
+def _other_samplings(plan: Plan, tags: set[str]) -> list[str]:
+    """The tags of pass@1 by `rollout.extra_eval_sampling`, such as val/cool_pass@1."""
+    where = plan.measure.rpartition("/")[0]
+    return sorted(tag for tag in tags if tag.rpartition("/")[0] == where and tag.endswith("_pass@1"))
 
 
 def mean(plan: Plan, values: Mapping[Unit, float | None], digits: int = 3) -> str:
