@@ -55,8 +55,7 @@ def arguments(bar: Bar, args: argparse.Namespace) -> argparse.Namespace:
     given = {"device": args.device, "base": args.base, "out": args.out, "shape": shape, "rank": bar.rank}
     given |= {"checkpointing": bar.checkpointing, "kv_dtype": bar.kv_dtype, "state_bits": bar.state_bits, "tile": None}
     given |= {"sampled": None if args.sampled is None or args.sampled >= bar.length else args.sampled}
-    given |= {"steps": args.steps, "eager": args.eager, "margin": args.margin, "limit": args.limit}
-    given |= {"group": args.group}
+    given |= {name: getattr(args, name) for name in ("steps", "group", "eager", "margin", "limit")}
     return argparse.Namespace(**given)
 
 

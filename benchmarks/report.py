@@ -1,6 +1,7 @@
 """What every benchmark's result carries: where it was measured, and a Markdown table."""
 
 import importlib.util
+import io
 import json
 import math
 import os
@@ -9,11 +10,14 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from qerl_pl.persistence.atomic_files import atomic_write
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure  # takes a second
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -66,3 +70,11 @@ def write(out: Path, name: str, tables: str, results: Any) -> None:
     atomic_write(out / f"{name}.md", f"{tables}\n\nMeasured with {line}.\n".encode())
     atomic_write(out / f"{name}.json", json.dumps({"environment": where, "results": results}, indent=1).encode())
     print(tables, "\n", line, sep="")
+
+
+def save_figure(figure: "Figure", path: Path) -> str:
+    """Write a figure as PNG and return its file name."""
+    image = io.BytesIO()
+    figure.savefig(image, dpi=110, metadata={"Software": None})
+    atomic_write(path, image.getvalue())
+    return path.name

@@ -10,7 +10,6 @@ with `--sweep` also a picture of decode steps.
 """
 
 import argparse
-import io
 import json
 import os
 import subprocess
@@ -24,13 +23,11 @@ import kernel_profile
 import report
 import torch
 from engine_h200 import RANK, TARGETS, decode_sweep, measure_speed, prompts_of, random_policy, used_gib
-from matplotlib.figure import Figure
 from random_model import SHAPES, config_of, write_model
 from report import correct
 from stock_engine import StockEngine
 
 from qerl_pl.engines import EngineSpec, VLLMEngine
-from qerl_pl.persistence.atomic_files import atomic_write
 from qerl_pl.types import PolicyWeights
 
 GATE = (
@@ -142,19 +139,20 @@ def tables(parts: dict[str, Any]) -> str:
     return "\n\n".join(text)
 
 
-def plot_sweep(parts: dict[str, Any], path: Path) -> None:
-    """Plot a decode step's milliseconds by the number of sequences, for the parts that have a sweep."""
+def plot_sweep(results: dict[str, Any], path: Path) -> None:
+    """Plot the milliseconds of a decode step over the number of sequences, a line for each engine with a sweep."""
+    from matplotlib.figure import Figure  # takes a second, which the engines' processes do without
+
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axis = figure.subplots()
-    for part, found in parts.items():
-        if "sweep" in found:
-            axis.plot(*zip(*found["sweep"], strict=True), marker=".", label=PARTS[part][0])
+    for name, result in results.items():
+        if "sweep" in result:
+            sequences, milliseconds = zip(*result["sweep"], strict=True)
+            axis.plot(sequences, milliseconds, marker=".", label=PARTS[name][0])
     axis.set(xlabel="sequences", ylabel="ms a decode step", xlim=0, ylim=0)
     axis.grid(alpha=0.3)
     axis.legend()
-    image = io.BytesIO()
-    figure.savefig(image, dpi=110, metadata={"Software": None})
-    atomic_write(path, image.getvalue())
+    report.save_figure(figure, path)
 
 
 def adapter_costs(with_it: list[dict[str, Any]], without: list[dict[str, Any]], name: str) -> list[list[object]]:

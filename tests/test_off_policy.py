@@ -236,10 +236,10 @@ def test_the_noise_widens_by_the_ratio_of_mean_differences() -> None:
     sampling = replace(SAMPLING, max_tokens=500)
     weights = noisy_weights(0.01)
     prompts = [PROMPTS[0], replace(PROMPTS[1], token_ids=tuple(range(1000)))]
-    found = measure_noise_widening(engine, policy, prompts, weights, sampling, (5, 6), SINGLE_PROCESS)
-    assert found == pytest.approx(0.04 / 0.01, rel=1e-4)
+    widening = measure_noise_widening(engine, policy, prompts, weights, sampling, (5, 6), SINGLE_PROCESS)
+    assert widening == pytest.approx(0.04 / 0.01, rel=1e-4)
     calls = [call for call in engine.calls if call[0] == "generate"]
-    assert [[len(prompt) for prompt in call[1]] for call in calls] == [[1, 512]] * 2  # room beside the full cache
+    assert [[len(prompt) for prompt in call[1]] for call in calls] == [[1, 512]] * 2  # the second is truncated
     generated = [call[2] for call in calls]
     assert [(one.max_tokens, one.temperature, one.stop) for one in generated] == [(64, 0.9, ("!",))] * 2
     assert policy.temperatures == [0.9, 0.9]

@@ -34,8 +34,8 @@ def test_parity_worked_out() -> None:
     assert engine.calls[1][2].max_tokens == 16  # longer completions are not compared to their end
 
 
-def test_long_prompts_are_cut_to_their_beginning() -> None:
-    """The trainer's forward pass has little memory: the engine's cache is full of it."""
+def test_long_prompts_are_truncated() -> None:
+    """The trainer's forward pass runs while the engine's full cache is allocated."""
     engine, long = Scripted(), tuple(range(1000))
     measure_logprob_parity(engine, Watched(), [Prompt("p", long, "", "0"), PROMPTS[0]], 3, 3)
     asked = [call[1] for call in engine.calls if call[0] == "generate"]

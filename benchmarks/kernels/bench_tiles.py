@@ -20,6 +20,7 @@ import os
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import replace
 from pathlib import Path
@@ -155,8 +156,9 @@ def references(layer: Shape, sizes: Sizes) -> dict[str, Any]:
 
 
 def bench(
-    shape: str, tokens: list[int], sizes: Sizes, out: Path, results: list[Row], seconds: float, earlier: list[Row]
+    shape: str, tokens: list[int], sizes: Sizes, results: list[Row], seconds: float, save: Callable[..., None]
 ) -> None:
+    """Add rows of a shape to the results, and save all after each."""
     begin = time.perf_counter()
     layers = layers_of(shape) if sizes.device == "cuda" else sizes.layers
     wrong = checked(layers, tokens, sizes, 14 if sizes.device == "cuda" else 1)
@@ -181,7 +183,7 @@ def bench(
         best = min(((row[name], name) for name in work if isinstance(row[name], float)), default=(math.nan, "none"))
         row["best"] = f"{best[1]}: {best[0]:.1f}"
         results.append(row)
-        write(out, results, wrong, earlier)
+        save(results, wrong)
 
 
 def chosen(results: list[Row], within: float = 0.03) -> dict[str, Any]:
@@ -216,7 +218,7 @@ def chosen(results: list[Row], within: float = 0.03) -> dict[str, Any]:
     }
 
 
-def write(out: Path, results: list[Row], wrong: dict[tuple[str, str, int], str], earlier: list[Row]) -> None:
+def write(out: Path, earlier: list[Row], results: list[Row], wrong: dict[tuple[str, str, int], str]) -> None:
     """All results so far, and for each number of tokens the sum over a layer's linears; tiles by all rows."""
     names = [*TILES, "dequantized", "marlin", "bf16"]
     sums: list[Row] = []
@@ -264,7 +266,7 @@ def main() -> int:
     results: list[Row] = []
     earlier = [row for path in args.earlier for row in json.loads(path.read_text())["rows"]]
     for shape in args.shapes:
-        bench(shape, args.tokens, sizes, args.out, results, args.seconds, earlier)
+        bench(shape, args.tokens, sizes, results, args.seconds, functools.partial(write, args.out, earlier))
     sys.stdout.write((args.out / "tiles.md").read_text())
     return 0
 

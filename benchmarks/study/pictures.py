@@ -1,6 +1,5 @@
 """Plots of a study: learning curves of methods, their paired differences, differences of claims."""
 
-import io
 import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -8,10 +7,10 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from benchmarks import report
 from benchmarks.study.claims import Contrast, Row, Statistic, rollouts_of_point
 from benchmarks.study.findings import Finding, Result, Unit, at, interval_of, methods, unit_of
 from benchmarks.study.plan import Level, Plan
-from qerl_pl.persistence.atomic_files import atomic_write
 
 COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#777777")  # colour-blind safe
 OF_VERDICT = {"holds": "#228833", "does not hold": "#ee6677", "undecided": "#777777", "at its ceiling": "#cccccc"}
@@ -19,14 +18,6 @@ UNITS = {
     **{"held out": "accuracy", "gain": "accuracy", "reward": "reward"},
     **{"sampler_entropy": "nats", "without_signal": "share of groups"},
 }
-
-
-def save(figure: Figure, path: Path) -> str:
-    """Write a figure as PNG and return its file name."""
-    image = io.BytesIO()
-    figure.savefig(image, dpi=110, metadata={"Software": None})
-    atomic_write(path, image.getvalue())
-    return path.name
 
 
 def curves(plan: Plan, rows: Sequence[Row], stratum: Mapping[str, Level], path: Path) -> str | None:
@@ -56,7 +47,7 @@ def curves(plan: Plan, rows: Sequence[Row], stratum: Mapping[str, Level], path: 
     for axis in axes.flat:
         axis.grid(alpha=0.3)
     figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
-    return save(figure, path)
+    return report.save_figure(figure, path)
 
 
 Curve = dict[float, float]
@@ -122,7 +113,7 @@ def forest(plan: Plan, results: Sequence[Result], path: Path) -> str | None:
         axis.set(title=f"difference, {unit}", ylim=(len(group) - 0.4, -0.6))
         axis.axvline(0, color="black", lw=0.8)
         axis.grid(axis="x", alpha=0.3)
-    return save(figure, path)
+    return report.save_figure(figure, path)
 
 
 def sides(plan: Plan, contrast: Contrast) -> str:

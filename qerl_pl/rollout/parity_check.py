@@ -16,7 +16,7 @@ from qerl_pl.rollout.experience import pad_completions, pad_routing
 from qerl_pl.types import Completion, PolicyWeights, Prompt, RolloutRequest, SamplingConfig
 
 MAX_PROMPT_TOKENS = 512
-"""First tokens of each prompt that are used: the trainer's forward pass runs while the engine holds its full cache."""
+"""To which prompts are truncated: the trainer's forward pass runs while the engine's full cache is allocated."""
 
 MAX_COMPARED_TOKENS = 16
 """Tokens of each completion that the check compares."""
@@ -162,8 +162,8 @@ def measure_full_finetuning_parity(
     return LogprobParity(on, off, (logprobs - unperturbed_logprobs).abs().mean().item())
 
 
-def _beginnings(prompts: Sequence[Prompt]) -> list[Prompt]:
-    """Prompts, long ones cut to their first tokens."""
+def _truncated(prompts: Sequence[Prompt]) -> list[Prompt]:
+    """Prompts, truncated to their first `MAX_PROMPT_TOKENS` tokens."""
     return [replace(prompt, token_ids=prompt.token_ids[:MAX_PROMPT_TOKENS]) for prompt in prompts]
 
 
@@ -191,7 +191,7 @@ class _Comparison:
     def __init__(
         self, engine: RolloutEngine, policy: CheckedPolicy, prompts: Sequence[Prompt], max_tokens: int
     ) -> None:
-        self.engine, self.policy, self.prompts = engine, policy, _beginnings(prompts)
+        self.engine, self.policy, self.prompts = engine, policy, _truncated(prompts)
         self.sampling = SamplingConfig(max_tokens=min(MAX_COMPARED_TOKENS, max_tokens), temperature=0.0)
 
     def sample(self, weights: PolicyWeights) -> list[list[Completion]]:
@@ -257,7 +257,7 @@ def measure_noise_widening(
         seeds: One for each prompt.
         ranks: All ranks; they return the same number.
     """
-    prompts = _beginnings(prompts)
+    prompts = _truncated(prompts)
     sampling = replace(sampling, max_tokens=min(MAX_SHIFT_TOKENS, sampling.max_tokens))
     requests = [RolloutRequest(prompt.token_ids, (seed,)) for prompt, seed in zip(prompts, seeds, strict=True)]
 
