@@ -208,11 +208,24 @@ def ended(started: Started) -> tuple[list[int], str]:
     return statuses, "".join(errors.read_text() for _, errors in started)
 
 
+_WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+_PORTS = iter(random.SystemRandom().sample(range(20_000 + _WORKER, 32_768, 64), 199))
+
+
 def free_port() -> int:
-    """A TCP port that nobody listens to."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+    """A TCP port that nobody listens to and that no other test gets.
+
+    It is below the ports that a system gives to connections and to listeners that ask for any (Linux: from 32768 on):
+    between the choice of such a port and its use, one of many starting processes may get it.
+    """
+    for port in _PORTS:
+        with socket.socket() as listener:
+            try:
+                listener.bind(("", port))
+            except OSError:
+                continue
+            return port
+    raise AssertionError("no free port is left between 20000 and 32768")
 
 
 def _become(environment: dict[str, Any], prepare: Callable[[], None] | None) -> None:

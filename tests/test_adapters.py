@@ -1,7 +1,6 @@
 """Environments of OpenEnv and verifiers behind the contract, each from a folder of packages (`make suite` fills it)."""
 
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fit_helpers import free_port
 
 from qerl_pl.environments import EnvironmentPool
 from qerl_pl.errors import UserError
@@ -91,9 +91,7 @@ def test_openenv_tools_by_mcp_are_tools(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.fixture
 def server() -> Iterator[str]:
     """A server of OpenEnv."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     environment = {**os.environ, "PYTHONPATH": str(PACKAGES["openenv"])}
     with subprocess.Popen([sys.executable, GAMES, str(port)], env=environment) as process:
         url = f"http://127.0.0.1:{port}"
