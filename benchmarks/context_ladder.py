@@ -42,7 +42,8 @@ from transformers import AutoConfig
 
 from qerl_pl.datamodules import ArithmeticDataModule
 from qerl_pl.memory import GIB
-from qerl_pl.memory_plan import MicroBatch, RunPlan, Shape, run_memory, update_memory
+from qerl_pl.memory_plan import MicroBatch, RunPlan, run_memory, update_memory
+from qerl_pl.model_shape import Shape
 
 WAYS: dict[str, tuple[Any, int | None]] = {
     "true": (True, None),

@@ -53,7 +53,7 @@ from qerl_pl.errors import UserError
 from qerl_pl.formats.quantize import quantize_checkpoint
 from qerl_pl.formats.stored_experts import BIASES
 from qerl_pl.memory import GIB
-from qerl_pl.memory_plan import Shape
+from qerl_pl.model_shape import Shape
 from qerl_pl.modules import LoraConfig, Policy, PolicyConfig
 from qerl_pl.modules.experts import PackedExperts
 from qerl_pl.modules.trainer_noise import TrainerNoise

@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from qerl_pl.engines import EngineSpec
-from qerl_pl.engines.vllm.engine import completion_of, request_params
+from qerl_pl.engines.vllm.requests import completion_of, request_params
 from qerl_pl.engines.vllm.startup import graph_settings, import_vllm, process_state_restored
 from qerl_pl.types import Completion, RolloutRequest, SamplingConfig
 

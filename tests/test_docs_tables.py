@@ -19,7 +19,8 @@ from qerl_pl.algorithm.advantages import AdvantageNorm
 from qerl_pl.algorithm.off_policy import PRESETS
 from qerl_pl.cli.quantize import quantize
 from qerl_pl.memory import GIB, GRADIENT, MASTER, optimizer_bytes
-from qerl_pl.memory_plan import MicroBatch, RunPlan, Shape, longest_completion, run_memory, working_bytes
+from qerl_pl.memory_plan import MicroBatch, RunPlan, longest_completion, run_memory, working_bytes
+from qerl_pl.model_shape import Shape
 
 README = ROOT / "README.md"
 MEASURED = ROOT / "docs" / "measured.md"

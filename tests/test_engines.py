@@ -29,8 +29,8 @@ from qerl_pl.engines import EngineSpec, RolloutEngine, TransformersEngine, VLLME
 from qerl_pl.engines.base import check_requests
 from qerl_pl.engines.transformers import pick_tokens, sampling_log_probs
 from qerl_pl.engines.vllm import worker as vllm_worker
-from qerl_pl.engines.vllm.engine import request_params
 from qerl_pl.engines.vllm.linear_methods import check_marlin_shapes
+from qerl_pl.engines.vllm.requests import request_params
 from qerl_pl.engines.vllm.startup import vllm_errors_as_user_errors
 from qerl_pl.errors import UserError
 from qerl_pl.formats.dense_checkpoint import load_dense_state, write_dense_checkpoint

@@ -29,7 +29,8 @@ from qerl_pl.engines import EngineSpec, RolloutEngine, TransformersEngine, VLLME
 from qerl_pl.errors import UserError
 from qerl_pl.formats.dense_checkpoint import write_dense_checkpoint
 from qerl_pl.formats.quantize import quantize_checkpoint
-from qerl_pl.memory_plan import MicroBatch, RunPlan, Shape, run_memory
+from qerl_pl.memory_plan import MicroBatch, RunPlan, run_memory
+from qerl_pl.model_shape import Shape
 from qerl_pl.modules import LoraConfig, Policy, PolicyConfig
 from qerl_pl.modules.activation_checkpointing import _saves_all_products
 from qerl_pl.modules.lora import LoraSpec

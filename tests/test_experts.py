@@ -17,7 +17,8 @@ from qerl_pl.formats.calibration import calibrate_checkpoint
 from qerl_pl.formats.dense_checkpoint import write_dense_checkpoint
 from qerl_pl.formats.model_folder import TensorFiles, read_config
 from qerl_pl.formats.quantize import quantize_checkpoint
-from qerl_pl.memory_plan import MicroBatch, Shape, working_bytes
+from qerl_pl.memory_plan import MicroBatch, working_bytes
+from qerl_pl.model_shape import Shape
 from qerl_pl.modules import LoraConfig, Policy, PolicyConfig
 from qerl_pl.modules.activation_checkpointing import ActivationCheckpointing, MemorySettings
 from qerl_pl.modules.experts import PackedExperts

@@ -29,7 +29,8 @@ from qerl_pl.formats.dense_checkpoint import load_dense_state, validate_checkpoi
 from qerl_pl.formats.model_folder import TensorFiles, read_config
 from qerl_pl.formats.mxfp4 import MXFP4StacksFormat
 from qerl_pl.formats.quantize import local_folder, quantize_checkpoint
-from qerl_pl.memory_plan import MicroBatch, RunPlan, Shape, run_memory
+from qerl_pl.memory_plan import MicroBatch, RunPlan, run_memory
+from qerl_pl.model_shape import Shape
 from qerl_pl.modules import PolicyConfig
 from qerl_pl.toy.tokenizer import build_tokenizer
 

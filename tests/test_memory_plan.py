@@ -19,13 +19,13 @@ from qerl_pl.memory import GIB
 from qerl_pl.memory_plan import (
     MicroBatch,
     RunPlan,
-    Shape,
     activation_bytes,
     run_memory,
     saved_bytes,
     update_memory,
     working_bytes,
 )
+from qerl_pl.model_shape import Shape
 from qerl_pl.modules import LoraConfig, Policy, PolicyConfig
 from qerl_pl.toy.tokenizer import build_tokenizer
 

@@ -16,7 +16,8 @@ from qerl_pl.errors import UserError
 from qerl_pl.formats.architecture import PROJECTIONS, check_family
 from qerl_pl.formats.quantize import config_in_reach
 from qerl_pl.memory import GIB, kv_cache_size, optimizer_bytes
-from qerl_pl.memory_plan import PREFILL_TOKENS, MicroBatch, RunPlan, Shape, longest_completion, run_memory
+from qerl_pl.memory_plan import PREFILL_TOKENS, MicroBatch, RunPlan, longest_completion, run_memory
+from qerl_pl.model_shape import Shape
 from qerl_pl.modules.activation_checkpointing import MemorySettings, candidate_settings, mode_name
 from qerl_pl.modules.policy import PolicyConfig
 from qerl_pl.modules.policy_module import PolicyModule

@@ -21,7 +21,8 @@ from qerl_pl.distributed.communicator import Communicator, warn_of_this_rank
 from qerl_pl.formats.architecture import family_of
 from qerl_pl.formats.norm import Float32RMSNorm
 from qerl_pl.memory import GIB, free_bytes, free_cpu_bytes
-from qerl_pl.memory_plan import SAFETY_FACTOR, MicroBatch, Shape, activation_bytes
+from qerl_pl.memory_plan import SAFETY_FACTOR, MicroBatch, activation_bytes
+from qerl_pl.model_shape import Shape
 from qerl_pl.modules.activation_offload import ActivationOffload, pinned_bytes
 from qerl_pl.modules.experts import PackedExperts
 from qerl_pl.modules.lora import ADAPTER

@@ -23,6 +23,7 @@ from qerl_pl.engines.base import (
     regroup,
 )
 from qerl_pl.engines.vllm import compat, linear_methods, weight_map, worker
+from qerl_pl.engines.vllm.requests import completion_of, request_params
 from qerl_pl.engines.vllm.startup import (
     graph_settings,
     import_vllm,
@@ -40,7 +41,7 @@ from qerl_pl.formats.dense import DENSE
 from qerl_pl.formats.dense_checkpoint import write_dense_checkpoint
 from qerl_pl.formats.model_folder import end_token_ids, load_config, load_tokenizer, read_config
 from qerl_pl.memory import GIB, check_length, files_gib, kv_cache_size
-from qerl_pl.memory_plan import Shape
+from qerl_pl.model_shape import Shape
 from qerl_pl.types import Completion, PolicyWeights, RolloutRequest, SamplingConfig, SyncReport
 
 log = logging.getLogger(__name__)
@@ -50,65 +51,6 @@ CPU_BATCH = 4096
 
 REPEATABLE = {"deterministic": True, "combo_kernels": False, "benchmark_combo_kernel": False}
 """Settings of PyTorch's compiler: reductions are chosen by rule, not by timing, which differs between runs."""
-
-
-def request_params(sampling: SamplingConfig, seed: int, ends: Sequence[int], max_tokens: int | None = None) -> Any:
-    """vLLM's `SamplingParams` of a completion.
-
-    Args:
-        sampling: Settings of the call.
-        seed: The completion's own seed.
-        ends: Token ids that end it.
-        max_tokens: Most tokens; None takes those of the settings.
-
-    Raises:
-        UserError: vLLM does not take these settings.
-    """
-    from vllm import SamplingParams
-    from vllm.exceptions import VLLMValidationError  # a ValueError in old releases only
-    from vllm.sampling_params import RequestOutputKind
-
-    try:
-        return SamplingParams(
-            max_tokens=sampling.max_tokens if max_tokens is None else max_tokens,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            min_p=sampling.min_p,
-            seed=seed,
-            stop=list(sampling.stop),
-            stop_token_ids=list(ends),
-            detokenize=bool(sampling.stop),
-            logprobs=0,  # the sampled token's only
-            flat_logprobs=True,  # lists for each request: an object for each token would slow small models down
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
-    except (ValueError, VLLMValidationError) as error:
-        raise UserError(f"vLLM refuses the sampling settings: {' '.join(str(error).split())}") from error
-
-
-def completion_of(output: Any, prompt_length: int | None = None) -> Completion:
-    """The completion of vLLM's output, whose last token ends it or completes a stop string.
-
-    Args:
-        output: vLLM's.
-        prompt_length: Tokens of the prompt, where the chosen experts were recorded.
-    """
-    tokens = tuple(output.token_ids)
-    if tokens != tuple(output.logprobs.token_ids):
-        raise RuntimeError(f"vLLM must give the log-probabilities of the {len(tokens)} sampled tokens; it gave others'")
-    if output.finish_reason not in ("stop", "length"):
-        raise RuntimeError(f"vLLM must finish every completion; it ended one with {output.finish_reason!r}")
-    routing = None
-    if prompt_length is not None:
-        recorded = output.routed_experts
-        if recorded is None or len(recorded) != prompt_length + len(tokens) - 1:
-            raise RuntimeError(
-                f"vLLM must say which experts {prompt_length} + {len(tokens)} - 1 tokens had; it told those of "
-                f"{0 if recorded is None else len(recorded)}: set model.policy.replay_routing to false"
-            )
-        routing = torch.from_numpy(recorded.astype("int16"))
-    return Completion(tokens, tuple(output.logprobs.logprobs), output.finish_reason, routing=routing)
 
 
 _LOAD_FORMATS = {"auto": "safetensors", "dummy": "dummy"}

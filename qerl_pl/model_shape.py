@@ -1,0 +1,155 @@
+"""Sizes of a model, of its weights and of its keys and values, from config.json alone."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from transformers import PretrainedConfig
+
+from qerl_pl.errors import UserError
+from qerl_pl.formats.architecture import DOWN, GATE_UP, PROJECTIONS, family_of
+
+BITS = {"nvfp4": 4.5, "mxfp4": 4.25, "nf4": 4.5, "none": 16.0, "gaussian": 16.0}
+"""Bits of a weight of the layers' linears in a base format, scales included; vLLM undoes NF4's double quantization."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a Llama-like model."""
+
+    hidden: int
+    inner: int
+    """Elements of a token's gates (or ups) in a layer: of a mixture, of the experts that it is given to, together."""
+    layers: int
+    heads: int
+    queries: int
+    """Elements of a token's queries in a layer."""
+    keys: int
+    """Elements of a token's keys, or values, in a layer."""
+    vocabulary: int
+    tied: bool
+    """Whether the output layer is the embedding."""
+    head_norms: bool
+    """Whether queries and keys have norms."""
+    experts: int = 0
+    """Of a layer; 0 for a dense MLP."""
+    chosen: int = 0
+    """Experts that a token is given to; 0 for a dense MLP."""
+    dense_attention: bool = False
+    """Whether attention's linears have 16 bits beside 4-bit experts."""
+    soft_capped: bool = False
+    """Whether attention's scores have a soft cap: they are in memory then, as flash attention has none."""
+    normed_outputs: bool = False
+    """Whether norms follow attention and MLP, too, which save the results of their last linears."""
+
+    @classmethod
+    def of(cls, config: PretrainedConfig) -> "Shape":
+        """That of config.json."""
+        heads = config.num_attention_heads
+        size = getattr(config, "head_dim", None) or config.hidden_size // heads
+        family = family_of(config.model_type)
+        inner, chosen = family.mlp_widths(config)
+        return cls(
+            hidden=config.hidden_size,
+            inner=inner,
+            layers=config.num_hidden_layers,
+            heads=heads,
+            queries=heads * size,
+            keys=(getattr(config, "num_key_value_heads", None) or heads) * size,
+            vocabulary=config.vocab_size,
+            tied=bool(config.tie_word_embeddings),
+            head_norms=config.model_type in ("qwen3", "qwen3_moe", "gemma3_text"),
+            experts=0 if family.experts is None else getattr(config, family.experts.count),
+            chosen=chosen,
+            dense_attention=family.experts is not None and family.experts.stored_in_stacks,
+            soft_capped=family.score_cap is not None and getattr(config, family.score_cap) is not None,
+            normed_outputs=family.normed_outputs,
+        )
+
+    @property
+    def linears(self) -> dict[str, tuple[int, int]]:
+        """(out, in) of a layer's projections; fused ones as their parts, the chosen experts' as one of their width."""
+        queries, keys = (self.queries, self.hidden), (self.keys, self.hidden)
+        mlp = (self.inner, self.hidden)
+        sizes = (queries, keys, keys, (self.hidden, self.queries), mlp, mlp, (self.hidden, self.inner))
+        return dict(zip(PROJECTIONS, sizes, strict=True))
+
+    @property
+    def linear_weights(self) -> int:
+        """Of all layers, with all experts."""
+        return self.attention_weights + self.mlp_weights
+
+    @property
+    def attention_weights(self) -> int:
+        """Of the linears of all layers' attention."""
+        sizes = self.linears
+        return self.layers * sum(sizes[name][0] * sizes[name][1] for name in PROJECTIONS[:4])
+
+    @property
+    def mlp_weights(self) -> int:
+        """Of all layers' MLPs, or of all experts."""
+        sizes = self.linears
+        mlp = sum(sizes[name][0] * sizes[name][1] for name in PROJECTIONS[4:])
+        return self.layers * (mlp // self.chosen * self.experts if self.experts else mlp)
+
+    def base_bytes(self, quantization: str, dtype: torch.dtype) -> float:
+        """Bytes of a base in a format, embeddings and what stays in 16 bits as `dtype`."""
+        packed = self.mlp_weights if self.dense_attention else self.linear_weights
+        dense = self.linear_weights - packed + self.embedding_weights
+        return packed * BITS[quantization] / 8 + dtype.itemsize * dense
+
+    def unshared_bytes(self, dtype: torch.dtype) -> float:
+        """Bytes of vLLM's base that are no part of the trainer's, where both share 4-bit weights.
+
+        Beside 4-bit experts attention in 16 bits is not shared, and Marlin's experts are padded: see `fused_experts`.
+        """
+        if not self.dense_attention:
+            return 0.0
+        width = self.inner // self.chosen
+        padded = (-(-self.hidden // 256) * 256) * (-(-width // 128) * 128) / (self.hidden * width)
+        return (padded - 1) * self.mlp_weights * BITS["mxfp4"] / 8 + dtype.itemsize * self.attention_weights
+
+    @property
+    def embedding_weights(self) -> int:
+        """Embedding and output layer."""
+        return (1 if self.tied else 2) * self.vocabulary * self.hidden
+
+    def kv_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes of a token's keys and values in all layers."""
+        return 2 * self.layers * self.keys * dtype.itemsize
+
+    def adapter_weights(self, rank: int, targets: Sequence[str] = PROJECTIONS) -> int:
+        """Of A and B on these projections of all layers."""
+        sizes = [self.linears[name] for name in _parts(targets)]
+        return self.layers * rank * sum(rows + columns for rows, columns in sizes)
+
+    def expert_adapter_weights(self, rank: int, target_parameters: Sequence[str]) -> int:
+        """Of A and B on these stacks of all layers' experts."""
+        if not self.experts:
+            return 0
+        width = self.inner // self.chosen
+        sizes = {GATE_UP: 2 * width + self.hidden, DOWN: width + self.hidden}
+        names = {target.rpartition(".")[2] for target in target_parameters}
+        sides = sum(size for name, size in sizes.items() if name in names)
+        return self.layers * self.experts * rank * sides
+
+    def engine_adapter_weights(self, rank: int, targets: Sequence[str] = PROJECTIONS) -> int:
+        """As the vLLM engine holds them: each B of a fused projection over all of its ranks, zero outside its own."""
+        names, total = set(_parts(targets)), 0
+        for group in (PROJECTIONS[:3], PROJECTIONS[3:4], PROJECTIONS[4:6], PROJECTIONS[6:]):
+            ranks = rank * len(names.intersection(group))
+            rows = sum(self.linears[name][0] for name in group)
+            total += ranks * (rows + self.linears[group[0]][1])
+        return self.layers * total
+
+
+def _parts(targets: Sequence[str]) -> list[str]:
+    """Projections by their names in Llama; fused ones (Phi-3) stand for their parts."""
+    fused = {"qkv_proj": PROJECTIONS[:3], "gate_up_proj": PROJECTIONS[4:6]}
+    names = [name for target in targets for name in fused.get(target, (target,))]
+    if unknown := sorted(set(names) - set(PROJECTIONS)):
+        raise UserError(
+            f"memory is estimated for adapters on {', '.join(PROJECTIONS)}; model.policy.lora.targets names "
+            f"{unknown[0]}: leave it out of them to see an estimate"
+        )
+    return names
