@@ -186,5 +186,5 @@ def test_options_of_quantize_are_those_of_the_page() -> None:
     parameters = inspect.signature(quantize).parameters
     assert set(options) == set(parameters) - {"src", "dst"}
     for name, text in options.items():
-        default = str(parameters[name].default).lower()
+        default = "null" if parameters[name].default is None else str(parameters[name].default).lower()
         assert f"`{default}`" in text or default == "false", name

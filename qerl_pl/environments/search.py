@@ -28,7 +28,7 @@ class Search:
         try:
             import bm25s
         except ImportError as error:
-            raise UserError("Search needs bm25s, which is not installed; install qerl-pl[search]") from error
+            raise UserError("Search needs bm25s, which is not installed; run pip install bm25s") from error
         self._bm25s = bm25s
         path = Path(corpus).expanduser()
         if not path.is_file():
