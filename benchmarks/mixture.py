@@ -167,7 +167,7 @@ def agreement(
         engine.sync(policy.weights(0, noise, reference=not adapter))
         completions: list[list[Completion]] = engine.generate(requests, SamplingConfig(max_tokens=args.tokens))
         batch = [tensor.to(policy.device) for tensor in pad_completions(prompts, completions, 0)]
-        recorded = pad_routing(prompts, completions, batch[0].shape)
+        recorded = pad_routing(completions, batch[0].shape)
         assert recorded is not None
         routing = recorded.to(policy.device)
         said = batch[3][batch[2]]

@@ -261,7 +261,7 @@ class Experience:
     noise_widening: float = 1.0
     """Mean |log ratio| of trainer and sampler with the noise divided by that without, at least 1; 1 if not measured."""
     indices: Tensor | None = None
-    """Index of each row among the completions of all ranks, int64 [B], on the CPU; None with a single rank."""
+    """Index of each row among the completions of all ranks, int64 [B], on the CPU; None for 0 to B - 1."""
     draws: Tensor | None = None
     """Index of the draw of noise that sampled each row, int64 [B], on the CPU; None with a single draw."""
     noise: NormNoise | None = None

@@ -155,6 +155,14 @@ def test_rewards_with_equal_totals_train_where_their_advantages_differ_and_cance
     assert (terms[0] + terms[1]).any()
 
 
+def test_a_reward_of_weight_0_makes_no_completion_count() -> None:
+    graded, logged = torch.tensor([torch.nan, 0.2, 0.4, 0.6]), torch.tensor([1.0, 0.0, 1.0, 0.0])
+    alone = normalized_then_summed({"graded": graded}, {"graded": 1.0}, 4)
+    both = normalized_then_summed({"graded": graded, "logged": logged}, {"graded": 1.0, "logged": 0.0}, 4)
+    assert both.tolist() == alone.tolist() and both[0] == 0
+    assert summed_group_advantages({"logged": logged}, {"logged": 0.0}, 4).tolist() == [0] * 4
+
+
 def test_without_differences_or_groups_gdpo_has_no_advantages() -> None:
     equal = {"a": torch.tensor([1.0, 1.0, 2.0, 2.0]), "b": torch.full((4,), torch.nan)}
     assert normalized_then_summed(equal, {"a": 1.0, "b": 1.0}, 2).tolist() == [0.0] * 4

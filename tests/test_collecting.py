@@ -236,7 +236,7 @@ def test_rewards_that_are_equal_or_missing_everywhere_are_told_of(
 
     policy = Watched()
     collector_of(Scripted(), rewards=[Same()]).collect(PROMPTS[:2], policy.weights(4), policy, nobody)
-    assert "rollout 4 trains nothing: each group's rewards are equal or missing" in caplog.text
+    assert "rollout 4 has no advantages: each group's rewards are equal or missing" in caplog.text
     caplog.clear()
     collector_of(Scripted()).collect(PROMPTS[:2], policy.weights(4), policy, nobody)
     assert not caplog.text

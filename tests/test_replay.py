@@ -75,7 +75,7 @@ def sampled(request: pytest.FixtureRequest, bases: dict[str, Path]) -> Iterator[
 def gap(policy: Policy, completions: list[list[Completion]], replay: bool, trainer: Any = None) -> float:
     """Mean difference between the engine's log-probabilities and the trainer's, nats a token."""
     tokens, lengths, mask, said = pad_completions(PROMPTS, completions, 0)
-    routing = pad_routing(PROMPTS, completions, tokens.shape) if replay else None
+    routing = pad_routing(completions, tokens.shape) if replay else None
     with torch.no_grad(), TrainerNoise(policy.trained.norms(), trainer, None).added(torch.arange(len(tokens))):
         found = policy.token_logprobs(tokens, lengths, mask, 1.0, routing=routing)[0]
     return (found - said)[mask].abs().mean().item()
@@ -113,7 +113,7 @@ def test_engines_say_which_experts_they_chose_for_every_token_but_the_last(
             tokens = len(prompt.token_ids) + len(completion.token_ids) - 1
             assert completion.routing.shape == (tokens, LAYERS, CHOSEN)
     tokens, lengths, *_ = pad_completions(PROMPTS, completions, 0)
-    routing = pad_routing(PROMPTS, completions, tokens.shape)
+    routing = pad_routing(completions, tokens.shape)
     assert routing is not None and 0 <= routing[routing >= 0].min() and routing.max() == EXPERTS - 1
     recorded = torch.arange(tokens.shape[1]) < lengths[:, None] - 1
     assert torch.equal(routing[..., 0, 0] >= 0, recorded)

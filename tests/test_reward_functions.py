@@ -141,6 +141,13 @@ def test_values_are_weighted_and_summed_and_none_counts_for_nothing(asynchronous
     assert scored.rewards["second"][:2].tolist() == [0.5, -1.0]
 
 
+def test_a_reward_that_is_only_logged_gives_no_completion_a_total() -> None:
+    graded, logged = returns([None, 2.0, 3.0], "graded"), returns([1.0, 1.0, 1.0], "logged", 0.0)
+    total = score([graded, logged], SAMPLES).total
+    assert total[0].isnan() and total[1:].tolist() == [2, 3]
+    assert score([logged], SAMPLES).total.tolist() == [0, 0, 0]  # where all are
+
+
 def test_a_reward_that_applies_nowhere_has_a_mean_of_nan_and_changes_nothing() -> None:
     scored = score([returns([None] * 3, "none", 5.0), returns([1.0, 2.0, 3.0])], SAMPLES)
     assert scored.total.tolist() == [1, 2, 3] and math.isnan(scored.rewards["none"].nanmean())

@@ -74,6 +74,8 @@ def test_overlong_penalty_takes_the_sampling_limit_and_a_quarter_of_it() -> None
     reward = OverlongPenalty()
     assert reward.set_limit(400) == 400
     assert reward([sample("", num_tokens=tokens) for tokens in (300, 350, 400)]) == [0, -0.5, -1]
+    assert reward.set_limit(800) == 800  # in another run
+    assert reward([sample("", num_tokens=tokens) for tokens in (600, 700, 800)]) == [0, -0.5, -1]
 
 
 @pytest.mark.parametrize("buffer", [0, 101])

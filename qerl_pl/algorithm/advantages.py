@@ -90,8 +90,8 @@ def summed_group_advantages(rewards: Mapping[str, Tensor], weights: Mapping[str,
         group_size: G.
 
     Returns:
-        [B], floating point; NaN where no reward applies, exactly 0 in a group whose rewards cancel each other. B may be
-        0.
+        [B], floating point; NaN where no reward of a weight other than 0 applies, exactly 0 in a group whose rewards
+        cancel each other. B may be 0.
 
     Raises:
         UserError: As `group_advantages`.
@@ -102,7 +102,8 @@ def summed_group_advantages(rewards: Mapping[str, Tensor], weights: Mapping[str,
         summed, size = summed + term, size + term.abs()
     largest, scale = (_grouped(values, group_size).amax(dim=1) for values in (summed.abs(), size))
     cancelled = (largest <= CANCELLED * scale).repeat_interleave(group_size)
-    applies = torch.stack([~values.isnan() for values in rewards.values()]).any(dim=0)
+    weighted = [values for name, values in rewards.items() if weights[name]] or list(rewards.values())
+    applies = torch.stack([~values.isnan() for values in weighted]).any(dim=0)
     return summed.masked_fill(cancelled, 0.0).masked_fill(~applies, torch.nan)
 
 

@@ -93,7 +93,7 @@ class TemperatureControl:
 
     Args:
         feedback: Of `completions/sampler_entropy`.
-        temperature: Of the first rollout.
+        temperature: Of the first rollout, clipped to the feedback's bounds.
     """
 
     def __init__(self, feedback: Feedback, temperature: float) -> None:

@@ -76,7 +76,7 @@ def sapo_surrogate(
     """4 / tau * sigmoid(tau (r - 1)) A, where tau depends on the sign of A: a soft clip, of slope A at r = 1.
 
     SAPO (arXiv 2511.20347), eq. 5 and 6. Tokens count as clipped where `clipped_surrogate` clips; nothing else depends
-    on the epsilons. Shapes: ratios [B, T], advantages [B].
+    on the epsilons. Shapes: ratios [B, T], advantages [B] or [B, T].
     """
     advantage = _by_token(advantages)
     tau = torch.where(advantage > 0, tau_positive, tau_negative).to(ratio.dtype)
@@ -95,8 +95,8 @@ def dppo_surrogate(
     """r A where the probability of the sampled token is within its bounds, else 0.
 
     The bounds are those of pi - pi_sampler, at most epsilon_high where A > 0 and at least -epsilon_low where A < 0: the
-    total variation of the sampled token against all others. DPPO (arXiv 2602.04879), Binary-TV. Shapes: advantages [B],
-    others [B, T].
+    total variation of the sampled token against all others. DPPO (arXiv 2602.04879), Binary-TV. Shapes: advantages [B]
+    or [B, T], others [B, T].
     """
     advantage = _by_token(advantages)
     change = (logprobs.exp() - sampler_logprobs.exp()).detach()

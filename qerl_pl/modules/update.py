@@ -341,13 +341,15 @@ class PolicyUpdate:
         policy.eval()
         logprobs = torch.zeros_like(experience.sampler_logprobs)
         entropy = torch.zeros_like(logprobs)
-        draws = None if noise is None else noise.draws_of(rows)
-        for micro_batch in self._micro_batches(experience.lengths[rows], draws) if len(rows) else []:
-            batch = rows[micro_batch]
-            with nullcontext() if noise is None else noise.added(batch):
-                logprobs[batch], entropy[batch], _ = self._token_values(
-                    policy, experience, mask, batch, reference=noise is None
-                )
+        minibatch = max(-(-len(experience) // self.minibatches), 1)  # without a limit in tokens, the most at once
+        for part in rows.split(minibatch) if self.micro_batch_tokens is None else [rows]:
+            draws = None if noise is None else noise.draws_of(part)
+            for micro_batch in self._micro_batches(experience.lengths[part], draws) if len(part) else []:
+                batch = part[micro_batch]
+                with nullcontext() if noise is None else noise.added(batch):
+                    logprobs[batch], entropy[batch], _ = self._token_values(
+                        policy, experience, mask, batch, reference=noise is None
+                    )
         return logprobs, entropy
 
     def _token_values(

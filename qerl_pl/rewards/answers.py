@@ -57,13 +57,15 @@ class OverlongPenalty(Reward):
         self.weight = weight
         self.max_length = max_length
         self.buffer = buffer
+        self._given = max_length, buffer
         if max_length is not None:
             self.set_limit(max_length)
 
     def set_limit(self, max_tokens: int) -> int:
         """Set the arguments that are null from the sampling limit; returns max_length."""
-        max_length = max_tokens if self.max_length is None else self.max_length
-        buffer = max(1, max_length // 4) if self.buffer is None else self.buffer
+        given, buffer = self._given
+        max_length = max_tokens if given is None else given
+        buffer = max(1, max_length // 4) if buffer is None else buffer
         if not 0 < buffer <= max_length:
             raise UserError(
                 f"OverlongPenalty needs 0 < buffer <= max_length; got buffer={buffer}, max_length={max_length}; "

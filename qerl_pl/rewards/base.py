@@ -198,13 +198,15 @@ def score(rewards: Sequence[Reward], samples: Sequence[RewardSample]) -> ScoredB
     scored: dict[str, Tensor] = {}
     total = torch.zeros(len(samples), dtype=torch.float64)
     applies = torch.zeros(len(samples), dtype=torch.bool)
+    only_logged = not any(reward.weight for reward in rewards)
     with _started(rewards, samples) as started:
         for reward in rewards:
             checked = _checked_values(reward, samples, started.get(reward.name))
             values = torch.tensor([math.nan if value is None else value for value in checked], dtype=torch.float64)
             scored[reward.name] = values.float()
             total += reward.weight * values.nan_to_num(0.0)
-            applies |= ~values.isnan()
+            if reward.weight or only_logged:
+                applies |= ~values.isnan()
     if not total.float().isfinite().all():
         raise UserError(f"the sum of all rewards must be a float32 number; got {total.tolist()}; lower the weights.")
     return ScoredBatch(total.float().masked_fill(~applies, math.nan), scored)

@@ -341,7 +341,7 @@ class Collector:
         sampled_tokens = sum(length for group in groups for length in group.lengths)
         advantages = self._advantages(training)
         if training and not advantages.any() and not self.objective.needs_teacher:
-            log.warning("rollout %d trains nothing: each group's rewards are equal or missing", weights.version)
+            log.warning("rollout %d has no advantages: each group's rewards are equal or missing", weights.version)
         if training and self.objective.mask_truncated and truncated.all():
             log.warning(
                 "rollout %d trains nothing: mask_truncated leaves out completions that reach max_tokens=%d, as all do: "
@@ -374,7 +374,7 @@ class Collector:
             indices=rows,
             draws=None if len(_draws(weights)) == 1 else draws,
             noise=noise if noise is not None and noise.in_trainer and noise.sigma > 0 else None,
-            routing=pad_routing(prompts, completions, tokens.shape),
+            routing=pad_routing(completions, tokens.shape),
             metrics=metrics,
             records=tuple(record for group in groups for record in group.records()),
         )

@@ -204,14 +204,11 @@ def pad_completions(
     return tokens, lengths, mask, logprobs
 
 
-def pad_routing(
-    prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]], shape: Sequence[int]
-) -> Tensor | None:
+def pad_routing(completions: Sequence[Sequence[Completion]], shape: Sequence[int]) -> Tensor | None:
     """The experts that the sampler chose for the tokens that `pad_completions` padded.
 
     Args:
-        prompts: P prompts.
-        completions: The completions of each, B in all.
+        completions: The completions of each prompt, B in all.
         shape: (B, T).
 
     Returns:

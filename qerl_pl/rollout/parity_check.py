@@ -177,7 +177,7 @@ def _differences(
     """Absolute differences from the engine in nats, and the trainer's log-probabilities, float32 [tokens] each."""
     padded = pad_completions(prompts, completions, 0)
     tokens, lengths, mask, sampled = (tensor.to(policy.device) for tensor in padded)
-    routing = pad_routing(prompts, completions, tokens.shape)
+    routing = pad_routing(completions, tokens.shape)
     replay = {} if routing is None else {"routing": routing.to(tokens.device)}
     policy.eval()
     with torch.no_grad():
