@@ -41,7 +41,7 @@ from qerl_kernels import select_backend
 from transformers import AutoConfig
 
 from qerl_pl.datamodules import ArithmeticDataModule
-from qerl_pl.memory import GIB
+from qerl_pl.memory import GIB, SPARE_TOKENS
 from qerl_pl.memory_plan import MicroBatch, RunPlan, run_memory, update_memory
 from qerl_pl.model_shape import Shape
 
@@ -228,8 +228,8 @@ def step_plan(args: argparse.Namespace, length: int, kv: float) -> RunPlan:
 
 
 def sequence_gib(args: argparse.Namespace, length: int) -> float:
-    """GiB of a sequence's keys and values, whole blocks."""
-    return (length + PROMPT + 32) * step_plan(args, length, 0.0).token_kv_bytes / GIB
+    """GiB of a cache for one sequence."""
+    return (length + PROMPT + SPARE_TOKENS) * step_plan(args, length, 0.0).token_kv_bytes / GIB
 
 
 def kv_for(args: argparse.Namespace, card: float, length: int) -> float:

@@ -14,6 +14,10 @@ from qerl_pl.errors import UserError
 GIB = 2**30
 MASTER = GRADIENT = 4
 """Bytes of a float32 master weight, and of its gradient."""
+SPARE_TOKENS = 32
+"""Of vLLM's cache beside its longest sequence: a block of 16 that it reserves, and one that may not be full.
+
+In a cache that fits a sequence exactly it would wait for the reserved block forever."""
 SAMPLE = 512
 """Side of the matrices that an optimizer is measured on: 8-bit ones keep small ones in 32 bits, paged ones unpaged."""
 
@@ -68,9 +72,10 @@ def check_length(length: int, needed: int, kv_gib: float | None, bytes_per_token
     """
     if length < needed:
         raise UserError(f"max_model_len must hold prompt and completion, {needed} tokens; got {length}: leave it out")
-    if kv_gib is not None and kv_gib * GIB < bytes_per_token * length:
+    needed_gib = bytes_per_token * (length + SPARE_TOKENS) / GIB
+    if kv_gib is not None and kv_gib < needed_gib:
         raise UserError(
-            f"the key/value cache must hold one sequence of {length} tokens, {bytes_per_token * length / GIB:.3g} GiB; "
+            f"the key/value cache must hold one sequence of {length} tokens, {needed_gib:.4g} GiB; "
             f"got kv_cache_gib {kv_gib:g}: raise it or shorten the sequences"
         )
 

@@ -9,8 +9,8 @@ from transformers import PretrainedConfig
 from qerl_pl.errors import UserError
 from qerl_pl.formats.architecture import DOWN, GATE_UP, PROJECTIONS, family_of
 
-BITS = {"nvfp4": 4.5, "mxfp4": 4.25, "nf4": 4.5, "none": 16.0, "gaussian": 16.0}
-"""Bits of a weight of the layers' linears in a base format, scales included; vLLM undoes NF4's double quantization."""
+BITS = {"nvfp4": 4.5, "mxfp4": 4.25, "nf4": 4.5}
+"""Bits of a weight of the layers' linears in a 4-bit format, scales included; vLLM undoes NF4's double quantization."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,8 @@ class Shape:
         """Bytes of a base in a format, embeddings and what stays in 16 bits as `dtype`."""
         packed = self.mlp_weights if self.dense_attention else self.linear_weights
         dense = self.linear_weights - packed + self.embedding_weights
-        return packed * BITS[quantization] / 8 + dtype.itemsize * dense
+        bits = BITS.get(quantization, 8 * dtype.itemsize)
+        return packed * bits / 8 + dtype.itemsize * dense
 
     def unshared_bytes(self, dtype: torch.dtype) -> float:
         """Bytes of vLLM's base that are no part of the trainer's, where both share 4-bit weights.

@@ -8,6 +8,7 @@ import signal
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,12 @@ from fit_helpers import configuration, fit, fit_on_ranks
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_ranks import same_run
+
+from qerl_pl.callbacks import RolloutCallback
+from qerl_pl.datamodules import TableDataModule
+from qerl_pl.engines import TransformersEngine
+from qerl_pl.modules import PolicyConfig, QeRLModule
+from qerl_pl.rewards import GSM8KAnswer
 
 ROLLOUTS = 22
 KILLS = 20
@@ -157,3 +164,17 @@ def test_two_ranks_are_one_run(game_policy_dir: Path, tmp_path: Path) -> None:
             assert statuses == [0, 0], output
         runs.append(tmp_path / str(devices) / "run")
     same_run(*runs)
+
+
+def test_each_data_module_has_its_own_prompts_in_dialogues(tiny_policy_dir: Path) -> None:
+    rows = [{"question": f"{number} + 1", "answer": str(number + 1)} for number in range(40)]
+    module = QeRLModule(PolicyConfig(path=str(tiny_policy_dir), quantization="none", dtype="float32"))
+    rollout = RolloutCallback(
+        [GSM8KAnswer()], TransformersEngine(), environment="qerl_pl.environments.Calculator", tool_format="hermes"
+    )
+    for stage, limit in (("fit", 512), ("test", 100)):
+        data = TableDataModule(rows, system_prompt=stage, max_prompt_tokens=limit)
+        rollout.check_first(SimpleNamespace(lightning_module=module, datamodule=data), stage)  # type: ignore[arg-type]
+        assert rollout._dialogues is not None and len(data.tools) == 1
+        assert (rollout._dialogues.continuation.system_prompt, rollout._dialogues.max_prompt_tokens) == (stage, limit)
+    rollout.close()

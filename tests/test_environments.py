@@ -592,6 +592,21 @@ def test_the_first_process_may_be_killed() -> None:
     assert gone(worker)
 
 
+def test_a_signal_to_all_processes_of_a_job_ends_no_dialogue() -> None:
+    """As SLURM sends SIGTERM before a time limit: the trainer finishes its step."""
+    pool = EnvironmentPool(Guess)
+    session = pool.open({"secret": 1})
+    worker, _ = worker_of(session)
+    assert pool._loop is not None
+    for number in (signal.SIGTERM, signal.SIGINT):
+        os.kill(pool._loop._process.pid, number)
+        os.kill(worker, number)
+    assert session.call("guess", {"number": 1}).result().text == "right"
+    assert worker_of(session)[0] == worker
+    pool.close()
+    assert gone(worker)
+
+
 def gone(pid: int) -> bool:
     """Whether a process ends, which may take the system a moment."""
     for _ in range(200):

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, Gemma2Config, Gemma3TextConfig, Q
 
 from qerl_pl import memory_plan
 from qerl_pl.errors import UserError
-from qerl_pl.memory import GIB
+from qerl_pl.memory import GIB, check_length
 from qerl_pl.memory_plan import (
     MicroBatch,
     RunPlan,
@@ -208,6 +208,19 @@ def test_fused_targets_count_as_their_parts_and_unknown_ones_are_refused() -> No
     )
     with pytest.raises(UserError, match="names lm_head"):
         QWEN.adapter_weights(8, ("lm_head",))
+
+
+def test_an_unquantized_base_has_the_bits_of_its_dtype() -> None:
+    weights = QWEN.linear_weights + QWEN.embedding_weights
+    for dtype, size in ((torch.bfloat16, 2), (torch.float32, 4)):
+        assert QWEN.base_bytes("none", dtype) == QWEN.base_bytes("gaussian", dtype) == size * weights
+
+
+def test_a_cache_needs_vllms_reserved_block_beside_its_longest_sequence() -> None:
+    """Llama 3.1 8B: 131,072 bytes a token, 2048 blocks of 16 tokens in 4 GiB, of which vLLM gives away 2047."""
+    with pytest.raises(UserError, match=r"one sequence of 32768 tokens, 4\.004 GiB; got kv_cache_gib 4:"):
+        check_length(32768, 32768, 4.0, 131072)
+    check_length(32736, 32736, 4.0, 131072)
 
 
 def test_the_longest_completion_fits_and_a_longer_one_does_not() -> None:

@@ -270,3 +270,13 @@ def test_the_page_s_example_trains(
 
 def test_a_row_is_a_question_without_more() -> None:
     assert Row("a", "b") == Row("a", "b", "", None, {})
+
+
+def test_where_nothing_is_validated_no_row_is_held_out(tokenizer: str, caplog: pytest.LogCaptureFixture) -> None:
+    rows = [{"question": f"{number} ?", "answer": str(number)} for number in range(6)]
+    assert TableDataModule(rows, batch_size=8, val_size=0, tokenizer=tokenizer).val_count(len(rows)) == 0
+    data = TableDataModule(rows * 20, batch_size=8, val_size=32, tokenizer=tokenizer)
+    with caplog.at_level("INFO", logger="qerl_pl"):
+        for _ in range(2):  # as Lightning does
+            data.setup("fit")
+    assert "held out" not in caplog.text and caplog.text

@@ -1,5 +1,7 @@
 """Products of vLLM's 4-bit linears: who computes which, and that both see the same weight and bias."""
 
+import math
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -156,6 +158,19 @@ def test_a_layout_that_is_read_otherwise_is_refused() -> None:
 
     layer.quant_method = Other()
     with pytest.raises(UserError, match="must give the same product; they differ by .* dense_above to null"):
+        attach_fp4(layer, DENSE_ABOVE)
+
+
+@pytest.mark.parametrize(("value", "refused"), [(math.nan, True), (0.0, False)])
+def test_a_product_that_is_no_number_is_refused_and_zeros_are_not(value: float, refused: bool) -> None:
+    class Fixed(Method):
+        def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+            return torch.full_like(super().apply(layer, x), value)
+
+    layer = linear(False)
+    layer.quant_method = Fixed()
+    layer.weight_scale.data.zero_()
+    with pytest.raises(UserError, match="differ by nan") if refused else nullcontext():
         attach_fp4(layer, DENSE_ABOVE)
 
 

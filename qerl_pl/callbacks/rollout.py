@@ -138,6 +138,7 @@ class RolloutCallback(Callback, ChecksFirst):
         if environment is not None:
             self._pool = EnvironmentPool(environment, tool_time_limit, environment_workers)
         self._dialogues: DialogueSampler | None = None
+        self._dialogue_data: PromptDataModule | None = None
         self.config = CollectorConfig(
             scored_by,
             group_size,
@@ -202,8 +203,9 @@ class RolloutCallback(Callback, ChecksFirst):
                 "(data.max_prompt_tokens and the largest max_tokens of sampling, eval_sampling and "
                 "extra_eval_sampling); lower them"
             )
-        if self._pool is not None and self._dialogues is None:
+        if self._pool is not None and self._dialogue_data is not data:  # another one has prompts and limits of its own
             self._dialogues = self._start_environments(self._pool, module, data)
+            self._dialogue_data = data
 
     def _start_environments(self, pool: EnvironmentPool, module: QeRLModule, data: PromptDataModule) -> DialogueSampler:
         """Check environment, chat template and tool format, and have the data's prompts offer the tools."""

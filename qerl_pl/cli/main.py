@@ -267,7 +267,8 @@ class QeRLCLI(LightningCLI):
             trainer = self._trainer(kwargs | {"strategy": UnwrappedDDPStrategy()}, config)
         for callback in trainer.checkpoint_callbacks:
             if isinstance(callback, ModelCheckpoint) and callback.dirpath is None:
-                callback.dirpath = str(Path(root) / FOLDER)
+                # As its __init__ has it: on resumption it compares the folder, or forgets its best score.
+                callback.dirpath = os.path.realpath(Path(root) / FOLDER)
         return trainer
 
     def _trainer(self, given: dict[str, Any], config: Any) -> Trainer:

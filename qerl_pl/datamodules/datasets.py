@@ -111,7 +111,7 @@ class TableDataModule(PromptDataModule):
 
     def val_count(self, rows: int) -> int:
         """`val_size`, or a fifth of the rows where that leaves less than half of them, or less than a batch."""
-        if rows - self.val_size >= max(self.batch_size, rows / 2):
+        if not self.val_size or rows - self.val_size >= max(self.batch_size, rows / 2):
             return self.val_size
         log.info("%d of %d rows are held out for validation: val_size=%d is too many", rows // 5, rows, self.val_size)
         return rows // 5

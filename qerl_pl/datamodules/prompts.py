@@ -129,7 +129,7 @@ class PromptDataModule(ResumableDataModule):
         reads_test = stage == "test" and not self._test
         test_sets = self._held_out(self.test_sets, self.test_rows) if reads_test else None
         # Before a tokenizer or model is loaded; some rows may be longer than `max_prompt_tokens`.
-        self._check_settings(stage, len(rows) or None, self.val_count(len(rows)) if held_out is None else 0)
+        self._check_settings(stage, len(rows) or None, self.val_count(len(rows)) if rows and held_out is None else 0)
         tokenizer = load_tokenizer(self.trainer, self.tokenizer)
         if held_out is not None:
             rendered = self._render_sets(tokenizer, held_out, "validation") if self.val_size else {"": []}

@@ -280,8 +280,9 @@ class Forks:
         os.setsid()  # a group of its own, killed together with what its tools start
         self.commands.close()
         self.notices.close()
-        for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for number in (signal.SIGINT, signal.SIGTERM):  # of all processes of a job: the trainer finishes its step
+            signal.signal(number, lambda number, frame: None)  # programs that tools start have the default again
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         if self.setup["memory"] is not None:
             resource.setrlimit(resource.RLIMIT_DATA, (self.setup["memory"],) * 2)

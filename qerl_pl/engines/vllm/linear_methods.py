@@ -266,8 +266,9 @@ def probe(tokens: int, weight: MarlinTensor) -> Tensor:
 
 
 def relative_difference(actual: Tensor, expected: Tensor) -> float:
-    """Norm of the difference over the norm of `expected`: see TOLERANCE."""
-    return ((actual - expected).float().norm() / expected.float().norm()).item()
+    """Norm of the difference over the norm of `expected`, 0 where both are zero: see TOLERANCE."""
+    difference = (actual - expected).float().norm()
+    return 0.0 if difference == 0 else (difference / expected.float().norm()).item()
 
 
 @torch.inference_mode()
@@ -288,7 +289,7 @@ def attach_fp4(linear: Any, dense_above: int) -> None:
     linear.register_buffer("qerl_alpha", torch.tensor([weight.alpha], device="cpu"), False)
     x = probe(1, held)
     difference = relative_difference(frozen_linear(x, weight), linear.quant_method.apply(linear, x))
-    if difference > TOLERANCE:
+    if not difference <= TOLERANCE:  # not a number, either
         raise UserError(
             f"Marlin and the dequantized weight must give the same product; they differ by {difference:.2g} of its "
             "size, so this vLLM lays weights out otherwise: set dense_above to null and share_weights to false"
