@@ -272,7 +272,8 @@ def test_killed_before_a_validation_is_kept_it_is_made_as_if_nothing_had_happene
         status, output = fit(settings, "--resume", "auto", prepare=die)
         assert status == -signal.SIGKILL, output
         assert newest_checkpoint(run) == run / "checkpoints/step=3.ckpt"
-    status, output = fit(settings, "--resume", "auto")
+    (tmp_path / "link").symlink_to(run)  # another name of the folder: the best score is not forgotten
+    status, output = fit(settings, "--resume", "auto", "--trainer.default_root_dir", str(tmp_path / "link"))
     assert status == 0 and "step=3.ckpt" in output, output
     assert [step for step, _ in curve(run, "val/pass@1")] == [-1, 2, 5]
     assert points(run) == points(validated_whole)
