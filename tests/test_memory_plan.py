@@ -4,7 +4,7 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, Gemma2Config, Gemma3TextConfig, Q
 
 from qerl_pl import memory_plan
 from qerl_pl.errors import UserError
+from qerl_pl.formats.base import QuantizedFormat
 from qerl_pl.memory import GIB, check_length
 from qerl_pl.memory_plan import (
     MicroBatch,
@@ -25,7 +26,7 @@ from qerl_pl.memory_plan import (
     update_memory,
     working_bytes,
 )
-from qerl_pl.model_shape import Shape
+from qerl_pl.model_shape import BITS, Shape
 from qerl_pl.modules import LoraConfig, Policy, PolicyConfig
 from qerl_pl.toy.tokenizer import build_tokenizer
 
@@ -211,6 +212,7 @@ def test_fused_targets_count_as_their_parts_and_unknown_ones_are_refused() -> No
 
 
 def test_an_unquantized_base_has_the_bits_of_its_dtype() -> None:
+    assert {*BITS, "gaussian"} == set(get_args(QuantizedFormat))
     weights = QWEN.linear_weights + QWEN.embedding_weights
     for dtype, size in ((torch.bfloat16, 2), (torch.float32, 4)):
         assert QWEN.base_bytes("none", dtype) == QWEN.base_bytes("gaussian", dtype) == size * weights

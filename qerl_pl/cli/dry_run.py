@@ -17,7 +17,7 @@ from qerl_pl.formats.architecture import PROJECTIONS, check_family
 from qerl_pl.formats.quantize import config_in_reach
 from qerl_pl.memory import GIB, kv_cache_size, optimizer_bytes
 from qerl_pl.memory_plan import PREFILL_TOKENS, MicroBatch, RunPlan, longest_completion, run_memory
-from qerl_pl.model_shape import Shape
+from qerl_pl.model_shape import BITS, Shape
 from qerl_pl.modules.activation_checkpointing import MemorySettings, candidate_settings, mode_name
 from qerl_pl.modules.policy import PolicyConfig
 from qerl_pl.modules.policy_module import PolicyModule
@@ -171,7 +171,7 @@ def _with_engine(plan: RunPlan, engine: RolloutEngine, longest: int, prompts: in
             plan, shares_weights=False, engine_is_dense=True, kv_cache_gib=rows * sequence, sleeps=True,
             prompt_tokens=prompts, prefill_tokens=prompts, max_num_seqs=rows,
         )  # fmt: skip
-    four_bits = plan.quantization in ("nvfp4", "mxfp4", "nf4")
+    four_bits = plan.quantization in BITS
     cache = kv_cache_size(engine.kv_cache_gib, engine.gpu_memory_utilization, torch.device("cuda"))
     return replace(
         plan,

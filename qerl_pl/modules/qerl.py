@@ -185,7 +185,7 @@ class QeRLModule(PolicyModule):
 
     def _with_teacher(self, teacher: Teacher, experience: Experience) -> Experience:
         mask = self.objective.training_mask(experience.mask, experience.truncated)
-        limit = self.update.micro_batch_tokens
+        limit = self.update.forward_limit(experience)
         if self.objective.needs_teacher_kl:
             return replace(experience, teacher_states=teacher.states(experience, mask, limit))
         return replace(experience, teacher_logprobs=teacher.logprobs(experience, mask, limit))

@@ -246,7 +246,9 @@ class PolicyUpdate:
     ) -> dict[str, float]:
         """Accumulate the gradient of this rank's rows of a minibatch; returns sums over their tokens."""
         noise = precomputed.noise
-        micro_batches = self._micro_batches(precomputed.experience.lengths[rows], noise.draws_of(rows))
+        micro_batches = self._micro_batches(
+            precomputed.experience.lengths[rows], noise.draws_of(rows), self.micro_batch_tokens
+        )
 
         def work() -> list[dict[str, Tensor]]:
             all_sums = []
@@ -341,15 +343,13 @@ class PolicyUpdate:
         policy.eval()
         logprobs = torch.zeros_like(experience.sampler_logprobs)
         entropy = torch.zeros_like(logprobs)
-        minibatch = max(-(-len(experience) // self.minibatches), 1)  # without a limit in tokens, the most at once
-        for part in rows.split(minibatch) if self.micro_batch_tokens is None else [rows]:
-            draws = None if noise is None else noise.draws_of(part)
-            for micro_batch in self._micro_batches(experience.lengths[part], draws) if len(part) else []:
-                batch = part[micro_batch]
-                with nullcontext() if noise is None else noise.added(batch):
-                    logprobs[batch], entropy[batch], _ = self._token_values(
-                        policy, experience, mask, batch, reference=noise is None
-                    )
+        draws, limit = None if noise is None else noise.draws_of(rows), self.forward_limit(experience)
+        for micro_batch in self._micro_batches(experience.lengths[rows], draws, limit) if len(rows) else []:
+            batch = rows[micro_batch]
+            with nullcontext() if noise is None else noise.added(batch):
+                logprobs[batch], entropy[batch], _ = self._token_values(
+                    policy, experience, mask, batch, reference=noise is None
+                )
         return logprobs, entropy
 
     def _token_values(
@@ -367,14 +367,18 @@ class PolicyUpdate:
         sequences = experience.tokens[rows], experience.lengths[rows], mask[rows], experience.temperature
         return policy.token_values(*sequences, self.objective.needs_entropy, reference, chosen, teacher)
 
-    def _micro_batches(self, lengths: Tensor, draws: Tensor | None = None) -> list[Tensor]:
+    def _micro_batches(self, lengths: Tensor, draws: Tensor | None, max_tokens: int | None) -> list[Tensor]:
         """Indices into `lengths` [B] for each micro-batch; rows of a micro-batch have the same of the `draws` [B]."""
         if draws is not None and len(draws):
             own = [(draws == draw).nonzero().squeeze(1).to(lengths.device) for draw in draws.unique()]
-            batches = [rows[batch] for rows in own for batch in self._micro_batches(lengths[rows])]
+            batches = [rows[batch] for rows in own for batch in self._micro_batches(lengths[rows], None, max_tokens)]
             return sorted(batches, key=lambda batch: -int(lengths[batch].sum()))
-        partition = partition_micro_batches(lengths.tolist(), self.micro_batch_tokens)
+        partition = partition_micro_batches(lengths.tolist(), max_tokens)
         return [torch.tensor(indices, dtype=torch.int64, device=lengths.device) for indices in partition]
+
+    def forward_limit(self, experience: Experience) -> int:
+        """Most tokens of a forward pass over more rows than a minibatch has; a longer sequence is alone in its own."""
+        return self.micro_batch_tokens or self.max_micro_batch_tokens(experience.lengths)
 
     def max_micro_batch_tokens(self, lengths: Tensor) -> int:
         """Tokens of the largest micro-batch of sequences with these lengths [B]."""
