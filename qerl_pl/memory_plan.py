@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
+from qerl_kernels import flash_attention_4
 from qerl_kernels.attention import backward_splits, head_groups
 from qerl_kernels.experts import GROUP_BYTES
 from qerl_kernels.logprob import CHUNK_BYTES
@@ -106,12 +107,15 @@ def _attention_backward(shape: Shape, batch: MicroBatch) -> int:
 
     Each call sums the queries' gradient in float32, in parts. Several queries share keys and values, whose gradients
     have one for each query first. In groups of heads keys, values and the call's results are copies, and
-    gradients of keys and values are summed in float32.
+    gradients of keys and values are summed in float32. FlashAttention 4 sums all gradients in float32, each once.
     """
     size, tokens = batch.dtype.itemsize, batch.tokens
     heads, rounded, element = shape.heads, tokens + 128 * batch.sequences, shape.queries // shape.heads
     if shape.soft_capped:
         return size * tokens * 2 * (shape.queries + shape.keys)
+    if flash_attention_4.available(torch.device("cuda"), element):
+        summed = shape.queries + (2 * shape.keys if shape.keys < shape.queries else 0)
+        return 4 * rounded * (summed + 2 * heads) + size * tokens * 2 * shape.keys
     groups = head_groups(heads, batch.sequences, -(-tokens // batch.sequences), SMS)
     parts = max(group * backward_splits(batch.sequences * group, SMS) for group in groups)
     sums = 4 * parts * rounded * element

@@ -10,7 +10,7 @@ import pytest
 import torch
 from live_bytes import LiveBytes
 from pages import ROOT
-from qerl_kernels import logprob
+from qerl_kernels import flash_attention_4, logprob
 from transformers import AutoModelForCausalLM, Gemma2Config, Gemma3TextConfig, Qwen2Config, Qwen3Config
 
 from qerl_pl import memory_plan
@@ -49,6 +49,12 @@ def within(estimate: float, measured: float, share: float = 0.07) -> None:
 
 # Records of 5861749 and before (rl_step_*, update_speed, ranks_*) were measured before the norm, the activation and the
 # rotation were single operations, which saved more: of them only what is held between steps is compared.
+
+
+@pytest.fixture(autouse=True)
+def by_flash_attention_2(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The records are of PyTorch's flash attention."""
+    monkeypatch.setattr(flash_attention_4, "available", lambda *_: False)
 
 
 @pytest.mark.parametrize(("name", "shape"), [("7b", QWEN), ("32b", QWEN_32B)])
@@ -128,7 +134,7 @@ def test_an_update_of_one_long_completion_is_what_was_measured() -> None:
 # By hand --------------------------------------------------------------------------------------------------------------
 
 
-def test_what_an_update_saves_and_works_with_is_counted_by_tensors() -> None:
+def test_what_an_update_saves_and_works_with_is_counted_by_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     """In hidden states of a token, of 2 bytes: queries 1, keys 1/7, MLP 37/7."""
     keys, inner, token = 512 / 3584, 18944 / 3584, 2 * 3584 * 1000
     batch = MicroBatch(1000)
@@ -159,6 +165,10 @@ def test_what_an_update_saves_and_works_with_is_counted_by_tensors() -> None:
     dense = 2 * 3584 * 18944
     rest = working_bytes(QWEN, batch)["attention"] - whole - dense
     assert working_bytes(QWEN, long)["attention"] == of_groups + 20.48 * rest + dense
+    # By FlashAttention 4 all gradients are summed in float32, with two numbers for each head, and the sums converted.
+    monkeypatch.setattr(flash_attention_4, "available", lambda device, head_size: head_size == 128)
+    of_version_4 = 4 * (20480 + 128) * (3584 + 2 * 512 + 2 * 28) + 20480 * 2 * 2 * 512
+    assert working_bytes(QWEN, long)["attention"] == of_version_4 + 20.48 * rest + dense
     tiled = replace(batch, mlp_tile_tokens=100)
     assert working_bytes(QWEN, tiled)["MLP"] == pytest.approx(
         (5 + 2 * keys + 2) * token + small + (5 * inner + 4) * token / 10 + 2 * 3584 * 18944

@@ -2,11 +2,14 @@
 
 import inspect
 import math
+import sys
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from qerl_kernels import attention, varlen_attention
+from qerl_kernels import attention, flash_attention_4, varlen_attention
 from qerl_kernels.attention import head_groups
 from qerl_kernels.selective_checkpointing import selective_checkpoint_contexts
 from torch import Tensor, nn
@@ -227,6 +230,79 @@ def test_flash_attention_and_its_gradients_are_those_of_loops(
         torch.testing.assert_close(one.as_subclass(Tensor).double(), other, rtol=5e-3, atol=5e-3)
 
 
+@pytest.mark.parametrize("window", [None, 1, 3])
+@pytest.mark.parametrize("scaling", [None, 0.3])
+@pytest.mark.parametrize("sinks", [None, SINKS.half()])
+@pytest.mark.parametrize("repeatable", [True, False])
+def test_flash_attention_4_takes_what_pytorchs_operations_take(
+    window: int | None, scaling: float | None, sinks: Tensor | None, repeatable: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a stand-in for the package that calls those for PyTorch's operations."""
+    called = []
+
+    def arguments(options: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        left = -1 if options["window_size_left"] is None else options["window_size_left"]
+        assert options["causal"] == (left == -1)
+        names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+        others = {"window_size_left": left, "window_size_right": options["window_size_right"]}
+        return tuple(options[name] for name in names), {"scale": options["softmax_scale"], **others}
+
+    def forward(*rows: Tensor, return_lse: bool, **options: Any) -> tuple[Tensor, Tensor, None]:
+        bounds, others = arguments(options)
+        out, log_sum, *_ = flash_attention_forward(*rows, *bounds, 0.0, options["causal"], False, **others)
+        return out, log_sum, None
+
+    def backward(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        grad: Tensor,
+        log_sum: Tensor,
+        deterministic: bool,
+        **options: Any,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        called.append(deterministic)
+        bounds, others = arguments(options)
+        random = (torch.tensor([7]), torch.tensor([8]))
+        tensors = (grad, query, key, value, out, log_sum)
+        return flash_attention_backward(*tensors, *bounds, 0.0, options["causal"], *random, **others)
+
+    interface = SimpleNamespace(_flash_attn_fwd=forward, _flash_attn_bwd=backward)
+    monkeypatch.setitem(sys.modules, "flash_attn.cute.interface", interface)
+    monkeypatch.setattr(attention, "_sms", lambda device: 132)
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", flash_attention_forward)
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", flash_attention_backward)
+    torch.manual_seed(0)
+    given = [torch.randn(9, heads, 8).half().as_subclass(OnGPU).requires_grad_() for heads in (4, 2, 2)]
+    packing, direction, found = Packing.of(LENGTHS, 6), torch.randn(9, 4, 8).half().as_subclass(OnGPU), []
+    for version_4 in (False, True):
+        monkeypatch.setattr(flash_attention_4, "available", lambda *_, is_there=version_4: is_there)
+        with deterministic() if repeatable else nullcontext():
+            result = attention_of_rows(*given, packing, scaling, window, sinks=sinks)
+            found.append([result, *torch.autograd.grad(result, given, direction)])
+    assert called == [repeatable]
+    assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("head_size", [64, 80])
+def test_flash_attention_4_needs_a_gpu_and_a_tested_head_size(head_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    hopper, blackwell = torch.device("cuda", 0), torch.device("cuda", 1)
+    assert not flash_attention_4.available(torch.device("cpu"), head_size)
+    flash_attention_4.available.cache_clear()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9 if device == hopper else 10, 0))
+    monkeypatch.setitem(sys.modules, "flash_attn.cute.interface", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", SimpleNamespace(interface=SimpleNamespace()))
+    monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(cute=SimpleNamespace()))
+    assert flash_attention_4.available(hopper, head_size) == (head_size == 64)
+    assert not flash_attention_4.available(blackwell, head_size)
+    flash_attention_4.available.cache_clear()
+    monkeypatch.setitem(sys.modules, "flash_attn.cute.interface", None)
+    assert not flash_attention_4.available(hopper, head_size)
+    flash_attention_4.available.cache_clear()
+
+
 def test_sinks_are_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
     given = [torch.randn(9, heads, 8).half().as_subclass(OnGPU) for heads in (4, 2, 2)]
     with pytest.raises(AssertionError, match="sinks are frozen"):
@@ -335,6 +411,7 @@ def test_a_gpus_gradient_by_groups_of_heads_errs_no_more_than_in_one_call(
             out = attention_of_rows(*given, packing, None, None)
             return torch.autograd.grad(out, given, direction.bfloat16().to(dtype))
 
+    monkeypatch.setattr(flash_attention_4, "available", lambda *_: False)
     precise = gradients(torch.float32)
     assert len(head_groups(heads, len(lengths), max(lengths), 132)) > 1
     grouped = gradients(torch.bfloat16)
@@ -343,6 +420,46 @@ def test_a_gpus_gradient_by_groups_of_heads_errs_no_more_than_in_one_call(
     whole = gradients(torch.bfloat16)
     for one, other, right in zip(grouped, whole, precise, strict=True):
         assert (one - right).norm() <= 1.01 * (other - right).norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize(("heads", "keys", "size"), [(28, 4, 128), (14, 2, 64), (32, 32, 96)])
+@pytest.mark.parametrize(("window", "scaling"), [(None, None), (None, 0.05), (256, None)])
+@pytest.mark.parametrize("lengths", [[6000], [2048, 3000, 1, 700]])
+@pytest.mark.parametrize("sunk", [False, True])
+def test_a_gpus_flash_attention_4_errs_no_more_than_version_2(
+    heads: int,
+    keys: int,
+    size: int,
+    window: int | None,
+    scaling: float | None,
+    lengths: list[int],
+    sunk: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """bfloat16 against float32 in plain PyTorch, and the same bits twice."""
+    pytest.importorskip("flash_attn.cute", reason="needs an NVIDIA GPU and flash-attn-4")
+    torch.manual_seed(0)
+    tokens, packing = sum(lengths), Packing.of(torch.tensor(lengths, device="cuda"), max(lengths))
+    inputs = [torch.randn(tokens, count, size, device="cuda") for count in (heads, keys, keys)]
+    direction = torch.randn(tokens, heads, size, device="cuda")
+    sinks = torch.randn(heads, device="cuda") if sunk else None
+
+    def results(dtype: torch.dtype) -> tuple[Tensor, ...]:
+        given = [tensor.bfloat16().to(dtype).requires_grad_() for tensor in inputs]
+        with deterministic():
+            out = attention_of_rows(*given, packing, scaling, window, sinks=sinks)
+            return out, *torch.autograd.grad(out, given, direction.bfloat16().to(dtype))
+
+    assert flash_attention_4.available(inputs[0].device, size)
+    version_4 = results(torch.bfloat16)
+    assert all(map(torch.equal, version_4, results(torch.bfloat16)))
+    monkeypatch.setattr(flash_attention_4, "available", lambda *_: False)
+    version_2, precise = results(torch.bfloat16), results(torch.float32)
+    assert not all(map(torch.equal, version_4, version_2))
+    for one, other, right in zip(version_4, version_2, precise, strict=True):
+        assert (one - right).norm() <= 1.02 * (other - right).norm()
 
 
 @pytest.mark.gpu
@@ -373,10 +490,11 @@ def test_a_gpus_flash_attention_with_sinks_errs_little_more_than_that_without(wi
 @pytest.mark.parametrize("window", [None, 256])
 @pytest.mark.parametrize("scaling", [None, 0.05])
 def test_a_gpus_operation_gives_what_pytorchs_function_gives_for_repeated_keys(
-    heads: int, keys: int, size: int, window: int | None, scaling: float | None
+    heads: int, keys: int, size: int, window: int | None, scaling: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from torch.nn.attention.varlen import varlen_attn
 
+    monkeypatch.setattr(flash_attention_4, "available", lambda *_: False)
     torch.manual_seed(0)
     packing = Packing.of(torch.tensor([1500, 700, 1, 1848], device="cuda"), 1848)
     drawn = [torch.randn(4049, count, size, device="cuda", dtype=torch.bfloat16) for count in (heads, keys, keys)]

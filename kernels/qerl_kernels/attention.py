@@ -1,12 +1,17 @@
-"""Causal attention of packed sequences by PyTorch's flash attention, with sinks and a faster deterministic gradient."""
+"""Causal attention of packed sequences by flash attention, with sinks and a fast deterministic gradient.
+
+FlashAttention 4 computes it where it is `available`, PyTorch's FlashAttention 2 elsewhere.
+"""
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from qerl_kernels import flash_attention_4
 from qerl_kernels.selective_checkpointing import save_products
 
 KEY_BLOCK = 128
@@ -28,7 +33,7 @@ def varlen_attention(
     """Causal attention within each packed sequence, on a GPU, with a gradient.
 
     `torch.nn.attention.varlen.varlen_attn` by the ATen operation that it calls, which accepts fewer key-value heads
-    (not documented for the function before 2.12). Selective checkpointing saves its result.
+    (not documented for the function before 2.12), or by FlashAttention 4. Selective checkpointing saves its result.
 
     Args:
         query: [S, heads, head size], bfloat16 or float16.
@@ -110,15 +115,20 @@ class _VarlenAttention(torch.autograd.Function):
         no_dropout, causal, no_debugging = 0.0, window is None, False
         ctx.arguments = (boundaries, boundaries, longest, longest, no_dropout, causal)
         ctx.options = {"scale": scale, "window_size_left": left, "window_size_right": 0}
+        ctx.version_4 = flash_attention_4.available(query.device, query.shape[2])
 
         def attend() -> tuple[Tensor, ...]:
-            flash_attention = torch.ops.aten._flash_attention_forward
-            out, log_sum, rng_state, unused, _ = flash_attention(*rows, *ctx.arguments, no_debugging, **ctx.options)
+            random: Sequence[Tensor] = ()  # state of the dropout that PyTorch's backward pass takes
+            if ctx.version_4:
+                out, log_sum = flash_attention_4.forward(rows[0], rows[1], rows[2], boundaries, longest, scale, left)
+            else:
+                flash_attention = torch.ops.aten._flash_attention_forward
+                out, log_sum, *random, _ = flash_attention(*rows, *ctx.arguments, no_debugging, **ctx.options)
             if sinks is None:
-                return out, log_sum, rng_state, unused
+                return out, log_sum, *random
             scores = sinks.float()[:, None]  # log_sum is float32 [heads, S]
             out.mul_((log_sum - scores).sigmoid().t()[:, :, None])  # in float32, rounded once
-            return out, torch.logaddexp(log_sum, scores), rng_state, unused
+            return out, torch.logaddexp(log_sum, scores), *random
 
         results = save_products(attend)
         ctx.save_for_backward(*rows, *results)
@@ -127,8 +137,12 @@ class _VarlenAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, out, log_sum, rng_state, unused = ctx.saved_tensors
+        query, key, value, out, log_sum, *random = ctx.saved_tensors
         boundaries, longest, heads = ctx.arguments[0], ctx.arguments[2], query.shape[1]
+        if ctx.version_4:
+            tensors = (grad.contiguous(), query, key, value, out, log_sum, boundaries, longest)
+            options = (ctx.options["scale"], ctx.options["window_size_left"])
+            return *flash_attention_4.backward(*tensors, *options), None, None, None, None, None
         groups: tuple[int, ...] = (heads,)
         deterministic = torch.are_deterministic_algorithms_enabled()
         if deterministic and not torch.is_deterministic_algorithms_warn_only_enabled():
@@ -138,7 +152,7 @@ class _VarlenAttention(torch.autograd.Function):
             tensors = (grad[:, part], query, key, value, out[:, part], log_sum[part])
             flash_attention_backward = torch.ops.aten._flash_attention_backward
             results: tuple[Tensor, Tensor, Tensor] = flash_attention_backward(
-                *tensors, *ctx.arguments, rng_state, unused, **ctx.options
+                *tensors, *ctx.arguments, *random, **ctx.options
             )
             return results
 

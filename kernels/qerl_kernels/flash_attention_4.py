@@ -1,0 +1,104 @@
+"""FlashAttention 4 for packed sequences on Hopper GPUs, from the package `flash-attn-4`.
+
+Both passes use the tensor cores' asynchronous products (wgmma), which the FlashAttention 2 in PyTorch does without, and
+the deterministic backward pass is one call for all heads. The first call for a head size compiles kernels;
+FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1 keeps them on disk.
+"""
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+HEAD_SIZES = (64, 96, 128)
+"""Elements of a head for which tests compare both passes with PyTorch's."""
+
+
+@functools.cache
+def available(device: torch.device, head_size: int) -> bool:
+    """Whether `forward` and `backward` run: the package is installed, the GPU is Hopper, the head size tested.
+
+    Args:
+        device: Of the tensors.
+        head_size: Elements of a head.
+    """
+    if device.type != "cuda" or not torch.cuda.is_available() or head_size not in HEAD_SIZES:
+        return False
+    if torch.cuda.get_device_capability(device)[0] != 9:
+        return False
+    try:
+        import flash_attn.cute.interface  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def forward(
+    query: Tensor, key: Tensor, value: Tensor, boundaries: Tensor, longest: int, scale: float | None, left: int
+) -> tuple[Tensor, Tensor]:
+    """Causal attention within each packed sequence.
+
+    Args:
+        query: [S, heads, head size], bfloat16 or float16.
+        key: [S, key-value heads, head size].
+        value: As `key`.
+        boundaries: Cumulative lengths of the B sequences, int32 [B + 1].
+        longest: Tokens of the longest.
+        scale: Softmax scale; None for 1 / sqrt(head size).
+        left: Tokens before its own that each attends to; -1 for all.
+
+    Returns:
+        The result [S, heads, head size], and the logarithm of each row's sum of exponentials, float32 [heads, S].
+    """
+    from flash_attn.cute.interface import _flash_attn_fwd
+
+    rows = (tensor.detach() for tensor in (query, key, value))
+    out, log_sum, *_ = _flash_attn_fwd(*rows, **_options(boundaries, longest, scale, left), return_lse=True)
+    return out, log_sum
+
+
+def backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    log_sum: Tensor,
+    boundaries: Tensor,
+    longest: int,
+    scale: float | None,
+    left: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of queries, keys and values; the same bits each time if PyTorch's algorithms are deterministic.
+
+    Args:
+        grad: Of the result, [S, heads, head size].
+        query: This and all others as `forward` took or returned them.
+    """
+    from flash_attn.cute.interface import _flash_attn_bwd
+
+    of_query, of_key, of_value = _flash_attn_bwd(
+        query,
+        key,
+        value,
+        out,
+        grad,
+        log_sum,
+        **_options(boundaries, longest, scale, left),
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+    )
+    return of_query, of_key, of_value
+
+
+def _options(boundaries: Tensor, longest: int, scale: float | None, left: int) -> dict[str, Any]:
+    return {
+        "cu_seqlens_q": boundaries,
+        "cu_seqlens_k": boundaries,
+        "max_seqlen_q": longest,
+        "max_seqlen_k": longest,
+        "softmax_scale": scale,
+        "causal": left < 0,
+        "window_size_left": None if left < 0 else left,
+        "window_size_right": 0,
+    }
