@@ -298,7 +298,7 @@ def test_the_shipped_studies_are_understood() -> None:
 
 def test_the_pretrained_pilot_measures_the_set_that_it_validates_on() -> None:
     plan = read_plan(STUDY / "gsm8k_pilot.yaml")
-    assert len(plan.runs) == 28
+    assert len(plan.runs) == 27
     assert set(plan.defaults) == {"rounding", "lr"}  # other rates have a table
     run = next(
         run for run in plan.runs if run.levels["method"] == "nvfp4_aqn" and run.levels["lr"] == plan.defaults["lr"]
@@ -309,15 +309,28 @@ def test_the_pretrained_pilot_measures_the_set_that_it_validates_on() -> None:
     assert settings.model.policy_config.adapter == "starts/nvfp4-0/start" and settings.data.val_size >= 1319
 
 
+def test_the_runs_that_show_the_length_are_measured_four_times() -> None:
+    plan = read_plan(STUDY / "gsm8k_length.yaml")
+    assert methods(plan) == ["lora16", "nvfp4_aqn"]
+    values = plan.values | {"starts": "starts", "rate_lora16": 3e-5, "rate_nvfp4_aqn": 1e-4}
+    for run in plan.runs:
+        settings = built(*run.words(Path("runs/x"), values))
+        assert (settings.trainer.max_steps, settings.trainer.val_check_interval) == (2 * 256, 64)  # steps, rollouts
+
+
 def test_the_pretrained_study_is_the_planned_one() -> None:
     plan = read_plan(STUDY / "gsm8k.yaml")
     pairs = {method: set[tuple[Any, Any]]() for method in methods(plan)}
     for run in plan.runs:
         pairs[str(run.levels["method"])].add((run.levels["rounding"], run.levels["seed"]))
-    assert len(plan.runs) == 65 and len(pairs) == 11
+    assert len(plan.runs) == 85 and len(pairs) == 11
     for method, taken in pairs.items():
-        seeds = (0, 1) if method in plan.compare else (0,)
-        assert taken == {(rounding, 2 * rounding + seed) for rounding in range(5) for seed in seeds}
+        seeds, roundings = ((0, 1), 10) if method in plan.compare else ((0,), 5)
+        assert taken == {(rounding, 2 * rounding + seed) for rounding in range(roundings) for seed in seeds}
+    many = [run.levels for run in plan.runs if run.overrides["rollout.eval_samples"] == 64]
+    assert sorted((str(one["method"]), one["rounding"], one["seed"]) for one in many) == [
+        (method, rounding, 2 * rounding) for method in sorted(plan.compare) for rounding in range(5)
+    ]
     assert not [run for run in plan.runs if not run.missing(plan.values)]  # rates are open
     values = plan.values | {"starts": "starts", "entropy": 0.4}
     values |= {name: 1e-4 for name in values if name.startswith("rate_")}

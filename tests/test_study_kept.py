@@ -11,7 +11,7 @@ import pytest
 from test_study import plan_of
 
 from benchmarks.study.__main__ import main
-from benchmarks.study.plan import Plan, Run
+from benchmarks.study.plan import ROOT, Plan, Run
 from benchmarks.study.rows import read_rows
 from benchmarks.study.runner import Limits, Runner
 from qerl_pl.errors import UserError
@@ -131,3 +131,12 @@ def test_names_that_a_study_does_not_have_are_refused(
     assert said in capsys.readouterr().err
     assert main(["list", str(plan.path), "--out", str(tmp_path), "--set", "where=x", "--only", "policy=other"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 9
+
+
+def test_levels_may_be_named_as_in_the_names_of_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """YAML reads 3e-05 as a text, 3.0e-05 as a number."""
+    pilot = str(ROOT / "benchmarks" / "study" / "gsm8k_pilot.yaml")
+    for rates in ("[3e-05, 0.0001]", "[3.0e-5, 1.0e-4]"):
+        assert main(["list", pilot, "--out", str(tmp_path), "--only", f"lr={rates}", "method=[lora16]"]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert [line.split()[0].split(",")[2] for line in lines] == ["lr=0.0001"] * 3 + ["lr=3e-05"]

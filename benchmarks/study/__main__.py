@@ -53,19 +53,19 @@ def pairs(words: list[str]) -> dict[str, Any]:
 
 
 def chosen(plan: Plan, only: dict[str, Any]) -> list[Run]:
-    """The runs with these levels: one level or a list per factor.
+    """The runs with these levels, one or a list per factor, also as text: YAML reads 3e-05, of a name, as text.
 
     Raises:
         UserError: No run has one of the levels.
     """
-    wanted = {factor: levels if isinstance(levels, list) else [levels] for factor, levels in only.items()}
-    for factor, levels in wanted.items():
-        levels_of_runs = list(dict.fromkeys(run.levels[factor] for run in plan.runs if factor in run.levels))
-        if missing := [level for level in levels if level not in levels_of_runs]:
-            have = ", ".join(map(str, levels_of_runs)) or "nowhere"
+    wanted = {}
+    for factor, given in only.items():
+        levels = {str(run.levels[factor]): run.levels[factor] for run in plan.runs if factor in run.levels}
+        wanted[factor] = [levels.get(str(level), level) for level in (given if isinstance(given, list) else [given])]
+        if missing := [level for level in wanted[factor] if level not in levels.values()]:
             raise UserError(
-                f"--only names levels that runs have; {plan.path} has {factor} {have} and not {missing[0]!r}; choose "
-                "among them"
+                f"--only names levels that runs have; {plan.path} has {factor} {', '.join(levels) or 'nowhere'} and not "
+                f"{missing[0]!r}; choose among them"
             )
     return [run for run in plan.runs if all(run.levels.get(factor) in levels for factor, levels in wanted.items())]
 
