@@ -64,8 +64,8 @@ def chosen(plan: Plan, only: dict[str, Any]) -> list[Run]:
         wanted[factor] = [levels.get(str(level), level) for level in (given if isinstance(given, list) else [given])]
         if missing := [level for level in wanted[factor] if level not in levels.values()]:
             raise UserError(
-                f"--only names levels that runs have; {plan.path} has {factor} {', '.join(levels) or 'nowhere'} and not "
-                f"{missing[0]!r}; choose among them"
+                f"--only names levels that runs have; {plan.path} has {factor} {', '.join(levels) or 'nowhere'} and "
+                f"not {missing[0]!r}; choose among them"
             )
     return [run for run in plan.runs if all(run.levels.get(factor) in levels for factor, levels in wanted.items())]
 

@@ -104,7 +104,7 @@ def train(args: argparse.Namespace) -> None:
         devices=1,
         max_steps=args.steps,
         logger=False,
-        callbacks=[Snapshots(folder, args.every)],
+        callbacks=[Snapshots(folder, args.steps if args.unmeasured else args.every)],
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
