@@ -125,3 +125,5 @@ def test_starts_are_taught_measured_and_chosen(tiny_policy_dir: Path, gsm8k: Pat
     rewritten = again / "nvfp4-1" / "start" / "adapter_model.safetensors"
     assert rewritten.read_bytes() == (tmp_path / "nvfp4-1" / "step=2" / "adapter_model.safetensors").read_bytes()
     assert not (again / "nvfp4-1" / "start.json").exists()
+    starts(["train", str(tiny_policy_dir), str(again), "--format", "none", *common, "--first", "2"])
+    assert [step["step"] for step in json.loads((again / "none-0" / "start.json").read_text())["steps"]] == [2]

@@ -36,7 +36,7 @@ from benchmarks.study.reordered import reorder_checkpoint
 from qerl_pl.datamodules import ConversationDataModule
 from qerl_pl.formats.model_folder import copy_other_files, read_config
 from qerl_pl.modules import LoraConfig, PolicyConfig, SFTModule
-from qerl_pl.persistence.atomic_files import atomic_directory
+from qerl_pl.persistence.atomic_files import atomic_directory, build_once
 
 FORMATS = ("none", "nvfp4", "mxfp4", "nf4", "gaussian")
 RESULTS = "start.json"
@@ -67,12 +67,25 @@ def split_rows(data: Path, taught: int, held_out: int) -> tuple[list[dict[str, s
 
 def write_data(data: Path, folder: Path, held_out: Sequence[dict[str, str]], rows: Sequence[dict[str, str]]) -> None:
     """GSM8K for reinforcement learning: the rows to train on, those to choose settings by, and the test split."""
-    if folder.exists():
-        return
-    test = read_rows(data / "test.jsonl")
-    with atomic_directory(folder, replace=True) as out:
-        for split, split_rows in (("train", rows), ("held_out", held_out), ("test", test)):
-            (out / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in split_rows))
+    with build_once(folder) as missing:
+        if not missing:
+            return
+        test = read_rows(data / "test.jsonl")
+        with atomic_directory(folder) as out:
+            for split, split_rows in (("train", rows), ("held_out", held_out), ("test", test)):
+                (out / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in split_rows))
+
+
+def write_base(model: Path, base: Path, rounding: int) -> None:
+    """A copy of the model whose channels are reordered, unless the rounding is 0; one for all formats."""
+    with build_once(base) as missing:
+        if not missing:
+            return
+        with atomic_directory(base) as out:
+            if rounding:
+                reorder_checkpoint(model, out, rounding)
+            else:
+                shutil.copytree(model, out, dirs_exist_ok=True)
 
 
 def train(args: argparse.Namespace) -> None:
@@ -84,12 +97,7 @@ def train(args: argparse.Namespace) -> None:
     taught, held_out, others = split_rows(args.data, args.taught, args.held_out)
     write_data(args.data, args.starts / "data", held_out, others)
     base = args.starts / f"base-{args.rounding}"
-    if not base.exists():
-        with atomic_directory(base, replace=True) as out:
-            if args.rounding:
-                reorder_checkpoint(args.model, out, args.rounding)
-            else:
-                shutil.copytree(args.model, out, dirs_exist_ok=True)
+    write_base(args.model, base, args.rounding)
     lora = LoraConfig(args.rank, args.alpha)
     module = SFTModule(
         PolicyConfig(path=str(base), quantization=args.format, dtype=args.dtype, lora=lora),
@@ -119,7 +127,7 @@ def train(args: argparse.Namespace) -> None:
     longest = max(args.max_tokens, args.boxed_tokens if args.test_samples else 0)
     policy = Measurement(base, args.format, lora, longest, args.engine, args.dtype)
     steps = []
-    for step in range(args.every, args.steps + 1, args.every):
+    for step in (one for one in range(args.every, args.steps + 1, args.every) if one >= args.first):
         policy.use(folder / f"step={step}")
         result = policy.accuracy(held_out, "tags", args.samples, max_tokens=args.max_tokens)
         summary = {kind: statistics.fmean(result[kind]) for kind in ("greedy", "sampled")}
@@ -182,6 +190,7 @@ def main(words: Sequence[str] | None = None) -> None:
     one.add_argument("--held-out", type=int, default=1024, help="rows that the accuracy is measured on")
     one.add_argument("--steps", type=int, default=96)
     one.add_argument("--every", type=int, default=16, help="steps between two measurements")
+    one.add_argument("--first", type=int, default=0, help="no measurement before this step")
     one.add_argument("--unmeasured", action="store_true", help="start from the last step, whatever its accuracy")
     one.add_argument("--batch-size", type=int, default=32)
     one.add_argument("--lr", type=float, default=2e-4)
