@@ -4,6 +4,7 @@ import inspect
 import math
 import sys
 from contextlib import nullcontext
+from importlib.metadata import PackageNotFoundError
 from types import SimpleNamespace
 from typing import Any
 
@@ -286,21 +287,35 @@ def test_flash_attention_4_takes_what_pytorchs_operations_take(
 
 
 @pytest.mark.parametrize("head_size", [64, 80])
-def test_flash_attention_4_needs_a_gpu_and_a_tested_head_size(head_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    hopper, blackwell = torch.device("cuda", 0), torch.device("cuda", 1)
-    assert not flash_attention_4.available(torch.device("cpu"), head_size)
-    flash_attention_4.available.cache_clear()
+def test_flash_attention_4_needs_its_package_a_hopper_gpu_and_a_tested_head_size(
+    head_size: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def available(device: str, module: Any, installed: bool = True) -> bool:
+        packages = {"flash-attn-4": "4.0"} if installed else {}
+
+        def version(name: str) -> str:
+            if name not in packages:
+                raise PackageNotFoundError(name)
+            return packages[name]
+
+        monkeypatch.setattr(flash_attention_4, "version", version)
+        monkeypatch.setitem(sys.modules, "flash_attn.cute.interface", module)
+        answer = flash_attention_4.available.__wrapped__(torch.device(device), head_size)
+        assert isinstance(answer, bool)
+        return answer
+
+    module = SimpleNamespace()
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", SimpleNamespace(interface=module))
+    monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(cute=sys.modules["flash_attn.cute"]))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9 if device.index == 0 else 10, 0))
+    assert not available("cuda:0", module)  # there is no GPU
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9 if device == hopper else 10, 0))
-    monkeypatch.setitem(sys.modules, "flash_attn.cute.interface", SimpleNamespace())
-    monkeypatch.setitem(sys.modules, "flash_attn.cute", SimpleNamespace(interface=SimpleNamespace()))
-    monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(cute=SimpleNamespace()))
-    assert flash_attention_4.available(hopper, head_size) == (head_size == 64)
-    assert not flash_attention_4.available(blackwell, head_size)
-    flash_attention_4.available.cache_clear()
-    monkeypatch.setitem(sys.modules, "flash_attn.cute.interface", None)
-    assert not flash_attention_4.available(hopper, head_size)
-    flash_attention_4.available.cache_clear()
+    assert available("cuda:0", module) == (head_size == 64)
+    assert not available("cuda:1", module) and not available("cpu", module)
+    assert not available("cuda:0", module, installed=False) and not caplog.messages
+    assert not available("cuda:0", None)
+    assert len(caplog.messages) == (head_size == 64)
+    assert all("flash-attn-4 cannot be imported" in message for message in caplog.messages)
 
 
 def test_sinks_are_frozen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,11 +6,14 @@ FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1 keeps them on disk.
 """
 
 import functools
+import logging
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
 from torch import Tensor
 
+log = logging.getLogger(__name__)
 HEAD_SIZES = (64, 96, 128)
 """Elements of a head for which tests compare both passes with PyTorch's."""
 
@@ -18,6 +21,8 @@ HEAD_SIZES = (64, 96, 128)
 @functools.cache
 def available(device: torch.device, head_size: int) -> bool:
     """Whether `forward` and `backward` run: the package is installed, the GPU is Hopper, the head size tested.
+
+    Warns of a package that is installed and cannot be imported.
 
     Args:
         device: Of the tensors.
@@ -28,8 +33,13 @@ def available(device: torch.device, head_size: int) -> bool:
     if torch.cuda.get_device_capability(device)[0] != 9:
         return False
     try:
+        version("flash-attn-4")
+    except PackageNotFoundError:
+        return False
+    try:
         import flash_attn.cute.interface  # noqa: F401
-    except ImportError:
+    except ImportError as error:
+        log.warning("FlashAttention 2 computes attention: flash-attn-4 cannot be imported (%s)", error)
         return False
     return True
 
