@@ -309,10 +309,29 @@ def test_the_pretrained_pilot_measures_the_set_that_it_validates_on() -> None:
     assert settings.model.policy_config.adapter == "starts/nvfp4-0/start" and settings.data.val_size >= 1319
 
 
+@pytest.mark.parametrize("name", ["gsm8k_length", "smollm2_pilot"])
+def test_studies_that_extend_the_planned_one_do_not_see_its_test_split(name: str) -> None:
+    plan, planned = read_plan(STUDY / f"{name}.yaml"), read_plan(STUDY / "gsm8k.yaml")
+    assert plan.title != planned.title and (plan.question, plan.preregistered) == ("", "")
+    assert (plan.strata, plan.units) == (planned.strata, planned.units) == (("policy",), ("rounding", "seed"))
+    values = planned.values | {key: 3e-5 for key in planned.values} | {"starts": "starts"}
+    assert not {run.levels["seed"] for run in plan.runs} & {run.levels["seed"] for run in planned.runs}
+    for run in plan.runs:
+        assert run.missing({"starts": "starts", "rate_qwen_lora16": 3e-5, "rate_qwen_nvfp4_aqn": 1e-4}) == []
+        settings = built(*run.words(Path("runs/x"), values))
+        assert settings.data.val_split is None and [*yaml.safe_load(run.overrides["data.sets"])] == ["held_out"]
+        if name == "smollm2_pilot":  # the rate is the run's own, the rest the method's
+            assert settings.model.policy_config.adapter.startswith(
+                f"starts/smollm2/{settings.model.policy_config.quantization}-0"
+            )
+            assert settings.rollout.config.sampling.max_tokens == 128
+            assert run.overrides["model.optimizer.lr"] == run.levels["lr"]
+
+
 def test_the_runs_that_show_the_length_are_measured_four_times() -> None:
     plan = read_plan(STUDY / "gsm8k_length.yaml")
     assert methods(plan) == ["lora16", "nvfp4_aqn"]
-    values = plan.values | {"starts": "starts", "rate_lora16": 3e-5, "rate_nvfp4_aqn": 1e-4}
+    values = plan.values | {"starts": "starts", "rate_qwen_lora16": 3e-5, "rate_qwen_nvfp4_aqn": 1e-4}
     for run in plan.runs:
         settings = built(*run.words(Path("runs/x"), values))
         assert (settings.trainer.max_steps, settings.trainer.val_check_interval) == (2 * 256, 64)  # steps, rollouts
@@ -320,27 +339,29 @@ def test_the_runs_that_show_the_length_are_measured_four_times() -> None:
 
 def test_the_pretrained_study_is_the_planned_one() -> None:
     plan = read_plan(STUDY / "gsm8k.yaml")
-    pairs = {method: set[tuple[Any, Any]]() for method in methods(plan)}
+    units: dict[tuple[Any, Any], set[tuple[Any, Any]]] = {}
     for run in plan.runs:
-        pairs[str(run.levels["method"])].add((run.levels["rounding"], run.levels["seed"]))
-    assert len(plan.runs) == 85 and len(pairs) == 11
-    for method, taken in pairs.items():
-        seeds, roundings = ((0, 1), 10) if method in plan.compare else ((0,), 5)
+        unit = (run.levels["rounding"], run.levels["seed"])
+        units.setdefault((run.levels["policy"], run.levels["method"]), set()).add(unit)
+    assert len(plan.runs) == 115 and [policy for policy, _ in units] == ["qwen"] * 11 + ["smollm2"] * 6
+    for (policy, method), taken in units.items():
+        seeds, roundings = ((0, 1), 10) if (policy == "qwen" and method in plan.compare) else ((0,), 5)
         assert taken == {(rounding, 2 * rounding + seed) for rounding in range(roundings) for seed in seeds}
     many = [run.levels for run in plan.runs if run.overrides["rollout.eval_samples"] == 64]
-    assert sorted((str(one["method"]), one["rounding"], one["seed"]) for one in many) == [
-        (method, rounding, 2 * rounding) for method in sorted(plan.compare) for rounding in range(5)
-    ]
+    assert {(one["method"], one["rounding"], one["seed"]) for one in many} == {
+        (method, rounding, 2 * rounding) for method in plan.compare for rounding in range(5)
+    }
     assert not [run for run in plan.runs if not run.missing(plan.values)]  # rates are open
-    values = plan.values | {"starts": "starts", "entropy": 0.4}
-    values |= {name: 1e-4 for name in values if name.startswith("rate_")}
-    for run in plan.runs[-9:] + plan.runs[:2]:
-        config, rounding = built(*run.words(Path("runs/x"), values)).model.policy_config, run.levels["rounding"]
-        start = f"starts/{config.quantization}-{rounding}"  # that of the run's own format
-        expected = (f"starts/base-{rounding}", f"{start}/start")
+    values = plan.values | {key: 1e-4 if key.startswith("rate") else 0.4 for key in plan.values} | {"starts": "starts"}
+    for run in plan.runs[:2] + plan.runs[40:49] + plan.runs[-6:]:
+        settings = built(*run.words(Path("runs/x"), values))
+        config, policy, rounding = settings.model.policy_config, run.levels["policy"], run.levels["rounding"]
+        start = f"starts/{policy}/{config.quantization}-{rounding}"  # that of the run's own format
+        expected = (f"starts/{policy}/base-{rounding}", f"{start}/start")
         assert (str(config.path), config.adapter) == (
             (f"{start}/merged", None) if run.levels["method"] == "full" else expected
         )
+        assert settings.data.val_split == "test"
 
 
 # Statistics, by hand --------------------------------------------------------------------------------------------------

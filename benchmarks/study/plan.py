@@ -9,7 +9,9 @@
     defaults: {method: plain, seed: 0}       # levels of factors that a block does not name
     blocks: [{method: [plain, nvfp4], seed: [0, 1, 2]}, …]         # all combinations of each block, without duplicates
 
-`${factor}` is the level of a factor. A level may also set its own `config`, and later factors override earlier ones.
+`${factor}` is the level of a factor, also within another name, as in `${rate_${method}}`. A level may also set its own
+`config`, and later factors override earlier ones. `extends: study.yaml`, a file beside this one, adds `values`, `set`,
+`factors` and `defaults` to those of another study, and takes the rest from it where this one has none.
 `with: {policy: {toy: {model.optimizer.lr: 0.001}}}` beside `set` applies only in combination with that level of another
 factor.
 
@@ -40,7 +42,7 @@ from qerl_pl.errors import UserError
 
 ROOT = Path(__file__).parents[2]
 KEYS = {"config", "values", "set", "factors", "defaults", "blocks", "strata", "measure", "title", "note"} | {
-    *("question", "answer", "limits", "compare", "preregistered", "units", "negligible"),
+    *("question", "answer", "limits", "compare", "preregistered", "units", "negligible", "extends"),
 }
 _VALUE = re.compile(r"\$\{(\w+)\}")
 Level = str | int | float | bool
@@ -140,9 +142,7 @@ def read_plan(path: Path) -> Plan:
     Raises:
         UserError: The file uses an undefined name or an unknown key.
     """
-    study = yaml.safe_load(path.read_text())
-    if unknown := set(study) - KEYS:
-        raise UserError(f"a study has the keys {', '.join(sorted(KEYS))}; {path} has {sorted(unknown)[0]}; take it out")
+    study = _read(path)
     factors, defaults = study["factors"], study.get("defaults", {})
     runs: dict[str, Run] = {}
     for block in study["blocks"]:
@@ -171,6 +171,18 @@ def read_plan(path: Path) -> Plan:
         units=tuple(study.get("units", ("seed",))),
         negligible=study.get("negligible", 0.0),
     )
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """The contents of a study's file, with those of the one that it extends."""
+    study: dict[str, Any] = yaml.safe_load(path.read_text())
+    if unknown := set(study) - KEYS:
+        raise UserError(f"a study has the keys {', '.join(sorted(KEYS))}; {path} has {sorted(unknown)[0]}; take it out")
+    if "extends" not in study:
+        return study
+    other = _read(path.parent / study["extends"])
+    added = {key: {**other.get(key, {}), **study.get(key, {})} for key in ("values", "set", "factors", "defaults")}
+    return {**other, **study, **added}
 
 
 def _two(path: Path, methods: Sequence[str]) -> tuple[str, str]:

@@ -15,7 +15,8 @@ import json
 import math
 import re
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,11 @@ MAX_PROMPT_TOKENS = 384
 INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."
 SYSTEM_PROMPTS = {"boxed": INSTRUCTION, "tags": SYSTEM_PROMPT}
 NATS = {"nats": "nats per token", "teacher_nats": "nats per token of the teacher's samples"}
+ENGINES: dict[str, Callable[[], RolloutEngine]] = {
+    "vllm": partial(VLLMEngine, sleep_mode=False),
+    "vllm-own-copy": partial(VLLMEngine, sleep_mode=False, linear_backend="auto", share_weights=False),
+    "transformers": TransformersEngine,
+}
 REWARDS: dict[str, Reward] = {"boxed": MathAnswer(tag=None), "tags": GSM8KAnswer()}
 
 
@@ -101,7 +107,7 @@ class Measurement:
         quantization: Format of the base.
         lora: Shape of the adapters that are measured.
         max_tokens: Token limit of a completion.
-        engine: vllm or transformers.
+        engine: Key of `ENGINES`; "vllm-own-copy" is for shapes that Marlin's tiles do not cover.
         dtype: Data type of the trainer.
     """
 
@@ -120,7 +126,7 @@ class Measurement:
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         if self.device.type == "cuda":
             select_backend("triton")
-        self.engine: RolloutEngine = VLLMEngine(sleep_mode=False) if engine == "vllm" else TransformersEngine()
+        self.engine: RolloutEngine = ENGINES[engine]()
         longest = MAX_PROMPT_TOKENS + max_tokens
         self.engine.launch(EngineSpec(base, config.torch_dtype, self.device, spec.rank, spec.targets, longest))
         self.policy = Policy(base, config, self.device, 0, self.engine.shared_weights())
@@ -222,7 +228,7 @@ def main() -> None:
     measure.add_argument("--write-samples", type=Path, help="file of all completions")
     measure.add_argument("--teacher", type=Path, help="such a file of another policy: nats of its samples, too")
     measure.add_argument("--max-tokens", type=int, default=512)
-    measure.add_argument("--engine", choices=["vllm", "transformers"], default="vllm")
+    measure.add_argument("--engine", choices=list(ENGINES), default="vllm")
     measure.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
     measure.add_argument("--out", type=Path, required=True)
     tables = commands.add_parser("table")

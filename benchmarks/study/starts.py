@@ -31,7 +31,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from benchmarks import report
-from benchmarks.study.pretrained import Measurement, read_rows
+from benchmarks.study.pretrained import ENGINES, Measurement, read_rows
 from benchmarks.study.reordered import reorder_checkpoint
 from qerl_pl.datamodules import ConversationDataModule
 from qerl_pl.formats.model_folder import copy_other_files, read_config
@@ -200,7 +200,7 @@ def main(words: Sequence[str] | None = None) -> None:
     one.add_argument("--max-tokens", type=int, default=320)
     one.add_argument("--test-samples", type=int, default=0, help="samples a question of the test split; 0: no test")
     one.add_argument("--boxed-tokens", type=int, default=512, help="tokens of a boxed answer")
-    one.add_argument("--engine", choices=["vllm", "transformers"], default="vllm")
+    one.add_argument("--engine", choices=list(ENGINES), default="vllm")
     one.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
     two = commands.add_parser("choose")
     two.add_argument("starts", type=Path)
