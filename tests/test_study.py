@@ -27,6 +27,8 @@ from benchmarks.study.plan import ROOT, Plan, read_plan
 from benchmarks.study.rows import compact, read_rows, row_of
 from benchmarks.study.runner import Limits, Runner
 from qerl_pl.algorithm import DAPO
+from qerl_pl.algorithm.off_policy import PRESETS
+from qerl_pl.datamodules import TableDataModule
 from qerl_pl.errors import UserError
 
 STUDY = ROOT / "benchmarks" / "study"
@@ -335,6 +337,25 @@ def test_the_runs_that_show_the_length_are_measured_four_times() -> None:
     for run in plan.runs:
         settings = built(*run.words(Path("runs/x"), values))
         assert (settings.trainer.max_steps, settings.trainer.val_check_interval) == (2 * 256, 64)  # steps, rollouts
+
+
+def test_the_study_of_long_completions_has_the_planned_corrections() -> None:
+    plan = read_plan(STUDY / "long_answers.yaml")
+    noisy = [run.levels for run in plan.runs if run.levels["method"] == "nvfp4_aqn"]
+    assert {(one["correction"], one["seed"]) for one in noisy} == {
+        (correction, seed)
+        for correction in ("off", "token_tis", "geometric_mask", "sequence_mask")
+        for seed in (20, 21, 22)
+    }
+    values = {key: 1e-4 for key in plan.values} | {"starts": "starts"}
+    for run in (plan.runs[0], plan.runs[3], plan.runs[-1]):
+        settings = built(*run.words(Path("runs/x"), values))
+        assert isinstance(settings.data, TableDataModule) and settings.data.path == "starts/long/data"
+        correction = PRESETS[run.levels["correction"]]  # type: ignore[index]
+        assert settings.model.objective.rollout_correction == correction
+        assert settings.rollout.config.sampling.max_tokens == 3072 and settings.data.val_split == "test"
+        share, form = settings.rollout.config.rewards
+        assert (share.name, share.weight, form.name, form.weight) == ("accuracy", 1.0, "format", 0.1)
 
 
 def test_the_pretrained_study_is_the_planned_one() -> None:

@@ -107,7 +107,9 @@ def train(args: argparse.Namespace) -> None:
         max_grad_norm=1.0,
         seed=args.rounding,  # another adapter and another order of the rows for each rounding
     )
-    data = ConversationDataModule(list(taught), batch_size=args.batch_size, val_size=0, seed=args.rounding)
+    data = ConversationDataModule(
+        list(taught), batch_size=args.batch_size, val_size=0, max_length=args.max_length, seed=args.rounding
+    )
     trainer = Trainer(
         devices=1,
         max_steps=args.steps,
@@ -193,6 +195,7 @@ def main(words: Sequence[str] | None = None) -> None:
     one.add_argument("--first", type=int, default=0, help="no measurement before this step")
     one.add_argument("--unmeasured", action="store_true", help="start from the last step, whatever its accuracy")
     one.add_argument("--batch-size", type=int, default=32)
+    one.add_argument("--max-length", type=int, default=1024, help="most tokens of a row that is taught")
     one.add_argument("--lr", type=float, default=2e-4)
     one.add_argument("--rank", type=int, default=32)
     one.add_argument("--alpha", type=float, default=32.0)

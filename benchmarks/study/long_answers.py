@@ -1,0 +1,75 @@
+"""Prompts of many questions each, whose completions have 2048 tokens and more, and their reward.
+
+    python -m benchmarks.study.long_answers OUT --gsm8k FOLDER       # OUT/train.jsonl and OUT/test.jsonl
+
+A row asks 32 of GSM8K's questions of at most two calculations; its answer has the solutions, numbered, and behind ####
+their numbers: "1. 48 / 2 = 24. ... #### 24; 72; 10". `benchmarks.study.starts` teaches such rows, `long_answers.yaml`
+trains on them.
+"""
+
+import argparse
+import json
+import random
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from benchmarks.study.word_problems import easy_rows
+from qerl_pl.persistence.atomic_files import atomic_write
+from qerl_pl.persistence.random_state import stream_seed
+from qerl_pl.rewards.answers import last_tagged, parse_number
+
+INSTRUCTION = (
+    "Solve these {count} problems one after the other. Give their numbers in this order, separated by semicolons."
+)
+
+
+def long_rows(rows: Sequence[dict[str, str]], questions: int, count: int, seed: int = 0) -> Iterator[dict[str, str]]:
+    """Rows that ask several questions each, drawn without repetition within a row.
+
+    Args:
+        rows: GSM8K's columns `question` and `answer`, the latter with a number behind ####.
+        questions: Questions of a row; at most the number of `rows`.
+        count: Number of rows.
+        seed: Of the draws.
+    """
+    for index in range(count):
+        chosen = random.Random(stream_seed(seed, "long answers", index)).sample(rows, questions)
+        parts = [row["answer"].rpartition("####") for row in chosen]
+        asked = [f"{number}. {row['question']}" for number, row in enumerate(chosen, 1)]
+        solved = [f"{number}. {thought.strip()}" for number, (thought, _, _) in enumerate(parts, 1)]
+        numbers = "; ".join(number.strip() for _, _, number in parts)
+        yield {
+            "question": "\n".join([INSTRUCTION.format(count=questions), *asked]),
+            "answer": "\n".join([*solved, f"#### {numbers}"]),
+        }
+
+
+def share_right(completions: Sequence[str], answer: Sequence[str], **columns: object) -> list[float]:
+    """The share of the numbers that a completion's last <answer>...</answer> has right, each at its place."""
+    shares = []
+    for completion, reference in zip(completions, answer, strict=True):
+        expected = [parse_number(number) for number in reference.rpartition("####")[2].split(";")]
+        given = [parse_number(number) for number in (last_tagged(completion, "answer") or "").split(";")]
+        right = sum(one is not None and one == other for one, other in zip(expected, given, strict=False))
+        shares.append(right / len(expected))
+    return shares
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--gsm8k", type=Path, required=True, help="GSM8K folder with train.jsonl and test.jsonl")
+    parser.add_argument("--questions", type=int, default=32, help="questions of a row")
+    parser.add_argument("--calculations", type=int, default=2, help="most calculations of a question")
+    parser.add_argument("--train", type=int, default=4096, help="rows to train on")
+    parser.add_argument("--test", type=int, default=256, help="rows to test on")
+    args = parser.parse_args(words)
+    for split, count in (("train", args.train), ("test", args.test)):
+        rows = list(easy_rows(args.gsm8k, split, args.calculations))
+        lines = [json.dumps(row) + "\n" for row in long_rows(rows, args.questions, count)]
+        atomic_write(args.out / f"{split}.jsonl", "".join(lines).encode())
+        print(f"{args.out / split}.jsonl: {len(lines)} rows of {args.questions} out of {len(rows)} questions")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""Prompts of many questions, by hand."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.study.long_answers import long_rows, main, share_right
+
+ROWS = [
+    {"question": f"What is {one} + {one}?", "answer": f"{one} + {one} = {2 * one}.\n#### {2 * one}"}
+    for one in (1, 2, 3)
+]
+
+
+def test_a_row_asks_several_questions_and_answers_them_in_order() -> None:
+    (row,) = long_rows(ROWS, 3, 1)
+    asked = [line.partition(". ")[2] for line in row["question"].splitlines()[1:]]
+    assert sorted(asked) == [one["question"] for one in ROWS]
+    solutions, _, numbers = row["answer"].partition("\n#### ")
+    expected = [next(one["answer"] for one in ROWS if one["question"] == question) for question in asked]
+    assert solutions.splitlines() == [f"{n}. {one.splitlines()[0]}" for n, one in enumerate(expected, 1)]
+    assert numbers == "; ".join(one.partition("#### ")[2] for one in expected)
+    assert row["question"].startswith("Solve these 3 problems")
+
+
+def test_rows_are_the_same_each_time_and_differ_from_each_other() -> None:
+    drawn = list(long_rows(ROWS, 2, 6))
+    assert drawn == list(long_rows(ROWS, 2, 6)) and len({row["question"] for row in drawn}) > 1
+    assert drawn != list(long_rows(ROWS, 2, 6, seed=1))
+
+
+@pytest.mark.parametrize(
+    ("completion", "share"),
+    [
+        ("<think>1 + 1</think><answer>2; 4; 1,006</answer>", 1.0),
+        ("<answer>2;4</answer>", 2 / 3),  # the third is missing
+        ("<answer>4; 2; 1006; 8</answer>", 1 / 3),  # each at its place; one too many
+        ("<answer>2; four; 1006.</answer>", 2 / 3),
+        ("<answer>1</answer><answer>2; 4; 1006", 0.0),
+        ("2; 4; 1006", 0.0),
+    ],
+)
+def test_the_reward_is_the_share_of_right_numbers(completion: str, share: float) -> None:
+    assert share_right([completion], ["1 + 1 = 2.\n#### 2; 4; 1,006"], question=["?"]) == [pytest.approx(share)]
+
+
+def test_a_folder_of_gsm8k_becomes_one_of_long_rows(tmp_path: Path) -> None:
+    """Of questions with few calculations, without the calculator's annotations."""
+    hard = {"question": "Hard?", "answer": "<<1+1=2>> <<2+1=3>> <<3+1=4>>\n#### 4"}
+    easy = [row | {"answer": row["answer"].replace(".", ". <<1=1>>")} for row in ROWS]
+    for split in ("train", "test"):
+        (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*easy, hard]))
+    main([str(tmp_path / "out"), "--gsm8k", str(tmp_path), "--questions", "2", "--train", "5", "--test", "3"])
+    for split, count in (("train", 5), ("test", 3)):
+        rows = [json.loads(line) for line in (tmp_path / "out" / f"{split}.jsonl").read_text().splitlines()]
+        assert len(rows) == count and all(row["answer"].rpartition("#### ")[2].count(";") == 1 for row in rows)
+        assert not any("<<" in row["answer"] or "Hard" in row["question"] for row in rows)
