@@ -50,12 +50,7 @@ def forward(
     """Causal attention within each packed sequence.
 
     Args:
-        query: [S, heads, head size], bfloat16 or float16.
-        key: [S, key-value heads, head size].
-        value: As `key`.
-        boundaries: Cumulative lengths of the B sequences, int32 [B + 1].
-        longest: Tokens of the longest.
-        scale: Softmax scale; None for 1 / sqrt(head size).
+        query: This and the next five as in `qerl_kernels.varlen_attention`.
         left: Tokens before its own that each attends to; -1 for all.
 
     Returns:
