@@ -1,5 +1,6 @@
 """Functions and classes named by import path or file."""
 
+import hashlib
 import importlib.util
 import sys
 from pathlib import Path
@@ -16,7 +17,7 @@ def load_named(name: str, rule: str, remedy: str, kind: str) -> Any:
         name: Its name.
         rule: What names are allowed, for the error.
         remedy: What to write in place of a name without a module, for the error.
-        kind: A file becomes the module `qerl_<kind>_<file>`.
+        kind: A file becomes the module `qerl_<kind>_<file>`, with a digest of its path if another file has that name.
 
     Raises:
         UserError: There is no such module, file or object.
@@ -46,11 +47,15 @@ def named_file(name: str) -> Path | None:
 
 def _load_file(path: Path, kind: str) -> Any:
     """The module of a file, imported once."""
-    name = f"qerl_{kind}_{path.stem}"
-    loaded = sys.modules.get(name)
-    if loaded is not None and loaded.__file__ == str(path.absolute()):
-        return loaded
-    spec = importlib.util.spec_from_file_location(name, path.absolute())
+    file, plain = path.absolute(), f"qerl_{kind}_{path.stem}"
+    # A file of the same name in another folder must not replace it: pickle and inspect find modules by name.
+    for name in (plain, f"{plain}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"):
+        loaded = sys.modules.get(name)
+        if loaded is None:
+            break
+        if loaded.__file__ == str(file):
+            return loaded
+    spec = importlib.util.spec_from_file_location(name, file)
     if spec is None or spec.loader is None or not path.is_file():
         raise ImportError(f"no file {path}")
     module = importlib.util.module_from_spec(spec)

@@ -3,6 +3,7 @@
 import asyncio
 import functools
 import math
+import pickle
 import sys
 import threading
 from collections.abc import Iterator, Sequence
@@ -14,6 +15,7 @@ import torch
 from cli_helpers import built
 
 from qerl_pl.errors import UserError
+from qerl_pl.import_path import named_file
 from qerl_pl.rewards import Format, Reward, RewardFunction, RewardSample, as_rewards, score
 
 ROOT = Path(__file__).parents[1]
@@ -278,6 +280,24 @@ def test_a_file_is_loaded_once_and_relative_to_the_working_directory(
     functions = [one.function for one in rewards if isinstance(one, RewardFunction)]
     assert functions[0].__globals__ is functions[1].__globals__ and functions[0].__globals__["loaded"] == [1]
     assert score(rewards, [sample("A", reference="A")]).total.tolist() == [2.0]
+
+
+def test_files_of_one_name_in_two_folders_are_two_modules(tmp_path: Path) -> None:
+    functions = []
+    for folder, value in (("a", 0.0), ("b", 1.0), ("a", 0.0)):
+        file = tmp_path / folder / "same_name.py"
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(f"def constant(completions):\n    return [{value}] * len(completions)\n")
+        (reward,) = as_rewards([f"{file}:constant"])
+        assert isinstance(reward, RewardFunction)
+        functions.append(reward.function)
+        assert reward([sample("4")]) == [value]
+    first, second, again = functions
+    assert again is first and first.__module__ == "qerl_reward_same_name" and second.__module__ != first.__module__
+    for function, folder in ((first, "a"), (second, "b")):
+        assert pickle.loads(pickle.dumps(function)) is function
+        assert named_file(f"{function.__module__}:constant") == tmp_path / folder / "same_name.py"
+        del sys.modules[function.__module__]
 
 
 @pytest.mark.parametrize(
