@@ -20,8 +20,8 @@ from shared_data import DATA, needs_data
 from short_run import data, module_of
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from qerl_pl.callbacks import EvaluationReport
-from qerl_pl.callbacks.evaluation import _ProgressCache, _reward_settings, engine_settings
+from qerl_pl.callbacks import EvaluationReport, RolloutCallback
+from qerl_pl.callbacks.evaluation import _ProgressCache, _reward_settings, engine_settings, environment_settings
 from qerl_pl.cli.main import QeRLCLI, main
 from qerl_pl.engines import TransformersEngine, VLLMEngine
 from qerl_pl.errors import UserError
@@ -184,6 +184,31 @@ def test_samples_graded_by_another_function_or_its_earlier_code_are_not_reused(t
     bound = RewardFunction(partial(len, ()), name="bound")  # of code without a file the name alone
     assert _reward_settings(bound)["function"] == "builtins.len" and "source" not in _reward_settings(bound)
     assert "source" not in _reward_settings(MathAnswer())
+
+
+def test_dialogues_with_an_earlier_version_of_a_file_that_the_environment_reads_are_not_reused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    corpus, tasks = tmp_path / "corpus.txt", tmp_path / "tasks_of_mine.py"
+    corpus.write_text("one")
+    tasks.write_text("class T: ...\n")
+
+    def settings(**init_args: Any) -> dict[str, Any]:
+        environment = {"class_path": "qerl_pl.environments.Search", "init_args": init_args}
+        rollout = RolloutCallback([], TransformersEngine(), 2, SamplingConfig(), environment=environment)
+        return environment_settings(rollout)["environment"]
+
+    named = [(str(corpus), corpus), (f"{tasks}:T", tasks), ("tasks_of_mine:T", tasks), ("tasks_of_mine.T", tasks)]
+    for name, file in named:
+        for init_args in ({"corpus": name, "k": 3}, {"tasks": [{"one": name}]}):
+            earlier = settings(**init_args)
+            assert settings(**init_args) == earlier
+            file.write_text(file.read_text() + "\n")
+            assert settings(**init_args) != earlier and list(earlier["files"]) == [name]
+    own = str(CONFIG.parents[1] / "qerl_pl" / "types.py")  # this package's
+    others = ["plain", "missing.txt", "missing.py:T", "~nobody-here", "a\0b", "long " * 2000, "http://host:80", "", own]
+    assert "files" not in settings(texts=others, folder=str(tmp_path), number=3)
 
 
 def test_a_failed_evaluation_detaches_its_cache(tmp_path: Path) -> None:

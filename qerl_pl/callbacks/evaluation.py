@@ -4,6 +4,8 @@ import hashlib
 import inspect
 import io
 import json
+import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -347,9 +349,13 @@ def environment_settings(rollout: RolloutCallback) -> dict[str, Any]:
     environment = rollout.environment
     if environment is None:
         return {}
-    if isinstance(environment, str | dict):
-        name = environment if isinstance(environment, str) else environment["class_path"]
-        settings = {"environment": environment, **_source(named_file(name))}
+    settings: dict[str, Any]
+    if isinstance(environment, str):
+        settings = {"environment": environment, **_source(named_file(environment))}
+    elif isinstance(environment, dict):
+        settings = {"environment": environment, **_source(named_file(environment["class_path"]))}
+        if files := _named_files(environment.get("init_args")):
+            settings["files"] = files
     else:
         settings = _code_settings("environment", environment)
     dialogues = asdict(rollout.dialogue_config)
@@ -374,10 +380,35 @@ def _code_settings(key: str, code: Any) -> dict[str, Any]:
 
 
 def _source(file: Path | None) -> dict[str, str]:
-    """Digest of a source file; empty for this package's own, whose grading is in FORMAT, and without a file."""
+    """Digest of a source file, if it has one."""
+    digest = _file_digest(file)
+    return {} if digest is None else {"source": digest}
+
+
+def _file_digest(file: Path | None) -> str | None:
+    """Digest of a file; None of this package's own, whose grading is in FORMAT, and without a file."""
     if file is None or not file.is_file() or file.resolve().is_relative_to(_PACKAGE):
+        return None
+    with file.open("rb") as content:  # a corpus may be larger than the memory
+        return hashlib.file_digest(content, "sha256").hexdigest()[:12]
+
+
+def _named_files(value: Any) -> dict[str, str]:
+    """Digests of the files that arguments name, by name: a path, `file.py:object`, or an object of a top-level module.
+
+    Modules in packages are left out: to find one would import its package, and any text with a dot may look like one.
+    """
+    if isinstance(value, Mapping | list | tuple):
+        items = value.values() if isinstance(value, Mapping) else value
+        return {name: digest for item in items for name, digest in _named_files(item).items()}
+    if not isinstance(value, str):
         return {}
-    return {"source": _sha256(file.read_bytes())[:12]}
+    path = os.path.expanduser(value)  # Path's raises an error for "~nobody"
+    if os.path.isfile(path):
+        digest = _file_digest(Path(path))
+    else:
+        digest = _file_digest(named_file(value)) if re.fullmatch(r".+\.py:\w+|\w+[.:]\w+", value) else None
+    return {} if digest is None else {value: digest}
 
 
 def _is_json(value: Any) -> bool:
