@@ -11,6 +11,7 @@ from typing import Any
 import pyarrow
 import pytest
 from cli_helpers import built
+from lightning.pytorch import Trainer
 from pages import ROOT, commands, fences
 from pyarrow.parquet import write_table
 from safetensors.torch import load_file, save_file
@@ -192,6 +193,24 @@ def test_weights_say_how_often_a_row_occurs_in_an_epoch(tokenizer: str) -> None:
     assert [times[f"once-{n}"] for n in range(3)] == [1, 1, 1]
     with pytest.raises(UserError, match="a set's weight must be above 0; got 0"):
         TableConfig(ROWS, weight=0)
+
+
+def test_a_batch_and_the_validation_interval_may_need_the_weights(tokenizer: str) -> None:
+    def set_up(table: TableConfig, interval: int = 2, **settings: Any) -> TableDataModule:
+        data = TableDataModule({"table": table}, **{"batch_size": 8, "tokenizer": tokenizer, "val_size": 0} | settings)
+        data.trainer = Trainer(max_epochs=1, val_check_interval=interval, logger=False, accelerator="cpu")
+        data.setup("fit")
+        return data
+
+    assert len(prompts_of(set_up(TableConfig(ROWS[:4], weight=4)), "train")) == 16
+    data = set_up(TableConfig(ROWS[:5], weight=4), val_size=1)
+    assert (len(prompts_of(data, "train")), len(prompts_of(data, "val"))) == (16, 1)
+    with pytest.raises(UserError, match="got batch_size=8 for 6 weighted prompts; lower it"):
+        set_up(TableConfig(ROWS[:12], weight=0.5), tokenizer="not loaded")
+    with pytest.raises(UserError, match=r"for 4 weighted prompts \(2 of 10 are held out .*; lower one of them"):
+        set_up(TableConfig(ROWS[:10], weight=0.5), interval=1, batch_size=5, val_size=2)
+    with pytest.raises(UserError, match="val_check_interval must not exceed an epoch's 1 batches"):
+        set_up(TableConfig(ROWS, weight=0.5), tokenizer="not loaded")
 
 
 def test_a_table_that_gives_no_prompt_is_told_of(tokenizer: str, caplog: pytest.LogCaptureFixture) -> None:

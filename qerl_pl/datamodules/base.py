@@ -121,19 +121,20 @@ class ResumableDataModule(LightningDataModule, ABC):
         if self.trainer is not None and self.trainer.state.fn is not None:
             self.setup(self.trainer.state.fn.value)
 
-    def _check_settings(self, stage: str, rows: int | None, held_out: int) -> None:
+    def _check_settings(self, stage: str, rows: int | None, held_out: int, weighted: int | None = None) -> None:
         """Check sizes, intervals and the trainer's other settings.
 
         Args:
             stage: fit, validate or test.
             rows: Training rows, of which some may yet prove too long; None if none were read.
             held_out: Rows of these that validation takes.
+            weighted: As `check_sizes` takes it.
         """
         if rows is not None:
-            check_sizes(rows, held_out, self.batch_size)
+            check_sizes(rows, held_out, self.batch_size, weighted)
         if self.trainer is not None:
             if stage == "fit" and rows is not None:
-                check_intervals(self.trainer, self._batches(rows - held_out))
+                check_intervals(self.trainer, self._batches(rows - held_out if weighted is None else weighted))
             check_first(self.trainer, stage)
 
     def _hold_out(self, rows: list[Any], count: int) -> tuple[list[Any], list[Any]]:

@@ -3,6 +3,7 @@
 import logging
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -137,6 +138,13 @@ class TableDataModule(PromptDataModule):
                 drawn = draw(own, count - (repeat - 1) * len(own), self.seed)
                 taken += [replace(one, id=f"{one.id}#{repeat}") if repeat > 1 else one for one in drawn]
         return taken
+
+    def weighted_count(self, rows: Sequence[Row], held_out: int) -> int:
+        """As many as without held-out rows, which are drawn from rendered prompts."""
+        if not isinstance(self.path, Mapping):
+            return super().weighted_count(rows, held_out)
+        own = Counter(row.id.rpartition("-")[0] for row in rows)
+        return sum(round(table.weight * own[name]) for name, table in self.path.items())
 
     @property
     def _has_one_split(self) -> bool:

@@ -110,6 +110,15 @@ class PromptDataModule(ResumableDataModule):
         """An epoch's training prompts; a subclass may repeat prompts under other ids, or leave some out."""
         return prompts
 
+    def weighted_count(self, rows: Sequence[Row], held_out: int) -> int:
+        """Most prompts that `weighted` gives, to check sizes before rows are rendered; overridden with it.
+
+        Args:
+            rows: All rows to train on, of which some may yet prove too long.
+            held_out: How many of them validation takes.
+        """
+        return len(rows) - held_out
+
     def setup(self, stage: str) -> None:
         """Read, render and split the rows, once per stage.
 
@@ -129,15 +138,14 @@ class PromptDataModule(ResumableDataModule):
         reads_test = stage == "test" and not self._test
         test_sets = self._held_out(self.test_sets, self.test_rows) if reads_test else None
         # Before a tokenizer or model is loaded; some rows may be longer than `max_prompt_tokens`.
-        self._check_settings(stage, len(rows) or None, self.val_count(len(rows)) if rows and held_out is None else 0)
+        val_count = self.val_count(len(rows)) if rows and held_out is None else 0
+        self._check_settings(stage, len(rows) or None, val_count, self.weighted_count(rows, val_count))
         tokenizer = load_tokenizer(self.trainer, self.tokenizer)
         if held_out is not None:
             rendered = self._render_sets(tokenizer, held_out, "validation") if self.val_size else {"": []}
             self._val = {name: draw(prompts, self.val_size, self.seed) for name, prompts in rendered.items()}
         if reads_train:
-            train = self.weighted(self._split(self._render(tokenizer, rows, "training"), held_out is None))
-            check_sizes(len(train), 0, self.batch_size)
-            self._set_train(train)
+            self._set_train(self._split(self._render(tokenizer, rows, "training"), held_out is None))
             warn_of_repeats(self._train, self._val, "validation")
         if stage == "fit" and self.trainer is not None:
             check_intervals(self.trainer, self.batches_per_epoch)
@@ -200,15 +208,15 @@ class PromptDataModule(ResumableDataModule):
         named = {name: table.rows(name) for name, table in tables.items()} or sets()
         return sets_by_name(named, single, type(self).__name__, keep_name=bool(tables))
 
-    def _split(self, train: list[Prompt], holds_out: bool) -> list[Prompt]:
-        """Training prompts, after validation prompts are split off if there is no validation set."""
-        count = self.val_count(len(train)) if holds_out else 0
-        check_sizes(len(train), count, self.batch_size)
-        if not holds_out:
-            return train
-        held_out, others = self._hold_out(train, count)
-        self._val = {"": held_out}
-        return others
+    def _split(self, prompts: list[Prompt], holds_out: bool) -> list[Prompt]:
+        """Weighted training prompts, after validation prompts are split off if there is no validation set."""
+        count = self.val_count(len(prompts)) if holds_out else 0
+        held_out, others = self._hold_out(prompts, count) if count else ([], prompts)
+        train = self.weighted(others)
+        check_sizes(len(prompts), count, self.batch_size, len(train))
+        if holds_out:
+            self._val = {"": held_out}
+        return train
 
     def _fixed_loaders(self, sets: Mapping[str, list[Prompt]]) -> FixedLoaders:
         loaders = [self._fixed_loader(prompts) for prompts in sets.values()]

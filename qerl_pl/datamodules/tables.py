@@ -356,13 +356,14 @@ def warn_of_repeats(train: Sequence[Prompt], sets: Mapping[str, Sequence[Prompt]
             )
 
 
-def check_sizes(total: int, held_out: int, batch_size: int) -> None:
+def check_sizes(total: int, held_out: int, batch_size: int, weighted: int | None = None) -> None:
     """Refuse a training set that leaves nothing to train on, or less than a batch.
 
     Args:
         total: prompts in all, or rows, of which some may yet prove too long.
         held_out: how many of them validation takes.
         batch_size: prompts a training batch.
+        weighted: an epoch's training prompts, if these are others than those that are not held out.
 
     Raises:
         UserError: too few are left.
@@ -371,11 +372,13 @@ def check_sizes(total: int, held_out: int, batch_size: int) -> None:
         raise UserError(
             f"val_size must leave prompts to train on; got val_size={held_out} of {total} prompts; lower it."
         )
-    if total - held_out < batch_size:
+    left = total - held_out if weighted is None else weighted
+    if left < batch_size:
         which = f" ({held_out} of {total} are held out for validation by val_size)" if held_out else ""
+        prompts = "prompts" if left == total - held_out else "weighted prompts"
         raise UserError(
-            f"batch_size must not exceed the training set; got batch_size={batch_size} for {total - held_out} "
-            f"prompts{which}; lower {'one of them' if held_out else 'it'}."
+            f"batch_size must not exceed the training set; got batch_size={batch_size} for {left} {prompts}{which}; "
+            f"lower {'one of them' if held_out else 'it'}."
         )
 
 
