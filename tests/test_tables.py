@@ -236,6 +236,36 @@ def test_splits_of_a_folder(tmp_path: Path, tokenizer: str) -> None:
         TableDataModule(str(tmp_path), split="first", val_split="first").val_rows()
 
 
+@pytest.mark.parametrize("kind", ["file", "rows", "tables"])
+def test_a_single_table_without_splits_has_none_to_test_on(tmp_path: Path, tokenizer: str, kind: str) -> None:
+    file = str(write_csv(tmp_path / "train.csv", ROWS))
+    path, name = {
+        "file": (file, file),
+        "rows": (ROWS, "rows without splits"),
+        "tables": ({"a": TableConfig(file)}, "rows without splits"),
+    }[kind]
+    data = TableDataModule(path, test_split="test", batch_size=1, tokenizer=tokenizer)  # type: ignore[arg-type]
+    for stage in ("fit", "test"):
+        with pytest.raises(UserError, match=f"got test_split=test of {name}; name a folder with both splits, or set"):
+            data.setup(stage)
+    with pytest.raises(UserError, match="got test_split=test"):
+        data.test_rows()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"question": "question"}, "got question beside the tables a, b; set it in the tables"),
+        ({"subset": "main", "answer": "answer"}, "got subset, answer beside the tables a, b; set them in the tables"),
+    ],
+)
+def test_options_of_a_single_table_beside_several_are_refused(options: dict[str, Any], message: str) -> None:
+    tables = {"a": TableConfig(ROWS[:4]), "b": TableConfig(ROWS[4:])}
+    with pytest.raises(UserError, match=message):
+        TableDataModule(tables, **options).train_rows()
+    assert len(TableDataModule(tables, split="other").train_rows()) == len(ROWS)
+
+
 def test_rendered_prompts_are_cached(
     tmp_path: Path, tokenizer: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

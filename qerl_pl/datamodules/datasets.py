@@ -28,13 +28,15 @@ class TableDataModule(PromptDataModule):
 
     Args:
         path: Hub name; a JSONL, CSV or parquet file; a folder with one such file a split; a list of rows; or several
-            tables by name, each with its own options and weight. Those that follow are the options of a single table.
-        split: Split to train on; a single file has none.
+            tables by name, each with its own options and weight.
+        split: Split to train on; a single file has none. Several tables may each name another.
         val_split: Split to validate on, such as validation; null splits prompts off the training split.
-        test_split: Split to test on; null tests on the validation prompts.
-        subset: Configuration of the hub's data set; local files have none.
-        question: Column of the prompt; null takes prompt, messages, question or problem.
-        answer: Column of the reference answer, see TableConfig; null takes answer or solution if there is one.
+        test_split: Split to test on; null tests on the validation prompts. Like `val_split` only of a folder or a hub
+            data set.
+        subset: Configuration of the hub's data set; local files have none. Only of a single table.
+        question: Column of the prompt; null takes prompt, messages, question or problem. Only of a single table.
+        answer: Column of the reference answer, see TableConfig; null takes answer or solution if there is one. Only of
+            a single table.
         batch_size: Prompts a training batch, over all devices.
         val_size: Prompts to validate on; 0 for none. Of a table that would leave too few prompts to train on, a fifth
             is taken.
@@ -86,6 +88,7 @@ class TableDataModule(PromptDataModule):
         self.answer = answer
 
     def train_rows(self) -> Sequence[Row]:
+        self._check_options()
         if isinstance(self.path, Mapping):
             return [row for name, table in self.path.items() for row in table.rows(name, self.split)]
         return self.rows_of(self.split)
@@ -103,7 +106,8 @@ class TableDataModule(PromptDataModule):
         return self.rows_of(self.val_split)
 
     def test_rows(self) -> Sequence[Row] | None:
-        return None if self.test_split is None or self._has_one_split else self.rows_of(self.test_split)
+        self._check_options()
+        return None if self.test_split is None else self.rows_of(self.test_split)
 
     def rows_of(self, split: str) -> list[Row]:
         """Rows of a split of the single table."""
@@ -145,6 +149,21 @@ class TableDataModule(PromptDataModule):
             return super().weighted_count(rows, held_out)
         own = Counter(row.id.rpartition("-")[0] for row in rows)
         return sum(round(table.weight * own[name]) for name, table in self.path.items())
+
+    def _check_options(self) -> None:
+        """Refuse options that the path cannot have."""
+        if isinstance(self.path, Mapping):
+            given = {"subset": self.subset, "question": self.question, "answer": self.answer}
+            if names := [name for name, value in given.items() if value is not None]:
+                raise UserError(
+                    f"each of several tables has its own subset, question and answer; got {', '.join(names)} beside "
+                    f"the tables {', '.join(self.path)}; set {'it' if len(names) == 1 else 'them'} in the tables"
+                )
+        if self.test_split is not None and self._has_one_split:
+            raise UserError(
+                f"test_split must be a split of a folder or a hub data set; got test_split={self.test_split} of "
+                f"{self._name}; name a folder with both splits, or set test_split to null and name test tables in sets"
+            )
 
     @property
     def _has_one_split(self) -> bool:
@@ -206,6 +225,8 @@ class GSM8KDataModule(TableDataModule):
             sets,
             chat_template_kwargs,
         )
+        if self._has_one_split:
+            self.test_split = None
 
     def rows_of(self, split: str) -> list[Row]:
         rows = super().rows_of(split)
