@@ -4,9 +4,14 @@ Shapes, here and in every docstring: B completions in a batch, T token positions
 V vocabulary, r adapter rank. Token ids are Python ints until `Experience`, where they become tensors.
 """
 
+import hashlib
 import math
+import operator
+import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import date, datetime, time, timedelta
+from decimal import Decimal
 from typing import Any, Literal
 
 import torch
@@ -14,6 +19,9 @@ from torch import Tensor
 
 from qerl_pl.algorithm.noise import NormNoise
 from qerl_pl.errors import UserError
+
+_SELF_DESCRIBING = (type(None), bool, int, float, str, bytes, date, datetime, time, timedelta, Decimal)
+"""Types whose `repr` is their value."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +40,41 @@ class Prompt:
     """The conversation of a row that has one, in place of a question."""
     columns: Mapping[str, Any] = field(default_factory=dict, hash=False)
     """The row's other columns, for the rewards."""
+
+    def identity(self) -> str:
+        """Text of the whole row, equal in every process; objects such as images are in it by a digest of their pickle.
+
+        Raises:
+            UserError: An object cannot be pickled.
+        """
+        columns = {}
+        for name, value in self.columns.items():
+            try:
+                columns[name] = _described(value)
+            except (pickle.PicklingError, AttributeError, TypeError) as error:  # raised by pickle
+                raise UserError(
+                    "columns hold text, numbers or objects that pickle takes, by which a resumed run knows its data; "
+                    f"{name} of row {self.id} is {value!r:.60} ({error}); give its name as text, or leave it out"
+                ) from error
+        unchanged = all(value is self.columns[name] for name, value in columns.items())
+        return repr(self if unchanged else replace(self, columns=columns))
+
+
+def _described(value: Any) -> Any:
+    """The value, with a digest in place of objects whose `repr` has an address or leaves out items."""
+    if type(value) in _SELF_DESCRIBING:
+        return value
+    if isinstance(value, Mapping):
+        mapping = {key: _described(item) for key, item in value.items()}
+        return value if all(mapping[key] is item for key, item in value.items()) else mapping
+    if isinstance(value, list | tuple):
+        items = [_described(item) for item in value]
+        return value if all(map(operator.is_, items, value)) else items
+    if isinstance(value, set | frozenset):  # texts have another order in every process
+        return sorted(repr(_described(item)) for item in value)
+    if isinstance(value, Tensor):  # its pickle differs, too
+        value = (str(value.dtype), value.shape, value.detach().cpu().reshape(-1).view(torch.uint8).numpy())
+    return f"{type(value).__qualname__} {hashlib.sha256(pickle.dumps(value, protocol=5)).hexdigest()}"
 
 
 @dataclass(frozen=True)

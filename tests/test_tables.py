@@ -1,10 +1,15 @@
 """Any table trains: what TableDataModule reads, renders, caches, weighs and holds out, and the page's example."""
 
 import csv
+import datetime
 import json
 import logging
+import os
 import runpy
+import subprocess
+import sys
 from collections import Counter
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +18,7 @@ import pytest
 from cli_helpers import built
 from lightning.pytorch import Trainer
 from pages import ROOT, commands, fences
+from PIL import Image
 from pyarrow.parquet import write_table
 from safetensors.torch import load_file, save_file
 from test_data import make_tokenizer, prompts_of, write_jsonl
@@ -22,6 +28,8 @@ from qerl_pl.chat_template import CACHED_PROMPTS, render_prompts
 from qerl_pl.cli.main import main
 from qerl_pl.datamodules import Row, TableConfig, TableDataModule
 from qerl_pl.errors import UserError
+from qerl_pl.evaluation.evaluator import row_digest
+from qerl_pl.types import Prompt
 
 ROWS = [{"question": f"How many are {n} ?", "answer": str(n), "level": "easy"} for n in range(20)]
 
@@ -234,6 +242,64 @@ def test_splits_of_a_folder(tmp_path: Path, tokenizer: str) -> None:
         assert sorted(int(prompt.reference) for prompt in prompts_of(data, use)) == list(numbers)
     with pytest.raises(UserError, match="val_split must be another split"):
         TableDataModule(str(tmp_path), split="first", val_split="first").val_rows()
+
+
+IDENTITIES = """
+import datetime, decimal, fractions, io
+import datasets, numpy, torch
+from PIL import Image
+from qerl_pl.types import Prompt
+
+def pixels(color):
+    file = io.BytesIO()
+    Image.new("RGB", (2, 2), color).save(file, "PNG")
+    return [{"bytes": file.getvalue(), "path": None}]
+
+def image(color):
+    return datasets.Dataset.from_dict({"image": pixels(color)}).cast_column("image", datasets.Image())[0]["image"]
+
+middle = numpy.eye(1, 5000, 2500)[0]  # an item that `repr` leaves out
+columns = [
+    image("red"), image("blue"), [{"more": image("red")}], (image("blue"), 1), slice(1), fractions.Fraction(1, 3),
+    numpy.zeros(5000), middle, torch.zeros(5000), torch.tensor(middle), torch.tensor(1.0), torch.zeros(2).bfloat16(),
+    set("abcdefgh"), {"of": set("abcdefg")},
+]
+for column in columns:
+    print(Prompt("row", (1,), "Why?", "so", None, {"text": "a", "column": column}).identity())
+"""
+
+
+def test_objects_in_columns_have_one_identity_in_every_process() -> None:
+    found = []
+    for seed in "01":
+        command = [sys.executable, "-c", IDENTITIES]
+        run = subprocess.run(command, env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, text=True)
+        assert run.returncode == 0, run.stderr
+        found.append(run.stdout.splitlines())
+    assert found[0] == found[1] and len(set(found[0])) == len(found[0]) == 14
+
+
+def test_a_run_resumes_on_data_with_images_and_refuses_others(tokenizer: str) -> None:
+    def digests(color: str) -> tuple[str, str]:
+        row = {**ROWS[0], "image": Image.new("RGB", (2, 2), color)}
+        data = TableDataModule([row], batch_size=1, val_size=0, tokenizer=tokenizer)
+        data.setup("fit")
+        (prompt,) = next(iter(data.train_dataloader())).prompts
+        assert prompt.columns is row  # the rewards see the image
+        return data.state_dict()["training prompts"], row_digest(prompt)
+
+    red, again, blue = digests("red"), digests("red"), digests("blue")
+    assert red == again and red[0] != blue[0] and red[1] != blue[1]
+
+
+def test_the_identity_of_plain_columns_is_their_text_and_what_has_none_is_refused(tokenizer: str) -> None:
+    day = datetime.datetime(2026, 1, 2, tzinfo=datetime.UTC)
+    plain = {"a": 1, "b": [0.5, None, (True, "x")], "c": {"d": b"e", "f": day.date()}, "g": Decimal("1.5"), "h": day}
+    prompt = Prompt("row", (1,), "Why?", "so", None, plain)
+    assert prompt.identity() == repr(prompt)
+    data = TableDataModule([{**ROWS[0], "check": lambda text: text}], batch_size=1, val_size=0, tokenizer=tokenizer)
+    with pytest.raises(UserError, match="check of row train-0 is <function .*; give its name as text"):
+        data.setup("fit")
 
 
 @pytest.mark.parametrize("kind", ["file", "rows", "tables"])

@@ -160,6 +160,9 @@ class PromptDataModule(ResumableDataModule):
                 "raise it, or name sets in data.sets"
             )
 
+    def _identity(self, row: Prompt) -> str:
+        return row.identity()
+
     def val_dataloader(self) -> FixedLoaders:
         """The validation prompts, in fixed order; a loader per set if there are several."""
         return self._fixed_loaders(self._val)
