@@ -1,6 +1,5 @@
 """Rollouts and evaluations of dialogues: log-probabilities, limits, seeds, rewards, samples that are kept."""
 
-import random
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -9,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from dialogue_helpers import Answering, LocalPool, Talking, end_of, tokenizer_of
+from dialogue_helpers import LocalPool, Talking, end_of, tokenizer_of
 from lightning.pytorch import Callback, LightningModule, Trainer
 from short_run import module_of, trainer_of
 from test_environment_runs import PATTERN
@@ -328,15 +327,6 @@ def test_a_row_as_reset_takes_it() -> None:
         environment_row(chat)["prompt"] == [{"role": "user", "content": "hi"}]
         and environment_row(chat)["answer"] == "7"
     )
-
-
-def test_a_prompt_with_a_long_observation_is_refused() -> None:
-    rng = random.Random(0)
-    pool = LocalPool(lambda row: Answering({"number": rng.random()}, ["word " * 300]))
-    jobs = [DialogueJob(prompt, 0) for prompt in PROMPTS * 3]
-    with pytest.raises(UserError, match="may have data.max_prompt_tokens=200 tokens; that of row p"):
-        sampler_of(pool).sample(Playing(7), jobs, SAMPLING, 7)  # type: ignore[arg-type]
-    assert all(session.closed for session in pool.sessions)
 
 
 EACH = "{% for m in messages %}<|user|>{{ m.content }}"

@@ -64,7 +64,8 @@ class Dialogue:
         self.messages: list[dict[str, Any]] = []
         self._turns = self._calls = self._failed = 0
         self._seconds = 0.0
-        self._truncated = False
+        self.truncated = False
+        """Whether a limit of tokens ended it."""
         self._routing: Tensor | None = None
 
     def request(self) -> RolloutRequest:
@@ -72,6 +73,11 @@ class Dialogue:
         left = self.limits.max_tokens - len(self._ids)
         limit = left if self.limits.max_turn_tokens is None else min(left, self.limits.max_turn_tokens)
         return RolloutRequest(self.prompt_ids + tuple(self._ids), (self._seed_of(self._turns),), limit)
+
+    def end_before_first_turn(self) -> None:
+        """End the dialogue as truncated, with an empty message of the policy, which rewards may read."""
+        self.messages.append({"role": "assistant", "content": ""})
+        self.truncated = True
 
     def add_turn(self, turn: Completion) -> list[str | ToolCall | MalformedCall]:
         """Add a sampled turn.
@@ -86,7 +92,7 @@ class Dialogue:
         self._turn = turn.token_ids
         self._routing = turn.routing  # its prompt is all that came before
         self._turns += 1
-        self._truncated = turn.truncated
+        self.truncated = turn.truncated
         text = self._continuation.text(turn.token_ids)
         message: dict[str, Any] = {"role": "assistant", "content": text}
         self.messages.append(message)
@@ -123,7 +129,7 @@ class Dialogue:
         limit = self.limits.max_tool_response_tokens
         suffix = self._continuation.suffix(self._turn, messages, self.opening.tools, limit)
         if len(self._ids) + len(suffix) >= self.limits.max_tokens:
-            self._truncated = True
+            self.truncated = True
             return False
         self._ids += suffix
         self._logprobs += [0.0] * len(suffix)
@@ -136,7 +142,7 @@ class Dialogue:
         return Completion(
             tuple(self._ids),
             tuple(self._logprobs),
-            "length" if self._truncated else "stop",
+            "length" if self.truncated else "stop",
             tuple(self._sampled),
             self.prompt_ids,
             facts,

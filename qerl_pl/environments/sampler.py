@@ -65,7 +65,7 @@ class DialogueSampler:
         environments: Where environments are opened.
         tokenizer: The policy's tokenizer.
         ends: Token ids that end a turn.
-        max_prompt_tokens: Most tokens of a prompt, tools and observation included.
+        max_prompt_tokens: Most tokens of a prompt, tools and observation included; a longer one ends its dialogue.
         system_prompt: System message of prompts without their own.
         template_kwargs: Variables of the chat template.
 
@@ -89,6 +89,7 @@ class DialogueSampler:
         self.continuation = ChatContinuation(tokenizer, ends, template_kwargs, system_prompt)
         self._checked: set[str] = set()
         self._parse: ToolFormat | None = None
+        self._warned = False
 
     def sample(
         self, engine: RolloutEngine, jobs: Sequence[DialogueJob], sampling: SamplingConfig, *stream: int | str
@@ -105,7 +106,7 @@ class DialogueSampler:
             stream: Name of the random stream, such as (run seed, "rollout", version).
 
         Raises:
-            UserError: An environment does not start, a prompt is too long, or the chat template cannot go on.
+            UserError: An environment does not start, or the chat template cannot go on.
         """
         with _Running(self, jobs, sampling, stream) as running:
             generate_from(engine, running, sampling)
@@ -114,27 +115,39 @@ class DialogueSampler:
     def start(
         self, job: DialogueJob, opening: Opening, sampling: SamplingConfig, stream: Sequence[int | str]
     ) -> Dialogue:
-        """The dialogue of an environment that is open.
+        """The dialogue of an environment that is open; it is over if its prompt is too long.
 
         Raises:
-            UserError: The prompt is too long, or the chat template cannot go on.
+            UserError: The chat template cannot go on.
         """
         self.check(opening)
         prompt = job.prompt
         chat = prompt.text if prompt.messages is None else prompt.messages
         ids = self.continuation.prompt(chat, opening.tools, opening.observation)
-        if len(ids) > self.max_prompt_tokens:
-            raise UserError(
-                f"a prompt with its tools and observation may have data.max_prompt_tokens={self.max_prompt_tokens} "
-                f"tokens; that of row {prompt.id} has {len(ids)}; raise it"
-            )
         config = self.config
         limits = DialogueLimits(
             sampling.max_tokens, config.max_turns, config.max_turn_tokens, config.max_tool_response_tokens
         )
         parse = None if opening.steps else self._parse
         name = (*stream, prompt.id, job.sample)
-        return Dialogue(ids, opening, self.continuation, parse, limits, lambda turn: stream_seed(*name, turn))
+        too_long = len(ids) > self.max_prompt_tokens
+        shown = prompt.token_ids if too_long else ids  # rows have at most max_prompt_tokens
+        dialogue = Dialogue(shown, opening, self.continuation, parse, limits, lambda turn: stream_seed(*name, turn))
+        if too_long:
+            dialogue.end_before_first_turn()
+            self._warn_of_long_prompt(prompt, len(ids))
+        return dialogue
+
+    def _warn_of_long_prompt(self, prompt: Prompt, tokens: int) -> None:
+        if not self._warned:
+            log.warning(
+                "the prompt of row %s has %d tokens with its tools and observation, more than data.max_prompt_tokens="
+                "%d: such dialogues end before their first turn and count as truncated; raise it to sample them",
+                prompt.id,
+                tokens,
+                self.max_prompt_tokens,
+            )
+        self._warned = True
 
     def check(self, opening: Opening) -> None:
         """Check chat template and tool format, by the first environment of each kind.
@@ -278,7 +291,10 @@ class _Running(RequestSource):
         elif key not in self._dialogues:
             opening = self._sessions[key].opened.result()
             self._dialogues[key] = self._sampler.start(self._jobs[key], opening, self._sampling, self._stream)
-            self._ready.append(key)
+            if self._dialogues[key].truncated:
+                self._finish(key)
+            else:
+                self._ready.append(key)
         else:
             asked, answers = self._asked.pop(key)
             if self._dialogues[key].add_answers(asked, [answer.result() for answer in answers]):

@@ -215,12 +215,13 @@ def pad_routing(completions: Sequence[Sequence[Completion]], shape: Sequence[int
         int16 [B, T, layers, k], -1 for tokens that the sampler did not compute; None where experts were not recorded.
     """
     recorded = [completion.routing for group in completions for completion in group]
-    if not recorded or recorded[0] is None:
+    first = next((experts for experts in recorded if experts is not None), None)
+    if first is None:
         return None
-    routing = recorded[0].new_full((*shape, *recorded[0].shape[1:]), -1)
+    routing = first.new_full((*shape, *first.shape[1:]), -1)
     for row, experts in zip(routing, recorded, strict=True):
-        assert experts is not None
-        row[: len(experts)] = experts
+        if experts is not None:  # a dialogue may end before its first turn
+            row[: len(experts)] = experts
     return routing
 
 
