@@ -18,6 +18,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import pytest
 import torch
+from safetensors import SafetensorError
 
 from qerl_pl.errors import UserError
 from qerl_pl.persistence import checkpoint_io
@@ -279,6 +280,20 @@ def test_a_disk_that_fills_up_within_a_checkpoint_is_named(tmp_path: Path) -> No
         torch.save({"state": torch.zeros(10**5)}, checkpoint_io._HashingWriter(NearlyFull()))
     with pytest.raises(RuntimeError, match="another"), explain_full_disk(path):
         raise RuntimeError("another")
+
+
+def test_a_disk_that_fills_up_while_safetensors_writes_is_named(tmp_path: Path) -> None:
+    """The texts are those of safetensors 0.8 on a tmpfs of 64 KiB, and below a file size limit (EFBIG)."""
+    texts = [f"Error while serializing: I/O error: {os.strerror(n)} (os error {n})" for n in (28, 122, 27)]
+    for text in texts[:2]:
+        with (
+            pytest.raises(UserError, match=r"free disk space; .* for adapter; .*--resume auto"),
+            atomic_directory(tmp_path / "adapter"),
+        ):
+            raise SafetensorError(text)
+    with pytest.raises(SafetensorError, match="too large"), atomic_directory(tmp_path / "adapter"):
+        raise SafetensorError(texts[2])
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_process_killed_while_writing_leaves_the_old_file(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from qerl_pl.cli.error_messages import explain
@@ -190,7 +191,8 @@ def test_a_full_disk_is_told_whoever_writes(number: int) -> None:
     full = OSError(number, os.strerror(number))
     wrapped = RuntimeError("cannot write")
     wrapped.__cause__ = full
-    for error in (full, wrapped):
+    by_safetensors = SafetensorError(f"Error while serializing: I/O error: {full.strerror} (os error {number})")
+    for error in (full, wrapped, by_safetensors):
         line = explain(error, ["fit"], ["fit"])
         assert line is not None and line.startswith("saving needs free disk space; ") and "--resume auto" in line
 

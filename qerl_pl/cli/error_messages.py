@@ -20,7 +20,7 @@ from qerl_pl.callbacks import RolloutCallback
 from qerl_pl.datamodules import PromptDataModule
 from qerl_pl.errors import UserError, chain_of_causes
 from qerl_pl.modules import QeRLModule
-from qerl_pl.persistence.atomic_files import FULL_DISK
+from qerl_pl.persistence.atomic_files import is_full_disk
 
 _NOISE = re.compile(
     r"Does not validate against|Subtypes:|Errors:|Expected a <class '(NoneType|list)'>$|Expected a path but"
@@ -101,7 +101,7 @@ def explain(error: Exception, argv: list[str], commands: Collection[str]) -> str
     if isinstance(error, OSError) and error.errno in _FILE_SYSTEM and error.filename is not None:
         path = os.fsdecode(error.filename)
         return f"a run must read and write its files; {path}: {error.strerror}; correct that, or choose another path"
-    if any(isinstance(cause, OSError) and cause.errno in FULL_DISK for cause in causes):  # a write names no file
+    if any(map(is_full_disk, causes)):  # a write names no file
         return (
             f"saving needs free disk space; a write found none ({_one_line(error):.80}); free some and run the "
             "command again, training with --resume auto"

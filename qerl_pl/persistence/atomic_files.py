@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from filelock import FileLock, Timeout
+from safetensors import SafetensorError
 
 from qerl_pl.errors import UserError
 
@@ -252,14 +253,21 @@ def explain_full_disk(path: Path) -> Iterator[None]:
     """Turn "no space left" in the block into a UserError that names `path`."""
     try:
         yield
-    except (OSError, RuntimeError) as error:
-        if not any(isinstance(one, OSError) and one.errno in FULL_DISK for one in _contexts(error)):
+    except (OSError, RuntimeError, SafetensorError) as error:
+        if not any(map(is_full_disk, _contexts(error))):
             raise
         free = shutil.disk_usage(path.parent).free / 2**20
         raise UserError(
             f"saving needs free disk space; {path.parent} has {free:.0f} MiB left for {path.name}; "
             "free some and resume with --resume auto (earlier files are untouched)"
         ) from error
+
+
+def is_full_disk(error: BaseException) -> bool:
+    """Whether a write failed without space left; safetensors tells the error's number in its text alone."""
+    if isinstance(error, SafetensorError):
+        return any(f"(os error {number})" in str(error) for number in FULL_DISK)
+    return isinstance(error, OSError) and error.errno in FULL_DISK
 
 
 def _contexts(error: BaseException) -> Iterator[BaseException]:
