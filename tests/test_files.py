@@ -21,7 +21,7 @@ import torch
 from safetensors import SafetensorError
 
 from qerl_pl.errors import UserError
-from qerl_pl.persistence import checkpoint_io
+from qerl_pl.persistence import atomic_files, checkpoint_io
 from qerl_pl.persistence.atomic_files import (
     atomic_directory,
     atomic_write,
@@ -335,6 +335,35 @@ def test_building_yields_to_a_folder_that_appeared_meanwhile(tmp_path: Path) -> 
         target.mkdir()
         (target / "theirs").write_text("x")
     assert [p.name for p in target.iterdir()] == ["theirs"] and list(tmp_path.iterdir()) == [target]
+
+
+@pytest.mark.parametrize("can_swap", [True, False])
+@pytest.mark.parametrize("names", ["a folder", "nothing"])
+def test_a_link_is_replaced_and_the_folder_that_it_names_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: str, can_swap: bool
+) -> None:
+    if not can_swap:
+        monkeypatch.setattr(atomic_files, "_swap", lambda first, second: False)  # as on macOS and NFS
+    other, target = tmp_path / "other", tmp_path / "run" / "adapter"
+    target.parent.mkdir()
+    target.symlink_to("../other")
+    if names == "a folder":
+        other.mkdir()
+        (other / "theirs").write_text("x")
+    with atomic_directory(target, replace=True) as folder:
+        (folder / "mine").write_text("x")
+    assert [*target.parent.iterdir()] == [target] and not target.is_symlink()
+    assert [path.name for path in target.iterdir()] == ["mine"]
+    assert [path.name for path in other.glob("*")] == ["theirs"] * (names == "a folder")
+
+
+def test_a_link_to_a_folder_stays_where_nothing_is_to_be_replaced(tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    (tmp_path / "model").symlink_to("other")
+    with atomic_directory(tmp_path / "model") as folder:
+        (folder / "mine").write_text("x")
+    assert (tmp_path / "model").is_symlink() and not [*(tmp_path / "model").iterdir()]
+    assert {path.name for path in tmp_path.iterdir()} == {"model", "other"}
 
 
 def test_identity_is_of_the_content(tmp_path: Path) -> None:

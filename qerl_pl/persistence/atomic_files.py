@@ -40,8 +40,8 @@ def atomic_directory(target: Path, replace: bool = False) -> Iterator[Path]:
 
     Args:
         target: The folder to create.
-        replace: Whether an existing folder is replaced. Otherwise it stays, as another process has created it
-            meanwhile, and the temporary folder is removed.
+        replace: Whether an existing folder is replaced, or a symbolic link to one, whose folder stays as it is.
+            Otherwise it stays, as another process has created it meanwhile, and the temporary folder is removed.
 
     Raises:
         UserError: The folder cannot be created, or the disk is full.
@@ -61,7 +61,7 @@ def atomic_directory(target: Path, replace: bool = False) -> Iterator[Path]:
                 f"{target.name} is written to a folder; {target.parent} does not allow it ({error.strerror}); "
                 f"{remedy} another folder"
             ) from error
-        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        stack.callback(_remove, folder)
         with explain_full_disk(target):
             yield folder
             _follow_umask(folder)
@@ -142,31 +142,40 @@ def _remove_leftovers(target: Path) -> None:
         try:
             with directory_lock(folder) as abandoned:
                 if abandoned:
-                    shutil.rmtree(folder, ignore_errors=True)
+                    _remove(folder)
                     log.info("removed %s of a killed process", folder)
         except (FileNotFoundError, PermissionError):  # renamed meanwhile; another user's
             continue
     if (old := _replaced(target)).exists():  # killed between the two renames of `_rename`
         if target.exists():
-            shutil.rmtree(old, ignore_errors=True)
+            _remove(old)
         else:
             old.rename(target)
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder, or a symbolic link alone."""
+    if folder.is_symlink():
+        folder.unlink()
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _rename(folder: Path, target: Path, replace: bool) -> None:
     try:
         folder.rename(target)
     except OSError as error:
-        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+        link = target.is_symlink()
+        if error.errno not in ((errno.ENOTDIR,) if link else (errno.ENOTEMPTY, errno.EEXIST)):
             raise
-        if replace and not _swap(folder, target):
+        if (replace or link and not target.is_dir()) and not _swap(folder, target):
             target.rename(_replaced(target))
             folder.rename(target)
-            shutil.rmtree(_replaced(target), ignore_errors=True)
+            _remove(_replaced(target))
 
 
 def _swap(first: Path, second: Path) -> bool:
-    """Exchange the names of two folders atomically; False where system or filesystem cannot (macOS, NFS)."""
+    """Exchange the names of two folders, or links, atomically; False where system or filesystem cannot (macOS, NFS)."""
     libc = ctypes.CDLL(None, use_errno=True)
     try:
         rename = libc.renameat2
