@@ -135,7 +135,7 @@ def control_of(temperature: float = 0.9) -> TemperatureControl:
 
 def test_a_repeated_rollout_has_the_temperature_that_it_had() -> None:
     control = control_of()
-    assert control.of(3) == 0.9 and control_of(7.0).of(0) == 2.0
+    assert control.of(3) == 0.9
     control.measured(3, 0.25)
     second = 0.9 * math.exp(0.4 * 0.5)
     assert control.of(3) == 0.9 and control.of(4) == pytest.approx(second, rel=1e-15)
@@ -185,3 +185,14 @@ def test_the_temperature_follows_the_entropy_and_a_resumed_run_goes_on_bit_for_b
 def test_an_entropy_target_out_of_range_is_a_user_error() -> None:
     with pytest.raises(UserError, match=r"rollout.sampling.temperature under feedback needs its target above 0; got 0"):
         rollout_of(entropy_target=0.0)
+
+
+def test_a_value_that_starts_outside_its_bounds_is_a_user_error() -> None:
+    assert [control_of(heat).of(0) for heat in (0.5, 2.0)] == [0.5, 2.0]
+    rule = r"rollout.sampling.temperature under feedback must start within its bounds, 0.6 to 0.9; got 1; change it"
+    with pytest.raises(UserError, match=rule):
+        rollout_of(entropy_target=1.5, temperature_bounds=(0.6, 0.9))
+    with pytest.raises(UserError, match="got 0.5; change it"):
+        rollout_of(entropy_target=1.5, temperature_bounds=(0.6, 0.9), sampling=SamplingConfig(4, temperature=0.5))
+    with pytest.raises(UserError, match=r"noise.sigma under feedback must start .*0.0001 to 0.05; got 0.1; change it"):
+        AdaptiveQuantizationNoise(0.1, decay="feedback", target=0.5)

@@ -59,6 +59,19 @@ class Feedback:
         """The nearest value in [minimum, maximum]."""
         return min(max(value, self.minimum), self.maximum)
 
+    def first(self, value: float) -> float:
+        """The value of the first rollout, as it is given.
+
+        Raises:
+            UserError: It is outside [minimum, maximum].
+        """
+        if not self.minimum <= value <= self.maximum:
+            raise UserError(
+                f"{self.name} under feedback must start within its bounds, {self.minimum:g} to {self.maximum:g}; got "
+                f"{value:g}; change it, or the bounds"
+            )
+        return value
+
     def next(self, value: float, measured: float) -> float:
         """The value for the next rollout.
 
@@ -93,12 +106,15 @@ class TemperatureControl:
 
     Args:
         feedback: Of `completions/sampler_entropy`.
-        temperature: Of the first rollout, clipped to the feedback's bounds.
+        temperature: Of the first rollout, within the feedback's bounds.
+
+    Raises:
+        UserError: The temperature is outside of them.
     """
 
     def __init__(self, feedback: Feedback, temperature: float) -> None:
         self.feedback = feedback
-        self._version, self._temperature = -1, feedback.clip(temperature)
+        self._version, self._temperature = -1, feedback.first(temperature)
         self._entropy = math.nan
 
     def of(self, version: int) -> float:

@@ -80,7 +80,7 @@ class AdaptiveQuantizationNoise(Callback):
         if decay == "feedback":
             assert target is not None
             self.feedback = Feedback(target, metric, sigma_min, sigma_max, gain, "noise.sigma")
-            self._sigma = self.feedback.clip(sigma_start)
+            self._sigma = self.feedback.first(sigma_start)
         else:
             self.schedule = NoiseSchedule(sigma_start, sigma_end, stages, decay, noiseless_first_stage)
         self.per_rank, self.relative, self.draws, self.layers = per_rank, relative, draws, layers

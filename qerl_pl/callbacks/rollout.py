@@ -81,7 +81,7 @@ class RolloutCallback(Callback, ChecksFirst):
         entropy_target: Entropy of the sampler, in nats per token, at which each rollout's temperature is steered;
             `sampling.temperature` is that of the first rollout. The trainer divides its logits by the same. null keeps
             the temperature.
-        temperature_bounds: Lowest and highest temperature under `entropy_target`.
+        temperature_bounds: Lowest and highest temperature under `entropy_target`, the first rollout's included.
         environment: Environment of each completion, which then is a dialogue: a class that keeps to TRL's contract, or
             a function from a row to such an object, by name (`my_games.Guess`, `my_games.py:Guess`) or as
             `{class_path: ..., init_args: ...}`. `sampling.max_tokens` then bounds the tokens after the prompt, the
