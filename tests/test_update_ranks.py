@@ -3,6 +3,7 @@
 import copy
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from qerl_pl.algorithm import (
 )
 from qerl_pl.distributed.communicator import SINGLE_PROCESS, Communicator
 from qerl_pl.modules import LoraConfig, Policy, PolicyConfig
+from qerl_pl.modules.policy import TokenValues
 from qerl_pl.modules.update import PolicyUpdate
 from qerl_pl.types import Experience
 
@@ -154,3 +156,38 @@ def test_one_all_reduce_a_step_and_none_without_a_token_that_trains(policy: Poli
         return ranks.exchange.exchanges  # type: ignore[attr-defined]
 
     assert on_ranks(2, work) == [1, 1]
+
+
+class Counted(Policy):
+    """Counts the tokens of its largest forward pass with gradients."""
+
+    largest = 0
+
+    def token_values(self, tokens: Tensor, lengths: Tensor, *args: Any) -> TokenValues:
+        if torch.is_grad_enabled():
+            self.largest = max(self.largest, int(lengths.sum()))
+        return super().token_values(tokens, lengths, *args)
+
+
+def test_a_minibatch_may_be_all_of_one_ranks_completions(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a limit of tokens. Rows of 9 and 7 tokens here, of 14 and 11 there, in two minibatches of two rows: a
+    rank usually has one row at once, but both if a minibatch is its own, as in a third of the versions."""
+    experience = ragged(4)
+    lengths = torch.tensor([9, 7, 14, 11])
+    mask = (torch.arange(15) >= 5) & (torch.arange(15) < lengths[:, None])
+    experience = replace(experience, lengths=lengths, mask=mask, truncated=torch.zeros(4, dtype=torch.bool))
+    update = PolicyUpdate(GRPO(), 1, 2, None, 1.0, 0.0, 11)
+
+    def work(ranks: Communicator) -> tuple[list[int], int]:
+        own = copy.deepcopy(policy)
+        own.__class__ = Counted
+        chosen: list[int] = []
+        monkeypatch.setattr(own.checkpointing, "choose_mode", lambda tokens, ranks, longest: chosen.append(tokens))
+        optimizer = torch.optim.SGD([p for p in own.parameters() if p.requires_grad], lr=0.0)
+        local = share(experience, [[0, 1], [2, 3]][ranks.rank])
+        for version in range(30):
+            schedule = LambdaLR(optimizer, lambda _: 1.0)
+            update.run(own, replace(local, version=version), optimizer, schedule, Tensor.backward, ranks)
+        return chosen, own.largest
+
+    assert on_ranks(2, work) == [([16] * 30, 16), ([25] * 30, 25)]

@@ -257,7 +257,7 @@ def test_tokens_of_the_largest_micro_batch(
     lengths: list[int], minibatches: int, most: int | None, expected: int
 ) -> None:
     update = PolicyUpdate(GRPO(), 1, minibatches, most, 1.0, 0.0, SEED)
-    assert update.max_micro_batch_tokens(torch.tensor(lengths, dtype=torch.int64)) == expected
+    assert update.max_micro_batch_tokens(torch.tensor(lengths, dtype=torch.int64), len(lengths)) == expected
 
 
 @pytest.mark.parametrize("share", [-0.1, 1.5])

@@ -131,6 +131,7 @@ def plan_of(model: PolicyModule, data: LightningDataModule, rollout: RolloutCall
         update = model.update
         prompt, limit = data.max_prompt_tokens, update.micro_batch_tokens
         longest = prompt + rollout.config.sampling.max_tokens
+        # Of several ranks one may have a complete minibatch, see `PolicyUpdate.max_micro_batch_tokens`.
         step_tokens = max(data.batch_size * rollout.config.group_size // update.minibatches, 1) * longest
     tokens = step_tokens if limit is None else min(max(limit, longest), step_tokens)
     batch = MicroBatch(

@@ -199,13 +199,13 @@ class PolicyUpdate:
         Raises:
             NonFiniteLossError: Loss or gradient is not finite.
         """
-        longest = max(experience.lengths.tolist(), default=1)
-        policy.checkpointing.choose_mode(self.max_micro_batch_tokens(experience.lengths), ranks, longest)
         own_stream = (ranks.rank,) if ranks.rank else ()
         torch.manual_seed(stream_seed(self.seed, "update", experience.version, *own_stream))  # dropout
         mask = self.objective.training_mask(experience.mask, experience.truncated)
         indices, token_counts = self._gather_indices(experience, mask, ranks)
         completions = len(token_counts)
+        longest = max(experience.lengths.tolist(), default=1)
+        policy.checkpointing.choose_mode(self.max_micro_batch_tokens(experience.lengths, completions), ranks, longest)
         minibatches = list(self._minibatches(experience.version, completions))
         local = [local_rows(minibatch, indices, completions) for minibatch in minibatches]
         norms = {} if experience.noise is None else policy.trained.norms()
@@ -378,12 +378,17 @@ class PolicyUpdate:
 
     def forward_limit(self, experience: Experience) -> int:
         """Most tokens of a forward pass over more rows than a minibatch has; a longer sequence is alone in its own."""
-        return self.micro_batch_tokens or self.max_micro_batch_tokens(experience.lengths)
+        return self.micro_batch_tokens or self.max_micro_batch_tokens(experience.lengths, len(experience))
 
-    def max_micro_batch_tokens(self, lengths: Tensor) -> int:
-        """Tokens of the largest micro-batch of sequences with these lengths [B]."""
+    def max_micro_batch_tokens(self, lengths: Tensor, completions: int) -> int:
+        """Tokens of the largest micro-batch that a rank may have.
+
+        Args:
+            lengths: Of this rank's sequences [B].
+            completions: Of all ranks. A minibatch is drawn from them, and may be a single rank's.
+        """
         if self.micro_batch_tokens is None:
-            rows = max(-(-len(lengths) // self.minibatches), 1)
+            rows = max(-(-completions // self.minibatches), 1)
             return int(lengths.sort(descending=True).values[:rows].sum())
         return max([self.micro_batch_tokens, *lengths.tolist()])
 
