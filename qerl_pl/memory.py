@@ -58,24 +58,24 @@ def kv_cache_size(requested: float | None, share: float | None, device: torch.de
     return requested
 
 
-def check_length(length: int, needed: int, kv_gib: float | None, bytes_per_token: int) -> None:
+def check_length(length: int, needed: int, kv_gib: float | None, least_bytes: Callable[[int], int]) -> None:
     """Reject an engine that could not finish one sequence.
 
     Args:
         length: Longest sequence the engine prepares for, in tokens.
         needed: Longest sequence the run can request, in tokens.
         kv_gib: Size of the key/value cache; None where the engine chooses it.
-        bytes_per_token: Of a token's keys and values in all layers.
+        least_bytes: Of the keys and values of a sequence, by its tokens.
 
     Raises:
         UserError: The length or the cache is too small.
     """
     if length < needed:
         raise UserError(f"max_model_len must hold prompt and completion, {needed} tokens; got {length}: leave it out")
-    needed_gib = bytes_per_token * (length + SPARE_TOKENS) / GIB
+    needed_gib = least_bytes(length + SPARE_TOKENS) / GIB
     if kv_gib is not None and kv_gib < needed_gib:
         raise UserError(
-            f"the key/value cache must hold one sequence of {length} tokens, {needed_gib:.4g} GiB; "
+            f"the key/value cache must hold one sequence of {length} tokens, at least {needed_gib:.4g} GiB; "
             f"got kv_cache_gib {kv_gib:g}: raise it or shorten the sequences"
         )
 

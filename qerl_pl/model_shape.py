@@ -41,6 +41,9 @@ class Shape:
     """Whether attention's scores have a soft cap: they are in memory then, as flash attention has none."""
     normed_outputs: bool = False
     """Whether norms follow attention and MLP, too, which save the results of their last linears."""
+    window: int = 0
+    """Tokens that layers with sliding-window attention attend to; 0 where there are none."""
+    window_layers: int = 0
 
     @classmethod
     def of(cls, config: PretrainedConfig) -> "Shape":
@@ -49,6 +52,8 @@ class Shape:
         size = getattr(config, "head_dim", None) or config.hidden_size // heads
         family = family_of(config.model_type)
         inner, chosen = family.mlp_widths(config)
+        window, kinds = getattr(config, "sliding_window", None) or 0, getattr(config, "layer_types", None)
+        window_layers = config.num_hidden_layers if kinds is None else kinds.count("sliding_attention")
         return cls(
             hidden=config.hidden_size,
             inner=inner,
@@ -64,6 +69,8 @@ class Shape:
             dense_attention=family.experts is not None and family.experts.stored_in_stacks,
             soft_capped=family.score_cap is not None and getattr(config, family.score_cap) is not None,
             normed_outputs=family.normed_outputs,
+            window=window,
+            window_layers=window_layers if window else 0,
         )
 
     @property
@@ -118,6 +125,15 @@ class Shape:
     def kv_bytes(self, dtype: torch.dtype) -> int:
         """Bytes of a token's keys and values in all layers."""
         return 2 * self.layers * self.keys * dtype.itemsize
+
+    def least_kv_bytes(self, tokens: int, dtype: torch.dtype) -> int:
+        """Bytes of a sequence's keys and values if layers with a window hold no more than that.
+
+        vLLM (0.30, `SlidingWindowSpec`) holds the tokens of the forward passes under way beside the window, and counts
+        them when it starts.
+        """
+        outside = max(tokens - self.window, 0) * self.window_layers
+        return (self.layers * tokens - outside) * 2 * self.keys * dtype.itemsize
 
     def adapter_weights(self, rank: int, targets: Sequence[str] = PROJECTIONS) -> int:
         """Of A and B on these projections of all layers."""

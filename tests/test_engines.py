@@ -553,7 +553,7 @@ def test_targets_that_match_nothing_are_refused(kind: str, base: Path) -> None:
 
 def test_settings_that_cannot_hold_one_sequence_are_refused(base: Path) -> None:
     """One token takes 2 * 2 layers * 1 head * 64 * 4 bytes = 1024 bytes, so 192 tokens and 32 to spare take 224 KiB."""
-    with pytest.raises(UserError, match=r"one sequence of 192 tokens, 0\.0002136 GiB"):
+    with pytest.raises(UserError, match=r"one sequence of 192 tokens, at least 0\.0002136 GiB"):
         VLLMEngine(kv_cache_gib=223 / 2**20).launch(spec_of(base))
     with pytest.raises(UserError, match="prompt and completion, 192 tokens; got 191"):
         VLLMEngine(max_model_len=191).launch(spec_of(base))

@@ -94,3 +94,16 @@ def test_attention_without_fp8_is_told_with_the_remedy() -> None:
     with pytest.raises(UserError, match="refuses the engine's settings: max_model_len"):
         with vllm_errors_as_user_errors("fp8"):
             raise ValueError("max_model_len")
+
+
+@pytest.mark.vllm
+def test_a_cache_that_vllm_finds_too_small_is_told_with_the_remedy() -> None:
+    """The text is vLLM 0.30's."""
+    refused = (
+        "To serve at least one request with the model's max seq len (32768), (4.85 GiB KV cache is needed, which is"
+    )
+    with pytest.raises(
+        UserError, match=r"hold one sequence \(To serve .*is\): raise kv_cache_gib, or lower the length"
+    ):
+        with vllm_errors_as_user_errors():
+            raise ValueError(refused)

@@ -11,7 +11,18 @@ import torch
 from live_bytes import LiveBytes
 from pages import ROOT
 from qerl_kernels import flash_attention_4, logprob
-from transformers import AutoModelForCausalLM, Gemma2Config, Gemma3TextConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GptOssConfig,
+    LlamaConfig,
+    MistralConfig,
+    Phi3Config,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 from qerl_pl import memory_plan
 from qerl_pl.errors import UserError
@@ -230,9 +241,39 @@ def test_an_unquantized_base_has_the_bits_of_its_dtype() -> None:
 
 def test_a_cache_needs_vllms_reserved_block_beside_its_longest_sequence() -> None:
     """Llama 3.1 8B: 131,072 bytes a token, 2048 blocks of 16 tokens in 4 GiB, of which vLLM gives away 2047."""
-    with pytest.raises(UserError, match=r"one sequence of 32768 tokens, 4\.004 GiB; got kv_cache_gib 4:"):
-        check_length(32768, 32768, 4.0, 131072)
-    check_length(32736, 32736, 4.0, 131072)
+    with pytest.raises(UserError, match=r"one sequence of 32768 tokens, at least 4\.004 GiB; got kv_cache_gib 4:"):
+        check_length(32768, 32768, 4.0, lambda tokens: 131072 * tokens)
+    check_length(32736, 32736, 4.0, lambda tokens: 131072 * tokens)
+
+
+@pytest.mark.parametrize(
+    ("config", "full", "window"),
+    [
+        (Gemma2Config(num_hidden_layers=6, sliding_window=500), 3, 500),  # every other layer
+        (Gemma3TextConfig(num_hidden_layers=13, sliding_window=100), 2, 100),  # the sixth and the twelfth are full
+        (GptOssConfig(num_hidden_layers=4, sliding_window=128), 2, 128),
+        (MistralConfig(num_hidden_layers=3, sliding_window=64), 0, 64),
+        (MistralConfig(num_hidden_layers=3, sliding_window=None), 3, 0),
+        (Qwen2Config(num_hidden_layers=3), 3, 0),
+        (Qwen2Config(num_hidden_layers=6, use_sliding_window=True, max_window_layers=4, sliding_window=64), 4, 64),
+        (Phi3Config(num_hidden_layers=2, sliding_window=64), 0, 64),
+        (LlamaConfig(num_hidden_layers=2), 2, 0),
+    ],
+    ids=lambda value: getattr(value, "model_type", None),
+)
+def test_a_cache_is_refused_that_does_not_hold_a_windows_tokens_either(
+    config: PretrainedConfig, full: int, window: int
+) -> None:
+    """vLLM needs more, by the tokens of its forward passes, and says so itself."""
+    shape, layers = Shape.of(config), config.num_hidden_layers
+    token = 2 * 2 * shape.keys
+    for tokens in (40, 1000):
+        held = full * tokens + (layers - full) * min(window, tokens)
+        assert shape.least_kv_bytes(tokens, torch.bfloat16) == held * token
+    enough = (full * 1032 + (layers - full) * window) * token / GIB
+    check_length(1000, 1000, enough, lambda tokens: shape.least_kv_bytes(tokens, torch.bfloat16))
+    with pytest.raises(UserError, match="one sequence of 1000 tokens, at least"):
+        check_length(1000, 1000, 0.999 * enough, lambda tokens: shape.least_kv_bytes(tokens, torch.bfloat16))
 
 
 def test_the_longest_completion_fits_and_a_longer_one_does_not() -> None:

@@ -6,6 +6,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -173,7 +174,8 @@ class VLLMEngine(RolloutEngine):
         self._shapes |= {name: size for name, size in stacks.items() if spec.adapts_stack(name)}
         length = self.max_model_len or spec.max_tokens
         kv_gib = kv_cache_size(self.kv_cache_gib, self.gpu_memory_utilization, spec.device)
-        check_length(length, spec.max_tokens, kv_gib, Shape.of(config).kv_bytes(self.cache_dtype(spec.dtype)))
+        least_bytes = partial(Shape.of(config).least_kv_bytes, dtype=self.cache_dtype(spec.dtype))
+        check_length(length, spec.max_tokens, kv_gib, least_bytes)
         if backend == "marlin":
             linear_methods.check_marlin_shapes(linears)
         start = time.perf_counter()

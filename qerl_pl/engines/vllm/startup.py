@@ -146,6 +146,11 @@ def vllm_errors_as_user_errors(kv_cache_dtype: str = "auto") -> Iterator[None]:
                 f"vLLM's attention on this device must know the data type of keys and values; got kv_cache_dtype "
                 f"{kv_cache_dtype} ({reason}): set VLLMEngine.kv_cache_dtype to auto"
             ) from error
+        if "KV cache is needed" in reason:
+            raise UserError(
+                f"the key/value cache must hold one sequence ({reason}): raise kv_cache_gib, or lower the length of "
+                "sequences or, for layers with a window, max_num_batched_tokens"
+            ) from error
         raise UserError(f"vLLM refuses the engine's settings: {reason}") from error
 
 
