@@ -32,8 +32,12 @@ def test_the_number_of_roundings_follows_from_the_pilots_spread() -> None:
     assert figures(r"a standard deviation of (\d\.\d+) between the pilot's three seeds") == [round(spread, 3)]
     # Two seeds a rounding are averaged. Quantiles of Student's t for 0.975 and 0.8, with 4 and 9 degrees of freedom.
     seen = [(t + power) * spread / np.sqrt(2 * n) for n, t, power in ((5, 2.776, 0.941), (10, 2.262, 0.883))]
-    assert figures(r"Five roundings would see (\d\.\d+), ten see (\d\.\d+)") == [round(one, 3) for one in seen]
+    pattern = r"minimum detectable effect is (\d\.\d+) with five roundings and (\d\.\d+) with ten"
+    assert figures(pattern) == [round(one, 3) for one in seen]
     assert seen[0] > 0.02 > seen[1]  # the plan's bound
+    # Of chi-squared with 2 degrees of freedom, the quantiles for 0.975 and 0.025 are 7.378 and 0.0506.
+    limits = [spread * np.sqrt(2 / quantile) for quantile in (7.378, 0.0506)]
+    assert figures(r"\(95 % interval (\d\.\d+) to (\d\.\d+)\)") == [round(one, 3) for one in limits]
 
 
 def test_accuracies_that_are_known_before_are_those_of_the_pilot() -> None:
@@ -52,7 +56,11 @@ def test_the_rates_that_won_are_those_of_the_highest_sampled_accuracy() -> None:
         for method in ("lora16", "nvfp4_aqn", "mxfp4", "placebo", "nvfp4", "nf4", "lora16_aqn")
     }
     assert {method for method, rate in rates.items() if rate == 3e-5} == {"lora16", "mxfp4", "placebo"}
-    assert "By the rule of the rates 16-bit LoRA has 3e-5 so far, NVFP4 + AQN 1e-4." in PLAN
+    sampled = last("pass@1", "nvfp4_aqn", 1e-4)
+    expected = [sampled[0], last("pass@1", "nvfp4_aqn", 3e-5)[0], float(np.mean(sampled))]
+    pattern = r"\((\d\.\d+) against (\d\.\d+)\), and three seeds at 1e-4 have a mean of (\d\.\d+)"
+    assert figures(pattern) == [round(one, 3) for one in expected]
+    assert figures(r"collapses at 1e-5 \((\d\.\d+)\)") == [round(last("accuracy", "full", 1e-5)[0], 3)]
 
 
 def test_the_curve_of_the_rate_that_won_still_rises() -> None:

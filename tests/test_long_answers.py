@@ -56,3 +56,17 @@ def test_a_folder_of_gsm8k_becomes_one_of_long_rows(tmp_path: Path) -> None:
         rows = [json.loads(line) for line in (tmp_path / "out" / f"{split}.jsonl").read_text().splitlines()]
         assert len(rows) == count and all(row["answer"].rpartition("#### ")[2].count(";") == 1 for row in rows)
         assert not any("<<" in row["answer"] or "Hard" in row["question"] for row in rows)
+
+
+def test_rows_to_fine_tune_on_have_no_question_of_those_to_train_on(tmp_path: Path) -> None:
+    rows = [{"question": f"What is {one} + 1?", "answer": f"So it is.\n#### {one + 1}"} for one in range(20)]
+    for split in ("train", "test"):
+        (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    counts = [12, 6, 6]
+    words = ["--questions", "3", "--train", *map(str, counts), "--test", "2"]
+    main([str(tmp_path / "out"), "--gsm8k", str(tmp_path), *words])
+    drawn = [json.loads(line)["question"] for line in (tmp_path / "out" / "train.jsonl").read_text().splitlines()]
+    parts = [drawn[:12], drawn[12:18], drawn[18:]]
+    asked = [{line.partition(". ")[2] for text in part for line in text.splitlines()[1:]} for part in parts]
+    assert len(drawn) == sum(counts) and not asked[0] & asked[1] and not (asked[0] | asked[1]) & asked[2]
+    assert max(int(question.split()[2]) for question in asked[0]) < 10  # half of the rows, half of the questions

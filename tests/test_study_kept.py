@@ -136,7 +136,10 @@ def test_names_that_a_study_does_not_have_are_refused(
 def test_levels_may_be_named_as_in_the_names_of_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """YAML reads 3e-05 as a text, 3.0e-05 as a number."""
     pilot = str(ROOT / "benchmarks" / "study" / "gsm8k_pilot.yaml")
+    corrected = str(ROOT / "benchmarks" / "study" / "long_answers.yaml")
+    assert main(["list", corrected, "--out", str(tmp_path), "--only", "correction=off", "seed=100"]) == 0
+    assert "correction=off" in capsys.readouterr().out
     for rates in ("[3e-05, 0.0001]", "[3.0e-5, 1.0e-4]"):
         assert main(["list", pilot, "--out", str(tmp_path), "--only", f"lr={rates}", "method=[lora16]"]) == 0
         lines = capsys.readouterr().out.splitlines()
-        assert [line.split()[0].split(",")[2] for line in lines] == ["lr=0.0001"] * 3 + ["lr=3e-05"]
+        assert [line.split()[0].split(",")[2] for line in lines] == ["lr=0.0001"] * 3 + ["lr=3e-05"] * 3

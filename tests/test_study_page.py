@@ -123,6 +123,17 @@ def test_answers_by_hand(tmp_path: Path) -> None:
         plan_of(tmp_path, compare=["nvfp4"])
 
 
+def test_a_planned_study_answers_for_its_first_policy(tmp_path: Path) -> None:
+    ends = {"lora16 other": [0.6, 0.61, 0.6], "nvfp4_aqn other": [0.7, 0.71, 0.71]}
+    ends |= {"lora16 toy": [0.6, 0.7, 0.5], "nvfp4_aqn toy": [0.7, 0.5, 0.6]}
+    plan = plan_of(tmp_path, blocks=[BLOCK], question="Should I?")
+    assert answer(plan, rows_with(plan, ends))[0].startswith("**Should I?** Undecided.")
+    plan = plan_of(tmp_path, blocks=[BLOCK], question="Should I?", preregistered="plan.md")
+    lines = answer(plan, rows_with(plan, ends))
+    assert lines[0].startswith("**Should I?** Yes: NVFP4 + AQN ends above lora16.")
+    assert lines[3].startswith("- toy: +0.000 [") and "would have been seen" in lines[3]
+
+
 def test_growth_and_greedy_accuracy_by_hand(tmp_path: Path) -> None:
     # two rollouts a point; the slope over points 0, 2 and 3 is 0.1 a point, 0.05 a rollout
     row: dict[str, Any] = {"rollouts": 16, "ended": "done", "curves": {"reward": [0.1, None, 0.3, 0.4, *[9.0] * 4]}}

@@ -41,19 +41,19 @@ def arguments(words: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
-def pairs(words: list[str]) -> dict[str, Any]:
-    """Parse NAME=VALUE pairs; values are YAML."""
+def pairs(words: list[str], loader: type[yaml.BaseLoader | yaml.SafeLoader] = yaml.SafeLoader) -> dict[str, Any]:
+    """Parse NAME=VALUE pairs; values are YAML, of which the base loader makes texts and lists of texts."""
     values = {}
     for word in words:
         name, sign, value = word.partition("=")
         if not sign:
             raise UserError(f"an option takes NAME=VALUE; got {word}; write it so")
-        values[name] = yaml.safe_load(value)
+        values[name] = yaml.load(value, loader)
     return values
 
 
 def chosen(plan: Plan, only: dict[str, Any]) -> list[Run]:
-    """The runs with these levels, one or a list per factor, also as text: YAML reads 3e-05, of a name, as text.
+    """The runs with these levels, one or a list of texts per factor, written as in the names of runs or as YAML.
 
     Raises:
         UserError: No run has one of the levels.
@@ -61,7 +61,8 @@ def chosen(plan: Plan, only: dict[str, Any]) -> list[Run]:
     wanted = {}
     for factor, given in only.items():
         levels = {str(run.levels[factor]): run.levels[factor] for run in plan.runs if factor in run.levels}
-        wanted[factor] = [levels.get(str(level), level) for level in (given if isinstance(given, list) else [given])]
+        texts = given if isinstance(given, list) else [given]
+        wanted[factor] = [levels[text] if text in levels else yaml.safe_load(text) for text in texts]
         if missing := [level for level in wanted[factor] if level not in levels.values()]:
             raise UserError(
                 f"--only names levels that runs have; {plan.path} has {factor} {', '.join(levels) or 'nowhere'} and "
@@ -92,7 +93,7 @@ def run(plan: Plan, args: argparse.Namespace) -> int:
     limits = Limits(devices, args.at_once, args.budget_s, args.grace_s)
     folder, results = args.folder or ROOT / "runs" / plan.path.stem, args.out / f"{plan.path.stem}.jsonl"
     runner = Runner(plan, values_of(plan, args.set), folder.resolve(), results.resolve(), limits)
-    outcome = runner.work(chosen(plan, pairs(args.only)))
+    outcome = runner.work(chosen(plan, pairs(args.only, yaml.BaseLoader)))
     tell(outcome, results)
     return outcome.status
 
@@ -116,7 +117,7 @@ def main(words: list[str] | None = None) -> int:
         rows = read_rows(args.out / f"{plan.path.stem}.jsonl")
         if args.command == "list":
             values = values_of(plan, args.set)
-            for one in chosen(plan, pairs(args.only)):
+            for one in chosen(plan, pairs(args.only, yaml.BaseLoader)):
                 print(one.name, "finished" if one.name in rows else "", *one.missing(values))
             return 0
         from benchmarks.study.evidence import write_evidence  # matplotlib takes a second

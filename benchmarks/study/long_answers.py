@@ -2,12 +2,13 @@
 
     python -m benchmarks.study.long_answers OUT --gsm8k FOLDER       # OUT/train.jsonl and OUT/test.jsonl
 
-A row asks 32 of GSM8K's questions of at most two calculations; its answer has the solutions, numbered, and behind ####
-their numbers: "1. 48 / 2 = 24. ... #### 24; 72; 10". `benchmarks.study.starts` teaches such rows, `long_answers.yaml`
-trains on them.
+A row asks 40 of GSM8K's questions of at most two calculations; its answer has the solutions, numbered, and behind ####
+their numbers: "1. 48 / 2 = 24. ... #### 24; 72; 10". `benchmarks.study.starts` fine-tunes on the first rows and holds
+out the next; `long_answers.yaml` trains on the others. The three have no question in common.
 """
 
 import argparse
+import itertools
 import json
 import random
 from collections.abc import Iterator, Sequence
@@ -59,16 +60,27 @@ def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--gsm8k", type=Path, required=True, help="GSM8K folder with train.jsonl and test.jsonl")
-    parser.add_argument("--questions", type=int, default=32, help="questions of a row")
+    parser.add_argument("--questions", type=int, default=40, help="questions of a row")
     parser.add_argument("--calculations", type=int, default=2, help="most calculations of a question")
-    parser.add_argument("--train", type=int, default=4096, help="rows to train on")
+    parser.add_argument(
+        "--train",
+        type=int,
+        nargs="+",
+        default=[2048, 1024, 1024],
+        help="rows to fine-tune on, to hold out and to train on, each of as many questions by its share",
+    )
     parser.add_argument("--test", type=int, default=256, help="rows to test on")
     args = parser.parse_args(words)
-    for split, count in (("train", args.train), ("test", args.test)):
+    for split, counts in (("train", args.train), ("test", [args.test])):
         rows = list(easy_rows(args.gsm8k, split, args.calculations))
-        lines = [json.dumps(row) + "\n" for row in long_rows(rows, args.questions, count)]
-        atomic_write(args.out / f"{split}.jsonl", "".join(lines).encode())
-        print(f"{args.out / split}.jsonl: {len(lines)} rows of {args.questions} out of {len(rows)} questions")
+        ends = [len(rows) * part // sum(counts) for part in itertools.accumulate(counts)]
+        drawn = [
+            row
+            for start, end, count in zip([0, *ends], ends, counts, strict=False)
+            for row in long_rows(rows[start:end], args.questions, count)
+        ]
+        atomic_write(args.out / f"{split}.jsonl", "".join(json.dumps(row) + "\n" for row in drawn).encode())
+        print(f"{args.out / split}.jsonl: {len(drawn)} rows of {args.questions} out of {len(rows)} questions")
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ def opening(plan: Plan, rows: Sequence[Row], results: Sequence[Result]) -> list[
 
 
 def answer(plan: Plan, rows: Sequence[Row]) -> list[str]:
-    """The question and its answer, at most five lines of Markdown."""
+    """The question and its answer, at most five lines of Markdown; a planned study answers for its first policy."""
     first, second = plan.compare
     kinds, lines = list[str](), list[str]()
     for stratum in deciding(plan, rows):
@@ -33,9 +33,11 @@ def answer(plan: Plan, rows: Sequence[Row]) -> list[str]:
         end, start = (difference(plan, rows, Contrast(*sides_of, one), stratum) for one in (ACCURACY, START))
         if end is None:
             continue
-        kinds.append(answer_kind(end, start, plan.negligible))
+        kind = answer_kind(end, start, plan.negligible)
+        if not plan.preregistered or stratum == strata(plan)[0]:
+            kinds.append(kind)
         before = f"; before training {start}" if start else ""
-        if kinds[-1] == "undecided" and end.count > 1:
+        if kind == "undecided" and end.count > 1:
             before += f"; {end.smallest_effect:.3f} would have been seen"
         lines.append(f"- {name_of(plan, stratum)}: {end} in {ACCURACY.label}{before}")
     names = [plan.label("method", method) for method in plan.compare]

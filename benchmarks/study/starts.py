@@ -211,6 +211,8 @@ def main(words: Sequence[str] | None = None) -> None:
     two.add_argument("--name", default="starts", help="of the table")
     two.add_argument("--out", type=Path, default=report.ROOT / "benchmarks" / "results")
     args = parser.parse_args(words)
+    if args.command == "train" and args.first > args.steps:
+        parser.error(f"--first names a step that is measured, at most --steps {args.steps}; got {args.first}; lower it")
     train(args) if args.command == "train" else choose(args)
 
 

@@ -1,8 +1,8 @@
 """FlashAttention 4 for packed sequences on Hopper GPUs, from the package `flash-attn-4`.
 
-Both passes use the tensor cores' asynchronous products (wgmma), which the FlashAttention 2 in PyTorch does without, and
-the deterministic backward pass is one call for all heads. The first call for a head size compiles kernels;
-FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1 keeps them on disk.
+Both passes use the tensor cores' asynchronous matrix multiplications (wgmma), unlike PyTorch's FlashAttention 2, and
+the deterministic backward pass is one call for all heads. The first call for a head size, data type or kind of window
+compiles kernels; FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1 keeps them on disk.
 """
 
 import functools
@@ -38,7 +38,7 @@ def available(device: torch.device, head_size: int) -> bool:
         return False
     try:
         import flash_attn.cute.interface  # noqa: F401
-    except ImportError as error:
+    except (ImportError, AttributeError, RuntimeError, OSError) as error:  # versions that do not go together
         log.warning("FlashAttention 2 computes attention: flash-attn-4 cannot be imported (%s)", error)
         return False
     return True
@@ -50,7 +50,7 @@ def forward(
     """Causal attention within each packed sequence.
 
     Args:
-        query: This and the next five as in `qerl_kernels.varlen_attention`.
+        query: query, key, value, boundaries, longest and scale are those of `qerl_kernels.varlen_attention`.
         left: Tokens before its own that each attends to; -1 for all.
 
     Returns:
@@ -79,7 +79,9 @@ def backward(
 
     Args:
         grad: Of the result, [S, heads, head size].
-        query: This and all others as `forward` took or returned them.
+        query: query, key, value, boundaries, longest, scale and left are those of `forward`.
+        out: Its result.
+        log_sum: Its second result.
     """
     from flash_attn.cute.interface import _flash_attn_bwd
 
