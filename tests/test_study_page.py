@@ -52,11 +52,11 @@ def test_holms_procedure_by_hand() -> None:
     assert interval([1.0, 1.0]).p_value(1.0) == 1.0 and interval([1.0, 1.0]).p_value() == 0.0
 
 
-def test_smallest_effects_are_those_of_power_tables() -> None:
+def test_detectable_effects_are_those_of_power_tables() -> None:
     # paired t test, power 0.8, two-sided 0.05: 5 pairs find 1.68 standard deviations, 10 pairs 1.00, 30 pairs 0.53
     effects = [noncentrality(count - 1) / count**0.5 for count in (5, 10, 30)]
     assert effects == pytest.approx([1.682, 0.996, 0.529], abs=1e-3)
-    assert interval([1.0, 2.0, 3.0, 4.0, 5.0]).smallest_effect == pytest.approx(1.682 * 2.5**0.5, abs=2e-3)
+    assert interval([1.0, 2.0, 3.0, 4.0, 5.0]).detectable_effect == pytest.approx(1.682 * 2.5**0.5, abs=2e-3)
 
 
 def test_a_small_difference_is_none() -> None:
@@ -131,7 +131,7 @@ def test_a_planned_study_answers_for_its_first_policy(tmp_path: Path) -> None:
     plan = plan_of(tmp_path, blocks=[BLOCK], question="Should I?", preregistered="plan.md")
     lines = answer(plan, rows_with(plan, ends))
     assert lines[0].startswith("**Should I?** Yes: NVFP4 + AQN ends above lora16.")
-    assert lines[3].startswith("- toy: +0.000 [") and "would have been seen" in lines[3]
+    assert lines[3].startswith("- toy: +0.000 [") and "minimum detectable effect" in lines[3]
 
 
 def test_growth_and_greedy_accuracy_by_hand(tmp_path: Path) -> None:

@@ -135,7 +135,7 @@ def test_differences_intervals_and_verdicts() -> None:
         assert row[7:] == (["at its ceiling"] * 2 if "toy policy" in row[1] else expected), row
 
 
-def test_the_smallest_effect_has_a_power_of_four_fifths() -> None:
+def test_the_detectable_effect_has_a_power_of_four_fifths() -> None:
     x = np.linspace(0, 100, 400_001)[1:]  # chi-squared of four degrees: its density is x / 4 exp(-x / 2)
     normal = np.vectorize(lambda z: 0.5 * math.erfc(-z / math.sqrt(2)))(3.7611 - t_quantile(0.05) * np.sqrt(x / 4))
     assert float((x / 4 * np.exp(-x / 2) * normal).sum() * (x[1] - x[0])) == pytest.approx(0.8, abs=1e-4)

@@ -8,7 +8,7 @@ from benchmarks import report
 from benchmarks.study import pictures, tables
 from benchmarks.study.claims import Row
 from benchmarks.study.findings import CEILING, Result, findings, strata
-from benchmarks.study.opening import opening, would_see
+from benchmarks.study.opening import detectable_effects, opening
 from benchmarks.study.plan import Level, Plan
 from qerl_pl.errors import UserError
 from qerl_pl.persistence.atomic_files import atomic_write
@@ -85,7 +85,7 @@ excludes the claim's bound if and only if the procedure rejects.
 A difference **holds** if its interval lies on the claimed side, and **does not hold** if it lies on the other{near}.
 For a policy, a claim holds if all its differences hold, and does not hold if one does not. It is **mixed** if it holds
 for one policy and does not for another. All else is **undecided**, as is a difference that was not measured; the
-smallest effect is what the runs would have shown with power 0.8 in a two-sided test at 0.05, from the measured spread.
+minimum detectable effect has power 0.8 in a two-sided test at 0.05, at the measured spread.
 Growth of the reward is its least-squares slope over the first half of the rollouts: rewards flatten later, and a slope
 uses every rollout. A policy whose reference is at its ceiling (above {CEILING} at half of the run) decides nothing."""
 
@@ -106,7 +106,11 @@ def _stopped(plan: Plan, rows: Sequence[Row]) -> int:
 def _verdicts(results: Sequence[Result]) -> str:
     rows = []
     for result in results:
-        seen = f" ({effects})" if result.verdict == "undecided" and (effects := would_see(result.findings)) else ""
+        seen = (
+            f" ({effects})"
+            if result.verdict == "undecided" and (effects := detectable_effects(result.findings))
+            else ""
+        )
         rows.append([result.claim.text, f"**{result.verdict}**{seen}", result.adjusted_verdict])
     return "## Verdicts\n\n" + report.markdown(["claim", "verdict", "with Holm"], rows)
 

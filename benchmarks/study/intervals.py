@@ -1,4 +1,4 @@
-"""Means with 95 % intervals over seeds, Holm's correction, the smallest effect that can be seen, verdicts on claims.
+"""Means with 95 % intervals over seeds, Holm's correction, the minimum detectable effect, verdicts on claims.
 
 Student's t intervals: mean ± t(n - 1) · s / sqrt(n). With five seeds a percentile bootstrap would be too narrow by
 a third: 1.96 · sqrt(4 / 5) instead of 2.78 standard errors.
@@ -43,7 +43,7 @@ class Interval:
         return 2 * student_cdf(-t, self.count - 1)
 
     @property
-    def smallest_effect(self) -> float:
+    def detectable_effect(self) -> float:
         """The effect that such values show with power 0.8 in a two-sided test at 0.05; needs two values."""
         return noncentrality(self.count - 1) * self.deviation / math.sqrt(self.count)
 

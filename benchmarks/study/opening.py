@@ -38,7 +38,7 @@ def answer(plan: Plan, rows: Sequence[Row]) -> list[str]:
             kinds.append(kind)
         before = f"; before training {start}" if start else ""
         if kind == "undecided" and end.count > 1:
-            before += f"; {end.smallest_effect:.3f} would have been seen"
+            before += f"; minimum detectable effect {end.detectable_effect:.3f}"
         lines.append(f"- {name_of(plan, stratum)}: {end} in {ACCURACY.label}{before}")
     names = [plan.label("method", method) for method in plan.compare]
     summary = " ".join([*_summary(kinds, names, plan.negligible), plan.answer]).strip()
@@ -91,21 +91,21 @@ def name_of(plan: Plan, stratum: dict[str, Level]) -> str:
     return of(plan, stratum).strip(" ()") or "all runs"
 
 
-def would_see(findings: Sequence[Finding]) -> str:
-    """The smallest effects that the undecided differences could have shown, by metric: the largest of each."""
+def detectable_effects(findings: Sequence[Finding]) -> str:
+    """The minimum detectable effects of the undecided differences, by metric: the largest of each."""
     effects: dict[str, float] = {}
     for one in findings:
         if one.verdict == "undecided" and one.difference is not None and one.difference.count > 1:
             label = one.contrast.statistic.label
-            effects[label] = max(effects.get(label, 0.0), one.difference.smallest_effect)
+            effects[label] = max(effects.get(label, 0.0), one.difference.detectable_effect)
     said = ", ".join(f"{effect:.3f} in {label}" for label, effect in effects.items())
-    return f"{said} would have been seen" if said else ""
+    return f"minimum detectable effect {said}" if said else ""
 
 
 def found_of(result: Result) -> str:
-    """Yes, no, or the verdict; if undecided, with the effects that would have been seen."""
+    """Yes, no, or the verdict; if undecided, with the minimum detectable effects."""
     word = {"holds": "yes", "does not hold": "no"}.get(result.verdict, result.verdict)
-    effects = would_see(result.findings) if result.verdict == "undecided" else ""
+    effects = detectable_effects(result.findings) if result.verdict == "undecided" else ""
     return f"**{word}**" + (f" ({effects})" if effects else "")
 
 

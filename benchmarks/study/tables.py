@@ -22,12 +22,20 @@ def differences(plan: Plan, results: Sequence[Result]) -> str:
                 continue
             name = sides(plan, one.contrast) + of(plan, one.stratum)
             adjusted = f"[{one.adjusted.low:+.3f}, {one.adjusted.high:+.3f}]" if one.adjusted else "-"
-            effect = f"{found.smallest_effect:.3f}" if found.count > 1 else "-"
+            effect = f"{found.detectable_effect:.3f}" if found.count > 1 else "-"
             cells = [one.contrast.statistic.label, str(found), adjusted, str(found.count), effect]
             rows.append([result.claim.name, name, *cells, one.verdict, one.adjusted_verdict])
     text = "## Differences"
     if rows:
-        headers = ["claim", "difference", "metric", "mean [95 %]", "Holm", f"{plan.units[0]}s", "smallest effect"]
+        headers = [
+            "claim",
+            "difference",
+            "metric",
+            "mean [95 %]",
+            "Holm",
+            f"{plan.units[0]}s",
+            "minimum detectable effect",
+        ]
         text += "\n\n" + report.markdown([*headers, "verdict", "with Holm"], rows)
     if unmeasured:
         counts = ", ".join(f"{count} of {name}" for name, count in unmeasured.items())
