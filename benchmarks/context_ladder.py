@@ -229,7 +229,7 @@ def step_plan(args: argparse.Namespace, length: int, kv: float) -> RunPlan:
 
 def sequence_gib(args: argparse.Namespace, length: int) -> float:
     """GiB of a cache for one sequence."""
-    return (length + PROMPT + SPARE_TOKENS) * step_plan(args, length, 0.0).token_kv_bytes / GIB
+    return step_plan(args, length, 0.0).sequence_kv_bytes(length + PROMPT + SPARE_TOKENS) / GIB
 
 
 def kv_for(args: argparse.Namespace, card: float, length: int) -> float:

@@ -235,10 +235,9 @@ class RunPlan:
     reference: bool = False
     """Whether full fine-tuning holds a second model, or a run that starts from an adapter a copy of it."""
 
-    @property
-    def token_kv_bytes(self) -> int:
-        """Bytes of a token's keys and values in all layers."""
-        return self.shape.kv_bytes(self.kv_dtype or self.batch.dtype)
+    def sequence_kv_bytes(self, tokens: int) -> int:
+        """Bytes of the keys and values of a sequence."""
+        return self.shape.sequence_kv_bytes(tokens, self.kv_dtype or self.batch.dtype, self.prefill_tokens)
 
 
 def run_memory(plan: RunPlan) -> RunMemory:
@@ -320,11 +319,10 @@ def longest_completion(plan: RunPlan, prompt: int, gib: float) -> int:
         prompt: Tokens of its prompt.
         gib: Of the GPU.
     """
-    token_gib = plan.token_kv_bytes / GIB
 
     def fits(length: int) -> bool:
         batch = replace(plan.batch, tokens=prompt + length, sequences=1)
-        cache = max(plan.kv_cache_gib, (prompt + length) * token_gib)
+        cache = max(plan.kv_cache_gib, plan.sequence_kv_bytes(prompt + length) / GIB)
         return run_memory(replace(plan, batch=batch, kv_cache_gib=cache)).peak <= gib * GIB
 
     high = 1

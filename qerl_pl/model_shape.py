@@ -126,13 +126,16 @@ class Shape:
         """Bytes of a token's keys and values in all layers."""
         return 2 * self.layers * self.keys * dtype.itemsize
 
-    def least_kv_bytes(self, tokens: int, dtype: torch.dtype) -> int:
-        """Bytes of a sequence's keys and values if layers with a window hold no more than that.
+    def sequence_kv_bytes(self, tokens: int, dtype: torch.dtype, under_way: int = 0) -> int:
+        """Bytes of a sequence's keys and values, of which layers with a window hold no more than that.
 
-        vLLM (0.30, `SlidingWindowSpec`) holds the tokens of the forward passes under way beside the window, and counts
-        them when it starts.
+        Args:
+            tokens: Of the sequence.
+            dtype: Of keys and values.
+            under_way: Tokens of the engine's forward passes, which vLLM (0.30, `SlidingWindowSpec`) holds beside the
+                window, and counts when it starts.
         """
-        outside = max(tokens - self.window, 0) * self.window_layers
+        outside = max(tokens - self.window - under_way, 0) * self.window_layers
         return (self.layers * tokens - outside) * 2 * self.keys * dtype.itemsize
 
     def adapter_weights(self, rank: int, targets: Sequence[str] = PROJECTIONS) -> int:

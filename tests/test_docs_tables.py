@@ -149,7 +149,7 @@ def long_plan(shape: str, length: int, rank: int, mode: bool | str, dtype: str, 
         max_num_seqs=8,
         **{32: {}, 8: {"state_bytes": 2.03125, "step_bytes": 0.0}}[bits],
     )
-    return replace(plan, kv_cache_gib=at_once * tokens * plan.token_kv_bytes / GIB)
+    return replace(plan, kv_cache_gib=at_once * plan.sequence_kv_bytes(tokens) / GIB)
 
 
 def test_long_completions_need_what_the_page_says() -> None:

@@ -269,11 +269,23 @@ def test_a_cache_is_refused_that_does_not_hold_a_windows_tokens_either(
     token = 2 * 2 * shape.keys
     for tokens in (40, 1000):
         held = full * tokens + (layers - full) * min(window, tokens)
-        assert shape.least_kv_bytes(tokens, torch.bfloat16) == held * token
+        assert shape.sequence_kv_bytes(tokens, torch.bfloat16) == held * token
     enough = (full * 1032 + (layers - full) * window) * token / GIB
-    check_length(1000, 1000, enough, lambda tokens: shape.least_kv_bytes(tokens, torch.bfloat16))
+    check_length(1000, 1000, enough, lambda tokens: shape.sequence_kv_bytes(tokens, torch.bfloat16))
     with pytest.raises(UserError, match="one sequence of 1000 tokens, at least"):
-        check_length(1000, 1000, 0.999 * enough, lambda tokens: shape.least_kv_bytes(tokens, torch.bfloat16))
+        check_length(1000, 1000, 0.999 * enough, lambda tokens: shape.sequence_kv_bytes(tokens, torch.bfloat16))
+
+
+def test_windows_hold_their_tokens_and_those_of_the_passes_under_way() -> None:
+    full = replace(QWEN, keys=3584)  # so that keys and values bound the longest completion
+    shape, of_layer = replace(full, window=1000, window_layers=20), 2 * 3584 * 2  # of 28 layers
+    batch = MicroBatch(1, rank=32, checkpointing="offload")
+    plan = RunPlan(shape, batch, kv_cache_gib=0.0, prefill_tokens=500)
+    assert plan.sequence_kv_bytes(1400) == 1400 * 28 * of_layer
+    assert plan.sequence_kv_bytes(10_000) == (8 * 10_000 + 20 * 1500) * of_layer
+    assert shape.sequence_kv_bytes(10_000, torch.bfloat16) == (8 * 10_000 + 20 * 1000) * of_layer
+    longest = [memory_plan.longest_completion(replace(plan, shape=one), 100, 12) for one in (full, shape)]
+    assert longest[0] < longest[1]
 
 
 def test_the_longest_completion_fits_and_a_longer_one_does_not() -> None:
@@ -290,7 +302,7 @@ def test_the_longest_completion_fits_and_a_longer_one_does_not() -> None:
         plan, shape=replace(QWEN, keys=3584), batch=replace(plan.batch, checkpointing="offload"), kv_cache_gib=0.0
     )
     halved = replace(plan, kv_dtype=torch.float8_e4m3fn)
-    assert (plan.token_kv_bytes, halved.token_kv_bytes) == (57344, 28672)
+    assert (plan.sequence_kv_bytes(3), halved.sequence_kv_bytes(3)) == (3 * 57344, 3 * 28672)
     many = replace(rollout_bound, kv_dtype=torch.float8_e4m3fn)
     assert memory_plan.longest_completion(many, 100, 12) > 1.5 * memory_plan.longest_completion(rollout_bound, 100, 12)
     offload = replace(plan, batch=replace(plan.batch, checkpointing="offload"))

@@ -164,8 +164,9 @@ def plan_of(model: PolicyModule, data: LightningDataModule, rollout: RolloutCall
 def _with_engine(plan: RunPlan, engine: RolloutEngine, longest: int, prompts: int) -> RunPlan:
     """The plan with an engine's part: its cache, and whether it shares the base."""
     if isinstance(engine, VLLMEngine):
-        plan = replace(plan, kv_dtype=engine.cache_dtype(plan.batch.dtype))
-    sequence = longest * plan.token_kv_bytes / GIB
+        prefill = engine.max_num_batched_tokens or PREFILL_TOKENS
+        plan = replace(plan, kv_dtype=engine.cache_dtype(plan.batch.dtype), prefill_tokens=prefill)
+    sequence = plan.sequence_kv_bytes(longest) / GIB
     if not isinstance(engine, VLLMEngine):  # dense weights of its own, and the keys and values of a batch
         rows = getattr(engine, "max_batch", 1)
         return replace(
@@ -180,7 +181,6 @@ def _with_engine(plan: RunPlan, engine: RolloutEngine, longest: int, prompts: in
         kv_cache_gib=sequence if cache is None else cache,  # a share of the GPU takes at least one sequence
         sleeps=engine.sleep_mode,
         prompt_tokens=prompts,
-        prefill_tokens=engine.max_num_batched_tokens or PREFILL_TOKENS,
         max_num_seqs=engine.max_num_seqs,
     )
 

@@ -174,7 +174,7 @@ class VLLMEngine(RolloutEngine):
         self._shapes |= {name: size for name, size in stacks.items() if spec.adapts_stack(name)}
         length = self.max_model_len or spec.max_tokens
         kv_gib = kv_cache_size(self.kv_cache_gib, self.gpu_memory_utilization, spec.device)
-        least_bytes = partial(Shape.of(config).least_kv_bytes, dtype=self.cache_dtype(spec.dtype))
+        least_bytes = partial(Shape.of(config).sequence_kv_bytes, dtype=self.cache_dtype(spec.dtype))
         check_length(length, spec.max_tokens, kv_gib, least_bytes)
         if backend == "marlin":
             linear_methods.check_marlin_shapes(linears)
