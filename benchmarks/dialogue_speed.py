@@ -114,7 +114,7 @@ def main() -> int:
         write_model(base, args.shape, device)
         longest = args.prompt + args.tokens + args.answer * max(args.turns)
         spec = EngineSpec(base, torch.bfloat16, device, RANK, TARGETS, longest)
-        room = 1.1 * args.dialogues * longest * Shape.of(load_config(base)).kv_bytes(torch.bfloat16) / GIB
+        room = 1.1 * args.dialogues * Shape.of(load_config(base)).sequence_kv_bytes(longest, torch.bfloat16) / GIB
         engine = VLLMEngine(kv_cache_gib=args.kv_gib or room, max_num_seqs=args.dialogues)
         engine.launch(spec)
         weights = random_policy(base, spec, None)

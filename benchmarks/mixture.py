@@ -73,8 +73,8 @@ ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 def kv_gib(args: argparse.Namespace) -> float:
     """Size of the key/value cache for the largest batch, GiB, rounded up: blocks have up to 128 tokens."""
     config = AutoConfig.for_model(**random_model.mixture_config(args.shape, args.layers))
-    tokens = max(args.batches) * (args.prompt + args.tokens + 128)
-    return math.ceil(8 * tokens * Shape.of(config).kv_bytes(torch.bfloat16) / GIB) / 8
+    tokens = max(args.batches) * (args.prompt + args.tokens + 128)  # of many sequences, which no window bounds
+    return math.ceil(8 * Shape.of(config).sequence_kv_bytes(tokens, torch.bfloat16, under_way=tokens) / GIB) / 8
 
 
 def launch(

@@ -122,10 +122,6 @@ class Shape:
         """Embedding and output layer."""
         return (1 if self.tied else 2) * self.vocabulary * self.hidden
 
-    def kv_bytes(self, dtype: torch.dtype) -> int:
-        """Bytes of a token's keys and values in all layers."""
-        return 2 * self.layers * self.keys * dtype.itemsize
-
     def sequence_kv_bytes(self, tokens: int, dtype: torch.dtype, under_way: int = 0) -> int:
         """Bytes of a sequence's keys and values, of which layers with a window hold no more than that.
 

@@ -8,7 +8,7 @@ from benchmarks import report
 from benchmarks.study import pictures, tables
 from benchmarks.study.claims import Row
 from benchmarks.study.findings import CEILING, Result, findings, strata
-from benchmarks.study.opening import detectable_effects, opening
+from benchmarks.study.opening import opening, with_effects
 from benchmarks.study.plan import Level, Plan
 from qerl_pl.errors import UserError
 from qerl_pl.persistence.atomic_files import atomic_write
@@ -104,14 +104,7 @@ def _stopped(plan: Plan, rows: Sequence[Row]) -> int:
 
 
 def _verdicts(results: Sequence[Result]) -> str:
-    rows = []
-    for result in results:
-        seen = (
-            f" ({effects})"
-            if result.verdict == "undecided" and (effects := detectable_effects(result.findings))
-            else ""
-        )
-        rows.append([result.claim.text, f"**{result.verdict}**{seen}", result.adjusted_verdict])
+    rows = [[one.claim.text, with_effects(one.verdict, one), one.adjusted_verdict] for one in results]
     return "## Verdicts\n\n" + report.markdown(["claim", "verdict", "with Holm"], rows)
 
 

@@ -9,13 +9,11 @@ out the next; `long_answers.yaml` trains on the others. The three have no questi
 
 import argparse
 import itertools
-import json
 import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from benchmarks.study.word_problems import easy_rows
-from qerl_pl.persistence.atomic_files import atomic_write
+from benchmarks.study.word_problems import easy_rows, write_rows
 from qerl_pl.persistence.random_state import stream_seed
 from qerl_pl.rewards.answers import last_tagged, parse_number
 
@@ -79,8 +77,8 @@ def main(words: Sequence[str] | None = None) -> None:
             for start, end, count in zip([0, *ends], ends, counts, strict=False)
             for row in long_rows(rows[start:end], args.questions, count)
         ]
-        atomic_write(args.out / f"{split}.jsonl", "".join(json.dumps(row) + "\n" for row in drawn).encode())
-        print(f"{args.out / split}.jsonl: {len(drawn)} rows of {args.questions} out of {len(rows)} questions")
+        file = args.out / f"{split}.jsonl"
+        print(f"{file}: {write_rows(file, drawn)} rows of {args.questions} out of {len(rows)} questions")
 
 
 if __name__ == "__main__":

@@ -103,8 +103,12 @@ def detectable_effects(findings: Sequence[Finding]) -> str:
 
 
 def found_of(result: Result) -> str:
-    """Yes, no, or the verdict; if undecided, with the minimum detectable effects."""
-    word = {"holds": "yes", "does not hold": "no"}.get(result.verdict, result.verdict)
+    """Yes, no, or the verdict, as `with_effects` has it."""
+    return with_effects({"holds": "yes", "does not hold": "no"}.get(result.verdict, result.verdict), result)
+
+
+def with_effects(word: str, result: Result) -> str:
+    """A word for a verdict; if undecided, with the minimum detectable effects."""
     effects = detectable_effects(result.findings) if result.verdict == "undecided" else ""
     return f"**{word}**" + (f" ({effects})" if effects else "")
 

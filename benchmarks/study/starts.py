@@ -33,6 +33,7 @@ from transformers import AutoModelForCausalLM
 from benchmarks import report
 from benchmarks.study.pretrained import ENGINES, Measurement, read_rows
 from benchmarks.study.reordered import reorder_checkpoint
+from benchmarks.study.word_problems import write_rows
 from qerl_pl.datamodules import ConversationDataModule
 from qerl_pl.formats.model_folder import copy_other_files, read_config
 from qerl_pl.modules import LoraConfig, PolicyConfig, SFTModule
@@ -73,7 +74,7 @@ def write_data(data: Path, folder: Path, held_out: Sequence[dict[str, str]], row
         test = read_rows(data / "test.jsonl")
         with atomic_directory(folder) as out:
             for split, split_rows in (("train", rows), ("held_out", held_out), ("test", test)):
-                (out / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in split_rows))
+                write_rows(out / f"{split}.jsonl", split_rows)
 
 
 def write_base(model: Path, base: Path, rounding: int) -> None:
@@ -128,8 +129,9 @@ def train(args: argparse.Namespace) -> None:
     del module, trainer
     longest = max(args.max_tokens, args.boxed_tokens if args.test_samples else 0)
     policy = Measurement(base, args.format, lora, longest, args.engine, args.dtype)
+    measured = [step for step in range(args.every, args.steps + 1, args.every) if step >= args.first]
     steps = []
-    for step in (one for one in range(args.every, args.steps + 1, args.every) if one >= args.first):
+    for step in measured:
         policy.use(folder / f"step={step}")
         result = policy.accuracy(held_out, "tags", args.samples, max_tokens=args.max_tokens)
         summary = {kind: statistics.fmean(result[kind]) for kind in ("greedy", "sampled")}

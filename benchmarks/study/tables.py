@@ -27,16 +27,9 @@ def differences(plan: Plan, results: Sequence[Result]) -> str:
             rows.append([result.claim.name, name, *cells, one.verdict, one.adjusted_verdict])
     text = "## Differences"
     if rows:
-        headers = [
-            "claim",
-            "difference",
-            "metric",
-            "mean [95 %]",
-            "Holm",
-            f"{plan.units[0]}s",
-            "minimum detectable effect",
-        ]
-        text += "\n\n" + report.markdown([*headers, "verdict", "with Holm"], rows)
+        headers = ["claim", "difference", "metric", "mean [95 %]", "Holm", f"{plan.units[0]}s"]
+        headers += ["minimum detectable effect", "verdict", "with Holm"]
+        text += "\n\n" + report.markdown(headers, rows)
     if unmeasured:
         counts = ", ".join(f"{count} of {name}" for name, count in unmeasured.items())
         text += f"\n\nNot measured: {counts}."

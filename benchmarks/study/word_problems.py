@@ -11,7 +11,7 @@ import argparse
 import json
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -108,6 +108,13 @@ def easy_rows(folder: Path, split: str, steps: int) -> Iterator[dict[str, str]]:
             yield {"question": str(row["question"]), "answer": re.sub(r"<<.*?>>", "", answer)}
 
 
+def write_rows(file: Path, rows: Iterable[Mapping[str, str]]) -> int:
+    """Write a JSONL file; returns the number of rows."""
+    lines = [json.dumps(row) + "\n" for row in rows]
+    atomic_write(file, "".join(lines).encode())
+    return len(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
@@ -119,9 +126,8 @@ def main() -> None:
     args = parser.parse_args()
     for split, count in (("train", args.train), ("test", args.test)):
         made = easy_rows(args.gsm8k, split, args.steps) if args.gsm8k else rows(args.seed, split, count)
-        lines = [json.dumps(row) + "\n" for row in made]
-        atomic_write(args.out / f"{split}.jsonl", "".join(lines).encode())
-        print(f"{args.out / split}.jsonl: {len(lines)} rows")
+        file = args.out / f"{split}.jsonl"
+        print(f"{file}: {write_rows(file, made)} rows")
 
 
 if __name__ == "__main__":
