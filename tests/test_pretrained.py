@@ -125,5 +125,14 @@ def test_starts_are_taught_measured_and_chosen(tiny_policy_dir: Path, gsm8k: Pat
     rewritten = again / "nvfp4-1" / "start" / "adapter_model.safetensors"
     assert rewritten.read_bytes() == (tmp_path / "nvfp4-1" / "step=2" / "adapter_model.safetensors").read_bytes()
     assert not (again / "nvfp4-1" / "start.json").exists()
-    starts(["train", str(tiny_policy_dir), str(again), "--format", "none", *common, "--first", "2"])
-    assert [step["step"] for step in json.loads((again / "none-0" / "start.json").read_text())["steps"]] == [2]
+    starts(["train", str(tiny_policy_dir), str(again), "--format", "none", *common, "--first", "2", "--target", "0.1"])
+    measured = json.loads((again / "none-0" / "start.json").read_text())
+    assert [step["step"] for step in measured["steps"]] == [2]
+    assert measured["chosen"] == 2 and measured["sampled_again"] == 0.0
+    begun = again / "none-0" / "start" / "adapter_model.safetensors"
+    assert begun.read_bytes() == (tmp_path / "none-0" / "step=2" / "adapter_model.safetensors").read_bytes()
+    measured["sampled_again"] = 0.0625
+    (again / "none-0" / "start.json").write_text(json.dumps(measured))
+    starts(["choose", str(again), "--out", str(again / "results")])
+    table = (again / "results" / "starts.md").read_text().splitlines()
+    assert table[2] == "| none-0 | 2 | 0.000 | 0.000 | 0.062 | 0.000 |"

@@ -144,13 +144,14 @@ class Measurement:
         samples: int,
         file: Path | None = None,
         max_tokens: int | None = None,
+        seed: int = 0,
     ) -> dict[str, Any]:
         """Whether each greedy answer is right, and how many of each question's samples; lengths and truncations.
 
         All completions, of up to `max_tokens` tokens (the measurement's by default), go to `file`, if there is one.
         """
         config = EvaluatorConfig([REWARDS[style]], SamplingConfig(max_tokens=max_tokens or self.max_tokens), samples)
-        evaluator = Evaluator(config, self.engine, AutoTokenizer.from_pretrained(self.tokenizer_folder), seed=0)
+        evaluator = Evaluator(config, self.engine, AutoTokenizer.from_pretrained(self.tokenizer_folder), seed=seed)
         if file is not None:
             evaluator.use_cache(SampleCache(file))
         prompts = prompts_of(rows, style, self.tokenizer_folder)

@@ -6,10 +6,11 @@
 `train` writes BASE, a copy of MODEL whose channels are reordered unless the rounding is 0, fine-tunes an adapter on the
 quantized BASE with the first rows of the training split, and measures its accuracy on the next rows at intervals.
 `choose` takes the lowest of the best accuracies as the target, unless it is given, so that every policy starts alike;
-full fine-tuning starts from STARTS/none-0/merged. Neither sees the test split, but for `train --test-samples N`, which
-writes what the policy can do on it before fine-tuning, asked for a boxed answer, and after it to before.json and
-after.json for `benchmarks.study.pretrained table`. Reinforcement learning trains on the remaining rows, which `train`
-writes to STARTS/data.
+full fine-tuning starts from STARTS/none-0/merged. With `train --target`, a start is chosen at once and its sampled
+accuracy measured again with fresh samples: the one that the choice was made by is biased towards the target. Neither
+sees the test split, but for `train --test-samples N`, which writes what the policy can do on it before fine-tuning,
+asked for a boxed answer, and after it to before.json and after.json for `benchmarks.study.pretrained table`.
+Reinforcement learning trains on the remaining rows, which `train` writes to STARTS/data.
 
 On one kind of GPU the same command writes the same adapter again, so `train --steps N --unmeasured` makes a start on
 another machine that was measured and chosen before.
@@ -144,9 +145,16 @@ def train(args: argparse.Namespace) -> None:
             policy.use(adapter)
             result = policy.accuracy(test, style, args.test_samples, max_tokens=tokens)
             (folder / f"{name}.json").write_text(json.dumps({**result, "environment": report.environment()}))
+    fresh: dict[str, Any] = {}
+    if args.target is not None:
+        fresh["chosen"] = begin_nearest(folder, steps, args.target)
+        policy.use(folder / "start")
+        result = policy.accuracy(held_out, "tags", args.fresh_samples, max_tokens=args.max_tokens, seed=1)
+        fresh["sampled_again"] = statistics.fmean(result["sampled"])
+        print(args.format, args.rounding, fresh, flush=True)
     policy.engine.close()
     settings = {name: getattr(args, name) for name in ("format", "rounding", "taught", "held_out", "samples", "lr")}
-    results = {**settings, "model": args.model.name, "steps": steps, "environment": report.environment()}
+    results = {**settings, "model": args.model.name, "steps": steps, **fresh, "environment": report.environment()}
     (folder / RESULTS).write_text(json.dumps(results, indent=1) + "\n")
 
 
@@ -157,6 +165,13 @@ def begin(folder: Path, step: int) -> None:
     name, _, rounding = folder.name.rpartition("-")
     if name == "none":
         merge(folder.parent / f"base-{rounding}", folder / "start", folder / "merged")
+
+
+def begin_nearest(folder: Path, steps: Sequence[dict[str, Any]], target: float) -> int:
+    """Let runs begin with the step whose sampled accuracy is nearest to the target; the first of several."""
+    nearest = min(steps, key=lambda step: (abs(step["sampled"] - target), step["step"]))["step"]
+    begin(folder, nearest)
+    return int(nearest)
 
 
 def merge(base: Path, adapter: Path, merged: Path) -> None:
@@ -172,12 +187,14 @@ def choose(args: argparse.Namespace) -> None:
     best = {folder: max(step["sampled"] for step in start["steps"]) for folder, start in starts.items()}
     target, rows, results = args.target or min(best.values()), [], []
     for folder, start in starts.items():
-        step = min(start["steps"], key=lambda step: (abs(step["sampled"] - target), step["step"]))
-        begin(folder, step["step"])
-        accuracies = [f"{value:.3f}" for value in (best[folder], step["sampled"], step["greedy"])]
-        rows.append([folder.name, step["step"], *accuracies])
-        results.append({**start, "chosen": step["step"]})
-    headers = ["format and rounding", "steps", "best sampled accuracy", "sampled accuracy", "greedy accuracy"]
+        chosen = begin_nearest(folder, start["steps"], target)
+        step = next(step for step in start["steps"] if step["step"] == chosen)
+        again = start["sampled_again"] if start.get("chosen") == chosen else None
+        accuracies = ["" if value is None else f"{value:.3f}" for value in (best[folder], step["sampled"], again)]
+        rows.append([folder.name, chosen, *accuracies, f"{step['greedy']:.3f}"])
+        results.append({**start, "chosen": chosen})
+    headers = ["format and rounding", "steps", "best sampled accuracy", "sampled accuracy", "measured again"]
+    headers.append("greedy accuracy")
     report.write(args.out, args.name, report.markdown(headers, rows), {"target": target, "starts": results})
 
 
@@ -202,6 +219,8 @@ def main(words: Sequence[str] | None = None) -> None:
     one.add_argument("--rank", type=int, default=32)
     one.add_argument("--alpha", type=float, default=32.0)
     one.add_argument("--samples", type=int, default=2, help="samples a question, beside the greedy one")
+    one.add_argument("--target", type=float, help="sampled accuracy; the nearest step is chosen and measured again")
+    one.add_argument("--fresh-samples", type=int, default=4, help="samples a question of that measurement")
     one.add_argument("--max-tokens", type=int, default=320)
     one.add_argument("--test-samples", type=int, default=0, help="samples a question of the test split; 0: no test")
     one.add_argument("--boxed-tokens", type=int, default=512, help="tokens of a boxed answer")
