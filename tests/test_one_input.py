@@ -26,6 +26,12 @@ def quantized(tiny_policy_dir: Path, tmp_path_factory: pytest.TempPathFactory) -
     return folder
 
 
+@pytest.fixture(params=["nvfp4", "none"])
+def frozen(request: pytest.FixtureRequest, quantized: Path, tiny_policy_dir: Path) -> tuple[Path, Any]:
+    """Folder and format of a policy."""
+    return {"nvfp4": quantized, "none": tiny_policy_dir}[request.param], request.param
+
+
 def make(folder: Path, quantization: Any = "nvfp4", lora: LoraConfig | None = None, **settings: Any) -> Policy:
     config = PolicyConfig(str(folder), quantization=quantization, lora=lora or LoraConfig(rank=4), **settings)
     policy = Policy(folder, config, torch.device("cpu"), seed=1).train()
@@ -59,10 +65,10 @@ def learn_one_by_one(policy: Policy) -> tuple[Tensor, dict[str, Tensor]]:
     ("lora", "targets"), [(LoraConfig(rank=4, alpha=8.0), 7), (LoraConfig(rank=3, targets=PROJECTIONS[:6]), 6)]
 )
 def test_a_policy_learns_what_it_learns_one_by_one(
-    quantized: Path, checkpointing: Any, lora: LoraConfig, targets: int
+    frozen: tuple[Path, Any], checkpointing: Any, lora: LoraConfig, targets: int
 ) -> None:
     """In float32: no more than the order of the sums differs. o's adapter, and down's or its base, are alone."""
-    policy = make(quantized, dtype="float32", lora=lora, gradient_checkpointing=checkpointing)
+    policy = make(*frozen, dtype="float32", lora=lora, gradient_checkpointing=checkpointing)
     (expected, before), (result, after) = learn_one_by_one(policy), learn(policy)
     torch.testing.assert_close(result, expected)
     assert before.keys() == after.keys() and len(after) == LAYERS * 2 * targets
@@ -72,10 +78,10 @@ def test_a_policy_learns_what_it_learns_one_by_one(
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_all_that_can_be_recomputed_gives_the_same_bits(quantized: Path, dtype: Any) -> None:
-    result, gradients = learn(make(quantized, dtype=dtype))
+def test_all_that_can_be_recomputed_gives_the_same_bits(frozen: tuple[Path, Any], dtype: Any) -> None:
+    result, gradients = learn(make(*frozen, dtype=dtype))
     for mode in MODES[1:]:
-        again, others = learn(make(quantized, dtype=dtype, gradient_checkpointing=mode))
+        again, others = learn(make(*frozen, dtype=dtype, gradient_checkpointing=mode))
         assert torch.equal(again, result) and others.keys() == gradients.keys()
         assert all(torch.equal(others[name], gradient) for name, gradient in gradients.items())
 
@@ -99,14 +105,14 @@ class Products(TorchDispatchMode):
     ("checkpointing", "backward", "joins"), [(False, 29, 2), ("selective", 29, 2), (True, 29 + 16, 4)]
 )
 def test_a_layer_needs_eighteen_products_and_twenty_nine_for_its_gradients(
-    quantized: Path, checkpointing: Any, backward: int, joins: int
+    frozen: tuple[Path, Any], checkpointing: Any, backward: int, joins: int
 ) -> None:
     """Forward 7 for q, k and v, 5 for gate and up, 3 each for o and down; in backward 11, 8 and 5 each. A recomputation
     leaves out down's two products, of the weight and of B, that are only added.
 
     What is joined is the gradients on their way to A, and A only where each layer is recomputed.
     """
-    policy = make(quantized, gradient_checkpointing=checkpointing)
+    policy = make(*frozen, gradient_checkpointing=checkpointing)
     packing = Packing.of(torch.tensor([9, 7]), 9)
     embedded = torch.randn(1, 16, 128, generator=torch.Generator().manual_seed(1)).bfloat16().requires_grad_()
     with Products() as first, policy.trained.low_precision_copies(torch.bfloat16):
@@ -156,11 +162,11 @@ def test_one_that_is_not_as_the_others_has_them_computed_one_by_one(
     assert after.keys() == before.keys() and all(gradient.any() for gradient in after.values())
 
 
-def test_dropout_16_bits_and_an_adapter_that_is_off_are_computed_one_by_one(
+def test_dropout_full_fine_tuning_and_an_adapter_that_is_off_are_computed_one_by_one(
     quantized: Path, tiny_policy_dir: Path
 ) -> None:
     dropping = make(quantized, lora=LoraConfig(rank=4, dropout=0.5))
-    for policy in (dropping, make(tiny_policy_dir, "none"), make(tiny_policy_dir, "none", finetune="full")):
+    for policy in (dropping, make(tiny_policy_dir, "none", finetune="full")):
         (result, after), (expected, before) = learn(policy), learn_one_by_one(policy)
         assert torch.equal(result, expected) and after.keys() == before.keys()
         assert all(torch.equal(after[name], gradient) for name, gradient in before.items())

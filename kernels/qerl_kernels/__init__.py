@@ -16,7 +16,7 @@ from qerl_kernels.decode_gemm import (
 from qerl_kernels.divergence import chunked_reverse_kl
 from qerl_kernels.experts import ExpertBiases, ExpertLora, mixture_of_experts, mixture_reference
 from qerl_kernels.frozen_weights import DenseWeight, FrozenWeight, MarlinRows, MXFP4Weight, NVFP4Weight
-from qerl_kernels.linear import AdaptedWeight, LoraFactors, dense_linear, frozen_linear, frozen_linears
+from qerl_kernels.linear import AdaptedWeight, LoraFactors, frozen_linear, frozen_linears
 from qerl_kernels.logprob import chunked_token_logprobs
 from qerl_kernels.marlin import MarlinTensor, marlin_alpha
 from qerl_kernels.norm import rms_norm
@@ -33,7 +33,6 @@ from qerl_kernels.rope import rotary
 from qerl_kernels.sampling import sample_tokens
 from qerl_kernels.selective_checkpointing import (
     graph_only,
-    saves_products,
     selective_checkpoint_contexts,
     without_saving_products,
 )
@@ -44,10 +43,10 @@ __all__ = [
     "ExpertLora", "FrozenWeight", "LoraFactors", "MXFP4Stack", "MXFP4Tensor", "MXFP4Weight", "MarlinRows",
     "MarlinStack", "MarlinTensor", "NVFP4Stack", "NVFP4Tensor", "NVFP4Weight", "StackedWeight", "chunked_reverse_kl",
     "chunked_token_logprobs", "clamped_swiglu", "clamped_swiglu_reference", "decode_gemm_linear",
-    "decode_gemm_linear_reference", "decode_gemm_sizes", "decode_gemm_supported", "dense_linear", "dequantize_marlin",
+    "decode_gemm_linear_reference", "decode_gemm_sizes", "decode_gemm_supported", "dequantize_marlin",
     "dequantize_mxfp4", "dequantize_nvfp4", "dequantize_nvfp4_unscaled", "frozen_linear", "frozen_linears",
     "gelu_tanh_product", "graph_only", "marlin_alpha", "mixture_of_experts", "mixture_reference",
-    "nvfp4_global_scale", "quantize_mxfp4", "quantize_nvfp4", "rms_norm", "rotary", "sample_tokens", "saves_products",
+    "nvfp4_global_scale", "quantize_mxfp4", "quantize_nvfp4", "rms_norm", "rotary", "sample_tokens",
     "select_backend", "selected_backend", "selective_checkpoint_contexts", "silu_product", "triton_available",
     "varlen_attention", "without_saving_products",
 ]  # fmt: skip

@@ -69,11 +69,6 @@ def frozen_linears(x: Tensor, a: Sequence[Tensor], linears: Sequence[AdaptedWeig
     return _FrozenLoraLinears.apply(x, frozen, *a, *(linear.b for linear in linears))
 
 
-def dense_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`torch.nn.functional.linear` with frozen weight and bias, whose product selective checkpointing can save."""
-    return _DenseLinear.apply(x, weight, bias)
-
-
 Dense = Callable[[torch.dtype], Tensor]
 
 
@@ -105,19 +100,6 @@ def _add_product(y: Tensor, x: Tensor, weight: Tensor, alpha: float) -> Tensor:
     if torch.compiler.is_compiling():  # PyTorch 2.11 loses the input's gradient there if y changes in place
         return torch.addmm(y, x, weight, alpha=alpha)
     return y.addmm_(x, weight, alpha=alpha)
-
-
-class _DenseLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.weight = weight
-        return save_products(lambda: (torch.nn.functional.linear(x, weight, bias),))[0]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        dx = _shaped(torch.mm(_flat(grad), ctx.weight), grad) if ctx.needs_input_grad[0] else None
-        return dx, None, None
 
 
 class _FrozenLinear(torch.autograd.Function):

@@ -80,11 +80,6 @@ def selective_checkpoint_contexts(
     return _Forward(products, last_is_added), _Context(products)
 
 
-def saves_products() -> bool:
-    """Whether this thread runs a selectively checkpointed block or its recomputation."""
-    return _thread.context is not None
-
-
 @contextmanager
 def without_saving_products() -> Iterator[None]:
     """Inside the block a selectively checkpointed block saves no products: its recomputation computes them anew."""

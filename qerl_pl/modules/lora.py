@@ -10,12 +10,11 @@ import peft
 from peft.tuners.lora import LoraLayer
 from qerl_kernels import (
     AdaptedWeight,
+    DenseWeight,
     FrozenWeight,
     LoraFactors,
-    dense_linear,
     frozen_linear,
     frozen_linears,
-    saves_products,
 )
 from torch import Tensor, nn
 
@@ -171,8 +170,8 @@ class LoraLinear(nn.Module, LoraLayer):
         if len(a) != self.r[ADAPTER]:  # the fused A of several linears, but this one runs alone
             a, b = self.factors()
         scaling = self.scaling[ADAPTER]
-        if isinstance(self.base_layer, FrozenLinear) and not self.drops:
-            return self.base_layer(x, LoraFactors(a, b, scaling))
+        if not self.drops:
+            return self._base(x, LoraFactors(a, b, scaling))
         hidden = nn.functional.linear(self.lora_dropout[ADAPTER](x), a.to(x.dtype))
         return self._base(x) + nn.functional.linear(hidden, b.to(x.dtype)) * scaling
 
@@ -186,18 +185,27 @@ class LoraLinear(nn.Module, LoraLayer):
         copies = self.low_precision_factors
         return copies if copies is not None and copies[0].dtype == x.dtype else self.factors()
 
-    def _base(self, x: Tensor) -> Tensor:
-        if saves_products() and isinstance(self.base_layer, nn.Linear):
-            return dense_linear(x, self.base_layer.weight, self.base_layer.bias)
-        return self.base_layer(x)
+    def adapted(self, b: Tensor) -> AdaptedWeight:
+        """Weight, bias and the adapter's B [N, r], for `frozen_linears`."""
+        base, scaling = self.base_layer, self.scaling[ADAPTER]
+        if isinstance(base, FrozenLinear):
+            return base.adapted(b, scaling)
+        assert isinstance(base, nn.Linear)
+        return AdaptedWeight(DenseWeight(base.weight), base.bias, b, scaling)
+
+    def _base(self, x: Tensor, lora: LoraFactors | None = None) -> Tensor:
+        base = self.base_layer
+        if isinstance(base, FrozenLinear):
+            return base(x, lora)
+        assert isinstance(base, nn.Linear)
+        return frozen_linear(x, DenseWeight(base.weight), base.bias, lora)
 
 
 def can_fuse_lora(linears: Sequence[nn.Module]) -> TypeGuard[Sequence[LoraLinear]]:
-    """Whether `frozen_linears` can compute linears on one input: all are `FrozenLinear` with an enabled adapter and
-    without dropout."""
+    """Whether `frozen_linears` can compute linears on one input: all have an enabled adapter and no dropout."""
     return all(
         isinstance(linear, LoraLinear)
-        and type(linear.base_layer) is FrozenLinear
+        and type(linear.base_layer) in (FrozenLinear, nn.Linear)
         and not (linear.disable_adapters or linear.drops)
         for linear in linears
     )
@@ -209,10 +217,7 @@ def shared_input_linears(linears: Sequence[nn.Module], x: Tensor) -> tuple[Tenso
         return tuple(linear(x) for linear in linears)
     factors = [linear.factors_for(x) for linear in linears]
     a = {id(a): a for a, _ in factors}.values()  # a single A if it is already concatenated
-    adapted = [
-        linear.base_layer.adapted(b, linear.scaling[ADAPTER])  # type: ignore[operator]
-        for linear, (_, b) in zip(linears, factors, strict=True)
-    ]
+    adapted = [linear.adapted(b) for linear, (_, b) in zip(linears, factors, strict=True)]
     return frozen_linears(x, list(a), adapted)
 
 
