@@ -8,6 +8,7 @@ import numpy as np
 from pages import ROOT
 
 PLAN = " ".join((ROOT / "docs" / "evidence-plan.md").read_text().split())
+LONG = ("lora16", "nvfp4_aqn")
 ROWS = [json.loads(line) for line in (ROOT / "benchmarks" / "results" / "gsm8k_pilot.jsonl").read_text().splitlines()]
 
 
@@ -43,8 +44,10 @@ def test_the_number_of_roundings_follows_from_the_pilots_spread() -> None:
 def test_accuracies_that_are_known_before_are_those_of_the_pilot() -> None:
     means = [float(np.mean(last("accuracy", method, lr))) for method in ("lora16", "nvfp4_aqn") for lr in (3e-5, 1e-4)]
     without_noise = [float(np.mean(last("accuracy", "nvfp4", lr))) for lr in (3e-5, 1e-4)]
-    pattern = r"(\d\.\d+) greedily after 64 rollouts at 3e-5 \(one seed\) and (\d\.\d+) at 1e-4 \(three seeds\), "
-    pattern += r"NVFP4 \+ AQN (\d\.\d+) and (\d\.\d+), NVFP4 without noise (\d\.\d+) and (\d\.\d+)"
+    pattern = (
+        r"(\d\.\d+) greedily after 64 rollouts at 3e-5 and (\d\.\d+) at 1e-4, NVFP4 \+ AQN (\d\.\d+) and (\d\.\d+) "
+    )
+    pattern += r"\(means of three seeds\), NVFP4 without noise (\d\.\d+) and (\d\.\d+)"
     assert figures(pattern) == [round(one, 3) for one in means + without_noise]
     for method in ("lora16", "nvfp4", "nvfp4_aqn"):  # 3e-4 is too high
         assert last("accuracy", method, 3e-4)[0] < last("accuracy", method, 1e-4)[0] / 2
@@ -63,7 +66,35 @@ def test_the_rates_that_won_are_those_of_the_highest_sampled_accuracy() -> None:
     assert figures(r"collapses at 1e-5 \((\d\.\d+)\)") == [round(last("accuracy", "full", 1e-5)[0], 3)]
 
 
+def test_three_seeds_put_the_primary_methods_at_rates_of_their_own() -> None:
+    means = [
+        float(np.mean(last("pass@1", method, lr)))
+        for method, lr in (("lora16", 3e-5), ("lora16", 1e-4), ("nvfp4_aqn", 1e-4), ("nvfp4_aqn", 3e-5))
+    ]
+    pattern = (
+        r"of three seeds (\d\.\d+), and (\d\.\d+) at 1e-4\), NVFP4 \+ AQN 1e-4 \((\d\.\d+), and (\d\.\d+) at 3e-5\)"
+    )
+    assert figures(pattern) == [round(one, 3) for one in means]
+    assert means[0] > means[1] and means[2] > means[3]
+
+
+def test_at_the_higher_rate_a_long_run_stops_rising() -> None:
+    runs = json.loads((ROOT / "benchmarks" / "results" / "gsm8k_length_cut_off.json").read_text())["results"]
+    lora16, aqn = (next(run for name, run in runs.items() if name.endswith(f"method={end}")) for end in LONG)
+    quarters = [np.mean(run["train_accuracy"][begin : begin + 64]) for run in (lora16, aqn) for begin in (64, 128)]
+    pattern = r"from (\d\.\d+) in the second quarter to (\d\.\d+) in the third\. That of NVFP4 \+ AQN did not, "
+    pattern += (
+        r"(\d\.\d+) and (\d\.\d+), and on held-out rows it answered (\d\.\d+) greedily after 64 rollouts and (\d\.\d+)"
+    )
+    held_out = [accuracy for _, accuracy in aqn["held_out_accuracy"]]
+    assert figures(pattern) == [round(float(one), 3) for one in quarters + held_out]
+    assert figures(r"cut off after (\d+) and (\d+)\.") == [lora16["rollouts"], aqn["rollouts"]]
+    entropies = [np.mean(run["sampler_entropy"][64:128]) for run in (aqn, lora16)]
+    assert entropies[0] / entropies[1] < 0.6  # "at half of the entropy"
+
+
 def test_the_curve_of_the_rate_that_won_still_rises() -> None:
-    (run,) = (row for row in ROWS if (row["levels"]["method"], row["levels"]["lr"]) == ("lora16", 3e-5))
+    first = {"method": "lora16", "lr": 3e-5, "seed": 0}
+    (run,) = (row for row in ROWS if first.items() <= row["levels"].items())
     quarters = np.array(run["curves"]["reward"]).reshape(4, -1).mean(1)
     assert figures(r"from (\d\.\d+) to (\d\.\d+) between the third and the last") == list(quarters[2:].round(3))
