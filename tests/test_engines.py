@@ -122,7 +122,7 @@ def weights_of(peft: PeftModel, version: int = 1) -> PolicyWeights:
     adapter = {
         name.removeprefix("base_model.model."): (module.lora_A["default"].weight, module.lora_B["default"].weight)
         for name, module in peft.named_modules()
-        if name.endswith(TARGETS)
+        if hasattr(module, "lora_A")
     }
     return PolicyWeights(version, {k: (a.detach(), b.detach()) for k, (a, b) in adapter.items()}, ALPHA / RANK)
 
@@ -542,6 +542,23 @@ def test_an_adapter_that_does_not_fit_is_refused(engine: RolloutEngine, referenc
     wide = (torch.zeros(2 * RANK, 128), torch.zeros(128, 2 * RANK))
     with pytest.raises(UserError, match="the same rank"):
         engine.sync(replace(weights, adapter=dict(weights.adapter) | {name: wide}))
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+def test_targets_are_ends_of_names(kind: str, base: Path) -> None:
+    """As the trainer's and PEFT's: qualified by the block or the layer, too."""
+    targets = ("self_attn.v_proj", "layers.1.mlp.down_proj")
+    model = Qwen2ForCausalLM.from_pretrained(base, dtype=torch.float32)
+    peft = get_peft_model(model, LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=list(targets))).eval()
+    randomize(peft, seed=1)
+    engine = make_engine(kind)
+    engine.launch(replace(spec_of(base), lora_targets=targets))
+    engine.sync(weights_of(peft))
+    completions = greedy(engine)
+    assert logprob_gap(peft, completions) < LOGPROB_BOUND
+    with peft.disable_adapter():
+        assert logprob_gap(peft, completions) > 0.1
+    engine.close()
 
 
 @pytest.mark.parametrize("kind", ENGINES)

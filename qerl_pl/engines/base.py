@@ -26,7 +26,7 @@ class EngineSpec:
     lora_rank: int
     """Rank of the adapter; 0 for none."""
     lora_targets: tuple[str, ...]
-    """Last components of the adapted linears' names, such as ("q_proj", "up_proj")."""
+    """Ends of the adapted linears' names, such as "q_proj" or "mlp.up_proj"."""
     max_tokens: int
     """Longest sequence, prompt and completion together, that the run can ask for."""
     full_finetuning: bool = False
@@ -40,7 +40,7 @@ class EngineSpec:
 
     def adapts(self, linear: str) -> bool:
         """Whether the base's linear of this name has an adapter."""
-        return self.lora_rank > 0 and linear.rpartition(".")[2] in self.lora_targets
+        return self.lora_rank > 0 and names_match(linear, self.lora_targets)
 
     def adapts_stack(self, stack: str) -> bool:
         """Whether the base's stack of experts of this name has an adapter."""

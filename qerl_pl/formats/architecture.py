@@ -361,7 +361,7 @@ def expert_blocks(model: nn.Module, family: Family) -> dict[str, nn.Module]:
 
 
 def names_match(name: str, targets: Iterable[str]) -> bool:
-    """Whether one of `targets` is the end of a parameter's name, as PEFT's `target_parameters` are."""
+    """Whether one of `targets` is the end of a name, as PEFT's `target_modules` and `target_parameters` are."""
     return any(name == target or name.endswith(f".{target}") for target in targets)
 
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from qerl_pl.engines.vllm import compat, weight_map
 from qerl_pl.engines.vllm.weight_map import FusedSlice
 from qerl_pl.errors import UserError
-from qerl_pl.formats.architecture import FUSED
+from qerl_pl.formats.architecture import FUSED, names_match
 
 LoraBuffers = dict[str, tuple[Tensor, Tensor]]
 """Views of A [r, in] and B [out, r] by the base model's name of a linear, to be written in place."""
@@ -330,7 +330,7 @@ def attach_all(
     for linear, slices in linears.values():
         if above is not None or max_tokens is not None:
             attach_fp4(linear, NEVER if above is None else above)
-        adapted = [piece for piece in slices if config["rank"] and piece[0].rpartition(".")[2] in config["targets"]]
+        adapted = [piece for piece in slices if config["rank"] and names_match(piece[0], config["targets"])]
         if adapted:
             buffers |= attach_adapter(linear, adapted, config["rank"], dtype)
         held = marlin_tensor(linear)
