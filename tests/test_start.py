@@ -67,6 +67,8 @@ TOKENS = torch.randint(5, 300, (2, 12), generator=torch.Generator().manual_seed(
 SHAPES: dict[str, dict[str, Any]] = {
     "plain": {},
     "rank-stabilized": {"use_rslora": True, "init_lora_weights": "gaussian"},
+    "layers": {"layers_to_transform": [1]},
+    "qualified names": {"target_modules": ["self_attn.q_proj", "layers.0.mlp.down_proj"]},
     "a pattern, and norms": {"target_modules": r".*\.(up|gate)_proj", "modules_to_save": NORMS},
 }
 
@@ -140,6 +142,14 @@ def test_a_shape_that_contradicts_the_adapter_is_refused(tiny_policy_dir: Path, 
     same: Any = vars(saved)[name]
     same = same[::-1] if name == "targets" else same  # in any order
     assert config_of(tiny_policy_dir, taught, lora=LoraConfig(**{name: same}, dropout=0.5)).lora_spec.dropout == 0.5  # type: ignore[union-attr]
+
+
+def test_qualified_targets_do_not_contradict_the_adapter_that_they_made(tiny_policy_dir: Path, tmp_path: Path) -> None:
+    lora = LoraConfig(rank=4, targets=("self_attn.q_proj", "layers.0.mlp.down_proj"))
+    made = Policy(tiny_policy_dir, PolicyConfig(str(tiny_policy_dir), quantization="none", lora=lora), CPU, seed=1)
+    made.save(tmp_path / "adapter")
+    again = policy_of(config_of(tiny_policy_dir, tmp_path / "adapter", quantization="none", lora=lora))
+    assert again.trained_state().keys() == made.trained_state().keys()
 
 
 def test_what_is_no_adapter_to_start_from_is_refused(tiny_policy_dir: Path, taught: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import re
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from qerl_pl.errors import UserError
+from qerl_pl.formats.architecture import names_match
 from qerl_pl.formats.quantize import local_folder
 from qerl_pl.modules.lora import LoraConfig, LoraSpec
 
-_FACTOR = re.compile(r"\.(\w+)\.lora_[AB]\.weight$")
+_FACTOR = re.compile(r"^(?:base_model\.model\.)?(.+)\.lora_[AB]\.weight$")
+_LAYER = re.compile(r"\blayers\.(\d+)\.")
 _OF_EXPERTS = re.compile(r"\.experts(\.base_layer)?\.lora_[AB]\.weight$")
 """Factors of the stacks that PEFT's `target_parameters` name, one around the other where there are two."""
 _PLAIN = {
@@ -107,12 +110,29 @@ def read_adapter(path: str, key: str = "model.policy.adapter") -> SavedAdapter:
             "merge it into its base with PEFT, and name that model as model.policy.path"
         )
     factors = {name: match[1] for name in names if (match := _FACTOR.search(name))}
-    targets = {target for name, target in factors.items() if not (parameters and _OF_EXPERTS.search(name))}
+    linears = {linear for name, linear in factors.items() if not (parameters and _OF_EXPERTS.search(name))}
     use_rslora = bool(saved.get("use_rslora"))
-    spec = LoraSpec(rank, alpha, tuple(sorted(targets)), use_rslora, target_parameters=parameters)
+    spec = LoraSpec(rank, alpha, _targets(saved, linears), use_rslora, target_parameters=parameters)
     with (folder / SAFETENSORS_WEIGHTS_NAME).open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     return SavedAdapter(folder, base, spec, len(names) > len(factors), digest)
+
+
+def _targets(saved: Mapping[str, Any], linears: Collection[str]) -> tuple[str, ...]:
+    """Ends of the names of an adapter's linears: those of its configuration, or the last components of the names if it
+    has a pattern or names every layer's linears one by one."""
+    last = tuple(sorted({linear.rpartition(".")[2] for linear in linears}))
+    if saved.get("layers_to_transform") is not None or saved.get("exclude_modules"):
+        return tuple(sorted(linears))
+    own = saved.get("target_modules")
+    if not isinstance(own, list) or not all(names_match(linear, own) for linear in linears):
+        return last  # of a pattern, say
+    found = tuple(sorted(target for target in own if any(names_match(linear, [target]) for linear in linears)))
+    if not any(_LAYER.search(target) for target in own):
+        return found
+    layers = {int(match[1]) for linear in linears if (match := _LAYER.search(linear))}
+    in_all_layers = layers == {*range(len(layers))} and len(linears) == len(layers) * len(last)
+    return last if in_all_layers or len(found) < len(own) else found
 
 
 def _names(file: Path) -> list[str]:
