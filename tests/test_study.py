@@ -20,7 +20,7 @@ from torch.utils.tensorboard import SummaryWriter
 from benchmarks.study.__main__ import chosen, main
 from benchmarks.study.claims import ACCURACY, ENTROPY, FIRST_ENTROPY, GAIN
 from benchmarks.study.evidence import write_evidence
-from benchmarks.study.findings import findings, methods
+from benchmarks.study.findings import findings
 from benchmarks.study.intervals import Interval, interval, student_cdf, student_quantile, verdict, within_policy
 from benchmarks.study.pictures import _band
 from benchmarks.study.plan import ROOT, Plan, read_plan
@@ -331,13 +331,16 @@ def test_studies_that_extend_the_planned_one_do_not_see_its_test_split(name: str
             assert run.overrides["model.optimizer.lr"] == run.levels["lr"]
 
 
-def test_the_runs_that_show_the_length_are_measured_four_times() -> None:
+def test_the_runs_that_show_rates_and_length_are_measured_every_64_rollouts() -> None:
     plan = read_plan(STUDY / "gsm8k_length.yaml")
-    assert methods(plan) == ["lora16", "nvfp4_aqn"]
-    values = plan.values | {"starts": "starts", "rate_qwen_lora16": 3e-5, "rate_qwen_nvfp4_aqn": 1e-4}
+    taken = {(str(run.levels["method"]), run.levels["lr"], run.levels["rollouts"]) for run in plan.runs}
+    chosen = [(method, lr, 128) for method in ("nvfp4_aqn", "nvfp4", "lora16_aqn", "nf4") for lr in (3e-5, 1e-4)]
+    assert taken == {("lora16", 3e-5, 256), ("nvfp4_aqn", 3e-5, 256), *chosen} and len(plan.runs) == 10
     for run in plan.runs:
-        settings = built(*run.words(Path("runs/x"), values))
-        assert (settings.trainer.max_steps, settings.trainer.val_check_interval) == (2 * 256, 64)  # steps, rollouts
+        settings = built(*run.words(Path("runs/x"), plan.values | {"starts": "starts"}))
+        steps = 2 * int(run.levels["rollouts"])
+        assert (settings.trainer.max_steps, settings.trainer.val_check_interval) == (steps, 64)
+        assert run.overrides["model.optimizer.lr"] == run.levels["lr"]
 
 
 def test_the_study_of_long_completions_has_the_planned_corrections() -> None:
@@ -365,7 +368,7 @@ def test_the_pretrained_study_is_the_planned_one() -> None:
     for run in plan.runs:
         unit = (run.levels["rounding"], run.levels["seed"])
         units.setdefault((run.levels["policy"], run.levels["method"]), set()).add(unit)
-    assert len(plan.runs) == 115 and [policy for policy, _ in units] == ["qwen"] * 11 + ["smollm2"] * 6
+    assert len(plan.runs) == 105 and [policy for policy, _ in units] == ["qwen"] * 11 + ["smollm2"] * 4
     for (policy, method), taken in units.items():
         seeds, roundings = ((0, 1), 10) if (policy == "qwen" and method in plan.compare) else ((0,), 5)
         assert taken == {(rounding, 100 + 2 * rounding + seed) for rounding in range(roundings) for seed in seeds}
@@ -376,9 +379,11 @@ def test_the_pretrained_study_is_the_planned_one() -> None:
         for method in sorted(plan.compare)
         for rounding in range(5)
     ]
-    assert not [run for run in plan.runs if not run.missing(plan.values)]  # rates are open
+    assert [int(run.levels["seed"]) % 2 for run in plan.runs] == [0] * 85 + [1] * 20  # second seeds last
+    open_rates = {name for run in plan.runs for name in run.missing(plan.values) if name.startswith("rate")}
+    assert open_rates == {f"rate_qwen_{method}" for method in ("nvfp4", "nvfp4_aqn", "lora16_aqn", "nf4")}
     values = plan.values | {key: 1e-4 if key.startswith("rate") else 0.4 for key in plan.values} | {"starts": "starts"}
-    for run in plan.runs[:2] + plan.runs[40:49] + plan.runs[-6:]:
+    for run in plan.runs[:11] + plan.runs[65:69]:
         settings = built(*run.words(Path("runs/x"), values))
         config, policy, rounding = settings.model.policy_config, run.levels["policy"], run.levels["rounding"]
         start = f"starts/{policy}/{config.quantization}-{rounding}"  # that of the run's own format
