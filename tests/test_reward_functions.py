@@ -2,6 +2,8 @@
 
 import asyncio
 import functools
+import inspect
+import json
 import math
 import pickle
 import sys
@@ -113,9 +115,25 @@ def test_a_column_that_the_data_lacks_is_one_line(asynchronous: bool) -> None:
     async def needs_async(completions: list[str], level: list[int]) -> list[float]:
         return []
 
-    with pytest.raises(UserError, match="raised TypeError: .*missing 1 required positional argument: 'level'") as found:
-        score([RewardFunction(needs_async if asynchronous else needs, name="mine")], SAMPLES)
-    assert str(found.value).startswith("reward 'mine'") and "\n" not in str(found.value)
+    samples = [sample("four", columns={"levle": 3, "topic": "sums"})]
+    with pytest.raises(UserError) as found:
+        score([RewardFunction(needs_async if asynchronous else needs, name="mine")], samples)
+    said = "reward 'mine' also needs level, and the data has levle, topic; correct the argument's name, or give it a"
+    assert said in str(found.value) and "\n" not in str(found.value)
+    with pytest.raises(UserError, match="needs level, and the data has no columns; "):
+        score([RewardFunction(needs)], SAMPLES)
+
+
+def test_an_argument_with_a_default_needs_no_column() -> None:
+    def optional(completions: list[str], level: list[int] | None = None) -> list[float]:
+        return [float(level is None)] * len(completions)
+
+    bound = functools.partial(lambda completions, level: [float(level)] * len(completions), level=2)
+    scored = score([RewardFunction(optional), RewardFunction(bound, name="bound")], SAMPLES)
+    assert {name: values.tolist() for name, values in scored.rewards.items()} == {
+        "optional": [1.0] * 3,
+        "bound": [2.0] * 3,
+    }
 
 
 # Values --------------------------------------------------------------------------------------------------------------
@@ -168,8 +186,8 @@ def test_a_reward_that_applies_nowhere_has_a_mean_of_nan_and_changes_nothing() -
         ([1.0, 1.0, math.inf], "reward 'mine' must return finite numbers; got inf on row row-3"),
         (["good", 1.0, 1.0], "reward 'mine' must return numbers; got 'good', a str, on row row-1, prompt '2 + 2?', "),
         ([1.0, "1.0", 1.0], "reward 'mine' must return numbers; got '1.0', a str, on row row-2"),
-        (None, "reward 'mine' raised TypeError: "),
-        (1.0, "reward 'mine' raised TypeError: "),
+        (None, "reward 'mine' must return a list with one value a sample; got None, a NoneType; return a list."),
+        (1.0, "reward 'mine' must return a list with one value a sample; got 1.0, a float; return a list."),
     ],
 )
 def test_other_values_are_one_line_that_names_reward_and_row(values: object, message: str, asynchronous: bool) -> None:
@@ -188,20 +206,31 @@ async def picky_async(completions: list[str]) -> list[float]:
     return picky(completions)
 
 
-def test_an_exception_is_one_line_that_names_reward_and_row() -> None:
+def test_an_exception_is_one_line_that_names_the_place_reward_and_row() -> None:
+    line = inspect.getsourcelines(picky)[1] + 2
     with pytest.raises(UserError) as raised:
         score([RewardFunction(picky)], SAMPLES)
     assert str(raised.value) == (
-        "reward 'picky' raised KeyError: 'no\\nsuch key' on row row-2, prompt '2 + 2?', completion '4'; "
-        "make it return a number for every completion."
+        f"reward 'picky' raised KeyError: 'no\\nsuch key' (line {line} of {__file__}) on row row-2, prompt '2 + 2?', "
+        "completion '4'; make it return a number for every completion."
     )
     assert isinstance(raised.value.__cause__, KeyError)
+
+
+def test_an_exception_inside_a_library_names_the_line_that_called_it() -> None:
+    def parse(completions: list[str]) -> list[float]:
+        return [json.loads(text)["score"] for text in completions]
+
+    with pytest.raises(UserError) as raised:
+        score([RewardFunction(parse)], [sample("no JSON")])
+    line = inspect.getsourcelines(parse)[1] + 1
+    assert f"raised JSONDecodeError: Expecting value: line 1 column 1 (char 0) (line {line} of" in str(raised.value)
 
 
 def test_an_exception_of_an_asynchronous_function_names_the_reward() -> None:
     with pytest.raises(UserError) as raised:
         score([RewardFunction(picky_async)], SAMPLES)
-    assert str(raised.value).startswith("reward 'picky_async' raised KeyError: 'no\\nsuch key' on a batch of 3 samples")
+    assert str(raised.value).startswith("reward 'picky_async' raised KeyError: 'no\\nsuch key' (line ")
 
 
 def test_a_user_error_is_passed_on() -> None:

@@ -271,7 +271,7 @@ def test_a_reward_that_raises_on_no_sample_alone() -> None:
         ([-math.inf, 0.0], "finite numbers; got -inf on prompt 'How many\\?', completion 'first'"),
         ([0.0], "got 1 for 2 samples.*completion 'first'"),
         ([0.0, 0.0, 0.0], "got 3 for 2 samples"),
-        (None, "raised TypeError"),
+        (None, "must return a list with one value a sample; got None, a NoneType; return a list"),
         ([0.0, "x"], "must return numbers; got 'x', a str, on prompt 'How many\\?', completion 'second'; return float"),
         ([0.0, "1.0"], "must return numbers; got '1.0', a str, on prompt 'How many\\?', completion 'second'; return"),
         ("01", "must return numbers; got '0', a str, on prompt 'How many\\?', completion 'first'; return float"),

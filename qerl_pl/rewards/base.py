@@ -3,11 +3,15 @@
 import asyncio
 import inspect
 import math
+import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+import sysconfig
+import traceback
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -16,6 +20,11 @@ from torch import Tensor
 from qerl_pl.errors import UserError
 
 _LARGEST = torch.finfo(torch.float32).max
+_NOT_THE_USERS = (
+    f"{Path(__file__).parents[1]}{os.sep}",
+    *(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "purelib", "platlib")),
+)
+"""Folders of code that raises for a user's reason: this package and installed libraries."""
 
 
 @dataclass(frozen=True)
@@ -251,7 +260,13 @@ def _checked_values(
     reward: Reward, samples: Sequence[RewardSample], started: "Future[Any] | None"
 ) -> list[float | None]:
     try:
-        returned = list(reward(samples) if started is None else started.result())
+        answer = reward(samples) if started is None else started.result()
+        if not isinstance(answer, Iterable):
+            raise UserError(
+                f"reward {reward.name!r} must return a list with one value a sample; got {answer!r:.40}, a "
+                f"{type(answer).__name__}; return a list."
+            )
+        returned = list(answer)
         # Strings are refused below: float("1.0") would succeed, and list("01") has two values.
         values = [
             None if value is None else math.nan if isinstance(value, str | bytes) else float(value)
@@ -262,7 +277,7 @@ def _checked_values(
     except Exception as error:  # a user's code may raise anything
         failing = f"a batch of {len(samples)} samples" if started else _failing_sample(reward, samples)
         raise UserError(
-            f"reward {reward.name!r} raised {type(error).__name__}: {_shorten(str(error))} "
+            f"reward {reward.name!r} raised {type(error).__name__}: {_shorten(str(error))}{_user_line(error)} "
             f"on {failing}; make it return a number for every completion."
         ) from error
     if len(values) != len(samples):
@@ -292,6 +307,15 @@ def _failing_sample(reward: Reward, samples: Sequence[RewardSample]) -> str:
         except Exception:
             return _describe(sample)
     return f"a batch of {len(samples)} samples, though on none of them alone"
+
+
+def _user_line(error: Exception) -> str:
+    """Where the user's code raised: the innermost line outside of this package and of installed libraries."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        file = os.path.abspath(frame.filename)
+        if not frame.filename.startswith("<") and not file.startswith(_NOT_THE_USERS):
+            return f" (line {frame.lineno} of {frame.filename})"
+    return ""
 
 
 def _describe(sample: RewardSample) -> str:

@@ -35,10 +35,19 @@ class RewardFunction(Reward):
         self.weight = weight
         self.name = getattr(self.function, "__name__", type(self.function).__name__) if name is None else name
         parameters = inspect.signature(self.function).parameters.values()
+        named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        self._needs = [p.name for p in named if p.default is p.empty]
         self._takes = None if any(p.kind is p.VAR_KEYWORD for p in parameters) else {p.name for p in parameters}
 
     def __call__(self, samples: Sequence[RewardSample]) -> Any:
         arguments = trl_arguments(samples)
+        columns = dict.fromkeys(name for sample in samples for name in sample.columns)
+        if samples and (missing := [name for name in self._needs if name not in arguments]):
+            raise UserError(
+                "a reward function takes prompts, completions, completion_ids, answer, solution and the columns of the "
+                f"data; reward {self.name!r} also needs {', '.join(missing)}, and the data has "
+                f"{', '.join(columns) or 'no columns'}; correct the argument's name, or give it a default"
+            )
         if self._takes is not None:
             arguments = {name: values for name, values in arguments.items() if name in self._takes}
         return self.function(**arguments)
