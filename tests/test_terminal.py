@@ -17,6 +17,8 @@ from fit_helpers import configuration, free_port, processes
 from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from tiny_run import Tiny
 
 from qerl_pl.cli import terminal
 from qerl_pl.cli.main import QeRLCLI
@@ -133,6 +135,18 @@ def test_a_resumed_run_hears_nothing_of_the_checkpoints_it_has(
     trainer = Trainer(logger=False, accelerator="cpu", callbacks=[best := ModelCheckpoint(tmp_path)], **quiet)
     best.setup(trainer, LightningModule(), "fit")
     assert not configured
+
+
+def test_a_run_that_ends_before_its_first_validation_hears_nothing_of_the_best_checkpoint(
+    configured: list[warnings.WarningMessage], tmp_path: Path
+) -> None:
+    quiet = {"enable_model_summary": False, "enable_progress_bar": False, "logger": False}
+    best = ModelCheckpoint(tmp_path / "best", monitor="val/accuracy")
+    Trainer(accelerator="cpu", max_steps=2, default_root_dir=tmp_path, callbacks=[best], **quiet).fit(Tiny())
+    assert not [warning for warning in configured if "ModelCheckpoint" in str(warning.message)]
+    wrong = ModelCheckpoint(tmp_path / "best", monitor="val/acuracy")
+    with pytest.raises(MisconfigurationException, match="val/acuracy"):
+        Trainer(accelerator="cpu", max_epochs=1, default_root_dir=tmp_path, callbacks=[wrong], **quiet).fit(Tiny())
 
 
 def test_a_kernel_that_vllm_compiles_late_is_no_news_and_its_other_warnings_are(
