@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,13 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from qerl_pl.chat_template import SYSTEM_PROMPT, render_prompt, render_prompts
-from qerl_pl.datamodules import ArithmeticDataModule, BigMathDataModule, GSM8KDataModule, PromptDataModule
+from qerl_pl.datamodules import (
+    ArithmeticDataModule,
+    BigMathDataModule,
+    GSM8KDataModule,
+    PromptDataModule,
+    TableDataModule,
+)
 from qerl_pl.datamodules.datasets import level_of
 from qerl_pl.datamodules.tables import Row, read_table
 from qerl_pl.errors import UserError
@@ -141,6 +148,11 @@ def test_long_prompts_are_dropped_and_counted(gsm8k: Path, tokenizer: str, caplo
         data.setup("fit")  # a prompt is <user>, its words, <assistant>
     assert {prompt.id for prompt in prompts_of(data, "train")} == {"train-0", "train-1", "train-2"}
     assert "3 training prompts; 2 longer than max_prompt_tokens=5 dropped" in caplog.text
+    with caplog.at_level(logging.INFO, "qerl_pl"):
+        GSM8KDataModule(
+            str(file), batch_size=1, val_size=1, max_prompt_tokens=5, tokenizer=tokenizer, system_prompt=None
+        ).setup("fit")
+    assert "3 training and validation prompts; 2 longer" in caplog.text
 
 
 def test_parquet_file(tmp_path: Path, tokenizer: str) -> None:
@@ -272,6 +284,19 @@ def test_questions_that_are_trained_on_and_held_out_are_counted(
     drawn = Repeats(batch_size=1, val_size=9, tokenizer=tokenizer)  # of ten prompts, four questions stand there twice
     (line,) = warned(drawn, "test")
     assert line.startswith("1 of 9 validation questions")
+
+
+def test_a_request_with_several_answers_is_no_repeated_question(
+    tokenizer: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [{"question": "How many ?", "answer": str(n)} for n in range(6)]  # what an environment hides differs
+    rows += [{"question": "How many are 1 ?", "answer": "1"}] * 6
+    TableDataModule(rows, batch_size=1, val_size=6, tokenizer=tokenizer).setup("fit")
+    (line,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert re.match(r"[1-5] of 6 validation questions", line)
+    caplog.clear()
+    TableDataModule(rows[:6], batch_size=1, val_size=2, tokenizer=tokenizer).setup("fit")
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 @pytest.mark.parametrize(

@@ -134,12 +134,15 @@ def test_columns_of_other_names() -> None:
         ),
         (["Why?"], "rows are dictionaries of columns; row 1 is 'Why\\?'"),
         ([], "data must have rows; the list of rows has none"),
-        ([{"prompt": "a"}, {"question": "b"}], "needs the columns prompt; row 2 of the list of rows has no prompt"),
+        ([{"prompt": "a"}, {"question": "b"}], "row 2 of the list of rows has no prompt; .*rename .*by `question`"),
         ([{"messages": [{"role": "assistant", "content": "a"}]}], "starts with its user; row 1"),
         ([{"messages": [{"role": "user", "content": ["a"]}]}], "which are text; row 1 of the list of rows has"),
         ([{"messages": [{"role": "user", "content": "a"}, "b"]}], "which are text; row 1 of the list of rows has"),
         ([{"prompt": "a", "answer": "#### "}], "an answer must not be empty; row 1"),
-        ([{"prompt": "a"}, {"prompt": "b", "answer": "c"}], "row 1 of the list of rows has no answer; got prompt"),
+        (
+            [{"prompt": "a"}, {"prompt": "b", "answer": "c"}],
+            "row 1 of the list of rows has no answer; got prompt; rename",
+        ),
         ("more.csv", "has a value for each of the columns question, answer; .*more.csv, line 3 has more"),
         ("fewer.csv", "more.csv|fewer.csv, line 2 has fewer; quote"),
         ("quote.csv", "comma-separated UTF-8; .*quote.csv, line 2"),
@@ -175,7 +178,15 @@ def test_conversations_and_template_variables_are_rendered(tokenizer: str) -> No
 
 @pytest.mark.parametrize(
     ("rows", "asked", "batch", "held_out"),
-    [(20, 16, 8, 4), (20, 4, 8, 4), (20, 10, 10, 10), (20, 10, 11, 4), (100, 50, 8, 50), (100, 51, 8, 20)],
+    [
+        (20, 16, 8, 4),
+        (20, 4, 8, 4),
+        (20, 10, 10, 10),
+        (20, 10, 11, 4),
+        (100, 50, 8, 50),
+        (100, 51, 8, 20),
+        (20, 3, 17, 3),
+    ],
 )
 def test_a_small_table_holds_out_a_fifth(tokenizer: str, rows: int, asked: int, batch: int, held_out: int) -> None:
     table = [{"question": f"How many are {n} ?", "answer": str(n)} for n in range(rows)]

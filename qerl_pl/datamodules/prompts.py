@@ -145,7 +145,8 @@ class PromptDataModule(ResumableDataModule):
             rendered = self._render_sets(tokenizer, held_out, "validation") if self.val_size else {"": []}
             self._val = {name: draw(prompts, self.val_size, self.seed) for name, prompts in rendered.items()}
         if reads_train:
-            self._set_train(self._split(self._render(tokenizer, rows, "training"), held_out is None))
+            use = "training and validation" if val_count else "training"
+            self._set_train(self._split(self._render(tokenizer, rows, use), held_out is None))
             warn_of_repeats(self._train, self._val, "validation")
         if stage == "fit" and self.trainer is not None:
             check_intervals(self.trainer, self.batches_per_epoch)

@@ -102,7 +102,8 @@ def _check_columns(rows: Sequence[Mapping[str, Any]], source: str, columns: Coll
             present = ", ".join(key for key, value in row.items() if not _absent(value))
             raise UserError(
                 f"data needs the columns {', '.join(columns)}; row {number} of {source} has no {', '.join(missing)}; "
-                f"got {present or 'nothing'}; rename the columns or choose another data module."
+                f"got {present or 'nothing'}; rename the columns, or name them by `question` and `answer` of "
+                "TableDataModule."
             )
         for column in columns:
             if isinstance(row[column], list | dict):
@@ -341,8 +342,15 @@ def _text(messages: Sequence[Mapping[str, str]]) -> str:
 
 
 def warn_of_repeats(train: Sequence[Prompt], sets: Mapping[str, Sequence[Prompt]], use: str) -> None:
-    """Warn of held-out questions (`sets`, by name) that are trained on, compared by text: ids differ between sets."""
-    train_texts = {prompt.text for prompt in train}
+    """Warn of held-out questions (`sets`, by name) that are trained on, compared by text: ids differ between sets.
+
+    A text that stands in the training set with several answers, as the same request to an environment in many states,
+    is not the whole question.
+    """
+    answers: dict[str, set[str]] = {}
+    for prompt in train:
+        answers.setdefault(prompt.text, set()).add(prompt.reference)
+    train_texts = {text for text, references in answers.items() if len(references) == 1}
     for name, prompts in sets.items():
         shared = [prompt.id for prompt in prompts if prompt.text in train_texts]
         if shared:
