@@ -68,6 +68,8 @@ PARSED = {
         ["--model.objective", "PPO"],
         "objectives are BNPO, CISPO, DAPO, DPPO, .*OnPolicyDistillation, SAPO; see",
     ),
+    "no engine": (["--rollout.engine", "SGLangEngine"], "engines are TransformersEngine, VLLMEngine; see"),
+    "no data module": (["--data", "TabelDataModule"], "data modules are Arith.*, TableDataModule; see"),
     "abbreviated key": (["--model.lr", "1"], "unrecognized arguments: --model.lr 1"),
     "unknown class": (["--model.objective", "qerl_pl.algorithm.objectives.PPO"], "no attribute 'PPO'"),
     "unknown module": (["--data", "nowhere.Data"], "No module named 'nowhere'"),

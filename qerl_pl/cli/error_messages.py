@@ -4,20 +4,22 @@ import errno
 import inspect
 import os
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import is_dataclass
 from difflib import get_close_matches
 from pkgutil import resolve_name
+from types import ModuleType
 
 import jsonargparse
 import yaml
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningDataModule, Trainer
 
-from qerl_pl import algorithm
+from qerl_pl import algorithm, datamodules, engines
 from qerl_pl.algorithm.objectives import Objective
 from qerl_pl.callbacks import RolloutCallback
 from qerl_pl.datamodules import PromptDataModule
+from qerl_pl.engines import RolloutEngine
 from qerl_pl.errors import UserError, chain_of_causes
 from qerl_pl.modules import QeRLModule
 from qerl_pl.persistence.atomic_files import is_full_disk
@@ -61,7 +63,16 @@ _KEYS: dict[str, type | None] = {
 _UNKNOWN_KEY = re.compile(r"unrecognized arguments: --([\w.]+)|Subcommand '\w+' does not accept option '([\w.]+)'")
 _UNKNOWN_ARGUMENT = re.compile(r"Option '(\w+)' is not accepted|Group '\w+' does not accept option '(\w+)'")
 _CLASS_PATH = re.compile(r"class_path[ =]'([\w.]+)'")
-_NO_OBJECTIVE = re.compile(r"\"model\.objective\".*(Expected a dot import path string|has no attribute)", re.DOTALL)
+_NO_CLASS = re.compile(
+    r"\"(model\.objective|rollout\.engine|data)\".*(Expected a dot import path string|has no attribute)", re.DOTALL
+)
+
+_CLASSES: dict[str, tuple[str, ModuleType, Callable[[type], bool]]] = {
+    "model.objective": ("objectives", algorithm, lambda kind: issubclass(kind, Objective) and kind is not Objective),
+    "rollout.engine": ("engines", engines, lambda kind: kind.__name__.endswith("Engine") and kind is not RolloutEngine),
+    "data": ("data modules", datamodules, lambda kind: issubclass(kind, LightningDataModule)),
+}
+"""Keys of classes: what these are called, the package that has them, and which of its names they are."""
 
 _LIGHTNING = {
     "No supported gpu backend": (
@@ -134,11 +145,11 @@ def _with_own_keys(message: str) -> str:
 
 
 def _hint(message: str) -> str | None:
-    """A suggestion for an unknown objective, key or argument; None if nothing is similar."""
-    if _NO_OBJECTIVE.search(message):
-        classes = (value for value in vars(algorithm).values() if isinstance(value, type))
-        names = sorted(kind.__name__ for kind in classes if issubclass(kind, Objective) and kind is not Objective)
-        return f"objectives are {', '.join(names)}"
+    """A suggestion for an unknown class, key or argument; None if nothing is similar."""
+    if found := _NO_CLASS.search(message):
+        what, module, is_one = _CLASSES[found[1]]
+        names = sorted(name for name, kind in vars(module).items() if isinstance(kind, type) and is_one(kind))
+        return f"{what} are {', '.join(names)}"
     nearest = None
     if key := _UNKNOWN_KEY.search(message):
         nearest = _nearest_key(key[1] or key[2])
