@@ -17,6 +17,8 @@ from short_run import data, module_of, rollout_of
 from qerl_pl.callbacks import RolloutLines, RunBar
 from qerl_pl.callbacks import progress as progress_module
 from qerl_pl.callbacks.progress import held_out_metrics, progress_bar
+from qerl_pl.datamodules import ConversationDataModule
+from qerl_pl.modules import PolicyConfig, SFTModule
 from qerl_pl.toy.policy import ToyConfig, build_toy_policy
 
 
@@ -48,6 +50,28 @@ def test_a_file_has_a_line_for_each_rollout_and_validation(
     after = f"greedy accuracy {logged['val/accuracy'][-1]:.3f}, sampled pass@1 {logged['val/pass@1'][-1]:.3f}"
     assert lines[5:] == [f"validation after 4 rollouts: {after}"]
     assert re.fullmatch(r"validation after 0 rollouts: greedy accuracy \d\.\d{3}, sampled pass@1 \d\.\d{3}", lines[0])
+
+
+def test_supervised_fine_tuning_has_a_line_for_each_logged_step_and_validation_and_says_where_its_adapter_is(
+    tiny_policy_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    seconds = itertools.count(50.0)
+    monkeypatch.setattr(progress_module, "time", SimpleNamespace(perf_counter=seconds.__next__))
+    rows = [{"prompt": f"{n} and 1 is", "completion": f" {n + 1}"} for n in range(8)]
+    data = ConversationDataModule(rows, batch_size=2, val_size=2)
+    policy = PolicyConfig(path=str(tiny_policy_dir), quantization="none", dtype="float32")
+    settings = {"accelerator": "cpu", "max_epochs": 1, "enable_model_summary": False, "num_sanity_val_steps": -1}
+    settings |= {"default_root_dir": tmp_path, "enable_checkpointing": False, "logger": False, "log_every_n_steps": 2}
+    with caplog.at_level(logging.INFO, "qerl_pl"):
+        Trainer(callbacks=[RolloutLines()], **settings).fit(SFTModule(policy), datamodule=data)
+    lines = [record.getMessage() for record in caplog.records if record.name.startswith("qerl_pl")]
+    lines = lines[next(number for number, line in enumerate(lines) if line.startswith("step")) :]
+    assert [re.sub(r"\d\.\d{3}", "#", line) for line in lines] == [
+        "step 2/3: loss #, 0:00:00 left",
+        "step 3/3: loss #, 0:00:00 left",
+        "validation after 3 steps: loss #, token accuracy #",
+        f"adapter {tmp_path / 'adapter'}",
+    ]
 
 
 def test_a_disabled_bar_says_nothing(tiny_policy_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

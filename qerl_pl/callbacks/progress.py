@@ -12,12 +12,16 @@ from lightning.pytorch.callbacks import ProgressBar, RichProgressBar
 from lightning.pytorch.trainer.states import TrainerFn
 from rich import get_console
 
+from qerl_pl.modules.policy_module import PolicyModule
 from qerl_pl.modules.qerl import QeRLModule
+from qerl_pl.modules.sft import SFTModule
 
 log = logging.getLogger(__name__)
 
 LABELS = {"reward/mean": "reward", "policy/entropy": "entropy", "completions/length_mean": "length"}
 """Tags of a rollout's metrics, and how a terminal names them."""
+SFT_LABELS = {"val/loss": "loss", "val/mean_token_accuracy": "token accuracy"}
+"""Tags of a validation in supervised fine-tuning, and how a log line names them."""
 
 
 def progress_bar() -> ProgressBar:
@@ -47,15 +51,15 @@ class TimeLeft:
         self._began = 0.0
         self._first = 0
 
-    def start(self, module: QeRLModule) -> None:
-        """Start the clock before the first rollout."""
+    def start(self, module: PolicyModule) -> None:
+        """Start the clock before the first rollout, or step of supervised fine-tuning."""
         self._began = time.perf_counter()
         self._first = module.policy_version
 
-    def text(self, module: QeRLModule) -> str:
-        """Hours, minutes and seconds after a rollout, as in 1:02:03."""
+    def text(self, module: PolicyModule) -> str:
+        """Hours, minutes and seconds after a rollout or step, as in 1:02:03."""
         mean = (time.perf_counter() - self._began) / (module.policy_version - self._first)
-        return str(timedelta(seconds=round(mean * (module.planned_rollouts() - module.policy_version))))
+        return str(timedelta(seconds=round(mean * (module.planned_batches() - module.policy_version))))
 
 
 class RunBar(RichProgressBar):
@@ -92,7 +96,10 @@ class RunBar(RichProgressBar):
 
 
 class RolloutLines(ProgressBar):
-    """Logs a line for each rollout, with reward, entropy, completion length and time left, and for each validation."""
+    """Logs a line for each rollout, with reward, entropy, completion length and time left, and for each validation.
+
+    In supervised fine-tuning, a line for each logged step (`trainer.log_every_n_steps`) has its loss.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,14 +116,18 @@ class RolloutLines(ProgressBar):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the clock."""
-        if isinstance(pl_module, QeRLModule):
+        if isinstance(pl_module, PolicyModule):
             self._time_left.start(pl_module)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Log the rollout's line."""
-        if not self._enabled or not isinstance(pl_module, QeRLModule):
+        """Log the line of the rollout or step."""
+        if not self._enabled:
+            return
+        if isinstance(pl_module, SFTModule):
+            self._log_step(trainer, pl_module)
+        if not isinstance(pl_module, QeRLModule):
             return
         reward, entropy, length = (float(trainer.callback_metrics[tag]) for tag in LABELS)
         log.info(
@@ -129,6 +140,13 @@ class RolloutLines(ProgressBar):
             self._time_left.text(pl_module),
         )
 
+    def _log_step(self, trainer: Trainer, module: SFTModule) -> None:
+        """Log the line of a step of supervised fine-tuning, as often as the loggers get it."""
+        step, planned = module.policy_version, module.planned_batches()
+        if step == planned or step % max(trainer.log_every_n_steps, 1) == 0:  # type: ignore[attr-defined]
+            loss = float(trainer.callback_metrics["optim/loss"])
+            log.info("step %d/%d: loss %.3f, %s left", step, planned, loss, self._time_left.text(module))
+
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the validation's line."""
         partial = trainer.sanity_checking and trainer.num_sanity_val_batches != trainer.num_val_batches
@@ -137,3 +155,7 @@ class RolloutLines(ProgressBar):
         if isinstance(pl_module, QeRLModule) and (accuracies := held_out_metrics(pl_module.validation_metrics())):
             values = ", ".join(f"{label} {value:.3f}" for label, value in accuracies.items())
             log.info("validation after %d rollouts: %s", pl_module.policy_version, values)
+        if isinstance(pl_module, SFTModule) and not trainer.sanity_checking:
+            metrics = trainer.callback_metrics
+            values = ", ".join(f"{label} {float(metrics[tag]):.3f}" for tag, label in SFT_LABELS.items())
+            log.info("validation after %d steps: %s", pl_module.policy_version, values)

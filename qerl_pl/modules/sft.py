@@ -1,7 +1,9 @@
 """The LightningModule that trains the policy by supervised fine-tuning (SFT)."""
 
+import logging
 import math
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +15,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from qerl_pl.datamodules.conversations import Conversation, ConversationBatch, ConversationDataModule, padded
-from qerl_pl.distributed.communicator import Communicator
+from qerl_pl.distributed.communicator import Communicator, writes_files
 from qerl_pl.distributed.strategy import communicator_of
 from qerl_pl.errors import UserError
 from qerl_pl.modules.policy import PolicyConfig
@@ -21,6 +23,8 @@ from qerl_pl.modules.policy_module import PolicyModule
 from qerl_pl.modules.qerl import BEFORE_TRAINING
 from qerl_pl.modules.update import clip_and_step, gradients, partition_micro_batches
 from qerl_pl.persistence.random_state import stream_seed
+
+log = logging.getLogger(__name__)
 
 Batch = tuple[Tensor, Tensor, Tensor]
 """Token ids [B, T], lengths [B] and trained tokens [B, T]."""
@@ -136,6 +140,13 @@ class SFTModule(PolicyModule):
         lengths = [len(conversation.token_ids) for conversation in conversations]
         partition = partition_micro_batches(lengths, self.micro_batch_tokens)
         return [padded([conversations[index] for index in rows], self.device) for rows in partition if rows]
+
+    def on_fit_end(self) -> None:
+        """Write RUN/adapter or RUN/model, and log where; a run by reinforcement learning has a summary."""
+        super().on_fit_end()
+        if writes_files(self.trainer) and self.policy_version:
+            result = self.policy.trained.result
+            log.info("%s %s", result, Path(self.trainer.default_root_dir) / result)
 
     # Validation ----------------------------------------------------------------------------------------------------
 
