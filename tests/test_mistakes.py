@@ -68,6 +68,10 @@ PARSED = {
         ["--model.objective", "PPO"],
         "objectives are BNPO, CISPO, DAPO, DPPO, .*OnPolicyDistillation, SAPO; see",
     ),
+    "no optimizer": (
+        ["--model.optimizer", "Adamw"],
+        "string: Adamw; name it by its import path, as in torch.optim.AdamW",
+    ),
     "no engine": (["--rollout.engine", "SGLangEngine"], "engines are TransformersEngine, VLLMEngine; see"),
     "no data module": (["--data", "TabelDataModule"], "data modules are Arith.*, TableDataModule; see"),
     "abbreviated key": (["--model.lr", "1"], "unrecognized arguments: --model.lr 1"),
@@ -139,6 +143,19 @@ PARSED = {
 def test_a_mistake_on_the_command_line_is_one_line(capsys: pytest.CaptureFixture[str], case: str) -> None:
     args, message = PARSED[case]
     assert re.search(message, complaint(capsys, "fit", "-c", str(QUICKSTART), *args))
+
+
+def test_arguments_of_an_optimizer_without_its_class_are_one_line(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "rate.yaml").write_text("model: {optimizer: {lr: 0.001}}\n")
+    plain = ["fit", "--data", "ArithmeticDataModule", "--rollout.rewards", "{accuracy: GSM8KAnswer}"]
+    rule, remedy = "model.optimizer is a class and its arguments", "put --model.optimizer torch.optim.AdamW before it"
+    for args, given in (
+        (["--model.optimizer.lr", "1e-4"], "lr='1e-4'"),
+        (["-c", str(tmp_path / "rate.yaml")], "{'lr': 0.001}"),
+    ):
+        assert f"{rule}; got {given} without a class; {remedy}" in complaint(capsys, *plain, *args)
 
 
 def test_a_mistake_in_a_file_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -67,6 +67,14 @@ _NO_CLASS = re.compile(
     r"\"(model\.objective|rollout\.engine|data)\".*(Expected a dot import path string|has no attribute)", re.DOTALL
 )
 
+_NO_OPTIMIZER = re.compile(r"\"model\.optimizer\".*Expected a dot import path string", re.DOTALL)
+_BARE_OPTIMIZER = re.compile(
+    r"\"model\.optimizer\".*Dict must include a class_path and optionally init_args, but got "
+    r"(?:NestedArg\(key='([\w.]+)', val=(.+?)\)|(\{.*?\}))\.?\s",
+    re.DOTALL,
+)
+"""Arguments of an optimizer in a configuration that names no class of it: from the command line, or a file."""
+
 _CLASSES: dict[str, tuple[str, ModuleType, Callable[[type], bool]]] = {
     "model.objective": ("objectives", algorithm, lambda kind: issubclass(kind, Objective) and kind is not Objective),
     "rollout.engine": ("engines", engines, lambda kind: kind.__name__.endswith("Engine") and kind is not RolloutEngine),
@@ -127,6 +135,12 @@ def _one_line(error: BaseException) -> str:
 
 def _parsing(error: jsonargparse.ArgumentError, argv: list[str], commands: Collection[str]) -> str:
     """The key and the reason from jsonargparse's message of many lines."""
+    if bare := _BARE_OPTIMIZER.search(str(error)):
+        given = f"{bare[1]}={bare[2]}" if bare[1] else bare[3]
+        return (
+            f"model.optimizer is a class and its arguments; got {given} without a class; put --model.optimizer "
+            "torch.optim.AdamW before it, or class_path and init_args into the file"
+        )
     lines = [" ".join(line.split()).removeprefix("- ").rstrip(".") for line in str(error).splitlines()]
     useful = [line for line in lines if line and not _NOISE.match(line)] or lines[:1]
     useful = [line for line in useful if line.removeprefix("Given value: ") not in "".join(useful).replace(line, "")]
@@ -150,6 +164,8 @@ def _hint(message: str) -> str | None:
         what, module, is_one = _CLASSES[found[1]]
         names = sorted(name for name, kind in vars(module).items() if isinstance(kind, type) and is_one(kind))
         return f"{what} are {', '.join(names)}"
+    if _NO_OPTIMIZER.search(message):
+        return "name it by its import path, as in torch.optim.AdamW"
     nearest = None
     if key := _UNKNOWN_KEY.search(message):
         nearest = _nearest_key(key[1] or key[2])
