@@ -97,7 +97,7 @@ def test_a_reward_that_fails_saves_the_state_before_its_rollout_and_the_run_resu
         assert main(words) == 2
         (line,) = (line for line in capsys.readouterr().err.splitlines() if line.startswith("qerl: "))
         path = run / "checkpoints" / f"step={rollout - 1}.ckpt"
-        assert line.startswith("qerl: reward 'flaky' raised RuntimeError: the service is down on ")
+        assert line.startswith("qerl: reward 'flaky' raised RuntimeError: the service is down (line ")
         assert line.endswith(f"; the state is saved in {path}; continue with the same command and --resume auto")
         saved.append(path.name)
         assert sorted(one.name for one in path.parent.glob("*.ckpt")) == saved
