@@ -362,6 +362,13 @@ def test_the_study_of_long_completions_has_the_planned_corrections() -> None:
         assert (share.name, share.weight, form.name, form.weight) == ("accuracy", 1.0, "format", 0.1)
 
 
+@pytest.mark.parametrize("name", ["gsm8k_pilot", "smollm2_pilot"])
+def test_a_pilots_file_describes_the_runs_that_were_made(name: str) -> None:
+    digests = {run.name: run.digest for run in read_plan(STUDY / f"{name}.yaml").runs}
+    rows = read_rows(STUDY.parent / "results" / f"{name}.jsonl")
+    assert {run: row["digest"] for run, row in rows.items()} == digests
+
+
 def test_the_pretrained_study_is_the_planned_one() -> None:
     plan = read_plan(STUDY / "gsm8k.yaml")
     units: dict[tuple[Any, Any], set[tuple[Any, Any]]] = {}

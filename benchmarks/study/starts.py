@@ -147,7 +147,7 @@ def train(args: argparse.Namespace) -> None:
             (folder / f"{name}.json").write_text(json.dumps({**result, "environment": report.environment()}))
     fresh: dict[str, Any] = {}
     if args.target is not None:
-        fresh["chosen"] = begin_nearest(folder, steps, args.target)
+        fresh["chosen"] = begin_nearest(folder, steps, args.target)["step"]
         policy.use(folder / "start")
         result = policy.accuracy(held_out, "tags", args.fresh_samples, max_tokens=args.max_tokens, seed=1)
         fresh["sampled_again"] = statistics.fmean(result["sampled"])
@@ -167,11 +167,11 @@ def begin(folder: Path, step: int) -> None:
         merge(folder.parent / f"base-{rounding}", folder / "start", folder / "merged")
 
 
-def begin_nearest(folder: Path, steps: Sequence[dict[str, Any]], target: float) -> int:
-    """Let runs begin with the step whose sampled accuracy is nearest to the target; the first of several."""
-    nearest = min(steps, key=lambda step: (abs(step["sampled"] - target), step["step"]))["step"]
-    begin(folder, nearest)
-    return int(nearest)
+def begin_nearest(folder: Path, steps: Sequence[dict[str, Any]], target: float) -> dict[str, Any]:
+    """Let runs begin with the step of the sampled accuracy nearest to the target, the first of several; return it."""
+    nearest = min(steps, key=lambda step: (abs(step["sampled"] - target), step["step"]))
+    begin(folder, nearest["step"])
+    return nearest
 
 
 def merge(base: Path, adapter: Path, merged: Path) -> None:
@@ -187,14 +187,13 @@ def choose(args: argparse.Namespace) -> None:
     best = {folder: max(step["sampled"] for step in start["steps"]) for folder, start in starts.items()}
     target, rows, results = args.target or min(best.values()), [], []
     for folder, start in starts.items():
-        chosen = begin_nearest(folder, start["steps"], target)
-        step = next(step for step in start["steps"] if step["step"] == chosen)
-        again = start["sampled_again"] if start.get("chosen") == chosen else None
+        step = begin_nearest(folder, start["steps"], target)
+        again = start["sampled_again"] if start.get("chosen") == step["step"] else None
         accuracies = ["" if value is None else f"{value:.3f}" for value in (best[folder], step["sampled"], again)]
-        rows.append([folder.name, chosen, *accuracies, f"{step['greedy']:.3f}"])
-        results.append({**start, "chosen": chosen})
-    headers = ["format and rounding", "steps", "best sampled accuracy", "sampled accuracy", "measured again"]
-    headers.append("greedy accuracy")
+        rows.append([folder.name, step["step"], *accuracies, f"{step['greedy']:.3f}"])
+        results.append({**start, "chosen": step["step"]})
+    accuracies = ["best sampled accuracy", "sampled accuracy", "measured again", "greedy accuracy"]
+    headers = ["format and rounding", "steps", *accuracies]
     report.write(args.out, args.name, report.markdown(headers, rows), {"target": target, "starts": results})
 
 

@@ -16,14 +16,14 @@ def differences(plan: Plan, results: Sequence[Result]) -> str:
     rows, unmeasured = list[list[str]](), dict[str, int]()
     for result in results:
         for one in result.findings:
-            found = one.difference
-            if found is None:
+            interval = one.difference
+            if interval is None:
                 unmeasured[result.claim.name] = unmeasured.get(result.claim.name, 0) + 1
                 continue
             name = sides(plan, one.contrast) + of(plan, one.stratum)
             adjusted = f"[{one.adjusted.low:+.3f}, {one.adjusted.high:+.3f}]" if one.adjusted else "-"
-            effect = f"{found.detectable_effect:.3f}" if found.count > 1 else "-"
-            cells = [one.contrast.statistic.label, str(found), adjusted, str(found.count), effect]
+            effect = f"{interval.detectable_effect:.3f}" if interval.count > 1 else "-"
+            cells = [one.contrast.statistic.label, str(interval), adjusted, str(interval.count), effect]
             rows.append([result.claim.name, name, *cells, one.verdict, one.adjusted_verdict])
     text = "## Differences"
     if rows:

@@ -123,21 +123,22 @@ class RolloutLines(ProgressBar):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Log the line of the rollout or step."""
-        if not self._enabled:
-            return
-        if isinstance(pl_module, SFTModule):
+        if self._enabled and isinstance(pl_module, QeRLModule):
+            self._log_rollout(trainer, pl_module)
+        if self._enabled and isinstance(pl_module, SFTModule):
             self._log_step(trainer, pl_module)
-        if not isinstance(pl_module, QeRLModule):
-            return
+
+    def _log_rollout(self, trainer: Trainer, module: QeRLModule) -> None:
+        """Log the line of a rollout."""
         reward, entropy, length = (float(trainer.callback_metrics[tag]) for tag in LABELS)
         log.info(
             "rollout %d/%d: reward %.3f, entropy %.3f, length %.0f tokens, %s left",
-            pl_module.policy_version,
-            pl_module.planned_rollouts(),
+            module.policy_version,
+            module.planned_rollouts(),
             reward,
             entropy,
             length,
-            self._time_left.text(pl_module),
+            self._time_left.text(module),
         )
 
     def _log_step(self, trainer: Trainer, module: SFTModule) -> None:

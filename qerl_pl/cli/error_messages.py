@@ -160,10 +160,10 @@ def _with_own_keys(message: str) -> str:
 
 def _hint(message: str) -> str | None:
     """A suggestion for an unknown class, key or argument; None if nothing is similar."""
-    if found := _NO_CLASS.search(message):
-        what, module, is_one = _CLASSES[found[1]]
+    if match := _NO_CLASS.search(message):
+        plural, module, is_one = _CLASSES[match[1]]
         names = sorted(name for name, kind in vars(module).items() if isinstance(kind, type) and is_one(kind))
-        return f"{what} are {', '.join(names)}"
+        return f"{plural} are {', '.join(names)}"
     if _NO_OPTIMIZER.search(message):
         return "name it by its import path, as in torch.optim.AdamW"
     nearest = None

@@ -344,8 +344,8 @@ def _text(messages: Sequence[Mapping[str, str]]) -> str:
 def warn_of_repeats(train: Sequence[Prompt], sets: Mapping[str, Sequence[Prompt]], use: str) -> None:
     """Warn of held-out questions (`sets`, by name) that are trained on, compared by text: ids differ between sets.
 
-    A text that stands in the training set with several answers, as the same request to an environment in many states,
-    is not the whole question.
+    A training text with several answers, as the same request to an environment in several states, is left out: the text
+    does not identify its question.
     """
     answers: dict[str, set[str]] = {}
     for prompt in train:

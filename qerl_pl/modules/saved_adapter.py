@@ -119,20 +119,19 @@ def read_adapter(path: str, key: str = "model.policy.adapter") -> SavedAdapter:
 
 
 def _targets(saved: Mapping[str, Any], linears: Collection[str]) -> tuple[str, ...]:
-    """Ends of the names of an adapter's linears: those of its configuration, or the last components of the names if it
-    has a pattern or names every layer's linears one by one."""
-    last = tuple(sorted({linear.rpartition(".")[2] for linear in linears}))
+    """Name suffixes of an adapter's linears: those of its configuration, or the last components of the names if it has
+    a pattern or names every layer's linears one by one."""
     if saved.get("layers_to_transform") is not None or saved.get("exclude_modules"):
         return tuple(sorted(linears))
+    last = tuple(sorted({linear.rpartition(".")[2] for linear in linears}))
     own = saved.get("target_modules")
     if not isinstance(own, list) or not all(names_match(linear, own) for linear in linears):
         return last  # of a pattern, say
-    found = tuple(sorted(target for target in own if any(names_match(linear, [target]) for linear in linears)))
-    if not any(_LAYER.search(target) for target in own):
-        return found
     layers = {int(match[1]) for linear in linears if (match := _LAYER.search(linear))}
-    in_all_layers = layers == {*range(len(layers))} and len(linears) == len(layers) * len(last)
-    return last if in_all_layers or len(found) < len(own) else found
+    uniform = layers == {*range(len(layers))} and len(linears) == len(layers) * len(last)
+    if uniform and any(_LAYER.search(target) for target in own):
+        return last
+    return tuple(sorted(target for target in own if any(names_match(linear, [target]) for linear in linears)))
 
 
 def _names(file: Path) -> list[str]:

@@ -41,8 +41,8 @@ class RewardFunction(Reward):
 
     def __call__(self, samples: Sequence[RewardSample]) -> Any:
         arguments = trl_arguments(samples)
-        columns = dict.fromkeys(name for sample in samples for name in sample.columns)
         if samples and (missing := [name for name in self._needs if name not in arguments]):
+            columns = dict.fromkeys(name for sample in samples for name in sample.columns)
             raise UserError(
                 "a reward function takes prompts, completions, completion_ids, answer, solution and the columns of the "
                 f"data; reward {self.name!r} also needs {', '.join(missing)}, and the data has "
