@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 from pages import ROOT
 
+from benchmarks.study.plan import read_plan
+
 PLAN = " ".join((ROOT / "docs" / "evidence-plan.md").read_text().split())
 LONG = ("lora16", "nvfp4_aqn")
 ROWS = [json.loads(line) for line in (ROOT / "benchmarks" / "results" / "gsm8k_pilot.jsonl").read_text().splitlines()]
@@ -91,6 +93,22 @@ def test_at_the_higher_rate_a_long_run_stops_rising() -> None:
     assert figures(r"cut off after (\d+) and (\d+)\.") == [lora16["rollouts"], aqn["rollouts"]]
     entropies = [np.mean(run["sampler_entropy"][64:128]) for run in (aqn, lora16)]
     assert entropies[0] / entropies[1] < 0.6  # "at half of the entropy"
+
+
+def test_length_and_entropy_are_those_of_the_long_runs() -> None:
+    runs = json.loads((ROOT / "benchmarks" / "results" / "gsm8k_length_256.json").read_text())["results"]
+    lora16, aqn = (next(run for name, run in runs.items() if f"method={method}," in name) for method in LONG)
+    quarters = [np.array(run["reward"]).reshape(4, 64).mean(1) for run in (lora16, aqn)]
+    assert all(third - second > 0.02 for _, second, third, _ in quarters)  # so the runs are as long as time allows
+    pattern = r"rose from (\d\.\d+) to (\d\.\d+) in 16-bit LoRA and from (\d\.\d+) to (\d\.\d+) in NVFP4 \+ AQN, by"
+    assert figures(pattern) == [round(float(one), 3) for run in quarters for one in run[1:3]]
+    assert figures(r"In the fourth it was (\d\.\d+) and (\d\.\d+)") == [round(float(run[3]), 3) for run in quarters]
+    entropies = [round(float(np.mean(run["sampler_entropy"][:192])), 3) for run in (aqn, lora16)]
+    assert figures(r"target is (\d\.\d+) nats, .*? That of 16-bit LoRA was (\d\.\d+)") == entropies
+    study = read_plan(ROOT / "benchmarks" / "study" / "gsm8k.yaml")
+    assert study.values["entropy_qwen"] == entropies[0]
+    lengths = {run.overrides["trainer.max_steps"] for run in study.runs if run.levels["policy"] == "qwen"}
+    assert lengths == {2 * 192}
 
 
 def test_the_curve_of_the_rate_that_won_still_rises() -> None:

@@ -388,7 +388,7 @@ def test_the_pretrained_study_is_the_planned_one() -> None:
     ]
     assert [int(run.levels["seed"]) % 2 for run in plan.runs] == [0] * 85 + [1] * 20  # second seeds last
     open_rates = {name for run in plan.runs for name in run.missing(plan.values) if name.startswith("rate")}
-    assert open_rates == {f"rate_qwen_{method}" for method in ("nvfp4", "nvfp4_aqn", "lora16_aqn", "nf4")}
+    assert open_rates == {f"rate_qwen_{method}" for method in ("nvfp4", "lora16_aqn", "nf4")}
     values = plan.values | {key: 1e-4 if key.startswith("rate") else 0.4 for key in plan.values} | {"starts": "starts"}
     for run in plan.runs[:11] + plan.runs[65:69]:
         settings = built(*run.words(Path("runs/x"), values))
