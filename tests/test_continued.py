@@ -8,6 +8,7 @@ import torch
 
 from qerl_pl.engines import EngineSpec, RolloutEngine, TransformersEngine, VLLMEngine
 from qerl_pl.engines.base import ContinuousEngine, generate_from
+from qerl_pl.engines.vllm.requests import BatchSource
 from qerl_pl.errors import UserError
 from qerl_pl.types import Completion, PolicyWeights, RolloutRequest, SamplingConfig
 
@@ -115,3 +116,33 @@ def test_after_an_error_the_engine_is_as_before(engine: RolloutEngine) -> None:
     source = Growing([[4]])
     generate_from(engine, source, SAMPLING)
     assert len(source.log) == 1
+
+
+def test_requests_without_room_join_several_at_a_time() -> None:
+    """A step that takes up a prompt has no CUDA graph, so that few do."""
+    source = BatchSource([RolloutRequest((5,), tuple(range(30)), 7), RolloutRequest((6,), (40, 41))], max_num_seqs=16)
+    first = source.take(wait=True)
+    assert [(key, request.prompt_ids, request.seeds, request.max_tokens) for key, request in first] == [
+        (key, (5,), (key,), 7) for key in range(16)
+    ]
+    answers = {key: Completion((key,), (-1.0,), "stop") for key in range(32)}
+    assert source.take(wait=False) == []
+    source.put(3, answers[3])
+    assert source.take(wait=False) == []  # room for one of 16
+    source.put(0, answers[0])
+    assert [key for key, _ in source.take(wait=False)] == [16, 17]
+    for key in {*range(18)} - {0, 3}:
+        source.put(key, answers[key])
+    last = source.take(wait=True)  # nothing runs
+    assert [(key, request.prompt_ids, request.seeds) for key, request in last[-3:]] == [
+        (29, (5,), (29,)),
+        (30, (6,), (40,)),
+        (31, (6,), (41,)),
+    ]
+    for key in range(18, 32):
+        source.put(key, answers[key])
+    assert list(source.take(wait=True)) == [] and source.completions == list(answers.values())
+    few = BatchSource([RolloutRequest((5,), (0, 1))], max_num_seqs=1)
+    assert [key for key, _ in few.take(wait=True)] == [0]
+    few.put(0, answers[0])
+    assert [key for key, _ in few.take(wait=True)] == [1]

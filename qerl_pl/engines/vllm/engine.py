@@ -24,7 +24,7 @@ from qerl_pl.engines.base import (
     regroup,
 )
 from qerl_pl.engines.vllm import compat, linear_methods, weight_map, worker
-from qerl_pl.engines.vllm.requests import completion_of, request_params
+from qerl_pl.engines.vllm.requests import BatchSource, completion_of, request_params
 from qerl_pl.engines.vllm.startup import (
     graph_settings,
     import_vllm,
@@ -71,7 +71,7 @@ class VLLMEngine(RolloutEngine):
         kv_cache_dtype: fp8 (E4M3) halves the cache, so that it holds twice as many tokens; the sampler's
             log-probabilities then differ more from the trainer's. auto takes the model's data type.
         max_model_len: Longest sequence that vLLM prepares for; by default the longest that the run can ask for.
-        max_num_seqs: Sequences decoded at once.
+        max_num_seqs: Sequences decoded at once; of more, the others join when an eighth of these have ended.
         max_num_batched_tokens: Tokens of a forward pass; more speeds up prefill and needs more memory. By default
             vLLM chooses.
         linear_backend: Kernels of 4-bit linears and experts. humming cannot share its weights, so the GPU holds two
@@ -346,18 +346,9 @@ class VLLMEngine(RolloutEngine):
         """
         assert self._spec is not None and self._llm is not None, "launch comes first"
         check_requests(requests, sampling, self._spec, self._has_tokenizer)
-        self.wake()
-        prompts = [{"prompt_token_ids": list(request.prompt_ids)} for request in requests for _ in request.seeds]
-        if not prompts:
-            return regroup(requests, [])
-        params = [
-            request_params(sampling, seed, self._ends, request.max_tokens)
-            for request in requests
-            for seed in request.seeds
-        ]
-        with self._without_compiler():
-            outputs = self._llm.generate(prompts, params, use_tqdm=False)
-        return regroup(requests, [self._completion(output) for output in outputs])
+        source = BatchSource(requests, self.max_num_seqs)
+        self.generate_from(source, sampling)
+        return regroup(requests, source.completions)
 
     def generate_from(self, source: RequestSource, sampling: SamplingConfig) -> None:
         """Sample all requests of a source, each as soon as it is ready, while others run.
@@ -374,7 +365,7 @@ class VLLMEngine(RolloutEngine):
                 for key, request in source.take(wait=not running):
                     check_requests([request], sampling, self._spec, self._has_tokenizer)
                     (seed,) = request.seeds
-                    name, prompt = f"turn-{next(number)}", {"prompt_token_ids": list(request.prompt_ids)}
+                    name, prompt = f"request-{next(number)}", {"prompt_token_ids": list(request.prompt_ids)}
                     engine.add_request(name, prompt, request_params(sampling, seed, self._ends, request.max_tokens))
                     running[name] = key
                 if not running:

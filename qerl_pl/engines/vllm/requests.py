@@ -1,12 +1,50 @@
 """A completion as vLLM is asked for it, and as it gives it back."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from qerl_pl.engines.base import RequestSource
 from qerl_pl.errors import UserError
-from qerl_pl.types import Completion, SamplingConfig
+from qerl_pl.types import Completion, RolloutRequest, SamplingConfig
+
+
+class BatchSource(RequestSource):
+    """The requests of a batch, one for each seed; those without room join the running ones several at a time.
+
+    A step of vLLM that takes up a prompt has no CUDA graph, and with small models takes several times as long as one
+    that only decodes. Were each completion followed by the next request, almost no step would only decode.
+
+    Args:
+        requests: Requests of any number of seeds.
+        max_num_seqs: Most requests that run at once. New ones join when an eighth of them have ended.
+    """
+
+    def __init__(self, requests: Sequence[RolloutRequest], max_num_seqs: int) -> None:
+        self._waiting = [replace(request, seeds=(seed,)) for request in requests for seed in request.seeds]
+        self._most, self._taken, self._running = max_num_seqs, 0, 0
+        self._completions: dict[int, Completion] = {}
+
+    @property
+    def completions(self) -> list[Completion]:
+        """Those of all requests, in their order, when none is left."""
+        return [self._completions[key] for key in range(len(self._waiting))]
+
+    def take(self, wait: bool, gather: bool = False) -> Sequence[tuple[int, RolloutRequest]]:
+        """See `RequestSource`; nothing blocks."""
+        room = self._most - self._running
+        if self._running and room < self._most / 8:
+            return []
+        first, self._taken = self._taken, min(self._taken + room, len(self._waiting))
+        self._running += self._taken - first
+        return list(enumerate(self._waiting[first : self._taken], first))
+
+    def put(self, key: int, completion: Completion) -> None:
+        """See `RequestSource`."""
+        self._completions[key] = completion
+        self._running -= 1
 
 
 def request_params(sampling: SamplingConfig, seed: int, ends: Sequence[int], max_tokens: int | None = None) -> Any:
