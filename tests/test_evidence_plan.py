@@ -111,6 +111,29 @@ def test_length_and_entropy_are_those_of_the_long_runs() -> None:
     assert lengths == {2 * 192}
 
 
+def test_the_other_rates_are_those_of_the_higher_accuracy_on_training_prompts() -> None:
+    runs = json.loads((ROOT / "benchmarks" / "results" / "gsm8k_length_rates.json").read_text())["results"]
+    assert len(runs) == 8
+
+    def trained(method: str, lr: str) -> float:
+        (run,) = (run for name, run in runs.items() if f"method={method},lr={lr}," in name)
+        return float(np.mean(run["train_accuracy"][96:117]))
+
+    values = read_plan(ROOT / "benchmarks" / "study" / "gsm8k.yaml").values
+    means = {method: [trained(method, lr) for lr in ("3e-05", "0.0001")] for method in ("nvfp4", "nf4", "lora16_aqn")}
+    for method, (low, high) in means.items():
+        assert low > high and values[f"rate_qwen_{method}"] == 3e-5
+    pattern = r"(\d\.\d+) and (\d\.\d+) at 1e-4 for NVFP4, (\d\.\d+) and (\d\.\d+) for NF4, "
+    pattern += r"(\d\.\d+) and (\d\.\d+) for 16-bit LoRA \+ AQN"
+    assert figures(pattern) == [round(mean, 3) for pair in means.values() for mean in pair]
+    held_out = {run["lr"]: dict(run["held_out_pass@1"]) for name, run in runs.items() if "nvfp4_aqn" in name}
+    measured = [held_out[3e-5][128], held_out[1e-4][128]]
+    assert figures(r"pass@1 of (\d\.\d+) on held-out rows after 128 rollouts, and (\d\.\d+)") == [
+        round(one, 3) for one in measured
+    ]
+    assert measured[0] > measured[1] and trained("nvfp4_aqn", "3e-05") > trained("nvfp4_aqn", "0.0001")
+
+
 def test_the_curve_of_the_rate_that_won_still_rises() -> None:
     first = {"method": "lora16", "lr": 3e-5, "seed": 0}
     (run,) = (row for row in ROWS if first.items() <= row["levels"].items())

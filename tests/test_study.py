@@ -362,11 +362,12 @@ def test_the_study_of_long_completions_has_the_planned_corrections() -> None:
         assert (share.name, share.weight, form.name, form.weight) == ("accuracy", 1.0, "format", 0.1)
 
 
-@pytest.mark.parametrize("name", ["gsm8k_pilot", "smollm2_pilot"])
-def test_a_pilots_file_describes_the_runs_that_were_made(name: str) -> None:
+@pytest.mark.parametrize("name", ["gsm8k_pilot", "smollm2_pilot", "gsm8k"])
+def test_a_studys_file_describes_the_runs_that_were_made(name: str) -> None:
     digests = {run.name: run.digest for run in read_plan(STUDY / f"{name}.yaml").runs}
     rows = read_rows(STUDY.parent / "results" / f"{name}.jsonl")
-    assert {run: row["digest"] for run, row in rows.items()} == digests
+    assert {run: row["digest"] for run, row in rows.items()}.items() <= digests.items()
+    assert rows and (name == "gsm8k" or len(rows) == len(digests))  # the pilots are complete
 
 
 def test_the_pretrained_study_is_the_planned_one() -> None:
@@ -387,8 +388,7 @@ def test_the_pretrained_study_is_the_planned_one() -> None:
         for rounding in range(5)
     ]
     assert [int(run.levels["seed"]) % 2 for run in plan.runs] == [0] * 85 + [1] * 20  # second seeds last
-    open_rates = {name for run in plan.runs for name in run.missing(plan.values) if name.startswith("rate")}
-    assert open_rates == {f"rate_qwen_{method}" for method in ("nvfp4", "lora16_aqn", "nf4")}
+    assert {name for run in plan.runs for name in run.missing(plan.values)} == {"starts"}
     values = plan.values | {key: 1e-4 if key.startswith("rate") else 0.4 for key in plan.values} | {"starts": "starts"}
     for run in plan.runs[:11] + plan.runs[65:69]:
         settings = built(*run.words(Path("runs/x"), values))
