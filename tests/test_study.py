@@ -380,13 +380,7 @@ def test_the_pretrained_study_is_the_planned_one() -> None:
     for (policy, method), taken in units.items():
         seeds, roundings = ((0, 1), 10) if (policy == "qwen" and method in plan.compare) else ((0,), 5)
         assert taken == {(rounding, 100 + 2 * rounding + seed) for rounding in range(roundings) for seed in seeds}
-    many = [run.levels for run in plan.runs if run.overrides["rollout.eval_samples"] == 64]
-    assert sorted((str(one["policy"]), str(one["method"]), one["rounding"], one["seed"]) for one in many) == [
-        (policy, method, rounding, 100 + 2 * rounding)
-        for policy in ("qwen", "smollm2")
-        for method in sorted(plan.compare)
-        for rounding in range(5)
-    ]
+    assert {run.overrides["rollout.eval_samples"] for run in plan.runs} == {16}
     assert [int(run.levels["seed"]) % 2 for run in plan.runs] == [0] * 85 + [1] * 20  # second seeds last
     assert {name for run in plan.runs for name in run.missing(plan.values)} == {"starts"}
     values = plan.values | {key: 1e-4 if key.startswith("rate") else 0.4 for key in plan.values} | {"starts": "starts"}
