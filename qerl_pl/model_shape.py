@@ -2,15 +2,24 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from transformers import PretrainedConfig
 
 from qerl_pl.errors import UserError
-from qerl_pl.formats.architecture import DOWN, GATE_UP, PROJECTIONS, family_of
+from qerl_pl.formats.architecture import DOWN, GATE_UP, PROJECTIONS, family_of, names_match
 
 BITS = {"nvfp4": 4.5, "mxfp4": 4.25, "nf4": 4.5}
 """Bits of a weight of the layers' linears in a 4-bit format, scales included; vLLM undoes NF4's double quantization."""
+
+_LINEARS = {
+    **{f"self_attn.{name}": (name,) for name in PROJECTIONS[:4]},
+    **{f"mlp.{name}": (name,) for name in PROJECTIONS[4:]},
+    "self_attn.qkv_proj": PROJECTIONS[:3],
+    "mlp.gate_up_proj": PROJECTIONS[4:6],
+}
+"""Linears of a layer, by their names within it: the projections that they are."""
 
 
 @dataclass(frozen=True)
@@ -135,9 +144,9 @@ class Shape:
         return (self.layers * tokens - outside) * 2 * self.keys * dtype.itemsize
 
     def adapter_weights(self, rank: int, targets: Sequence[str] = PROJECTIONS) -> int:
-        """Of A and B on these projections of all layers."""
-        sizes = [self.linears[name] for name in _parts(targets)]
-        return self.layers * rank * sum(rows + columns for rows, columns in sizes)
+        """Of A and B on the linears that these targets name."""
+        layers = _adapted(self.layers, tuple(targets))
+        return rank * sum(sum(self.linears[name]) for names in layers for name in names)
 
     def expert_adapter_weights(self, rank: int, target_parameters: Sequence[str]) -> int:
         """Of A and B on these stacks of all layers' experts."""
@@ -151,21 +160,32 @@ class Shape:
 
     def engine_adapter_weights(self, rank: int, targets: Sequence[str] = PROJECTIONS) -> int:
         """As the vLLM engine holds them: each B of a fused projection over all of its ranks, zero outside its own."""
-        names, total = set(_parts(targets)), 0
+        layers, total = _adapted(self.layers, tuple(targets)), 0
         for group in (PROJECTIONS[:3], PROJECTIONS[3:4], PROJECTIONS[4:6], PROJECTIONS[6:]):
-            ranks = rank * len(names.intersection(group))
+            ranks = rank * sum(len(names.intersection(group)) for names in layers)
             rows = sum(self.linears[name][0] for name in group)
             total += ranks * (rows + self.linears[group[0]][1])
-        return self.layers * total
+        return total
 
 
-def _parts(targets: Sequence[str]) -> list[str]:
-    """Projections by their names in Llama; fused ones (Phi-3) stand for their parts."""
-    fused = {"qkv_proj": PROJECTIONS[:3], "gate_up_proj": PROJECTIONS[4:6]}
-    names = [name for target in targets for name in fused.get(target, (target,))]
-    if unknown := sorted(set(names) - set(PROJECTIONS)):
+@cache
+def _adapted(layers: int, targets: tuple[str, ...]) -> tuple[frozenset[str], ...]:
+    """The adapted projections of each layer, by their names in Llama; fused ones (Phi-3) stand for their parts.
+
+    Raises:
+        UserError: A target is the end of no linear's name.
+    """
+    adapted, unknown = [], set(targets)
+    for index in range(layers):
+        names: set[str] = set()
+        for linear, parts in _LINEARS.items():
+            matching = {target for target in targets if names_match(f"model.layers.{index}.{linear}", [target])}
+            names.update(parts if matching else ())
+            unknown -= matching
+        adapted.append(frozenset(names))
+    if unknown:
         raise UserError(
-            f"memory is estimated for adapters on {', '.join(PROJECTIONS)}; model.policy.lora.targets names "
-            f"{unknown[0]}: leave it out of them to see an estimate"
+            f"memory is estimated for adapters on {', '.join(PROJECTIONS)}, also with their path, as in "
+            f"self_attn.q_proj; model.policy.lora.targets names {min(unknown)}: leave it out of them to see an estimate"
         )
-    return names
+    return tuple(adapted)

@@ -106,6 +106,15 @@ def test_a_run_with_an_adapter_is_described_by_purpose(capsys: pytest.CaptureFix
     assert "pinned on the CPU: layer" not in more
 
 
+def test_targets_with_their_path_are_described_as_those_without(
+    capsys: pytest.CaptureFixture[str], qwen3_8b: Path
+) -> None:
+    words = ["-c", "gsm8k", "-c", "qwen2.5_7b", "--model.policy.path", str(qwen3_8b), "--model.policy.lora.targets"]
+    plain, qualified = (run(capsys, *words, f"[{target}]") for target in ("q_proj", "self_attn.q_proj"))
+    assert qualified == plain
+    assert plain["trained weights"] == [f"{(4 + 2) * 36 * 32 * 2 * 4096 / GIB + 2 * 36 * 32 * 2 * 1024 / GIB:.2f}"] * 2
+
+
 def test_keys_and_values_in_fp8_are_counted_as_half(capsys: pytest.CaptureFixture[str], qwen3_8b: Path) -> None:
     words = ["-c", "gsm8k", "-c", "qwen2.5_7b", "--model.policy.path", str(qwen3_8b)]
     words += ["--rollout.engine.kv_cache_gib=null", "--rollout.engine.gpu_memory_utilization=0.9"]

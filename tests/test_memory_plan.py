@@ -232,6 +232,21 @@ def test_fused_targets_count_as_their_parts_and_unknown_ones_are_refused() -> No
         QWEN.adapter_weights(8, ("lm_head",))
 
 
+def test_targets_with_their_path_count_the_linears_that_they_name() -> None:
+    """Rank 8, of 28 layers: q 3584 + 3584, k 3584 + 512, down 18944 + 3584."""
+    q_proj, k_proj, down_proj = 8 * 7168, 8 * 4096, 8 * 22528
+    assert QWEN.adapter_weights(8, ("self_attn.q_proj",)) == 28 * q_proj
+    assert QWEN.adapter_weights(8, ("q_proj", "self_attn.q_proj", "self_attn.k_proj")) == 28 * (q_proj + k_proj)
+    one_layer = ("self_attn.q_proj", "layers.1.mlp.down_proj")  # not layers.11
+    assert QWEN.adapter_weights(8, one_layer) == 28 * q_proj + down_proj
+    # Over the rows of k and v, too.
+    assert QWEN.engine_adapter_weights(8, one_layer) == 28 * (q_proj + 8 * 1024) + down_proj
+    assert QWEN.adapter_weights(8, ("model.layers.27.self_attn.qkv_proj",)) == q_proj + 2 * k_proj
+    for target in ("mlp.q_proj", "layers.28.self_attn.q_proj", "attn.q_proj"):
+        with pytest.raises(UserError, match=f"targets names {target}: leave"):
+            QWEN.adapter_weights(8, (target,))
+
+
 def test_an_unquantized_base_has_the_bits_of_its_dtype() -> None:
     assert {*BITS, "gaussian"} == set(get_args(QuantizedFormat))
     weights = QWEN.linear_weights + QWEN.embedding_weights
