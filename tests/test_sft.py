@@ -1,5 +1,6 @@
 """Supervised fine-tuning: steps and losses of plain PEFT and transformers, ranks, resuming, the command line."""
 
+import json
 import math
 import os
 import re
@@ -13,7 +14,7 @@ import peft
 import pytest
 import torch
 from cli_helpers import built
-from fit_helpers import configuration, fit, fit_on_ranks
+from fit_helpers import command, configuration, fit, fit_on_ranks
 from huggingface_hub import ModelCard
 from lightning.pytorch import Trainer
 from safetensors.torch import load_file
@@ -278,6 +279,20 @@ def test_a_run_learns_and_writes_what_reinforcement_learning_starts_from(whole: 
     assert names == {"best-step=8.ckpt", "step=6.ckpt", "step=8.end.ckpt"}
     assert not (whole / "completions.jsonl").exists() and (whole / "config.yaml").is_file()
     assert any("layernorm" in name for name in adapter(whole))
+
+
+def test_the_configuration_trains_on_data_of_few_batches(tiny_policy_dir: Path, tmp_path: Path) -> None:
+    """Two steps, with a validation at their end."""
+    (tmp_path / "few.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS * 2))
+    run = tmp_path / "run"
+    data = ["--data", "ConversationDataModule", "--data.path", str(tmp_path / "few.jsonl"), "--data.val_size", "2"]
+    policy = ["--model.policy.path", str(tiny_policy_dir), "--model.policy.quantization", "none"]
+    words = ["fit", "-c", str(SFT), *data, "--data.batch_size", "3", *policy, "--trainer.default_root_dir", str(run)]
+    status, output = command(words, tmp_path / "log")
+    assert status == 0, output
+    assert [step for step, _ in curve(run, "optim/loss")] == [0, 1]
+    assert [step for step, _ in curve(run, "val/loss")] == [-1, 1]
+    assert (run / "checkpoints" / "best-step=2.ckpt").is_file()
 
 
 def test_an_export_is_the_runs_adapter(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
