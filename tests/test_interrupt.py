@@ -4,12 +4,14 @@ import signal
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from pkgutil import resolve_name
 
 import pytest
 
 from qerl_pl import __main__ as program
+from qerl_pl.cli.main import main
 
 ROOT = Path(__file__).parents[1]
 IMPORTING = """
@@ -66,3 +68,44 @@ def test_the_handler_is_given_back_to_the_command_line(monkeypatch: pytest.Monke
 def test_the_installed_program_is_the_one_that_runs_as_a_module() -> None:
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
     assert resolve_name(scripts["qerl"]) is program.main
+
+
+def interrupted(*_: object, **__: object) -> None:
+    signal.raise_signal(signal.SIGINT)
+
+
+@pytest.fixture
+def default_handler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Python's own handler of Ctrl-C, in place of which Lightning leaves another; `main` changes the arguments, too."""
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, previous)
+
+
+PROMPTS = ["-c", str(ROOT / "configs" / "quickstart.yaml"), "--data", "TableDataModule"]
+CONVERSATIONS = ["-c", str(ROOT / "configs" / "sft.yaml"), "--data", "ConversationDataModule"]
+
+
+@pytest.mark.parametrize(
+    "words", [["fit", *PROMPTS], ["validate", *PROMPTS], ["test", *PROMPTS], ["fit", *CONVERSATIONS]]
+)
+@pytest.mark.parametrize("during", ["datasets.load_dataset", "qerl_pl.cli.main.check_values"])
+@pytest.mark.usefixtures("default_handler")
+def test_ctrl_c_before_the_first_step_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], during: str
+) -> None:
+    """While a data set of the hub is read, where Lightning exits with status 1, and while the keys are."""
+    monkeypatch.setattr(during, interrupted)
+    assert main([*words, "--data.path", "some/data", "--trainer.default_root_dir", str(tmp_path / "run")]) == 130
+    error = capsys.readouterr().err
+    assert error.splitlines()[-1] == "qerl: stopped by SIGINT; give the same command again" and "Traceback" not in error
+
+
+@pytest.mark.usefixtures("default_handler")
+def test_another_exit_keeps_its_status(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("qerl_pl.cli.main.configs", lambda _: sys.exit(7))
+    with pytest.raises(SystemExit) as end:
+        main(["configs"])
+    assert end.value.code == 7

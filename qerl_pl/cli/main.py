@@ -433,6 +433,10 @@ def main(argv: list[str] | None = None) -> int:
         status, message = 128 + stop.signal_number, f"{stop}; go on with the same command and --resume auto"
     except Stopped as stop:
         status, message = stop.status, f"{stop}; give the same command again"
+    except (KeyboardInterrupt, SystemExit) as end:  # Lightning exits with status 1 on a KeyboardInterrupt
+        if not isinstance(end.__context__ if isinstance(end, SystemExit) else end, KeyboardInterrupt):
+            raise
+        status, message = 128 + signal.SIGINT, "stopped by SIGINT; give the same command again"
     except SIGTERMException:  # Lightning's own end on SIGTERM, without a ResumeCheckpoint
         return 128 + signal.SIGTERM
     except Exception as error:  # a user's class may raise anything
