@@ -4,6 +4,7 @@ import json
 import logging
 import math
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,15 +12,17 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from qerl_pl.chat_template import SYSTEM_PROMPT, render_prompt, render_prompts
+from qerl_pl.cli.quantize import calibration_texts
 from qerl_pl.datamodules import (
     ArithmeticDataModule,
     BigMathDataModule,
+    ConversationDataModule,
     GSM8KDataModule,
     PromptDataModule,
     TableDataModule,
 )
 from qerl_pl.datamodules.datasets import level_of
-from qerl_pl.datamodules.tables import Row, read_table
+from qerl_pl.datamodules.tables import Row, TableConfig, read_table
 from qerl_pl.errors import UserError
 from qerl_pl.toy.task import ArithmeticTask, split_of
 from qerl_pl.toy.tokenizer import build_tokenizer
@@ -372,8 +375,8 @@ def test_bad_rows_are_named(tmp_path: Path, tokenizer: str, content: str, messag
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"path": "nowhere.jsonl"}, "no such file: nowhere.jsonl"),
-        ({"path": "no/such-data"}, "no file no/such-data is here"),
+        ({"path": "nowhere.jsonl"}, "no such file: nowhere.jsonl; correct data.path"),
+        ({"path": "no/such-data"}, "no file no/such-data is here, .*; correct data.path, or"),
         ({"batch_size": 10}, "batch_size=10 for 9 prompts"),
         ({"val_size": 9}, "val_size=9 of 9"),
         ({"max_prompt_tokens": 3}, "none of 9 is, the shortest has"),
@@ -389,6 +392,33 @@ def test_bad_options(gsm8k: Path, tokenizer: str, options: dict, message: str, m
     with pytest.raises(UserError, match=message) as raised:
         GSM8KDataModule(**given).setup("fit")
     assert "\n" not in str(raised.value)
+
+
+ABSENT = "no/such-data"
+WITH_KEYS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "table": (lambda _: TableDataModule(ABSENT).train_rows(), "data.path"),
+    "tables": (lambda _: TableDataModule({"hard": TableConfig(ABSENT)}).train_rows(), "data.path.hard.path"),
+    "GSM8K": (lambda _: GSM8KDataModule(ABSENT).train_rows(), "data.path"),
+    "Big-Math": (lambda _: BigMathDataModule(ABSENT).train_rows(), "data.path"),
+    "validation": (lambda file: BigMathDataModule(str(file), val_path=ABSENT).val_rows(), "data.val_path"),
+    "conversations": (lambda _: ConversationDataModule(ABSENT).train_rows(), "data.path"),
+    "calibration": (lambda _: calibration_texts(ABSENT, None, 1), "--calibration"),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("case", WITH_KEYS)
+def test_data_that_are_not_there_are_told_by_their_key(gsm8k: Path, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    read, key = WITH_KEYS[case]
+    with pytest.raises(UserError, match=f"no file {ABSENT} is here, .*; correct {key}, or download"):
+        read(gsm8k)
+
+
+def test_an_evaluation_set_that_is_not_there_is_told_by_its_key(gsm8k: Path, tokenizer: str) -> None:
+    sets = {"hard": TableConfig("nowhere.jsonl")}
+    with pytest.raises(UserError, match="no such file: nowhere.jsonl; correct data.sets.hard.path"):
+        GSM8KDataModule(str(gsm8k), batch_size=2, tokenizer=tokenizer, sets=sets).setup("fit")
 
 
 @pytest.mark.parametrize(("method", "use"), [("train_rows", "training"), ("val_rows", "validation")])

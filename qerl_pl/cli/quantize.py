@@ -80,7 +80,7 @@ def calibration_texts(path: str, tokenizer: PreTrainedTokenizerBase, samples: in
     Raises:
         UserError: The table cannot be read, or has neither.
     """
-    table = read_table(path, "train")[:samples]
+    table = read_table(path, "train", key="--calibration")[:samples]
     if "text" in table[0]:
         return [str(row["text"]) for row in table]
     texts = []

@@ -90,7 +90,8 @@ class TableDataModule(PromptDataModule):
     def train_rows(self) -> Sequence[Row]:
         self._check_options()
         if isinstance(self.path, Mapping):
-            return [row for name, table in self.path.items() for row in table.rows(name, self.split)]
+            tables = self.path.items()
+            return [row for name, table in tables for row in table.rows(name, self.split, f"data.path.{name}.path")]
         return self.rows_of(self.split)
 
     def val_rows(self) -> Sequence[Row] | None:
@@ -340,13 +341,15 @@ class BigMathDataModule(PromptDataModule):
     def val_rows(self) -> Sequence[Row] | None:
         if self.val_path is None:
             return None
-        val_file, train_file = local_file(self.val_path, "test"), local_file(self.path, "train")
+        val_file = local_file(self.val_path, "test", "data.val_path")
+        train_file = local_file(self.path, "train", "data.path")
         if val_file is not None and train_file is not None and val_file.samefile(train_file):
             raise UserError(
                 f"val_path must be another table than is trained on; got val_path={self.val_path} and "
                 f"path={self.path}; name another, or set it to null to hold prompts out."
             )
-        rows = _rows(read_table(self.val_path, "test", ("problem", "answer")), "validation", lambda row: True)
+        table = read_table(self.val_path, "test", ("problem", "answer"), key="data.val_path")
+        rows = _rows(table, "validation", lambda row: True)
         for number, row in enumerate(rows, start=1):
             if not row.reference.strip():
                 raise UserError(f"an answer must not be empty; row {number} of {self.val_path} has none; correct it.")
@@ -401,7 +404,7 @@ def _with_answers(rows: Sequence[Row], path: str) -> list[Row]:
     answered = [row for row in rows if row.reference.strip()]
     if not answered:
         raise UserError(
-            f"an answer must not be empty; none of {len(rows)} rows of {path} has one; correct the column, or `path`."
+            f"an answer must not be empty; none of {len(rows)} rows of {path} has one; correct it, or data.path."
         )
     if len(answered) < len(rows):
         first = next(row for row in rows if not row.reference.strip())

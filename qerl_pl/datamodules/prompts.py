@@ -209,7 +209,7 @@ class PromptDataModule(ResumableDataModule):
     ) -> Mapping[str, Sequence[Row]] | None:
         """The configuration's sets, or else the module's own."""
         tables = self._tables or {}
-        named = {name: table.rows(name) for name, table in tables.items()} or sets()
+        named = {name: table.rows(name, key=f"data.sets.{name}.path") for name, table in tables.items()} or sets()
         return sets_by_name(named, single, type(self).__name__, keep_name=bool(tables))
 
     def _split(self, prompts: list[Prompt], holds_out: bool) -> list[Prompt]:

@@ -56,7 +56,11 @@ def checked_rows(rows: Any, source: str) -> list[Row]:
 
 
 def read_table(
-    path: str | Sequence[Mapping[str, Any]], split: str, columns: Collection[str] = (), subset: str | None = None
+    path: str | Sequence[Mapping[str, Any]],
+    split: str,
+    columns: Collection[str] = (),
+    subset: str | None = None,
+    key: str = "data.path",
 ) -> list[Mapping[str, Any]]:
     """All rows of a table, in its order.
 
@@ -66,20 +70,21 @@ def read_table(
         split: Such as "train".
         columns: Columns with text or a number in every row.
         subset: Configuration of the hub data set.
+        key: Where the user wrote the path, for errors.
 
     Raises:
         UserError: The table is missing, unreadable (with file and line of malformed JSON) or empty, or columns are
             missing or hold lists.
     """
-    rows, source = _read(path, split, subset)
+    rows, source = _read(path, split, subset, key)
     if not rows:
-        raise UserError(f"data must have rows; {source} has none; correct `path`.")
+        raise UserError(f"data must have rows; {source} has none; correct {key}.")
     _check_columns(rows, source, columns)
     return rows
 
 
 def _read(
-    path: str | Sequence[Mapping[str, Any]], split: str, subset: str | None
+    path: str | Sequence[Mapping[str, Any]], split: str, subset: str | None, key: str
 ) -> tuple[list[Mapping[str, Any]], str]:
     """Rows, and what they are called in errors."""
     if not isinstance(path, str):
@@ -87,12 +92,12 @@ def _read(
             if not isinstance(row, Mapping):
                 raise UserError(f"rows are dictionaries of columns; row {number} is {row!r:.60}; write one")
         return list(path), "the list of rows"
-    file = local_file(path, split)
+    file = local_file(path, split, key)
     if file is not None:
         return list(_read_file(file)), str(file)
     if path.count("/") == 1 and not path.startswith((".", "/", "~")) and not path.endswith(_SUFFIXES):
-        return _read_hub(path, split, subset), f"{path} ({split})"
-    raise UserError(f"data must be a local file or folder or a hub name; no such file: {path}; correct `path`.")
+        return _read_hub(path, split, subset, key), f"{path} ({split})"
+    raise UserError(f"data must be a local file or folder or a hub name; no such file: {path}; correct {key}.")
 
 
 def _check_columns(rows: Sequence[Mapping[str, Any]], source: str, columns: Collection[str]) -> None:
@@ -113,11 +118,11 @@ def _check_columns(rows: Sequence[Mapping[str, Any]], source: str, columns: Coll
                 )
 
 
-def local_file(path: str, split: str) -> Path | None:
+def local_file(path: str, split: str, key: str) -> Path | None:
     """The file of a local table; None for any other path, such as a hub name.
 
     Raises:
-        UserError: `path` is a folder without a file of that split.
+        UserError: The path, which the user wrote as `key`, is a folder without a file of that split.
     """
     local = Path(path).expanduser()
     if not local.is_dir():
@@ -129,7 +134,7 @@ def local_file(path: str, split: str) -> Path | None:
     entries = sorted(entry.name for entry in local.iterdir())[:10]
     raise UserError(
         f"a data folder needs one of {', '.join(names)}; {local} holds {', '.join(entries) or 'nothing'}; "
-        "name the file itself as `path`."
+        f"name the file itself as {key}."
     )
 
 
@@ -224,7 +229,7 @@ def _check_surrogates(row: Mapping[str, Any], place: str) -> None:
         ) from error
 
 
-def _read_hub(name: str, split: str, subset: str | None) -> list[Mapping[str, Any]]:
+def _read_hub(name: str, split: str, subset: str | None, key: str) -> list[Mapping[str, Any]]:
     import datasets
 
     try:
@@ -232,7 +237,7 @@ def _read_hub(name: str, split: str, subset: str | None) -> list[Mapping[str, An
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise UserError(
             f"data must be a local file or folder or a hub name; no file {name} is here, and the hub's data set cannot "
-            f"be read: {_first_line(error)}; correct `path`, or download the data and name its folder."
+            f"be read: {_first_line(error)}; correct {key}, or download the data and name its folder."
         ) from error
 
 
@@ -268,17 +273,18 @@ class TableConfig:
         if not 0 < self.weight < math.inf:
             raise UserError(f"a set's weight must be above 0; got {self.weight}; leave the set out instead")
 
-    def rows(self, name: str, split: str = "test") -> list[Row]:
+    def rows(self, name: str, split: str = "test", key: str = "data.path") -> list[Row]:
         """Rows of the table, with ids after the set's `name`; their columns are those of the table.
 
         Args:
             name: Name of the set.
             split: Split to read unless the table names its own.
+            key: Where the user wrote the path, for errors.
 
         Raises:
             UserError: The table cannot be read, lacks a column, or an answer is empty.
         """
-        table = read_table(self.path, self.split or split, subset=self.subset)[: self.limit]
+        table = read_table(self.path, self.split or split, subset=self.subset, key=key)[: self.limit]
         source = self.path if isinstance(self.path, str) else "the list of rows"
         question = self.question or _first_column(table, _PROMPTS)
         answer = self.answer or _first_column(table, _ANSWERS)
