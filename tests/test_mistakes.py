@@ -54,7 +54,10 @@ PARSED = {
     "unknown key": (["--model.policy.lora.rnk", "4"], r"lora.rnk 4; did you mean model.policy.lora.rank\?; see"),
     "unknown group": (["--model.polcy.path", "x"], r"did you mean model.policy.path\?"),
     "unknown key of the trainer": (["--trainer.max_epoch", "3"], r"did you mean trainer.max_epochs\?"),
-    "unknown key of the data": (["--data.batchsize", "4"], r"did you mean batch_size\?"),
+    "unknown key of the data": (
+        ["--data.batchsize", "4"],
+        r"^qerl: data.batchsize is no .* ArithmeticDataModule; did you mean batch_size or val_",
+    ),
     "nothing like it": (["--model.zzz", "4"], "arguments: --model.zzz 4; see qerl"),
     "correction of no cap": (
         ["--model.objective.correction.cap", "-1"],
@@ -114,6 +117,23 @@ PARSED = {
     "rate beyond numbers": (["--model.optimizer.init_args.lr", "1e300"], "from 0 to 1e\\+30; got 1e\\+300; set its"),
     "another optimizer's": (["--model.optimizer", "torch.optim.SGD", "--model.optimizer.lr", "-1"], "rate: -1"),
     "beta": (["--model.optimizer.init_args.betas", "[0.9, 2.0]"], "model.optimizer .* beta parameter at index 1"),
+    "rate in words": (
+        ["--model.optimizer.init_args.lr=fast"],
+        "^qerl: model.optimizer.init_args.lr takes a number; got fast; correct it; see qerl fit --help$",
+    ),
+    "short key": (["--model.optimizer.lr", "fast"], "^qerl: model.optimizer.lr takes a number; got fast; correct it;"),
+    "number or null": (
+        ["--model.objective.correction.cap=x"],
+        "^qerl: model.objective.correction.cap takes a number or null; got x",
+    ),
+    "misspelt argument": (
+        ["--model.optimizer.wieght_decay", "1"],
+        r"^qerl: model.optimizer.wieght_decay is no argument of AdamW; did you mean weight_decay\?; see qerl fit",
+    ),
+    "argument like no other": (
+        ["--rollout.engine.zzz=1"],
+        "^qerl: rollout.engine.zzz is no argument of TransformersEngine; its arguments are max_batch; see",
+    ),
     "several losses a step": (["--model.optimizer", "torch.optim.LBFGS"], "once a minibatch; LBFGS asks"),
     "schedule": (["--model.lr_scheduler", "down"], "lr_scheduler must be a schedule .* 'down'"),
     "full of four bits": (["--model.policy.finetune", "full"], "not quantized; got quantization nvfp4; set .* none"),
@@ -127,7 +147,10 @@ PARSED = {
     "no seed": (["--seed_everything", "true"], "a seed from 0 to 4294967295; got True"),
     "negative order": (["--data.seed", "-1"], "data.seed must be at least 0; got -1"),
     "toy rate": (["--model.policy.toy.learning_rate", "-1"], "learning_rate must be a number of at least 0, got -1"),
-    "null in an item": (["--checkpoint.keep", "null"], "ResumeCheckpoint.*keep.*int.*None"),
+    "null in an item": (
+        ["--checkpoint.keep", "null"],
+        "^qerl: checkpoint.keep takes a whole number; got null; correct it",
+    ),
     "list for a group": (
         ["--rollout.sampling", "[]"],
         r"rollout.sampling.*\[\]",
@@ -170,6 +193,44 @@ def test_a_mistake_in_a_file_is_one_line(capsys: pytest.CaptureFixture[str], tmp
     assert re.search("got gsm8, which is neither; did you mean gsm8k. `qerl configs` lists", line)
     path.write_bytes("# für später".encode("latin-1"))
     assert "text in UTF-8" in complaint(capsys, "fit", "-c", str(path))
+
+
+def of(name: str, **arguments: object) -> dict[str, Any]:
+    return {"class_path": name, "init_args": arguments}
+
+
+IN_A_FILE: dict[str, tuple[dict[str, Any], str]] = {
+    "reward": (
+        {"rollout": {"rewards": {"accuracy": of("GSM8KAnswer"), "format": of("Format", wieght=0.1)}}},
+        r"rollout.rewards.format.init_args.wieght is no argument of Format; did you mean weight\?; see qerl fit",
+    ),
+    "list of rewards": (
+        {"rollout": {"rewards": [of("GSM8KAnswer"), of("Format", zzz=0.1)]}},
+        "rollout.rewards.init_args.zzz is no argument of Format; its arguments are weight, tags; see",
+    ),
+    "weight": (
+        {"rollout": {"rewards": {"accuracy": of("GSM8KAnswer", weight=1.0), "format": of("Format", weight="much")}}},
+        "rollout.rewards.format.init_args.weight takes a number; got much; correct it; see qerl fit --help$",
+    ),
+    "rate": (
+        {"model": {"optimizer": of("torch.optim.AdamW", lr="fast")}},
+        "model.optimizer.init_args.lr takes a number; got fast; correct it; see qerl fit --help$",
+    ),
+    "table": (
+        {"data": of("TableDataModule", path="x", sets={"easy": {"path": "y", "limit": "many"}})},
+        "data.sets: limit takes a whole number or null; got many; correct it; see",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", IN_A_FILE)
+def test_a_wrong_argument_of_a_class_is_told_by_its_key(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, case: str
+) -> None:
+    settings, message = IN_A_FILE[case]
+    path = tmp_path / "mistaken.yaml"
+    path.write_text(yaml.safe_dump(settings))
+    assert re.search(f"^qerl: {message}", complaint(capsys, "fit", "-c", str(QUICKSTART), "-c", str(path)))
 
 
 EMPTY = {

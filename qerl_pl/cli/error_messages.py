@@ -4,6 +4,7 @@ import errno
 import inspect
 import os
 import re
+import textwrap
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import is_dataclass
 from difflib import get_close_matches
@@ -61,8 +62,13 @@ _KEYS: dict[str, type | None] = {
 """Top-level keys, and the classes whose arguments are the keys below them."""
 
 _UNKNOWN_KEY = re.compile(r"unrecognized arguments: --([\w.]+)|Subcommand '\w+' does not accept option '([\w.]+)'")
-_UNKNOWN_ARGUMENT = re.compile(r"Option '(\w+)' is not accepted|Group '\w+' does not accept option '(\w+)'")
+_UNKNOWN_ARGUMENT = re.compile(r"Option '(\w+)' is not accepted")
 _CLASS_PATH = re.compile(r"class_path[ =]'([\w.]+)'")
+_PARSER_KEY = re.compile(r'Parser key "([\w.]+)":')
+_GIVEN = re.compile(r"(?:Given|Got) value: (.*?)(?:\. Got value: .*)?$", re.MULTILINE)
+_EXPECTED = re.compile(r"Expected a <class '(\w+)'>")
+_KINDS = {"float": "a number", "int": "a whole number", "bool": "true or false", "str": "text", "NoneType": "null"}
+"""Types of plain values, as the user writes them."""
 _NO_CLASS = re.compile(
     r"\"(model\.objective|rollout\.engine|data)\".*(Expected a dot import path string|has no attribute)", re.DOTALL
 )
@@ -141,12 +147,62 @@ def _parsing(error: jsonargparse.ArgumentError, argv: list[str], commands: Colle
             f"model.optimizer is a class and its arguments; got {given} without a class; put --model.optimizer "
             "torch.optim.AdamW before it, or class_path and init_args into the file"
         )
+    command = f"qerl {argv[0]}" if argv and argv[0] in commands else "qerl"
+    if of_class := _unknown_argument(str(error), argv) or _wrong_type(str(error), argv):
+        return f"{of_class}; see {command} --help"
     lines = [" ".join(line.split()).removeprefix("- ").rstrip(".") for line in str(error).splitlines()]
     useful = [line for line in lines if line and not _NOISE.match(line)] or lines[:1]
     useful = [line for line in useful if line.removeprefix("Given value: ") not in "".join(useful).replace(line, "")]
-    command = f"qerl {argv[0]}" if argv and argv[0] in commands else "qerl"
     hints = [text] if (text := _hint(str(error))) else []
     return "; ".join([*useful, *hints, f"see {command} --help"]).replace(":; ", ": ")
+
+
+def _unknown_argument(message: str, argv: list[str]) -> str | None:
+    """The message for an argument that a class does not have; None for any other error."""
+    option = _UNKNOWN_ARGUMENT.search(message)
+    owners = _CLASS_PATH.findall(message[: option.start()])[-1:] or _CLASS_PATH.findall(message) if option else []
+    owner = resolve_name(owners[0]) if owners else None
+    if option is None or not isinstance(owner, type) or not _PARSER_KEY.search(message):
+        return None
+    arguments = _arguments(owner)
+    nearest = " or ".join(get_close_matches(option[1], arguments))
+    possible = f"did you mean {nearest}?" if nearest else f"its arguments are {', '.join(arguments)}"
+    text = textwrap.shorten(possible, 200, placeholder=" ...")
+    return f"{_written(option[1], message, argv)} is no argument of {owner.__name__}; {text}"
+
+
+def _wrong_type(message: str, argv: list[str]) -> str | None:
+    """The message for a class's argument of a plain type that has another value; None for any other error."""
+    keys = list(_PARSER_KEY.finditer(message))
+    found = _GIVEN.search(message, keys[-1].end()) if len(keys) > 1 else None
+    if found is None:
+        return None
+    expected = _EXPECTED.findall(message[keys[-1].end() : found.start()])
+    kinds = [_KINDS[kind] for kind in dict.fromkeys(expected) if kind in _KINDS]
+    if not kinds or kinds == ["null"]:
+        return None
+    value = "null" if found[1] == "None" else found[1]
+    return f"{_written(keys[-1][1], message, argv)} takes {' or '.join(kinds)}; got {value:.80}; correct it"
+
+
+def _written(name: str, message: str, argv: list[str]) -> str:
+    """The complete key of a class's argument: a word of the command line, or the place in a file.
+
+    Args:
+        name: Of the argument.
+        message: jsonargparse's, with the values that were given: first the class's, last that of the key.
+        argv: The command line.
+    """
+    first, *others = dict.fromkeys(_PARSER_KEY.findall(message))
+    inner = [key for key in others if key != name]
+    for word in (word.partition("=")[0].removeprefix("--") for word in argv):
+        if word.startswith(f"{first}.") and word.endswith(f".{name}"):
+            return word
+    if inner:  # a class among the arguments of another
+        return f"{'.'.join([first, *inner])}: {name}"
+    values = [text for text in _GIVEN.findall(message) if f"'{name}'" in text]
+    entry = re.search(rf"'([^']+)': {re.escape(values[0])}", values[-1]) if values else None
+    return ".".join([first, *([entry[1]] if entry else []), "init_args", name])
 
 
 def _with_own_keys(message: str) -> str:
@@ -159,18 +215,15 @@ def _with_own_keys(message: str) -> str:
 
 
 def _hint(message: str) -> str | None:
-    """A suggestion for an unknown class, key or argument; None if nothing is similar."""
+    """A suggestion for an unknown class or key; None if nothing is similar."""
     if match := _NO_CLASS.search(message):
         plural, module, is_one = _CLASSES[match[1]]
         names = sorted(name for name, kind in vars(module).items() if isinstance(kind, type) and is_one(kind))
         return f"{plural} are {', '.join(names)}"
     if _NO_OPTIMIZER.search(message):
         return "name it by its import path, as in torch.optim.AdamW"
-    nearest = None
-    if key := _UNKNOWN_KEY.search(message):
-        nearest = _nearest_key(key[1] or key[2])
-    elif (option := _UNKNOWN_ARGUMENT.search(message)) and (owner := _CLASS_PATH.search(message)):
-        nearest = _nearest(option[1] or option[2], _arguments(resolve_name(owner[1])))
+    key = _UNKNOWN_KEY.search(message)
+    nearest = _nearest_key(key[1] or key[2]) if key else None
     return None if nearest is None else f"did you mean {nearest}?"
 
 
