@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
+from transformers import LlamaConfig
 
 from benchmarks.study import pretrained
 from benchmarks.study.starts import main as starts
+from qerl_pl.engines import TransformersEngine, VLLMEngine
 
 ROW = {"question": "How many pens are {} and {}?", "answer": "{} + {} = <<{}+{}={}>>{} pens.\n#### {}"}
 
@@ -59,6 +61,17 @@ def test_a_policy_is_measured_and_compared(tiny_policy_dir: Path, gsm8k: Path, t
     )
     assert len(both) == 4 and both[1] == pytest.approx(second, abs=1e-5)
     assert all(2 < loss < 2 * math.log(policy.policy.base.config.vocab_size) for loss in both)
+
+
+def test_vllm_shares_its_weights_where_marlin_covers_their_shapes(tmp_path: Path) -> None:
+    for columns, backend in ((896, "marlin"), (576, "auto")):  # those of Qwen2.5-0.5B and SmolLM2-135M
+        heads = columns // 64
+        config = LlamaConfig(hidden_size=columns, num_attention_heads=heads, num_key_value_heads=1, head_dim=64)
+        config.save_pretrained(tmp_path / str(columns))
+        engine = pretrained.engine_of("vllm", tmp_path / str(columns))
+        assert isinstance(engine, VLLMEngine)
+        assert (engine.linear_backend, engine.share_weights) == (backend, backend == "marlin")
+    assert isinstance(pretrained.engine_of("transformers", tmp_path), TransformersEngine)
 
 
 def test_the_table_pairs_questions() -> None:

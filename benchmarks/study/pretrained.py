@@ -15,8 +15,7 @@ import json
 import math
 import re
 import statistics
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +28,12 @@ from qerl_pl.chat_template import SYSTEM_PROMPT
 from qerl_pl.datamodules import ConversationDataModule, GSM8KDataModule
 from qerl_pl.datamodules.conversations import padded
 from qerl_pl.engines import EngineSpec, RolloutEngine, TransformersEngine, VLLMEngine
+from qerl_pl.engines.vllm.linear_methods import check_marlin_shapes
+from qerl_pl.errors import UserError
 from qerl_pl.evaluation.evaluator import Evaluator, EvaluatorConfig, SampleCache
 from qerl_pl.evaluation.metrics import bootstrap_interval
+from qerl_pl.formats.architecture import linear_shapes
+from qerl_pl.formats.model_folder import load_config
 from qerl_pl.modules import LoraConfig, Policy, PolicyConfig
 from qerl_pl.modules.saved_adapter import read_adapter
 from qerl_pl.modules.update import partition_micro_batches
@@ -41,11 +44,7 @@ MAX_PROMPT_TOKENS = 384
 INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."
 SYSTEM_PROMPTS = {"boxed": INSTRUCTION, "tags": SYSTEM_PROMPT}
 NATS = {"nats": "nats per token", "teacher_nats": "nats per token of the teacher's samples"}
-ENGINES: dict[str, Callable[[], RolloutEngine]] = {
-    "vllm": partial(VLLMEngine, sleep_mode=False),
-    "vllm-own-copy": partial(VLLMEngine, sleep_mode=False, linear_backend="auto", share_weights=False),
-    "transformers": TransformersEngine,
-}
+ENGINES = ("vllm", "transformers")
 REWARDS: dict[str, Reward] = {"boxed": MathAnswer(tag=None), "tags": GSM8KAnswer()}
 
 
@@ -99,6 +98,17 @@ def solutions(rows: list[dict[str, str]], style: str) -> list[dict[str, Any]]:
     return written
 
 
+def engine_of(name: str, base: Path) -> RolloutEngine:
+    """The engine of this name; for a base that Marlin's tiles do not cover, vLLM with a copy of its own, padded."""
+    if name == "transformers":
+        return TransformersEngine()
+    try:
+        check_marlin_shapes(linear_shapes(load_config(base)))
+    except UserError:
+        return VLLMEngine(sleep_mode=False, linear_backend="auto", share_weights=False)
+    return VLLMEngine(sleep_mode=False)
+
+
 class Measurement:
     """A policy in a format, loaded by the engine and by the trainer.
 
@@ -107,7 +117,7 @@ class Measurement:
         quantization: Format of the base.
         lora: Shape of the adapters that are measured.
         max_tokens: Token limit of a completion.
-        engine: Key of `ENGINES`; "vllm-own-copy" is for shapes that Marlin's tiles do not cover.
+        engine: One of `ENGINES`.
         dtype: Data type of the trainer.
     """
 
@@ -126,7 +136,7 @@ class Measurement:
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         if self.device.type == "cuda":
             select_backend("triton")
-        self.engine: RolloutEngine = ENGINES[engine]()
+        self.engine = engine_of(engine, base)
         longest = MAX_PROMPT_TOKENS + max_tokens
         self.engine.launch(EngineSpec(base, config.torch_dtype, self.device, spec.rank, spec.targets, longest))
         self.policy = Policy(base, config, self.device, 0, self.engine.shared_weights())
@@ -229,7 +239,7 @@ def main() -> None:
     measure.add_argument("--write-samples", type=Path, help="file of all completions")
     measure.add_argument("--teacher", type=Path, help="such a file of another policy: nats of its samples, too")
     measure.add_argument("--max-tokens", type=int, default=512)
-    measure.add_argument("--engine", choices=list(ENGINES), default="vllm")
+    measure.add_argument("--engine", choices=ENGINES, default="vllm")
     measure.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
     measure.add_argument("--out", type=Path, required=True)
     tables = commands.add_parser("table")

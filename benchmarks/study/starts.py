@@ -223,7 +223,7 @@ def main(words: Sequence[str] | None = None) -> None:
     one.add_argument("--max-tokens", type=int, default=320)
     one.add_argument("--test-samples", type=int, default=0, help="samples a question of the test split; 0: no test")
     one.add_argument("--boxed-tokens", type=int, default=512, help="tokens of a boxed answer")
-    one.add_argument("--engine", choices=list(ENGINES), default="vllm")
+    one.add_argument("--engine", choices=ENGINES, default="vllm")
     one.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
     two = commands.add_parser("choose")
     two.add_argument("starts", type=Path)
