@@ -118,8 +118,8 @@ def test_after_an_error_the_engine_is_as_before(engine: RolloutEngine) -> None:
     assert len(source.log) == 1
 
 
-def test_requests_without_room_join_several_at_a_time() -> None:
-    """A step that takes up a prompt has no CUDA graph, so that few do."""
+def test_waiting_requests_are_admitted_several_at_a_time() -> None:
+    """A step with a prefill has no full CUDA graph."""
     source = BatchSource([RolloutRequest((5,), tuple(range(30)), 7), RolloutRequest((6,), (40, 41))], max_num_seqs=16)
     first = source.take(wait=True)
     assert [(key, request.prompt_ids, request.seeds, request.max_tokens) for key, request in first] == [

@@ -12,6 +12,7 @@ roundings, and the difference of the second less the first, paired by rounding, 
 import argparse
 import json
 import re
+import statistics
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -27,13 +28,13 @@ def read_reports(folders: Iterable[Path]) -> dict[tuple[str, str], dict[str, Met
     Args:
         folders: Folders with an `evaluation.json`, each in the folder of a run.
     """
-    found: dict[tuple[str, str], dict[str, Metrics]] = {}
+    reports: dict[tuple[str, str], dict[str, Metrics]] = {}
     for folder in folders:
         levels = dict(level.split("=", 1) for level in folder.resolve().parent.name.split(","))
         (only,) = json.loads((folder / "evaluation.json").read_text())["sets"].values()
         metrics = {name: float(metric["value"]) for name, metric in only["metrics"].items()}
-        found.setdefault((levels["policy"], levels["method"]), {})[levels["rounding"]] = metrics
-    return found
+        reports.setdefault((levels["policy"], levels["method"]), {})[levels["rounding"]] = metrics
+    return reports
 
 
 def table(methods: tuple[str, str], reports: dict[tuple[str, str], dict[str, Metrics]]) -> str:
@@ -46,7 +47,7 @@ def table(methods: tuple[str, str], reports: dict[tuple[str, str], dict[str, Met
         for name in names:
             values = [[runs[rounding][name] for rounding in shared] for runs in (one, other)]
             difference = interval([b - a for a, b in zip(*values, strict=True)])
-            rows.append([policy, name, *(f"{interval(each).mean:.3f}" for each in values), difference, len(shared)])
+            rows.append([policy, name, *(f"{statistics.fmean(each):.3f}" for each in values), difference, len(shared)])
     return report.markdown(["policy", "metric", first, second, "difference [95 %]", "roundings"], rows)
 
 

@@ -44,6 +44,8 @@ ROOT = Path(__file__).parents[2]
 KEYS = {"config", "values", "set", "factors", "defaults", "blocks", "strata", "measure", "title", "note"} | {
     *("question", "answer", "limits", "compare", "preregistered", "units", "negligible", "extends"),
 }
+OWN_KEYS = {"question", "answer", "limits", "preregistered"}
+"""Keys of a page's opening, which a file that extends another does not take over."""
 _VALUE = re.compile(r"\$\{(\w+)\}")
 Level = str | int | float | bool
 
@@ -180,7 +182,7 @@ def _read(path: Path) -> dict[str, Any]:
         raise UserError(f"a study has the keys {', '.join(sorted(KEYS))}; {path} has {sorted(unknown)[0]}; take it out")
     if "extends" not in study:
         return study
-    other = _read(path.parent / study["extends"])
+    other = {key: value for key, value in _read(path.parent / study["extends"]).items() if key not in OWN_KEYS}
     added = {key: {**other.get(key, {}), **study.get(key, {})} for key in ("values", "set", "factors", "defaults")}
     return {**other, **study, **added}
 

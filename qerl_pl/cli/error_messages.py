@@ -67,8 +67,8 @@ _CLASS_PATH = re.compile(r"class_path[ =]'([\w.]+)'")
 _PARSER_KEY = re.compile(r'Parser key "([\w.]+)":')
 _GIVEN = re.compile(r"(?:Given|Got) value: (.*?)(?:\. Got value: .*)?$", re.MULTILINE)
 _EXPECTED = re.compile(r"Expected a <class '(\w+)'>")
-_KINDS = {"float": "a number", "int": "a whole number", "bool": "true or false", "str": "text", "NoneType": "null"}
-"""Types of plain values, as the user writes them."""
+_TYPE_NAMES = {"float": "a number", "int": "a whole number", "bool": "true or false", "str": "text", "NoneType": "null"}
+"""Names of scalar types in messages."""
 _NO_CLASS = re.compile(
     r"\"(model\.objective|rollout\.engine|data)\".*(Expected a dot import path string|has no attribute)", re.DOTALL
 )
@@ -174,15 +174,15 @@ def _unknown_argument(message: str, argv: list[str]) -> str | None:
 def _wrong_type(message: str, argv: list[str]) -> str | None:
     """The message for a class's argument of a plain type that has another value; None for any other error."""
     keys = list(_PARSER_KEY.finditer(message))
-    found = _GIVEN.search(message, keys[-1].end()) if len(keys) > 1 else None
-    if found is None:
+    given = _GIVEN.search(message, keys[-1].end()) if len(keys) > 1 else None
+    if given is None:
         return None
-    expected = _EXPECTED.findall(message[keys[-1].end() : found.start()])
-    kinds = [_KINDS[kind] for kind in dict.fromkeys(expected) if kind in _KINDS]
-    if not kinds or kinds == ["null"]:
+    expected = _EXPECTED.findall(message[keys[-1].end() : given.start()])
+    types = [_TYPE_NAMES[name] for name in dict.fromkeys(expected) if name in _TYPE_NAMES]
+    if not types or types == ["null"]:
         return None
-    value = "null" if found[1] == "None" else found[1]
-    return f"{_written(keys[-1][1], message, argv)} takes {' or '.join(kinds)}; got {value:.80}; correct it"
+    value = "null" if given[1] == "None" else given[1]
+    return f"{_written(keys[-1][1], message, argv)} takes {' or '.join(types)}; got {value:.80}; correct it"
 
 
 def _written(name: str, message: str, argv: list[str]) -> str:

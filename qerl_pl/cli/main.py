@@ -434,7 +434,7 @@ def main(argv: list[str] | None = None) -> int:
     except Stopped as stop:
         status, message = stop.status, f"{stop}; give the same command again"
     except (KeyboardInterrupt, SystemExit) as end:  # Lightning exits with status 1 on a KeyboardInterrupt
-        if not isinstance(end.__context__ if isinstance(end, SystemExit) else end, KeyboardInterrupt):
+        if isinstance(end, SystemExit) and not isinstance(end.__context__, KeyboardInterrupt):
             raise
         status, message = 128 + signal.SIGINT, "stopped by SIGINT; give the same command again"
     except SIGTERMException:  # Lightning's own end on SIGTERM, without a ResumeCheckpoint

@@ -71,7 +71,7 @@ class VLLMEngine(RolloutEngine):
         kv_cache_dtype: fp8 (E4M3) halves the cache, so that it holds twice as many tokens; the sampler's
             log-probabilities then differ more from the trainer's. auto takes the model's data type.
         max_model_len: Longest sequence that vLLM prepares for; by default the longest that the run can ask for.
-        max_num_seqs: Sequences decoded at once; of more, the others join when an eighth of these have ended.
+        max_num_seqs: Sequences decoded at once. Waiting ones are admitted when an eighth of these have finished.
         max_num_batched_tokens: Tokens of a forward pass; more speeds up prefill and needs more memory. By default
             vLLM chooses.
         linear_backend: Kernels of 4-bit linears and experts. humming cannot share its weights, so the GPU holds two

@@ -12,34 +12,34 @@ from qerl_pl.types import Completion, RolloutRequest, SamplingConfig
 
 
 class BatchSource(RequestSource):
-    """The requests of a batch, one for each seed; those without room join the running ones several at a time.
+    """The requests of a batch, one for each seed; waiting ones are admitted several at a time.
 
-    A step of vLLM that takes up a prompt has no CUDA graph, and with small models takes several times as long as one
-    that only decodes. Were each completion followed by the next request, almost no step would only decode.
+    A step with a prefill has no full CUDA graph and, for small models, takes several times as long as a decode step.
+    Admitting a request after each completion would add a prefill to almost every step.
 
     Args:
         requests: Requests of any number of seeds.
-        max_num_seqs: Most requests that run at once. New ones join when an eighth of them have ended.
+        max_num_seqs: Most running requests. Waiting ones are admitted when an eighth of these have finished.
     """
 
     def __init__(self, requests: Sequence[RolloutRequest], max_num_seqs: int) -> None:
-        self._waiting = [replace(request, seeds=(seed,)) for request in requests for seed in request.seeds]
-        self._most, self._taken, self._running = max_num_seqs, 0, 0
+        self._requests = [replace(request, seeds=(seed,)) for request in requests for seed in request.seeds]
+        self._max_num_seqs, self._taken, self._running = max_num_seqs, 0, 0
         self._completions: dict[int, Completion] = {}
 
     @property
     def completions(self) -> list[Completion]:
-        """Those of all requests, in their order, when none is left."""
-        return [self._completions[key] for key in range(len(self._waiting))]
+        """Completions in the order of the requests, once all have finished."""
+        return [self._completions[key] for key in range(len(self._requests))]
 
     def take(self, wait: bool, gather: bool = False) -> Sequence[tuple[int, RolloutRequest]]:
         """See `RequestSource`; nothing blocks."""
-        room = self._most - self._running
-        if self._running and room < self._most / 8:
+        free = self._max_num_seqs - self._running
+        if self._running and free < self._max_num_seqs / 8:
             return []
-        first, self._taken = self._taken, min(self._taken + room, len(self._waiting))
+        first, self._taken = self._taken, min(self._taken + free, len(self._requests))
         self._running += self._taken - first
-        return list(enumerate(self._waiting[first : self._taken], first))
+        return list(enumerate(self._requests[first : self._taken], first))
 
     def put(self, key: int, completion: Completion) -> None:
         """See `RequestSource`."""
