@@ -53,6 +53,7 @@ ANSWERS = {
     "thread": "left",
     "fork": "parent",
     "multiprocessing": "7",
+    "terminate": "[-15, 7]",
     "noise": "quiet",
     "closed_streams": "closed",
     "changed_process": "changed",

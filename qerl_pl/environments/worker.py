@@ -21,6 +21,7 @@ import sys
 import threading
 import time
 import traceback
+import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -30,6 +31,8 @@ Frame = struct.Struct("!I")
 """The length of a message in bytes."""
 _ERROR_CHARS = 400
 _PR_SET_CHILD_SUBREAPER = 36
+_JOB_SIGNALS: dict[signal.Signals, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+"""Signals that all processes of a job get, at which the trainer finishes its step, and Python's handlers of them."""
 
 
 def read_exactly(connection: socket.socket, size: int) -> bytes:
@@ -281,8 +284,9 @@ class Forks:
         self.commands.close()
         self.notices.close()
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        for number in (signal.SIGINT, signal.SIGTERM):  # of all processes of a job: the trainer finishes its step
-            signal.signal(number, lambda number, frame: None)  # programs that tools start have the default again
+        for number in _JOB_SIGNALS:
+            signal.signal(number, _ignore)  # a handler, not SIG_IGN: programs that tools start have the default again
+        os.register_at_fork(before=_block_signals, after_in_parent=_unblock_signals, after_in_child=_restore_signals)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         if self.setup["memory"] is not None:
             resource.setrlimit(resource.RLIMIT_DATA, (self.setup["memory"],) * 2)
@@ -321,6 +325,30 @@ class Forks:
                     return  # the trainer is gone, as COMMANDS will say
 
 
+def _ignore(number: int, frame: types.FrameType | None) -> None:
+    """Handle a signal by doing nothing."""
+
+
+_before_fork = threading.local()
+
+
+def _block_signals() -> None:
+    """Keep signals for the fork until its handlers are set."""
+    _before_fork.mask = signal.pthread_sigmask(signal.SIG_BLOCK, _JOB_SIGNALS)
+
+
+def _unblock_signals() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _before_fork.mask)
+
+
+def _restore_signals() -> None:
+    """Let a process that a tool forked end by `terminate`, for which `multiprocessing.Pool` waits."""
+    for number, handler in _JOB_SIGNALS.items():
+        if signal.getsignal(number) is _ignore:  # else the tool set a handler of its own
+            signal.signal(number, handler)
+    _unblock_signals()
+
+
 def _ended_child() -> int | None:
     """A child that ended and is not yet collected."""
     try:
@@ -342,7 +370,7 @@ def _kill_group(pid: int) -> None:
 
 def main(commands: socket.socket, notices: socket.socket) -> None:
     """Load the factory, report whether that worked, and serve."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # the trainer finishes its step and closes the socket
+    for number in _JOB_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     message = receive(commands)
     if message is None:
