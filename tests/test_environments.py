@@ -435,13 +435,13 @@ def test_the_module_of_an_environment_may_fail(tmp_path: Path) -> None:
 
 
 def test_reset_and_get_reward_must_not_fail() -> None:
-    pool = EnvironmentPool(FailsToReset, time_limit=1.0)
+    pool = EnvironmentPool(FailsToReset, time_limit=3.0)
     for secret, message in enumerate(
         (
             "must not fail in reset; FailsToReset: KeyError: 'secret'; correct it",
             "reset returns text or None; it returned a value of type int",
             r"the environment's process ended \(exit status 4\)",
-            "ended after its time limit of 1 s",
+            "ended after its time limit of 3 s",
         )
     ):
         session = pool.open({"secret": secret})

@@ -14,7 +14,7 @@ from qerl_pl.environments import EnvironmentPool, ToolAnswer
 from qerl_pl.environments.pool import Session
 
 CHARS = 1000
-LIMIT_S = 2.0
+LIMIT_S = 5.0  # above what slow harms take beside the endless loops
 GONE = "Error: the environment is gone: an earlier call ended its process"
 TIMED_OUT = f"Error: ended after its time limit of {LIMIT_S:g} s"
 

@@ -365,7 +365,7 @@ def test_math_answer_time_limit(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_hostile_answers_end_in_a_process_that_survives() -> None:
-    reward = MathAnswer(time_limit_s=0.3, workers=1)
+    reward = MathAnswer(time_limit_s=1.0, workers=1)
     hostile = ["(" * 2000, "\\sqrt{" * 300, "1" * 20000 + "!", "{" * 5000 + "}" * 5000, "1e999999999"]
     for extra in ("", " "):
         samples = [answered("36/2"), *(answered(one + extra) for one in hostile), answered("36/2")]
