@@ -41,7 +41,7 @@ def require_one_of(choices: Sequence[str], name: str, value: object) -> None:
 
 
 class Preempted(Exception):
-    """SIGTERM or SIGINT stopped the run, after its state was saved in `checkpoint`."""
+    """SIGTERM, SIGINT or SIGHUP stopped the run, after its state was saved in `checkpoint`."""
 
     def __init__(self, signal_number: int, checkpoint: Path) -> None:
         super().__init__(f"stopped by {signal.Signals(signal_number).name}; state saved in {checkpoint}")
@@ -50,7 +50,7 @@ class Preempted(Exception):
 
 
 class Stopped(SystemExit):
-    """SIGTERM or SIGINT stopped an evaluation at once.
+    """SIGTERM, SIGINT or SIGHUP stopped an evaluation at once.
 
     Not an `Exception`, which would be blamed on a user's reward.
     """
@@ -65,7 +65,9 @@ class Stopped(SystemExit):
 
 
 class StopSignals:
-    """Installs a handler of SIGTERM and SIGINT until the previous handlers are restored.
+    """Installs a handler of SIGTERM, SIGINT and SIGHUP until the previous handlers are restored.
+
+    SIGHUP, the end of a terminal or of an ssh connection, stays ignored where it is, as under nohup.
 
     Args:
         handler: Called with the signal's number and the interrupted frame.
@@ -77,8 +79,9 @@ class StopSignals:
 
     def take(self) -> None:
         """Install the handler; repeated calls change nothing."""
-        for number in (signal.SIGTERM, signal.SIGINT):
-            if number not in self._previous:
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            ignored = number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN
+            if number not in self._previous and not ignored:
                 self._previous[number] = signal.signal(number, self._handler)
 
     def give_back(self) -> None:

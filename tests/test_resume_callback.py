@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -68,7 +69,7 @@ def test_by_default_every_tenth_is_saved_and_two_are_kept(tmp_path: Path) -> Non
     ResumeCheckpoint(1, 1)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_finishes_the_step_saves_and_the_run_resumes_from_there(tmp_path: Path, number: int) -> None:
     module = Tiny({2: number})
     with pytest.raises(Preempted) as stopped:
@@ -182,20 +183,44 @@ def test_what_a_kill_in_a_save_has_left_goes_when_the_run_goes_on(tmp_path: Path
     assert not any(path.exists() for path in left) and all(path.is_file() for path in others)
 
 
-def test_a_second_signal_ends_the_run_at_once() -> None:
+def test_where_the_end_of_a_terminal_is_ignored_a_run_goes_on(tmp_path: Path) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    try:
+        trainer_of(tmp_path, ResumeCheckpoint()).fit(module := Tiny({2: signal.SIGHUP}))
+        assert module.events == [*range(6)]
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize(
+    ("number", "after", "ends"),
+    [
+        (signal.SIGINT, 1.0, True),
+        (signal.SIGTERM, 1.0, True),
+        (signal.SIGTERM, 0.9, False),
+        (signal.SIGHUP, 9.0, False),
+    ],
+)
+def test_a_second_signal_ends_the_run_at_once_unless_it_repeats_the_first(
+    monkeypatch: pytest.MonkeyPatch, number: int, after: float, ends: bool
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
     trainer: Any = SimpleNamespace(world_size=1, callbacks=[])
     callback = ResumeCheckpoint()
     callback.on_sanity_check_start(trainer, Tiny())
     try:
         signal.raise_signal(signal.SIGTERM)
         assert callback._stop_signal(trainer) == signal.SIGTERM
+        now[0] = after
         child = os.fork()
         if child == 0:
             try:
-                signal.raise_signal(signal.SIGINT)
+                signal.raise_signal(number)
             finally:
                 os._exit(0)
-        assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGINT
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == (-number if ends else 0)
+        assert callback._stop_signal(trainer) == signal.SIGTERM
     finally:
         callback.teardown(trainer, Tiny(), "fit")
 

@@ -1,7 +1,8 @@
-"""Checkpoints for resuming, also on SIGTERM and SIGINT."""
+"""Checkpoints for resuming, also on SIGTERM, SIGINT and SIGHUP."""
 
 import logging
 import signal
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -20,6 +21,9 @@ from qerl_pl.persistence.random_state import random_state, set_random_state
 
 log = logging.getLogger(__name__)
 
+REPEATED_S = 1.0
+"""Seconds within which a signal repeats the first: a terminal and a wrapper, say, both send the same request."""
+
 
 @dataclass(frozen=True)
 class _StepEnd:
@@ -34,10 +38,11 @@ class _StepEnd:
 class ResumeCheckpoint(Checkpoint):
     """Saves RUN/checkpoints/step=N.ckpt, from which `--resume auto` continues bit for bit.
 
-    On SIGTERM or SIGINT the current step is finished and saved, and the run ends with `Preempted`; a second signal ends
-    it at once. Lightning runs checkpoint callbacks after all others, so that a checkpoint includes their state after
-    its step; list ModelCheckpoint before this one. A step that is validated is saved, and the run stopped, after its
-    validation: a run killed while validating resumes before the step and repeats the validation.
+    On SIGTERM, SIGINT or SIGHUP the current step is finished and saved, and the run ends with `Preempted`; a second
+    SIGTERM or SIGINT, a second or more after the first, ends it at once. Lightning runs checkpoint callbacks after all
+    others, so that a checkpoint includes their state after its step; list ModelCheckpoint before this one. A step that
+    is validated is saved, and the run stopped, after its validation: a run killed while validating resumes before the
+    step and repeats the validation.
 
     If a UserError ends a rollout, such as that of a reward, the state before the rollout is saved, and the error has a
     note that says so. Several ranks save nothing then: only the ranks that fail know of it.
@@ -53,6 +58,7 @@ class ResumeCheckpoint(Checkpoint):
         self.every_n_rollouts = every_n_rollouts
         self.keep = keep
         self._signal: int | None = None
+        self._signalled = 0.0
         # Installed after Lightning's own handler, which interrupts validations and ends the process with success.
         self._signals = StopSignals(self._on_signal)
         self._stop: Preempted | None = None
@@ -114,10 +120,12 @@ class ResumeCheckpoint(Checkpoint):
         self._rollout_failed = False
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self._signal is not None:  # the second signal
-            signal.signal(number, signal.SIG_DFL)
-            signal.raise_signal(number)
-        self._signal = number
+        if self._signal is not None:
+            if number != signal.SIGHUP and time.monotonic() - self._signalled >= REPEATED_S:
+                signal.signal(number, signal.SIG_DFL)
+                signal.raise_signal(number)
+            return
+        self._signal, self._signalled = number, time.monotonic()
         log.warning("%s: finishing this step, then saving; send it again to stop at once", signal.Signals(number).name)
 
     def on_train_batch_end(

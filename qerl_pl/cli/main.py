@@ -64,7 +64,7 @@ from qerl_pl.start_checks import check_ranks_divide, check_strategy
 
 
 def stop_at_once() -> Callback:
-    """A callback that ends an evaluation on SIGTERM or SIGINT at any point of it.
+    """A callback that ends an evaluation on SIGTERM, SIGINT or SIGHUP at any point of it.
 
     Lightning itself checks for SIGTERM between batches only, and a set may be one batch; on SIGINT it exits with 1.
     """
