@@ -188,8 +188,8 @@ class DieWriting:
 
 WRITERS = {  # in the order of a run
     "config.yaml": DieWriting("qerl_pl.cli.main", "SaveFitConfig", "on_train_start"),
-    "run.png": DieWriting("qerl_pl.callbacks.summary", "RunSummary", "_plot"),
     "adapter": DieWriting("qerl_pl.modules.policy", "Policy", "save"),
+    "run.png": DieWriting("qerl_pl.callbacks.summary", "RunSummary", "_plot"),
 }
 
 

@@ -1,5 +1,6 @@
 """What a user's terminal shows: what is loading, one bar, the table last; of other libraries what a user can act on."""
 
+import io
 import logging
 import os
 import pty
@@ -13,7 +14,7 @@ import pytest
 import torch
 import transformers
 import yaml
-from fit_helpers import configuration, free_port, processes
+from fit_helpers import configuration, fit, free_port, processes
 from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -99,6 +100,17 @@ def test_a_run_shows_what_is_loading_one_bar_and_the_table_last(tiny_policy_dir:
     assert re.match(r"\d+ s of training: sync", after[-3]) and after[-1].startswith("watch it: "), screen
     for foreign in ("litlogger", "litmodels", "weights_only", "Loading weights", "Warning", "GPU available"):
         assert foreign not in written  # nor for a moment
+
+
+def nobody_reads() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    sys.stdout = os.fdopen(writer, "w")
+
+
+def test_the_adapter_is_written_although_nobody_reads_the_table(tiny_policy_dir: Path, tmp_path: Path) -> None:
+    status, output = fit(configuration(tiny_policy_dir, tmp_path / "run"), prepare=nobody_reads)
+    assert status != 0 and (tmp_path / "run" / "adapter" / "adapter_config.json").is_file(), output
 
 
 @pytest.fixture
@@ -269,3 +281,11 @@ def test_what_only_one_rank_has_met_is_told_by_that_rank_once(tiny_policy_dir: P
             "'5^{9^{9^9}}'",
         ],
     ]
+
+
+@pytest.mark.usefixtures("configured")
+def test_a_locale_without_a_letter_of_the_table_shows_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written := io.BytesIO(), encoding="ascii"))
+    configure_terminal()
+    print("noise σ", flush=True)
+    assert written.getvalue() == b"noise ?\n"

@@ -81,9 +81,9 @@ class RunSummary(Callback):
         self.train_seconds += now - self._step_began
         self._step_began = now
 
-    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write the files and print the table."""
-        if not writes_files(trainer) or not self.curves["reward/mean"]:
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Write the files and print the table, once the adapter is saved: a terminal or a logger may be gone."""
+        if stage != "fit" or not writes_files(trainer) or not self.curves["reward/mean"]:
             return
         assert isinstance(pl_module, QeRLModule)
         folder = Path(trainer.default_root_dir)

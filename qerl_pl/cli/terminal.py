@@ -1,5 +1,6 @@
 """Logging, warnings and progress bars in a terminal, without other libraries' messages that call for no action."""
 
+import io
 import logging
 import re
 import sys
@@ -73,6 +74,8 @@ def configure_terminal() -> None:
     for pattern in WARNINGS:
         warnings.filterwarnings("ignore", message=pattern)
     set_tqdm_hook(_without_bars)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a locale without UTF-8 lacks the table's σ
+        sys.stdout.reconfigure(errors="replace")
 
 
 def _hides(pattern: str) -> Callable[[logging.LogRecord], bool]:
