@@ -19,6 +19,8 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from qerl_pl.callbacks import ResumeCheckpoint
 from qerl_pl.callbacks.resume import Preempted, _is_validated, _set_aside
+from qerl_pl.cli.config_checks import ACCURACY
+from qerl_pl.cli.main import CALLBACKS
 from qerl_pl.errors import UserError
 
 
@@ -397,6 +399,36 @@ def check_foretold(tmp_path: Path, settings: dict[str, Any], sized: bool) -> Non
     trainer_of(tmp_path, foretold, **{"limit_val_batches": 2, "max_epochs": 3} | settings).fit(Tiny(sized=sized))
     assert foretold.said == foretold.was and len(foretold.said) == 18
     assert any(foretold.was) == (settings.get("limit_val_batches") != 0)
+
+
+class Scores(Tiny):
+    """Has the accuracy that `ModelCheckpoint` watches, higher each time."""
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        self.log_dict({ACCURACY: -float(self.weight), "rollouts": float(self.trainer.global_step)})
+
+
+def scored(folder: Path, *, every: int, steps: int, resume: str | None = None) -> list[str]:
+    """Names of the best checkpoints after a run that validates every second step."""
+    kind, settings, _ = CALLBACKS["best"]
+    best = kind(dirpath=folder / "checkpoints", **settings or {})
+    given = {"limit_val_batches": 1, "val_check_interval": 2, "max_steps": steps}
+    path = resume and str(folder / "checkpoints" / resume)
+    trainer_of(folder, best, ResumeCheckpoint(every, 9), **given).fit(Scores(), ckpt_path=path, weights_only=True)
+    return sorted(path.name for path in (folder / "checkpoints").glob("best-*.ckpt"))
+
+
+def test_a_run_whose_folder_has_moved_knows_its_best_checkpoint(tmp_path: Path) -> None:
+    assert scored(tmp_path / "run", every=2, steps=4) == ["best-rollouts=4.ckpt"]
+    (tmp_path / "run").rename(tmp_path / "moved")
+    assert scored(tmp_path / "moved", every=2, steps=6, resume="step=4.ckpt") == ["best-rollouts=6.ckpt"]
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_validation_that_is_repeated_replaces_its_checkpoint(tmp_path: Path) -> None:
+    assert scored(tmp_path, every=3, steps=4) == ["best-rollouts=4.ckpt"]
+    assert scored(tmp_path, every=3, steps=4, resume="step=3.ckpt") == ["best-rollouts=4.ckpt"]
 
 
 def test_what_ends_a_run_stands_before_all_callbacks_once_however_often_it_is_set_up() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import Callback, Checkpoint, LambdaCallback
+from lightning.pytorch.callbacks import Callback, Checkpoint, LambdaCallback, ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 
 from qerl_pl.distributed.communicator import writes_files
@@ -144,6 +144,13 @@ class ResumeCheckpoint(Checkpoint):
         """Save the end of the run; with higher limits, it can resume from there."""
         self._save(trainer, trainer.fit_loop.total_batch_idx + 1, ".end")
 
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Name the best checkpoints where they are if the run's folder has moved: Lightning would forget them."""
+        for callback in trainer.checkpoint_callbacks:
+            state = checkpoint["callbacks"].get(callback.state_key)
+            if isinstance(callback, ModelCheckpoint) and state and callback.dirpath is not None:
+                _follow_move(state, Path(callback.dirpath))
+
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Save the end of the last step in place of a rollout that failed.
 
@@ -208,6 +215,18 @@ def _set_aside(folder: Path, done: int) -> None:
         path.replace(aside)
         digest.unlink(missing_ok=True)
         log.warning("%s is newer than where this run starts: moved to %s", path.name, aside.parent)
+
+
+def _follow_move(state: dict[str, Any], folder: Path) -> None:
+    """Replace the folder in a ModelCheckpoint's state, if the best checkpoint is in `folder`."""
+
+    def moved(path: str) -> str:
+        return str(folder / Path(path).name) if path and str(Path(path).parent) == state["dirpath"] else path
+
+    if (folder / Path(state["best_model_path"]).name).is_file():
+        paths = {key: moved(state[key]) for key in ("best_model_path", "kth_best_model_path", "last_model_path")}
+        best = {moved(path): score for path, score in state["best_k_models"].items()}
+        state |= paths | {"best_k_models": best, "dirpath": str(folder)}
 
 
 def _is_validated(trainer: Trainer, batch_idx: int) -> bool:

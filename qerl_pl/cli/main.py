@@ -98,8 +98,9 @@ CALLBACKS: dict[str, tuple[type[Callback], dict[str, Any] | None, str]] = {
     "noise": (AdaptiveQuantizationNoise, None, "Adaptive quantization noise of the rollouts. null: no noise."),
     "best": (
         ModelCheckpoint,
-        # Not step=N, the name of a checkpoint that --resume auto takes.
-        {"monitor": ACCURACY, "mode": "max", "filename": "best-{rollouts:.0f}"},
+        # Not step=N, the name of a checkpoint that --resume auto takes. A killed run repeats a validation and replaces
+        # its checkpoint; with a version counter it would add another.
+        {"monitor": ACCURACY, "mode": "max", "filename": "best-{rollouts:.0f}", "enable_version_counter": False},
         "Saves the checkpoint of the best validation. null saves none.",
     ),
     "checkpoint": (ResumeCheckpoint, {}, "Saves the checkpoints for --resume auto. null saves none."),
