@@ -206,11 +206,13 @@ def test_artefacts_that_are_written_again_are_whole_when_the_process_dies_in_the
     settings = configuration(tiny_policy_dir, run)
     status, output = fit(settings, "--resume", "auto", "--trainer.max_steps", "4")
     assert status == 0, output
+    assert f"no checkpoint in {run / 'checkpoints'} to resume from; starting fresh" in output
     first = artefacts(run)
     more = ("--resume", "auto", "--trainer.max_steps", "8", "--model.max_grad_norm", "0.1")
     for name, die in WRITERS.items():
         status, output = fit(settings, *more, prepare=die)
         assert status == -signal.SIGXFSZ, output
+        assert ("goes on with other settings: model.max_grad_norm was 0.2 and is 0.1" in output) == (name == "adapter")
         found = {key: data for key, data in artefacts(run).items() if key.startswith(name)}
         assert found and found == {key: data for key, data in first.items() if key.startswith(name)}
     status, output = fit(settings, *more)

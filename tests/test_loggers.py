@@ -24,7 +24,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.plugins.hparams import plugin_data_pb2
 
-from qerl_pl.callbacks.loggers import flatten, log_hyperparameters, where_to_look
+from qerl_pl.callbacks.completions import _truncate
+from qerl_pl.callbacks.loggers import changes, flatten, log_hyperparameters, where_to_look
 from qerl_pl.cli.main import QeRLCLI
 
 pytestmark = pytest.mark.skipif(
@@ -244,3 +245,23 @@ def test_settings_are_named_as_on_the_command_line() -> None:
         "rewards.Judge.2": "Judge",
         "rewards.Judge.2.model": "y",
     }
+
+
+def test_settings_that_differ_from_those_before_are_told() -> None:
+    before = "{noise: {sigma_start: 0.01}, data: {class_path: a.B, init_args: {seed: 1}}, trainer: {max_steps: 4}}"
+    after = "{noise: {sigma_start: 0.2}, data: {class_path: a.B, init_args: {size: 3}}, trainer: {max_steps: 8}}"
+    assert changes(before, after) == [
+        "data.seed was 1 and is None",
+        "data.size was None and is 3",
+        "noise.sigma_start was 0.01 and is 0.2",
+    ]
+    assert not changes(before, before) and not changes("", "{trainer: {max_steps: 8}}")
+
+
+def test_completions_that_a_power_cut_has_damaged_do_not_stop_a_resumed_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, whole = tmp_path / "completions.jsonl", b'{"version": 0}\n'
+    path.write_bytes(whole + bytes(40) + b'\n{"version": 1}\n')
+    _truncate(path, 2)
+    assert path.read_bytes() == whole and "is damaged after 15 bytes" in caplog.text

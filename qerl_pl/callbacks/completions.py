@@ -1,6 +1,7 @@
 """Logs completions as text and tables and, optionally, writes all of them to a JSON Lines file."""
 
 import json
+import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -16,6 +17,8 @@ from qerl_pl.errors import require_at_least
 from qerl_pl.modules.qerl import QeRLModule
 from qerl_pl.rollout.experience import without_none
 from qerl_pl.types import CompletionRecord, PromptBatch
+
+log = logging.getLogger(__name__)
 
 
 class CompletionLog(Callback):
@@ -85,7 +88,11 @@ def _truncate(path: Path, version: int) -> None:
     with path.open("rb+") as file:
         end = 0
         for line in file:
-            if not line.endswith(b"\n") or json.loads(line)["version"] >= version:
+            try:
+                if not line.endswith(b"\n") or json.loads(line)["version"] >= version:
+                    break
+            except ValueError:
+                log.warning("%s is damaged after %d bytes, as by a power cut: the rest is removed", path, end)
                 break
             end += len(line)
         file.truncate(end)

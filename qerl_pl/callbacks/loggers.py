@@ -1,5 +1,6 @@
 """Hyperparameters, tables, plots and the summary in TensorBoard, W&B and MLflow."""
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from torch.utils.tensorboard.summary import hparams
 
 from qerl_pl.distributed.communicator import writes_files
 from qerl_pl.persistence.atomic_files import atomic_write
+
+log = logging.getLogger(__name__)
 
 COMPARED = ("reward/mean", "val/accuracy", "val/pass@1", "policy/entropy", "policy/kl")
 """Metrics beside the hyperparameters on TensorBoard's page."""
@@ -36,9 +39,21 @@ class SaveFitConfig(SaveConfigCallback):
             log_hyperparameters(trainer.loggers, flatten({key: settings.get(key) for key in LOGGED}))
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save to the run's folder, after a checkpoint has been accepted."""
+        """Save to the run's folder, after a checkpoint has been accepted, and warn if a resumed run has changed."""
         if writes_files(trainer):
-            atomic_write(Path(trainer.default_root_dir) / self.config_filename, self._text.encode())
+            path = Path(trainer.default_root_dir) / self.config_filename
+            if trainer.ckpt_path is not None and path.is_file() and (changed := changes(path.read_text(), self._text)):
+                log.warning("this run goes on with other settings: %s", "; ".join(changed))
+            atomic_write(path, self._text.encode())
+
+
+def changes(before: str, after: str) -> list[str]:
+    """Settings that may change what is learned and differ between two configurations in YAML; trainer.* may."""
+    keys = [key for key in LOGGED if key != "trainer"]
+    old, new = ({name: (yaml.safe_load(text) or {}).get(name) for name in keys} for text in (before, after))
+    old, new = flatten(old), flatten(new)
+    names = sorted(key for key in {*old, *new} if old.get(key) != new.get(key))
+    return [f"{name} was {old.get(name)} and is {new.get(name)}" for name in names]
 
 
 def flatten(settings: Any, key: str = "") -> dict[str, Any]:

@@ -319,7 +319,7 @@ class QeRLCLI(LightningCLI):
         with locked(root) if self.trainer.is_global_zero else nullcontext():
             kwargs |= self._checkpoint(kwargs)
             if self._get(self.config, "resume") == "auto" and kwargs["ckpt_path"] is None:
-                log.info("no checkpoint to resume from; starting fresh")
+                log.info("no checkpoint in %s to resume from; starting fresh", root.absolute() / FOLDER)
             elif kwargs.get("ckpt_path") is None and (old := newest_checkpoint(root)):
                 raise UserError(
                     f"a run that starts fresh needs a folder without another run's checkpoints; got {old}; add "
