@@ -1,11 +1,14 @@
 """What a terminal, and a file in its place, shows of a run while it trains."""
 
 import csv
+import errno
 import itertools
 import logging
+import os
 import re
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from lightning.pytorch import Trainer
@@ -18,6 +21,7 @@ from qerl_pl.callbacks import RolloutLines, RunBar
 from qerl_pl.callbacks import progress as progress_module
 from qerl_pl.callbacks.progress import held_out_metrics, progress_bar
 from qerl_pl.datamodules import ConversationDataModule
+from qerl_pl.errors import UserError
 from qerl_pl.modules import PolicyConfig, SFTModule
 from qerl_pl.toy.policy import ToyConfig, build_toy_policy
 
@@ -96,3 +100,12 @@ def test_held_out_numbers_say_how_they_were_sampled() -> None:
 def test_teaching_the_toy_policy_draws_no_bar_in_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     build_toy_policy(ToyConfig(layers=1, intermediate=128, steps=2, batch_size=1), tmp_path)
     assert capsys.readouterr().err == ""
+
+
+def test_a_terminal_that_has_gone_does_not_keep_other_callbacks_from_saving() -> None:
+    def gone() -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    bar: Any = RunBar()
+    bar.progress = SimpleNamespace(stop=gone)
+    bar.on_exception(None, None, UserError("a reward fails"))

@@ -1,5 +1,6 @@
 """What a user's terminal shows: what is loading, one bar, the table last; of other libraries what a user can act on."""
 
+import errno
 import io
 import logging
 import os
@@ -22,7 +23,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from tiny_run import Tiny
 
 from qerl_pl.cli import terminal
-from qerl_pl.cli.main import QeRLCLI
+from qerl_pl.cli.main import QeRLCLI, main
 from qerl_pl.cli.terminal import StandardError, configure_terminal
 from qerl_pl.modules.activation_checkpointing import ActivationCheckpointing
 from qerl_pl.rewards.math_answer import MathPool
@@ -289,3 +290,13 @@ def test_a_locale_without_a_letter_of_the_table_shows_another(monkeypatch: pytes
     configure_terminal()
     print("noise σ", flush=True)
     assert written.getvalue() == b"noise ?\n"
+
+
+@pytest.mark.usefixtures("configured")
+def test_the_exit_status_stays_where_the_terminal_has_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Gone(io.StringIO):
+        def write(self, text: str) -> int:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(sys, "stderr", Gone())
+    assert main(["fit", "--no_such_key", "1"]) == 2

@@ -4,6 +4,7 @@ import logging
 import re
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -83,6 +84,10 @@ class RunBar(RichProgressBar):
         if isinstance(pl_module, QeRLModule):
             self._left = self._time_left.text(pl_module)
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+
+    def _stop_progress(self) -> None:
+        with suppress(OSError):  # of a terminal that has gone: callbacks after this one save the run
+            super()._stop_progress()
 
     def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
         """The bar's metrics by their labels."""

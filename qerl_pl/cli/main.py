@@ -5,7 +5,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -446,5 +446,6 @@ def main(argv: list[str] | None = None) -> int:
             raise
         status, message = USAGE_ERROR, line
     if is_first_process():
-        print(f"qerl: {message}", file=sys.stderr)
+        with suppress(OSError):  # of a terminal that has gone
+            print(f"qerl: {message}", file=sys.stderr)
     return status
