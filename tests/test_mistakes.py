@@ -188,11 +188,30 @@ def test_a_mistake_in_a_file_is_one_line(capsys: pytest.CaptureFixture[str], tmp
     path.write_text(yaml.safe_dump(settings))
     line = complaint(capsys, "fit", "-c", str(path))
     assert "rollout.rewards" in line and "no attribute 'Nothing'" in line and "see qerl fit --help" in line
-    assert "does not exist" in complaint(capsys, "fit", "-c", str(tmp_path / "none.yaml"))
-    line = complaint(capsys, "fit", "-c", "gsm8")
-    assert re.search("got gsm8, which is neither; did you mean gsm8k. `qerl configs` lists", line)
+    for name, nearest in {"gsm8": "gsm8k", "config/sft.yaml": "sft", f"{tmp_path}/dapo.yaml": "dapo"}.items():
+        line = complaint(capsys, "fit", "-c", name)
+        assert f"got {name}, which is neither; did you mean {nearest}? `qerl configs` lists" in line
     path.write_bytes("# für später".encode("latin-1"))
     assert "text in UTF-8" in complaint(capsys, "fit", "-c", str(path))
+    for text, found in {"": "empty", "- sft\n": "none"}.items():
+        path.write_text(text)
+        line = complaint(capsys, "fit", "-c", str(path))
+        assert f"a configuration is a mapping of keys to values; {path} is {found}; write some" in line
+
+
+REPEATED = {
+    "group": ("rollout: {group_size: 4}\nrollout: {sampling: {max_tokens: 8}}", "line 2 has rollout"),
+    "key in a list": ("trainer:\n  callbacks:\n  - class_path: A\n    class_path: B", "line 4 has class_path"),
+}
+
+
+@pytest.mark.parametrize("case", REPEATED)
+def test_a_key_that_stands_twice_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path, case: str) -> None:
+    text, found = REPEATED[case]
+    path = tmp_path / "twice.yaml"
+    path.write_text(text)
+    line = complaint(capsys, "fit", "-c", str(QUICKSTART), "-c", str(path))
+    assert f"a key stands once in a mapping; {path}, {found} again; put the values of both under one" in line
 
 
 def of(name: str, **arguments: object) -> dict[str, Any]:

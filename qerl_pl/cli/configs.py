@@ -4,6 +4,7 @@ import re
 from difflib import get_close_matches
 from pathlib import Path
 
+import yaml
 from jsonargparse import (  # type: ignore[attr-defined]  # ActionConfigFile is missing from its __all__
     ActionConfigFile,
     ArgumentParser,
@@ -14,7 +15,7 @@ from qerl_pl.errors import UserError
 from qerl_pl.persistence.atomic_files import atomic_write
 
 FOLDER = Path(__file__).parents[1] / "configs"
-_NAME = re.compile(r"[\w.-]+")
+_PATH = re.compile(r"[\w./-]+")
 
 
 class ConfigFile(ActionConfigFile):
@@ -24,7 +25,10 @@ class ConfigFile(ActionConfigFile):
     def apply_config(parser: ArgumentParser, cfg: Namespace, dest: str, value: str) -> None:
         """Merge a file into the configuration; jsonargparse by itself replaces a dictionary."""
         earlier = cfg.get("rollout.rewards")
-        ActionConfigFile.apply_config(parser, cfg, dest, config_path(value))
+        path = config_path(value)
+        if Path(path).is_file():
+            _check_keys(path)
+        ActionConfigFile.apply_config(parser, cfg, dest, path)
         rewards = cfg.get("rollout.rewards")
         if isinstance(earlier, dict) and isinstance(rewards, dict):
             cfg["rollout.rewards"] = earlier | rewards
@@ -34,14 +38,43 @@ def config_path(value: str) -> str:
     """The file that `-c VALUE` names: one in the working directory, else the shipped configuration of that name.
 
     Args:
-        value: A path, a name, or YAML. Only a name that is no file here is changed.
+        value: A path, a name, or YAML. Only the name of a shipped configuration is changed.
 
     Raises:
         UserError: No file and no configuration has the name.
     """
-    if not _NAME.fullmatch(value) or Path(value).is_file():
+    if not _PATH.fullmatch(value) or Path(value).is_file() or Path(value).is_fifo():
         return value
     return str(_shipped(value))
+
+
+def _check_keys(path: str) -> None:
+    """Refuse a file without keys, and a key that stands twice in a mapping, of which YAML keeps the last."""
+    try:
+        root = yaml.compose(Path(path).read_text(encoding="utf-8"), yaml.SafeLoader)
+    except yaml.YAMLError:
+        return  # the parser says where
+    if not isinstance(root, yaml.MappingNode):
+        raise UserError(
+            f"a configuration is a mapping of keys to values; {path} is {'empty' if root is None else 'none'}; write "
+            "some, as in trainer: {max_steps: 8}, or leave the file out"
+        )
+    nodes: list[yaml.Node] = [root]
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, yaml.MappingNode):
+            seen: set[str] = set()
+            for key, value in node.value:
+                if (name := str(key.value)) in seen:
+                    line = key.start_mark.line + 1
+                    raise UserError(
+                        f"a key stands once in a mapping; {path}, line {line} has {name} again; put the values of both "
+                        "under one"
+                    )
+                seen.add(name)
+                nodes.append(value)
+        elif isinstance(node, yaml.SequenceNode):
+            nodes += node.value
 
 
 def configs(args: list[str]) -> None:
@@ -88,7 +121,7 @@ def _copy(name: str, dst: Path | None) -> None:
 def _shipped(name: str) -> Path:
     files = _files()
     if name not in files:
-        nearest = get_close_matches(name, files, n=1)
+        nearest = get_close_matches(Path(name).stem, files, n=1)
         meant = f"did you mean {nearest[0]}? " if nearest else ""
         raise UserError(
             f"a configuration is a YAML file or one that comes with the package; got {name}, which is neither; "
