@@ -2,6 +2,7 @@
 
 import hashlib
 import importlib.util
+import re
 import sys
 from pathlib import Path
 from pkgutil import resolve_name
@@ -26,7 +27,7 @@ def load_named(name: str, rule: str, remedy: str, kind: str) -> Any:
     try:
         if module.endswith(".py"):
             return getattr(_load_file(Path(module).expanduser(), kind), attribute)
-        if colon or "." in name:
+        if (colon or "." in name) and all(part.isidentifier() for part in re.split("[.:]", name)):
             return resolve_name(name)
     except (ImportError, AttributeError, OSError) as error:
         raise UserError(f"{rule}; {name!r} cannot be imported ({error}); correct the name") from error

@@ -80,8 +80,20 @@ PARSED = {
     "abbreviated key": (["--model.lr", "1"], "unrecognized arguments: --model.lr 1"),
     "unknown class": (["--model.objective", "qerl_pl.algorithm.objectives.PPO"], "no attribute 'PPO'"),
     "unknown module": (["--data", "nowhere.Data"], "No module named 'nowhere'"),
-    "wrong type": (["--model.warmup_ratio", "much"], "model.warmup_ratio.*float.*much"),
-    "wrong choice": (["--model.policy.quantization", "int8"], "nvfp4.*none.*int8"),
+    "wrong type": (["--model.warmup_ratio", "much"], "^qerl: model.warmup_ratio takes a number; got much; correct"),
+    "words for a number": (
+        ["--trainer.max_steps", "many"],
+        "^qerl: trainer.max_steps takes a whole number; got many; correct it; see qerl fit --help$",
+    ),
+    "null for a seed": (["--seed_everything", "null"], "takes true or false or a whole number; got null"),
+    "weight of a function": (
+        ["--rollout.rewards.short", "my.py:short", "--rollout.rewards.short.weight", "0.5"],
+        "^qerl: only a reward that is a class has arguments; got --rollout.rewards.short.weight 0.5; put the "
+        "class before it, for a function --rollout.rewards.short RewardFunction --rollout.rewards.short.function file",
+    ),
+    "null for rewards": (["--rollout.rewards", "null"], "rollout.rewards has null; leave it out, or write {}"),
+    "a logger that is none": (["--trainer.logger", "Wandb"], "trainer.logger.*import path string: Wandb"),
+    "wrong choice": (["--model.policy.quantization", "int8"], "takes one of nvfp4, .*, none; got int8; correct it"),
     "unknown key of the rollout": (["--rollout.grup_size", "4"], r"rollout.grup_size.*mean rollout.group_size\?"),
     "unknown key of a callback": (["--checkpoint.keeps", "4"], "checkpoint.*keeps"),
     "no YAML": (["--rollout.group_size", "[4"], r"rollout.group_size.*\[4"),
@@ -231,6 +243,10 @@ IN_A_FILE: dict[str, tuple[dict[str, Any], str]] = {
         {"rollout": {"rewards": {"accuracy": of("GSM8KAnswer", weight=1.0), "format": of("Format", weight="much")}}},
         "rollout.rewards.format.init_args.weight takes a number; got much; correct it; see qerl fit --help$",
     ),
+    "null for a reward": (
+        {"rollout": {"rewards": {"accuracy": None}}},
+        "a reward is a class or a function, never null; rollout.rewards has null; leave it out",
+    ),
     "rate": (
         {"model": {"optimizer": of("torch.optim.AdamW", lr="fast")}},
         "model.optimizer.init_args.lr takes a number; got fast; correct it; see qerl fit --help$",
@@ -253,8 +269,8 @@ def test_a_wrong_argument_of_a_class_is_told_by_its_key(
 
 
 EMPTY = {
-    "number": ({"warmup_ratio": None}, "model.warmup_ratio.*float.*None"),
-    "flag": ({"policy": {"train_norms": None}}, "model.policy.train_norms.*bool.*None"),
+    "number": ({"warmup_ratio": None}, "model.warmup_ratio takes a number; got null; correct it"),
+    "flag": ({"policy": {"train_norms": None}}, "model.policy.train_norms takes true or false; got null"),
     "group": ({"policy": {"lora": None}}, "model.policy.lora is a mapping of keys; got None"),
 }
 

@@ -332,6 +332,7 @@ def test_files_of_one_name_in_two_folders_are_two_modules(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("name", "found"),
     [
+        ("two words.exact", "got 'two words.exact'; choose one of qerl_pl.rewards"),
         ("exact", "got 'exact'; choose one of qerl_pl.rewards, or name the function's module"),
         ("trl_rewards.missing", "'trl_rewards.missing' cannot be imported .*; correct the name"),
         ("no_such_module.exact", "'no_such_module.exact' cannot be imported .*; correct the name"),

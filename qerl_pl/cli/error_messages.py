@@ -66,7 +66,7 @@ _UNKNOWN_ARGUMENT = re.compile(r"Option '(\w+)' is not accepted")
 _CLASS_PATH = re.compile(r"class_path[ =]'([\w.]+)'")
 _PARSER_KEY = re.compile(r'Parser key "([\w.]+)":')
 _GIVEN = re.compile(r"(?:Given|Got) value: (.*?)(?:\. Got value: .*)?$", re.MULTILINE)
-_EXPECTED = re.compile(r"Expected a <class '(\w+)'>")
+_EXPECTED = re.compile(r"Expected a (?:<class '(\w+)'>|typing\.Literal\[(.*)\])")
 _TYPE_NAMES = {"float": "a number", "int": "a whole number", "bool": "true or false", "str": "text", "NoneType": "null"}
 """Names of scalar types in messages."""
 _NO_CLASS = re.compile(
@@ -80,6 +80,10 @@ _BARE_OPTIMIZER = re.compile(
     re.DOTALL,
 )
 """Arguments of an optimizer in a configuration that names no class of it: from the command line, or a file."""
+
+_BARE_REWARD = re.compile(r"\"rollout\.rewards\".*NestedArg\(key='(.+?)\.([\w.]+)', val='?(.*?)'?\)", re.DOTALL)
+"""An argument of a reward that is a function, or not there."""
+_NO_REWARD = re.compile(r"\"rollout\.rewards\".*Given value: None$", re.DOTALL | re.MULTILINE)
 
 _CLASSES: dict[str, tuple[str, ModuleType, Callable[[type], bool]]] = {
     "model.objective": ("objectives", algorithm, lambda kind: issubclass(kind, Objective) and kind is not Objective),
@@ -147,6 +151,14 @@ def _parsing(error: jsonargparse.ArgumentError, argv: list[str], commands: Colle
             f"model.optimizer is a class and its arguments; got {given} without a class; put --model.optimizer "
             "torch.optim.AdamW before it, or class_path and init_args into the file"
         )
+    if bare := _BARE_REWARD.search(str(error)):
+        key = f"--rollout.rewards.{bare[1]}"
+        return (
+            f"only a reward that is a class has arguments; got {key}.{bare[2]} {bare[3]:.40}; put the class before it, "
+            f"for a function {key} RewardFunction {key}.function file.py:function"
+        )
+    if _NO_REWARD.search(str(error)):
+        return "a reward is a class or a function, never null; rollout.rewards has null; leave it out, or write {}"
     command = f"qerl {argv[0]}" if argv and argv[0] in commands else "qerl"
     if of_class := _unknown_argument(str(error), argv) or _wrong_type(str(error), argv):
         return f"{of_class}; see {command} --help"
@@ -172,17 +184,22 @@ def _unknown_argument(message: str, argv: list[str]) -> str | None:
 
 
 def _wrong_type(message: str, argv: list[str]) -> str | None:
-    """The message for a class's argument of a plain type that has another value; None for any other error."""
+    """The message for a key of a plain type that has another value; None for any other error."""
     keys = list(_PARSER_KEY.finditer(message))
-    given = _GIVEN.search(message, keys[-1].end()) if len(keys) > 1 else None
+    given = _GIVEN.search(message, keys[-1].end()) if keys else None
     if given is None:
         return None
-    expected = _EXPECTED.findall(message[keys[-1].end() : given.start()])
-    types = [_TYPE_NAMES[name] for name in dict.fromkeys(expected) if name in _TYPE_NAMES]
+    tried = message[keys[-1].end() : given.start()]
+    expected = _EXPECTED.findall(tried)
+    if len(keys) == 1 and tried.count("Expected") > len(expected):
+        return None  # a class, too
+    known = [(name, choices) for name, choices in dict.fromkeys(expected) if choices or name in _TYPE_NAMES]
+    types = [f"one of {choices}".replace("'", "") if choices else _TYPE_NAMES[name] for name, choices in known]
     if not types or types == ["null"]:
         return None
+    key = keys[0][1] if len(keys) == 1 else _written(keys[-1][1], message, argv)
     value = "null" if given[1] == "None" else given[1]
-    return f"{_written(keys[-1][1], message, argv)} takes {' or '.join(types)}; got {value:.80}; correct it"
+    return f"{key} takes {' or '.join(types)}; got {value:.80}; correct it"
 
 
 def _written(name: str, message: str, argv: list[str]) -> str:
