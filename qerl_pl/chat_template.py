@@ -83,7 +83,7 @@ def template_texts(
     if tokenizer.chat_template is None:
         raise UserError(
             f"prompts need a chat template; the tokenizer of {name} has none; use an instruct model, or add "
-            "chat_template.jinja to the model's folder."
+            "chat_template.jinja to the folder that model.policy.path names"
         )
     offered = {"tools": [dict(tool) for tool in tools]} if tools else {}
     template = tokenizer.get_chat_template(tools=offered.get("tools"))  # of several, such as Hermes', that with tools

@@ -353,7 +353,7 @@ def test_values_of_json_lines_stay_as_they_are_written(tmp_path: Path, tokenizer
         ('{"question": "a", "answer": "#### 1"}\n\n[1]\n', r"data\.jsonl, line 3 is a list"),
         ("", "has none"),
         ('{"problem": "a", "answer": "#### 1"}\n', r"row 1 of .*data\.jsonl has no question; got problem, answer"),
-        ('{"question": "a", "answer": "#### 1"}\n{"question": null, "answer": "1"}\n', "row 2 .* has no question"),
+        ('{"question": "a", "answer": "1"}\n{"question": null, "answer": "1"}\n', "row 2 .* no question; .*; fill"),
         ("{}", "row 1 of .* has no question, answer; got nothing; rename"),
         ('{"question": "a", "answer": NaN}\n', "row 1 of .* has no answer; got question; rename"),
         ('{"question": "a", "answer": ["1"]}\n', r"hold text or numbers; answer of row 1 of .* is \['1'\]; write its"),
@@ -474,7 +474,7 @@ def test_filter_without_its_column(tmp_path: Path, tokenizer: str) -> None:
 
 def test_no_chat_template(gsm8k: Path, tmp_path: Path) -> None:
     bare = make_tokenizer(tmp_path / "bare", template=None)
-    with pytest.raises(UserError, match="need a chat template"):
+    with pytest.raises(UserError, match="need a chat template; .* the folder that model.policy.path names"):
         GSM8KDataModule(str(gsm8k), tokenizer=bare, batch_size=2, val_size=1).setup("fit")
 
 

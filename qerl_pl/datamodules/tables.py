@@ -105,6 +105,12 @@ def _check_columns(rows: Sequence[Mapping[str, Any]], source: str, columns: Coll
         missing = [column for column in columns if _absent(row.get(column))]
         if missing:
             present = ", ".join(key for key, value in row.items() if not _absent(value))
+            if all(any(not _absent(other.get(column)) for other in rows) for column in missing):
+                raise UserError(
+                    f"every row has the columns {', '.join(columns)}; row {number} of {source} has no "
+                    f"{', '.join(missing)}; got {present or 'nothing'}; fill it in, rename the row's column, or remove "
+                    "the row"
+                )
             raise UserError(
                 f"data needs the columns {', '.join(columns)}; row {number} of {source} has no {', '.join(missing)}; "
                 f"got {present or 'nothing'}; rename the columns, or name them by `question` and `answer` of "
