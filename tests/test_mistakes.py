@@ -300,7 +300,7 @@ def test_only_what_a_file_system_refuses_is_a_users_file() -> None:
     assert explain(OSError(5, "Input/output error"), ["fit"], ["fit"]) is None
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
 def test_a_full_disk_is_told_whoever_writes(number: int) -> None:
     """A file that is open fails without its name, as the events of TensorBoard and the lines of a log do."""
     full = OSError(number, os.strerror(number))
@@ -486,7 +486,13 @@ def test_settings_are_checked_before_anything_is_made(
 def test_commands_of_our_own_report_alike(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert "config.json" in complaint(capsys, "quantize", str(tmp_path / "a"), str(tmp_path / "b"))
     assert "see qerl export --help" in complaint(capsys, "export", str(tmp_path))
-    assert "invalid choice: 'train'" in complaint(capsys, "train")
+    rule = "qerl takes a command first, one of configs, export, fit, quantize, test, validate; got "
+    for words, found in {
+        ("exprt", "a"): "exprt; did you mean export? see",
+        ("-c", "sft"): "none; see",
+        (): "none; ",
+    }.items():
+        assert f"{rule}{found}" in complaint(capsys, *words)
 
 
 def test_a_run_folder_that_takes_no_files_is_one_line(
@@ -733,7 +739,10 @@ RUNS: dict[str, tuple[str, str]] = {
     "no policy": ("model: {lr_scheduler: cosine}", "has no model.policy with path and lora"),
     "policy without a path": ("model: {policy: {lora: {rank: 4}}}", "has no model.policy with path and lora"),
     "another version's": (yaml.safe_dump({"model": {"policy": POLICY | {"shape": 1}}}), "not accept option 'shape'"),
-    "a rank that is none": (yaml.safe_dump({"model": {"policy": POLICY | {"lora": {"rank": "x"}}}}), "rank.*int.*x"),
+    "a rank that is none": (
+        yaml.safe_dump({"model": {"policy": POLICY | {"lora": {"rank": "x"}}}}),
+        "rank takes a whole.*got x;",
+    ),
 }
 
 

@@ -233,21 +233,23 @@ class FailsOn:
 
     name, weight = "picky", 1.0
 
-    def __init__(self, word: str) -> None:
+    def __init__(self, word: str, error: type[BaseException] = KeyError) -> None:
         self.word = word
+        self.error = error
 
     def __call__(self, samples: Sequence[RewardSample]) -> Sequence[float]:
         for one in samples:
             if self.word in one.completion:
-                raise KeyError("broken\nkey")
+                raise self.error("broken\nkey")
         return [0.0] * len(samples)
 
 
-def test_a_reward_that_raises_is_named_with_its_sample() -> None:
+@pytest.mark.parametrize("error", [KeyError, SystemExit])
+def test_a_reward_that_raises_is_named_with_its_sample(error: type[BaseException]) -> None:
     samples = [sample("good one"), sample("bad\none"), sample("bad two")]
-    with pytest.raises(UserError, match="reward 'picky' raised KeyError.*completion 'bad one'") as raised:
-        score([Fixed([0.0] * 3), FailsOn("bad")], samples)
-    assert isinstance(raised.value.__cause__, KeyError)
+    with pytest.raises(UserError, match=f"reward 'picky' raised {error.__name__}.*completion 'bad one'") as raised:
+        score([Fixed([0.0] * 3), FailsOn("bad", error)], samples)
+    assert isinstance(raised.value.__cause__, error)
     assert "\n" not in str(raised.value)
 
 

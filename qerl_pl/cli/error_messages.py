@@ -67,6 +67,8 @@ _CLASS_PATH = re.compile(r"class_path[ =]'([\w.]+)'")
 _PARSER_KEY = re.compile(r'Parser key "([\w.]+)":')
 _GIVEN = re.compile(r"(?:Given|Got) value: (.*?)(?:\. Got value: .*)?$", re.MULTILINE)
 _EXPECTED = re.compile(r"Expected a (?:<class '(\w+)'>|typing\.Literal\[(.*)\])")
+_NOT_EXPECTED = re.compile(r"^ *- (?!Expected)", re.MULTILINE)
+"""A reason other than a type, such as that of a class."""
 _TYPE_NAMES = {"float": "a number", "int": "a whole number", "bool": "true or false", "str": "text", "NoneType": "null"}
 """Names of scalar types in messages."""
 _NO_CLASS = re.compile(
@@ -159,7 +161,13 @@ def _parsing(error: jsonargparse.ArgumentError, argv: list[str], commands: Colle
         )
     if _NO_REWARD.search(str(error)):
         return "a reward is a class or a function, never null; rollout.rewards has null; leave it out, or write {}"
-    command = f"qerl {argv[0]}" if argv and argv[0] in commands else "qerl"
+    if argv and argv[0] in commands:
+        command = f"qerl {argv[0]}"
+    else:
+        given = argv[0] if argv and not argv[0].startswith("-") else "none"
+        nearest = get_close_matches(given, commands, n=1)
+        meant = f"did you mean {nearest[0]}? " if nearest else ""
+        return f"qerl takes a command first, one of {', '.join(sorted(commands))}; got {given}; {meant}see qerl --help"
     if of_class := _unknown_argument(str(error), argv) or _wrong_type(str(error), argv):
         return f"{of_class}; see {command} --help"
     lines = [" ".join(line.split()).removeprefix("- ").rstrip(".") for line in str(error).splitlines()]
@@ -191,7 +199,7 @@ def _wrong_type(message: str, argv: list[str]) -> str | None:
         return None
     tried = message[keys[-1].end() : given.start()]
     expected = _EXPECTED.findall(tried)
-    if len(keys) == 1 and tried.count("Expected") > len(expected):
+    if len(keys) == 1 and (tried.count("Expected") > len(expected) or _NOT_EXPECTED.search(tried)):
         return None  # a class, too
     known = [(name, choices) for name, choices in dict.fromkeys(expected) if choices or name in _TYPE_NAMES]
     types = [f"one of {choices}".replace("'", "") if choices else _TYPE_NAMES[name] for name, choices in known]

@@ -17,7 +17,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from qerl_pl.errors import UserError
+from qerl_pl.errors import Stopped, UserError
 
 _LARGEST = torch.finfo(torch.float32).max
 _NOT_THE_USERS = (
@@ -272,9 +272,9 @@ def _checked_values(
             None if value is None else math.nan if isinstance(value, str | bytes) else float(value)
             for value in returned
         ]
-    except UserError:
+    except (UserError, Stopped):
         raise
-    except Exception as error:  # a user's code may raise anything
+    except (Exception, SystemExit) as error:  # a user's code may raise anything
         failing = f"a batch of {len(samples)} samples" if started else _failing_sample(reward, samples)
         raise UserError(
             f"reward {reward.name!r} raised {type(error).__name__}: {_shorten(str(error))}{_user_line(error)} "
@@ -304,12 +304,12 @@ def _failing_sample(reward: Reward, samples: Sequence[RewardSample]) -> str:
     for sample in samples:
         try:
             [value is None or float(value) for value in reward([sample])]
-        except Exception:
+        except (Exception, SystemExit):
             return _describe(sample)
     return f"a batch of {len(samples)} samples, though on none of them alone"
 
 
-def _user_line(error: Exception) -> str:
+def _user_line(error: BaseException) -> str:
     """Where the user's code raised: the innermost line outside of this package and of installed libraries."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         file = os.path.abspath(frame.filename)
