@@ -300,7 +300,7 @@ def test_only_what_a_file_system_refuses_is_a_users_file() -> None:
     assert explain(OSError(5, "Input/output error"), ["fit"], ["fit"]) is None
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
 def test_a_full_disk_is_told_whoever_writes(number: int) -> None:
     """A file that is open fails without its name, as the events of TensorBoard and the lines of a log do."""
     full = OSError(number, os.strerror(number))

@@ -134,7 +134,7 @@ def test_other_prompts_are_refused_from_whatever_class_they_come(
 
     sizes = {"train_size": 8, "batch_size": 2, "val_size": 2, "test_size": 2}
     other = Renamed(ArithmeticTask(seed=1), **sizes)
-    with pytest.raises(UserError, match="the training prompts .* in the checkpoint; restore the data's options"):
+    with pytest.raises(UserError, match="the training prompts differ; restore the data and their options"):
         go_on(other)
     assert go_on(Renamed(**sizes)) == 8
     checkpoint = torch.load(path, weights_only=True)

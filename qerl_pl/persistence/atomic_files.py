@@ -22,8 +22,8 @@ from qerl_pl.errors import UserError
 
 log = logging.getLogger(__name__)
 
-FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""Error numbers of a write without space left, on the disk or within a user's or a process's limit."""
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
+"""Error numbers of a write without space left."""
 _BLOCK, _SAMPLES = 2**20, 64
 
 
