@@ -45,7 +45,7 @@ KEYS = {"config", "values", "set", "factors", "defaults", "blocks", "strata", "m
     *("question", "answer", "limits", "compare", "preregistered", "units", "negligible", "extends"),
 }
 OWN_KEYS = {"question", "answer", "limits", "preregistered"}
-"""Keys of a page's opening, which a file that extends another does not take over."""
+"""Keys that `extends` does not inherit: a page's opening."""
 _VALUE = re.compile(r"\$\{(\w+)\}")
 Level = str | int | float | bool
 

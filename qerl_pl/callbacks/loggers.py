@@ -35,8 +35,7 @@ class SaveFitConfig(SaveConfigCallback):
         """Log the hyperparameters."""
         if writes_files(trainer):
             self._text = self.parser.dump(self.config, skip_unset=False)
-            settings = yaml.safe_load(self._text)
-            log_hyperparameters(trainer.loggers, flatten({key: settings.get(key) for key in LOGGED}))
+            log_hyperparameters(trainer.loggers, _logged(self._text))
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save to the run's folder, after a checkpoint has been accepted, and warn if a resumed run has changed."""
@@ -48,12 +47,16 @@ class SaveFitConfig(SaveConfigCallback):
 
 
 def changes(before: str, after: str) -> list[str]:
-    """Settings that may change what is learned and differ between two configurations in YAML; trainer.* may."""
-    keys = [key for key in LOGGED if key != "trainer"]
-    old, new = ({name: (yaml.safe_load(text) or {}).get(name) for name in keys} for text in (before, after))
-    old, new = flatten(old), flatten(new)
-    names = sorted(key for key in {*old, *new} if old.get(key) != new.get(key))
-    return [f"{name} was {old.get(name)} and is {new.get(name)}" for name in names]
+    """Settings that differ between two configurations in YAML, without those of the trainer, such as its limits."""
+    old, new = _logged(before), _logged(after)
+    names = sorted(name for name in {*old, *new} if old.get(name) != new.get(name))
+    return [f"{name} was {old.get(name)} and is {new.get(name)}" for name in names if not name.startswith("trainer.")]
+
+
+def _logged(text: str) -> dict[str, Any]:
+    """Settings under `LOGGED` of a configuration in YAML, by their key on the command line."""
+    settings = yaml.safe_load(text) or {}
+    return flatten({key: settings.get(key) for key in LOGGED})
 
 
 def flatten(settings: Any, key: str = "") -> dict[str, Any]:

@@ -1,7 +1,6 @@
 """Configuration files: merging by `-c`, shipped ones by name, and the command `qerl configs`."""
 
 import re
-from difflib import get_close_matches
 from pathlib import Path
 
 import yaml
@@ -11,6 +10,7 @@ from jsonargparse import (  # type: ignore[attr-defined]  # ActionConfigFile is 
     Namespace,
 )
 
+from qerl_pl.cli.error_messages import did_you_mean
 from qerl_pl.errors import UserError
 from qerl_pl.persistence.atomic_files import atomic_write
 
@@ -121,11 +121,9 @@ def _copy(name: str, dst: Path | None) -> None:
 def _shipped(name: str) -> Path:
     files = _files()
     if name not in files:
-        nearest = get_close_matches(Path(name).stem, files, n=1)
-        meant = f"did you mean {nearest[0]}? " if nearest else ""
         raise UserError(
             f"a configuration is a YAML file or one that comes with the package; got {name}, which is neither; "
-            f"{meant}`qerl configs` lists those of the package"
+            f"{did_you_mean(Path(name).stem, files)}`qerl configs` lists those of the package"
         )
     return files[name]
 

@@ -165,8 +165,7 @@ def _parsing(error: jsonargparse.ArgumentError, argv: list[str], commands: Colle
         command = f"qerl {argv[0]}"
     else:
         given = argv[0] if argv and not argv[0].startswith("-") else "none"
-        nearest = get_close_matches(given, commands, n=1)
-        meant = f"did you mean {nearest[0]}? " if nearest else ""
+        meant = did_you_mean(given, commands)
         return f"qerl takes a command first, one of {', '.join(sorted(commands))}; got {given}; {meant}see qerl --help"
     if of_class := _unknown_argument(str(error), argv) or _wrong_type(str(error), argv):
         return f"{of_class}; see {command} --help"
@@ -201,8 +200,8 @@ def _wrong_type(message: str, argv: list[str]) -> str | None:
     expected = _EXPECTED.findall(tried)
     if len(keys) == 1 and (tried.count("Expected") > len(expected) or _NOT_EXPECTED.search(tried)):
         return None  # a class, too
-    known = [(name, choices) for name, choices in dict.fromkeys(expected) if choices or name in _TYPE_NAMES]
-    types = [f"one of {choices}".replace("'", "") if choices else _TYPE_NAMES[name] for name, choices in known]
+    named = [(name, choices) for name, choices in dict.fromkeys(expected) if choices or name in _TYPE_NAMES]
+    types = [f"one of {choices}".replace("'", "") if choices else _TYPE_NAMES[name] for name, choices in named]
     if not types or types == ["null"]:
         return None
     key = keys[0][1] if len(keys) == 1 else _written(keys[-1][1], message, argv)
@@ -276,6 +275,12 @@ def _arguments(owner: type) -> dict[str, type | None]:
         if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
             break
     return arguments
+
+
+def did_you_mean(name: str, names: Iterable[str]) -> str:
+    """The question for the most similar of the names, and a space; empty if none is similar."""
+    nearest = _nearest(name, names)
+    return "" if nearest is None else f"did you mean {nearest}? "
 
 
 def _nearest(name: str, names: Iterable[str]) -> str | None:

@@ -193,8 +193,8 @@ class ResumableDataModule(LightningDataModule, ABC):
             return  # a checkpoint may be evaluated on anything
         for name, value in self.state_dict().items():
             if state_dict[name] != value:
-                found = "differ" if name == self._content else f"is {value}, {state_dict[name]} in the checkpoint"
+                difference = "differ" if name == self._content else f"is {value}, {state_dict[name]} in the checkpoint"
                 raise UserError(
-                    f"a resumed run goes on with the checkpoint's data in the same order; the {name} {found}; restore "
-                    "the data and their options, or start a new run in another trainer.default_root_dir"
+                    f"a resumed run goes on with the checkpoint's data in the same order; the {name} {difference}; "
+                    "restore the data and their options, or start a new run in another trainer.default_root_dir"
                 )

@@ -106,15 +106,12 @@ def _check_columns(rows: Sequence[Mapping[str, Any]], source: str, columns: Coll
         if missing:
             present = ", ".join(key for key, value in row.items() if not _absent(value))
             if all(any(not _absent(other.get(column)) for other in rows) for column in missing):
-                raise UserError(
-                    f"every row has the columns {', '.join(columns)}; row {number} of {source} has no "
-                    f"{', '.join(missing)}; got {present or 'nothing'}; fill it in, rename the row's column, or remove "
-                    "the row"
-                )
+                remedy = "fill it in, rename the row's column, or remove the row"
+            else:
+                remedy = "rename the columns, or name them by `question` and `answer` of TableDataModule"
             raise UserError(
                 f"data needs the columns {', '.join(columns)}; row {number} of {source} has no {', '.join(missing)}; "
-                f"got {present or 'nothing'}; rename the columns, or name them by `question` and `answer` of "
-                "TableDataModule."
+                f"got {present or 'nothing'}; {remedy}"
             )
         for column in columns:
             if isinstance(row[column], list | dict):
