@@ -8,6 +8,7 @@ import math
 import pickle
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -239,6 +240,33 @@ def test_a_user_error_is_passed_on() -> None:
 
     with pytest.raises(UserError, match="^the judge is away$"):
         score([RewardFunction(away)], SAMPLES)
+
+
+def test_the_log_names_a_slow_reward_and_its_line_again_and_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("qerl_pl.rewards.base.SLOW_S", 0.05)
+
+    def until_told(times: int) -> None:
+        deadline = time.monotonic() + 60
+        while len(caplog.messages) < times and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+    def slow(completions: list[str]) -> list[float]:
+        until_told(2)
+        return [0.0] * len(completions)
+
+    async def slow_async(completions: list[str]) -> list[float]:
+        await asyncio.to_thread(until_told, 3)
+        return [0.0] * len(completions)
+
+    score([RewardFunction(slow)], SAMPLES)
+    lines = range(inspect.getsourcelines(until_told)[1] + 2, inspect.getsourcelines(until_told)[1] + 4)
+    places = [f"reward 'slow' has been scoring 3 samples for 0 s (line {line} of {__file__})" for line in lines]
+    assert len(caplog.messages) == 2 and set(caplog.messages) <= set(places)  # after 0.05 and 0.1 s
+    score([RewardFunction(slow_async)], SAMPLES)
+    assert caplog.messages[2:] == ["reward 'slow_async' has been scoring 3 samples for 0 s"]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("slow reward")]
 
 
 # Asynchronous functions ----------------------------------------------------------------------------------------------

@@ -17,12 +17,15 @@ from qerl_pl.distributed.communicator import writes_files
 from qerl_pl.errors import Preempted, StopSignals, UserError, require_at_least
 from qerl_pl.persistence.atomic_files import atomic_write, remove_unwritten
 from qerl_pl.persistence.checkpoint_io import FOLDER, digest_path, resume_files
+from qerl_pl.persistence.machine import machine_of, warn_of_another_machine
 from qerl_pl.persistence.random_state import random_state, set_random_state
 
 log = logging.getLogger(__name__)
 
 REPEATED_S = 1.0
 """Seconds within which a signal repeats the first: a terminal and a wrapper, say, both send the same request."""
+MACHINE_KEY = "qerl_machine"
+"""Checkpoint key of the processor and the versions."""
 
 
 @dataclass(frozen=True)
@@ -145,17 +148,20 @@ class ResumeCheckpoint(Checkpoint):
         self._save(trainer, trainer.fit_loop.total_batch_idx + 1, ".end")
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Name the best checkpoints where they are if the run's folder has moved: Lightning would forget them."""
+        """Warn of another machine; name the best checkpoints where they are if the run's folder has moved."""
+        if trainer.is_global_zero:
+            warn_of_another_machine(checkpoint.get(MACHINE_KEY, {}), trainer.strategy.root_device)
         for callback in trainer.checkpoint_callbacks:
             state = checkpoint["callbacks"].get(callback.state_key)
             if isinstance(callback, ModelCheckpoint) and state and callback.dirpath is not None:
                 _follow_move(state, Path(callback.dirpath))
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Save the end of the last step in place of a rollout that failed.
+        """Save the processor and the versions, and the end of the last step in place of a rollout that failed.
 
         Otherwise count an epoch as unfinished if a limit on steps or time ended it: Lightning counts it as completed.
         """
+        checkpoint[MACHINE_KEY] = machine_of(trainer.strategy.root_device)
         if self._rollout_failed and self._step_end is not None:
             checkpoint["epoch"] = self._step_end.epoch
             checkpoint["loops"]["fit_loop"] = self._step_end.loops

@@ -2,10 +2,14 @@
 
 import asyncio
 import inspect
+import logging
 import math
 import os
 import re
+import sys
 import sysconfig
+import threading
+import time
 import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,6 +23,10 @@ from torch import Tensor
 
 from qerl_pl.errors import Stopped, UserError
 
+log = logging.getLogger(__name__)
+
+SLOW_S = 60.0
+"""Seconds after which the log names the reward that a rollout waits for; again each time they have doubled."""
 _LARGEST = torch.finfo(torch.float32).max
 _NOT_THE_USERS = (
     f"{Path(__file__).parents[1]}{os.sep}",
@@ -260,13 +268,14 @@ def _checked_values(
     reward: Reward, samples: Sequence[RewardSample], started: "Future[Any] | None"
 ) -> list[float | None]:
     try:
-        answer = reward(samples) if started is None else started.result()
-        if not isinstance(answer, Iterable):
-            raise UserError(
-                f"reward {reward.name!r} must return a list with one value a sample; got {answer!r:.40}, a "
-                f"{type(answer).__name__}; return a list."
-            )
-        returned = list(answer)
+        with _logged_if_slow(reward, len(samples)):
+            answer = reward(samples) if started is None else started.result()
+            if not isinstance(answer, Iterable):
+                raise UserError(
+                    f"reward {reward.name!r} must return a list with one value a sample; got {answer!r:.40}, a "
+                    f"{type(answer).__name__}; return a list."
+                )
+            returned = list(answer)
         # Strings are refused below: float("1.0") would succeed, and list("01") has two values.
         values = [
             None if value is None else math.nan if isinstance(value, str | bytes) else float(value)
@@ -276,9 +285,10 @@ def _checked_values(
         raise
     except (Exception, SystemExit) as error:  # a user's code may raise anything
         failing = f"a batch of {len(samples)} samples" if started else _failing_sample(reward, samples)
+        line = _user_line(traceback.extract_tb(error.__traceback__))
         raise UserError(
-            f"reward {reward.name!r} raised {type(error).__name__}: {_shorten(str(error))}{_user_line(error)} "
-            f"on {failing}; make it return a number for every completion."
+            f"reward {reward.name!r} raised {type(error).__name__}: {_shorten(str(error))}{line} on {failing}; make it "
+            "return a number for every completion."
         ) from error
     if len(values) != len(samples):
         raise UserError(
@@ -309,10 +319,33 @@ def _failing_sample(reward: Reward, samples: Sequence[RewardSample]) -> str:
     return f"a batch of {len(samples)} samples, though on none of them alone"
 
 
-def _user_line(error: BaseException) -> str:
-    """Where the user's code raised: the innermost line outside of this package and of installed libraries."""
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+@contextmanager
+def _logged_if_slow(reward: Reward, samples: int) -> Iterator[None]:
+    """While a reward scores, log its name and its line after `SLOW_S` seconds, and each time they have doubled."""
+    done, began, caller = threading.Event(), time.monotonic(), threading.get_ident()
+
+    def watch() -> None:
+        seconds = SLOW_S
+        while not done.wait(began + seconds - time.monotonic()):
+            line = _user_line(traceback.extract_stack(sys._current_frames()[caller]))
+            log.warning("reward %r has been scoring %d samples for %.0f s%s", reward.name, samples, seconds, line)
+            seconds *= 2
+
+    thread = threading.Thread(target=watch, name=f"slow reward {reward.name}", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def _user_line(frames: traceback.StackSummary) -> str:
+    """Where the reward's code is: the innermost line, up to this file, outside of this package and of libraries."""
+    for frame in reversed(frames):
         file = os.path.abspath(frame.filename)
+        if file == __file__:
+            seconds *= 2
         if not frame.filename.startswith("<") and not file.startswith(_NOT_THE_USERS):
             return f" (line {frame.lineno} of {frame.filename})"
     return ""
