@@ -345,7 +345,7 @@ def _user_line(frames: traceback.StackSummary) -> str:
     for frame in reversed(frames):
         file = os.path.abspath(frame.filename)
         if file == __file__:
-            seconds *= 2
+            break
         if not frame.filename.startswith("<") and not file.startswith(_NOT_THE_USERS):
             return f" (line {frame.lineno} of {frame.filename})"
     return ""
