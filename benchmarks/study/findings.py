@@ -78,7 +78,7 @@ class Result:
 def findings(plan: Plan, rows: Sequence[Row]) -> list[Result]:
     """The claims that the plan can test, with their measured differences.
 
-    A claim on another accuracy than the study's measure is left out if no row has it.
+    A claim on another accuracy than the study's measure, or on the gain over the start, is left out if no row has it.
     """
     results = []
     for claim in claims(plan):
@@ -96,7 +96,8 @@ def findings(plan: Plan, rows: Sequence[Row]) -> list[Result]:
             for stratum in _compared(plan, contrast)
         ]
         made += [Finding(contrast, {}, None) for contrast in claim.contrasts if not _compared(plan, contrast)]
-        if not all(one.contrast.statistic.tag and one.difference is None for one in made):
+        optional = all(one.contrast.statistic.tag or one.contrast.statistic.curve == "gain" for one in made)
+        if not optional or any(one.difference is not None for one in made):
             results.append(Result(claim, made))
     return _adjusted(plan, results)
 

@@ -1,0 +1,200 @@
+"""The page of the study on pretrained policies, recomputed with numpy: its rows, and made-up ones for the rest."""
+
+import copy
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pages
+import pytest
+import yaml
+from numpy.typing import NDArray
+from pages import ROOT
+
+from benchmarks.study.evidence import write_evidence
+from benchmarks.study.plan import read_plan
+
+FILE = ROOT / "benchmarks" / "study" / "gsm8k.yaml"
+PLAN: dict[str, Any] = yaml.safe_load(FILE.read_text())
+LABELS = {
+    level.get("label", name): name
+    for factor in ("policy", "method")
+    for name, level in PLAN["factors"][factor]["levels"].items()
+}
+MEASURED = [json.loads(line) for line in (ROOT / "benchmarks" / "results" / "gsm8k.jsonl").read_text().splitlines()]
+TAGS = {"final held-out accuracy": "val/accuracy", "final sampled accuracy": "val/pass@1"}
+NEAR = ("full fine-tuning", "other methods")  # claims that tolerate a loss of 0.03
+ROUNDED = 0.00051  # three digits
+Array = NDArray[np.float64]
+
+
+def made_up(levels: dict[str, Any], name: str, generator: np.random.Generator) -> dict[str, Any]:
+    """A run that ends where its method, its rounding and chance put it."""
+    last, effect = (64, 0.0) if levels["policy"] == "smollm2" else (192, -0.02 * ("nvfp4" in levels["method"]))
+    accuracy = 0.34 + effect + 0.01 * math.sin(levels["rounding"]) + 0.01 * generator.normal()
+    row: dict[str, Any] = copy.deepcopy(MEASURED[0]) | {"run": name, "levels": levels, "rollouts": last}
+    row["held_out"] = {"val/accuracy": [[last, accuracy]], "val/pass@1": [[last, 0.8 * accuracy]]}
+    for curve in row["curves"]:
+        row["curves"][curve] = list(np.linspace(0.2, 0.5, 48) + 0.05 * generator.normal(size=48))
+    return row
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[dict[str, Any]]:
+    """All runs of the plan but one second seed; a measured one keeps its results, and one run has diverged."""
+    found, generator = {row["run"]: row for row in MEASURED}, np.random.default_rng(0)
+    runs = [run for run in read_plan(FILE).runs if run.levels["seed"] != 119]
+    complete = [found.get(run.name) or made_up(dict(run.levels), run.name, generator) for run in runs]
+    (diverged,) = [row for row in complete if row["run"] == "seed=104,rounding=2,policy=qwen,method=mxfp4"]
+    diverged |= {"ended": "diverged", "held_out": {}}
+    return complete
+
+
+@pytest.fixture(scope="module")
+def page(rows: list[dict[str, Any]], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pages")
+    return write_evidence(read_plan(FILE), rows, folder, folder / "gsm8k.jsonl")
+
+
+def metric(row: dict[str, Any], label: str) -> float:
+    if label in TAGS:
+        return 0.0 if row["ended"] == "diverged" else float(row["held_out"][TAGS[label]][-1][1])
+    curve = np.array(row["curves"]["reward" if "growth" in label else "sampler_entropy"])
+    curve = curve[: round(len(curve) * (0.1 if "first tenth" in label else 0.5))]
+    per_point = -(-row["rollouts"] // len(row["curves"]["reward"]))
+    return float(
+        100 * np.polyfit(np.arange(len(curve)), curve, 1)[0] / per_point if "growth" in label else curve.mean()
+    )
+
+
+def values_of(rows: list[dict[str, Any]], method: str, policy: str, label: str) -> dict[tuple[int, int], float]:
+    """The metric of a method's runs, by rounding and seed."""
+    chosen = [row for row in rows if (row["levels"]["method"], row["levels"]["policy"]) == (method, policy)]
+    return {(row["levels"]["rounding"], row["levels"]["seed"]): metric(row, label) for row in chosen}
+
+
+def by_rounding(values: dict[tuple[int, int], float]) -> Array:
+    roundings = sorted({rounding for rounding, _ in values})
+    return np.array([np.mean([value for (one, _), value in values.items() if one == each]) for each in roundings])
+
+
+def differences_of(rows: list[dict[str, Any]], text: str, label: str) -> Array:
+    """First minus second, as the difference's name says, averaged within each rounding."""
+    sides, policy = re.fullmatch(r"(.+) \((.+)\)", text).groups()  # type: ignore[union-attr]
+    first, second = (values_of(rows, LABELS[side], LABELS[policy], label) for side in sides.split(" − ", 1))
+    return by_rounding({unit: first[unit] - second[unit] for unit in first if unit in second})
+
+
+def tail(t: float, degrees: int) -> float:
+    """P(|T| > t) of Student's t, by its density in the angle arctan(t / sqrt(degrees))."""
+    angles = np.linspace(0, math.pi / 2, 200_001)
+    density = np.cos(angles) ** (degrees - 1)
+    inside = angles <= math.atan(t / math.sqrt(degrees))
+    return float(1 - density[inside].sum() / density.sum())
+
+
+def quantile(level: float, degrees: int) -> float:
+    """|t| is above it with the probability `level`."""
+    low, high = 0.0, math.pi / 2
+    for _ in range(50):
+        middle = (low + high) / 2
+        low, high = (middle, high) if tail(math.sqrt(degrees) * math.tan(middle), degrees) > level else (low, middle)
+    return math.sqrt(degrees) * math.tan(low)
+
+
+def error(values: Array) -> float:
+    return float(values.std(ddof=1) / math.sqrt(len(values)))
+
+
+def power(effect: float, degrees: int) -> float:
+    """P(T > quantile) for a mean of `effect` standard errors."""
+    s = np.linspace(0, 8, 40_001)[1:]  # S² is chi-squared over its degrees
+    density = np.exp((degrees - 1) * np.log(s) - degrees * s**2 / 2)
+    above = np.vectorize(lambda z: 0.5 * math.erfc(-z / math.sqrt(2)))(effect - quantile(0.05, degrees) * s)
+    return float((density * above).sum() / density.sum())
+
+
+def shown(cell: str) -> list[float]:
+    return [float(number) for number in re.findall(r"[+-]?\d+\.\d+", cell)]
+
+
+def verdict(low: float, high: float, claim: str, label: str) -> str:
+    bound = -0.03 if claim in NEAR else 0.0
+    negligible = label in TAGS and claim not in NEAR and low > -0.01 and high < 0.01
+    return "holds" if low > bound else "does not hold" if high < bound or negligible else "undecided"
+
+
+def test_differences_intervals_and_verdicts(page: Path, rows: list[dict[str, Any]]) -> None:
+    table = pages.rows(pages.sections(page)["Differences"])[1:]
+    measured = [differences_of(rows, name, label) for _, name, label, *_ in table]
+    p_values = [
+        tail(abs(values.mean() + (0.03 if row[0] in NEAR else 0.0)) / error(values), len(values) - 1)
+        for row, values in zip(table, measured, strict=True)
+    ]
+    assert table[0][:2] == ["accuracy", "NVFP4 + AQN − 16-bit LoRA (Qwen2.5-Coder-0.5B)"]  # outside of the correction
+    levels, rejected = {0: 0.05}, True
+    for place, index in enumerate(sorted(range(1, len(table)), key=lambda index: p_values[index])):
+        if rejected:
+            level = 0.05 / (len(table) - 1 - place)
+            rejected = p_values[index] <= level
+        levels[index] = level
+    assert len(table) == 33 and {len(values) for values in measured} == {5, 10}
+    for index, (row, values) in enumerate(zip(table, measured, strict=True)):
+        claim, _, label = row[:3]
+        mean, se, degrees = float(values.mean()), error(values), len(values) - 1
+        plain, holm = quantile(0.05, degrees) * se, quantile(levels[index], degrees) * se
+        assert shown(row[3]) == pytest.approx([mean, mean - plain, mean + plain], abs=ROUNDED), row
+        assert shown(row[4]) == pytest.approx([mean - holm, mean + holm] if index else [], abs=2 * ROUNDED), row
+        assert int(row[5]) == len(values)
+        assert float(row[6]) == pytest.approx({4: 3.7611, 9: 3.1503}[degrees] * se, abs=2 * ROUNDED), row
+        assert row[7:] == [verdict(mean - half, mean + half, claim, label) for half in (plain, holm)], row
+
+
+@pytest.mark.parametrize(("effect", "degrees"), [(3.7611, 4), (3.1503, 9)])
+def test_the_detectable_effect_has_a_power_of_four_fifths(effect: float, degrees: int) -> None:
+    assert power(effect, degrees) == pytest.approx(0.8, abs=2e-4)
+
+
+def test_verdicts_of_claims_over_both_policies(page: Path) -> None:
+    table = pages.rows(pages.sections(page)["Differences"])[1:]
+    claims = list(dict.fromkeys(claim for claim, *_ in table))
+    found = pages.rows(pages.sections(page)["Verdicts"])[1:]
+    assert len(claims) == len(found) == 9  # no run is measured before training, so that none says what it gains
+    for claim, (_, *cells) in zip(claims, found, strict=True):
+        for column, cell in zip((7, 8), cells, strict=True):
+            over = []
+            for policy in ("Qwen2.5-Coder-0.5B", "SmolLM2-135M"):
+                parts = {row[column] for row in table if row[0] == claim and row[1].endswith(f"({policy})")}
+                worst = "does not hold" if "does not hold" in parts else "holds" if parts == {"holds"} else "undecided"
+                over += [worst] if parts else []
+            one = next((kind for kind in ("does not hold", "undecided") if kind in over), "holds")
+            expected = "mixed" if {"holds", "does not hold"} <= set(over) else one
+            assert cell.replace("*", "").partition(" (")[0] == expected, claim
+
+
+def test_methods(page: Path, rows: list[dict[str, Any]]) -> None:
+    table = pages.rows(pages.sections(page)["Methods"])[1:]
+    assert len(table) == 15
+    for name, count, greedy, sampled, _, _, growth, entropy, _ in table:
+        method, policy = re.fullmatch(r"(.+) \((.+)\)", name).groups()  # type: ignore[union-attr]
+        labels = [*TAGS, "reward growth, first half", "sampler entropy, first half"]
+        for cell, label in zip((greedy, sampled, growth, entropy), labels, strict=True):
+            values = by_rounding(values_of(rows, LABELS[method], LABELS[policy], label))
+            half = quantile(0.05, len(values) - 1) * error(values)
+            assert int(count) == len(values)
+            assert shown(cell) == pytest.approx([values.mean(), half], abs=ROUNDED), (name, label)
+
+
+def test_the_page_opens_with_the_preregistered_difference(page: Path, rows: list[dict[str, Any]]) -> None:
+    opening = [line for line in page.read_text().partition("## ")[0].splitlines() if line][1:]
+    assert opening[0].startswith("**Should I train on 4 bits?** ") and len(opening) == 3
+    for line, policy in zip(opening[1:], ("Qwen2.5-Coder-0.5B", "SmolLM2-135M"), strict=True):
+        values = differences_of(rows, f"NVFP4 + AQN − 16-bit LoRA ({policy})", "final held-out accuracy")
+        half = quantile(0.05, len(values) - 1) * error(values)
+        assert line.startswith(f"- {policy}: ")
+        assert shown(line.removeprefix(f"- {policy}"))[:3] == pytest.approx(
+            [values.mean(), values.mean() - half, values.mean() + half], abs=ROUNDED
+        )
