@@ -9,8 +9,7 @@ import torch
 from tiny_run import Tiny, trainer_of
 
 from qerl_pl.callbacks import ResumeCheckpoint
-from qerl_pl.callbacks.resume import MACHINE_KEY
-from qerl_pl.persistence.machine import machine_of, warn_of_another_machine
+from qerl_pl.callbacks.resume import MACHINE_KEY, _warn_of_another_machine, machine_of
 
 CPU = torch.device("cpu")
 
@@ -48,8 +47,8 @@ def test_a_package_that_is_gone_is_missing(monkeypatch: pytest.MonkeyPatch, capl
     def absent(package: str) -> str:
         raise PackageNotFoundError(package)
 
-    monkeypatch.setattr("qerl_pl.persistence.machine.version", absent)
-    warn_of_another_machine({"vllm": "0.30.0"}, CPU)
+    monkeypatch.setattr("qerl_pl.callbacks.resume.version", absent)
+    _warn_of_another_machine({"vllm": "0.30.0"}, CPU)
     assert caplog.messages[0].endswith(": vllm was 0.30.0 and is missing")
 
 
@@ -57,5 +56,5 @@ def test_a_run_on_the_same_machine_and_one_of_an_older_checkpoint_say_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     resume(tmp_path, {})
-    warn_of_another_machine({}, CPU)
+    _warn_of_another_machine({}, CPU)
     assert not [message for message in caplog.messages if "goes on" in message]

