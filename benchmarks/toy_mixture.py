@@ -11,7 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from qerl_pl.persistence.atomic_files import atomic_directory, build_once, cache_root
-from qerl_pl.persistence.random_state import stream_seed
+from qerl_pl.seeds import stream_seed
 from qerl_pl.toy.policy import ToyConfig, demonstration_batch, demonstration_loss, one_thread, teach
 from qerl_pl.toy.tokenizer import build_tokenizer
 

@@ -60,6 +60,7 @@ ROOMS = {
         (
             "qerl_pl/persistence/checkpoint_io.py",
             "qerl_pl/persistence/random_state.py",
+            "qerl_pl/seeds.py",
             "qerl_pl/callbacks/resume.py",
         ),
         ("files", "random_state", "resume_callback"),

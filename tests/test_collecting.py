@@ -13,7 +13,6 @@ from scripted import PROMPTS, SAMPLING, Even, Long, Scripted, Watched, Words, co
 from qerl_pl.algorithm import DrGRPO, NormNoise
 from qerl_pl.distributed.communicator import Communicator
 from qerl_pl.errors import UserError
-from qerl_pl.persistence.random_state import stream_seed
 from qerl_pl.rewards import OverlongPenalty
 from qerl_pl.rollout.collector import Collector
 from qerl_pl.rollout.experience import (
@@ -25,6 +24,7 @@ from qerl_pl.rollout.experience import (
     score_groups,
     totals,
 )
+from qerl_pl.seeds import stream_seed
 from qerl_pl.types import Completion, Prompt, RolloutRequest, SamplingConfig
 
 

@@ -14,8 +14,8 @@ from qerl_pl.chat_template import render_prompts
 from qerl_pl.engines import EngineSpec, TransformersEngine
 from qerl_pl.evaluation.evaluator import Evaluator, EvaluatorConfig
 from qerl_pl.modules import LoraConfig, Policy, PolicyConfig
-from qerl_pl.persistence.random_state import stream_seed
 from qerl_pl.rollout.collector import Collector, CollectorConfig
+from qerl_pl.seeds import stream_seed
 from qerl_pl.toy.task import ArithmeticTask
 from qerl_pl.types import Prompt, RolloutRequest, SamplingConfig
 

@@ -24,10 +24,10 @@ from qerl_pl.environments.sampler import DialogueConfig, DialogueJob, DialogueSa
 from qerl_pl.errors import UserError
 from qerl_pl.evaluation.evaluator import Evaluator, EvaluatorConfig, SampleCache
 from qerl_pl.modules.qerl import QeRLModule
-from qerl_pl.persistence.random_state import stream_seed
 from qerl_pl.rewards import EnvironmentReward, RewardFunction, RewardSample, with_environment_reward
 from qerl_pl.rollout.collector import Collector, CollectorConfig
 from qerl_pl.rollout.experience import last_turn, pad_completions, score_groups
+from qerl_pl.seeds import stream_seed
 from qerl_pl.toy.game import GuessingGame, GuessNumber
 from qerl_pl.types import (
     Completion,

@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+import subprocess
+import sys
 from dataclasses import asdict
 from typing import Any
 
@@ -17,6 +19,12 @@ from qerl_pl.toy.policy import FORMAT, ToyConfig, game_demonstrator
 from qerl_pl.toy.task import ArithmeticTask
 from qerl_pl.toy.tokenizer import TOOLS_TEMPLATE, build_tokenizer
 from qerl_pl.types import Prompt, RolloutRequest, SamplingConfig
+
+
+@pytest.mark.parametrize("module", ["toy.game", "environments.calculator", "environments.search"])
+def test_a_worker_imports_an_environment_without_pytorch(module: str) -> None:
+    script = f"import sys, qerl_pl.{module}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
 
 
 def test_the_game_by_hand() -> None:

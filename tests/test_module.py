@@ -23,7 +23,8 @@ from qerl_pl.memory import TeacherBytes
 from qerl_pl.modules import Policy, PolicyConfig, QeRLModule
 from qerl_pl.modules.lora import PROJECTIONS
 from qerl_pl.modules.qerl import BEFORE_TRAINING
-from qerl_pl.persistence.random_state import random_state, stream_seed
+from qerl_pl.persistence.random_state import random_state
+from qerl_pl.seeds import stream_seed
 from qerl_pl.types import EvaluatedPrompt, Evaluation, GradedAnswer, PromptBatch
 
 

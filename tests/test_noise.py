@@ -10,7 +10,7 @@ import torch
 from qerl_pl.algorithm.noise import NoiseSchedule, NormNoise, layer_indices, noise_sigma
 from qerl_pl.errors import UserError
 from qerl_pl.formats.architecture import family_of, noisy_norm_names
-from qerl_pl.persistence.random_state import stream_seed
+from qerl_pl.seeds import stream_seed
 
 BY_HAND = {
     # sigma_start 0.01, sigma_end 0.0001, K = 3: k = 2 is half way.

@@ -18,9 +18,9 @@ from qerl_pl.algorithm.objectives import LossInputs
 from qerl_pl.algorithm.off_policy import PRESETS, correction_weights, level_log_ratio
 from qerl_pl.distributed.communicator import SINGLE_PROCESS, Communicator
 from qerl_pl.errors import UserError
-from qerl_pl.persistence.random_state import stream_seed
 from qerl_pl.rollout.collector import Collector
 from qerl_pl.rollout.parity_check import measure_noise_widening
+from qerl_pl.seeds import stream_seed
 from qerl_pl.types import Completion, PolicyWeights, RolloutRequest, SamplingConfig, SyncReport
 
 CORRECTIONS = {

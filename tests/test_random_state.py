@@ -16,9 +16,9 @@ from qerl_pl.persistence.random_state import (
     deterministic,
     random_state,
     set_random_state,
-    stream_seed,
     strictly_deterministic_gradient,
 )
+from qerl_pl.seeds import stream_seed
 
 
 def settings() -> tuple[bool, bool, bool]:

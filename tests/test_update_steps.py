@@ -18,7 +18,7 @@ from qerl_pl.errors import UserError
 from qerl_pl.modules.policy import TokenValues
 from qerl_pl.modules.update import NonFiniteLossError, PolicyUpdate, local_rows, sampled_indices
 from qerl_pl.modules.update_metrics import length_quartiles
-from qerl_pl.persistence.random_state import stream_seed
+from qerl_pl.seeds import stream_seed
 from qerl_pl.types import Experience
 
 ODDS = [0.3, -0.4, 0.1, 0.8]

@@ -14,8 +14,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from benchmarks.study.word_problems import easy_rows, write_rows
-from qerl_pl.persistence.random_state import stream_seed
 from qerl_pl.rewards.answers import last_tagged, parse_number
+from qerl_pl.seeds import stream_seed
 
 INSTRUCTION = (
     "Solve these {count} problems one after the other. Give their numbers in this order, separated by semicolons."

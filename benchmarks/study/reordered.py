@@ -11,7 +11,7 @@ from torch import Tensor
 
 from qerl_pl.errors import UserError
 from qerl_pl.formats.model_folder import ShardWriter, TensorFiles, copy_other_files, load_config, read_config
-from qerl_pl.persistence.random_state import stream_seed
+from qerl_pl.seeds import stream_seed
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 """`model_type` of decoders with the layers that `_reordered` knows."""

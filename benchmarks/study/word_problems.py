@@ -17,7 +17,7 @@ from pathlib import Path
 
 from qerl_pl.datamodules.tables import read_table
 from qerl_pl.persistence.atomic_files import atomic_write
-from qerl_pl.persistence.random_state import stream_seed
+from qerl_pl.seeds import stream_seed
 from qerl_pl.toy.task import NAMES, THINGS
 
 TEST_SHARE = 0.2

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from qerl_pl.errors import UserError, require_one_of
-from qerl_pl.persistence.random_state import stream_seed
+from qerl_pl.seeds import stream_seed
 
 Decay = Literal["exponential", "linear", "cosine", "logarithmic"]
 NoisyLayers = Literal["all", "first_half", "last_half"] | list[int]

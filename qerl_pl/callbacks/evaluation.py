@@ -32,8 +32,8 @@ from qerl_pl.evaluation.metrics import bootstrap_interval, evaluation_tag, extra
 from qerl_pl.import_path import named_file
 from qerl_pl.modules.qerl import BEFORE_TRAINING, QeRLModule
 from qerl_pl.persistence.atomic_files import atomic_write
-from qerl_pl.persistence.random_state import stream_seed
 from qerl_pl.rewards import Reward, RewardFunction
+from qerl_pl.seeds import stream_seed
 from qerl_pl.start_checks import ChecksFirst
 from qerl_pl.types import EvaluatedPrompt, GradedAnswer, Prompt, PromptBatch
 

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from qerl_pl.datamodules.tables import check_sizes, draw
 from qerl_pl.errors import UserError, require_at_least
-from qerl_pl.persistence.random_state import stream_seed
+from qerl_pl.seeds import stream_seed
 from qerl_pl.start_checks import check_first, check_intervals, within_limit
 
 

@@ -21,7 +21,7 @@ from qerl_pl.datamodules.tables import (
     warn_of_repeats,
 )
 from qerl_pl.errors import UserError, require_at_least
-from qerl_pl.persistence.random_state import stream_seed
+from qerl_pl.seeds import stream_seed
 from qerl_pl.start_checks import check_intervals
 from qerl_pl.types import Prompt, PromptBatch
 

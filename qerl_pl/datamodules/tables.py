@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from qerl_pl.errors import UserError, require_at_least
-from qerl_pl.persistence.random_state import stream_seed
+from qerl_pl.seeds import stream_seed
 from qerl_pl.types import Prompt
 
 log = logging.getLogger("qerl_pl")

@@ -18,7 +18,7 @@ from qerl_pl.environments.dialogue import Dialogue, DialogueLimits
 from qerl_pl.environments.pool import EnvironmentPool, Session, answered
 from qerl_pl.environments.tool_calls import MalformedCall, ToolCall, ToolFormat, tool_format_of
 from qerl_pl.errors import UserError, require_at_least
-from qerl_pl.persistence.random_state import stream_seed
+from qerl_pl.seeds import stream_seed
 from qerl_pl.types import Completion, Prompt, RolloutRequest, SamplingConfig
 
 log = logging.getLogger("qerl_pl")

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from qerl_pl.persistence.random_state import stream_seed
+from qerl_pl.seeds import stream_seed
 from qerl_pl.types import EvaluatedPrompt, GradedAnswer
 
 _MAX_SUBSETS = 256

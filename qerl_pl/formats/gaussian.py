@@ -18,7 +18,7 @@ from torch import Tensor
 from qerl_pl.formats.dense import DenseFormat
 from qerl_pl.formats.model_folder import TensorFiles, in_dtype
 from qerl_pl.formats.nvfp4 import NVFP4Quantizer
-from qerl_pl.persistence.random_state import stream_seed
+from qerl_pl.seeds import stream_seed
 
 CONFIG = {"quant_method": "gaussian"}
 """`quantization_config` of a placebo, which only this package reads."""

@@ -20,7 +20,7 @@ from qerl_pl.formats.norm import Float32RMSNorm
 from qerl_pl.modules.experts import PackedExperts
 from qerl_pl.modules.lora import ADAPTER, FrozenLinear, LoraLinear, LoraSpec, can_fuse_lora, check_targets
 from qerl_pl.modules.packed_layers import GatedMLP, PackedAttention
-from qerl_pl.persistence.random_state import stream_seed
+from qerl_pl.seeds import stream_seed
 
 
 def load_in_place(own: Mapping[str, Tensor], state: Mapping[str, Tensor], content: str, keys: str) -> None:

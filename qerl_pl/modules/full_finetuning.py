@@ -22,7 +22,7 @@ from qerl_pl.formats.architecture import family_of, noisy_norm_names
 from qerl_pl.formats.dense_checkpoint import fill_dense_folder
 from qerl_pl.formats.norm import Float32RMSNorm
 from qerl_pl.modules.adapter import restored_parameters
-from qerl_pl.persistence.random_state import stream_seed
+from qerl_pl.seeds import stream_seed
 
 
 class MasterLinear(nn.Module):

@@ -38,7 +38,8 @@ from qerl_pl.modules.policy import Policy, PolicyConfig
 from qerl_pl.modules.update import NonFiniteLossError
 from qerl_pl.persistence.atomic_files import atomic_directory, folder_identity
 from qerl_pl.persistence.checkpoint_io import CHECKPOINT_KEY, check_fits, check_start
-from qerl_pl.persistence.random_state import deterministic, random_state, set_random_state, stream_seed
+from qerl_pl.persistence.random_state import deterministic, random_state, set_random_state
+from qerl_pl.seeds import stream_seed
 from qerl_pl.start_checks import ChecksFirst, require_planned_end
 
 log = logging.getLogger(__name__)

@@ -22,7 +22,7 @@ from qerl_pl.modules.policy import PolicyConfig
 from qerl_pl.modules.policy_module import PolicyModule
 from qerl_pl.modules.qerl import BEFORE_TRAINING
 from qerl_pl.modules.update import clip_and_step, gradients, partition_micro_batches
-from qerl_pl.persistence.random_state import stream_seed
+from qerl_pl.seeds import stream_seed
 
 log = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from qerl_pl.errors import UserError
 from qerl_pl.modules.policy import Policy, TokenValues
 from qerl_pl.modules.trainer_noise import TrainerNoise
 from qerl_pl.modules.update_metrics import length_quartiles, quartile_sums, update_metrics
-from qerl_pl.persistence.random_state import stream_seed
+from qerl_pl.seeds import stream_seed
 from qerl_pl.types import Experience, TeacherStates
 
 

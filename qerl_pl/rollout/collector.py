@@ -18,7 +18,6 @@ from qerl_pl.distributed.communicator import SINGLE_PROCESS, Communicator
 from qerl_pl.engines.base import RolloutEngine
 from qerl_pl.environments.sampler import DialogueJob, DialogueSampler
 from qerl_pl.errors import UserError, require_at_least
-from qerl_pl.persistence.random_state import sample_seeds, stream_seed
 from qerl_pl.rewards import OverlongPenalty, Reward, accuracy_reward, check_rewards
 from qerl_pl.rollout.experience import (
     Group,
@@ -33,6 +32,7 @@ from qerl_pl.rollout.experience import (
     totals,
 )
 from qerl_pl.rollout.parity_check import CheckedPolicy, check_logprob_parity, measure_noise_widening
+from qerl_pl.seeds import sample_seeds, stream_seed
 from qerl_pl.types import Completion, Experience, PolicyWeights, Prompt, RolloutRequest, SamplingConfig
 
 log = logging.getLogger("qerl_pl")

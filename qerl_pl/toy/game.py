@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from qerl_pl.errors import UserError
-from qerl_pl.persistence.random_state import stream_seed
+from qerl_pl.seeds import stream_seed
 from qerl_pl.toy.task import NAMES, Split
 
 HELD_OUT_NAMES = 2

@@ -23,7 +23,7 @@ from qerl_pl.chat_continuation import ChatContinuation
 from qerl_pl.chat_template import render_prompt
 from qerl_pl.errors import UserError, require_at_least
 from qerl_pl.persistence.atomic_files import atomic_directory, build_once, cache_root
-from qerl_pl.persistence.random_state import stream_seed
+from qerl_pl.seeds import stream_seed
 from qerl_pl.toy.game import GuessingGame, GuessNumber
 from qerl_pl.toy.task import ArithmeticTask, careful_demonstration, careless_demonstration
 from qerl_pl.toy.tokenizer import TOOLS_TEMPLATE, VOCABULARY, build_tokenizer

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from qerl_pl.errors import UserError
-from qerl_pl.persistence.random_state import stream_seed
+from qerl_pl.seeds import stream_seed
 
 Split = Literal["train", "validation"]
 
