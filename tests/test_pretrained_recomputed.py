@@ -12,8 +12,8 @@ import numpy as np
 import pages
 import pytest
 import yaml
-from numpy.typing import NDArray
 from pages import ROOT
+from test_study_recomputed import ROUNDED, Array, shown
 
 from benchmarks.study.evidence import write_evidence
 from benchmarks.study.plan import read_plan
@@ -28,8 +28,6 @@ LABELS = {
 MEASURED = [json.loads(line) for line in (ROOT / "benchmarks" / "results" / "gsm8k.jsonl").read_text().splitlines()]
 TAGS = {"final held-out accuracy": "val/accuracy", "final sampled accuracy": "val/pass@1"}
 NEAR = ("full fine-tuning", "other methods")  # claims that tolerate a loss of 0.03
-ROUNDED = 0.00051  # three digits
-Array = NDArray[np.float64]
 
 
 def made_up(levels: dict[str, Any], name: str, generator: np.random.Generator) -> dict[str, Any]:
@@ -46,9 +44,9 @@ def made_up(levels: dict[str, Any], name: str, generator: np.random.Generator) -
 @pytest.fixture(scope="module")
 def rows() -> list[dict[str, Any]]:
     """All runs of the plan but one second seed; a measured one keeps its results, and one run has diverged."""
-    found, generator = {row["run"]: row for row in MEASURED}, np.random.default_rng(0)
+    measured, generator = {row["run"]: row for row in MEASURED}, np.random.default_rng(0)
     runs = [run for run in read_plan(FILE).runs if run.levels["seed"] != 119]
-    complete = [found.get(run.name) or made_up(dict(run.levels), run.name, generator) for run in runs]
+    complete = [measured.get(run.name) or made_up(dict(run.levels), run.name, generator) for run in runs]
     (diverged,) = [row for row in complete if row["run"] == "seed=104,rounding=2,policy=qwen,method=mxfp4"]
     diverged |= {"ended": "diverged", "held_out": {}}
     return complete
@@ -119,10 +117,6 @@ def power(effect: float, degrees: int) -> float:
     return float((density * above).sum() / density.sum())
 
 
-def shown(cell: str) -> list[float]:
-    return [float(number) for number in re.findall(r"[+-]?\d+\.\d+", cell)]
-
-
 def verdict(low: float, high: float, claim: str, label: str) -> str:
     bound = -0.03 if claim in NEAR else 0.0
     negligible = label in TAGS and claim not in NEAR and low > -0.01 and high < 0.01
@@ -163,9 +157,9 @@ def test_the_detectable_effect_has_a_power_of_four_fifths(effect: float, degrees
 def test_verdicts_of_claims_over_both_policies(page: Path) -> None:
     table = pages.rows(pages.sections(page)["Differences"])[1:]
     claims = list(dict.fromkeys(claim for claim, *_ in table))
-    found = pages.rows(pages.sections(page)["Verdicts"])[1:]
-    assert len(claims) == len(found) == 9  # no run is measured before training, so that none says what it gains
-    for claim, (_, *cells) in zip(claims, found, strict=True):
+    verdicts = pages.rows(pages.sections(page)["Verdicts"])[1:]
+    assert len(claims) == len(verdicts) == 9  # no run is measured before training, so that none says what it gains
+    for claim, (_, *cells) in zip(claims, verdicts, strict=True):
         for column, cell in zip((7, 8), cells, strict=True):
             over = []
             for policy in ("Qwen2.5-Coder-0.5B", "SmolLM2-135M"):

@@ -241,7 +241,8 @@ def _set_aside(folder: Path, done: int) -> None:
 def machine_of(device: torch.device) -> dict[str, str]:
     """What results depend on beside the settings: the processor, and the versions of the packages in use."""
     versions = {package: _version(package) for package, module in PACKAGES.items() if module in sys.modules}
-    return {"processor": _processor(device)} | {name: found for name, found in versions.items() if found is not None}
+    installed = {package: number for package, number in versions.items() if number is not None}
+    return {"processor": _processor(device)} | installed
 
 
 def _warn_of_another_machine(before: Mapping[str, str], device: torch.device) -> None:
