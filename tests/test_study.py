@@ -557,7 +557,7 @@ def test_the_page_is_written_from_rows_alone(tmp_path: Path) -> None:
     assert "is not finite).\n1 were interrupted and lack the points of the interrupted rollout." in page
 
 
-@pytest.mark.parametrize("name", ["evidence", "evidence-pilot", "evidence-ranks"])
+@pytest.mark.parametrize("name", ["evidence", "evidence-pilot", "evidence-ranks", "evidence-gsm8k"])
 def test_the_pages_of_the_documentation_are_what_their_rows_say(tmp_path: Path, name: str) -> None:
     page = (ROOT / "docs" / f"{name}.md").read_text()
     raw = ROOT / "docs" / re.findall(r"\]\(([^)]*\.jsonl)\)", page)[0]

@@ -3,9 +3,12 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from matplotlib.figure import Figure
 from test_study import ENDS, plan_of, rows_of
 
+from benchmarks import report
 from benchmarks.study import pictures
 from benchmarks.study.claims import claims
 from benchmarks.study.evidence import write_evidence
@@ -42,6 +45,27 @@ def test_accuracies_are_averaged_at_the_rollout_that_they_were_measured_at(
     monkeypatch.setattr(pictures, "_band", lambda plan, axis, curves, *_, **rest: drawn.append(curves))
     pictures.curves(plan, rows, {"policy": "toy"}, tmp_path / "one.png")
     assert drawn[2] == {(0,): {0: 0.4, 4: 0.8}, (1,): {0: 0.4, 2: 0.5, 4: 0.8}}
+
+
+def test_accuracies_of_the_end_alone_are_points_and_a_run_that_diverged_has_accuracy_zero(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = plan_of(tmp_path)
+    rows = [row for row in rows_of(plan, ENDS) if row["levels"]["lr"] == "own"]
+    for row in rows:
+        row["held_out"] = {"val/pass@1": row["held_out"]["val/pass@1"][-1:]}
+    rows[0] |= {"ended": "diverged", "held_out": {}}
+    figures = list[Figure]()
+    monkeypatch.setattr(report, "save_figure", lambda figure, path: figures.append(figure))
+    pictures.curves(plan, rows, {"policy": "toy"}, tmp_path / "one.png")
+    above, below = figures[0].axes[2], figures[0].axes[5]
+    assert above.get_title() == "held-out val/pass@1, at the end"
+    accuracies, differences = (
+        [line.get_ydata() for line in axis.lines if line.get_marker() == "o"] for axis in (above, below)
+    )
+    assert np.array(accuracies) == pytest.approx(np.array([[0, 0.72, 0.71], [0.75, 0.76, 0.77], [0.80, 0.83, 0.80]]))
+    assert np.array(differences) == pytest.approx(np.array([[0.75, 0.04, 0.06], [0.80, 0.11, 0.09]]))
+    assert len(above.containers) == 3 and len(below.containers) == 2  # means with their intervals
 
 
 def test_bands_are_of_differences_paired_by_seed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

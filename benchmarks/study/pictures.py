@@ -8,8 +8,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from benchmarks import report
-from benchmarks.study.claims import Contrast, Row, Statistic, rollouts_of_point
-from benchmarks.study.findings import Finding, Result, Unit, at, interval_of, methods, unit_of
+from benchmarks.study.claims import ACCURACY, Contrast, Row, Statistic, rollouts_of_point
+from benchmarks.study.findings import Finding, Result, Unit, at, by_unit, interval_of, less, methods, unit_of
 from benchmarks.study.plan import Level, Plan
 
 COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#777777")  # colour-blind safe
@@ -24,6 +24,7 @@ def curves(plan: Plan, rows: Sequence[Row], stratum: Mapping[str, Level], path: 
     """Plot reward, entropy and held-out accuracy: means of methods, and below their paired differences.
 
     The differences are to the reference, `plan.compare[1]`, with 95 % intervals over the units that both have.
+    Accuracies that were measured at the end alone are points.
     None without data.
     """
     found = {method: at(plan, rows, {**stratum, "method": method}) for method in methods(plan)}
@@ -32,18 +33,24 @@ def curves(plan: Plan, rows: Sequence[Row], stratum: Mapping[str, Level], path: 
         return None
     figure = Figure(figsize=(14, 7), layout="constrained")
     axes, reference = figure.subplots(2, 3), plan.compare[1]
+    colours = dict(zip(methods(plan), itertools.cycle(COLOURS), strict=False))
     titles = {"reward": "reward", "sampler_entropy": "sampler entropy (nats per token)", "": f"held-out {plan.measure}"}
-    for column, (curve, title) in enumerate(titles.items()):
+    for (above, below), (curve, title) in zip(axes.T, titles.items(), strict=True):
         points = {method: _points(plan, measured, curve) for method, measured in found.items()}
-        for colour, method in zip(itertools.cycle(COLOURS), methods(plan), strict=False):
-            if method in points:
-                label = plan.label("method", method)
-                _band(plan, axes[0, column], points[method], colour, label, shade=False)
-                if method != reference and reference in points:
-                    _band(plan, axes[1, column], _less(points[method], points[reference]), colour, label)
-        axes[0, column].set(title=title)
-        axes[1, column].set(title=f"less {plan.label('method', reference)}", xlabel="rollouts")
-        axes[1, column].axhline(0, color="black", lw=0.8)
+        above.set(title=title)
+        below.set(title=f"less {plan.label('method', reference)}")
+        below.axhline(0, color="black", lw=0.8)
+        if not curve and all(len(one) <= 1 for runs in points.values() for one in runs.values()):
+            above.set(title=f"{title}, at the end")
+            ends = {method: by_unit(plan, rows, {**stratum, "method": method}, ACCURACY) for method in found}
+            _ends(plan, (above, below), ends, colours)
+            continue
+        for method, runs in points.items():
+            label = plan.label("method", method)
+            _band(plan, above, runs, colours[method], label, shade=False)
+            if method != reference and reference in points:
+                _band(plan, below, _less(runs, points[reference]), colours[method], label)
+        below.set(xlabel="rollouts")
     for axis in axes.flat:
         axis.grid(alpha=0.3)
     figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
@@ -82,6 +89,24 @@ def _band(plan: Plan, axis: Axes, curves: Mapping[Unit, Curve], colour: str, lab
     if shade:
         lows, highs = [one.low for one in intervals], [one.high for one in intervals]
         axis.fill_between(places, lows, highs, color=colour, alpha=0.15, lw=0)
+
+
+def _ends(
+    plan: Plan, axes: Sequence[Axes], ends: Mapping[Level, Mapping[Unit, float]], colours: Mapping[Level, str]
+) -> None:
+    """Plot accuracies that were measured once, by method, and below their differences: all values, means, intervals."""
+    reference = ends.get(plan.compare[1], {})
+    for place, (method, values) in enumerate(ends.items()):
+        differences = less(values, reference) if method != plan.compare[1] else {}
+        for axis, shown in zip(axes, (values, differences), strict=True):
+            found = interval_of(plan, shown)
+            if found is None:
+                continue
+            axis.plot([place] * len(shown), list(shown.values()), "o", color=colours[method], markersize=4, alpha=0.35)
+            errors = [[found.mean - found.low], [found.high - found.mean]] if found.count > 1 else None
+            axis.errorbar(place, found.mean, errors, fmt="_", color=colours[method], markersize=16, capsize=5)
+    for axis in axes:
+        axis.set(xlim=(-1, len(ends)), xticks=[])
 
 
 def _unit(statistic: Statistic) -> str:
