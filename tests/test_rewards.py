@@ -6,6 +6,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -274,10 +275,19 @@ def test_a_reward_that_raises_on_no_sample_alone() -> None:
         ([0.0], "got 1 for 2 samples.*completion 'first'"),
         ([0.0, 0.0, 0.0], "got 3 for 2 samples"),
         (None, "must return a list with one value a sample; got None, a NoneType; return a list"),
-        ([0.0, "x"], "must return numbers; got 'x', a str, on prompt 'How many\\?', completion 'second'; return float"),
+        (
+            [0.0, "x"],
+            "must return numbers; got 'x', a str, on prompt 'How many\\?', completion 'second'; return one number",
+        ),
         ([0.0, "1.0"], "must return numbers; got '1.0', a str, on prompt 'How many\\?', completion 'second'; return"),
-        ("01", "must return numbers; got '0', a str, on prompt 'How many\\?', completion 'first'; return float"),
+        ("01", "must return numbers; got '0', a str, on prompt 'How many\\?', completion 'first'; return one number"),
         ([b"1", 0.0], "must return numbers; got b'1', a bytes, on"),
+        (
+            [0.0, [1.0, 2.0]],
+            r"must return numbers; got \[1.0, 2.0\], a list, on prompt 'How many\?', completion 'second'",
+        ),
+        (torch.ones(2, 3), r"must return numbers; got tensor\(\[1., 1., 1.\]\), a Tensor, on"),
+        (np.ones((2, 3)), r"must return numbers; got array\(\[1., 1., 1.\]\), a ndarray, on"),
     ],
 )
 def test_bad_values_are_named(values: object, message: str) -> None:

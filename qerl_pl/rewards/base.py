@@ -276,11 +276,6 @@ def _checked_values(
                     f"{type(answer).__name__}; return a list."
                 )
             returned = list(answer)
-        # Strings are refused below: float("1.0") would succeed, and list("01") has two values.
-        values = [
-            None if value is None else math.nan if isinstance(value, str | bytes) else float(value)
-            for value in returned
-        ]
     except (UserError, Stopped):
         raise
     except (Exception, SystemExit) as error:  # a user's code may raise anything
@@ -290,30 +285,40 @@ def _checked_values(
             f"reward {reward.name!r} raised {type(error).__name__}: {_shorten(str(error))}{line} on {failing}; make it "
             "return a number for every completion."
         ) from error
-    if len(values) != len(samples):
+    if len(returned) != len(samples):
         raise UserError(
-            f"reward {reward.name!r} must return one value a sample; got {len(values)} for {len(samples)} samples, "
+            f"reward {reward.name!r} must return one value a sample; got {len(returned)} for {len(samples)} samples, "
             f"the first of which is {_describe(samples[0]) if samples else 'missing'}; return them in order."
         )
-    for sample, value, raw in zip(samples, values, returned, strict=True):
-        if isinstance(raw, str | bytes):
-            raise UserError(
-                f"reward {reward.name!r} must return numbers; got {raw!r:.40}, a {type(raw).__name__}, on "
-                f"{_describe(sample)}; return float of it."
-            )
-        if value is not None and not abs(value) <= _LARGEST:  # NaN fails this too
-            raise UserError(
-                f"reward {reward.name!r} must return finite numbers; got {value} on {_describe(sample)}; "
-                "return 0 where there is nothing to score, or None where the reward does not apply."
-            )
-    return values
+    return [_checked_value(reward, sample, value) for sample, value in zip(samples, returned, strict=True)]
+
+
+def _checked_value(reward: Reward, sample: RewardSample, returned: Any) -> float | None:
+    """A returned value as a float, or None."""
+    if returned is None:
+        return None
+    try:
+        value = None if isinstance(returned, str | bytes) else float(returned)  # float("1.0") would succeed
+    except (TypeError, ValueError, RuntimeError):  # the last by a tensor of several elements
+        value = None
+    if value is None:
+        raise UserError(
+            f"reward {reward.name!r} must return numbers; got {returned!r:.40}, a {type(returned).__name__}, on "
+            f"{_describe(sample)}; return one number a sample."
+        )
+    if not abs(value) <= _LARGEST:  # NaN fails this too
+        raise UserError(
+            f"reward {reward.name!r} must return finite numbers; got {value} on {_describe(sample)}; "
+            "return 0 where there is nothing to score, or None where the reward does not apply."
+        )
+    return value
 
 
 def _failing_sample(reward: Reward, samples: Sequence[RewardSample]) -> str:
     """The first sample on which the reward raises when called with it alone."""
     for sample in samples:
         try:
-            [value is None or float(value) for value in reward([sample])]
+            list(reward([sample]))
         except (Exception, SystemExit):
             return _describe(sample)
     return f"a batch of {len(samples)} samples, though on none of them alone"
