@@ -76,6 +76,7 @@ PARSED = {
         "string: Adamw; name it by its import path, as in torch.optim.AdamW",
     ),
     "no engine": (["--rollout.engine", "SGLangEngine"], "engines are TransformersEngine, VLLMEngine; see"),
+    "no logger": (["--trainer.logger", "WandB"], "import path string: WandB; loggers are CSVLogger, CometLogger, "),
     "no data module": (["--data", "TabelDataModule"], "data modules are Arith.*, TableDataModule; see"),
     "abbreviated key": (["--model.lr", "1"], "unrecognized arguments: --model.lr 1"),
     "unknown class": (["--model.objective", "qerl_pl.algorithm.objectives.PPO"], "no attribute 'PPO'"),

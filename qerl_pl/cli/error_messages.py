@@ -14,7 +14,8 @@ from types import ModuleType
 import jsonargparse
 import yaml
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import LightningDataModule, Trainer
+from lightning.pytorch import LightningDataModule, Trainer, loggers
+from lightning.pytorch.loggers import Logger
 
 from qerl_pl import algorithm, datamodules, engines
 from qerl_pl.algorithm.objectives import Objective
@@ -26,8 +27,8 @@ from qerl_pl.modules import QeRLModule
 from qerl_pl.persistence.atomic_files import is_full_disk
 
 _NOISE = re.compile(
-    r"Does not validate against|Subtypes:|Errors:|Expected a <class '(NoneType|list)'>$|Expected a path but"
-    r"|Not a valid subclass|Subclass types expect|a class path|a dict with"
+    r"Does not validate against|Subtypes:|Errors:|Expected a <class '(NoneType|bool|list|collections\.abc\.Iterable)'>$"
+    r"|Expected a path but|Not a valid subclass|Subclass types expect|a class path|a dict with"
     r"|Given value type:|Given value: ([\[{]|.{80})|tip:|usage:"
 )
 """Lines of jsonargparse's messages that say which types it tried, or repeat a long value."""
@@ -71,10 +72,6 @@ _NOT_EXPECTED = re.compile(r"^ *- (?!Expected)", re.MULTILINE)
 """A reason other than a type, such as that of a class."""
 _TYPE_NAMES = {"float": "a number", "int": "a whole number", "bool": "true or false", "str": "text", "NoneType": "null"}
 """Names of scalar types in messages."""
-_NO_CLASS = re.compile(
-    r"\"(model\.objective|rollout\.engine|data)\".*(Expected a dot import path string|has no attribute)", re.DOTALL
-)
-
 _NO_OPTIMIZER = re.compile(r"\"model\.optimizer\".*Expected a dot import path string", re.DOTALL)
 _BARE_OPTIMIZER = re.compile(
     r"\"model\.optimizer\".*Dict must include a class_path and optionally init_args, but got "
@@ -91,8 +88,12 @@ _CLASSES: dict[str, tuple[str, ModuleType, Callable[[type], bool]]] = {
     "model.objective": ("objectives", algorithm, lambda kind: issubclass(kind, Objective) and kind is not Objective),
     "rollout.engine": ("engines", engines, lambda kind: kind.__name__.endswith("Engine") and kind is not RolloutEngine),
     "data": ("data modules", datamodules, lambda kind: issubclass(kind, LightningDataModule)),
+    "trainer.logger": ("loggers", loggers, lambda kind: issubclass(kind, Logger) and kind is not Logger),
 }
 """Keys of classes: what these are called, the package that has them, and which of its names they are."""
+_NO_CLASS = re.compile(
+    rf'"({"|".join(map(re.escape, _CLASSES))})".*(Expected a dot import path string|has no attribute)', re.DOTALL
+)
 
 _LIGHTNING = {
     "No supported gpu backend": (
