@@ -222,3 +222,9 @@ def test_the_page_opens_with_the_preregistered_difference(page: Path, rows: list
         assert shown(line.removeprefix(f"- {policy}"))[:3] == pytest.approx(
             [values.mean(), values.mean() - half, values.mean() + half], abs=ROUNDED
         )
+
+
+def test_gpu_minutes_are_shared_by_the_runs_at_once(page: Path, rows: list[dict[str, Any]]) -> None:
+    (minutes,) = re.findall(r"about (\d+) GPU minutes", pages.sections(page)["Hardware and versions"])
+    spent = np.array([[row["wall_s"], row["where"]["at_once"]] for row in rows])
+    assert int(minutes) == round((spent[:, 0] / spent[:, 1]).sum() / 60)

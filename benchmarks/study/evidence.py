@@ -115,6 +115,10 @@ def _where(rows: Sequence[Row]) -> str:
         where: Mapping[str, Level] = {name: value for name, value in row["where"].items() if name != "values"}
         line = ", ".join(f"{name} {value}" for name, value in where.items())
         counts[line] = counts.get(line, 0) + 1
-    hours = sum(row["wall_s"] for row in rows) / 3600
     lines = [f"- {count} runs: {line}" for line, count in counts.items()]
-    return "\n".join([*lines, f"- {hours:.1f} process hours in total, including startup and validation"])
+    hours = sum(row["wall_s"] for row in rows) / 3600
+    lines.append(f"- {hours:.1f} process hours in total, including startup and validation")
+    if all("at_once" in row["where"] for row in rows):
+        minutes = sum(row["wall_s"] / row["where"]["at_once"] for row in rows) / 60
+        lines.append(f"- about {minutes:.0f} GPU minutes: each run's time divided by the runs that shared its GPU")
+    return "\n".join(lines)
