@@ -1,6 +1,6 @@
-"""The page of the study on pretrained policies, recomputed with numpy, and one of all runs.
+"""The page of the study on pretrained policies, recomputed with numpy, as it is and with all runs of the plan.
 
-The rows of the latter are the measured ones, and made-up ones for the rest.
+Runs that are not measured yet are made up.
 """
 
 import copy

@@ -99,12 +99,12 @@ def _ends(
     for place, (method, values) in enumerate(ends.items()):
         differences = less(values, reference) if method != plan.compare[1] else {}
         for axis, shown in zip(axes, (values, differences), strict=True):
-            found = interval_of(plan, shown)
-            if found is None:
+            interval = interval_of(plan, shown)
+            if interval is None:
                 continue
             axis.plot([place] * len(shown), list(shown.values()), "o", color=colours[method], markersize=4, alpha=0.35)
-            errors = [[found.mean - found.low], [found.high - found.mean]] if found.count > 1 else None
-            axis.errorbar(place, found.mean, errors, fmt="_", color=colours[method], markersize=16, capsize=5)
+            errors = [[interval.mean - interval.low], [interval.high - interval.mean]] if interval.count > 1 else None
+            axis.errorbar(place, interval.mean, errors, fmt="_", color=colours[method], markersize=16, capsize=5)
     for axis in axes:
         axis.set(xlim=(-1, len(ends)), xticks=[])
 
