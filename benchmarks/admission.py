@@ -9,13 +9,13 @@ completions, twice, in alternation, after a smaller batch that is not counted.
 import argparse
 import json
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 import report
 import torch
 from transformers import AutoTokenizer
 
+from qerl_pl.chat_template import render_prompts
 from qerl_pl.engines import EngineSpec, VLLMEngine
 from qerl_pl.engines.vllm.requests import BatchSource
 from qerl_pl.types import PolicyWeights, RolloutRequest, SamplingConfig
@@ -26,22 +26,16 @@ ROUNDS = 2
 class OneByOne(BatchSource):
     """Requests that are admitted as soon as there is room."""
 
-    def take(self, wait: bool, gather: bool = False) -> Sequence[tuple[int, RolloutRequest]]:
-        """See `RequestSource`; nothing blocks."""
-        first, self._taken = self._taken, min(self._taken + self._max_num_seqs - self._running, len(self._requests))
-        self._running += self._taken - first
-        return list(enumerate(self._requests[first : self._taken], first))
+    ADMITTED_FRACTION = 0.0
 
 
 def requests_of(model: Path, data: Path, questions: int, samples: int) -> list[RolloutRequest]:
     """A request for each of the first questions of the test split, of so many samples."""
-    tokenizer = AutoTokenizer.from_pretrained(model)
     rows = [json.loads(line) for line in (data / "test.jsonl").read_text().splitlines()[:questions]]
-    chats = [[{"role": "user", "content": row["question"]}] for row in rows]
-    texts = [tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False) for chat in chats]
+    prompts = render_prompts(AutoTokenizer.from_pretrained(model), [row["question"] for row in rows], None)
     return [
-        RolloutRequest(tuple(tokenizer(text).input_ids), tuple(range(100 * index, 100 * index + samples)))
-        for index, text in enumerate(texts)
+        RolloutRequest(tuple(ids), tuple(range(100 * index, 100 * index + samples)))
+        for index, ids in enumerate(prompts)
     ]
 
 

@@ -19,8 +19,11 @@ class BatchSource(RequestSource):
 
     Args:
         requests: Requests of any number of seeds.
-        max_num_seqs: Most running requests. Waiting ones are admitted when an eighth of these have finished.
+        max_num_seqs: Most running requests.
     """
+
+    ADMITTED_FRACTION = 1 / 8
+    """Waiting requests are admitted when this fraction of `max_num_seqs` is free."""
 
     def __init__(self, requests: Sequence[RolloutRequest], max_num_seqs: int) -> None:
         self._requests = [replace(request, seeds=(seed,)) for request in requests for seed in request.seeds]
@@ -35,7 +38,7 @@ class BatchSource(RequestSource):
     def take(self, wait: bool, gather: bool = False) -> Sequence[tuple[int, RolloutRequest]]:
         """See `RequestSource`; nothing blocks."""
         free = self._max_num_seqs - self._running
-        if self._running and free < self._max_num_seqs / 8:
+        if self._running and free < self._max_num_seqs * self.ADMITTED_FRACTION:
             return []
         first, self._taken = self._taken, min(self._taken + free, len(self._requests))
         self._running += self._taken - first
