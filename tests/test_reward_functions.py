@@ -262,10 +262,10 @@ def test_the_log_names_a_slow_reward_and_its_line_again_and_again(
 
     score([RewardFunction(slow)], SAMPLES)
     first = inspect.getsourcelines(until_told)[1]
-    places = [f"(line {line} of {__file__})" for line in (first + 2, first + 3)]
+    locations = [f"(line {line} of {__file__})" for line in (first + 2, first + 3)]
     for message, seconds in zip(caplog.messages, (1, 2), strict=True):
-        start, _, place = message.partition(" s ")
-        assert start == f"reward 'slow' has been scoring 3 samples for {seconds}" and place in places
+        text, _, location = message.partition(" s ")
+        assert text == f"reward 'slow' has been scoring 3 samples for {seconds}" and location in locations
     score([RewardFunction(slow_async)], SAMPLES)
     assert caplog.messages[2:] == ["reward 'slow_async' has been scoring 3 samples for 1 s"]
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("slow reward")]

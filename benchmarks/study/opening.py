@@ -102,7 +102,7 @@ def detectable_effects(findings: Sequence[Finding]) -> str:
     return f"minimum detectable effect {said}" if said else ""
 
 
-def found_of(result: Result) -> str:
+def short_verdict(result: Result) -> str:
     """Yes, no, or the verdict, as `with_effects` has it."""
     return with_effects({"holds": "yes", "does not hold": "no"}.get(result.verdict, result.verdict), result)
 
@@ -125,8 +125,8 @@ def _table(plan: Plan, rows: Sequence[Row], results: Sequence[Result]) -> str:
             for one in measured
         ]
         label = f" in {measured[0].contrast.statistic.label}" if measured and not several else ""
-        found = found_of(result)
-        table.append([result.claim.asks, "<br>".join([found if " in " in found else found + label, *lines])])
+        verdict = short_verdict(result)
+        table.append([result.claim.asks, "<br>".join([verdict if " in " in verdict else verdict + label, *lines])])
     costs = [
         f"{plan.label('method', method)}{of(plan, stratum)}: {seconds} s, {gib} GiB"
         for stratum in strata(plan)
@@ -136,7 +136,7 @@ def _table(plan: Plan, rows: Sequence[Row], results: Sequence[Result]) -> str:
     ]
     if costs:
         table.append(["How many seconds and GiB does a run take?", "<br>".join(costs)])
-    return report.markdown(["what you may want to know", "found"], table)
+    return report.markdown(["question", "result"], table)
 
 
 def _limits(plan: Plan, rows: Sequence[Row]) -> list[str]:

@@ -24,26 +24,24 @@ def curves(plan: Plan, rows: Sequence[Row], stratum: Mapping[str, Level], path: 
     """Plot reward, entropy and held-out accuracy: means of methods, and below their paired differences.
 
     The differences are to the reference, `plan.compare[1]`, with 95 % intervals over the units that both have.
-    Accuracies that were measured at the end alone are points.
-    None without data.
+    Accuracies of the end alone are points with intervals. None without data.
     """
-    found = {method: at(plan, rows, {**stratum, "method": method}) for method in methods(plan)}
-    found = {method: measured for method, measured in found.items() if measured}
-    if not found:
+    by_method = {method: at(plan, rows, {**stratum, "method": method}) for method in methods(plan)}
+    by_method = {method: measured for method, measured in by_method.items() if measured}
+    if not by_method:
         return None
     figure = Figure(figsize=(14, 7), layout="constrained")
     axes, reference = figure.subplots(2, 3), plan.compare[1]
     colours = dict(zip(methods(plan), itertools.cycle(COLOURS), strict=False))
     titles = {"reward": "reward", "sampler_entropy": "sampler entropy (nats per token)", "": f"held-out {plan.measure}"}
     for (above, below), (curve, title) in zip(axes.T, titles.items(), strict=True):
-        points = {method: _points(plan, measured, curve) for method, measured in found.items()}
+        points = {method: _points(plan, measured, curve) for method, measured in by_method.items()}
         above.set(title=title)
         below.set(title=f"less {plan.label('method', reference)}")
-        below.axhline(0, color="black", lw=0.8)
         if not curve and all(len(one) <= 1 for runs in points.values() for one in runs.values()):
             above.set(title=f"{title}, at the end")
-            ends = {method: by_unit(plan, rows, {**stratum, "method": method}, ACCURACY) for method in found}
-            _ends(plan, (above, below), ends, colours)
+            final = {method: by_unit(plan, rows, {**stratum, "method": method}, ACCURACY) for method in by_method}
+            _final_accuracies(plan, (above, below), final, colours)
             continue
         for method, runs in points.items():
             label = plan.label("method", method)
@@ -51,6 +49,8 @@ def curves(plan: Plan, rows: Sequence[Row], stratum: Mapping[str, Level], path: 
             if method != reference and reference in points:
                 _band(plan, below, _less(runs, points[reference]), colours[method], label)
         below.set(xlabel="rollouts")
+    for axis in axes[1]:
+        axis.axhline(0, color="black", lw=0.8)
     for axis in axes.flat:
         axis.grid(alpha=0.3)
     figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
@@ -91,12 +91,12 @@ def _band(plan: Plan, axis: Axes, curves: Mapping[Unit, Curve], colour: str, lab
         axis.fill_between(places, lows, highs, color=colour, alpha=0.15, lw=0)
 
 
-def _ends(
-    plan: Plan, axes: Sequence[Axes], ends: Mapping[Level, Mapping[Unit, float]], colours: Mapping[Level, str]
+def _final_accuracies(
+    plan: Plan, axes: Sequence[Axes], final: Mapping[Level, Mapping[Unit, float]], colours: Mapping[Level, str]
 ) -> None:
     """Plot accuracies that were measured once, by method, and below their differences: all values, means, intervals."""
-    reference = ends.get(plan.compare[1], {})
-    for place, (method, values) in enumerate(ends.items()):
+    reference = final.get(plan.compare[1], {})
+    for place, (method, values) in enumerate(final.items()):
         differences = less(values, reference) if method != plan.compare[1] else {}
         for axis, shown in zip(axes, (values, differences), strict=True):
             interval = interval_of(plan, shown)
@@ -106,7 +106,7 @@ def _ends(
             errors = [[interval.mean - interval.low], [interval.high - interval.mean]] if interval.count > 1 else None
             axis.errorbar(place, interval.mean, errors, fmt="_", color=colours[method], markersize=16, capsize=5)
     for axis in axes:
-        axis.set(xlim=(-1, len(ends)), xticks=[])
+        axis.set(xlim=(-1, len(final)), xticks=[])
 
 
 def _unit(statistic: Statistic) -> str:
