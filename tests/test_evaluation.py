@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,20 @@ def test_a_report_has_every_metric_of_every_set(
     text = (tmp_path / "evaluation.md").read_text()
     assert text in capsys.readouterr().out and text.startswith("|  | easy | hard |\n|---|---|---|\n| prompts | 3 | 2 |")
     assert f"| mean length, tokens | {report['sets']['easy']['metrics']['length_mean']['value']:.1f} [" in text
+
+
+def test_a_source_tree_that_is_not_installed_writes_its_report_without_its_version(
+    tiny_policy_dir: Path, tmp_path: Path, sets: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def installed(package: str) -> str:
+        if package == "qerl-pl":
+            raise PackageNotFoundError(package)
+        return version(package)
+
+    monkeypatch.setattr("qerl_pl.versions.version", installed)
+    versions = evaluate(tiny_policy_dir, tmp_path, sets)["versions"]
+    assert versions.keys() == {"torch", "transformers", "lightning", "math-verify"}
+    assert versions["torch"] == version("torch")
 
 
 def test_several_samplings_are_in_one_report(

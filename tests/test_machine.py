@@ -47,7 +47,7 @@ def test_a_package_that_is_gone_is_missing(monkeypatch: pytest.MonkeyPatch, capl
     def absent(package: str) -> str:
         raise PackageNotFoundError(package)
 
-    monkeypatch.setattr("qerl_pl.callbacks.resume.version", absent)
+    monkeypatch.setattr("qerl_pl.versions.version", absent)
     _warn_of_another_machine({"vllm": "0.30.0"}, CPU)
     assert caplog.messages[0].endswith(": vllm was 0.30.0 and is missing")
 

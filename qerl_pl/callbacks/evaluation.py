@@ -9,7 +9,6 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +35,7 @@ from qerl_pl.rewards import Reward, RewardFunction
 from qerl_pl.seeds import stream_seed
 from qerl_pl.start_checks import ChecksFirst
 from qerl_pl.types import EvaluatedPrompt, GradedAnswer, Prompt, PromptBatch
+from qerl_pl.versions import installed_versions
 
 FOLDER = "evaluation"
 LABELS = {
@@ -180,7 +180,7 @@ class EvaluationReport(Callback, ChecksFirst):
             for logger in trainer.loggers:
                 logger.log_metrics(bounds, step=module.policy_version + BEFORE_TRAINING)
         folder = Path(trainer.default_root_dir)
-        versions = {package: version(package) for package in PACKAGES}
+        versions = installed_versions(PACKAGES)
         report = {"sets": sets, "resamples": self.resamples, **self._settings, "versions": versions}
         text, json_file, plot = report_table(report), folder / "evaluation.json", folder / "evaluation.png"
         atomic_write(json_file, (json.dumps(report, indent=2) + "\n").encode())

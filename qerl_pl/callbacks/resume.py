@@ -6,7 +6,6 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -21,6 +20,7 @@ from qerl_pl.errors import Preempted, StopSignals, UserError, require_at_least
 from qerl_pl.persistence.atomic_files import atomic_write, remove_unwritten
 from qerl_pl.persistence.checkpoint_io import FOLDER, digest_path, resume_files
 from qerl_pl.persistence.random_state import random_state, set_random_state
+from qerl_pl.versions import installed_versions
 
 log = logging.getLogger(__name__)
 
@@ -240,15 +240,16 @@ def _set_aside(folder: Path, done: int) -> None:
 
 def machine_of(device: torch.device) -> dict[str, str]:
     """What results depend on beside the settings: the processor, and the versions of the packages in use."""
-    versions = {package: _version(package) for package, module in PACKAGES.items() if module in sys.modules}
-    installed = {package: number for package, number in versions.items() if number is not None}
-    return {"processor": _processor(device)} | installed
+    in_use = [package for package, module in PACKAGES.items() if module in sys.modules]
+    return {"processor": _processor(device)} | installed_versions(in_use)
 
 
 def _warn_of_another_machine(before: Mapping[str, str], device: torch.device) -> None:
     """Log in what this machine differs from that of a checkpoint, as `machine_of` has it."""
-    now = {name: _processor(device) if name == "processor" else _version(name) for name in before}
-    changed = [f"{name} was {was} and is {now[name] or 'missing'}" for name, was in before.items() if was != now[name]]
+    now = {"processor": _processor(device)} | installed_versions(before)
+    changed = [
+        f"{name} was {was} and is {now.get(name, 'missing')}" for name, was in before.items() if was != now.get(name)
+    ]
     if changed:
         log.warning("this run goes on elsewhere, so that its results may be rounded otherwise: %s", "; ".join(changed))
 
@@ -257,13 +258,6 @@ def _processor(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"CPU with {torch.backends.cpu.get_cpu_capability()}"  # which decides what PyTorch's kernels round
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def _follow_move(state: dict[str, Any], folder: Path) -> None:

@@ -5,7 +5,6 @@ import logging
 import re
 import shutil
 from collections.abc import Iterator, Mapping
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from huggingface_hub import ModelCardData
 
 from qerl_pl.callbacks.evaluation import PACKAGES, metrics_table, sampling_line, weights_digest
 from qerl_pl.modules import Policy, PolicyConfig, QeRLModule, SFTModule
+from qerl_pl.versions import installed_versions
 
 log = logging.getLogger("qerl_pl")
 
@@ -136,7 +136,7 @@ def _introduction(policy: PolicyConfig, config: Mapping[str, Any], is_adapter: b
         ("objective", _class(_at(config, "model", "objective"))),
         ("optimizer", _class(_at(config, "model", "optimizer"))),
         *_rollout_rows(config),
-        ("versions", ", ".join(f"{package} {version(package)}" for package in (*PACKAGES, "peft"))),
+        ("versions", ", ".join(" ".join(pair) for pair in installed_versions((*PACKAGES, "peft")).items())),
     ]
     table = [f"| {label} | {_cell(text)} |" for label, text in rows if text]
     return "\n".join(
