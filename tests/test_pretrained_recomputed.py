@@ -74,6 +74,8 @@ def page(rows: list[dict[str, Any]], page_of_all: Path) -> Path:
 def metric(row: dict[str, Any], label: str) -> float:
     if label in TAGS:
         return 0.0 if row["ended"] == "diverged" else float(row["held_out"][TAGS[label]][-1][1])
+    if label == "mismatch":
+        return float(np.mean(row["curves"]["mismatch"]))
     curve = np.array(row["curves"]["reward" if "growth" in label else "sampler_entropy"])
     curve = curve[: round(len(curve) * (0.1 if "first tenth" in label else 0.5))]
     per_point = -(-row["rollouts"] // len(row["curves"]["reward"]))
@@ -202,14 +204,15 @@ def test_verdicts_of_claims_over_both_policies(page: Path, page_of_all: Path, ro
 def test_methods(page: Path, rows: list[dict[str, Any]]) -> None:
     table = pages.rows(pages.sections(page)["Methods"])[1:]
     assert len(table) == len({(row["levels"]["policy"], row["levels"]["method"]) for row in rows})
-    for name, count, greedy, sampled, _, _, growth, entropy, _ in table:
+    for name, count, greedy, sampled, _, _, growth, entropy, _, mismatch in table:
         method, policy = re.fullmatch(r"(.+) \((.+)\)", name).groups()  # type: ignore[union-attr]
-        labels = [*TAGS, "reward growth, first half", "sampler entropy, first half"]
-        for cell, label in zip((greedy, sampled, growth, entropy), labels, strict=True):
+        labels = [*TAGS, "reward growth, first half", "sampler entropy, first half", "mismatch"]
+        for cell, label in zip((greedy, sampled, growth, entropy, mismatch), labels, strict=True):
             values = by_rounding(values_of(rows, LABELS[method], LABELS[policy], label))
             half = quantile(0.05, len(values) - 1) * error(values)
             assert int(count) == len(values)
-            assert shown(cell) == pytest.approx([values.mean(), half], abs=ROUNDED), (name, label)
+            digits = ROUNDED / 10 if label == "mismatch" else ROUNDED
+            assert shown(cell) == pytest.approx([values.mean(), half], abs=digits), (name, label)
 
 
 def test_the_page_opens_with_the_preregistered_difference(page: Path, rows: list[dict[str, Any]]) -> None:

@@ -72,6 +72,7 @@ ENTROPY = Statistic("sampler entropy, first half (nats)", "sampler_entropy", 0.5
 REWARD = Statistic("mean reward", "reward")
 GROWTH = Statistic("reward growth, first half (per 100 rollouts)", "reward", 0.5, ", growth", growth=True)
 """Rewards flatten in the second half. A slope uses every rollout of the first; differences of its ends use few."""
+MISMATCH = Statistic("mean absolute difference of log-probabilities, trainer against sampler (nats)", "mismatch")
 SILENT = Statistic("mean share of groups without signal", "without_signal")
 ACCURACY = Statistic("final held-out accuracy", "held out")
 START = Statistic("held-out accuracy at the start", "start", when=", start")

@@ -13,6 +13,11 @@ from benchmarks.study.plan import Level, Plan
 from qerl_pl.errors import UserError
 from qerl_pl.persistence.atomic_files import atomic_write
 
+METHODS = (
+    "Means with half the width of their 95 % intervals. The mismatch is the mean absolute difference of the sampled "
+    "tokens' log-probabilities, trainer against sampler. Noise adds to it."
+)
+
 
 def write_evidence(plan: Plan, rows: Sequence[Row], pages: Path, raw: Path) -> Path:
     """Write a study's page (evidence.md for study.yaml, else evidence-NAME.md) and its plots.
@@ -43,7 +48,7 @@ def write_evidence(plan: Plan, rows: Sequence[Row], pages: Path, raw: Path) -> P
         curves += _image(title, pictures.curves(plan, rows, stratum, path))
     text = [f"# {plan.title}", *opening(plan, rows, results), "## The study", _head(plan, rows, pages, raw)]
     text += [_verdicts(results), *differences, tables.differences(plan, results), *tables.sweeps(plan, rows)]
-    text += ["## Curves", *curves, "## Methods", tables.method_table(plan, rows)]
+    text += ["## Curves", *curves, "## Methods", METHODS, tables.method_table(plan, rows)]
     text += ["## Hardware and versions", _where(rows)]
     page = pages / f"{stem}.md"
     atomic_write(page, ("\n\n".join(text) + "\n").encode())

@@ -3,7 +3,19 @@
 from collections.abc import Mapping, Sequence
 
 from benchmarks import report
-from benchmarks.study.claims import ACCURACY, ENTROPY, GAIN, GROWTH, REWARD, SILENT, START, Row, Statistic, other
+from benchmarks.study.claims import (
+    ACCURACY,
+    ENTROPY,
+    GAIN,
+    GROWTH,
+    MISMATCH,
+    REWARD,
+    SILENT,
+    START,
+    Row,
+    Statistic,
+    other,
+)
 from benchmarks.study.findings import Levels, Result, Unit, at, by_unit, interval_of, less, methods, strata, unit_of
 from benchmarks.study.pictures import of, ordered, sides
 from benchmarks.study.plan import Level, Plan
@@ -96,7 +108,7 @@ def method_table(plan: Plan, rows: Sequence[Row]) -> str:
         else:
             headers.append(measure)
             accuracies.append((measure, ACCURACY))
-    headers += ["reward", "growth", "sampler entropy", "groups without signal"]
+    headers += ["reward", "growth", "sampler entropy", "groups without signal", "mismatch (nats)"]
     timed = any(map(alone, rows))
     headers += ["seconds", "peak GiB"] if timed else []
     table = []
@@ -111,8 +123,8 @@ def method_table(plan: Plan, rows: Sequence[Row]) -> str:
                     for measure, one in accuracies
                 ]
                 cells += [
-                    mean(plan, {unit: one.of(row, plan.measure) for unit, row in found.items()})
-                    for one in (REWARD, GROWTH, ENTROPY, SILENT)
+                    mean(plan, {unit: one.of(row, plan.measure) for unit, row in found.items()}, digits)
+                    for one, digits in ((REWARD, 3), (GROWTH, 3), (ENTROPY, 3), (SILENT, 3), (MISMATCH, 4))
                 ]
                 cells += cost(plan, rows, levels) if timed else []
                 table.append([plan.label("method", method) + of(plan, stratum), count, *cells])
