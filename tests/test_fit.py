@@ -81,6 +81,8 @@ def test_the_logged_learning_rate_is_the_mean_of_those_used(finished: Path) -> N
 def test_summary_and_completions_are_written(finished: Path) -> None:
     summary = json.loads((finished / "summary.json").read_text())
     assert summary["steps"] == 2 and summary["quantization"] == "nvfp4" and (finished / "run.png").stat().st_size > 0
+    entropies = [event.value for event in EventAccumulator(str(finished)).Reload().Scalars("policy/entropy")]
+    assert [summary["entropy_first"], summary["entropy_last"]] == pytest.approx(entropies)  # none is in both means
     records = [json.loads(line) for line in (finished / "completions.jsonl").read_text().splitlines()]
     assert [record["version"] for record in records] == [0] * 4 + [1] * 4
     for record in records:

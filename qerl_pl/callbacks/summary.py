@@ -99,17 +99,18 @@ class RunSummary(Callback):
 
     def _summary(self, module: QeRLModule, folder: Path) -> dict[str, Any]:
         reward, entropy, sigma = (self.curves[name] for name in ("reward/mean", "policy/entropy", "aqn/sigma"))
+        ends = max(1, min(AVERAGED, len(reward) // 2))  # of a short run, halves
         noisy = [value for value in sigma if value > 0]
         before = {name: values[0][1] if values[0][0] == 0 else None for name, values in self.accuracies.items()}
         after = {name: values[-1][1] if values[-1][0] > 0 else None for name, values in self.accuracies.items()}
         several = any(name for name in self.accuracies)
         summary: dict[str, Any] = {
-            "reward_first": _mean(reward[:AVERAGED]),
-            "reward_last": _mean(reward[-AVERAGED:]),
+            "reward_first": _mean(reward[:ends]),
+            "reward_last": _mean(reward[-ends:]),
             "accuracy_before": before if several else before.get(""),
             "accuracy_after": after if several else after.get(""),
-            "entropy_first": _mean(entropy[:AVERAGED]),
-            "entropy_last": _mean(entropy[-AVERAGED:]),
+            "entropy_first": _mean(entropy[:ends]),
+            "entropy_last": _mean(entropy[-ends:]),
             "sigma_first": noisy[0] if noisy else 0.0,
             "sigma_last": noisy[-1] if noisy else 0.0,
             "steps": module.policy_version,

@@ -185,7 +185,7 @@ def _curves(run: Path, rollouts: int) -> str:
     summary = json.loads(path.read_bytes()) if path.is_file() else {}
     if "reward_first" not in summary:
         return f"## Curves\n\n{plot}" if plot else ""
-    rows = [("reward, mean of three rollouts", summary["reward_first"], summary["reward_last"])]
+    rows = [("reward, mean of the first and the last rollouts", summary["reward_first"], summary["reward_last"])]
     before, after = summary["accuracy_before"], summary["accuracy_after"]
     if isinstance(before, dict):
         rows += [(f"accuracy on {name} (sampled pass@1)", before[name], after[name]) for name in before]
