@@ -337,6 +337,8 @@ class GradedAnswer:
     """Sampled tokens, the end-of-sequence token included."""
     truncated: bool = False
     """Whether the token limit ended it."""
+    rewards: Mapping[str, float | None] = field(default_factory=dict, hash=False)
+    """Each reward by name, before its weight, and their weighted sum under "total"; None where one does not apply."""
 
 
 @dataclass(frozen=True)

@@ -82,7 +82,8 @@ def test_a_report_has_every_metric_of_every_set(
     tiny_policy_dir: Path, tmp_path: Path, sets: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     report = evaluate(tiny_policy_dir, tmp_path, sets)
-    metrics = {"accuracy", "pass@1", "pass@2", "maj@2", "length_mean", "truncated_frac", "unanswered_frac"}
+    metrics = {"accuracy", "pass@1", "pass@2", "maj@2", "reward_mean"}
+    metrics |= {"length_mean", "truncated_frac", "unanswered_frac"}
     assert {name: (one["prompts"], one["samples"]) for name, one in report["sets"].items()} == {
         "easy": (3, 2),
         "hard": (2, 2),
@@ -98,6 +99,7 @@ def test_a_report_has_every_metric_of_every_set(
         assert one["metrics"].keys() == metrics
         mine = [line for line in samples if line["set"] == name and line["sample"] is not None]
         assert one["metrics"]["length_mean"]["value"] == sum(line["tokens"] for line in mine) / len(mine)
+        assert one["metrics"]["reward_mean"]["value"] == sum(line["rewards"]["total"] for line in mine) / len(mine)
         for metric, found in one["metrics"].items():
             assert found["low"] <= found["value"] <= found["high"]
             for end, value in (("", "value"), ("_low", "low"), ("_high", "high")):

@@ -379,7 +379,7 @@ def test_what_is_logged_shown_and_tested(
     assert "step" not in metrics
     for stage, run in (("val", trainer.validate), ("test", trainer.test)):
         (found,) = run(module, datamodule=data(), verbose=False)
-        names = {"accuracy", "pass@1", "length_mean", "truncated_frac"}  # the reward tells no answers
+        names = {"accuracy", "pass@1", "reward_mean", "length_mean", "truncated_frac"}  # the reward tells no answers
         assert found.keys() == {"step", *(f"{stage}/{name}" for name in names)} and found["step"] == 3
     fresh = module_of(tiny_policy_dir)
     (found,) = trainer_of(tmp_path).validate(fresh, datamodule=data(), verbose=False)

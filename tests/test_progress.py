@@ -51,9 +51,11 @@ def test_a_file_has_a_line_for_each_rollout_and_validation(
         f"0:00:0{4 - number} left"
         for number, (reward, entropy, length) in enumerate(zip(*columns, strict=True), start=1)
     ]
-    after = f"greedy accuracy {logged['val/accuracy'][-1]:.3f}, sampled pass@1 {logged['val/pass@1'][-1]:.3f}"
+    labels = {"val/accuracy": "greedy accuracy", "val/pass@1": "sampled pass@1", "val/reward_mean": "mean reward"}
+    after = ", ".join(f"{label} {logged[tag][-1]:.3f}" for tag, label in labels.items())
     assert lines[5:] == [f"validation after 4 rollouts: {after}"]
-    assert re.fullmatch(r"validation after 0 rollouts: greedy accuracy \d\.\d{3}, sampled pass@1 \d\.\d{3}", lines[0])
+    before = ", ".join(rf"{label} \d\.\d{{3}}" for label in labels.values())
+    assert re.fullmatch(f"validation after 0 rollouts: {before}", lines[0])
 
 
 def test_supervised_fine_tuning_has_a_line_for_each_logged_step_and_validation_and_says_where_its_adapter_is(
@@ -95,6 +97,8 @@ def test_the_bar_is_for_terminals(monkeypatch: pytest.MonkeyPatch, terminal: boo
 def test_held_out_numbers_say_how_they_were_sampled() -> None:
     metrics = {"val/MATH/accuracy": 0.5, "val/MATH/pass@1": 0.25, "val/pass@8": 1.0, "val/length_mean": 9.0}
     assert held_out_metrics(metrics) == {"greedy accuracy on MATH": 0.5, "sampled pass@1 on MATH": 0.25}
+    rewards = {"val/MATH/reward_mean": 0.75, "val/reward_brief": 1.0, "val/reward_accuracy": 1.0}
+    assert held_out_metrics(rewards) == {"mean reward on MATH": 0.75}
 
 
 def test_teaching_the_toy_policy_draws_no_bar_in_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -213,8 +213,8 @@ def test_a_stop_during_a_validation_waits_for_its_end(
 
 def validated(run: Path) -> list[int]:
     """Policy versions that were validated, by the end of the run."""
-    accuracies = checkpoint(run, "step=8.end.ckpt")["callbacks"]["RunSummary"]["accuracies"][""]
-    return [version for version, *_ in accuracies if version]
+    validations = checkpoint(run, "step=8.end.ckpt")["callbacks"]["RunSummary"]["validations"][""]
+    return [version for version, *_ in validations if version]
 
 
 @pytest.mark.parametrize(("stopped_in", "every"), [((4, 8), 3), ((5,), 5)])
@@ -279,7 +279,7 @@ def test_killed_before_a_validation_is_kept_it_is_made_as_if_nothing_had_happene
     assert points(run) == points(validated_whole)
     assert all(torch.equal(tensor, adapter(run)[name]) for name, tensor in adapter(validated_whole).items())
     ends = [checkpoint(one, "step=8.end.ckpt") for one in (validated_whole, run)]
-    assert ends[0]["callbacks"]["RunSummary"]["accuracies"] == ends[1]["callbacks"]["RunSummary"]["accuracies"]
+    assert ends[0]["callbacks"]["RunSummary"]["validations"] == ends[1]["callbacks"]["RunSummary"]["validations"]
     assert best(ends[0]) == best(ends[1])
     states = [one["qerl"]["random_states"][0]["torch"] for one in ends]
     assert torch.equal(states[0], states[1])  # as after a validation, which may draw

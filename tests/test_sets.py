@@ -82,7 +82,13 @@ def test_each_set_has_its_own_metrics(
     held_out = {name: value for name, value in metrics.items() if name.startswith("val/")}
     of_length = {name: held_out.pop(name) for name in list(held_out) if name.endswith(lengths)}
     assert sorted(of_length.values()) == [1.0, 1.0, 4.0, 4.0]  # all are cut off after four tokens
+    vowels = {name: held_out.pop(f"val/{name}/reward_vowels") for name in ("easy", "MATH-500")}
+    assert all(0 < share < 1 for share in vowels.values())
     assert held_out == {
+        "val/easy/reward_mean": pytest.approx(1 + vowels["easy"]),
+        "val/easy/reward_accuracy": 1.0,
+        "val/MATH-500/reward_mean": pytest.approx(vowels["MATH-500"]),
+        "val/MATH-500/reward_accuracy": 0.0,
         "val/easy/accuracy": 1.0,
         "val/easy/pass@1": 1.0,
         "val/MATH-500/accuracy": 0.0,
@@ -98,15 +104,23 @@ def test_each_set_has_its_own_metrics(
     assert "accuracy on MATH-500" in capsys.readouterr().out
     again = RunSummary()
     again.load_state_dict(seen.state_dict())
-    assert again.accuracies == {"easy": [(4, 1.0, 1.0)], "MATH-500": [(4, 0.0, 0.0)]}
+    totals = {name: held_out[f"val/{name}/reward_mean"] for name in vowels}
+    assert again.validations == {
+        "easy": [(4, 1.0, 1.0, totals["easy"])],
+        "MATH-500": [(4, 0.0, 0.0, totals["MATH-500"])],
+    }
+    assert summary["held_out_reward_after"] == totals and not any(summary["held_out_reward_before"].values())
     tested = module.trainer.test(module, datamodule=data, verbose=False)
-    found = {name: value for loader in tested for name, value in loader.items() if not name.endswith(lengths)}
+    others = (*lengths, "reward_mean", "reward_vowels")
+    found = {name: value for loader in tested for name, value in loader.items() if not name.endswith(others)}
     assert found | {"step": None} == {
         "step": None,
         "test/easy/accuracy": 1.0,
         "test/easy/pass@1": 1.0,
+        "test/easy/reward_accuracy": 1.0,
         "test/MATH-500/accuracy": 0.0,
         "test/MATH-500/pass@1": 0.0,
+        "test/MATH-500/reward_accuracy": 0.0,
     }
 
 
@@ -150,9 +164,9 @@ def test_accuracies_before_training_are_those_of_each_set(tiny_policy_dir: Path,
         callbacks=[rollout, Monitor(), seen],
     )
     trainer.fit(module, data)
-    assert seen.accuracies == {
-        "easy": [(0, 1.0, 1.0), (1, 1.0, 1.0)],
-        "MATH-500": [(0, 0.0, 0.0), (1, 0.0, 0.0)],
+    assert seen.validations == {
+        "easy": [(0, 1.0, 1.0, 1.0), (1, 1.0, 1.0, 1.0)],
+        "MATH-500": [(0, 0.0, 0.0, 0.0), (1, 0.0, 0.0, 0.0)],
     }
     events = EventAccumulator(str(tmp_path))
     events.Reload()

@@ -14,6 +14,7 @@ from qerl_pl.evaluation.metrics import (
     evaluation_tag,
     majority_at_k,
     majority_is_right,
+    measured,
     pass_at_k,
     prompt_metrics,
     sizes,
@@ -85,6 +86,29 @@ def test_metrics_of_prompts() -> None:
         "unanswered_frac": [0.5, 0],
     }
     assert found.keys() - prompt_metrics(prompts, tells_answers=False).keys() == {"maj@2", "unanswered_frac"}
+
+
+def graded(**rewards: float | None) -> GradedAnswer:
+    return GradedAnswer(False, None, rewards=rewards)
+
+
+def test_rewards_are_averaged_over_the_samples_that_they_apply_to() -> None:
+    """Prompt a: brief (0.5 + 1.5) / 2, polite of one sample, total (1 + 2) / 2; no reward applies to prompt b."""
+    nothing = graded(brief=None, polite=None, total=None)
+    first = graded(brief=0.5, polite=None, total=1.0), graded(brief=1.5, polite=0.25, total=2.0)
+    prompts = [EvaluatedPrompt("a", nothing, first), EvaluatedPrompt("b", nothing, [nothing, nothing])]
+    found = {name: values for name, values in prompt_metrics(prompts).items() if name.startswith("reward")}
+    assert list(found) == ["reward_mean", "reward_brief", "reward_polite"]
+    assert [measured(values).tolist() for values in found.values()] == [[1.5], [1.0], [0.25]]
+    assert all(values.isnan().tolist() == [False, True] for values in found.values())
+
+
+def test_a_single_reward_has_its_weighted_mean_alone() -> None:
+    samples = [graded(brief=0.5, total=1.0), graded(brief=0.0, total=0.0)]
+    extra = {"card": [graded(brief=2.0, total=4.0)] * 2}
+    found = prompt_metrics([EvaluatedPrompt("a", SEVEN, samples, extra)])
+    rewards = {name: values.tolist() for name, values in found.items() if "reward" in name}
+    assert rewards == {"reward_mean": [0.5], "card_reward_mean": [4.0]}
 
 
 def test_extra_samplings_have_metrics_of_their_own() -> None:

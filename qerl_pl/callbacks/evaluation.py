@@ -27,7 +27,14 @@ from qerl_pl.engines import VLLMEngine
 from qerl_pl.engines.base import RolloutEngine
 from qerl_pl.errors import require_at_least
 from qerl_pl.evaluation.evaluator import FORMAT, Evaluator, SampleCache, SampleRecord
-from qerl_pl.evaluation.metrics import bootstrap_interval, evaluation_tag, extra_metric, prompt_metrics, sizes
+from qerl_pl.evaluation.metrics import (
+    bootstrap_interval,
+    evaluation_tag,
+    extra_metric,
+    measured,
+    prompt_metrics,
+    sizes,
+)
 from qerl_pl.import_path import named_file
 from qerl_pl.modules.qerl import BEFORE_TRAINING, QeRLModule
 from qerl_pl.persistence.atomic_files import atomic_write
@@ -41,6 +48,7 @@ FOLDER = "evaluation"
 LABELS = {
     "accuracy": "greedy accuracy",
     "pass@1": "mean over samples (pass@1)",
+    "reward_mean": "mean reward",
     "length_mean": "mean length, tokens",
     "truncated_frac": "truncated",
     "unanswered_frac": "no answer found",
@@ -165,8 +173,10 @@ class EvaluationReport(Callback, ChecksFirst):
         for name, prompts in self._prompts.items():
             metrics = {}
             for metric, values in prompt_metrics(prompts, self._tells_answers).items():
+                if not len(values := measured(values)):
+                    continue
                 seed = stream_seed(module.seed, "bootstrap", name, metric)
-                fractions = not metric.endswith("length_mean")
+                fractions = not re.search("(^|_)(length_mean|reward_)", metric)
                 low, high = bootstrap_interval(values, seed, self.resamples, fractions)
                 metrics[metric] = {"value": values.mean().item(), "low": low, "high": high}
             samples = len(prompts[0].samples)

@@ -81,6 +81,7 @@ LAYOUT = {
         "reward": ["Multiline", ["reward/mean$"]],
         "held-out accuracy (greedy)": ["Multiline", ["val/(.+/)?accuracy$"]],
         "held-out pass@1 (sampled)": ["Multiline", ["val/(.+/)?pass@1$"]],
+        "held-out reward (sampled)": ["Multiline", ["val/(.+/)?reward_mean$"]],
         "entropy": ["Multiline", ["policy/entropy$"]],
         "KL from the reference": ["Multiline", ["policy/kl$"]],
         "clip fraction": ["Multiline", ["policy/clip_frac_low$", "policy/clip_frac_high$"]],

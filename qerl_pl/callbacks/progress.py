@@ -32,17 +32,17 @@ def progress_bar() -> ProgressBar:
 
 
 def held_out_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Greedy accuracy and sampled pass@1 of each validation set, by label.
+    """Greedy accuracy, and of the samples pass@1 and the mean reward, of each validation set, by label.
 
     Args:
         metrics: Values by tag.
     """
-    accuracies = {}
-    kinds = {"accuracy": "greedy accuracy", "pass@1": "sampled pass@1"}
+    found = {}
+    kinds = {"accuracy": "greedy accuracy", "pass@1": "sampled pass@1", "reward_mean": "mean reward"}
     for tag, value in metrics.items():
-        if match := re.fullmatch(r"val/(?:(.+)/)?(accuracy|pass@1)", tag):
-            accuracies[kinds[match[2]] + (f" on {match[1]}" if match[1] else "")] = float(value)
-    return accuracies
+        if match := re.fullmatch(r"val/(?:(.+)/)?(accuracy|pass@1|reward_mean)", tag):
+            found[kinds[match[2]] + (f" on {match[1]}" if match[1] else "")] = float(value)
+    return found
 
 
 class TimeLeft:

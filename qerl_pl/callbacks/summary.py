@@ -5,6 +5,7 @@ import json
 import math
 import re
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,26 +29,26 @@ AVERAGED = 3
 class RunSummary(Callback):
     """Writes RUN/summary.json and RUN/run.png, logs both, and prints a table when a run ends.
 
-    `accuracy_before` is pass@1 of the sanity check, if that covers all validation prompts
-    (`trainer.num_sanity_val_steps: -1`), `accuracy_after` that of the last validation; with several validation sets
-    both are dictionaries by name.
+    `accuracy_before` is pass@1 and `held_out_reward_before` the mean reward of the sanity check, if that covers all
+    validation prompts (`trainer.num_sanity_val_steps: -1`), `…_after` those of the last validation; with several
+    validation sets they are dictionaries by name.
     """
 
     def __init__(self) -> None:
         self.curves: dict[str, list[float]] = {name: [] for name in CURVES}
-        self.accuracies: dict[str, list[tuple[int, float, float]]] = {}
-        """(policy version, pass@1, greedy accuracy) of each validation, by set; "" if there is only one set."""
+        self.validations: dict[str, list[tuple[int, float, float, float | None]]] = {}
+        """(policy version, pass@1, greedy accuracy, mean reward) of each, by set; "" if there is only one set."""
         self.train_seconds = 0.0
         self._step_began = 0.0
 
     def state_dict(self) -> dict[str, Any]:
         """Curves so far: a resumed run's summary covers the run from its start."""
-        return {"curves": self.curves, "accuracies": self.accuracies, "train_seconds": self.train_seconds}
+        return {"curves": self.curves, "validations": self.validations, "train_seconds": self.train_seconds}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load them."""
         self.curves = state_dict["curves"]
-        self.accuracies = state_dict["accuracies"]
+        self.validations = state_dict["validations"]
         self.train_seconds = state_dict["train_seconds"]
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -64,7 +65,7 @@ class RunSummary(Callback):
                 values.append(float(trainer.callback_metrics[name]))
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Record the accuracies; validation counts as training time."""
+        """Record the accuracies and rewards; validation counts as training time."""
         assert isinstance(pl_module, QeRLModule)
         if trainer.sanity_checking and trainer.num_sanity_val_batches != trainer.num_val_batches:
             return  # a sanity check of fewer prompts
@@ -73,8 +74,8 @@ class RunSummary(Callback):
         metrics = pl_module.validation_metrics()
         for tag in metrics:
             if match := re.fullmatch(r"(val/(?:(.+)/)?)pass@1", tag):
-                sampled, greedy = metrics[tag], metrics[f"{match[1]}accuracy"]
-                self.accuracies.setdefault(match[2] or "", []).append((pl_module.policy_version, sampled, greedy))
+                values = metrics[tag], metrics[f"{match[1]}accuracy"], metrics.get(f"{match[1]}reward_mean")
+                self.validations.setdefault(match[2] or "", []).append((pl_module.policy_version, *values))
 
     def _count_time(self) -> None:
         now = time.perf_counter()
@@ -101,14 +102,13 @@ class RunSummary(Callback):
         reward, entropy, sigma = (self.curves[name] for name in ("reward/mean", "policy/entropy", "aqn/sigma"))
         ends = max(1, min(AVERAGED, len(reward) // 2))  # of a short run, halves
         noisy = [value for value in sigma if value > 0]
-        before = {name: values[0][1] if values[0][0] == 0 else None for name, values in self.accuracies.items()}
-        after = {name: values[-1][1] if values[-1][0] > 0 else None for name, values in self.accuracies.items()}
-        several = any(name for name in self.accuracies)
         summary: dict[str, Any] = {
             "reward_first": _mean(reward[:ends]),
             "reward_last": _mean(reward[-ends:]),
-            "accuracy_before": before if several else before.get(""),
-            "accuracy_after": after if several else after.get(""),
+            "accuracy_before": self._held_out(1, first=True),
+            "accuracy_after": self._held_out(1, first=False),
+            "held_out_reward_before": self._held_out(3, first=True),
+            "held_out_reward_after": self._held_out(3, first=False),
             "entropy_first": _mean(entropy[:ends]),
             "entropy_last": _mean(entropy[-ends:]),
             "sigma_first": noisy[0] if noisy else 0.0,
@@ -120,15 +120,23 @@ class RunSummary(Callback):
         }
         return summary | {f"{phase}_seconds": sum(self.curves[f"time/{phase}_s"]) for phase in PHASES}
 
+    def _held_out(self, column: int, first: bool) -> float | None | dict[str, float | None]:
+        """A column of the validation before training or of the last one after it; of several sets, by name."""
+        values = {}
+        for name, rows in self.validations.items():
+            row = rows[0 if first else -1]
+            values[name] = row[column] if (row[0] == 0) == first else None
+        return values if any(values) else values.get("")
+
     def _plot(self, path: Path) -> None:
         from matplotlib.figure import Figure  # slow to import, needed once
 
         figure = Figure(figsize=(10, 3.2), layout="constrained")
         left, middle, right = figure.subplots(1, 3)
         left.plot(self.curves["reward/mean"], color="tab:blue", label="training reward")
-        for number, (name, values) in enumerate(self.accuracies.items(), start=1):  # C0 is the reward's blue
+        for number, (name, values) in enumerate(self.validations.items(), start=1):  # C0 is the reward's blue
             label = f"pass@1, {name}" if name else "held-out pass@1"
-            versions, sampled, _ = zip(*values, strict=True)
+            versions, sampled, *_ = zip(*values, strict=True)
             left.plot(versions, sampled, "o-", color=f"C{number}", label=label)
         left.legend()
         middle.plot(self.curves["policy/entropy"], color="tab:green")
@@ -145,12 +153,8 @@ class RunSummary(Callback):
         atomic_write(path, image.getvalue())
 
     def _print(self, summary: dict[str, Any], folder: Path, result: str, views: list[str]) -> None:
-        before, after = summary["accuracy_before"], summary["accuracy_after"]
         rows = [("reward (mean of the first and the last rollouts)", summary["reward_first"], summary["reward_last"])]
-        if isinstance(before, dict):
-            rows += [(f"accuracy on {name} (sampled pass@1)", before[name], after[name]) for name in before]
-        else:
-            rows.append(("held-out accuracy (sampled pass@1)", before, after))
+        rows += held_out_rows(summary)
         rows.append(("policy entropy (nats)", summary["entropy_first"], summary["entropy_last"]))
         rows.append(("noise σ", summary["sigma_first"], summary["sigma_last"]))
         table = Table(title=f"{summary['steps']} rollouts, base {summary['quantization']}")
@@ -170,3 +174,15 @@ class RunSummary(Callback):
 def _mean(values: list[float]) -> float | None:
     finite = [value for value in values if math.isfinite(value)]
     return sum(finite) / len(finite) if finite else None
+
+
+def held_out_rows(summary: Mapping[str, Any]) -> list[tuple[str, float | None, float | None]]:
+    """Label, value before training and value after it of what was validated, from summary.json."""
+    rows = []
+    for key, what, how in (("held_out_reward", "reward", "mean"), ("accuracy", "accuracy", "sampled pass@1")):
+        before, after = summary[f"{key}_before"], summary[f"{key}_after"]
+        if isinstance(before, dict):
+            rows += [(f"{what} on {name} ({how})", before[name], after[name]) for name in before]
+        else:
+            rows.append((f"held-out {what} ({how})", before, after))
+    return rows

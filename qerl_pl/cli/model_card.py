@@ -12,6 +12,7 @@ import yaml
 from huggingface_hub import ModelCardData
 
 from qerl_pl.callbacks.evaluation import PACKAGES, metrics_table, sampling_line, weights_digest
+from qerl_pl.callbacks.summary import held_out_rows
 from qerl_pl.modules import Policy, PolicyConfig, QeRLModule, SFTModule
 from qerl_pl.versions import installed_versions
 
@@ -183,14 +184,10 @@ def _curves(run: Path, rollouts: int) -> str:
     plot = f"![Reward, entropy and noise of the run]({PLOT})" if (run / PLOT).is_file() else ""
     path = run / "summary.json"
     summary = json.loads(path.read_bytes()) if path.is_file() else {}
-    if "reward_first" not in summary:
+    if "held_out_reward_before" not in summary:
         return f"## Curves\n\n{plot}" if plot else ""
     rows = [("reward, mean of the first and the last rollouts", summary["reward_first"], summary["reward_last"])]
-    before, after = summary["accuracy_before"], summary["accuracy_after"]
-    if isinstance(before, dict):
-        rows += [(f"accuracy on {name} (sampled pass@1)", before[name], after[name]) for name in before]
-    else:
-        rows.append(("held-out accuracy (sampled pass@1)", before, after))
+    rows += held_out_rows(summary)
     rows.append(("policy entropy, nats", summary["entropy_first"], summary["entropy_last"]))
     lines = [f"| {name} | {_number(first)} | {_number(last)} |" for name, first, last in rows]
     run_of = "" if summary["steps"] == rollouts else f"Of the complete run of {summary['steps']} rollouts.\n\n"

@@ -50,7 +50,7 @@ class SampleRecord:
     reference: str
     tokens: int
     truncated: bool
-    rewards: dict[str, float]
+    rewards: dict[str, float | None]
     prompt: str
     completion: str
     row: str
@@ -60,8 +60,8 @@ class SampleRecord:
 
     @property
     def graded(self) -> GradedAnswer:
-        """The record without texts and rewards."""
-        return GradedAnswer(self.correct, self.answer, self.tokens, self.truncated)
+        """The record without texts."""
+        return GradedAnswer(self.correct, self.answer, self.tokens, self.truncated, self.rewards)
 
 
 def row_digest(prompt: Prompt) -> str:

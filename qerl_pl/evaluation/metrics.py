@@ -1,4 +1,4 @@
-"""Metrics of held-out prompts: accuracy, pass@k, maj@k, and bootstrap confidence intervals."""
+"""Metrics of held-out prompts: accuracy, pass@k, maj@k, rewards, and bootstrap confidence intervals."""
 
 import itertools
 import math
@@ -66,9 +66,10 @@ def prompt_metrics(prompts: Sequence[EvaluatedPrompt], tells_answers: bool = Tru
         tells_answers: Whether answers were extracted; without them there is neither maj@k nor "unanswered_frac".
 
     Returns:
-        "accuracy" of the greedy answers; of the samples pass@k, maj@k for k above 1, "length_mean" in tokens,
-        "truncated_frac", and "unanswered_frac", the share without an answer; the same of the samples of each extra
-        sampling, after its name and "_".
+        "accuracy" of the greedy answers; of the samples pass@k, maj@k for k above 1, "reward_mean" of the weighted sum
+        and, of several rewards, "reward_<name>" of each before its weight, "length_mean" in tokens, "truncated_frac",
+        and "unanswered_frac", the share without an answer; the same of the samples of each extra sampling, after its
+        name and "_". A prompt with no sample that a reward applies to has NaN.
     """
     metrics = {"accuracy": _column([prompt.greedy.correct for prompt in prompts])}
     metrics |= _sample_metrics([(prompt.prompt_id, prompt.samples) for prompt in prompts], tells_answers)
@@ -102,12 +103,29 @@ def _sample_metrics(answers: Sequence[tuple[str, Sequence[GradedAnswer]]], tells
         metrics[f"maj@{k}"] = _column(
             [majority_at_k(samples, k, stream_seed("majority", prompt, k)) for prompt, samples in answers]
         )
+    metrics |= _reward_means([samples for _, samples in answers])
     metrics |= {"length_mean": mean("tokens"), "truncated_frac": mean("truncated")}
     if tells_answers:
         metrics["unanswered_frac"] = _column(
             [sum(sample.answer is None for sample in samples) / len(samples) for _, samples in answers]
         )
     return metrics
+
+
+def _reward_means(groups: Sequence[Sequence[GradedAnswer]]) -> dict[str, Tensor]:
+    """Mean of the total and of each of several rewards over the samples that it applies to, by prompt, float64 [P]."""
+    names = list(dict.fromkeys(name for samples in groups for sample in samples for name in sample.rewards))
+    metrics = {}
+    for name in names[-1:] + (names[:-1] if len(names) > 2 else []):  # the total is the last
+        values = [[value for one in samples if (value := one.rewards[name]) is not None] for samples in groups]
+        means = [sum(applied) / len(applied) if applied else math.nan for applied in values]
+        metrics["reward_mean" if name == "total" else f"reward_{name}"] = _column(means)
+    return metrics
+
+
+def measured(values: Tensor) -> Tensor:
+    """A metric of those prompts that have one; see `prompt_metrics`."""
+    return values[~values.isnan()]
 
 
 def evaluation_tag(stage: str, name: str, metric: str) -> str:
