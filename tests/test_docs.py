@@ -318,8 +318,8 @@ def test_the_tags_of_the_page_are_those_that_a_run_logs(workdir: Path) -> None:
     documented = set().union(*map(tags, sections.values()))
     assert of_a_test < documented
     logged = set(EventAccumulator(str(workdir / "runs" / "quickstart")).Reload().Tags()["scalars"])
-    rewards = {"reward/accuracy", "reward/vowels"}
-    assert logged - rewards == documented - of_a_test - {"reward/<name>"}
+    rewards = {f"{place}{name}" for place in ("reward/", "val/reward_") for name in ("accuracy", "vowels")}
+    assert logged - rewards == documented - of_a_test - {"reward/<name>", "val/reward_<name>"}
     assert rewards < logged
 
 

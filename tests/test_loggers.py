@@ -146,9 +146,10 @@ def test_the_layout_begins_with_reward_and_draws_what_is_logged(run: tuple[Train
     (event,) = events.Tensors("custom_scalars__config__")
     layout = layout_pb2.Layout.FromString(event.tensor_proto.string_val[0])
     charts = {chart.title: list(chart.multiline.tag) for part in layout.category for chart in part.chart}
-    first = ["reward", "held-out accuracy (greedy)", "held-out pass@1 (sampled)", "entropy", "KL from the reference"]
-    assert [*charts][:7] == [*first, "clip fraction", "completion length"]
-    assert [len(charts[title]) for title in first] == [1] * 5
+    held_out = ["held-out accuracy (greedy)", "held-out pass@1 (sampled)", "held-out reward (sampled)"]
+    first = ["reward", *held_out, "entropy", "KL from the reference"]
+    assert [*charts][:8] == [*first, "clip fraction", "completion length"]
+    assert [len(charts[title]) for title in first] == [1] * 6
     logged = events.Tags()["scalars"]
     unseen = {tag for tags in charts.values() for tag in tags if not any(re.match(tag, one) for one in logged)}
     assert unseen == {"memory/driver_gib$"}  # of a GPU
