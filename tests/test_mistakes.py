@@ -212,6 +212,22 @@ def test_a_mistake_in_a_file_is_one_line(capsys: pytest.CaptureFixture[str], tmp
         assert f"a configuration is a mapping of keys to values; {path} is {found}; write some" in line
 
 
+NOT_YAML = {
+    "model:\n\tpolicy: {}": r", line 2, column 1: found character '\t' that cannot start any token; indent with spaces",
+    "model: {policy: {path: x}\ntrainer: {}": ", line 2, column 1: expected ',' or '}', but got '<scalar>'; correct",
+    'model: "x': ", line 1, column 10: found unexpected end of stream; correct the line, or the one before",
+    "model: \x07": " has U+0007 at character 8; remove it",
+}
+
+
+@pytest.mark.parametrize("text", NOT_YAML)
+def test_a_file_that_is_no_yaml_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(text)
+    line = complaint(capsys, "fit", "-c", str(path))
+    assert line.startswith("qerl: a configuration is YAML") and f"{path}{NOT_YAML[text]}" in line
+
+
 REPEATED = {
     "group": ("rollout: {group_size: 4}\nrollout: {sampling: {max_tokens: 8}}", "line 2 has rollout"),
     "key in a list": ("trainer:\n  callbacks:\n  - class_path: A\n    class_path: B", "line 4 has class_path"),

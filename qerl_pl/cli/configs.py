@@ -49,11 +49,19 @@ def config_path(value: str) -> str:
 
 
 def _check_keys(path: str) -> None:
-    """Refuse a file without keys, and a key that stands twice in a mapping, of which YAML keeps the last."""
+    """Refuse a file that is no YAML or has no keys, and a key that stands twice in a mapping: YAML keeps the last."""
     try:
         root = yaml.compose(Path(path).read_text(encoding="utf-8"), yaml.SafeLoader)
-    except yaml.YAMLError:
-        return  # the parser says where
+    except yaml.reader.ReaderError as error:
+        raise UserError(
+            f"a configuration is YAML, which is printable text; {path} has U+{error.character:04X} at character "
+            f"{error.position + 1}; remove it"
+        ) from error
+    except yaml.MarkedYAMLError as error:
+        mark, problem = error.problem_mark or error.context_mark, f"{error.problem or error.context}"
+        at = "" if mark is None else f", line {mark.line + 1}, column {mark.column + 1}"
+        remedy = "indent with spaces, not tabs" if "\\t" in problem else "correct the line, or the one before"
+        raise UserError(f"a configuration is YAML; {path}{at}: {problem}; {remedy}") from error
     if not isinstance(root, yaml.MappingNode):
         raise UserError(
             f"a configuration is a mapping of keys to values; {path} is {'empty' if root is None else 'none'}; write "
