@@ -97,7 +97,7 @@ def test_a_run_shows_what_is_loading_one_bar_and_the_table_last(tiny_policy_dir:
     assert all(re.match(OURS, line) for line in before), screen
     for said in ("quantizing ", "starting TransformersEngine on cpu", "loading the trainer's base on cpu"):
         assert any(said in line for line in before), screen
-    assert len(after) == 12 and all(re.match(TABLE, line) for line in after[:-3]), screen
+    assert len(after) == 13 and all(re.match(TABLE, line) for line in after[:-3]), screen
     assert re.match(r"\d+ s of training: sync", after[-3]) and after[-1].startswith("watch it: "), screen
     for foreign in ("litlogger", "litmodels", "weights_only", "Loading weights", "Warning", "GPU available"):
         assert foreign not in written  # nor for a moment
