@@ -28,6 +28,8 @@ class Statistic:
     """The least-squares slope of the curve instead of its mean."""
     tag: str = ""
     """Another held-out accuracy than the study's measure: "accuracy" (greedy) or "pass@1" (sampled)."""
+    digits: int = 3
+    """Decimal places of its mean in a table."""
 
     def of(self, row: Row, measure: str) -> float | None:
         """The metric of a row, None if the row lacks it. A diverged run has accuracy 0."""
@@ -72,7 +74,9 @@ ENTROPY = Statistic("sampler entropy, first half (nats)", "sampler_entropy", 0.5
 REWARD = Statistic("mean reward", "reward")
 GROWTH = Statistic("reward growth, first half (per 100 rollouts)", "reward", 0.5, ", growth", growth=True)
 """Rewards flatten in the second half. A slope uses every rollout of the first; differences of its ends use few."""
-MISMATCH = Statistic("mean absolute difference of log-probabilities, trainer against sampler (nats)", "mismatch")
+MISMATCH = Statistic(
+    "mean absolute difference of log-probabilities, trainer against sampler (nats)", "mismatch", digits=4
+)
 SILENT = Statistic("mean share of groups without signal", "without_signal")
 ACCURACY = Statistic("final held-out accuracy", "held out")
 START = Statistic("held-out accuracy at the start", "start", when=", start")

@@ -115,16 +115,13 @@ def method_table(plan: Plan, rows: Sequence[Row]) -> str:
     for stratum in strata(plan):
         for method in methods(plan):
             levels = {**stratum, "method": method}
-            found = {unit_of(plan, row): row for row in at(plan, rows, levels)}
-            if found:
-                count = len({unit[:1] for unit in found})
+            runs = {unit_of(plan, row): row for row in at(plan, rows, levels)}
+            if runs:
+                count = len({unit[:1] for unit in runs})
+                curves = [(plan.measure, statistic) for statistic in (REWARD, GROWTH, ENTROPY, SILENT, MISMATCH)]
                 cells = [
-                    mean(plan, {unit: one.of(row, measure) for unit, row in found.items()})
-                    for measure, one in accuracies
-                ]
-                cells += [
-                    mean(plan, {unit: one.of(row, plan.measure) for unit, row in found.items()}, digits)
-                    for one, digits in ((REWARD, 3), (GROWTH, 3), (ENTROPY, 3), (SILENT, 3), (MISMATCH, 4))
+                    mean(plan, {unit: statistic.of(row, measure) for unit, row in runs.items()}, statistic.digits)
+                    for measure, statistic in (*accuracies, *curves)
                 ]
                 cells += cost(plan, rows, levels) if timed else []
                 table.append([plan.label("method", method) + of(plan, stratum), count, *cells])

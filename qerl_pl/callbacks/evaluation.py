@@ -27,14 +27,7 @@ from qerl_pl.engines import VLLMEngine
 from qerl_pl.engines.base import RolloutEngine
 from qerl_pl.errors import require_at_least
 from qerl_pl.evaluation.evaluator import FORMAT, Evaluator, SampleCache, SampleRecord
-from qerl_pl.evaluation.metrics import (
-    bootstrap_interval,
-    evaluation_tag,
-    extra_metric,
-    measured,
-    prompt_metrics,
-    sizes,
-)
+from qerl_pl.evaluation.metrics import bootstrap_interval, evaluation_tag, extra_metric, prompt_metrics, sizes
 from qerl_pl.import_path import named_file
 from qerl_pl.modules.qerl import BEFORE_TRAINING, QeRLModule
 from qerl_pl.persistence.atomic_files import atomic_write
@@ -173,8 +166,6 @@ class EvaluationReport(Callback, ChecksFirst):
         for name, prompts in self._prompts.items():
             metrics = {}
             for metric, values in prompt_metrics(prompts, self._tells_answers).items():
-                if not len(values := measured(values)):
-                    continue
                 seed = stream_seed(module.seed, "bootstrap", name, metric)
                 fractions = not re.search("(^|_)(length_mean|reward_)", metric)
                 low, high = bootstrap_interval(values, seed, self.resamples, fractions)

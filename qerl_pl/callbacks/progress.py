@@ -1,7 +1,6 @@
 """Progress of a run: a bar in a terminal, else a log line for each rollout."""
 
 import logging
-import re
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -37,12 +36,14 @@ def held_out_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
     Args:
         metrics: Values by tag.
     """
-    found = {}
-    kinds = {"accuracy": "greedy accuracy", "pass@1": "sampled pass@1", "reward_mean": "mean reward"}
+    labels = {"accuracy": "greedy accuracy", "pass@1": "sampled pass@1", "reward_mean": "mean reward"}
+    labeled = {}
     for tag, value in metrics.items():
-        if match := re.fullmatch(r"val/(?:(.+)/)?(accuracy|pass@1|reward_mean)", tag):
-            found[kinds[match[2]] + (f" on {match[1]}" if match[1] else "")] = float(value)
-    return found
+        stage, _, rest = tag.partition("/")
+        name, _, metric = rest.rpartition("/")
+        if stage == "val" and metric in labels:
+            labeled[labels[metric] + (f" on {name}" if name else "")] = float(value)
+    return labeled
 
 
 class TimeLeft:

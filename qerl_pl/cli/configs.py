@@ -58,10 +58,12 @@ def _check_keys(path: str) -> None:
             f"{error.position + 1}; remove it"
         ) from error
     except yaml.MarkedYAMLError as error:
-        mark, problem = error.problem_mark or error.context_mark, f"{error.problem or error.context}"
-        at = "" if mark is None else f", line {mark.line + 1}, column {mark.column + 1}"
+        problem, mark = error.problem, error.problem_mark
+        assert problem is not None and mark is not None  # scanner, parser and composer give both
         remedy = "indent with spaces, not tabs" if "\\t" in problem else "correct the line, or the one before"
-        raise UserError(f"a configuration is YAML; {path}{at}: {problem}; {remedy}") from error
+        raise UserError(
+            f"a configuration is YAML; {path}, line {mark.line + 1}, column {mark.column + 1}: {problem}; {remedy}"
+        ) from error
     if not isinstance(root, yaml.MappingNode):
         raise UserError(
             f"a configuration is a mapping of keys to values; {path} is {'empty' if root is None else 'none'}; write "

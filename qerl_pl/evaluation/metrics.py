@@ -61,6 +61,8 @@ def sizes(samples: int) -> list[int]:
 def prompt_metrics(prompts: Sequence[EvaluatedPrompt], tells_answers: bool = True) -> dict[str, Tensor]:
     """Metrics of each of P prompts, float64 [P]; averaged over prompts they are the metrics of the set.
 
+    A reward has fewer than P values, or no metric, if it applies to no sample of some prompts, or of any.
+
     Args:
         prompts: With S samples each.
         tells_answers: Whether answers were extracted; without them there is neither maj@k nor "unanswered_frac".
@@ -69,7 +71,7 @@ def prompt_metrics(prompts: Sequence[EvaluatedPrompt], tells_answers: bool = Tru
         "accuracy" of the greedy answers; of the samples pass@k, maj@k for k above 1, "reward_mean" of the weighted sum
         and, of several rewards, "reward_<name>" of each before its weight, "length_mean" in tokens, "truncated_frac",
         and "unanswered_frac", the share without an answer; the same of the samples of each extra sampling, after its
-        name and "_". A prompt with no sample that a reward applies to has NaN.
+        name and "_".
     """
     metrics = {"accuracy": _column([prompt.greedy.correct for prompt in prompts])}
     metrics |= _sample_metrics([(prompt.prompt_id, prompt.samples) for prompt in prompts], tells_answers)
@@ -113,19 +115,14 @@ def _sample_metrics(answers: Sequence[tuple[str, Sequence[GradedAnswer]]], tells
 
 
 def _reward_means(groups: Sequence[Sequence[GradedAnswer]]) -> dict[str, Tensor]:
-    """Mean of the total and of each of several rewards over the samples that it applies to, by prompt, float64 [P]."""
-    names = list(dict.fromkeys(name for samples in groups for sample in samples for name in sample.rewards))
+    """Mean of the total and of each of several rewards, by prompt, over the samples and prompts that it applies to."""
+    names = list(groups[0][0].rewards) if groups else []
     metrics = {}
     for name in names[-1:] + (names[:-1] if len(names) > 2 else []):  # the total is the last
-        values = [[value for one in samples if (value := one.rewards[name]) is not None] for samples in groups]
-        means = [sum(applied) / len(applied) if applied else math.nan for applied in values]
-        metrics["reward_mean" if name == "total" else f"reward_{name}"] = _column(means)
+        values = [[value for sample in samples if (value := sample.rewards[name]) is not None] for samples in groups]
+        if means := [sum(applied) / len(applied) for applied in values if applied]:
+            metrics["reward_mean" if name == "total" else f"reward_{name}"] = _column(means)
     return metrics
-
-
-def measured(values: Tensor) -> Tensor:
-    """A metric of those prompts that have one; see `prompt_metrics`."""
-    return values[~values.isnan()]
 
 
 def evaluation_tag(stage: str, name: str, metric: str) -> str:

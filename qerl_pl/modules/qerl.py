@@ -21,7 +21,7 @@ from qerl_pl.algorithm.objectives import GRPO, Objective
 from qerl_pl.distributed.strategy import communicator_of
 from qerl_pl.engines.base import SharedWeights
 from qerl_pl.errors import require_at_least
-from qerl_pl.evaluation.metrics import evaluation_tag, measured, prompt_metrics
+from qerl_pl.evaluation.metrics import evaluation_tag, prompt_metrics
 from qerl_pl.memory import TeacherBytes
 from qerl_pl.modules.policy import PolicyConfig
 from qerl_pl.modules.policy_module import PolicyModule
@@ -246,8 +246,6 @@ class QeRLModule(PolicyModule):
         # Tags have the set's name; Lightning would add the loader's index.
         options: dict[str, Any] = {"batch_size": len(evaluation.prompts), "add_dataloader_idx": False}
         for kind, values in prompt_metrics(evaluation.prompts, evaluation.tells_answers).items():
-            if not len(values := measured(values)):
-                continue
             tag = evaluation_tag(stage, evaluation.name, kind)
             mean = self._means.setdefault(tag, MeanMetric(sync_on_compute=False).to(self.device))  # every rank has all
             mean.update(values.float())
