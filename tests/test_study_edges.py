@@ -86,3 +86,20 @@ def test_bands_are_of_differences_paired_by_seed(tmp_path: Path, monkeypatch: py
     assert reward == {(seed,): dict.fromkeys([0.5, 1.5, 2.5, 3.5], 0.0) for seed in (0, 1)}
     assert entropy[(1,)] == pytest.approx({0.5: 0.15, 1.5: 0.15, 2.5: 0.0})
     assert accuracy[(0,)] == pytest.approx({0: 0.0, 4: 0.1}) and accuracy[(1,)] == pytest.approx({0: 0.0, 4: 0.11})
+
+
+def test_of_many_methods_the_first_compared_has_a_band_and_colours_return_with_dashes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, figures = plan_of(tmp_path), list[Figure]()
+    rows = [row for row in rows_of(plan, ENDS) if row["levels"]["lr"] == "own"]
+    monkeypatch.setattr(report, "save_figure", lambda figure, path: figures.append(figure))
+    monkeypatch.setattr(pictures, "COLOURS", pictures.COLOURS[:2])
+    for most, bands in ((3, 2), (2, 1)):
+        monkeypatch.setattr(pictures, "MOST_BANDS", most)
+        pictures.curves(plan, rows, {"policy": "toy"}, tmp_path / "one.png")
+        assert len(figures[-1].axes[3].collections) == bands  # less lora16, the reference
+        assert ("alone" in pictures.caption(plan, rows, {"policy": "toy"})) is (bands == 1)
+    lines = {line.get_label(): (line.get_color(), line.get_linestyle()) for line in figures[-1].axes[0].lines}
+    first, second = pictures.COLOURS
+    assert [lines[name] for name in ("lora16", "nvfp4", "NVFP4 + AQN")] == [(first, "-"), (second, "-"), (first, "--")]

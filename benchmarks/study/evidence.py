@@ -42,10 +42,7 @@ def write_evidence(plan: Plan, rows: Sequence[Row], pages: Path, raw: Path) -> P
     curves = []
     for stratum in strata(plan):
         path = pages / ("-".join([stem, *map(str, stratum.values())]) + ".png")
-        title = (
-            f"Means of methods{pictures.of(plan, stratum)} and, below, their differences, paired, with 95 % intervals"
-        )
-        curves += _image(title, pictures.curves(plan, rows, stratum, path))
+        curves += _image(pictures.caption(plan, rows, stratum), pictures.curves(plan, rows, stratum, path))
     text = [f"# {plan.title}", *opening(plan, rows, results), "## The study", _head(plan, rows, pages, raw)]
     text += [_verdicts(results), *differences, tables.differences(plan, results), *tables.sweeps(plan, rows)]
     text += ["## Curves", *curves, "## Methods", METHODS, tables.method_table(plan, rows)]

@@ -1,7 +1,7 @@
 """Plots of a study: learning curves of methods, their paired differences, differences of claims."""
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from matplotlib.axes import Axes
@@ -13,6 +13,10 @@ from benchmarks.study.findings import Finding, Result, Unit, at, by_unit, interv
 from benchmarks.study.plan import Level, Plan
 
 COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#777777")  # colour-blind safe
+LINES = (("-", None), ("--", "none"))
+"""Line styles and the filling of markers (None: the colour's), one pair for each round of `COLOURS`."""
+MOST_BANDS = 5
+"""Of more methods than this, only one has the interval of its differences drawn."""
 OF_VERDICT = {"holds": "#228833", "does not hold": "#ee6677", "undecided": "#777777", "at its ceiling": "#cccccc"}
 UNITS = {
     **{"held out": "accuracy", "gain": "accuracy", "reward": "reward"},
@@ -23,16 +27,16 @@ UNITS = {
 def curves(plan: Plan, rows: Sequence[Row], stratum: Mapping[str, Level], path: Path) -> str | None:
     """Plot reward, entropy and held-out accuracy: means of methods, and below their paired differences.
 
-    The differences are to the reference, `plan.compare[1]`, with 95 % intervals over the units that both have.
-    Accuracies of the end alone are points with intervals. None without data.
+    The differences are to the reference, `plan.compare[1]`, with the 95 % intervals, over the units that both have, of
+    the methods that `with_intervals` names. Accuracies of the end alone are points with intervals. None without data.
     """
-    by_method = {method: at(plan, rows, {**stratum, "method": method}) for method in methods(plan)}
-    by_method = {method: measured for method, measured in by_method.items() if measured}
+    by_method = _by_method(plan, rows, stratum)
     if not by_method:
         return None
+    shaded = with_intervals(plan, by_method)
     figure = Figure(figsize=(14, 7), layout="constrained")
     axes, reference = figure.subplots(2, 3), plan.compare[1]
-    colours = dict(zip(methods(plan), itertools.cycle(COLOURS), strict=False))
+    styles = dict(zip(methods(plan), itertools.product(LINES, COLOURS), strict=False))
     titles = {"reward": "reward", "sampler_entropy": "sampler entropy (nats per token)", "": f"held-out {plan.measure}"}
     for (above, below), (curve, title) in zip(axes.T, titles.items(), strict=True):
         points = {method: _points(plan, measured, curve) for method, measured in by_method.items()}
@@ -41,13 +45,13 @@ def curves(plan: Plan, rows: Sequence[Row], stratum: Mapping[str, Level], path: 
         if not curve and all(len(one) <= 1 for runs in points.values() for one in runs.values()):
             above.set(title=f"{title}, at the end")
             final = {method: by_unit(plan, rows, {**stratum, "method": method}, ACCURACY) for method in by_method}
-            _final_accuracies(plan, (above, below), final, colours)
+            _final_accuracies(plan, (above, below), final, styles)
             continue
         for method, runs in points.items():
             label = plan.label("method", method)
-            _band(plan, above, runs, colours[method], label, shade=False)
+            _band(plan, above, runs, styles[method], label, shade=False)
             if method != reference and reference in points:
-                _band(plan, below, _less(runs, points[reference]), colours[method], label)
+                _band(plan, below, _less(runs, points[reference]), styles[method], label, shade=method in shaded)
         below.set(xlabel="rollouts")
     for axis in axes[1]:
         axis.axhline(0, color="black", lw=0.8)
@@ -57,7 +61,28 @@ def curves(plan: Plan, rows: Sequence[Row], stratum: Mapping[str, Level], path: 
     return report.save_figure(figure, path)
 
 
+def with_intervals(plan: Plan, shown: Collection[Level]) -> list[Level]:
+    """The methods whose curves of differences have an interval: all, or of more than `MOST_BANDS` the first compared."""
+    return list(shown) if len(shown) <= MOST_BANDS else [plan.compare[0]]
+
+
+def caption(plan: Plan, rows: Sequence[Row], stratum: Mapping[str, Level]) -> str:
+    """What `curves` shows."""
+    shown = _by_method(plan, rows, stratum)
+    shaded = with_intervals(plan, shown)
+    whose = f" (of curves: {plan.label('method', shaded[0])} alone)" if len(shaded) < len(shown) else ""
+    return f"Means of methods{of(plan, stratum)} and, below, their differences, paired, with 95 % intervals{whose}"
+
+
+def _by_method(plan: Plan, rows: Sequence[Row], stratum: Mapping[str, Level]) -> dict[Level, list[Row]]:
+    """Rows by method, in the plan's order, of the methods that have any."""
+    by_method = {method: at(plan, rows, {**stratum, "method": method}) for method in methods(plan)}
+    return {method: measured for method, measured in by_method.items() if measured}
+
+
 Curve = dict[float, float]
+Style = tuple[tuple[str, str | None], str]
+"""Line style, filling of markers, and colour."""
 
 
 def _points(plan: Plan, measured: Sequence[Row], name: str) -> dict[Unit, Curve]:
@@ -79,32 +104,40 @@ def _less(first: Mapping[Unit, Curve], second: Mapping[Unit, Curve]) -> dict[Uni
     return {unit: {place: one[place] - two[place] for place in one if place in two} for unit, one, two in pairs}
 
 
-def _band(plan: Plan, axis: Axes, curves: Mapping[Unit, Curve], colour: str, label: str, *, shade: bool = True) -> None:
+def _band(
+    plan: Plan, axis: Axes, curves: Mapping[Unit, Curve], style: Style, label: str, *, shade: bool = True
+) -> None:
     """Plot the mean of the curves, and its 95 % interval, at every point that all of them have."""
     places = sorted(set.intersection(*map(set, curves.values()))) if curves else []  # fewer seeds are not comparable
     found = [interval_of(plan, {unit: curve[place] for unit, curve in curves.items()}) for place in places]
     intervals = [one for one in found if one is not None]
     marker = "o" if len(places) < 12 else None
-    axis.plot(places, [one.mean for one in intervals], color=colour, label=label, marker=marker, markersize=3)
+    (line, _), colour = style
+    means = [one.mean for one in intervals]
+    axis.plot(places, means, ls=line, color=colour, label=label, marker=marker, markersize=3)
     if shade:
         lows, highs = [one.low for one in intervals], [one.high for one in intervals]
         axis.fill_between(places, lows, highs, color=colour, alpha=0.15, lw=0)
 
 
 def _final_accuracies(
-    plan: Plan, axes: Sequence[Axes], final: Mapping[Level, Mapping[Unit, float]], colours: Mapping[Level, str]
+    plan: Plan, axes: Sequence[Axes], final: Mapping[Level, Mapping[Unit, float]], styles: Mapping[Level, Style]
 ) -> None:
     """Plot accuracies that were measured once, by method, and below their differences: all values, means, intervals."""
     reference = final.get(plan.compare[1], {})
     for place, (method, values) in enumerate(final.items()):
         differences = less(values, reference) if method != plan.compare[1] else {}
+        (line, filling), colour = styles[method]
         for axis, shown in zip(axes, (values, differences), strict=True):
             interval = interval_of(plan, shown)
             if interval is None:
                 continue
-            axis.plot([place] * len(shown), list(shown.values()), "o", color=colours[method], markersize=4, alpha=0.35)
+            height = list(shown.values())
+            axis.plot([place] * len(shown), height, "o", color=colour, mfc=filling, markersize=4, alpha=0.35)
             errors = [[interval.mean - interval.low], [interval.high - interval.mean]] if interval.count > 1 else None
-            axis.errorbar(place, interval.mean, errors, fmt="_", color=colours[method], markersize=16, capsize=5)
+            bars = axis.errorbar(place, interval.mean, errors, fmt="_", color=colour, markersize=16, capsize=5)[2]
+            for bar in bars:
+                bar.set_linestyle(line)
     for axis in axes:
         axis.set(xlim=(-1, len(final)), xticks=[])
 
