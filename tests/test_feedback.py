@@ -10,7 +10,14 @@ import torch
 from lightning.pytorch.callbacks import LambdaCallback
 from short_run import data, module_of, rollout_of, trainer_of
 
-from qerl_pl.algorithm.feedback import EXPLORATION_EFFECT, Feedback, TemperatureControl, logged_value
+from qerl_pl.algorithm.feedback import (
+    EXPLORATION_EFFECT,
+    PATIENCE,
+    BoundWarning,
+    Feedback,
+    TemperatureControl,
+    logged_value,
+)
 from qerl_pl.callbacks import AdaptiveQuantizationNoise, ResumeCheckpoint
 from qerl_pl.errors import UserError
 from qerl_pl.types import SamplingConfig
@@ -54,6 +61,33 @@ def test_a_metric_that_follows_the_value_reaches_its_target() -> None:
         first = rising.next(first, 0.2 + 20 * first)
         second = falling.next(second, math.exp(-60 * second))
     assert first == pytest.approx(0.015, rel=1e-6) and second == pytest.approx(-math.log(0.4) / 60, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("value", "measured", "warns"),
+    [
+        (0.05, 0.3, True),
+        (1e-4, 0.7, True),
+        (0.05, 0.46, False),  # near enough
+        (0.05, 0.7, False),  # falls
+        (0.02, 0.3, False),  # rises
+        (0.05, math.nan, False),
+    ],
+)
+def test_a_value_that_stays_at_a_bound_far_from_the_target_is_warned_of(
+    value: float, measured: float, warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    warning = BoundWarning(feedback_of())
+    for _ in range(PATIENCE - 1):
+        warning.record(value, measured)
+    assert not caplog.messages
+    warning.record(0.05, 0.5)  # on target: counts from the start
+    for _ in range(PATIENCE + 5):
+        warning.record(value, measured)
+    assert len(caplog.messages) == warns
+    if warns:
+        assert f"noise.sigma has been at its bound of {value:g} for {PATIENCE} rollouts" in caplog.text
+        assert f"policy/entropy is {measured:g}, not near its target of 0.5" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -180,6 +214,23 @@ def test_the_temperature_follows_the_entropy_and_a_resumed_run_goes_on_bit_for_b
     assert second == seen[2:] and other.state_dict() == rollout.state_dict()
     for name, tensor in module.policy.trained_state().items():
         assert torch.equal(resumed.policy.trained_state()[name], tensor), name
+
+
+def test_runs_warn_where_neither_noise_nor_temperature_can_be_steered_further(
+    tiny_policy_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("qerl_pl.algorithm.feedback.PATIENCE", 3)
+    entropy = {"decay": "feedback", "metric": "completions/sampler_entropy", "target": 9.0}
+    noise = AdaptiveQuantizationNoise(0.02, sigma_min=0.02, sigma_max=0.02, **entropy)
+    sampling = SamplingConfig(max_tokens=4, temperature=0.9)
+    rollout = rollout_of(sampling=sampling, entropy_target=9.0, temperature_bounds=(0.9, 0.9))
+    trainer = trainer_of(tmp_path, noise, rollout=rollout, noise=False, limit_val_batches=0)
+    trainer.fit(module_of(tiny_policy_dir), datamodule=data(), weights_only=True)
+    warned = [message.split(",")[0] for message in caplog.messages if "bound" in message]
+    assert sorted(warned) == [
+        "noise.sigma has been at its bound of 0.02 for 3 rollouts",
+        "rollout.sampling.temperature has been at its bound of 0.9 for 3 rollouts",
+    ]
 
 
 def test_an_entropy_target_out_of_range_is_a_user_error() -> None:

@@ -62,7 +62,7 @@ def curves(plan: Plan, rows: Sequence[Row], stratum: Mapping[str, Level], path: 
 
 
 def with_intervals(plan: Plan, shown: Collection[Level]) -> list[Level]:
-    """The methods whose curves of differences have an interval: all, or of more than `MOST_BANDS` the first compared."""
+    """The methods whose differences are drawn with an interval: all, or of more than `MOST_BANDS` the first."""
     return list(shown) if len(shown) <= MOST_BANDS else [plan.compare[0]]
 
 

@@ -1,11 +1,20 @@
 """Feedback control: a multiplicative controller that holds a logged metric at a target."""
 
+import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from qerl_pl.errors import UserError, require_one_of
+
+log = logging.getLogger(__name__)
+
+PATIENCE = 10
+"""Rollouts in a row at a bound after which `BoundWarning` logs."""
+
+TOLERANCE = 0.1
+"""Relative error of the metric that `BoundWarning` takes as on target."""
 
 EXPLORATION_EFFECT: Mapping[str, int] = {
     "completions/sampler_entropy": 1,
@@ -97,6 +106,31 @@ def logged_value(metrics: Mapping[str, object], metric: str) -> float:
             f"{', '.join(name for name in EXPLORATION_EFFECT if name in metrics)}"
         )
     return float(metrics[metric])  # type: ignore[arg-type]
+
+
+class BoundWarning:
+    """Logs a warning where steering is exhausted: the value stays at a bound, and the metric away from its target."""
+
+    def __init__(self, feedback: Feedback) -> None:
+        self.feedback = feedback
+        self._rollouts = 0
+
+    def record(self, value: float, measured: float) -> None:
+        """Record a rollout's value and metric; logs after `PATIENCE` such rollouts in a row, once for each time."""
+        target = self.feedback.target
+        at_bound = self.feedback.next(value, measured) == value and abs(measured - target) > TOLERANCE * target
+        self._rollouts = self._rollouts + 1 if at_bound else 0
+        if self._rollouts == PATIENCE:
+            log.warning(
+                "%s has been at its bound of %g for %d rollouts, and %s is %.3g, not near its target of %g: the one no "
+                "longer moves the other; choose another target, or wider bounds",
+                self.feedback.name,
+                value,
+                PATIENCE,
+                self.feedback.metric,
+                measured,
+                target,
+            )
 
 
 class TemperatureControl:

@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from qerl_pl.algorithm.feedback import Feedback, logged_value
+from qerl_pl.algorithm.feedback import BoundWarning, Feedback, logged_value
 from qerl_pl.algorithm.noise import Decay, NoiseSchedule, NoisyLayers, NormNoise, layer_indices
 from qerl_pl.errors import UserError, require_at_least
 from qerl_pl.formats.model_folder import load_config
@@ -81,6 +81,7 @@ class AdaptiveQuantizationNoise(Callback):
             assert target is not None
             self.feedback = Feedback(target, metric, sigma_min, sigma_max, gain, "noise.sigma")
             self._sigma = self.feedback.first(sigma_start)
+            self._bound_warning = BoundWarning(self.feedback)
         else:
             self.schedule = NoiseSchedule(sigma_start, sigma_end, stages, decay, noiseless_first_stage)
         self.per_rank, self.relative, self.draws, self.layers = per_rank, relative, draws, layers
@@ -133,6 +134,8 @@ class AdaptiveQuantizationNoise(Callback):
         """Steer sigma by the step's metric, which is the same on all ranks, before a checkpoint is saved."""
         if self.feedback is not None:
             measured = logged_value(trainer.callback_metrics, self.feedback.metric)
+            if trainer.is_global_zero:
+                self._bound_warning.record(self._sigma, measured)
             self._sigma = self.feedback.next(self._sigma, measured)
 
     def state_dict(self) -> dict[str, Any]:

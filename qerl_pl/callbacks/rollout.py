@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from qerl_pl.algorithm.feedback import Feedback, TemperatureControl
+from qerl_pl.algorithm.feedback import BoundWarning, Feedback, TemperatureControl
 from qerl_pl.algorithm.off_policy import RolloutCorrection
 from qerl_pl.chat_template import messages_of, template_texts
 from qerl_pl.datamodules.prompts import PromptDataModule
@@ -157,6 +157,7 @@ class RolloutCallback(Callback, ChecksFirst):
             low, high = temperature_bounds
             feedback = Feedback(entropy_target, ENTROPY, low, high, TEMPERATURE_GAIN, "rollout.sampling.temperature")
             self._temperature = TemperatureControl(feedback, sampling.temperature)
+            self._bound_warning = BoundWarning(feedback)
         self.engine: RolloutEngine = engine if engine is not None else TransformersEngine()
         self._collector: Collector | None = None
         self._evaluator: Evaluator | None = None
@@ -320,7 +321,10 @@ class RolloutCallback(Callback, ChecksFirst):
             self.collector.sampling = replace(self.config.sampling, temperature=heat)
         experience = self.collector.collect(batch.prompts, weights, module.policy, replacements)
         if self._temperature is not None:
-            self._temperature.measured(experience.version, experience.metrics[ENTROPY])
+            entropy = experience.metrics[ENTROPY]
+            self._temperature.measured(experience.version, entropy)
+            if trainer.is_global_zero:
+                self._bound_warning.record(experience.temperature, entropy)
             experience = replace(experience, metrics={**experience.metrics, TEMPERATURE: experience.temperature})
         batch.experience = experience
 
