@@ -57,12 +57,15 @@ class NormNoise:
         Returns:
             float32 [size] on the CPU; None if the norm's layer has no noise.
         """
-        layer = _LAYER.search(name)
-        if self.layers is not None and (layer is None or int(layer[1]) not in self.layers):
+        if not self.perturbs(name):
             return None
         noise = self.draw(name, clean.numel())
-        # In float64, so that trainer and engines compute one number whatever their order of summation.
-        return noise * clean.double().square().mean().sqrt().item() if self.relative else noise
+        return noise * rms(clean) if self.relative else noise
+
+    def perturbs(self, name: str) -> bool:
+        """Whether a norm's layer has noise; its name is as for `draw`."""
+        layer = _LAYER.search(name)
+        return self.layers is None or (layer is not None and int(layer[1]) in self.layers)
 
     def draw(self, name: str, size: int) -> Tensor:
         """Absolute noise of one norm.
@@ -79,6 +82,11 @@ class NormNoise:
         generator = torch.Generator().manual_seed(stream_seed(self.seed, "aqn", self.version, name, *draw))
         noise = torch.randn(size, generator=generator, dtype=torch.float32)
         return noise * (self.sigma / noise.square().mean().sqrt())
+
+
+def rms(scale: Tensor) -> float:
+    """Root mean square, in float64: trainer and engines compute one number whatever their order of summation."""
+    return scale.double().square().mean().sqrt().item()
 
 
 def layer_indices(layers: NoisyLayers, count: int) -> tuple[int, ...] | None:

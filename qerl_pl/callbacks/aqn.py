@@ -1,12 +1,13 @@
 """Adaptive quantization noise (AQN) as a callback."""
 
 import logging
+import statistics
 from typing import Any, Literal
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from qerl_pl.algorithm.feedback import BoundWarning, Feedback, logged_value
-from qerl_pl.algorithm.noise import Decay, NoiseSchedule, NoisyLayers, NormNoise, layer_indices
+from qerl_pl.algorithm.noise import Decay, NoiseSchedule, NoisyLayers, NormNoise, layer_indices, rms
 from qerl_pl.errors import UserError, require_at_least
 from qerl_pl.formats.model_folder import load_config
 from qerl_pl.modules.qerl import QeRLModule
@@ -84,7 +85,8 @@ class AdaptiveQuantizationNoise(Callback):
             self._bound_warning = BoundWarning(self.feedback)
         else:
             self.schedule = NoiseSchedule(sigma_start, sigma_end, stages, decay, noiseless_first_stage)
-        self.per_rank, self.relative, self.draws, self.layers = per_rank, relative, draws, layers
+        self.sigma_start, self.relative = sigma_start, relative
+        self.per_rank, self.draws, self.layers = per_rank, draws, layers
         self.in_trainer = trainer
         self._layers: tuple[int, ...] | None = None
         self.planned_rollouts: int | None = None
@@ -101,6 +103,22 @@ class AdaptiveQuantizationNoise(Callback):
             self._layers = layer_indices(self.layers, load_config(pl_module.base_folder).num_hidden_layers)
         others = [callback for callback in trainer.callbacks if callback is not self]  # type: ignore[attr-defined]
         trainer.callbacks = [self, *others]  # type: ignore[attr-defined]
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Log how large sigma is beside the scales that it is added to."""
+        assert isinstance(pl_module, QeRLModule)
+        if trainer.is_global_zero and self.sigma_start > 0 and not self.relative:
+            noise = NormNoise(self.sigma_start, pl_module.seed, 0, layers=self._layers)
+            norms = pl_module.policy.trained.norms().items()
+            found = [rms(norm.multiplier(norm.weight.detach())) for name, norm in norms if noise.perturbs(name)]
+            scale = statistics.median(found)
+            log.info(
+                "noise.sigma_start %g is %.2g %% of a norm's scale: %.3g (root mean square, median of %d norms)",
+                self.sigma_start,
+                100 * self.sigma_start / scale,
+                scale,
+                len(found),
+            )
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: PromptBatch, batch_idx: int
