@@ -376,12 +376,13 @@ def test_the_pretrained_study_is_the_planned_one() -> None:
     for run in plan.runs:
         unit = (run.levels["rounding"], run.levels["seed"])
         units.setdefault((run.levels["policy"], run.levels["method"]), set()).add(unit)
-    assert len(plan.runs) == 105 and [policy for policy, _ in units] == ["qwen"] * 11 + ["smollm2"] * 4
+    policies = [policy for policy, _ in units]
+    assert len(plan.runs) == 110 and policies == ["qwen"] * 11 + ["smollm2"] * 4 + ["qwen"]
     for (policy, method), taken in units.items():
         seeds, roundings = ((0, 1), 10) if (policy == "qwen" and method in plan.compare) else ((0,), 5)
         assert taken == {(rounding, 100 + 2 * rounding + seed) for rounding in range(roundings) for seed in seeds}
     assert {run.overrides["rollout.eval_samples"] for run in plan.runs} == {16}
-    assert [int(run.levels["seed"]) % 2 for run in plan.runs] == [0] * 85 + [1] * 20  # second seeds last
+    assert [int(run.levels["seed"]) % 2 for run in plan.runs] == [0] * 90 + [1] * 20  # second seeds last
     assert {name for run in plan.runs for name in run.missing(plan.values)} == {"starts"}
     values = plan.values | {key: 1e-4 if key.startswith("rate") else 0.4 for key in plan.values} | {"starts": "starts"}
     for run in plan.runs[:11] + plan.runs[65:69]:

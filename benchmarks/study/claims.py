@@ -181,6 +181,12 @@ def claims(plan: Plan) -> list[Claim]:
             [_method(aqn, quantized, ENTROPY)],
         ),
         Claim(
+            "stronger noise",
+            "Our addition: adaptive noise of 5 % of each norm's scale raises the entropy and the accuracy of NVFP4.",
+            "Does stronger noise, 5 % of each norm's scale, raise entropy and accuracy?",
+            [_method(f"{aqn}_relative", quantized, statistic) for statistic in (ENTROPY, ACCURACY)],
+        ),
+        Claim(
             "AQN reward",
             "Adaptive noise makes the reward grow faster.",
             "Does the reward grow faster with noise?",
