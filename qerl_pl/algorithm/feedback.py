@@ -122,8 +122,8 @@ class BoundWarning:
         self._rollouts = self._rollouts + 1 if at_bound else 0
         if self._rollouts == PATIENCE:
             log.warning(
-                "%s has been at its bound of %g for %d rollouts, and %s is %.3g, not near its target of %g: the one no "
-                "longer moves the other; choose another target, or wider bounds",
+                "%s has been at its bound of %g for %d rollouts, and %s is %.3g, not near its target of %g; choose "
+                "another target, or wider bounds",
                 self.feedback.name,
                 value,
                 PATIENCE,
