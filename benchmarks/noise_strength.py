@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks import report
-from qerl_pl.algorithm.noise import NormNoise
+from qerl_pl.algorithm.noise import NormNoise, rms
 from qerl_pl.chat_template import render_prompts
 from qerl_pl.datamodules.tables import read_table
 from qerl_pl.formats.architecture import family_of, noisy_norm_names
@@ -68,15 +68,15 @@ def sample(model: Any, tokenizer: Any, data: Path, rows: int, max_tokens: int) -
 
 
 @torch.no_grad()
-def distributions(model: Any, sampled: Sampled) -> list[Tensor]:
-    """Log-probabilities of the vocabulary at each sampled token [tokens, vocabulary], for some rows at once."""
-    found, length = [], sampled.mask.shape[1]
+def distributions(model: Any, sampled: Sampled) -> Tensor:
+    """Log-probabilities of the vocabulary at each sampled token [tokens, vocabulary]."""
+    logprobs, length = [], sampled.mask.shape[1]
     for rows in torch.arange(len(sampled.ids)).split(AT_ONCE):
         attended = sampled.attended[rows]
-        places = (attended.cumsum(1) - 1).clamp(min=0)
-        out = model(sampled.ids[rows], attention_mask=attended, position_ids=places, logits_to_keep=length + 1)
-        found.append(out.logits[:, :-1][sampled.mask[rows].bool()].log_softmax(-1))
-    return found
+        positions = (attended.cumsum(1) - 1).clamp(min=0)
+        out = model(sampled.ids[rows], attention_mask=attended, position_ids=positions, logits_to_keep=length + 1)
+        logprobs.append(out.logits[:, :-1][sampled.mask[rows].bool()].log_softmax(-1))
+    return torch.cat(logprobs)
 
 
 @contextmanager
@@ -98,14 +98,13 @@ def scales(model: Any) -> dict[str, Tensor]:
     return {name: model.get_submodule(name).weight.data for name in names}
 
 
-def effect(clean: Sequence[Tensor], perturbed: Sequence[Tensor], tokens: Tensor) -> Effect:
-    """Compare two policies' log-probabilities at the same tokens."""
-    first, second = torch.cat(list(clean)), torch.cat(list(perturbed))
+def effect(clean: Tensor, perturbed: Tensor, tokens: Tensor) -> Effect:
+    """Compare two policies' log-probabilities [tokens, vocabulary] at the same tokens."""
     chosen = tokens[:, None]
     return Effect(
-        (first.gather(1, chosen) - second.gather(1, chosen)).abs().mean().item(),
-        (second.exp() * (second - first)).sum(1).mean().item(),
-        (entropy(second) - entropy(first)).item(),
+        (clean.gather(1, chosen) - perturbed.gather(1, chosen)).abs().mean().item(),
+        (perturbed.exp() * (perturbed - clean)).sum(1).mean().item(),
+        (entropy(perturbed) - entropy(clean)).item(),
     )
 
 
@@ -121,20 +120,19 @@ def measure(path: Path, data: Path, rows: int, max_tokens: int, draws: int) -> d
     sampled = sample(model, tokenizer, data, rows, max_tokens)
     clean = distributions(model, sampled)
     tokens = sampled.ids[:, -sampled.mask.shape[1] :][sampled.mask.bool()]
-    rms = sorted(scale.square().mean().sqrt().item() for scale in scales(model).values())
     effects: dict[str, list[dict[str, Any]]] = {"absolute": [], "relative": []}
     for kind, sigmas in (("absolute", ABSOLUTE), ("relative", RELATIVE)):
         for sigma in sigmas:
-            found = []
+            measured = []
             for draw in range(draws):
                 with noisy(model, NormNoise(sigma, seed=0, version=0, draw_number=draw, relative=kind == "relative")):
-                    found.append(effect(clean, distributions(model, sampled), tokens)._asdict())
-            effects[kind].append({"sigma": sigma, "draws": found})
+                    measured.append(effect(clean, distributions(model, sampled), tokens)._asdict())
+            effects[kind].append({"sigma": sigma, "draws": measured})
     return {
         "model": path.name,
-        "rms": rms,
+        "rms": sorted(map(rms, scales(model).values())),
         "tokens": len(tokens),
-        "entropy": entropy(torch.cat(clean)).item(),
+        "entropy": entropy(clean).item(),
         **effects,
     }
 
@@ -143,13 +141,13 @@ def table(results: Sequence[dict[str, Any]]) -> str:
     """Means over draws, and the standard deviation of the mismatch, as Markdown."""
     lines = []
     for result in results:
-        rms = statistics.median(result["rms"])
+        scale = statistics.median(result["rms"])
         for kind in ("absolute", "relative"):
             for row in result[kind]:
                 mean = {name: statistics.fmean(draw[name] for draw in row["draws"]) for name in Effect._fields}
                 spread = statistics.stdev(draw["mismatch"] for draw in row["draws"])
-                share = row["sigma"] if kind == "relative" else row["sigma"] / rms
-                cells = [result["model"], f"{rms:.2f}", f"{row['sigma']:g}", f"{100 * share:.2g} %"]
+                share = row["sigma"] if kind == "relative" else row["sigma"] / scale
+                cells = [result["model"], f"{scale:.2f}", f"{row['sigma']:g}", f"{100 * share:.2g} %"]
                 cells += [f"{mean['mismatch']:.4f} ± {spread:.4f}", f"{mean['kl']:.5f}", f"{mean['entropy']:+.4f}"]
                 lines.append([*cells[:2], kind, *cells[2:]])
     headers = ["policy", "RMS of a scale, median", "noise", "sigma", "of that RMS", "mismatch", "KL", "entropy"]

@@ -29,7 +29,7 @@ def questions(tmp_path: Path) -> Path:
 
 def test_an_effect_worked_out() -> None:
     clean, perturbed = torch.tensor([[0.5, 0.5], [0.5, 0.5]]).log(), torch.tensor([[0.25, 0.75], [0.5, 0.5]]).log()
-    found = effect([clean[:1], clean[1:]], [perturbed], torch.tensor([0, 1]))
+    found = effect(clean, perturbed, torch.tensor([0, 1]))
     assert found.mismatch == pytest.approx(math.log(2) / 2)
     assert found.kl == pytest.approx((0.25 * math.log(0.5) + 0.75 * math.log(1.5)) / 2)
     assert found.entropy == pytest.approx((-0.25 * math.log(0.25) - 0.75 * math.log(0.75) - math.log(2)) / 2)
@@ -51,7 +51,7 @@ def test_the_distributions_are_those_of_each_row_alone(
 ) -> None:
     monkeypatch.setattr(noise_strength, "AT_ONCE", 4)  # several batches, the last not full
     sampled = sample(model, AutoTokenizer.from_pretrained(tiny_policy_dir), questions, 10, 12)
-    found = torch.cat(distributions(model, sampled))
+    found = distributions(model, sampled)
     assert len(found) == sampled.mask.sum() and len(set(sampled.attended.sum(1).tolist())) > 1
     width, first = sampled.ids.shape[1] - sampled.mask.shape[1], 0
     for ids, attended, mask in zip(*sampled, strict=True):
