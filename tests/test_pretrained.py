@@ -2,9 +2,11 @@
 
 import json
 import math
+import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
 from transformers import LlamaConfig
 
@@ -149,3 +151,53 @@ def test_starts_are_taught_measured_and_chosen(tiny_policy_dir: Path, gsm8k: Pat
     starts(["choose", str(again), "--out", str(again / "results")])
     table = (again / "results" / "starts.md").read_text().splitlines()
     assert table[2] == "| none-0 | 2 | 0.000 | 0.000 | 0.062 | 0.000 |"
+
+
+def start_row(kind: str, rounding: int, chosen: int, gpu: str, lr: float = 2e-4) -> dict[str, object]:
+    """A row of the table that `starts choose` writes."""
+    row = {"format": kind, "rounding": rounding, "taught": 4, "held_out": 3, "lr": lr, "chosen": chosen}
+    return {**row, "environment": {"gpu": gpu}}
+
+
+def test_chosen_starts_are_made_again_on_the_gpu_that_they_were_chosen_on(
+    tiny_policy_dir: Path,
+    gsm8k: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    rows = [start_row("none", 0, 9, "none"), start_row("none", 0, 1, "none", 1.5e-4), start_row("mxfp4", 0, 5, "GPU")]
+    rows += [start_row("nvfp4", 1, 2, "none")]
+    table = tmp_path / "table.json"
+    table.write_text(json.dumps({"results": {"target": 0.1, "starts": rows}}))
+    given: list[tuple[list[str], str]] = []
+
+    def run(command: list[object], env: dict[str, str], **options: object) -> subprocess.CompletedProcess[bytes]:
+        given.append(([str(word) for word in command[3:]], env["CUDA_VISIBLE_DEVICES"]))
+        return subprocess.CompletedProcess([], int("--fail" in command))
+
+    monkeypatch.setenv("QERL_COMMIT", "abc")  # or git is asked, by the patched function
+    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
+    folder = tmp_path / "starts"
+    again = ["again", str(tiny_policy_dir), str(folder), str(table), "--data", str(gsm8k)]
+    starts([*again, "--rank", "2", "--batch-size", "2", "--dtype", "float32"])
+    monkeypatch.undo()
+    assert sorted(gpu for _, gpu in given) == ["4", "6"]
+    for words, _ in given:
+        starts(words)
+    for name, step in (("none-0", 1), ("nvfp4-1", 2)):
+        snapshot, start = (folder / name / part / "adapter_model.safetensors" for part in (f"step={step}", "start"))
+        assert start.read_bytes() == snapshot.read_bytes()
+    assert ["--lr", "0.00015"] in ([words[9:11] for words, _ in given])
+    assert not (folder / "mxfp4-0").exists()  # of another GPU
+    monkeypatch.setenv("QERL_COMMIT", "abc")
+    monkeypatch.setattr(subprocess, "run", run)
+    with pytest.raises(SystemExit, match=r"nvfp4-1 failed: see .*nvfp4-1\.txt"):
+        starts([*again, "--only", "nvfp4-1", "--fail"])
+    with pytest.raises(SystemExit, match="has none-0, nvfp4-1 for none and not mxfp4-0"):
+        starts([*again, "--only", "nvfp4-1", "mxfp4-0"])
+    with pytest.raises(SystemExit):
+        starts(["choose", str(tmp_path), "--fail"])
+    assert "unrecognized arguments: --fail" in capsys.readouterr().err

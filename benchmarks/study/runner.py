@@ -195,9 +195,7 @@ class Runner:
         if device == "cpu":
             environment["CUDA_VISIBLE_DEVICES"] = ""  # or accelerator "auto" would use a GPU
         else:
-            visible, numbers = os.environ.get("CUDA_VISIBLE_DEVICES"), device.split(",")
-            names = [visible.split(",")[int(number)] for number in numbers] if visible else numbers
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(names)
+            environment["CUDA_VISIBLE_DEVICES"] = visible_devices(device)
         with (folder / "output.txt").open("ab") as output:
             process = subprocess.Popen(
                 [sys.executable, "-m", "qerl_pl", *run.words(folder, self.values)],
@@ -241,6 +239,12 @@ class Runner:
         self._stopping = time.monotonic()
         for one in self._running:
             one.process.terminate()
+
+
+def visible_devices(device: str) -> str:
+    """CUDA_VISIBLE_DEVICES for a process on these GPUs, numbers among those visible here, joined by commas."""
+    visible, numbers = os.environ.get("CUDA_VISIBLE_DEVICES"), device.split(",")
+    return ",".join(visible.split(",")[int(number)] for number in numbers) if visible else device
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -12,15 +12,23 @@ sees the test split, but for `train --test-samples N`, which writes what the pol
 asked for a boxed answer, and after it to before.json and after.json for `benchmarks.study.pretrained table`.
 Reinforcement learning trains on the remaining rows, which `train` writes to STARTS/data.
 
-On one kind of GPU the same command writes the same adapter again, so `train --steps N --unmeasured` makes a start on
-another machine that was measured and chosen before.
+    python -m benchmarks.study.starts again MODEL STARTS TABLE.json --data GSM8K --only nvfp4-0 --at-once 3
+
+On one kind of GPU the same command writes the same adapter again. `again` makes the chosen starts of a table anew on
+all GPUs, from the rows that this kind of GPU measured, by `train --steps N --unmeasured`; it hands its other options
+to `train`. If a start has several rows, the last counts.
 """
 
 import argparse
 import json
+import os
+import queue
 import shutil
 import statistics
+import subprocess
+import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +42,10 @@ from transformers import AutoModelForCausalLM
 from benchmarks import report
 from benchmarks.study.pretrained import ENGINES, Measurement, read_rows
 from benchmarks.study.reordered import reorder_checkpoint
+from benchmarks.study.runner import visible_devices
 from benchmarks.study.word_problems import write_rows
 from qerl_pl.datamodules import ConversationDataModule
+from qerl_pl.errors import UserError
 from qerl_pl.formats.model_folder import copy_other_files, read_config
 from qerl_pl.modules import LoraConfig, PolicyConfig, SFTModule
 from qerl_pl.persistence.atomic_files import atomic_directory, build_once
@@ -197,6 +207,59 @@ def choose(args: argparse.Namespace) -> None:
     report.write(args.out, args.name, report.markdown(headers, rows), {"target": target, "starts": results})
 
 
+def chosen_starts(table: Path, gpu: str, only: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Rows of a table of starts by format and rounding (`nvfp4-0`), of those chosen on this kind of GPU.
+
+    Raises:
+        UserError: The table has no row of this GPU, or not all that are named.
+    """
+    starts = json.loads(table.read_text())["results"]["starts"]
+    rows = {f"{start['format']}-{start['rounding']}": start for start in starts if start["environment"]["gpu"] == gpu}
+    if missing := [name for name in only or ["any start"] if name not in rows and (only or not rows)]:
+        gpus = sorted({start["environment"]["gpu"] for start in starts})
+        raise UserError(
+            f"a start is made again on the kind of GPU that it was chosen on; {table} has {', '.join(rows) or 'none'} "
+            f"for {gpu} and not {missing[0]} (it is of {', '.join(gpus)}); measure it by `train --target`"
+        )
+    return {name: row for name, row in rows.items() if not only or name in only}
+
+
+def make_again(args: argparse.Namespace, options: Sequence[str]) -> None:
+    """Make chosen starts again, several at once on each device; the output of each goes to STARTS/NAME.txt."""
+    rows = chosen_starts(args.table, report.environment()["gpu"], args.only)
+    devices: queue.Queue[str] = queue.Queue()
+    for _ in range(args.at_once):
+        for device in range(max(1, torch.cuda.device_count())):
+            devices.put(str(device))
+    args.starts.mkdir(parents=True, exist_ok=True)
+
+    def make(name: str) -> int:
+        row, device = rows[name], devices.get()
+        given = {"format": row["format"], "rounding": row["rounding"], "steps": row["chosen"], "lr": row["lr"]}
+        given |= {"data": args.data.resolve(), "taught": row["taught"], "held-out": row["held_out"]}
+        words = [word for option, value in given.items() for word in (f"--{option}", str(value))]
+        folders = (args.model.resolve(), args.starts.resolve())
+        command = [sys.executable, "-m", "benchmarks.study.starts", "train", *folders, *words, "--unmeasured", *options]
+        with (args.starts / f"{name}.txt").open("wb") as output:
+            status = subprocess.run(
+                command,
+                cwd=report.ROOT,
+                env={**os.environ, "CUDA_VISIBLE_DEVICES": visible_devices(device)},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                check=False,
+            ).returncode
+        devices.put(device)
+        print(f"{name} ended with status {status}", flush=True)
+        return status
+
+    with ThreadPoolExecutor(devices.qsize()) as pool:
+        statuses = dict(zip(rows, pool.map(make, rows), strict=True))
+    if failed := [name for name, status in statuses.items() if status]:
+        raise UserError(f"each start must be made; {', '.join(failed)} failed: see {args.starts / failed[0]}.txt")
+
+
 def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -230,10 +293,27 @@ def main(words: Sequence[str] | None = None) -> None:
     two.add_argument("--target", type=float, help="sampled accuracy; default: the lowest of the best")
     two.add_argument("--name", default="starts", help="of the table")
     two.add_argument("--out", type=Path, default=report.ROOT / "benchmarks" / "results")
-    args = parser.parse_args(words)
+    three = commands.add_parser("again")
+    three.add_argument("model", type=Path, help="the folder that the starts were made from")
+    three.add_argument("starts", type=Path)
+    three.add_argument("table", type=Path, help="JSON file that `choose` wrote")
+    three.add_argument("--data", type=Path, required=True, help="folder with GSM8K's train.jsonl and test.jsonl")
+    three.add_argument("--only", nargs="+", default=[], metavar="FORMAT-ROUNDING", help="default: all of the table")
+    three.add_argument("--at-once", type=int, default=1, help="starts at once per GPU")
+    args, options = parser.parse_known_args(words)
+    if options and args.command != "again":
+        parser.error(f"unrecognized arguments: {' '.join(options)}")
     if args.command == "train" and args.first > args.steps:
         parser.error(f"--first names a step that is measured, at most --steps {args.steps}; got {args.first}; lower it")
-    train(args) if args.command == "train" else choose(args)
+    try:
+        if args.command == "again":
+            make_again(args, options)
+        elif args.command == "choose":
+            choose(args)
+        else:
+            train(args)
+    except UserError as error:
+        raise SystemExit(f"starts: {error}") from error
 
 
 if __name__ == "__main__":
