@@ -162,3 +162,7 @@ def test_an_extra_sampling_takes_what_it_leaves_out_from_the_usual_one() -> None
     assert config.extra["long"] == SamplingConfig(max_tokens=5000, stop=("END",))
     with pytest.raises(UserError, match="extra_eval_sampling needs names of letters, .* got 'a/b'; rename it"):
         RolloutCallback([Even()], extra_eval_sampling={"a/b": EvalSampling()})
+    for name in ("reward", "best_reward_8", "length_mean"):  # "reward_pass@1" would be the metric of a reward
+        with pytest.raises(UserError, match=f"needs names without 'reward' .* got '{name}'; rename it"):
+            RolloutCallback([Even()], extra_eval_sampling={name: EvalSampling()})
+    RolloutCallback([Even()], extra_eval_sampling={"rewarded": EvalSampling()})

@@ -41,9 +41,25 @@ AttentionInterface.register("rounded_to_fp8", rounded_attention)
 @pytest.fixture(scope="module")
 def fp8_engine(base: Path) -> Iterator[VLLMEngine]:
     """Its cache has room for 10 blocks of 128 tokens in fp8, for 2 in float32."""
+    if not (torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported() or torch.cuda.is_available()):
+        pytest.skip("vLLM's CPU build has keys and values in fp8 with AVX-512 or AMX only")
     engine = VLLMEngine(kv_cache_gib=1280 * TOKEN_BYTES / 2**30, kv_cache_dtype="fp8", max_num_seqs=16)
     engine.launch(spec_of(base))
     yield engine
+    engine.close()
+
+
+@pytest.mark.vllm
+def test_after_a_start_that_failed_another_engine_starts(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_avx512_supported", lambda: False)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    with pytest.raises(
+        UserError, match=r"got kv_cache_dtype fp8 \(.*AVX-512.*\): set VLLMEngine.kv_cache_dtype to auto"
+    ):
+        VLLMEngine(kv_cache_gib=0.25, kv_cache_dtype="fp8", max_num_seqs=4).launch(spec_of(base))
+    assert not torch.distributed.is_initialized()
+    engine = VLLMEngine(kv_cache_gib=0.25, max_num_seqs=4)
+    engine.launch(spec_of(base))
     engine.close()
 
 

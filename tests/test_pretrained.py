@@ -196,7 +196,7 @@ def test_chosen_starts_are_made_again_on_the_gpu_that_they_were_chosen_on(
     monkeypatch.setattr(subprocess, "run", run)
     with pytest.raises(SystemExit, match=r"nvfp4-1 failed: see .*nvfp4-1\.txt"):
         starts([*again, "--only", "nvfp4-1", "--fail"])
-    with pytest.raises(SystemExit, match="has none-0, nvfp4-1 for none and not mxfp4-0"):
+    with pytest.raises(SystemExit, match="has none-0, nvfp4-1 for none, not mxfp4-0, and rows of GPU, none; measure"):
         starts([*again, "--only", "nvfp4-1", "mxfp4-0"])
     with pytest.raises(SystemExit):
         starts(["choose", str(tmp_path), "--fail"])

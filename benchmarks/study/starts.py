@@ -215,11 +215,12 @@ def chosen_starts(table: Path, gpu: str, only: Sequence[str]) -> dict[str, dict[
     """
     starts = json.loads(table.read_text())["results"]["starts"]
     rows = {f"{start['format']}-{start['rounding']}": start for start in starts if start["environment"]["gpu"] == gpu}
-    if missing := [name for name in only or ["any start"] if name not in rows and (only or not rows)]:
+    missing = [name for name in only if name not in rows]
+    if missing or not rows:
         gpus = sorted({start["environment"]["gpu"] for start in starts})
         raise UserError(
             f"a start is made again on the kind of GPU that it was chosen on; {table} has {', '.join(rows) or 'none'} "
-            f"for {gpu} and not {missing[0]} (it is of {', '.join(gpus)}); measure it by `train --target`"
+            f"for {gpu}, not {', '.join(missing) or 'any'}, and rows of {', '.join(gpus)}; measure by `train --target`"
         )
     return {name: row for name, row in rows.items() if not only or name in only}
 

@@ -154,6 +154,11 @@ class EvaluatorConfig:
                 raise UserError(
                     f"extra_eval_sampling needs names of letters, digits, '_', '.' and '-'; got {name!r}; rename it"
                 )
+            if re.search(r"(^|_)(reward|length_mean)(_|$)", name):
+                raise UserError(
+                    "extra_eval_sampling needs names without 'reward' and 'length_mean', which name metrics; got "
+                    f"{name!r}; rename it"
+                )
 
 
 class Evaluator:

@@ -187,7 +187,12 @@ class VLLMEngine(RolloutEngine):
             if served is not base_format:
                 log.info("vLLM gets dense weights: it does not run %s here", base_format.name.upper())
                 base = write_dense_checkpoint(spec.base, Path(folder) / "dense", spec.dtype)
-            self._llm = self._start(spec, base, backend, length, kv_gib)
+            others = torch.distributed.is_initialized()  # of engines alive, or of the trainer's ranks
+            try:
+                self._llm = self._start(spec, base, backend, length, kv_gib)
+            except UserError:
+                release_memory(last=not others)  # or the groups of this start stop the next
+                raise
             VLLMEngine._alive += 1
             try:
                 active = self._check_start(backend)
