@@ -29,10 +29,10 @@ def questions(tmp_path: Path) -> Path:
 
 def test_an_effect_worked_out() -> None:
     clean, perturbed = torch.tensor([[0.5, 0.5], [0.5, 0.5]]).log(), torch.tensor([[0.25, 0.75], [0.5, 0.5]]).log()
-    found = effect(clean, perturbed, torch.tensor([0, 1]))
-    assert found.mismatch == pytest.approx(math.log(2) / 2)
-    assert found.kl == pytest.approx((0.25 * math.log(0.5) + 0.75 * math.log(1.5)) / 2)
-    assert found.entropy == pytest.approx((-0.25 * math.log(0.25) - 0.75 * math.log(0.75) - math.log(2)) / 2)
+    measured = effect(clean, perturbed, torch.tensor([0, 1]))
+    assert measured.mismatch == pytest.approx(math.log(2) / 2)
+    assert measured.kl == pytest.approx((0.25 * math.log(0.5) + 0.75 * math.log(1.5)) / 2)
+    assert measured.entropy == pytest.approx((-0.25 * math.log(0.25) - 0.75 * math.log(0.75) - math.log(2)) / 2)
 
 
 def test_noise_is_within_the_block_alone(model: Any) -> None:
@@ -51,15 +51,15 @@ def test_the_distributions_are_those_of_each_row_alone(
 ) -> None:
     monkeypatch.setattr(noise_strength, "AT_ONCE", 4)  # several batches, the last not full
     sampled = sample(model, AutoTokenizer.from_pretrained(tiny_policy_dir), questions, 10, 12)
-    found = distributions(model, sampled)
-    assert len(found) == sampled.mask.sum() and len(set(sampled.attended.sum(1).tolist())) > 1
+    logprobs = distributions(model, sampled)
+    assert len(logprobs) == sampled.mask.sum() and len(set(sampled.attended.sum(1).tolist())) > 1
     width, first = sampled.ids.shape[1] - sampled.mask.shape[1], 0
     for ids, attended, mask in zip(*sampled, strict=True):
         count, kept = int(mask.sum()), ids[attended.bool()]
         start = int(attended[:width].sum())
         with torch.no_grad():
             alone = model(kept[None]).logits[0, start - 1 : start - 1 + count].log_softmax(-1)
-        torch.testing.assert_close(found[first : first + count], alone, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(logprobs[first : first + count], alone, rtol=1e-4, atol=1e-4)
         first += count
 
 

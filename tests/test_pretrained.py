@@ -190,7 +190,7 @@ def test_chosen_starts_are_made_again_on_the_gpu_that_they_were_chosen_on(
     for name, step in (("none-0", 1), ("nvfp4-1", 2)):
         snapshot, start = (folder / name / part / "adapter_model.safetensors" for part in (f"step={step}", "start"))
         assert start.read_bytes() == snapshot.read_bytes()
-    assert ["--lr", "0.00015"] in ([words[9:11] for words, _ in given])
+    assert ["--lr", "0.00015"] in [words[9:11] for words, _ in given]
     assert not (folder / "mxfp4-0").exists()  # of another GPU
     monkeypatch.setenv("QERL_COMMIT", "abc")
     monkeypatch.setattr(subprocess, "run", run)
