@@ -86,8 +86,8 @@ def position_overrides(config: Mapping[str, Any]) -> dict[str, int]:
 def end_groups_without_experts() -> None:
     """End vLLM's model-parallel groups where an engine of a dense model has made them, so that vLLM makes new ones.
 
-    vLLM keeps them for the whole process while an engine lives, after a start that failed, and on several ranks. Those
-    of a dense model lack the group of experts, without which no mixture of experts starts.
+    They stay while another engine lives, and on several ranks. Those of a dense model lack the group of experts,
+    without which no mixture of experts starts.
     """
     from vllm.distributed import destroy_model_parallel, get_ep_group
 
