@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from fit_helpers import configuration
 from lightning.pytorch import Trainer
 from PIL import Image
@@ -88,6 +89,8 @@ def test_a_report_has_every_metric_of_every_set(
         "easy": (3, 2),
         "hard": (2, 2),
     }
+    assert report["machine"]["processor"] == f"CPU with {torch.backends.cpu.get_cpu_capability()}"
+    assert report["machine"]["math-verify"] == version("math-verify")
     samples = lines(tmp_path)
     assert {(one["set"], one["prompt_id"], one["sample"]) for one in samples} == {
         (name, f"{name}-{row}", sample) for name, count in (("easy", 3), ("hard", 2)) for row in range(count)
@@ -119,9 +122,9 @@ def test_a_source_tree_that_is_not_installed_writes_its_report_without_its_versi
         return version(package)
 
     monkeypatch.setattr("qerl_pl.versions.version", installed)
-    versions = evaluate(tiny_policy_dir, tmp_path, sets)["versions"]
-    assert versions.keys() == {"torch", "transformers", "lightning", "math-verify"}
-    assert versions["torch"] == version("torch")
+    machine = evaluate(tiny_policy_dir, tmp_path, sets)["machine"]
+    assert machine.keys() >= {"torch", "transformers", "lightning", "math-verify"} and "qerl-pl" not in machine
+    assert machine["torch"] == version("torch")
 
 
 def test_several_samplings_are_in_one_report(

@@ -9,7 +9,8 @@ import torch
 from tiny_run import Tiny, trainer_of
 
 from qerl_pl.callbacks import ResumeCheckpoint
-from qerl_pl.callbacks.resume import MACHINE_KEY, _warn_of_another_machine, machine_of
+from qerl_pl.callbacks.resume import MACHINE_KEY, _warn_of_another_machine
+from qerl_pl.versions import machine_of
 
 CPU = torch.device("cpu")
 

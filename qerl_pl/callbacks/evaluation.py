@@ -35,7 +35,7 @@ from qerl_pl.rewards import Reward, RewardFunction
 from qerl_pl.seeds import stream_seed
 from qerl_pl.start_checks import ChecksFirst
 from qerl_pl.types import EvaluatedPrompt, GradedAnswer, Prompt, PromptBatch
-from qerl_pl.versions import installed_versions
+from qerl_pl.versions import installed_versions, machine_of
 
 FOLDER = "evaluation"
 LABELS = {
@@ -47,7 +47,6 @@ LABELS = {
     "unanswered_frac": "no answer found",
 }
 _PACKAGE = Path(__file__).resolve().parents[1]
-PACKAGES = ("qerl-pl", "torch", "transformers", "lightning", "math-verify")
 
 
 class EvaluationReport(Callback, ChecksFirst):
@@ -181,8 +180,8 @@ class EvaluationReport(Callback, ChecksFirst):
             for logger in trainer.loggers:
                 logger.log_metrics(bounds, step=module.policy_version + BEFORE_TRAINING)
         folder = Path(trainer.default_root_dir)
-        versions = installed_versions(PACKAGES)
-        report = {"sets": sets, "resamples": self.resamples, **self._settings, "versions": versions}
+        machine = machine_of(trainer.strategy.root_device) | installed_versions(["math-verify"])
+        report = {"sets": sets, "resamples": self.resamples, **self._settings, "machine": machine}
         text, json_file, plot = report_table(report), folder / "evaluation.json", folder / "evaluation.png"
         atomic_write(json_file, (json.dumps(report, indent=2) + "\n").encode())
         atomic_write(folder / "evaluation.md", text.encode())

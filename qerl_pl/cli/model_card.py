@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 from huggingface_hub import ModelCardData
 
-from qerl_pl.callbacks.evaluation import PACKAGES, metrics_table, sampling_line, weights_digest
+from qerl_pl.callbacks.evaluation import metrics_table, sampling_line, weights_digest
 from qerl_pl.callbacks.summary import held_out_rows
 from qerl_pl.modules import Policy, PolicyConfig, QeRLModule, SFTModule
 from qerl_pl.versions import installed_versions
@@ -21,6 +21,7 @@ log = logging.getLogger("qerl_pl")
 CONFIG = "qerl_config.yaml"
 """The run's configuration beside the card."""
 PLOT = "run.png"
+PACKAGES = ("qerl-pl", "torch", "transformers", "lightning", "math-verify", "peft")
 STEP = {QeRLModule.kind: "rollouts", SFTModule.kind: "steps"}
 """What a training counts."""
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+(?<!\.json)(?<!\.jsonl)(?<!\.csv)(?<!\.parquet)")
@@ -137,7 +138,7 @@ def _introduction(policy: PolicyConfig, config: Mapping[str, Any], is_adapter: b
         ("objective", _class(_at(config, "model", "objective"))),
         ("optimizer", _class(_at(config, "model", "optimizer"))),
         *_rollout_rows(config),
-        ("versions", ", ".join(" ".join(pair) for pair in installed_versions((*PACKAGES, "peft")).items())),
+        ("versions", ", ".join(" ".join(pair) for pair in installed_versions(PACKAGES).items())),
     ]
     table = [f"| {label} | {_cell(text)} |" for label, text in rows if text]
     return "\n".join(
