@@ -7,7 +7,7 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -60,9 +60,17 @@ def markdown(headers: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     return "\n".join(lines + ["| " + " | ".join(str(cell) for cell in row) + " |" for row in rows])
 
 
-def write(out: Path, name: str, tables: str, results: Any) -> None:
-    """Write NAME.md and NAME.json below `out` and print the tables."""
-    where = environment()
+def write(out: Path, name: str, tables: str, results: Any, where: Mapping[str, str] | None = None) -> None:
+    """Write NAME.md and NAME.json below `out` and print the tables.
+
+    Args:
+        out: Folder.
+        name: Of both files.
+        tables: Markdown.
+        results: JSON values.
+        where: Where the results were measured; by default `environment` of this machine.
+    """
+    where = dict(where or environment())
     line = ", ".join(f"{key} {value}" for key, value in where.items())
     atomic_write(out / f"{name}.md", f"{tables}\n\nMeasured with {line}.\n".encode())
     atomic_write(out / f"{name}.json", json.dumps({"environment": where, "results": results}, indent=1).encode())

@@ -3,10 +3,12 @@
     qerl test -c RUN/config.yaml --model.policy.path RUN/adapter --model.policy.adapter null --resume null \
         --rollout.eval_samples 64 --rollout.extra_eval_sampling '{cool: {temperature: 0.6}}' --report '{}' \
         --trainer.default_root_dir RUN/many_samples
-    python -m benchmarks.study.many_samples lora16 nvfp4_aqn runs/gsm8k/*/many_samples --name gsm8k_many_samples
+    python -m benchmarks.study.many_samples lora16 nvfp4_aqn runs/gsm8k/*/many_samples --name gsm8k_many_samples \
+        --commit COMMIT
 
-RUN is the folder of a study's run, whose name has its levels. The table has the means of both methods over the
-roundings, and the difference of the second less the first, paired by rounding, with Student's t interval.
+RUN is the folder of a study's run, whose name has its levels, and COMMIT that of `qerl test`. The table has the means
+of both methods over the roundings, and the difference of the second less the first, paired by rounding, with Student's
+t interval.
 """
 
 import argparse
@@ -23,7 +25,7 @@ Metrics = dict[str, float]
 
 
 def read_reports(folders: Iterable[Path]) -> dict[tuple[str, str], dict[str, Metrics]]:
-    """The metrics of each policy and method, by rounding.
+    """The metrics of each policy and method, by rounding; those of an extra sampling name its temperature.
 
     Args:
         folders: Folders with an `evaluation.json`, each in the folder of a run.
@@ -31,10 +33,24 @@ def read_reports(folders: Iterable[Path]) -> dict[tuple[str, str], dict[str, Met
     reports: dict[tuple[str, str], dict[str, Metrics]] = {}
     for folder in folders:
         levels = dict(level.split("=", 1) for level in folder.resolve().parent.name.split(","))
-        (only,) = json.loads((folder / "evaluation.json").read_text())["sets"].values()
+        one = json.loads((folder / "evaluation.json").read_text())
+        (only,) = one["sets"].values()
         metrics = {name: float(metric["value"]) for name, metric in only["metrics"].items()}
+        for extra, settings in one["extra_sampling"].items():
+            label = f", temperature {settings['sampling']['temperature']}"
+            for name in [name for name in metrics if name.startswith(f"{extra}_")]:
+                metrics[name.removeprefix(f"{extra}_") + label] = metrics.pop(name)
         reports.setdefault((levels["policy"], levels["method"]), {})[levels["rounding"]] = metrics
     return reports
+
+
+def machines(folders: Iterable[Path]) -> dict[str, str]:
+    """Processor and versions of the reports; values that differ are joined by "and"."""
+    values: dict[str, list[str]] = {}
+    for folder in folders:
+        for key, value in json.loads((folder / "evaluation.json").read_text())["machine"].items():
+            values.setdefault(key, []).append(value)
+    return {key: " and ".join(sorted(set(each))) for key, each in values.items()}
 
 
 def table(methods: tuple[str, str], reports: dict[tuple[str, str], dict[str, Metrics]]) -> str:
@@ -43,7 +59,7 @@ def table(methods: tuple[str, str], reports: dict[tuple[str, str], dict[str, Met
     for policy in dict.fromkeys(policy for policy, _ in reports):
         one, other = reports[policy, first], reports[policy, second]
         shared = sorted(set(one) & set(other))
-        names = [name for name in one[shared[0]] if re.fullmatch(r"accuracy|(\w+_)?pass@\d+", name)]
+        names = [name for name in one[shared[0]] if re.match(r"accuracy$|pass@", name)]
         for name in names:
             values = [[runs[rounding][name] for rounding in shared] for runs in (one, other)]
             difference = interval([b - a for a, b in zip(*values, strict=True)])
@@ -57,11 +73,13 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("second")
     parser.add_argument("folders", nargs="+", type=Path)
     parser.add_argument("--name", required=True, help="of the files in --out")
+    parser.add_argument("--commit", required=True, help="of the evaluations")
     parser.add_argument("--out", type=Path, default=report.ROOT / "benchmarks" / "results")
     args = parser.parse_args(words)
     reports = read_reports(args.folders)
     results = {f"policy={policy},method={method}": runs for (policy, method), runs in reports.items()}
-    report.write(args.out, args.name, table((args.first, args.second), reports), results)
+    where = machines(args.folders) | {"commit": args.commit}
+    report.write(args.out, args.name, table((args.first, args.second), reports), results, where)
 
 
 if __name__ == "__main__":
