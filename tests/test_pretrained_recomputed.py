@@ -50,9 +50,9 @@ def all_rows() -> list[dict[str, Any]]:
     measured, generator = {row["run"]: row for row in MEASURED}, np.random.default_rng(0)
     runs = [run for run in read_plan(FILE).runs if run.levels["seed"] != 119]
     complete = [measured.get(run.name) or made_up(dict(run.levels), run.name, generator) for run in runs]
-    (diverged,) = [row for row in complete if row["run"] == "seed=104,rounding=2,policy=qwen,method=mxfp4"]
-    diverged |= {"ended": "diverged", "held_out": {}}
-    return complete
+    name, diverged = "seed=104,rounding=2,policy=qwen,method=mxfp4", {"ended": "diverged", "held_out": {}}
+    assert name in {row["run"] for row in complete}
+    return [row | diverged if row["run"] == name else row for row in complete]
 
 
 @pytest.fixture(scope="module")
