@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -373,6 +373,21 @@ def test_identity_is_of_the_content(tmp_path: Path) -> None:
         (tmp_path / name / "model.safetensors").write_bytes(content)
     a, b, c = (folder_identity(tmp_path / name) for name in "abc")
     assert a == b != c
+
+
+@pytest.mark.parametrize(("size", "read"), [(12, range(12)), (13, [*range(9), 10, 11, 12])])
+def test_identity_reads_small_files_completely_and_of_large_ones_evenly_spaced_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, read: Sequence[int]
+) -> None:
+    monkeypatch.setattr("qerl_pl.persistence.atomic_files._BLOCK", 3)
+    monkeypatch.setattr("qerl_pl.persistence.atomic_files._SAMPLES", 4)  # blocks from bytes 0, 3, 6 and 10
+    (tmp_path / "config.json").write_text("{}")
+    file, content = tmp_path / "model.safetensors", bytes(range(size))
+    file.write_bytes(content)
+    before = folder_identity(tmp_path)
+    for byte in range(size):
+        file.write_bytes(content[:byte] + b"x" + content[byte + 1 :])
+        assert (folder_identity(tmp_path) != before) == (byte in read)
 
 
 def make_slowly(target: Path, made: Path) -> None:

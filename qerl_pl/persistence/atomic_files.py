@@ -290,15 +290,18 @@ def _contexts(error: BaseException) -> Iterator[BaseException]:
 def folder_identity(folder: Path) -> str:
     """Digest of a model folder's content, equal for equal copies on any path.
 
-    It covers config.json, and of each safetensors file its size and 64 evenly spaced blocks of 1 MiB (small files
-    completely), so that it takes seconds for a model of any size.
+    It covers config.json, and of each safetensors file its size and 64 evenly spaced blocks of 1 MiB (of up to 64 MiB
+    everything), so that it takes seconds for a model of any size.
     """
     digest = hashlib.blake2b(digest_size=16)
     for path in [folder / "config.json", *sorted(folder.glob("*.safetensors"))]:
         size = path.stat().st_size
         digest.update(f"{path.name}:{size}".encode())
         with path.open("rb") as file:
-            for offset in sorted({max(0, size - _BLOCK) * i // (_SAMPLES - 1) for i in range(_SAMPLES)}):
-                file.seek(offset)
+            if size <= _SAMPLES * _BLOCK:
+                digest.update(file.read())
+                continue
+            for i in range(_SAMPLES):
+                file.seek((size - _BLOCK) * i // (_SAMPLES - 1))
                 digest.update(file.read(_BLOCK))
     return digest.hexdigest()
