@@ -15,42 +15,43 @@ import argparse
 import json
 import re
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from benchmarks import report
 from benchmarks.study.intervals import interval
+from qerl_pl.evaluation.metrics import extra_metric
 
 Metrics = dict[str, float]
 
 
-def read_reports(folders: Iterable[Path]) -> dict[tuple[str, str], dict[str, Metrics]]:
+def by_rounding(evaluations: Mapping[Path, Any]) -> dict[tuple[str, str], dict[str, Metrics]]:
     """The metrics of each policy and method, by rounding; those of an extra sampling name its temperature.
 
     Args:
-        folders: Folders with an `evaluation.json`, each in the folder of a run.
+        evaluations: The contents of `evaluation.json` by its folder, which is in the folder of a run.
     """
     reports: dict[tuple[str, str], dict[str, Metrics]] = {}
-    for folder in folders:
+    for folder, one in evaluations.items():
         levels = dict(level.split("=", 1) for level in folder.resolve().parent.name.split(","))
-        one = json.loads((folder / "evaluation.json").read_text())
         (only,) = one["sets"].values()
         metrics = {name: float(metric["value"]) for name, metric in only["metrics"].items()}
         for extra, settings in one["extra_sampling"].items():
-            label = f", temperature {settings['sampling']['temperature']}"
-            for name in [name for name in metrics if name.startswith(f"{extra}_")]:
-                metrics[name.removeprefix(f"{extra}_") + label] = metrics.pop(name)
+            prefix, label = extra_metric(extra, ""), f", temperature {settings['sampling']['temperature']}"
+            for name in [name for name in metrics if name.startswith(prefix)]:
+                metrics[name.removeprefix(prefix) + label] = metrics.pop(name)
         reports.setdefault((levels["policy"], levels["method"]), {})[levels["rounding"]] = metrics
     return reports
 
 
-def machines(folders: Iterable[Path]) -> dict[str, str]:
-    """Processor and versions of the reports; values that differ are joined by "and"."""
-    values: dict[str, list[str]] = {}
-    for folder in folders:
-        for key, value in json.loads((folder / "evaluation.json").read_text())["machine"].items():
-            values.setdefault(key, []).append(value)
-    return {key: " and ".join(sorted(set(each))) for key, each in values.items()}
+def machines(evaluations: Iterable[Any]) -> dict[str, str]:
+    """Processor and versions of the evaluations; values that differ are joined by "and"."""
+    values: dict[str, set[str]] = {}
+    for one in evaluations:
+        for key, value in one["machine"].items():
+            values.setdefault(key, set()).add(value)
+    return {key: " and ".join(sorted(each)) for key, each in values.items()}
 
 
 def table(methods: tuple[str, str], reports: dict[tuple[str, str], dict[str, Metrics]]) -> str:
@@ -76,9 +77,10 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--commit", required=True, help="of the evaluations")
     parser.add_argument("--out", type=Path, default=report.ROOT / "benchmarks" / "results")
     args = parser.parse_args(words)
-    reports = read_reports(args.folders)
+    evaluations = {folder: json.loads((folder / "evaluation.json").read_text()) for folder in args.folders}
+    reports = by_rounding(evaluations)
     results = {f"policy={policy},method={method}": runs for (policy, method), runs in reports.items()}
-    where = machines(args.folders) | {"commit": args.commit}
+    where = machines(evaluations.values()) | {"commit": args.commit}
     report.write(args.out, args.name, table((args.first, args.second), reports), results, where)
 
 
