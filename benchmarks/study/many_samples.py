@@ -45,11 +45,11 @@ def by_rounding(evaluations: Mapping[Path, Any]) -> dict[tuple[str, str], dict[s
     return reports
 
 
-def machines(evaluations: Iterable[Any]) -> dict[str, str]:
-    """Processor and versions of the evaluations; values that differ are joined by "and"."""
+def machines(measured_on: Iterable[Mapping[str, str]]) -> dict[str, str]:
+    """Processor and versions of several measurements; values that differ are joined by "and"."""
     values: dict[str, set[str]] = {}
-    for one in evaluations:
-        for key, value in one["machine"].items():
+    for machine in measured_on:
+        for key, value in machine.items():
             values.setdefault(key, set()).add(value)
     return {key: " and ".join(sorted(each)) for key, each in values.items()}
 
@@ -80,7 +80,7 @@ def main(words: Sequence[str] | None = None) -> None:
     evaluations = {folder: json.loads((folder / "evaluation.json").read_text()) for folder in args.folders}
     reports = by_rounding(evaluations)
     results = {f"policy={policy},method={method}": runs for (policy, method), runs in reports.items()}
-    where = machines(evaluations.values()) | {"commit": args.commit}
+    where = machines(one["machine"] for one in evaluations.values()) | {"commit": args.commit}
     report.write(args.out, args.name, table((args.first, args.second), reports), results, where)
 
 

@@ -15,6 +15,7 @@ POINTS = 60
 """Most points of a curve; longer curves are averaged over intervals of equal length."""
 CURVES = {
     "reward": "reward/mean",
+    "accuracy": "reward/accuracy",
     "entropy": "policy/entropy",
     "sampler_entropy": "completions/sampler_entropy",
     "without_signal": "completions/groups_without_signal_frac",
@@ -23,6 +24,9 @@ CURVES = {
     "kl": "policy/kl",
     "grad_norm": "optim/grad_norm",
     "mismatch": "mismatch/logprob_abs_mean",
+    "weight": "mismatch/is_weight_mean",
+    "ess": "mismatch/ess",
+    "rejected": "mismatch/rejected_frac",
     "noise": "aqn/measured_std",
 }
 SECONDS = ("check", "sync", "rollout", "reward", "update", "sleep", "wait")

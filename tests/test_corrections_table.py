@@ -1,0 +1,117 @@
+"""The table of corrections in training, by hand."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from pages import ROOT
+
+from benchmarks.study.corrections import at_largest_sigma, held_out, main, quarter, without_noise
+from benchmarks.study.rows import write_rows
+
+
+def row(seed: int, method: str, correction: str, noise: list[float] | None, shift: float = 0.0) -> dict[str, Any]:
+    """A run of eight rollouts."""
+    curves = {
+        "reward": [shift + 0.1 * one for one in range(8)],
+        "accuracy": [0.0] * 6 + [0.5, 0.7],
+        "length": [100.0, 300.0, *[0.0] * 6],
+        "weight": [1.0, 0.5, 0.25, 0.125, 1.0, 1.0, 1.0, 1.0],
+        "ess": [0.8, 0.6, 0.4, 0.2, 1.0, 1.0, 1.0, 1.0],
+        "rejected": [0.0, 0.4, *[0.0] * 6],
+    }
+    levels = {"seed": seed, "method": method, "correction": correction}
+    return {
+        "run": f"{seed}-{method}-{correction}",
+        "levels": levels,
+        "curves": curves | ({"noise": noise} if noise else {}),
+        "held_out": {"val/reward_accuracy": [[0, 0.1], [8, 0.3 + shift]]} if seed == 100 else {},
+        "where": {"gpu": f"GPU {seed % 2}", "commit": "abc", "values": {"starts": "x"}},
+    }
+
+
+LABELS = {"nvfp4": "NVFP4", "nvfp4_aqn": "NVFP4 + AQN"}
+NOISE = [0.0, 0.0, 0.01, 0.00999, 0.005, 0.002, 0.001, 0.001]
+
+
+def test_curves_are_averaged_over_the_rollouts_of_a_quarter_and_of_a_sigma() -> None:
+    noisy, quiet = row(100, "nvfp4_aqn", "off", NOISE), row(100, "nvfp4", "off", None)
+    assert quarter(noisy, "reward", 0) == pytest.approx(0.05) and quarter(noisy, "reward", 3) == pytest.approx(0.65)
+    assert (without_noise(noisy, "weight"), at_largest_sigma(noisy, "weight")) == (0.75, 0.1875)
+    assert (without_noise(quiet, "ess"), at_largest_sigma(quiet, "ess")) == (0.75, None)
+    assert held_out(noisy, "val/reward_accuracy") == 0.3 and held_out(noisy, "val/accuracy") is None
+
+
+def test_the_table_has_means_over_seeds(tmp_path: Path) -> None:
+    rows = [
+        row(100, "nvfp4_aqn", "sequence_mask", NOISE),
+        row(101, "nvfp4_aqn", "sequence_mask", NOISE, shift=0.02),
+        row(100, "nvfp4", "token_tis", None),
+    ]
+    file = tmp_path / "long.jsonl"
+    write_rows(file, {one["run"]: one for one in rows})
+    main([str(file), "--out", str(tmp_path)])
+    text = (tmp_path / "long.md").read_text()
+    assert text.endswith("\n\nMeasured with gpu GPU 0 and GPU 1, commit abc.\n")
+    lines = [line.strip("| ").split(" | ") for line in text.splitlines()[2:4]]
+    # Two seeds 0.02 apart: the standard error of 0.01 times the quantile 12.706.
+    assert lines[0][:5] == ["NVFP4 + AQN", "`sequence_mask`", "2", "0.060 ± 0.127", "0.660 ± 0.127"]
+    assert lines[0][5:8] == ["0.000 ± 0.000", "0.600 ± 0.000", "0.300"]  # one seed alone has a held-out measurement
+    assert lines[0][8:10] == ["200 ± 0", "0 ± 0"]
+    assert lines[1] == [
+        *("NVFP4", "`token_tis`", "1", "0.050", "0.650", "0.000", "0.600", "0.300"),
+        *("200", "0", "0.734", "-", "0.750", "-", "5.0%"),
+    ]
+    (first, *_) = json.loads((tmp_path / "long.json").read_text())["results"]
+    assert first["weight at the largest sigma"] == 0.1875 and first["seed"] == 100
+
+
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+@pytest.mark.parametrize("file", sorted(RESULTS.glob("long_answers*.jsonl")), ids=lambda file: file.stem)
+def test_the_measured_table_is_that_of_its_rows(file: Path) -> None:
+    """Recomputed with numpy."""
+    runs: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for line in file.read_text().splitlines():
+        one = json.loads(line)
+        runs.setdefault((one["levels"]["method"], one["levels"]["correction"]), []).append(one)
+    _, _, *lines = file.with_suffix(".md").read_text().partition("\n\n")[0].splitlines()
+    assert len(lines) == len(runs)
+    for line, ((method, correction), rows) in zip(lines, runs.items(), strict=True):
+        label, name, seeds, *cells = line.strip("| ").split(" | ")
+        assert (label, name, int(seeds)) == (LABELS[method], f"`{correction}`", len(rows))
+        curves = {curve: np.array([row["curves"][curve] for row in rows]) for curve in rows[0]["curves"]}
+        quarters = [curves[curve].reshape(len(rows), 4, -1) for curve in ("reward", "accuracy", "length")]
+        expected = [part[:, which].mean() for part in quarters for which in (0, 3)]
+        noise = curves.get("noise", np.zeros_like(curves["reward"]))
+        quiet, loud = noise == 0, (noise > 0) & (noise > 0.99 * noise.max())
+        expected += [curves[curve][mask].mean() for curve in ("weight", "ess") for mask in (quiet, loud) if mask.any()]
+        measured = [cell.partition(" ")[0] for cell in (*cells[:4], *cells[5:-1]) if cell != "-"]
+        for shown, value in zip(measured, expected, strict=True):
+            assert float(shown) == pytest.approx(value, abs=0.5 if "." not in shown else 0.0005)
+        assert cells[-1].partition(" ")[0] == f"{curves['rejected'].mean():.1%}"
+        last = [row["held_out"]["val/reward_accuracy"][-1][1] for row in rows if row["held_out"]]
+        assert cells[4].partition(" ")[0] == (f"{np.mean(last):.3f}" if last else "-")
+
+
+def test_the_page_has_the_figures_of_the_table() -> None:
+    rows = json.loads((RESULTS / "long_answers_pilot.json").read_text())["results"]
+    text = (ROOT / "docs" / "off-policy.md").read_text().partition("## In training")[2].partition("\n## ")[0]
+    lines = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ") and "`" in line]
+    assert len(lines) == len(rows)
+    for (run, reward, *cells), row in zip(lines, rows, strict=True):
+        kind = "no noise" if row["method"] == "nvfp4" else "AQN"
+        assert run == f"{kind}, `{row['correction']}`"
+        assert reward == f"{row['reward, first quarter']:.3f}, {row['reward, last quarter']:.3f}"
+        expected = [
+            row[f"{name} {when}"]
+            for name in ("weight", "effective sample size")
+            for when in ("without noise", "at the largest sigma")
+        ]
+        assert [None if cell == "-" else float(cell) for cell in cells[:4]] == [
+            None if value is None else round(value, 3) for value in expected
+        ]
+        assert cells[4] in (f"{row['rejected']:.0%}".replace("%", " %"), f"{row['rejected']:.1%}".replace("%", " %"))
