@@ -7,7 +7,7 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +44,15 @@ def _commit() -> str:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (FileNotFoundError, subprocess.CalledProcessError):
         return ""
+
+
+def machines(measured_on: Iterable[Mapping[str, str]]) -> dict[str, str]:
+    """Processor and versions of several measurements; values that differ are joined by "and"."""
+    values: dict[str, set[str]] = {}
+    for machine in measured_on:
+        for key, value in machine.items():
+            values.setdefault(key, set()).add(value)
+    return {key: " and ".join(sorted(each)) for key, each in values.items()}
 
 
 def wilson(successes: int, count: int) -> tuple[float, float]:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from pages import ROOT
 
-from benchmarks.study.corrections import at_largest_sigma, held_out, main, quarter, without_noise
+from benchmarks.study.corrections import COLUMNS, at_largest_sigma, main, quarter, without_noise
 from benchmarks.study.rows import write_rows
 
 
@@ -26,7 +26,8 @@ def row(seed: int, method: str, correction: str, noise: list[float] | None, shif
     return {
         "run": f"{seed}-{method}-{correction}",
         "levels": levels,
-        "curves": curves | ({"noise": noise} if noise else {}),
+        "curves": curves | ({"noise": [*noise]} if noise else {}),
+        "ended": "done",
         "held_out": {"val/reward_accuracy": [[0, 0.1], [8, 0.3 + shift]]} if seed == 100 else {},
         "where": {"gpu": f"GPU {seed % 2}", "commit": "abc", "values": {"starts": "x"}},
     }
@@ -41,7 +42,16 @@ def test_curves_are_averaged_over_the_rollouts_of_a_quarter_and_of_a_sigma() -> 
     assert quarter(noisy, "reward", 0) == pytest.approx(0.05) and quarter(noisy, "reward", 3) == pytest.approx(0.65)
     assert (without_noise(noisy, "weight"), at_largest_sigma(noisy, "weight")) == (0.75, 0.1875)
     assert (without_noise(quiet, "ess"), at_largest_sigma(quiet, "ess")) == (0.75, None)
-    assert held_out(noisy, "val/reward_accuracy") == 0.3 and held_out(noisy, "val/accuracy") is None
+    held_out, _ = COLUMNS["right numbers, held-out rows"]
+    assert held_out(noisy) == 0.3 and held_out(row(101, "nvfp4_aqn", "off", NOISE)) is None
+
+
+def test_an_interrupted_rollout_is_a_gap() -> None:
+    one = row(100, "nvfp4_aqn", "off", NOISE)
+    for curve in one["curves"].values():
+        curve[1] = curve[3] = None
+    assert quarter(one, "reward", 0) == 0.0 and without_noise(one, "weight") == 1.0
+    assert at_largest_sigma(one, "weight") == 0.25 and COLUMNS["rejected"][0](one) == 0.0
 
 
 def test_the_table_has_means_over_seeds(tmp_path: Path) -> None:

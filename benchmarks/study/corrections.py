@@ -9,45 +9,46 @@ have no noise; sigma is at its largest in those that follow.
 
 import argparse
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from benchmarks import report
-from benchmarks.study.claims import Row
-from benchmarks.study.intervals import interval
-from benchmarks.study.many_samples import machines
+from benchmarks.study.claims import ACCURACY, Row
+from benchmarks.study.findings import unit_of
 from benchmarks.study.plan import read_plan
 from benchmarks.study.rows import read_rows
+from benchmarks.study.tables import mean
 
-PLAN = Path(__file__).with_name("long_answers.yaml")
+PLAN = read_plan(Path(__file__).with_name("long_answers.yaml"))
 NEAR = 0.99
 """Of the largest sigma: rollouts at it differ in how it was measured."""
+
+
+def average(values: Iterable[float | None]) -> float:
+    """Mean of a curve's points but the gaps that an interruption left."""
+    return statistics.fmean(value for value in values if value is not None)
 
 
 def quarter(row: Row, curve: str, number: int) -> float:
     """Mean of a curve over one of its four quarters, counted from 0."""
     values = row["curves"][curve]
-    return statistics.fmean(values[len(values) * number // 4 : len(values) * (number + 1) // 4])
+    return average(values[len(values) * number // 4 : len(values) * (number + 1) // 4])
 
 
 def without_noise(row: Row, curve: str) -> float:
     """Mean of a curve over the rollouts without noise."""
     values = row["curves"][curve]
     noise = row["curves"].get("noise", [0.0] * len(values))
-    return statistics.fmean(value for value, sigma in zip(values, noise, strict=True) if not sigma)
+    return average(value for value, sigma in zip(values, noise, strict=True) if not sigma)
 
 
 def at_largest_sigma(row: Row, curve: str) -> float | None:
     """Mean of a curve over the rollouts with the largest sigma; None without noise."""
-    noise = row["curves"].get("noise", [])
-    pairs = zip(row["curves"][curve], noise, strict=False)
-    return statistics.fmean(value for value, sigma in pairs if sigma > NEAR * max(noise)) if any(noise) else None
-
-
-def held_out(row: Row, tag: str) -> float | None:
-    """The last measurement on held-out rows; None if there is none."""
-    points = row["held_out"].get(tag, [])
-    return float(points[-1][1]) if points else None
+    noise = [sigma or 0.0 for sigma in row["curves"].get("noise", [])]
+    if not any(noise):
+        return None
+    pairs = zip(row["curves"][curve], noise, strict=True)
+    return average(value for value, sigma in pairs if sigma > NEAR * max(noise))
 
 
 COLUMNS: dict[str, tuple[Callable[[Row], float | None], str]] = {
@@ -55,14 +56,14 @@ COLUMNS: dict[str, tuple[Callable[[Row], float | None], str]] = {
     "reward, last quarter": (lambda row: quarter(row, "reward", 3), ".3f"),
     "right numbers, first quarter": (lambda row: quarter(row, "accuracy", 0), ".3f"),
     "right numbers, last quarter": (lambda row: quarter(row, "accuracy", 3), ".3f"),
-    "right numbers, held-out rows": (lambda row: held_out(row, "val/reward_accuracy"), ".3f"),
+    "right numbers, held-out rows": (lambda row: ACCURACY.of(row, PLAN.measure), ".3f"),
     "tokens, first quarter": (lambda row: quarter(row, "length", 0), ".0f"),
     "tokens, last quarter": (lambda row: quarter(row, "length", 3), ".0f"),
     "weight without noise": (lambda row: without_noise(row, "weight"), ".3f"),
     "weight at the largest sigma": (lambda row: at_largest_sigma(row, "weight"), ".3f"),
     "effective sample size without noise": (lambda row: without_noise(row, "ess"), ".3f"),
     "effective sample size at the largest sigma": (lambda row: at_largest_sigma(row, "ess"), ".3f"),
-    "rejected": (lambda row: statistics.fmean(row["curves"]["rejected"]), ".1%"),
+    "rejected": (lambda row: average(row["curves"]["rejected"]), ".1%"),
 }
 """How each is measured, and its format. A rejected token has the weight 0; the effective sample size and the rejected
 are shares of the tokens."""
@@ -73,19 +74,13 @@ def table(rows: Sequence[Row]) -> str:
     groups: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         groups.setdefault((row["levels"]["method"], row["levels"]["correction"]), []).append(row)
-    plan, lines = read_plan(PLAN), []
+    lines = []
     for (method, correction), runs in groups.items():
-        cells = [_mean([measure(row) for row in runs], form) for measure, form in COLUMNS.values()]
-        lines.append([plan.label("method", method), f"`{correction}`", len(runs), *cells])
+        cells = [
+            mean(PLAN, {unit_of(PLAN, row): measure(row) for row in runs}, form) for measure, form in COLUMNS.values()
+        ]
+        lines.append([PLAN.label("method", method), f"`{correction}`", len(runs), *cells])
     return report.markdown(["method", "correction", "seeds", *COLUMNS], lines)
-
-
-def _mean(values: Sequence[float | None], form: str) -> str:
-    measured = [value for value in values if value is not None]
-    if not measured:
-        return "-"
-    mean = interval(measured)
-    return f"{mean.mean:{form}}" + (f" ± {mean.high - mean.mean:{form}}" if mean.count > 1 else "")
 
 
 def main(words: Sequence[str] | None = None) -> None:
@@ -94,7 +89,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=report.ROOT / "benchmarks" / "results")
     args = parser.parse_args(words)
     rows = list(read_rows(args.rows).values())
-    where = machines({key: str(value) for key, value in row["where"].items() if key != "values"} for row in rows)
+    where = report.machines({key: str(value) for key, value in row["where"].items() if key != "values"} for row in rows)
     results = [row["levels"] | {name: measure(row) for name, (measure, _) in COLUMNS.items()} for row in rows]
     report.write(args.out, args.rows.stem, table(rows), results, where)
 

@@ -15,7 +15,7 @@ import argparse
 import json
 import re
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,15 +45,6 @@ def by_rounding(evaluations: Mapping[Path, Any]) -> dict[tuple[str, str], dict[s
     return reports
 
 
-def machines(measured_on: Iterable[Mapping[str, str]]) -> dict[str, str]:
-    """Processor and versions of several measurements; values that differ are joined by "and"."""
-    values: dict[str, set[str]] = {}
-    for machine in measured_on:
-        for key, value in machine.items():
-            values.setdefault(key, set()).add(value)
-    return {key: " and ".join(sorted(each)) for key, each in values.items()}
-
-
 def table(methods: tuple[str, str], reports: dict[tuple[str, str], dict[str, Metrics]]) -> str:
     """Greedy accuracy and pass@k of two methods, and their difference, a row for each policy and metric."""
     rows, (first, second) = [], methods
@@ -80,7 +71,7 @@ def main(words: Sequence[str] | None = None) -> None:
     evaluations = {folder: json.loads((folder / "evaluation.json").read_text()) for folder in args.folders}
     reports = by_rounding(evaluations)
     results = {f"policy={policy},method={method}": runs for (policy, method), runs in reports.items()}
-    where = machines(one["machine"] for one in evaluations.values()) | {"commit": args.commit}
+    where = report.machines(one["machine"] for one in evaluations.values()) | {"commit": args.commit}
     report.write(args.out, args.name, table((args.first, args.second), reports), results, where)
 
 

@@ -120,7 +120,9 @@ def method_table(plan: Plan, rows: Sequence[Row]) -> str:
                 count = len({unit[:1] for unit in runs})
                 curves = [(plan.measure, statistic) for statistic in (REWARD, GROWTH, ENTROPY, SILENT, MISMATCH)]
                 cells = [
-                    mean(plan, {unit: statistic.of(row, measure) for unit, row in runs.items()}, statistic.digits)
+                    mean(
+                        plan, {unit: statistic.of(row, measure) for unit, row in runs.items()}, f".{statistic.digits}f"
+                    )
                     for measure, statistic in (*accuracies, *curves)
                 ]
                 cells += cost(plan, rows, levels) if timed else []
@@ -141,13 +143,13 @@ def _other_samplings(plan: Plan, tags: set[str]) -> list[str]:
     return sorted(tag for tag in tags if tag.rpartition("/")[0] == where and tag.endswith("_pass@1"))
 
 
-def mean(plan: Plan, values: Mapping[Unit, float | None], digits: int = 3) -> str:
+def mean(plan: Plan, values: Mapping[Unit, float | None], form: str = ".3f") -> str:
     """Mean of one value per unit with the half-width of its interval."""
     found = interval_of(plan, {unit: value for unit, value in values.items() if value is not None})
     if found is None:
         return "-"
-    spread = f" ± {found.high - found.mean:.{digits}f}" if found.count > 1 else ""
-    return f"{found.mean:.{digits}f}{spread}"
+    spread = f" ± {found.high - found.mean:{form}}" if found.count > 1 else ""
+    return f"{found.mean:{form}}{spread}"
 
 
 def alone(row: Row) -> bool:
@@ -159,4 +161,4 @@ def cost(plan: Plan, rows: Sequence[Row], levels: Levels) -> tuple[str, str]:
     """Seconds of rollouts and updates and peak GiB at these levels, of runs that had the GPU to themselves."""
     found = {unit_of(plan, row): row for row in at(plan, rows, levels) if alone(row)}
     seconds = {unit: row["seconds"][-1] if row["seconds"] else None for unit, row in found.items()}
-    return mean(plan, seconds, 0), mean(plan, {unit: row["peak_gib"] for unit, row in found.items()}, 2)
+    return mean(plan, seconds, ".0f"), mean(plan, {unit: row["peak_gib"] for unit, row in found.items()}, ".2f")
