@@ -33,16 +33,22 @@ def test_rows_are_the_same_each_time_and_differ_from_each_other() -> None:
 @pytest.mark.parametrize(
     ("completion", "share"),
     [
-        ("<think>1 + 1</think><answer>2; 4; 1,006</answer>", 1.0),
-        ("<answer>2;4</answer>", 2 / 3),  # the third is missing
-        ("<answer>4; 2; 1006; 8</answer>", 1 / 3),  # each at its place; one too many
-        ("<answer>2; four; 1006.</answer>", 2 / 3),
-        ("<answer>1</answer><answer>2; 4; 1006", 0.0),
+        ("<think>1. 1 + 1 = 2.\n2. It is 4\n3. So 503 + 503 = 1006.</think><answer>9</answer>", 1.0),
+        ("1. 2\n3. He has $1,006.", 2 / 3),  # the second is missing
+        ("1. 2\nor 3\n2. 4 is 5 less 1", 0.0),  # the last number of each counts
+        ("<think>1. 4\n2. 2\n3. 1006\n4. 8", 1 / 3),  # each at its number; one too many
+        ("1. 3\n2. 4\n1. 2", 2 / 3),  # of two with a number, the last
         ("2; 4; 1006", 0.0),
+        ("1. none\n</think><answer>1. 2\n2. 4\n3. 1006</answer>", 0.0),
     ],
 )
-def test_the_reward_is_the_share_of_right_numbers(completion: str, share: float) -> None:
+def test_the_reward_is_the_share_of_solutions_with_the_right_number(completion: str, share: float) -> None:
     assert share_right([completion], ["1 + 1 = 2.\n#### 2; 4; 1,006"], question=["?"]) == [pytest.approx(share)]
+
+
+def test_a_written_answer_is_right() -> None:
+    (row,) = long_rows(ROWS, 3, 1)
+    assert share_right([row["answer"].partition("\n####")[0]], [row["answer"]]) == [1.0]
 
 
 def test_a_folder_of_gsm8k_becomes_one_of_long_rows(tmp_path: Path) -> None:

@@ -10,13 +10,15 @@ out the next; `long_answers.yaml` trains on the others. The three have no questi
 import argparse
 import itertools
 import random
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from benchmarks.study.word_problems import easy_rows, write_rows
-from qerl_pl.rewards.answers import last_tagged, parse_number
+from qerl_pl.rewards.answers import answer_of, parse_number
 from qerl_pl.seeds import stream_seed
 
+NUMBERED = re.compile(r"^(\d+)\. ", re.MULTILINE)
 INSTRUCTION = (
     "Solve these {count} problems one after the other. Give their numbers in this order, separated by semicolons."
 )
@@ -44,12 +46,14 @@ def long_rows(rows: Sequence[dict[str, str]], questions: int, count: int, seed: 
 
 
 def share_right(completions: Sequence[str], answer: Sequence[str], **columns: object) -> list[float]:
-    """The share of the numbers that a completion's last <answer>...</answer> has right, each at its place."""
+    """The share of the questions whose numbered solution, before <answer>, ends in the right number."""
     shares = []
     for completion, reference in zip(completions, answer, strict=True):
         expected = [parse_number(number) for number in reference.rpartition("####")[2].split(";")]
-        given = [parse_number(number) for number in (last_tagged(completion, "answer") or "").split(";")]
-        right = sum(one is not None and one == other for one, other in zip(expected, given, strict=False))
+        _, *parts = NUMBERED.split(completion.partition("<answer>")[0].replace("<think>", ""))
+        solutions = dict(zip(parts[::2], parts[1::2], strict=True))
+        given = [parse_number(answer_of(solutions.get(str(n), ""), None) or "") for n in range(1, len(expected) + 1)]
+        right = sum(one is not None and one == other for one, other in zip(expected, given, strict=True))
         shares.append(right / len(expected))
     return shares
 
