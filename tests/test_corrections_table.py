@@ -116,6 +116,9 @@ def test_the_page_has_the_figures_of_the_table() -> None:
         groups.setdefault(f"{kind}, `{row['correction']}`", []).append(row)
     text = (ROOT / "docs" / "off-policy.md").read_text().partition("## In training")[2].partition("\n## ")[0]
     lines = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ") and "`" in line]
+    start = json.loads((RESULTS / "long_answers_start.json").read_text())["sampled"]["solutions"]
+    error = np.std(start, ddof=1) / len(start) ** 0.5
+    assert f"at {np.mean(start):.3f} with a standard error of {error:.3f}." in text
     assert [line[0] for line in lines] == list(groups)
     for (_, *cells), rows in zip(lines, groups.values(), strict=True):
         names = ["reward, first quarter", "reward, last quarter"]
