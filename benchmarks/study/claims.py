@@ -28,8 +28,8 @@ class Statistic:
     """The least-squares slope of the curve instead of its mean."""
     tag: str = ""
     """Another held-out accuracy than the study's measure: "accuracy" (greedy) or "pass@1" (sampled)."""
-    digits: int = 3
-    """Decimal places of its mean in a table."""
+    format_spec: str = ".3f"
+    """Of its mean in a table."""
 
     def of(self, row: Row, measure: str) -> float | None:
         """The metric of a row, None if the row lacks it. A diverged run has accuracy 0."""
@@ -75,7 +75,7 @@ REWARD = Statistic("mean reward", "reward")
 GROWTH = Statistic("reward growth, first half (per 100 rollouts)", "reward", 0.5, ", growth", growth=True)
 """Rewards flatten in the second half. A slope uses every rollout of the first; differences of its ends use few."""
 MISMATCH = Statistic(
-    "mean absolute difference of log-probabilities, trainer against sampler (nats)", "mismatch", digits=4
+    "mean absolute difference of log-probabilities, trainer against sampler (nats)", "mismatch", format_spec=".4f"
 )
 SILENT = Statistic("mean share of groups without signal", "without_signal")
 ACCURACY = Statistic("final held-out accuracy", "held out")
@@ -132,7 +132,7 @@ def claims(plan: Plan) -> list[Claim]:
     beaten = (lora, "nf4")
     greedy = plan.measure == other(plan.measure, "accuracy")
     second, name = (SAMPLED, "sampled accuracy") if greedy else (GREEDY, "greedy accuracy")
-    found = [
+    tested = [
         Claim(
             "accuracy",
             "NVFP4 with adaptive noise reaches a higher accuracy than 16-bit LoRA and QLoRA (NF4).",
@@ -218,13 +218,13 @@ def claims(plan: Plan) -> list[Claim]:
             [_method(aqn, own, SILENT), _method(own, aqn, REWARD), _method(own, aqn, ACCURACY)],
         ),
     ]
-    compared = [contrast for claim in found for contrast in claim.contrasts]
+    compared = [contrast for claim in tested for contrast in claim.contrasts]
     reference = plan.compare[1]
     rest = [_method(str(method), reference, ACCURACY, "not below", MARGIN) for method in _levels(plan, "method")]
     rest = [one for one in rest if one.first != one.second and replace(one, rule="above", margin=0.0) not in compared]
     label = plan.label("method", reference)
     text = f"Our addition: every other method ends at most {MARGIN} below {label}."
-    return [*found, Claim("other methods", text, f"Do all other methods end near {label} (within {MARGIN})?", rest)]
+    return [*tested, Claim("other methods", text, f"Do all other methods end near {label} (within {MARGIN})?", rest)]
 
 
 def _levels(plan: Plan, factor: str) -> list[Any]:

@@ -77,7 +77,8 @@ def table(rows: Sequence[Row]) -> str:
     lines = []
     for (method, correction), runs in groups.items():
         cells = [
-            mean(PLAN, {unit_of(PLAN, row): measure(row) for row in runs}, form) for measure, form in COLUMNS.values()
+            mean(PLAN, {unit_of(PLAN, row): measure(row) for row in runs}, format_spec)
+            for measure, format_spec in COLUMNS.values()
         ]
         lines.append([PLAN.label("method", method), f"`{correction}`", len(runs), *cells])
     return report.markdown(["method", "correction", "seeds", *COLUMNS], lines)

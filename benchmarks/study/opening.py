@@ -69,16 +69,16 @@ def _summary(kinds: Sequence[str], names: Sequence[str], negligible: float) -> l
         "lower": f"No: {first} ends below {second}.",
         "undecided": f"Undecided: {first} and {second} may end alike or not.",
     }
-    found = set(kinds)
-    if not found:
+    outcomes = set(kinds)
+    if not outcomes:
         return [f"This study cannot say: {second} has reached its ceiling, or runs are missing."]
-    if len(found) == 1:
-        return [said[found.pop()]]
-    if "unequal" in found:
+    if len(outcomes) == 1:
+        return [said[outcomes.pop()]]
+    if "unequal" in outcomes:
         return [said["unequal"]]
-    return [
-        "Yes." if found == {"higher", "as high"} else "Mixed: policies differ." if "lower" in found else "Undecided."
-    ]
+    if outcomes == {"higher", "as high"}:
+        return ["Yes."]
+    return ["Mixed: policies differ." if "lower" in outcomes else "Undecided."]
 
 
 def deciding(plan: Plan, rows: Sequence[Row]) -> list[dict[str, Level]]:

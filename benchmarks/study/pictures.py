@@ -109,8 +109,8 @@ def _band(
 ) -> None:
     """Plot the mean of the curves, and its 95 % interval, at every point that all of them have."""
     places = sorted(set.intersection(*map(set, curves.values()))) if curves else []  # fewer seeds are not comparable
-    found = [interval_of(plan, {unit: curve[place] for unit, curve in curves.items()}) for place in places]
-    intervals = [one for one in found if one is not None]
+    estimates = [interval_of(plan, {unit: curve[place] for unit, curve in curves.items()}) for place in places]
+    intervals = [interval for interval in estimates if interval is not None]
     marker = "o" if len(places) < 12 else None
     (line, _), colour = style
     means = [one.mean for one in intervals]

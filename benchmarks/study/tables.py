@@ -120,9 +120,7 @@ def method_table(plan: Plan, rows: Sequence[Row]) -> str:
                 count = len({unit[:1] for unit in runs})
                 curves = [(plan.measure, statistic) for statistic in (REWARD, GROWTH, ENTROPY, SILENT, MISMATCH)]
                 cells = [
-                    mean(
-                        plan, {unit: statistic.of(row, measure) for unit, row in runs.items()}, f".{statistic.digits}f"
-                    )
+                    mean(plan, {unit: statistic.of(row, measure) for unit, row in runs.items()}, statistic.format_spec)
                     for measure, statistic in (*accuracies, *curves)
                 ]
                 cells += cost(plan, rows, levels) if timed else []
@@ -133,8 +131,8 @@ def method_table(plan: Plan, rows: Sequence[Row]) -> str:
 def _largest_k(plan: Plan, tags: set[str]) -> list[str]:
     """The tag of pass@k for the largest k > 1 that the runs measured, in a list; empty if none did."""
     stem = other(plan.measure, "pass@")
-    found = {int(tag.removeprefix(stem)) for tag in tags if tag.startswith(stem)} - {1}
-    return [f"{stem}{max(found)}"] if found else []
+    ks = {int(tag.removeprefix(stem)) for tag in tags if tag.startswith(stem)} - {1}
+    return [f"{stem}{max(ks)}"] if ks else []
 
 
 def _other_samplings(plan: Plan, tags: set[str]) -> list[str]:
@@ -143,13 +141,13 @@ def _other_samplings(plan: Plan, tags: set[str]) -> list[str]:
     return sorted(tag for tag in tags if tag.rpartition("/")[0] == where and tag.endswith("_pass@1"))
 
 
-def mean(plan: Plan, values: Mapping[Unit, float | None], form: str = ".3f") -> str:
+def mean(plan: Plan, values: Mapping[Unit, float | None], format_spec: str) -> str:
     """Mean of one value per unit with the half-width of its interval."""
-    found = interval_of(plan, {unit: value for unit, value in values.items() if value is not None})
-    if found is None:
+    interval = interval_of(plan, {unit: value for unit, value in values.items() if value is not None})
+    if interval is None:
         return "-"
-    spread = f" ± {found.high - found.mean:{form}}" if found.count > 1 else ""
-    return f"{found.mean:{form}}{spread}"
+    half_width = f" ± {interval.high - interval.mean:{format_spec}}" if interval.count > 1 else ""
+    return f"{interval.mean:{format_spec}}{half_width}"
 
 
 def alone(row: Row) -> bool:
@@ -159,6 +157,6 @@ def alone(row: Row) -> bool:
 
 def cost(plan: Plan, rows: Sequence[Row], levels: Levels) -> tuple[str, str]:
     """Seconds of rollouts and updates and peak GiB at these levels, of runs that had the GPU to themselves."""
-    found = {unit_of(plan, row): row for row in at(plan, rows, levels) if alone(row)}
-    seconds = {unit: row["seconds"][-1] if row["seconds"] else None for unit, row in found.items()}
-    return mean(plan, seconds, ".0f"), mean(plan, {unit: row["peak_gib"] for unit, row in found.items()}, ".2f")
+    runs = {unit_of(plan, row): row for row in at(plan, rows, levels) if alone(row)}
+    seconds = {unit: row["seconds"][-1] if row["seconds"] else None for unit, row in runs.items()}
+    return mean(plan, seconds, ".0f"), mean(plan, {unit: row["peak_gib"] for unit, row in runs.items()}, ".2f")
