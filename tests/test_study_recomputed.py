@@ -119,9 +119,9 @@ def test_differences_intervals_and_verdicts() -> None:
         ]
     )
     levels, rejected = np.empty(len(p_values)), True
-    for place, index in enumerate(np.argsort(p_values)):
+    for rank, index in enumerate(np.argsort(p_values)):
         if rejected:
-            level = 0.05 / (len(p_values) - place)
+            level = 0.05 / (len(p_values) - rank)
             rejected = bool(p_values[index] <= level)
         levels[index] = level
     assert len(measured) > 70 and t_quantile(0.05) == pytest.approx(2.7764, abs=1e-4)
@@ -168,7 +168,7 @@ def test_methods() -> None:
         rows = by_seed({**stratum, **dict([NAMES[label]])})
         expected: list[Array] = []
         for tag in ("val/pass@1", "val/accuracy", "val/pass@4"):
-            first, last = (np.array([row["held_out"][tag][place][1] for row in rows]) for place in (0, -1))
+            first, last = (np.array([row["held_out"][tag][point][1] for row in rows]) for point in (0, -1))
             expected += [first, last, last - first]
         expected.append(np.array([np.mean(row["curves"]["reward"]) for row in rows]))
         expected += [
@@ -225,11 +225,11 @@ def test_the_answer_has_the_differences_of_starts_and_ends() -> None:
     assert table.startswith("What you may want to know")
     for line, objective in zip(lines[1:], ("grpo", "dapo"), strict=True):
         ends = []
-        for place in (-1, 0):
+        for point in (-1, 0):
             first, second = (
                 np.array(
                     [
-                        row["held_out"]["val/pass@1"][place][1]
+                        row["held_out"]["val/pass@1"][point][1]
                         for row in by_seed({"policy": "smollm2", "objective": objective, "method": method})
                     ]
                 )

@@ -119,8 +119,8 @@ def holm(p_values: Sequence[float], confidence: float = CONFIDENCE) -> list[floa
     """
     order = sorted(range(len(p_values)), key=lambda index: p_values[index])
     levels, level, rejects = [confidence] * len(p_values), 0.0, True
-    for place, index in enumerate(order):
-        level = (1 - confidence) / (len(p_values) - place) if rejects else level
+    for rank, index in enumerate(order):
+        level = (1 - confidence) / (len(p_values) - rank) if rejects else level
         rejects = rejects and p_values[index] <= level
         levels[index] = 1 - level
     return levels

@@ -91,33 +91,35 @@ def _points(plan: Plan, measured: Sequence[Row], name: str) -> dict[Unit, Curve]
     for row in measured:
         values = row["curves"].get(name, [])
         width = rollouts_of_point(row, values) if values else 0
-        places = [(width * (point + 0.5), value) for point, value in enumerate(values)]
+        points = [(width * (index + 0.5), value) for index, value in enumerate(values)]
         if not name:
-            places = row["held_out"].get(plan.measure, [])
-        curves[unit_of(plan, row)] = {place: value for place, value in places if value is not None}
+            points = row["held_out"].get(plan.measure, [])
+        curves[unit_of(plan, row)] = {rollout: value for rollout, value in points if value is not None}
     return curves
 
 
 def _less(first: Mapping[Unit, Curve], second: Mapping[Unit, Curve]) -> dict[Unit, Curve]:
     """The first curve less the second at their common points, of the units that both have."""
     pairs = [(unit, first[unit], second[unit]) for unit in first if unit in second]
-    return {unit: {place: one[place] - two[place] for place in one if place in two} for unit, one, two in pairs}
+    return {
+        unit: {rollout: one[rollout] - two[rollout] for rollout in one if rollout in two} for unit, one, two in pairs
+    }
 
 
 def _band(
     plan: Plan, axis: Axes, curves: Mapping[Unit, Curve], style: Style, label: str, *, shade: bool = True
 ) -> None:
     """Plot the mean of the curves, and its 95 % interval, at every point that all of them have."""
-    places = sorted(set.intersection(*map(set, curves.values()))) if curves else []  # fewer seeds are not comparable
-    estimates = [interval_of(plan, {unit: curve[place] for unit, curve in curves.items()}) for place in places]
+    rollouts = sorted(set.intersection(*map(set, curves.values()))) if curves else []  # fewer seeds are not comparable
+    estimates = [interval_of(plan, {unit: curve[rollout] for unit, curve in curves.items()}) for rollout in rollouts]
     intervals = [interval for interval in estimates if interval is not None]
-    marker = "o" if len(places) < 12 else None
+    marker = "o" if len(rollouts) < 12 else None
     (line, _), colour = style
     means = [one.mean for one in intervals]
-    axis.plot(places, means, ls=line, color=colour, label=label, marker=marker, markersize=3)
+    axis.plot(rollouts, means, ls=line, color=colour, label=label, marker=marker, markersize=3)
     if shade:
         lows, highs = [one.low for one in intervals], [one.high for one in intervals]
-        axis.fill_between(places, lows, highs, color=colour, alpha=0.15, lw=0)
+        axis.fill_between(rollouts, lows, highs, color=colour, alpha=0.15, lw=0)
 
 
 def _final_accuracies(
@@ -125,7 +127,7 @@ def _final_accuracies(
 ) -> None:
     """Plot accuracies that were measured once, by method, and below their differences: all values, means, intervals."""
     reference = final.get(plan.compare[1], {})
-    for place, (method, values) in enumerate(final.items()):
+    for x, (method, values) in enumerate(final.items()):
         differences = less(values, reference) if method != plan.compare[1] else {}
         (line, filling), colour = styles[method]
         for axis, shown in zip(axes, (values, differences), strict=True):
@@ -133,9 +135,9 @@ def _final_accuracies(
             if interval is None:
                 continue
             height = list(shown.values())
-            axis.plot([place] * len(shown), height, "o", color=colour, mfc=filling, markersize=4, alpha=0.35)
+            axis.plot([x] * len(shown), height, "o", color=colour, mfc=filling, markersize=4, alpha=0.35)
             errors = [[interval.mean - interval.low], [interval.high - interval.mean]] if interval.count > 1 else None
-            bars = axis.errorbar(place, interval.mean, errors, fmt="_", color=colour, markersize=16, capsize=5)[2]
+            bars = axis.errorbar(x, interval.mean, errors, fmt="_", color=colour, markersize=16, capsize=5)[2]
             for bar in bars:
                 bar.set_linestyle(line)
     for axis in axes:
