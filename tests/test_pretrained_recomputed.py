@@ -1,9 +1,5 @@
-"""The page of the study on pretrained policies, recomputed with numpy, as it is and with all runs of the plan.
+"""The page of the study on pretrained policies, recomputed with numpy, as it is and with a run that diverged."""
 
-Runs that are not measured yet are made up.
-"""
-
-import copy
 import functools
 import json
 import math
@@ -33,42 +29,27 @@ TAGS = {"final held-out accuracy": "val/accuracy", "final sampled accuracy": "va
 NEAR = ("full fine-tuning", "other methods")  # claims that tolerate a loss of 0.03
 
 
-def made_up(levels: dict[str, Any], name: str, generator: np.random.Generator) -> dict[str, Any]:
-    """A run that ends where its method, its rounding and chance put it."""
-    last, effect = (64, 0.0) if levels["policy"] == "smollm2" else (192, -0.02 * ("nvfp4" in levels["method"]))
-    accuracy = 0.34 + effect + 0.01 * math.sin(levels["rounding"]) + 0.01 * generator.normal()
-    row: dict[str, Any] = copy.deepcopy(MEASURED[0]) | {"run": name, "levels": levels, "rollouts": last}
-    row["held_out"] = {"val/accuracy": [[last, accuracy]], "val/pass@1": [[last, 0.8 * accuracy]]}
-    for curve in row["curves"]:
-        row["curves"][curve] = list(np.linspace(0.2, 0.5, 48) + 0.05 * generator.normal(size=48))
-    return row
-
-
 @pytest.fixture(scope="module")
-def all_rows() -> list[dict[str, Any]]:
-    """All runs of the plan but one second seed; a measured one keeps its results, and one run has diverged."""
-    measured, generator = {row["run"]: row for row in MEASURED}, np.random.default_rng(0)
-    runs = [run for run in read_plan(FILE).runs if run.levels["seed"] != 119]
-    complete = [measured.get(run.name) or made_up(dict(run.levels), run.name, generator) for run in runs]
+def changed_rows() -> list[dict[str, Any]]:
+    """The measured rows but those of one second seed, and one run has diverged."""
     name, diverged = "seed=104,rounding=2,policy=qwen,method=mxfp4", {"ended": "diverged", "held_out": {}}
-    assert name in {row["run"] for row in complete}
-    return [row | diverged if row["run"] == name else row for row in complete]
+    return [row | diverged if row["run"] == name else row for row in MEASURED if row["levels"]["seed"] != 119]
 
 
 @pytest.fixture(scope="module")
-def page_of_all(all_rows: list[dict[str, Any]], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def changed_page(changed_rows: list[dict[str, Any]], tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("pages")
-    return write_evidence(read_plan(FILE), all_rows, folder, folder / "gsm8k.jsonl")
+    return write_evidence(read_plan(FILE), changed_rows, folder, folder / "gsm8k.jsonl")
 
 
-@pytest.fixture(params=["measured", "complete"])
-def rows(request: pytest.FixtureRequest, all_rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return MEASURED if request.param == "measured" else all_rows
+@pytest.fixture(params=["measured", "changed"])
+def rows(request: pytest.FixtureRequest, changed_rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return MEASURED if request.param == "measured" else changed_rows
 
 
 @pytest.fixture
-def page(rows: list[dict[str, Any]], page_of_all: Path) -> Path:
-    return ROOT / "docs" / "evidence-gsm8k.md" if rows is MEASURED else page_of_all
+def page(rows: list[dict[str, Any]], changed_page: Path) -> Path:
+    return ROOT / "docs" / "evidence-gsm8k.md" if rows is MEASURED else changed_page
 
 
 def metric(row: dict[str, Any], label: str) -> float:
@@ -162,7 +143,7 @@ def test_differences_intervals_and_verdicts(page: Path, rows: list[dict[str, Any
             level = 0.05 / (len(table) - 1 - place)
             rejected = p_values[index] <= level
         levels[index] = level
-    assert rows is MEASURED or (len(table) == 36 and {len(values) for values in measured} == {5, 10})
+    assert len(table) == 36 and {len(values) for values in measured} == {5, 10}
     for index, (row, values) in enumerate(zip(table, measured, strict=True)):
         claim, _, label = row[:3]
         mean, se, degrees = float(values.mean()), error(values), len(values) - 1
@@ -180,22 +161,19 @@ def test_the_detectable_effect_has_a_power_of_four_fifths(effect: float, degrees
     assert detectable(degrees) == pytest.approx(effect, abs=2e-3)
 
 
-def test_verdicts_of_claims_over_both_policies(page: Path, page_of_all: Path, rows: list[dict[str, Any]]) -> None:
-    planned = [tuple(row[:3]) for row in pages.rows(pages.sections(page_of_all)["Differences"])[1:]]
+def test_verdicts_of_claims_over_both_policies(page: Path) -> None:
     table = {tuple(row[:3]): row for row in pages.rows(pages.sections(page)["Differences"])[1:]}
     claims = list(dict.fromkeys(claim for claim, *_ in table))
     verdicts = pages.rows(pages.sections(page)["Verdicts"])[1:]
-    assert len(verdicts) == 10  # no run is measured before training, so that none says what it gains
-    verdicts = [cells for cells in verdicts if cells[1] != "**not measured**"]
-    assert len(claims) == len(verdicts) and (len(claims) == 10 or rows is MEASURED)
+    assert len(claims) == len(verdicts) == 10
     for claim, (_, *cells) in zip(claims, verdicts, strict=True):
         for column, cell in zip((7, 8), cells, strict=True):
             over = []
             for policy in ("Qwen2.5-Coder-0.5B", "SmolLM2-135M"):
-                own = [one for one in planned if one[0] == claim and one[1].endswith(f"({policy})")]
-                parts = {table[one][column] if one in table else "undecided" for one in own}
+                own = [one for one in table if one[0] == claim and one[1].endswith(f"({policy})")]
+                parts = {table[one][column] for one in own}
                 worst = "does not hold" if "does not hold" in parts else "holds" if parts == {"holds"} else "undecided"
-                over += [worst] if set(own) & set(table) else []
+                over += [worst] if own else []
             one = next((kind for kind in ("does not hold", "undecided") if kind in over), "holds")
             expected = "mixed" if {"holds", "does not hold"} <= set(over) else one
             assert cell.replace("*", "").partition(" (")[0] == expected, claim
@@ -231,3 +209,34 @@ def test_gpu_minutes_are_shared_by_the_runs_at_once(page: Path, rows: list[dict[
     (minutes,) = re.findall(r"about (\d+) GPU minutes", pages.sections(page)["Hardware and versions"])
     spent = np.array([[row["wall_s"], row["where"]["at_once"]] for row in rows])
     assert int(minutes) == round((spent[:, 0] / spent[:, 1]).sum() / 60)
+
+
+def test_every_run_of_the_plan_is_measured_with_its_settings() -> None:
+    assert [(run.name, run.digest) for run in read_plan(FILE).runs] == [(row["run"], row["digest"]) for row in MEASURED]
+
+
+def interval(values: Array) -> list[float]:
+    half = quantile(0.05, len(values) - 1) * error(values)
+    return [float(values.mean()), float(values.mean() - half), float(values.mean() + half)]
+
+
+def test_what_the_limits_and_the_plan_say_of_second_seeds() -> None:
+    lora16, aqn = (values_of(MEASURED, method, "qwen", "final held-out accuracy") for method in ("lora16", "nvfp4_aqn"))
+    seeds = [np.array([[one[r, 100 + 2 * r + n] for r in range(10)] for one in (lora16, aqn)]) for n in (0, 1)]
+    second_less_first = (seeds[1] - seeds[0]).mean(0)
+    (limit,) = (" ".join(one.split()) for one in PLAN["limits"] if "Second seeds" in one)
+    below, above = limit.partition("Second seeds")[2].split("below the first")
+    assert shown(below) == pytest.approx(interval(-second_less_first[:5]), abs=ROUNDED)
+    assert shown(above) == pytest.approx(interval(second_less_first[5:]), abs=ROUNDED)
+    change = (ROOT / "docs" / "evidence-plan.md").read_text().partition("after all 110 runs")[2]
+    balance = change.partition("*Balance*")[2].partition("*SmolLM2-135M, made again*")[0]
+    outcomes = [one[1] - one[0] for one in (*seeds, (seeds[0] + seeds[1]) / 2)]
+    assert shown(balance) == pytest.approx([value for one in outcomes for value in interval(one)], abs=ROUNDED)
+
+
+def test_what_the_limits_say_of_the_entropy() -> None:
+    (limit,) = (" ".join(one.split()) for one in PLAN["limits"] if "in its first 20 rollouts" in one)
+    curves = [row["curves"]["sampler_entropy"] for row in MEASURED if row["levels"]["method"] == "nvfp4_aqn"]
+    entropy = np.mean([curve for curve in curves if len(curve) == 48], axis=0)  # four rollouts a point
+    shown_entropies = shown(limit.partition("NVFP4 + AQN falls")[2].partition("The temperature")[0])
+    assert shown_entropies == pytest.approx([entropy[:5].mean(), entropy[-5:].mean()], abs=10 * ROUNDED)
