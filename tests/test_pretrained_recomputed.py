@@ -105,6 +105,12 @@ def error(values: Array) -> float:
     return float(values.std(ddof=1) / math.sqrt(len(values)))
 
 
+def interval(values: Array) -> list[float]:
+    """Mean and 95 % interval."""
+    half = quantile(0.05, len(values) - 1) * error(values)
+    return [float(values.mean()), float(values.mean() - half), float(values.mean() + half)]
+
+
 def power(effect: float, degrees: int) -> float:
     """P(T > quantile) for a mean of `effect` standard errors."""
     s = np.linspace(0, 8, 40_001)[1:]  # S² is chi-squared over its degrees
@@ -198,11 +204,8 @@ def test_the_page_opens_with_the_preregistered_difference(page: Path, rows: list
     assert opening[0].startswith("**Should I train on 4 bits?** ") and len(opening) == 3
     for line, policy in zip(opening[1:], ("Qwen2.5-Coder-0.5B", "SmolLM2-135M"), strict=True):
         values = differences_of(rows, f"NVFP4 + AQN − 16-bit LoRA ({policy})", "final held-out accuracy")
-        half = quantile(0.05, len(values) - 1) * error(values)
         assert line.startswith(f"- {policy}: ")
-        assert shown(line.removeprefix(f"- {policy}"))[:3] == pytest.approx(
-            [values.mean(), values.mean() - half, values.mean() + half], abs=ROUNDED
-        )
+        assert shown(line.removeprefix(f"- {policy}"))[:3] == pytest.approx(interval(values), abs=ROUNDED)
 
 
 def test_gpu_minutes_are_shared_by_the_runs_at_once(page: Path, rows: list[dict[str, Any]]) -> None:
@@ -215,28 +218,29 @@ def test_every_run_of_the_plan_is_measured_with_its_settings() -> None:
     assert [(run.name, run.digest) for run in read_plan(FILE).runs] == [(row["run"], row["digest"]) for row in MEASURED]
 
 
-def interval(values: Array) -> list[float]:
-    half = quantile(0.05, len(values) - 1) * error(values)
-    return [float(values.mean()), float(values.mean() - half), float(values.mean() + half)]
+def limit_with(words: str) -> str:
+    (limit,) = (line for line in (" ".join(text.split()) for text in PLAN["limits"]) if words in line)
+    return limit
 
 
 def test_what_the_limits_and_the_plan_say_of_second_seeds() -> None:
     lora16, aqn = (values_of(MEASURED, method, "qwen", "final held-out accuracy") for method in ("lora16", "nvfp4_aqn"))
-    seeds = [np.array([[one[r, 100 + 2 * r + n] for r in range(10)] for one in (lora16, aqn)]) for n in (0, 1)]
-    second_less_first = (seeds[1] - seeds[0]).mean(0)
-    (limit,) = (" ".join(one.split()) for one in PLAN["limits"] if "Second seeds" in one)
-    below, above = limit.partition("Second seeds")[2].split("below the first")
-    assert shown(below) == pytest.approx(interval(-second_less_first[:5]), abs=ROUNDED)
-    assert shown(above) == pytest.approx(interval(second_less_first[5:]), abs=ROUNDED)
+    first, second = (
+        np.array([[values[rounding, seed + 2 * rounding] for rounding in range(10)] for values in (lora16, aqn)])
+        for seed in (100, 101)
+    )
+    gain = (second - first).mean(0)
+    below, above = limit_with("Second seeds").partition("Second seeds")[2].split("below the first")
+    assert shown(below) == pytest.approx(interval(-gain[:5]), abs=ROUNDED)
+    assert shown(above) == pytest.approx(interval(gain[5:]), abs=ROUNDED)
     change = (ROOT / "docs" / "evidence-plan.md").read_text().partition("after all 110 runs")[2]
     balance = change.partition("*Balance*")[2].partition("*SmolLM2-135M, made again*")[0]
-    outcomes = [one[1] - one[0] for one in (*seeds, (seeds[0] + seeds[1]) / 2)]
-    assert shown(balance) == pytest.approx([value for one in outcomes for value in interval(one)], abs=ROUNDED)
+    outcomes = [accuracies[1] - accuracies[0] for accuracies in (first, second, (first + second) / 2)]
+    assert shown(balance) == pytest.approx([number for values in outcomes for number in interval(values)], abs=ROUNDED)
 
 
 def test_what_the_limits_say_of_the_entropy() -> None:
-    (limit,) = (" ".join(one.split()) for one in PLAN["limits"] if "in its first 20 rollouts" in one)
     curves = [row["curves"]["sampler_entropy"] for row in MEASURED if row["levels"]["method"] == "nvfp4_aqn"]
     entropy = np.mean([curve for curve in curves if len(curve) == 48], axis=0)  # four rollouts a point
-    shown_entropies = shown(limit.partition("NVFP4 + AQN falls")[2].partition("The temperature")[0])
-    assert shown_entropies == pytest.approx([entropy[:5].mean(), entropy[-5:].mean()], abs=10 * ROUNDED)
+    falls = limit_with("in its first 20 rollouts").partition("NVFP4 + AQN falls")[2].partition("The temperature")[0]
+    assert shown(falls) == pytest.approx([entropy[:5].mean(), entropy[-5:].mean()], abs=10 * ROUNDED)
