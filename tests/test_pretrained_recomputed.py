@@ -33,6 +33,7 @@ NEAR = ("full fine-tuning", "other methods")  # claims that tolerate a loss of 0
 def changed_rows() -> list[dict[str, Any]]:
     """The measured rows but those of one second seed, and one run has diverged."""
     name, diverged = "seed=104,rounding=2,policy=qwen,method=mxfp4", {"ended": "diverged", "held_out": {}}
+    assert name in {row["run"] for row in MEASURED}
     return [row | diverged if row["run"] == name else row for row in MEASURED if row["levels"]["seed"] != 119]
 
 
@@ -144,9 +145,9 @@ def test_differences_intervals_and_verdicts(page: Path, rows: list[dict[str, Any
     ]
     assert table[0][:2] == ["accuracy", "NVFP4 + AQN − 16-bit LoRA (Qwen2.5-Coder-0.5B)"]  # outside of the correction
     levels, rejected = {0: 0.05}, True
-    for place, index in enumerate(sorted(range(1, len(table)), key=lambda index: p_values[index])):
+    for rank, index in enumerate(sorted(range(1, len(table)), key=lambda index: p_values[index])):
         if rejected:
-            level = 0.05 / (len(table) - 1 - place)
+            level = 0.05 / (len(table) - 1 - rank)
             rejected = p_values[index] <= level
         levels[index] = level
     assert len(table) == 36 and {len(values) for values in measured} == {5, 10}
@@ -219,8 +220,8 @@ def test_every_run_of_the_plan_is_measured_with_its_settings() -> None:
 
 
 def limit_with(words: str) -> str:
-    (limit,) = (line for line in (" ".join(text.split()) for text in PLAN["limits"]) if words in line)
-    return limit
+    (limit,) = (limit for limit in PLAN["limits"] if words in limit)
+    return str(limit)
 
 
 def test_what_the_limits_and_the_plan_say_of_second_seeds() -> None:
@@ -240,7 +241,18 @@ def test_what_the_limits_and_the_plan_say_of_second_seeds() -> None:
 
 
 def test_what_the_limits_say_of_the_entropy() -> None:
-    curves = [row["curves"]["sampler_entropy"] for row in MEASURED if row["levels"]["method"] == "nvfp4_aqn"]
-    entropy = np.mean([curve for curve in curves if len(curve) == 48], axis=0)  # four rollouts a point
+    method = {"policy": "qwen", "method": "nvfp4_aqn"}
+    curves = [row["curves"]["sampler_entropy"] for row in MEASURED if method.items() <= row["levels"].items()]
+    entropy = np.mean(curves, axis=0)  # four rollouts a point
     falls = limit_with("in its first 20 rollouts").partition("NVFP4 + AQN falls")[2].partition("The temperature")[0]
     assert shown(falls) == pytest.approx([entropy[:5].mean(), entropy[-5:].mean()], abs=10 * ROUNDED)
+
+
+def test_what_the_note_says_of_many_samples() -> None:
+    results = json.loads((ROOT / "benchmarks" / "results" / "gsm8k_many_samples.json").read_text())["results"]
+    lora16, aqn = (results[f"policy=qwen,method={method}"] for method in ("lora16", "nvfp4_aqn"))
+    for metric_name in ("pass@1", "pass@64"):
+        values = np.array([aqn[rounding][metric_name] - lora16[rounding][metric_name] for rounding in "01234"])
+        mean, low, high = interval(values)
+        said = f"{mean:+.3f} [{low:+.3f}, {high:+.3f}] in {metric_name}"
+        assert re.search(re.escape(said) + r"\b", PLAN["note"]), said

@@ -119,7 +119,7 @@ def test_values_may_be_long_or_missing(tmp_path: Path) -> None:
     [
         (["--only", "methd=nvfp4"], "has methd nowhere and not 'nvfp4'"),
         (["--only", "lr=[own, 1e-5]"], "has lr own, large and not '1e-5'"),
-        (["--set", "sise=3"], ": size, where; got sise; name one"),
+        (["--set", "sise=3"], "has size, where and not sise; name one"),
     ],
 )
 def test_names_that_a_study_does_not_have_are_refused(

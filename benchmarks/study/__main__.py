@@ -80,7 +80,7 @@ def values_of(plan: Plan, words: list[str]) -> dict[str, Any]:
     options, names = pairs(words), {*plan.values, *(name for run in plan.runs for name in run.needs)}
     if unknown := set(options) - names:
         raise UserError(
-            f"--set gives values of the placeholders in {plan.path}: {', '.join(sorted(names)) or 'none'}; got "
+            f"--set gives values of placeholders; {plan.path} has {', '.join(sorted(names)) or 'none'} and not "
             f"{sorted(unknown)[0]}; name one of them"
         )
     return plan.values | options
