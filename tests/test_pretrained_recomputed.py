@@ -256,3 +256,64 @@ def test_what_the_note_says_of_many_samples() -> None:
         mean, low, high = interval(values)
         said = f"{mean:+.3f} [{low:+.3f}, {high:+.3f}] in {metric_name}"
         assert re.search(re.escape(said) + r"\b", PLAN["note"]), said
+
+
+ACCURACIES = json.loads((ROOT / "benchmarks" / "results" / "format_accuracy.json").read_text())["results"]
+BEFORE, AFTER, START = ACCURACIES.values()
+"""Means over the test questions by format and rounding: of the instruct model, fine-tuned alike, where runs start."""
+
+
+def accuracies(formats: dict[str, Any], kind: str, name: str) -> tuple[Array, Array]:
+    """A format's values and those of 16 bits, in the roundings of both."""
+    shared = sorted(set(formats[kind]) & set(formats["none"]))
+    own, dense = (np.array([formats[each][rounding][name] for rounding in shared]) for each in (kind, "none"))
+    return own, dense
+
+
+def outcomes_of_first_seeds(name: str) -> tuple[Array, Array, Array]:
+    """NVFP4 less 16 bits where the first seeds of roundings 0 to 4 start, where they end, and what training makes."""
+    label = {"greedy": "final held-out accuracy", "sampled": "final sampled accuracy"}[name]
+    lora16, aqn = (values_of(MEASURED, method, "qwen", label) for method in ("lora16", "nvfp4_aqn"))
+    end = np.array([aqn[rounding, 100 + 2 * rounding] - lora16[rounding, 100 + 2 * rounding] for rounding in range(5)])
+    own, dense = accuracies(START, "nvfp4", name)
+    return own - dense, end, end - (own - dense)
+
+
+def test_what_the_limits_and_the_plan_say_of_the_starts() -> None:
+    (greedy_start, greedy_end, greedy_gain), (start, end, gain) = map(outcomes_of_first_seeds, ("greedy", "sampled"))
+    limit = limit_with("How much of the greedy difference")
+    said = [interval(values) for values in (start, greedy_start, end, gain, greedy_end, greedy_gain)]
+    assert shown(limit) == pytest.approx(sum(said, []), abs=ROUNDED)
+    plan = (ROOT / "docs" / "evidence-plan.md").read_text().partition("*Starts* were made equal in sampled")[2]
+    said = [interval(values) for values in (start, greedy_start, greedy_end, greedy_gain, gain)]
+    assert shown(plan.partition("The answer therefore")[0]) == pytest.approx(sum(said, []), abs=ROUNDED)
+    assert "about half of its difference at the end" in PLAN["answer"]
+    assert 0.4 < greedy_start.mean() / greedy_end.mean() < 0.6
+
+
+def test_what_the_limits_and_the_plan_say_of_formats() -> None:
+    kinds, names = ("nvfp4", "nf4", "mxfp4"), ("greedy", "sampled")
+    kept = {
+        (stage, kind, name): float(own.mean() / dense.mean())
+        for stage, formats in (("before", BEFORE), ("after", AFTER))
+        for kind in kinds
+        for name in names
+        for own, dense in [accuracies(formats, kind, name)]
+    }
+    limit = limit_with("without an equal start").partition("quantization leaves")[2]
+    shares = [float(share) / 100 for share in re.findall(r"(\d+)(?= %| and \d+ %)", limit)]
+    assert shares == pytest.approx(list(kept.values()), abs=10 * ROUNDED)
+    prior = (ROOT / "docs" / "evidence-plan.md").read_text().partition("Added on 2026-11-28")[2].split("\n- ")
+    expected = []
+    for kind in kinds:
+        for name in names:
+            own, dense = accuracies(BEFORE, kind, name)
+            each = own / dense
+            expected += [own.mean() / dense.mean(), each.min(), each.max()]
+    shares = [float(share) / 100 for share in re.findall(r"(\d+)(?= %| to \d+ %)", prior[1])]
+    assert shares == pytest.approx(expected, abs=10 * ROUNDED)
+    after, nats = prior[2].split("Reference solutions")
+    shares = [float(share) / 100 for share in re.findall(r"(\d+)(?= %| and \d+ %)", after)]
+    assert shares == pytest.approx([kept["after", kind, name] for kind in kinds for name in names], abs=10 * ROUNDED)
+    costs = [interval(own - dense) for kind in kinds for own, dense in [accuracies(AFTER, kind, "nats")]]
+    assert shown(nats.partition("Fine-tuning brings")[0]) == pytest.approx(sum(costs, []), abs=ROUNDED)

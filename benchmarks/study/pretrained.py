@@ -45,6 +45,7 @@ INSTRUCTION = "Please reason step by step, and put your final answer within \\bo
 SYSTEM_PROMPTS = {"boxed": INSTRUCTION, "tags": SYSTEM_PROMPT}
 NATS = {"nats": "nats per token", "teacher_nats": "nats per token of the teacher's samples"}
 ENGINES = ("vllm", "transformers")
+FORMATS = ("none", "nvfp4", "mxfp4", "nf4", "gaussian")
 REWARDS: dict[str, Reward] = {"boxed": MathAnswer(tag=None), "tags": GSM8KAnswer()}
 
 
@@ -231,7 +232,7 @@ def main() -> None:
     measure = commands.add_parser("measure")
     measure.add_argument("model", type=Path, help="folder of a 16-bit model with a chat template")
     measure.add_argument("--data", type=Path, required=True, help="folder with test.jsonl of GSM8K")
-    measure.add_argument("--format", choices=["none", "nvfp4", "mxfp4", "nf4", "gaussian"], default="none")
+    measure.add_argument("--format", choices=FORMATS, default="none")
     measure.add_argument("--adapter", type=Path)
     measure.add_argument("--style", choices=SYSTEM_PROMPTS, default="boxed")
     measure.add_argument("--questions", type=int, default=1319)

@@ -40,7 +40,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from benchmarks import report
-from benchmarks.study.pretrained import ENGINES, Measurement, read_rows
+from benchmarks.study.pretrained import ENGINES, FORMATS, Measurement, read_rows
 from benchmarks.study.reordered import reorder_checkpoint
 from benchmarks.study.runner import visible_devices
 from benchmarks.study.word_problems import write_rows
@@ -50,7 +50,6 @@ from qerl_pl.formats.model_folder import copy_other_files, read_config
 from qerl_pl.modules import LoraConfig, PolicyConfig, SFTModule
 from qerl_pl.persistence.atomic_files import atomic_directory, build_once
 
-FORMATS = ("none", "nvfp4", "mxfp4", "nf4", "gaussian")
 RESULTS = "start.json"
 
 
