@@ -21,10 +21,10 @@ def write(folder: Path, name: str, greedy: int, sampled: float, nats: float, gpu
 def test_formats_are_compared_with_16_bits_of_the_same_roundings(tmp_path: Path) -> None:
     before, after = tmp_path / "before", tmp_path / "after"
     write(before, "none-0", 4, 0.5, 1.0)
-    write(before, "none-1", 3, 0.5, 1.0)
+    write(before, "none-2", 3, 0.5, 1.0)
     write(before, "nvfp4-0", 3, 0.25, 1.25)
-    write(before, "nvfp4-1", 1, 0.5, 1.5)
-    write(before, "nf4-1", 3, 0.25, 1.5)
+    write(before, "nvfp4-2", 1, 0.5, 1.5)
+    write(before, "nf4-2", 3, 0.25, 1.5)
     write(before, "nf4-10", 1, 0.75, 1.5, "NVIDIA H200")
     write(after, "none-0", 2, 0.5, 1.0)
     main([f"Before=={before}", f"After={after}", "--name", "formats", "--out", str(tmp_path)])
@@ -37,11 +37,11 @@ def test_formats_are_compared_with_16_bits_of_the_same_roundings(tmp_path: Path)
     greedy, sampled = "-0.375 [-1.963, +1.213], 57% kept", "-0.125 [-1.713, +1.463], 75% kept"
     nats = "+0.375 [-1.213, +1.963]"
     assert table[2] == ["NVFP4", "2", "0.500", greedy, "0.375", sampled, "1.375", nats, "92", "25.0%"]
-    # NF4's means are of roundings 1 and 10, its differences of rounding 1, the only one in 16 bits.
+    # NF4's means are of roundings 2 and 10, its differences of rounding 2, the only one in 16 bits.
     greedy, sampled = "+0.000, 100% kept", "-0.250, 50% kept"
     assert table[3] == ["NF4", "2", "0.500", greedy, "0.500", sampled, "1.500", "+0.500", "92", "25.0%"]
     assert table[4:8] == [
-        ["greedy, sampled", "rounding 0", "rounding 1", "rounding 10"],
+        ["greedy, sampled", "rounding 0", "rounding 2", "rounding 10"],
         ["16-bit", "1.000, 0.500", "0.750, 0.500", ""],
         ["NVFP4", "0.750, 0.250", "0.250, 0.500", ""],
         ["NF4", "", "0.750, 0.250", "0.250, 0.750"],
