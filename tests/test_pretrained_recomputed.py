@@ -112,6 +112,16 @@ def interval(values: Array) -> list[float]:
     return [float(values.mean()), float(values.mean() - half), float(values.mean() + half)]
 
 
+def intervals(*samples: Array) -> list[float]:
+    """Mean and 95 % interval of each, in a row."""
+    return [number for values in samples for number in interval(values)]
+
+
+def percentages(text: str) -> list[float]:
+    """Shares that a text gives as "89 %", "89 and 77 %" or "84 to 92 %"."""
+    return [float(share) / 100 for share in re.findall(r"(\d+)(?= %| and \d+ %| to \d+ %)", text)]
+
+
 def power(effect: float, degrees: int) -> float:
     """P(T > quantile) for a mean of `effect` standard errors."""
     s = np.linspace(0, 8, 40_001)[1:]  # S² is chi-squared over its degrees
@@ -237,7 +247,7 @@ def test_what_the_limits_and_the_plan_say_of_second_seeds() -> None:
     change = (ROOT / "docs" / "evidence-plan.md").read_text().partition("after all 110 runs")[2]
     balance = change.partition("*Balance*")[2].partition("*SmolLM2-135M, made again*")[0]
     outcomes = [accuracies[1] - accuracies[0] for accuracies in (first, second, (first + second) / 2)]
-    assert shown(balance) == pytest.approx([number for values in outcomes for number in interval(values)], abs=ROUNDED)
+    assert shown(balance) == pytest.approx(intervals(*outcomes), abs=ROUNDED)
 
 
 def test_what_the_limits_say_of_the_entropy() -> None:
@@ -282,18 +292,18 @@ def outcomes_of_first_seeds(name: str) -> tuple[Array, Array, Array]:
 def test_what_the_limits_and_the_plan_say_of_the_starts() -> None:
     (greedy_start, greedy_end, greedy_gain), (start, end, gain) = map(outcomes_of_first_seeds, ("greedy", "sampled"))
     limit = limit_with("How much of the greedy difference")
-    said = [interval(values) for values in (start, greedy_start, end, gain, greedy_end, greedy_gain)]
-    assert shown(limit) == pytest.approx(sum(said, []), abs=ROUNDED)
+    said = intervals(start, greedy_start, end, gain, greedy_end, greedy_gain)
+    assert shown(limit) == pytest.approx(said, abs=ROUNDED)
     plan = (ROOT / "docs" / "evidence-plan.md").read_text().partition("*Starts* were made equal in sampled")[2]
-    said = [interval(values) for values in (start, greedy_start, greedy_end, greedy_gain, gain)]
-    assert shown(plan.partition("The answer therefore")[0]) == pytest.approx(sum(said, []), abs=ROUNDED)
+    said = intervals(start, greedy_start, greedy_end, greedy_gain, gain)
+    assert shown(plan.partition("The answer therefore")[0]) == pytest.approx(said, abs=ROUNDED)
     assert "about half of its difference at the end" in PLAN["answer"]
     assert 0.4 < greedy_start.mean() / greedy_end.mean() < 0.6
 
 
 def test_what_the_limits_and_the_plan_say_of_formats() -> None:
     kinds, names = ("nvfp4", "nf4", "mxfp4"), ("greedy", "sampled")
-    kept = {
+    recovery = {
         (stage, kind, name): float(own.mean() / dense.mean())
         for stage, formats in (("before", BEFORE), ("after", AFTER))
         for kind in kinds
@@ -301,19 +311,16 @@ def test_what_the_limits_and_the_plan_say_of_formats() -> None:
         for own, dense in [accuracies(formats, kind, name)]
     }
     limit = limit_with("without an equal start").partition("quantization leaves")[2]
-    shares = [float(share) / 100 for share in re.findall(r"(\d+)(?= %| and \d+ %)", limit)]
-    assert shares == pytest.approx(list(kept.values()), abs=10 * ROUNDED)
+    assert percentages(limit) == pytest.approx(list(recovery.values()), abs=10 * ROUNDED)
     prior = (ROOT / "docs" / "evidence-plan.md").read_text().partition("Added on 2026-11-28")[2].split("\n- ")
     expected = []
     for kind in kinds:
         for name in names:
             own, dense = accuracies(BEFORE, kind, name)
-            each = own / dense
-            expected += [own.mean() / dense.mean(), each.min(), each.max()]
-    shares = [float(share) / 100 for share in re.findall(r"(\d+)(?= %| to \d+ %)", prior[1])]
-    assert shares == pytest.approx(expected, abs=10 * ROUNDED)
+            expected += [recovery["before", kind, name], (own / dense).min(), (own / dense).max()]
+    assert percentages(prior[1]) == pytest.approx(expected, abs=10 * ROUNDED)
     after, nats = prior[2].split("Reference solutions")
-    shares = [float(share) / 100 for share in re.findall(r"(\d+)(?= %| and \d+ %)", after)]
-    assert shares == pytest.approx([kept["after", kind, name] for kind in kinds for name in names], abs=10 * ROUNDED)
-    costs = [interval(own - dense) for kind in kinds for own, dense in [accuracies(AFTER, kind, "nats")]]
-    assert shown(nats.partition("Fine-tuning brings")[0]) == pytest.approx(sum(costs, []), abs=ROUNDED)
+    expected = [recovery["after", kind, name] for kind in kinds for name in names]
+    assert percentages(after) == pytest.approx(expected, abs=10 * ROUNDED)
+    costs = intervals(*(own - dense for kind in kinds for own, dense in [accuracies(AFTER, kind, "nats")]))
+    assert shown(nats.partition("Fine-tuning brings")[0]) == pytest.approx(costs, abs=ROUNDED)

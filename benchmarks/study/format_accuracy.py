@@ -4,7 +4,8 @@
     python -m benchmarks.study.format_accuracy "Before fine-tuning=FOLDER" --name format_accuracy
 
 Each FOLDER has files FORMAT-ROUNDING.json of policies that were prepared alike; its title stands above its table.
-Differences from 16 bits (`none`) are paired by rounding, with 95 % Student's t intervals over the roundings.
+Differences from 16 bits (`none`) are paired by rounding, with 95 % Student's t intervals over the roundings. Recovery
+is the accuracy as a share of that of 16 bits.
 """
 
 import argparse
@@ -19,7 +20,9 @@ from benchmarks.study.intervals import interval
 from qerl_pl.errors import UserError
 
 LABELS = {"none": "16-bit", "nvfp4": "NVFP4", "mxfp4": "MXFP4", "nf4": "NF4", "gaussian": "Gaussian error"}
-METRICS = {"greedy": "greedy accuracy", "sampled": "sampled accuracy", "nats": "nats per token"}
+ACCURACIES = ("greedy", "sampled")
+METRICS = (*ACCURACIES, "nats")
+QUANTITIES = (*METRICS, "tokens", "truncated")
 Roundings = dict[str, dict[str, float]]
 """Means over the questions, by rounding."""
 
@@ -34,7 +37,7 @@ def read(folder: Path) -> tuple[dict[str, Roundings], list[dict[str, str]]]:
     """The summaries of a folder's files by format and rounding, and where each file was measured.
 
     Raises:
-        UserError: The folder has no file of 16 bits, of which the formats keep a share.
+        UserError: The folder has no file of 16 bits, with which formats are compared.
     """
     formats: dict[str, Roundings] = {}
     environments = []
@@ -50,22 +53,20 @@ def read(folder: Path) -> tuple[dict[str, Roundings], list[dict[str, str]]]:
 
 def means(formats: Mapping[str, Roundings]) -> str:
     """A row for each format: means over its roundings, and differences from 16 bits over those of both."""
-    headers = ["format", "roundings"]
-    for metric in METRICS.values():
-        headers += [metric, "less 16-bit [95 %]"]
+    less = "less 16-bit [95 %]"
     rows = []
     for kind, roundings in formats.items():
-        cells = [LABELS[kind], str(len(roundings))]
+        mean = {name: statistics.fmean(each[name] for each in roundings.values()) for name in QUANTITIES}
         shared = [rounding for rounding in roundings if rounding in formats["none"]]
+        cells: list[Any] = [LABELS[kind], len(roundings)]
         for metric in METRICS:
             own, dense = ([each[rounding][metric] for rounding in shared] for each in (roundings, formats["none"]))
-            difference = str(interval([a - b for a, b in zip(own, dense, strict=True)]))
-            kept = "" if metric == "nats" else f", {sum(own) / sum(dense):.0%} kept"
-            mean = statistics.fmean(values[metric] for values in roundings.values())
-            cells += [f"{mean:.3f}", "" if kind == "none" else difference + kept]
-        tokens, truncated = (statistics.fmean(v[key] for v in roundings.values()) for key in ("tokens", "truncated"))
-        rows.append([*cells, f"{tokens:.0f}", f"{truncated:.1%}"])
-    return report.markdown([*headers, "tokens", "truncated"], rows)
+            compared: list[Any] = [interval([a - b for a, b in zip(own, dense, strict=True)])]
+            compared += [f"{sum(own) / sum(dense):.0%}"] if metric in ACCURACIES else []
+            cells += [f"{mean[metric]:.3f}", *("" if kind == "none" else cell for cell in compared)]
+        rows.append([*cells, f"{mean['tokens']:.0f}", f"{mean['truncated']:.1%}"])
+    headers = [cell for name in ACCURACIES for cell in (f"{name} accuracy", less, "recovery")]
+    return report.markdown(["format", "roundings", *headers, "nats per token", less, "tokens", "truncated"], rows)
 
 
 def each_rounding(formats: Mapping[str, Roundings]) -> str:

@@ -17,7 +17,7 @@ import re
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from qerl_kernels import select_backend
@@ -33,6 +33,7 @@ from qerl_pl.errors import UserError
 from qerl_pl.evaluation.evaluator import Evaluator, EvaluatorConfig, SampleCache
 from qerl_pl.evaluation.metrics import bootstrap_interval
 from qerl_pl.formats.architecture import linear_shapes
+from qerl_pl.formats.base import Quantization
 from qerl_pl.formats.model_folder import load_config
 from qerl_pl.modules import LoraConfig, Policy, PolicyConfig
 from qerl_pl.modules.saved_adapter import read_adapter
@@ -45,7 +46,6 @@ INSTRUCTION = "Please reason step by step, and put your final answer within \\bo
 SYSTEM_PROMPTS = {"boxed": INSTRUCTION, "tags": SYSTEM_PROMPT}
 NATS = {"nats": "nats per token", "teacher_nats": "nats per token of the teacher's samples"}
 ENGINES = ("vllm", "transformers")
-FORMATS = ("none", "nvfp4", "mxfp4", "nf4", "gaussian")
 REWARDS: dict[str, Reward] = {"boxed": MathAnswer(tag=None), "tags": GSM8KAnswer()}
 
 
@@ -213,13 +213,13 @@ def table(measured: dict[str, dict[str, Any]]) -> str:
             bounds = report.wilson(sum(result[kind]), len(result[kind])) if kind == "greedy" else None
             cells.append(with_interval([float(value) for value in result[kind]], 3, bounds))
             less = [float(own) - float(other) for own, other in zip(result[kind], first[kind], strict=True)]
-            kept = share / (statistics.fmean(first[kind]) or math.nan)
-            cells.append("" if label == name else f"{with_interval(less, 3)}, {kept:.0%}")
+            recovery = share / (statistics.fmean(first[kind]) or math.nan)
+            cells.append("" if label == name else f"{with_interval(less, 3)}, {recovery:.0%}")
         for kind in (kind for kind in NATS if kind in first):
             more = [own - other for own, other in zip(result[kind], first[kind], strict=True)]
             cells += [f"{statistics.fmean(result[kind]):.4f}", "" if label == name else with_interval(more, 4)]
         rows.append([*cells, f"{result['tokens']:.0f}", f"{result['truncated']:.1%}"])
-    difference = f"less {name}, share kept"
+    difference = f"less {name}, recovery"
     headers = ["policy", "greedy accuracy", difference, "sampled accuracy", difference]
     for kind in (kind for kind in NATS if kind in first):
         headers += [NATS[kind], f"above {name}"]
@@ -232,7 +232,7 @@ def main() -> None:
     measure = commands.add_parser("measure")
     measure.add_argument("model", type=Path, help="folder of a 16-bit model with a chat template")
     measure.add_argument("--data", type=Path, required=True, help="folder with test.jsonl of GSM8K")
-    measure.add_argument("--format", choices=FORMATS, default="none")
+    measure.add_argument("--format", choices=get_args(Quantization), default="none")
     measure.add_argument("--adapter", type=Path)
     measure.add_argument("--style", choices=SYSTEM_PROMPTS, default="boxed")
     measure.add_argument("--questions", type=int, default=1319)

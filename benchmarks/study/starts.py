@@ -30,7 +30,7 @@ import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from lightning import Trainer
@@ -40,12 +40,13 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from benchmarks import report
-from benchmarks.study.pretrained import ENGINES, FORMATS, Measurement, read_rows
+from benchmarks.study.pretrained import ENGINES, Measurement, read_rows
 from benchmarks.study.reordered import reorder_checkpoint
 from benchmarks.study.runner import visible_devices
 from benchmarks.study.word_problems import write_rows
 from qerl_pl.datamodules import ConversationDataModule
 from qerl_pl.errors import UserError
+from qerl_pl.formats.base import Quantization
 from qerl_pl.formats.model_folder import copy_other_files, read_config
 from qerl_pl.modules import LoraConfig, PolicyConfig, SFTModule
 from qerl_pl.persistence.atomic_files import atomic_directory, build_once
@@ -267,7 +268,7 @@ def main(words: Sequence[str] | None = None) -> None:
     one.add_argument("model", type=Path, help="folder of a 16-bit model with a chat template")
     one.add_argument("starts", type=Path)
     one.add_argument("--data", type=Path, required=True, help="folder with GSM8K's train.jsonl and test.jsonl")
-    one.add_argument("--format", choices=FORMATS, required=True)
+    one.add_argument("--format", choices=get_args(Quantization), required=True)
     one.add_argument("--rounding", type=int, default=0, help="seed of the channels' order; 0 is the model's own")
     one.add_argument("--taught", type=int, default=2048, help="rows that are taught")
     one.add_argument("--held-out", type=int, default=1024, help="rows that the accuracy is measured on")
