@@ -30,6 +30,7 @@ import torch
 from agreement import SIGMA, move_adapter
 from family_models import MODELS, config_of, prompts_of, write_source
 from qerl_kernels import select_backend
+from qerl_pl.modules.trainer_noise import TrainerNoise
 from torch import Tensor
 
 from qerl_pl.algorithm.noise import NormNoise
@@ -39,7 +40,6 @@ from qerl_pl.formats.architecture import family_of, noisy_norm_names
 from qerl_pl.formats.model_folder import TensorFiles
 from qerl_pl.formats.quantize import quantize_checkpoint
 from qerl_pl.modules import LoraConfig, Policy, PolicyConfig
-from qerl_pl.modules.trainer_noise import TrainerNoise
 from qerl_pl.persistence.atomic_files import atomic_write
 from qerl_pl.rollout.experience import pad_completions
 from qerl_pl.types import Completion, Prompt, RolloutRequest, SamplingConfig

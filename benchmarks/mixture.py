@@ -39,6 +39,7 @@ from agreement import prompts_of as problems_of
 from engine_h200 import prompts_of, random_policy, timed, used_gib
 from qerl_kernels import ExpertBiases, mixture_of_experts, select_backend
 from qerl_kernels import experts as kernels
+from qerl_pl.modules.trainer_noise import TrainerNoise
 from stock_engine import StockEngine
 from torch import Tensor
 from toy_mixture import toy_mixture
@@ -56,7 +57,6 @@ from qerl_pl.memory import GIB
 from qerl_pl.model_shape import Shape
 from qerl_pl.modules import LoraConfig, Policy, PolicyConfig
 from qerl_pl.modules.experts import PackedExperts
-from qerl_pl.modules.trainer_noise import TrainerNoise
 from qerl_pl.rollout.experience import pad_completions, pad_routing
 from qerl_pl.toy.policy import ToyConfig
 from qerl_pl.types import Completion, Prompt, RolloutRequest, SamplingConfig

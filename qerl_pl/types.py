@@ -301,14 +301,8 @@ class Experience:
     teacher_states: TeacherStates | None = None
     """From which the teacher's distributions are computed, if the objective needs them in place of `teacher_logprobs`.
     """
-    noise_widening: float = 1.0
-    """Mean |log ratio| of trainer and sampler with the noise divided by that without, at least 1; 1 if not measured."""
     indices: Tensor | None = None
     """Index of each row among the completions of all ranks, int64 [B], on the CPU; None for 0 to B - 1."""
-    draws: Tensor | None = None
-    """Index of the draw of noise that sampled each row, int64 [B], on the CPU; None with a single draw."""
-    noise: NormNoise | None = None
-    """Noise of the sampler that the trainer adds, too; None for a trainer without noise."""
     routing: Tensor | None = None
     """Experts that the sampler chose, int16 [B, T, layers, k], -1 for none, on the CPU: of many long completions they
     are GiBs. None where the trainer's router chooses."""

@@ -70,7 +70,7 @@ class Recipe:
     data_seed: int = 5
     more: Mapping[str, Any] = field(default_factory=dict)
     """Further settings of the objective: correction (all of its settings), delta, advantage_norm,
-    top_entropy_quantile, entropy_coefficient, adaptive_entropy (likewise)."""
+    entropy_coefficient."""
 
 
 @dataclass
@@ -85,10 +85,6 @@ class Member:
     old: list[float] = field(default_factory=list)
     """Log-probabilities of the clean policy when the rollout was sampled."""
     reference: list[float] = field(default_factory=list)
-    quarter: int = 0
-    """Of the completions that train by their length, 1 for the shortest."""
-    chosen: list[bool] = field(default_factory=list)
-    """Tokens whose surrogate trains."""
 
 
 def advantages(totals: Sequence[float], algorithm: str, norm: str = "group") -> list[float]:
@@ -107,24 +103,20 @@ def advantages(totals: Sequence[float], algorithm: str, norm: str = "group") -> 
     return [(total - mean) / divisor for total in totals]
 
 
-def importance_weights(
-    correction: Mapping[str, Any], log_ratios: Sequence[float], widening: float
-) -> list[tuple[float, bool, bool]]:
+def importance_weights(correction: Mapping[str, Any], log_ratios: Sequence[float]) -> list[tuple[float, bool, bool]]:
     """Of one completion's tokens: importance weight, whether it is rejected, and whether it was capped.
 
     Args:
         correction: All settings of a `RolloutCorrection`.
         log_ratios: Trainer's log-probability minus sampler's, of each token.
-        widening: Power to which bounds are raised where they widen.
     """
-    power = widening if correction["widen_with_noise"] else 1.0
     total = sum(log_ratios)
 
     def ratio(level: str | None, token: float) -> float:
         return math.exp({None: 0.0, "token": token, "sequence": total, "geometric": total / len(log_ratios)}[level])
 
     def inside(value: float, low: float | None, high: float | None) -> bool:
-        return (low or 0.0) ** power <= value <= (math.inf if high is None else high) ** power
+        return (low or 0.0) <= value <= (math.inf if high is None else high)
 
     outlier = any(
         not inside(math.exp(token), correction["outlier_low"], correction["outlier_high"]) for token in log_ratios
@@ -133,8 +125,8 @@ def importance_weights(
     for token in log_ratios:
         weight, capped = ratio(correction["weights"], token), False
         if correction["weights"] is not None and correction["cap"] is not None:
-            capped = weight > correction["cap"] ** power
-            weight = min(weight, correction["cap"] ** power)
+            capped = weight > correction["cap"]
+            weight = min(weight, correction["cap"])
         rejected = outlier
         if correction["rejection"] is not None:
             rejected |= not inside(ratio(correction["rejection"], token), correction["low"], correction["high"])
@@ -147,8 +139,6 @@ def minibatch_loss(
     minibatch: Sequence[Member],
     token_logprobs: Callable[[Member], tuple[Tensor, Tensor]],
     sums: dict[str, float],
-    widening: float = 1.0,
-    entropy_coefficient: float = 0.0,
 ) -> Tensor:
     """Sum over tokens of weight * (-importance weight * surrogate + beta * KL - coefficient * entropy).
 
@@ -157,13 +147,11 @@ def minibatch_loss(
         minibatch: The completions of one optimizer step.
         token_logprobs: Log-probabilities, with gradient, and entropies of a completion's tokens.
         sums: What is measured is added to it.
-        widening: Power to which the noise raises the bounds of the importance weights.
-        entropy_coefficient: Of the entropy bonus.
     """
     correction = recipe.more.get("correction") or {
         "weights": None if recipe.importance_cap is None else "token",
         "cap": recipe.importance_cap,
-        **dict.fromkeys(("rejection", "outlier_low", "outlier_high", "widen_with_noise")),
+        **dict.fromkeys(("rejection", "outlier_low", "outlier_high")),
     }
     learned = [member for member in minibatch if not (recipe.mask_truncated and member.sample.truncated)]
     tokens = sum(len(member.sample.tokens) for member in learned)
@@ -177,24 +165,20 @@ def minibatch_loss(
         logprobs, entropies = token_logprobs(member)
         drift = fmean(now - old for now, old in zip(logprobs.tolist(), member.old, strict=True))
         ratios = [old - sampler for old, sampler in zip(member.old, member.sample.logprobs, strict=True)]
-        corrected = importance_weights(correction, ratios, widening)
+        corrected = importance_weights(correction, ratios)
         rows = zip(logprobs, member.old, member.reference, member.sample.logprobs, entropies, strict=True)
         for number, (logprob, old, reference, sampler, entropy) in enumerate(rows):
             value, measured = surrogate(recipe, logprob, old, sampler, drift, member.advantage)
             importance, rejected, capped = corrected[number]
             kl = torch.exp(reference - logprob) - (reference - logprob) - 1
-            gain = importance * value if not member.chosen or member.chosen[number] else 0.0
-            loss = loss + weight * (recipe.beta * kl - gain - entropy_coefficient * entropy)
+            bonus = recipe.more.get("entropy_coefficient", 0.0) * entropy
+            loss = loss + weight * (recipe.beta * kl - importance * value - bonus)
             measured |= {"policy/kl": kl.item(), "policy/entropy": entropy.item(), "tokens": 1}
             measured |= {"mismatch/is_weight_mean": importance, "mismatch/logprob_abs_mean": abs(old - sampler)}
             mismatch = math.exp(old - sampler)
             measured |= {"mismatch/k3": mismatch - 1 - math.log(mismatch), "mismatch/chi2": mismatch**2 - 1}
             measured |= {"mismatch/capped_frac": capped, "mismatch/rejected_frac": rejected}
             measured |= {"weights squared": importance**2}
-            clipped = measured["policy/clip_frac_low"] + measured["policy/clip_frac_high"]
-            of_quarter = {"mismatch/k3": measured["mismatch/k3"], "policy/clip_frac": clipped, "tokens": 1}
-            of_quarter["mismatch/rejected_frac"] = rejected
-            measured |= {f"{name}_q{member.quarter}": number for name, number in of_quarter.items()}
             for name, number in measured.items():
                 sums[name] += number
     return loss

@@ -36,9 +36,6 @@ class PlainTrainer:
         self.step = 0
         self.learned = 0
         """Steps that had a gradient."""
-        self.widening, self.widened_for = 1.0, 0.0
-        self.entropy_coefficient = recipe.more.get("entropy_coefficient", 0.0)
-        self.last_entropy = 0.0
         self.moments = {name: (torch.zeros_like(p), torch.zeros_like(p)) for name, p in policy.trained.items()}
         self.journal: list[tuple[str, Sample]] = []
         """Every completion that was scored, in order, after its question's text: evaluation's and dropped ones too."""
@@ -67,7 +64,6 @@ class PlainTrainer:
         recipe, seen, kept = self.recipe, list[list[Member]](), list[list[Member]]()
         sigma = self.sigma()
         noise = self.policy.noise(sigma, recipe.seed, self.version)
-        self.widen(questions, sigma, noise)
         wanted = len(questions)
         for attempt in range(recipe.resample_rounds + 1):
             groups = [self.group(question, noise) for question in questions]
@@ -90,30 +86,11 @@ class PlainTrainer:
         metrics = self.sampling_metrics(tried, learned) | self.update(learned)
         metrics["completions/groups_dropped_frac"] = 1 - len(kept) / len(seen)
         metrics["aqn/sigma"] = sigma
-        metrics["mismatch/noise_widening"] = self.widening
         values = torch.cat(list(noise.values()))
         metrics["aqn/measured_std"] = torch.sqrt(((values - values.mean()) ** 2).mean()).item()
         self.metrics.append(metrics)
         self.states.append({name: parameter.detach().clone() for name, parameter in self.policy.trained.items()})
         self.version += 1
-
-    def widen(self, questions: list[Question], sigma: float, noise: Mapping[str, Tensor]) -> None:
-        """Measure, where sigma is new, how far the noise moves log-probabilities, against 1e-3 nats at least."""
-        correction = self.recipe.more.get("correction")
-        if correction is None or not correction["widen_with_noise"] or sigma == 0:
-            self.widening = 1.0
-        elif sigma != self.widened_for:
-            means = []
-            for given in (noise, None):
-                apart = []
-                for question in questions[:4]:
-                    seed = stream_seed(self.recipe.seed, "widening", self.version, question.id)
-                    sample = self.policy.sample(question.tokens, seed, self.recipe.sampling, given)
-                    with torch.no_grad():
-                        own = self.token_logprobs(self.unscored(question, sample))[0].tolist()
-                    apart += [abs(one - other) for one, other in zip(own, sample.logprobs, strict=True)]
-                means.append(fmean(apart))
-            self.widening, self.widened_for = max(1.0, means[0] / max(means[1], 1e-3)), sigma
 
     def sigma(self) -> float:
         """Standard deviation of the noise: K stages over the planned rollouts, from sigma_start down to sigma_end."""
@@ -176,19 +153,11 @@ class PlainTrainer:
             with torch.no_grad():
                 member.old = self.token_logprobs(member)[0].tolist()
                 member.reference = self.token_logprobs(member, adapter=False)[0].tolist()
-        trained = [member for member in members if not (recipe.mask_truncated and member.sample.truncated)]
-        by_length = sorted(trained, key=lambda member: len(member.sample.tokens))  # of equal ones the first is first
-        for number, member in enumerate(by_length):
-            member.quarter = 1 + 4 * number // len(by_length)
-        self.choose(trained)
-        coefficient, control = self.entropy_coefficient, recipe.more.get("adaptive_entropy")
-        if control is not None and self.last_entropy > control["target"]:
-            coefficient = 0.0
         for epoch in range(recipe.update_epochs):
             order = shuffled(len(members), stream_seed(recipe.seed, "minibatches", self.version, epoch))
             for rows in parts(order, recipe.minibatches):
                 chosen = [members[row] for row in rows]
-                loss = minibatch_loss(recipe, chosen, self.token_logprobs, sums, self.widening, coefficient)
+                loss = minibatch_loss(recipe, chosen, self.token_logprobs, sums)
                 rate = self.learning_rate()
                 norm = self.learn(loss, rate) if loss.requires_grad else 0.0  # all truncated: nothing changes
                 self.step += 1
@@ -197,28 +166,7 @@ class PlainTrainer:
         squares = sums.pop("weights squared")
         metrics["mismatch/ess"] = sums["mismatch/is_weight_mean"] ** 2 / (sums["tokens"] * squares)
         tokens = sums.pop("tokens")
-        for quarter in ("_q1", "_q2", "_q3", "_q4"):
-            count = sums.pop(f"tokens{quarter}", math.nan)  # of few completions some quarters have none
-            for tag in ("mismatch/k3", "mismatch/rejected_frac", "policy/clip_frac"):
-                metrics[tag + quarter] = sums.pop(tag + quarter, 0.0) / count
-        metrics |= {tag: value / tokens for tag, value in sums.items()} | {"policy/entropy_coefficient": coefficient}
-        if control is not None:
-            self.last_entropy = metrics["policy/entropy"]
-            up = control["step"] if self.last_entropy < control["target"] else -control["step"]
-            self.entropy_coefficient = min(max(self.entropy_coefficient + up, control["minimum"]), control["maximum"])
-        return metrics
-
-    def choose(self, trained: list[Member]) -> None:
-        """Choose the tokens whose surrogate trains: the share of highest entropy under the old policy."""
-        share = self.recipe.more.get("top_entropy_quantile", 1.0)
-        if share == 1:
-            return
-        with torch.no_grad():
-            entropies = [self.token_logprobs(member)[1].tolist() for member in trained]
-        descending = sorted((value for values in entropies for value in values), reverse=True)
-        last = descending[round(share * len(descending)) - 1]
-        for member, values in zip(trained, entropies, strict=True):
-            member.chosen = [value > last - 1e-4 for value in values]
+        return metrics | {tag: value / tokens for tag, value in sums.items()}
 
     def token_logprobs(self, member: Member, adapter: bool = True) -> tuple[Tensor, Tensor]:
         """Log-probabilities and entropies of a completion's tokens at the temperature of the sampling."""

@@ -165,9 +165,9 @@ def settings(recipe: Recipe, base: Path, run: Path, policy: dict[str, Any]) -> d
     def named(*names: str) -> dict[str, Any]:
         return {name: getattr(recipe, name) for name in names}
 
-    objective = named("beta", "epsilon_low", "epsilon_high", "importance_cap", "mask_truncated") | dict(recipe.more)
-    if "correction" in objective:
-        del objective["importance_cap"]
+    cap = recipe.importance_cap
+    objective = named("beta", "epsilon_low", "epsilon_high", "mask_truncated")
+    objective |= {"correction": "off" if cap is None else {"cap": cap}} | dict(recipe.more)
     noise = named("sigma_start", "sigma_end", "stages", "noiseless_first_stage")
     data = {"batch_size": recipe.batch_size, "val_size": 2, "max_prompt_tokens": LONGEST_PROMPT, "system_prompt": None}
     return {

@@ -88,7 +88,6 @@ def test_an_experience_worked_out(pad: int | None) -> None:
         "completions/repetitive_frac": 0.0,
         "aqn/sigma": 0.01,
         "aqn/measured_std": 0.125,
-        "mismatch/noise_widening": 1.0,
     }
     times = {name: value for name, value in found.metrics.items() if name.startswith("time/")}
     assert found.metrics == pytest.approx(expected | times, abs=1e-6)

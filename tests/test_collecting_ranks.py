@@ -14,7 +14,7 @@ from qerl_pl.algorithm.advantages import AdvantageNorm
 from qerl_pl.algorithm.objectives import Objective
 from qerl_pl.distributed.communicator import SINGLE_PROCESS, Communicator
 from qerl_pl.rollout.collector import Collector, partition_prompts
-from qerl_pl.types import Evaluation, PolicyWeights
+from qerl_pl.types import Evaluation
 
 BATCHES = PROMPTS[:3], PROMPTS[1:]
 
@@ -62,45 +62,6 @@ def test_ranks_make_together_the_rollout_of_one(size: int, norm: AdvantageNorm) 
         for index, prompt in enumerate(batch):
             expected_lengths[prompt.id] = sum(record.tokens for record in single.records[4 * index : 4 * index + 4]) / 4
     assert [known for _, _, known in together] == [expected_lengths] * size and len(expected_lengths) == 6
-
-
-class Perturbed(Scripted):
-    """An engine that records the draw of noise that each prompt is sampled under."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.drawn: list[tuple[int, tuple[int, ...]]] = []
-        self.syncs: list[int] = []
-
-    def sync(self, weights: Any) -> Any:
-        if weights.noise is not None:
-            self.draw = weights.noise.draw_number
-            self.syncs.append(self.draw)
-        return super().sync(weights)
-
-    def generate(self, requests: Any, sampling: Any) -> Any:
-        if len(requests[0].seeds) == 4:  # not of the parity check
-            self.drawn += [(self.draw, request.prompt_ids) for request in requests]
-        return super().generate(requests, sampling)
-
-
-@pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize("sigma", [0.01, 0.0])
-def test_a_prompt_has_the_same_draw_of_noise_on_any_number_of_ranks(size: int, sigma: float) -> None:
-    def work(ranks: Communicator) -> tuple[list[Any], list[int], list[int], list[int] | None]:
-        engine = Perturbed()
-        noise, policy = NormNoise(sigma, seed=7, version=0, draws=2), Watched()
-        found = collector_on(ranks, engine).collect(PROMPTS[:5], PolicyWeights(0, {}, 1.0, {}, noise), policy, nobody)
-        assert found.indices is not None
-        return engine.drawn, engine.syncs, found.indices.tolist(), found.draws if sigma == 0 else found.draws.tolist()
-
-    together = [work(SINGLE_PROCESS)] if size == 1 else on_ranks(size, work)
-    count = 2 if sigma else 1
-    expected = [(index % count, prompt.token_ids) for index, prompt in enumerate(PROMPTS[:5])]
-    assert sorted(draw for drawn, *_ in together for draw in drawn) == sorted(expected)
-    for drawn, syncs, indices, draws in together:
-        assert syncs == sorted({0, *(draw for draw, _ in drawn)})  # each once, the first with the adapter
-        assert draws == (None if sigma == 0 else [index // 4 % 2 for index in indices])
 
 
 @pytest.mark.parametrize("size", [2, 3])

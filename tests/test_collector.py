@@ -1,7 +1,6 @@
 """The collector by itself: a policy, an engine, rewards, and no trainer."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -120,30 +119,6 @@ def test_prompts_and_weights_in_an_experience_out(
     assert (found.version, found.max_tokens, found.temperature) == (4, 5, 1.0)
     assert found.sampled_tokens == sum(len(one.token_ids) for _, one in expected)
     assert found.seconds == pytest.approx(sum(v for name, v in found.metrics.items() if name.startswith("time/")))
-
-
-def test_each_prompt_is_sampled_under_its_draw_of_the_noise(
-    tiny_policy_dir: Path, policy: Policy, engine: TransformersEngine, prompts: list[Prompt]
-) -> None:
-    collector, expected = collector_of(tiny_policy_dir, engine), []
-    noise = NormNoise(0.5, seed=7, version=4, draw_number=6, draws=2)
-    found = collector.collect(prompts[:3], policy.weights(4, noise), policy, nobody)
-    stds = {}
-    for index, prompt in enumerate(prompts[:3]):
-        report = engine.sync(policy.weights(4, NormNoise(0.5, seed=7, version=4, draw_number=6 + index % 2)))
-        stds[index % 2] = report.noise_std
-        seeds = tuple(stream_seed(7, "rollout", 4, prompt.id, sample) for sample in range(3))
-        expected += engine.generate([RolloutRequest(prompt.token_ids, seeds)], SAMPLING)[0]
-    logprobs = [found.sampler_logprobs[row][found.mask[row]].tolist() for row in range(9)]
-    assert logprobs == [pytest.approx(one.logprobs, abs=1e-5) for one in expected]
-    tokens = [found.tokens[row][found.mask[row]].tolist() for row in range(9)]
-    assert tokens == [[*one.token_ids] for one in expected]
-    assert found.draws is not None and found.draws.tolist() == [0] * 3 + [1] * 3 + [0] * 3
-    single = collector.collect(prompts[:3], policy.weights(4, replace(noise, draws=1)), policy, nobody)
-    assert stds[0] != stds[1] and found.metrics["aqn/measured_std"] == (stds[0] + stds[1]) / 2
-    assert single.draws is None and single.metrics["aqn/measured_std"] == stds[0]
-    assert torch.equal(single.sampler_logprobs[:3][single.mask[:3]], found.sampler_logprobs[:3][found.mask[:3]])
-    assert not torch.equal(single.tokens[3:6], found.tokens[3:6])
 
 
 class Marked(Letters):

@@ -17,7 +17,7 @@ import qerl_pl.callbacks
 import qerl_pl.datamodules
 import qerl_pl.engines
 import qerl_pl.rewards
-from qerl_pl.algorithm.feedback import Feedback
+from qerl_pl.algorithm.noise import NoiseSchedule
 from qerl_pl.algorithm.objectives import DAPO, GRPO, Objective, OnPolicyDistillation
 from qerl_pl.callbacks import AdaptiveQuantizationNoise
 from qerl_pl.cli.main import COMMANDS, QeRLCLI, main
@@ -251,13 +251,8 @@ def test_one_option_changes_the_format_and_one_the_noise(name: str) -> None:
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        (["--noise.layers", "[0, -1]"], {"layers": [0, -1]}),
-        (["--noise.layers", "first_half", "--noise.relative", "true"], {"layers": "first_half", "relative": True}),
-        (["--noise.draws", "4", "--noise.trainer", "true"], {"draws": 4, "in_trainer": True}),
-        (
-            ["--noise.decay", "feedback", "--noise.target", "0.4", "--noise.metric", "mismatch/ess"],
-            {"feedback": Feedback(0.4, "mismatch/ess", 1e-4, 5e-2, 0.2, "noise.sigma"), "schedule": None},
-        ),
+        (["--noise.relative", "true"], {"relative": True}),
+        (["--noise.decay", "cosine"], {"schedule": NoiseSchedule(1e-2, 1e-4, 10, "cosine")}),
     ],
 )
 def test_the_noise_has_its_options_on_the_command_line(options: list[str], expected: dict[str, Any]) -> None:

@@ -16,7 +16,6 @@ from qerl_pl.algorithm.objectives import Objective
 from qerl_pl.algorithm.off_policy import PRESETS
 from qerl_pl.callbacks import RolloutCallback
 from qerl_pl.callbacks.evaluation import environment_settings
-from qerl_pl.modules.update_metrics import length_quartiles
 from qerl_pl.toy.game import GuessNumber
 
 HOLES = torch.tensor(
@@ -56,17 +55,10 @@ def test_losses_gradients_and_metrics_do_not_see_what_was_not_sampled(objective:
     assert found.metrics.keys() == whole.metrics.keys()
     for name, value in whole.metrics.items():
         torch.testing.assert_close(found.metrics[name], value, rtol=1e-12, atol=1e-12)
-    for name, value in whole.completion_sums.items():
-        torch.testing.assert_close(found.completion_sums[name], value, rtol=1e-12, atol=1e-12)
-
-
-def test_lengths_for_quartiles_are_of_sampled_tokens() -> None:
-    assert HOLES.sum(dim=1).tolist() == [5, 2, 2, 3]
-    assert length_quartiles(HOLES.sum(dim=1)).tolist() == [3, 0, 1, 2]
 
 
 def test_every_part_of_a_run_takes_dialogues(game_policy_dir: Path, tmp_path: Path) -> None:
-    """Dynamic sampling, draws of noise, packing, corrections by completion, over-long penalty, micro-batches."""
+    """Dynamic sampling, noise, packing, corrections by completion, over-long penalty, micro-batches."""
     config = game(game_policy_dir, tmp_path / "run", resample_rounds=2)
     config["model"]["objective"] = {
         "class_path": "qerl_pl.algorithm.GSPO",
@@ -74,7 +66,7 @@ def test_every_part_of_a_run_takes_dialogues(game_policy_dir: Path, tmp_path: Pa
     }
     config["model"]["micro_batch_tokens"] = 150
     callbacks = {one["class_path"].rpartition(".")[2]: one for one in config["trainer"]["callbacks"]}
-    callbacks["AdaptiveQuantizationNoise"]["init_args"] = {"stages": 2, "noiseless_first_stage": False, "draws": 2}
+    callbacks["AdaptiveQuantizationNoise"]["init_args"] = {"stages": 2, "noiseless_first_stage": False}
     rollout = callbacks["RolloutCallback"]["init_args"]
     rollout |= {"sampling": {"max_tokens": 60}, "accuracy_reward": "environment", "max_turns": 8}
     rollout["rewards"] = [{"class_path": "qerl_pl.rewards.OverlongPenalty", "init_args": {"max_length": 30}}]

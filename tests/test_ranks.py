@@ -207,11 +207,11 @@ def short(base: Path, run: Path, devices: int) -> dict[str, Any]:
 
 
 @pytest.mark.vllm
-def test_an_engine_a_rank_with_noise_of_its_own(tiny_policy_dir: Path, tmp_path: Path) -> None:
+def test_an_engine_a_rank_with_noise(tiny_policy_dir: Path, tmp_path: Path) -> None:
     config = short(tiny_policy_dir, tmp_path / "run", 2)
     rollout, noise = (callback["init_args"] for callback in config["trainer"]["callbacks"][:2])
     rollout |= {"engine": {"class_path": "qerl_pl.engines.VLLMEngine"}, "resample_rounds": 0}
-    noise |= {"stages": 1, "noiseless_first_stage": False, "per_rank": True}
+    noise |= {"stages": 1, "noiseless_first_stage": False}
     run = train(config)
     assert [row["version"] for row in completions(run)] == [0] * 12 + [1] * 12
     events = EventAccumulator(str(run))

@@ -70,7 +70,7 @@ DAPO = replace(
 
 def correction(**changes: Any) -> dict[str, Any]:
     """All settings of a correction."""
-    return asdict(RolloutCorrection(**{"widen_with_noise": True} | changes))
+    return asdict(RolloutCorrection(**changes))
 
 
 # One epoch of two rollouts, without dynamic sampling.
@@ -88,7 +88,7 @@ RECIPES = {
     ),
     "GSPO": replace(SHORT, algorithm="GSPO", epsilon_low=0.03, epsilon_high=0.02),
     "CISPO": replace(SHORT, algorithm="CISPO", epsilon_low=0.15, epsilon_high=0.1, beta=0.0),
-    # Weights of completions, whose cap the noise widens; leave-one-out advantages.
+    # Weights of completions; leave-one-out advantages.
     "SAPO": replace(
         SHORT,
         algorithm="SAPO",
@@ -102,23 +102,19 @@ RECIPES = {
         epsilon_high=0.03,
         rewards={name: REWARDS[name] for name in ("right", "vowels")},
         more={
-            "correction": correction(
-                cap=None, rejection="token", low=0.8, high=1.2, outlier_low=0.6, widen_with_noise=False
-            ),
+            "correction": correction(cap=None, rejection="token", low=0.8, high=1.2, outlier_low=0.6),
             "advantage_norm": "maxrl",
         },
     ),
-    # A dual clip; the upper half of the tokens by their entropy trains; an entropy bonus that comes and goes.
+    # A dual clip; an entropy bonus.
     "BNPO": replace(
         SHORT,
         algorithm="BNPO",
         max_epochs=2,
         more={
-            "correction": correction(cap=1.15, rejection="geometric", low=0.95, high=1.08, widen_with_noise=False),
+            "correction": correction(cap=1.15, rejection="geometric", low=0.95, high=1.08),
             "delta": 1.2,
-            "top_entropy_quantile": 0.5,
             "entropy_coefficient": 0.05,
-            "adaptive_entropy": {"target": 3.3, "step": 0.03, "minimum": 0.01, "maximum": 0.1},
         },
     ),
 }
@@ -253,9 +249,6 @@ def test_a_recipe_meets_its_options(both: Both) -> None:
     assert all(found["mismatch/is_weight_mean"] > 0.2 for found in metrics)
     capped = recipe.importance_cap if not correction else correction["weights"] and correction["cap"]
     assert any(found["mismatch/capped_frac"] > 0.05 for found in metrics) == (capped is not None)
-    assert all(found["mismatch/noise_widening"] > 2 for found in metrics) == (recipe.algorithm == "SAPO")
-    coefficients = [found["policy/entropy_coefficient"] for found in metrics]
-    assert (0.0 in coefficients and max(coefficients) > 0) == ("adaptive_entropy" in recipe.more)
 
 
 @pytest.mark.parametrize("both", list(WRITTEN), indirect=True)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from noisy_norms import noisy_norms
 from safetensors.torch import load_file, save_file
 from short_run import trainer_of
 from test_every_way import process_state, written  # noqa: F401  (a fixture)
@@ -28,7 +29,6 @@ from qerl_pl.formats.quantize import quantize_checkpoint
 from qerl_pl.modules import LoraConfig, Policy, PolicyConfig
 from qerl_pl.modules.experts import PackedExperts
 from qerl_pl.modules.qerl import QeRLModule
-from qerl_pl.modules.trainer_noise import TrainerNoise
 from qerl_pl.rollout.experience import pad_completions, pad_routing
 from qerl_pl.toy.game import GuessingGame
 from qerl_pl.types import Completion, PromptBatch, SamplingConfig
@@ -76,7 +76,7 @@ def gap(policy: Policy, completions: list[list[Completion]], replay: bool, train
     """Mean difference between the engine's log-probabilities and the trainer's, nats a token."""
     tokens, lengths, mask, said = pad_completions(PROMPTS, completions, 0)
     routing = pad_routing(completions, tokens.shape) if replay else None
-    with torch.no_grad(), TrainerNoise(policy.trained.norms(), trainer, None).added(torch.arange(len(tokens))):
+    with noisy_norms(policy, trainer):
         found = policy.token_logprobs(tokens, lengths, mask, 1.0, routing=routing)[0]
     return (found - said)[mask].abs().mean().item()
 

@@ -199,10 +199,8 @@ def test_rollouts_without_any_informative_group_change_nothing_but_the_version(
     assert module.lr_schedulers().last_epoch == 4 * 2
     metrics = {name: value.item() for name, value in module.trainer.callback_metrics.items()}
     over_nothing = ("policy/", "mismatch/", "completions/length", "completions/truncated")
-    settings = {"mismatch/noise_widening": 1.0, "policy/entropy_coefficient": 0.0}
-    assert settings.items() <= metrics.items()
     for name, value in metrics.items():
-        assert math.isnan(value) == (name.startswith(over_nothing) and name not in settings), name
+        assert math.isnan(value) == name.startswith(over_nothing), name
     assert metrics["completions/groups_dropped_frac"] == 1 and metrics["reward/same"] == 1
     assert metrics["completions/groups_without_signal_frac"] == 1 and metrics["completions/sampler_entropy"] > 0
     assert metrics["completions/sampled_tokens"] > 0 and metrics["optim/grad_norm"] == 0

@@ -69,17 +69,14 @@ def test_the_engine_lives_for_a_stage_and_is_closed_once(tiny_policy_dir: Path, 
     def note(*_: Any) -> None:  # while the stage goes on
         given = module.shared_weights, module._releasable_gib
         seen.append((engine.closed, *given, rollout.collector.seed, rollout.collector.objective))
-        assert rollout.collector.noise_widening is rollout._noise_widening
 
     watch = LambdaCallback(on_fit_start=note, on_fit_end=note, on_validation_start=note, on_validation_end=note)
     trainer = trainer_of(tmp_path, watch, rollout=rollout, limit_val_batches=0)
     rollout.close()
     assert engine.closed == 0
-    for known in ({"p1": 5.0}, {"p2": 6.0}):  # of a checkpoint; earlier versions had no widening
-        rollout.load_state_dict({"expected_lengths": known, "noise_widening": {"sigma": 0.5}})
-        assert rollout.state_dict() == {"expected_lengths": known, "noise_widening": {"sigma": 0.5}}
+    for known in ({"p1": 5.0}, {"p2": 6.0}):  # of a checkpoint
         rollout.load_state_dict({"expected_lengths": known})
-        assert rollout.state_dict() == {"expected_lengths": known, "noise_widening": {}}
+        assert rollout.state_dict() == {"expected_lengths": known}
     trainer.fit(module, datamodule=data())
     lora, shared = module.policy_config.lora_spec, SharedWeights({}, {})
     assert lora is not None
@@ -214,10 +211,6 @@ def test_a_run_tells_sigma_beside_the_scales_of_the_norms(
         norm.weight.data.fill_(value)
     for settings, said in (
         ({}, ["noise.sigma_start 0.01 is 0.5 % of a norm's scale: 2 (root mean square, median of 4 norms)"]),
-        (
-            {"layers": [1]},
-            ["noise.sigma_start 0.01 is 0.25 % of a norm's scale: 4 (root mean square, median of 2 norms)"],
-        ),
         ({"relative": True}, []),
         ({"sigma_start": 0.0, "sigma_end": 0.0}, []),
     ):
@@ -264,50 +257,24 @@ def test_an_empty_reference_is_refused_where_a_reward_compares_with_it(
     fit(Vowels())  # which reads none
 
 
-@pytest.mark.parametrize(("per_rank", "rank", "draw"), [(False, 3, 0), (True, 3, 3), (True, 0, 0)])
-def test_noise_goes_by_the_plan_that_a_run_began_with(per_rank: bool, rank: int, draw: int) -> None:
-    module, trainer = module_of(Path("nowhere")), SimpleNamespace(max_steps=-1, max_epochs=2, global_rank=rank)
-    trainer.datamodule = SimpleNamespace(batches_per_epoch=3)
-    module._trainer = trainer  # type: ignore[assignment]
-    noise = AdaptiveQuantizationNoise(0.4, 0.1, 3, "linear", False, per_rank)
-    assert noise.state_dict() == {"planned_rollouts": None}
-    expected = [NormNoise(sigma, 5, version, draw) for version, sigma in enumerate([0.4, 0.4, 0.25, 0.25, 0.1, 0.1])]
-    assert [noise_of(noise, trainer, module, version) for version in range(6)] == expected
-    trainer.max_epochs = 9
-    assert noise.state_dict() == {"planned_rollouts": 6} and noise_of(noise, trainer, module, 5) == expected[5]
-    assert AdaptiveQuantizationNoise().per_rank is False
-
-
-@pytest.mark.parametrize(("layers", "indices"), [("all", None), ("last_half", (1,)), ([-2], (0,))])
-def test_noise_of_a_run_is_relative_and_on_some_layers(
-    layers: Any, indices: tuple[int, ...] | None, tiny_policy_dir: Path, tmp_path: Path
-) -> None:
-    seen, module = [], module_of(tiny_policy_dir)
-    noise = AdaptiveQuantizationNoise(0.02, 0.02, 1, noiseless_first_stage=False, relative=True, layers=layers)
-    watch = LambdaCallback(on_train_batch_end=lambda trainer, module, outputs, batch, index: seen.append(batch.noise))
-    trainer_of(tmp_path, noise, watch, noise=False, max_steps=2, limit_val_batches=0).fit(module, datamodule=data())
-    assert seen == [NormNoise(0.02, 5, 0, relative=True, layers=indices)]
-
-
-@pytest.mark.parametrize(("per_rank", "first"), [(False, 0), (True, 12)])
-def test_draws_of_noise_are_numbered_over_the_ranks(per_rank: bool, first: int) -> None:
+def test_noise_goes_by_the_plan_that_a_run_began_with() -> None:
     module, trainer = module_of(Path("nowhere")), SimpleNamespace(max_steps=-1, max_epochs=2, global_rank=3)
     trainer.datamodule = SimpleNamespace(batches_per_epoch=3)
     module._trainer = trainer  # type: ignore[assignment]
-    noise = AdaptiveQuantizationNoise(0.4, 0.1, 2, "linear", True, per_rank, draws=4)
-    assert noise_of(noise, trainer, module, 5) == NormNoise(0.4, 5, 5, first, draws=4)
-    each = noise_of(noise, trainer, module, 5).each_draw()
-    assert each == tuple(NormNoise(0.4, 5, 5, first + index) for index in range(4))
-    assert noise_of(noise, trainer, module, 0).each_draw() == (NormNoise(0.0, 5, 0, first),)  # without noise
-    with pytest.raises(UserError, match="noise.draws must be at least 1; got 0;"):
-        AdaptiveQuantizationNoise(draws=0)
+    noise = AdaptiveQuantizationNoise(0.4, 0.1, 3, "linear", False)
+    assert noise.state_dict() == {"planned_rollouts": None}
+    expected = [NormNoise(sigma, 5, version) for version, sigma in enumerate([0.4, 0.4, 0.25, 0.25, 0.1, 0.1])]
+    assert [noise_of(noise, trainer, module, version) for version in range(6)] == expected
+    trainer.max_epochs = 9
+    assert noise.state_dict() == {"planned_rollouts": 6} and noise_of(noise, trainer, module, 5) == expected[5]
 
 
-def test_layers_that_the_model_lacks_are_refused_at_the_start(tiny_policy_dir: Path, tmp_path: Path) -> None:
-    noise, engine = AdaptiveQuantizationNoise(layers=[2]), Recording()
-    trainer = trainer_of(tmp_path, noise, rollout=rollout_of(engine), noise=False)
-    with pytest.raises(UserError, match=r"different layers of the model's 2, from 0 to 1; got \[2\];"):
-        trainer.fit(module_of(tiny_policy_dir), datamodule=data())
+def test_noise_of_a_run_is_relative(tiny_policy_dir: Path, tmp_path: Path) -> None:
+    seen, module = [], module_of(tiny_policy_dir)
+    noise = AdaptiveQuantizationNoise(0.02, 0.02, 1, noiseless_first_stage=False, relative=True)
+    watch = LambdaCallback(on_train_batch_end=lambda trainer, module, outputs, batch, index: seen.append(batch.noise))
+    trainer_of(tmp_path, noise, watch, noise=False, max_steps=2, limit_val_batches=0).fit(module, datamodule=data())
+    assert seen == [NormNoise(0.02, 5, 0, relative=True)]
 
 
 class TwoSets(PromptDataModule):
@@ -448,7 +415,7 @@ def test_a_mismatch_above_its_bound_is_warned_of(bound: float, warned: bool, cap
     ("sampling", "objective", "warned"),
     [
         ({}, GRPO(), []),
-        ({"top_p": 0.5}, GRPO(importance_cap=None), []),
+        ({"top_p": 0.5}, GRPO(correction="off"), []),
         ({"top_p": 0.5}, GRPO(), ["rollout.sampling.top_p raises the sampler's probabilities"]),
         (
             {"top_k": 3},

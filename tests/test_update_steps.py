@@ -17,7 +17,6 @@ from qerl_pl.distributed.communicator import SINGLE_PROCESS, Communicator
 from qerl_pl.errors import UserError
 from qerl_pl.modules.policy import TokenValues
 from qerl_pl.modules.update import NonFiniteLossError, PolicyUpdate, local_rows, sampled_indices
-from qerl_pl.modules.update_metrics import length_quartiles
 from qerl_pl.seeds import stream_seed
 from qerl_pl.types import Experience
 
@@ -406,37 +405,6 @@ def test_metrics_of_the_mismatch_by_hand() -> None:
     assert metrics["mismatch/ess"] == pytest.approx(sum(weights) ** 2 / (13 * sum(weight**2 for weight in weights)))
     assert metrics["mismatch/rejected_frac"] == pytest.approx(weights.count(0.0) / 13)
     assert metrics["mismatch/capped_frac"] == pytest.approx(weights.count(1.1) / 13)
-    # Lengths 3, 1, 2, 4, 1, 2: from the shortest on, those at 1, 4, 2, 5, 0, 3; of six, quarters of 2, 1, 2, 1.
-    for quarter, rows in enumerate(([1, 4], [2], [5, 0], [3]), start=1):
-        of_quarter = [ratio for row in rows for ratio in ratios[row]]
-        k3 = sum(ratio - 1 - math.log(ratio) for ratio in of_quarter) / len(of_quarter)
-        assert metrics[f"mismatch/k3_q{quarter}"] == pytest.approx(k3)
-        rejected = sum(not 0.5 <= ratio <= 2.0 for ratio in of_quarter) / len(of_quarter)
-        assert metrics[f"mismatch/rejected_frac_q{quarter}"] == pytest.approx(rejected)
-    shares = [metrics[f"policy/clip_frac_q{quarter}"] for quarter in range(1, 5)]
-    clipped = metrics["policy/clip_frac_low"] + metrics["policy/clip_frac_high"]
-    lengths = [sum(len(COMPLETIONS[row]) for row in rows) for rows in ([1, 4], [2], [5, 0], [3])]
-    assert clipped > 0
-    assert sum(share * length for share, length in zip(shares, lengths, strict=True)) / 13 == pytest.approx(clipped)
-
-
-def test_quarters_by_length() -> None:
-    quarters = length_quartiles(torch.tensor([5, 0, 9, 7, 7, 0, 1, 8, 2, 3]))
-    # Without the empty ones, from the shortest on: 1, 2, 3, 5, 7, 7, 8, 9.
-    assert quarters.tolist() == [1, 0, 3, 2, 2, 0, 0, 3, 0, 1]
-    assert length_quartiles(torch.tensor([4, 4])).tolist() == [0, 2]
-    assert length_quartiles(torch.tensor([0, 0])).tolist() == [0, 0]
-    assert length_quartiles(torch.zeros(0, dtype=torch.int64)).tolist() == []
-
-
-def test_bounds_are_widened_as_the_rollout_measured() -> None:
-    correction = RolloutCorrection(cap=1.1, widen_with_noise=True)
-    update = PolicyUpdate(BNPO(correction=correction), 1, 1, None, 1.0, False, SEED)
-    for widening, cap in ((1.0, 1.1), (3.0, 1.331)):
-        metrics = updated(FourNumbers(), update, experience_of(noise_widening=widening))
-        ratios = [math.exp(logprob(ODDS, token) - SAMPLER) for completion in COMPLETIONS for token in completion]
-        assert metrics["mismatch/is_weight_mean"] == pytest.approx(sum(min(ratio, cap) for ratio in ratios) / 13)
-        assert metrics["mismatch/capped_frac"] == pytest.approx(sum(ratio > cap for ratio in ratios) / 13)
 
 
 def test_minibatches_that_do_not_divide_a_rollout_are_refused() -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Self
 
 import torch
+from qerl_pl.algorithm.entropy import EntropyState, top_entropy_threshold
 from torch import Tensor
 
 from qerl_pl.algorithm import (
@@ -25,7 +26,6 @@ from qerl_pl.algorithm import (
     RolloutCorrection,
 )
 from qerl_pl.algorithm.advantages import AdvantageNorm, group_advantages, normalized_then_summed
-from qerl_pl.algorithm.entropy import EntropyState, top_entropy_threshold
 from qerl_pl.algorithm.losses import KLEstimator, distillation_advantages, kl_divergence
 from qerl_pl.algorithm.objectives import LossInputs
 from qerl_pl.algorithm.off_policy import PRESETS, correction_weights

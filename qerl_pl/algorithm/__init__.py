@@ -1,6 +1,5 @@
 """Advantages, losses, objectives, and the noise schedule."""
 
-from qerl_pl.algorithm.entropy import AdaptiveEntropy
 from qerl_pl.algorithm.noise import NoiseSchedule, NormNoise
 from qerl_pl.algorithm.objectives import (
     BNPO,
@@ -24,7 +23,6 @@ __all__ = [
     "GRPO",
     "GSPO",
     "SAPO",
-    "AdaptiveEntropy",
     "DrGRPO",
     "NoiseSchedule",
     "NormNoise",

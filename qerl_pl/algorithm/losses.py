@@ -39,7 +39,7 @@ def sequence_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tens
     s_i = exp(mean over the masked tokens of (logprob - old logprob)); the value at token t is sg[s_i] * pi_t / sg[pi_t]
     (sg stops the gradient): s_i at every token, with the gradient s_i * grad log pi_t. This is GSPO-token (arXiv
     2507.18071, sec. 4.3), whose gradient is GSPO's if a completion's tokens share one advantage and one weight; with
-    `importance_cap` each token has its own. Completions without a masked token have ratio 1.
+    token-level importance weights each token has its own. Completions without a masked token have ratio 1.
     """
     log_ratio = torch.where(mask, logprobs.detach() - old_logprobs, 0.0)
     mean = log_ratio.sum(dim=1, keepdim=True) / mask.sum(dim=1, keepdim=True).clamp(min=1)

@@ -5,9 +5,7 @@ scales that feed the quantized projections, in the sampler only: RMSNorm(x) = (w
 """
 
 import math
-import re
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 import torch
@@ -17,37 +15,21 @@ from qerl_pl.errors import UserError, require_one_of
 from qerl_pl.seeds import stream_seed
 
 Decay = Literal["exponential", "linear", "cosine", "logarithmic"]
-NoisyLayers = Literal["all", "first_half", "last_half"] | list[int]
-"""Decoder layers whose norms have noise: a half of them, or indices from 0, or from the end if negative."""
-_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
 @dataclass(frozen=True)
 class NormNoise:
-    """Noise of one rollout: the same numbers in every process. Of several draws, the methods take the first."""
+    """Noise of one rollout: the same numbers in every process."""
 
     sigma: float
     """Standard deviation, in units of the norm scale, or of its root mean square if `relative`."""
     seed: int
     version: int
     """Policy version of the rollout."""
-    draw_number: int = 0
-    """Index of the first draw, if each rank has its own."""
     relative: bool = False
     """Whether the noise is proportional to each norm's scale w: Z ~ N(0, (sigma * rms(w))^2)."""
-    layers: tuple[int, ...] | None = None
-    """Indices of the decoder layers that have noise; None for all."""
-    draws: int = 1
-    """Independent draws of the rollout, between which its prompts are divided."""
-    in_trainer: bool = False
-    """Whether the trainer computes old and current log-probabilities under the noise, too."""
 
-    def each_draw(self) -> tuple["NormNoise", ...]:
-        """The draws, each by itself; only one where sigma is 0."""
-        count = self.draws if self.sigma > 0 else 1
-        return tuple(replace(self, draw_number=self.draw_number + index, draws=1) for index in range(count))
-
-    def of_norm(self, name: str, clean: Tensor) -> Tensor | None:
+    def of_norm(self, name: str, clean: Tensor) -> Tensor:
         """Noise to add to a norm's scale.
 
         Args:
@@ -55,17 +37,10 @@ class NormNoise:
             clean: Scale without noise [size], on any device.
 
         Returns:
-            float32 [size] on the CPU; None if the norm's layer has no noise.
+            float32 [size] on the CPU.
         """
-        if not self.perturbs(name):
-            return None
         noise = self.draw(name, clean.numel())
         return noise * rms(clean) if self.relative else noise
-
-    def perturbs(self, name: str) -> bool:
-        """Whether a norm's layer has noise; its name is as for `draw`."""
-        layer = _LAYER.search(name)
-        return self.layers is None or (layer is not None and int(layer[1]) in self.layers)
 
     def draw(self, name: str, size: int) -> Tensor:
         """Absolute noise of one norm.
@@ -75,11 +50,10 @@ class NormNoise:
             size: Number of channels.
 
         Returns:
-            float32 [size] on the CPU, a function of (seed, version, draw number, name, size) and, linearly, of sigma.
+            float32 [size] on the CPU, a function of (seed, version, name, size) and, linearly, of sigma.
             Gaussian, rescaled to a root mean square of sigma, which 128 channels would otherwise miss by 6 %.
         """
-        draw = (self.draw_number,) if self.draw_number else ()
-        generator = torch.Generator().manual_seed(stream_seed(self.seed, "aqn", self.version, name, *draw))
+        generator = torch.Generator().manual_seed(stream_seed(self.seed, "aqn", self.version, name))
         noise = torch.randn(size, generator=generator, dtype=torch.float32)
         return noise * (self.sigma / noise.square().mean().sqrt())
 
@@ -87,30 +61,6 @@ class NormNoise:
 def rms(scale: Tensor) -> float:
     """Root mean square, in float64: trainer and engines compute one number whatever their order of summation."""
     return scale.double().square().mean().sqrt().item()
-
-
-def layer_indices(layers: NoisyLayers, count: int) -> tuple[int, ...] | None:
-    """`NormNoise.layers` of a model with `count` decoder layers; of an odd number, the last half has one more.
-
-    Raises:
-        UserError: The list is empty or names a layer twice, or one that the model lacks.
-    """
-    if isinstance(layers, str):
-        halves = {"all": None, "first_half": range(count // 2), "last_half": range(count // 2, count)}
-        require_one_of(list(halves), "noise.layers", layers)
-        half = halves[layers]
-        return None if half is None else tuple(half)
-    return _checked_layers(layers, count)
-
-
-def _checked_layers(layers: Sequence[int], count: int) -> tuple[int, ...]:
-    indices = sorted({layer % count for layer in layers if -count <= layer < count})
-    if not layers or len(indices) < len(layers):
-        raise UserError(
-            f"noise.layers must name different layers of the model's {count}, from 0 to {count - 1}; got {layers}; "
-            "correct the list, or set all"
-        )
-    return tuple(indices)
 
 
 def noise_sigma(stage: int, stages: int, sigma_start: float, sigma_end: float, decay: Decay) -> float:

@@ -6,20 +6,17 @@ A new objective is a subclass of `Objective` that sets `aggregation`, its defaul
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field, replace
-from typing import Literal, Self, get_args
+from dataclasses import dataclass, field
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from qerl_pl.algorithm import losses
 from qerl_pl.algorithm.advantages import AdvantageNorm, group_advantages
-from qerl_pl.algorithm.entropy import AdaptiveEntropy
 from qerl_pl.algorithm.losses import Aggregation, KLEstimator, Surrogate
 from qerl_pl.algorithm.off_policy import PRESETS, RolloutCorrection, correction_weights
 from qerl_pl.errors import UserError, require_one_of
-
-DEFAULT_IMPORTANCE_CAP = 2.0
 
 Divergence = Literal["sampled_token", "full_vocabulary"]
 
@@ -48,10 +45,6 @@ class LossInputs:
     """[B, T], teacher of on-policy distillation, detached."""
     teacher_kl: Tensor | None = None
     """[B, T], KL(current policy || teacher) over the vocabulary in nats, with gradient."""
-    surrogate_mask: Tensor | None = None
-    """bool [B, T], tokens of the mask whose surrogate trains; None takes all."""
-    noise_widening: float = 1.0
-    """Power to which bounds of the correction are raised if it widens them, see `RolloutCorrection`."""
 
 
 @dataclass(frozen=True)
@@ -65,8 +58,6 @@ class LossOutputs:
     clip_high, is_weight, is_weight_squared, rejected, capped (of the correction), logprob_abs (|old - sampler|),
     mismatch_k3 (k3 of KL(sampler || old)), mismatch_ratio_squared ((old / sampler)^2), and kl, entropy and teacher_kl
     if their inputs are present."""
-    completion_sums: dict[str, Tensor] = field(default_factory=dict)
-    """Sums over each completion's masked tokens, [B] each: tokens, clipped, rejected, mismatch_k3."""
 
 
 @dataclass(frozen=True)
@@ -84,16 +75,10 @@ class Objective(ABC):
         epsilon_high: Distance of the upper clip bound of the policy ratio from 1.
         advantage_norm: Divides a reward minus its group's mean: group, its standard deviation; batch, that of the
             batch; none, nothing; rloo, 1 - 1/G (leave-one-out); maxrl, the group's mean reward.
-        importance_cap: Largest importance weight between the sampler and the trainer (truncated importance sampling);
-            null switches the correction off. Short for a `correction`, which replaces it.
-        correction: Importance weights and rejection between the sampler and the trainer, the name of a preset or their
-            settings; null truncates token weights at `importance_cap`.
+        correction: Importance weights and rejection between the sampler and the trainer: the name of a preset, or their
+            settings. `token_tis` truncates token weights at 2; `off` corrects nothing.
         delta: Upper bound of the policy ratio where the advantage is negative (dual clip, two-sided clip), above
             1 + epsilon_high; null is no bound. Objectives without a ratio clip have none.
-        top_entropy_quantile: Share of a rollout's tokens whose surrogate trains, those of highest entropy under the
-            policy before the update; 1 takes all. KL penalty, entropy bonus and denominators keep all tokens.
-        adaptive_entropy: Moves the coefficient of the entropy bonus, from `entropy_coefficient` on, towards a target
-            entropy; null keeps it constant.
         mask_truncated: Leave completions that the token limit cut off out of the loss.
         entropy_coefficient: Coefficient of an entropy bonus; 0 leaves it out.
         distillation_coefficient: Factor of log teacher - log policy, which each token's advantage gets in addition
@@ -103,8 +88,7 @@ class Objective(ABC):
             them, and adds it to the loss in place of the advantage, neither clipped nor with importance weights.
 
     Raises:
-        UserError: A number is outside its range, a choice is unknown, both an importance cap and a correction are set,
-            or the objective has no ratio clip for `delta`.
+        UserError: A number is outside its range, a choice is unknown, or the objective has no ratio clip for `delta`.
     """
 
     beta: float = 0.0
@@ -112,14 +96,11 @@ class Objective(ABC):
     epsilon_low: float = 0.2
     epsilon_high: float = 0.2
     advantage_norm: AdvantageNorm = "group"
-    importance_cap: float | None = DEFAULT_IMPORTANCE_CAP
     mask_truncated: bool = False
     entropy_coefficient: float = 0.0
     distillation_coefficient: float = 0.0
-    correction: RolloutCorrection | str | None = None  # jsonargparse tells the first type's error
+    correction: RolloutCorrection | str = "token_tis"  # jsonargparse tells the first type's error
     delta: float | None = None
-    top_entropy_quantile: float = 1.0
-    adaptive_entropy: AdaptiveEntropy | None = None
     distillation_divergence: Divergence = "sampled_token"
 
     clips_ratio = True
@@ -130,29 +111,9 @@ class Objective(ABC):
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
                 raise UserError(f"{name} must be a number of at least 0; got {value}; set it to 0 or more.")
-        cap = self.importance_cap
-        if cap is not None and not cap > 0:
-            raise UserError(f"importance_cap must be above 0; got {cap}; use null to switch the correction off.")
-        if self.correction is not None and cap != DEFAULT_IMPORTANCE_CAP:
-            raise UserError(
-                f"a correction has its own cap; got importance_cap={cap} and a correction; set correction.cap instead, "
-                f"and leave importance_cap at {DEFAULT_IMPORTANCE_CAP}."
-            )
         if isinstance(self.correction, str):
             require_one_of([*PRESETS], "correction", self.correction)
-        self._check_surrogate()
-        control, start = self.adaptive_entropy, self.entropy_coefficient
-        if control is not None and not control.minimum <= start <= control.maximum:
-            raise UserError(
-                "entropy_coefficient must be within adaptive_entropy's minimum and maximum, where it starts; got "
-                f"{start}; set it to {control.minimum}, say."
-            )
-        require_one_of(get_args(KLEstimator), "kl_estimator", self.kl_estimator)
-        require_one_of(get_args(AdvantageNorm), "advantage_norm", self.advantage_norm)
-        require_one_of(get_args(Divergence), "distillation_divergence", self.distillation_divergence)
-
-    def _check_surrogate(self) -> None:
-        delta, share = self.delta, self.top_entropy_quantile
+        delta = self.delta
         if delta is not None and not self.clips_ratio:
             raise UserError(f"delta bounds a ratio clip; got {delta} for {type(self).__name__}; leave delta out.")
         if delta is not None and not (math.isfinite(delta) and delta > 1 + self.epsilon_high):
@@ -160,8 +121,9 @@ class Objective(ABC):
                 f"delta must be a number above 1 + epsilon_high={1 + self.epsilon_high:g}; got {delta}; set it to 4, "
                 "say, or to null for no bound."
             )
-        if not 0 < share <= 1:
-            raise UserError(f"top_entropy_quantile must be above 0 and at most 1; got {share}; use 1 for all tokens.")
+        require_one_of(get_args(KLEstimator), "kl_estimator", self.kl_estimator)
+        require_one_of(get_args(AdvantageNorm), "advantage_norm", self.advantage_norm)
+        require_one_of(get_args(Divergence), "distillation_divergence", self.distillation_divergence)
 
     @property
     @abstractmethod
@@ -170,18 +132,8 @@ class Objective(ABC):
 
     @property
     def rollout_correction(self) -> RolloutCorrection:
-        """The correction between sampler and trainer that `correction` or `importance_cap` sets."""
-        if isinstance(self.correction, RolloutCorrection):
-            return self.correction
-        if self.correction is not None:
-            return PRESETS[self.correction]
-        if self.importance_cap is None:
-            return PRESETS["off"]
-        return RolloutCorrection(cap=self.importance_cap if math.isfinite(self.importance_cap) else None)
-
-    def with_entropy_coefficient(self, coefficient: float) -> Self:
-        """This objective with a constant coefficient of the entropy bonus."""
-        return replace(self, entropy_coefficient=coefficient, adaptive_entropy=None)
+        """The correction between sampler and trainer that `correction` sets."""
+        return PRESETS[self.correction] if isinstance(self.correction, str) else self.correction
 
     @property
     def needs_reference(self) -> bool:
@@ -232,10 +184,8 @@ class Objective(ABC):
         ratio = self._ratio(logprobs, old, mask)
         teacher = None if batch.teacher_logprobs is None else masked(batch.teacher_logprobs)
         surrogate = self._surrogate(ratio, logprobs, sampler, self._advantages(batch.advantages, old, teacher))
-        correction = correction_weights(self.rollout_correction, old, sampler, mask, batch.noise_widening)
+        correction = correction_weights(self.rollout_correction, old, sampler, mask)
         per_token = -correction.weights * surrogate.value
-        if batch.surrogate_mask is not None:
-            per_token = torch.where(batch.surrogate_mask, per_token, 0.0)
         sums = {
             "tokens": torch.ones_like(old),
             "ratio": ratio,
@@ -272,10 +222,7 @@ class Objective(ABC):
                 raise ValueError("full_vocabulary needs teacher_kl; got None; pass it or choose sampled_token.")
             per_token = per_token + self.distillation_coefficient * sums["teacher_kl"]
         metrics = {name: masked(values.detach()).sum() for name, values in sums.items()}
-        by_completion = {name: sums[name] for name in ("tokens", "rejected", "mismatch_k3")}
-        by_completion["clipped"] = surrogate.clipped_low | surrogate.clipped_high
-        completion_sums = {name: masked(values.detach()).sum(dim=1) for name, values in by_completion.items()}
-        return LossOutputs((batch.weights * masked(per_token)).sum(), metrics, completion_sums)
+        return LossOutputs((batch.weights * masked(per_token)).sum(), metrics)
 
     def _advantages(self, advantages: Tensor, old_logprobs: Tensor, teacher_logprobs: Tensor | None) -> Tensor:
         """Advantages of the completions [B], or with distillation of their tokens [B, T]."""

@@ -42,8 +42,6 @@ class RolloutCorrection:
         high: Largest ratio that is not rejected; null is no limit.
         outlier_low: Rejects a completion if one of its tokens has a smaller ratio; null is no limit.
         outlier_high: Rejects a completion if one of its tokens has a larger ratio; null is no limit.
-        widen_with_noise: The bounds hold for a sampler without noise. With noise they are raised to the power of
-            (mean |log ratio| with noise / without), measured when the noise changes.
 
     Raises:
         UserError: A bound is not positive, a range is empty, or a level is unknown.
@@ -56,7 +54,6 @@ class RolloutCorrection:
     high: float | None = 2.0
     outlier_low: float | None = None
     outlier_high: float | None = None
-    widen_with_noise: bool = False
 
     def __post_init__(self) -> None:
         for name in ("weights", "rejection"):
@@ -74,22 +71,6 @@ class RolloutCorrection:
                     f"correction.{low} must be below correction.{high}; got {getattr(self, low)} and "
                     f"{getattr(self, high)}; swap them."
                 )
-        self._check_widening()
-
-    def _check_widening(self) -> None:
-        """The range must contain 1, from which it is widened; a cap below 1 would shrink."""
-        if not self.widen_with_noise:
-            return
-        lower = {"low": self.low if self.rejection else None, "outlier_low": self.outlier_low}
-        upper = {"high": self.high if self.rejection else None, "outlier_high": self.outlier_high}
-        upper["cap"] = self.cap if self.weights else None
-        wrong = [name for name, value in lower.items() if value is not None and value > 1]
-        wrong += [name for name, value in upper.items() if value is not None and value < 1]
-        if wrong:
-            raise UserError(
-                f"correction.widen_with_noise needs ranges around 1; got {wrong[0]}={getattr(self, wrong[0])}; move "
-                "that bound to the other side of 1, or set widen_with_noise to false."
-            )
 
 
 PRESETS: dict[str, RolloutCorrection] = {
@@ -138,7 +119,7 @@ def level_log_ratio(log_ratio: Tensor, mask: Tensor, level: Level) -> Tensor:
 
 
 def correction_weights(
-    correction: RolloutCorrection, old_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor, widening: float = 1.0
+    correction: RolloutCorrection, old_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor
 ) -> CorrectionWeights:
     """Importance weights of a micro-batch whose rows are complete completions.
 
@@ -147,28 +128,25 @@ def correction_weights(
         old_logprobs: Of the clean trainer, [B, T].
         sampler_logprobs: [B, T].
         mask: Tokens that train, bool [B, T]; other tokens count nowhere.
-        widening: Power to which bounds are raised if the correction widens them; 1 leaves them as they are.
     """
-    power = widening if correction.widen_with_noise else 1.0
     log_ratio = (old_logprobs - sampler_logprobs).detach()
     weights, capped = torch.ones_like(log_ratio), torch.zeros_like(mask)
     if correction.weights is not None:
         weights = torch.exp(level_log_ratio(log_ratio, mask, correction.weights).clamp(max=MAX_LOG_RATIO))
         if correction.cap is not None:
-            cap = correction.cap**power
-            weights, capped = weights.clamp(max=cap), weights > cap
+            weights, capped = weights.clamp(max=correction.cap), weights > correction.cap
     rejected = torch.zeros_like(mask)
     if correction.rejection is not None:
         of_level = level_log_ratio(log_ratio, mask, correction.rejection)
-        rejected = _outside(of_level, correction.low, correction.high, power)
+        rejected = _outside(of_level, correction.low, correction.high)
     if correction.outlier_low is not None or correction.outlier_high is not None:
-        outliers = _outside(log_ratio, correction.outlier_low, correction.outlier_high, power) & mask
+        outliers = _outside(log_ratio, correction.outlier_low, correction.outlier_high) & mask
         rejected = rejected | outliers.any(dim=1, keepdim=True)
     return CorrectionWeights(torch.where(rejected, 0.0, weights), rejected, capped & ~rejected)
 
 
-def _outside(log_ratio: Tensor, low: float | None, high: float | None, power: float) -> Tensor:
-    """Whether ratios lie outside [low ** power, high ** power], bool [B, T]."""
-    lowest = math.log(low) * power if low else -math.inf
-    highest = math.inf if high is None else math.log(high) * power
+def _outside(log_ratio: Tensor, low: float | None, high: float | None) -> Tensor:
+    """Whether ratios lie outside [low, high], bool [B, T]."""
+    lowest = math.log(low) if low else -math.inf
+    highest = math.inf if high is None else math.log(high)
     return (log_ratio < lowest) | (log_ratio > highest)

@@ -2,12 +2,10 @@
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from qerl_pl.algorithm.feedback import BoundWarning, Feedback, TemperatureControl
 from qerl_pl.algorithm.off_policy import RolloutCorrection
 from qerl_pl.chat_template import messages_of, template_texts
 from qerl_pl.datamodules.prompts import PromptDataModule
@@ -30,12 +28,6 @@ log = logging.getLogger(__name__)
 
 PROMPTS_KEY = "qerl_prompts"
 """Checkpoint key of the state of the training prompts."""
-
-ENTROPY, TEMPERATURE = "completions/sampler_entropy", "completions/temperature"
-"""Tags of the metric that a steered temperature holds, and of the temperature."""
-
-TEMPERATURE_GAIN = 0.2
-"""Largest change of the logarithm of a steered temperature from rollout to rollout."""
 
 REJECTED_WARNING = 0.5
 """Share of rejected tokens above which the log warns."""
@@ -78,10 +70,6 @@ class RolloutCallback(Callback, ChecksFirst):
             of `eval_sampling`. Their metrics have the name in front, as in `val/card_pass@1`.
         multi_objective_aggregation: `sum_then_normalize` computes advantages of the rewards' weighted sum.
             `normalize_then_sum` (GDPO) normalizes each reward within its group, sums, and normalizes over the batch.
-        entropy_target: Entropy of the sampler, in nats per token, at which each rollout's temperature is steered;
-            `sampling.temperature` is that of the first rollout. The trainer divides its logits by the same. null keeps
-            the temperature.
-        temperature_bounds: Lowest and highest temperature under `entropy_target`, the first rollout's included.
         environment: Environment of each completion, which then is a dialogue: a class that keeps to TRL's contract, or
             a function from a row to such an object, by name (`my_games.Guess`, `my_games.py:Guess`) or as
             `{class_path: ..., init_args: ...}`. `sampling.max_tokens` then bounds the tokens after the prompt, the
@@ -117,8 +105,6 @@ class RolloutCallback(Callback, ChecksFirst):
         eval_batch: int | None = None,
         multi_objective_aggregation: Aggregation = "sum_then_normalize",
         extra_eval_sampling: dict[str, EvalSampling] | None = None,
-        entropy_target: float | None = None,
-        temperature_bounds: tuple[float, float] = (0.5, 2.0),
         environment: str | dict[str, Any] | Callable[..., Any] | None = None,
         environment_weight: float = 1.0,
         tool_format: str = "auto",
@@ -152,34 +138,22 @@ class RolloutCallback(Callback, ChecksFirst):
         held_out = (eval_sampling or POLICY_DISTRIBUTION).over(sampling)
         extra = {name: given.over(held_out) for name, given in (extra_eval_sampling or {}).items()}
         self.eval_config = EvaluatorConfig(scored_by, held_out, eval_samples, eval_batch, accuracy_reward, extra)
-        self._temperature: TemperatureControl | None = None
-        if entropy_target is not None:
-            low, high = temperature_bounds
-            feedback = Feedback(entropy_target, ENTROPY, low, high, TEMPERATURE_GAIN, "rollout.sampling.temperature")
-            self._temperature = TemperatureControl(feedback, sampling.temperature)
-            self._bound_warning = BoundWarning(feedback)
         self.engine: RolloutEngine = engine if engine is not None else TransformersEngine()
         self._collector: Collector | None = None
         self._evaluator: Evaluator | None = None
         self._engine_weights: tuple[SharedWeights | None, float] = None, 0.0
         self._expected_lengths: dict[str, float] = {}
-        self._noise_widening: dict[str, float] = {}
 
     # Checkpoints ---------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The expected lengths, by which prompts are partitioned over the ranks, the effect of the noise, and a steered
-        temperature."""
-        state = {"expected_lengths": dict(self._expected_lengths), "noise_widening": dict(self._noise_widening)}
-        return state if self._temperature is None else state | {"temperature": self._temperature.state_dict()}
+        """The expected lengths, by which prompts are partitioned over the ranks."""
+        return {"expected_lengths": dict(self._expected_lengths)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load them; the collector shares the dictionaries, of which earlier versions' checkpoints lack the second."""
-        for state, name in ((self._expected_lengths, "expected_lengths"), (self._noise_widening, "noise_widening")):
-            state.clear()
-            state.update(state_dict.get(name, {}))
-        if self._temperature is not None and "temperature" in state_dict:
-            self._temperature.load_state_dict(state_dict["temperature"])
+        """Load them; the collector shares the dictionary."""
+        self._expected_lengths.clear()
+        self._expected_lengths.update(state_dict.get("expected_lengths", {}))
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Save the data's state too: Lightning restores it only into a data module of the same class."""
@@ -266,7 +240,6 @@ class RolloutCallback(Callback, ChecksFirst):
             self.config, self.engine, tokenizer, module.objective, module.seed, ranks, dialogues
         )
         self._collector.expected_lengths = self._expected_lengths
-        self._collector.noise_widening = self._noise_widening
         self._evaluator = Evaluator(self.eval_config, self.engine, tokenizer, module.seed, ranks, dialogues)
 
     @property
@@ -316,17 +289,7 @@ class RolloutCallback(Callback, ChecksFirst):
         module.zero_grad()  # frees the last update's gradients for the waking engine's cache
         weights = module.sampling_weights(batch.noise)
         replacements = _data(trainer).replacement_prompts
-        if self._temperature is not None:
-            heat = self._temperature.of(module.policy_version)
-            self.collector.sampling = replace(self.config.sampling, temperature=heat)
-        experience = self.collector.collect(batch.prompts, weights, module.policy, replacements)
-        if self._temperature is not None:
-            entropy = experience.metrics[ENTROPY]
-            self._temperature.measured(experience.version, entropy)
-            if trainer.is_global_zero:
-                self._bound_warning.record(experience.temperature, entropy)
-            experience = replace(experience, metrics={**experience.metrics, TEMPERATURE: experience.temperature})
-        batch.experience = experience
+        batch.experience = self.collector.collect(batch.prompts, weights, module.policy, replacements)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: PromptBatch, batch_idx: int

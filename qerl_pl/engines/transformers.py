@@ -175,16 +175,13 @@ class TransformersEngine(RolloutEngine):
         for name, experts in self._experts.items():
             experts.write(name.rpartition(".")[2], adapter.get(name), weights.scaling)
         norms = self._write_all_but_norms(weights.tensors)
-        draws: dict[str, Tensor] = {}
         for name, held in self._norms.items():
             clean = norms.get(name, held.base)
             noise = None
             if weights.noise is not None and name in self._noisy:
                 noise = weights.noise.of_norm(name, held.multiplier(clean))
             held.write(clean, noise)
-            if noise is not None:
-                draws[name] = noise
-        return SyncReport(version=weights.version, noise_std=self._measured_std(draws or self._noisy))
+        return SyncReport(version=weights.version, noise_std=self._measured_std(self._noisy))
 
     def _write_all_but_norms(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Copy trained weights but for norms; return the norms' scales by module name."""

@@ -26,8 +26,6 @@ class Float32RMSNorm(nn.Module):
         super().__init__()
         self.eps, self.offset = eps, offset
         self.weight = nn.Parameter(weight.detach().float(), requires_grad=False)
-        self.noise: Tensor | None = None
-        """Added to the weight in the forward pass, float32 [hidden]."""
 
     @classmethod
     def of(cls, name: str, norm: nn.Module) -> Self:
@@ -51,7 +49,7 @@ class Float32RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., hidden] -> the same shape and data type."""
-        return rms_norm(x, self.multiplier(self.weight if self.noise is None else self.weight + self.noise), self.eps)
+        return rms_norm(x, self.multiplier(self.weight), self.eps)
 
 
 def use_float32_norms(model: PreTrainedModel) -> None:

@@ -1,8 +1,7 @@
 """The LightningModule that trains the policy by reinforcement learning."""
 
-import math
 import time
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,7 +14,6 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim.lr_scheduler import LRScheduler
 from torchmetrics import MeanMetric
 
-from qerl_pl.algorithm.entropy import EntropyState
 from qerl_pl.algorithm.noise import NormNoise
 from qerl_pl.algorithm.objectives import GRPO, Objective
 from qerl_pl.distributed.strategy import communicator_of
@@ -92,7 +90,6 @@ class QeRLModule(PolicyModule):
         )
         self.teacher_config = teacher
         self.teacher: Teacher | None = None
-        self.entropy_state = EntropyState(self.objective.entropy_coefficient)
         self._means: dict[str, MeanMetric] = {}
 
     @property
@@ -194,32 +191,22 @@ class QeRLModule(PolicyModule):
         optimizer, schedule = self.optimizers(), self.lr_schedulers()
         assert isinstance(optimizer, LightningOptimizer) and isinstance(schedule, LRScheduler)
         with self.failing_state_saved():
-            ranks, control, update = communicator_of(self.trainer), self.objective.adaptive_entropy, self.update
-            coefficient = self.entropy_state.applied(control)
-            if control is not None:
-                update = replace(update, objective=self.objective.with_entropy_coefficient(coefficient))
-            metrics = update.run(self.policy, experience, optimizer, schedule, self.manual_backward, ranks)
-        self.entropy_state = self.entropy_state.after(control, metrics.get("policy/entropy", math.nan))
-        return metrics | {"policy/entropy_coefficient": coefficient}
+            ranks = communicator_of(self.trainer)
+            return self.update.run(self.policy, experience, optimizer, schedule, self.manual_backward, ranks)
 
     # Checkpoints ---------------------------------------------------------------------------------------------------
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Save which teacher it has and the state of an adaptive entropy bonus, too."""
+        """Save which teacher it has, too."""
         super().on_save_checkpoint(checkpoint)
         if self.teacher_identity is not None:
             checkpoint[CHECKPOINT_KEY]["teacher"] = self.teacher_identity
-        if self.objective.adaptive_entropy is not None:
-            checkpoint[CHECKPOINT_KEY]["entropy_state"] = asdict(self.entropy_state)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Refuse another teacher; load the state of an adaptive entropy bonus, if that is not new in this run."""
+        """Refuse another teacher."""
         super().on_load_checkpoint(checkpoint)
-        state = checkpoint[CHECKPOINT_KEY]
         if self.trainer.state.fn == TrainerFn.FITTING and self.teacher_identity is not None:
-            check_teacher(state, self.teacher_identity)
-        if state.get("entropy_state") is not None and self.objective.adaptive_entropy is not None:
-            self.entropy_state = EntropyState(**state["entropy_state"])
+            check_teacher(checkpoint[CHECKPOINT_KEY], self.teacher_identity)
 
     # Evaluation ----------------------------------------------------------------------------------------------------
 

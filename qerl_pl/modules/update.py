@@ -3,7 +3,6 @@
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -12,13 +11,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from qerl_pl.algorithm.entropy import top_entropy_threshold
 from qerl_pl.algorithm.objectives import LossInputs, Objective
 from qerl_pl.distributed.communicator import SINGLE_PROCESS, Communicator
 from qerl_pl.errors import UserError
 from qerl_pl.modules.policy import Policy, TokenValues
-from qerl_pl.modules.trainer_noise import TrainerNoise
-from qerl_pl.modules.update_metrics import length_quartiles, quartile_sums, update_metrics
+from qerl_pl.modules.update_metrics import update_metrics
 from qerl_pl.seeds import stream_seed
 from qerl_pl.types import Experience, TeacherStates
 
@@ -101,11 +98,6 @@ class PrecomputedLogprobs:
     old: Tensor
     """Of the policy before the update [B, T]; the first step fills in its own rows."""
     reference: ReferenceLogprobs | None
-    noise: TrainerNoise
-    surrogate_mask: Tensor | None
-    """Tokens whose surrogate trains, bool [B, T]; None takes all of the mask."""
-    quartiles: Tensor
-    """Quarter of all ranks' completions to which each row belongs by its length, int64 [B]."""
 
 
 def sampled_indices(share: float, completions: int, seed: int) -> Tensor:
@@ -208,9 +200,7 @@ class PolicyUpdate:
         policy.checkpointing.choose_mode(self.max_micro_batch_tokens(experience.lengths, completions), ranks, longest)
         minibatches = list(self._minibatches(experience.version, completions))
         local = [local_rows(minibatch, indices, completions) for minibatch in minibatches]
-        norms = {} if experience.noise is None else policy.trained.norms()
-        noise = TrainerNoise(norms, experience.noise, experience.draws)
-        precomputed = self._precompute_logprobs(policy, experience, mask, local[0], indices, token_counts, noise, ranks)
+        precomputed = self._precompute_logprobs(policy, experience, mask, local[0], indices, completions)
         parameters = [parameter for parameter in policy.parameters() if parameter.requires_grad]
         totals: dict[str, float] = defaultdict(float)
         policy.train()
@@ -245,18 +235,14 @@ class PolicyUpdate:
         on_policy: bool,
     ) -> dict[str, float]:
         """Accumulate the gradient of this rank's rows of a minibatch; returns sums over their tokens."""
-        noise = precomputed.noise
-        micro_batches = self._micro_batches(
-            precomputed.experience.lengths[rows], noise.draws_of(rows), self.micro_batch_tokens
-        )
+        micro_batches = self._micro_batches(precomputed.experience.lengths[rows], self.micro_batch_tokens)
 
         def work() -> list[dict[str, Tensor]]:
             all_sums = []
             for micro_batch in micro_batches:
-                with noise.added(rows[micro_batch]):  # in backward passes, too, which may recompute layers
-                    loss, sums = self._loss(policy, precomputed, rows[micro_batch], weights[micro_batch], on_policy)
-                    if loss.requires_grad:  # not if every completion of the micro-batch is masked
-                        backward(loss)
+                loss, sums = self._loss(policy, precomputed, rows[micro_batch], weights[micro_batch], on_policy)
+                if loss.requires_grad:  # not if every completion of the micro-batch is masked
+                    backward(loss)
                 all_sums.append({"loss": loss.detach(), **sums})
             return all_sums
 
@@ -291,12 +277,9 @@ class PolicyUpdate:
             entropy=entropy,
             teacher_logprobs=None if experience.teacher_logprobs is None else experience.teacher_logprobs[rows],
             teacher_kl=teacher_kl,
-            surrogate_mask=None if precomputed.surrogate_mask is None else precomputed.surrogate_mask[rows],
-            noise_widening=experience.noise_widening,
         )
         outputs = self.objective.loss(inputs)
-        by_length = quartile_sums(outputs.completion_sums, precomputed.quartiles[rows])
-        return outputs.loss, outputs.metrics | dict(by_length)
+        return outputs.loss, outputs.metrics
 
     def _precompute_logprobs(
         self,
@@ -305,52 +288,35 @@ class PolicyUpdate:
         mask: Tensor,
         first_rows: Tensor,
         indices: Tensor,
-        token_counts: Tensor,
-        noise: TrainerNoise,
-        ranks: Communicator,
+        completions: int,
     ) -> PrecomputedLogprobs:
-        """Old and reference log-probabilities; without dropout the first step computes its rows' old ones itself.
-
-        Tokens of highest entropy, if these alone train, are those of the old policy, and all old ones computed for it.
-        """
+        """Old and reference log-probabilities; without dropout the first step computes its rows' old ones itself."""
         needs_old = torch.ones(len(experience), dtype=torch.bool, device=mask.device)
-        share_of_tokens = self.objective.top_entropy_quantile
-        if not policy.trained.has_dropout and share_of_tokens == 1:
+        if not policy.trained.has_dropout:
             needs_old[first_rows] = False
-        old, entropy = self._frozen_logprobs(policy, experience, mask, needs_old.nonzero().squeeze(1), noise)
-        surrogate_mask = None
-        if share_of_tokens < 1:
-            of_all_ranks = torch.cat(ranks.all_gather(entropy[mask].cpu()))
-            surrogate_mask = entropy >= top_entropy_threshold(of_all_ranks, share_of_tokens)
+        old = self._frozen_logprobs(policy, experience, mask, needs_old.nonzero().squeeze(1))
         reference = None
         share = 1.0 if self.objective.needs_reference else self.reference_share
         if share > 0:
-            completions = len(token_counts)
             sample = sampled_indices(share, completions, stream_seed(self.seed, "kl", experience.version))
             rows = local_rows(sample, indices, completions)
-            logprobs, _ = self._frozen_logprobs(policy, experience, mask, rows, noise=None)
+            logprobs = self._frozen_logprobs(policy, experience, mask, rows, reference=True)
             reference = ReferenceLogprobs(logprobs, torch.zeros_like(needs_old), completions / max(len(sample), 1))
             reference.sampled[rows] = True
-        quartiles = length_quartiles(token_counts)[indices]
-        return PrecomputedLogprobs(experience, mask, old, reference, noise, surrogate_mask, quartiles)
+        return PrecomputedLogprobs(experience, mask, old, reference)
 
     @torch.no_grad()
     def _frozen_logprobs(
-        self, policy: Policy, experience: Experience, mask: Tensor, rows: Tensor, noise: TrainerNoise | None
-    ) -> tuple[Tensor, Tensor]:
-        """Log-probabilities and entropies [B, T] of some rows without gradient and dropout, 0 elsewhere; without noise
-        the reference policy's."""
+        self, policy: Policy, experience: Experience, mask: Tensor, rows: Tensor, reference: bool = False
+    ) -> Tensor:
+        """Log-probabilities [B, T] of some rows without gradient and dropout, 0 elsewhere; or the reference's."""
         policy.eval()
         logprobs = torch.zeros_like(experience.sampler_logprobs)
-        entropy = torch.zeros_like(logprobs)
-        draws, limit = None if noise is None else noise.draws_of(rows), self.forward_limit(experience)
-        for micro_batch in self._micro_batches(experience.lengths[rows], draws, limit) if len(rows) else []:
+        limit = self.forward_limit(experience)
+        for micro_batch in self._micro_batches(experience.lengths[rows], limit) if len(rows) else []:
             batch = rows[micro_batch]
-            with nullcontext() if noise is None else noise.added(batch):
-                logprobs[batch], entropy[batch], _ = self._token_values(
-                    policy, experience, mask, batch, reference=noise is None
-                )
-        return logprobs, entropy
+            logprobs[batch], _, _ = self._token_values(policy, experience, mask, batch, reference)
+        return logprobs
 
     def _token_values(
         self,
@@ -367,12 +333,8 @@ class PolicyUpdate:
         sequences = experience.tokens[rows], experience.lengths[rows], mask[rows], experience.temperature
         return policy.token_values(*sequences, self.objective.needs_entropy, reference, chosen, teacher)
 
-    def _micro_batches(self, lengths: Tensor, draws: Tensor | None, max_tokens: int | None) -> list[Tensor]:
-        """Indices into `lengths` [B] for each micro-batch; rows of a micro-batch have the same of the `draws` [B]."""
-        if draws is not None and len(draws):
-            own = [(draws == draw).nonzero().squeeze(1).to(lengths.device) for draw in draws.unique()]
-            batches = [rows[batch] for rows in own for batch in self._micro_batches(lengths[rows], None, max_tokens)]
-            return sorted(batches, key=lambda batch: -int(lengths[batch].sum()))
+    def _micro_batches(self, lengths: Tensor, max_tokens: int | None) -> list[Tensor]:
+        """Indices into `lengths` [B] for each micro-batch."""
         partition = partition_micro_batches(lengths.tolist(), max_tokens)
         return [torch.tensor(indices, dtype=torch.int64, device=lengths.device) for indices in partition]
 

@@ -12,7 +12,6 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from qerl_pl.algorithm.advantages import informative_groups, normalized_then_summed, summed_group_advantages
-from qerl_pl.algorithm.noise import NormNoise
 from qerl_pl.algorithm.objectives import Objective
 from qerl_pl.distributed.communicator import SINGLE_PROCESS, Communicator
 from qerl_pl.engines.base import RolloutEngine
@@ -31,7 +30,7 @@ from qerl_pl.rollout.experience import (
     score_groups,
     totals,
 )
-from qerl_pl.rollout.parity_check import CheckedPolicy, check_logprob_parity, measure_noise_widening
+from qerl_pl.rollout.parity_check import CheckedPolicy, check_logprob_parity
 from qerl_pl.seeds import sample_seeds, stream_seed
 from qerl_pl.types import Completion, Experience, PolicyWeights, Prompt, RolloutRequest, SamplingConfig
 
@@ -39,9 +38,6 @@ log = logging.getLogger("qerl_pl")
 
 WAIT_WARNING = 0.25
 """Mean time that ranks wait for the slowest, as a fraction of its rollout, above which the log warns."""
-
-WIDENING_PROMPTS = 4
-"""Prompts by which the effect of the noise is measured."""
 
 Aggregation = Literal["sum_then_normalize", "normalize_then_sum"]
 
@@ -156,14 +152,7 @@ class Collector:
         self.dialogues = dialogues
         self.expected_lengths: dict[str, float] = {}
         """Mean tokens of each prompt's last completions, by id, for `partition_prompts`."""
-        self.noise_widening: dict[str, float] = {}
-        """The noise's sigma and the widening measured with it, see `measure_noise_widening`; empty if not measured."""
-        self.sampling = config.sampling
-        """Sampling parameters of the next rollout."""
         self._rollouts = 0
-        self._synced_noise: NormNoise | None = None
-        self._noise_stds: dict[int, float] = {}
-        """Measured standard deviation of each draw that this rank has synced in this rollout."""
 
     def collect(
         self,
@@ -192,48 +181,30 @@ class Collector:
                 longest, bound = config.sampling.max_tokens, config.mismatch_bound
                 check_logprob_parity(self.engine, policy, prompts[:2], weights.version, seed, longest, bound)
         self._rollouts += 1
-        with _timed(seconds, "check"):
-            widening = self._widening(prompts, weights, policy)
-        metrics: dict[str, float] = {"mismatch/noise_widening": widening}
+        metrics: dict[str, float] = {}
         with _timed(seconds, "sync"):
-            self._noise_stds = {0: self.engine.sync(weights).noise_std}
-        self._synced_noise = _draws(weights)[0]
-        groups = self._sample_informative(prompts, weights, replacements, seconds)
+            noise_std = self.engine.sync(weights).noise_std
+        groups = self._sample_informative(prompts, weights.version, replacements, seconds)
         if weights.noise is not None:
-            of_draws = sum(self._noise_stds.values()) / len(self._noise_stds)
-            measured = sum(self.ranks.all_gather(of_draws)) / self.ranks.size
-            metrics |= {"aqn/sigma": weights.noise.sigma, "aqn/measured_std": measured}
+            metrics |= {"aqn/sigma": weights.noise.sigma, "aqn/measured_std": noise_std}
         with _timed(seconds, "sleep"):
             self.engine.sleep()
         slowest = self._reduce_seconds(seconds, weights.version)
         metrics |= {f"time/{phase}_s": value for phase, value in slowest.items()}
-        experience = self._experience(groups, weights, sum(seconds.values()), metrics)
-        return replace(experience, noise_widening=widening)
-
-    def _widening(self, prompts: Sequence[Prompt], weights: PolicyWeights, policy: CheckedPolicy) -> float:
-        """Factor by which noise widens the bounds of the correction; measured in the first rollout of each sigma."""
-        noise, widens = weights.noise, self.objective.rollout_correction.widen_with_noise
-        if noise is None or noise.sigma == 0 or noise.in_trainer or not widens:
-            return 1.0
-        if self.noise_widening.get("sigma") != noise.sigma:
-            some = prompts[:WIDENING_PROMPTS]
-            seeds = [stream_seed(self.seed, "widening", weights.version, prompt.id) for prompt in some]
-            widening = measure_noise_widening(self.engine, policy, some, weights, self.sampling, seeds, self.ranks)
-            self.noise_widening |= {"sigma": noise.sigma, "widening": widening}
-        return self.noise_widening["widening"]
+        return self._experience(groups, weights.version, sum(seconds.values()), metrics)
 
     def _sample_informative(
         self,
         prompts: Sequence[Prompt],
-        weights: PolicyWeights,
+        version: int,
         replacements: ReplacementPrompts,
         seconds: dict[str, float],
     ) -> list[Group]:
         """All sampled groups; with dynamic sampling, uninformative groups are marked and replaced."""
-        config, wanted, version = self.config, len(prompts), weights.version
+        config, wanted = self.config, len(prompts)
         groups: list[Group] = []
         for attempt in range(config.resample_rounds + 1):
-            sampled = self._sample(prompts, weights, seconds)
+            sampled = self._sample(prompts, version, seconds)
             if config.resample_rounds > 0:
                 accuracy = accuracy_reward(config.rewards, config.accuracy_reward).name
                 values = torch.cat([group.rewards[accuracy] for group in sampled])
@@ -258,15 +229,15 @@ class Collector:
             )
         return groups
 
-    def _sample(self, prompts: Sequence[Prompt], weights: PolicyWeights, seconds: dict[str, float]) -> list[Group]:
+    def _sample(self, prompts: Sequence[Prompt], version: int, seconds: dict[str, float]) -> list[Group]:
         """Scored groups of all prompts; other ranks' groups come without completions."""
         config, ranks = self.config, self.ranks
         indices = partition_prompts([prompt.id for prompt in prompts], self.expected_lengths, ranks.size)[ranks.rank]
-        local, draws = [prompts[index] for index in indices], [index % len(_draws(weights)) for index in indices]
-        completions = self._generate(local, draws, weights, seconds)
+        local = [prompts[index] for index in indices]
+        with _timed(seconds, "rollout"):
+            completions = self._completions(local, version) if local else []
         with _timed(seconds, "reward"):
             groups = score_groups(config.rewards, self.tokenizer, local, completions)
-        groups = [replace(group, draw=draw) for group, draw in zip(groups, draws, strict=True)]
         if ranks.size == 1:
             return groups
         with _timed(seconds, "wait"):
@@ -277,22 +248,6 @@ class Collector:
         self.expected_lengths |= {group.prompt.id: sum(group.lengths) / len(group.lengths) for group in gathered}
         return gathered
 
-    def _generate(
-        self, prompts: Sequence[Prompt], draws: Sequence[int], weights: PolicyWeights, seconds: dict[str, float]
-    ) -> list[Sequence[Completion]]:
-        """Completions of each prompt, sampled with its draw of the noise: one call of the engine for each draw."""
-        completions: dict[int, Sequence[Completion]] = {}
-        for draw, noise in enumerate(_draws(weights)):
-            own = [index for index, number in enumerate(draws) if number == draw]
-            if own and noise != self._synced_noise:
-                with _timed(seconds, "sync"):
-                    self._noise_stds[draw] = self.engine.sync(replace(weights, noise=noise)).noise_std
-                self._synced_noise = noise
-            with _timed(seconds, "rollout"):
-                sampled = self._completions([prompts[index] for index in own], weights.version) if own else []
-            completions |= zip(own, sampled, strict=True)
-        return [completions[index] for index in range(len(prompts))]
-
     def _completions(self, prompts: Sequence[Prompt], version: int) -> list[list[Completion]]:
         """G completions, or dialogues, of each prompt."""
         size, stream = self.config.group_size, ("rollout", version)
@@ -301,9 +256,9 @@ class Collector:
                 RolloutRequest(prompt.token_ids, sample_seeds(self.seed, stream, prompt.id, range(size)))
                 for prompt in prompts
             ]
-            return self.engine.generate(requests, self.sampling)
+            return self.engine.generate(requests, self.config.sampling)
         jobs = [DialogueJob(prompt, sample) for prompt in prompts for sample in range(size)]
-        sampled = self.dialogues.sample(self.engine, jobs, self.sampling, self.seed, *stream)
+        sampled = self.dialogues.sample(self.engine, jobs, self.config.sampling, self.seed, *stream)
         return [sampled[start : start + size] for start in range(0, len(sampled), size)]
 
     def _reduce_seconds(self, seconds: dict[str, float], version: int) -> dict[str, float]:
@@ -324,16 +279,14 @@ class Collector:
         return slowest
 
     def _experience(
-        self, groups: Sequence[Group], weights: PolicyWeights, seconds: float, metrics: dict[str, float]
+        self, groups: Sequence[Group], version: int, seconds: float, metrics: dict[str, float]
     ) -> Experience:
         training, size = [group for group in groups if group.trains], self.config.group_size
-        noise = weights.noise
         local = [index for index, group in enumerate(training) if group.completions]
         rows = torch.tensor([index * size + sample for index in local for sample in range(size)], dtype=torch.int64)
-        draws = torch.tensor([training[index].draw for index in local], dtype=torch.int64).repeat_interleave(size)
         prompts = [training[index].prompt for index in local]
         completions = [training[index].completions for index in local]
-        require_finite_logprobs(prompts, completions, type(self.engine).__name__, weights.version)
+        require_finite_logprobs(prompts, completions, type(self.engine).__name__, version)
         pad = self.tokenizer.pad_token_id
         tokens, lengths, mask, logprobs = pad_completions(prompts, completions, 0 if pad is None else int(pad))
         sampled = torch.tensor([float(length) for group in training for length in group.lengths])
@@ -341,13 +294,13 @@ class Collector:
         sampled_tokens = sum(length for group in groups for length in group.lengths)
         advantages = self._advantages(training)
         if training and not advantages.any() and not self.objective.needs_teacher:
-            log.warning("rollout %d has no advantages: each group's rewards are equal or missing", weights.version)
+            log.warning("rollout %d has no advantages: each group's rewards are equal or missing", version)
         if training and self.objective.mask_truncated and truncated.all():
             log.warning(
                 "rollout %d trains nothing: mask_truncated leaves out completions that reach max_tokens=%d, as all do: "
                 "raise rollout.sampling.max_tokens",
-                weights.version,
-                self.sampling.max_tokens,
+                version,
+                self.config.sampling.max_tokens,
             )
         metrics |= reward_metrics(groups, self._combined(groups)) | environment_metrics(groups)
         metrics |= {
@@ -360,7 +313,7 @@ class Collector:
             "completions/repetitive_frac": self._repetitive_share(groups),
         }
         return Experience(
-            version=weights.version,
+            version=version,
             tokens=tokens,
             lengths=lengths,
             mask=mask,
@@ -369,11 +322,9 @@ class Collector:
             truncated=truncated[rows],
             sampled_tokens=sampled_tokens,
             seconds=seconds,
-            temperature=self.sampling.temperature,
-            max_tokens=self.sampling.max_tokens,
+            temperature=self.config.sampling.temperature,
+            max_tokens=self.config.sampling.max_tokens,
             indices=rows,
-            draws=None if len(_draws(weights)) == 1 else draws,
-            noise=noise if noise is not None and noise.in_trainer and noise.sigma > 0 else None,
             routing=pad_routing(completions, tokens.shape),
             metrics=metrics,
             records=tuple(record for group in groups for record in group.records()),
@@ -410,11 +361,6 @@ class Collector:
         repetitive = [repeats_itself(completion.sampled_ids) for group in groups for completion in group.completions]
         counts = self.ranks.all_gather((sum(repetitive), len(repetitive)))
         return sum(count for count, _ in counts) / (sum(size for _, size in counts) or math.nan)
-
-
-def _draws(weights: PolicyWeights) -> Sequence[NormNoise | None]:
-    """The draws of the sampler's noise; a single None without noise."""
-    return (None,) if weights.noise is None else weights.noise.each_draw()
 
 
 @contextmanager

@@ -41,8 +41,6 @@ class Group:
     """Whether the token limit ended each completion."""
     trains: bool = True
     """False if dynamic sampling drops the group."""
-    draw: int = 0
-    """Index of the draw of noise that it was sampled with."""
     dialogues: Sequence[DialogueFacts] = ()
     """Facts of each dialogue; empty without an environment."""
 

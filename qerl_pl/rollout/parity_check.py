@@ -9,7 +9,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from qerl_pl.distributed.communicator import Communicator
 from qerl_pl.engines.base import RolloutEngine
 from qerl_pl.errors import UserError
 from qerl_pl.rollout.experience import pad_completions, pad_routing
@@ -26,13 +25,6 @@ STRENGTHS = (1.0, 0.25, 0.0625)
 
 MODERATE_EFFECT = 2.0
 """Nats a token. A pretrained policy that is changed by more is chaotic: rounding alone changes it by nats."""
-
-MAX_SHIFT_TOKENS = 64
-"""Tokens of each completion by which the effect of the noise is measured."""
-
-MIN_SHIFT = 1e-3
-"""Least mean difference without noise, nats a token, to which noise is compared: that of quantized kernels, for which
-bounds are made. An engine that agrees better, as the reference engine does, would widen them without limit."""
 
 
 class CheckedPolicy(Protocol):
@@ -232,40 +224,3 @@ def require_logprob_parity(parity: LogprobParity, bound: float, perturbed: bool 
             f"being {parity.adapter_effect:.2g}; the engine runs another base or adapter: check that both load the "
             "same folder, and restart with --resume auto"
         )
-
-
-def measure_noise_widening(
-    engine: RolloutEngine,
-    policy: CheckedPolicy,
-    prompts: Sequence[Prompt],
-    weights: PolicyWeights,
-    sampling: SamplingConfig,
-    seeds: Sequence[int],
-    ranks: Communicator,
-) -> float:
-    """How much the noise raises the mean absolute difference of log-probabilities, sampler against trainer; at least 1.
-
-    One completion of each prompt is sampled with the noise and one without, as training samples, by each rank with its
-    own noise. Collective; leaves the engine synced without noise.
-
-    Args:
-        engine: Rollout engine.
-        policy: Trained policy.
-        prompts: Prompts to sample on, the same on all ranks.
-        weights: The sampler's weights, with its noise.
-        sampling: Of the training rollouts.
-        seeds: One for each prompt.
-        ranks: All ranks; they return the same number.
-    """
-    prompts = _truncated(prompts)
-    sampling = replace(sampling, max_tokens=min(MAX_SHIFT_TOKENS, sampling.max_tokens))
-    requests = [RolloutRequest(prompt.token_ids, (seed,)) for prompt, seed in zip(prompts, seeds, strict=True)]
-
-    def shift(weights: PolicyWeights) -> float:
-        engine.sync(weights)
-        differences, _ = _differences(policy, prompts, engine.generate(requests, sampling), sampling.temperature)
-        sums = ranks.all_gather((differences.sum().item(), len(differences)))
-        return math.fsum(total for total, _ in sums) / sum(count for _, count in sums)
-
-    with_noise = shift(weights)
-    return max(with_noise / max(shift(replace(weights, noise=None)), MIN_SHIFT), 1.0)

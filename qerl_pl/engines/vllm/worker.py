@@ -247,11 +247,8 @@ class PolicyWorker(Worker):
         if noise is not None:
             for name in self._qerl_noisy:
                 clean = norms.get(name, self._qerl_clean[name])
-                drawn = noise.of_norm(name, clean.float() + self._qerl_norm_offset)
-                if drawn is not None:
-                    draws[name] = drawn
-        if draws:  # one copy to the device
-            sizes = [drawn.numel() for drawn in draws.values()]
+                draws[name] = noise.of_norm(name, clean.float() + self._qerl_norm_offset)
+            sizes = [drawn.numel() for drawn in draws.values()]  # one copy to the device
             draws = dict(zip(draws, torch.cat([*draws.values()]).to(device).split(sizes), strict=True))
         for name in set(norms) - set(self._qerl_clean):
             self._qerl_clean[name] = self._qerl_norms[name].weight.data.clone()
@@ -260,7 +257,7 @@ class PolicyWorker(Worker):
             scale = self._qerl_norms[name].weight.data
             clean = norms[name].to(device, base.dtype) if name in norms else base
             scale.copy_(clean + draws[name] if name in draws else clean)
-            if name in (draws or self._qerl_noisy):
+            if name in self._qerl_noisy:
                 differences.append(scale - clean)
         return torch.cat(differences).double().std(correction=0).item()
 
