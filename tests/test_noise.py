@@ -35,6 +35,14 @@ def test_sigma_away_from_the_middle() -> None:
     assert noise_sigma(2, 4, 5.0, 1.0, "logarithmic") == pytest.approx(3.0)
 
 
+def test_a_decay_by_name_is_the_share_of_the_way(tmp_path) -> None:
+    (tmp_path / "my_noise.py").write_text("def steps(t):\n    return 0.25 if t < 0.6 else t\n")
+    for name in ("math.sqrt", f"{tmp_path}/my_noise.py:steps"):
+        schedule = NoiseSchedule(0.5, 0.1, 5, name, noiseless_first_stage=False)
+        shares = [0, 0.5, 0.5**0.5, 0.75**0.5, 1] if name == "math.sqrt" else [0, 0.25, 0.25, 0.75, 1]
+        assert [schedule.sigma(k, 5) for k in range(5)] == pytest.approx([0.5 - 0.4 * share for share in shares])
+
+
 @pytest.mark.parametrize("decay", BY_HAND)
 def test_ends_are_exact_and_sigma_never_grows(decay) -> None:
     sigmas = [noise_sigma(k, 10, 1e-2, 5e-4, decay) for k in range(1, 11)]
@@ -89,6 +97,7 @@ def test_fewest_stages() -> None:
         ({"stages": 0, "noiseless_first_stage": False}, "stages must be at least 1"),
         ({"stages": 1}, "stages must be at least 2 with noiseless_first_stage=True; got 1;"),
         ({"decay": "quadratic"}, "got 'quadratic'"),
+        ({"decay": "math.no_such"}, "'math.no_such' cannot be imported"),
     ],
 )
 def test_bad_schedules_are_a_user_error(arguments, message) -> None:

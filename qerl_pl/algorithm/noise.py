@@ -5,16 +5,19 @@ scales that feed the quantized projections, in the sampler only: RMSNorm(x) = (w
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, cast, get_args
 
 import torch
 from torch import Tensor
 
-from qerl_pl.errors import UserError, require_one_of
+from qerl_pl.errors import UserError
+from qerl_pl.import_path import load_named
 from qerl_pl.seeds import stream_seed
 
 Decay = Literal["exponential", "linear", "cosine", "logarithmic"]
+DecayFunction = Callable[[float], float]
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,7 @@ def rms(scale: Tensor) -> float:
     return scale.double().square().mean().sqrt().item()
 
 
-def noise_sigma(stage: int, stages: int, sigma_start: float, sigma_end: float, decay: Decay) -> float:
+def noise_sigma(stage: int, stages: int, sigma_start: float, sigma_end: float, decay: Decay | DecayFunction) -> float:
     """Standard deviation in stage k = `stage` of K = `stages`: sigma_start at k = 1, sigma_end at k = K.
 
     With t = (k - 1) / (K - 1) and D = sigma_start - sigma_end:
@@ -72,6 +75,7 @@ def noise_sigma(stage: int, stages: int, sigma_start: float, sigma_end: float, d
     - "linear": sigma_start - D * t.
     - "cosine": sigma_end + D * (1 + cos(pi * t)) / 2.
     - "logarithmic": sigma_start - D * ln(k) / ln(K).
+    - A function f of t: sigma_start - D * f(t).
 
     The paper compares the four and prefers the first; it gives no formulas of the others.
     """
@@ -82,7 +86,9 @@ def noise_sigma(stage: int, stages: int, sigma_start: float, sigma_end: float, d
     t = (stage - 1) / (stages - 1)
     if decay == "exponential":
         return sigma_start * (sigma_end / sigma_start) ** t
-    if decay == "linear":
+    if callable(decay):
+        progress = decay(t)
+    elif decay == "linear":
         progress = t
     elif decay == "cosine":
         progress = (1 - math.cos(math.pi * t)) / 2
@@ -98,13 +104,13 @@ class NoiseSchedule:
     Arguments as for `qerl_pl.callbacks.AdaptiveQuantizationNoise`.
 
     Raises:
-        UserError: A sigma is not positive or grows, there are too few stages, or the decay is unknown.
+        UserError: A sigma is not positive or grows, there are too few stages, or there is no such decay.
     """
 
     sigma_start: float = 1e-2
     sigma_end: float = 1e-4
     stages: int = 10
-    decay: Decay = "exponential"
+    decay: str = "exponential"
     noiseless_first_stage: bool = True
 
     def __post_init__(self) -> None:
@@ -123,7 +129,15 @@ class NoiseSchedule:
                 f"stages must be at least {fewest} with noiseless_first_stage={self.noiseless_first_stage}; got "
                 f"{self.stages}; raise stages."
             )
-        require_one_of(get_args(Decay), "decay", self.decay)
+        self._decay()
+
+    def _decay(self) -> Decay | DecayFunction:
+        """The decay by its name, or the function of that name."""
+        if self.decay in get_args(Decay):
+            return cast(Decay, self.decay)
+        names = ", ".join(get_args(Decay))
+        rule = f"noise.decay must be one of {names}, or the name of a function of the progress from 0 to 1"
+        return cast(DecayFunction, load_named(self.decay, rule, "choose one, or write my_noise.steps", "noise"))
 
     def stage(self, rollout: int, planned_rollouts: int) -> int:
         """Stage of a rollout, from 1 to K.
@@ -158,4 +172,4 @@ class NoiseSchedule:
             stage, stages = stage - 1, stages - 1
             if stage == 0:
                 return 0.0
-        return noise_sigma(stage, stages, self.sigma_start, self.sigma_end, self.decay)
+        return noise_sigma(stage, stages, self.sigma_start, self.sigma_end, self._decay())

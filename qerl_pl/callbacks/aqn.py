@@ -6,7 +6,7 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from qerl_pl.algorithm.noise import Decay, NoiseSchedule, NormNoise, rms
+from qerl_pl.algorithm.noise import NoiseSchedule, NormNoise, rms
 from qerl_pl.errors import UserError
 from qerl_pl.modules.qerl import QeRLModule
 from qerl_pl.types import PromptBatch
@@ -25,7 +25,8 @@ class AdaptiveQuantizationNoise(Callback):
             trains without noise.
         sigma_end: Standard deviation of the last stage.
         stages: Number of stages K, spread evenly over the planned rollouts.
-        decay: Shape of the decay: exponential, linear, cosine or logarithmic.
+        decay: Shape of the decay: exponential, linear, cosine or logarithmic; or a function by name (`my_noise.steps`,
+            `my_noise.py:steps`), from the progress t in (0, 1) to the share of the way to sigma_end.
         noiseless_first_stage: The first of the K stages has no added noise, and the other K - 1 go from sigma_start to
             sigma_end.
         relative: Sigma is a fraction of the root mean square of each norm's own scale, instead of an absolute number
@@ -37,7 +38,7 @@ class AdaptiveQuantizationNoise(Callback):
         sigma_start: float = 1e-2,
         sigma_end: float = 1e-4,
         stages: int = 10,
-        decay: Decay = "exponential",
+        decay: str = "exponential",
         noiseless_first_stage: bool = True,
         relative: bool = False,
     ) -> None:
