@@ -110,7 +110,7 @@ def die_at(moment: int) -> None:
     """SIGKILL at the event number `moment`: a round of sampling, a finished turn, a gradient, a checkpoint."""
     from qerl_pl.engines.transformers import TransformersEngine
     from qerl_pl.environments.sampler import _Running
-    from qerl_pl.modules.update import PolicyUpdate
+    from qerl_pl.modules.update import RunningUpdate
     from qerl_pl.persistence.checkpoint_io import AtomicCheckpointIO
 
     left = [moment]
@@ -128,7 +128,7 @@ def die_at(moment: int) -> None:
 
     counted(TransformersEngine, "_decode")
     counted(_Running, "put")
-    counted(PolicyUpdate, "_accumulate")
+    counted(RunningUpdate, "_accumulate")
     counted(AtomicCheckpointIO, "save_checkpoint")
 
 

@@ -17,7 +17,7 @@ from qerl_pl.cli.main import main
 from qerl_pl.formats.base import FORMATS
 from qerl_pl.formats.dense_checkpoint import load_dense_state
 from qerl_pl.modules import PolicyConfig
-from qerl_pl.modules.update import PolicyUpdate
+from qerl_pl.modules.update import RunningUpdate
 
 WAYS = {one.name: {"quantization": one.name} for one in FORMATS} | {
     "full": {"quantization": "none", "finetune": "full"},
@@ -40,14 +40,14 @@ def written(base: Path, run: Path, way: str) -> Path:
 
 def killed(path: Path) -> None:
     """SIGKILL in the update of the third rollout."""
-    plain, calls = PolicyUpdate._accumulate, iter(range(9))
+    plain, calls = RunningUpdate._accumulate, iter(range(9))
 
     def accumulate(self, *args):  # type: ignore[no-untyped-def]
         if next(calls) == 2:
             os.kill(os.getpid(), signal.SIGKILL)
         return plain(self, *args)
 
-    PolicyUpdate._accumulate = accumulate  # type: ignore[method-assign]
+    RunningUpdate._accumulate = accumulate  # type: ignore[method-assign]
     main(["fit", "-c", str(path)])
 
 

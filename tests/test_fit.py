@@ -25,7 +25,7 @@ from qerl_pl.cli.main import QeRLCLI, main
 from qerl_pl.engines import TransformersEngine
 from qerl_pl.errors import UserError
 from qerl_pl.formats.base import format_of
-from qerl_pl.modules.update import PolicyUpdate
+from qerl_pl.modules.update import RunningUpdate
 from qerl_pl.persistence.checkpoint_io import newest_checkpoint
 from qerl_pl.rollout.parity_check import LogprobParity, require_logprob_parity
 
@@ -207,8 +207,8 @@ def noisy_from_the_start(cls: type[AdaptiveQuantizationNoise]) -> Any:
 def test_non_finite_loss_saves_the_state_first(
     tiny_policy_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    plain = PolicyUpdate._accumulate
-    monkeypatch.setattr(PolicyUpdate, "_accumulate", lambda self, *args: plain(self, *args) | {"loss": float("nan")})
+    plain = RunningUpdate._accumulate
+    monkeypatch.setattr(RunningUpdate, "_accumulate", lambda self, *args: plain(self, *args) | {"loss": float("nan")})
     settings = settings_of(tiny_policy_dir, tmp_path / "run")
     with pytest.raises(UserError, match="must be finite; at policy version 0"):
         fit(settings, monkeypatch)

@@ -14,7 +14,7 @@ from test_ranks import completions, learned, same_run, settings
 
 from qerl_pl.distributed import communicator
 from qerl_pl.formats.dense_checkpoint import load_dense_state
-from qerl_pl.modules.update import PolicyUpdate
+from qerl_pl.modules.update import RunningUpdate
 
 ROLLOUTS, STEPS = 3, 4
 """Rollouts of a run, and optimizer steps of each."""
@@ -32,7 +32,7 @@ def full_finetuning(base: Path, run: Path, devices: int) -> dict[str, Any]:
 
 
 def dies_in_the_third_rollout() -> None:
-    plain, calls = PolicyUpdate._accumulate, iter(range(99))
+    plain, calls = RunningUpdate._accumulate, iter(range(99))
 
     def accumulate(self, *args):  # type: ignore[no-untyped-def]
         if next(calls) == 2 * STEPS + 1:
@@ -40,7 +40,7 @@ def dies_in_the_third_rollout() -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return plain(self, *args)
 
-    PolicyUpdate._accumulate = accumulate  # type: ignore[method-assign]
+    RunningUpdate._accumulate = accumulate  # type: ignore[method-assign]
 
 
 def sums_in_small_buckets() -> None:

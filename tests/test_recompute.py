@@ -24,8 +24,9 @@ from qerl_pl.modules.activation_checkpointing import ActivationCheckpointing, Me
 from qerl_pl.modules.adapter import LoraAdapter
 from qerl_pl.modules.full_finetuning import use_master_weights
 from qerl_pl.modules.lora import LoraSpec
+from qerl_pl.modules.micro_batches import partition_micro_batches
 from qerl_pl.modules.packed_layers import GatedMLP, use_gated_mlps
-from qerl_pl.modules.update import PolicyUpdate, partition_micro_batches
+from qerl_pl.modules.update import PolicyUpdate
 from qerl_pl.persistence.random_state import deterministic
 
 CPU = torch.device("cpu")

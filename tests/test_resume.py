@@ -25,13 +25,13 @@ def stop_where_an_update_may_not_repeat() -> None:
     """Fails the run where gradients are computed without asking for algorithms that repeat, as a GPU needs."""
     from qerl_pl.modules import update
 
-    plain = update.PolicyUpdate._accumulate
+    plain = update.RunningUpdate._accumulate
 
     def accumulate(self, *args):  # type: ignore[no-untyped-def]
         assert torch.are_deterministic_algorithms_enabled()
         return plain(self, *args)
 
-    update.PolicyUpdate._accumulate = accumulate  # type: ignore[method-assign]
+    update.RunningUpdate._accumulate = accumulate  # type: ignore[method-assign]
 
 
 @pytest.fixture(scope="module")
@@ -86,14 +86,14 @@ def die_before_the_first_checkpoint() -> None:
     """SIGKILL in the second update."""
     from qerl_pl.modules import update
 
-    plain, calls = update.PolicyUpdate._accumulate, iter(range(100))
+    plain, calls = update.RunningUpdate._accumulate, iter(range(100))
 
     def accumulate(self, *args):  # type: ignore[no-untyped-def]
         if next(calls) == 6:
             os.kill(os.getpid(), signal.SIGKILL)
         return plain(self, *args)
 
-    update.PolicyUpdate._accumulate = accumulate  # type: ignore[method-assign]
+    update.RunningUpdate._accumulate = accumulate  # type: ignore[method-assign]
 
 
 def die_while_writing_the_second_checkpoint() -> None:

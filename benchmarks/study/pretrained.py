@@ -36,8 +36,8 @@ from qerl_pl.formats.architecture import linear_shapes
 from qerl_pl.formats.base import Quantization
 from qerl_pl.formats.model_folder import load_config
 from qerl_pl.modules import LoraConfig, Policy, PolicyConfig
+from qerl_pl.modules.micro_batches import partition_micro_batches
 from qerl_pl.modules.saved_adapter import read_adapter
-from qerl_pl.modules.update import partition_micro_batches
 from qerl_pl.rewards import GSM8KAnswer, MathAnswer, Reward
 from qerl_pl.types import Prompt, SamplingConfig
 

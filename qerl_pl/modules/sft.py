@@ -18,10 +18,11 @@ from qerl_pl.datamodules.conversations import Conversation, ConversationBatch, C
 from qerl_pl.distributed.communicator import Communicator, writes_files
 from qerl_pl.distributed.strategy import communicator_of
 from qerl_pl.errors import UserError
+from qerl_pl.modules.micro_batches import partition_micro_batches
 from qerl_pl.modules.policy import PolicyConfig
 from qerl_pl.modules.policy_module import PolicyModule
 from qerl_pl.modules.qerl import BEFORE_TRAINING
-from qerl_pl.modules.update import clip_and_step, gradients, partition_micro_batches
+from qerl_pl.modules.update import clip_and_step, gradients
 from qerl_pl.seeds import stream_seed
 
 log = logging.getLogger(__name__)

@@ -18,9 +18,9 @@ from qerl_pl.formats.dense_checkpoint import validate_checkpoint
 from qerl_pl.formats.model_folder import TensorFiles, load_config, load_tokenizer, read_config
 from qerl_pl.formats.quantize import local_folder
 from qerl_pl.memory import GIB, TeacherBytes, files_gib
+from qerl_pl.modules.micro_batches import partition_micro_batches
 from qerl_pl.modules.model_loading import load_base
 from qerl_pl.modules.policy import DTYPES, PolicyConfig, predicting_states
-from qerl_pl.modules.update import partition_micro_batches
 from qerl_pl.types import Experience, TeacherStates
 
 

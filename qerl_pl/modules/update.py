@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -14,66 +14,11 @@ from torch.optim.lr_scheduler import LRScheduler
 from qerl_pl.algorithm.objectives import LossInputs, Objective
 from qerl_pl.distributed.communicator import SINGLE_PROCESS, Communicator
 from qerl_pl.errors import UserError
+from qerl_pl.modules.micro_batches import partition_micro_batches
 from qerl_pl.modules.policy import Policy, TokenValues
 from qerl_pl.modules.update_metrics import update_metrics
 from qerl_pl.seeds import stream_seed
 from qerl_pl.types import Experience, TeacherStates
-
-
-def partition_micro_batches(lengths: Sequence[int], max_tokens: int | None) -> list[list[int]]:
-    """Partition sequences into few micro-batches with balanced numbers of tokens.
-
-    "First-fit decreasing" bounds the number of micro-batches; "longest processing time first" balances them where it
-    fits `max_tokens` with as many or fewer. Depends on the lengths alone.
-
-    Args:
-        lengths: Tokens of each sequence.
-        max_tokens: Of a micro-batch; a longer sequence gets its own. None returns a single micro-batch.
-
-    Returns:
-        Ascending indices into `lengths` for each micro-batch; a single empty one where there are no sequences. The
-        largest micro-batch comes first, so that memory does not grow later.
-    """
-    if max_tokens is None:
-        return [list(range(len(lengths)))]
-    by_length = sorted(range(len(lengths)), key=lambda index: -lengths[index])
-    single = [[index] for index in by_length if lengths[index] >= max_tokens]
-    others = by_length[len(single) :]
-
-    def tokens(indices: Sequence[int]) -> int:
-        return sum(lengths[index] for index in indices)
-
-    micro_batches = _first_fit_decreasing(others, lengths, max_tokens)
-    for count in range(-(-tokens(others) // max_tokens), len(micro_batches) + 1):
-        balanced = _longest_processing_time_first(others, lengths, count)
-        if all(tokens(indices) <= max_tokens for indices in balanced):
-            micro_batches = balanced
-            break
-    largest_first = sorted(single + micro_batches, key=lambda indices: -tokens(indices))
-    return [sorted(indices) for indices in largest_first] or [[]]
-
-
-def _longest_processing_time_first(by_length: Sequence[int], lengths: Sequence[int], count: int) -> list[list[int]]:
-    bins: list[list[int]] = [[] for _ in range(count)]
-    loads = [0] * count
-    for index in by_length:
-        least = loads.index(min(loads))
-        bins[least].append(index)
-        loads[least] += lengths[index]
-    return bins
-
-
-def _first_fit_decreasing(by_length: Sequence[int], lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    bins: list[list[int]] = []
-    loads: list[int] = []
-    for index in by_length:
-        first = next((i for i, load in enumerate(loads) if load + lengths[index] <= max_tokens), len(bins))
-        if first == len(bins):
-            bins.append([])
-            loads.append(0)
-        bins[first].append(index)
-        loads[first] += lengths[index]
-    return bins
 
 
 @dataclass(frozen=True)
@@ -86,18 +31,6 @@ class ReferenceLogprobs:
     """Rows in the sample, bool [B]."""
     scale: float
     """Completions of all ranks divided by those in the sample: makes the mean KL unbiased."""
-
-
-@dataclass(frozen=True)
-class PrecomputedLogprobs:
-    """Old and reference log-probabilities of an experience."""
-
-    experience: Experience
-    mask: Tensor
-    """Tokens that train, bool [B, T]."""
-    old: Tensor
-    """Of the policy before the update [B, T]; the first step fills in its own rows."""
-    reference: ReferenceLogprobs | None
 
 
 def sampled_indices(share: float, completions: int, seed: int) -> Tensor:
@@ -193,150 +126,16 @@ class PolicyUpdate:
         """
         own_stream = (ranks.rank,) if ranks.rank else ()
         torch.manual_seed(stream_seed(self.seed, "update", experience.version, *own_stream))  # dropout
-        mask = self.objective.training_mask(experience.mask, experience.truncated)
-        indices, token_counts = self._gather_indices(experience, mask, ranks)
-        completions = len(token_counts)
-        longest = max(experience.lengths.tolist(), default=1)
-        policy.checkpointing.choose_mode(self.max_micro_batch_tokens(experience.lengths, completions), ranks, longest)
-        minibatches = list(self._minibatches(experience.version, completions))
-        local = [local_rows(minibatch, indices, completions) for minibatch in minibatches]
-        precomputed = self._precompute_logprobs(policy, experience, mask, local[0], indices, completions)
-        parameters = [parameter for parameter in policy.parameters() if parameter.requires_grad]
-        totals: dict[str, float] = defaultdict(float)
-        policy.train()
-        for step, (minibatch, rows) in enumerate(zip(minibatches, local, strict=True)):
-            optimizer.zero_grad()
-            tokens = token_counts[minibatch].sum().item()
-            sizes = float(len(minibatch)), max(tokens, 1.0)
-            weights = self.objective.weights(mask[rows], experience.max_tokens, *sizes)
-            on_policy = step == 0 and not policy.trained.has_dropout
-            sums = self._accumulate(policy, precomputed, rows, weights, backward, parameters, on_policy)
-            if tokens > 0:  # else no rank has a gradient
-                ranks.all_reduce(gradients(parameters, ranks))
-            for rank_sums in ranks.all_gather(dict(sums)):
-                for name, value in rank_sums.items():
-                    totals[name] += value
-            totals["lr"] += optimizer.param_groups[0]["lr"]
-            totals["grad_norm"] += clip_and_step(optimizer, parameters, self.max_grad_norm, totals["loss"])
-            schedule.step()
-        if precomputed.reference is not None and "kl" in totals:
-            totals["kl"] *= precomputed.reference.scale
-        policy.checkpointing.synchronize_mode(ranks)
-        return update_metrics(totals, self.steps)
+        return RunningUpdate(self, policy, experience, backward, ranks).run(optimizer, schedule)
 
-    def _accumulate(
-        self,
-        policy: Policy,
-        precomputed: PrecomputedLogprobs,
-        rows: Tensor,
-        weights: Tensor,
-        backward: Callable[[Tensor], None],
-        parameters: list[nn.Parameter],
-        on_policy: bool,
-    ) -> dict[str, float]:
-        """Accumulate the gradient of this rank's rows of a minibatch; returns sums over their tokens."""
-        micro_batches = self._micro_batches(precomputed.experience.lengths[rows], self.micro_batch_tokens)
-
-        def work() -> list[dict[str, Tensor]]:
-            all_sums = []
-            for micro_batch in micro_batches:
-                loss, sums = self._loss(policy, precomputed, rows[micro_batch], weights[micro_batch], on_policy)
-                if loss.requires_grad:  # not if every completion of the micro-batch is masked
-                    backward(loss)
-                all_sums.append({"loss": loss.detach(), **sums})
-            return all_sums
-
-        all_sums = policy.checkpointing.run_with_oom_fallback(work, parameters)
-        totals: dict[str, float] = defaultdict(float)
-        for name in all_sums[0]:  # after all micro-batches, as each transfer waits for the device
-            for value in torch.stack([sums[name] for sums in all_sums]).tolist():
-                totals[name] += value
-        return totals
-
-    def _loss(
-        self, policy: Policy, precomputed: PrecomputedLogprobs, rows: Tensor, weights: Tensor, on_policy: bool
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Loss of a micro-batch, and sums over its tokens."""
-        experience, mask, reference = precomputed.experience, precomputed.mask, precomputed.reference
-        teacher = experience.teacher_states
-        teacher = None if teacher is None else replace(teacher, index=teacher.index[rows])
-        logprobs, entropy, teacher_kl = self._token_values(policy, experience, mask, rows, teacher=teacher)
-        if on_policy:  # the policy is still the old one
-            precomputed.old[rows] = logprobs.detach()
-        ref_logprobs = None
-        if reference is not None:  # the KL of completions outside the sample is 0
-            ref_logprobs = torch.where(reference.sampled[rows, None], reference.logprobs[rows], logprobs.detach())
-        inputs = LossInputs(
-            logprobs=logprobs,
-            old_logprobs=precomputed.old[rows],
-            sampler_logprobs=experience.sampler_logprobs[rows],
-            advantages=experience.advantages[rows],
-            mask=mask[rows],
-            weights=weights,
-            ref_logprobs=ref_logprobs,
-            entropy=entropy,
-            teacher_logprobs=None if experience.teacher_logprobs is None else experience.teacher_logprobs[rows],
-            teacher_kl=teacher_kl,
-        )
-        outputs = self.objective.loss(inputs)
-        return outputs.loss, outputs.metrics
-
-    def _precompute_logprobs(
-        self,
-        policy: Policy,
-        experience: Experience,
-        mask: Tensor,
-        first_rows: Tensor,
-        indices: Tensor,
-        completions: int,
-    ) -> PrecomputedLogprobs:
-        """Old and reference log-probabilities; without dropout the first step computes its rows' old ones itself."""
-        needs_old = torch.ones(len(experience), dtype=torch.bool, device=mask.device)
-        if not policy.trained.has_dropout:
-            needs_old[first_rows] = False
-        old = self._frozen_logprobs(policy, experience, mask, needs_old.nonzero().squeeze(1))
-        reference = None
-        share = 1.0 if self.objective.needs_reference else self.reference_share
-        if share > 0:
-            sample = sampled_indices(share, completions, stream_seed(self.seed, "kl", experience.version))
-            rows = local_rows(sample, indices, completions)
-            logprobs = self._frozen_logprobs(policy, experience, mask, rows, reference=True)
-            reference = ReferenceLogprobs(logprobs, torch.zeros_like(needs_old), completions / max(len(sample), 1))
-            reference.sampled[rows] = True
-        return PrecomputedLogprobs(experience, mask, old, reference)
-
-    @torch.no_grad()
-    def _frozen_logprobs(
-        self, policy: Policy, experience: Experience, mask: Tensor, rows: Tensor, reference: bool = False
-    ) -> Tensor:
-        """Log-probabilities [B, T] of some rows without gradient and dropout, 0 elsewhere; or the reference's."""
-        policy.eval()
-        logprobs = torch.zeros_like(experience.sampler_logprobs)
-        limit = self.forward_limit(experience)
-        for micro_batch in self._micro_batches(experience.lengths[rows], limit) if len(rows) else []:
-            batch = rows[micro_batch]
-            logprobs[batch], _, _ = self._token_values(policy, experience, mask, batch, reference)
-        return logprobs
-
-    def _token_values(
-        self,
-        policy: Policy,
-        experience: Experience,
-        mask: Tensor,
-        rows: Tensor,
-        reference: bool = False,
-        teacher: TeacherStates | None = None,
-    ) -> TokenValues:
-        """Log-probabilities and entropies [len(rows), T], and the KL divergence to a teacher, if there is one."""
-        routing = experience.routing
-        chosen = None if routing is None else routing[rows.to(routing.device)].to(rows.device)
-        sequences = experience.tokens[rows], experience.lengths[rows], mask[rows], experience.temperature
-        return policy.token_values(*sequences, self.objective.needs_entropy, reference, chosen, teacher)
-
-    def _micro_batches(self, lengths: Tensor, max_tokens: int | None) -> list[Tensor]:
-        """Indices into `lengths` [B] for each micro-batch."""
-        partition = partition_micro_batches(lengths.tolist(), max_tokens)
-        return [torch.tensor(indices, dtype=torch.int64, device=lengths.device) for indices in partition]
+    def minibatch_indices(self, version: int, completions: int) -> Iterator[Tensor]:
+        """Indices of the completions of each optimizer step, shuffled if an epoch has several; some may be empty."""
+        for epoch in range(self.epochs):
+            indices = torch.arange(completions)
+            if self.minibatches > 1:
+                seed = stream_seed(self.seed, "minibatches", version, epoch)
+                indices = torch.randperm(completions, generator=torch.Generator().manual_seed(seed))
+            yield from indices.tensor_split(self.minibatches)
 
     def forward_limit(self, experience: Experience) -> int:
         """Most tokens of a forward pass over more rows than a minibatch has; a longer sequence is alone in its own."""
@@ -354,23 +153,159 @@ class PolicyUpdate:
             return int(lengths.sort(descending=True).values[:rows].sum())
         return max([self.micro_batch_tokens, *lengths.tolist()])
 
-    def _gather_indices(self, experience: Experience, mask: Tensor, ranks: Communicator) -> tuple[Tensor, Tensor]:
-        """Indices of this rank's rows among all ranks' completions [B], and trained tokens of all completions [N]."""
-        own = torch.arange(len(experience)) if experience.indices is None else experience.indices.cpu()
-        gathered = ranks.all_gather((own, mask.sum(dim=1).cpu()))
+
+class RunningUpdate:
+    """One update: the policy, its experience, and what is computed from them before the first step.
+
+    Args:
+        settings: Of the run.
+        policy: In training.
+        experience: This rank's completions.
+        backward: Adds a loss's gradients to the parameters'.
+        ranks: All training processes.
+    """
+
+    def __init__(
+        self,
+        settings: PolicyUpdate,
+        policy: Policy,
+        experience: Experience,
+        backward: Callable[[Tensor], None],
+        ranks: Communicator,
+    ) -> None:
+        self.settings, self.objective = settings, settings.objective
+        self.policy, self.experience, self.backward, self.ranks = policy, experience, backward, ranks
+        self.parameters = [parameter for parameter in policy.parameters() if parameter.requires_grad]
+        self.mask = self.objective.training_mask(experience.mask, experience.truncated)
+        """Tokens that train, bool [B, T]."""
+        self.indices, self.token_counts = self._gather_indices()
+        """Indices of this rank's rows among all ranks' completions [B]; trained tokens of all completions [N]."""
+        self.completions = len(self.token_counts)
+        self.old = torch.zeros_like(experience.sampler_logprobs)
+        """Log-probabilities by the policy before the update [B, T]; the first step fills in its own rows."""
+        self.reference: ReferenceLogprobs | None = None
+
+    def run(self, optimizer: Optimizer | LightningOptimizer, schedule: LRScheduler) -> dict[str, float]:
+        """Take all steps; see `PolicyUpdate.run`."""
+        experience, settings, policy = self.experience, self.settings, self.policy
+        longest = max(experience.lengths.tolist(), default=1)
+        largest = settings.max_micro_batch_tokens(experience.lengths, self.completions)
+        policy.checkpointing.choose_mode(largest, self.ranks, longest)
+        minibatches = list(settings.minibatch_indices(experience.version, self.completions))
+        local = [local_rows(minibatch, self.indices, self.completions) for minibatch in minibatches]
+        self._precompute_logprobs(local[0])
+        totals: dict[str, float] = defaultdict(float)
+        policy.train()
+        for step, (minibatch, rows) in enumerate(zip(minibatches, local, strict=True)):
+            optimizer.zero_grad()
+            tokens = self.token_counts[minibatch].sum().item()
+            sizes = float(len(minibatch)), max(tokens, 1.0)
+            weights = self.objective.weights(self.mask[rows], experience.max_tokens, *sizes)
+            sums = self._accumulate(rows, weights, step == 0 and not policy.trained.has_dropout)
+            if tokens > 0:  # else no rank has a gradient
+                self.ranks.all_reduce(gradients(self.parameters, self.ranks))
+            for rank_sums in self.ranks.all_gather(dict(sums)):
+                for name, value in rank_sums.items():
+                    totals[name] += value
+            totals["lr"] += optimizer.param_groups[0]["lr"]
+            totals["grad_norm"] += clip_and_step(optimizer, self.parameters, settings.max_grad_norm, totals["loss"])
+            schedule.step()
+        if self.reference is not None and "kl" in totals:
+            totals["kl"] *= self.reference.scale
+        policy.checkpointing.synchronize_mode(self.ranks)
+        return update_metrics(totals, settings.steps)
+
+    def _accumulate(self, rows: Tensor, weights: Tensor, on_policy: bool) -> dict[str, float]:
+        """Accumulate the gradient of this rank's rows of a minibatch; returns sums over their tokens."""
+        micro_batches = self._micro_batches(rows, self.settings.micro_batch_tokens)
+
+        def work() -> list[dict[str, Tensor]]:
+            all_sums = []
+            for micro_batch in micro_batches:
+                loss, sums = self._loss(rows[micro_batch], weights[micro_batch], on_policy)
+                if loss.requires_grad:  # not if every completion of the micro-batch is masked
+                    self.backward(loss)
+                all_sums.append({"loss": loss.detach(), **sums})
+            return all_sums
+
+        all_sums = self.policy.checkpointing.run_with_oom_fallback(work, self.parameters)
+        totals: dict[str, float] = defaultdict(float)
+        for name in all_sums[0]:  # after all micro-batches, as each transfer waits for the device
+            for value in torch.stack([sums[name] for sums in all_sums]).tolist():
+                totals[name] += value
+        return totals
+
+    def _loss(self, rows: Tensor, weights: Tensor, on_policy: bool) -> tuple[Tensor, dict[str, Tensor]]:
+        """Loss of a micro-batch, and sums over its tokens."""
+        experience, reference, teacher = self.experience, self.reference, self.experience.teacher_states
+        teacher = None if teacher is None else replace(teacher, index=teacher.index[rows])
+        logprobs, entropy, teacher_kl = self._token_values(rows, teacher=teacher)
+        if on_policy:  # the policy is still the old one
+            self.old[rows] = logprobs.detach()
+        ref_logprobs = None
+        if reference is not None:  # the KL of completions outside the sample is 0
+            ref_logprobs = torch.where(reference.sampled[rows, None], reference.logprobs[rows], logprobs.detach())
+        inputs = LossInputs(
+            logprobs=logprobs,
+            old_logprobs=self.old[rows],
+            sampler_logprobs=experience.sampler_logprobs[rows],
+            advantages=experience.advantages[rows],
+            mask=self.mask[rows],
+            weights=weights,
+            ref_logprobs=ref_logprobs,
+            entropy=entropy,
+            teacher_logprobs=None if experience.teacher_logprobs is None else experience.teacher_logprobs[rows],
+            teacher_kl=teacher_kl,
+        )
+        outputs = self.objective.loss(inputs)
+        return outputs.loss, outputs.metrics
+
+    def _precompute_logprobs(self, first_rows: Tensor) -> None:
+        """Old and reference log-probabilities; without dropout the first step computes its rows' old ones itself."""
+        needs_old = torch.ones(len(self.experience), dtype=torch.bool, device=self.mask.device)
+        if not self.policy.trained.has_dropout:
+            needs_old[first_rows] = False
+        self.old = self._frozen_logprobs(needs_old.nonzero().squeeze(1))
+        share = 1.0 if self.objective.needs_reference else self.settings.reference_share
+        if share > 0:
+            seed = stream_seed(self.settings.seed, "kl", self.experience.version)
+            sample = sampled_indices(share, self.completions, seed)
+            rows = local_rows(sample, self.indices, self.completions)
+            logprobs = self._frozen_logprobs(rows, reference=True)
+            scale = self.completions / max(len(sample), 1)
+            self.reference = ReferenceLogprobs(logprobs, torch.zeros_like(needs_old), scale)
+            self.reference.sampled[rows] = True
+
+    @torch.no_grad()
+    def _frozen_logprobs(self, rows: Tensor, reference: bool = False) -> Tensor:
+        """Log-probabilities [B, T] of some rows without gradient and dropout, 0 elsewhere; or the reference's."""
+        self.policy.eval()
+        logprobs = torch.zeros_like(self.experience.sampler_logprobs)
+        limit = self.settings.forward_limit(self.experience)
+        for micro_batch in self._micro_batches(rows, limit) if len(rows) else []:
+            batch = rows[micro_batch]
+            logprobs[batch], _, _ = self._token_values(batch, reference)
+        return logprobs
+
+    def _token_values(self, rows: Tensor, reference: bool = False, teacher: TeacherStates | None = None) -> TokenValues:
+        """Log-probabilities and entropies [len(rows), T], and the KL divergence to a teacher, if there is one."""
+        experience, routing = self.experience, self.experience.routing
+        chosen = None if routing is None else routing[rows.to(routing.device)].to(rows.device)
+        sequences = experience.tokens[rows], experience.lengths[rows], self.mask[rows], experience.temperature
+        return self.policy.token_values(*sequences, self.objective.needs_entropy, reference, chosen, teacher)
+
+    def _micro_batches(self, rows: Tensor, max_tokens: int | None) -> list[Tensor]:
+        """Indices into `rows` for each micro-batch."""
+        partition = partition_micro_batches(self.experience.lengths[rows].tolist(), max_tokens)
+        return [torch.tensor(indices, dtype=torch.int64, device=rows.device) for indices in partition]
+
+    def _gather_indices(self) -> tuple[Tensor, Tensor]:
+        own = torch.arange(len(self.experience)) if self.experience.indices is None else self.experience.indices.cpu()
+        gathered = self.ranks.all_gather((own, self.mask.sum(dim=1).cpu()))
         token_counts = torch.zeros(sum(len(indices) for indices, _ in gathered), dtype=torch.int64)
         for indices, counts in gathered:
             token_counts[indices] = counts
-        return own.to(mask.device), token_counts.to(mask.device)
-
-    def _minibatches(self, version: int, completions: int) -> Iterator[Tensor]:
-        """Indices of the completions of each optimizer step, shuffled if an epoch has several; some may be empty."""
-        for epoch in range(self.epochs):
-            indices = torch.arange(completions)
-            if self.minibatches > 1:
-                seed = stream_seed(self.seed, "minibatches", version, epoch)
-                indices = torch.randperm(completions, generator=torch.Generator().manual_seed(seed))
-            yield from indices.tensor_split(self.minibatches)
+        return own.to(self.mask.device), token_counts.to(self.mask.device)
 
 
 def clip_and_step(
