@@ -18,6 +18,8 @@ SEARCH_SCALE = 256.0
 """Largest block scale of `search`, with room for the sweep up to E4M3_MAX."""
 SEARCH_STEPS = tuple(sorted(range(-6, 9), key=abs))
 """E4M3 steps from the min-max scale that `search` tries, nearest first: ties take the min-max scale."""
+SMALLEST_UNIFORM = 4.6566127342e-10
+"""Replaces a uniform number of zero when sampling; also the factor of 31-bit integers."""
 CPU_BLOCKS, CUDA_BLOCKS = 1 << 15, 1 << 22
 """Blocks quantized at a time."""
 

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from qerl_kernels.backend import runs_triton
+from qerl_kernels.reference import SMALLEST_UNIFORM
 
 WORD = 0xFFFFFFFF
-SMALLEST_UNIFORM = 4.6566127342e-10
-"""Replaces a uniform number of zero; also the factor of 31-bit integers."""
 FACTORS, STEPS = (0xD2511F53, 0xCD9E8D57), (0x9E3779B9, 0xBB67AE85)
 """Philox's multipliers of words, and increments of the key's words in each of the ten rounds."""
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from triton.language.extra import libdevice
 
 from qerl_kernels.backend import interpreting
-from qerl_kernels.sampling import SMALLEST_UNIFORM
+from qerl_kernels.reference import SMALLEST_UNIFORM
 from qerl_kernels.triton_launch import Direct
 
 BLOCK = 2048
