@@ -73,6 +73,7 @@ COMBINATIONS = {
     "distill": ["distill"],
     "gsm8k_gsm8k_calculator_qwen2.5_7b": ["gsm8k", "gsm8k_calculator", "qwen2.5_7b"],
     "search_qwen2.5_7b": ["search", "qwen2.5_7b"],
+    "gsm8k_think_tags_qwen2.5_3b": ["gsm8k", "think_tags", "qwen2.5_3b"],
     "gsm8k_qwen2.5_7b_small_card": ["gsm8k", "qwen2.5_7b", "small_card"],
     "gsm8k_qwen2.5_7b_full_finetuning": ["gsm8k", "qwen2.5_7b", "full_finetuning"],
 } | {
@@ -112,10 +113,9 @@ def test_shipped_files_build_what_they_name(folder: str) -> None:
         assert [reward.name for reward in rollout.rewards] == ["environment"]
         return
     has_environment = settings.rollout.environment is not None
-    assert [reward.name for reward in rollout.rewards] == [
-        "accuracy",
-        *["format"] * (names[0] not in ("distill", "evaluate")),
-    ] + ["overlong"] * ("dapo" in names) + ["environment"] * has_environment
+    tags = "think_tags" in names or names[0] in ("quickstart", "gsm8k_cpu", "bigmath", "search")
+    assert (settings.data.system_prompt is None) == (names[0] == "gsm8k" and not tags)
+    assert [reward.name for reward in rollout.rewards] == ["accuracy", *["format"] * tags] + ["overlong"] * ("dapo" in names) + ["environment"] * has_environment
     if (size := re.search(r"qwen2.5_(\d+b)", folder)) is not None:
         assert isinstance(settings.rollout.engine, qerl_pl.engines.VLLMEngine)
         assert settings.model.policy_config.path == f"Qwen/Qwen2.5-{SIZES[size[1]]}-Instruct"
@@ -152,7 +152,7 @@ model:
   policy: {quantization: nvfp4, dtype: bfloat16, finetune: lora, gradient_checkpointing: auto, train_norms: false,
            path: Qwen/Qwen2.5-7B-Instruct, lora: {rank: 32, alpha: 32.0, dropout: 0.0}}
   objective: {class_path: qerl_pl.algorithm.GRPO, init_args: {beta: 0.0, epsilon_low: 0.2, epsilon_high: 0.28}}
-  optimizer: {class_path: torch.optim.AdamW, init_args: {lr: 1.0e-5, betas: [0.9, 0.99], weight_decay: 0.1}}
+  optimizer: {class_path: torch.optim.AdamW, init_args: {lr: 3.0e-5, betas: [0.9, 0.99], weight_decay: 0.1}}
   lr_scheduler: cosine
   warmup_ratio: 0.1
   max_grad_norm: 0.2
@@ -168,11 +168,10 @@ trainer:
    val_check_interval: 50, num_sanity_val_steps: -1, log_every_n_steps: 1, enable_model_summary: false}
 rollout:
   group_size: 8
-  sampling: {max_tokens: 2048, temperature: 1.0}
+  sampling: {max_tokens: 640, temperature: 1.0}
   resample_rounds: 0
   rewards:
     accuracy: {class_path: qerl_pl.rewards.GSM8KAnswer, init_args: {weight: 1.0}}
-    format: {class_path: qerl_pl.rewards.Format, init_args: {weight: 0.1}}
   engine: {class_path: qerl_pl.engines.VLLMEngine, init_args: {kv_cache_gib: 16.0, max_num_seqs: 128,
            linear_backend: marlin, enforce_eager: false, sleep_mode: true}}
 noise: {class_path: qerl_pl.callbacks.AdaptiveQuantizationNoise,
@@ -209,6 +208,7 @@ def test_the_other_files_change_what_they_are_named_for() -> None:
     bigmath = changes(expected, parsed(*config("bigmath", "qwen2.5_32b"), "--data.levels", "[4,5]"))
     assert bigmath == {
         ".model.policy.path": "Qwen/Qwen2.5-32B-Instruct",
+        ".model.optimizer.init_args.lr": 1e-5,
         ".model.minibatches": 1,
         ".model.micro_batch_tokens": 8192,
         ".data.class_path": "qerl_pl.datamodules.BigMathDataModule",
@@ -362,7 +362,7 @@ def test_the_printed_configuration_explains_every_key(capsys: pytest.CaptureFixt
         (before, line) for before, line in zip(lines, lines[1:], strict=False) if re.match(r"(?!class_path)\w+:", line)
     ]
     bare = [line for before, line in keys if not before.startswith("#") and line != "init_args:"]
-    assert len(keys) > 150 and bare == ["accuracy:", "format:"]  # names that the file chose
+    assert len(keys) > 150 and bare == ["accuracy:"]  # names that the file chose
 
 
 def unexplained(text: str) -> list[str]:

@@ -86,9 +86,17 @@ def test_gsm8k_prompts(gsm8k: Path, tokenizer: str) -> None:
 
 
 def test_prompt_without_system_message(gsm8k: Path, tokenizer: str) -> None:
+    asked = GSM8KDataModule(
+        str(gsm8k), batch_size=2, val_size=0, tokenizer=tokenizer, system_prompt=None, instruction="How are ?"
+    )
     data = GSM8KDataModule(str(gsm8k), batch_size=2, val_size=0, tokenizer=tokenizer, system_prompt=None)
     data.setup("fit")
     assert {prompt.token_ids[0] for prompt in prompts_of(data, "train")} == {2}
+    asked.setup("fit")
+    plain = {prompt.id: prompt.token_ids for prompt in prompts_of(data, "train")}
+    for prompt in prompts_of(asked, "train"):  # behind the question, and in no reward's text
+        *question, end = plain[prompt.id]
+        assert prompt.token_ids == (*question, 4, 6, 8, end) and "How are" not in prompt.text
 
 
 def test_one_prompt_renders_as_in_a_batch(gsm8k: Path, tokenizer: str) -> None:

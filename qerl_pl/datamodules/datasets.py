@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
-from qerl_pl.chat_template import SYSTEM_PROMPT
 from qerl_pl.datamodules.prompts import PromptDataModule
 from qerl_pl.datamodules.tables import ANSWER_MARK, Row, TableConfig, draw, local_file, read_table
 from qerl_pl.errors import UserError
@@ -37,16 +36,9 @@ class TableDataModule(PromptDataModule):
         question: Column of the prompt; null takes prompt, messages, question or problem. Only of a single table.
         answer: Column of the reference answer, see TableConfig; null takes answer or solution if there is one. Only of
             a single table.
-        batch_size: Prompts a training batch, over all devices.
-        val_size: Prompts to validate on; 0 for none. Of a table that would leave too few prompts to train on, a fifth
-            is taken.
-        val_batch_size: Prompts a validation batch; null takes batch_size.
         max_prompt_tokens: Limit of tokens, chat template included; longer prompts are dropped.
-        system_prompt: The system message of prompts without their own; null sends none.
-        seed: Seed of the split and of the order; null takes the run's.
-        tokenizer: Folder or hub name of a tokenizer; null takes the policy's.
-        sets: Tables to validate and test on, by name, in place of its own; see PromptDataModule.
-        chat_template_kwargs: Variables of the chat template, such as `enable_thinking`.
+        settings: Of `PromptDataModule`. Of a table that `val_size` would leave too few prompts to train on, a fifth is
+            held out.
     """
 
     def __init__(
@@ -58,27 +50,10 @@ class TableDataModule(PromptDataModule):
         subset: str | None = None,
         question: str | None = None,
         answer: str | None = None,
-        batch_size: int = 8,
-        val_size: int = 64,
-        val_batch_size: int | None = None,
         max_prompt_tokens: int = 1024,
-        system_prompt: str | None = SYSTEM_PROMPT,
-        seed: int | None = None,
-        tokenizer: str | None = None,
-        sets: dict[str, TableConfig] | None = None,
-        chat_template_kwargs: dict[str, Any] | None = None,
+        **settings: Any,
     ) -> None:
-        super().__init__(
-            batch_size,
-            val_size,
-            val_batch_size,
-            max_prompt_tokens,
-            system_prompt,
-            seed,
-            tokenizer,
-            sets,
-            chat_template_kwargs,
-        )
+        super().__init__(max_prompt_tokens=max_prompt_tokens, **settings)
         self.path = path
         self.split = split
         self.val_split = val_split
@@ -182,15 +157,8 @@ class GSM8KDataModule(TableDataModule):
         path: Hub name, a folder with train.jsonl and test.jsonl (or parquet), or a single file to train on.
         subset: Configuration of the hub's data set; local files have none.
         val_split: Split of the validation prompts, such as test; null splits them off the training split.
-        batch_size: Prompts a training batch, over all devices.
-        val_size: Prompts to validate on; 0 for none.
-        val_batch_size: Prompts a validation batch; null takes batch_size.
         max_prompt_tokens: Limit of tokens, chat template included; longer prompts are dropped.
-        system_prompt: The system message; null sends none.
-        seed: Seed of the split and of the order; null takes the run's.
-        tokenizer: Folder or hub name of a tokenizer; null takes the policy's.
-        sets: Tables to validate and test on, by name, in place of its own; see PromptDataModule.
-        chat_template_kwargs: Variables of the chat template, such as `enable_thinking`.
+        settings: Of `PromptDataModule`.
     """
 
     def __init__(
@@ -198,33 +166,19 @@ class GSM8KDataModule(TableDataModule):
         path: str = "openai/gsm8k",
         subset: str | None = "main",
         val_split: str | None = None,
-        batch_size: int = 8,
-        val_size: int = 64,
-        val_batch_size: int | None = None,
         max_prompt_tokens: int = 256,
-        system_prompt: str | None = SYSTEM_PROMPT,
-        seed: int | None = None,
-        tokenizer: str | None = None,
-        sets: dict[str, TableConfig] | None = None,
-        chat_template_kwargs: dict[str, Any] | None = None,
+        **settings: Any,
     ) -> None:
         super().__init__(
             path,
-            "train",
-            val_split,
-            "test",
-            subset,
-            "question",
-            "answer",
-            batch_size,
-            val_size,
-            val_batch_size,
-            max_prompt_tokens,
-            system_prompt,
-            seed,
-            tokenizer,
-            sets,
-            chat_template_kwargs,
+            split="train",
+            val_split=val_split,
+            test_split="test",
+            subset=subset,
+            max_prompt_tokens=max_prompt_tokens,
+            question="question",
+            answer="answer",
+            **settings,
         )
         if self._has_one_split:
             self.test_split = None
@@ -279,15 +233,8 @@ class BigMathDataModule(PromptDataModule):
         sources: Values of the column source to keep; null keeps all.
         val_path: Table to validate on, with columns problem and answer (a file, or a hub name with a split test, such
             as HuggingFaceH4/MATH-500); null splits val_size prompts off the training rows.
-        batch_size: Prompts a training batch, over all devices.
-        val_size: Prompts to validate on; 0 for none.
-        val_batch_size: Prompts a validation batch; null takes batch_size.
         max_prompt_tokens: Limit of tokens, chat template included; longer prompts are dropped.
-        system_prompt: The system message; null sends none.
-        seed: Seed of the split and of the order; null takes the run's.
-        tokenizer: Folder or hub name of a tokenizer; null takes the policy's.
-        sets: Tables to validate and test on, by name, in place of its own; see PromptDataModule.
-        chat_template_kwargs: Variables of the chat template, such as `enable_thinking`.
+        settings: Of `PromptDataModule`.
     """
 
     def __init__(
@@ -298,27 +245,10 @@ class BigMathDataModule(PromptDataModule):
         levels: Sequence[int] | None = None,
         sources: Sequence[str] | None = None,
         val_path: str | None = None,
-        batch_size: int = 8,
-        val_size: int = 64,
-        val_batch_size: int | None = None,
         max_prompt_tokens: int = 1024,
-        system_prompt: str | None = SYSTEM_PROMPT,
-        seed: int | None = None,
-        tokenizer: str | None = None,
-        sets: dict[str, TableConfig] | None = None,
-        chat_template_kwargs: dict[str, Any] | None = None,
+        **settings: Any,
     ) -> None:
-        super().__init__(
-            batch_size,
-            val_size,
-            val_batch_size,
-            max_prompt_tokens,
-            system_prompt,
-            seed,
-            tokenizer,
-            sets,
-            chat_template_kwargs,
-        )
+        super().__init__(max_prompt_tokens=max_prompt_tokens, **settings)
         self.path = path
         self.min_solve_rate = min_solve_rate
         self.max_solve_rate = max_solve_rate

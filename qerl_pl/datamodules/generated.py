@@ -3,9 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-from qerl_pl.chat_template import SYSTEM_PROMPT
 from qerl_pl.datamodules.prompts import PromptDataModule
-from qerl_pl.datamodules.tables import Row, TableConfig
+from qerl_pl.datamodules.tables import Row
 from qerl_pl.errors import require_at_least
 from qerl_pl.toy.game import GuessingGame
 from qerl_pl.toy.task import ArithmeticTask, Split
@@ -20,8 +19,8 @@ class _GeneratedDataModule(PromptDataModule):
         settings: Of `PromptDataModule`.
     """
 
-    def __init__(self, train_size: int, test_size: int, *settings: Any) -> None:
-        super().__init__(*settings)
+    def __init__(self, train_size: int = 4096, test_size: int = 512, **settings: Any) -> None:
+        super().__init__(**settings)
         require_at_least(1, {"data.train_size": train_size, "data.test_size": test_size})
         self.train_size = train_size
         self.test_size = test_size
@@ -49,47 +48,15 @@ class ArithmeticDataModule(_GeneratedDataModule):
 
     Args:
         task: Difficulty of the problems.
-        train_size: Problems of the training set.
-        test_size: Problems of the test set, from the validation split.
-        batch_size: Prompts a training batch, over all devices.
-        val_size: Prompts to validate on; 0 for none.
-        val_batch_size: Prompts a validation batch; null takes batch_size.
-        max_prompt_tokens: Limit of tokens, chat template included; longer prompts are dropped.
-        system_prompt: The system message; null sends none.
-        seed: Seed of the order; null takes the run's. The problems have their own, in the task.
-        tokenizer: Folder or hub name of a tokenizer; null takes the policy's.
-        sets: Tables to validate and test on, by name, in place of its own; see PromptDataModule.
-        chat_template_kwargs: Variables of the chat template, such as `enable_thinking`.
+        settings: Of `PromptDataModule`, `train_size` and `test_size`. The seed is of the order alone.
     """
 
     def __init__(
         self,
         task: ArithmeticTask = ArithmeticTask(),  # noqa: B008 - frozen, and jsonargparse reads the default
-        train_size: int = 4096,
-        test_size: int = 512,
-        batch_size: int = 8,
-        val_size: int = 64,
-        val_batch_size: int | None = None,
-        max_prompt_tokens: int = 256,
-        system_prompt: str | None = SYSTEM_PROMPT,
-        seed: int | None = None,
-        tokenizer: str | None = None,
-        sets: dict[str, TableConfig] | None = None,
-        chat_template_kwargs: dict[str, Any] | None = None,
+        **settings: Any,
     ) -> None:
-        super().__init__(
-            train_size,
-            test_size,
-            batch_size,
-            val_size,
-            val_batch_size,
-            max_prompt_tokens,
-            system_prompt,
-            seed,
-            tokenizer,
-            sets,
-            chat_template_kwargs,
-        )
+        super().__init__(**settings)
         self.task = task
 
     def problem(self, index: int, split: Split) -> tuple[str, str]:
@@ -102,47 +69,17 @@ class GuessingDataModule(_GeneratedDataModule):
 
     Args:
         game: Range of the numbers.
-        train_size: Games of the training set.
-        test_size: Games of the test set.
-        batch_size: Prompts a training batch, over all devices.
-        val_size: Prompts to validate on; 0 for none.
-        val_batch_size: Prompts a validation batch; null takes batch_size.
-        max_prompt_tokens: Limit of tokens, chat template included; longer prompts are dropped.
         system_prompt: The system message; null sends none.
-        seed: Seed of the order; null takes the run's. The numbers have their own, in the game.
-        tokenizer: Folder or hub name of a tokenizer; null takes the policy's.
-        sets: Tables to validate and test on, by name, in place of its own; see PromptDataModule.
-        chat_template_kwargs: Variables of the chat template, such as `enable_thinking`.
+        settings: Of `PromptDataModule`, `train_size` and `test_size`. The seed is of the order alone.
     """
 
     def __init__(
         self,
         game: GuessingGame = GuessingGame(),  # noqa: B008 - frozen, and jsonargparse reads the default
-        train_size: int = 4096,
-        test_size: int = 512,
-        batch_size: int = 8,
-        val_size: int = 64,
-        val_batch_size: int | None = None,
-        max_prompt_tokens: int = 256,
         system_prompt: str | None = None,
-        seed: int | None = None,
-        tokenizer: str | None = None,
-        sets: dict[str, TableConfig] | None = None,
-        chat_template_kwargs: dict[str, Any] | None = None,
+        **settings: Any,
     ) -> None:
-        super().__init__(
-            train_size,
-            test_size,
-            batch_size,
-            val_size,
-            val_batch_size,
-            max_prompt_tokens,
-            system_prompt,
-            seed,
-            tokenizer,
-            sets,
-            chat_template_kwargs,
-        )
+        super().__init__(system_prompt=system_prompt, **settings)
         self.game = game
 
     def problem(self, index: int, split: Split) -> tuple[str, str]:

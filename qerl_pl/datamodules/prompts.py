@@ -47,6 +47,8 @@ class PromptDataModule(ResumableDataModule):
         sets: Tables to validate (`val_size` rows of each) and test on (all rows), by name, in place of the module's
             own; `qerl validate` and `qerl test` then read no training rows.
         chat_template_kwargs: Variables of the chat template, such as `enable_thinking`.
+        instruction: Text behind each question that is no list of messages, after a line break, such as how to write
+            the answer; null adds none.
     """
 
     _content = "training prompts"
@@ -64,6 +66,7 @@ class PromptDataModule(ResumableDataModule):
         tokenizer: str | None = None,
         sets: dict[str, TableConfig] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
+        instruction: str | None = None,
     ) -> None:
         super().__init__(batch_size, val_size, val_batch_size, seed, tokenizer)
         require_at_least(1, {"data.max_prompt_tokens": max_prompt_tokens})
@@ -71,6 +74,7 @@ class PromptDataModule(ResumableDataModule):
         self.system_prompt = system_prompt
         self.chat_template_kwargs = chat_template_kwargs or {}
         check_template_kwargs(self.chat_template_kwargs)
+        self.instruction = instruction
         self.tools: Sequence[Mapping[str, Any]] = ()
         """JSON schemas of the tools in the prompts; set by `RolloutCallback` if all rows have the same."""
         self._tables = sets
@@ -239,7 +243,8 @@ class PromptDataModule(ResumableDataModule):
                 f"rows must have different ids, which seed their completions; {use} has {repeated!r} {count} times; "
                 "number them"
             )
-        chats = [row.question if row.messages is None else row.messages for row in rows]
+        asked = f"\n{self.instruction}" if self.instruction else ""
+        chats = [row.question + asked if row.messages is None else row.messages for row in rows]
         token_ids = cached_prompts(tokenizer, chats, self.system_prompt, self.chat_template_kwargs, self.tools)
         prompts = [
             Prompt(row.id, tuple(ids), row.question, row.reference, row.messages, row.columns)

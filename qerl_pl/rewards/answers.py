@@ -194,7 +194,7 @@ def parse_number(text: str) -> Decimal | None:
 
 
 class GSM8KAnswer(Reward):
-    """1 if the last <answer>...</answer> is exactly the reference's number, else 0.
+    """1 if the last <answer>...</answer>, or without one the last \\boxed{...}, is the reference's number, else 0.
 
     Args:
         weight: Factor of this reward in the total.
@@ -213,9 +213,8 @@ class GSM8KAnswer(Reward):
         refuse_empty_references(self, references)
 
     def extract_answer(self, completion: str) -> str | None:
-        """The number of the last <answer>...</answer>, normalized: 1234.5 for "$1,234.50."; None if there is none."""
-        answer = last_tagged(completion, "answer")
-        number = None if answer is None else parse_number(answer)
+        """The number of the answer, normalized: 1234.5 for "$1,234.50."; None if there is none."""
+        number = self._number(completion)
         if number is None:
             return None
         digits = format(number, "f")
@@ -227,5 +226,11 @@ class GSM8KAnswer(Reward):
             raise UserError(
                 f"GSM8KAnswer needs numbers as references; got {sample.reference!r}; use MathAnswer for others."
             )
-        answer = last_tagged(sample.completion, "answer")
-        return float(answer is not None and parse_number(answer) == expected)
+        return float(self._number(sample.completion) == expected)
+
+    @staticmethod
+    def _number(completion: str) -> Decimal | None:
+        tagged = last_tagged(completion, "answer")
+        boxed = last_boxed(completion if tagged is None else tagged)
+        answer = tagged if boxed is None else re.sub(r"\\[,!; ]", "", _TEXT.sub("", boxed))  # 18\text{ apples}
+        return None if answer is None else parse_number(answer)
