@@ -23,6 +23,7 @@ SHARD_BYTES = 4 * 2**30
 BATCH_ELEMENTS = 2**26
 """Of tensors that are read at once: opening a file of all experts takes 0.1 s, for its header has 50 000 entries."""
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+_MODELOPT = "hf_quant_config.json"
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
 """Suffixes of weight files of any library, and of their indices."""
 
@@ -39,6 +40,10 @@ def read_config(folder: Path) -> dict[str, Any]:
     config = _json_object(path)
     if not isinstance(config.get("quantization_config", {}), dict | NoneType):
         raise UserError(f"a model's quantization_config must be an object; {path} has another: get the model again")
+    if not config.get("quantization_config"):  # vLLM looks in these places, too
+        elsewhere = {"compression_config": config.get("compression_config"), _MODELOPT: (folder / _MODELOPT).is_file()}
+        if place := next((name for name, found in elsewhere.items() if found), None):
+            config["quantization_config"] = {"quant_method": f"its settings in {place}"}
     return config
 
 

@@ -18,7 +18,7 @@ from qerl_kernels import BlockScales, StackedWeight
 from torch import Tensor
 
 from qerl_pl.errors import UserError
-from qerl_pl.formats.dense import UnpackedStacks
+from qerl_pl.formats.dense import UnpackedStacks, extra_setting
 from qerl_pl.formats.model_folder import TensorFiles, in_dtype
 
 NF4_BLOCK, NESTED_BLOCK = 64, 256
@@ -34,6 +34,11 @@ CONFIG = {
     "llm_int8_skip_modules": ["lm_head"],
 }
 """The `quantization_config` of an NF4 checkpoint."""
+_FREE = (
+    *("_load_in_4bit", "_load_in_8bit", "bnb_4bit_compute_dtype", "llm_int8_skip_modules", "llm_int8_threshold"),
+    *("llm_int8_enable_fp32_cpu_offload", "llm_int8_has_fp16_weight"),
+)
+"""Settings that transformers writes besides, and that do not change how the weights are read."""
 _STATE = "quant_state.bitsandbytes__nf4"
 _SUFFIXES = ("absmax", "nested_absmax", "quant_map", "nested_quant_map", _STATE)
 
@@ -95,6 +100,9 @@ class NF4Format(UnpackedStacks):
     def recognises(self, quantization: Mapping[str, Any] | None) -> bool:
         known = ("quant_method", "load_in_4bit", "bnb_4bit_quant_type", "bnb_4bit_use_double_quant")
         return quantization is not None and all(quantization.get(key) == CONFIG[key] for key in known)
+
+    def excess(self, quantization: Mapping[str, Any] | None) -> str | None:
+        return extra_setting(quantization or {}, CONFIG, _FREE)
 
     def tensor_names(self, linear: str) -> tuple[str, ...]:
         return (f"{linear}.weight", *(f"{linear}.weight.{suffix}" for suffix in _SUFFIXES))
