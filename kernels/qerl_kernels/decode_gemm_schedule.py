@@ -153,7 +153,7 @@ def schedule(tokens: int, rows: int, columns: int, rank: int, sms: int, tile: Ti
     too_few = remaining < 1 or alone + ceil(total / remaining) > MAX_UNEVEN * (alone + total / ctas)
     if waves and too_few:
         return schedule(tokens, rows, columns, rank, sms, tile._replace(data_parallel=False))
-    # No more CTAs than fill the SMs; but where a high rank's LoRA-shrink CTAs leave too few, all the others follow them.
+    # No more CTAs than fill the SMs, unless a high rank's LoRA-shrink CTAs leave too few: then all others follow them.
     if tile.tokens > 16 and not too_few:
         ctas = remaining
     if not waves:

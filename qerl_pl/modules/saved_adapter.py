@@ -135,7 +135,8 @@ def _targets(saved: Mapping[str, Any], linears: Collection[str], layers: int | N
     """
     last = tuple(sorted({linear.rpartition(".")[2] for linear in linears}))
     found = {int(match[1]) for linear in linears if (match := _LAYER.search(linear))}
-    own, some = saved.get("target_modules"), saved.get("layers_to_transform") is not None or saved.get("exclude_modules")
+    own = saved.get("target_modules")
+    some = saved.get("layers_to_transform") is not None or saved.get("exclude_modules")
     if layers is None and isinstance(own, str):  # of all layers, if it would match those of one more
         following = (_LAYER.sub(f"layers.{len(found)}.", linear) for linear in linears)
         some = some or not all(re.fullmatch(own, linear) for linear in following)
