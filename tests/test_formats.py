@@ -223,9 +223,7 @@ def test_a_config_of_quantization_elsewhere_is_refused(tiny_policy_dir: Path, tm
 
 
 @pytest.mark.parametrize(("name", "blocks"), [("nvfp4", 2), ("mxfp4", 2), ("mxfp4", 0.5)])
-def test_scales_of_other_groups_are_refused(
-    folders: dict[str, Path], tmp_path: Path, name: str, blocks: float
-) -> None:
+def test_scales_of_other_groups_are_refused(folders: dict[str, Path], tmp_path: Path, name: str, blocks: float) -> None:
     folder = shutil.copytree(folders[name], tmp_path / "model")
     tensors = load_file(folder / "model.safetensors")
     rows, groups = tensors[f"{UP}.weight_scale"].shape
