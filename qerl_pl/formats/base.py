@@ -76,6 +76,21 @@ class BaseFormat(Protocol):
             None for a linear that the checkpoint stores in 16 bits.
         """
 
+    def first_rows(
+        self, linear: str, tensors: TensorFiles, rows: int, place: Callable[[Tensor], Tensor]
+    ) -> FrozenWeight | None:
+        """As `frozen_weight`, of the first rows alone, which are all that is read.
+
+        Args:
+            linear: Module name.
+            tensors: The checkpoint.
+            rows: Their number, a multiple of 64.
+            place: As for `frozen_weight`.
+
+        Returns:
+            None for a linear that the checkpoint stores in 16 bits.
+        """
+
     def stacked_weight(
         self,
         experts: Sequence[Sequence[str]],

@@ -102,6 +102,11 @@ class PackedFormat(UnpackedStacks, ABC):
         held = tensors.read_all(names)
         return self.weight([place(held[name]) for name in names])
 
+    def first_rows(
+        self, linear: str, tensors: TensorFiles, rows: int, place: Callable[[Tensor], Tensor]
+    ) -> FrozenWeight | None:
+        return self.frozen_weight(linear, tensors.first_rows(rows), place)
+
     @abstractmethod
     def stack(self, stored: Sequence[Tensor]) -> StackedWeight:
         """The frozen weights of a layer's experts, from their tensors [E, ...] in the order of `suffixes`."""

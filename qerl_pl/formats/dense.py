@@ -68,6 +68,11 @@ class DenseFormat(UnpackedStacks):
     ) -> FrozenWeight | None:
         return None
 
+    def first_rows(
+        self, linear: str, tensors: TensorFiles, rows: int, place: Callable[[Tensor], Tensor]
+    ) -> FrozenWeight | None:
+        return None
+
     def stacked_weight(
         self,
         experts: Sequence[Sequence[str]],

@@ -141,6 +141,23 @@ class NF4Format(UnpackedStacks):
         state |= {suffix: place(state[suffix]) for suffix in ("absmax", "nested_absmax")}
         return NF4Weight(packed, _functional().QuantState.from_dict(state, packed.device))
 
+    def first_rows(
+        self, linear: str, tensors: TensorFiles, rows: int, place: Callable[[Tensor], Tensor]
+    ) -> NF4Weight | None:
+        weight = f"{linear}.weight"
+        if f"{weight}.absmax" not in tensors:
+            return None
+        held = {suffix: tensors.read(f"{weight}.{suffix}") for suffix in _SUFFIXES}
+        state = _stored_state(held[_STATE])
+        shape = (min(rows, state["shape"][0]), state["shape"][1])
+        blocks = -(-shape[0] * shape[1] // NF4_BLOCK)
+        for suffix, count in (("absmax", blocks), ("nested_absmax", -(-blocks // NESTED_BLOCK))):
+            held[suffix] = held[suffix][:count]
+        text = json.dumps(state | {"shape": shape})
+        held[_STATE] = torch.tensor(list(text.encode()), dtype=torch.uint8, device="cpu")
+        codes = place(tensors.first_rows(shape[0] * shape[1] // 2).read(weight))
+        return NF4Weight(codes, _functional().QuantState.from_dict(held, codes.device))
+
     def stacked_weight(
         self,
         experts: Sequence[Sequence[str]],
