@@ -365,7 +365,8 @@ def in_format(source: Path, quantization: Quantization) -> Path:
     Raises:
         UserError: The weights are quantized in another format.
     """
-    if check_quantization(read_config(source), source, quantization).name == quantization:
+    base_format = check_quantization(read_config(source), source, quantization)
+    if quantization == "none" or base_format.name == quantization:
         return source
     target = cache_root() / f"{quantization}-{_identity(source)}"
     with build_once(target) as missing:
