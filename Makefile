@@ -78,7 +78,7 @@ format: $(VENV)/.installed ## let ruff mend what it can
 	$(BIN)/ruff format .
 
 install-gpu: ## into the current environment, with the vLLM that was measured and the PyTorch it pins
-	$(PYTHON) -m pip install --editable '.[vllm]' vllm==0.25.1
+	$(PYTHON) -m pip install --editable '.[vllm]'
 
 clean: ## remove runs and caches, keep the environment
 	rm -rf runs build dist site .mypy_cache .ruff_cache .pytest_cache

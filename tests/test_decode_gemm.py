@@ -225,6 +225,38 @@ def test_cuts_of_real_layers_give_every_cta_as_much(rows, columns, waves, rank):
     assert plan.shrink_splits <= 4
 
 
+OF_3B = {"qkv": (2560, 2048, 3), "o": (2048, 2048, 1), "gate_up": (22016, 2048, 2), "down": (2048, 11008, 1)}
+
+
+@pytest.mark.parametrize("sms", [78, 114, 132])
+@pytest.mark.parametrize("rank", [1, 16, 32, 64, 65, 96, 128, 192, 256])
+def test_an_adapter_of_any_rank_at_most_doubles_the_iterations_of_the_busiest_cta(rank, sms):
+    layers = [*OF_3B.values(), *((rows, columns, len(starts)) for rows, columns, starts in REAL.values())]
+    for rows, columns, slices in layers:
+        for tokens in (1, 8, 17, 33, 64, 65, 128, 193, 256, 384, 385, 512, 577, 768, 898, 1024):
+            plan = triton_decode_gemm.schedule(tokens, rows, columns, slices * rank, sms)
+            steps, total = columns // plan.tile.columns, -(-rows // plan.tile.rows) * (columns // plan.tile.columns)
+            busiest = plan.waves * steps + plan.iterations + (plan.big_ctas > 0)
+            # Where there is little to do, a CTA has four iterations.
+            assert busiest <= 2 * max(4, total / max(1, sms * plan.tile.ctas_per_sm // plan.token_blocks))
+            if plan.waves:  # the grid that the waves are cut for
+                assert plan.ctas == sms * plan.tile.ctas_per_sm // plan.token_blocks
+
+
+def test_up_to_rank_32_a_schedule_fills_the_sms_and_no_more():
+    for rows, columns, starts in REAL.values():
+        for tokens in range(33, 1025, 31):
+            plan = triton_decode_gemm.schedule(tokens, rows, columns, 32 * len(starts), 132)
+            assert 0 < plan.shrink_ctas < plan.ctas <= 132 * plan.tile.ctas_per_sm // plan.token_blocks
+
+
+@pytest.mark.parametrize(("rank", "starts", "tokens"), [(128, (0,), 34), (96, (0, 128), 66), (256, (0, 64), 3)])
+def test_a_rank_whose_shrink_fills_the_sms_gives_the_same_product(rank, starts, tokens):
+    plan = triton_decode_gemm.schedule(tokens, 192, 128, rank * len(starts), 4)  # the interpreter's sms
+    assert plan.shrink_ctas > plan.ctas - plan.shrink_ctas
+    check(tokens_of(tokens, 128), *linear(192, 128, rank, starts, with_bias=True), starts)
+
+
 def test_tokens_of_an_address_that_cannot_be_copied_from_give_the_same_product():
     weight, bias, a, b = linear(192, 320, 8, with_bias=True)
     x = tokens_of(70, 320)
@@ -315,6 +347,17 @@ def test_a_real_layer_errs_at_most_twice_as_much_as_plain_bfloat16(name):
     rows, columns, starts = REAL[name]
     tensors = linear(rows, columns, 32, starts, with_bias=name == "qkv")
     for tokens in (1, 8, 16, 33, 64, 128, 192):
+        check(tokens_of(tokens, columns), *tensors, starts)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("rank", [128, 256])
+@pytest.mark.parametrize("name", REAL)
+def test_a_real_layer_with_an_adapter_of_high_rank(name, rank):
+    rows, columns, starts = REAL[name]
+    tensors = linear(rows, columns, rank, starts)
+    for tokens in (16, 64, 384, 1024):
         check(tokens_of(tokens, columns), *tensors, starts)
 
 

@@ -2,16 +2,18 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
-from typing import get_args, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from qerl_pl.cli.dry_run import shape_of
 from qerl_pl.errors import UserError
-from qerl_pl.formats.base import FORMATS, QUANTIZERS, format_of
+from qerl_pl.formats.base import FORMATS, QUANTIZERS, format_of, format_of_config
 from qerl_pl.formats.dense_checkpoint import load_dense_state
 from qerl_pl.formats.model_folder import TensorFiles, other_files, read_config
 from qerl_pl.formats.mxfp4 import MXFP4StacksFormat
@@ -125,3 +127,115 @@ def test_a_copy_of_a_model_has_no_weights_of_other_libraries(tiny_policy_dir: Pa
     for name in (*weights, "pytorch_model.bin.index.json", "last.ckpt", "config.json", "quantization_report.json"):
         (source / name).touch()
     assert [path.name for path in other_files(source)] == copied
+
+
+def in_group(group: dict[str, Any] | None = None, **weights: Any) -> Callable[[dict[str, Any]], None]:
+    """Change the scheme of a quantization_config of compressed-tensors, and the settings of its weights."""
+
+    def change(config: dict[str, Any]) -> None:
+        config["config_groups"]["group_0"] |= group or {}
+        config["config_groups"]["group_0"]["weights"] |= weights
+
+    return change
+
+
+def at_top(**settings: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda config: config.update(settings)
+
+
+ROTATIONS = {"config_groups": {"R1": {"type": "hadamard", "apply": [{"location": "weight_output"}]}}}
+MORE: dict[str, tuple[str, Callable[[dict[str, Any]], None], str]] = {
+    "rotations": ("nvfp4", at_top(transform_config=ROTATIONS), "nvfp4-pack-quantized with transform_config"),
+    "rotations of MXFP4": ("mxfp4", at_top(transform_config=ROTATIONS), "with transform_config"),
+    "sparse": ("nvfp4", at_top(sparsity_config={"format": "sparse-24-bitmask"}), "with sparsity_config"),
+    "sparse linears": ("nvfp4", at_top(sparsity_config={"format": "dense", "targets": ["Linear"]}), "sparsity_config"),
+    "sparse experts": ("nvfp4", at_top(moe_sparsity_config={"top_k": 2}), "with moe_sparsity_config"),
+    "8-bit cache": ("nvfp4", at_top(kv_cache_scheme={"num_bits": 8, "type": "float"}), "with kv_cache_scheme"),
+    "unheard of": ("mxfp4", at_top(smoothing={"alpha": 0.5}), "with smoothing"),
+    "another method": ("nvfp4", at_top(quant_method="modelopt"), "with quant_method modelopt"),
+    "groups of 32": ("nvfp4", in_group(group_size=32), "with group_size 32"),
+    "groups of 16": ("mxfp4", in_group(group_size=16), "with group_size 16"),
+    "asymmetric": ("nvfp4", in_group(symmetric=False), "with symmetric False"),
+    "integers": ("mxfp4", in_group(type="int"), "with type int"),
+    "8 bits": ("nvfp4", in_group(num_bits=8), "with num_bits 8"),
+    "default bits": ("nvfp4", lambda config: config["config_groups"]["group_0"]["weights"].pop("num_bits"), "absent"),
+    "no global scale": ("nvfp4", in_group(strategy="group"), "with strategy group"),
+    "other scales": ("nvfp4", in_group(scale_dtype="torch.bfloat16"), "with scale_dtype torch.bfloat16"),
+    "dynamic": ("nvfp4", in_group(dynamic="local"), "with dynamic local"),
+    "in another order": ("nvfp4", in_group(actorder="group"), "with actorder group"),
+    "W4A4": ("mxfp4", in_group({"input_activations": {"num_bits": 4}}), "with quantized activations"),
+    "quantized outputs": ("nvfp4", in_group({"output_activations": {"num_bits": 8}}), "with quantized activations"),
+    "mixed": ("nvfp4", in_group({"format": "float-quantized"}), "with format float-quantized"),
+    "a second scheme": ("nvfp4", lambda config: config["config_groups"].update(group_1={"targets": ["a"]}), "absent"),
+    "a named scheme": ("nvfp4", at_top(config_groups={"NVFP4A16": ["Linear"]}), "with config_groups"),
+    "16-bit storage": ("nf4", at_top(bnb_4bit_quant_storage="bfloat16"), "with bnb_4bit_quant_storage bfloat16"),
+    "int8 beside": ("nf4", at_top(load_in_8bit=True), "with load_in_8bit True"),
+    "another placebo": ("gaussian", at_top(strength=2.0), "with strength 2.0"),
+    "ModelOpt": ("nvfp4", at_top(quant_method="modelopt", format=None, quant_algo="NVFP4"), "modelopt"),
+}
+
+
+@pytest.mark.parametrize("case", MORE)
+def test_a_config_that_asks_for_more_than_the_format_is_refused_at_dry_run_and_start(
+    folders: dict[str, Path], tmp_path: Path, case: str
+) -> None:
+    name, change, message = MORE[case]
+    folder = shutil.copytree(folders[name], tmp_path / "model")
+    config = read_config(folder)
+    change(config["quantization_config"])
+    (folder / "config.json").write_text(json.dumps(config))
+    policy = PolicyConfig(path=str(folder), quantization=name)
+    for start in (policy.base_folder, lambda: shape_of(policy)):
+        with pytest.raises(UserError, match=rf"16-bit activations; .*model has .*{message}.*: quantize the 16-bit"):
+            start()
+
+
+SAME: dict[str, tuple[str, Callable[[dict[str, Any]], None]]] = {
+    "empty": ("nvfp4", at_top(transform_config={"config_groups": {}}, sparsity_config={}, kv_cache_scheme=None)),
+    "zeros that rounding made": ("nvfp4", at_top(sparsity_config={"format": "dense", "global_sparsity": 0.14})),
+    "GPTQ": ("mxfp4", in_group(actorder="static", observer="mse", block_structure=None, zp_dtype="torch.int8")),
+    "an older release": ("nvfp4", in_group(scale_dtype=None)),
+    "some linears": ("nvfp4", in_group({"targets": ["re:.*proj$"], "format": "nvfp4-pack-quantized"})),
+    "no groups": ("nvfp4", lambda config: config.pop("config_groups")),
+    "of transformers": ("nf4", at_top(_load_in_4bit=True, llm_int8_threshold=6.0, bnb_4bit_compute_dtype="float32")),
+}
+
+
+@pytest.mark.parametrize("case", SAME)
+def test_settings_that_change_nothing_are_the_format(folders: dict[str, Path], case: str) -> None:
+    name, change = SAME[case]
+    config = read_config(folders[name])
+    change(config["quantization_config"])
+    assert format_of_config(config, "model").name == name
+
+
+@pytest.mark.parametrize("place", ["hf_quant_config.json", "compression_config"])
+def test_a_config_of_quantization_elsewhere_is_refused(tiny_policy_dir: Path, tmp_path: Path, place: str) -> None:
+    folder = shutil.copytree(tiny_policy_dir, tmp_path / "model")
+    if place.endswith("json"):
+        (folder / place).write_text('{"quantization": {"quant_algo": "NVFP4"}}')
+    else:
+        (folder / "config.json").write_text(json.dumps(read_config(folder) | {place: {"format": "pack-quantized"}}))
+    policy = PolicyConfig(path=str(folder))
+    for start in (policy.base_folder, lambda: shape_of(policy)):
+        with pytest.raises(UserError, match=f"model has its settings in {place}: quantize the 16-bit model"):
+            start()
+
+
+@pytest.mark.parametrize(("name", "blocks"), [("nvfp4", 2), ("mxfp4", 2), ("mxfp4", 0.5)])
+def test_scales_of_other_groups_are_refused(folders: dict[str, Path], tmp_path: Path, name: str, blocks: float) -> None:
+    folder = shutil.copytree(folders[name], tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors")
+    rows, groups = tensors[f"{UP}.weight_scale"].shape
+    scales = torch.zeros(rows, int(groups / blocks), dtype=torch.uint8)
+    save_file(tensors | {f"{UP}.weight_scale": scales}, folder / "model.safetensors")
+    with pytest.raises(UserError, match=f"has a scale for every .* weights of a row; {UP} has"):
+        PolicyConfig(path=str(folder), quantization=name).base_folder()
+
+
+def test_a_dry_run_refuses_what_the_start_would(folders: dict[str, Path]) -> None:
+    for path, quantization in (("nvfp4", "none"), ("nvfp4", "mxfp4"), ("nf4", "nvfp4"), ("gaussian", "nvfp4")):
+        policy = PolicyConfig(path=str(folders[path]), quantization=quantization)
+        with pytest.raises(UserError, match=f"needs 16-bit weights; .* is {path.upper()}"):
+            shape_of(policy)
+    assert shape_of(PolicyConfig(path=str(folders["nvfp4"]))).layers == 2

@@ -7,7 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 from fit_helpers import configuration
-from qerl_kernels import MarlinRows, MarlinTensor
+from qerl_kernels import MarlinRows
+from qerl_kernels.marlin import to_marlin
+from qerl_kernels.reference import NVFP4Tensor
+from safetensors.torch import load_file
 from short_run import data, trainer_of
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoConfig
@@ -69,14 +72,16 @@ def test_counts_the_trainers_own_tensors(base: Path) -> None:
 
 def test_shared_weights_count_once_beside_the_engines_own(base: Path) -> None:
     names = [f"model.layers.{layer}.self_attn.{part}_proj" for layer in range(LAYERS) for part in "qkv"]
-    linears = {}
+    linears, tensors = {}, load_file(base / "model.safetensors")
     for layer in range(LAYERS):
-        weight = torch.zeros(WIDTH // 16, 2 * 3 * WIDTH, dtype=torch.int32)  # q, k and v in one matrix
-        scale = torch.zeros(WIDTH // 16, 3 * WIDTH, dtype=torch.uint8)
-        held = MarlinTensor(weight, scale, torch.ones(1))
-        for index, name in enumerate(names[3 * layer : 3 * layer + 3]):
+        fused = names[3 * layer : 3 * layer + 3]  # q, k and v in one matrix
+        packed, scale = (
+            torch.cat([tensors[f"{name}.weight_{kind}"] for name in fused]) for kind in ("packed", "scale")
+        )
+        held = to_marlin(NVFP4Tensor(packed, scale, tensors[f"{fused[0]}.weight_global_scale"]))
+        for index, name in enumerate(fused):
             linears[name] = MarlinRows(held, index * WIDTH, (index + 1) * WIDTH)
-    table = torch.zeros(AutoConfig.from_pretrained(base).vocab_size, WIDTH)
+    table = tensors["model.embed_tokens.weight"]
     shared = SharedWeights(linears, {"model.embed_tokens.weight": table})
     engine = {"weights": 1.0, "adapter": 0.25, "kv_cache": 2.0, "released": 2.0}
     report = measure_memory(make(base, shared), shared, [], engine)

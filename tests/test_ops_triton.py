@@ -3,8 +3,12 @@
 Output buffers start poisoned (deterministic mode fills them with NaN), so an element that no kernel writes is seen.
 """
 
+from typing import Any
+
 import pytest
 import torch
+import triton
+import triton.language as tl
 from poisoned import triton_on_poisoned_memory
 from qerl_kernels import (
     AdaptedWeight,
@@ -129,6 +133,58 @@ def test_every_choice_of_tiles_gives_the_same_bits(monkeypatch, kernel, choice, 
         inputs, options = marlin.to_marlin(tensor)[:2], {"mx": mx}
     actual = tuned(op, *inputs, torch.bfloat16, **options)
     assert torch.equal(actual, truth(*inputs, torch.bfloat16, **options))
+
+
+def writing(*values: float, rows: int = 4) -> Any:
+    """A launch that writes values into the first rows of its result, in place of a kernel."""
+    return lambda source, out, count: out[:rows].copy_(torch.tensor(values, dtype=out.dtype, device=out.device))
+
+
+RIGHT, WRONG, OTHER = writing(1.0, -0.0), writing(1.0, 0.0), writing(2.0, 0.0)
+HALF = writing(1.0, -0.0, rows=2)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("launches", "kept"),
+    [
+        ([RIGHT, RIGHT, RIGHT], [0, 1, 2]),
+        ([RIGHT, WRONG, RIGHT], [0, 2]),
+        ([WRONG, RIGHT, OTHER, RIGHT], [1, 3]),
+        ([RIGHT, HALF], [0]),  # what it does not write was written by the one before
+        ([HALF, RIGHT, RIGHT], [1, 2]),
+        ([writing(float("nan"), 1.0), RIGHT, RIGHT], [1, 2]),
+        ([RIGHT, OTHER], [0]),
+    ],
+)
+def test_only_choices_with_the_result_of_most_are_tuned(caplog, launches, kept, dtype):
+    out = torch.zeros(4, 2, dtype=dtype, device=DEVICE)
+    found = triton_launch.agreeing(launches, (torch.zeros(3, device=DEVICE), out, 7))
+    assert [id(launch) for launch in found] == [id(launches[index]) for index in kept]
+    assert ("some give other results" in caplog.text) == (len(kept) < len(launches))
+
+
+@triton.jit
+def _halved_kernel(source, out, count, WRITE: tl.constexpr, BLOCK: tl.constexpr):
+    """out = source / 2, of the first WRITE elements of each block."""
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = (i < count) & (tl.arange(0, BLOCK) < WRITE)
+    tl.store(out + i, tl.load(source + i, mask=inside) * 0.5, mask=inside)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("wrong", [0, 1, 2])
+def test_a_wrong_choice_is_not_taken_though_it_is_the_fastest(wrong):
+    choices = [({"WRITE": 1024, "BLOCK": 1024}, warps) for warps in (4, 8)]
+    choices.insert(wrong, ({"WRITE": 1, "BLOCK": 1024}, 4))
+    kernel = triton_launch.Tuned(_halved_kernel, choices)
+    source, out = torch.randn(1 << 22, device=DEVICE), torch.empty(1 << 22, device=DEVICE)
+    kernel.tune("key", (source, out, len(out)), lambda meta: (triton.cdiv(len(out), meta["BLOCK"]), 1, 1))
+    assert torch.equal(out, source / 2)
+    out.zero_()
+    kernel.get("key")(source.data_ptr(), out.data_ptr(), len(out))
+    assert torch.equal(out, source / 2)
 
 
 def test_every_code_and_every_scale_expands_as_the_reference():

@@ -1,5 +1,6 @@
 """Training that goes on from a saved adapter: PEFT's policy, its own KL reference, the same bits when resumed."""
 
+import json
 import os
 import shutil
 import signal
@@ -70,6 +71,13 @@ SHAPES: dict[str, dict[str, Any]] = {
     "layers": {"layers_to_transform": [1]},
     "qualified names": {"target_modules": ["self_attn.q_proj", "layers.0.mlp.down_proj"]},
     "a pattern, and norms": {"target_modules": r".*\.(up|gate)_proj", "modules_to_save": NORMS},
+    "a pattern over layers": {"target_modules": r".*layers\.1\..*(q|down)_proj"},
+    "a pattern of the first layer": {"target_modules": r".*layers\.0\..*\.(k|o)_proj"},
+    "a pattern of different layers": {"target_modules": r".*(layers\.0\..*q_proj|layers\.1\.mlp\.\w+_proj)"},
+    "a pattern of every layer": {"target_modules": r".*layers\.[01]\.self_attn\.v_proj"},
+    "names of the first layer": {"target_modules": [f"model.layers.0.self_attn.{name}_proj" for name in "qv"]},
+    "all layers by number": {"layers_to_transform": [0, 1]},
+    "less one": {"target_modules": r".*\.(q|v)_proj", "exclude_modules": r".*layers\.0\..*v_proj"},
 }
 
 
@@ -91,6 +99,35 @@ def test_a_policy_starts_as_peft_loads_the_adapter(
     assert read_adapter(str(tmp_path / "again")).lora == read_adapter(str(folder)).lora == config.lora_spec
     again, start = (load_file(at / "adapter_model.safetensors") for at in (tmp_path / "again", folder))
     assert again.keys() == start.keys() and all(torch.equal(again[name], start[name]) for name in start)
+
+
+OF_WEIGHTS: dict[str, tuple[Any, str, dict[int, str], tuple[str, ...]]] = {
+    "every layer": (r".*\.(q|v)_proj", "", {0: "qv", 1: "qv", 2: "qv"}, ("q_proj", "v_proj")),
+    "one": (r".*layers\.1\..*(q|v)_proj", "", {1: "q"}, ("layers.1.q_proj",)),
+    "the first": (r".*layers\.0\..*(q|v)_proj", "", {0: "q"}, ("layers.0.q_proj",)),
+    "the first two": (r".*layers\.[01]\.q_proj", "", {0: "q", 1: "q"}, ("layers.0.q_proj", "layers.1.q_proj")),
+    "all but one": (r".*layers\.(?!1\.)\d\.q_proj", "", {0: "q", 2: "q"}, ("layers.0.q_proj", "layers.2.q_proj")),
+    "all, by number": (r".*layers\.[0-2]\.q_proj", "base", {0: "q", 1: "q", 2: "q"}, ("q_proj",)),
+    "one by one": ([f"layers.{i}.q_proj" for i in range(3)], "base", {0: "q", 1: "q", 2: "q"}, ("q_proj",)),
+    "some by name": (["layers.0.q_proj"], "base", {0: "q"}, ("layers.0.q_proj",)),
+    "suffixes": (["q_proj", "o_proj"], "base", {0: "q", 1: "q", 2: "q"}, ("q_proj",)),
+}
+
+
+@pytest.mark.parametrize("case", OF_WEIGHTS)
+def test_targets_are_those_of_the_weights(tmp_path: Path, case: str) -> None:
+    """Of a base of three layers, which is in a folder or out of reach."""
+    own, base, held, targets = OF_WEIGHTS[case]
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "config.json").write_text('{"num_hidden_layers": 3}')
+    config = {"base_model_name_or_path": str(tmp_path / base) if base else "a/base", "r": 4, "lora_alpha": 8}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config | {"target_modules": own}))
+    names = [f"base_model.model.layers.{layer}.{name}_proj" for layer, some in held.items() for name in some]
+    tensors = {f"{name}.lora_{factor}.weight": torch.ones(4, 4) for name in names for factor in "AB"}
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    assert read_adapter(str(tmp_path)).lora.targets == targets
+    if case != "one by one":  # which only the base tells from an adapter of its first layers
+        assert read_adapter(str(tmp_path), layers=3).lora.targets == targets
 
 
 def expected(model: torch.nn.Module) -> Tensor:

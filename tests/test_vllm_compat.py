@@ -1,16 +1,22 @@
 """The table of vLLM's private names: every import of the package stands in it, and a missing name is reported."""
 
 import ast
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 import qerl_pl.engines.vllm
-from qerl_pl.engines.vllm import compat
+from qerl_pl.engines import EngineSpec, VLLMEngine
+from qerl_pl.engines.vllm import compat, engine
 from qerl_pl.engines.vllm.compat import TABLE, PrivateName, check_names, missing_names
 from qerl_pl.errors import UserError
+from qerl_pl.formats.base import FORMATS, BaseFormat
+from qerl_pl.formats.quantize import quantize_checkpoint
 
+ROOT = Path(__file__).parent.parent
 PUBLIC = {"vllm.LLM", "vllm.ModelRegistry", "vllm.SamplingParams", "vllm.platforms.current_platform"}
 WORKER = "vllm.v1.worker.cpu_worker.CPUWorker"
 
@@ -95,3 +101,44 @@ def test_the_script_prints_each_name_and_fails_where_a_required_one_is_missing(
     monkeypatch.setattr(compat, "TABLE", [PrivateName("vllm.no_such_module.Name", "beauty")])
     assert compat.main() == 1
     assert "missing  vllm.no_such_module.Name  required (beauty)" in capsys.readouterr().out
+
+
+@pytest.mark.vllm
+def test_this_vllm_reads_no_nf4() -> None:
+    """bitsandbytes left vLLM before 0.30, of which the CPU build is."""
+    (reason,) = check_names("cuda").items()
+    assert reason[0] == compat.BITSANDBYTES and reason[1].endswith("bitsandbytes.BitsAndBytesLinearMethod")
+
+
+LACKS = {compat.BITSANDBYTES: "vLLM 0.30.0 lacks vllm.some.Name"}
+
+
+@pytest.mark.parametrize("missing", [{}, LACKS, {compat.SAMPLER: "vLLM 0.30.0 lacks vllm.another.Name"}])
+@pytest.mark.parametrize("base_format", FORMATS)
+def test_only_bases_in_nf4_need_bitsandbytes(base_format: BaseFormat, missing: dict[str, str]) -> None:
+    if base_format.name == "nf4" and missing is LACKS:
+        message = "vLLM reads NF4 by bitsandbytes; vLLM 0.30.0 lacks vllm.some.Name: install vllm 0.25.1, quantize to"
+        with pytest.raises(UserError, match=message):
+            engine._check_reads(base_format, missing)
+    else:
+        engine._check_reads(base_format, missing)
+
+
+@pytest.mark.vllm
+def test_an_nf4_base_is_refused_before_vllm_starts(
+    tiny_policy_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quantize_checkpoint(tiny_policy_dir, tmp_path / "nf4", "nf4")
+    monkeypatch.setattr(compat, "check_names", lambda device: LACKS)
+    monkeypatch.setattr(engine, "select_backend", lambda name: None)
+    monkeypatch.setattr(engine.worker, "worker_class", lambda device, ranks: "worker")
+    spec = EngineSpec(tmp_path / "nf4", torch.bfloat16, torch.device("cuda"), 4, ("q_proj",), 64)
+    with pytest.raises(UserError, match="vLLM reads NF4 by bitsandbytes"):
+        VLLMEngine(kv_cache_gib=1.0).launch(spec)
+
+
+def test_the_extra_is_the_release_that_was_measured() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    release = extras["vllm"][0].removeprefix("vllm==")
+    assert compat.FIRST_VERSION <= tuple(map(int, release.split(".")))[:2] <= compat.LAST_VERSION
+    assert f"vLLM {release}, the release that was measured" in (ROOT / "docs" / "on-a-gpu.md").read_text()

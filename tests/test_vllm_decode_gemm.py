@@ -13,6 +13,7 @@ from qerl_kernels import (
 from test_vllm_marlin import BIAS, COLUMNS, ROWS, dense, linear
 from torch import Tensor, nn
 
+from qerl_pl.engines.vllm import linear_methods
 from qerl_pl.engines.vllm.linear_methods import (
     FP4Method,
     attach_all,
@@ -147,6 +148,46 @@ def test_a_wrong_decode_gemm_is_refused_at_the_start() -> None:
         UserError, match="for 1 tokens and a weight 192 x 128 they differ by .* decode_gemm_max_tokens to null"
     ):
         check_decode_gemm([layer])
+
+
+def changed_product(change: str) -> Any:
+    """The decode GEMM with an adapter's product that is wrong in one way."""
+
+    def product(x: Tensor, weight: Any, bias: Any = None, *, a: Tensor, b: Tensor, starts: Any = (0,)) -> Tensor:
+        rank, last = len(a) // len(starts), starts[-1]
+        if change == "negated":
+            b = -b
+        elif change == "left out":
+            b = torch.zeros_like(b)
+        elif change == "scaled":
+            b = b * 1.05
+        elif change == "of another slice":
+            b = torch.cat([b[:, rank:], b[:, :rank]], dim=1)
+        elif change == "of the last slice left out":
+            b = torch.cat([b[:last], torch.zeros_like(b[last:])])
+        elif change == "ranks in another order":
+            a = a.flip(0)
+        elif change == "last rank left out":
+            a = torch.cat([a[:-1], torch.zeros_like(a[-1:])])
+        return decode_gemm_linear(x, weight, bias, a=a, b=b, starts=starts)
+
+    return product
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *("negated", "left out", "scaled", "of another slice", "of the last slice left out"),
+        *("ranks in another order", "last rank left out"),
+    ],
+)
+def test_a_wrong_adapter_product_is_refused_at_the_start(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, attached = fused()
+    assert all((factor == 0).all() for pair in attached.lora.values() for factor in pair)  # as before the check
+    monkeypatch.setattr(linear_methods, "decode_gemm_linear", changed_product(change))
+    with pytest.raises(UserError, match="and an adapter's; for 1 tokens .* decode_gemm_max_tokens to null"):
+        check_decode_gemm([layer])
+    assert not layer.qerl_a.any() and not layer.qerl_b.any()
 
 
 def test_every_plan_has_run_before_a_graph_is_captured() -> None:

@@ -4,12 +4,14 @@ from typing import Any
 
 import pytest
 import torch
-from qerl_kernels import MarlinTensor, select_backend
+from qerl_kernels import MarlinTensor, decode_gemm_linear, select_backend
 from qerl_kernels.marlin import to_marlin
 from qerl_kernels.reference import quantize_nvfp4
 from torch import Tensor, nn
 
-from qerl_pl.engines.vllm.linear_methods import FP4Method, attach_all
+from qerl_pl.engines.vllm import linear_methods
+from qerl_pl.engines.vllm.linear_methods import FP4Method, attach_all, check_decode_gemm
+from qerl_pl.errors import UserError
 
 pytestmark = [pytest.mark.gpu, pytest.mark.vllm]
 ROWS, COLUMNS, RANK = 4608, 3584, 32
@@ -79,3 +81,17 @@ def test_a_captured_graph_sees_an_adapter_that_is_written_in_place(layer: Any) -
     layer.qerl_a.neg_()
     graph.replay()
     assert torch.equal(y, layer.quant_method.apply(layer, x))
+
+
+def test_a_negated_adapter_product_is_refused_and_the_right_one_is_not(
+    layer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_decode_gemm([layer])
+    assert not layer.qerl_a.any() and not layer.qerl_b.any()
+
+    def negated(x: Tensor, weight: MarlinTensor, bias: Tensor | None, *, a: Tensor, b: Tensor, starts: Any) -> Tensor:
+        return decode_gemm_linear(x, weight, bias, a=a, b=-b, starts=starts)
+
+    monkeypatch.setattr(linear_methods, "decode_gemm_linear", negated)
+    with pytest.raises(UserError, match="the decode GEMM must give the product of the dequantized weight, and an adap"):
+        check_decode_gemm([layer])

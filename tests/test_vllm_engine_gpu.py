@@ -8,7 +8,10 @@ from qerl_kernels import DECODE_GEMM_MAX_TOKENS
 from vllm_features import assert_active
 
 from qerl_pl.engines import EngineSpec, VLLMEngine
+from qerl_pl.errors import UserError
+from qerl_pl.formats.base import QuantizedFormat
 from qerl_pl.formats.quantize import quantize_checkpoint
+from qerl_pl.modules import LoraConfig, Policy, PolicyConfig
 from qerl_pl.types import Completion, PolicyWeights, RolloutRequest, SamplingConfig
 
 pytestmark = [pytest.mark.gpu, pytest.mark.vllm]
@@ -76,3 +79,33 @@ def test_rollouts_by_the_decode_gemm_are_those_by_marlin(
         for logprob, expected in list(zip(ours.logprobs, other.logprobs, strict=False))[: same + 1]:
             assert abs(logprob - expected) <= LOGPROB_BOUND
     assert sum(a.token_ids == b.token_ids for a, b in zip(decode_gemm, marlin, strict=True)) >= 24
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize(
+    ("quantization", "scale"),
+    [("nvfp4", "weight_global_scale"), ("mxfp4", "weight_scale"), ("nf4", "weight.absmax")],
+)
+def test_the_trainer_takes_vllms_weights_if_they_are_the_checkpoints(
+    tiny_policy_dir: Path, tmp_path: Path, quantization: QuantizedFormat, scale: str
+) -> None:
+    base = tmp_path / quantization
+    quantize_checkpoint(tiny_policy_dir, base, quantization, device="cpu")
+    lora = LoraConfig(rank=RANK, alpha=16.0, targets=TARGETS)
+    config = PolicyConfig(path=str(base), quantization=quantization, lora=lora)
+    engine = VLLMEngine(kv_cache_gib=0.25, max_num_seqs=8, sleep_mode=False, enforce_eager=True)
+    try:
+        engine.launch(EngineSpec(base, torch.bfloat16, DEVICE, RANK, TARGETS, 64))
+        shared = engine.shared_weights()
+        assert shared is not None and len(shared.linears) == 7 * LAYERS
+        Policy(base, config, DEVICE, seed=1, shared=shared)
+        with torch.inference_mode():
+            stored = shared.linears["model.layers.1.self_attn.k_proj"].tensors()[scale]
+            if quantization == "mxfp4":
+                stored.view(torch.uint8).add_(1)  # exponents
+            else:
+                stored.mul_(3.0)
+        with pytest.raises(UserError, match=r"first rows of model.layers.1.self_attn.[qk]_proj differ by [12]\b"):
+            Policy(base, config, DEVICE, seed=1, shared=engine.shared_weights())
+    finally:
+        engine.close()

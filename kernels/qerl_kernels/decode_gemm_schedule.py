@@ -15,6 +15,9 @@ RANKS, SHRINK_COLUMNS = 32, 128
 BLOCK = 64
 """Output features in a CTA of the reduce kernel."""
 
+MAX_UNEVEN = 2
+"""Most K iterations of a CTA, over those that it has without an adapter, for LoRA-shrink CTAs to take others' place."""
+
 
 class Tile(NamedTuple):
     """Output tile of a CTA of the Stream-K kernel."""
@@ -146,10 +149,13 @@ def schedule(tokens: int, rows: int, columns: int, rank: int, sms: int, tile: Ti
     total = (tiles - waves * ctas) * per_tile
     shrink_splits = _shrink_splits(tile, columns, total // ctas, waves) if rank else 0
     shrink_ctas = ceil(rank / RANKS) * shrink_splits * (tile.width // tile.shrink_tokens)
-    if waves and shrink_ctas >= ctas:
+    remaining, alone = ctas - shrink_ctas, waves * per_tile
+    too_few = remaining < 1 or alone + ceil(total / remaining) > MAX_UNEVEN * (alone + total / ctas)
+    if waves and too_few:
         return schedule(tokens, rows, columns, rank, sms, tile._replace(data_parallel=False))
-    if tile.tokens > 16:  # no more CTAs than fill the SMs
-        ctas = max(1, ctas - shrink_ctas)
+    # No more CTAs than fill the SMs, unless a high rank's LoRA-shrink CTAs leave too few: then all others follow them.
+    if tile.tokens > 16 and not too_few:
+        ctas = remaining
     if not waves:
         ctas = max(1, min(ctas, total // 4))
     iterations, big_ctas = divmod(total, ctas)

@@ -1,13 +1,17 @@
 """Launching Triton kernels with little Python, with or without autotuning."""
 
 import functools
+import logging
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
+import torch
 import triton
 from torch import Tensor
 
 from qerl_kernels.backend import interpreting
+
+log = logging.getLogger(__name__)
 
 
 class Direct:
@@ -71,8 +75,33 @@ RESOLUTION_MS = 5e-4
 """Resolution of a kernel's timing; of choices closer than that, the first is taken."""
 
 
+def agreeing(launches: Sequence[Launch], arguments: tuple[Tensor | int, ...]) -> list[Launch]:
+    """The launches that write the bits that most of them write, in their order; of as many, those of the first.
+
+    A compiler may get a choice wrong, and a wrong kernel may well be the fastest.
+
+    Args:
+        launches: Of one kernel.
+        arguments: Of each; the last tensor is its result.
+    """
+    out = [argument for argument in arguments if isinstance(argument, Tensor)][-1].view(torch.uint8)
+    alike: list[tuple[Tensor, list[Launch]]] = []
+    for launch in launches:
+        out.fill_(0xFF)  # not a number: what a launch leaves out is not another's result
+        launch(*arguments)
+        for bits, held in alike:
+            if torch.equal(bits, out):
+                held.append(launch)
+                break
+        else:
+            alike.append((out.clone(), [launch]))
+    if len(alike) > 1:
+        log.warning("of %d choices of a kernel's tiles some give other results: not taken", len(launches))
+    return max((held for _, held in alike), key=len)
+
+
 class Tuned:
-    """A kernel that is autotuned once for every new key: all choices give the same bits.
+    """A kernel that is autotuned once for every new key, among the choices that give the same bits.
 
     It caches the compiled kernel with its grid, for the reason of `Direct`. The interpreter and tiny tensors take the
     first choice.
@@ -92,11 +121,11 @@ class Tuned:
         return self._launches.get(key)
 
     def tune(self, key: Hashable, arguments: tuple[Tensor | int, ...], grid: Grid, **constants: bool) -> None:
-        """Run the kernel with every choice, and cache the fastest.
+        """Run the kernel with every choice, and cache the fastest of those whose results are alike.
 
         Args:
             key: Data types, sizes, strides, device, and addresses modulo 16.
-            arguments: Those before the constants.
+            arguments: Those before the constants; the last tensor is the result.
             grid: From the meta-parameters.
             constants: Those before the meta-parameters.
         """
@@ -108,6 +137,7 @@ class Tuned:
         choices = self._choices[:1] if tiny else self._choices
         launches = [self._compiled(arguments, grid, constants, *choice) for choice in choices]
         if len(launches) > 1:
+            launches = agreeing(launches, arguments)
             # Short runs: the kernels last tens of microseconds and a model has few shapes.
             bench = functools.partial(triton.testing.do_bench, warmup=5, rep=20, return_mode="median")
             times = [bench(functools.partial(launch, *arguments)) for launch in launches]

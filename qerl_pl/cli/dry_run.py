@@ -14,7 +14,7 @@ from qerl_pl.engines import VLLMEngine
 from qerl_pl.engines.base import RolloutEngine
 from qerl_pl.errors import UserError
 from qerl_pl.formats.architecture import PROJECTIONS, check_family
-from qerl_pl.formats.quantize import config_in_reach
+from qerl_pl.formats.quantize import check_quantization, config_in_reach
 from qerl_pl.memory import GIB, kv_cache_size, optimizer_bytes
 from qerl_pl.memory_plan import PREFILL_TOKENS, MicroBatch, RunPlan, longest_completion, run_memory
 from qerl_pl.model_shape import BITS, Shape
@@ -98,7 +98,7 @@ def shape_of(config: PolicyConfig) -> Shape:
     """The model's sizes by its config.json.
 
     Raises:
-        UserError: It is not in reach, or of no known family.
+        UserError: It is not in reach, of no known family, or quantized in a format that does not train.
     """
     if config.path is None:
         toy = config.toy
@@ -114,6 +114,7 @@ def shape_of(config: PolicyConfig) -> Shape:
             "model.policy.path"
         )
     check_family(settings, config.path)
+    check_quantization(settings, config.path, config.quantization)
     return Shape.of(AutoConfig.for_model(**settings))
 
 

@@ -44,13 +44,20 @@ class BaseFormat(Protocol):
         """Arguments of `vllm.LLM` that it needs besides the folder."""
 
     def recognises(self, quantization: Mapping[str, Any] | None) -> bool:
-        """Whether a folder whose config.json has this `quantization_config` is in this format."""
+        """Whether a `quantization_config` of config.json names this format."""
+
+    def excess(self, quantization: Mapping[str, Any] | None) -> str | None:
+        """What a `quantization_config` that it recognises asks for besides, as text; None where it is exactly this."""
 
     def tensor_names(self, linear: str) -> tuple[str, ...]:
         """Checkpoint names of the tensors that store a quantized linear."""
 
     def dense_shapes(self, tensors: TensorFiles) -> dict[str, tuple[int, ...]]:
-        """Shape of every tensor of the equivalent dense checkpoint, by name, read without the weights."""
+        """Shape of every tensor of the equivalent dense checkpoint, by name, read without the weights.
+
+        Raises:
+            UserError: Stored shapes are of another format.
+        """
 
     def check(self, tensors: TensorFiles) -> None:
         """Raise UserError for a checkpoint that engine and trainer would read differently."""
@@ -64,6 +71,21 @@ class BaseFormat(Protocol):
             linear: Module name, such as "model.layers.0.self_attn.q_proj".
             tensors: The checkpoint.
             place: Moves a tensor to its device.
+
+        Returns:
+            None for a linear that the checkpoint stores in 16 bits.
+        """
+
+    def first_rows(
+        self, linear: str, tensors: TensorFiles, rows: int, place: Callable[[Tensor], Tensor]
+    ) -> FrozenWeight | None:
+        """As `frozen_weight`, of the first rows alone, which are all that is read.
+
+        Args:
+            linear: Module name.
+            tensors: The checkpoint.
+            rows: Their number, a multiple of 64.
+            place: As for `frozen_weight`.
 
         Returns:
             None for a linear that the checkpoint stores in 16 bits.
@@ -194,17 +216,26 @@ def format_of(folder: Path) -> BaseFormat:
     Raises:
         UserError: The folder has no config.json, or another format.
     """
-    quantization: Any = read_config(folder).get("quantization_config")
-    for base_format in FORMATS:
-        if base_format.recognises(quantization):
-            return base_format
+    return format_of_config(read_config(folder), folder)
+
+
+def format_of_config(config: Mapping[str, Any], source: object) -> BaseFormat:
+    """The format of a base model by its config.json.
+
+    Args:
+        config: As `read_config` returns it.
+        source: The folder or name of the model, for the error message.
+
+    Raises:
+        UserError: It has another format, or asks for more than the format does.
+    """
+    quantization: Any = config.get("quantization_config") or None
+    found = next((one for one in FORMATS if one.recognises(quantization)), None)
+    excess = None if found is None else found.excess(quantization)
+    if found is not None and excess is None:
+        return found
     name = quantization.get("format") or quantization.get("quant_method")
     raise UserError(
-        f"a quantized base has weights in {', '.join(QUANTIZERS)}, and 16-bit activations; {folder} has {name}"
-        f"{_activations(quantization)}: quantize the 16-bit model"
+        f"a quantized base has weights in {', '.join(QUANTIZERS)}, and 16-bit activations; {source} has {name}"
+        f"{f' with {excess}' if excess else ''}: quantize the 16-bit model"
     )
-
-
-def _activations(quantization: Mapping[str, Any]) -> str:
-    groups = quantization.get("config_groups", {})
-    return " with quantized activations" if any(group.get("input_activations") for group in groups.values()) else ""

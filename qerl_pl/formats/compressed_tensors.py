@@ -19,8 +19,16 @@ from qerl_kernels import FrozenWeight, StackedWeight
 from torch import Tensor
 
 from qerl_pl.errors import UserError
-from qerl_pl.formats.dense import UnpackedStacks
+from qerl_pl.formats.dense import UnpackedStacks, extra_setting
 from qerl_pl.formats.model_folder import TensorFiles, in_dtype
+
+_FREE = ("config_groups", "ignore", "quantization_status", "global_compression_ratio", "version")
+"""Settings that say which weights are quantized, which the files show, and who wrote them."""
+_NEEDED = ("num_bits", "type", "strategy", "group_size")
+"""Settings of a group's weights whose defaults are other formats'."""
+_FREE_OF_WEIGHTS = ("observer", "observer_kwargs", "zp_dtype")
+_CALIBRATION = (("actorder", "static"), ("actorder", "weight"))
+"""An order in which GPTQ rounds; the weights lie in their own."""
 
 
 class PackedFormat(UnpackedStacks, ABC):
@@ -28,6 +36,8 @@ class PackedFormat(UnpackedStacks, ABC):
 
     name: ClassVar[str]
     compression: ClassVar[CompressionFormat]
+    config: ClassVar[dict[str, Any]]
+    """Its `quantization_config`."""
     suffixes: ClassVar[tuple[str, ...]]
     """What follows a linear's name in the names of its tensors, the packed codes first."""
     vllm_devices = ("cuda",)
@@ -42,20 +52,43 @@ class PackedFormat(UnpackedStacks, ABC):
         return self.weight(stored).dense(dtype)
 
     def recognises(self, quantization: Mapping[str, Any] | None) -> bool:
-        if quantization is None or quantization.get("format") != self.compression.value:
-            return False
-        groups = quantization.get("config_groups", {}).values()
-        return not any(group.get("input_activations") or group.get("output_activations") for group in groups)
+        return quantization is not None and quantization.get("format") == self.compression.value
+
+    def excess(self, quantization: Mapping[str, Any] | None) -> str | None:
+        quantization = quantization or {}
+        groups = quantization.get("config_groups") or {}
+        if not isinstance(groups, Mapping) or not all(isinstance(group, Mapping) for group in groups.values()):
+            return f"config_groups {groups!s:.80}"  # a name of several schemes, say
+        if any(group.get("input_activations") or group.get("output_activations") for group in groups.values()):
+            return "quantized activations"
+        sparsity, (exact,) = quantization.get("sparsity_config"), self.config["config_groups"].values()
+        dense = isinstance(sparsity, Mapping) and sparsity.get("format") == "dense" and not sparsity.get("targets")
+        found = [extra_setting(quantization, self.config, (*_FREE, "sparsity_config") if dense else _FREE)]
+        for group in groups.values():
+            weights = group.get("weights") if isinstance(group.get("weights"), Mapping) else {}
+            needed = {key: weights.get(key) or "absent" for key in _NEEDED}
+            asked = {key: value for key, value in weights.items() if (key, value) not in _CALIBRATION}
+            found.append(extra_setting(group, {"format": self.compression.value}, ("targets", "weights")))
+            found.append(extra_setting(asked | needed, exact["weights"], _FREE_OF_WEIGHTS))
+        return next(filter(None, found), None)
 
     def tensor_names(self, linear: str) -> tuple[str, ...]:
         return tuple(f"{linear}.{suffix}" for suffix in self.suffixes)
 
     def dense_shapes(self, tensors: TensorFiles) -> dict[str, tuple[int, ...]]:
-        shapes = {}
-        for name, shape in tensors.shapes().items():
+        shapes, stored = {}, tensors.shapes()
+        (group,) = self.config["config_groups"].values()
+        block = group["weights"]["group_size"]
+        for name, shape in stored.items():
             linear, _, suffix = name.rpartition(".")
             if suffix == self.suffixes[0]:
-                shapes[f"{linear}.weight"] = (*shape[:-1], 2 * shape[-1])  # two codes a byte
+                shapes[f"{linear}.weight"] = dense = (*shape[:-1], 2 * shape[-1])  # two codes a byte
+                scales = stored.get(f"{linear}.{self.suffixes[1]}")
+                if scales not in (None, (*dense[:-1], dense[-1] // block)):
+                    raise UserError(
+                        f"{self.compression.value} has a scale for every {block} weights of a row; {linear} has "
+                        f"{dense} weights and {scales} scales: quantize the 16-bit model"
+                    )
             elif suffix not in self.suffixes:
                 shapes[name] = shape
         return shapes
@@ -68,6 +101,11 @@ class PackedFormat(UnpackedStacks, ABC):
             return None
         held = tensors.read_all(names)
         return self.weight([place(held[name]) for name in names])
+
+    def first_rows(
+        self, linear: str, tensors: TensorFiles, rows: int, place: Callable[[Tensor], Tensor]
+    ) -> FrozenWeight | None:
+        return self.frozen_weight(linear, tensors.first_rows(rows), place)
 
     @abstractmethod
     def stack(self, stored: Sequence[Tensor]) -> StackedWeight:

@@ -1,6 +1,6 @@
 """No quantization: every tensor in 16 or 32 bits, under its own name."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -8,6 +8,27 @@ from qerl_kernels import DenseStack, FrozenWeight, StackedWeight
 from torch import Tensor
 
 from qerl_pl.formats.model_folder import TensorFiles, in_dtype
+
+
+def extra_setting(found: Mapping[str, Any], exact: Mapping[str, Any], free: Collection[str] = ()) -> str | None:
+    """First setting of a part of a `quantization_config` that asks for more than the format does, as text.
+
+    Args:
+        found: The part.
+        exact: The format's own: a setting that it has may be absent, null or the same, any other one must be empty.
+        free: Settings that may have any value, for neither engine nor trainer reads the weights by them.
+    """
+    for key, value in found.items():
+        same = value is None or value == exact[key] if key in exact else _is_empty(value)
+        if key not in free and not same:
+            return f"{key} {value!s:.80}"
+    return None
+
+
+def _is_empty(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return all(map(_is_empty, value.values()))
+    return value is None or value is False or value == []
 
 
 class UnpackedStacks:
@@ -30,6 +51,9 @@ class DenseFormat(UnpackedStacks):
     def recognises(self, quantization: Mapping[str, Any] | None) -> bool:
         return quantization is None
 
+    def excess(self, quantization: Mapping[str, Any] | None) -> str | None:
+        return None
+
     def tensor_names(self, linear: str) -> tuple[str, ...]:
         return (f"{linear}.weight",)
 
@@ -41,6 +65,11 @@ class DenseFormat(UnpackedStacks):
 
     def frozen_weight(
         self, linear: str, tensors: TensorFiles, place: Callable[[Tensor], Tensor]
+    ) -> FrozenWeight | None:
+        return None
+
+    def first_rows(
+        self, linear: str, tensors: TensorFiles, rows: int, place: Callable[[Tensor], Tensor]
     ) -> FrozenWeight | None:
         return None
 

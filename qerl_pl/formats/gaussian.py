@@ -15,7 +15,7 @@ import torch
 from qerl_kernels import BlockScales, DenseWeight, FrozenWeight
 from torch import Tensor
 
-from qerl_pl.formats.dense import DenseFormat
+from qerl_pl.formats.dense import DenseFormat, extra_setting
 from qerl_pl.formats.model_folder import TensorFiles, in_dtype
 from qerl_pl.formats.nvfp4 import NVFP4Quantizer
 from qerl_pl.seeds import stream_seed
@@ -33,6 +33,9 @@ class GaussianFormat(DenseFormat):
 
     def recognises(self, quantization: Mapping[str, Any] | None) -> bool:
         return quantization is not None and quantization.get("quant_method") == CONFIG["quant_method"]
+
+    def excess(self, quantization: Mapping[str, Any] | None) -> str | None:
+        return extra_setting(quantization or {}, CONFIG)
 
     def tensor_names(self, linear: str) -> tuple[str, ...]:
         return f"{linear}.weight", f"{linear}{_ERROR}"

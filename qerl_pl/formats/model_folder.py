@@ -1,5 +1,6 @@
 """A base model's folder: its config, tensors and tokenizer, and a writer of such folders."""
 
+import copy
 import json
 import math
 import shutil
@@ -23,6 +24,7 @@ SHARD_BYTES = 4 * 2**30
 BATCH_ELEMENTS = 2**26
 """Of tensors that are read at once: opening a file of all experts takes 0.1 s, for its header has 50 000 entries."""
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+_MODELOPT = "hf_quant_config.json"
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
 """Suffixes of weight files of any library, and of their indices."""
 
@@ -39,6 +41,10 @@ def read_config(folder: Path) -> dict[str, Any]:
     config = _json_object(path)
     if not isinstance(config.get("quantization_config", {}), dict | NoneType):
         raise UserError(f"a model's quantization_config must be an object; {path} has another: get the model again")
+    if not config.get("quantization_config"):  # vLLM looks in these places, too
+        elsewhere = {"compression_config": config.get("compression_config"), _MODELOPT: (folder / _MODELOPT).is_file()}
+        if place := next((name for name, found in elsewhere.items() if found), None):
+            config["quantization_config"] = {"quant_method": f"its settings in {place}"}
     return config
 
 
@@ -118,6 +124,7 @@ class TensorFiles:
 
     def __init__(self, folder: Path, prefix: str = "") -> None:
         self._folder, self._prefix = folder, prefix
+        self._rows: int | None = None
         files = weight_map(folder)
         self._files = {name.removeprefix(prefix): file for name, file in files.items() if name.startswith(prefix)}
 
@@ -155,8 +162,7 @@ class TensorFiles:
             raise UserError(f"every quantized weight needs its scales; {self._folder} lacks {name}; quantize it again")
         # An open file would keep every page that was read in the process's memory.
         with _open(self._folder / self._files[name]) as file:
-            tensor: Tensor = file.get_tensor(f"{self._prefix}{name}")
-        return tensor
+            return self._read(file, name)
 
     def read_all(self, names: Collection[str]) -> dict[str, Tensor]:
         """As `read`, of several tensors; each file is opened once.
@@ -170,8 +176,24 @@ class TensorFiles:
         for file_name in sorted({self._files[name] for name in names}):
             with _open(self._folder / file_name) as file:
                 here = (name for name in names if self._files[name] == file_name)
-                found |= {name: file.get_tensor(f"{self._prefix}{name}") for name in here}
+                found |= {name: self._read(file, name) for name in here}
         return found
+
+    def _read(self, file: Any, name: str) -> Tensor:
+        stored = f"{self._prefix}{name}"
+        dims = 0 if self._rows is None else len(file.get_slice(stored).get_shape())
+        if dims < 2:
+            tensor: Tensor = file.get_tensor(stored)
+            return tensor
+        part = file.get_slice(stored)
+        with torch.device("cpu"):  # slices are made on the default device
+            return part[: self._rows] if dims == 2 else part[:, : self._rows]
+
+    def first_rows(self, rows: int) -> "TensorFiles":
+        """The same files, of whose matrices [N, ...] and stacks [E, N, ...] only the first rows are read."""
+        some = copy.copy(self)
+        some._rows = rows
+        return some
 
     def read_groups(self, groups: Iterable[Sequence[str]]) -> Iterator[list[Tensor]]:
         """The tensors of each group of names, in order; many small groups are read at once, large ones one by one.

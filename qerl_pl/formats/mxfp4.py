@@ -20,7 +20,7 @@ from torch import Tensor
 
 from qerl_pl.errors import UserError
 from qerl_pl.formats.compressed_tensors import PackedFormat, quantization_config
-from qerl_pl.formats.dense import DenseFormat
+from qerl_pl.formats.dense import DenseFormat, extra_setting
 from qerl_pl.formats.model_folder import TensorFiles, in_dtype
 
 CONFIG = quantization_config(CompressionFormat.mxfp4_pack_quantized, QuantizationStrategy.GROUP, 32, torch.uint8)
@@ -32,6 +32,7 @@ class MXFP4Format(PackedFormat):
 
     name = "mxfp4"
     compression = CompressionFormat.mxfp4_pack_quantized
+    config = CONFIG
     suffixes = tuple(f"weight_{field}" for field in MXFP4Tensor._fields)
 
     def weight(self, stored: Sequence[Tensor]) -> MXFP4Weight:
@@ -63,6 +64,9 @@ class MXFP4StacksFormat(DenseFormat):
 
     def recognises(self, quantization: Mapping[str, Any] | None) -> bool:
         return quantization is not None and quantization.get("quant_method") == STACKS_CONFIG["quant_method"]
+
+    def excess(self, quantization: Mapping[str, Any] | None) -> str | None:
+        return extra_setting(quantization or {}, STACKS_CONFIG, ("modules_to_not_convert",))
 
     def dense_shapes(self, tensors: TensorFiles) -> dict[str, tuple[int, ...]]:
         shapes: dict[str, tuple[int, ...]] = {}

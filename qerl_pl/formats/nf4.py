@@ -18,7 +18,7 @@ from qerl_kernels import BlockScales, StackedWeight
 from torch import Tensor
 
 from qerl_pl.errors import UserError
-from qerl_pl.formats.dense import UnpackedStacks
+from qerl_pl.formats.dense import UnpackedStacks, extra_setting
 from qerl_pl.formats.model_folder import TensorFiles, in_dtype
 
 NF4_BLOCK, NESTED_BLOCK = 64, 256
@@ -34,6 +34,11 @@ CONFIG = {
     "llm_int8_skip_modules": ["lm_head"],
 }
 """The `quantization_config` of an NF4 checkpoint."""
+_FREE = (
+    *("_load_in_4bit", "_load_in_8bit", "bnb_4bit_compute_dtype", "llm_int8_skip_modules", "llm_int8_threshold"),
+    *("llm_int8_enable_fp32_cpu_offload", "llm_int8_has_fp16_weight"),
+)
+"""Settings that transformers writes besides, and that do not change how the weights are read."""
 _STATE = "quant_state.bitsandbytes__nf4"
 _SUFFIXES = ("absmax", "nested_absmax", "quant_map", "nested_quant_map", _STATE)
 
@@ -96,6 +101,9 @@ class NF4Format(UnpackedStacks):
         known = ("quant_method", "load_in_4bit", "bnb_4bit_quant_type", "bnb_4bit_use_double_quant")
         return quantization is not None and all(quantization.get(key) == CONFIG[key] for key in known)
 
+    def excess(self, quantization: Mapping[str, Any] | None) -> str | None:
+        return extra_setting(quantization or {}, CONFIG, _FREE)
+
     def tensor_names(self, linear: str) -> tuple[str, ...]:
         return (f"{linear}.weight", *(f"{linear}.weight.{suffix}" for suffix in _SUFFIXES))
 
@@ -132,6 +140,23 @@ class NF4Format(UnpackedStacks):
         state = {suffix: tensors.read(f"{weight}.{suffix}") for suffix in _SUFFIXES}
         state |= {suffix: place(state[suffix]) for suffix in ("absmax", "nested_absmax")}
         return NF4Weight(packed, _functional().QuantState.from_dict(state, packed.device))
+
+    def first_rows(
+        self, linear: str, tensors: TensorFiles, rows: int, place: Callable[[Tensor], Tensor]
+    ) -> NF4Weight | None:
+        weight = f"{linear}.weight"
+        if f"{weight}.absmax" not in tensors:
+            return None
+        held = {suffix: tensors.read(f"{weight}.{suffix}") for suffix in _SUFFIXES}
+        state = _stored_state(held[_STATE])
+        shape = (min(rows, state["shape"][0]), state["shape"][1])
+        blocks = -(-shape[0] * shape[1] // NF4_BLOCK)
+        for suffix, count in (("absmax", blocks), ("nested_absmax", -(-blocks // NESTED_BLOCK))):
+            held[suffix] = held[suffix][:count]
+        text = json.dumps(state | {"shape": shape})
+        held[_STATE] = torch.tensor(list(text.encode()), dtype=torch.uint8, device="cpu")
+        codes = place(tensors.first_rows(shape[0] * shape[1] // 2).read(weight))
+        return NF4Weight(codes, _functional().QuantState.from_dict(held, codes.device))
 
     def stacked_weight(
         self,

@@ -38,6 +38,7 @@ class NVFP4Format(PackedFormat):
 
     name = "nvfp4"
     compression = CompressionFormat.nvfp4_pack_quantized
+    config = CONFIG
     suffixes = tuple(f"weight_{field}" for field in NVFP4Tensor._fields)
 
     def weight(self, stored: Sequence[Tensor]) -> NVFP4Weight:

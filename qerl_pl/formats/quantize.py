@@ -10,7 +10,7 @@ import json
 import logging
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,7 +33,15 @@ from qerl_pl.formats.architecture import (
     text_config,
     unquantized,
 )
-from qerl_pl.formats.base import QUANTIZERS, Quantization, QuantizedFormat, Quantizer, format_of
+from qerl_pl.formats.base import (
+    QUANTIZERS,
+    BaseFormat,
+    Quantization,
+    QuantizedFormat,
+    Quantizer,
+    format_of,
+    format_of_config,
+)
 from qerl_pl.formats.dense import DENSE
 from qerl_pl.formats.dense_checkpoint import validate_checkpoint
 from qerl_pl.formats.loftq import LOFTQ, LoftQAdapter
@@ -331,20 +339,35 @@ def config_in_reach(path: str) -> dict[str, Any]:
     return read_config(folder) if (folder / "config.json").is_file() else {}
 
 
+def check_quantization(config: Mapping[str, Any], source: object, quantization: Quantization) -> BaseFormat:
+    """The format of a model that is in the requested format, or that can be quantized to it.
+
+    Args:
+        config: Its config.json.
+        source: Its folder or name, for error messages.
+        quantization: The requested format.
+
+    Raises:
+        UserError: It is quantized in another format, or in none that trains.
+    """
+    base_format = format_of_config(config, source)
+    if base_format.name != quantization and (quantization == "none" or base_format is not DENSE):
+        raise UserError(
+            f"quantization: {quantization} needs 16-bit weights; {source} is {base_format.name.upper()}; "
+            f"set model.policy.quantization to {base_format.name} or name the 16-bit model"
+        )
+    return base_format
+
+
 def in_format(source: Path, quantization: Quantization) -> Path:
     """The folder of a model in a format: `source`, or a copy that is quantized once and cached.
 
     Raises:
         UserError: The weights are quantized in another format.
     """
-    base_format = format_of(source)
-    if base_format.name == quantization:
+    base_format = check_quantization(read_config(source), source, quantization)
+    if quantization == "none" or base_format.name == quantization:
         return source
-    if quantization == "none" or base_format is not DENSE:
-        raise UserError(
-            f"quantization: {quantization} needs 16-bit weights; {source} is {base_format.name.upper()}; "
-            f"set model.policy.quantization to {base_format.name} or name the 16-bit model"
-        )
     target = cache_root() / f"{quantization}-{_identity(source)}"
     with build_once(target) as missing:
         if missing:

@@ -20,6 +20,7 @@ from qerl_pl.formats.norm import use_float32_norms
 from qerl_pl.modules.experts import attach_routing_replay, use_packed_experts
 from qerl_pl.modules.lora import FrozenLinear, parameter_name
 from qerl_pl.modules.packed_layers import ATTENTION, use_gated_mlps, use_packed_attention
+from qerl_pl.modules.shared_weights import check_shared_weights
 
 log = logging.getLogger(__name__)
 
@@ -38,8 +39,8 @@ def load_base(
         shared: Weights of an engine that has loaded the same folder.
 
     Raises:
-        UserError: The folder holds no model of a known family, tensors are missing or unexpected, or fused
-            projections have different global scales.
+        UserError: The folder holds no model of a known family, tensors are missing or unexpected, fused
+            projections have different global scales, or shared weights are not the folder's.
     """
     log.info("loading the trainer's base on %s: %s", device, folder)
     base_format, tensors = format_of(folder), TensorFiles(folder)
@@ -51,6 +52,7 @@ def load_base(
     with init_empty_weights(include_buffers=False):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=ATTENTION)
     shared = SharedWeights({}, {}) if shared is None else shared
+    check_shared_weights(shared, base_format, tensors, config)
     experts, loaded_experts = use_packed_experts(
         model, family, base_format, tensors, dtype, partial(_frozen_parameter, device=device), shared.experts
     )

@@ -105,7 +105,10 @@ class PolicyConfig:
     @cached_property
     def start(self) -> SavedAdapter | None:
         """What `adapter` names."""
-        return None if self.adapter is None else read_adapter(self.adapter)
+        if self.adapter is None:
+            return None
+        config = {"num_hidden_layers": self.toy.layers} if self.path is None else config_in_reach(self.path)
+        return read_adapter(self.adapter, layers=config.get("num_hidden_layers"))
 
     @cached_property
     def lora_spec(self) -> LoraSpec | None:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from qerl_pl.errors import UserError
 from qerl_pl.formats.architecture import names_match
+from qerl_pl.formats.model_folder import read_config
 from qerl_pl.formats.quantize import local_folder
 from qerl_pl.modules.lora import LoraConfig, LoraSpec
 
@@ -75,12 +76,13 @@ def is_adapter(folder: Path) -> bool:
     return (folder / CONFIG_NAME).is_file()
 
 
-def read_adapter(path: str, key: str = "model.policy.adapter") -> SavedAdapter:
+def read_adapter(path: str, key: str = "model.policy.adapter", layers: int | None = None) -> SavedAdapter:
     """Read an adapter's settings; its targets are those that its weights have.
 
     Args:
         path: Folder, or name on the hub, from where it is downloaded once.
         key: Configuration key of the path, for error messages.
+        layers: Of the base; by default those of the base that it was trained on, if that is a folder here.
 
     Raises:
         UserError: There is no such adapter, a file is missing or damaged, or it is no plain LoRA.
@@ -112,26 +114,39 @@ def read_adapter(path: str, key: str = "model.policy.adapter") -> SavedAdapter:
     factors = {name: match[1] for name in names if (match := _FACTOR.search(name))}
     linears = {linear for name, linear in factors.items() if not (parameters and _OF_EXPERTS.search(name))}
     use_rslora = bool(saved.get("use_rslora"))
-    spec = LoraSpec(rank, alpha, _targets(saved, linears), use_rslora, target_parameters=parameters)
+    if layers is None and (Path(base) / "config.json").is_file():
+        layers = read_config(Path(base)).get("num_hidden_layers")
+    spec = LoraSpec(rank, alpha, _targets(saved, linears, layers), use_rslora, target_parameters=parameters)
     with (folder / SAFETENSORS_WEIGHTS_NAME).open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     return SavedAdapter(folder, base, spec, len(names) > len(factors), digest)
 
 
-def _targets(saved: Mapping[str, Any], linears: Collection[str]) -> tuple[str, ...]:
-    """Name suffixes of an adapter's linears: those of its configuration, or the last components of the names if it has
-    a pattern or names every layer's linears one by one."""
-    if saved.get("layers_to_transform") is not None or saved.get("exclude_modules"):
-        return tuple(sorted(linears))
+def _targets(saved: Mapping[str, Any], linears: Collection[str], layers: int | None) -> tuple[str, ...]:
+    """Name suffixes of an adapter's linears, as its weights have them.
+
+    The last components of the names where every layer has the same; the configuration's own where it lists suffixes;
+    else every linear's full name.
+
+    Args:
+        saved: The configuration.
+        linears: Names of the linears that have weights.
+        layers: Of the base; None where it is not known.
+    """
     last = tuple(sorted({linear.rpartition(".")[2] for linear in linears}))
+    found = {int(match[1]) for linear in linears if (match := _LAYER.search(linear))}
     own = saved.get("target_modules")
-    if not isinstance(own, list) or not all(names_match(linear, own) for linear in linears):
-        return last  # of a pattern, say
-    layers = {int(match[1]) for linear in linears if (match := _LAYER.search(linear))}
-    uniform = layers == {*range(len(layers))} and len(linears) == len(layers) * len(last)
-    if uniform and any(_LAYER.search(target) for target in own):
-        return last
-    return tuple(sorted(target for target in own if any(names_match(linear, [target]) for linear in linears)))
+    some = saved.get("layers_to_transform") is not None or saved.get("exclude_modules")
+    if layers is None and isinstance(own, str):  # of all layers, if it would match those of one more
+        following = (_LAYER.sub(f"layers.{len(found)}.", linear) for linear in linears)
+        some = some or not all(re.fullmatch(own, linear) for linear in following)
+    every = found == {*range(layers or len(found))} and len(linears) == len(found) * len(last)
+    if not some and isinstance(own, list) and all(names_match(linear, own) for linear in linears):
+        if not (every and any(_LAYER.search(target) for target in own)):
+            # A linear that is named with its layer, and has no weights, stays: they are not complete.
+            used = [t for t in own if _LAYER.search(t) or any(names_match(linear, [t]) for linear in linears)]
+            return tuple(sorted(used))
+    return last if every and (layers is not None or not some) else tuple(sorted(linears))
 
 
 def _names(file: Path) -> list[str]:

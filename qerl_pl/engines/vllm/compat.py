@@ -17,11 +17,13 @@ from typing import Any
 from qerl_pl.errors import UserError
 
 FIRST_VERSION, LAST_VERSION = (0, 25), (0, 30)
-"""Releases whose names were checked; as in pyproject.toml."""
+"""Releases whose names were checked; pyproject.toml has the one that was measured on GPUs."""
 
 DECODE_GEMM, SAMPLER = "decode GEMM", "Triton sampler"
 EXPERT_LORA = "adapters of experts"
-SHARED_FP4, SHARED_NF4 = "shared FP4 weights", "shared NF4 weights"
+SHARED_FP4 = "shared FP4 weights"
+BITSANDBYTES = "bitsandbytes"
+"""Feature of bases in NF4, and vLLM's name of the method that reads them, which left vLLM after 0.27."""
 
 
 @dataclass(frozen=True)
@@ -166,7 +168,7 @@ TABLE = (
             *("use_int8_w8a8", "use_int8_w8a16", "use_int4_w4a16", "per_channel_quant"),
         ),
     ),
-    _optional(SHARED_NF4, "the trainer loads a copy of the base", f"{_QUANT}.bitsandbytes.BitsAndBytesLinearMethod"),
+    _optional(BITSANDBYTES, "bases in NF4 are refused", f"{_QUANT}.bitsandbytes.BitsAndBytesLinearMethod"),
     _sampler(f"{_GPU}.model_runner.GPUModelRunner", "sampler", "rejection_sampler", "_dummy_sampler_run"),
     _sampler(
         SAMPLER_CLASS,

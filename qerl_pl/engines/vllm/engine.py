@@ -37,7 +37,7 @@ from qerl_pl.engines.vllm.startup import (
 from qerl_pl.engines.vllm.worker import WorkerReport
 from qerl_pl.errors import UserError, require_at_least
 from qerl_pl.formats.architecture import family_of, has_experts, linear_shapes, stack_shapes
-from qerl_pl.formats.base import format_of
+from qerl_pl.formats.base import BaseFormat, format_of
 from qerl_pl.formats.dense import DENSE
 from qerl_pl.formats.dense_checkpoint import write_dense_checkpoint
 from qerl_pl.formats.model_folder import end_token_ids, load_config, load_tokenizer, read_config
@@ -55,6 +55,16 @@ REPEATABLE = {"deterministic": True, "combo_kernels": False, "benchmark_combo_ke
 
 
 _LOAD_FORMATS = {"auto": "safetensors", "dummy": "dummy"}
+
+
+def _check_reads(base_format: BaseFormat, missing: Mapping[str, str]) -> None:
+    """Refuse a base whose format this vLLM does not read, by `compat.check_names`."""
+    method = base_format.vllm_options.get("quantization")
+    if method is not None and method in missing:
+        raise UserError(
+            f"vLLM reads {base_format.name.upper()} by {method}; {missing[method]}: install vllm 0.25.1, quantize to "
+            "nvfp4, or use TransformersEngine"
+        )
 
 
 class VLLMEngine(RolloutEngine):
@@ -266,6 +276,7 @@ class VLLMEngine(RolloutEngine):
         if self._on_gpu:  # for every base: vLLM samples with what it compiles and warms up now
             select_backend("triton")
         config, base_format = read_config(base), format_of(base)
+        _check_reads(base_format, self._missing)
         experts = base_format.vllm_moe_backend(self.linear_backend, self.share_weights) if has_experts(config) else None
         with vllm_errors_as_user_errors(self.kv_cache_dtype):
             register_architecture(config)

@@ -4,6 +4,7 @@ vLLM's own LoRA kernels serve many adapters at once and sum with atomics, so tha
 adapter takes two plain GEMMs, which repeat and round as the trainer's do.
 """
 
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -360,14 +361,37 @@ def check_decode_gemm(linears: Sequence[Any]) -> None:
         method, held = linear.quant_method, marlin_tensor(linear)
         assert isinstance(method, FP4Method) and held is not None
         weight = MarlinRows(held, alpha=linear.qerl_alpha.item())
-        rank = len(linear.qerl_a) if method.starts else 0
+        adapter = (linear.qerl_a, linear.qerl_b) if method.starts else ()
+        rank = len(adapter[0]) if adapter else 0
         for tokens in decode_gemm_sizes(held, rank, method.decode_gemm_max_tokens):
             x = probe(tokens, held)
-            actual, expected = method.apply(linear, x, linear.bias), frozen_linear(x, weight, linear.qerl_bias)
-            difference = relative_difference(actual, expected)
+            expected = frozen_linear(x, weight, linear.qerl_bias)
+            difference = relative_difference(method.apply(linear, x, linear.bias), expected)
+            if adapter and difference <= TOLERANCE:  # a zero adapter's product is never wrong
+                _randomize(*adapter, method.starts, expected.float().std(correction=0).item() or 1.0)
+                add_lora(expected, x, *adapter)
+                difference = relative_difference(method.apply(linear, x, linear.bias), expected)
+                for factor in adapter:
+                    factor.zero_()
             if not difference <= TOLERANCE:
                 raise UserError(
-                    f"the decode GEMM must give the product of the dequantized weight; for {tokens} tokens and a "
-                    f"weight {weight.shape[0]} x {weight.shape[1]} they differ by {difference:.2g} of its size: set "
-                    "decode_gemm_max_tokens to null"
+                    "the decode GEMM must give the product of the dequantized weight, and an adapter's; for "
+                    f"{tokens} tokens and a weight {weight.shape[0]} x {weight.shape[1]} they differ by "
+                    f"{difference:.2g} of its size: set decode_gemm_max_tokens to null"
                 )
+
+
+def _randomize(a: Tensor, b: Tensor, starts: Sequence[int], size: float) -> None:
+    """Fill a zero adapter with random factors, B in the blocks that `decode_gemm_linear` reads.
+
+    Args:
+        a: A of all slices [r, K].
+        b: B [N, r].
+        starts: First row of each slice.
+        size: Standard deviation of the adapter's product with `probe`.
+    """
+    generator, rank = torch.Generator().manual_seed(0), len(a) // len(starts)
+    a.copy_(torch.randn(a.shape, generator=generator, device="cpu") * a.shape[1] ** -0.5)
+    for index, (start, stop) in enumerate(itertools.pairwise((*starts, len(b)))):
+        block = b[start:stop, index * rank : (index + 1) * rank]
+        block.copy_(torch.randn(block.shape, generator=generator, device="cpu") * size * rank**-0.5)
