@@ -179,7 +179,10 @@ def same_prose(answer: str, reference: str) -> bool:
     """Whether two texts are equal except for the case of words, spaces, and LaTeX's marks of formulas and text."""
     first, second = (
         re.sub(r"\s+", "", same_text(re.sub(r"(?<!\\)(?:\$|\\[()\[\]])", "", _TEXT.sub(r" \1 ", text))))
-        for text in (re.sub(r"(?<![A-Za-z\\])(?:[A-Za-z][a-z]+|[A-Z]{3,})", lambda word: word[0].lower(), text) for text in (answer, reference))
+        for text in (
+            re.sub(r"(?<![A-Za-z\\])(?:[A-Za-z][a-z]+|[A-Z]{3,})", lambda word: word[0].lower(), text)
+            for text in (answer, reference)
+        )
     )
     return first == second
 

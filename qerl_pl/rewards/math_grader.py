@@ -20,8 +20,21 @@ from typing import TYPE_CHECKING, Any
 
 from latex2sympy2_extended.sets import FiniteSet
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
-from sympy import And, Basic, Eq, Expr, Float, Interval, MatrixBase, Rational, Symbol, Tuple, Union
-from sympy import UnevaluatedExpr, expand, nsimplify
+from sympy import (
+    And,
+    Eq,
+    Expr,
+    Float,
+    Interval,
+    MatrixBase,
+    Rational,
+    Symbol,
+    Tuple,
+    UnevaluatedExpr,
+    Union,
+    expand,
+    nsimplify,
+)
 from sympy.core.relational import Relational
 
 if TYPE_CHECKING:
@@ -38,6 +51,8 @@ _KILLED = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP)
 """Not caused by an answer."""
 _LIMITS = (signal.SIGPROF, signal.SIGALRM)
 """The timers of an answer."""
+_READING, _GRADING = 1, 2
+"""What a fork does that is not idle."""
 _WALL_SECONDS_PER_CPU_SECOND = 10
 _LONGEST_FORM = 1000
 """Characters of a canonical form."""
@@ -104,7 +119,7 @@ def read(text: str) -> list[Any]:
 
 
 def untrue(value: Any, text: str) -> bool:
-    """Whether an equation in the answer is false, also in a chain of equations; rounded decimals may differ by 0.5 %."""
+    """Whether an equation in the answer is false, also in a chain; rounded decimals may differ by 0.5 %."""
     links = value.args if isinstance(value, And) else (value,)
     return any(isinstance(link, Eq) and _differ(link.lhs, link.rhs, "." in text) for link in links)
 
@@ -199,7 +214,9 @@ def _same(expected: list[Any], values: list[Any], sets: bool) -> bool:
         for other in values:
             if not (isinstance(one, Relational | And)) and _equal_numbers(one, _side(other)):
                 return True
-            if verify([one], [other], timeout_seconds=None, allow_set_relation_comp=sets) and not _contradict(one, other):
+            if verify([one], [other], timeout_seconds=None, allow_set_relation_comp=sets) and not _contradict(
+                one, other
+            ):
                 return True
     return False
 
@@ -271,7 +288,7 @@ def next_line(busy: mmap.mmap) -> bytes:
     """One line of standard input, unbuffered: more would be lost to the next fork. Empty at the end."""
     line = b""
     while not line.endswith(b"\n") and (byte := os.read(0, 1)):
-        busy[0] = 1
+        busy[0] = _READING
         line += byte
     return line
 
@@ -281,6 +298,7 @@ def grade_lines(busy: mmap.mmap, replies: int) -> None:
     sys.addaudithook(_deny)
     while line := next_line(busy):
         reference, answer, seconds = json.loads(line)
+        busy[0] = _GRADING
         # CPU time, or a busy machine would change rewards; wall time guards against a sleep.
         signal.setitimer(signal.ITIMER_PROF, seconds)
         signal.setitimer(signal.ITIMER_REAL, seconds * _WALL_SECONDS_PER_CPU_SECOND)
@@ -320,7 +338,7 @@ def main(megabytes: int) -> None:
                 os._exit(0)
             finally:
                 stop_timers()
-                if (error := sys.exc_info()[0]) and busy[0]:
+                if (error := sys.exc_info()[0]) and busy[0] == _GRADING:
                     busy[0] = 0
                     os.write(replies, f"failed {error.__name__}\n".encode())
                 os._exit(1)
@@ -328,8 +346,9 @@ def main(megabytes: int) -> None:
         if status == 0:
             return
         if busy[0]:
+            killed = -status in _KILLED or busy[0] == _READING  # a fork killed earlier took the start of the line
             busy[0] = 0
-            reply = "killed" if -status in _KILLED else "limit" if -status in _LIMITS else f"failed status {status}"
+            reply = "killed" if killed else "limit" if -status in _LIMITS else f"failed status {status}"
             os.write(replies, f"{reply}\n".encode())
 
 

@@ -93,7 +93,7 @@ _SYMBOL = (
 )
 _UNIT = rf"(?:{_SYMBOL}(?![A-Za-z])|(?:[A-Za-z]{{3,}}|of|per)(?![A-Za-z]))(?:\s*\^\s*\{{?[23]\}}?)?"
 _UNITS = re.compile(
-    rf"(?<![A-Za-z\\])((?:of |per )?{_UNIT}(?:(?:\s+|\s*/\s*)(?:{_UNIT}|[A-Za-z]{{2,}})){{0,4}})\s*$|(?<=\\circ)\s*[CF]\s*$"
+    rf"(?:(?<![A-Za-z\\])(?:of |per )?{_UNIT}(?:(?:\s+|\s*/\s*)(?:{_UNIT}|[A-Za-z]{{2,}})){{0,4}}|(?<=\\circ)\s*[CF])\s*$"
 )
 """Words and units at the end of a number."""
 _UNIT_TEXT = re.compile(
@@ -108,9 +108,7 @@ _LABEL = re.compile(
     re.IGNORECASE | re.DOTALL,
 )
 """The letter of a choice before its value."""
-_ELEMENT = re.compile(
-    r"((?:^|[,;($=]|\\\{|\b(?:and|or)\b)\s*)([A-Za-z]{3,})(?=\s*(?:$|[,;)$]|\\\}|\b(?:and|or)\b))"
-)
+_ELEMENT = re.compile(r"((?:^|[,;($=]|\\\{|\b(?:and|or)\b)\s*)([A-Za-z]{3,})(?=\s*(?:$|[,;)$]|\\\}|\b(?:and|or)\b))")
 """A run of letters that is a value by itself."""
 
 
@@ -317,7 +315,11 @@ def without_unit_texts(text: str) -> str:
 
 def _is_unit(text: str) -> bool:
     words = re.findall(r"[A-Za-z]+", text)
-    return not _changes(words) and not re.search(r"(?<!\^)\d", text) and (len("".join(words)) > 1 or re.fullmatch(_SYMBOL, words[0]) is not None)
+    return (
+        not _changes(words)
+        and not re.search(r"(?<!\^)\d", text)
+        and (len("".join(words)) > 1 or re.fullmatch(_SYMBOL, words[0]) is not None)
+    )
 
 
 def _changes(words: list[str]) -> bool:
