@@ -27,6 +27,7 @@ from sympy import (
     Float,
     Interval,
     MatrixBase,
+    MatrixExpr,
     Rational,
     Symbol,
     Tuple,
@@ -34,6 +35,7 @@ from sympy import (
     Union,
     expand,
     nsimplify,
+    preorder_traversal,
 )
 from sympy.core.relational import Relational
 
@@ -139,9 +141,18 @@ def _side(value: Any) -> Any:
     return value.rhs if isinstance(value, Eq) else value
 
 
+def _are_scalars(*values: Any) -> bool:
+    """Whether values are expressions without matrices."""
+    matrices = MatrixBase | MatrixExpr
+    return all(
+        isinstance(value, Expr) and not any(isinstance(part, matrices) for part in preorder_traversal(value))
+        for value in values
+    )
+
+
 def _error(left: Any, right: Any) -> tuple[Any, Any]:
     """By how much two numbers differ, and the size of the larger one; None, None unless the difference is a number."""
-    if not all(isinstance(side, Expr) and not side.is_Matrix for side in (left, right)):
+    if not _are_scalars(left, right):
         return None, None
     left, right = (nsimplify(side, rational=True).doit() if side.has(Float) else side.doit() for side in (left, right))
     difference = left - right
@@ -192,7 +203,7 @@ def _contradict(left: Any, right: Any) -> bool:
         return any(map(_contradict, left.args[: len(right.args)], right.args[: len(left.args)]))
     if isinstance(left, Relational) and type(left) is type(right):
         return left.lhs == right.lhs and _contradict(left.rhs, right.rhs)
-    if not (isinstance(left, Expr) and isinstance(right, Expr)) or left.is_Matrix or right.is_Matrix:
+    if not _are_scalars(left, right):
         return False
     free = sorted(left.free_symbols | right.free_symbols, key=str)
     values = {symbol: Rational(2 * index + 7, index + 5) for index, symbol in enumerate(free)}

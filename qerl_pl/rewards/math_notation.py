@@ -93,7 +93,8 @@ _SYMBOL = (
 )
 _UNIT = rf"(?:{_SYMBOL}(?![A-Za-z])|(?:[A-Za-z]{{3,}}|of|per)(?![A-Za-z]))(?:\s*\^\s*\{{?[23]\}}?)?"
 _UNITS = re.compile(
-    rf"(?:(?<![A-Za-z\\])(?:of |per )?{_UNIT}(?:(?:\s+|\s*/\s*)(?:{_UNIT}|[A-Za-z]{{2,}})){{0,4}}|(?<=\\circ)\s*[CF])\s*$"
+    rf"(?:(?<![A-Za-z\\])(?:of |per )?{_UNIT}(?:(?:\s+|\s*/\s*)(?:{_UNIT}|[A-Za-z]{{2,}})){{0,4}}"
+    r"|(?<=\\circ)\s*[CF])\s*$"
 )
 """Words and units at the end of a number."""
 _UNIT_TEXT = re.compile(
@@ -141,6 +142,7 @@ def plain(text: str, reference: str = "") -> str:
     text = re.sub(r"(?<![A-Za-z\\])i(?![A-Za-z])", " i", _CONSTANT.sub(r"\1", text))  # or i may be real
     text = re.sub(r"\\(vec|hat|bar|overline|tilde)\s+([A-Za-z])(?![A-Za-z])", r"\\\1{\2}", text)
     text = re.sub(_FONT + r"\{\s*(?:percent|pct)\s*\}", r"\\%", text)
+    text = re.sub(r"\\angle\s*([A-Z]{3})", lambda name: rf"\text{{angle{min(name[1], name[1][::-1])}}}", text)
     text = _numbers(text, reference)
     text = _MIXED.sub(r"\1\\frac{\2}{\3}", text)
     text = _REPEATING.sub(_fraction, text)
