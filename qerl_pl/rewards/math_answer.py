@@ -243,7 +243,7 @@ class MathAnswer(Reward):
     """1 if the answer equals the reference as mathematics (math-verify), else 0.
 
     The answer is LaTeX or plain text, such as \\frac{1}{2}, 0.5, 1/2 or $x = 3$; of several \\boxed{} the last counts.
-    An answer is wrong, too, if it cannot be parsed within the limits on time and memory, or is ambiguous: two values
+    An answer is wrong, too, if it cannot be graded within the limits on time and memory, or is ambiguous: two values
     where the reference has one, a negation, a chain of equations of which one is false, a prime or a number base that
     the reference does not have. Grading runs in separate processes, which can be killed, and which cannot write files,
     start programs or open sockets.

@@ -89,9 +89,16 @@ def _read_one(latex: str) -> list[Any]:
         rounds = all(_may_round(*pair) for pair in zip(values, values[1:], sides[1:], strict=False))
         return [*values, latex] if None not in values and rounds else [latex]
     values = parse(latex, [_LATEX], parsing_timeout=None)
+    values = [_named(value) for value in values]
     if any(not isinstance(value, str) for value in values) or len(re.findall(r"[\d.,/]*\d", latex)) > 1:
         return values
     return parse(latex, [_LATEX, ExprExtractionConfig()], parsing_timeout=None)
+
+
+def _named(value: Any) -> Any:
+    """An equation with its name first: x = 5 for 5 = x."""
+    backwards = isinstance(value, Eq) and isinstance(value.rhs, Symbol) and not isinstance(value.lhs, Symbol)
+    return Eq(value.rhs, value.lhs, evaluate=False) if backwards else value
 
 
 def _may_round(value: Any, rounded: Any, text: str) -> bool:
@@ -207,9 +214,10 @@ def _contradict(left: Any, right: Any) -> bool:
         return False
     free = sorted(left.free_symbols | right.free_symbols, key=str)
     values = {symbol: Rational(2 * index + 7, index + 5) for index, symbol in enumerate(free)}
-    pairs = [(side.subs(values) for side in (left, right))] if free else [(left, right)]
+    pairs = [(left.subs(values), right.subs(values))]
     if any(side.has(_PERCENT) for side in (left, right)):  # 50 % is 50, too
-        pairs += [(side.xreplace({_PERCENT: Rational(1)}) for side in pair) for pair in [(left, right)]]
+        hundredfold = {_PERCENT: Rational(1)}
+        pairs.append((left.xreplace(hundredfold), right.xreplace(hundredfold)))
     return all(_equal_numbers(*pair) is False for pair in pairs)
 
 

@@ -61,6 +61,13 @@ _SIGNS = {
     "²": "^2", "³": "^3", "≤": "\\le ", "≥": "\\ge ", "∪": "\\cup ", "∈": "\\in ", "≈": "\\approx ", "ℝ": "\\mathbb{R}",
     "€": "", "£": "", "¥": "",
 }  # fmt: skip
+_SYNONYMS = {
+    r"\\varnothing(?![A-Za-z])": r"\\emptyset", r"\\imath(?![A-Za-z])": " i ", r"\\hspace\*?\{[^{}]*\}": " ",
+    r"\\langle([^<>]*,[^<>]*)\\rangle": r"(\1)", r"\\mathop\s*\{(\\?\w+(?:\{\w+\})?)\s*\}": r"\1",
+    r"\\(?:Bbb|mathbb)(?:\s*\{\s*([A-Z])\s*\}|\s+([A-Z])(?![A-Za-z]))": r"\\mathbb{\1\2}",
+    r"-\s*\\infty\s*<\s*[a-z]\s*<\s*\+?\s*\\infty(?![A-Za-z])": r"\\mathbb{R}",
+    r"\\(vec|hat|bar|overline|tilde)\s+([A-Za-z])(?![A-Za-z])": r"\\\1{\2}",
+}  # fmt: skip
 _EACH = "(?:the )?(?:set of )?(?:all |any |every |the )"
 _SETS = {
     rf"{_EACH}?reals?(?: numbers?| values?)?(?:(?: of)? [a-z])?": "R", rf"{_EACH}(?:integers?|integer values?)": "Z",
@@ -72,7 +79,7 @@ _FACTORS = {
     "dozen": "12", "hundred": "100", "thousand": "1000", "million": "10^{6}", "billion": "10^{9}",
     "trillion": "10^{12}", "half": "2^{-1}", "halve": "2^{-1}", "third": "3^{-1}", "fourth": "4^{-1}",
     "fifth": "5^{-1}", "sixth": "6^{-1}", "seventh": "7^{-1}", "eighth": "8^{-1}", "ninth": "9^{-1}",
-    "tenth": "10^{-1}", "hundredth": "10^{-2}", "thousandth": "10^{-3}", "millionth": "10^{-6}",
+    "tenth": "10^{-1}", "hundredth": "10^{-2}", "thousandth": "10^{-3}", "millionth": "10^{-6}", "billionth": "10^{-9}",
 }  # fmt: skip
 """Words after a number that multiply it."""
 _FACTOR = re.compile(
@@ -129,8 +136,8 @@ def plain(text: str, reference: str = "") -> str:
     for pattern, letter in _SETS.items():
         if re.fullmatch(pattern, words):
             return rf"\mathbb{{{letter}}}" if letter else r"\emptyset"
-    text = text.replace("\\varnothing", "\\emptyset")
-    text = re.sub(r"\\langle([^<>]*,[^<>]*)\\rangle", r"(\1)", text)
+    for pattern, latex in _SYNONYMS.items():
+        text = re.sub(pattern, latex, text)
     for sign, latex in _SIGNS.items():
         text = text.replace(sign, latex)
     text = re.sub(r"√\s*(\w+|\([^()]*\))", r"\\sqrt{\1}", text)
@@ -140,7 +147,6 @@ def plain(text: str, reference: str = "") -> str:
     if re.search(r"(?<![A-Za-z\\])i(?![A-Za-z])", reference) and "I" not in reference:
         text = re.sub(r"(?<![A-Za-z\\])I(?![A-Za-z])", "i", text)
     text = re.sub(r"(?<![A-Za-z\\])i(?![A-Za-z])", " i", _CONSTANT.sub(r"\1", text))  # or i may be real
-    text = re.sub(r"\\(vec|hat|bar|overline|tilde)\s+([A-Za-z])(?![A-Za-z])", r"\\\1{\2}", text)
     text = re.sub(_FONT + r"\{\s*(?:percent|pct)\s*\}", r"\\%", text)
     text = re.sub(r"\\angle\s*([A-Z]{3})", lambda name: rf"\text{{angle{min(name[1], name[1][::-1])}}}", text)
     text = _numbers(text, reference)
@@ -239,7 +245,7 @@ def split_label(text: str) -> tuple[str, str]:
         return "", text
     letter = (match["text"] or match["round"] or match["bare"]).upper()
     inside, rest = (match["inside"] or "").strip(), match["rest"].strip()
-    if re.match(r"[-+*/^_=!<>]|\\(?:cdot|times|in)\b", rest) or inside[:1].isalpha():
+    if re.match(r"[+*/^_=!<>]|\\(?:cdot|times|in)\b", rest) or inside[:1].isalpha():
         return "", text  # a product, a name, or a word
     return letter, (inside + " " + rest).strip()
 
@@ -261,7 +267,7 @@ def words_of(text: str) -> str | None:
 def spelled(text: str) -> str | None:
     """A text's letters and numbers in lower case, the same with and without marks of text; None for formulas."""
     text = re.sub(r"^[\s$]*[A-Za-z ]+=\s*", "", TEXT.sub(r" \1 ", text))
-    text = re.sub(r"\\[ ,;:()\[\]]|\\quad|[~$\"“”]", " ", text).strip()
+    text = re.sub(r"\\[ ,;:()\[\]]|\\quad|[~$\"“”]|(?<=\d)(?:st|nd|rd|th)\b", " ", text).strip()
     if not text or text[0] == "-" or re.search(r"[\\^=+*/<>|{}]", text):
         return None
     return re.sub(r"(?<=[^\W\d]) | (?=[^\W\d])", "", re.sub(r"[\W_]+", " ", text).strip()).casefold()
