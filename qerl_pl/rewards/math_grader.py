@@ -34,7 +34,6 @@ from sympy import (
     UnevaluatedExpr,
     Union,
     expand,
-    nsimplify,
     preorder_traversal,
 )
 from sympy.core.relational import Relational
@@ -157,11 +156,16 @@ def _are_scalars(*values: Any) -> bool:
     )
 
 
+def _fractions(value: Any) -> Any:
+    """An expression with fractions for its decimals."""
+    return value.xreplace({decimal: Rational(str(decimal)) for decimal in value.atoms(Float)})
+
+
 def _error(left: Any, right: Any) -> tuple[Any, Any]:
     """By how much two numbers differ, and the size of the larger one; None, None unless the difference is a number."""
     if not _are_scalars(left, right):
         return None, None
-    left, right = (nsimplify(side, rational=True).doit() if side.has(Float) else side.doit() for side in (left, right))
+    left, right = _fractions(left).doit(), _fractions(right).doit()
     difference = left - right
     if not difference.is_number:
         difference = expand(difference)
@@ -300,7 +304,7 @@ def canonical(answer: str) -> str | None:
 def _normal(value: Any) -> Any:
     if isinstance(value, FiniteSet):
         return FiniteSet(*map(_normal, value.args))
-    return expand(nsimplify(value, rational=True).doit()) if isinstance(value, Expr) else value
+    return expand(_fractions(value).doit()) if isinstance(value, Expr) else value
 
 
 def next_line(busy: mmap.mmap) -> bytes:

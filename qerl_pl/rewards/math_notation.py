@@ -110,7 +110,7 @@ _UNIT_TEXT = re.compile(
 )
 _ORDINAL = re.compile(rf"(?<=\d)\s*\^?\s*\{{?\s*(?:{_FONT}\{{)?\s*(?:st|nd|rd|th)\s*\}}*\s*$")
 _LABEL = re.compile(
-    rf"^[\s$]*(?:(?:option|choice)\s+)?(?:{_FONT}\{{\s*\(?(?P<text>[A-J])(?:\s*[).:]+)?\s*(?P<inside>[^{{}}]*)\}}"
+    rf"^[\s$]*(?:(?:option|choice)\s+)?(?:{_FONT}\{{\s*\(?(?P<text>[A-J])(?P<mark>\s*[).:]+)?\s*(?P<inside>[^{{}}]*)\}}"
     r"|\((?P<round>[A-J])\)|(?P<bare>[A-J])(?:[).:](?=\s|$)|(?<=(?:option|choice) .)(?![A-Za-z])))"
     r"(?:[\s:.,~$]|\\[ ,;:]|\\quad)*(?P<rest>.*)$",
     re.IGNORECASE | re.DOTALL,
@@ -245,7 +245,7 @@ def split_label(text: str) -> tuple[str, str]:
         return "", text
     letter = (match["text"] or match["round"] or match["bare"]).upper()
     inside, rest = (match["inside"] or "").strip(), match["rest"].strip()
-    if re.match(r"[+*/^_=!<>]|\\(?:cdot|times|in)\b", rest) or inside[:1].isalpha():
+    if re.match(r"[+*/^_=!<>]|\\(?:cdot|times|in)\b", rest) or (inside and not match["mark"]):
         return "", text  # a product, a name, or a word
     return letter, (inside + " " + rest).strip()
 
