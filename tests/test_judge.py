@@ -76,8 +76,8 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
 
-def said(text: str | None) -> str:
-    return json.dumps({"choices": [{"message": {"role": "assistant", "content": text}}]})
+def said(text: str | None, **choice: str | None) -> str:
+    return json.dumps({"choices": [{"message": {"role": "assistant", "content": text}, **choice}]})
 
 
 @pytest.fixture
@@ -310,7 +310,8 @@ def test_a_refusal_stops_the_run_at_once_and_does_not_show_the_key(
         f"the judge's endpoint must accept requests; {server.url}/chat/completions gives status {status}: {shown}; "
         f"{remedy}"
     )
-    assert server.keys == [key and f"Bearer {key}"]
+    asked = 4 if status == 400 else 1  # a refusal may be of one completion: all, and the template without its values
+    assert server.keys == [key and f"Bearer {key}"] * asked
 
 
 def test_the_key_is_sent_and_nowhere_else(
@@ -357,6 +358,67 @@ def test_a_reply_without_a_number_is_asked_for_once_more_and_then_none(
     assert "reward judge: 2 of 4 replies of the judge have no number" in record.getMessage()
     assert "'I cannot say'" in record.getMessage()
     assert grades(reward, samples(*texts)) == expected and len(server.asked) == 7  # kept as well
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "texts"),
+    [
+        (400, "maximum context length is 4096 tokens", "refuse a b"),
+        (400, '{"error": {"code": "content_filter"}}', "a refuse b"),
+        (413, "<html>Request Entity Too Large</html>", "a b refuse"),
+        (422, "input validation error", "refuse a refuse"),
+        (413, "too large", "refuse"),
+        (400, "no", "refuse refused"),
+    ],
+)
+def test_a_completion_that_the_endpoint_refuses_has_no_grade_and_the_run_goes_on(
+    serve: Callable[..., Server], caplog: pytest.LogCaptureFixture, status: int, body: str, texts: str
+) -> None:
+    server = serve(lambda number, prompt: (status, body) if "refuse" in prompt else "Score: 5")
+    expected = [None if text.startswith("refuse") else pytest.approx(0.5) for text in texts.split()]
+    reward = JudgeReward(server.url, "grader", "Grade: {completion}")
+    assert grades(reward, samples(*texts.split())) == expected
+    refused, asked = len({text for text in texts.split() if "refuse" in text}), len(set(texts.split()))
+    assert f"the judge refuses {refused} of {asked} requests (status {status}: {body})" in caplog.text
+    count = len(server.asked)
+    assert grades(reward, samples(*texts.split())) == expected and len(server.asked) == count  # nor at a resume
+
+
+@pytest.mark.parametrize(
+    ("reply", "value"),
+    [
+        ("<think>Score: 9, or rather</think>Score: 2", 0.2),
+        ("<think>\nScore: 9</think>\nI cannot say", None),
+        ("<think>Let me see. Score: 9", None),
+        ("Maybe Score: 9\n</think>\n\nScore: 1", 0.1),
+        ("<think>a</think> Score: 3 <think>b Score: 8</think> Score: 4", 0.4),
+        ("<think>a</think><think>Score: 8", None),
+        ("<reasoning>Score: 10</reasoning> Score: 0", 0.0),
+        ("[THINK]Score: 10[/THINK]Score: 6", 0.6),
+        ("[THINK]Score: 10", None),
+        ("<|channel|>analysis<|message|>Score: 9<|end|><|start|>assistant<|channel|>final<|message|>Score: 5", 0.5),
+        ("<|channel|>analysis<|message|>Score: 9", None),
+        ("It writes <think> twice. Score: 7", 0.7),
+    ],
+)
+def test_a_verdict_comes_after_the_reasoning(reply: str, value: float | None) -> None:
+    found = JudgeReward("http://localhost", "grader")._grade(reply)
+    assert found == (value if value is None else pytest.approx(value))
+
+
+@pytest.mark.parametrize(
+    ("reason", "value"),
+    [("stop", 0.7), (None, 0.7), ("eos_token", 0.7)]
+    + [(reason, None) for reason in ("length", "content_filter", "tool_calls", "abort", "max_tokens")],
+)
+def test_a_verdict_comes_from_a_complete_reply(
+    serve: Callable[..., Server], caplog: pytest.LogCaptureFixture, reason: str | None, value: float | None
+) -> None:
+    server = serve(lambda number, prompt: (200, said("It earns\nScore: 7", finish_reason=reason)))
+    expected = [None if value is None else pytest.approx(value)]
+    assert grades(JudgeReward(server.url, "grader"), samples("a")) == expected
+    assert len(server.asked) == 1 + (value is None)
+    assert (f"cut off (finish_reason {reason}) and have no grade; raise max_tokens" in caplog.text) == (value is None)
 
 
 # The cache -----------------------------------------------------------------------------------------------------------

@@ -92,7 +92,11 @@ _FORMULA = (
     r"|(?<!\\)\\\((?:[^\\\n]|\\[^()\n])+\\\)|(?<!\\)\\\[(?:[^\\]|\\[^\[\]])+\\\])"
 )
 _FORMULAS = re.compile(rf"{_FORMULA}(?:\s*(?:(?:,\s*(?:and|or)|[,;]|and|or)\s*)?{_FORMULA})*", re.DOTALL)
-_NUMBER = r"[-−]?\$?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+|(?=\.\d))(?:\.\d+)?(?:/\d+)?(?:\s?%)?"
+_POWER = r"\^\s?(?:\{\s?[-−+]?\d+\s?\}|[-−+]?\d+)"
+_NUMBER = (
+    r"[-−]?\$?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+|(?=\.\d))(?:\.\d+)?"
+    rf"(?:/\d+|[eE][-+−]?\d+(?!\w)|(?:\s?(?:\*|×|x|·|\\times|\\cdot)\s?10)?\s?{_POWER})?(?:\s?%)?"
+)
 _NUMBERS = re.compile(rf"{_NUMBER}(?:[.,]?\s+or\s[^\d$.%−-]*{_NUMBER})*")  # a number, or alternatives ("5 or 6")
 _TEXT = re.compile(r"\\(?:text|textrm|textbf|textit|mbox|mathrm)\s*\{([^{}]*)\}")
 _LEAD = re.compile(r"^[^\0]*(?:\b(?:is|are|equals)|[=:])\s*(?=\0)")  # "The answer is" before a formula (\0)
@@ -172,10 +176,13 @@ def only_text(reference: str) -> bool:
 
 
 def same_prose(answer: str, reference: str) -> bool:
-    """Whether two texts are equal except for case, spaces, and LaTeX's marks of formulas and text."""
+    """Whether two texts are equal except for the case of words, spaces, and LaTeX's marks of formulas and text."""
     first, second = (
-        re.sub(r"\s+", "", same_text(re.sub(r"(?<!\\)(?:\$|\\[()\[\]])", "", _TEXT.sub(r" \1 ", text)))).casefold()
-        for text in (answer, reference)
+        re.sub(r"\s+", "", same_text(re.sub(r"(?<!\\)(?:\$|\\[()\[\]])", "", _TEXT.sub(r" \1 ", text))))
+        for text in (
+            re.sub(r"(?<![A-Za-z\\])(?:[A-Za-z][a-z]+|[A-Z]{3,})", lambda word: word[0].lower(), text)
+            for text in (answer, reference)
+        )
     )
     return first == second
 

@@ -37,6 +37,8 @@ _OWN = "MathAnswer grades in separate processes"
 _REMEDY = "free memory, or set fewer workers, and continue with --resume auto"
 _NO_VERDICT = ("", "killed")
 """Replies of a process that is gone, or whose fork was killed."""
+_FAILED = "failed "
+"""Start of the reply of a fork that raised an exception or crashed."""
 
 Pair = tuple[str | None, str]
 """Reference and answer; without a reference, the answer's canonical form is asked for."""
@@ -67,7 +69,7 @@ class MathPool:
         self._hopeless: dict[Pair, None] = {}
 
     def equivalent(self, pairs: Sequence[Pair], batch: int = 0) -> list[bool]:
-        """Whether reference and answer of each pair are equal; False if that takes longer than the limits.
+        """Whether reference and answer of each pair are equal; False if that fails or takes longer than the limits.
 
         Args:
             pairs: Pairs to compare.
@@ -97,7 +99,7 @@ class MathPool:
         return [str(forms[None, answer] or answer) for answer in answers]
 
     def _grade(self, pairs: Sequence[Pair], seconds: float) -> dict[Pair, Verdict]:
-        """The verdict on each pair.
+        """The verdict on each pair; False where grading raises an exception or crashes.
 
         Raises:
             UserError: Workers are killed repeatedly, but not by their limits.
@@ -106,6 +108,7 @@ class MathPool:
             return {}
         self._start_workers(min(self.workers, -(-len(pairs) // _PAIRS_PER_WORKER)))
         waiting, verdicts, killed = deque(pairs), dict[Pair, Verdict](), set[Pair]()
+        failed: dict[Pair, str] = {}
         try:
             with selectors.DefaultSelector() as selector:
                 idle = list(self.processes)
@@ -118,7 +121,9 @@ class MathPool:
                     for worker in [process for process in self.processes if process in ready or process.overdue()]:
                         selector.unregister(worker)
                         pair, reply = worker.receive(in_time=worker in ready)
-                        if reply not in _NO_VERDICT:
+                        if reply.startswith(_FAILED):
+                            verdicts[pair], failed[pair] = False, reply.removeprefix(_FAILED)
+                        elif reply not in _NO_VERDICT:
                             verdicts[pair] = None if reply == "limit" else json.loads(reply)
                         elif pair in killed:
                             raise UserError(
@@ -132,6 +137,9 @@ class MathPool:
             if len(verdicts) < len(pairs):  # interrupted: pending replies would be taken for the next pairs'
                 for worker in self.processes:
                     worker.stop()
+        if wrong := [pair for pair in failed if pair[0] is not None]:
+            message = "%d answers count as wrong, as grading fails, such as %.200r (%s)"
+            warn_of_this_rank(log, message, len(wrong), wrong[0][1], failed[wrong[0]])
         return verdicts
 
     def _start_workers(self, count: int) -> None:
@@ -235,7 +243,7 @@ class MathAnswer(Reward):
     """1 if the answer equals the reference as mathematics (math-verify), else 0.
 
     The answer is LaTeX or plain text, such as \\frac{1}{2}, 0.5, 1/2 or $x = 3$; of several \\boxed{} the last counts.
-    An answer is wrong, too, if it cannot be parsed within the limits on time and memory, or is ambiguous: two values
+    An answer is wrong, too, if it cannot be graded within the limits on time and memory, or is ambiguous: two values
     where the reference has one, a negation, a chain of equations of which one is false, a prime or a number base that
     the reference does not have. Grading runs in separate processes, which can be killed, and which cannot write files,
     start programs or open sockets.

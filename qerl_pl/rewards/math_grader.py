@@ -2,9 +2,9 @@
 
 Where the reference is null, it writes the answer's canonical form instead.
 
-A program, `python -P math_grader.py MEGABYTES`, that imports nothing of this package: it starts fast and holds no data
-of the run. It grades in a fork of itself: an answer over its time limit, even inside a C function, ends the fork by the
-default action of the timer's signal, and a new fork takes milliseconds.
+A program, `python -P math_grader.py MEGABYTES`, that imports nothing of this package but `math_notation.py`: it starts
+fast and holds no data of the run. It grades in a fork of itself: an answer over its time limit, even inside a C
+function, ends the fork by the default action of the timer's signal, and a new fork takes milliseconds.
 """
 
 import json
@@ -16,97 +16,56 @@ import resource
 import signal
 import sys
 from dataclasses import replace
-from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from latex2sympy2_extended.sets import FiniteSet
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
-from sympy import And, Basic, Eq, Expr, Symbol, Union, expand, nsimplify
+from sympy import (
+    And,
+    Eq,
+    Expr,
+    Float,
+    Interval,
+    MatrixBase,
+    MatrixExpr,
+    Rational,
+    Symbol,
+    Tuple,
+    UnevaluatedExpr,
+    Union,
+    expand,
+    preorder_traversal,
+)
 from sympy.core.relational import Relational
+
+if TYPE_CHECKING:
+    from qerl_pl.rewards import math_notation as notation
+else:
+    sys.path.append(os.path.dirname(os.path.abspath(__file__)))  # which `-P` leaves out
+    import math_notation as notation
 
 # math-verify parses LaTeX by a grammar, and passes plain text to sympy's parser (which evaluates) only if it consists
 # of digits, spaces and + - * / ^ ( ). Should that change, these audit events stay forbidden.
 _FORBIDDEN = ("os.", "subprocess.", "socket.", "ctypes.", "shutil.", "pty.", "winreg.", "mmap.", "signal.", "ftplib.")
 _READ_ONLY = ("os.listdir", "os.scandir", "os.walk", "os.fwalk")  # needed by imports
 _KILLED = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP)
-"""Not caused by an answer: its limits raise other signals or an exception."""
+"""Not caused by an answer."""
+_LIMITS = (signal.SIGPROF, signal.SIGALRM)
+"""The timers of an answer."""
+_READING, _GRADING = 1, 2
+"""What a fork does that is not idle."""
 _WALL_SECONDS_PER_CPU_SECOND = 10
-_BASE = re.compile(r"(?<![A-Za-z\\])(?=[\dA-F]*\d)[\dA-F]+\s*_\s*\{?(\w+)\}?")
-"""A number with its base; F_5 is a name."""
-_PRIME = re.compile(r"(\\[A-Za-z]+|[^\s^{])\}?\s*(?:\^\s*\{?\s*)?((?:\\prime|['′’](?!s\b|t\b))+)")
-_NAMED = re.compile(r"^[\s$]*[A-Za-z]{1,2}(?:_\{?\w+\}?)?['′’]+\s*(?:\(\w+\))?\s*=")
-"""The left-hand side of an answer, such as f'(x) =."""
-_TEXT = re.compile(r"\\(?:text|textrm|textbf|textit|mbox|mathrm|operatorname)\s*\{[^{}]*\}")
-_NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?(?:/\d+)?")
-_GROUPED = re.compile(r"(?<![\d.,])\d{1,3}(?:(?:\\[,;:! ]|~|\{,\}|[ \u00a0\u202f])\d{3})+(?![\d.,]*\d)")
-_LEAD = re.compile(
-    r"^(?:(?:so|thus|hence|therefore),?\s+)?(?:the\s+)?(?:final\s+|correct\s+)?answer(?:\s+is\b\s*:?|\s*[:=])\s*",
-    re.IGNORECASE,
-)
-_FUNCTION = re.compile(r"(?<![A-Za-z\\{])(?:sin|cos|tan|cot|sec|csc|log|ln|exp)(?=\s*(?:[\d(\\_^]|\s[a-z]\b))")
-"""A function's name without its backslash, which would be a product of letters."""
-_MIXED = re.compile(r"(?<![\w.,/^)}])(\d+)\s+(\d+)/(\d+)(?![\d/])")
-"""A mixed number in plain text, such as 1 1/2, of which math-verify reads the integer alone."""
-_REPEATING = re.compile(r"(?<![\d.])(\d{0,20})\.(\d{0,20})\\overline\s*\{\s*(\d{1,20})\s*\}")
-_WORD = re.compile(r"(?<![A-Za-z\\])(?!and\b)[A-Za-z]{3,}")
-"""A word, which math-verify would read as a product of its letters."""
 _LONGEST_FORM = 1000
 """Characters of a canonical form."""
-_OR = re.compile(r"\\(?:lor|vee)(?![A-Za-z])|∨")
-_DOUBTS = (
-    re.compile(  # negations
-        r"\\(?:neq?|not|notin|neg|lnot|ncong|nequiv)(?![A-Za-z])|\\not(?=\\)|[≠¬∉]|!=|<>"
-        r"|(?<!\\)\b(?:not|never|neither|nor|isn't|wrong|incorrect)\b",
-        re.IGNORECASE,
-    ),
-    re.compile(  # conclusions
-        r"\\(?:to|gets|mapsto|implies|iff|land|wedge|(?:[Ll]ong)?(?:[Ll]eft|[Rr]ight|[Ll]eftright)arrow)(?![A-Za-z])"
-        r"|[→⇒⇔∧]|\|\||&&"
-    ),
-    re.compile(r"^\s*(?:\\(?:leq?|geq?|lt|gt)(?![A-Za-z])|[<>≤≥])"),  # comparisons without a left-hand side
-)
-"""Signs that math-verify skips, so that "not 5", and "7, hence 5", would be 5."""
-_LINES = re.compile(r"\\\\|(?<!\\)&")
-"""Separators of lines and cells, outside of a matrix."""
-_SIGNS = {
-    "−": "-", "–": "-", "×": "\\times ", "·": "\\cdot ", "÷": "/", "π": "\\pi ", "∞": "\\infty ", "°": "^\\circ ",
-    "²": "^2", "³": "^3", "≤": "\\le ", "≥": "\\ge ", "∪": "\\cup ", "∈": "\\in ", "€": "", "£": "", "¥": "",
-}  # fmt: skip
-_INDEXED = {"I": r"\\iota", r"\\gamma": r"\\kappa"}
-"""Replacements of names whose index math-verify skips."""
-_NO_UNITS = set(
-    "and are base choose cos cot cubed dozen exp factorial fifth fifths fourth fourths gcd half halves hundred lcm "
-    "less log max min minus mod modulo more over percent plus sec sin sqrt squared tan than third thirds thousand "
-    "times million billion trillion with without xyz abc".split()
-)
-"""Words after a number that may change it."""
-_UNIT_TEXT = re.compile(
-    rf"(?<=[\w)}}])\s*\\(?:text|textrm|mbox|mathrm)\s*\{{\s*(?!(?:{'|'.join(_NO_UNITS)}|or|is|if|for)\b)[A-Za-z][^{{}}]*\}}"
-    r"(?:\s*\^\s*\{?\d\}?)?(?=\s*(?:$|[-+,;.$]|\\[\])]|(?:\\text\s*\{)?\s*(?:and|or)\b))"
-)
-_FORMULA = re.compile(
-    r"(?<!\\)(\$\$?)((?:\\.|[^$\\])+)\1|(?<!\\)\\\(()((?:[^\\]|\\[^()])+)\\\)|(?<!\\)\\\[()((?:[^\\]|\\[^\[\]])+)\\\]",
-    re.DOTALL,
-)
 _LATEX = LatexExtractionConfig()
-_LATEX_WITH_UNITS = replace(_LATEX, normalization_config=replace(_LATEX.normalization_config, units=False))
-_CUT = re.compile(
-    r"[\d{/^]\0|[A-Za-z][-+*/^]\0|[\d)}\0] *[-+*/^] *\0|\0 *(?:\\?%|[-+*/^] *[\d(\\])|\0\d"
-    r"|^[^\0]*\bor\s*\0|\0[^\0]*\bor\b[^\0]*\d[^\0]*$"
-)
-"""Signs and numbers outside of a formula (\\0) that belong to it, so that the formula alone is not the answer."""
-_MINUS = re.compile(r"(?<![A-Za-z] )-\s*$|-$")
-"""A minus sign before a formula, not a dash."""
-_TOGETHER = re.compile(
-    r"\s*(?:,?\s*(?:and\b|\\text\s*\{\s*and\s*\})|[,;]|)\s*|[\s.,;]*(?:[A-Za-z\\{]+[\s.,;]+){0,2}or\b(?! so\b).*",
-    re.DOTALL,
-)
-"""Text between formulas that are the answer together."""
-_UNIT = r"(?:[kcdm]?m|[km]?g|[km]?[lL]|ft|yd|mi|in|lbs?|oz|hr?s?|min|s)(?:\s*\^\s*\{?[23]\}?)?"
-_UNITS = re.compile(
-    r"((?:\\?\$)?\s*[-+]?[\d,.]+(?:/\d+)?)\s+"
-    rf"((?:[A-Za-z]{{3,}}|of|per|{_UNIT})(?:(?: |/)(?:{_UNIT}|[A-Za-z]{{2,}})){{0,4}})"
-)
+_LATEX = replace(_LATEX, normalization_config=replace(_LATEX.normalization_config, units=False))  # it drops variables
+_APPROX = re.compile(r"\\(?:approx|simeq|doteq)(?![A-Za-z])")
+_WORD = re.compile(r"(?<![A-Za-z\\])(?!and\b)[A-Za-z]{3,}")
+"""A word, which math-verify would read as a product of its letters."""
+_ROUNDED = 5e-7
+"""Most by which a decimal differs from the number that it rounds."""
+_DIGITS = 30
+"""Digits with which numbers other than fractions are compared."""
 
 
 def _deny(event: str, args: tuple[Any, ...]) -> None:
@@ -116,78 +75,47 @@ def _deny(event: str, args: tuple[Any, ...]) -> None:
         raise PermissionError(f"grading may not do this: {event}")
 
 
-def plain(text: str) -> str:
-    """Text in notation that math-verify parses."""
-    text = _LEAD.sub("", text.strip().strip("*`").strip())
-    if text.lower() in ("true", "false"):
-        return rf"\text{{{text.capitalize()}}}"
-    text = text.replace("\\varnothing", "\\emptyset")
-    for sign, latex in _SIGNS.items():
-        text = text.replace(sign, latex)
-    text = re.sub(r"√\s*(\w+|\([^()]*\))", r"\\sqrt{\1}", text)
-    text = re.sub(r"(?<![A-Za-z\\])sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}", text)
-    text = re.sub(r"(?<![A-Za-z\\{])pi(?![A-Za-z])", r"\\pi ", text)
-    text = _FUNCTION.sub(lambda name: f"\\{name[0]}", text)
-    text = _MIXED.sub(r"\1\\frac{\2}{\3}", text)
-    text = _REPEATING.sub(_fraction, text)
-    text = _OR.sub(" \\\\text{ or } ", text)
-    text = re.sub(r"(?<=\d)\.(?=[-+*/^)}])", "", text)  # 1./3
-    for name, indexed in _INDEXED.items():
-        text = re.sub(rf"(?<![A-Za-z\\]){name}(?=\s*_)", indexed, text)
-    text = _GROUPED.sub(lambda match: re.sub(r"\D", "", match[0]), text)
-    text = re.sub(r"(?<!\\)\$\s+\$(?=\s*\S)", "$, $", text)  # two formulas side by side are two answers
-    if len(re.findall(r"(?<![\w\\])[A-Za-z]\s*=", text)) > 1:
-        text = re.sub(r"(?<=[\d)])\s+(?=[A-Za-z]\s*=)", ", ", text)
-    return text
-
-
-def _fraction(repeating: re.Match[str]) -> str:
-    """The fraction of a repeating decimal: 0.1\\overline{6} is (16 - 1) / 90."""
-    whole, fixed, period = repeating.groups()
-    top = int(whole + fixed + period) - int(whole + fixed or "0")
-    return rf"\frac{{{top}}}{{{(10 ** len(period) - 1) * 10 ** len(fixed)}}}"
-
-
-def without_units(text: str) -> str:
-    """A number without the words that follow it, unless one of them may change it."""
-    match = _UNITS.fullmatch(text.rstrip(". "))
-    return match[1] if match and not _NO_UNITS.intersection(match[2].lower().replace("/", " ").split()) else text
-
-
-def formulas(text: str) -> list[str]:
-    """The last adjacent formulas of a text, together the answer; without complete formulas, all of the text."""
-    if "\\boxed" in text:
-        return [text]
-    inside = [match[match.lastindex or 0].strip().rstrip(".") for match in _FORMULA.finditer(text)]
-    outside = _FORMULA.sub("\0", text)
-    if not inside or _CUT.search(outside):
-        joined = _FORMULA.sub(lambda match: f" {match[match.lastindex or 0]} ", text).strip().rstrip(".")
-        return [f"\\boxed{{{joined}}}"]
-    *before, _ = outside.split("\0")
-    first = len(inside) - 1
-    while first and _TOGETHER.fullmatch(before[first]):
-        first -= 1
-    last = zip(before[first:], inside[first:], strict=True)
-    return [f"${'-' if _MINUS.search(words) else ''}{formula}$" for words, formula in last]
-
-
 def _read_one(latex: str) -> list[Any]:
-    """A formula parsed by math-verify; if that fails, its number, if it has only one."""
-    texts = [match[0] for match in _TEXT.finditer(latex)]
-    # math-verify takes everything from the first of several texts on for a unit.
-    units = len(texts) < 2 and not any(
-        (_NO_UNITS - {"percent"}).intersection(re.findall(r"\w+", text)[1:2]) for text in texts
-    )
-    as_latex = _LATEX if units else _LATEX_WITH_UNITS
-    values = parse(latex, [as_latex], parsing_timeout=None)
+    """A formula parsed by math-verify; if that fails, its number, if it has only one.
+
+    Of "x is about y" both are read, if y may be a rounding of x.
+    """
+    wrapped = re.fullmatch(r"(\\boxed\{|\$)(.*)([}$])", latex, re.DOTALL)
+    sides = [side for side in _APPROX.split(wrapped[2]) if side.strip()] if wrapped else []
+    if wrapped and sides != [wrapped[2]]:
+        each = [_read_one(f"{wrapped[1]}{side}{wrapped[3]}") for side in sides]
+        values = [next((value for value in parsed if not isinstance(value, str)), None) for parsed in each]
+        rounds = all(_may_round(*pair) for pair in zip(values, values[1:], sides[1:], strict=False))
+        return [*values, latex] if None not in values and rounds else [latex]
+    values = parse(latex, [_LATEX], parsing_timeout=None)
+    values = [_named(value) for value in values]
     if any(not isinstance(value, str) for value in values) or len(re.findall(r"[\d.,/]*\d", latex)) > 1:
         return values
-    return parse(latex, [as_latex, ExprExtractionConfig()], parsing_timeout=None)
+    return parse(latex, [_LATEX, ExprExtractionConfig()], parsing_timeout=None)
+
+
+def _named(value: Any) -> Any:
+    """An equation with its name first: x = 5 for 5 = x."""
+    backwards = isinstance(value, Eq) and isinstance(value.rhs, Symbol) and not isinstance(value.lhs, Symbol)
+    return Eq(value.rhs, value.lhs, evaluate=False) if backwards else value
+
+
+def _may_round(value: Any, rounded: Any, text: str) -> bool:
+    """Whether a number may be rounded to the next; True for what is no number."""
+    value, rounded = (_side(side) for side in (value, rounded))
+    error, size = _error(value, rounded)
+    if error is None:
+        return True
+    decimal = re.fullmatch(r"\s*-?\d*(?:\.(\d+))?\s*", text)
+    if decimal is None:
+        return bool(error <= 5e-3 * size)
+    last = 10.0 ** -len(decimal[1] or "")
+    return bool(error <= 0.5 * last or (decimal[1] and error < last and abs(rounded) < abs(value)))  # or cut off
 
 
 def read(text: str) -> list[Any]:
-    """Text after `plain`, parsed by math-verify; several formulas become a set, or the text if one cannot be parsed."""
-    each = [_read_one(latex) for latex in formulas(_UNIT_TEXT.sub("", text))]
+    """Text after `notation.plain`, parsed by math-verify; several formulas become a set, or the text if one fails."""
+    each = [_read_one(latex) for latex in notation.formulas(text)]
     if len(each) == 1:
         return each[0]
     values = [next((value for value in parsed if not isinstance(value, str)), None) for parsed in each]
@@ -198,62 +126,162 @@ def read(text: str) -> list[Any]:
     ]
 
 
-def _primes(text: str) -> set[tuple[str, int]]:
-    primes = _PRIME.findall(_TEXT.sub("", text))
-    return {(sign, len(re.findall(r"\\prime|['′’]", marks))) for sign, marks in primes}
-
-
-def doubtful(reference: str, answer: str) -> bool:
-    """Whether the answer has a sign that the reference lacks and that math-verify would ignore."""
-    if any(sign.search(answer) and not sign.search(reference) for sign in _DOUBTS):
-        return True
-    if "\\begin" not in answer and _LINES.search(answer):
-        return True
-    if _primes(answer if "=" in reference else _NAMED.sub("", answer)) != _primes(reference):
-        return True
-    bases, expected = (set(_BASE.findall(text)) - {"10"} for text in (answer, reference))
-    return bool(bases) and bases != expected  # an answer without a base is in the question's
-
-
 def untrue(value: Any, text: str) -> bool:
-    """Whether an equation in the answer is false, also in a chain of equations."""
+    """Whether an equation in the answer is false, also in a chain; rounded decimals may differ by 0.5 %."""
     links = value.args if isinstance(value, And) else (value,)
     return any(isinstance(link, Eq) and _differ(link.lhs, link.rhs, "." in text) for link in links)
 
 
-def _differ(left: Basic, right: Basic, rounded: bool) -> bool:
-    """Whether two sides differ by a number other than 0; rounded decimals may differ by 0.5 %."""
-    if not (isinstance(left, Expr) and isinstance(right, Expr)):
+def _differ(left: Any, right: Any, rounded: bool) -> bool:
+    """Whether two sides, or an entry of two matrices, differ by a number other than 0."""
+    if isinstance(left, MatrixBase) and isinstance(right, MatrixBase):
+        return left.shape != right.shape or any(map(_differ, left.flat(), right.flat(), [rounded] * len(left)))
+    error, size = _error(left, right)
+    return error is not None and bool(error > (5e-3 if rounded else 1e-9) * size)
+
+
+def _side(value: Any) -> Any:
+    """The value of an assignment such as x = 5, the last of a chain; other values as they are."""
+    if isinstance(value, And) and all(isinstance(link, Eq) for link in value.args):
+        value = value._unsorted_args[-1]
+    return value.rhs if isinstance(value, Eq) else value
+
+
+def _are_scalars(*values: Any) -> bool:
+    """Whether values are expressions without matrices."""
+    matrices = MatrixBase | MatrixExpr
+    return all(
+        isinstance(value, Expr) and not any(isinstance(part, matrices) for part in preorder_traversal(value))
+        for value in values
+    )
+
+
+def _fractions(value: Any) -> Any:
+    """An expression with fractions for its decimals."""
+    return value.xreplace({decimal: Rational(str(decimal)) for decimal in value.atoms(Float)})
+
+
+def _error(left: Any, right: Any) -> tuple[Any, Any]:
+    """By how much two numbers differ, and the size of the larger one; None, None unless the difference is a number."""
+    if not _are_scalars(left, right):
+        return None, None
+    left, right = _fractions(left).doit(), _fractions(right).doit()
+    difference = left - right
+    if not difference.is_number:
+        difference = expand(difference)
+    if difference.free_symbols or not difference.is_number or not difference.is_finite:
+        return None, None
+    if difference.is_Rational:
+        error = abs(difference)
+    else:
+        error = abs(difference.evalf(_DIGITS))
+        if not error.is_Number:
+            return None, None
+        if error.is_Float and error._prec < 10:  # zero within the precision
+            error = Rational(0)
+    sizes = [abs(side if side.is_Rational else side.evalf(_DIGITS)) for side in (left, right) if side.is_number]
+    return error, max(sizes, default=Rational(1))
+
+
+def _equal_numbers(left: Any, right: Any) -> bool | None:
+    """Whether two numbers are equal, fractions exactly and others relatively; None for what is no number."""
+    error, size = _error(left, right)
+    if error is None:
+        return None
+    if error == 0:
+        return True
+    decimals = [side.has(Float) for side in (left, right)]
+    if not any(decimals) or error > _ROUNDED:
         return False
-    difference = expand((left - right).doit())
-    if difference.free_symbols or not difference.is_number:
+    exact = [side.doit() for side, decimal in zip((left, right), decimals, strict=True) if not decimal]
+    if exact and exact[0].is_Rational and pow(10, exact[0].q.bit_length(), exact[0].q) == 0:
+        return False  # itself a decimal
+    return bool(error <= 1e-6 * size or (exact and size > 1e-3))  # 0.033333 rounds 1/30
+
+
+_PERCENT = UnevaluatedExpr(Rational(1, 100))
+
+
+def _contradict(left: Any, right: Any) -> bool:
+    """Whether numbers in two values that math-verify takes for equal differ: it compares them absolutely."""
+    if not (isinstance(left, Eq | And) and isinstance(right, Eq | And)):
+        left, right = _side(left), _side(right)
+    if isinstance(left, FiniteSet) and isinstance(right, FiniteSet):
+        return any(all(_contradict(one, other) for other in right.args) for one in left.args)
+    if isinstance(left, MatrixBase) and isinstance(right, MatrixBase):
+        return any(map(_contradict, left.flat(), right.flat()))
+    if isinstance(left, Tuple | Interval) and isinstance(right, Tuple | Interval):
+        return any(map(_contradict, left.args[: len(right.args)], right.args[: len(left.args)]))
+    if isinstance(left, Relational) and type(left) is type(right):
+        return left.lhs == right.lhs and _contradict(left.rhs, right.rhs)
+    if not _are_scalars(left, right):
         return False
-    error = abs(complex(difference.evalf()))
-    size = abs(complex(right.doit().evalf())) if right.is_number else 1.0
-    return error > (5e-3 * size if rounded else 1e-9 * max(size, 1.0))
+    free = sorted(left.free_symbols | right.free_symbols, key=str)
+    values = {symbol: Rational(2 * index + 7, index + 5) for index, symbol in enumerate(free)}
+    pairs = [(left.subs(values), right.subs(values))]
+    if any(side.has(_PERCENT) for side in (left, right)):  # 50 % is 50, too
+        hundredfold = {_PERCENT: Rational(1)}
+        pairs.append((left.xreplace(hundredfold), right.xreplace(hundredfold)))
+    return all(_equal_numbers(*pair) is False for pair in pairs)
+
+
+def _same(expected: list[Any], values: list[Any], sets: bool) -> bool:
+    """Whether one of the values is one of the expected ones.
+
+    Args:
+        expected: Readings of the reference.
+        values: Readings of the answer.
+        sets: Whether an inequality is a set.
+    """
+    for one in expected:
+        for other in values:
+            if not (isinstance(one, Relational | And)) and _equal_numbers(one, _side(other)):
+                return True
+            if verify([one], [other], timeout_seconds=None, allow_set_relation_comp=sets) and not _contradict(
+                one, other
+            ):
+                return True
+    return False
 
 
 def equivalent(reference: str, answer: str) -> bool:
     """Whether `answer` has the reference's value; False if it is unreadable or not definite."""
-    reference, answer = plain(reference), plain(answer)
-    if doubtful(reference, answer):
+    reference = notation.plain(reference)
+    answer = notation.plain(answer, reference)
+    if notation.doubtful(reference, answer):
         return False
-    reference = without_units(reference)
-    if _NUMBER.fullmatch(reference.strip("$\\ ")):
-        answer = without_units(answer)
-    expected, values = read(reference), read(answer)
+    (expected, value), (chosen, given) = notation.split_label(reference), notation.split_label(answer)
+    if expected and chosen:
+        return expected == chosen and (not value or not given or _equivalent(value, given))
+    if expected:
+        return notation.spelled(answer) == expected.lower() or _equivalent(value or reference, answer)
+    if chosen == reference.strip("$ "):
+        return True
+    return _equivalent(reference, answer) or bool(chosen and given and _equivalent(reference, given))
+
+
+def _equivalent(reference: str, answer: str) -> bool:
+    """As `equivalent`, of texts without a choice's label."""
+    if words := notation.words_of(reference):
+        if words == notation.spelled(answer):
+            return True
+        reference = rf"\text{{{words}}}"
+    reference, answer = notation.without_unit_texts(reference), notation.without_unit_texts(answer)
+    reference = notation.without_units(reference)
+    if notation.is_number(reference):
+        answer = notation.without_units(answer, spaced=False)
+    expected, values = read(notation.letters(reference)), read(notation.letters(answer, reference))
     if any(untrue(value, answer) for value in values):
         return False
     # An inequality is a set where the reference is written as one; (1, 2) may be a point.
     sets = any(mark in reference for mark in ("[", "]", "\\infty", "\\cup", "\\in"))
-    same = partial(verify, expected, timeout_seconds=None, allow_set_relation_comp=sets)
-    if same(values):
+    if _same(expected, values, sets):
         return True
     # "1/2 or 0.5" is one value in two forms.
     forms = values[0].args if values and isinstance(values[0], FiniteSet) and re.search(r"\bor\b", answer) else ()
     if sets and forms and all(isinstance(form, Relational) for form in forms) and len(values[0].free_symbols) == 1:
-        return bool(same([Union(*(form.as_set() for form in forms))]))  # x < 1 or x > 2
-    return bool(forms) and all(same([form]) for form in forms)
+        return _same(expected, [Union(*(form.as_set() for form in forms))], sets)  # x < 1 or x > 2
+    return bool(forms) and all(_same(expected, [form], sets) for form in forms)
 
 
 def canonical(answer: str) -> str | None:
@@ -262,27 +290,28 @@ def canonical(answer: str) -> str | None:
     Products are expanded and decimals become fractions. Values that only a simplification would show to be equal have
     different texts.
     """
-    answer = without_units(plain(answer))
-    if doubtful("", answer) or _WORD.search(_TEXT.sub("", answer)):
+    answer = notation.without_units(notation.without_unit_texts(notation.plain(answer)))
+    if notation.doubtful("", answer) or _WORD.search(notation.TEXT.sub("", answer)):
         return None
-    value = next((value for value in read(answer) if not isinstance(value, str)), None)
+    value = next((value for value in read(notation.letters(answer)) if not isinstance(value, str)), None)
     if value is None or untrue(value, answer):
         return None
-    text = str(_normal(value.rhs if isinstance(value, Eq) and isinstance(value.lhs, Symbol) else value))
+    value = _normal(value.rhs if isinstance(value, Eq) and isinstance(value.lhs, Symbol) else value)
+    text = notation.with_capitals(str(value))
     return text if len(text) <= _LONGEST_FORM else None
 
 
 def _normal(value: Any) -> Any:
     if isinstance(value, FiniteSet):
         return FiniteSet(*map(_normal, value.args))
-    return expand(nsimplify(value, rational=True).doit()) if isinstance(value, Expr) else value
+    return expand(_fractions(value).doit()) if isinstance(value, Expr) else value
 
 
 def next_line(busy: mmap.mmap) -> bytes:
     """One line of standard input, unbuffered: more would be lost to the next fork. Empty at the end."""
     line = b""
     while not line.endswith(b"\n") and (byte := os.read(0, 1)):
-        busy[0] = 1
+        busy[0] = _READING
         line += byte
     return line
 
@@ -292,18 +321,24 @@ def grade_lines(busy: mmap.mmap, replies: int) -> None:
     sys.addaudithook(_deny)
     while line := next_line(busy):
         reference, answer, seconds = json.loads(line)
+        busy[0] = _GRADING
         # CPU time, or a busy machine would change rewards; wall time guards against a sleep.
         signal.setitimer(signal.ITIMER_PROF, seconds)
         signal.setitimer(signal.ITIMER_REAL, seconds * _WALL_SECONDS_PER_CPU_SECOND)
         result = canonical(answer) if reference is None else equivalent(reference, answer)
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        stop_timers()
         busy[0] = 0
         os.write(replies, (json.dumps(result) + "\n").encode())
 
 
+def stop_timers() -> None:
+    """Stop the timers of an answer."""
+    signal.setitimer(signal.ITIMER_PROF, 0)
+    signal.setitimer(signal.ITIMER_REAL, 0)
+
+
 def main(megabytes: int) -> None:
-    """Grade in forks, one after the other; replies are "true", "false", "null", a string, "limit" or "killed"."""
+    """Grade in forks, one after the other; replies are JSON, "limit", "killed" or "failed" with the reason."""
     for number in (signal.SIGINT, signal.SIGTERM):  # the caller finishes its step and closes the pipe
         signal.signal(number, signal.SIG_IGN)
     logging.disable(logging.CRITICAL)  # math-verify warns that we set the time limit ourselves
@@ -325,13 +360,19 @@ def main(megabytes: int) -> None:
                 grade_lines(busy, replies)
                 os._exit(0)
             finally:
+                stop_timers()
+                if (error := sys.exc_info()[0]) and busy[0] == _GRADING:
+                    busy[0] = 0
+                    os.write(replies, f"failed {error.__name__}\n".encode())
                 os._exit(1)
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         if status == 0:
             return
         if busy[0]:
+            killed = -status in _KILLED or busy[0] == _READING  # a fork killed earlier took the start of the line
             busy[0] = 0
-            os.write(replies, b"killed\n" if -status in _KILLED else b"limit\n")
+            reply = "killed" if killed else "limit" if -status in _LIMITS else f"failed status {status}"
+            os.write(replies, f"{reply}\n".encode())
 
 
 if __name__ == "__main__":
