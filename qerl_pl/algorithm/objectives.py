@@ -295,10 +295,9 @@ class Objective(ABC):
 
 @dataclass(frozen=True)
 class GRPO(Objective):
-    """Group Relative Policy Optimization (DeepSeekMath, arXiv 2402.03300), eq. 3, with its KL coefficient."""
+    """Group Relative Policy Optimization (DeepSeekMath, arXiv 2402.03300), eq. 3; its KL coefficient is `beta` 0.04."""
 
     aggregation = "sequence_mean"
-    beta: float = 0.04
 
 
 @dataclass(frozen=True)
