@@ -8,11 +8,14 @@ from typing import Any
 
 from jsonargparse import ArgumentParser, Namespace, set_parsing_settings
 from lightning.pytorch import Trainer
+from lightning.pytorch.cli import OptimizerCallable
 
+from qerl_pl.algorithm.objectives import Objective
 from qerl_pl.callbacks import RolloutCallback
 from qerl_pl.datamodules import ConversationDataModule
 from qerl_pl.errors import UserError
 from qerl_pl.modules import QeRLModule, SFTModule
+from qerl_pl.modules.policy_module import ADAMW, default_optimizer
 
 ACCURACY = "val/accuracy"
 """Metric that `best` monitors by default."""
@@ -63,6 +66,25 @@ def _check_group(kind: type, value: Any, key: str) -> None:
     for name, parameter in inspect.signature(kind).parameters.items():
         if isinstance(parameter.annotation, type) and is_dataclass(parameter.annotation):
             _check_group(parameter.annotation, value.get(name), f"{key}.{name}")
+
+
+def name_defaults(model: Namespace, is_sft: bool) -> None:
+    """Name the classes of the optimizer and the objective that are not set, with their arguments, for RUN/config.yaml.
+
+    As the keys' own defaults, their arguments would pass to another class that a user names.
+
+    Args:
+        model: Configuration under model, changed.
+        is_sft: Whether the run has no objective.
+    """
+    parser = ArgumentParser(exit_on_error=False)
+    if model.optimizer is default_optimizer:
+        parser.add_argument("--optimizer", type=OptimizerCallable)
+        given = {"class_path": "torch.optim.AdamW", "init_args": {**ADAMW, "betas": [*ADAMW["betas"]]}}
+        model.optimizer = parser.parse_object({"optimizer": given}).optimizer
+    if model.objective is None and not is_sft:
+        parser.add_argument("--objective", type=Objective)
+        model.objective = parser.parse_object({"objective": "qerl_pl.algorithm.GRPO"}).objective
 
 
 def monitor_first_set(config: Namespace) -> None:

@@ -36,6 +36,7 @@ from qerl_pl.cli.config_checks import (
     check_values,
     is_sft,
     monitor_first_set,
+    name_defaults,
     prepare_sft,
     sft_module,
 )
@@ -215,8 +216,7 @@ class QeRLCLI(LightningCLI):
         self._is_sft = is_sft(config)
         if self._is_sft:
             prepare_sft(config, command)
-        elif config.model.objective is None:  # as the key's default, its beta would pass to an objective that is named
-            config.model.objective = Namespace(class_path="qerl_pl.algorithm.GRPO", init_args=Namespace(beta=0.0))
+        name_defaults(config.model, self._is_sft)
         monitor_first_set(config)
         if config.data.get("init_args", {}).get("seed", 0) is None:
             config.data.init_args.seed = config.model.seed

@@ -50,6 +50,13 @@ RATES = ("initial_lr", "weight_decay")
 NO_TEACHER = TeacherBytes()
 LARGEST_RATE = 1e30
 """What Adam divides by its first bias correction, and float32 still holds."""
+ADAMW: dict[str, Any] = {"lr": 1e-5, "betas": (0.9, 0.99), "weight_decay": 0.1}
+"""Arguments of the default optimizer."""
+
+
+def default_optimizer(parameters: Iterable[nn.Parameter]) -> Optimizer:
+    """AdamW with the learning rate, betas and weight decay of the QeRL authors' code."""
+    return torch.optim.AdamW(parameters, **ADAMW)
 
 
 def build_optimizer(make: Callable[[Iterable[nn.Parameter]], Optimizer], parameters: list[nn.Parameter]) -> Optimizer:

@@ -24,7 +24,7 @@ from qerl_pl.errors import require_at_least
 from qerl_pl.evaluation.metrics import evaluation_tag, prompt_metrics
 from qerl_pl.memory import TeacherBytes
 from qerl_pl.modules.policy import PolicyConfig
-from qerl_pl.modules.policy_module import PolicyModule
+from qerl_pl.modules.policy_module import PolicyModule, default_optimizer
 from qerl_pl.modules.teacher import Teacher, TeacherConfig
 from qerl_pl.modules.update import PolicyUpdate
 from qerl_pl.persistence.atomic_files import folder_identity
@@ -69,9 +69,7 @@ class QeRLModule(PolicyModule):
         self,
         policy: PolicyConfig = PolicyConfig(),  # noqa: B008 - frozen, and jsonargparse reads the default
         objective: Objective | None = None,
-        optimizer: OptimizerCallable = lambda params: torch.optim.AdamW(
-            params, lr=1e-5, betas=(0.9, 0.99), weight_decay=0.1
-        ),
+        optimizer: OptimizerCallable = default_optimizer,
         lr_scheduler: str = "cosine",
         warmup_ratio: float = 0.1,
         update_epochs: int = 1,

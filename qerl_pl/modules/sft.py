@@ -19,7 +19,7 @@ from qerl_pl.distributed.communicator import Communicator, writes_files
 from qerl_pl.distributed.strategy import communicator_of
 from qerl_pl.errors import UserError
 from qerl_pl.modules.policy import PolicyConfig
-from qerl_pl.modules.policy_module import PolicyModule
+from qerl_pl.modules.policy_module import PolicyModule, default_optimizer
 from qerl_pl.modules.qerl import BEFORE_TRAINING
 from qerl_pl.modules.update import clip_and_step, gradients, partition_micro_batches
 from qerl_pl.seeds import stream_seed
@@ -51,9 +51,7 @@ class SFTModule(PolicyModule):
     def __init__(
         self,
         policy: PolicyConfig = PolicyConfig(),  # noqa: B008 - frozen, and jsonargparse reads the default
-        optimizer: OptimizerCallable = lambda params: torch.optim.AdamW(
-            params, lr=1e-5, betas=(0.9, 0.99), weight_decay=0.1
-        ),
+        optimizer: OptimizerCallable = default_optimizer,
         lr_scheduler: str = "cosine",
         warmup_ratio: float = 0.1,
         micro_batch_tokens: int | None = None,
