@@ -1,6 +1,9 @@
 """Checks of a run's settings, also of Lightning's Trainer, before anything is loaded or written."""
 
-from collections.abc import Sequence
+import inspect
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
@@ -8,6 +11,8 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
 from qerl_pl.distributed.communicator import planned_ranks
 from qerl_pl.errors import UserError
+
+log = logging.getLogger(__name__)
 
 
 class ChecksFirst:
@@ -34,6 +39,20 @@ def check_first(trainer: Trainer, stage: str) -> None:
     for hook in (*trainer.callbacks, trainer.lightning_module):  # type: ignore[attr-defined]
         if isinstance(hook, ChecksFirst):
             hook.check_first(trainer, stage)
+
+
+def warn_of_unused(owner: type, key: str, needed: str, given: Mapping[str, Any]) -> None:
+    """Log a warning of arguments that differ from their defaults, and have no effect.
+
+    Args:
+        owner: Class of the arguments.
+        key: Of the class in a configuration.
+        needed: What they would need.
+        given: Their values by name.
+    """
+    defaults = inspect.signature(owner).parameters
+    if unused := [f"{key}.{name}" for name, value in given.items() if value != defaults[name].default]:
+        log.warning("%s %s no effect without %s", " and ".join(unused), "have" if unused[1:] else "has", needed)
 
 
 def no_sampling_callback(needed_by: str) -> UserError:

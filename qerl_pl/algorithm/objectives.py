@@ -150,6 +150,11 @@ class Objective(ABC):
         require_one_of(get_args(KLEstimator), "kl_estimator", self.kl_estimator)
         require_one_of(get_args(AdvantageNorm), "advantage_norm", self.advantage_norm)
         require_one_of(get_args(Divergence), "distillation_divergence", self.distillation_divergence)
+        if self.distillation_divergence != "sampled_token" and not self.needs_teacher:
+            raise UserError(
+                f"distillation_divergence {self.distillation_divergence} needs a distillation_coefficient above 0; got "
+                "0; raise it, or leave distillation_divergence out"
+            )
 
     def _check_surrogate(self) -> None:
         delta, share = self.delta, self.top_entropy_quantile

@@ -11,6 +11,7 @@ from qerl_pl.algorithm.noise import Decay, NoiseSchedule, NoisyLayers, NormNoise
 from qerl_pl.errors import UserError, require_at_least
 from qerl_pl.formats.model_folder import load_config
 from qerl_pl.modules.qerl import QeRLModule
+from qerl_pl.start_checks import warn_of_unused
 from qerl_pl.types import PromptBatch
 
 log = logging.getLogger(__name__)
@@ -85,6 +86,8 @@ class AdaptiveQuantizationNoise(Callback):
             self._bound_warning = BoundWarning(self.feedback)
         else:
             self.schedule = NoiseSchedule(sigma_start, sigma_end, stages, decay, noiseless_first_stage)
+            steered = {"metric": metric, "gain": gain, "sigma_min": sigma_min, "sigma_max": sigma_max}
+            warn_of_unused(AdaptiveQuantizationNoise, "noise", "noise.decay feedback", steered)
         self.sigma_start, self.relative = sigma_start, relative
         self.per_rank, self.draws, self.layers = per_rank, draws, layers
         self.in_trainer = trainer

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -23,7 +23,7 @@ from qerl_pl.modules.qerl import QeRLModule
 from qerl_pl.openmp import let_waiting_threads_sleep
 from qerl_pl.rewards import Format, Reward, as_rewards, check_references, with_environment_reward
 from qerl_pl.rollout.collector import Aggregation, Collector, CollectorConfig
-from qerl_pl.start_checks import ChecksFirst, check_monitors, no_sampling_callback
+from qerl_pl.start_checks import ChecksFirst, check_monitors, no_sampling_callback, warn_of_unused
 from qerl_pl.types import EvalSampling, PromptBatch, SamplingConfig
 
 log = logging.getLogger(__name__)
@@ -135,7 +135,12 @@ class RolloutCallback(Callback, ChecksFirst):
             tool_format, max_turns, max_turn_tokens, max_tool_response_tokens, tool_wait, environment_workers
         )
         self._pool: EnvironmentPool | None = None
-        if environment is not None:
+        if environment is None:
+            of_dialogues = asdict(self.dialogue_config) | {"environment_workers": environment_workers}
+            of_dialogues |= {"environment_weight": environment_weight, "tool_time_limit": tool_time_limit}
+            del of_dialogues["workers"]
+            warn_of_unused(RolloutCallback, "rollout", "rollout.environment", of_dialogues)
+        else:
             self._pool = EnvironmentPool(environment, tool_time_limit, environment_workers)
         self._dialogues: DialogueSampler | None = None
         self._dialogue_data: PromptDataModule | None = None
@@ -158,6 +163,9 @@ class RolloutCallback(Callback, ChecksFirst):
             feedback = Feedback(entropy_target, ENTROPY, low, high, TEMPERATURE_GAIN, "rollout.sampling.temperature")
             self._temperature = TemperatureControl(feedback, sampling.temperature)
             self._bound_warning = BoundWarning(feedback)
+        else:
+            bounds = {"temperature_bounds": temperature_bounds}
+            warn_of_unused(RolloutCallback, "rollout", "rollout.entropy_target", bounds)
         self.engine: RolloutEngine = engine if engine is not None else TransformersEngine()
         self._collector: Collector | None = None
         self._evaluator: Evaluator | None = None
@@ -197,6 +205,7 @@ class RolloutCallback(Callback, ChecksFirst):
         module, data = _module(trainer.lightning_module), _data(trainer)
         positions = module.policy_config.positions()
         if stage == "fit":
+            self.config.check_objective(module.objective)
             module.update.check_divides(data.batch_size * self.config.group_size)
         if positions is not None and self.longest(data) > positions:
             raise UserError(

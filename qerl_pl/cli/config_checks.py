@@ -2,6 +2,7 @@
 
 import inspect
 from argparse import ArgumentError
+from collections.abc import Collection
 from dataclasses import asdict, is_dataclass
 from pkgutil import resolve_name
 from typing import Any
@@ -68,14 +69,52 @@ def _check_group(kind: type, value: Any, key: str) -> None:
             _check_group(parameter.annotation, value.get(name), f"{key}.{name}")
 
 
-def name_defaults(model: Namespace, is_sft: bool) -> None:
+def complete(config: Namespace, command: str, defaults: Namespace, keys: Collection[str]) -> None:
+    """Set what depends on other keys, and refuse keys that exclude each other.
+
+    Args:
+        config: Of the run, changed.
+        command: The subcommand.
+        defaults: Of the command line.
+        keys: Of callbacks.
+
+    Raises:
+        UserError: Two keys exclude each other.
+    """
+    _settle_callbacks(config, defaults, keys)
+    conversations = is_sft(config)
+    if conversations:
+        _prepare_sft(config, command, defaults)
+    _name_defaults(config.model, conversations)
+    _monitor_first_set(config)
+
+
+def _settle_callbacks(config: Namespace, defaults: Namespace, keys: Collection[str]) -> None:
+    """Switch off the top-level keys that `trainer.callbacks` replaces: those of a listed class, or all if it rolls out.
+
+    Raises:
+        UserError: Such a key is set, too, or `rollout`.
+    """
+    listed = config.trainer.callbacks
+    given = [one for one in (listed if isinstance(listed, list) else [listed]) if isinstance(one, Namespace)]
+    kinds = [resolve_name(one.class_path) for one in given]
+    rolls_out = any(isinstance(kind, type) and issubclass(kind, RolloutCallback) for kind in kinds)
+    replaced = [key for key in keys if config[key] and (rolls_out or resolve_name(config[key].class_path) in kinds)]
+    written = [key for key in [*replaced, *["rollout"] * rolls_out] if config[key] != defaults[key]]
+    if written:
+        owner = "a RolloutCallback, beside which no top-level callback runs" if rolls_out else "that class, too"
+        raise UserError(
+            f"a callback is set in one place; got the key {', '.join(written)}, and trainer.callbacks has {owner}; set "
+            f"{' and '.join(written)} to {'its default' if written == ['rollout'] else 'null'}, or leave it out there"
+        )
+    for key in replaced:
+        config[key] = None
+
+
+def _name_defaults(model: Namespace, is_sft: bool) -> None:
     """Name the classes of the optimizer and the objective that are not set, with their arguments, for RUN/config.yaml.
 
     As the keys' own defaults, their arguments would pass to another class that a user names.
-
-    Args:
-        model: Configuration under model, changed.
-        is_sft: Whether the run has no objective.
     """
     parser = ArgumentParser(exit_on_error=False)
     if model.optimizer is default_optimizer:
@@ -87,12 +126,8 @@ def name_defaults(model: Namespace, is_sft: bool) -> None:
         model.objective = parser.parse_object({"objective": "qerl_pl.algorithm.GRPO"}).objective
 
 
-def monitor_first_set(config: Namespace) -> None:
-    """Have `best` monitor the accuracy of the first of `data.sets` instead of `val/accuracy`, which is not logged then.
-
-    Args:
-        config: Of the run, changed.
-    """
+def _monitor_first_set(config: Namespace) -> None:
+    """Have `best` monitor the accuracy of the first of `data.sets`: `val/accuracy` is not logged then."""
     sets = config.data.get("init_args", Namespace()).get("sets")
     if sets and config.best is not None and config.best.init_args.get("monitor") == ACCURACY:
         config.best.init_args.monitor = f"val/{next(iter(sets))}/accuracy"
@@ -104,12 +139,8 @@ def is_sft(config: Namespace) -> bool:
     return isinstance(kind, type) and issubclass(kind, ConversationDataModule)
 
 
-def prepare_sft(config: Namespace, command: str) -> None:
+def _prepare_sft(config: Namespace, command: str, defaults: Namespace) -> None:
     """Refuse keys of reinforcement learning, and have `best` monitor the loss instead of the accuracy.
-
-    Args:
-        config: Of the run, changed.
-        command: The subcommand.
 
     Raises:
         UserError: A key is set that has no meaning, or the command is test.
@@ -125,9 +156,10 @@ def prepare_sft(config: Namespace, command: str) -> None:
                 "supervised fine-tuning has no rollouts and no objective; got "
                 f"model.{name} {_text(value)}; leave it out"
             )
-    for key in ("noise", "report"):
-        if config[key] is not None:
-            raise UserError(f"supervised fine-tuning has no rollouts; got the key {key}; set it to null")
+    for key in ("noise", "report", "rollout", "monitor", "completions", "summary"):
+        if config[key] is not None and config[key] != defaults[key]:
+            remedy = "leave it out" if key == "rollout" else "set it to null"
+            raise UserError(f"supervised fine-tuning has no rollouts; got the key {key}; {remedy}")
     if config.best is not None and config.best.init_args.get("monitor") == ACCURACY:
         config.best.init_args.update(Namespace(SFT_BEST))
 

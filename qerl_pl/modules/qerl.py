@@ -29,7 +29,7 @@ from qerl_pl.modules.teacher import Teacher, TeacherConfig
 from qerl_pl.modules.update import PolicyUpdate
 from qerl_pl.persistence.atomic_files import folder_identity
 from qerl_pl.persistence.checkpoint_io import CHECKPOINT_KEY, check_teacher
-from qerl_pl.start_checks import ChecksFirst, no_sampling_callback
+from qerl_pl.start_checks import ChecksFirst, no_sampling_callback, warn_of_unused
 from qerl_pl.types import Experience, PolicyWeights, PromptBatch
 
 T = TypeVar("T")
@@ -115,6 +115,11 @@ class QeRLModule(PolicyModule):
     def setup(self, stage: str) -> None:
         """Drop the metrics of an earlier stage, whose tensors `trainer.validate` makes in inference mode."""
         self._means.clear()
+        if stage == "fit" and not self.objective.needs_teacher:
+            needed = f"a model.objective that distils (OnPolicyDistillation, or {type(self.objective).__name__} with a "
+            warn_of_unused(
+                TeacherConfig, "model.teacher", needed + "distillation_coefficient)", asdict(self.teacher_config)
+            )
 
     def configure_model(self) -> None:
         """Load the policy and, for training, its teacher, once."""
