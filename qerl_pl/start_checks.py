@@ -2,7 +2,8 @@
 
 import inspect
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -13,6 +14,9 @@ from qerl_pl.distributed.communicator import planned_ranks
 from qerl_pl.errors import UserError
 
 log = logging.getLogger(__name__)
+
+OF_LIGHTNING = ("epoch", "step", "rollouts")
+"""What ModelCheckpoint may monitor, too, though no step logs it."""
 
 
 class ChecksFirst:
@@ -147,24 +151,57 @@ def check_ranks_divide(batch_size: int, ranks: int) -> None:
         )
 
 
-def check_monitors(trainer: Trainer, sets: Sequence[str]) -> None:
-    """Refuse callbacks that monitor a metric of another validation set: Lightning would stop at the first validation.
+def check_monitors(trainer: Trainer, sets: Sequence[str], names: Collection[str]) -> None:
+    """Refuse callbacks that monitor a metric that no validation logs: Lightning would stop at the first one.
 
     Args:
         trainer: With its callbacks.
         sets: Names of the validation sets; "" for a single set.
+        names: Metrics of a set. Callbacks and modules of the user may log others.
 
     Raises:
         UserError: Such a callback is there.
     """
     prefixes = [f"val/{name}/" if name else "val/" for name in sets]
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        monitor = callback.monitor if isinstance(callback, ModelCheckpoint | EarlyStopping) else None
-        if not sets or monitor is None or not monitor.startswith("val/"):
+    logged = [prefix + name for prefix in prefixes for name in names]
+    for kind, monitor in _monitors(trainer) if sets else ():
+        is_of_a_set = any(monitor.startswith(prefix) and "/" not in monitor.removeprefix(prefix) for prefix in prefixes)
+        if monitor.startswith("val/") and monitor not in logged and not (is_of_a_set and _has_user_code(trainer)):
+            raise _not_logged(kind, monitor, "validations log", logged)
+
+
+def check_logged(trainer: Trainer) -> None:
+    """The same of what has been logged, after a validation before training or after the first step.
+
+    Raises:
+        UserError: A callback monitors a metric of which there is none yet.
+    """
+    in_validation = trainer.sanity_checking
+    for kind, monitor in _monitors(trainer):
+        if monitor in trainer.callback_metrics or monitor.startswith("val/") != in_validation:
             continue
-        if not any(monitor.startswith(prefix) and "/" not in monitor.removeprefix(prefix) for prefix in prefixes):
-            raise UserError(
-                f"a monitored metric must be logged; {type(callback).__name__} monitors {monitor}, and the validation "
-                f"sets log {', '.join(f'{prefix}accuracy' for prefix in prefixes)}; set best.monitor to one of these, "
-                "or best to null"
-            )
+        if in_validation or not (monitor in OF_LIGHTNING or _has_user_code(trainer)):
+            what = "validations log" if in_validation else "steps log"
+            raise _not_logged(kind, monitor, what, [*trainer.callback_metrics])
+
+
+def _monitors(trainer: Trainer) -> Iterator[tuple[str, str]]:
+    """Class and metric of each callback that needs one."""
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        is_strict = isinstance(callback, ModelCheckpoint) or (isinstance(callback, EarlyStopping) and callback.strict)
+        if is_strict and callback.monitor is not None:
+            yield type(callback).__name__, callback.monitor
+
+
+def _has_user_code(trainer: Trainer) -> bool:
+    """Whether a callback or the module, which may log metrics, is of neither this package nor Lightning."""
+    hooks = (*trainer.callbacks, trainer.lightning_module)  # type: ignore[attr-defined]
+    return any(type(hook).__module__.partition(".")[0] not in ("qerl_pl", "lightning") for hook in hooks)
+
+
+def _not_logged(kind: str, monitor: str, what: str, logged: Sequence[str]) -> UserError:
+    nearest = get_close_matches(monitor, logged) or logged[:3]
+    return UserError(
+        f"a monitored metric must be logged; {kind} monitors {monitor}, and {what} {', '.join(nearest)}; set "
+        "best.monitor to one of these, or best to null"
+    )

@@ -23,7 +23,7 @@ from qerl_pl.modules.qerl import QeRLModule
 from qerl_pl.openmp import let_waiting_threads_sleep
 from qerl_pl.rewards import Format, Reward, as_rewards, check_references, with_environment_reward
 from qerl_pl.rollout.collector import Aggregation, Collector, CollectorConfig
-from qerl_pl.start_checks import ChecksFirst, check_monitors, no_sampling_callback, warn_of_unused
+from qerl_pl.start_checks import ChecksFirst, check_logged, check_monitors, no_sampling_callback, warn_of_unused
 from qerl_pl.types import EvalSampling, PromptBatch, SamplingConfig
 
 log = logging.getLogger(__name__)
@@ -243,7 +243,7 @@ class RolloutCallback(Callback, ChecksFirst):
         """Launch the engine: before the policy is loaded, which may share the engine's weights."""
         module, data = _module(pl_module), _data(trainer)
         if stage == "fit":
-            check_monitors(trainer, data.val_names)
+            check_monitors(trainer, data.val_names, self.eval_config.metric_names())
         check_references(self.config.rewards, data.references)
         _warn_of_opened_tags(self.config.rewards, module, data)
         if self._collector is None:
@@ -364,6 +364,11 @@ class RolloutCallback(Callback, ChecksFirst):
     ) -> None:
         """Sample and grade validation prompts, without noise."""
         self._evaluate(_module(pl_module), batch, _data(trainer).val_names[dataloader_idx])
+
+    def on_sanity_check_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Refuse callbacks that monitor what the validation has not logged; of several sets Lightning keeps nothing."""
+        if len(_data(trainer).val_names) == 1:
+            check_logged(trainer)
 
     def on_test_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: PromptBatch, batch_idx: int, dataloader_idx: int = 0

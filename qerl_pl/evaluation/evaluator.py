@@ -17,6 +17,7 @@ from qerl_pl.distributed.communicator import SINGLE_PROCESS, Communicator
 from qerl_pl.engines.base import RolloutEngine
 from qerl_pl.environments.sampler import DialogueJob, DialogueSampler
 from qerl_pl.errors import UserError, require_at_least
+from qerl_pl.evaluation.metrics import prompt_metrics
 from qerl_pl.rewards import AnswerReward, Reward, accuracy_reward, extract_answers, normalize_answers
 from qerl_pl.rollout.experience import gather_by_index, require_finite_logprobs, score_groups, without_none
 from qerl_pl.seeds import sample_seeds
@@ -159,6 +160,14 @@ class EvaluatorConfig:
                     "extra_eval_sampling needs names without 'reward' and 'length_mean', which name metrics; got "
                     f"{name!r}; rename it"
                 )
+
+    def metric_names(self) -> list[str]:
+        """Names of an evaluation's metrics, of `prompt_metrics`, where every reward applies to a sample."""
+        answer = GradedAnswer(False, None, rewards=dict.fromkeys([*(one.name for one in self.rewards), "total"], 0.0))
+        answers = [answer] * self.samples
+        prompt = EvaluatedPrompt("", answer, answers, dict.fromkeys(self.extra, answers))
+        tells_answers = isinstance(accuracy_reward(self.rewards, self.accuracy_reward), AnswerReward)
+        return [*prompt_metrics([prompt], tells_answers)]
 
 
 class Evaluator:

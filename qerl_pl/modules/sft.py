@@ -23,6 +23,7 @@ from qerl_pl.modules.policy_module import PolicyModule, default_optimizer
 from qerl_pl.modules.qerl import BEFORE_TRAINING
 from qerl_pl.modules.update import clip_and_step, gradients, partition_micro_batches
 from qerl_pl.seeds import stream_seed
+from qerl_pl.start_checks import check_monitors
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +68,8 @@ class SFTModule(PolicyModule):
     def check_first(self, trainer: Trainer, stage: str) -> None:
         """Refuse another precision, a run without an end, other data, and conversations too long."""
         super().check_first(trainer, stage)
+        if stage == "fit":
+            check_monitors(trainer, [""], ("loss", "perplexity", "mean_token_accuracy"))
         data, positions = _data(trainer), self.policy_config.positions()
         if positions is not None and data.max_length > positions:
             raise UserError(
