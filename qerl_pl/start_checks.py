@@ -7,7 +7,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, Timer
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
 from qerl_pl.distributed.communicator import planned_ranks
@@ -55,7 +55,9 @@ def warn_of_unused(owner: type, key: str, needed: str, given: Mapping[str, Any])
         given: Their values by name.
     """
     defaults = inspect.signature(owner).parameters
-    if unused := [f"{key}.{name}" for name, value in given.items() if value != defaults[name].default]:
+    if unused := [
+        f"{key}.{name}" for name, value in given.items() if name in defaults and value != defaults[name].default
+    ]:
         log.warning("%s %s no effect without %s", " and ".join(unused), "have" if unused[1:] else "has", needed)
 
 
@@ -65,6 +67,14 @@ def no_sampling_callback(needed_by: str) -> UserError:
         f"{needed_by} needs a callback that samples completions; trainer.callbacks has none; "
         "add qerl_pl.callbacks.RolloutCallback"
     )
+
+
+def limit_epochs(trainer: Trainer) -> None:
+    """Limit a run without any limit to one epoch, before Lightning does to 1000, over which schedules would stretch."""
+    has_timer = any(isinstance(callback, Timer) for callback in trainer.callbacks)  # type: ignore[attr-defined]
+    if trainer.max_epochs is None and trainer.max_steps == -1 and not has_timer:
+        trainer.fit_loop.max_epochs = max(trainer.min_epochs or 0, 1)
+        log.info("neither trainer.max_epochs nor trainer.max_steps is set: max_epochs is %d", trainer.max_epochs)
 
 
 def require_planned_end(trainer: Trainer) -> None:

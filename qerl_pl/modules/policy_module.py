@@ -40,7 +40,7 @@ from qerl_pl.persistence.atomic_files import atomic_directory, folder_identity
 from qerl_pl.persistence.checkpoint_io import CHECKPOINT_KEY, check_fits, check_start
 from qerl_pl.persistence.random_state import deterministic, random_state, set_random_state
 from qerl_pl.seeds import stream_seed
-from qerl_pl.start_checks import ChecksFirst, check_logged, require_planned_end
+from qerl_pl.start_checks import ChecksFirst, check_logged, limit_epochs, require_planned_end
 
 log = logging.getLogger(__name__)
 
@@ -204,6 +204,17 @@ class PolicyModule(LightningModule, ChecksFirst):
         self._optimizer: str | None = None
         self._has_stepped = False
         self._rates: list[dict[str, float]] = []
+
+    @property
+    def trainer(self) -> Trainer:
+        """The trainer, which attaches itself."""
+        return super().trainer
+
+    @trainer.setter
+    def trainer(self, trainer: Trainer | None) -> None:
+        LightningModule.trainer.fset(self, trainer)  # type: ignore[attr-defined]
+        if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
+            limit_epochs(trainer)
 
     @property
     def steps_per_batch(self) -> int:
