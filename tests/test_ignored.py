@@ -33,15 +33,31 @@ QUICK = ("fit", "-c", "quickstart")
         ("[qerl_pl.callbacks.ResumeCheckpoint]", ["--checkpoint.every_n_rollouts", "2"], "checkpoint"),
         ("[qerl_pl.callbacks.AdaptiveQuantizationNoise]", [], "noise"),
         ("[CompletionLog, RunSummary]", ["--completions.jsonl", "true"], "completions"),
-        (f"[{ROLLOUT}]", ["--noise", "null"], "rollout"),
-        (f"[{ROLLOUT}]", [], "noise, rollout"),
-        (f"[{ROLLOUT}]", ["--best.save_top_k", "3"], "noise, best, rollout"),
-        (f"[{ROLLOUT}]", ["--checkpoint.keep", "3", "--noise", "null"], "checkpoint, rollout"),
     ],
 )
 def test_a_key_that_trainer_callbacks_would_replace_is_refused(listed: str, words: list[str], keys: str) -> None:
     with pytest.raises(UserError, match=f"^a callback is set in one place; got the key {keys}, and trainer.callbacks"):
         built(*QUICK, "--trainer.callbacks", listed, *words)
+
+
+@pytest.mark.parametrize(
+    ("words", "keys"),
+    [
+        (["--noise", "null"], "rollout"),
+        ([], "noise and rollout"),
+        (["--best.save_top_k", "3"], "noise and best and rollout"),
+        (["--checkpoint.keep", "3", "--noise", "null"], "checkpoint and rollout"),
+        (["--noise", "null", "--completions.jsonl", "true", "--report", "{}"], "completions and report and rollout"),
+    ],
+)
+def test_keys_beside_a_listed_rollout_callback_are_named(
+    words: list[str], keys: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    text = saved_config(*QUICK, "--trainer.callbacks", f"[{ROLLOUT}]", *words)
+    assert f"is complete: what is set for {keys} has no effect; list it there" in caplog.text
+    (tmp_path / "config.yaml").write_text(text)
+    caplog.clear()
+    assert saved_config("fit", "-c", str(tmp_path / "config.yaml")) == text and "no effect" not in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Checks of a parsed configuration, and its adaptation to supervised fine-tuning."""
 
 import inspect
+import logging
 from argparse import ArgumentError
 from collections.abc import Collection
 from dataclasses import asdict, is_dataclass
@@ -17,6 +18,8 @@ from qerl_pl.datamodules import ConversationDataModule
 from qerl_pl.errors import UserError
 from qerl_pl.modules import QeRLModule, SFTModule
 from qerl_pl.modules.policy_module import ADAMW, default_optimizer
+
+log = logging.getLogger(__name__)
 
 ACCURACY = "val/accuracy"
 """Metric that `best` monitors by default."""
@@ -93,22 +96,27 @@ def _settle_callbacks(config: Namespace, defaults: Namespace, keys: Collection[s
     """Switch off the top-level keys that `trainer.callbacks` replaces: those of a listed class, or all if it rolls out.
 
     Raises:
-        UserError: Such a key is set, too, or `rollout`.
+        UserError: A key of a listed class is set, too.
     """
     listed = config.trainer.callbacks
     given = [one for one in (listed if isinstance(listed, list) else [listed]) if isinstance(one, Namespace)]
     kinds = [resolve_name(one.class_path) for one in given]
     rolls_out = any(isinstance(kind, type) and issubclass(kind, RolloutCallback) for kind in kinds)
     replaced = [key for key in keys if config[key] and (rolls_out or resolve_name(config[key].class_path) in kinds)]
-    written = [key for key in [*replaced, *["rollout"] * rolls_out] if config[key] != defaults[key]]
-    if written:
-        owner = "a RolloutCallback, beside which no top-level callback runs" if rolls_out else "that class, too"
+    replaced += ["rollout"] * rolls_out
+    written = [key for key in replaced if _plain(config[key]) != _plain(defaults[key])]
+    if written and rolls_out:
+        log.warning(
+            "trainer.callbacks has a RolloutCallback and is complete: what is set for %s has no effect; list it there",
+            " and ".join(written),
+        )
+    elif written:
         raise UserError(
-            f"a callback is set in one place; got the key {', '.join(written)}, and trainer.callbacks has {owner}; set "
-            f"{' and '.join(written)} to {'its default' if written == ['rollout'] else 'null'}, or leave it out there"
+            f"a callback is set in one place; got the key {' and '.join(written)}, and trainer.callbacks has that "
+            "class, too; set the key to null, or leave it out there"
         )
     for key in replaced:
-        config[key] = None
+        config[key] = defaults[key] if key == "rollout" else None
 
 
 def _name_defaults(model: Namespace, is_sft: bool) -> None:
@@ -157,7 +165,7 @@ def _prepare_sft(config: Namespace, command: str, defaults: Namespace) -> None:
                 f"model.{name} {_text(value)}; leave it out"
             )
     for key in ("noise", "report", "rollout", "monitor", "completions", "summary"):
-        if config[key] is not None and config[key] != defaults[key]:
+        if config[key] is not None and _plain(config[key]) != _plain(defaults[key]):
             remedy = "leave it out" if key == "rollout" else "set it to null"
             raise UserError(f"supervised fine-tuning has no rollouts; got the key {key}; {remedy}")
     if config.best is not None and config.best.init_args.get("monitor") == ACCURACY:
@@ -165,10 +173,12 @@ def _prepare_sft(config: Namespace, command: str, defaults: Namespace) -> None:
 
 
 def _plain(value: object) -> object:
-    """A dataclass, or the parser's namespace of one, as a dictionary; else the value."""
+    """A dataclass, or the parser's namespace of one, as a dictionary, a tuple as a list; else the value."""
     if isinstance(value, Namespace):
-        return value.as_dict()
-    return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
+        return {name: _plain(item) for name, item in vars(value).items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return _plain(Namespace(asdict(value))) if is_dataclass(value) and not isinstance(value, type) else value
 
 
 def _text(value: object) -> str:
