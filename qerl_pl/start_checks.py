@@ -1,13 +1,22 @@
 """Checks of a run's settings, also of Lightning's Trainer, before anything is loaded or written."""
 
-from collections.abc import Sequence
+import inspect
+import logging
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from difflib import get_close_matches
+from typing import Any
 
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, Timer
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
 from qerl_pl.distributed.communicator import planned_ranks
 from qerl_pl.errors import UserError
+
+log = logging.getLogger(__name__)
+
+OF_LIGHTNING = ("epoch", "step", "rollouts")
+"""What ModelCheckpoint may monitor, too, though no step logs it."""
 
 
 class ChecksFirst:
@@ -36,12 +45,36 @@ def check_first(trainer: Trainer, stage: str) -> None:
             hook.check_first(trainer, stage)
 
 
+def warn_of_unused(owner: type, key: str, needed: str, given: Mapping[str, Any]) -> None:
+    """Log a warning of arguments that differ from their defaults, and have no effect.
+
+    Args:
+        owner: Class of the arguments.
+        key: Of the class in a configuration.
+        needed: What they would need.
+        given: Their values by name.
+    """
+    defaults = inspect.signature(owner).parameters
+    if unused := [
+        f"{key}.{name}" for name, value in given.items() if name in defaults and value != defaults[name].default
+    ]:
+        log.warning("%s %s no effect without %s", " and ".join(unused), "have" if unused[1:] else "has", needed)
+
+
 def no_sampling_callback(needed_by: str) -> UserError:
     """The error of a trainer without a callback that `fills_batches`."""
     return UserError(
         f"{needed_by} needs a callback that samples completions; trainer.callbacks has none; "
         "add qerl_pl.callbacks.RolloutCallback"
     )
+
+
+def limit_epochs(trainer: Trainer) -> None:
+    """Limit a run without any limit to one epoch, before Lightning does to 1000, over which schedules would stretch."""
+    has_timer = any(isinstance(callback, Timer) for callback in trainer.callbacks)  # type: ignore[attr-defined]
+    if trainer.max_epochs is None and trainer.max_steps == -1 and not has_timer:
+        trainer.fit_loop.max_epochs = max(trainer.min_epochs or 0, 1)
+        log.info("neither trainer.max_epochs nor trainer.max_steps is set: max_epochs is %d", trainer.max_epochs)
 
 
 def require_planned_end(trainer: Trainer) -> None:
@@ -128,24 +161,57 @@ def check_ranks_divide(batch_size: int, ranks: int) -> None:
         )
 
 
-def check_monitors(trainer: Trainer, sets: Sequence[str]) -> None:
-    """Refuse callbacks that monitor a metric of another validation set: Lightning would stop at the first validation.
+def check_monitors(trainer: Trainer, sets: Sequence[str], names: Collection[str]) -> None:
+    """Refuse callbacks that monitor a metric that no validation logs: Lightning would stop at the first one.
 
     Args:
         trainer: With its callbacks.
         sets: Names of the validation sets; "" for a single set.
+        names: Metrics of a set. Callbacks and modules of the user may log others.
 
     Raises:
         UserError: Such a callback is there.
     """
     prefixes = [f"val/{name}/" if name else "val/" for name in sets]
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        monitor = callback.monitor if isinstance(callback, ModelCheckpoint | EarlyStopping) else None
-        if not sets or monitor is None or not monitor.startswith("val/"):
+    logged = [prefix + name for prefix in prefixes for name in names]
+    for kind, monitor in _monitors(trainer) if sets else ():
+        is_of_a_set = any(monitor.startswith(prefix) and "/" not in monitor.removeprefix(prefix) for prefix in prefixes)
+        if monitor.startswith("val/") and monitor not in logged and not (is_of_a_set and _has_user_code(trainer)):
+            raise _not_logged(kind, monitor, "validations log", logged)
+
+
+def check_logged(trainer: Trainer) -> None:
+    """The same of what has been logged, after a validation before training or after the first step.
+
+    Raises:
+        UserError: A callback monitors a metric of which there is none yet.
+    """
+    in_validation = trainer.sanity_checking
+    for kind, monitor in _monitors(trainer):
+        if monitor in trainer.callback_metrics or monitor.startswith("val/") != in_validation:
             continue
-        if not any(monitor.startswith(prefix) and "/" not in monitor.removeprefix(prefix) for prefix in prefixes):
-            raise UserError(
-                f"a monitored metric must be logged; {type(callback).__name__} monitors {monitor}, and the validation "
-                f"sets log {', '.join(f'{prefix}accuracy' for prefix in prefixes)}; set best.monitor to one of these, "
-                "or best to null"
-            )
+        if in_validation or not (monitor in OF_LIGHTNING or _has_user_code(trainer)):
+            what = "validations log" if in_validation else "steps log"
+            raise _not_logged(kind, monitor, what, [*trainer.callback_metrics])
+
+
+def _monitors(trainer: Trainer) -> Iterator[tuple[str, str]]:
+    """Class and metric of each callback that needs one."""
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        is_strict = isinstance(callback, ModelCheckpoint) or (isinstance(callback, EarlyStopping) and callback.strict)
+        if is_strict and callback.monitor is not None:
+            yield type(callback).__name__, callback.monitor
+
+
+def _has_user_code(trainer: Trainer) -> bool:
+    """Whether a callback or the module, which may log metrics, is of neither this package nor Lightning."""
+    hooks = (*trainer.callbacks, trainer.lightning_module)  # type: ignore[attr-defined]
+    return any(type(hook).__module__.partition(".")[0] not in ("qerl_pl", "lightning") for hook in hooks)
+
+
+def _not_logged(kind: str, monitor: str, what: str, logged: Sequence[str]) -> UserError:
+    nearest = get_close_matches(monitor, logged) or logged[:3]
+    return UserError(
+        f"a monitored metric must be logged; {kind} monitors {monitor}, and {what} {', '.join(nearest)}; set "
+        "best.monitor to one of these, or best to null"
+    )

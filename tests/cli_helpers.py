@@ -1,5 +1,7 @@
 """The command line without a run: what a configuration or a command builds."""
 
+from typing import Any
+
 import pytest
 from jsonargparse import Namespace
 
@@ -10,7 +12,7 @@ from qerl_pl.cli.main import QeRLCLI
 class Built(Exception):
     """Leaves the command line before it makes a Trainer: what the YAML names is built, no model, no data."""
 
-    def __init__(self, settings: Namespace) -> None:
+    def __init__(self, settings: Any) -> None:
         self.settings = settings
 
 
@@ -21,6 +23,20 @@ class Builder(QeRLCLI):
         if settings.rollout.rewards or settings.rollout.environment:
             settings.rollout = RolloutCallback(**settings.rollout)
         raise Built(settings)
+
+
+class Parser(QeRLCLI):
+    def before_instantiate_classes(self) -> None:
+        raise Built(self)
+
+
+def saved_config(*args: str) -> str:
+    """RUN/config.yaml of `qerl ARGS`."""
+    with pytest.raises(Built) as stop:
+        Parser(list(args))
+    cli = stop.value.settings
+    text: str = cli._parser(cli.subcommand).dump(cli.config[cli.subcommand], skip_unset=False)
+    return text
 
 
 def built(*args: str) -> Namespace:

@@ -41,7 +41,7 @@ def configuration(base: Path, run: Path) -> dict[str, Any]:
                 "lora": {"rank": 4, "alpha": 8.0, "dropout": 0.1},
                 "train_norms": True,
             },
-            "objective": {"class_path": "qerl_pl.algorithm.GRPO"},
+            "objective": {"class_path": "qerl_pl.algorithm.GRPO", "init_args": {"beta": 0.04}},
             "optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"lr": 0.01}},
             "update_epochs": 2,
             "minibatches": 2,

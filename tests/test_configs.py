@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
-from cli_helpers import built
+from cli_helpers import built, saved_config
 from jsonargparse import ArgumentParser
 
 import qerl_pl.algorithm.objectives
@@ -22,6 +22,7 @@ from qerl_pl.algorithm.objectives import DAPO, GRPO, Objective, OnPolicyDistilla
 from qerl_pl.callbacks import AdaptiveQuantizationNoise
 from qerl_pl.cli.main import COMMANDS, QeRLCLI, main
 from qerl_pl.datamodules import PromptDataModule
+from qerl_pl.modules import QeRLModule
 from qerl_pl.types import SamplingConfig
 
 ROOT = Path(__file__).parents[1]
@@ -115,7 +116,8 @@ def test_shipped_files_build_what_they_name(folder: str) -> None:
     has_environment = settings.rollout.environment is not None
     tags = "think_tags" in names or names[0] in ("quickstart", "gsm8k_cpu", "bigmath", "search")
     assert (settings.data.system_prompt is None) == (names[0] == "gsm8k" and not tags)
-    assert [reward.name for reward in rollout.rewards] == ["accuracy", *["format"] * tags] + ["overlong"] * ("dapo" in names) + ["environment"] * has_environment
+    optional = {"format": tags, "overlong": "dapo" in names, "environment": has_environment}
+    assert [reward.name for reward in rollout.rewards] == ["accuracy", *(name for name, has in optional.items() if has)]
     if (size := re.search(r"qwen2.5_(\d+b)", folder)) is not None:
         assert isinstance(settings.rollout.engine, qerl_pl.engines.VLLMEngine)
         assert settings.model.policy_config.path == f"Qwen/Qwen2.5-{SIZES[size[1]]}-Instruct"
@@ -307,12 +309,69 @@ def test_a_reward_is_changed_and_added_by_its_name(tmp_path: Path) -> None:
     ]
 
 
-def test_the_objective_that_is_not_named_is_grpo_without_a_kl_penalty(tmp_path: Path) -> None:
+LEAST = "{data: GSM8KDataModule, rollout: {rewards: {accuracy: GSM8KAnswer}}}"
+
+
+@pytest.mark.parametrize(
+    ("objective", "words", "beta"),
+    [
+        (None, [], 0.0),
+        (None, ["--model.objective", "GRPO"], 0.0),
+        (None, ["--model.objective", "qerl_pl.algorithm.GRPO", "--model.objective.epsilon_high", "0.28"], 0.0),
+        ("GRPO", [], 0.0),
+        ({"class_path": "qerl_pl.algorithm.objectives.GRPO"}, [], 0.0),
+        ({"class_path": "GRPO", "init_args": {"beta": 0.04}}, [], 0.04),
+        ({"class_path": "GRPO", "init_args": {"beta": 0.04}}, ["--model.objective", "BNPO"], 0.04),
+    ],
+)
+def test_grpo_has_no_kl_penalty_unless_one_is_set(
+    objective: object, words: list[str], beta: float, tmp_path: Path
+) -> None:
     path = tmp_path / "least.yaml"
-    path.write_text("{data: GSM8KDataModule, rollout: {rewards: {accuracy: GSM8KAnswer}}}")
-    settings = built("fit", "-c", str(path))
-    assert settings.model.objective == GRPO(beta=0.0)
+    model = {} if objective is None else {"model": {"objective": objective}}
+    path.write_text(yaml.safe_dump(yaml.safe_load(LEAST) | model))
+    settings = built("fit", "-c", str(path), *words)
+    assert settings.model.objective.beta == beta
     assert isinstance(settings.rollout.engine, qerl_pl.engines.VLLMEngine)
+    assert QeRLModule().objective == GRPO() == GRPO(beta=0.0)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["-c", "least.yaml"],
+        ["-c", "quickstart", "--model.max_grad_norm", ".inf", "--trainer.max_time", "00:01:00:00"],
+        ["-c", "quickstart", "--model.optimizer", "torch.optim.SGD", "--model.optimizer.lr", "0.1"],
+        ["-c", "quickstart", "--data.system_prompt", "yes", "--rollout.rewards.mine", "more.py:exact"],
+        ["-c", "quickstart_tools", "--rollout.extra_eval_sampling", "{card: {temperature: 0.6}}", "--noise", "null"],
+        ["-c", "gsm8k", "-c", "dapo", "--model.objective.correction", "{rejection: token, low: 0.5}"],
+        ["-c", "quickstart", "--trainer.callbacks+=EarlyStopping", "--trainer.callbacks.monitor=val/accuracy"],
+        ["-c", "quickstart", "--trainer.callbacks+=ModelCheckpoint", "--data.sets", "{one: {path: rows.jsonl}}"],
+        ["-c", "sft"],
+        ["-c", "sft_least.yaml"],
+    ],
+)
+def test_the_saved_configuration_is_read_back_as_it_was(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("least.yaml").write_text(LEAST)
+    Path("sft_least.yaml").write_text("{data: ArithmeticConversations}")
+    Path("more.py").write_text("def exact(completions, **columns):\n    return [0.0 for _ in completions]\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    text = saved_config("fit", *words)
+    Path("config.yaml").write_text(text)
+    assert saved_config("fit", "-c", "config.yaml") == text
+    assert yaml.safe_load(text)["model"]["optimizer"]["init_args"]["lr"] > 0
+    built("fit", "-c", "config.yaml")
+
+
+def test_a_printed_configuration_is_read_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "least.yaml").write_text(LEAST)
+    with pytest.raises(SystemExit):
+        main(["fit", "-c", str(tmp_path / "least.yaml"), "--print_config"])
+    (tmp_path / "printed.yaml").write_text(capsys.readouterr().out)
+    assert built("fit", "-c", str(tmp_path / "printed.yaml")).model.objective == GRPO()
 
 
 # The command line -----------------------------------------------------------------------------------------------------

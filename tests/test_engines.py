@@ -478,6 +478,37 @@ def test_random_numbers_at_the_ends_pick_tokens_of_positive_probability() -> Non
         assert pick_tokens(log_probs, torch.tensor([uniform], dtype=torch.float64)).tolist() == [token]
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("everywhere", [True, False])
+@pytest.mark.parametrize("settings", [{}, {"temperature": 0.0}, {"top_p": 0.5}, {"top_k": 2}, {"min_p": 0.1}])
+def test_logits_that_are_not_finite_are_told_by_the_log_probability(
+    value: float, everywhere: bool, settings: dict[str, Any]
+) -> None:
+    logits = torch.tensor([[0.5, -1.0, 2.0, 0.0]] * 3)
+    logits[1, slice(None) if everywhere else 2] = value
+    log_probs = sampling_log_probs(logits, SamplingConfig(**settings))
+    uniform = None if "temperature" in settings else torch.tensor([0.3, 0.9999, 0.3], dtype=torch.float64)
+    tokens = pick_tokens(log_probs, uniform)
+    found = log_probs.gather(1, tokens[:, None])[:, 0]
+    impossible = value == -math.inf and not everywhere  # a token alone that is never sampled
+    assert found.isfinite().tolist() == [True, impossible, True] and tokens[0] == tokens[2]
+
+
+def test_a_policy_that_diverged_is_told_by_the_log_probabilities(base: Path) -> None:
+    engine = TransformersEngine()
+    engine.launch(spec_of(base))
+    name = next(name for name in engine._shapes if name.endswith("down_proj"))
+    rows, columns = engine._shapes[name]
+    rank = spec_of(base).lora_rank
+    for size in (1e38, math.nan):
+        adapter = {name: (torch.full((rank, columns), size), torch.full((rows, rank), size))}
+        engine.sync(PolicyWeights(1, adapter, 1.0))
+        for temperature in (0.0, 1.0):
+            (found,) = engine.generate(requests_of(PROMPTS[:1]), SamplingConfig(max_tokens=3, temperature=temperature))
+            assert not math.isfinite(found[0].logprobs[0])
+    engine.close()
+
+
 def test_completions_end_at_the_end_token_a_stop_string_or_the_limit(
     engine: RolloutEngine, reference: PeftModel
 ) -> None:

@@ -1,5 +1,6 @@
 """The evaluator: batches of completions, sampling parameters, and its cache."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -166,3 +167,12 @@ def test_an_extra_sampling_takes_what_it_leaves_out_from_the_usual_one() -> None
         with pytest.raises(UserError, match=f"needs names without 'reward' .* got '{name}'; rename it"):
             RolloutCallback([Even()], extra_eval_sampling={name: EvalSampling()})
     RolloutCallback([Even()], extra_eval_sampling={"rewarded": EvalSampling()})
+
+
+@pytest.mark.parametrize("error", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("settings", [{}, {"batch": 2}])
+def test_held_out_prompts_are_not_graded_where_the_policy_diverged(error: float, settings: dict[str, Any]) -> None:
+    engine = Counting()
+    engine.error = error
+    with pytest.raises(UserError, match=r"must be finite; at policy version 0 Counting gave -?(nan|inf) at token 1 of"):
+        evaluate(engine, **settings)

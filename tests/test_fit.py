@@ -248,6 +248,7 @@ def test_validate_from_a_checkpoint_and_export(
     mode = (run / "config.yaml").stat().st_mode  # as the umask has it
     for folder in (tmp_path / "adapter", run / "adapter", tmp_path / "merged"):
         assert {path.stat().st_mode for path in folder.iterdir()} == {mode}
+    assert json.loads((tmp_path / "merged" / "qerl_model.json").read_text()) == {"quantization": "none"}
     merged = load_file(tmp_path / "merged" / "model.safetensors")
     assert "model.layers.0.self_attn.q_proj.weight" in merged and not any("packed" in name for name in merged)
 

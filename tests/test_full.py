@@ -180,6 +180,7 @@ def test_a_run_says_where_its_model_is(
     policy = {"path": str(tiny_policy_dir), "dtype": "float32", "quantization": "none", "finetune": "full"}
     train(tiny_policy_dir, tmp_path, TransformersEngine(), watch=RunSummary(), beta=0.0, policy=policy)
     assert f"model {tmp_path / 'model'}" in capsys.readouterr().out and (tmp_path / "model" / "config.json").is_file()
+    assert (tmp_path / "model" / "qerl_model.json").is_file()
 
 
 def test_a_probe_changes_one_layer_and_leaves_no_trace(tiny_policy_dir: Path) -> None:

@@ -27,7 +27,11 @@ HOLES = torch.tensor(
     ],
     dtype=torch.bool,
 )
-ALL = [*OBJECTIVES, *(GRPO(correction=preset) for preset in PRESETS.values()), DAPO(beta=0.1, entropy_coefficient=0.01)]
+ALL = [
+    *OBJECTIVES,
+    *(GRPO(beta=0.04, correction=preset) for preset in PRESETS.values()),
+    DAPO(beta=0.1, entropy_coefficient=0.01),
+]
 
 
 def compacted(batch: Any) -> tuple[Any, torch.Tensor]:

@@ -20,8 +20,9 @@ from qerl_pl.callbacks import ResumeCheckpoint
 from qerl_pl.engines.base import SharedWeights
 from qerl_pl.errors import UserError
 from qerl_pl.memory import TeacherBytes
-from qerl_pl.modules import Policy, PolicyConfig, QeRLModule
+from qerl_pl.modules import Policy, PolicyConfig, QeRLModule, SFTModule
 from qerl_pl.modules.lora import PROJECTIONS
+from qerl_pl.modules.policy_module import PolicyModule
 from qerl_pl.modules.qerl import BEFORE_TRAINING
 from qerl_pl.persistence.random_state import random_state
 from qerl_pl.seeds import stream_seed
@@ -111,7 +112,18 @@ def planned(max_steps: int | None, max_epochs: int | None, **settings: Any) -> Q
 
 @pytest.mark.parametrize(
     ("max_steps", "max_epochs", "rollouts"),
-    [(-1, 2, 6), (8, -1, 2), (9, None, 3), (1, 1, 1), (8, 2, 2), (80, 2, 6), (None, 1, 3), (0, 1, 3)],
+    [
+        (-1, 2, 6),
+        (8, -1, 2),
+        (9, None, 3),
+        (1, 1, 1),
+        (8, 2, 2),
+        (80, 2, 6),
+        (None, 1, 3),
+        (0, 1, 3),
+        (8, 1000, 2),
+        (-1, 999, 2997),
+    ],
 )
 def test_a_run_is_planned_by_the_nearest_of_its_limits(max_steps: int, max_epochs: int, rollouts: int) -> None:
     assert planned(max_steps, max_epochs).planned_rollouts() == rollouts
@@ -121,6 +133,40 @@ def test_a_run_is_planned_by_the_nearest_of_its_limits(max_steps: int, max_epoch
 def test_a_run_without_an_end_is_refused(max_steps: int, max_epochs: int | None) -> None:
     with pytest.raises(UserError, match="need a planned end"):
         planned(max_steps, max_epochs).planned_rollouts()
+
+
+@pytest.mark.parametrize(
+    ("given", "epochs"),
+    [
+        ({}, 1),
+        ({"max_steps": -1}, 1),
+        ({"min_epochs": 2}, 2),
+        ({"min_steps": 5}, 1),
+        ({"max_epochs": 1000}, 1000),
+        ({"max_epochs": -1}, -1),
+        ({"max_steps": 3}, None),
+        ({"max_time": {"hours": 1}}, None),
+        ({"fast_dev_run": True}, 1),
+    ],
+)
+@pytest.mark.parametrize("module", [QeRLModule(), SFTModule()])
+def test_a_run_without_a_limit_has_one_epoch(given: dict[str, Any], epochs: int | None, module: PolicyModule) -> None:
+    trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, **given)
+    assert trainer.max_epochs == (epochs if {"max_epochs", "fast_dev_run"} & given.keys() else None)
+    for stage in (TrainerFn.VALIDATING, TrainerFn.FITTING):
+        module.trainer = None
+        trainer.state.fn = stage
+        module.trainer = trainer
+        assert stage == TrainerFn.FITTING or trainer.max_epochs in (None, epochs)
+    assert module.trainer is trainer and trainer.max_epochs == epochs
+    module.trainer = None
+
+
+def test_lightning_asks_for_no_more_epochs_than_one(tiny_policy_dir: Path, tmp_path: Path) -> None:
+    module = module_of(tiny_policy_dir)
+    trainer = trainer_of(tmp_path, noise=False, max_epochs=None, limit_val_batches=0)
+    trainer.fit(module, datamodule=data())
+    assert (module.policy_version, module.planned_rollouts(), trainer.max_epochs) == (4, 4, 1)
 
 
 def test_the_rate_rises_over_its_share_of_the_steps_and_falls_to_the_end() -> None:

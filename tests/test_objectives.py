@@ -25,14 +25,14 @@ from qerl_pl.algorithm.objectives import (
 from qerl_pl.errors import UserError
 
 OBJECTIVES = [
-    GRPO(),
+    GRPO(beta=0.04),
     DAPO(),
     DrGRPO(beta=0.1, kl_estimator="k2"),
     BNPO(entropy_coefficient=0.01),
     GSPO(epsilon_low=0.1, epsilon_high=0.1),
     CISPO(epsilon_high=0.3),
-    GRPO(correction="sequence_tis"),
-    GRPO(delta=1.3, correction="off"),
+    GRPO(beta=0.04, correction="sequence_tis"),
+    GRPO(beta=0.04, delta=1.3, correction="off"),
     SAPO(),
     DPPO(epsilon_low=0.02, epsilon_high=0.03),
     DAPO(correction=RolloutCorrection("geometric", 1.1, "token", 0.4, 4.0, 0.1)),
@@ -260,7 +260,7 @@ def test_advantages_follow_the_norm_of_the_objective() -> None:
 def test_missing_inputs_are_named() -> None:
     batch = make_batch(GRPO())
     with pytest.raises(ValueError, match="ref_logprobs"):
-        GRPO().loss(replace(batch, ref_logprobs=None))
+        GRPO(beta=0.04).loss(replace(batch, ref_logprobs=None))
     with pytest.raises(ValueError, match="entropy"):
         DAPO(entropy_coefficient=0.1).loss(replace(batch, entropy=None))
     assert "kl" not in DAPO().loss(replace(batch, ref_logprobs=None)).metrics

@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import peft
 import pytest
@@ -21,6 +22,7 @@ from qerl_pl.formats.quantize import quantize_checkpoint
 from qerl_pl.modules import LoraConfig, Policy, PolicyConfig
 from qerl_pl.modules.adapter import LoraAdapter
 from qerl_pl.modules.lora import PROJECTIONS, FrozenLinear
+from qerl_pl.modules.policy import mark_trained
 
 CPU = torch.device("cpu")
 
@@ -419,3 +421,23 @@ def test_borrowed_marlin_weights_give_the_bits_of_an_own_copy(base: Path) -> Non
         shared.tensors["model.embed_tokens.weight"].data_ptr()
     )
     assert own.trained_state().keys() == borrowed.trained_state().keys()
+
+
+@pytest.mark.parametrize("quantization", ["nvfp4", "mxfp4", "nf4", "gaussian", "none"])
+@pytest.mark.parametrize("marked", [True, False])
+def test_a_trained_model_that_is_quantized_again_is_told(
+    quantization: str, marked: bool, dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    monkeypatch.setenv("QERL_CACHE", str(tmp_path / "cache"))
+    trained = shutil.copytree(dense, tmp_path / "trained")
+    if marked:
+        mark_trained(trained)
+    caplog.set_level("WARNING")
+    held = PolicyConfig(path=str(trained), quantization=quantization).base_folder()  # type: ignore[arg-type]
+    warned = (
+        f"{trained} is a trained model in 16 bits, which is quantized again: to evaluate what was trained, set model."
+    )
+    assert (warned in caplog.text) == (marked and quantization != "none")
+    caplog.clear()
+    PolicyConfig(path=str(held), quantization=quantization).base_folder()  # type: ignore[arg-type]
+    assert "quantized again" not in caplog.text or held == trained

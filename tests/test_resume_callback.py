@@ -22,6 +22,7 @@ from qerl_pl.callbacks.resume import Preempted, _is_validated, _set_aside
 from qerl_pl.cli.config_checks import ACCURACY
 from qerl_pl.cli.main import CALLBACKS
 from qerl_pl.errors import UserError
+from qerl_pl.persistence.checkpoint_io import newest_checkpoint
 
 
 class Validations(Callback):
@@ -444,3 +445,54 @@ def test_what_ends_a_run_stands_before_all_callbacks_once_however_often_it_is_se
         assert trainer.callbacks[1:] == [other, callback]
     callback.teardown(trainer, Tiny(), "fit")
     assert trainer.callbacks == [other, callback]
+
+
+class Steps(DummyLogger):
+    """Keeps the step that each logged number has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[int | None, float]] = []
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        self.found += [(step, value) for name, value in metrics.items() if name == "batches before"]
+
+
+class Numbered(Tiny):
+    """Logs how many batches there were before."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.log("batches before", float(self.trainer.fit_loop.total_batch_idx))
+        return super().training_step(batch, batch_idx)
+
+
+def up_to(*steps: int) -> list[dict[str, int]]:
+    return [{"max_steps": step, "max_epochs": -1} for step in steps]
+
+
+@pytest.mark.parametrize(
+    ("limits", "settings"),
+    [
+        (up_to(2, 4, 6), {"val_check_interval": 2, "check_val_every_n_epoch": None}),
+        (up_to(1, 2, 3, 4), {"val_check_interval": 1, "check_val_every_n_epoch": None}),
+        (up_to(4, 8, 14), {"val_check_interval": 4, "check_val_every_n_epoch": None}),
+        (up_to(6, 9, 12), {"val_check_interval": 3, "check_val_every_n_epoch": None}),
+        (up_to(2, 4, 5), {"val_check_interval": 2}),
+        (up_to(2, 4, 5), {"val_check_interval": 3, "check_val_every_n_epoch": None}),
+        (up_to(2, 4), {"limit_val_batches": 0}),
+        ([*up_to(3), {"max_epochs": 2}], {"val_check_interval": 0.5}),
+        ([{"max_epochs": 1}, {"max_epochs": 2}], {"val_check_interval": 2}),
+        ([{"max_epochs": 2}, {"max_epochs": 4}], {"check_val_every_n_epoch": 2}),
+    ],
+)
+def test_the_curves_of_a_finished_run_go_on_where_they_ended(
+    limits: list[dict[str, int]], settings: dict[str, Any], tmp_path: Path
+) -> None:
+    logger, checkpoint = Steps(), None
+    for limit in limits:
+        given = {"limit_val_batches": 1, "log_every_n_steps": 1} | settings | limit
+        trainer = trainer_of(tmp_path, ResumeCheckpoint(100), **given)
+        trainer.loggers = [logger]
+        trainer.fit(Numbered(), ckpt_path=checkpoint, weights_only=True)
+        checkpoint = str(newest_checkpoint(tmp_path))
+    assert logger.found == [(step, step) for step in range(len(logger.found))] and len(logger.found) > 3

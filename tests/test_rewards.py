@@ -129,8 +129,8 @@ def test_gsm8k_answer() -> None:
     assert GSM8KAnswer()(list(map(sample, completions))) == [0.0, 0.0, 0.0, 0.0]
     boxes = [r"so \boxed{18}", r"\(\boxed{\$18.00}\)", r"\boxed{3} or \boxed{18\text{ apples}}", r"\boxed{18\,\%}"]
     assert GSM8KAnswer()(list(map(sample, [*boxes, r"<answer>\boxed{18}</answer>"]))) == [1.0] * 5
-    wrong = [r"\boxed{18} or \boxed{3}", r"\boxed{about 18}", r"\boxed{}", r"\boxed{1{8", r"\boxed{18}<answer>3</answer>"]
-    assert GSM8KAnswer()(list(map(sample, wrong))) == [0.0] * 5
+    wrong = [r"\boxed{18} or \boxed{3}", r"\boxed{about 18}", r"\boxed{}", r"\boxed{1{8"]
+    assert GSM8KAnswer()(list(map(sample, [*wrong, r"\boxed{18}<answer>3</answer>"]))) == [0.0] * 5
 
 
 @pytest.mark.parametrize(

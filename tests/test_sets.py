@@ -3,25 +3,26 @@
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from cli_helpers import built
 from fit_helpers import Vowels, train
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import TensorBoardLogger
-from short_run import module_of, trainer_of
+from short_run import module_of, rollout_of, trainer_of
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.data import DataLoader
 
 from qerl_pl.callbacks import Monitor, RolloutCallback, RunSummary
-from qerl_pl.datamodules import ArithmeticDataModule, PromptDataModule, Row, TableConfig
-from qerl_pl.engines import TransformersEngine
+from qerl_pl.datamodules import ArithmeticDataModule, ConversationDataModule, PromptDataModule, Row, TableConfig
+from qerl_pl.engines import EngineSpec, TransformersEngine
 from qerl_pl.errors import UserError
-from qerl_pl.modules import PolicyConfig, QeRLModule
+from qerl_pl.modules import PolicyConfig, QeRLModule, SFTModule
 from qerl_pl.modules.qerl import BEFORE_TRAINING
-from qerl_pl.types import Evaluation, SamplingConfig
+from qerl_pl.types import EvalSampling, Evaluation, SamplingConfig
 
 
 def rows(count: int, reference: str) -> list[Row]:
@@ -146,6 +147,92 @@ def test_a_monitored_metric_is_that_of_a_set(
     with pytest.raises(UserError, match=rf"{kind.__name__} monitors {monitor}, .*set best.monitor to one of these"):
         trainer.fit(module, datamodule=data)
     assert "policy" not in dict(module.named_children())
+
+
+class Unlaunched(TransformersEngine):
+    """An engine that must not start."""
+
+    def launch(self, spec: EngineSpec) -> None:
+        raise AssertionError("launched")
+
+
+@pytest.mark.parametrize(
+    ("sets", "monitor", "nearest"),
+    [
+        (("",), "val/acuracy", "val/accuracy"),
+        (("",), "val/pass@3", "val/pass@[124], "),
+        (("",), "val/maj@3", "val/"),  # no answers are extracted
+        (("",), "val/reward_vowels", "val/reward_mean"),  # of a single reward
+        (("",), "val/cold_pass@8", "val/cold_pass@[124], "),
+        (("easy", "hard"), "val/hard/acuracy", "val/hard/accuracy"),
+        (("easy", "hard"), "val/hrd/accuracy", "val/hard/accuracy"),
+    ],
+)
+@pytest.mark.parametrize("kind", [ModelCheckpoint, EarlyStopping])
+def test_a_misspelt_metric_of_a_validation_is_refused_before_anything_starts(
+    kind: Any, sets: tuple[str, ...], monitor: str, nearest: str, tiny_policy_dir: Path, tmp_path: Path
+) -> None:
+    rollout = rollout_of(Unlaunched(), eval_samples=4, extra_eval_sampling={"cold": EvalSampling(temperature=0.5)})
+    trainer = trainer_of(tmp_path, kind(monitor=monitor), rollout=rollout, noise=False)
+    data = Sets(dict.fromkeys(sets, 2)) if sets[1:] else ArithmeticDataModule(train_size=8, batch_size=2, val_size=2)
+    said = rf"^a monitored metric must be logged; {kind.__name__} monitors {monitor}, and validations log .*{nearest}"
+    with pytest.raises(UserError, match=said):
+        trainer.fit(module_of(tiny_policy_dir), datamodule=data)
+    names = rollout.eval_config.metric_names()
+    assert {"accuracy", "pass@1", "pass@4", "reward_mean", "cold_pass@4", "cold_length_mean"} <= {*names}
+
+
+class Own(Callback):
+    """Logs a metric of its own in validations."""
+
+    def on_validation_batch_end(self, trainer: Trainer, pl_module: Any, *_: Any) -> None:
+        pl_module.log("val/own", 1.0, batch_size=1)
+
+
+@pytest.mark.parametrize(
+    ("monitor", "sanity", "said"),
+    [
+        ("reward/men", 0, "monitors reward/men, and steps log reward/mean"),
+        ("mean_reward", 0, "monitors mean_reward, and steps log "),
+        ("optim/los", -1, "monitors optim/los, and steps log optim/loss"),
+        ("val/owm", 1, "monitors val/owm, and validations log val/own"),
+        ("val/own", 1, None),
+        ("val/own", 0, None),
+        ("reward/mean", 0, None),
+        ("rollouts", 0, None),
+    ],
+)
+def test_a_misspelt_metric_is_refused_after_the_first_step_or_the_validation_before(
+    monitor: str, sanity: int, said: str | None, tiny_policy_dir: Path, tmp_path: Path
+) -> None:
+    own = [Own()] if "ow" in monitor else []
+    best = ModelCheckpoint(tmp_path / "best", monitor=monitor)
+    trainer = trainer_of(tmp_path, best, *own, noise=False, limit_train_batches=2)
+    trainer.num_sanity_val_steps = sanity
+    module, data = module_of(tiny_policy_dir), ArithmeticDataModule(train_size=8, batch_size=2, val_size=2)
+    if said is None:
+        trainer.fit(module, datamodule=data)
+        assert best.best_model_path and module.policy_version == 2
+        return
+    with pytest.raises(UserError, match=f"^a monitored metric must be logged; ModelCheckpoint {said}"):
+        trainer.fit(module, datamodule=data)
+    assert module.policy_version == (0 if "val" in monitor else 1) and not (tmp_path / "best").exists()
+
+
+@pytest.mark.parametrize(
+    "monitor", ["val/los", "val/accuracy", "val/perplexty", "val/mean_token_acuracy", "val/x/loss"]
+)
+def test_a_misspelt_metric_is_refused_in_supervised_fine_tuning(monitor: str, tiny_policy_dir: Path) -> None:
+    module = SFTModule(PolicyConfig(path=str(tiny_policy_dir), dtype="float32"))
+    trainer: Any = SimpleNamespace(precision="32-true", max_epochs=1, max_steps=-1, lightning_module=module)
+    trainer.datamodule = ConversationDataModule([{"prompt": "1", "completion": "2"}], max_length=8)
+    for name in (monitor, "val/loss", "optim/loss"):
+        trainer.callbacks = [ModelCheckpoint(monitor=name)]
+        if name == monitor:
+            with pytest.raises(UserError, match=f"monitors {monitor}, and validations log val/"):
+                module.check_first(trainer, "fit")
+        else:
+            module.check_first(trainer, "fit")
 
 
 def test_accuracies_before_training_are_those_of_each_set(tiny_policy_dir: Path, tmp_path: Path) -> None:

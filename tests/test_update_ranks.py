@@ -90,7 +90,7 @@ def learn(
         DrGRPO(),
         CISPO(),
         GSPO(epsilon_low=0.1, epsilon_high=0.1),
-        GRPO(mask_truncated=True, entropy_coefficient=0.1),
+        GRPO(beta=0.04, mask_truncated=True, entropy_coefficient=0.1),
         BNPO(delta=1.5),
         SAPO(),
         DPPO(epsilon_low=0.0005, epsilon_high=0.0005),

@@ -382,7 +382,7 @@ def test_an_infinite_loss_takes_no_step_whatever_its_gradient() -> None:
 
 def test_completions_that_were_all_cut_off_teach_nothing_and_have_no_means() -> None:
     policy = FourNumbers()
-    objective = GRPO(mask_truncated=True)
+    objective = GRPO(beta=0.04, mask_truncated=True)
     truncated = torch.ones(6, dtype=torch.bool)
     metrics = updated(policy, PolicyUpdate(objective, 2, 2, 6, 1.0, True, SEED), experience_of(truncated=truncated))
     assert policy.odds.tolist() == ODDS

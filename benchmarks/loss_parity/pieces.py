@@ -214,8 +214,8 @@ def controlled(first: bool) -> Callable[[Batch], Results]:
 dppo = loss_of(DPPO(correction=OFF, epsilon_low=0.1, epsilon_high=0.1), sampler_is_old=True)
 
 OURS: dict[str, Callable[[Batch], Results]] = {
-    "GRPO with KL penalty k3": loss_of(GRPO(correction=OFF)),
-    "GRPO with KL penalty k3, defaults of both": loss_of(GRPO(correction=OFF)),
+    "GRPO with KL penalty k3": loss_of(GRPO(beta=0.04, correction=OFF)),
+    "GRPO with KL penalty k3, defaults of both": loss_of(GRPO(beta=0.04, correction=OFF)),
     "DAPO, clip-higher": loss_of(DAPO(correction=OFF)),
     "Dr. GRPO": loss_of(DrGRPO(correction=OFF)),
     "BNPO": loss_of(BNPO(correction=OFF)),
@@ -238,8 +238,8 @@ OURS: dict[str, Callable[[Batch], Results]] = {
     "CISPO, both bounds": loss_of(CISPO(correction=OFF, epsilon_low=0.3, epsilon_high=0.5)),
     "DPPO, Binary-TV": dppo,
     "DPPO, Binary-TV, gradient": lambda batch: {"gradient": dppo(batch)["gradient"]},
-    "top-entropy mask, a quarter of 36 tokens": loss_of(GRPO(correction=OFF, top_entropy_quantile=0.25)),
-    "top-entropy mask, a fifth of 36 tokens": loss_of(GRPO(correction=OFF, top_entropy_quantile=0.2)),
+    "top-entropy mask, a quarter of 36 tokens": loss_of(GRPO(beta=0.04, correction=OFF, top_entropy_quantile=0.25)),
+    "top-entropy mask, a fifth of 36 tokens": loss_of(GRPO(beta=0.04, correction=OFF, top_entropy_quantile=0.2)),
     "entropy bonus of a token mean": loss_of(BNPO(correction=OFF, entropy_coefficient=0.01)),
     "entropy bonus of a mean over completions": loss_of(GRPO(correction=OFF, beta=0, entropy_coefficient=0.01)),
     "entropy bonus with top-entropy mask": loss_of(
@@ -247,7 +247,9 @@ OURS: dict[str, Callable[[Batch], Results]] = {
     ),
     "adaptive entropy, first rollout": controlled(first=True),
     "adaptive entropy, other rollouts": controlled(first=False),
-    **{f"loss with {name}": loss_of(GRPO(correction=correction)) for name, correction in CORRECTIONS.items()},
+    **{
+        f"loss with {name}": loss_of(GRPO(beta=0.04, correction=correction)) for name, correction in CORRECTIONS.items()
+    },
     **{
         f"loss of a token mean with {name}": loss_of(BNPO(correction=CORRECTIONS[name], delta=3.0))
         for name in CORRECTIONS

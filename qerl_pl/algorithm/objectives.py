@@ -124,6 +124,11 @@ class Objective(ABC):
         require_one_of(get_args(KLEstimator), "kl_estimator", self.kl_estimator)
         require_one_of(get_args(AdvantageNorm), "advantage_norm", self.advantage_norm)
         require_one_of(get_args(Divergence), "distillation_divergence", self.distillation_divergence)
+        if self.distillation_divergence != "sampled_token" and not self.needs_teacher:
+            raise UserError(
+                f"distillation_divergence {self.distillation_divergence} needs a distillation_coefficient above 0; got "
+                "0; raise it, or leave distillation_divergence out"
+            )
 
     @property
     @abstractmethod
@@ -242,10 +247,9 @@ class Objective(ABC):
 
 @dataclass(frozen=True)
 class GRPO(Objective):
-    """Group Relative Policy Optimization (DeepSeekMath, arXiv 2402.03300), eq. 3, with its KL coefficient."""
+    """Group Relative Policy Optimization (DeepSeekMath, arXiv 2402.03300), eq. 3; its KL coefficient is `beta` 0.04."""
 
     aggregation = "sequence_mean"
-    beta: float = 0.04
 
 
 @dataclass(frozen=True)

@@ -68,7 +68,7 @@ class ResumeCheckpoint(Checkpoint):
         self._stop: Preempted | None = None
         self._step_end: _StepEnd | None = None
         self._rollout_failed = False
-        self._stopper = LambdaCallback(on_train_batch_start=self._raise_stop, on_train_epoch_end=self._raise_stop)
+        self._stopper = LambdaCallback(on_train_batch_start=self._start_step, on_train_epoch_end=self._raise_stop)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Insert a first callback that stops the run after Lightning has logged the step and before the next one."""
@@ -77,6 +77,14 @@ class ResumeCheckpoint(Checkpoint):
     def _raise_stop(self, *_: Any) -> None:
         if self._stop is not None:
             raise self._stop
+
+    def _start_step(self, trainer: Trainer, *_: Any) -> None:
+        """Stop if asked to, or set the step that loggers get: a run that goes on after its end may count one more.
+
+        Lightning (2.6) counts the step again that a validation followed, as which it takes up a checkpoint of the end.
+        """
+        self._raise_stop()
+        trainer.fit_loop.epoch_loop.on_load_checkpoint({"_batches_that_stepped": trainer.fit_loop.total_batch_idx})
 
     def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Install the signal handlers."""

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -21,7 +22,7 @@ from qerl_pl.modules.qerl import QeRLModule
 from qerl_pl.openmp import let_waiting_threads_sleep
 from qerl_pl.rewards import Format, Reward, as_rewards, check_references, with_environment_reward
 from qerl_pl.rollout.collector import Aggregation, Collector, CollectorConfig
-from qerl_pl.start_checks import ChecksFirst, check_monitors, no_sampling_callback
+from qerl_pl.start_checks import ChecksFirst, check_logged, check_monitors, no_sampling_callback, warn_of_unused
 from qerl_pl.types import EvalSampling, PromptBatch, SamplingConfig
 
 log = logging.getLogger(__name__)
@@ -121,7 +122,12 @@ class RolloutCallback(Callback, ChecksFirst):
             tool_format, max_turns, max_turn_tokens, max_tool_response_tokens, tool_wait, environment_workers
         )
         self._pool: EnvironmentPool | None = None
-        if environment is not None:
+        if environment is None:
+            of_dialogues = asdict(self.dialogue_config) | {"environment_workers": environment_workers}
+            of_dialogues |= {"environment_weight": environment_weight, "tool_time_limit": tool_time_limit}
+            del of_dialogues["workers"]
+            warn_of_unused(RolloutCallback, "rollout", "rollout.environment", of_dialogues)
+        else:
             self._pool = EnvironmentPool(environment, tool_time_limit, environment_workers)
         self._dialogues: DialogueSampler | None = None
         self._dialogue_data: PromptDataModule | None = None
@@ -171,6 +177,7 @@ class RolloutCallback(Callback, ChecksFirst):
         module, data = _module(trainer.lightning_module), _data(trainer)
         positions = module.policy_config.positions()
         if stage == "fit":
+            self.config.check_objective(module.objective)
             module.update.check_divides(data.batch_size * self.config.group_size)
         if positions is not None and self.longest(data) > positions:
             raise UserError(
@@ -208,7 +215,7 @@ class RolloutCallback(Callback, ChecksFirst):
         """Launch the engine: before the policy is loaded, which may share the engine's weights."""
         module, data = _module(pl_module), _data(trainer)
         if stage == "fit":
-            check_monitors(trainer, data.val_names)
+            check_monitors(trainer, data.val_names, self.eval_config.metric_names())
         check_references(self.config.rewards, data.references)
         _warn_of_opened_tags(self.config.rewards, module, data)
         if self._collector is None:
@@ -318,6 +325,11 @@ class RolloutCallback(Callback, ChecksFirst):
     ) -> None:
         """Sample and grade validation prompts, without noise."""
         self._evaluate(_module(pl_module), batch, _data(trainer).val_names[dataloader_idx])
+
+    def on_sanity_check_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Refuse callbacks that monitor what the validation has not logged; of several sets Lightning keeps nothing."""
+        if len(_data(trainer).val_names) == 1:
+            check_logged(trainer)
 
     def on_test_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: PromptBatch, batch_idx: int, dataloader_idx: int = 0

@@ -1,18 +1,25 @@
 """Checks of a parsed configuration, and its adaptation to supervised fine-tuning."""
 
 import inspect
+import logging
 from argparse import ArgumentError
+from collections.abc import Collection
 from dataclasses import asdict, is_dataclass
 from pkgutil import resolve_name
 from typing import Any
 
 from jsonargparse import ArgumentParser, Namespace, set_parsing_settings
 from lightning.pytorch import Trainer
+from lightning.pytorch.cli import OptimizerCallable
 
+from qerl_pl.algorithm.objectives import Objective
 from qerl_pl.callbacks import RolloutCallback
 from qerl_pl.datamodules import ConversationDataModule
 from qerl_pl.errors import UserError
 from qerl_pl.modules import QeRLModule, SFTModule
+from qerl_pl.modules.policy_module import ADAMW, default_optimizer
+
+log = logging.getLogger(__name__)
 
 ACCURACY = "val/accuracy"
 """Metric that `best` monitors by default."""
@@ -65,12 +72,70 @@ def _check_group(kind: type, value: Any, key: str) -> None:
             _check_group(parameter.annotation, value.get(name), f"{key}.{name}")
 
 
-def monitor_first_set(config: Namespace) -> None:
-    """Have `best` monitor the accuracy of the first of `data.sets` instead of `val/accuracy`, which is not logged then.
+def complete(config: Namespace, command: str, defaults: Namespace, keys: Collection[str]) -> None:
+    """Set what depends on other keys, and refuse keys that exclude each other.
 
     Args:
         config: Of the run, changed.
+        command: The subcommand.
+        defaults: Of the command line.
+        keys: Of callbacks.
+
+    Raises:
+        UserError: Two keys exclude each other.
     """
+    _settle_callbacks(config, defaults, keys)
+    conversations = is_sft(config)
+    if conversations:
+        _prepare_sft(config, command, defaults)
+    _name_defaults(config.model, conversations)
+    _monitor_first_set(config)
+
+
+def _settle_callbacks(config: Namespace, defaults: Namespace, keys: Collection[str]) -> None:
+    """Switch off the top-level keys that `trainer.callbacks` replaces: those of a listed class, or all if it rolls out.
+
+    Raises:
+        UserError: A key of a listed class is set, too.
+    """
+    listed = config.trainer.callbacks
+    given = [one for one in (listed if isinstance(listed, list) else [listed]) if isinstance(one, Namespace)]
+    kinds = [resolve_name(one.class_path) for one in given]
+    rolls_out = any(isinstance(kind, type) and issubclass(kind, RolloutCallback) for kind in kinds)
+    replaced = [key for key in keys if config[key] and (rolls_out or resolve_name(config[key].class_path) in kinds)]
+    replaced += ["rollout"] * rolls_out
+    written = [key for key in replaced if _plain(config[key]) != _plain(defaults[key])]
+    if written and rolls_out:
+        log.warning(
+            "trainer.callbacks has a RolloutCallback and is complete: what is set for %s has no effect; list it there",
+            " and ".join(written),
+        )
+    elif written:
+        raise UserError(
+            f"a callback is set in one place; got the key {' and '.join(written)}, and trainer.callbacks has that "
+            "class, too; set the key to null, or leave it out there"
+        )
+    for key in replaced:
+        config[key] = defaults[key] if key == "rollout" else None
+
+
+def _name_defaults(model: Namespace, is_sft: bool) -> None:
+    """Name the classes of the optimizer and the objective that are not set, with their arguments, for RUN/config.yaml.
+
+    As the keys' own defaults, their arguments would pass to another class that a user names.
+    """
+    parser = ArgumentParser(exit_on_error=False)
+    if model.optimizer is default_optimizer:
+        parser.add_argument("--optimizer", type=OptimizerCallable)
+        given = {"class_path": "torch.optim.AdamW", "init_args": {**ADAMW, "betas": [*ADAMW["betas"]]}}
+        model.optimizer = parser.parse_object({"optimizer": given}).optimizer
+    if model.objective is None and not is_sft:
+        parser.add_argument("--objective", type=Objective)
+        model.objective = parser.parse_object({"objective": "qerl_pl.algorithm.GRPO"}).objective
+
+
+def _monitor_first_set(config: Namespace) -> None:
+    """Have `best` monitor the accuracy of the first of `data.sets`: `val/accuracy` is not logged then."""
     sets = config.data.get("init_args", Namespace()).get("sets")
     if sets and config.best is not None and config.best.init_args.get("monitor") == ACCURACY:
         config.best.init_args.monitor = f"val/{next(iter(sets))}/accuracy"
@@ -82,12 +147,8 @@ def is_sft(config: Namespace) -> bool:
     return isinstance(kind, type) and issubclass(kind, ConversationDataModule)
 
 
-def prepare_sft(config: Namespace, command: str) -> None:
+def _prepare_sft(config: Namespace, command: str, defaults: Namespace) -> None:
     """Refuse keys of reinforcement learning, and have `best` monitor the loss instead of the accuracy.
-
-    Args:
-        config: Of the run, changed.
-        command: The subcommand.
 
     Raises:
         UserError: A key is set that has no meaning, or the command is test.
@@ -103,18 +164,21 @@ def prepare_sft(config: Namespace, command: str) -> None:
                 "supervised fine-tuning has no rollouts and no objective; got "
                 f"model.{name} {_text(value)}; leave it out"
             )
-    for key in ("noise", "report"):
-        if config[key] is not None:
-            raise UserError(f"supervised fine-tuning has no rollouts; got the key {key}; set it to null")
+    for key in ("noise", "report", "rollout", "monitor", "completions", "summary"):
+        if config[key] is not None and _plain(config[key]) != _plain(defaults[key]):
+            remedy = "leave it out" if key == "rollout" else "set it to null"
+            raise UserError(f"supervised fine-tuning has no rollouts; got the key {key}; {remedy}")
     if config.best is not None and config.best.init_args.get("monitor") == ACCURACY:
         config.best.init_args.update(Namespace(SFT_BEST))
 
 
 def _plain(value: object) -> object:
-    """A dataclass, or the parser's namespace of one, as a dictionary; else the value."""
+    """A dataclass, or the parser's namespace of one, as a dictionary, a tuple as a list; else the value."""
     if isinstance(value, Namespace):
-        return value.as_dict()
-    return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
+        return {name: _plain(item) for name, item in vars(value).items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return _plain(Namespace(asdict(value))) if is_dataclass(value) and not isinstance(value, type) else value
 
 
 def _text(value: object) -> str:

@@ -19,7 +19,7 @@ _PATH = re.compile(r"[\w./-]+")
 
 
 class ConfigFile(ActionConfigFile):
-    """A configuration file or the name of a shipped one; its rewards are merged by name with earlier ones."""
+    """A configuration file or the name of a shipped one; rewards are merged by name with earlier ones, {} drops all."""
 
     @staticmethod
     def apply_config(parser: ArgumentParser, cfg: Namespace, dest: str, value: str) -> None:
@@ -30,7 +30,7 @@ class ConfigFile(ActionConfigFile):
             _check_keys(path)
         ActionConfigFile.apply_config(parser, cfg, dest, path)
         rewards = cfg.get("rollout.rewards")
-        if isinstance(earlier, dict) and isinstance(rewards, dict):
+        if isinstance(earlier, dict) and isinstance(rewards, dict) and rewards:
             cfg["rollout.rewards"] = earlier | rewards
 
 

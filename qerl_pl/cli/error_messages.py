@@ -161,7 +161,10 @@ def _parsing(error: jsonargparse.ArgumentError, argv: list[str], commands: Colle
             f"for a function {key} RewardFunction {key}.function file.py:function"
         )
     if _NO_REWARD.search(str(error)):
-        return "a reward is a class or a function, never null; rollout.rewards has null; leave it out, or write {}"
+        return (
+            "a reward is a class or a function, never null; rollout.rewards has null; leave it out, or write {} for "
+            "rollout.rewards to drop those of earlier files"
+        )
     if argv and argv[0] in commands:
         command = f"qerl {argv[0]}"
     else:

@@ -19,7 +19,7 @@ from qerl_pl.formats.architecture import DOWN, GATE_UP
 from qerl_pl.formats.dense_checkpoint import fill_dense_folder
 from qerl_pl.formats.quantize import in_format
 from qerl_pl.modules.lora import LoraConfig
-from qerl_pl.modules.policy import BASE_FILE, Policy, PolicyConfig
+from qerl_pl.modules.policy import BASE_FILE, Policy, PolicyConfig, mark_trained
 from qerl_pl.modules.saved_adapter import is_adapter, read_adapter
 from qerl_pl.persistence.atomic_files import atomic_directory, folder_identity
 from qerl_pl.persistence.checkpoint_io import CHECKPOINT_KEY, check_fits, load_saved, saved_checkpoint
@@ -116,6 +116,7 @@ def export(run: Path, dst: Path, merge: bool = False, checkpoint: Path | None = 
     with atomic_directory(dst) as folder:
         if merge and not policy.full_finetuning:
             fill_dense_folder(base, folder, torch.bfloat16, partial(_merged, policy.weights(version=0)))
+            mark_trained(folder)
         else:
             policy.save(folder)
         write_model_card(folder, run, policy, merge, steps, kind)

@@ -34,9 +34,8 @@ from qerl_pl.cli.config_checks import (
     ACCURACY,
     SFT_CALLBACKS,
     check_values,
+    complete,
     is_sft,
-    monitor_first_set,
-    prepare_sft,
     sft_module,
 )
 from qerl_pl.cli.configs import ConfigFile, configs
@@ -213,11 +212,7 @@ class QeRLCLI(LightningCLI):
         command = self.config["subcommand"]
         config = self.config[command]
         self._is_sft = is_sft(config)
-        if self._is_sft:
-            prepare_sft(config, command)
-        elif config.model.objective is None:  # as the key's default, its beta would pass to an objective that is named
-            config.model.objective = Namespace(class_path="qerl_pl.algorithm.GRPO", init_args=Namespace(beta=0.0))
-        monitor_first_set(config)
+        complete(config, command, self._parser(command).get_defaults(), CALLBACKS)
         if config.data.get("init_args", {}).get("seed", 0) is None:
             config.data.init_args.seed = config.model.seed
         if config.trainer.default_root_dir is None:
@@ -293,22 +288,21 @@ class QeRLCLI(LightningCLI):
         """`trainer.callbacks` and those of the top-level keys; a list with a RolloutCallback is complete."""
         callbacks = _listed(trainer["callbacks"])
         if self._is_sft:
-            return [*callbacks, *self._named(SFT_CALLBACKS, trainer, callbacks)]
+            return [*callbacks, *self._named(SFT_CALLBACKS, trainer)]
         if not any(isinstance(callback, RolloutCallback) for callback in callbacks):
             rollout = self._get(self.config_init, "rollout")
             if not rollout.rewards and rollout.environment is None:
                 raise UserError(
                     "a run needs rewards; rollout.rewards names none; set it to {accuracy: GSM8KAnswer}, say"
                 )
-            callbacks = [RolloutCallback(**rollout), *callbacks, *self._named(CALLBACKS, trainer, callbacks)]
+            callbacks = [RolloutCallback(**rollout), *callbacks, *self._named(CALLBACKS, trainer)]
         return callbacks
 
-    def _named(self, keys: Iterable[str], trainer: Namespace, listed: list[Callback]) -> list[Callback]:
-        """The callbacks of top-level keys, but for those of a listed type."""
+    def _named(self, keys: Iterable[str], trainer: Namespace) -> list[Callback]:
+        """The callbacks of top-level keys."""
         off = ("best", "checkpoint") if trainer["enable_checkpointing"] is False else ()
         named = [self._get(self.config_init, key) for key in keys if key not in off]
-        types = {type(None), *map(type, listed)}
-        return [callback for callback in named if type(callback) not in types]
+        return [callback for callback in named if callback is not None]
 
     def fit(self, model: LightningModule, datamodule: LightningDataModule, **kwargs: Any) -> None:
         """Train, from the checkpoint of `--resume` or `--ckpt_path`."""

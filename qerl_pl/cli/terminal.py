@@ -32,7 +32,6 @@ LOG_MESSAGES = {
 
 WARNINGS = (
     ".*does not have many workers.*",  # prompts are a list in memory
-    r"\s*Unable to serialize instance <function QeRLModule\.<lambda>",  # the default optimizer, in RUN/config.yaml
     r"Checkpoint directory .* exists and is not empty",  # of a resumed run; a fresh run refuses another's
     # An epoch that ended before its first validation; after one, a metric that is not there is an error.
     r"`ModelCheckpoint\(monitor=.* could not find the monitored key in the returned metrics",

@@ -77,6 +77,12 @@ class PromptDataModule(ResumableDataModule):
         self.instruction = instruction
         self.tools: Sequence[Mapping[str, Any]] = ()
         """JSON schemas of the tools in the prompts; set by `RolloutCallback` if all rows have the same."""
+        for name, table in (sets or {}).items():
+            if table.weight != 1:
+                raise UserError(
+                    "a weight is of tables to train on, each row of data.sets is evaluated once; got "
+                    f"data.sets.{name}.weight {table.weight:g}; leave it out"
+                )
         self._tables = sets
         self._val: dict[str, list[Prompt]] = {}
         self._test: dict[str, list[Prompt]] = {}

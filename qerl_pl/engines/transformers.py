@@ -81,7 +81,7 @@ def pick_tokens(log_probs: Tensor, uniform: Tensor | None) -> Tensor:
         uniform: float64 [B] in [0, 1); None decodes greedily.
 
     Returns:
-        int64 [B].
+        int64 [B], 0 in a row of NaN.
     """
     if uniform is None:
         return log_probs.argmax(-1)
@@ -89,7 +89,8 @@ def pick_tokens(log_probs: Tensor, uniform: Tensor | None) -> Tensor:
     total = cumulative[:, -1]
     # Below the total, so that rounding never reaches past the last token of positive probability.
     target = torch.minimum(uniform * total, torch.nextafter(total, torch.zeros_like(total)))
-    return torch.searchsorted(cumulative, target[:, None], right=True)[:, 0]
+    index = torch.searchsorted(cumulative, target[:, None], right=True)[:, 0]
+    return torch.where(total.isnan(), 0, index)
 
 
 class TransformersEngine(RolloutEngine):

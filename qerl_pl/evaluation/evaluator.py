@@ -17,8 +17,9 @@ from qerl_pl.distributed.communicator import SINGLE_PROCESS, Communicator
 from qerl_pl.engines.base import RolloutEngine
 from qerl_pl.environments.sampler import DialogueJob, DialogueSampler
 from qerl_pl.errors import UserError, require_at_least
+from qerl_pl.evaluation.metrics import prompt_metrics
 from qerl_pl.rewards import AnswerReward, Reward, accuracy_reward, extract_answers, normalize_answers
-from qerl_pl.rollout.experience import gather_by_index, score_groups, without_none
+from qerl_pl.rollout.experience import gather_by_index, require_finite_logprobs, score_groups, without_none
 from qerl_pl.seeds import sample_seeds
 from qerl_pl.types import (
     Completion,
@@ -160,6 +161,14 @@ class EvaluatorConfig:
                     f"{name!r}; rename it"
                 )
 
+    def metric_names(self) -> list[str]:
+        """Names of an evaluation's metrics, of `prompt_metrics`, where every reward applies to a sample."""
+        answer = GradedAnswer(False, None, rewards=dict.fromkeys([*(one.name for one in self.rewards), "total"], 0.0))
+        answers = [answer] * self.samples
+        prompt = EvaluatedPrompt("", answer, answers, dict.fromkeys(self.extra, answers))
+        tells_answers = isinstance(accuracy_reward(self.rewards, self.accuracy_reward), AnswerReward)
+        return [*prompt_metrics([prompt], tells_answers)]
+
 
 class Evaluator:
     """Samples and grades held-out prompts.
@@ -194,6 +203,7 @@ class Evaluator:
         self.accuracy_reward = accuracy_reward(config.rewards, config.accuracy_reward)
         self._cache: SampleCache | None = None
         self._extra_caches: Mapping[str, SampleCache] = {}
+        self._version = 0
 
     def use_cache(self, cache: SampleCache | None, extra: Mapping[str, SampleCache] | None = None) -> None:
         """Take samples from a cache, and add new ones to it; None stops that.
@@ -212,6 +222,7 @@ class Evaluator:
             weights: The sampler's weights, without noise.
             name: Name of the prompts' set, which has its own random streams; empty if there is only one set.
         """
+        self._version = weights.version
         self.engine.wake()
         self.engine.sync(weights)
         indices = range(self.ranks.rank, len(prompts), self.ranks.size)
@@ -274,10 +285,10 @@ class Evaluator:
         name: str,
     ) -> dict[Job, GradedAnswer]:
         completions = [[completion] for completion in self._completions(prompts, jobs, sampling, name)]
+        asked = [prompts[index] for index, _ in jobs]
+        require_finite_logprobs(asked, completions, type(self.engine).__name__, self._version)
         with isolate_rng():  # a reward may draw, and evaluating more often must not change training
-            groups = score_groups(
-                self.config.rewards, self.tokenizer, [prompts[index] for index, _ in jobs], completions
-            )
+            groups = score_groups(self.config.rewards, self.tokenizer, asked, completions)
             extracted = extract_answers(self.accuracy_reward, [group.texts[0] for group in groups])
             right = [bool(group.rewards[self.accuracy_reward.name][0] > 0.5) for group in groups]
             answers = normalize_answers(self.accuracy_reward, extracted, [not correct for correct in right])

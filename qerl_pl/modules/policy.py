@@ -18,7 +18,8 @@ from qerl_pl.algorithm.noise import NormNoise
 from qerl_pl.engines.base import SharedWeights
 from qerl_pl.errors import UserError, require_at_least
 from qerl_pl.formats.architecture import check_family, find_family, logit_cap
-from qerl_pl.formats.base import Quantization
+from qerl_pl.formats.base import Quantization, format_of
+from qerl_pl.formats.dense import DENSE
 from qerl_pl.formats.dense_checkpoint import validate_checkpoint
 from qerl_pl.formats.model_folder import load_tokenizer, longest_sequence, read_config
 from qerl_pl.formats.quantize import config_in_reach, in_format, local_folder
@@ -38,6 +39,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}  # float16's gra
 
 BASE_FILE = "qerl_base.json"
 """File beside an adapter that says which base it was trained on: `path` or `toy`, and `quantization`."""
+MODEL_FILE = "qerl_model.json"
+"""File beside a complete trained model that says how to evaluate it: `quantization`, which is `none`."""
 
 
 @dataclass(frozen=True)
@@ -188,7 +191,19 @@ class PolicyConfig:
             )
         if lora is not None:
             check_targets(model, lora)
+        if self.quantization != "none" and (source / MODEL_FILE).is_file() and format_of(source) is DENSE:
+            log.warning(
+                "%s is a trained model in 16 bits, which is quantized again: to evaluate what was trained, set "
+                "model.policy.quantization to none in place of %s",
+                source,
+                self.quantization,
+            )
         return in_format(source, self.quantization)
+
+
+def mark_trained(folder: Path) -> None:
+    """Write `MODEL_FILE` beside a complete trained model."""
+    (folder / MODEL_FILE).write_text(json.dumps({"quantization": "none"}) + "\n")
 
 
 def predicting_states(
@@ -423,6 +438,7 @@ class Policy(nn.Module):
         """
         self.trained.save(folder)
         if self.full_finetuning:
+            mark_trained(folder)
             return
         if (tokenizer := load_tokenizer(self.folder)) is not None:
             tokenizer.save_pretrained(str(folder))

@@ -40,7 +40,7 @@ from qerl_pl.persistence.atomic_files import atomic_directory, folder_identity
 from qerl_pl.persistence.checkpoint_io import CHECKPOINT_KEY, check_fits, check_start
 from qerl_pl.persistence.random_state import deterministic, random_state, set_random_state
 from qerl_pl.seeds import stream_seed
-from qerl_pl.start_checks import ChecksFirst, require_planned_end
+from qerl_pl.start_checks import ChecksFirst, check_logged, limit_epochs, require_planned_end
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +50,13 @@ RATES = ("initial_lr", "weight_decay")
 NO_TEACHER = TeacherBytes()
 LARGEST_RATE = 1e30
 """What Adam divides by its first bias correction, and float32 still holds."""
+ADAMW: dict[str, Any] = {"lr": 1e-5, "betas": (0.9, 0.99), "weight_decay": 0.1}
+"""Arguments of the default optimizer."""
+
+
+def default_optimizer(parameters: Iterable[nn.Parameter]) -> Optimizer:
+    """AdamW with the learning rate, betas and weight decay of the QeRL authors' code."""
+    return torch.optim.AdamW(parameters, **ADAMW)
 
 
 def build_optimizer(make: Callable[[Iterable[nn.Parameter]], Optimizer], parameters: list[nn.Parameter]) -> Optimizer:
@@ -195,7 +202,19 @@ class PolicyModule(LightningModule, ChecksFirst):
         self._releasable_gib = 0.0
         self._random_state: dict[str, Any] | None = None
         self._optimizer: str | None = None
+        self._has_stepped = False
         self._rates: list[dict[str, float]] = []
+
+    @property
+    def trainer(self) -> Trainer:
+        """The trainer, which attaches itself."""
+        return super().trainer
+
+    @trainer.setter
+    def trainer(self, trainer: Trainer | None) -> None:
+        LightningModule.trainer.fset(self, trainer)  # type: ignore[attr-defined]
+        if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
+            limit_epochs(trainer)
 
     @property
     def steps_per_batch(self) -> int:
@@ -285,6 +304,7 @@ class PolicyModule(LightningModule, ChecksFirst):
 
     def on_train_start(self) -> None:
         """Set the configuration's learning rate and weight decay, also in a resumed run."""
+        self._has_stepped = False
         optimizer, schedule = self.optimizers(), self.lr_schedulers()
         assert isinstance(optimizer, LightningOptimizer) and isinstance(schedule, LambdaLR)
         for index, (group, rates) in enumerate(zip(optimizer.param_groups, self._rates, strict=True)):
@@ -294,6 +314,12 @@ class PolicyModule(LightningModule, ChecksFirst):
         self.policy.checkpointing.set_state_bytes(
             lambda: pending_state_bytes(optimizer.optimizer, self.make_optimizer, self.device)
         )
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """After the first step, refuse callbacks that monitor what it has not logged."""
+        if not self._has_stepped:
+            check_logged(self.trainer)
+        self._has_stepped = True
 
     @contextmanager
     def failing_state_saved(self) -> Iterator[None]:

@@ -22,12 +22,12 @@ from qerl_pl.errors import require_at_least
 from qerl_pl.evaluation.metrics import evaluation_tag, prompt_metrics
 from qerl_pl.memory import TeacherBytes
 from qerl_pl.modules.policy import PolicyConfig
-from qerl_pl.modules.policy_module import PolicyModule
+from qerl_pl.modules.policy_module import PolicyModule, default_optimizer
 from qerl_pl.modules.teacher import Teacher, TeacherConfig
 from qerl_pl.modules.update import PolicyUpdate
 from qerl_pl.persistence.atomic_files import folder_identity
 from qerl_pl.persistence.checkpoint_io import CHECKPOINT_KEY, check_teacher
-from qerl_pl.start_checks import ChecksFirst, no_sampling_callback
+from qerl_pl.start_checks import ChecksFirst, no_sampling_callback, warn_of_unused
 from qerl_pl.types import Experience, PolicyWeights, PromptBatch
 
 T = TypeVar("T")
@@ -67,9 +67,7 @@ class QeRLModule(PolicyModule):
         self,
         policy: PolicyConfig = PolicyConfig(),  # noqa: B008 - frozen, and jsonargparse reads the default
         objective: Objective | None = None,
-        optimizer: OptimizerCallable = lambda params: torch.optim.AdamW(
-            params, lr=1e-5, betas=(0.9, 0.99), weight_decay=0.1
-        ),
+        optimizer: OptimizerCallable = default_optimizer,
         lr_scheduler: str = "cosine",
         warmup_ratio: float = 0.1,
         update_epochs: int = 1,
@@ -114,6 +112,11 @@ class QeRLModule(PolicyModule):
     def setup(self, stage: str) -> None:
         """Drop the metrics of an earlier stage, whose tensors `trainer.validate` makes in inference mode."""
         self._means.clear()
+        if stage == "fit" and not self.objective.needs_teacher:
+            needed = f"a model.objective that distils (OnPolicyDistillation, or {type(self.objective).__name__} with a "
+            warn_of_unused(
+                TeacherConfig, "model.teacher", needed + "distillation_coefficient)", asdict(self.teacher_config)
+            )
 
     def configure_model(self) -> None:
         """Load the policy and, for training, its teacher, once."""

@@ -20,10 +20,11 @@ from qerl_pl.distributed.strategy import communicator_of
 from qerl_pl.errors import UserError
 from qerl_pl.modules.micro_batches import partition_micro_batches
 from qerl_pl.modules.policy import PolicyConfig
-from qerl_pl.modules.policy_module import PolicyModule
+from qerl_pl.modules.policy_module import PolicyModule, default_optimizer
 from qerl_pl.modules.qerl import BEFORE_TRAINING
 from qerl_pl.modules.update import clip_and_step, gradients
 from qerl_pl.seeds import stream_seed
+from qerl_pl.start_checks import check_monitors
 
 log = logging.getLogger(__name__)
 
@@ -52,9 +53,7 @@ class SFTModule(PolicyModule):
     def __init__(
         self,
         policy: PolicyConfig = PolicyConfig(),  # noqa: B008 - frozen, and jsonargparse reads the default
-        optimizer: OptimizerCallable = lambda params: torch.optim.AdamW(
-            params, lr=1e-5, betas=(0.9, 0.99), weight_decay=0.1
-        ),
+        optimizer: OptimizerCallable = default_optimizer,
         lr_scheduler: str = "cosine",
         warmup_ratio: float = 0.1,
         micro_batch_tokens: int | None = None,
@@ -70,6 +69,8 @@ class SFTModule(PolicyModule):
     def check_first(self, trainer: Trainer, stage: str) -> None:
         """Refuse another precision, a run without an end, other data, and conversations too long."""
         super().check_first(trainer, stage)
+        if stage == "fit":
+            check_monitors(trainer, [""], ("loss", "perplexity", "mean_token_accuracy"))
         data, positions = _data(trainer), self.policy_config.positions()
         if positions is not None and data.max_length > positions:
             raise UserError(

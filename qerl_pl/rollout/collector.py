@@ -89,6 +89,20 @@ class CollectorConfig:
                     self.sampling.max_tokens,
                 )
 
+    def check_objective(self, objective: Objective) -> None:
+        """Refuse an objective whose `advantage_norm` the aggregation does not take.
+
+        Raises:
+            UserError: It is another than the aggregation's own.
+        """
+        norm = objective.advantage_norm
+        if self.multi_objective_aggregation == "normalize_then_sum" and norm != "group":
+            raise UserError(
+                "normalize_then_sum (GDPO) divides each reward by its group's standard deviation; got "
+                f"model.objective.advantage_norm {norm} ({type(objective).__name__}); set it to group, or "
+                "rollout.multi_objective_aggregation to sum_then_normalize"
+            )
+
 
 def partition_prompts(prompts: Sequence[str], expected_lengths: Mapping[str, float], size: int) -> list[list[int]]:
     """Partition a batch over the ranks: as many prompts on each (up to one), and about as many tokens.

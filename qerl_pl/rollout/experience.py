@@ -245,6 +245,6 @@ def require_finite_logprobs(
                 raise UserError(
                     f"the sampler's log-probabilities must be finite; at policy version {version} {engine} gave "
                     f"{logprobs[bad]} at token {bad + 1} of {len(logprobs)} of completion {sample} of prompt "
-                    f"{prompt.id}; look for an overflow there: lower the noise, or set another engine or "
-                    "model.policy.dtype, and go on with --resume auto"
+                    f"{prompt.id}; the policy diverged, or overflows there: lower the learning rate or the noise, or "
+                    "set another model.policy.dtype, and go on from a checkpoint before"
                 )

@@ -218,9 +218,11 @@ def require_logprob_parity(parity: LogprobParity, bound: float, perturbed: bool 
     wrong_adapter = significant and parity.adapter_on > parity.adapter_effect / 2
     largest = math.inf if perturbed else bound
     if not (parity.adapter_off <= bound and parity.adapter_on <= largest) or wrong_adapter:  # NaN fails both
+        reason = "runs another base or adapter: check that both load the same folder, and restart with --resume auto"
+        if math.isnan(parity.adapter_off + parity.adapter_on):
+            reason = "has a policy that diverged: lower the learning rate, and go on from an earlier checkpoint"
         raise UserError(
             f"engine and trainer must agree within {bound:g} nats a token without noise; got "
             f"{parity.adapter_on:.2g} with the adapter, {parity.adapter_off:.2g} without it, the adapter's effect "
-            f"being {parity.adapter_effect:.2g}; the engine runs another base or adapter: check that both load the "
-            "same folder, and restart with --resume auto"
+            f"being {parity.adapter_effect:.2g}; the engine {reason}"
         )

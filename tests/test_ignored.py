@@ -1,0 +1,243 @@
+"""Settings that would have no effect: refused, or named in a warning."""
+
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import yaml
+from cli_helpers import built, saved_config
+from short_run import data, module_of, rollout_of
+
+from qerl_pl.algorithm import DAPO, GRPO, DrGRPO, OnPolicyDistillation
+from qerl_pl.algorithm.objectives import Objective
+from qerl_pl.callbacks import AdaptiveQuantizationNoise
+from qerl_pl.datamodules import ArithmeticDataModule
+from qerl_pl.datamodules.tables import TableConfig
+from qerl_pl.errors import UserError
+from qerl_pl.modules import QeRLModule
+from qerl_pl.modules.teacher import TeacherConfig
+from qerl_pl.types import SamplingConfig
+
+ROLLOUT = "{class_path: RolloutCallback, init_args: {rewards: {accuracy: GSM8KAnswer}}}"
+QUICK = ("fit", "-c", "quickstart")
+
+
+@pytest.mark.parametrize(
+    ("listed", "words", "keys"),
+    [
+        ("[ModelCheckpoint]", ["--best", "{mode: min}"], "best"),
+        ("[ModelCheckpoint, LearningRateMonitor]", ["--best.monitor", "reward/mean"], "best"),
+        ("[{class_path: ModelCheckpoint, init_args: {monitor: val/accuracy}}]", ["--best.save_top_k", "3"], "best"),
+        ("[qerl_pl.callbacks.ResumeCheckpoint]", ["--checkpoint.every_n_rollouts", "2"], "checkpoint"),
+        ("[qerl_pl.callbacks.AdaptiveQuantizationNoise]", [], "noise"),
+        ("[CompletionLog, RunSummary]", ["--completions.jsonl", "true"], "completions"),
+    ],
+)
+def test_a_key_that_trainer_callbacks_would_replace_is_refused(listed: str, words: list[str], keys: str) -> None:
+    with pytest.raises(UserError, match=f"^a callback is set in one place; got the key {keys}, and trainer.callbacks"):
+        built(*QUICK, "--trainer.callbacks", listed, *words)
+
+
+@pytest.mark.parametrize(
+    ("words", "keys"),
+    [
+        (["--noise", "null"], "rollout"),
+        ([], "noise and rollout"),
+        (["--best.save_top_k", "3"], "noise and best and rollout"),
+        (["--checkpoint.keep", "3", "--noise", "null"], "checkpoint and rollout"),
+        (["--noise", "null", "--completions.jsonl", "true", "--report", "{}"], "completions and report and rollout"),
+    ],
+)
+def test_keys_beside_a_listed_rollout_callback_are_named(
+    words: list[str], keys: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    text = saved_config(*QUICK, "--trainer.callbacks", f"[{ROLLOUT}]", *words)
+    assert f"is complete: what is set for {keys} has no effect; list it there" in caplog.text
+    (tmp_path / "config.yaml").write_text(text)
+    caplog.clear()
+    assert saved_config("fit", "-c", str(tmp_path / "config.yaml")) == text and "no effect" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("listed", "words", "off"),
+    [
+        ("[ModelCheckpoint]", [], {"best"}),
+        ("[ModelCheckpoint, RunSummary]", ["--best", "null"], {"best", "summary"}),
+        ("[LearningRateMonitor]", ["--best.save_top_k", "3"], set()),
+        ("[AdaptiveQuantizationNoise]", ["--noise", "null"], {"noise"}),
+        ("[CompletionLog]", [], {"completions"}),
+    ],
+)
+def test_a_key_at_its_default_gives_way_to_trainer_callbacks(
+    listed: str, words: list[str], off: set[str], tmp_path: Path
+) -> None:
+    text = saved_config(*QUICK, "--trainer.callbacks", listed, *words)
+    saved = yaml.safe_load(text)
+    keys = {"noise", "best", "checkpoint", "monitor", "completions", "summary"}
+    assert {key for key in keys if saved[key] is None} == off
+    (tmp_path / "config.yaml").write_text(text)
+    assert saved_config("fit", "-c", str(tmp_path / "config.yaml")) == text
+
+
+def test_a_listed_rollout_callback_is_complete() -> None:
+    words = ("--data", "ArithmeticDataModule", "--trainer.callbacks", f"[{ROLLOUT}, ModelCheckpoint]")
+    saved = yaml.safe_load(saved_config("fit", *words))
+    assert not any(saved[key] for key in ("noise", "best", "checkpoint", "monitor", "completions", "summary", "report"))
+
+
+@pytest.mark.parametrize(
+    ("later", "names"),
+    [
+        (["{rollout: {rewards: {}}}", "{rollout: {rewards: {mine: MathAnswer}}}"], ["mine"]),
+        (["{rollout: {rewards: {}, environment: qerl_pl.environments.Calculator}}"], []),
+        (["{rollout: {rewards: {mine: MathAnswer}}}"], ["accuracy", "format", "mine"]),
+        (
+            [
+                "{rollout: {rewards: {mine: MathAnswer}}}",
+                "{rollout: {rewards: {}}}",
+                "{rollout: {rewards: {b: Format}}}",
+            ],
+            ["b"],
+        ),
+        (["{rollout: {rewards: [MathAnswer]}}", "{rollout: {rewards: {}}}"], []),
+        (["{rollout: {group_size: 4}}"], ["accuracy", "format"]),
+        (["{trainer: {max_steps: 4}}", "{rollout: {rewards: {format: MathAnswer}}}"], ["accuracy", "format"]),
+    ],
+)
+def test_no_rewards_in_a_file_drop_those_of_earlier_files(later: list[str], names: list[str], tmp_path: Path) -> None:
+    words: list[str] = []
+    for number, text in enumerate(later):
+        (tmp_path / f"{number}.yaml").write_text(text)
+        words += ["-c", str(tmp_path / f"{number}.yaml")]
+    assert list(yaml.safe_load(saved_config(*QUICK, *words))["rollout"]["rewards"]) == names
+    assert yaml.safe_load(saved_config(*QUICK, *words, "--rollout.rewards", "{}"))["rollout"]["rewards"] == {}
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--rollout.group_size", "16"],
+        ["--rollout.rewards", "{accuracy: GSM8KAnswer}"],
+        ["--rollout.engine", "TransformersEngine"],
+        ["--rollout.sampling.max_tokens", "9"],
+        ["--completions.jsonl", "true"],
+    ],
+)
+def test_settings_of_rollouts_are_refused_in_supervised_fine_tuning(words: list[str]) -> None:
+    with pytest.raises(UserError, match="^supervised fine-tuning has no rollouts; got the key (rollout|completions); "):
+        built("fit", "-c", "sft", *words)
+    built("fit", "-c", "sft", "--completions", "null", "--summary", "null", "--checkpoint.keep", "3")
+
+
+def started(objective: Objective, rollout: dict[str, Any]) -> None:
+    """Check a rollout's settings as the start of a run does."""
+    module = QeRLModule(objective=objective)
+    trainer: Any = SimpleNamespace(lightning_module=module, datamodule=data())
+    rollout_of(**rollout).check_first(trainer, "fit")
+
+
+GDPO = {"multi_objective_aggregation": "normalize_then_sum"}
+
+
+@pytest.mark.parametrize(
+    ("objective", "said"),
+    [
+        (GRPO(advantage_norm="batch"), r"advantage_norm batch \(GRPO\); set it to group"),
+        (DAPO(advantage_norm="maxrl"), r"advantage_norm maxrl \(DAPO\)"),
+        (GRPO(advantage_norm="rloo"), r"advantage_norm rloo \(GRPO\)"),
+        (GRPO(advantage_norm="none"), r"advantage_norm none \(GRPO\)"),
+        (DrGRPO(), r"advantage_norm none \(DrGRPO\)"),
+    ],
+)
+def test_gdpo_refuses_another_advantage_norm_than_its_own(objective: Objective, said: str) -> None:
+    with pytest.raises(UserError, match=r"^normalize_then_sum \(GDPO\) divides .*; got model.objective." + said):
+        started(objective, GDPO)
+    started(objective, {})
+    started(DrGRPO(advantage_norm="group"), GDPO)
+
+
+@pytest.mark.parametrize("objective", [GRPO(), DAPO(), DrGRPO(), GRPO(beta=0.04), DAPO(entropy_coefficient=0.1)])
+@pytest.mark.parametrize(
+    ("teacher", "names"),
+    [
+        (TeacherConfig("larger"), "model.teacher.path has"),
+        (TeacherConfig("larger", offload=False), "model.teacher.path and model.teacher.offload have"),
+        (TeacherConfig(dtype="float32"), "model.teacher.dtype has"),
+        (TeacherConfig(), None),
+    ],
+)
+def test_a_teacher_that_nothing_learns_from_is_named(
+    objective: Objective, teacher: TeacherConfig, names: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    module_of(Path("nowhere"), objective=objective, teacher=teacher).setup("fit")
+    needed = "a model.objective that distils (OnPolicyDistillation, or"
+    assert [message.partition(needed)[0] for message in caplog.messages] == [f"{names} no effect without "] * bool(
+        names
+    )
+    caplog.clear()
+    module_of(Path("nowhere"), objective=OnPolicyDistillation(), teacher=teacher).setup("fit")
+    assert not caplog.messages
+
+
+@pytest.mark.parametrize("kind", [GRPO, DAPO])
+def test_a_divergence_is_refused_that_nothing_learns_by(kind: type[Objective]) -> None:
+    with pytest.raises(UserError, match="^distillation_divergence full_vocabulary needs a distillation_coefficient"):
+        kind(distillation_divergence="full_vocabulary")  # type: ignore[call-arg]
+    OnPolicyDistillation(distillation_divergence="full_vocabulary")
+
+
+@pytest.mark.parametrize("weight", [0.5, 2.0, 0.999])
+@pytest.mark.parametrize("others", [{}, {"first": TableConfig("b.jsonl")}])
+def test_a_weight_of_a_set_to_evaluate_on_is_refused(weight: float, others: dict[str, TableConfig]) -> None:
+    with pytest.raises(UserError, match=rf"^a weight is of tables to train on.* got data.sets.x.weight {weight:g}; "):
+        ArithmeticDataModule(sets={**others, "x": TableConfig("a.jsonl", weight=weight)})
+    ArithmeticDataModule(sets={**others, "x": TableConfig("a.jsonl")})
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"max_turns": 4}, ["rollout.max_turns has no effect without rollout.environment"]),
+        (
+            {"tool_format": "hermes", "environment_weight": 0.5},
+            ["rollout.tool_format and rollout.environment_weight have"],
+        ),
+        ({"environment_workers": 3}, ["rollout.environment_workers has no effect without rollout.environment"]),
+        (
+            {"tool_time_limit": 5.0, "max_tool_response_tokens": None},
+            ["rollout.max_tool_response_tokens and rollout.to"],
+        ),
+        (
+            {"temperature_bounds": (0.9, 1.1)},
+            ["rollout.temperature_bounds has no effect without rollout.entropy_target"],
+        ),
+        ({"temperature_bounds": (0.9, 1.1), "entropy_target": 0.5}, []),
+        ({"max_turns": 4, "environment": "qerl_pl.environments.Calculator"}, []),
+        ({"max_turns": 8, "sampling": SamplingConfig(max_tokens=3)}, []),
+    ],
+)
+def test_what_acts_with_another_setting_only_is_named(
+    settings: dict[str, Any], said: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    rollout_of(**settings).close()
+    found = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(found) == len(said) and all(text in line for text, line in zip(said, found, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"gain": 0.5}, "noise.gain has"),
+        ({"metric": "mismatch/ess", "sigma_max": 0.1}, "noise.metric and noise.sigma_max have"),
+        ({"sigma_min": 1e-5, "decay": "linear"}, "noise.sigma_min has"),
+        ({"gain": 0.5, "decay": "feedback", "target": 0.5}, ""),
+        ({"sigma_start": 0.02, "stages": 3}, ""),
+    ],
+)
+def test_settings_of_steered_noise_are_named_where_it_is_not_steered(
+    settings: dict[str, Any], said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    AdaptiveQuantizationNoise(**settings)
+    assert caplog.messages == ([f"{said} no effect without noise.decay feedback"] if said else [])
