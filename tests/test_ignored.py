@@ -12,7 +12,6 @@ from short_run import data, module_of, rollout_of
 
 from qerl_pl.algorithm import DAPO, GRPO, DrGRPO, OnPolicyDistillation
 from qerl_pl.algorithm.objectives import Objective
-from qerl_pl.callbacks import AdaptiveQuantizationNoise
 from qerl_pl.datamodules import ArithmeticDataModule
 from qerl_pl.datamodules.tables import TableConfig
 from qerl_pl.errors import UserError
@@ -209,11 +208,6 @@ def test_a_weight_of_a_set_to_evaluate_on_is_refused(weight: float, others: dict
             {"tool_time_limit": 5.0, "max_tool_response_tokens": None},
             ["rollout.max_tool_response_tokens and rollout.to"],
         ),
-        (
-            {"temperature_bounds": (0.9, 1.1)},
-            ["rollout.temperature_bounds has no effect without rollout.entropy_target"],
-        ),
-        ({"temperature_bounds": (0.9, 1.1), "entropy_target": 0.5}, []),
         ({"max_turns": 4, "environment": "qerl_pl.environments.Calculator"}, []),
         ({"max_turns": 8, "sampling": SamplingConfig(max_tokens=3)}, []),
     ],
@@ -224,20 +218,3 @@ def test_what_acts_with_another_setting_only_is_named(
     rollout_of(**settings).close()
     found = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert len(found) == len(said) and all(text in line for text, line in zip(said, found, strict=True))
-
-
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({"gain": 0.5}, "noise.gain has"),
-        ({"metric": "mismatch/ess", "sigma_max": 0.1}, "noise.metric and noise.sigma_max have"),
-        ({"sigma_min": 1e-5, "decay": "linear"}, "noise.sigma_min has"),
-        ({"gain": 0.5, "decay": "feedback", "target": 0.5}, ""),
-        ({"sigma_start": 0.02, "stages": 3}, ""),
-    ],
-)
-def test_settings_of_steered_noise_are_named_where_it_is_not_steered(
-    settings: dict[str, Any], said: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    AdaptiveQuantizationNoise(**settings)
-    assert caplog.messages == ([f"{said} no effect without noise.decay feedback"] if said else [])

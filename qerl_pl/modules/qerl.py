@@ -1,7 +1,7 @@
 """The LightningModule that trains the policy by reinforcement learning."""
 
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
