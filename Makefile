@@ -9,7 +9,7 @@ export TOKENIZERS_PARALLELISM = false
 # Processes that tests start would compile the package and vLLM anew, each of them.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help quickstart test suite mutants study lint docs format install-gpu clean
+.PHONY: help quickstart test suite nightly mutants lint docs format install-gpu clean
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST)
@@ -52,14 +52,14 @@ $(VENV)/.installed-mutants: $(VENV)/.installed
 		--editable '.[dev,mutants]'
 	touch $@
 
-mutants: $(VENV)/.installed-mutants ## plant faults one by one, see whether tests notice: an hour, not part of test
-	$(BIN)/python tests/mutation.py
+mutants: $(VENV)/.installed-mutants ## plant faults one by one, see whether tests notice: an hour, part of nightly
+	$(BIN)/python tools/mutation.py
 
-STUDY ?= study
-AT_ONCE ?= 1
-study: $(VENV)/.installed ## the paper's claims put to the test, on GPUs: STUDY=pilot AT_ONCE=5 SET="NAME=VALUE ..."
-	$(BIN)/python -m benchmarks.study run benchmarks/study/$(STUDY).yaml --at-once $(AT_ONCE) $(if $(SET),--set $(SET))
-	$(BIN)/python -m benchmarks.study report benchmarks/study/$(STUDY).yaml
+# Every test of a part runs before the command fails.
+nightly: $(VENV)/.installed-vllm $(VENV)/.installed-environments ## what takes hours: long tests, studies, mutants
+	$(BIN)/python -m pytest -q --numprocesses 3 --dist loadfile -m nightly
+	$(BIN)/python -m pytest -q --numprocesses 3 --dist loadfile studies
+	$(MAKE) --no-print-directory mutants
 
 lint: $(VENV)/.installed ## ruff and mypy
 	$(BIN)/ruff check .

@@ -4,7 +4,7 @@ Each room of the package gets a copy of the work tree in build/mutants, with the
 run in this process alone, for a mutant is a fork of a process that has imported everything. What may survive, and why,
 is listed in mutants.md by the mutated line.
 
-    python tests/mutation.py [room ...] [--processes N] [--again]
+    python tools/mutation.py [room ...] [--processes N] [--again]
 
 With --again what an earlier run noticed stands: only what survived, and what is new in the code, meets the tests as
 they are now.
@@ -26,7 +26,7 @@ from mutmut.state import state
 
 ROOT = Path(__file__).parents[1]
 BUILD = ROOT / "build" / "mutants"
-LISTED = ROOT / "tests" / "mutants.md"
+LISTED = ROOT / "tools" / "mutants.md"
 AT_LEAST = 0.9
 """Share of the mutants that must be noticed."""
 AT_LEAST_IN_A_ROOM = 0.85
