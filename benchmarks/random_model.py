@@ -67,7 +67,6 @@ def config_of(shape: str, positions: int = 32768) -> dict[str, Any]:
 
 MIXTURES = {  # hidden, inner of an expert, layers, heads, key/value heads, head size, experts, chosen, vocabulary
     "tiny": (128, 64, 2, 4, 2, 32, 6, 2, 512),
-    "toy": (256, 128, 3, 4, 2, 64, 16, 4, 512),  # taught: see toy_mixture.py
     "30b-a3b": (2048, 768, 48, 32, 4, 128, 128, 8, 151936),
     "gpt-oss-tiny": (128, 64, 2, 4, 2, 32, 6, 2, 512),
     "gpt-oss-20b": (2880, 2880, 24, 64, 8, 64, 32, 4, 201088),

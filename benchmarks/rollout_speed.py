@@ -22,7 +22,7 @@ from typing import Any
 import kernel_profile
 import report
 import torch
-from engine_h200 import RANK, TARGETS, decode_sweep, measure_speed, prompts_of, random_policy, used_gib
+from engine_speed import RANK, TARGETS, decode_sweep, measure_speed, prompts_of, random_policy, used_gib
 from random_model import SHAPES, config_of, write_model
 from report import correct
 from stock_engine import StockEngine
