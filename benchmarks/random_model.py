@@ -148,18 +148,16 @@ def write_model(folder: Path, shape: str, device: torch.device, nvfp4: bool = Tr
     write_random(folder, config_of(shape, positions), device, nvfp4)
 
 
-def write_random(
-    folder: Path, config: dict[str, Any], device: torch.device, nvfp4: bool = True, power_of_two: bool = False
-) -> None:
+def write_random(folder: Path, config: dict[str, Any], device: torch.device, nvfp4: bool = True) -> None:
     """`write_model` for any config.json; experts in stacks are in MXFP4. The folder appears when it is complete."""
     part = folder.with_name(f"{folder.name}.part")
     shutil.rmtree(part, ignore_errors=True)  # of a run that was cut off
     part.mkdir(parents=True)
-    _write(part, config, device, nvfp4, power_of_two)
+    _write(part, config, device, nvfp4)
     part.rename(folder)
 
 
-def _write(folder: Path, config: dict[str, Any], device: torch.device, nvfp4: bool, power_of_two: bool) -> None:
+def _write(folder: Path, config: dict[str, Any], device: torch.device, nvfp4: bool) -> None:
     ignored, stacks = {"ignore": [*CONFIG["ignore"], *unquantized(config)]}, stores_stacks(config)
     quantization = {"quantization_config": STACKS_CONFIG if stacks else CONFIG | ignored} if nvfp4 else {}
     (folder / "config.json").write_text(json.dumps(config | quantization))
@@ -188,7 +186,7 @@ def _write(folder: Path, config: dict[str, Any], device: torch.device, nvfp4: bo
             continue
         done.update(group)
         weights = {member: random(member) for member in group}
-        scale = nvfp4_global_scale(*weights.values(), power_of_two=power_of_two)
+        scale = nvfp4_global_scale(*weights.values())
         for member, weight in weights.items():
             stem, packed = member.removesuffix(".weight"), quantize_nvfp4(weight, scale)
             writer.add(f"{stem}.weight_packed", packed.packed)

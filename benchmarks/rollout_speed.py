@@ -43,7 +43,6 @@ PARTS: dict[str, tuple[str, int, dict[str, Any]]] = {  # name, rank, settings of
     "before": ("NVFP4, Marlin without decode GEMM", RANK, {"decode_gemm_max_tokens": None}),
     "before_bare": ("NVFP4, Marlin without decode GEMM", 0, {"decode_gemm_max_tokens": None}),
     "decode_gemm_256": ("NVFP4, decode GEMM up to 256 tokens", RANK, {"decode_gemm_max_tokens": 256}),
-    "humming": ("NVFP4, Humming, two copies", RANK, {"linear_backend": "humming"}),
     "bf16": ("BF16, same engine", RANK, {}),
     "bf16_bare": ("BF16, same engine", 0, {}),
 }

@@ -246,10 +246,10 @@ def test_targets_with_their_path_count_the_linears_that_they_name() -> None:
 
 
 def test_an_unquantized_base_has_the_bits_of_its_dtype() -> None:
-    assert {*BITS, "gaussian"} == set(get_args(QuantizedFormat))
+    assert set(BITS) == set(get_args(QuantizedFormat))
     weights = QWEN.linear_weights + QWEN.embedding_weights
     for dtype, size in ((torch.bfloat16, 2), (torch.float32, 4)):
-        assert QWEN.base_bytes("none", dtype) == QWEN.base_bytes("gaussian", dtype) == size * weights
+        assert QWEN.base_bytes("none", dtype) == size * weights
 
 
 def test_a_cache_needs_vllms_reserved_block_beside_its_longest_sequence() -> None:

@@ -35,7 +35,6 @@ from studies.train_on_4_bits.reordered import reorder_checkpoint
 WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "none": ("16-bit", {}),
     "nvfp4": ("NVFP4", {}),
-    "nvfp4_search": ("NVFP4, searched scales", {"scales": "search"}),
     "mxfp4": ("MXFP4", {}),
     "nf4": ("NF4", {}),
 }

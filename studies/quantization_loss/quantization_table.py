@@ -32,7 +32,6 @@ INSTRUCTION = "Please reason step by step, and put your final answer within \\bo
 WAYS: dict[str, dict[str, Any] | None] = {
     "16-bit": None,
     "NVFP4": {"format": "nvfp4"},
-    "NVFP4, searched scales": {"format": "nvfp4", "scales": "search"},
     "NVFP4, GPTQ": {"format": "nvfp4", "method": "gptq"},
     "NVFP4, AWQ": {"format": "nvfp4", "method": "awq"},
     "MXFP4": {"format": "mxfp4"},

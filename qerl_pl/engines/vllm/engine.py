@@ -74,8 +74,7 @@ class VLLMEngine(RolloutEngine):
         max_num_seqs: Sequences decoded at once. Waiting ones are admitted when an eighth of these have finished.
         max_num_batched_tokens: Tokens of a forward pass; more speeds up prefill and needs more memory. By default
             vLLM chooses.
-        linear_backend: Kernels of 4-bit linears and experts. humming cannot share its weights, so the GPU holds two
-            copies, and needs a CUDA compiler at run time; auto lets vLLM choose. Not used on a CPU.
+        linear_backend: Kernels of 4-bit linears and experts; auto lets vLLM choose. Not used on a CPU.
         decode_gemm_max_tokens: Tokens of a forward pass up to which NVFP4 linears, adapter included, run by this
             package's decode GEMM, which is faster than Marlin (Hopper GPUs, bfloat16). null leaves all to Marlin.
         dense_above: Tokens of a forward pass above which 4-bit linears multiply by their dequantized weight, as in
@@ -100,7 +99,7 @@ class VLLMEngine(RolloutEngine):
         max_model_len: int | None = None,
         max_num_seqs: int = 256,
         max_num_batched_tokens: int | None = None,
-        linear_backend: Literal["marlin", "humming", "auto"] = "marlin",
+        linear_backend: Literal["marlin", "auto"] = "marlin",
         decode_gemm_max_tokens: int | None = DECODE_GEMM_MAX_TOKENS,
         dense_above: int | None = 256,
         enforce_eager: bool = False,
