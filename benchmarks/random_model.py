@@ -197,6 +197,6 @@ def _write(folder: Path, config: dict[str, Any], device: torch.device, nvfp4: bo
 
 def in_mxfp4(stack: torch.Tensor) -> Mapping[str, torch.Tensor]:
     """What stores a stack of experts [E, K, N] as gpt-oss is published, by the suffix of its name."""
-    quantizer = MXFP4StacksQuantizer("minmax", False)
+    quantizer = MXFP4StacksQuantizer()
     codes, scales = zip(*(quantizer.encode(matrix.t().contiguous(), None) for matrix in stack), strict=True)
     return quantizer.store(torch.stack(codes), torch.stack(scales), None, stack.dtype)[0]
