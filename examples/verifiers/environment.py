@@ -1,44 +1,30 @@
-"""Tasks of verifiers (`verifiers.v1`): the tools of their toolsets, and their rewards."""
+"""Tasks of verifiers (`verifiers.v1`): the tools of their toolsets, and their rewards; see ../README.md."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import verifiers.v1 as vf
+from mcp.server.mcpserver import MCPServer
+from verifiers.v1.utils.decorators import discover_decorated
+
 from qerl_pl.environments.contract import with_tools
-from qerl_pl.errors import UserError
 from qerl_pl.import_path import load_named
-
-try:  # here, and not when it is used: once before workers are forked, for it takes seconds
-    import verifiers.v1 as vf
-    from mcp.server.mcpserver import MCPServer
-    from verifiers.v1.utils.decorators import discover_decorated
-except ImportError as _error:
-    vf, _MISSING = None, str(_error)
-
-_RULE = "a verifiers task is a subclass of verifiers.v1.Task named module.Class or file.py:Class"
 
 
 class Verifiers:
     """Tasks of verifiers, made from the rows of the data; a task without toolsets answers by one `step`.
 
-    A row's columns are the fields of the task's data. The tools of its toolsets run in the worker. The reward is the
-    weighted sum of the task's rewards for the dialogue; those that need a runtime (a sandbox) are left out, as
-    verifiers does when it scores offline.
+    A row's columns are the fields of the task's data. The reward is the weighted sum of the task's rewards for the
+    dialogue; those that need a runtime (a sandbox) are left out, as verifiers does when it scores offline.
 
     Args:
-        task: The class of the tasks, or its name.
+        task: The class of the tasks, named module.Class or file.py:Class.
         config: Fields of the task's configuration.
     """
 
-    def __init__(self, task: str | type, config: Mapping[str, Any] | None = None) -> None:
-        if vf is None:
-            raise UserError(f"Verifiers needs the package verifiers; {_MISSING}; install verifiers>=0.4")
-        named: Any = task
-        if isinstance(task, str):
-            named = load_named(task, _RULE, "name its module or file", "environment")
-        self._kind: Any = named
-        if not (isinstance(named, type) and issubclass(named, vf.Task)):
-            raise UserError(f"{_RULE}; {task!r} is none; name one")
+    def __init__(self, task: str, config: Mapping[str, Any] | None = None) -> None:
+        self._kind: Any = load_named(task, "a task is named module.Class or file.py:Class", "", "environment")
         self._config = self._kind.config_type()(**(config or {}))
         self._state: Any = None
         self._toolsets = [self._sharing_state(toolset) for toolset in self._kind.toolsets(self._config)]
@@ -72,13 +58,8 @@ class Verifiers:
         """The task's rewards of a dialogue."""
         for number, message in enumerate(messages):
             role, content = message["role"], message["content"]
-            made = (
-                vf.AssistantMessage(content=content)
-                if role == "assistant"
-                else vf.ToolMessage(tool_call_id=str(number), content=content)
-                if role == "tool"
-                else vf.UserMessage(content=content)
-            )
+            made = vf.AssistantMessage(content=content) if role == "assistant" else vf.UserMessage(content=content)
+            made = vf.ToolMessage(tool_call_id=str(number), content=content) if role == "tool" else made
             parent = len(self._trace.nodes) - 1 if self._trace.nodes else None
             self._trace.nodes.append(vf.MessageNode(parent=parent, message=made, sampled=role == "assistant"))
         await self._task.finalize(self._trace, None)

@@ -1,4 +1,4 @@
-"""Environments of OpenEnv for `test_adapters.py`: actions, MCP tools, and a server."""
+"""Environments of OpenEnv for `test_environments.py`: actions, MCP tools, and a server."""
 
 import sys
 from typing import Any

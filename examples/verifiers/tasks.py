@@ -1,4 +1,4 @@
-"""Tasks of verifiers for `test_adapters.py`: with and without tools."""
+"""Tasks of verifiers for `test_environments.py`: with and without tools."""
 
 import verifiers.v1 as vf
 
