@@ -14,7 +14,7 @@ from qerl_kernels.decode_gemm import (
     decode_gemm_supported,
 )
 from qerl_kernels.divergence import chunked_reverse_kl
-from qerl_kernels.experts import ExpertBiases, ExpertLora, mixture_of_experts, mixture_reference
+from qerl_kernels.experts import ExpertBiases, mixture_of_experts, mixture_reference
 from qerl_kernels.frozen_weights import DenseWeight, FrozenWeight, MarlinRows, MXFP4Weight, NVFP4Weight
 from qerl_kernels.linear import AdaptedWeight, LoraFactors, frozen_linear, frozen_linears
 from qerl_kernels.logprob import chunked_token_logprobs
@@ -40,7 +40,7 @@ from qerl_kernels.stacked_weights import DenseStack, MarlinStack, MXFP4Stack, NV
 
 __all__ = [
     "AdaptedWeight", "Backend", "DECODE_GEMM_MAX_TOKENS", "DenseStack", "DenseWeight", "ExpertBiases",
-    "ExpertLora", "FrozenWeight", "LoraFactors", "MXFP4Stack", "MXFP4Tensor", "MXFP4Weight", "MarlinRows",
+    "FrozenWeight", "LoraFactors", "MXFP4Stack", "MXFP4Tensor", "MXFP4Weight", "MarlinRows",
     "MarlinStack", "MarlinTensor", "NVFP4Stack", "NVFP4Tensor", "NVFP4Weight", "StackedWeight", "chunked_reverse_kl",
     "chunked_token_logprobs", "clamped_swiglu", "clamped_swiglu_reference", "decode_gemm_linear",
     "decode_gemm_linear_reference", "decode_gemm_sizes", "decode_gemm_supported", "dequantize_marlin",

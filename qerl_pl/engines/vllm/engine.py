@@ -36,7 +36,7 @@ from qerl_pl.engines.vllm.startup import (
 )
 from qerl_pl.engines.vllm.worker import WorkerReport
 from qerl_pl.errors import UserError, require_at_least
-from qerl_pl.formats.architecture import family_of, has_experts, linear_shapes, stack_shapes
+from qerl_pl.formats.architecture import family_of, has_experts, linear_shapes
 from qerl_pl.formats.base import format_of
 from qerl_pl.formats.dense import DENSE
 from qerl_pl.formats.dense_checkpoint import write_dense_checkpoint
@@ -169,8 +169,6 @@ class VLLMEngine(RolloutEngine):
         linears = linear_shapes(config)
         check_targets(spec, linears)
         self._shapes = {name: size for name, size in linears.items() if spec.adapts(name)}
-        stacks = stack_shapes(config) if spec.lora_target_parameters else {}
-        self._shapes |= {name: size for name, size in stacks.items() if spec.adapts_stack(name)}
         length = self.max_model_len or spec.max_tokens
         kv_gib = kv_cache_size(self.kv_cache_gib, self.gpu_memory_utilization, spec.device)
         least_bytes = partial(Shape.of(config).sequence_kv_bytes, dtype=self.cache_dtype(spec.dtype))
@@ -233,14 +231,9 @@ class VLLMEngine(RolloutEngine):
             if report.decode_gemm < report.linears:
                 needs = "it needs NVFP4 in Marlin's layout, bfloat16 and a Hopper GPU"
                 off[compat.DECODE_GEMM] = self._missing.get(compat.DECODE_GEMM, needs)
-        stacks = [name for name, shape in self._shapes.items() if len(shape) == 3]
-        if linears := len(report.adapted) - len(stacks):
+        if linears := len(report.adapted):
             fused = report.decode_gemm == report.linears
             features.append("fused LoRA" if fused else f"LoRA on {linears} linears")
-        if stacks:
-            features.append(f"LoRA on {len(stacks)} stacks of experts")
-            if self._on_gpu:
-                self._call("qerl_check_expert_adapters")
         if self._on_gpu and report.sampler:
             off[compat.SAMPLER] = report.sampler
         elif self._on_gpu:
