@@ -101,7 +101,7 @@ class TransformersEngine(RolloutEngine):
         self._model: PreTrainedModel | None = None
         self._tokenizer: PreTrainedTokenizerBase | None = None
         self._linears: dict[str, SyncedLoraLinear] = {}
-        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._shapes: dict[str, tuple[int, int]] = {}
         self._norms: dict[str, SyncedRMSNorm] = {}
         self._noisy: list[str] = []
         self._recorder: RoutingRecorder | None = None

@@ -226,7 +226,7 @@ def check_targets(model: nn.Module, config: LoraSpec) -> None:
         sides = {name: side for name, side in linears.items() if re.fullmatch(rf"(.*\.)?{re.escape(target)}", name)}
         if not sides:
             names = sorted({name.rsplit(".", 1)[-1] for name in linears})
-            family = find_family(model.config.model_type)  # type: ignore[union-attr]
+            family = find_family(model.config.model_type)  # type: ignore[union-attr, arg-type]
             raise UserError(
                 f"every LoRA target must name linears of the model; {target!r} matches none; "
                 f"choose model.policy.lora.targets among {', '.join(names)}"

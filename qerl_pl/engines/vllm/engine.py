@@ -134,7 +134,7 @@ class VLLMEngine(RolloutEngine):
         self._spec: EngineSpec | None = None
         self._llm: Any = None
         self._asleep = False
-        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._shapes: dict[str, tuple[int, int]] = {}
         self._ends: tuple[int, ...] = ()
         self._has_tokenizer = False
         self._missing: dict[str, str] = {}
