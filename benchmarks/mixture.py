@@ -1,13 +1,11 @@
 """A mixture of experts on one GPU: does the trainer compute what vLLM's fused experts do, and how fast are both?
 
     python benchmarks/mixture.py --out results  # eight layers of Qwen3-30B-A3B's shape, under two and a half minutes
-    python benchmarks/mixture.py --shape toy --move 0.05 --compared 64 --parts agreement --out results  # trained
     python benchmarks/mixture.py --shape tiny --device cpu --prompt 16 --tokens 16 --batches 4 --update 256 --out out
     python benchmarks/mixture.py --shape gpt-oss-20b --layers 4 --parts agreement update --out results
 
-Weights in NVFP4, of gpt-oss the experts alone in MXFP4 as published, an adapter on attention, and with `--experts` on
-experts, bfloat16. The toy's weights are trained: it is a small mixture, taught the toy policy's task on the CPU in two
-minutes. The others are random, and exaggerate rounding. "agreement" samples with the adapter on and off, and with
+Weights in NVFP4, of gpt-oss the experts alone in MXFP4 as published, an adapter on attention, bfloat16. Weights are
+random, and exaggerate rounding. "agreement" samples with the adapter on and off, and with
 noise; the trainer computes the same tokens with the same noise, choosing experts anew or those of the sampler (R3).
 Both are compared, too, with the trainer in float32 and with the sampler's experts. "update" is a forward and a backward
 pass over packed sequences of 512 tokens, and an AdamW step, by the engine's memory. "rollout" starts vLLM again with
@@ -35,14 +33,12 @@ import random_model
 import report
 import torch
 from agreement import move_adapter
-from agreement import prompts_of as problems_of
-from engine_h200 import prompts_of, random_policy, timed, used_gib
+from engine_speed import prompts_of, random_policy, timed, used_gib
 from qerl_kernels import ExpertBiases, mixture_of_experts, select_backend
 from qerl_kernels import experts as kernels
 from qerl_pl.modules.trainer_noise import TrainerNoise
 from stock_engine import StockEngine
 from torch import Tensor
-from toy_mixture import toy_mixture
 from transformers import AutoConfig
 from update_speed import measure
 
@@ -51,14 +47,12 @@ from qerl_pl.engines import EngineSpec, RolloutEngine, TransformersEngine, VLLME
 from qerl_pl.engines.base import SharedWeights
 from qerl_pl.engines.vllm.linear_methods import relative_difference
 from qerl_pl.errors import UserError
-from qerl_pl.formats.quantize import quantize_checkpoint
 from qerl_pl.formats.stored_experts import BIASES
 from qerl_pl.memory import GIB
 from qerl_pl.model_shape import Shape
 from qerl_pl.modules import LoraConfig, Policy, PolicyConfig
 from qerl_pl.modules.experts import PackedExperts
 from qerl_pl.rollout.experience import pad_completions, pad_routing
-from qerl_pl.toy.policy import ToyConfig
 from qerl_pl.types import Completion, Prompt, RolloutRequest, SamplingConfig
 
 PARTS = ("agreement", "update", "rollout", "stock")
@@ -66,7 +60,6 @@ NOISE = NormNoise(1e-2, seed=0, version=0)
 KINDS = ((True, None), (False, None), (True, NOISE))
 """Adapter and noise of the compared rollouts."""
 RANK = 32
-EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
@@ -84,11 +77,10 @@ def launch(
     lora = config.lora_spec
     assert lora is not None
     device = torch.device(args.device)
-    longest, parameters = args.prompt + args.tokens, lora.target_parameters
+    longest = args.prompt + args.tokens
     spec = EngineSpec(
         *(base, config.torch_dtype, device, lora.rank, lora.targets, longest),
         record_routing=record,
-        lora_target_parameters=parameters,
     )
     if args.engine == "transformers":
         reference = TransformersEngine()
@@ -148,10 +140,8 @@ def _watched(route: Any, chosen: list[Tensor]) -> Any:
     return watched
 
 
-def prompts_for(base: Path, args: argparse.Namespace) -> list[Prompt]:
-    """Problems for a model that was taught some, else random tokens."""
-    if args.shape == "toy":
-        return problems_of(base, args.compared)
+def prompts_for(args: argparse.Namespace) -> list[Prompt]:
+    """Random tokens."""
     requests = prompts_of(args.compared, args.prompt, random_model.MIXTURES[args.shape][-1])
     return [Prompt(str(index), request.prompt_ids, "", "") for index, request in enumerate(requests)]
 
@@ -299,8 +289,7 @@ def write(found: dict[str, Any], args: argparse.Namespace) -> None:
     about = {name: value for name, value in found.items() if name not in PARTS}
     tables.append(", ".join(f"{name}: {value}" for name, value in about.items()))
     settings = {name: str(value) for name, value in vars(args).items() if name not in ("base", "out")}
-    name = f"mixture_{args.shape}" + ("_experts" if args.experts else "")
-    report.write(args.out, name, "\n\n".join(tables), {"settings": settings, **found})
+    report.write(args.out, f"mixture_{args.shape}", "\n\n".join(tables), {"settings": settings, **found})
 
 
 def trained_policy(
@@ -322,12 +311,10 @@ def float32_policy(base: Path, config: PolicyConfig, policy: Policy) -> Policy:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=random_model.MIXTURES, default="30b-a3b")
-    parser.add_argument("--layers", type=int, help="by default 8, and 3 of the toy")
-    parser.add_argument("--steps", type=int, default=600, help="of the toy's teaching")
+    parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--engine", choices=("vllm", "transformers"), default="vllm")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS[:3]))
-    parser.add_argument("--experts", action="store_true", help="adapters on the experts, too")
     parser.add_argument("--prompt", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=256, help="of a completion")
     parser.add_argument("--compared", type=int, default=16, help="completions that trainer and engine are compared on")
@@ -335,14 +322,12 @@ def main() -> None:
     parser.add_argument("--move", type=float, default=0.02, help="standard deviation added to the adapter's matrices")
     parser.add_argument("--batches", type=int, nargs="+", default=[8, 128], help="sequences of a rollout")
     parser.add_argument("--update", type=int, nargs="+", default=[4096, 16384], help="packed tokens of an update")
-    parser.add_argument("--power_of_two", action="store_true", help="global scales that leave bfloat16's weights exact")
     parser.add_argument(
         "--profile", action="store_true", help="also tables of an update and of a decode step by kind of kernel"
     )
     parser.add_argument("--base", type=Path, help="a folder with a model that this script wrote there; None writes one")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    args.layers = args.layers or (3 if args.shape == "toy" else 8)
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # as the command line does
     device, start = torch.device(args.device), time.perf_counter()
     if device.type == "cuda":
@@ -367,12 +352,7 @@ def main() -> None:
 
 def write_base(base: Path, device: torch.device, args: argparse.Namespace) -> None:
     """Write the model in 4 bits."""
-    if args.shape == "toy":
-        source = toy_mixture(ToyConfig(layers=args.layers, steps=args.steps))
-        quantize_checkpoint(source, base, power_of_two=args.power_of_two)
-        return
-    config = random_model.mixture_config(args.shape, args.layers)
-    random_model.write_random(base, config, device, power_of_two=args.power_of_two)
+    random_model.write_random(base, random_model.mixture_config(args.shape, args.layers), device)
 
 
 def run(base: Path, device: torch.device, args: argparse.Namespace) -> None:
@@ -385,7 +365,7 @@ def run(base: Path, device: torch.device, args: argparse.Namespace) -> None:
         record.write_text(json.dumps(found))
         write(found, args)
 
-    lora = LoraConfig(rank=RANK, alpha=float(RANK), target_parameters=EXPERTS if args.experts else None)
+    lora = LoraConfig(rank=RANK, alpha=float(RANK))
     config = PolicyConfig(path=str(base), lora=lora, gradient_checkpointing=True)
     if {"agreement", "update"} & set(args.parts):
         engine, reason = launch(base, config, args, record=True)
@@ -393,11 +373,9 @@ def run(base: Path, device: torch.device, args: argparse.Namespace) -> None:
         found |= {"not_shared": reason, "borrowed": 0 if shared is None else len(shared.linears) + len(shared.experts)}
         policy = trained_policy(base, config, device, shared, args.move).eval()
         found["layer"] = grouped_against_loop(policy, device)
-        if (teaching := base / "teaching.json").is_file():
-            found["teaching"] = json.loads(teaching.read_text())
         if "agreement" in args.parts:
             exact = float32_policy(base, config, policy) if args.float32 else None
-            save(agreement=agreement(engine, policy, exact, prompts_for(base, args), args))
+            save(agreement=agreement(engine, policy, exact, prompts_for(args), args))
             del exact  # the update's memory is without it
             if device.type == "cuda":
                 torch.cuda.empty_cache()

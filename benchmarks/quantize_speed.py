@@ -1,6 +1,6 @@
 """`qerl quantize` on a CPU and on a GPU: seconds, memory, and whether both write the same bytes.
 
-    python benchmarks/quantize_speed.py --layers 4 --out results               # four layers of 7B, four runs
+    python benchmarks/quantize_speed.py --layers 4 --out results               # four layers of 7B
     python benchmarks/quantize_speed.py --shape 32b --devices cuda --out results
     python benchmarks/quantize_speed.py --shape tiny --devices cpu --out results
 
@@ -47,11 +47,11 @@ def digest(folder: Path) -> str:
     return found.hexdigest()
 
 
-def quantize(source: Path, target: Path, device: str, scales: str, compare: bool) -> dict[str, Any]:
+def quantize(source: Path, target: Path, device: str, compare: bool) -> dict[str, Any]:
     """One run of the command in a process of its own; `target` is gone afterwards."""
     command = [sys.executable, "-m", "qerl_pl", "quantize", str(source), str(target)]
     start, peak = time.perf_counter(), 0.0
-    process = subprocess.Popen([*command, "--device", device, "--scales", scales])
+    process = subprocess.Popen([*command, "--device", device])
     while process.poll() is None:
         peak = max(peak, anonymous_gib(process.pid))
         time.sleep(0.05)
@@ -59,7 +59,7 @@ def quantize(source: Path, target: Path, device: str, scales: str, compare: bool
     if process.returncode:
         raise SystemExit(f"{' '.join(command)} failed with status {process.returncode}")
     error = json.loads((target / QUANTIZATION_REPORT).read_text())["mean_relative_squared_error"]
-    row = {"device": device, "scales": scales, "seconds": seconds, "peak_gib": peak, "error": error}
+    row = {"device": device, "seconds": seconds, "peak_gib": peak, "error": error}
     row["sha256"] = digest(target) if compare else None
     shutil.rmtree(target)
     return row
@@ -70,7 +70,6 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="7b")
     parser.add_argument("--layers", type=int, help="of the model, where fewer than the shape's are to do")
     parser.add_argument("--devices", nargs="+", choices=("cpu", "cuda"), default=["cpu", "cuda"])
-    parser.add_argument("--scales", nargs="+", choices=("minmax", "search"), default=["minmax", "search"])
     parser.add_argument("--source", type=Path, help="a 16-bit model to take instead of making one")
     parser.add_argument("--folder", type=Path, help="where source and output are written")
     parser.add_argument("--out", type=Path, required=True)
@@ -85,18 +84,14 @@ def main() -> None:
         write_model(source, args.shape, torch.device("cuda" if torch.cuda.is_available() else "cpu"), nvfp4=False)
     size = files_gib(source)
     compare = len(args.devices) > 1
-    rows = [
-        quantize(source, folder / "out", device, scales, compare) for scales in args.scales for device in args.devices
-    ]
+    rows = [quantize(source, folder / "out", device, compare) for device in args.devices]
     if args.source is None:
         shutil.rmtree(folder)
-    equal = {scales: len({row["sha256"] for row in rows if row["scales"] == scales}) == 1 for scales in args.scales}
+    equal = len({row["sha256"] for row in rows}) == 1 if compare else "–"
     cells = [
-        [row["scales"], row["device"], f"{row['seconds']:.1f}", f"{row['peak_gib']:.2f}", f"{row['error']:.3e}"]
-        + [equal[row["scales"]] if compare else "–"]
-        for row in rows
+        [row["device"], f"{row['seconds']:.1f}", f"{row['peak_gib']:.2f}", f"{row['error']:.3e}", equal] for row in rows
     ]
-    headers = ["scales", "device", "s, start included", "peak GiB of RAM", "relative squared error", "same bytes"]
+    headers = ["device", "s, start included", "peak GiB of RAM", "relative squared error", "same bytes"]
     layers, threads = args.layers or "all", torch.get_num_threads()
     about = f"{args.shape}, {layers} layers: {size:.1f} GiB of 16-bit weights; {threads} CPU threads"
     table = f"{report.markdown(headers, cells)}\n\n{about}"

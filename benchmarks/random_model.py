@@ -67,7 +67,6 @@ def config_of(shape: str, positions: int = 32768) -> dict[str, Any]:
 
 MIXTURES = {  # hidden, inner of an expert, layers, heads, key/value heads, head size, experts, chosen, vocabulary
     "tiny": (128, 64, 2, 4, 2, 32, 6, 2, 512),
-    "toy": (256, 128, 3, 4, 2, 64, 16, 4, 512),  # taught: see toy_mixture.py
     "30b-a3b": (2048, 768, 48, 32, 4, 128, 128, 8, 151936),
     "gpt-oss-tiny": (128, 64, 2, 4, 2, 32, 6, 2, 512),
     "gpt-oss-20b": (2880, 2880, 24, 64, 8, 64, 32, 4, 201088),
@@ -149,18 +148,16 @@ def write_model(folder: Path, shape: str, device: torch.device, nvfp4: bool = Tr
     write_random(folder, config_of(shape, positions), device, nvfp4)
 
 
-def write_random(
-    folder: Path, config: dict[str, Any], device: torch.device, nvfp4: bool = True, power_of_two: bool = False
-) -> None:
+def write_random(folder: Path, config: dict[str, Any], device: torch.device, nvfp4: bool = True) -> None:
     """`write_model` for any config.json; experts in stacks are in MXFP4. The folder appears when it is complete."""
     part = folder.with_name(f"{folder.name}.part")
     shutil.rmtree(part, ignore_errors=True)  # of a run that was cut off
     part.mkdir(parents=True)
-    _write(part, config, device, nvfp4, power_of_two)
+    _write(part, config, device, nvfp4)
     part.rename(folder)
 
 
-def _write(folder: Path, config: dict[str, Any], device: torch.device, nvfp4: bool, power_of_two: bool) -> None:
+def _write(folder: Path, config: dict[str, Any], device: torch.device, nvfp4: bool) -> None:
     ignored, stacks = {"ignore": [*CONFIG["ignore"], *unquantized(config)]}, stores_stacks(config)
     quantization = {"quantization_config": STACKS_CONFIG if stacks else CONFIG | ignored} if nvfp4 else {}
     (folder / "config.json").write_text(json.dumps(config | quantization))
@@ -189,7 +186,7 @@ def _write(folder: Path, config: dict[str, Any], device: torch.device, nvfp4: bo
             continue
         done.update(group)
         weights = {member: random(member) for member in group}
-        scale = nvfp4_global_scale(*weights.values(), power_of_two=power_of_two)
+        scale = nvfp4_global_scale(*weights.values())
         for member, weight in weights.items():
             stem, packed = member.removesuffix(".weight"), quantize_nvfp4(weight, scale)
             writer.add(f"{stem}.weight_packed", packed.packed)
@@ -200,6 +197,6 @@ def _write(folder: Path, config: dict[str, Any], device: torch.device, nvfp4: bo
 
 def in_mxfp4(stack: torch.Tensor) -> Mapping[str, torch.Tensor]:
     """What stores a stack of experts [E, K, N] as gpt-oss is published, by the suffix of its name."""
-    quantizer = MXFP4StacksQuantizer("minmax", False)
+    quantizer = MXFP4StacksQuantizer()
     codes, scales = zip(*(quantizer.encode(matrix.t().contiguous(), None) for matrix in stack), strict=True)
     return quantizer.store(torch.stack(codes), torch.stack(scales), None, stack.dtype)[0]

@@ -22,7 +22,7 @@ from typing import Any
 import kernel_profile
 import report
 import torch
-from engine_h200 import RANK, TARGETS, decode_sweep, measure_speed, prompts_of, random_policy, used_gib
+from engine_speed import RANK, TARGETS, decode_sweep, measure_speed, prompts_of, random_policy, used_gib
 from random_model import SHAPES, config_of, write_model
 from report import correct
 from stock_engine import StockEngine
@@ -43,7 +43,6 @@ PARTS: dict[str, tuple[str, int, dict[str, Any]]] = {  # name, rank, settings of
     "before": ("NVFP4, Marlin without decode GEMM", RANK, {"decode_gemm_max_tokens": None}),
     "before_bare": ("NVFP4, Marlin without decode GEMM", 0, {"decode_gemm_max_tokens": None}),
     "decode_gemm_256": ("NVFP4, decode GEMM up to 256 tokens", RANK, {"decode_gemm_max_tokens": 256}),
-    "humming": ("NVFP4, Humming, two copies", RANK, {"linear_backend": "humming"}),
     "bf16": ("BF16, same engine", RANK, {}),
     "bf16_bare": ("BF16, same engine", 0, {}),
 }

@@ -1,15 +1,17 @@
-"""The site's pages: README and all that its links lead to, at their paths in the repository, and the API."""
+"""The site's pages: README and what its links lead to, at their paths in the repository, without studies; the API."""
 
 import re
 from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
 _LINK = re.compile(r"\]\(([^)#\s]+)[^)\s]*\)")
 _FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 _TITLED = re.compile(r"\[([^\]]+)\]\(([^)]+)\)")
+_STUDY = re.compile(r"\[([^\]]+)\]\((?:\.\./)*(studies/[^)]+)\)")
 _ROW = re.compile(r"^\| ([^|]+) \| (\[.*\)) \|$", re.MULTILINE)
 
 
@@ -34,6 +36,11 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     return Files([*of_theme, *pages, *api])
 
 
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Name the files of studies, which are in the repository alone, in place of links to them."""
+    return _STUDY.sub(r"\1 (`\2`)", markdown)
+
+
 def _capital(title: str) -> str:
     return title[0].upper() + title[1:]
 
@@ -48,7 +55,8 @@ def _reached(start: str) -> list[str]:
             if "://" in link:
                 continue
             target = (ROOT / path).parent.joinpath(link).resolve()
-            if target.is_file() and (name := target.relative_to(ROOT).as_posix()) not in found:
+            name = target.relative_to(ROOT).as_posix()
+            if target.is_file() and name not in found and not name.startswith("studies/"):
                 found.append(name)
     return found
 

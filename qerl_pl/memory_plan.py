@@ -52,8 +52,6 @@ class MicroBatch:
     rank: int = 0
     """Of the adapter; 0 without one."""
     full_finetuning: bool = False
-    adapts_experts: bool = False
-    """Whether the adapter is on experts, too."""
 
 
 def saved_bytes(shape: Shape, batch: MicroBatch) -> int:
@@ -65,7 +63,7 @@ def saved_bytes(shape: Shape, batch: MicroBatch) -> int:
         products = shape.queries + 2 * shape.keys + shape.hidden + (0 if _tiles(shape, batch) else 2 * shape.inner)
         if size == 2 and not shape.soft_capped:  # attention's result and log-sum-exp
             products += shape.queries + 2 * shape.heads
-        products += _expert_rank(shape, batch) + (shape.hidden if shape.normed_outputs else 0)
+        products += shape.hidden if shape.normed_outputs else 0
         return shape.layers * size * (shape.hidden + products) * tokens
     if batch.checkpointing is True:
         return shape.layers * size * shape.hidden * tokens
@@ -82,16 +80,10 @@ def _recomputed(shape: Shape, batch: MicroBatch) -> int:
     result of attention, gate, up and their product, the low-rank products of the adapter, and inputs of norms of
     outputs."""
     size = batch.dtype.itemsize
-    rank = 7 * batch.rank + _expert_rank(shape, batch)
-    token = size * ((5 if shape.normed_outputs else 3) * shape.hidden + rank) + _attention(shape, batch) + 8
+    token = size * ((5 if shape.normed_outputs else 3) * shape.hidden + 7 * batch.rank) + _attention(shape, batch) + 8
     token += 2 * 2 * 4 * shape.hidden if batch.train_norms else 0
     token += 0 if _tiles(shape, batch) else 3 * size * shape.inner
     return batch.tokens * token + _saved_scores(shape, batch)
-
-
-def _expert_rank(shape: Shape, batch: MicroBatch) -> int:
-    """Elements of a token's products with the A of its experts."""
-    return 2 * shape.chosen * batch.rank if batch.adapts_experts else 0
 
 
 def _attention(shape: Shape, batch: MicroBatch) -> int:
@@ -163,8 +155,8 @@ def working_bytes(shape: Shape, batch: MicroBatch) -> dict[str, int]:
         # Gradients of gate, up and their product, which itself is free by then; of the layer's result.
         gate_up = 2 if batch.checkpointing == "selective" else 0  # are among what is saved
         gradients = recomputed + size * (hidden + (2 - gate_up) * inner) * tokens
-        # Inputs copied for experts, and their results; what an adapter adds to them.
-        gradients += (3 if batch.adapts_experts else 2) * size * shape.chosen * hidden * tokens
+        # Inputs copied for experts, and their results.
+        gradients += 2 * size * shape.chosen * hidden * tokens
         mlp = max(gradients, gradients - size * inner * tokens + weight)
     attention = size * tokens * (2 * hidden + 2 * shape.queries) + tokens * _attention(shape, batch)
     attention += _attention_backward(shape, batch) + weight
@@ -212,7 +204,6 @@ class RunPlan:
     """Of an optimizer step."""
     quantization: str = "nvfp4"
     targets: tuple[str, ...] = PROJECTIONS
-    target_parameters: tuple[str, ...] = ()
     state_bytes: float = 8.0
     """Of the optimizer, for each trained weight."""
     step_bytes: float = 4.0
@@ -246,11 +237,8 @@ def run_memory(plan: RunPlan) -> RunMemory:
     full = batch.full_finetuning
     dense = size * (shape.linear_weights + shape.embedding_weights)
     base = shape.base_bytes(plan.quantization, batch.dtype)
-    on_experts = shape.expert_adapter_weights(batch.rank, plan.target_parameters)
     trained = (
-        shape.linear_weights + shape.embedding_weights
-        if full
-        else shape.adapter_weights(batch.rank, plan.targets) + on_experts
+        shape.linear_weights + shape.embedding_weights if full else shape.adapter_weights(batch.rank, plan.targets)
     )
     gradients = GRADIENT * trained
     held: dict[str, float] = {"base model": dense if full else base}
@@ -262,7 +250,7 @@ def run_memory(plan: RunPlan) -> RunMemory:
         held["base model, what the engine does not share"] = unshared
     held["trained weights"] = MASTER * trained
     if plan.engine and not full:
-        held["trained weights"] += size * (shape.engine_adapter_weights(batch.rank, plan.targets) + on_experts)
+        held["trained weights"] += size * shape.engine_adapter_weights(batch.rank, plan.targets)
     if plan.reference:
         held["reference policy"] = dense if full else MASTER * trained
     held["optimizer states"] = plan.state_bytes * trained
@@ -274,14 +262,13 @@ def run_memory(plan: RunPlan) -> RunMemory:
     saved, working = saved_bytes(shape, batch), max(working_bytes(shape, batch).values())
     # Gradients of earlier micro-batches; at the end low-precision ones beside them, and the optimizer's temporaries.
     before = gradients if plan.micro_batches > 1 else 0.0
-    # Low-precision copies of the factors; those of linears are small.
-    activations = before + saved + working + size * on_experts
+    activations = before + saved + working
     last = gradients + max(0 if full else size * trained, plan.step_bytes * trained)
     if activations >= last:
         update = {
             **held,
             "gradients": before,
-            "layer inputs and products": saved + size * on_experts,
+            "layer inputs and products": saved,
             "working memory of the update": working,
         }
     else:
@@ -304,8 +291,7 @@ def _prefill(plan: RunPlan) -> float:
     shape, size = plan.shape, plan.batch.dtype.itemsize
     tokens = min(plan.prompt_tokens, plan.prefill_tokens)
     dense = 0 if plan.quantization == "none" else size * 2 * shape.inner * shape.hidden
-    adapter = max(2 * shape.inner, shape.chosen * shape.hidden) if plan.batch.adapts_experts else 0
-    rows = 3 * shape.inner + 4 * shape.hidden + adapter
+    rows = 3 * shape.inner + 4 * shape.hidden
     return tokens * size * rows + dense + plan.max_num_seqs * shape.vocabulary * size
 
 

@@ -8,7 +8,7 @@ import torch
 from transformers import PretrainedConfig
 
 from qerl_pl.errors import UserError
-from qerl_pl.formats.architecture import DOWN, GATE_UP, PROJECTIONS, family_of, names_match
+from qerl_pl.formats.architecture import PROJECTIONS, family_of, names_match
 
 BITS = {"nvfp4": 4.5, "mxfp4": 4.25, "nf4": 4.5}
 """Bits of a weight of the layers' linears in a 4-bit format, scales included; vLLM undoes NF4's double quantization."""
@@ -147,16 +147,6 @@ class Shape:
         """Of A and B on the linears that these targets name."""
         layers = _adapted(self.layers, tuple(targets))
         return rank * sum(sum(self.linears[name]) for names in layers for name in names)
-
-    def expert_adapter_weights(self, rank: int, target_parameters: Sequence[str]) -> int:
-        """Of A and B on these stacks of all layers' experts."""
-        if not self.experts:
-            return 0
-        width = self.inner // self.chosen
-        sizes = {GATE_UP: 2 * width + self.hidden, DOWN: width + self.hidden}
-        names = {target.rpartition(".")[2] for target in target_parameters}
-        sides = sum(size for name, size in sizes.items() if name in names)
-        return self.layers * self.experts * rank * sides
 
     def engine_adapter_weights(self, rank: int, targets: Sequence[str] = PROJECTIONS) -> int:
         """As the vLLM engine holds them: each B of a fused projection over all of its ranks, zero outside its own."""

@@ -217,9 +217,8 @@ class PolicyWeights:
     version: int
     """Number of updates so far."""
     adapter: Mapping[str, tuple[Tensor, Tensor]] | None
-    """Linear module's name in the base model ("model.layers.0.self_attn.q_proj") -> (A [r, in], B [out, r]), detached;
-    of a stack of experts ("model.layers.0.mlp.experts.down_proj") -> (A [experts, r, in], B [experts, out, r]). None
-    samples from the base model with its adapter off."""
+    """Linear module's name in the base model ("model.layers.0.self_attn.q_proj") -> (A [r, in], B [out, r]), detached.
+    None samples from the base model with its adapter off."""
     scaling: float
     """The adapter adds scaling * B A."""
     tensors: Mapping[str, Tensor] = field(default_factory=dict)

@@ -47,7 +47,6 @@ SLOW_FILES = (
         *VLLM_FILES,
         "test_resume",
         "test_fit",
-        "test_study",
         "test_mistakes",
         "test_decode_gemm",
     ),

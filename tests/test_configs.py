@@ -242,7 +242,7 @@ def test_the_other_files_change_what_they_are_named_for() -> None:
     assert len(full) - 5 == len([key for key in leaves(expected) if key.startswith(".noise")])
 
 
-@pytest.mark.parametrize("name", ["nvfp4", "mxfp4", "nf4", "gaussian", "none"])
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp4", "nf4", "none"])
 def test_one_option_changes_the_format_and_one_the_noise(name: str) -> None:
     settings = built("fit", *config("gsm8k", "qwen2.5_7b"), "--model.policy.quantization", name)
     assert settings.model.policy_config.quantization == name

@@ -119,7 +119,8 @@ def files(path: Path) -> set[str]:
 
 @pytest.mark.parametrize("path", [*GUIDE, ROOT / "CONTRIBUTING.md"], ids=pages.name)
 def test_files_that_a_page_names_exist(path: Path, workdir: Path) -> None:
-    folders = [ROOT / folder for folder in ("benchmarks", "configs", "docs", "kernels", "qerl_pl", "tests")]
+    names = ("benchmarks", "configs", "docs", "examples", "kernels", "qerl_pl", "studies", "tests", "tools")
+    folders = [ROOT / folder for folder in names]
     existing = [f"/{file.relative_to(ROOT).as_posix()}" for folder in folders for file in folder.rglob("*")]
     existing += [f"/{file.name}" for file in (*ROOT.glob("*.*"), *(workdir / "runs" / "quickstart").iterdir())]
     existing += ["/evaluation.md", "/qerl_config.yaml"]  # that `qerl test` and `qerl export` write

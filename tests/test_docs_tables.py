@@ -33,7 +33,7 @@ def numbers(text: str) -> list[Decimal]:
 
 def sources(path: Path, text: str) -> str:
     """Text of the results that a section links to."""
-    targets = re.findall(r"\]\(([^)\s]*benchmarks/results/[^)\s]+\.(?:md|json))\)", text)
+    targets = re.findall(r"\]\(([^)\s]*(?:benchmarks/results|studies)/[^)\s]+\.(?:md|json))\)", text)
     return "\n".join((path.parent / target).read_text() for target in targets)
 
 
@@ -57,7 +57,7 @@ def test_every_figure_of_a_table_is_in_a_file_that_its_section_names(path: Path,
 
 def test_every_figure_of_the_readme_is_on_the_page_of_measurements_or_of_the_study() -> None:
     results = pages.sections(README)["Results"]
-    measured, evidence = MEASURED.read_text(), (ROOT / "docs" / "evidence-gsm8k.md").read_text()
+    measured, evidence = MEASURED.read_text(), (ROOT / "docs" / "evidence.md").read_text()
     assert len(pages.rows(results)) > 9 and set(map(tuple, pages.rows(results))) <= set(
         map(tuple, pages.rows(measured))
     )

@@ -25,7 +25,6 @@ from qerl_pl.modules import PolicyConfig, QeRLModule
 from qerl_pl.rewards import GSM8KAnswer
 
 ROLLOUTS = 22
-KILLS = 20
 PATTERN = r"(?P<name>guess) (?P<number>\d+)"
 SPECIAL = r"<\|\w+\|>"
 """Special tokens, which a turn's message may hold and a record's completion leaves out."""
@@ -132,19 +131,20 @@ def die_at(moment: int) -> None:
     counted(AtomicCheckpointIO, "save_checkpoint")
 
 
-def test_killed_twenty_times_at_random_moments_a_run_ends_with_the_same_bits(
-    whole: Path, game_policy_dir: Path, tmp_path: Path
+@pytest.mark.parametrize("times", [3, pytest.param(20, marks=pytest.mark.nightly)])
+def test_killed_at_random_moments_a_run_ends_with_the_same_bits(
+    whole: Path, game_policy_dir: Path, tmp_path: Path, times: int
 ) -> None:
     rng, kills = random.Random(0), 0
     config = game(game_policy_dir, tmp_path / "run")
     while True:
-        prepare: Callable[[], None] | None = partial(die_at, rng.randrange(15, 50)) if kills < KILLS else None
+        prepare: Callable[[], None] | None = partial(die_at, rng.randrange(15, 50)) if kills < times else None
         status, output = fit(config, "--resume", "auto", prepare=prepare)
         if status == 0:
             break
         assert status == -signal.SIGKILL, output
         kills += 1
-    assert kills == KILLS
+    assert kills == times
     assert lines(tmp_path / "run") == lines(whole)
     first, second = adapter(whole), adapter(tmp_path / "run")
     assert first.keys() == second.keys() and all(torch.equal(second[name], first[name]) for name in first)

@@ -53,7 +53,7 @@ def said_by_transformers(folder: Path) -> Tensor:
     return logits.log_softmax(-1).gather(1, IDS[0, 1:, None])[:, 0]
 
 
-@pytest.mark.parametrize("quantization", ["nvfp4", "mxfp4", "gaussian", "none"])
+@pytest.mark.parametrize("quantization", ["nvfp4", "mxfp4", "none"])
 def test_every_format_holds_experts_as_transformers_computes_them(
     source: Path, tmp_path: Path, quantization: str
 ) -> None:
@@ -149,8 +149,10 @@ def test_what_experts_cannot_do_is_refused(source: Path, tmp_path: Path) -> None
     full = PolicyConfig(path=str(source), quantization="none", finetune="full")
     with pytest.raises(UserError, match="trains an adapter, its experts are frozen; got model.policy.finetune full"):
         full.base_folder()
-    with pytest.raises(UserError, match=r"'gate_proj' matches none; choose .* among k_proj, .*v_proj"):
-        PolicyConfig(path=str(source), lora=LoraConfig(targets=("q_proj", "gate_proj"))).base_folder()
+    for target in ("gate_proj", "down_proj", "experts.gate_up_proj", "mlp.experts", "experts.0.down_proj"):
+        expected = rf"'{target}' matches none; choose .* among k_proj, .*v_proj; experts and router are frozen"
+        with pytest.raises(UserError, match=expected):
+            PolicyConfig(path=str(source), lora=LoraConfig(targets=("q_proj", target))).base_folder()
     with pytest.raises(UserError, match=r"calibration quantizes linears.*leave out --calibration"):
         calibrate_checkpoint(source, tmp_path / "gptq", ["1 + 1"], build_tokenizer())
 

@@ -170,7 +170,6 @@ MORE: dict[str, tuple[str, Callable[[dict[str, Any]], None], str]] = {
     "a named scheme": ("nvfp4", at_top(config_groups={"NVFP4A16": ["Linear"]}), "with config_groups"),
     "16-bit storage": ("nf4", at_top(bnb_4bit_quant_storage="bfloat16"), "with bnb_4bit_quant_storage bfloat16"),
     "int8 beside": ("nf4", at_top(load_in_8bit=True), "with load_in_8bit True"),
-    "another placebo": ("gaussian", at_top(strength=2.0), "with strength 2.0"),
     "ModelOpt": ("nvfp4", at_top(quant_method="modelopt", format=None, quant_algo="NVFP4"), "modelopt"),
 }
 
@@ -234,7 +233,7 @@ def test_scales_of_other_groups_are_refused(folders: dict[str, Path], tmp_path: 
 
 
 def test_a_dry_run_refuses_what_the_start_would(folders: dict[str, Path]) -> None:
-    for path, quantization in (("nvfp4", "none"), ("nvfp4", "mxfp4"), ("nf4", "nvfp4"), ("gaussian", "nvfp4")):
+    for path, quantization in (("nvfp4", "none"), ("nvfp4", "mxfp4"), ("nf4", "nvfp4")):
         policy = PolicyConfig(path=str(folders[path]), quantization=quantization)
         with pytest.raises(UserError, match=f"needs 16-bit weights; .* is {path.upper()}"):
             shape_of(policy)

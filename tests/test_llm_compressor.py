@@ -103,7 +103,6 @@ def test_calibration_texts(tmp_path: Path, tiny_policy_dir: Path) -> None:
     ("words", "message"),
     [
         (["--format", "nf4"], "calibration is for nvfp4 and mxfp4; got nf4"),
-        (["--scales", "search"], "llm-compressor chooses the scales; leave out --scales"),
         (["--samples", "0"], "--samples must be at least 1; got 0"),
         (["--calibration", "nothing.jsonl"], "no such file: nothing.jsonl"),
     ],

@@ -105,8 +105,6 @@ def test_formats_hold_what_was_measured_and_their_activations_peak_where_they_di
     [
         ("step_against_trl", "true", 8),
         ("step_against_trl", "selective", 8),
-        ("step_against_trl_071a3d9", "true", 8),
-        ("step_against_trl_071a3d9", "selective", 8),
         ("step_against_trl_kept", "false", 4),
     ],
 )
@@ -128,7 +126,7 @@ def test_an_update_without_an_engine_is_what_was_measured(way: str, mode: Any) -
 
 
 def test_an_update_of_one_long_completion_is_what_was_measured() -> None:
-    """Of Qwen3-8B's shape, by `benchmarks/context_ladder.py --update-only`."""
+    """Of Qwen3-8B's shape."""
     shape = Shape(4096, 12288, 36, 32, 4096, 1024, 151936, False, True)
     ways = {"true": (True, None), "true, tiles": (True, 4096)}
     ways |= {"offload": ("offload", None), "offload, tiles": ("offload", 4096)}  # type: ignore[dict-item]
@@ -248,10 +246,10 @@ def test_targets_with_their_path_count_the_linears_that_they_name() -> None:
 
 
 def test_an_unquantized_base_has_the_bits_of_its_dtype() -> None:
-    assert {*BITS, "gaussian"} == set(get_args(QuantizedFormat))
+    assert set(BITS) == set(get_args(QuantizedFormat))
     weights = QWEN.linear_weights + QWEN.embedding_weights
     for dtype, size in ((torch.bfloat16, 2), (torch.float32, 4)):
-        assert QWEN.base_bytes("none", dtype) == QWEN.base_bytes("gaussian", dtype) == size * weights
+        assert QWEN.base_bytes("none", dtype) == size * weights
 
 
 def test_a_cache_needs_vllms_reserved_block_beside_its_longest_sequence() -> None:

@@ -416,6 +416,10 @@ FOUND_LATER: dict[str, tuple[list[str] | None, list[str], str]] = {
         "an epoch's 3 batches; got 4",
     ),
     "adapter on the vocabulary": (GSM8K, ["--model.policy.lora.targets", "[lm_head]"], "'lm_head' matches none"),
+    "adapter on experts": (
+        *(GSM8K, ["--model.policy.lora.target_parameters", "[experts.down_proj]"]),
+        "experts are frozen; leave it out: the adapter of a mixture is on attention, by lora.targets",
+    ),
     "a folder to resume from": (GSM8K, ["--resume", "."], "is not a file; name another with --resume"),
     "no such LoRA target": (GSM8K, ["--model.policy.lora.targets", "[nothing]"], "LoRA targets? must name"),
     "full rank": (

@@ -269,7 +269,6 @@ def test_a_checkpoint_holds_what_training_changes_and_what_it_fits(uninterrupted
     expected["steps_per_batch"] = 2
     policy = asdict(module.policy_config)  # so that a run by Python can be exported
     lora = {"rank": 4, "alpha": 8.0, "targets": PROJECTIONS, "use_rslora": False, "dropout": 0.0}
-    lora |= {"target_parameters": ()}
     started = {"kind": "reinforcement learning", "lora": lora, "start": None}
     assert found == expected | started | {"finetune": "lora", "policy": policy, "recomputation": None}
     assert (run / "adapter" / "adapter_model.safetensors").is_file()

@@ -127,40 +127,6 @@ def test_the_unscaled_weight_is_exact_in_sixteen_bits(kind, dtype):
     assert torch.equal(dequantize_nvfp4_unscaled(ours.packed, ours.scale, dtype).float(), exact)
 
 
-@pytest.mark.parametrize("power_of_two", [False, True])
-def test_search_lowers_the_error_and_a_power_of_two_scale_is_exact_in_bfloat16(power_of_two):
-    torch.manual_seed(0)
-    weight = torch.randn(256, 512).bfloat16()
-    plain = quantize_nvfp4(weight)
-    shared = nvfp4_global_scale(weight, block_scales="search", power_of_two=power_of_two)
-    searched = quantize_nvfp4(weight, shared, block_scales="search")
-
-    def error(quantized):
-        return (dequantize_nvfp4(*quantized, torch.float32) - weight.float()).square().sum().item()
-
-    assert error(searched) < 0.77 * error(plain)
-    dense = dequantize_nvfp4(*searched, torch.float32)
-    assert torch.equal(dense.bfloat16().float(), dense) is power_of_two
-
-
-def test_errors_of_a_block_are_summed_in_one_order_on_every_device():
-    """Halves onto halves: 2**24 + 1 -> 2**24 (ties to even), + 2, + 4, + 8; one after the other it stays 2**24."""
-    column = torch.ones(16, 1)
-    column[0] = 2**24
-    assert reference._sum_blocks_(column).tolist() == [2**24 + 14]
-
-
-def test_search_never_does_worse_than_minmax_in_any_block():
-    weight = weights("underflow", torch.float32, 16, 256)
-    shared = nvfp4_global_scale(weight, block_scales="search")
-
-    def errors(strategy):
-        dense = dequantize_nvfp4(*quantize_nvfp4(weight, shared, block_scales=strategy), torch.float32)
-        return (dense - weight).square().unflatten(1, (-1, 16)).sum(-1)
-
-    assert bool((errors("search") <= errors("minmax") * (1 + 1e-6)).all())
-
-
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -8,8 +8,6 @@ import torch
 from qerl_kernels import (
     DenseStack,
     ExpertBiases,
-    ExpertLora,
-    LoraFactors,
     MarlinStack,
     MarlinTensor,
     MXFP4Stack,
@@ -200,7 +198,7 @@ def test_backward_keeps_neither_dense_weights_nor_the_second_product() -> None:
         mixture_of_experts(*inputs(), gate_up, down, silu_product)
     rows = TOKENS * CHOSEN
     sizes = sorted(tensor.numel() for tensor in saved if tensor.is_floating_point())
-    assert sizes == sorted([TOKENS * HIDDEN, rows, rows * 2 * INNER])  # input, shares, gates and ups
+    assert sizes == sorted([rows, rows * 2 * INNER])  # shares, gates and ups
 
 
 @pytest.mark.parametrize("last_is_added", [False, True])
@@ -229,141 +227,3 @@ def test_selective_checkpointing_gives_the_same_bits_and_repeats_no_grouped_prod
     found = torch.autograd.grad(result.square().sum(), (x, share))
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
     assert calls == [False, False, True, True]
-
-
-# An adapter on experts ------------------------------------------------------------------------------------------------
-
-
-def adapter(rank: int, scaling: float, matrices: str = "both", seed: int = 4) -> tuple[ExpertLora, list[Tensor]]:
-    """Random adapters, as large as the weights, and their factors."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def factors(rows: int, columns: int) -> LoraFactors:
-        a, b = (torch.randn(EXPERTS, *shape, generator=generator) for shape in ((rank, columns), (rows, rank)))
-        return LoraFactors((a / columns**0.5).requires_grad_(), (b / rank**0.5).requires_grad_(), scaling)
-
-    gate_up, down = factors(2 * INNER, HIDDEN), factors(HIDDEN, INNER)
-    lora = ExpertLora(None if matrices == "down" else gate_up, None if matrices == "gate_up" else down)
-    return lora, [factor for one in lora if one is not None for factor in one[:2]]
-
-
-def compared(found: Any, expected: Any, bound: float) -> None:
-    """Assert that tensors agree to a share of the largest number."""
-    for ours, theirs in zip(found, expected, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=bound, atol=bound * theirs.abs().max().item())
-
-
-def test_an_adapter_in_the_reference_is_that_of_merged_weights() -> None:
-    gate_up, down = (matrices(*shape, seed) for seed, shape in enumerate([(2 * INNER, HIDDEN), (HIDDEN, INNER)]))
-    lora, factors = adapter(3, 0.5)
-    merged = [
-        weight + one.scaling * torch.einsum("enr,erk->enk", one.b, one.a)
-        for weight, one in zip((gate_up, down), lora, strict=True)
-        if one is not None
-    ]
-    x, share, chosen = inputs()
-    expected = mixture_reference(x, share, chosen, *merged, silu_product)
-    y = mixture_reference(x, share, chosen, gate_up, down, silu_product, lora=lora)
-    plain = mixture_reference(x, share, chosen, gate_up, down, silu_product)
-    assert (expected - plain).norm() > 0.05 * plain.norm()
-    direction = torch.randn(y.shape, generator=torch.Generator().manual_seed(5))
-    ours, theirs = (torch.autograd.grad(one, (x, share, *factors), direction) for one in (y, expected))
-    compared((y, *ours), (expected, *theirs), 1e-4)
-
-
-@pytest.mark.parametrize(
-    ("layout", "grouped", "adapted", "rank"),
-    [
-        *[(layout, False, "both", 3) for layout in LAYOUTS],
-        ("nvfp4", True, "both", 4),  # of 16 bytes: PyTorch's grouped product
-        ("marlin", True, "both", 3),
-        ("nvfp4", True, "gate_up", 4),
-        ("nvfp4", False, "down", 3),
-    ],
-)
-def test_an_adapters_product_and_gradients_are_those_of_the_reference(
-    layout: str, grouped: bool, adapted: str, rank: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if grouped:
-        monkeypatch.setattr(experts, "_has_kernel", lambda rows: True)
-        monkeypatch.setattr(experts, "GROUP_BYTES", 3 * 4 * HIDDEN * INNER)
-    (gate_up, plain_gate_up), (down, plain_down) = (
-        stacks(layout, matrices(*shape, seed)) for seed, shape in enumerate([(2 * INNER, HIDDEN), (HIDDEN, INNER)])
-    )
-    generator = torch.Generator().manual_seed(6)
-    biases = ExpertBiases(*(torch.randn(EXPERTS, size, generator=generator) for size in (2 * INNER, HIDDEN)))
-    for alternating, both in ((False, None), (True, biases)):
-        lora, factors = adapter(rank, 0.5, adapted)
-        x, share, chosen = inputs()
-        y = mixture_of_experts(x, share, chosen, gate_up, down, silu_product, both, alternating, lora)
-        plain = (plain_gate_up, plain_down, silu_product, both, alternating)
-        expected = mixture_reference(x, share, chosen, *plain, lora)
-        direction = torch.randn(y.shape, generator=torch.Generator().manual_seed(5))
-        ours, theirs = (torch.autograd.grad(one, (x, share, *factors), direction) for one in (y, expected))
-        compared((y, *ours), (expected, *theirs), 1e-4)
-        assert all(not gradient[3].any() for gradient in ours[2:])  # the expert without a token
-        # Adapters alone train where the input has no gradient, as in a first layer.
-        y = mixture_of_experts(x.detach(), share.detach(), chosen, gate_up, down, silu_product, both, alternating, lora)
-        assert all(map(torch.equal, torch.autograd.grad(y, factors, direction), ours[2:]))
-
-
-def test_an_adapter_in_bfloat16_is_as_near_to_float32_as_the_reference_in_bfloat16() -> None:
-    (gate_up, plain_gate_up), (down, plain_down) = (
-        stacks("nvfp4", matrices(*shape, seed)) for seed, shape in enumerate([(2 * INNER, HIDDEN), (HIDDEN, INNER)])
-    )
-    lora, factors = adapter(8, 0.5)
-    x, share, chosen = inputs()
-    direction = torch.randn(x.shape, generator=torch.Generator().manual_seed(5))
-    low = x.detach().bfloat16().requires_grad_()
-    results = []
-    for y, of in (
-        (mixture_of_experts(low, share, chosen, gate_up, down, silu_product, lora=lora), low),
-        (
-            mixture_reference(
-                low, share, chosen, plain_gate_up.bfloat16(), plain_down.bfloat16(), silu_product, lora=lora
-            ),
-            low,
-        ),
-        (mixture_reference(x, share, chosen, plain_gate_up, plain_down, silu_product, lora=lora), x),
-    ):
-        results.append((y, *torch.autograd.grad(y, (of, share, *factors), direction.to(y.dtype))))
-    for ours, rounded, exact in zip(*results, strict=True):
-        error, allowed = ((one.float() - exact).norm() / exact.norm() for one in (ours, rounded))
-        assert error < 2 * allowed + 1e-6 and error < 0.03
-    assert all(gradient.dtype == torch.float32 for gradient in results[0][3:])
-
-
-@pytest.mark.parametrize("last_is_added", [False, True])
-def test_selective_checkpointing_of_an_adapter_gives_the_same_bits(last_is_added: bool) -> None:
-    gate_up, down = (stacks("nvfp4", matrices(*shape, 0))[0] for shape in [(2 * INNER, HIDDEN), (HIDDEN, INNER)])
-    lora, factors = adapter(4, 0.5)
-
-    def block(x: Tensor, share: Tensor, chosen: Tensor) -> Tensor:
-        return x + mixture_of_experts(x, share, chosen, gate_up, down, silu_product, lora=lora)
-
-    x, share, chosen = inputs()
-    wanted = (x, share, *factors)
-    expected = torch.autograd.grad(block(x, share, chosen).square().sum(), wanted)
-    contexts = lambda: selective_checkpoint_contexts(last_is_added)  # noqa: E731
-    result = checkpoint(block, x, share, chosen, use_reentrant=False, context_fn=contexts)
-    assert isinstance(result, Tensor)
-    assert all(map(torch.equal, torch.autograd.grad(result.square().sum(), wanted), expected))
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
-def test_a_gpus_grouped_products_of_an_adapter_are_those_of_each_expert(monkeypatch: pytest.MonkeyPatch) -> None:
-    gate_up, down = (
-        stacks("marlin", matrices(*shape, 0).cuda())[0] for shape in [(2 * INNER, HIDDEN), (HIDDEN, INNER)]
-    )
-    plain, _ = adapter(8, 0.5)
-    lora = ExpertLora(*(LoraFactors(one.a.cuda(), one.b.cuda(), 0.5) for one in plain if one is not None))
-    factors = [factor for one in lora if one is not None for factor in one[:2]]
-    x, share, chosen = (tensor.detach().cuda() for tensor in inputs())
-    wanted = (x.bfloat16().requires_grad_(), share.requires_grad_())
-    found = []
-    for _ in range(2):
-        y = mixture_of_experts(*wanted, chosen, gate_up, down, silu_product, lora=lora)
-        found.append((y, *torch.autograd.grad(y.float().square().sum(), (*wanted, *factors))))
-        monkeypatch.setattr(experts, "_has_kernel", lambda rows: False)
-    compared(*found, 2e-2)

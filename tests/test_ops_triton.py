@@ -61,28 +61,6 @@ def weight(rows, columns, dtype=torch.bfloat16):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_quantize_is_bit_for_bit_the_references(shape, dtype):
-    source = weight(*shape, dtype)
-    ours, truth = tuned(quantize_nvfp4, source), reference.quantize_nvfp4(source.cpu())
-    assert torch.equal(ours.packed.cpu(), truth.packed)
-    assert torch.equal(ours.scale.cpu().view(torch.uint8), truth.scale.view(torch.uint8))
-    assert torch.equal(ours.global_scale.cpu(), truth.global_scale)
-
-
-def test_every_e4m3_scale_and_every_rounding_boundary_quantizes_as_the_reference():
-    # A block's largest magnitude sweeps the float32 numbers around each boundary between two scales.
-    codes = torch.arange(1, 127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
-    middles = torch.cat([torch.tensor([2.0**-10]), (codes[1:] + codes[:-1]) / 2])
-    near = torch.cat([middles, middles.nextafter(torch.tensor(0.0)), middles.nextafter(torch.tensor(1e9)), codes])
-    source = (near[:, None] * 6 * torch.linspace(-1, 1, 16)).to(DEVICE)
-    unit = torch.ones(1, device=DEVICE)
-    ours, truth = quantize_nvfp4(source, unit), reference.quantize_nvfp4(source.cpu(), unit.cpu())
-    assert torch.equal(ours.scale.cpu().view(torch.uint8), truth.scale.view(torch.uint8))
-    assert torch.equal(ours.packed.cpu(), truth.packed)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SHAPES)
 def test_dequantize_is_bit_for_bit_the_references(shape, dtype):
     packed, scale, _ = reference.quantize_nvfp4(weight(*shape))
     expected = reference.dequantize_nvfp4_unscaled(packed, scale, dtype)
@@ -341,10 +319,7 @@ def test_the_backend_is_what_was_selected():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs an NVIDIA GPU")
-def test_a_search_of_scales_finds_the_same_on_a_gpu_as_on_a_cpu():
+def test_quantizing_on_a_gpu_writes_the_bytes_of_a_cpu():
     x = weight(4608, 3584)
-    shared = reference.nvfp4_global_scale(x, block_scales="search")
-    found = reference.quantize_nvfp4(x, shared, block_scales="search")
-    expected = reference.quantize_nvfp4(x.cpu(), shared.cpu(), block_scales="search")
-    for ours, theirs in zip(found, expected, strict=True):
+    for ours, theirs in zip(quantize_nvfp4(x), quantize_nvfp4(x.cpu()), strict=True):
         assert torch.equal(ours.cpu().view(torch.uint8), theirs.view(torch.uint8))

@@ -423,7 +423,7 @@ def test_borrowed_marlin_weights_give_the_bits_of_an_own_copy(base: Path) -> Non
     assert own.trained_state().keys() == borrowed.trained_state().keys()
 
 
-@pytest.mark.parametrize("quantization", ["nvfp4", "mxfp4", "nf4", "gaussian", "none"])
+@pytest.mark.parametrize("quantization", ["nvfp4", "mxfp4", "nf4", "none"])
 @pytest.mark.parametrize("marked", [True, False])
 def test_a_trained_model_that_is_quantized_again_is_told(
     quantization: str, marked: bool, dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any

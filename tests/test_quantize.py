@@ -51,14 +51,11 @@ def of_width(width: int) -> dict[str, torch.Tensor]:
     return {"down_proj": torch.randn(128, width)} | dict.fromkeys(("gate_proj", "up_proj"), torch.randn(width, 128))
 
 
-@pytest.mark.parametrize("power_of_two", [False, True])
-@pytest.mark.parametrize("scales", ["minmax", "search"])
 def test_every_projection_is_quantized_by_the_recipe_and_nothing_else(
-    tiny_policy_dir: Path, tmp_path: Path, scales, power_of_two, monkeypatch: pytest.MonkeyPatch
+    tiny_policy_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("qerl_pl.formats.quantize.CHUNK", 640)  # matrices of 64 or 128 columns, some with a rest
-    options = ["--scales", scales, "--power_of_two", str(power_of_two).lower()]
-    assert main(["quantize", str(tiny_policy_dir), str(tmp_path / "out"), *options]) == 0
+    assert main(["quantize", str(tiny_policy_dir), str(tmp_path / "out")]) == 0
     source = load_file(tiny_policy_dir / "model.safetensors")
     result = load_file(tmp_path / "out" / "model.safetensors")
     for name, weight in source.items():
@@ -68,24 +65,12 @@ def test_every_projection_is_quantized_by_the_recipe_and_nothing_else(
         siblings = {"q": "qkv", "k": "qkv", "v": "qkv", "gate": ("gate", "up"), "up": ("gate", "up")}
         stem, _, projection = name.removesuffix("_proj.weight").rpartition(".")
         group = [source[f"{stem}.{member}_proj.weight"] for member in siblings.get(projection, (projection,))]
-        shared = nvfp4_global_scale(*group, block_scales=scales, power_of_two=power_of_two)
-        expected = quantize_nvfp4(weight, shared, block_scales=scales)
+        shared = nvfp4_global_scale(*group)
+        expected = quantize_nvfp4(weight, shared)
         assert torch.equal(result[f"{name}_packed"], expected.packed)
         assert torch.equal(result[f"{name}_scale"].view(torch.uint8), expected.scale.view(torch.uint8))
         assert torch.equal(result[f"{name}_global_scale"], expected.global_scale)
         assert name not in result
-
-
-def test_powers_of_two_make_the_weights_exact_in_16_bits(
-    tiny_policy_dir: Path, quantized: Path, tmp_path: Path
-) -> None:
-    quantize_checkpoint(tiny_policy_dir, tmp_path / "out", scales="search", power_of_two=True)
-    for name, tensor in load_file(tmp_path / "out" / "model.safetensors").items():
-        assert not name.endswith("global_scale") or tensor.log2().frac() == 0
-    exact = load_dense_state(tmp_path / "out", torch.float32)[UP]
-    assert torch.equal(exact.bfloat16().float(), exact)
-    plain = load_dense_state(quantized, torch.float32)[UP]
-    assert not torch.equal(plain.bfloat16().float(), plain)
 
 
 def test_the_report_holds_every_matrix_error(tiny_policy_dir: Path, quantized: Path) -> None:
@@ -98,7 +83,7 @@ def test_the_report_holds_every_matrix_error(tiny_policy_dir: Path, quantized: P
         expected = (dense[name] - exact).square().sum() / exact.square().sum()
         assert error == pytest.approx(expected.item(), rel=1e-4)
     assert report["mean_relative_squared_error"] == pytest.approx(sum(errors.values()) / 14)
-    assert (report["format"], report["scales"], report["power_of_two"]) == ("nvfp4", "minmax", False)
+    assert report["format"] == "nvfp4"
 
 
 def test_the_log_names_the_mean_and_the_worst_matrix(
@@ -141,15 +126,6 @@ def test_transformers_loads_the_checkpoint_with_the_same_weights(quantized: Path
     assert len(projections) == 14
     for name in projections:  # transformers dequantizes to 16 bits
         torch.testing.assert_close(loaded[name].float(), dense[name], rtol=2**-7, atol=0)
-
-
-def test_search_lowers_the_error_in_the_same_format(tiny_policy_dir: Path, quantized: Path, tmp_path: Path) -> None:
-    quantize_checkpoint(tiny_policy_dir, tmp_path / "search", scales="search")
-    source = load_file(tiny_policy_dir / "model.safetensors")
-    name = "model.layers.0.mlp.down_proj.weight"
-    minmax, search = (load_dense_state(folder, torch.float32)[name] for folder in (quantized, tmp_path / "search"))
-    ratio = (search - source[name]).square().sum() / (minmax - source[name]).square().sum()
-    assert ratio < 0.85
 
 
 NOT_QUANTIZABLE = {
@@ -264,7 +240,7 @@ def test_help_explains_every_key(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["quantize", "--help"])
     text = " ".join(capsys.readouterr().out.split())
-    for key in ("format", "scales", "power_of_two", "device", "src", "dst"):
+    for key in ("format", "device", "src", "dst"):
         explanation = text.rpartition(f"{key} ")[2] if key in ("src", "dst") else text.rpartition(f"--{key} ")[2]
         assert len(explanation.split("(type:")[0].split()) > 6
 

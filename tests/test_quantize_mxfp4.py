@@ -12,9 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from qerl_pl.cli.main import main
-from qerl_pl.errors import UserError
 from qerl_pl.formats.model_folder import read_config
-from qerl_pl.formats.quantize import quantize_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -69,9 +67,3 @@ def test_the_report_holds_every_matrix_error(tiny_policy_dir: Path, mxfp4: Path)
     for name, error in report["relative_squared_error"].items():
         expected = (dense[name].float() - source[name]).square().sum() / source[name].square().sum()
         assert error == pytest.approx(expected.item(), rel=1e-4)
-
-
-@pytest.mark.parametrize("options", [{"scales": "search"}, {"power_of_two": True}])
-def test_mxfp4_has_no_options_of_nvfp4(tiny_policy_dir: Path, tmp_path: Path, options) -> None:
-    with pytest.raises(UserError, match="MXFP4 has one rounding rule .* use --format nvfp4"):
-        quantize_checkpoint(tiny_policy_dir, tmp_path / "out", format="mxfp4", **options)

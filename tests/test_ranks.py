@@ -131,6 +131,7 @@ def test_two_ranks_are_one_run(alone: Path, two: Path) -> None:
     same_run(alone, two)
 
 
+@pytest.mark.nightly
 def test_three_ranks_are_one_run(alone: Path, tiny_policy_dir: Path, tmp_path: Path) -> None:
     same_run(alone, train(settings(tiny_policy_dir, tmp_path / "run", 3)))
 

@@ -205,6 +205,10 @@ def test_what_is_no_adapter_to_start_from_is_refused(tiny_policy_dir: Path, taug
     save_file(some, weights)
     with pytest.raises(UserError, match="must hold this policy's adapter; .* set model.policy.adapter and model.poli"):
         policy_of(config_of(tiny_policy_dir, broken))
+    saved = json.loads((broken / "adapter_config.json").read_text()) | {"target_parameters": ["experts.down_proj"]}
+    (broken / "adapter_config.json").write_text(json.dumps(saved))
+    with pytest.raises(UserError, match="adapter_config.json sets target_parameters; merge it into its base with PEFT"):
+        config_of(tiny_policy_dir, broken).base_folder()
 
 
 def test_the_divergence_from_the_reference_is_zero_at_the_start(

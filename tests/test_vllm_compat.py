@@ -39,7 +39,7 @@ def test_this_vllm_has_every_required_name_and_every_name_of_the_sampler() -> No
     assert check_names("cpu") == {}
     for entry in TABLE:
         assert not (entry.required and entry.missing())
-    for feature in (compat.SAMPLER, compat.DECODE_GEMM, compat.SHARED_FP4, compat.EXPERT_LORA):
+    for feature in (compat.SAMPLER, compat.DECODE_GEMM, compat.SHARED_FP4):
         assert missing_names(feature) == ()
 
 

@@ -4,7 +4,7 @@ On a CPU, where neither Marlin nor Triton runs, plain versions of the two kernel
 the adapter's products.
 """
 
-from functools import partial, wraps
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,8 +12,6 @@ import pytest
 import torch
 from qerl_kernels import (
     ExpertBiases,
-    ExpertLora,
-    LoraFactors,
     MarlinStack,
     MXFP4Tensor,
     clamped_swiglu,
@@ -29,7 +27,6 @@ from test_ops_experts import EXPERTS, HIDDEN, INNER, matrices, padded_stack, sta
 from torch import Tensor, nn
 from transformers import GptOssConfig
 
-from qerl_pl.engines.vllm import expert_adapters
 from qerl_pl.engines.vllm.fused_experts import kernel_names, shared_experts
 from qerl_pl.errors import UserError
 from qerl_pl.formats.architecture import family_of
@@ -287,180 +284,7 @@ def gates_first(rows: Tensor) -> Tensor:
 
 def test_published_experts_run_by_marlin_where_they_are_shared() -> None:
     published, packed = MXFP4StacksFormat(), MXFP4Format()
-    asked = [("marlin", True), ("marlin", False), ("auto", True), ("humming", True)]
-    assert [published.vllm_moe_backend(*each) for each in asked] == ["marlin", None, None, None]
-    assert [packed.vllm_moe_backend(*each) for each in asked] == ["marlin", "marlin", "auto", "humming"]
+    asked = [("marlin", True), ("marlin", False), ("auto", True)]
+    assert [published.vllm_moe_backend(*each) for each in asked] == ["marlin", None, None]
+    assert [packed.vllm_moe_backend(*each) for each in asked] == ["marlin", "marlin", "auto"]
     assert {published.vllm_linear_backend(name) for name, _ in asked} == {None}  # its linears have 16 bits
-
-
-# Adapters -------------------------------------------------------------------------------------------------------------
-
-RANK, CHOSEN = 3, 2
-CONFIG = {"rank": RANK, "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
-MODEL_CONFIG = SimpleNamespace(dtype=torch.bfloat16, hf_config=SimpleNamespace(model_type="qwen3_moe"))
-
-
-def aligned(topk_ids: Tensor, block_size: int, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Pairs of tokens and experts by expert, each expert's padded to blocks, as vLLM's `moe_align_block_size`."""
-    pairs, experts = [], []
-    for expert in range(num_experts):
-        own = (topk_ids.flatten() == expert).nonzero()[:, 0].tolist()
-        own += [topk_ids.numel()] * (-len(own) % block_size)
-        pairs += own
-        experts += [expert] * (len(own) // block_size)
-    rest = torch.full((3 * block_size,), -7)  # is not read
-    return torch.cat((torch.tensor(pairs), rest)), torch.tensor(experts), torch.tensor([len(pairs)])
-
-
-def plain_kernel(
-    A: Tensor, B: Tensor, C: Tensor, A_scale: None, B_scale: None, topk_weights: Tensor | None,
-    sorted_token_ids: Tensor, expert_ids: Tensor, num_tokens_post_padded: Tensor, mul_routed_weight: bool, top_k: int,
-    config: dict[str, int], compute_type: Any, use_fp8_w8a8: bool, use_int8_w8a8: bool, use_int8_w8a16: bool,
-    use_int4_w4a16: bool, per_channel_quant: bool,
-) -> None:  # fmt: skip
-    """As vLLM's grouped Triton kernel, with its arguments: each pair's row of A times its expert's B^T, into C."""
-    assert not any((use_fp8_w8a8, use_int8_w8a8, use_int8_w8a16, use_int4_w4a16, per_channel_quant))
-    block, flat = config["BLOCK_SIZE_M"], C.view(-1, C.shape[2])
-    for start in range(0, int(num_tokens_post_padded), block):
-        pairs = sorted_token_ids[start : start + block]
-        pairs = pairs[pairs < len(A) * top_k]
-        rows = A[pairs // top_k].float() @ B[expert_ids[start // block]].float().t()
-        if mul_routed_weight:
-            assert topk_weights is not None
-            rows = rows * topk_weights.flatten()[pairs, None]
-        flat[pairs] = rows.to(C.dtype)
-
-
-@pytest.fixture
-def adapted(monkeypatch: pytest.MonkeyPatch) -> tuple[nn.Module, RoutedExperts]:
-    """vLLM's model with one layer whose experts go the way of vLLM's Marlin experts, in its mixin's order."""
-    from vllm.model_executor.layers.fused_moe import fused_moe, moe_align_block_size
-    from vllm.model_executor.layers.fused_moe.experts.lora_experts_mixin import LoRAExpertsMixin
-    from vllm.triton_utils import tl
-
-    monkeypatch.setattr(tl, "bfloat16", "bfloat16", raising=False)  # vLLM's stand-in for Triton on a CPU has none
-    monkeypatch.setattr(fused_moe, "invoke_fused_moe_triton_kernel", plain_kernel)
-    monkeypatch.setattr(moe_align_block_size, "moe_align_block_size", aligned)
-
-    class FusedExperts(LoRAExpertsMixin):
-        def multiply(self, layer: Any, method: Method, x: Tensor, share: Tensor, chosen: Tensor) -> Tensor:
-            tokens, own = len(x), chosen.flatten().long()
-            packed = {"w1": layer.w13_weight, "w2": layer.w2_weight, "num_tokens": tokens, "top_k_num": CHOSEN}
-            pairs = x.float().repeat_interleave(CHOSEN, 0)
-            hidden = torch.einsum("rk,rnk->rn", pairs, method.gate_up[own]).to(x.dtype)
-            context: Any = self._lora_context
-            if context is not None:
-                rows = self.apply_w13_lora(
-                    context, y=hidden, x=x, topk_ids=chosen, topk_weights=share, expert_map=None, **packed
-                )
-            inner = silu_product(*hidden.chunk(2, -1))
-            y = torch.einsum("rk,rnk->rn", inner.float(), method.down[own]) * share.view(-1, 1)
-            y = y.to(x.dtype).view(tokens, CHOSEN, -1)
-            if context is not None:
-                names = (
-                    "sorted_token_ids_lora",
-                    "expert_ids_lora",
-                    "num_tokens_post_padded_lora",
-                    "token_lora_mapping",
-                )
-                given = dict(zip(names, rows, strict=True))
-                self.apply_w2_lora(context, y=y, x=inner, topk_weights=share, **given, **packed)
-            return y.sum(1)
-
-    class LoraMethod(Method):
-        def __init__(self, base: Method) -> None:
-            super().__init__(base.gate_up, base.down)
-            self.moe_kernel = SimpleNamespace(fused_experts=FusedExperts())
-
-        def apply(self, layer: Any, x: Tensor, share: Tensor, chosen: Tensor, *shared_experts: None) -> Tensor:
-            result: Tensor = self.moe_kernel.fused_experts.multiply(layer, self, x, share, chosen)
-            return result
-
-    whole, experts = model()
-    experts.quant_method = LoraMethod(experts.quant_method)
-    return whole, experts
-
-
-@pytest.mark.vllm
-@pytest.mark.parametrize("tokens", [7, 200])  # blocks of 16 rows, and of 64
-def test_the_adapter_enters_marlins_fused_experts_before_the_activation_and_the_sum(
-    adapted: tuple[nn.Module, RoutedExperts], tokens: int
-) -> None:
-    whole, experts = adapted
-    generator = torch.Generator().manual_seed(3)
-    x = torch.randn(tokens, HIDDEN, generator=generator).bfloat16()
-    share, chosen = torch.randn(tokens, EXPERTS, generator=generator).softmax(-1).topk(CHOSEN, dim=-1)
-    before = experts.quant_method.apply(experts, x, share, chosen)
-    buffers = expert_adapters.attach_on_gpu(whole, MODEL_CONFIG, CONFIG)
-    assert torch.equal(experts.quant_method.apply(experts, x, share, chosen), before)
-    shapes = {name: [tuple(factor.shape) for factor in pair] for name, pair in buffers.items()}
-    assert shapes == {
-        f"{NAME}.gate_up_proj": [(EXPERTS, RANK, HIDDEN), (EXPERTS, 2 * INNER, RANK)],
-        f"{NAME}.down_proj": [(EXPERTS, RANK, INNER), (EXPERTS, HIDDEN, RANK)],
-    }
-    for pair in buffers.values():
-        for factor in pair:
-            factor.copy_(0.5 * torch.randn(factor.shape, generator=generator) / factor.shape[2] ** 0.5)
-    lora = [LoraFactors(a.float(), b.float(), 1.0) for a, b in buffers.values()]
-    weights = experts.quant_method.gate_up, experts.quant_method.down, silu_product
-    for given in (ExpertLora(*lora), ExpertLora(lora[0], None)):
-        if given.down is None:
-            buffers[f"{NAME}.down_proj"][1].zero_()
-        expected = mixture_reference(x.float(), share, chosen, *weights, lora=given)
-        found = experts.quant_method.apply(experts, x, share, chosen).float()
-        assert (found - expected).norm() < 0.01 * expected.norm() < 0.5 * (before.float() - expected).norm()
-
-
-@pytest.mark.vllm
-def test_one_adapted_stack_is_enough(adapted: tuple[nn.Module, RoutedExperts]) -> None:
-    whole, _ = adapted
-    buffers = expert_adapters.attach_on_gpu(whole, MODEL_CONFIG, CONFIG | {"target_parameters": ["experts.down_proj"]})
-    assert list(buffers) == [f"{NAME}.down_proj"]
-    expert_adapters.check(whole, 100)
-    assert not any(factor.any() for factor in buffers[f"{NAME}.down_proj"])  # it starts at zero again
-
-
-@pytest.mark.vllm
-@pytest.mark.parametrize("wrong", ["weights", "order", "large blocks", None])
-def test_adapters_that_a_kernel_would_multiply_otherwise_are_refused(
-    adapted: tuple[nn.Module, RoutedExperts], wrong: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from vllm.model_executor.layers.fused_moe import fused_moe
-
-    @wraps(plain_kernel)
-    def kernel(a: Tensor, b: Tensor, *rest: Any, **flags: Any) -> None:
-        changed = list(rest)
-        if wrong == "weights":
-            changed[7] = False
-        wrong_order = wrong == "order" or wrong == "large blocks" and changed[9]["BLOCK_SIZE_M"] == 64
-        plain_kernel(a, b.roll(1, 0) if wrong_order else b, *changed, **flags)
-
-    monkeypatch.setattr(fused_moe, "invoke_fused_moe_triton_kernel", kernel)
-    whole, experts = adapted
-    expert_adapters.attach_on_gpu(whole, MODEL_CONFIG, CONFIG)
-    if wrong is None:
-        expert_adapters.check(whole, 100)
-        return
-    tokens = 81 if wrong == "large blocks" else 16
-    with pytest.raises(
-        UserError, match=rf"those of {NAME} differ by .* for {tokens} tokens: leave .*target_parameters"
-    ):
-        expert_adapters.check(whole, 100)
-
-
-@pytest.mark.vllm
-def test_adapters_of_other_kernels_and_of_experts_with_biases_are_refused(
-    adapted: tuple[nn.Module, RoutedExperts], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    whole, experts = adapted
-    message = "needs Marlin's fused experts, in bfloat16, without biases or padding; vLLM runs {} on qwen3_moe"
-    experts.moe_config.has_bias = True
-    with pytest.raises(UserError, match=message.format("MarlinExperts")):
-        expert_adapters.attach_on_gpu(whole, MODEL_CONFIG, CONFIG)
-    experts.moe_config.has_bias = False
-    experts.quant_method.experts_cls = type("TritonExperts", (), {})
-    with pytest.raises(UserError, match=message.format("TritonExperts")):
-        expert_adapters.attach_on_gpu(whole, MODEL_CONFIG, CONFIG)
-    monkeypatch.setattr(expert_adapters.compat, "missing_names", lambda feature: ("vllm.some.name",))
-    with pytest.raises(UserError, match="relies on names that this vLLM lacks, vllm.some.name: leave"):
-        expert_adapters.attach_on_gpu(whole, MODEL_CONFIG, CONFIG)

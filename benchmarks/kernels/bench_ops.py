@@ -108,7 +108,6 @@ def bench_weights(sizes: Sizes, bandwidth: float) -> Iterator[Row]:
                 lambda words, scale: marlin.dequantize_marlin(words, scale, BF16, mx=True),
                 marlin.to_marlin(mx)[:2],
             ),
-            ("quantize", NVFP4_BYTES + 2, ops.quantize_nvfp4, reference.quantize_nvfp4, (weight, nv.global_scale)),
         ]
         for op, bytes_a_weight, ours, eager, tensors in cases:
             count = bytes_a_weight * weight.numel()

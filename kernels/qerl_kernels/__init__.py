@@ -14,20 +14,20 @@ from qerl_kernels.decode_gemm import (
     decode_gemm_supported,
 )
 from qerl_kernels.divergence import chunked_reverse_kl
-from qerl_kernels.experts import ExpertBiases, ExpertLora, mixture_of_experts, mixture_reference
+from qerl_kernels.experts import ExpertBiases, mixture_of_experts, mixture_reference
 from qerl_kernels.frozen_weights import DenseWeight, FrozenWeight, MarlinRows, MXFP4Weight, NVFP4Weight
 from qerl_kernels.linear import AdaptedWeight, LoraFactors, frozen_linear, frozen_linears
 from qerl_kernels.logprob import chunked_token_logprobs
 from qerl_kernels.marlin import MarlinTensor, marlin_alpha
 from qerl_kernels.norm import rms_norm
-from qerl_kernels.ops import dequantize_marlin, dequantize_mxfp4, dequantize_nvfp4_unscaled, quantize_nvfp4
+from qerl_kernels.ops import dequantize_marlin, dequantize_mxfp4, dequantize_nvfp4_unscaled
 from qerl_kernels.reference import (
-    BlockScales,
     MXFP4Tensor,
     NVFP4Tensor,
     dequantize_nvfp4,
     nvfp4_global_scale,
     quantize_mxfp4,
+    quantize_nvfp4,
 )
 from qerl_kernels.rope import rotary
 from qerl_kernels.sampling import sample_tokens
@@ -39,8 +39,8 @@ from qerl_kernels.selective_checkpointing import (
 from qerl_kernels.stacked_weights import DenseStack, MarlinStack, MXFP4Stack, NVFP4Stack, StackedWeight
 
 __all__ = [
-    "AdaptedWeight", "Backend", "BlockScales", "DECODE_GEMM_MAX_TOKENS", "DenseStack", "DenseWeight", "ExpertBiases",
-    "ExpertLora", "FrozenWeight", "LoraFactors", "MXFP4Stack", "MXFP4Tensor", "MXFP4Weight", "MarlinRows",
+    "AdaptedWeight", "Backend", "DECODE_GEMM_MAX_TOKENS", "DenseStack", "DenseWeight", "ExpertBiases",
+    "FrozenWeight", "LoraFactors", "MXFP4Stack", "MXFP4Tensor", "MXFP4Weight", "MarlinRows",
     "MarlinStack", "MarlinTensor", "NVFP4Stack", "NVFP4Tensor", "NVFP4Weight", "StackedWeight", "chunked_reverse_kl",
     "chunked_token_logprobs", "clamped_swiglu", "clamped_swiglu_reference", "decode_gemm_linear",
     "decode_gemm_linear_reference", "decode_gemm_sizes", "decode_gemm_supported", "dequantize_marlin",

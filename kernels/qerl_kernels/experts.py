@@ -1,8 +1,7 @@
 """A mixture of frozen experts: tokens sorted by expert, dequantization of a group of experts, one grouped product.
 
 The dense weights of a group live as long as its product and are dequantized again in backward, which gives gradients to
-the input, the top-k weights and an adapter. The adapter's products are grouped ones of the same sorted rows, each added
-to the rounded product of the frozen weight: before the activation and before the sum over a token's experts.
+the input and the top-k weights.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,9 +14,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from qerl_kernels.backend import runs_triton
-from qerl_kernels.linear import LoraFactors
 from qerl_kernels.selective_checkpointing import computes_graph_only, save_products
-from qerl_kernels.stacked_weights import DenseStack, StackedWeight
+from qerl_kernels.stacked_weights import StackedWeight
 
 Product = Callable[[Tensor, Tensor], Tensor]
 """act(gate) * up."""
@@ -35,14 +33,6 @@ class ExpertBiases(NamedTuple):
     """[E, D]."""
 
 
-class ExpertLora(NamedTuple):
-    """Adapters of a mixture's matrices, with A [E, r, K] and B [E, N, r]; None for a matrix without one."""
-
-    gate_up: LoraFactors | None
-    """B has the order of the rows of the weights."""
-    down: LoraFactors | None
-
-
 def mixture_reference(
     x: Tensor,
     topk_weights: Tensor,
@@ -52,7 +42,6 @@ def mixture_reference(
     product: Product,
     biases: ExpertBiases | None = None,
     alternating: bool = False,
-    lora: ExpertLora | None = None,
 ) -> Tensor:
     """`mixture_of_experts` in plain PyTorch, by dense weights gate_up [E, 2 I, D] and down [E, D, I]."""
     out = torch.zeros_like(x)
@@ -61,20 +50,10 @@ def mixture_reference(
         tokens, slots = (topk_ids == expert).nonzero(as_tuple=True)
         rows = x[tokens]
         hidden = functional.linear(rows, gate_up[expert], bias)
-        if lora is not None and lora.gate_up is not None:
-            hidden = hidden + _expert_delta(rows, lora.gate_up, expert)
         inner = product(*_gates_and_ups(hidden, alternating))
         y = functional.linear(inner, down[expert], last_bias)
-        if lora is not None and lora.down is not None:
-            y = y + _expert_delta(inner, lora.down, expert)
         out = out.index_add(0, tokens, (topk_weights[tokens, slots, None] * y).to(x.dtype))
     return out
-
-
-def _expert_delta(rows: Tensor, lora: LoraFactors, expert: int) -> Tensor:
-    """scaling * rows A^T B^T of one expert."""
-    a, b = (factor[expert].to(rows.dtype) for factor in lora[:2])
-    return functional.linear(functional.linear(rows, a), b) * lora.scaling
 
 
 def mixture_of_experts(
@@ -86,7 +65,6 @@ def mixture_of_experts(
     product: Product,
     biases: ExpertBiases | None = None,
     alternating: bool = False,
-    lora: ExpertLora | None = None,
 ) -> Tensor:
     """Sum over each token's experts e of topk_weights * down_e(product(gate_e(x), up_e(x))).
 
@@ -99,15 +77,11 @@ def mixture_of_experts(
         product: act(gate) * up.
         biases: Of both, frozen; None where there are none.
         alternating: Rows of gates and ups are interleaved, a gate first, as gpt-oss stores them.
-        lora: The adapter; its factors get gradients in their own dtype.
 
     Returns:
         [S, D] in x's dtype. The sum's order is that of `topk_ids`, so that a run repeats bit for bit.
     """
-    adapters = (None, None) if lora is None else lora
-    scalings = [None if adapter is None else adapter.scaling for adapter in adapters]
-    factors = [factor for adapter in adapters for factor in ((None, None) if adapter is None else adapter[:2])]
-    return _Mixture.apply(x, topk_weights, topk_ids, gate_up, down, product, biases, alternating, scalings, *factors)
+    return _Mixture.apply(x, topk_weights, topk_ids, gate_up, down, product, biases, alternating)
 
 
 def _gates_and_ups(hidden: Tensor, alternating: bool) -> tuple[Tensor, Tensor]:
@@ -157,7 +131,7 @@ def _has_kernel(rows: Tensor) -> bool:
 
 
 def _is_aligned(shape: Sequence[int], dtype: torch.dtype) -> bool:
-    """Whether rows and columns are multiples of 16 bytes, as the kernel needs them; a low rank may not be."""
+    """Whether rows and columns are multiples of 16 bytes, as the kernel needs them."""
     return all(size * dtype.itemsize % 16 == 0 for size in shape[-2:])
 
 
@@ -193,78 +167,6 @@ def _by_groups(
     return out
 
 
-def grouped_outer(left: Tensor, right: Tensor, stops: Tensor, bounds: Sequence[int]) -> Tensor:
-    """left_e^T right_e for the rows of each expert: [E, N, K] of left [R, N] and right [R, K]; 0 without rows."""
-    shape = len(stops), left.shape[1], right.shape[1]
-    if _has_kernel(left) and _is_aligned(shape, left.dtype):
-        out = torch._grouped_mm(left.t(), right, offs=stops)
-        # Experts without rows: whether the kernel writes their zeros is not documented.
-        return out.masked_fill_((stops.diff(prepend=stops.new_zeros(1)) == 0)[:, None, None], 0)
-    out = left.new_zeros(shape)
-    for expert, (start, stop) in enumerate(pairwise(bounds)):
-        if start < stop:
-            torch.mm(left[start:stop].t(), right[start:stop], out=out[expert])
-    return out
-
-
-class _Adapter(NamedTuple):
-    """An adapter in the dtype of the rows that it multiplies."""
-
-    a: Tensor
-    """[E, r, K]."""
-    b: Tensor
-    """[E, N, r]."""
-    scaling: float
-    stops: Tensor
-    bounds: Sequence[int]
-
-    @classmethod
-    def of(
-        cls, factors: Sequence[Tensor | None], scaling: float, dtype: torch.dtype, stops: Tensor, bounds: Sequence[int]
-    ) -> "_Adapter | None":
-        """None where there are no factors."""
-        a, b = factors
-        if a is None or b is None:
-            return None
-        low_a, low_b = (factor.to(dtype, memory_format=torch.contiguous_format) for factor in (a, b))
-        return cls(low_a, low_b, scaling, stops, bounds)
-
-    @classmethod
-    def saved(
-        cls, tensors: list[Tensor], scaling: float, stops: Tensor, bounds: Sequence[int]
-    ) -> tuple["_Adapter", Tensor]:
-        """The last adapter of what forward saved, and its input's product with A; they are taken from the list."""
-        low, a, b = tensors[-3:]
-        del tensors[-3:]
-        return cls(a, b, scaling, stops, bounds), low
-
-    def shrink(self, rows: Tensor) -> Tensor:
-        """rows A^T, [R, r]."""
-        return grouped_product(rows, self.stops, self.bounds, DenseStack(self.a), back=False)
-
-    def add_expanded(self, y: Tensor, low: Tensor) -> Tensor:
-        """y [R, N] += scaling * low B^T, in place."""
-        return y.add_(grouped_product(low, self.stops, self.bounds, DenseStack(self.b), False), alpha=self.scaling)
-
-    def gradient_of_low(self, grad: Tensor) -> Tensor:
-        """scaling * grad B, [R, r], of the gradient to y."""
-        return grouped_product(grad, self.stops, self.bounds, DenseStack(self.b), back=True).mul_(self.scaling)
-
-    def add_input_gradient(self, grad: Tensor, of_low: Tensor) -> Tensor:
-        """grad [R, K] += of_low A, in place."""
-        return grad.add_(grouped_product(of_low, self.stops, self.bounds, DenseStack(self.a), back=True))
-
-    def gradients(
-        self, rows: Tensor, low: Tensor, of_low: Tensor, grad: Tensor, factor: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """Of A and B, where the gradient to y is factor [R, 1] * grad, and `of_low` without the factor."""
-        low = low * self.scaling
-        if factor is not None:  # on the low-rank side, which is small
-            low, of_low = (low * factor).to(low.dtype), (of_low * factor).to(of_low.dtype)
-        of_a = grouped_outer(of_low, rows, self.stops, self.bounds)
-        return of_a, grouped_outer(grad, low, self.stops, self.bounds)
-
-
 class _Mixture(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -277,8 +179,6 @@ class _Mixture(torch.autograd.Function):
         product: Product,
         biases: ExpertBiases | None,
         alternating: bool,
-        scalings: Sequence[Any],
-        *factors: Tensor | None,
     ) -> Tensor:
         count = topk_ids.shape[1]
         sorted_experts, order = topk_ids.flatten().to(torch.int16).sort(stable=True)  # a quarter of int64's passes
@@ -292,66 +192,40 @@ class _Mixture(torch.autograd.Function):
             result = grouped_product(rows, stops, bounds, gate_up, back=False, factor=gate_alpha)
             if biases is not None:
                 _add_biases(result, bounds, biases.gate_up)
-            adapter = _Adapter.of(factors[:2], scalings[0], x.dtype, stops, bounds)
-            if adapter is None:
-                return (result,)
-            low = adapter.shrink(rows)
-            return adapter.add_expanded(result, low), low, adapter.a, adapter.b
+            return (result,)
 
-        hidden, *first_saved = save_products(first)
+        (hidden,) = save_products(first)
 
         def second() -> tuple[Tensor, ...]:
-            adapter = _Adapter.of(factors[2:], scalings[1], x.dtype, stops, bounds)
             if computes_graph_only():
-                left_out = x.new_full((), torch.nan).expand(x.shape)
-                if adapter is None:
-                    return (left_out,)
-                return left_out, adapter.shrink(product(*_gates_and_ups(hidden, alternating))), adapter.a, adapter.b
+                return (x.new_full((), torch.nan).expand(x.shape),)
             inner = product(*_gates_and_ups(hidden, alternating))
-            before_sum = None if biases is None and adapter is None else down_alpha
+            before_sum = None if biases is None else down_alpha
             y = grouped_product(inner, stops, bounds, down, back=False, factor=before_sum)
             rows = topk_weights.flatten()[order, None]
             if down_alpha is not None and before_sum is None:
                 rows = rows * down_alpha
             if biases is not None:
                 _add_biases(y, bounds, biases.down)
-            if adapter is None:
-                return (_sum_of_rows(y, rows, order, count),)
-            low = adapter.shrink(inner)
-            return _sum_of_rows(adapter.add_expanded(y, low), rows, order, count), low, adapter.a, adapter.b
+            return (_sum_of_rows(y, rows, order, count),)
 
-        out, *second_saved = save_products(second)
-        saved_ids = None if biases is None else topk_ids
-        ctx.adapted = bool(first_saved), bool(second_saved)
-        ctx.save_for_backward(x, topk_weights, hidden, order, stops, saved_ids, *first_saved, *second_saved)
+        (out,) = save_products(second)
+        ctx.save_for_backward(topk_weights, hidden, order, stops, None if biases is None else topk_ids)
         ctx.bounds, ctx.weights, ctx.product, ctx.alphas = bounds, (gate_up, down), product, (gate_alpha, down_alpha)
-        ctx.biases, ctx.alternating, ctx.scalings = biases, alternating, scalings
-        ctx.dtypes = [None if factor is None else factor.dtype for factor in factors]
+        ctx.biases, ctx.alternating = biases, alternating
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, topk_weights, hidden, order, stops, topk_ids, *saved = ctx.saved_tensors
+        topk_weights, hidden, order, stops, topk_ids = ctx.saved_tensors
         (gate_up, down), (gate_alpha, down_alpha), count = ctx.weights, ctx.alphas, topk_weights.shape[1]
         with torch.enable_grad():
             gate, up = (part.detach().requires_grad_() for part in _gates_and_ups(hidden, ctx.alternating))
             inner = ctx.product(gate, up)
-        second = _Adapter.saved(saved, ctx.scalings[1], stops, ctx.bounds) if ctx.adapted[1] else None
-        first = _Adapter.saved(saved, ctx.scalings[0], stops, ctx.bounds) if ctx.adapted[0] else None
-        of_factors: list[Tensor | None] = [None] * 4
         factor = topk_weights.flatten()[order, None]
         # Alpha and the top-k weights follow, in float32.
-        rows_of_grad = grad[order // count]
-        before_adapter, down_alpha = (down_alpha, None) if second is not None else (None, down_alpha)
-        of_inner = grouped_product(rows_of_grad, stops, ctx.bounds, down, back=True, factor=before_adapter)
-        if second is not None:
-            adapter, low = second
-            of_low = adapter.gradient_of_low(rows_of_grad)
-            if any(ctx.needs_input_grad[-2:]):
-                of_factors[2:] = adapter.gradients(inner.detach(), low, of_low, rows_of_grad, factor)
-            adapter.add_input_gradient(of_inner, of_low)
-        del rows_of_grad
+        of_inner = grouped_product(grad[order // count], stops, ctx.bounds, down, back=True)
         if down_alpha is not None:
             factor = factor * down_alpha
         products = _scale_rows(of_inner, factor, inner.detach())
@@ -362,29 +236,12 @@ class _Mixture(torch.autograd.Function):
             of_weights.view(-1).index_copy_(0, order, products[:, 0].to(topk_weights.dtype))
             if ctx.biases is not None:
                 of_weights += (grad.float() @ ctx.biases.down.float().t()).gather(1, topk_ids)
-        if not (ctx.needs_input_grad[0] or first is not None):
-            return _gradients(ctx, None, of_weights, of_factors)
+        if not ctx.needs_input_grad[0]:
+            return None, of_weights, *[None] * 6
         of_gate, of_up = torch.autograd.grad(inner, (gate, up), of_inner)
         of_hidden = _as_rows(of_gate, of_up, ctx.alternating)
-        if first is not None:
-            adapter, low = first
-            of_low = adapter.gradient_of_low(of_hidden)
-            of_factors[:2] = adapter.gradients(x[order // count], low, of_low, of_hidden, None)
-        if not ctx.needs_input_grad[0]:
-            return _gradients(ctx, None, of_weights, of_factors)
-        before_adapter, gate_alpha = (gate_alpha, None) if first is not None else (None, gate_alpha)
-        of_rows = grouped_product(of_hidden, stops, ctx.bounds, gate_up, back=True, factor=before_adapter)
-        if first is not None:
-            adapter.add_input_gradient(of_rows, of_low)
-        return _gradients(ctx, _sum_of_rows(of_rows, gate_alpha, order, count), of_weights, of_factors)
-
-
-def _gradients(
-    ctx: Any, of_x: Tensor | None, of_weights: Tensor | None, of_factors: Sequence[Tensor | None]
-) -> tuple[Tensor | None, ...]:
-    """What backward returns, with the factors' gradients in their dtypes."""
-    given = (None if g is None else g.to(dtype) for g, dtype in zip(of_factors, ctx.dtypes, strict=True))
-    return of_x, of_weights, *[None] * 7, *given
+        of_rows = grouped_product(of_hidden, stops, ctx.bounds, gate_up, back=True)
+        return _sum_of_rows(of_rows, gate_alpha, order, count), of_weights, *[None] * 6
 
 
 def _of_rows(alphas: Tensor | None, experts: Tensor) -> Tensor | None:

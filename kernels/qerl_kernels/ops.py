@@ -44,18 +44,6 @@ def dequantize_marlin(
     return _dequantize_marlin(weight, scale, start, stop, mx, dtype)
 
 
-def quantize_nvfp4(
-    weight: Tensor, global_scale: Tensor | None = None, *, block_scales: reference.BlockScales = "minmax"
-) -> reference.NVFP4Tensor:
-    """Round a weight to NVFP4 as `reference.quantize_nvfp4` does, bit for bit, on the selected backend."""
-    if block_scales == "minmax" and runs_triton(weight):
-        from qerl_kernels import triton_quantize
-
-        scale = reference.nvfp4_global_scale(weight) if global_scale is None else global_scale
-        return triton_quantize.quantize_nvfp4(weight, scale)
-    return reference.quantize_nvfp4(weight, global_scale, block_scales=block_scales)
-
-
 @functools.cache
 def _triton() -> ModuleType:
     """Imported at the first use: without Triton the rest of the package works."""

@@ -5,7 +5,7 @@ compressed-tensors: two E2M1 codes per byte, the even k in the low nibble; a sca
 """
 
 from collections.abc import Iterator
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,16 +14,10 @@ BLOCK = 16
 MX_BLOCK = 32
 E2M1_MAX = 6.0
 E4M3_MAX = 448.0
-SEARCH_SCALE = 256.0
-"""Largest block scale of `search`, with room for the sweep up to E4M3_MAX."""
-SEARCH_STEPS = tuple(sorted(range(-6, 9), key=abs))
-"""E4M3 steps from the min-max scale that `search` tries, nearest first: ties take the min-max scale."""
 SMALLEST_UNIFORM = 4.6566127342e-10
 """Replaces a uniform number of zero when sampling; also the factor of 31-bit integers."""
 CPU_BLOCKS, CUDA_BLOCKS = 1 << 15, 1 << 22
 """Blocks quantized at a time."""
-
-BlockScales = Literal["minmax", "search"]
 
 
 class NVFP4Tensor(NamedTuple):
@@ -46,16 +40,14 @@ class MXFP4Tensor(NamedTuple):
     """uint8 [N, K/32], E8M0."""
 
 
-def nvfp4_global_scale(*weights: Tensor, block_scales: BlockScales = "minmax", power_of_two: bool = False) -> Tensor:
+def nvfp4_global_scale(*weights: Tensor) -> Tensor:
     """Global scale that `weights` share, such as those of q, k and v, which an engine fuses.
 
-    With "minmax" it is llm-compressor's: 448 * 6 / amax in the weights' dtype, 1 for zero weights. Where float16
+    It is llm-compressor's: 448 * 6 / amax in the weights' dtype, 1 for zero weights. Where float16
     overflows, at amax below 0.041, the division is in float32; llm-compressor's 1 would round most weights to zero.
 
     Args:
         weights: Matrices [N_i, K] of one dtype; the result is float32 [1].
-        block_scales: "search" leaves block scales room to grow.
-        power_of_two: Round down to a power of two, which makes the dequantized weight exact in bfloat16.
 
     Raises:
         ValueError: No weights, or weights of different dtypes.
@@ -64,41 +56,28 @@ def nvfp4_global_scale(*weights: Tensor, block_scales: BlockScales = "minmax", p
         dtypes = sorted({str(weight.dtype) for weight in weights})
         raise ValueError(f"A global scale needs weights of one dtype, got {dtypes}; cast them to the same dtype first.")
     amax = torch.stack([weight.abs().amax() for weight in weights]).amax().reshape(1)
-    if block_scales == "search":
-        amax = amax.float()
-    largest = SEARCH_SCALE if block_scales == "search" else E4M3_MAX
-    scale = (largest * E2M1_MAX / amax.clamp(min=torch.finfo(amax.dtype).tiny)).float()
-    scale = torch.where(scale.isinf(), largest * E2M1_MAX / amax.float(), scale)
-    scale = torch.nan_to_num(scale, nan=1.0, posinf=1.0, neginf=1.0)
-    if power_of_two:
-        scale = (scale.view(torch.int32) & 0x7F800000).view(torch.float32)  # its exponent alone
-    return scale
+    scale = (E4M3_MAX * E2M1_MAX / amax.clamp(min=torch.finfo(amax.dtype).tiny)).float()
+    scale = torch.where(scale.isinf(), E4M3_MAX * E2M1_MAX / amax.float(), scale)
+    return torch.nan_to_num(scale, nan=1.0, posinf=1.0, neginf=1.0)
 
 
-def quantize_nvfp4(
-    weight: Tensor, global_scale: Tensor | None = None, *, block_scales: BlockScales = "minmax"
-) -> NVFP4Tensor:
-    """Round a weight to NVFP4. "minmax" is bit for bit what llm-compressor's NVFP4A16 scheme stores.
-
-    "search" instead sweeps the E4M3 scales around each block's min-max scale for the least squared error.
+def quantize_nvfp4(weight: Tensor, global_scale: Tensor | None = None) -> NVFP4Tensor:
+    """Round a weight to NVFP4, bit for bit as llm-compressor's NVFP4A16 scheme stores it.
 
     Args:
         weight: [N, K], K a multiple of 16, bfloat16, float16 or float32.
         global_scale: float32 [1], shared with the matrices fused with this one; from `weight` if None.
-        block_scales: See above.
 
     Raises:
         ValueError: The weight is no matrix, or K is no multiple of 16.
     """
     check_matrix(weight, BLOCK, "NVFP4")
     if global_scale is None:
-        global_scale = nvfp4_global_scale(weight, block_scales=block_scales)
+        global_scale = nvfp4_global_scale(weight)
     gs = global_scale.float().reshape(1)
     chunks = []
     for x in _columns(weight, BLOCK):
         scale = _minmax_scales(x, weight.new_tensor(E2M1_MAX), gs)
-        if block_scales == "search":
-            scale = _search_scales(x, scale, gs)
         chunks.append((_encode(x.div_(scale.float() / gs)), scale))
     codes, scales = (torch.cat(tensors, dim=-1) for tensors in zip(*chunks, strict=True))
     return NVFP4Tensor(_pack(codes, weight), scales.view(len(weight), -1), gs)
@@ -118,31 +97,6 @@ def _minmax_scales(x: Tensor, largest: Tensor, gs: Tensor) -> Tensor:
     scale = gs * (x.abs().amax(0).to(largest.dtype) / largest).float()
     rounded = scale.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).float()
     return torch.where(rounded == 0, 0.125, rounded).to(torch.float8_e4m3fn)
-
-
-def _search_scales(x: Tensor, start: Tensor, gs: Tensor) -> Tensor:
-    """Each column's E4M3 scale of least squared error around `start`."""
-    magnitude, rounded = x.abs(), torch.empty_like(x)
-    codes = start.view(torch.uint8).to(torch.int16)
-    best, best_error = codes, torch.full(start.shape, torch.inf, device=x.device)
-    for step in SEARCH_STEPS:
-        # Positive E4M3 numbers are ordered as their bytes: 1 is the smallest, 126 is 448.
-        candidate = (codes + step).clamp(1, 126)
-        unit = candidate.to(torch.uint8).view(torch.float8_e4m3fn).float() / gs
-        torch.div(magnitude, unit, out=rounded)
-        error = _sum_blocks_(round_magnitude_(rounded).mul_(unit).sub_(magnitude).square_())
-        better = error < best_error
-        best = torch.where(better, candidate, best)
-        best_error = torch.where(better, error, best_error)
-    return best.to(torch.uint8).view(torch.float8_e4m3fn)
-
-
-def _sum_blocks_(x: Tensor) -> Tensor:
-    """Sums [n] of x [block, n], in place: halves added to halves, so that every device rounds alike."""
-    while len(x) > 1:
-        low, high = x.chunk(2)
-        x = low.add_(high)
-    return x[0]
 
 
 def dequantize_nvfp4(packed: Tensor, scale: Tensor, global_scale: Tensor, dtype: torch.dtype) -> Tensor:

@@ -234,7 +234,6 @@ class RolloutCallback(Callback, ChecksFirst):
             full_finetuning=lora is None,
             ranks=ranks.size,
             record_routing=module.policy_config.replay_routing,
-            lora_target_parameters=() if lora is None else lora.target_parameters,
         )
         let_waiting_threads_sleep()
         log.info("starting %s on %s", type(self.engine).__name__, spec.device)

@@ -142,7 +142,6 @@ def plan_of(model: PolicyModule, data: LightningDataModule, rollout: RolloutCall
         train_norms=policy.train_norms or lora is None,
         rank=0 if lora is None else lora.rank,
         full_finetuning=lora is None,
-        adapts_experts=lora is not None and bool(lora.target_parameters),
     )
     plan = RunPlan(
         shape,
@@ -150,7 +149,6 @@ def plan_of(model: PolicyModule, data: LightningDataModule, rollout: RolloutCall
         -(-step_tokens // tokens),
         policy.quantization,
         PROJECTIONS if lora is None else lora.targets,
-        () if lora is None else lora.target_parameters,
         optimizer_bytes(model.make_optimizer, CPU).state,
         _step_bytes(model),
         reference=model.needs_reference if lora is None else policy.adapter is not None,

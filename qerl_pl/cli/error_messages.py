@@ -251,6 +251,8 @@ def _hint(message: str) -> str | None:
     if _NO_OPTIMIZER.search(message):
         return "name it by its import path, as in torch.optim.AdamW"
     key = _UNKNOWN_KEY.search(message)
+    if key and (key[1] or key[2]).endswith("lora.target_parameters"):
+        return "experts are frozen; leave it out: the adapter of a mixture is on attention, by lora.targets"
     nearest = _nearest_key(key[1] or key[2]) if key else None
     return None if nearest is None else f"did you mean {nearest}?"
 

@@ -1,8 +1,6 @@
 """`qerl export`, and the evaluation of an exported adapter."""
 
 import json
-import re
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,7 +13,6 @@ from torch import Tensor
 
 from qerl_pl.cli.model_card import STEP, write_model_card
 from qerl_pl.errors import UserError
-from qerl_pl.formats.architecture import DOWN, GATE_UP
 from qerl_pl.formats.dense_checkpoint import fill_dense_folder
 from qerl_pl.formats.quantize import in_format
 from qerl_pl.modules.lora import LoraConfig
@@ -80,7 +77,6 @@ def take_adapter(policy: Any, command: str, resume: object) -> None:
         if base["toy"] is not None:
             policy.toy = dict_to_namespace(base["toy"])
     policy.lora.rank = policy.lora.alpha = policy.lora.targets = policy.lora.use_rslora = None
-    policy.lora.target_parameters = None
     policy.train_norms = False
 
 
@@ -140,29 +136,11 @@ def _size(folder: Path) -> str:
 def _merged(weights: PolicyWeights, name: str, tensor: Tensor) -> Tensor:
     """A tensor of the base with its adapter added, or its trained value."""
     adapter = weights.adapter or {}
-    if (expert := _EXPERT.fullmatch(name)) is not None:
-        factors = _of_expert(adapter, expert["stacked"], int(expert["number"]), expert["member"])
-    else:
-        factors = adapter.get(name.removesuffix(".weight"))
+    factors = adapter.get(name.removesuffix(".weight"))
     if factors is None:
         return weights.tensors.get(name, tensor)
     a, b = factors
-    delta = weights.scaling * (b.float() @ a.float())
-    return tensor + (delta if a.dim() == 2 else delta.transpose(1, 2))  # checkpoints store stacks transposed
-
-
-_EXPERT = re.compile(r"(?P<stacked>.+)\.(?P<number>\d+)\.(?P<member>gate|up|down)_proj\.weight")
-
-
-def _of_expert(
-    adapter: Mapping[str, tuple[Tensor, Tensor]], stacked: str, number: int, member: str
-) -> tuple[Tensor, Tensor] | None:
-    """A [r, in] and B [out, r] of a matrix of one expert, whose gates are above its ups; None without an adapter."""
-    factors = adapter.get(f"{stacked}.{DOWN if member == 'down' else GATE_UP}")
-    if factors is None:
-        return None
-    a, b = (factor[number] for factor in factors)
-    return a, b if member == "down" else b.chunk(2)[member == "up"]
+    return tensor + weights.scaling * (b.float() @ a.float())
 
 
 def _policy_config(run: Path, state: dict[str, Any]) -> PolicyConfig:

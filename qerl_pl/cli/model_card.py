@@ -124,9 +124,7 @@ def _introduction(policy: PolicyConfig, config: Mapping[str, Any], is_adapter: b
     lora = policy.lora_spec
     trained = "all weights"
     if lora is not None:
-        trained = (
-            f"LoRA of rank {lora.rank}, alpha {lora.alpha:g}, on {', '.join((*lora.targets, *lora.target_parameters))}"
-        )
+        trained = f"LoRA of rank {lora.rank}, alpha {lora.alpha:g}, on {', '.join(lora.targets)}"
     norms = ", and the RMSNorm scales" if policy.train_norms and policy.finetune == "lora" else ""
     what = "The adapter" if is_adapter else "The model, with the adapter merged in,"
     what = "The model" if policy.finetune == "full" else what

@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any, cast
 
-from qerl_kernels import BlockScales
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from qerl_pl.datamodules.tables import TableConfig, read_table
@@ -17,8 +16,6 @@ def quantize(
     src: Path,
     dst: Path,
     format: QuantizedFormat = "nvfp4",
-    scales: BlockScales = "minmax",
-    power_of_two: bool = False,
     device: Device = "auto",
     loftq_rank: int | None = None,
     calibration: str | None = None,
@@ -36,13 +33,7 @@ def quantize(
         src: Folder of a causal LM in Hugging Face format, 16 or 32 bits.
         dst: Folder to write; must not exist, and appears only when it is complete.
         format: `nvfp4` (blocks of 16 with an E4M3 scale) and `mxfp4` (blocks of 32 with a power of two), in the layout
-            of compressed-tensors; `nf4` (blocks of 64, double quantization), in that of bitsandbytes. `gaussian` is a
-            16-bit placebo: a Gaussian error of the size of NVFP4's, to compare with.
-        scales: NVFP4 only, how block scales are chosen. `minmax` takes each block's largest weight, bit for bit as
-            llm-compressor's NVFP4A16 scheme; `search` takes the E4M3 value of least squared error around it (same
-            format, about a quarter less error).
-        power_of_two: NVFP4 only, round global scales to powers of two, which makes dequantized weights exact in
-            bfloat16 and costs no accuracy.
+            of compressed-tensors; `nf4` (blocks of 64, double quantization), in that of bitsandbytes.
         device: Device of the arithmetic. `auto` is the GPU where there is one. llm-compressor chooses its own.
         loftq_rank: Rank of an adapter in DST/loftq, in PEFT's format, that takes up a part of each linear's error
             (LoftQ); training starts from it by model.policy.adapter. null writes none.
@@ -54,19 +45,17 @@ def quantize(
 
     Raises:
         UserError: `dst` exists, `src` is no model folder, is inconsistent or already quantized, has no matrix to
-            quantize or one that the format cannot store, the format lacks an option, there is no GPU for `device`,
+            quantize or one that the format cannot store, there is no GPU for `device`,
             `loftq_rank` does not fit, or llm-compressor is not installed.
     """
     if calibration is None:
-        quantize_checkpoint(src, dst, format, scales, power_of_two, device, loftq_rank)
+        quantize_checkpoint(src, dst, format, device, loftq_rank)
         return
     if loftq_rank is not None:
         raise UserError(
             "LoftQ's adapter takes up what rounding to nearest leaves; llm-compressor rounds otherwise; leave out "
             "--loftq_rank, or --calibration"
         )
-    if scales != "minmax" or power_of_two:
-        raise UserError("llm-compressor chooses the scales; leave out --scales and --power_of_two, or --calibration")
     require_at_least(1, {"--samples": samples, "--max_length": max_length})
     tokenizer = AutoTokenizer.from_pretrained(src)
     calibrate_checkpoint(

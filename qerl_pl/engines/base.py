@@ -35,16 +35,10 @@ class EngineSpec:
     """Processes of the run, each with its own engine; they launch together."""
     record_routing: bool = False
     """Whether completions say which experts were chosen; needs a mixture of experts."""
-    lora_target_parameters: tuple[str, ...] = ()
-    """Ends of the names of stacks of experts with an adapter, such as "experts.down_proj"."""
 
     def adapts(self, linear: str) -> bool:
         """Whether the base's linear of this name has an adapter."""
         return self.lora_rank > 0 and names_match(linear, self.lora_targets)
-
-    def adapts_stack(self, stack: str) -> bool:
-        """Whether the base's stack of experts of this name has an adapter."""
-        return self.lora_rank > 0 and names_match(stack, self.lora_target_parameters)
 
 
 @dataclass(frozen=True)
@@ -220,13 +214,13 @@ def check_tensor(name: str, target: Tensor | None, tensor: Tensor) -> Tensor:
 
 
 def check_adapter(
-    adapter: Mapping[str, tuple[Tensor, Tensor]], shapes: Mapping[str, tuple[int, ...]], rank: int
+    adapter: Mapping[str, tuple[Tensor, Tensor]], shapes: Mapping[str, tuple[int, int]], rank: int
 ) -> None:
     """Reject an adapter that does not fit the engine's.
 
     Args:
         adapter: `PolicyWeights.adapter`.
-        shapes: (out, in) of each adapted linear of the engine, and (experts, out, in) of each stack, by name.
+        shapes: (out, in) of each adapted linear of the engine by name.
         rank: `EngineSpec.lora_rank`.
 
     Raises:
@@ -238,8 +232,8 @@ def check_adapter(
                 f"the adapter may hold the engine's LoRA targets only; it also has {name}: give engine and policy the "
                 "same targets"
             )
-        *experts, out_features, in_features = shapes[name]
-        expected = (*experts, rank, in_features), (*experts, out_features, rank)
+        out_features, in_features = shapes[name]
+        expected = (rank, in_features), (out_features, rank)
         if (tuple(a.shape), tuple(b.shape)) != expected:
             raise UserError(
                 f"A and B of {name} must have shapes {expected[0]} and {expected[1]}; got "

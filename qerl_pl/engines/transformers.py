@@ -19,17 +19,9 @@ from qerl_pl.engines.base import (
     token_limit,
 )
 from qerl_pl.engines.routing import RoutingRecorder
-from qerl_pl.engines.synced_layers import SyncedLoraExperts, SyncedLoraLinear, SyncedRMSNorm
+from qerl_pl.engines.synced_layers import SyncedLoraLinear, SyncedRMSNorm
 from qerl_pl.errors import require_at_least
-from qerl_pl.formats.architecture import (
-    DOWN,
-    GATE_UP,
-    Family,
-    family_of,
-    family_of_class,
-    noisy_norm_names,
-    stack_shapes,
-)
+from qerl_pl.formats.architecture import family_of, family_of_class, noisy_norm_names
 from qerl_pl.formats.dense_checkpoint import load_dense_model
 from qerl_pl.formats.model_folder import end_token_ids, load_tokenizer
 from qerl_pl.memory import held_gib
@@ -110,8 +102,7 @@ class TransformersEngine(RolloutEngine):
         self._model: PreTrainedModel | None = None
         self._tokenizer: PreTrainedTokenizerBase | None = None
         self._linears: dict[str, SyncedLoraLinear] = {}
-        self._experts: dict[str, SyncedLoraExperts] = {}
-        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._shapes: dict[str, tuple[int, int]] = {}
         self._norms: dict[str, SyncedRMSNorm] = {}
         self._noisy: list[str] = []
         self._recorder: RoutingRecorder | None = None
@@ -139,21 +130,8 @@ class TransformersEngine(RolloutEngine):
                 self._linears[name] = SyncedLoraLinear(linear, spec.lora_rank)
                 model.set_submodule(name, self._linears[name])
                 self._shapes[name] = linear.out_features, linear.in_features
-        self._adapt_experts(model, family, spec)
         self._spec, self._model = spec, model
         self._tokenizer, self._ends = load_tokenizer(spec.base), end_token_ids(spec.base)
-
-    def _adapt_experts(self, model: PreTrainedModel, family: Family, spec: EngineSpec) -> None:
-        """Replace the experts of each layer that has an adapted stack."""
-        stacks = stack_shapes(model.config) if spec.lora_target_parameters else {}
-        shapes = {name: shape for name, shape in stacks.items() if spec.adapts_stack(name)}
-        for parent in dict.fromkeys(name.rpartition(".")[0] for name in shapes):
-            assert family.experts is not None
-            adapted = [matrix for matrix in (GATE_UP, DOWN) if f"{parent}.{matrix}" in shapes]
-            experts = SyncedLoraExperts(model.get_submodule(parent), family.experts, adapted, spec.lora_rank)
-            self._experts |= dict.fromkeys((f"{parent}.{matrix}" for matrix in adapted), experts)
-            model.set_submodule(parent, experts)
-        self._shapes |= shapes
 
     def shared_weights(self) -> SharedWeights | None:
         """None: the engine's weights are dense, in modules of its own."""
@@ -173,8 +151,6 @@ class TransformersEngine(RolloutEngine):
             linear.enabled = name in adapter
             if name in adapter:
                 linear.write(*adapter[name], weights.scaling)
-        for name, experts in self._experts.items():
-            experts.write(name.rpartition(".")[2], adapter.get(name), weights.scaling)
         norms = self._write_all_but_norms(weights.tensors)
         for name, held in self._norms.items():
             clean = norms.get(name, held.base)
@@ -314,7 +290,6 @@ class TransformersEngine(RolloutEngine):
         """Drop the model."""
         self._model = None
         self._linears.clear()
-        self._experts.clear()
         self._norms.clear()
 
 

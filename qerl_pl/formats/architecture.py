@@ -334,24 +334,6 @@ def linear_shapes(config: PretrainedConfig) -> dict[str, tuple[int, int]]:
     return {name: (m.out_features, m.in_features) for name, m in modules if isinstance(m, nn.Linear)}
 
 
-def stack_shapes(config: PretrainedConfig) -> dict[str, tuple[int, int, int]]:
-    """(experts, out, in) of every stack of experts of a model by name, from its config alone.
-
-    The names are those of transformers' parameters, "model.layers.0.mlp.experts.gate_up_proj".
-    """
-    family = find_family(config.model_type)
-    if family is None or family.experts is None:
-        return {}
-    shapes = {}
-    for name, block in expert_blocks(_meta_model(config), family).items():
-        for matrix in (GATE_UP, DOWN):
-            stack = f"{family.experts.stacked}.{matrix}"
-            experts, *sides = block.get_parameter(stack).shape
-            rows, columns = reversed(sides) if family.experts.stored_in_stacks else sides
-            shapes[f"{name}.{stack}"] = experts, rows, columns
-    return shapes
-
-
 def expert_blocks(model: nn.Module, family: Family) -> dict[str, nn.Module]:
     """The mixtures of experts of a transformers model by name."""
     if family.experts is None:
@@ -361,7 +343,7 @@ def expert_blocks(model: nn.Module, family: Family) -> dict[str, nn.Module]:
 
 
 def names_match(name: str, targets: Iterable[str]) -> bool:
-    """Whether one of `targets` is the end of a name, as PEFT's `target_modules` and `target_parameters` are."""
+    """Whether one of `targets` is the end of a name, as PEFT's `target_modules` are."""
     return any(name == target or name.endswith(f".{target}") for target in targets)
 
 

@@ -11,18 +11,17 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import torch
-from qerl_kernels import BlockScales, FrozenWeight, StackedWeight
+from qerl_kernels import FrozenWeight, StackedWeight
 from torch import Tensor
 
 from qerl_pl.errors import UserError
 from qerl_pl.formats.dense import DENSE
-from qerl_pl.formats.gaussian import GaussianFormat, GaussianQuantizer
 from qerl_pl.formats.model_folder import TensorFiles, read_config
 from qerl_pl.formats.mxfp4 import MXFP4Format, MXFP4Quantizer, MXFP4StacksFormat
 from qerl_pl.formats.nf4 import NF4Format, NF4Quantizer
 from qerl_pl.formats.nvfp4 import NVFP4Format, NVFP4Quantizer
 
-QuantizedFormat = Literal["nvfp4", "mxfp4", "nf4", "gaussian"]
+QuantizedFormat = Literal["nvfp4", "mxfp4", "nf4"]
 """Formats that `qerl quantize` writes."""
 Quantization = Literal[QuantizedFormat, "none"]
 """Values of `model.policy.quantization`."""
@@ -147,7 +146,7 @@ class BaseFormat(Protocol):
 
 
 class Quantizer(Protocol):
-    """How `qerl quantize` rounds 16-bit matrices to a format; made from its options."""
+    """How `qerl quantize` rounds 16-bit matrices to a format."""
 
     @property
     def label(self) -> str:
@@ -197,17 +196,15 @@ FORMATS: tuple[BaseFormat, ...] = (
     MXFP4Format(),
     MXFP4StacksFormat(),
     NF4Format(),
-    GaussianFormat(),
     DENSE,
 )
 """Formats of a policy's base."""
-QUANTIZERS: Mapping[str, Callable[[BlockScales, bool], Quantizer]] = {
+QUANTIZERS: Mapping[str, Callable[[], Quantizer]] = {
     "nvfp4": NVFP4Quantizer,
     "mxfp4": MXFP4Quantizer,
     "nf4": NF4Quantizer,
-    "gaussian": GaussianQuantizer,
 }
-"""Quantizers of `qerl quantize --format`, made from its `scales` and `power_of_two`."""
+"""Quantizers of `qerl quantize --format`."""
 
 
 def format_of(folder: Path) -> BaseFormat:

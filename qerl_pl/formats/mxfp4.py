@@ -15,10 +15,9 @@ from typing import Any
 import torch
 from compressed_tensors.config import CompressionFormat
 from compressed_tensors.quantization import QuantizationStrategy
-from qerl_kernels import BlockScales, MXFP4Stack, MXFP4Tensor, MXFP4Weight, StackedWeight, quantize_mxfp4
+from qerl_kernels import MXFP4Stack, MXFP4Tensor, MXFP4Weight, StackedWeight, quantize_mxfp4
 from torch import Tensor
 
-from qerl_pl.errors import UserError
 from qerl_pl.formats.compressed_tensors import PackedFormat, quantization_config
 from qerl_pl.formats.dense import DenseFormat, extra_setting
 from qerl_pl.formats.model_folder import TensorFiles, in_dtype
@@ -103,14 +102,8 @@ class MXFP4StacksFormat(DenseFormat):
 
 @dataclass(frozen=True)
 class MXFP4Quantizer:
-    """Rounds matrices to MXFP4, which has no options.
+    """Rounds matrices to MXFP4."""
 
-    Raises:
-        UserError: `scales` or `power_of_two` of `qerl quantize` is set.
-    """
-
-    scales: BlockScales
-    power_of_two: bool
     label = "MXFP4"
     block = 32
     config = CONFIG
@@ -119,14 +112,7 @@ class MXFP4Quantizer:
 
     @property
     def of_stacks(self) -> "MXFP4StacksQuantizer":
-        return MXFP4StacksQuantizer(self.scales, self.power_of_two)
-
-    def __post_init__(self) -> None:
-        if self.scales != "minmax" or self.power_of_two:
-            raise UserError(
-                f"MXFP4 has one rounding rule and no global scale; got scales={self.scales}, "
-                f"power_of_two={str(self.power_of_two).lower()}; leave them out or use --format nvfp4"
-            )
+        return MXFP4StacksQuantizer()
 
     def global_scale(self, weights: Iterable[Tensor]) -> Tensor | None:
         return None

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from qerl_kernels import BlockScales, StackedWeight
+from qerl_kernels import StackedWeight
 from torch import Tensor
 
 from qerl_pl.errors import UserError
@@ -197,14 +197,12 @@ def _code_books() -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class NF4Quantizer:
-    """Rounds matrices to NF4, which has no options.
+    """Rounds matrices to NF4.
 
     Raises:
-        UserError: `scales` or `power_of_two` of `qerl quantize` is set, or bitsandbytes is not installed.
+        UserError: bitsandbytes is not installed.
     """
 
-    scales: BlockScales
-    power_of_two: bool
     label = "NF4"
     block = NF4_BLOCK
     config = CONFIG
@@ -213,12 +211,6 @@ class NF4Quantizer:
     of_stacks = None
 
     def __post_init__(self) -> None:
-        if self.scales != "minmax" or self.power_of_two:
-            raise UserError(
-                "NF4 has one rounding rule; got "
-                f"scales={self.scales}, power_of_two={str(self.power_of_two).lower()}; "
-                "leave them out or use --format nvfp4"
-            )
         _functional()
 
     def global_scale(self, weights: Iterable[Tensor]) -> Tensor | None:

@@ -12,7 +12,6 @@ import torch
 from compressed_tensors.config import CompressionFormat
 from compressed_tensors.quantization import QuantizationStrategy
 from qerl_kernels import (
-    BlockScales,
     NVFP4Stack,
     NVFP4Tensor,
     NVFP4Weight,
@@ -67,10 +66,8 @@ class NVFP4Format(PackedFormat):
 
 @dataclass(frozen=True)
 class NVFP4Quantizer:
-    """Rounds matrices to NVFP4; `scales` and `power_of_two` are those of `qerl quantize`."""
+    """Rounds matrices to NVFP4."""
 
-    scales: BlockScales
-    power_of_two: bool
     label = "NVFP4"
     block = 16
     config = CONFIG
@@ -79,10 +76,10 @@ class NVFP4Quantizer:
     of_stacks = None
 
     def global_scale(self, weights: Iterable[Tensor]) -> Tensor | None:
-        return nvfp4_global_scale(*weights, block_scales=self.scales, power_of_two=self.power_of_two)
+        return nvfp4_global_scale(*weights)
 
     def encode(self, rows: Tensor, global_scale: Tensor | None) -> tuple[Tensor, Tensor]:
-        packed, scale, _ = quantize_nvfp4(rows, global_scale, block_scales=self.scales)
+        packed, scale, _ = quantize_nvfp4(rows, global_scale)
         return packed, scale
 
     def store(

@@ -20,7 +20,7 @@ import torch
 from huggingface_hub import hf_hub_download, snapshot_download
 from huggingface_hub.constants import HF_HUB_OFFLINE
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-from qerl_kernels import BlockScales, select_backend, selected_backend, triton_available
+from qerl_kernels import select_backend, selected_backend, triton_available
 from torch import Tensor
 from tqdm import tqdm
 
@@ -68,8 +68,6 @@ def quantize_checkpoint(
     src: Path,
     dst: Path,
     format: QuantizedFormat = "nvfp4",
-    scales: BlockScales = "minmax",
-    power_of_two: bool = False,
     device: Device = "auto",
     loftq_rank: int | None = None,
 ) -> None:
@@ -83,24 +81,18 @@ def quantize_checkpoint(
         src: Folder of a causal LM in Hugging Face format, 16 or 32 bits.
         dst: Folder to write; must not exist, and appears only when it is complete.
         format: `nvfp4` (blocks of 16 with an E4M3 scale) and `mxfp4` (blocks of 32 with a power of two), in the layout
-            of compressed-tensors; `nf4` (blocks of 64, double quantization), in that of bitsandbytes. `gaussian` is a
-            16-bit placebo: a Gaussian error of the size of NVFP4's, to compare with.
-        scales: NVFP4 only, how block scales are chosen. `minmax` takes each block's largest weight, bit for bit as
-            llm-compressor's NVFP4A16 scheme; `search` takes the E4M3 value of least squared error around it (same
-            format, about a quarter less error).
-        power_of_two: NVFP4 only, round global scales to powers of two, which makes dequantized weights exact in
-            bfloat16 and costs no accuracy.
+            of compressed-tensors; `nf4` (blocks of 64, double quantization), in that of bitsandbytes.
         device: Device of the arithmetic. `auto` is the GPU where there is one.
         loftq_rank: Rank of an adapter in DST/loftq, in PEFT's format, that takes up a part of each linear's error
             (LoftQ, arXiv 2310.08659); None writes none.
 
     Raises:
         UserError: `dst` exists, `src` is no model folder, is of no known family, inconsistent or already quantized, has
-            no matrix to quantize, or one or experts that the format cannot store, the format lacks an option, there
-            is no GPU for `device`, or `loftq_rank` does not fit.
+            no matrix to quantize, or one or experts that the format cannot store, there is no GPU for `device`, or
+            `loftq_rank` does not fit.
     """
     adapter = None if loftq_rank is None else LoftQAdapter(loftq_rank, dst)
-    quantizer, torch_device = QUANTIZERS[format](scales, power_of_two), _device(device)
+    quantizer, torch_device = QUANTIZERS[format](), _device(device)
     config, tensors = _source(src, dst)
     matrices = "*_proj.weight"
     if stores_stacks(config):
@@ -121,8 +113,7 @@ def quantize_checkpoint(
                 writer.add(name, tensors.read(name))
         writer.finish()
         copy_other_files(src, folder, config | {"quantization_config": _quantization_config(quantizer, config)})
-        settings = {"format": format, "scales": scales, "power_of_two": power_of_two}
-        _report(settings, errors, folder / QUANTIZATION_REPORT)
+        _report({"format": format}, errors, folder / QUANTIZATION_REPORT)
         if adapter is not None:
             adapter.save(folder / LOFTQ)
     log.info("wrote %s checkpoint %s", format.upper(), dst)

@@ -24,7 +24,6 @@ from qerl_pl.memory import GIB, free_bytes, free_cpu_bytes
 from qerl_pl.memory_plan import SAFETY_FACTOR, MicroBatch, activation_bytes
 from qerl_pl.model_shape import Shape
 from qerl_pl.modules.activation_offload import ActivationOffload, pinned_bytes
-from qerl_pl.modules.experts import PackedExperts
 from qerl_pl.modules.lora import ADAPTER
 from qerl_pl.modules.packed_layers import GatedMLP, tile_mlps
 from qerl_pl.modules.tiled_mlp import leaving_out_contexts
@@ -177,8 +176,6 @@ class ActivationCheckpointing:
         modules, shape = list(self._base.modules()), Shape.of(self._base.config)
         norms = (module for module in modules if isinstance(module, Float32RMSNorm))
         trained = [parameter for parameter in self._base.parameters() if parameter.requires_grad]
-        mixtures = (module for module in modules if isinstance(module, PackedExperts))
-        on_experts = [factor for mixture in mixtures for factor in mixture.parameters_of_adapters()]
         batch = MicroBatch(
             tokens,
             # Only scores that are in memory need much more for fewer sequences.
@@ -189,13 +186,11 @@ class ActivationCheckpointing:
             train_norms=any(norm.weight.requires_grad for norm in norms),
             rank=max((module.r[ADAPTER] for module in modules if isinstance(module, LoraLayer)), default=0),
             full_finetuning=self._base.get_output_embeddings().weight.requires_grad,
-            adapts_experts=bool(on_experts),
         )
         gradients = sum(parameter.nbytes for parameter in trained if parameter.grad is None)
         states = int(self._pending_state_bytes * sum(parameter.numel() for parameter in trained))
-        copies = self._dtype.itemsize * sum(factor.numel() for factor in on_experts)
         activations = activation_bytes(shape, batch)
-        return int(SAFETY_FACTOR * activations) + gradients + states + copies
+        return int(SAFETY_FACTOR * activations) + gradients + states
 
     def _pinned_bytes(self) -> int:
         """Of the CPU's memory that "offload" takes, as if every rank ran on this machine."""

@@ -17,7 +17,6 @@ from transformers import PreTrainedModel
 from qerl_pl.errors import UserError
 from qerl_pl.formats.architecture import family_of, noisy_norm_names
 from qerl_pl.formats.norm import Float32RMSNorm
-from qerl_pl.modules.experts import PackedExperts
 from qerl_pl.modules.lora import ADAPTER, FrozenLinear, LoraLinear, LoraSpec, can_fuse_lora, check_targets
 from qerl_pl.modules.packed_layers import GatedMLP, PackedAttention
 from qerl_pl.seeds import stream_seed
@@ -125,17 +124,12 @@ class LoraAdapter:
     def __init__(self, base: PreTrainedModel, config: LoraSpec, train_norms: bool, base_name: str) -> None:
         check_targets(base, config)
         self.config, self.base, self._family = config, base, family_of(base.config.model_type)
-        mixtures = {name: module for name, module in base.named_modules() if isinstance(module, PackedExperts)}
-        self._mixtures = mixtures if config.target_parameters else {}
-        for mixture in self._mixtures.values():
-            mixture.add_parameter_shapes()
         peft_config = peft.LoraConfig(
             r=config.rank,
             lora_alpha=config.alpha,  # type: ignore[arg-type]
             lora_dropout=config.dropout,
             target_modules=list(config.targets),
             use_rslora=config.use_rslora,
-            target_parameters=list(config.target_parameters) or None,
             modules_to_save=list(self._family.noisy_norms) if train_norms else None,
             bias="none",
             task_type="CAUSAL_LM",
@@ -144,8 +138,6 @@ class LoraAdapter:
         # Float32 factors over a 16-bit base: AdamW steps are below the resolution of bfloat16.
         self.model = peft.PeftModelForCausalLM(base, peft_config, adapter_name=ADAPTER, autocast_adapter_dtype=True)
         self.model.peft_config[ADAPTER].base_model_name_or_path = base_name
-        for mixture in self._mixtures.values():
-            mixture.take_adapters()
         self._linears = {name: module for name, module in base.named_modules() if isinstance(module, LoraLinear)}
         self._blocks = [module for module in base.modules() if isinstance(module, PackedAttention | GatedMLP)]
         self._start: list[Tensor] = []
@@ -156,16 +148,8 @@ class LoraAdapter:
         return self.config.dropout > 0.0
 
     def factors(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """The trained A [r, in] and B [out, r] by the linear's name in the base, and those of stacks of experts.
-
-        The latter are views A [E, r, in] and B [E, out, r] by the name of transformers' parameter.
-        """
-        stacked = "" if self._family.experts is None else f".{self._family.experts.stacked}"
-        return {name: linear.factors() for name, linear in self._linears.items()} | {
-            f"{name}{stacked}.{matrix}": pair
-            for name, mixture in self._mixtures.items()
-            for matrix, pair in mixture.factors().items()
-        }
+        """The trained A [r, in] and B [out, r] by the linear's name in the base."""
+        return {name: linear.factors() for name, linear in self._linears.items()}
 
     def tensors(self) -> dict[str, Tensor]:
         """Trained norm scales [hidden] by checkpoint name."""
@@ -223,8 +207,7 @@ class LoraAdapter:
 
     def _parameters(self) -> list[Tensor]:
         linears = (factor for linear in self._linears.values() for factor in linear.factors())
-        experts = (factor for mixture in self._mixtures.values() for factor in mixture.parameters_of_adapters())
-        return [*linears, *experts, *self.tensors().values()]
+        return [*linears, *self.tensors().values()]
 
     @contextmanager
     def low_precision_copies(self, dtype: torch.dtype) -> Iterator[None]:
@@ -240,26 +223,19 @@ class LoraAdapter:
         linears = [linear for group in groups for linear in group]
         a = [[linear.factors()[0] for linear in group] for group in groups]
         b = [[linear.factors()[1]] for linear in linears]
-        mixtures = [mixture for mixture in self._mixtures.values() if mixture.has_enabled_adapters]
-        experts = [[factor] for mixture in mixtures for pair in mixture.factors().values() for factor in pair]
-        if all(master.dtype == dtype for masters in (*a, *b, *experts) for master in masters):
+        if all(master.dtype == dtype for masters in (*a, *b) for master in masters):
             yield
             return
-        copies = cast_master_weights(a + b + experts, dtype)
+        copies = cast_master_weights(a + b, dtype)
         a_copies = [copy for copy, group in zip(copies, groups, strict=False) for _ in group]
-        b_copies, expert_copies = copies[len(groups) : len(a + b)], iter(copies[len(a + b) :])
+        b_copies = copies[len(groups) :]
         try:
             for linear, a_copy, b_copy in zip(linears, a_copies, b_copies, strict=True):
                 linear.low_precision_factors = a_copy, b_copy
-            for mixture in mixtures:
-                matrices = mixture.factors()
-                mixture.low_precision_factors = {name: (next(expert_copies), next(expert_copies)) for name in matrices}
             yield
         finally:
             for linear in linears:
                 linear.low_precision_factors = None
-            for mixture in mixtures:
-                mixture.low_precision_factors = {}
 
     @contextmanager
     def perturbed(self, seed: int, strength: float = 1.0) -> Iterator[None]:

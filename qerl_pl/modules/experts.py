@@ -7,11 +7,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from peft.tuners.lora.layer import ParamWrapper
 from qerl_kernels import (
     ExpertBiases,
-    ExpertLora,
-    LoraFactors,
     StackedWeight,
     clamped_swiglu,
     graph_only,
@@ -25,7 +22,7 @@ from qerl_pl.formats.architecture import DOWN, GATE_UP, Experts, Family, expert_
 from qerl_pl.formats.base import BaseFormat
 from qerl_pl.formats.model_folder import TensorFiles
 from qerl_pl.formats.stored_experts import BIASES, StoredExperts
-from qerl_pl.modules.lora import ADAPTER, parameter_name
+from qerl_pl.modules.lora import parameter_name
 from qerl_pl.modules.packed_layers import ACTIVATIONS
 from qerl_pl.modules.tiled_mlp import results_needed
 
@@ -60,9 +57,6 @@ class PackedExperts(nn.Module):
         self.replayed: Tensor | None = None
         """Experts of the tokens of the next forward pass, int64 [S, k], -1 where the router selects."""
         self._has_biases = bool(biases)
-        self._adapters: dict[str, ParamWrapper] = {}
-        self.low_precision_factors: Mapping[str, tuple[Tensor, Tensor]] = {}
-        """Low-precision copies of `factors`, set by `LoraAdapter.low_precision_copies` for one forward pass."""
         for name, tensor in {**(own_parameters(weights) if own else {}), **biases}.items():
             assert isinstance(tensor, nn.Parameter)
             self.register_parameter(name, tensor)
@@ -75,63 +69,10 @@ class PackedExperts(nn.Module):
         biases = ExpertBiases(*map(self.get_parameter, BIASES)) if self._has_biases else None
         weights = self._gate_up, self._down
         alternating = self._experts.stored_in_stacks
-        lora = ExpertLora(self._lora(GATE_UP, x), self._lora(DOWN, x))
         with nullcontext() if results_needed() else graph_only():
-            out = mixture_of_experts(x, topk_weights, topk_ids, *weights, self._product, biases, alternating, lora)
+            out = mixture_of_experts(x, topk_weights, topk_ids, *weights, self._product, biases, alternating)
         out = out.view_as(hidden_states)
         return (out, topk_weights) if self._experts.returns_topk_weights else out
-
-    def add_parameter_shapes(self) -> None:
-        """Add the submodule of transformers' block that has the stacks, for PEFT to find them by their names.
-
-        Its parameters have the stacks' shapes and no memory of their own. `take_adapters` removes them.
-        """
-        device = self.get_submodule(self._experts.router).get_parameter("weight").device
-        stacks = nn.Module()
-        for matrix, weight in ((GATE_UP, self._gate_up), (DOWN, self._down)):
-            expanded = torch.zeros((), device=device).expand(weight.shape)
-            stacks.register_parameter(matrix, nn.Parameter(expanded, requires_grad=False))
-        self.add_module(self._experts.stacked, stacks)
-
-    def take_adapters(self) -> None:
-        """Use the adapters that PEFT has put around the stacks, one around the other."""
-        module = self.get_submodule(self._experts.stacked)
-        while isinstance(module, ParamWrapper):
-            self._adapters[module.parameter_name] = module
-            module = module.base_layer
-        for matrix in (GATE_UP, DOWN):
-            delattr(module, matrix)
-
-    def factors(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """Views A [E, r, in] and B [E, out, r] of the trained parameters of each adapted stack.
-
-        PEFT holds them as [E r, in] and [out, r E].
-        """
-        found = {}
-        for matrix, adapter in self._adapters.items():
-            a, b = (layer[ADAPTER].get_parameter("weight") for layer in (adapter.lora_A, adapter.lora_B))
-            rank = adapter.r[ADAPTER]
-            found[matrix] = a.unflatten(0, (-1, rank)), b.unflatten(1, (rank, -1)).permute(2, 0, 1)
-        return found
-
-    @property
-    def has_enabled_adapters(self) -> bool:
-        """Whether an adapter changes the result; the reference policy switches it off."""
-        return any(not adapter.disable_adapters for adapter in self._adapters.values())
-
-    def parameters_of_adapters(self) -> list[nn.Parameter]:
-        """The trained parameters, in PEFT's layout."""
-        layers = (layer for adapter in self._adapters.values() for layer in (adapter.lora_A, adapter.lora_B))
-        return [layer[ADAPTER].get_parameter("weight") for layer in layers]
-
-    def _lora(self, matrix: str, x: Tensor) -> LoraFactors | None:
-        """The adapter of a stack, in x's data type where there are such copies; None without one."""
-        adapter = self._adapters.get(matrix)
-        if adapter is None or adapter.disable_adapters:
-            return None
-        copies = self.low_precision_factors.get(matrix)
-        a, b = copies if copies is not None and copies[0].dtype == x.dtype else self.factors()[matrix]
-        return LoraFactors(a, b, adapter.scaling[ADAPTER])
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Top-k weights float32 [S, k] and expert ids int64 [S, k] of tokens x [S, hidden]."""

@@ -19,7 +19,7 @@ from qerl_kernels import (
 from torch import Tensor, nn
 
 from qerl_pl.errors import UserError
-from qerl_pl.formats.architecture import PROJECTIONS, names_match, stack_shapes
+from qerl_pl.formats.architecture import PROJECTIONS, find_family
 
 
 def parameter_name(name: str) -> str:
@@ -76,14 +76,6 @@ class LoraSpec:
     targets: tuple[str, ...] = PROJECTIONS
     use_rslora: bool = False
     dropout: float = 0.0
-    target_parameters: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        if self.dropout > 0 and self.target_parameters:
-            raise UserError(
-                f"an adapter of experts has no dropout, as in PEFT; got model.policy.lora.dropout {self.dropout:g} "
-                f"with target_parameters {', '.join(self.target_parameters)}; set one of them to 0 or null"
-            )
 
     @property
     def scaling(self) -> float:
@@ -101,9 +93,6 @@ class LoraConfig:
         dropout: Probability of dropping an input of A in training.
         targets: Names of the adapted linears within their layer; all projections by default.
         use_rslora: Add alpha / sqrt(rank) * B A instead (rank-stabilized LoRA); false by default.
-        target_parameters: Stacks of experts with an adapter of each expert, as in PEFT: `experts.gate_up_proj` and
-            `experts.down_proj`; none by default. Rank 32 on both has 1.26 billion factors in Qwen3-30B-A3B, 25.8 GiB
-            with their optimizer's states: look at `qerl fit --dry-run` first.
     """
 
     rank: int | None = None
@@ -111,7 +100,6 @@ class LoraConfig:
     dropout: float = 0.0
     targets: tuple[str, ...] | None = None
     use_rslora: bool | None = None
-    target_parameters: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.rank is not None and self.rank < 1:
@@ -122,7 +110,7 @@ class LoraConfig:
             )
         if not 0.0 <= self.dropout < 1.0:
             raise UserError(f"LoRA needs 0 <= dropout < 1; got {self.dropout}; set model.policy.lora.dropout")
-        if self.targets is not None and not (self.targets or self.target_parameters):
+        if self.targets is not None and not self.targets:
             raise UserError("LoRA needs linears to adapt; got no targets; set model.policy.lora.targets")
 
     def spec(self, default: LoraSpec) -> LoraSpec:
@@ -225,8 +213,8 @@ def check_targets(model: nn.Module, config: LoraSpec) -> None:
     """Reject an adapter that does not fit the model, which may be on the meta device.
 
     Raises:
-        UserError: A target matches no linear of the model (the output layer takes no adapter), or no stack of experts,
-            or the rank exceeds the smaller side of a weight.
+        UserError: A target matches no linear of the model (the output layer takes no adapter), or the rank exceeds the
+            smaller side of a weight.
     """
     head = model.get_output_embeddings()  # type: ignore[operator]
     linears = {
@@ -238,19 +226,11 @@ def check_targets(model: nn.Module, config: LoraSpec) -> None:
         sides = {name: side for name, side in linears.items() if re.fullmatch(rf"(.*\.)?{re.escape(target)}", name)}
         if not sides:
             names = sorted({name.rsplit(".", 1)[-1] for name in linears})
+            family = find_family(model.config.model_type)  # type: ignore[union-attr, arg-type]
             raise UserError(
                 f"every LoRA target must name linears of the model; {target!r} matches none; "
                 f"choose model.policy.lora.targets among {', '.join(names)}"
-            )
-        _check_rank(config.rank, sides, target)
-    stacks = stack_shapes(model.config) if config.target_parameters else {}  # type: ignore[arg-type]
-    for target in config.target_parameters:
-        sides = {name: min(shape[1:]) for name, shape in stacks.items() if names_match(name, [target])}
-        if not sides:
-            names = sorted({".".join(name.rsplit(".", 2)[-2:]) for name in stacks})
-            raise UserError(
-                f"LoRA's target_parameters must name stacks of experts; {target!r} matches none; "
-                + (f"choose among {', '.join(names)}" if names else "leave it out: the model has no experts")
+                + ("; experts and router are frozen" if family is not None and family.experts is not None else "")
             )
         _check_rank(config.rank, sides, target)
 

@@ -52,8 +52,7 @@ class PolicyConfig:
             writes them. Null takes the toy policy that `toy` describes.
         toy: The embedded toy policy, trained on first use and cached; used when `path` is null.
         quantization: `nvfp4`, `mxfp4` and `nf4` (QLoRA) hold the base in 4 bits (16-bit weights are quantized once
-            and cached), `none` in `dtype`: plain LoRA. `gaussian` is a 16-bit placebo of NVFP4: a frozen Gaussian error
-            of the same size in each matrix.
+            and cached), `none` in `dtype`: plain LoRA.
         dtype: Data type of activations, embeddings, norms and, without quantization, of the base.
         finetune: `lora` trains an adapter over the frozen base. `full` trains float32 master weights of a base without
             quantization; `lora` and `train_norms` below mean nothing then.

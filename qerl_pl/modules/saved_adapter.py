@@ -21,15 +21,16 @@ from qerl_pl.modules.lora import LoraConfig, LoraSpec
 
 _FACTOR = re.compile(r"^(?:base_model\.model\.)?(.+)\.lora_[AB]\.weight$")
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
-_OF_EXPERTS = re.compile(r"\.experts(\.base_layer)?\.lora_[AB]\.weight$")
-"""Factors of the stacks that PEFT's `target_parameters` name, one around the other where there are two."""
 _PLAIN = {
     "peft_type": ("LORA",),
     "bias": ("none",),
     "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal"),  # others change the base, too
 }
 """Values that an adapter of the form scaling * B A has under PEFT's keys."""
-_OFF = ("use_dora", "rank_pattern", "alpha_pattern", "fan_in_fan_out", "lora_bias", "alora_invocation_tokens")
+_OFF = (
+    *("use_dora", "rank_pattern", "alpha_pattern", "fan_in_fan_out", "lora_bias", "alora_invocation_tokens"),
+    "target_parameters",  # of experts, which are frozen here
+)
 """Keys of PEFT for other adapters."""
 
 
@@ -54,9 +55,9 @@ class SavedAdapter:
         """The adapter's settings, with the dropout of `config`.
 
         Raises:
-            UserError: `config` sets another rank, alpha, targets, target_parameters or use_rslora.
+            UserError: `config` sets another rank, alpha, targets or use_rslora.
         """
-        for name in ("rank", "alpha", "targets", "target_parameters", "use_rslora"):
+        for name in ("rank", "alpha", "targets", "use_rslora"):
             given, saved = vars(config)[name], vars(self.lora)[name]
             same = set(given) == set(saved) if isinstance(given, tuple | list) else given == saved
             if given is not None and not same:
@@ -94,7 +95,6 @@ def read_adapter(path: str, key: str = "model.policy.adapter", layers: int | Non
     try:
         saved = json.loads((folder / CONFIG_NAME).read_bytes())
         base, rank, alpha = str(saved["base_model_name_or_path"]), int(saved["r"]), float(saved["lora_alpha"])
-        parameters = tuple(sorted(map(str, saved.get("target_parameters") or ())))
         others = [name for name, plain in _PLAIN.items() if saved.get(name, plain[0]) not in plain]
     except (ValueError, TypeError, KeyError) as error:
         raise UserError(
@@ -108,15 +108,14 @@ def read_adapter(path: str, key: str = "model.policy.adapter", layers: int | Non
     names = _names(folder / SAFETENSORS_WEIGHTS_NAME)
     if others := [name for name in names if not (_FACTOR.search(name) or name.endswith("norm.weight"))]:
         raise UserError(
-            f"a saved adapter may hold factors of linears, of experts, and norm scales; {folder} has {others[0]}; "
+            f"a saved adapter may hold factors of linears and norm scales; {folder} has {others[0]}; "
             "merge it into its base with PEFT, and name that model as model.policy.path"
         )
     factors = {name: match[1] for name in names if (match := _FACTOR.search(name))}
-    linears = {linear for name, linear in factors.items() if not (parameters and _OF_EXPERTS.search(name))}
     use_rslora = bool(saved.get("use_rslora"))
     if layers is None and (Path(base) / "config.json").is_file():
         layers = read_config(Path(base)).get("num_hidden_layers")
-    spec = LoraSpec(rank, alpha, _targets(saved, linears, layers), use_rslora, target_parameters=parameters)
+    spec = LoraSpec(rank, alpha, _targets(saved, set(factors.values()), layers), use_rslora)
     with (folder / SAFETENSORS_WEIGHTS_NAME).open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     return SavedAdapter(folder, base, spec, len(names) > len(factors), digest)

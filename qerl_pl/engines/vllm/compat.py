@@ -20,7 +20,6 @@ FIRST_VERSION, LAST_VERSION = (0, 25), (0, 30)
 """Releases whose names were checked; pyproject.toml has the one that was measured on GPUs."""
 
 DECODE_GEMM, SAMPLER = "decode GEMM", "Triton sampler"
-EXPERT_LORA = "adapters of experts"
 SHARED_FP4 = "shared FP4 weights"
 BITSANDBYTES = "bitsandbytes"
 """Feature of bases in NF4, and vLLM's name of the method that reads them, which left vLLM after 0.27."""
@@ -105,7 +104,6 @@ _sinks = functools.partial(
 _fp4 = functools.partial(_optional, SHARED_FP4, "the trainer loads a copy of the base")
 
 
-_expert_lora = functools.partial(_optional, EXPERT_LORA, "adapters of experts are refused")
 _MOE = "vllm.model_executor.layers.fused_moe"
 
 
@@ -149,25 +147,6 @@ TABLE = (
         *("intermediate_size_per_partition", "intermediate_size_per_partition_unpadded"),
     ),
     _fp4(f"{_QUANT}.mxfp4.GptOssMxfp4MoEMethod", "experts_cls"),
-    _expert_lora(f"{_MOE}.experts.lora_experts_mixin.LoRAExpertsMixin", "set_lora_context"),
-    _expert_lora(
-        f"{_MOE}.experts.lora_context.MoELoRAContext",
-        call=(
-            *("w13_lora_a_stacked", "w13_lora_b_stacked", "w2_lora_a_stacked", "w2_lora_b_stacked", "adapter_enabled"),
-            *("max_loras", "top_k", "w13_num_slices", "fully_sharded", "tp_rank", "tp_size", "local_num_experts"),
-            *("punica_wrapper", "use_tuned_config"),
-        ),
-    ),
-    _expert_lora("vllm.triton_utils.tl"),
-    _expert_lora(f"{_MOE}.moe_align_block_size.moe_align_block_size", call=("topk_ids", "block_size", "num_experts")),
-    _expert_lora(
-        f"{_MOE}.fused_moe.invoke_fused_moe_triton_kernel",
-        call=(
-            *("A", "B", "C", "A_scale", "B_scale", "topk_weights", "sorted_token_ids", "expert_ids"),
-            *("num_tokens_post_padded", "mul_routed_weight", "top_k", "config", "compute_type", "use_fp8_w8a8"),
-            *("use_int8_w8a8", "use_int8_w8a16", "use_int4_w4a16", "per_channel_quant"),
-        ),
-    ),
     _optional(BITSANDBYTES, "bases in NF4 are refused", f"{_QUANT}.bitsandbytes.BitsAndBytesLinearMethod"),
     _sampler(f"{_GPU}.model_runner.GPUModelRunner", "sampler", "rejection_sampler", "_dummy_sampler_run"),
     _sampler(

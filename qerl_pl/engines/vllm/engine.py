@@ -36,7 +36,7 @@ from qerl_pl.engines.vllm.startup import (
 )
 from qerl_pl.engines.vllm.worker import WorkerReport
 from qerl_pl.errors import UserError, require_at_least
-from qerl_pl.formats.architecture import family_of, has_experts, linear_shapes, stack_shapes
+from qerl_pl.formats.architecture import family_of, has_experts, linear_shapes
 from qerl_pl.formats.base import BaseFormat, format_of
 from qerl_pl.formats.dense import DENSE
 from qerl_pl.formats.dense_checkpoint import write_dense_checkpoint
@@ -84,8 +84,7 @@ class VLLMEngine(RolloutEngine):
         max_num_seqs: Sequences decoded at once. Waiting ones are admitted when an eighth of these have finished.
         max_num_batched_tokens: Tokens of a forward pass; more speeds up prefill and needs more memory. By default
             vLLM chooses.
-        linear_backend: Kernels of 4-bit linears and experts. humming cannot share its weights, so the GPU holds two
-            copies, and needs a CUDA compiler at run time; auto lets vLLM choose. Not used on a CPU.
+        linear_backend: Kernels of 4-bit linears and experts; auto lets vLLM choose. Not used on a CPU.
         decode_gemm_max_tokens: Tokens of a forward pass up to which NVFP4 linears, adapter included, run by this
             package's decode GEMM, which is faster than Marlin (Hopper GPUs, bfloat16). null leaves all to Marlin.
         dense_above: Tokens of a forward pass above which 4-bit linears multiply by their dequantized weight, as in
@@ -110,7 +109,7 @@ class VLLMEngine(RolloutEngine):
         max_model_len: int | None = None,
         max_num_seqs: int = 256,
         max_num_batched_tokens: int | None = None,
-        linear_backend: Literal["marlin", "humming", "auto"] = "marlin",
+        linear_backend: Literal["marlin", "auto"] = "marlin",
         decode_gemm_max_tokens: int | None = DECODE_GEMM_MAX_TOKENS,
         dense_above: int | None = 256,
         enforce_eager: bool = False,
@@ -145,7 +144,7 @@ class VLLMEngine(RolloutEngine):
         self._spec: EngineSpec | None = None
         self._llm: Any = None
         self._asleep = False
-        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._shapes: dict[str, tuple[int, int]] = {}
         self._ends: tuple[int, ...] = ()
         self._has_tokenizer = False
         self._missing: dict[str, str] = {}
@@ -180,8 +179,6 @@ class VLLMEngine(RolloutEngine):
         linears = linear_shapes(config)
         check_targets(spec, linears)
         self._shapes = {name: size for name, size in linears.items() if spec.adapts(name)}
-        stacks = stack_shapes(config) if spec.lora_target_parameters else {}
-        self._shapes |= {name: size for name, size in stacks.items() if spec.adapts_stack(name)}
         length = self.max_model_len or spec.max_tokens
         kv_gib = kv_cache_size(self.kv_cache_gib, self.gpu_memory_utilization, spec.device)
         least_bytes = partial(Shape.of(config).sequence_kv_bytes, dtype=self.cache_dtype(spec.dtype))
@@ -244,14 +241,9 @@ class VLLMEngine(RolloutEngine):
             if report.decode_gemm < report.linears:
                 needs = "it needs NVFP4 in Marlin's layout, bfloat16 and a Hopper GPU"
                 off[compat.DECODE_GEMM] = self._missing.get(compat.DECODE_GEMM, needs)
-        stacks = [name for name, shape in self._shapes.items() if len(shape) == 3]
-        if linears := len(report.adapted) - len(stacks):
+        if linears := len(report.adapted):
             fused = report.decode_gemm == report.linears
             features.append("fused LoRA" if fused else f"LoRA on {linears} linears")
-        if stacks:
-            features.append(f"LoRA on {len(stacks)} stacks of experts")
-            if self._on_gpu:
-                self._call("qerl_check_expert_adapters")
         if self._on_gpu and report.sampler:
             off[compat.SAMPLER] = report.sampler
         elif self._on_gpu:

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from qerl_kernels import (
-    ExpertLora,
     MarlinStack,
     MarlinTensor,
     StackedWeight,
@@ -163,25 +162,23 @@ def difference(
     tokens: int,
     product: Product = silu_product,
     alternating: bool = False,
-    lora: ExpertLora | None = None,
 ) -> float:
     """Relative difference between vLLM's fused product and that of the dequantized weights, both without biases.
 
     Args:
-        module: vLLM's, with an adapter's buffers where `lora` has them.
+        module: vLLM's.
         gate_up: Its gates and ups.
         down: Its downs.
         tokens: Number of tokens.
         product: act(gate) * up.
         alternating: Rows of gates and ups are interleaved.
-        lora: The adapter.
     """
     experts, hidden, _ = down.shape
     generator, device = torch.Generator().manual_seed(0), module.w13_weight.device
     x = torch.randn(tokens, hidden, generator=generator, device="cpu").to(device, torch.bfloat16)
     logits = torch.randn(tokens, experts, generator=generator, device="cpu").to(device)
     share, chosen = logits.softmax(-1).topk(module.moe_config.experts_per_token, dim=-1)
-    expected = mixture_of_experts(x, share, chosen, gate_up, down, product, alternating=alternating, lora=lora)
+    expected = mixture_of_experts(x, share, chosen, gate_up, down, product, alternating=alternating)
     padded = functional.pad(x, (0, module.moe_config.hidden_dim - hidden))
     with _without_biases(module):
         actual: Tensor = module.quant_method.apply(module, padded, share, chosen.int(), None, None)[:, :hidden]

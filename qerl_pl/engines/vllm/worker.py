@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from qerl_pl.algorithm.noise import NormNoise
 from qerl_pl.engines.base import EngineSpec, SharedWeights
-from qerl_pl.engines.vllm import expert_adapters, fused_experts, linear_methods, weight_map
+from qerl_pl.engines.vllm import fused_experts, linear_methods, weight_map
 from qerl_pl.engines.vllm.sampler import attach_sampler
 from qerl_pl.engines.vllm.startup import end_groups_without_experts
 from qerl_pl.engines.vllm.weight_map import FusedSlice
@@ -77,7 +77,6 @@ def engine_config(spec: EngineSpec, dense_above: int | None, decode_gemm_max_tok
             "decode_gemm_max_tokens": decode_gemm_max_tokens,
             "rank": spec.lora_rank,
             "targets": sorted(spec.lora_targets),
-            "target_parameters": sorted(spec.lora_target_parameters),
             "full_finetuning": spec.full_finetuning,
         }
     }
@@ -95,7 +94,7 @@ class WorkerReport:
     decode_gemm: int
     """Linears with the decode GEMM."""
     adapted: list[str]
-    """Linears and stacks of experts of the base model with an adapter."""
+    """Linears of the base model with an adapter."""
     noisy_norms: list[str]
     sampler: str | None
     """Why vLLM's own sampler draws the tokens; None where the Triton sampler does."""
@@ -144,10 +143,6 @@ class PolicyWorker(Worker):
         self._qerl_clean = {name: self._qerl_norms[name].weight.data.clone() for name in self._qerl_noisy}
         config, dtype = self.vllm_config.additional_config[CONFIG_KEY], self.vllm_config.model_config.dtype
         self._qerl_attached = linear_methods.attach_all(self._linears(), config, dtype)
-        if config["target_parameters"]:
-            on_gpu, model_config = self.device.type == "cuda", self.vllm_config.model_config
-            attach = expert_adapters.attach_on_gpu if on_gpu else expert_adapters.attach_on_cpu
-            self._qerl_attached.lora.update(attach(self.get_model(), model_config, config))
         if config["full_finetuning"]:
             weight_map.make_writable(modules.values(), dtype)
 
@@ -205,10 +200,6 @@ class PolicyWorker(Worker):
         config = self.vllm_config.model_config.hf_config
         experts = fused_experts.shared_experts(self.get_model(), self._qerl_family, config)
         return None if experts is None else SharedWeights(shared, weight_map.vocabulary(self.get_model()), experts)
-
-    def qerl_check_expert_adapters(self) -> None:
-        """Compare vLLM's fused experts, adapters included, with the dequantized ones; UserError where they differ."""
-        expert_adapters.check(self.get_model(), self.vllm_config.scheduler_config.max_num_batched_tokens)
 
     def qerl_memory_gib(self) -> dict[str, float]:
         """GiB of the model, of its adapter and of the key/value cache, mapped or not."""

@@ -1,1 +1,0 @@
-"""Losses, corrections and advantages beside TRL's and verl's own code; see benchmarks/README.md."""

@@ -1,0 +1,1 @@
+"""What distillation brings back of what quantizing took; see docs/distillation.md."""

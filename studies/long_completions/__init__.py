@@ -1,0 +1,1 @@
+"""What corrections between sampler and trainer do with long completions; see README.md."""

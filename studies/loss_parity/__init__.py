@@ -1,0 +1,1 @@
+"""Losses, corrections and advantages beside TRL's and verl's own code."""

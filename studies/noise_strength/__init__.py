@@ -1,0 +1,1 @@
+"""How far a sigma of the noise moves a policy; see docs/measured.md."""

@@ -1,0 +1,1 @@
+"""What quantizing takes from a pretrained policy; see docs/measured.md."""
