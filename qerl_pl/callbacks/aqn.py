@@ -81,15 +81,20 @@ class AdaptiveQuantizationNoise(Callback):
         if decay == "feedback":
             assert target is not None
             self.feedback = Feedback(target, metric, sigma_min, sigma_max, gain, "noise.sigma")
-            self._sigma = self.feedback.first(sigma_start)
-            self._bound_warning = BoundWarning(self.feedback)
         else:
             self.schedule = NoiseSchedule(sigma_start, sigma_end, stages, decay, noiseless_first_stage)
         self.sigma_start, self.relative = sigma_start, relative
         self.per_rank, self.draws, self.layers = per_rank, draws, layers
         self.in_trainer = trainer
         self._layers: tuple[int, ...] | None = None
+        self._start()
+
+    def _start(self) -> None:
+        """Set what a fit starts with."""
         self.planned_rollouts: int | None = None
+        if self.feedback is not None:
+            self._sigma = self.feedback.first(self.sigma_start)
+            self._bound_warning = BoundWarning(self.feedback)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Move to the front of the callbacks, as the noise must be set before `RolloutCallback` samples.
@@ -99,6 +104,8 @@ class AdaptiveQuantizationNoise(Callback):
         """
         if not isinstance(pl_module, QeRLModule):
             raise UserError(f"AQN needs a QeRLModule; got a {type(pl_module).__name__}; train that instead")
+        if stage == "fit":  # which may not be the first
+            self._start()
         if self.layers != "all":
             self._layers = layer_indices(self.layers, load_config(pl_module.base_folder).num_hidden_layers)
         others = [callback for callback in trainer.callbacks if callback is not self]  # type: ignore[attr-defined]

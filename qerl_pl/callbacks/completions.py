@@ -44,6 +44,7 @@ class CompletionLog(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Remove the rollouts that will be repeated."""
+        self._unlogged = None
         if self.jsonl and writes_files(trainer):
             assert isinstance(pl_module, QeRLModule)
             _truncate(_path(trainer), pl_module.policy_version)

@@ -138,7 +138,8 @@ class RolloutCallback(Callback, ChecksFirst):
         if environment is not None:
             self._pool = EnvironmentPool(environment, tool_time_limit, environment_workers)
         self._dialogues: DialogueSampler | None = None
-        self._dialogue_data: PromptDataModule | None = None
+        self._dialogues_of: tuple[Any, ...] = ()
+        """Tokenizer and data of the dialogues."""
         self.config = CollectorConfig(
             scored_by,
             group_size,
@@ -152,18 +153,25 @@ class RolloutCallback(Callback, ChecksFirst):
         held_out = (eval_sampling or POLICY_DISTRIBUTION).over(sampling)
         extra = {name: given.over(held_out) for name, given in (extra_eval_sampling or {}).items()}
         self.eval_config = EvaluatorConfig(scored_by, held_out, eval_samples, eval_batch, accuracy_reward, extra)
-        self._temperature: TemperatureControl | None = None
+        self._feedback: Feedback | None = None
         if entropy_target is not None:
-            low, high = temperature_bounds
-            feedback = Feedback(entropy_target, ENTROPY, low, high, TEMPERATURE_GAIN, "rollout.sampling.temperature")
-            self._temperature = TemperatureControl(feedback, sampling.temperature)
-            self._bound_warning = BoundWarning(feedback)
+            name = "rollout.sampling.temperature"
+            self._feedback = Feedback(entropy_target, ENTROPY, *temperature_bounds, TEMPERATURE_GAIN, name)
         self.engine: RolloutEngine = engine if engine is not None else TransformersEngine()
+        self._launched = False
         self._collector: Collector | None = None
         self._evaluator: Evaluator | None = None
         self._engine_weights: tuple[SharedWeights | None, float] = None, 0.0
+        self._forget()
+
+    def _forget(self) -> None:
+        """Forget what an earlier fit has measured."""
         self._expected_lengths: dict[str, float] = {}
         self._noise_widening: dict[str, float] = {}
+        self._temperature: TemperatureControl | None = None
+        if self._feedback is not None:
+            self._temperature = TemperatureControl(self._feedback, self.config.sampling.temperature)
+            self._bound_warning = BoundWarning(self._feedback)
 
     # Checkpoints ---------------------------------------------------------------------------------------------------
 
@@ -204,9 +212,10 @@ class RolloutCallback(Callback, ChecksFirst):
                 "(data.max_prompt_tokens and the largest max_tokens of sampling, eval_sampling and "
                 "extra_eval_sampling); lower them"
             )
-        if self._pool is not None and self._dialogue_data is not data:  # another one has prompts and limits of its own
+        # Another one has prompts and limits of its own.
+        if self._pool is not None and self._dialogues_of != (owners := (module.tokenizer, data)):
             self._dialogues = self._start_environments(self._pool, module, data)
-            self._dialogue_data = data
+            self._dialogues_of = owners
 
     def _start_environments(self, pool: EnvironmentPool, module: QeRLModule, data: PromptDataModule) -> DialogueSampler:
         """Check environment, chat template and tool format, and have the data's prompts offer the tools."""
@@ -234,9 +243,13 @@ class RolloutCallback(Callback, ChecksFirst):
         """Launch the engine: before the policy is loaded, which may share the engine's weights."""
         module, data = _module(pl_module), _data(trainer)
         if stage == "fit":
+            module.start_afresh()  # or the engine would share no weights with a policy that is still loaded
+            self._forget()
             check_monitors(trainer, data.val_names)
         check_references(self.config.rewards, data.references)
         _warn_of_opened_tags(self.config.rewards, module, data)
+        if self._launched:  # by a stage of which no end was told
+            self.close()
         if self._collector is None:
             self._launch(trainer, module, data)
         module.use_engine_weights(*self._engine_weights)
@@ -257,6 +270,7 @@ class RolloutCallback(Callback, ChecksFirst):
         )
         let_waiting_threads_sleep()
         log.info("starting %s on %s", type(self.engine).__name__, spec.device)
+        self._launched = True  # also if it fails half-way
         self.engine.launch(spec)
         # The policy of an earlier stage is still loaded, on the weights that it shared then.
         shared = None if "policy" in dict(module.named_children()) else self.engine.shared_weights()
@@ -285,11 +299,16 @@ class RolloutCallback(Callback, ChecksFirst):
         """Free the engine at the end of a stage (fit, validate, test); the next one launches it again."""
         self.close()
 
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """The same after an exception, when Lightning calls no teardown."""
+        self.close()
+
     def close(self) -> None:
         """Free the engine and the environments; a no-op if they are not running."""
         if self._pool is not None:
             self._pool.close()
-        if self._collector is not None:
+        if self._launched:
+            self._launched = False
             self._collector = self._evaluator = None
             self._engine_weights = None, 0.0
             self.engine.close()

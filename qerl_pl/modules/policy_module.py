@@ -196,6 +196,8 @@ class PolicyModule(LightningModule, ChecksFirst):
         self._random_state: dict[str, Any] | None = None
         self._optimizer: str | None = None
         self._rates: list[dict[str, float]] = []
+        self._is_changed = False
+        """Whether the policy has been trained, or has a checkpoint's weights."""
 
     @property
     def steps_per_batch(self) -> int:
@@ -242,6 +244,27 @@ class PolicyModule(LightningModule, ChecksFirst):
         if stage == "fit":
             require_planned_end(trainer)
 
+    def setup(self, stage: str) -> None:
+        """Start a fit afresh, with a used trainer too; Lightning loads a checkpoint later."""
+        if stage != "fit":
+            return
+        self.start_afresh()
+        loop = self.trainer.fit_loop
+        if loop.total_batch_idx >= 0:  # Lightning would go on counting
+            loop.load_state_dict(type(loop)(self.trainer).state_dict())
+            loop.epoch_loop.restarting = False
+
+    def start_afresh(self) -> None:
+        """Forget an earlier fit: what it has trained, and how far it has come."""
+        if self._is_changed:
+            log.warning(
+                "this fit starts afresh, without what the module has learned before: to go on from a checkpoint, give "
+                "its path to trainer.fit as ckpt_path"
+            )
+            del self.policy
+            self.shared_weights, self._is_changed = None, False
+        self.policy_version, self._random_state, self._optimizer = 0, None, None
+
     def configure_model(self) -> None:
         """Load the policy, once."""
         if "policy" not in self._modules:
@@ -285,6 +308,7 @@ class PolicyModule(LightningModule, ChecksFirst):
 
     def on_train_start(self) -> None:
         """Set the configuration's learning rate and weight decay, also in a resumed run."""
+        self._is_changed = True
         optimizer, schedule = self.optimizers(), self.lr_schedulers()
         assert isinstance(optimizer, LightningOptimizer) and isinstance(schedule, LambdaLR)
         for index, (group, rates) in enumerate(zip(optimizer.param_groups, self._rates, strict=True)):
@@ -351,6 +375,7 @@ class PolicyModule(LightningModule, ChecksFirst):
                 steps,
                 self.steps_per_batch,
             )
+        self._is_changed = True
         self.policy.load_trained_state(state["trained"])
         self.policy.checkpointing.load(state.get("recomputation"))
         self.policy_version, self._optimizer = state["policy_version"], state["optimizer"]

@@ -116,7 +116,13 @@ class QeRLModule(PolicyModule):
 
     def setup(self, stage: str) -> None:
         """Drop the metrics of an earlier stage, whose tensors `trainer.validate` makes in inference mode."""
+        super().setup(stage)
         self._means.clear()
+
+    def start_afresh(self) -> None:
+        """Forget an adaptive entropy bonus, too."""
+        super().start_afresh()
+        self.entropy_state = EntropyState(self.objective.entropy_coefficient)
 
     def configure_model(self) -> None:
         """Load the policy and, for training, its teacher, once."""
