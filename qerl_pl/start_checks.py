@@ -7,6 +7,7 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
 from qerl_pl.distributed.communicator import planned_ranks
+from qerl_pl.distributed.strategy import UnwrappedDDPStrategy
 from qerl_pl.errors import UserError
 
 
@@ -112,6 +113,21 @@ def check_strategy(trainer: Trainer) -> None:
         raise UserError(
             f"training runs one process per device, each with all trained weights; got the strategy "
             f"{type(strategy).__name__} for {world_size} devices; leave trainer.strategy at auto"
+        )
+
+
+def check_devices(trainer: Trainer) -> None:
+    """Refuse a run of several processes by another strategy than this package's: each would train by itself.
+
+    Raises:
+        UserError: The trainer has such a strategy.
+    """
+    world_size, strategy = planned_ranks(trainer), trainer.strategy
+    alone = isinstance(strategy, SingleDeviceStrategy) and world_size == 1
+    if not alone and not isinstance(strategy, UnwrappedDDPStrategy):
+        raise UserError(
+            f"a run on several devices needs this package's strategy; got {type(strategy).__name__} for {world_size}; "
+            "give the Trainer devices=1, or strategy=UnwrappedDDPStrategy() of qerl_pl.distributed.strategy"
         )
 
 

@@ -40,7 +40,7 @@ from qerl_pl.persistence.atomic_files import atomic_directory, folder_identity
 from qerl_pl.persistence.checkpoint_io import CHECKPOINT_KEY, check_fits, check_start
 from qerl_pl.persistence.random_state import deterministic, random_state, set_random_state
 from qerl_pl.seeds import stream_seed
-from qerl_pl.start_checks import ChecksFirst, require_planned_end
+from qerl_pl.start_checks import ChecksFirst, check_devices, require_planned_end
 
 log = logging.getLogger(__name__)
 
@@ -237,10 +237,11 @@ class PolicyModule(LightningModule, ChecksFirst):
         return AutoTokenizer.from_pretrained(self.base_folder)
 
     def check_first(self, trainer: Trainer, stage: str) -> None:
-        """Refuse another precision and a run without an end."""
+        """Refuse another precision, other strategies, and a run without an end."""
         if (precision := trainer.precision) not in ("32-true", "32", 32):
             remedy = "leave it at 32-true and set model.policy.dtype"
             raise UserError(f"the policy sets its own precision; trainer.precision is {precision}; {remedy}")
+        check_devices(trainer)
         if stage == "fit":
             require_planned_end(trainer)
 
