@@ -116,6 +116,21 @@ def check_strategy(trainer: Trainer) -> None:
         )
 
 
+def refuse_weight_averaging(trainer: Trainer) -> None:
+    """Refuse callbacks that average all weights, the frozen 4-bit codes among them.
+
+    Raises:
+        UserError: The trainer has one.
+    """
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        names = {base.__name__ for base in type(callback).__mro__}  # not every Lightning has the first
+        if names & {"WeightAveraging", "StochasticWeightAveraging"}:
+            raise UserError(
+                f"weights are not averaged, as the base is frozen and packed; got {type(callback).__name__} among the "
+                "callbacks; leave it out"
+            )
+
+
 def check_devices(trainer: Trainer) -> None:
     """Refuse a run of several processes by another strategy than this package's: each would train by itself.
 

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch.cli import OptimizerCallable
+from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim.lr_scheduler import LRScheduler
@@ -23,6 +23,7 @@ from qerl_pl.engines.base import SharedWeights
 from qerl_pl.errors import require_at_least
 from qerl_pl.evaluation.metrics import evaluation_tag, prompt_metrics
 from qerl_pl.memory import TeacherBytes
+from qerl_pl.modules.optimizer import WARMUP_RATIO
 from qerl_pl.modules.policy import PolicyConfig
 from qerl_pl.modules.policy_module import PolicyModule
 from qerl_pl.modules.teacher import Teacher, TeacherConfig
@@ -50,8 +51,10 @@ class QeRLModule(PolicyModule):
         policy: Base model, number format and adapter.
         objective: The loss; see `qerl_pl.algorithm.objectives`. GRPO by default.
         optimizer: Builds the optimizer from the trained parameters.
-        lr_scheduler: Name of a transformers learning-rate schedule (cosine, linear, constant_with_warmup, …).
-        warmup_ratio: Share of the optimizer steps over which the learning rate rises from 0.
+        lr_scheduler: Name of a transformers learning-rate schedule (cosine, linear, constant_with_warmup, …); or a
+            class of torch.optim.lr_scheduler or a function, named `module.function` or `file.py:function`, that makes
+            a schedule of the optimizer, with settings and a warm-up of its own.
+        warmup_ratio: Share of the optimizer steps over which the learning rate of a named schedule rises from 0.
         update_epochs: Passes over each rollout (μ).
         minibatches: Optimizer steps of a pass; divides the completions of a rollout.
         micro_batch_tokens: Most tokens of a forward pass, prompts included and padding not (a longer completion is a
@@ -72,8 +75,8 @@ class QeRLModule(PolicyModule):
         optimizer: OptimizerCallable = lambda params: torch.optim.AdamW(
             params, lr=1e-5, betas=(0.9, 0.99), weight_decay=0.1
         ),
-        lr_scheduler: str = "cosine",
-        warmup_ratio: float = 0.1,
+        lr_scheduler: str | LRSchedulerCallable = "cosine",
+        warmup_ratio: float = WARMUP_RATIO,
         update_epochs: int = 1,
         minibatches: int = 1,
         micro_batch_tokens: int | None = None,
