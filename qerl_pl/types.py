@@ -254,6 +254,8 @@ class CompletionRecord:
     """False if dynamic sampling dropped the completion's group."""
     messages: tuple[Mapping[str, Any], ...] | None = None
     """Messages of a dialogue with an environment, of which those of role assistant train; None without one."""
+    extra: Mapping[str, Any] | None = None
+    """What reward functions log of it, by column; None without any."""
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,14 @@
 """The rollout callback: samples and scores each batch before the step, training and evaluation alike."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from qerl_pl.algorithm.feedback import BoundWarning, Feedback, TemperatureControl
-from qerl_pl.algorithm.off_policy import RolloutCorrection
-from qerl_pl.chat_template import messages_of, template_texts
+from qerl_pl.callbacks.rollout_warnings import warn_of_filters, warn_of_opened_tags
 from qerl_pl.datamodules.prompts import PromptDataModule
 from qerl_pl.distributed.strategy import communicator_of
 from qerl_pl.engines.base import EngineSpec, RolloutEngine, SharedWeights
@@ -21,7 +20,14 @@ from qerl_pl.evaluation.evaluator import Evaluator, EvaluatorConfig
 from qerl_pl.formats.model_folder import end_token_ids
 from qerl_pl.modules.qerl import QeRLModule
 from qerl_pl.openmp import let_waiting_threads_sleep
-from qerl_pl.rewards import Format, Reward, as_rewards, check_references, with_environment_reward
+from qerl_pl.rewards import (
+    Reward,
+    TrainerState,
+    as_rewards,
+    check_references,
+    functions_among,
+    with_environment_reward,
+)
 from qerl_pl.rollout.collector import Aggregation, Collector, CollectorConfig
 from qerl_pl.start_checks import ChecksFirst, check_monitors, no_sampling_callback
 from qerl_pl.types import EvalSampling, PromptBatch, SamplingConfig
@@ -247,7 +253,7 @@ class RolloutCallback(Callback, ChecksFirst):
             self._forget()
             check_monitors(trainer, data.val_names)
         check_references(self.config.rewards, data.references)
-        _warn_of_opened_tags(self.config.rewards, module, data)
+        warn_of_opened_tags(self.config.rewards, module, data)
         if self._launched:  # by a stage of which no end was told
             self.close()
         if self._collector is None:
@@ -325,7 +331,7 @@ class RolloutCallback(Callback, ChecksFirst):
             "number of finished rollouts": module.policy_version,
         }
         communicator_of(trainer).require_same(facts | _data(trainer).state_dict())
-        _warn_of_filters(self.config.sampling, module.objective.rollout_correction)
+        warn_of_filters(self.config.sampling, module.objective.rollout_correction)
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: PromptBatch, batch_idx: int
@@ -333,6 +339,7 @@ class RolloutCallback(Callback, ChecksFirst):
         """Sample and score completions with the current policy and the batch's noise."""
         module = _module(pl_module)
         module.zero_grad()  # frees the last update's gradients for the waking engine's cache
+        self._set_trainer_state(trainer, module)
         weights = module.sampling_weights(batch.noise)
         replacements = _data(trainer).replacement_prompts
         if self._temperature is not None:
@@ -346,6 +353,16 @@ class RolloutCallback(Callback, ChecksFirst):
                 self._bound_warning.record(experience.temperature, entropy)
             experience = replace(experience, metrics={**experience.metrics, TEMPERATURE: experience.temperature})
         batch.experience = experience
+
+    def _set_trainer_state(self, trainer: Trainer, module: QeRLModule) -> None:
+        """Tell reward functions how far the run is."""
+        for function in functions_among(self.config.rewards):
+            function.trainer_state = TrainerState(
+                global_step=module.policy_version * module.steps_per_batch,
+                max_steps=module.planned_batches() * module.steps_per_batch,
+                epoch=module.policy_version / _data(trainer).batches_per_epoch,
+                num_train_epochs=max(trainer.max_epochs or 0, 0),
+            )
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: PromptBatch, batch_idx: int
@@ -401,39 +418,6 @@ def rollout_callback(trainer: Trainer, needed_by: str) -> RolloutCallback:
         if isinstance(callback, RolloutCallback):
             return callback
     raise no_sampling_callback(needed_by)
-
-
-def _warn_of_filters(sampling: SamplingConfig, correction: RolloutCorrection) -> None:
-    """Log a warning if training samples with filters and the objective corrects for the sampler's probabilities.
-
-    A filter divides the probabilities of the remaining tokens by their sum, so that every ratio of trainer to sampler
-    is below 1.
-    """
-    filters = [name for name, off in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)) if getattr(sampling, name) != off]
-    outliers = correction.outlier_low is not None or correction.outlier_high is not None
-    if filters and (correction.weights is not None or correction.rejection is not None or outliers):
-        log.warning(
-            "rollout.sampling.%s raises the sampler's probabilities above the trainer's, which importance weights and "
-            "rejection count as a mismatch: sample without it, or set model.objective.correction to off",
-            filters[0],
-        )
-
-
-def _warn_of_opened_tags(rewards: Sequence[Reward], module: QeRLModule, data: PromptDataModule) -> None:
-    """Log a warning if the chat template opens the first tag of a `Format` reward, so that no completion does."""
-    formats = [reward for reward in rewards if isinstance(reward, Format)]
-    if not formats:
-        return
-    chats = [messages_of("?", data.system_prompt)]
-    (prompt,) = template_texts(module.tokenizer, chats, data.chat_template_kwargs)
-    for reward in formats:
-        if prompt.rstrip().endswith(f"<{reward.tags[0]}>"):
-            log.warning(
-                "reward %s is 0 for every completion: the chat template ends prompts with <%s>, which completions then "
-                "lack; use a reward function of your own instead",
-                reward.name,
-                reward.tags[0],
-            )
 
 
 def _module(module: LightningModule) -> QeRLModule:
