@@ -128,11 +128,11 @@ def test_the_command_line_names_a_class_or_a_function(kind: type[PolicyModule], 
     [
         (
             {"lr_scheduler": "cosine_with_min_lr"},
-            "got 'cosine_with_min_lr', .* min_lr_rate should be set; use cosine,",
+            "got 'cosine_with_min_lr', .* min_lr_rate should be set; use cosine or",
         ),
         (
             {"lr_scheduler": "warmup_stable_decay"},
-            "or a function .my_schedules.py:wsd. that makes one of the optimizer",
+            "use cosine or linear, or a class or function that makes one .my_schedules.py:wsd.",
         ),
         ({"lr_scheduler": lambda optimizer: ReduceLROnPlateau(optimizer)}, "ReduceLROnPlateau is no LRScheduler, or"),
         ({"lr_scheduler": lambda optimizer: None}, "NoneType is no LRScheduler"),

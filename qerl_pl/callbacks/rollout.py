@@ -3,19 +3,19 @@
 import logging
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from qerl_pl.algorithm.feedback import BoundWarning, Feedback, TemperatureControl
-from qerl_pl.callbacks.rollout_warnings import warn_of_filters, warn_of_opened_tags
+from qerl_pl.callbacks.rollout_checks import check_types, warn_of_filters, warn_of_opened_tags
 from qerl_pl.datamodules.prompts import PromptDataModule
 from qerl_pl.distributed.strategy import communicator_of
 from qerl_pl.engines.base import EngineSpec, RolloutEngine, SharedWeights
 from qerl_pl.engines.transformers import TransformersEngine
 from qerl_pl.environments.pool import EnvironmentPool
 from qerl_pl.environments.sampler import DialogueConfig, DialogueSampler
-from qerl_pl.errors import UserError
+from qerl_pl.errors import UserError, require_one_of
 from qerl_pl.evaluation.evaluator import Evaluator, EvaluatorConfig
 from qerl_pl.formats.model_folder import end_token_ids
 from qerl_pl.modules.qerl import QeRLModule
@@ -135,6 +135,8 @@ class RolloutCallback(Callback, ChecksFirst):
         tool_wait: float = 10.0,
         environment_workers: int = 256,
     ) -> None:
+        check_types(engine, sampling, eval_sampling, extra_eval_sampling)
+        require_one_of(get_args(Aggregation), "rollout.multi_objective_aggregation", multi_objective_aggregation)
         scored_by = with_environment_reward(as_rewards(rewards), environment is not None, environment_weight)
         self.environment = environment
         self.dialogue_config = DialogueConfig(

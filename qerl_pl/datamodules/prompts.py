@@ -20,7 +20,7 @@ from qerl_pl.datamodules.tables import (
     sets_by_name,
     warn_of_repeats,
 )
-from qerl_pl.errors import UserError, require_at_least
+from qerl_pl.errors import UserError, require_at_least, require_type
 from qerl_pl.seeds import stream_seed
 from qerl_pl.start_checks import check_intervals
 from qerl_pl.types import Prompt, PromptBatch
@@ -73,6 +73,9 @@ class PromptDataModule(ResumableDataModule):
         check_template_kwargs(self.chat_template_kwargs)
         self.tools: Sequence[Mapping[str, Any]] = ()
         """JSON schemas of the tools in the prompts; set by `RolloutCallback` if all rows have the same."""
+        require_type(Mapping, {"data.sets": sets or {}}, "name each table: {'hard': TableConfig(...)}")
+        tables = {f"data.sets.{name}": table for name, table in (sets or {}).items()}
+        require_type(TableConfig, tables, "write TableConfig(path=...)")
         self._tables = sets
         self._val: dict[str, list[Prompt]] = {}
         self._test: dict[str, list[Prompt]] = {}

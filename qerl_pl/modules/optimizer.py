@@ -98,8 +98,7 @@ def build_schedule(schedule: Schedule, optimizer: Optimizer, warmup: int, steps:
         message = " ".join(str(error).split()).replace(" through the `lr_scheduler_kwargs`", "")  # no key here
         raise UserError(
             f"lr_scheduler must be a schedule of transformers that steps are enough for; got {schedule!r}, which says: "
-            f"{message:.120}; use cosine, linear or constant_with_warmup, or a class of torch.optim.lr_scheduler or a "
-            "function (my_schedules.py:wsd) that makes one of the optimizer"
+            f"{message:.90}; use cosine or linear, or a class or function that makes one (my_schedules.py:wsd)"
         ) from error
     return built
 

@@ -22,7 +22,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from qerl_pl.distributed.communicator import writes_files
 from qerl_pl.distributed.strategy import communicator_of
 from qerl_pl.engines.base import SharedWeights
-from qerl_pl.errors import UserError, require_at_least
+from qerl_pl.errors import UserError, require_at_least, require_type
 from qerl_pl.formats.model_folder import TensorFiles
 from qerl_pl.memory import (
     GIB,
@@ -124,6 +124,12 @@ class PolicyModule(LightningModule, ChecksFirst):
         seed: int,
     ) -> None:
         super().__init__()
+        require_type(PolicyConfig, {"model.policy": policy}, "write PolicyConfig(path=...)")
+        if not callable(optimizer):
+            raise UserError(
+                f"model.optimizer makes an optimizer of the trained weights; got a {type(optimizer).__name__}; write "
+                "lambda weights: torch.optim.AdamW(weights, lr=1e-5), say"
+            )
         require_at_least(1, {"model.micro_batch_tokens": micro_batch_tokens})
         require_at_least(0, {"model.seed": seed})
         if not max_grad_norm > 0:

@@ -45,7 +45,8 @@ class RewardFunction(Reward):
     of a rollout's values; evaluations log neither. Each other argument is a list of B items; a column of the data is
     passed by its name, the reference answer as `answer` (and as `solution`) unless the data has such a column.
     Arguments that the function does not take are left out. Prompts are text, or lists of messages where the data has
-    conversations; then a completion is a list of one message. With an environment a completion is the list of the dialogue's messages.
+    conversations; then a completion is a list of one message. With an environment a completion is the list of the
+    dialogue's messages.
     `async def` functions run beside the other rewards.
 
     Args:
@@ -164,6 +165,9 @@ def as_rewards(given: Mapping[str, Any] | Sequence[Any]) -> list[Reward]:
 
 def _as_reward(item: Any) -> Reward:
     is_function = isinstance(item, str | partial) or inspect.isroutine(item)
+    if isinstance(item, type) or not (is_function or callable(item)):
+        what = f"{item.__name__}() makes one" if isinstance(item, type) else "make one of a class of rewards"
+        raise UserError(f"a reward is an object that scores samples, or a function; got {item!r:.60}; {what}")
     return RewardFunction(item) if is_function else item
 
 

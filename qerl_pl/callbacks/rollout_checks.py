@@ -1,16 +1,36 @@
-"""Warnings of the rollout callback about settings that contradict each other."""
+"""Checks of the rollout callback's settings."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from qerl_pl.algorithm.off_policy import RolloutCorrection
 from qerl_pl.chat_template import messages_of, template_texts
 from qerl_pl.datamodules.prompts import PromptDataModule
+from qerl_pl.engines.base import RolloutEngine
+from qerl_pl.errors import UserError, require_type
 from qerl_pl.modules.qerl import QeRLModule
 from qerl_pl.rewards import Format, Reward
-from qerl_pl.types import SamplingConfig
+from qerl_pl.types import EvalSampling, SamplingConfig
 
 log = logging.getLogger(__name__)
+
+
+def check_types(engine: object, sampling: object, eval_sampling: object, extra: object) -> None:
+    """Refuse arguments of `RolloutCallback` of other types, as a script may give.
+
+    Raises:
+        UserError: One is.
+    """
+    if isinstance(engine, type) or not isinstance(engine, RolloutEngine | None):
+        raise UserError(f"rollout.engine must be an engine; got {engine!r:.60}; make one, VLLMEngine(), say")
+    require_type(SamplingConfig, {"rollout.sampling": sampling}, "write SamplingConfig(max_tokens=256), say")
+    remedy = "write EvalSampling(temperature=0.6), say"
+    if eval_sampling is not None:
+        require_type(EvalSampling, {"rollout.eval_sampling": eval_sampling}, remedy)
+    if extra is not None:
+        require_type(Mapping, {"rollout.extra_eval_sampling": extra}, "name each sampling: {'card': EvalSampling(...)}")
+        assert isinstance(extra, Mapping)
+        require_type(EvalSampling, {f"rollout.extra_eval_sampling.{name}": one for name, one in extra.items()}, remedy)
 
 
 def warn_of_filters(sampling: SamplingConfig, correction: RolloutCorrection) -> None:
