@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from qerl_pl.algorithm.off_policy import RolloutCorrection
 from qerl_pl.chat_template import messages_of, template_texts
 from qerl_pl.datamodules.prompts import PromptDataModule
-from qerl_pl.engines.base import RolloutEngine
 from qerl_pl.errors import UserError, require_type
 from qerl_pl.modules.qerl import QeRLModule
 from qerl_pl.rewards import Format, Reward
@@ -21,7 +20,7 @@ def check_types(engine: object, sampling: object, eval_sampling: object, extra: 
     Raises:
         UserError: One is.
     """
-    if isinstance(engine, type) or not isinstance(engine, RolloutEngine | None):
+    if isinstance(engine, type | str | Mapping):
         raise UserError(f"rollout.engine must be an engine; got {engine!r:.60}; make one, VLLMEngine(), say")
     require_type(SamplingConfig, {"rollout.sampling": sampling}, "write SamplingConfig(max_tokens=256), say")
     remedy = "write EvalSampling(temperature=0.6), say"

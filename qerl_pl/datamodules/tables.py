@@ -57,14 +57,8 @@ def checked_rows(rows: Any, source: str) -> list[Row]:
 
 
 def table_source(path: Any, key: str = "data.path") -> Any:
-    """A path as text, or rows as a list: of a Path, a data set of `datasets`, or whatever yields rows.
-
-    Raises:
-        UserError: It is a mapping, or nothing of the kind.
-    """
-    if isinstance(path, str):
-        return path
-    if isinstance(path, os.PathLike):
+    """The text of a path, or the list of whatever yields rows; UserError for a mapping or anything else."""
+    if isinstance(path, str | os.PathLike):
         return os.fspath(path)
     if isinstance(path, Mapping) or not isinstance(path, Iterable):
         splits = f" of {', '.join(map(str, path))}" if isinstance(path, Mapping) else ""

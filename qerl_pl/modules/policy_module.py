@@ -310,7 +310,7 @@ class PolicyModule(LightningModule, ChecksFirst):
     # Checkpoints ---------------------------------------------------------------------------------------------------
 
     @classmethod
-    def load_from_checkpoint(cls, checkpoint_path: Any, *_: Any, **__: Any) -> "PolicyModule":  # type: ignore[override]
+    def load_from_checkpoint(cls, checkpoint_path: Any, *_: Any, **__: Any) -> "PolicyModule":
         """Refuse what needs a trainer: checkpoints lack the base model.
 
         Raises:
