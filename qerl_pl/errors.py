@@ -26,6 +26,8 @@ def require_at_least(least: int, values: Mapping[str, int | None]) -> None:
         UserError: A value is smaller.
     """
     for name, value in values.items():
+        if value is not None and not isinstance(value, int | float):
+            raise UserError(f"{name} must be a number; got {value!r:.60}; set it to {least} or more")
         if value is not None and value < least:
             raise UserError(f"{name} must be at least {least}; got {value}; set it to {least} or more")
 
@@ -38,6 +40,18 @@ def require_one_of(choices: Sequence[str], name: str, value: object) -> None:
     """
     if value not in choices:
         raise UserError(f"{name} must be one of {', '.join(choices)}; got {value!r}; choose one of them.")
+
+
+def require_type(kind: type, values: Mapping[str, object], remedy: str) -> None:
+    """Refuse settings (by name) of another type, which Python itself does not check.
+
+    Raises:
+        UserError: A value is not of the type.
+    """
+    for name, value in values.items():
+        if not isinstance(value, kind):
+            got = " ".join(repr(value).split())
+            raise UserError(f"{name} must be of {kind.__name__}; got {got:.60}; {remedy}")
 
 
 class Preempted(Exception):

@@ -11,6 +11,7 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, Timer
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
 from qerl_pl.distributed.communicator import planned_ranks
+from qerl_pl.distributed.strategy import UnwrappedDDPStrategy
 from qerl_pl.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -145,6 +146,36 @@ def check_strategy(trainer: Trainer) -> None:
         raise UserError(
             f"training runs one process per device, each with all trained weights; got the strategy "
             f"{type(strategy).__name__} for {world_size} devices; leave trainer.strategy at auto"
+        )
+
+
+def refuse_weight_averaging(trainer: Trainer) -> None:
+    """Refuse callbacks that average all weights, the frozen 4-bit codes among them.
+
+    Raises:
+        UserError: The trainer has one.
+    """
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        names = {base.__name__ for base in type(callback).__mro__}  # not every Lightning has the first
+        if names & {"WeightAveraging", "StochasticWeightAveraging"}:
+            raise UserError(
+                f"weights are not averaged, as the base is frozen and packed; got {type(callback).__name__} among the "
+                "callbacks; leave it out"
+            )
+
+
+def check_devices(trainer: Trainer) -> None:
+    """Refuse a run of several processes by another strategy than this package's: each would train by itself.
+
+    Raises:
+        UserError: The trainer has such a strategy.
+    """
+    world_size, strategy = planned_ranks(trainer), trainer.strategy
+    alone = isinstance(strategy, SingleDeviceStrategy) and world_size == 1
+    if not alone and not isinstance(strategy, UnwrappedDDPStrategy):
+        raise UserError(
+            f"a run on several devices needs this package's strategy; got {type(strategy).__name__} for {world_size}; "
+            "give the Trainer devices=1, or strategy=UnwrappedDDPStrategy() of qerl_pl.distributed.strategy"
         )
 
 

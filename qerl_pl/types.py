@@ -141,8 +141,9 @@ def _check_sampling(owner: str, parameters: Mapping[str, Any]) -> None:
         ("top_k", "at least 0", lambda count: count >= 0),
         ("min_p", "at least 0 and below 1", lambda share: 0 <= share < 1),
     ):
-        if name in parameters and not holds(parameters[name]):
-            raise UserError(f"{owner}.{name} must be {rule}; got {parameters[name]}; leave it out if unsure")
+        value = parameters.get(name, 0)
+        if name in parameters and not (isinstance(value, int | float) and holds(value)):
+            raise UserError(f"{owner}.{name} must be {rule}; got {value}; leave it out if unsure")
     stop = parameters.get("stop", ())
     if isinstance(stop, str) or not all(stop):
         raise UserError(f"{owner}.stop must be a list of strings, none of them empty; got {stop!r}; correct the list")
@@ -253,6 +254,8 @@ class CompletionRecord:
     """False if dynamic sampling dropped the completion's group."""
     messages: tuple[Mapping[str, Any], ...] | None = None
     """Messages of a dialogue with an environment, of which those of role assistant train; None without one."""
+    extra: Mapping[str, Any] | None = None
+    """What reward functions log of it, by column; None without any."""
 
 
 @dataclass(frozen=True)

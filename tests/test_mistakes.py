@@ -25,7 +25,7 @@ from qerl_pl.cli.export import take_adapter
 from qerl_pl.cli.main import main
 from qerl_pl.datamodules import PromptDataModule, Row
 from qerl_pl.errors import UserError
-from qerl_pl.modules.policy_module import build_optimizer, build_schedule
+from qerl_pl.modules.optimizer import build_optimizer, build_schedule
 from qerl_pl.modules.saved_adapter import read_adapter
 from qerl_pl.persistence.checkpoint_io import AtomicCheckpointIO, digest_path
 

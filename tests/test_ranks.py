@@ -6,15 +6,23 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import yaml
-from fit_helpers import configuration, ended, fit, fit_on_ranks, free_port, start
+from fit_helpers import configuration, ended, fit, fit_on_ranks, free_port, processes, start
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import DDPStrategy
 from safetensors.torch import load_file
+from short_run import data, fit_and_evaluate, module_of
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from qerl_pl.distributed.strategy import UnwrappedDDPStrategy
+from qerl_pl.errors import UserError
+from qerl_pl.modules.policy_module import PolicyModule
 
 ROLLOUTS = 8
 COMPARED = (
@@ -237,3 +245,61 @@ def test_a_rank_that_raises_ends_the_run_with_its_reason(tiny_policy_dir: Path, 
     assert statuses == [2, 2], output
     (line,) = (line for line in output.splitlines() if line.startswith("qerl:"))
     assert line.startswith("qerl: rank 1: ") and ("FailsOnRankOne" in line or "failing" in line)
+
+
+def test_a_script_on_two_devices_is_one_run_over_all_its_stages(tiny_policy_dir: Path, tmp_path: Path) -> None:
+    place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "test"}
+    place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    started = [
+        processes().Process(
+            target=fit_and_evaluate,
+            args=(tiny_policy_dir, tmp_path, 2, place | {"RANK": str(rank), "LOCAL_RANK": str(rank)}),
+        )
+        for rank in range(2)
+    ]
+    for process in started:
+        process.start()
+    for process in started:
+        process.join(timeout=180)
+    assert [process.exitcode for process in started] == [0, 0]
+    ranks = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    fit_and_evaluate(tiny_policy_dir, alone, 1, {})
+    expected = json.loads((alone / "rank0.json").read_text())
+    for found in ranks:  # each has all prompts
+        assert found["metrics"] == [pytest.approx(metrics) for metrics in expected["metrics"]]
+        assert found["weights"] == ranks[0]["weights"]
+    for name, values in expected["weights"].items():
+        torch.testing.assert_close(torch.tensor(ranks[0]["weights"][name]), torch.tensor(values), rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("settings", "found"),
+    [
+        ({"devices": 2}, "DDPStrategy for 2"),
+        ({"devices": 3, "strategy": "ddp"}, "DDPStrategy for 3"),
+        ({"devices": 2, "strategy": "ddp_find_unused_parameters_true"}, "DDPStrategy for 2"),
+        ({"devices": 2, "strategy": "ddp_spawn"}, "DDPStrategy for 2"),
+        ({"devices": 2, "strategy": "ddp_notebook"}, "DDPStrategy for 2"),
+        ({"devices": 2, "strategy": DDPStrategy(static_graph=True)}, "DDPStrategy for 2"),
+        ({"devices": 1, "num_nodes": 2}, "DDPStrategy for 2"),
+        ({"devices": 1, "strategy": "ddp"}, "DDPStrategy for 1"),
+        ({"devices": 1}, None),
+        ({"devices": 2, "strategy": UnwrappedDDPStrategy()}, None),
+        ({"devices": 1, "strategy": UnwrappedDDPStrategy()}, None),
+    ],
+)
+def test_a_script_on_several_devices_needs_their_strategy(settings: Any, found: str | None) -> None:
+    trainer, module = Trainer(accelerator="cpu", max_epochs=1, logger=False, **settings), module_of(Path("nowhere"))
+    for stage in ("fit", "test"):
+        with pytest.raises(UserError, match=f"strategy; got {found}; give") if found else nullcontext():
+            PolicyModule.check_first(module, trainer, stage)
+
+
+@pytest.mark.parametrize(("devices", "fits"), [(2, True), (1, True), (3, False), (4, False)])
+def test_a_script_has_a_batch_that_its_devices_divide(devices: int, fits: bool) -> None:
+    task, strategy = data(), UnwrappedDDPStrategy() if devices > 1 else "auto"
+    task.trainer = Trainer(accelerator="cpu", devices=devices, strategy=strategy, logger=False)
+    with nullcontext() if fits else pytest.raises(UserError, match=f"multiple of .* devices; got 2 for {devices}"):
+        task._check_settings("fit", 8, 2)

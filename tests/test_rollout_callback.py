@@ -90,7 +90,7 @@ def test_the_engine_lives_for_a_stage_and_is_closed_once(tiny_policy_dir: Path, 
     trainer.validate(module, datamodule=data(), verbose=False)
     assert engine.specs == [spec] * 2 and engine.closed == 2
     assert seen == [(1, None, 3.0, 5, module.objective)] * 2  # the policy is loaded already
-    assert rollout.state_dict()["expected_lengths"]["p2"] == 6.0
+    assert rollout.state_dict()["expected_lengths"] == {}  # of another run than this one
 
 
 def test_a_reward_sees_the_references_of_the_data_before_the_engine_starts(

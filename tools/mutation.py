@@ -70,6 +70,7 @@ ROOMS = {
         (
             "qerl_pl/modules/qerl.py",
             "qerl_pl/modules/policy_module.py",
+            "qerl_pl/modules/optimizer.py",
             "qerl_pl/callbacks/aqn.py",
             "qerl_pl/callbacks/rollout.py",
         ),

@@ -50,6 +50,8 @@ class AdaptiveQuantizationNoise(Callback):
         """Move to the front of the callbacks, as the noise must be set before `RolloutCallback` samples."""
         if not isinstance(pl_module, QeRLModule):
             raise UserError(f"AQN needs a QeRLModule; got a {type(pl_module).__name__}; train that instead")
+        if stage == "fit":  # which may not be the first
+            self.planned_rollouts = None
         others = [callback for callback in trainer.callbacks if callback is not self]  # type: ignore[attr-defined]
         trainer.callbacks = [self, *others]  # type: ignore[attr-defined]
 

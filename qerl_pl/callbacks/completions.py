@@ -44,6 +44,7 @@ class CompletionLog(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Remove the rollouts that will be repeated."""
+        self._unlogged = None
         if self.jsonl and writes_files(trainer):
             assert isinstance(pl_module, QeRLModule)
             _truncate(_path(trainer), pl_module.policy_version)
@@ -59,7 +60,7 @@ class CompletionLog(Callback):
         if self.jsonl:
             with _path(trainer).open("a") as file:
                 for record in experience.records:
-                    fields = without_none(asdict(record), "messages")
+                    fields = without_none(asdict(record), "messages", "extra")
                     file.write(json.dumps({"version": experience.version, **fields}) + "\n")
         self._unlogged = experience.version, _of_several_prompts(experience.records, self.panel_size)
         if experience.version % self.every_n_rollouts == 0:
@@ -144,7 +145,8 @@ def _row(version: int, record: CompletionRecord) -> list[Any]:
 
 def _parts(record: CompletionRecord) -> str:
     named = ((name, value) for name, value in record.rewards.items() if name != "total")
-    return ", ".join(f"{name} {_number(value)}" for name, value in named)
+    logged = (f"{name} {value}" for name, value in (record.extra or {}).items())
+    return ", ".join([*(f"{name} {_number(value)}" for name, value in named), *logged])
 
 
 def _number(value: float | None) -> str:
@@ -165,7 +167,7 @@ def _markdown(version: int, records: Sequence[CompletionRecord]) -> str:
     for record in records:
         cut = ", truncated" if record.truncated else ""
         sections += [
-            f"### Reward {_number(record.rewards['total'])} ({_parts(record)})",
+            f"### Reward {_number(record.rewards['total'])} ({_escaped(_parts(record))})",
             f"Reference answer **{escape(record.reference)}**, {record.tokens} tokens{cut}, prompt {record.prompt_id}",
             "Prompt:",
             _quoted(record.prompt),

@@ -121,6 +121,7 @@ class Monitor(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write the layout once."""
+        self._shown = False
         for logger in trainer.loggers:
             if isinstance(logger, TensorBoardLogger) and trainer.is_global_zero:
                 logger.experiment.add_custom_scalars(LAYOUT)

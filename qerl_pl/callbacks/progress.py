@@ -75,6 +75,7 @@ class RunBar(RichProgressBar):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the clock."""
         super().on_train_start(trainer, pl_module)
+        self._left = None
         if isinstance(pl_module, QeRLModule):
             self._time_left.start(pl_module)
 

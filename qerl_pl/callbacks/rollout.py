@@ -1,26 +1,32 @@
 """The rollout callback: samples and scores each batch before the step, training and evaluation alike."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any
+from typing import Any, get_args
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from qerl_pl.algorithm.off_policy import RolloutCorrection
-from qerl_pl.chat_template import messages_of, template_texts
+from qerl_pl.callbacks.rollout_checks import check_types, warn_of_filters, warn_of_opened_tags
 from qerl_pl.datamodules.prompts import PromptDataModule
 from qerl_pl.distributed.strategy import communicator_of
 from qerl_pl.engines.base import EngineSpec, RolloutEngine, SharedWeights
 from qerl_pl.engines.transformers import TransformersEngine
 from qerl_pl.environments.pool import EnvironmentPool
 from qerl_pl.environments.sampler import DialogueConfig, DialogueSampler
-from qerl_pl.errors import UserError
+from qerl_pl.errors import UserError, require_one_of
 from qerl_pl.evaluation.evaluator import Evaluator, EvaluatorConfig
 from qerl_pl.formats.model_folder import end_token_ids
 from qerl_pl.modules.qerl import QeRLModule
 from qerl_pl.openmp import let_waiting_threads_sleep
-from qerl_pl.rewards import Format, Reward, as_rewards, check_references, with_environment_reward
+from qerl_pl.rewards import (
+    Reward,
+    TrainerState,
+    as_rewards,
+    check_references,
+    functions_among,
+    with_environment_reward,
+)
 from qerl_pl.rollout.collector import Aggregation, Collector, CollectorConfig
 from qerl_pl.start_checks import ChecksFirst, check_logged, check_monitors, no_sampling_callback, warn_of_unused
 from qerl_pl.types import EvalSampling, PromptBatch, SamplingConfig
@@ -116,6 +122,8 @@ class RolloutCallback(Callback, ChecksFirst):
         tool_wait: float = 10.0,
         environment_workers: int = 256,
     ) -> None:
+        check_types(engine, sampling, eval_sampling, extra_eval_sampling)
+        require_one_of(get_args(Aggregation), "rollout.multi_objective_aggregation", multi_objective_aggregation)
         scored_by = with_environment_reward(as_rewards(rewards), environment is not None, environment_weight)
         self.environment = environment
         self.dialogue_config = DialogueConfig(
@@ -130,7 +138,8 @@ class RolloutCallback(Callback, ChecksFirst):
         else:
             self._pool = EnvironmentPool(environment, tool_time_limit, environment_workers)
         self._dialogues: DialogueSampler | None = None
-        self._dialogue_data: PromptDataModule | None = None
+        self._dialogues_of: tuple[Any, ...] = ()
+        """Tokenizer and data of the dialogues."""
         self.config = CollectorConfig(
             scored_by,
             group_size,
@@ -145,9 +154,14 @@ class RolloutCallback(Callback, ChecksFirst):
         extra = {name: given.over(held_out) for name, given in (extra_eval_sampling or {}).items()}
         self.eval_config = EvaluatorConfig(scored_by, held_out, eval_samples, eval_batch, accuracy_reward, extra)
         self.engine: RolloutEngine = engine if engine is not None else TransformersEngine()
+        self._launched = False
         self._collector: Collector | None = None
         self._evaluator: Evaluator | None = None
         self._engine_weights: tuple[SharedWeights | None, float] = None, 0.0
+        self._forget()
+
+    def _forget(self) -> None:
+        """Forget what an earlier fit has measured."""
         self._expected_lengths: dict[str, float] = {}
 
     # Checkpoints ---------------------------------------------------------------------------------------------------
@@ -185,9 +199,10 @@ class RolloutCallback(Callback, ChecksFirst):
                 "(data.max_prompt_tokens and the largest max_tokens of sampling, eval_sampling and "
                 "extra_eval_sampling); lower them"
             )
-        if self._pool is not None and self._dialogue_data is not data:  # another one has prompts and limits of its own
+        # Another one has prompts and limits of its own.
+        if self._pool is not None and self._dialogues_of != (owners := (module.tokenizer, data)):
             self._dialogues = self._start_environments(self._pool, module, data)
-            self._dialogue_data = data
+            self._dialogues_of = owners
 
     def _start_environments(self, pool: EnvironmentPool, module: QeRLModule, data: PromptDataModule) -> DialogueSampler:
         """Check environment, chat template and tool format, and have the data's prompts offer the tools."""
@@ -215,9 +230,13 @@ class RolloutCallback(Callback, ChecksFirst):
         """Launch the engine: before the policy is loaded, which may share the engine's weights."""
         module, data = _module(pl_module), _data(trainer)
         if stage == "fit":
+            module.start_afresh()  # or the engine would share no weights with a policy that is still loaded
+            self._forget()
             check_monitors(trainer, data.val_names, self.eval_config.metric_names())
         check_references(self.config.rewards, data.references)
-        _warn_of_opened_tags(self.config.rewards, module, data)
+        warn_of_opened_tags(self.config.rewards, module, data)
+        if self._launched:  # by a stage of which no end was told
+            self.close()
         if self._collector is None:
             self._launch(trainer, module, data)
         module.use_engine_weights(*self._engine_weights)
@@ -237,6 +256,7 @@ class RolloutCallback(Callback, ChecksFirst):
         )
         let_waiting_threads_sleep()
         log.info("starting %s on %s", type(self.engine).__name__, spec.device)
+        self._launched = True  # also if it fails half-way
         self.engine.launch(spec)
         # The policy of an earlier stage is still loaded, on the weights that it shared then.
         shared = None if "policy" in dict(module.named_children()) else self.engine.shared_weights()
@@ -264,11 +284,16 @@ class RolloutCallback(Callback, ChecksFirst):
         """Free the engine at the end of a stage (fit, validate, test); the next one launches it again."""
         self.close()
 
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """The same after an exception, when Lightning calls no teardown."""
+        self.close()
+
     def close(self) -> None:
         """Free the engine and the environments; a no-op if they are not running."""
         if self._pool is not None:
             self._pool.close()
-        if self._collector is not None:
+        if self._launched:
+            self._launched = False
             self._collector = self._evaluator = None
             self._engine_weights = None, 0.0
             self.engine.close()
@@ -285,7 +310,7 @@ class RolloutCallback(Callback, ChecksFirst):
             "number of finished rollouts": module.policy_version,
         }
         communicator_of(trainer).require_same(facts | _data(trainer).state_dict())
-        _warn_of_filters(self.config.sampling, module.objective.rollout_correction)
+        warn_of_filters(self.config.sampling, module.objective.rollout_correction)
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: PromptBatch, batch_idx: int
@@ -293,9 +318,20 @@ class RolloutCallback(Callback, ChecksFirst):
         """Sample and score completions with the current policy and the batch's noise."""
         module = _module(pl_module)
         module.zero_grad()  # frees the last update's gradients for the waking engine's cache
+        self._set_trainer_state(trainer, module)
         weights = module.sampling_weights(batch.noise)
         replacements = _data(trainer).replacement_prompts
         batch.experience = self.collector.collect(batch.prompts, weights, module.policy, replacements)
+
+    def _set_trainer_state(self, trainer: Trainer, module: QeRLModule) -> None:
+        """Tell reward functions how far the run is."""
+        for function in functions_among(self.config.rewards):
+            function.trainer_state = TrainerState(
+                global_step=module.policy_version * module.steps_per_batch,
+                max_steps=module.planned_batches() * module.steps_per_batch,
+                epoch=module.policy_version / _data(trainer).batches_per_epoch,
+                num_train_epochs=max(trainer.max_epochs or 0, 0),
+            )
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: PromptBatch, batch_idx: int
@@ -356,39 +392,6 @@ def rollout_callback(trainer: Trainer, needed_by: str) -> RolloutCallback:
         if isinstance(callback, RolloutCallback):
             return callback
     raise no_sampling_callback(needed_by)
-
-
-def _warn_of_filters(sampling: SamplingConfig, correction: RolloutCorrection) -> None:
-    """Log a warning if training samples with filters and the objective corrects for the sampler's probabilities.
-
-    A filter divides the probabilities of the remaining tokens by their sum, so that every ratio of trainer to sampler
-    is below 1.
-    """
-    filters = [name for name, off in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)) if getattr(sampling, name) != off]
-    outliers = correction.outlier_low is not None or correction.outlier_high is not None
-    if filters and (correction.weights is not None or correction.rejection is not None or outliers):
-        log.warning(
-            "rollout.sampling.%s raises the sampler's probabilities above the trainer's, which importance weights and "
-            "rejection count as a mismatch: sample without it, or set model.objective.correction to off",
-            filters[0],
-        )
-
-
-def _warn_of_opened_tags(rewards: Sequence[Reward], module: QeRLModule, data: PromptDataModule) -> None:
-    """Log a warning if the chat template opens the first tag of a `Format` reward, so that no completion does."""
-    formats = [reward for reward in rewards if isinstance(reward, Format)]
-    if not formats:
-        return
-    chats = [messages_of("?", data.system_prompt)]
-    (prompt,) = template_texts(module.tokenizer, chats, data.chat_template_kwargs)
-    for reward in formats:
-        if prompt.rstrip().endswith(f"<{reward.tags[0]}>"):
-            log.warning(
-                "reward %s is 0 for every completion: the chat template ends prompts with <%s>, which completions then "
-                "lack; use a reward function of your own instead",
-                reward.name,
-                reward.tags[0],
-            )
 
 
 def _module(module: LightningModule) -> QeRLModule:

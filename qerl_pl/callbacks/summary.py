@@ -35,11 +35,19 @@ class RunSummary(Callback):
     """
 
     def __init__(self) -> None:
+        self._clear()
+
+    def _clear(self) -> None:
         self.curves: dict[str, list[float]] = {name: [] for name in CURVES}
         self.validations: dict[str, list[tuple[int, float, float, float | None]]] = {}
         """(policy version, pass@1, greedy accuracy, mean reward) of each, by set; "" if there is only one set."""
         self.train_seconds = 0.0
         self._step_began = 0.0
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Forget the curves of an earlier fit."""
+        if stage == "fit":
+            self._clear()
 
     def state_dict(self) -> dict[str, Any]:
         """Curves so far: a resumed run's summary covers the run from its start."""

@@ -17,7 +17,7 @@ from qerl_pl.callbacks import RolloutCallback
 from qerl_pl.datamodules import ConversationDataModule
 from qerl_pl.errors import UserError
 from qerl_pl.modules import QeRLModule, SFTModule
-from qerl_pl.modules.policy_module import ADAMW, default_optimizer
+from qerl_pl.modules.optimizer import ADAMW, default_optimizer
 
 log = logging.getLogger(__name__)
 

@@ -13,9 +13,10 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from qerl_pl.datamodules.tables import check_sizes, draw
+from qerl_pl.distributed.communicator import planned_ranks
 from qerl_pl.errors import UserError, require_at_least
 from qerl_pl.seeds import stream_seed
-from qerl_pl.start_checks import check_first, check_intervals, within_limit
+from qerl_pl.start_checks import check_first, check_intervals, check_ranks_divide, within_limit
 
 
 class PromptSampler(DistributedSampler[int]):
@@ -134,6 +135,7 @@ class ResumableDataModule(LightningDataModule, ABC):
             check_sizes(rows, held_out, self.batch_size, weighted)
         if self.trainer is not None:
             if stage == "fit" and rows is not None:
+                check_ranks_divide(self.batch_size, planned_ranks(self.trainer))
                 check_intervals(self.trainer, self._batches(rows - held_out if weighted is None else weighted))
             check_first(self.trainer, stage)
 
@@ -173,6 +175,8 @@ class ResumableDataModule(LightningDataModule, ABC):
     def _fixed_loader(self, rows: Sequence[Any]) -> DataLoader[Any]:
         """Batches of held-out rows, in fixed order."""
         options: dict[str, Any] = {"collate_fn": self._batch_class, "generator": torch.Generator()}
+        if self.trainer is not None and planned_ranks(self.trainer) > 1:  # or Lightning would give each rank a part
+            options["sampler"] = DistributedSampler(cast(Any, rows), num_replicas=1, rank=0, shuffle=False)
         return DataLoader(cast(Any, rows), batch_size=self.val_batch_size, **options)
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:

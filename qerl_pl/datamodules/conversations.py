@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from qerl_pl.chat_template import SYSTEM_PROMPT, check_template_kwargs, render_conversation
 from qerl_pl.datamodules.base import ResumableDataModule, load_tokenizer
-from qerl_pl.datamodules.tables import ANSWER_MARK, check_sizes, read_table, without_thousands
+from qerl_pl.datamodules.tables import ANSWER_MARK, check_sizes, read_table, table_source, without_thousands
 from qerl_pl.errors import UserError, require_at_least
 from qerl_pl.start_checks import check_intervals
 from qerl_pl.toy.task import ArithmeticTask, Split, careful_demonstration
@@ -108,7 +108,7 @@ class ConversationDataModule(ResumableDataModule):
     ) -> None:
         super().__init__(batch_size, val_size, val_batch_size, seed, tokenizer)
         require_at_least(1, {"data.max_length": max_length})
-        self.path = path
+        self.path = table_source(path)
         self.split = split
         self.subset = subset
         self.max_length = max_length

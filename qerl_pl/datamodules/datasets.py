@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from qerl_pl.datamodules.prompts import PromptDataModule
-from qerl_pl.datamodules.tables import ANSWER_MARK, Row, TableConfig, draw, local_file, read_table
+from qerl_pl.datamodules.tables import ANSWER_MARK, Row, TableConfig, draw, local_file, read_table, table_source
 from qerl_pl.errors import UserError
 from qerl_pl.types import Prompt
 
@@ -54,7 +54,8 @@ class TableDataModule(PromptDataModule):
         **settings: Any,
     ) -> None:
         super().__init__(max_prompt_tokens=max_prompt_tokens, **settings)
-        self.path = path
+        is_several = isinstance(path, Mapping) and all(isinstance(table, TableConfig) for table in path.values())
+        self.path = path if is_several else table_source(path)
         self.split = split
         self.val_split = val_split
         self.test_split = test_split
@@ -249,12 +250,12 @@ class BigMathDataModule(PromptDataModule):
         **settings: Any,
     ) -> None:
         super().__init__(max_prompt_tokens=max_prompt_tokens, **settings)
-        self.path = path
+        self.path = table_source(path)
         self.min_solve_rate = min_solve_rate
         self.max_solve_rate = max_solve_rate
         self.levels = None if levels is None else tuple(levels)
         self.sources = None if sources is None else tuple(sources)
-        self.val_path = val_path
+        self.val_path = None if val_path is None else table_source(val_path, "data.val_path")
 
     def train_rows(self) -> Sequence[Row]:
         table = read_table(self.path, "train", ("problem", "answer"))

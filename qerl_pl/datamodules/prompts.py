@@ -20,7 +20,7 @@ from qerl_pl.datamodules.tables import (
     sets_by_name,
     warn_of_repeats,
 )
-from qerl_pl.errors import UserError, require_at_least
+from qerl_pl.errors import UserError, require_at_least, require_type
 from qerl_pl.seeds import stream_seed
 from qerl_pl.start_checks import check_intervals
 from qerl_pl.types import Prompt, PromptBatch
@@ -77,11 +77,14 @@ class PromptDataModule(ResumableDataModule):
         self.instruction = instruction
         self.tools: Sequence[Mapping[str, Any]] = ()
         """JSON schemas of the tools in the prompts; set by `RolloutCallback` if all rows have the same."""
-        for name, table in (sets or {}).items():
+        require_type(Mapping, {"data.sets": sets or {}}, "name each table: {'hard': TableConfig(...)}")
+        tables = {f"data.sets.{name}": table for name, table in (sets or {}).items()}
+        require_type(TableConfig, tables, "write TableConfig(path=...)")
+        for name, table in tables.items():
             if table.weight != 1:
                 raise UserError(
                     "a weight is of tables to train on, each row of data.sets is evaluated once; got "
-                    f"data.sets.{name}.weight {table.weight:g}; leave it out"
+                    f"{name}.weight {table.weight:g}; leave it out"
                 )
         self._tables = sets
         self._val: dict[str, list[Prompt]] = {}

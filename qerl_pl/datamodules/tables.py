@@ -4,6 +4,7 @@ import csv
 import json
 import logging
 import math
+import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -53,6 +54,19 @@ def checked_rows(rows: Any, source: str) -> list[Row]:
         if not isinstance(row, Row) or not all(isinstance(text, str) for text in (row.id, row.question, row.reference)):
             raise UserError(f"{rule}; row {number} is {row!r:.80}; return such rows")
     return checked
+
+
+def table_source(path: Any, key: str = "data.path") -> Any:
+    """The text of a path, or the list of whatever yields rows; UserError for a mapping or anything else."""
+    if isinstance(path, str | os.PathLike):
+        return os.fspath(path)
+    if isinstance(path, Mapping) or not isinstance(path, Iterable):
+        splits = f" of {', '.join(map(str, path))}" if isinstance(path, Mapping) else ""
+        raise UserError(
+            f"{key} must be a file, a folder, a hub name or rows; got a {type(path).__name__}{splits}; give one split, "
+            "data['train'], say"
+        )
+    return list(path)
 
 
 def read_table(
@@ -272,6 +286,7 @@ class TableConfig:
     weight: float = 1.0
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "path", table_source(self.path))
         require_at_least(1, {"a set's limit": self.limit})
         if not 0 < self.weight < math.inf:
             raise UserError(f"a set's weight must be above 0; got {self.weight}; leave the set out instead")

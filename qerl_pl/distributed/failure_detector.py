@@ -68,6 +68,11 @@ class FailureDetector:
         if self._rank > 0:
             threading.Thread(target=self._monitor_store, name="store monitor", daemon=True).start()
 
+    @property
+    def ended(self) -> bool:
+        """Whether it monitors nothing any more."""
+        return self._ending.is_set()
+
     def failed(self, exception: BaseException) -> None:
         """Publish why this rank fails and end the process; returns only on the rank that reports to the user."""
         if isinstance(exception, Preempted):  # all ranks stop together

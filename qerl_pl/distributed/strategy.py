@@ -48,6 +48,7 @@ class UnwrappedDDPStrategy(DDPStrategy):
             self.communicator = Communicator(
                 self.global_rank, self.world_size, distributed.new_group(backend="gloo", timeout=TIMEOUT)
             )
+        if self.failure_detector is None or self.failure_detector.ended:  # by an earlier stage
             children = self._launcher.procs if isinstance(self._launcher, FailureDetectingLauncher) else []
             self.failure_detector = FailureDetector(self.communicator, self.local_rank, children)
 

@@ -295,7 +295,7 @@ class Evaluator:
         records = []
         for group, answer, correct, (_, sample) in zip(groups, answers, right, jobs, strict=True):
             (completion,) = map(asdict, group.records())
-            del completion["trained"]
+            del completion["trained"], completion["extra"]
             row = row_digest(group.prompt)
             records.append(SampleRecord(set=name, sample=sample, correct=correct, answer=answer, row=row, **completion))
         if cache is not None:

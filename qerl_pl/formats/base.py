@@ -8,7 +8,7 @@ other code asks a format by these methods and names none.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 import torch
 from qerl_kernels import FrozenWeight, StackedWeight
@@ -25,6 +25,7 @@ QuantizedFormat = Literal["nvfp4", "mxfp4", "nf4"]
 """Formats that `qerl quantize` writes."""
 Quantization = Literal[QuantizedFormat, "none"]
 """Values of `model.policy.quantization`."""
+QUANTIZATIONS = (*get_args(QuantizedFormat), "none")
 
 
 class BaseFormat(Protocol):

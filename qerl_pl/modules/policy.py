@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -16,9 +17,9 @@ from transformers import PreTrainedModel
 
 from qerl_pl.algorithm.noise import NormNoise
 from qerl_pl.engines.base import SharedWeights
-from qerl_pl.errors import UserError, require_at_least
+from qerl_pl.errors import UserError, require_at_least, require_one_of, require_type
 from qerl_pl.formats.architecture import check_family, find_family, logit_cap
-from qerl_pl.formats.base import Quantization, format_of
+from qerl_pl.formats.base import QUANTIZATIONS, Quantization, format_of
 from qerl_pl.formats.dense import DENSE
 from qerl_pl.formats.dense_checkpoint import validate_checkpoint
 from qerl_pl.formats.model_folder import load_tokenizer, longest_sequence, read_config
@@ -84,6 +85,19 @@ class PolicyConfig:
     replay_routing: bool = False
 
     def __post_init__(self) -> None:
+        for name in ("path", "adapter"):
+            if isinstance(path := getattr(self, name), os.PathLike):  # which a checkpoint could not hold
+                object.__setattr__(self, name, os.fspath(path))
+            elif path is not None:
+                require_type(str, {f"model.policy.{name}": path}, "name a folder or a model of the hub")
+        for name, choices in (
+            ("quantization", QUANTIZATIONS),
+            ("dtype", tuple(DTYPES)),
+            ("finetune", ("lora", "full")),
+        ):
+            require_one_of(choices, f"model.policy.{name}", getattr(self, name))
+        require_type(LoraConfig, {"model.policy.lora": self.lora}, "write LoraConfig(rank=16), say")
+        require_type(ToyConfig, {"model.policy.toy": self.toy}, "write ToyConfig(), or name a path")
         tiles = None if self.mlp_tile_tokens == "auto" else self.mlp_tile_tokens
         require_at_least(1, {"model.policy.mlp_tile_tokens": tiles})
         if tiles is not None and self.lora.dropout > 0 and self.finetune == "lora":

@@ -1,6 +1,5 @@
 """What every training of the policy shares: optimizer, learning-rate schedule, checkpoints, the run's result."""
 
-import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -17,13 +16,13 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from qerl_kernels import select_backend
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, get_scheduler
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from qerl_pl.distributed.communicator import writes_files
 from qerl_pl.distributed.strategy import communicator_of
 from qerl_pl.engines.base import SharedWeights
-from qerl_pl.errors import UserError, require_at_least
+from qerl_pl.errors import UserError, require_at_least, require_type
 from qerl_pl.formats.model_folder import TensorFiles
 from qerl_pl.memory import (
     GIB,
@@ -34,13 +33,28 @@ from qerl_pl.memory import (
     pending_state_bytes,
     training_bytes,
 )
+from qerl_pl.modules.optimizer import (
+    Schedule,
+    build_optimizer,
+    build_schedule,
+    check_schedule,
+    load_schedule,
+    trial_weight,
+)
 from qerl_pl.modules.policy import Policy, PolicyConfig
 from qerl_pl.modules.update import NonFiniteLossError
 from qerl_pl.persistence.atomic_files import atomic_directory, folder_identity
 from qerl_pl.persistence.checkpoint_io import CHECKPOINT_KEY, check_fits, check_start
 from qerl_pl.persistence.random_state import deterministic, random_state, set_random_state
 from qerl_pl.seeds import stream_seed
-from qerl_pl.start_checks import ChecksFirst, check_logged, limit_epochs, require_planned_end
+from qerl_pl.start_checks import (
+    ChecksFirst,
+    check_devices,
+    check_logged,
+    limit_epochs,
+    refuse_weight_averaging,
+    require_planned_end,
+)
 
 log = logging.getLogger(__name__)
 
@@ -48,69 +62,6 @@ RATES = ("initial_lr", "weight_decay")
 """Optimizer settings that a resumed run takes from its configuration, not from the checkpoint."""
 
 NO_TEACHER = TeacherBytes()
-LARGEST_RATE = 1e30
-"""What Adam divides by its first bias correction, and float32 still holds."""
-ADAMW: dict[str, Any] = {"lr": 1e-5, "betas": (0.9, 0.99), "weight_decay": 0.1}
-"""Arguments of the default optimizer."""
-
-
-def default_optimizer(parameters: Iterable[nn.Parameter]) -> Optimizer:
-    """AdamW with the learning rate, betas and weight decay of the QeRL authors' code."""
-    return torch.optim.AdamW(parameters, **ADAMW)
-
-
-def build_optimizer(make: Callable[[Iterable[nn.Parameter]], Optimizer], parameters: list[nn.Parameter]) -> Optimizer:
-    """Build the optimizer of `model.optimizer`.
-
-    Raises:
-        UserError: Its class refuses its arguments or the parameters, its learning rate is not a number, or its `step`
-            needs a closure or takes none.
-    """
-    try:
-        optimizer = make(parameters)
-    except (RuntimeError, TypeError, ValueError) as error:
-        message = " ".join(str(error).split())
-        raise UserError(
-            f"model.optimizer must take its init_args and the trained matrices; it says: {message:.200}; correct them"
-        ) from error
-    for rate in [group.get("lr") for group in optimizer.param_groups]:
-        if not isinstance(rate, int | float) or not 0 <= rate <= LARGEST_RATE:
-            raise UserError(
-                f"model.optimizer needs a learning rate from 0 to {LARGEST_RATE:g}; got {rate}; set its init_args.lr"
-            )
-    name, closure = type(optimizer).__name__, inspect.signature(type(optimizer).step).parameters.get("closure")
-    if closure is None:
-        raise UserError(
-            f"model.optimizer must have step(closure=None), which Lightning calls; {name} has another; use AdamW"
-        )
-    if closure.default is inspect.Parameter.empty:
-        raise UserError(f"model.optimizer must step once a minibatch; {name} asks for several losses a step; use AdamW")
-    return optimizer
-
-
-def build_schedule(name: str, optimizer: Optimizer, warmup: int, steps: int) -> LambdaLR:
-    """Build a learning-rate schedule of transformers.
-
-    Args:
-        name: Name of the schedule.
-        optimizer: Optimizer whose learning rate it sets.
-        warmup: Optimizer steps of the warm-up.
-        steps: All optimizer steps.
-
-    Raises:
-        UserError: transformers has no such schedule, or it needs more than the number of steps.
-    """
-    try:
-        schedule = get_scheduler(name, optimizer, num_warmup_steps=warmup, num_training_steps=steps)
-        if not isinstance(schedule, LambdaLR):
-            raise ValueError(f"{type(schedule).__name__} needs a metric")
-    except (TypeError, ValueError) as error:
-        message = " ".join(str(error).split())
-        raise UserError(
-            f"lr_scheduler must be a schedule of transformers that steps are enough for; got {name!r}, which says: "
-            f"{message:.120}; use cosine, linear or constant_with_warmup"
-        ) from error
-    return schedule
 
 
 def require_memory(
@@ -173,21 +124,28 @@ class PolicyModule(LightningModule, ChecksFirst):
         self,
         policy: PolicyConfig,
         optimizer: Callable[[Iterable[nn.Parameter]], Optimizer],
-        lr_scheduler: str,
+        lr_scheduler: Schedule,
         warmup_ratio: float,
         micro_batch_tokens: int | None,
         max_grad_norm: float,
         seed: int,
     ) -> None:
         super().__init__()
+        require_type(PolicyConfig, {"model.policy": policy}, "write PolicyConfig(path=...)")
+        if not callable(optimizer):
+            raise UserError(
+                f"model.optimizer makes an optimizer of the trained weights; got a {type(optimizer).__name__}; write "
+                "lambda weights: torch.optim.AdamW(weights, lr=1e-5), say"
+            )
         require_at_least(1, {"model.micro_batch_tokens": micro_batch_tokens})
         require_at_least(0, {"model.seed": seed})
         if not max_grad_norm > 0:
             raise UserError(f"model.max_grad_norm must be above 0; got {max_grad_norm}; .inf clips nothing")
         if not 0 <= warmup_ratio <= 1:
             raise UserError(f"model.warmup_ratio must be in [0, 1]; got {warmup_ratio}; set it to 0.1, say")
-        # Tried on a 1x1 matrix, to refuse bad settings before the policy is loaded.
-        build_schedule(lr_scheduler, build_optimizer(optimizer, [nn.Parameter(torch.zeros(1, 1))]), 0, 1)
+        lr_scheduler = load_schedule(lr_scheduler, warmup_ratio)
+        # Tried first, to refuse bad settings before the policy is loaded.
+        build_schedule(lr_scheduler, build_optimizer(optimizer, [trial_weight()]), 0, 1)
         self.automatic_optimization = False
         self.strict_loading = False  # checkpoints lack the frozen base; `on_load_checkpoint` checks the rest
         self.policy_config = policy
@@ -204,6 +162,8 @@ class PolicyModule(LightningModule, ChecksFirst):
         self._optimizer: str | None = None
         self._has_stepped = False
         self._rates: list[dict[str, float]] = []
+        self._is_changed = False
+        """Whether the policy has been trained, or has a checkpoint's weights."""
 
     @property
     def trainer(self) -> Trainer:
@@ -254,12 +214,37 @@ class PolicyModule(LightningModule, ChecksFirst):
         return AutoTokenizer.from_pretrained(self.base_folder)
 
     def check_first(self, trainer: Trainer, stage: str) -> None:
-        """Refuse another precision and a run without an end."""
+        """Refuse other precisions and strategies, what a trainer would do to the policy, and a run without an end."""
         if (precision := trainer.precision) not in ("32-true", "32", 32):
             remedy = "leave it at 32-true and set model.policy.dtype"
             raise UserError(f"the policy sets its own precision; trainer.precision is {precision}; {remedy}")
+        check_devices(trainer)
+        if trainer.barebones:
+            raise UserError("callbacks read logged metrics; Trainer(barebones=True) logs none; leave it out")
         if stage == "fit":
+            refuse_weight_averaging(trainer)
             require_planned_end(trainer)
+
+    def setup(self, stage: str) -> None:
+        """Start a fit afresh, with a used trainer too; Lightning loads a checkpoint later."""
+        if stage != "fit":
+            return
+        self.start_afresh()
+        loop = self.trainer.fit_loop
+        if loop.total_batch_idx >= 0:  # Lightning would go on counting
+            loop.load_state_dict(type(loop)(self.trainer).state_dict())
+            loop.epoch_loop.restarting = False
+
+    def start_afresh(self) -> None:
+        """Forget an earlier fit: what it has trained, and how far it has come."""
+        if self._is_changed:
+            log.warning(
+                "this fit starts afresh, without what the module has learned before: to go on from a checkpoint, give "
+                "its path to trainer.fit as ckpt_path"
+            )
+            del self.policy
+            self.shared_weights, self._is_changed = None, False
+        self.policy_version, self._random_state, self._optimizer = 0, None, None
 
     def configure_model(self) -> None:
         """Load the policy, once."""
@@ -298,6 +283,8 @@ class PolicyModule(LightningModule, ChecksFirst):
         if self._optimizer not in (None, name):  # it may fail to load another optimizer's state
             raise UserError(f"a resumed run keeps its optimizer; got {name} for {self._optimizer}; set that again")
         steps = self.planned_batches() * self.steps_per_batch
+        if not isinstance(self.lr_scheduler, str):
+            check_schedule(self.lr_scheduler, build_optimizer(self.make_optimizer, [trial_weight()]), steps)
         schedule = build_schedule(self.lr_scheduler, optimizer, round(self.warmup_ratio * steps), steps)
         self._rates = [{name: group[name] for name in RATES if name in group} for group in optimizer.param_groups]
         return {"optimizer": optimizer, "lr_scheduler": schedule}
@@ -305,12 +292,23 @@ class PolicyModule(LightningModule, ChecksFirst):
     def on_train_start(self) -> None:
         """Set the configuration's learning rate and weight decay, also in a resumed run."""
         self._has_stepped = False
+        self._is_changed = True
         optimizer, schedule = self.optimizers(), self.lr_schedulers()
-        assert isinstance(optimizer, LightningOptimizer) and isinstance(schedule, LambdaLR)
+        assert isinstance(optimizer, LightningOptimizer) and isinstance(schedule, LRScheduler)
         for index, (group, rates) in enumerate(zip(optimizer.param_groups, self._rates, strict=True)):
-            group.update(rates)
-            schedule.base_lrs[index] = rates["initial_lr"]
-            group["lr"] = rates["initial_lr"] * schedule.lr_lambdas[index](schedule.last_epoch)
+            if isinstance(schedule, LambdaLR):
+                group.update(rates)
+                schedule.base_lrs[index] = rates["initial_lr"]
+                group["lr"] = rates["initial_lr"] * schedule.lr_lambdas[index](schedule.last_epoch)
+                continue
+            if group["initial_lr"] != rates["initial_lr"]:  # other schedules go on from their last rate
+                log.warning(
+                    "the learning rate of a resumed run with a %s is the checkpoint's, %g; to train with another one, "
+                    "start a run from the exported adapter by model.policy.adapter",
+                    type(schedule).__name__,
+                    group["initial_lr"],
+                )
+            group.update(rates | {"initial_lr": group["initial_lr"]})
         self.policy.checkpointing.set_state_bytes(
             lambda: pending_state_bytes(optimizer.optimizer, self.make_optimizer, self.device)
         )
@@ -336,6 +334,18 @@ class PolicyModule(LightningModule, ChecksFirst):
             ) from error
 
     # Checkpoints ---------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def load_from_checkpoint(cls, checkpoint_path: Any, *_: Any, **__: Any) -> "PolicyModule":
+        """Refuse what needs a trainer: checkpoints lack the base model.
+
+        Raises:
+            UserError: Always.
+        """
+        raise UserError(
+            f"a checkpoint is loaded into a {cls.__name__} by a Trainer, without one {checkpoint_path} cannot be; give "
+            "it as ckpt_path to trainer.fit, validate or test, or export it by `qerl export`"
+        )
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Save what training changes, without the base model."""
@@ -377,6 +387,7 @@ class PolicyModule(LightningModule, ChecksFirst):
                 steps,
                 self.steps_per_batch,
             )
+        self._is_changed = True
         self.policy.load_trained_state(state["trained"])
         self.policy.checkpointing.load(state.get("recomputation"))
         self.policy_version, self._optimizer = state["policy_version"], state["optimizer"]

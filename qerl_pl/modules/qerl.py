@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch.cli import OptimizerCallable
+from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim.lr_scheduler import LRScheduler
@@ -18,11 +18,12 @@ from qerl_pl.algorithm.noise import NormNoise
 from qerl_pl.algorithm.objectives import GRPO, Objective
 from qerl_pl.distributed.strategy import communicator_of
 from qerl_pl.engines.base import SharedWeights
-from qerl_pl.errors import require_at_least
+from qerl_pl.errors import require_at_least, require_type
 from qerl_pl.evaluation.metrics import evaluation_tag, prompt_metrics
 from qerl_pl.memory import TeacherBytes
+from qerl_pl.modules.optimizer import WARMUP_RATIO, default_optimizer
 from qerl_pl.modules.policy import PolicyConfig
-from qerl_pl.modules.policy_module import PolicyModule, default_optimizer
+from qerl_pl.modules.policy_module import PolicyModule
 from qerl_pl.modules.teacher import Teacher, TeacherConfig
 from qerl_pl.modules.update import PolicyUpdate
 from qerl_pl.persistence.atomic_files import folder_identity
@@ -48,8 +49,10 @@ class QeRLModule(PolicyModule):
         policy: Base model, number format and adapter.
         objective: The loss; see `qerl_pl.algorithm.objectives`. GRPO by default.
         optimizer: Builds the optimizer from the trained parameters.
-        lr_scheduler: Name of a transformers learning-rate schedule (cosine, linear, constant_with_warmup, …).
-        warmup_ratio: Share of the optimizer steps over which the learning rate rises from 0.
+        lr_scheduler: Name of a transformers learning-rate schedule (cosine, linear, constant_with_warmup, …); or a
+            class of torch.optim.lr_scheduler or a function, named `module.function` or `file.py:function`, that makes
+            a schedule of the optimizer, with settings and a warm-up of its own.
+        warmup_ratio: Share of the optimizer steps over which the learning rate of a named schedule rises from 0.
         update_epochs: Passes over each rollout (μ).
         minibatches: Optimizer steps of a pass; divides the completions of a rollout.
         micro_batch_tokens: Most tokens of a forward pass, prompts included and padding not (a longer completion is a
@@ -68,8 +71,8 @@ class QeRLModule(PolicyModule):
         policy: PolicyConfig = PolicyConfig(),  # noqa: B008 - frozen, and jsonargparse reads the default
         objective: Objective | None = None,
         optimizer: OptimizerCallable = default_optimizer,
-        lr_scheduler: str = "cosine",
-        warmup_ratio: float = 0.1,
+        lr_scheduler: str | LRSchedulerCallable = "cosine",
+        warmup_ratio: float = WARMUP_RATIO,
         update_epochs: int = 1,
         minibatches: int = 1,
         micro_batch_tokens: int | None = None,
@@ -82,6 +85,8 @@ class QeRLModule(PolicyModule):
         require_at_least(1, {"model.update_epochs": update_epochs, "model.minibatches": minibatches})
         # No default instance: jsonargparse would pass its values to any other class that a user names.
         self.objective = GRPO() if objective is None else objective
+        require_type(Objective, {"model.objective": self.objective}, "write qerl_pl.algorithm.DAPO(), say")
+        require_type(TeacherConfig, {"model.teacher": teacher}, "write TeacherConfig(path=...)")
         measured = 0.0 if policy.finetune == "full" else float(monitor_kl)
         self.update = PolicyUpdate(
             self.objective, update_epochs, minibatches, micro_batch_tokens, max_grad_norm, measured, seed
@@ -111,6 +116,7 @@ class QeRLModule(PolicyModule):
 
     def setup(self, stage: str) -> None:
         """Drop the metrics of an earlier stage, whose tensors `trainer.validate` makes in inference mode."""
+        super().setup(stage)
         self._means.clear()
         if stage == "fit" and not self.objective.needs_teacher:
             needed = f"a model.objective that distils (OnPolicyDistillation, or {type(self.objective).__name__} with a "

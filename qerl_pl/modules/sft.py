@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch.cli import OptimizerCallable
+from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
@@ -19,8 +19,9 @@ from qerl_pl.distributed.communicator import Communicator, writes_files
 from qerl_pl.distributed.strategy import communicator_of
 from qerl_pl.errors import UserError
 from qerl_pl.modules.micro_batches import partition_micro_batches
+from qerl_pl.modules.optimizer import WARMUP_RATIO, default_optimizer
 from qerl_pl.modules.policy import PolicyConfig
-from qerl_pl.modules.policy_module import PolicyModule, default_optimizer
+from qerl_pl.modules.policy_module import PolicyModule
 from qerl_pl.modules.qerl import BEFORE_TRAINING
 from qerl_pl.modules.update import clip_and_step, gradients
 from qerl_pl.seeds import stream_seed
@@ -40,8 +41,10 @@ class SFTModule(PolicyModule):
     Args:
         policy: Base model, number format and adapter.
         optimizer: Builds the optimizer from the trained parameters.
-        lr_scheduler: Name of a transformers learning-rate schedule (cosine, linear, constant_with_warmup, …).
-        warmup_ratio: Share of the optimizer steps over which the learning rate rises from 0.
+        lr_scheduler: Name of a transformers learning-rate schedule (cosine, linear, constant_with_warmup, …); or a
+            class of torch.optim.lr_scheduler or a function, named `module.function` or `file.py:function`, that makes
+            a schedule of the optimizer, with settings and a warm-up of its own.
+        warmup_ratio: Share of the optimizer steps over which the learning rate of a named schedule rises from 0.
         micro_batch_tokens: Most tokens of a forward pass, padding not counted (a longer conversation is a micro-batch
             by itself); null takes a batch at once. Gradients depend on it only by LoRA dropout.
         max_grad_norm: Largest gradient norm; larger gradients are scaled down.
@@ -54,8 +57,8 @@ class SFTModule(PolicyModule):
         self,
         policy: PolicyConfig = PolicyConfig(),  # noqa: B008 - frozen, and jsonargparse reads the default
         optimizer: OptimizerCallable = default_optimizer,
-        lr_scheduler: str = "cosine",
-        warmup_ratio: float = 0.1,
+        lr_scheduler: str | LRSchedulerCallable = "cosine",
+        warmup_ratio: float = WARMUP_RATIO,
         micro_batch_tokens: int | None = None,
         max_grad_norm: float = 0.2,
         seed: int = 0,

@@ -17,7 +17,7 @@ from qerl_pl.rewards.base import (
     score,
     with_environment_reward,
 )
-from qerl_pl.rewards.functions import RewardFunction, as_rewards
+from qerl_pl.rewards.functions import RewardFunction, TrainerState, as_rewards, functions_among
 from qerl_pl.rewards.judge import JudgeReward
 from qerl_pl.rewards.math_answer import MathAnswer
 
@@ -35,11 +35,13 @@ __all__ = [
     "RewardFunction",
     "RewardSample",
     "ScoredBatch",
+    "TrainerState",
     "accuracy_reward",
     "as_rewards",
     "check_references",
     "check_rewards",
     "extract_answers",
+    "functions_among",
     "normalize_answers",
     "score",
     "with_environment_reward",

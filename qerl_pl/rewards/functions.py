@@ -1,7 +1,9 @@
 """Reward functions with TRL's signature, named by import path or file."""
 
 import inspect
+import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -14,14 +16,37 @@ Function = Callable[..., Any]
 _RULE = "a reward is a class of rewards, or a function named module.function or file.py:function"
 
 
+_OWN_TAGS = (
+    "(reward|policy|optim|completions|environment|mismatch|aqn|time|perf|memory|val|test)/.*|epoch|step|rollouts"
+)
+"""Tags that a run logs itself."""
+
+
+@dataclass(frozen=True)
+class TrainerState:
+    """How far the run is, by the names of transformers' TrainerState."""
+
+    global_step: int = 0
+    """Optimizer steps so far."""
+    max_steps: int = 0
+    """Planned optimizer steps; 0 outside of training."""
+    epoch: float = 0.0
+    """Passes over the data so far."""
+    num_train_epochs: int = 0
+    """Planned passes; 0 outside of training, or where steps are planned."""
+
+
 class RewardFunction(Reward):
     """Scores completions with a function as TRL's GRPOTrainer takes it.
 
-    It is called as `function(prompts=..., completions=..., completion_ids=..., **columns)` and returns a number for
-    each completion, or None where it does not apply. Each argument is a list of B items; a column of the data is passed
-    by its name, the reference answer as `answer` (and as `solution`) unless the data has such a column. Arguments that
-    the function does not take are left out. Prompts are text, or lists of messages where the data has conversations;
-    then a completion is a list of one message. With an environment a completion is the list of the dialogue's messages.
+    It is called as `function(prompts=..., completions=..., completion_ids=..., trainer_state=..., log_extra=...,
+    log_metric=..., **columns)` and returns a number for each completion, or None where it does not apply.
+    `log_extra(column, values)` adds a value to each completion in the logs, and `log_metric(name, value)` logs the mean
+    of a rollout's values; evaluations log neither. Each other argument is a list of B items; a column of the data is
+    passed by its name, the reference answer as `answer` (and as `solution`) unless the data has such a column.
+    Arguments that the function does not take are left out. Prompts are text, or lists of messages where the data has
+    conversations; then a completion is a list of one message. With an environment a completion is the list of the
+    dialogue's messages.
     `async def` functions run beside the other rewards.
 
     Args:
@@ -37,20 +62,57 @@ class RewardFunction(Reward):
         parameters = inspect.signature(self.function).parameters.values()
         named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
         self._needs = [p.name for p in named if p.default is p.empty]
+        self.trainer_state = TrainerState()
+        self.logged_columns: dict[str, list[Any]] = {}
+        """Of the last call."""
+        self.logged_metrics: dict[str, list[float]] = {}
+        """Of the last call."""
         self._takes = None if any(p.kind is p.VAR_KEYWORD for p in parameters) else {p.name for p in parameters}
 
     def __call__(self, samples: Sequence[RewardSample]) -> Any:
-        arguments = trl_arguments(samples)
+        self.logged_columns, self.logged_metrics = {}, {}
+        arguments: dict[str, Any] = {
+            **trl_arguments(samples),
+            "trainer_state": self.trainer_state,
+            "log_extra": partial(self._log_extra, len(samples)),
+            "log_metric": self._log_metric,
+        }
         if samples and (missing := [name for name in self._needs if name not in arguments]):
             columns = dict.fromkeys(name for sample in samples for name in sample.columns)
             raise UserError(
-                "a reward function takes prompts, completions, completion_ids, answer, solution and the columns of the "
-                f"data; reward {self.name!r} also needs {', '.join(missing)}, and the data has "
-                f"{', '.join(columns) or 'no columns'}; correct the argument's name, or give it a default"
+                "a reward function takes prompts, completions, completion_ids, answer, solution, trainer_state, "
+                f"log_extra, log_metric and the columns of the data; reward {self.name!r} also needs "
+                f"{', '.join(missing)}, and the data has {', '.join(columns) or 'no columns'}; correct the argument's "
+                "name, or give it a default"
             )
         if self._takes is not None:
             arguments = {name: values for name, values in arguments.items() if name in self._takes}
         return self.function(**arguments)
+
+    def _log_extra(self, size: int, column: str, values: Sequence[Any]) -> None:
+        """Log a value for each of `size` completions."""
+        given = list(values)
+        if len(given) != size:
+            raise UserError(
+                f"log_extra takes a value for each completion; reward {self.name!r} gave {len(given)} values of "
+                f"{column!r} for {size}; give as many, in their order"
+            )
+        plain = str | int | float | None
+        self.logged_columns[str(column)] = [value if isinstance(value, plain) else str(value) for value in given]
+
+    def _log_metric(self, name: str, value: float) -> None:
+        """Log a number; the values of a rollout are averaged."""
+        if re.fullmatch(_OWN_TAGS, name):
+            raise UserError(
+                f"log_metric's names are not those that the run logs itself; reward {self.name!r} has {name!r}; choose "
+                f"another, {self.name}_{name.rpartition('/')[2]}, say"
+            )
+        try:
+            self.logged_metrics.setdefault(name, []).append(float(value))
+        except (TypeError, ValueError) as error:
+            raise UserError(
+                f"log_metric takes a number; reward {self.name!r} gave {value!r:.60} for {name!r}; give one"
+            ) from error
 
 
 def trl_arguments(samples: Sequence[RewardSample]) -> dict[str, list[Any]]:
@@ -103,4 +165,12 @@ def as_rewards(given: Mapping[str, Any] | Sequence[Any]) -> list[Reward]:
 
 def _as_reward(item: Any) -> Reward:
     is_function = isinstance(item, str | partial) or inspect.isroutine(item)
+    if isinstance(item, type) or not (is_function or callable(item)):
+        what = f"{item.__name__}() makes one" if isinstance(item, type) else "make one of a class of rewards"
+        raise UserError(f"a reward is an object that scores samples, or a function; got {item!r:.60}; {what}")
     return RewardFunction(item) if is_function else item
+
+
+def functions_among(rewards: Sequence[Reward]) -> list[RewardFunction]:
+    """Those rewards that are functions."""
+    return [reward for reward in rewards if isinstance(reward, RewardFunction)]

@@ -17,7 +17,7 @@ from qerl_pl.distributed.communicator import SINGLE_PROCESS, Communicator
 from qerl_pl.engines.base import RolloutEngine
 from qerl_pl.environments.sampler import DialogueJob, DialogueSampler
 from qerl_pl.errors import UserError, require_at_least
-from qerl_pl.rewards import OverlongPenalty, Reward, accuracy_reward, check_rewards
+from qerl_pl.rewards import OverlongPenalty, Reward, accuracy_reward, check_rewards, functions_among
 from qerl_pl.rollout.experience import (
     Group,
     environment_metrics,
@@ -167,6 +167,8 @@ class Collector:
         self.expected_lengths: dict[str, float] = {}
         """Mean tokens of each prompt's last completions, by id, for `partition_prompts`."""
         self._rollouts = 0
+        self._logged: dict[str, list[float]] = {}
+        """What reward functions have logged in this rollout, by name."""
 
     def collect(
         self,
@@ -195,6 +197,7 @@ class Collector:
                 longest, bound = config.sampling.max_tokens, config.mismatch_bound
                 check_logprob_parity(self.engine, policy, prompts[:2], weights.version, seed, longest, bound)
         self._rollouts += 1
+        self._logged = {}
         metrics: dict[str, float] = {}
         with _timed(seconds, "sync"):
             noise_std = self.engine.sync(weights).noise_std
@@ -252,6 +255,9 @@ class Collector:
             completions = self._completions(local, version) if local else []
         with _timed(seconds, "reward"):
             groups = score_groups(config.rewards, self.tokenizer, local, completions)
+        for function in functions_among(config.rewards) if local else ():
+            for name, values in function.logged_metrics.items():
+                self._logged.setdefault(name, []).extend(values)
         if ranks.size == 1:
             return groups
         with _timed(seconds, "wait"):
@@ -316,7 +322,7 @@ class Collector:
                 version,
                 self.config.sampling.max_tokens,
             )
-        metrics |= reward_metrics(groups, self._combined(groups)) | environment_metrics(groups)
+        metrics |= reward_metrics(groups, self._combined(groups)) | environment_metrics(groups) | self._logged_means()
         metrics |= {
             "completions/groups_dropped_frac": (len(groups) - len(training)) / len(groups),
             "completions/sampled_tokens": sampled_tokens,
@@ -361,6 +367,16 @@ class Collector:
         """Each reward [B] of the completions of some groups, and its weight, by name."""
         rewards = {name: torch.cat([group.rewards[name] for group in groups]) for name in groups[0].rewards}
         return rewards, {reward.name: reward.weight for reward in self.config.rewards}
+
+    def _logged_means(self) -> dict[str, float]:
+        """Means over all ranks of what reward functions log."""
+        if not functions_among(self.config.rewards):
+            return {}
+        everywhere = self.ranks.all_gather(self._logged)
+        values = {
+            name: [value for one in everywhere for value in one.get(name, ())] for one in everywhere for name in one
+        }
+        return {name: math.fsum(one) / len(one) for name, one in values.items()}
 
     def _sampler_entropy(self, groups: Sequence[Group]) -> float:
         """Mean of -log p over the sampled tokens of all ranks: an unbiased estimate of the sampler's entropy, nats."""

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from qerl_pl.algorithm.advantages import have_differences
 from qerl_pl.distributed.communicator import Communicator
 from qerl_pl.errors import UserError
-from qerl_pl.rewards import EnvironmentReward, Reward, RewardSample, score
+from qerl_pl.rewards import EnvironmentReward, Reward, RewardSample, functions_among, score
 from qerl_pl.types import Completion, CompletionRecord, DialogueFacts, Prompt
 
 T = TypeVar("T")
@@ -43,6 +43,8 @@ class Group:
     """False if dynamic sampling drops the group."""
     dialogues: Sequence[DialogueFacts] = ()
     """Facts of each dialogue; empty without an environment."""
+    extra: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    """Values [G] that reward functions log, by column."""
 
     def records(self) -> list[CompletionRecord]:
         """One record for each completion."""
@@ -60,6 +62,7 @@ class Group:
                 tokens=self.lengths[row],
                 trained=self.trains,
                 messages=self.dialogues[row].messages if self.dialogues else None,
+                extra={name: values[row] for name, values in self.extra.items()} or None,
             )
             for row, text in enumerate(self.texts)
         ]
@@ -93,6 +96,7 @@ def score_groups(
         for (prompt, completion), text in zip(pairs, texts, strict=True)
     ]
     scored = score(rewards, samples)
+    extra = {name: values for one in functions_among(rewards) for name, values in one.logged_columns.items()}
     size = len(completions[0])
     return [
         Group(
@@ -104,14 +108,15 @@ def score_groups(
             total=scored.total[start : start + size],
             rewards={name: values[start : start + size] for name, values in scored.rewards.items()},
             dialogues=[completion.dialogue for completion in group if completion.dialogue is not None],
+            extra={name: values[start : start + size] for name, values in extra.items()},
         )
         for prompt, group, start in zip(prompts, completions, range(0, len(pairs), size), strict=True)
     ]
 
 
-def without_none(fields: dict[str, Any], name: str) -> dict[str, Any]:
-    """Fields without the named field if that is None."""
-    return {key: value for key, value in fields.items() if key != name or value is not None}
+def without_none(fields: dict[str, Any], *names: str) -> dict[str, Any]:
+    """Fields without those of the named ones that are None."""
+    return {key: value for key, value in fields.items() if key not in names or value is not None}
 
 
 def last_turn(completion: Completion) -> list[int]:

@@ -1,0 +1,135 @@
+"""The optimizer and the learning-rate schedule of a training."""
+
+import inspect
+import re
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from transformers import get_scheduler
+
+from qerl_pl.errors import UserError
+from qerl_pl.import_path import load_named
+
+WARMUP_RATIO = 0.1
+"""Default share of the optimizer steps over which a named schedule warms up."""
+LARGEST_RATE = 1e30
+"""What Adam divides by its first bias correction, and float32 still holds."""
+
+ADAMW: dict[str, Any] = {"lr": 1e-5, "betas": (0.9, 0.99), "weight_decay": 0.1}
+"""Arguments of the default optimizer."""
+
+Schedule = str | Callable[[Optimizer], Any]
+"""Name of a schedule of transformers, or what makes one of the optimizer, with settings of its own."""
+
+
+def default_optimizer(parameters: Iterable[nn.Parameter]) -> Optimizer:
+    """AdamW with the learning rate, betas and weight decay of the QeRL authors' code."""
+    return torch.optim.AdamW(parameters, **ADAMW)
+
+
+def trial_weight() -> nn.Parameter:
+    """A matrix to try optimizers on, of which some take no vectors."""
+    return nn.Parameter(torch.zeros(1, 1))
+
+
+def build_optimizer(make: Callable[[Iterable[nn.Parameter]], Optimizer], parameters: list[nn.Parameter]) -> Optimizer:
+    """Build the optimizer of `model.optimizer`.
+
+    Raises:
+        UserError: Its class refuses its arguments or the parameters, its learning rate is not a number, or its `step`
+            needs a closure or takes none.
+    """
+    try:
+        optimizer = make(parameters)
+    except (RuntimeError, TypeError, ValueError) as error:
+        message = " ".join(str(error).split())
+        raise UserError(
+            f"model.optimizer must take its init_args and the trained matrices; it says: {message:.200}; correct them"
+        ) from error
+    for rate in [group.get("lr") for group in optimizer.param_groups]:
+        if not isinstance(rate, int | float) or not 0 <= rate <= LARGEST_RATE:
+            raise UserError(
+                f"model.optimizer needs a learning rate from 0 to {LARGEST_RATE:g}; got {rate}; set its init_args.lr"
+            )
+    name, closure = type(optimizer).__name__, inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is None:
+        raise UserError(
+            f"model.optimizer must have step(closure=None), which Lightning calls; {name} has another; use AdamW"
+        )
+    if closure.default is inspect.Parameter.empty:
+        raise UserError(f"model.optimizer must step once a minibatch; {name} asks for several losses a step; use AdamW")
+    return optimizer
+
+
+def load_schedule(schedule: Schedule, warmup_ratio: float) -> Schedule:
+    """The schedule, with the function in place of a function's name.
+
+    Raises:
+        UserError: There is no such function, or it is to warm up by `warmup_ratio`.
+    """
+    if isinstance(schedule, str) and re.search("[.:]", schedule):
+        rule = "lr_scheduler is a schedule of transformers, or a function that makes one of the optimizer"
+        schedule = load_named(schedule, rule, "write my_schedules.py:wsd, say", "schedule")
+    if not isinstance(schedule, str) and warmup_ratio not in (0.0, WARMUP_RATIO):
+        raise UserError(
+            "model.warmup_ratio is that of a named schedule; got a schedule with settings of its own beside "
+            f"{warmup_ratio}; have the schedule warm up, and leave warmup_ratio out"
+        )
+    return schedule
+
+
+def build_schedule(schedule: Schedule, optimizer: Optimizer, warmup: int, steps: int) -> LRScheduler:
+    """Build a learning-rate schedule.
+
+    Args:
+        schedule: Name of a schedule of transformers, or what makes one of the optimizer, with settings of its own.
+        optimizer: Optimizer whose learning rate it sets.
+        warmup: Optimizer steps of the warm-up, if it is named.
+        steps: All optimizer steps, if it is named.
+
+    Raises:
+        UserError: transformers has no such schedule, it needs more than the number of steps, or it is none.
+    """
+    try:
+        if not isinstance(schedule, str):
+            built = schedule(optimizer)
+        else:
+            built = get_scheduler(schedule, optimizer, num_warmup_steps=warmup, num_training_steps=steps)
+        if not isinstance(built, LRScheduler) or isinstance(built, ReduceLROnPlateau):
+            raise ValueError(f"{type(built).__name__} is no LRScheduler, or needs a metric")
+    except (RuntimeError, TypeError, ValueError) as error:
+        message = " ".join(str(error).split()).replace(" through the `lr_scheduler_kwargs`", "")  # no key here
+        raise UserError(
+            f"lr_scheduler must be a schedule of transformers that steps are enough for; got {schedule!r}, which says: "
+            f"{message:.90}; use cosine or linear, or a class or function that makes one (my_schedules.py:wsd)"
+        ) from error
+    return built
+
+
+def check_schedule(schedule: Callable[[Optimizer], Any], optimizer: Optimizer, steps: int) -> None:
+    """Take all steps of a schedule on an optimizer that trains nothing, as it may refuse to go on at the run's end.
+
+    Raises:
+        UserError: It refuses a step, or sets a learning rate that is none.
+    """
+    built = build_schedule(schedule, optimizer, 0, steps)
+    for step in range(1, steps + 1):
+        with warnings.catch_warnings(action="ignore"):  # that the optimizer has not stepped
+            try:
+                built.step()
+            except (TypeError, ValueError) as error:
+                message = " ".join(str(error).split())
+                raise UserError(
+                    f"lr_scheduler must last for the run's {steps} optimizer steps; at step {step} {schedule!r:.60} "
+                    f"says: {message:.120}; correct its settings"
+                ) from error
+        if not all(0 <= (rate := group["lr"]) <= LARGEST_RATE for group in optimizer.param_groups):
+            raise UserError(
+                f"a learning rate is from 0 to {LARGEST_RATE:g}; lr_scheduler {schedule!r:.60} sets {rate} at step "
+                f"{step} of {steps}; correct its settings"
+            )

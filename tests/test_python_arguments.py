@@ -1,0 +1,132 @@
+"""Arguments of constructors as a script may give them: they work, or end in one line before anything is loaded."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+import torch
+
+from qerl_pl.algorithm import DAPO
+from qerl_pl.callbacks import RolloutCallback
+from qerl_pl.datamodules import BigMathDataModule, ConversationDataModule, GSM8KDataModule, TableDataModule
+from qerl_pl.datamodules.tables import TableConfig
+from qerl_pl.engines import VLLMEngine
+from qerl_pl.errors import UserError
+from qerl_pl.modules import PolicyConfig, QeRLModule, SFTModule
+from qerl_pl.rewards import GSM8KAnswer
+from qerl_pl.types import EvalSampling, SamplingConfig
+
+
+class Named:
+    """A user's reward whose members are its class's."""
+
+    name, weight = "named", 1.0
+
+    def __call__(self, samples: Any) -> list[float]:
+        return [0.0] * len(samples)
+
+
+REFUSED: list[tuple[Callable[[], Any], str]] = [
+    (lambda: QeRLModule("Qwen/Qwen3-4B"), "model.policy must be of PolicyConfig; got 'Qwen/Qwen3-4B'; write Policy"),
+    (lambda: QeRLModule({"path": "Qwen/Qwen3-4B"}), "model.policy must be of PolicyConfig; got {'path'"),
+    (lambda: SFTModule("Qwen/Qwen3-4B"), "model.policy must be of PolicyConfig; got 'Qwen"),
+    (lambda: QeRLModule(PolicyConfig), "model.policy must be of PolicyConfig; got <class"),
+    (lambda: QeRLModule(objective="DAPO"), "model.objective must be of Objective; got 'DAPO'; write qerl_pl.algorithm"),
+    (lambda: QeRLModule(objective=DAPO), "model.objective must be of Objective; got <class"),
+    (lambda: QeRLModule(objective={"beta": 0.1}), "model.objective must be of Objective; got {"),
+    (lambda: QeRLModule(teacher="Qwen/Qwen3-4B"), "model.teacher must be of TeacherConfig; got 'Qwen/Qwen3-4B';"),
+    (lambda: QeRLModule(optimizer="adamw"), "model.optimizer makes an optimizer of the trained weights; got a str;"),
+    (lambda: QeRLModule(optimizer=torch.optim.SGD([torch.zeros(1)], lr=1)), "model.optimizer makes an optimizer"),
+    (lambda: QeRLModule(update_epochs="2"), "model.update_epochs must be a number; got '2'"),
+    (lambda: PolicyConfig(path=3), "model.policy.path must be of str; got 3; name a folder"),
+    (lambda: PolicyConfig(quantization="int4"), "model.policy.quantization must be one of nvfp4, .*; got 'int4'"),
+    (lambda: PolicyConfig(dtype=torch.bfloat16), "model.policy.dtype must be one of float32, bfloat16; got torch.bf"),
+    (lambda: PolicyConfig(finetune="qlora"), "model.policy.finetune must be one of lora, full; got 'qlora'"),
+    (lambda: PolicyConfig(lora={"rank": 4}), "model.policy.lora must be of LoraConfig; got {'rank': 4}; write Lora"),
+    (lambda: RolloutCallback("GSM8KAnswer"), "rewards must be a list of them; got 'GSM8KAnswer'"),
+    (lambda: RolloutCallback(["GSM8KAnswer"]), "a reward is a class of rewards, or a function named .*'GSM8KAnswer'"),
+    (
+        lambda: RolloutCallback([GSM8KAnswer]),
+        "a reward is an object .*; got <class .*GSM8KAnswer'>; GSM8KAnswer.. make",
+    ),
+    (lambda: RolloutCallback({"mine": Named}), "a reward is an object that scores samples, .*; Named.. makes one"),
+    (lambda: RolloutCallback([GSM8KAnswer(), 3]), "a reward is an object that scores samples, or a function; got 3;"),
+    (lambda: RolloutCallback([Named()], "VLLMEngine"), "rollout.engine must be an engine; got 'VLLMEngine'; make one"),
+    (lambda: RolloutCallback([Named()], VLLMEngine), "rollout.engine must be an engine; got <class .*VLLMEngine'>;"),
+    (lambda: RolloutCallback([Named()], {"class_path": "VLLMEngine"}), "rollout.engine must be an engine; got {"),
+    (
+        lambda: RolloutCallback([Named()], sampling={"max_tokens": 8}),
+        "rollout.sampling must be of SamplingConfig; got {",
+    ),
+    (
+        lambda: RolloutCallback([Named()], sampling=EvalSampling()),
+        "rollout.sampling must be of SamplingConfig; got Eval",
+    ),
+    (lambda: RolloutCallback([Named()], eval_sampling={"top_p": 1}), "rollout.eval_sampling must be of EvalSampling;"),
+    (
+        lambda: RolloutCallback([Named()], extra_eval_sampling={"a": {}}),
+        "rollout.extra_eval_sampling.a must be of Eval",
+    ),
+    (
+        lambda: RolloutCallback([Named()], extra_eval_sampling=[EvalSampling()]),
+        "rollout.extra_eval_sampling must be of",
+    ),
+    (lambda: RolloutCallback([Named()], multi_objective_aggregation="sum"), "aggregation must be one of sum_then_n"),
+    (lambda: SamplingConfig(max_tokens="8"), "sampling.max_tokens must be at least 1; got 8"),
+    (lambda: SamplingConfig(temperature=None), "sampling.temperature must be 0 or a number .*; got None"),
+    (lambda: TableDataModule(None), "data.path must be a file, a folder, a hub name or rows; got a NoneType;"),
+    (lambda: TableDataModule({"train": [{"question": "?"}]}), "got a dict of train; give one split, data..train..,"),
+    (
+        lambda: TableDataModule(datasets.DatasetDict(train=datasets.Dataset.from_list([{"q": 1}]))),
+        "a DatasetDict of tr",
+    ),
+    (lambda: TableConfig(3), "data.path must be a file, a folder, a hub name or rows; got a int;"),
+    (
+        lambda: TableDataModule([], sets={"hard": "hard.jsonl"}),
+        "data.sets.hard must be of TableConfig; got 'hard.jsonl'",
+    ),
+    (lambda: TableDataModule([], sets=["hard.jsonl"]), "data.sets must be of Mapping; got .'hard.jsonl'.; name each"),
+    (lambda: TableDataModule([], batch_size="8"), "data.batch_size must be a number; got '8'"),
+]
+
+
+@pytest.mark.parametrize(("make", "message"), REFUSED, ids=range(len(REFUSED)))
+def test_an_argument_of_another_type_is_one_line(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(UserError, match=message) as error:
+        make()
+    assert "\n" not in str(error.value)
+
+
+def test_paths_are_their_text_which_checkpoints_hold() -> None:
+    config = PolicyConfig(path=Path("a/b"), adapter=Path("c"))  # type: ignore[arg-type]
+    assert (config.path, config.adapter) == ("a/b", "c")
+
+
+ROWS = [{"question": f"{n} + 1?", "answer": str(n + 1)} for n in range(12)]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        lambda path: path,
+        lambda path: str(path),
+        lambda path: ROWS,
+        lambda path: tuple(ROWS),
+        lambda path: iter(ROWS),
+        lambda path: datasets.Dataset.from_list(ROWS),
+        lambda path: datasets.Dataset.from_list(ROWS).to_iterable_dataset(),
+    ],
+)
+def test_a_table_is_whatever_yields_rows(given: Callable[[Path], Any], tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    datasets.Dataset.from_list(ROWS).to_json(path)
+    rows = TableDataModule(given(path)).train_rows()
+    assert [(row.question, row.reference) for row in rows] == [(row["question"], row["answer"]) for row in ROWS]
+    assert len(TableConfig(given(path)).rows("set")) == len(ROWS)
+    assert TableDataModule(given(path))._has_one_split and len(ConversationDataModule(given(path)).train_rows()) == 12
+
+
+def test_files_of_the_named_data_sets_are_paths_too() -> None:
+    assert (GSM8KDataModule(Path("g.jsonl")).path, BigMathDataModule(Path("b")).path) == ("g.jsonl", "b")  # type: ignore

@@ -1,0 +1,195 @@
+"""Learning-rate schedules beside the names; what a Trainer would do to the policy, and is refused."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.cli import LightningArgumentParser
+from short_run import data, module_of, rollout_of, trainer_of
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import (
+    CosineAnnealingLR,
+    LambdaLR,
+    LinearLR,
+    OneCycleLR,
+    ReduceLROnPlateau,
+    SequentialLR,
+)
+from torch.optim.swa_utils import get_ema_avg_fn
+from transformers import get_cosine_with_min_lr_schedule_with_warmup, get_wsd_schedule
+
+from qerl_pl.callbacks import ResumeCheckpoint
+from qerl_pl.errors import UserError
+from qerl_pl.modules import QeRLModule, SFTModule
+from qerl_pl.modules.optimizer import build_schedule, check_schedule, trial_weight
+from qerl_pl.modules.policy_module import PolicyModule
+
+STEPS = 8
+RATE = 0.5
+
+
+def sgd(params: Any) -> Optimizer:
+    return torch.optim.SGD(params, lr=RATE)
+
+
+def warmed_up(optimizer: Optimizer) -> SequentialLR:
+    parts = [LinearLR(optimizer, 0.25, total_iters=2), CosineAnnealingLR(optimizer, 6, eta_min=0.1)]
+    return SequentialLR(optimizer, parts, milestones=[2])
+
+
+def wsd(optimizer: Optimizer) -> LambdaLR:
+    return get_wsd_schedule(optimizer, num_warmup_steps=2, num_decay_steps=2, num_stable_steps=4)
+
+
+def least(optimizer: Optimizer) -> LambdaLR:
+    return get_cosine_with_min_lr_schedule_with_warmup(optimizer, 2, STEPS, min_lr=0.1)
+
+
+SCHEDULES: dict[str, tuple[Any, list[float]]] = {
+    "a least rate": (least, [0, 0.5, 0.4, 0.2, 0.1]),
+    "warm-up, stable, decay": (wsd, [0, 0.5, 0.5, 0.5, 0]),
+    "a warm-up by steps": (warmed_up, [0.125, 0.5, 0.4, 0.2, 0.1]),
+    "a class of torch": (
+        lambda optimizer: LinearLR(optimizer, 1.0, 0.5, total_iters=STEPS),
+        [0.5, 0.4375, 0.375, 0.3125, 0.25],
+    ),
+    "a cycle": (
+        lambda optimizer: OneCycleLR(optimizer, RATE, total_steps=9, pct_start=5 / 9, anneal_strategy="linear"),
+        [0.02, 0.26, 0.5, 0.25, 0.0],
+    ),
+}
+
+
+def stepped(schedule: Any) -> list[float]:
+    """The learning rate of each step of a schedule by itself, and after the last."""
+    optimizer = sgd([trial_weight()])
+    built = build_schedule(schedule, optimizer, 0, STEPS)
+    rates = [optimizer.param_groups[0]["lr"]]
+    for _ in range(STEPS):
+        optimizer.step()
+        built.step()
+        rates.append(optimizer.param_groups[0]["lr"])
+    return rates
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_schedule_is_what_makes_one_of_the_optimizer(name: str) -> None:
+    schedule, expected = SCHEDULES[name]
+    assert stepped(schedule)[::2] == pytest.approx(expected, abs=1e-3)
+    check_schedule(schedule, sgd([trial_weight()]), STEPS)
+
+
+@pytest.mark.parametrize("schedule", [least, warmed_up])
+def test_a_run_and_the_run_that_resumes_it_have_the_rates_of_the_schedule(
+    schedule: Any, tiny_policy_dir: Path, tmp_path: Path
+) -> None:
+    rates: list[float] = []
+
+    class Rates(Callback):
+        def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+            rates.append(trainer.optimizers[0].param_groups[0]["lr"])
+
+    for given in ({}, {"ckpt_path": str(tmp_path / "checkpoints" / "step=2.ckpt"), "weights_only": True}):
+        module = module_of(tiny_policy_dir, optimizer=sgd, lr_scheduler=schedule)
+        trainer_of(tmp_path, Rates(), ResumeCheckpoint(1, keep=9)).fit(module, datamodule=data(), **given)
+    expected = stepped(schedule)[:-1:2]  # two steps a rollout
+    assert rates == [*expected, *expected[2:]]
+
+
+def parsed(kind: type[PolicyModule], *words: str) -> Any:
+    parser = LightningArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(kind, "model")
+    return parser.instantiate_classes(parser.parse_args([*words])).model.lr_scheduler
+
+
+@pytest.mark.parametrize("kind", [QeRLModule, SFTModule])
+def test_the_command_line_names_a_class_or_a_function(kind: type[PolicyModule], tmp_path: Path) -> None:
+    file = tmp_path / "my_schedules.py"
+    file.write_text(
+        "from transformers import get_constant_schedule_with_warmup\n"
+        "def steps(optimizer):\n    return get_constant_schedule_with_warmup(optimizer, 10)\n"
+    )
+    optimizer = sgd([trial_weight()])
+    assert parsed(kind) == "cosine" and parsed(kind, "--model.lr_scheduler", "linear") == "linear"
+    words = ["--model.lr_scheduler=CosineAnnealingLR", "--model.lr_scheduler.T_max=9", "--model.lr_scheduler.eta_min=1"]
+    built = parsed(kind, *words)(optimizer)
+    assert isinstance(built, CosineAnnealingLR) and (built.T_max, built.eta_min) == (9, 1)
+    assert parsed(kind, f"--model.lr_scheduler={file}:steps")(optimizer).lr_lambdas[0](5) == 0.5
+    assert callable(parsed(kind, "--model.lr_scheduler=transformers.get_constant_schedule"))
+    with pytest.raises(UserError, match="lr_scheduler is a schedule .* cannot be imported"):
+        parsed(kind, f"--model.lr_scheduler={file}:none")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"lr_scheduler": "cosine_with_min_lr"},
+            "got 'cosine_with_min_lr', .* min_lr_rate should be set; use cosine or",
+        ),
+        (
+            {"lr_scheduler": "warmup_stable_decay"},
+            "use cosine or linear, or a class or function that makes one .my_schedules.py:wsd.",
+        ),
+        ({"lr_scheduler": lambda optimizer: ReduceLROnPlateau(optimizer)}, "ReduceLROnPlateau is no LRScheduler, or"),
+        ({"lr_scheduler": lambda optimizer: None}, "NoneType is no LRScheduler"),
+        ({"lr_scheduler": lambda: None}, "takes 0 positional arguments"),
+        ({"lr_scheduler": CosineAnnealingLR}, "T_max"),
+        ({"lr_scheduler": wsd, "warmup_ratio": 0.3}, "warmup_ratio is that of a named schedule; .* beside 0.3;"),
+    ],
+)
+def test_what_is_no_schedule_is_refused_by_keys_that_are_there(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message) as error:
+        QeRLModule(**settings)
+    assert "lr_scheduler_kwargs" not in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_schedule_that_ends_before_the_run_is_refused_before_it() -> None:
+    short = lambda optimizer: OneCycleLR(optimizer, max_lr=RATE, total_steps=4)  # noqa: E731
+    check_schedule(short, sgd([trial_weight()]), 3)
+    with pytest.raises(
+        UserError, match="must last for the run's 8 optimizer steps; at step 5 .*number of total steps is 4"
+    ):
+        check_schedule(short, sgd([trial_weight()]), STEPS)
+    with pytest.raises(UserError, match="a learning rate is from 0 to .* sets -.* at step 5 of 8"):
+        check_schedule(lambda optimizer: LambdaLR(optimizer, lambda step: 1 - step / 4), sgd([trial_weight()]), STEPS)
+
+
+class Averaging(WeightAveraging):
+    """A user's own."""
+
+
+@pytest.mark.parametrize(
+    "callback",
+    [
+        EMAWeightAveraging(),
+        EMAWeightAveraging(update_every_n_steps=10),
+        WeightAveraging(avg_fn=get_ema_avg_fn()),
+        WeightAveraging(use_buffers=False),
+        Averaging(),
+        StochasticWeightAveraging(swa_lrs=0.1),
+    ],
+)
+def test_weight_averaging_is_refused_before_the_policy_is_loaded(callback: Callback, tmp_path: Path) -> None:
+    module, trainer = module_of(Path("nowhere")), trainer_of(tmp_path, callback)
+    for kind in (QeRLModule, PolicyModule):
+        with pytest.raises(UserError, match=f"weights are not averaged, .*; got {type(callback).__name__} among"):
+            kind.check_first(module, trainer, "fit")
+    module.check_first(trainer, "validate")
+
+
+@pytest.mark.parametrize("stage", ["fit", "validate", "test"])
+def test_barebones_is_refused(stage: str, tiny_policy_dir: Path) -> None:
+    trainer = Trainer(barebones=True, accelerator="cpu", max_epochs=1, callbacks=[rollout_of()])
+    with pytest.raises(UserError, match=r"Trainer\(barebones=True\) logs none; leave it out"):
+        getattr(trainer, stage)(module_of(tiny_policy_dir), datamodule=data())
+
+
+@pytest.mark.parametrize("kind", [QeRLModule, SFTModule])
+@pytest.mark.parametrize("arguments", [("a.ckpt",), (Path("a.ckpt"), "cpu"), ("a.ckpt", None, None, False)])
+def test_a_checkpoint_is_loaded_by_a_trainer(kind: type[PolicyModule], arguments: tuple[Any, ...]) -> None:
+    with pytest.raises(UserError, match=f"loaded into a {kind.__name__} by a Trainer, .*; give it as ckpt_path to"):
+        kind.load_from_checkpoint(*arguments)
